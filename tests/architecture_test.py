@@ -1,0 +1,196 @@
+"""The layer order of docs/design/architecture.md, kept by a test.
+
+An import points down, or sideways inside one package; never up. No cycles, no
+private name across packages, heavy optional packages only in the files named
+here, and `import tunix` loads nothing heavy.
+"""
+
+import ast
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGE = ROOT / "tunix"
+
+LAYERS = {
+  "utils": 1,
+  "perf": 1,
+  "ops": 2,
+  "models": 3,
+  "generate": 4,
+  "data": 4,
+  "sft": 5,
+  "sft.dpo": 5.5,
+  "rl": 6,
+  "distillation": 6,
+  "plan": 6.5,
+  "cli": 7,
+  "examples": 7,
+}
+
+# Sideways between packages of one layer: only what the design names.
+SIDEWAYS = {("data", "tunix.generate.tokenizer_adapter")}
+
+# Packages that cost import time or are optional, and the only files that may
+# import them.
+HEAVY = {
+  "matplotlib": {"cli/plots.py"},
+  "orbax": {"sft/checkpoint_manager.py"},
+  "grain": {"data/pipeline.py", "data/packing.py"},
+  "qwix": set(),
+  "tensorboardX": {"sft/metrics_backends.py"},
+  "wandb": {"sft/metrics_backends.py"},
+  "transformers": {"generate/tokenizer_loading.py"},
+  "torch": set(),
+  "tokenizers": {"generate/tokenizer_loading.py", "cli/quickstart_data.py"},
+  "jinja2": {"generate/chat_template.py"},
+  "yaml": {"cli/config.py"},
+  "safetensors": {"models/safetensors_loader.py", "models/safetensors_saver.py"},
+  "tqdm": {"sft/progress_bar.py"},
+}
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def package_of(module: str) -> str:
+  """'tunix.sft.dpo.dpo_trainer' -> 'sft.dpo', the longest name in LAYERS."""
+  parts = module.split(".")[1:]
+  for n in range(len(parts), 0, -1):
+    if ".".join(parts[:n]) in LAYERS:
+      return ".".join(parts[:n])
+  return ""
+
+
+def module_name(path: pathlib.Path) -> str:
+  parts = path.relative_to(ROOT).with_suffix("").parts
+  return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def type_checking_lines(tree: ast.AST) -> set[int]:
+  lines = set()
+  for node in ast.walk(tree):
+    if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+      for child in node.body:
+        lines.update(range(child.lineno, (child.end_lineno or child.lineno) + 1))
+  return lines
+
+
+def imports(path: pathlib.Path, *, top_level_only: bool = False):
+  """(module, names, lineno) of every import that runs."""
+  tree = ast.parse(path.read_text())
+  skip = type_checking_lines(tree)
+  nodes = tree.body if top_level_only else list(ast.walk(tree))
+  for node in nodes:
+    if getattr(node, "lineno", 0) in skip:
+      continue
+    if isinstance(node, ast.Import):
+      for alias in node.names:
+        yield alias.name, [], node.lineno
+    elif isinstance(node, ast.ImportFrom) and node.level == 0:
+      yield node.module or "", [a.name for a in node.names], node.lineno
+
+
+def internal_imports(path: pathlib.Path):
+  """Modules of ours that `path` imports: `from tunix.a import b` names tunix.a.b
+  when that is a file."""
+  for module, names, line in imports(path):
+    if module.split(".")[0] != "tunix":
+      continue
+    for name in names or [""]:
+      full = f"{module}.{name}" if name else module
+      target = ROOT / pathlib.Path(*full.split("."))
+      is_module = target.with_suffix(".py").exists() or target.is_dir()
+      yield full if is_module else module, name, line
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+  if path.parent == PACKAGE:
+    return  # tunix/__init__.py names everything, lazily
+  here = package_of(module_name(path))
+  assert here, f"{path} belongs to no layer: add its package to LAYERS"
+  for module, name, line in internal_imports(path):
+    there = package_of(module)
+    where = f"{path.relative_to(ROOT)}:{line}"
+    if not there:
+      continue
+    if there != here:
+      down = LAYERS[there] < LAYERS[here]
+      assert down or (here, module) in SIDEWAYS, (
+        f"{where}: {here} (layer {LAYERS[here]}) imports {module} ({LAYERS[there]})"
+      )
+      assert not name.startswith("_"), f"{where}: private name {name} of {module}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_heavy_packages_stay_in_their_files(path):
+  inside = str(path.relative_to(PACKAGE))
+  for module, _, line in imports(path):
+    allowed = HEAVY.get(module.split(".")[0])
+    assert allowed is None or inside in allowed, (
+      f"{inside}:{line} imports {module}; only {sorted(allowed)} may"
+    )
+
+
+def test_ops_needs_nothing_of_ours_but_ops():
+  for path in (PACKAGE / "ops").glob("*.py"):
+    for module, _, line in imports(path):
+      root = module.split(".")[0]
+      allowed = {"jax", "jaxtyping", "functools", "typing", "__future__", "math"}
+      assert root in allowed or module.startswith("tunix.ops"), (
+        f"{path.name}:{line} imports {module}"
+      )
+
+
+def test_no_import_cycles():
+  graph = {
+    module_name(p): {
+      m for m, _, _ in internal_imports(p) if m != module_name(p) and m != "tunix"
+    }
+    for p in FILES
+  }
+  state: dict[str, int] = {}
+
+  def visit(node, trail):
+    state[node] = 1
+    for nxt in graph.get(node, ()):
+      assert state.get(nxt) != 1, " -> ".join([*trail, node, nxt])
+      if nxt not in state:
+        visit(nxt, [*trail, node])
+    state[node] = 2
+
+  for node in graph:
+    if node not in state:
+      visit(node, [])
+
+
+def loaded_by(statement: str) -> set[str]:
+  code = f"import sys, json\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+  out = subprocess.run(
+    [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+  ).stdout
+  return set(json.loads(out.splitlines()[-1]))
+
+
+def test_import_tunix_is_light():
+  heavy = {"jax", "numpy", "flax", "optax", *HEAVY}
+  assert not heavy & loaded_by("import tunix")
+
+
+def test_import_of_the_trainer_loads_no_optional_package():
+  loaded = loaded_by("from tunix.sft import peft_trainer")
+  assert "jax" in loaded
+  assert not (set(HEAVY) - {"yaml"}) & {m.split(".")[0] for m in loaded}
+
+
+def test_every_lazy_name_resolves():
+  import tunix
+
+  for name in tunix.__all__:
+    assert getattr(tunix, name) is not None
+  with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+    _ = tunix.Nothing

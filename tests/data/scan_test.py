@@ -1,0 +1,63 @@
+import json
+
+import pytest
+
+from tests import toys_text
+from tunix.data import formats
+from tunix.data.scan import scan
+
+TOKENIZER = toys_text.chat_tokenizer(None)
+
+
+def record(words):
+  return {"prompt": "a", "response": " sea" * words}
+
+
+def length(words):
+  return 3 + words * len(TOKENIZER.encode(" sea"))
+
+
+def test_counts_by_policy():
+  records = [record(1), record(5), record(2)]
+  full = scan(records, TOKENIZER, max_length=64)
+  assert (full.records, full.scanned, full.kept, full.dropped) == (3, 3, 3, 0)
+  assert full.tokens == length(1) + length(5) + length(2)
+  assert full.trained_tokens == full.tokens - 6  # BOS and "a" of each
+  assert (full.longest, full.longest_at) == (length(5), "record 1")
+  cut = scan(records, TOKENIZER, max_length=length(2), overlong="truncate")
+  assert (cut.kept, cut.truncated) == (3, 1)
+  assert cut.tokens == length(1) + 2 * length(2)
+  left = scan(records, TOKENIZER, max_length=length(2), overlong="drop")
+  assert (left.kept, left.dropped, left.truncated) == (2, 1, 0)
+  assert left.longest == length(5)
+  assert "2 kept, 1 dropped" in str(left)
+
+
+def test_errors_name_the_line(tmp_path):
+  path = tmp_path / "data.jsonl"
+  path.write_text("\n".join(json.dumps(record(n)) for n in (1, 9, 1)))
+  records = formats.JsonlRecords(path)
+  with pytest.raises(ValueError, match=r"data\.jsonl:2: \d+ tokens, more than the max"):
+    scan(records, TOKENIZER, max_length=length(2))
+  long_prompt = [{"prompt": "how many days", "response": "a"}]
+  with pytest.raises(ValueError, match="record 0: the prompt has"):
+    scan(long_prompt, TOKENIZER, max_length=3)
+  with pytest.raises(ValueError, match="record 1: found fields 'x'"):
+    scan([record(1), {"x": 1}], TOKENIZER, max_length=64)
+
+
+def test_a_limit_looks_at_records_spread_over_the_data():
+  records = [record(n) for n in range(1, 11)]
+  part = scan(records, TOKENIZER, max_length=64, limit=4)
+  assert (part.records, part.scanned, part.longest) == (10, 4, length(10))
+  assert "(4 looked at)" in str(part)
+  assert scan(records, TOKENIZER, max_length=64, limit=99).scanned == 10
+  with pytest.raises(ValueError, match="limit 0 must be at least 1"):
+    scan(records, TOKENIZER, max_length=64, limit=0)
+
+
+def test_nothing_left_is_an_error():
+  with pytest.raises(ValueError, match="all 2 records looked at are longer than 3"):
+    scan([record(3)] * 2, TOKENIZER, max_length=3, overlong="drop")
+  with pytest.raises(ValueError, match="no records"):
+    scan([], TOKENIZER, max_length=8)

@@ -1,0 +1,147 @@
+import io
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tunix.sft.metrics_backends import (
+  ConsoleBackend,
+  RewindableBackend,
+  TensorboardBackend,
+  WandbBackend,
+)
+from tunix.utils import env
+
+
+def events_of(folder):
+  """(tag, step, value) of scalars, and the steps of session starts."""
+  from tensorboardX.proto import event_pb2
+
+  scalars, starts = [], []
+  for path in sorted(folder.glob("events.out.tfevents.*")):
+    data = path.read_bytes()
+    while data:
+      size = int.from_bytes(data[:8], "little")
+      event = event_pb2.Event.FromString(data[12 : 12 + size])
+      data = data[12 + size + 4 :]
+      if event.HasField("session_log"):
+        starts.append(event.step)
+      for value in event.summary.value:
+        scalars.append((value.tag, event.step, value.simple_value))
+  return scalars, starts
+
+
+def test_tensorboard_writes_and_flushes(tmp_path):
+  backend = TensorboardBackend(tmp_path, flush_every_n_steps=2)
+  assert not list(tmp_path.iterdir())
+  for step in range(4):
+    backend.log_scalar("train/loss", step / 2, step=step)
+  # Step 2 was flushed, and with it all before.
+  assert ("train/loss", 2, 1.0) in events_of(tmp_path)[0]
+  backend.close()
+  assert [step for _, step, _ in events_of(tmp_path)[0]] == [0, 1, 2, 3]
+
+
+def test_tensorboard_hides_what_a_resumed_run_writes_again(tmp_path):
+  first = TensorboardBackend(tmp_path)
+  for step in range(5):
+    first.log_scalar("train/loss", 1.0, step=step)
+  position = first.position()
+  assert len(events_of(tmp_path)[0]) == 5  # on disk
+  first.log_scalar("train/loss", 1.0, step=5)
+  first.close()
+  second = TensorboardBackend(tmp_path)
+  second.rewind(position)
+  second.log_scalar("train/loss", 1.0, step=5)
+  second.close()
+  assert position == {"step": 4}
+  assert events_of(tmp_path)[1] == [5]  # TensorBoard drops earlier files' steps >= 5
+
+
+def test_tensorboard_begins_anew(tmp_path):
+  first = TensorboardBackend(tmp_path)
+  first.rewind(None)
+  first.log_scalar("train/loss", 1.0, step=3)
+  first.close()
+  assert events_of(tmp_path)[1] == []  # nothing old, nothing to hide
+  first.rewind(None)
+  first.log_scalar("train/loss", 1.0, step=0)
+  first.close()
+  assert events_of(tmp_path)[1] == [0]
+
+
+def test_console_prints_a_line_per_step_and_mode():
+  out = io.StringIO()
+  backend = ConsoleBackend(out)
+  backend.log_scalar("train/loss", 2.5, step=1)
+  backend.log_scalar("train/grad_norm", 1 / 3, step=1)
+  assert out.getvalue() == ""
+  backend.log_scalar("train/loss", math.nan, step=2)
+  assert out.getvalue() == "step 1 train loss=2.5 grad_norm=0.33333\n"
+  backend.close()
+  assert out.getvalue().splitlines()[1] == "step 2 train loss=nan"
+  assert not isinstance(backend, RewindableBackend)
+
+
+WANDB = """
+import json, sys
+from tunix.sft.metrics_backends import WandbBackend
+assert "wandb" not in sys.modules
+backend = WandbBackend("p", "name", sys.argv[1])
+for step, tag in ((0, "a"), (1, "a"), (2, "ahead"), (1, "late"), (2, "a"), (3, "a")):
+  backend.log_scalar("train/" + tag, step / 2, step=step)
+position = json.loads(json.dumps(backend.position()))
+assert position["open"] == [[2, None, {"train/ahead": 1.0, "train/a": 1.0}],
+                            [3, None, {"train/a": 1.5}]], position
+assert backend._run.step == 1, backend._run.step
+other = WandbBackend("p", "name", sys.argv[1])
+backend.close()
+other.rewind(position)
+other.log_scalar("train/b", 1.0, step=4)
+assert other._run.id == position["run_id"] == backend.position()["run_id"]
+other.close()
+"""
+
+
+@pytest.mark.slow
+def test_wandb_offline(tmp_path):
+  pytest.importorskip("wandb")
+  environment = dict(os.environ, WANDB_MODE="offline", WANDB_SILENT="true")
+  subprocess.run(
+    [sys.executable, "-c", WANDB, str(tmp_path)], check=True, env=environment
+  )
+  assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 2
+
+
+def test_wandb_is_not_imported_before_a_value_is_sent():
+  backend = WandbBackend("p")
+  assert isinstance(backend, RewindableBackend)
+  backend.close()
+  code = "import sys; from tunix.sft import metrics_logger; print(*sys.modules)"
+  out = subprocess.run(
+    [sys.executable, "-c", code], check=True, capture_output=True, text=True
+  )
+  loaded = {name.split(".")[0] for name in out.stdout.split()}
+  assert not loaded & {"wandb", "tensorboardX", "tqdm", "orbax", "humanize", "flax"}
+
+
+@pytest.mark.parametrize(
+  ("variables", "expected"),
+  [
+    ({}, False),
+    ({"WANDB_API_KEY": "k"}, True),
+    ({"WANDB_MODE": "offline"}, True),
+    ({"WANDB_MODE": "disabled", "WANDB_API_KEY": "k"}, False),
+    ({"WANDB_DISABLED": "true", "WANDB_API_KEY": "k"}, False),
+    ({"WANDB_SILENT": "true"}, False),
+    ({"WANDB_SERVICE": "set by wandb itself"}, False),
+  ],
+)
+def test_wandb_requested(monkeypatch, variables, expected):
+  for name in [name for name in os.environ if name.startswith("WANDB_")]:
+    monkeypatch.delenv(name)
+  for name, value in variables.items():
+    monkeypatch.setenv(name, value)
+  assert env.wandb_requested() is expected

@@ -1,0 +1,53 @@
+"""Post-training of language models in JAX.
+
+The classes that most scripts need, imported when first touched: `import tunix`
+itself loads neither jax nor anything else that is heavy (PEP 562).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_LAZY = {
+  "AutoModel": "tunix.models.automodel",
+  "CacheConfig": "tunix.generate.sampler",
+  "CheckpointManager": "tunix.sft.checkpoint_manager",
+  "LoraConfig": "tunix.models.lora",
+  "MetricsLogger": "tunix.sft.metrics_logger",
+  "MetricsLoggerOptions": "tunix.sft.metrics_logger",
+  "PeftTrainer": "tunix.sft.peft_trainer",
+  "PeftTrainerConfig": "tunix.sft.peft_trainer",
+  "Sampler": "tunix.generate.sampler",
+  "TokenizerAdapter": "tunix.generate.tokenizer_adapter",
+  "TrainingConfig": "tunix.sft.peft_trainer",
+  "TrainingInput": "tunix.sft.peft_trainer",
+}
+
+__all__ = ["__version__", *sorted(_LAZY)]  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+  from tunix.generate.sampler import CacheConfig, Sampler
+  from tunix.generate.tokenizer_adapter import TokenizerAdapter
+  from tunix.models.automodel import AutoModel
+  from tunix.models.lora import LoraConfig
+  from tunix.sft.checkpoint_manager import CheckpointManager
+  from tunix.sft.metrics_logger import MetricsLogger, MetricsLoggerOptions
+  from tunix.sft.peft_trainer import (
+    PeftTrainer,
+    PeftTrainerConfig,
+    TrainingConfig,
+    TrainingInput,
+  )
+
+
+def __getattr__(name: str) -> Any:
+  if name not in _LAZY:
+    raise AttributeError(f"module 'tunix' has no attribute {name!r}; it has {__all__}")
+  return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+  return sorted(__all__)

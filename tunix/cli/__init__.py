@@ -1,0 +1,1 @@
+"""The tunix command: YAML, argv and names stop here."""

@@ -1,0 +1,160 @@
+"""From a record to tokens and the mask of what is trained."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tunix.data import formats, spans
+from tunix.data.examples import Example, make_example
+from tunix.data.spans import Segment
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+
+# Templates that show today's date show this one in training data: tokens must depend
+# on the data alone, or a run resumed after midnight would train on others. (It is
+# the date that Llama 3's templates fall back to.)
+TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
+
+# Keys of a message that are ours and no business of the template's.
+_OUR_KEYS = ("weight", "train")
+
+Message = Mapping[str, Any]
+
+
+def render(
+  record: Mapping[str, Any],
+  tokenizer: TokenizerAdapter,
+  *,
+  where: str = "record",
+  chat: bool | None = None,
+  template_kwargs: Mapping[str, Any] | None = None,
+) -> Example:
+  """Tokens and mask of one record.
+
+  Of a conversation the assistant's turns are trained, each with the token that ends
+  it; of a prompt with a response, the response and its end; of a text, everything.
+  Text is tokenised piece by piece between those borders, as it is when a model
+  continues a prompt.
+
+  Args:
+    record: a record as `tunix.data.formats` describes.
+    tokenizer: gives tokens, BOS, EOS and the chat template.
+    where: the record's place, for error messages.
+    chat: whether a prompt given as plain text is the user's turn of a chat. None:
+      when the tokenizer has a chat template.
+    template_kwargs: further names for the chat template.
+
+  Raises:
+    ValueError: the record is malformed, the template is missing or refuses it, or
+      nothing of it would be trained. The message begins with `where`.
+  """
+  kind = formats.record_kind(record, where)
+  chat = tokenizer.has_chat_template() if chat is None else chat
+  plain_prompt = kind == "prompt" and isinstance(record["prompt"], str)
+  try:
+    if kind == "text":
+      return _plain([Segment(record["text"], True)], tokenizer)
+    if plain_prompt and not chat:
+      parts = [Segment(record["prompt"], False), Segment(record["response"], True)]
+      return _plain(parts, tokenizer)
+    messages = _conversation(record)
+    if not chat:
+      raise ValueError(
+        "a list of messages needs a chat template, and "
+        + (
+          "chat is False"
+          if tokenizer.has_chat_template()
+          else "the tokenizer has none; give one with chat_template=..."
+        )
+      )
+    variables = {**(template_kwargs or {}), "tools": record.get("tools")}
+    return _chat(messages, tokenizer, variables)
+  except ValueError as error:
+    raise ValueError(f"{where}: {error}") from error
+
+
+def _conversation(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """The messages; those of a prompt are marked as not trained."""
+  if "messages" in record:
+    return [dict(message) for message in record["messages"]]
+  prompt = record["prompt"]
+  if isinstance(prompt, str):
+    prompt = [{"role": "user", "content": prompt}]
+  answer = {"role": "assistant", "content": record["response"]}
+  return [*({**message, "train": False} for message in prompt), answer]
+
+
+def _is_trained(message: Message) -> bool:
+  return (
+    message["role"] == "assistant"
+    and message.get("train", True)
+    and bool(message.get("weight", 1))
+  )
+
+
+def _chat(
+  messages: Sequence[Message], tokenizer: TokenizerAdapter, variables: Mapping[str, Any]
+) -> Example:
+  turns = [i for i, message in enumerate(messages) if _is_trained(message)]
+  shown = [
+    {key: value for key, value in message.items() if key not in _OUR_KEYS}
+    for message in messages
+  ]
+
+  def rendered(some: Sequence[Message], add_generation_prompt: bool) -> str:
+    return tokenizer.apply_chat_template(
+      some, add_generation_prompt, now=TEMPLATE_DATE, **variables
+    )
+
+  bos = tokenizer.bos_token if tokenizer.bos_id() != tokenizer.eos_id() else None
+  closing = [text for text in tokenizer.special_tokens() if text != bos]
+  segments, needs_eos = spans.find_segments(shown, turns, rendered, closing)
+  example = _tokenise(segments, tokenizer, add_eos=needs_eos)
+  if not example.mask.any():
+    raise ValueError(f"nothing to train: {_why_untrained(messages, turns)}")
+  return example
+
+
+def _why_untrained(messages: Sequence[Message], turns: Sequence[int]) -> str:
+  roles = list(dict.fromkeys(message["role"] for message in messages))
+  if turns:
+    return "the chat template shows nothing of the assistant's turns; change it"
+  if "assistant" in roles:
+    return 'every assistant turn has "weight": 0 or "train": false; drop the record'
+  return f"no turn of the role 'assistant' (roles: {', '.join(roles)}); add one"
+
+
+def _plain(segments: Sequence[Segment], tokenizer: TokenizerAdapter) -> Example:
+  example = _tokenise(segments, tokenizer, add_eos=True, add_bos=True)
+  if not example.mask.any():
+    raise ValueError("nothing to train: the text is empty; drop the record")
+  return example
+
+
+def _tokenise(
+  segments: Sequence[Segment],
+  tokenizer: TokenizerAdapter,
+  *,
+  add_eos: bool,
+  add_bos: bool = False,
+) -> Example:
+  """Tokens of the segments, one after the other; BOS and EOS are never doubled."""
+  tokens: list[int] = []
+  mask: list[int] = []
+  for segment in segments:
+    encode = tokenizer.encode_continuation if tokens else tokenizer.encode
+    ids = encode(segment.text)
+    tokens += ids
+    mask += [int(segment.trained)] * len(ids)
+  bos, eos = tokenizer.bos_id(), tokenizer.eos_id()
+  if add_bos and bos is not None and tokens[:1] != [bos]:
+    tokens, mask = [bos, *tokens], [0, *mask]
+  if add_eos and eos is None:
+    raise ValueError(
+      "the tokenizer has no end-of-sequence token, so the model could not learn to "
+      "stop; name one with eos_token=..."
+    )
+  if add_eos and eos is not None and (tokens[-1:], mask[-1:]) != ([eos], [1]):
+    tokens, mask = [*tokens, eos], [*mask, 1]
+  return make_example(tokens, mask)

@@ -1,0 +1,156 @@
+"""From records to batches: shuffle, repeat, render, pack or pad, batch.
+
+Built from Grain's datasets, so that an iterator's state is a small JSON object that
+restores exactly. Nothing tokenised is kept but what is being prefetched.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grain
+
+from tunix.data import packing as rows, source as sources
+from tunix.data.examples import Overlong
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+
+_PREFETCHED_EXAMPLES = 64
+
+
+def build_dataset(
+  records: Sequence[Mapping[str, Any]],
+  tokenizer: TokenizerAdapter,
+  *,
+  batch_size: int,
+  max_length: int,
+  packing: bool = False,
+  shuffle: bool = True,
+  seed: int = 0,
+  num_epochs: int | None = 1,
+  overlong: Overlong = "error",
+  process_index: int = 0,
+  process_count: int = 1,
+  chat: bool | None = None,
+  template_kwargs: Mapping[str, Any] | None = None,
+  num_threads: int = 1,
+) -> grain.IterDataset:
+  """Batches of int32 [batch_size / process_count, max_length].
+
+  Every batch is a dict of input_tokens, input_mask (1 on trained tokens), positions
+  and segment_ids (0 on padding). A last, smaller batch is filled up with rows of
+  padding. Iterators have `get_state()` and `set_state()`.
+
+  Every process walks the same stream and takes its own rows of each batch: batches
+  do not depend on the number of processes, and all see equally many.
+
+  Args:
+    records: dicts as `tunix.data.formats` describes, in memory or `JsonlRecords`.
+    tokenizer: encodes text and renders chats.
+    batch_size: rows of a batch over all processes.
+    max_length: tokens of a row.
+    packing: several examples a row.
+    shuffle: a new order each epoch, determined by `seed`.
+    seed: 0 to 2**32 - 1.
+    num_epochs: passes over the records; None never ends.
+    overlong: examples longer than `max_length`: "error" raises when one is met,
+      "truncate" cuts, "drop" leaves out.
+    process_index: this process.
+    process_count: processes that share each batch.
+    chat: whether plain prompts are user turns; None when there is a chat template.
+    template_kwargs: further names for the chat template.
+    num_threads: threads that render ahead; 0 renders in the caller's thread. Above 1
+      the tokenizer must be safe to call from many threads (`tokenizers` is). Batches
+      do not depend on it.
+
+  Raises:
+    ValueError: an argument is out of range. Iteration raises ValueError for records
+      that cannot be trained on, naming their place.
+  """
+  _check(batch_size, seed, num_epochs, process_index, process_count, num_threads)
+  source = sources.ExampleSource(
+    records=records,
+    tokenizer=tokenizer,
+    max_length=max_length,
+    overlong=overlong,
+    chat=chat,
+    template_kwargs=template_kwargs,
+  )
+  pad_id = tokenizer.pad_id() or 0
+  order = grain.MapDataset.range(len(records)).seed(seed)
+  order = order.shuffle() if shuffle else order
+  # So many drops in a row are a whole epoch of them: without a limit, an endless data
+  # set would look for an example forever and a finite one would end in silence.
+  patience = len(records) if num_epochs == 1 else 2 * len(records) - 1
+  elements = order.repeat(num_epochs).map(_Render(source, patience))
+  stream = elements.to_iter_dataset(
+    grain.ReadOptions(
+      num_threads=num_threads,
+      prefetch_buffer_size=_PREFETCHED_EXAMPLES if num_threads else 0,
+    )
+  )
+  if packing:
+    stream = rows.pack(
+      stream, max_length=max_length, pad_id=pad_id, seed=seed, shuffle=shuffle
+    )
+  else:
+    stream = stream.map(
+      functools.partial(rows.pad_row, max_length=max_length, pad_id=pad_id)
+    )
+  count = batch_size // process_count
+  stack = functools.partial(
+    rows.stack_rows,
+    first=process_index * count,
+    count=count,
+    max_length=max_length,
+    pad_id=pad_id,
+  )
+  return stream.batch(batch_size, drop_remainder=False, batch_fn=stack)
+
+
+class _Render:
+  """Index of a record -> element, or None (which Grain skips) when it is dropped."""
+
+  def __init__(self, source: sources.ExampleSource, patience: int):
+    self._source = source
+    self._patience = patience
+    self._dropped_in_a_row = 0
+    self._lock = threading.Lock()
+
+  def __call__(self, index: int) -> Any:
+    example = self._source.fit(self._source.render(index), index)
+    with self._lock:
+      self._dropped_in_a_row = 0 if example else self._dropped_in_a_row + 1
+      if self._dropped_in_a_row >= self._patience:
+        raise ValueError(
+          f"all {len(self._source)} records are longer than {self._source.max_length} "
+          "tokens and were dropped; raise max_length or set overlong to 'truncate'"
+        )
+    return rows.to_element(example) if example else None
+
+
+def _check(
+  batch_size: int,
+  seed: int,
+  num_epochs: int | None,
+  process_index: int,
+  process_count: int,
+  num_threads: int,
+) -> None:
+  if process_count < 1 or not 0 <= process_index < process_count:
+    raise ValueError(
+      f"process_index {process_index} of process_count {process_count} is out of range"
+    )
+  if batch_size < 1 or batch_size % process_count:
+    raise ValueError(
+      f"batch_size {batch_size} must be a positive multiple of the {process_count} "
+      "processes that share each batch"
+    )
+  if not 0 <= seed < 2**32:
+    raise ValueError(f"seed {seed} must be from 0 to 2**32 - 1")
+  if num_epochs is not None and num_epochs < 1:
+    raise ValueError(f"num_epochs {num_epochs} must be at least 1, or None for no end")
+  if num_threads < 0:
+    raise ValueError(f"num_threads {num_threads} must be 0 or more")

@@ -1,0 +1,127 @@
+"""Finds and builds the tokenizer at a path.
+
+A `tokenizer.json` is read by the `tokenizers` package alone; `transformers` and
+`sentencepiece` are asked for what only they can read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tunix.generate import tokenizer_files
+from tunix.generate.tokenizer_backends import TokenizersBackend
+from tunix.utils import optional
+
+_MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+Path = str | os.PathLike[str]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+  """A tokenizer and what its folder says about it."""
+
+  tokenizer: Any
+  chat_template: tokenizer_files.ChatTemplates | None = None
+  eos_ids: tuple[int, ...] = ()
+
+
+def load_pretrained(path: Path) -> Loaded:
+  """The tokenizer of a Hugging Face folder, a `tokenizer.json`, or a model id.
+
+  Raises:
+    FileNotFoundError: there is no such folder, or no tokenizer in it.
+    ImportError: the folder has no `tokenizer.json` and transformers is missing.
+    ValueError: a file of the folder is damaged.
+  """
+  source = pathlib.Path(path).expanduser()
+  if source.is_file() and source.name != "tokenizer.json":
+    raise ValueError(f"{source} is no tokenizer.json; give its folder, or that file")
+  folder = source.parent if source.is_file() else source
+  if folder.is_dir():
+    files = tokenizer_files.read_folder(folder)
+    if files.tokenizer_json is not None:
+      return _load_fast(files)
+  elif not _may_be_model_id(str(path)):
+    raise FileNotFoundError(f"no tokenizer folder {str(path)!r}; check the path")
+  return _load_with_transformers(str(folder if folder.is_dir() else path))
+
+
+def _may_be_model_id(name: str) -> bool:
+  # "models/llama" beside a folder "models" is a path with a typing error; asking the
+  # network for it would take long and end in a message about ids.
+  owner, slash, _ = name.partition("/")
+  return bool(_MODEL_ID.fullmatch(name)) and not (slash and os.path.isdir(owner))
+
+
+def load_sentencepiece(path: Path) -> Loaded:
+  """A SentencePiece `.model` file.
+
+  Raises:
+    FileNotFoundError: no such file.
+    ImportError: the sentencepiece package is missing.
+  """
+  if not pathlib.Path(path).is_file():
+    raise FileNotFoundError(f"no SentencePiece model {str(path)!r}; check the path")
+  package = optional.require("sentencepiece", f"reading {path}", "sentencepiece")
+  return Loaded(tokenizer=package.SentencePieceProcessor(model_file=str(path)))
+
+
+LOADERS = {"huggingface": load_pretrained, "sentencepiece": load_sentencepiece}
+
+
+def _load_fast(files: tokenizer_files.TokenizerFiles) -> Loaded:
+  import tokenizers
+
+  try:
+    rust = tokenizers.Tokenizer.from_file(str(files.tokenizer_json))
+  except Exception as error:  # tokenizers raises the bare Exception for a bad file
+    raise ValueError(
+      f"{files.tokenizer_json} is no tokenizer ({error}); download the folder again"
+    ) from error
+  rust.no_truncation()
+  rust.no_padding()
+  for number, item in sorted(files.added_tokens.items()):
+    text = item["content"]
+    if rust.token_to_id(text) is None:
+      rust.add_tokens([tokenizers.AddedToken(**_added_token_fields(item))])
+    if rust.token_to_id(text) != number:
+      raise ValueError(
+        f"tokenizer_config.json gives {text!r} the id {number}, tokenizer.json "
+        f"{rust.token_to_id(text)}; the files are of two models, download them again"
+      )
+  # A role makes a token special even where tokenizer.json has it as plain text.
+  known = {token.content for token in rust.get_added_tokens_decoder().values()}
+  roles = dict.fromkeys([*files.tokens.values(), *files.extra_tokens])
+  rust.add_special_tokens([text for text in roles if text not in known])
+  return Loaded(
+    tokenizer=TokenizersBackend(rust, files.tokens, files.config),
+    chat_template=files.chat_template,
+    eos_ids=files.eos_ids,
+  )
+
+
+def _added_token_fields(item: Mapping[str, Any]) -> dict[str, Any]:
+  fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+  return {name: item[name] for name in fields if name in item}
+
+
+def _load_with_transformers(name: str) -> Loaded:
+  transformers = optional.require(
+    "transformers",
+    f"{name!r} is no local folder with a tokenizer.json; to load it tunix",
+    "transformers",
+  )
+  try:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+  except (OSError, ValueError) as error:
+    raise FileNotFoundError(
+      f"no tokenizer at {name!r}: neither a folder with tokenizer.json nor anything "
+      "that transformers can load; check the path or the model id"
+    ) from error
+  return Loaded(tokenizer=tokenizer)

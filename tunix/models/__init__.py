@@ -1,0 +1,1 @@
+"""Model families over one decoder; loading, saving, LoRA."""

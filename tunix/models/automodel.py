@@ -1,0 +1,194 @@
+"""Models from folders, from hub ids and from presets."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from tunix.models import families, safetensors_loader, tensor_files
+from tunix.models.families import Family
+from tunix.models.transformer import sharding as sharding_lib
+from tunix.models.transformer.config import ShardingRules, TransformerConfig
+from tunix.models.transformer.model import Transformer
+from tunix.utils import mesh as mesh_lib, optional
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
+
+
+class AutoModel:
+  """Makes models; never instantiated."""
+
+  @staticmethod
+  def from_pretrained(
+    folder: str | os.PathLike[str],
+    mesh: Mesh | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
+    remat: str | None = None,
+    scan_layers: bool | None = None,
+    sharding: ShardingRules | None = None,
+    family: Family | None = None,
+  ) -> Transformer:
+    """Loads a Hugging Face folder: `config.json` and (sharded) safetensors.
+
+    Args:
+      folder: the folder; or a hub id "owner/name", which is downloaded when the
+        package huggingface_hub is there (this path has no test).
+      mesh: where the weights go, each device reading only its part; None: the mesh of
+        the context, or the default device.
+      dtype: of computation, and of the weights unless `param_dtype` says otherwise;
+        None: the checkpoint's own.
+      param_dtype: of the weights; None: `dtype`.
+      remat, scan_layers, sharding: see `TransformerConfig`; None keeps its default.
+      family: the kind of model; None: found by `model_type`.
+
+    Raises:
+      FileNotFoundError: no such folder, no `config.json`, or weights are missing.
+      ValueError: an unknown family or setting, damaged files, or a tensor that is
+        missing, has another shape, or has no place in the model.
+    """
+    path = resolve_folder(folder)
+    config_file = path / "config.json"
+    hf = tensor_files.read_json(config_file)
+    try:
+      family = family or families.by_model_type(hf.get("model_type"))
+      config = family.config_from_hf(hf)
+      tensors = tensor_files.open_folder(path)
+      stored = _stored_dtype(hf, family, tensors)
+    except ValueError as error:
+      raise ValueError(f"{config_file}: {error}") from error
+    config = _with_options(
+      config,
+      dtype=dtype or stored,
+      param_dtype=param_dtype or dtype or stored,
+      remat=remat,
+      scan_layers=scan_layers,
+      sharding=sharding,
+    )
+    mesh = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
+    return safetensors_loader.load_model(tensors, config, family, mesh)
+
+  load = from_pretrained
+
+  @staticmethod
+  def from_config(
+    config: TransformerConfig | str,
+    mesh: Mesh | None = None,
+    *,
+    seed: int = 0,
+    rngs: nnx.Rngs | None = None,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike | None = None,
+    remat: str | None = None,
+    scan_layers: bool | None = None,
+    sharding: ShardingRules | None = None,
+    family: Family | None = None,
+  ) -> Transformer:
+    """A model with fresh weights, drawn on the devices that hold them.
+
+    The weights depend on the seed, not on the mesh.
+
+    Args:
+      config: a family's ModelConfig, or the name of a preset ("qwen3_0p6b").
+      mesh: see `from_pretrained`.
+      seed: of the weights.
+      rngs: the source of the weights' key instead of `seed`.
+      dtype: of computation, and of the weights unless `param_dtype` says otherwise;
+        None keeps the config's.
+      param_dtype, remat, scan_layers, sharding: override the config.
+      family: the kind of model; None: found by the config's class.
+
+    Raises:
+      ValueError: an unknown preset, or a config of no family.
+    """
+    if isinstance(config, str):
+      preset_family, preset = families.preset(config)
+      family, config = family or preset_family, preset()
+    family = family or families.of_config(config)
+    config = _with_options(
+      config,
+      dtype=dtype,
+      param_dtype=param_dtype or dtype,
+      remat=remat,
+      scan_layers=scan_layers,
+      sharding=sharding,
+    )
+    mesh = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
+    key = jax.random.key(seed) if rngs is None else rngs.params()
+    return _initialise(family, config, key, mesh)
+
+
+def resolve_folder(name: str | os.PathLike[str]) -> pathlib.Path:
+  """The local folder of a model: `name` itself, or its download if it is a hub id.
+
+  Raises:
+    FileNotFoundError: there is no such folder and it is no hub id, or the download
+      failed.
+  """
+  path = pathlib.Path(name).expanduser()
+  if path.is_dir():
+    return path
+  if path.exists():
+    raise FileNotFoundError(f"{path} is a file: give the folder that holds config.json")
+  # "models/typo" next to a folder "models" is a mistyped path, not an id.
+  if not _HUB_ID.fullmatch(str(name)) or path.parent.is_dir():
+    raise FileNotFoundError(
+      f"there is no folder {path}: give a folder with config.json and *.safetensors, "
+      "or a hub id 'owner/name'"
+    )
+  hub = optional.require(
+    "huggingface_hub", f"downloading {str(name)!r}", "huggingface_hub"
+  )
+  try:
+    return pathlib.Path(hub.snapshot_download(str(name), allow_patterns=_HUB_FILES))
+  except OSError as error:
+    raise FileNotFoundError(
+      f"there is no folder {path}, and downloading it as a hub id failed ({error}): "
+      "check the name and the network, or download it by hand"
+    ) from error
+
+
+def _stored_dtype(hf: dict[str, Any], family: Family, tensors: Any) -> Any:
+  """The checkpoint's dtype: what config.json says, else its first weight's."""
+  named = hf.get("dtype") or hf.get("torch_dtype")
+  if named is not None:
+    try:
+      return jnp.dtype(named)
+    except TypeError as error:
+      raise ValueError(
+        f"dtype {named!r} is unknown: use 'float32', 'bfloat16' or 'float16'"
+      ) from error
+  first = tensors.get(family.names["embed_tokens.embedding"].key)
+  return jnp.dtype(jnp.float32) if first is None else first.dtype
+
+
+def _with_options(config: TransformerConfig, **options: Any) -> TransformerConfig:
+  """The config with the options that were given."""
+  for name in ("dtype", "param_dtype"):
+    if options[name] is not None:
+      options[name] = jnp.dtype(options[name])
+  given = {name: value for name, value in options.items() if value is not None}
+  return dataclasses.replace(config, **given)
+
+
+def _initialise(
+  family: Family, config: TransformerConfig, key: jax.Array, mesh: Mesh | None
+) -> Transformer:
+  def build(key: jax.Array) -> Transformer:
+    return family.model_class(config, rngs=nnx.Rngs(key))
+
+  graph, state = nnx.split(nnx.eval_shape(lambda: build(jax.random.key(0))))
+  shardings = None if mesh is None else sharding_lib.named_shardings(state, mesh)
+  draw = jax.jit(lambda key: nnx.state(build(key)), out_shardings=shardings)
+  return nnx.merge(graph, draw(key))

@@ -1,0 +1,135 @@
+"""The model families: which class, which names, which sizes.
+
+A family is data. Users add one without editing this package: build a `Family` and pass
+it as `family=` to `AutoModel` and to the saver.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tunix.models.llama3 import model as llama3, params as llama3_params
+from tunix.models.qwen3 import model as qwen3, params as qwen3_params
+from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.params import HARMLESS, NameTable
+
+Preset = Callable[..., TransformerConfig]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+  """What loading and saving must know about a kind of model.
+
+  Attributes:
+    name: for messages and the command line.
+    model_types: values of `model_type` in `config.json` that mean this family.
+    config_class: its configuration.
+    model_class: built as `model_class(config, rngs=...)`.
+    names: our parameter path -> Hugging Face tensor.
+    config_from_hf: reads a parsed `config.json`; raises ValueError for what the family
+      cannot do.
+    config_to_hf: writes one.
+    harmless: regular expressions of tensors that a checkpoint may hold in vain.
+    presets: named sizes; each takes fields to override.
+  """
+
+  name: str
+  model_types: tuple[str, ...]
+  config_class: type[TransformerConfig]
+  model_class: Callable[..., Transformer]
+  names: NameTable
+  config_from_hf: Callable[[Mapping[str, Any]], TransformerConfig]
+  config_to_hf: Callable[[TransformerConfig], dict[str, Any]]
+  harmless: tuple[str, ...] = HARMLESS
+  presets: Mapping[str, Preset] = dataclasses.field(default_factory=dict)
+
+
+def _presets(config_class: type, prefix: str) -> dict[str, Preset]:
+  """The class methods of a config whose names begin with the family's."""
+  return {
+    name: getattr(config_class, name)
+    for name in sorted(vars(config_class))
+    if name.startswith(prefix)
+  }
+
+
+def _qwen3_presets() -> dict[str, Preset]:
+  presets = _presets(qwen3.ModelConfig, "qwen3_")
+  # The base checkpoints have the same weights' shapes and a shorter context.
+  for size in ("0p6b", "1p7b", "4b", "8b", "14b"):
+    presets[f"qwen3_{size}_base"] = functools.partial(
+      presets[f"qwen3_{size}"], max_position=32_768
+    )
+  return presets
+
+
+FAMILIES: Mapping[str, Family] = {
+  "llama3": Family(
+    name="llama3",
+    model_types=("llama",),
+    config_class=llama3.ModelConfig,
+    model_class=llama3.Llama3,
+    names=llama3_params.NAMES,
+    config_from_hf=llama3_params.config_from_hf,
+    config_to_hf=llama3_params.config_to_hf,
+    presets=_presets(llama3.ModelConfig, "llama3"),
+  ),
+  "qwen3": Family(
+    name="qwen3",
+    model_types=("qwen3",),
+    config_class=qwen3.ModelConfig,
+    model_class=qwen3.Qwen3,
+    names=qwen3_params.NAMES,
+    config_from_hf=qwen3_params.config_from_hf,
+    config_to_hf=qwen3_params.config_to_hf,
+    presets=_qwen3_presets(),
+  ),
+}
+
+
+def by_model_type(model_type: Any) -> Family:
+  """The family of a `config.json`.
+
+  Raises:
+    ValueError: no family has this model_type; the message lists those there are.
+  """
+  for family in FAMILIES.values():
+    if model_type in family.model_types:
+      return family
+  known = sorted(t for family in FAMILIES.values() for t in family.model_types)
+  raise ValueError(
+    f"model_type {model_type!r} is unknown, known are {known}: pass family=Family(...) "
+    "to load another kind of model"
+  )
+
+
+def of_config(config: TransformerConfig) -> Family:
+  """The family of a configuration, by its class.
+
+  Raises:
+    ValueError: the class belongs to no family.
+  """
+  for family in FAMILIES.values():
+    if isinstance(config, family.config_class):
+      return family
+  raise ValueError(
+    f"{type(config).__module__}.{type(config).__name__} belongs to no family of "
+    f"{sorted(FAMILIES)}: use a family's ModelConfig, or pass family=Family(...)"
+  )
+
+
+def preset(name: str) -> tuple[Family, Preset]:
+  """A named size and its family.
+
+  Raises:
+    ValueError: no such preset; the message lists those there are.
+  """
+  for family in FAMILIES.values():
+    if name in family.presets:
+      return family, family.presets[name]
+  known = sorted(name for family in FAMILIES.values() for name in family.presets)
+  raise ValueError(f"preset {name!r} is unknown, known are {', '.join(known)}")

@@ -1,0 +1,123 @@
+"""Llama 3, 3.1, 3.2 and 3.3: sizes of the published checkpoints, and the class."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from flax import nnx
+
+from tunix.models.transformer.config import RopeConfig, TransformerConfig
+from tunix.models.transformer.model import Transformer
+
+_THETA = 500_000.0
+_UNSCALED = RopeConfig(theta=_THETA)
+
+
+def _scaled(factor: float) -> RopeConfig:
+  """Rotary settings of Llama 3.1 and later: from 8,192 to 131,072 tokens."""
+  return RopeConfig(
+    theta=_THETA,
+    scaling="llama3",
+    factor=factor,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position=8192,
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(TransformerConfig):
+  """`TransformerConfig` with Llama 3's defaults.
+
+  The class methods give the published sizes; keyword arguments override fields:
+  `ModelConfig.llama3p2_1b(param_dtype=jnp.bfloat16)`.
+  """
+
+  vocab_size: int = 128_256
+  num_kv_heads: int = 8
+  head_dim: int = 128
+  norm_eps: float = 1e-5
+  rope: RopeConfig = _UNSCALED
+  max_position: int | None = 8192
+
+  @classmethod
+  def llama3_8b(cls, **overrides: Any) -> ModelConfig:
+    """Llama 3 8B."""
+    sizes = {"num_layers": 32, "embed_dim": 4096, "hidden_dim": 14336, "num_heads": 32}
+    return cls(**(sizes | overrides))
+
+  @classmethod
+  def llama3_70b(cls, **overrides: Any) -> ModelConfig:
+    """Llama 3 70B."""
+    sizes = {"num_layers": 80, "embed_dim": 8192, "hidden_dim": 28672, "num_heads": 64}
+    return cls(**(sizes | overrides))
+
+  @classmethod
+  def llama3p1_8b(cls, **overrides: Any) -> ModelConfig:
+    """Llama 3.1 8B: Llama 3 with a longer context."""
+    return cls.llama3_8b(
+      **({"rope": _scaled(8.0), "max_position": 131_072} | overrides)
+    )
+
+  @classmethod
+  def llama3p1_70b(cls, **overrides: Any) -> ModelConfig:
+    """Llama 3.1 70B; Llama 3.3 70B has the same sizes."""
+    return cls.llama3_70b(
+      **({"rope": _scaled(8.0), "max_position": 131_072} | overrides)
+    )
+
+  @classmethod
+  def llama3p1_405b(cls, **overrides: Any) -> ModelConfig:
+    """Llama 3.1 405B."""
+    sizes = {
+      "num_layers": 126,
+      "embed_dim": 16384,
+      "hidden_dim": 53248,
+      "num_heads": 128,
+      "rope": _scaled(8.0),
+      "max_position": 131_072,
+    }
+    return cls(**(sizes | overrides))
+
+  @classmethod
+  def llama3p2_1b(cls, **overrides: Any) -> ModelConfig:
+    """Llama 3.2 1B."""
+    sizes = {
+      "num_layers": 16,
+      "embed_dim": 2048,
+      "hidden_dim": 8192,
+      "num_heads": 32,
+      "head_dim": 64,
+      "tie_embeddings": True,
+      "rope": _scaled(32.0),
+      "max_position": 131_072,
+    }
+    return cls(**(sizes | overrides))
+
+  @classmethod
+  def llama3p2_3b(cls, **overrides: Any) -> ModelConfig:
+    """Llama 3.2 3B."""
+    sizes = {
+      "num_layers": 28,
+      "embed_dim": 3072,
+      "hidden_dim": 8192,
+      "num_heads": 24,
+      "tie_embeddings": True,
+      "rope": _scaled(32.0),
+      "max_position": 131_072,
+    }
+    return cls(**(sizes | overrides))
+
+  llama3p2_1b_instruct = llama3p2_1b
+  llama3p2_3b_instruct = llama3p2_3b
+  llama3p3_70b = llama3p1_70b
+
+
+class Llama3(Transformer):
+  """A Llama 3 model; see `Transformer`."""
+
+  config: ModelConfig
+
+  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)

@@ -1,0 +1,160 @@
+"""A model -> a Hugging Face folder that `transformers` loads back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tunix.models import families, lora, tensor_files
+from tunix.models.families import Family
+from tunix.models.tensor_files import NewTensor
+from tunix.models.transformer import params
+from tunix.models.transformer.model import Transformer
+from tunix.utils import tree
+
+MAX_SHARD_BYTES = 5 * 10**9
+
+# What else a Hugging Face folder needs to be used: copied from the model's source.
+_COMPANIONS = (
+  "added_tokens.json",
+  "chat_template.jinja",
+  "chat_template.json",
+  "generation_config.json",
+  "merges.txt",
+  "special_tokens_map.json",
+  "tokenizer.json",
+  "tokenizer.model",
+  "tokenizer_config.json",
+  "vocab.json",
+)
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def save_pretrained(
+  model: Transformer,
+  folder: str | os.PathLike[str],
+  *,
+  source: str | os.PathLike[str] | None = None,
+  dtype: DTypeLike | None = None,
+  max_shard_bytes: int = MAX_SHARD_BYTES,
+  hf_fields: Mapping[str, Any] | None = None,
+  family: Family | None = None,
+) -> None:
+  """Writes `config.json`, safetensors and the source's tokenizer files.
+
+  Adapters are merged into their weights, in float32, one parameter at a time. Nothing
+  is left behind after an error; see `tensor_files.staged_folder` for a folder that
+  exists.
+
+  Args:
+    model: stacked or unstacked, adapted or not; unchanged.
+    folder: where to; its parents are made.
+    source: folder whose tokenizer, chat template, generation config and token ids are
+      taken over, usually the one the model was loaded from.
+    dtype: of the weights written; None keeps the model's.
+    max_shard_bytes: largest file, in bytes; a single larger tensor gets its own.
+    hf_fields: more fields of `config.json`, for example {"eos_token_id": 2}.
+    family: the kind of model; None: found by the config's class.
+
+  Raises:
+    FileNotFoundError: `source` is no folder.
+    ValueError: a parameter has no Hugging Face name, or lies on another host.
+    OSError: the disk is full or not writable.
+  """
+  family = family or families.of_config(model.config)
+  origin = None if source is None else pathlib.Path(source)
+  if origin is not None and not origin.is_dir():
+    raise FileNotFoundError(
+      f"there is no folder {origin}: give the folder that the tokenizer files lie in"
+    )
+  config = model.config
+  if dtype is not None:
+    config = dataclasses.replace(config, param_dtype=jnp.dtype(dtype))
+  hf = family.config_to_hf(config) | _token_ids(origin) | dict(hf_fields or {})
+  tensors = list(_tensors(model, family, dtype))
+  with tensor_files.staged_folder(pathlib.Path(folder)) as staging:
+    tensor_files.write_shards(staging, tensors, max_shard_bytes)
+    for name in _COMPANIONS:
+      if origin is not None and (origin / name).is_file():
+        shutil.copyfile(origin / name, staging / name)
+    (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+
+
+def _token_ids(origin: pathlib.Path | None) -> dict[str, Any]:
+  if origin is None or not (origin / "config.json").is_file():
+    return {}
+  hf = tensor_files.read_json(origin / "config.json")
+  return {name: hf[name] for name in _TOKEN_IDS if hf.get(name) is not None}
+
+
+def _tensors(
+  model: Transformer, family: Family, dtype: DTypeLike | None
+) -> Iterator[NewTensor]:
+  """The model's tensors, parameter by parameter, each fetched when written."""
+  linears = lora.linears(model)
+  for path, value in tree.flatten(nnx.state(model, nnx.Param)).items():
+    module, _, field = path.rpartition(".")
+    if field in ("lora_a", "lora_b"):
+      continue
+    place = params.place(family.names, path, model.config.num_layers)
+    target = np.dtype(value.dtype if dtype is None else jnp.dtype(dtype))
+    linear = linears.get(module) if field == "kernel" else None
+    if not value.is_fully_addressable:
+      raise ValueError(
+        f"{path} is spread over several hosts: gather the model on one before saving"
+      )
+    leaf = _Leaf(value, linear, target)
+    for i, key in enumerate(place.keys):
+      yield NewTensor(
+        key,
+        target,
+        place.tensor_shape(value.shape),
+        functools.partial(
+          leaf.read,
+          i if place.stacked else None,
+          place.transpose,
+          i + 1 == len(place.keys),
+        ),
+      )
+
+
+class _Leaf:
+  """One parameter, brought to the host once for all of its tensors."""
+
+  def __init__(self, value: jax.Array, linear: lora.Linear | None, dtype: np.dtype):
+    self.value = value
+    self.linear = linear
+    self.dtype = dtype
+    self.host: np.ndarray | None = None
+
+  def read(self, layer: int | None, transpose: bool, last: bool) -> np.ndarray:
+    if self.host is None:
+      self.host = self._fetch()
+    out = self.host if layer is None else self.host[layer]
+    out = np.ascontiguousarray(out.T if transpose else out, self.dtype)
+    if last:
+      self.host = None
+    return out
+
+  def _fetch(self) -> np.ndarray:
+    value = self.value
+    if self.linear is not None and self.linear.lora_a is not None:
+      value = lora.merged_kernel(self.linear, self.dtype)
+    # A new jax.Array around the same buffers: the one of the model would keep its
+    # host copy for as long as it lives.
+    parts = [shard.data for shard in value.addressable_shards]
+    return np.asarray(
+      jax.make_array_from_single_device_arrays(value.shape, value.sharding, parts)
+    )

@@ -1,0 +1,1 @@
+"""The decoder that every family shares."""

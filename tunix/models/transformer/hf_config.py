@@ -1,0 +1,209 @@
+"""Hugging Face `config.json` <-> the decoder's configuration.
+
+Fields that would change the mathematics in a way the decoder does not have are
+errors; all others (bookkeeping of other libraries) are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from tunix.models.transformer.config import RopeConfig, TransformerConfig
+
+HfConfig = Mapping[str, Any]
+
+# Field -> the values that mean "as the decoder does it"; absent is always fine.
+SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+  "hidden_act": ("silu", "swish"),
+  "attention_bias": (False, None),
+  "mlp_bias": (False, None),
+  "attention_dropout": (0, None),
+  "partial_rotary_factor": (1, None),
+  "use_sliding_window": (False, None),
+  "quantization_config": (None,),
+}
+
+_DEFAULT_THETA = 10_000.0
+
+
+def check_supported(hf: HfConfig) -> None:
+  """Refuses what the decoder cannot do.
+
+  Raises:
+    ValueError: names the field, its value and the supported values.
+  """
+  for field, accepted in SUPPORTED.items():
+    if field in hf and hf[field] not in accepted:
+      raise ValueError(
+        f"{field} is {hf[field]!r}, supported is only {accepted[0]!r}: this decoder "
+        "would compute something else than the checkpoint means"
+      )
+  kinds = set(hf.get("layer_types") or ())
+  if kinds - {"full_attention"}:
+    raise ValueError(
+      f"layer_types has {sorted(kinds - {'full_attention'})}, supported is only "
+      "'full_attention'"
+    )
+
+
+def decoder_fields(hf: HfConfig, *, head_dim: int | None = None) -> dict[str, Any]:
+  """Arguments of a `TransformerConfig`; absent fields get transformers' defaults.
+
+  Args:
+    hf: the parsed `config.json`.
+    head_dim: what an absent `head_dim` means; None: hidden_size / heads.
+
+  Raises:
+    ValueError: a field is missing, of the wrong kind, or asks for something that the
+      decoder does not do.
+  """
+  check_supported(hf)
+  dim, heads = integer(hf, "hidden_size"), integer(hf, "num_attention_heads")
+  if hf.get("head_dim") is not None:
+    head_dim = integer(hf, "head_dim")
+  elif head_dim is None:
+    if dim % heads:
+      raise ValueError(
+        f"hidden_size {dim} is not a multiple of num_attention_heads {heads}: add "
+        "head_dim to the config"
+      )
+    head_dim = dim // heads
+  grouped = hf.get("num_key_value_heads") is not None
+  positions = hf.get("max_position_embeddings") is not None
+  return {
+    "num_layers": integer(hf, "num_hidden_layers"),
+    "vocab_size": integer(hf, "vocab_size"),
+    "embed_dim": dim,
+    "hidden_dim": integer(hf, "intermediate_size"),
+    "num_heads": heads,
+    "num_kv_heads": integer(hf, "num_key_value_heads") if grouped else heads,
+    "head_dim": head_dim,
+    "norm_eps": number(hf, "rms_norm_eps", 1e-6),
+    "rope": read_rope(hf),
+    "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+    "max_position": integer(hf, "max_position_embeddings") if positions else None,
+  }
+
+
+def read_rope(hf: HfConfig) -> RopeConfig:
+  """Rotary settings in either spelling.
+
+  `rope_parameters` (transformers 5) holds everything; `rope_scaling` with a
+  `rope_theta` beside it is the older one. Where both stand, `rope_scaling` wins, as in
+  transformers.
+
+  Raises:
+    ValueError: an unknown kind of scaling, or one of its numbers is missing.
+  """
+  values = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+  if not isinstance(values, Mapping) or any(
+    isinstance(value, Mapping) for value in values.values()
+  ):
+    raise ValueError(
+      f"rope_parameters {values!r} are not one flat table: rotary settings per kind of "
+      "layer are not supported"
+    )
+  if values.get("partial_rotary_factor") not in (None, 1):
+    raise ValueError(
+      f"partial_rotary_factor is {values['partial_rotary_factor']!r}, supported is "
+      "only 1"
+    )
+  theta = number(values, "rope_theta", number(hf, "rope_theta", _DEFAULT_THETA))
+  kind = values.get("rope_type", values.get("type")) or "default"
+  if kind == "default":
+    return RopeConfig(theta=theta)
+  if kind == "linear":
+    return RopeConfig(theta=theta, scaling="linear", factor=number(values, "factor"))
+  if kind == "llama3":
+    return RopeConfig(
+      theta=theta,
+      scaling="llama3",
+      factor=number(values, "factor"),
+      low_freq_factor=number(values, "low_freq_factor"),
+      high_freq_factor=number(values, "high_freq_factor"),
+      original_max_position=integer(values, "original_max_position_embeddings"),
+    )
+  raise ValueError(
+    f"rope_type {kind!r} is not supported: it must be 'default', 'linear' or 'llama3'"
+  )
+
+
+def write_rope(rope: RopeConfig) -> dict[str, Any]:
+  """Rotary settings in both spellings, so that old and new readers find them."""
+  scaling: dict[str, Any] = {"rope_type": rope.scaling or "default"}
+  if rope.scaling is not None:
+    scaling["factor"] = rope.factor
+  if rope.scaling == "llama3":
+    scaling |= {
+      "low_freq_factor": rope.low_freq_factor,
+      "high_freq_factor": rope.high_freq_factor,
+      "original_max_position_embeddings": rope.original_max_position,
+    }
+  return {
+    "rope_parameters": scaling | {"rope_theta": rope.theta},
+    "rope_scaling": None if rope.scaling is None else scaling,
+    "rope_theta": rope.theta,
+  }
+
+
+def write_decoder(
+  config: TransformerConfig, model_type: str, architecture: str
+) -> dict[str, Any]:
+  """The `config.json` of a model; token ids are the caller's to add."""
+  dtype = jnp.dtype(config.param_dtype).name
+  hf = {
+    "architectures": [architecture],
+    "model_type": model_type,
+    "vocab_size": config.vocab_size,
+    "hidden_size": config.embed_dim,
+    "intermediate_size": config.hidden_dim,
+    "num_hidden_layers": config.num_layers,
+    "num_attention_heads": config.num_heads,
+    "num_key_value_heads": config.num_kv_heads,
+    "head_dim": config.head_dim,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rms_norm_eps": config.norm_eps,
+    "tie_word_embeddings": config.tie_embeddings,
+    "dtype": dtype,
+    "torch_dtype": dtype,
+    **write_rope(config.rope),
+  }
+  if config.max_position is not None:
+    hf["max_position_embeddings"] = config.max_position
+  return hf
+
+
+def integer(hf: Mapping[str, Any], field: str) -> int:
+  """A whole number that must be there.
+
+  Raises:
+    ValueError: it is missing or something else.
+  """
+  value = _present(hf, field)
+  if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
+    raise ValueError(f"{field} is {value!r}, it must be a whole number")
+  return int(value)
+
+
+def number(hf: Mapping[str, Any], field: str, default: float | None = None) -> float:
+  """A number; `default` when absent or null.
+
+  Raises:
+    ValueError: it is missing without a default, or something else.
+  """
+  if default is not None and hf.get(field) is None:
+    return default
+  value = _present(hf, field)
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    raise ValueError(f"{field} is {value!r}, it must be a number")
+  return float(value)
+
+
+def _present(hf: Mapping[str, Any], field: str) -> Any:
+  if hf.get(field) is None:
+    raise ValueError(f"{field} is missing: the config must give it")
+  return hf[field]

@@ -1,0 +1,286 @@
+"""The decoder that every family shares.
+
+Equal layers are stored stacked ([L, ...]) and run by `lax.scan` or unrolled; with a
+cache they always run unrolled. `unstack` gives the same model with one module a layer,
+so that a decode loop takes the slices once, outside the loop.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix.models.transformer import cache as cache_lib, rope, sharding
+from tunix.models.transformer.attention import Attention, KeysValues, Visibility
+from tunix.models.transformer.cache import KVCache
+from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.layers import Embedding, GatedMLP, Linear, RMSNorm
+from tunix.ops.logprobs import Layout
+from tunix.ops.masks import positions_from_segments
+from tunix.utils import mesh as mesh_lib
+
+_REMAT_POLICIES = {
+  "block": None,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class DecoderLayer(nnx.Module):
+  """Pre-norm attention and MLP, each added to the residual stream."""
+
+  def __init__(self, config: TransformerConfig, stack: tuple[int, ...], rngs: nnx.Rngs):
+    c, rules = config, config.sharding
+
+    def linear(in_dim, out_dim, kind):
+      return Linear(
+        in_dim,
+        out_dim,
+        stack=stack,
+        spec=sharding.weight_spec(kind, rules, bool(stack)),
+        param_dtype=c.param_dtype,
+        rngs=rngs,
+      )
+
+    def norm(dim):
+      spec = sharding.weight_spec("norm", rules, bool(stack))
+      return RMSNorm(dim, c.norm_eps, stack=stack, spec=spec, param_dtype=c.param_dtype)
+
+    d, f, q_dim, kv_dim = (
+      c.embed_dim,
+      c.hidden_dim,
+      c.num_heads * c.head_dim,
+      c.num_kv_heads * c.head_dim,
+    )
+    self.input_layernorm = norm(d)
+    self.attn = Attention(
+      linear(d, q_dim, "in_out"),
+      linear(d, kv_dim, "in_out"),
+      linear(d, kv_dim, "in_out"),
+      linear(q_dim, d, "out_in"),
+      head_dim=c.head_dim,
+      q_norm=norm(c.head_dim) if c.qk_norm else None,
+      k_norm=norm(c.head_dim) if c.qk_norm else None,
+    )
+    self.post_attention_layernorm = norm(d)
+    self.mlp = GatedMLP(
+      linear(d, f, "in_out"), linear(d, f, "in_out"), linear(f, d, "out_in")
+    )
+    self.rules = rules
+
+  def __call__(
+    self,
+    x: Float[Array, "B T D"],
+    sin_cos: tuple[jax.Array, jax.Array],
+    visible: Visibility,
+    cached: KeysValues | None = None,
+  ) -> tuple[Float[Array, "B T D"], KeysValues]:
+    """Returns the new residual stream and the keys and values."""
+    with jax.named_scope("attn"):
+      out, keys_values = self.attn(self.input_layernorm(x), sin_cos, visible, cached)
+      x = sharding.pin_activations(x + out, self.rules)
+    with jax.named_scope("mlp"):
+      x = x + self.mlp(self.post_attention_layernorm(x))
+    return sharding.pin_activations(x, self.rules), keys_values
+
+
+class Transformer(nnx.Module):
+  """Decoder-only language model.
+
+  Attributes:
+    config: shape and options.
+    embed_tokens, layers, norm, lm_head: the weights; `lm_head` is None when tied.
+      `layers` is one module of stacked weights, or a list after `unstack`.
+  """
+
+  def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    c, rules = config, config.sharding
+    self.config = config
+    self.embed_tokens = Embedding(
+      c.vocab_size,
+      c.embed_dim,
+      spec=sharding.weight_spec("out_in", rules, False),
+      param_dtype=c.param_dtype,
+      rngs=rngs,
+    )
+    self.layers = nnx.data(DecoderLayer(c, (c.num_layers,), rngs))
+    self.norm = RMSNorm(
+      c.embed_dim,
+      c.norm_eps,
+      spec=sharding.weight_spec("norm", rules, False),
+      param_dtype=c.param_dtype,
+    )
+    head = None
+    if not c.tie_embeddings:
+      head = Linear(
+        c.embed_dim,
+        c.vocab_size,
+        spec=sharding.weight_spec("in_out", rules, False),
+        param_dtype=c.param_dtype,
+        rngs=rngs,
+      )
+    self.lm_head = nnx.data(head)
+
+  def __call__(
+    self,
+    input_tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    cache: KVCache | None = None,
+    attention_mask: Bool[Array, "B T S"] | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    return_hidden: bool = False,
+  ) -> tuple[Float[Array, "B T V"] | Float[Array, "B T D"], KVCache | None]:
+    """Runs the decoder.
+
+    Args:
+      input_tokens: token ids.
+      positions: rotary positions; None counts from 0 (from the cache's index, or
+        restarting with each segment).
+      cache: keys and values so far; T tokens are added at its index.
+      attention_mask: True where a query may look at a key; S is T, or the cache's
+        size. None means causal, by slot, within segments.
+      segment_ids: packed rows: attention stays inside a segment. Not with a cache.
+      return_hidden: stop before the unembedding (see `unembedding`), so that a loss
+        never holds [B, T, V].
+
+    Returns:
+      (float32 logits, or the final normalised hidden states; the new cache or None).
+
+    Raises:
+      ValueError: segment ids together with a cache or a mask.
+    """
+    c = self.config
+    if segment_ids is not None and (cache is not None or attention_mask is not None):
+      raise ValueError(
+        "segment_ids cannot be combined with a cache or an attention_mask: they "
+        "describe packed training rows; put the segments into the mask instead"
+      )
+    index = jnp.arange(input_tokens.shape[1], dtype=jnp.int32)
+    if cache is not None:
+      index = index + cache.index
+    if positions is None:
+      positions = (
+        jnp.broadcast_to(index, input_tokens.shape)
+        if segment_ids is None
+        else positions_from_segments(segment_ids)
+      )
+    with jax.named_scope("embed"):
+      x = self.embed_tokens(input_tokens, c.dtype)
+      x = sharding.pin_activations(x, c.sharding)
+    sin_cos = rope.angles(positions, c.head_dim, c.rope)
+    visible = Visibility(index, attention_mask, segment_ids)
+    if cache is not None:
+      x, cache = self._run_cached(x, sin_cos, visible, cache)
+    else:
+      x = self._run(x, sin_cos, visible)
+    with jax.named_scope("final_norm"):
+      x = self.norm(x)
+    return (x if return_hidden else self.logits(x)), cache
+
+  def _run(self, x, sin_cos, visible):
+    """All layers, without a cache."""
+
+    def call(graph, state, x):
+      return nnx.merge(graph, state)(x, sin_cos, visible)[0]
+
+    if self.config.remat != "none":
+      policy = _REMAT_POLICIES[self.config.remat]
+      call = jax.checkpoint(call, policy=policy, static_argnums=(0,))
+    if isinstance(self.layers, DecoderLayer) and self.config.scanned:
+      graph, state = nnx.split(self.layers)
+      with jax.named_scope("layers"):
+        x, _ = jax.lax.scan(lambda x, s: (call(graph, s, x), None), x, state)
+      return x
+    plain = self.config.remat == "none"
+    for i, layer in enumerate(self._layer_list()):
+      with jax.named_scope(f"layer_{i}"):
+        if plain:  # the module itself, so that qwix finds it
+          x = layer(x, sin_cos, visible)[0]
+        else:
+          x = call(*nnx.split(layer), x)
+    return x
+
+  def _run_cached(self, x, sin_cos, visible, cache):
+    """All layers, unrolled, each writing its own buffers."""
+    written = []
+    for i, layer in enumerate(self._layer_list()):
+      with jax.named_scope(f"layer_{i}"):
+        x, pair = layer(x, sin_cos, visible, (cache.k[i], cache.v[i]))
+        written.append(pair)
+    keys, values = zip(*written)
+    return x, KVCache(keys, values, cache.index + x.shape[1])
+
+  def _layer_list(self) -> list[DecoderLayer]:
+    """One module a layer: slices of the stack."""
+    if not isinstance(self.layers, DecoderLayer):
+      return list(self.layers)
+    graph, state = nnx.split(self.layers)
+    leaves, treedef = jax.tree.flatten(state)
+    # One split whose transpose is one concatenation: indexing each layer would add L
+    # zero-padded stacks in the backward pass.
+    parts = [jax.lax.split(x, (1,) * x.shape[0]) for x in leaves]
+    return [
+      nnx.merge(graph, treedef.unflatten([p[i].squeeze(0) for p in parts]))
+      for i in range(self.config.num_layers)
+    ]
+
+  def unstack(self) -> Transformer:
+    """The same model with a list of layer modules, which runs unrolled.
+
+    Call it inside `jax.jit`, outside a decode loop. The slices are copies.
+    """
+    model = nnx.merge(*nnx.split(self))
+    model.layers = nnx.data(nnx.List(self._layer_list()))
+    return model
+
+  def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    """Unembeds hidden states; float32."""
+    table, layout = self.unembedding()
+    spec = "btd,vd->btv" if layout.transposed else "btd,dv->btv"
+    with jax.named_scope("unembed"):
+      return jnp.einsum(
+        spec,
+        hidden,
+        table.astype(hidden.dtype),
+        preferred_element_type=jnp.float32,
+      )
+
+  def unembedding(self) -> tuple[jax.Array, Layout]:
+    """The matrix that turns hidden states into logits, and how it is laid out:
+    [D, V], or the embedding table [V, D] when tied."""
+    head = self.lm_head
+    tied = head is None
+    table = self.embed_tokens.embedding[...] if head is None else head.kernel[...]
+    mesh, rules = mesh_lib.context_mesh(), self.config.sharding
+    if mesh is None:
+      return table, Layout(transposed=tied)
+    splits_vocab = (
+      rules.tp in mesh.shape and self.config.vocab_size % mesh.shape[rules.tp] == 0
+    )
+    return table, Layout(
+      transposed=tied,
+      mesh=mesh,
+      batch_axes=sharding.batch_axes(rules),
+      vocab_axis=rules.tp if splits_vocab else None,
+    )
+
+  def get_model_input(self) -> dict[str, jax.Array]:
+    """The smallest arguments of a call, for tools that trace the model (qwix)."""
+    return {"input_tokens": jnp.zeros((1, 2), jnp.int32)}
+
+  def init_cache(
+    self, batch_size: int, cache_size: int, dtype: DTypeLike | None = None
+  ) -> KVCache:
+    """An empty cache of `cache_size` tokens; `dtype` defaults to the compute dtype."""
+    c = self.config
+    return cache_lib.init_cache(
+      num_layers=c.num_layers,
+      batch_size=batch_size,
+      cache_size=cache_size,
+      num_kv_heads=c.num_kv_heads,
+      head_dim=c.head_dim,
+      dtype=dtype or c.dtype,
+    )

@@ -1,0 +1,51 @@
+"""PartitionSpecs of the decoder's weights and activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from tunix.models.transformer.config import ShardingRules
+from tunix.utils import mesh as mesh_lib
+
+# Along which of a weight's last two dimensions each axis lies.
+_KINDS = {
+  "in_out": lambda r: (r.fsdp, r.tp),  # q, k, v, gate, up, lm_head: [D, out]
+  "out_in": lambda r: (r.tp, r.fsdp),  # o, down: [in, D]; embedding: [V, D]
+  "bias": lambda r: (r.tp,),
+  "norm": lambda r: (None,),
+}
+
+
+def weight_spec(kind: str, rules: ShardingRules, stacked: bool) -> tuple[Any, ...]:
+  """PartitionSpec entries of a weight; stacked layers are never split along L."""
+  return ((None,) if stacked else ()) + _KINDS[kind](rules)
+
+
+def pin_activations(x: jax.Array, rules: ShardingRules) -> jax.Array:
+  """Pins [B, T, D] to the batch axes on the current mesh.
+
+  Without it XLA may replicate the batch and split D instead, which multiplies the
+  temporary memory of a sharded step (1033 MB a device against 373 at 8-way FSDP of a
+  58M model).
+  """
+  return mesh_lib.constrain(x, batch_axes(rules), *(None,) * (x.ndim - 1))
+
+
+def batch_axes(rules: ShardingRules) -> tuple[str, ...]:
+  """The batch axes that the context's mesh has."""
+  mesh = mesh_lib.context_mesh()
+  return tuple(a for a in rules.batch_axes if mesh is not None and a in mesh.shape)
+
+
+def named_shardings(state: Any, mesh: Mesh) -> Any:
+  """NamedShardings for a state, from the `out_sharding` metadata of its variables."""
+
+  def one(variable):
+    spec = variable.get_metadata().get("out_sharding")
+    shape = variable.get_value().shape
+    return variable.replace(mesh_lib.sharding_of_spec(spec, shape, mesh))
+
+  return jax.tree.map(one, state, is_leaf=lambda x: hasattr(x, "get_metadata"))

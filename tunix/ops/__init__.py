@@ -1,0 +1,1 @@
+"""Pure functions over arrays: losses, log-probabilities, masks, reductions."""

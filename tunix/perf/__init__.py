@@ -1,0 +1,1 @@
+"""Analytic costs of models and machines."""

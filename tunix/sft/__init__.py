@@ -1,0 +1,1 @@
+"""Supervised fine-tuning: the trainer core and what it needs."""

@@ -1,0 +1,82 @@
+"""Micro-batches one by one, from a place in the data that can be saved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from tunix.sft import hooks as hooks_lib
+
+_log = logging.getLogger(__name__)
+
+
+class BatchSource:
+  """Draws from a dataset, or from data hooks, and knows where it is.
+
+  Iterators with `get_state` and `set_state` (Grain's) are saved and restored by their
+  own state; any other is resumed by drawing and dropping what was consumed.
+
+  Args:
+    dataset: an iterable of micro-batches; may be None when the hooks supply them.
+    hooks: data hooks, or None.
+    trainer: passed to the hooks.
+    saved: what `state` returned, None at the start of a run.
+  """
+
+  def __init__(
+    self,
+    dataset: Iterable[Any] | None,
+    hooks: Any = None,
+    trainer: Any = None,
+    saved: dict[str, Any] | None = None,
+  ):
+    self._hooks = hooks
+    self._trainer = trainer
+    self._drawn = 0
+    from_hooks = hooks_lib.provides(hooks, "load_next_train_batch")
+    if dataset is None and not from_hooks:
+      raise ValueError(
+        "no training data: pass an iterable of micro-batches to train(), or data hooks "
+        "with load_next_train_batch"
+      )
+    self._iterator = None if from_hooks else iter(dataset or ())
+    if saved is not None:
+      self._resume(saved)
+
+  def next(self) -> Any:
+    """The next micro-batch; None at the end."""
+    if self._iterator is None:
+      batch = self._hooks.load_next_train_batch(self._trainer)
+    else:
+      batch = next(self._iterator, None)
+    self._drawn += batch is not None
+    return batch
+
+  def state(self) -> dict[str, Any]:
+    """The place after the last drawn batch, as JSON."""
+    state: dict[str, Any] = {"drawn": self._drawn}
+    if hasattr(self._iterator, "get_state"):
+      own = self._iterator.get_state()  # pyright: ignore[reportOptionalMemberAccess]
+      key = "iterator_bytes" if isinstance(own, bytes) else "iterator"
+      state[key] = own.decode() if isinstance(own, bytes) else own
+    return state
+
+  def _resume(self, saved: dict[str, Any]) -> None:
+    own = saved.get("iterator", saved.get("iterator_bytes"))
+    if own is not None and hasattr(self._iterator, "set_state"):
+      own = own.encode() if "iterator_bytes" in saved else own
+      self._iterator.set_state(own)  # pyright: ignore[reportOptionalMemberAccess]
+      self._drawn = saved["drawn"]
+      return
+    _log.warning(
+      "the training data has no saved state: drawing and dropping the %d micro-batches "
+      "that were consumed; it must yield the same ones in the same order",
+      saved["drawn"],
+    )
+    while self._drawn < saved["drawn"]:
+      if self.next() is None:
+        raise ValueError(
+          f"the training data ended after {self._drawn} micro-batches, but the run had "
+          f"consumed {saved['drawn']}: resume with the data it was started with"
+        )

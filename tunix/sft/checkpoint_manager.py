@@ -1,0 +1,383 @@
+"""Checkpoints of a run on disk, through orbax. The only file that imports orbax.
+
+A checkpoint is a RunState: `model_params`, `model_rest`, `optimizer_state` (arrays),
+`progress` and `custom_metadata` (JSON); parts that are absent are not written. Saving
+is collective: with several processes each of them calls it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pathlib
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tunix.sft.config import CheckpointOptions
+from tunix.sft.module_state import Skeleton
+from tunix.sft.run_state import RunState, flatten_optimizer, unflatten_optimizer
+from tunix.utils import env, tree
+
+_log = logging.getLogger(__name__)
+
+_ARRAYS = ("model_params", "model_rest", "optimizer_state")
+_JSON = ("progress", "custom_metadata")
+
+
+class CheckpointManager:
+  """Saves and restores runs under one folder.
+
+  Args:
+    root_directory: the folder (or a gs:// address, where the extra packages for it are
+      installed); None: nothing is saved and nothing is found.
+    options: cadence and number of checkpoints.
+  """
+
+  def __init__(
+    self,
+    root_directory: str | pathlib.Path | None = None,
+    options: CheckpointOptions | None = None,
+  ):
+    self._options = options or CheckpointOptions()
+    if not isinstance(self._options, CheckpointOptions):
+      raise TypeError(
+        f"options is a {type(options).__name__}: expected "
+        "tunix.sft.config.CheckpointOptions"
+      )
+    self._root = None if root_directory is None else str(root_directory)
+    if self._root is not None and "://" not in self._root:
+      self._root = str(pathlib.Path(self._root).absolute())
+    self._manager = None if self._root is None else self._open(self._root)
+
+  def _open(self, root: str) -> Any:
+    import orbax.checkpoint as ocp
+
+    policies = ocp.checkpoint_managers
+    o = self._options
+    if o.save_every_n_steps is not None:
+      decision = policies.FixedIntervalPolicy(interval=o.save_every_n_steps)
+    else:
+      decision = policies.ContinuousCheckpointingPolicy(
+        minimum_interval_secs=int(o.min_interval_secs)
+      )
+    options = ocp.CheckpointManagerOptions(
+      save_decision_policy=decision,
+      max_to_keep=o.max_to_keep,
+      enable_async_checkpointing=o.asynchronous,
+      async_options=ocp.AsyncOptions(timeout_secs=o.timeout_secs),
+      create=True,
+    )
+    return ocp.CheckpointManager(root, options=options, item_handlers=self._handlers())
+
+  def _handlers(self) -> dict[str, Any]:
+    import orbax.checkpoint as ocp
+
+    # Pathways cannot write the newer formats.
+    modern = not env.pathways_available()
+    handlers: dict[str, Any] = {
+      name: ocp.PyTreeCheckpointHandler(use_ocdbt=modern, use_zarr3=modern)
+      for name in _ARRAYS
+    }
+    return handlers | {name: ocp.JsonCheckpointHandler() for name in _JSON}
+
+  def should_save(self, step: int) -> bool:
+    """Whether the cadence asks for a checkpoint at this step."""
+    return self._manager is not None and self._manager.should_save(step)
+
+  def save_state(self, step: int, state: RunState, *, force: bool = False) -> bool:
+    """Saves a run; returns whether it was written (or is being written).
+
+    Raises:
+      OSError: the disk is full or not writable. With asynchronous saving it may come
+        out of a later call, or of `close`; checkpoints written before are untouched.
+    """
+    if self._manager is None or (not force and not self.should_save(step)):
+      return False
+    import orbax.checkpoint as ocp
+
+    items: dict[str, Any] = {
+      name: ocp.args.PyTreeSave(part) for name, part in state.arrays().items()
+    }
+    for name in _JSON:
+      if (value := getattr(state, name)) is not None:
+        items[name] = ocp.args.JsonSave(value)
+    with _named_failure(self._root, step):
+      return self._manager.save(step, args=ocp.args.Composite(**items), force=force)
+
+  def restore_state(
+    self, like: RunState, *, step: int | None = None
+  ) -> tuple[int, RunState] | None:
+    """Restores the newest readable run, onto the shardings of `like`.
+
+    A checkpoint that turns out damaged is renamed to `<step>.damaged`, with a warning,
+    and the one before it is tried.
+
+    Args:
+      like: which arrays to restore, with their shapes, dtypes and shardings.
+      step: this checkpoint and no other.
+
+    Returns: (step, state), or None when there is no checkpoint.
+
+    Raises:
+      ValueError: the checkpoint belongs to another model or optimizer: the arrays that
+        are missing, unexpected or of another shape are named.
+      FileNotFoundError: `step` was asked for and is not there.
+      RuntimeError: there are checkpoints, and none of them can be read.
+    """
+    if self._manager is None:
+      return None
+    steps = sorted(self._manager.all_steps(), reverse=True)
+    if step is not None:
+      if step not in steps:
+        raise FileNotFoundError(
+          f"no checkpoint of step {step} in {self._root}: there are {sorted(steps)}"
+        )
+      return step, self._read(step, like)
+    for candidate in steps:
+      try:
+        return candidate, self._read(candidate, like)
+      except _MismatchError:
+        raise
+      except Exception as error:  # whatever a damaged file makes the readers raise
+        self._set_aside(candidate, error)
+    if steps:
+      raise RuntimeError(
+        f"none of the checkpoints {sorted(steps)} in {self._root} can be read; they "
+        "were renamed to <step>.damaged: start again from an empty folder"
+      )
+    return None
+
+  def _read(self, step: int, like: RunState) -> RunState:
+    import orbax.checkpoint as ocp
+
+    present = {p.name for p in (pathlib.Path(self._root or "") / str(step)).iterdir()}
+    items: dict[str, Any] = {}
+    for name, part in like.arrays().items():
+      if name not in present:
+        raise FileNotFoundError(f"item {name} is missing")
+      target = jax.tree.map(_abstract, part)
+      self._check_tree(step, name, target)
+      items[name] = ocp.args.PyTreeRestore(
+        item=target,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+      )
+    for name in _JSON:
+      if name in present:
+        items[name] = ocp.args.JsonRestore()
+    assert self._manager is not None
+    restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+    return RunState(**{name: restored[name] for name in items})
+
+  def _check_tree(self, step: int, name: str, target: Any) -> None:
+    """Compares names and shapes with what was saved, before anything is read."""
+    assert self._manager is not None
+    metadata = self._manager.item_metadata(step)[name]
+    saved = {k: tuple(v.shape) for k, v in _metadata_leaves(metadata).items()}
+    wanted = {k: tuple(v.shape) for k, v in tree.flatten(target).items()}
+    problems = [f"{k} is not in it" for k in sorted(wanted.keys() - saved.keys())]
+    problems += [f"it has {k} besides" for k in sorted(saved.keys() - wanted.keys())]
+    problems += [
+      f"{k} is {saved[k]} in it and {wanted[k]} here"
+      for k in sorted(wanted.keys() & saved.keys())
+      if wanted[k] != saved[k]
+    ]
+    if problems:
+      shown = "; ".join(problems[:4]) + ("; ..." if len(problems) > 4 else "")
+      raise _MismatchError(
+        f"the checkpoint of step {step} in {self._root} does not fit ({name}): "
+        f"{shown}. Resume with the model, LoRA and optimizer settings it was made "
+        "with, or use another folder"
+      )
+
+  def _set_aside(self, step: int, error: Exception) -> None:
+    assert self._manager is not None and self._root is not None
+    _log.warning(
+      "checkpoint %d in %s cannot be read (%s: %s): it is renamed to %d.damaged and "
+      "the one before it is used",
+      step,
+      self._root,
+      type(error).__name__,
+      str(error).split("\n")[0][:200],
+      step,
+    )
+    if jax.process_index() == 0:
+      folder = pathlib.Path(self._root) / str(step)
+      target = folder.with_name(f"{step}.damaged")
+      number = 1
+      while target.exists():
+        target, number = folder.with_name(f"{step}.damaged.{number}"), number + 1
+      folder.rename(target)
+    if jax.process_count() > 1:
+      from jax.experimental import multihost_utils
+
+      multihost_utils.sync_global_devices(f"tunix_damaged_{step}")
+    self._manager.reload()
+
+  def save(
+    self,
+    step: int,
+    model: nnx.Module,
+    optimizer: Any = None,
+    *,
+    save_only_lora_params: bool = False,
+    force: bool = False,
+    custom_metadata: dict[str, Any] | None = None,
+  ) -> bool:
+    """Saves a module, and an optimizer's state if it is given.
+
+    Args:
+      step: number of the checkpoint.
+      model: its parameters and other variables are saved.
+      optimizer: an nnx.Optimizer, or the state of an optax transformation.
+      save_only_lora_params: only the LoRA parameters.
+      force: save although the cadence does not ask for it.
+      custom_metadata: JSON, returned by `maybe_restore`.
+
+    Returns: whether it was saved (False also without a root directory).
+    """
+    if self._manager is None:
+      return False
+    state = _state_of(model, optimizer, save_only_lora_params)
+    state = dataclasses.replace(state, custom_metadata=custom_metadata or {})
+    return self.save_state(step, state, force=force)
+
+  def maybe_restore(
+    self,
+    model: nnx.Module,
+    optimizer: Any = None,
+    *,
+    step: int | None = None,
+    restore_only_lora_params: bool = False,
+  ) -> tuple[int, dict[str, Any]]:
+    """Restores into `model` (and an nnx.Optimizer) what `save` wrote.
+
+    Returns: (step, custom metadata); (0, {}) when there is no checkpoint.
+
+    Raises: as `restore_state`.
+    """
+    like = _state_of(model, optimizer, restore_only_lora_params)
+    found = self.restore_state(like, step=step)
+    if found is None:
+      return 0, {}
+    at, state = found
+    _load_into(model, optimizer, state, restore_only_lora_params)
+    return at, state.custom_metadata or {}
+
+  def restore(
+    self, model: nnx.Module, optimizer: Any = None, **options: Any
+  ) -> tuple[int, dict[str, Any]]:
+    """`maybe_restore`, but having nothing to restore is an error.
+
+    Raises:
+      FileNotFoundError: there is no checkpoint.
+    """
+    if self.latest_step() is None:
+      raise FileNotFoundError(f"no checkpoint in {self._root}")
+    return self.maybe_restore(model, optimizer, **options)
+
+  def latest_step(self) -> int | None:
+    """The newest complete checkpoint; None if there is none."""
+    return None if self._manager is None else self._manager.latest_step()
+
+  def wait(self) -> None:
+    """Waits until what is being written is on disk.
+
+    Raises:
+      OSError: it could not be written.
+    """
+    if self._manager is not None:
+      with _named_failure(self._root, None):
+        self._manager.wait_until_finished()
+
+  def close(self) -> None:
+    """Waits for the last save and closes; raises as `wait` does."""
+    if self._manager is not None:
+      manager, self._manager = self._manager, None
+      with _named_failure(self._root, None):
+        manager.close()
+
+
+class _MismatchError(ValueError):
+  """A checkpoint of another model: its files are sound, an older one fits no better."""
+
+
+class _named_failure:
+  """Turns what a failed write raises into one OSError that says what to do."""
+
+  def __init__(self, root: str | None, step: int | None):
+    self._what = f"checkpoint {step} in {root}" if step is not None else f"in {root}"
+
+  def __enter__(self) -> None:
+    return None
+
+  def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    text = str(error)
+    full = isinstance(error, OSError) or "No space left" in text or "ENOSPC" in text
+    full = full or "RESOURCE_EXHAUSTED" in text or "File too large" in text
+    if error is not None and full:
+      raise OSError(
+        f"a checkpoint could not be written ({self._what}): "
+        f"{text.splitlines()[0][:300]}. Checkpoints written before are untouched: make "
+        "room and start the same run again"
+      ) from error
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+  sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _metadata_leaves(metadata: Any) -> dict[str, Any]:
+  inner = getattr(metadata, "tree", metadata)
+  flat = jax.tree_util.tree_flatten_with_path(
+    inner, is_leaf=lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
+  )[0]
+  return {tree.path_name(path): leaf for path, leaf in flat}
+
+
+def _optimizer_arrays(optimizer: Any) -> Any:
+  if isinstance(optimizer, (int, float, str)):
+    raise TypeError(
+      f"optimizer is {optimizer!r}: expected an nnx.Optimizer or the state of an optax "
+      "transformation; give a step number as step="
+    )
+  if isinstance(optimizer, nnx.Optimizer):
+    return nnx.to_pure_dict(nnx.state(optimizer))
+  return optimizer
+
+
+def _state_of(model: nnx.Module, optimizer: Any, only_lora: bool) -> RunState:
+  skeleton = Skeleton(model)
+  params, frozen, rest = skeleton.split(model)
+  if only_lora:
+    if skeleton.trained is not nnx.LoRAParam:
+      raise ValueError(
+        f"{type(model).__name__} has no LoRA parameters: apply LoRA to it first, or "
+        "save all parameters"
+      )
+    frozen, rest = {}, {}
+  both = tree.nest({**tree.flatten(frozen), **tree.flatten(params)})
+  arrays = (
+    None if optimizer is None else flatten_optimizer(_optimizer_arrays(optimizer))
+  )
+  return RunState(model_params=both, model_rest=rest, optimizer_state=arrays)
+
+
+def _load_into(
+  model: nnx.Module, optimizer: Any, state: RunState, only_lora: bool
+) -> None:
+  skeleton = Skeleton(model)
+  params, frozen, rest = skeleton.split(model)
+  saved = tree.flatten(state.model_params or {})
+  params = tree.nest({name: saved[name] for name in tree.flatten(params)})
+  if not only_lora:
+    frozen = tree.nest({name: saved[name] for name in tree.flatten(frozen)})
+    rest = state.model_rest or rest
+  nnx.update(model, *skeleton.states(params, frozen, rest))
+  if isinstance(optimizer, nnx.Optimizer) and state.optimizer_state is not None:
+    like = nnx.state(optimizer)
+    arrays = unflatten_optimizer(state.optimizer_state, _optimizer_arrays(optimizer))
+    nnx.replace_by_pure_dict(like, arrays)
+    nnx.update(optimizer, like)

@@ -1,0 +1,131 @@
+"""What a trainer is told: cadence, limits, where things go."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from tunix.sft.metrics_logger import MetricsLoggerOptions
+from tunix.sft.profiler import ProfilerOptions
+
+Schedule = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+  """When checkpoints are written and how many are kept.
+
+  Attributes:
+    save_every_n_steps: every n steps; None: by time alone.
+    min_interval_secs: without `save_every_n_steps`, at most one in this many seconds.
+    max_to_keep: older ones are deleted; None keeps all.
+    asynchronous: write in the background while training goes on.
+    timeout_secs: how long processes wait for each other when saving.
+  """
+
+  save_every_n_steps: int | None = None
+  min_interval_secs: int = 180
+  max_to_keep: int | None = 3
+  asynchronous: bool = True
+  timeout_secs: int = 600
+
+  def __post_init__(self):
+    for name in ("save_every_n_steps", "max_to_keep", "timeout_secs"):
+      value = getattr(self, name)
+      if value is not None and value < 1:
+        raise ValueError(f"{name} is {value}: it must be at least 1, or None")
+    if self.min_interval_secs < 0:
+      raise ValueError(
+        f"min_interval_secs {self.min_interval_secs} must not be negative"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+  """Settings of a training run.
+
+  Attributes:
+    eval_every_n_steps: evaluate after every n optimizer steps; None: only before the
+      first step and after the last.
+    max_steps: stop after this many optimizer steps; None: when the data ends.
+    gradient_accumulation_steps: micro-batches drawn for one optimizer step.
+    checkpoint_root_directory: where checkpoints go; None: none are written.
+    checkpointing_options: cadence and number of checkpoints.
+    metrics_logging_options: backends and folder of the metrics; None: history only.
+    profiler_options: trace some steps; None: none.
+    data_sharding_axis: mesh axes that split the batch dimension.
+    max_inflight_computations: steps dispatched to the device and not yet finished.
+    metrics_prefix: put before every metric's name.
+    pbar_description: label of the progress bar; None: no bar.
+    learning_rate: number or optax schedule (steps -> rate). Without an optimizer, a
+      default AdamW runs at it; with one, it is only what the metric reports.
+    num_train_steps: another name of max_steps.
+  """
+
+  eval_every_n_steps: int | None = None
+  max_steps: int | None = None
+  gradient_accumulation_steps: int | None = None
+  checkpoint_root_directory: str | None = None
+  checkpointing_options: CheckpointOptions | None = None
+  metrics_logging_options: MetricsLoggerOptions | None = None
+  profiler_options: ProfilerOptions | None = None
+  data_sharding_axis: tuple[str, ...] = ("fsdp",)
+  max_inflight_computations: int = 2
+  metrics_prefix: str = ""
+  pbar_description: str | None = "Training"
+  learning_rate: float | Schedule | None = None
+  num_train_steps: int | None = None
+
+  def __post_init__(self):
+    if self.num_train_steps is not None:
+      if self.max_steps not in (None, self.num_train_steps):
+        raise ValueError(
+          f"max_steps {self.max_steps} and num_train_steps {self.num_train_steps} are "
+          "two names of one setting: give one of them"
+        )
+      object.__setattr__(self, "max_steps", self.num_train_steps)
+    for name in ("eval_every_n_steps", "max_steps", "gradient_accumulation_steps"):
+      value = getattr(self, name)
+      if value is not None and (isinstance(value, bool) or value < 1):
+        raise ValueError(f"{name} is {value}: it must be at least 1, or None")
+    rate = self.learning_rate
+    if rate is not None and not callable(rate) and not rate >= 0:
+      raise ValueError(f"learning_rate is {rate}: it must not be negative")
+    if isinstance(self.data_sharding_axis, str):
+      raise ValueError(
+        f"data_sharding_axis {self.data_sharding_axis!r} must be a tuple of names: "
+        f"({self.data_sharding_axis!r},)"
+      )
+    if self.max_inflight_computations < 0:
+      raise ValueError(
+        f"max_inflight_computations {self.max_inflight_computations} must not be "
+        "negative; 0 means no limit"
+      )
+
+  @property
+  def micro_batches(self) -> int:
+    """Micro-batches of one optimizer step."""
+    return self.gradient_accumulation_steps or 1
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainingInput:
+  """One micro-batch of token rows. Arrays may be numpy or JAX.
+
+  Attributes:
+    input_tokens: int32 [B, T].
+    input_mask: [B, T], 1 (or a weight) on tokens that are trained.
+    images: passed on to losses that take them.
+    positions: int32 [B, T] rotary positions; None: counted.
+    segment_ids: int32 [B, T] of packed rows, 0 on padding; None: a row is one example.
+  """
+
+  input_tokens: Any
+  input_mask: Any
+  images: Any = None
+  positions: Any = None
+  segment_ids: Any = None

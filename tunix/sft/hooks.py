@@ -1,0 +1,66 @@
+"""Where users step into the training loop.
+
+Both classes may be subclassed, or any object with some of the methods may be given:
+the trainer asks `provides` and skips what is not there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TrainingHooks:
+  """Called by the trainer, which passes itself. Override what you need.
+
+  `trainer.model`, `trainer.optimizer` and the counters are readable in every hook.
+  """
+
+  def on_train_start(self, trainer: Any) -> None:
+    """Before the first step, after a checkpoint was restored."""
+
+  def on_train_end(self, trainer: Any) -> None:
+    """After the last step, before the trainer closes its files."""
+
+  def on_train_step_start(self, trainer: Any) -> None:
+    """Before an optimizer update is dispatched."""
+
+  def on_train_step_end(self, trainer: Any, train_step: int, train_loss: Any) -> None:
+    """After an optimizer update was dispatched.
+
+    Args:
+      trainer: the trainer.
+      train_step: updates done, this one included.
+      train_loss: device scalar, mean over the trained tokens; reading it waits for
+        the device.
+    """
+
+  def on_eval_step_start(self, trainer: Any) -> None:
+    """Before an evaluation."""
+
+  def on_eval_step_end(self, trainer: Any, eval_loss: Any) -> None:
+    """After an evaluation; `eval_loss` is the mean over all its tokens."""
+
+
+class DataHooks:
+  """Supplies batches in place of the datasets passed to `train`.
+
+  A method that is not overridden leaves the trainer with its own dataset.
+  """
+
+  def load_next_train_batch(self, trainer: Any) -> Any:
+    """The next micro-batch, None at the end of the data."""
+
+  def load_next_eval_batch(self, trainer: Any) -> Any:
+    """The next batch of this evaluation, None at its end."""
+
+
+def provides(hooks: Any, method: str) -> bool:
+  """Whether `hooks` has the method, beyond the empty one of the base classes."""
+  function = getattr(type(hooks), method, None) or getattr(hooks, method, None)
+  bases = (getattr(base, method, None) for base in (TrainingHooks, DataHooks))
+  return function is not None and all(function is not base for base in bases)
+
+
+def call(hooks: Any, method: str, *args: Any) -> Any:
+  """Calls a hook if it is there; None otherwise (also for `hooks` None)."""
+  return getattr(hooks, method)(*args) if provides(hooks, method) else None

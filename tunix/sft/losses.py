@@ -1,0 +1,136 @@
+"""The default loss: next-token cross-entropy on any model from tokens to logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tunix.ops import masks
+from tunix.ops.logprobs import weighted_nll
+from tunix.ops.reductions import WeightedSum, weighted_sum
+
+_REMEDY = (
+  "give a loss with trainer.with_loss_fn(fn) and what it takes with "
+  "trainer.with_gen_model_input_fn(fn)"
+)
+
+
+def batch_fields(batch: Any) -> dict[str, Any]:
+  """A batch as keyword arguments: of a dict, a dataclass or a named tuple.
+
+  Fields that are None are left out.
+
+  Raises:
+    TypeError: the batch has no named fields.
+  """
+  if isinstance(batch, Mapping):
+    fields = dict(batch)
+  elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+    names = [f.name for f in dataclasses.fields(batch)]
+    fields = {name: getattr(batch, name) for name in names}
+  elif hasattr(batch, "_asdict"):
+    fields = batch._asdict()
+  else:
+    raise TypeError(
+      f"a batch of type {type(batch).__name__} has no named fields; the default loss "
+      f"needs a TrainingInput, a dict or a dataclass: {_REMEDY}"
+    )
+  return {name: value for name, value in fields.items() if value is not None}
+
+
+def next_token_loss(
+  model: nnx.Module,
+  input_tokens: jax.Array,
+  input_mask: jax.Array,
+  positions: jax.Array | None = None,
+  segment_ids: jax.Array | None = None,
+  attention_mask: jax.Array | None = None,
+  **extra: Any,
+) -> WeightedSum:
+  """Cross-entropy of every trained token given what precedes it, in nats.
+
+  Models that offer their final hidden states (`return_hidden=` and `unembedding()`)
+  never build [B, T, V]; others are called for logits, by what their `__call__` takes:
+  `(tokens, positions, cache, attention_mask)`, or tokens alone.
+
+  Args:
+    model: maps [B, T] tokens to [B, T, V] logits, or to (logits, cache).
+    input_tokens, input_mask: see TrainingInput.
+    positions, segment_ids: optional, see TrainingInput.
+    attention_mask: bool [B, T, T], True where a query may look; None: causal.
+    **extra: other fields of the batch (images); passed on when the model takes them.
+
+  Returns: sum of -log p over the trained tokens, and their weight.
+
+  Raises:
+    TypeError: the model's `__call__` has another form.
+  """
+  targets = masks.next_token_targets(input_tokens)
+  weights = masks.target_weights(input_mask, segment_ids)
+  accepted = call_parameters(model)
+  extra = {k: v for k, v in extra.items() if k in accepted}
+  if "return_hidden" in accepted and hasattr(model, "unembedding"):
+    hidden, _ = model(  # pyright: ignore[reportCallIssue]
+      input_tokens,
+      positions,
+      None,
+      attention_mask,
+      segment_ids=None if attention_mask is not None else segment_ids,
+      return_hidden=True,
+      **extra,
+    )
+    with jax.named_scope("loss"):
+      table, layout = model.unembedding()  # pyright: ignore[reportAttributeAccessIssue]
+      total = weighted_nll(hidden, table, targets, weights, layout)
+      return WeightedSum(total, jnp.sum(weights))
+  logits = _logits(
+    model, accepted, input_tokens, positions, segment_ids, attention_mask, extra
+  )
+  with jax.named_scope("loss"):
+    logps = jax.nn.log_softmax(logits.astype(jnp.float32))
+    nll = -jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]
+    return weighted_sum(nll, weights)
+
+
+def _logits(model, accepted, tokens, positions, segments, mask, extra):
+  """Logits of a user's model, called the way its signature says."""
+  if {"positions", "cache", "attention_mask"} <= accepted.keys():
+    if positions is None:
+      positions = (
+        jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        if segments is None
+        else masks.positions_from_segments(segments)
+      )
+    if mask is None:
+      index = jnp.arange(tokens.shape[1])
+      mask = masks.causal_mask(index, index, segments, segments)
+      mask = jnp.broadcast_to(mask, (tokens.shape[0], *mask.shape[1:]))
+    out = model(tokens, positions, None, mask, **extra)
+  elif sum(_required(p) for p in accepted.values()) <= 1 and accepted:
+    if segments is not None and "segment_ids" in accepted:
+      extra["segment_ids"] = segments
+    out = model(tokens, **extra)
+  else:
+    raise TypeError(
+      f"{type(model).__name__}.__call__ takes ({', '.join(accepted)}): the default "
+      "loss calls (tokens, positions, cache, attention_mask) or tokens alone; "
+      + _REMEDY
+    )
+  return out[0] if isinstance(out, tuple) else out
+
+
+def _required(parameter: inspect.Parameter) -> bool:
+  variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+  return parameter.default is parameter.empty and parameter.kind not in variadic
+
+
+def call_parameters(model: nnx.Module) -> dict[str, inspect.Parameter]:
+  """Parameters of the model's `__call__`, without self."""
+  parameters = inspect.signature(type(model).__call__).parameters
+  return dict(list(parameters.items())[1:])

@@ -1,0 +1,161 @@
+"""The arrays of a module while a trainer owns them, and how they get back.
+
+Training donates its arrays, so the caller's module would be left with dead ones. A
+`ModuleState` takes the trained leaves out (as copies, one leaf at a time, so that the
+originals live on for whoever else holds them and are freed otherwise), and hands the
+current ones back when asked. Frozen leaves are never copied and never donated.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from tunix.utils import mesh as mesh_lib, tree
+
+Arrays = dict[str, Any]
+
+# References to a leaf that only the state and the module hold: the state's dict, the
+# module's variable, the loop variable, and the argument of getrefcount.
+_OWN_REFERENCES = 4
+
+
+def is_lora(model: nnx.Module) -> bool:
+  """Whether the module has LoRA parameters."""
+  return any(isinstance(node, nnx.LoRAParam) for _, node in nnx.iter_graph(model))
+
+
+class Skeleton:
+  """A module without its arrays: how three nested dicts of arrays make it up.
+
+  `params` are trained (LoRA parameters if there are any, else all `nnx.Param`),
+  `frozen` are the other parameters, `rest` is everything else (RNG counters, batch
+  statistics), which a step may change.
+  """
+
+  def __init__(self, model: nnx.Module):
+    self.trained = nnx.LoRAParam if is_lora(model) else nnx.Param
+    self._filters = (self.trained, nnx.All(nnx.Param, nnx.Not(self.trained)), ...)
+    self._graph, *states = nnx.split(model, *self._filters)
+    self._forms = [
+      (list(tree.flatten(state)), jax.tree.structure(state)) for state in states
+    ]
+
+  def split(self, model: nnx.Module) -> tuple[Arrays, Arrays, Arrays]:
+    """(params, frozen, rest) of a module of this form."""
+    _, *states = nnx.split(model, *self._filters)
+    params, frozen, rest = (tree.nest(tree.flatten(state)) for state in states)
+    return params, frozen, rest
+
+  def states(self, *parts: Arrays) -> list[Any]:
+    """The nnx states that hold the given arrays."""
+    out = []
+    for (names, structure), part in zip(self._forms, parts):
+      flat = tree.flatten(part)
+      out.append(structure.unflatten([flat[name] for name in names]))
+    return out
+
+  def merge(self, params: Arrays, frozen: Arrays, rest: Arrays) -> Any:
+    """A module made of the arrays."""
+    return nnx.merge(self._graph, *self.states(params, frozen, rest))
+
+  def rest_of(self, model: nnx.Module) -> Arrays:
+    """The `rest` of a module after it ran; what it sowed beyond that is dropped."""
+    names, _ = self._forms[2]
+    flat = tree.flatten(nnx.split(model, *self._filters)[3])
+    return tree.nest({name: flat[name] for name in names})
+
+
+class ModuleState:
+  """The caller's module and the arrays that training works on.
+
+  Attributes:
+    model: the caller's object.
+    skeleton: its form.
+    params, frozen, rest: its arrays, see Skeleton.
+  """
+
+  def __init__(self, model: nnx.Module):
+    self.model = model
+    self.skeleton = Skeleton(model)
+    self.params, self.frozen, self.rest = self.skeleton.split(model)
+    self._private = False  # whether the leaves of `params` came out of a step of ours
+    self._handed_back = True  # whether the module holds them
+
+  def own(self) -> None:
+    """Takes the module's current arrays and makes sure that nobody else holds the
+    trained ones; call before donating.
+
+    A leaf that came out of our own step and that only the module and we refer to is
+    kept; any other is copied, one at a time.
+    """
+    if not self._handed_back:
+      return
+    ours = tree.flatten(self.params) if self._private else {}
+    self.params, self.frozen, self.rest = self.skeleton.split(self.model)
+    for name, variable in self._trained_variables().items():
+      leaf = variable.get_value()
+      known = ours.pop(name, None) is leaf
+      if not known or sys.getrefcount(leaf) > _OWN_REFERENCES:
+        parent, last = self._place(name)
+        parent[last] = jnp.copy(leaf)
+        variable.set_value(parent[last])
+      del leaf
+    self._private = True
+
+  def replace(self, params: Arrays, rest: Arrays) -> None:
+    """What a step returned; the module's own arrays are dead from here on."""
+    self.params, self.rest = params, rest
+    self._private, self._handed_back = True, False
+
+  def hand_back(self) -> nnx.Module:
+    """Gives the module the current arrays; returns it."""
+    if not self._handed_back:
+      params, _, rest = self.skeleton.states(self.params, self.frozen, self.rest)
+      nnx.update(self.model, params, rest)
+      self._handed_back = True
+    return self.model
+
+  def place(self, mesh: Mesh) -> None:
+    """Lays the module's arrays out on a mesh, as their `out_sharding` metadata says;
+    what is on that mesh already stays where it is."""
+    model = self.hand_back()
+    for _, node in nnx.iter_graph(model):
+      if not isinstance(node, nnx.Variable):
+        continue
+      spec = node.get_metadata().get("out_sharding")
+      value = node.get_value()
+      placed = jax.tree.map(lambda x, spec=spec: _on_mesh(x, spec, mesh), value)
+      if any(
+        a is not b for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(placed))
+      ):
+        node.set_value(placed)
+    self.params, self.frozen, self.rest = self.skeleton.split(model)
+
+  def _trained_variables(self) -> dict[str, nnx.Variable]:
+    names = tree.flatten(self.params).keys()
+    found = {
+      ".".join(map(str, path)): node
+      for path, node in nnx.iter_graph(self.model)
+      if isinstance(node, self.skeleton.trained)
+    }
+    return {name: found[name] for name in names}
+
+  def _place(self, name: str) -> tuple[dict[str, Any], str]:
+    """The innermost dict of `params` that holds a leaf, and its key there."""
+    *parents, last = name.split(".")
+    node = self.params
+    for part in parents:
+      node = node[part]
+    return node, last
+
+
+def _on_mesh(x: jax.Array, spec: Any, mesh: Mesh) -> jax.Array:
+  if isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh:
+    return x
+  return jax.device_put(x, mesh_lib.sharding_of_spec(spec, x.shape, mesh))

@@ -1,0 +1,511 @@
+"""PeftTrainer: trains any nnx.Module, fully or by its LoRA parameters.
+
+The trainer keeps cadence and side effects: when to evaluate, log and save. What a step
+computes is in train_step.py; the arrays it works on are in module_state.py.
+
+    trainer = PeftTrainer(model, optax.adamw(1e-5), TrainingConfig(max_steps=100))
+    trainer.train(micro_batches, eval_batches)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from flax import nnx
+
+from tunix.sft import hooks as hooks_lib, losses, sharding_utils, train_step, windows
+from tunix.sft.batch_source import BatchSource
+from tunix.sft.checkpoint_manager import CheckpointManager
+from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
+from tunix.sft.metrics_logger import MetricsLogger, Mode
+from tunix.sft.module_state import ModuleState
+from tunix.sft.run_state import (
+  RunState,
+  flatten_optimizer,
+  gather_json,
+  init_optimizer,
+  optimizer_shardings,
+  unflatten_optimizer,
+)
+from tunix.sft.step_metrics import StepReporter, matmul_params
+from tunix.sft.windows import Window
+from tunix.utils import mesh as mesh_lib
+from tunix.utils.interrupts import DeferredSignals, Stopped
+
+__all__ = [
+  "CheckpointOptions",
+  "PeftTrainer",
+  "PeftTrainerConfig",
+  "TrainingConfig",
+  "TrainingInput",
+]
+
+PeftTrainerConfig = TrainingConfig
+
+
+class OptimizerView(NamedTuple):
+  """The optimizer as it stands: the transformation, its state, updates done."""
+
+  tx: optax.GradientTransformation
+  opt_state: Any
+  step: int
+
+
+class PeftTrainer:
+  """Trains a module; subclasses change what a step computes.
+
+  For subclasses: `_prepare_inputs(batch)` runs on the host for every micro-batch;
+  `_train_step(model, batch)` and `_eval_step(model, batch)` are traced and return the
+  loss of one micro-batch (a scalar mean, a WeightedSum, or either with aux);
+  `_post_process_train_step(aux)` and `_post_process_eval_step(aux)` turn aux into
+  metrics by name; `custom_checkpoint_metadata()` returns JSON that is saved along.
+
+  Args:
+    model: any nnx.Module. With LoRA parameters in it only those are trained. The
+      object stays the caller's: after every call it holds the current weights.
+    optimizer: an optax transformation; None: AdamW at `training_config.learning_rate`.
+    training_config: the settings.
+    metrics_logger: None: one is made from `metrics_logging_options`.
+
+  Raises:
+    TypeError: arguments of the wrong kind.
+    ValueError: no optimizer and no learning rate.
+  """
+
+  def __init__(
+    self,
+    model: nnx.Module,
+    optimizer: Any = None,
+    training_config: TrainingConfig | None = None,
+    metrics_logger: MetricsLogger | None = None,
+  ):
+    config = training_config or TrainingConfig()
+    _check_kinds(model, config)
+    self.training_config = config
+    self._tx = _optimizer(optimizer, config)
+    self._module = ModuleState(model)
+    self._mesh: mesh_lib.Mesh | None = None
+    self._opt_state: Any = None
+    self._place()
+    self._loss_fn: Callable[..., Any] = losses.next_token_loss
+    self._input_fn: Callable[[Any], Any] = losses.batch_fields
+    self._has_aux = False
+    self._steps: dict[str, Callable[..., Any]] = {}
+    self._hooks: dict[str, Any] = {"train": None, "data": None}
+    self._counts = {"train_steps": 0, "iter_steps": 0, "evaluated_at": -1}
+    self._data_state: dict[str, Any] | None = None
+    self._rows: int | None = None
+    self._reporter = StepReporter(
+      metrics_logger or MetricsLogger(config.metrics_logging_options),
+      config,
+      matmul_params(self._module.params, self._module.frozen),
+    )
+    self._checkpoints = CheckpointManager(
+      config.checkpoint_root_directory, config.checkpointing_options
+    )
+    if config.checkpoint_root_directory is not None:
+      self.restore_checkpoint()
+
+  # What a step computes.
+
+  def with_loss_fn(
+    self, loss_fn: Callable[..., Any], has_aux: bool = False
+  ) -> PeftTrainer:
+    """Replaces the loss: `loss_fn(model, **fields of the batch)`.
+
+    It returns a scalar mean over the micro-batch (weighted by example), or a
+    WeightedSum; with `has_aux` a pair of that and a dict of scalars to log.
+    """
+    self._loss_fn, self._has_aux = loss_fn, has_aux
+    self._steps.clear()
+    return self
+
+  def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> PeftTrainer:
+    """Replaces how a batch becomes the loss's keyword arguments; traced."""
+    self._input_fn = fn
+    self._steps.clear()
+    return self
+
+  def with_training_hooks(self, hooks: Any) -> PeftTrainer:
+    """Calls `hooks` (see hooks.TrainingHooks) around steps and evaluations."""
+    self._hooks["train"] = hooks
+    return self
+
+  def with_data_hooks(self, hooks: Any) -> PeftTrainer:
+    """Draws batches from `hooks` (see hooks.DataHooks)."""
+    self._hooks["data"] = hooks
+    return self
+
+  def _prepare_inputs(self, batch: Any) -> Any:
+    return batch
+
+  def _train_step(self, model: nnx.Module, batch: Any) -> Any:
+    out = self._loss_fn(model, **self._input_fn(batch))
+    is_pair = isinstance(out, tuple) and not hasattr(out, "_fields")
+    if is_pair != self._has_aux:
+      raise TypeError(
+        f"the loss returned {'a tuple' if is_pair else 'no tuple'}, but has_aux is "
+        f"{self._has_aux}: say with_loss_fn(fn, has_aux={is_pair})"
+      )
+    return out
+
+  def _eval_step(self, model: nnx.Module, batch: Any) -> Any:
+    return self._train_step(model, batch)
+
+  def _post_process_train_step(self, aux: dict[str, Any]) -> dict[str, Any]:
+    return aux
+
+  def _post_process_eval_step(self, aux: dict[str, Any]) -> dict[str, Any]:
+    return aux
+
+  def custom_checkpoint_metadata(self) -> dict[str, Any]:
+    """JSON that goes into every checkpoint, as `custom_metadata`."""
+    return {}
+
+  # What a caller may look at.
+
+  @property
+  def model(self) -> nnx.Module:
+    """The caller's module, with the current weights."""
+    return self._module.hand_back()
+
+  @property
+  def optimizer(self) -> OptimizerView:
+    """The transformation, its current state and the number of updates."""
+    return OptimizerView(self._tx, self._opt_state, self.train_steps)
+
+  @property
+  def train_steps(self) -> int:
+    """Optimizer updates done."""
+    return self._counts["train_steps"]
+
+  @property
+  def iter_steps(self) -> int:
+    """Micro-batches consumed."""
+    return self._counts["iter_steps"]
+
+  # The loop.
+
+  def train(
+    self,
+    train_ds: Iterable[Any] | None,
+    eval_ds: Iterable[Any] | None = None,
+    skip_jit: bool = False,
+  ) -> None:
+    """Trains until the data or `max_steps` ends; goes on where a checkpoint ended.
+
+    Args:
+      train_ds: yields micro-batches; `gradient_accumulation_steps` of them make one
+        update, and what is left at the end makes a last, smaller one.
+      eval_ds: can be iterated anew for every evaluation.
+      skip_jit: run the steps without `jax.jit`, to debug a loss.
+
+    Raises:
+      Stopped: SIGINT or SIGTERM arrived; the step was finished and a checkpoint saved.
+    """
+    source = BatchSource(
+      train_ds, self._hooks["data"], self, self._data_state if self.iter_steps else None
+    )
+    with self._session() as signals:
+      self._call_hook("on_train_start")
+      if self._counts["evaluated_at"] < 0:
+        self._evaluate(eval_ds, skip_jit)
+      window = self._draw(source)
+      while window is not None:
+        self._dispatch(window, skip_jit)
+        window = self._draw(source)
+        self._after_step(eval_ds, last=window is None, skip_jit=skip_jit)
+        if signals.pending is not None:
+          self._stop(signals.pending)
+      self._reporter.flush()
+      self._checkpoints.wait()
+      self._call_hook("on_train_end")
+
+  def train_step(self, batch: Any, *unexpected: Any) -> jax.Array:
+    """One update by one global batch, cut into `gradient_accumulation_steps` parts.
+
+    Returns: the loss before the update, a device scalar.
+    """
+    if unexpected or isinstance(batch, nnx.Module):
+      raise TypeError("train_step takes a batch alone: trainer.train_step(batch)")
+    parts = windows.split_rows(
+      windows.as_pytree(batch), self.training_config.micro_batches
+    )
+    with self._session():
+      loss = self._dispatch(self._window(parts, None), skip_jit=False)
+    return loss
+
+  def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
+    """The train step for a global batch, lowered and not run: `.compile()` it to read
+    its memory plan and collectives. Arrays of the batch may be numpy."""
+    parts = windows.split_rows(
+      windows.as_pytree(batch), self.training_config.micro_batches
+    )
+    with self._session():
+      window = self._window(parts, None)
+      return self._compiled("train", False).lower(  # pyright: ignore
+        self._module.params,
+        self._opt_state,
+        self._module.rest,
+        self._module.frozen,
+        window.groups,
+      )
+
+  def eval_step(self, batch: Any) -> dict[str, float]:
+    """Metrics of one batch: loss, perplexity, and what the loss adds."""
+    with self._session():
+      return self._eval_metrics([batch], skip_jit=False)
+
+  def save_checkpoint(self) -> bool:
+    """Saves the run now; returns False without a checkpoint folder."""
+    return self._save(force=True)
+
+  def restore_checkpoint(self) -> bool:
+    """Restores the newest checkpoint; returns whether there was one."""
+    self._module.own()
+    found = self._checkpoints.restore_state(self._saved_arrays())
+    if found is None:
+      self._reporter.restore(None)
+      return False
+    _, state = found
+    progress = state.progress or {}
+    self._module.replace(state.model_params or {}, state.model_rest or {})
+    self._module.hand_back()
+    self._opt_state = unflatten_optimizer(state.optimizer_state or {}, self._opt_state)
+    self._counts |= progress["counts"]
+    states = progress["data"]
+    self._data_state = states[jax.process_index() % len(states)]
+    self._reporter.restore(progress["metrics"])
+    return True
+
+  def close(self) -> None:
+    """Saves what is not saved yet and closes files; the model stays usable."""
+    self._module.hand_back()
+    if self.train_steps and (self._checkpoints.latest_step() or 0) < self.train_steps:
+      self._save(force=True)
+    self._checkpoints.close()
+    self._reporter.close()
+
+  # Pieces of the loop.
+
+  @contextlib.contextmanager
+  def _session(self) -> Iterator[DeferredSignals]:
+    """The mesh is set, signals wait, and the caller's module is handed back."""
+    self._place()
+    with mesh_lib.use_mesh(self._mesh), DeferredSignals() as signals:
+      try:
+        yield signals
+      finally:
+        self._module.hand_back()
+        self._reporter.stop()
+
+  def _place(self) -> None:
+    """Lays model and optimizer out on the mesh that is current."""
+    mesh = mesh_lib.current_mesh() or mesh_lib.mesh_of(
+      (self._module.params, self._module.frozen)
+    )
+    if self._opt_state is not None and mesh == self._mesh:
+      return
+    if mesh is not None:
+      self._module.place(mesh)
+    if self._opt_state is None:
+      self._opt_state = init_optimizer(self._tx, self._module.params, mesh)
+    elif mesh is not None:
+      self._opt_state = jax.device_put(
+        self._opt_state,
+        optimizer_shardings(self._opt_state, self._module.params, mesh),
+      )
+    self._mesh = mesh
+    self._steps = {}
+
+  def _draw(self, source: BatchSource) -> Window | None:
+    """The next global batch; None when the data or the run ends."""
+    limit = self.training_config.max_steps
+    if limit is not None and self.train_steps >= limit:
+      return None
+    batches: list[Any] = []
+    while len(batches) < self.training_config.micro_batches:
+      if (batch := source.next()) is None:
+        break
+      batches.append(batch)
+    return self._window(batches, source.state()) if batches else None
+
+  def _window(self, batches: list[Any], data_state: Any) -> Window:
+    ready = [self._to_rows(self._prepare_inputs(batch)) for batch in batches]
+    windows.check_trained(ready)
+    axes = self.training_config.data_sharding_axis
+    return Window(
+      groups=windows.group(
+        [sharding_utils.shard_input(batch, axes) for batch in ready],
+        self.training_config.micro_batches,
+      ),
+      drawn=len(batches),
+      tokens=windows.token_count(ready),
+      data_state=data_state,
+    )
+
+  def _to_rows(self, batch: Any) -> Any:
+    """Pads a smaller micro-batch to the usual rows, so that nothing recompiles. Only
+    for the default loss: another one may average over rows of its own accord."""
+    batch = windows.as_pytree(batch)
+    if windows.field(batch, "input_mask") is None:
+      return batch
+    if self._loss_fn is not losses.next_token_loss:
+      return batch
+    self._rows = max(self._rows or 0, train_step.examples_in(batch))
+    return windows.pad_rows(batch, self._rows)
+
+  def _dispatch(self, window: Window, skip_jit: bool) -> jax.Array:
+    """Sends one update to the device, without waiting for it."""
+    self._call_hook("on_train_step_start")
+    self._module.own()
+    step = self._compiled("train", skip_jit)
+    with self._reporter.step(self.train_steps):
+      params, self._opt_state, rest, metrics = step(
+        self._module.params,
+        self._opt_state,
+        self._module.rest,
+        self._module.frozen,
+        window.groups,
+      )
+    self._module.replace(params, rest)
+    self._counts["train_steps"] += 1
+    self._counts["iter_steps"] += window.drawn
+    self._data_state = window.data_state
+    aux = self._post_process_train_step(metrics.aux)
+    self._reporter.put(self.train_steps, metrics, aux, window.tokens)
+    self._call_hook("on_train_step_end", self.train_steps, metrics.loss)
+    return metrics.loss
+
+  def _after_step(self, eval_ds: Any, *, last: bool, skip_jit: bool) -> None:
+    """Evaluates and saves when it is time."""
+    every = self.training_config.eval_every_n_steps
+    if last or (every is not None and self.train_steps % every == 0):
+      self._evaluate(eval_ds, skip_jit)
+    self._save(force=last)
+
+  def _evaluate(self, eval_ds: Any, skip_jit: bool) -> None:
+    self._counts["evaluated_at"] = self.train_steps
+    load = None
+    if hooks_lib.provides(self._hooks["data"], "load_next_eval_batch"):
+      load = iter(lambda: self._hooks["data"].load_next_eval_batch(self), None)
+    batches = load if load is not None else eval_ds
+    if batches is None:
+      return
+    self._reporter.flush()
+    self._call_hook("on_eval_step_start")
+    metrics = self._eval_metrics(batches, skip_jit)
+    self._reporter.log(metrics, Mode.EVAL, self.train_steps)
+    self._call_hook("on_eval_step_end", metrics["loss"])
+
+  def _eval_metrics(self, batches: Iterable[Any], skip_jit: bool) -> dict[str, float]:
+    """Weighted means over all batches; they come home together."""
+    step = self._compiled("eval", skip_jit)
+    axes = self.training_config.data_sharding_axis
+    parts, tokens = [], 0
+    for batch in batches:
+      ready = self._to_rows(self._prepare_inputs(batch))
+      tokens += windows.token_count([ready])
+      ready = sharding_utils.shard_input(ready, axes)
+      parts.append(
+        step(self._module.params, self._module.rest, self._module.frozen, ready)
+      )
+    return self._reporter.eval_means(parts, self._post_process_eval_step, tokens)
+
+  def _compiled(self, kind: str, skip_jit: bool) -> Callable[..., Any]:
+    """The train or eval step, built once."""
+    key = f"{kind} unjitted" if skip_jit else kind
+    if key not in self._steps:
+      skeleton = self._module.skeleton
+      if kind == "eval":
+        plain = train_step.make_eval_step(skeleton, self._eval_step)
+        options: dict[str, Any] = {}
+      else:
+        plain = train_step.make_train_step(skeleton, self._train_step, self._tx)
+        options = {"donate_argnums": (0, 1)}
+        if self._mesh is not None:
+          layout = jax.tree.map(
+            lambda x: x.sharding, (self._module.params, self._opt_state)
+          )
+          options["out_shardings"] = (*layout, None, None)
+      self._steps[key] = plain if skip_jit else jax.jit(plain, **options)
+    return self._steps[key]
+
+  def _saved_arrays(self) -> RunState:
+    return RunState(
+      model_params=self._module.params,
+      model_rest=self._module.rest,
+      optimizer_state=flatten_optimizer(self._opt_state),
+    )
+
+  def _save(self, *, force: bool) -> bool:
+    step = self.train_steps
+    if step == self._checkpoints.latest_step():
+      return False
+    if not force and not self._checkpoints.should_save(step):
+      return False
+    arrays = self._saved_arrays()
+    state = RunState(
+      **arrays.arrays(),
+      progress={
+        "counts": dict(self._counts),
+        "data": gather_json(self._data_state),
+        "metrics": self._reporter.state(),
+      },
+      custom_metadata=self.custom_checkpoint_metadata(),
+    )
+    return self._checkpoints.save_state(step, state, force=True)
+
+  def _stop(self, signum: int) -> None:
+    self._reporter.flush()
+    saved = self._save(force=True) or self._checkpoints.latest_step() is not None
+    self._checkpoints.wait()
+    where = "a checkpoint is saved" if saved else "no checkpoint folder was given"
+    raise Stopped(signum, f"stopped after step {self.train_steps}; {where}")
+
+  def _call_hook(self, name: str, *args: Any) -> None:
+    hooks = self._hooks["train"]
+    if hooks_lib.provides(hooks, name):
+      self._module.hand_back()
+      getattr(hooks, name)(self, *args)
+
+
+def _check_kinds(model: Any, config: Any) -> None:
+  if isinstance(model, TrainingConfig) or not isinstance(model, nnx.Module):
+    raise TypeError(
+      f"the first argument is a {type(model).__name__}, expected an nnx.Module: "
+      "PeftTrainer(model, optimizer, training_config)"
+    )
+  if not isinstance(config, TrainingConfig):
+    raise TypeError(
+      f"training_config is a {type(config).__name__}, expected a TrainingConfig: "
+      "PeftTrainer(model, optimizer, training_config)"
+    )
+
+
+def _optimizer(optimizer: Any, config: TrainingConfig) -> optax.GradientTransformation:
+  """The optax transformation to use."""
+  if optimizer is None:
+    if config.learning_rate is None:
+      raise ValueError(
+        "no optimizer: pass an optax transformation, or learning_rate= in the config "
+        "for AdamW"
+      )
+    return optax.adamw(config.learning_rate)
+  if isinstance(optimizer, nnx.Optimizer):
+    if int(optimizer.step[...]):
+      raise ValueError(
+        f"the nnx.Optimizer has done {int(optimizer.step[...])} updates, whose state "
+        "would be lost: pass the optax transformation itself"
+      )
+    return optimizer.tx
+  if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+    raise TypeError(
+      f"optimizer is a {type(optimizer).__name__}, expected an optax transformation "
+      "such as optax.adamw(1e-5)"
+    )
+  return optimizer

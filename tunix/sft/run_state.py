@@ -1,0 +1,100 @@
+"""All that a resumed run needs, as one object.
+
+Checkpointing is "save that object". Anything stateful that is not in it is a bug.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tunix.utils import tree
+
+Arrays = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunState:
+  """A run between two optimizer steps. A part that is None is not saved.
+
+  Attributes:
+    model_params: what is saved of the model's parameters, nested by path.
+    model_rest: the model's other variables (RNG counters, batch statistics).
+    optimizer_state: the optimizer's arrays, nested by path.
+    progress: JSON: counters, data-iterator state of every process, metrics position.
+    custom_metadata: JSON: what the user adds.
+  """
+
+  model_params: Arrays | None = None
+  model_rest: Arrays | None = None
+  optimizer_state: Arrays | None = None
+  progress: dict[str, Any] | None = None
+  custom_metadata: dict[str, Any] | None = None
+
+  def arrays(self) -> dict[str, Arrays]:
+    """The parts that hold arrays and are there (an empty dict of arrays is not)."""
+    names = ("model_params", "model_rest", "optimizer_state")
+    parts = {name: getattr(self, name) for name in names}
+    return {name: part for name, part in parts.items() if part}
+
+
+def init_optimizer(
+  tx: optax.GradientTransformation, params: Arrays, mesh: Mesh | None
+) -> Any:
+  """Optimizer state laid out like the parameters it belongs to."""
+  if mesh is None:
+    return jax.jit(tx.init)(params)
+  shapes = jax.eval_shape(tx.init, params)
+  return jax.jit(tx.init, out_shardings=optimizer_shardings(shapes, params, mesh))(
+    params
+  )
+
+
+def optimizer_shardings(opt_state: Any, params: Arrays, mesh: Mesh) -> Any:
+  """A moment takes the sharding of the parameter whose path ends its own path and
+  whose shape it has; everything else (counters, factored moments) is replicated."""
+  flat = tree.flatten(params)
+  replicated = NamedSharding(mesh, PartitionSpec())
+
+  def one(path, leaf):
+    parts = tree.path_name(path).split(".")
+    for start in range(len(parts)):
+      owner = flat.get(".".join(parts[start:]))
+      if owner is not None and owner.shape == leaf.shape:
+        return owner.sharding
+    return replicated
+
+  return jax.tree_util.tree_map_with_path(one, opt_state)
+
+
+def flatten_optimizer(opt_state: Any) -> Arrays:
+  """Optimizer state as nested dicts of arrays, whatever classes optax uses."""
+  return tree.nest(tree.flatten(opt_state))
+
+
+def unflatten_optimizer(saved: Arrays, like: Any) -> Any:
+  """Nested dicts of arrays back into the structure of `like`."""
+  flat = tree.flatten(saved)
+  names = list(tree.flatten(like))
+  return jax.tree.structure(like).unflatten([flat[name] for name in names])
+
+
+def gather_json(value: Any) -> list[Any]:
+  """One JSON value of every process, on every process."""
+  if jax.process_count() == 1:
+    return [value]
+  from jax.experimental import multihost_utils
+
+  data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+  sizes = np.asarray(multihost_utils.process_allgather(jnp.asarray(data.size)))
+  padded = np.zeros(int(sizes.max()), np.uint8)
+  padded[: data.size] = data
+  rows = np.asarray(multihost_utils.process_allgather(padded))
+  return [json.loads(bytes(row[: int(n)])) for row, n in zip(rows, sizes)]

@@ -1,0 +1,162 @@
+"""Lays batches out on the current mesh."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tunix.utils import mesh as mesh_lib
+
+_log = logging.getLogger(__name__)
+
+
+def shard_input(input_data: Any, data_sharding_axis: Sequence[str] | str) -> Any:
+  """Splits the first dimension of every array over ALL the named mesh axes.
+
+  In a run of several processes a numpy array is this process's part of the batch; the
+  parts are put together in the order of the mesh, and processes that share a part (a
+  `tp` axis that spans them) must pass the same rows. Without a mesh arrays go to the
+  default device. Arrays that are laid out rightly already are returned as they are,
+  and so is whatever is no array (strings, numbers, None).
+
+  Args:
+    input_data: a pytree of arrays whose first dimension is the batch.
+    data_sharding_axis: names of mesh axes, such as ("dp", "fsdp").
+
+  Returns:
+    The same pytree with JAX arrays of the global shape.
+
+  Raises:
+    ValueError: an axis that the mesh lacks; with several processes also a batch that
+      does not divide by the axes (one process replicates it and says so once).
+  """
+  names = (
+    (data_sharding_axis,)
+    if isinstance(data_sharding_axis, str)
+    else tuple(data_sharding_axis)
+  )
+  mesh = mesh_lib.current_mesh()
+  if mesh is None:
+    return jax.tree.map(_to_default_device, input_data)
+  spec = PartitionSpec(names) if names else PartitionSpec()
+  return jax.tree.map(lambda leaf: _place(leaf, mesh, spec), input_data)
+
+
+def get_sharding(x: Any, mesh: Mesh, pspec: PartitionSpec) -> NamedSharding:
+  """The sharding for `x`: `pspec`, or full replication where it does not fit.
+
+  Numbers, scalars, arrays with fewer dimensions than `pspec` and, on one process,
+  arrays that do not divide by the product of the named axes are replicated. An
+  array of one process out of several counts with the shape it has globally.
+
+  Raises:
+    ValueError: an axis that the mesh lacks; with several processes, an array that
+      would have to be replicated: each would hold its own under one name.
+  """
+  _check_axes(mesh, pspec)
+  replicated = NamedSharding(mesh, PartitionSpec())
+  if not _is_array(x) or x.ndim == 0:
+    return replicated
+  shape = _global_shape(x, mesh, pspec)
+  entries = tuple(pspec)
+  sizes = [mesh_lib.axes_size(mesh, entry) for entry in entries]
+  if len(entries) <= len(shape) and all(d % n == 0 for d, n in zip(shape, sizes)):
+    return NamedSharding(mesh, pspec)
+  problem = (
+    f"an array of shape {tuple(shape)} cannot be split as {pspec} on the mesh "
+    f"{dict(mesh.shape)}: its dimensions must divide by {sizes}"
+  )
+  if _processes(mesh) > 1:
+    raise ValueError(
+      f"{problem}; replicated, each of the {_processes(mesh)} processes would hold "
+      "different data under one array: change the batch size"
+    )
+  _warn_once(f"{problem}; it is replicated, every device computes all of it")
+  return replicated
+
+
+def _place(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+  if not _is_array(leaf):
+    return leaf
+  sharding = get_sharding(leaf, mesh, spec)
+  if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(
+    sharding, leaf.ndim
+  ):
+    return leaf
+  if jax.process_count() == 1 or not _is_local(leaf):
+    return jax.device_put(leaf, sharding)
+  return jax.make_array_from_process_local_data(
+    sharding, np.asarray(leaf), _global_shape(leaf, mesh, spec)
+  )
+
+
+def _to_default_device(leaf: Any) -> Any:
+  return (
+    jax.device_put(leaf) if isinstance(leaf, np.ndarray) and _is_array(leaf) else leaf
+  )
+
+
+def _is_array(x: Any) -> bool:
+  """Numeric arrays; arrays of strings or objects ride along untouched."""
+  return isinstance(x, jax.Array) or (
+    isinstance(x, np.ndarray) and x.dtype.kind not in "OUSM"
+  )
+
+
+def _is_local(x: Any) -> bool:
+  return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def _processes(mesh: Mesh) -> int:
+  return len({device.process_index for device in mesh.devices.flat})
+
+
+def _check_axes(mesh: Mesh, pspec: PartitionSpec) -> None:
+  for entry in pspec:
+    for name in (entry,) if isinstance(entry, str) else entry or ():
+      if name not in mesh.shape:
+        raise ValueError(
+          f"the mesh has no axis {name!r}, it has {tuple(mesh.axis_names)}: set "
+          "data_sharding_axis to axes of the mesh"
+        )
+
+
+def _global_shape(x: Any, mesh: Mesh, pspec: PartitionSpec) -> tuple[int, ...]:
+  """The shape of the whole array of which `x` is this process's part."""
+  shape = tuple(x.shape)
+  if not _is_local(x) or jax.process_count() == 1:
+    return shape
+  shares = [_process_share(mesh, entry) for entry in pspec]
+  shares += [(1, 1)] * (len(shape) - len(shares))
+  # Not an integer if the part is no whole number of shards: round up and let the
+  # check of divisibility name the shape.
+  return tuple(-(-size * all_ // own) for size, (own, all_) in zip(shape, shares))
+
+
+def _process_share(mesh: Mesh, entry: Any) -> tuple[int, int]:
+  """(shards of this process, shards in all) along one entry of a PartitionSpec."""
+  names = () if entry is None else (entry,) if isinstance(entry, str) else entry
+  columns = [mesh.axis_names.index(name) for name in names]
+  own = {
+    tuple(place[column] for column in columns)
+    for place, device in np.ndenumerate(mesh.devices)
+    if device.process_index == jax.process_index()
+  }
+  if not own:
+    raise ValueError(
+      f"process {jax.process_index()} has no device in the mesh {dict(mesh.shape)}: "
+      "shard inputs on the processes that take part"
+    )
+  return len(own), math.prod(mesh.shape[name] for name in names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_once(message: str) -> None:
+  _log.warning("%s", message)

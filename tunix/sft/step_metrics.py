@@ -1,0 +1,207 @@
+"""From a step's device scalars to logged metrics, a progress bar and a trace."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tunix.ops.reductions import WeightedSum
+from tunix.perf import flops
+from tunix.sft.config import TrainingConfig
+from tunix.sft.inflight_throttler import InflightThrottler
+from tunix.sft.metrics_buffer import MetricsBuffer
+from tunix.sft.metrics_logger import MetricsLogger, Mode
+from tunix.sft.profiler import Profiler
+from tunix.sft.progress_bar import ProgressBar
+from tunix.sft.train_step import StepMetrics
+from tunix.utils import tree
+
+
+class StepReporter:
+  """Everything that is told about steps; the trainer only hands values in.
+
+  Args:
+    logger: where metrics go.
+    config: prefix, bar, profiler, steps in flight, learning rate.
+    matmul_params: (all, trained) parameters that multiply every token.
+  """
+
+  def __init__(
+    self, logger: MetricsLogger, config: TrainingConfig, matmul_params: tuple[int, int]
+  ):
+    self._logger = logger
+    self._config = config
+    self._matmul_params = matmul_params
+    self._buffer = MetricsBuffer()
+    self._throttler = InflightThrottler(config.max_inflight_computations)
+    self._profiler: Profiler | None = None
+    self._bar: ProgressBar | None = None
+    self._clock: float | None = None
+    self._tokens: dict[int, int] = {}
+
+  @contextlib.contextmanager
+  def step(self, done: int) -> Iterator[None]:
+    """Around the dispatch of a step; `done` steps came before it. Waits while too many
+    are in flight."""
+    if self._profiler is None:
+      config = self._config
+      self._profiler = Profiler(done, config.max_steps, config.profiler_options)
+    if self._clock is None:
+      self._clock = time.perf_counter()
+    self._throttler.wait_for_next()
+    self._profiler.maybe_activate(done)
+    with jax.profiler.StepTraceAnnotation("train", step_num=done + 1):
+      yield
+
+  def put(
+    self, step: int, metrics: StepMetrics, aux: Mapping[str, Any], tokens: int
+  ) -> None:
+    """Takes a dispatched step's scalars; logs those of the step before."""
+    self._throttler.add_computation(metrics.loss)
+    values = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, **aux}
+    values["weight"] = metrics.weight
+    rate = self._learning_rate(step, metrics)
+    if rate is not None:
+      values["learning_rate"] = rate
+    self._tokens[step] = tokens
+    self._buffer.put(step, values)
+    if self._profiler is not None:
+      self._profiler.maybe_deactivate(step, wait_for=metrics.loss)
+    for ready in self._buffer.ready():
+      self._log_step(*ready)
+
+  def _learning_rate(self, step: int, metrics: StepMetrics) -> Any:
+    rate = self._config.learning_rate
+    if metrics.learning_rate is not None:
+      return metrics.learning_rate
+    return rate(step - 1) if callable(rate) else rate
+
+  def _log_step(self, step: int, values: dict[str, float]) -> None:
+    tokens, now = self._tokens.pop(step), time.perf_counter()
+    seconds = now - (self._clock or now)
+    self._clock = now
+    weight = values.pop("weight")
+    values = _with_perplexity(values, tokens)
+    if tokens:
+      values["trained_tokens"] = weight
+    if seconds > 0:
+      values |= self._speeds(tokens, seconds)
+    self.log(values, Mode.TRAIN, step)
+    if self._bar is None and self._config.pbar_description is not None:
+      config = self._config
+      self._bar = ProgressBar(
+        self._logger, step - 1, config.max_steps, config.pbar_description
+      )
+    if self._bar is not None:
+      self._bar.update(1, {"loss": values["loss"]})
+
+  def _speeds(self, tokens: int, seconds: float) -> dict[str, float]:
+    """Machine-dependent figures of a step."""
+    out = {"step_time_sec": seconds, "steps_per_sec": 1 / seconds}
+    if tokens:
+      total, trained = self._matmul_params
+      work = flops.train_flops(total, tokens, trained_matmul_params=trained)
+      out["tokens_per_sec"] = tokens / seconds
+      out["tflops_per_sec"] = work / seconds / 1e12
+      if (share := flops.mfu(work, seconds, jax.devices())) is not None:
+        out["mfu"] = share
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "bytes_in_use" in stats:
+      out["device_memory_bytes"] = float(stats["bytes_in_use"])
+    return out
+
+  def log(self, values: Mapping[str, float], mode: Mode, step: int) -> None:
+    """Logs values by name."""
+    for name, value in values.items():
+      self._logger.log(self._config.metrics_prefix, name, value, mode, step)
+
+  def eval_means(
+    self,
+    parts: Sequence[tuple[WeightedSum, Mapping[str, Any]]],
+    post_process: Callable[[dict[str, Any]], dict[str, Any]],
+    tokens: int,
+  ) -> dict[str, float]:
+    """Weighted means over the batches of an evaluation.
+
+    Raises:
+      ValueError: there was no batch, or nothing in them had weight.
+    """
+    if not parts:
+      raise ValueError(
+        "the evaluation data gave no batch: pass something that can be iterated anew "
+        "for every evaluation (a list, a Grain dataset), not a spent generator"
+      )
+    home = jax.tree.map(lambda x: np.asarray(x, np.float64), list(parts))
+    weight = sum(float(result.weight) for result, _ in home)
+    if not weight:
+      raise ValueError(
+        "nothing in the evaluation data is trained: every mask is zero; look at a "
+        "batch with `tunix data show`"
+      )
+    total = sum(float(result.total) for result, _ in home)
+    sums = jax.tree.map(lambda *xs: sum(xs), *[aux for _, aux in home])
+    aux = post_process(jax.tree.map(lambda x: x / weight, sums))
+    values = {"loss": total / weight, **{k: float(v) for k, v in aux.items()}}
+    self._clock = None  # the time of an evaluation is no step's
+    return _with_perplexity(values, tokens)
+
+  def flush(self) -> None:
+    """Logs every step that was dispatched; waits for the device."""
+    self._throttler.wait_for_all()
+    for ready in self._buffer.drain():
+      self._log_step(*ready)
+    self._clock = None
+
+  def state(self) -> dict[str, Any]:
+    """The logger's place, as JSON, with every dispatched step in it."""
+    self.flush()
+    return self._logger.state()
+
+  def restore(self, state: dict[str, Any] | None) -> None:
+    """Takes back what was logged after `state`."""
+    self._logger.restore(state)
+
+  def stop(self) -> None:
+    """Ends the bar and the trace; what was dispatched stays to be logged."""
+    if self._profiler is not None:
+      self._profiler.close()
+    if self._bar is not None:
+      self._bar.close()
+      self._bar = None
+
+  def close(self) -> None:
+    """Logs what is left and closes the backends."""
+    self.flush()
+    self.stop()
+    self._logger.close()
+
+
+def _with_perplexity(values: dict[str, float], tokens: int) -> dict[str, float]:
+  """Adds perplexity beside a loss that is a mean over tokens."""
+  if not tokens:
+    return values
+  loss = values["loss"]
+  perplexity = math.exp(loss) if loss < 700 else math.inf
+  return {"loss": loss, "perplexity": perplexity, **values}
+
+
+def matmul_params(params: Any, frozen: Any) -> tuple[int, int]:
+  """(all, trained) parameters in matrices; an embedding table counts when it is also
+  the output head."""
+  everything = {**tree.flatten(frozen), **tree.flatten(params)}
+  has_head = any("lm_head" in name for name in everything)
+
+  def count(arrays):
+    return sum(
+      x.size
+      for name, x in arrays.items()
+      if x.ndim >= 2 and not (has_head and name.endswith("embedding"))
+    )
+
+  return count(everything), count(tree.flatten(params))

@@ -1,0 +1,127 @@
+"""Global batches: micro-batches prepared, padded and grouped for one jitted step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tunix.sft.losses import batch_fields
+from tunix.sft.train_step import Group, examples_in
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+  """The micro-batches of one optimizer step.
+
+  Attributes:
+    groups: what the step takes.
+    drawn: micro-batches drawn for it (fewer than usual at the end of the data).
+    tokens: tokens in it, padding included; 0 when the batches hold none.
+    data_state: the place in the data after it.
+  """
+
+  groups: tuple[Group, ...]
+  drawn: int
+  tokens: int
+  data_state: dict[str, Any] | None
+
+
+def field(batch: Any, name: str) -> Any:
+  """A field of a batch, None if it has none of that name."""
+  return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
+
+
+def as_pytree(batch: Any) -> Any:
+  """A batch that `jax.jit` can take: dataclasses JAX does not know become dicts.
+
+  Raises:
+    TypeError: it holds no arrays.
+  """
+  if dataclasses.is_dataclass(batch) and jax.tree.leaves(batch) == [batch]:
+    batch = batch_fields(batch)
+  if not any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(batch)):
+    raise TypeError(
+      f"a batch of type {type(batch).__name__} holds no arrays: yield a TrainingInput, "
+      "a dict or any pytree of arrays, or convert it in _prepare_inputs"
+    )
+  return batch
+
+
+def pad_rows(batch: Any, rows: int) -> Any:
+  """Appends rows of zeros (mask 0, segment 0) up to `rows`."""
+  missing = rows - examples_in(batch)
+  if missing <= 0:
+    return batch
+
+  def pad(leaf):
+    if not getattr(leaf, "ndim", 0):
+      return leaf
+    return np.pad(np.asarray(leaf), [(0, missing)] + [(0, 0)] * (leaf.ndim - 1))
+
+  return jax.tree.map(pad, batch)
+
+
+def split_rows(batch: Any, parts: int) -> list[Any]:
+  """Cuts a global batch into micro-batches of equally many rows.
+
+  Raises:
+    ValueError: the rows do not divide.
+  """
+  rows = examples_in(batch)
+  if rows % parts:
+    raise ValueError(
+      f"a global batch of {rows} rows cannot be cut into {parts} micro-batches: make "
+      "the rows a multiple of gradient_accumulation_steps"
+    )
+  size = rows // parts
+
+  def cut(i):
+    return jax.tree.map(
+      lambda x: x[i * size : (i + 1) * size] if getattr(x, "ndim", 0) else x, batch
+    )
+
+  return [batch] if parts == 1 else [cut(i) for i in range(parts)]
+
+
+def group(batches: Sequence[Any], size: int) -> tuple[Group, ...]:
+  """Groups micro-batches by shape; a short window is filled up with weight 0."""
+  filled = [*batches, *[batches[-1]] * (size - len(batches))]
+  weights = [1.0] * len(batches) + [0.0] * (size - len(batches))
+  by_shape: dict[Any, list[tuple[Any, float]]] = {}
+  for batch, weight in zip(filled, weights):
+    leaves, structure = jax.tree.flatten(batch)
+    shapes = tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)
+    by_shape.setdefault((structure, shapes), []).append((batch, weight))
+  return tuple(
+    Group(tuple(b for b, _ in items), np.asarray([w for _, w in items], np.float32))
+    for items in by_shape.values()
+  )
+
+
+def check_trained(batches: Sequence[Any]) -> None:
+  """Refuses a global batch in which no token is trained.
+
+  Raises:
+    ValueError: every mask is zero; the message says why that happens.
+  """
+  masks = [field(batch, "input_mask") for batch in batches]
+  if not masks or any(mask is None for mask in masks) or jax.process_count() > 1:
+    return
+  if not any(np.any(np.asarray(mask)[:, 1:]) for mask in masks):
+    rows = sum(np.shape(mask)[0] for mask in masks)
+    raise ValueError(
+      f"a global batch of {rows} rows has no trained token (input_mask is zero after "
+      "the first column): the records have no assistant text, their prompts fill the "
+      "maximum length, or the mask was built the wrong way round; look at a batch with "
+      "`tunix data show`"
+    )
+
+
+def token_count(batches: Sequence[Any]) -> int:
+  """Tokens of all processes in a global batch, padding included."""
+  tokens = [field(batch, "input_tokens") for batch in batches]
+  return sum(np.size(t) for t in tokens if t is not None) * jax.process_count()

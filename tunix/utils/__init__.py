@@ -1,0 +1,1 @@
+"""Mesh, pytree paths, files and environment: what every layer may use."""

@@ -1,0 +1,149 @@
+"""Device meshes: the only file that asks JAX which mesh is current.
+
+A run works with no mesh, under `jax.set_mesh(mesh)`, under the legacy `with mesh:`,
+and with Auto or Explicit axes. Explicit meshes are rebuilt as Auto: plain einsums
+and concatenations of a model raise on Explicit axes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def create_mesh(axes: Mapping[str, int], devices: Any = None) -> Mesh:
+  """Builds a mesh with Auto axes from `{"fsdp": 4, "tp": 2}`.
+
+  Args:
+    axes: sizes by axis name, in order. One size may be -1: what the others leave.
+    devices: the devices to use; all of `jax.devices()` when None.
+
+  Raises:
+    ValueError: the sizes do not multiply to the number of devices.
+  """
+  devices = list(jax.devices()) if devices is None else list(devices)
+  sizes = dict(axes)
+  unknown = [name for name, size in sizes.items() if size == -1]
+  known = math.prod(size for size in sizes.values() if size != -1)
+  if any(size < 1 and size != -1 for size in sizes.values()) or len(unknown) > 1:
+    raise ValueError(
+      f"mesh {sizes}: sizes must be at least 1, and one of them may be -1"
+    )
+  if unknown:
+    sizes[unknown[0]] = len(devices) // known
+  total = math.prod(sizes.values())
+  if total != len(devices):
+    raise ValueError(
+      f"mesh {dict(axes)} needs {max(total, known)} devices, there are {len(devices)}: "
+      "choose sizes whose product is that number"
+    )
+  kinds = (AxisType.Auto,) * len(sizes)
+  return jax.make_mesh(
+    tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices
+  )
+
+
+def auto(mesh: Mesh) -> Mesh:
+  """The same mesh with Auto axes."""
+  if all(kind == AxisType.Auto for kind in mesh.axis_types):
+    return mesh
+  return Mesh(mesh.devices, mesh.axis_names)
+
+
+def current_mesh() -> Mesh | None:
+  """The mesh set by `jax.set_mesh` or `with mesh:`, with Auto axes; None if none.
+
+  For code outside `jax.jit`; traced code asks `context_mesh`.
+  """
+  mesh = jax.sharding.get_mesh()
+  if isinstance(mesh, Mesh) and not mesh.empty:
+    return auto(mesh)
+  return _legacy_mesh()
+
+
+def context_mesh() -> Mesh | AbstractMesh | None:
+  """The mesh that code being traced runs under: under `jax.set_mesh` only its shape
+  is known then; None if there is none or it has one device."""
+  mesh = jax.sharding.get_abstract_mesh()
+  if mesh.empty:
+    mesh = _legacy_mesh()
+  return None if mesh is None or mesh.size == 1 else mesh
+
+
+def _legacy_mesh() -> Mesh | None:
+  """The mesh of `with mesh:`, which JAX keeps apart."""
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from jax.interpreters import pxla
+
+    legacy = pxla.thread_resources.env.physical_mesh
+  return None if legacy.empty else auto(legacy)
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+  """The mesh that the arrays of a pytree are laid out on; None if on one device."""
+  for leaf in jax.tree.leaves(tree):
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
+      mesh = sharding.mesh
+      return auto(mesh) if isinstance(mesh, Mesh) else None
+  return None
+
+
+@contextlib.contextmanager
+def use_mesh(mesh: Mesh | None) -> Iterator[None]:
+  """`jax.set_mesh(mesh)`, or nothing for None."""
+  if mesh is None:
+    yield
+  else:
+    with jax.set_mesh(mesh):
+      yield
+
+
+def axes_size(mesh: Mesh | AbstractMesh, axes: Any) -> int:
+  """Number of shards along one entry of a PartitionSpec (a name, names, or None)."""
+  if axes is None:
+    return 1
+  names = (axes,) if isinstance(axes, str) else axes
+  return math.prod(mesh.shape[name] for name in names)
+
+
+def fit_spec(
+  spec: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
+  """`spec` without the axes that the mesh lacks or that do not divide the shape."""
+  out = []
+  for size, entry in zip(shape, tuple(spec) + (None,) * (len(shape) - len(spec))):
+    names = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    names = tuple(name for name in names if name in mesh.shape)
+    divides = names and size % axes_size(mesh, names) == 0
+    out.append((names[0] if len(names) == 1 else names) if divides else None)
+  return PartitionSpec(*out)
+
+
+def constrain(x: jax.Array, *spec: Any) -> jax.Array:
+  """Pins `x` to a PartitionSpec on the context's mesh; the identity without one.
+
+  Axes that the mesh lacks or that do not divide are dropped: pinning is a hint
+  about layout and never changes values.
+  """
+  mesh = context_mesh()
+  if mesh is None:
+    return x
+  fitted = fit_spec(spec, x.shape, mesh)
+  where = NamedSharding(mesh, fitted) if isinstance(mesh, Mesh) else fitted
+  return jax.lax.with_sharding_constraint(x, where)
+
+
+def sharding_of_spec(spec: Any, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+  """`spec` (axis names by dimension, a PartitionSpec, a NamedSharding, or None) as a
+  sharding on `mesh`; axes that the mesh lacks or that do not divide are dropped."""
+  if isinstance(spec, NamedSharding):
+    spec = spec.spec
+  return NamedSharding(mesh, fit_spec(spec or (), shape, mesh))

@@ -1,0 +1,48 @@
+"""Pytrees as flat `{path: leaf}` dicts, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+
+def path_name(path: Any) -> str:
+  """A JAX key path as 'layers.attn.q_proj.kernel'.
+
+  The last step into an nnx variable ('.value') is left out: the variable's own path
+  names it.
+  """
+  parts = []
+  for key in path:
+    for field in ("key", "name", "idx"):
+      if hasattr(key, field):
+        parts.append(str(getattr(key, field)))
+        break
+  if len(parts) > 1 and parts[-1] == "value" and hasattr(path[-1], "name"):
+    parts.pop()
+  return ".".join(parts)
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+  """{dotted path: leaf} of a pytree, in its leaf order."""
+  leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {path_name(path): leaf for path, leaf in leaves}
+
+
+def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
+  """{'a.b': x} -> {'a': {'b': x}}."""
+  out: dict[str, Any] = {}
+  for name, leaf in flat.items():
+    *parents, last = name.split(".")
+    node = out
+    for part in parents:
+      node = node.setdefault(part, {})
+    node[last] = leaf
+  return out
+
+
+def size_bytes(tree: Any) -> int:
+  """Bytes of all arrays of a pytree (global shapes)."""
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
