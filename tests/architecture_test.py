@@ -44,7 +44,7 @@ HEAVY = {
   "qwix": set(),
   "tensorboardX": {"sft/metrics_backends.py"},
   "wandb": {"sft/metrics_backends.py"},
-  "transformers": {"generate/tokenizer_loading.py"},
+  "transformers": set(),
   "torch": set(),
   "tokenizers": {"generate/tokenizer_loading.py", "cli/quickstart_data.py"},
   "jinja2": {"generate/chat_template.py"},

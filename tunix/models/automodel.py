@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -126,7 +128,8 @@ class AutoModel:
     )
     mesh = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
     key = jax.random.key(seed) if rngs is None else rngs.params()
-    return _initialise(family, config, key, mesh)
+    graph, draw = _initialiser(family.model_class, config, mesh)
+    return nnx.merge(graph, draw(key))
 
 
 def resolve_folder(name: str | os.PathLike[str]) -> pathlib.Path:
@@ -182,13 +185,17 @@ def _with_options(config: TransformerConfig, **options: Any) -> TransformerConfi
   return dataclasses.replace(config, **given)
 
 
-def _initialise(
-  family: Family, config: TransformerConfig, key: jax.Array, mesh: Mesh | None
-) -> Transformer:
-  def build(key: jax.Array) -> Transformer:
-    return family.model_class(config, rngs=nnx.Rngs(key))
+# Compiling the draws costs seconds; a program that makes several equal models (a policy
+# and its critic, a test suite) pays once.
+@functools.lru_cache(maxsize=8)
+def _initialiser(
+  model_class: Callable[..., Transformer], config: TransformerConfig, mesh: Mesh | None
+) -> tuple[Any, Callable[[jax.Array], Any]]:
+  """(graph, function from a key to the weights where they belong)."""
 
-  graph, state = nnx.split(nnx.eval_shape(lambda: build(jax.random.key(0))))
-  shardings = None if mesh is None else sharding_lib.named_shardings(state, mesh)
-  draw = jax.jit(lambda key: nnx.state(build(key)), out_shardings=shardings)
-  return nnx.merge(graph, draw(key))
+  def build(key: jax.Array) -> Transformer:
+    return model_class(config, rngs=nnx.Rngs(key))
+
+  graph, shapes = sharding_lib.abstract(lambda: build(jax.random.key(0)))
+  shardings = None if mesh is None else sharding_lib.named_shardings(shapes, mesh)
+  return graph, jax.jit(lambda key: nnx.state(build(key)), out_shardings=shardings)

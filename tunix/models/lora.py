@@ -21,16 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from tunix.models import families, tensor_files
+from tunix.models import families, lora_modules, tensor_files
 from tunix.models.families import Family
 from tunix.models.tensor_files import NewTensor, StoredTensor
-from tunix.models.transformer import params
-from tunix.models.transformer.layers import Linear
+from tunix.models.transformer import hf_config, params
 from tunix.models.transformer.model import Transformer
-from tunix.utils import mesh as mesh_lib
 
 ALL_LINEAR = (
   "q_proj",
@@ -126,7 +123,7 @@ def apply(
   """
   chosen = match(model, config.targets)
   key = jax.random.key(seed) if rngs is None else rngs.params()
-  shapes = {path: linears(model)[path].kernel.shape for path in chosen}
+  shapes = {path: lora_modules.linears(model)[path].kernel.shape for path in chosen}
 
   def draw(key: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
     pairs = {}
@@ -139,8 +136,8 @@ def apply(
     return pairs
 
   wanted = jax.eval_shape(draw, key)
-  pairs = jax.jit(draw, out_shardings=_shardings(model, wanted))(key)
-  return _attach(model, pairs, dict.fromkeys(pairs, config.scale))
+  pairs = jax.jit(draw, out_shardings=lora_modules.pair_shardings(model, wanted))(key)
+  return lora_modules.attach(model, pairs, config.scale)
 
 
 def merge(model: Transformer) -> Transformer:
@@ -151,46 +148,13 @@ def merge(model: Transformer) -> Transformer:
   Raises:
     ValueError: the model has no adapters.
   """
-  _require_adapters(model)
-  out = _copy(model)
-  for linear in adapted(out).values():
-    kernel = merged_kernel(linear, linear.kernel.dtype)
-    linear.kernel = linear.kernel.replace(kernel)
+  lora_modules.require_adapters(model)
+  out = lora_modules.copy(model)
+  for linear in lora_modules.adapted(out).values():
+    linear.kernel.set_value(lora_modules.merged_kernel(linear, linear.kernel.dtype))
     linear.lora_a, linear.lora_b = nnx.data(None), nnx.data(None)
     linear.lora_scale = 1.0
   return out
-
-
-def merged_kernel(linear: Linear, dtype: DTypeLike) -> jax.Array:
-  """The kernel of one adapted module with its adapter added, laid out like it."""
-  assert linear.lora_a is not None and linear.lora_b is not None
-  kernel = linear.kernel[...]
-  where = kernel.sharding if isinstance(kernel.sharding, NamedSharding) else None
-  merged = jax.jit(_merged, static_argnums=(3, 4), out_shardings=where)
-  a, b = linear.lora_a[...], linear.lora_b[...]
-  return merged(kernel, a, b, linear.lora_scale, jnp.dtype(dtype))
-
-
-def _merged(kernel, a, b, scale, dtype):
-  product = jnp.matmul(
-    a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
-  )
-  return (kernel.astype(jnp.float32) + scale * product).astype(dtype)
-
-
-def linears(model: Transformer) -> dict[str, Linear]:
-  """The model's linear maps by dotted module path."""
-  found = {
-    ".".join(map(str, path)): module
-    for path, module in nnx.iter_modules(model)
-    if isinstance(module, Linear)
-  }
-  return dict(sorted(found.items()))
-
-
-def adapted(model: Transformer) -> dict[str, Linear]:
-  """Those linear maps that carry an adapter."""
-  return {p: m for p, m in linears(model).items() if m.lora_a is not None}
 
 
 def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
@@ -199,22 +163,17 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
   Raises:
     ValueError: see `apply`.
   """
-  if adapted(model):
-    raise ValueError(
-      "the model has adapters already: merge them first, or adapt the base model"
-    )
-  # The unembedding is read by the losses beside the layers, so an adapter on it or on
-  # the embedding would train nobody.
-  modules = [path for path in linears(model) if path.startswith("layers.")]
+  lora_modules.require_bare(model)
+  paths = list(lora_modules.adaptable(model))
   chosen: set[str] = set()
   for target in targets:
-    hits = [path for path in modules if _hits(target, path)]
+    hits = [path for path in paths if _hits(target, path)]
     if not hits:
       fixed = [p for p in ("lm_head", "embed_tokens") if _hits(target, p)]
       why = f"{fixed[0]} cannot be adapted" if fixed else "it matches no module"
-      raise ValueError(f"target {target!r}: {why}; modules are {', '.join(modules)}")
+      raise ValueError(f"target {target!r}: {why}; modules are {', '.join(paths)}")
     chosen.update(hits)
-  return [path for path in modules if path in chosen]
+  return [path for path in paths if path in chosen]
 
 
 def _hits(target: str, path: str) -> bool:
@@ -227,13 +186,13 @@ def describe(model: Transformer) -> str:
   Raises:
     ValueError: the model has no adapters.
   """
-  _require_adapters(model)
+  lora_modules.require_adapters(model)
   lines, trained = [], 0
-  for path, linear in adapted(model).items():
-    assert linear.lora_a is not None and linear.lora_b is not None
-    size = linear.lora_a.size + linear.lora_b.size
+  for path, linear in lora_modules.adapted(model).items():
+    a, b = lora_modules.pair_of(linear)
+    size = a.size + b.size
     shape = " x ".join(map(str, linear.kernel.shape))
-    lines.append(f"{path:32} {shape:24} rank {linear.lora_a.shape[-1]:<4} {size:>12,}")
+    lines.append(f"{path:32} {shape:24} rank {a.shape[-1]:<4} {size:>12,}")
     trained += size
   total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
   share = 100 * trained / total
@@ -260,10 +219,12 @@ def save_adapter(
     ValueError: the model has no adapters, or they differ in rank or scale.
     OSError: the disk is full or not writable.
   """
-  _require_adapters(model)
+  lora_modules.require_adapters(model)
   family = family or families.of_config(model.config)
-  modules = adapted(model)
-  sizes = {(m.lora_a.shape[-1], m.lora_scale) for m in modules.values()}
+  adapters = lora_modules.adapted(model)
+  sizes = {
+    (lora_modules.pair_of(x)[0].shape[-1], x.lora_scale) for x in adapters.values()
+  }
   if len(sizes) > 1:
     raise ValueError(
       f"adapters of several (rank, scale) {sorted(sizes)} cannot be saved in one "
@@ -271,11 +232,11 @@ def save_adapter(
     )
   ((rank, scale),) = sizes
   tensors, names = [], {}
-  for path, module in modules.items():
+  for path, linear in adapters.items():
     place = params.place(family.names, f"{path}.kernel", model.config.num_layers)
     names[path] = [key.removesuffix(".weight") for key in place.keys]
-    for letter, value in (("A", module.lora_a), ("B", module.lora_b)):
-      tensors += _adapter_tensors(names[path], letter, value[...], place.stacked)
+    for side, value in zip("AB", lora_modules.pair_of(linear)):
+      tensors += _adapter_tensors(names[path], side, value, place.stacked)
   config = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -294,12 +255,12 @@ def save_adapter(
 
 
 def _adapter_tensors(
-  names: list[str], letter: str, value: jax.Array, stacked: bool
+  names: list[str], side: str, value: jax.Array, stacked: bool
 ) -> list[NewTensor]:
   host = np.asarray(value)
   return [
     NewTensor(
-      f"{_PREFIX}{name}.lora_{letter}.weight",
+      f"{_PREFIX}{name}.lora_{side}.weight",
       host.dtype,
       host.shape[-2:][::-1],
       functools.partial(np.transpose, host[i] if stacked else host),
@@ -312,7 +273,7 @@ def _peft_targets(model: Transformer, names: dict[str, list[str]]) -> list[str]:
   """PEFT's target_modules: last parts, or full names when only some layers have
   an adapter."""
   short = {path.rpartition(".")[2] for path in names}
-  same = [p for p in linears(model) if p.rpartition(".")[2] in short]
+  same = [p for p in lora_modules.linears(model) if p.rpartition(".")[2] in short]
   full = [name for keys in names.values() for name in keys]
   if len(same) > len(names):
     return sorted(full)
@@ -346,108 +307,51 @@ def load_adapter(
         f"{path / CONFIG_FILE}: {field} is {peft[field]!r}, supported is only "
         f"{accepted[0]!r}"
       )
-  rank, alpha = int(peft["r"]), float(peft["lora_alpha"])
+  rank, alpha = hf_config.integer(peft, "r"), hf_config.number(peft, "lora_alpha")
   scale = alpha / (math.sqrt(rank) if peft.get("use_rslora") else rank)
   tensors = tensor_files.read_header(path / WEIGHTS_FILE)
-  family = family or families.of_config(model.config)
-  pairs = _read_pairs(model, family, tensors, rank)
-  shardings = _shardings(model, pairs)
-  if shardings is not None:
-    pairs = jax.device_put(pairs, shardings)
-  else:
-    pairs = jax.device_put(pairs)
-  return _attach(model, pairs, dict.fromkeys(pairs, scale))
+  pairs = _read_pairs(model, family or families.of_config(model.config), tensors, rank)
+  shardings = lora_modules.pair_shardings(model, pairs)
+  return lora_modules.attach(model, jax.device_put(pairs, shardings), scale)
 
 
 def _read_pairs(
   model: Transformer, family: Family, tensors: dict[str, StoredTensor], rank: int
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+) -> dict[str, lora_modules.Pair]:
   """(A, B) of every module that the tensors name."""
-  unused, pairs = set(tensors), {}
-  modules = {p: m for p, m in linears(model).items() if p.startswith("layers.")}
-  for path, module in modules.items():
+  pairs: dict[str, lora_modules.Pair] = {}
+  used: set[str] = set()
+  modules = lora_modules.adaptable(model)
+  for path, linear in modules.items():
     place = params.place(family.names, f"{path}.kernel", model.config.num_layers)
     names = [_PREFIX + key.removesuffix(".weight") for key in place.keys]
-    wanted = {name: f"{name}.lora_A.weight" for name in names}
-    if not unused & set(wanted.values()):
+    keys = {side: [f"{name}.lora_{side}.weight" for name in names] for side in "AB"}
+    if tensors.keys().isdisjoint(keys["A"]):
       continue
-    rows, columns = module.kernel.shape[-2:]
-    pair = []
-    for letter, shape in (("A", (rank, rows)), ("B", (columns, rank))):
-      layers = []
-      for name in names:
-        key = f"{name}.lora_{letter}.weight"
-        tensor = tensors.get(key)
-        if tensor is None or tensor.shape != shape:
-          found = "missing" if tensor is None else f"of shape {tensor.shape}"
-          raise ValueError(
-            f"adapter tensor {key!r} is {found}, {path} needs shape {shape}: the "
-            "adapter belongs to another model, or leaves out layers"
-          )
-        layers.append(tensor.map().T)
-        unused.discard(key)
-      pair.append(np.stack(layers) if place.stacked else np.array(layers[0]))
-    pairs[path] = tuple(pair)
+    rows, columns = linear.kernel.shape[-2:]
+    shapes = {"A": (rank, rows), "B": (columns, rank)}
+    a, b = (
+      [_adapter_part(tensors, key, shapes[side]) for key in keys[side]] for side in "AB"
+    )
+    pairs[path] = (np.stack(a), np.stack(b)) if place.stacked else (a[0], b[0])
+    used.update(*keys.values())
+  unused = sorted(tensors.keys() - used)
   if unused or not pairs:
-    name = min(unused, default="(none)")
     raise ValueError(
-      f"adapter tensor {name!r} names no module that can be adapted; modules are "
+      f"adapter tensors {unused[:3]} name no module that can be adapted; modules are "
       f"{', '.join(modules)}"
     )
   return pairs
 
 
-def _require_adapters(model: Transformer) -> None:
-  if not adapted(model):
-    raise ValueError("the model has no adapters: call lora.apply first")
-
-
-def _copy(model: Transformer) -> Transformer:
-  """New modules around the same arrays."""
-  return nnx.merge(*nnx.split(model))
-
-
-def _specs(linear: Linear) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-  """Axes of A and B: those of the kernel's dimension that each touches."""
-  *stack, rows, columns = linear.kernel.get_metadata()["out_sharding"]
-  return (*stack, rows, None), (*stack, None, columns)
-
-
-def _shardings(model: Transformer, pairs: Any) -> Any:
-  """NamedShardings of the (A, B) on the base's mesh, or None without one."""
-  mesh = mesh_lib.mesh_of(nnx.state(model))
-  if mesh is None:
-    return None
-  modules = linears(model)
-
-  def place(mesh: Mesh, spec: tuple[Any, ...], shape: tuple[int, ...]):
-    return NamedSharding(mesh, mesh_lib.fit_spec(spec, shape, mesh))
-
-  return {
-    path: tuple(
-      place(mesh, spec, value.shape) for spec, value in zip(_specs(modules[path]), pair)
-    )
-    for path, pair in pairs.items()
-  }
-
-
-def _attach(
-  model: Transformer,
-  pairs: dict[str, tuple[jax.Array, jax.Array]],
-  scales: dict[str, float],
-) -> Transformer:
-  """A copy of the model whose modules carry the adapters."""
-  if adapted(model):
+def _adapter_part(
+  tensors: dict[str, StoredTensor], key: str, shape: tuple[int, ...]
+) -> np.ndarray:
+  tensor = tensors.get(key)
+  if tensor is None or tensor.shape != shape:
+    found = "missing" if tensor is None else f"of shape {tensor.shape}"
     raise ValueError(
-      "the model has adapters already: merge them first, or adapt the base model"
+      f"adapter tensor {key!r} is {found}, expected shape {shape}: the adapter belongs "
+      "to another model, or leaves out layers"
     )
-  out = _copy(model)
-  modules = linears(out)
-  for path, pair in pairs.items():
-    a, b = (
-      nnx.LoRAParam(value, out_sharding=spec, eager_sharding=False)
-      for value, spec in zip(pair, _specs(modules[path]))
-    )
-    modules[path].lora_a, modules[path].lora_b = a, b
-    modules[path].lora_scale = scales[path]
-  return out
+  return np.ascontiguousarray(tensor.map().T)

@@ -49,8 +49,7 @@ def load_model(
   Raises:
     ValueError: a tensor is missing, has another shape, or has no place in the model.
   """
-  model = nnx.eval_shape(lambda: family.model_class(config, rngs=nnx.Rngs(0)))
-  graph, state = nnx.split(model)
+  graph, state = sharding.abstract(lambda: family.model_class(config, rngs=nnx.Rngs(0)))
   shapes = tree.flatten(state)
   places = {
     path: params.place(family.names, path, config.num_layers) for path in shapes
@@ -118,10 +117,11 @@ def _reader(
   tensors: Mapping[str, StoredTensor],
   shape: tuple[int, ...],
   dtype: Any,
-) -> Callable[[Index], np.ndarray]:
+) -> Callable[[Index | None], np.ndarray]:
   """A function that reads any slice of one of our parameters, cast."""
 
-  def read(index: Index) -> np.ndarray:
+  def read(index: Index | None) -> np.ndarray:
+    index = (slice(None),) * len(shape) if index is None else index
     sizes = [len(range(*s.indices(n))) for s, n in zip(index, shape)]
     out = np.empty(sizes, dtype)
     keys = place.keys[index[0]] if place.stacked else place.keys
@@ -150,10 +150,10 @@ def _copy(out: np.ndarray, source: np.ndarray, index: Index, transpose: bool) ->
 
 
 def _to_device(
-  read: Callable[[Index], np.ndarray],
+  read: Callable[[Index | None], np.ndarray],
   shape: tuple[int, ...],
   where: jax.sharding.Sharding | None,
 ) -> jax.Array:
   if where is None:
-    return jax.device_put(read((slice(None),) * len(shape)))
+    return jax.device_put(read(None))
   return jax.make_array_from_callback(shape, where, read)

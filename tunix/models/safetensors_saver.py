@@ -17,10 +17,11 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tunix.models import families, lora, tensor_files
+from tunix.models import families, lora_modules, tensor_files
 from tunix.models.families import Family
 from tunix.models.tensor_files import NewTensor
 from tunix.models.transformer import params
+from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.utils import tree
 
@@ -103,7 +104,7 @@ def _tensors(
   model: Transformer, family: Family, dtype: DTypeLike | None
 ) -> Iterator[NewTensor]:
   """The model's tensors, parameter by parameter, each fetched when written."""
-  linears = lora.linears(model)
+  linears = lora_modules.linears(model)
   for path, value in tree.flatten(nnx.state(model, nnx.Param)).items():
     module, _, field = path.rpartition(".")
     if field in ("lora_a", "lora_b"):
@@ -133,7 +134,7 @@ def _tensors(
 class _Leaf:
   """One parameter, brought to the host once for all of its tensors."""
 
-  def __init__(self, value: jax.Array, linear: lora.Linear | None, dtype: np.dtype):
+  def __init__(self, value: jax.Array, linear: Linear | None, dtype: np.dtype):
     self.value = value
     self.linear = linear
     self.dtype = dtype
@@ -151,7 +152,7 @@ class _Leaf:
   def _fetch(self) -> np.ndarray:
     value = self.value
     if self.linear is not None and self.linear.lora_a is not None:
-      value = lora.merged_kernel(self.linear, self.dtype)
+      value = lora_modules.merged_kernel(self.linear, self.dtype)
     # A new jax.Array around the same buffers: the one of the model would keep its
     # host copy for as long as it lives.
     parts = [shard.data for shard in value.addressable_shards]

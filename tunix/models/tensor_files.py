@@ -217,7 +217,7 @@ def write_file(path: pathlib.Path, tensors: Sequence[NewTensor]) -> None:
     for tensor in tensors:
       value = np.ascontiguousarray(tensor.read())
       assert (value.dtype, value.shape) == (tensor.dtype, tensor.shape), tensor.name
-      stream.write(value.reshape(-1).view(np.uint8))
+      stream.write(value.reshape(-1).view(np.uint8).data)
     stream.flush()
     os.fsync(stream.fileno())
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tunix.sft import hooks as hooks_lib
 
 _log = logging.getLogger(__name__)
+
+
+def eval_batches(hooks: Any, trainer: Any) -> Iterator[Any]:
+  """What the data hooks give for one evaluation."""
+  while (batch := hooks.load_next_eval_batch(trainer)) is not None:
+    yield batch
 
 
 class BatchSource:
@@ -34,15 +40,20 @@ class BatchSource:
     self._hooks = hooks
     self._trainer = trainer
     self._drawn = 0
-    from_hooks = hooks_lib.provides(hooks, "load_next_train_batch")
-    if dataset is None and not from_hooks:
+    self.from_hooks = hooks_lib.provides(hooks, "load_next_train_batch")
+    if dataset is None and not self.from_hooks:
       raise ValueError(
         "no training data: pass an iterable of micro-batches to train(), or data hooks "
         "with load_next_train_batch"
       )
-    self._iterator = None if from_hooks else iter(dataset or ())
+    self._iterator = None if dataset is None or self.from_hooks else iter(dataset)
     if saved is not None:
       self._resume(saved)
+
+  @property
+  def drawn(self) -> int:
+    """Micro-batches drawn since the run began."""
+    return self._drawn
 
   def next(self) -> Any:
     """The next micro-batch; None at the end."""

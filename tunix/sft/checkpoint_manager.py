@@ -50,6 +50,7 @@ class CheckpointManager:
     if self._root is not None and "://" not in self._root:
       self._root = str(pathlib.Path(self._root).absolute())
     self._manager = None if self._root is None else self._open(self._root)
+    self._closed = False
 
   def _open(self, root: str) -> Any:
     import orbax.checkpoint as ocp
@@ -93,6 +94,7 @@ class CheckpointManager:
       OSError: the disk is full or not writable. With asynchronous saving it may come
         out of a later call, or of `close`; checkpoints written before are untouched.
     """
+    self._check_open()
     if self._manager is None or (not force and not self.should_save(step)):
       return False
     import orbax.checkpoint as ocp
@@ -107,7 +109,7 @@ class CheckpointManager:
       return self._manager.save(step, args=ocp.args.Composite(**items), force=force)
 
   def restore_state(
-    self, like: RunState, *, step: int | None = None
+    self, like: RunState, *, step: int | None = None, partial: bool = False
   ) -> tuple[int, RunState] | None:
     """Restores the newest readable run, onto the shardings of `like`.
 
@@ -115,8 +117,10 @@ class CheckpointManager:
     and the one before it is tried.
 
     Args:
-      like: which arrays to restore, with their shapes, dtypes and shardings.
+      like: which arrays to restore, with their shapes, dtypes and shardings. A part
+        that is None is left in the checkpoint; one without arrays must have none there.
       step: this checkpoint and no other.
+      partial: parts of the checkpoint may hold more arrays than asked for.
 
     Returns: (step, state), or None when there is no checkpoint.
 
@@ -126,6 +130,7 @@ class CheckpointManager:
       FileNotFoundError: `step` was asked for and is not there.
       RuntimeError: there are checkpoints, and none of them can be read.
     """
+    self._check_open()
     if self._manager is None:
       return None
     steps = sorted(self._manager.all_steps(), reverse=True)
@@ -134,10 +139,10 @@ class CheckpointManager:
         raise FileNotFoundError(
           f"no checkpoint of step {step} in {self._root}: there are {sorted(steps)}"
         )
-      return step, self._read(step, like)
+      return step, self._read(step, like, partial)
     for candidate in steps:
       try:
-        return candidate, self._read(candidate, like)
+        return candidate, self._read(candidate, like, partial)
       except _MismatchError:
         raise
       except Exception as error:  # whatever a damaged file makes the readers raise
@@ -149,35 +154,60 @@ class CheckpointManager:
       )
     return None
 
-  def _read(self, step: int, like: RunState) -> RunState:
+  def _read(self, step: int, like: RunState, partial: bool) -> RunState:
     import orbax.checkpoint as ocp
 
-    present = {p.name for p in (pathlib.Path(self._root or "") / str(step)).iterdir()}
-    items: dict[str, Any] = {}
-    for name, part in like.arrays().items():
-      if name not in present:
-        raise FileNotFoundError(f"item {name} is missing")
-      target = jax.tree.map(_abstract, part)
-      self._check_tree(step, name, target)
-      items[name] = ocp.args.PyTreeRestore(
-        item=target,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-      )
-    for name in _JSON:
-      if name in present:
-        items[name] = ocp.args.JsonRestore()
     assert self._manager is not None
+    written = self._written_items(step)
+    metadata = self._manager.item_metadata(step)
+    items: dict[str, Any] = {}
+    for name in _ARRAYS:
+      if (part := getattr(like, name)) is None:
+        continue
+      target = jax.tree.map(_abstract, part)
+      saved = _metadata_leaves(metadata[name]) if name in written else {}
+      self._check_tree(step, name, saved, tree.flatten(target), partial)
+      if part:
+        items[name] = ocp.args.PyTreeRestore(
+          item=target,
+          restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+          partial_restore=partial,
+        )
+    for name in _JSON:
+      if name in written:
+        items[name] = ocp.args.JsonRestore()
     restored = self._manager.restore(step, args=ocp.args.Composite(**items))
     return RunState(**{name: restored[name] for name in items})
 
-  def _check_tree(self, step: int, name: str, target: Any) -> None:
-    """Compares names and shapes with what was saved, before anything is read."""
+  def _written_items(self, step: int) -> set[str]:
+    """Names of the items that were saved.
+
+    Raises:
+      FileNotFoundError: one of them is not there any more.
+    """
     assert self._manager is not None
-    metadata = self._manager.item_metadata(step)[name]
-    saved = {k: tuple(v.shape) for k, v in _metadata_leaves(metadata).items()}
-    wanted = {k: tuple(v.shape) for k, v in tree.flatten(target).items()}
+    written = set(self._manager.metadata(step).item_handlers or ())
+    if not written:
+      raise FileNotFoundError("the list of its items is missing")
+    folder = self._manager.directory / str(step)
+    if lost := sorted(written - {p.name for p in folder.iterdir()}):
+      raise FileNotFoundError(f"item {lost[0]} is missing")
+    return written
+
+  def _check_tree(
+    self,
+    step: int,
+    name: str,
+    in_it: dict[str, Any],
+    here: dict[str, Any],
+    partial: bool,
+  ) -> None:
+    """Compares names and shapes with what was saved, before anything is read."""
+    saved = {k: tuple(v.shape) for k, v in in_it.items()}
+    wanted = {k: tuple(v.shape) for k, v in here.items()}
+    extra = set() if partial else saved.keys() - wanted.keys()
     problems = [f"{k} is not in it" for k in sorted(wanted.keys() - saved.keys())]
-    problems += [f"it has {k} besides" for k in sorted(saved.keys() - wanted.keys())]
+    problems += [f"it has {k} besides" for k in sorted(extra)]
     problems += [
       f"{k} is {saved[k]} in it and {wanted[k]} here"
       for k in sorted(wanted.keys() & saved.keys())
@@ -192,7 +222,7 @@ class CheckpointManager:
       )
 
   def _set_aside(self, step: int, error: Exception) -> None:
-    assert self._manager is not None and self._root is not None
+    assert self._manager is not None
     _log.warning(
       "checkpoint %d in %s cannot be read (%s: %s): it is renamed to %d.damaged and "
       "the one before it is used",
@@ -203,11 +233,11 @@ class CheckpointManager:
       step,
     )
     if jax.process_index() == 0:
-      folder = pathlib.Path(self._root) / str(step)
-      target = folder.with_name(f"{step}.damaged")
+      folder = self._manager.directory / str(step)
+      target = folder.parent / f"{step}.damaged"
       number = 1
       while target.exists():
-        target, number = folder.with_name(f"{step}.damaged.{number}"), number + 1
+        target, number = folder.parent / f"{step}.damaged.{number}", number + 1
       folder.rename(target)
     if jax.process_count() > 1:
       from jax.experimental import multihost_utils
@@ -237,6 +267,7 @@ class CheckpointManager:
 
     Returns: whether it was saved (False also without a root directory).
     """
+    self._check_open()
     if self._manager is None:
       return False
     state = _state_of(model, optimizer, save_only_lora_params)
@@ -253,12 +284,25 @@ class CheckpointManager:
   ) -> tuple[int, dict[str, Any]]:
     """Restores into `model` (and an nnx.Optimizer) what `save` wrote.
 
+    Args:
+      model, optimizer: changed in place.
+      step: this checkpoint; None: the newest.
+      restore_only_lora_params: only the LoRA parameters, also of a checkpoint that
+        holds all parameters.
+
     Returns: (step, custom metadata); (0, {}) when there is no checkpoint.
 
-    Raises: as `restore_state`.
+    Raises:
+      TypeError: `optimizer` cannot be changed in place.
+      Others: as `restore_state`.
     """
+    if optimizer is not None and not isinstance(optimizer, nnx.Optimizer):
+      raise TypeError(
+        f"optimizer is a {type(optimizer).__name__}, which cannot be restored in "
+        "place: expected an nnx.Optimizer; give a step number as step="
+      )
     like = _state_of(model, optimizer, restore_only_lora_params)
-    found = self.restore_state(like, step=step)
+    found = self.restore_state(like, step=step, partial=restore_only_lora_params)
     if found is None:
       return 0, {}
     at, state = found
@@ -274,7 +318,8 @@ class CheckpointManager:
       FileNotFoundError: there is no checkpoint.
     """
     if self.latest_step() is None:
-      raise FileNotFoundError(f"no checkpoint in {self._root}")
+      where = self._root or "it: the manager was made without a root directory"
+      raise FileNotFoundError(f"no checkpoint in {where}")
     return self.maybe_restore(model, optimizer, **options)
 
   def latest_step(self) -> int | None:
@@ -294,9 +339,16 @@ class CheckpointManager:
   def close(self) -> None:
     """Waits for the last save and closes; raises as `wait` does."""
     if self._manager is not None:
-      manager, self._manager = self._manager, None
+      manager, self._manager, self._closed = self._manager, None, True
       with _named_failure(self._root, None):
         manager.close()
+
+  def _check_open(self) -> None:
+    if self._closed:
+      raise RuntimeError(
+        f"the checkpoint manager of {self._root} is closed: make a new one (or a new "
+        "trainer) to go on saving"
+      )
 
 
 class _MismatchError(ValueError):
@@ -313,7 +365,7 @@ class _named_failure:
     return None
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-    text = str(error)
+    text = str(error) or type(error).__name__
     full = isinstance(error, OSError) or "No space left" in text or "ENOSPC" in text
     full = full or "RESOURCE_EXHAUSTED" in text or "File too large" in text
     if error is not None and full:
@@ -330,6 +382,8 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _metadata_leaves(metadata: Any) -> dict[str, Any]:
+  if metadata is None:
+    raise FileNotFoundError("the metadata of its arrays is missing")
   inner = getattr(metadata, "tree", metadata)
   flat = jax.tree_util.tree_flatten_with_path(
     inner, is_leaf=lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
@@ -357,7 +411,7 @@ def _state_of(model: nnx.Module, optimizer: Any, only_lora: bool) -> RunState:
         f"{type(model).__name__} has no LoRA parameters: apply LoRA to it first, or "
         "save all parameters"
       )
-    frozen, rest = {}, {}
+    frozen, rest = {}, None
   both = tree.nest({**tree.flatten(frozen), **tree.flatten(params)})
   arrays = (
     None if optimizer is None else flatten_optimizer(_optimizer_arrays(optimizer))

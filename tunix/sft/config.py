@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,17 @@ from tunix.sft.metrics_logger import MetricsLoggerOptions
 from tunix.sft.profiler import ProfilerOptions
 
 Schedule = Callable[[Any], Any]
+
+
+def _check_counts(config: Any, *names: str) -> None:
+  """Refuses what is no count: each is None or a whole number of at least 1."""
+  for name in names:
+    value = getattr(config, name)
+    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if value is not None and (not whole or value < 1):
+      raise ValueError(
+        f"{name} is {value!r}: it must be a whole number of at least 1, or None"
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,10 +45,9 @@ class CheckpointOptions:
   timeout_secs: int = 600
 
   def __post_init__(self):
-    for name in ("save_every_n_steps", "max_to_keep", "timeout_secs"):
-      value = getattr(self, name)
-      if value is not None and value < 1:
-        raise ValueError(f"{name} is {value}: it must be at least 1, or None")
+    _check_counts(self, "save_every_n_steps", "max_to_keep")
+    if not self.timeout_secs >= 1:
+      raise ValueError(f"timeout_secs is {self.timeout_secs}: it must be at least 1")
     if self.min_interval_secs < 0:
       raise ValueError(
         f"min_interval_secs {self.min_interval_secs} must not be negative"
@@ -87,10 +98,9 @@ class TrainingConfig:
           "two names of one setting: give one of them"
         )
       object.__setattr__(self, "max_steps", self.num_train_steps)
-    for name in ("eval_every_n_steps", "max_steps", "gradient_accumulation_steps"):
-      value = getattr(self, name)
-      if value is not None and (isinstance(value, bool) or value < 1):
-        raise ValueError(f"{name} is {value}: it must be at least 1, or None")
+    _check_counts(
+      self, "eval_every_n_steps", "max_steps", "gradient_accumulation_steps"
+    )
     rate = self.learning_rate
     if rate is not None and not callable(rate) and not rate >= 0:
       raise ValueError(f"learning_rate is {rate}: it must not be negative")

@@ -4,11 +4,14 @@ Training donates its arrays, so the caller's module would be left with dead ones
 `ModuleState` takes the trained leaves out (as copies, one leaf at a time, so that the
 originals live on for whoever else holds them and are freed otherwise), and hands the
 current ones back when asked. Frozen leaves are never copied and never donated.
+
+Every hand-back costs one copy of the trained leaves at the next step. Reference counts
+cannot tell whether that is needed: `jax.device_put(x, x.sharding)` gives another array
+object over the same buffer, and donating one kills both.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import jax
@@ -19,10 +22,6 @@ from jax.sharding import Mesh, NamedSharding
 from tunix.utils import mesh as mesh_lib, tree
 
 Arrays = dict[str, Any]
-
-# References to a leaf that only the state and the module hold: the state's dict, the
-# module's variable, the loop variable, and the argument of getrefcount.
-_OWN_REFERENCES = 4
 
 
 def is_lora(model: nnx.Module) -> bool:
@@ -84,34 +83,28 @@ class ModuleState:
     self.model = model
     self.skeleton = Skeleton(model)
     self.params, self.frozen, self.rest = self.skeleton.split(model)
-    self._private = False  # whether the leaves of `params` came out of a step of ours
     self._handed_back = True  # whether the module holds them
 
-  def own(self) -> None:
-    """Takes the module's current arrays and makes sure that nobody else holds the
-    trained ones; call before donating.
+  def refresh(self) -> None:
+    """Takes what the module holds now: its owner may have set other weights."""
+    if self._handed_back:
+      self.params, self.frozen, self.rest = self.skeleton.split(self.model)
 
-    A leaf that came out of our own step and that only the module and we refer to is
-    kept; any other is copied, one at a time.
-    """
+  def own(self) -> None:
+    """Takes the module's arrays as `refresh` does, the trained ones as copies that
+    nobody else can hold; call before donating."""
     if not self._handed_back:
       return
-    ours = tree.flatten(self.params) if self._private else {}
-    self.params, self.frozen, self.rest = self.skeleton.split(self.model)
+    self.refresh()
     for name, variable in self._trained_variables().items():
-      leaf = variable.get_value()
-      known = ours.pop(name, None) is leaf
-      if not known or sys.getrefcount(leaf) > _OWN_REFERENCES:
-        parent, last = self._place(name)
-        parent[last] = jnp.copy(leaf)
-        variable.set_value(parent[last])
-      del leaf
-    self._private = True
+      parent, last = self._place(name)
+      parent[last] = jnp.copy(parent[last])
+      variable.set_value(parent[last])
 
   def replace(self, params: Arrays, rest: Arrays) -> None:
     """What a step returned; the module's own arrays are dead from here on."""
     self.params, self.rest = params, rest
-    self._private, self._handed_back = True, False
+    self._handed_back = False
 
   def hand_back(self) -> nnx.Module:
     """Gives the module the current arrays; returns it."""
@@ -135,7 +128,7 @@ class ModuleState:
         a is not b for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(placed))
       ):
         node.set_value(placed)
-    self.params, self.frozen, self.rest = self.skeleton.split(model)
+    self.refresh()
 
   def _trained_variables(self) -> dict[str, nnx.Variable]:
     names = tree.flatten(self.params).keys()
@@ -156,6 +149,10 @@ class ModuleState:
 
 
 def _on_mesh(x: jax.Array, spec: Any, mesh: Mesh) -> jax.Array:
-  if isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh:
-    return x
+  """An array on the mesh; one that lies there under Explicit axes keeps its layout."""
+  if isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh):
+    if x.sharding.mesh == mesh:
+      return x
+    if mesh_lib.auto(x.sharding.mesh) == mesh:
+      spec = x.sharding.spec
   return jax.device_put(x, mesh_lib.sharding_of_spec(spec, x.shape, mesh))

@@ -18,7 +18,7 @@ import optax
 from flax import nnx
 
 from tunix.sft import hooks as hooks_lib, losses, sharding_utils, train_step, windows
-from tunix.sft.batch_source import BatchSource
+from tunix.sft.batch_source import BatchSource, eval_batches
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
 from tunix.sft.metrics_logger import MetricsLogger, Mode
@@ -96,9 +96,15 @@ class PeftTrainer:
     self._has_aux = False
     self._steps: dict[str, Callable[..., Any]] = {}
     self._hooks: dict[str, Any] = {"train": None, "data": None}
-    self._counts = {"train_steps": 0, "iter_steps": 0, "evaluated_at": -1}
+    self._counts = {
+      "train_steps": 0,
+      "iter_steps": 0,
+      "evaluated_at": -1,
+      # Rows of the largest micro-batch so far: smaller ones are padded to it.
+      "train_rows": 0,
+      "eval_rows": 0,
+    }
     self._data_state: dict[str, Any] | None = None
-    self._rows: int | None = None
     self._reporter = StepReporter(
       metrics_logger or MetricsLogger(config.metrics_logging_options),
       config,
@@ -196,7 +202,9 @@ class PeftTrainer:
     eval_ds: Iterable[Any] | None = None,
     skip_jit: bool = False,
   ) -> None:
-    """Trains until the data or `max_steps` ends; goes on where a checkpoint ended.
+    """Trains until the data or `max_steps` ends; goes on where a checkpoint, or a
+    call that was interrupted, left the data. Called again after the data ended, it
+    starts the data anew.
 
     Args:
       train_ds: yields micro-batches; `gradient_accumulation_steps` of them make one
@@ -206,22 +214,29 @@ class PeftTrainer:
 
     Raises:
       Stopped: SIGINT or SIGTERM arrived; the step was finished and a checkpoint saved.
+      ValueError: the data is empty, or nothing in a global batch is trained.
     """
-    source = BatchSource(
-      train_ds, self._hooks["data"], self, self._data_state if self.iter_steps else None
-    )
+    source = BatchSource(train_ds, self._hooks["data"], self, self._data_state)
     with self._session() as signals:
       self._call_hook("on_train_start")
       if self._counts["evaluated_at"] < 0:
         self._evaluate(eval_ds, skip_jit)
       window = self._draw(source)
+      if window is None and not self._finished and not source.drawn:
+        raise ValueError(
+          "the training data gave no batch: it is empty, or a generator that an "
+          "earlier loop has used up"
+        )
       while window is not None:
         self._dispatch(window, skip_jit)
         window = self._draw(source)
         self._after_step(eval_ds, last=window is None, skip_jit=skip_jit)
         if signals.pending is not None:
           self._stop(signals.pending)
+      if not self._finished:
+        self._data_state = None  # it was used up: another call starts it anew
       self._reporter.flush()
+      self._reporter.stop()
       self._checkpoints.wait()
       self._call_hook("on_train_end")
 
@@ -232,21 +247,16 @@ class PeftTrainer:
     """
     if unexpected or isinstance(batch, nnx.Module):
       raise TypeError("train_step takes a batch alone: trainer.train_step(batch)")
-    parts = windows.split_rows(
-      windows.as_pytree(batch), self.training_config.micro_batches
-    )
     with self._session():
-      loss = self._dispatch(self._window(parts, None), skip_jit=False)
+      loss = self._dispatch(self._whole(batch), skip_jit=False)
     return loss
 
   def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
     """The train step for a global batch, lowered and not run: `.compile()` it to read
     its memory plan and collectives. Arrays of the batch may be numpy."""
-    parts = windows.split_rows(
-      windows.as_pytree(batch), self.training_config.micro_batches
-    )
     with self._session():
-      window = self._window(parts, None)
+      window = self._whole(batch)
+      self._module.refresh()
       return self._compiled("train", False).lower(  # pyright: ignore
         self._module.params,
         self._opt_state,
@@ -261,18 +271,22 @@ class PeftTrainer:
       return self._eval_metrics([batch], skip_jit=False)
 
   def save_checkpoint(self) -> bool:
-    """Saves the run now; returns False without a checkpoint folder."""
+    """Saves the run now; returns False without a checkpoint folder, or when this step
+    is saved already."""
     return self._save(force=True)
 
   def restore_checkpoint(self) -> bool:
     """Restores the newest checkpoint; returns whether there was one."""
-    self._module.own()
     found = self._checkpoints.restore_state(self._saved_arrays())
     if found is None:
       self._reporter.restore(None)
       return False
-    _, state = found
-    progress = state.progress or {}
+    step, state = found
+    if (progress := state.progress) is None:
+      raise ValueError(
+        f"checkpoint {step} was not written by a trainer (it has no counters): load "
+        "it with CheckpointManager.restore(model), and train into another folder"
+      )
     self._module.replace(state.model_params or {}, state.model_rest or {})
     self._module.hand_back()
     self._opt_state = unflatten_optimizer(state.optimizer_state or {}, self._opt_state)
@@ -299,9 +313,11 @@ class PeftTrainer:
     with mesh_lib.use_mesh(self._mesh), DeferredSignals() as signals:
       try:
         yield signals
+      except BaseException:
+        self._reporter.stop()
+        raise
       finally:
         self._module.hand_back()
-        self._reporter.stop()
 
   def _place(self) -> None:
     """Lays model and optimizer out on the mesh that is current."""
@@ -324,9 +340,10 @@ class PeftTrainer:
 
   def _draw(self, source: BatchSource) -> Window | None:
     """The next global batch; None when the data or the run ends."""
-    limit = self.training_config.max_steps
-    if limit is not None and self.train_steps >= limit:
+    if self._finished:
       return None
+    if source.from_hooks:
+      self._module.hand_back()
     batches: list[Any] = []
     while len(batches) < self.training_config.micro_batches:
       if (batch := source.next()) is None:
@@ -334,9 +351,31 @@ class PeftTrainer:
       batches.append(batch)
     return self._window(batches, source.state()) if batches else None
 
+  @property
+  def _finished(self) -> bool:
+    """Whether `max_steps` is reached."""
+    limit = self.training_config.max_steps
+    return limit is not None and self.train_steps >= limit
+
+  @property
+  def _default_loss(self) -> bool:
+    """Whether batches mean what next_token_loss says they mean."""
+    own = type(self)._train_step is PeftTrainer._train_step
+    functions = (self._loss_fn, self._input_fn)
+    return own and functions == (losses.next_token_loss, losses.batch_fields)
+
+  def _whole(self, batch: Any) -> Window:
+    """A global batch, cut into micro-batches."""
+    parts = self.training_config.micro_batches
+    if parts == 1:
+      return self._window([batch], None)
+    return self._window(windows.split_rows(windows.as_pytree(batch), parts), None)
+
   def _window(self, batches: list[Any], data_state: Any) -> Window:
-    ready = [self._to_rows(self._prepare_inputs(batch)) for batch in batches]
-    windows.check_trained(ready)
+    ready = self._to_rows([self._prepare_inputs(b) for b in batches], "train_rows")
+    if self._default_loss:
+      windows.check_trained(ready)
+      windows.check_packed(ready, losses.call_parameters(self._module.model))
     axes = self.training_config.data_sharding_axis
     return Window(
       groups=windows.group(
@@ -348,16 +387,17 @@ class PeftTrainer:
       data_state=data_state,
     )
 
-  def _to_rows(self, batch: Any) -> Any:
-    """Pads a smaller micro-batch to the usual rows, so that nothing recompiles. Only
+  def _to_rows(self, batches: list[Any], kind: str) -> list[Any]:
+    """Pads smaller micro-batches to the usual rows, so that nothing recompiles. Only
     for the default loss: another one may average over rows of its own accord."""
-    batch = windows.as_pytree(batch)
-    if windows.field(batch, "input_mask") is None:
-      return batch
-    if self._loss_fn is not losses.next_token_loss:
-      return batch
-    self._rows = max(self._rows or 0, train_step.examples_in(batch))
-    return windows.pad_rows(batch, self._rows)
+    batches = [windows.as_pytree(batch) for batch in batches]
+    if not self._default_loss or any(
+      windows.field(batch, "input_mask") is None for batch in batches
+    ):
+      return batches
+    rows = max(train_step.examples_in(batch) for batch in batches)
+    self._counts[kind] = rows = max(self._counts[kind], rows)
+    return [windows.pad_rows(batch, rows) for batch in batches]
 
   def _dispatch(self, window: Window, skip_jit: bool) -> jax.Array:
     """Sends one update to the device, without waiting for it."""
@@ -376,7 +416,7 @@ class PeftTrainer:
     self._counts["train_steps"] += 1
     self._counts["iter_steps"] += window.drawn
     self._data_state = window.data_state
-    aux = self._post_process_train_step(metrics.aux)
+    aux = _named(self._post_process_train_step(metrics.aux))
     self._reporter.put(self.train_steps, metrics, aux, window.tokens)
     self._call_hook("on_train_step_end", self.train_steps, metrics.loss)
     return metrics.loss
@@ -390,10 +430,10 @@ class PeftTrainer:
 
   def _evaluate(self, eval_ds: Any, skip_jit: bool) -> None:
     self._counts["evaluated_at"] = self.train_steps
-    load = None
+    batches = eval_ds
     if hooks_lib.provides(self._hooks["data"], "load_next_eval_batch"):
-      load = iter(lambda: self._hooks["data"].load_next_eval_batch(self), None)
-    batches = load if load is not None else eval_ds
+      self._module.hand_back()
+      batches = eval_batches(self._hooks["data"], self)
     if batches is None:
       return
     self._reporter.flush()
@@ -404,17 +444,20 @@ class PeftTrainer:
 
   def _eval_metrics(self, batches: Iterable[Any], skip_jit: bool) -> dict[str, float]:
     """Weighted means over all batches; they come home together."""
+    self._module.refresh()
     step = self._compiled("eval", skip_jit)
     axes = self.training_config.data_sharding_axis
     parts, tokens = [], 0
     for batch in batches:
-      ready = self._to_rows(self._prepare_inputs(batch))
+      (ready,) = self._to_rows([self._prepare_inputs(batch)], "eval_rows")
       tokens += windows.token_count([ready])
       ready = sharding_utils.shard_input(ready, axes)
       parts.append(
         step(self._module.params, self._module.rest, self._module.frozen, ready)
       )
-    return self._reporter.eval_means(parts, self._post_process_eval_step, tokens)
+    return self._reporter.eval_means(
+      parts, lambda aux: _named(self._post_process_eval_step(aux)), tokens
+    )
 
   def _compiled(self, kind: str, skip_jit: bool) -> Callable[..., Any]:
     """The train or eval step, built once."""
@@ -436,6 +479,7 @@ class PeftTrainer:
     return self._steps[key]
 
   def _saved_arrays(self) -> RunState:
+    self._module.refresh()
     return RunState(
       model_params=self._module.params,
       model_rest=self._module.rest,
@@ -472,6 +516,17 @@ class PeftTrainer:
     if hooks_lib.provides(hooks, name):
       self._module.hand_back()
       getattr(hooks, name)(self, *args)
+
+
+def _named(aux: Any) -> dict[str, Any]:
+  """Metrics by name, as a loss or a subclass gave them."""
+  if not isinstance(aux, dict):
+    raise TypeError(
+      f"the loss's aux is a {type(aux).__name__}: it must be a dict of scalars by "
+      "name, or be made into one by _post_process_train_step and "
+      "_post_process_eval_step"
+    )
+  return aux
 
 
 def _check_kinds(model: Any, config: Any) -> None:

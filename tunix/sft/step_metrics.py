@@ -65,7 +65,8 @@ class StepReporter:
     """Takes a dispatched step's scalars; logs those of the step before."""
     self._throttler.add_computation(metrics.loss)
     values = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, **aux}
-    values["weight"] = metrics.weight
+    if tokens:
+      values["trained_tokens"] = metrics.weight
     rate = self._learning_rate(step, metrics)
     if rate is not None:
       values["learning_rate"] = rate
@@ -86,10 +87,7 @@ class StepReporter:
     tokens, now = self._tokens.pop(step), time.perf_counter()
     seconds = now - (self._clock or now)
     self._clock = now
-    weight = values.pop("weight")
     values = _with_perplexity(values, tokens)
-    if tokens:
-      values["trained_tokens"] = weight
     if seconds > 0:
       values |= self._speeds(tokens, seconds)
     self.log(values, Mode.TRAIN, step)

@@ -189,8 +189,7 @@ def injected_learning_rate(opt_state: Any) -> jax.Array | None:
 def _accumulate(one, params, rest, frozen, groups) -> tuple[Any, _Sums]:
   """Sums over all micro-batches; a scan where several share a shape."""
   if len(groups) == 1 and len(groups[0].batches) == 1:
-    rest, sums = one(params, rest, frozen, groups[0].batches[0])
-    return rest, _scaled(sums, groups[0].weights[0])
+    return one(params, rest, frozen, groups[0].batches[0])  # never a filler
 
   first = groups[0].batches[0]
   shapes = jax.eval_shape(lambda: one(params, rest, frozen, first)[1])
@@ -199,7 +198,9 @@ def _accumulate(one, params, rest, frozen, groups) -> tuple[Any, _Sums]:
   def add(carry, item):
     rest, sums = carry
     batch, weight = item
-    rest, part = one(params, rest, frozen, batch)
+    after, part = one(params, rest, frozen, batch)
+    # A filler leaves no trace: no RNG draw, no batch statistics.
+    rest = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), after, rest)
     return (rest, jax.tree.map(jnp.add, sums, _scaled(part, weight))), None
 
   for group in groups:

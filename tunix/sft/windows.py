@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -118,6 +118,28 @@ def check_trained(batches: Sequence[Any]) -> None:
       "the first column): the records have no assistant text, their prompts fill the "
       "maximum length, or the mask was built the wrong way round; look at a batch with "
       "`tunix data show`"
+    )
+
+
+def check_packed(batches: Sequence[Any], accepted: Collection[str]) -> None:
+  """Refuses packed rows for a model that would look from one example into another.
+
+  Args:
+    batches: micro-batches on the host.
+    accepted: names that the model's `__call__` takes.
+
+  Raises:
+    ValueError: a row holds several segments, and the model takes neither
+      `segment_ids` nor `attention_mask`.
+  """
+  if {"segment_ids", "attention_mask"} & set(accepted) or jax.process_count() > 1:
+    return
+  segments = [field(batch, "segment_ids") for batch in batches]
+  if any(s is not None and np.max(np.asarray(s), initial=0) > 1 for s in segments):
+    raise ValueError(
+      "the rows are packed (segment_ids above 1), but the model takes neither "
+      "segment_ids nor attention_mask and would look from one example into another: "
+      "train it without packing, or give it one of these arguments"
     )
 
 

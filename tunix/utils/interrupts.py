@@ -26,9 +26,10 @@ class DeferredSignals:
   """Remembers SIGINT and SIGTERM instead of raising in the middle of a step.
 
   An exception between the return of a donating computation and the assignment of its
-  result would lose the state. A second signal of the same kind acts at once: the old
-  handlers are put back by the first. Outside the main thread, where Python allows no
-  handlers, nothing is deferred.
+  result would lose the state. A second signal acts at once: the old handlers are put
+  back by the first. A signal that nobody answered with an interrupt is delivered on
+  leaving the block. Outside the main thread, where Python allows no handlers, nothing
+  is deferred.
   """
 
   def __init__(self) -> None:
@@ -41,8 +42,10 @@ class DeferredSignals:
         self._old[signum] = signal.signal(signum, self._remember)
     return self
 
-  def __exit__(self, *exc: object) -> None:
+  def __exit__(self, kind: object, error: object, traceback: object) -> None:
     self._restore()
+    if self.pending is not None and not isinstance(error, KeyboardInterrupt):
+      signal.raise_signal(self.pending)
 
   def _remember(self, signum: int, frame: FrameType | None) -> None:
     del frame

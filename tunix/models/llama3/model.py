@@ -26,6 +26,18 @@ def _scaled(factor: float) -> RopeConfig:
   )
 
 
+def _sizes(
+  layers: int, dim: int, hidden: int, heads: int, **more: Any
+) -> dict[str, Any]:
+  return {
+    "num_layers": layers,
+    "embed_dim": dim,
+    "hidden_dim": hidden,
+    "num_heads": heads,
+    **more,
+  }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(TransformerConfig):
   """`TransformerConfig` with Llama 3's defaults.
@@ -44,14 +56,12 @@ class ModelConfig(TransformerConfig):
   @classmethod
   def llama3_8b(cls, **overrides: Any) -> ModelConfig:
     """Llama 3 8B."""
-    sizes = {"num_layers": 32, "embed_dim": 4096, "hidden_dim": 14336, "num_heads": 32}
-    return cls(**(sizes | overrides))
+    return cls(**(_sizes(32, 4096, 14336, 32) | overrides))
 
   @classmethod
   def llama3_70b(cls, **overrides: Any) -> ModelConfig:
     """Llama 3 70B."""
-    sizes = {"num_layers": 80, "embed_dim": 8192, "hidden_dim": 28672, "num_heads": 64}
-    return cls(**(sizes | overrides))
+    return cls(**(_sizes(80, 8192, 28672, 64) | overrides))
 
   @classmethod
   def llama3p1_8b(cls, **overrides: Any) -> ModelConfig:
@@ -70,44 +80,49 @@ class ModelConfig(TransformerConfig):
   @classmethod
   def llama3p1_405b(cls, **overrides: Any) -> ModelConfig:
     """Llama 3.1 405B."""
-    sizes = {
-      "num_layers": 126,
-      "embed_dim": 16384,
-      "hidden_dim": 53248,
-      "num_heads": 128,
-      "rope": _scaled(8.0),
-      "max_position": 131_072,
-    }
-    return cls(**(sizes | overrides))
+    return cls(
+      **(
+        _sizes(126, 16384, 53248, 128, rope=_scaled(8.0), max_position=131_072)
+        | overrides
+      )
+    )
 
   @classmethod
   def llama3p2_1b(cls, **overrides: Any) -> ModelConfig:
     """Llama 3.2 1B."""
-    sizes = {
-      "num_layers": 16,
-      "embed_dim": 2048,
-      "hidden_dim": 8192,
-      "num_heads": 32,
-      "head_dim": 64,
-      "tie_embeddings": True,
-      "rope": _scaled(32.0),
-      "max_position": 131_072,
-    }
-    return cls(**(sizes | overrides))
+    return cls(
+      **(
+        _sizes(
+          16,
+          2048,
+          8192,
+          32,
+          head_dim=64,
+          tie_embeddings=True,
+          rope=_scaled(32.0),
+          max_position=131_072,
+        )
+        | overrides
+      )
+    )
 
   @classmethod
   def llama3p2_3b(cls, **overrides: Any) -> ModelConfig:
     """Llama 3.2 3B."""
-    sizes = {
-      "num_layers": 28,
-      "embed_dim": 3072,
-      "hidden_dim": 8192,
-      "num_heads": 24,
-      "tie_embeddings": True,
-      "rope": _scaled(32.0),
-      "max_position": 131_072,
-    }
-    return cls(**(sizes | overrides))
+    return cls(
+      **(
+        _sizes(
+          28,
+          3072,
+          8192,
+          24,
+          tie_embeddings=True,
+          rope=_scaled(32.0),
+          max_position=131_072,
+        )
+        | overrides
+      )
+    )
 
   llama3p2_1b_instruct = llama3p2_1b
   llama3p2_3b_instruct = llama3p2_3b

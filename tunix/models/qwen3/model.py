@@ -14,6 +14,18 @@ _ROPE = RopeConfig(theta=1_000_000.0)
 _LONG_ROPE = RopeConfig(theta=5_000_000.0)
 
 
+def _sizes(
+  layers: int, dim: int, hidden: int, heads: int, **more: Any
+) -> dict[str, Any]:
+  return {
+    "num_layers": layers,
+    "embed_dim": dim,
+    "hidden_dim": hidden,
+    "num_heads": heads,
+    **more,
+  }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(TransformerConfig):
   """`TransformerConfig` with Qwen 3's defaults.
@@ -32,20 +44,17 @@ class ModelConfig(TransformerConfig):
   @classmethod
   def qwen3_0p6b(cls, **overrides: Any) -> ModelConfig:
     """Qwen3 0.6B."""
-    sizes = {"num_layers": 28, "embed_dim": 1024, "hidden_dim": 3072, "num_heads": 16}
-    return cls(**(sizes | {"tie_embeddings": True} | overrides))
+    return cls(**(_sizes(28, 1024, 3072, 16, tie_embeddings=True) | overrides))
 
   @classmethod
   def qwen3_1p7b(cls, **overrides: Any) -> ModelConfig:
     """Qwen3 1.7B."""
-    sizes = {"num_layers": 28, "embed_dim": 2048, "hidden_dim": 6144, "num_heads": 16}
-    return cls(**(sizes | {"tie_embeddings": True} | overrides))
+    return cls(**(_sizes(28, 2048, 6144, 16, tie_embeddings=True) | overrides))
 
   @classmethod
   def qwen3_4b(cls, **overrides: Any) -> ModelConfig:
     """Qwen3 4B."""
-    sizes = {"num_layers": 36, "embed_dim": 2560, "hidden_dim": 9728, "num_heads": 32}
-    return cls(**(sizes | {"tie_embeddings": True} | overrides))
+    return cls(**(_sizes(36, 2560, 9728, 32, tie_embeddings=True) | overrides))
 
   @classmethod
   def qwen3_4b_instruct_2507(cls, **overrides: Any) -> ModelConfig:
@@ -55,20 +64,17 @@ class ModelConfig(TransformerConfig):
   @classmethod
   def qwen3_8b(cls, **overrides: Any) -> ModelConfig:
     """Qwen3 8B."""
-    sizes = {"num_layers": 36, "embed_dim": 4096, "hidden_dim": 12288, "num_heads": 32}
-    return cls(**(sizes | overrides))
+    return cls(**(_sizes(36, 4096, 12288, 32) | overrides))
 
   @classmethod
   def qwen3_14b(cls, **overrides: Any) -> ModelConfig:
     """Qwen3 14B."""
-    sizes = {"num_layers": 40, "embed_dim": 5120, "hidden_dim": 17408, "num_heads": 40}
-    return cls(**(sizes | overrides))
+    return cls(**(_sizes(40, 5120, 17408, 40) | overrides))
 
   @classmethod
   def qwen3_32b(cls, **overrides: Any) -> ModelConfig:
     """Qwen3 32B."""
-    sizes = {"num_layers": 64, "embed_dim": 5120, "hidden_dim": 25600, "num_heads": 64}
-    return cls(**(sizes | overrides))
+    return cls(**(_sizes(64, 5120, 25600, 64) | overrides))
 
   qwen3_4b_thinking_2507 = qwen3_4b_instruct_2507
 

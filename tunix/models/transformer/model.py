@@ -232,8 +232,15 @@ class Transformer(nnx.Module):
 
     Call it inside `jax.jit`, outside a decode loop. The slices are copies.
     """
+    if not isinstance(self.layers, DecoderLayer):
+      return self
     model = nnx.merge(*nnx.split(self))
-    model.layers = nnx.data(nnx.List(self._layer_list()))
+    layers = self._layer_list()
+    for _, variable in nnx.iter_graph(layers):
+      if isinstance(variable, nnx.Variable):  # one axis less
+        spec = variable.get_metadata("out_sharding")
+        variable.set_metadata(out_sharding=spec[1:])
+    model.layers = nnx.data(nnx.List(layers))
     return model
 
   def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -268,8 +275,10 @@ class Transformer(nnx.Module):
     )
 
   def get_model_input(self) -> dict[str, jax.Array]:
-    """The smallest arguments of a call, for tools that trace the model (qwix)."""
-    return {"input_tokens": jnp.zeros((1, 2), jnp.int32)}
+    """Small arguments of a call, for `qwix.apply_lora_to_model(model.unstack(), ...)`:
+    qwix traces the call, and cannot see through stacked layers or remat."""
+    tokens = jnp.zeros((1, 2), jnp.int32)
+    return {"input_tokens": tokens, "positions": tokens}
 
   def init_cache(
     self, batch_size: int, cache_size: int, dtype: DTypeLike | None = None

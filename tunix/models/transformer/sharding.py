@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 from tunix.models.transformer.config import ShardingRules
@@ -49,3 +51,20 @@ def named_shardings(state: Any, mesh: Mesh) -> Any:
     return variable.replace(mesh_lib.sharding_of_spec(spec, shape, mesh))
 
   return jax.tree.map(one, state, is_leaf=lambda x: hasattr(x, "get_metadata"))
+
+
+def abstract(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
+  """(graph, state of shapes) of a model that is not built.
+
+  `nnx.eval_shape` would check every spec against the context's mesh, which may lack
+  some of the axes.
+  """
+  graphs = []
+
+  def split():
+    graph, state = nnx.split(build())
+    graphs.append(graph)
+    return state
+
+  state = jax.eval_shape(split)
+  return graphs[0], state

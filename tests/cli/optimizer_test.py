@@ -1,0 +1,149 @@
+"""Optimizers and schedules by name, with what they need filled in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tunix.cli import config as config_lib, optimizer
+
+
+def config(**keys):
+  words = [f"--{name.replace('__', '.')}={value}" for name, value in keys.items()]
+  return config_lib.load(words)
+
+
+def updates(tx, grads):
+  """What two steps add to parameters of 1."""
+  params = jax.tree.map(jnp.ones_like, grads)
+  state, out = tx.init(params), []
+  for _ in range(2):
+    step, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, step)
+    out.append(step)
+  return out
+
+
+def assert_same(tx, expected):
+  grads = {"w": jnp.asarray([[3.0, -4.0]])}
+  for a, b in zip(updates(tx, grads), updates(expected, grads)):
+    np.testing.assert_array_equal(a["w"], b["w"])
+
+
+def test_default_is_adamw_behind_clipping():
+  settled = optimizer.settle(config(), 10)
+  assert settled.training.learning_rate == 1e-5
+  rate = optimizer.build_schedule(settled)
+  expected = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5))
+  assert_same(optimizer.build_optimizer(settled, rate), expected)
+
+
+def test_name_and_arguments_reach_optax():
+  keys = config(
+    optimizer__name="sgd",
+    optimizer__args__momentum=0.5,
+    optimizer__args__nesterov="true",
+    training__max_grad_norm="null",
+  )
+  expected = optax.sgd(0.1, momentum=0.5, nesterov=True)
+  assert_same(optimizer.build_optimizer(keys, 0.1), expected)
+
+
+def test_optimizers_of_contrib_are_found():
+  expected = optax.contrib.ademamix(0.1)
+  keys = config(optimizer__name="ademamix", training__max_grad_norm="null")
+  assert_same(optimizer.build_optimizer(keys, 0.1), expected)
+
+
+def test_lora_has_its_own_default_rate():
+  assert optimizer.settle(config(lora__rank=2), 10).training.learning_rate == 2e-4
+
+
+def test_schedule_takes_rate_and_length_from_the_run():
+  keys = config(
+    schedule__name="warmup_cosine_decay_schedule",
+    schedule__args__warmup_steps=2,
+    training__learning_rate=0.1,
+  )
+  settled = optimizer.settle(keys, 10)
+  schedule = optimizer.build_schedule(settled)
+  expected = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)
+  for step in range(12):
+    assert float(schedule(step)) == float(expected(step))
+  assert settled.schedule.args["decay_steps"] == 10
+
+
+def test_a_linear_schedule_ends_at_zero_unless_told():
+  keys = config(schedule__name="linear_schedule", training__learning_rate=0.4)
+  schedule = optimizer.build_schedule(optimizer.settle(keys, 4))
+  np.testing.assert_allclose([schedule(i) for i in range(5)], [0.4, 0.3, 0.2, 0.1, 0])
+
+
+def test_the_schedule_may_bring_the_rate():
+  keys = config(
+    schedule__name="cosine_decay_schedule",
+    schedule__args__init_value=0.3,
+    schedule__args__decay_steps=7,
+  )
+  settled = optimizer.settle(keys, None)
+  assert settled.training.learning_rate == 0.3
+  assert optimizer.settle(settled, None) == settled
+
+
+def test_constant_without_a_schedule():
+  settled = optimizer.settle(config(training__learning_rate=0.2), None)
+  assert optimizer.build_schedule(settled) == 0.2
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ({"schedule__name": "cosine_decay"}, "did you mean cosine_decay_schedule"),
+    ({"schedule__name": "join_schedules"}, "unknown to optax"),
+    ({"schedule__name": "cosine_decay_schedule"}, "give schedule.args.decay_steps, or"),
+    (
+      {"schedule__name": "warmup_cosine_decay_schedule"},
+      "needs warmup_steps: give schedule.args.warmup_steps",
+    ),
+    (
+      {"schedule__name": "linear_schedule", "schedule__args__decay_step": 3},
+      "schedule.args.decay_step is no argument",
+    ),
+    (
+      {
+        "schedule__name": "cosine_decay_schedule",
+        "schedule__args__init_value": 0.3,
+        "training__learning_rate": 0.1,
+      },
+      "two names of one setting",
+    ),
+  ],
+)
+def test_schedules_that_cannot_be_made(keys, message):
+  with pytest.raises(ValueError, match=message):
+    optimizer.settle(config(**keys), None)
+
+
+def test_values_that_a_schedule_refuses():
+  keys = config(
+    schedule__name="warmup_cosine_decay_schedule", schedule__args__warmup_steps=20
+  )
+  with pytest.raises(ValueError, match=r"correct schedule\.args"):
+    optimizer.build_schedule(optimizer.settle(keys, 10))
+
+
+@pytest.mark.parametrize(
+  ("keys", "message"),
+  [
+    ({"optimizer__name": "adamww"}, "did you mean adamw"),
+    ({"optimizer__name": "clip"}, "unknown to optax"),
+    ({"optimizer__args__weight_deacy": 1}, "did you mean weight_decay"),
+    ({"optimizer__name": "lbfgs"}, "choose another optimizer"),
+    ({"optimizer__name": "dpsgd"}, "needs l2_norm_clip"),
+    ({"optimizer__args__b1": "high"}, "optimizer adamw cannot be used with"),
+  ],
+)
+def test_optimizers_that_cannot_be_used(keys, message):
+  with pytest.raises(ValueError, match=message):
+    optimizer.build_optimizer(config(**keys), 0.1)

@@ -1,0 +1,54 @@
+"""The committed golden folders, and copies of them to break."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+from safetensors import numpy as st
+
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+NAMES = ("llama3p1", "llama3p2_tied", "qwen3")
+
+
+def expected(name):
+  """tokens, mask, logits and adapted logits, see golden/make_models.py."""
+  with np.load(GOLDEN / name / "expected.npz") as arrays:
+    return dict(arrays)
+
+
+def copy(name, folder):
+  """A golden folder that may be changed."""
+  shutil.copytree(GOLDEN / name, folder)
+  return folder
+
+
+def change_config(folder, **fields):
+  """Sets fields of config.json; None removes one."""
+  path = folder / "config.json"
+  hf = json.loads(path.read_text()) | fields
+  path.write_text(json.dumps({k: v for k, v in hf.items() if v is not None}))
+
+
+def tensors(folder):
+  """All tensors, read by the safetensors package."""
+  files = sorted(folder.glob("*.safetensors"))
+  return {k: v for file in files for k, v in st.load_file(file).items()}
+
+
+def rewrite(folder, values):
+  """Replaces the weights by one file, written by the safetensors package."""
+  for file in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+    file.unlink()
+  st.save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def visible(mask):
+  """bool [B, T, T]: causal, without padding."""
+  length = mask.shape[1]
+  return np.tril(np.ones((length, length), bool))[None] & mask[:, None, :].astype(bool)
+
+
+def relative(got, want):
+  """Norm of the difference over the norm."""
+  return float(np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want))

@@ -1,0 +1,179 @@
+import jax
+import pytest
+from flax import nnx
+
+from tunix.models import families
+from tunix.models.llama3 import model as llama3
+from tunix.models.transformer.config import RopeConfig, TransformerConfig
+
+# Parameters as the hub's pages of the checkpoints state them (from the files' own
+# metadata). The files of Qwen3 0.6B and 1.7B hold the tied table twice; it is counted
+# once here: 751,632,384 - 151,936 * 1024 and 2,031,739,904 - 151,936 * 2048.
+PUBLISHED = {
+  "llama3_8b": 8_030_261_248,
+  "llama3_70b": 70_553_706_496,
+  "llama3p1_8b": 8_030_261_248,
+  "llama3p1_70b": 70_553_706_496,
+  "llama3p1_405b": 405_853_388_800,
+  "llama3p2_1b": 1_235_814_400,
+  "llama3p2_1b_instruct": 1_235_814_400,
+  "llama3p2_3b": 3_212_749_824,
+  "llama3p2_3b_instruct": 3_212_749_824,
+  "llama3p3_70b": 70_553_706_496,
+  "qwen3_0p6b": 596_049_920,
+  "qwen3_0p6b_base": 596_049_920,
+  "qwen3_1p7b": 1_720_574_976,
+  "qwen3_1p7b_base": 1_720_574_976,
+  "qwen3_4b": 4_022_468_096,
+  "qwen3_4b_base": 4_022_468_096,
+  "qwen3_4b_instruct_2507": 4_022_468_096,
+  "qwen3_4b_thinking_2507": 4_022_468_096,
+  "qwen3_8b": 8_190_735_360,
+  "qwen3_8b_base": 8_190_735_360,
+  "qwen3_14b": 14_768_307_200,
+  "qwen3_14b_base": 14_768_307_200,
+  "qwen3_32b": 32_762_123_264,
+}
+# A config.json with the least that a checkpoint needs.
+MINIMAL = {
+  "hidden_size": 32,
+  "num_attention_heads": 4,
+  "num_hidden_layers": 2,
+  "vocab_size": 64,
+  "intermediate_size": 48,
+}
+LLAMA, QWEN = families.FAMILIES["llama3"], families.FAMILIES["qwen3"]
+
+
+def test_every_preset_has_a_published_count():
+  presets = [name for f in families.FAMILIES.values() for name in f.presets]
+  assert sorted(presets) == sorted(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count(name):
+  family, preset = families.preset(name)
+  config = preset()
+  model = nnx.eval_shape(lambda: family.model_class(config, rngs=nnx.Rngs(0)))
+  assert sum(x.size for x in jax.tree.leaves(nnx.state(model))) == PUBLISHED[name]
+
+
+def test_presets_take_overrides():
+  config = llama3.ModelConfig.llama3p1_8b(num_layers=2, max_position=64)
+  assert (config.num_layers, config.max_position) == (2, 64)
+  assert config.rope.scaling == "llama3" and config.rope.factor == 8.0
+  assert families.preset("llama3p2_1b")[1]().rope.factor == 32.0
+  assert families.preset("qwen3_8b_base")[1]().max_position == 32_768
+
+
+def test_unknown_names_list_the_known_ones():
+  with pytest.raises(ValueError, match=r"'gpt2' is unknown, known are .*llama.*qwen3"):
+    families.by_model_type("gpt2")
+  with pytest.raises(ValueError, match=r"'llama9' is unknown.*llama3p2_1b"):
+    families.preset("llama9")
+
+
+def test_config_of_no_family():
+  plain = TransformerConfig(
+    num_layers=1,
+    vocab_size=8,
+    embed_dim=8,
+    hidden_dim=8,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+  )
+  with pytest.raises(ValueError, match=r"TransformerConfig belongs to no family"):
+    families.of_config(plain)
+  assert families.of_config(llama3.ModelConfig.llama3_8b()) is LLAMA
+
+
+def test_absent_fields_mean_what_transformers_means():
+  llama, qwen = LLAMA.config_from_hf(MINIMAL), QWEN.config_from_hf(MINIMAL)
+  assert (llama.head_dim, qwen.head_dim) == (8, 128)
+  assert llama.num_kv_heads == 4
+  assert llama.norm_eps == 1e-6
+  assert llama.rope == RopeConfig(theta=10_000.0)
+  assert not llama.tie_embeddings and not llama.qk_norm and qwen.qk_norm
+
+
+def test_rope_scaling_wins_over_rope_parameters():
+  # transformers does so, and older readers know no other.
+  config = LLAMA.config_from_hf(
+    MINIMAL
+    | {
+      "rope_theta": 7.0,
+      "rope_scaling": {"type": "linear", "factor": 2.0},
+      "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+    }
+  )
+  assert config.rope == RopeConfig(theta=7.0, scaling="linear", factor=2.0)
+
+
+@pytest.mark.parametrize(
+  "fields, message",
+  [
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu', supported is only 'silu'"),
+    ({"attention_bias": True}, "attention_bias is True"),
+    ({"mlp_bias": True}, "mlp_bias is True"),
+    ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ({"use_sliding_window": True}, "use_sliding_window is True"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+    ({"hidden_size": None}, "hidden_size is missing"),
+    ({"hidden_size": "32"}, "hidden_size is '32', it must be a whole number"),
+    ({"hidden_size": 30}, "hidden_size 30 is not a multiple of num_attention_heads 4"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', it must be a number"),
+    ({"num_key_value_heads": 3}, "num_kv_heads 3 must divide num_heads 4"),
+    ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type 'yarn' is not supported"),
+    ({"rope_scaling": {"type": "linear"}}, "factor is missing"),
+    (
+      {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+      "partial_rotary_factor is 0.25",
+    ),
+    ({"rope_parameters": {"full_attention": {}}}, "not one flat table"),
+    (
+      {
+        "rope_scaling": {
+          "rope_type": "llama3",
+          "factor": 8.0,
+          "low_freq_factor": 1.0,
+          "high_freq_factor": 4.0,
+        }
+      },
+      "original_max_position_embeddings is missing",
+    ),
+  ],
+)
+def test_what_the_decoder_cannot_do_is_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    LLAMA.config_from_hf(MINIMAL | fields)
+
+
+@pytest.mark.parametrize("family", [LLAMA, QWEN], ids=lambda f: f.name)
+@pytest.mark.parametrize(
+  "rope",
+  [
+    RopeConfig(theta=500.0),
+    RopeConfig(theta=500.0, scaling="linear", factor=4.0),
+    RopeConfig(theta=500.0, scaling="llama3", factor=8.0, original_max_position=64),
+  ],
+)
+@pytest.mark.parametrize("spelling", ["both", "rope_parameters", "rope_scaling"])
+def test_config_survives_the_way_there_and_back(family, rope, spelling):
+  hf = MINIMAL | {"max_position_embeddings": 256, "tie_word_embeddings": True}
+  config = family.config_class(
+    **{f: getattr(family.config_from_hf(hf), f) for f in _fields(family)}
+    | {"rope": rope}
+  )
+  written = family.config_to_hf(config)
+  if spelling == "rope_parameters":
+    del written["rope_scaling"], written["rope_theta"]
+  if spelling == "rope_scaling":
+    del written["rope_parameters"]
+  assert family.config_from_hf(written) == config
+
+
+def _fields(family):
+  return family.config_class.__dataclass_fields__

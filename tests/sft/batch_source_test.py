@@ -1,0 +1,95 @@
+import json
+import logging
+
+import pytest
+
+from tunix.sft.batch_source import BatchSource, eval_batches
+
+
+class Counting:
+  """An iterator with a state, as Grain's have; `kind` is the state's type."""
+
+  def __init__(self, end, kind=dict):
+    self.end, self.kind, self.at, self.drawn = end, kind, 0, 0
+
+  def __iter__(self):
+    return self
+
+  def __next__(self):
+    if self.at == self.end:
+      raise StopIteration
+    self.at, self.drawn = self.at + 1, self.drawn + 1
+    return self.at
+
+  def get_state(self):
+    state = {"at": self.at}
+    return state if self.kind is dict else json.dumps(state).encode()
+
+  def set_state(self, state):
+    self.at = (state if self.kind is dict else json.loads(state))["at"]
+
+
+class Hooks:
+  def __init__(self, end):
+    self.end, self.at, self.trainers = end, 0, []
+
+  def load_next_train_batch(self, trainer):
+    self.trainers.append(trainer)
+    self.at += 1
+    return self.at if self.at <= self.end else None
+
+  load_next_eval_batch = load_next_train_batch
+
+
+def drain(source):
+  return list(iter(source.next, None))
+
+
+def test_a_list_is_resumed_by_skipping_and_says_so(caplog):
+  source = BatchSource([1, 2, 3, 4])
+  assert [source.next(), source.next()] == [1, 2]
+  state = json.loads(json.dumps(source.state()))
+  with caplog.at_level(logging.WARNING):
+    again = BatchSource([1, 2, 3, 4], saved=state)
+  assert "drawing and dropping the 2 micro-batches" in caplog.text
+  assert drain(again) == [3, 4] and again.drawn == 4
+
+
+@pytest.mark.parametrize("kind", [dict, bytes])
+def test_an_iterator_with_a_state_is_set_and_not_drawn(kind, caplog):
+  source = BatchSource(Counting(5, kind))
+  assert [source.next(), source.next()] == [1, 2]
+  state = json.loads(json.dumps(source.state()))
+  data = Counting(5, kind)
+  again = BatchSource(data, saved=state)
+  assert data.drawn == 0 and not caplog.text
+  assert drain(again) == [3, 4, 5] and again.drawn == 5
+
+
+def test_data_that_ended_sooner_than_before_is_an_error():
+  with pytest.raises(ValueError, match="ended after 2 .* had consumed 3"):
+    BatchSource([1, 2], saved={"drawn": 3})
+
+
+def test_hooks_supply_batches_and_get_the_trainer():
+  hooks = Hooks(2)
+  source = BatchSource(["not", "used"], hooks, "the trainer")
+  assert drain(source) == [1, 2] and set(hooks.trainers) == {"the trainer"}
+  assert source.from_hooks and source.state() == {"drawn": 2}
+  assert drain(BatchSource(None, Hooks(3), saved={"drawn": 2})) == [3]
+
+
+def test_eval_batches_end_at_none():
+  import numpy as np
+
+  class Arrays(Hooks):
+    def load_next_eval_batch(self, trainer):
+      self.at += 1
+      return np.full(3, self.at) if self.at <= 2 else None
+
+  assert [int(b[0]) for b in eval_batches(Arrays(2), None)] == [1, 2]
+
+
+def test_no_data_at_all():
+  with pytest.raises(ValueError, match="no training data: pass an iterable"):
+    BatchSource(None)

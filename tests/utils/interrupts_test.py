@@ -1,0 +1,80 @@
+import os
+import signal
+import threading
+
+import pytest
+
+from tunix.utils.interrupts import DeferredSignals, Stopped
+
+
+@pytest.fixture
+def heard():
+  """Signals that reach the handlers of before."""
+  seen = []
+  old = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+  for signum in old:
+    signal.signal(signum, lambda number, frame: seen.append(number))
+  yield seen
+  for signum, handler in old.items():
+    signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_waits_and_the_second_acts(heard, signum):
+  with pytest.raises(Stopped) as stopped, DeferredSignals() as signals:
+    assert signals.pending is None
+    os.kill(os.getpid(), signum)
+    assert signals.pending == signum and not heard
+    os.kill(os.getpid(), signum)
+    assert heard == [signum]
+    raise Stopped(signum, "answered")
+  assert stopped.value.signum == signum
+  assert heard == [signum], "an answered signal is not delivered again"
+  os.kill(os.getpid(), signum)
+  assert heard == [signum, signum], "the old handlers are back"
+
+
+def test_a_signal_that_nobody_answered_is_delivered_at_the_end(heard):
+  with DeferredSignals():
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert not heard
+  assert heard == [signal.SIGTERM]
+
+
+def test_it_is_delivered_although_the_block_failed(heard):
+  with pytest.raises(ValueError, match="unrelated"), DeferredSignals():
+    os.kill(os.getpid(), signal.SIGTERM)
+    raise ValueError("unrelated")
+  assert heard == [signal.SIGTERM]
+
+
+def test_ctrl_c_becomes_a_keyboard_interrupt_at_the_end():
+  done = []
+  with pytest.raises(KeyboardInterrupt) as raised, DeferredSignals():
+    os.kill(os.getpid(), signal.SIGINT)
+    done.append("the rest of the block")
+  assert done and type(raised.value) is KeyboardInterrupt
+
+
+def test_blocks_inside_each_other(heard):
+  with DeferredSignals() as outer:
+    with DeferredSignals() as inner:
+      os.kill(os.getpid(), signal.SIGINT)
+      assert (inner.pending, outer.pending) == (signal.SIGINT, None)
+    assert outer.pending == signal.SIGINT and not heard
+  assert heard == [signal.SIGINT]
+
+
+def test_outside_the_main_thread_nothing_is_deferred(heard):
+  before = signal.getsignal(signal.SIGINT)
+  kept = []
+
+  def work():
+    with DeferredSignals() as signals:
+      kept.append(signal.getsignal(signal.SIGINT) is before)
+      kept.append(signals.pending)
+
+  thread = threading.Thread(target=work)
+  thread.start()
+  thread.join()
+  assert kept == [True, None]

@@ -1,0 +1,96 @@
+"""Values from YAML and argv as the types that the schema names."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from typing import Any, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+  """A value from the command line: as YAML reads it, and as it was typed."""
+
+  value: Any
+  text: str
+
+
+def convert(value: Any, hint: Any, key: str) -> Any:
+  """`value` as the type `hint`: str, bool, int, float, Literal, tuple of strings, dict
+  with string keys, or one of these or None. Integers pass as floats; what was typed
+  for a string passes as it is, although YAML reads "17" as a number.
+
+  Raises:
+    ValueError: another type; begins with `key`, and says what was found and expected.
+  """
+  found = value.value if isinstance(value, Argument) else value
+  options = _options(hint)
+  for option in options:
+    done, result = _as(found, option, key)
+    if done:
+      return result
+  if isinstance(value, Argument) and str in options:
+    return value.text
+  raise ValueError(f"{key} is {describe(found)}, expected {_name_all(options)}")
+
+
+def is_open(hint: Any) -> bool:
+  """Whether a field is a mapping whose keys the schema does not list."""
+  return typing.get_origin(hint) is dict
+
+
+def describe(value: Any) -> str:
+  """A value with its type, for messages."""
+  if value is None:
+    return "null"
+  if isinstance(value, bool):
+    return "true" if value else "false"
+  names = {int: "number", float: "number", str: "text", list: "list", dict: "mapping"}
+  return f"the {names.get(type(value), type(value).__name__)} {value!r}"
+
+
+def _options(hint: Any) -> list[Any]:
+  if typing.get_origin(hint) in (typing.Union, types.UnionType):
+    return list(typing.get_args(hint))
+  return [hint]
+
+
+def _as(value: Any, option: Any, key: str) -> tuple[bool, Any]:
+  """(whether the value is of this type, the value)."""
+  origin = typing.get_origin(option)
+  if origin is Literal:
+    return isinstance(value, str) and value in typing.get_args(option), value
+  if origin is tuple:
+    strings = isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
+    return strings, tuple(value) if strings else None
+  if origin is dict:
+    return isinstance(value, dict), value and _entries(value, option, key)
+  if option is type(None):
+    return value is None, None
+  if isinstance(value, bool) and option is not bool:
+    return False, None
+  if option is float and isinstance(value, int):
+    return True, float(value)
+  return isinstance(value, option), value
+
+
+def _entries(value: Any, option: Any, key: str) -> Any:
+  _, kind = typing.get_args(option)
+  if kind is Any or not isinstance(value, dict):
+    return value
+  return {name: convert(entry, kind, f"{key}.{name}") for name, entry in value.items()}
+
+
+def _name_all(options: list[Any]) -> str:
+  return " or ".join(_name(option) for option in options)
+
+
+def _name(option: Any) -> str:
+  origin = typing.get_origin(option)
+  if origin is Literal:
+    return "one of " + ", ".join(typing.get_args(option))
+  names = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+  if origin is tuple:
+    return "a list of names"
+  return names.get(option, "null" if option is type(None) else "a mapping")

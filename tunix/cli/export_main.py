@@ -1,0 +1,98 @@
+"""`tunix export`: a checkpoint of a run as a Hugging Face folder or a PEFT adapter."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+from tunix.cli import build
+from tunix.cli.arguments import Parser
+from tunix.cli.run_folder import RunFolder
+from tunix.cli.schema import Config, ExportKeys
+from tunix.models.transformer.model import Transformer
+from tunix.sft.checkpoint_manager import CheckpointManager
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs `tunix export`.
+
+  Raises:
+    FileNotFoundError: there is no such run or checkpoint.
+    ValueError: the run has no such kind of export.
+    OSError: the disk is full; the target folder is as it was.
+  """
+  args = _parse(argv)
+  run, step = _locate(args)
+  config = _with_export(run.read_config(), args.kind, args.dtype)
+  model = build.build_model(config, None)
+  step = restore(model, run, step, lora_only=config.lora.rank is not None)
+  kind = config.export_kind
+  build.export(config, model, kind, pathlib.Path(args.to), config.export.dtype)
+  print(f"step {step} of {run.path} is exported to {args.to} ({kind})")
+
+
+def restore(
+  model: Transformer, run: RunFolder, step: int | None, *, lora_only: bool
+) -> int:
+  """Puts a checkpoint's weights into `model`; returns its step (the newest for None).
+
+  Raises:
+    FileNotFoundError: the run has no checkpoint, or none of that step.
+    ValueError: the checkpoint belongs to another model.
+  """
+  steps = run.steps()
+  if not steps or (step is not None and step not in steps):
+    found = f"it has those of steps {steps}" if steps else "it has none"
+    wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+    raise FileNotFoundError(f"{run.path} lacks {wanted}: {found}")
+  manager = CheckpointManager(run.checkpoints)
+  at, _ = manager.restore(model, step=step, restore_only_lora_params=lora_only)
+  manager.close()
+  return at
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+  parser = Parser("tunix export", (__doc__ or "").split(":", 1)[1].strip())
+  source = parser.add_mutually_exclusive_group(required=True)
+  source.add_argument("--run", metavar="FOLDER", help="output_dir of a `tunix train`")
+  source.add_argument(
+    "--checkpoint", metavar="FOLDER", help="one checkpoint: OUTPUT_DIR/checkpoints/STEP"
+  )
+  parser.add_argument("--step", type=int, help="with --run: this one, not the newest")
+  parser.add_argument("--to", metavar="FOLDER", required=True, help="where to write")
+  parser.add_argument(
+    "--kind",
+    choices=("auto", "full", "merged", "adapter"),
+    default="auto",
+    help="the model; with LoRA the merged model or the adapter; auto: full or adapter",
+  )
+  parser.add_argument(
+    "--dtype",
+    choices=("float32", "bfloat16", "float16"),
+    help="of the weights written; the model's own if not given",
+  )
+  return parser.parse_args(argv)
+
+
+def _locate(args: argparse.Namespace) -> tuple[RunFolder, int | None]:
+  if args.run is not None:
+    return RunFolder(pathlib.Path(args.run)), args.step
+  path = pathlib.Path(args.checkpoint).absolute()
+  if args.step is not None:
+    raise ValueError(f"--checkpoint {path} is one step already: leave --step out")
+  if not path.is_dir() or not path.name.isdigit():
+    raise FileNotFoundError(
+      f"{path} is no checkpoint: give OUTPUT_DIR/checkpoints/STEP, or --run OUTPUT_DIR"
+    )
+  return RunFolder(path.parent.parent), int(path.name)
+
+
+def _with_export(config: Config, kind: str, dtype: str | None) -> Config:
+  """The run's settings with another export; kinds that do not fit it are refused.
+
+  The mesh of the run is left out: its devices need not be here.
+  """
+  keys = ExportKeys(kind=kind, dtype=dtype)  # pyright: ignore[reportArgumentType]
+  return dataclasses.replace(config, export=keys, mesh={})

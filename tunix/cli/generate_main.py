@@ -1,0 +1,78 @@
+"""`tunix generate`: continues prompts with a model, and an adapter if one is given."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from tunix.cli.arguments import Parser
+from tunix.generate.sampler import Sampler
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import lora
+from tunix.models.automodel import AutoModel
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs `tunix generate`.
+
+  Raises:
+    FileNotFoundError: there is no such model or adapter.
+    ValueError: a number out of range, or --chat without a chat template.
+  """
+  args = _parse(argv)
+  _check(args)
+  tokenizer = TokenizerAdapter.from_pretrained(args.tokenizer or args.model)
+  prompts = [_as_chat(text, tokenizer) if args.chat else text for text in args.prompt]
+  model = AutoModel.from_pretrained(args.model, dtype=args.dtype)
+  if args.adapter is not None:
+    model = lora.load_adapter(model, args.adapter)
+  output = Sampler(model, tokenizer)(
+    prompts,
+    max_generation_steps=args.max_new_tokens,
+    temperature=args.temperature,
+    seed=args.seed,
+  )
+  for prompt, text in zip(args.prompt, output.text):
+    if len(prompts) > 1:
+      print(f"--- {prompt}")
+    print(text)
+
+
+def _as_chat(text: str, tokenizer: TokenizerAdapter) -> str:
+  return tokenizer.apply_chat_template([{"role": "user", "content": text}])
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+  parser = Parser("tunix generate", (__doc__ or "").split(":", 1)[1].strip())
+  parser.add_argument(
+    "--model", metavar="FOLDER", required=True, help="Hugging Face folder"
+  )
+  parser.add_argument("--adapter", metavar="FOLDER", help="PEFT folder")
+  parser.add_argument(
+    "--tokenizer", metavar="FOLDER", help="the model's own if not given"
+  )
+  parser.add_argument(
+    "--prompt", metavar="TEXT", nargs="+", required=True, help="one or several"
+  )
+  parser.add_argument("--chat", action="store_true", help="prompts are a user's turns")
+  parser.add_argument("--max_new_tokens", type=int, default=128, metavar="N")
+  parser.add_argument(
+    "--temperature", type=float, default=0.0, help="0, the default, is greedy"
+  )
+  parser.add_argument("--seed", type=int, help="repeats a sampled output")
+  parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+  return parser.parse_args(argv)
+
+
+def _check(args: argparse.Namespace) -> None:
+  if args.max_new_tokens < 1:
+    raise ValueError(
+      f"--max_new_tokens is {args.max_new_tokens}: it must be at least 1"
+    )
+  if args.seed is not None and not args.temperature:
+    raise ValueError(
+      "--seed is given and nothing is drawn at --temperature 0: raise the temperature, "
+      "or leave the seed out"
+    )
+  if not args.temperature >= 0:
+    raise ValueError(f"--temperature is {args.temperature}: it must not be negative")

@@ -1,0 +1,129 @@
+"""The `tunix` command: finds the subcommand, and says in one line what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import importlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+import tunix
+
+# Name: (module with main(argv), what it does). Modules are imported when called.
+COMMANDS = {
+  "train": ("tunix.cli.train_main", "fine-tune a model; again: resume"),
+  "generate": ("tunix.cli.generate_main", "continue prompts with a model"),
+  "export": ("tunix.cli.export_main", "write a run's model or adapter to a folder"),
+  "data": ("tunix.cli.data_main", "show what a run would train on, and check it"),
+  "quickstart": ("tunix.cli.quickstart", "the whole way on this machine, no download"),
+}
+
+BAD_INPUT = 2
+FAILED = 1
+
+# What a user can cause; the rest are our faults and keep their traceback.
+_INPUT_ERRORS = (
+  ValueError,
+  FileNotFoundError,
+  NotADirectoryError,
+  IsADirectoryError,
+  ImportError,
+)
+_RUN_ERRORS = (OSError, RuntimeError)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+  """Runs a subcommand; returns the exit code.
+
+  0: done. 2: bad input. 1: a failure during the run. 130 and 143: stopped by Ctrl-C
+  and SIGTERM. `--debug` lets errors through with their traceback.
+  """
+  words = list(sys.argv[1:] if argv is None else argv)
+  debug = "--debug" in words
+  words = [word for word in words if word != "--debug"]
+  if not words or words[0] in ("-h", "--help", "help"):
+    print(usage())
+    return 0 if words else BAD_INPUT
+  if words[0] == "--version":
+    print(f"tunix {tunix.__version__}")
+    return 0
+  if debug:
+    return _load(words[0]).main(words[1:]) or 0
+  return _guarded(words[0], words[1:])
+
+
+def usage() -> str:
+  """The help text."""
+  lines = ["usage: tunix COMMAND ...", ""]
+  lines += [f"  {name:12}{what}" for name, (_, what) in COMMANDS.items()]
+  lines += ["", "tunix COMMAND --help says more; --debug shows tracebacks"]
+  return "\n".join(lines)
+
+
+def _load(command: str) -> ModuleType:
+  if command not in COMMANDS:
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
+    raise ValueError(f"the command {command!r} is unknown: {remedy}")
+  return importlib.import_module(COMMANDS[command][0])
+
+
+def _guarded(command: str, argv: list[str]) -> int:
+  """Runs a command; what a user can cause becomes one line on standard error."""
+  try:
+    module = _load(command)
+    with _quiet_absl():
+      return module.main(argv) or 0
+  except BrokenPipeError:
+    # The reader of our output went away (`| head`): nothing to say, nowhere to say it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return FAILED
+  except KeyboardInterrupt as stop:
+    signum = getattr(stop, "signum", signal.SIGINT)
+    what = f"{stop}; the same command resumes" if str(stop) else "stopped"
+    print(f"tunix: {what}", file=sys.stderr)
+    return 128 + int(signum)
+  except _INPUT_ERRORS as error:
+    _complain(str(error))
+    return BAD_INPUT
+  except _RUN_ERRORS as error:
+    _complain(_with_remedy(error))
+    return FAILED
+
+
+@contextlib.contextmanager
+def _quiet_absl() -> Iterator[None]:
+  """Silences absl's logger: orbax writes there the traceback, from every thread that it
+  passes, of an error that it then raises to us."""
+  logger = logging.getLogger("absl")
+  level = logger.level
+  logger.setLevel(logging.CRITICAL)
+  try:
+    yield
+  finally:
+    logger.setLevel(level)
+
+
+def _complain(message: str) -> None:
+  print("tunix: error: " + " ".join(message.split()), file=sys.stderr)
+
+
+def _with_remedy(error: Exception) -> str:
+  text = str(error)
+  if getattr(error, "errno", None) in _NO_SPACE:
+    return f"{text}: make room and run the same command again"
+  if "RESOURCE_EXHAUSTED" in text:
+    first = text.splitlines()[0]
+    return f"{first}: lower training.micro_batch_size or data.max_length, or use remat"
+  return text
+
+
+if __name__ == "__main__":
+  sys.exit(main())

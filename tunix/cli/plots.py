@@ -1,0 +1,65 @@
+"""Loss curves as an image; the only file that imports matplotlib."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+
+# Optimizer steps and losses in nats per token, in order.
+Series = Sequence[tuple[int, float]]
+
+# Curves of single batches jump about; the line is a running mean over this share.
+_SMOOTHED = 0.05
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Curve:
+  """One panel.
+
+  Attributes:
+    title: above it.
+    train: loss of every step's batch.
+    held_out: loss on held-out data.
+  """
+
+  title: str
+  train: Series
+  held_out: Series
+
+
+def save_loss_curves(path: str | os.PathLike[str], curves: Sequence[Curve]) -> None:
+  """Draws the curves side by side into a PNG.
+
+  Raises:
+    ValueError: there is no curve, or one without points.
+    OSError: the file cannot be written.
+  """
+  for curve in curves:
+    if not curve.train or not curve.held_out:
+      raise ValueError(f"the curve {curve.title!r} has no points: log losses first")
+  if not curves:
+    raise ValueError("there are no curves to draw: give at least one")
+  from matplotlib.backends.backend_agg import FigureCanvasAgg
+  from matplotlib.figure import Figure
+
+  # A figure of its own, not pyplot: no window system, and no state left behind.
+  figure = Figure(figsize=(5.2 * len(curves), 3.8), dpi=120, layout="constrained")
+  FigureCanvasAgg(figure)
+  for axes, curve in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves):
+    steps, losses = zip(*curve.train)
+    axes.plot(steps, losses, color="#9dbcd8", linewidth=0.8, label="training batches")
+    axes.plot(steps, _running_mean(losses), color="#1f5f99", label="running mean")
+    axes.plot(*zip(*curve.held_out), "o-", color="#d1582b", label="held out")
+    axes.set_title(curve.title)
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("loss, nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+  figure.savefig(path, format="png")
+
+
+def _running_mean(losses: Sequence[float]) -> list[float]:
+  window = max(1, round(len(losses) * _SMOOTHED))
+  parts = [losses[max(0, i + 1 - window) : i + 1] for i in range(len(losses))]
+  return [sum(part) / len(part) for part in parts]

@@ -1,0 +1,346 @@
+"""The keys of a run's configuration, with their types, defaults and ranges.
+
+`base_config.yaml` says what each key means; a test keeps the two equal. Checks here
+need no device and no file, so that a wrong value fails before anything is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+# Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
+DATA_AXES = ("dp", "fsdp")
+MESH_AXES = (*DATA_AXES, "tp")
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def _at_least(low: int, **values: Any) -> None:
+  """Refuses numbers below `low`; keys are written with "__" for the dot."""
+  for name, value in values.items():
+    if value is not None and not value >= low:
+      key = name.replace("__", ".")
+      raise ValueError(f"{key} is {value}: it must be at least {low}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelKeys:
+  """Which model, and how it computes."""
+
+  path: str | None = None
+  name: str | None = None
+  args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  dtype: Dtype | None = None
+  param_dtype: Dtype | None = None
+  remat: Literal["none", "block", "dots"] | None = None
+  scan_layers: bool | None = None
+
+  def __post_init__(self):
+    if self.path is not None and self.name is not None:
+      raise ValueError(
+        f"model.path is {self.path!r} and model.name {self.name!r}: give a "
+        "checkpoint's folder or a preset to start from scratch, not both"
+      )
+    if self.args and self.name is None:
+      raise ValueError(
+        f"model.args {sorted(self.args)} change fields of a preset, and model.name is "
+        "not set: a checkpoint brings its own sizes"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerKeys:
+  """Text to tokens."""
+
+  path: str | None = None
+  chat_template: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraKeys:
+  """Low-rank adapters; without a rank the whole model is trained."""
+
+  rank: int | None = None
+  alpha: float | None = None
+  targets: tuple[str, ...] | None = None
+  dtype: Dtype | None = None
+
+  def __post_init__(self):
+    _at_least(1, lora__rank=self.rank)
+    if self.alpha is not None and not self.alpha > 0:
+      raise ValueError(f"lora.alpha is {self.alpha}: it must be positive")
+    if self.targets is not None and not self.targets:
+      raise ValueError(
+        "lora.targets is empty: name modules, or null for all linear ones"
+      )
+    for name in ("alpha", "targets", "dtype"):
+      if self.rank is None and getattr(self, name) is not None:
+        raise ValueError(
+          f"lora.{name} is set and lora.rank is not, so nothing would be adapted: set "
+          "lora.rank (8, for example)"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataKeys:
+  """Records, and how they become rows of tokens."""
+
+  train: str | None = None
+  eval: str | None = None
+  max_length: int = 1024
+  packing: bool = False
+  shuffle: bool = True
+  num_epochs: int | None = None
+  overlong: Literal["error", "truncate", "drop"] = "error"
+  chat: bool | None = None
+  template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  scan_limit: int | None = None
+  num_threads: int = 1
+
+  def __post_init__(self):
+    _at_least(2, data__max_length=self.max_length)
+    _at_least(1, data__num_epochs=self.num_epochs, data__scan_limit=self.scan_limit)
+    _at_least(0, data__num_threads=self.num_threads)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerKeys:
+  """An optax optimizer by name."""
+
+  name: str = "adamw"
+  args: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if "learning_rate" in self.args:
+      raise ValueError(
+        "optimizer.args.learning_rate is set: give training.learning_rate instead"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleKeys:
+  """An optax schedule by name; without one the rate is constant."""
+
+  name: str | None = None
+  args: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if self.args and self.name is None:
+      raise ValueError(
+        f"schedule.args {sorted(self.args)} are set and schedule.name is not: name the "
+        "optax schedule that takes them"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingKeys:
+  """Steps and batches."""
+
+  learning_rate: float | None = None
+  max_steps: int | None = None
+  global_batch_size: int = 8
+  micro_batch_size: int | None = None
+  eval_batch_size: int | None = None
+  eval_every_n_steps: int | None = None
+  max_grad_norm: float | None = 1.0
+
+  def __post_init__(self):
+    if self.learning_rate is not None and not 0 <= self.learning_rate < math.inf:
+      raise ValueError(
+        f"training.learning_rate is {self.learning_rate}: it must be a number from 0 up"
+      )
+    if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+      raise ValueError(
+        f"training.max_grad_norm is {self.max_grad_norm}: it must be positive, or null "
+        "for no clipping"
+      )
+    _at_least(
+      1,
+      training__max_steps=self.max_steps,
+      training__global_batch_size=self.global_batch_size,
+      training__micro_batch_size=self.micro_batch_size,
+      training__eval_batch_size=self.eval_batch_size,
+      training__eval_every_n_steps=self.eval_every_n_steps,
+    )
+    if self.global_batch_size % self.micro_rows:
+      raise ValueError(
+        f"training.global_batch_size {self.global_batch_size} is no multiple of "
+        f"training.micro_batch_size {self.micro_rows}: change one of them"
+      )
+
+  @property
+  def micro_rows(self) -> int:
+    """Rows of one micro-batch."""
+    return self.micro_batch_size or self.global_batch_size
+
+  @property
+  def eval_rows(self) -> int:
+    """Rows of one batch of the evaluation."""
+    return self.eval_batch_size or self.micro_rows
+
+  @property
+  def micro_batches(self) -> int:
+    """Micro-batches of one optimizer step."""
+    return self.global_batch_size // self.micro_rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointKeys:
+  """When the run is saved."""
+
+  every_n_steps: int | None = None
+  min_interval_secs: int | None = None
+  max_to_keep: int | None = 3
+  asynchronous: bool = True
+
+  def __post_init__(self):
+    _at_least(
+      1,
+      checkpoint__every_n_steps=self.every_n_steps,
+      checkpoint__max_to_keep=self.max_to_keep,
+    )
+    _at_least(0, checkpoint__min_interval_secs=self.min_interval_secs)
+    if self.every_n_steps is not None and self.min_interval_secs is not None:
+      raise ValueError(
+        f"checkpoint.every_n_steps is {self.every_n_steps} and "
+        f"checkpoint.min_interval_secs {self.min_interval_secs}: choose one cadence"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingKeys:
+  """Where metrics go besides logs/metrics.jsonl."""
+
+  tensorboard: bool = True
+  wandb: bool | None = None
+  console: bool = False
+  progress_bar: bool = True
+  project_name: str = "tunix"
+  run_name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportKeys:
+  """What is written when training has ended."""
+
+  kind: Literal["auto", "full", "merged", "adapter", "none"] = "auto"
+  dtype: Dtype | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+  """All keys of a run. Sections are checked alone, then against each other.
+
+  Raises:
+    ValueError: a value out of range, or keys that contradict each other; the message
+      begins with the key.
+  """
+
+  job: Literal["sft"] = "sft"
+  output_dir: str | None = None
+  seed: int = 0
+  dataset_name: str | None = None
+  model: ModelKeys = ModelKeys()
+  tokenizer: TokenizerKeys = TokenizerKeys()
+  lora: LoraKeys = LoraKeys()
+  data: DataKeys = DataKeys()
+  optimizer: OptimizerKeys = OptimizerKeys()
+  schedule: ScheduleKeys = ScheduleKeys()
+  training: TrainingKeys = TrainingKeys()
+  mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+  checkpoint: CheckpointKeys = CheckpointKeys()
+  logging: LoggingKeys = LoggingKeys()
+  export: ExportKeys = ExportKeys()
+  compilation_cache: str | None = None
+
+  def __post_init__(self):
+    if not 0 <= self.seed < 2**32:
+      raise ValueError(f"seed is {self.seed}: it must be from 0 to 2**32 - 1")
+    self._check_dataset_name()
+    self._check_export()
+    if self.training.eval_every_n_steps is not None and self.data.eval is None:
+      raise ValueError(
+        f"training.eval_every_n_steps is {self.training.eval_every_n_steps} and "
+        "data.eval is not set: name a file to evaluate on"
+      )
+    check_mesh(self.mesh, self.training)
+
+  def _check_dataset_name(self) -> None:
+    if self.dataset_name is None:
+      return
+    if self.data.train not in (None, self.dataset_name):
+      raise ValueError(
+        f"dataset_name is {self.dataset_name!r} and data.train {self.data.train!r}, "
+        "two names of one setting: give one of them"
+      )
+    data = dataclasses.replace(self.data, train=self.dataset_name)
+    object.__setattr__(self, "data", data)
+    object.__setattr__(self, "dataset_name", None)
+
+  def _check_export(self) -> None:
+    needs_lora = self.export.kind in ("merged", "adapter")
+    if needs_lora and self.lora.rank is None:
+      raise ValueError(
+        f"export.kind is {self.export.kind!r} and lora.rank is not set, so there is no "
+        "adapter: use 'full', or train with LoRA"
+      )
+    if self.export.kind == "full" and self.lora.rank is not None:
+      raise ValueError(
+        "export.kind is 'full' and lora.rank is set: use 'merged' (a whole model) or "
+        "'adapter'"
+      )
+    if self.export.kind == "none" and self.export.dtype is not None:
+      raise ValueError(
+        f"export.dtype is {self.export.dtype!r} and export.kind 'none': nothing would "
+        "be written"
+      )
+    if self.export_kind == "adapter" and self.export.dtype is not None:
+      raise ValueError(
+        f"export.dtype is {self.export.dtype!r} and an adapter keeps its own "
+        "(lora.dtype): set export.kind to 'merged', or leave it out"
+      )
+
+  @property
+  def export_kind(self) -> str:
+    """What is exported, "auto" decided."""
+    if self.export.kind != "auto":
+      return self.export.kind
+    return "full" if self.lora.rank is None else "adapter"
+
+
+def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:
+  """The axes of a mesh that split a batch."""
+  return tuple(axis for axis in DATA_AXES if axis in mesh)
+
+
+def check_mesh(mesh: dict[str, int], training: TrainingKeys) -> None:
+  """Refuses axes that mean nothing, and batches that the data axes do not divide.
+
+  A size of -1 (what the other axes leave) counts as 1 until devices are known.
+
+  Raises:
+    ValueError: which axis or batch size, and what would do.
+  """
+  for axis, size in mesh.items():
+    if axis not in MESH_AXES:
+      raise ValueError(
+        f"mesh.{axis} is no axis that splits anything: use {', '.join(MESH_AXES)}"
+      )
+    if size < 1 and size != -1:
+      raise ValueError(
+        f"mesh.{axis} is {size}: it must be at least 1, or -1 for what is left"
+      )
+  axes = data_axes(mesh)
+  shards = math.prod(max(1, mesh[axis]) for axis in axes)
+  for key, rows in (
+    ("micro_batch_size", training.micro_rows),
+    ("eval_batch_size", training.eval_rows),
+  ):
+    if rows % shards:
+      sizes = " x ".join(f"{axis} {mesh[axis]}" for axis in axes)
+      raise ValueError(
+        f"training.{key} is {rows} and does not divide over the {shards} shards of the "
+        f"mesh ({sizes}): make it a multiple of {shards}"
+      )

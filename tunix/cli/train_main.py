@@ -1,0 +1,209 @@
+"""`tunix train`: from a configuration to a trained and exported model.
+
+Everything that can be wrong is looked at before the first step: settings, mesh, data,
+tokenizer, optimizer, and whether the run in the folder may go on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from tunix.cli import build, build_data, config as config_lib, optimizer
+from tunix.cli.build_data import RunData
+from tunix.cli.run_folder import RunFolder
+from tunix.cli.schema import Config
+from tunix.models import lora
+from tunix.models.transformer.model import Transformer
+from tunix.sft.peft_trainer import PeftTrainer
+from tunix.utils import mesh as mesh_lib
+from tunix.utils.interrupts import Stopped
+
+HELP = f"""\
+usage: tunix train [--config] FILE[,FILE] [--KEY.SUB=VALUE ...]
+
+Trains as the configuration says; the same command again resumes, and says so when the
+run is finished. Later files override earlier ones, arguments override files. All keys,
+with their meanings and defaults, are in
+  {config_lib.BASE_PATH}
+
+  tunix train --model.path=FOLDER --data.train=train.jsonl --lora.rank=8 \\
+      --training.max_steps=200 --output_dir=out"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+  """How a run ended.
+
+  Attributes:
+    steps: optimizer steps done.
+    train_loss: of the first and the last step, nats per token.
+    eval_loss: before the first and after the last step; None without evaluation data.
+    export: folder of the exported model or adapter; None without an export.
+  """
+
+  steps: int
+  train_loss: tuple[float, float] | None
+  eval_loss: tuple[float, float] | None
+  export: str | None
+
+  def __str__(self) -> str:
+    parts = [f"{self.steps} steps"]
+    for name, pair in (("train", self.train_loss), ("eval", self.eval_loss)):
+      if pair is not None:
+        parts.append(f"{name} loss {pair[0]:.4f} -> {pair[1]:.4f}")
+    if self.export is not None:
+      parts.append(f"exported to {self.export}")
+    return "; ".join(parts)
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs `tunix train`."""
+  if not argv or "--help" in argv or "-h" in argv:
+    print(HELP)
+    return
+  run(config_lib.load(argv))
+
+
+def run(config: Config) -> Result:
+  """Trains as `config` says, from the beginning or from where the folder's run stands.
+
+  Raises:
+    ValueError, FileNotFoundError: something about settings, data or model is wrong;
+      nothing was trained.
+    OSError: the disk is full; checkpoints written before are whole.
+    Stopped: SIGINT or SIGTERM; a checkpoint was saved.
+  """
+  if config.output_dir is None:
+    raise ValueError(
+      "output_dir is not set: give --output_dir=FOLDER for the run's files"
+    )
+  config = build.absolute_paths(config)
+  folder = RunFolder(pathlib.Path(config.output_dir or ""))
+  mesh = build.build_mesh(config)
+  build.check_model(config)
+  tokenizer = build.build_tokenizer(config)
+  data = build_data.build_data(config, tokenizer)
+  config = optimizer.settle(build_data.settle(config), data.num_steps)
+  rate = optimizer.build_schedule(config)
+  tx = optimizer.build_optimizer(config, rate)
+  folder.check_resume(config, data.fingerprints)
+  if (ended := folder.result(config)) is not None:
+    result = Result(**ended)
+    _say(f"this run is finished: {result}; raise training.max_steps to go on")
+    return result
+  if config.compilation_cache is not None:
+    _keep_programs(config.compilation_cache)
+  with mesh_lib.use_mesh(mesh):
+    model = build.build_model(config, mesh)
+    build.check_vocabulary(model, tokenizer)
+    if jax.process_index() == 0:
+      folder.start(config, data.fingerprints)
+    _say(_describe(config, model, data, mesh))
+    trainer = PeftTrainer(
+      model,
+      tx,
+      build.training_config(config, folder.path, rate),
+      build.build_logger(config, folder.path),
+    )
+    if trainer.train_steps:
+      _say(f"resuming after step {trainer.train_steps}")
+    try:
+      trainer.train(data.train, data.eval)
+    except Stopped:
+      trainer.close()  # all is saved; the last lines of the metrics are written here
+      raise
+    trainer.close()
+    result = _finish(config, model, folder, trainer.train_steps)
+  _say(f"done: {result}")
+  return result
+
+
+def _finish(
+  config: Config, model: Transformer, folder: RunFolder, steps: int
+) -> Result:
+  """Exports, and marks the run as ended."""
+  kind = config.export_kind
+  if kind != "none" and jax.process_index() == 0:
+    build.export(config, model, kind, folder.export, config.export.dtype)
+  losses = read_losses(folder.path / "logs" / "metrics.jsonl")
+  result = Result(
+    steps=steps,
+    train_loss=losses.get("train"),
+    eval_loss=losses.get("eval"),
+    export=None if kind == "none" else str(folder.export),
+  )
+  if jax.process_index() == 0:
+    folder.write_result(dataclasses.asdict(result))
+  return result
+
+
+def read_losses(file: pathlib.Path) -> dict[str, tuple[float, float]]:
+  """{mode: (first loss, last loss)} of a metrics file."""
+  losses: dict[str, tuple[float, float]] = {}
+  if not file.is_file():
+    return losses
+  for line in file.read_text().splitlines():
+    record = json.loads(line)
+    if "loss" in record:
+      loss = float(record["loss"])
+      losses[record["mode"]] = (losses.get(record["mode"], (loss,))[0], loss)
+  return losses
+
+
+def _describe(
+  config: Config, model: Transformer, data: RunData, mesh: Mesh | None
+) -> str:
+  """What is about to happen, for the user to check."""
+  keys = config.training
+  lines = [_parameters(config, model)]
+  lines += [f"{name} data: {report}" for name, report in data.reports.items()]
+  packed = ", packed" if config.data.packing else ""
+  steps = "until the data ends" if data.num_steps is None else f"{data.num_steps} steps"
+  lines.append(
+    f"batches: {keys.global_batch_size} x {config.data.max_length} tokens{packed}, "
+    f"in {keys.micro_batches} micro-batches; {steps}"
+  )
+  lines.append(_devices(mesh))
+  lines.append(f"everything is written to {config.output_dir}")
+  longest = model.config.max_position
+  if longest is not None and config.data.max_length > longest:
+    lines.append(
+      f"note: data.max_length {config.data.max_length} is beyond the {longest} "
+      "positions that the model was made for"
+    )
+  return "\n".join(lines)
+
+
+def _parameters(config: Config, model: Transformer) -> str:
+  if config.lora.rank is not None:
+    return f"LoRA on:\n{lora.describe(model)}"
+  total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+  return f"trainable {total:,} of {total:,} parameters"
+
+
+def _devices(mesh: Mesh | None) -> str:
+  kind, count = jax.devices()[0].platform, jax.device_count()
+  if mesh is not None:
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return f"devices: {count} {kind} ({sizes})"
+  unused = f"; {count - 1} more stay idle, `mesh` spreads the run" if count > 1 else ""
+  return f"devices: 1 {kind}{unused}"
+
+
+def _keep_programs(folder: str) -> None:
+  jax.config.update("jax_compilation_cache_dir", folder)
+  # JAX skips what compiled within a second; a resumed run has many such programs.
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _say(text: Any) -> None:
+  if jax.process_index() == 0:
+    print(text, flush=True)

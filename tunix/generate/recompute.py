@@ -1,0 +1,55 @@
+"""Decoding for models without a cache: every token runs the whole sequence again.
+
+Slow, and right for any causal model: rows are padded on the right, where a causal model
+never looks, so that neither masks nor positions have to be told to it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix.ops import masks
+
+Memory = tuple[jax.Array, jax.Array]  # int32 [B, S] tokens, int32 [B] lengths
+
+
+def prefill(
+  model: Any, tokens: Int[Array, "B P"], mask: Bool[Array, "B P"], slots: int
+) -> tuple[Float[Array, "B V"], Memory]:
+  """Like `decode.prefill`: prompts come padded on the left."""
+  lengths = jnp.sum(mask, axis=1, dtype=jnp.int32)
+  width = tokens.shape[1]
+  source = (jnp.arange(width) + width - lengths[:, None]) % width
+  moved = jnp.take_along_axis(tokens, source, axis=1)
+  buffer = jnp.pad(moved, ((0, 0), (0, slots - width)))
+  return _logits_at(model, buffer, lengths - 1), (buffer, lengths)
+
+
+def step(
+  model: Any, tokens: Int[Array, " B"], memory: Memory
+) -> tuple[Float[Array, "B V"], Memory]:
+  """Like `decode.step`."""
+  buffer, lengths = memory
+  buffer = buffer.at[jnp.arange(buffer.shape[0]), lengths].set(tokens)
+  return _logits_at(model, buffer, lengths), (buffer, lengths + 1)
+
+
+def _logits_at(model: Any, tokens: jax.Array, index: jax.Array) -> jax.Array:
+  """float32 [B, V] of position `index` of each row."""
+  parameters = inspect.signature(type(model).__call__).parameters
+  if {"positions", "cache", "attention_mask"} <= parameters.keys():
+    batch, length = tokens.shape
+    slots = jnp.arange(length)
+    mask = masks.causal_mask(slots, slots)
+    mask = jnp.broadcast_to(mask, (batch, length, length))
+    out = model(tokens, jnp.broadcast_to(slots, tokens.shape), None, mask)
+  else:
+    out = model(tokens)
+  logits = out[0] if isinstance(out, tuple) else out
+  picked = jnp.take_along_axis(logits, index[:, None, None], axis=1)[:, 0]
+  return picked.astype(jnp.float32)
