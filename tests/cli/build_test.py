@@ -12,7 +12,7 @@ from flax import nnx
 from tests.cli import runs
 from tunix.cli import build, build_data, config as config_lib
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import lora
+from tunix.models import lora_modules
 from tunix.sft import metrics_logger as metrics
 
 
@@ -74,20 +74,20 @@ def test_lora_keys_reach_the_adapters(settings):
     lora__targets="[q_proj]",
     lora__dtype="bfloat16",
   )
-  adapted = lora.adapted(build.build_model(keys, None))
+  adapted = lora_modules.adapted(build.build_model(keys, None))
   assert list(adapted) == ["layers.attn.q_proj"]
   (linear,) = adapted.values()
   assert linear.lora_a.shape[-1] == 3
   assert linear.lora_a.dtype == jnp.bfloat16
   assert linear.lora_scale == 4.0
   everything = build.build_model(config(settings, lora__rank=3), None)
-  assert len(lora.adapted(everything)) == 7
+  assert len(lora_modules.adapted(everything)) == 7
 
 
 def test_adapters_depend_on_the_seed(settings):
   def draw(seed):
     model = build.build_model(config(settings, lora__rank=2, seed=seed), None)
-    return np.asarray(lora.adapted(model)["layers.attn.q_proj"].lora_a[...])
+    return np.asarray(lora_modules.adapted(model)["layers.attn.q_proj"].lora_a[...])
 
   np.testing.assert_array_equal(draw(1), draw(1))
   assert np.any(draw(1) != draw(2))

@@ -39,6 +39,14 @@ def test_default_is_adamw_behind_clipping():
   assert_same(optimizer.build_optimizer(settled, rate), expected)
 
 
+def test_max_grad_norm_scales_gradients_down_or_not():
+  clipped = config(optimizer__name="sgd", training__max_grad_norm=2.5)
+  expected = optax.chain(optax.clip_by_global_norm(2.5), optax.sgd(0.1))
+  assert_same(optimizer.build_optimizer(clipped, 0.1), expected)
+  free = config(optimizer__name="sgd", training__max_grad_norm="null")
+  assert_same(optimizer.build_optimizer(free, 0.1), optax.sgd(0.1))
+
+
 def test_name_and_arguments_reach_optax():
   keys = config(
     optimizer__name="sgd",

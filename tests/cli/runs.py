@@ -1,6 +1,7 @@
 """A tiny model folder and data files, and the command run in this process."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -68,16 +69,21 @@ def tunix(*argv):
   return cli.main([str(word) for word in argv])
 
 
-def spawn(*argv, **options):
-  """The command as a process of its own."""
+def spawn(*argv, max_file_blocks=None):
+  """The command as a process of its own; `max_file_blocks`: no file can grow beyond so
+  many blocks of 512 bytes, as if the disk were full."""
   command = [sys.executable, "-m", "tunix.cli.main", *map(str, argv)]
+  env = dict(os.environ)
+  if max_file_blocks is not None:
+    command = ["sh", "-c", f'ulimit -f {max_file_blocks}; exec "$@"', "sh", *command]
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)  # JAX complains when it cannot write
   return subprocess.Popen(
     command,
     cwd=ROOT,
+    env=env,
     text=True,
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
-    **options,
   )
 
 

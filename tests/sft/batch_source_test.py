@@ -67,7 +67,7 @@ def test_an_iterator_with_a_state_is_set_and_not_drawn(kind, caplog):
 
 
 def test_data_that_ended_sooner_than_before_is_an_error():
-  with pytest.raises(ValueError, match="ended after 2 .* had consumed 3"):
+  with pytest.raises(ValueError, match=r"ended after 2 .* had consumed 3"):
     BatchSource([1, 2], saved={"drawn": 3})
 
 

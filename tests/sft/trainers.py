@@ -59,7 +59,8 @@ def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 
 def history(trainer: PeftTrainer, name: str, mode: str = "train") -> list[float]:
-  return trainer.metrics_logger.get_metric_history("", name, mode).tolist()
+  logger = trainer._reporter._logger
+  return logger.get_metric_history("", name, mode).tolist()
 
 
 @contextlib.contextmanager

@@ -83,7 +83,7 @@ def test_no_trained_token_is_an_error_that_says_why():
 def test_packed_rows_need_a_model_that_keeps_them_apart():
   packed = {**rows(1), "segment_ids": np.array([[1, 2, 0]])}
   padded = {**rows(1), "segment_ids": np.array([[1, 1, 0]])}
-  with pytest.raises(ValueError, match="packed .* takes neither segment_ids nor"):
+  with pytest.raises(ValueError, match=r"packed .* takes neither segment_ids nor"):
     windows.check_packed([padded, packed], ["tokens"])
   windows.check_packed([padded, rows(1)], ["tokens"])
   windows.check_packed([packed], ["tokens", "segment_ids"])

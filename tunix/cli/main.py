@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
+from typing import Any
 
 import tunix
 
@@ -56,7 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
   if debug:
     return _load(words[0]).main(words[1:]) or 0
-  return _guarded(words[0], words[1:])
+  code = _guarded(words[0], words[1:])
+  if code == FAILED and argv is None:
+    # Threads of a save that failed are still at work for nothing, and would be heard
+    # of while the interpreter shuts down.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+  return code
 
 
 def usage() -> str:
@@ -79,7 +87,7 @@ def _guarded(command: str, argv: list[str]) -> int:
   """Runs a command; what a user can cause becomes one line on standard error."""
   try:
     module = _load(command)
-    with _quiet_absl():
+    with _quiet_orbax():
       return module.main(argv) or 0
   except BrokenPipeError:
     # The reader of our output went away (`| head`): nothing to say, nowhere to say it.
@@ -99,16 +107,24 @@ def _guarded(command: str, argv: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _quiet_absl() -> Iterator[None]:
-  """Silences absl's logger: orbax writes there the traceback, from every thread that it
-  passes, of an error that it then raises to us."""
+def _quiet_orbax() -> Iterator[None]:
+  """Silences what orbax tells about a save that fails, besides raising it to us: the
+  traceback in every thread that it passes, in absl's log, and one for every write that
+  tensorstore finishes after the first failed, through sys.excepthook."""
   logger = logging.getLogger("absl")
-  level = logger.level
+  level, hook = logger.level, sys.excepthook
+
+  def without_late_writes(kind: Any, error: BaseException, trace: Any) -> None:
+    if str(error) != "Event loop is closed":
+      hook(kind, error, trace)
+
   logger.setLevel(logging.CRITICAL)
+  sys.excepthook = without_late_writes
   try:
     yield
   finally:
     logger.setLevel(level)
+    sys.excepthook = hook
 
 
 def _complain(message: str) -> None:

@@ -117,7 +117,7 @@ def run(settings: Settings) -> None:
   )
   _tell(
     "next:",
-    *(f"  {what}:\n    {cmd}" for what, cmd in report.next_steps(settings)),
+    *(f"  {what}:\n    {cmd}" for what, cmd in report.next_steps(results)),
   )
 
 

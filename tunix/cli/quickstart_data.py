@@ -2,7 +2,7 @@
 
 A split is a set of modules, so that no text of a held-out module is trained on:
 
-  pretrain.jsonl        {"text"}: functions, classes and modules with their docstrings
+  pretrain.jsonl        {"text"}: help pages of functions, classes and modules
   pretrain_eval.jsonl   the same, of held-out modules
   finetune.jsonl        {"messages"}: a signature, and its description
   finetune_eval.jsonl   the same, of held-out modules
@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import pathlib
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,8 +26,8 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.utils import io
 
 # Shares of the functions, by split.
-SHARES = {"pretrain": 0.5, "finetune": 0.4, "held_out": 0.1}
-# Pieces of longer docstrings, in characters: up to about 250 tokens.
+SHARES = {"pretrain": 0.4, "finetune": 0.5, "held_out": 0.1}
+# Pieces of longer texts, in characters: up to about 250 tokens, a row of training.
 _PIECE = 520
 
 _SPECIAL = ("<|pad|>", "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
@@ -160,10 +161,17 @@ def _texts(
   functions: Sequence[Function], passages: Sequence[Passage]
 ) -> list[dict[str, Any]]:
   """Records of running text, no two the same, in an order without pattern."""
-  whole = [f'{f.signature}:\n    """{f.doc}"""' for f in functions]
+  whole = [_help_page(f) for f in functions]
   whole += [passage.text for passage in passages]
   pieces = dict.fromkeys(piece for text in whole for piece in _pieces(text))
   return [{"text": piece} for piece in sorted(pieces, key=_digest)]
+
+
+def _help_page(f: Function) -> str:
+  """A function as Python's help() shows it, nearly. The name stands there twice: so a
+  model learns to copy, which reading docstrings alone would hardly teach it."""
+  doc = textwrap.indent(f.doc, "    ")
+  return f"Help on function {f.name} in module {f.module}:\n\n{f.signature}\n{doc}"
 
 
 def _pieces(text: str) -> Iterable[str]:

@@ -14,10 +14,11 @@ from tunix.cli.quickstart_settings import Settings
 
 _SHOWN = 5
 _QUALITIES = (
-  ("format", "follow the format"),
-  ("name", "... and name the function"),
-  ("arguments", "... and list its arguments"),
+  ("format", "in the right form"),
+  ("name", "with the function's name"),
+  ("arguments", "with all its arguments"),
 )
+_STAGES = (("pretrain", "pretraining"), ("finetune", "fine-tuning"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,15 +51,12 @@ class Results:
 def summary(results: Results) -> str:
   """The result in a few lines."""
   lines = []
-  for stage, what in (("pretrain", "pretraining"), ("finetune", "fine-tuning")):
+  for stage, what in _STAGES:
     first, last = results.held_out(stage)
-    lines.append(f"held-out loss, {what + ':':13} {first:.2f} -> {last:.2f}")
-  for field, what in _QUALITIES:
-    before, after = (
-      task.share(_checks(results.before), field),
-      task.share(_checks(results.after), field),
-    )
-    lines.append(f"answers that {what + ':':29} {before:4.0%} -> {after:4.0%}")
+    lines.append(f"held-out loss, {what:13} {first:.2f} -> {last:.2f}")
+  for (field, what), prefix in zip(_QUALITIES, ("answers ", "  ", "  ")):
+    before, after = _shares(results, field)
+    lines.append(f"{prefix + what:28} {before:>4} -> {after:>4}")
   return "\n".join(lines)
 
 
@@ -69,20 +67,27 @@ def example(results: Results) -> str:
   return f"asked:    {answer.signature}\nanswered:\n{text}"
 
 
-def next_steps(settings: Settings) -> list[tuple[str, str]]:
+def next_steps(results: Results) -> list[tuple[str, str]]:
   """(what it does, the command) to go on with."""
-  folder, config = settings.output, shlex.quote(str(settings.config_file))
-  export = shlex.quote(str(settings.export))
+  settings = results.settings
+  export, config, adapted = (
+    shlex.quote(str(path))
+    for path in (
+      settings.export,
+      settings.config_file,
+      settings.output / "finetune-lora",
+    )
+  )
+  question = shlex.quote(_shown(results)[0][1].signature)
   return [
     (
       "ask the fine-tuned model",
-      f"tunix generate --model {export} --chat --prompt 'def shorten(text, width)'",
+      f"tunix generate --model {export} --chat --prompt {question}",
     ),
     ("see what was trained on", f"tunix data show {config} --rows 1"),
     (
-      "fine-tune again, with LoRA",
-      f"tunix train --config {config} --lora.rank=16 "
-      f"--output_dir={shlex.quote(str(folder / 'finetune-lora'))}",
+      "fine-tune the pretrained model again, with LoRA",
+      f"tunix train --config {config} --lora.rank=16 --output_dir={adapted}",
     ),
   ]
 
@@ -105,8 +110,7 @@ def markdown(results: Results) -> str:
     _files(results.settings),
     "## Go on",
     "\n\n".join(
-      f"To {what}:\n\n```bash\n{command}\n```"
-      for what, command in next_steps(results.settings)
+      f"To {what}:\n\n```bash\n{command}\n```" for what, command in next_steps(results)
     ),
   ]
   return "\n\n".join(parts) + "\n"
@@ -122,6 +126,8 @@ def files(settings: Settings) -> list[tuple[str, str]]:
     (settings.checkpoint, "pretrained model, Hugging Face format"),
     (settings.config_file, "configuration of the fine-tuning"),
     (settings.finetune, "run of `tunix train`: checkpoints, logs"),
+    (settings.pretrain, "metrics of the pretraining"),
+    (settings.tokenizer, "tokenizer"),
     (settings.data, "data, JSON lines"),
   ]
   return [
@@ -141,8 +147,8 @@ def _what_happened(results: Results) -> str:
     f"{data.records['pretrain']:,} texts ({s.pretrain_steps} steps of {batch}). "
     f"`tunix train` then fine-tuned it on {data.records['finetune']:,} chat records "
     f"({s.finetune_steps} steps): the user gives a signature, the assistant answers "
-    "with name, arguments and summary. "
-    "Questions are signatures of held-out modules that occur in no training data.\n\n"
+    "with name, arguments and summary. The questions are signatures of held-out "
+    "modules that occur in no training data.\n\n"
     "A model of this size, trained for a minute, learns the form of an answer and to "
     "copy from the question. What it summarises is mostly invented."
   )
@@ -150,7 +156,7 @@ def _what_happened(results: Results) -> str:
 
 def _loss_table(results: Results) -> str:
   rows = []
-  for stage, what in (("pretrain", "pretraining"), ("finetune", "fine-tuning")):
+  for stage, what in _STAGES:
     first, last = results.held_out(stage)
     steps = results.losses[stage]["train"][-1][0]
     rows.append((what, str(steps), f"{first:.3f}", f"{last:.3f}"))
@@ -160,19 +166,17 @@ def _loss_table(results: Results) -> str:
 
 
 def _answer_table(results: Results) -> str:
-  rows = [
-    (
-      what,
-      f"{task.share(_checks(results.before), field):.0%}",
-      f"{task.share(_checks(results.after), field):.0%}",
-    )
-    for field, what in _QUALITIES
-  ]
+  rows = [(what, *_shares(results, field)) for field, what in _QUALITIES]
   return _table((f"of {len(results.after)} answers", "before", "after"), rows)
 
 
-def _checks(answers: Sequence[Answer]) -> list[task.Check]:
-  return [answer.check for answer in answers]
+def _shares(results: Results, field: str) -> tuple[str, str]:
+  """Of which share of the answers a check holds, before and after."""
+  before, after = (
+    task.share([answer.check for answer in answers], field)
+    for answers in (results.before, results.after)
+  )
+  return f"{before:.0%}", f"{after:.0%}"
 
 
 def _shown(results: Results) -> list[tuple[Answer, Answer]]:

@@ -12,6 +12,7 @@ _NAMES = (
   "checkpoint",
   "data",
   "finetune",
+  "finetune-lora",
   "finetune.yaml",
   "generations.jsonl",
   "loss.png",
@@ -39,8 +40,8 @@ class Settings:
 
   output: pathlib.Path
   seed: int = 0
-  pretrain_steps: int = 300
-  finetune_steps: int = 400
+  pretrain_steps: int = 280
+  finetune_steps: int = 350
   vocab_size: int = 2048
   num_layers: int = 4
   embed_dim: int = 128
@@ -50,7 +51,7 @@ class Settings:
   batch_size: int = 4
   row_length: int = 256
   pretrain_rate: float = 4e-3
-  finetune_rate: float = 3e-3
+  finetune_rate: float = 4e-3
   questions: int = 64
   answer_tokens: int = 64
 

@@ -133,7 +133,7 @@ def _walk(node: ast.AST) -> Iterator[Documented]:
   if is_scope and ast.get_docstring(node, clean=False):
     yield node
   # Statements only: most of a tree are expressions, and none of them has a docstring.
-  for field in ("body", "orelse", "handlers", "finalbody"):
+  for field in ("body", "orelse", "handlers", "finalbody", "cases"):
     for child in getattr(node, field, ()):
       yield from _walk(child)
 

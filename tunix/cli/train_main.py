@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tunix.cli import build, build_data, config as config_lib, optimizer
@@ -87,6 +88,8 @@ def run(config: Config) -> Result:
     )
   config = build.absolute_paths(config)
   folder = RunFolder(pathlib.Path(config.output_dir or ""))
+  if config.compilation_cache is not None:
+    _keep_programs(config.compilation_cache)
   mesh = build.build_mesh(config)
   build.check_model(config)
   tokenizer = build.build_tokenizer(config)
@@ -97,10 +100,9 @@ def run(config: Config) -> Result:
   folder.check_resume(config, data.fingerprints)
   if (ended := folder.result(config)) is not None:
     result = Result(**ended)
-    _say(f"this run is finished: {result}; raise training.max_steps to go on")
+    more = "" if config.training.max_steps is None else "; raise max_steps to go on"
+    _say(f"this run is finished: {result}{more}")
     return result
-  if config.compilation_cache is not None:
-    _keep_programs(config.compilation_cache)
   with mesh_lib.use_mesh(mesh):
     model = build.build_model(config, mesh)
     build.check_vocabulary(model, tokenizer)
@@ -202,6 +204,8 @@ def _keep_programs(folder: str) -> None:
   jax.config.update("jax_compilation_cache_dir", folder)
   # JAX skips what compiled within a second; a resumed run has many such programs.
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  # Whatever was compiled before may have settled on another folder, or on none.
+  compilation_cache.reset_cache()
 
 
 def _say(text: Any) -> None:

@@ -70,7 +70,7 @@ class AutoModel:
       stored = _stored_dtype(hf, family, tensors)
     except ValueError as error:
       raise ValueError(f"{config_file}: {error}") from error
-    config = _with_options(
+    config = with_options(
       config,
       dtype=dtype or stored,
       param_dtype=param_dtype or dtype or stored,
@@ -118,7 +118,7 @@ class AutoModel:
       preset_family, preset = families.preset(config)
       family, config = family or preset_family, preset()
     family = family or families.of_config(config)
-    config = _with_options(
+    config = with_options(
       config,
       dtype=dtype,
       param_dtype=param_dtype or dtype,
@@ -128,6 +128,8 @@ class AutoModel:
     )
     mesh = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
     key = jax.random.key(seed) if rngs is None else rngs.params()
+    if mesh is None:
+      return family.model_class(config, rngs=nnx.Rngs(key))
     graph, draw = _initialiser(family.model_class, config, mesh)
     return nnx.merge(graph, draw(key))
 
@@ -176,7 +178,7 @@ def _stored_dtype(hf: dict[str, Any], family: Family, tensors: Any) -> Any:
   return jnp.dtype(jnp.float32) if first is None else first.dtype
 
 
-def _with_options(config: TransformerConfig, **options: Any) -> TransformerConfig:
+def with_options(config: TransformerConfig, **options: Any) -> TransformerConfig:
   """The config with the options that were given."""
   for name in ("dtype", "param_dtype"):
     if options[name] is not None:
@@ -186,16 +188,16 @@ def _with_options(config: TransformerConfig, **options: Any) -> TransformerConfi
 
 
 # Compiling the draws costs seconds; a program that makes several equal models (a policy
-# and its critic, a test suite) pays once.
+# and its critic) pays once.
 @functools.lru_cache(maxsize=8)
 def _initialiser(
-  model_class: Callable[..., Transformer], config: TransformerConfig, mesh: Mesh | None
+  model_class: Callable[..., Transformer], config: TransformerConfig, mesh: Mesh
 ) -> tuple[Any, Callable[[jax.Array], Any]]:
-  """(graph, function from a key to the weights where they belong)."""
+  """(graph, function from a key to the weights, drawn where they belong)."""
 
   def build(key: jax.Array) -> Transformer:
     return model_class(config, rngs=nnx.Rngs(key))
 
   graph, shapes = sharding_lib.abstract(lambda: build(jax.random.key(0)))
-  shardings = None if mesh is None else sharding_lib.named_shardings(shapes, mesh)
-  return graph, jax.jit(lambda key: nnx.state(build(key)), out_shardings=shardings)
+  where = sharding_lib.named_shardings(shapes, mesh)
+  return graph, jax.jit(lambda key: nnx.state(build(key)), out_shardings=where)

@@ -123,21 +123,24 @@ def apply(
   """
   chosen = match(model, config.targets)
   key = jax.random.key(seed) if rngs is None else rngs.params()
-  shapes = {path: lora_modules.linears(model)[path].kernel.shape for path in chosen}
-
-  def draw(key: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
-    pairs = {}
-    for path, (*stack, rows, columns) in shapes.items():
-      own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-      shape, limit = (*stack, rows, config.rank), 1 / math.sqrt(rows)
-      a = jax.random.uniform(own, shape, jnp.float32, -limit, limit)
-      b = jnp.zeros((*stack, config.rank, columns), config.dtype)
-      pairs[path] = (a.astype(config.dtype), b)
-    return pairs
-
-  wanted = jax.eval_shape(draw, key)
-  pairs = jax.jit(draw, out_shardings=lora_modules.pair_shardings(model, wanted))(key)
+  modules = lora_modules.linears(model)
+  shapes = {}
+  for path in chosen:
+    *stack, rows, columns = modules[path].kernel.shape
+    shapes[path] = (*stack, rows, config.rank), (*stack, config.rank, columns)
+  where = lora_modules.pair_shardings(model, shapes)
+  pairs = {}
+  for path, (shape_a, shape_b) in shapes.items():
+    own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+    draw = jax.jit(_uniform, static_argnums=(1, 2), out_shardings=where[path][0])
+    a = draw(own, shape_a, jnp.dtype(config.dtype))
+    pairs[path] = a, jnp.zeros(shape_b, config.dtype, device=where[path][1])
   return lora_modules.attach(model, pairs, config.scale)
+
+
+def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+  limit = 1 / math.sqrt(shape[-2])
+  return jax.random.uniform(key, shape, jnp.float32, -limit, limit).astype(dtype)
 
 
 def merge(model: Transformer) -> Transformer:
@@ -311,8 +314,9 @@ def load_adapter(
   scale = alpha / (math.sqrt(rank) if peft.get("use_rslora") else rank)
   tensors = tensor_files.read_header(path / WEIGHTS_FILE)
   pairs = _read_pairs(model, family or families.of_config(model.config), tensors, rank)
-  shardings = lora_modules.pair_shardings(model, pairs)
-  return lora_modules.attach(model, jax.device_put(pairs, shardings), scale)
+  shapes = {path: (a.shape, b.shape) for path, (a, b) in pairs.items()}
+  pairs = jax.device_put(pairs, lora_modules.pair_shardings(model, shapes))
+  return lora_modules.attach(model, pairs, scale)
 
 
 def _read_pairs(

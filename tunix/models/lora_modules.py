@@ -74,7 +74,7 @@ def _merged(kernel, a, b, scale, dtype):
 
 def copy(model: Transformer) -> Transformer:
   """New modules around the same arrays."""
-  return nnx.merge(*nnx.split(model))
+  return nnx.clone(model)
 
 
 def _specs(linear: Linear) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -83,19 +83,23 @@ def _specs(linear: Linear) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
   return (*stack, rows, None), (*stack, None, columns)
 
 
-def pair_shardings(model: Transformer, pairs: dict[str, Pair]) -> Any:
-  """NamedShardings of the (A, B) on the base's mesh, or None without one."""
+def pair_shardings(
+  model: Transformer, shapes: dict[str, Pair]
+) -> dict[str, tuple[NamedSharding | None, NamedSharding | None]]:
+  """Where (A, B) of each module lie: on the base's mesh, None without one."""
   mesh = mesh_lib.mesh_of(nnx.state(model))
   if mesh is None:
-    return None
+    return dict.fromkeys(shapes, (None, None))
   modules = linears(model)
-  return {
-    path: tuple(
-      NamedSharding(mesh, mesh_lib.fit_spec(spec, value.shape, mesh))
-      for spec, value in zip(_specs(modules[path]), pair)
-    )
-    for path, pair in pairs.items()
-  }
+
+  def place(spec: tuple[Any, ...], shape: tuple[int, ...]) -> NamedSharding:
+    return NamedSharding(mesh, mesh_lib.fit_spec(spec, shape, mesh))
+
+  where = {}
+  for path, (shape_a, shape_b) in shapes.items():
+    spec_a, spec_b = _specs(modules[path])
+    where[path] = place(spec_a, shape_a), place(spec_b, shape_b)
+  return where
 
 
 def attach(

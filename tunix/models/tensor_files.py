@@ -215,9 +215,9 @@ def write_file(path: pathlib.Path, tensors: Sequence[NewTensor]) -> None:
   with path.open("wb") as stream:
     stream.write(len(raw).to_bytes(8, "little") + raw)
     for tensor in tensors:
-      value = np.ascontiguousarray(tensor.read())
+      value = tensor.read()
       assert (value.dtype, value.shape) == (tensor.dtype, tensor.shape), tensor.name
-      stream.write(value.reshape(-1).view(np.uint8).data)
+      stream.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
     stream.flush()
     os.fsync(stream.fileno())
 

@@ -40,7 +40,7 @@ class CheckpointManager:
     root_directory: str | pathlib.Path | None = None,
     options: CheckpointOptions | None = None,
   ):
-    self._options = options or CheckpointOptions()
+    self._options = CheckpointOptions() if options is None else options
     if not isinstance(self._options, CheckpointOptions):
       raise TypeError(
         f"options is a {type(options).__name__}: expected "
@@ -204,7 +204,7 @@ class CheckpointManager:
   ) -> None:
     """Compares names and shapes with what was saved, before anything is read."""
     saved = {k: tuple(v.shape) for k, v in in_it.items()}
-    wanted = {k: tuple(v.shape) for k, v in here.items()}
+    wanted = {k: _stored_shape(v) for k, v in here.items()}
     extra = set() if partial else saved.keys() - wanted.keys()
     problems = [f"{k} is not in it" for k in sorted(wanted.keys() - saved.keys())]
     problems += [f"it has {k} besides" for k in sorted(extra)]
@@ -379,6 +379,13 @@ class _named_failure:
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
   sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _stored_shape(leaf: Any) -> tuple[int, ...]:
+  """The shape on disk: random keys are stored as their data."""
+  if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    leaf = jax.eval_shape(jax.random.key_data, leaf)
+  return tuple(leaf.shape)
 
 
 def _metadata_leaves(metadata: Any) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class PeftTrainer:
     training_config: TrainingConfig | None = None,
     metrics_logger: MetricsLogger | None = None,
   ):
-    config = training_config or TrainingConfig()
+    config = TrainingConfig() if training_config is None else training_config
     _check_kinds(model, config)
     self.training_config = config
     self._tx = _optimizer(optimizer, config)
@@ -277,7 +277,8 @@ class PeftTrainer:
 
   def restore_checkpoint(self) -> bool:
     """Restores the newest checkpoint; returns whether there was one."""
-    found = self._checkpoints.restore_state(self._saved_arrays())
+    with mesh_lib.use_mesh(self._mesh):
+      found = self._checkpoints.restore_state(self._saved_arrays())
     if found is None:
       self._reporter.restore(None)
       return False
@@ -326,15 +327,16 @@ class PeftTrainer:
     )
     if self._opt_state is not None and mesh == self._mesh:
       return
-    if mesh is not None:
-      self._module.place(mesh)
-    if self._opt_state is None:
-      self._opt_state = init_optimizer(self._tx, self._module.params, mesh)
-    elif mesh is not None:
-      self._opt_state = jax.device_put(
-        self._opt_state,
-        optimizer_shardings(self._opt_state, self._module.params, mesh),
-      )
+    with mesh_lib.use_mesh(mesh):
+      if mesh is not None:
+        self._module.place(mesh)
+      if self._opt_state is None:
+        self._opt_state = init_optimizer(self._tx, self._module.params, mesh)
+      elif mesh is not None:
+        self._opt_state = jax.device_put(
+          self._opt_state,
+          optimizer_shardings(self._opt_state, self._module.params, mesh),
+        )
     self._mesh = mesh
     self._steps = {}
 

@@ -162,7 +162,8 @@ class StepReporter:
     return self._logger.state()
 
   def restore(self, state: dict[str, Any] | None) -> None:
-    """Takes back what was logged after `state`."""
+    """Takes back what was logged after `state`, and what is still to be logged."""
+    self.flush()
     self._logger.restore(state)
 
   def stop(self) -> None:

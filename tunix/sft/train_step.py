@@ -139,7 +139,7 @@ def make_train_step(
     metrics = StepMetrics(
       loss=safe_divide(sums.total, sums.weight),
       weight=sums.weight,
-      grad_norm=optax.global_norm(gradient),
+      grad_norm=optax.tree.norm(gradient),
       learning_rate=injected_learning_rate(opt_state),
       aux=jax.tree.map(lambda x: safe_divide(x, sums.weight), sums.aux),
     )

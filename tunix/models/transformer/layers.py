@@ -6,6 +6,7 @@ of all layers, and running it needs one layer's slice (see model.py).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,12 @@ Stack = tuple[int, ...]
 def param(value: jax.Array, spec: tuple[Any, ...]) -> nnx.Param:
   """A parameter that remembers its PartitionSpec and is not placed when built."""
   return nnx.Param(value, out_sharding=spec, eager_sharding=False)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def fresh(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """Newly drawn float32 weights: the same bits inside a larger jit and outside."""
+  return jax.random.normal(key, shape, jnp.float32) * INIT_STDDEV
 
 
 class Linear(nnx.Module):
@@ -47,8 +54,7 @@ class Linear(nnx.Module):
     rngs: nnx.Rngs,
   ):
     shape = (*stack, in_dim, out_dim)
-    draw = jax.random.normal(rngs.params(), shape, jnp.float32) * INIT_STDDEV
-    self.kernel = param(draw.astype(param_dtype), spec)
+    self.kernel = param(fresh(rngs.params(), shape).astype(param_dtype), spec)
     bias = jnp.zeros((*stack, out_dim), param_dtype)
     bias_spec = (*spec[: len(stack)], spec[-1])
     self.bias = nnx.data(param(bias, bias_spec) if use_bias else None)
@@ -103,8 +109,8 @@ class Embedding(nnx.Module):
     param_dtype: DTypeLike = jnp.float32,
     rngs: nnx.Rngs,
   ):
-    draw = jax.random.normal(rngs.params(), (vocab_size, dim), jnp.float32)
-    self.embedding = param((draw * INIT_STDDEV).astype(param_dtype), spec)
+    draw = fresh(rngs.params(), (vocab_size, dim))
+    self.embedding = param(draw.astype(param_dtype), spec)
 
   def __call__(self, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     return self.embedding[...][tokens].astype(dtype)

@@ -234,7 +234,7 @@ class Transformer(nnx.Module):
     """
     if not isinstance(self.layers, DecoderLayer):
       return self
-    model = nnx.merge(*nnx.split(self))
+    model = nnx.clone(self)
     layers = self._layer_list()
     for _, variable in nnx.iter_graph(layers):
       if isinstance(variable, nnx.Variable):  # one axis less

@@ -1,0 +1,269 @@
+"""The command itself, and `data`, `generate` and `export`."""
+
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import tunix
+from tests.cli import runs
+from tunix.cli import main as cli
+from tunix.models import lora, lora_modules
+from tunix.models.automodel import AutoModel
+
+
+def refused(capsys, *argv, code=2):
+  assert runs.tunix(*argv) == code
+  error = capsys.readouterr().err
+  assert error.startswith("tunix: error: ")
+  assert error.count("\n") == 1
+  return error
+
+
+# The command.
+
+
+def test_help_lists_the_commands(capsys):
+  assert runs.tunix("--help") == 0
+  text = capsys.readouterr().out
+  assert all(name in text for name in cli.COMMANDS)
+  assert runs.tunix() == 2
+
+
+def test_version(capsys):
+  assert runs.tunix("--version") == 0
+  assert capsys.readouterr().out == f"tunix {tunix.__version__}\n"
+
+
+def test_unknown_commands_name_the_nearest(capsys):
+  assert "did you mean train?" in refused(capsys, "trian")
+  assert "use one of train, generate" in refused(capsys, "xyzzy")
+
+
+def test_debug_lets_errors_through(capsys):
+  with pytest.raises(ValueError, match="unknown"):
+    runs.tunix("--debug", "data", "show", "--sed=1")
+  assert "unknown" in refused(capsys, "data", "show", "--sed=1")
+
+
+def test_help_and_version_import_nothing_heavy():
+  code = (
+    "import sys; from tunix.cli.main import main; main(['--help'])\n"
+    "print({'jax', 'numpy', 'yaml'} & set(sys.modules))"
+  )
+  out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+  assert out.stdout.splitlines()[-1] == "set()", out.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error(settings, tmp_path):
+  words = ["data", "show", *runs.arguments(**settings)]
+  process = runs.spawn(*words)
+  process.stdout.close()
+  assert process.stderr.read() == ""
+  assert process.wait(timeout=300) == 1
+
+
+# tunix data.
+
+
+def test_data_show_marks_what_is_trained(settings, tmp_path, capsys):
+  file = tmp_path / "mine.yaml"
+  file.write_text(f"model: {{path: {settings['model__path']}}}\n")
+  keys = {"data__train": settings["data__train"], "data__shuffle": "false"}
+  words = [*runs.arguments(**keys), "--rows", "2", "--data.max_length=64"]
+  assert runs.tunix("data", "show", file, *words) == 0
+  text = capsys.readouterr().out
+  assert text.startswith("8 rows x 64 tokens")
+  assert "How many days are in a week? 0" in text
+  assert "«There are seven days in a week. 0<|im_end|>»" in text
+  assert "... 6 more rows" in text
+
+
+def test_data_show_refuses_bad_records_and_rows(settings, tmp_path, capsys):
+  words = runs.arguments(**settings)
+  assert "--rows is '0'" in refused(capsys, "data", "show", *words, "--rows=0")
+  file = tmp_path / "bad.jsonl"
+  file.write_text('{"prompt": 1}\n')
+  error = refused(capsys, "data", "show", *words, f"--data.train={file}")
+  assert f"{file}:1: " in error
+
+
+def test_data_scan_counts(settings, eval_file, capsys):
+  words = runs.arguments(**settings, data__eval=eval_file)
+  assert runs.tunix("data", "scan", *words) == 0
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[0].startswith("train: 16 records: 16 kept")
+  assert lines[1].startswith("eval: 6 records: 6 kept")
+
+
+def test_data_needs_a_known_action(capsys):
+  assert "use show or scan" in refused(capsys, "data", "list")
+  assert runs.tunix("data") == 0
+  assert "tunix data show" in capsys.readouterr().out
+
+
+# tunix export and generate.
+
+
+@pytest.fixture(scope="module")
+def run(model, train_file, tmp_path_factory):
+  """A LoRA run of two steps with checkpoints of both."""
+  out = tmp_path_factory.mktemp("run") / "out"
+  words = runs.arguments(
+    model__path=model,
+    data__train=train_file,
+    data__max_length=48,
+    lora__rank=2,
+    lora__targets="[q_proj, down_proj]",
+    training__max_steps=2,
+    training__global_batch_size=8,
+    training__learning_rate=0.5,
+    checkpoint__every_n_steps=1,
+    logging__tensorboard="false",
+    mesh="{fsdp: 8}",
+    output_dir=out,
+  )
+  assert runs.tunix("train", *words) == 0
+  return out
+
+
+def kernel(model):
+  return np.asarray(lora_modules.linears(model)["layers.attn.q_proj"].kernel[...])
+
+
+def pair(model):
+  return [
+    np.asarray(x)
+    for x in lora_modules.pair_of(lora_modules.adapted(model)["layers.attn.q_proj"])
+  ]
+
+
+def test_export_of_an_adapter_is_that_of_the_run(run, model, tmp_path, capsys):
+  assert runs.tunix("export", "--run", run, "--to", tmp_path / "a") == 0
+  assert "step 2" in capsys.readouterr().out
+  base = AutoModel.from_pretrained(model)
+  exported = pair(lora.load_adapter(base, tmp_path / "a"))
+  ended = pair(lora.load_adapter(base, run / "export"))
+  for a, b in zip(exported, ended):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_export_of_a_step_or_checkpoint(run, model, tmp_path):
+  base = AutoModel.from_pretrained(model)
+  words = ["--to", tmp_path / "a", "--kind", "adapter"]
+  assert runs.tunix("export", "--run", run, "--step", 1, *words) == 0
+  first = pair(lora.load_adapter(base, tmp_path / "a"))
+  words = ["--to", tmp_path / "b"]
+  assert runs.tunix("export", "--checkpoint", run / "checkpoints" / "1", *words) == 0
+  again = pair(lora.load_adapter(base, tmp_path / "b"))
+  ended = pair(lora.load_adapter(base, run / "export"))
+  np.testing.assert_array_equal(first[1], again[1])
+  assert np.any(first[1] != ended[1])
+
+
+def test_export_merged_adds_the_adapter_and_casts(run, model, tmp_path):
+  words = ["--kind", "merged", "--dtype", "bfloat16", "--to", tmp_path / "m"]
+  assert runs.tunix("export", "--run", run, *words) == 0
+  merged = AutoModel.from_pretrained(tmp_path / "m")
+  assert merged.config.param_dtype == jnp.bfloat16
+  base = AutoModel.from_pretrained(model)
+  a, b = pair(lora.load_adapter(base, run / "export"))
+  expected = kernel(base) + np.einsum("lir,lro->lio", a, b)
+  found = np.asarray(kernel(merged), np.float32)
+  np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-3)
+  assert (tmp_path / "m" / "tokenizer.json").is_file()
+
+
+def test_export_refuses_what_is_not_there(run, tmp_path, capsys):
+  to = ["--to", tmp_path / "x"]
+  assert "no config.yaml" in refused(capsys, "export", "--run", tmp_path, *to)
+  error = refused(capsys, "export", "--run", run, "--step", 9, *to)
+  assert "lacks the checkpoint of step 9: it has those of steps [1, 2]" in error
+  error = refused(capsys, "export", "--run", run, "--kind", "full", *to)
+  assert "use 'merged'" in error
+  error = refused(capsys, "export", "--checkpoint", run, *to)
+  assert "is no checkpoint: give OUTPUT_DIR/checkpoints/STEP" in error
+  assert "is required" in refused(capsys, "export", *to)
+  assert not (tmp_path / "x").exists()
+
+
+def generated(capsys, *words):
+  assert runs.tunix("generate", *words) == 0
+  return capsys.readouterr().out
+
+
+def test_generate_continues_prompts(model, capsys):
+  words = ["--model", model, "--max_new_tokens", 4]
+  one = generated(capsys, *words, "--prompt", "How many")
+  several = generated(capsys, *words, "--prompt", "How many", "The sea")
+  assert several.startswith("--- How many\n" + one)
+  assert "--- The sea\n" in several
+  longer = generated(
+    capsys, "--model", model, "--max_new_tokens", 12, "--prompt", "How"
+  )
+  shorter = generated(
+    capsys, "--model", model, "--max_new_tokens", 2, "--prompt", "How"
+  )
+  assert len(longer) > len(shorter)
+
+
+def test_generate_options_change_the_text(model, run, tmp_path, capsys):
+  words = ["--model", model, "--max_new_tokens", 12, "--prompt", "How many days"]
+  plain = generated(capsys, *words)
+  assert generated(capsys, *words) == plain
+  assert generated(capsys, *words, "--chat") != plain
+  drawn = generated(capsys, *words, "--temperature", 1.0, "--seed", 1)
+  assert generated(capsys, *words, "--temperature", 1.0, "--seed", 1) == drawn
+  assert generated(capsys, *words, "--temperature", 1.0, "--seed", 2) != drawn
+  assert drawn != plain
+  assert generated(capsys, *words, "--adapter", run / "export") != plain
+
+
+def test_generate_takes_another_tokenizer_and_dtype(
+  model, tmp_path, capsys, monkeypatch
+):
+  bare = tmp_path / "bare"
+  bare.mkdir()
+  for name in ("config.json", "model.safetensors"):
+    (bare / name).write_bytes((model / name).read_bytes())
+  words = ["--prompt", "How many", "--max_new_tokens", 4]
+  expected = generated(capsys, "--model", model, *words)
+  assert generated(capsys, "--model", bare, "--tokenizer", model, *words) == expected
+  seen = []
+  load = AutoModel.from_pretrained
+
+  def spy(*args, **options):
+    seen.append(load(*args, **options))
+    return seen[-1]
+
+  monkeypatch.setattr(AutoModel, "from_pretrained", spy)
+  generated(capsys, "--model", model, "--dtype", "bfloat16", *words)
+  assert nnx.state(seen[0])["embed_tokens"]["embedding"][...].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    (["--max_new_tokens", "0"], "--max_new_tokens is 0"),
+    (["--temperature", "-1"], "--temperature is -1.0"),
+    (["--seed", "1"], "nothing is drawn at --temperature 0"),
+    (["--max_new_tokens", "many"], "invalid int value"),
+    (["--adapter", "/no/such"], "/no/such lacks"),
+  ],
+)
+def test_generate_refuses_nonsense(model, capsys, words, message):
+  words = ["generate", "--model", model, "--prompt", "hi", *words]
+  assert message in refused(capsys, *words)
+  assert "there is no folder" in refused(
+    capsys,
+    "generate",
+    "--model",
+    "/no/such/model",
+    "--tokenizer",
+    model,
+    "--prompt",
+    "x",
+  )

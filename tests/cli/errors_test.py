@@ -1,0 +1,163 @@
+"""What a user gets wrong: one line that says what to do, no traceback, nothing lost."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from tests.cli import runs
+
+
+@pytest.fixture
+def refused(settings, capsys):
+  """Runs `tunix train` with changed keys; returns the line on standard error."""
+
+  def run(**keys):
+    code = runs.tunix("train", *runs.arguments(**(settings | keys)))
+    error = capsys.readouterr().err
+    assert code == 2, error
+    assert error.startswith("tunix: error: ")
+    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    assert not pathlib.Path(settings["output_dir"]).exists()
+    return error
+
+  return run
+
+
+def copy_model(model, folder, **changed):
+  """A copy of the model folder with other fields in config.json."""
+  shutil.copytree(model, folder)
+  config = json.loads((folder / "config.json").read_text())
+  (folder / "config.json").write_text(json.dumps(config | changed))
+  return folder
+
+
+def test_no_such_folder(refused):
+  assert "there is no folder" in refused(model__path="/no/such/folder")
+
+
+def test_unknown_family(refused, model, tmp_path):
+  error = refused(model__path=copy_model(model, tmp_path / "m", model_type="mamba"))
+  assert "'mamba' is unknown, known are" in error
+
+
+def test_corrupted_safetensors(refused, model, tmp_path):
+  folder = copy_model(model, tmp_path / "m")
+  weights = folder / "model.safetensors"
+  weights.write_bytes(weights.read_bytes()[:-100])
+  assert "damaged" in refused(model__path=folder)
+  weights.write_bytes(b"\xff" * 1000)
+  assert "damaged" in refused(model__path=folder)
+
+
+def test_missing_tensor(refused, model, tmp_path):
+  folder = copy_model(model, tmp_path / "m", num_hidden_layers=3)
+  assert "model.layers.2." in refused(model__path=folder)
+
+
+def test_no_such_data_file(refused):
+  assert "no such file" in refused(data__train="/no/such.jsonl")
+
+
+def test_empty_data_file(refused, tmp_path):
+  (tmp_path / "empty.jsonl").write_text("\n")
+  assert "is empty; expected" in refused(data__train=tmp_path / "empty.jsonl")
+
+
+@pytest.mark.parametrize(
+  "line", ['{"prompt": "a"}', '{"question": "a"}', "{", '{"messages": []}']
+)
+def test_bad_records_name_their_line(refused, tmp_path, line):
+  file = runs.write_records(tmp_path / "bad.jsonl", 3)
+  file.write_text(file.read_text() + line + "\n")
+  assert f"{file}:4: " in refused(data__train=file)
+  assert f"{file}:4: " in refused(data__eval=file)
+
+
+def test_a_prompt_longer_than_the_maximum_names_its_line(refused, tmp_path):
+  file = runs.write_records(tmp_path / "long.jsonl", 3)
+  record = {"prompt": "How many days? " * 40, "response": "seven"}
+  file.write_text(file.read_text() + json.dumps(record) + "\n")
+  error = refused(data__train=file)
+  assert f"{file}:4: the prompt has" in error
+  assert "raise max_length" in error
+
+
+def test_a_record_without_trained_text_names_its_line(refused, tmp_path):
+  file = tmp_path / "silent.jsonl"
+  file.write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
+  assert f"{file}:1: nothing to train" in refused(data__train=file)
+
+
+def test_a_batch_that_does_not_divide_the_mesh(refused):
+  error = refused(mesh__fsdp=8, model__path="/never/looked/at")
+  assert "training.micro_batch_size is 4 and does not divide over the 8" in error
+
+
+def test_unknown_key(refused):
+  assert "did you mean training.learning_rate" in refused(training__lerning_rate=1)
+
+
+def test_negative_learning_rate(refused):
+  assert "training.learning_rate is -0.1" in refused(training__learning_rate=-0.1)
+
+
+def test_lora_targets_that_match_nothing(refused):
+  error = refused(lora__rank=2, lora__targets="[query]")
+  assert "modules are layers.attn.k_proj" in error
+
+
+def test_no_output_dir(refused):
+  assert "output_dir is not set" in refused(output_dir="null")
+
+
+def test_unknown_optimizer(refused):
+  assert "did you mean adamw" in refused(optimizer__name="adamww")
+
+
+def test_an_output_folder_that_is_a_file(settings, tmp_path, capsys):
+  (tmp_path / "file").write_text("")
+  settings |= {"output_dir": tmp_path / "file"}
+  assert runs.tunix("train", *runs.arguments(**settings)) != 0
+  error = capsys.readouterr().err
+  assert error.startswith("tunix: error: ")
+  assert error.count("\n") == 1
+
+
+def test_a_full_disk_while_saving_keeps_the_checkpoints_before(settings, tmp_path):
+  out = settings["output_dir"]
+  keys = settings | {"checkpoint__every_n_steps": 2, "export__kind": "none"}
+  first = keys | {"training__max_steps": 2}
+  assert runs.tunix("train", *runs.arguments(**first)) == 0
+  before = {
+    p: p.read_bytes() for p in (out / "checkpoints/2").rglob("*") if p.is_file()
+  }
+
+  more = keys | {"training__max_steps": 8}
+  process = runs.spawn("train", *runs.arguments(**more), max_file_blocks=90)
+  _, error = process.communicate(timeout=300)
+  assert process.returncode == 1
+  assert error.startswith("tunix: error: a checkpoint could not be written")
+  assert "make room" in error
+  assert error.count("\n") == 1
+  assert {p: p.read_bytes() for p in before} == before
+  # With room again the same command goes on from there.
+  assert runs.tunix("train", *runs.arguments(**more)) == 0
+  assert sorted(runs.metrics(out)) == list(range(1, 9))
+
+
+def test_a_full_disk_while_exporting_leaves_no_half_folder(settings, tmp_path):
+  keys = settings | {"export__kind": "none"}
+  assert runs.tunix("train", *runs.arguments(**keys)) == 0
+
+  target = tmp_path / "exported"
+  words = ["export", "--run", settings["output_dir"], "--to", target]
+  process = runs.spawn(*words, max_file_blocks=90)
+  _, error = process.communicate(timeout=300)
+  assert process.returncode == 1
+  assert "make room and run the same command again" in error
+  assert error.count("\n") == 1
+  assert not target.exists()
+  assert not list(tmp_path.glob(".exported*"))

@@ -1,0 +1,58 @@
+"""The quickstart's folder: never mixed with something else, never more deleted."""
+
+import pytest
+
+from tunix.cli.quickstart_settings import Settings, prepare_output
+
+
+@pytest.mark.parametrize(
+  "field, value", [("pretrain_steps", 0), ("finetune_steps", -1), ("seed", -1)]
+)
+def test_settings_out_of_range(tmp_path, field, value):
+  with pytest.raises(ValueError, match=f"{field} is {value}: it must be"):
+    Settings(output=tmp_path, **{field: value})
+
+
+def test_a_new_folder_is_made(tmp_path):
+  prepare_output(tmp_path / "a" / "b", overwrite=False)
+  assert (tmp_path / "a" / "b").is_dir()
+  prepare_output(tmp_path / "a" / "b", overwrite=False)
+
+
+def old_run(folder):
+  (folder / "finetune").mkdir()
+  (folder / "finetune" / "x").write_text("old")
+  (folder / "report.md").write_text("old")
+
+
+def test_a_quickstart_is_replaced_only_when_asked(tmp_path):
+  old_run(tmp_path)
+  with pytest.raises(ValueError, match=r"is not empty: choose .* or --overwrite"):
+    prepare_output(tmp_path, overwrite=False)
+  assert (tmp_path / "finetune" / "x").read_text() == "old"
+  prepare_output(tmp_path, overwrite=True)
+  assert not list(tmp_path.iterdir())
+
+
+def test_files_of_others_are_never_deleted(tmp_path):
+  old_run(tmp_path)
+  (tmp_path / "thesis.tex").write_text("mine")
+  with pytest.raises(ValueError, match=r"holds 'thesis\.tex', which is not of a quick"):
+    prepare_output(tmp_path, overwrite=True)
+  assert (tmp_path / "report.md").exists()
+
+
+def test_a_file_is_no_folder(tmp_path):
+  (tmp_path / "file").write_text("")
+  with pytest.raises(NotADirectoryError, match="is a file: give a folder"):
+    prepare_output(tmp_path / "file", overwrite=True)
+
+
+def test_every_place_lies_in_the_output(tmp_path):
+  settings = Settings(output=tmp_path)
+  places = [name for name, p in vars(Settings).items() if isinstance(p, property)]
+  for name in places:
+    place = getattr(settings, name)
+    place.mkdir(parents=True, exist_ok=True)
+    assert tmp_path in place.parents
+  prepare_output(tmp_path, overwrite=True)

@@ -1,0 +1,90 @@
+"""Runs every snippet of README and docs.
+
+Python blocks of a page share one namespace; `bash` blocks run in order in the same
+folder, where `my-model`, `chat.jsonl` and `eval.jsonl` stand for the reader's own.
+README's first two blocks are the quickstart and this suite itself: they have their
+own tests.
+"""
+
+import json
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests import toys, toys_text
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
+
+
+def blocks(page: pathlib.Path) -> list[tuple[str, str]]:
+  found = BLOCK.findall(page.read_text())
+  if page.name == "README.md":
+    bash = [i for i, (kind, _) in enumerate(found) if kind == "bash"][:2]
+    found = [block for i, block in enumerate(found) if i not in bash]
+  return [(kind, code) for kind, code in found if kind in ("python", "bash")]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> pathlib.Path:
+  """A folder with the files that the pages speak of."""
+  from tunix.models import safetensors_saver
+
+  folder = tmp_path_factory.mktemp("docs")
+  tokenizer = toys_text.chat_tokenizer("chatml")
+  model = toys.model(vocab_size=tokenizer.vocab_size)
+  safetensors_saver.save_pretrained(model, folder / "my-model")
+  tokenizer.save(folder / "my-model")
+  words = " ".join(toys_text.WORDS).split()
+  for name, count in (("chat", 120), ("eval", 8)):
+    records = [
+      {"prompt": f"what is {i}?", "response": " ".join(words[i % 50 : i % 50 + 6])}
+      for i in range(count)
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / f"{name}.jsonl").write_text(lines)
+  return folder
+
+
+def run(kind: str, code: str, folder: pathlib.Path) -> None:
+  """One block, in a process of its own."""
+  if kind == "bash":
+    command = f"{sys.executable} -m tunix.cli.main"
+    code = re.sub(r"^tunix ", command + " ", code, flags=re.M)
+    argv = ["bash", "-euo", "pipefail", "-c", code]
+  else:
+    argv = [sys.executable, "-c", code]
+  done = subprocess.run(
+    argv, cwd=folder, capture_output=True, text=True, timeout=600, check=False
+  )
+  assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize(
+  "page", [p for p in PAGES if blocks(p)], ids=lambda p: p.stem.lower()
+)
+def test_every_snippet_runs(page, prepared, tmp_path):
+  shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+  python = "".join(code for kind, code in blocks(page) if kind == "python")
+  for kind, code in blocks(page):
+    if kind == "bash":
+      run(kind, code, tmp_path)
+  if python:
+    run("python", python, tmp_path)
+
+
+def test_readme_begins_with_the_two_commands():
+  bash = [code for kind, code in BLOCK.findall((ROOT / "README.md").read_text())]
+  assert bash[0].splitlines()[-1] == "tunix quickstart"
+  assert bash[1].splitlines() == ["python -m pip install -e '.[test]'", "make check"]
+
+
+def test_links_between_pages_lead_somewhere():
+  for page in PAGES:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
+      assert (page.parent / target).exists(), f"{page.name} links to {target}"

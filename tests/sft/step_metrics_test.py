@@ -1,0 +1,80 @@
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix.ops.reductions import WeightedSum
+from tunix.sft.config import TrainingConfig
+from tunix.sft.metrics_logger import MetricsLogger
+from tunix.sft.step_metrics import StepReporter, matmul_params
+from tunix.sft.train_step import StepMetrics
+
+
+def reporter(**config):
+  logger = MetricsLogger()
+  options = {"pbar_description": None, **config}
+  return logger, StepReporter(logger, TrainingConfig(**options), (100, 10))
+
+
+def metrics(loss, weight=4.0, rate=None):
+  scalars = [jnp.float32(x) for x in (loss, weight, 1.5)]
+  return StepMetrics(*scalars, None if rate is None else jnp.float32(rate), {})
+
+
+def test_values_come_a_step_late_and_flush_brings_the_rest():
+  logger, report = reporter()
+  for step, loss in enumerate([3.0, 2.0], start=1):
+    with report.step(step - 1):
+      pass
+    report.put(step, metrics(loss), {"extra": jnp.float32(step)}, tokens=8)
+  assert logger.get_metric_history("", "loss", "train").tolist() == [3]
+  report.flush()
+  assert logger.get_metric_history("", "loss", "train").tolist() == [3, 2]
+  assert logger.get_metric_history("", "extra", "train").tolist() == [1, 2]
+  assert logger.get_metric_history("", "trained_tokens", "train").tolist() == [4, 4]
+  perplexities = logger.get_metric_history("", "perplexity", "train")
+  np.testing.assert_allclose(perplexities, np.exp([3, 2]))
+
+
+def test_the_state_holds_every_dispatched_step():
+  _, report = reporter()
+  with report.step(0):
+    pass
+  report.put(1, metrics(3.0), {}, tokens=8)
+  names = {row[2] for row in report.state()["history"]}
+  assert {"loss", "grad_norm"} <= names
+
+
+def test_eval_means_are_weighted():
+  _, report = reporter()
+  parts = [
+    (WeightedSum(jnp.float32(6), jnp.float32(3)), {"a": jnp.float32(3)}),
+    (WeightedSum(jnp.float32(10), jnp.float32(1)), {"a": jnp.float32(5)}),
+  ]
+  out = report.eval_means(parts, lambda aux: {"b": aux["a"]}, tokens=8)
+  assert out == {"loss": 4, "perplexity": math.exp(4), "b": 2}
+  assert "perplexity" not in report.eval_means(parts, lambda aux: aux, tokens=0)
+  huge = [(WeightedSum(jnp.float32(1e4), jnp.float32(1)), {})]
+  assert report.eval_means(huge, lambda aux: aux, tokens=1)["perplexity"] == math.inf
+
+
+@pytest.mark.parametrize(
+  ("parts", "message"),
+  [
+    ([], "the evaluation data gave no batch"),
+    ([(WeightedSum(jnp.zeros(()), jnp.zeros(())), {})], "every mask is zero"),
+  ],
+)
+def test_an_evaluation_of_nothing_is_an_error(parts, message):
+  with pytest.raises(ValueError, match=message):
+    reporter()[1].eval_means(parts, lambda aux: aux, tokens=1)
+
+
+def test_parameters_that_multiply_tokens():
+  tied = {"embed": {"embedding": np.ones((10, 4))}, "norm": {"scale": np.ones(4)}}
+  head = {"lm_head": {"kernel": np.ones((4, 10))}}
+  lora = {"lm_head": {"kernel_lora_a": np.ones((4, 2))}}
+  assert matmul_params(tied, {}) == (40, 40)
+  assert matmul_params({**tied, **head}, {}) == (40, 40), "a table that is looked up"
+  assert matmul_params(lora, {**tied, **head}) == (48, 8)
