@@ -57,13 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
   if debug:
     return _load(words[0]).main(words[1:]) or 0
-  code = _guarded(words[0], words[1:])
-  if code == FAILED and argv is None:
-    # Threads of a save that failed are still at work for nothing, and would be heard
-    # of while the interpreter shuts down.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+  with contextlib.ExitStack() as quiet:
+    code = _guarded(words[0], words[1:], quiet)
+    if code == FAILED and argv is None:
+      # Threads of a save that failed are still at work for nothing, and would be heard
+      # of while the interpreter shuts down.
+      sys.stdout.flush()
+      sys.stderr.flush()
+      os._exit(code)
   return code
 
 
@@ -83,12 +84,13 @@ def _load(command: str) -> ModuleType:
   return importlib.import_module(COMMANDS[command][0])
 
 
-def _guarded(command: str, argv: list[str]) -> int:
+def _guarded(command: str, argv: list[str], quiet: contextlib.ExitStack) -> int:
   """Runs a command; what a user can cause becomes one line on standard error."""
   try:
     module = _load(command)
-    with _quiet_orbax():
-      return module.main(argv) or 0
+    # Only now: absl must have made its logger itself.
+    quiet.enter_context(_quiet_orbax())
+    return module.main(argv) or 0
   except BrokenPipeError:
     # The reader of our output went away (`| head`): nothing to say, nowhere to say it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -110,21 +112,21 @@ def _guarded(command: str, argv: list[str]) -> int:
 def _quiet_orbax() -> Iterator[None]:
   """Silences what orbax tells about a save that fails, besides raising it to us: the
   traceback in every thread that it passes, in absl's log, and one for every write that
-  tensorstore finishes after the first failed, through sys.excepthook."""
+  tensorstore finishes after the first failed, through sys.unraisablehook."""
   logger = logging.getLogger("absl")
-  level, hook = logger.level, sys.excepthook
+  level, hook = logger.level, sys.unraisablehook
 
-  def without_late_writes(kind: Any, error: BaseException, trace: Any) -> None:
-    if str(error) != "Event loop is closed":
-      hook(kind, error, trace)
+  def without_late_writes(report: Any) -> None:
+    if str(report.exc_value) != "Event loop is closed":
+      hook(report)
 
   logger.setLevel(logging.CRITICAL)
-  sys.excepthook = without_late_writes
+  sys.unraisablehook = without_late_writes
   try:
     yield
   finally:
     logger.setLevel(level)
-    sys.excepthook = hook
+    sys.unraisablehook = hook
 
 
 def _complain(message: str) -> None:

@@ -27,8 +27,8 @@ from tunix.utils import io
 
 # Shares of the functions, by split.
 SHARES = {"pretrain": 0.4, "finetune": 0.5, "held_out": 0.1}
-# Pieces of longer texts, in characters: up to about 250 tokens, a row of training.
-_PIECE = 520
+# Pieces of longer texts, in characters: up to about 128 tokens, a row of training.
+_PIECE = 300
 
 _SPECIAL = ("<|pad|>", "<|begin|>", "<|end|>", "<|user|>", "<|assistant|>")
 CHAT_TEMPLATE = (

@@ -40,8 +40,8 @@ class Settings:
 
   output: pathlib.Path
   seed: int = 0
-  pretrain_steps: int = 280
-  finetune_steps: int = 350
+  pretrain_steps: int = 500
+  finetune_steps: int = 800
   vocab_size: int = 2048
   num_layers: int = 4
   embed_dim: int = 128
@@ -49,7 +49,7 @@ class Settings:
   num_heads: int = 4
   num_kv_heads: int = 2
   batch_size: int = 4
-  row_length: int = 256
+  row_length: int = 128
   pretrain_rate: float = 4e-3
   finetune_rate: float = 4e-3
   questions: int = 64

@@ -158,8 +158,9 @@ def resolve_folder(name: str | os.PathLike[str]) -> pathlib.Path:
   try:
     return pathlib.Path(hub.snapshot_download(str(name), allow_patterns=_HUB_FILES))
   except OSError as error:
+    reason = str(error).strip().partition("\n")[0]
     raise FileNotFoundError(
-      f"there is no folder {path}, and downloading it as a hub id failed ({error}): "
+      f"there is no folder {path}, and downloading it as a hub id failed ({reason}): "
       "check the name and the network, or download it by hand"
     ) from error
 

@@ -73,6 +73,8 @@ def weighted_nll(
     weights: 0 where nothing is predicted.
     layout: sharding and chunk size.
   """
+  if hidden.shape[0] % _batch_shards(layout):
+    layout = layout._replace(batch_axes=())  # such a batch is replicated
   return _weighted_nll(hidden, unembed, targets, weights, layout)
 
 
@@ -146,12 +148,18 @@ def _run(hidden, unembed, targets, weights, layout, want_hidden, want_unembed) -
   )(hidden, unembed, targets, weights)
 
 
+def _batch_shards(layout: Layout) -> int:
+  """Number of parts that the batch is split into."""
+  if layout.mesh is None:
+    return 1
+  return math.prod(layout.mesh.shape[axis] for axis in layout.batch_axes)
+
+
 def _scatter_axes(layout: Layout, dim: int) -> tuple[str, ...]:
   """Axes over which the gradient of the unembedding is reduce-scattered along D."""
-  if layout.mesh is None or not layout.batch_axes:
+  if layout.mesh is None or dim % _batch_shards(layout):
     return ()
-  size = math.prod(layout.mesh.shape[a] for a in layout.batch_axes)
-  return layout.batch_axes if dim % size == 0 else ()
+  return layout.batch_axes
 
 
 def _local_pass(
