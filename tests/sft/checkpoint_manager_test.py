@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from tests import toys
 from tests.sft import trainers
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.config import CheckpointOptions
@@ -206,14 +205,14 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path, kind, caplog):
 def test_it_is_restored_onto_the_layout_of_the_model(tmp_path, mesh_fsdp8):
   def on_mesh(seed):
     with jax.set_mesh(mesh_fsdp8):
-      model = toys.model(seed)
+      model = trainers.wide(seed)
       trainers.trainer(model)
     return model
 
   m = manager(tmp_path)
   m.save(1, model := on_mesh(1))
-  m.save(2, plain := toys.model(2))
-  m.restore(one := toys.model(), step=1)
+  m.save(2, plain := trainers.wide(2))
+  m.restore(one := trainers.wide(), step=1)
   m.restore(eight := on_mesh(0), step=2)
   assert trainers.equal(trainers.leaves(one), trainers.leaves(model))
   assert trainers.equal(trainers.leaves(eight), trainers.leaves(plain))

@@ -9,20 +9,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from tests import toys
 from tests.sft import trainers
-from tests.sft.trainers import trainer
+from tests.sft.trainers import trainer, wide
 from tunix.utils import tree
 
 
 def explicit():
   return jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
-
-
-def wide(seed=0):
-  """Its matrices say how they are split."""
-  model = toys.TokensOnly(nnx.Rngs(seed), rate=0.5)
-  for variable in (model.embed.embedding, model.out.kernel):
-    variable.set_metadata(out_sharding=("fsdp", None))
-  return model
 
 
 DATA = [trainers.small(seed, rows=8) for seed in range(3)]

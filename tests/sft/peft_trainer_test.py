@@ -3,20 +3,17 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 from tests import toys
 from tests.sft import trainers
 from tests.sft.trainers import history, smalls, trainer
-from tunix.ops.reductions import WeightedSum
 from tunix.sft.hooks import DataHooks, TrainingHooks
 from tunix.sft.losses import next_token_loss
 from tunix.sft.metrics_logger import MetricsLogger, MetricsLoggerOptions
-from tunix.sft.peft_trainer import PeftTrainer, PeftTrainerConfig, TrainingConfig
+from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 from tunix.sft.profiler import ProfilerOptions
 
 
@@ -186,171 +183,6 @@ def test_metric_names_and_prefix():
   assert trained.tolist() == [b["input_mask"][:, 1:].sum() for b in smalls(2)]
 
 
-def rates(tx=None, **config):
-  t = trainer(tx=tx, **config)
-  t.train(smalls(3))
-  logger = t._reporter._logger
-  if not logger.metric_exists("", "learning_rate", "train"):
-    return None
-  return history(t, "learning_rate")
-
-
-def test_the_learning_rate_metric():
-  schedule = optax.linear_schedule(0.5, 0.0, 4)
-  assert rates(optax.inject_hyperparams(optax.sgd)(schedule)) == [0.5, 0.375, 0.25]
-  assert rates(optax.sgd(schedule), learning_rate=schedule) == [0.5, 0.375, 0.25]
-  assert rates(optax.sgd(0.5), learning_rate=0.5) == [0.5, 0.5, 0.5]
-  assert rates(optax.sgd(schedule)) is None
-
-
-def test_learning_rate_alone_gives_adamw():
-  t = PeftTrainer(
-    trainers.tokens_only(), training_config=TrainingConfig(learning_rate=1e-2)
-  )
-  want = trainer(tx=optax.adamw(1e-2))
-  for each in (t, want):
-    each.train(smalls(2))
-  assert trainers.equal(trainers.leaves(t.model), trainers.leaves(want.model))
-  with pytest.raises(ValueError, match=r"no optimizer: pass .* or learning_rate="):
-    PeftTrainer(trainers.tokens_only())
-
-
-def test_arguments_of_the_wrong_kind():
-  model = trainers.tokens_only()
-  with pytest.raises(TypeError, match=r"is a TrainingConfig, .*PeftTrainer\(model,"):
-    PeftTrainer(TrainingConfig())  # pyright: ignore[reportArgumentType]
-  with pytest.raises(TypeError, match=r"training_config is a dict"):
-    PeftTrainer(model, optax.sgd(1), {"max_steps": 3})  # pyright: ignore
-  with pytest.raises(TypeError, match="optimizer is a float, expected an optax"):
-    PeftTrainer(model, 1e-3)
-  t = trainer(model)
-  for wrong in ((model, trainers.small(0)), (model,)):
-    with pytest.raises(TypeError, match=r"trainer.train_step\(batch\)"):
-      t.train_step(*wrong)
-  assert PeftTrainerConfig is TrainingConfig
-
-
-def test_an_nnx_optimizer_is_unwrapped_or_refused():
-  model = trainers.tokens_only()
-  fresh = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-  t, want = trainer(model, fresh), trainer()
-  for each in (t, want):
-    each.train(smalls(2))
-  assert trainers.equal(trainers.leaves(t.model), trainers.leaves(want.model))
-  gradient = nnx.grad(lambda m: jnp.sum(m.out.kernel[...]))(model)
-  fresh.update(model, gradient)
-  with pytest.raises(ValueError, match="has done 1 updates, whose state would be lost"):
-    trainer(model, fresh)
-
-
-def test_losses_of_all_kinds_update_alike():
-  """All rows have equally many tokens, so that the two weightings agree."""
-  data = [{**b, "input_mask": np.ones((4, 8), np.int32)} for b in smalls(2)]
-
-  def scalar(model, **batch):
-    return next_token_loss(model, **batch).mean()
-
-  def pair(model, **batch):
-    return scalar(model, **batch), {"rows": batch["input_mask"].shape[0]}
-
-  def weighted_pair(model, **batch):
-    return next_token_loss(model, **batch), {"rows": 4}
-
-  want = trainer()
-  want.train(data)
-  for loss, has_aux in ((scalar, False), (pair, True), (weighted_pair, True)):
-    t = trainer().with_loss_fn(loss, has_aux=has_aux)
-    t.train(data, data)
-    got, expected = trainers.leaves(t.model), trainers.leaves(want.model)
-    for name in got:
-      np.testing.assert_allclose(got[name], expected[name], atol=2e-5)
-    if has_aux:
-      assert history(t, "rows") == [4, 4] == history(t, "rows", "eval")
-
-
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_has_aux_must_say_what_the_loss_does(has_aux):
-  def loss(model, **batch):
-    value = next_token_loss(model, **batch)
-    return value if has_aux else (value, {})
-
-  t = trainer().with_loss_fn(loss, has_aux=has_aux)
-  with pytest.raises(TypeError, match=f"with_loss_fn\\(fn, has_aux={not has_aux}\\)"):
-    t.train_step(trainers.small(0))
-
-
-def test_aux_is_a_dict_whose_names_are_all_kept():
-  def loss(model, aux, **batch):
-    return next_token_loss(model, **batch), aux
-
-  t = trainer().with_loss_fn(
-    lambda model, **b: loss(model, {"weight": 7.0, "extra": jnp.float32(3)}, **b), True
-  )
-  t.train(smalls(2))
-  assert history(t, "weight") == [7, 7] and history(t, "extra") == [3, 3]
-  t = trainer().with_loss_fn(lambda model, **b: loss(model, jnp.float32(1), **b), True)
-  with pytest.raises(TypeError, match="aux is a ArrayImpl: it must be a dict"):
-    t.train_step(trainers.small(0))
-
-
-def test_batches_of_any_kind_with_functions_for_them():
-  def loss(model, numbers, target):
-    hidden = model.embed(numbers)
-    return jnp.mean((hidden.sum((1, 2)) - target) ** 2)
-
-  data = [(np.full((4, 2), i), [np.full(4, 1.0, np.float32)]) for i in range(3)]
-  t = trainer().with_loss_fn(loss)
-  t.with_gen_model_input_fn(lambda b: {"numbers": b[0], "target": b[1][0]})
-  t.train(data, data)
-  logger = t._reporter._logger
-  assert len(history(t, "loss")) == 3
-  for name in ("perplexity", "tokens_per_sec", "trained_tokens"):
-    assert not logger.metric_exists("", name, "train"), name
-  assert not logger.metric_exists("", "perplexity", "eval")
-
-
-class Doubled(PeftTrainer):
-  """Overrides everything that is meant for subclasses."""
-
-  def _prepare_inputs(self, batch):
-    return {"input_tokens": np.stack(batch), "input_mask": np.ones((2, 4), np.int32)}
-
-  def _train_step(self, model, batch):
-    loss = next_token_loss(model, **batch)
-    return WeightedSum(2 * loss.total, loss.weight), {"hidden": 5.0}
-
-  def _eval_step(self, model, batch):
-    return next_token_loss(model, **batch)
-
-  def _post_process_train_step(self, aux):
-    return {"shown": aux["hidden"]}
-
-  def _post_process_eval_step(self, aux):
-    return {"evaluations": 1.0}
-
-
-def test_subclasses_change_what_a_step_computes():
-  batch = [np.arange(4), np.arange(4)]  # not a pytree of arrays with a batch dimension
-  t = Doubled(
-    trainers.tokens_only(), optax.sgd(0.0), TrainingConfig(pbar_description=None)
-  )
-  doubled = float(t.train_step(batch))
-  single = t.eval_step(batch)
-  np.testing.assert_allclose(doubled, 2 * single["loss"], rtol=1e-6)
-  assert single["evaluations"] == 1
-  t._reporter.flush()
-  assert history(t, "shown") == [5]
-
-
-def test_changing_the_loss_between_steps_takes_effect():
-  t = trainer(tx=optax.sgd(0.0))
-  plain = float(t.train_step(trainers.small(0)))
-  t.with_loss_fn(lambda model, **b: 3 * next_token_loss(model, **b).mean())
-  np.testing.assert_allclose(float(t.train_step(trainers.small(0))), 3 * plain, 1e-6)
-  t.with_gen_model_input_fn(lambda b: {**b, "input_mask": 0 * b["input_mask"]})
-  assert float(t.train_step(trainers.small(0))) == 0
-
-
 def test_accumulation_draws_micro_batches_and_a_step_takes_a_global_batch():
   whole = toys.batch(0, rows=8, length=8)
   whole.pop("segment_ids")
@@ -485,14 +317,6 @@ def test_a_lowered_step_is_the_one_that_runs():
   assert memory.temp_size_in_bytes > 0 and t.train_steps == 0
   t.train_step(trainers.small(0))
   assert t.train_steps == 1
-
-
-def test_packed_rows_are_refused_where_they_would_leak():
-  packed = toys.packed(toys.batch(0, rows=4, length=8))
-  with pytest.raises(ValueError, match=r"packed .* takes neither segment_ids nor"):
-    trainer().train([packed])
-  model = toys.FourArguments(nnx.Rngs(0))
-  trainer(model).train([packed])
 
 
 def test_close_may_be_called_twice_and_the_model_lives():

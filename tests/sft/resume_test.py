@@ -194,16 +194,25 @@ def test_saving_and_restoring_by_hand(tmp_path):
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"model": trainers.tokens_only(vocab=97, rate=0.1)}, r"\(96, 16\) in it and \(97"),
-    ({"model": toys.FourArguments(nnx.Rngs(0))}, r"\(model_rest\): it has dropout"),
-    ({"tx": optax.sgd(1.0)}, r"\(optimizer_state\): it has 0.count besides"),
-    ({"tx": optax.sgd(1.0, momentum=0.9)}, r"\(optimizer_state\): 0.trace.* not in it"),
+    (
+      {"model": lambda: trainers.tokens_only(vocab=97, rate=0.1)},
+      r"\(96, 16\) in it and \(97",
+    ),
+    (
+      {"model": lambda: toys.FourArguments(nnx.Rngs(0))},
+      r"\(model_rest\): it has dropout",
+    ),
+    ({"tx": lambda: optax.sgd(1.0)}, r"\(optimizer_state\): it has 0.count besides"),
+    (
+      {"tx": lambda: optax.sgd(1.0, momentum=0.9)},
+      r"\(optimizer_state\): 0.trace.* not in it",
+    ),
   ],
 )
 def test_other_settings_are_refused_and_nothing_is_renamed(tmp_path, options, message):
   run(tmp_path, smalls(2), max_steps=1)
   with pytest.raises(ValueError, match=message):
-    make(tmp_path, **options)
+    make(tmp_path, **{name: build() for name, build in options.items()})
   assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["1"]
 
 
@@ -222,15 +231,15 @@ def test_a_checkpoint_of_a_module_alone_is_no_run(tmp_path):
 
 
 def test_resume_on_another_mesh(tmp_path, mesh_fsdp8):
-  data = toys.batches(3)
-  whole = run(tmp_path / "whole", data, data[:1], model=toys.model(), max_steps=3)
-  run(tmp_path / "cut", data, data[:1], model=toys.model(), max_steps=2)
+  data = smalls(3, rows=8)
+  whole = run(tmp_path / "whole", data, data[:1], model=trainers.wide(), max_steps=3)
+  run(tmp_path / "cut", data, data[:1], model=trainers.wide(), max_steps=2)
   with jax.set_mesh(mesh_fsdp8):
-    cut = run(tmp_path / "cut", data, data[:1], model=toys.model(), max_steps=3)
+    cut = run(tmp_path / "cut", data, data[:1], model=trainers.wide(), max_steps=3)
   assert cut[0] == 2
   for name, value in whole[1].items():
     np.testing.assert_allclose(cut[1][name], value, atol=2e-3, err_msg=name)
-  again = run(tmp_path / "cut", data, data[:1], model=toys.model(), max_steps=3)
+  again = run(tmp_path / "cut", data, data[:1], model=trainers.wide(), max_steps=3)
   assert again[0] == 3 and trainers.equal(again[1], cut[1])
 
 

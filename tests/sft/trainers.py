@@ -17,6 +17,14 @@ def tokens_only(seed: int = 0, **options: Any) -> toys.TokensOnly:
   return toys.TokensOnly(nnx.Rngs(seed), **options)
 
 
+def wide(seed: int = 0) -> toys.TokensOnly:
+  """A user's model whose matrices say how they are split."""
+  model = toys.TokensOnly(nnx.Rngs(seed), rate=0.5)
+  for variable in (model.embed.embedding, model.out.kernel):
+    variable.set_metadata(out_sharding=("fsdp", None))
+  return model
+
+
 def small(seed: int, rows: int = 4, length: int = 8) -> dict[str, np.ndarray]:
   """A batch without segments, for user models."""
   whole = toys.batch(seed, rows=rows, length=length)
