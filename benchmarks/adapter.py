@@ -109,7 +109,6 @@ class Adapter:
   ) -> dict[str, Any]:
     """Generates `new` tokens after prompts of equal length; ids [B, P]."""
     from tunix.generate.sampler import CacheConfig, Sampler
-
     from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
     model = self.model(path)

@@ -46,7 +46,11 @@ def abstract_model(preset: str, mesh: Mesh) -> nnx.Module:
   """A preset in bfloat16 whose arrays are shapes laid out on the mesh."""
   family, make_config = families.preset(preset)
   config = automodel.with_options(
-    make_config(), dtype="bfloat16", param_dtype="bfloat16", remat="block", scan_layers=True
+    make_config(),
+    dtype="bfloat16",
+    param_dtype="bfloat16",
+    remat="block",
+    scan_layers=True,
   )
   model = nnx.eval_shape(lambda: family.model_class(config, rngs=nnx.Rngs(0)))
   graph, state = nnx.split(model)

@@ -46,7 +46,7 @@ HEAVY = {
   "wandb": {"sft/metrics_backends.py"},
   "transformers": set(),
   "torch": set(),
-  "tokenizers": {"generate/tokenizer_loading.py", "cli/quickstart_data.py"},
+  "tokenizers": {"generate/tokenizer_loading.py", "cli/quickstart/data.py"},
   "jinja2": {"generate/chat_template.py"},
   "yaml": {"cli/config.py"},
   "safetensors": set(),  # tests only: see models/tensor_files.py

@@ -22,12 +22,20 @@ def chat_dataset(folder: pathlib.Path, *, packing: bool):
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(record(i)) + "\n" for i in range(300)))
   records = formats.JsonlRecords(path)
-  options = dict(batch_size=8, max_length=LENGTH, overlong="truncate")
+  options = {"batch_size": 8, "max_length": LENGTH, "overlong": "truncate"}
   train = pipeline.build_dataset(
     records, tokenizer, packing=packing, shuffle=True, num_epochs=None, **options
   )
-  return train, [b for b, _ in zip(pipeline.build_dataset(
-    records, tokenizer, shuffle=False, **options), range(2))], tokenizer
+  return (
+    train,
+    [
+      b
+      for b, _ in zip(
+        pipeline.build_dataset(records, tokenizer, shuffle=False, **options), range(2)
+      )
+    ],
+    tokenizer,
+  )
 
 
 def record(i: int) -> dict:

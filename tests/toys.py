@@ -18,15 +18,15 @@ VOCAB = 96
 
 def config(**changes: Any) -> TransformerConfig:
   """A two-layer Llama of 20 thousand parameters."""
-  sizes: dict[str, Any] = dict(
-    num_layers=2,
-    vocab_size=VOCAB,
-    embed_dim=32,
-    hidden_dim=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-  )
+  sizes: dict[str, Any] = {
+    "num_layers": 2,
+    "vocab_size": VOCAB,
+    "embed_dim": 32,
+    "hidden_dim": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+  }
   return ModelConfig(**{**sizes, **changes})
 
 
@@ -70,7 +70,7 @@ def batches(count: int, **options: Any) -> list[dict[str, np.ndarray]]:
 def cut(whole: dict[str, np.ndarray], parts: int) -> list[dict[str, np.ndarray]]:
   """A batch as `parts` micro-batches of equally many rows."""
   return [
-    {name: piece for name, piece in zip(whole, pieces)}
+    dict(zip(whole, pieces))
     for pieces in zip(*(np.split(x, parts) for x in whole.values()))
   ]
 

@@ -29,17 +29,20 @@ _LAZY = {
 __all__ = ["__version__", *sorted(_LAZY)]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-  from tunix.generate.sampler import CacheConfig, Sampler
-  from tunix.generate.tokenizer_adapter import TokenizerAdapter
-  from tunix.models.automodel import AutoModel
-  from tunix.models.lora import LoraConfig
-  from tunix.sft.checkpoint_manager import CheckpointManager
-  from tunix.sft.metrics_logger import MetricsLogger, MetricsLoggerOptions
+  from tunix.generate.sampler import CacheConfig as CacheConfig, Sampler as Sampler
+  from tunix.generate.tokenizer_adapter import TokenizerAdapter as TokenizerAdapter
+  from tunix.models.automodel import AutoModel as AutoModel
+  from tunix.models.lora import LoraConfig as LoraConfig
+  from tunix.sft.checkpoint_manager import CheckpointManager as CheckpointManager
+  from tunix.sft.metrics_logger import (
+    MetricsLogger as MetricsLogger,
+    MetricsLoggerOptions as MetricsLoggerOptions,
+  )
   from tunix.sft.peft_trainer import (
-    PeftTrainer,
-    PeftTrainerConfig,
-    TrainingConfig,
-    TrainingInput,
+    PeftTrainer as PeftTrainer,
+    PeftTrainerConfig as PeftTrainerConfig,
+    TrainingConfig as TrainingConfig,
+    TrainingInput as TrainingInput,
   )
 
 

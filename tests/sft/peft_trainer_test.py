@@ -220,7 +220,7 @@ def test_a_short_last_window_counts_right_and_compiles_nothing():
 def test_eval_batches_do_not_change_the_rows_that_train():
   t = trainer()
   t.train(smalls(1, rows=2), smalls(1, rows=8))
-  assert t._counts["train_rows"] == 2 and t._counts["eval_rows"] == 8
+  assert t._progress.train_rows == 2 and t._progress.eval_rows == 8
 
 
 def test_skip_jit_runs_python_and_gives_the_same():

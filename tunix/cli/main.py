@@ -22,7 +22,10 @@ COMMANDS = {
   "generate": ("tunix.cli.generate_main", "continue prompts with a model"),
   "export": ("tunix.cli.export_main", "write a run's model or adapter to a folder"),
   "data": ("tunix.cli.data_main", "show what a run would train on, and check it"),
-  "quickstart": ("tunix.cli.quickstart", "the whole way on this machine, no download"),
+  "quickstart": (
+    "tunix.cli.quickstart.main",
+    "the whole way, without a download",
+  ),
 }
 
 BAD_INPUT = 2

@@ -186,7 +186,7 @@ class CheckpointManager:
       FileNotFoundError: one of them is not there any more.
     """
     assert self._manager is not None
-    written = set(self._manager.metadata(step).item_handlers or ())
+    written: set[str] = set(self._manager.metadata(step).item_handlers or {})
     if not written:
       raise FileNotFoundError("the list of its items is missing")
     folder = self._manager.directory / str(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -134,3 +134,33 @@ def call_parameters(model: nnx.Module) -> dict[str, inspect.Parameter]:
   """Parameters of the model's `__call__`, without self."""
   parameters = inspect.signature(type(model).__call__).parameters
   return dict(list(parameters.items())[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class LossCall:
+  """A loss and how a batch becomes its arguments: `call(model, batch)`.
+
+  Attributes:
+    loss_fn: called with the model and the arguments by name.
+    input_fn: batch -> arguments by name; traced.
+    has_aux: whether the loss returns a pair.
+  """
+
+  loss_fn: Callable[..., Any] = next_token_loss
+  input_fn: Callable[[Any], Any] = batch_fields
+  has_aux: bool = False
+
+  @property
+  def is_default(self) -> bool:
+    """Whether batches mean what `next_token_loss` says they mean."""
+    return (self.loss_fn, self.input_fn) == (next_token_loss, batch_fields)
+
+  def __call__(self, model: nnx.Module, batch: Any) -> Any:
+    out = self.loss_fn(model, **self.input_fn(batch))
+    is_pair = isinstance(out, tuple) and not hasattr(out, "_fields")
+    if is_pair != self.has_aux:
+      raise TypeError(
+        f"the loss returned {'a tuple' if is_pair else 'no tuple'}, but has_aux is "
+        f"{self.has_aux}: say with_loss_fn(fn, has_aux={is_pair})"
+      )
+    return out

@@ -10,6 +10,7 @@ computes is in train_step.py; the arrays it works on are in module_state.py.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,21 +18,24 @@ import jax
 import optax
 from flax import nnx
 
-from tunix.sft import hooks as hooks_lib, losses, sharding_utils, train_step, windows
+from tunix.sft import (
+  hooks as hooks_lib,
+  losses,
+  sharding_utils,
+  train_step,
+  trainer_arguments,
+  windows,
+)
 from tunix.sft.batch_source import BatchSource, eval_batches
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
+from tunix.sft.losses import LossCall
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.module_state import ModuleState
-from tunix.sft.run_state import (
-  RunState,
-  flatten_optimizer,
-  gather_json,
-  init_optimizer,
-  optimizer_shardings,
-  unflatten_optimizer,
-)
+from tunix.sft.run_state import Progress
 from tunix.sft.step_metrics import StepReporter, matmul_params
+from tunix.sft.train_state import TrainState
+from tunix.sft.trainer_arguments import named_metrics
 from tunix.sft.windows import Window
 from tunix.utils import mesh as mesh_lib
 from tunix.utils.interrupts import DeferredSignals, Stopped
@@ -84,27 +88,14 @@ class PeftTrainer:
     metrics_logger: MetricsLogger | None = None,
   ):
     config = TrainingConfig() if training_config is None else training_config
-    _check_kinds(model, config)
+    trainer_arguments.check_kinds(model, config)
     self.training_config = config
-    self._tx = _optimizer(optimizer, config)
-    self._module = ModuleState(model)
-    self._mesh: mesh_lib.Mesh | None = None
-    self._opt_state: Any = None
-    self._place()
-    self._loss_fn: Callable[..., Any] = losses.next_token_loss
-    self._input_fn: Callable[[Any], Any] = losses.batch_fields
-    self._has_aux = False
+    tx = trainer_arguments.resolve_optimizer(optimizer, config)
+    self._state = TrainState(model, tx)
+    self._loss = LossCall()
     self._steps: dict[str, Callable[..., Any]] = {}
     self._hooks: dict[str, Any] = {"train": None, "data": None}
-    self._counts = {
-      "train_steps": 0,
-      "iter_steps": 0,
-      "evaluated_at": -1,
-      # Rows of the largest micro-batch so far: smaller ones are padded to it.
-      "train_rows": 0,
-      "eval_rows": 0,
-    }
-    self._data_state: dict[str, Any] | None = None
+    self._progress = Progress()
     self._reporter = StepReporter(
       metrics_logger or MetricsLogger(config.metrics_logging_options),
       config,
@@ -126,13 +117,13 @@ class PeftTrainer:
     It returns a scalar mean over the micro-batch (weighted by example), or a
     WeightedSum; with `has_aux` a pair of that and a dict of scalars to log.
     """
-    self._loss_fn, self._has_aux = loss_fn, has_aux
+    self._loss = dataclasses.replace(self._loss, loss_fn=loss_fn, has_aux=has_aux)
     self._steps.clear()
     return self
 
   def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> PeftTrainer:
     """Replaces how a batch becomes the loss's keyword arguments; traced."""
-    self._input_fn = fn
+    self._loss = dataclasses.replace(self._loss, input_fn=fn)
     self._steps.clear()
     return self
 
@@ -150,14 +141,7 @@ class PeftTrainer:
     return batch
 
   def _train_step(self, model: nnx.Module, batch: Any) -> Any:
-    out = self._loss_fn(model, **self._input_fn(batch))
-    is_pair = isinstance(out, tuple) and not hasattr(out, "_fields")
-    if is_pair != self._has_aux:
-      raise TypeError(
-        f"the loss returned {'a tuple' if is_pair else 'no tuple'}, but has_aux is "
-        f"{self._has_aux}: say with_loss_fn(fn, has_aux={is_pair})"
-      )
-    return out
+    return self._loss(model, batch)
 
   def _eval_step(self, model: nnx.Module, batch: Any) -> Any:
     return self._train_step(model, batch)
@@ -182,17 +166,21 @@ class PeftTrainer:
   @property
   def optimizer(self) -> OptimizerView:
     """The transformation, its current state and the number of updates."""
-    return OptimizerView(self._tx, self._opt_state, self.train_steps)
+    return OptimizerView(self._state.tx, self._state.opt_state, self.train_steps)
+
+  @property
+  def _module(self) -> ModuleState:
+    return self._state.module
 
   @property
   def train_steps(self) -> int:
     """Optimizer updates done."""
-    return self._counts["train_steps"]
+    return self._progress.train_steps
 
   @property
   def iter_steps(self) -> int:
     """Micro-batches consumed."""
-    return self._counts["iter_steps"]
+    return self._progress.iter_steps
 
   # The loop.
 
@@ -216,10 +204,10 @@ class PeftTrainer:
       Stopped: SIGINT or SIGTERM arrived; the step was finished and a checkpoint saved.
       ValueError: the data is empty, or nothing in a global batch is trained.
     """
-    source = BatchSource(train_ds, self._hooks["data"], self, self._data_state)
+    source = BatchSource(train_ds, self._hooks["data"], self, self._progress.data_state)
     with self._session() as signals:
       self._call_hook("on_train_start")
-      if self._counts["evaluated_at"] < 0:
+      if self._progress.evaluated_at < 0:
         self._evaluate(eval_ds, skip_jit)
       window = self._draw(source)
       if window is None and not self._finished and not source.drawn:
@@ -234,7 +222,7 @@ class PeftTrainer:
         if signals.pending is not None:
           self._stop(signals.pending)
       if not self._finished:
-        self._data_state = None  # it was used up: another call starts it anew
+        self._progress.data_state = None  # it was used up: another call starts it anew
       self._reporter.flush()
       self._reporter.stop()
       self._checkpoints.wait()
@@ -259,7 +247,7 @@ class PeftTrainer:
       self._module.refresh()
       return self._compiled("train", False).lower(  # pyright: ignore
         self._module.params,
-        self._opt_state,
+        self._state.opt_state,
         self._module.rest,
         self._module.frozen,
         window.groups,
@@ -277,8 +265,8 @@ class PeftTrainer:
 
   def restore_checkpoint(self) -> bool:
     """Restores the newest checkpoint; returns whether there was one."""
-    with mesh_lib.use_mesh(self._mesh):
-      found = self._checkpoints.restore_state(self._saved_arrays())
+    with mesh_lib.use_mesh(self._state.mesh):
+      found = self._checkpoints.restore_state(self._state.to_run_state())
     if found is None:
       self._reporter.restore(None)
       return False
@@ -288,12 +276,8 @@ class PeftTrainer:
         f"checkpoint {step} was not written by a trainer (it has no counters): load "
         "it with CheckpointManager.restore(model), and train into another folder"
       )
-    self._module.replace(state.model_params or {}, state.model_rest or {})
-    self._module.hand_back()
-    self._opt_state = unflatten_optimizer(state.optimizer_state or {}, self._opt_state)
-    self._counts |= progress["counts"]
-    states = progress["data"]
-    self._data_state = states[jax.process_index() % len(states)]
+    self._state.load(state)
+    self._progress = Progress.from_json(progress)
     self._reporter.restore(progress["metrics"])
     return True
 
@@ -310,8 +294,9 @@ class PeftTrainer:
   @contextlib.contextmanager
   def _session(self) -> Iterator[DeferredSignals]:
     """The mesh is set, signals wait, and the caller's module is handed back."""
-    self._place()
-    with mesh_lib.use_mesh(self._mesh), DeferredSignals() as signals:
+    if self._state.place():
+      self._steps.clear()
+    with mesh_lib.use_mesh(self._state.mesh), DeferredSignals() as signals:
       try:
         yield signals
       except BaseException:
@@ -319,26 +304,6 @@ class PeftTrainer:
         raise
       finally:
         self._module.hand_back()
-
-  def _place(self) -> None:
-    """Lays model and optimizer out on the mesh that is current."""
-    mesh = mesh_lib.current_mesh() or mesh_lib.mesh_of(
-      (self._module.params, self._module.frozen)
-    )
-    if self._opt_state is not None and mesh == self._mesh:
-      return
-    with mesh_lib.use_mesh(mesh):
-      if mesh is not None:
-        self._module.place(mesh)
-      if self._opt_state is None:
-        self._opt_state = init_optimizer(self._tx, self._module.params, mesh)
-      elif mesh is not None:
-        self._opt_state = jax.device_put(
-          self._opt_state,
-          optimizer_shardings(self._opt_state, self._module.params, mesh),
-        )
-    self._mesh = mesh
-    self._steps = {}
 
   def _draw(self, source: BatchSource) -> Window | None:
     """The next global batch; None when the data or the run ends."""
@@ -363,8 +328,7 @@ class PeftTrainer:
   def _default_loss(self) -> bool:
     """Whether batches mean what next_token_loss says they mean."""
     own = type(self)._train_step is PeftTrainer._train_step
-    functions = (self._loss_fn, self._input_fn)
-    return own and functions == (losses.next_token_loss, losses.batch_fields)
+    return own and self._loss.is_default
 
   def _whole(self, batch: Any) -> Window:
     """A global batch, cut into micro-batches."""
@@ -374,7 +338,7 @@ class PeftTrainer:
     return self._window(windows.split_rows(windows.as_pytree(batch), parts), None)
 
   def _window(self, batches: list[Any], data_state: Any) -> Window:
-    ready = self._to_rows([self._prepare_inputs(b) for b in batches], "train_rows")
+    ready = self._ready(batches, "train_rows")
     if self._default_loss:
       windows.check_trained(ready)
       windows.check_packed(ready, losses.call_parameters(self._module.model))
@@ -389,17 +353,15 @@ class PeftTrainer:
       data_state=data_state,
     )
 
-  def _to_rows(self, batches: list[Any], kind: str) -> list[Any]:
-    """Pads smaller micro-batches to the usual rows, so that nothing recompiles. Only
-    for the default loss: another one may average over rows of its own accord."""
-    batches = [windows.as_pytree(batch) for batch in batches]
-    if not self._default_loss or any(
-      windows.field(batch, "input_mask") is None for batch in batches
-    ):
-      return batches
-    rows = max(train_step.examples_in(batch) for batch in batches)
-    self._counts[kind] = rows = max(self._counts[kind], rows)
-    return [windows.pad_rows(batch, rows) for batch in batches]
+  def _ready(self, batches: list[Any], rows: str) -> list[Any]:
+    """Micro-batches prepared, and padded if what their rows mean is known: a loss of
+    the user's may average over rows of its own accord."""
+    batches = [windows.as_pytree(self._prepare_inputs(batch)) for batch in batches]
+    if self._default_loss:
+      largest = getattr(self._progress, rows)
+      batches, largest = windows.pad_to_largest(batches, largest)
+      setattr(self._progress, rows, largest)
+    return batches
 
   def _dispatch(self, window: Window, skip_jit: bool) -> jax.Array:
     """Sends one update to the device, without waiting for it."""
@@ -407,18 +369,18 @@ class PeftTrainer:
     self._module.own()
     step = self._compiled("train", skip_jit)
     with self._reporter.step(self.train_steps):
-      params, self._opt_state, rest, metrics = step(
+      params, self._state.opt_state, rest, metrics = step(
         self._module.params,
-        self._opt_state,
+        self._state.opt_state,
         self._module.rest,
         self._module.frozen,
         window.groups,
       )
     self._module.replace(params, rest)
-    self._counts["train_steps"] += 1
-    self._counts["iter_steps"] += window.drawn
-    self._data_state = window.data_state
-    aux = _named(self._post_process_train_step(metrics.aux))
+    self._progress.train_steps += 1
+    self._progress.iter_steps += window.drawn
+    self._progress.data_state = window.data_state
+    aux = named_metrics(self._post_process_train_step(metrics.aux))
     self._reporter.put(self.train_steps, metrics, aux, window.tokens)
     self._call_hook("on_train_step_end", self.train_steps, metrics.loss)
     return metrics.loss
@@ -431,7 +393,7 @@ class PeftTrainer:
     self._save(force=last)
 
   def _evaluate(self, eval_ds: Any, skip_jit: bool) -> None:
-    self._counts["evaluated_at"] = self.train_steps
+    self._progress.evaluated_at = self.train_steps
     batches = eval_ds
     if hooks_lib.provides(self._hooks["data"], "load_next_eval_batch"):
       self._module.hand_back()
@@ -451,42 +413,31 @@ class PeftTrainer:
     axes = self.training_config.data_sharding_axis
     parts, tokens = [], 0
     for batch in batches:
-      (ready,) = self._to_rows([self._prepare_inputs(batch)], "eval_rows")
+      (ready,) = self._ready([batch], "eval_rows")
       tokens += windows.token_count([ready])
       ready = sharding_utils.shard_input(ready, axes)
       parts.append(
         step(self._module.params, self._module.rest, self._module.frozen, ready)
       )
     return self._reporter.eval_means(
-      parts, lambda aux: _named(self._post_process_eval_step(aux)), tokens
+      parts, lambda aux: named_metrics(self._post_process_eval_step(aux)), tokens
     )
 
   def _compiled(self, kind: str, skip_jit: bool) -> Callable[..., Any]:
     """The train or eval step, built once."""
     key = f"{kind} unjitted" if skip_jit else kind
     if key not in self._steps:
-      skeleton = self._module.skeleton
+      skeleton, tx = self._module.skeleton, self._state.tx
       if kind == "eval":
-        plain = train_step.make_eval_step(skeleton, self._eval_step)
-        options: dict[str, Any] = {}
+        step = train_step.make_eval_step(skeleton, self._eval_step)
+        self._steps[key] = step if skip_jit else jax.jit(step)
+      elif skip_jit:
+        self._steps[key] = train_step.make_train_step(skeleton, self._train_step, tx)
       else:
-        plain = train_step.make_train_step(skeleton, self._train_step, self._tx)
-        options = {"donate_argnums": (0, 1)}
-        if self._mesh is not None:
-          layout = jax.tree.map(
-            lambda x: x.sharding, (self._module.params, self._opt_state)
-          )
-          options["out_shardings"] = (*layout, None, None)
-      self._steps[key] = plain if skip_jit else jax.jit(plain, **options)
+        self._steps[key] = train_step.jit_train_step(
+          skeleton, self._train_step, tx, self._state.layout()
+        )
     return self._steps[key]
-
-  def _saved_arrays(self) -> RunState:
-    self._module.refresh()
-    return RunState(
-      model_params=self._module.params,
-      model_rest=self._module.rest,
-      optimizer_state=flatten_optimizer(self._opt_state),
-    )
 
   def _save(self, *, force: bool) -> bool:
     step = self.train_steps
@@ -494,14 +445,8 @@ class PeftTrainer:
       return False
     if not force and not self._checkpoints.should_save(step):
       return False
-    arrays = self._saved_arrays()
-    state = RunState(
-      **arrays.arrays(),
-      progress={
-        "counts": dict(self._counts),
-        "data": gather_json(self._data_state),
-        "metrics": self._reporter.state(),
-      },
+    state = self._state.to_run_state(
+      progress={**self._progress.to_json(), "metrics": self._reporter.state()},
       custom_metadata=self.custom_checkpoint_metadata(),
     )
     return self._checkpoints.save_state(step, state, force=True)
@@ -518,51 +463,3 @@ class PeftTrainer:
     if hooks_lib.provides(hooks, name):
       self._module.hand_back()
       getattr(hooks, name)(self, *args)
-
-
-def _named(aux: Any) -> dict[str, Any]:
-  """Metrics by name, as a loss or a subclass gave them."""
-  if not isinstance(aux, dict):
-    raise TypeError(
-      f"the loss's aux is a {type(aux).__name__}: it must be a dict of scalars by "
-      "name, or be made into one by _post_process_train_step and "
-      "_post_process_eval_step"
-    )
-  return aux
-
-
-def _check_kinds(model: Any, config: Any) -> None:
-  if isinstance(model, TrainingConfig) or not isinstance(model, nnx.Module):
-    raise TypeError(
-      f"the first argument is a {type(model).__name__}, expected an nnx.Module: "
-      "PeftTrainer(model, optimizer, training_config)"
-    )
-  if not isinstance(config, TrainingConfig):
-    raise TypeError(
-      f"training_config is a {type(config).__name__}, expected a TrainingConfig: "
-      "PeftTrainer(model, optimizer, training_config)"
-    )
-
-
-def _optimizer(optimizer: Any, config: TrainingConfig) -> optax.GradientTransformation:
-  """The optax transformation to use."""
-  if optimizer is None:
-    if config.learning_rate is None:
-      raise ValueError(
-        "no optimizer: pass an optax transformation, or learning_rate= in the config "
-        "for AdamW"
-      )
-    return optax.adamw(config.learning_rate)
-  if isinstance(optimizer, nnx.Optimizer):
-    if int(optimizer.step[...]):
-      raise ValueError(
-        f"the nnx.Optimizer has done {int(optimizer.step[...])} updates, whose state "
-        "would be lost: pass the optax transformation itself"
-      )
-    return optimizer.tx
-  if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
-    raise TypeError(
-      f"optimizer is a {type(optimizer).__name__}, expected an optax transformation "
-      "such as optax.adamw(1e-5)"
-    )
-  return optimizer

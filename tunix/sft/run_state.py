@@ -45,6 +45,39 @@ class RunState:
     return {name: part for name, part in parts.items() if part}
 
 
+@dataclasses.dataclass
+class Progress:
+  """Where a run stands; a trainer changes it, a checkpoint holds it as JSON.
+
+  Attributes:
+    train_steps: optimizer updates done.
+    iter_steps: micro-batches consumed.
+    evaluated_at: the step of the last evaluation, -1 before the first.
+    train_rows, eval_rows: rows of the largest micro-batch so far; smaller ones are
+      padded to it.
+    data_state: this process's place in the data; None before it and after its end.
+  """
+
+  train_steps: int = 0
+  iter_steps: int = 0
+  evaluated_at: int = -1
+  train_rows: int = 0
+  eval_rows: int = 0
+  data_state: dict[str, Any] | None = None
+
+  def to_json(self) -> dict[str, Any]:
+    """For all processes; every one of them calls it."""
+    counts = dataclasses.asdict(self)
+    return {"data": gather_json(counts.pop("data_state")), "counts": counts}
+
+  @classmethod
+  def from_json(cls, saved: dict[str, Any]) -> Progress:
+    """Of this process."""
+    states = saved["data"]
+    place = states[jax.process_index() % len(states)]
+    return cls(**saved["counts"], data_state=place)
+
+
 def init_optimizer(
   tx: optax.GradientTransformation, params: Arrays, mesh: Mesh | None
 ) -> Any:

@@ -148,6 +148,24 @@ def make_train_step(
   return step
 
 
+def jit_train_step(
+  skeleton: Skeleton,
+  loss: BatchLoss,
+  tx: optax.GradientTransformation,
+  layout: tuple[Any, Any] | None,
+) -> Callable[..., Any]:
+  """`make_train_step` compiled; parameters and optimizer state are donated.
+
+  Args:
+    skeleton, loss, tx: as `make_train_step`.
+    layout: shardings of (params, opt_state), kept from step to step; None: one device.
+  """
+  options: dict[str, Any] = {"donate_argnums": (0, 1)}
+  if layout is not None:
+    options["out_shardings"] = (*layout, None, None)
+  return jax.jit(make_train_step(skeleton, loss, tx), **options)
+
+
 def make_gradient(skeleton: Skeleton, loss: BatchLoss) -> Callable[..., Any]:
   """Builds `gradient(params, rest, frozen, groups)`: the mean gradient that a step of
   the same arguments would hand to the optimizer."""

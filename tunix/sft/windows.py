@@ -102,6 +102,19 @@ def group(batches: Sequence[Any], size: int) -> tuple[Group, ...]:
   )
 
 
+def pad_to_largest(batches: Sequence[Any], rows: int) -> tuple[list[Any], int]:
+  """Pads micro-batches to the rows of the largest of them, or to `rows` if that is
+  more, so that a smaller last one compiles nothing new. Those without an `input_mask`
+  stay as they are: nothing says what a row of zeros means in them.
+
+  Returns: (batches, rows they have now).
+  """
+  if any(field(batch, "input_mask") is None for batch in batches):
+    return list(batches), rows
+  rows = max([rows, *(examples_in(batch) for batch in batches)])
+  return [pad_rows(batch, rows) for batch in batches], rows
+
+
 def check_trained(batches: Sequence[Any]) -> None:
   """Refuses a global batch in which no token is trained.
 

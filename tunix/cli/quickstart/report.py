@@ -6,11 +6,11 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 
-from tunix.cli import quickstart_task as task
+from tunix.cli.quickstart import task
 from tunix.cli.plots import Series
-from tunix.cli.quickstart_data import QuickstartData
-from tunix.cli.quickstart_questions import Answer
-from tunix.cli.quickstart_settings import Settings
+from tunix.cli.quickstart.data import QuickstartData
+from tunix.cli.quickstart.questions import Answer
+from tunix.cli.quickstart.settings import Settings
 
 _SHOWN = 5
 _QUALITIES = (

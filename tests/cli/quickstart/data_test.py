@@ -7,8 +7,8 @@ import sysconfig
 
 import pytest
 
-from tunix.cli import quickstart_data, quickstart_task as task
-from tunix.cli.quickstart_data import SHARES, split_modules
+from tunix.cli.quickstart import data as quickstart_data, task
+from tunix.cli.quickstart.data import SHARES, split_modules
 from tunix.data import pipeline, supervision
 from tunix.data.formats import JsonlRecords
 

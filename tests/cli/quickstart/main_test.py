@@ -12,8 +12,8 @@ import jax
 import pytest
 
 from tests.cli import runs
-from tunix.cli import quickstart, quickstart_train as training
-from tunix.cli.quickstart_settings import Settings
+from tunix.cli.quickstart import main as quickstart, train as training
+from tunix.cli.quickstart.settings import Settings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
 from tunix.sft.metrics_logger import MetricsLogger

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from tunix.cli import quickstart_task as task
-from tunix.cli.quickstart_stdlib import Function
-from tunix.cli.quickstart_task import Check
+from tunix.cli.quickstart import task
+from tunix.cli.quickstart.stdlib import Function
+from tunix.cli.quickstart.task import Check
 
 SHORTEN = Function(
   module="textwrap",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunix.cli.quickstart_stdlib import Function, Passage, read_stdlib
+from tunix.cli.quickstart.stdlib import Function, Passage, read_stdlib
 
 _SHAPES = '''\
 """About shapes."""

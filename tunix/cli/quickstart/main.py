@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from tunix.cli.arguments import Parser
-from tunix.cli.quickstart_settings import Settings, prepare_output
+from tunix.cli.quickstart.settings import Settings, prepare_output
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,12 +59,12 @@ def run(settings: Settings) -> None:
   with _stage("imports", seconds):
     import jax
 
-    from tunix.cli import (
-      plots,
-      quickstart_data,
-      quickstart_questions as questions,
-      quickstart_report as report,
-      quickstart_train as training,
+    from tunix.cli import plots
+    from tunix.cli.quickstart import (
+      data as quickstart_data,
+      questions,
+      report,
+      train as training,
     )
     from tunix.utils import io
 

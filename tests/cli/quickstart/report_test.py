@@ -4,11 +4,11 @@ import pathlib
 
 import pytest
 
-from tunix.cli import quickstart_report as report
-from tunix.cli.quickstart_data import QuickstartData
-from tunix.cli.quickstart_questions import Answer
-from tunix.cli.quickstart_settings import Settings
-from tunix.cli.quickstart_task import Check
+from tunix.cli.quickstart import report
+from tunix.cli.quickstart.data import QuickstartData
+from tunix.cli.quickstart.questions import Answer
+from tunix.cli.quickstart.settings import Settings
+from tunix.cli.quickstart.task import Check
 
 
 def answer(text: str, *right: bool) -> Answer:

@@ -7,9 +7,9 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-from tunix.cli import quickstart_task as task
-from tunix.cli.quickstart_stdlib import Function
-from tunix.cli.quickstart_task import Check
+from tunix.cli.quickstart import task
+from tunix.cli.quickstart.stdlib import Function
+from tunix.cli.quickstart.task import Check
 from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel

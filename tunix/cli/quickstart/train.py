@@ -7,6 +7,7 @@ import functools
 import json
 import pathlib
 import sys
+from typing import Any
 from collections.abc import Iterator
 
 import jax
@@ -14,8 +15,8 @@ import optax
 
 from tunix.cli import config as config_lib, train_main
 from tunix.cli.plots import Series
-from tunix.cli.quickstart_data import QuickstartData
-from tunix.cli.quickstart_settings import Settings
+from tunix.cli.quickstart.data import QuickstartData
+from tunix.cli.quickstart.settings import Settings
 from tunix.data.formats import JsonlRecords
 from tunix.data.pipeline import build_dataset
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -28,7 +29,7 @@ from tunix.sft import metrics_logger as metrics
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 from tunix.utils import io
 
-_ADAM = {"b2": 0.98, "weight_decay": 0.05}
+_ADAM: dict[str, Any] = {"b2": 0.98, "weight_decay": 0.05}
 _WARMUP = 0.05  # share of the steps
 _FLOOR = 0.05  # last learning rate over the peak
 _EVALUATIONS = 4
@@ -167,7 +168,7 @@ def _finetune_yaml(settings: Settings, data: QuickstartData) -> str:
   return _FINETUNE.format(**{name: json.dumps(v) for name, v in values.items()})
 
 
-def _schedule(steps: int, peak: float) -> dict[str, float]:
+def _schedule(steps: int, peak: float) -> dict[str, Any]:
   return {
     "init_value": 0.0,
     "warmup_steps": max(1, round(_WARMUP * steps)),

@@ -17,7 +17,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tunix.cli.quickstart_stdlib import Function
+from tunix.cli.quickstart.stdlib import Function
 
 _NO_ARGUMENTS = "none"
 _ANSWER = re.compile(r"Name: (\S+)\nArguments: (\S[^\n]*)\nSummary: (\S[^\n]*)")

@@ -20,8 +20,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from tunix.cli import quickstart_task as task
-from tunix.cli.quickstart_stdlib import Function, Passage, read_stdlib
+from tunix.cli.quickstart import task
+from tunix.cli.quickstart.stdlib import Function, Passage, read_stdlib
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.utils import io
 

@@ -1,0 +1,78 @@
+"""What a trainer trains: a module, its optimizer state, and the mesh they lie on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from tunix.sft.module_state import ModuleState
+from tunix.sft.run_state import (
+  RunState,
+  flatten_optimizer,
+  init_optimizer,
+  optimizer_shardings,
+  unflatten_optimizer,
+)
+from tunix.utils import mesh as mesh_lib
+
+
+class TrainState:
+  """The arrays of a run between two steps.
+
+  Attributes:
+    module: the caller's module and its arrays.
+    tx: the optimizer.
+    opt_state: its state, laid out like the parameters.
+    mesh: the mesh all of it lies on; None: one device.
+  """
+
+  def __init__(self, model: nnx.Module, tx: optax.GradientTransformation):
+    self.module = ModuleState(model)
+    self.tx = tx
+    self.mesh: mesh_lib.Mesh | None = None
+    self.opt_state: Any = None
+    self.place()
+
+  def place(self) -> bool:
+    """Lays everything out on the mesh that is current, or that it lies on; returns
+    whether something changed."""
+    module = self.module
+    mesh = mesh_lib.current_mesh() or mesh_lib.mesh_of((module.params, module.frozen))
+    if self.opt_state is not None and mesh == self.mesh:
+      return False
+    with mesh_lib.use_mesh(mesh):
+      if mesh is not None:
+        module.place(mesh)
+      if self.opt_state is None:
+        self.opt_state = init_optimizer(self.tx, module.params, mesh)
+      elif mesh is not None:
+        layout = optimizer_shardings(self.opt_state, module.params, mesh)
+        self.opt_state = jax.device_put(self.opt_state, layout)
+    self.mesh = mesh
+    return True
+
+  def layout(self) -> tuple[Any, Any] | None:
+    """Shardings of (params, opt_state); None without a mesh."""
+    if self.mesh is None:
+      return None
+    arrays = (self.module.params, self.opt_state)
+    return jax.tree.map(lambda x: x.sharding, arrays)
+
+  def to_run_state(self, **more: Any) -> RunState:
+    """What is saved of it, and of the run besides."""
+    self.module.refresh()
+    return RunState(
+      model_params=self.module.params,
+      model_rest=self.module.rest,
+      optimizer_state=flatten_optimizer(self.opt_state),
+      **more,
+    )
+
+  def load(self, saved: RunState) -> None:
+    """Takes the arrays of a checkpoint; the caller's module holds them at once."""
+    self.module.replace(saved.model_params or {}, saved.model_rest or {})
+    self.module.hand_back()
+    self.opt_state = unflatten_optimizer(saved.optimizer_state or {}, self.opt_state)
