@@ -1,6 +1,8 @@
 .PHONY: check format lint types test slow parity
 
 PYTHON ?= python
+# Test processes; each takes up to 3 GB.
+JOBS ?= 2
 
 check: lint types test
 
@@ -16,7 +18,7 @@ types:
 	$(PYTHON) -m pyright --pythonpath "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
 
 test:
-	$(PYTHON) -m pytest -q
+	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile
 
 slow:
 	$(PYTHON) -m pytest -q -m slow

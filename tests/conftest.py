@@ -1,6 +1,14 @@
-"""The test world: CPU, as eight devices, set before anything imports jax."""
+"""The test world: CPU, as eight devices, set before anything imports jax.
 
+Compiling is most of what the suite costs, so LLVM's expensive passes are off (what XLA
+fuses and plans stays the same) and equal programs are compiled once for all workers and
+for the processes that tests start. The slow tests do without both.
+"""
+
+import atexit
 import os
+import shutil
+import tempfile
 
 import pytest
 
@@ -8,6 +16,20 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
   os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  """Makes the quick suite quick; the slow tests run what is shipped."""
+  is_worker = "PYTEST_XDIST_WORKER" in os.environ
+  if is_worker or config.option.markexpr != "not slow":
+    return
+  programs = tempfile.mkdtemp(prefix="tunix-tests-")
+  atexit.register(shutil.rmtree, programs, True)
+  os.environ |= {
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_COMPILATION_CACHE_DIR": programs,
+  }
 
 
 @pytest.fixture(scope="session")

@@ -35,14 +35,14 @@ class KillDrill:
   Attributes:
     command: argv of a run into a folder. The same command resumes.
     checkpoints: folder of checkpoints inside the run's folder.
-    metrics: the metrics file inside the run's folder.
+    files: files inside the run's folder whose bytes count as well.
     resumed: pattern, searched in the output, whose group 1 is the step that a run
-      started from.
+      started from; a run without it started from the beginning.
   """
 
   command: Callable[[pathlib.Path], Sequence[str]]
   checkpoints: str = "checkpoints"
-  metrics: str = "logs/metrics.jsonl"
+  files: Sequence[str] = ("logs/metrics.jsonl",)
   resumed: str = r"starts from step (\d+)"
 
   def start(self, folder: pathlib.Path) -> subprocess.Popen:
@@ -60,8 +60,7 @@ class KillDrill:
     output, _ = run.communicate(timeout=DEADLINE_SECONDS)
     assert run.returncode == 0, output
     match = re.search(self.resumed, output)
-    assert match, f"no line matches {self.resumed!r} in:\n{output}"
-    return int(match[1])
+    return int(match[1]) if match else 0
 
   def saved(self, folder: pathlib.Path) -> list[int]:
     """Steps of the complete checkpoints."""
@@ -107,11 +106,14 @@ class KillDrill:
     return run.returncode != 0
 
   def digest(self, folder: pathlib.Path) -> dict[str, str]:
-    """Hashes of every array of the last checkpoint, and of the metrics file."""
+    """Hashes of every array of the last checkpoint, and of the files."""
     import orbax.checkpoint as ocp
 
     last = folder / self.checkpoints / str(self.saved(folder)[-1])
-    out = {"metrics": hashlib.sha256((folder / self.metrics).read_bytes()).hexdigest()}
+    out = {
+      name: hashlib.sha256((folder / name).read_bytes()).hexdigest()
+      for name in self.files
+    }
     for item in ("model_params", "model_rest", "optimizer_state"):
       if not (last / item).exists():
         continue
@@ -120,7 +122,7 @@ class KillDrill:
       for name, value in arrays.items():
         value = np.asarray(value)
         out[f"{item}.{name}"] = hashlib.sha256(value.tobytes()).hexdigest()
-    assert len(out) > 2, f"nothing was saved in {last}"
+    assert len(out) > len(self.files), f"nothing was saved in {last}"
     return out
 
   def check(self, tmp_path: pathlib.Path, *, random_kills: int, seed: int = 0) -> None:

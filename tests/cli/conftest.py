@@ -1,32 +1,8 @@
 """One model folder and one pair of data files for all tests of the command."""
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from tests.cli import runs
-
-
-@pytest.fixture(scope="session", autouse=True)
-def programs(tmp_path_factory):
-  """Keeps compiled programs: most runs here have the same ones, and compiling is most
-  of what they cost. Processes that `runs.spawn` starts share them."""
-  folder = str(tmp_path_factory.mktemp("programs"))
-  keys = {
-    "jax_compilation_cache_dir": folder,
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-  }
-  before = {key: getattr(jax.config, key) for key in keys}
-  for key, value in keys.items():
-    jax.config.update(key, value)
-  compilation_cache.reset_cache()
-  with pytest.MonkeyPatch.context() as patch:
-    for key, value in keys.items():
-      patch.setenv(key.upper(), str(value))
-    yield
-  for key, value in before.items():
-    jax.config.update(key, value)
-  compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

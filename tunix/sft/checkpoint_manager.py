@@ -15,9 +15,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from tunix.sft import run_state
 from tunix.sft.config import CheckpointOptions
-from tunix.sft.module_state import Skeleton
-from tunix.sft.run_state import RunState, flatten_optimizer, unflatten_optimizer
+from tunix.sft.run_state import RunState
 from tunix.utils import env, tree
 
 _log = logging.getLogger(__name__)
@@ -270,7 +270,7 @@ class CheckpointManager:
     self._check_open()
     if self._manager is None:
       return False
-    state = _state_of(model, optimizer, save_only_lora_params)
+    state = run_state.of_module(model, optimizer, save_only_lora_params)
     state = dataclasses.replace(state, custom_metadata=custom_metadata or {})
     return self.save_state(step, state, force=force)
 
@@ -301,12 +301,12 @@ class CheckpointManager:
         f"optimizer is a {type(optimizer).__name__}, which cannot be restored in "
         "place: expected an nnx.Optimizer; give a step number as step="
       )
-    like = _state_of(model, optimizer, restore_only_lora_params)
+    like = run_state.of_module(model, optimizer, restore_only_lora_params)
     found = self.restore_state(like, step=step, partial=restore_only_lora_params)
     if found is None:
       return 0, {}
     at, state = found
-    _load_into(model, optimizer, state, restore_only_lora_params)
+    run_state.load_into(model, optimizer, state, restore_only_lora_params)
     return at, state.custom_metadata or {}
 
   def restore(
@@ -396,49 +396,3 @@ def _metadata_leaves(metadata: Any) -> dict[str, Any]:
     inner, is_leaf=lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
   )[0]
   return {tree.path_name(path): leaf for path, leaf in flat}
-
-
-def _optimizer_arrays(optimizer: Any) -> Any:
-  if isinstance(optimizer, (int, float, str)):
-    raise TypeError(
-      f"optimizer is {optimizer!r}: expected an nnx.Optimizer or the state of an optax "
-      "transformation; give a step number as step="
-    )
-  if isinstance(optimizer, nnx.Optimizer):
-    return nnx.to_pure_dict(nnx.state(optimizer))
-  return optimizer
-
-
-def _state_of(model: nnx.Module, optimizer: Any, only_lora: bool) -> RunState:
-  skeleton = Skeleton(model)
-  params, frozen, rest = skeleton.split(model)
-  if only_lora:
-    if skeleton.trained is not nnx.LoRAParam:
-      raise ValueError(
-        f"{type(model).__name__} has no LoRA parameters: apply LoRA to it first, or "
-        "save all parameters"
-      )
-    frozen, rest = {}, None
-  both = tree.nest({**tree.flatten(frozen), **tree.flatten(params)})
-  arrays = (
-    None if optimizer is None else flatten_optimizer(_optimizer_arrays(optimizer))
-  )
-  return RunState(model_params=both, model_rest=rest, optimizer_state=arrays)
-
-
-def _load_into(
-  model: nnx.Module, optimizer: Any, state: RunState, only_lora: bool
-) -> None:
-  skeleton = Skeleton(model)
-  params, frozen, rest = skeleton.split(model)
-  saved = tree.flatten(state.model_params or {})
-  params = tree.nest({name: saved[name] for name in tree.flatten(params)})
-  if not only_lora:
-    frozen = tree.nest({name: saved[name] for name in tree.flatten(frozen)})
-    rest = state.model_rest or rest
-  nnx.update(model, *skeleton.states(params, frozen, rest))
-  if isinstance(optimizer, nnx.Optimizer) and state.optimizer_state is not None:
-    like = nnx.state(optimizer)
-    arrays = unflatten_optimizer(state.optimizer_state, _optimizer_arrays(optimizer))
-    nnx.replace_by_pure_dict(like, arrays)
-    nnx.update(optimizer, like)

@@ -116,7 +116,7 @@ class ModuleState:
 
   def place(self, mesh: Mesh) -> None:
     """Lays the module's arrays out on a mesh, as their `out_sharding` metadata says;
-    what is on that mesh already stays where it is."""
+    what is split over that mesh already stays as it is."""
     model = self.hand_back()
     for _, node in nnx.iter_graph(model):
       if not isinstance(node, nnx.Variable):
@@ -149,10 +149,10 @@ class ModuleState:
 
 
 def _on_mesh(x: jax.Array, spec: Any, mesh: Mesh) -> jax.Array:
-  """An array on the mesh; one that lies there under Explicit axes keeps its layout."""
+  """An array on the mesh. One that is split over it keeps its layout; one that was
+  made there whole, as eager operations under a mesh do, is split as `spec` says."""
   if isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh):
-    if x.sharding.mesh == mesh:
-      return x
-    if mesh_lib.auto(x.sharding.mesh) == mesh:
+    here = mesh_lib.auto(x.sharding.mesh) == mesh
+    if here and (spec is None or not x.sharding.is_fully_replicated):
       spec = x.sharding.spec
   return jax.device_put(x, mesh_lib.sharding_of_spec(spec, x.shape, mesh))

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tunix.sft.module_state import Skeleton
 from tunix.utils import tree
 
 Arrays = dict[str, Any]
@@ -131,3 +133,56 @@ def gather_json(value: Any) -> list[Any]:
   padded[: data.size] = data
   rows = np.asarray(multihost_utils.process_allgather(padded))
   return [json.loads(bytes(row[: int(n)])) for row, n in zip(rows, sizes)]
+
+
+def _optimizer_arrays(optimizer: Any) -> Any:
+  if isinstance(optimizer, (int, float, str)):
+    raise TypeError(
+      f"optimizer is {optimizer!r}: expected an nnx.Optimizer or the state of an optax "
+      "transformation; give a step number as step="
+    )
+  if isinstance(optimizer, nnx.Optimizer):
+    return nnx.to_pure_dict(nnx.state(optimizer))
+  return optimizer
+
+
+def of_module(model: nnx.Module, optimizer: Any, only_lora: bool) -> RunState:
+  """The state of a module, and of an nnx.Optimizer or optax state if one is given.
+
+  Raises:
+    TypeError: `optimizer` is neither.
+    ValueError: only LoRA parameters are asked for, and there are none.
+  """
+  skeleton = Skeleton(model)
+  params, frozen, rest = skeleton.split(model)
+  if only_lora:
+    if skeleton.trained is not nnx.LoRAParam:
+      raise ValueError(
+        f"{type(model).__name__} has no LoRA parameters: apply LoRA to it first, or "
+        "save all parameters"
+      )
+    frozen, rest = {}, None
+  both = tree.nest({**tree.flatten(frozen), **tree.flatten(params)})
+  arrays = (
+    None if optimizer is None else flatten_optimizer(_optimizer_arrays(optimizer))
+  )
+  return RunState(model_params=both, model_rest=rest, optimizer_state=arrays)
+
+
+def load_into(
+  model: nnx.Module, optimizer: Any, state: RunState, only_lora: bool
+) -> None:
+  """Sets the variables of a module, and of an nnx.Optimizer, in place."""
+  skeleton = Skeleton(model)
+  params, frozen, rest = skeleton.split(model)
+  saved = tree.flatten(state.model_params or {})
+  params = tree.nest({name: saved[name] for name in tree.flatten(params)})
+  if not only_lora:
+    frozen = tree.nest({name: saved[name] for name in tree.flatten(frozen)})
+    rest = state.model_rest or rest
+  nnx.update(model, *skeleton.states(params, frozen, rest))
+  if isinstance(optimizer, nnx.Optimizer) and state.optimizer_state is not None:
+    like = nnx.state(optimizer)
+    arrays = unflatten_optimizer(state.optimizer_state, _optimizer_arrays(optimizer))
+    nnx.replace_by_pure_dict(like, arrays)
+    nnx.update(optimizer, like)

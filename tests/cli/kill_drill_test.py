@@ -1,0 +1,141 @@
+"""`tunix train`, killed at awkward moments, ends with the bytes of an untouched run."""
+
+import importlib.util
+import json
+import pathlib
+import random
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from tests import drills, toys_text
+from tests.cli import runs
+from tunix.models import safetensors_saver
+from tunix.models.automodel import AutoModel
+from tunix.models.llama3.model import ModelConfig
+from tunix.models.transformer.config import RopeConfig
+
+STEPS = 60
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SCALING = {
+  "factor": 8.0,
+  "high_freq_factor": 4.0,
+  "low_freq_factor": 1.0,
+  "original_max_position_embeddings": 64,
+}
+
+
+def write_llama3p1(folder: pathlib.Path) -> None:
+  """A folder of Llama 3.1's form with random weights in several files: written by
+  transformers where that is installed, else by our own saver."""
+  tokenizer = toys_text.chat_tokenizer("chatml")
+  if importlib.util.find_spec("transformers") and importlib.util.find_spec("torch"):
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, **SCALING}
+    model = transformers.LlamaForCausalLM(
+      transformers.LlamaConfig(
+        vocab_size=tokenizer.vocab_size,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_id(),
+        rope_parameters=rope,
+        **SIZES,
+        **HEADS,
+      )
+    )
+    model.save_pretrained(folder, max_shard_size="500KB")
+  else:
+    config = ModelConfig(
+      num_layers=SIZES["num_hidden_layers"],
+      vocab_size=tokenizer.vocab_size,
+      embed_dim=SIZES["hidden_size"],
+      hidden_dim=SIZES["intermediate_size"],
+      num_heads=HEADS["num_attention_heads"],
+      num_kv_heads=HEADS["num_key_value_heads"],
+      head_dim=HEADS["head_dim"],
+      max_position=512,
+      rope=RopeConfig(
+        theta=500000.0, scaling="llama3", factor=8.0, original_max_position=64
+      ),
+    )
+    safetensors_saver.save_pretrained(
+      AutoModel.from_config(config, seed=0, dtype=jnp.float32),
+      folder,
+      hf_fields={"eos_token_id": tokenizer.eos_id()},
+      max_shard_bytes=500_000,
+    )
+  assert len(list(folder.glob("*.safetensors"))) > 1
+  tokenizer.save(folder)
+
+
+def write_records(file: pathlib.Path, count: int, seed: int) -> None:
+  """Chat records of one to three turns over a small vocabulary."""
+  dice = random.Random(seed)
+  words = " ".join(toys_text.WORDS).split()
+  lines = []
+  for i in range(count):
+    messages = []
+    for turn in range(dice.randint(1, 3)):
+      start = dice.randrange(len(words))
+      question = f"what follows {words[start]}? {i} {turn}"
+      answer = " ".join(words[start + 1 :][: dice.randint(2, 9)]) or "nothing"
+      messages.append({"role": "user", "content": question})
+      messages.append({"role": "assistant", "content": answer})
+    lines.append(json.dumps({"messages": messages}))
+  file.write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("drill")
+  write_llama3p1(folder / "model")
+  write_records(folder / "train.jsonl", 2000, seed=1)
+  write_records(folder / "eval.jsonl", 40, seed=2)
+  return {
+    "model__path": folder / "model",
+    "data__train": folder / "train.jsonl",
+    "data__eval": folder / "eval.jsonl",
+    "data__max_length": 128,
+    "data__overlong": "truncate",
+    "training__max_steps": STEPS,
+    "training__global_batch_size": 8,
+    "training__micro_batch_size": 4,
+    "training__eval_every_n_steps": 10,
+    "training__learning_rate": "3e-3",
+    "checkpoint__every_n_steps": 5,
+  }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("changes", "kills"),
+  [
+    pytest.param({"lora__rank": 8}, 2, id="lora", marks=pytest.mark.ci),
+    pytest.param({"data__packing": "true"}, 3, id="full-packed"),
+    pytest.param({}, 2, id="full"),
+  ],
+)
+def test_killed_runs_of_the_command_resume_exactly(inputs, tmp_path, changes, kills):
+  keys = inputs | changes
+
+  def command(folder):
+    argv = runs.arguments(**keys, output_dir=folder)
+    return [sys.executable, "-m", "tunix.cli.main", "train", *argv]
+
+  weights = "adapter_model" if "lora__rank" in changes else "model"
+  drill = drills.KillDrill(
+    command=command,
+    resumed=r"resuming after step (\d+)",
+    files=("logs/metrics.jsonl", f"export/{weights}.safetensors"),
+  )
+  drill.check(tmp_path, random_kills=kills)
+  losses = runs.metrics(tmp_path / "whole")
+  assert sorted(losses) == list(range(1, STEPS + 1))
+  assert losses[STEPS]["loss"] < 0.8 * losses[1]["loss"]
+  evaluations = runs.metrics(tmp_path / "whole", "eval")
+  assert sorted(evaluations) == list(range(0, STEPS + 1, 10))
+  assert evaluations[STEPS]["loss"] < 0.8 * evaluations[0]["loss"]
