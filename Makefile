@@ -18,7 +18,7 @@ types:
 	$(PYTHON) -m pyright --pythonpath "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
 
 test:
-	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile
+	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 slow:
 	$(PYTHON) -m pytest -q -m slow

@@ -196,6 +196,6 @@ def check_split_invariance(
   for mesh in meshes:
     with jax.set_mesh(mesh):
       for batch in [whole] if packed is None else [whole, packed]:
-        for parts in (1, 2):
+        for parts in (1, 2, 4):
           pieces = cut(batch, parts)
           assert_same_gradients(gradients(make_trainer(parts), pieces), want)

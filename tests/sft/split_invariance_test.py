@@ -8,13 +8,19 @@ from tests import drills, toys
 from tests.sft import trainers
 
 
-@pytest.mark.parametrize("lora_rank", [0, 2], ids=["full", "lora"])
+@pytest.mark.parametrize(
+  "lora_rank",
+  [
+    pytest.param(0, id="full"),
+    pytest.param(2, id="lora", marks=[pytest.mark.slow, pytest.mark.ci]),
+  ],
+)
 def test_split_invariance(lora_rank, mesh_fsdp8, mesh_fsdp4_tp2):
   drills.check_split_invariance(
     lambda parts: trainers.trainer(
       toys.model(lora_rank=lora_rank), gradient_accumulation_steps=parts
     ),
-    whole := toys.batch(0, rows=16),
+    whole := toys.batch(0, rows=32),
     toys.cut,
     packed=toys.packed(whole),
     meshes=(mesh_fsdp8, mesh_fsdp4_tp2),

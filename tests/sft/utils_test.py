@@ -1,3 +1,4 @@
+import gc
 import logging
 import time
 
@@ -56,6 +57,7 @@ def test_time_measure(caplog):
 
 def test_live_arrays_count_on_the_device_that_holds_them():
   device = jax.local_devices()[0]
+  gc.collect()  # what earlier tests left must not go in between
   before = utils.live_array_bytes().get(device, 0)
   array = jax.device_put(np.ones((1000, 10), np.float32), device)
   assert utils.live_array_bytes()[device] - before == 40_000
