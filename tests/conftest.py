@@ -8,6 +8,7 @@ for the processes that tests start. The slow tests do without both.
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
@@ -20,6 +21,8 @@ if _FLAG not in os.environ.get("XLA_FLAGS", ""):
 
 def pytest_configure(config: pytest.Config) -> None:
   """Makes the quick suite quick; the slow tests run what is shipped."""
+  if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with nohup or `&`
+    signal.signal(signal.SIGINT, signal.default_int_handler)
   is_worker = "PYTEST_XDIST_WORKER" in os.environ
   if is_worker or config.option.markexpr != "not slow":
     return

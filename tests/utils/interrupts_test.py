@@ -56,6 +56,16 @@ def test_ctrl_c_becomes_a_keyboard_interrupt_at_the_end():
   assert done and type(raised.value) is KeyboardInterrupt
 
 
+def test_what_is_ignored_stays_ignored(heard):
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  with DeferredSignals() as signals:
+    os.kill(os.getpid(), signal.SIGINT)
+    assert signals.pending is None
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signals.pending == signal.SIGTERM
+  assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN and heard
+
+
 def test_blocks_inside_each_other(heard):
   with DeferredSignals() as outer:
     with DeferredSignals() as inner:

@@ -28,8 +28,8 @@ class DeferredSignals:
   An exception between the return of a donating computation and the assignment of its
   result would lose the state. A second signal acts at once: the old handlers are put
   back by the first. A signal that nobody answered with an interrupt is delivered on
-  leaving the block. Outside the main thread, where Python allows no handlers, nothing
-  is deferred.
+  leaving the block. What is ignored stays ignored. Outside the main thread, where Python
+  allows no handlers, nothing is deferred.
   """
 
   def __init__(self) -> None:
@@ -39,6 +39,8 @@ class DeferredSignals:
   def __enter__(self) -> DeferredSignals:
     if threading.current_thread() is threading.main_thread():
       for signum in _SIGNALS:
+        if signal.getsignal(signum) is signal.SIG_IGN:  # by nohup, or a script's `&`
+          continue
         self._old[signum] = signal.signal(signum, self._remember)
     return self
 
