@@ -96,22 +96,12 @@ def head(c, w):
 
 def loss_fn(c, w, ids):
   """Mean next-token cross-entropy; ids [B, T]."""
-  positions = jnp.arange(ids.shape[1])[None]
-  x, mask = (
-    w["embed_tokens"][ids],
-    jnp.tril(
-      jnp.ones(
-        (
-          1,
-          ids.shape[1],
-        )
-        * 2,
-        bool,
-      )[0]
-    ),
-  )
+  length = ids.shape[1]
+  positions = jnp.arange(length)[None]
+  mask = jnp.tril(jnp.ones((length, length), bool))[None]
+  x = w["embed_tokens"][ids]
   for block in w["layers"]:
-    x, _ = layer(c, block, x, positions, mask[None])
+    x, _ = layer(c, block, x, positions, mask)
   logits = norm(x, w["norm"], c["rms_norm_eps"])[:, :-1] @ head(c, w)
   return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
 
