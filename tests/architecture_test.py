@@ -39,7 +39,7 @@ SIDEWAYS = {("data", "tunix.generate.tokenizer_adapter")}
 # import them.
 HEAVY = {
   "matplotlib": {"cli/plots.py"},
-  "orbax": {"sft/checkpoint_manager.py"},
+  "orbax": {"sft/checkpoint_manager.py", "sft/orbax_options.py"},
   "grain": {"data/pipeline.py", "data/packing.py"},
   "qwix": set(),
   "tensorboardX": {"sft/metrics_backends.py"},

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tests.sft import trainers
+from tunix.sft import orbax_options
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.config import CheckpointOptions
 
@@ -144,7 +145,9 @@ def test_strict_restore_and_a_closed_manager(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused_and_left_alone(tmp_path):
   m = manager(tmp_path)
   m.save(1, Pair(1.0))
-  with pytest.raises(ValueError, match=r"base is \(8, 2\) in it and \(16, 2\) here"):
+  with pytest.raises(
+    ValueError, match=r"base is float32\[8, 2\] in it and float32\["
+  ):
     m.maybe_restore(Pair(width=16))
   with pytest.raises(ValueError, match="it has lora besides"):
     m.maybe_restore(Plain())
@@ -198,8 +201,61 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path, kind, caplog):
   with pytest.raises(RuntimeError, match=r"none of the checkpoints \[1, 2\] .* can be"):
     m.maybe_restore(model)
   assert trainers.equal(before, trainers.leaves(model))
-  names = {p.name for p in tmp_path.iterdir()}
-  assert names == {"1.damaged", "2.damaged", "2.damaged.1"}
+  assert {p.name for p in tmp_path.iterdir()} == {"1", "2", "2.damaged"}, "all stay"
+
+
+@pytest.mark.parametrize(
+  "error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: 8 GiB"), OSError(5, "nfs")]
+)
+def test_a_machine_that_cannot_read_renames_nothing(tmp_path, monkeypatch, error):
+  m = manager(tmp_path)
+  for step in (1, 2):
+    m.save(step, trainers.tokens_only(step))
+  m.wait()
+
+  def fail(*_):
+    raise error
+
+  monkeypatch.setattr(m, "_read", fail)
+  with pytest.raises(type(error)):
+    m.maybe_restore(trainers.tokens_only())
+  assert {p.name for p in tmp_path.iterdir()} == {"1", "2"}
+
+
+def test_what_is_being_written_is_waited_for(tmp_path):
+  m = CheckpointManager(tmp_path, CheckpointOptions(save_every_n_steps=1))
+  model = trainers.tokens_only(1)
+  m.save(1, model)
+  assert m.maybe_restore(other := trainers.tokens_only())[0] == 1
+  assert trainers.equal(trainers.leaves(other), trainers.leaves(model))
+  m.close()
+
+
+def test_another_dtype_is_another_model(tmp_path):
+  m = manager(tmp_path)
+  m.save(1, Plain())
+  half = Plain()
+  nnx.update(half, jax.tree.map(lambda x: x.astype("bfloat16"), nnx.state(half)))
+  with pytest.raises(ValueError, match=r"float32\[.*\] in it and bfloat16\["):
+    m.maybe_restore(half)
+
+
+def test_options_of_orbax_are_understood(tmp_path):
+  import orbax.checkpoint as ocp
+
+  options = ocp.CheckpointManagerOptions(save_interval_steps=3, max_to_keep=2)
+  m = CheckpointManager(tmp_path, options)
+  saved = [step for step in range(1, 10) if m.save(step, Plain())]
+  m.close()
+  assert saved == [1, 3, 6, 9] or saved == [3, 6, 9]
+  assert {p.name for p in tmp_path.iterdir()} == {"6", "9"}
+  policy = ocp.checkpoint_managers.ContinuousCheckpointingPolicy(
+    minimum_interval_secs=50
+  )
+  by_time = ocp.CheckpointManagerOptions(save_decision_policy=policy)
+  assert orbax_options.from_any(by_time).min_interval_secs == 50
+  with pytest.raises(ValueError, match="keep_period is 4, which has no counterpart"):
+    CheckpointManager(tmp_path, ocp.CheckpointManagerOptions(keep_period=4))
 
 
 def test_it_is_restored_onto_the_layout_of_the_model(tmp_path, mesh_fsdp8):
@@ -224,12 +280,12 @@ def test_it_is_restored_onto_the_layout_of_the_model(tmp_path, mesh_fsdp8):
 
 
 def test_failures_to_write_are_one_line(tmp_path):
-  from tunix.sft.checkpoint_manager import _named_failure
+  from tunix.sft.checkpoint_errors import named_failure
 
   for error in (OSError(), OSError("first\nsecond"), ValueError("x: ENOSPC")):
     raises = pytest.raises(OSError, match="could not be written")
-    with raises as raised, _named_failure("folder", 3):
+    with raises as raised, named_failure("folder", 3):
       raise error
     assert "\n" not in str(raised.value) and "make room" in str(raised.value)
-  with pytest.raises(ValueError, match="unrelated"), _named_failure("folder", 3):
+  with pytest.raises(ValueError, match="unrelated"), named_failure("folder", 3):
     raise ValueError("unrelated")

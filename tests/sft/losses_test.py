@@ -60,11 +60,49 @@ def test_weights_and_segment_borders():
 
 def test_four_arguments_get_positions_and_a_causal_mask():
   model = Positional()
-  next_token_loss(model, TOKENS, TOKENS, images=np.ones(3), unknown=np.ones(2))
+  next_token_loss(model, TOKENS, TOKENS, images=np.ones(3))
   positions, cache, mask, images = model.seen
   assert positions.tolist() == [[0, 1, 2, 3]] and cache is None
   np.testing.assert_array_equal(mask, np.tril(np.ones((1, 4, 4), bool)))
   assert images.tolist() == [1, 1, 1]
+
+
+def test_a_field_that_nobody_takes_is_an_error_with_the_nearest_name():
+  message = "field 'postions', which neither .* did you mean 'positions'"
+  with pytest.raises(TypeError, match=message):
+    next_token_loss(Positional(), TOKENS, TOKENS, postions=TOKENS)
+
+
+def test_a_mask_of_another_form_is_refused():
+  message = r"attention_mask has shape \(1, 4\), expected \[batch, tokens, tokens\]"
+  with pytest.raises(ValueError, match=message):
+    next_token_loss(Positional(), TOKENS, TOKENS, attention_mask=np.ones((1, 4)))
+
+
+def test_loss_weights_multiply_the_mask():
+  model, weights = Positional(), np.array([[0.0, 2.0, 0.0, 1.0]])
+  ones = np.ones_like(TOKENS)
+  got = next_token_loss(model, TOKENS, ones, loss_weights=weights)
+  want = next_token_loss(model, TOKENS, weights)
+  assert (float(got.total), float(got.weight)) == (float(want.total), 3.0)
+
+
+class ByName(nnx.Module):
+  """Takes tokens, and by name what it can use."""
+
+  def __call__(self, tokens, positions=None, attention_mask=None):
+    self.seen = nnx.data((positions, attention_mask))
+    return jnp.zeros((*tokens.shape, 8))
+
+
+def test_what_a_model_takes_by_name_it_gets():
+  model, segments = ByName(), np.array([[1, 1, 2, 2]])
+  next_token_loss(model, TOKENS, TOKENS, positions=TOKENS, segment_ids=segments)
+  positions, mask = model.seen
+  assert positions is TOKENS
+  assert mask[0, 3].tolist() == [False, False, True, True]
+  next_token_loss(model, TOKENS, TOKENS)
+  assert model.seen[1] is None
 
 
 def test_packed_rows_restart_positions_and_stay_apart():

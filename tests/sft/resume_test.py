@@ -196,7 +196,7 @@ def test_saving_and_restoring_by_hand(tmp_path):
   [
     (
       {"model": lambda: trainers.tokens_only(vocab=97, rate=0.1)},
-      r"\(96, 16\) in it and \(97",
+      r"\[96, 16\] in it and float32\[97",
     ),
     (
       {"model": lambda: toys.FourArguments(nnx.Rngs(0))},

@@ -1,5 +1,6 @@
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from tunix.sft.train_step import StepMetrics
 def reporter(**config):
   logger = MetricsLogger()
   options = {"pbar_description": None, **config}
-  return logger, StepReporter(logger, TrainingConfig(**options), (100, 10))
+  return logger, StepReporter(logger, TrainingConfig(**options), (100, 10), jax.devices)
 
 
 def metrics(loss, weight=4.0, rate=None):

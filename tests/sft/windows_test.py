@@ -1,6 +1,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 
@@ -65,9 +66,35 @@ def test_a_short_window_is_filled_with_weight_zero():
 
 def test_groups_are_by_shape_and_dtype():
   half = {k: v.astype(np.float16) for k, v in rows(2).items()}
-  groups = windows.group([rows(2), rows(3), rows(2), half], 4)
-  assert [len(g.batches) for g in groups] == [2, 1, 1]
-  assert [g.batches[0]["input_tokens"].shape[0] for g in groups] == [2, 3, 2]
+  batches = [rows(3), rows(2), half, rows(2)]
+  groups = windows.group(batches, 4)
+  assert sorted(len(g.batches) for g in groups) == [1, 1, 2]
+  # The order of the data is no matter: another one is the same program.
+  forms = [jax.tree.map(np.shape, g) for g in groups]
+  again = windows.group(batches[::-1], 4)
+  assert [jax.tree.map(np.shape, g) for g in again] == forms
+
+
+def test_positions_that_a_model_does_not_take():
+  counted = {**rows(2), "positions": np.tile(np.arange(3), (2, 1))}
+  windows.check_positions([counted, rows(2)], ["tokens"])
+  other = {**counted, "positions": counted["positions"] + 1}
+  with pytest.raises(ValueError, match="takes no positions: give it that argument"):
+    windows.check_positions([other], ["tokens"])
+  windows.check_positions([other], ["tokens", "positions"])
+  padding = {**other, "segment_ids": np.zeros((2, 3), np.int32)}
+  windows.check_positions([padding], ["tokens"])
+
+
+def test_a_dataclass_is_cut_into_dataclasses():
+  @dataclasses.dataclass
+  class Batch:
+    tokens: np.ndarray
+    name: str = "x"
+
+  first, second = windows.split_rows(Batch(np.arange(4)[:, None]), 2)
+  assert (first.name, first.tokens.tolist()) == ("x", [[0], [1]])
+  assert second.tokens.tolist() == [[2], [3]]
 
 
 def test_no_trained_token_is_an_error_that_says_why():

@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from tunix.cli import precision
 from tunix.cli.schema import Config, TokenizerKeys, check_mesh, data_axes
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, families, lora, safetensors_saver
@@ -69,7 +70,7 @@ def build_tokenizer(config: Config) -> TokenizerAdapter:
 
   Raises:
     FileNotFoundError: no such folder or template file.
-    ValueError: no folder was named, or its files are damaged.
+    ValueError: no folder was named, its files are damaged, or the template is no text.
   """
   source = config.tokenizer.path or config.model.path
   if source is None:
@@ -87,7 +88,14 @@ def build_tokenizer(config: Config) -> TokenizerAdapter:
     raise FileNotFoundError(
       f"tokenizer.chat_template {template!r}: no such file; give a file of jinja source"
     )
-  return TokenizerAdapter.from_pretrained(source, chat_template=file.read_text("utf-8"))
+  try:
+    text = file.read_text("utf-8")
+  except UnicodeDecodeError as error:
+    raise ValueError(
+      f"tokenizer.chat_template {template!r} is no UTF-8 text ({error}): give a file "
+      "of jinja source"
+    ) from error
+  return TokenizerAdapter.from_pretrained(source, chat_template=text)
 
 
 def check_model(config: Config) -> None:
@@ -216,9 +224,7 @@ def build_logger(config: Config, output_dir: pathlib.Path) -> metrics.MetricsLog
   )
 
 
-def export(
-  config: Config, model: Transformer, kind: str, folder: pathlib.Path, dtype: Any = None
-) -> None:
+def export(config: Config, model: Transformer, kind: str, folder: pathlib.Path) -> None:
   """Writes a model (adapters merged) or an adapter, with the tokenizer.
 
   Raises:
@@ -227,10 +233,13 @@ def export(
   """
   if kind == "adapter":
     lora.save_adapter(model, folder, base=config.model.path)
+    build_tokenizer(config).save(folder)
     return
   path = config.model.path or config.tokenizer.path
   assert path is not None
   source = automodel.resolve_folder(path)
-  safetensors_saver.save_pretrained(model, folder, source=source, dtype=dtype)
+  safetensors_saver.save_pretrained(
+    model, folder, source=source, dtype=precision.of_export(config, model)
+  )
   if config.tokenizer != TokenizerKeys():
     build_tokenizer(config).save(folder)

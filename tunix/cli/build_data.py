@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 
+import tunix
+from tunix.cli import fingerprints
 from tunix.cli.schema import Config
 from tunix.data import pipeline
 from tunix.data.formats import JsonlRecords
@@ -24,45 +25,44 @@ class RunData:
     train: yields micro-batches.
     eval: yields batches, anew for every evaluation; None: there is no evaluation.
     reports: what the scan of "train" and "eval" found.
-    fingerprints: SHA-256 of the files and of the chat template.
+    scans: reports as JSON, each with the key of what it depends on.
+    fingerprints: SHA-256 of the files, the tokenizer and the chat template.
     num_steps: optimizer steps until the run ends; None: not known beforehand.
   """
 
   train: Iterable[Any]
   eval: Iterable[Any] | None
   reports: dict[str, Report]
+  scans: dict[str, dict[str, Any]]
   fingerprints: dict[str, str]
   num_steps: int | None
 
 
 def open_records(config: Config) -> dict[str, JsonlRecords]:
-  """The files of `data.train` and `data.eval`, with the structure of every record
-  checked.
+  """The files of `data.train` and `data.eval`, indexed and not checked yet.
 
   Raises:
     FileNotFoundError: no such file.
-    ValueError: no file was named, it is empty, or a record is wrong (names its line).
+    ValueError: no file was named, or it is empty.
   """
   if config.data.train is None:
     raise ValueError("data.train is not set: give a file of JSON lines")
   files = {"train": config.data.train, "eval": config.data.eval}
-  records = {
-    name: JsonlRecords(file) for name, file in files.items() if file is not None
-  }
-  for part in records.values():
-    part.validate()
-  return records
+  return {name: JsonlRecords(file) for name, file in files.items() if file is not None}
 
 
 def scan_records(
   config: Config, tokenizer: TokenizerAdapter, records: dict[str, JsonlRecords]
 ) -> dict[str, Report]:
-  """Renders and tokenises the records, as far as `data.scan_limit` asks for.
+  """Checks the structure of every record, then renders and tokenises them, as far as
+  `data.scan_limit` asks for.
 
   Raises:
-    ValueError: a record cannot be trained on (its line is named).
+    ValueError: a record is wrong or cannot be trained on (its line is named).
   """
   keys = config.data
+  for part in records.values():
+    part.validate()
   return {
     name: scan(
       part,
@@ -77,14 +77,26 @@ def scan_records(
   }
 
 
-def build_data(config: Config, tokenizer: TokenizerAdapter) -> RunData:
+def build_data(
+  config: Config, tokenizer: TokenizerAdapter, known: Mapping[str, Any] | None = None
+) -> RunData:
   """Opens, checks and scans the records, and makes batches of them.
+
+  Args:
+    config: of the run.
+    tokenizer: of the run.
+    known: `RunData.scans` of an earlier start; what they cover is not scanned again.
 
   Raises:
     FileNotFoundError, ValueError: see `open_records` and `scan_records`.
   """
   records = open_records(config)
-  reports = scan_records(config, tokenizer, records)
+  prints = fingerprints.of_inputs(config, tokenizer, records)
+  keys = {name: _scan_key(config, part, prints) for name, part in records.items()}
+  reports = _known_reports(known or {}, keys)
+  rest = {name: part for name, part in records.items() if name not in reports}
+  reports |= scan_records(config, tokenizer, rest)
+  reports = {name: reports[name] for name in records}
   held_out = None
   if "eval" in records:
     held_out = batches(config, tokenizer, records["eval"], training=False)
@@ -92,12 +104,33 @@ def build_data(config: Config, tokenizer: TokenizerAdapter) -> RunData:
     train=batches(config, tokenizer, records["train"], training=True),
     eval=held_out,
     reports=reports,
-    fingerprints={
-      **{name: part.fingerprint for name, part in records.items()},
-      "chat_template": _digest(tokenizer.chat_template),
+    scans={
+      name: {"key": keys[name], "report": dataclasses.asdict(report)}
+      for name, report in reports.items()
     },
+    fingerprints=prints,
     num_steps=count_steps(config, reports["train"]),
   )
+
+
+def _scan_key(config: Config, part: JsonlRecords, prints: Mapping[str, str]) -> str:
+  """A digest of all that a scan's report depends on."""
+  keys = config.data
+  form = (tunix.__version__, [field.name for field in dataclasses.fields(Report)])
+  inputs = (part.fingerprint, prints["tokenizer"], prints["chat_template"])
+  place = str(part.path)  # the report names its longest record by it
+  options = (keys.max_length, keys.overlong, keys.chat, keys.template_args)
+  return fingerprints.digest((form, inputs, place, options, keys.scan_limit))
+
+
+def _known_reports(
+  known: Mapping[str, Any], keys: Mapping[str, str]
+) -> dict[str, Report]:
+  return {
+    name: Report(**known[name]["report"])
+    for name, key in keys.items()
+    if name in known and known[name]["key"] == key
+  }
 
 
 def batches(
@@ -127,10 +160,6 @@ def settle(config: Config) -> Config:
   """The configuration with the number of epochs written out."""
   data = dataclasses.replace(config.data, num_epochs=epochs(config))
   return dataclasses.replace(config, data=data)
-
-
-def _digest(value: Any) -> str:
-  return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def epochs(config: Config) -> int | None:

@@ -270,6 +270,10 @@ def _parse(text: str, origin: str) -> Any:
   try:
     # A SafeLoader: it builds plain values only.
     return yaml.load(text, Loader=_Loader)
+  except RecursionError as error:
+    raise ValueError(
+      f"{origin or 'an argument'}: nested too deeply: flatten it"
+    ) from error
   except yaml.YAMLError as error:
     place = getattr(error, "problem_mark", None)
     where = origin if place is None else f"{origin}:{place.line + 1}"

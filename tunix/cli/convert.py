@@ -65,7 +65,8 @@ def _as(value: Any, option: Any, key: str) -> tuple[bool, Any]:
     strings = isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
     return strings, tuple(value) if strings else None
   if origin is dict:
-    return isinstance(value, dict), value and _entries(value, option, key)
+    named = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+    return named, _entries(value, option, key) if named else None
   if option is type(None):
     return value is None, None
   if isinstance(value, bool) and option is not bool:
@@ -77,7 +78,7 @@ def _as(value: Any, option: Any, key: str) -> tuple[bool, Any]:
 
 def _entries(value: Any, option: Any, key: str) -> Any:
   _, kind = typing.get_args(option)
-  if kind is Any or not isinstance(value, dict):
+  if kind is Any:
     return value
   return {name: convert(entry, kind, f"{key}.{name}") for name, entry in value.items()}
 
@@ -93,4 +94,4 @@ def _name(option: Any) -> str:
   names = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
   if origin is tuple:
     return "a list of names"
-  return names.get(option, "null" if option is type(None) else "a mapping")
+  return names.get(option, "null" if option is type(None) else "a mapping of names")

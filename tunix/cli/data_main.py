@@ -40,6 +40,7 @@ def _show(argv: list[str]) -> None:
   config = config_lib.load(rest)
   tokenizer = build.build_tokenizer(config)
   records = build_data.open_records(config)["train"]
+  records.validate()
   batch = next(iter(build_data.batches(config, tokenizer, records, training=True)))
   colour = sys.stdout.isatty()
   print(supervision.describe_batch(batch, tokenizer, rows=rows, colour=colour))

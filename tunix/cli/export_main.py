@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
   model = build.build_model(config, None)
   step = restore(model, run, step, lora_only=config.lora.rank is not None)
   kind = config.export_kind
-  build.export(config, model, kind, pathlib.Path(args.to), config.export.dtype)
+  build.export(config, model, kind, pathlib.Path(args.to))
   print(f"step {step} of {run.path} is exported to {args.to} ({kind})")
 
 
@@ -71,7 +71,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   parser.add_argument(
     "--dtype",
     choices=("float32", "bfloat16", "float16"),
-    help="of the weights written; the model's own if not given",
+    help="of the weights written; that of the run's model.path if not given",
   )
   return parser.parse_args(argv)
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
 from collections.abc import Sequence
 
 from tunix.cli.arguments import Parser
+from tunix.generate import tokenizer_files
 from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.automodel import AutoModel
+
+_TOKENIZER = "tokenizer.json"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -21,7 +25,7 @@ def main(argv: Sequence[str]) -> None:
   """
   args = _parse(argv)
   _check(args)
-  tokenizer = TokenizerAdapter.from_pretrained(args.tokenizer or args.model)
+  tokenizer = _load_tokenizer(args)
   prompts = [_as_chat(text, tokenizer) if args.chat else text for text in args.prompt]
   model = AutoModel.from_pretrained(args.model, dtype=args.dtype)
   if args.adapter is not None:
@@ -38,6 +42,21 @@ def main(argv: Sequence[str]) -> None:
     print(text)
 
 
+def _load_tokenizer(args: argparse.Namespace) -> TokenizerAdapter:
+  """The tokenizer that was named, else the adapter's if it has one, else the model's.
+
+  An adapter may have been trained with another chat template than its model's.
+  """
+  if args.tokenizer is not None:
+    return TokenizerAdapter.from_pretrained(args.tokenizer)
+  if args.adapter is None or not (pathlib.Path(args.adapter) / _TOKENIZER).is_file():
+    return TokenizerAdapter.from_pretrained(args.model)
+  # What ends a generation stands in the model's own configuration.
+  ends = tokenizer_files.read_eos_ids(pathlib.Path(args.model).expanduser())
+  own = TokenizerAdapter.from_pretrained(args.adapter)
+  return TokenizerAdapter(own, eos_ids=ends)
+
+
 def _as_chat(text: str, tokenizer: TokenizerAdapter) -> str:
   return tokenizer.apply_chat_template([{"role": "user", "content": text}])
 
@@ -49,7 +68,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   )
   parser.add_argument("--adapter", metavar="FOLDER", help="PEFT folder")
   parser.add_argument(
-    "--tokenizer", metavar="FOLDER", help="the model's own if not given"
+    "--tokenizer", metavar="FOLDER", help="the adapter's or the model's if not given"
   )
   parser.add_argument(
     "--prompt", metavar="TEXT", nargs="+", required=True, help="one or several"

@@ -14,6 +14,7 @@ import optax
 
 from tunix.cli.schema import Config
 from tunix.sft.config import Schedule
+from tunix.utils import tree
 
 FULL_RATE = 1e-5
 LORA_RATE = 2e-4
@@ -22,6 +23,9 @@ LORA_RATE = 2e-4
 _RATES = ("peak_value", "init_value", "value")
 _LENGTHS = ("decay_steps", "transition_steps")
 _ZEROS = ("init_value", "end_value")
+
+# Fields of the decoder's modules that hold matrices.
+_MATRICES = ("kernel", "lora_a", "lora_b")
 
 
 def settle(config: Config, num_steps: int | None) -> Config:
@@ -101,6 +105,8 @@ def build_optimizer(
   make = _lookup("optimizer.name", name, _optimizers())
   parameters = inspect.signature(make).parameters
   _check_names(f"optimizer {name}", "optimizer.args", args, parameters)
+  if name == "muon":
+    args = {"muon_weight_dimension_numbers": muon_matrices} | args
   missing = _missing(parameters, {"learning_rate": None, **args})
   if missing:
     raise ValueError(
@@ -111,12 +117,28 @@ def build_optimizer(
     _rehearse(tx)
   except (TypeError, ValueError, AttributeError) as error:
     raise ValueError(
-      f"optimizer {name} cannot be used with {args}: {error}; correct optimizer.args "
-      "or choose another optimizer"
+      f"optimizer {name} cannot be used with {config.optimizer.args}: {error}; correct "
+      "optimizer.args or choose another optimizer"
     ) from error
   if config.training.max_grad_norm is None:
     return tx
   return optax.chain(optax.clip_by_global_norm(config.training.max_grad_norm), tx)
+
+
+def muon_matrices(params: Any) -> Any:
+  """For optax's Muon: which axes of each parameter are one matrix; None: use Adam.
+
+  The kernels and adapters of the layers are matrices, each layer's on its own: they
+  lie stacked as [L, in, out]. Left to itself, optax goes by the number of dimensions
+  and would take the stacked norms [L, D], the embedding and the head instead.
+  """
+
+  def axes(path: Any, _: Any) -> Any:
+    *parents, field = tree.path_name(path).split(".")
+    is_matrix = "layers" in parents and field in _MATRICES
+    return optax.contrib.MuonDimensionNumbers(-2, -1) if is_matrix else None
+
+  return jax.tree_util.tree_map_with_path(axes, params)
 
 
 def _rehearse(tx: optax.GradientTransformation) -> None:
@@ -125,7 +147,8 @@ def _rehearse(tx: optax.GradientTransformation) -> None:
   def update(params):
     return tx.update(params, tx.init(params), params)
 
-  jax.eval_shape(update, {"kernel": jnp.zeros((2, 3))})
+  layers = {"q_proj": {"kernel": jnp.zeros((2, 3, 4))}, "norm": jnp.zeros((2, 3))}
+  jax.eval_shape(update, {"layers": layers, "embedding": jnp.zeros((5, 3))})
 
 
 def _default_rate(config: Config) -> float:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from tunix.cli import config as config_lib
@@ -17,8 +18,11 @@ from tunix.utils import io
 FREE = (
   "output_dir",
   "compilation_cache",
-  "data.train",  # compared by content
+  "data.train",  # the files are compared by content
   "data.eval",
+  "model.path",
+  "tokenizer.path",
+  "tokenizer.chat_template",
   "data.scan_limit",
   "data.num_threads",
   "training.max_steps",
@@ -29,6 +33,15 @@ FREE = (
   "mesh",
 )
 FREE_SECTIONS = ("checkpoint", "logging", "export")
+
+# Fingerprints that must not change, and what they are of.
+_CONTENTS = {
+  "train": "the content of data.train",
+  "eval": "the content of data.eval",
+  "chat_template": "the content of the chat template",
+  "tokenizer": "the tokenizer",
+  "model": "the model in model.path",
+}
 
 _HEADER = (
   "# Every key of this run as it was used; pass it to --config to run the same.\n"
@@ -52,8 +65,13 @@ class RunFolder:
 
   @property
   def data_file(self) -> pathlib.Path:
-    """SHA-256 of the data and of the chat template."""
+    """SHA-256 of data, model, tokenizer and chat template."""
     return self.path / "data.json"
+
+  @property
+  def scan_file(self) -> pathlib.Path:
+    """What the scan of the data found, so that a resumed run need not scan again."""
+    return self.path / "scan.json"
 
   @property
   def result_file(self) -> pathlib.Path:
@@ -90,17 +108,31 @@ class RunFolder:
     name = str(self.config_file)
     return config_lib.from_layers([(name, config_lib.read_file(name))])
 
-  def start(self, config: Config, fingerprints: dict[str, str]) -> None:
+  def start(
+    self,
+    config: Config,
+    fingerprints: Mapping[str, str],
+    scans: Mapping[str, Any],
+  ) -> None:
     """Records settings and data, each file whole; the run counts as not ended.
 
     Raises:
       OSError: the folder cannot be written.
     """
     io.write_atomic(self.config_file, (_HEADER + config_lib.dump(config)).encode())
-    io.write_json(self.data_file, {"sha256": fingerprints})
+    io.write_json(self.data_file, {"sha256": dict(fingerprints)})
+    io.write_json(self.scan_file, dict(scans))
     self.result_file.unlink(missing_ok=True)
 
-  def check_resume(self, config: Config, fingerprints: dict[str, str]) -> None:
+  def scans(self) -> dict[str, Any]:
+    """What `start` was given; empty when the file is missing or damaged, which costs
+    a scan and nothing else."""
+    try:
+      return dict(json.loads(self.scan_file.read_bytes()))
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
+      return {}
+
+  def check_resume(self, config: Config, fingerprints: Mapping[str, str]) -> None:
     """Refuses to go on with other settings or data than the checkpoints were made with.
 
     Raises:
@@ -110,11 +142,12 @@ class RunFolder:
     if not steps:
       return
     where = f"cannot resume {self.path} at step {steps[-1]}"
-    if not self.config_file.is_file():
-      raise ValueError(
-        f"{where}: its config.yaml is gone, so its settings cannot be compared; use "
-        "another output_dir"
-      )
+    for file in (self.config_file, self.data_file):
+      if not file.is_file():
+        raise ValueError(
+          f"{where}: its {file.name} is gone, so what it was started with cannot be "
+          "compared; use another output_dir"
+        )
     changed = _differences(self.read_config(), config) + self._other_data(fingerprints)
     if changed:
       raise ValueError(
@@ -122,15 +155,14 @@ class RunFolder:
         "output_dir"
       )
 
-  def _other_data(self, fingerprints: dict[str, str]) -> list[str]:
-    if not self.data_file.is_file():
-      return []
+  def _other_data(self, fingerprints: Mapping[str, str]) -> list[str]:
     before = json.loads(self.data_file.read_text())["sha256"]
-    names = {"train": "data.train", "chat_template": "the chat template"}
+    # Evaluation may be added or left out on the way; a model may be one from scratch.
+    both = before.keys() & fingerprints.keys()
     return [
-      f"the content of {what} is another"
-      for name, what in names.items()
-      if before.get(name) != fingerprints[name]
+      f"{what} is another"
+      for name, what in _CONTENTS.items()
+      if name in both and before[name] != fingerprints[name]
     ]
 
   def result(self, config: Config) -> dict[str, Any] | None:

@@ -10,6 +10,8 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from tunix.generate import chat_template
+
 # Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
 DATA_AXES = ("dp", "fsdp")
 MESH_AXES = (*DATA_AXES, "tp")
@@ -103,6 +105,7 @@ class DataKeys:
     _at_least(2, data__max_length=self.max_length)
     _at_least(1, data__num_epochs=self.num_epochs, data__scan_limit=self.scan_limit)
     _at_least(0, data__num_threads=self.num_threads)
+    chat_template.check_variables(self.template_args, "data.template_args")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

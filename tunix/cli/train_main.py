@@ -6,6 +6,7 @@ tokenizer, optimizer, and whether the run in the folder may go on.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -17,7 +18,15 @@ from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from tunix.cli import build, build_data, config as config_lib, optimizer
+from tunix.cli import (
+  build,
+  build_data,
+  config as config_lib,
+  fingerprints,
+  optimizer,
+  precision,
+  run_lock,
+)
 from tunix.cli.build_data import RunData
 from tunix.cli.run_folder import RunFolder
 from tunix.cli.schema import Config
@@ -79,6 +88,7 @@ def run(config: Config) -> Result:
   Raises:
     ValueError, FileNotFoundError: something about settings, data or model is wrong;
       nothing was trained.
+    RuntimeError: another process is training in the folder.
     OSError: the disk is full; checkpoints written before are whole.
     Stopped: SIGINT or SIGTERM; a checkpoint was saved.
   """
@@ -91,23 +101,29 @@ def run(config: Config) -> Result:
   if config.compilation_cache is not None:
     _keep_programs(config.compilation_cache)
   mesh = build.build_mesh(config)
+  first = jax.process_index() == 0
+  if first:
+    run_lock.check(folder.path)
   build.check_model(config)
   tokenizer = build.build_tokenizer(config)
-  data = build_data.build_data(config, tokenizer)
-  config = optimizer.settle(build_data.settle(config), data.num_steps)
+  data = build_data.build_data(config, tokenizer, folder.scans())
+  prints = data.fingerprints | fingerprints.of_base(config)
+  config = precision.settle(build_data.settle(config))
+  config = optimizer.settle(config, data.num_steps)
   rate = optimizer.build_schedule(config)
   tx = optimizer.build_optimizer(config, rate)
-  folder.check_resume(config, data.fingerprints)
+  folder.check_resume(config, prints)
   if (ended := folder.result(config)) is not None:
     result = Result(**ended)
-    more = "" if config.training.max_steps is None else "; raise max_steps to go on"
-    _say(f"this run is finished: {result}{more}")
+    _say(f"this run is finished: {result}; {_how_to_go_on(config, data, result)}")
     return result
-  with mesh_lib.use_mesh(mesh):
+  with mesh_lib.use_mesh(mesh), contextlib.ExitStack() as held:
     model = build.build_model(config, mesh)
     build.check_vocabulary(model, tokenizer)
-    if jax.process_index() == 0:
-      folder.start(config, data.fingerprints)
+    if first:
+      held.enter_context(run_lock.hold(folder.path))
+      folder.check_resume(config, prints)  # another process may have been quicker
+      folder.start(config, prints, data.scans)
     _say(_describe(config, model, data, mesh))
     trainer = PeftTrainer(
       model,
@@ -134,7 +150,7 @@ def _finish(
   """Exports, and marks the run as ended."""
   kind = config.export_kind
   if kind != "none" and jax.process_index() == 0:
-    build.export(config, model, kind, folder.export, config.export.dtype)
+    build.export(config, model, kind, folder.export)
   losses = read_losses(folder.path / "logs" / "metrics.jsonl")
   result = Result(
     steps=steps,
@@ -145,6 +161,32 @@ def _finish(
   if jax.process_index() == 0:
     folder.write_result(dataclasses.asdict(result))
   return result
+
+
+def _how_to_go_on(config: Config, data: RunData, result: Result) -> str:
+  """What trains longer than a run that is finished."""
+  # A schedule's length is fixed when the run begins, and so are the epochs.
+  if config.schedule.name is None and _ended_by_max_steps(config, data, result.steps):
+    return "raise training.max_steps to go on"
+  if result.export is None or config.export_kind == "adapter":
+    return "to train longer, use another output_dir"
+  return (
+    f"to train longer, start from it with --model.path={result.export} and another "
+    "output_dir"
+  )
+
+
+def _ended_by_max_steps(config: Config, data: RunData, steps: int) -> bool:
+  """Whether there was more data when the run ended."""
+  limit = config.training.max_steps
+  if limit is None or steps < limit:
+    return False
+  unlimited = dataclasses.replace(config.training, max_steps=None)
+  most = build_data.count_steps(
+    dataclasses.replace(config, training=unlimited), data.reports["train"]
+  )
+  # With max_steps alone the data is repeated; without that key it would be read once.
+  return config.data.num_epochs is None or most is None or most > steps
 
 
 def read_losses(file: pathlib.Path) -> dict[str, tuple[float, float]]:
@@ -165,7 +207,7 @@ def _describe(
 ) -> str:
   """What is about to happen, for the user to check."""
   keys = config.training
-  lines = [_parameters(config, model)]
+  lines = [_parameters(config, model), precision.describe(config, model)]
   lines += [f"{name} data: {report}" for name, report in data.reports.items()]
   packed = ", packed" if config.data.packing else ""
   steps = "until the data ends" if data.num_steps is None else f"{data.num_steps} steps"

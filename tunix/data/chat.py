@@ -43,7 +43,7 @@ def render(
     where: the record's place, for error messages.
     chat: whether a prompt given as plain text is the user's turn of a chat. None:
       when the tokenizer has a chat template.
-    template_kwargs: further names for the chat template.
+    template_kwargs: further names for the chat template; "tools" of the record wins.
 
   Raises:
     ValueError: the record is malformed, the template is missing or refuses it, or
@@ -68,7 +68,9 @@ def render(
           else "the tokenizer has none; give one with chat_template=..."
         )
       )
-    variables = {**(template_kwargs or {}), "tools": record.get("tools")}
+    variables = dict(template_kwargs or {})
+    if record.get("tools") is not None:  # [] says that this record has none
+      variables["tools"] = record["tools"]
     return _chat(messages, tokenizer, variables)
   except ValueError as error:
     raise ValueError(f"{where}: {error}") from error
@@ -132,6 +134,18 @@ def _plain(segments: Sequence[Segment], tokenizer: TokenizerAdapter) -> Example:
   return example
 
 
+def _check_text(text: str) -> None:
+  """JSON can write half of a surrogate pair, which is no character and has no token."""
+  try:
+    text.encode()
+  except UnicodeEncodeError as error:
+    found = f"\\u{ord(text[error.start]):04x}"
+    raise ValueError(
+      f"the text holds {found}, half of a surrogate pair, which is no character; "
+      "correct or drop the record"
+    ) from error
+
+
 def _tokenise(
   segments: Sequence[Segment],
   tokenizer: TokenizerAdapter,
@@ -143,6 +157,7 @@ def _tokenise(
   tokens: list[int] = []
   mask: list[int] = []
   for segment in segments:
+    _check_text(segment.text)
     encode = tokenizer.encode_continuation if tokens else tokenizer.encode
     ids = encode(segment.text)
     tokens += ids

@@ -123,6 +123,10 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
     raise ValueError(
       f"{where}: invalid JSON ({error}); {_EXPECTED}, one object a line"
     ) from error
+  except RecursionError as error:
+    raise ValueError(
+      f"{where}: the JSON is nested too deeply; {_EXPECTED}, one object a line"
+    ) from error
   record_kind(record, where)
   return record
 
@@ -139,6 +143,11 @@ def record_kind(record: Any, where: str) -> Kind:
     raise ValueError(
       f'{where}: "tools" is a {_name(record["tools"])}, expected a list of JSON schemas'
     )
+  for tool in record.get("tools") or []:
+    if not isinstance(tool, Mapping):
+      raise ValueError(
+        f'{where}: "tools" holds a {_name(tool)}, expected a list of JSON schemas'
+      )
   kinds: list[Kind] = [k for k in ("prompt", "messages", "text") if k in record]
   if len(kinds) != 1:
     found = "fields " + ", ".join(map(repr, record)) if record else "no fields"

@@ -34,6 +34,9 @@ class ExampleSource:
     examples.check_policy(self.max_length, self.overlong)
     if not len(self.records):
       raise ValueError("there are no records; give at least one")
+    self.tokenizer.check_template_variables(
+      self.template_kwargs or {}, "template_kwargs"
+    )
 
   def __len__(self) -> int:
     return len(self.records)

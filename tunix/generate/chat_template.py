@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,41 @@ Message = Mapping[str, Any]
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 
+# Names that a rendering sets itself, here or in the functions that lead here.
+RESERVED_NAMES = (
+  *("messages", "add_generation_prompt", "tokenize", "now", "template", "self"),
+  *("strftime_now", "raise_exception"),
+)
+
+
 class ChatTemplateError(ValueError):
   """A template is malformed, or refuses the conversation it was given."""
+
+
+def check_variables(variables: Mapping[str, Any], key: str) -> None:
+  """Refuses further names for a template that cannot be passed on.
+
+  Args:
+    variables: as for `render`.
+    key: what the user knows them as, for the message.
+
+  Raises:
+    ValueError: a name that rendering sets itself, or tools that are no schemas.
+  """
+  for name in variables:
+    if name in RESERVED_NAMES:
+      raise ValueError(
+        f"{key}.{name} is a name that every rendering sets itself, expected none of "
+        f"{', '.join(RESERVED_NAMES)}: give the template's variable another name"
+      )
+  tools = variables.get("tools") or []
+  if not isinstance(tools, list | tuple) or not all(
+    isinstance(tool, Mapping) for tool in tools
+  ):
+    raise ValueError(
+      f"{key}.tools is {tools!r}, expected a list of JSON schemas: give "
+      '[{"type": "function", "function": {"name": ..., "parameters": ...}}]'
+    )
 
 
 def render(
@@ -48,7 +82,7 @@ def render(
     **variables: further names for the template (`bos_token`, `enable_thinking`, ...).
 
   Raises:
-    ChatTemplateError: the template is no valid jinja, or raised an error of its own.
+    ChatTemplateError: the template is no valid jinja, or fails, in jinja or in Python.
     TypeError: a tool is a function instead of its JSON schema.
   """
   import jinja2
@@ -73,6 +107,20 @@ def render(
     raise ChatTemplateError(
       f"the chat template refuses this conversation: {error}"
     ) from error
+  # The template is a program of the user's: it may fail with any error of Python's
+  # (adding text to a number, an index out of range).
+  except Exception as error:
+    raise ChatTemplateError(
+      f"the chat template fails on this conversation ({_place(error)}"
+      f"{type(error).__name__}: {error}): correct the template or the record"
+    ) from error
+
+
+def _place(error: Exception) -> str:
+  """'line 3, ' of the template, as far as jinja says it."""
+  frames = traceback.extract_tb(error.__traceback__)
+  lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
+  return f"line {lines[-1]}, " if lines else ""
 
 
 def _strftime(now: datetime.datetime | None, form: str) -> str:

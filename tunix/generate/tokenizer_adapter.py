@@ -261,6 +261,15 @@ class TokenizerAdapter:
       messages, add_generation_prompt=add_generation_prompt, tokenize=tokenize, **kwargs
     )
 
+  @staticmethod
+  def check_template_variables(variables: Mapping[str, Any], key: str) -> None:
+    """Refuses names that `apply_chat_template` cannot hand to a template.
+
+    Raises:
+      ValueError: the message begins with `key`.
+    """
+    chat_templates.check_variables(variables, key)
+
   def save(self, folder: str | os.PathLike[str]) -> None:
     """Writes the tokenizer so that `from_pretrained` and AutoTokenizer read it back.
 

@@ -107,7 +107,7 @@ def _load_fast(files: tokenizer_files.TokenizerFiles) -> Loaded:
 
 
 def _added_token_fields(item: Mapping[str, Any]) -> dict[str, Any]:
-  fields = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+  fields = ("content", *tokenizer_files.ADDED_TOKEN_FLAGS)
   return {name: item[name] for name in fields if name in item}
 
 

@@ -40,6 +40,8 @@ class BatchSource:
     self._hooks = hooks
     self._trainer = trainer
     self._drawn = 0
+    self._taken: list[Any] = []  # by the last `take`
+    self._again: list[Any] = []  # to be given once more
     self.from_hooks = hooks_lib.provides(hooks, "load_next_train_batch")
     if dataset is None and not self.from_hooks:
       raise ValueError(
@@ -55,8 +57,31 @@ class BatchSource:
     """Micro-batches drawn since the run began."""
     return self._drawn
 
+  def take(self, count: int) -> list[Any]:
+    """The next micro-batches: fewer at the end, none behind it."""
+    self._taken = []
+    while len(self._taken) < count and (batch := self.next()) is not None:
+      self._taken.append(batch)
+    return self._taken
+
+  def continues(self, dataset: Any) -> bool:
+    """Whether drawing from `dataset` would go on with this very iterator: a generator,
+    which cannot be started anew and has no state to go back to."""
+    live = self._iterator is not None and self._iterator is dataset
+    return live and not hasattr(dataset, "get_state")
+
+  def go_back(self, drawn: int) -> None:
+    """Gives what the last `take` drew beyond `drawn` once more."""
+    unused = self._drawn - drawn
+    assert 0 <= unused <= len(self._taken)
+    self._again = self._taken[len(self._taken) - unused :]
+    self._drawn = drawn
+
   def next(self) -> Any:
     """The next micro-batch; None at the end."""
+    if self._again:
+      self._drawn += 1
+      return self._again.pop(0)
     if self._iterator is None:
       batch = self._hooks.load_next_train_batch(self._trainer)
     else:

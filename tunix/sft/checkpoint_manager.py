@@ -1,4 +1,4 @@
-"""Checkpoints of a run on disk, through orbax. The only file that imports orbax.
+"""Checkpoints of a run on disk, through orbax.
 
 A checkpoint is a RunState: `model_params`, `model_rest`, `optimizer_state` (arrays),
 `progress` and `custom_metadata` (JSON); parts that are absent are not written. Saving
@@ -15,9 +15,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from tunix.sft import run_state
-from tunix.sft.config import CheckpointOptions
-from tunix.sft.run_state import RunState
+from tunix.sft import checkpoint_errors as errors, orbax_options, run_state
+from tunix.sft.run_state import RunState, gather_json
 from tunix.utils import env, tree
 
 _log = logging.getLogger(__name__)
@@ -32,20 +31,20 @@ class CheckpointManager:
   Args:
     root_directory: the folder (or a gs:// address, where the extra packages for it are
       installed); None: nothing is saved and nothing is found.
-    options: cadence and number of checkpoints.
+    options: cadence and number of checkpoints; orbax's CheckpointManagerOptions are
+      translated.
+
+  Raises:
+    TypeError: options of another kind.
+    ValueError: orbax's options with a setting that has no counterpart here.
   """
 
   def __init__(
     self,
     root_directory: str | pathlib.Path | None = None,
-    options: CheckpointOptions | None = None,
+    options: Any = None,
   ):
-    self._options = CheckpointOptions() if options is None else options
-    if not isinstance(self._options, CheckpointOptions):
-      raise TypeError(
-        f"options is a {type(options).__name__}: expected "
-        "tunix.sft.config.CheckpointOptions"
-      )
+    self._options = orbax_options.from_any(options)
     self._root = None if root_directory is None else str(root_directory)
     if self._root is not None and "://" not in self._root:
       self._root = str(pathlib.Path(self._root).absolute())
@@ -55,21 +54,7 @@ class CheckpointManager:
   def _open(self, root: str) -> Any:
     import orbax.checkpoint as ocp
 
-    policies = ocp.checkpoint_managers
-    o = self._options
-    if o.save_every_n_steps is not None:
-      decision = policies.FixedIntervalPolicy(interval=o.save_every_n_steps)
-    else:
-      decision = policies.ContinuousCheckpointingPolicy(
-        minimum_interval_secs=int(o.min_interval_secs)
-      )
-    options = ocp.CheckpointManagerOptions(
-      save_decision_policy=decision,
-      max_to_keep=o.max_to_keep,
-      enable_async_checkpointing=o.asynchronous,
-      async_options=ocp.AsyncOptions(timeout_secs=o.timeout_secs),
-      create=True,
-    )
+    options = orbax_options.for_orbax(self._options)
     return ocp.CheckpointManager(root, options=options, item_handlers=self._handlers())
 
   def _handlers(self) -> dict[str, Any]:
@@ -105,7 +90,7 @@ class CheckpointManager:
     for name in _JSON:
       if (value := getattr(state, name)) is not None:
         items[name] = ocp.args.JsonSave(value)
-    with _named_failure(self._root, step):
+    with errors.named_failure(self._root, step):
       return self._manager.save(step, args=ocp.args.Composite(**items), force=force)
 
   def restore_state(
@@ -113,8 +98,9 @@ class CheckpointManager:
   ) -> tuple[int, RunState] | None:
     """Restores the newest readable run, onto the shardings of `like`.
 
-    A checkpoint that turns out damaged is renamed to `<step>.damaged`, with a warning,
-    and the one before it is tried.
+    A checkpoint that turns out damaged is passed over; when one before it can be read,
+    the damaged ones are renamed to `<step>.damaged`, with a warning. What is being
+    written is waited for.
 
     Args:
       like: which arrays to restore, with their shapes, dtypes and shardings. A part
@@ -128,11 +114,13 @@ class CheckpointManager:
       ValueError: the checkpoint belongs to another model or optimizer: the arrays that
         are missing, unexpected or of another shape are named.
       FileNotFoundError: `step` was asked for and is not there.
-      RuntimeError: there are checkpoints, and none of them can be read.
+      RuntimeError: there are checkpoints, and none of them can be read; they stay.
+      MemoryError, OSError: this machine could not read, whatever the files are like.
     """
     self._check_open()
     if self._manager is None:
       return None
+    self.wait()
     steps = sorted(self._manager.all_steps(), reverse=True)
     if step is not None:
       if step not in steps:
@@ -140,19 +128,42 @@ class CheckpointManager:
           f"no checkpoint of step {step} in {self._root}: there are {sorted(steps)}"
         )
       return step, self._read(step, like, partial)
+    damaged: list[tuple[int, str]] = []
     for candidate in steps:
-      try:
-        return candidate, self._read(candidate, like, partial)
-      except _MismatchError:
-        raise
-      except Exception as error:  # whatever a damaged file makes the readers raise
-        self._set_aside(candidate, error)
-    if steps:
+      state, problem = self._try(candidate, like, partial)
+      if problem is None:
+        for number, what in damaged:
+          self._set_aside(number, what)
+        assert state is not None
+        return candidate, state
+      damaged.append((candidate, problem))
+    if damaged:
       raise RuntimeError(
-        f"none of the checkpoints {sorted(steps)} in {self._root} can be read; they "
-        "were renamed to <step>.damaged: start again from an empty folder"
+        f"none of the checkpoints {sorted(steps)} in {self._root} can be read (the "
+        f"newest: {damaged[0][1]}): restore the folder from a copy, or start again "
+        "with another one; nothing in it was changed"
       )
     return None
+
+  def _try(
+    self, step: int, like: RunState, partial: bool
+  ) -> tuple[RunState | None, str | None]:
+    """(the state, None), or (None, what is damaged) on every process alike."""
+    state, problem, failure = None, None, None
+    try:
+      state = self._read(step, like, partial)
+    except Exception as error:  # whatever a damaged file makes the readers raise
+      if isinstance(error, errors.MismatchError) or not errors.means_damage(error):
+        failure = error
+      problem = f"{type(error).__name__}: {str(error)[:200]}".splitlines()[0]
+    # A process that gave up alone would leave the others waiting in the next restore.
+    everywhere = gather_json({"problem": problem, "fatal": failure is not None})
+    if failure is not None:
+      raise failure
+    if any(each["fatal"] for each in everywhere):
+      raise RuntimeError(f"another process could not read checkpoint {step}")
+    problems = [each["problem"] for each in everywhere if each["problem"]]
+    return (None, problems[0]) if problems else (state, None)
 
   def _read(self, step: int, like: RunState, partial: bool) -> RunState:
     import orbax.checkpoint as ocp
@@ -202,9 +213,9 @@ class CheckpointManager:
     here: dict[str, Any],
     partial: bool,
   ) -> None:
-    """Compares names and shapes with what was saved, before anything is read."""
-    saved = {k: tuple(v.shape) for k, v in in_it.items()}
-    wanted = {k: _stored_shape(v) for k, v in here.items()}
+    """Compares names, shapes and dtypes with what was saved; nothing is read yet."""
+    saved = {k: _form(tuple(v.shape), v.dtype) for k, v in in_it.items()}
+    wanted = {k: _stored_form(v) for k, v in here.items()}
     extra = set() if partial else saved.keys() - wanted.keys()
     problems = [f"{k} is not in it" for k in sorted(wanted.keys() - saved.keys())]
     problems += [f"it has {k} besides" for k in sorted(extra)]
@@ -215,21 +226,20 @@ class CheckpointManager:
     ]
     if problems:
       shown = "; ".join(problems[:4]) + ("; ..." if len(problems) > 4 else "")
-      raise _MismatchError(
+      raise errors.MismatchError(
         f"the checkpoint of step {step} in {self._root} does not fit ({name}): "
         f"{shown}. Resume with the model, LoRA and optimizer settings it was made "
         "with, or use another folder"
       )
 
-  def _set_aside(self, step: int, error: Exception) -> None:
+  def _set_aside(self, step: int, problem: str) -> None:
     assert self._manager is not None
     _log.warning(
-      "checkpoint %d in %s cannot be read (%s: %s): it is renamed to %d.damaged and "
+      "checkpoint %d in %s cannot be read (%s): it is renamed to %d.damaged and "
       "the one before it is used",
       step,
       self._root,
-      type(error).__name__,
-      str(error).split("\n")[0][:200],
+      problem,
       step,
     )
     if jax.process_index() == 0:
@@ -333,14 +343,14 @@ class CheckpointManager:
       OSError: it could not be written.
     """
     if self._manager is not None:
-      with _named_failure(self._root, None):
+      with errors.named_failure(self._root, None):
         self._manager.wait_until_finished()
 
   def close(self) -> None:
     """Waits for the last save and closes; raises as `wait` does."""
     if self._manager is not None:
       manager, self._manager, self._closed = self._manager, None, True
-      with _named_failure(self._root, None):
+      with errors.named_failure(self._root, None):
         manager.close()
 
   def _check_open(self) -> None:
@@ -351,41 +361,20 @@ class CheckpointManager:
       )
 
 
-class _MismatchError(ValueError):
-  """A checkpoint of another model: its files are sound, an older one fits no better."""
-
-
-class _named_failure:
-  """Turns what a failed write raises into one OSError that says what to do."""
-
-  def __init__(self, root: str | None, step: int | None):
-    self._what = f"checkpoint {step} in {root}" if step is not None else f"in {root}"
-
-  def __enter__(self) -> None:
-    return None
-
-  def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-    text = str(error) or type(error).__name__
-    full = isinstance(error, OSError) or "No space left" in text or "ENOSPC" in text
-    full = full or "RESOURCE_EXHAUSTED" in text or "File too large" in text
-    if error is not None and full:
-      raise OSError(
-        f"a checkpoint could not be written ({self._what}): "
-        f"{text.splitlines()[0][:300]}. Checkpoints written before are untouched: make "
-        "room and start the same run again"
-      ) from error
-
-
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
   sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _stored_shape(leaf: Any) -> tuple[int, ...]:
-  """The shape on disk: random keys are stored as their data."""
+def _stored_form(leaf: Any) -> str:
+  """Dtype and shape on disk: random keys are stored as their data."""
   if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     leaf = jax.eval_shape(jax.random.key_data, leaf)
-  return tuple(leaf.shape)
+  return _form(tuple(leaf.shape), leaf.dtype)
+
+
+def _form(shape: tuple[int, ...], dtype: Any) -> str:
+  return f"{jax.numpy.dtype(dtype).name}{list(shape)}"
 
 
 def _metadata_leaves(metadata: Any) -> dict[str, Any]:

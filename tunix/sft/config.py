@@ -64,7 +64,8 @@ class TrainingConfig:
     max_steps: stop after this many optimizer steps; None: when the data ends.
     gradient_accumulation_steps: micro-batches drawn for one optimizer step.
     checkpoint_root_directory: where checkpoints go; None: none are written.
-    checkpointing_options: cadence and number of checkpoints.
+    checkpointing_options: cadence and number of checkpoints: CheckpointOptions, or
+      orbax's CheckpointManagerOptions.
     metrics_logging_options: backends and folder of the metrics; None: history only.
     profiler_options: trace some steps; None: none.
     data_sharding_axis: mesh axes that split the batch dimension.
@@ -74,13 +75,14 @@ class TrainingConfig:
     learning_rate: number or optax schedule (steps -> rate). Without an optimizer, a
       default AdamW runs at it; with one, it is only what the metric reports.
     num_train_steps: another name of max_steps.
+    perf_metrics_options: not offered yet; anything but None is refused.
   """
 
   eval_every_n_steps: int | None = None
   max_steps: int | None = None
   gradient_accumulation_steps: int | None = None
   checkpoint_root_directory: str | None = None
-  checkpointing_options: CheckpointOptions | None = None
+  checkpointing_options: Any = None
   metrics_logging_options: MetricsLoggerOptions | None = None
   profiler_options: ProfilerOptions | None = None
   data_sharding_axis: tuple[str, ...] = ("fsdp",)
@@ -89,6 +91,7 @@ class TrainingConfig:
   pbar_description: str | None = "Training"
   learning_rate: float | Schedule | None = None
   num_train_steps: int | None = None
+  perf_metrics_options: None = None
 
   def __post_init__(self):
     if self.num_train_steps is not None:
@@ -98,6 +101,8 @@ class TrainingConfig:
           "two names of one setting: give one of them"
         )
       object.__setattr__(self, "max_steps", self.num_train_steps)
+    if self.perf_metrics_options is not None:
+      raise ValueError("perf_metrics_options is not offered yet: leave it out")
     _check_counts(
       self, "eval_every_n_steps", "max_steps", "gradient_accumulation_steps"
     )
@@ -131,7 +136,9 @@ class TrainingInput:
     input_mask: [B, T], 1 (or a weight) on tokens that are trained.
     images: passed on to losses that take them.
     positions: int32 [B, T] rotary positions; None: counted.
-    segment_ids: int32 [B, T] of packed rows, 0 on padding; None: a row is one example.
+    segment_ids: int32 [B, T] of packed rows, 0 on padding; None: a row is one example,
+      padded on the right (padding on the left needs them).
+    loss_weights: [B, T], multiplied with the mask.
   """
 
   input_tokens: Any
@@ -139,3 +146,4 @@ class TrainingInput:
   images: Any = None
   positions: Any = None
   segment_ids: Any = None
+  loss_weights: Any = None

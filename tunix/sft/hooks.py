@@ -59,8 +59,3 @@ def provides(hooks: Any, method: str) -> bool:
   function = getattr(type(hooks), method, None) or getattr(hooks, method, None)
   bases = (getattr(base, method, None) for base in (TrainingHooks, DataHooks))
   return function is not None and all(function is not base for base in bases)
-
-
-def call(hooks: Any, method: str, *args: Any) -> Any:
-  """Calls a hook if it is there; None otherwise (also for `hooks` None)."""
-  return getattr(hooks, method)(*args) if provides(hooks, method) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -51,6 +52,7 @@ def next_token_loss(
   positions: jax.Array | None = None,
   segment_ids: jax.Array | None = None,
   attention_mask: jax.Array | None = None,
+  loss_weights: jax.Array | None = None,
   **extra: Any,
 ) -> WeightedSum:
   """Cross-entropy of every trained token given what precedes it, in nats.
@@ -62,19 +64,28 @@ def next_token_loss(
   Args:
     model: maps [B, T] tokens to [B, T, V] logits, or to (logits, cache).
     input_tokens, input_mask: see TrainingInput.
-    positions, segment_ids: optional, see TrainingInput.
+    positions, segment_ids, loss_weights: optional, see TrainingInput.
     attention_mask: bool [B, T, T], True where a query may look; None: causal.
-    **extra: other fields of the batch (images); passed on when the model takes them.
+    **extra: other fields of the batch (images), for the model.
 
   Returns: sum of -log p over the trained tokens, and their weight.
 
   Raises:
-    TypeError: the model's `__call__` has another form.
+    TypeError: the model's `__call__` has another form, or does not take a field.
+    ValueError: an attention mask of another shape.
   """
+  if attention_mask is not None and attention_mask.ndim != 3:
+    raise ValueError(
+      f"attention_mask has shape {attention_mask.shape}, expected [batch, tokens, "
+      "tokens], True where a query may look: for right-padded rows leave it out, the "
+      "default is causal"
+    )
   targets = masks.next_token_targets(input_tokens)
+  if loss_weights is not None:
+    input_mask = input_mask.astype(jnp.float32) * loss_weights
   weights = masks.target_weights(input_mask, segment_ids)
   accepted = call_parameters(model)
-  extra = {k: v for k, v in extra.items() if k in accepted}
+  _check_taken(model, accepted, extra)
   if "return_hidden" in accepted and hasattr(model, "unembedding"):
     hidden, _ = model(  # pyright: ignore[reportCallIssue]
       input_tokens,
@@ -107,15 +118,19 @@ def _logits(model, accepted, tokens, positions, segments, mask, extra):
         if segments is None
         else masks.positions_from_segments(segments)
       )
-    if mask is None:
-      index = jnp.arange(tokens.shape[1])
-      mask = masks.causal_mask(index, index, segments, segments)
-      mask = jnp.broadcast_to(mask, (tokens.shape[0], *mask.shape[1:]))
+    mask = _dense_mask(tokens, segments) if mask is None else mask
     out = model(tokens, positions, None, mask, **extra)
   elif sum(_required(p) for p in accepted.values()) <= 1 and accepted:
-    if segments is not None and "segment_ids" in accepted:
-      extra["segment_ids"] = segments
-    out = model(tokens, **extra)
+    if mask is None and segments is not None and "segment_ids" not in accepted:
+      mask = _dense_mask(tokens, segments)
+    if mask is not None and segments is None and "attention_mask" not in accepted:
+      raise TypeError(
+        f"the batch has an attention_mask, which {type(model).__name__}.__call__ does "
+        f"not take: {_REMEDY}"
+      )
+    given = {"positions": positions, "segment_ids": segments, "attention_mask": mask}
+    named = {k: v for k, v in given.items() if v is not None and k in accepted}
+    out = model(tokens, **named, **extra)
   else:
     raise TypeError(
       f"{type(model).__name__}.__call__ takes ({', '.join(accepted)}): the default "
@@ -123,6 +138,29 @@ def _logits(model, accepted, tokens, positions, segments, mask, extra):
       + _REMEDY
     )
   return out[0] if isinstance(out, tuple) else out
+
+
+def _dense_mask(tokens, segments):
+  """Causal and inside segments, bool [B, T, T]."""
+  index = jnp.arange(tokens.shape[1])
+  mask = masks.causal_mask(index, index, segments, segments)
+  return jnp.broadcast_to(mask, (tokens.shape[0], *mask.shape[1:]))
+
+
+def _check_taken(model, accepted, extra) -> None:
+  """Refuses fields of a batch that nobody would look at."""
+  if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
+    return
+  known = list(inspect.signature(next_token_loss).parameters)[1:-1]
+  for name in extra:
+    if name not in accepted:
+      near = difflib.get_close_matches(name, known, n=1)
+      raise TypeError(
+        f"the batch has the field {name!r}, which neither the default loss nor "
+        f"{type(model).__name__}.__call__ takes: "
+        + (f"did you mean {near[0]!r}? " if near else "")
+        + "Drop it in _prepare_inputs or with with_gen_model_input_fn"
+      )
 
 
 def _required(parameter: inspect.Parameter) -> bool:

@@ -21,7 +21,8 @@ class LoggingBackend(Protocol):
 
   A backend that can go back also has `position() -> dict` (JSON-able, everything
   before it safely stored) and `rewind(position | None)`; then a resumed run leaves
-  neither gaps nor doubles in it.
+  neither gaps nor doubles in it. One that holds values back may have `flush()`, which
+  is called when a run ends and may go on later.
   """
 
   def log_scalar(self, event: str, value: Any, **kwargs: Any) -> None:
@@ -85,6 +86,11 @@ class TensorboardBackend:
     self._last_step = -1 if position is None else int(position["step"])
     self._flushed_step = max(self._last_step, 0)
     self._purge_step = self._last_step + 1 if old else None
+
+  def flush(self) -> None:
+    """Everything is in the file."""
+    if self._writer is not None:
+      self._writer.flush()
 
   def close(self) -> None:
     """Flushes and closes the file; logging again begins another one."""
@@ -151,8 +157,11 @@ class WandbBackend:
     self._run_id = run_id
     self._records.load([] if position is None else position["open"])
 
-  def close(self) -> None:
+  def flush(self) -> None:
     self._send(self._records.release_all())
+
+  def close(self) -> None:
+    self.flush()
     self._finish()
 
   def _send(self, records: list[Record]) -> None:
@@ -188,8 +197,11 @@ class ConsoleBackend:
     step = int(kwargs.get("step") or 0)
     self._print(self._records.add(step, mode, key, as_number(event, value)))
 
-  def close(self) -> None:
+  def flush(self) -> None:
     self._print(self._records.release_all())
+
+  def close(self) -> None:
+    self.flush()
 
   def _print(self, records: list[Record]) -> None:
     for record in records:

@@ -128,6 +128,10 @@ class JsonlBackend:
       if place is not None:
         stream.rewind(place)
 
+  def flush(self) -> None:
+    """Writes what waits."""
+    self.close()
+
   def close(self) -> None:
     """Writes what waits and closes the files; logging again opens them again."""
     self._metrics.close()

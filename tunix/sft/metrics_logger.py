@@ -214,6 +214,17 @@ class MetricsLogger:
       (prefix, mode, name): _Series.restored(sums) for prefix, mode, name, *sums in rows
     }
 
+  @property
+  def is_fresh(self) -> bool:
+    """Whether nothing was logged and nothing restored yet."""
+    return not self._history
+
+  def flush(self) -> None:
+    """Everything logged is with its backend, as far as that has `flush()`."""
+    for backend in self._backends:
+      if hasattr(backend, "flush"):
+        backend.flush()  # pyright: ignore[reportAttributeAccessIssue]
+
   def close(self) -> None:
     """Closes the backends. Logging again opens them again; the history stays."""
     for backend in self._backends:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ __all__ = [
 
 PeftTrainerConfig = TrainingConfig
 
+_log = logging.getLogger(__name__)
+
 
 class OptimizerView(NamedTuple):
   """The optimizer as it stands: the transformation, its state, updates done."""
@@ -74,10 +77,12 @@ class PeftTrainer:
     optimizer: an optax transformation; None: AdamW at `training_config.learning_rate`.
     training_config: the settings.
     metrics_logger: None: one is made from `metrics_logging_options`.
+    perf_tracer: not offered yet; anything but None is refused.
 
   Raises:
     TypeError: arguments of the wrong kind.
-    ValueError: no optimizer and no learning rate.
+    ValueError: no optimizer and no learning rate, or a checkpoint that does not fit.
+    RuntimeError: there are checkpoints, and none can be read.
   """
 
   def __init__(
@@ -86,9 +91,12 @@ class PeftTrainer:
     optimizer: Any = None,
     training_config: TrainingConfig | None = None,
     metrics_logger: MetricsLogger | None = None,
+    perf_tracer: None = None,
   ):
     config = TrainingConfig() if training_config is None else training_config
     trainer_arguments.check_kinds(model, config)
+    if perf_tracer is not None:
+      raise ValueError("perf_tracer is not offered yet: leave it out")
     self.training_config = config
     tx = trainer_arguments.resolve_optimizer(optimizer, config)
     self._state = TrainState(model, tx)
@@ -96,16 +104,19 @@ class PeftTrainer:
     self._steps: dict[str, Callable[..., Any]] = {}
     self._hooks: dict[str, Any] = {"train": None, "data": None}
     self._progress = Progress()
+    self._source: BatchSource | None = None  # of a call that was interrupted
+    self._calls = 0  # calls of `train` that this process has behind it
+    self._closed = False
     self._reporter = StepReporter(
       metrics_logger or MetricsLogger(config.metrics_logging_options),
       config,
       matmul_params(self._module.params, self._module.frozen),
+      self._state.devices,
     )
     self._checkpoints = CheckpointManager(
       config.checkpoint_root_directory, config.checkpointing_options
     )
-    if config.checkpoint_root_directory is not None:
-      self.restore_checkpoint()
+    self.restore_checkpoint()
 
   # What a step computes.
 
@@ -192,7 +203,8 @@ class PeftTrainer:
   ) -> None:
     """Trains until the data or `max_steps` ends; goes on where a checkpoint, or a
     call that was interrupted, left the data. Called again after the data ended, it
-    starts the data anew.
+    starts the data anew. A script that calls it several times resumes in the call that
+    was under way: those before it return at once.
 
     Args:
       train_ds: yields micro-batches; `gradient_accumulation_steps` of them make one
@@ -204,34 +216,38 @@ class PeftTrainer:
       Stopped: SIGINT or SIGTERM arrived; the step was finished and a checkpoint saved.
       ValueError: the data is empty, or nothing in a global batch is trained.
     """
-    source = BatchSource(train_ds, self._hooks["data"], self, self._progress.data_state)
+    if self._calls < self._progress.calls:
+      self._calls += 1
+      _log.info("call %d of train was over before: nothing to do", self._calls)
+      return
+    self._source = source = self._open(train_ds)
     with self._session() as signals:
       self._call_hook("on_train_start")
-      if self._progress.evaluated_at < 0:
-        self._evaluate(eval_ds, skip_jit)
       window = self._draw(source)
       if window is None and not self._finished and not source.drawn:
         raise ValueError(
           "the training data gave no batch: it is empty, or a generator that an "
           "earlier loop has used up"
         )
+      # Before the first step; or where a checkpoint was taken before the evaluation.
+      if self._evaluation_is_due(last=window is None):
+        self._evaluate(eval_ds, skip_jit, signals)
       while window is not None:
         self._dispatch(window, skip_jit)
-        window = self._draw(source)
-        self._after_step(eval_ds, last=window is None, skip_jit=skip_jit)
-        if signals.pending is not None:
-          self._stop(signals.pending)
-      if not self._finished:
-        self._progress.data_state = None  # it was used up: another call starts it anew
-      self._reporter.flush()
-      self._reporter.stop()
-      self._checkpoints.wait()
+        self._stop_if_asked(signals)
+        window = self._draw_or_save(source)
+        self._after_step(eval_ds, signals, last=window is None, skip_jit=skip_jit)
+      self._end_of_call()
       self._call_hook("on_train_end")
 
   def train_step(self, batch: Any, *unexpected: Any) -> jax.Array:
     """One update by one global batch, cut into `gradient_accumulation_steps` parts.
 
     Returns: the loss before the update, a device scalar.
+
+    Raises:
+      TypeError: more than a batch was given, or it holds no arrays.
+      ValueError: its rows do not divide, or nothing in it is trained.
     """
     if unexpected or isinstance(batch, nnx.Module):
       raise TypeError("train_step takes a batch alone: trainer.train_step(batch)")
@@ -254,17 +270,31 @@ class PeftTrainer:
       )
 
   def eval_step(self, batch: Any) -> dict[str, float]:
-    """Metrics of one batch: loss, perplexity, and what the loss adds."""
-    with self._session():
-      return self._eval_metrics([batch], skip_jit=False)
+    """Metrics of one batch: loss, perplexity, and what the loss adds.
+
+    Raises:
+      ValueError: nothing in it is trained.
+    """
+    with self._session() as signals:
+      return self._eval_metrics([batch], False, signals)
 
   def save_checkpoint(self) -> bool:
     """Saves the run now; returns False without a checkpoint folder, or when this step
-    is saved already."""
+    is saved already.
+
+    Raises:
+      OSError: the disk is full or not writable; asynchronous saving may raise it later.
+      RuntimeError: the trainer is closed.
+    """
     return self._save(force=True)
 
   def restore_checkpoint(self) -> bool:
-    """Restores the newest checkpoint; returns whether there was one."""
+    """Restores the newest checkpoint; returns whether there was one.
+
+    Raises:
+      ValueError: it belongs to another model or optimizer, or to no run.
+      RuntimeError: there are checkpoints, and none can be read.
+    """
     with mesh_lib.use_mesh(self._state.mesh):
       found = self._checkpoints.restore_state(self._state.to_run_state())
     if found is None:
@@ -282,8 +312,15 @@ class PeftTrainer:
     return True
 
   def close(self) -> None:
-    """Saves what is not saved yet and closes files; the model stays usable."""
+    """Saves what is not saved yet and closes files; the model stays usable.
+
+    Raises:
+      OSError: the last checkpoint could not be written.
+    """
     self._module.hand_back()
+    if self._closed:
+      return
+    self._closed = True
     if self.train_steps and (self._checkpoints.latest_step() or 0) < self.train_steps:
       self._save(force=True)
     self._checkpoints.close()
@@ -305,18 +342,30 @@ class PeftTrainer:
       finally:
         self._module.hand_back()
 
+  def _open(self, train_ds: Any) -> BatchSource:
+    """The data, at the place where it is to go on."""
+    place, source = self._progress.data_state, self._source
+    if place is not None and source is not None and source.continues(train_ds):
+      source.go_back(place["drawn"])
+      return source
+    return BatchSource(train_ds, self._hooks["data"], self, place)
+
   def _draw(self, source: BatchSource) -> Window | None:
     """The next global batch; None when the data or the run ends."""
     if self._finished:
       return None
     if source.from_hooks:
       self._module.hand_back()
-    batches: list[Any] = []
-    while len(batches) < self.training_config.micro_batches:
-      if (batch := source.next()) is None:
-        break
-      batches.append(batch)
+    batches = source.take(self.training_config.micro_batches)
     return self._window(batches, source.state()) if batches else None
+
+  def _draw_or_save(self, source: BatchSource) -> Window | None:
+    """`_draw`; when that fails, the steps that were done are saved first."""
+    try:
+      return self._draw(source)
+    except BaseException:
+      self._save(force=True)
+      raise
 
   @property
   def _finished(self) -> bool:
@@ -324,11 +373,11 @@ class PeftTrainer:
     limit = self.training_config.max_steps
     return limit is not None and self.train_steps >= limit
 
-  @property
-  def _default_loss(self) -> bool:
-    """Whether batches mean what next_token_loss says they mean."""
-    own = type(self)._train_step is PeftTrainer._train_step
-    return own and self._loss.is_default
+  def _is_default(self, *methods: str) -> bool:
+    """Whether the loss is next_token_loss and no subclass has replaced the methods:
+    then batches mean what that loss says they mean."""
+    own = (getattr(type(self), name) is getattr(PeftTrainer, name) for name in methods)
+    return self._loss.is_default and all(own)
 
   def _whole(self, batch: Any) -> Window:
     """A global batch, cut into micro-batches."""
@@ -338,10 +387,13 @@ class PeftTrainer:
     return self._window(windows.split_rows(windows.as_pytree(batch), parts), None)
 
   def _window(self, batches: list[Any], data_state: Any) -> Window:
-    ready = self._ready(batches, "train_rows")
-    if self._default_loss:
+    ready = self._ready(batches)
+    if self._is_default("_train_step"):
+      progress, accepted = self._progress, losses.call_parameters(self._module.model)
+      ready, progress.train_rows = windows.pad_to_largest(ready, progress.train_rows)
       windows.check_trained(ready)
-      windows.check_packed(ready, losses.call_parameters(self._module.model))
+      windows.check_packed(ready, accepted)
+      windows.check_positions(ready, accepted)
     axes = self.training_config.data_sharding_axis
     return Window(
       groups=windows.group(
@@ -353,15 +405,8 @@ class PeftTrainer:
       data_state=data_state,
     )
 
-  def _ready(self, batches: list[Any], rows: str) -> list[Any]:
-    """Micro-batches prepared, and padded if what their rows mean is known: a loss of
-    the user's may average over rows of its own accord."""
-    batches = [windows.as_pytree(self._prepare_inputs(batch)) for batch in batches]
-    if self._default_loss:
-      largest = getattr(self._progress, rows)
-      batches, largest = windows.pad_to_largest(batches, largest)
-      setattr(self._progress, rows, largest)
-    return batches
+  def _ready(self, batches: Iterable[Any]) -> list[Any]:
+    return [windows.as_pytree(self._prepare_inputs(batch)) for batch in batches]
 
   def _dispatch(self, window: Window, skip_jit: bool) -> jax.Array:
     """Sends one update to the device, without waiting for it."""
@@ -385,40 +430,52 @@ class PeftTrainer:
     self._call_hook("on_train_step_end", self.train_steps, metrics.loss)
     return metrics.loss
 
-  def _after_step(self, eval_ds: Any, *, last: bool, skip_jit: bool) -> None:
+  def _after_step(
+    self, eval_ds: Any, signals: DeferredSignals, *, last: bool, skip_jit: bool
+  ) -> None:
     """Evaluates and saves when it is time."""
-    every = self.training_config.eval_every_n_steps
-    if last or (every is not None and self.train_steps % every == 0):
-      self._evaluate(eval_ds, skip_jit)
+    if self._evaluation_is_due(last=last):
+      self._evaluate(eval_ds, skip_jit, signals)
     self._save(force=last)
+    self._stop_if_asked(signals)
 
-  def _evaluate(self, eval_ds: Any, skip_jit: bool) -> None:
-    self._progress.evaluated_at = self.train_steps
+  def _evaluation_is_due(self, *, last: bool) -> bool:
+    step, done = self.train_steps, self._progress.evaluated_at
+    every = self.training_config.eval_every_n_steps
+    on_time = last or step == 0 or (every is not None and step % every == 0)
+    return done < 0 or (on_time and done < step)
+
+  def _evaluate(self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals) -> None:
     batches = eval_ds
     if hooks_lib.provides(self._hooks["data"], "load_next_eval_batch"):
       self._module.hand_back()
       batches = eval_batches(self._hooks["data"], self)
-    if batches is None:
-      return
-    self._reporter.flush()
-    self._call_hook("on_eval_step_start")
-    metrics = self._eval_metrics(batches, skip_jit)
-    self._reporter.log(metrics, Mode.EVAL, self.train_steps)
-    self._call_hook("on_eval_step_end", metrics["loss"])
+    if batches is not None:
+      self._reporter.flush()
+      self._call_hook("on_eval_step_start")
+      metrics = self._eval_metrics(batches, skip_jit, signals)
+      self._reporter.log(metrics, Mode.EVAL, self.train_steps)
+      self._call_hook("on_eval_step_end", metrics["loss"])
+    self._progress.evaluated_at = self.train_steps
 
-  def _eval_metrics(self, batches: Iterable[Any], skip_jit: bool) -> dict[str, float]:
+  def _eval_metrics(
+    self, batches: Iterable[Any], skip_jit: bool, signals: DeferredSignals
+  ) -> dict[str, float]:
     """Weighted means over all batches; they come home together."""
     self._module.refresh()
-    step = self._compiled("eval", skip_jit)
-    axes = self.training_config.data_sharding_axis
-    parts, tokens = [], 0
+    step, module = self._compiled("eval", skip_jit), self._module
+    parts, tokens, rows = [], 0, 0
     for batch in batches:
-      (ready,) = self._ready([batch], "eval_rows")
-      tokens += windows.token_count([ready])
-      ready = sharding_utils.shard_input(ready, axes)
-      parts.append(
-        step(self._module.params, self._module.rest, self._module.frozen, ready)
+      ready = self._ready([batch])
+      if self._is_default("_train_step", "_eval_step"):
+        ready, rows = windows.pad_to_largest(ready, rows)
+      tokens += windows.token_count(ready)
+      placed = sharding_utils.shard_input(
+        ready[0], self.training_config.data_sharding_axis
       )
+      parts.append(step(module.params, module.rest, module.frozen, placed))
+      self._reporter.bound(parts[-1][0])
+      self._stop_if_asked(signals)
     return self._reporter.eval_means(
       parts, lambda aux: named_metrics(self._post_process_eval_step(aux)), tokens
     )
@@ -451,12 +508,24 @@ class PeftTrainer:
     )
     return self._checkpoints.save_state(step, state, force=True)
 
-  def _stop(self, signum: int) -> None:
+  def _end_of_call(self) -> None:
+    """Everything of this call of `train` is on disk; the next starts the data anew."""
+    self._reporter.end()
+    self._checkpoints.wait()
+    self._calls += 1
+    if not self._finished:
+      self._progress.data_state, self._progress.calls = None, self._calls
+    self._source = None
+
+  def _stop_if_asked(self, signals: DeferredSignals) -> None:
+    """Saves and leaves when a signal has arrived."""
+    if signals.pending is None:
+      return
     self._reporter.flush()
     saved = self._save(force=True) or self._checkpoints.latest_step() is not None
     self._checkpoints.wait()
     where = "a checkpoint is saved" if saved else "no checkpoint folder was given"
-    raise Stopped(signum, f"stopped after step {self.train_steps}; {where}")
+    raise Stopped(signals.pending, f"stopped after step {self.train_steps}; {where}")
 
   def _call_hook(self, name: str, *args: Any) -> None:
     hooks = self._hooks["train"]

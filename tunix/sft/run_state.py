@@ -55,16 +55,17 @@ class Progress:
     train_steps: optimizer updates done.
     iter_steps: micro-batches consumed.
     evaluated_at: the step of the last evaluation, -1 before the first.
-    train_rows, eval_rows: rows of the largest micro-batch so far; smaller ones are
-      padded to it.
-    data_state: this process's place in the data; None before it and after its end.
+    train_rows: rows of the largest micro-batch so far; smaller ones are padded to it.
+    calls: calls of `train` that are over; a script that is run again makes them again.
+    data_state: this process's place in the data of the call that is not; None before
+      it.
   """
 
   train_steps: int = 0
   iter_steps: int = 0
   evaluated_at: int = -1
   train_rows: int = 0
-  eval_rows: int = 0
+  calls: int = 0
   data_state: dict[str, Any] | None = None
 
   def to_json(self) -> dict[str, Any]:

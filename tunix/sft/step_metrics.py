@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from tunix.sft.progress_bar import ProgressBar
 from tunix.sft.train_step import StepMetrics
 from tunix.utils import tree
 
+_log = logging.getLogger(__name__)
+
 
 class StepReporter:
   """Everything that is told about steps; the trainer only hands values in.
@@ -30,14 +33,21 @@ class StepReporter:
     logger: where metrics go.
     config: prefix, bar, profiler, steps in flight, learning rate.
     matmul_params: (all, trained) parameters that multiply every token.
+    devices: gives the devices that the run computes on.
   """
 
   def __init__(
-    self, logger: MetricsLogger, config: TrainingConfig, matmul_params: tuple[int, int]
+    self,
+    logger: MetricsLogger,
+    config: TrainingConfig,
+    matmul_params: tuple[int, int],
+    devices: Callable[[], Sequence[Any]],
   ):
     self._logger = logger
     self._config = config
     self._matmul_params = matmul_params
+    self._devices = devices
+    self._warned = False
     self._buffer = MetricsBuffer()
     self._throttler = InflightThrottler(config.max_inflight_computations)
     self._profiler: Profiler | None = None
@@ -87,6 +97,7 @@ class StepReporter:
     tokens, now = self._tokens.pop(step), time.perf_counter()
     seconds = now - (self._clock or now)
     self._clock = now
+    self._warn_of_nan(step, values)
     values = _with_perplexity(values, tokens)
     if seconds > 0:
       values |= self._speeds(tokens, seconds)
@@ -99,6 +110,17 @@ class StepReporter:
     if self._bar is not None:
       self._bar.update(1, {"loss": values["loss"]})
 
+  def _warn_of_nan(self, step: int, values: Mapping[str, float]) -> None:
+    if self._warned or math.isfinite(values["loss"]):
+      return
+    self._warned = True
+    _log.warning(
+      "the loss of step %d is %s: lower the learning rate, or look at the batch; every "
+      "later step works on what this one left",
+      step,
+      values["loss"],
+    )
+
   def _speeds(self, tokens: int, seconds: float) -> dict[str, float]:
     """Machine-dependent figures of a step."""
     out = {"step_time_sec": seconds, "steps_per_sec": 1 / seconds}
@@ -107,12 +129,17 @@ class StepReporter:
       work = flops.train_flops(total, tokens, trained_matmul_params=trained)
       out["tokens_per_sec"] = tokens / seconds
       out["tflops_per_sec"] = work / seconds / 1e12
-      if (share := flops.mfu(work, seconds, jax.devices())) is not None:
+      if (share := flops.mfu(work, seconds, self._devices())) is not None:
         out["mfu"] = share
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_in_use" in stats:
       out["device_memory_bytes"] = float(stats["bytes_in_use"])
     return out
+
+  def bound(self, result: WeightedSum) -> None:
+    """Notes the result of an evaluation's batch; waits while too many are in flight."""
+    self._throttler.add_computation(result.total)
+    self._throttler.wait_for_next()
 
   def log(self, values: Mapping[str, float], mode: Mode, step: int) -> None:
     """Logs values by name."""
@@ -162,9 +189,23 @@ class StepReporter:
     return self._logger.state()
 
   def restore(self, state: dict[str, Any] | None) -> None:
-    """Takes back what was logged after `state`, and what is still to be logged."""
+    """Takes back what was logged after `state`, and what is still to be logged. None
+    begins a run: what another one left is moved aside, but not what this process has
+    logged, for a logger may be shared."""
     self.flush()
-    self._logger.restore(state)
+    if state is not None or self._logger.is_fresh:
+      self._logger.restore(state)
+
+  def end(self) -> None:
+    """Everything is logged and in its files; logging may go on."""
+    self.flush()
+    self.stop()
+    self._logger.flush()
+
+  def close(self) -> None:
+    """Logs what is left and closes the backends."""
+    self.end()
+    self._logger.close()
 
   def stop(self) -> None:
     """Ends the bar and the trace; what was dispatched stays to be logged."""
@@ -173,12 +214,6 @@ class StepReporter:
     if self._bar is not None:
       self._bar.close()
       self._bar = None
-
-  def close(self) -> None:
-    """Logs what is left and closes the backends."""
-    self.flush()
-    self.stop()
-    self._logger.close()
 
 
 def _with_perplexity(values: dict[str, float], tokens: int) -> dict[str, float]:

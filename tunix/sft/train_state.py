@@ -54,6 +54,13 @@ class TrainState:
     self.mesh = mesh
     return True
 
+  def devices(self) -> list[Any]:
+    """What the run computes on."""
+    if self.mesh is not None:
+      return list(self.mesh.devices.flat)
+    leaves = jax.tree.leaves((self.module.params, self.module.frozen))
+    return list(leaves[0].devices()) if leaves else jax.devices()[:1]
+
   def layout(self) -> tuple[Any, Any] | None:
     """Shardings of (params, opt_state); None without a mesh."""
     if self.mesh is None:

@@ -9,6 +9,8 @@ from flax import nnx
 
 from tunix.sft.config import TrainingConfig
 
+_OWN_METRICS = {"loss", "grad_norm"}
+
 
 def check_kinds(model: Any, config: Any) -> None:
   """Refuses arguments of the wrong kind with the call that was meant.
@@ -64,11 +66,18 @@ def named_metrics(aux: Any) -> dict[str, Any]:
 
   Raises:
     TypeError: they are no dict.
+    ValueError: one has a name that the trainer needs.
   """
+  if aux is None:
+    return {}
   if not isinstance(aux, dict):
     raise TypeError(
       f"the loss's aux is a {type(aux).__name__}: it must be a dict of scalars by "
       "name, or be made into one by _post_process_train_step and "
       "_post_process_eval_step"
+    )
+  if taken := sorted(_OWN_METRICS & aux.keys()):
+    raise ValueError(
+      f"the loss's aux has {taken[0]!r}, a name of the trainer's own metric: rename it"
     )
   return aux

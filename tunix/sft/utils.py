@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.ops import masks
+from tunix.sft.module_state import is_lora
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def build_positions_from_mask(input_mask: jax.Array) -> jax.Array:
 
 def is_lora_enabled(model: nnx.Module) -> bool:
   """Whether the model has LoRA parameters (`nnx.LoRAParam`)."""
-  return any(isinstance(node, nnx.LoRAParam) for _, node in nnx.iter_graph(model))
+  return is_lora(model)
 
 
 @contextlib.contextmanager

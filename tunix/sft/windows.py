@@ -41,7 +41,7 @@ def as_pytree(batch: Any) -> Any:
   Raises:
     TypeError: it holds no arrays.
   """
-  if dataclasses.is_dataclass(batch) and jax.tree.leaves(batch) == [batch]:
+  if _is_plain_dataclass(batch):
     batch = batch_fields(batch)
   if not any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(batch)):
     raise TypeError(
@@ -49,6 +49,14 @@ def as_pytree(batch: Any) -> Any:
       "a dict or any pytree of arrays, or convert it in _prepare_inputs"
     )
   return batch
+
+
+def _is_plain_dataclass(batch: Any) -> bool:
+  """Whether it is a dataclass that JAX takes for a leaf."""
+  if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
+    return False
+  leaves = jax.tree.leaves(batch)
+  return len(leaves) == 1 and leaves[0] is batch
 
 
 def pad_rows(batch: Any, rows: int) -> Any:
@@ -71,6 +79,9 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
   Raises:
     ValueError: the rows do not divide.
   """
+  if _is_plain_dataclass(batch):
+    fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    return [dataclasses.replace(batch, **part) for part in split_rows(fields, parts)]
   rows = examples_in(batch)
   if rows % parts:
     raise ValueError(
@@ -96,9 +107,10 @@ def group(batches: Sequence[Any], size: int) -> tuple[Group, ...]:
     leaves, structure = jax.tree.flatten(batch)
     shapes = tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)
     by_shape.setdefault((structure, shapes), []).append((batch, weight))
+  # In the order of the shapes, not of the data: fewer programs are compiled.
   return tuple(
     Group(tuple(b for b, _ in items), np.asarray([w for _, w in items], np.float32))
-    for items in by_shape.values()
+    for _, items in sorted(by_shape.items(), key=lambda item: str(item[0]))
   )
 
 
@@ -124,6 +136,8 @@ def check_trained(batches: Sequence[Any]) -> None:
   masks = [field(batch, "input_mask") for batch in batches]
   if not masks or any(mask is None for mask in masks) or jax.process_count() > 1:
     return
+  weights = [field(batch, "loss_weights") for batch in batches]
+  masks = [m if w is None else np.asarray(m) * w for m, w in zip(masks, weights)]
   if not any(np.any(np.asarray(mask)[:, 1:]) for mask in masks):
     rows = sum(np.shape(mask)[0] for mask in masks)
     raise ValueError(
@@ -154,6 +168,28 @@ def check_packed(batches: Sequence[Any], accepted: Collection[str]) -> None:
       "segment_ids nor attention_mask and would look from one example into another: "
       "train it without packing, or give it one of these arguments"
     )
+
+
+def check_positions(batches: Sequence[Any], accepted: Collection[str]) -> None:
+  """Refuses positions that a model does not take and would count differently.
+
+  Raises:
+    ValueError: they do not count 0, 1, 2, ... from the first column. A model that takes
+      segment_ids can count by itself.
+  """
+  if {"positions", "segment_ids"} & set(accepted) or jax.process_count() > 1:
+    return
+  for batch in batches:
+    if (positions := field(batch, "positions")) is None:
+      continue
+    segments = field(batch, "segment_ids")
+    real = True if segments is None else np.asarray(segments) == 1
+    counted = np.arange(np.shape(positions)[1])
+    if np.any((np.asarray(positions) != counted) & real):
+      raise ValueError(
+        "the batch has positions that do not count from the first column, and the "
+        "model takes no positions: give it that argument, or pad on the right"
+      )
 
 
 def token_count(batches: Sequence[Any]) -> int:

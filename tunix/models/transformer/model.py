@@ -150,13 +150,19 @@ class Transformer(nnx.Module):
       (float32 logits, or the final normalised hidden states; the new cache or None).
 
     Raises:
-      ValueError: segment ids together with a cache or a mask.
+      ValueError: segment ids together with a cache or a mask, or a mask of another
+        number of dimensions.
     """
     c = self.config
     if segment_ids is not None and (cache is not None or attention_mask is not None):
       raise ValueError(
         "segment_ids cannot be combined with a cache or an attention_mask: they "
         "describe packed training rows; put the segments into the mask instead"
+      )
+    if attention_mask is not None and attention_mask.ndim != 3:
+      raise ValueError(
+        f"attention_mask has shape {attention_mask.shape}, expected [B, T, S], True "
+        "where a query may look at a key; None means causal"
       )
     index = jnp.arange(input_tokens.shape[1], dtype=jnp.int32)
     if cache is not None:

@@ -1,0 +1,79 @@
+"""When to save and what to keep, in our words and in orbax's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tunix.sft.config import CheckpointOptions
+
+
+def from_any(options: Any) -> CheckpointOptions:
+  """CheckpointOptions as they are, or what says the same for orbax, translated.
+
+  Raises:
+    TypeError: something else.
+    ValueError: a setting of orbax that has no counterpart here.
+  """
+  if options is None:
+    return CheckpointOptions()
+  if isinstance(options, CheckpointOptions):
+    return options
+  import orbax.checkpoint as ocp
+
+  if not isinstance(options, ocp.CheckpointManagerOptions):
+    raise TypeError(
+      f"options is a {type(options).__name__}: expected "
+      "tunix.sft.config.CheckpointOptions or orbax's CheckpointManagerOptions"
+    )
+  policies, plain = ocp.checkpoint_managers, ocp.CheckpointManagerOptions()
+  understood = {
+    "save_interval_steps",
+    "max_to_keep",
+    "enable_async_checkpointing",
+    "save_decision_policy",
+    "create",
+  }
+  for field in dataclasses.fields(options):
+    value, default = getattr(options, field.name), getattr(plain, field.name)
+    if field.name not in understood and value != default:
+      raise ValueError(
+        f"CheckpointManagerOptions.{field.name} is {value!r}, which has no counterpart "
+        "in tunix.sft.config.CheckpointOptions: leave it out"
+      )
+  cadence: dict[str, Any] = {"save_every_n_steps": options.save_interval_steps}
+  policy: Any = options.save_decision_policy
+  if isinstance(policy, policies.FixedIntervalPolicy):
+    cadence = {"save_every_n_steps": policy.interval}
+  elif isinstance(policy, policies.ContinuousCheckpointingPolicy):
+    cadence = {"min_interval_secs": policy.minimum_interval_secs or 0}
+  elif policy is not None:
+    raise ValueError(
+      f"save_decision_policy is a {type(policy).__name__}: use FixedIntervalPolicy or "
+      "ContinuousCheckpointingPolicy"
+    )
+  return CheckpointOptions(
+    max_to_keep=options.max_to_keep,
+    asynchronous=options.enable_async_checkpointing,
+    **cadence,
+  )
+
+
+def for_orbax(o: CheckpointOptions) -> Any:
+  """The CheckpointManagerOptions of orbax that mean the same."""
+  import orbax.checkpoint as ocp
+
+  policies = ocp.checkpoint_managers
+  if o.save_every_n_steps is not None:
+    decision = policies.FixedIntervalPolicy(interval=o.save_every_n_steps)
+  else:
+    decision = policies.ContinuousCheckpointingPolicy(
+      minimum_interval_secs=int(o.min_interval_secs)
+    )
+  return ocp.CheckpointManagerOptions(
+    save_decision_policy=decision,
+    max_to_keep=o.max_to_keep,
+    enable_async_checkpointing=o.asynchronous,
+    async_options=ocp.AsyncOptions(timeout_secs=o.timeout_secs),
+    create=True,
+  )
