@@ -91,6 +91,102 @@ def test_a_record_without_trained_text_names_its_line(refused, tmp_path):
   assert f"{file}:1: nothing to train" in refused(data__train=file)
 
 
+TEMPLATE = "{% for m in messages %}{{ m.content + 1 }}<|im_end|>{% endfor %}"
+
+
+def test_a_template_that_fails_names_the_record(refused, tmp_path, train_file):
+  (tmp_path / "mine.jinja").write_text(TEMPLATE)
+  error = refused(tokenizer__chat_template=tmp_path / "mine.jinja")
+  assert f"{train_file}:1: the chat template fails on this conversation" in error
+  assert "line 1, TypeError" in error
+
+
+def test_templates_that_are_no_text_are_named(refused, model, tmp_path):
+  file = tmp_path / "mine.jinja"
+  file.write_bytes(b"caf\xe9")
+  error = refused(tokenizer__chat_template=file)
+  assert f"tokenizer.chat_template {str(file)!r} is no UTF-8 text" in error
+  folder = copy_model(model, tmp_path / "m")
+  (folder / "chat_template.jinja").write_bytes(b"caf\xe9")
+  error = refused(model__path=folder)
+  assert f"{folder / 'chat_template.jinja'} is no UTF-8 text" in error
+  assert "download or export the folder again" in error
+
+
+def test_reserved_names_of_the_template(refused):
+  for name in ("now", "messages", "add_generation_prompt"):
+    error = refused(**{f"data__template_args__{name}": 1})
+    assert f"data.template_args.{name} is a name that every rendering" in error
+  error = refused(data__template_args="{1: x}")
+  assert "data.template_args is the mapping {1: 'x'}, expected a mapping" in error
+
+
+@pytest.mark.parametrize(
+  "line",
+  ['{"prompt": "a", "response": "\\ud800"}', '{"text": ' + "[" * 100_000],
+  ids=["surrogate", "nested"],
+)
+def test_lines_that_python_stumbles_over_are_named(refused, tmp_path, line):
+  file = runs.write_records(tmp_path / "odd.jsonl", 2)
+  file.write_text(file.read_text() + line + "\n")
+  assert f"{file}:3: " in refused(data__train=file)
+
+
+@pytest.mark.parametrize(
+  ("file", "fields", "message"),
+  [
+    (
+      "tokenizer_config.json",
+      {"added_tokens_decoder": [{"content": "<s>"}]},
+      "added_tokens_decoder is [{'content': '<s>'}], expected an object",
+    ),
+    (
+      "tokenizer_config.json",
+      {"added_tokens_decoder": {"one": {"content": "<s>"}}},
+      "an id in added_tokens_decoder is 'one', expected a whole number",
+    ),
+    (
+      "tokenizer_config.json",
+      {"added_tokens_decoder": {"1": "<s>"}},
+      "added_tokens_decoder[1] is '<s>', expected an object with \"content\"",
+    ),
+    (
+      "tokenizer_config.json",
+      {"added_tokens_decoder": {"1": {"content": "<s>", "lstrip": "no"}}},
+      "added_tokens_decoder[1].lstrip is 'no', expected true or false",
+    ),
+    (
+      "tokenizer_config.json",
+      {"extra_special_tokens": 7},
+      "extra_special_tokens is 7, expected a list of tokens",
+    ),
+    (
+      "tokenizer_config.json",
+      {"chat_template": [{"name": "default"}]},
+      "chat_template is {'name': 'default'}, expected objects",
+    ),
+    ("tokenizer_config.json", {"chat_template": 3}, "chat_template is 3, expected"),
+    ("config.json", {"eos_token_id": "two"}, "eos_token_id is 'two', expected whole"),
+    ("generation_config.json", {"eos_token_id": [2, 1.5]}, "eos_token_id is 1.5"),
+    ("config.json", {"text_config": [1]}, "text_config is [1], expected a JSON object"),
+  ],
+)
+def test_misshapen_tokenizer_files_are_named(
+  refused, model, tmp_path, file, fields, message
+):
+  folder = copy_model(model, tmp_path / "m")
+  path = folder / file
+  before = json.loads(path.read_text()) if path.is_file() else {}
+  path.write_text(json.dumps(before | fields))
+  error = refused(model__path=folder)
+  assert f"{path}: {message}" in error
+  assert "correct it, or download the folder again" in error
+
+
+def test_arguments_that_are_nested_too_deeply(refused):
+  assert "nested too deeply" in refused(seed="[" * 5000)
+
+
 def test_a_batch_that_does_not_divide_the_mesh(refused):
   error = refused(mesh__fsdp=8, model__path="/never/looked/at")
   assert "training.micro_batch_size is 4 and does not divide over the 8" in error

@@ -5,8 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+from tests import toys
 from tunix.cli import config as config_lib, optimizer
+from tunix.models import lora
+from tunix.models.automodel import AutoModel
+from tunix.utils import tree
 
 
 def config(**keys):
@@ -62,6 +67,49 @@ def test_optimizers_of_contrib_are_found():
   expected = optax.contrib.ademamix(0.1)
   keys = config(optimizer__name="ademamix", training__max_grad_norm="null")
   assert_same(optimizer.build_optimizer(keys, 0.1), expected)
+
+
+def stacked_model():
+  """Two layers with adapters on one map, and the gradients of a step."""
+  model = AutoModel.from_config(toys.model().config, seed=1)
+  model = lora.apply(model, lora.LoraConfig(rank=2, targets=("up_proj",)))
+  params = tree.flatten(nnx.state(model, nnx.Param))
+  keys = jax.random.split(jax.random.key(0), len(params))
+  grads = {
+    name: jax.random.normal(key, leaf.shape)
+    for key, (name, leaf) in zip(keys, params.items())
+  }
+  return grads
+
+
+def test_muon_orthogonalises_each_layers_matrices_and_nothing_else():
+  grads = stacked_model()
+  keys = config(optimizer__name="muon", training__max_grad_norm="null")
+  (found, _) = updates(optimizer.build_optimizer(keys, 0.1), grads)
+  matrices = {n for n in grads if n.endswith(("kernel", "lora_a", "lora_b"))}
+  matrices = {name for name in matrices if name.startswith("layers.")}
+  assert len(matrices) == 9  # seven maps, two of an adapter
+  adam = optax.contrib.muon(0.1)  # whatever has one dimension gets Adam
+  for name, grad in grads.items():
+    if name in matrices:  # [L, in, out]: as L runs of the plain optimizer
+      expected = [updates(adam, {"w": layer})[0]["w"] for layer in grad]
+    else:
+      expected = updates(adam, {"w": grad.reshape(-1)})[0]["w"].reshape(grad.shape)
+    np.testing.assert_allclose(found[name], np.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_muon_sees_the_same_in_a_tree_and_takes_its_arguments():
+  grads = tree.nest(stacked_model())
+  keys = config(
+    optimizer__name="muon", optimizer__args__ns_steps=2, training__max_grad_norm="null"
+  )
+  (found, _) = updates(optimizer.build_optimizer(keys, 0.1), grads)
+  kernel = grads["layers"]["attn"]["q_proj"]["kernel"]
+  plain = optax.contrib.muon(0.1, ns_steps=2)
+  expected = [updates(plain, {"w": layer})[0]["w"] for layer in kernel]
+  np.testing.assert_allclose(
+    found["layers"]["attn"]["q_proj"]["kernel"], expected, rtol=1e-4, atol=1e-5
+  )
 
 
 def test_lora_has_its_own_default_rate():

@@ -1,5 +1,8 @@
 """Trained weights are float32, whatever the checkpoint; folders keep their dtype."""
 
+import json
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,9 +77,6 @@ def test_a_float32_checkpoint_stays_float32(model):
 
 
 def test_a_checkpoint_that_names_no_dtype_has_that_of_its_weights(half, tmp_path):
-  import json
-  import shutil
-
   folder = tmp_path / "unnamed"
   shutil.copytree(half, folder)
   hf = json.loads((folder / "config.json").read_text())

@@ -1,6 +1,8 @@
 """What a run compares when it goes on, what it does not do twice, and who may run."""
 
+import errno
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -9,9 +11,9 @@ import pytest
 
 from tests.cli import runs
 from tests.cli.errors_test import copy_model
-from tunix.cli import build_data, run_lock
-from tunix.models import safetensors_saver, tensor_files
-from tunix.models.automodel import AutoModel
+from tunix.cli import build, build_data, config as config_lib, run_lock, train_main
+from tunix.cli.run_folder import RunFolder
+from tunix.models import tensor_files
 
 
 def train(keys, **more):
@@ -55,6 +57,15 @@ def refused(keys, capsys, code=2, **more):
 # The base model, the tokenizer and the data.
 
 
+def check(keys, **more):
+  """What `tunix train` looks at before it goes on."""
+  config = build.absolute_paths(config_lib.load(runs.arguments(**(keys | more))))
+  folder = RunFolder(keys["output_dir"])
+  config, _, data = train_main.prepare(config, folder)
+  folder.check_resume(config, data.fingerprints)
+  return data
+
+
 def test_moved_inputs_resume(keys, model, train_file, eval_file, tmp_path, capsys):
   moved = tmp_path / "moved"
   shutil.copytree(model, moved)
@@ -66,67 +77,68 @@ def test_moved_inputs_resume(keys, model, train_file, eval_file, tmp_path, capsy
 
 
 def test_another_base_model_cannot_resume(keys, model, tmp_path, capsys):
-  other = tmp_path / "other"
-  trained = AutoModel.from_pretrained(model)
-  kernel = trained.layers.attn.q_proj.kernel
-  kernel.set_value(kernel[...] * 1.5)
-  safetensors_saver.save_pretrained(trained, other, source=model)
-  error = refused(keys, capsys, model__path=other)
-  assert "the model in model.path is another" in error
   changed = copy_model(model, tmp_path / "theta", rope_theta=123.0)
-  assert "the model in model.path" in refused(keys, capsys, model__path=changed)
+  error = refused(keys, capsys, model__path=changed)
+  assert "the model in model.path is another" in error
 
 
-@pytest.mark.parametrize("at", ["first", "last"])
-def test_weights_changed_in_place_are_noticed(keys, model, tmp_path, capsys, at):
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj"])
+@pytest.mark.parametrize("at", [0, -1])
+def test_weights_changed_in_place_are_noticed(keys, model, tmp_path, name, at):
   copy = copy_model(model, tmp_path / "copy")
-  file = copy / tensor_files.SINGLE
-  header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-  position = header if at == "first" else file.stat().st_size - 1
-  with file.open("r+b") as stream:
-    stream.seek(position)
+  check(keys, model__path=copy)
+  tensors = tensor_files.open_folder(copy)
+  (tensor,) = (tensors[key] for key in tensors if key.startswith(name))
+  size = math.prod(tensor.shape) * tensor.dtype.itemsize
+  with tensor.file.open("r+b") as stream:
+    stream.seek(tensor.offset + at % size)
     byte = stream.read(1)[0]
-    stream.seek(position)
+    stream.seek(-1, 1)
     stream.write(bytes([byte ^ 1]))
-  assert "the model in model.path is another" in refused(keys, capsys, model__path=copy)
+  with pytest.raises(ValueError, match=r"the model in model\.path is another"):
+    check(keys, model__path=copy)
 
 
-def test_another_tokenizer_cannot_resume(keys, model, tmp_path, capsys):
+def test_another_tokenizer_cannot_resume(keys, model, tmp_path):
   other = tmp_path / "tokenizer"
   other.mkdir()
-  for file in model.glob("*token*"):
-    shutil.copyfile(file, other / file.name)
-  shutil.copyfile(model / "chat_template.jinja", other / "chat_template.jinja")
-  same = dict(tokenizer__path=other)
+  for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    shutil.copyfile(model / name, other / name)
+  check(keys, tokenizer__path=other)
   source = json.loads((other / "tokenizer.json").read_text())
   source["model"]["merges"].pop()
   (other / "tokenizer.json").write_text(json.dumps(source))
-  error = refused(keys, capsys, **same)
-  assert "the tokenizer is another" in error
+  with pytest.raises(ValueError, match="the tokenizer is another"):
+    check(keys, tokenizer__path=other)
   shutil.copyfile(model / "tokenizer.json", other / "tokenizer.json")
-  assert train(keys, **same) == 0
+  config = json.loads((other / "tokenizer_config.json").read_text())
+  config["eos_token"] = "<eos>"
+  (other / "tokenizer_config.json").write_text(json.dumps(config))
+  with pytest.raises(ValueError, match="the tokenizer is another"):
+    check(keys, tokenizer__path=other)
 
 
-def test_other_evaluation_data_cannot_resume_but_may_be_left_out(
-  keys, tmp_path, capsys
-):
+def test_other_evaluation_data_cannot_resume_but_may_be_left_out(keys, tmp_path):
   other = runs.write_records(tmp_path / "other.jsonl", 6, start=1)
-  error = refused(keys, capsys, data__eval=other)
-  assert "the content of data.eval is another" in error
-  assert train(keys, data__eval="null") == 0
+  with pytest.raises(ValueError, match=r"the content of data\.eval is another"):
+    check(keys, data__eval=other)
+  check(keys, data__eval="null")
 
 
-def test_another_chat_template_cannot_resume(keys, model, tmp_path, capsys):
+def test_another_chat_template_cannot_resume(keys, model, tmp_path):
   file = tmp_path / "mine.jinja"
-  file.write_text((model / "chat_template.jinja").read_text() + " ")
-  error = refused(keys, capsys, tokenizer__chat_template=file)
-  assert "the content of the chat template is another" in error
+  file.write_text((model / "chat_template.jinja").read_text())
+  check(keys, tokenizer__chat_template=file)
+  file.write_text(file.read_text() + " ")
+  with pytest.raises(ValueError, match="the content of the chat template is another"):
+    check(keys, tokenizer__chat_template=file)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "data.json"])
-def test_without_its_records_a_run_cannot_resume(keys, capsys, name):
+def test_without_its_records_a_run_cannot_resume(keys, name):
   (keys["output_dir"] / name).unlink()
-  assert f"its {name} is gone" in refused(keys, capsys)
+  with pytest.raises(ValueError, match=rf"its {name} is gone"):
+    check(keys)
 
 
 # The scan.
@@ -146,26 +158,23 @@ def scanned(monkeypatch):
   return names
 
 
-def test_a_resumed_run_does_not_scan_again(keys, scanned, capsys):
-  assert train(keys) == 0
+def test_a_resumed_run_does_not_scan_again(keys, scanned):
+  data = check(keys)
   assert scanned == []
-  assert "train data: 16 records: 16 kept" in capsys.readouterr().out
+  assert "16 records: 16 kept" in str(data.reports["train"])
 
 
-def test_a_scan_with_other_settings_or_a_lost_file_is_done_again(
+def test_a_scan_is_done_again_for_another_place_or_a_damaged_file(
   keys, scanned, tmp_path
 ):
-  assert train(keys, data__scan_limit=4) == 0
-  assert scanned == ["train.jsonl", "eval.jsonl"]
   copy = tmp_path / "copy.jsonl"  # its lines have other names
   shutil.copyfile(keys["data__eval"], copy)
-  scanned.clear()
-  assert train(keys, data__scan_limit=4, data__eval=copy) == 0
+  check(keys, data__eval=copy)
   assert scanned == ["copy.jsonl"]
   for text in ("{", "[1]"):
     scanned.clear()
     (keys["output_dir"] / "scan.json").write_text(text)
-    assert train(keys, data__scan_limit=4) == 0
+    check(keys)
     assert scanned == ["train.jsonl", "eval.jsonl"]
 
 
@@ -180,8 +189,6 @@ def test_a_scan_with_other_settings_or_a_lost_file_is_done_again(
   ],
 )
 def test_every_setting_of_a_scan_is_part_of_its_key(begun, scanned, changed):
-  from tunix.cli import build, config as config_lib
-
   def data(known, **more):
     config = config_lib.load(runs.arguments(**(begun | more)))
     return build_data.build_data(config, build.build_tokenizer(config), known)
@@ -197,51 +204,43 @@ def test_every_setting_of_a_scan_is_part_of_its_key(begun, scanned, changed):
 # Going on after the end.
 
 
-def finished_line(capsys):
-  (line,) = (x for x in capsys.readouterr().out.splitlines() if "is finished" in x)
-  return line
+ONE_EPOCH = {"data__num_epochs": 1}  # 16 records: 4 steps of 4
+SCHEDULE = {"schedule__name": "cosine_decay_schedule"}
 
 
 @pytest.mark.parametrize(
-  ("more", "advice"),
+  ("more", "steps", "advice"),
   [
-    ({}, "raise training.max_steps to go on"),
-    ({"data__num_epochs": 9}, "raise training.max_steps to go on"),
-    (  # 16 records are one step of 16: the data ends first
-      {"data__num_epochs": 1, "training__global_batch_size": 16},
-      "start from it with --model.path=",
-    ),
-    (  # the data ends with the last step
-      {
-        "data__num_epochs": 1,
-        "training__global_batch_size": 16,
-        "training__max_steps": 1,
-      },
-      "start from it with --model.path=",
-    ),
-    ({"schedule__name": "cosine_decay_schedule"}, "start from it with --model.path="),
-    (
-      {"schedule__name": "cosine_decay_schedule", "lora__rank": 2},
-      "to train longer, use another output_dir",
-    ),
-    (
-      {"schedule__name": "cosine_decay_schedule", "export__kind": "none"},
-      "to train longer, use another output_dir",
-    ),
+    ({}, 2, "raise training.max_steps to go on"),
+    (ONE_EPOCH, 2, "raise training.max_steps to go on"),
+    (ONE_EPOCH | {"training__max_steps": 4}, 4, "with --model.path=/out/export and"),
+    (ONE_EPOCH | {"training__max_steps": 5}, 4, "with --model.path=/out/export and"),
+    ({"training__max_steps": "null"}, 4, "with --model.path=/out/export and"),
+    (SCHEDULE, 2, "to train longer, start from it with --model.path=/out/export and"),
+    (SCHEDULE | {"lora__rank": 2}, 2, "to train longer, use another output_dir"),
+    (SCHEDULE | {"export__kind": "none"}, 2, "to train longer, use another output_dir"),
   ],
 )
-def test_a_finished_run_says_how_to_go_on(settings, capsys, more, advice):
+def test_advice_after_the_end(settings, more, steps, advice):
   keys = settings | {"training__max_steps": 2} | more
+  config = config_lib.load(runs.arguments(**keys))
+  config, _, data = train_main.prepare(config, RunFolder(keys["output_dir"]))
+  export = None if config.export_kind == "none" else "/out/export"
+  result = train_main.Result(
+    steps=steps, train_loss=None, eval_loss=None, export=export
+  )
+  assert advice in train_main.how_to_go_on(config, data, result)
+
+
+def test_a_schedule_cannot_be_made_longer_and_the_advice_says_so(settings, capsys):
+  keys = settings | SCHEDULE | {"training__max_steps": 1}
   assert train(keys) == 0
-  capsys.readouterr()
   assert train(keys) == 0
-  line = finished_line(capsys)
-  assert advice in line
-  raised = train(keys, training__max_steps=4)
-  # The advice is true: it works exactly where it is given.
-  went_on = raised == 0 and "resuming after" in capsys.readouterr().out
-  steps = max(runs.metrics(keys["output_dir"]))
-  assert (went_on and steps == 4) == ("raise" in advice)
+  line = capsys.readouterr().out.splitlines()[-1]
+  export = f"--model.path={keys['output_dir']}/export"
+  assert line.startswith("this run is finished: 1 steps")
+  assert line.endswith(f"start from it with {export} and another output_dir")
+  assert "schedule.args" in refused(keys, capsys, training__max_steps=2)
 
 
 # The lock.
@@ -280,10 +279,19 @@ def test_a_lock_taken_meanwhile_is_seen_before_anything_is_written(
   assert (keys["output_dir"] / "config.yaml").read_bytes() == config
 
 
-def test_where_nothing_can_be_locked_runs_go_on(keys, monkeypatch):
-  monkeypatch.setattr(run_lock, "_fcntl", None)
-  with run_lock.hold(keys["output_dir"]):
-    assert train(keys) == 0
+def test_where_nothing_can_be_locked_nothing_is(tmp_path, monkeypatch):
+  class Unable:
+    LOCK_EX = LOCK_SH = LOCK_NB = 0
+
+    def flock(self, handle, kind):
+      raise OSError(errno.ENOLCK, "no locks here")
+
+  for fcntl in (None, Unable()):  # Windows; some network mounts
+    monkeypatch.setattr(run_lock, "_fcntl", fcntl)
+    with run_lock.hold(tmp_path):
+      run_lock.check(tmp_path)
+      with run_lock.hold(tmp_path):
+        pass
 
 
 def test_the_lock_ends_with_the_run(tmp_path):

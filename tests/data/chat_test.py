@@ -1,8 +1,11 @@
+import json
+
 import numpy as np
 import pytest
 
 from tests import toys_text
 from tunix.data import chat
+from tunix.data.source import ExampleSource
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 SYSTEM = {"role": "system", "content": "You are brief."}
@@ -126,6 +129,76 @@ def test_template_arguments_reach_the_template():
   off = render(TALK, tokenizer, template_kwargs={"enable_thinking": False})
   # The prompt now brings the empty block, so it is not learned.
   assert trained(off, tokenizer)[-1] == " seven\n<|im_end|>"
+
+
+def test_tools_of_a_record_win_over_those_for_all():
+  tokenizer = toys_text.chat_tokenizer("qwen3")
+  everywhere = {"tools": [{"name": "all"}]}
+
+  def shown(**record):
+    record = {"messages": TALK, **record}
+    example = chat.render(record, tokenizer, template_kwargs=everywhere)
+    return tokenizer.decode(example.tokens, skip_special_tokens=False)
+
+  assert '# Tools\n{"name": "all"}' in shown()
+  assert '# Tools\n{"name": "all"}' in shown(tools=None)
+  assert '# Tools\n{"name": "own"}' in shown(tools=[{"name": "own"}])
+  assert '"all"' not in shown(tools=[{"name": "own"}])
+  assert "# Tools" not in shown(tools=[])
+
+
+@pytest.mark.parametrize(
+  ("variables", "message"),
+  [
+    ({"now": 1}, r"template_kwargs\.now is a name that every rendering sets itself"),
+    ({"messages": []}, r"template_kwargs\.messages is a name"),
+    ({"add_generation_prompt": True}, "add_generation_prompt is a name"),
+    ({"tokenize": True}, "tokenize is a name"),
+    ({"template": "a"}, "template is a name"),
+    ({"self": 1}, "self is a name"),
+    ({"strftime_now": 1}, "strftime_now is a name"),
+    ({"tools": "f"}, r"template_kwargs\.tools is 'f', expected a list of JSON schemas"),
+    ({"tools": ["f"]}, r"template_kwargs\.tools is \['f'\], expected a list"),
+  ],
+)
+def test_names_that_a_template_cannot_be_given(variables, message):
+  records = [{"messages": TALK}]
+  with pytest.raises(ValueError, match=message):
+    ExampleSource(
+      records=records,
+      tokenizer=toys_text.chat_tokenizer("qwen3"),
+      max_length=64,
+      template_kwargs=variables,
+    )
+
+
+FAILING = [
+  ("{{ 'a' + 1 }}", "line 1, TypeError: can only concatenate str"),
+  ("\n\n{{ messages[0]['content'][99] + 1 }}", "is undefined"),
+  ("\n{{ [].pop() }}", "refuses .*unsafe|line 2, IndexError|pop"),
+  ("\n\n{{ 1 // 0 }}", "line 3, ZeroDivisionError"),
+  ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
+]
+
+
+@pytest.mark.parametrize("template, message", FAILING)
+def test_any_failure_of_a_template_names_record_and_line(template, message):
+  tokenizer = TokenizerAdapter(
+    toys_text.bpe(), chat_template=template, eos_token="</s>"
+  )
+  with pytest.raises(ValueError, match=rf"data\.jsonl:3: .*({message})") as caught:
+    render(TALK, tokenizer, where="data.jsonl:3")
+  assert "\n" not in str(caught.value)
+
+
+def test_half_a_surrogate_pair_names_the_place():
+  record = json.loads('{"prompt": "a", "response": "b \\ud800"}')
+  tokenizer = toys_text.chat_tokenizer("chatml")
+  for is_chat in (True, False):
+    with pytest.raises(ValueError, match=r"d\.jsonl:3: the text holds \\ud800, half"):
+      chat.render(record, tokenizer, where="d.jsonl:3", chat=is_chat)
+  whole = json.loads('{"prompt": "a", "response": "\\ud83d\\ude00"}')
+  assert chat.render(whole, tokenizer).mask.any()
 
 
 def test_the_date_is_fixed():

@@ -73,6 +73,8 @@ BAD = {
   '{"text": 3}': '"text" is a int',
   '{"text": " "}': '"text" is blank',
   '{"text": "a", "tools": {}}': '"tools" is a dict',
+  '{"text": "a", "tools": ["f"]}': '"tools" holds a str, expected a list of JSON',
+  '{"text": ' + "[" * 100_000: "the JSON is nested too deeply",
   '{"messages": "a"}': '"messages" is a str, expected a list of messages',
   '{"messages": ["a"]}': r'"messages"\[0\] is a str',
   '{"messages": [{"content": "a"}]}': r'"messages"\[0\]: "role" is missing',
@@ -83,7 +85,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("line", BAD)
+@pytest.mark.parametrize("line", BAD, ids=lambda line: line[:40])
 def test_bad_records_are_named_by_line_on_access_and_by_validation(tmp_path, line):
   records = JsonlRecords(write(tmp_path, '{"text": "a"}', "", line, '{"text": "b"}'))
   assert records[2] == {"text": "b"}

@@ -26,7 +26,7 @@ class RunData:
     eval: yields batches, anew for every evaluation; None: there is no evaluation.
     reports: what the scan of "train" and "eval" found.
     scans: reports as JSON, each with the key of what it depends on.
-    fingerprints: SHA-256 of the files, the tokenizer and the chat template.
+    fingerprints: SHA-256 of files, tokenizer, chat template and base model.
     num_steps: optimizer steps until the run ends; None: not known beforehand.
   """
 
@@ -108,7 +108,7 @@ def build_data(
       name: {"key": keys[name], "report": dataclasses.asdict(report)}
       for name, report in reports.items()
     },
-    fingerprints=prints,
+    fingerprints=prints | fingerprints.of_base(config),
     num_steps=count_steps(config, reports["train"]),
   )
 

@@ -22,7 +22,6 @@ from tunix.cli import (
   build,
   build_data,
   config as config_lib,
-  fingerprints,
   optimizer,
   precision,
   run_lock,
@@ -30,6 +29,7 @@ from tunix.cli import (
 from tunix.cli.build_data import RunData
 from tunix.cli.run_folder import RunFolder
 from tunix.cli.schema import Config
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
 from tunix.sft.peft_trainer import PeftTrainer
@@ -104,26 +104,22 @@ def run(config: Config) -> Result:
   first = jax.process_index() == 0
   if first:
     run_lock.check(folder.path)
-  build.check_model(config)
-  tokenizer = build.build_tokenizer(config)
-  data = build_data.build_data(config, tokenizer, folder.scans())
-  prints = data.fingerprints | fingerprints.of_base(config)
-  config = precision.settle(build_data.settle(config))
-  config = optimizer.settle(config, data.num_steps)
+  config, tokenizer, data = prepare(config, folder)
   rate = optimizer.build_schedule(config)
   tx = optimizer.build_optimizer(config, rate)
-  folder.check_resume(config, prints)
+  folder.check_resume(config, data.fingerprints)
   if (ended := folder.result(config)) is not None:
     result = Result(**ended)
-    _say(f"this run is finished: {result}; {_how_to_go_on(config, data, result)}")
+    _say(f"this run is finished: {result}; {how_to_go_on(config, data, result)}")
     return result
   with mesh_lib.use_mesh(mesh), contextlib.ExitStack() as held:
     model = build.build_model(config, mesh)
     build.check_vocabulary(model, tokenizer)
     if first:
       held.enter_context(run_lock.hold(folder.path))
-      folder.check_resume(config, prints)  # another process may have been quicker
-      folder.start(config, prints, data.scans)
+      # Another process may have been quicker.
+      folder.check_resume(config, data.fingerprints)
+      folder.start(config, data.fingerprints, data.scans)
     _say(_describe(config, model, data, mesh))
     trainer = PeftTrainer(
       model,
@@ -142,6 +138,21 @@ def run(config: Config) -> Result:
     result = _finish(config, model, folder, trainer.train_steps)
   _say(f"done: {result}")
   return result
+
+
+def prepare(
+  config: Config, folder: RunFolder
+) -> tuple[Config, TokenizerAdapter, RunData]:
+  """The settled configuration with the tokenizer and the checked data.
+
+  Raises:
+    ValueError, FileNotFoundError: something about model, tokenizer or data is wrong.
+  """
+  build.check_model(config)
+  tokenizer = build.build_tokenizer(config)
+  data = build_data.build_data(config, tokenizer, folder.scans())
+  config = precision.settle(build_data.settle(config))
+  return optimizer.settle(config, data.num_steps), tokenizer, data
 
 
 def _finish(
@@ -163,7 +174,7 @@ def _finish(
   return result
 
 
-def _how_to_go_on(config: Config, data: RunData, result: Result) -> str:
+def how_to_go_on(config: Config, data: RunData, result: Result) -> str:
   """What trains longer than a run that is finished."""
   # A schedule's length is fixed when the run begins, and so are the epochs.
   if config.schedule.name is None and _ended_by_max_steps(config, data, result.steps):

@@ -25,7 +25,7 @@ from tunix.utils import mesh as mesh_lib
 MIN_TOKENS = 16  # smallest space for a prompt, and for new tokens
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class CacheConfig:
   """How much a sampler may remember.
 
@@ -91,14 +91,14 @@ class Sampler(BaseSampler):
     input_strings: str | Sequence[Prompt],
     max_generation_steps: int,
     max_prompt_length: int | None = None,
-    *,
     echo: bool = False,
     return_logits: bool = False,
-    return_logprobs: bool = False,
     eos_tokens: Sequence[int] | None = None,
-    include_eos: bool = False,
     forbidden_tokens: Sequence[int] | None = None,
     temperature: float = 0.0,
+    *,
+    return_logprobs: bool = False,
+    include_eos: bool = False,
     seed: int | jax.Array | None = None,
     pad_output: bool = False,
   ) -> SamplerOutput:

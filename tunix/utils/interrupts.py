@@ -28,8 +28,8 @@ class DeferredSignals:
   An exception between the return of a donating computation and the assignment of its
   result would lose the state. A second signal acts at once: the old handlers are put
   back by the first. A signal that nobody answered with an interrupt is delivered on
-  leaving the block. What is ignored stays ignored. Outside the main thread, where Python
-  allows no handlers, nothing is deferred.
+  leaving the block. A signal that is ignored stays so. Outside the main thread, where
+  Python allows no handlers, nothing is deferred.
   """
 
   def __init__(self) -> None:
