@@ -1,7 +1,10 @@
 """The command itself, and `data`, `generate` and `export`."""
 
+import json
+import shutil
 import subprocess
 import sys
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,8 @@ from flax import nnx
 import tunix
 from tests.cli import runs
 from tunix.cli import main as cli
+from tunix.generate.sampler import Sampler
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora, lora_modules
 from tunix.models.automodel import AutoModel
 
@@ -242,6 +247,77 @@ def test_generate_takes_another_tokenizer_and_dtype(
   monkeypatch.setattr(AutoModel, "from_pretrained", spy)
   generated(capsys, "--model", model, "--dtype", "bfloat16", *words)
   assert nnx.state(seen[0])["embed_tokens"]["embedding"][...].dtype == jnp.bfloat16
+
+
+TEMPLATE = "{% for m in messages %}[{{ m.content }}]<|im_end|>{% endfor %}"
+
+
+@pytest.fixture
+def with_tokenizer(run, model, tmp_path):
+  """The run's adapter, exported again as if trained with a template of its own."""
+  copy = tmp_path / "run"
+  shutil.copytree(run, copy)
+  (tmp_path / "mine.jinja").write_text(TEMPLATE)
+  file = copy / "config.yaml"
+  settings = file.read_text()
+  old = "chat_template: null"
+  assert old in settings
+  file.write_text(settings.replace(old, f"chat_template: {tmp_path / 'mine.jinja'}"))
+  assert runs.tunix("export", "--run", copy, "--to", tmp_path / "a") == 0
+  return tmp_path / "a"
+
+
+def test_an_adapter_brings_tokenizer_and_template(run, model, with_tokenizer):
+  turn = [{"role": "user", "content": "hi"}]
+  own = TokenizerAdapter.from_pretrained(with_tokenizer)
+  assert own.apply_chat_template(turn) == "[hi]<|im_end|>"
+  plain = TokenizerAdapter.from_pretrained(run / "export")
+  base = TokenizerAdapter.from_pretrained(model)
+  assert plain.apply_chat_template(turn) == base.apply_chat_template(turn)
+  assert plain.encode("How many days") == base.encode("How many days")
+
+
+def test_generate_takes_the_adapters_tokenizer_first(
+  run, model, with_tokenizer, tmp_path, capsys, monkeypatch
+):
+  base = tmp_path / "model"
+  shutil.copytree(model, base)
+  ends = {"eos_token_id": [7, 11]}
+  (base / "generation_config.json").write_text(json.dumps(ends))
+  seen = []
+
+  def draw(sampler, prompts, **_):
+    seen.append((prompts, sampler.tokenizer.eos_ids()))
+    return types.SimpleNamespace(text=prompts)
+
+  monkeypatch.setattr(Sampler, "__call__", draw)
+  words = ["--model", base, "--prompt", "hi", "--chat"]
+  adapter = ["--adapter", with_tokenizer]
+  bare = tmp_path / "bare"
+  shutil.copytree(with_tokenizer, bare)
+  for file in (bare / "tokenizer.json", bare / "chat_template.jinja"):
+    file.unlink()
+  for more in (adapter, ["--adapter", bare], [*adapter, "--tokenizer", base], []):
+    generated(capsys, *words, *more)
+  (own, own_ends), *others = seen
+  assert own == ["[hi]<|im_end|>"]
+  assert len({str(other) for other in others}) == 1
+  assert others[0][0] != own
+  # Where the model says that more tokens end a text, they do with an adapter too.
+  assert own_ends == others[0][1]
+  assert {7, 11} <= set(own_ends)
+
+
+def test_peft_loads_an_adapter_with_its_tokenizer(run, model):
+  peft = pytest.importorskip("peft")
+  transformers = pytest.importorskip("transformers")
+  base = transformers.AutoModelForCausalLM.from_pretrained(model)
+  adapted = peft.PeftModel.from_pretrained(base, run / "export")
+  a, _ = pair(lora.load_adapter(AutoModel.from_pretrained(model), run / "export"))
+  state = peft.get_peft_model_state_dict(adapted)
+  key = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+  np.testing.assert_array_equal(state[key].numpy().T, a[1])
+  assert transformers.AutoTokenizer.from_pretrained(run / "export").chat_template
 
 
 @pytest.mark.parametrize(

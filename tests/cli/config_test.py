@@ -147,6 +147,8 @@ def test_unknown_keys_and_wrong_types_name_their_file(tmp_path):
   [
     ("seed: 1\nseed: 2", "twice"),
     ("seed: [1", r"mine\.yaml:1: invalid YAML"),
+    ("seed: " + "[" * 5000, r"mine\.yaml: nested too deeply"),
+    ("optimizer: {args: {1: 2}}", r"the mapping \{1: 2\}, expected a mapping of names"),
     ("- 1", "holds the list"),
     ("training: 3", "training is the number 3, expected keys below it"),
     ("mesh: 8", "mesh is the number 8, expected a mapping"),

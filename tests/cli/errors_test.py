@@ -183,10 +183,6 @@ def test_misshapen_tokenizer_files_are_named(
   assert "correct it, or download the folder again" in error
 
 
-def test_arguments_that_are_nested_too_deeply(refused):
-  assert "nested too deeply" in refused(seed="[" * 5000)
-
-
 def test_a_batch_that_does_not_divide_the_mesh(refused):
   error = refused(mesh__fsdp=8, model__path="/never/looked/at")
   assert "training.micro_batch_size is 4 and does not divide over the 8" in error
