@@ -41,7 +41,12 @@ def check_supported(hf: HfConfig) -> None:
         f"{field} is {hf[field]!r}, supported is only {accepted[0]!r}: this decoder "
         "would compute something else than the checkpoint means"
       )
-  kinds = set(hf.get("layer_types") or ())
+  named = hf.get("layer_types") or []
+  if not isinstance(named, list) or not all(isinstance(k, str) for k in named):
+    raise ValueError(
+      f"layer_types is {named!r}, expected a list of names: correct config.json"
+    )
+  kinds = set(named)
   if kinds - {"full_attention"}:
     raise ValueError(
       f"layer_types has {sorted(kinds - {'full_attention'})}, supported is only "
