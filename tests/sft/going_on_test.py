@@ -63,6 +63,20 @@ def test_a_generator_goes_on_where_it_stands(interrupt, parts):
   assert trainers.equal(trainers.leaves(t.model), trainers.leaves(whole.model))
 
 
+def test_a_generator_loses_nothing_to_a_failed_first_evaluation():
+  def failing():
+    raise ZeroDivisionError
+    yield
+
+  data = smalls(3)
+  stream = (batch for batch in data)
+  t = trainer()
+  with pytest.raises(ZeroDivisionError):
+    t.train(stream, failing())
+  t.train(stream)
+  assert (t.train_steps, t.iter_steps) == (3, 3)
+
+
 @pytest.mark.parametrize("at", [2, 4, 5, 11])
 def test_a_script_of_several_calls_resumes_in_the_right_one(tmp_path, at):
   data = smalls(4)

@@ -345,8 +345,8 @@ class PeftTrainer:
   def _open(self, train_ds: Any) -> BatchSource:
     """The data, at the place where it is to go on."""
     place, source = self._progress.data_state, self._source
-    if place is not None and source is not None and source.continues(train_ds):
-      source.go_back(place["drawn"])
+    if source is not None and source.continues(train_ds):
+      source.go_back(0 if place is None else place["drawn"])
       return source
     return BatchSource(train_ds, self._hooks["data"], self, place)
 
