@@ -145,9 +145,7 @@ def test_strict_restore_and_a_closed_manager(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused_and_left_alone(tmp_path):
   m = manager(tmp_path)
   m.save(1, Pair(1.0))
-  with pytest.raises(
-    ValueError, match=r"base is float32\[8, 2\] in it and float32\["
-  ):
+  with pytest.raises(ValueError, match=r"base is float32\[8, 2\] in it and float32\["):
     m.maybe_restore(Pair(width=16))
   with pytest.raises(ValueError, match="it has lora besides"):
     m.maybe_restore(Plain())
