@@ -40,8 +40,8 @@ class Settings:
 
   output: pathlib.Path
   seed: int = 0
-  pretrain_steps: int = 500
-  finetune_steps: int = 800
+  pretrain_steps: int = 400
+  finetune_steps: int = 500
   vocab_size: int = 2048
   num_layers: int = 4
   embed_dim: int = 128
