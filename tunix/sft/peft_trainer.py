@@ -363,7 +363,7 @@ class PeftTrainer:
     """`_draw`; when that fails, the steps that were done are saved first."""
     try:
       return self._draw(source)
-    except BaseException:
+    except BaseException:  # whatever it was, it goes on its way after the save
       self._save(force=True)
       raise
 
