@@ -2,7 +2,7 @@
 
   python -m benchmarks.bench sft [--lora 16] [--lib plain]
   python -m benchmarks.bench generate --batch 8
-  python -m benchmarks.bench loss --vocab 256000 --run 3
+  python -m benchmarks.bench loss --vocab 256000 --layers 2 --batch 4 --length 512
   python -m benchmarks.bench shard --fsdp 4 --tp 2
   python -m benchmarks.bench compile --layers 32
   python -m benchmarks.bench load
@@ -116,11 +116,11 @@ def model_folder(options: argparse.Namespace) -> str:
     num_layers=options.layers,
     vocab_size=options.vocab,
     embed_dim=512 if options.vocab < 10**5 else 256,
-    hidden_dim=1536 if options.vocab < 10**5 else 512,
-    num_heads=8,
-    num_kv_heads=4,
+    hidden_dim=1536 if options.vocab < 10**5 else 768,
+    num_heads=8 if options.vocab < 10**5 else 4,
+    num_kv_heads=4 if options.vocab < 10**5 else 2,
     head_dim=64,
-    tie_embeddings=True,
+    tie_embeddings=False,
   )
   model = AutoModel.from_config(config, seed=0, dtype="float32")
   safetensors_saver.save_pretrained(model, folder)
