@@ -143,6 +143,8 @@ def peak_mb() -> int:
 
 def job_sft(options: argparse.Namespace) -> dict:
   """Adam steps on random rows: seconds and CPU seconds a step, losses, peak memory."""
+  if options.steps < 3:
+    raise SystemExit(f"--steps is {options.steps}: at least 3, the first compile")
   ids = token_ids(options, options.steps, options.batch, options.length)
   out = library(options).sft(model_folder(options), ids, options.lora)
   return {**out, "peak_rss_mb": peak_mb()}

@@ -229,6 +229,14 @@ def test_what_is_being_written_is_waited_for(tmp_path):
   m.close()
 
 
+def test_a_second_manager_waits_for_the_first_one_s_save(tmp_path):
+  first = manager(tmp_path, asynchronous=True)
+  assert first.save(1, Pair(1.0, width=2**21))
+  second = manager(tmp_path)
+  assert second.maybe_restore(model := Pair(width=2**21))[0] == 1
+  assert float(model.base[0, 0]) == 1.0
+
+
 def test_another_dtype_is_another_model(tmp_path):
   m = manager(tmp_path)
   m.save(1, Plain())

@@ -35,10 +35,7 @@ def fail(trainer):
 def saving(folder, **config):
   return {
     "checkpoint_root_directory": str(folder / "checkpoints"),
-    # Not in the background: these "scripts" share a process with the one that failed.
-    "checkpointing_options": CheckpointOptions(
-      save_every_n_steps=1, asynchronous=False
-    ),
+    "checkpointing_options": CheckpointOptions(save_every_n_steps=1),
     "metrics_logging_options": MetricsLoggerOptions(folder / "logs"),
     **config,
   }

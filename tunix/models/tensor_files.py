@@ -227,11 +227,13 @@ def write_shards(
 ) -> None:
   """Writes `model.safetensors`, or numbered files and their index."""
   shards: list[list[NewTensor]] = [[]]
+  held = 0
   for tensor in tensors:
-    held = sum(t.nbytes for t in shards[-1])
     if shards[-1] and held + tensor.nbytes > max_shard_bytes:
       shards.append([])
+      held = 0
     shards[-1].append(tensor)
+    held += tensor.nbytes
   if len(shards) == 1:
     write_file(folder / SINGLE, shards[0])
     return

@@ -24,6 +24,10 @@ _log = logging.getLogger(__name__)
 _ARRAYS = ("model_params", "model_rest", "optimizer_state")
 _JSON = ("progress", "custom_metadata")
 
+# Orbax's managers that this process has open, by folder: a notebook cell run again
+# makes a second one while the first may still be writing.
+_OPEN: dict[str, Any] = {}
+
 
 class CheckpointManager:
   """Saves and restores runs under one folder.
@@ -54,8 +58,13 @@ class CheckpointManager:
   def _open(self, root: str) -> Any:
     import orbax.checkpoint as ocp
 
+    if (before := _OPEN.get(root)) is not None:
+      with errors.named_failure(root, None):
+        before.wait_until_finished()
     options = orbax_options.for_orbax(self._options)
-    return ocp.CheckpointManager(root, options=options, item_handlers=self._handlers())
+    handlers = self._handlers()
+    _OPEN[root] = ocp.CheckpointManager(root, options=options, item_handlers=handlers)
+    return _OPEN[root]
 
   def _handlers(self) -> dict[str, Any]:
     import orbax.checkpoint as ocp
@@ -350,6 +359,8 @@ class CheckpointManager:
     """Waits for the last save and closes; raises as `wait` does."""
     if self._manager is not None:
       manager, self._manager, self._closed = self._manager, None, True
+      if _OPEN.get(str(self._root)) is manager:
+        del _OPEN[str(self._root)]
       with errors.named_failure(self._root, None):
         manager.close()
 
