@@ -34,7 +34,7 @@ def run(model, *args, **options):
   return decode.generate(*nnx.split(model), request(*args, **options), plan)
 
 
-@pytest.mark.parametrize("changes", [{}, {"scan_layers": True}, {"qk_norm": True}])
+@pytest.mark.parametrize("changes", [{}, {"scan_layers": True}, {"qk_norm": "head"}])
 def test_cached_steps_equal_full_forward(changes):
   model = toys.model(**changes)
   prompts = toy_ids.prompts(3, longest=10)

@@ -7,6 +7,9 @@ folder holds a tiny random model in several safetensors files, a PEFT adapter, a
   tokens, mask [3, 20]       left-padded rows; mask is 1 on valid tokens
   logits, adapted [3, 20, V] with padding masked and positions counted from the first
                              valid token; padded places are zero
+
+and `gradients`, a folder like the model's whose tensors are the gradients of the mean
+next-token loss over the valid tokens of these rows.
 """
 
 import json
@@ -68,6 +71,124 @@ def qwen3():
   return transformers.Qwen3ForCausalLM(config)
 
 
+def llama_biased():
+  """Biases on all projections of attention, linear scaling."""
+  config = transformers.LlamaConfig(
+    **COMMON,
+    attention_bias=True,
+    rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+  )
+  return transformers.LlamaForCausalLM(config)
+
+
+def gemma():
+  config = transformers.GemmaConfig(
+    **COMMON | {"num_key_value_heads": 1}, hidden_act="gelu"
+  )
+  return transformers.GemmaForCausalLM(config)
+
+
+def gemma2():
+  """A window shorter than the rows, caps low enough to matter."""
+  config = transformers.Gemma2Config(
+    **COMMON | {"num_hidden_layers": 3},
+    query_pre_attn_scalar=6,
+    sliding_window=5,
+    attn_logit_softcapping=2.0,
+    final_logit_softcapping=4.0,
+  )
+  return transformers.Gemma2ForCausalLM(config)
+
+
+def gemma3():
+  """Two kinds of layer, each with its window and its rope."""
+  config = transformers.Gemma3TextConfig(
+    **COMMON | {"num_hidden_layers": 5},
+    query_pre_attn_scalar=10,
+    sliding_window=6,
+    sliding_window_pattern=3,
+    rope_parameters={
+      "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+      "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+  )
+  return transformers.Gemma3ForCausalLM(config)
+
+
+def qwen2():
+  return transformers.Qwen2ForCausalLM(
+    transformers.Qwen2Config(
+      **COMMON | {"head_dim": 4, "tie_word_embeddings": True},
+      rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    )
+  )
+
+
+def qwen2_window_yarn():
+  """Full attention below, a window above; rope stretched by YaRN."""
+  config = transformers.Qwen2Config(
+    **COMMON | {"num_hidden_layers": 3},
+    use_sliding_window=True,
+    sliding_window=4,
+    max_window_layers=1,
+    rope_parameters={
+      "rope_type": "yarn",
+      "rope_theta": 500.0,
+      "factor": 4.0,
+      "original_max_position_embeddings": 16,
+    },
+  )
+  return transformers.Qwen2ForCausalLM(config)
+
+
+def _mixture(**changes):
+  config = transformers.Qwen3MoeConfig(
+    **COMMON,
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=12,
+    rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+    **changes,
+  )
+  return transformers.Qwen3MoeForCausalLM(config)
+
+
+def qwen3_moe():
+  return _mixture(norm_topk_prob=True)
+
+
+def qwen3_moe_raw():
+  """The weights of a token's experts do not add up to 1."""
+  return _mixture(norm_topk_prob=False)
+
+
+def mistral():
+  config = transformers.MistralConfig(**COMMON, sliding_window=7)
+  return transformers.MistralForCausalLM(config)
+
+
+def olmo2():
+  config = transformers.Olmo2Config(**COMMON | {"head_dim": 4})
+  return transformers.Olmo2ForCausalLM(config)
+
+
+BUILDERS = (
+  llama3p1,
+  llama3p2_tied,
+  qwen3,
+  llama_biased,
+  gemma,
+  gemma2,
+  gemma3,
+  qwen2,
+  qwen2_window_yarn,
+  qwen3_moe,
+  qwen3_moe_raw,
+  mistral,
+  olmo2,
+)
+
+
 def inputs():
   rng = np.random.default_rng(0)
   tokens = rng.integers(3, VOCAB, (3, 20)).astype(np.int32)
@@ -106,20 +227,39 @@ def randomise(module, part, draw):
       draw(value)
 
 
+def save_gradients(model, tokens, mask, folder):
+  """The gradients of the mean loss, in the place of the weights."""
+  positions = np.maximum(np.cumsum(mask, -1) - 1, 0)
+  tokens, mask, positions = map(torch.tensor, (tokens, mask, positions))
+  out = model(
+    input_ids=tokens.long(), attention_mask=mask.long(), position_ids=positions.long()
+  ).logits
+  logps = out.float().log_softmax(-1)[:, :-1]
+  chosen = logps.gather(-1, tokens[:, 1:, None].long())[..., 0]
+  valid = (mask[:, 1:] * mask[:, :-1]).float()
+  (-(chosen * valid).sum() / valid.sum()).backward()
+  for value in model.parameters():
+    value.data = torch.zeros_like(value) if value.grad is None else value.grad
+  model.save_pretrained(folder)
+
+
 def main():
-  for seed, build in enumerate((llama3p1, llama3p2_tied, qwen3)):
+  for seed, build in enumerate(BUILDERS):
     torch.manual_seed(seed)
     folder = HERE / build.__name__
     model = build().eval()
+    model.set_attn_implementation("eager")
     randomise(model, "norm", lambda x: torch.nn.init.uniform_(x, 0.5, 1.5))
+    randomise(model, ".bias", lambda x: torch.nn.init.normal_(x, std=0.4))
     model.save_pretrained(folder, max_shard_size="12KB")
     if build is llama3p1:
       legacy_spelling(folder)
     tokens, mask = inputs()
     plain = logits(model, tokens, mask)
-    config = peft.LoraConfig(
-      r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]
+    targets = ["q_proj", "v_proj"] + ["down_proj"] * (
+      model.config.model_type != "qwen3_moe"
     )
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
     adapted = peft.get_peft_model(model, config).eval()
     randomise(adapted, "lora_", lambda x: torch.nn.init.normal_(x, std=0.2))
     adapted.save_pretrained(folder / "adapter")
@@ -131,6 +271,10 @@ def main():
       logits=plain,
       adapted=logits(adapted, tokens, mask),
     )
+    base = adapted.unload()
+    for value in base.parameters():
+      value.requires_grad_(True)
+    save_gradients(base, tokens, mask, folder / "gradients")
 
 
 if __name__ == "__main__":

@@ -7,18 +7,23 @@ installed torch libraries.
 import dataclasses
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from tests.models import checkpoints
 from tunix.models import lora
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.config import RopeConfig
-from tunix.ops.masks import positions_from_mask
+from tunix.ops.logprobs import weighted_nll
+from tunix.ops.masks import next_token_targets, positions_from_mask
+from tunix.utils import tree
 
 # 1e-6 was reached.
 TOLERANCE = 1e-5
+GRADIENT_TOLERANCE = 1e-4
 
 
 def run(model, want):
@@ -38,6 +43,35 @@ def test_logits_of_left_padded_rows(name, scan):
   assert model.config.dtype == jnp.float32
   want = checkpoints.expected(name)
   assert checkpoints.relative(run(model, want), want["logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("name", checkpoints.NAMES)
+def test_gradients_of_the_loss(name, scan):
+  folder = checkpoints.GOLDEN / name
+  model = AutoModel.from_pretrained(folder, scan_layers=scan)
+  theirs = tree.flatten(nnx.state(AutoModel.from_pretrained(folder / "gradients")))
+  want = checkpoints.expected(name)
+  graph, state = nnx.split(model)
+  weights = want["mask"] * np.roll(want["mask"], 1, axis=1)
+  weights[:, 0] = 0
+
+  def loss(state):
+    hidden, _ = nnx.merge(graph, state)(
+      want["tokens"],
+      positions=positions_from_mask(jnp.asarray(want["mask"])),
+      attention_mask=checkpoints.visible(want["mask"]),
+      return_hidden=True,
+    )
+    table, layout = nnx.merge(graph, state).unembedding()
+    target = next_token_targets(jnp.asarray(want["tokens"]))
+    scored = jnp.roll(jnp.asarray(weights, jnp.float32), -1, axis=1)
+    return weighted_nll(hidden, table, target, scored, layout) / weights.sum()
+
+  ours = tree.flatten(jax.grad(loss)(state))
+  assert ours.keys() == theirs.keys()
+  for path, gradient in ours.items():
+    assert checkpoints.relative(gradient, theirs[path]) < GRADIENT_TOLERANCE, path
 
 
 @pytest.mark.parametrize("name", checkpoints.NAMES)

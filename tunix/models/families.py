@@ -9,9 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
+from tunix.models.gemma import model as gemma, params as gemma_params
+from tunix.models.gemma3 import model as gemma3, params as gemma3_params
 from tunix.models.llama3 import model as llama3, params as llama3_params
+from tunix.models.mistral import model as mistral, params as mistral_params
+from tunix.models.olmo2 import model as olmo2, params as olmo2_params
+from tunix.models.qwen2 import model as qwen2, params as qwen2_params
 from tunix.models.qwen3 import model as qwen3, params as qwen3_params
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.model import Transformer
@@ -48,12 +54,12 @@ class Family:
   presets: Mapping[str, Preset] = dataclasses.field(default_factory=dict)
 
 
-def _presets(config_class: type, prefix: str) -> dict[str, Preset]:
-  """The class methods of a config whose names begin with the family's."""
+def _presets(config_class: type, *prefixes: str) -> dict[str, Preset]:
+  """The class methods of a config whose names begin so."""
   return {
     name: getattr(config_class, name)
     for name in sorted(vars(config_class))
-    if name.startswith(prefix)
+    if name.startswith(prefixes)
   }
 
 
@@ -67,28 +73,87 @@ def _qwen3_presets() -> dict[str, Preset]:
   return presets
 
 
-FAMILIES: Mapping[str, Family] = {
-  "llama3": Family(
-    name="llama3",
-    model_types=("llama",),
-    config_class=llama3.ModelConfig,
-    model_class=llama3.Llama3,
-    names=llama3_params.NAMES,
-    config_from_hf=llama3_params.config_from_hf,
-    config_to_hf=llama3_params.config_to_hf,
-    presets=_presets(llama3.ModelConfig, "llama3"),
+def _family(
+  name: str,
+  model_types: tuple[str, ...],
+  model_class: Callable[..., Transformer],
+  model: ModuleType,
+  params: ModuleType,
+  presets: Mapping[str, Preset],
+) -> Family:
+  """A family of this package, from the two modules that describe it."""
+  return Family(
+    name=name,
+    model_types=model_types,
+    config_class=model.ModelConfig,
+    model_class=model_class,
+    names=params.NAMES,
+    config_from_hf=params.config_from_hf,
+    config_to_hf=params.config_to_hf,
+    presets=presets,
+  )
+
+
+_ALL = (
+  _family(
+    "gemma",
+    ("gemma", "gemma2"),
+    gemma.Gemma,
+    gemma,
+    gemma_params,
+    _presets(gemma.ModelConfig, "gemma"),
   ),
-  "qwen3": Family(
-    name="qwen3",
-    model_types=("qwen3",),
-    config_class=qwen3.ModelConfig,
-    model_class=qwen3.Qwen3,
-    names=qwen3_params.NAMES,
-    config_from_hf=qwen3_params.config_from_hf,
-    config_to_hf=qwen3_params.config_to_hf,
-    presets=_qwen3_presets(),
+  _family(
+    "gemma3",
+    ("gemma3_text",),
+    gemma3.Gemma3,
+    gemma3,
+    gemma3_params,
+    _presets(gemma3.ModelConfig, "gemma3"),
   ),
-}
+  _family(
+    "llama3",
+    ("llama",),
+    llama3.Llama3,
+    llama3,
+    llama3_params,
+    _presets(llama3.ModelConfig, "llama3"),
+  ),
+  _family(
+    "mistral",
+    ("mistral",),
+    mistral.Mistral,
+    mistral,
+    mistral_params,
+    _presets(mistral.ModelConfig, "mistral"),
+  ),
+  _family(
+    "olmo2",
+    ("olmo2",),
+    olmo2.Olmo2,
+    olmo2,
+    olmo2_params,
+    _presets(olmo2.ModelConfig, "olmo2"),
+  ),
+  _family(
+    "qwen2",
+    ("qwen2",),
+    qwen2.Qwen2,
+    qwen2,
+    qwen2_params,
+    _presets(qwen2.ModelConfig, "qwen2", "deepseek"),
+  ),
+  _family(
+    "qwen3",
+    ("qwen3", "qwen3_moe"),
+    qwen3.Qwen3,
+    qwen3,
+    qwen3_params,
+    _qwen3_presets(),
+  ),
+)
+
+FAMILIES: Mapping[str, Family] = {family.name: family for family in _ALL}
 
 
 def by_model_type(model_type: Any) -> Family:

@@ -236,10 +236,10 @@ def save_adapter(
   ((rank, scale),) = sizes
   tensors, names = [], {}
   for path, linear in adapters.items():
-    place = params.place(family.names, f"{path}.kernel", model.config.num_layers)
+    place = params.place(family.names, f"{path}.kernel", model.config)
     names[path] = [key.removesuffix(".weight") for key in place.keys]
     for side, value in zip("AB", lora_modules.pair_of(linear)):
-      tensors += _adapter_tensors(names[path], side, value, place.stacked)
+      tensors += _adapter_tensors(names[path], side, value)
   config = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -257,16 +257,14 @@ def save_adapter(
     (staging / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _adapter_tensors(
-  names: list[str], side: str, value: jax.Array, stacked: bool
-) -> list[NewTensor]:
-  host = np.asarray(value)
+def _adapter_tensors(names: list[str], side: str, value: jax.Array) -> list[NewTensor]:
+  host = np.asarray(value).reshape(len(names), *value.shape[-2:])
   return [
     NewTensor(
       f"{_PREFIX}{name}.lora_{side}.weight",
       host.dtype,
       host.shape[-2:][::-1],
-      functools.partial(np.transpose, host[i] if stacked else host),
+      functools.partial(np.transpose, host[i]),
     )
     for i, name in enumerate(names)
   ]
@@ -327,7 +325,7 @@ def _read_pairs(
   used: set[str] = set()
   modules = lora_modules.adaptable(model)
   for path, linear in modules.items():
-    place = params.place(family.names, f"{path}.kernel", model.config.num_layers)
+    place = params.place(family.names, f"{path}.kernel", model.config)
     names = [_PREFIX + key.removesuffix(".weight") for key in place.keys]
     keys = {side: [f"{name}.lora_{side}.weight" for name in names] for side in "AB"}
     if tensors.keys().isdisjoint(keys["A"]):
@@ -337,7 +335,9 @@ def _read_pairs(
     a, b = (
       [_adapter_part(tensors, key, shapes[side]) for key in keys[side]] for side in "AB"
     )
-    pairs[path] = (np.stack(a), np.stack(b)) if place.stacked else (a[0], b[0])
+    pairs[path] = tuple(
+      np.stack(parts).reshape(*place.lead, *parts[0].shape) for parts in (a, b)
+    )
     used.update(*keys.values())
   unused = sorted(tensors.keys() - used)
   if unused or not pairs:

@@ -51,9 +51,7 @@ def load_model(
   """
   graph, state = sharding.abstract(lambda: family.model_class(config, rngs=nnx.Rngs(0)))
   shapes = tree.flatten(state)
-  places = {
-    path: params.place(family.names, path, config.num_layers) for path in shapes
-  }
+  places = {path: params.place(family.names, path, config) for path in shapes}
   for path, place in places.items():
     for key in place.keys:
       _check(tensors.get(key), key, place.tensor_shape(shapes[path].shape), path)
@@ -124,9 +122,10 @@ def _reader(
     index = (slice(None),) * len(shape) if index is None else index
     sizes = [len(range(*s.indices(n))) for s, n in zip(index, shape)]
     out = np.empty(sizes, dtype)
-    keys = place.keys[index[0]] if place.stacked else place.keys
-    inner = index[1:] if place.stacked else index
-    targets = out if place.stacked else [out]
+    lead = len(place.lead)
+    keys = np.array(place.keys).reshape(place.lead)[index[:lead]].reshape(-1).tolist()
+    inner = index[lead:]
+    targets = out.reshape(len(keys), *out.shape[lead:])
 
     def one(key: str, target: np.ndarray) -> None:
       _copy(target, tensors[key].map(), inner, place.transpose)

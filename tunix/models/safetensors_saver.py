@@ -109,7 +109,7 @@ def _tensors(
     module, _, field = path.rpartition(".")
     if field in ("lora_a", "lora_b"):
       continue
-    place = params.place(family.names, path, model.config.num_layers)
+    place = params.place(family.names, path, model.config)
     target = np.dtype(value.dtype if dtype is None else jnp.dtype(dtype))
     linear = linears.get(module) if field == "kernel" else None
     if not value.is_fully_addressable:
@@ -124,7 +124,7 @@ def _tensors(
         place.tensor_shape(value.shape),
         functools.partial(
           leaf.read,
-          i if place.stacked else None,
+          np.unravel_index(i, place.lead) if place.lead else (),
           place.transpose,
           i + 1 == len(place.keys),
         ),
@@ -140,10 +140,10 @@ class _Leaf:
     self.dtype = dtype
     self.host: np.ndarray | None = None
 
-  def read(self, layer: int | None, transpose: bool, last: bool) -> np.ndarray:
+  def read(self, at: tuple[int, ...], transpose: bool, last: bool) -> np.ndarray:
     if self.host is None:
       self.host = self._fetch()
-    out = self.host if layer is None else self.host[layer]
+    out = self.host[at]
     out = np.ascontiguousarray(out.T if transpose else out, self.dtype)
     if last:
       self.host = None

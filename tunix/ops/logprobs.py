@@ -31,6 +31,7 @@ class Layout(NamedTuple):
     mesh: the device mesh, or None for one device.
     batch_axes: mesh axes that split the batch.
     vocab_axis: mesh axis that splits the vocabulary, or None.
+    softcap: logits x become c tanh(x / c) (Gemma 2); None: they stay as they are.
     chunk_bytes: bytes of one block of logits on one device.
   """
 
@@ -38,6 +39,7 @@ class Layout(NamedTuple):
   mesh: Mesh | AbstractMesh | None = None
   batch_axes: tuple[str, ...] = ()
   vocab_axis: str | None = None
+  softcap: float | None = None
   chunk_bytes: int = CHUNK_BYTES
 
 
@@ -50,6 +52,11 @@ class _Part(NamedTuple):
   nll: Any  # [B, T] float32
   d_hidden: Any
   d_unembed: Any
+
+
+def soft_cap(x: jax.Array, cap: float) -> jax.Array:
+  """cap * tanh(x / cap): close to x when small, never beyond the cap."""
+  return cap * jnp.tanh(x / cap)
 
 
 def weighted_nll(
@@ -236,6 +243,8 @@ def _chunk_pass(
   """Loss and gradients of one chunk: hidden [C, D], targets and weights [C]."""
   to_logits = "cd,vd->cv" if layout.transposed else "cd,dv->cv"
   logits = _dot(to_logits, hidden, unembed)
+  if layout.softcap is not None:
+    logits = soft_cap(logits, layout.softcap)
   rows, vocab, offset = jnp.arange(targets.size), logits.shape[-1], 0
   if layout.vocab_axis is not None:
     offset = jax.lax.axis_index(layout.vocab_axis) * vocab
@@ -262,6 +271,8 @@ def _chunk_pass(
   factor = (weights.astype(jnp.float32) / normaliser)[:, None]
   column = jnp.where(held, column, vocab)  # out of range: dropped
   d_logits = others.at[rows, column].set(-rest, mode="drop", unique_indices=True)
+  if layout.softcap is not None:
+    d_logits *= 1 - jnp.square(logits / layout.softcap)
   d_logits = d_logits.astype(hidden.dtype)
   d_hidden = d_unembed = None
   if want_hidden:

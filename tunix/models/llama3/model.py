@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from tunix.models.transformer.config import RopeConfig, TransformerConfig
+from tunix.models.transformer.config import RopeConfig, TransformerConfig, sizes
 from tunix.models.transformer.model import Transformer
 
 _THETA = 500_000.0
@@ -26,18 +26,6 @@ def _scaled(factor: float) -> RopeConfig:
   )
 
 
-def _sizes(
-  layers: int, dim: int, hidden: int, heads: int, **more: Any
-) -> dict[str, Any]:
-  return {
-    "num_layers": layers,
-    "embed_dim": dim,
-    "hidden_dim": hidden,
-    "num_heads": heads,
-    **more,
-  }
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig(TransformerConfig):
   """`TransformerConfig` with Llama 3's defaults.
@@ -47,7 +35,6 @@ class ModelConfig(TransformerConfig):
   """
 
   vocab_size: int = 128_256
-  num_kv_heads: int = 8
   head_dim: int = 128
   norm_eps: float = 1e-5
   rope: RopeConfig = _UNSCALED
@@ -56,12 +43,12 @@ class ModelConfig(TransformerConfig):
   @classmethod
   def llama3_8b(cls, **overrides: Any) -> ModelConfig:
     """Llama 3 8B."""
-    return cls(**(_sizes(32, 4096, 14336, 32) | overrides))
+    return cls(**(sizes(32, 4096, 14336, 32, 8) | overrides))
 
   @classmethod
   def llama3_70b(cls, **overrides: Any) -> ModelConfig:
     """Llama 3 70B."""
-    return cls(**(_sizes(80, 8192, 28672, 64) | overrides))
+    return cls(**(sizes(80, 8192, 28672, 64, 8) | overrides))
 
   @classmethod
   def llama3p1_8b(cls, **overrides: Any) -> ModelConfig:
@@ -82,7 +69,7 @@ class ModelConfig(TransformerConfig):
     """Llama 3.1 405B."""
     return cls(
       **(
-        _sizes(126, 16384, 53248, 128, rope=_scaled(8.0), max_position=131_072)
+        sizes(126, 16384, 53248, 128, 8, rope=_scaled(8.0), max_position=131_072)
         | overrides
       )
     )
@@ -92,11 +79,12 @@ class ModelConfig(TransformerConfig):
     """Llama 3.2 1B."""
     return cls(
       **(
-        _sizes(
+        sizes(
           16,
           2048,
           8192,
           32,
+          8,
           head_dim=64,
           tie_embeddings=True,
           rope=_scaled(32.0),
@@ -111,11 +99,12 @@ class ModelConfig(TransformerConfig):
     """Llama 3.2 3B."""
     return cls(
       **(
-        _sizes(
+        sizes(
           28,
           3072,
           8192,
           24,
+          8,
           tie_embeddings=True,
           rope=_scaled(32.0),
           max_position=131_072,

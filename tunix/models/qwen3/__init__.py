@@ -1,1 +1,1 @@
-"""Qwen 3, dense."""
+"""Qwen 3, dense and mixtures of experts."""

@@ -1,29 +1,22 @@
-"""Qwen 3 (dense): sizes of the published checkpoints, and the class."""
+"""Qwen 3: sizes of the published checkpoints, and the class."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from flax import nnx
 
-from tunix.models.transformer.config import RopeConfig, TransformerConfig
+from tunix.models.transformer.config import (
+  MoEConfig,
+  RopeConfig,
+  TransformerConfig,
+  sizes,
+)
 from tunix.models.transformer.model import Transformer
 
 _ROPE = RopeConfig(theta=1_000_000.0)
 _LONG_ROPE = RopeConfig(theta=5_000_000.0)
-
-
-def _sizes(
-  layers: int, dim: int, hidden: int, heads: int, **more: Any
-) -> dict[str, Any]:
-  return {
-    "num_layers": layers,
-    "embed_dim": dim,
-    "hidden_dim": hidden,
-    "num_heads": heads,
-    **more,
-  }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,26 +28,25 @@ class ModelConfig(TransformerConfig):
   """
 
   vocab_size: int = 151_936
-  num_kv_heads: int = 8
   head_dim: int = 128
   rope: RopeConfig = _ROPE
-  qk_norm: bool = True
+  qk_norm: Literal["head", "all"] | None = "head"
   max_position: int | None = 40_960
 
   @classmethod
   def qwen3_0p6b(cls, **overrides: Any) -> ModelConfig:
     """Qwen3 0.6B."""
-    return cls(**(_sizes(28, 1024, 3072, 16, tie_embeddings=True) | overrides))
+    return cls(**(sizes(28, 1024, 3072, 16, 8, tie_embeddings=True) | overrides))
 
   @classmethod
   def qwen3_1p7b(cls, **overrides: Any) -> ModelConfig:
     """Qwen3 1.7B."""
-    return cls(**(_sizes(28, 2048, 6144, 16, tie_embeddings=True) | overrides))
+    return cls(**(sizes(28, 2048, 6144, 16, 8, tie_embeddings=True) | overrides))
 
   @classmethod
   def qwen3_4b(cls, **overrides: Any) -> ModelConfig:
     """Qwen3 4B."""
-    return cls(**(_sizes(36, 2560, 9728, 32, tie_embeddings=True) | overrides))
+    return cls(**(sizes(36, 2560, 9728, 32, 8, tie_embeddings=True) | overrides))
 
   @classmethod
   def qwen3_4b_instruct_2507(cls, **overrides: Any) -> ModelConfig:
@@ -64,23 +56,29 @@ class ModelConfig(TransformerConfig):
   @classmethod
   def qwen3_8b(cls, **overrides: Any) -> ModelConfig:
     """Qwen3 8B."""
-    return cls(**(_sizes(36, 4096, 12288, 32) | overrides))
+    return cls(**(sizes(36, 4096, 12288, 32, 8) | overrides))
 
   @classmethod
   def qwen3_14b(cls, **overrides: Any) -> ModelConfig:
     """Qwen3 14B."""
-    return cls(**(_sizes(40, 5120, 17408, 40) | overrides))
+    return cls(**(sizes(40, 5120, 17408, 40, 8) | overrides))
 
   @classmethod
   def qwen3_32b(cls, **overrides: Any) -> ModelConfig:
     """Qwen3 32B."""
-    return cls(**(_sizes(64, 5120, 25600, 64) | overrides))
+    return cls(**(sizes(64, 5120, 25600, 64, 8) | overrides))
+
+  @classmethod
+  def qwen3_30b_a3b(cls, **overrides: Any) -> ModelConfig:
+    """Qwen3 30B-A3B: 128 experts, 8 of them for each token."""
+    experts = MoEConfig(num_experts=128, experts_per_token=8, hidden_dim=768)
+    return cls(**(sizes(48, 2048, 6144, 32, 4, moe=experts) | overrides))
 
   qwen3_4b_thinking_2507 = qwen3_4b_instruct_2507
 
 
 class Qwen3(Transformer):
-  """A dense Qwen 3 model; see `Transformer`."""
+  """A Qwen 3 model, dense or a mixture of experts; see `Transformer`."""
 
   config: ModelConfig
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 Axes = str | tuple[str, ...] | None
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+LayerType = Literal["full", "sliding"]
 
 # Unrolled layers are the default on a CPU up to here: scanning 8 of them costs about
 # 7 % of a train step. Deeper stacks, and other platforms at any depth, are scanned:
@@ -23,26 +25,37 @@ class RopeConfig:
 
   Attributes:
     theta: base of the frequencies.
-    scaling: None, "linear" (all frequencies divided by `factor`) or "llama3"
-      (Llama 3.1: low frequencies divided, high ones kept, a ramp between).
+    scaling: None, "linear" (all frequencies divided by `factor`), "llama3" (Llama 3.1:
+      low frequencies divided, high ones kept, a ramp between) or "yarn" (the same by
+      turns within the original context, and longer vectors; arXiv:2309.00071).
     factor: how much longer the context becomes.
     low_freq_factor: "llama3": wavelengths above original / this are divided.
     high_freq_factor: "llama3": wavelengths below original / this are kept.
-    original_max_position: "llama3": the context length before scaling, in tokens.
+    original_max_position: "llama3" and "yarn": the context length before scaling, in
+      tokens.
+    beta_fast: "yarn": frequencies with more turns than this are kept.
+    beta_slow: "yarn": frequencies with fewer turns than this are divided.
+    attention_factor: "yarn": queries and keys are multiplied by this; None means
+      0.1 ln(factor) + 1.
+    truncate: "yarn": round the ends of the ramp to whole dimensions.
   """
 
   theta: float = 10_000.0
-  scaling: Literal["linear", "llama3"] | None = None
+  scaling: Literal["linear", "llama3", "yarn"] | None = None
   factor: float = 1.0
   low_freq_factor: float = 1.0
   high_freq_factor: float = 4.0
   original_max_position: int = 8192
+  beta_fast: float = 32.0
+  beta_slow: float = 1.0
+  attention_factor: float | None = None
+  truncate: bool = True
 
   def __post_init__(self):
-    if self.scaling not in (None, "linear", "llama3"):
+    if self.scaling not in (None, "linear", "llama3", "yarn"):
       raise ValueError(
-        f"rope scaling {self.scaling!r} is not supported: use None, 'linear' or "
-        "'llama3'"
+        f"rope scaling {self.scaling!r} is not supported: use None, 'linear', 'llama3' "
+        "or 'yarn'"
       )
     if self.theta <= 0 or self.factor < 1:
       raise ValueError(
@@ -52,6 +65,44 @@ class RopeConfig:
       raise ValueError(
         f"rope high_freq_factor {self.high_freq_factor} must exceed low_freq_factor "
         f"{self.low_freq_factor}"
+      )
+    if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
+      raise ValueError(
+        f"rope beta_fast {self.beta_fast} must exceed beta_slow {self.beta_slow}"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+  """A mixture of experts in the place of the MLP (Shazeer et al. 2017).
+
+  Attributes:
+    num_experts: E.
+    experts_per_token: k, how many of them see a token.
+    hidden_dim: F of one expert.
+    normalise: the k weights are divided by their sum.
+    implementation: "ragged" (tokens sorted by expert, one grouped product: work grows
+      with k) or "dense" (every expert sees every token: work grows with E; the plain
+      form that the other is checked against).
+  """
+
+  num_experts: int
+  experts_per_token: int
+  hidden_dim: int
+  normalise: bool = True
+  implementation: Literal["ragged", "dense"] = "ragged"
+
+  def __post_init__(self):
+    if not 1 <= self.experts_per_token <= self.num_experts:
+      raise ValueError(
+        f"experts_per_token {self.experts_per_token} must lie in "
+        f"1..{self.num_experts}, the number of experts"
+      )
+    if self.hidden_dim < 1:
+      raise ValueError(f"hidden_dim {self.hidden_dim} of an expert must be at least 1")
+    if self.implementation not in ("ragged", "dense"):
+      raise ValueError(
+        f"MoE implementation {self.implementation!r} must be 'ragged' or 'dense'"
       )
 
 
@@ -63,11 +114,13 @@ class ShardingRules:
   Attributes:
     fsdp: axis that splits every weight along its model dimension.
     tp: axis that splits heads, hidden units and the vocabulary.
+    ep: axis that splits the experts of a mixture.
     batch: axes that split the batch; None means ("dp", fsdp).
   """
 
   fsdp: Axes = "fsdp"
   tp: str | None = "tp"
+  ep: str | None = "ep"
   batch: tuple[str, ...] | None = None
 
   @property
@@ -79,6 +132,18 @@ class ShardingRules:
     return tuple(dict.fromkeys(("dp", *fsdp)))
 
 
+class LayerKind(NamedTuple):
+  """What a kind of layer has of its own: all else is equal in all layers.
+
+  Attributes:
+    window: keys that a query sees, its own included; None: all before it.
+    rope: rotary embedding.
+  """
+
+  window: int | None
+  rope: RopeConfig
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
   """Shape and options of a decoder-only transformer.
@@ -87,9 +152,23 @@ class TransformerConfig:
     num_layers: L. vocab_size: V. embed_dim: D. hidden_dim: F, of the gated MLP.
     num_heads: N query heads. num_kv_heads: K, must divide N. head_dim: H.
     norm_eps: epsilon of the RMS norms.
+    norm_offset: the norms multiply by offset + scale (Gemma: 1).
+    norms: where a layer has RMS norms: "pre" (before attention and MLP), "post" (on
+      their outputs, OLMo 2), "both" (Gemma 2 and 3).
+    activation: of the gated MLP.
     rope: rotary embedding.
+    layer_types: "full" or "sliding" attention, one a layer; None: all are full.
+    sliding_window: keys that a query of a "sliding" layer sees, its own included.
+    local_rope: rotary embedding of the sliding layers; None: `rope`.
+    query_scale: factor of the attention scores; None: head_dim ** -0.5.
+    attention_softcap: scores s become c tanh(s / c) (Gemma 2).
+    final_softcap: the same for the logits.
     tie_embeddings: the unembedding is the embedding table.
-    qk_norm: RMS norm of queries and keys per head (Qwen 3).
+    scale_embeddings: embeddings are multiplied by sqrt(D) (Gemma).
+    qk_norm: RMS norm of queries and keys: None, "head" (each head by itself: Qwen 3,
+      Gemma 3) or "all" (all heads together: OLMo 2).
+    qkv_bias, o_bias: biases of the attention's projections.
+    moe: a mixture of experts instead of the MLP.
     max_position: longest context the checkpoint names, in tokens; recorded and written
       back, not enforced.
     param_dtype: dtype of the weights.
@@ -109,9 +188,22 @@ class TransformerConfig:
   num_kv_heads: int
   head_dim: int
   norm_eps: float = 1e-6
+  norm_offset: float = 0.0
+  norms: Literal["pre", "post", "both"] = "pre"
+  activation: Activation = "silu"
   rope: RopeConfig = RopeConfig()
+  layer_types: tuple[LayerType, ...] | None = None
+  sliding_window: int | None = None
+  local_rope: RopeConfig | None = None
+  query_scale: float | None = None
+  attention_softcap: float | None = None
+  final_softcap: float | None = None
   tie_embeddings: bool = False
-  qk_norm: bool = False
+  scale_embeddings: bool = False
+  qk_norm: Literal["head", "all"] | None = None
+  qkv_bias: bool = False
+  o_bias: bool = False
+  moe: MoEConfig | None = None
   max_position: int | None = None
   param_dtype: DTypeLike = jnp.float32
   dtype: DTypeLike = jnp.float32
@@ -130,8 +222,52 @@ class TransformerConfig:
       )
     if self.head_dim % 2:
       raise ValueError(f"head_dim {self.head_dim} must be even for rotary embedding")
-    if self.remat not in ("none", "block", "dots"):
-      raise ValueError(f"remat {self.remat!r} must be 'none', 'block' or 'dots'")
+    choices = {
+      "remat": ("none", "block", "dots"),
+      "norms": ("pre", "post", "both"),
+      "activation": ("silu", "gelu_tanh", "gelu"),
+      "qk_norm": (None, "head", "all"),
+    }
+    for name, allowed in choices.items():
+      if getattr(self, name) not in allowed:
+        raise ValueError(f"{name} {getattr(self, name)!r} must be one of {allowed}")
+    for name in ("attention_softcap", "final_softcap", "query_scale"):
+      if (value := getattr(self, name)) is not None and value <= 0:
+        raise ValueError(f"{name} is {value}, it must be positive or None")
+    self._check_layer_types()
+
+  def _check_layer_types(self):
+    if self.layer_types is None:
+      return
+    if len(self.layer_types) != self.num_layers:
+      raise ValueError(
+        f"layer_types names {len(self.layer_types)} layers, num_layers is "
+        f"{self.num_layers}"
+      )
+    if unknown := set(self.layer_types) - {"full", "sliding"}:
+      raise ValueError(f"layer_types has {sorted(unknown)}, known: 'full', 'sliding'")
+    if "sliding" in self.layer_types and (self.sliding_window or 0) < 1:
+      raise ValueError(
+        f"there are sliding layers, but sliding_window is {self.sliding_window}: give "
+        "the number of keys that a query sees"
+      )
+
+  @property
+  def kinds(self) -> tuple[LayerKind, ...]:
+    """The kinds of layer there are."""
+    full = LayerKind(None, self.rope)
+    if self.layer_types is None:
+      return (full,)
+    sliding = LayerKind(self.sliding_window, self.local_rope or self.rope)
+    known: dict[LayerType, LayerKind] = {"full": full, "sliding": sliding}
+    return tuple(known[name] for name in dict.fromkeys(self.layer_types))
+
+  @property
+  def layer_kinds(self) -> tuple[int, ...]:
+    """The kind of each layer, as its number in `kinds`."""
+    names = self.layer_types or ("full",) * self.num_layers
+    order = list(dict.fromkeys(names))
+    return tuple(order.index(name) for name in names)
 
   @property
   def scanned(self) -> bool:
@@ -140,3 +276,17 @@ class TransformerConfig:
       return self.scan_layers
     on_cpu = jax.default_backend() == "cpu"
     return not on_cpu or self.num_layers >= UNROLL_BELOW_LAYERS
+
+
+def sizes(
+  layers: int, dim: int, hidden: int, heads: int, kv_heads: int, **more: Any
+) -> dict[str, Any]:
+  """Fields of a preset, by position."""
+  return {
+    "num_layers": layers,
+    "embed_dim": dim,
+    "hidden_dim": hidden,
+    "num_heads": heads,
+    "num_kv_heads": kv_heads,
+    **more,
+  }

@@ -6,24 +6,40 @@ errors; all others (bookkeeping of other libraries) are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from tunix.models.transformer.config import RopeConfig, TransformerConfig
+from tunix.models.transformer.config import (
+  Activation,
+  LayerType,
+  RopeConfig,
+  TransformerConfig,
+)
 
 HfConfig = Mapping[str, Any]
+IsSliding = Callable[[int], bool]
 
 # Field -> the values that mean "as the decoder does it"; absent is always fine.
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-  "hidden_act": ("silu", "swish"),
-  "attention_bias": (False, None),
   "mlp_bias": (False, None),
   "attention_dropout": (0, None),
   "partial_rotary_factor": (1, None),
-  "use_sliding_window": (False, None),
+  "use_bidirectional_attention": (False, None),
   "quantization_config": (None,),
+}
+
+# Their names of activations and of kinds of layer -> ours; the first is what we write.
+_ACTIVATIONS: Mapping[str, Activation] = {
+  "silu": "silu",
+  "swish": "silu",
+  "gelu_pytorch_tanh": "gelu_tanh",
+  "gelu": "gelu",
+}
+_LAYER_TYPES: Mapping[str, LayerType] = {
+  "full_attention": "full",
+  "sliding_attention": "sliding",
 }
 
 _DEFAULT_THETA = 10_000.0
@@ -41,25 +57,55 @@ def check_supported(hf: HfConfig) -> None:
         f"{field} is {hf[field]!r}, supported is only {accepted[0]!r}: this decoder "
         "would compute something else than the checkpoint means"
       )
-  named = hf.get("layer_types") or []
-  if not isinstance(named, list) or not all(isinstance(k, str) for k in named):
-    raise ValueError(
-      f"layer_types is {named!r}, expected a list of names: correct config.json"
-    )
-  kinds = set(named)
-  if kinds - {"full_attention"}:
-    raise ValueError(
-      f"layer_types has {sorted(kinds - {'full_attention'})}, supported is only "
-      "'full_attention'"
-    )
 
 
-def decoder_fields(hf: HfConfig, *, head_dim: int | None = None) -> dict[str, Any]:
+def read_activation(hf: HfConfig, field: str = "hidden_act") -> Activation:
+  """The MLP's activation; absent means "silu".
+
+  Raises:
+    ValueError: one that the decoder does not have.
+  """
+  name = hf.get(field) or "silu"
+  if not isinstance(name, str) or name not in _ACTIVATIONS:
+    raise ValueError(f"{field} is {name!r}, supported are {sorted(_ACTIVATIONS)}")
+  return _ACTIVATIONS[name]
+
+
+def read_layers(hf: HfConfig, sliding: IsSliding) -> dict[str, Any]:
+  """`layer_types` and `sliding_window` of a config.
+
+  Args:
+    hf: the parsed `config.json`.
+    sliding: whether layer i slides, where `layer_types` does not say it.
+
+  Raises:
+    ValueError: an unknown type of layer, or sliding layers without a window.
+  """
+  count = integer(hf, "num_hidden_layers")
+  named = hf.get("layer_types")
+  if named is None:
+    types = tuple("sliding" if sliding(i) else "full" for i in range(count))
+  elif not isinstance(named, list) or not set(map(str, named)) <= set(_LAYER_TYPES):
+    raise ValueError(
+      f"layer_types is {named!r}, expected a list of {sorted(_LAYER_TYPES)}: correct "
+      "config.json"
+    )
+  else:
+    types = tuple(_LAYER_TYPES[name] for name in named)
+  if "sliding" not in types:
+    return {}
+  return {"layer_types": types, "sliding_window": integer(hf, "sliding_window")}
+
+
+def decoder_fields(
+  hf: HfConfig, *, head_dim: int | None = None, tied: bool = False
+) -> dict[str, Any]:
   """Arguments of a `TransformerConfig`; absent fields get transformers' defaults.
 
   Args:
     hf: the parsed `config.json`.
     head_dim: what an absent `head_dim` means; None: hidden_size / heads.
+    tied: what an absent `tie_word_embeddings` means.
 
   Raises:
     ValueError: a field is missing, of the wrong kind, or asks for something that the
@@ -76,6 +122,7 @@ def decoder_fields(hf: HfConfig, *, head_dim: int | None = None) -> dict[str, An
         "head_dim to the config"
       )
     head_dim = dim // heads
+  biased = bool(hf.get("attention_bias", False))
   grouped = hf.get("num_key_value_heads") is not None
   positions = hf.get("max_position_embeddings") is not None
   return {
@@ -87,8 +134,11 @@ def decoder_fields(hf: HfConfig, *, head_dim: int | None = None) -> dict[str, An
     "num_kv_heads": integer(hf, "num_key_value_heads") if grouped else heads,
     "head_dim": head_dim,
     "norm_eps": number(hf, "rms_norm_eps", 1e-6),
+    "activation": read_activation(hf),
+    "qkv_bias": biased,
+    "o_bias": biased,
     "rope": read_rope(hf),
-    "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+    "tie_embeddings": bool(hf.get("tie_word_embeddings", tied)),
     "max_position": integer(hf, "max_position_embeddings") if positions else None,
   }
 
@@ -108,50 +158,110 @@ def read_rope(hf: HfConfig) -> RopeConfig:
     isinstance(value, Mapping) for value in values.values()
   ):
     raise ValueError(
-      f"rope_parameters {values!r} are not one flat table: rotary settings per kind of "
-      "layer are not supported"
+      f"rope_parameters {values!r} are not one flat table: this family has no rotary "
+      "settings by kind of layer"
     )
+  theta = number(values, "rope_theta", number(hf, "rope_theta", _DEFAULT_THETA))
+  return rope_of(values, theta)
+
+
+def rope_of(values: Mapping[str, Any], theta: float) -> RopeConfig:
+  """The settings of one flat table.
+
+  Raises:
+    ValueError: an unknown kind of scaling, or one of its numbers is missing.
+  """
   if values.get("partial_rotary_factor") not in (None, 1):
     raise ValueError(
       f"partial_rotary_factor is {values['partial_rotary_factor']!r}, supported is "
       "only 1"
     )
-  theta = number(values, "rope_theta", number(hf, "rope_theta", _DEFAULT_THETA))
   kind = values.get("rope_type", values.get("type")) or "default"
   if kind == "default":
     return RopeConfig(theta=theta)
-  if kind == "linear":
-    return RopeConfig(theta=theta, scaling="linear", factor=number(values, "factor"))
-  if kind == "llama3":
-    return RopeConfig(
-      theta=theta,
-      scaling="llama3",
-      factor=number(values, "factor"),
-      low_freq_factor=number(values, "low_freq_factor"),
-      high_freq_factor=number(values, "high_freq_factor"),
-      original_max_position=integer(values, "original_max_position_embeddings"),
+  if kind not in _ROPE_READERS:
+    raise ValueError(
+      f"rope_type {kind!r} is not supported: it must be 'default' or one of "
+      f"{sorted(_ROPE_READERS)}"
     )
-  raise ValueError(
-    f"rope_type {kind!r} is not supported: it must be 'default', 'linear' or 'llama3'"
-  )
+  more = _ROPE_READERS[kind](values)
+  return RopeConfig(theta=theta, scaling=kind, factor=number(values, "factor"), **more)
+
+
+def _read_llama3(values: Mapping[str, Any]) -> dict[str, Any]:
+  return {
+    "low_freq_factor": number(values, "low_freq_factor"),
+    "high_freq_factor": number(values, "high_freq_factor"),
+    "original_max_position": integer(values, "original_max_position_embeddings"),
+  }
+
+
+def _read_yarn(values: Mapping[str, Any]) -> dict[str, Any]:
+  for field in ("mscale", "mscale_all_dim"):
+    if values.get(field) is not None:
+      raise ValueError(
+        f"rope {field} is {values[field]!r}: YaRN is supported with attention_factor "
+        "only"
+      )
+  given = values.get("attention_factor") is not None
+  return {
+    "original_max_position": integer(values, "original_max_position_embeddings"),
+    "beta_fast": number(values, "beta_fast", 32.0),
+    "beta_slow": number(values, "beta_slow", 1.0),
+    "attention_factor": number(values, "attention_factor") if given else None,
+    "truncate": bool(values.get("truncate", True)),
+  }
+
+
+_ROPE_READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+  "linear": lambda values: {},
+  "llama3": _read_llama3,
+  "yarn": _read_yarn,
+}
+
+
+def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
+  """The scaling of rotary frequencies, without their base."""
+  scaling: dict[str, Any] = {"rope_type": rope.scaling or "default"}
+  if rope.scaling is not None:
+    scaling["factor"] = rope.factor
+  if rope.scaling in ("llama3", "yarn"):
+    scaling["original_max_position_embeddings"] = rope.original_max_position
+  if rope.scaling == "llama3":
+    scaling["low_freq_factor"] = rope.low_freq_factor
+    scaling["high_freq_factor"] = rope.high_freq_factor
+  if rope.scaling == "yarn":
+    scaling["beta_fast"], scaling["beta_slow"] = rope.beta_fast, rope.beta_slow
+    scaling["truncate"] = rope.truncate
+    if rope.attention_factor is not None:
+      scaling["attention_factor"] = rope.attention_factor
+  return scaling
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
   """Rotary settings in both spellings, so that old and new readers find them."""
-  scaling: dict[str, Any] = {"rope_type": rope.scaling or "default"}
-  if rope.scaling is not None:
-    scaling["factor"] = rope.factor
-  if rope.scaling == "llama3":
-    scaling |= {
-      "low_freq_factor": rope.low_freq_factor,
-      "high_freq_factor": rope.high_freq_factor,
-      "original_max_position_embeddings": rope.original_max_position,
-    }
+  scaling = scaling_fields(rope)
   return {
     "rope_parameters": scaling | {"rope_theta": rope.theta},
     "rope_scaling": None if rope.scaling is None else scaling,
     "rope_theta": rope.theta,
   }
+
+
+def write_layers(config: TransformerConfig) -> dict[str, Any]:
+  """`layer_types` and `sliding_window`."""
+  names = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
+  types = config.layer_types or ("full",) * config.num_layers
+  return {
+    "layer_types": [names[kind] for kind in types],
+    "sliding_window": config.sliding_window,
+  }
+
+
+def write_activation(config: TransformerConfig) -> str:
+  """Their name of the activation."""
+  names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+  return names[config.activation]
 
 
 def write_decoder(
@@ -169,8 +279,8 @@ def write_decoder(
     "num_attention_heads": config.num_heads,
     "num_key_value_heads": config.num_kv_heads,
     "head_dim": config.head_dim,
-    "hidden_act": "silu",
-    "attention_bias": False,
+    "hidden_act": write_activation(config),
+    "attention_bias": config.o_bias,
     "rms_norm_eps": config.norm_eps,
     "tie_word_embeddings": config.tie_embeddings,
     "dtype": dtype,

@@ -7,7 +7,7 @@ of all layers, and running it needs one layer's slice (see model.py).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,12 @@ from jax.typing import DTypeLike
 INIT_STDDEV = 0.02
 
 Stack = tuple[int, ...]
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+  "silu": jax.nn.silu,
+  "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+  "gelu": functools.partial(jax.nn.gelu, approximate=False),
+}
 
 
 def param(value: jax.Array, spec: tuple[Any, ...]) -> nnx.Param:
@@ -72,6 +78,14 @@ class Linear(nnx.Module):
       y = y + (low @ self.lora_b[...].astype(x.dtype)) * self.lora_scale
     return y
 
+  def per_expert(self, x: jax.Array) -> jax.Array:
+    """[E, ..., in] -> [E, ..., out] by kernels [E, in, out]."""
+    return jnp.einsum("e...i,eio->e...o", x, self.kernel[...].astype(x.dtype))
+
+  def grouped(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """[M, in] -> [M, out], rows sorted by expert, `group_sizes` [E] rows of each."""
+    return jax.lax.ragged_dot(x, self.kernel[...].astype(x.dtype), group_sizes)
+
 
 class RMSNorm(nnx.Module):
   """x / rms(x) * (offset + scale), in float32 (Zhang and Sennrich 2019)."""
@@ -98,7 +112,7 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-  """Token embedding table [V, D]."""
+  """Token embedding table [V, D]; rows are multiplied by `scale`."""
 
   def __init__(
     self,
@@ -106,14 +120,18 @@ class Embedding(nnx.Module):
     dim: int,
     *,
     spec: tuple[Any, ...],
+    scale: float | None = None,
     param_dtype: DTypeLike = jnp.float32,
     rngs: nnx.Rngs,
   ):
+    self.scale = scale
     draw = fresh(rngs.params(), (vocab_size, dim))
     self.embedding = param(draw.astype(param_dtype), spec)
 
   def __call__(self, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
-    return self.embedding[...][tokens].astype(dtype)
+    x = self.embedding[...][tokens].astype(dtype)
+    # The factor in the compute dtype, as the checkpoints were trained with it.
+    return x if self.scale is None else x * jnp.asarray(self.scale, dtype)
 
 
 class GatedMLP(nnx.Module):

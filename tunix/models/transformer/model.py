@@ -14,11 +14,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.transformer import cache as cache_lib, rope, sharding
-from tunix.models.transformer.attention import Attention, KeysValues, Visibility
+from tunix.models.transformer.attention import Visibility
 from tunix.models.transformer.cache import KVCache
 from tunix.models.transformer.config import TransformerConfig
-from tunix.models.transformer.layers import Embedding, GatedMLP, Linear, RMSNorm
-from tunix.ops.logprobs import Layout
+from tunix.models.transformer.decoder_layer import DecoderLayer
+from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
+from tunix.ops.logprobs import Layout, soft_cap
 from tunix.ops.masks import positions_from_segments
 from tunix.utils import mesh as mesh_lib
 
@@ -26,64 +27,6 @@ _REMAT_POLICIES = {
   "block": None,
   "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-
-
-class DecoderLayer(nnx.Module):
-  """Pre-norm attention and MLP, each added to the residual stream."""
-
-  def __init__(self, config: TransformerConfig, stack: tuple[int, ...], rngs: nnx.Rngs):
-    c, rules = config, config.sharding
-
-    def linear(in_dim, out_dim, kind):
-      return Linear(
-        in_dim,
-        out_dim,
-        stack=stack,
-        spec=sharding.weight_spec(kind, rules, bool(stack)),
-        param_dtype=c.param_dtype,
-        rngs=rngs,
-      )
-
-    def norm(dim):
-      spec = sharding.weight_spec("norm", rules, bool(stack))
-      return RMSNorm(dim, c.norm_eps, stack=stack, spec=spec, param_dtype=c.param_dtype)
-
-    d, f, q_dim, kv_dim = (
-      c.embed_dim,
-      c.hidden_dim,
-      c.num_heads * c.head_dim,
-      c.num_kv_heads * c.head_dim,
-    )
-    self.input_layernorm = norm(d)
-    self.attn = Attention(
-      linear(d, q_dim, "in_out"),
-      linear(d, kv_dim, "in_out"),
-      linear(d, kv_dim, "in_out"),
-      linear(q_dim, d, "out_in"),
-      head_dim=c.head_dim,
-      q_norm=norm(c.head_dim) if c.qk_norm else None,
-      k_norm=norm(c.head_dim) if c.qk_norm else None,
-    )
-    self.post_attention_layernorm = norm(d)
-    self.mlp = GatedMLP(
-      linear(d, f, "in_out"), linear(d, f, "in_out"), linear(f, d, "out_in")
-    )
-    self.rules = rules
-
-  def __call__(
-    self,
-    x: Float[Array, "B T D"],
-    sin_cos: tuple[jax.Array, jax.Array],
-    visible: Visibility,
-    cached: KeysValues | None = None,
-  ) -> tuple[Float[Array, "B T D"], KeysValues]:
-    """Returns the new residual stream and the keys and values."""
-    with jax.named_scope("attn"):
-      out, keys_values = self.attn(self.input_layernorm(x), sin_cos, visible, cached)
-      x = sharding.pin_activations(x + out, self.rules)
-    with jax.named_scope("mlp"):
-      x = x + self.mlp(self.post_attention_layernorm(x))
-    return sharding.pin_activations(x, self.rules), keys_values
 
 
 class Transformer(nnx.Module):
@@ -102,6 +45,7 @@ class Transformer(nnx.Module):
       c.vocab_size,
       c.embed_dim,
       spec=sharding.weight_spec("out_in", rules, False),
+      scale=c.embed_dim**0.5 if c.scale_embeddings else None,
       param_dtype=c.param_dtype,
       rngs=rngs,
     )
@@ -109,6 +53,7 @@ class Transformer(nnx.Module):
     self.norm = RMSNorm(
       c.embed_dim,
       c.norm_eps,
+      offset=c.norm_offset,
       spec=sharding.weight_spec("norm", rules, False),
       param_dtype=c.param_dtype,
     )
@@ -131,6 +76,7 @@ class Transformer(nnx.Module):
     attention_mask: Bool[Array, "B T S"] | None = None,
     *,
     segment_ids: Int[Array, "B T"] | None = None,
+    input_embeddings: Float[Array, "B T D"] | None = None,
     return_hidden: bool = False,
   ) -> tuple[Float[Array, "B T V"] | Float[Array, "B T D"], KVCache | None]:
     """Runs the decoder.
@@ -143,6 +89,8 @@ class Transformer(nnx.Module):
       attention_mask: True where a query may look at a key; S is T, or the cache's
         size. None means causal, by slot, within segments.
       segment_ids: packed rows: attention stays inside a segment. Not with a cache.
+      input_embeddings: instead of the embedded tokens, scaled as the family scales
+        them; see `embed`.
       return_hidden: stop before the unembedding (see `unembedding`), so that a loss
         never holds [B, T, V].
 
@@ -173,10 +121,10 @@ class Transformer(nnx.Module):
         if segment_ids is None
         else positions_from_segments(segment_ids)
       )
-    with jax.named_scope("embed"):
-      x = self.embed_tokens(input_tokens, c.dtype)
-      x = sharding.pin_activations(x, c.sharding)
-    sin_cos = rope.angles(positions, c.head_dim, c.rope)
+    x = self.embed(input_tokens) if input_embeddings is None else input_embeddings
+    x = sharding.pin_activations(x.astype(c.dtype), c.sharding)
+    by_kind = [rope.angles(positions, c.head_dim, kind.rope) for kind in c.kinds]
+    sin_cos = jax.tree.map(lambda *kinds: jnp.stack(kinds), *by_kind)
     visible = Visibility(index, attention_mask, segment_ids)
     if cache is not None:
       x, cache = self._run_cached(x, sin_cos, visible, cache)
@@ -186,27 +134,41 @@ class Transformer(nnx.Module):
       x = self.norm(x)
     return (x if return_hidden else self.logits(x)), cache
 
+  def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Embedded tokens, as the first layer takes them."""
+    with jax.named_scope("embed"):
+      return self.embed_tokens(tokens, self.config.dtype)
+
   def _run(self, x, sin_cos, visible):
     """All layers, without a cache."""
+    kinds = self.config.layer_kinds
 
-    def call(graph, state, x):
-      return nnx.merge(graph, state)(x, sin_cos, visible)[0]
+    def call(graph, kind, state, x):
+      return nnx.merge(graph, state)(x, sin_cos, visible, kind=kind)[0]
 
     if self.config.remat != "none":
       policy = _REMAT_POLICIES[self.config.remat]
-      call = jax.checkpoint(call, policy=policy, static_argnums=(0,))
+      scanned = isinstance(self.layers, DecoderLayer) and self.config.scanned
+      fixed = (0,) if scanned else (0, 1)
+      call = jax.checkpoint(call, policy=policy, static_argnums=fixed)
     if isinstance(self.layers, DecoderLayer) and self.config.scanned:
       graph, state = nnx.split(self.layers)
       with jax.named_scope("layers"):
-        x, _ = jax.lax.scan(lambda x, s: (call(graph, s, x), None), x, state)
+        steps = (jnp.asarray(kinds, jnp.int32), state) if any(kinds) else (None, state)
+        x, _ = jax.lax.scan(
+          lambda x, xs: (call(graph, 0 if xs[0] is None else xs[0], xs[1], x), None),
+          x,
+          steps,
+        )
       return x
     plain = self.config.remat == "none"
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
         if plain:  # the module itself, so that qwix finds it
-          x = layer(x, sin_cos, visible)[0]
+          x = layer(x, sin_cos, visible, kind=kinds[i])[0]
         else:
-          x = call(*nnx.split(layer), x)
+          graph, state = nnx.split(layer)
+          x = call(graph, kinds[i], state, x)
     return x
 
   def _run_cached(self, x, sin_cos, visible, cache):
@@ -214,7 +176,9 @@ class Transformer(nnx.Module):
     written = []
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
-        x, pair = layer(x, sin_cos, visible, (cache.k[i], cache.v[i]))
+        pair = cache.k[i], cache.v[i]
+        kind = self.config.layer_kinds[i]
+        x, pair = layer(x, sin_cos, visible, pair, kind)
         written.append(pair)
     keys, values = zip(*written)
     return x, KVCache(keys, values, cache.index + x.shape[1])
@@ -254,12 +218,13 @@ class Transformer(nnx.Module):
     table, layout = self.unembedding()
     spec = "btd,vd->btv" if layout.transposed else "btd,dv->btv"
     with jax.named_scope("unembed"):
-      return jnp.einsum(
+      out = jnp.einsum(
         spec,
         hidden,
         table.astype(hidden.dtype),
         preferred_element_type=jnp.float32,
       )
+      return out if layout.softcap is None else soft_cap(out, layout.softcap)
 
   def unembedding(self) -> tuple[jax.Array, Layout]:
     """The matrix that turns hidden states into logits, and how it is laid out:
@@ -269,12 +234,13 @@ class Transformer(nnx.Module):
     table = self.embed_tokens.embedding[...] if head is None else head.kernel[...]
     mesh, rules = mesh_lib.context_mesh(), self.config.sharding
     if mesh is None:
-      return table, Layout(transposed=tied)
+      return table, Layout(transposed=tied, softcap=self.config.final_softcap)
     splits_vocab = (
       rules.tp in mesh.shape and self.config.vocab_size % mesh.shape[rules.tp] == 0
     )
     return table, Layout(
       transposed=tied,
+      softcap=self.config.final_softcap,
       mesh=mesh,
       batch_axes=sharding.batch_axes(rules),
       vocab_axis=rules.tp if splits_vocab else None,

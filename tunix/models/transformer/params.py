@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from tunix.models.transformer.config import TransformerConfig
+
 
 @dataclasses.dataclass(frozen=True)
 class HfName:
   """One parameter's tensor in a Hugging Face checkpoint.
 
   Attributes:
-    key: name of the tensor; `{i}` stands for the layer.
+    key: name of the tensor; `{i}` stands for the layer, `{e}` for the expert.
     transpose: the tensor is [out, in] where ours is [in, out].
   """
 
@@ -23,35 +25,41 @@ class HfName:
   transpose: bool = False
 
 
-def _linear(module: str) -> HfName:
-  return HfName(f"model.layers.{{i}}.{module}.weight", transpose=True)
-
-
-def _norm(module: str) -> HfName:
-  return HfName(f"model.layers.{{i}}.{module}.weight")
-
-
 NameTable = Mapping[str, HfName]
 
-# Our dotted parameter path, without layer numbers -> its tensor.
-DECODER: NameTable = {
-  "embed_tokens.embedding": HfName("model.embed_tokens.weight"),
-  "layers.input_layernorm.scale": _norm("input_layernorm"),
-  "layers.attn.q_proj.kernel": _linear("self_attn.q_proj"),
-  "layers.attn.k_proj.kernel": _linear("self_attn.k_proj"),
-  "layers.attn.v_proj.kernel": _linear("self_attn.v_proj"),
-  "layers.attn.o_proj.kernel": _linear("self_attn.o_proj"),
-  "layers.post_attention_layernorm.scale": _norm("post_attention_layernorm"),
-  "layers.mlp.gate_proj.kernel": _linear("mlp.gate_proj"),
-  "layers.mlp.up_proj.kernel": _linear("mlp.up_proj"),
-  "layers.mlp.down_proj.kernel": _linear("mlp.down_proj"),
-  "norm.scale": HfName("model.norm.weight"),
-  "lm_head.kernel": HfName("lm_head.weight", transpose=True),
+
+def _linears(prefix: str, modules: Mapping[str, str]) -> dict[str, HfName]:
+  """Kernels and biases: our module path -> theirs, below `prefix`."""
+  names = {}
+  for ours, theirs in modules.items():
+    names[f"layers.{ours}.kernel"] = HfName(f"{prefix}{theirs}.weight", transpose=True)
+    names[f"layers.{ours}.bias"] = HfName(f"{prefix}{theirs}.bias")
+  return names
+
+
+_LAYER = "model.layers.{i}."
+_NORMS = {
+  "input_layernorm": "input_layernorm",
+  "post_attention_layernorm": "post_attention_layernorm",
+  "pre_feedforward_layernorm": "pre_feedforward_layernorm",
+  "post_feedforward_layernorm": "post_feedforward_layernorm",
+  "attn.q_norm": "self_attn.q_norm",
+  "attn.k_norm": "self_attn.k_norm",
+}
+_PROJECTIONS = {f"attn.{x}_proj": f"self_attn.{x}_proj" for x in "qkvo"}
+_MLP = {f"mlp.{x}_proj": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+_MOE = {"mlp.router": "mlp.gate"} | {
+  f"mlp.experts.{x}_proj": f"mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")
 }
 
-QK_NORM: NameTable = {
-  "layers.attn.q_norm.scale": _norm("self_attn.q_norm"),
-  "layers.attn.k_norm.scale": _norm("self_attn.k_norm"),
+# Our dotted parameter path, without layer numbers -> its tensor. It has entries for
+# everything that the decoder may have; a model uses those of the parameters it has.
+DECODER: NameTable = {
+  "embed_tokens.embedding": HfName("model.embed_tokens.weight"),
+  **{f"layers.{k}.scale": HfName(f"{_LAYER}{v}.weight") for k, v in _NORMS.items()},
+  **_linears(_LAYER, _PROJECTIONS | _MLP | _MOE),
+  "norm.scale": HfName("model.norm.weight"),
+  "lm_head.kernel": HfName("lm_head.weight", transpose=True),
 }
 
 # Buffers that old writers stored and that are computed from the config.
@@ -67,19 +75,20 @@ class Placement:
 
   Attributes:
     path: our dotted parameter path.
-    keys: one tensor, or one a layer when `stacked`.
-    stacked: our parameter carries a leading layer axis.
+    keys: one tensor; or one a layer, one an expert, one an expert of each layer, in the
+      order of the parameter's leading axes.
+    lead: those leading axes: (), (L,), (E,) or (L, E).
     transpose: see `HfName`.
   """
 
   path: str
   keys: tuple[str, ...]
-  stacked: bool
+  lead: tuple[int, ...]
   transpose: bool
 
   def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of each tensor, from the shape of our parameter."""
-    one = shape[1:] if self.stacked else shape
+    one = shape[len(self.lead) :]
     return one[::-1] if self.transpose else one
 
 
@@ -92,7 +101,7 @@ def split_layer(path: str) -> tuple[str, int | None]:
   return path, None
 
 
-def place(names: NameTable, path: str, num_layers: int) -> Placement:
+def place(names: NameTable, path: str, config: TransformerConfig) -> Placement:
   """The tensors of one parameter, of a stacked or an unstacked model.
 
   Raises:
@@ -105,7 +114,15 @@ def place(names: NameTable, path: str, num_layers: int) -> Placement:
       f"parameter {path!r} has no Hugging Face name: add {generic!r} to the family's "
       "name table"
     )
-  stacked = layer is None and "{i}" in entry.key
+  num_layers = config.num_layers
+  num_experts = 0 if config.moe is None else config.moe.num_experts
+  stacked, by_expert = layer is None and "{i}" in entry.key, "{e}" in entry.key
   layers: Iterable[int | None] = range(num_layers) if stacked else (layer,)
-  keys = tuple(entry.key.replace("{i}", str(i)) for i in layers)
-  return Placement(path, keys, stacked, entry.transpose)
+  experts: Iterable[int | None] = range(num_experts) if by_expert else (None,)
+  keys = tuple(
+    entry.key.replace("{i}", str(i)).replace("{e}", str(e))
+    for i in layers
+    for e in experts
+  )
+  lead = ((num_layers,) if stacked else ()) + ((num_experts,) if by_expert else ())
+  return Placement(path, keys, lead, entry.transpose)

@@ -16,14 +16,17 @@ from tunix.utils import mesh as mesh_lib
 _KINDS = {
   "in_out": lambda r: (r.fsdp, r.tp),  # q, k, v, gate, up, lm_head: [D, out]
   "out_in": lambda r: (r.tp, r.fsdp),  # o, down: [in, D]; embedding: [V, D]
-  "bias": lambda r: (r.tp,),
+  "router": lambda r: (r.fsdp, None),  # [D, E]: every device routes
   "norm": lambda r: (None,),
 }
 
 
-def weight_spec(kind: str, rules: ShardingRules, stacked: bool) -> tuple[Any, ...]:
+def weight_spec(
+  kind: str, rules: ShardingRules, stacked: bool, *, experts: bool = False
+) -> tuple[Any, ...]:
   """PartitionSpec entries of a weight; stacked layers are never split along L."""
-  return ((None,) if stacked else ()) + _KINDS[kind](rules)
+  lead = ((None,) if stacked else ()) + ((rules.ep,) if experts else ())
+  return lead + _KINDS[kind](rules)
 
 
 def pin_activations(x: jax.Array, rules: ShardingRules) -> jax.Array:

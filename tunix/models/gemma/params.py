@@ -1,0 +1,74 @@
+"""Gemma 1 and 2 in Hugging Face's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tunix.models.gemma.model import ModelConfig
+from tunix.models.transformer import hf_config, params
+from tunix.models.transformer.config import TransformerConfig
+
+NAMES: params.NameTable = params.DECODER
+
+
+def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
+  """`ModelConfig` of a `config.json` with model_type "gemma" or "gemma2".
+
+  Raises:
+    ValueError: see `hf_config.decoder_fields`.
+  """
+  if hf.get("model_type") == "gemma2":
+    return ModelConfig(**gemma2_fields(hf, lambda i: i % 2 == 0))
+  # Gemma 1 says "gelu" in hidden_act and was trained with the tanh form of it.
+  hf = dict(hf) | {"hidden_act": "gelu_pytorch_tanh"}
+  return ModelConfig(**hf_config.decoder_fields(hf, head_dim=256, tied=True))
+
+
+def gemma2_fields(
+  hf: hf_config.HfConfig, sliding: hf_config.IsSliding
+) -> dict[str, Any]:
+  """Arguments of a configuration with norms on both sides and soft caps.
+
+  Raises:
+    ValueError: see `hf_config.decoder_fields`.
+  """
+  activation = hf.get("hidden_activation") or "gelu_pytorch_tanh"
+  named = dict(hf) | {"hidden_act": activation}
+  fields = hf_config.decoder_fields(named, head_dim=256, tied=True)
+  scalar = hf_config.number(hf, "query_pre_attn_scalar", 256.0)
+  for ours, theirs in _CAPS.items():
+    if hf.get(theirs) is not None:
+      fields[ours] = hf_config.number(hf, theirs)
+  return fields | {
+    "norms": "both",
+    "query_scale": scalar**-0.5,
+    **hf_config.read_layers(hf, sliding),
+  }
+
+
+_CAPS = {
+  "attention_softcap": "attn_logit_softcapping",
+  "final_softcap": "final_logit_softcapping",
+}
+
+
+def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
+  """The `config.json` of a Gemma model: Gemma 2 when it has norms on both sides."""
+  if config.norms == "both":
+    hf = hf_config.write_decoder(config, "gemma2", "Gemma2ForCausalLM")
+    return hf | gemma2_to_hf(config)
+  hf = hf_config.write_decoder(config, "gemma", "GemmaForCausalLM")
+  return hf | {"hidden_activation": hf["hidden_act"]}
+
+
+def gemma2_to_hf(config: TransformerConfig) -> dict[str, Any]:
+  """The fields that Gemma 2 and 3 have besides."""
+  scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
+  scalar = scale**-2
+  return {
+    "hidden_activation": hf_config.write_activation(config),
+    "query_pre_attn_scalar": round(scalar) if abs(scalar % 1 - 0.5) > 0.499 else scalar,
+    "attn_logit_softcapping": config.attention_softcap,
+    "final_logit_softcapping": config.final_softcap,
+    **hf_config.write_layers(config),
+  }
