@@ -170,7 +170,10 @@ def test_bad_folders(tmp_path, llama):
   fails(FileNotFoundError, r"has no config.json", tmp_path / "empty")
 
   checkpoints.change_config(llama, model_type="gpt2")
-  fails(ValueError, r"config.json: model_type 'gpt2' is unknown, known are \['llama'")
+  fails(
+    ValueError,
+    r"config.json: model_type 'gpt2' is unknown, known are \['gemma'.*'llama'",
+  )
   checkpoints.change_config(llama, model_type="llama", dtype="float99")
   fails(ValueError, r"dtype 'float99' is unknown")
   checkpoints.change_config(llama, dtype="float32", hidden_act="gelu")

@@ -280,7 +280,7 @@ def test_config_refuses_nonsense(fields, message):
 @pytest.mark.parametrize(
   "fields, message",
   [
-    ({"scaling": "yarn"}, "'yarn' is not supported"),
+    ({"scaling": "dynamic"}, "'dynamic' is not supported"),
     ({"theta": 0.0}, "theta 0.0 must be positive"),
     ({"factor": 0.5}, "factor at least 1|factor 0.5"),
     (

@@ -335,9 +335,8 @@ def _read_pairs(
     a, b = (
       [_adapter_part(tensors, key, shapes[side]) for key in keys[side]] for side in "AB"
     )
-    pairs[path] = tuple(
-      np.stack(parts).reshape(*place.lead, *parts[0].shape) for parts in (a, b)
-    )
+    stacks = [np.stack(parts).reshape(*place.lead, *parts[0].shape) for parts in (a, b)]
+    pairs[path] = stacks[0], stacks[1]
     used.update(*keys.values())
   unused = sorted(tensors.keys() - used)
   if unused or not pairs:

@@ -124,7 +124,7 @@ def _tensors(
         place.tensor_shape(value.shape),
         functools.partial(
           leaf.read,
-          np.unravel_index(i, place.lead) if place.lead else (),
+          tuple(map(int, np.unravel_index(i, place.lead))) if place.lead else (),
           place.transpose,
           i + 1 == len(place.keys),
         ),

@@ -50,9 +50,9 @@ class ModelConfig(TransformerConfig):
   @classmethod
   def gemma2_27b(cls, **overrides: Any) -> ModelConfig:
     """Gemma 2 27B."""
-    return cls(
-      **(_gemma2(46, 4608, 36864, 32, 16, 144) | {"head_dim": 128} | overrides)
-    )
+    fields = _gemma2(46, 4608, 36864, 32, 16, 144)
+    fields["head_dim"] = 128
+    return cls(**(fields | overrides))
 
   gemma_2b_it = gemma1p1_2b_it = gemma_2b
   gemma_7b_it = gemma1p1_7b_it = gemma_7b

@@ -34,7 +34,7 @@ def gemma2_fields(
   """
   activation = hf.get("hidden_activation") or "gelu_pytorch_tanh"
   named = dict(hf) | {"hidden_act": activation}
-  fields = hf_config.decoder_fields(named, head_dim=256, tied=True)
+  fields = hf_config.decoder_fields(named, head_dim=256, tied=True, sliding=sliding)
   scalar = hf_config.number(hf, "query_pre_attn_scalar", 256.0)
   for ours, theirs in _CAPS.items():
     if hf.get(theirs) is not None:
@@ -42,7 +42,6 @@ def gemma2_fields(
   return fields | {
     "norms": "both",
     "query_scale": scalar**-0.5,
-    **hf_config.read_layers(hf, sliding),
   }
 
 

@@ -25,7 +25,8 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   full, local = _read_ropes(hf)
   plain = {k: v for k, v in hf.items() if k not in ("rope_parameters", "rope_scaling")}
   fields = gemma_params.gemma2_fields(plain, lambda i: (i + 1) % pattern != 0)
-  return ModelConfig(**(fields | {"rope": full, "local_rope": local}))
+  fields["rope"], fields["local_rope"] = full, local
+  return ModelConfig(**fields)
 
 
 def _read_ropes(hf: hf_config.HfConfig) -> tuple[RopeConfig, RopeConfig]:

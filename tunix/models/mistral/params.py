@@ -21,8 +21,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   """
   hf = {"sliding_window": 4096} | dict(hf)  # what an absent field means
   windowed = hf["sliding_window"] is not None
-  layers = hf_config.read_layers(hf, lambda i: windowed)
-  return ModelConfig(**(hf_config.decoder_fields(hf) | layers))
+  return ModelConfig(**hf_config.decoder_fields(hf, sliding=lambda i: windowed))
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
@@ -32,9 +31,10 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     ValueError: some layers slide and others do not, which this format cannot say.
   """
   hf = hf_config.write_decoder(config, "mistral", "MistralForCausalLM")
-  if len(config.kinds) > 1:
+  windows = {kind.window for kind in config.kinds}
+  if len(windows) > 1:
     raise ValueError(
       "a mistral config.json gives one window to all layers, this model has "
       f"{config.layer_types}: save it as another family"
     )
-  return hf | {"sliding_window": config.kinds[0].window}
+  return hf | {"sliding_window": windows.pop()}

@@ -17,20 +17,21 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   Raises:
     ValueError: see `hf_config.decoder_fields`.
   """
-  fields = hf_config.decoder_fields(hf) | {"qkv_bias": True, "o_bias": False}
-  return ModelConfig(**(fields | qwen_layers(hf)))
+  fields = hf_config.decoder_fields(hf, sliding=qwen_sliding(hf))
+  fields["qkv_bias"], fields["o_bias"] = True, False
+  return ModelConfig(**fields)
 
 
-def qwen_layers(hf: hf_config.HfConfig) -> dict[str, Any]:
+def qwen_sliding(hf: hf_config.HfConfig) -> hf_config.IsSliding | None:
   """Sliding windows as Qwen's configs say it: off, or on from some layer upwards.
 
   Raises:
-    ValueError: see `hf_config.read_layers`.
+    ValueError: `max_window_layers` is no whole number.
   """
   if not hf.get("use_sliding_window"):
-    return {}
+    return None
   first = hf_config.integer({"max_window_layers": 28} | dict(hf), "max_window_layers")
-  return hf_config.read_layers(hf, lambda i: i >= first)
+  return lambda i: i >= first
 
 
 def qwen_layers_to_hf(config: TransformerConfig) -> dict[str, Any]:

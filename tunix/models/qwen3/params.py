@@ -21,8 +21,9 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   """
   moe = hf.get("model_type") == "qwen3_moe"
   # The two kinds differ in what an absent head_dim means.
-  fields = hf_config.decoder_fields(hf, head_dim=None if moe else 128)
-  fields |= qwen2_params.qwen_layers(hf)
+  fields = hf_config.decoder_fields(
+    hf, head_dim=None if moe else 128, sliding=qwen2_params.qwen_sliding(hf)
+  )
   if moe:
     fields["moe"] = _read_moe(hf)
   return ModelConfig(**fields)

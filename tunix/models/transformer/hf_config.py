@@ -98,7 +98,11 @@ def read_layers(hf: HfConfig, sliding: IsSliding) -> dict[str, Any]:
 
 
 def decoder_fields(
-  hf: HfConfig, *, head_dim: int | None = None, tied: bool = False
+  hf: HfConfig,
+  *,
+  head_dim: int | None = None,
+  tied: bool = False,
+  sliding: IsSliding | None = None,
 ) -> dict[str, Any]:
   """Arguments of a `TransformerConfig`; absent fields get transformers' defaults.
 
@@ -106,6 +110,7 @@ def decoder_fields(
     hf: the parsed `config.json`.
     head_dim: what an absent `head_dim` means; None: hidden_size / heads.
     tied: what an absent `tie_word_embeddings` means.
+    sliding: see `read_layers`; None: the family has no sliding layers.
 
   Raises:
     ValueError: a field is missing, of the wrong kind, or asks for something that the
@@ -122,6 +127,12 @@ def decoder_fields(
         "head_dim to the config"
       )
     head_dim = dim // heads
+  layers = read_layers(hf, sliding or (lambda i: False))
+  if sliding is None and (layers or hf.get("use_sliding_window")):
+    raise ValueError(
+      f"layer_types is {hf.get('layer_types')!r} and use_sliding_window "
+      f"{hf.get('use_sliding_window')!r}: this family has full attention only"
+    )
   biased = bool(hf.get("attention_bias", False))
   grouped = hf.get("num_key_value_heads") is not None
   positions = hf.get("max_position_embeddings") is not None
@@ -140,6 +151,7 @@ def decoder_fields(
     "rope": read_rope(hf),
     "tie_embeddings": bool(hf.get("tie_word_embeddings", tied)),
     "max_position": integer(hf, "max_position_embeddings") if positions else None,
+    **layers,
   }
 
 
@@ -260,7 +272,7 @@ def write_layers(config: TransformerConfig) -> dict[str, Any]:
 
 def write_activation(config: TransformerConfig) -> str:
   """Their name of the activation."""
-  names = {ours: theirs for theirs, ours in reversed(_ACTIVATIONS.items())}
+  names = {ours: theirs for theirs, ours in reversed(list(_ACTIVATIONS.items()))}
   return names[config.activation]
 
 
