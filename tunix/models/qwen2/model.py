@@ -54,14 +54,16 @@ class ModelConfig(TransformerConfig):
   @classmethod
   def qwen2p5_14b(cls, **overrides: Any) -> ModelConfig:
     """Qwen2.5 14B."""
-    fields = sizes(48, 5120, 13824, 40, 8, vocab_size=152_064, norm_eps=1e-5)
-    return cls(**({"max_position": 131_072} | fields | overrides))
+    fields = sizes(48, 5120, 13824, 40, 8, vocab_size=152_064, max_position=131_072)
+    fields["norm_eps"] = 1e-5
+    return cls(**(fields | overrides))
 
   @classmethod
   def qwen2p5_32b(cls, **overrides: Any) -> ModelConfig:
     """Qwen2.5 32B."""
-    fields = sizes(64, 5120, 27648, 40, 8, vocab_size=152_064, norm_eps=1e-5)
-    return cls(**({"max_position": 131_072} | fields | overrides))
+    fields = sizes(64, 5120, 27648, 40, 8, vocab_size=152_064, max_position=131_072)
+    fields["norm_eps"] = 1e-5
+    return cls(**(fields | overrides))
 
   @classmethod
   def qwen2p5_math_1p5b(cls, **overrides: Any) -> ModelConfig:

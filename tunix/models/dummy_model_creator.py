@@ -1,0 +1,65 @@
+"""Models with random weights, made where they belong: for tests and measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from tunix.models.transformer import sharding
+from tunix.utils import mesh as mesh_lib
+
+
+def create_dummy_model(
+  model_class: Callable[..., nnx.Module],
+  config: Any,
+  mesh: Mesh | None = None,
+  dtype: DTypeLike | None = None,
+  random_seed: int = 0,
+  scale: float = 0.02,
+) -> Any:
+  """A model whose floating-point parameters are all normal draws times `scale`.
+
+  Unlike `AutoModel.from_config` it takes any class, draws norms and biases too, and
+  never runs the class's own initialisation.
+
+  Args:
+    model_class: called as `model_class(config, rngs=...)`, without being run.
+    config: of the model.
+    mesh: where the weights go, drawn shard by shard; None: the mesh of the context, or
+      the default device.
+    dtype: of the floating-point parameters; None: the model's own.
+    random_seed: of the draws; they do not depend on the mesh.
+    scale: standard deviation.
+
+  Raises:
+    ValueError: the model has state besides parameters and random keys that a draw
+      cannot stand for.
+  """
+  mesh = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
+  graph, shapes = sharding.abstract(lambda: model_class(config, rngs=nnx.Rngs(0)))
+  leaves, treedef = jax.tree.flatten(shapes)
+
+  def one(i: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    key = jax.random.fold_in(jax.random.key(random_seed), i)
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+      draw = scale * jax.random.normal(key, leaf.shape, jnp.float32)
+      return draw.astype(leaf.dtype if dtype is None else dtype)
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+      return jax.random.split(key, leaf.shape) if leaf.shape else key
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+      return jnp.zeros(leaf.shape, leaf.dtype)
+    raise ValueError(
+      f"a variable of dtype {leaf.dtype} cannot be drawn: build the model itself"
+    )
+
+  def draw() -> Any:
+    return treedef.unflatten([one(i, leaf) for i, leaf in enumerate(leaves)])
+
+  where = None if mesh is None else sharding.named_shardings(shapes, mesh)
+  return nnx.merge(graph, jax.jit(draw, out_shardings=where)())
