@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.models import checkpoints
-from tunix.models import families, lora
+from tunix.models import families, heads, lora
 from tunix.models.automodel import AutoModel
 from tunix.models.safetensors_saver import save_pretrained
 from tunix.models.transformer.config import RopeConfig
@@ -97,9 +97,9 @@ def test_adapter_and_merged_model(name, stacked, tmp_path):
   model = AutoModel.from_pretrained(source)
   if not stacked:
     model = model.unstack()
-  config = lora.LoraConfig(
-    rank=3, alpha=12.0, targets=("q_proj", "o_proj", "gate_proj")
-  )
+  # PEFT has no names for the experts of a mixture in transformers 5.
+  mlp = () if "moe" in name else ("gate_proj",)
+  config = lora.LoraConfig(rank=3, alpha=12.0, targets=("q_proj", "o_proj", *mlp))
   adapted = widen(lora.apply(model, config), nnx.LoRAParam)
   logits = adapted(TOKENS)[0]
 
@@ -123,3 +123,19 @@ def test_adapter_on_some_layers_only(tmp_path):
   base = transformers.AutoModelForCausalLM.from_pretrained(source)
   theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
   assert checkpoints.relative(torch_logits(theirs), adapted(TOKENS)[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama3p2_tied", "gemma2", "qwen2", "qwen3_moe"])
+def test_reward_models(name, tmp_path):
+  source = checkpoints.GOLDEN / name
+  model = widen(AutoModel.from_pretrained(source, num_scores=1))
+  save_pretrained(model, tmp_path / "out", source=source)
+  theirs, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+    tmp_path / "out", output_loading_info=True
+  )
+  assert not info["missing_keys"] and not info["unexpected_keys"]
+  tokens = np.where(TOKENS == 0, 3, TOKENS)  # 0 is padding to their pooling
+  with torch.no_grad():
+    want = theirs.eval()(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+  ours = heads.last_scores(model(tokens)[0], np.ones_like(tokens))
+  assert checkpoints.relative(ours, want) < 1e-4  # two numbers, nearly equal

@@ -40,6 +40,7 @@ class AutoModel:
     remat: str | None = None,
     scan_layers: bool | None = None,
     sharding: ShardingRules | None = None,
+    num_scores: int | None = None,
     family: Family | None = None,
   ) -> Transformer:
     """Loads a Hugging Face folder: `config.json` and (sharded) safetensors.
@@ -53,6 +54,9 @@ class AutoModel:
         None: the checkpoint's own.
       param_dtype: of the weights; None: `dtype`.
       remat, scan_layers, sharding: see `TransformerConfig`; None keeps its default.
+      num_scores: make a critic or a reward model of it: the unembedding is replaced by
+        a head of this many scores, fresh unless the checkpoint has one; None: what the
+        checkpoint is.
       family: the kind of model; None: found by `model_type`.
 
     Raises:
@@ -77,6 +81,7 @@ class AutoModel:
       remat=remat,
       scan_layers=scan_layers,
       sharding=sharding,
+      num_scores=num_scores,
     )
     mesh = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
     return safetensors_loader.load_model(tensors, config, family, mesh)
@@ -95,6 +100,7 @@ class AutoModel:
     remat: str | None = None,
     scan_layers: bool | None = None,
     sharding: ShardingRules | None = None,
+    num_scores: int | None = None,
     family: Family | None = None,
   ) -> Transformer:
     """A model with fresh weights, drawn on the devices that hold them.
@@ -108,7 +114,7 @@ class AutoModel:
       rngs: the source of the weights' key instead of `seed`.
       dtype: of computation, and of the weights unless `param_dtype` says otherwise;
         None keeps the config's.
-      param_dtype, remat, scan_layers, sharding: override the config.
+      param_dtype, remat, scan_layers, sharding, num_scores: override the config.
       family: the kind of model; None: found by the config's class.
 
     Raises:
@@ -125,6 +131,7 @@ class AutoModel:
       remat=remat,
       scan_layers=scan_layers,
       sharding=sharding,
+      num_scores=num_scores,
     )
     mesh = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
     key = jax.random.key(seed) if rngs is None else rngs.params()

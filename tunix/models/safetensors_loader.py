@@ -6,6 +6,7 @@ layers' tensors. The peak is the model and one parameter.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
@@ -21,10 +22,13 @@ from tunix.models.families import Family
 from tunix.models.tensor_files import StoredTensor
 from tunix.models.transformer import params, sharding
 from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.layers import fresh as fresh_weights
 from tunix.models.transformer.model import Transformer
 from tunix.utils import tree
 
 Index = tuple[slice, ...]
+
+_log = logging.getLogger(__name__)
 
 # Rows turned at a time: a transposed copy in one go runs 3 to 5 times slower, because
 # neither side is read along cache lines.
@@ -52,8 +56,9 @@ def load_model(
   graph, state = sharding.abstract(lambda: family.model_class(config, rngs=nnx.Rngs(0)))
   shapes = tree.flatten(state)
   places = {path: params.place(family.names, path, config) for path in shapes}
+  fresh = {path for path in places if _is_fresh(places[path], tensors)}
   for path, place in places.items():
-    for key in place.keys:
+    for key in place.keys if path not in fresh else ():
       _check(tensors.get(key), key, place.tensor_shape(shapes[path].shape), path)
   used = {key for place in places.values() for key in place.keys}
   _check_extra(set(tensors) - used, config, family)
@@ -64,10 +69,24 @@ def load_model(
 
   def load(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     name = tree.path_name(path)
+    if name in fresh:
+      return _draw(leaf, targets[name] if targets else None)
     read = _reader(places[name], tensors, leaf.shape, leaf.dtype)
     return _to_device(read, leaf.shape, targets[name] if targets else None)
 
   return nnx.merge(graph, jax.tree_util.tree_map_with_path(load, state))
+
+
+def _is_fresh(place: params.Placement, tensors: Mapping[str, StoredTensor]) -> bool:
+  """Whether it is a score head that a language model's checkpoint lacks."""
+  return place.path == "score.kernel" and place.keys[0] not in tensors
+
+
+def _draw(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding | None) -> jax.Array:
+  """A fresh head; always the same one, so that processes agree."""
+  _log.warning("the checkpoint has no score head: it is drawn")
+  value = fresh_weights(jax.random.key(0), leaf.shape).astype(leaf.dtype)
+  return value if where is None else jax.device_put(value, where)
 
 
 def _check(
@@ -96,7 +115,8 @@ def _check_extra(
 ) -> None:
   """Every tensor must have a place, or be known as harmless."""
   harmless = list(family.harmless)
-  if config.tie_embeddings and "lm_head.kernel" in family.names:
+  unneeded = config.tie_embeddings or config.num_scores is not None
+  if unneeded and "lm_head.kernel" in family.names:
     # Some writers store the tied table twice; transformers ignores the copy too.
     harmless.append(re.escape(family.names["lm_head.kernel"].key))
   unknown = sorted(

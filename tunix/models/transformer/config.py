@@ -169,6 +169,8 @@ class TransformerConfig:
       Gemma 3) or "all" (all heads together: OLMo 2).
     qkv_bias, o_bias: biases of the attention's projections.
     moe: a mixture of experts instead of the MLP.
+    num_scores: None: a language model. Otherwise the unembedding is replaced by a head
+      that gives every position this many scores: 1 for a critic or a reward model.
     max_position: longest context the checkpoint names, in tokens; recorded and written
       back, not enforced.
     param_dtype: dtype of the weights.
@@ -204,6 +206,7 @@ class TransformerConfig:
   qkv_bias: bool = False
   o_bias: bool = False
   moe: MoEConfig | None = None
+  num_scores: int | None = None
   max_position: int | None = None
   param_dtype: DTypeLike = jnp.float32
   dtype: DTypeLike = jnp.float32
@@ -231,6 +234,8 @@ class TransformerConfig:
     for name, allowed in choices.items():
       if getattr(self, name) not in allowed:
         raise ValueError(f"{name} {getattr(self, name)!r} must be one of {allowed}")
+    if self.num_scores is not None and self.num_scores < 1:
+      raise ValueError(f"num_scores is {self.num_scores}, it must be positive or None")
     for name in ("attention_softcap", "final_softcap", "query_scale"):
       if (value := getattr(self, name)) is not None and value <= 0:
         raise ValueError(f"{name} is {value}, it must be positive or None")

@@ -151,7 +151,40 @@ def decoder_fields(
     "rope": read_rope(hf),
     "tie_embeddings": bool(hf.get("tie_word_embeddings", tied)),
     "max_position": integer(hf, "max_position_embeddings") if positions else None,
+    "num_scores": read_scores(hf),
     **layers,
+  }
+
+
+_SCORING = "ForSequenceClassification"
+
+
+def read_scores(hf: HfConfig) -> int | None:
+  """Scores of a sequence classifier (a reward model); None for a language model.
+
+  Raises:
+    ValueError: its labels are no table.
+  """
+  names = hf.get("architectures") or [""]
+  if not str(names[0]).endswith(_SCORING):
+    return None
+  if hf.get("num_labels") is not None:
+    return integer(hf, "num_labels")
+  labels = hf.get("id2label", {"0": "", "1": ""})  # what absent labels mean
+  if not isinstance(labels, Mapping) or not labels:
+    raise ValueError(f"id2label is {labels!r}, expected a table of labels")
+  return len(labels)
+
+
+def write_scores(config: TransformerConfig, architecture: str) -> dict[str, Any]:
+  """The architecture's name and the labels of a model with scores."""
+  if config.num_scores is None:
+    return {"architectures": [architecture]}
+  labels = {str(i): f"LABEL_{i}" for i in range(config.num_scores)}
+  return {
+    "architectures": [architecture.removesuffix("ForCausalLM") + _SCORING],
+    "id2label": labels,
+    "label2id": {label: int(i) for i, label in labels.items()},
   }
 
 
@@ -243,10 +276,9 @@ def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
     scaling["low_freq_factor"] = rope.low_freq_factor
     scaling["high_freq_factor"] = rope.high_freq_factor
   if rope.scaling == "yarn":
-    scaling["beta_fast"], scaling["beta_slow"] = rope.beta_fast, rope.beta_slow
-    scaling["truncate"] = rope.truncate
-    if rope.attention_factor is not None:
-      scaling["attention_factor"] = rope.attention_factor
+    for field in ("beta_fast", "beta_slow", "truncate", "attention_factor"):
+      if getattr(rope, field) != getattr(RopeConfig, field):
+        scaling[field] = getattr(rope, field)
   return scaling
 
 
@@ -264,10 +296,10 @@ def write_layers(config: TransformerConfig) -> dict[str, Any]:
   """`layer_types` and `sliding_window`."""
   names = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
   types = config.layer_types or ("full",) * config.num_layers
-  return {
-    "layer_types": [names[kind] for kind in types],
-    "sliding_window": config.sliding_window,
-  }
+  hf: dict[str, Any] = {"layer_types": [names[kind] for kind in types]}
+  if config.sliding_window is not None:  # transformers takes no null here
+    hf["sliding_window"] = config.sliding_window
+  return hf
 
 
 def write_activation(config: TransformerConfig) -> str:
@@ -282,7 +314,7 @@ def write_decoder(
   """The `config.json` of a model; token ids are the caller's to add."""
   dtype = jnp.dtype(config.param_dtype).name
   hf = {
-    "architectures": [architecture],
+    **write_scores(config, architecture),
     "model_type": model_type,
     "vocab_size": config.vocab_size,
     "hidden_size": config.embed_dim,

@@ -34,7 +34,8 @@ class Transformer(nnx.Module):
 
   Attributes:
     config: shape and options.
-    embed_tokens, layers, norm, lm_head: the weights; `lm_head` is None when tied.
+    embed_tokens, layers, norm, lm_head, score: the weights; `lm_head` is None when tied
+      or when there is a `score` head, see `TransformerConfig.num_scores`.
       `layers` is one module of stacked weights, or a list after `unstack`.
   """
 
@@ -57,16 +58,20 @@ class Transformer(nnx.Module):
       spec=sharding.weight_spec("norm", rules, False),
       param_dtype=c.param_dtype,
     )
-    head = None
-    if not c.tie_embeddings:
-      head = Linear(
+
+    def head(width: int, kind: str) -> Linear:
+      return Linear(
         c.embed_dim,
-        c.vocab_size,
-        spec=sharding.weight_spec("in_out", rules, False),
+        width,
+        spec=sharding.weight_spec(kind, rules, False),
         param_dtype=c.param_dtype,
         rngs=rngs,
       )
-    self.lm_head = nnx.data(head)
+
+    untied = not c.tie_embeddings and c.num_scores is None
+    self.lm_head = nnx.data(head(c.vocab_size, "in_out") if untied else None)
+    scores = head(c.num_scores, "router") if c.num_scores is not None else None
+    self.score = nnx.data(scores)
 
   def __call__(
     self,
@@ -214,7 +219,10 @@ class Transformer(nnx.Module):
     return model
 
   def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """Unembeds hidden states; float32."""
+    """Unembeds hidden states; float32. With a `score` head: the scores, [B, T, n]."""
+    if self.score is not None:
+      with jax.named_scope("score"):
+        return self.score(hidden.astype(jnp.float32))
     table, layout = self.unembedding()
     spec = "btd,vd->btv" if layout.transposed else "btd,dv->btv"
     with jax.named_scope("unembed"):
@@ -228,7 +236,16 @@ class Transformer(nnx.Module):
 
   def unembedding(self) -> tuple[jax.Array, Layout]:
     """The matrix that turns hidden states into logits, and how it is laid out:
-    [D, V], or the embedding table [V, D] when tied."""
+    [D, V], or the embedding table [V, D] when tied.
+
+    Raises:
+      ValueError: the model scores and has none.
+    """
+    if self.score is not None:
+      raise ValueError(
+        f"the model gives {self.config.num_scores} score(s) a position and no logits "
+        "over the vocabulary: a loss on tokens needs a model without num_scores"
+      )
     head = self.lm_head
     tied = head is None
     table = self.embed_tokens.embedding[...] if head is None else head.kernel[...]

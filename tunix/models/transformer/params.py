@@ -60,6 +60,7 @@ DECODER: NameTable = {
   **_linears(_LAYER, _PROJECTIONS | _MLP | _MOE),
   "norm.scale": HfName("model.norm.weight"),
   "lm_head.kernel": HfName("lm_head.weight", transpose=True),
+  "score.kernel": HfName("score.weight", transpose=True),
 }
 
 # Buffers that old writers stored and that are computed from the config.
