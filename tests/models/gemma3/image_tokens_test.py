@@ -130,10 +130,29 @@ def test_text_needs_no_images():
     np.testing.assert_array_equal(got, embeddings)
 
 
+def test_images_by_row():
+  embeddings, features = arrays(6)
+  # 5, 0 and 2 soft tokens against 2 images of 3 vectors for each row
+  by_row = features[:, :3].reshape(3, 2, 3, 3)
+  got = image_tokens.scatter_images(embeddings, jnp.asarray(TOKENS), by_row, 2)
+  for row in range(3):
+    part = slice(row, row + 1)
+    want = scatter_by_loop(embeddings[part], TOKENS[part], by_row[row], 2)
+    np.testing.assert_array_equal(got[part], want)
+  got = image_tokens.scatter_images(embeddings, jnp.asarray(TOKENS), by_row[:, :1], 2)
+  assert np.isnan(np.asarray(got)[0][TOKENS[0] == 2]).all()
+  assert not np.isnan(np.asarray(got)[1:]).any()
+  with pytest.raises(ValueError, match=r"\(2, 2, 3, 3\), expected 3 rows"):
+    image_tokens.scatter_images(embeddings, jnp.asarray(TOKENS), by_row[:2], 2)
+
+
 def test_check_names_the_counts():
   rows = np.array([[2, 2, 5, 2, 2], [5, 5, 5, 5, 5]])
   image_tokens.check_images(rows, 2, 2, 2)
-  with pytest.raises(ValueError, match=r"4 image tokens, places for 2 .* 3 images"):
+  image_tokens.check_images(rows, [2, 0], 2, 2)
+  with pytest.raises(ValueError, match=r"\[4, 0\] .* places for \[2, 0\] .* 3 images"):
     image_tokens.check_images(rows, 3, 2, 2)
+  with pytest.raises(ValueError, match=r"but \[1, 1\] images were given"):
+    image_tokens.check_images(rows, [1, 1], 2, 2)
   with pytest.raises(ValueError, match=r"row 1 holds 1 image tokens.*multiple of 2"):
     image_tokens.check_images(np.array([[2, 2], [2, 5]]), 1, 2, 2)

@@ -9,8 +9,10 @@ sqrt(D) and not the images'.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -105,7 +107,10 @@ def _newlines(count: int, ids: Sequence[int]) -> list[int]:
 
 
 def check_images(
-  tokens: np.ndarray, num_images: int, image_token_id: int, per_image: int
+  tokens: np.ndarray,
+  num_images: int | Sequence[int],
+  image_token_id: int,
+  per_image: int,
 ) -> None:
   """Refuses a batch whose soft tokens and images do not match.
 
@@ -113,7 +118,7 @@ def check_images(
 
   Args:
     tokens: int [B, T].
-    num_images: images that come with the batch, without blank ones.
+    num_images: images that come with the batch, or with each row; without blank ones.
     image_token_id: the soft token.
     per_image: soft tokens of an image.
 
@@ -127,42 +132,71 @@ def check_images(
         f"row {row} holds {count} image tokens, expected a multiple of {per_image}: "
         "do not cut a row inside an image"
       )
-  wanted = int(counts.sum()) // per_image
-  if wanted != num_images:
+  wanted = counts // per_image
+  per_row = np.ndim(num_images) > 0
+  if not np.array_equal(wanted if per_row else wanted.sum(), num_images):
     raise ValueError(
-      f"the rows hold {int(counts.sum())} image tokens, places for {wanted} images of "
-      f"{per_image}, but {num_images} images were given: give one image for each place"
+      f"the rows hold {counts.tolist()} image tokens, places for {wanted.tolist()} "
+      f"images of {per_image}, but {num_images} images were given: give one image for "
+      "each place"
     )
 
 
 def scatter_images(
   embeddings: Float[Array, "B T D"],
   tokens: Int[Array, "B T"],
-  image_features: Float[Array, "n S D"],
+  image_features: Float[Array, "n S D"] | Float[Array, "B M S D"],
   image_token_id: int,
 ) -> Float[Array, "B T D"]:
   """Puts the images' vectors in the places of the soft tokens, in order.
 
-  The first S soft tokens of the batch, row by row, get the first image, and so on.
+  [n, S, D]: the first S soft tokens of the batch, row by row, get the first image, and
+  so on. [B, M, S, D]: each row has its own M images, which stay with it when a batch
+  is cut into micro-batches or spread over devices.
+
   Features that are left over are not used (blank images that keep shapes equal). When
-  there are too few, every soft token becomes NaN: nothing can raise inside a jitted
-  step, and numbers of the wrong image would pass unseen. See `check_images`.
+  there are too few, every soft token (of that row) becomes NaN: nothing can raise
+  inside a jitted step, and vectors of a wrong image would pass unseen. See
+  `check_images`.
 
   Args:
     embeddings: of the tokens, scaled as the family does.
     tokens: ids.
     image_features: unscaled; cast to the embeddings' dtype.
     image_token_id: the soft token.
+
+  Raises:
+    ValueError: images by row, of another number of rows.
   """
+  rows, _, dim = embeddings.shape
   is_image = tokens == image_token_id
-  order = jnp.cumsum(is_image.reshape(-1)) - 1
-  flat = image_features.reshape(-1, image_features.shape[-1]).astype(embeddings.dtype)
-  fits = order[-1] < flat.shape[0]
-  if flat.shape[0] == 0:  # nothing to take from, but a shape to keep
-    flat = jnp.zeros((1, flat.shape[-1]), flat.dtype)
-  taken = flat[jnp.clip(order, 0, flat.shape[0] - 1)].reshape(embeddings.shape)
-  taken = jnp.where(fits, taken, jnp.nan)
-  return jnp.where(is_image[..., None], taken, embeddings)
+  features = image_features.astype(embeddings.dtype)
+  if features.ndim == 3:
+    flat = _fill(
+      embeddings.reshape(-1, dim), is_image.reshape(-1), features.reshape(-1, dim)
+    )
+    return flat.reshape(embeddings.shape)
+  if features.shape[0] != rows:
+    raise ValueError(
+      f"image_features have shape {features.shape}, expected {rows} rows of images as "
+      "there are rows of tokens: pad rows with blank images"
+    )
+  by_row = features.reshape(rows, math.prod(features.shape[1:3]), dim)
+  return jax.vmap(_fill)(embeddings, is_image, by_row)
+
+
+def _fill(
+  embeddings: Float[Array, "T D"],
+  is_image: Bool[Array, " T"],
+  features: Float[Array, "K D"],
+) -> Float[Array, "T D"]:
+  """The k-th feature at the k-th place; NaN there if places outnumber features."""
+  if features.shape[0] == 0:  # nothing that a gather could clip to
+    return jnp.where(is_image[:, None], jnp.nan, embeddings)
+  order = jnp.cumsum(is_image) - 1
+  taken = features[jnp.clip(order, 0, features.shape[0] - 1)]
+  taken = jnp.where(order[-1] < features.shape[0], taken, jnp.nan)
+  return jnp.where(is_image[:, None], taken, embeddings)
 
 
 def image_groups(tokens: Int[Array, "B T"], image_token_id: int) -> Int[Array, "B T"]:
