@@ -8,7 +8,7 @@ import numpy as np
 from safetensors import numpy as st
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-NAMES = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/expected.npz")))
+NAMES = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/adapter")))
 
 
 def expected(name):

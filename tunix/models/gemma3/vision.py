@@ -1,0 +1,381 @@
+"""The vision tower of Gemma 3 and the projector into the text model's space.
+
+The tower is the encoder of SigLIP (Zhai et al. 2023, arXiv:2303.15343) without its
+pooling head: a plain ViT whose patches all see each other. Gemma 3 (arXiv:2503.19786)
+pools its 64x64 patches to 16x16 soft tokens an image. Which tokens they replace:
+image_tokens.py; where the weights lie in a checkpoint: vision_params.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from tunix.models.transformer import sharding
+from tunix.models.transformer.config import UNROLL_BELOW_LAYERS, ShardingRules
+from tunix.models.transformer.layers import Embedding, Linear, RMSNorm, fresh, param
+
+CHANNELS = 3
+
+# Scores of one block of queries against all keys: 16 heads x 1024 x 4096 in float32
+# are 256 MiB an image, where all 4096 queries at once would be 1 GiB.
+QUERY_BLOCK = 1024
+
+_RULES = ShardingRules()
+
+_REMAT_POLICIES = {
+  "block": None,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+  """Shape and options of the vision tower; the defaults are Gemma 3's (4B to 27B).
+
+  Attributes:
+    num_layers: L. embed_dim: Dv, width of the tower. hidden_dim: F of its MLP.
+    num_heads: N, must divide embed_dim.
+    patch_size, image_size: edges in pixels; the first divides the second.
+    norm_eps: epsilon of the layer norms and of the projector's RMS norm.
+    tokens_per_image: soft tokens S an image becomes, a square number whose root
+      divides the patches of an edge.
+    param_dtype: dtype of the weights.
+    dtype: dtype of the computation; norms, softmax and pooling are float32 always.
+    remat: what the backward pass recomputes, as in `TransformerConfig`.
+    scan_layers: as in `TransformerConfig`.
+    sharding: mesh axes.
+  """
+
+  num_layers: int = 27
+  embed_dim: int = 1152
+  hidden_dim: int = 4304
+  num_heads: int = 16
+  patch_size: int = 14
+  image_size: int = 896
+  norm_eps: float = 1e-6
+  tokens_per_image: int = 256
+  param_dtype: DTypeLike = jnp.float32
+  dtype: DTypeLike = jnp.float32
+  remat: Literal["none", "block", "dots"] = "none"
+  scan_layers: bool | None = None
+  sharding: ShardingRules = _RULES
+
+  def __post_init__(self):
+    sizes = "num_layers embed_dim hidden_dim num_heads patch_size image_size"
+    for name in (*sizes.split(), "tokens_per_image"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
+    if self.embed_dim % self.num_heads:
+      raise ValueError(
+        f"num_heads {self.num_heads} must divide embed_dim {self.embed_dim}"
+      )
+    if self.image_size % self.patch_size:
+      raise ValueError(
+        f"patch_size {self.patch_size} must divide image_size {self.image_size}"
+      )
+    if self.pooled_grid**2 != self.tokens_per_image or self.grid % self.pooled_grid:
+      raise ValueError(
+        f"tokens_per_image is {self.tokens_per_image}, expected the square of a "
+        f"divisor of {self.grid}, the patches of an image's edge"
+      )
+    if self.remat not in ("none", "block", "dots"):
+      raise ValueError(f"remat {self.remat!r} must be 'none', 'block' or 'dots'")
+
+  @property
+  def grid(self) -> int:
+    """Patches along an edge of the image."""
+    return self.image_size // self.patch_size
+
+  @property
+  def pooled_grid(self) -> int:
+    """Soft tokens along an edge of the image."""
+    return math.isqrt(self.tokens_per_image)
+
+  @property
+  def scanned(self) -> bool:
+    """Whether the layers run by `lax.scan`."""
+    if self.scan_layers is not None:
+      return self.scan_layers
+    on_cpu = jax.default_backend() == "cpu"
+    return not on_cpu or self.num_layers >= UNROLL_BELOW_LAYERS
+
+
+class LayerNorm(nnx.Module):
+  """(x - mean) / sqrt(var + eps) * scale + bias in float32 (arXiv:1607.06450)."""
+
+  def __init__(
+    self,
+    dim: int,
+    eps: float,
+    *,
+    stack: tuple[int, ...] = (),
+    spec: tuple[Any, ...],
+    param_dtype: DTypeLike = jnp.float32,
+  ):
+    self.scale = param(jnp.ones((*stack, dim), param_dtype), spec)
+    self.bias = param(jnp.zeros((*stack, dim), param_dtype), spec)
+    self.eps = eps
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
+    y = y * self.scale[...].astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+class PatchEmbedding(nnx.Module):
+  """The convolution with stride = kernel, as one matrix product over patches.
+
+  Attributes:
+    kernel: [width, height, channel, Dv]: the checkpoint's [Dv, channel, height, width]
+      with all axes reversed, so that loading is the one transpose there is.
+    bias: [Dv].
+  """
+
+  def __init__(self, config: VisionConfig, rngs: nnx.Rngs):
+    c, rules = config, config.sharding
+    shape = (c.patch_size, c.patch_size, CHANNELS, c.embed_dim)
+    draw = fresh(rngs.params(), shape)
+    spec = (None, None, None, rules.fsdp)
+    self.kernel = param(draw.astype(c.param_dtype), spec)
+    self.bias = param(jnp.zeros(c.embed_dim, c.param_dtype), (rules.fsdp,))
+
+  def __call__(self, pixels: Float[Array, "n Y X C"]) -> Float[Array, "n P Dv"]:
+    edge, _, channels, dim = self.kernel.shape
+    n, height, width, _ = pixels.shape
+    x = pixels.reshape(n, height // edge, edge, width // edge, edge, channels)
+    x = x.transpose(0, 1, 3, 4, 2, 5).reshape(n, -1, edge * edge * channels)
+    kernel = self.kernel[...].reshape(-1, dim).astype(x.dtype)
+    return x @ kernel + self.bias[...].astype(x.dtype)
+
+
+def attend_all(
+  query: Float[Array, "n P N H"],
+  key: Float[Array, "n P N H"],
+  value: Float[Array, "n P N H"],
+  block: int = QUERY_BLOCK,
+) -> Float[Array, "n P N H"]:
+  """softmax(q k^T / sqrt(H)) v where everything sees everything.
+
+  Scores and softmax in float32, for at most `block` queries at a time and recomputed
+  in the backward pass, so that no [P, P] array is held.
+  """
+  n, patches, heads, head_dim = query.shape
+  size = max(d for d in range(1, min(block, patches) + 1) if patches % d == 0)
+
+  def one(part: jax.Array) -> jax.Array:
+    scores = jnp.einsum(
+      "nqhd,nkhd->nhqk", part, key, preferred_element_type=jnp.float32
+    )
+    weights = jax.nn.softmax(scores * head_dim**-0.5, axis=-1).astype(value.dtype)
+    return jnp.einsum("nhqk,nkhd->nqhd", weights, value)
+
+  if size == patches:
+    return one(query)
+  parts = query.reshape(n, patches // size, size, heads, head_dim).swapaxes(0, 1)
+  out = jax.lax.map(jax.checkpoint(one), parts)
+  return out.swapaxes(0, 1).reshape(query.shape)
+
+
+class VisionAttention(nnx.Module):
+  """Bidirectional self-attention with biases; q, k, v, out are [Dv, Dv]."""
+
+  def __init__(
+    self,
+    q_proj: Linear,
+    k_proj: Linear,
+    v_proj: Linear,
+    out_proj: Linear,
+    *,
+    num_heads: int,
+  ):
+    self.q_proj, self.k_proj = q_proj, k_proj
+    self.v_proj, self.out_proj = v_proj, out_proj
+    self.num_heads = num_heads
+
+  def __call__(self, x: Float[Array, "n P Dv"]) -> Float[Array, "n P Dv"]:
+    heads = (*x.shape[:2], self.num_heads, -1)
+    query, key, value = (
+      proj(x).reshape(heads) for proj in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    return self.out_proj(attend_all(query, key, value).reshape(x.shape))
+
+
+class VisionMLP(nnx.Module):
+  """fc2(gelu(fc1(x))), gelu in its tanh form (arXiv:1606.08415)."""
+
+  def __init__(self, fc1: Linear, fc2: Linear):
+    self.fc1, self.fc2 = fc1, fc2
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.fc2(jax.nn.gelu(self.fc1(x), approximate=True))
+
+
+class VisionLayer(nnx.Module):
+  """Attention and MLP, each after a layer norm and added to the residual stream."""
+
+  def __init__(self, config: VisionConfig, stack: tuple[int, ...], rngs: nnx.Rngs):
+    c, rules = config, config.sharding
+
+    def linear(in_dim, out_dim, kind):
+      return Linear(
+        in_dim,
+        out_dim,
+        stack=stack,
+        spec=sharding.weight_spec(kind, rules, bool(stack)),
+        use_bias=True,
+        param_dtype=c.param_dtype,
+        rngs=rngs,
+      )
+
+    def norm():
+      spec = sharding.weight_spec("norm", rules, bool(stack))
+      return LayerNorm(
+        c.embed_dim, c.norm_eps, stack=stack, spec=spec, param_dtype=c.param_dtype
+      )
+
+    d, f = c.embed_dim, c.hidden_dim
+    self.layer_norm1 = norm()
+    self.attn = VisionAttention(
+      linear(d, d, "in_out"),
+      linear(d, d, "in_out"),
+      linear(d, d, "in_out"),
+      linear(d, d, "out_in"),
+      num_heads=c.num_heads,
+    )
+    self.layer_norm2 = norm()
+    self.mlp = VisionMLP(linear(d, f, "in_out"), linear(f, d, "out_in"))
+    self.rules = rules
+
+  def __call__(self, x: Float[Array, "n P Dv"]) -> Float[Array, "n P Dv"]:
+    with jax.named_scope("attn"):
+      x = sharding.pin_activations(x + self.attn(self.layer_norm1(x)), self.rules)
+    with jax.named_scope("mlp"):
+      x = x + self.mlp(self.layer_norm2(x))
+    return sharding.pin_activations(x, self.rules)
+
+
+class VisionTower(nnx.Module):
+  """Pixels -> one vector a patch.
+
+  Attributes:
+    config: shape and options.
+    patch_embedding, position_embedding, layers, post_layernorm: the weights; `layers`
+      is one module of stacked weights [L, ...].
+  """
+
+  def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
+    c, rules = config, config.sharding
+    self.config = config
+    self.patch_embedding = PatchEmbedding(c, rngs)
+    self.position_embedding = Embedding(
+      c.grid**2,
+      c.embed_dim,
+      spec=sharding.weight_spec("out_in", rules, False),
+      param_dtype=c.param_dtype,
+      rngs=rngs,
+    )
+    self.layers = VisionLayer(c, (c.num_layers,), rngs)
+    self.post_layernorm = LayerNorm(
+      c.embed_dim,
+      c.norm_eps,
+      spec=sharding.weight_spec("norm", rules, False),
+      param_dtype=c.param_dtype,
+    )
+
+  def __call__(self, pixels: Float[Array, "n Y X C"]) -> Float[Array, "n P Dv"]:
+    """Encodes images.
+
+    Args:
+      pixels: float, scaled to [-1, 1] (see `images.preprocess`), Y = X = image_size.
+
+    Returns:
+      The patches' vectors, row by row from the upper left, in the compute dtype.
+
+    Raises:
+      ValueError: the images have another shape.
+    """
+    c = self.config
+    expected = (c.image_size, c.image_size, CHANNELS)
+    if pixels.ndim != 4 or pixels.shape[1:] != expected:
+      raise ValueError(
+        f"pixels have shape {pixels.shape}, expected [images, {c.image_size}, "
+        f"{c.image_size}, {CHANNELS}]: resize them with images.preprocess"
+      )
+    with jax.named_scope("patches"):
+      x = self.patch_embedding(jnp.asarray(pixels, c.dtype))
+      x = x + self.position_embedding.embedding[...].astype(c.dtype)
+      x = sharding.pin_activations(x, c.sharding)
+    x = self._run(x)
+    with jax.named_scope("post_layernorm"):
+      return self.post_layernorm(x)
+
+  def _run(self, x: jax.Array) -> jax.Array:
+    """All layers, scanned or unrolled."""
+    graph, state = nnx.split(self.layers)
+
+    def call(state, x):
+      return nnx.merge(graph, state)(x)
+
+    if self.config.remat != "none":
+      call = jax.checkpoint(call, policy=_REMAT_POLICIES[self.config.remat])
+    if self.config.scanned:
+      with jax.named_scope("layers"):
+        return jax.lax.scan(lambda x, s: (call(s, x), None), x, state)[0]
+    leaves, treedef = jax.tree.flatten(state)
+    # As in the decoder: one split, whose transpose is one concatenation.
+    parts = [jax.lax.split(leaf, (1,) * leaf.shape[0]) for leaf in leaves]
+    for i in range(self.config.num_layers):
+      with jax.named_scope(f"layer_{i}"):
+        x = call(treedef.unflatten([p[i].squeeze(0) for p in parts]), x)
+    return x
+
+
+class Projector(nnx.Module):
+  """Patches -> the soft tokens that stand for an image in the text model.
+
+  Attributes:
+    mm_soft_emb_norm: RMS norm over Dv whose stored scale is offset by one.
+    mm_input_projection: kernel [Dv, D], stored so in checkpoints too.
+  """
+
+  def __init__(self, config: VisionConfig, text_dim: int, *, rngs: nnx.Rngs):
+    c, rules = config, config.sharding
+    self.config = config
+    self.mm_soft_emb_norm = RMSNorm(
+      c.embed_dim,
+      c.norm_eps,
+      offset=1.0,
+      spec=sharding.weight_spec("norm", rules, False),
+      param_dtype=c.param_dtype,
+    )
+    self.mm_input_projection = Linear(
+      c.embed_dim,
+      text_dim,
+      spec=sharding.weight_spec("in_out", rules, False),
+      param_dtype=c.param_dtype,
+      rngs=rngs,
+    )
+
+  def __call__(self, patches: Float[Array, "n P Dv"]) -> Float[Array, "n S D"]:
+    """Averages squares of patches, normalises, projects.
+
+    They are *not* to be scaled by sqrt(D) as the text's embeddings are.
+    """
+    c = self.config
+    n, _, dim = patches.shape
+    edge = c.grid // c.pooled_grid
+    squares = (n, c.pooled_grid, edge, c.pooled_grid, edge, dim)
+    with jax.named_scope("projector"):
+      x = jnp.mean(patches.reshape(squares).astype(jnp.float32), axis=(2, 4))
+      x = x.astype(patches.dtype).reshape(n, c.tokens_per_image, dim)
+      return self.mm_input_projection(self.mm_soft_emb_norm(x))
