@@ -51,7 +51,7 @@ def parse(
   """
   header = strict_json(raw)
   if not isinstance(header, dict):
-    raise ValueError(f"the header is a {type(header).__name__}, expected an object")
+    raise ValueError(f"the header is {type(header).__name__}, expected an object")
   notes = header.pop("__metadata__", {})
   if not isinstance(notes, dict) or not all(
     isinstance(note, str) for note in notes.values()

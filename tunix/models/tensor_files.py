@@ -164,7 +164,7 @@ def _open_index(index: pathlib.Path, read: _Read) -> dict[str, StoredTensor]:
   for key, name in places.items():
     if key not in tensors or tensors[key].file.name != name:
       raise ValueError(
-        f"{index} says that {name} holds {key!r}, it does not: download both again"
+        f"{index} says that {name} holds {brief(key)}, it does not: download both again"
       )
   return tensors
 
@@ -172,10 +172,11 @@ def _open_index(index: pathlib.Path, read: _Read) -> dict[str, StoredTensor]:
 def _beside(index: pathlib.Path, name: str) -> pathlib.Path:
   """The file that an index names."""
   # By name, not by where a link leads: hub caches link their files elsewhere.
-  if pathlib.PurePath(name).name != name or name in ("", ".", "..") or "\0" in name:
+  plain = name.isprintable() and len(name) <= 255 and name not in ("", ".", "..")
+  if not plain or pathlib.PurePath(name).name != name:
     raise ValueError(
-      f"{index} names {brief(name)}, which leaves the folder: only names of files "
-      "beside the index are read"
+      f"{index} names {brief(name)}, which leaves the folder or is no file name: only "
+      "names of files beside the index are read"
     )
   if not (index.parent / name).exists():
     raise FileNotFoundError(

@@ -9,7 +9,7 @@ instructions that a dictionary of tensors is written with.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import io
 import math
 import pickletools
 from collections.abc import Callable, Mapping
@@ -102,23 +102,34 @@ def read_tensors(raw: bytes) -> dict[str, View]:
   except (IndexError, KeyError, TypeError) as error:
     raise ValueError(f"its pickle is damaged: {type(error).__name__}") from error
   if not isinstance(state, dict):
-    raise ValueError(f"it holds a {type(state).__name__}, expected a dict of tensors")
+    raise ValueError(f"it holds {type(state).__name__}, expected a dict of tensors")
   for key, value in state.items():
     if not isinstance(value, View):
-      raise ValueError(f"{brief(key)} is a {type(value).__name__}, expected a tensor")
+      raise ValueError(
+        f"{brief(key)} is of type {type(value).__name__}, expected a tensor"
+      )
   return state
 
 
 def _run(raw: bytes) -> Any:
-  machine = _Machine()
-  for operation, argument, _ in itertools.islice(pickletools.genops(raw), _MAX_STEPS):
+  machine, stream = _Machine(), io.BytesIO(raw)
+  for _ in range(_MAX_STEPS):
+    operation = _OPERATIONS.get(stream.read(1))
+    if operation is None:
+      raise ValueError("its pickle has no end, or an instruction that does not exist")
     if operation.name == "STOP":
       return machine.pop()
     action = _ACTIONS.get(operation.name)
-    if action is None:
+    if action is None:  # before its argument is read
       raise ValueError(f"its pickle uses {operation.name}, which no tensor needs")
-    action(machine, argument)
+    action(machine, _argument(operation, stream))
   raise ValueError(f"its pickle has more than {_MAX_STEPS} instructions")
+
+
+def _argument(operation: pickletools.OpcodeInfo, stream: io.BytesIO) -> Any:
+  if operation.name == "GLOBAL":  # whose own reader interprets backslashes
+    return [stream.readline().removesuffix(b"\n").decode("ascii") for _ in range(2)]
+  return operation.arg.reader(stream) if operation.arg else None
 
 
 class _Machine:
@@ -157,7 +168,7 @@ class _Machine:
     for key, value in zip(values[::2], values[1::2]):
       # Hashing a tuple of tuples that share their parts takes exponential time.
       if not isinstance(key, str):
-        raise ValueError(f"it has a {type(key).__name__} as a key, expected a string")
+        raise ValueError(f"it has {type(key).__name__} as a key, expected a string")
       if key in target:
         raise ValueError(f"{brief(key)} is there twice")
       target[key] = value
@@ -184,7 +195,7 @@ class _Machine:
     if not isinstance(made, _Name) or made.name not in _CALLS:
       raise ValueError("its pickle calls what is no function")
     if not isinstance(arguments, tuple):
-      raise ValueError(f"{made.name} has a {type(arguments).__name__} as arguments")
+      raise ValueError(f"{made.name} has {type(arguments).__name__} as arguments")
     self.push(_CALLS[made.name](*arguments))
 
   def build(self, _: Any) -> None:
@@ -254,6 +265,7 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
   "torch._utils._rebuild_tensor_v3": _typed_tensor,
 }
 
+_OPERATIONS = {x.code.encode("latin-1"): x for x in pickletools.opcodes}
 _Action = Callable[[_Machine, Any], None]
 _CONSTANTS = ("BINFLOAT", "BININT", "BININT1", "BININT2", "LONG1")
 _STRINGS = ("BINUNICODE", "BINUNICODE8", "SHORT_BINUNICODE")
@@ -269,7 +281,7 @@ _ACTIONS: Mapping[str, _Action] = {
   "EMPTY_DICT": lambda m, _: m.push({}),
   "EMPTY_LIST": lambda m, _: m.push([]),
   "EMPTY_TUPLE": lambda m, _: m.push(()),
-  "GLOBAL": lambda m, names: m.name(*names.split(" ", 1)),
+  "GLOBAL": lambda m, names: m.name(*names),
   "MARK": _Machine.mark,
   "NEWFALSE": lambda m, _: m.push(False),
   "NEWTRUE": lambda m, _: m.push(True),
