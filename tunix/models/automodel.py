@@ -42,7 +42,7 @@ class AutoModel:
     sharding: ShardingRules | None = None,
     family: Family | None = None,
   ) -> Transformer:
-    """Loads a Hugging Face folder: `config.json` and (sharded) safetensors.
+    """Loads a Hugging Face folder: `config.json` and safetensors or torch weights.
 
     Args:
       folder: the folder; or a hub id "owner/name", which is downloaded when the
