@@ -187,3 +187,76 @@ def test_full_disk(tmp_path):
   assert done.stdout.startswith("OSError"), done.stderr
   assert content(folder) == {"model.safetensors": "old"}
   assert [f.name for f in tmp_path.iterdir()] == ["out"]
+
+
+def shards(folder):
+  values = {f"t{i}": np.full(10, i, np.float32) for i in range(4)}
+  tensor_files.write_shards(folder, [new(k, v) for k, v in values.items()], 100)
+  index = folder / tensor_files.INDEX
+  return index, json.loads(index.read_text())["weight_map"]
+
+
+def refused(folder, error, match):
+  with pytest.raises(error, match=match) as caught:
+    tensor_files.open_folder(folder)
+  assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  "place, error, match",
+  [
+    (3, ValueError, "places 't1' in 3"),
+    (None, ValueError, "places 't1' in None"),
+    ([], ValueError, r"places 't1' in \[\]"),
+    ("../model-00001-of-00002.safetensors", ValueError, "leaves the folder"),
+    ("/etc/passwd", ValueError, "leaves the folder"),
+    ("..", ValueError, "leaves the folder"),
+    ("a\0b", ValueError, r"'a\\x00b', which leaves the folder"),
+    ("\ud800", ValueError, "is no file name"),
+    ("x" * 300, ValueError, "is no file name"),
+    ("model.bin", FileNotFoundError, "names model.bin, which is not there"),
+    ("folder", ValueError, "folder is a folder or a device"),
+    ("model-00002-of-00002.safetensors", ValueError, "it does not"),
+  ],
+)
+def test_places_that_an_index_may_not_name(tmp_path, place, error, match):
+  index, places = shards(tmp_path)
+  (tmp_path / "folder").mkdir()
+  index.write_text(json.dumps({"weight_map": places | {"t1": place}}))
+  refused(tmp_path, error, match)
+
+
+def test_indices_that_contradict_themselves(tmp_path):
+  index, places = shards(tmp_path)
+  good = json.dumps({"weight_map": places})
+  index.write_text(good.replace('"t1": ', '"t0": "x", "t1": '))
+  refused(tmp_path, ValueError, "'t0' is there twice")
+  index.write_text('{"weight_map": {}, "weight_map": ' + json.dumps(places) + "}")
+  refused(tmp_path, ValueError, "'weight_map' is there twice")
+  index.write_text('{"weight_map":' * 50_000)
+  refused(tmp_path, ValueError, "nested too deep")
+  index.write_bytes(good.encode("utf-16"))
+  refused(tmp_path, ValueError, "is not valid JSON")
+  index.write_text('{"weight_map": ["t0"]}')
+  refused(tmp_path, ValueError, "has no weight_map")
+  index.unlink()
+  index.mkdir()
+  refused(tmp_path, ValueError, "is a folder or a device, expected a file")
+
+
+def test_files_too_large_to_be_settings(tmp_path, monkeypatch):
+  shards(tmp_path)
+  monkeypatch.setattr(tensor_files, "MAX_JSON", 10)
+  refused(tmp_path, ValueError, "more than 10 bytes")
+
+
+def test_two_shards_hold_one_tensor(tmp_path):
+  index, places = shards(tmp_path)
+  first, second = sorted(set(places.values()))
+  value = np.zeros(3, np.float32)
+  tensor_files.write_file(
+    tmp_path / second, [new(k, value) for k in ("t1", "t2", "t3")]
+  )
+  refused(tmp_path, ValueError, f"{first} and {second} both hold 't1'")
+  index.unlink()  # the same without an index
+  refused(tmp_path, ValueError, f"{first} and {second} both hold 't1'")

@@ -43,7 +43,7 @@ class AutoModel:
     num_scores: int | None = None,
     family: Family | None = None,
   ) -> Transformer:
-    """Loads a Hugging Face folder: `config.json` and (sharded) safetensors.
+    """Loads a Hugging Face folder: `config.json` and safetensors or torch weights.
 
     Args:
       folder: the folder; or a hub id "owner/name", which is downloaded when the

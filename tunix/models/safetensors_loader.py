@@ -1,39 +1,31 @@
-"""Safetensors -> a model whose weights are read straight to where they belong.
+"""Stored tensors -> a model whose weights are read straight to where they belong.
 
 Each device gets the slice it holds; a stacked parameter is put together from its
-layers' tensors. The peak is the model and one parameter.
+layers' tensors. The peak is the model, its largest slice and some megabytes.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
-from concurrent import futures
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from tunix.models.families import Family
-from tunix.models.tensor_files import StoredTensor
+from tunix.models.stored_tensor import StoredTensor
 from tunix.models.transformer import params, sharding
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.layers import fresh as fresh_weights
 from tunix.models.transformer.model import Transformer
+from tunix.models.weight_reader import WeightReader
 from tunix.utils import tree
 
-Index = tuple[slice, ...]
-
 _log = logging.getLogger(__name__)
-
-# Rows turned at a time: a transposed copy in one go runs 3 to 5 times slower, because
-# neither side is read along cache lines.
-_ROWS = 32
-_THREADS = 8
 
 
 def load_model(
@@ -67,14 +59,16 @@ def load_model(
   if mesh is not None:
     targets = tree.flatten(sharding.named_shardings(state, mesh))
 
-  def load(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    name = tree.path_name(path)
-    if name in fresh:
-      return _draw(leaf, targets[name] if targets else None)
-    read = _reader(places[name], tensors, leaf.shape, leaf.dtype)
-    return _to_device(read, leaf.shape, targets[name] if targets else None)
+  with WeightReader(tensors) as reader:
 
-  return nnx.merge(graph, jax.tree_util.tree_map_with_path(load, state))
+    def load(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+      name = tree.path_name(path)
+      where = targets[name] if targets else None
+      if name in fresh:
+        return _draw(leaf, where)
+      return reader.load(places[name], leaf.shape, leaf.dtype, where)
+
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(load, state))
 
 
 def _is_fresh(place: params.Placement, tensors: Mapping[str, StoredTensor]) -> bool:
@@ -128,51 +122,3 @@ def _check_extra(
       f"the checkpoint holds {', '.join(map(repr, unknown[:3]))}{more}, which a "
       f"{family.name} model of this config has no place for: check config.json"
     )
-
-
-def _reader(
-  place: params.Placement,
-  tensors: Mapping[str, StoredTensor],
-  shape: tuple[int, ...],
-  dtype: Any,
-) -> Callable[[Index | None], np.ndarray]:
-  """A function that reads any slice of one of our parameters, cast."""
-
-  def read(index: Index | None) -> np.ndarray:
-    index = (slice(None),) * len(shape) if index is None else index
-    sizes = [len(range(*s.indices(n))) for s, n in zip(index, shape)]
-    out = np.empty(sizes, dtype)
-    lead = len(place.lead)
-    keys = np.array(place.keys).reshape(place.lead)[index[:lead]].reshape(-1).tolist()
-    inner = index[lead:]
-    targets = out.reshape(len(keys), *out.shape[lead:])
-
-    def one(key: str, target: np.ndarray) -> None:
-      _copy(target, tensors[key].map(), inner, place.transpose)
-
-    # Copies release the interpreter's lock.
-    with futures.ThreadPoolExecutor(min(len(keys), _THREADS)) as pool:
-      for done in [pool.submit(one, *pair) for pair in zip(keys, targets)]:
-        done.result()
-    return out
-
-  return read
-
-
-def _copy(out: np.ndarray, source: np.ndarray, index: Index, transpose: bool) -> None:
-  if not transpose:
-    out[...] = source[index]
-    return
-  turned = source[index[::-1]]
-  for row in range(0, turned.shape[0], _ROWS):
-    out[:, row : row + _ROWS] = turned[row : row + _ROWS].T
-
-
-def _to_device(
-  read: Callable[[Index | None], np.ndarray],
-  shape: tuple[int, ...],
-  where: jax.sharding.Sharding | None,
-) -> jax.Array:
-  if where is None:
-    return jax.device_put(read(None))
-  return jax.make_array_from_callback(shape, where, read)

@@ -1,8 +1,9 @@
-"""Safetensors files: read through a memory map, written as a stream.
+"""The weight files of a model folder: read through a memory map, written as a stream.
 
-The format is an 8-byte length, a JSON header {name: dtype, shape, data_offsets}, and
-the raw bytes. Reading maps the bytes, so that only the slices that a device needs are
-touched; writing holds one tensor at a time.
+Safetensors is an 8-byte length, a JSON header {name: dtype, shape, data_offsets}, and
+the raw bytes. The package `safetensors` is not used, for two reasons: its NumPy
+slices copy, know no float8, and give no address to map; its writer wants all tensors in
+memory at once, ours holds one at a time.
 """
 
 from __future__ import annotations
@@ -16,55 +17,20 @@ import pathlib
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
+
+from tunix.models import safetensors_header, torch_files
+from tunix.models.stored_tensor import MAX_JSON, StoredTensor, brief, strict_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+TORCH_SINGLE = "pytorch_model.bin"
 
-_DTYPES: Mapping[str, Any] = {
-  "F64": np.float64,
-  "F32": np.float32,
-  "F16": np.float16,
-  "BF16": jnp.bfloat16,
-  "F8_E4M3": jnp.float8_e4m3fn,
-  "F8_E5M2": jnp.float8_e5m2,
-  "I64": np.int64,
-  "I32": np.int32,
-  "I16": np.int16,
-  "I8": np.int8,
-  "U64": np.uint64,
-  "U32": np.uint32,
-  "U16": np.uint16,
-  "U8": np.uint8,
-  "BOOL": np.bool_,
-}
-_CODES = {np.dtype(dtype): code for code, dtype in _DTYPES.items()}
-_MAX_HEADER = 100_000_000
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-  """One tensor of a file, not read yet.
-
-  Attributes:
-    name: its key. file: where it lies. offset: of its first byte.
-  """
-
-  name: str
-  file: pathlib.Path
-  dtype: np.dtype
-  shape: tuple[int, ...]
-  offset: int
-
-  def map(self) -> np.ndarray:
-    """A read-only view of the file; bytes are read when touched."""
-    if math.prod(self.shape) == 0:
-      return np.empty(self.shape, self.dtype)
-    return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
+_CODES = {np.dtype(kind): code for code, kind in safetensors_header.DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,60 +48,54 @@ class NewTensor:
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """A JSON object.
+  """A JSON object; in it and below no object may name a key twice.
 
   Raises:
     FileNotFoundError: no such file.
     ValueError: the file is not a JSON object.
   """
-  try:
-    value = json.loads(path.read_text(encoding="utf-8"))
-  except FileNotFoundError as error:
+  if not path.exists():
     raise FileNotFoundError(
       f"{path.parent} has no {path.name}: it is not a Hugging Face model folder"
-    ) from error
-  except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    )
+  _check_file(path)
+  if path.stat().st_size > MAX_JSON:
+    raise ValueError(f"{path} has more than {MAX_JSON} bytes: it is no settings file")
+  try:
+    value = strict_json(path.read_bytes())
+  except ValueError as error:
     raise ValueError(
-      f"{path} is not valid JSON ({error}): download it again"
+      f"{path} is not valid JSON ({brief(error)}): download it again"
     ) from error
   if not isinstance(value, dict):
     raise ValueError(f"{path} holds {type(value).__name__}, expected a JSON object")
   return value
 
 
+def _check_file(path: pathlib.Path) -> None:
+  if not path.is_file():
+    raise ValueError(f"{path} is a folder or a device, expected a file")
+
+
 def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
-  """The tensors of one file.
+  """The tensors of one safetensors file.
 
   Raises:
     FileNotFoundError: no such file.
-    ValueError: the file is truncated or no safetensors file.
+    ValueError: the file is truncated, no safetensors file, or its header contradicts
+      itself (see `safetensors_header`).
   """
   size = file.stat().st_size
+  _check_file(file)
   with file.open("rb") as stream:
     length = int.from_bytes(stream.read(8), "little")
-    if size < 8 or length > min(size - 8, _MAX_HEADER):
+    if size < 8 or length > min(size - 8, MAX_JSON):
       raise _damaged(file, f"{size} bytes, a header of {length} announced")
     raw = stream.read(length)
   try:
-    header = json.loads(raw)
-    entries = {k: v for k, v in header.items() if k != "__metadata__"}
-    tensors = {k: _entry(file, k, v, 8 + length) for k, v in entries.items()}
-    end = max((v["data_offsets"][1] for v in entries.values()), default=0)
-  except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-    raise _damaged(file, f"unreadable header: {error}") from error
-  if size != 8 + length + end:
-    raise _damaged(file, f"{size} bytes, {8 + length + end} expected")
-  return tensors
-
-
-def _entry(file: pathlib.Path, name: str, entry: Any, start: int) -> StoredTensor:
-  if entry["dtype"] not in _DTYPES:
-    raise ValueError(f"tensor {name!r} has the unknown dtype {entry['dtype']!r}")
-  dtype, shape = np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"])
-  first, last = entry["data_offsets"]
-  if first < 0 or last - first != math.prod(shape) * dtype.itemsize:
-    raise ValueError(f"tensor {name!r} of shape {shape} lies at {first}..{last}")
-  return StoredTensor(name, file, dtype, shape, start + first)
+    return safetensors_header.parse(file, raw, 8 + length, size)
+  except ValueError as error:
+    raise _damaged(file, brief(error)) from error
 
 
 def _damaged(file: pathlib.Path, what: str) -> ValueError:
@@ -144,53 +104,85 @@ def _damaged(file: pathlib.Path, what: str) -> ValueError:
   )
 
 
+def _read_torch(file: pathlib.Path) -> dict[str, StoredTensor]:
+  _check_file(file)
+  return torch_files.read_file(file)
+
+
+_Read = Callable[[pathlib.Path], dict[str, StoredTensor]]
+
+
 def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
   """The tensors of a model folder: one file, or several with an index.
 
+  Files of torch (`pytorch_model*.bin`) are read when there are none of safetensors.
+
   Raises:
-    FileNotFoundError: no safetensors file, or one that the index names is missing.
-    ValueError: a damaged file or index.
+    FileNotFoundError: no weights, or a file that the index names is missing.
+    ValueError: a damaged file or index, or a tensor that two files hold.
   """
-  single, index = folder / SINGLE, folder / INDEX
-  if single.exists():
-    return read_header(single)
-  if index.exists():
-    return _open_index(index)
-  files = sorted(folder.glob("model*.safetensors"))
-  if not files:
-    raise FileNotFoundError(
-      f"{folder} has no *.safetensors file: save the model in that format "
-      "(save_pretrained of transformers does)"
-    )
-  return {k: v for file in files for k, v in read_header(file).items()}
+  kinds: tuple[tuple[str, str, str, _Read], ...] = (
+    (SINGLE, INDEX, "model*.safetensors", read_header),
+    (TORCH_SINGLE, TORCH_INDEX, "pytorch_model*.bin", _read_torch),
+  )
+  for single, index, pattern, read in kinds:
+    if (folder / single).exists():
+      return read(folder / single)
+    if (folder / index).exists():
+      return _open_index(folder / index, read)
+    files = sorted(folder.glob(pattern))
+    if files:
+      return _merged(files, read)
+  raise FileNotFoundError(
+    f"{folder} has no *.safetensors file and no {TORCH_SINGLE}: save the model as "
+    "safetensors (save_pretrained of transformers does)"
+  )
 
 
-def _open_index(index: pathlib.Path) -> dict[str, StoredTensor]:
+def _merged(files: Iterable[pathlib.Path], read: _Read) -> dict[str, StoredTensor]:
+  tensors: dict[str, StoredTensor] = {}
+  for file in files:
+    for key, tensor in read(file).items():
+      if key in tensors:
+        raise ValueError(
+          f"{tensors[key].file} and {file.name} both hold {brief(key)}: remove the "
+          "files that do not belong to the model, or download it again"
+        )
+      tensors[key] = tensor
+  return tensors
+
+
+def _open_index(index: pathlib.Path, read: _Read) -> dict[str, StoredTensor]:
   places = read_json(index).get("weight_map")
   if not isinstance(places, dict) or not places:
     raise ValueError(f"{index} has no weight_map: download it again")
-  tensors: dict[str, StoredTensor] = {}
-  headers: dict[str, dict[str, StoredTensor]] = {}
-  for name in sorted({str(place) for place in places.values()}):
-    # By name, not by where a link leads: hub caches link their files elsewhere.
-    if pathlib.PurePath(name).name != name or name in ("", ".", ".."):
+  for key, name in places.items():
+    if not isinstance(name, str):
+      raise ValueError(f"{index} places {brief(key)} in {brief(name)}, no file name")
+  names = sorted(set(places.values()))
+  tensors = _merged([_beside(index, name) for name in names], read)
+  for key, name in places.items():
+    if key not in tensors or tensors[key].file.name != name:
       raise ValueError(
-        f"{index} names {name!r}, which leaves the folder: only names of files beside "
-        "the index are read"
+        f"{index} says that {name} holds {brief(key)}, it does not: download both again"
       )
-    if not (index.parent / name).exists():
-      raise FileNotFoundError(
-        f"{index} names {name}, which is not there: download the folder again"
-      )
-    headers[name] = read_header(index.parent / name)
-    tensors |= headers[name]
-  for key, place in places.items():
-    if key not in headers[place]:
-      raise ValueError(
-        f"{index} says that {place} holds {key!r}, it does not: download both again"
-      )
-    tensors[key] = headers[place][key]
   return tensors
+
+
+def _beside(index: pathlib.Path, name: str) -> pathlib.Path:
+  """The file that an index names."""
+  # By name, not by where a link leads: hub caches link their files elsewhere.
+  plain = name.isprintable() and len(name) <= 255 and name not in ("", ".", "..")
+  if not plain or pathlib.PurePath(name).name != name:
+    raise ValueError(
+      f"{index} names {brief(name)}, which leaves the folder or is no file name: only "
+      "names of files beside the index are read"
+    )
+  if not (index.parent / name).exists():
+    raise FileNotFoundError(
+      f"{index} names {name}, which is not there: download the folder again"
+    )
+  return index.parent / name
 
 
 def write_file(path: pathlib.Path, tensors: Sequence[NewTensor]) -> None:

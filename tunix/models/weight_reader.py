@@ -1,0 +1,144 @@
+"""Parameters put together from slices of stored tensors, on the devices they belong to.
+
+A slice is read while the device still copies the one before it, so never more than two
+wait in the host's memory; on CPU the slice itself becomes the array. Nothing refers to
+the files afterwards: they may be changed, and weights may be donated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from concurrent import futures
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from tunix.models.stored_tensor import StoredTensor
+from tunix.models.transformer.params import Placement
+
+Index = tuple[slice, ...]
+
+# Rows turned at a time: below 256 the inner loops of a transposed copy are too short
+# (32 rows: half the speed), all rows at once fall out of the cache (a quarter).
+_ROWS = 256
+# Bytes that one thread maps at a time, so that what is resident is bounded, and the
+# embedding is read by several threads too.
+_BLOCK = 4 << 20
+_THREADS = 8
+_ALIGNMENT = 64
+
+
+class WeightReader:
+  """Reads the parameters of one checkpoint; close it, or use it in a `with`."""
+
+  def __init__(self, tensors: Mapping[str, StoredTensor]):
+    self._tensors = tensors
+    self._copying: list[jax.Array] = []
+    self._pool = futures.ThreadPoolExecutor(_THREADS)
+
+  def __enter__(self) -> WeightReader:
+    return self
+
+  def __exit__(self, *_: Any) -> None:
+    self._pool.shutdown()
+
+  def load(
+    self, place: Placement, shape: tuple[int, ...], dtype: Any, where: Sharding | None
+  ) -> jax.Array:
+    """One parameter: every slice that this process's devices hold is read once.
+
+    Args:
+      place: its tensors, whose shapes were checked.
+      shape: of the whole parameter.
+      dtype: it is cast to.
+      where: its sharding; None: the default device.
+    """
+    if where is None:
+      everything = tuple(slice(0, n) for n in shape)
+      return self._put(self.read(place, everything, dtype), [None])[0]
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in where.addressable_devices_indices_map(shape).items():
+      bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), shape))
+      target = SingleDeviceSharding(device, memory_kind=where.memory_kind)
+      holders.setdefault(bounds, []).append(target)
+    parts = []
+    for bounds, targets in holders.items():
+      values = self.read(place, tuple(slice(*pair) for pair in bounds), dtype)
+      parts += self._put(values, targets)
+    return jax.make_array_from_single_device_arrays(shape, where, parts, dtype=dtype)
+
+  def read(self, place: Placement, index: Index, dtype: Any) -> np.ndarray:
+    """One slice of a parameter, cast.
+
+    Args:
+      place: its tensors.
+      index: slices with a start and a stop for every axis of the parameter.
+      dtype: of the result.
+    """
+    out = _array([s.stop - s.start for s in index], np.dtype(dtype))
+    lead = len(place.lead)
+    keys = np.array(place.keys).reshape(place.lead)[index[:lead]].reshape(-1).tolist()
+    inner = index[lead:]
+    jobs = [
+      self._pool.submit(job.run)
+      for key, target in zip(keys, out.reshape(len(keys), *out.shape[lead:]))
+      for job in _jobs(self._tensors[key], target, inner, place.transpose)
+    ]
+    for job in jobs:  # copies release the interpreter's lock
+      job.result()
+    return out
+
+  def _put(self, values: np.ndarray, targets: list[Any]) -> list[jax.Array]:
+    jax.block_until_ready(self._copying)
+    self._copying = [jax.device_put(values, target) for target in targets]
+    return self._copying
+
+
+def _array(shape: list[int], dtype: np.dtype) -> np.ndarray:
+  """New host memory, at a multiple of 64 bytes.
+
+  JAX's CPU backend adopts memory that is so aligned and that nobody else holds; a copy
+  would double the time to load. The price: XLA does not reuse adopted memory for its
+  results, so the first step that a donated weight goes through makes a new one.
+  """
+  size = math.prod(shape) * dtype.itemsize
+  memory = np.empty(size + _ALIGNMENT, np.uint8)
+  start = -memory.ctypes.data % _ALIGNMENT
+  return memory[start : start + size].view(dtype).reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+  """Copies some rows of a stored tensor; `out` has the tensor's order of axes."""
+
+  tensor: StoredTensor
+  out: np.ndarray
+  index: Index
+
+  def run(self) -> None:
+    # Mapped here and let go after the copy, with the pages that it touched.
+    source = self.tensor.map()[self.index]
+    if self.out.ndim < 2 or self.out.flags.c_contiguous:
+      self.out[...] = source
+      return
+    for row in range(0, len(source), _ROWS):
+      self.out[row : row + _ROWS] = source[row : row + _ROWS]
+
+
+def _jobs(
+  tensor: StoredTensor, target: np.ndarray, index: Index, transpose: bool
+) -> Iterator[_Job]:
+  out, index = (target.T, index[::-1]) if transpose else (target, index)
+  if not out.size or not out.ndim:
+    yield _Job(tensor, out, index)
+    return
+  first, *others = index
+  per_row = out[0].size * tensor.dtype.itemsize
+  step = max(_ROWS, _BLOCK // per_row)
+  for row in range(0, len(out), step):
+    rows = slice(first.start + row, min(first.start + row + step, first.stop))
+    yield _Job(tensor, out[row : row + step], (rows, *others))
