@@ -59,8 +59,8 @@ def attend(
   scale: float,
   softcap: float | None = None,
   window: int | None = None,
-  query_block: int = 512,
-  key_block: int = 512,
+  query_block: int = 256,
+  key_block: int = 256,
 ) -> Float[Array, "B T N H"]:
   """softmax(scores) v with memory of order B N (T H + query_block * key_block).
 
@@ -72,7 +72,7 @@ def attend(
   """
   b, t, n, h = query.shape
   s, k = key.shape[1:3]
-  sizes = _block_size(t, query_block), _block_size(s, key_block)
+  sizes = block_size(t, query_block), block_size(s, key_block)
   rule = _Rule(scale, softcap, window, sizes)
   where = _cut_visibility(visible, rule, s)
   blocks = _cut(query, sizes[0], 1)  # [n, B, q, N, H]
@@ -83,8 +83,11 @@ def attend(
   return out[:, :t]
 
 
-def _block_size(length: int, most: int) -> int:
-  """As many blocks as `most` asks for, of equal size, so that little is padded."""
+def block_size(length: int, most: int) -> int:
+  """The size of equal blocks, at most `most` each, so that little is padded.
+
+  A multiple of 128 (a TPU's lanes) where `most` is one and the length exceeds it.
+  """
   count = math.ceil(length / most)
   multiple = 128 if most % 128 == 0 and length > 128 else 1
   return min(most, math.ceil(length / count / multiple) * multiple)
