@@ -119,11 +119,10 @@ def _cut_visibility(visible: Visibility, rule: _Rule, keys: int) -> _Where:
     short = (0, 0), (0, -mask.shape[1] % size), (0, -mask.shape[2] % key_size)
     mask = jnp.pad(mask.astype(bool), short)
     open_low, open_high = _bounds(mask, rule.sizes)
-    if visible.groups is not None:  # a group opens what the mask closes
-      open_low, open_high = jnp.minimum(open_low, low), jnp.maximum(open_high, high)
-    if rule.window is None and visible.segment_ids is None:
-      low = jnp.zeros_like(low)
-    low, high = jnp.maximum(open_low, low), open_high
+    if visible.groups is None:
+      low, high = jnp.maximum(low, open_low), open_high
+    else:  # a group opens what the mask closes
+      high = jnp.maximum(high, open_high)
   # Slots beyond the last key are nobody's: later than every query, in no group.
   key_tokens = _cut_tokens(visible.keys(keys), key_size)
   slots = jnp.arange(key_tokens.index.size, dtype=jnp.int32)
