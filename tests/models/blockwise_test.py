@@ -27,7 +27,9 @@ def options(seed):
   rng = np.random.default_rng(100 + seed)
   window = None if rng.random() < 0.4 else int(rng.integers(1, 20))
   softcap = None if rng.random() < 0.5 else 2.0
-  return {"window": window, "softcap": softcap}, [int(x) for x in rng.integers(3, 17, 2)]
+  return {"window": window, "softcap": softcap}, [
+    int(x) for x in rng.integers(3, 17, 2)
+  ]
 
 
 @pytest.mark.parametrize("seed", range(2))

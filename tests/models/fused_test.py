@@ -1,6 +1,7 @@
 """Splash in the Pallas interpreter, cuDNN's arguments through XLA, and splash through
 the TPU compiler where it is installed."""
 
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -24,9 +25,7 @@ splash = functools.partial(fused.splash, rules=ShardingRules(), interpret=True)
   "kind, length, options",
   [
     ("causal", 130, {}),
-    ("segments", 256, {"softcap": 2.0}),
-    ("causal", 200, {"window": 70, "softcap": 2.0}),
-    ("segments", 130, {"window": 1}),
+    ("segments", 200, {"window": 70, "softcap": 2.0}),
   ],
 )
 def test_splash_equals_plain(kind, length, options):
@@ -54,7 +53,7 @@ def sharded_case():
   draw = lambda heads: jnp.asarray(rng.normal(size=(4, 128, heads, 128)), jnp.float32)
   case = cases.case("segments", 0, length=128, rows=4, window=50)
   fields = {"query": draw(4), "key": draw(2), "value": draw(2), "weights": draw(4)}
-  return cases.dataclasses.replace(case, **fields)
+  return dataclasses.replace(case, **fields)
 
 
 def test_key_heads_that_tp_does_not_divide_stay_whole(mesh_fsdp4_tp2):

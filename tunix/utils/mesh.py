@@ -77,7 +77,7 @@ def context_mesh() -> Mesh | AbstractMesh | None:
 
 
 def context_platform() -> str:
-  """"cpu", "gpu" or "tpu": what the code being traced will run on.
+  """ "cpu", "gpu" or "tpu": what the code being traced will run on.
 
   The platform of the context's mesh, which may be a topology that this machine does
   not have; without a mesh, JAX's default backend.

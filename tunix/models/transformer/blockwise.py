@@ -78,7 +78,7 @@ def attend(
   blocks = _cut(query, sizes[0], 1)  # [n, B, q, N, H]
   queries = blocks.reshape(*blocks.shape[:3], k, n // k, h).transpose(0, 1, 3, 4, 2, 5)
   keys, values = (_cut(x, sizes[1], 1).swapaxes(2, 3) for x in (key, value))
-  out = _attend(rule, queries, keys, values, where)
+  out: jax.Array = _attend(rule, queries, keys, values, where)
   out = out.transpose(1, 0, 4, 2, 3, 5).reshape(b, -1, n, h)
   return out[:, :t]
 
@@ -154,7 +154,9 @@ def _allowed(rule: _Rule, where: _Where, i: jax.Array, j: jax.Array) -> jax.Arra
 def _scores(rule, query, key, allowed):
   """float32 [B, K, G, q, k], hidden keys at _HIDDEN; and the soft cap's slope."""
   with jax.named_scope("scores"):
-    raw = jnp.einsum("bkgth,bksh->bkgts", query, key, preferred_element_type=jnp.float32)
+    raw = jnp.einsum(
+      "bkgth,bksh->bkgts", query, key, preferred_element_type=jnp.float32
+    )
     raw, slope = raw * rule.scale, None
     if rule.softcap is not None:
       bent = jnp.tanh(raw / rule.softcap)

@@ -43,7 +43,7 @@ def splash(
   """
 
   def rows(query, key, value, segments=None):
-    b, t, n, h = query.shape
+    t, n = query.shape[1:3]
     size = max(128, blockwise.block_size(t, _SPLASH_BLOCK))
     kernel = _splash_kernel(n, t + -t % size, size, softcap, window, interpret)
     # [B, heads, T, H]; keys that fill up the last block come after every query.
