@@ -242,8 +242,8 @@ def _check(query, key, visible, softcap, window):
   """Refuses arguments that contradict each other."""
   if query.shape[2] % key.shape[2]:
     raise ValueError(
-      f"{query.shape[2]} query heads cannot share {key.shape[2]} key heads: N must be a "
-      "multiple of K"
+      f"{query.shape[2]} query heads cannot share {key.shape[2]} key heads: N must be "
+      "a multiple of K"
     )
   if window is not None and window < 1:
     raise ValueError(f"window {window} must be at least 1, the query's own slot")
