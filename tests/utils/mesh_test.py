@@ -115,3 +115,15 @@ def test_constrain(mesh_fsdp8):
   assert y.addressable_shards[0].data.shape == (1, 2)
   with jax.set_mesh(mesh_fsdp8):
     assert mesh_lib.constrain(jnp.ones((7, 2)), "fsdp").shape == (7, 2)
+
+
+def test_context_platform(mesh_fsdp8):
+  assert mesh_lib.context_platform() == "cpu"
+  device = jax.sharding.AbstractDevice(
+    device_kind="TPU v5e", num_cores=1, platform="tpu"
+  )
+  chips = jax.sharding.AbstractMesh((2,), ("fsdp",), abstract_device=device)
+  with jax.sharding.use_abstract_mesh(chips):
+    assert mesh_lib.context_platform() == "tpu"
+  with mesh_fsdp8:
+    assert mesh_lib.context_platform() == "cpu"

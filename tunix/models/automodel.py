@@ -39,6 +39,7 @@ class AutoModel:
     param_dtype: DTypeLike | None = None,
     remat: str | None = None,
     scan_layers: bool | None = None,
+    attention: str | None = None,
     sharding: ShardingRules | None = None,
     num_scores: int | None = None,
     family: Family | None = None,
@@ -53,7 +54,8 @@ class AutoModel:
       dtype: of computation, and of the weights unless `param_dtype` says otherwise;
         None: the checkpoint's own.
       param_dtype: of the weights; None: `dtype`.
-      remat, scan_layers, sharding: see `TransformerConfig`; None keeps its default.
+      remat, scan_layers, attention, sharding: see `TransformerConfig`; None keeps its
+        default.
       num_scores: make a critic or a reward model of it: the unembedding is replaced by
         a head of this many scores, fresh unless the checkpoint has one; None: what the
         checkpoint is.
@@ -80,6 +82,7 @@ class AutoModel:
       param_dtype=param_dtype or dtype or stored,
       remat=remat,
       scan_layers=scan_layers,
+      attention=attention,
       sharding=sharding,
       num_scores=num_scores,
     )
@@ -99,6 +102,7 @@ class AutoModel:
     param_dtype: DTypeLike | None = None,
     remat: str | None = None,
     scan_layers: bool | None = None,
+    attention: str | None = None,
     sharding: ShardingRules | None = None,
     num_scores: int | None = None,
     family: Family | None = None,
@@ -114,7 +118,8 @@ class AutoModel:
       rngs: the source of the weights' key instead of `seed`.
       dtype: of computation, and of the weights unless `param_dtype` says otherwise;
         None keeps the config's.
-      param_dtype, remat, scan_layers, sharding, num_scores: override the config.
+      param_dtype, remat, scan_layers, attention, sharding, num_scores: override the
+        config.
       family: the kind of model; None: found by the config's class.
 
     Raises:
@@ -130,6 +135,7 @@ class AutoModel:
       param_dtype=param_dtype or dtype,
       remat=remat,
       scan_layers=scan_layers,
+      attention=attention,
       sharding=sharding,
       num_scores=num_scores,
     )

@@ -76,6 +76,21 @@ def context_mesh() -> Mesh | AbstractMesh | None:
   return None if mesh is None or mesh.size == 1 else mesh
 
 
+def context_platform() -> str:
+  """ "cpu", "gpu" or "tpu": what the code being traced will run on.
+
+  The platform of the context's mesh, which may be a topology that this machine does
+  not have; without a mesh, JAX's default backend.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  device = None if mesh.empty else mesh.abstract_device
+  if device is None:
+    legacy = _legacy_mesh()
+    device = None if legacy is None else legacy.devices.flat[0]
+  platform = jax.default_backend() if device is None else device.platform
+  return "gpu" if platform in ("cuda", "rocm") else platform
+
+
 def _legacy_mesh() -> Mesh | None:
   """The mesh of `with mesh:`, which JAX keeps apart."""
   with warnings.catch_warnings():

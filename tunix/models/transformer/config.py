@@ -177,6 +177,8 @@ class TransformerConfig:
     dtype: dtype of the computation; norms, softmax and logits are float32 always.
     remat: what the backward pass recomputes: "none", "block" (each layer from its
       input), "dots" (each layer, keeping the results of its matrix products).
+    attention: how attention is computed: "auto", or a name in `attention_paths.PATHS`,
+      which refuses what it cannot do.
     scan_layers: run the stacked layers by `lax.scan` (True) or unrolled (False);
       None: unrolled on a CPU up to 23 layers, else scanned.
     sharding: mesh axes.
@@ -211,6 +213,7 @@ class TransformerConfig:
   param_dtype: DTypeLike = jnp.float32
   dtype: DTypeLike = jnp.float32
   remat: Literal["none", "block", "dots"] = "none"
+  attention: str = "auto"
   scan_layers: bool | None = None
   sharding: ShardingRules = ShardingRules()
 

@@ -9,10 +9,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from tunix.models.transformer import sharding
-from tunix.models.transformer.attention import Attention, KeysValues, Kind, Visibility
+from tunix.models.transformer.attention import Attention, KeysValues, Kind
 from tunix.models.transformer.config import MoEConfig, TransformerConfig
 from tunix.models.transformer.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm
 from tunix.models.transformer.moe import MoE
+from tunix.models.transformer.visibility import Visibility
 
 
 class DecoderLayer(nnx.Module):
@@ -133,6 +134,8 @@ class _Maker:
       scale=c.query_scale,
       softcap=c.attention_softcap,
       windows=tuple(kind.window for kind in c.kinds),
+      implementation=c.attention,
+      rules=c.sharding,
     )
 
   def gated_mlp(self, hidden_dim: int, experts: int = 0) -> GatedMLP:

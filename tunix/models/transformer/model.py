@@ -14,11 +14,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.transformer import cache as cache_lib, rope, sharding
-from tunix.models.transformer.attention import Visibility
 from tunix.models.transformer.cache import KVCache
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
+from tunix.models.transformer.visibility import Visibility
 from tunix.ops.logprobs import Layout, soft_cap
 from tunix.ops.masks import positions_from_segments
 from tunix.utils import mesh as mesh_lib

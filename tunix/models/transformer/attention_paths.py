@@ -1,0 +1,271 @@
+"""Ways to compute attention, what each can do, and the choice between them.
+
+No path is taken that cannot do what a call asks for: a path named by the caller
+refuses, "auto" takes another. docs/attention.md has the table and the figures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from tunix.models.transformer import blockwise, fused
+from tunix.models.transformer.config import ShardingRules
+from tunix.models.transformer.visibility import Visibility
+from tunix.utils import mesh as mesh_lib
+
+# Finite, so that a row that may look nowhere gives numbers and no NaN gradients.
+NEVER = -1e30
+
+# Most scores of one head and row (T * S) that "auto" computes at once. Measured on a
+# CPU, where blocks win from 256 x 256 on; 512 x 512 elsewhere is not measured.
+PLAIN_SCORES = {"cpu": 256 * 256}
+PLAIN_SCORES_ELSEWHERE = 512 * 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+  """What one call asks of a path.
+
+  Attributes:
+    platform: where it will run.
+    dtype: of the queries.
+    head_dim: H.
+    scores: T * S.
+    softcap, window, segments, mask, groups: whether it has them.
+    cache: the keys are not the tokens that the queries are.
+  """
+
+  platform: str
+  dtype: str
+  head_dim: int
+  scores: int
+  softcap: bool
+  window: bool
+  segments: bool
+  mask: bool
+  groups: bool
+  cache: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Path:
+  """One way to compute attention.
+
+  Attributes:
+    run: (query, key, value, visible, scale, softcap, window, rules) -> output.
+    lacks: names of `Call`'s options that it cannot honour.
+    platforms: where it runs; None: everywhere.
+    dtypes: of queries, keys and values; None: all.
+    head_multiple, head_most: what the head dimension must be a multiple of, and not
+      exceed.
+  """
+
+  run: Callable[..., jax.Array]
+  lacks: tuple[str, ...] = ()
+  platforms: tuple[str, ...] | None = None
+  dtypes: tuple[str, ...] | None = None
+  head_multiple: int = 1
+  head_most: int | None = None
+
+  def refusals(self, call: Call) -> list[str]:
+    """What keeps this path from answering the call; empty if nothing does."""
+    out = [_SAID[name] for name in self.lacks if getattr(call, name)]
+    if self.platforms is not None and call.platform not in self.platforms:
+      out.append(f"platform {call.platform} (it runs on {', '.join(self.platforms)})")
+    if self.dtypes is not None and call.dtype not in self.dtypes:
+      out.append(f"dtype {call.dtype} (it takes {', '.join(self.dtypes)})")
+    if call.head_dim % self.head_multiple:
+      out.append(f"head_dim {call.head_dim} (a multiple of {self.head_multiple})")
+    if self.head_most is not None and call.head_dim > self.head_most:
+      out.append(f"head_dim {call.head_dim} (at most {self.head_most})")
+    return out
+
+
+_SAID = {
+  "softcap": "a soft cap",
+  "window": "a window",
+  "segments": "segment ids",
+  "mask": "a mask given as an array",
+  "groups": "bidirectional groups",
+  "cache": "a cache",
+}
+
+
+def attend(
+  query: Float[Array, "B T N H"],
+  key: Float[Array, "B S K H"],
+  value: Float[Array, "B S K H"],
+  visible: Visibility | Bool[Array, "B T S"],
+  *,
+  scale: float | None = None,
+  softcap: float | None = None,
+  window: int | None = None,
+  implementation: str = "auto",
+  rules: ShardingRules | None = None,
+) -> Float[Array, "B T N H"]:
+  """softmax(scale * q k^T) v over the keys that each query may look at.
+
+  Scores and softmax are float32. What a query that may look nowhere gets is not
+  defined, only finite, as are its gradients.
+
+  Args:
+    query, key, value: N must be a multiple of K; query heads n * N/K to (n + 1) * N/K
+      - 1 share key head n.
+    visible: who may look where; an array means just that, slots counted from 0.
+    scale: factor of the scores; None: H ** -0.5.
+    softcap: c: scores become c * tanh(scores / c) before the mask (Gemma 2,
+      arXiv:2408.00118).
+    window: a query sees its own slot and the `window - 1` before it.
+    implementation: "auto", or a name in `PATHS`.
+    rules: mesh axes of rows and heads, for the fused paths.
+
+  Raises:
+    ValueError: the named path cannot do what the call asks for, or the arguments
+      contradict each other.
+  """
+  if not isinstance(visible, Visibility):
+    visible = _from_array(visible, window)
+  _check(query, key, visible, softcap, window)
+  call = _describe(query, key, visible, softcap, window)
+  path = PATHS[choose(call, implementation)]
+  scale = query.shape[-1] ** -0.5 if scale is None else scale
+  rules = ShardingRules() if rules is None else rules
+  return path.run(query, key, value, visible, scale, softcap, window, rules)
+
+
+def choose(call: Call, implementation: str = "auto") -> str:
+  """The name of the path for a call.
+
+  Raises:
+    ValueError: an unknown name, or a path that cannot do what the call asks for.
+  """
+  if implementation == "auto":
+    limit = PLAIN_SCORES.get(call.platform, PLAIN_SCORES_ELSEWHERE)
+    if call.scores <= limit:
+      return "plain"
+    fitting = (n for n in ("splash", "cudnn") if not PATHS[n].refusals(call))
+    return next(fitting, "blockwise")
+  if implementation not in PATHS:
+    raise ValueError(
+      f"attention implementation {implementation!r} is unknown: use 'auto' or one of "
+      f"{sorted(PATHS)}"
+    )
+  refusals = PATHS[implementation].refusals(call)
+  if refusals:
+    able = [name for name, path in PATHS.items() if not path.refusals(call)]
+    raise ValueError(
+      f"attention implementation {implementation!r} cannot do {'; '.join(refusals)}: "
+      f"use 'auto' or one of {able}"
+    )
+  return implementation
+
+
+def plain(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  visible: Visibility,
+  scale: float,
+  softcap: float | None,
+  window: int | None,
+  rules: ShardingRules,
+) -> jax.Array:
+  """All scores at once, [B, N, T, S]."""
+  del rules
+  b, t, n, h = query.shape
+  mask = visible.dense(key.shape[1], window)
+  query = query.reshape(b, t, key.shape[2], n // key.shape[2], h)
+  with jax.named_scope("scores"):
+    scores = jnp.einsum(
+      "btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32
+    )
+    scores = scores * scale
+    if softcap is not None:
+      scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(mask[:, None, None], scores, NEVER)
+    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+  with jax.named_scope("values"):
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, value)
+  return out.reshape(b, t, n, h)
+
+
+def _blockwise(query, key, value, visible, scale, softcap, window, rules):
+  del rules
+  most = 256 if mesh_lib.context_platform() == "cpu" else 512
+  return blockwise.attend(
+    query,
+    key,
+    value,
+    visible,
+    scale=scale,
+    softcap=softcap,
+    window=window,
+    query_block=most,
+    key_block=most,
+  )
+
+
+PATHS = {
+  "plain": Path(run=plain),
+  "blockwise": Path(run=_blockwise),
+  "splash": Path(
+    run=fused.splash, lacks=("mask", "groups", "cache"), platforms=("tpu",)
+  ),
+  "cudnn": Path(
+    run=fused.cudnn,
+    # Segments would need a bias of T * S numbers, which nobody has run.
+    lacks=("softcap", "segments", "mask", "groups", "cache"),
+    platforms=("gpu",),
+    dtypes=("bfloat16", "float16"),
+    head_multiple=8,
+    head_most=128,  # 256 on some chips only
+  ),
+}
+
+
+def _from_array(mask: jax.Array, window: int | None) -> Visibility:
+  if window is not None and mask.shape[1] != mask.shape[2]:
+    raise ValueError(
+      f"a mask of shape {mask.shape} does not tell the queries' slots, which a window "
+      "counts from: pass Visibility(query_index, mask)"
+    )
+  index = jnp.arange(mask.shape[1], dtype=jnp.int32)
+  return Visibility(index, mask)
+
+
+def _check(query, key, visible, softcap, window):
+  """Refuses arguments that contradict each other."""
+  if query.shape[2] % key.shape[2]:
+    raise ValueError(
+      f"{query.shape[2]} query heads cannot share {key.shape[2]} key heads: N must be "
+      "a multiple of K"
+    )
+  if window is not None and window < 1:
+    raise ValueError(f"window {window} must be at least 1, the query's own slot")
+  if softcap is not None and softcap <= 0:
+    raise ValueError(f"softcap {softcap} must be positive; None means no cap")
+  if visible.aligned and query.shape[1] != key.shape[1]:
+    raise ValueError(
+      f"{query.shape[1]} queries are not the {key.shape[1]} keys: build the Visibility "
+      "with aligned=False"
+    )
+
+
+def _describe(query, key, visible, softcap, window) -> Call:
+  return Call(
+    platform=mesh_lib.context_platform(),
+    dtype=str(query.dtype),
+    head_dim=query.shape[-1],
+    scores=query.shape[1] * key.shape[1],
+    softcap=softcap is not None,
+    window=window is not None,
+    segments=visible.segment_ids is not None,
+    mask=visible.mask is not None,
+    groups=visible.groups is not None,
+    cache=not visible.aligned,
+  )
