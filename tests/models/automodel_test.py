@@ -176,7 +176,7 @@ def test_bad_folders(tmp_path, llama):
   )
   checkpoints.change_config(llama, model_type="llama", dtype="float99")
   fails(ValueError, r"dtype 'float99' is unknown")
-  checkpoints.change_config(llama, dtype="float32", hidden_act="gelu")
+  checkpoints.change_config(llama, dtype="float32", hidden_act="relu")
   fails(ValueError, r"hidden_act is 'relu'")
   (llama / "config.json").write_text("{")
   fails(ValueError, r"config.json is not valid JSON")

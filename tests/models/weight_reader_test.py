@@ -192,7 +192,7 @@ before = resident()
 kept = []
 with WeightReader(tensor_files.open_folder(folder)) as reader:
   for name in "abcd":
-    place = Placement(name, tuple(f"{name}{i}" for i in range(8)), True, True)
+    place = Placement(name, tuple(f"{name}{i}" for i in range(8)), (8,), True)
     kept.append(reader.load(place, (8, 1024, 2048), np.float32, None))
 jax.block_until_ready(kept)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
