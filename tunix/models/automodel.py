@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from tunix.models import families, safetensors_loader, tensor_files
 from tunix.models.families import Family
+from tunix.models.quantisation import QuantisationConfig
 from tunix.models.transformer import sharding as sharding_lib
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.model import Transformer
@@ -40,6 +41,7 @@ class AutoModel:
     remat: str | None = None,
     scan_layers: bool | None = None,
     sharding: ShardingRules | None = None,
+    quantise: QuantisationConfig | str | None = None,
     family: Family | None = None,
   ) -> Transformer:
     """Loads a Hugging Face folder: `config.json` and (sharded) safetensors.
@@ -53,6 +55,9 @@ class AutoModel:
         None: the checkpoint's own.
       param_dtype: of the weights; None: `dtype`.
       remat, scan_layers, sharding: see `TransformerConfig`; None keeps its default.
+      quantise: store the layers' kernels as "nf4", "int4" or "int8" (or a
+        `QuantisationConfig`), each quantised when it is read, so that adapters can be
+        trained on them.
       family: the kind of model; None: found by `model_type`.
 
     Raises:
@@ -79,7 +84,7 @@ class AutoModel:
       sharding=sharding,
     )
     mesh = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
-    return safetensors_loader.load_model(tensors, config, family, mesh)
+    return safetensors_loader.load_model(tensors, config, family, mesh, quantise)
 
   load = from_pretrained
 

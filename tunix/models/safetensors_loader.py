@@ -17,7 +17,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from tunix.models import quantisation
 from tunix.models.families import Family
+from tunix.models.quantisation import QuantisationConfig
 from tunix.models.tensor_files import StoredTensor
 from tunix.models.transformer import params, sharding
 from tunix.models.transformer.config import TransformerConfig
@@ -37,6 +39,7 @@ def load_model(
   config: TransformerConfig,
   family: Family,
   mesh: Mesh | None = None,
+  quantise: QuantisationConfig | str | None = None,
 ) -> Transformer:
   """Builds a model and fills it.
 
@@ -45,6 +48,8 @@ def load_model(
     config: shapes, dtypes and sharding rules; weights are cast to `param_dtype`.
     family: the class and the name table.
     mesh: where the weights go; None: the default device.
+    quantise: how the layers' kernels are stored, each quantised when it is read; None:
+      as they are.
 
   Raises:
     ValueError: a tensor is missing, has another shape, or has no place in the model.
@@ -64,12 +69,18 @@ def load_model(
   if mesh is not None:
     targets = tree.flatten(sharding.named_shardings(state, mesh))
 
+  packer = None
+  if quantise is not None:
+    packer = quantisation.OnLoad(quantise, nnx.merge(graph, state))
+
   def load(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     name = tree.path_name(path)
     read = _reader(places[name], tensors, leaf.shape, leaf.dtype)
-    return _to_device(read, leaf.shape, targets[name] if targets else None)
+    value = _to_device(read, leaf.shape, targets[name] if targets else None)
+    return value if packer is None else packer.packed(name, value)
 
-  return nnx.merge(graph, jax.tree_util.tree_map_with_path(load, state))
+  model = nnx.merge(graph, jax.tree_util.tree_map_with_path(load, state))
+  return model if packer is None else packer.finish(model)
 
 
 def _check(

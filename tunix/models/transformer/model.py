@@ -13,7 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.models.transformer import cache as cache_lib, rope, sharding
+from tunix.models.transformer import cache as cache_lib, dropout, rope, sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Visibility
 from tunix.models.transformer.cache import KVCache
 from tunix.models.transformer.config import TransformerConfig
@@ -182,6 +182,7 @@ class Transformer(nnx.Module):
       x, cache = self._run_cached(x, sin_cos, visible, cache)
     else:
       x = self._run(x, sin_cos, visible)
+      dropout.advance(self.layers, x.shape[0])
     with jax.named_scope("final_norm"):
       x = self.norm(x)
     return (x if return_hidden else self.logits(x)), cache
