@@ -298,7 +298,7 @@ def test_scan_and_remat_compute_the_same(use_dora):
     graph, params, rest = nnx.split(model, nnx.LoRAParam, ...)
 
     def loss(p, graph=graph, rest=rest):
-      return jnp.var(nnx.merge(graph, p, rest)(TOKENS)[0])
+      return jnp.var(nnx.merge(graph, p, rest, copy=True)(TOKENS)[0])
 
     outs.append(tree.flatten(jax.grad(loss)(params)))
   for other in outs[1:]:

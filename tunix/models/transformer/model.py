@@ -13,7 +13,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.models.transformer import cache as cache_lib, dropout, rope, sharding
+from tunix.models.transformer import (
+  cache as cache_lib,
+  dropout,
+  qwix_seam,
+  rope,
+  sharding,
+)
 from tunix.models.transformer.attention import Attention, KeysValues, Visibility
 from tunix.models.transformer.cache import KVCache
 from tunix.models.transformer.config import TransformerConfig
@@ -189,6 +195,10 @@ class Transformer(nnx.Module):
 
   def _run(self, x, sin_cos, visible):
     """All layers, without a cache."""
+    adding = qwix_seam.is_initialising(self)
+    if adding and isinstance(self.layers, DecoderLayer):
+      one = lambda layer, x: layer(x, sin_cos, visible)[0]
+      return qwix_seam.run_apart(self.layers, self.config.num_layers, one, x)
 
     def call(graph, state, x):
       return nnx.merge(graph, state)(x, sin_cos, visible)[0]
@@ -201,7 +211,7 @@ class Transformer(nnx.Module):
       with jax.named_scope("layers"):
         x, _ = jax.lax.scan(lambda x, s: (call(graph, s, x), None), x, state)
       return x
-    plain = self.config.remat == "none"
+    plain = adding or self.config.remat == "none"
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
         if plain:  # the module itself, so that qwix finds it
@@ -243,10 +253,7 @@ class Transformer(nnx.Module):
       return self
     model = nnx.clone(self)
     layers = self._layer_list()
-    for _, variable in nnx.iter_graph(layers):
-      if isinstance(variable, nnx.Variable):  # one axis less
-        spec = variable.get_metadata("out_sharding")
-        variable.set_metadata(out_sharding=spec[1:])
+    qwix_seam.drop_layer_axis(layers)
     model.layers = nnx.data(nnx.List(layers))
     return model
 
@@ -282,8 +289,8 @@ class Transformer(nnx.Module):
     )
 
   def get_model_input(self) -> dict[str, jax.Array]:
-    """Small arguments of a call, for `qwix.apply_lora_to_model(model.unstack(), ...)`:
-    qwix traces the call, and cannot see through stacked layers or remat."""
+    """Small arguments of a call, for `qwix.apply_lora_to_model(model, provider,
+    **model.get_model_input())`: qwix traces the call (see qwix_seam.py)."""
     tokens = jnp.zeros((1, 2), jnp.int32)
     return {"input_tokens": tokens, "positions": tokens}
 
