@@ -76,10 +76,10 @@ class Linear(nnx.Module):
     bias = jnp.zeros((*stack, out_dim), param_dtype)
     bias_spec = (*spec[: len(stack)], spec[-1])
     self.bias = nnx.data(param(bias, bias_spec) if use_bias else None)
-    self.lora_a = nnx.data(None)
-    self.lora_b = nnx.data(None)
-    self.lora_magnitude = nnx.data(None)
-    self.lora_rng = nnx.data(None)
+    self.lora_a: nnx.LoRAParam | None = nnx.data(None)
+    self.lora_b: nnx.LoRAParam | None = nnx.data(None)
+    self.lora_magnitude: nnx.LoRAParam | None = nnx.data(None)
+    self.lora_rng: nnx.RngState | None = nnx.data(None)
     self.lora_scale = 1.0
     self.lora_dropout = 0.0
     self.lora_rslora = False

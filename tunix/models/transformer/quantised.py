@@ -93,8 +93,10 @@ def encode(
     table = np.asarray(_NF4, np.float32)
     # The nearest entry is the number of midpoints below; a sum of comparisons fuses,
     # where an argmin over 16 distances would hold 16 kernels.
-    below = [(x > mid).astype(jnp.uint8) for mid in (table[1:] + table[:-1]) / 2]
-    return _pack(sum(below[1:], below[0])), scales
+    codes = jnp.zeros(x.shape, jnp.uint8)
+    for middle in (table[1:] + table[:-1]) / 2:
+      codes = codes + (x > middle).astype(jnp.uint8)
+    return _pack(codes), scales
   largest = _LARGEST[method]
   whole = jnp.clip(jnp.round(x), -largest, largest).astype(jnp.int8)
   if method == "int8":
