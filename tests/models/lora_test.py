@@ -153,6 +153,9 @@ def test_dtype_of_the_adapters():
     np.dtype(jnp.bfloat16)
   }
   assert half(TOKENS, return_hidden=True)[0].dtype == jnp.bfloat16
+  dora = lora.LoraConfig(rank=2, dtype=jnp.bfloat16, use_dora=True)
+  magnitude = state(lora.apply(model, dora), nnx.LoRAParam)
+  assert magnitude["layers.mlp.up_proj.lora_magnitude"].dtype == jnp.float32
 
 
 def test_adapters_lie_on_the_base_s_mesh(mesh_fsdp4_tp2):

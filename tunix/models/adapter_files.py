@@ -348,7 +348,9 @@ def _stacked(
   dtype = there[0].a.dtype
   a = np.zeros((len(parts), rows, rank), dtype)
   b = np.zeros((len(parts), rank, columns), dtype)
-  m = np.zeros((len(parts), columns), dtype) if peft.get("use_dora") else None
+  m = None
+  if (magnitude := there[0].magnitude) is not None:
+    m = np.zeros((len(parts), columns), magnitude.dtype)
   for i, part in enumerate(parts):
     if part is None:
       continue

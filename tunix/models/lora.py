@@ -61,7 +61,7 @@ class LoraConfig:
     alpha: the adapter's output is scaled by alpha / rank; None means rank.
     targets: each the last parts of a module's path ("q_proj", "attn.q_proj") or a
       regular expression for all of it (r"layers\\..*_proj"); each must match.
-    dtype: of the adapters; float32 by default also on a bfloat16 base, because small
+    dtype: of A and B; float32 by default also on a bfloat16 base, because small
       updates are lost in bfloat16.
     dropout: probability that an element of A's input is dropped in training.
     use_rslora: scale by alpha / sqrt(rank), which keeps the size of updates at large
@@ -169,7 +169,8 @@ def apply(
     draw = jax.jit(_uniform, static_argnums=(1, 2), out_shardings=where[path][0])
     magnitude = None
     if config.use_dora:
-      magnitude = lora_modules.fresh_magnitude(modules[path]).astype(config.dtype)
+      # In float32 always: rounded to bfloat16 it would change a fresh model.
+      magnitude = lora_modules.fresh_magnitude(modules[path])
     adapters[path] = Adapter(
       a=draw(own, shape_a, jnp.dtype(config.dtype)),
       b=jnp.zeros(shape_b, config.dtype, device=where[path][1]),

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from tunix.models import families, lora_modules, tensor_files
 from tunix.models.families import Family
+from tunix.models.lora_modules import CastError
 from tunix.models.tensor_files import NewTensor
 from tunix.models.transformer import params
 from tunix.models.transformer.layers import Linear
@@ -88,13 +89,15 @@ def save_pretrained(
   if dtype is not None:
     config = dataclasses.replace(config, param_dtype=jnp.dtype(dtype))
   hf = family.config_to_hf(config) | _token_ids(origin) | dict(hf_fields or {})
-  tensors = list(_tensors(model, family, dtype))
+  errors: list[CastError] = []
+  tensors = list(_tensors(model, family, dtype, errors))
   with tensor_files.staged_folder(pathlib.Path(folder)) as staging:
     tensor_files.write_shards(staging, tensors, max_shard_bytes)
     for name in _COMPANIONS:
       if origin is not None and (origin / name).is_file():
         shutil.copyfile(origin / name, staging / name)
     (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+  lora_modules.tell(errors, None, _log)
 
 
 def _token_ids(origin: pathlib.Path | None) -> dict[str, Any]:
@@ -105,9 +108,13 @@ def _token_ids(origin: pathlib.Path | None) -> dict[str, Any]:
 
 
 def _tensors(
-  model: Transformer, family: Family, dtype: DTypeLike | None
+  model: Transformer,
+  family: Family,
+  dtype: DTypeLike | None,
+  errors: list[CastError],
 ) -> Iterator[NewTensor]:
-  """The model's tensors, parameter by parameter, each fetched when written."""
+  """The model's tensors, parameter by parameter, each fetched when written; what
+  merging cost is added to `errors` then."""
   linears = lora_modules.linears(model)
   for path, value in tree.flatten(nnx.state(model, nnx.Param)).items():
     module, _, field = path.rpartition(".")
@@ -125,7 +132,7 @@ def _tensors(
       raise ValueError(
         f"{path} is spread over several hosts: gather the model on one before saving"
       )
-    leaf = _Leaf(path, value, linear, target)
+    leaf = _Leaf(path, value, linear, target, errors)
     for i, key in enumerate(place.keys):
       yield NewTensor(
         key,
@@ -144,8 +151,14 @@ class _Leaf:
   """One parameter, brought to the host once for all of its tensors."""
 
   def __init__(
-    self, path: str, value: jax.Array, linear: Linear | None, dtype: np.dtype
+    self,
+    path: str,
+    value: jax.Array,
+    linear: Linear | None,
+    dtype: np.dtype,
+    errors: list[CastError],
   ):
+    self.errors = errors
     self.path = path
     self.value = value
     self.linear = linear
@@ -166,7 +179,7 @@ class _Leaf:
     linear = self.linear
     if linear is not None and linear.lora_a is not None:
       value, error = lora_modules.merged_kernel(self.path, linear, self.dtype)
-      lora_modules.tell([error], None, _log)
+      self.errors.append(error)
     elif linear is not None and lora_modules.is_quantised(linear):
       value = lora_modules.dense_kernel(linear, linear.kernel.dtype)
     # A new jax.Array around the same buffers: the one of the model would keep its
