@@ -5,7 +5,9 @@ import pytest
 from flax import nnx
 
 from tests import toys
+from tests.generate import toy_ids
 from tests.models.lora_test import widen
+from tunix.generate.sampler import Sampler
 from tunix.models import lora, lora_modules
 from tunix.models.transformer import dropout
 
@@ -65,6 +67,17 @@ def test_off_until_train_and_different_at_each_call(stacked):
     assert np.all(np.asarray(linear.lora_rng[...])[..., 1] == 2 * len(tokens))
   model.eval()
   np.testing.assert_allclose(model(tokens)[0], plain, atol=1e-6)
+
+
+def test_sampling_runs_without():
+  config = lora.LoraConfig(rank=4, dropout=0.5)
+  model = widen(lora.apply(toys.model(), config))
+  sampler = Sampler(model, toy_ids.Ids())
+  prompt = [[5, 6, 7]]
+  want = sampler(prompt, 4, return_logits=True)
+  model.train()
+  got = sampler(prompt, 4, return_logits=True)
+  np.testing.assert_array_equal(got.logits[0], want.logits[0])
 
 
 def test_state_is_random_state_and_no_parameter():
