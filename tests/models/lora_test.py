@@ -1,5 +1,3 @@
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +11,21 @@ from tunix.models.automodel import AutoModel
 from tunix.utils import tree
 
 TOKENS = np.arange(1, 13, dtype=np.int32).reshape(2, 6)
-GOLDEN = checkpoints.GOLDEN / "llama3p1"
 
 
 def state(model, kind=nnx.Param):
   return tree.flatten(nnx.state(model, kind))
+
+
+def widen(model):
+  """Adds noise to the adapters, so that they do something."""
+  key = jax.random.key(7)
+  for _, node in nnx.iter_graph(model):
+    if isinstance(node, nnx.LoRAParam):
+      key, use = jax.random.split(key)
+      noise = 0.3 * jax.random.normal(use, node.shape)
+      node.set_value((node.get_value() + noise).astype(node.dtype))
+  return model
 
 
 def test_fresh_adapter_changes_nothing_and_shares_the_base():
@@ -89,6 +97,10 @@ def test_targets_that_match_nothing(targets, message):
     ({"rank": 2, "targets": ()}, r"targets \(\) must be a tuple"),
     ({"rank": 2, "targets": "q_proj"}, "targets 'q_proj' must be a tuple"),
     ({"rank": 2, "targets": ("(",)}, r"'\(' is no regular expression"),
+    ({"rank": 2, "dropout": 1.0}, r"dropout is 1.0, it must be in \[0, 1\)"),
+    ({"rank": 2, "rank_pattern": {"q_proj": 0}}, "rank is 0"),
+    ({"rank": 2, "alpha_pattern": {"q_proj": 0.0}}, "alpha is 0.0"),
+    ({"rank": 2, "alpha_pattern": {"(": 1.0}}, r"'\(' is no regular expression"),
   ],
 )
 def test_config_refuses_nonsense(fields, message):
@@ -141,6 +153,9 @@ def test_dtype_of_the_adapters():
     np.dtype(jnp.bfloat16)
   }
   assert half(TOKENS, return_hidden=True)[0].dtype == jnp.bfloat16
+  dora = lora.LoraConfig(rank=2, dtype=jnp.bfloat16, use_dora=True)
+  magnitude = state(lora.apply(model, dora), nnx.LoRAParam)
+  assert magnitude["layers.mlp.up_proj.lora_magnitude"].dtype == jnp.float32
 
 
 def test_adapters_lie_on_the_base_s_mesh(mesh_fsdp4_tp2):
@@ -190,90 +205,6 @@ def test_adapting_twice_and_not_at_all(tmp_path):
       without()
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-def test_adapter_survives_the_way_there_and_back(stacked, tmp_path):
-  model = toys.model()
-  model = model if stacked else model.unstack()
-  adapted = toys.model(lora_rank=4)
-  adapted = adapted if stacked else adapted.unstack()
-  lora.save_adapter(adapted, tmp_path / "adapter", base="somewhere")
-  back = lora.load_adapter(model, tmp_path / "adapter")
-  np.testing.assert_array_equal(back(TOKENS)[0], adapted(TOKENS)[0])
-  config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-  assert (config["r"], config["lora_alpha"]) == (4, 8.0)
-  assert config["base_model_name_or_path"] == "somewhere"
-  assert config["target_modules"] == sorted(lora.ALL_LINEAR)
-
-
-def test_loaded_adapter_is_sharded(mesh_fsdp8):
-  model = AutoModel.from_pretrained(GOLDEN, mesh_fsdp8)
-  adapted = lora.load_adapter(model, GOLDEN / "adapter")
-  a = state(adapted, nnx.LoRAParam)["layers.attn.q_proj.lora_a"]
-  assert a.addressable_shards[0].data.shape == (2, 16 // 8, 4)
-
-
-@pytest.fixture
-def adapter(tmp_path):
-  return checkpoints.copy("llama3p1/adapter", tmp_path / "adapter")
-
-
-def set_field(adapter, **fields):
-  path = adapter / "adapter_config.json"
-  path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-def test_rank_stabilised_scale(adapter):
-  set_field(adapter, use_rslora=True)
-  model = lora.load_adapter(AutoModel.from_pretrained(GOLDEN), adapter)
-  # alpha 8, rank 4: 8 / sqrt(4) instead of 8 / 4.
-  assert {m.lora_scale for m in lora_modules.adapted(model).values()} == {4.0}
-
-
-@pytest.mark.parametrize(
-  "fields, message",
-  [
-    ({"use_dora": True}, "use_dora is True, supported is only False"),
-    ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-    ({"bias": "all"}, "bias is 'all'"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
-    ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is"),
-    ({"r": None}, "r is missing"),
-    ({"r": 5}, r"lora_A.weight' is of shape \(4, 16\), expected shape \(5, 16\)"),
-  ],
-)
-def test_adapters_that_cannot_be_loaded(adapter, fields, message):
-  set_field(adapter, **fields)
-  with pytest.raises(ValueError, match=message):
-    lora.load_adapter(AutoModel.from_pretrained(GOLDEN), adapter)
-
-
-def test_adapter_tensors_that_do_not_fit(adapter):
-  from safetensors import numpy as st
-
-  model = AutoModel.from_pretrained(GOLDEN)
-  file = adapter / "adapter_model.safetensors"
-  good = st.load_file(file)
-  key = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
-  st.save_file({k: v for k, v in good.items() if k != key}, file)
-  with pytest.raises(ValueError, match=f"'{key}' is missing.*leaves out layers"):
-    lora.load_adapter(model, adapter)
-  extra = {"base_model.model.lm_head.lora_A.weight": np.ones((4, 16), np.float32)}
-  st.save_file(good | extra, file)
-  with pytest.raises(ValueError, match=r"lm_head.lora_A.weight'\] name no module"):
-    lora.load_adapter(model, adapter)
-  file.unlink()
-  with pytest.raises(FileNotFoundError, match=r"lacks adapter_config\.json or"):
-    lora.load_adapter(model, adapter)
-
-
-def test_adapters_of_different_scale_cannot_share_a_folder(tmp_path):
-  adapted = toys.model(lora_rank=2)
-  lora_modules.adapted(adapted)["layers.attn.q_proj"].lora_scale = 7.0
-  with pytest.raises(ValueError, match="cannot be saved in one folder"):
-    lora.save_adapter(adapted, tmp_path / "adapter")
-  assert not (tmp_path / "adapter").exists()
-
-
 def test_gradients_reach_the_adapters_only():
   adapted = toys.model(lora_rank=2)
   graph, params, rest = nnx.split(adapted, nnx.LoRAParam, ...)
@@ -286,13 +217,121 @@ def test_gradients_reach_the_adapters_only():
   assert all(float(jnp.abs(g).max()) > 0 for g in gradients.values())
 
 
-@pytest.mark.filterwarnings("ignore")  # qwix uses names that flax deprecates
-def test_qwix_adapts_an_unstacked_model():
-  qwix = pytest.importorskip("qwix")
-  model = toys.model().unstack()
-  provider = qwix.LoraProvider(module_path=".*q_proj|.*up_proj", rank=2, alpha=4.0)
-  adapted = qwix.apply_lora_to_model(
-    model, provider, rngs=nnx.Rngs(0), **model.get_model_input()
+def test_rank_stabilised_scale():
+  config = lora.LoraConfig(rank=4, alpha=8.0, use_rslora=True)
+  assert config.scale == 4.0  # 8 / sqrt(4), where 8 / 4 is the ordinary one
+  adapted = lora.apply(toys.model(), config)
+  assert {m.lora_scale for m in lora_modules.adapted(adapted).values()} == {4.0}
+
+
+def test_ranks_and_alphas_by_pattern():
+  config = lora.LoraConfig(
+    rank=4,
+    alpha=8.0,
+    rank_pattern={"q_proj": 2, r".*_proj": 3},
+    alpha_pattern={"attn.v_proj": 1.5},
   )
-  assert len(state(adapted, nnx.LoRAParam)) == 2 * 2 * 2
-  np.testing.assert_array_equal(adapted(TOKENS)[0], model(TOKENS)[0])
+  adapted = lora_modules.adapted(lora.apply(toys.model(), config))
+  ranks = {p.split(".")[-1]: m.lora_a.shape[-1] for p, m in adapted.items()}
+  assert ranks == dict.fromkeys(lora.ALL_LINEAR, 3) | {"q_proj": 2}
+  assert adapted["layers.attn.q_proj"].lora_scale == 4.0
+  assert adapted["layers.attn.v_proj"].lora_scale == 0.5
+
+
+@pytest.mark.parametrize("name", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_matches_no_adapted_module(name):
+  config = lora.LoraConfig(rank=2, targets=("q_proj",), **{name: {"v_proj": 3}})
+  with pytest.raises(ValueError, match=f"{name} 'v_proj' matches none of the adapted"):
+    lora.apply(toys.model(), config)
+
+
+def test_fresh_dora_changes_nothing():
+  model = toys.model()
+  adapted = lora.apply(model, lora.LoraConfig(rank=4, use_dora=True))
+  assert checkpoints.relative(adapted(TOKENS)[0], model(TOKENS)[0]) < 1e-6
+  assert len(state(adapted, nnx.LoRAParam)) == 3 * 7
+
+
+def test_dora_by_hand():
+  # m * (W + s A B) / ||W + s A B||, column by column.
+  adapted = lora.apply(
+    toys.model().unstack(), lora.LoraConfig(rank=3, alpha=6.0, use_dora=True)
+  )
+  linear = lora_modules.adapted(widen(adapted))["layers.1.mlp.down_proj"]
+  x = jax.random.normal(jax.random.key(0), (2, 5, 64))
+  a, b = (np.asarray(v, np.float64) for v in lora_modules.pair_of(linear))
+  direction = np.asarray(linear.kernel[...], np.float64) + 2.0 * a @ b
+  weight = direction / np.linalg.norm(direction, axis=0)
+  weight = weight * np.asarray(linear.lora_magnitude[...])
+  assert checkpoints.relative(linear(x), np.asarray(x) @ weight) < 1e-5
+  merged = lora_modules.linears(lora.merge(adapted))["layers.1.mlp.down_proj"]
+  assert checkpoints.relative(merged.kernel[...], weight) < 1e-5
+
+
+def test_dora_holds_the_norm_constant_in_the_gradient():
+  # d(sum y)/dB with a constant norm: s A^T x^T 1 m / ||V||.
+  adapted = lora.apply(
+    toys.model().unstack(), lora.LoraConfig(rank=3, targets=("up_proj",), use_dora=True)
+  )
+  linear = lora_modules.adapted(widen(adapted))["layers.0.mlp.up_proj"]
+  graph, params, rest = nnx.split(linear, nnx.LoRAParam, ...)
+  x = jax.random.normal(jax.random.key(0), (4, 32))
+
+  def total(params):
+    return nnx.merge(graph, params, rest)(x).sum()
+
+  gradient = tree.flatten(jax.grad(total)(params))
+  a, b = (np.asarray(v, np.float64) for v in lora_modules.pair_of(linear))
+  norm = np.linalg.norm(np.asarray(linear.kernel[...]) + a @ b, axis=0)
+  ratio = np.asarray(linear.lora_magnitude[...]) / norm
+  want = (np.asarray(x) @ a).sum(0)[:, None] * ratio
+  assert checkpoints.relative(gradient["lora_b"], want) < 1e-5
+  plain = np.asarray(x) @ (np.asarray(linear.kernel[...]) + a @ b)
+  assert checkpoints.relative(gradient["lora_magnitude"], plain.sum(0) / norm) < 1e-4
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_scan_and_remat_compute_the_same(use_dora):
+  config = lora.LoraConfig(rank=3, use_dora=use_dora, dropout=0.2)
+  outs = []
+  for changes in ({}, {"scan_layers": True}, {"scan_layers": True, "remat": "block"}):
+    model = toys.model(**({"scan_layers": False} | changes))
+    model = widen(lora.apply(model, config))
+    model.train()
+    graph, params, rest = nnx.split(model, nnx.LoRAParam, ...)
+
+    def loss(p, graph=graph, rest=rest):
+      return jnp.var(nnx.merge(graph, p, rest, copy=True)(TOKENS)[0])
+
+    outs.append(tree.flatten(jax.grad(loss)(params)))
+  for other in outs[1:]:
+    for path, want in outs[0].items():
+      assert checkpoints.relative(other[path], want) < 1e-5, path
+
+
+def test_merging_reports_what_rounding_cost(caplog):
+  adapted = widen(
+    lora.apply(
+      toys.model(param_dtype=jnp.bfloat16),
+      lora.LoraConfig(rank=2, targets=("q_proj", "v_proj")),
+    )
+  )
+  errors = []
+  lora.merge(adapted, report=errors.append)
+  assert [e.module for e in errors] == ["layers.attn.q_proj", "layers.attn.v_proj"]
+  # bfloat16 keeps 8 bits: half a unit is 2^-9, uniform errors have 1/sqrt(3) of it.
+  assert all(0.0005 < e.of_kernel < 2**-9 for e in errors)
+  exact = []
+  lora.merge(
+    widen(lora.apply(toys.model(), lora.LoraConfig(rank=2))), report=exact.append
+  )
+  assert all(e.of_kernel == 0 for e in exact)
+  # An update below the resolution is lost whole.
+  for linear in lora_modules.adapted(adapted).values():
+    linear.lora_b.set_value(linear.lora_b[...] * 1e-5)
+  tiny = []
+  lora.merge(adapted, report=tiny.append)
+  assert all(e.of_update > 0.9 for e in tiny)
+  with caplog.at_level("INFO", logger="tunix"):
+    lora.merge(adapted)
+  assert "merged 2 adapters; rounding lost at most" in caplog.text

@@ -124,6 +124,7 @@ def generate(
     plan: the rest.
   """
   model = nnx.merge(graph, state)
+  model.eval()  # whatever its owner is at: no dropout in what is sampled
   cached = hasattr(model, "init_cache")
   if hasattr(model, "unstack"):
     model = model.unstack()  # once: slices inside the loop would be taken every token

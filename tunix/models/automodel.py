@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from tunix.models import families, safetensors_loader, tensor_files
 from tunix.models.families import Family
+from tunix.models.quantisation import QuantisationConfig
 from tunix.models.transformer import sharding as sharding_lib
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.model import Transformer
@@ -42,6 +43,7 @@ class AutoModel:
     attention: str | None = None,
     sharding: ShardingRules | None = None,
     num_scores: int | None = None,
+    quantise: QuantisationConfig | str | None = None,
     family: Family | None = None,
   ) -> Transformer:
     """Loads a Hugging Face folder: `config.json` and safetensors or torch weights.
@@ -59,6 +61,9 @@ class AutoModel:
       num_scores: make a critic or a reward model of it: the unembedding is replaced by
         a head of this many scores, fresh unless the checkpoint has one; None: what the
         checkpoint is.
+      quantise: store the layers' kernels as "nf4", "int4" or "int8" (or a
+        `QuantisationConfig`), each quantised when it is read, so that adapters can be
+        trained on them.
       family: the kind of model; None: found by `model_type`.
 
     Raises:
@@ -72,7 +77,7 @@ class AutoModel:
     try:
       family = family or families.by_model_type(hf.get("model_type"))
       config = family.config_from_hf(hf)
-      tensors = tensor_files.open_folder(path)
+      tensors = _canonical(tensor_files.open_folder(path), family)
       stored = _stored_dtype(hf, family, tensors)
     except ValueError as error:
       raise ValueError(f"{config_file}: {error}") from error
@@ -87,7 +92,7 @@ class AutoModel:
       num_scores=num_scores,
     )
     mesh = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
-    return safetensors_loader.load_model(tensors, config, family, mesh)
+    return safetensors_loader.load_model(tensors, config, family, mesh, quantise)
 
   load = from_pretrained
 
@@ -176,6 +181,20 @@ def resolve_folder(name: str | os.PathLike[str]) -> pathlib.Path:
       f"there is no folder {path}, and downloading it as a hub id failed ({reason}): "
       "check the name and the network, or download it by hand"
     ) from error
+
+
+def _canonical(tensors: dict[str, Any], family: Family) -> dict[str, Any]:
+  """The tensors under the names of the family's table."""
+  out: dict[str, Any] = {}
+  for key, tensor in tensors.items():
+    name = family.canonical_key(key)
+    if name in out:
+      raise ValueError(
+        f"tensors {out[name].name!r} and {key!r} both mean {name!r}: download the "
+        "folder again"
+      )
+    out[name] = tensor
+  return out
 
 
 def _stored_dtype(hf: dict[str, Any], family: Family, tensors: Any) -> Any:

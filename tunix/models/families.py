@@ -13,7 +13,12 @@ from types import ModuleType
 from typing import Any
 
 from tunix.models.gemma import model as gemma, params as gemma_params
-from tunix.models.gemma3 import model as gemma3, params as gemma3_params
+from tunix.models.gemma3 import (
+  model as gemma3,
+  multimodal,
+  multimodal_params,
+  params as gemma3_params,
+)
 from tunix.models.llama3 import model as llama3, params as llama3_params
 from tunix.models.mistral import model as mistral, params as mistral_params
 from tunix.models.olmo2 import model as olmo2, params as olmo2_params
@@ -41,6 +46,8 @@ class Family:
     config_to_hf: writes one.
     harmless: regular expressions of tensors that a checkpoint may hold in vain.
     presets: named sizes; each takes fields to override.
+    canonical_key: a tensor's name in a checkpoint -> its name in `names`, for kinds of
+      model whose checkpoints come in several spellings.
   """
 
   name: str
@@ -52,6 +59,7 @@ class Family:
   config_to_hf: Callable[[TransformerConfig], dict[str, Any]]
   harmless: tuple[str, ...] = HARMLESS
   presets: Mapping[str, Preset] = dataclasses.field(default_factory=dict)
+  canonical_key: Callable[[str], str] = lambda key: key
 
 
 def _presets(config_class: type, *prefixes: str) -> dict[str, Preset]:
@@ -109,7 +117,22 @@ _ALL = (
     gemma3.Gemma3,
     gemma3,
     gemma3_params,
-    _presets(gemma3.ModelConfig, "gemma3"),
+    _presets(gemma3.ModelConfig, "gemma3_270m", "gemma3_1b"),
+  ),
+  Family(
+    name="gemma3_multimodal",
+    model_types=("gemma3",),
+    config_class=multimodal.MultimodalConfig,
+    model_class=multimodal.MultimodalGemma3,
+    names=multimodal_params.NAMES,
+    config_from_hf=multimodal_params.config_from_hf,
+    config_to_hf=multimodal_params.config_to_hf,
+    harmless=multimodal_params.HARMLESS,
+    presets={
+      name: getattr(multimodal.MultimodalConfig, name)
+      for name in _presets(gemma3.ModelConfig, *multimodal.SIZES)
+    },
+    canonical_key=multimodal_params.canonical_key,
   ),
   _family(
     "llama3",
@@ -178,6 +201,9 @@ def of_config(config: TransformerConfig) -> Family:
   Raises:
     ValueError: the class belongs to no family.
   """
+  for family in FAMILIES.values():
+    if type(config) is family.config_class:
+      return family
   for family in FAMILIES.values():
     if isinstance(config, family.config_class):
       return family

@@ -3,31 +3,41 @@
 y = x W + (alpha / r) x A B, with A [in, r] drawn and B [r, out] zero, so that a fresh
 adapter changes nothing. A and B are `nnx.LoRAParam`s beside the kernel that they
 adapt; the trainer finds them by that type. The base weights are shared, not copied.
+PEFT's folders are read and written by adapter_files.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
+import logging
 import math
-import os
-import pathlib
 import re
 import zlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tunix.models import families, lora_modules, tensor_files
-from tunix.models.families import Family
-from tunix.models.tensor_files import NewTensor, StoredTensor
-from tunix.models.transformer import hf_config, params
+from tunix.models import lora_modules, quantisation
+from tunix.models.adapter_files import load_adapter, save_adapter
+from tunix.models.lora_modules import Adapter, CastError
+from tunix.models.transformer.layers import param
 from tunix.models.transformer.model import Transformer
+
+__all__ = [
+  "ALL_LINEAR",
+  "CastError",
+  "LoraConfig",
+  "apply",
+  "describe",
+  "load_adapter",
+  "match",
+  "merge",
+  "save_adapter",
+]
 
 ALL_LINEAR = (
   "q_proj",
@@ -38,23 +48,8 @@ ALL_LINEAR = (
   "up_proj",
   "down_proj",
 )
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 
-_PREFIX = "base_model.model."
-# Options of PEFT adapters whose values change the mathematics, and what we do.
-_PEFT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-  "peft_type": ("LORA",),
-  "use_dora": (False, None),
-  "fan_in_fan_out": (False, None),
-  "lora_bias": (False, None),
-  "bias": ("none", None),
-  "modules_to_save": (None, []),
-  "rank_pattern": ({}, None),
-  "alpha_pattern": ({}, None),
-  "trainable_token_indices": (None,),
-  "layer_replication": (None,),
-}
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,26 +61,44 @@ class LoraConfig:
     alpha: the adapter's output is scaled by alpha / rank; None means rank.
     targets: each the last parts of a module's path ("q_proj", "attn.q_proj") or a
       regular expression for all of it (r"layers\\..*_proj"); each must match.
-    dtype: of the adapters; float32 by default also on a bfloat16 base, because small
+    dtype: of A and B; float32 by default also on a bfloat16 base, because small
       updates are lost in bfloat16.
+    dropout: probability that an element of A's input is dropped in training.
+    use_rslora: scale by alpha / sqrt(rank), which keeps the size of updates at large
+      ranks (Kalajdzievski 2023, arXiv:2312.03732).
+    use_dora: train a magnitude for every output beside the direction W + scale A B
+      (DoRA, Liu et al. 2024, arXiv:2402.09353).
+    rank_pattern, alpha_pattern: other values for some of the targets, by patterns like
+      `targets`; the first that matches a module counts, each must match one.
   """
 
   rank: int
   alpha: float | None = None
   targets: tuple[str, ...] = ALL_LINEAR
   dtype: DTypeLike = jnp.float32
+  dropout: float = 0.0
+  use_rslora: bool = False
+  use_dora: bool = False
+  rank_pattern: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+  alpha_pattern: Mapping[str, float] = dataclasses.field(
+    default_factory=dict, hash=False
+  )
 
   def __post_init__(self):
-    if self.rank < 1:
-      raise ValueError(f"rank is {self.rank}, it must be at least 1")
-    if self.alpha is not None and self.alpha <= 0:
-      raise ValueError(f"alpha is {self.alpha}, it must be positive")
+    for rank in (self.rank, *self.rank_pattern.values()):
+      if rank < 1:
+        raise ValueError(f"rank is {rank}, it must be at least 1")
+    for alpha in (self.alpha, *self.alpha_pattern.values()):
+      if alpha is not None and alpha <= 0:
+        raise ValueError(f"alpha is {alpha}, it must be positive")
+    if not 0 <= self.dropout < 1:
+      raise ValueError(f"dropout is {self.dropout}, it must be in [0, 1)")
     if isinstance(self.targets, str) or not self.targets:
       raise ValueError(
         f"targets {self.targets!r} must be a tuple of names or patterns, like "
         "('q_proj', 'v_proj')"
       )
-    for target in self.targets:
+    for target in (*self.targets, *self.rank_pattern, *self.alpha_pattern):
       try:
         re.compile(target)
       except re.error as error:
@@ -95,8 +108,24 @@ class LoraConfig:
 
   @property
   def scale(self) -> float:
-    """alpha / rank."""
-    return 1.0 if self.alpha is None else self.alpha / self.rank
+    """alpha / rank (alpha / sqrt(rank) with `use_rslora`) where no pattern matches."""
+    return self.scale_of("")
+
+  def rank_of(self, path: str) -> int:
+    """The rank of one module."""
+    return _by_pattern(self.rank_pattern, path, self.rank)
+
+  def scale_of(self, path: str) -> float:
+    """What one module's A B is multiplied by."""
+    rank = self.rank_of(path)
+    alpha = _by_pattern(self.alpha_pattern, path, self.alpha)
+    alpha = rank if alpha is None else alpha
+    return alpha / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def _by_pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
+  found = (v for pattern, v in patterns.items() if lora_modules.hits(pattern, path))
+  return next(found, default)
 
 
 def apply(
@@ -108,34 +137,59 @@ def apply(
 ) -> Transformer:
   """A model with fresh adapters that shares the base weights of `model`.
 
-  A is uniform in +-1/sqrt(in), B is zero. The adapters lie on the base's mesh, split
-  like the dimension of the kernel that they touch.
+  A is uniform in +-1/sqrt(in), B is zero, a magnitude is the norm of its column of the
+  kernel. The adapters lie on the base's mesh, split like the dimension of the kernel
+  that they touch.
 
   Args:
     model: not adapted yet; unchanged. Stacked, or unstacked to adapt single layers.
-    config: rank, scale and targets.
-    seed: of A; the draw of a module depends on the seed and its name only.
+      Its kernels may be quantised.
+    config: ranks, scales, targets and kind.
+    seed: of A and of the dropout masks; the draw of a module depends on the seed and
+      its name only.
     rngs: the source of the key instead of `seed`.
 
   Raises:
-    ValueError: a target matches nothing that can be adapted (the message lists the
-      modules), or the model has adapters already.
+    ValueError: a target or pattern matches nothing that can be adapted (the message
+      lists the modules), or the model has adapters already.
   """
   chosen = match(model, config.targets)
+  _check_patterns(config, chosen)
   key = jax.random.key(seed) if rngs is None else rngs.params()
   modules = lora_modules.linears(model)
   shapes = {}
   for path in chosen:
     *stack, rows, columns = modules[path].kernel.shape
-    shapes[path] = (*stack, rows, config.rank), (*stack, config.rank, columns)
+    rank = config.rank_of(path)
+    shapes[path] = (*stack, rows, rank), (*stack, rank, columns)
   where = lora_modules.pair_shardings(model, shapes)
-  pairs = {}
+  adapters = {}
   for path, (shape_a, shape_b) in shapes.items():
     own = jax.random.fold_in(key, zlib.crc32(path.encode()))
     draw = jax.jit(_uniform, static_argnums=(1, 2), out_shardings=where[path][0])
-    a = draw(own, shape_a, jnp.dtype(config.dtype))
-    pairs[path] = a, jnp.zeros(shape_b, config.dtype, device=where[path][1])
-  return lora_modules.attach(model, pairs, config.scale)
+    magnitude = None
+    if config.use_dora:
+      # In float32 always: rounded to bfloat16 it would change a fresh model.
+      magnitude = lora_modules.fresh_magnitude(modules[path])
+    adapters[path] = Adapter(
+      a=draw(own, shape_a, jnp.dtype(config.dtype)),
+      b=jnp.zeros(shape_b, config.dtype, device=where[path][1]),
+      magnitude=magnitude,
+      scale=config.scale_of(path),
+      dropout=config.dropout,
+      rslora=config.use_rslora,
+    )
+  return lora_modules.attach(model, adapters, jax.random.fold_in(key, 1))
+
+
+def _check_patterns(config: LoraConfig, chosen: list[str]) -> None:
+  for name in ("rank_pattern", "alpha_pattern"):
+    for pattern in getattr(config, name):
+      if not any(lora_modules.hits(pattern, path) for path in chosen):
+        raise ValueError(
+          f"{name} {pattern!r} matches none of the adapted modules; they are "
+          f"{', '.join(chosen)}"
+        )
 
 
 def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -143,20 +197,35 @@ def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
   return jax.random.uniform(key, shape, jnp.float32, -limit, limit).astype(dtype)
 
 
-def merge(model: Transformer) -> Transformer:
-  """A model without adapters, W + (alpha / r) A B, computed in float32.
+def merge(
+  model: Transformer, *, report: Callable[[CastError], None] | None = None
+) -> Transformer:
+  """A model without adapters, W + scale A B (and DoRA's magnitudes), computed in
+  float32 and rounded to the kernel's dtype.
 
-  Weights that had no adapter are shared with `model`.
+  Quantised kernels become arrays again. Weights that had no adapter are otherwise
+  shared with `model`.
+
+  Args:
+    model: adapted; unchanged.
+    report: is told for each module what the rounding cost; None: the worst is logged.
 
   Raises:
     ValueError: the model has no adapters.
   """
   lora_modules.require_adapters(model)
   out = lora_modules.copy(model)
-  for linear in lora_modules.adapted(out).values():
-    linear.kernel.set_value(lora_modules.merged_kernel(linear, linear.kernel.dtype))
-    linear.lora_a, linear.lora_b = nnx.data(None), nnx.data(None)
-    linear.lora_scale = 1.0
+  errors = []
+  for path, linear in lora_modules.linears(out).items():
+    if linear.lora_a is None:
+      quantisation.dequantise_kernel(linear)
+      continue
+    spec = linear.kernel.get_metadata()["out_sharding"]
+    value, error = lora_modules.merged_kernel(path, linear, linear.kernel.dtype)
+    linear.kernel = nnx.data(param(value, spec))
+    lora_modules.detach(linear)
+    errors.append(error)
+  lora_modules.tell(errors, report, _log)
   return out
 
 
@@ -167,20 +236,7 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
     ValueError: see `apply`.
   """
   lora_modules.require_bare(model)
-  paths = list(lora_modules.adaptable(model))
-  chosen: set[str] = set()
-  for target in targets:
-    hits = [path for path in paths if _hits(target, path)]
-    if not hits:
-      fixed = [p for p in ("lm_head", "embed_tokens") if _hits(target, p)]
-      why = f"{fixed[0]} cannot be adapted" if fixed else "it matches no module"
-      raise ValueError(f"target {target!r}: {why}; modules are {', '.join(paths)}")
-    chosen.update(hits)
-  return [path for path in paths if path in chosen]
-
-
-def _hits(target: str, path: str) -> bool:
-  return f".{path}".endswith(f".{target}") or bool(re.fullmatch(target, path))
+  return lora_modules.select(model, targets)
 
 
 def describe(model: Transformer) -> str:
@@ -192,169 +248,13 @@ def describe(model: Transformer) -> str:
   lora_modules.require_adapters(model)
   lines, trained = [], 0
   for path, linear in lora_modules.adapted(model).items():
-    a, b = lora_modules.pair_of(linear)
-    size = a.size + b.size
+    leaves = jax.tree.leaves(nnx.state(linear, nnx.LoRAParam))
+    size = sum(leaf.size for leaf in leaves)
+    rank = lora_modules.pair_of(linear)[0].shape[-1]
     shape = " x ".join(map(str, linear.kernel.shape))
-    lines.append(f"{path:32} {shape:24} rank {a.shape[-1]:<4} {size:>12,}")
+    lines.append(f"{path:32} {shape:24} rank {rank:<4} {size:>12,}")
     trained += size
-  total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+  total = lora_modules.count(model)
   share = 100 * trained / total
   lines.append(f"trainable {trained:,} of {total:,} parameters ({share:.2f} %)")
   return "\n".join(lines)
-
-
-def save_adapter(
-  model: Transformer,
-  folder: str | os.PathLike[str],
-  *,
-  base: str | None = None,
-  family: Family | None = None,
-) -> None:
-  """Writes the adapters as a PEFT folder.
-
-  Args:
-    model: adapted; unchanged.
-    folder: where to; see `tensor_files.staged_folder`.
-    base: name or folder of the base model, recorded for readers.
-    family: the kind of model; None: found by the config's class.
-
-  Raises:
-    ValueError: the model has no adapters, or they differ in rank or scale.
-    OSError: the disk is full or not writable.
-  """
-  lora_modules.require_adapters(model)
-  family = family or families.of_config(model.config)
-  adapters = lora_modules.adapted(model)
-  sizes = {
-    (lora_modules.pair_of(x)[0].shape[-1], x.lora_scale) for x in adapters.values()
-  }
-  if len(sizes) > 1:
-    raise ValueError(
-      f"adapters of several (rank, scale) {sorted(sizes)} cannot be saved in one "
-      "folder: use one rank and alpha"
-    )
-  ((rank, scale),) = sizes
-  tensors, names = [], {}
-  for path, linear in adapters.items():
-    place = params.place(family.names, f"{path}.kernel", model.config)
-    names[path] = [key.removesuffix(".weight") for key in place.keys]
-    for side, value in zip("AB", lora_modules.pair_of(linear)):
-      tensors += _adapter_tensors(names[path], side, value)
-  config = {
-    "peft_type": "LORA",
-    "task_type": "CAUSAL_LM",
-    "base_model_name_or_path": base,
-    "r": rank,
-    "lora_alpha": scale * rank,
-    "target_modules": _peft_targets(model, names),
-    "lora_dropout": 0.0,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "inference_mode": True,
-  }
-  with tensor_files.staged_folder(pathlib.Path(folder)) as staging:
-    tensor_files.write_file(staging / WEIGHTS_FILE, tensors)
-    (staging / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _adapter_tensors(names: list[str], side: str, value: jax.Array) -> list[NewTensor]:
-  host = np.asarray(value).reshape(len(names), *value.shape[-2:])
-  return [
-    NewTensor(
-      f"{_PREFIX}{name}.lora_{side}.weight",
-      host.dtype,
-      host.shape[-2:][::-1],
-      functools.partial(np.transpose, host[i]),
-    )
-    for i, name in enumerate(names)
-  ]
-
-
-def _peft_targets(model: Transformer, names: dict[str, list[str]]) -> list[str]:
-  """PEFT's target_modules: last parts, or full names when only some layers have
-  an adapter."""
-  short = {path.rpartition(".")[2] for path in names}
-  same = [p for p in lora_modules.linears(model) if p.rpartition(".")[2] in short]
-  full = [name for keys in names.values() for name in keys]
-  if len(same) > len(names):
-    return sorted(full)
-  return sorted({name.rpartition(".")[2] for name in full})
-
-
-def load_adapter(
-  model: Transformer,
-  folder: str | os.PathLike[str],
-  *,
-  family: Family | None = None,
-) -> Transformer:
-  """A model with the adapters of a PEFT folder, sharing the weights of `model`.
-
-  Raises:
-    FileNotFoundError: no such folder, or one of its files is missing.
-    ValueError: an option of PEFT that the decoder does not do, a tensor that is
-      missing, has another shape or names a module that cannot be adapted, or a model
-      that has adapters already.
-  """
-  path = pathlib.Path(folder)
-  if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
-    raise FileNotFoundError(
-      f"{path} lacks {CONFIG_FILE} or {WEIGHTS_FILE}: give a folder that save_adapter "
-      "or PEFT wrote"
-    )
-  peft = tensor_files.read_json(path / CONFIG_FILE)
-  for field, accepted in _PEFT_SUPPORTED.items():
-    if peft.get(field, accepted[0]) not in accepted:
-      raise ValueError(
-        f"{path / CONFIG_FILE}: {field} is {peft[field]!r}, supported is only "
-        f"{accepted[0]!r}"
-      )
-  rank, alpha = hf_config.integer(peft, "r"), hf_config.number(peft, "lora_alpha")
-  scale = alpha / (math.sqrt(rank) if peft.get("use_rslora") else rank)
-  tensors = tensor_files.read_header(path / WEIGHTS_FILE)
-  pairs = _read_pairs(model, family or families.of_config(model.config), tensors, rank)
-  shapes = {path: (a.shape, b.shape) for path, (a, b) in pairs.items()}
-  pairs = jax.device_put(pairs, lora_modules.pair_shardings(model, shapes))
-  return lora_modules.attach(model, pairs, scale)
-
-
-def _read_pairs(
-  model: Transformer, family: Family, tensors: dict[str, StoredTensor], rank: int
-) -> dict[str, lora_modules.Pair]:
-  """(A, B) of every module that the tensors name."""
-  pairs: dict[str, lora_modules.Pair] = {}
-  used: set[str] = set()
-  modules = lora_modules.adaptable(model)
-  for path, linear in modules.items():
-    place = params.place(family.names, f"{path}.kernel", model.config)
-    names = [_PREFIX + key.removesuffix(".weight") for key in place.keys]
-    keys = {side: [f"{name}.lora_{side}.weight" for name in names] for side in "AB"}
-    if tensors.keys().isdisjoint(keys["A"]):
-      continue
-    rows, columns = linear.kernel.shape[-2:]
-    shapes = {"A": (rank, rows), "B": (columns, rank)}
-    a, b = (
-      [_adapter_part(tensors, key, shapes[side]) for key in keys[side]] for side in "AB"
-    )
-    stacks = [np.stack(parts).reshape(*place.lead, *parts[0].shape) for parts in (a, b)]
-    pairs[path] = stacks[0], stacks[1]
-    used.update(*keys.values())
-  unused = sorted(tensors.keys() - used)
-  if unused or not pairs:
-    raise ValueError(
-      f"adapter tensors {unused[:3]} name no module that can be adapted; modules are "
-      f"{', '.join(modules)}"
-    )
-  return pairs
-
-
-def _adapter_part(
-  tensors: dict[str, StoredTensor], key: str, shape: tuple[int, ...]
-) -> np.ndarray:
-  tensor = tensors.get(key)
-  if tensor is None or tensor.shape != shape:
-    found = "missing" if tensor is None else f"of shape {tensor.shape}"
-    raise ValueError(
-      f"adapter tensor {key!r} is {found}, expected shape {shape}: the adapter belongs "
-      "to another model, or leaves out layers"
-    )
-  return np.ascontiguousarray(tensor.map().T)

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from tunix.models import quantisation
 from tunix.models.families import Family
+from tunix.models.quantisation import QuantisationConfig
 from tunix.models.stored_tensor import StoredTensor
 from tunix.models.transformer import params, sharding
 from tunix.models.transformer.config import TransformerConfig
@@ -33,6 +35,7 @@ def load_model(
   config: TransformerConfig,
   family: Family,
   mesh: Mesh | None = None,
+  quantise: QuantisationConfig | str | None = None,
 ) -> Transformer:
   """Builds a model and fills it.
 
@@ -41,6 +44,8 @@ def load_model(
     config: shapes, dtypes and sharding rules; weights are cast to `param_dtype`.
     family: the class and the name table.
     mesh: where the weights go; None: the default device.
+    quantise: how the layers' kernels are stored, each quantised when it is read; None:
+      as they are.
 
   Raises:
     ValueError: a tensor is missing, has another shape, or has no place in the model.
@@ -59,6 +64,10 @@ def load_model(
   if mesh is not None:
     targets = tree.flatten(sharding.named_shardings(state, mesh))
 
+  packer = None
+  if quantise is not None:
+    packer = quantisation.OnLoad(quantise, nnx.merge(graph, state))
+
   with WeightReader(tensors) as reader:
 
     def load(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -66,9 +75,11 @@ def load_model(
       where = targets[name] if targets else None
       if name in fresh:
         return _draw(leaf, where)
-      return reader.load(places[name], leaf.shape, leaf.dtype, where)
+      value = reader.load(places[name], leaf.shape, leaf.dtype, where)
+      return value if packer is None else packer.packed(name, value)
 
-    return nnx.merge(graph, jax.tree_util.tree_map_with_path(load, state))
+    model = nnx.merge(graph, jax.tree_util.tree_map_with_path(load, state))
+    return model if packer is None else packer.finish(model)
 
 
 def _is_fresh(place: params.Placement, tensors: Mapping[str, StoredTensor]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import os
 import pathlib
 import shutil
@@ -19,6 +20,7 @@ from jax.typing import DTypeLike
 
 from tunix.models import families, lora_modules, tensor_files
 from tunix.models.families import Family
+from tunix.models.lora_modules import CastError
 from tunix.models.tensor_files import NewTensor
 from tunix.models.transformer import params
 from tunix.models.transformer.layers import Linear
@@ -27,6 +29,8 @@ from tunix.utils import tree
 
 MAX_SHARD_BYTES = 5 * 10**9
 
+_log = logging.getLogger(__name__)
+
 # What else a Hugging Face folder needs to be used: copied from the model's source.
 _COMPANIONS = (
   "added_tokens.json",
@@ -34,6 +38,8 @@ _COMPANIONS = (
   "chat_template.json",
   "generation_config.json",
   "merges.txt",
+  "preprocessor_config.json",
+  "processor_config.json",
   "special_tokens_map.json",
   "tokenizer.json",
   "tokenizer.model",
@@ -55,9 +61,10 @@ def save_pretrained(
 ) -> None:
   """Writes `config.json`, safetensors and the source's tokenizer files.
 
-  Adapters are merged into their weights, in float32, one parameter at a time. Nothing
-  is left behind after an error; see `tensor_files.staged_folder` for a folder that
-  exists.
+  Adapters are merged into their weights, in float32, one parameter at a time, and what
+  the rounding to `dtype` cost is logged. Quantised kernels are written dequantised.
+  Nothing is left behind after an error; see `tensor_files.staged_folder` for a folder
+  that exists.
 
   Args:
     model: stacked or unstacked, adapted or not; unchanged.
@@ -84,13 +91,15 @@ def save_pretrained(
   if dtype is not None:
     config = dataclasses.replace(config, param_dtype=jnp.dtype(dtype))
   hf = family.config_to_hf(config) | _token_ids(origin) | dict(hf_fields or {})
-  tensors = list(_tensors(model, family, dtype))
+  errors: list[CastError] = []
+  tensors = list(_tensors(model, family, dtype, errors))
   with tensor_files.staged_folder(pathlib.Path(folder)) as staging:
     tensor_files.write_shards(staging, tensors, max_shard_bytes)
     for name in _COMPANIONS:
       if origin is not None and (origin / name).is_file():
         shutil.copyfile(origin / name, staging / name)
     (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+  lora_modules.tell(errors, None, _log)
 
 
 def _token_ids(origin: pathlib.Path | None) -> dict[str, Any]:
@@ -101,27 +110,36 @@ def _token_ids(origin: pathlib.Path | None) -> dict[str, Any]:
 
 
 def _tensors(
-  model: Transformer, family: Family, dtype: DTypeLike | None
+  model: Transformer,
+  family: Family,
+  dtype: DTypeLike | None,
+  errors: list[CastError],
 ) -> Iterator[NewTensor]:
-  """The model's tensors, parameter by parameter, each fetched when written."""
+  """The model's tensors, parameter by parameter, each fetched when written; what
+  merging cost is added to `errors` then."""
   linears = lora_modules.linears(model)
   for path, value in tree.flatten(nnx.state(model, nnx.Param)).items():
     module, _, field = path.rpartition(".")
-    if field in ("lora_a", "lora_b"):
+    if field.startswith("lora_") or field == "scales":
       continue
-    place = params.place(family.names, path, model.config)
-    target = np.dtype(value.dtype if dtype is None else jnp.dtype(dtype))
+    if field == "codes":  # and the scales: one quantised kernel
+      path, (module, _, field) = module, module.rpartition(".")
     linear = linears.get(module) if field == "kernel" else None
+    shape, held = value.shape, value.dtype
+    if linear is not None:
+      shape, held = linear.kernel.shape, linear.kernel.dtype
+    place = params.place(family.names, path, model.config)
+    target = np.dtype(held if dtype is None else jnp.dtype(dtype))
     if not value.is_fully_addressable:
       raise ValueError(
         f"{path} is spread over several hosts: gather the model on one before saving"
       )
-    leaf = _Leaf(value, linear, target)
+    leaf = _Leaf(path, value, linear, target, errors)
     for i, key in enumerate(place.keys):
       yield NewTensor(
         key,
         target,
-        place.tensor_shape(value.shape),
+        place.tensor_shape(shape),
         functools.partial(
           leaf.read,
           tuple(map(int, np.unravel_index(i, place.lead))) if place.lead else (),
@@ -134,7 +152,16 @@ def _tensors(
 class _Leaf:
   """One parameter, brought to the host once for all of its tensors."""
 
-  def __init__(self, value: jax.Array, linear: Linear | None, dtype: np.dtype):
+  def __init__(
+    self,
+    path: str,
+    value: jax.Array,
+    linear: Linear | None,
+    dtype: np.dtype,
+    errors: list[CastError],
+  ):
+    self.errors = errors
+    self.path = path
     self.value = value
     self.linear = linear
     self.dtype = dtype
@@ -151,8 +178,12 @@ class _Leaf:
 
   def _fetch(self) -> np.ndarray:
     value = self.value
-    if self.linear is not None and self.linear.lora_a is not None:
-      value = lora_modules.merged_kernel(self.linear, self.dtype)
+    linear = self.linear
+    if linear is not None and linear.lora_a is not None:
+      value, error = lora_modules.merged_kernel(self.path, linear, self.dtype)
+      self.errors.append(error)
+    elif linear is not None and lora_modules.is_quantised(linear):
+      value = lora_modules.dense_kernel(linear, linear.kernel.dtype)
     # A new jax.Array around the same buffers: the one of the model would keep its
     # host copy for as long as it lives.
     parts = [shard.data for shard in value.addressable_shards]

@@ -70,8 +70,20 @@ class Skeleton:
     return tree.nest({name: flat[name] for name in names})
 
 
+def _check_trainable(params: Arrays) -> None:
+  for name, leaf in tree.flatten(params).items():
+    if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+      raise ValueError(
+        f"parameter {name} holds {leaf.dtype}, which has no gradient: a quantised base "
+        "is not trained; add adapters to it (lora.apply), or dequantise it"
+      )
+
+
 class ModuleState:
   """The caller's module and the arrays that training works on.
+
+  Raises:
+    ValueError: a parameter that would be trained holds no floating-point numbers.
 
   Attributes:
     model: the caller's object.
@@ -83,6 +95,7 @@ class ModuleState:
     self.model = model
     self.skeleton = Skeleton(model)
     self.params, self.frozen, self.rest = self.skeleton.split(model)
+    _check_trainable(self.params)
     self._handed_back = True  # whether the module holds them
 
   def refresh(self) -> None:

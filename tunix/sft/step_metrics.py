@@ -233,9 +233,17 @@ def matmul_params(params: Any, frozen: Any) -> tuple[int, int]:
 
   def count(arrays):
     return sum(
-      x.size
+      _numbers(name, x)
       for name, x in arrays.items()
       if x.ndim >= 2 and not (has_head and name.endswith("embedding"))
     )
 
   return count(everything), count(tree.flatten(params))
+
+
+def _numbers(name: str, x: Any) -> int:
+  """Numbers of the matrix that an array stands for: of a quantised kernel the codes
+  do, two in a byte when they have 4 bits (uint8; 8-bit ones are int8)."""
+  if name.endswith("kernel.scales"):
+    return 0
+  return 2 * x.size if name.endswith("kernel.codes") and x.dtype == "uint8" else x.size

@@ -113,12 +113,13 @@ def make_train_step(
     tx: the optimizer.
 
   Returns: a pure function that returns (params, opt_state, rest, StepMetrics);
-    `groups` is a sequence of Group.
+    `groups` is a sequence of Group. The module runs with `.train()`: dropout on.
   """
 
   def one(params, rest, frozen, batch) -> tuple[Any, _Sums]:
     def weighted(params):
       model = skeleton.merge(params, frozen, rest)
+      model.train()
       result, aux = weigh(loss(model, batch), batch)
       return result.total, (result.weight, aux, skeleton.rest_of(model))
 

@@ -49,14 +49,14 @@ def build(config, text_dim, tensors):
   left = {k for k in tensors if not k.startswith("language_model.")}
 
   def load(path, leaf):
-    place = params.place(vision_params.VISION, tree.path_name(path), config.num_layers)
+    place = params.place(vision_params.VISION, tree.path_name(path), config)
     values = []
     for key in place.keys:
       left.remove(key)
       value = tensors[key]
       assert value.shape == place.tensor_shape(leaf.shape), key
       values.append(value.T if place.transpose else value)
-    value = np.stack(values) if place.stacked else values[0]
+    value = np.stack(values) if place.lead else values[0]
     return jnp.asarray(value, leaf.dtype)
 
   state = jax.tree_util.tree_map_with_path(load, state)
@@ -64,12 +64,12 @@ def build(config, text_dim, tensors):
   return nnx.merge(graph, state)
 
 
-def as_checkpoint(state, num_layers):
+def as_checkpoint(state, config):
   """Arrays shaped like the weights, for example gradients, by tensor name."""
   out = {}
   for path, value in tree.flatten(state).items():
-    place = params.place(vision_params.VISION, path, num_layers)
-    values = value if place.stacked else [value]
+    place = params.place(vision_params.VISION, path, config)
+    values = value if place.lead else [value]
     for key, one in zip(place.keys, values):
       out[key] = np.asarray(one.T if place.transpose else one)
   return out
@@ -83,7 +83,7 @@ def gradients(model, pixels, cotangent):
     return jnp.sum(nnx.merge(graph, state)(pixels) * cotangent)
 
   grads = jax.jit(jax.grad(loss))(state)
-  return as_checkpoint(grads, model.config.num_layers)
+  return as_checkpoint(grads, model.config)
 
 
 def assert_equal_gradients(got, want, tolerance=1e-3):

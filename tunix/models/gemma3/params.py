@@ -21,12 +21,21 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   Raises:
     ValueError: see `hf_config.decoder_fields`.
   """
+  return ModelConfig(**fields_from_hf(hf))
+
+
+def fields_from_hf(hf: hf_config.HfConfig) -> dict[str, Any]:
+  """Arguments of a `ModelConfig`.
+
+  Raises:
+    ValueError: see `hf_config.decoder_fields`.
+  """
   pattern = hf_config.integer({"n": hf.get("sliding_window_pattern") or 6}, "n")
   full, local = _read_ropes(hf)
   plain = {k: v for k, v in hf.items() if k not in ("rope_parameters", "rope_scaling")}
   fields = gemma_params.gemma2_fields(plain, lambda i: (i + 1) % pattern != 0)
   fields["rope"], fields["local_rope"] = full, local
-  return ModelConfig(**fields)
+  return fields
 
 
 def _read_ropes(hf: hf_config.HfConfig) -> tuple[RopeConfig, RopeConfig]:

@@ -89,6 +89,13 @@ class VisionConfig:
     if self.remat not in ("none", "block", "dots"):
       raise ValueError(f"remat {self.remat!r} must be 'none', 'block' or 'dots'")
 
+  moe = None  # see `params.Stacks`
+
+  def layers_of(self, path: str) -> int:
+    """Layers in the stack that holds the parameter `path`."""
+    del path
+    return self.num_layers
+
   @property
   def grid(self) -> int:
     """Patches along an edge of the image."""

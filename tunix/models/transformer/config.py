@@ -244,6 +244,11 @@ class TransformerConfig:
         raise ValueError(f"{name} is {value}, it must be positive or None")
     self._check_layer_types()
 
+  def layers_of(self, path: str) -> int:
+    """Layers in the stack that holds the parameter `path`."""
+    del path
+    return self.num_layers
+
   def _check_layer_types(self):
     if self.layer_types is None:
       return

@@ -15,10 +15,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tunix.models.transformer import dropout
+from tunix.models.transformer.quantised import QuantisedKernel
+
 # Standard deviation of freshly drawn weights, as in the checkpoints' own configs.
 INIT_STDDEV = 0.02
 
 Stack = tuple[int, ...]
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+Spread = Callable[[jax.Array], jax.Array]
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
   "silu": jax.nn.silu,
@@ -39,13 +44,24 @@ def fresh(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 class Linear(nnx.Module):
-  """y = x @ kernel (+ bias) (+ scale * x @ lora_a @ lora_b).
+  """y = x @ kernel (+ bias), with a low-rank adapter beside the kernel once adapted.
+
+  With experts the kernel has one axis more, [*stack, E, in, out], and a slice of the
+  stack is called through `grouped` or `per_expert`. The adapter adds
+  scale * dropout(x) A B; with magnitudes m (DoRA, Liu et al. 2024, arXiv:2402.09353)
+  the sum is multiplied by m / ||W + scale A B|| per output, the norm held constant in
+  the gradient. Dropout (drawn for A's input only) needs `train()`; it is off until
+  then.
 
   Attributes:
-    kernel: [*stack, in, out].
+    kernel: [*stack, in, out], a parameter or a `QuantisedKernel`.
     bias: [*stack, out] or None.
     lora_a, lora_b: [*stack, in, r] and [*stack, r, out] once adapted, else None.
-    lora_scale: alpha / r.
+    lora_magnitude: [*stack, out] or None; 0 marks an output without an adapter.
+    lora_scale: alpha / r, or alpha / sqrt(r) when `lora_rslora`.
+    lora_dropout: probability that an element of A's input is dropped.
+    lora_rng: where the masks stand (see dropout.py), or None.
+    deterministic: whether dropout is off; `train()` and `eval()` set it.
   """
 
   def __init__(
@@ -60,31 +76,101 @@ class Linear(nnx.Module):
     rngs: nnx.Rngs,
   ):
     shape = (*stack, in_dim, out_dim)
-    self.kernel = param(fresh(rngs.params(), shape).astype(param_dtype), spec)
+    self.kernel: nnx.Param | QuantisedKernel = nnx.data(
+      param(fresh(rngs.params(), shape).astype(param_dtype), spec)
+    )
     bias = jnp.zeros((*stack, out_dim), param_dtype)
     bias_spec = (*spec[: len(stack)], spec[-1])
     self.bias = nnx.data(param(bias, bias_spec) if use_bias else None)
-    self.lora_a = nnx.data(None)
-    self.lora_b = nnx.data(None)
+    self.lora_a: nnx.LoRAParam | None = nnx.data(None)
+    self.lora_b: nnx.LoRAParam | None = nnx.data(None)
+    self.lora_magnitude: nnx.LoRAParam | None = nnx.data(None)
+    self.lora_rng: nnx.RngState | None = nnx.data(None)
     self.lora_scale = 1.0
+    self.lora_dropout = 0.0
+    self.lora_rslora = False
+    self.deterministic = True
 
   def __call__(self, x: jax.Array) -> jax.Array:
+    """[..., in] -> [..., out]."""
     # An einsum, not `@`: qwix intercepts it where it can still add its parameters.
-    y = jnp.einsum("...i,io->...o", x, self.kernel[...].astype(x.dtype))
-    if self.bias is not None:
-      y = y + self.bias[...].astype(x.dtype)
-    if self.lora_a is not None and self.lora_b is not None:
-      low = x @ self.lora_a[...].astype(x.dtype)
-      y = y + (low @ self.lora_b[...].astype(x.dtype)) * self.lora_scale
-    return y
-
-  def per_expert(self, x: jax.Array) -> jax.Array:
-    """[E, ..., in] -> [E, ..., out] by kernels [E, in, out]."""
-    return jnp.einsum("e...i,eio->e...o", x, self.kernel[...].astype(x.dtype))
+    return self._apply(x, lambda x, w: jnp.einsum("...i,io->...o", x, w), lambda v: v)
 
   def grouped(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """[M, in] -> [M, out], rows sorted by expert, `group_sizes` [E] rows of each."""
-    return jax.lax.ragged_dot(x, self.kernel[...].astype(x.dtype), group_sizes)
+    """Rows sorted by expert: [M, in] -> [M, out].
+
+    Args:
+      x: the first `group_sizes[0]` rows belong to expert 0, and so on.
+      group_sizes: int32 [E], which add up to M.
+    """
+    return self._apply(
+      x,
+      lambda x, w: jax.lax.ragged_dot(x, w, group_sizes),
+      lambda v: jnp.repeat(v, group_sizes, axis=0, total_repeat_length=x.shape[0]),
+    )
+
+  def per_expert(self, x: jax.Array) -> jax.Array:
+    """[E, ..., in] -> [E, ..., out]."""
+    return self._apply(
+      x,
+      lambda x, w: jnp.einsum("e...i,eio->e...o", x, w),
+      lambda v: v.reshape(v.shape[0], *(1,) * (x.ndim - 2), v.shape[-1]),
+    )
+
+  def _apply(self, x: jax.Array, product: Product, spread: Spread) -> jax.Array:
+    """Kernel, adapter and bias; `spread` lays [.., out] vectors along the rows."""
+    if isinstance(self.kernel, QuantisedKernel):
+      y = self.kernel.product(x, product)
+    else:
+      y = product(x, self.kernel[...].astype(x.dtype))
+    if self.lora_a is not None and self.lora_b is not None:
+      a, b = self.lora_a[...], self.lora_b[...]
+      low = product(self._dropped(x), a.astype(x.dtype))
+      y = y + product(low, b.astype(x.dtype)) * self.lora_scale
+      if self.lora_magnitude is not None:
+        y = y * spread(self._magnitude_ratio(a, b)).astype(x.dtype)
+    if self.bias is not None:
+      y = y + spread(self.bias[...]).astype(x.dtype)
+    return y
+
+  def _dropped(self, x: jax.Array) -> jax.Array:
+    if self.deterministic or not self.lora_dropout or self.lora_rng is None:
+      return x
+    return dropout.apply(x, self.lora_rng[...], self.lora_dropout)
+
+  def _magnitude_ratio(self, a: jax.Array, b: jax.Array) -> jax.Array:
+    assert self.lora_magnitude is not None
+    w, a, b = jax.lax.stop_gradient((self.dense(), a, b))
+    return magnitude_ratio(
+      self.lora_magnitude[...], column_norms(w, a, b, self.lora_scale)
+    )
+
+  def dense(self) -> jax.Array:
+    """The kernel as an array, dequantised if need be."""
+    return self.kernel[...]
+
+
+def column_norms(
+  kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float
+) -> jax.Array:
+  """||W + scale A B|| over the input axis, float32 [.., out].
+
+  Expanded into ||W||^2 + 2 scale <W, A B> + scale^2 ||A B||^2, whose parts need no
+  [in, out] product: it costs no memory of the kernel's size.
+  """
+  w, a, b = (x.astype(jnp.float32) for x in (kernel, a, b))
+  dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+  cross = jnp.sum(dot(a.mT, w) * b, axis=-2)
+  square = jnp.sum(dot(dot(a.mT, a), b) * b, axis=-2)
+  total = jnp.sum(w * w, axis=-2) + 2 * scale * cross + scale**2 * square
+  return jnp.sqrt(jnp.maximum(total, 0.0))
+
+
+def magnitude_ratio(magnitude: jax.Array, norms: jax.Array) -> jax.Array:
+  """m / norm, and 1 where m is 0: outputs without an adapter stay as they are, and
+  their m gets no gradient."""
+  used = magnitude != 0
+  return jnp.where(used, magnitude / jnp.where(used & (norms > 0), norms, 1.0), 1.0)
 
 
 class RMSNorm(nnx.Module):

@@ -13,7 +13,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.models.transformer import cache as cache_lib, rope, sharding
+from tunix.models.transformer import (
+  cache as cache_lib,
+  dropout,
+  qwix_seam,
+  rope,
+  sharding,
+)
 from tunix.models.transformer.cache import KVCache
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.decoder_layer import DecoderLayer
@@ -82,6 +88,7 @@ class Transformer(nnx.Module):
     *,
     segment_ids: Int[Array, "B T"] | None = None,
     input_embeddings: Float[Array, "B T D"] | None = None,
+    groups: Int[Array, "B T"] | None = None,
     return_hidden: bool = False,
   ) -> tuple[Float[Array, "B T V"] | Float[Array, "B T D"], KVCache | None]:
     """Runs the decoder.
@@ -96,6 +103,8 @@ class Transformer(nnx.Module):
       segment_ids: packed rows: attention stays inside a segment. Not with a cache.
       input_embeddings: instead of the embedded tokens, scaled as the family scales
         them; see `embed`.
+      groups: tokens of one nonzero group see each other whatever their order (the parts
+        of an image); see `Visibility`.
       return_hidden: stop before the unembedding (see `unembedding`), so that a loss
         never holds [B, T, V].
 
@@ -130,11 +139,12 @@ class Transformer(nnx.Module):
     x = sharding.pin_activations(x.astype(c.dtype), c.sharding)
     by_kind = [rope.angles(positions, c.head_dim, kind.rope) for kind in c.kinds]
     sin_cos = jax.tree.map(lambda *kinds: jnp.stack(kinds), *by_kind)
-    visible = Visibility(index, attention_mask, segment_ids)
+    visible = Visibility(index, attention_mask, segment_ids, groups)
     if cache is not None:
       x, cache = self._run_cached(x, sin_cos, visible, cache)
     else:
       x = self._run(x, sin_cos, visible)
+      dropout.advance(self.layers, x.shape[0])
     with jax.named_scope("final_norm"):
       x = self.norm(x)
     return (x if return_hidden else self.logits(x)), cache
@@ -147,6 +157,10 @@ class Transformer(nnx.Module):
   def _run(self, x, sin_cos, visible):
     """All layers, without a cache."""
     kinds = self.config.layer_kinds
+    adding = qwix_seam.is_initialising(self)
+    if adding and isinstance(self.layers, DecoderLayer):
+      one = lambda layer, x: layer(x, sin_cos, visible)[0]
+      return qwix_seam.run_apart(self.layers, self.config.num_layers, one, x)
 
     def call(graph, kind, state, x):
       return nnx.merge(graph, state)(x, sin_cos, visible, kind=kind)[0]
@@ -166,7 +180,7 @@ class Transformer(nnx.Module):
           steps,
         )
       return x
-    plain = self.config.remat == "none"
+    plain = adding or self.config.remat == "none"
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
         if plain:  # the module itself, so that qwix finds it
@@ -211,10 +225,7 @@ class Transformer(nnx.Module):
       return self
     model = nnx.clone(self)
     layers = self._layer_list()
-    for _, variable in nnx.iter_graph(layers):
-      if isinstance(variable, nnx.Variable):  # one axis less
-        spec = variable.get_metadata("out_sharding")
-        variable.set_metadata(out_sharding=spec[1:])
+    qwix_seam.drop_layer_axis(layers)
     model.layers = nnx.data(nnx.List(layers))
     return model
 
@@ -264,8 +275,8 @@ class Transformer(nnx.Module):
     )
 
   def get_model_input(self) -> dict[str, jax.Array]:
-    """Small arguments of a call, for `qwix.apply_lora_to_model(model.unstack(), ...)`:
-    qwix traces the call, and cannot see through stacked layers or remat."""
+    """Small arguments of a call, for `qwix.apply_lora_to_model(model, provider,
+    **model.get_model_input())`: qwix traces the call (see qwix_seam.py)."""
     tokens = jnp.zeros((1, 2), jnp.int32)
     return {"input_tokens": tokens, "positions": tokens}
 

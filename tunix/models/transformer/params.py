@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
-from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.config import MoEConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,16 @@ def split_layer(path: str) -> tuple[str, int | None]:
   return path, None
 
 
-def place(names: NameTable, path: str, config: TransformerConfig) -> Placement:
+class Stacks(Protocol):
+  """What a configuration says of stacked parameters."""
+
+  @property
+  def moe(self) -> MoEConfig | None: ...
+
+  def layers_of(self, path: str) -> int: ...
+
+
+def place(names: NameTable, path: str, config: Stacks) -> Placement:
   """The tensors of one parameter, of a stacked or an unstacked model.
 
   Raises:
@@ -115,7 +125,7 @@ def place(names: NameTable, path: str, config: TransformerConfig) -> Placement:
       f"parameter {path!r} has no Hugging Face name: add {generic!r} to the family's "
       "name table"
     )
-  num_layers = config.num_layers
+  num_layers = config.layers_of(path)
   num_experts = 0 if config.moe is None else config.moe.num_experts
   stacked, by_expert = layer is None and "{i}" in entry.key, "{e}" in entry.key
   layers: Iterable[int | None] = range(num_layers) if stacked else (layer,)

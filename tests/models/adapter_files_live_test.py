@@ -1,0 +1,123 @@
+"""PEFT and we compute the same with one adapter folder, whoever wrote it.
+
+Runs where the `parity` extra is installed.
+"""
+
+import numpy as np
+import pytest
+
+from tests.models import checkpoints
+from tests.models.lora_test import widen
+from tests.models.parity_live_test import TOKENS, TOLERANCE, read_back, torch_logits
+from tunix.models import lora, lora_modules
+from tunix.models.automodel import AutoModel
+from tunix.models.safetensors_saver import save_pretrained
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+SOURCE = checkpoints.GOLDEN / "qwen3"
+TARGETS = ("q_proj", "o_proj", "gate_proj")
+
+OURS = {
+  "dora": {"use_dora": True},
+  "rslora": {"use_rslora": True},
+  "patterns": {
+    "rank_pattern": {"q_proj": 5, "mlp.gate_proj": 2},
+    "alpha_pattern": {"o_proj": 1.5},
+  },
+  "all": {"use_dora": True, "use_rslora": True, "rank_pattern": {"o_proj": 6}},
+}
+THEIRS = {
+  "dora": {"use_dora": True},
+  "rslora": {"use_rslora": True},
+  "patterns": {
+    "rank_pattern": {"q_proj": 5, "layers.1.mlp.gate_proj": 2},
+    "alpha_pattern": {"o_proj": 1.5, r"layers\.0\.self_attn\.q_proj": 7.0},
+  },
+  "layers": {"layers_to_transform": [1], "use_dora": True},
+}
+
+
+def their_base():
+  return transformers.AutoModelForCausalLM.from_pretrained(SOURCE)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("name", OURS)
+def test_peft_reads_what_we_write(name, stacked, tmp_path):
+  base = AutoModel.from_pretrained(SOURCE)
+  base = base if stacked else base.unstack()
+  config = lora.LoraConfig(rank=3, alpha=6.0, targets=TARGETS, **OURS[name])
+  adapted = widen(lora.apply(base, config))
+  logits = adapted(TOKENS)[0]
+  assert checkpoints.relative(base(TOKENS)[0], logits) > 0.05
+  lora.save_adapter(adapted, tmp_path / "adapter")
+  theirs = peft.PeftModel.from_pretrained(their_base(), tmp_path / "adapter")
+  assert checkpoints.relative(torch_logits(theirs), logits) < TOLERANCE
+  save_pretrained(adapted, tmp_path / "merged")
+  merged = read_back(tmp_path / "merged")
+  assert checkpoints.relative(torch_logits(merged), logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_we_read_what_peft_writes(name, tmp_path):
+  torch.manual_seed(0)
+  config = peft.LoraConfig(
+    r=3,
+    lora_alpha=6.0,
+    target_modules=list(TARGETS),
+    lora_dropout=0.1,
+    task_type="CAUSAL_LM",
+    **THEIRS[name],
+  )
+  theirs = peft.get_peft_model(their_base(), config)
+  with torch.no_grad():
+    for key, value in theirs.named_parameters():
+      if "lora_" in key:
+        value.add_(0.2 * torch.rand_like(value))
+  theirs.save_pretrained(tmp_path / "adapter")
+  logits = torch_logits(theirs)
+  base = AutoModel.from_pretrained(SOURCE)
+  ours = lora.load_adapter(base, tmp_path / "adapter")
+  assert checkpoints.relative(ours(TOKENS)[0], logits) < TOLERANCE
+  assert checkpoints.relative(base(TOKENS)[0], logits) > 0.05
+  assert {m.lora_dropout for m in lora_modules.adapted(ours).values()} == {0.1}
+  single = lora.load_adapter(base.unstack(), tmp_path / "adapter")
+  assert checkpoints.relative(single(TOKENS)[0], logits) < TOLERANCE
+
+  lora.save_adapter(ours, tmp_path / "again")
+  again = peft.PeftModel.from_pretrained(their_base(), tmp_path / "again")
+  assert checkpoints.relative(torch_logits(again), logits) < TOLERANCE
+
+
+def test_dora_s_gradient_is_peft_s(tmp_path):
+  """One step of plain gradient descent on the same loss ends at the same logits."""
+  import jax
+  import jax.numpy as jnp
+  from flax import nnx
+
+  config = lora.LoraConfig(rank=3, alpha=6.0, targets=TARGETS, use_dora=True)
+  adapted = widen(lora.apply(AutoModel.from_pretrained(SOURCE), config))
+  lora.save_adapter(adapted, tmp_path / "adapter")
+  theirs = peft.PeftModel.from_pretrained(
+    their_base(), tmp_path / "adapter", is_trainable=True
+  )
+  out = theirs(torch.tensor(TOKENS, dtype=torch.long)).logits
+  (out**2).mean().backward()
+  graph, params, rest = nnx.split(adapted, nnx.LoRAParam, ...)
+
+  def loss(params):
+    return jnp.mean(nnx.merge(graph, params, rest)(TOKENS)[0] ** 2)
+
+  ours = nnx.merge(graph, jax.grad(loss)(params), rest)
+  layer = theirs.base_model.model.model.layers[1].self_attn.q_proj
+  want = {
+    "lora_a": layer.lora_A["default"].weight.grad.T,
+    "lora_b": layer.lora_B["default"].weight.grad.T,
+    "lora_magnitude": layer.lora_magnitude_vector["default"].weight.grad,
+  }
+  for name, value in want.items():
+    got = getattr(ours.layers.attn.q_proj, name)[...][1]
+    assert checkpoints.relative(got, np.asarray(value)) < 1e-4, name

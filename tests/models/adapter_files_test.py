@@ -1,0 +1,233 @@
+"""PEFT folders of our own making; adapter_files_live_test.py has PEFT read them."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests import toys
+from tests.models import checkpoints
+from tests.models.lora_test import state, widen
+from tunix.models import lora, lora_modules
+from tunix.models.automodel import AutoModel
+from tunix.utils import tree
+
+TOKENS = np.arange(1, 13, dtype=np.int32).reshape(2, 6)
+GOLDEN = checkpoints.GOLDEN / "llama3p1"
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_adapter_survives_the_way_there_and_back(stacked, tmp_path):
+  model = toys.model()
+  model = model if stacked else model.unstack()
+  adapted = toys.model(lora_rank=4)
+  adapted = adapted if stacked else adapted.unstack()
+  lora.save_adapter(adapted, tmp_path / "adapter", base="somewhere")
+  back = lora.load_adapter(model, tmp_path / "adapter")
+  np.testing.assert_array_equal(back(TOKENS)[0], adapted(TOKENS)[0])
+  config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+  assert (config["r"], config["lora_alpha"]) == (4, 8.0)
+  assert config["base_model_name_or_path"] == "somewhere"
+  assert config["target_modules"] == sorted(lora.ALL_LINEAR)
+
+
+def test_loaded_adapter_is_sharded(mesh_fsdp8):
+  model = AutoModel.from_pretrained(GOLDEN, mesh_fsdp8)
+  adapted = lora.load_adapter(model, GOLDEN / "adapter")
+  a = state(adapted, nnx.LoRAParam)["layers.attn.q_proj.lora_a"]
+  assert a.addressable_shards[0].data.shape == (2, 16 // 8, 4)
+
+
+@pytest.fixture
+def adapter(tmp_path):
+  return checkpoints.copy("llama3p1/adapter", tmp_path / "adapter")
+
+
+def set_field(adapter, **fields):
+  path = adapter / "adapter_config.json"
+  path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_rank_stabilised_scale(adapter):
+  set_field(adapter, use_rslora=True)
+  model = lora.load_adapter(AutoModel.from_pretrained(GOLDEN), adapter)
+  # alpha 8, rank 4: 8 / sqrt(4) instead of 8 / 4.
+  assert {m.lora_scale for m in lora_modules.adapted(model).values()} == {4.0}
+
+
+@pytest.mark.parametrize(
+  "fields, message",
+  [
+    ({"use_dora": True}, "lora_magnitude_vector' is missing"),
+    ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+    ({"bias": "all"}, "bias is 'all'"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+    (
+      {"rank_pattern": {"q_proj": 2}},
+      r"lora_A.weight' is of shape \(4, 16\), expected shape \(2, 16\)",
+    ),
+    ({"target_parameters": ["w"]}, r"target_parameters is \['w'\]"),
+    ({"r": None}, "r is missing"),
+    ({"r": 5}, r"lora_A.weight' is of shape \(4, 16\), expected shape \(5, 16\)"),
+  ],
+)
+def test_adapters_that_cannot_be_loaded(adapter, fields, message):
+  set_field(adapter, **fields)
+  with pytest.raises(ValueError, match=message):
+    lora.load_adapter(AutoModel.from_pretrained(GOLDEN), adapter)
+
+
+def test_adapter_tensors_that_do_not_fit(adapter):
+  from safetensors import numpy as st
+
+  model = AutoModel.from_pretrained(GOLDEN)
+  file = adapter / "adapter_model.safetensors"
+  good = st.load_file(file)
+  key = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"
+  st.save_file({k: v for k, v in good.items() if k != key}, file)
+  with pytest.raises(ValueError, match=f"'{key}' is missing.*folder is damaged"):
+    lora.load_adapter(model, adapter)
+  extra = {"base_model.model.lm_head.lora_A.weight": np.ones((4, 16), np.float32)}
+  st.save_file(good | extra, file)
+  with pytest.raises(ValueError, match=r"lm_head.lora_A.weight'\] name no module"):
+    lora.load_adapter(model, adapter)
+  file.unlink()
+  with pytest.raises(FileNotFoundError, match=r"lacks adapter_config\.json or"):
+    lora.load_adapter(model, adapter)
+
+
+def config_of(folder):
+  return json.loads((folder / "adapter_config.json").read_text())
+
+
+def tensors_of(folder):
+  from safetensors import numpy as st
+
+  return st.load_file(folder / "adapter_model.safetensors")
+
+
+VARIANTS = {
+  "rslora": {"use_rslora": True, "alpha": 6.0},
+  "dora": {"use_dora": True, "alpha": 6.0},
+  "dropout": {"dropout": 0.25},
+  "patterns": {
+    "rank_pattern": {"q_proj": 2, r".*down_proj": 5},
+    "alpha_pattern": {"v_proj": 12.0},
+  },
+  "all": {
+    "use_rslora": True,
+    "use_dora": True,
+    "dropout": 0.5,
+    "rank_pattern": {"attn.q_proj": 2},
+    "alpha_pattern": {"mlp.up_proj": 1.0},
+  },
+}
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_option_survives_the_way_there_and_back(name, stacked, tmp_path):
+  model = toys.model()
+  model = model if stacked else model.unstack()
+  adapted = widen(lora.apply(model, lora.LoraConfig(rank=3, **VARIANTS[name])))
+  lora.save_adapter(adapted, tmp_path / "one")
+  back = lora.load_adapter(model, tmp_path / "one")
+  np.testing.assert_array_equal(back(TOKENS)[0], adapted(TOKENS)[0])
+  fields = ("lora_scale", "lora_dropout", "lora_rslora")
+  want = lora_modules.adapted(adapted)
+  for path, linear in lora_modules.adapted(back).items():
+    for field in fields:
+      assert getattr(linear, field) == pytest.approx(getattr(want[path], field))
+  lora.save_adapter(back, tmp_path / "two")
+  assert config_of(tmp_path / "one") == config_of(tmp_path / "two")
+
+
+def test_fields_of_the_config(tmp_path):
+  adapted = lora.apply(
+    toys.model(), lora.LoraConfig(rank=3, alpha=4.0, **VARIANTS["patterns"])
+  )
+  lora.save_adapter(widen(adapted), tmp_path / "a")
+  config = config_of(tmp_path / "a")
+  assert (config["r"], config["lora_alpha"]) == (3, 4.0)
+  assert config["rank_pattern"] == {"q_proj": 2, "down_proj": 5}
+  assert config["alpha_pattern"] == {"v_proj": 12.0}
+  assert not config["use_dora"] and not config["use_rslora"]
+  lora.save_adapter(
+    lora.apply(
+      toys.model(),
+      lora.LoraConfig(rank=4, alpha=6.0, use_rslora=True, use_dora=True, dropout=0.1),
+    ),
+    tmp_path / "b",
+  )
+  config = config_of(tmp_path / "b")
+  assert config["use_rslora"] and config["use_dora"]
+  assert (config["lora_alpha"], config["lora_dropout"]) == (6.0, 0.1)
+  name = "base_model.model.model.layers.1.mlp.up_proj.lora_magnitude_vector"
+  assert tensors_of(tmp_path / "b")[name].shape == (64,)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_an_adapter_of_some_layers_on_a_stacked_model(use_dora, tmp_path):
+  single = toys.model().unstack()
+  config = lora.LoraConfig(
+    rank=2,
+    use_dora=use_dora,
+    targets=(r"layers\.1\..*_proj", r"layers\.0\.attn\.q_proj"),
+    rank_pattern={r"layers\.0\.attn\.q_proj": 3},
+    alpha_pattern={r"layers\.0\.attn\.q_proj": 9.0},
+  )
+  adapted = widen(lora.apply(single, config))
+  lora.save_adapter(adapted, tmp_path / "one")
+  stacked = lora.load_adapter(toys.model(), tmp_path / "one")
+  assert checkpoints.relative(stacked(TOKENS)[0], adapted(TOKENS)[0]) < 1e-6
+  assert checkpoints.relative(single(TOKENS)[0], adapted(TOKENS)[0]) > 0.01
+  # A layer without an adapter gets none by training either.
+  graph, params, rest = nnx.split(stacked, nnx.LoRAParam, ...)
+  gradient = jax.grad(lambda p: jnp.var(nnx.merge(graph, p, rest)(TOKENS)[0]))(params)
+  for path, value in tree.flatten(gradient).items():
+    zero = not np.any(np.asarray(value)[0])
+    assert zero == ("q_proj" not in path), path
+    assert np.any(np.asarray(value)[1]), path
+  lora.save_adapter(stacked, tmp_path / "two")
+  one, two = tensors_of(tmp_path / "one"), tensors_of(tmp_path / "two")
+  assert one.keys() == two.keys()
+  assert {k: v.shape for k, v in one.items()} == {k: v.shape for k, v in two.items()}
+  again = lora.load_adapter(toys.model(), tmp_path / "two")
+  np.testing.assert_array_equal(again(TOKENS)[0], stacked(TOKENS)[0])
+  configs = config_of(tmp_path / "one"), config_of(tmp_path / "two")
+  for config in configs:  # a stack has one scale: B has taken over the difference
+    del config["alpha_pattern"]
+  assert configs[0] == configs[1]
+  assert configs[0]["rank_pattern"] == {"model.layers.0.self_attn.q_proj": 3}
+  assert len(configs[0]["target_modules"]) == 8
+
+
+def test_adapters_that_cannot_share_a_folder(tmp_path):
+  adapted = toys.model(lora_rank=2)
+  lora_modules.adapted(adapted)["layers.attn.q_proj"].lora_dropout = 0.5
+  with pytest.raises(ValueError, match=r"dropout is \[0.0, 0.5\] cannot be saved in"):
+    lora.save_adapter(adapted, tmp_path / "adapter")
+  assert not (tmp_path / "adapter").exists()
+
+
+def test_one_pair_for_each_expert(tmp_path):
+  """[L, E, in, out] kernels, whose names are layer-major."""
+  model = AutoModel.from_pretrained(checkpoints.GOLDEN / "qwen3_moe")
+  config = lora.LoraConfig(rank=2, targets=("experts.gate_proj",), use_dora=True)
+  adapted = widen(lora.apply(model, config))
+  lora.save_adapter(adapted, tmp_path / "adapter")
+  saved = tensors_of(tmp_path / "adapter")
+  assert len(saved) == 3 * 2 * 6
+  want = lora_modules.adapted(adapted)["layers.mlp.experts.gate_proj"]
+  key = "base_model.model.model.layers.1.mlp.experts.2.gate_proj.lora_A.weight"
+  np.testing.assert_array_equal(saved[key], lora_modules.pair_of(want)[0][1, 2].T)
+  back = lora.load_adapter(model, tmp_path / "adapter")
+  for path, value in state(back, nnx.LoRAParam).items():
+    np.testing.assert_array_equal(value, state(adapted, nnx.LoRAParam)[path])
+  merged = lora.merge(back)
+  assert merged.layers.mlp.experts.gate_proj.kernel.shape == (2, 6, 16, 12)
+  assert checkpoints.relative(merged(TOKENS)[0], adapted(TOKENS)[0]) < 1e-5
+  assert checkpoints.relative(model(TOKENS)[0], adapted(TOKENS)[0]) > 1e-3

@@ -1,0 +1,370 @@
+"""Adapters as PEFT folders: `adapter_config.json` and one safetensors file.
+
+PEFT keeps one adapter for each tensor of the checkpoint (each layer, each expert); our
+modules may be stacked. A tensor without an adapter becomes zeros in its place of the
+stack, and one of a smaller rank is padded with zeros: both get no gradient, and are
+left out again when the adapter is saved.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tunix.models import families, lora_modules, tensor_files
+from tunix.models.families import Family
+from tunix.models.lora_modules import Adapter
+from tunix.models.tensor_files import NewTensor, StoredTensor
+from tunix.models.transformer import hf_config, params
+from tunix.models.transformer.layers import Linear
+from tunix.models.transformer.model import Transformer
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_MAGNITUDE = "lora_magnitude_vector"
+# Options of PEFT adapters whose values change the mathematics, and what we do.
+_PEFT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+  "peft_type": ("LORA",),
+  "fan_in_fan_out": (False, None),
+  "lora_bias": (False, None),
+  "bias": ("none", None),
+  "modules_to_save": (None, []),
+  "target_parameters": (None, []),
+  "trainable_token_indices": (None,),
+  "layer_replication": (None,),
+}
+
+
+class _Part(NamedTuple):
+  """The adapter of one tensor of the checkpoint.
+
+  Attributes:
+    name: of the module in Hugging Face's words.
+    a, b, magnitude: [in, r], [r, out], [out] or None.
+    scale: of A B.
+  """
+
+  name: str
+  a: np.ndarray
+  b: np.ndarray
+  magnitude: np.ndarray | None
+  scale: float
+
+
+def _names(model: Transformer, family: Family, path: str) -> list[str]:
+  """The Hugging Face modules that one of ours is made of, in its stack's order."""
+  place = params.place(family.names, f"{path}.kernel", model.config)
+  return [key.removesuffix(".weight") for key in place.keys]
+
+
+# Saving.
+
+
+def save_adapter(
+  model: Transformer,
+  folder: str | os.PathLike[str],
+  *,
+  base: str | None = None,
+  family: Family | None = None,
+) -> None:
+  """Writes the adapters as a PEFT folder.
+
+  Args:
+    model: adapted; unchanged.
+    folder: where to; see `tensor_files.staged_folder`.
+    base: name or folder of the base model, recorded for readers.
+    family: the kind of model; None: found by the config's class.
+
+  Raises:
+    ValueError: the model has no adapters, or they differ in what PEFT has one value
+      for: dropout, and whether there are magnitudes.
+    OSError: the disk is full or not writable.
+  """
+  lora_modules.require_adapters(model)
+  family = family or families.of_config(model.config)
+  adapters = lora_modules.adapted(model)
+  dropout = _common(adapters, "dropout", lambda x: x.lora_dropout)
+  use_dora = _common(adapters, "use_dora", lambda x: x.lora_magnitude is not None)
+  rslora = all(x.lora_rslora for x in adapters.values())
+  parts = {
+    path: list(_parts(linear, _names(model, family, path)))
+    for path, linear in adapters.items()
+  }
+  config = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "base_model_name_or_path": base,
+    **_sizes([part for group in parts.values() for part in group], rslora),
+    "target_modules": _peft_targets(model, family, parts),
+    "lora_dropout": dropout,
+    "use_rslora": rslora,
+    "use_dora": use_dora,
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "inference_mode": True,
+  }
+  tensors = [x for group in parts.values() for part in group for x in _tensors(part)]
+  with tensor_files.staged_folder(pathlib.Path(folder)) as staging:
+    tensor_files.write_file(staging / WEIGHTS_FILE, tensors)
+    (staging / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
+  values = {of(linear) for linear in adapters.values()}
+  if len(values) > 1:
+    raise ValueError(
+      f"adapters whose {what} is {sorted(values)} cannot be saved in one folder: give "
+      "all of them one value"
+    )
+  return values.pop()
+
+
+def _parts(linear: Linear, names: list[str]) -> Iterable[_Part]:
+  """The adapters of a module, tensor by tensor, without the padding."""
+  a, b = (np.asarray(x) for x in lora_modules.pair_of(linear))
+  a, b = (x.reshape(-1, *x.shape[-2:]) for x in (a, b))
+  magnitude = lora_modules.magnitude_of(linear)
+  magnitudes = None
+  if magnitude is not None:
+    magnitudes = np.asarray(magnitude).reshape(-1, magnitude.shape[-1])
+  for i, name in enumerate(names):
+    used = np.flatnonzero(np.any(a[i] != 0, axis=0) | np.any(b[i] != 0, axis=1))
+    m = None if magnitudes is None else magnitudes[i]
+    if not used.size and (m is None or not np.any(m)):
+      continue
+    rank = int(used[-1]) + 1 if used.size else a.shape[-1]
+    yield _Part(name, a[i][:, :rank], b[i][:rank], m, linear.lora_scale)
+
+
+def _tensors(part: _Part) -> list[NewTensor]:
+  name = _PREFIX + part.name
+  out = [
+    NewTensor(
+      f"{name}.lora_{side}.weight",
+      value.dtype,
+      value.shape[::-1],
+      functools.partial(np.transpose, value),
+    )
+    for side, value in (("A", part.a), ("B", part.b))
+  ]
+  if (m := part.magnitude) is not None:
+    out.append(NewTensor(f"{name}.{_MAGNITUDE}", m.dtype, m.shape, lambda: m))
+  return out
+
+
+def _sizes(parts: list[_Part], rslora: bool) -> dict[str, Any]:
+  """PEFT's r and lora_alpha, the most common ones, and patterns for the others."""
+  if not parts:
+    raise ValueError("every adapter is zero throughout: there is nothing to save")
+  ranks = {part.name: part.b.shape[0] for part in parts}
+  alphas = {
+    part.name: part.scale
+    * (math.sqrt(ranks[part.name]) if rslora else ranks[part.name])
+    for part in parts
+  }
+  out: dict[str, Any] = {}
+  for field, pattern, values in (
+    ("r", "rank_pattern", ranks),
+    ("lora_alpha", "alpha_pattern", alphas),
+  ):
+    common = collections.Counter(values.values()).most_common(1)[0][0]
+    out[field] = common
+    out[pattern] = _patterns(values, common)
+  return out
+
+
+def _patterns(values: dict[str, Any], common: Any) -> dict[str, Any]:
+  """What differs from the common value: by last name where it is the same in all
+  layers, else by full name."""
+  by_name: dict[str, set[Any]] = {}
+  for name, value in values.items():
+    by_name.setdefault(name.rpartition(".")[2], set()).add(value)
+  out = {}
+  for name, value in values.items():
+    short = name.rpartition(".")[2]
+    if len(by_name[short]) == 1 and value != common:
+      out[short] = value
+    elif value != common:
+      out[name] = value
+  return out
+
+
+def _peft_targets(
+  model: Transformer, family: Family, parts: Mapping[str, list[_Part]]
+) -> list[str]:
+  """PEFT's target_modules: last parts, or full names when only some layers have
+  an adapter."""
+  full = {part.name for group in parts.values() for part in group}
+  short = {name.rpartition(".")[2] for name in full}
+  for path in lora_modules.adaptable(model):
+    same = [x for x in _names(model, family, path) if x.rpartition(".")[2] in short]
+    if not full.issuperset(same):
+      return sorted(full)
+  return sorted(short)
+
+
+# Loading.
+
+
+def load_adapter(
+  model: Transformer,
+  folder: str | os.PathLike[str],
+  *,
+  seed: int = 0,
+  family: Family | None = None,
+) -> Transformer:
+  """A model with the adapters of a PEFT folder, sharing the weights of `model`.
+
+  The folder may adapt some of the layers only, and have ranks and alphas by pattern.
+
+  Args:
+    model: not adapted yet; unchanged.
+    folder: what `save_adapter` or PEFT wrote.
+    seed: of the dropout masks, when the adapter is trained on.
+    family: the kind of model; None: found by the config's class.
+
+  Raises:
+    FileNotFoundError: no such folder, or one of its files is missing.
+    ValueError: an option of PEFT that the decoder does not do, a tensor that is
+      missing, has another shape or names a module that cannot be adapted, or a model
+      that has adapters already.
+  """
+  path = pathlib.Path(folder)
+  if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
+    raise FileNotFoundError(
+      f"{path} lacks {CONFIG_FILE} or {WEIGHTS_FILE}: give a folder that save_adapter "
+      "or PEFT wrote"
+    )
+  lora_modules.require_bare(model)
+  peft = tensor_files.read_json(path / CONFIG_FILE)
+  for field, accepted in _PEFT_SUPPORTED.items():
+    if peft.get(field, accepted[0]) not in accepted:
+      raise ValueError(
+        f"{path / CONFIG_FILE}: {field} is {peft[field]!r}, supported is only "
+        f"{accepted[0]!r}"
+      )
+  tensors = tensor_files.read_header(path / WEIGHTS_FILE)
+  family = family or families.of_config(model.config)
+  adapters = _read(model, family, tensors, peft)
+  key = jax.random.fold_in(jax.random.key(seed), 1)
+  return lora_modules.attach(model, lora_modules.placed(model, adapters), key)
+
+
+def _read(
+  model: Transformer,
+  family: Family,
+  tensors: Mapping[str, StoredTensor],
+  peft: dict[str, Any],
+) -> dict[str, Adapter]:
+  """The adapter of every module that the tensors name."""
+  out: dict[str, Adapter] = {}
+  used: set[str] = set()
+  modules = lora_modules.adaptable(model)
+  for path, linear in modules.items():
+    found = []
+    for name in _names(model, family, path):
+      keys = _keys(name, bool(peft.get("use_dora")))
+      if tensors.keys().isdisjoint(keys):
+        found.append(None)
+        continue
+      found.append(_read_part(name, linear.kernel.shape[-2:], tensors, peft))
+      used.update(keys)
+    if any(part is not None for part in found):
+      out[path] = _stacked(found, linear.kernel.shape, peft)
+  unused = sorted(tensors.keys() - used)
+  if unused or not out:
+    raise ValueError(
+      f"adapter tensors {unused[:3]} name no module that can be adapted; modules are "
+      f"{', '.join(modules)}"
+    )
+  return out
+
+
+def _keys(name: str, use_dora: bool) -> list[str]:
+  fields = ["lora_A.weight", "lora_B.weight"] + [_MAGNITUDE] * use_dora
+  return [f"{_PREFIX}{name}.{field}" for field in fields]
+
+
+def _read_part(
+  name: str,
+  shape: tuple[int, ...],
+  tensors: Mapping[str, StoredTensor],
+  peft: dict[str, Any],
+) -> _Part:
+  rank = _pattern_value(peft, "rank_pattern", name, hf_config.integer(peft, "r"))
+  alpha = hf_config.number(peft, "lora_alpha")
+  alpha = _pattern_value(peft, "alpha_pattern", name, alpha)
+  rows, columns = shape
+  keys = _keys(name, bool(peft.get("use_dora")))
+  a, b, *magnitude = (
+    _tensor(tensors, key, expected)
+    for key, expected in zip(keys, ((rank, rows), (columns, rank), (columns,)))
+  )
+  scale = alpha / (math.sqrt(rank) if peft.get("use_rslora") else rank)
+  return _Part(name, a.T, b.T, magnitude[0] if magnitude else None, scale)
+
+
+def _pattern_value(peft: dict[str, Any], field: str, name: str, default: Any) -> Any:
+  """PEFT takes the first pattern that the end of a module's name matches."""
+  for pattern, value in (peft.get(field) or {}).items():
+    if re.fullmatch(rf"(.*\.)?({pattern})", name):
+      return value
+  return default
+
+
+def _tensor(
+  tensors: Mapping[str, StoredTensor], key: str, shape: tuple[int, ...]
+) -> np.ndarray:
+  tensor = tensors.get(key)
+  if tensor is None or tensor.shape != shape:
+    found = "missing" if tensor is None else f"of shape {tensor.shape}"
+    raise ValueError(
+      f"adapter tensor {key!r} is {found}, expected shape {shape}: the adapter belongs "
+      "to another model, or the folder is damaged"
+    )
+  return tensor.map()
+
+
+def _stacked(
+  parts: list[_Part | None], shape: tuple[int, ...], peft: dict[str, Any]
+) -> Adapter:
+  """The parts in their places of the stack, padded to the largest rank."""
+  there = [part for part in parts if part is not None]
+  rank = max(part.b.shape[0] for part in there)
+  scale = there[0].scale
+  *stack, rows, columns = shape
+  dtype = there[0].a.dtype
+  a = np.zeros((len(parts), rows, rank), dtype)
+  b = np.zeros((len(parts), rank, columns), dtype)
+  m = None
+  if (magnitude := there[0].magnitude) is not None:
+    m = np.zeros((len(parts), columns), magnitude.dtype)
+  for i, part in enumerate(parts):
+    if part is None:
+      continue
+    used = part.b.shape[0]
+    a[i, :, :used] = part.a
+    # One scale for the stack: B takes what is different.
+    b[i, :used] = part.b if part.scale == scale else part.b * (part.scale / scale)
+    if m is not None:
+      m[i] = part.magnitude
+  return Adapter(
+    a=a.reshape(*stack, rows, rank),
+    b=b.reshape(*stack, rank, columns),
+    magnitude=None if m is None else m.reshape(*stack, columns),
+    scale=scale,
+    dropout=float(peft.get("lora_dropout") or 0.0),
+    rslora=bool(peft.get("use_rslora")),
+  )

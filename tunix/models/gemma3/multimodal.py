@@ -1,0 +1,116 @@
+"""Gemma 3 with images: the text model, the vision tower and the projector together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from tunix.models.gemma3.image_tokens import ImageTokens, image_groups, scatter_images
+from tunix.models.gemma3.model import Gemma3, ModelConfig
+from tunix.models.gemma3.vision import Projector, VisionConfig, VisionTower
+from tunix.models.transformer.cache import KVCache
+
+# The sizes whose checkpoints see.
+SIZES = ("gemma3_4b", "gemma3_12b", "gemma3_27b")
+
+_VISION = VisionConfig()
+_TOKENS = ImageTokens()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultimodalConfig(ModelConfig):
+  """`ModelConfig` of a Gemma 3 that takes images; its class methods are those from 4B.
+
+  Attributes:
+    vision: shape of the tower. Its dtypes, remat, scanning and sharding are those of
+      this configuration.
+    image_tokens: the ids around an image.
+  """
+
+  vision: VisionConfig = _VISION
+  image_tokens: ImageTokens = _TOKENS
+
+  def layers_of(self, path: str) -> int:
+    """Layers in the stack that holds the parameter `path`."""
+    in_tower = path.startswith("vision_tower.")
+    return self.vision.num_layers if in_tower else self.num_layers
+
+
+class MultimodalGemma3(Gemma3):
+  """A Gemma 3 model with images; see `Transformer`.
+
+  Attributes:
+    vision_tower, multi_modal_projector: pixels -> soft tokens.
+  """
+
+  config: MultimodalConfig
+
+  def __init__(self, config: MultimodalConfig, *, rngs: nnx.Rngs):
+    super().__init__(config, rngs=rngs)
+    vision = dataclasses.replace(
+      config.vision,
+      dtype=config.dtype,
+      param_dtype=config.param_dtype,
+      remat=config.remat,
+      scan_layers=config.scan_layers,
+      sharding=config.sharding,
+    )
+    self.vision_tower = VisionTower(vision, rngs=rngs)
+    self.multi_modal_projector = Projector(vision, config.embed_dim, rngs=rngs)
+
+  def __call__(
+    self,
+    input_tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"] | None = None,
+    cache: KVCache | None = None,
+    attention_mask: Bool[Array, "B T S"] | None = None,
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    images: jax.Array | None = None,
+    **options: Any,
+  ) -> tuple[jax.Array, KVCache | None]:
+    """`Transformer.__call__` with images.
+
+    Args:
+      input_tokens, positions, cache, attention_mask, segment_ids, options: as there.
+      images: pixels in [-1, 1] (see `images.preprocess`): [n, S, S, 3] in the order of
+        the batch's soft tokens, or [B, M, S, S, 3] by row, which stays right when a
+        batch is cut. None: soft tokens are looked up like any other token.
+        `image_tokens.check_images` finds rows and images that do not match; here such
+        rows become NaN. With a cache: the prefill, with all of each image in it.
+
+    Raises:
+      ValueError: see `Transformer`; or images beside `input_embeddings` or `groups`.
+    """
+    if images is not None:
+      if {"input_embeddings", "groups"} & options.keys():
+        raise ValueError(
+          "images cannot be combined with input_embeddings or groups, which are made "
+          "from them"
+        )
+      soft = self.config.image_tokens.soft
+      # The soft token may lie outside the vocabulary; its embedding is replaced.
+      x = self.embed(jnp.where(input_tokens == soft, 0, input_tokens))
+      features = self.image_features(images)
+      options["input_embeddings"] = scatter_images(x, input_tokens, features, soft)
+      options["groups"] = image_groups(input_tokens, soft)
+    return super().__call__(
+      input_tokens,
+      positions,
+      cache,
+      attention_mask,
+      segment_ids=segment_ids,
+      **options,
+    )
+
+  def image_features(self, images: Float[Array, "*n S S 3"]) -> Float[Array, "*n K D"]:
+    """Soft tokens of images."""
+    with jax.named_scope("vision"):
+      lead, flat = images.shape[:-3], images.reshape(-1, *images.shape[-3:])
+      features = self.multi_modal_projector(self.vision_tower(flat))
+      return features.reshape(*lead, *features.shape[1:])

@@ -1,0 +1,158 @@
+"""A model whose layers' kernels take 4 or 8 bits: the base of QLoRA.
+
+    small = quantisation.quantise(model, "nf4")
+    adapted = lora.apply(small, lora.LoraConfig(rank=16))
+
+QLoRA: Dettmers et al. 2023, arXiv:2305.14314. Embedding, unembedding, norms and biases
+keep their dtype. What a kernel becomes is in transformer/quantised.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tunix.models import lora_modules
+from tunix.models.transformer import quantised
+from tunix.models.transformer.layers import Linear, param
+from tunix.models.transformer.model import Transformer
+from tunix.models.transformer.quantised import QuantisationConfig, QuantisedKernel
+from tunix.utils import mesh as mesh_lib
+
+__all__ = ["QuantisationConfig", "dequantise", "is_quantised", "quantise"]
+
+
+def as_config(config: QuantisationConfig | str) -> QuantisationConfig:
+  """A method's name ("nf4", "int4", "int8") stands for its defaults.
+
+  Raises:
+    ValueError: an unknown name.
+  """
+  return QuantisationConfig(method=config) if isinstance(config, str) else config
+
+
+def quantise(
+  model: Transformer,
+  config: QuantisationConfig | str,
+  *,
+  targets: tuple[str, ...] | None = None,
+) -> Transformer:
+  """A model with quantised kernels that shares all else with `model`.
+
+  One kernel is converted at a time. `AutoModel.from_pretrained(..., quantise=)` does it
+  while reading, and never holds the whole model at full size.
+
+  Args:
+    model: without adapters, its kernels not quantised yet; unchanged.
+    config: the method, or all of it.
+    targets: names or patterns as in `LoraConfig.targets`; None: every linear map of
+      the layers but the routers of experts, which are small and decide much.
+
+  Raises:
+    ValueError: a target matches nothing, blocks do not divide a kernel, or the model
+      has adapters or quantised kernels.
+  """
+  config = as_config(config)
+  lora_modules.require_bare(model)
+  if is_quantised(model):
+    raise ValueError("the model is quantised already: call quantisation.dequantise")
+  out = lora_modules.copy(model)
+  modules = lora_modules.adaptable(out)
+  chosen = [path for path in modules if not _is_router(path)]
+  for path in chosen if targets is None else lora_modules.select(model, targets):
+    linear = modules[path]
+    assert isinstance(linear.kernel, nnx.Param)
+    spec = linear.kernel.get_metadata("out_sharding")
+    linear.kernel = nnx.data(quantise_kernel(linear.kernel[...], spec, config))
+  return out
+
+
+def quantise_kernel(
+  kernel: jax.Array, spec: tuple[Any, ...], config: QuantisationConfig
+) -> QuantisedKernel:
+  """One kernel, [*stack, in, out], quantised on the devices that hold it.
+
+  Raises:
+    ValueError: blocks do not divide it.
+  """
+  block = config.block_of(kernel.shape[-2])
+  static = config.method, block, jnp.dtype(config.scale_dtype)
+  where = None
+  if (mesh := mesh_lib.mesh_of(kernel)) is not None:
+    shapes = jax.eval_shape(lambda w: quantised.encode(w, *static), kernel)
+    where = tuple(mesh_lib.sharding_of_spec(spec, x.shape, mesh) for x in shapes)
+  encode = jax.jit(quantised.encode, static_argnums=(1, 2, 3), out_shardings=where)
+  codes, scales = encode(kernel, *static)
+  return QuantisedKernel(
+    param(codes, spec), param(scales, spec), method=config.method, dtype=kernel.dtype
+  )
+
+
+def dequantise(model: Transformer) -> Transformer:
+  """A model whose kernels are arrays again, adapters kept; shares all else.
+
+  Raises:
+    ValueError: no kernel is quantised.
+  """
+  if not is_quantised(model):
+    raise ValueError("the model is not quantised: there is nothing to dequantise")
+  out = lora_modules.copy(model)
+  for linear in lora_modules.linears(out).values():
+    dequantise_kernel(linear)
+  return out
+
+
+def dequantise_kernel(linear: Linear) -> None:
+  """Replaces a module's quantised kernel by an array, in place."""
+  if isinstance(linear.kernel, QuantisedKernel):
+    spec = linear.kernel.get_metadata("out_sharding")
+    dense = lora_modules.dense_kernel(linear, linear.kernel.dtype)
+    linear.kernel = nnx.data(param(dense, spec))
+
+
+def is_quantised(model: Transformer) -> bool:
+  """Whether a kernel of the model is stored in 4 or 8 bits."""
+  return any(map(lora_modules.is_quantised, lora_modules.linears(model).values()))
+
+
+def _is_router(path: str) -> bool:
+  return path.rpartition(".")[2] in ("router", "gate")
+
+
+class OnLoad:
+  """Quantises kernels as they are read: the peak is the quantised model and one
+  parameter. `packed` stands between a loader and each array, `finish` ends the load.
+
+  Args:
+    config: the method, or all of it.
+    model: of shapes, as it is about to be loaded.
+  """
+
+  def __init__(self, config: QuantisationConfig | str, model: Transformer):
+    self.config = as_config(config)
+    self.specs = {
+      f"{path}.kernel": linear.kernel.get_metadata()["out_sharding"]
+      for path, linear in lora_modules.adaptable(model).items()
+      if not _is_router(path)
+    }
+    self.kernels: dict[str, QuantisedKernel] = {}
+
+  def packed(self, path: str, value: jax.Array) -> jax.Array:
+    """The array, or a small one that stands for it until `finish`."""
+    if path not in self.specs:
+      return value
+    kernel = quantise_kernel(value, self.specs[path], self.config)
+    # Else reading runs ahead of the device, which then holds several full parameters.
+    jax.block_until_ready(kernel.codes[...])
+    self.kernels[path.removesuffix(".kernel")] = kernel
+    return kernel.scales[...]
+
+  def finish(self, model: Transformer) -> Transformer:
+    """The loaded model with its quantised kernels."""
+    modules = lora_modules.linears(model)
+    for path, kernel in self.kernels.items():
+      modules[path].kernel = nnx.data(kernel)
+    return model

@@ -1,0 +1,173 @@
+"""Kernels in 4 or 8 bits: how a number becomes a code, and back.
+
+- nf4: the 16 quantiles of a normal distribution (QLoRA, Dettmers et al. 2023,
+  arXiv:2305.14314, appendix E) times the largest absolute value of a block of inputs.
+- int4, int8: whole numbers in +-7 or +-127, times a scale per block or per output.
+
+Two 4-bit codes share a byte. That is why this is not qwix's `QArray`, which holds them
+as uint4 and int4: orbax cannot save uint4, and the CPU backend gives each a whole byte
+(65,536 bytes for a [2, 256, 128] kernel, 32,768 here). Its error is the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+METHODS = ("nf4", "int4", "int8")
+
+_NF4 = (
+  *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+  *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+  *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634),
+  *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
+  *(0.7229568362236023, 1.0),
+)
+_LARGEST = {"nf4": 1.0, "int4": 7.0, "int8": 127.0}
+_BLOCKS = {"nf4": 64, "int4": 64, "int8": None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantisationConfig:
+  """How kernels are stored.
+
+  Attributes:
+    method: "nf4", "int4" or "int8".
+    block: inputs that share a scale; None: 64 for 4 bits, all inputs for int8. A
+      kernel with fewer inputs is one block.
+    scale_dtype: of the scales: float32, or bfloat16 for 0.25 bit less a weight in
+      blocks of 64.
+  """
+
+  method: str = "nf4"
+  block: int | None = None
+  scale_dtype: DTypeLike = jnp.float32
+
+  def __post_init__(self):
+    if self.method not in METHODS:
+      raise ValueError(
+        f"quantisation method {self.method!r} is unknown: use one of "
+        f"{', '.join(METHODS)}"
+      )
+    if self.block is not None and (self.block < 2 or self.block % 2):
+      raise ValueError(f"block is {self.block}, it must be even and at least 2")
+    if not jnp.issubdtype(self.scale_dtype, jnp.floating):
+      raise ValueError(f"scale_dtype is {self.scale_dtype}: use float32 or bfloat16")
+
+  def block_of(self, rows: int) -> int:
+    """Inputs that share a scale in a kernel of `rows` inputs.
+
+    Raises:
+      ValueError: blocks do not divide the inputs, or 4-bit codes do not pair up.
+    """
+    block = self.block or _BLOCKS[self.method] or rows
+    block = min(block, rows)
+    if rows % block or (self.method != "int8" and rows % 2):
+      raise ValueError(
+        f"{rows} inputs cannot be cut into blocks of {block} for {self.method}: set "
+        "another block, or leave the module out of the targets"
+      )
+    return block
+
+
+def encode(
+  kernel: jax.Array, method: str, block: int, scale_dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+  """[.., in, out] -> (codes, scales): codes are int8 [.., in, out] for int8, else
+  uint8 [.., in / 2, out]; scales [.., in / block, out]."""
+  *lead, rows, columns = kernel.shape
+  blocks = kernel.astype(jnp.float32).reshape(*lead, rows // block, block, columns)
+  scales = jnp.max(jnp.abs(blocks), axis=-2) / _LARGEST[method]
+  scales = scales.astype(scale_dtype)
+  divisor = scales.astype(jnp.float32)[..., None, :]
+  x = blocks / jnp.where(divisor > 0, divisor, 1.0)
+  x = x.reshape(*lead, rows, columns)
+  if method == "nf4":
+    table = np.asarray(_NF4, np.float32)
+    # The nearest entry is the number of midpoints below; a sum of comparisons fuses,
+    # where an argmin over 16 distances would hold 16 kernels.
+    codes = jnp.zeros(x.shape, jnp.uint8)
+    for middle in (table[1:] + table[:-1]) / 2:
+      codes = codes + (x > middle).astype(jnp.uint8)
+    return _pack(codes), scales
+  largest = _LARGEST[method]
+  whole = jnp.clip(jnp.round(x), -largest, largest).astype(jnp.int8)
+  if method == "int8":
+    return whole, scales
+  return _pack((whole + 8).astype(jnp.uint8)), scales
+
+
+def decode(codes: jax.Array, scales: jax.Array, method: str, dtype: Any) -> jax.Array:
+  """The kernel that `encode` stored, [.., in, out]."""
+  if method == "int8":
+    values = codes.astype(jnp.float32)
+  elif method == "int4":
+    values = _unpack(codes).astype(jnp.float32) - 8.0
+  else:
+    values = jnp.asarray(_NF4, jnp.float32)[_unpack(codes)]
+  *lead, columns = (*values.shape[:-2], values.shape[-1])
+  blocks = values.reshape(*lead, scales.shape[-2], -1, columns)
+  blocks = blocks * scales.astype(jnp.float32)[..., None, :]
+  return blocks.reshape(values.shape).astype(dtype)
+
+
+def _pack(codes: jax.Array) -> jax.Array:
+  """Neighbouring inputs share a byte, so that a shard of inputs is a shard of bytes."""
+  return codes[..., 0::2, :] | (codes[..., 1::2, :] << 4)
+
+
+def _unpack(codes: jax.Array) -> jax.Array:
+  pairs = jnp.stack([codes & 15, codes >> 4], axis=-2)
+  return pairs.reshape(*codes.shape[:-2], -1, codes.shape[-1])
+
+
+class QuantisedKernel(nnx.Module):
+  """What stands in a `Linear` in place of its kernel; never trained.
+
+  Attributes:
+    codes, scales: see `encode`.
+    method: "nf4", "int4" or "int8".
+    dtype: of the kernel that was quantised, and is given back.
+  """
+
+  def __init__(
+    self, codes: nnx.Param, scales: nnx.Param, *, method: str, dtype: DTypeLike
+  ):
+    self.codes = codes
+    self.scales = scales
+    self.method = method
+    self.dtype = jnp.dtype(dtype)
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """Of the kernel, [*stack, in, out]."""
+    *lead, rows, columns = self.codes.shape
+    return (*lead, rows if self.method == "int8" else 2 * rows, columns)
+
+  def get_metadata(self, name: str | None = None) -> Any:
+    """The codes' metadata: `out_sharding` has an entry for each axis of the kernel."""
+    return self.codes.get_metadata() if name is None else self.codes.get_metadata(name)
+
+  def __getitem__(self, _: Any) -> jax.Array:
+    """The whole kernel, dequantised."""
+    return decode(self.codes[...], self.scales[...], self.method, self.dtype)
+
+  def product(
+    self, x: jax.Array, product: Callable[[jax.Array, jax.Array], jax.Array]
+  ) -> jax.Array:
+    """product(x, kernel). The backward pass dequantises again: kept from the forward
+    pass, the kernels of all layers would lie in memory at full size."""
+    method = self.method
+
+    @jax.checkpoint
+    def run(x, codes, scales):
+      return product(x, decode(codes, scales, method, x.dtype))
+
+    return run(x, self.codes[...], self.scales[...])

@@ -1,0 +1,96 @@
+"""How `qwix.apply_lora_to_model` gets at stacked layers. Needs no qwix.
+
+qwix adds parameters while it traces one call of the model: to the module whose method
+multiplies by a weight. Inside a scan or a remat that module is a temporary copy, and
+what is added to it would be lost. So during that one call, which qwix marks on every
+module, the layers run one by one as modules of their own; what was added to them is
+then stacked and kept in the stack. Later calls scan as ever: each layer's slice holds
+its own slice of the additions, where qwix looks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+Additions = dict[tuple[tuple[Any, ...], str], Any]
+
+
+def is_initialising(model: nnx.Module) -> bool:
+  """Whether this call is the one in which qwix adds its parameters."""
+  return bool(getattr(model, "disable_quant_stats_update", False))
+
+
+def run_apart(
+  stack: nnx.Module,
+  layers: int,
+  call: Callable[[Any, jax.Array], jax.Array],
+  x: jax.Array,
+) -> jax.Array:
+  """Runs the layers of a stack one by one, and stacks what is added to them.
+
+  Args:
+    stack: modules whose arrays carry a leading axis of `layers`; changed.
+    layers: how many.
+    call: (layer, x) -> x.
+    x: input of the first layer.
+
+  Returns: output of the last.
+  """
+  rngs = getattr(stack, "qwix_rngs", None)
+  # Shared by all modules and without a layer axis: it cannot be sliced.
+  stack.set_attributes(qwix_rngs=None, raise_if_not_found=False)
+  graph, state = nnx.split(stack)
+  added: list[Additions] = []
+  for i in range(layers):
+    layer = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))
+    drop_layer_axis(layer)
+    layer.set_attributes(qwix_rngs=rngs, raise_if_not_found=False)
+    before = _attributes(layer)
+    x = call(layer, x)
+    after = _attributes(layer)
+    added.append({k: v for k, v in after.items() if v is not before.get(k)})
+  modules = dict(nnx.iter_modules(stack))
+  for path, name in added[0]:
+    values = [additions[path, name] for additions in added]
+    setattr(modules[path], name, _stacked(values))
+  return x
+
+
+def drop_layer_axis(layer: Any) -> None:
+  """Takes the layer's entry out of the specs of variables that were sliced."""
+  for _, variable in nnx.iter_graph(layer):
+    if isinstance(variable, nnx.Variable):
+      spec = variable.get_metadata("out_sharding")
+      variable.set_metadata(out_sharding=spec[1:])
+
+
+def _attributes(layer: nnx.Module) -> Additions:
+  """What the modules hold, but for nnx's and qwix's own notes and sub-modules."""
+  return {
+    (path, name): value
+    for path, module in nnx.iter_modules(layer)
+    for name, value in vars(module).items()
+    if not name.startswith(("_", "qwix_")) and not isinstance(value, nnx.Module)
+  }
+
+
+def _stacked(values: list[Any]) -> Any:
+  """One attribute of every layer, as the stack's."""
+  if isinstance(values[0], nnx.Variable):
+    return _stacked_variable(*values)
+  if isinstance(values[0], str | int | float | bool | tuple | None):
+    return values[0]
+  is_variable = lambda x: isinstance(x, nnx.Variable)
+  return nnx.data(jax.tree.map(_stacked_variable, *values, is_leaf=is_variable))
+
+
+def _stacked_variable(*variables: Any) -> Any:
+  value = jnp.stack([variable.get_value() for variable in variables])
+  spec = variables[0].get_metadata().get("out_sharding")
+  spec = (None, *spec) if spec is not None else (None,) * value.ndim
+  return type(variables[0])(value, out_sharding=spec, eager_sharding=False)
