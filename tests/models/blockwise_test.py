@@ -86,6 +86,9 @@ def test_visited_blocks():
   mask = jnp.tril(jnp.ones((1, 16, 16), bool)).at[:, :, :5].set(False)
   first, last = zip(*visited(mask=mask))
   assert list(zip(first, last))[1:] == [(1, 2), (1, 3), (1, 4)] and last[0] == 0
+  # A group opens what a mask closes: the image's first block sees its last.
+  causal = jnp.tril(jnp.ones((1, 16, 16), bool))
+  assert visited(mask=causal, groups=image) == visited(groups=image)
 
 
 def test_reach_survives_ids_larger_than_the_row():
