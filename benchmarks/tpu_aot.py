@@ -5,7 +5,8 @@ Needs the `tpu` extra (libtpu is a wheel; no TPU and no network are asked for):
   python benchmarks/tpu_aot.py --preset llama3p1_8b --topology v5e:4x4 --fsdp 8 --tp 2
 
 Prints the compiler's memory plan of one chip and the collectives of the step, which is
-the very one that PeftTrainer runs: AdamW, remat of whole layers, our chunked loss.
+the very one that PeftTrainer runs: AdamW, remat of whole layers, our chunked loss;
+`--lora 16` trains adapters, `--forward` computes logits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from tunix.models import automodel, families
+from tunix.models import automodel, families, lora
 from tunix.models.transformer import sharding as sharding_lib
 from tunix.sft.losses import next_token_loss
 from tunix.sft.module_state import Skeleton
@@ -42,7 +43,7 @@ COLLECTIVES = (
 )
 
 
-def abstract_model(preset: str, mesh: Mesh) -> nnx.Module:
+def abstract_model(preset: str, mesh: Mesh, lora_rank: int = 0) -> nnx.Module:
   """A preset in bfloat16 whose arrays are shapes laid out on the mesh."""
   family, make_config = families.preset(preset)
   config = automodel.with_options(
@@ -52,8 +53,12 @@ def abstract_model(preset: str, mesh: Mesh) -> nnx.Module:
     remat="block",
     scan_layers=True,
   )
-  model = nnx.eval_shape(lambda: family.model_class(config, rngs=nnx.Rngs(0)))
-  graph, state = nnx.split(model)
+
+  def build() -> nnx.Module:
+    model = family.model_class(config, rngs=nnx.Rngs(0))
+    return lora.apply(model, lora.LoraConfig(rank=lora_rank)) if lora_rank else model
+
+  graph, state = sharding_lib.abstract(build)
   shardings = sharding_lib.named_shardings(state, mesh)
   return nnx.merge(graph, jax.tree.map(sharded, state, shardings))
 
@@ -62,17 +67,36 @@ def sharded(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeS
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
-def lower(preset: str, mesh: Mesh, rows: int, length: int) -> jax.stages.Lowered:
+def row_tokens(mesh: Mesh, rows: int, length: int) -> jax.ShapeDtypeStruct:
+  row = NamedSharding(mesh, P(("fsdp",)))
+  return jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=row)
+
+
+def lower_forward(
+  preset: str, mesh: Mesh, rows: int, length: int
+) -> jax.stages.Lowered:
+  """Logits of rows of tokens, traced on shapes."""
+  graph, state = nnx.split(abstract_model(preset, mesh))
+
+  def forward(state, tokens):
+    return nnx.merge(graph, state)(tokens)[0]
+
+  with jax.set_mesh(mesh):
+    return jax.jit(forward).lower(state, row_tokens(mesh, rows, length))
+
+
+def lower(
+  preset: str, mesh: Mesh, rows: int, length: int, lora_rank: int = 0
+) -> jax.stages.Lowered:
   """The train step, traced on shapes."""
-  model = abstract_model(preset, mesh)
+  model = abstract_model(preset, mesh, lora_rank)
   skeleton = Skeleton(model)
   params, frozen, rest = skeleton.split(model)
   tx = optax.adamw(1e-4, mu_dtype=jnp.float32)
   opt_state = jax.eval_shape(tx.init, params)
   layout = optimizer_shardings(opt_state, params, mesh)
   opt_state = jax.tree.map(sharded, opt_state, layout)
-  row = NamedSharding(mesh, P(("fsdp",)))
-  tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=row)
+  tokens = row_tokens(mesh, rows, length)
   batch = {"input_tokens": tokens, "input_mask": tokens}
   step = make_train_step(skeleton, lambda m, b: next_token_loss(m, **b), tx)
   group = Group((batch,), jax.ShapeDtypeStruct((1,), jnp.float32))
@@ -80,6 +104,12 @@ def lower(preset: str, mesh: Mesh, rows: int, length: int) -> jax.stages.Lowered
     return jax.jit(step, donate_argnums=(0, 1)).lower(
       params, opt_state, rest, frozen, (group,)
     )
+
+
+def tpu_mesh(topology: str, fsdp: int, tp: int) -> Mesh:
+  """A mesh of chips that are not here."""
+  found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+  return Mesh(np.array(found.devices).reshape(fsdp, tp), ("fsdp", "tp"))
 
 
 def main() -> None:
@@ -90,11 +120,13 @@ def main() -> None:
   parser.add_argument("--tp", type=int, default=2)
   parser.add_argument("--rows", type=int, default=8)
   parser.add_argument("--length", type=int, default=4096)
+  parser.add_argument("--lora", type=int, default=0, help="rank; 0: all weights")
+  parser.add_argument("--forward", action="store_true", help="logits, no training")
   args = parser.parse_args()
-  topology = topologies.get_topology_desc(platform="tpu", topology_name=args.topology)
-  devices = np.array(topology.devices).reshape(args.fsdp, args.tp)
+  mesh = tpu_mesh(args.topology, args.fsdp, args.tp)
   start = time.perf_counter()
-  lowered = lower(args.preset, Mesh(devices, ("fsdp", "tp")), args.rows, args.length)
+  job = (args.preset, mesh, args.rows, args.length)
+  lowered = lower_forward(*job) if args.forward else lower(*job, args.lora)
   traced = time.perf_counter()
   compiled = lowered.compile()
   done = time.perf_counter()
@@ -103,8 +135,9 @@ def main() -> None:
   counts = {
     name: len(re.findall(rf"= \S+ {name}(?:-start)?\(", text)) for name in COLLECTIVES
   }
+  what = "forward" if args.forward else f"LoRA {args.lora}" if args.lora else "AdamW"
   print(
-    f"{args.preset} on {args.topology}, fsdp {args.fsdp} x tp {args.tp}, "
+    f"{args.preset}, {what}, on {args.topology}, fsdp {args.fsdp} x tp {args.tp}, "
     f"{args.rows} x {args.length} tokens: lowered in {traced - start:.0f} s, "
     f"compiled in {done - traced:.0f} s"
   )

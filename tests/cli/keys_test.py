@@ -38,8 +38,9 @@ def model(config):
   leaves = nnx.to_flat_state(nnx.state(built, nnx.Param))
   shapes = {str(path): (leaf.shape, str(leaf.dtype)) for path, leaf in leaves}
   scales = {getattr(module, "lora_scale", 1.0) for _, module in nnx.iter_modules(built)}
-  settings = (built.config.dtype, built.config.remat, built.config.scan_layers)
-  return shapes, scales, settings
+  drops = {getattr(module, "lora_dropout", 0) for _, module in nnx.iter_modules(built)}
+  c = built.config
+  return shapes, scales, drops, (c.dtype, c.remat, c.scan_layers, c.attention)
 
 
 def settled_model(config):
@@ -188,12 +189,19 @@ TABLE = {
   "model.param_dtype": Row("bfloat16", settled_model),
   "model.remat": Row("block", model),
   "model.scan_layers": Row("true", model),
+  "model.attention": Row("blockwise", model),
+  "model.quantise": Row("nf4", model, LORA),
   "tokenizer.path": Row("{other_tokenizer}", tokenizer),
   "tokenizer.chat_template": Row("{template}", tokenizer),
   "lora.rank": Row(2, model),
   "lora.alpha": Row(6, model, LORA),
   "lora.targets": Row("[q_proj]", model, LORA),
   "lora.dtype": Row("bfloat16", model, LORA),
+  "lora.dropout": Row(0.5, model, LORA),
+  "lora.rslora": Row("true", model, LORA),
+  "lora.dora": Row("true", model, LORA),
+  "lora.rank_pattern": Row("{{q_proj: 3}}", model, LORA),
+  "lora.alpha_pattern": Row("{{q_proj: 3}}", model, LORA),
   "data.train": Row("{train}", overlong),
   "data.eval": Row("{eval}", data),
   "data.max_length": Row(60, data),

@@ -13,7 +13,13 @@ from jax.sharding import Mesh
 from tunix.cli import precision
 from tunix.cli.schema import Config, TokenizerKeys, check_mesh, data_axes
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import automodel, families, lora, safetensors_saver
+from tunix.models import (
+  automodel,
+  families,
+  lora,
+  quantisation,
+  safetensors_saver,
+)
 from tunix.models.transformer.model import Transformer
 from tunix.sft import metrics_logger as metrics
 from tunix.sft.config import CheckpointOptions, Schedule, TrainingConfig
@@ -144,26 +150,39 @@ def build_model(config: Config, mesh: Mesh | None) -> Transformer:
   keys = config.model
   options: dict[str, Any] = {
     name: getattr(keys, name)
-    for name in ("dtype", "param_dtype", "remat", "scan_layers")
+    for name in ("dtype", "param_dtype", "remat", "scan_layers", "attention")
   }
   if keys.name is not None:
     preset = preset_config(config)
     model = automodel.AutoModel.from_config(preset, mesh, seed=config.seed, **options)
+    if keys.quantise is not None:
+      model = quantisation.quantise(model, keys.quantise)
   else:
-    model = automodel.AutoModel.from_pretrained(keys.path or "", mesh, **options)
+    model = automodel.AutoModel.from_pretrained(
+      keys.path or "", mesh, quantise=keys.quantise, **options
+    )
   if config.lora.rank is None:
     return model
   try:
     return lora.apply(model, lora_config(config), seed=config.seed)
   except ValueError as error:
-    raise ValueError(f"lora.targets: {error}; change the targets") from error
+    raise ValueError(f"lora: {error}; change its targets or patterns") from error
 
 
 def lora_config(config: Config) -> lora.LoraConfig:
   """The adapters' settings."""
   keys = config.lora
   assert keys.rank is not None
-  given = {"alpha": keys.alpha, "targets": keys.targets, "dtype": keys.dtype}
+  given = {
+    "alpha": keys.alpha,
+    "targets": keys.targets,
+    "dtype": keys.dtype,
+    "dropout": keys.dropout,
+    "use_rslora": keys.rslora,
+    "use_dora": keys.dora,
+    "rank_pattern": keys.rank_pattern,
+    "alpha_pattern": keys.alpha_pattern,
+  }
   given = {name: value for name, value in given.items() if value is not None}
   return lora.LoraConfig(rank=keys.rank, **given)
 

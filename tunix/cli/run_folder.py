@@ -30,6 +30,7 @@ FREE = (
   "training.eval_every_n_steps",
   "model.remat",
   "model.scan_layers",
+  "model.attention",
   "mesh",
 )
 FREE_SECTIONS = ("checkpoint", "logging", "export")

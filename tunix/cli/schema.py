@@ -38,6 +38,8 @@ class ModelKeys:
   param_dtype: Dtype | None = None
   remat: Literal["none", "block", "dots"] | None = None
   scan_layers: bool | None = None
+  attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] | None = None
+  quantise: Literal["nf4", "int4", "int8"] | None = None
 
   def __post_init__(self):
     if self.path is not None and self.name is not None:
@@ -68,17 +70,25 @@ class LoraKeys:
   alpha: float | None = None
   targets: tuple[str, ...] | None = None
   dtype: Dtype | None = None
+  dropout: float | None = None
+  rslora: bool | None = None
+  dora: bool | None = None
+  rank_pattern: dict[str, int] = dataclasses.field(default_factory=dict)
+  alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     _at_least(1, lora__rank=self.rank)
+    if self.dropout is not None and not 0 <= self.dropout < 1:
+      raise ValueError(f"lora.dropout is {self.dropout}: it must lie in [0, 1)")
     if self.alpha is not None and not self.alpha > 0:
       raise ValueError(f"lora.alpha is {self.alpha}: it must be positive")
     if self.targets is not None and not self.targets:
       raise ValueError(
         "lora.targets is empty: name modules, or null for all linear ones"
       )
-    for name in ("alpha", "targets", "dtype"):
-      if self.rank is None and getattr(self, name) is not None:
+    for field in dataclasses.fields(self):
+      name = field.name
+      if self.rank is None and getattr(self, name) not in (None, {}):
         raise ValueError(
           f"lora.{name} is set and lora.rank is not, so nothing would be adapted: set "
           "lora.rank (8, for example)"
@@ -283,6 +293,11 @@ class Config:
     object.__setattr__(self, "dataset_name", None)
 
   def _check_export(self) -> None:
+    if self.model.quantise is not None and self.lora.rank is None:
+      raise ValueError(
+        f"model.quantise is {self.model.quantise!r} and lora.rank is not set: "
+        "quantised weights are not trained themselves, set lora.rank (8, for example)"
+      )
     needs_lora = self.export.kind in ("merged", "adapter")
     if needs_lora and self.lora.rank is None:
       raise ValueError(

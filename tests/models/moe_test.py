@@ -1,0 +1,88 @@
+"""Experts: two implementations that must agree, and routing by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests import toys
+from tests.models import checkpoints
+from tunix.models import families
+from tunix.models.automodel import AutoModel
+from tunix.models.transformer.config import MoEConfig
+from tunix.utils import tree
+
+TOKENS = np.arange(1, 25, dtype=np.int32).reshape(2, 12)
+
+
+def model(implementation, **changes):
+  moe = {"num_experts": 5, "experts_per_token": 2, "hidden_dim": 12} | changes
+  return toys.model(moe=MoEConfig(**moe, implementation=implementation))
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_ragged_equals_dense(normalise, k):
+  def run(implementation):
+    made = model(implementation, normalise=normalise, experts_per_token=k)
+    graph, state = nnx.split(made)
+    loss = lambda state: jnp.mean(nnx.merge(graph, state)(TOKENS)[0] ** 2)
+    return made(TOKENS)[0], tree.flatten(jax.grad(loss)(state))
+
+  (ragged, ours), (dense, theirs) = run("ragged"), run("dense")
+  assert checkpoints.relative(ragged, dense) < 1e-6
+  for path, gradient in theirs.items():
+    assert np.linalg.norm(ours[path] - gradient) <= 1e-5 * max(
+      np.linalg.norm(gradient), 1e-6
+    ), path
+
+
+def test_routing_by_hand():
+  moe = model("ragged", num_experts=3).unstack().layers[0].mlp
+  moe.router.kernel.set_value(
+    jnp.zeros((32, 3)).at[0].set(jnp.log(jnp.array([6, 3, 1])))
+  )
+  x = jnp.zeros((1, 32)).at[0, 0].set(1.0)
+  weights, chosen = moe.route(x)
+  np.testing.assert_array_equal(chosen, [[0, 1]])
+  np.testing.assert_allclose(weights, [[6 / 9, 3 / 9]], rtol=1e-6)
+  moe.normalise = False
+  np.testing.assert_allclose(moe.route(x)[0], [[0.6, 0.3]], rtol=1e-6)
+
+
+def test_experts_split_over_a_mesh(mesh_fsdp4_tp2):
+  config = model("ragged").config
+  want = AutoModel.from_config(config)(TOKENS)[0]
+  made = AutoModel.from_config(config, mesh_fsdp4_tp2)
+  kernel = made.layers.mlp.experts.gate_proj.kernel[...]
+  assert kernel.shape == (2, 5, 32, 12) and not kernel.is_fully_replicated
+  with jax.set_mesh(mesh_fsdp4_tp2):
+    got = jax.jit(lambda: made(np.repeat(TOKENS, 2, 0))[0])()
+  np.testing.assert_allclose(got[::2], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+  "changes, message",
+  [
+    ({"experts_per_token": 6}, r"experts_per_token 6 must lie in 1\.\.5"),
+    ({"hidden_dim": 0}, "hidden_dim 0 of an expert"),
+    ({"implementation": "fast"}, "implementation 'fast' must be"),
+  ],
+)
+def test_nonsense_is_refused(changes, message):
+  fields = {"num_experts": 5, "experts_per_token": 2, "hidden_dim": 12} | changes
+  with pytest.raises(ValueError, match=message):
+    MoEConfig(**fields)
+
+
+def test_a_mixture_with_dense_layers_is_refused():
+  hf = {"model_type": "qwen3_moe", "hidden_size": 32, "num_attention_heads": 4}
+  hf |= {"num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 48}
+  hf |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+  read = families.FAMILIES["qwen3"].config_from_hf
+  assert read(hf).moe == MoEConfig(
+    num_experts=4, experts_per_token=2, hidden_dim=8, normalise=False
+  )
+  with pytest.raises(ValueError, match=r"mlp_only_layers is \[0\]"):
+    read(hf | {"mlp_only_layers": [0]})

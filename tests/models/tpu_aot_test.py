@@ -1,0 +1,55 @@
+"""Every preset on TPU chips that are not here, by the real TPU compiler.
+
+Needs libtpu (the `tpu` extra), which asks for no TPU: `pytest -m slow
+tests/models/tpu_aot_test.py`.
+"""
+
+import pytest
+
+from tests.models.published import COUNTS
+
+pytest.importorskip("libtpu", reason="pip install 'tunix[tpu]'")
+from benchmarks import tpu_aot
+
+pytestmark = pytest.mark.slow
+
+# (topology, fsdp, tp) of slices that hold the weights in bfloat16, 16 GB a chip.
+SMALL, MIDDLE, LARGE = ("v5e:2x4", 4, 2), ("v5e:4x8", 16, 2), ("v5e:16x16", 64, 4)
+
+
+def slice_for(preset):
+  count = COUNTS[preset][1]
+  return SMALL if count < 10e9 else MIDDLE if count < 40e9 else LARGE
+
+
+@pytest.mark.parametrize("preset", COUNTS)
+def test_it_lowers(preset):
+  topology, fsdp, tp = slice_for(preset)
+  mesh = tpu_aot.tpu_mesh(topology, fsdp, tp)
+  text = tpu_aot.lower_forward(preset, mesh, fsdp, 1024).as_text()
+  assert "sdy.mesh" in text or "mhlo.sharding" in text
+  text = tpu_aot.lower(preset, mesh, fsdp, 1024, lora_rank=16).as_text()
+  assert "sdy.mesh" in text or "mhlo.sharding" in text
+
+
+@pytest.mark.parametrize(
+  "preset",
+  [
+    "gemma2_2b",
+    "gemma3_1b",
+    "gemma3_4b",
+    "llama3p2_1b",
+    "mistral_7b_v0p3",
+    "olmo2_1b",
+    "qwen2p5_0p5b",
+    "qwen3_0p6b",
+    "qwen3_30b_a3b",
+  ],
+)
+def test_it_compiles_and_fits(preset):
+  topology, fsdp, tp = slice_for(preset)
+  mesh = tpu_aot.tpu_mesh(topology, fsdp, tp)
+  compiled = tpu_aot.lower(preset, mesh, fsdp, 2048, lora_rank=16).compile()
+  plan = compiled.memory_analysis()
+  print(f"{preset} on {topology}: {plan.peak_memory_in_bytes / 2**30:.2f} GiB a chip")
+  assert plan.peak_memory_in_bytes < 15.75 * 2**30
