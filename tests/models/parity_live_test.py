@@ -71,7 +71,7 @@ def test_saved_back_folder(name, tmp_path):
   assert theirs.generation_config.eos_token_id == 2
 
 
-@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+@pytest.mark.parametrize("family", sorted({*families.FAMILIES} - {"gemma3_multimodal"}))
 def test_fresh_model(family, tmp_path):
   config = families.FAMILIES[family].config_class(**SIZES, rope=LINEAR)
   model = widen(AutoModel.from_config(config))

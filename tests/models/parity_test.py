@@ -24,6 +24,8 @@ from tunix.utils import tree
 # 1e-6 was reached.
 TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
+# Unrolled layers are what the cache and the packed rows below run.
+SCAN = [True, pytest.param(False, marks=[pytest.mark.slow, pytest.mark.ci])]
 
 
 def run(model, want):
@@ -36,7 +38,7 @@ def run(model, want):
   return np.asarray(logits) * mask[..., None]
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", SCAN)
 @pytest.mark.parametrize("name", checkpoints.NAMES)
 def test_logits_of_left_padded_rows(name, scan):
   model = AutoModel.from_pretrained(checkpoints.GOLDEN / name, scan_layers=scan)
@@ -45,7 +47,7 @@ def test_logits_of_left_padded_rows(name, scan):
   assert checkpoints.relative(run(model, want), want["logits"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", SCAN)
 @pytest.mark.parametrize("name", checkpoints.NAMES)
 def test_gradients_of_the_loss(name, scan):
   folder = checkpoints.GOLDEN / name

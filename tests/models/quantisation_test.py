@@ -140,6 +140,8 @@ def test_targets():
   assert found == {"layers.attn.q_proj", "layers.mlp.up_proj"}
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_gradients_are_those_of_the_dequantised_model():
   for use_dora in (False, True):
     small = quantisation.quantise(toys.model(remat="block", scan_layers=True), "nf4")
@@ -192,6 +194,8 @@ def test_bytes_of_the_state():
     assert small <= (full - lm_head) * (bits + 0.1) / 32, method
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_on_a_mesh(mesh_fsdp4_tp2):
   model = AutoModel.from_config(toys.config(), mesh_fsdp4_tp2)
   small = quantisation.quantise(model, quantisation.QuantisationConfig(block=4))

@@ -41,6 +41,8 @@ def reference(adapted, model):
   return copied
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
   "changes",
   [{"scan_layers": True, "remat": "block"}, {"scan_layers": False}],
@@ -84,6 +86,8 @@ def test_unstacked_with_remat():
   np.testing.assert_array_equal(adapted(TOKENS)[0], model(TOKENS)[0])
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_adapters_lie_like_their_kernels(mesh_fsdp4_tp2):
   model = AutoModel.from_config(toys.config(), mesh_fsdp4_tp2)
   with jax.set_mesh(mesh_fsdp4_tp2):

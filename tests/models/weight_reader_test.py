@@ -195,7 +195,9 @@ with WeightReader(tensor_files.open_folder(folder)) as reader:
     place = Placement(name, tuple(f"{name}{i}" for i in range(8)), (8,), True)
     kept.append(reader.load(place, (8, 1024, 2048), np.float32, None))
 jax.block_until_ready(kept)
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Not ru_maxrss, which a child inherits from the process that started it.
+lines = open("/proc/self/status").read().splitlines()
+peak = next(int(x.split()[1]) for x in lines if x.startswith("VmHWM")) * 1024
 print((peak - before) / (256 << 20))
 """
 

@@ -76,7 +76,10 @@ def load_model(
       if name in fresh:
         return _draw(leaf, where)
       value = reader.load(places[name], leaf.shape, leaf.dtype, where)
-      return value if packer is None else packer.packed(name, value)
+      if packer is None:
+        return value
+      reader.settle()
+      return packer.packed(name, value)
 
     model = nnx.merge(graph, jax.tree_util.tree_map_with_path(load, state))
     return model if packer is None else packer.finish(model)

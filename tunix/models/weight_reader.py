@@ -46,6 +46,11 @@ class WeightReader:
   def __exit__(self, *_: Any) -> None:
     self._pool.shutdown()
 
+  def settle(self) -> None:
+    """Waits for the last copy and lets go of it, so that it can be freed."""
+    jax.block_until_ready(self._copying)
+    self._copying = []
+
   def load(
     self, place: Placement, shape: tuple[int, ...], dtype: Any, where: Sharding | None
   ) -> jax.Array:

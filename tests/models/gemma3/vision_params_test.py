@@ -56,7 +56,7 @@ def test_every_parameter_and_every_tensor_has_its_name():
   named = {
     key: place.tensor_shape(paths[path].shape)
     for path in paths
-    for place in [params.place(vision_params.VISION, path, config.num_layers)]
+    for place in [params.place(vision_params.VISION, path, config)]
     for key in place.keys
   }
   stored = {
