@@ -95,7 +95,7 @@ def test_adapters_depend_on_the_seed(settings):
 
 def test_lora_targets_that_match_nothing_name_the_modules(settings):
   keys = config(settings, lora__rank=2, lora__targets="[query]")
-  with pytest.raises(ValueError, match=r"lora\.targets.*'query'.*layers.attn.q_proj"):
+  with pytest.raises(ValueError, match=r"lora: target 'query'.*layers.attn.q_proj"):
     build.build_model(keys, None)
 
 

@@ -2,7 +2,7 @@ import jax
 import pytest
 from flax import nnx
 
-from tests.models.published import PUBLISHED
+from tests.models.published import ALIASES, COUNTS, PUBLISHED
 from tunix.models import families
 from tunix.models.llama3 import model as llama3
 from tunix.models.transformer.config import RopeConfig, TransformerConfig
@@ -23,7 +23,14 @@ def test_every_preset_has_a_published_count():
   assert sorted(presets) == sorted(PUBLISHED)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("alias", ALIASES)
+def test_other_names_have_the_same_sizes(alias):
+  same = {"rope": RopeConfig(), "max_position": None}
+  make, original = (families.preset(name)[1] for name in (alias, ALIASES[alias]))
+  assert make(**same) == original(**same)
+
+
+@pytest.mark.parametrize("name", COUNTS)
 def test_parameter_count(name):
   family, preset = families.preset(name)
   config = preset()
@@ -154,3 +161,41 @@ def test_config_survives_the_way_there_and_back(family, rope, spelling):
 
 def _fields(family):
   return family.config_class.__dataclass_fields__
+
+
+def read(model_type, **fields):
+  family = families.by_model_type(model_type)
+  return family.config_from_hf(MINIMAL | {"model_type": model_type} | fields)
+
+
+def test_absent_and_null_are_two_things():
+  assert read("gemma2").attention_softcap == 50.0
+  assert read("gemma2").final_softcap == 30.0
+  assert read("gemma2", final_logit_softcapping=None).final_softcap is None
+  assert read("gemma2").num_kv_heads == 4
+  assert read("mistral", num_attention_heads=8).num_kv_heads == 8
+  assert read("mistral", num_attention_heads=8).sliding_window == 4096
+  unlimited = read("mistral", num_attention_heads=8, sliding_window=None)
+  assert unlimited.layer_types is None or "sliding" not in unlimited.layer_types
+
+
+def test_activations_of_gemma():
+  heads = {"num_attention_heads": 16}
+  assert read("gemma", hidden_act="gelu", **heads).activation == "gelu_tanh"
+  assert read("gemma", hidden_act="silu", **heads).activation == "silu"
+
+
+def test_gemma3_has_no_cap_on_its_attention():
+  assert read("gemma3_text", attn_logit_softcapping=2.0).attention_softcap is None
+
+
+def test_a_mixture_slides_in_all_layers_or_none():
+  moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+  windowed = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+  assert read("qwen3_moe", **moe, **windowed).layer_types == ("sliding",) * 2
+  assert read("qwen3_moe", **moe).layer_types is None
+
+
+def test_unknown_attention_is_refused_at_once():
+  with pytest.raises(ValueError, match="attention 'flash' must be one of"):
+    llama3.ModelConfig.llama3_8b(attention="flash")

@@ -97,9 +97,9 @@ def test_adapter_and_merged_model(name, stacked, tmp_path):
   model = AutoModel.from_pretrained(source)
   if not stacked:
     model = model.unstack()
-  # PEFT has no names for the experts of a mixture in transformers 5.
-  mlp = () if "moe" in name else ("gate_proj",)
-  config = lora.LoraConfig(rank=3, alpha=12.0, targets=("q_proj", "o_proj", *mlp))
+  config = lora.LoraConfig(
+    rank=3, alpha=12.0, targets=("q_proj", "o_proj", "gate_proj")
+  )
   adapted = widen(lora.apply(model, config), nnx.LoRAParam)
   logits = adapted(TOKENS)[0]
 

@@ -47,7 +47,9 @@ def test_logits_of_left_padded_rows(name, scan):
   assert checkpoints.relative(run(model, want), want["logits"]) < TOLERANCE
 
 
-@pytest.mark.parametrize("scan", SCAN)
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("name", checkpoints.NAMES)
 def test_gradients_of_the_loss(name, scan):
   folder = checkpoints.GOLDEN / name

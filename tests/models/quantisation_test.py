@@ -21,6 +21,8 @@ from tunix.utils import tree
 
 TOKENS = np.arange(1, 13, dtype=np.int32).reshape(2, 6)
 GOLDEN = checkpoints.GOLDEN / "llama3p1"
+# The unrolled form, as CI runs it after the quick suite.
+SLOW = pytest.param(False, marks=[pytest.mark.slow, pytest.mark.ci])
 
 
 def round_trip(kernel, method, block):
@@ -118,7 +120,7 @@ def test_refusals():
 @pytest.mark.parametrize(
   "method, limit", [("nf4", 0.15), ("int4", 0.2), ("int8", 0.02)]
 )
-@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("stacked", [True, SLOW])
 def test_forward_is_close(method, limit, stacked):
   model = toys.model(num_layers=3)
   small = quantisation.quantise(model, method)
@@ -216,7 +218,7 @@ def test_on_a_mesh(mesh_fsdp4_tp2):
   assert kernel.addressable_shards[0].data.shape == (2, 64 // 2, 32 // 4)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("scan_layers", [True, SLOW])
 def test_loading_quantises(scan_layers, mesh_fsdp8):
   full = AutoModel.from_pretrained(GOLDEN, scan_layers=scan_layers)
   want = quantisation.quantise(full, "nf4")

@@ -10,6 +10,7 @@ from tests import toys
 from tests.models import checkpoints
 from tunix.models import lora, tensor_files
 from tunix.models.automodel import AutoModel
+from tunix.models.llama3 import model as llama3
 from tunix.models.safetensors_saver import save_pretrained
 from tunix.utils import tree
 
@@ -122,3 +123,42 @@ def test_parameter_without_a_name(tmp_path):
   ):
     save_pretrained(model, tmp_path / "out")
   assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    {"layer_types": ("sliding", "full"), "sliding_window": 4},
+    {"norm_offset": 1.0},
+    {"scale_embeddings": True},
+    {"final_softcap": 5.0},
+    {"query_scale": 0.3},
+    {"qk_norm": "head"},
+    {"norms": "both"},
+  ],
+)
+def test_what_config_json_cannot_say_is_not_saved(changes, tmp_path):
+  model = AutoModel.from_config(llama3.ModelConfig(**SIZES, **changes))
+  name = next(iter(changes))
+  with pytest.raises(ValueError, match=f"{name} is .*config.json of llama3 cannot say"):
+    save_pretrained(model, tmp_path / "out")
+  assert not (tmp_path / "out").exists()
+
+
+def test_other_words_for_the_same_function_are_saved(tmp_path):
+  same = {"query_scale": 8**-0.5, "layer_types": ("full", "full"), "sliding_window": 4}
+  model = AutoModel.from_config(llama3.ModelConfig(**SIZES, **same))
+  save_pretrained(model, tmp_path / "out")
+  back = AutoModel.from_pretrained(tmp_path / "out")
+  np.testing.assert_allclose(back(TOKENS)[0], model(TOKENS)[0], rtol=1e-6)
+
+
+SIZES = {
+  "num_layers": 2,
+  "vocab_size": 48,
+  "embed_dim": 16,
+  "hidden_dim": 24,
+  "num_heads": 4,
+  "num_kv_heads": 2,
+  "head_dim": 8,
+}

@@ -184,3 +184,32 @@ def test_dimension_that_the_batch_axes_do_not_divide(inputs, mesh_fsdp8):
   layout = Layout(mesh=mesh_fsdp8, batch_axes=("fsdp",))
   got = value_and_grads(lambda *a: weighted_nll(*a, layout), args)
   check(got, value_and_grads(plain, args))
+
+
+@pytest.mark.parametrize("vocab_axis", [None, "tp"])
+def test_soft_capped_logits(inputs, mesh_fsdp4_tp2, vocab_axis):
+  cap = 3.0  # the logits reach 15, so that it bends most of them
+
+  def capped(hidden, unembed, targets, weights):
+    logits = cap * jnp.tanh(hidden @ unembed / cap)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)
+    return -jnp.sum(picked[..., 0] * weights)
+
+  layout = CHUNKED._replace(softcap=cap)
+  if vocab_axis is not None:
+    layout = layout._replace(
+      mesh=mesh_fsdp4_tp2, batch_axes=("fsdp",), vocab_axis=vocab_axis
+    )
+  got = value_and_grads(lambda *a: weighted_nll(*a, layout), inputs)
+  check(got, value_and_grads(capped, inputs))
+
+
+def test_float16_with_a_vocabulary_beyond_its_range():
+  # The words beside the target weigh V - 1 together, more than float16's 65504.
+  vocab = 80_000
+  keys = jax.random.split(jax.random.key(1), 2)
+  hidden = jax.random.normal(keys[0], (1, 4, 4)).astype(jnp.float16)
+  unembed = (0.01 * jax.random.normal(keys[1], (4, vocab))).astype(jnp.float16)
+  args = hidden, unembed, jnp.arange(4)[None], jnp.ones((1, 4))
+  got = value_and_grads(weighted_nll, args)
+  check(got, value_and_grads(plain, args), tolerance=1e-2)

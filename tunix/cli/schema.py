@@ -14,7 +14,7 @@ from tunix.generate import chat_template
 
 # Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
 DATA_AXES = ("dp", "fsdp")
-MESH_AXES = (*DATA_AXES, "tp")
+MESH_AXES = (*DATA_AXES, "tp", "ep")
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 

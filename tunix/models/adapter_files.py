@@ -255,8 +255,11 @@ def load_adapter(
         f"{path / CONFIG_FILE}: {field} is {peft[field]!r}, supported is only "
         f"{accepted[0]!r}"
       )
-  tensors = tensor_files.read_header(path / WEIGHTS_FILE)
   family = family or families.of_config(model.config)
+  tensors = {
+    _PREFIX + family.canonical_key(key.removeprefix(_PREFIX)): tensor
+    for key, tensor in tensor_files.read_header(path / WEIGHTS_FILE).items()
+  }
   adapters = _read(model, family, tensors, peft)
   key = jax.random.fold_in(jax.random.key(seed), 1)
   return lora_modules.attach(model, lora_modules.placed(model, adapters), key)

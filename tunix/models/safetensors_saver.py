@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import logging
+import math
 import os
 import pathlib
 import shutil
@@ -23,6 +24,7 @@ from tunix.models.families import Family
 from tunix.models.lora_modules import CastError
 from tunix.models.tensor_files import NewTensor
 from tunix.models.transformer import params
+from tunix.models.transformer.config import TransformerConfig, canonical
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.utils import tree
@@ -78,7 +80,8 @@ def save_pretrained(
 
   Raises:
     FileNotFoundError: `source` is no folder.
-    ValueError: a parameter has no Hugging Face name, or lies on another host.
+    ValueError: a parameter has no Hugging Face name, or lies on another host; or the
+      family's `config.json` cannot describe the model.
     OSError: the disk is full or not writable.
   """
   family = family or families.of_config(model.config)
@@ -90,7 +93,9 @@ def save_pretrained(
   config = model.config
   if dtype is not None:
     config = dataclasses.replace(config, param_dtype=jnp.dtype(dtype))
-  hf = family.config_to_hf(config) | _token_ids(origin) | dict(hf_fields or {})
+  hf = family.config_to_hf(config)
+  _check_complete(config, hf, family)
+  hf = hf | _token_ids(origin) | dict(hf_fields or {})
   errors: list[CastError] = []
   tensors = list(_tensors(model, family, dtype, errors))
   with tensor_files.staged_folder(pathlib.Path(folder)) as staging:
@@ -100,6 +105,26 @@ def save_pretrained(
         shutil.copyfile(origin / name, staging / name)
     (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
   lora_modules.tell(errors, None, _log)
+
+
+def _check_complete(
+  config: TransformerConfig, hf: Mapping[str, Any], family: Family
+) -> None:
+  """Refuses a model that the family's `config.json` cannot describe: it would be read
+  back as another one.
+
+  Raises:
+    ValueError: names the field and its value.
+  """
+  back = canonical(family.config_from_hf(hf))
+  for name, value in vars(canonical(config)).items():
+    found = getattr(back, name)
+    close = isinstance(value, float) and isinstance(found, float)
+    if value != found and not (close and math.isclose(value, found, rel_tol=1e-6)):
+      raise ValueError(
+        f"{name} is {value!r}, which a config.json of {family.name} cannot say (it "
+        f"would be read as {found!r}): save the model as another family, see family="
+      )
 
 
 def _token_ids(origin: pathlib.Path | None) -> dict[str, Any]:

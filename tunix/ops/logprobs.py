@@ -271,6 +271,8 @@ def _chunk_pass(
   factor = (weights.astype(jnp.float32) / normaliser)[:, None]
   column = jnp.where(held, column, vocab)  # out of range: dropped
   d_logits = others.at[rows, column].set(-rest, mode="drop", unique_indices=True)
+  if hidden.dtype == jnp.float16:  # `rest` may pass 65504, where float16 ends
+    d_logits, factor = d_logits / normaliser[:, None], factor * normaliser[:, None]
   if layout.softcap is not None:
     d_logits *= 1 - jnp.square(logits / layout.softcap)
   d_logits = d_logits.astype(hidden.dtype)

@@ -1,5 +1,7 @@
 """A whole Gemma 3 with images against what transformers computed."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -134,3 +136,24 @@ def test_sizes_with_and_without_sight():
   assert families.of_config(seeing).name == "gemma3_multimodal"
   blind = families.FAMILIES["gemma3"].config_class.gemma3_4b()
   assert families.of_config(blind).name == "gemma3"
+
+
+@pytest.mark.parametrize("inner", [True, False, None])
+@pytest.mark.parametrize("outer", [True, False, None])
+def test_the_outer_flag_says_whether_the_table_is_tied(outer, inner):
+  hf = json.loads((GOLDEN / "config.json").read_text())
+  hf["tie_word_embeddings"], hf["text_config"]["tie_word_embeddings"] = outer, inner
+  if outer is None:
+    del hf["tie_word_embeddings"]
+  config = families.by_model_type("gemma3").config_from_hf(hf)
+  assert config.tie_embeddings == (outer is not False)
+
+
+def test_a_critic_that_sees(tmp_path):
+  critic = load(num_scores=1)
+  save_pretrained(critic, tmp_path / "out")
+  hf = json.loads((tmp_path / "out" / "config.json").read_text())
+  assert hf["architectures"] == ["Gemma3ForSequenceClassification"]
+  assert len(hf["id2label"]) == 1
+  assert "score.weight" in checkpoints.tensors(tmp_path / "out")
+  assert AutoModel.from_pretrained(tmp_path / "out").config == critic.config

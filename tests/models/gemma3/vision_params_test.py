@@ -42,12 +42,6 @@ def test_spellings(key, want):
   assert vision_params.canonical_key(want) == want
 
 
-def test_which_checkpoints_hold_a_tower():
-  assert vision_params.is_multimodal(checkpoints.tensors(towers.GOLDEN))
-  assert vision_params.is_multimodal(["model.vision_tower.post_layernorm.bias"])
-  assert not vision_params.is_multimodal(["model.norm.weight", "lm_head.weight"])
-
-
 def test_every_parameter_and_every_tensor_has_its_name():
   config = towers.golden_config()
   _, state = sharding.abstract(lambda: towers.Sight(config, 64, rngs=nnx.Rngs(0)))

@@ -18,9 +18,12 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
     ValueError: see `hf_config.decoder_fields`.
   """
   if hf.get("model_type") == "gemma2":
+    hf = _GEMMA2_DEFAULTS | dict(hf)
     return ModelConfig(**gemma2_fields(hf, lambda i: i % 2 == 0))
-  # Gemma 1 says "gelu" in hidden_act and was trained with the tanh form of it.
-  hf = dict(hf) | {"hidden_act": "gelu_pytorch_tanh"}
+  hf = {"num_key_value_heads": 16} | dict(hf)
+  if hf.get("hidden_act") in (None, "gelu"):
+    # Gemma 1 says "gelu" and was trained with the tanh form of it.
+    hf["hidden_act"] = "gelu_pytorch_tanh"
   return ModelConfig(**hf_config.decoder_fields(hf, head_dim=256, tied=True))
 
 
@@ -45,6 +48,12 @@ def gemma2_fields(
   }
 
 
+# What absent fields mean; null means that there is none.
+_GEMMA2_DEFAULTS = {
+  "num_key_value_heads": 4,
+  "attn_logit_softcapping": 50.0,
+  "final_logit_softcapping": 30.0,
+}
 _CAPS = {
   "attention_softcap": "attn_logit_softcapping",
   "final_softcap": "final_logit_softcapping",

@@ -13,6 +13,7 @@ from tunix.models.transformer.config import TransformerConfig
 NAMES: params.NameTable = {
   **vision_params.VISION,
   **vision_params.nested_text(text_params.NAMES),
+  "score.kernel": text_params.NAMES["score.kernel"],
 }
 HARMLESS = (
   *vision_params.HARMLESS_VISION,
@@ -42,6 +43,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> MultimodalConfig:
   """
   text = text_params.fields_from_hf(_TEXT_DEFAULTS | vision_params.text_config(hf))
   text["vision"] = vision_params.vision_config_from_hf(hf)
+  text["num_scores"] = hf_config.read_scores(hf)
   text["image_tokens"] = vision_params.image_tokens_from_hf(hf)
   return MultimodalConfig(**text)
 
@@ -50,4 +52,6 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   """The `config.json` of a Gemma 3 with images."""
   assert isinstance(config, MultimodalConfig)
   text = text_params.config_to_hf(config)
-  return vision_params.config_to_hf(config.vision, config.image_tokens, text)
+  scores = hf_config.write_scores(config, "Gemma3ForCausalLM")
+  hf = vision_params.config_to_hf(config.vision, config.image_tokens, text)
+  return hf if config.num_scores is None else hf | scores

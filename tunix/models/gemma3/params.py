@@ -12,6 +12,9 @@ from tunix.models.transformer.config import RopeConfig, TransformerConfig
 
 NAMES: params.NameTable = params.DECODER
 
+# Rotary settings come by kind of layer; transformers' Gemma 3 does not apply the cap.
+_READ_HERE = ("rope_parameters", "rope_scaling", "attn_logit_softcapping")
+
 _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
@@ -32,7 +35,9 @@ def fields_from_hf(hf: hf_config.HfConfig) -> dict[str, Any]:
   """
   pattern = hf_config.integer({"n": hf.get("sliding_window_pattern") or 6}, "n")
   full, local = _read_ropes(hf)
-  plain = {k: v for k, v in hf.items() if k not in ("rope_parameters", "rope_scaling")}
+  plain = {"num_key_value_heads": 4} | {
+    field: value for field, value in hf.items() if field not in _READ_HERE
+  }
   fields = gemma_params.gemma2_fields(plain, lambda i: (i + 1) % pattern != 0)
   fields["rope"], fields["local_rope"] = full, local
   return fields

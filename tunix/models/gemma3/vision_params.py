@@ -15,7 +15,7 @@ with `language_model.model.` in the first two and `model.language_model.` in the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -91,18 +91,13 @@ def canonical_key(key: str) -> str:
   """A tensor's name in the spelling of the published checkpoints.
 
   Names of a text-only checkpoint ("model.layers...") come back as they are, but for
-  an untied "lm_head": apply it where `is_multimodal` says so.
+  an untied "lm_head": apply it to checkpoints with images only.
   """
   for pattern, prefix in _SPELLINGS:
     key, found = pattern.subn(prefix, key)
     if found:
       break
   return key
-
-
-def is_multimodal(keys: Iterable[str]) -> bool:
-  """Whether a checkpoint's tensors hold a vision tower."""
-  return any(canonical_key(key).startswith(_TOWER) for key in keys)
 
 
 def nested_text(names: NameTable) -> NameTable:
@@ -195,9 +190,11 @@ def text_config(hf: HfConfig) -> dict[str, Any]:
   Raises:
     ValueError: there is no such section.
   """
-  above = ("tie_word_embeddings", "torch_dtype", "dtype", "quantization_config")
+  above = ("torch_dtype", "dtype", "quantization_config")
   inherited = {name: hf[name] for name in above if name in hf}
-  return {**inherited, **_section(hf, "text_config")}
+  # Whether the table is tied is said above alone: transformers writes its default here.
+  tied = {"tie_word_embeddings": hf.get("tie_word_embeddings", True)}
+  return {**inherited, **_section(hf, "text_config"), **tied}
 
 
 def config_to_hf(

@@ -19,7 +19,8 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   Raises:
     ValueError: see `hf_config.decoder_fields`.
   """
-  hf = {"sliding_window": 4096} | dict(hf)  # what an absent field means
+  # What absent fields mean.
+  hf = {"sliding_window": 4096, "num_key_value_heads": 8} | dict(hf)
   windowed = hf["sliding_window"] is not None
   return ModelConfig(**hf_config.decoder_fields(hf, sliding=lambda i: windowed))
 

@@ -13,6 +13,9 @@ Axes = str | tuple[str, ...] | None
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 LayerType = Literal["full", "sliding"]
 
+# Names of attention paths, see attention_paths.py.
+ATTENTION = ("auto", "plain", "blockwise", "splash", "cudnn")
+
 # Unrolled layers are the default on a CPU up to here: scanning 8 of them costs about
 # 7 % of a train step. Deeper stacks, and other platforms at any depth, are scanned:
 # the TPU compiler took 317 s for 8 unrolled layers of an 8B model, 52 s for 32 scanned.
@@ -233,6 +236,7 @@ class TransformerConfig:
       "norms": ("pre", "post", "both"),
       "activation": ("silu", "gelu_tanh", "gelu"),
       "qk_norm": (None, "head", "all"),
+      "attention": ATTENTION,
     }
     for name, allowed in choices.items():
       if getattr(self, name) not in allowed:
@@ -303,3 +307,24 @@ def sizes(
     "num_kv_heads": kv_heads,
     **more,
   }
+
+
+def canonical(config: Any) -> Any:
+  """The configuration with what does not change the function set to one value, so that
+  equal functions compare equal."""
+  slides = config.layer_types is not None and "sliding" in config.layer_types
+  moe = config.moe and dataclasses.replace(config.moe, implementation="ragged")
+  return dataclasses.replace(
+    config,
+    layer_types=config.layer_types if slides else None,
+    sliding_window=config.sliding_window if slides else None,
+    local_rope=(config.local_rope or config.rope) if slides else None,
+    query_scale=config.query_scale or config.head_dim**-0.5,
+    moe=moe,
+    param_dtype=jnp.float32,
+    dtype=jnp.float32,
+    remat="none",
+    attention="auto",
+    scan_layers=None,
+    sharding=ShardingRules(),
+  )
