@@ -107,6 +107,7 @@ def test_published_config():
   assert vision_params.image_tokens_from_hf(hf) == ImageTokens()
   assert vision_params.text_config(hf) == {
     "hidden_size": 2560,
+    "tie_word_embeddings": True,
     "model_type": "gemma3_text",
     "torch_dtype": "bfloat16",
   }

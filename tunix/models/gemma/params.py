@@ -51,6 +51,7 @@ def gemma2_fields(
 # What absent fields mean; null means that there is none.
 _GEMMA2_DEFAULTS = {
   "num_key_value_heads": 4,
+  "sliding_window": 4096,
   "attn_logit_softcapping": 50.0,
   "final_logit_softcapping": 30.0,
 }

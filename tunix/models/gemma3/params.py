@@ -35,7 +35,7 @@ def fields_from_hf(hf: hf_config.HfConfig) -> dict[str, Any]:
   """
   pattern = hf_config.integer({"n": hf.get("sliding_window_pattern") or 6}, "n")
   full, local = _read_ropes(hf)
-  plain = {"num_key_value_heads": 4} | {
+  plain = {"num_key_value_heads": 4, "sliding_window": 4096} | {
     field: value for field, value in hf.items() if field not in _READ_HERE
   }
   fields = gemma_params.gemma2_fields(plain, lambda i: (i + 1) % pattern != 0)

@@ -17,7 +17,6 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   Raises:
     ValueError: see `hf_config.decoder_fields`.
   """
-  hf = {"num_key_value_heads": 32} | dict(hf)  # what an absent field means
   fields = hf_config.decoder_fields(hf, sliding=qwen_sliding(hf))
   fields["qkv_bias"], fields["o_bias"] = True, False
   return ModelConfig(**fields)

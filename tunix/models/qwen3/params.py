@@ -20,10 +20,11 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
       dense.
   """
   moe = hf.get("model_type") == "qwen3_moe"
-  hf = {"num_key_value_heads": 4 if moe else 32} | dict(hf)
+  if moe:
+    hf = {"num_key_value_heads": 4} | dict(hf)  # what an absent field means
   sliding = qwen2_params.qwen_sliding(hf)
   if moe and sliding is not None:  # all layers, whatever the file says of them
-    hf, sliding = hf | {"layer_types": None}, lambda i: True
+    hf, sliding = dict(hf) | {"layer_types": None}, lambda i: True
   # The two kinds differ in what an absent head_dim means.
   fields = hf_config.decoder_fields(hf, head_dim=None if moe else 128, sliding=sliding)
   if moe:
