@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-# Bytes of one float32 [chunk, V] block of logits. Two or three such blocks live at a
+# Bytes of one float32 [chunk, V] block of logits. One or two such blocks live at a
 # time; smaller ones make the products with the unembedding less efficient.
-CHUNK_BYTES = 240 * 2**20
+CHUNK_BYTES = 312 * 2**20
 MIN_CHUNK = 64
 
 
