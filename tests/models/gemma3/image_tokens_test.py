@@ -68,13 +68,6 @@ def test_groups():
   assert groups.tolist() == [[1, 1, 0, 2, 2, 2], [0] * 6, [0, 1, 0, 0, 2, 0]]
 
 
-def test_same_image():
-  groups = jnp.array([[0, 1, 1, 0, 2]])
-  seen = image_tokens.same_image(groups, groups)[0]
-  pairs = {(1, 1), (1, 2), (2, 1), (2, 2), (4, 4)}
-  assert {(int(q), int(k)) for q, k in zip(*np.nonzero(seen))} == pairs
-
-
 def scatter_by_loop(embeddings, tokens, features, soft):
   out, flat = np.array(embeddings), iter(features.reshape(-1, features.shape[-1]))
   for row in range(tokens.shape[0]):

@@ -12,6 +12,7 @@ from tests.models.gemma3 import towers
 from tunix.models.gemma3 import image_tokens, images, vision_params
 from tunix.models.gemma3.image_tokens import ImageTokens
 from tunix.models.gemma3.vision import VisionConfig
+from tunix.models.transformer.visibility import Visibility
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -106,14 +107,15 @@ def test_who_sees_whom():
     block_sequence_ids=gemma3.get_block_sequence_ids_for_mask(is_image),
   )
   groups = image_tokens.image_groups(jnp.asarray(tokens), 9)
-  at = np.arange(tokens.shape[1])
-  causal = at[None, :] <= at[:, None]
-  near = at[None, :] > at[:, None] - window
-  seen = causal | np.asarray(image_tokens.same_image(groups, groups))
-  ours = {"full_attention": seen, "sliding_attention": seen & near}
+  length = tokens.shape[1]
+  visible = Visibility(jnp.arange(length), groups=groups)
+  ours = {
+    "full_attention": visible.dense(length),
+    "sliding_attention": visible.dense(length, window),
+  }
   for kind, mask in ours.items():
     want = masks[kind][:, 0].numpy() == 0
-    mask = mask & valid[:, None, :]
+    mask = np.asarray(mask) & valid[:, None, :]
     np.testing.assert_array_equal(mask[valid], want[valid], err_msg=kind)
 
 

@@ -202,24 +202,11 @@ def _fill(
 def image_groups(tokens: Int[Array, "B T"], image_token_id: int) -> Int[Array, "B T"]:
   """Numbers each row's runs of soft tokens 1, 2, ...; 0 elsewhere; int32.
 
-  Two images that touch are one run. Expanded prompts never have that: an end token
+  `Visibility` opens each run to itself in both directions. Two images that touch are
+  one run. Expanded prompts never have that: an end token
   and newlines stand between.
   """
   is_image = tokens == image_token_id
   before = jnp.pad(is_image, ((0, 0), (1, 0)))[:, :-1]
   number = jnp.cumsum((is_image & ~before).astype(jnp.int32), axis=-1, dtype=jnp.int32)
   return jnp.where(is_image, number, 0)
-
-
-def same_image(
-  query_groups: Int[Array, "B T"], key_groups: Int[Array, "B S"]
-) -> Bool[Array, "B T S"]:
-  """Pairs inside one image, which see each other in both directions.
-
-  A full layer's mask is `causal | same_image`; a sliding layer's is
-  `(causal | same_image) & (key > query - window)`, so that a window shorter than an
-  image still hides its beginning. Padding and other packed rows stay hidden: apply
-  them last.
-  """
-  query, key = query_groups[:, :, None], key_groups[:, None, :]
-  return (query == key) & (query > 0)
