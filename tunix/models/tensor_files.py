@@ -2,7 +2,7 @@
 
 Safetensors is an 8-byte length, a JSON header {name: dtype, shape, data_offsets}, and
 the raw bytes. The package `safetensors` is not used, for two reasons: its NumPy
-slices copy, know no float8, and give no address to map; its writer wants all tensors in
+slices copy and know no float8; its writer wants all tensors in
 memory at once, ours holds one at a time.
 """
 

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tunix.models.transformer import sharding
-from tunix.models.transformer.config import UNROLL_BELOW_LAYERS, ShardingRules
+from tunix.models.transformer.config import REMAT_POLICIES, ShardingRules, scans
 from tunix.models.transformer.layers import Embedding, Linear, RMSNorm, fresh, param
 
 CHANNELS = 3
@@ -29,11 +29,6 @@ CHANNELS = 3
 QUERY_BLOCK = 1024
 
 _RULES = ShardingRules()
-
-_REMAT_POLICIES = {
-  "block": None,
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,10 +104,7 @@ class VisionConfig:
   @property
   def scanned(self) -> bool:
     """Whether the layers run by `lax.scan`."""
-    if self.scan_layers is not None:
-      return self.scan_layers
-    on_cpu = jax.default_backend() == "cpu"
-    return not on_cpu or self.num_layers >= UNROLL_BELOW_LAYERS
+    return scans(self.scan_layers, self.num_layers)
 
 
 class LayerNorm(nnx.Module):
@@ -334,7 +326,7 @@ class VisionTower(nnx.Module):
       return nnx.merge(graph, state)(x)
 
     if self.config.remat != "none":
-      call = jax.checkpoint(call, policy=_REMAT_POLICIES[self.config.remat])
+      call = jax.checkpoint(call, policy=REMAT_POLICIES[self.config.remat])
     if self.config.scanned:
       with jax.named_scope("layers"):
         return jax.lax.scan(lambda x, s: (call(s, x), None), x, state)[0]

@@ -21,6 +21,19 @@ ATTENTION = ("auto", "plain", "blockwise", "splash", "cudnn")
 # the TPU compiler took 317 s for 8 unrolled layers of an 8B model, 52 s for 32 scanned.
 UNROLL_BELOW_LAYERS = 24
 
+# What the backward pass keeps of a layer, by the names of `remat` but "none".
+REMAT_POLICIES = {
+  "block": None,
+  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+def scans(scan_layers: bool | None, num_layers: int) -> bool:
+  """Whether a stack runs by `lax.scan`: as its option says, else by its depth."""
+  if scan_layers is not None:
+    return scan_layers
+  return jax.default_backend() != "cpu" or num_layers >= UNROLL_BELOW_LAYERS
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -289,10 +302,7 @@ class TransformerConfig:
   @property
   def scanned(self) -> bool:
     """Whether the layers run by `lax.scan`."""
-    if self.scan_layers is not None:
-      return self.scan_layers
-    on_cpu = jax.default_backend() == "cpu"
-    return not on_cpu or self.num_layers >= UNROLL_BELOW_LAYERS
+    return scans(self.scan_layers, self.num_layers)
 
 
 def sizes(

@@ -21,18 +21,13 @@ from tunix.models.transformer import (
   sharding,
 )
 from tunix.models.transformer.cache import KVCache
-from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.config import REMAT_POLICIES, TransformerConfig
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
 from tunix.models.transformer.visibility import Visibility
 from tunix.ops.logprobs import Layout, soft_cap
 from tunix.ops.masks import positions_from_segments
 from tunix.utils import mesh as mesh_lib
-
-_REMAT_POLICIES = {
-  "block": None,
-  "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
 
 
 class Transformer(nnx.Module):
@@ -166,7 +161,7 @@ class Transformer(nnx.Module):
       return nnx.merge(graph, state)(x, sin_cos, visible, kind=kind)[0]
 
     if self.config.remat != "none":
-      policy = _REMAT_POLICIES[self.config.remat]
+      policy = REMAT_POLICIES[self.config.remat]
       scanned = isinstance(self.layers, DecoderLayer) and self.config.scanned
       fixed = (0,) if scanned else (0, 1)
       call = jax.checkpoint(call, policy=policy, static_argnums=fixed)
