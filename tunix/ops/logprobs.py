@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 # Bytes of one float32 [chunk, V] block of logits. One or two such blocks live at a
 # time; smaller ones make the products with the unembedding less efficient.
-CHUNK_BYTES = 312 * 2**20
+CHUNK_BYTES = 256 * 2**20
 MIN_CHUNK = 64
 
 
