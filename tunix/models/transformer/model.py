@@ -25,7 +25,7 @@ from tunix.models.transformer.config import REMAT_POLICIES, TransformerConfig
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
 from tunix.models.transformer.visibility import Visibility
-from tunix.ops.logprobs import Layout, soft_cap
+from tunix.ops.vocab_chunks import Layout, soft_cap
 from tunix.ops.masks import positions_from_segments
 from tunix.utils import mesh as mesh_lib
 
