@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ from tunix.rl.rl_cluster import RLCluster
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.metrics_logger import Mode
 from tunix.utils.interrupts import DeferredSignals, Stopped
+
+_log = logging.getLogger(__name__)
 
 MetricFn = Callable[..., Mapping[str, Any]]
 
@@ -258,11 +261,16 @@ class RLLearner(abc.ABC):
   def _rewards(
     self, batch: PromptBatch, text: Sequence[str], tokens: Tokens
   ) -> RewardOutput:
+    """By all functions and the reward model; what went wrong is logged by name."""
     prompts, columns = common.repeated(batch, tokens.group_size)
-    extra = {}
+    found = RewardOutput(total=np.zeros(len(text)), by_function={}, outcomes={})
+    if self._reward_manager is not None:
+      found = self._reward_manager.compute(prompts, list(text), columns)
     if self.rl_cluster.reward is not None:
-      extra["reward_model"] = self.rl_cluster.get_rewards(tokens)
-    return self._reward_manager.compute(prompts, list(text), columns, extra)
+      found = found.plus("reward_model", self.rl_cluster.get_rewards(tokens))
+    for line in found.problems():
+      _log.warning("step %d: no reward from %s", self.train_steps, line)
+    return found
 
   def _own(self, rollouts: Rollouts) -> dict[str, float]:
     """What the user's metric functions say."""
@@ -387,7 +395,8 @@ class RLLearner(abc.ABC):
     """Saves what is not saved, ends the reward workers, closes files."""
     self.save_checkpoint()
     self._checkpoints.close()
-    self._reward_manager.close()
+    if self._reward_manager is not None:
+      self._reward_manager.close()
     self.rl_cluster.close()
 
   def _save_if_due(self) -> None:
@@ -403,7 +412,7 @@ class RLLearner(abc.ABC):
     raise Stopped(signals.pending, f"stopped after step {self.train_steps}; {where}")
 
 
-def _manager(reward_fns: Any, cluster: RLCluster) -> RewardManager:
+def _manager(reward_fns: Any, cluster: RLCluster) -> RewardManager | None:
   if isinstance(reward_fns, RewardManager):
     return reward_fns
   functions = [reward_fns] if callable(reward_fns) else list(reward_fns or ())
@@ -412,7 +421,7 @@ def _manager(reward_fns: Any, cluster: RLCluster) -> RewardManager:
       "there is neither a reward function nor a reward model: pass reward_fns, or "
       "reward= to RLCluster"
     )
-  return RewardManager(functions)
+  return RewardManager(functions) if functions else None
 
 
 def _shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
