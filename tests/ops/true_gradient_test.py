@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from tests.ops.toy_policy import Toy
-from tunix.ops import importance, kl
-from tunix.ops import policy_gradient as pg
+from tunix.ops import importance, policy_gradient as pg
 from tunix.ops.advantages import ADVANTAGES, gae
 from tunix.ops.reductions import AGGREGATIONS, aggregate
 
@@ -51,14 +50,14 @@ def angle(x, y):
 RATIOS = {
   "reinforce": lambda logps, mask, a: pg.reinforce_loss(logps, a),
   **{
-    level: lambda logps, mask, a, level=level: pg.clipped_loss(
-      pg.log_ratio(logps, None, mask, level), a, dual_clip=3.0
-    ).values
+    level: lambda logps, mask, a, level=level: (
+      pg.clipped_loss(pg.log_ratio(logps, None, mask, level), a, dual_clip=3.0).values
+    )
     for level in pg.LEVELS
   },
-  "cispo": lambda logps, mask, a: pg.cispo_loss(
-    pg.log_ratio(logps, None, mask), logps, a
-  ).values,
+  "cispo": lambda logps, mask, a: (
+    pg.cispo_loss(pg.log_ratio(logps, None, mask), logps, a).values
+  ),
 }
 # Advantage of a completion of reward r whose only rival has reward s: a mean of two,
 # and a sample deviation of |r - s| / sqrt 2.
@@ -161,32 +160,170 @@ def test_centering_on_oneself_costs_one_part_of_the_group(size):
   assert 0.1 / size < bias < 0.9 / size
 
 
+def worth(p, size):
+  """How much being right counts in a group of rewards 0 and 1 with success rate p.
+
+  With k of the others right, right instead of wrong is an advantage of a(k + 1, right)
+  - a(k, wrong); k is binomial.
+  """
+
+  def advantage(right, reward):
+    rewards = np.array([1.0] * right + [0.0] * (size - right))
+    return (reward - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+
+  chance = [1.0]
+  for _ in range(size - 1):
+    chance = np.convolve(chance, [1 - p, p])
+  return sum(
+    c * (advantage(k + 1, 1.0) - advantage(k, 0.0)) for k, c in enumerate(chance)
+  )
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("easy", [False, True])
-def test_dividing_by_the_deviation_weighs_by_difficulty(size, easy):
-  # Rewards 0 or 1. With k of the G - 1 others right (binomial, success rate p), being
-  # right instead of wrong is worth a(k+1, right) - a(k, wrong); the expected gradient
-  # is that of p times the mean worth. It is the same for all p up to G = 3.
+@pytest.mark.parametrize("rewards", [[1, 1, 1, 1, 0], [0, 0, 1, 0, 0]])
+def test_dividing_by_the_deviation_weighs_by_difficulty(size, rewards):
   toy = Toy(length=1, eos=False)
-  toy.rewards = np.array([1.0, 1.0, 1.0, 1.0, 0.0]) if easy else np.eye(5)[2]
+  toy.rewards = np.array(rewards, float)
 
   def losses(logps, group):
     advantages = ADVANTAGES["group_normalized"](jnp.asarray(toy.rewards)[group][None])
     return mean(pg.reinforce_loss(logps, advantages[0]), jnp.ones((size, 1)))[None]
 
-  def advantage(right, reward):
-    rewards = np.array([1.0] * right + [0.0] * (size - right))
-    deviation = rewards.std(ddof=1)
-    return (reward - rewards.mean()) / (deviation + 1e-6)
-
   p = float(toy.expected_reward(toy.logits))
-  chance = [1.0]
-  for _ in range(size - 1):  # the binomial distribution, one completion at a time
-    chance = np.convolve(chance, [1 - p, p])
-  worth = sum(
-    c * (advantage(k + 1, 1.0) - advantage(k, 0.0)) for k, c in enumerate(chance)
-  )
   got = toy.expected_gradients(losses, size)[0]
-  close(got, -worth * toy.gradient(toy.expected_reward))
-  if size < 4:
-    close(worth, {2: 2**0.5 / 2, 3: 2 / 3**0.5}[size] * (1 - 1e-6 * 0) if 0 else worth)
+  close(got, -worth(p, size) * toy.gradient(toy.expected_reward))
+
+
+def test_the_weight_of_a_prompt_depends_on_its_difficulty_from_four_on():
+  rates = np.linspace(0.05, 0.95, 7)
+  for size, constant in ((2, 2**-0.5), (3, 2 * 3**-0.5)):
+    np.testing.assert_allclose([worth(p, size) for p in rates], constant, rtol=1e-5)
+  for size in (4, 8, 16):  # towards 1 / sqrt(p (1 - p))
+    weights = [worth(p, size) for p in rates]
+    assert weights[0] > 1.04 * weights[3] and weights[-1] > 1.04 * weights[3]
+  np.testing.assert_allclose(worth(0.3, 400), (0.3 * 0.7) ** -0.5, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["batch_normalized", "batch_scaled"])
+def test_statistics_of_the_batch(name):
+  # Two prompts of two completions; the second prompt's rewards are shifted and wide.
+  toy = Toy(length=1, eos=False)
+  by_prompt = np.stack([toy.rewards, 3 * toy.rewards[::-1] - 2])
+
+  def rewards_of(xp, group):
+    return xp.stack([by_prompt[0][group[:2]], by_prompt[1][group[2:]]])
+
+  def losses(logps, group):
+    tables = jnp.asarray(by_prompt)
+    rewards = jnp.stack([tables[0][group[:2]], tables[1][group[2:]]])
+    advantages = ADVANTAGES[name](rewards).ravel()
+    return mean(pg.reinforce_loss(logps, advantages), jnp.ones((4, 1)))[None]
+
+  p, scores = np.asarray(toy.probability(toy.logits)), toy.scores(toy.logits)
+  want = 0.0
+  for group in toy.groups(4):
+    rewards = rewards_of(np, group)
+    center = rewards.mean() if name == "batch_normalized" else rewards.mean(1)[:, None]
+    advantages = (rewards - center) / (rewards.std(ddof=1) + 1e-6)
+    want -= p[group].prod() * advantages.ravel() @ scores[group] / 4
+  close(toy.expected_gradients(losses, 4)[0], want)
+
+
+# Off-policy: completions come from another policy.
+
+
+def rewards_and_rivals(toy, group):
+  rewards = jnp.asarray(toy.rewards)[group]
+  return ADVANTAGES["leave_one_out"](rewards[None])[0], jnp.asarray(toy.mask)[group]
+
+
+def test_the_ratio_of_whole_completions_corrects_exactly(toy):
+  other = toy.logps(jnp.asarray(toy.others))
+
+  def losses(logps, group):
+    advantages, mask = rewards_and_rivals(toy, group)
+    ratio = pg.log_ratio(logps, other[group], mask, "sequence-product")
+    wide = pg.clipped_loss(ratio, advantages, clip_low=1.0, clip_high=1e12)
+    weights = importance.truncated(
+      *(logps, other[group], mask), level="sequence-product", cap=1e12
+    )
+    tight = importance.truncated(
+      *(logps, other[group], mask), level="sequence-product", cap=1.5
+    )
+    plain = pg.reinforce_loss(logps, advantages)
+    return jnp.stack(
+      [
+        mean(wide.values, mask, "sequence-mean-token-mean"),
+        mean(weights * plain, mask),
+        mean(tight * plain, mask),
+      ]
+    )
+
+  ratio, weighted, bounded = toy.expected_gradients(losses, 2, toy.others)
+  true = -toy.gradient(toy.expected_reward)
+  close(ratio, true)
+  close(weighted, true)
+  # Truncation: what the other policy draws too rarely by more than the cap is missing.
+  p, q = (np.asarray(toy.probability(x)) for x in (toy.logits, toy.others))
+  drawn = np.minimum(p, 1.5 * q)
+  centered = toy.rewards - q @ toy.rewards
+  close(bounded, -(drawn * centered) @ toy.scores(toy.logits))
+  assert np.linalg.norm(bounded - true) > 0.05 * np.linalg.norm(true)
+
+
+def test_the_ratio_of_tokens_has_the_other_policys_prefixes(toy):
+  # PPO's surrogate: prefixes and what follows a token are the other policy's, only the
+  # token itself is weighed.
+  other = toy.logps(jnp.asarray(toy.others))
+
+  def losses(logps, group):
+    mask, rewards = jnp.asarray(toy.mask)[group], jnp.asarray(toy.rewards)[group]
+    ratio = pg.log_ratio(logps, other[group], mask)
+    wide = pg.clipped_loss(ratio, rewards, clip_low=1.0, clip_high=1e12)
+    return mean(wide.values, mask)[None]
+
+  q = np.asarray(toy.probability(toy.others))
+  worth = np.zeros(toy.logits.shape)  # q(prefix, token) times the reward to come
+  weights = (q * toy.rewards)[:, None] * toy.mask
+  np.add.at(worth, (toy.prefixes, toy.tokens), weights)
+
+  def surrogate(logits):
+    gap = jax.nn.log_softmax(logits) - jax.nn.log_softmax(toy.others)
+    return jnp.sum(jnp.exp(gap) * worth)
+
+  got = toy.expected_gradients(losses, 1, toy.others)[0]
+  close(got, -toy.gradient(surrogate))
+  assert angle(got, -toy.gradient(toy.expected_reward)) > 1e-3
+
+
+# A critic.
+
+
+def value_table(toy):
+  """The true value of every prefix."""
+  p = np.asarray(toy.probability(toy.logits))
+  worth, visits = np.zeros(len(toy.logits)), toy.visits(toy.logits)
+  np.add.at(worth, toy.prefixes, (p * toy.rewards)[:, None] * toy.mask)
+  return worth / visits
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("right", [True, False])
+def test_gae_is_unbiased_with_the_right_critic_or_without_its_word(toy, lam, right):
+  table = value_table(toy) if right else np.arange(len(toy.logits)) % 3 - 1.0
+  last = np.arange(3) == toy.lengths[:, None] - 1
+  rewards = jnp.asarray(toy.rewards[:, None] * last)
+
+  def losses(logps, group):
+    mask = jnp.asarray(toy.mask)[group]
+    values = jnp.asarray(table[toy.prefixes])[group]
+    advantages, _ = gae(rewards[group], values, mask, gamma=1.0, lam=lam)
+    ratio = pg.log_ratio(logps, None, mask)
+    return mean(pg.clipped_loss(ratio, advantages).values, mask)[None]
+
+  got = toy.expected_gradients(losses, 1)[0]
+  true = -toy.gradient(toy.expected_reward)
+  if right or lam == 1.0:
+    close(got, true)
+  else:
+    assert angle(got, true) > 1e-3
