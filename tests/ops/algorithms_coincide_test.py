@@ -1,5 +1,7 @@
 """Algorithms that theory says are the same, on random completions off-policy."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,7 +127,7 @@ def test_dr_grpo_is_grpo_where_all_completions_are_as_long():
 
 def test_cispo_is_ppo_inside_the_bounds():
   """Same gradient (w A times that of logps), another value."""
-  wide = {"clip_low": 1.0, "clip_high": 100.0}
+  wide: dict[str, Any] = {"clip_low": 1.0, "clip_high": 100.0}
 
   def cispo(logps):
     ratio = pg.log_ratio(logps, OLD, MASK)
