@@ -61,6 +61,35 @@ class Recorder:
     self.clock.tick()
 
 
+class Phases:
+  """Wall and CPU seconds of the phases of a learner's steps."""
+
+  def __init__(self, learner: Any, clock: Clock):
+    self.parts: list[dict[str, Any]] = []
+    self._now: dict[str, tuple[float, float]] = {}
+    cluster = learner.rl_cluster
+    for owner, name, key in (
+      (cluster, "generate", "generate"),
+      (cluster, "get_ref_per_token_logps", "ref_logps"),
+      (learner, "_update", "update"),
+    ):
+      setattr(owner, name, self._timed(getattr(owner, name), key, clock))
+
+  def _timed(self, function: Any, key: str, clock: Clock) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
+      start = time.perf_counter(), time.process_time()
+      out = function(*args, **options)
+      wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
+      self._now[key] = (round(wall, 3), round(cpu, 3))
+      if key == "update":
+        clock.tick()
+        self.parts.append(dict(self._now))
+        self._now.clear()
+      return out
+
+    return run
+
+
 def rss_mb() -> int:
   with open("/proc/self/statm") as file:
     return round(int(file.read().split()[1]) * 4096 / 2**20)
@@ -130,6 +159,65 @@ class Adapter:
       )
       clock.tick()
     return {**clock.summary(skip=1), "tokens": np.stack(out.tokens)}
+
+  def grpo(
+    self,
+    path: str,
+    prompts: list[list[str]],
+    columns: dict[str, list[list[Any]]],
+    reward: Any,
+    generations: int,
+    new: int,
+    max_prompt: int,
+    lr: float,
+    beta: float = 0.04,
+    temperature: float = 1.0,
+    no_eos: bool = False,
+    on_step: Any = None,
+    loss_type: str | None = None,
+    **algorithm: Any,
+  ) -> dict[str, Any]:
+    """One GRPO step a batch of prompts; columns are [steps][B]."""
+    from tunix.generate.tokenizer_adapter import TokenizerAdapter
+    from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+    from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig
+    from tunix.rl.rollout.base_rollout import RolloutConfig
+
+    if loss_type:
+      algorithm["loss_agg_mode"] = loss_type
+    means, clock = [], Clock()
+
+    def rewards(prompts, completions, **extra):
+      found = reward(completions, **{name: extra[name] for name in columns})
+      means.append(round(float(np.mean(found)), 4))
+      if on_step:
+        on_step(len(means), means[-1], completions)
+      return found
+
+    cluster = RLCluster(
+      actor=self.model(path),
+      reference=self.model(path) if beta else None,
+      tokenizer=TokenizerAdapter.from_pretrained(path),
+      cluster_config=ClusterConfig(
+        training_config=RLTrainingConfig(
+          actor_optimizer=optax.adamw(lr), pbar_description=None
+        ),
+        rollout_config=RolloutConfig(
+          max_tokens_to_generate=new,
+          max_prompt_length=max_prompt,
+          temperature=temperature,
+          eos_tokens=[] if no_eos else None,
+        ),
+      ),
+    )
+    config = GRPOConfig(num_generations=generations, beta=beta, **algorithm)
+    learner = GRPOLearner(cluster, config, rewards)
+    phases = Phases(learner, clock)
+    learner.train(
+      {"prompts": batch, **{name: x[i] for name, x in columns.items()}}
+      for i, batch in enumerate(prompts)
+    )
+    return {**clock.summary(skip=1), "rewards": means, "parts": phases.parts[-8:]}
 
   def load(self, path: str) -> dict[str, Any]:
     from tunix.models.automodel import AutoModel

@@ -171,6 +171,7 @@ NOTHING = Call(
   mask=False,
   groups=False,
   cache=False,
+  shared=False,
 )
 
 
@@ -185,6 +186,8 @@ NOTHING = Call(
     ("tpu", {"mask": True}, "blockwise"),
     ("tpu", {"groups": True}, "blockwise"),
     ("tpu", {"cache": True}, "blockwise"),
+    ("tpu", {"shared": True}, "blockwise"),
+    ("gpu", {"shared": True}, "blockwise"),
     ("gpu", {}, "cudnn"),
     ("gpu", {"window": True}, "cudnn"),
     ("gpu", {"softcap": True}, "blockwise"),
@@ -211,7 +214,7 @@ def test_a_named_path_says_what_it_cannot_do_and_who_can():
 
 
 def test_auto_never_takes_a_path_that_refuses():
-  flags = ("softcap", "window", "segments", "mask", "groups", "cache")
+  flags = ("softcap", "window", "segments", "mask", "groups", "cache", "shared")
   for platform in ("cpu", "gpu", "tpu"):
     for values in itertools.product((False, True), repeat=len(flags)):
       call = dataclasses.replace(NOTHING, platform=platform, **dict(zip(flags, values)))

@@ -93,10 +93,10 @@ def test_visited_blocks():
 
 def test_reach_survives_ids_larger_than_the_row():
   visible = Visibility(jnp.arange(4), segment_ids=jnp.array([[7, 7, 900, 900]]))
-  first, last = reach(visible.queries(), 4)
+  first, last = reach(visible.queries(), visible.keys(4))
   assert first.tolist() == [[0, 0, 0, 0]] and last.tolist() == [[0, 1, 2, 3]]
   visible = Visibility(jnp.arange(4), groups=jnp.array([[-3, 0, 0, -3]]))
-  assert reach(visible.queries(), 4)[1].tolist() == [[3, 1, 2, 3]]
+  assert reach(visible.queries(), visible.keys(4))[1].tolist() == [[3, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix.ops.logprobs import Layout, weighted_nll
+from tunix.ops.logprobs import weighted_nll
+from tunix.ops.vocab_chunks import Layout
 
 B, T, D, V = 8, 40, 16, 64
 # 64 tokens a chunk, the least there is: 320 tokens make 5 chunks.

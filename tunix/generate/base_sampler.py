@@ -16,17 +16,21 @@ Prompt = str | Sequence[int] | np.ndarray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplerOutput:
-  """The completions of one call, one entry a prompt, in the prompts' order.
+  """The completions of one call, one entry a row: the samples of the first prompt,
+  then those of the second, and so on.
 
   Attributes:
-    text: the completions as text, without end-of-sequence tokens; after the prompt
-      with `echo`.
+    text: the completions as text, without end-of-sequence tokens and up to a stop
+      string; after the prompt with `echo`.
     tokens: int32 ids, one array a row, of its own length; one [B, N] array when
       padded output was asked for.
-    padded_prompt_tokens: int32 [B, P], the prompts, padded on the left.
+    padded_prompt_tokens: int32 [B, P], the rows' prompts, padded on the left.
     logits: float32 [length, V] a row, the model's own, or None if not asked for.
     logprobs: float32 [length] a row, in nats: of each generated token under the
-      model's own distribution (temperature 1, nothing forbidden), or None.
+      model's own distribution (temperature 1, nothing forbidden or filtered), or None.
+    sampling_logprobs: the same under the distribution that the token was drawn from,
+      after temperature, forbidden tokens and filters; 0 where nothing was drawn.
+    finish_reasons: why each row ended: "eos", "stop" (a stop string) or "length".
   """
 
   text: list[str]
@@ -34,6 +38,8 @@ class SamplerOutput:
   padded_prompt_tokens: np.ndarray
   logits: list[np.ndarray] | np.ndarray | None = None
   logprobs: list[np.ndarray] | np.ndarray | None = None
+  sampling_logprobs: list[np.ndarray] | np.ndarray | None = None
+  finish_reasons: list[str]
 
 
 class BaseSampler(abc.ABC):
@@ -55,7 +61,7 @@ class BaseSampler(abc.ABC):
   def __call__(
     self,
     input_strings: str | Sequence[Prompt],
-    max_generation_steps: int,
+    max_generation_steps: int | Sequence[int],
     max_prompt_length: int | None = None,
     **options: Any,
   ) -> SamplerOutput:

@@ -3,6 +3,7 @@ back: host arrays in, host arrays out."""
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import secrets
 from collections.abc import Sequence
@@ -16,6 +17,117 @@ Array = jax.Array | np.ndarray
 # Stands for no token in lists of ids that are filled up to a fixed length.
 NO_TOKEN = 2**31 - 1
 _LEAST_IDS = 8
+MIN_TOKENS = 16  # smallest space for a prompt, and for new tokens
+
+
+@dataclasses.dataclass(frozen=True, order=True, kw_only=True)
+class Shape:
+  """What the programs of a request are compiled for: prefill for all of it, decoding
+  for `rows`, `slots` and `columns`.
+
+  Attributes:
+    prompts: P, prompts in the prefill.
+    width: W, tokens of a padded prompt.
+    rows: B, completions.
+    slots: S, tokens of a row, prompt and completion.
+    columns: N, new tokens of a row.
+  """
+
+  prompts: int
+  width: int
+  rows: int
+  slots: int
+  columns: int
+
+  @property
+  def decode(self) -> tuple[int, int, int]:
+    """What the token loop is compiled for."""
+    return self.rows, self.slots, self.columns
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+  """What a sampler's requests must keep to.
+
+  Attributes:
+    cache_size: most tokens of a row, or None.
+    movable: prompts can be moved inside the cache once they are in it, so that their
+      padding costs no slots. Else the padding shrinks where it would not fit.
+    shards: over how many devices rows are spread.
+  """
+
+  cache_size: int | None = None
+  movable: bool = True
+  shards: int = 1
+
+  def shape(
+    self, prompts: int, samples: int, longest: int, steps: int, stated: int | None
+  ) -> Shape:
+    """The fixed shape that holds a request.
+
+    Args:
+      prompts: how many.
+      samples: completions a prompt.
+      longest: tokens of the longest prompt.
+      steps: most new tokens of a row.
+      stated: the width that the caller wants instead of a power of two.
+
+    Raises:
+      ValueError: it does not fit.
+    """
+    if stated is not None and longest > stated:
+      raise ValueError(
+        f"a prompt has {longest} tokens, max_prompt_length is {stated}: shorten the "
+        "prompt or raise max_prompt_length"
+      )
+    width = bucket(longest, MIN_TOKENS) if stated is None else stated
+    columns = bucket(steps, MIN_TOKENS)
+    slots = width + columns
+    size = self.cache_size
+    if size is not None:
+      needed = longest if stated is None else stated
+      if needed + steps > size:
+        raise ValueError(
+          f"{needed} prompt tokens and max_generation_steps={steps} make "
+          f"{needed + steps}, the cache holds {size}: raise CacheConfig.cache_size or "
+          "generate fewer tokens"
+        )
+      if not self.movable:
+        width = min(width, size - steps)
+      width, columns, slots = (min(x, size) for x in (width, columns, slots))
+    return Shape(
+      prompts=self._rows(prompts),
+      width=width,
+      rows=self._rows(prompts * samples),
+      slots=slots,
+      columns=columns,
+    )
+
+  def _rows(self, count: int) -> int:
+    rows = bucket(count)
+    return rows + -rows % self.shards
+
+  def shapes(
+    self, prompts: int, samples: int, longest: int, steps: int, stated: int | None
+  ) -> list[Shape]:
+    """All shapes of requests that are at most as large in every respect."""
+    counts = {(p, n) for p in range(1, prompts + 1) for n in range(1, samples + 1)}
+    found = {
+      self.shape(p, n, tokens, new, stated)
+      for p, n in counts
+      for tokens in ([1] if stated is not None else _least_of_buckets(longest))
+      for new in _least_of_buckets(steps)
+      if self.cache_size is None or (stated or tokens) + new <= self.cache_size
+    }
+    return sorted(found)
+
+
+def _least_of_buckets(size: int) -> list[int]:
+  """The smallest size in every bucket of tokens up to that of `size`."""
+  ends = [0]
+  while max(MIN_TOKENS, 2 * ends[-1]) < size:
+    ends.append(max(MIN_TOKENS, 2 * ends[-1]))
+  return [end + 1 for end in ends]
 
 
 def bucket(size: int, least: int = 1) -> int:

@@ -1,8 +1,9 @@
 """Prefill, one decode step, and the token loop: pure functions over a split module.
 
-`generate` is one program: the cache lives and dies inside it, and the loop ends when
-every row is done. A scheduler that admits rows while others decode needs `prefill` and
-`step` only.
+A request runs as two programs, and `opened` before them. `start` runs the prompts and
+takes each row's first token, `advance` goes on until every row is done or a number of
+steps is reached; a caller may look at the rows in between. A scheduler that owns the
+decode slots needs `prefill`, `step` and `memory.admit` only.
 """
 
 from __future__ import annotations
@@ -10,77 +11,85 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.generate import recompute, sampling
-from tunix.models.transformer import sharding
-from tunix.models.transformer.cache import KVCache
+from tunix.generate import memory as memory_lib, recompute, sampling
+from tunix.generate.memory import Memory
+from tunix.generate.sampling import Draw, Leaf
 from tunix.ops import masks
 from tunix.utils import mesh as mesh_lib
-
-Leaf = Any  # a traced array inside the program, a host array where it is called
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """What a program is compiled for, besides the shapes of its request.
+  """What programs are compiled for, besides the shapes of their rows.
 
   Attributes:
     slots: S, prompt and generated tokens together.
-    greedy: take the most likely token; the temperature is not looked at.
-    return_logits: keep [B, S - P, V] logits.
+    columns: N, room for generated tokens.
+    return_logits: keep [B, N, V] logits.
     return_logps: compute the chosen tokens' log-probabilities.
   """
 
   slots: int
-  greedy: bool
+  columns: int
   return_logits: bool = False
   return_logps: bool = False
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Request:
-  """The rows of one program.
+class Prompts:
+  """What `start` reads.
 
   Attributes:
-    tokens: int32 [B, P], padded on the left.
-    mask: bool [B, P], True on the prompt's tokens.
-    limits: int32 [B], most tokens to generate, 0 for rows that only fill the batch.
-    rows: int32 [B], each row's number, for its randomness.
-    key: the call's random key.
-    temperature: float32 scalar, above 0.
-    eos: int32 [E], ids that end a row; filled up (`batching.id_list`).
-    forbidden: int32 [F], ids that never come, or None; filled up (`batching.id_list`).
+    tokens: int32 [P, W], padded on the left.
+    mask: bool [P, W], True on the prompt's tokens.
+    source: int32 [B], the prompt of each row; None: row b is prompt b's only one.
+    shift: int32 scalar, slots that every prompt leaves free in front and that are
+      needed at the end; None: there are enough.
   """
 
   tokens: Leaf
   mask: Leaf
+  source: Leaf | None = None
+  shift: Leaf | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+  """How tokens are chosen, and when a row ends.
+
+  Attributes:
+    limits: int32 [B], most tokens to generate, 0 for rows that only fill the batch.
+    eos: int32 [E], ids that end a row; filled up (`batching.id_list`).
+    draw: the choice.
+  """
+
   limits: Leaf
-  rows: Leaf
-  key: Leaf
-  temperature: Leaf
   eos: Leaf
-  forbidden: Leaf | None = None
+  draw: Draw
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generated:
-  """What the loop has written so far, N = S - P columns; on the host once fetched.
+  """What the loop has written so far; on the host once fetched.
 
   Attributes:
     tokens: int32 [B, N]; columns from `lengths` on mean nothing.
     lengths: int32 [B], tokens generated, the end-of-sequence token included.
     stopped: bool [B], whether an end-of-sequence token came.
     done: bool [B], stopped or at the row's limit.
-    steps: int32 scalar, columns written: one more than the loop's iterations.
-    logps: float32 [B, N] or None.
+    steps: int32 scalar, columns written.
+    logps: float32 [B, N] or None; under the model's own distribution.
+    sampling_logps: float32 [B, N] or None; under the distribution drawn from.
     logits: float32 [B, N, V] or None.
   """
 
@@ -90,63 +99,116 @@ class Generated:
   done: jax.Array
   steps: jax.Array
   logps: jax.Array | None
+  sampling_logps: jax.Array | None
   logits: jax.Array | None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
-  """What a model with a cache carries from token to token.
+class Opened(NamedTuple):
+  """A module split for decoding."""
 
-  Attributes:
-    cache: the model's own.
-    visible: bool [B, S], slots that hold a token of the row, or will.
-    positions: int32 [B], position of the next token.
-    slot: int32 scalar, where the next token goes.
-  """
-
-  cache: Any
-  visible: jax.Array
-  positions: jax.Array
-  slot: jax.Array
+  graph: Any
+  state: Any
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
-def generate(
-  graph: nnx.GraphDef[Any], state: Any, request: Request, plan: Plan
-) -> Generated:
-  """Completes all rows of a request.
+def opened(graph: Any, state: Any) -> Opened:
+  """The split of a module with one module a layer, made once a request: slices of a
+  stack would be taken in every step. Leaves that stay as they are are not copied."""
+  structure, places, changed = _open(graph, state)
+  given = jax.tree.leaves(state)
+  fresh = iter(changed)
+  leaves = [next(fresh) if i is None else given[i] for i in places.value]
+  return Opened(*structure.value.unflatten(leaves))
 
-  Args:
-    graph, state: `nnx.split` of the model. One with `init_cache` is decoded through its
-      cache, any other by running the whole sequence for every token.
-    request: the rows. Compiled once for each of its shapes and each plan.
-    plan: the rest.
-  """
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+  """A value that a program returns from its tracing."""
+
+  value: Any
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _open(graph, state):
   model = nnx.merge(graph, state)
   model.eval()  # whatever its owner is at: no dropout in what is sampled
-  cached = hasattr(model, "init_cache")
   if hasattr(model, "unstack"):
-    model = model.unstack()  # once: slices inside the loop would be taken every token
-  # Merged anew in every traced body, so that a model may write to itself in a call.
-  graph, state = nnx.split(model)
-  start, advance = (prefill, step) if cached else (recompute.prefill, recompute.step)
+    model = model.unstack()
+  numbers = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(state))}
+  leaves, structure = jax.tree.flatten(tuple(nnx.split(model)))
+  places = tuple(numbers.get(id(leaf)) for leaf in leaves)
+  changed = [leaf for leaf, place in zip(leaves, places) if place is None]
+  return _Static(structure), _Static(places), changed
 
-  with jax.named_scope("prefill"):
-    merged = nnx.merge(graph, state)
-    logits, memory = start(merged, request.tokens, request.mask, plan.slots)
-  out = _emit(_nothing(request, plan, logits.shape[-1]), logits, request, plan)
+
+@functools.partial(jax.jit, static_argnums=(0, 4))
+def start(
+  graph: Any, state: Any, prompts: Prompts, rules: Rules, plan: Plan
+) -> tuple[Generated, Any]:
+  """Runs the prompts, each once, and takes the first token of every row.
+
+  Args:
+    graph, state: see `opened`. A model with `init_cache` is decoded through its cache,
+      any other by running the whole sequence for every token.
+    prompts, rules, plan: compiled once for each of their shapes and each plan.
+  """
+  # Merged anew in every traced body, so that a model may write to itself in a call.
+  logits, memory = prefilled(nnx.merge(graph, state), prompts, plan)
+  out = _emit(_nothing(rules, plan, logits.shape[-1]), logits, rules)
+  # Every process reads the whole result.
+  return jax.tree.map(mesh_lib.constrain, out), memory
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
+def advance(
+  graph: Any, state: Any, rules: Rules, out: Generated, memory: Any, until: Leaf
+) -> tuple[Generated, Any]:
+  """Goes on until every row is done, or `until` columns are written.
+
+  Args:
+    graph, state: see `opened`.
+    rules: limits may be lower than they were: a row at its limit is done.
+    out, memory: of `start` or of this; they are used up.
+    until: int32 scalar.
+  """
+  advances = parts(nnx.merge(graph, state))[2]
 
   def body(carry):
     out, memory = carry
     last = jax.lax.dynamic_index_in_dim(out.tokens, out.steps - 1, 1, keepdims=False)
-    logits, memory = advance(nnx.merge(graph, state), last, memory)
-    return _emit(out, logits, request, plan), memory
+    logits, memory = advances(nnx.merge(graph, state), last, memory)
+    return _emit(out, logits, rules), memory
 
+  def goes_on(carry):
+    return ~jnp.all(carry[0].done) & (carry[0].steps < until)
+
+  out = dataclasses.replace(out, done=out.done | (out.lengths >= rules.limits))
   with jax.named_scope("decode"):
-    out, _ = jax.lax.while_loop(lambda c: ~jnp.all(c[0].done), body, (out, memory))
-  # Every process reads the whole result.
-  return jax.tree.map(mesh_lib.constrain, out)
+    out, memory = jax.lax.while_loop(goes_on, body, (out, memory))
+  return jax.tree.map(mesh_lib.constrain, out), memory
+
+
+def parts(model: Any) -> tuple[Any, Any, Any]:
+  """The `prefill`, `repeat` and `step` of the model: through its cache where it has
+  one, else running the whole sequence for every token."""
+  if hasattr(model, "init_cache"):
+    return prefill, memory_lib.repeat, step
+  return recompute.prefill, recompute.repeat, recompute.step
+
+
+def prefilled(
+  model: Any, prompts: Prompts, plan: Plan
+) -> tuple[Float[Array, "B V"], Any]:
+  """Runs every prompt once: the logits of all its rows, and what they go on from."""
+  runs, repeats, _ = parts(model)
+  with jax.named_scope("prefill"):
+    logits, memory = runs(model, prompts.tokens, prompts.mask, plan.slots)
+    if prompts.shift is not None:
+      memory = memory_lib.shift(memory, prompts.shift)
+    if prompts.source is not None:
+      memory = repeats(model, memory, prompts.source)
+      logits = logits[prompts.source]
+  return logits, memory
 
 
 def prefill(
@@ -157,7 +219,7 @@ def prefill(
   Returns: logits after each prompt's last token, and what `step` goes on from.
   """
   batch, width = tokens.shape
-  cache = _pinned(model, model.init_cache(batch, slots))
+  cache = memory_lib.pinned(model, model.init_cache(batch, slots))
   positions = masks.positions_from_mask(mask)
   visible = jnp.pad(mask, ((0, 0), (0, slots - width)), constant_values=True)
   causal = masks.causal_mask(jnp.arange(width), jnp.arange(slots))
@@ -202,60 +264,47 @@ def _last_logits(model, tokens, positions, cache, mask):
   return logits[:, -1].astype(jnp.float32), cache
 
 
-def _pinned(model, cache):
-  """Our cache split like the activations: rows by the batch axes, heads by tp."""
-  if not isinstance(cache, KVCache):
-    return cache
-  rules = model.config.sharding
-  spec = (sharding.batch_axes(rules), None, rules.tp, None)
-  pin = lambda buffers: tuple(mesh_lib.constrain(x, *spec) for x in buffers)
-  return dataclasses.replace(cache, k=pin(cache.k), v=pin(cache.v))
-
-
-def _nothing(request: Request, plan: Plan, vocab: int) -> Generated:
+def _nothing(rules: Rules, plan: Plan, vocab: int) -> Generated:
   """An empty result."""
-  batch, width = request.tokens.shape
-  shape = (batch, plan.slots - width)
+  batch = rules.limits.shape[0]
+  shape = (batch, plan.columns)
+  scores = lambda wanted: jnp.zeros(shape, jnp.float32) if wanted else None
   return Generated(
     tokens=jnp.zeros(shape, jnp.int32),
     lengths=jnp.zeros(batch, jnp.int32),
     stopped=jnp.zeros(batch, bool),
-    done=request.limits <= 0,
+    done=rules.limits <= 0,
     steps=jnp.zeros((), jnp.int32),
-    logps=jnp.zeros(shape, jnp.float32) if plan.return_logps else None,
+    logps=scores(plan.return_logps),
+    sampling_logps=scores(plan.return_logps),
     logits=jnp.zeros((*shape, vocab), jnp.float32) if plan.return_logits else None,
   )
 
 
-def _emit(out: Generated, logits: jax.Array, request: Request, plan: Plan) -> Generated:
+def _emit(out: Generated, logits: jax.Array, rules: Rules) -> Generated:
   """Chooses every row's next token and writes one column."""
-  allowed = logits
-  if request.forbidden is not None:
-    allowed = sampling.forbid(logits, request.forbidden)
-  if plan.greedy:
-    tokens = sampling.greedy(allowed)
-  else:
-    positions = jnp.broadcast_to(out.steps, request.rows.shape)
-    keys = sampling.row_keys(request.key, request.rows, positions)
-    tokens = sampling.sample(keys, allowed, request.temperature)
+  tokens, drawn_from = sampling.choose(logits, rules.draw, out.lengths)
 
   def write(buffer, column):
     at = (0, out.steps) + (0,) * (buffer.ndim - 2)
     return jax.lax.dynamic_update_slice(buffer, column[:, None], at)
 
-  logps, kept = out.logps, out.logits
+  logps, sampled, kept = out.logps, out.sampling_logps, out.logits
   if logps is not None:
     logps = write(logps, sampling.token_logps(logits, tokens))
+  if sampled is not None and drawn_from is not None:
+    sampled = write(sampled, sampling.token_logps(drawn_from, tokens))
   if kept is not None:
     kept = write(kept, logits)
   lengths = out.lengths + ~out.done
-  stopped = out.stopped | (~out.done & sampling.is_in(tokens, request.eos))
+  stopped = out.stopped | (~out.done & sampling.is_in(tokens, rules.eos))
   return Generated(
     tokens=write(out.tokens, tokens),
     lengths=lengths,
     stopped=stopped,
-    done=out.done | stopped | (lengths >= request.limits),
+    done=out.done | stopped | (lengths >= rules.limits),
     steps=out.steps + 1,
     logps=logps,
+    sampling_logps=sampled,
     logits=kept,
   )

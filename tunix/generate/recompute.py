@@ -39,6 +39,12 @@ def step(
   return _logits_at(model, buffer, lengths), (buffer, lengths + 1)
 
 
+def repeat(model: Any, memory: Memory, source: Int[Array, " B"]) -> Memory:
+  """Like `memory.repeat`."""
+  del model  # what is carried is ours
+  return memory[0][source], memory[1][source]
+
+
 def _logits_at(model: Any, tokens: jax.Array, index: jax.Array) -> jax.Array:
   """float32 [B, V] of position `index` of each row."""
   parameters = inspect.signature(type(model).__call__).parameters

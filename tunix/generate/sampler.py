@@ -2,14 +2,14 @@
 
 Requests are filled up to a few fixed shapes, so that few programs are compiled: rows
 to a power of two, prompts to a power of two from 16 up (or to `max_prompt_length`),
-and the space for new tokens likewise, as far as `cache_size` allows.
+and the space for new tokens likewise. `Sampler.buckets` lists them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,12 +17,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tunix.generate import batching, decode
+from tunix.generate import batching, beam_search, decode
 from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
-from tunix.generate.decode import Generated, Plan, Request
+from tunix.generate.batching import Limits, Shape
+from tunix.generate.completions import Completions, Increment
+from tunix.generate.options import SamplingOptions
+from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
 
-MIN_TOKENS = 16  # smallest space for a prompt, and for new tokens
+STOP_STEPS = 16  # a row that a stop string has ended costs at most so many steps more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +33,9 @@ class CacheConfig:
   """How much a sampler may remember.
 
   Attributes:
-    cache_size: most tokens of a row, prompt (with its padding) and completion. A call
-      that needs less gets a smaller cache.
+    cache_size: most tokens of a row, prompt (with its padding, where
+      `max_prompt_length` states it) and completion. A call that needs less gets a
+      smaller cache.
     num_layers, num_kv_heads, head_dim: of the model; checked against its config when
       given.
   """
@@ -46,6 +50,30 @@ class CacheConfig:
       value = getattr(self, field.name)
       if value is not None and value < 1:
         raise ValueError(f"{field.name} is {value}, it must be at least 1")
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Call:
+  """A request, ready for its programs.
+
+  Attributes:
+    options: what was asked for.
+    prompts: token ids of each prompt.
+    padded: int32 [P, W], the same with the tokenizer's padding id.
+    start: what prefill reads.
+    rules, plan: of decoding.
+    opened: the model's split.
+    mesh: of the model, or the surrounding one.
+  """
+
+  options: SamplingOptions
+  prompts: list[np.ndarray]
+  padded: np.ndarray
+  start: decode.Prompts
+  rules: decode.Rules
+  plan: decode.Plan
+  opened: decode.Opened
+  mesh: Mesh | None
 
 
 class Sampler(BaseSampler):
@@ -89,87 +117,276 @@ class Sampler(BaseSampler):
   def __call__(
     self,
     input_strings: str | Sequence[Prompt],
-    max_generation_steps: int,
+    max_generation_steps: int | Sequence[int],
     max_prompt_length: int | None = None,
     echo: bool = False,
     return_logits: bool = False,
     eos_tokens: Sequence[int] | None = None,
     forbidden_tokens: Sequence[int] | None = None,
     temperature: float = 0.0,
-    *,
-    return_logprobs: bool = False,
-    include_eos: bool = False,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    beam_size: int | None = None,
     seed: int | jax.Array | None = None,
     pad_output: bool = False,
+    *,
+    min_p: float | None = None,
+    num_samples: int = 1,
+    stop_strings: str | Sequence[str] = (),
+    return_logprobs: bool = False,
+    include_eos: bool = False,
+    length_penalty: float = 1.0,
   ) -> SamplerOutput:
-    """Completes prompts.
+    """Completes prompts. `docs/guides/sampling.md` has the rules in full.
 
     Args:
       input_strings: prompts, each a string or a sequence of token ids (see
         `tokenize`); one string alone is one prompt.
-      max_generation_steps: most tokens to generate a prompt.
+      max_generation_steps: most tokens to generate a row; one int, or one a prompt.
       max_prompt_length: pad prompts to this many tokens instead of a power of two.
       echo: `text` and `tokens` begin with the prompt; logits and log-probs never do.
       return_logits: return float32 logits before temperature and forbidden tokens;
         the device holds them for all rows and tokens.
-      return_logprobs: return the generated tokens' log-probs.
-      eos_tokens: ids that end a row; None: all of the tokenizer's; empty: none, each
-        row gets `max_generation_steps` tokens.
-      include_eos: tokens, log-probs and logits keep the end-of-sequence token that
-        ended a row; text never does.
+      eos_tokens: ids that end a row; None: all of the tokenizer's; empty: none.
       forbidden_tokens: ids that are never generated.
       temperature: 0 takes the most likely token; above, draws from
         softmax(logits / temperature).
+      top_p, top_k, min_p: leave out unlikely tokens, see `filters.keep`; None is off.
+      beam_size: search with this many beams instead, see `beam_search.search`.
       seed: an int or a jax.random key. What a row draws depends on it, on the row's
-        place among the prompts, and on nothing else. None: another one every call.
+        number, and on nothing else. None: another one every call.
       pad_output: return arrays instead of lists: tokens [B, max_generation_steps]
         filled up with the padding id (behind `padded_prompt_tokens` with `echo`),
         log-probs and logits filled up with 0.
+      num_samples: completions a prompt, which is prefilled once for all of them; with
+        `beam_size` the best of its beams, best first.
+      stop_strings: texts that end a row. Its text ends before, its tokens with the
+        one that completes the string.
+      return_logprobs: return the generated tokens' log-probs, of both kinds.
+      include_eos: tokens, log-probs and logits keep the end-of-sequence token that
+        ended a row; text never does.
+      length_penalty: a beam's score is its log-probability / tokens ** length_penalty.
 
     Raises:
-      TypeError: a prompt, or the seed, of another kind.
+      TypeError: a prompt, the seed, or a stop string of another kind.
       ValueError: no prompts, an empty prompt, one longer than `max_prompt_length`,
-        ids outside the vocabulary, a negative temperature, or more tokens than
-        `cache_size` holds.
+        ids outside the vocabulary, an option out of its range or against another (see
+        `SamplingOptions`), or more tokens than `cache_size` holds.
     """
-    prompts = self._prompts(input_strings)
-    if max_generation_steps < 1:
-      raise ValueError(
-        f"max_generation_steps is {max_generation_steps}, it must be at least 1"
-      )
-    if not (math.isfinite(temperature) and temperature >= 0):
-      raise ValueError(
-        f"temperature is {temperature}, it must be 0 (greedy) or a positive number"
-      )
-    longest = max(map(len, prompts))
-    width = self._prompt_width(longest, max_generation_steps, max_prompt_length)
-    plan = Plan(
-      slots=self._slots(width, max_generation_steps),
-      greedy=temperature == 0,
+    options = SamplingOptions(
+      max_generation_steps=max_generation_steps,
+      max_prompt_length=max_prompt_length,
+      echo=echo,
       return_logits=return_logits,
-      return_logps=return_logprobs,
+      eos_tokens=eos_tokens,
+      forbidden_tokens=forbidden_tokens,
+      temperature=temperature,
+      top_p=top_p,
+      top_k=top_k,
+      beam_size=beam_size,
+      seed=seed,
+      pad_output=pad_output,
+      min_p=min_p,
+      num_samples=num_samples,
+      stop_strings=stop_strings,
+      return_logprobs=return_logprobs,
+      include_eos=include_eos,
+      length_penalty=length_penalty,
     )
+    call = self._prepare(input_strings, options)
+    rows = self._completions(call)
+    if options.beam_size is None:
+      for out in self._decode(call, rows, STOP_STEPS if options.stops else None):
+        rows.read(out)
+    else:
+      rows.read(self._search(call, options.beam_size))
+    return self._output(call, rows)
+
+  def stream(
+    self,
+    input_strings: str | Sequence[Prompt],
+    max_generation_steps: int | Sequence[int],
+    *,
+    every: int = 8,
+    **options: Any,
+  ) -> Iterator[Increment]:
+    """Completes prompts and gives what there is as it comes.
+
+    Args:
+      input_strings, max_generation_steps: as in `__call__`.
+      every: decode steps between two looks at the rows; the first token comes alone.
+      **options: of `__call__`, but echo, pad_output, return_logits and beam_size.
+
+    Returns: the increments of all rows. Put together they are what `__call__` returns;
+      text that may yet turn out to begin a stop string is held back. Abandoning the
+      iterator ends the decoding.
+
+    Raises: as `__call__`, at once, and ValueError for options that it does not take.
+    """
+    refused = {"echo", "pad_output", "return_logits", "beam_size"} & options.keys()
+    if refused:
+      raise ValueError(
+        f"a stream takes no {', '.join(sorted(refused))}: leave them out"
+      )
+    if every < 1:
+      raise ValueError(f"every is {every}, it must be at least 1 decode step")
+    steps = max_generation_steps
+    call = self._prepare(
+      input_strings, SamplingOptions(max_generation_steps=steps, **options)
+    )
+    rows = self._completions(call)
+
+    def increments():
+      for out in self._decode(call, rows, every):
+        rows.read(out)
+        for row in range(len(call.prompts) * call.options.num_samples):
+          if (new := rows.increment(row)) is not None:
+            yield new
+
+    return increments()
+
+  def buckets(
+    self,
+    prompts: int,
+    longest: int,
+    max_generation_steps: int,
+    *,
+    num_samples: int = 1,
+    max_prompt_length: int | None = None,
+  ) -> list[Shape]:
+    """All shapes that programs are compiled for, in requests of up to so many prompts,
+    tokens of the longest prompt, new tokens and samples a prompt.
+
+    Prefill is compiled once for each, the token loop once for each different
+    `Shape.decode`; and both anew for another kind of request: greedy or drawn, with
+    other filters on, with forbidden tokens, logits or log-probs, with samples that
+    share a prompt, or with more than 8 ids in a list.
+    """
+    limits = self._limits(self._mesh(nnx.state(self.transformer)))
+    return limits.shapes(
+      prompts, num_samples, longest, max_generation_steps, max_prompt_length
+    )
+
+  def _prepare(self, inputs: str | Sequence[Prompt], options: SamplingOptions) -> _Call:
+    """The checked request in its fixed shape."""
+    prompts = self._prompts(inputs)
+    count, samples = len(prompts), options.beam_size or options.num_samples
     graph, state = nnx.split(self.transformer)
-    mesh = mesh_lib.mesh_of(state)
-    mesh = mesh_lib.current_mesh() if mesh is None else mesh
-    rows = batching.bucket(len(prompts))
-    rows += -rows % self._row_shards(mesh)
-    padded, mask = batching.left_padded(prompts, rows, width, self._fill())
-    request = Request(
-      # A padding id may lie outside the model's vocabulary.
-      tokens=np.where(mask, padded, 0),
-      mask=mask,
-      limits=np.where(np.arange(rows) < len(prompts), max_generation_steps, 0),
-      rows=np.arange(rows, dtype=np.int32),
-      key=batching.random_key(0 if seed is None and plan.greedy else seed),
-      temperature=np.float32(temperature),
-      eos=self._eos(eos_tokens),
-      forbidden=self._forbidden(forbidden_tokens),
-    )
+    mesh = self._mesh(state)
+    limits = self._limits(mesh)
+    each = options.limits(count)
+    longest, steps = max(map(len, prompts)), int(each.max())
+    shape = limits.shape(count, samples, longest, steps, options.max_prompt_length)
+    fill = self._fill()
+    padded, mask = batching.left_padded(prompts, shape.prompts, shape.width, fill)
+    tight = shape.slots < shape.width + shape.columns
+    tight = tight and isinstance(self.transformer, Transformer)
+    row_limits = np.zeros(shape.rows, np.int32)
+    row_limits[: count * samples] = np.repeat(each, samples)
+    source = np.minimum(np.arange(shape.rows) // samples, shape.prompts - 1)
     with mesh_lib.use_mesh(mesh):
-      out = jax.device_get(decode.generate(graph, state, request, plan))
-    width = max_generation_steps if pad_output else None
-    return self._output(prompts, padded, out, include_eos, echo, width)
+      opened = decode.opened(graph, state)
+    return _Call(
+      options=options,
+      prompts=prompts,
+      padded=padded[:count],
+      start=decode.Prompts(
+        # A padding id may lie outside the model's vocabulary.
+        tokens=np.where(mask, padded, 0),
+        mask=mask,
+        source=source.astype(np.int32) if samples > 1 else None,
+        shift=np.int32(max(0, shape.width + steps - shape.slots)) if tight else None,
+      ),
+      rules=decode.Rules(
+        limits=row_limits,
+        eos=self._eos(options.eos_tokens),
+        draw=self._draw(options, shape.rows),
+      ),
+      plan=decode.Plan(
+        slots=shape.slots,
+        columns=shape.columns,
+        return_logits=options.return_logits,
+        return_logps=options.return_logprobs,
+      ),
+      opened=opened,
+      mesh=mesh,
+    )
+
+  def _draw(self, options: SamplingOptions, rows: int) -> decode.Draw:
+    """How rows choose; options that are off are not there."""
+    greedy = options.temperature == 0
+    seed = 0 if options.seed is None and greedy else options.seed
+    kinds = {"temperature": np.float32, "top_k": np.int32}
+    given = {} if greedy else {"temperature": options.temperature, **options.filters}
+    return decode.Draw(
+      rows=np.arange(rows, dtype=np.int32),
+      key=batching.random_key(seed),
+      forbidden=self._forbidden(options.forbidden_tokens),
+      **{k: np.full(rows, v, kinds.get(k, np.float32)) for k, v in given.items()},
+    )
+
+  def _decode(
+    self, call: _Call, rows: Completions, every: int | None
+  ) -> Iterator[decode.Generated]:
+    """Runs the programs, and gives what they have written after each `every` steps;
+    with None once, at the end.
+
+    Logits stay on the device until the end.
+    """
+    graph, state = call.opened
+    rules, done = call.rules, False
+    with mesh_lib.use_mesh(call.mesh):
+      out, memory = decode.start(graph, state, call.start, rules, call.plan)
+    while not done:
+      if every is None:
+        until, done = call.plan.columns, True
+      else:
+        seen = jax.device_get(dataclasses.replace(out, logits=None))
+        yield seen
+        limits = rows.limits(call.rules.limits)
+        done = bool(np.all(seen.done | (seen.lengths >= limits)))
+        rules = dataclasses.replace(rules, limits=limits)
+        until = int(seen.steps) + every
+      if not done or every is None:
+        with mesh_lib.use_mesh(call.mesh):
+          out, memory = decode.advance(
+            graph, state, rules, out, memory, np.int32(until)
+          )
+    if every is None or call.plan.return_logits:
+      yield jax.device_get(out)
+
+  def _search(self, call: _Call, beams: int) -> decode.Generated:
+    """The best beams of every prompt."""
+    with mesh_lib.use_mesh(call.mesh):
+      out = beam_search.search(
+        *call.opened,
+        call.start,
+        call.rules,
+        call.plan,
+        beams,
+        np.float32(call.options.length_penalty),
+      )
+    best, out = call.options.num_samples, jax.device_get(out)
+    pick = lambda x: x.reshape(-1, beams, *x.shape[1:])[:, :best].reshape(
+      -1, *x.shape[1:]
+    )
+    return dataclasses.replace(
+      jax.tree.map(pick, dataclasses.replace(out, steps=None)), steps=out.steps
+    )
+
+  def _mesh(self, state: Any) -> Mesh | None:
+    mesh = mesh_lib.mesh_of(state)
+    return mesh_lib.current_mesh() if mesh is None else mesh
+
+  def _limits(self, mesh: Mesh | None) -> Limits:
+    own = hasattr(self.transformer, "init_cache")
+    own = own and not isinstance(self.transformer, Transformer)
+    config = self.cache_config
+    return Limits(
+      cache_size=None if config is None else config.cache_size,
+      movable=not own,
+      shards=self._row_shards(mesh),
+    )
 
   def _prompts(self, inputs: str | Sequence[Prompt]) -> list[np.ndarray]:
     """Checked token ids of every prompt."""
@@ -211,32 +428,6 @@ class Sampler(BaseSampler):
     pad = self.tokenizer.pad_id()
     return 0 if pad is None else pad
 
-  def _prompt_width(self, longest: int, steps: int, stated: int | None) -> int:
-    """P, tokens of the padded prompts."""
-    if stated is not None and longest > stated:
-      raise ValueError(
-        f"a prompt has {longest} tokens, max_prompt_length is {stated}: shorten the "
-        "prompt or raise max_prompt_length"
-      )
-    width = batching.bucket(longest, MIN_TOKENS) if stated is None else stated
-    if self.cache_config is None:
-      return width
-    size = self.cache_config.cache_size
-    if stated is None:
-      width = min(width, max(longest, size - steps))
-    if width + steps > size:
-      raise ValueError(
-        f"{width} prompt tokens and max_generation_steps={steps} make {width + steps}, "
-        f"the cache holds {size}: raise CacheConfig.cache_size or generate fewer tokens"
-      )
-    return width
-
-  def _slots(self, width: int, steps: int) -> int:
-    """S, prompt and generated tokens."""
-    wanted = width + batching.bucket(steps, MIN_TOKENS)
-    config = self.cache_config
-    return wanted if config is None else min(wanted, config.cache_size)
-
   def _row_shards(self, mesh: Mesh | None) -> int:
     """Over how many devices the mesh spreads rows."""
     rules = getattr(getattr(self.transformer, "config", None), "sharding", None)
@@ -244,35 +435,36 @@ class Sampler(BaseSampler):
       return 1
     return math.prod(mesh.shape.get(axis, 1) for axis in rules.batch_axes)
 
-  def _output(
-    self,
-    prompts: list[np.ndarray],
-    padded: np.ndarray,
-    out: Generated,
-    include_eos: bool,
-    echo: bool,
-    width: int | None,
-  ) -> SamplerOutput:
-    """The real rows of `out`, cut to their lengths or filled up to `width`."""
-    count = len(prompts)
-    worded = (out.lengths - out.stopped)[:count]
-    lengths = out.lengths[:count] if include_eos else worded
+  def _completions(self, call: _Call) -> Completions:
+    options = call.options
+    rows = len(call.prompts) * options.num_samples
+    return Completions(self.tokenizer.decode, rows, options.stops, options.include_eos)
+
+  def _output(self, call: _Call, rows: Completions) -> SamplerOutput:
+    """The rows, cut to their lengths or filled up."""
+    options, out = call.options, rows.out
+    assert out is not None
+    numbers = range(len(call.prompts) * options.num_samples)
+    prompts = [p for p in call.prompts for _ in range(options.num_samples)]
+    padded = np.repeat(call.padded, options.num_samples, axis=0)
+    lengths = np.asarray([rows.length(row) for row in numbers])
+    steps = int(np.max(options.max_generation_steps))
+    width = steps if options.pad_output else None
     tokens = batching.cut(out.tokens, lengths, width, self._fill())
-    texts = batching.cut(out.tokens, worded)
-    if echo:
-      texts = [np.concatenate(pair) for pair in zip(prompts, texts)]
-      if width is None:
-        tokens = [np.concatenate(pair) for pair in zip(prompts, tokens)]
-      else:
-        tokens = np.concatenate([padded[:count], np.asarray(tokens)], axis=1)
+    if options.echo and width is None:
+      tokens = [np.concatenate(pair) for pair in zip(prompts, tokens)]
+    elif options.echo:
+      tokens = np.concatenate([padded, np.asarray(tokens)], axis=1)
     beside = [
       None if x is None else batching.cut(x, lengths, width)
-      for x in (out.logits, out.logps)
+      for x in (out.logits, out.logps, out.sampling_logps)
     ]
     return SamplerOutput(
-      text=[self.tokenizer.decode(row) for row in texts],
+      text=[rows.text(row, prompts[row] if options.echo else None) for row in numbers],
       tokens=tokens,
-      padded_prompt_tokens=padded[:count],
+      padded_prompt_tokens=padded,
       logits=beside[0],
       logprobs=beside[1],
+      sampling_logprobs=beside[2],
+      finish_reasons=[rows.reason(row) or "length" for row in numbers],
     )

@@ -12,13 +12,13 @@ import collections
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tunix.rl import reward_outcomes
-from tunix.rl.reward_outcomes import Outcome, PerRow, TimedOut, Value
+from tunix.rl.reward_outcomes import Failed, Outcome, PerRow, TimedOut, Value
 from tunix.rl.reward_pool import Call, RewardPool
 
 RewardFn = Callable[..., Any]
@@ -43,6 +43,44 @@ class RewardOutput:
   def valid(self) -> np.ndarray:
     """Bool [B]: rows that have a reward."""
     return np.isfinite(self.total)
+
+  def take(self, rows: np.ndarray) -> RewardOutput:
+    """Some of the rows, in that order."""
+    return RewardOutput(
+      total=self.total[rows],
+      by_function={name: values[rows] for name, values in self.by_function.items()},
+      outcomes={
+        name: [found[row] for row in rows] for name, found in self.outcomes.items()
+      },
+    )
+
+  def joined(self, others: Iterable[RewardOutput]) -> RewardOutput:
+    """With the rows of other batches, of the same functions, behind its own."""
+    every = [self, *others]
+    return RewardOutput(
+      total=np.concatenate([part.total for part in every]),
+      by_function={
+        name: np.concatenate([part.by_function[name] for part in every])
+        for name in self.by_function
+      },
+      outcomes={
+        name: [outcome for part in every for outcome in part.outcomes[name]]
+        for name in self.outcomes
+      },
+    )
+
+  def plus(self, name: str, values: np.ndarray) -> RewardOutput:
+    """With a function more, whose values [B] (a reward model's scores) are added."""
+    values = np.asarray(values, np.float64)
+    outcomes: list[Outcome] = [
+      Value(float(x)) if math.isfinite(x) else Failed(f"the score is {x}")
+      for x in values
+    ]
+    return RewardOutput(
+      total=self.total + np.where(np.isfinite(values), values, np.nan),
+      by_function={**self.by_function, name: values},
+      outcomes={**self.outcomes, name: outcomes},
+    )
 
   def problems(self) -> list[str]:
     """One line for each function and cause, with the rows that it cost."""

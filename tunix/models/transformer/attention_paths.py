@@ -7,6 +7,7 @@ refuses, "auto" takes another. docs/attention.md has the table and the figures.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -38,6 +39,7 @@ class Call:
     scores: T * S.
     softcap, window, segments, mask, groups: whether it has them.
     cache: the keys are not the tokens that the queries are.
+    shared: the rows are a prompt and several completions of it.
   """
 
   platform: str
@@ -50,6 +52,7 @@ class Call:
   mask: bool
   groups: bool
   cache: bool
+  shared: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,7 @@ _SAID = {
   "mask": "a mask given as an array",
   "groups": "bidirectional groups",
   "cache": "a cache",
+  "shared": "a shared prompt",
 }
 
 
@@ -132,10 +136,36 @@ def attend(
     visible = _from_array(visible, window)
   _check(query, key, visible, softcap, window)
   call = _describe(query, key, visible, softcap, window)
-  path = PATHS[choose(call, implementation)]
+  name = choose(call, implementation)
+  if visible.shared is not None:
+    part = functools.partial(
+      attend,
+      scale=scale,
+      softcap=softcap,
+      window=window,
+      implementation=implementation,
+      rules=rules,
+    )
+    return _by_parts(part, query, key, value, visible)
+  path = PATHS[name]
   scale = query.shape[-1] ** -0.5 if scale is None else scale
   rules = ShardingRules() if rules is None else rules
   return path.run(query, key, value, visible, scale, softcap, window, rules)
+
+
+def _by_parts(part, query, key, value, visible: Visibility) -> jax.Array:
+  """Rows with a shared prompt: the prompt on itself, then every completion on the
+  prompt and itself. Each part takes the path that suits it."""
+  shared = visible.shared
+  assert shared is not None
+  with jax.named_scope("prompt"):
+    whole = (shared.prompts(x) for x in (query, key, value))
+    prompts = part(*whole, visible.of_prompt())
+  with jax.named_scope("completions"):
+    keys, values = shared.sequences(key), shared.sequences(value)
+    queries = shared.completions(query)
+    completions = part(queries, keys, values, visible.of_completions())
+  return shared.rows(prompts, completions)
 
 
 def choose(call: Call, implementation: str = "auto") -> str:
@@ -214,12 +244,12 @@ PATHS = {
   "plain": Path(run=plain),
   "blockwise": Path(run=_blockwise),
   "splash": Path(
-    run=fused.splash, lacks=("mask", "groups", "cache"), platforms=("tpu",)
+    run=fused.splash, lacks=("mask", "groups", "cache", "shared"), platforms=("tpu",)
   ),
   "cudnn": Path(
     run=fused.cudnn,
     # Segments would need a bias of T * S numbers, which nobody has run.
-    lacks=("softcap", "segments", "mask", "groups", "cache"),
+    lacks=("softcap", "segments", "mask", "groups", "cache", "shared"),
     platforms=("gpu",),
     dtypes=("bfloat16", "float16"),
     head_multiple=8,
@@ -268,4 +298,5 @@ def _describe(query, key, visible, softcap, window) -> Call:
     mask=visible.mask is not None,
     groups=visible.groups is not None,
     cache=not visible.aligned,
+    shared=visible.shared is not None,
   )

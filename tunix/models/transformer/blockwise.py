@@ -111,7 +111,8 @@ def _cut_tokens(tokens: Tokens, size: int) -> Tokens:
 def _cut_visibility(visible: Visibility, rule: _Rule, keys: int) -> _Where:
   """Cuts the indices into blocks and bounds the keys that each block looks at."""
   size, key_size = rule.sizes
-  first, last = reach(visible.queries(), keys, rule.window)
+  key_tokens = visible.keys(keys)
+  first, last = reach(visible.queries(), key_tokens, rule.window)
   low = jnp.min(_cut(first, size, 1, "edge"), axis=(1, 2)) // key_size
   high = jnp.max(_cut(last, size, 1, "edge"), axis=(1, 2)) // key_size + 1
   mask = visible.mask
@@ -124,7 +125,7 @@ def _cut_visibility(visible: Visibility, rule: _Rule, keys: int) -> _Where:
     else:  # a group opens what the mask closes
       high = jnp.maximum(high, open_high)
   # Slots beyond the last key are nobody's: later than every query, in no group.
-  key_tokens = _cut_tokens(visible.keys(keys), key_size)
+  key_tokens = _cut_tokens(key_tokens, key_size)
   slots = jnp.arange(key_tokens.index.size, dtype=jnp.int32)
   key_tokens = dataclasses.replace(key_tokens, index=slots.reshape(-1, key_size))
   return _Where(_cut_tokens(visible.queries(), size), key_tokens, mask, low, high)

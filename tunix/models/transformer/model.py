@@ -24,9 +24,10 @@ from tunix.models.transformer.cache import KVCache
 from tunix.models.transformer.config import REMAT_POLICIES, TransformerConfig
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
+from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.models.transformer.visibility import Visibility
-from tunix.ops.logprobs import Layout, soft_cap
 from tunix.ops.masks import positions_from_segments
+from tunix.ops.vocab_chunks import Layout, soft_cap
 from tunix.utils import mesh as mesh_lib
 
 
@@ -84,6 +85,7 @@ class Transformer(nnx.Module):
     segment_ids: Int[Array, "B T"] | None = None,
     input_embeddings: Float[Array, "B T D"] | None = None,
     groups: Int[Array, "B T"] | None = None,
+    shared_prompt: SharedPrompt | None = None,
     return_hidden: bool = False,
   ) -> tuple[Float[Array, "B T V"] | Float[Array, "B T D"], KVCache | None]:
     """Runs the decoder.
@@ -100,6 +102,9 @@ class Transformer(nnx.Module):
         them; see `embed`.
       groups: tokens of one nonzero group see each other whatever their order (the parts
         of an image); see `Visibility`.
+      shared_prompt: the rows are a prompt and several completions of it, none of which
+        sees another; `segment_ids` are then 0 on padding and 1 on tokens. Not with a
+        cache, a mask or groups.
       return_hidden: stop before the unembedding (see `unembedding`), so that a loss
         never holds [B, T, V].
 
@@ -107,34 +112,23 @@ class Transformer(nnx.Module):
       (float32 logits, or the final normalised hidden states; the new cache or None).
 
     Raises:
-      ValueError: segment ids together with a cache or a mask, or a mask of another
-        number of dimensions.
+      ValueError: segment ids together with a cache or a mask, a shared prompt with
+        what it excludes, or a mask of another number of dimensions.
     """
     c = self.config
-    if segment_ids is not None and (cache is not None or attention_mask is not None):
-      raise ValueError(
-        "segment_ids cannot be combined with a cache or an attention_mask: they "
-        "describe packed training rows; put the segments into the mask instead"
-      )
-    if attention_mask is not None and attention_mask.ndim != 3:
-      raise ValueError(
-        f"attention_mask has shape {attention_mask.shape}, expected [B, T, S], True "
-        "where a query may look at a key; None means causal"
-      )
+    _check_call(cache, attention_mask, segment_ids, groups, shared_prompt)
     index = jnp.arange(input_tokens.shape[1], dtype=jnp.int32)
     if cache is not None:
       index = index + cache.index
     if positions is None:
-      positions = (
-        jnp.broadcast_to(index, input_tokens.shape)
-        if segment_ids is None
-        else positions_from_segments(segment_ids)
-      )
+      positions = _positions(index, input_tokens, segment_ids, shared_prompt)
     x = self.embed(input_tokens) if input_embeddings is None else input_embeddings
     x = sharding.pin_activations(x.astype(c.dtype), c.sharding)
     by_kind = [rope.angles(positions, c.head_dim, kind.rope) for kind in c.kinds]
     sin_cos = jax.tree.map(lambda *kinds: jnp.stack(kinds), *by_kind)
-    visible = Visibility(index, attention_mask, segment_ids, groups)
+    visible = Visibility(
+      index, attention_mask, segment_ids, groups, shared=shared_prompt
+    )
     if cache is not None:
       x, cache = self._run_cached(x, sin_cos, visible, cache)
     else:
@@ -288,3 +282,34 @@ class Transformer(nnx.Module):
       head_dim=c.head_dim,
       dtype=dtype or c.dtype,
     )
+
+
+def _check_call(cache, attention_mask, segment_ids, groups, shared_prompt) -> None:
+  """Refuses arguments that cannot be combined."""
+  if segment_ids is not None and (cache is not None or attention_mask is not None):
+    raise ValueError(
+      "segment_ids cannot be combined with a cache or an attention_mask: they "
+      "describe packed training rows; put the segments into the mask instead"
+    )
+  if attention_mask is not None and attention_mask.ndim != 3:
+    raise ValueError(
+      f"attention_mask has shape {attention_mask.shape}, expected [B, T, S], True "
+      "where a query may look at a key; None means causal"
+    )
+  excluded = {"a cache": cache, "an attention_mask": attention_mask, "groups": groups}
+  met = [name for name, value in excluded.items() if value is not None]
+  if shared_prompt is not None and met:
+    raise ValueError(
+      f"a shared_prompt cannot be combined with {' or '.join(met)} (images make "
+      "groups): give every completion a row of its own"
+    )
+
+
+def _positions(index, tokens, segment_ids, shared_prompt) -> jax.Array:
+  """Of tokens whose positions nobody gave."""
+  if shared_prompt is not None:
+    valid = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids != 0
+    return shared_prompt.positions(valid)
+  if segment_ids is not None:
+    return positions_from_segments(segment_ids)
+  return jnp.broadcast_to(index, tokens.shape)

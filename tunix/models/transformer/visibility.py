@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from tunix.models.transformer.shared_prompt import SharedPrompt
+from tunix.ops import masks
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -41,15 +44,23 @@ class Visibility:
     groups: int32 [B, T] or None: tokens of one nonzero group see each other in both
       directions (the patches of an image). A group must lie within the T tokens; it
       also opens what `mask` closes, so padding belongs to group 0.
+    key_segments: int32 [B, S], segment ids of the keys where those are not the
+      queries'; or None.
     aligned: the keys are the tokens that the queries are, and `query_index` counts
       from 0: no cache.
+    shared: the rows are a prompt and several completions of it; or None. What is said
+      above is then meant for a completion that stands alone behind its prompt.
   """
 
   query_index: jax.Array
   mask: jax.Array | None = None
   segment_ids: jax.Array | None = None
   groups: jax.Array | None = None
+  key_segments: jax.Array | None = None
   aligned: bool = dataclasses.field(default=False, metadata={"static": True})
+  shared: SharedPrompt | None = dataclasses.field(
+    default=None, metadata={"static": True}
+  )
 
   def queries(self) -> Tokens:
     """What the mask needs to know of the queries."""
@@ -62,6 +73,8 @@ class Visibility:
       ValueError: segment ids with more slots than tokens.
     """
     groups, segments = self.groups, self.segment_ids
+    if self.key_segments is not None:
+      segments = self.key_segments
     if segments is not None and segments.shape[1] != count:
       raise ValueError(
         f"segment_ids of {segments.shape[1]} tokens with {count} keys: segments cannot "
@@ -83,6 +96,28 @@ class Visibility:
     mask = None if self.mask is None else self.mask.astype(bool)
     return may_look(self.queries(), self.keys(keys), mask, window)
 
+  def of_prompt(self) -> Visibility:
+    """Of a shared prompt's tokens, which look at each other only."""
+    assert self.shared is not None
+    ids = self.segment_ids
+    return Visibility(
+      self.query_index[: self.shared.prompt],
+      segment_ids=None if ids is None else self.shared.prompts(ids),
+      aligned=True,
+    )
+
+  def of_completions(self) -> Visibility:
+    """Of the completions of a shared prompt, one a row, which look at it and at
+    themselves."""
+    shared, ids = self.shared, self.segment_ids
+    assert shared is not None
+    size = shared.completion(self.query_index.size)
+    return Visibility(
+      shared.prompt + jnp.arange(size, dtype=jnp.int32),
+      segment_ids=None if ids is None else shared.completions(ids),
+      key_segments=None if ids is None else shared.sequences(ids),
+    )
+
 
 def may_look(
   queries: Tokens,
@@ -97,20 +132,20 @@ def may_look(
 
   Returns: bool [B, T, S], or [1, T, S] where all rows are alike.
   """
-  age = queries.index[:, None] - keys.index[None, :]
-  seen = (age >= 0)[None] if mask is None else mask
+  seen = masks.causal_mask(queries.index, keys.index) if mask is None else mask
   if queries.groups is not None and keys.groups is not None:
     same = queries.groups[:, :, None] == keys.groups[:, None, :]
     seen = seen | (same & (queries.groups != 0)[:, :, None])
   if queries.segments is not None and keys.segments is not None:
     seen = seen & (queries.segments[:, :, None] == keys.segments[:, None, :])
   if window is not None:
+    age = queries.index[:, None] - keys.index[None, :]
     seen = seen & (age < window)[None]
   return seen
 
 
 def reach(
-  queries: Tokens, keys: int, window: int | None = None
+  queries: Tokens, keys: Tokens, window: int | None = None
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
   """The first and the last slot that each query may look at, without a mask: nothing
   outside is visible, something inside may be hidden.
@@ -121,23 +156,27 @@ def reach(
   last = queries.index[None]
   if window is not None:
     first = jnp.maximum(first, last - (window - 1))
-  if queries.segments is not None:
-    first = jnp.maximum(first, _ends(queries.segments, queries.index, keys)[0])
-  if queries.groups is not None:
-    end = _ends(queries.groups, queries.index, keys)[1]
+  if queries.segments is not None and keys.segments is not None:
+    ends = _ends(queries.segments, keys.segments, keys.index)
+    first = jnp.maximum(first, ends[0])
+  if queries.groups is not None and keys.groups is not None:
+    end = _ends(queries.groups, keys.groups, keys.index)[1]
     last = jnp.maximum(last, jnp.where(queries.groups != 0, end, 0))
-  return first, jnp.minimum(last, keys - 1)
+  return first, jnp.minimum(last, keys.index.size - 1)
 
 
-def _ends(ids: jax.Array, slots: jax.Array, keys: int) -> tuple[jax.Array, jax.Array]:
-  """The first and the last slot of each token's id, by a table with one entry an id.
+def _ends(
+  queries: jax.Array, keys: jax.Array, slots: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """The first and the last slot that bears each query's id, by a table with one entry
+  an id.
 
   Ids beyond the table share its last entry, which only widens what they get.
   """
-  size = ids.shape[1] + 1
-  entry = jnp.clip(jnp.abs(ids), 0, size - 1)
-  rows = jnp.arange(ids.shape[0])[:, None]
-  shape = (ids.shape[0], size)
-  first = jnp.full(shape, keys, slots.dtype).at[rows, entry].min(slots[None])
-  last = jnp.zeros(shape, slots.dtype).at[rows, entry].max(slots[None])
-  return first[rows, entry], last[rows, entry]
+  size = keys.shape[1] + 1
+  entry = lambda ids: jnp.clip(jnp.abs(ids), 0, size - 1)
+  rows = jnp.arange(keys.shape[0])[:, None]
+  shape = (keys.shape[0], size)
+  first = jnp.full(shape, keys.shape[1], slots.dtype).at[rows, entry(keys)].min(slots)
+  last = jnp.zeros(shape, slots.dtype).at[rows, entry(keys)].max(slots)
+  return first[rows, entry(queries)], last[rows, entry(queries)]

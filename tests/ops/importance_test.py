@@ -1,0 +1,105 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tunix.ops import importance, kl
+
+# Ratios 1/2, 3 and (masked) anything; 4 and 1/4.
+RATIOS = jnp.array([[0.5, 3.0, jnp.nan], [4.0, 0.25, 1.0]])
+MASK = jnp.array([[1, 1, 0], [1, 1, 0]])
+ROLLOUT = jnp.array([[-1.0, -2.0, jnp.inf], [-0.5, -3.0, jnp.nan]])
+LOGPS = ROLLOUT + jnp.log(RATIOS)
+
+
+def close(got, want):
+  np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_truncated_by_hand():
+  close(importance.truncated(LOGPS, ROLLOUT, MASK), [[0.5, 2, 0], [2, 0.25, 0]])
+  got = importance.truncated(LOGPS, ROLLOUT, MASK, cap=3.5)
+  close(got, [[0.5, 3, 0], [3.5, 0.25, 0]])
+
+
+def test_masked_by_hand():
+  got = importance.masked(LOGPS, ROLLOUT, MASK)
+  close(got, [[0.5, 3, 0], [4, 0, 0]])  # 1/4 is below the default 1/2
+  got = importance.masked(LOGPS, ROLLOUT, MASK, low=0.0, high=3.5)
+  close(got, [[0.5, 3, 0], [0, 0.25, 0]])
+
+
+def test_levels_by_hand():
+  # Products 3/2 and 1; geometric means sqrt(3/2) and 1.
+  product = importance.truncated(LOGPS, ROLLOUT, MASK, level="sequence-product")
+  close(product, [[1.5, 1.5, 0], [1, 1, 0]])
+  mean = importance.masked(LOGPS, ROLLOUT, MASK, level="sequence", low=0.5)
+  close(mean, [[math.sqrt(1.5)] * 2 + [0], [1, 1, 0]])
+  none = importance.masked(
+    LOGPS, ROLLOUT, MASK, level="sequence-product", low=0.9, high=1.4
+  )
+  close(none, [[0, 0, 0], [1, 1, 0]])
+
+
+@pytest.mark.parametrize("fn", [importance.truncated, importance.masked])
+def test_weights_are_constants(fn):
+  clean = jnp.where(MASK != 0, LOGPS, 0.0)
+  gradient = jax.grad(lambda x: fn(x, ROLLOUT, MASK).sum())(clean)
+  np.testing.assert_array_equal(gradient, np.zeros((2, 3)))
+  close(jax.jit(fn)(LOGPS, ROLLOUT, MASK), fn(LOGPS, ROLLOUT, MASK))
+  close(fn(LOGPS[:1], ROLLOUT[:1], MASK[:1]), fn(LOGPS, ROLLOUT, MASK)[:1])
+  np.testing.assert_array_equal(fn(LOGPS, ROLLOUT, 0 * MASK), np.zeros((2, 3)))
+
+
+def test_a_missing_log_probability_is_not_hidden():
+  weights = importance.truncated(LOGPS, ROLLOUT, jnp.ones((2, 3)))
+  assert np.isnan(weights[:, 2]).all() and np.isfinite(weights[:, :2]).all()
+
+
+def test_a_vast_ratio_is_finite():
+  got = importance.truncated(
+    jnp.array([[0.0]]), jnp.array([[-500.0]]), jnp.ones((1, 1)), cap=math.inf
+  )
+  close(got, [[math.exp(20.0)]])
+
+
+def test_bounds_are_checked():
+  with pytest.raises(ValueError, match="cap=0 must be positive"):
+    importance.truncated(LOGPS, ROLLOUT, MASK, cap=0)
+  with pytest.raises(ValueError, match=r"low=2\.0, high=1\.0"):
+    importance.masked(LOGPS, ROLLOUT, MASK, low=2.0, high=1.0)
+  with pytest.raises(ValueError, match="unknown level 'row'"):
+    importance.masked(LOGPS, ROLLOUT, MASK, level="row")
+
+
+def test_mismatch_by_hand():
+  got = importance.mismatch(LOGPS, ROLLOUT, MASK)
+  logs = [math.log(r) for r in (0.5, 3.0, 4.0, 0.25)]
+  close(got.difference.mean(), sum(map(abs, logs)) / 4)
+  close(got.largest, math.log(4.0))
+  # k3 of rollout against policy: w - 1 - log w.
+  want = sum(math.exp(x) - 1 - x for x in logs) / 4
+  close(got.kl.mean(), want)
+  close(got.kl.weight, 4)
+  halves = (slice(0, 1), slice(1, 2))
+  parts = [importance.mismatch(LOGPS[i], ROLLOUT[i], MASK[i]).kl for i in halves]
+  close(parts[0].total + parts[1].total, got.kl.total)
+
+
+def test_mismatch_of_nothing():
+  got = importance.mismatch(LOGPS, ROLLOUT, 0 * MASK)
+  assert float(got.kl.mean()) == float(got.largest) == 0.0
+  empty = jnp.zeros((0, 3))
+  assert float(importance.mismatch(empty, empty, empty).largest) == 0.0
+
+
+def test_mismatch_estimates_the_divergence_of_rollout_from_policy():
+  rollout, policy = jnp.array(np.random.default_rng(0).normal(size=(2, 6)))
+  logps, rollout_logps = jax.nn.log_softmax(policy), jax.nn.log_softmax(rollout)
+  by_word = jax.vmap(
+    lambda a, b: importance.mismatch(a[None, None], b[None, None], jnp.ones((1, 1)))
+  )(logps, rollout_logps)
+  expected = jnp.sum(jnp.exp(rollout_logps) * by_word.kl.total)
+  close(expected, kl.exact(rollout, policy))

@@ -1,0 +1,341 @@
+"""The loop of RL: what it samples, cuts, logs, saves and refuses."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tests import toys
+from tests.rl import clusters
+from tests.sft import trainers
+from tunix.rl.config import Role
+from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner, OverlongBuffer
+from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
+from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.sft.checkpoint_manager import CheckpointManager
+from tunix.sft.metrics_logger import MetricsLoggerOptions, Mode
+from tunix.sft.peft_trainer import CheckpointOptions
+
+
+def weights(learner):
+  return trainers.leaves(learner.rl_cluster.actor_trainer.model)
+
+
+def same(a, b):
+  return all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def test_training_moves_the_actor_and_logs():
+  learner = clusters.grpo()
+  before = weights(learner)
+  learner.train(clusters.prompts(2))
+  assert learner.train_steps == 2
+  assert not same(before, weights(learner))
+  logger = learner.rl_cluster.logger
+  for name in (
+    "rewards/score/mean",
+    "rewards/even",
+    "rewards/failed",
+    "completions/mean_length",
+    "completions/truncated",
+    "groups/all_equal",
+  ):
+    assert logger.metric_exists("", name, Mode.TRAIN), name
+  for name in ("loss", "pg_clipfrac", "parity/abs_diff"):
+    assert logger.metric_exists("actor", name, Mode.TRAIN), name
+  assert logger.get_metric("actor", "parity/abs_diff", Mode.TRAIN) < 1e-4
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"algorithm": {"beta": 0.5}, "reference": "same"},
+    {"algorithm": {"loss_algo": "gspo", "num_iterations": 2}},
+    {"algorithm": {"loss_algo": "cispo", "num_iterations": 2, "epsilon_high": 0.01}},
+    {"algorithm": {"num_iterations": 2}},
+    {"algorithm": {"epsilon": 0.0, "num_iterations": 2}},
+    {"algorithm": {"epsilon_c": 1.01, "num_iterations": 2, "epsilon": 0.001}},
+    {"algorithm": {"loss_agg_mode": "sequence-mean-token-sum"}},
+    {"algorithm": {"advantage_estimator": "group_centered"}},
+    {"algorithm": {"entropy_coef": 0.1}},
+    {"algorithm": {"mask_truncated": True}},
+    {"mini_batch_size": 2},
+    {"rollout": {"temperature": 0.5}},
+    {"rollout": {"seed": 1}},
+    {"rollout": {"top_k": 2}},
+  ],
+  ids=str,
+)
+def test_settings_change_what_is_learnt(change, plain_weights):
+  change = dict(change)
+  if change.get("reference"):
+    change["reference"] = toys.model(seed=1)
+  learner = (
+    clusters.grpo(change.pop("algorithm", None), lr_free=None, **change)
+    if (False)
+    else clusters.grpo(change.pop("algorithm", None), **change)
+  )
+  learner.train(clusters.prompts(2))
+  assert not same(plain_weights, weights(learner))
+
+
+@pytest.fixture(scope="module")
+def plain_weights():
+  learner = clusters.grpo()
+  learner.train(clusters.prompts(2))
+  return weights(learner)
+
+
+def close(a, b, tolerance=2e-5):
+  return all(np.allclose(a[name], b[name], atol=tolerance) for name in a)
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"train_micro_batch_size": 1},
+    {"train_micro_batch_size": 2},
+    {"compute_logps_micro_batch_size": 2},
+    {"bucketed_lengths": True},
+    {"algorithm": {"shared_prompt": False}},
+    {"algorithm": {"exact_tile_rows": 4}},
+  ],
+  ids=str,
+)
+def test_how_the_work_is_cut_changes_nothing(change, plain_weights):
+  change = dict(change)
+  learner = clusters.grpo(change.pop("algorithm", None), **change)
+  learner.train(clusters.prompts(2))
+  assert close(plain_weights, weights(learner))
+
+
+def test_the_last_partial_batch_is_learnt_from():
+  short = clusters.prompts(1)[0]
+  cut = {name: values[:3] for name, values in short.items()}
+  learner = clusters.grpo()
+  learner.train([short, cut])
+  assert learner.train_steps == 2
+  with_step = learner.rl_cluster.actor_trainer._steps["train"]
+  assert with_step._cache_size() == 1
+
+
+def test_max_steps_ends_inside_a_batch():
+  learner = clusters.grpo({"num_iterations": 3}, max_steps=4)
+  learner.train(clusters.prompts(5))
+  assert learner.train_steps == 4
+
+
+def test_resume_is_exact(tmp_path):
+  def make(folder, **options):
+    return clusters.grpo(
+      {"num_iterations": 2},
+      checkpoint_root_directory=str(tmp_path / folder / "ckpt"),
+      checkpointing_options=CheckpointOptions(save_every_n_steps=2),
+      metrics_logging_options=MetricsLoggerOptions(tmp_path / folder / "logs"),
+      data_shuffle_seed=3,
+      mini_batch_size=2,
+      **options,
+    )
+
+  whole = make("whole")
+  whole.train(clusters.prompts(4))
+  whole.close()
+  cut = make("cut", max_steps=8)
+  cut.train(clusters.prompts(4))
+  cut.close()
+  again = make("cut")
+  assert again.train_steps == 8
+  again.train(clusters.prompts(4))
+  again.close()
+  assert same(weights(whole), weights(again))
+  lines = [
+    (tmp_path / f / "logs" / "metrics.jsonl").read_bytes() for f in ("whole", "cut")
+  ]
+  assert lines[0] == lines[1]
+
+
+def test_a_checkpoint_of_another_reference_is_refused(tmp_path):
+  def make(seed):
+    return clusters.grpo(
+      {"beta": 0.1},
+      reference=toys.model(seed=seed),
+      checkpoint_root_directory=str(tmp_path),
+    )
+
+  learner = make(1)
+  learner.train(clusters.prompts(1))
+  learner.close()
+  with pytest.raises(ValueError, match="reference"):
+    make(2)
+
+
+def test_evaluation_reports_pass_at_k():
+  learner = clusters.grpo({"eval_num_generations": 4, "pass_threshold": 0.5})
+  learner.train(clusters.prompts(2), clusters.prompts(2, seed=9))
+  logger = learner.rl_cluster.logger
+  one, four = (logger.get_metric("", f"pass@{k}", Mode.EVAL) for k in (1, 4))
+  assert 0 < one <= four <= 1
+  assert len(logger.get_metric_history("", "pass@1", Mode.EVAL)) == 2
+
+
+def test_failed_rewards_are_left_out_and_counted():
+  def broken(prompts, completions, **columns):
+    values = clusters.even(prompts, completions)
+    return [float("nan") if i % 5 == 0 else v for i, v in enumerate(values)]
+
+  learner = clusters.grpo(reward_fns=broken)
+  learner.train(clusters.prompts(1))
+  logger = learner.rl_cluster.logger
+  assert logger.get_metric("", "rewards/failed", Mode.TRAIN) == 4 / 16
+  assert np.isfinite(logger.get_metric("actor", "loss", Mode.TRAIN))
+
+
+def test_nothing_but_failures_is_an_error_with_a_name():
+  def broken(prompts, completions, **columns):
+    raise KeyError("answer")
+
+  with pytest.raises(ValueError, match="every reward failed"):
+    clusters.grpo(reward_fns=broken).train(clusters.prompts(1))
+
+
+def test_a_prompt_that_is_too_long_is_named():
+  data = [{"prompts": [" ".join(["5"] * 9)]}]
+  with pytest.raises(ValueError, match="9 tokens, max_prompt_length is 8"):
+    clusters.grpo().train(data)
+
+
+def test_no_prompts_is_an_error():
+  with pytest.raises(ValueError, match="gave no batch"):
+    clusters.grpo().train([])
+
+
+def test_refusals():
+  with pytest.raises(ValueError, match="reference"):
+    clusters.grpo({"beta": 0.1})
+  with pytest.raises(ValueError, match="temperature is 0"):
+    clusters.grpo(rollout={"temperature": 0.0})
+  with pytest.raises(ValueError, match="shared_prompt=True"):
+    clusters.grpo(
+      {"shared_prompt": True}, actor=toys.TokensOnly(__import__("flax").nnx.Rngs(0))
+    )
+  with pytest.raises(ValueError, match="at least 2"):
+    GRPOConfig(num_generations=1)
+  with pytest.raises(ValueError, match="needs a critic"):
+    PPOLearner(clusters.cluster(), PPOConfig(beta=0.0), clusters.even)
+
+
+@pytest.mark.parametrize(
+  ("learner", "config"),
+  [
+    (DrGRPOLearner, DrGRPOConfig(num_generations=4, beta=0.0)),
+    (RLOOLearner, RLOOConfig(num_generations=4, beta=0.0)),
+    (
+      DAPOLearner,
+      DAPOConfig(num_generations=4, overlong_buffer=OverlongBuffer(tokens=3)),
+    ),
+  ],
+)
+def test_variants_train(learner, config, plain_weights):
+  made = learner(clusters.cluster(), config, clusters.even)
+  assert isinstance(made, GRPOLearner)
+  made.train(clusters.prompts(2))
+  assert made.train_steps >= 1
+  assert not same(plain_weights, weights(made))
+
+
+def sometimes(prompts, completions, number, **columns):
+  """Groups of odd-numbered prompts have equal rewards."""
+  values = clusters.even(prompts, completions)
+  return [1.0 if n % 2 else v for v, n in zip(values, number)]
+
+
+def test_dynamic_sampling_fills_the_batch():
+  learner = DAPOLearner(
+    clusters.cluster(max_steps=2), DAPOConfig(num_generations=4), sometimes
+  )
+  seen = []
+  update = learner._update
+  learner._update = lambda example, skip: (seen.append(example), update(example, skip))
+  learner.train(clusters.prompts(20))
+  assert [e.rows for e in seen] == [16, 16]
+  for example in seen:
+    groups = np.asarray(example.advantages).reshape(4, 4)
+    assert (np.ptp(groups, axis=1) > 0).all()
+  refills = learner.rl_cluster.logger.get_metric(
+    "", "dynamic_sampling/refills", Mode.TRAIN
+  )
+  assert refills >= 1
+
+
+def test_dynamic_sampling_is_bounded():
+  config = DAPOConfig(num_generations=4, max_refills=2)
+  learner = DAPOLearner(
+    clusters.cluster(), config, lambda prompts, completions, **c: [1.0] * len(prompts)
+  )
+  with pytest.raises(ValueError, match="in 3 batches of prompts no group"):
+    learner.train(clusters.prompts(9))
+
+
+def test_ppo_trains_actor_and_critic():
+  cluster = clusters.cluster(critic=True, reference=toys.model(seed=0))
+  learner = PPOLearner(cluster, PPOConfig(beta=0.05, num_iterations=2), clusters.even)
+  before = trainers.leaves(cluster.critic_trainer.model)
+  learner.train(clusters.prompts(3))
+  assert learner.train_steps == cluster.critic_trainer.train_steps == 6
+  assert not same(before, trainers.leaves(cluster.critic_trainer.model))
+  logger = cluster.logger
+  for prefix, name in (
+    ("critic", "vf_clipfrac"),
+    ("critic", "loss"),
+    ("", "rewards/kl"),
+  ):
+    assert logger.metric_exists(prefix, name, Mode.TRAIN), name
+
+
+def test_a_reward_model_rewards():
+  from tunix.models import heads
+
+  reward = heads.with_scores(toys.model(seed=5))
+  learner = clusters.grpo(reward=reward, reward_fns=None)
+  learner.train(clusters.prompts(1))
+  assert learner.rl_cluster.logger.metric_exists("", "rewards/reward_model", Mode.TRAIN)
+
+
+def test_lora_actor_and_its_reference_share_the_backbone():
+  actor = toys.model(lora_rank=2)
+  learner = clusters.grpo({"beta": 0.1}, actor=actor)
+  learner.train(clusters.prompts(1))
+  assert learner.rl_cluster.reference is None
+  assert learner.rl_cluster.logger.get_metric("actor", "kl", Mode.TRAIN) > 0
+
+
+def test_exact_scoring_gives_a_ratio_of_one():
+  """One update by each rollout, scored twice by the same tiles."""
+  learner = clusters.grpo({"exact_tile_rows": 4, "num_iterations": 2, "epsilon": 0.0})
+  example = learner._collect(
+    __import__("tunix.rl.pipeline", fromlist=["PromptSource"]).PromptSource(
+      clusters.prompts(1)
+    )
+  )
+  again = learner._old_logps(dataclasses.replace(learner_tokens(example)))
+  assert np.array_equal(again, example.old_per_token_logps)
+
+
+def learner_tokens(example):
+  from tunix.rl.common import Tokens
+
+  return Tokens(
+    prompt_ids=example.prompt_ids,
+    prompt_mask=example.prompt_mask,
+    completion_ids=example.completion_ids,
+    completion_mask=example.completion_mask,
+    rollout_logps=example.rollout_per_token_logps,
+    truncated=np.zeros(example.rows, bool),
+    group_size=4,
+  )

@@ -1,0 +1,123 @@
+"""The options of a call of the sampler, checked in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+  """What a call asks for; `Sampler.__call__` says what each option means.
+
+  Raises:
+    TypeError: stop strings that are no strings.
+    ValueError: a number out of range, or options that exclude each other.
+  """
+
+  max_generation_steps: int | Sequence[int]
+  max_prompt_length: int | None = None
+  echo: bool = False
+  return_logits: bool = False
+  eos_tokens: Sequence[int] | None = None
+  forbidden_tokens: Sequence[int] | None = None
+  temperature: float = 0.0
+  top_p: float | None = None
+  top_k: int | None = None
+  beam_size: int | None = None
+  seed: int | jax.Array | None = None
+  pad_output: bool = False
+  min_p: float | None = None
+  num_samples: int = 1
+  stop_strings: str | Sequence[str] = ()
+  return_logprobs: bool = False
+  include_eos: bool = False
+  length_penalty: float = 1.0
+
+  def __post_init__(self):
+    steps = np.asarray(self.max_generation_steps)
+    if steps.dtype.kind not in "iu" or steps.ndim > 1 or np.any(steps < 1):
+      raise ValueError(
+        f"max_generation_steps is {self.max_generation_steps}, it must be at least 1: "
+        "an int, or one int a prompt"
+      )
+    for name in ("num_samples", "top_k", "beam_size", "max_prompt_length"):
+      value = getattr(self, name)
+      if value is not None and value < 1:
+        raise ValueError(f"{name} is {value}, it must be at least 1")
+    self._check_draw()
+    if not all(isinstance(stop, str) for stop in self.stop_strings):
+      raise TypeError(f"stop_strings is {self.stop_strings!r}, it must hold strings")
+    if "" in self.stops:
+      raise ValueError("a stop string is empty: every text would stop at once")
+    self._check_beams()
+
+  def _check_draw(self) -> None:
+    if not (math.isfinite(self.temperature) and self.temperature >= 0):
+      raise ValueError(
+        f"temperature is {self.temperature}, it must be 0 (greedy) or a positive number"
+      )
+    if self.top_p is not None and not self.top_p > 0:
+      raise ValueError(f"top_p is {self.top_p}, it must be above 0; 1 keeps all tokens")
+    if self.min_p is not None and not 0 <= self.min_p <= 1:
+      raise ValueError(f"min_p is {self.min_p}, it must be from 0 to 1")
+    if self.temperature == 0 and self.filters:
+      name, value = next(iter(self.filters.items()))
+      raise ValueError(
+        f"{name} is {value} and nothing is drawn at temperature 0: raise the "
+        f"temperature, or leave {name} out"
+      )
+
+  def _check_beams(self) -> None:
+    if self.beam_size is None:
+      if self.length_penalty != 1.0:
+        raise ValueError(
+          f"length_penalty is {self.length_penalty} and only beams are compared by "
+          "length: give beam_size, or leave it out"
+        )
+      return
+    if not math.isfinite(self.length_penalty):
+      raise ValueError(f"length_penalty is {self.length_penalty}, it must be finite")
+    if self.num_samples > self.beam_size:
+      raise ValueError(
+        f"num_samples is {self.num_samples} of {self.beam_size} beams: raise beam_size"
+      )
+    excluded = {
+      "temperature": self.temperature > 0,
+      "stop_strings": bool(self.stops),
+      "return_logits": self.return_logits,
+    }
+    for name, given in excluded.items():
+      if given:
+        raise ValueError(f"{name} cannot be combined with beam_size: leave one out")
+
+  @property
+  def stops(self) -> tuple[str, ...]:
+    """The stop strings; one string alone is one."""
+    one = isinstance(self.stop_strings, str)
+    return (str(self.stop_strings),) if one else tuple(self.stop_strings)
+
+  @property
+  def filters(self) -> dict[str, float | int]:
+    """The filters that leave something out."""
+    given = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+    off = {"top_p": self.top_p is not None and self.top_p >= 1, "min_p": not self.min_p}
+    return {k: v for k, v in given.items() if v is not None and not off.get(k)}
+
+  def limits(self, prompts: int) -> np.ndarray:
+    """int32 [P], most new tokens of each prompt's rows.
+
+    Raises:
+      ValueError: another number of limits than of prompts.
+    """
+    steps = np.asarray(self.max_generation_steps, np.int32)
+    if steps.ndim and len(steps) != prompts:
+      raise ValueError(
+        f"max_generation_steps has {len(steps)} entries for {prompts} prompts: give "
+        "one int, or one a prompt"
+      )
+    return np.broadcast_to(steps, (prompts,))

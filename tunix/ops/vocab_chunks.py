@@ -1,0 +1,316 @@
+"""Log-probabilities and entropies of tokens, and their gradients, chunk by chunk.
+
+`run` scans over chunks of tokens, so that only [chunk, V] logits are alive. One pass
+gives the values, the gradients for cotangents that are known, or both.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+# Bytes of one float32 [chunk, V] block of logits. One or two such blocks live at a
+# time; smaller ones make the products with the unembedding less efficient.
+CHUNK_BYTES = 256 * 2**20
+MIN_CHUNK = 64
+
+
+class Layout(NamedTuple):
+  """How the tokens are spread over devices, and how the unembedding is stored.
+
+  Attributes:
+    transposed: the unembedding is [V, D] (a tied embedding table) instead of [D, V].
+    mesh: the device mesh, or None for one device.
+    batch_axes: mesh axes that split the batch.
+    vocab_axis: mesh axis that splits the vocabulary, or None.
+    softcap: logits x become c tanh(x / c) (Gemma 2); None: they stay as they are.
+    chunk_bytes: bytes of one block of logits on one device.
+  """
+
+  transposed: bool = False
+  mesh: Mesh | AbstractMesh | None = None
+  batch_axes: tuple[str, ...] = ()
+  vocab_axis: str | None = None
+  softcap: float | None = None
+  chunk_bytes: int = CHUNK_BYTES
+
+
+ONE_DEVICE = Layout()
+
+
+class Rule(NamedTuple):
+  """What a pass computes; fixed when it is traced.
+
+  Attributes:
+    layout: see `Layout`.
+    temperature: the distribution is softmax(logits / temperature).
+    entropy: whether its entropy is wanted.
+    hidden, unembed: whether their gradients are wanted.
+  """
+
+  layout: Layout
+  temperature: float = 1.0
+  entropy: bool = False
+  hidden: bool = False
+  unembed: bool = False
+
+
+class Pulls(NamedTuple):
+  """Cotangents, float32 [B, T] each; None: there is none."""
+
+  logps: Any = None
+  entropy: Any = None
+
+
+class Part(NamedTuple):
+  """What a pass over the tokens gives; None where nobody asked.
+
+  Attributes:
+    logps, entropy: [B, T] float32, in nats.
+    d_hidden, d_unembed: sums over the tokens of cotangent times gradient.
+  """
+
+  logps: Any
+  entropy: Any
+  d_hidden: Any
+  d_unembed: Any
+
+
+class _Softmax(NamedTuple):
+  """The distribution of a chunk, its target kept apart: exact where p is nearly 1."""
+
+  capped: jax.Array  # [C, V] logits before the temperature
+  centred: jax.Array  # [C, V] logits / temperature, less their maximum
+  column: jax.Array  # [C] of the target; V where another shard holds it
+  at_target: jax.Array  # [C] of `centred`
+  others: jax.Array  # [C, V] exp(centred), 0 at the target
+  rest: jax.Array  # [C] their sum
+  normaliser: jax.Array  # [C]
+
+
+def soft_cap(x: jax.Array, cap: float) -> jax.Array:
+  """cap * tanh(x / cap): close to x when small, never beyond the cap."""
+  return cap * jnp.tanh(x / cap)
+
+
+def for_rows(layout: Layout, rows: int) -> Layout:
+  """The layout for a batch of `rows`: replicated if its axes do not divide them."""
+  return layout._replace(batch_axes=()) if rows % _batch_shards(layout) else layout
+
+
+def run(
+  hidden: jax.Array, unembed: jax.Array, targets: jax.Array, pulls: Pulls, rule: Rule
+) -> Part:
+  """One pass over all tokens, on one device or under shard_map.
+
+  Args:
+    hidden: [B, T, D].
+    unembed: [D, V] or [V, D].
+    targets: [B, T] in [0, V).
+    pulls: what the gradients are weighted with.
+    rule: what is wanted; its layout fits the batch (`for_rows`).
+  """
+  layout = rule.layout
+  local = functools.partial(_local_pass, rule=rule)
+  mesh = layout.mesh
+  if mesh is None or mesh.size == 1:
+    return local(hidden, unembed, targets, pulls)
+  # Each device gathers the unembedding once, works on its own tokens, and the
+  # gradient of the unembedding is reduced once, not once a chunk.
+  batch = PartitionSpec(layout.batch_axes or None)
+  vocab = layout.vocab_axis
+  table = (
+    PartitionSpec(vocab, None) if layout.transposed else PartitionSpec(None, vocab)
+  )
+  scattered = _scatter_axes(layout, unembed.shape[1 if layout.transposed else 0])
+  d_table = (
+    PartitionSpec(vocab, scattered or None)
+    if layout.transposed
+    else PartitionSpec(scattered or None, vocab)
+  )
+  out_specs = Part(
+    batch,
+    batch if rule.entropy else None,
+    batch if rule.hidden else None,
+    d_table if rule.unembed else None,
+  )
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(batch, table, batch, batch),
+    out_specs=out_specs,
+    check_vma=False,
+  )(hidden, unembed, targets, pulls)
+
+
+def _batch_shards(layout: Layout) -> int:
+  """Number of parts that the batch is split into."""
+  if layout.mesh is None:
+    return 1
+  return math.prod(layout.mesh.shape[axis] for axis in layout.batch_axes)
+
+
+def _scatter_axes(layout: Layout, dim: int) -> tuple[str, ...]:
+  """Axes over which the gradient of the unembedding is reduce-scattered along D."""
+  if layout.mesh is None or dim % _batch_shards(layout):
+    return ()
+  return layout.batch_axes
+
+
+def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Part:
+  """The tokens of one device, chunk by chunk."""
+  layout, shape = rule.layout, targets.shape
+  vocab = unembed.shape[0 if layout.transposed else 1]
+  count, size = _chunks(targets.size, vocab, layout.chunk_bytes)
+
+  def split(x):
+    flat = x.reshape(targets.size, *x.shape[2:])
+    padding = [(0, count * size - targets.size)] + [(0, 0)] * (flat.ndim - 1)
+    return jnp.pad(flat, padding).reshape(count, size, *flat.shape[1:])
+
+  def join(x):
+    return x.reshape(count * size, *x.shape[2:])[: targets.size].reshape(
+      *shape, *x.shape[2:]
+    )
+
+  chunk = functools.partial(_chunk_pass, unembed, rule=rule)
+  parts = jax.tree.map(split, (hidden, targets, pulls))
+  if count == 1:
+    one = chunk(*jax.tree.map(lambda x: x[0], parts))
+    total = one.d_unembed
+    by_token = jax.tree.map(lambda x: x[None], one._replace(d_unembed=None))
+  else:
+    start = jnp.zeros(unembed.shape, jnp.float32) if rule.unembed else None
+
+    def step(total, xs):
+      part = chunk(*xs)
+      total = None if total is None else total + part.d_unembed
+      return total, part._replace(d_unembed=None)
+
+    total, by_token = jax.lax.scan(step, start, parts)
+
+  logps, entropy, d_hidden, _ = jax.tree.map(join, by_token)
+  if d_hidden is not None:
+    if layout.vocab_axis is not None:
+      d_hidden = jax.lax.psum(d_hidden, layout.vocab_axis)
+    d_hidden = d_hidden.astype(hidden.dtype)
+  if total is not None:
+    total = _reduce_table(total, layout, hidden.shape[-1]).astype(unembed.dtype)
+  return Part(logps, entropy, d_hidden, total)
+
+
+def _reduce_table(total: jax.Array, layout: Layout, dim: int) -> jax.Array:
+  """Adds the devices' parts of the unembedding's gradient."""
+  if layout.mesh is None or not layout.batch_axes:
+    return total
+  axes = _scatter_axes(layout, dim)
+  if not axes:
+    return jax.lax.psum(total, layout.batch_axes)
+  axis = 1 if layout.transposed else 0
+  return jax.lax.psum_scatter(total, axes, scatter_dimension=axis, tiled=True)
+
+
+def _chunks(tokens: int, vocab: int, chunk_bytes: int) -> tuple[int, int]:
+  """(number of chunks, tokens a chunk): as few as the byte limit allows."""
+  limit = max(MIN_CHUNK, chunk_bytes // (4 * vocab))
+  count = max(1, math.ceil(tokens / limit))
+  return count, math.ceil(tokens / count)
+
+
+def _chunk_pass(unembed, hidden, targets, pulls, *, rule: Rule) -> Part:
+  """Values and gradients of one chunk: hidden [C, D], targets and cotangents [C]."""
+  soft = _softmax(unembed, hidden, targets, rule)
+  logps = soft.at_target - jnp.log(soft.normaliser)
+  needs_entropy = rule.entropy or pulls.entropy is not None
+  entropy = _entropy(soft, rule.layout) if needs_entropy else None
+  d_hidden = d_unembed = None
+  if rule.hidden or rule.unembed:
+    factor, d_logits = _pull_logits(soft, pulls, entropy, rule, hidden.dtype)
+    transposed = rule.layout.transposed
+    if rule.hidden:
+      from_logits = "cv,vd->cd" if transposed else "cv,dv->cd"
+      d_hidden = factor * _dot(from_logits, d_logits, unembed)
+    if rule.unembed:
+      to_table = "cv,cd->vd" if transposed else "cv,cd->dv"
+      d_unembed = _dot(to_table, d_logits, (factor * hidden).astype(hidden.dtype))
+  return Part(logps, entropy if rule.entropy else None, d_hidden, d_unembed)
+
+
+def _softmax(unembed, hidden, targets, rule: Rule) -> _Softmax:
+  layout = rule.layout
+  to_logits = "cd,vd->cv" if layout.transposed else "cd,dv->cv"
+  capped = _dot(to_logits, hidden, unembed)
+  if layout.softcap is not None:
+    capped = soft_cap(capped, layout.softcap)
+  logits = capped / rule.temperature
+  rows, vocab, offset = jnp.arange(targets.size), logits.shape[-1], 0
+  if layout.vocab_axis is not None:
+    offset = jax.lax.axis_index(layout.vocab_axis) * vocab
+  column = targets - offset
+  held = (column >= 0) & (column < vocab)  # whether this shard has the target
+  top = _across(jax.lax.pmax, jnp.max(logits, axis=-1), layout)
+  at_target = logits[rows, jnp.clip(column, 0, vocab - 1)]
+  at_target = _across(jax.lax.psum, jnp.where(held, at_target, 0.0), layout) - top
+  hit = jnp.arange(vocab)[None, :] == column[:, None]
+  centred = logits - top[:, None]
+  others = jnp.where(hit, 0.0, jnp.exp(centred))
+  rest = _across(jax.lax.psum, jnp.sum(others, axis=-1), layout)
+  column = jnp.where(held, column, vocab)
+  normaliser = rest + jnp.exp(at_target)
+  return _Softmax(capped, centred, column, at_target, others, rest, normaliser)
+
+
+def _across(reduce: Any, x: jax.Array, layout: Layout) -> jax.Array:
+  """Reduces over the shards of the vocabulary."""
+  return x if layout.vocab_axis is None else reduce(x, layout.vocab_axis)
+
+
+def _entropy(soft: _Softmax, layout: Layout) -> jax.Array:
+  """log of the normaliser, less the mean of the centred logits; [C]."""
+  mean = _across(jax.lax.psum, jnp.sum(soft.others * soft.centred, axis=-1), layout)
+  mean = (mean + jnp.exp(soft.at_target) * soft.at_target) / soft.normaliser
+  return jnp.log(soft.normaliser) - mean
+
+
+def _pull_logits(
+  soft: _Softmax, pulls: Pulls, entropy: jax.Array | None, rule: Rule, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+  """(factor [C, 1], d_logits [C, V] in `dtype`), whose product is the cotangent of
+  the logits: the factor of a row goes onto the narrow side of the products.
+
+  With a, b the cotangents of log-probability and entropy H it is
+  a (onehot - p) - b p (log p + H), all over the temperature. At the target 1 - p is
+  rest / normaliser: no cancellation where p is nearly 1.
+  """
+  norm = soft.normaliser
+  if pulls.entropy is None or entropy is None:
+    size, d_logits, d_target = pulls.logps.astype(jnp.float32), soft.others, -soft.rest
+  else:
+    # Relative to the larger of the two, so that a narrow dtype holds what follows.
+    size = jnp.maximum(jnp.abs(pulls.logps), jnp.abs(pulls.entropy))
+    safe = jnp.where(size > 0, size, 1.0)
+    a, b = pulls.logps / safe, pulls.entropy / safe
+    shift = entropy - jnp.log(norm)
+    d_logits = soft.others * (a[:, None] + b[:, None] * (soft.centred + shift[:, None]))
+    d_target = jnp.exp(soft.at_target) * b * (soft.at_target + shift) - a * soft.rest
+  factor = (-size / (norm * rule.temperature))[:, None]
+  rows = jnp.arange(norm.size)
+  # A column out of range, of a target that another shard holds, is dropped.
+  d_logits = d_logits.at[rows, soft.column].set(
+    d_target, mode="drop", unique_indices=True
+  )
+  if dtype == jnp.float16:  # `rest` may pass 65504, where float16 ends
+    d_logits, factor = d_logits / norm[:, None], factor * norm[:, None]
+  if rule.layout.softcap is not None:
+    d_logits *= 1 - jnp.square(soft.capped / rule.layout.softcap)
+  return factor, d_logits.astype(dtype)
+
+
+def _dot(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+  """einsum that adds up in float32."""
+  return jnp.einsum(spec, x, y.astype(x.dtype), preferred_element_type=jnp.float32)

@@ -1,0 +1,1 @@
+"""Group-relative policy optimisation: GRPO, Dr.GRPO, DAPO, RLOO."""

@@ -1,0 +1,22 @@
+"""Dr.GRPO: GRPO without its biases by length and by the spread of a group's rewards
+(Liu et al. 2025, arXiv:2503.20783)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrGRPOConfig(GRPOConfig):
+  """Centred rewards; sums over tokens divided by the longest completion allowed."""
+
+  advantage_estimator: str = "group_centered"
+  loss_agg_mode: str = "sequence-mean-token-scale"
+
+
+class DrGRPOLearner(GRPOLearner):
+  """GRPOLearner by the settings of DrGRPOConfig."""
+
+  algo_config: DrGRPOConfig

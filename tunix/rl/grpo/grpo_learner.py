@@ -1,0 +1,53 @@
+"""GRPO: groups of completions are their own baseline (Shao et al. 2024, 2402.03300).
+
+GSPO (2507.18071) is `loss_algo="gspo"`, CISPO (2506.13585) `loss_algo="cispo"`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from tunix.ops import advantages
+from tunix.rl.algorithm_config import AlgorithmConfig, resolve
+from tunix.rl.common import Rollouts, TrainExample
+from tunix.rl.pipeline import PromptBatch
+from tunix.rl.rl_learner import RLLearner
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRPOConfig(AlgorithmConfig):
+  """AlgorithmConfig with at least two completions a prompt.
+
+  Raises:
+    ValueError: `num_generations` below 2: a group of one has no baseline.
+  """
+
+  num_generations: int = 2
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.num_generations < 2:
+      raise ValueError(
+        f"num_generations is {self.num_generations}: a group needs at least 2 "
+        "completions to compare"
+      )
+
+
+class GRPOLearner(RLLearner):
+  """Advantages from each group's own rewards; see RLLearner for the arguments."""
+
+  algo_config: GRPOConfig
+
+  def _generate_and_compute_advantage(self, batch: PromptBatch) -> TrainExample:
+    return self._with_advantages(self._rollouts(batch))
+
+  def _with_advantages(self, rollouts: Rollouts) -> TrainExample:
+    estimate = resolve(
+      "advantage_estimator",
+      self.algo_config.advantage_estimator,
+      advantages.ADVANTAGES,
+    )
+    values = estimate(np.nan_to_num(rollouts.scores), where=rollouts.valid)
+    return self._example(rollouts, np.asarray(values).reshape(-1))

@@ -1,0 +1,139 @@
+"""A run between two rollouts as one RunState, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tunix.rl import weight_sync
+from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.trainer import Trainer
+from tunix.sft.checkpoint_manager import CheckpointManager
+from tunix.sft.run_state import RunState
+from tunix.utils import mesh as mesh_lib
+
+_PARTS = ("model_params", "model_rest", "optimizer_state")
+
+
+@dataclasses.dataclass
+class LearnerProgress:
+  """Where a learner stands, besides its trainers.
+
+  Attributes:
+    rollouts: batches of rollouts that were learnt from.
+    evaluated_at: updates done at the last evaluation, -1 before the first.
+    batch_rows: rows of the largest batch so far; smaller ones are filled up to it.
+    data_state: the place in the prompts.
+    pending: prompts that were drawn and wait.
+  """
+
+  rollouts: int = 0
+  evaluated_at: int = -1
+  batch_rows: int = 0
+  data_state: dict[str, Any] | None = None
+  pending: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+  def to_json(self) -> dict[str, Any]:
+    """As JSON.
+
+    Raises:
+      TypeError: a waiting prompt has a column that JSON cannot hold.
+    """
+    out = dataclasses.asdict(self)
+    try:
+      json.dumps(out["pending"])
+    except TypeError as error:
+      raise TypeError(
+        f"prompts wait to be sampled again and cannot be saved ({error}): use strings, "
+        "numbers, lists and dicts as columns of the data"
+      ) from error
+    return out
+
+
+def trainers(cluster: RLCluster) -> dict[str, Trainer]:
+  """The cluster's trainers by role."""
+  found = {"actor": cluster.actor_trainer, "critic": cluster.critic_trainer}
+  return {role: trainer for role, trainer in found.items() if trainer is not None}
+
+
+def of_run(
+  cluster: RLCluster, progress: LearnerProgress, identity: Mapping[str, Any]
+) -> RunState:
+  """All of a run; `identity` says what must be the same when it is resumed."""
+  states, counters = {}, {}
+  for role, trainer in trainers(cluster).items():
+    trainer.flush()
+    states[role], counters[role] = trainer.run_state()
+  return RunState(
+    **_nested(states),
+    progress={
+      "trainers": counters,
+      "learner": progress.to_json(),
+      "metrics": cluster.logger.state(),
+      "identity": dict(identity),
+      "version": cluster.version.to_json(),
+    },
+    custom_metadata={},
+  )
+
+
+def restore(
+  cluster: RLCluster, checkpoints: CheckpointManager, identity: Mapping[str, Any]
+) -> LearnerProgress | None:
+  """Puts the newest checkpoint into the cluster; None when there is none.
+
+  Raises:
+    ValueError: it belongs to other models, or what must be the same is not.
+  """
+  roles = trainers(cluster)
+  shapes = _nested({role: trainer.run_state()[0] for role, trainer in roles.items()})
+  with mesh_lib.use_mesh(mesh_lib.mesh_of(shapes["model_params"])):
+    found = checkpoints.restore_state(RunState(**shapes))
+  if found is None:
+    cluster.logger.restore(None)
+    return None
+  step, state = found
+  if (saved := state.progress) is None or "learner" not in saved:
+    raise ValueError(
+      f"checkpoint {step} was not written by an RL learner: train into another folder"
+    )
+  for name, value in identity.items():
+    if (before := saved["identity"].get(name)) != value:
+      raise ValueError(
+        f"checkpoint {step} belongs to a run with {name} {saved['identity'].get(name)}, "
+        f"here it is {value}: resume with the models it was started with, or use "
+        "another folder"
+      )
+  for role, trainer in roles.items():
+    part = {name: (getattr(state, name) or {}).get(role, {}) for name in _PARTS}
+    trainer.load_run_state(RunState(**part), saved["trainers"][role])
+  cluster.logger.restore(saved["metrics"])
+  version = cluster.sync_weights()
+  if version.to_json() != saved["version"]:
+    raise ValueError(
+      f"the policy restored from checkpoint {step} has the stamp {version.stamp}, it "
+      f"was saved with {saved['version']['stamp']}: the checkpoint is damaged"
+    )
+  return LearnerProgress(**saved["learner"])
+
+
+def identity(cluster: RLCluster) -> dict[str, Any]:
+  """Content of the models that a run does not change."""
+  fixed = {"reference": cluster.reference, "reward model": cluster.reward}
+  return {
+    name: weight_sync.policy_stamp(model)
+    for name, model in fixed.items()
+    if model is not None
+  }
+
+
+def _nested(states: Mapping[str, RunState]) -> dict[str, Any]:
+  """{part: {role: arrays}}, empty ones left out."""
+  return {
+    part: {
+      role: arrays for role, state in states.items() if (arrays := getattr(state, part))
+    }
+    for part in _PARTS
+  }

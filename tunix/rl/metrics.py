@@ -1,0 +1,92 @@
+"""What is logged of rollouts, and how long each phase of a step takes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tunix.rl.common import Rollouts
+
+
+def of_rollouts(rollouts: Rollouts) -> dict[str, float]:
+  """Rewards, lengths and how the groups look; NaN-free: what failed is counted.
+
+  Names: rewards/score/{mean,max,min}, rewards/<function>, rewards/failed (share of
+  rows without a reward), completions/{mean,max,min}_length, completions/truncated
+  (share), groups/all_equal (share of groups whose rewards are one number).
+  """
+  total, lengths = rollouts.rewards.total, rollouts.tokens.lengths
+  out = {**_spread("rewards/score/{}", total[np.isfinite(total)])}
+  for name, values in rollouts.rewards.by_function.items():
+    known = values[np.isfinite(values)]
+    if known.size:
+      out[f"rewards/{name}"] = float(known.mean())
+  out["rewards/failed"] = float(np.mean(~np.isfinite(total)))
+  out |= _spread("completions/{}_length", lengths)
+  out["completions/truncated"] = float(rollouts.tokens.truncated.mean())
+  if rollouts.tokens.group_size > 1:
+    out["groups/all_equal"] = float(np.mean(all_equal(rollouts.scores)))
+  return out
+
+
+def all_equal(scores: np.ndarray) -> np.ndarray:
+  """bool [P]: groups [P, G] from which nothing can be learnt: the valid scores are
+  one number, or there are fewer than two."""
+  low = np.where(np.isfinite(scores), scores, np.inf).min(1)
+  high = np.where(np.isfinite(scores), scores, -np.inf).max(1)
+  return low >= high
+
+
+def mean_of(
+  parts: Sequence[Mapping[str, float]], weights: Sequence[float] | None = None
+) -> dict[str, float]:
+  """Means over several collections of rollouts; extremes stay extremes.
+
+  Args:
+    parts: what `of_rollouts` gave.
+    weights: of the parts; None: equal.
+  """
+  weights = [1.0] * len(parts) if weights is None else weights
+  out = {}
+  for name in dict.fromkeys(name for part in parts for name in part):
+    pairs = [(part[name], w) for part, w in zip(parts, weights) if name in part]
+    last = name.rsplit("/", 1)[-1]
+    if last.startswith(("max", "min")):
+      out[name] = (max if last.startswith("max") else min)(v for v, _ in pairs)
+    else:
+      out[name] = math.fsum(v * w for v, w in pairs) / math.fsum(w for _, w in pairs)
+  return out
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+  if not values.size:
+    return {}
+  kinds: dict[str, Any] = {"mean": np.mean, "max": np.max, "min": np.min}
+  return {name.format(kind): float(fn(values)) for kind, fn in kinds.items()}
+
+
+class Phases:
+  """Seconds by phase since they were last taken: `with phases("rollout"): ...`."""
+
+  def __init__(self) -> None:
+    self._seconds: dict[str, float] = {}
+
+  @contextlib.contextmanager
+  def __call__(self, name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+      yield
+    finally:
+      spent = time.perf_counter() - start
+      self._seconds[name] = self._seconds.get(name, 0.0) + spent
+
+  def take(self) -> dict[str, float]:
+    """perf/<phase>_sec, and all of them; what is nested counts twice."""
+    out = {f"perf/{name}_sec": value for name, value in self._seconds.items()}
+    self._seconds = {}
+    return out

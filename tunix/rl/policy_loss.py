@@ -1,0 +1,148 @@
+"""The losses of a policy and a critic on one micro-batch: traced, from ops alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tunix.generate import scoring
+from tunix.ops import importance, kl, policy_gradient
+from tunix.ops.policy_gradient import PolicyLoss
+from tunix.ops.reductions import WeightedSum, aggregate
+from tunix.rl.algorithm_config import AlgorithmConfig, RolloutCorrection, resolve
+from tunix.rl.common import TrainExample
+
+Aux = dict[str, WeightedSum]
+
+# Over what the ratio is taken; by token for the others.
+_LEVELS = {"gspo": "sequence", "rloo": "sequence-product"}
+
+
+def policy_loss(
+  model: nnx.Module,
+  example: TrainExample,
+  config: AlgorithmConfig,
+  *,
+  temperature: float,
+  max_tokens: int,
+) -> tuple[WeightedSum, Aux]:
+  """The objective that every learner here minimises.
+
+  Args:
+    model: the policy.
+    example: rollouts with their advantages.
+    config: which ratio, clip, KL and reduction.
+    temperature: at which the rollouts were sampled; log-probs are those of
+      softmax(logits / temperature).
+    max_tokens: most tokens of a completion, for reductions that divide by it.
+
+  Returns: the loss, and token means of what there is to watch.
+  """
+  scores = scoring.score_completions(
+    model,
+    example.prompt_ids,
+    example.prompt_mask,
+    example.completion_ids,
+    example.completion_mask,
+    group_size=example.group_size,
+    temperature=temperature,
+    entropy=bool(config.entropy_coef),
+    tile_rows=config.exact_tile_rows,
+  )
+  logps, mask = scores.logps, example.completion_mask.astype(jnp.float32)
+  old = example.old_per_token_logps
+  old = jax.lax.stop_gradient(logps) if old is None else old
+  loss = surrogate(logps, old, example.advantages, mask, config)
+  values, watched = loss.values, {"pg_clipfrac": loss.clipped.astype(jnp.float32)}
+  if (reported := example.rollout_per_token_logps) is not None:
+    gap = jnp.where(mask > 0, jax.lax.stop_gradient(old) - reported, 0.0)
+    watched["parity/abs_diff"] = jnp.abs(gap)
+    watched["parity/ratio"] = jnp.exp(gap)
+    if config.rollout_correction is not None:
+      weights = correction(old, reported, mask, config.rollout_correction)
+      values, watched["rollout_correction/weight"] = values * weights, weights
+  if config.beta and example.ref_per_token_logps is not None:
+    estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
+    divergence = estimate(logps, example.ref_per_token_logps)
+    values, watched["kl"] = values + config.beta * divergence, divergence
+  if scores.entropy is not None:
+    values = values - config.entropy_coef * scores.entropy
+    watched["entropy"] = scores.entropy
+  total = aggregate(values, mask, config.loss_agg_mode, max_tokens=max_tokens)
+  return total, token_means(watched, mask)
+
+
+def surrogate(
+  logps: jax.Array,
+  old: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  config: AlgorithmConfig,
+) -> PolicyLoss:
+  """Per-token loss of the ratio that `config.loss_algo` names."""
+  if config.loss_algo == "reinforce":
+    values = policy_gradient.reinforce_loss(logps, advantages)
+    return PolicyLoss(values, jnp.zeros(values.shape, bool))
+  level = _LEVELS.get(config.loss_algo, "token")
+  ratio = policy_gradient.log_ratio(logps, old, mask, level)
+  clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+  if config.loss_algo == "cispo":
+    return policy_gradient.cispo_loss(ratio, logps, advantages, **clips)
+  return policy_gradient.clipped_loss(
+    ratio, advantages, dual_clip=config.epsilon_c, **clips
+  )
+
+
+def correction(
+  logps: jax.Array, reported: jax.Array, mask: jax.Array, how: RolloutCorrection
+) -> jax.Array:
+  """Importance weights [B, R] of what was sampled, constants."""
+  logps = jax.lax.stop_gradient(logps)
+  if how.kind == "truncate":
+    return importance.truncated(logps, reported, mask, level=how.level, cap=how.high)
+  return importance.masked(
+    logps, reported, mask, level=how.level, low=how.low, high=how.high
+  )
+
+
+def critic_loss(
+  critic: nnx.Module, example: TrainExample, *, clip: float | None
+) -> tuple[WeightedSum, Aux]:
+  """Squared error of the critic's values against the returns, over tokens."""
+  values = scoring.score_values(
+    critic,
+    example.prompt_ids,
+    example.prompt_mask,
+    example.completion_ids,
+    example.completion_mask,
+  )
+  old = None if clip is None else example.old_values
+  loss = policy_gradient.value_loss(values, example.returns, old, clip)
+  mask = example.completion_mask.astype(jnp.float32)
+  watched = {"vpred_mean": values, "vf_clipfrac": loss.clipped.astype(jnp.float32)}
+  return aggregate(loss.values, mask), token_means(watched, mask)
+
+
+def token_means(watched: dict[str, jax.Array], mask: jax.Array) -> Aux:
+  """Means over tokens, as sums and weights: micro-batches add up exactly."""
+  return {
+    name: aggregate(jax.lax.stop_gradient(value), mask)
+    for name, value in watched.items()
+  }
+
+
+def as_scalars(aux: Aux, weight: jax.Array) -> dict[str, Any]:
+  """Sums and weights as the step's weighted means carry them: it multiplies by
+  `weight`, adds up and divides by the total; `from_scalars` undoes that."""
+  safe = jnp.where(weight == 0, 1.0, weight)
+  return {name: (x.total / safe, x.weight / safe) for name, x in aux.items()}
+
+
+def from_scalars(aux: dict[str, Any]) -> dict[str, jax.Array]:
+  """Means by name."""
+  return {
+    name: WeightedSum(total, weight).mean() for name, (total, weight) in aux.items()
+  }

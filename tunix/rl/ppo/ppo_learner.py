@@ -1,0 +1,126 @@
+"""PPO with a critic and a KL penalty in the rewards (Schulman et al. 2017, 1707.06347;
+Ouyang et al. 2022, 2203.02155)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+
+from tunix.ops import advantages, kl
+from tunix.rl import policy_loss
+from tunix.rl.algorithm_config import AlgorithmConfig, resolve
+from tunix.rl.common import Rollouts, TrainExample
+from tunix.rl.pipeline import PromptBatch
+from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.rl_learner import RLLearner
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPOConfig(AlgorithmConfig):
+  """AlgorithmConfig with generalised advantage estimation.
+
+  Attributes:
+    gamma: discount a token.
+    gae_lambda: between the critic's one-step errors (0) and whole returns (1).
+    clip_range_value: the critic moves at most this far from its old value in one
+      batch; None: no clip.
+    whiten_advantages: mean 0 and deviation 1 over the tokens of a batch of rollouts.
+  """
+
+  kl_in_loss: ClassVar[bool] = False
+
+  advantage_estimator: Any = "gae"
+  kl_method: Any = "k1"
+  gamma: float = 1.0
+  gae_lambda: float = 0.95
+  clip_range_value: float | None = 0.2
+  whiten_advantages: bool = True
+
+  def __post_init__(self):
+    super().__post_init__()
+    for name in ("gamma", "gae_lambda"):
+      if not 0 <= getattr(self, name) <= 1:
+        raise ValueError(f"{name} is {getattr(self, name)}: it must be from 0 to 1")
+    if self.clip_range_value is not None and self.clip_range_value <= 0:
+      raise ValueError(
+        f"clip_range_value is {self.clip_range_value}: it must be positive, or None"
+      )
+
+  def _check_advantages(self) -> None:
+    if self.advantage_estimator != "gae":
+      raise ValueError(
+        f"advantage_estimator is {self.advantage_estimator!r}: PPO has a critic and "
+        'estimates by "gae"; for advantages of groups use GRPOLearner'
+      )
+
+
+class PPOLearner(RLLearner):
+  """Actor and critic; see RLLearner for the arguments.
+
+  A completion that met its limit counts as ended there: nothing is bootstrapped.
+
+  Raises:
+    ValueError: the cluster has no critic.
+  """
+
+  algo_config: PPOConfig
+
+  def __init__(
+    self, rl_cluster: RLCluster, algo_config: PPOConfig, *args: Any, **options: Any
+  ):
+    if rl_cluster.critic_trainer is None:
+      raise ValueError(
+        "PPO needs a critic: pass critic= to RLCluster, such as "
+        "tunix.rl.utils.create_critic_model(actor), and critic_optimizer"
+      )
+    rl_cluster.critic_trainer.with_role_loss(
+      functools.partial(policy_loss.critic_loss, clip=algo_config.clip_range_value)
+    )
+    super().__init__(rl_cluster, algo_config, *args, **options)
+
+  def _generate_and_compute_advantage(self, batch: PromptBatch) -> TrainExample:
+    rollouts, config = self._rollouts(batch), self.algo_config
+    tokens = rollouts.tokens
+    mask = tokens.completion_mask
+    with self._phases("scoring"):
+      values = self.rl_cluster.get_values(tokens)
+      old = self._old_logps(tokens) if config.beta else None
+    estimated, returns = advantages.gae(
+      jnp.asarray(self._token_rewards(rollouts, old)),
+      jnp.asarray(values),
+      jnp.asarray(mask, jnp.float32),
+      gamma=config.gamma,
+      lam=config.gae_lambda,
+    )
+    if config.whiten_advantages:
+      valid = mask & rollouts.valid.reshape(-1, 1)
+      estimated = advantages.whiten(estimated, jnp.asarray(valid, jnp.float32))
+    return self._example(
+      rollouts,
+      np.asarray(estimated),
+      old,
+      returns=np.asarray(returns, np.float32),
+      old_values=values,
+    )
+
+  def _token_rewards(self, rollouts: Rollouts, old: np.ndarray | None) -> np.ndarray:
+    """float32 [B, R]: the score at the last token, minus beta times the KL estimate at
+    every token."""
+    tokens, config = rollouts.tokens, self.algo_config
+    mask = tokens.completion_mask
+    out = np.zeros(mask.shape, np.float32)
+    rows = np.flatnonzero(tokens.lengths)
+    last = tokens.lengths[rows] - 1
+    out[rows, last] = np.nan_to_num(rollouts.scores.reshape(-1))[rows]
+    if old is None:
+      return out
+    with self._phases("scoring"):
+      ref = self._ref_logps(tokens)
+    estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
+    divergence = np.where(mask, np.asarray(estimate(old, ref)), 0.0)
+    self._found.append({"rewards/kl": float(divergence.sum() / max(1, mask.sum()))})
+    return out - config.beta * divergence

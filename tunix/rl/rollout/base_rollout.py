@@ -1,0 +1,132 @@
+"""What every rollout engine takes and gives."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+  """How completions are sampled.
+
+  Attributes:
+    max_tokens_to_generate: most tokens of a completion, end-of-sequence included.
+    max_prompt_length: most tokens of a prompt; a longer one is an error.
+    temperature: logits are divided by it, in sampling and in scoring alike; 0 is
+      greedy, for evaluation only.
+    top_p, top_k, min_p: see `Sampler`; None: off.
+    seed: of the run; every step, prompt and sample draws differently from it.
+    eos_tokens: ids that end a completion; None: the tokenizer's.
+    stop_strings: texts that end a completion.
+    kv_cache_size: most tokens of prompt and completion; None: their maxima.
+    engine_options: passed on to the engine as they are (structured output, ...); our
+      own sampler has none and refuses them.
+  """
+
+  max_tokens_to_generate: int = 64
+  max_prompt_length: int = 64
+  temperature: float = 1.0
+  top_p: float | None = None
+  top_k: int | None = None
+  min_p: float | None = None
+  seed: int = 0
+  eos_tokens: Sequence[int] | None = None
+  stop_strings: Sequence[str] | None = None
+  kv_cache_size: int | None = None
+  engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    for name in ("max_tokens_to_generate", "max_prompt_length"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+    if not (math.isfinite(self.temperature) and self.temperature >= 0):
+      raise ValueError(
+        f"temperature is {self.temperature}: it must be positive, or 0 for greedy"
+      )
+    need = self.max_prompt_length + self.max_tokens_to_generate
+    if self.kv_cache_size is not None and self.kv_cache_size < need:
+      raise ValueError(
+        f"kv_cache_size is {self.kv_cache_size}: prompts of {self.max_prompt_length} "
+        f"and completions of {self.max_tokens_to_generate} tokens need {need}"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutOutput:
+  """Completions, group by group: those of the first prompt, then of the second, ...
+
+  Attributes:
+    text: B completions without their end-of-sequence tokens.
+    tokens: B int32 arrays, the end-of-sequence token included where one came.
+    prompt_tokens: int32 ids of the B rows' prompts (equal within a group).
+    logprobs: B float32 arrays, in nats, under the distribution that was drawn from.
+    finish_reasons: B of "eos", "stop", "length".
+    version: of the weights that sampled, as the engine was told (see WeightSync).
+  """
+
+  text: list[str]
+  tokens: list[np.ndarray]
+  prompt_tokens: list[np.ndarray]
+  logprobs: list[np.ndarray]
+  finish_reasons: list[str]
+  version: Any = None
+
+  @property
+  def left_padded_prompt_tokens(self) -> np.ndarray:
+    """int32 [B, P], prompts padded on the left with 0."""
+    width = max(len(row) for row in self.prompt_tokens)
+    out = np.zeros((len(self.prompt_tokens), width), np.int32)
+    for row, ids in zip(out, self.prompt_tokens):
+      row[width - len(ids) :] = ids
+    return out
+
+
+class BaseRollout(abc.ABC):
+  """An engine that samples from the policy.
+
+  Subclasses write `generate` and `update_params`; the first is called with prompts of a
+  batch, the second after every update of the policy. They are made as
+  `Class(model, tokenizer, rollout_config)`.
+
+  Attributes:
+    version: of the weights it holds; None before the first `update_params`.
+  """
+
+  version: Any = None
+
+  @abc.abstractmethod
+  def generate(
+    self,
+    prompts: Sequence[Any],
+    rollout_config: RolloutConfig,
+    *,
+    num_generations: int = 1,
+    seed: Any = None,
+  ) -> RolloutOutput:
+    """`num_generations` completions of each prompt (a string or token ids)."""
+
+  @abc.abstractmethod
+  def update_params(self, model: Any, version: Any) -> None:
+    """Takes the weights of `model`, which are known as `version` from here on."""
+
+  @abc.abstractmethod
+  def pad_id(self) -> int:
+    """The padding token."""
+
+  @abc.abstractmethod
+  def eos_id(self) -> int:
+    """The end-of-sequence token."""
+
+  def model(self) -> Any:
+    """The module that samples.
+
+    Raises:
+      TypeError: the weights live in another process.
+    """
+    raise TypeError(f"{type(self).__name__} holds no nnx.Module")
