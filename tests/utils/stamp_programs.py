@@ -1,4 +1,4 @@
-"""One of two processes that stamp one array: python stamp_programs.py RANK PORT STAMP"""
+"""One of two processes that stamp an array: stamp_programs.py RANK PORT STAMP."""
 
 import sys
 
