@@ -277,6 +277,15 @@ def test_models_that_do_not_fit():
     copy_weights(adapted(base, alpha=2.0), adapted(base, alpha=3.0))
 
 
+def test_adapters_of_another_make_are_not_merged():
+  source, target = Adapted(), Adapted()
+  source.first[...] = 3 * source.first[...]
+  assert copy_weights(source, target) == 3 * 4
+  np.testing.assert_array_equal(target(jnp.arange(3.0)), source(jnp.arange(3.0)))
+  with pytest.raises(ValueError, match=r"adapters of Adapted are not of lora\.apply"):
+    copy_weights(source, nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
+
+
 def test_layouts_are_asked_of_the_transport():
   source, target = pair("adapters")
   train(source)

@@ -210,7 +210,7 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
     WeightSyncError: the target does not hold what was sent.
   """
   if sync_needs(source, target) == "merged":
-    source = lora.merge(source)
+    source = _merged(source)
   held = _parameter_arrays(target)
   arrays = _matched(_parameter_arrays(source), held)
   want, before = stamp.leaf_stamps(arrays), _stamps_of(held, arrays)
@@ -223,6 +223,15 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
   for path, value in moved.items():
     variables[path].set_value(value)
   return tree.size_bytes(moved)
+
+
+def _merged(source: Any) -> Any:
+  if not isinstance(source, Transformer) or not lora_modules.adapted(source):
+    raise ValueError(
+      f"the adapters of {type(source).__name__} are not of lora.apply and cannot be "
+      "merged here: give the target the same adapters"
+    )
+  return lora.merge(source)
 
 
 def _by_path(model: nnx.Module) -> dict[str, nnx.Variable]:
