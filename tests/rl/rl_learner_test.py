@@ -57,7 +57,9 @@ def slow(value):
   [
     {"algorithm": {"beta": 0.5}, "reference": "same"},
     {"algorithm": {"loss_algo": "gspo", "num_iterations": 2}},
-    slow({"algorithm": {"loss_algo": "cispo", "num_iterations": 2, "epsilon_high": 0.01}}),
+    slow(
+      {"algorithm": {"loss_algo": "cispo", "num_iterations": 2, "epsilon_high": 0.01}}
+    ),
     {"algorithm": {"num_iterations": 2}},
     slow({"algorithm": {"epsilon": 0.0, "num_iterations": 2}}),
     slow({"algorithm": {"epsilon_c": 1.01, "num_iterations": 2, "epsilon": 0.001}}),
@@ -336,5 +338,7 @@ def test_exact_scoring_makes_the_first_ratio_one():
   """Any clip at all would show: epsilon is 0."""
   learner = clusters.grpo({"exact_tile_rows": 4, "num_iterations": 2, "epsilon": 0.0})
   learner.train(clusters.prompts(1))
-  history = learner.rl_cluster.logger.get_metric_history("actor", "pg_clipfrac", "train")
+  history = learner.rl_cluster.logger.get_metric_history(
+    "actor", "pg_clipfrac", "train"
+  )
   assert history[0] == 0.0 and history[1] > 0

@@ -1,4 +1,4 @@
-"""Each RL loss: one global batch, one gradient, however it is cut and wherever it is."""
+"""Each RL loss: one global batch, one gradient, however and wherever it is cut."""
 
 import dataclasses
 import functools

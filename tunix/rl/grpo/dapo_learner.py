@@ -29,8 +29,8 @@ class OverlongBuffer:
   def __post_init__(self):
     if self.tokens < 1 or self.penalty < 0:
       raise ValueError(
-        f"tokens is {self.tokens} and penalty {self.penalty}: expected at least 1 token "
-        "and a penalty that is not negative"
+        f"tokens is {self.tokens} and penalty {self.penalty}: expected at least 1 "
+        "token and a penalty that is not negative"
       )
 
 

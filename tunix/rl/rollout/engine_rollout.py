@@ -34,9 +34,9 @@ class EngineRollout(SamplerRollout):
       self._last = self.fingerprint()
       if changed and self._last == before:
         raise WeightSyncError(
-          f"training changed the policy (step {self.version.step} to {version.step}), "
-          "and the engine answers as before: the weights did not reach it, or its dtype "
-          "is too coarse for so small an update"
+          f"training changed the policy (step {self.version.step} to {version.step}) "
+          "and the engine answers as before: the weights did not reach it, or its "
+          "dtype is too coarse for so small an update"
         )
     self.version = version
 

@@ -61,9 +61,9 @@ class SamplerRollout(BaseRollout):
     if out.sampling_logprobs is None:
       raise ValueError(
         "the engine reports raw log-probs, which are not those of the distribution it "
-        f"drew from (temperature {c.temperature}, or a filter): start it with processed "
-        "ones (vLLM: --logprobs-mode processed_logprobs), or sample at temperature 1 "
-        "without filters"
+        f"drew from (temperature {c.temperature}, or a filter): start it with "
+        "processed ones (vLLM: --logprobs-mode processed_logprobs), or sample at "
+        "temperature 1 without filters"
       )
     return RolloutOutput(
       text=out.text,

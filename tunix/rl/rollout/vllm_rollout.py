@@ -17,9 +17,9 @@ class VllmRollout(EngineRollout):
   Args:
     model: not used: the weights are sent by `update_params`.
     tokenizer: of the model.
-    rollout_config: `engine_options` has "url" of a running server (docs/guides/engines.md
-      says how to start one), what else VllmSampler takes, and "request": further fields
-      of each request, such as {"structured_outputs": {...}}.
+    rollout_config: `engine_options` has "url" of a running server (how to start one:
+      docs/guides/engines.md), what else VllmSampler takes, and "request": further
+      fields of each request, such as {"structured_outputs": {...}}.
 
   Raises:
     ValueError: there is no "url", or an option that vLLM does not know.
