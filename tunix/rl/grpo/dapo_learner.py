@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 
 from tunix.ops import rewards as shaping
@@ -75,7 +76,7 @@ class DAPOLearner(GRPOLearner):
     if buffer is None:
       return totals
     penalty = shaping.overlong_penalty(
-      tokens.lengths, max_tokens, buffer.tokens, buffer.penalty
+      jnp.asarray(tokens.lengths), max_tokens, buffer.tokens, buffer.penalty
     )
     return totals + np.asarray(penalty, np.float64)
 

@@ -27,14 +27,14 @@ class EngineRollout(SamplerRollout):
     Raises:
       WeightSyncError: the policy changed, and the engine answers as before.
     """
-    changed = self.version is not None and self.version.stamp != version.stamp
-    if self.version is None or changed:
+    known = self.version
+    if known is None or known.stamp != version.stamp:
       before = self._last or self.fingerprint()
       self._sampler.update_weights(model)
       self._last = self.fingerprint()
-      if changed and self._last == before:
+      if known is not None and self._last == before:
         raise WeightSyncError(
-          f"training changed the policy (step {self.version.step} to {version.step}) "
+          f"training changed the policy (step {known.step} to {version.step}) "
           "and the engine answers as before: the weights did not reach it, or its "
           "dtype is too coarse for so small an update"
         )
