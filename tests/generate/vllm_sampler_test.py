@@ -137,8 +137,9 @@ def test_a_stop_string_ends_the_text_and_stays_in_the_tokens():
     out = sampler_of(server)([[5]], 8, stop_strings=["runs"])
     assert out.text == ["The river "]
     assert out.tokens[0].tolist() == WORDS and out.finish_reasons == ["stop"]
-    with pytest.raises(EngineError, match="does it have another tokenizer"):
-      sampler_of(server)([[5]], 8, stop_strings=["walks"])
+    # The engine's text may differ from ours: that it stopped is a fact.
+    out = sampler_of(server)([[5]], 8, stop_strings=["walks"])
+    assert (out.text, out.finish_reasons) == (["The river runs"], ["stop"])
 
 
 def test_samples_come_group_by_group():
