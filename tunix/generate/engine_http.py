@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import http.client
 import json
 import time
 import urllib.parse
+from collections.abc import Sequence
 from typing import Any
 
 from tunix.generate.engine_rows import EngineError
+
+_AT_ONCE = 256  # requests; the engine queues what it cannot run
 
 
 class Refused(ValueError):
@@ -60,6 +64,14 @@ class Client:
     if status >= 300:
       raise EngineError(f"{self.url}{path} failed ({status}): {_message(answer)}")
     return answer
+
+  def ask_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
+    """POSTs all of them at once; the answers in the order of `bodies`.
+
+    Raises: as `ask`, when all have an answer.
+    """
+    with concurrent.futures.ThreadPoolExecutor(min(len(bodies), _AT_ONCE)) as threads:
+      return list(threads.map(lambda body: self.ask("POST", path, body), bodies))
 
   def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
     secure = self._parts.scheme == "https"

@@ -7,7 +7,6 @@ one on this machine.
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import pathlib
 import tempfile
@@ -24,8 +23,6 @@ from tunix.generate.engine_rows import EngineError, EngineRow, LogprobKind
 from tunix.generate.options import SamplingOptions
 from tunix.models import safetensors_saver
 from tunix.models.transformer.model import Transformer
-
-_REQUESTS = 256  # at the same time; the engine queues what it cannot run
 
 
 class VllmSampler(BaseSampler):
@@ -133,8 +130,7 @@ class VllmSampler(BaseSampler):
     engine_rows.refuse("vLLM", refused)
     prompts = engine_rows.prompts_of(self, input_strings, options)
     bodies = self._bodies(prompts, options, engine_options or {})
-    with concurrent.futures.ThreadPoolExecutor(min(len(bodies), _REQUESTS)) as threads:
-      answers = list(threads.map(self._complete, bodies))
+    answers = self._client.ask_all("/v1/completions", bodies)
     rows = [row for answer in answers for row in _rows(answer, options)]
     return engine_rows.output(self.tokenizer, prompts, options, rows, self.logprob_kind)
 
@@ -253,9 +249,6 @@ class VllmSampler(BaseSampler):
       }
       for i, prompt in enumerate(prompts)
     ]
-
-  def _complete(self, body: dict[str, Any]) -> Any:
-    return self._client.ask("POST", "/v1/completions", body)
 
 
 def _rows(answer: Any, options: SamplingOptions) -> list[EngineRow]:
