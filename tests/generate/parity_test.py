@@ -9,6 +9,7 @@ from tests.generate import toy_ids
 from tunix.generate import parity
 from tunix.generate.sampler import Sampler
 from tunix.models.transformer import attention
+from tunix.models.transformer.model import Transformer
 
 
 def test_mismatch_by_hand():
@@ -59,21 +60,39 @@ def test_models_of_users_are_measured_too():
   assert found.passed and found.top1_flips == 0
 
 
-def test_a_broken_op_shows(monkeypatch):
-  # Keys that went through the cache are turned by one position too many.
+@pytest.fixture
+def fresh_programs():
+  """Nothing that was compiled before, or with a broken op, is used."""
+  jax.clear_caches()
+  yield
+  jax.clear_caches()
+
+
+def test_a_broken_op_shows(monkeypatch, fresh_programs):
+  # In a decode step, one token wide, positions are turned twice as far.
   right = attention.rotate
 
   def wrong(x, sin_cos):
     out = right(x, sin_cos)
-    return right(out, sin_cos) if x.shape[1] == 1 else out  # one token: a decode step
+    return right(out, sin_cos) if x.shape[1] == 1 else out
 
-  model = toy_ids.sharp_model()
-  assert measure(model).passed
   monkeypatch.setattr(attention, "rotate", wrong)
-  jax.clear_caches()
-  found = measure(model)
-  jax.clear_caches()
-  assert not found.passed and found.share_apart > 0.5 and found.top1_flips > 0
+  found = measure(toy_ids.sharp_model())
+  assert not found.passed and found.share_apart > 0.5 and found.mean_ratio != 1
+
+
+def test_greedy_tokens_that_scoring_would_not_choose_are_counted(
+  monkeypatch, fresh_programs
+):
+  right = Transformer.logits
+
+  def wrong(self, hidden):
+    out = right(self, hidden)
+    return jnp.roll(out, 1, axis=-1) if hidden.shape[1] == 1 else out
+
+  monkeypatch.setattr(Transformer, "logits", wrong)
+  found = measure(toy_ids.sharp_model())
+  assert found.top1_flips == found.greedy_tokens == 24
 
 
 def test_a_negative_threshold_is_refused():

@@ -32,7 +32,7 @@ def want(model):
   return logps(model, PAIRS)
 
 
-@pytest.mark.parametrize("count", [1, 3, 8, 17])
+@pytest.mark.parametrize("count", [1, 17])
 def test_the_number_of_rows_changes_no_bit(model, want, count):
   same(logps(model, PAIRS[:count]), want[:count])
 

@@ -59,7 +59,19 @@ def test_models_of_users(make, options):
     scored.scores(model, scored.batch(pairs), group_size=2)
 
 
-@pytest.mark.parametrize("name", scored.MODELS)
+# The other kinds of model take their turn with the slow tests.
+QUICK = ("moe", "tied_scan_remat")
+
+
+@pytest.mark.parametrize(
+  "name",
+  [
+    name
+    if name in QUICK
+    else pytest.param(name, marks=(pytest.mark.slow, pytest.mark.ci))
+    for name in scored.MODELS
+  ],
+)
 def test_a_shared_prompt_changes_no_value_and_no_gradient(name):
   model, copies = scored.model(name), 3
   rows = scored.batch(scored.sequences(6, copies=copies))
