@@ -79,6 +79,8 @@ def grpo(
 ) -> GRPOLearner:
   """A GRPO learner without a reference, 4 completions a prompt."""
   settings = GRPOConfig(**{"num_generations": 4, "beta": 0.0, **(algorithm or {})})
-  more = {k: options.pop(k) for k in ("data_shuffle_seed", "metric_fns") if k in options}
+  more = {
+    k: options.pop(k) for k in ("data_shuffle_seed", "metric_fns") if k in options
+  }
   rewards = options.pop("reward_fns", even)
   return (learner or GRPOLearner)(cluster(**options), settings, rewards, **more)

@@ -1,6 +1,7 @@
 """Reward functions that go wrong, where the workers of a pool can import them."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -54,11 +55,16 @@ def closes_everything(prompts, completions):
 
 
 def floods(prompts, completions):
-  return ["x" * 100_000] * len(completions)
+  write_to_all(b"\xff" * 100_000)
+  time.sleep(3600)
 
 
 def eats_memory(prompts, completions):
   return [float(len(bytearray(1 << 34)))] * len(completions)
+
+
+def eats_a_little(prompts, completions):
+  return [float(len(bytearray(1 << 26)))] * len(completions)
 
 
 def starts_a_child_and_hangs(prompts, completions, pid_file):
@@ -78,7 +84,8 @@ def unpicklable_result(prompts, completions):
   return [lambda: 1.0 for _ in completions]
 
 
-def own_pid(prompts, completions):
+def own_pid_after_a_while(prompts, completions):
+  time.sleep(0.1)
   return [float(os.getpid())] * len(completions)
 
 
@@ -96,12 +103,14 @@ async def slow_length(prompt, completion):
   return len(completion)
 
 
+def write_to_all(message):
+  for descriptor in range(3, 20):
+    with contextlib.suppress(OSError):
+      os.write(descriptor, message)
+
+
 def write_answer_twice(prompts, completions):
-  for fd in range(3, 20):
-    try:
-      os.write(fd, b"\0\0\0\0\0\0\0\3[1]")
-    except OSError:
-      continue
+  write_to_all(b"\0\0\0\0\0\0\0\3[1]")
   return [1.0] * len(completions)
 
 

@@ -76,9 +76,11 @@ def test_settings_change_what_is_learnt(change, plain_weights):
   change = dict(change)
   if change.get("reference"):
     change["reference"] = toys.model(seed=1)
-  learner = clusters.grpo(change.pop("algorithm", None), lr_free=None, **change) if (
-    False
-  ) else clusters.grpo(change.pop("algorithm", None), **change)
+  learner = (
+    clusters.grpo(change.pop("algorithm", None), lr_free=None, **change)
+    if (False)
+    else clusters.grpo(change.pop("algorithm", None), **change)
+  )
   learner.train(clusters.prompts(2))
   assert not same(plain_weights, weights(learner))
 
@@ -152,7 +154,9 @@ def test_resume_is_exact(tmp_path):
   again.train(clusters.prompts(4))
   again.close()
   assert same(weights(whole), weights(again))
-  lines = [(tmp_path / f / "logs" / "metrics.jsonl").read_bytes() for f in ("whole", "cut")]
+  lines = [
+    (tmp_path / f / "logs" / "metrics.jsonl").read_bytes() for f in ("whole", "cut")
+  ]
   assert lines[0] == lines[1]
 
 
@@ -217,7 +221,9 @@ def test_refusals():
   with pytest.raises(ValueError, match="temperature is 0"):
     clusters.grpo(rollout={"temperature": 0.0})
   with pytest.raises(ValueError, match="shared_prompt=True"):
-    clusters.grpo({"shared_prompt": True}, actor=toys.TokensOnly(__import__("flax").nnx.Rngs(0)))
+    clusters.grpo(
+      {"shared_prompt": True}, actor=toys.TokensOnly(__import__("flax").nnx.Rngs(0))
+    )
   with pytest.raises(ValueError, match="at least 2"):
     GRPOConfig(num_generations=1)
   with pytest.raises(ValueError, match="needs a critic"):
@@ -261,7 +267,9 @@ def test_dynamic_sampling_fills_the_batch():
   for example in seen:
     groups = np.asarray(example.advantages).reshape(4, 4)
     assert (np.ptp(groups, axis=1) > 0).all()
-  refills = learner.rl_cluster.logger.get_metric("", "dynamic_sampling/refills", Mode.TRAIN)
+  refills = learner.rl_cluster.logger.get_metric(
+    "", "dynamic_sampling/refills", Mode.TRAIN
+  )
   assert refills >= 1
 
 
@@ -282,7 +290,11 @@ def test_ppo_trains_actor_and_critic():
   assert learner.train_steps == cluster.critic_trainer.train_steps == 6
   assert not same(before, trainers.leaves(cluster.critic_trainer.model))
   logger = cluster.logger
-  for prefix, name in (("critic", "vf_clipfrac"), ("critic", "loss"), ("", "rewards/kl")):
+  for prefix, name in (
+    ("critic", "vf_clipfrac"),
+    ("critic", "loss"),
+    ("", "rewards/kl"),
+  ):
     assert logger.metric_exists(prefix, name, Mode.TRAIN), name
 
 
@@ -307,7 +319,9 @@ def test_exact_scoring_gives_a_ratio_of_one():
   """One update by each rollout, scored twice by the same tiles."""
   learner = clusters.grpo({"exact_tile_rows": 4, "num_iterations": 2, "epsilon": 0.0})
   example = learner._collect(
-    __import__("tunix.rl.pipeline", fromlist=["PromptSource"]).PromptSource(clusters.prompts(1))
+    __import__("tunix.rl.pipeline", fromlist=["PromptSource"]).PromptSource(
+      clusters.prompts(1)
+    )
   )
   again = learner._old_logps(dataclasses.replace(learner_tokens(example)))
   assert np.array_equal(again, example.old_per_token_logps)

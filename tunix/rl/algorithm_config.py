@@ -11,7 +11,7 @@ from tunix.ops import advantages, kl
 from tunix.ops.reductions import AGGREGATIONS
 
 # How the ratio to the policy before the update enters the loss.
-LOSS_ALGOS = ("grpo", "gspo", "cispo", "reinforce")
+LOSS_ALGOS = ("grpo", "gspo", "cispo", "rloo", "reinforce")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,9 @@ class AlgorithmConfig:
     epsilon_low, epsilon_high: the same for each side alone; None: epsilon.
     epsilon_c: dual clip: bounds the loss of negative advantages at epsilon_c times
       them; above 1, or None.
-    loss_algo: "grpo" (ratio by token), "gspo" (by sequence), "cispo" (clipped weight on
-      the log-prob), "reinforce" (no ratio).
+    loss_algo: "grpo" (ratio by token), "gspo" (by sequence, normalised by length),
+      "rloo" (of whole sequences), "cispo" (clipped weight on the log-prob), "reinforce"
+      (no ratio; one update by each rollout).
     loss_agg_mode: from tokens to one number, a name of `ops.reductions.AGGREGATIONS`.
     advantage_estimator: a name of `ops.advantages.ADVANTAGES`, or a function of rewards
       [P, G] and `where` [P, G].
@@ -107,7 +108,12 @@ class AlgorithmConfig:
       )
     _choose("loss_algo", self.loss_algo, LOSS_ALGOS)
     _choose("loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
-    if self.loss_algo != "grpo" and self.epsilon_c is not None:
+    if self.loss_algo == "reinforce" and self.num_iterations > 1:
+      raise ValueError(
+        f"num_iterations is {self.num_iterations}: without a ratio later updates would "
+        "be off-policy; choose a loss_algo that has one"
+      )
+    if self.loss_algo in ("cispo", "reinforce") and self.epsilon_c is not None:
       raise ValueError(
         f"epsilon_c has no meaning with loss_algo {self.loss_algo!r}: leave it out"
       )

@@ -87,7 +87,7 @@ class Tokens:
     """Tokens of each completion, int64 [B]."""
     return self.completion_mask.sum(1)
 
-  def arrays(self) -> dict[str, np.ndarray]:
+  def arrays(self) -> dict[str, Any]:
     """The fields that have a row a completion."""
     fields = dataclasses.fields(self)
     return {f.name: getattr(self, f.name) for f in fields if f.name != "group_size"}
@@ -122,7 +122,7 @@ class Rollouts:
     """Some of the groups, in that order."""
     size, groups = self.tokens.group_size, np.asarray(groups, int)
     rows = (groups[:, None] * size + np.arange(size)).ravel()
-    tokens = {name: x[rows] for name, x in self.tokens.arrays().items()}
+    tokens: dict[str, Any] = {name: x[rows] for name, x in self.tokens.arrays().items()}
     return Rollouts(
       batch=self.batch.take(groups),
       text=[self.text[row] for row in rows],
@@ -136,7 +136,7 @@ class Rollouts:
 def joined(parts: Sequence[Rollouts]) -> Rollouts:
   """Several batches of rollouts as one, at the widths of the widest."""
   arrays = [part.tokens.arrays() for part in parts]
-  merged = {}
+  merged: dict[str, Any] = {}
   for name in arrays[0]:
     pieces = [piece[name] for piece in arrays]
     if pieces[0].ndim == 2:

@@ -7,11 +7,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from tunix.rl import weight_sync
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.trainer import Trainer
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.run_state import RunState
-from tunix.utils import mesh as mesh_lib, stamp
+from tunix.utils import mesh as mesh_lib
 
 _PARTS = ("model_params", "model_rest", "optimizer_state")
 
@@ -122,7 +123,7 @@ def identity(cluster: RLCluster) -> dict[str, Any]:
   """Content of the models that a run does not change."""
   fixed = {"reference": cluster.reference, "reward model": cluster.reward}
   return {
-    name: stamp.content_stamp(stamp.arrays_of(model))
+    name: weight_sync.policy_stamp(model)
     for name, model in fixed.items()
     if model is not None
   }

@@ -17,6 +17,9 @@ from tunix.rl.common import TrainExample
 
 Aux = dict[str, WeightedSum]
 
+# Over what the ratio is taken; by token for the others.
+_LEVELS = {"gspo": "sequence", "rloo": "sequence-product"}
+
 
 def policy_loss(
   model: nnx.Module,
@@ -81,8 +84,9 @@ def surrogate(
 ) -> PolicyLoss:
   """Per-token loss of the ratio that `config.loss_algo` names."""
   if config.loss_algo == "reinforce":
-    return policy_gradient.reinforce_loss(logps, advantages)
-  level = "sequence" if config.loss_algo == "gspo" else "token"
+    values = policy_gradient.reinforce_loss(logps, advantages)
+    return PolicyLoss(values, jnp.zeros(values.shape, bool))
+  level = _LEVELS.get(config.loss_algo, "token")
   ratio = policy_gradient.log_ratio(logps, old, mask, level)
   clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
   if config.loss_algo == "cispo":
@@ -115,7 +119,8 @@ def critic_loss(
     example.completion_ids,
     example.completion_mask,
   )
-  loss = policy_gradient.value_loss(values, example.returns, example.old_values, clip)
+  old = None if clip is None else example.old_values
+  loss = policy_gradient.value_loss(values, example.returns, old, clip)
   mask = example.completion_mask.astype(jnp.float32)
   watched = {"vpred_mean": values, "vf_clipfrac": loss.clipped.astype(jnp.float32)}
   return aggregate(loss.values, mask), token_means(watched, mask)

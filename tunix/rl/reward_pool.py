@@ -370,9 +370,9 @@ def _pickled_functions(functions: Sequence[Callable[..., Any]]) -> bytes:
 
 def _unpicklable(function: Callable[..., Any], why: str) -> str:
   return (
-    f"the reward function {name_of(function)} cannot be sent to a worker: {why}. Define "
-    "it at the top level of a module (no lambda, no function inside a function), or "
-    "give workers=0 to run it in this process, without deadlines"
+    f"the reward function {name_of(function)} cannot be sent to a worker: {why}. "
+    "Define it at the top level of a module (no lambda, no function inside a "
+    "function), or give workers=0 to run it in this process, without deadlines"
   )
 
 

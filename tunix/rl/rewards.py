@@ -49,7 +49,9 @@ class RewardOutput:
     return RewardOutput(
       total=self.total[rows],
       by_function={name: values[rows] for name, values in self.by_function.items()},
-      outcomes={name: [found[row] for row in rows] for name, found in self.outcomes.items()},
+      outcomes={
+        name: [found[row] for row in rows] for name, found in self.outcomes.items()
+      },
     )
 
   def joined(self, others: Iterable[RewardOutput]) -> RewardOutput:
@@ -70,8 +72,9 @@ class RewardOutput:
   def plus(self, name: str, values: np.ndarray) -> RewardOutput:
     """With a function more, whose values [B] (a reward model's scores) are added."""
     values = np.asarray(values, np.float64)
-    outcomes = [
-      Value(float(x)) if math.isfinite(x) else Failed(f"the score is {x}") for x in values
+    outcomes: list[Outcome] = [
+      Value(float(x)) if math.isfinite(x) else Failed(f"the score is {x}")
+      for x in values
     ]
     return RewardOutput(
       total=self.total + np.where(np.isfinite(values), values, np.nan),

@@ -79,17 +79,11 @@ class RLCluster:
     ):
       if model is not None:
         utils.check_same_vocabulary(self.actor, model, role.value)
-    if self.critic is not None and train.critic_optimizer is None:
-      raise ValueError("there is a critic and no critic_optimizer: give both")
     self.logger = MetricsLogger(train.metrics_logging_options)
     self.actor_trainer = Trainer(
       self.actor, train.actor_optimizer, train, "actor", self.logger
     )
-    self.critic_trainer = (
-      None
-      if self.critic is None
-      else Trainer(self.critic, train.critic_optimizer, train, "critic", self.logger)
-    )
+    self.critic_trainer = self._make_critic_trainer(train)
     self.rollout = self._make_rollout()
     self._sync = WeightSync()
     self.inference_worker = self._make_inference_worker()
@@ -109,8 +103,15 @@ class RLCluster:
     meshes = self.cluster_config.role_to_mesh or {}
     return meshes.get(role, meshes.get(Role.ACTOR))
 
+  def _make_critic_trainer(self, config: RLTrainingConfig) -> Trainer | None:
+    if self.critic is None:
+      return None
+    if config.critic_optimizer is None:
+      raise ValueError("there is a critic and no critic_optimizer: give both")
+    return Trainer(self.critic, config.critic_optimizer, config, "critic", self.logger)
+
   def _make_rollout(self) -> BaseRollout:
-    engine = self.cluster_config.rollout_engine
+    engine: Any = self.cluster_config.rollout_engine
     if isinstance(engine, str):
       if engine not in ENGINES:
         raise ValueError(
@@ -172,6 +173,7 @@ class RLCluster:
       micro_batch_size or self.cluster_config.training_config.rollout_micro_batch_size
     )
     size = size or len(texts)
+    self._check_weights()
     key = config.seed if seed is None else seed
     key = jax.random.key(key) if isinstance(key, int) else key
     parts = [
@@ -318,6 +320,16 @@ class RLCluster:
 
   def __exit__(self, *error: object) -> None:
     self.close()
+
+  def _check_weights(self) -> None:
+    """Refuses to sample from weights that were changed and not published."""
+    try:
+      model = self.rollout.model()
+    except TypeError:  # in another process
+      return
+    if model is self.actor:
+      model = self.actor_trainer.model
+    self._sync.identify(model)
 
   def _own_rollout_model(self) -> nnx.Module | None:
     """The engine's own copy of the policy in this process, if it has one."""

@@ -10,19 +10,11 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLOOConfig(GRPOConfig):
-  """Leave-one-out advantages of whole completions, as a sum over their tokens."""
+  """Leave-one-out advantages; the ratio is that of whole completions."""
 
   advantage_estimator: str = "leave_one_out"
-  loss_agg_mode: str = "sequence-mean-token-sum"
-  loss_algo: str = "reinforce"
-
-  def __post_init__(self):
-    super().__post_init__()
-    if self.loss_algo == "reinforce" and self.num_iterations > 1:
-      raise ValueError(
-        f"num_iterations is {self.num_iterations}: without a ratio the later updates "
-        'would be off-policy; set loss_algo="grpo" as well'
-      )
+  loss_algo: str = "rloo"
+  loss_agg_mode: str = "sequence-mean-token-mean"  # a token carries its row's ratio
 
 
 class RLOOLearner(GRPOLearner):

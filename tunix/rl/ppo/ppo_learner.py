@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 
 from tunix.ops import advantages, kl
@@ -89,15 +90,15 @@ class PPOLearner(RLLearner):
       values = self.rl_cluster.get_values(tokens)
       old = self._old_logps(tokens) if config.beta else None
     estimated, returns = advantages.gae(
-      self._token_rewards(rollouts, old),
-      values,
-      mask.astype(np.float32),
+      jnp.asarray(self._token_rewards(rollouts, old)),
+      jnp.asarray(values),
+      jnp.asarray(mask, jnp.float32),
       gamma=config.gamma,
       lam=config.gae_lambda,
     )
     if config.whiten_advantages:
       valid = mask & rollouts.valid.reshape(-1, 1)
-      estimated = advantages.whiten(estimated, valid.astype(np.float32))
+      estimated = advantages.whiten(estimated, jnp.asarray(valid, jnp.float32))
     return self._example(
       rollouts,
       np.asarray(estimated),

@@ -57,7 +57,7 @@ class VanillaRollout(BaseRollout):
       top_k=c.top_k,
       min_p=c.min_p,
       eos_tokens=c.eos_tokens,
-      stop_strings=c.stop_strings,
+      stop_strings=c.stop_strings or (),
       num_samples=num_generations,
       seed=c.seed if seed is None else seed,
       include_eos=True,
@@ -67,7 +67,7 @@ class VanillaRollout(BaseRollout):
       text=out.text,
       tokens=list(out.tokens),
       prompt_tokens=[row for row in ids for _ in range(num_generations)],
-      logprobs=list(out.sampling_logprobs),
+      logprobs=list(out.sampling_logprobs or ()),
       finish_reasons=out.finish_reasons,
       version=self.version,
     )

@@ -1,0 +1,1 @@
+"""Reward functions that configuration files can name."""

@@ -1,0 +1,78 @@
+"""Rewards for GSM8K with reasoning and answer in tags.
+
+The completion is to be `<reasoning>...</reasoning><answer>...</answer>`, the dataset's
+column `answer` the number. Together they lead a model from the tags to the number:
+first each tag counts, then the whole form, then a number in its place, then the right
+one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tunix.rl import maths, reward_fns
+
+TAGS = ("<reasoning>", "</reasoning>", "<answer>", "</answer>")
+_INSIDE = r"<answer>((?:(?!<answer>).)*?)</answer>"
+_FORM = (
+  r"<reasoning>(?:(?!</?reasoning>).)*</reasoning>\s*"
+  r"<answer>(?:(?!</?answer>).)*</answer>"
+)
+_whole_form = reward_fns.format_match(_FORM)
+_same_number = reward_fns.numeric_match(pattern=_INSIDE)
+_first_number = re.compile(r"<answer>[^<0-9.+-]*(" + reward_fns.NUMBER + ")")
+
+
+def match_format_exactly(
+  prompts: Sequence[Any], completions: Sequence[str]
+) -> list[float]:
+  """3 for the whole form and nothing beside it, else 0."""
+  return [3.0 * x for x in _whole_form(prompts, completions)]
+
+
+def match_format_approximately(
+  prompts: Sequence[Any], completions: Sequence[str]
+) -> list[float]:
+  """0.5 for each tag that is there exactly once, -0.5 for each other: -2 to 2."""
+  return [
+    sum(0.5 if text.count(tag) == 1 else -0.5 for tag in TAGS) for text in completions
+  ]
+
+
+def check_answer(
+  prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any]
+) -> list[float]:
+  """For what stands in the answer's tags.
+
+  3 for the right number, 0.5 within a tenth of it, 0.25 within a fifth, -1 for another
+  number or for text, 0 without the tags.
+  """
+  return [_graded(text, right) for text, right in zip(completions, answer)]
+
+
+def check_numbers(
+  prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any]
+) -> list[float]:
+  """1.5 if the first number behind the answer's tag is right, whatever follows."""
+  rewards = []
+  for text, right in zip(completions, answer):
+    match = _first_number.search(text)
+    found = f"<answer>{match[1]}</answer>" if match else ""
+    rewards.append(1.5 * _same_number([None], [found], answer=[right])[0])
+  return rewards
+
+
+def _graded(text: str, right: Any) -> float:
+  if _same_number([None], [text], answer=[right])[0]:
+    return 3.0
+  inside = re.findall(_INSIDE, text, re.DOTALL)
+  if not inside:
+    return 0.0
+  expected = float(maths.evaluate(str(right)))
+  try:
+    error = abs(float(maths.evaluate(inside[-1])) - expected) / (abs(expected) or 1.0)
+  except (maths.NotANumber, OverflowError):
+    return -1.0
+  return 0.5 if error <= 0.1 else 0.25 if error <= 0.2 else -1.0

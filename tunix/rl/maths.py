@@ -1,0 +1,350 @@
+"""Whether two written answers are the same number, without running any of them.
+
+`evaluate` reads numbers, fractions, + - * / ^, parentheses, percent, square and other
+roots and pi, in plain text or LaTeX. Rational results are exact; from the first
+irrational part on a result is a float. Size and nesting of the text and the bits of
+every intermediate number are bounded, so that hostile text costs microseconds to
+milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+Number = Fraction | float
+
+MAX_CHARACTERS = 1000
+MAX_DEPTH = 40
+MAX_BITS = 4096  # of a numerator or denominator; larger ones become floats
+
+_TOKEN = re.compile(
+  r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?)"
+  r"|(?P<name>\\?[a-zA-Z]+)|(?P<sign>\*\*|[-+*/^(){}\[\]%π√]))"
+)
+_THOUSANDS = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:,[0-9]{3})+)(?![0-9,])")
+# What is written differently and means the same; the order matters.
+_SPELLINGS = (
+  (r"\\(?:left|right|displaystyle|,|!|;|:|quad|qquad)(?![a-zA-Z])", ""),
+  (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+  (r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{[^{}]*\}\s*$", ""),  # units
+  (r"\\(?:times|cdot)(?![a-zA-Z])|[\u00d7\u00b7\u2217]", "*"),
+  (r"\\div(?![a-zA-Z])|\u00f7", "/"),
+  (r"[\u2212\u2013]", "-"),
+  (r"\\%", "%"),
+  (r"\\[$]|[$£€]|\\\(|\\\)|\\\[|\\\]", ""),
+  (r"\{,\}", ","),
+  (r"°|\^\{?\\circ\}?", ""),
+)
+
+
+class NotANumber(ValueError):
+  """The text is no expression that `evaluate` reads, or has no finite value."""
+
+
+def evaluate(text: str, *, ignore_percent: bool = False) -> Number:
+  """The value of an expression: a Fraction, or a float if it is irrational.
+
+  Args:
+    text: such as "3/4", "1,250.5", "2^{10}", "-\\frac{1}{2}", "2\\sqrt{3}", "50%".
+      An integer before a fraction of integers is a mixed number: "1\\frac12" is 3/2.
+    ignore_percent: leave percent signs out instead of dividing by 100.
+
+  Raises:
+    NotANumber: anything else.
+  """
+  return _Parser(_normalised(text), ignore_percent).value()
+
+
+def last_boxed(text: str) -> str | None:
+  """What the last \\boxed{...} holds, None without one."""
+  start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
+  if start < 0:
+    return None
+  begin = text.index("{", start)
+  depth = 0
+  for i in range(begin, len(text)):
+    depth += (text[i] == "{") - (text[i] == "}")
+    if depth == 0:
+      return text[begin + 1 : i]
+  return None
+
+
+def same(
+  a: str, b: str, *, relative: float = 1e-9, ignore_percent: bool = False
+) -> bool:
+  """Whether two answers have the same value.
+
+  Rational values must be equal exactly; if one is irrational they may differ by
+  `relative` of the larger. Answers that are no numbers are compared as text, without
+  white space and LaTeX's ornaments.
+  """
+  try:
+    x = evaluate(a, ignore_percent=ignore_percent)
+    y = evaluate(b, ignore_percent=ignore_percent)
+  except NotANumber:
+    return _plain(a) == _plain(b) != ""
+  if isinstance(x, Fraction) and isinstance(y, Fraction):
+    return x == y
+  return math.isclose(float(x), float(y), rel_tol=relative, abs_tol=1e-12)
+
+
+def _normalised(text: str) -> str:
+  inner = last_boxed(text)
+  text = (text if inner is None else inner).strip()
+  if len(text) > MAX_CHARACTERS:
+    raise NotANumber(f"{len(text)} characters, at most {MAX_CHARACTERS} are read")
+  for pattern, replacement in _SPELLINGS:
+    text = re.sub(pattern, replacement, text)
+  text = re.sub(r"^\s*[a-zA-Z]\s*=", "", text)  # "x = 5"
+  text = text.strip().rstrip(".")
+  return _THOUSANDS.sub(lambda m: m[1] + m[2].replace(",", ""), text)
+
+
+def _plain(text: str) -> str:
+  """Text for a comparison letter by letter."""
+  inner = last_boxed(text)
+  text = text if inner is None else inner
+  text = re.sub(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r"\1", text)
+  text = re.sub(r"\\(?:left|right|,|!|;|:|quad)(?![a-zA-Z])|[\s$]", "", text)
+  return text.rstrip(".").casefold()
+
+
+class _Parser:
+  """Recursive descent over the tokens, with the value computed on the way."""
+
+  def __init__(self, text: str, ignore_percent: bool):
+    self._percent = Fraction(1, 1 if ignore_percent else 100)
+    self._tokens: list[str] = []
+    place = 0
+    text = text.rstrip()
+    while place < len(text):
+      match = _TOKEN.match(text, place)
+      if match is None:
+        raise NotANumber(f"{text[place]!r} is no part of a number")
+      self._tokens.append(match[0].strip())
+      place = match.end()
+    self._place = 0
+    self._depth = 0
+
+  def value(self) -> Number:
+    result = self._sum()
+    if self._place < len(self._tokens):
+      raise NotANumber(f"{self._peek()!r} comes after the end")
+    return result
+
+  def _peek(self) -> str:
+    return self._tokens[self._place] if self._place < len(self._tokens) else ""
+
+  def _next(self) -> str:
+    token = self._peek()
+    self._place += 1
+    return token
+
+  def _expect(self, token: str) -> None:
+    found = self._next()
+    if found != token:
+      raise NotANumber(f"{found or 'the end'!r} instead of {token!r}")
+
+  def _deeper(self) -> None:
+    self._depth += 1
+    if self._depth > MAX_DEPTH:
+      raise NotANumber(f"nested more than {MAX_DEPTH} deep")
+
+  def _sum(self) -> Number:
+    total = self._product()
+    while self._peek() in ("+", "-"):
+      sign = 1 if self._next() == "+" else -1
+      total = _bounded(operator.add, total, sign * self._product())
+    return total
+
+  def _product(self) -> Number:
+    result = self._signed()
+    while True:
+      token = self._peek()
+      if token in ("*", "/"):
+        self._next()
+        divide = token == "/"
+        result = (_quotient if divide else _times)(result, self._signed())
+      elif self._begins_factor(token):
+        result = _times(result, self._power())
+      else:
+        return result
+
+  def _begins_factor(self, token: str) -> bool:
+    """Whether `token` multiplies what stands before it: 2(3), 2\\pi, 2 sqrt(3)."""
+    if token[:1].isdigit() or token.startswith("."):
+      raise NotANumber(f"a second number, {token!r}, without a sign between")
+    return token[:1].isalpha() or token[:1] in ("\\", "(", "{", "π", "√")
+
+  def _signed(self) -> Number:
+    sign = 1
+    while self._peek() in ("+", "-"):
+      sign *= 1 if self._next() == "+" else -1
+    return sign * self._power()
+
+  def _power(self) -> Number:
+    base = self._percented(self._atom())
+    if self._peek() not in ("^", "**"):
+      return base
+    self._next()
+    self._deeper()
+    result = power(base, self._signed())
+    self._depth -= 1
+    return result
+
+  def _percented(self, x: Number) -> Number:
+    while self._peek() == "%":
+      self._next()
+      x = _times(x, self._percent)
+    return x
+
+  def _atom(self) -> Number:
+    self._deeper()
+    value = self._operand(self._next())
+    self._depth -= 1
+    return value
+
+  def _operand(self, token: str) -> Number:
+    closing = {"(": ")", "{": "}", "[": "]"}.get(token)
+    if closing:
+      inner = self._sum()
+      self._expect(closing)
+      return inner
+    match token.removeprefix("\\"):
+      case "frac":
+        return _quotient(self._argument(), self._argument())
+      case "sqrt" | "√":
+        return self._root()
+      case "pi" | "π":
+        return math.pi
+    if not token[:1].isdigit() and not token.startswith("."):
+      raise NotANumber(f"{token or 'the end'!r} is no number")
+    return self._mixed(token)
+
+  def _mixed(self, token: str) -> Number:
+    """A numeral, with the fraction that follows an integer: 1\\frac{1}{2}."""
+    number = _numeral(token)
+    match self._tokens[self._place : self._place + 7]:
+      case ["\\frac", "{", a, "}", "{", b, "}"]:
+        plain = (token + a + b).isdigit()
+      case ["\\frac", both, *_]:
+        plain = len(both) == 2 and (token + both).isdigit()
+      case _:
+        plain = False
+    return _bounded(operator.add, number, self._atom()) if plain else number
+
+  def _argument(self) -> Number:
+    """Of a LaTeX command: a group, or one digit of \\frac12."""
+    token = self._peek()
+    if token.isdigit() and len(token) > 1:
+      self._tokens[self._place] = token[1:]
+      return Fraction(int(token[0]))
+    return self._atom()
+
+  def _root(self) -> Number:
+    degree: Number = Fraction(2)
+    if self._peek() == "[":
+      self._next()
+      degree = self._sum()
+      self._expect("]")
+    if not (isinstance(degree, Fraction) and degree.denominator == 1 and degree > 0):
+      raise NotANumber(f"a root of degree {degree}")
+    # \sqrt takes one digit of \sqrt12 as \frac does, but "√12" means all of it.
+    name = self._tokens[self._place - 1]
+    return root(self._argument() if name == "\\sqrt" else self._atom(), int(degree))
+
+
+def power(base: Number, exponent: Number) -> Number:
+  """base ** exponent, exact where both are rational and the result is not too large.
+
+  Raises:
+    NotANumber: no finite real value.
+  """
+  if base == 0 and exponent <= 0:
+    raise NotANumber(f"0 to the power of {exponent}")
+  whole = isinstance(exponent, Fraction) and exponent.denominator == 1
+  if whole and isinstance(base, Fraction):
+    if abs(exponent) * _bits(base) <= MAX_BITS:
+      return base ** int(exponent)
+  elif not whole and isinstance(exponent, Fraction) and base > 0:
+    inner = root(base, exponent.denominator)
+    if isinstance(inner, Fraction):
+      return power(inner, Fraction(exponent.numerator))
+  return _finite(lambda: float(base) ** float(exponent))
+
+
+def root(x: Number, degree: int) -> Number:
+  """The real root of degree `degree`, exact where it is rational.
+
+  Raises:
+    NotANumber: an even root of a negative number.
+  """
+  if x < 0:
+    if degree % 2 == 0:
+      raise NotANumber(f"root of degree {degree} of {float(x)}")
+    return -root(-x, degree)
+  if isinstance(x, Fraction):
+    above = _whole_root(x.numerator, degree)
+    below = _whole_root(x.denominator, degree)
+    if above is not None and below is not None:
+      return Fraction(above, below)
+  return _finite(lambda: float(x) ** (1 / degree))
+
+
+def _whole_root(n: int, degree: int) -> int | None:
+  """The integer whose power `degree` is n, if there is one."""
+  if n < 2 or degree == 1:
+    return n
+  if degree > n.bit_length():
+    return None
+  try:
+    near = math.isqrt(n) if degree == 2 else round(n ** (1 / degree))
+  except OverflowError:
+    return None
+  # A float has 53 bits: the root may be one beside.
+  return next((r for r in (near - 1, near, near + 1) if r**degree == n), None)
+
+
+def _numeral(token: str) -> Number:
+  if sum(c.isdigit() for c in token) * 4 > MAX_BITS:
+    raise NotANumber(f"a number of {len(token)} digits")
+  mantissa, _, exponent = token.lower().partition("e")
+  number = Fraction(mantissa if mantissa.strip(".") else "0")
+  return _times(number, power(Fraction(10), Fraction(int(exponent or "0"))))
+
+
+def _times(a: Number, b: Number) -> Number:
+  return _bounded(operator.mul, a, b)
+
+
+def _quotient(a: Number, b: Number) -> Number:
+  if b == 0:
+    raise NotANumber("division by zero")
+  return _bounded(operator.truediv, a, b)
+
+
+def _bounded(operation: Callable[[Any, Any], Any], a: Number, b: Number) -> Number:
+  """Exact unless a side is not, or the result grows too large."""
+  if isinstance(a, Fraction) and isinstance(b, Fraction):
+    exact = operation(a, b)
+    return exact if _bits(exact) <= MAX_BITS else _finite(lambda: float(exact))
+  return _finite(lambda: operation(float(a), float(b)))
+
+
+def _bits(x: Fraction) -> int:
+  return max(x.numerator.bit_length(), x.denominator.bit_length())
+
+
+def _finite(compute: Callable[[], Any]) -> float:
+  try:
+    result = compute()
+  except (OverflowError, ZeroDivisionError) as error:
+    raise NotANumber("too large") from error
+  if isinstance(result, complex) or not math.isfinite(result):
+    raise NotANumber("no finite real value")
+  return result
