@@ -124,7 +124,7 @@ def test_targets_are_shardings_arrays_or_prefixes():
   assert stamp.content_stamp(third) == stamp.content_stamp(arrays)
   with pytest.raises(TypeError, match="type int has no layout"):
     reshard.reshard_pytree({"a": X}, {"a": 3})
-  with pytest.raises(ValueError, match="[Kk]ey"):
+  with pytest.raises(ValueError, match=r"[Kk]ey"):
     reshard.reshard_pytree({"a": X}, {"b": one})
 
 

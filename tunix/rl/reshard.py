@@ -4,8 +4,8 @@
 before and after differ. Here a new layout on the same devices is a compiled program,
 and between devices an array crosses in shards that both sides have: the source first
 gathers as much as a device of the target will hold (on an intermediate mesh whose axes
-are cut into `split` and `replica`, with `PartitionSpec(split)`), and any of the replicas
-goes over; or the target takes narrower shards and puts them together.
+are cut into `split` and `replica`, with `PartitionSpec(split)`), and any replica goes
+over; or the target takes narrower shards and puts them together.
 """
 
 from __future__ import annotations
@@ -268,7 +268,10 @@ def _intermediate(where: NamedSharding, counts: Sequence[int]) -> NamedSharding 
   """The source's devices with fewer shards: every mesh axis that splits more than is
   wanted is cut in two, and its `replica` part left out of the spec. None where an axis
   cannot be cut so."""
-  sizes = {name: (size,) for name, size in where.mesh.shape.items()}
+  assert isinstance(where.mesh, Mesh)
+  sizes: dict[str, tuple[int, ...]] = {
+    name: (size,) for name, size in where.mesh.shape.items()
+  }
   spec: list[Any] = []
   for entry, count in zip(where.spec, counts):
     kept = []

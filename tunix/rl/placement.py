@@ -1,0 +1,275 @@
+"""Where the roles' weights lie, who shares them, and how they get to each other.
+
+Pure helpers: which role lives where is decided in rl_cluster.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from tunix.models import lora, lora_modules
+from tunix.models.transformer.model import Transformer
+from tunix.rl import reshard
+from tunix.utils import stamp, tree
+
+Reshard = Callable[[Any, Any], Any]
+Needs = Literal["adapters", "merged", "weights"]
+
+_HOST_KINDS = ("pinned_host", "unpinned_host")
+_HOME = "offloaded_from"
+
+
+class WeightSyncError(RuntimeError):
+  """Weights did not arrive: the target does not hold what was sent."""
+
+
+def same_devices(mesh_a: Mesh | None, mesh_b: Mesh | None) -> bool:
+  """Whether two meshes are of the same devices, in any shape and order; None is the
+  default device."""
+  return _devices(mesh_a) == _devices(mesh_b)
+
+
+def _devices(mesh: Mesh | None) -> set[jax.Device]:
+  if mesh is not None:
+    return set(mesh.devices.flat)
+  return set(jnp.zeros(()).devices())
+
+
+def share_backbone(actor: nnx.Module, reference: nnx.Module) -> bool:
+  """Whether all parameters of `actor` but its adapters are, array for array, those of
+  `reference`: the same memory, not the same numbers."""
+  ours, theirs = _frozen(actor), _frozen(reference)
+  return ours.keys() == theirs.keys() and all(
+    _same_memory(x, theirs[path]) for path, x in ours.items()
+  )
+
+
+def _frozen(model: nnx.Module) -> dict[str, jax.Array]:
+  return tree.flatten(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
+
+
+def _same_memory(a: jax.Array, b: jax.Array) -> bool:
+  if a is b:
+    return True
+  places = [
+    {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}
+    for x in (a, b)
+  ]
+  alike = a.shape == b.shape and a.dtype == b.dtype
+  return alike and bool(places[0]) and places[0] == places[1]
+
+
+def reference_of(actor: Any) -> Any:
+  """The model below an actor's adapters, as a module of its own that shares its arrays.
+
+  It costs no memory, in eval mode, and stays what it is while the actor trains: frozen
+  arrays are never donated. Adapters that this package did not attach (qwix's, on any
+  module) are replaced by zeros, which adds their size.
+
+  Args:
+    actor: an adapted model; unchanged.
+
+  Raises:
+    ValueError: it has no adapters, so that training would change the reference too.
+  """
+  if not _adapters(actor):
+    raise ValueError(
+      "the actor has no adapters, all of its weights are trained: pass a reference "
+      "model of its own, or adapt the actor (lora.apply)"
+    )
+  out = nnx.clone(actor)
+  if isinstance(out, Transformer):
+    for linear in lora_modules.adapted(out).values():
+      lora_modules.detach(linear)
+  for _, node in nnx.iter_graph(out):
+    if isinstance(node, nnx.LoRAParam):
+      node.set_value(jax.tree.map(jnp.zeros_like, node.get_value()))
+  out.eval()
+  return out
+
+
+def _adapters(model: nnx.Module) -> dict[str, jax.Array]:
+  return tree.flatten(nnx.state(model, nnx.LoRAParam))
+
+
+def offload(model: Any) -> Any:
+  """Moves a module's parameters to host memory, in place, until `onload`.
+
+  Pinned memory where the backend has it, else unpinned, else NumPy arrays. One array
+  moves at a time; what other modules share stays on the devices for them, and comes
+  back as a second copy.
+
+  Returns:
+    `model`, which cannot run until `onload`.
+  """
+  for variable in _parameters(model):
+    value = variable.get_value()
+    if isinstance(value, np.ndarray):
+      continue
+    where = value.sharding
+    kind = _host_kind(value)
+    if kind is None:
+      moved = np.asarray(value)
+      variable.set_metadata(_HOME, where)
+    else:
+      moved = jax.device_put(value, where.with_memory_kind(kind)).block_until_ready()
+    del value
+    variable.set_value(moved)
+  return model
+
+
+def onload(model: Any) -> Any:
+  """Brings back what `offload` moved: the same bits on the same devices, split as they
+  were. Parameters that are there already stay as they are.
+
+  Returns:
+    `model`.
+  """
+  for variable in _parameters(model):
+    value = variable.get_value()
+    home = variable.get_metadata().get(_HOME)
+    if home is not None:
+      variable.set_value(jax.device_put(value, home))
+      variable.del_metadata(_HOME)
+    elif value.sharding.memory_kind in _HOST_KINDS:
+      kind = next(iter(value.devices())).default_memory().kind
+      where = value.sharding.with_memory_kind(kind)
+      variable.set_value(jax.device_put(value, where))
+  return model
+
+
+def _parameters(model: nnx.Module) -> list[nnx.Variable]:
+  return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)]
+
+
+def _host_kind(x: jax.Array) -> str | None:
+  device = next(iter(x.devices()))
+  offered = {memory.kind for memory in device.addressable_memories()}
+  return next((kind for kind in _HOST_KINDS if kind in offered), None)
+
+
+def sync_needs(source: nnx.Module, target: nnx.Module) -> Needs:
+  """What of `source` makes `target` the same policy.
+
+  "adapters" where both are adapted alike and only these can differ after a first
+  sync, "merged" where only the source is adapted, "weights" where neither is.
+
+  Raises:
+    ValueError: only the target is adapted, or they are adapted differently.
+  """
+  ours, theirs = _adapters(source), _adapters(target)
+  if not theirs:
+    return "merged" if ours else "weights"
+  if ours.keys() != theirs.keys() or _scales(source) != _scales(target):
+    raise ValueError(
+      f"the source's adapters ({_summary(ours)}) are not the target's "
+      f"({_summary(theirs)}), or are scaled differently: apply one LoraConfig to both, "
+      "or take the target's adapters away, which makes it get merged weights"
+    )
+  return "adapters"
+
+
+def _summary(adapters: dict[str, jax.Array]) -> str:
+  return f"{len(adapters)}, from {next(iter(adapters))}" if adapters else "none"
+
+
+def _scales(model: nnx.Module) -> dict[str, float]:
+  if not isinstance(model, Transformer):
+    return {}
+  adapted = lora_modules.adapted(model)
+  return {path: linear.lora_scale for path, linear in adapted.items()}
+
+
+def copy_weights(
+  source: Any, target: Any, reshard: Reshard = reshard.reshard_pytree
+) -> int:
+  """Gives `target` the policy of `source`, in place; see `sync_needs`.
+
+  Only parameters whose content differs are sent: of a LoRA actor and a target with the
+  same frozen weights, the adapters. They are cast to the target's dtypes first. What
+  arrived is compared with what was sent by content stamps, so that a transport which
+  loses an update is noticed. Both models are read once (about as long as reading their
+  weights from memory); arrays that they share are not.
+
+  Args:
+    source: the trained model; unchanged.
+    target: of the same architecture, on any mesh, with or without adapters; its dtypes
+      may differ.
+    reshard: called with a dict of arrays and one of shardings by the same names.
+
+  Returns:
+    Bytes that were sent, at their size in the target; 0 when nothing differs.
+
+  Raises:
+    ValueError: the models' parameters or adapters do not match.
+    WeightSyncError: the target does not hold what was sent.
+  """
+  if sync_needs(source, target) == "merged":
+    source = lora.merge(source)
+  sent = _to_send(_parameter_arrays(source), target)
+  if not sent:
+    return 0
+  variables = _by_path(target)
+  where = {path: variables[path].get_value().sharding for path in sent}
+  moved = reshard(sent, where)
+  _check_arrival(sent, moved, {path: variables[path].get_value() for path in sent})
+  for path, value in moved.items():
+    variables[path].set_value(value)
+  return tree.size_bytes(moved)
+
+
+def _by_path(model: nnx.Module) -> dict[str, nnx.Variable]:
+  return {
+    ".".join(map(str, path)): node
+    for path, node in nnx.iter_graph(model)
+    if isinstance(node, nnx.Param)
+  }
+
+
+def _parameter_arrays(model: nnx.Module) -> dict[str, jax.Array]:
+  return {path: variable.get_value() for path, variable in _by_path(model).items()}
+
+
+def _to_send(arrays: dict[str, jax.Array], target: nnx.Module) -> dict[str, jax.Array]:
+  """The arrays that differ from the target's, in its dtypes."""
+  held = _parameter_arrays(target)
+  odd = sorted(arrays.keys() ^ held.keys())
+  if odd:
+    side = "source" if odd[0] in arrays else "target"
+    raise ValueError(
+      f"only the {side} has the parameter {odd[0]!r} ({len(odd)} such): weights go "
+      "between models of one architecture, stacked and quantised alike"
+    )
+  out = {}
+  for path, x in arrays.items():
+    if x.shape != held[path].shape:
+      raise ValueError(
+        f"parameter {path!r} has shape {x.shape} in the source and "
+        f"{held[path].shape} in the target: they are models of different sizes"
+      )
+    if not _same_memory(x, held[path]):
+      out[path] = x.astype(held[path].dtype)
+  ours = stamp.leaf_stamps(list(out.values()))
+  theirs = stamp.leaf_stamps([held[path] for path in out])
+  changed = (a != b for a, b in zip(ours.values(), theirs.values()))
+  return {path: x for (path, x), differs in zip(out.items(), changed) if differs}
+
+
+def _check_arrival(sent: Any, moved: Any, before: Any) -> None:
+  want, got = stamp.content_stamp(sent), stamp.content_stamp(moved)
+  if want == got:
+    return
+  same = got == stamp.content_stamp(before)
+  what = "still holds its old weights" if same else "holds other weights"
+  raise WeightSyncError(
+    f"{len(sent)} parameters changed in the source ({tree.size_bytes(sent):,} bytes, "
+    f"stamp {want}), and after the sync the target {what} (stamp {got}): the transport "
+    "lost the update; generating with it would be off-policy"
+  )
