@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from tunix.ops.logprobs import token_logps
+from tunix.ops.logprobs import logits_logps, token_logps
 from tunix.ops.vocab_chunks import Layout
 
 B, T, D, V = 8, 40, 16, 64
@@ -88,6 +88,14 @@ def test_without_entropy(inputs):
   (values,), grads = pulled(lambda *a: token_logps(*a, CHUNKED)[:1], inputs)
   want_values, want = pulled(lambda *a: plain(*a)[:1], inputs)
   check((values, grads), (want_values[0], want))
+
+
+def test_of_logits(inputs):
+  hidden, unembed, targets, _ = inputs
+  logits = hidden @ unembed
+  got = logits_logps(logits, targets, temperature=0.7, entropy=True)
+  check(tuple(got), plain(hidden, unembed, targets, temperature=0.7))
+  assert logits_logps(logits, targets).entropy is None
 
 
 def test_tokens_without_a_cotangent_pull_nothing(inputs):
@@ -211,3 +219,5 @@ def test_refuses_a_temperature_that_is_none(inputs):
   for wrong in (0.0, -1.0, math.nan):
     with pytest.raises(ValueError, match="must be a positive number"):
       token_logps(*inputs[:3], temperature=wrong)
+    with pytest.raises(ValueError, match="must be a positive number"):
+      logits_logps(inputs[0], inputs[2], temperature=wrong)

@@ -110,13 +110,34 @@ def token_logps(
   Raises:
     ValueError: the temperature is not a positive number.
   """
+  _check_temperature(temperature)
+  layout = vocab_chunks.for_rows(layout, hidden.shape[0])
+  return _scores(hidden, unembed, targets, Rule(layout, temperature, entropy))
+
+
+def logits_logps(
+  logits: Float[Array, "B T V"],
+  targets: Int[Array, "B T"],
+  *,
+  temperature: float = 1.0,
+  entropy: bool = False,
+) -> TokenScores:
+  """`token_logps` of logits that exist already, such as those of a model that gives
+  nothing else."""
+  _check_temperature(temperature)
+  every = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
+  logps = jnp.take_along_axis(every, targets[..., None], axis=-1)[..., 0]
+  return TokenScores(
+    logps, -jnp.sum(jnp.exp(every) * every, axis=-1) if entropy else None
+  )
+
+
+def _check_temperature(temperature: float) -> None:
   if not (math.isfinite(temperature) and temperature > 0):
     raise ValueError(
       f"temperature is {temperature}, it must be a positive number; what was chosen "
       "greedily is scored at 1"
     )
-  layout = vocab_chunks.for_rows(layout, hidden.shape[0])
-  return _scores(hidden, unembed, targets, Rule(layout, temperature, entropy))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

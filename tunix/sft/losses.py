@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tunix.models import calling
 from tunix.ops import masks
-from tunix.ops.logprobs import weighted_nll
+from tunix.ops.logprobs import logits_logps, weighted_nll
 from tunix.ops.reductions import WeightedSum, weighted_sum
 
 _REMEDY = (
@@ -84,9 +85,8 @@ def next_token_loss(
   if loss_weights is not None:
     input_mask = input_mask.astype(jnp.float32) * loss_weights
   weights = masks.target_weights(input_mask, segment_ids)
-  accepted = call_parameters(model)
-  _check_taken(model, accepted, extra)
-  if "return_hidden" in accepted and hasattr(model, "unembedding"):
+  _check_taken(model, extra)
+  if calling.gives_hidden(model):
     hidden, _ = model(  # pyright: ignore[reportCallIssue]
       input_tokens,
       positions,
@@ -100,60 +100,25 @@ def next_token_loss(
       table, layout = model.unembedding()  # pyright: ignore[reportAttributeAccessIssue]
       total = weighted_nll(hidden, table, targets, weights, layout)
       return WeightedSum(total, jnp.sum(weights))
-  logits = _logits(
-    model, accepted, input_tokens, positions, segment_ids, attention_mask, extra
+  logits = calling.logits(
+    model,
+    input_tokens,
+    positions,
+    segment_ids,
+    attention_mask,
+    extra=extra,
+    remedy=f": {_REMEDY}",
   )
   with jax.named_scope("loss"):
-    logps = jax.nn.log_softmax(logits.astype(jnp.float32))
-    nll = -jnp.take_along_axis(logps, targets[..., None], axis=-1)[..., 0]
-    return weighted_sum(nll, weights)
+    return weighted_sum(-logits_logps(logits, targets).logps, weights)
 
 
-def _logits(model, accepted, tokens, positions, segments, mask, extra):
-  """Logits of a user's model, called the way its signature says."""
-  if {"positions", "cache", "attention_mask"} <= accepted.keys():
-    if positions is None:
-      positions = (
-        jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        if segments is None
-        else masks.positions_from_segments(segments)
-      )
-    mask = _dense_mask(tokens, segments) if mask is None else mask
-    out = model(tokens, positions, None, mask, **extra)
-  elif sum(_required(p) for p in accepted.values()) <= 1 and accepted:
-    if mask is None and segments is not None and "segment_ids" not in accepted:
-      mask = _dense_mask(tokens, segments)
-    if mask is not None and segments is None and "attention_mask" not in accepted:
-      raise TypeError(
-        f"the batch has an attention_mask, which {type(model).__name__}.__call__ does "
-        f"not take: {_REMEDY}"
-      )
-    given = {"positions": positions, "segment_ids": segments, "attention_mask": mask}
-    named = {k: v for k, v in given.items() if v is not None and k in accepted}
-    out = model(tokens, **named, **extra)
-  else:
-    raise TypeError(
-      f"{type(model).__name__}.__call__ takes ({', '.join(accepted)}): the default "
-      "loss calls (tokens, positions, cache, attention_mask) or tokens alone; "
-      + _REMEDY
-    )
-  return out[0] if isinstance(out, tuple) else out
-
-
-def _dense_mask(tokens, segments):
-  """Causal and inside segments, bool [B, T, T]."""
-  index = jnp.arange(tokens.shape[1])
-  mask = masks.causal_mask(index, index, segments, segments)
-  return jnp.broadcast_to(mask, (tokens.shape[0], *mask.shape[1:]))
-
-
-def _check_taken(model, accepted, extra) -> None:
+def _check_taken(model, extra) -> None:
   """Refuses fields of a batch that nobody would look at."""
-  if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
-    return
+  accepted = calling.call_parameters(model)
   known = list(inspect.signature(next_token_loss).parameters)[1:-1]
   for name in extra:
-    if name not in accepted:
+    if not calling.takes(accepted, name):
       near = difflib.get_close_matches(name, known, n=1)
       raise TypeError(
         f"the batch has the field {name!r}, which neither the default loss nor "
@@ -161,17 +126,6 @@ def _check_taken(model, accepted, extra) -> None:
         + (f"did you mean {near[0]!r}? " if near else "")
         + "Drop it in _prepare_inputs or with with_gen_model_input_fn"
       )
-
-
-def _required(parameter: inspect.Parameter) -> bool:
-  variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-  return parameter.default is parameter.empty and parameter.kind not in variadic
-
-
-def call_parameters(model: nnx.Module) -> dict[str, inspect.Parameter]:
-  """Parameters of the model's `__call__`, without self."""
-  parameters = inspect.signature(type(model).__call__).parameters
-  return dict(list(parameters.items())[1:])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,9 +19,9 @@ import jax
 import optax
 from flax import nnx
 
+from tunix.models import calling
 from tunix.sft import (
   hooks as hooks_lib,
-  losses,
   sharding_utils,
   train_step,
   trainer_arguments,
@@ -389,7 +389,7 @@ class PeftTrainer:
   def _window(self, batches: list[Any], data_state: Any) -> Window:
     ready = self._ready(batches)
     if self._is_default("_train_step"):
-      progress, accepted = self._progress, losses.call_parameters(self._module.model)
+      progress, accepted = self._progress, calling.call_parameters(self._module.model)
       ready, progress.train_rows = windows.pad_to_largest(ready, progress.train_rows)
       windows.check_trained(ready)
       windows.check_packed(ready, accepted)
