@@ -109,7 +109,10 @@ def test_cadence_and_number_of_groups(tmp_path):
     "index.html",
   ]
   assert [group["group"] for group in lines(tmp_path, 3)] == [0]
-  assert [b["rollout"] for b in embedded((tmp_path / "index.html").read_text())] == [0, 3]
+  assert [b["rollout"] for b in embedded((tmp_path / "index.html").read_text())] == [
+    0,
+    3,
+  ]
   for name in ("every_n_rollouts", "max_groups"):
     with pytest.raises(ValueError, match=f"{name} is 0"):
       Samples(tmp_path, **{name: 0})

@@ -157,7 +157,8 @@ def _shown(group: dict[str, Any]) -> dict[str, Any]:
     "columns": {name: _clipped(value) for name, value in group["columns"].items()},
     "rewards": [row["reward"] for row in rows],
     "shown": [
-      row | {"text": _clipped(row["text"])} for row in ([best] if same else [best, worst])
+      row | {"text": _clipped(row["text"])}
+      for row in ([best] if same else [best, worst])
     ],
   }
 
