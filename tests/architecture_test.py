@@ -53,6 +53,8 @@ HEAVY = {
   "tqdm": {"sft/progress_bar.py"},
 }
 
+STDLIB_OF_OPS = {"collections", "functools", "math", "typing"}
+
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -140,7 +142,7 @@ def test_ops_needs_nothing_of_ours_but_ops():
   for path in (PACKAGE / "ops").glob("*.py"):
     for module, _, line in imports(path):
       root = module.split(".")[0]
-      allowed = {"jax", "jaxtyping", "functools", "typing", "__future__", "math"}
+      allowed = {"jax", "jaxtyping", "__future__", *STDLIB_OF_OPS}
       assert root in allowed or module.startswith("tunix.ops"), (
         f"{path.name}:{line} imports {module}"
       )

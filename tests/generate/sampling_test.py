@@ -2,8 +2,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
 
+from tests.generate import distributions
 from tunix.generate import sampling
 
 
@@ -26,35 +26,84 @@ def test_greedy_takes_the_first_of_equals_and_never_the_filling():
   np.testing.assert_array_equal(sampling.greedy(logits), [599, 280, 0])
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_exact_distribution(temperature):
+# Together with every temperature, and with each other.
+RULES = [
+  {"temperature": 0.5},
+  {"temperature": 2.0},
+  {"top_k": 5},
+  {"top_p": 0.8},
+  {"min_p": 0.15},
+  {"top_k": 6, "top_p": 0.9},
+  {"top_k": 6, "min_p": 0.2, "temperature": 0.7},
+  {"top_p": 0.9, "min_p": 0.1, "temperature": 1.5},
+  {"top_k": 6, "top_p": 0.95, "min_p": 0.1, "temperature": 1.2},
+  {"top_k": 4, "forbidden": [255, 1]},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=lambda r: "-".join(r))
+def test_draws_follow_the_exact_distribution(rules):
   # 5 likely tokens in one block, 3 in the next, which is filled up.
   logits = np.full(300, -20.0)
   likely = [0, 1, 2, 254, 255, 256, 298, 299]
-  logits[likely] = [0.0, 1.0, -1.0, 0.5, 2.0, 1.5, 0.0, 1.0]
-  exact = np.exp(logits / temperature) / np.exp(logits / temperature).sum()
+  logits[likely] = [0.0, 1.0, -1.0, 0.5, 2.0, 1.6, 0.1, 1.1]
   count = 10_000
-  rows = jnp.broadcast_to(jnp.asarray(logits), (count, 300))
-  drawn = sampling.sample(keys_for(np.arange(count)), rows, temperature)
+  drawn, _ = draw(np.broadcast_to(logits, (count, 300)), **rules)
   seen = np.bincount(np.asarray(drawn), minlength=300)
-  observed = np.append(seen[likely], count - seen[likely].sum())
-  expected = np.append(exact[likely], 1 - exact[likely].sum()) * count
-  if expected[-1] < 5:
-    assert observed[-1] <= 5
-    observed, expected = observed[:-1], expected[:-1]
-    expected = expected * observed.sum() / expected.sum()
-  assert stats.chisquare(observed, expected).pvalue > 1e-3
+  exact = distributions.exact(logits, **rules)
+  assert distributions.p_value(seen, exact) > 1e-3
+  plain = distributions.exact(logits, temperature=rules.get("temperature", 1.0))
+  if rules.keys() != {"temperature"}:  # the rules change what is drawn
+    assert np.abs(exact - plain).sum() > 0.05
+
+
+def draw(logits, temperature=1.0, forbidden=None, **filters):
+  rows = len(logits)
+  kinds = {"top_k": np.int32}
+  rules = sampling.Draw(
+    rows=np.arange(rows),
+    key=jax.random.key(0),
+    temperature=np.full(rows, temperature, np.float32),
+    forbidden=None if forbidden is None else np.asarray(forbidden),
+    **{k: np.full(rows, v, kinds.get(k, np.float32)) for k, v in filters.items()},
+  )
+  return choose(jnp.asarray(logits), rules, jnp.zeros(rows, int))
+
+
+choose = jax.jit(sampling.choose)
+
+
+def test_the_distribution_drawn_from_is_reported():
+  logits = np.log([[4.0, 2.0, 1.0, 1.0, 0.1]])
+  _, scaled = draw(logits, top_k=3, forbidden=[0])
+  # Without token 0: 2, 1, 1 and 0.1; the three best have 1/2, 1/4, 1/4.
+  found = [float(sampling.token_logps(scaled, jnp.asarray([i]))[0]) for i in range(5)]
+  expected = np.log([1e-45, 0.5, 0.25, 0.25, 1e-45])
+  np.testing.assert_allclose(np.exp(found), np.exp(expected), atol=1e-6)
+
+
+def test_rows_may_have_rules_of_their_own():
+  logits = jnp.log(jnp.asarray([[4.0, 3.0, 2.0, 1.0]] * 3))
+  rules = sampling.Draw(
+    rows=np.arange(3),
+    key=jax.random.key(0),
+    temperature=np.ones(3, np.float32),
+    top_k=np.asarray([1, 2, 4]),
+    top_p=np.asarray([1.0, 1.0, 0.65], np.float32),
+  )
+  scaled = sampling.choose(logits, rules, jnp.zeros(3, int))[1]
+  assert np.isfinite(scaled).sum(1).tolist() == [1, 2, 2]  # 0.4 + 0.3 >= 0.65
 
 
 def test_a_draw_never_takes_what_has_no_probability():
   logits = sampling.forbid(jnp.zeros((512, 300)), jnp.arange(2, 300))
-  drawn = sampling.sample(keys_for(np.arange(512)), logits, 1.0)
+  drawn = sampling.sample(keys_for(np.arange(512)), logits)
   assert set(np.asarray(drawn)) == {0, 1}
 
 
 def test_a_tiny_temperature_is_greedy():
   logits = jax.random.normal(jax.random.key(0), (32, 400)) * 1e4
-  drawn = sampling.sample(keys_for(np.arange(32)), logits, 1e-38)
+  drawn, _ = draw(logits, temperature=1e-38)
   np.testing.assert_array_equal(drawn, jnp.argmax(logits, -1))
 
 

@@ -200,6 +200,12 @@ def test_gradient_of_gae_ignores_masked_nan(episode):
   close(slope, gradient[0, 1], 1e-3)
 
 
+def test_batches_of_nothing():
+  assert whiten(jnp.zeros((0, 3)), jnp.zeros((0, 3))).shape == (0, 3)
+  empty = jnp.zeros((2, 0))
+  assert gae(empty, empty, empty, gamma=1.0, lam=1.0)[0].shape == (2, 0)
+
+
 def test_whiten_by_hand():
   # Over 1, 3, 5: mean 3, deviation 2.
   x, mask = jnp.array([[1.0, 3.0], [jnp.nan, 5.0]]), jnp.array([[1, 1], [0, 1]])

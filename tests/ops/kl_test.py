@@ -85,6 +85,17 @@ def test_gradient_is_the_slope_and_jit_equals_eager(name):
   np.testing.assert_allclose(jax.jit(fn)(logps, ref), fn(logps, ref), rtol=1e-6)
 
 
+def test_corrected_by_hand():
+  # Ratio 2, k3 of (1/2, 1/4) as above: twice its value. The gradient in logps is that
+  # of the ratio, 2 k3, plus twice that of k3, 1 - 1/2.
+  logps, ref, old = (jnp.log(jnp.array([[x]])) for x in (0.5, 0.25, 0.25))
+  fn = lambda x: kl.corrected(kl.k3(x, ref), x - old).sum()
+  value, gradient = jax.value_and_grad(fn)(logps)
+  k3 = 0.5 - 1 + math.log(2.0)
+  np.testing.assert_allclose(value, 2 * k3, rtol=1e-5)
+  np.testing.assert_allclose(gradient, [[2 * k3 + 1]], rtol=1e-5)
+
+
 def test_names():
   of = kl.ESTIMATORS
   assert (of["kl"], of["mse_kl"], of["low_var_kl"]) == (kl.k1, kl.k2, kl.k3)

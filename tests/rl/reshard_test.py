@@ -43,6 +43,19 @@ def test_the_intermediate_of_eight_shards_for_four():
     assert index[device][0] == slice(4 * (i // 2), 4 * (i // 2 + 1))
 
 
+def test_the_same_devices_in_another_order():
+  """Rows to columns: a program keeps the order, so that the shards cross in between."""
+  source = layout({"f": 8}, P("f"))
+  turned = mesh_lib.create_mesh({"f": 8}, jax.devices()[::-1])
+  target = NamedSharding(turned, P(None, "f"))
+  narrow, landing, last = reshard.route(source, target, X.shape)
+  assert narrow.spec == P("f") and landing.shard_shape(X.shape) == (2, 24)
+  x = jax.device_put(X, source)
+  out = reshard.reshard_arrays(x, source, target)
+  assert last is target and out.sharding == target and x._npy_value is None
+  np.testing.assert_array_equal(out, X)
+
+
 LAYOUTS = {
   "8 to 4": ({"f": 8}, P("f"), {"f": 4}, P("f"), 0),
   "8 to 2, apart": ({"f": 8}, P("f"), {"f": 2}, P("f"), 6),

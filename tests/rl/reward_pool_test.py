@@ -125,8 +125,12 @@ def test_outcomes_do_not_depend_on_the_number_of_workers():
 def test_several_workers_are_several_processes():
   many = pool(reward_faults.own_pid_after_a_while, workers=2)
   calls = [Call(0, {"prompts": ["p"], "completions": ["c"]}, 1)] * 8
-  assert len({outcome[0] for outcome in many.run(calls)}) == 2
-  assert len(many.pids()) == 2
+  seen = set()
+  for _ in range(100):  # the second may take a while to start
+    seen |= {outcome[0].value for outcome in many.run(calls)}
+    if len(seen) == 2:
+      break
+  assert seen == set(many.pids())
 
 
 def test_large_columns_arrive():
@@ -148,7 +152,7 @@ def test_close_ends_the_processes_and_run_starts_new_ones():
   assert lengths.run([Call(0, ROWS, 2)]) == [FINE]
 
 
-def test_an_interrupted_run_leaves_no_process(monkeypatch):
+def test_an_interrupted_run_leaves_no_process():
   hanging = pool(reward_faults.hang, timeout_s=3600)
   threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
   with pytest.raises(KeyboardInterrupt):
@@ -157,12 +161,14 @@ def test_an_interrupted_run_leaves_no_process(monkeypatch):
 
 
 def test_functions_that_cannot_be_sent_are_refused():
-  with pytest.raises(TypeError, match="<lambda> cannot be sent.*workers=0"):
+  with pytest.raises(TypeError, match=r"<lambda> cannot be sent.*workers=0"):
     pool(lambda prompts, completions: [1.0])
 
 
 def test_functions_that_cannot_be_loaded_end_the_run():
-  with pytest.raises(RuntimeError, match=r"cannot load unloadable: ValueError: no such"):
+  with pytest.raises(
+    RuntimeError, match=r"cannot load unloadable: ValueError: no such"
+  ):
     pool(reward_faults.Unloadable()).run([Call(0, ROWS, 2)])
 
 
@@ -210,7 +216,9 @@ def test_functions_of_an_interactive_session_are_refused(tmp_path):
   assert "twice cannot be sent to a worker: it is defined in an inter" in done.stderr
 
 
-def test_a_worker_does_not_outlive_its_trainer(tmp_path, monkeypatch):
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_worker_does_not_outlive_its_trainer(tmp_path):
   """Its own alarm ends it, though its function hangs."""
   code = f"""
     import os, threading

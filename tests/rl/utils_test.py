@@ -8,7 +8,7 @@ from flax import nnx
 
 from tests import toys
 from tests.models import checkpoints
-from tunix.models import heads, lora
+from tunix.models import heads
 from tunix.models.automodel import AutoModel
 from tunix.rl import placement, utils
 from tunix.sft.module_state import Skeleton

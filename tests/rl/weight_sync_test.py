@@ -87,7 +87,9 @@ def test_a_sync_into_an_engine_that_moves_nothing():
   sync.check_moved("a", "a")  # training changed nothing
   sync.publish(Tiny(1.0), 2)
   sync.check_moved("a", "b")
-  with pytest.raises(WeightSyncError, match="from step 1 .* to step 2 .* moved nothing"):
+  with pytest.raises(
+    WeightSyncError, match=r"from step 1 .* to step 2 .* moved nothing"
+  ):
     sync.check_moved("a", "a")
 
 

@@ -1,5 +1,7 @@
 import hashlib
 import json
+import pathlib
+import socket
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+from tests.sft import sharding_utils_test
+from tests.utils import stamp_programs
 from tunix.utils import stamp
 from tunix.utils.stamp import content_stamp
 
@@ -135,6 +139,20 @@ def test_host_memory_and_keys():
   stamps = {content_stamp([jax.random.key(seed)]) for seed in range(3)}
   assert len(stamps) == 3
   assert content_stamp([jax.random.key_data(jax.random.key(0))]) not in stamps
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_two_processes_of_four_devices(monkeypatch):
+  program = pathlib.Path(stamp_programs.__file__)
+  monkeypatch.setattr(sharding_utils_test, "PROGRAMS", program)
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    port = probe.getsockname()[1]
+  names = ("rows", "columns", "whole")
+  want = content_stamp(dict.fromkeys(names, stamp_programs.X))
+  starts = (sharding_utils_test.start(4, rank, port, want) for rank in range(2))
+  sharding_utils_test.finish(*starts)
 
 
 def test_memory_does_not_grow_with_the_array(mesh_fsdp8):

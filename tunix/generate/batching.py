@@ -61,7 +61,13 @@ class Limits:
   shards: int = 1
 
   def shape(
-    self, prompts: int, samples: int, longest: int, steps: int, stated: int | None
+    self,
+    prompts: int,
+    samples: int,
+    longest: int,
+    steps: int,
+    stated: int | None,
+    beams: int | None = None,
   ) -> Shape:
     """The fixed shape that holds a request.
 
@@ -71,6 +77,7 @@ class Limits:
       longest: tokens of the longest prompt.
       steps: most new tokens of a row.
       stated: the width that the caller wants instead of a power of two.
+      beams: a prompt's rows instead of the samples, for its filling as well.
 
     Raises:
       ValueError: it does not fit.
@@ -95,10 +102,11 @@ class Limits:
       if not self.movable:
         width = min(width, size - steps)
       width, columns, slots = (min(x, size) for x in (width, columns, slots))
+    filled = self._rows(prompts)
     return Shape(
-      prompts=self._rows(prompts),
+      prompts=filled,
       width=width,
-      rows=self._rows(prompts * samples),
+      rows=self._rows(prompts * samples) if beams is None else filled * beams,
       slots=slots,
       columns=columns,
     )

@@ -123,11 +123,6 @@ class Completions:
       limits[row] = min(limits[row], stop.tokens)
     return limits
 
-  @property
-  def all_done(self) -> bool:
-    """Whether every row has ended."""
-    return all(self.reason(row) for row in range(len(self._looked)))
-
   def reason(self, row: int) -> str | None:
     """Why the row ended, None while it has not."""
     out = self._last()

@@ -8,21 +8,19 @@ and the space for new tokens likewise. `Sampler.buckets` lists them.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
-from tunix.generate import batching, beam_search, decode
+from tunix.generate import batching, beam_search, decode, requests
 from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
-from tunix.generate.batching import Limits, Shape
+from tunix.generate.batching import Shape
 from tunix.generate.completions import Completions, Increment
 from tunix.generate.options import SamplingOptions
-from tunix.models.transformer.model import Transformer
+from tunix.generate.requests import Request
 from tunix.utils import mesh as mesh_lib
 
 STOP_STEPS = 16  # a row that a stop string has ended costs at most so many steps more
@@ -50,30 +48,6 @@ class CacheConfig:
       value = getattr(self, field.name)
       if value is not None and value < 1:
         raise ValueError(f"{field.name} is {value}, it must be at least 1")
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Call:
-  """A request, ready for its programs.
-
-  Attributes:
-    options: what was asked for.
-    prompts: token ids of each prompt.
-    padded: int32 [P, W], the same with the tokenizer's padding id.
-    start: what prefill reads.
-    rules, plan: of decoding.
-    opened: the model's split.
-    mesh: of the model, or the surrounding one.
-  """
-
-  options: SamplingOptions
-  prompts: list[np.ndarray]
-  padded: np.ndarray
-  start: decode.Prompts
-  rules: decode.Rules
-  plan: decode.Plan
-  opened: decode.Opened
-  mesh: Mesh | None
 
 
 class Sampler(BaseSampler):
@@ -112,7 +86,7 @@ class Sampler(BaseSampler):
           f"CacheConfig.{name} is {said}, the model has {has}: give the model's, or "
           "leave it out"
         )
-    self._vocab_size: int | None = getattr(config, "vocab_size", None)
+    self._cache_size = None if cache_config is None else cache_config.cache_size
 
   def __call__(
     self,
@@ -193,14 +167,14 @@ class Sampler(BaseSampler):
       include_eos=include_eos,
       length_penalty=length_penalty,
     )
-    call = self._prepare(input_strings, options)
-    rows = self._completions(call)
+    request = self._prepare(input_strings, options)
+    rows = self._completions(request)
     if options.beam_size is None:
-      for out in self._decode(call, rows, STOP_STEPS if options.stops else None):
+      for out in self._decode(request, rows, STOP_STEPS if options.stops else None):
         rows.read(out)
     else:
-      rows.read(self._search(call, options.beam_size))
-    return self._output(call, rows)
+      rows.read(self._search(request, options.beam_size))
+    return self._output(request, rows)
 
   def stream(
     self,
@@ -231,15 +205,15 @@ class Sampler(BaseSampler):
     if every < 1:
       raise ValueError(f"every is {every}, it must be at least 1 decode step")
     steps = max_generation_steps
-    call = self._prepare(
+    request = self._prepare(
       input_strings, SamplingOptions(max_generation_steps=steps, **options)
     )
-    rows = self._completions(call)
+    rows = self._completions(request)
 
     def increments():
-      for out in self._decode(call, rows, every):
+      for out in self._decode(request, rows, every):
         rows.read(out)
-        for row in range(len(call.prompts) * call.options.num_samples):
+        for row in range(request.rows):
           if (new := rows.increment(row)) is not None:
             yield new
 
@@ -262,195 +236,85 @@ class Sampler(BaseSampler):
     other filters on, with forbidden tokens, logits or log-probs, with samples that
     share a prompt, or with more than 8 ids in a list.
     """
-    limits = self._limits(self._mesh(nnx.state(self.transformer)))
+    mesh = requests.mesh_of(nnx.state(self.transformer))
+    limits = requests.limits_of(self.transformer, mesh, self._cache_size)
     return limits.shapes(
       prompts, num_samples, longest, max_generation_steps, max_prompt_length
     )
 
-  def _prepare(self, inputs: str | Sequence[Prompt], options: SamplingOptions) -> _Call:
+  def _prepare(
+    self, inputs: str | Sequence[Prompt], options: SamplingOptions
+  ) -> Request:
     """The checked request in its fixed shape."""
-    prompts = self._prompts(inputs)
-    count, samples = len(prompts), options.beam_size or options.num_samples
-    graph, state = nnx.split(self.transformer)
-    mesh = self._mesh(state)
-    limits = self._limits(mesh)
-    each = options.limits(count)
-    longest, steps = max(map(len, prompts)), int(each.max())
-    shape = limits.shape(count, samples, longest, steps, options.max_prompt_length)
-    fill = self._fill()
-    padded, mask = batching.left_padded(prompts, shape.prompts, shape.width, fill)
-    tight = shape.slots < shape.width + shape.columns
-    tight = tight and isinstance(self.transformer, Transformer)
-    row_limits = np.zeros(shape.rows, np.int32)
-    row_limits[: count * samples] = np.repeat(each, samples)
-    source = np.minimum(np.arange(shape.rows) // samples, shape.prompts - 1)
-    with mesh_lib.use_mesh(mesh):
-      opened = decode.opened(graph, state)
-    return _Call(
-      options=options,
-      prompts=prompts,
-      padded=padded[:count],
-      start=decode.Prompts(
-        # A padding id may lie outside the model's vocabulary.
-        tokens=np.where(mask, padded, 0),
-        mask=mask,
-        source=source.astype(np.int32) if samples > 1 else None,
-        shift=np.int32(max(0, shape.width + steps - shape.slots)) if tight else None,
-      ),
-      rules=decode.Rules(
-        limits=row_limits,
-        eos=self._eos(options.eos_tokens),
-        draw=self._draw(options, shape.rows),
-      ),
-      plan=decode.Plan(
-        slots=shape.slots,
-        columns=shape.columns,
-        return_logits=options.return_logits,
-        return_logps=options.return_logprobs,
-      ),
-      opened=opened,
-      mesh=mesh,
-    )
-
-  def _draw(self, options: SamplingOptions, rows: int) -> decode.Draw:
-    """How rows choose; options that are off are not there."""
-    greedy = options.temperature == 0
-    seed = 0 if options.seed is None and greedy else options.seed
-    kinds = {"temperature": np.float32, "top_k": np.int32}
-    given = {} if greedy else {"temperature": options.temperature, **options.filters}
-    return decode.Draw(
-      rows=np.arange(rows, dtype=np.int32),
-      key=batching.random_key(seed),
-      forbidden=self._forbidden(options.forbidden_tokens),
-      **{k: np.full(rows, v, kinds.get(k, np.float32)) for k, v in given.items()},
+    inputs = [inputs] if isinstance(inputs, str) else inputs
+    prompts = [self.tokenize(prompt) for prompt in inputs]
+    return requests.prepare(
+      self.transformer, self.tokenizer, prompts, options, self._cache_size
     )
 
   def _decode(
-    self, call: _Call, rows: Completions, every: int | None
+    self, request: Request, rows: Completions, every: int | None
   ) -> Iterator[decode.Generated]:
     """Runs the programs, and gives what they have written after each `every` steps;
     with None once, at the end.
 
     Logits stay on the device until the end.
     """
-    graph, state = call.opened
-    rules, done = call.rules, False
-    with mesh_lib.use_mesh(call.mesh):
-      out, memory = decode.start(graph, state, call.start, rules, call.plan)
-    while not done:
-      if every is None:
-        until, done = call.plan.columns, True
-      else:
-        seen = jax.device_get(dataclasses.replace(out, logits=None))
-        yield seen
-        limits = rows.limits(call.rules.limits)
-        done = bool(np.all(seen.done | (seen.lengths >= limits)))
-        rules = dataclasses.replace(rules, limits=limits)
-        until = int(seen.steps) + every
-      if not done or every is None:
-        with mesh_lib.use_mesh(call.mesh):
-          out, memory = decode.advance(
-            graph, state, rules, out, memory, np.int32(until)
-          )
-    if every is None or call.plan.return_logits:
+    graph, state = request.opened
+    rules = request.rules
+
+    def advance(out, memory, until):
+      with mesh_lib.use_mesh(request.mesh):
+        return decode.advance(graph, state, rules, out, memory, np.int32(until))
+
+    with mesh_lib.use_mesh(request.mesh):
+      out, memory = decode.start(graph, state, request.start, rules, request.plan)
+    if every is None:
+      yield jax.device_get(advance(out, memory, request.plan.columns)[0])
+      return
+    while True:
+      seen = jax.device_get(dataclasses.replace(out, logits=None))
+      yield seen
+      rules = dataclasses.replace(rules, limits=rows.limits(rules.limits))
+      if np.all(seen.done | (seen.lengths >= rules.limits)):
+        break
+      out, memory = advance(out, memory, int(seen.steps) + every)
+    if request.plan.return_logits:
       yield jax.device_get(out)
 
-  def _search(self, call: _Call, beams: int) -> decode.Generated:
+  def _search(self, request: Request, beams: int) -> decode.Generated:
     """The best beams of every prompt."""
-    with mesh_lib.use_mesh(call.mesh):
+    with mesh_lib.use_mesh(request.mesh):
       out = beam_search.search(
-        *call.opened,
-        call.start,
-        call.rules,
-        call.plan,
+        *request.opened,
+        request.start,
+        request.rules,
+        request.plan,
         beams,
-        np.float32(call.options.length_penalty),
+        np.float32(request.options.length_penalty),
       )
-    best, out = call.options.num_samples, jax.device_get(out)
-    pick = lambda x: x.reshape(-1, beams, *x.shape[1:])[:, :best].reshape(
-      -1, *x.shape[1:]
-    )
-    return dataclasses.replace(
-      jax.tree.map(pick, dataclasses.replace(out, steps=None)), steps=out.steps
-    )
+    best = request.options.num_samples
+    chosen = np.arange(out.lengths.shape[0]).reshape(-1, beams)[:, :best].reshape(-1)
+    pick = lambda x: x[chosen] if x.ndim else x
+    return jax.tree.map(pick, jax.device_get(out))
 
-  def _mesh(self, state: Any) -> Mesh | None:
-    mesh = mesh_lib.mesh_of(state)
-    return mesh_lib.current_mesh() if mesh is None else mesh
-
-  def _limits(self, mesh: Mesh | None) -> Limits:
-    own = hasattr(self.transformer, "init_cache")
-    own = own and not isinstance(self.transformer, Transformer)
-    config = self.cache_config
-    return Limits(
-      cache_size=None if config is None else config.cache_size,
-      movable=not own,
-      shards=self._row_shards(mesh),
+  def _completions(self, request: Request) -> Completions:
+    options = request.options
+    return Completions(
+      self.tokenizer.decode, request.rows, options.stops, options.include_eos
     )
 
-  def _prompts(self, inputs: str | Sequence[Prompt]) -> list[np.ndarray]:
-    """Checked token ids of every prompt."""
-    prompts = [
-      self.tokenize(p) for p in ([inputs] if isinstance(inputs, str) else inputs)
-    ]
-    if not prompts:
-      raise ValueError("there are no prompts: give at least one")
-    for prompt in prompts:
-      self._check_ids(prompt, "a prompt")
-    return prompts
-
-  def _check_ids(self, ids: Any, what: str) -> None:
-    size = self._vocab_size
-    ids = np.asarray(ids)
-    wrong = ids[(ids < 0) | (ids >= (batching.NO_TOKEN if size is None else size))]
-    if wrong.size:
-      known = "0 or more" if size is None else f"from 0 to {size - 1}"
-      raise ValueError(
-        f"{what} has token id {wrong[0]}, the model's ids are {known}: does the "
-        "tokenizer belong to this model?"
-      )
-
-  def _eos(self, tokens: Sequence[int] | None) -> np.ndarray:
-    if tokens is None:
-      return batching.id_list(self.tokenizer.eos_ids())
-    self._check_ids(tokens, "eos_tokens")
-    return batching.id_list(tokens)
-
-  def _forbidden(self, tokens: Sequence[int] | None) -> np.ndarray | None:
-    if tokens is None or len(tokens) == 0:
-      return None
-    self._check_ids(tokens, "forbidden_tokens")
-    if len(set(tokens)) == self._vocab_size:
-      raise ValueError("forbidden_tokens names every token: leave at least one")
-    return batching.id_list(tokens)
-
-  def _fill(self) -> int:
-    pad = self.tokenizer.pad_id()
-    return 0 if pad is None else pad
-
-  def _row_shards(self, mesh: Mesh | None) -> int:
-    """Over how many devices the mesh spreads rows."""
-    rules = getattr(getattr(self.transformer, "config", None), "sharding", None)
-    if mesh is None or rules is None:
-      return 1
-    return math.prod(mesh.shape.get(axis, 1) for axis in rules.batch_axes)
-
-  def _completions(self, call: _Call) -> Completions:
-    options = call.options
-    rows = len(call.prompts) * options.num_samples
-    return Completions(self.tokenizer.decode, rows, options.stops, options.include_eos)
-
-  def _output(self, call: _Call, rows: Completions) -> SamplerOutput:
+  def _output(self, request: Request, rows: Completions) -> SamplerOutput:
     """The rows, cut to their lengths or filled up."""
-    options, out = call.options, rows.out
+    options, out = request.options, rows.out
     assert out is not None
-    numbers = range(len(call.prompts) * options.num_samples)
-    prompts = [p for p in call.prompts for _ in range(options.num_samples)]
-    padded = np.repeat(call.padded, options.num_samples, axis=0)
+    numbers = range(request.rows)
+    prompts = [p for p in request.prompts for _ in range(options.num_samples)]
+    padded = np.repeat(request.padded, options.num_samples, axis=0)
     lengths = np.asarray([rows.length(row) for row in numbers])
     steps = int(np.max(options.max_generation_steps))
     width = steps if options.pad_output else None
-    tokens = batching.cut(out.tokens, lengths, width, self._fill())
+    tokens = batching.cut(out.tokens, lengths, width, requests.fill_id(self.tokenizer))
     if options.echo and width is None:
       tokens = [np.concatenate(pair) for pair in zip(prompts, tokens)]
     elif options.echo:

@@ -100,6 +100,8 @@ def scale(
   temperature then divides no large number to inf - inf."""
   logits = logits.astype(jnp.float32)
   best = jnp.max(logits, axis=-1, keepdims=True)
+  # Smaller numbers count as 0 on some devices.
+  temperature = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
   return (logits - best) / temperature[:, None]
 
 

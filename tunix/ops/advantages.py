@@ -169,7 +169,9 @@ def _center(rewards: jax.Array, where: jax.Array | None, axis: int | None) -> _C
   kept = keep(rewards, where)
   # The mean of equal numbers may miss them by a rounding error, which dividing by a
   # deviation as small would blow up: counted from the least reward they are zeros.
-  least = jnp.min(jnp.where(where, kept, jnp.inf), axis=axis, keepdims=True)
+  least = jnp.min(
+    jnp.where(where, kept, jnp.inf), axis=axis, keepdims=True, initial=jnp.inf
+  )
   shifted = jnp.where(where, kept - least, 0.0)
   count = jnp.sum(where, axis=axis, keepdims=True).astype(kept.dtype)
   mean = safe_divide(jnp.sum(shifted, axis=axis, keepdims=True), count)

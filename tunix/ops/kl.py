@@ -11,7 +11,8 @@ As part of the REWARD (no gradient through it) k1 gives the gradient of the dive
 k2 and k3 do not. As part of the LOSS it is the other way round: the expected gradient
 of k1 is zero, that of k2 is the gradient of KL(policy || reference) at every prefix and
 that of k3 the gradient of KL(reference || policy), both without the effect of a token
-on later prefixes. tests/ops/true_gradient_test.py has the proofs in numbers.
+on later prefixes; `corrected` turns k1 and k3 into k2 there.
+tests/ops/true_gradient_test.py has the proofs in numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tunix.ops.reductions import MAX_EXPONENT
+from tunix.ops.reductions import MAX_EXPONENT, safe_exp
 
 
 def k1(
@@ -50,6 +51,22 @@ def k3(
   log_r = jnp.maximum(logps - ref_logps, -MAX_EXPONENT)
   # Near 0 the terms cancel; expm1 loses half as many digits as exp.
   return jnp.expm1(-log_r) + log_r
+
+
+def corrected(
+  values: Float[Array, "B T"], log_ratio: Float[Array, "B T"]
+) -> Float[Array, "B T"]:
+  """An estimate times the ratio of the policies, for the loss (arXiv:2512.02556).
+
+  The ratio is differentiated: where it is 1 the value stays as it is, and the gradient
+  of k1 and k3 becomes that of KL(policy || reference) at every prefix. Off-policy it
+  weighs the tokens as the new policy would draw them.
+
+  Args:
+    values: k1 or k3.
+    log_ratio: from `policy_gradient.log_ratio`, token level.
+  """
+  return safe_exp(log_ratio) * values
 
 
 def exact(

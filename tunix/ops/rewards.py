@@ -15,8 +15,7 @@ def overlong_penalty(
   """What to add to the reward of completions that come near the limit (<= 0).
 
   0 up to `max_tokens - buffer_tokens`, then linear down to -penalty at `max_tokens`,
-  and -penalty beyond: the soft overlong punishment of DAPO (arXiv:2503.14476,
-  equation 13).
+  and -penalty beyond: the soft overlong punishment of DAPO (arXiv:2503.14476).
 
   Args:
     lengths: completion lengths, in tokens (not characters).

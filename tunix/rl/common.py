@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tunix.generate import batching, scoring
+from tunix.generate import batching
+from tunix.models import calling
 from tunix.rl.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 
@@ -211,4 +212,5 @@ def _right_padded(rows: Sequence[np.ndarray], width: int, dtype: Any) -> np.ndar
 
 def can_share_prompts(model: Any) -> bool:
   """Whether `scoring.score_completions` can compute a prompt once for a group."""
-  return scoring.shares_prompts(model)
+  takes = calling.takes(calling.call_parameters(model), "shared_prompt")
+  return takes and calling.gives_hidden(model)

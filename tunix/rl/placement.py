@@ -5,7 +5,7 @@ Pure helpers: which role lives where is decided in rl_cluster.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from tunix.models import lora, lora_modules
 from tunix.models.transformer.model import Transformer
-from tunix.rl import reshard
+from tunix.rl.reshard import reshard_pytree
 from tunix.utils import stamp, tree
 
 Reshard = Callable[[Any, Any], Any]
@@ -36,7 +36,7 @@ def same_devices(mesh_a: Mesh | None, mesh_b: Mesh | None) -> bool:
   return _devices(mesh_a) == _devices(mesh_b)
 
 
-def _devices(mesh: Mesh | None) -> set[jax.Device]:
+def _devices(mesh: Mesh | None) -> set[Any]:
   if mesh is not None:
     return set(mesh.devices.flat)
   return set(jnp.zeros(()).devices())
@@ -187,9 +187,7 @@ def _scales(model: nnx.Module) -> dict[str, float]:
   return {path: linear.lora_scale for path, linear in adapted.items()}
 
 
-def copy_weights(
-  source: Any, target: Any, reshard: Reshard = reshard.reshard_pytree
-) -> int:
+def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) -> int:
   """Gives `target` the policy of `source`, in place; see `sync_needs`.
 
   Only parameters whose content differs are sent: of a LoRA actor and a target with the
@@ -212,17 +210,28 @@ def copy_weights(
     WeightSyncError: the target does not hold what was sent.
   """
   if sync_needs(source, target) == "merged":
-    source = lora.merge(source)
-  sent = _to_send(_parameter_arrays(source), target)
+    source = _merged(source)
+  held = _parameter_arrays(target)
+  arrays = _matched(_parameter_arrays(source), held)
+  want, before = stamp.leaf_stamps(arrays), _stamps_of(held, arrays)
+  sent = {path: x for path, x in arrays.items() if want[path] != before[path]}
   if not sent:
     return 0
+  moved = reshard(sent, {path: held[path].sharding for path in sent})
+  _check_arrival({path: want[path] for path in sent}, stamp.leaf_stamps(moved), before)
   variables = _by_path(target)
-  where = {path: variables[path].get_value().sharding for path in sent}
-  moved = reshard(sent, where)
-  _check_arrival(sent, moved, {path: variables[path].get_value() for path in sent})
   for path, value in moved.items():
     variables[path].set_value(value)
   return tree.size_bytes(moved)
+
+
+def _merged(source: Any) -> Any:
+  if not isinstance(source, Transformer) or not lora_modules.adapted(source):
+    raise ValueError(
+      f"the adapters of {type(source).__name__} are not of lora.apply and cannot be "
+      "merged here: give the target the same adapters"
+    )
+  return lora.merge(source)
 
 
 def _by_path(model: nnx.Module) -> dict[str, nnx.Variable]:
@@ -237,9 +246,14 @@ def _parameter_arrays(model: nnx.Module) -> dict[str, jax.Array]:
   return {path: variable.get_value() for path, variable in _by_path(model).items()}
 
 
-def _to_send(arrays: dict[str, jax.Array], target: nnx.Module) -> dict[str, jax.Array]:
-  """The arrays that differ from the target's, in its dtypes."""
-  held = _parameter_arrays(target)
+def _stamps_of(arrays: dict[str, jax.Array], paths: Iterable[str]) -> dict[str, str]:
+  return stamp.leaf_stamps({path: arrays[path] for path in paths})
+
+
+def _matched(
+  arrays: dict[str, jax.Array], held: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+  """The source's arrays in the target's dtypes, without those that are the target's."""
   odd = sorted(arrays.keys() ^ held.keys())
   if odd:
     side = "source" if odd[0] in arrays else "target"
@@ -256,20 +270,20 @@ def _to_send(arrays: dict[str, jax.Array], target: nnx.Module) -> dict[str, jax.
       )
     if not _same_memory(x, held[path]):
       out[path] = x.astype(held[path].dtype)
-  ours = stamp.leaf_stamps(list(out.values()))
-  theirs = stamp.leaf_stamps([held[path] for path in out])
-  changed = (a != b for a, b in zip(ours.values(), theirs.values()))
-  return {path: x for (path, x), differs in zip(out.items(), changed) if differs}
+  return out
 
 
-def _check_arrival(sent: Any, moved: Any, before: Any) -> None:
-  want, got = stamp.content_stamp(sent), stamp.content_stamp(moved)
-  if want == got:
+def _check_arrival(
+  want: dict[str, str], got: dict[str, str], before: dict[str, str]
+) -> None:
+  """Compares the stamps of what was sent with those of what is there now."""
+  wrong = sorted(path for path in want if got.get(path) != want[path])
+  if not wrong:
     return
-  same = got == stamp.content_stamp(before)
-  what = "still holds its old weights" if same else "holds other weights"
+  first = wrong[0]
+  there = {None: "got nothing", before[first]: "still has its old content"}
   raise WeightSyncError(
-    f"{len(sent)} parameters changed in the source ({tree.size_bytes(sent):,} bytes, "
-    f"stamp {want}), and after the sync the target {what} (stamp {got}): the transport "
-    "lost the update; generating with it would be off-policy"
+    f"{len(wrong)} of {len(want)} changed parameters did not arrive: the target "
+    f"{there.get(got.get(first), 'has something else')} for {first!r}; the transport "
+    "lost the update, and rollouts would be by another policy"
   )

@@ -71,7 +71,9 @@ def policy_loss(
   if scores.entropy is not None:
     values = values - config.entropy_coef * scores.entropy
     watched["entropy"] = scores.entropy
-  total = aggregate(values, mask, config.loss_agg_mode, max_tokens=max_tokens)
+  scaled = config.loss_agg_mode == "sequence-mean-token-scale"
+  limit = max_tokens if scaled else None
+  total = aggregate(values, mask, config.loss_agg_mode, max_tokens=limit)
   return total, token_means(watched, mask)
 
 

@@ -117,9 +117,10 @@ def reshard_model_to_mesh(
 def route(source: Any, target: Sharding, shape: Sequence[int]) -> list[Sharding]:
   """The layouts that an array passes through, the last of them `target`.
 
-  No device of the source, and not the host, holds more of it on the way than a device
-  of the target in the end. A target of one device, or layouts that have no number of
-  shards in common, are reached directly.
+  On the way a device holds no more than it did or will; or, where the shards on the two
+  sides do not fit into each other, 1 / n of the array, n the common divisor of the
+  source's shards and the target's devices. A target of one device, or n = 1, is
+  reached directly, which goes through the host.
 
   Args:
     source: how the array lies.
@@ -134,11 +135,11 @@ def route(source: Any, target: Sharding, shape: Sequence[int]) -> list[Sharding]
   have, want = _counts(source, len(shape)), _counts(target, len(shape))
   if have == want or math.prod(have) == 1:
     return [target]
-  crosses = source.device_set != target.device_set
   if math.prod(want) > 1 and all(h % w == 0 for h, w in zip(have, want)):
     gathered = _intermediate(source, want)
-    return [target] if gathered is None else [gathered, target]
-  if not crosses:
+    if gathered is not None:
+      return [gathered, target]
+  if _order(source) == _order(target):
     return [target]
   shared = _shared_counts(have, mesh.size)
   narrow = _intermediate(source, shared)

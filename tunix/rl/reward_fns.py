@@ -31,17 +31,21 @@ class RowReward:
   """A reward function over rows that are scored one by one.
 
   Attributes:
-    __name__: for metrics.
+    name: for metrics.
     score: `score(completion, reference, **options) -> float`; the reference is None
       without a column.
     column: the dataset's column of references, or None.
     options: passed on to every score.
   """
 
-  __name__: str
+  name: str
   score: Callable[..., float]
   column: str | None
   options: Mapping[str, Any]
+
+  @property
+  def __name__(self) -> str:
+    return self.name
 
   @property
   def __signature__(self) -> inspect.Signature:

@@ -1,0 +1,139 @@
+"""Stop strings and increments, on rows that are made by hand."""
+
+import types
+
+import numpy as np
+import pytest
+
+from tunix.generate import completions
+from tunix.generate.completions import Completions
+
+TEXT = "the end. The end of it"
+
+
+def letters(ids):
+  return "".join(map(chr, ids))
+
+
+def utf8(ids):
+  return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
+
+
+def ids(text):
+  return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+
+def generated(rows, lengths, done=False, stopped=False):
+  """What a device would have written."""
+  width = max(map(len, rows))
+  tokens = np.zeros((len(rows), width), np.int32)
+  for i, row in enumerate(rows):
+    tokens[i, : len(row)] = row
+  flags = lambda x: np.broadcast_to(np.asarray(x), (len(rows),))
+  return types.SimpleNamespace(
+    tokens=tokens,
+    lengths=np.asarray(lengths),
+    done=flags(done),
+    stopped=flags(stopped),
+    logps=-tokens.astype(np.float32),
+    sampling_logps=None,
+  )
+
+
+@pytest.mark.parametrize(
+  ("stops", "tokens", "text"),
+  [
+    (["end"], 7, "the "),
+    (["d."], 8, "the en"),
+    (["The", "end of"], 12, "the end. "),
+    (["nd o", "d."], 8, "the en"),
+    (["t"], 1, ""),
+    (["it"], 22, "the end. The end of "),
+    (["no", "xyz"], None, None),
+  ],
+)
+@pytest.mark.parametrize("known", [0, 5])
+def test_a_stop_string_is_found_where_it_is_complete(stops, tokens, text, known):
+  if tokens is not None and tokens <= known:
+    return
+  stop = completions.find_stop(letters, ids(TEXT), stops, known)
+  assert (stop and (stop.tokens, stop.text)) == (tokens and (tokens, text))
+
+
+def test_a_token_may_hold_more_than_the_stop_string():
+  words = ["Yes", ". And", " so on"]
+  decode = lambda tokens: "".join(words[i] for i in tokens)
+  stop = completions.find_stop(decode, np.arange(3), ["."])
+  assert stop == completions.Stop(2, "Yes")
+
+
+@pytest.mark.parametrize(
+  ("text", "stops", "kept"),
+  [
+    ("abc", [], "abc"),
+    ("abc", ["cd"], "ab"),
+    ("abc", ["bcd", "cx"], "a"),
+    ("aab", ["aabaab"], ""),
+    ("ab\ufffd", [], "ab"),
+    ("abc", ["x"], "abc"),
+  ],
+)
+def test_what_of_a_text_stays(text, stops, kept):
+  assert completions.settled(text, stops) == kept
+
+
+def grown(decode, tokens, stops, steps, **end):
+  """The increments of one row that is read after each of `steps` tokens."""
+  rows = Completions(decode, 1, stops, include_eos=end.pop("include_eos", False))
+  parts = []
+  for count in steps:
+    last = count == steps[-1]
+    rows.read(generated([tokens], [count], **(end if last else {})))
+    parts.append(rows.increment(0))
+  return rows, parts
+
+
+@pytest.mark.parametrize("every", [1, 3, 22])
+def test_increments_make_up_the_whole(every):
+  steps = [*range(every, 22, every), 22]
+  rows, parts = grown(letters, ids(TEXT), ["end of"], steps, done=True)
+  parts = [part for part in parts if part]
+  assert "".join(p.text for p in parts) == "the end. The " == rows.text(0)
+  assert letters(np.concatenate([p.tokens for p in parts])) == "the end. The end of"
+  assert [p.finish_reason for p in parts] == [None] * (len(parts) - 1) + ["stop"]
+  np.testing.assert_array_equal(
+    np.concatenate([p.logprobs for p in parts]), -ids(TEXT)[:19]
+  )
+
+
+def test_half_a_character_is_held_back():
+  tokens = ids("aé€b")  # 1 + 2 + 3 + 1 bytes
+  _, parts = grown(utf8, tokens, [], list(range(1, 8)), done=True)
+  assert [p.text for p in parts] == ["a", "", "é", "", "", "€", "b"]
+  assert [len(p.tokens) for p in parts] == [1] * 7
+
+
+def test_held_back_text_comes_at_the_end():
+  _, parts = grown(letters, ids("abcx"), ["cd"], [3, 4], done=True)
+  assert [p.text for p in parts] == ["ab", "cx"]
+  _, parts = grown(letters, ids("abc"), ["cd"], [2, 3], done=True)
+  assert [p.text for p in parts] == ["ab", "c"]
+
+
+def test_reasons_and_lengths():
+  end = {"done": True, "stopped": True}
+  for include_eos, count in ((False, 3), (True, 4)):
+    rows, _ = grown(letters, ids("abc!"), [], [4], include_eos=include_eos, **end)
+    assert (rows.reason(0), rows.length(0), rows.text(0)) == ("eos", count, "abc")
+  rows, _ = grown(letters, ids("abcd"), [], [4], done=True)
+  assert (rows.reason(0), rows.length(0)) == ("length", 4)
+  rows, _ = grown(letters, ids("abc!"), ["b"], [4], include_eos=True, **end)
+  assert (rows.reason(0), rows.length(0), rows.text(0)) == ("stop", 2, "a")
+  assert rows.limits(np.asarray([9])).tolist() == [2]
+  rows, parts = grown(letters, ids("abc"), [], [2])
+  assert rows.reason(0) is None and parts[-1].finish_reason is None
+
+
+def test_the_prompt_in_front():
+  rows, _ = grown(letters, ids("abcd"), ["c"], [4], done=True)
+  assert rows.text(0, ids("xy")) == "xyab"

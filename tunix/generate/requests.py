@@ -1,0 +1,178 @@
+"""From checked options and prompts to what the programs of a request read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from tunix.generate import batching, decode
+from tunix.generate.batching import Limits
+from tunix.generate.options import SamplingOptions
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.transformer.model import Transformer
+from tunix.utils import mesh as mesh_lib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+  """Prompts and options in their fixed shape.
+
+  Attributes:
+    options: what was asked for.
+    prompts: token ids of each prompt.
+    padded: int32 [P, W], the same with the tokenizer's padding id.
+    start: what prefill reads.
+    rules, plan: of decoding.
+    opened: the model's split.
+    mesh: of the model, or the surrounding one.
+  """
+
+  options: SamplingOptions
+  prompts: list[np.ndarray]
+  padded: np.ndarray
+  start: decode.Prompts
+  rules: decode.Rules
+  plan: decode.Plan
+  opened: decode.Opened
+  mesh: Mesh | None
+
+  @property
+  def rows(self) -> int:
+    """Completions that the caller gets."""
+    return len(self.prompts) * self.options.num_samples
+
+
+def prepare(
+  model: nnx.Module,
+  tokenizer: TokenizerAdapter,
+  prompts: list[np.ndarray],
+  options: SamplingOptions,
+  cache_size: int | None,
+) -> Request:
+  """The request in its fixed shape.
+
+  Raises:
+    TypeError: a seed of another kind.
+    ValueError: no prompts, ids outside the vocabulary, or more tokens than fit.
+  """
+  if not prompts:
+    raise ValueError("there are no prompts: give at least one")
+  vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+  for prompt in prompts:
+    _check_ids(prompt, "a prompt", vocab_size)
+  count, samples = len(prompts), options.beam_size or options.num_samples
+  graph, state = nnx.split(model)
+  mesh = mesh_of(state)
+  each = options.limits(count)
+  longest, steps = max(map(len, prompts)), int(each.max())
+  shape = limits_of(model, mesh, cache_size).shape(
+    count, samples, longest, steps, options.max_prompt_length, options.beam_size
+  )
+  limits = np.zeros(shape.rows, np.int32)
+  limits[: count * samples] = np.repeat(each, samples)
+  padded, mask = batching.left_padded(
+    prompts, shape.prompts, shape.width, fill_id(tokenizer)
+  )
+  source = np.minimum(np.arange(shape.rows) // samples, shape.prompts - 1)
+  tight = shape.slots < shape.width + shape.columns and isinstance(model, Transformer)
+  over = np.int32(max(0, shape.width + steps - shape.slots))
+  eos = _eos(options.eos_tokens, tokenizer, vocab_size)
+  draw = _draw(options, shape.rows, vocab_size)
+  with mesh_lib.use_mesh(mesh):
+    opened = decode.opened(graph, state)
+  return Request(
+    options=options,
+    prompts=prompts,
+    padded=padded[:count],
+    start=decode.Prompts(
+      # A padding id may lie outside the model's vocabulary.
+      tokens=np.where(mask, padded, 0),
+      mask=mask,
+      source=source.astype(np.int32) if samples > 1 else None,
+      shift=over if tight else None,
+    ),
+    rules=decode.Rules(limits=limits, eos=eos, draw=draw),
+    plan=decode.Plan(
+      slots=shape.slots,
+      columns=shape.columns,
+      return_logits=options.return_logits,
+      return_logps=options.return_logprobs,
+    ),
+    opened=opened,
+    mesh=mesh,
+  )
+
+
+def limits_of(model: nnx.Module, mesh: Mesh | None, cache_size: int | None) -> Limits:
+  """What the model's requests must keep to."""
+  own_cache = hasattr(model, "init_cache") and not isinstance(model, Transformer)
+  rules = getattr(getattr(model, "config", None), "sharding", None)
+  shards = 1
+  if mesh is not None and rules is not None:
+    shards = math.prod(mesh.shape.get(axis, 1) for axis in rules.batch_axes)
+  return Limits(cache_size=cache_size, movable=not own_cache, shards=shards)
+
+
+def mesh_of(state: Any) -> Mesh | None:
+  """The mesh that the weights lie on, else the surrounding one."""
+  mesh = mesh_lib.mesh_of(state)
+  return mesh_lib.current_mesh() if mesh is None else mesh
+
+
+def fill_id(tokenizer: TokenizerAdapter) -> int:
+  """The id that rows are filled up with."""
+  pad = tokenizer.pad_id()
+  return 0 if pad is None else pad
+
+
+def _draw(options: SamplingOptions, rows: int, vocab_size: int | None) -> decode.Draw:
+  """How rows choose; what is off is not there."""
+  greedy = options.temperature == 0
+  given = {} if greedy else {"temperature": options.temperature, **options.filters}
+  return decode.Draw(
+    rows=np.arange(rows, dtype=np.int32),
+    key=batching.random_key(0 if options.seed is None and greedy else options.seed),
+    forbidden=_forbidden(options.forbidden_tokens, vocab_size),
+    **{
+      name: np.full(rows, value, np.int32 if name == "top_k" else np.float32)
+      for name, value in given.items()
+    },
+  )
+
+
+def _forbidden(
+  tokens: Sequence[int] | None, vocab_size: int | None
+) -> np.ndarray | None:
+  if tokens is None or len(tokens) == 0:
+    return None
+  _check_ids(tokens, "forbidden_tokens", vocab_size)
+  if len(set(tokens)) == vocab_size:
+    raise ValueError("forbidden_tokens names every token: leave at least one")
+  return batching.id_list(tokens)
+
+
+def _eos(
+  tokens: Sequence[int] | None, tokenizer: TokenizerAdapter, vocab_size: int | None
+) -> np.ndarray:
+  if tokens is None:
+    return batching.id_list(tokenizer.eos_ids())
+  _check_ids(tokens, "eos_tokens", vocab_size)
+  return batching.id_list(tokens)
+
+
+def _check_ids(ids: Any, what: str, vocab_size: int | None) -> None:
+  ids = np.asarray(ids)
+  size = batching.NO_TOKEN if vocab_size is None else vocab_size
+  wrong = ids[(ids < 0) | (ids >= size)]
+  if wrong.size:
+    known = "0 or more" if vocab_size is None else f"from 0 to {vocab_size - 1}"
+    raise ValueError(
+      f"{what} has token id {wrong[0]}, the model's ids are {known}: does the "
+      "tokenizer belong to this model?"
+    )
