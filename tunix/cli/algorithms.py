@@ -1,4 +1,4 @@
-"""The algorithm of a run: its configuration and its learner, by the keys `algorithm`."""
+"""The algorithm of a run, by the keys `algorithm`: its configuration, its learner."""
 
 from __future__ import annotations
 

@@ -222,20 +222,20 @@ def cadence(
   """The settings that all trainers share."""
   every = config.checkpoint.every_n_steps
   seconds = config.checkpoint.min_interval_secs
-  return dict(
-    eval_every_n_steps=config.training.eval_every_n_steps,
-    max_steps=config.training.max_steps,
-    checkpoint_root_directory=str(output_dir / "checkpoints"),
-    checkpointing_options=CheckpointOptions(
+  return {
+    "eval_every_n_steps": config.training.eval_every_n_steps,
+    "max_steps": config.training.max_steps,
+    "checkpoint_root_directory": str(output_dir / "checkpoints"),
+    "checkpointing_options": CheckpointOptions(
       save_every_n_steps=every,
       min_interval_secs=180 if seconds is None else seconds,
       max_to_keep=config.checkpoint.max_to_keep,
       asynchronous=config.checkpoint.asynchronous,
     ),
-    data_sharding_axis=data_axes(config.mesh),
-    pbar_description="training" if config.logging.progress_bar else None,
-    learning_rate=learning_rate,
-  )
+    "data_sharding_axis": data_axes(config.mesh),
+    "pbar_description": "training" if config.logging.progress_bar else None,
+    "learning_rate": learning_rate,
+  }
 
 
 def build_logger(config: Config, output_dir: pathlib.Path) -> metrics.MetricsLogger:

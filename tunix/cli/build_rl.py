@@ -121,8 +121,8 @@ def _reference(config: Config, algorithm: AlgorithmConfig, mesh: Mesh | None) ->
   if not algorithm.beta:
     if path is not None:
       raise ValueError(
-        f"rl.reference is {path!r} and algorithm.beta 0: nothing would be compared with "
-        "it; set algorithm.beta, or leave it out"
+        f"rl.reference is {path!r} and algorithm.beta 0: nothing would be compared "
+        "with it; set algorithm.beta, or leave it out"
       )
     return None
   if path is not None:

@@ -17,8 +17,9 @@ class Argument:
 
 
 def convert(value: Any, hint: Any, key: str) -> Any:
-  """`value` as the type `hint`: str, bool, int, float, Literal, tuple, dict with string keys, or one of these or None. Integers pass as floats; what was typed
-  for a string passes as it is, although YAML reads "17" as a number.
+  """`value` as the type `hint`: str, bool, int, float, Literal, tuple, dict with
+  string keys, or one of these or None. Integers pass as floats; what was typed for a
+  string passes as it is, although YAML reads "17" as a number.
 
   Raises:
     ValueError: another type; begins with `key`, and says what was found and expected.

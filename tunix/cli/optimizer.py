@@ -126,8 +126,8 @@ def build_optimizer(
 
 
 def build_critic_optimizer(config: Config) -> optax.GradientTransformation:
-  """The same for a critic: at `rl.critic_learning_rate`, where that is set, in the place
-  of `training.learning_rate`; a schedule is scaled as a whole.
+  """The same for a critic: at `rl.critic_learning_rate`, where that is set, instead of
+  `training.learning_rate`; a schedule is scaled as a whole.
 
   Raises:
     ValueError: see `build_optimizer`, or a schedule of rate 0 that cannot be scaled.

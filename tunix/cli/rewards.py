@@ -27,6 +27,8 @@ READY = {
   )
 }
 
+TIMEOUT_S = 60.0
+
 
 def build_rewards(config: Config) -> RewardManager | None:
   """What the learner calls; None: the reward model alone.
@@ -42,7 +44,7 @@ def build_rewards(config: Config) -> RewardManager | None:
     functions,
     keys.weights,
     workers=keys.workers,
-    timeout_s=keys.timeout_s,
+    timeout_s=keys.timeout_s or TIMEOUT_S if keys.workers else None,
     names=_names(functions),
   )
 

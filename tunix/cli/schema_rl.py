@@ -144,11 +144,10 @@ class RewardKeys:
         "reward.functions: give one a function"
       )
     at_least(0, reward__workers=self.workers)
-    if bool(self.workers) != (self.timeout_s is not None):
+    if self.timeout_s is not None and not self.workers:
       raise ValueError(
-        f"reward.workers is {self.workers} and reward.timeout_s {self.timeout_s}: a "
-        "deadline needs processes that can be ended, and they need a deadline; set "
-        "both or neither"
+        f"reward.timeout_s is {self.timeout_s} and reward.workers 0: only a process of "
+        "its own can be ended; set reward.workers"
       )
 
   @property

@@ -280,8 +280,8 @@ def _describe(
     length = keys.max_prompt_length + keys.max_tokens_to_generate
   if longest is not None and length > longest:
     lines.append(
-      f"note: {what} {length} is beyond the {longest} positions that the model was made "
-      "for"
+      f"note: {what} {length} is beyond the {longest} positions that the model was "
+      "made for"
     )
   return "\n".join(lines)
 

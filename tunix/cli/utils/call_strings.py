@@ -87,7 +87,7 @@ def load(call: CallString) -> Callable[..., Any]:
       n for n, v in vars(module).items() if callable(v) and not n.startswith("_")
     ]
     raise ValueError(
-      f"{call.source} has no function {call.name!r}: it has {', '.join(known) or 'none'}"
+      f"{call.source} has no function {call.name!r}: there are {known or 'none'}"
     )
   return found
 
