@@ -194,10 +194,11 @@ class Adapter:
         on_step(len(means), means[-1], completions)
       return found
 
+    tokenizer = TokenizerAdapter.from_pretrained(path)
     cluster = RLCluster(
       actor=self.model(path),
       reference=self.model(path) if beta else None,
-      tokenizer=TokenizerAdapter.from_pretrained(path),
+      tokenizer=tokenizer,
       cluster_config=ClusterConfig(
         training_config=RLTrainingConfig(
           actor_optimizer=optax.adamw(lr), pbar_description=None
@@ -213,8 +214,8 @@ class Adapter:
     config = GRPOConfig(num_generations=generations, beta=beta, **algorithm)
     learner = GRPOLearner(cluster, config, rewards)
     phases = Phases(learner, clock)
-    learner.train(
-      {"prompts": batch, **{name: x[i] for name, x in columns.items()}}
+    learner.train(  # ids, so that no BOS is added
+      {"prompts": [tokenizer.encode(x) for x in batch], **{name: x[i] for name, x in columns.items()}}
       for i, batch in enumerate(prompts)
     )
     return {**clock.summary(skip=1), "rewards": means, "parts": phases.parts[-8:]}

@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
   if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with nohup or `&`
     signal.signal(signal.SIGINT, signal.default_int_handler)
   is_worker = "PYTEST_XDIST_WORKER" in os.environ
-  if is_worker or config.option.markexpr != "not slow":
+  if is_worker or config.option.markexpr != "not slow and not engine":
     return
   programs = tempfile.mkdtemp(prefix="tunix-tests-")
   atexit.register(shutil.rmtree, programs, True)

@@ -20,6 +20,7 @@ import math
 import pathlib
 import tempfile
 import types
+from typing import Any
 
 import datasets
 import numpy as np
@@ -105,13 +106,18 @@ def folder() -> str:
   """A tiny random model with a tokenizer; a trainer loads its reference from it."""
   path = tempfile.mkdtemp()
   torch.manual_seed(0)
-  transformers.LlamaForCausalLM(
-    transformers.LlamaConfig(
-      **{"vocab_size": VOCAB, "hidden_size": 8, "intermediate_size": 8},
-      **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
-      **{"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1},
-    )
-  ).save_pretrained(path)
+  config = transformers.LlamaConfig(
+    vocab_size=VOCAB,
+    hidden_size=8,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    pad_token_id=0,
+    eos_token_id=1,
+    bos_token_id=1,
+  )
+  transformers.LlamaForCausalLM(config).save_pretrained(path)
   words = {word: i for i, word in enumerate(["<pad>", "<eos>", *"abcdefghi"])}
   backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "<pad>"))
   backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -178,8 +184,8 @@ def loss(name: str, options: dict, batch: dict) -> tuple[float, np.ndarray]:
     given["old_per_token_logps"] = torch.tensor(batch["old_logps"])
     given["old_logps"] = torch.tensor((batch["old_logps"] * batch["mask"]).sum(1))
   value = made.compute_loss(policy, given)
-  value.backward()
-  return float(value.detach()), policy.logits.grad.numpy()
+  (gradient,) = torch.autograd.grad(value, [policy.logits])
+  return float(value.detach()), gradient.numpy()
 
 
 def rewards(seed: int) -> np.ndarray:
@@ -222,7 +228,7 @@ def weight(name: str, options: dict, seed: int) -> dict[str, np.ndarray]:
 
 def main() -> None:
   batch, given = inputs(0), rewards(0)
-  arrays = {f"batch/{name}": x for name, x in batch.items()}
+  arrays: dict[str, Any] = {f"batch/{name}": x for name, x in batch.items()}
   arrays["rewards"] = given
   for name, options in LOSSES.items():
     arrays[f"loss/{name}"], arrays[f"gradient/{name}"] = loss(name, options, batch)

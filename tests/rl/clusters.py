@@ -60,11 +60,16 @@ def config(rollout: dict[str, Any] | None = None, **training: Any) -> ClusterCon
   )
 
 
+def model(seed: int = 0, **changes: Any) -> nnx.Module:
+  """The smallest of toys: compiling is what these tests cost."""
+  return toys.model(seed=seed, num_layers=1, **changes)
+
+
 def cluster(
   actor: nnx.Module | None = None, *, critic: bool = False, **options: Any
 ) -> RLCluster:
   """A cluster on a toy model; models by role, and what `config` takes."""
-  actor = toys.model() if actor is None else actor
+  actor = model() if actor is None else actor
   models = {k: options.pop(k) for k in ("reference", "reward") if k in options}
   if critic:
     models["critic"] = create_critic_model(actor, seed=1)

@@ -89,6 +89,8 @@ def test_the_reference_is_the_base_without_a_copy(kind):
   want = logits(base)
   np.testing.assert_array_equal(logits(reference), want)
   assert np.abs(logits(actor) - want).max() > 1e-3
+  training = [m.layers.attn.q_proj.deterministic is False for m in (actor, reference)]
+  assert training == [True, False]
   used = {id(x) for x in arrays(actor).values()}
   assert {id(x) for x in arrays(reference).values()} <= used
 

@@ -114,13 +114,25 @@ def write_answer_twice(prompts, completions):
   return [1.0] * len(completions)
 
 
+def killed_until(path, loads):
+  """What loads as `lengths`, in the process that has loaded it so many times before."""
+  with open(path, "a") as file:
+    file.write("x")
+  if os.path.getsize(path) < loads:
+    os.kill(os.getpid(), signal.SIGKILL)
+  return lengths
+
+
 class Unloadable:
-  """Pickles, but cannot be loaded."""
+  """Pickles; loading it calls a function instead."""
 
   __name__ = "unloadable"
+
+  def __init__(self, function=raises, *arguments):
+    self._instead = (function, arguments or (None, None))
 
   def __call__(self, prompts, completions):
     return [1.0]
 
   def __reduce__(self):
-    return (raises, (None, None))
+    return self._instead

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.rl import reward_faults
-from tunix.rl import reward_worker
+from tunix.rl import reward_pool, reward_worker
 from tunix.rl.reward_outcomes import Failed, TimedOut, Value, per_row
 from tunix.rl.reward_pool import Call, RewardPool
 
@@ -170,6 +170,23 @@ def test_functions_that_cannot_be_loaded_end_the_run():
     RuntimeError, match=r"cannot load unloadable: ValueError: no such"
   ):
     pool(reward_faults.Unloadable()).run([Call(0, ROWS, 2)])
+
+
+def test_a_worker_that_is_killed_while_it_starts_gets_another_try(tmp_path):
+  def killed(times):
+    function = reward_faults.killed_until
+    return reward_faults.Unloadable(function, str(tmp_path / str(times)), times + 1)
+
+  assert pool(killed(2)).run([Call(0, ROWS, 2)]) == [FINE]
+  with pytest.raises(RuntimeError, match="its process was ended by SIGKILL"):
+    pool(killed(5)).run([Call(0, ROWS, 2)])
+  assert len((tmp_path / "5").read_text()) == 3
+
+
+def test_functions_that_take_for_ever_to_load_end_the_run(monkeypatch):
+  monkeypatch.setattr(reward_pool, "START_TIMEOUT_S", 2.0)
+  with pytest.raises(RuntimeError, match="it was not ready after 2 s"):
+    pool(reward_faults.Unloadable(reward_faults.hang)).run([Call(0, ROWS, 2)])
 
 
 def test_columns_that_cannot_be_sent_are_refused():

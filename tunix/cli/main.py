@@ -20,6 +20,10 @@ import tunix
 COMMANDS = {
   "train": ("tunix.cli.train_main", "fine-tune a model; again: resume"),
   "generate": ("tunix.cli.generate_main", "continue prompts with a model"),
+  "parity": (
+    "tunix.cli.parity_main",
+    "compare log-probs of decoding with scored ones",
+  ),
   "export": ("tunix.cli.export_main", "write a run's model or adapter to a folder"),
   "data": ("tunix.cli.data_main", "show what a run would train on, and check it"),
   "quickstart": (

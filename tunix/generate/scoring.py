@@ -136,6 +136,27 @@ def completion_hidden(
   return _states(model, rows, group_size)
 
 
+def completion_logits(
+  model: Any,
+  prompt_ids: Ids,
+  prompt_mask: Mask,
+  completion_ids: Ids,
+  completion_mask: Mask,
+  *,
+  group_size: int = 1,
+) -> Float[Array, "B R V"]:
+  """Logits at the positions that predict the completion tokens, of any model.
+
+  For what needs the whole distribution (exact KL, distillation): the memory grows with
+  the vocabulary.
+
+  Args, Raises: see `score_completions`.
+  """
+  rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  states = _states(model, rows, group_size)
+  return model.logits(states) if calling.gives_hidden(model) else states
+
+
 def score_values(
   critic: Any,
   prompt_ids: Ids,

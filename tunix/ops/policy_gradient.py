@@ -155,8 +155,9 @@ def cispo_loss(
     ValueError: bounds out of these ranges.
   """
   _check_clip(clip_low, clip_high)
-  ratio = jax.lax.stop_gradient(safe_exp(log_ratio))
+  ratio = safe_exp(log_ratio)
   weight = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
+  # A constant factor of the advantage, and so outside of the gradient.
   values = reinforce_loss(logps, weight * _per_token(advantages))
   return PolicyLoss(values, weight != ratio)
 

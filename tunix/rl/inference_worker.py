@@ -129,11 +129,11 @@ def logps_of(group_size: int, temperature: float, tile_rows: int | None) -> Scor
   return score
 
 
-def values_of(model: nnx.Module, **rows: jax.Array) -> jax.Array:
+def values_of(model: nnx.Module, **rows: Any) -> jax.Array:
   """A critic's value before each token [B, R]."""
   return scoring.score_values(model, **rows)
 
 
-def rewards_of(model: nnx.Module, **rows: jax.Array) -> jax.Array:
+def rewards_of(model: nnx.Module, **rows: Any) -> jax.Array:
   """A reward model's score of each row [B]."""
   return scoring.score_sequences(model, **rows)

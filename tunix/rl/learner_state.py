@@ -102,9 +102,8 @@ def restore(
   for name, value in identity.items():
     if (before := saved["identity"].get(name)) != value:
       raise ValueError(
-        f"checkpoint {step} belongs to a run with {name} {saved['identity'].get(name)}, "
-        f"here it is {value}: resume with the models it was started with, or use "
-        "another folder"
+        f"checkpoint {step} belongs to a run with {name} {before}, here it is "
+        f"{value}: resume with the models it was started with, or use another folder"
       )
   for role, trainer in roles.items():
     part = {name: (getattr(state, name) or {}).get(role, {}) for name in _PARTS}

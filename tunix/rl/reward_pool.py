@@ -12,10 +12,8 @@ is why a function must be importable from a file.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import json
-import os
 import pathlib
 import pickle
 import selectors
@@ -31,6 +29,7 @@ from typing import Any
 
 from tunix.rl import reward_worker
 from tunix.rl.reward_outcomes import Failed, Outcome, TimedOut, describe, name_of
+from tunix.utils import processes
 
 START_TIMEOUT_S = 120.0  # to import what the functions need
 _TICK_S = 0.2  # how often dead processes are looked for
@@ -296,21 +295,12 @@ class _Worker:
 
   def exited(self) -> bool:
     """Whether the process has ended; it keeps its id until `kill`."""
-    if self.process.returncode is not None:
-      return True
-    flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    return os.waitid(os.P_PID, self.process.pid, flags) is not None
+    return processes.has_ended(self.process)
 
   def kill(self) -> int | None:
     """Ends the process and its children; its exit code."""
     self.socket.close()
-    if self.process.returncode is None:
-      # Nobody has waited for it yet, so the id is still this process's.
-      with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(self.process.pid, signal.SIGKILL)
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        self.process.wait(5)
-    return self.process.returncode
+    return processes.kill_group(self.process)
 
   def _send(self, message: bytes, seconds: float) -> None:
     self._outbox = memoryview(reward_worker.HEADER.pack(len(message)) + message)

@@ -289,13 +289,12 @@ class RLCluster:
       RuntimeError: training changed the actor and nothing reached the engine.
     """
     actor = self.actor_trainer.model
-    version = self._sync.publish(actor, self.actor_trainer.train_steps)
     own = self._own_rollout_model()
     if own is not None:
       placement.copy_weights(actor, own)
-      self.rollout.update_params(own, version)
-    else:
-      self.rollout.update_params(actor, version)
+    sampled = actor if own is None else own
+    version = self._sync.publish(sampled, self.actor_trainer.train_steps)
+    self.rollout.update_params(sampled, version)
     return version
 
   @property

@@ -295,7 +295,7 @@ class RLLearner(abc.ABC):
     rollouts: Rollouts,
     advantages: np.ndarray,
     old: np.ndarray | None = None,
-    **more: np.ndarray,
+    **more: Any,
   ) -> TrainExample:
     """The example of rollouts and advantages [B] or [B, R].
 

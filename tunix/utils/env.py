@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 
 def pathways_available() -> bool:
@@ -26,3 +27,8 @@ def wandb_requested() -> bool:
     return False
   asked = {name for name in os.environ if name.startswith("WANDB_")}
   return bool(mode) or bool(asked - _WANDB_MANNERS - {"WANDB_DISABLED"})
+
+
+def inherited(changes: Mapping[str, str]) -> dict[str, str]:
+  """The environment of a process that we start: ours, with changes."""
+  return {**os.environ, **changes}

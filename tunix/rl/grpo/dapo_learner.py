@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 
 from tunix.ops import rewards as shaping
@@ -29,8 +30,8 @@ class OverlongBuffer:
   def __post_init__(self):
     if self.tokens < 1 or self.penalty < 0:
       raise ValueError(
-        f"tokens is {self.tokens} and penalty {self.penalty}: expected at least 1 token "
-        "and a penalty that is not negative"
+        f"tokens is {self.tokens} and penalty {self.penalty}: expected at least 1 "
+        "token and a penalty that is not negative"
       )
 
 
@@ -75,7 +76,7 @@ class DAPOLearner(GRPOLearner):
     if buffer is None:
       return totals
     penalty = shaping.overlong_penalty(
-      tokens.lengths, max_tokens, buffer.tokens, buffer.penalty
+      jnp.asarray(tokens.lengths), max_tokens, buffer.tokens, buffer.penalty
     )
     return totals + np.asarray(penalty, np.float64)
 

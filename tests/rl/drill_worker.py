@@ -1,0 +1,74 @@
+"""Runs one RL job of the kill drills: python -m tests.rl.drill_worker JOB FOLDER."""
+
+import pathlib
+import sys
+
+import jax
+import optax
+
+from tests import toys
+from tests.rl import clusters
+from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.rl_learner import RLLearner
+from tunix.sft.metrics_logger import MetricsLoggerOptions
+from tunix.sft.peft_trainer import CheckpointOptions
+
+STEPS = 24
+
+
+def actor(lora_rank: int = 0):
+  return toys.model(embed_dim=64, hidden_dim=128, head_dim=16, lora_rank=lora_rank)
+
+
+def sometimes(prompts, completions, number, **columns):
+  """Groups of odd-numbered prompts teach nothing: DAPO draws further ones."""
+  values = clusters.even(prompts, completions, **columns)
+  return [1.0 if n % 2 else value for value, n in zip(values, number)]
+
+
+def learner(job: str, folder: pathlib.Path) -> RLLearner:
+  """The learner of a job: "grpo", "grpo-lora", "dapo" or "ppo"."""
+  options = {
+    "max_steps": STEPS,
+    "eval_every_n_steps": 6,
+    "mini_batch_size": 2,
+    "checkpoint_root_directory": str(folder / "checkpoints"),
+    "checkpointing_options": CheckpointOptions(save_every_n_steps=4),
+    "metrics_logging_options": MetricsLoggerOptions(folder / "logs"),
+  }
+  shared = {"num_iterations": 2, "beta": 0.05, "pass_threshold": 0.5}
+  if job == "ppo":
+    cluster = clusters.cluster(
+      actor(),
+      critic=True,
+      reference=actor(),
+      critic_optimizer=optax.adam(1e-3),
+      **options,
+    )
+    return PPOLearner(cluster, PPOConfig(**shared), clusters.even, data_shuffle_seed=1)
+  if job == "dapo":
+    cluster = clusters.cluster(actor(), **options)
+    config = DAPOConfig(num_generations=4, num_iterations=2)
+    return DAPOLearner(cluster, config, sometimes, data_shuffle_seed=1)
+  lora = job == "grpo-lora"
+  models = {} if lora else {"reference": actor()}
+  cluster = clusters.cluster(actor(4 if lora else 0), **models, **options)
+  config = GRPOConfig(num_generations=4, **shared)
+  return GRPOLearner(cluster, config, clusters.even, data_shuffle_seed=1)
+
+
+def main() -> None:
+  job, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+  # Compiling is most of the drill; equal programs give equal bits.
+  jax.config.update("jax_compilation_cache_dir", str(folder.parent / "programs"))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+  made = learner(job, folder)
+  print(f"starts from step {made.train_steps}", flush=True)
+  made.train(clusters.prompts(40), clusters.prompts(2, seed=9))
+  made.close()
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,82 @@
+"""Engines outside the process: what is asked of them, and whether weights arrived."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from tests.rl.clusters import Words
+from tunix.generate.base_sampler import BaseSampler, SamplerOutput
+from tunix.rl.placement import WeightSyncError
+from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.rollout.engine_rollout import EngineRollout
+from tunix.rl.rollout.vllm_rollout import VllmRollout
+from tunix.rl.weight_sync import PolicyVersion
+
+
+class Engine(BaseSampler):
+  """Says its weights: every log-prob is the number it was given."""
+
+  def __init__(self, *, lost: bool = False, raw: bool = False):
+    super().__init__(Words())
+    self.weights, self.lost, self.raw, self.asked = 0.0, lost, raw, []
+
+  def update_weights(self, model):
+    self.weights = self.weights if self.lost else model
+
+  def __call__(self, input_strings, max_generation_steps, num_samples=1, **options):
+    self.asked.append({**options, "num_samples": num_samples})
+    rows = len(input_strings) * num_samples
+    logps = [np.full(max_generation_steps, self.weights, np.float32)] * rows
+    return SamplerOutput(
+      text=["5"] * rows,
+      tokens=[np.full(max_generation_steps, 5, np.int32)] * rows,
+      padded_prompt_tokens=np.zeros((rows, 1), np.int32),
+      logprobs=logps,
+      sampling_logprobs=None if self.raw else logps,
+      finish_reasons=["length"] * rows,
+    )
+
+
+FIRST, SECOND = PolicyVersion(0, "a"), PolicyVersion(1, "b")
+
+
+def test_weights_move_and_rollouts_carry_their_version():
+  engine = Engine()
+  rollout = EngineRollout(engine)
+  rollout.update_params(-1.0, FIRST)
+  rollout.update_params(-2.0, SECOND)
+  out = rollout.generate(["1 2"], RolloutConfig(), num_generations=3)
+  assert out.version == SECOND
+  assert len(out.text) == len(out.prompt_tokens) == 3
+  assert out.logprobs[0][0] == -2.0
+  assert engine.asked[-1]["num_samples"] == 3
+
+
+def test_a_sync_that_moves_nothing_is_an_error():
+  rollout = EngineRollout(Engine(lost=True))
+  rollout.update_params(-1.0, FIRST)
+  with pytest.raises(WeightSyncError, match="the engine answers as before"):
+    rollout.update_params(-2.0, SECOND)
+
+
+def test_the_same_version_is_sent_once():
+  engine = Engine()
+  rollout = EngineRollout(engine)
+  rollout.update_params(-1.0, FIRST)
+  asked = len(engine.asked)
+  rollout.update_params(-9.0, dataclasses.replace(FIRST))
+  assert len(engine.asked) == asked and engine.weights == -1.0
+
+
+def test_raw_log_probs_are_refused():
+  rollout = EngineRollout(Engine(raw=True))
+  with pytest.raises(ValueError, match="processed_logprobs"):
+    rollout.generate(["1"], RolloutConfig(temperature=0.7))
+
+
+def test_options_of_the_vllm_rollout():
+  with pytest.raises(ValueError, match="address of a running server"):
+    VllmRollout(None, Words(), RolloutConfig())
+  with pytest.raises(ValueError, match="'port', which vLLM does not know"):
+    VllmRollout(None, Words(), RolloutConfig(engine_options={"port": 1}))

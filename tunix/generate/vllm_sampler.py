@@ -1,0 +1,284 @@
+"""Samples with a vLLM server, over its OpenAI-compatible HTTP interface.
+
+Nothing of vLLM is imported: the server has an environment of its own. Every prompt is
+one request, with token ids in and out; the server batches them. `vllm_server` starts
+one on this machine.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tunix.generate import engine_rows
+from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
+from tunix.generate.engine_http import Client, Refused
+from tunix.generate.engine_rows import EngineError, EngineRow, LogprobKind
+from tunix.generate.options import SamplingOptions
+from tunix.models import safetensors_saver
+from tunix.models.transformer.model import Transformer
+
+
+class VllmSampler(BaseSampler):
+  """A sampler whose model lives in a vLLM server.
+
+  Attributes:
+    model: the name that the server knows the model by.
+    logprob_kind: "raw" or "processed", see `engine_rows.LogprobKind`.
+  """
+
+  def __init__(
+    self,
+    url: str,
+    tokenizer: Any,
+    *,
+    model: str | None = None,
+    logprob_kind: LogprobKind | None = None,
+    timeout_s: float = 600.0,
+    weights_dir: str | os.PathLike[str] | None = None,
+  ):
+    """Asks the server what it serves.
+
+    Args:
+      url: http://host:port.
+      tokenizer: the model's (see BaseSampler).
+      model: the served name; None: the only one.
+      logprob_kind: what the server was started with, `--logprobs-mode raw_logprobs` or
+        `processed_logprobs`. None asks the server, which says it in development mode
+        (VLLM_SERVER_DEV_MODE=1) only.
+      timeout_s: seconds that any answer may take.
+      weights_dir: where `update_weights` writes; the server must see the same folder.
+        None: the system's temporary one.
+
+    Raises:
+      EngineError: no server answers.
+      ValueError: it serves another model, or several, or does not say its kind of
+        log-probs.
+    """
+    super().__init__(tokenizer)
+    self._client = Client(url, timeout_s)
+    self._weights_dir = weights_dir
+    self.model = self._served(model)
+    self.logprob_kind: LogprobKind = logprob_kind or self._kind()
+
+  def __call__(
+    self,
+    input_strings: str | Sequence[Prompt],
+    max_generation_steps: int | Sequence[int],
+    max_prompt_length: int | None = None,
+    echo: bool = False,
+    return_logits: bool = False,
+    eos_tokens: Sequence[int] | None = None,
+    forbidden_tokens: Sequence[int] | None = None,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    beam_size: int | None = None,
+    seed: int | jax.Array | None = None,
+    pad_output: bool = False,
+    *,
+    min_p: float | None = None,
+    num_samples: int = 1,
+    stop_strings: str | Sequence[str] = (),
+    return_logprobs: bool = False,
+    include_eos: bool = False,
+    length_penalty: float = 1.0,
+    engine_options: Mapping[str, Any] | None = None,
+  ) -> SamplerOutput:
+    """Completes prompts; the arguments are those of `Sampler.__call__`, and:
+
+    Args:
+      engine_options: more fields of vLLM's request, such as
+        {"structured_outputs": {"regex": "[0-9]+"}}.
+
+    Returns: as `Sampler`; of the two kinds of log-probs the one that the server does
+      not give is None, unless both are the same. Draws are reproducible from `seed`
+      as far as the engine is, and differ from those of `Sampler`.
+
+    Raises:
+      TypeError: a prompt, the seed, or a stop string of another kind.
+      ValueError: return_logits, forbidden_tokens or beam_size, which vLLM does not
+        honour; an option out of its range; or what the server refuses, in its words.
+      EngineError: the server is dead, late, or answers without token ids.
+    """
+    options = SamplingOptions(
+      max_generation_steps=max_generation_steps,
+      max_prompt_length=max_prompt_length,
+      echo=echo,
+      eos_tokens=eos_tokens,
+      temperature=temperature,
+      top_p=top_p,
+      top_k=top_k,
+      beam_size=beam_size,
+      seed=seed,
+      pad_output=pad_output,
+      min_p=min_p,
+      num_samples=num_samples,
+      stop_strings=stop_strings,
+      return_logprobs=return_logprobs,
+      include_eos=include_eos,
+      length_penalty=length_penalty,
+    )
+    refused = {"return_logits": return_logits, "beam_size": beam_size is not None}
+    refused |= {"forbidden_tokens": bool(len(forbidden_tokens or ()))}
+    engine_rows.refuse("vLLM", refused)
+    prompts = engine_rows.prompts_of(self, input_strings, options)
+    bodies = self._bodies(prompts, options, engine_options or {})
+    answers = self._client.ask_all("/v1/completions", bodies)
+    rows = [row for answer in answers for row in _rows(answer, options)]
+    return engine_rows.output(self.tokenizer, prompts, options, rows, self.logprob_kind)
+
+  def update_weights(self, source: Transformer | str | os.PathLike[str]) -> None:
+    """Gives the server new weights of the same architecture.
+
+    Args:
+      source: a model, which is written to a folder first (adapters merged); or a
+        folder with safetensors that the server can read.
+
+    Raises:
+      FileNotFoundError: the folder holds no safetensors.
+      ValueError: the server is not in development mode.
+      EngineError: loading failed; vLLM does not survive that.
+    """
+    if isinstance(source, (str, os.PathLike)):
+      self._load(pathlib.Path(source).absolute())
+      return
+    with tempfile.TemporaryDirectory(dir=self._weights_dir) as parent:
+      folder = pathlib.Path(parent).absolute() / "weights"
+      safetensors_saver.save_pretrained(source, folder)
+      self._load(folder)
+
+  def _load(self, folder: pathlib.Path) -> None:
+    # vLLM takes a folder that is not there for a name on the hub, and dies.
+    if not any(folder.glob("*.safetensors")):
+      raise FileNotFoundError(f"{folder} holds no safetensors: give a model's folder")
+    call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+    try:
+      self._client.ask("POST", "/collective_rpc", call)
+      # Cached prompts were computed with the old weights.
+      cleared = self._client.ask("POST", "/reset_prefix_cache")
+    except Refused as error:
+      if error.status != 404:
+        raise
+      raise ValueError(
+        f"{self._client.url} takes no weights: start it with VLLM_SERVER_DEV_MODE=1"
+      ) from error
+    if not (isinstance(cleared, dict) and cleared.get("success", True)):
+      raise EngineError(
+        f"{self._client.url} has new weights and kept prompts of the old ones in its "
+        "cache: wait for its running requests, then update again"
+      )
+
+  def _served(self, wanted: str | None) -> str:
+    answer = self._client.ask("GET", "/v1/models")
+    names = [str(entry["id"]) for entry in answer["data"]]
+    if wanted is None and len(names) == 1:
+      return names[0]
+    if wanted is None or wanted not in names:
+      raise ValueError(
+        f"{self._client.url} serves {names}, not {wanted!r}: give model="
+      )
+    return wanted
+
+  def _kind(self) -> LogprobKind:
+    try:
+      info = self._client.ask("GET", "/server_info?config_format=json")
+      mode = info["vllm_config"]["model_config"]["logprobs_mode"]
+    except (Refused, KeyError, TypeError) as error:
+      raise ValueError(
+        f"{self._client.url} does not say what its log-probs are: give logprob_kind="
+        "'raw' or 'processed', as it was started, or start it with "
+        "VLLM_SERVER_DEV_MODE=1"
+      ) from error
+    kinds: dict[str, LogprobKind]
+    kinds = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+    if mode not in kinds:
+      raise ValueError(
+        f"{self._client.url} gives {mode}: start it with --logprobs-mode raw_logprobs "
+        "or processed_logprobs"
+      )
+    return kinds[mode]
+
+  def _bodies(
+    self,
+    prompts: Sequence[np.ndarray],
+    options: SamplingOptions,
+    extra: Mapping[str, Any],
+  ) -> list[dict[str, Any]]:
+    """A request a prompt."""
+    eos = options.eos_tokens
+    eos = self.tokenizer.eos_ids() if eos is None else eos
+    greedy = options.temperature == 0
+    filters = options.filters
+    common = {
+      "model": self.model,
+      # Greedy samples of a prompt are equal; vLLM refuses more than one.
+      "n": 1 if greedy else options.num_samples,
+      "temperature": options.temperature,
+      # Said, because the server's defaults come from the model's generation config.
+      "top_p": filters.get("top_p", 1.0),
+      "top_k": filters.get("top_k", 0),
+      "min_p": filters.get("min_p", 0.0),
+      "repetition_penalty": 1.0,
+      "presence_penalty": 0.0,
+      "frequency_penalty": 0.0,
+      "stop": list(options.stops),
+      "stop_token_ids": [int(i) for i in eos],
+      "ignore_eos": True,  # those above are all
+      "return_token_ids": True,
+      **({"logprobs": 0} if options.return_logprobs else {}),
+    }
+    own = set(common) | {"prompt", "max_tokens", "seed", "stream", "echo"}
+    if taken := sorted(own & set(extra)):
+      raise ValueError(f"engine_options has {taken}: use the sampler's own arguments")
+    limits = options.limits(len(prompts))
+    drawn = {} if greedy else {"seed": engine_rows.seeds(options.seed, len(prompts))}
+    return [
+      {
+        **common,
+        **extra,
+        **{name: values[i] for name, values in drawn.items()},
+        "prompt": prompt.tolist(),
+        "max_tokens": int(limits[i]),
+      }
+      for i, prompt in enumerate(prompts)
+    ]
+
+
+def _rows(answer: Any, options: SamplingOptions) -> list[EngineRow]:
+  """The rows of a prompt."""
+  count = 1 if options.temperature == 0 else options.num_samples
+  choices = answer.get("choices") if isinstance(answer, dict) else None
+  if not isinstance(choices, list) or len(choices) != count:
+    raise EngineError(f"vLLM answered {str(answer)[:200]}, not {count} completions")
+  choices = sorted(choices, key=lambda choice: choice["index"])
+  rows = [_row(choice, options.return_logprobs) for choice in choices]
+  return rows * (options.num_samples // count)
+
+
+def _row(choice: dict[str, Any], with_logprobs: bool) -> EngineRow:
+  tokens = choice.get("token_ids")
+  if tokens is None:
+    raise EngineError(
+      "vLLM answered without token ids: it does not know return_token_ids; use a "
+      "version from 0.11 on"
+    )
+  reason, why = choice.get("finish_reason"), choice.get("stop_reason")
+  if reason not in ("stop", "length"):
+    raise EngineError(
+      f"vLLM ended a completion with {reason!r}, neither stop nor length"
+    )
+  if reason == "stop":
+    reason = "stop" if isinstance(why, str) else "eos"
+  logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
+  if with_logprobs and (logprobs is None or len(logprobs) != len(tokens)):
+    raise EngineError(
+      f"vLLM answered {len(logprobs or ())} log-probs for {len(tokens)} tokens"
+    )
+  return EngineRow(tokens, logprobs, reason)

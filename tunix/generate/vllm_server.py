@@ -1,0 +1,115 @@
+"""Starts a vLLM server on this machine, and ends it.
+
+vLLM and our own dependencies do not fit into one environment: give the Python of the
+other one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from tunix.generate.engine_http import Client, Refused
+from tunix.generate.engine_rows import EngineError
+from tunix.utils import env, processes
+
+_TAIL = 2000  # characters of the log that an error shows
+
+
+class VllmServer:
+  """A vLLM process and its address. A context manager that ends it.
+
+  Attributes:
+    url: http://127.0.0.1:port.
+    log: the file with everything that the server says.
+  """
+
+  def __init__(
+    self,
+    folder: str | os.PathLike[str],
+    log: str | os.PathLike[str],
+    *,
+    python: str = sys.executable,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    start_timeout_s: float = 600.0,
+  ):
+    """Starts the server, and returns when it is ready.
+
+    Args:
+      folder: a Hugging Face folder, such as `safetensors_saver` writes.
+      log: a file for what the server says.
+      python: the interpreter that has vLLM.
+      arguments: more of vLLM's, such as ["--dtype", "float32"].
+      environment: variables beside this process's own, such as VLLM_CPU_KVCACHE_SPACE.
+      start_timeout_s: most seconds until it is ready.
+
+    Raises:
+      EngineError: it ended, or was not ready in time; with the end of its log.
+    """
+    port = _free_port()
+    self.url = f"http://127.0.0.1:{port}"
+    self.log = pathlib.Path(log)
+    command = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    self._file: IO[Any] = open(self.log, "wb")  # noqa: SIM115 - the server's, till close
+    self.process = subprocess.Popen(
+      [*command, *arguments],
+      stdin=subprocess.DEVNULL,
+      stdout=self._file,
+      stderr=subprocess.STDOUT,
+      # Development mode is what takes new weights.
+      env=env.inherited({"VLLM_SERVER_DEV_MODE": "1", **(environment or {})}),
+      start_new_session=True,  # its engine is a process of its own: one group to end
+    )
+    try:
+      self._wait(start_timeout_s)
+    except BaseException:
+      self.close()
+      raise
+
+  def close(self) -> None:
+    """Ends the server and its processes."""
+    processes.kill_group(self.process)
+    self._file.close()
+
+  def __enter__(self) -> VllmServer:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _wait(self, seconds: float) -> None:
+    client = Client(self.url, timeout_s=5.0)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+      if processes.has_ended(self.process):
+        code = processes.kill_group(self.process)
+        raise EngineError(
+          f"vLLM ended with exit code {code} while it started; its log {self.log} ends "
+          f"with:\n{self._tail()}"
+        )
+      with contextlib.suppress(EngineError, Refused):
+        client.ask("GET", "/health")
+        return
+      time.sleep(0.2)
+    raise EngineError(
+      f"vLLM was not ready after {seconds:g} s; its log {self.log} ends with:\n"
+      f"{self._tail()}"
+    )
+
+  def _tail(self) -> str:
+    return self.log.read_text(errors="replace")[-_TAIL:]
+
+
+def _free_port() -> int:
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    return probe.getsockname()[1]

@@ -1,0 +1,82 @@
+"""A rollout engine over any sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tunix.generate.base_sampler import BaseSampler
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+
+
+class SamplerRollout(BaseRollout):
+  """Calls a sampler and reads its output; subclasses say how weights get there.
+
+  Args:
+    sampler: of the kind of BaseSampler.
+    options: passed to each of its calls besides what RolloutConfig says.
+  """
+
+  def __init__(self, sampler: BaseSampler, options: Mapping[str, Any] | None = None):
+    self._sampler: Any = sampler
+    self._options = dict(options or {})
+
+  def generate(
+    self,
+    prompts: Sequence[Any],
+    rollout_config: RolloutConfig,
+    *,
+    num_generations: int = 1,
+    seed: Any = None,
+  ) -> RolloutOutput:
+    """`num_generations` completions of each prompt.
+
+    Raises:
+      ValueError: a prompt longer than `max_prompt_length`, or an engine that does not
+        say the log-probs of the distribution it drew from.
+    """
+    c = rollout_config
+    ids = [self._sampler.tokenize(prompt) for prompt in prompts]
+    longest = max(map(len, ids), default=0)
+    if longest > c.max_prompt_length:
+      raise ValueError(
+        f"a prompt has {longest} tokens, max_prompt_length is {c.max_prompt_length}: "
+        "drop such prompts from the data or raise RolloutConfig.max_prompt_length"
+      )
+    out = self._sampler(
+      ids,
+      c.max_tokens_to_generate,
+      temperature=c.temperature,
+      top_p=c.top_p,
+      top_k=c.top_k,
+      min_p=c.min_p,
+      eos_tokens=c.eos_tokens,
+      stop_strings=c.stop_strings or (),
+      num_samples=num_generations,
+      seed=c.seed if seed is None else seed,
+      include_eos=True,
+      return_logprobs=True,
+      **self._options,
+    )
+    if out.sampling_logprobs is None:
+      raise ValueError(
+        "the engine reports raw log-probs, which are not those of the distribution it "
+        f"drew from (temperature {c.temperature}, or a filter): start it with "
+        "processed ones (vLLM: --logprobs-mode processed_logprobs), or sample at "
+        "temperature 1 without filters"
+      )
+    return RolloutOutput(
+      text=out.text,
+      tokens=list(out.tokens),
+      prompt_tokens=[row for row in ids for _ in range(num_generations)],
+      logprobs=list(out.sampling_logprobs),
+      finish_reasons=out.finish_reasons,
+      version=self.version,
+    )
+
+  def pad_id(self) -> int:
+    pad = self._sampler.tokenizer.pad_id()
+    return 0 if pad is None else pad
+
+  def eos_id(self) -> int:
+    return self._sampler.tokenizer.eos_ids()[0]

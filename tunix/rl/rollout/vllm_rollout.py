@@ -1,0 +1,39 @@
+"""Rollouts by a vLLM server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tunix.generate.vllm_sampler import VllmSampler
+from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.rollout.engine_rollout import EngineRollout, take_options
+
+_OPTIONS = ("url", "model", "logprob_kind", "timeout_s", "weights_dir", "request")
+
+
+class VllmRollout(EngineRollout):
+  """Samples by HTTP, see `VllmSampler`.
+
+  Args:
+    model: not used: the weights are sent by `update_params`.
+    tokenizer: of the model.
+    rollout_config: `engine_options` has "url" of a running server (how to start one:
+      docs/guides/engines.md), what else VllmSampler takes, and "request": further
+      fields of each request, such as {"structured_outputs": {...}}.
+
+  Raises:
+    ValueError: there is no "url", or an option that vLLM does not know.
+    EngineError: no server answers.
+  """
+
+  def __init__(self, model: Any, tokenizer: Any, rollout_config: RolloutConfig):
+    del model
+    options = take_options(rollout_config.engine_options, "vLLM", _OPTIONS)
+    if "url" not in options:
+      raise ValueError(
+        'rollout_engine "vllm" needs the address of a running server: '
+        'engine_options={"url": "http://localhost:8000"}'
+      )
+    request = options.pop("request", None)
+    sampler = VllmSampler(options.pop("url"), tokenizer, **options)
+    super().__init__(sampler, {"engine_options": request} if request else None)
