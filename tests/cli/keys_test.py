@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,8 +20,11 @@ from flax import nnx
 from tests import toys_text
 from tests.cli import runs
 from tunix.cli import (
+  algorithms,
   build,
   build_data,
+  build_prompts,
+  build_rl,
   config as config_lib,
   fingerprints,
   optimizer,
@@ -173,12 +177,146 @@ class Row:
   needs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+def rl(config):
+  """The settings of an RL run, its learner's class and its prompts."""
+  data = build_prompts.build_prompts(config, build.build_tokenizer(config))
+  sampling = build_rl.rollout_configs(config)
+  return (
+    algorithms.learner_class(config),
+    algorithms.algorithm_config(config),
+    {mode: dataclasses.asdict(how) for mode, how in sampling.items()},
+    [next(iter(data.train)), *(data.eval or ())],
+    (data.num_steps, data.fingerprints, data.reports),
+  )
+
+
+def learner(config):
+  """What a learner is made of; the models by their fingerprints' sizes."""
+  settled = optimizer.settle(config, 10)
+  made = []
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(build_rl, "RLCluster", lambda **options: made.append(options))
+    patch.setattr(
+      algorithms,
+      "learner_class",
+      lambda _: lambda *args, **options: Made(made[0], args, options),
+    )
+    return build_rl.build_learner(
+      settled,
+      build.build_model(config, None),
+      build.build_tokenizer(config),
+      optimizer.build_optimizer(settled, 0.1),
+      mesh=None,
+      output_dir=pathlib.Path("/out"),
+      learning_rate=0.1,
+    ).seen()
+
+
+class Made:
+  """Stands for a learner; keeps what it was given."""
+
+  def __init__(self, cluster, args, options):
+    self.cluster, self.args, self.options = cluster, args, options
+    self.samples = None
+
+  def with_samples(self, samples):
+    self.samples = vars(samples)
+    return self
+
+  def seen(self):
+    config = self.cluster["cluster_config"]
+    names = [f.name for f in dataclasses.fields(config.training_config)]
+    settings = {n: getattr(config.training_config, n) for n in names}
+    plain = {n: v for n, v in settings.items() if isinstance(v, int | None)}
+    models = {
+      role: float(sum(abs(x).sum() for x in jax.tree.leaves(nnx.state(model))))
+      for role in ("actor", "reference", "critic", "reward")
+      if isinstance(model := self.cluster.get(role), nnx.Module)
+    }
+    manager = self.args[2]
+    rewards = manager and (manager.names, manager._weights, vars(manager._pool or Made))
+    rates = critic_rate(config.training_config.critic_optimizer)
+    placed = (config.rollout_engine, config.offload_to_cpu)
+    limits = (rewards or [0, 0, {}])[2].get("_timeout_s")
+    shown = (rewards or [0, 0])[:2], limits
+    return plain, models, shown, rates, placed, self.options, self.samples
+
+
+def critic_rate(tx):
+  if tx is None:
+    return None
+  grads = {"w": jnp.ones(3)}
+  return np.asarray(tx.update(grads, tx.init(grads), grads)[0]["w"]).tolist()
+
+
 LORA = {"lora__rank": 2}
 PRESET = {"model__path": None, "model__name": "qwen3_0p6b"}
 EVAL = {"data__eval": "{eval}"}
 WANDB = {"logging__wandb": "true"}
+GRPO = {
+  "job": "grpo",
+  "data__train": "{prompts}",
+  "data__max_length": None,
+  "reward__functions": "exact_match",
+  "rollout__max_prompt_length": 60,
+}
+DAPO = GRPO | {"algorithm__name": "dapo"}
+PPO = GRPO | {"job": "ppo"}
+ALGORITHM = {
+  "name": "gspo",
+  "num_generations": 3,
+  "num_iterations": 2,
+  "beta": 0.5,
+  "kl_method": "k1",
+  "epsilon": 0.1,
+  "epsilon_low": 0.1,
+  "epsilon_high": 0.1,
+  "epsilon_c": 3.0,
+  "loss_algo": "cispo",
+  "loss_agg_mode": "sequence-mean-token-mean",
+  "advantage_estimator": "leave_one_out",
+  "entropy_coef": 0.1,
+  "rollout_correction": "{{kind: mask}}",
+  "mask_truncated": "true",
+  "shared_prompt": "false",
+  "exact_tile_rows": 2,
+  "eval_num_generations": 2,
+  "pass_threshold": 1.0,
+}
+DAPOS = {
+  "dynamic_sampling": "false",
+  "max_refills": 2,
+  "overlong_buffer": "{{tokens: 4}}",
+}
+PPOS = {
+  "gamma": 0.9,
+  "gae_lambda": 0.5,
+  "clip_range_value": 0.5,
+  "whiten_advantages": "false",
+}
+ROLLOUT = {
+  "max_tokens_to_generate": 7,
+  "max_prompt_length": 50,
+  "temperature": 0.5,
+  "eval_temperature": 0,
+  "top_p": 0.9,
+  "top_k": 4,
+  "min_p": 0.1,
+  "seed": 5,
+  "stop_strings": "[stop]",
+}
+SIZES = {
+  "mini_batch_size": 2,
+  "train_micro_batch_size": 2,
+  "rollout_micro_batch_size": 2,
+  "compute_logps_micro_batch_size": 2,
+  "bucketed_lengths": "true",
+  "shuffle_seed": 3,
+  "offload_to_cpu": "true",
+}
+VLLM = GRPO | {"rollout__engine": "vllm"}
 TABLE = {
-  "job": Row("sft", loaded),  # there is one: see test_a_job_that_there_is_not
+  "job": Row("ppo", rl, GRPO),  # see test_the_job_is_what_is_trained
   "output_dir": Row("/tmp/elsewhere", start),
   "seed": Row(7, data),
   "dataset_name": Row("{train}", overlong, {"data__train": None}),
@@ -228,6 +366,23 @@ TABLE = {
   "training.eval_batch_size": Row(2, data, EVAL),
   "training.eval_every_n_steps": Row(3, trainer, EVAL),
   "training.max_grad_norm": Row("null", updates, {"optimizer__name": "sgd"}),
+  **{f"algorithm.{k}": Row(v, rl, GRPO) for k, v in ALGORITHM.items()},
+  **{f"algorithm.{k}": Row(v, rl, DAPO) for k, v in DAPOS.items()},
+  **{f"algorithm.{k}": Row(v, rl, PPO) for k, v in PPOS.items()},
+  **{f"rollout.{k}": Row(v, rl, GRPO) for k, v in ROLLOUT.items()},
+  "rollout.engine": Row("vllm", learner, GRPO),
+  "rollout.engine_options": Row("{{seed: 3}}", rl, VLLM),
+  **{f"rl.{k}": Row(v, learner, GRPO) for k, v in SIZES.items()},
+  "rl.reference": Row("{half}", learner, GRPO),
+  "rl.critic": Row("{half}", learner, PPO),
+  "rl.critic_learning_rate": Row(0.5, learner, PPO),
+  "reward.functions": Row("[length(maximum=3)]", learner, GRPO),
+  "reward.weights": Row("[0.5]", learner, GRPO),
+  "reward.model": Row("{half}", learner, GRPO),
+  "reward.workers": Row(2, learner, GRPO),
+  "reward.timeout_s": Row(9, learner, GRPO | {"reward__workers": 1}),
+  "samples.every_n_rollouts": Row(3, learner, GRPO),
+  "samples.max_groups": Row(3, learner, GRPO),
   "mesh": Row("{{fsdp: 8}}", mesh),
   "checkpoint.every_n_steps": Row(5, trainer),
   "checkpoint.min_interval_secs": Row(5, trainer),
@@ -250,8 +405,9 @@ def test_the_table_has_exactly_the_keys_of_the_schema():
 
 
 def test_a_job_that_there_is_not():
-  with pytest.raises(ValueError, match="job is the text 'grpo', expected one of sft"):
-    config_lib.load(["--job=grpo"])
+  message = "job is the text 'dpo', expected one of sft, grpo, ppo"
+  with pytest.raises(ValueError, match=message):
+    config_lib.load(["--job=dpo"])
 
 
 @pytest.fixture(scope="module")
@@ -259,9 +415,10 @@ def files(model, train_file, eval_file, tmp_path_factory):
   """Names in the table -> paths; `train` is the default data under another name."""
   folder = tmp_path_factory.mktemp("keys")
   named = {"model": model, "train": train_file, "eval": eval_file}
-  for name in ("plain", "template", "half", "other_tokenizer"):
+  for name in ("plain", "template", "half", "other_tokenizer", "prompts"):
     named[name] = folder / name
   named["plain"].write_text('{"prompt": "How", "response": "many"}\n' * 16)
+  named["prompts"].write_text('{"prompt": "How many days", "answer": "7"}\n' * 9)
   named["template"].write_text(
     "{% for m in messages %}{{ mark }}{{ m.content }}<|im_end|>{% endfor %}"
   )
@@ -288,3 +445,17 @@ def test_every_key_changes_what_is_seen(key, files):
   without = see(**base)
   assert repr(see(**base)) == repr(without)  # or the comparison says nothing
   assert repr(see(**base, **{name: row.value})) != repr(without)
+
+
+def test_the_job_is_what_is_trained(files):
+  keys = {"model__path": "{model}"} | {k: v for k, v in GRPO.items() if v is not None}
+  keys = {
+    name: value.format(**files) if isinstance(value, str) else value
+    for name, value in keys.items()
+  }
+  names = {
+    job: algorithms.name_of(config_lib.load(runs.arguments(**(keys | {"job": job}))))
+    for job in ("grpo", "ppo")
+  }
+  assert names == {"grpo": "grpo", "ppo": "ppo"}
+  assert not config_lib.load(runs.arguments(job="sft")).is_rl

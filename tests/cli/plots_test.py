@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from tunix.cli.plots import Curve, save_loss_curves
+from tunix.cli.plots import Curve, save_curves
 
 
 def curve(height: float) -> Curve:
@@ -23,15 +23,15 @@ def size(path) -> tuple[int, int]:
 
 def test_one_panel_a_curve(tmp_path):
   one, two, other = (tmp_path / f"{name}.png" for name in ("one", "two", "other"))
-  save_loss_curves(one, [curve(5.0)])
-  save_loss_curves(two, [curve(5.0), curve(3.0)])
-  save_loss_curves(other, [curve(4.0)])
+  save_curves(one, [curve(5.0)])
+  save_curves(two, [curve(5.0), curve(3.0)])
+  save_curves(other, [curve(4.0)])
   assert size(two) == (2 * size(one)[0], size(one)[1])
   assert other.read_bytes() != one.read_bytes()
 
 
 def test_nothing_to_draw_is_refused(tmp_path):
   with pytest.raises(ValueError, match="no curves"):
-    save_loss_curves(tmp_path / "x.png", [])
+    save_curves(tmp_path / "x.png", [])
   with pytest.raises(ValueError, match="'empty' has no points"):
-    save_loss_curves(tmp_path / "x.png", [Curve(title="empty", train=[], held_out=[])])
+    save_curves(tmp_path / "x.png", [Curve(title="empty", train=[], held_out=[])])

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from tunix.cli import precision
 from tunix.cli.schema import Config, TokenizerKeys, check_mesh, data_axes
+from tunix.cli.utils import call_strings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import (
   automodel,
@@ -35,6 +36,8 @@ _PATHS = {
   "model": ("path",),
   "tokenizer": ("path", "chat_template"),
   "data": ("train", "eval"),
+  "rl": ("reference", "critic"),
+  "reward": ("model",),
 }
 
 
@@ -55,7 +58,9 @@ def absolute_paths(config: Config) -> Config:
     changed = {name: absolute(getattr(owner, name), not section) for name in names}
     owner = dataclasses.replace(owner, **changed)
     config = dataclasses.replace(config, **{section: owner}) if section else owner
-  return config
+  functions = tuple(call_strings.with_absolute_path(f) for f in config.reward.entries)
+  reward = dataclasses.replace(config.reward, functions=functions)
+  return dataclasses.replace(config, reward=reward)
 
 
 def build_mesh(config: Config) -> Mesh | None:
@@ -67,7 +72,7 @@ def build_mesh(config: Config) -> Mesh | None:
   if not config.mesh:
     return None
   mesh = mesh_lib.create_mesh(config.mesh)
-  check_mesh({axis: int(size) for axis, size in mesh.shape.items()}, config.training)
+  check_mesh({axis: int(size) for axis, size in mesh.shape.items()}, config.batch_rows)
   return mesh
 
 
@@ -205,27 +210,43 @@ def training_config(
   config: Config, output_dir: pathlib.Path, learning_rate: float | Schedule
 ) -> TrainingConfig:
   """The trainer's settings."""
+  return TrainingConfig(
+    gradient_accumulation_steps=config.training.micro_batches,
+    **cadence(config, output_dir, learning_rate),
+  )
+
+
+def cadence(
+  config: Config, output_dir: pathlib.Path, learning_rate: float | Schedule
+) -> dict[str, Any]:
+  """The settings that all trainers share."""
   every = config.checkpoint.every_n_steps
   seconds = config.checkpoint.min_interval_secs
-  return TrainingConfig(
-    eval_every_n_steps=config.training.eval_every_n_steps,
-    max_steps=config.training.max_steps,
-    gradient_accumulation_steps=config.training.micro_batches,
-    checkpoint_root_directory=str(output_dir / "checkpoints"),
-    checkpointing_options=CheckpointOptions(
+  return {
+    "eval_every_n_steps": config.training.eval_every_n_steps,
+    "max_steps": config.training.max_steps,
+    "checkpoint_root_directory": str(output_dir / "checkpoints"),
+    "checkpointing_options": CheckpointOptions(
       save_every_n_steps=every,
       min_interval_secs=180 if seconds is None else seconds,
       max_to_keep=config.checkpoint.max_to_keep,
       asynchronous=config.checkpoint.asynchronous,
     ),
-    data_sharding_axis=data_axes(config.mesh),
-    pbar_description="training" if config.logging.progress_bar else None,
-    learning_rate=learning_rate,
-  )
+    "data_sharding_axis": data_axes(config.mesh),
+    "pbar_description": "training" if config.logging.progress_bar else None,
+    "learning_rate": learning_rate,
+  }
 
 
 def build_logger(config: Config, output_dir: pathlib.Path) -> metrics.MetricsLogger:
   """The metrics of the run, under `output_dir/logs`."""
+  return metrics.MetricsLogger(logging_options(config, output_dir))
+
+
+def logging_options(
+  config: Config, output_dir: pathlib.Path
+) -> metrics.MetricsLoggerOptions:
+  """Where the metrics go."""
   keys, folder = config.logging, output_dir / "logs"
   factories: list[metrics.BackendFactory] = [
     functools.partial(metrics.JsonlBackend, folder)
@@ -238,9 +259,7 @@ def build_logger(config: Config, output_dir: pathlib.Path) -> metrics.MetricsLog
     )
   if keys.console:
     factories.append(metrics.ConsoleBackend)
-  return metrics.MetricsLogger(
-    metrics.MetricsLoggerOptions(folder, backend_factories=factories)
-  )
+  return metrics.MetricsLoggerOptions(folder, backend_factories=factories)
 
 
 def export(config: Config, model: Transformer, kind: str, folder: pathlib.Path) -> None:

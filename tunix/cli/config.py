@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from tunix.cli.convert import Argument, convert, describe, is_open
+from tunix.cli.convert import Argument, convert, describe, flatten, is_open, plain
 from tunix.cli.schema import Config
 
 BASE_NAME = "base_config.yaml"
@@ -126,31 +126,9 @@ def read_file(name: str) -> dict[str, Any]:
   return value
 
 
-def as_dict(config: Config) -> dict[str, Any]:
-  """Nested plain values, as YAML and JSON have them."""
-
-  def plain(value: Any) -> Any:
-    if isinstance(value, dict):
-      return {key: plain(entry) for key, entry in value.items()}
-    return list(value) if isinstance(value, tuple) else value
-
-  return plain(dataclasses.asdict(config))
-
-
-def flatten(config: Config) -> dict[str, Any]:
-  """{"training.max_steps": ...}; open mappings stay whole."""
-  flat: dict[str, Any] = {}
-  for key, value in as_dict(config).items():
-    if dataclasses.is_dataclass(getattr(config, key)):
-      flat |= {f"{key}.{name}": entry for name, entry in value.items()}
-    else:
-      flat[key] = value
-  return flat
-
-
 def dump(config: Config) -> str:
   """YAML that `load` reads back to the same configuration."""
-  return yaml.safe_dump(as_dict(config), sort_keys=False, allow_unicode=True)
+  return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
 
 
 def known_keys() -> list[str]:

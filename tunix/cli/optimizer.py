@@ -125,6 +125,27 @@ def build_optimizer(
   return optax.chain(optax.clip_by_global_norm(config.training.max_grad_norm), tx)
 
 
+def build_critic_optimizer(config: Config) -> optax.GradientTransformation:
+  """The same for a critic: at `rl.critic_learning_rate`, where that is set, instead of
+  `training.learning_rate`; a schedule is scaled as a whole.
+
+  Raises:
+    ValueError: see `build_optimizer`, or a schedule of rate 0 that cannot be scaled.
+  """
+  rate, own = build_schedule(config), config.rl.critic_learning_rate
+  if own is None:
+    return build_optimizer(config, rate)
+  if not callable(rate):
+    return build_optimizer(config, own)
+  if not config.training.learning_rate:
+    raise ValueError(
+      f"rl.critic_learning_rate is {own} and the schedule's rate 0, which cannot be "
+      "scaled to it: give training.learning_rate"
+    )
+  scale = own / config.training.learning_rate
+  return build_optimizer(config, lambda step: scale * rate(step))
+
+
 def muon_matrices(params: Any) -> Any:
   """For optax's Muon: which axes of each parameter are one matrix; None: use Adam.
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.cli import config as config_lib
+from tunix.cli.convert import flatten
 from tunix.cli.schema import Config
 from tunix.utils import io
 
@@ -31,9 +32,16 @@ FREE = (
   "model.remat",
   "model.scan_layers",
   "model.attention",
+  "rl.reference",
+  "rl.critic",
+  "rl.rollout_micro_batch_size",
+  "rl.offload_to_cpu",
+  "reward.model",
+  "reward.workers",
+  "reward.timeout_s",
   "mesh",
 )
-FREE_SECTIONS = ("checkpoint", "logging", "export")
+FREE_SECTIONS = ("checkpoint", "logging", "export", "samples")
 
 # Fingerprints that must not change, and what they are of.
 _CONTENTS = {
@@ -42,6 +50,10 @@ _CONTENTS = {
   "chat_template": "the content of the chat template",
   "tokenizer": "the tokenizer",
   "model": "the model in model.path",
+  "reward_functions": "the source of reward.functions",
+  "reference": "the model in rl.reference",
+  "reward": "the model in reward.model",
+  "critic": "the model in rl.critic",
 }
 
 _HEADER = (
@@ -179,7 +191,7 @@ class RunFolder:
 
 
 def _differences(before: Config, now: Config) -> list[str]:
-  old, new = config_lib.flatten(before), config_lib.flatten(now)
+  old, new = flatten(before), flatten(now)
   fixed = [
     key for key in new if key not in FREE and key.split(".")[0] not in FREE_SECTIONS
   ]

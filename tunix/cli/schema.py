@@ -10,6 +10,16 @@ import dataclasses
 import math
 from typing import Any, Literal
 
+from tunix.cli.convert import at_least, defaults, flatten
+from tunix.cli.schema_rl import (
+  RL_JOBS,
+  AlgorithmKeys,
+  RewardKeys,
+  RlKeys,
+  RolloutKeys,
+  SamplesKeys,
+  check_job,
+)
 from tunix.generate import chat_template
 
 # Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
@@ -17,14 +27,6 @@ DATA_AXES = ("dp", "fsdp")
 MESH_AXES = (*DATA_AXES, "tp", "ep")
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-def _at_least(low: int, **values: Any) -> None:
-  """Refuses numbers below `low`; keys are written with "__" for the dot."""
-  for name, value in values.items():
-    if value is not None and not value >= low:
-      key = name.replace("__", ".")
-      raise ValueError(f"{key} is {value}: it must be at least {low}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ class LoraKeys:
   alpha_pattern: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    _at_least(1, lora__rank=self.rank)
+    at_least(1, lora__rank=self.rank)
     if self.dropout is not None and not 0 <= self.dropout < 1:
       raise ValueError(f"lora.dropout is {self.dropout}: it must lie in [0, 1)")
     if self.alpha is not None and not self.alpha > 0:
@@ -112,9 +114,9 @@ class DataKeys:
   num_threads: int = 1
 
   def __post_init__(self):
-    _at_least(2, data__max_length=self.max_length)
-    _at_least(1, data__num_epochs=self.num_epochs, data__scan_limit=self.scan_limit)
-    _at_least(0, data__num_threads=self.num_threads)
+    at_least(2, data__max_length=self.max_length)
+    at_least(1, data__num_epochs=self.num_epochs, data__scan_limit=self.scan_limit)
+    at_least(0, data__num_threads=self.num_threads)
     chat_template.check_variables(self.template_args, "data.template_args")
 
 
@@ -169,7 +171,7 @@ class TrainingKeys:
         f"training.max_grad_norm is {self.max_grad_norm}: it must be positive, or null "
         "for no clipping"
       )
-    _at_least(
+    at_least(
       1,
       training__max_steps=self.max_steps,
       training__global_batch_size=self.global_batch_size,
@@ -209,12 +211,12 @@ class CheckpointKeys:
   asynchronous: bool = True
 
   def __post_init__(self):
-    _at_least(
+    at_least(
       1,
       checkpoint__every_n_steps=self.every_n_steps,
       checkpoint__max_to_keep=self.max_to_keep,
     )
-    _at_least(0, checkpoint__min_interval_secs=self.min_interval_secs)
+    at_least(0, checkpoint__min_interval_secs=self.min_interval_secs)
     if self.every_n_steps is not None and self.min_interval_secs is not None:
       raise ValueError(
         f"checkpoint.every_n_steps is {self.every_n_steps} and "
@@ -251,7 +253,7 @@ class Config:
       begins with the key.
   """
 
-  job: Literal["sft"] = "sft"
+  job: Literal["sft", "grpo", "ppo"] = "sft"
   output_dir: str | None = None
   seed: int = 0
   dataset_name: str | None = None
@@ -262,6 +264,11 @@ class Config:
   optimizer: OptimizerKeys = OptimizerKeys()
   schedule: ScheduleKeys = ScheduleKeys()
   training: TrainingKeys = TrainingKeys()
+  rollout: RolloutKeys = dataclasses.field(default=RolloutKeys())
+  algorithm: AlgorithmKeys = dataclasses.field(default=AlgorithmKeys())
+  rl: RlKeys = dataclasses.field(default=RlKeys())
+  reward: RewardKeys = dataclasses.field(default=RewardKeys())
+  samples: SamplesKeys = dataclasses.field(default=SamplesKeys())
   mesh: dict[str, int] = dataclasses.field(default_factory=dict)
   checkpoint: CheckpointKeys = CheckpointKeys()
   logging: LoggingKeys = LoggingKeys()
@@ -278,7 +285,8 @@ class Config:
         f"training.eval_every_n_steps is {self.training.eval_every_n_steps} and "
         "data.eval is not set: name a file to evaluate on"
       )
-    check_mesh(self.mesh, self.training)
+    check_job(self.job, flatten(self), defaults(type(self)))
+    check_mesh(self.mesh, self.batch_rows)
 
   def _check_dataset_name(self) -> None:
     if self.dataset_name is None:
@@ -321,6 +329,23 @@ class Config:
       )
 
   @property
+  def is_rl(self) -> bool:
+    """Whether the job samples its own answers."""
+    return self.job in RL_JOBS
+
+  @property
+  def batch_rows(self) -> dict[str, int]:
+    """Rows of batches by key, where they are stated. In RL they follow from prompts and
+    completions of each, and the learner checks them."""
+    if self.is_rl:
+      return {}
+    keys = self.training
+    return {
+      "training.micro_batch_size": keys.micro_rows,
+      "training.eval_batch_size": keys.eval_rows,
+    }
+
+  @property
   def export_kind(self) -> str:
     """What is exported, "auto" decided."""
     if self.export.kind != "auto":
@@ -333,8 +358,12 @@ def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:
   return tuple(axis for axis in DATA_AXES if axis in mesh)
 
 
-def check_mesh(mesh: dict[str, int], training: TrainingKeys) -> None:
+def check_mesh(mesh: dict[str, int], batch_rows: dict[str, int]) -> None:
   """Refuses axes that mean nothing, and batches that the data axes do not divide.
+
+  Args:
+    mesh: sizes by axis.
+    batch_rows: see `Config.batch_rows`.
 
   A size of -1 (what the other axes leave) counts as 1 until devices are known.
 
@@ -352,13 +381,10 @@ def check_mesh(mesh: dict[str, int], training: TrainingKeys) -> None:
       )
   axes = data_axes(mesh)
   shards = math.prod(max(1, mesh[axis]) for axis in axes)
-  for key, rows in (
-    ("micro_batch_size", training.micro_rows),
-    ("eval_batch_size", training.eval_rows),
-  ):
+  for key, rows in batch_rows.items():
     if rows % shards:
       sizes = " x ".join(f"{axis} {mesh[axis]}" for axis in axes)
       raise ValueError(
-        f"training.{key} is {rows} and does not divide over the {shards} shards of the "
+        f"{key} is {rows} and does not divide over the {shards} shards of the "
         f"mesh ({sizes}): make it a multiple of {shards}"
       )

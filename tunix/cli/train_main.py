@@ -19,8 +19,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tunix.cli import (
+  algorithms,
   build,
   build_data,
+  build_prompts,
+  build_rl,
   config as config_lib,
   optimizer,
   precision,
@@ -32,9 +35,14 @@ from tunix.cli.schema import Config
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
+from tunix.rl.rl_learner import RLLearner
+from tunix.sft.config import Schedule
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.utils import mesh as mesh_lib
 from tunix.utils.interrupts import Stopped
+
+# The metric that RL raises.
+REWARD = "rewards/score/mean"
 
 HELP = f"""\
 usage: tunix train [--config] FILE[,FILE] [--KEY.SUB=VALUE ...]
@@ -45,7 +53,9 @@ with their meanings and defaults, are in
   {config_lib.BASE_PATH}
 
   tunix train --model.path=FOLDER --data.train=train.jsonl --lora.rank=8 \\
-      --training.max_steps=200 --output_dir=out"""
+      --training.max_steps=200 --output_dir=out
+  tunix train --job=grpo --model.path=FOLDER --data.train=prompts.jsonl \\
+      --reward.functions=exact_match --training.max_steps=200 --output_dir=out"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,21 +64,26 @@ class Result:
 
   Attributes:
     steps: optimizer steps done.
-    train_loss: of the first and the last step, nats per token.
+    train_loss: of the first and the last step, nats per token; sft only.
     eval_loss: before the first and after the last step; None without evaluation data.
+    train_reward, eval_reward: mean rewards likewise, of the first and the last batch of
+      rollouts; RL only.
     export: folder of the exported model or adapter; None without an export.
   """
 
   steps: int
-  train_loss: tuple[float, float] | None
-  eval_loss: tuple[float, float] | None
+  train_loss: tuple[float, float] | None = None
+  eval_loss: tuple[float, float] | None = None
+  train_reward: tuple[float, float] | None = None
+  eval_reward: tuple[float, float] | None = None
   export: str | None
 
   def __str__(self) -> str:
     parts = [f"{self.steps} steps"]
-    for name, pair in (("train", self.train_loss), ("eval", self.eval_loss)):
-      if pair is not None:
-        parts.append(f"{name} loss {pair[0]:.4f} -> {pair[1]:.4f}")
+    for name in ("train_loss", "eval_loss", "train_reward", "eval_reward"):
+      if (pair := getattr(self, name)) is not None:
+        what = name.replace("_", " ")
+        parts.append(f"{what} {pair[0]:.4f} -> {pair[1]:.4f}")
     if self.export is not None:
       parts.append(f"exported to {self.export}")
     return "; ".join(parts)
@@ -121,12 +136,7 @@ def run(config: Config) -> Result:
       folder.check_resume(config, data.fingerprints)
       folder.start(config, data.fingerprints, data.scans)
     _say(_describe(config, model, data, mesh))
-    trainer = PeftTrainer(
-      model,
-      tx,
-      build.training_config(config, folder.path, rate),
-      build.build_logger(config, folder.path),
-    )
+    trainer = _build_trainer(config, model, tokenizer, tx, mesh, folder, rate)
     if trainer.train_steps:
       _say(f"resuming after step {trainer.train_steps}")
     try:
@@ -140,6 +150,34 @@ def run(config: Config) -> Result:
   return result
 
 
+def _build_trainer(
+  config: Config,
+  model: Transformer,
+  tokenizer: TokenizerAdapter,
+  tx: Any,
+  mesh: Mesh | None,
+  folder: RunFolder,
+  rate: float | Schedule,
+) -> PeftTrainer | RLLearner:
+  """What trains, put back where its checkpoints stand."""
+  if config.is_rl:
+    return build_rl.build_learner(
+      config,
+      model,
+      tokenizer,
+      tx,
+      mesh=mesh,
+      output_dir=folder.path,
+      learning_rate=rate,
+    )
+  return PeftTrainer(
+    model,
+    tx,
+    build.training_config(config, folder.path, rate),
+    build.build_logger(config, folder.path),
+  )
+
+
 def prepare(
   config: Config, folder: RunFolder
 ) -> tuple[Config, TokenizerAdapter, RunData]:
@@ -150,7 +188,10 @@ def prepare(
   """
   build.check_model(config)
   tokenizer = build.build_tokenizer(config)
-  data = build_data.build_data(config, tokenizer, folder.scans())
+  if config.is_rl:
+    data = build_prompts.build_prompts(config, tokenizer)
+  else:
+    data = build_data.build_data(config, tokenizer, folder.scans())
   config = precision.settle(build_data.settle(config))
   return optimizer.settle(config, data.num_steps), tokenizer, data
 
@@ -162,11 +203,12 @@ def _finish(
   kind = config.export_kind
   if kind != "none" and jax.process_index() == 0:
     build.export(config, model, kind, folder.export)
-  losses = read_losses(folder.path / "logs" / "metrics.jsonl")
+  name = REWARD if config.is_rl else "loss"
+  found = read_metric(folder.path / "logs" / "metrics.jsonl", name)
+  what = "reward" if config.is_rl else "loss"
   result = Result(
     steps=steps,
-    train_loss=losses.get("train"),
-    eval_loss=losses.get("eval"),
+    **{f"{mode}_{what}": pair for mode, pair in found.items()},
     export=None if kind == "none" else str(folder.export),
   )
   if jax.process_index() == 0:
@@ -193,24 +235,23 @@ def _ended_by_max_steps(config: Config, data: RunData, steps: int) -> bool:
   if limit is None or steps < limit:
     return False
   unlimited = dataclasses.replace(config.training, max_steps=None)
-  most = build_data.count_steps(
-    dataclasses.replace(config, training=unlimited), data.reports["train"]
-  )
+  count: Any = build_prompts.count_steps if config.is_rl else build_data.count_steps
+  most = count(dataclasses.replace(config, training=unlimited), data.reports["train"])
   # With max_steps alone the data is repeated; without that key it would be read once.
   return config.data.num_epochs is None or most is None or most > steps
 
 
-def read_losses(file: pathlib.Path) -> dict[str, tuple[float, float]]:
-  """{mode: (first loss, last loss)} of a metrics file."""
-  losses: dict[str, tuple[float, float]] = {}
+def read_metric(file: pathlib.Path, name: str) -> dict[str, tuple[float, float]]:
+  """{mode: (first value, last value)} of a metrics file."""
+  found: dict[str, tuple[float, float]] = {}
   if not file.is_file():
-    return losses
+    return found
   for line in file.read_text().splitlines():
     record = json.loads(line)
-    if "loss" in record:
-      loss = float(record["loss"])
-      losses[record["mode"]] = (losses.get(record["mode"], (loss,))[0], loss)
-  return losses
+    if name in record:
+      value = float(record[name])
+      found[record["mode"]] = (found.get(record["mode"], (value,))[0], value)
+  return found
 
 
 def _describe(
@@ -220,21 +261,41 @@ def _describe(
   keys = config.training
   lines = [_parameters(config, model), precision.describe(config, model)]
   lines += [f"{name} data: {report}" for name, report in data.reports.items()]
-  packed = ", packed" if config.data.packing else ""
   steps = "until the data ends" if data.num_steps is None else f"{data.num_steps} steps"
-  lines.append(
-    f"batches: {keys.global_batch_size} x {config.data.max_length} tokens{packed}, "
-    f"in {keys.micro_batches} micro-batches; {steps}"
-  )
+  if config.is_rl:
+    lines.append(f"{_rollouts(config)}; {steps}")
+  else:
+    packed = ", packed" if config.data.packing else ""
+    lines.append(
+      f"batches: {keys.global_batch_size} x {config.data.max_length} tokens{packed}, "
+      f"in {keys.micro_batches} micro-batches; {steps}"
+    )
   lines.append(_devices(mesh))
   lines.append(f"everything is written to {config.output_dir}")
   longest = model.config.max_position
-  if longest is not None and config.data.max_length > longest:
+  what, length = "data.max_length", config.data.max_length
+  if config.is_rl:
+    keys = config.rollout
+    what = "rollout.max_prompt_length + max_tokens_to_generate"
+    length = keys.max_prompt_length + keys.max_tokens_to_generate
+  if longest is not None and length > longest:
     lines.append(
-      f"note: data.max_length {config.data.max_length} is beyond the {longest} "
-      "positions that the model was made for"
+      f"note: {what} {length} is beyond the {longest} positions that the model was "
+      "made for"
     )
   return "\n".join(lines)
+
+
+def _rollouts(config: Config) -> str:
+  """What a step samples."""
+  algorithm = algorithms.algorithm_config(config)
+  prompts, keys = config.training.global_batch_size, config.rollout
+  names = config.reward.entries + (("reward model",) if config.reward.model else ())
+  return (
+    f"{algorithms.name_of(config)}: {prompts} prompts x {algorithm.num_generations} "
+    f"completions of at most {keys.max_tokens_to_generate} tokens, rewarded by "
+    f"{', '.join(names)}"
+  )
 
 
 def _parameters(config: Config, model: Transformer) -> str:

@@ -101,13 +101,15 @@ class Rollouts:
   Attributes:
     batch: the prompts, P of them (see pipeline.PromptBatch).
     text: B = P * G completions, group by group.
-    tokens: the same as arrays.
+    finish_reasons: B of "eos", "stop", "length".
+    tokens: the completions as arrays.
     rewards: by function and in total; a total is NaN where a function gave no value.
     scores: float64 [P, G], the totals, shaped if the algorithm shapes them.
   """
 
   batch: Any
   text: list[str]
+  finish_reasons: list[str]
   tokens: Tokens
   rewards: RewardOutput
   scores: np.ndarray
@@ -125,6 +127,7 @@ class Rollouts:
     return Rollouts(
       batch=self.batch.take(groups),
       text=[self.text[row] for row in rows],
+      finish_reasons=[self.finish_reasons[row] for row in rows],
       tokens=dataclasses.replace(self.tokens, **tokens),
       rewards=self.rewards.take(rows),
       scores=self.scores[groups],
@@ -145,6 +148,7 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
   return Rollouts(
     batch=parts[0].batch.joined([part.batch for part in parts[1:]]),
     text=[text for part in parts for text in part.text],
+    finish_reasons=[reason for part in parts for reason in part.finish_reasons],
     tokens=dataclasses.replace(parts[0].tokens, **merged),
     rewards=parts[0].rewards.joined([part.rewards for part in parts[1:]]),
     scores=np.concatenate([part.scores for part in parts]),

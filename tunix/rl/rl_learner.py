@@ -16,7 +16,7 @@ import abc
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from tunix.rl.metrics import Phases
 from tunix.rl.pipeline import PromptBatch, PromptSource, mini_batches, prompt_batch
 from tunix.rl.rewards import RewardManager, RewardOutput
 from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.samples import Samples
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.metrics_logger import Mode
 from tunix.utils.interrupts import DeferredSignals, Stopped
@@ -74,6 +75,7 @@ class RLLearner(abc.ABC):
     self._reward_manager = _manager(reward_fns, rl_cluster)
     self._metric_fns = [metric_fns] if callable(metric_fns) else list(metric_fns or ())
     self._shuffle_seed = data_shuffle_seed
+    self._samples: Samples | None = None
     self._phases, self._found = Phases(), list[dict[str, float]]()
     self._shared = _shares_prompts(rl_cluster, algo_config)
     self._check()
@@ -84,6 +86,11 @@ class RLLearner(abc.ABC):
     self._identity = learner_state.identity(rl_cluster)
     self._progress = LearnerProgress()
     self.restore_checkpoint()
+
+  def with_samples(self, samples: Samples) -> Self:
+    """Shows some of the rollouts as files to look at; returns the learner."""
+    self._samples = samples
+    return self
 
   # What an algorithm writes.
 
@@ -250,6 +257,7 @@ class RLLearner(abc.ABC):
     rollouts = Rollouts(
       batch=batch,
       text=out.text,
+      finish_reasons=out.finish_reasons,
       tokens=tokens,
       rewards=rewards,
       scores=scores.reshape(-1, group),
@@ -295,6 +303,9 @@ class RLLearner(abc.ABC):
     here, unless it is given as `old`; `more` are further fields.
     """
     tokens, config = rollouts.tokens, self.algo_config
+    if self._samples is not None:
+      number = self._progress.rollouts
+      self._samples.add(rollouts, advantages, number=number, step=self.train_steps)
     mask = tokens.completion_mask & rollouts.valid.reshape(-1, 1)
     if config.mask_truncated:
       mask &= ~tokens.truncated[:, None]

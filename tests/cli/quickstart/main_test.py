@@ -13,24 +13,24 @@ import pytest
 
 from tests.cli import runs
 from tunix.cli.quickstart import main as quickstart, train as training
+from tunix.cli.quickstart.data import QuickstartData
 from tunix.cli.quickstart.settings import Settings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
 from tunix.sft.metrics_logger import MetricsLogger
 
 TINY = {
-  "pretrain_steps": 3,
-  "finetune_steps": 4,
-  "vocab_size": 320,
+  "sft_steps": 3,
+  "grpo_steps": 2,
   "num_layers": 1,
   "embed_dim": 16,
   "hidden_dim": 32,
   "num_heads": 2,
-  "num_kv_heads": 1,
-  "batch_size": 2,
-  "row_length": 160,
-  "questions": 3,
-  "answer_tokens": 8,
+  "sft_rows": 2,
+  "row_length": 24,
+  "prompts": 3,
+  "generations": 2,
+  "held_out": 5,
 }
 
 
@@ -48,75 +48,96 @@ def tiny(tmp_path_factory):
 def test_everything_is_written_and_named(tiny):
   settings, printed = tiny
   report = settings.report.read_text()
-  for name in ("report.md", "loss.png", "finetune/export", "checkpoint", "data"):
+  for name in ("report.md", "curves.png", "grpo/export", "model", "data"):
     assert (settings.output / name).exists()
     assert name in printed and name in report
-  assert "| pretraining | 3 |" in report and "| fine-tuning | 4 |" in report
+  assert "| sft | 3 |" in report and "| grpo | 2 |" in report
+  assert "(grpo/samples/index.html)" in report and settings.samples.exists()
 
 
-def test_both_folders_hold_models_that_differ(tiny):
+def test_all_folders_hold_models_that_differ(tiny):
   settings, _ = tiny
-  first, last = (
-    AutoModel.from_pretrained(folder)
-    for folder in (settings.checkpoint, settings.export)
-  )
-  assert first.config == last.config
-  assert last.config.num_layers == 1
-  leaves = zip(jax.tree.leaves(first), jax.tree.leaves(last))
-  assert all((a != b).any() for a, b in leaves)
-  config = json.loads((settings.export / "config.json").read_text())
-  tokenizer = TokenizerAdapter.from_pretrained(settings.export)
+  folders = (settings.model, settings.export("sft"), settings.export("grpo"))
+  models = [AutoModel.from_pretrained(folder) for folder in folders]
+  assert all(model.config == models[0].config for model in models)
+  assert models[0].config.num_layers == 1
+  for a, b in zip(models, models[1:]):
+    assert any((x != y).any() for x, y in zip(*map(jax.tree.leaves, (a, b))))
+  config = json.loads((folders[-1] / "config.json").read_text())
+  tokenizer = TokenizerAdapter.from_pretrained(folders[-1])
   assert config["eos_token_id"] == tokenizer.eos_id()
-  assert tokenizer.has_chat_template()
 
 
-def test_losses_of_both_stages_are_logged(tiny):
+def test_both_stages_are_logged_and_printed(tiny):
   settings, printed = tiny
-  for folder, steps in ((settings.pretrain, 3), (settings.finetune, 4)):
-    losses = training.read_losses(folder)
-    assert [step for step, _ in losses["train"]] == list(range(1, steps + 1))
-    assert [step for step, _ in losses["eval"]] == list(range(steps + 1))
-    assert f"step {steps}: held-out loss {losses['eval'][-1][1]:.3f}" in printed
+  for stage, steps in (("sft", 3), ("grpo", 2)):
+    found = training.read_series(settings.run(stage), training.METRICS[stage])
+    assert [step for step, _ in found["train"]] == list(range(1, steps + 1))
+    assert [step for step, _ in found["eval"]] == list(range(steps + 1))
+    assert f"step {steps}: held-out " in printed
+  assert "held-out accuracy 0.000" in printed
 
 
 def test_every_question_is_answered_twice(tiny):
   settings, _ = tiny
-  answers = [json.loads(line) for line in settings.generations.open()]
-  assert len(answers) == 3
-  assert {"signature", "before", "after", "check"} == set(answers[0])
+  answers = [json.loads(line) for line in settings.answers.open()]
+  assert len(answers) == 5
+  assert {"prompt", "response", "answer", "before", "after", "right"} == set(answers[0])
 
 
-def test_the_printed_command_repeats_the_fine_tuning(tiny, tmp_path):
+def test_the_printed_commands_repeat_the_trainings(tiny, tmp_path):
   settings, printed = tiny
-  assert f"$ tunix train --config {settings.config_file}" in printed
-  again = tmp_path / "again"
-  argv = ["--config", str(settings.config_file), f"--output_dir={again}"]
-  assert runs.tunix("train", *argv) == 0
-  for name in ("logs/metrics.jsonl", "export/model.safetensors"):
-    assert (again / name).read_bytes() == (settings.finetune / name).read_bytes()
+  for stage in ("sft", "grpo"):
+    file, again = settings.config_file(stage), tmp_path / stage
+    assert f"$ tunix train --config {file}" in printed
+    assert runs.tunix("train", "--config", file, f"--output_dir={again}") == 0
+    for name in ("logs/metrics.jsonl", "export/model.safetensors"):
+      assert (again / name).read_bytes() == (settings.run(stage) / name).read_bytes()
 
 
 def test_the_commands_it_prints_run(tiny, capsys):
   settings, printed = tiny
   lines = re.findall(r"^    tunix (.+)$", printed, re.M)
   commands = {words[0]: words for words in map(shlex.split, lines)}
-  assert list(commands) == ["generate", "data", "train"]
+  assert list(commands) == ["generate", "train"]
   assert runs.tunix(*commands["generate"], "--max_new_tokens=3") == 0
-  assert runs.tunix(*commands["data"]) == 0
-  assert "«Name: " in capsys.readouterr().out
   assert runs.tunix(*commands["train"]) == 0
-  assert "LoRA on" in capsys.readouterr().out
-  adapter = settings.output / "finetune-lora" / "export" / "adapter_config.json"
-  assert json.loads(adapter.read_text())["r"] == 16
+  assert "rloo: 3 prompts x 2 completions" in capsys.readouterr().out
+  assert (settings.output / "grpo-rloo" / "export" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+  ("field", "value", "stage", "line"),
+  [
+    ("sft_rows", 7, "sft", "global_batch_size: 7"),
+    ("row_length", 30, "sft", "max_length: 30"),
+    ("sft_rate", 0.5, "sft", "learning_rate: 0.5"),
+    ("sft_steps", 77, "sft", "max_steps: 77"),
+    ("grpo_rate", 0.5, "grpo", "learning_rate: 0.5"),
+    ("grpo_steps", 77, "grpo", "max_steps: 77"),
+    ("prompts", 7, "grpo", "global_batch_size: 7"),
+    ("generations", 7, "grpo", "num_generations: 7"),
+    ("prompt_tokens", 9, "grpo", "max_prompt_length: 9"),
+    ("answer_tokens", 9, "grpo", "max_tokens_to_generate: 9"),
+    ("seed", 9, "grpo", "seed: 9"),
+  ],
+)
+def test_settings_reach_the_configurations(tmp_path, field, value, stage, line):
+  data = QuickstartData(folder=tmp_path, train=[], held_out=[])
+  plain = Settings(output=tmp_path)
+  changed = dataclasses.replace(plain, **{field: value})
+  assert line in training.config_text(changed, data, stage)
+  assert line not in training.config_text(plain, data, stage)
 
 
 def test_the_model_has_the_size_that_is_asked_for(tmp_path):
   settings = Settings(output=tmp_path, **TINY)
-  config = training.new_model(settings).config
-  for name in ("vocab_size", "num_layers", "embed_dim", "hidden_dim", "num_kv_heads"):
+  config = training.new_model(settings, 18).config
+  assert config.vocab_size == 18
+  for name in ("num_layers", "embed_dim", "hidden_dim", "num_heads"):
     assert getattr(config, name) == getattr(settings, name)
-  other = training.new_model(dataclasses.replace(settings, seed=1))
-  same = jax.tree.leaves(training.new_model(settings))
+  other = training.new_model(dataclasses.replace(settings, seed=1), 18)
+  same = jax.tree.leaves(training.new_model(settings, 18))
   assert any((a != b).any() for a, b in zip(same, jax.tree.leaves(other)))
 
 
@@ -132,7 +153,7 @@ def test_evaluations_are_printed_only_inside(capsys):
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    (["--pretrain_steps=0"], "pretrain_steps is 0: it must be at least 1"),
+    (["--sft_steps=0"], "sft_steps is 0: it must be at least 1"),
     (["--steps=5"], "unrecognized arguments: --steps=5; see tunix quickstart --help"),
     ([], "holds 'mine', which is not of a quickstart"),
   ],
@@ -163,9 +184,11 @@ def test_ctrl_c_is_one_line(tmp_path):
 @pytest.mark.slow
 def test_the_defaults_learn(tmp_path, capsys):
   assert runs.tunix("quickstart", f"--output={tmp_path}") == 0
-  losses = training.read_losses(tmp_path / "finetune")["eval"]
-  assert losses[-1][1] < 0.65 * losses[0][1]
-  answers = [json.loads(x) for x in (tmp_path / "generations.jsonl").open()]
-  right = sum(answer["check"]["format"] for answer in answers)
-  assert right >= 0.85 * len(answers)
+  answers = [json.loads(x) for x in (tmp_path / "answers.jsonl").open()]
+  before, after = (
+    sum(answer[when] == answer["response"] for answer in answers) / len(answers)
+    for when in ("before", "after")
+  )
+  assert 0.3 <= before <= 0.75
+  assert after >= max(0.85, before + 0.2)
   assert "report.md" in capsys.readouterr().out

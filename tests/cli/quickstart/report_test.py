@@ -1,5 +1,6 @@
 """The report says what was found, and nothing else."""
 
+import dataclasses
 import pathlib
 
 import pytest
@@ -8,49 +9,37 @@ from tunix.cli.quickstart import report
 from tunix.cli.quickstart.data import QuickstartData
 from tunix.cli.quickstart.questions import Answer
 from tunix.cli.quickstart.settings import Settings
-from tunix.cli.quickstart.task import Check
+
+RECORD = {"prompt": "1+2+3=", "response": "[6]", "answer": "6"}
 
 
-def answer(text: str, *right: bool) -> Answer:
-  check = Check(format=right[0], name=right[1], arguments=right[2])
-  return Answer(signature="def f(a)", text=text, check=check)
+def answers(*texts: str) -> list[Answer]:
+  return [Answer(record=RECORD, text=text) for text in texts]
 
 
 @pytest.fixture
 def results():
-  wrong = answer("```\nnonsense", False, False, False)
-  names = ("pretrain", "pretrain_eval", "finetune", "finetune_eval")
   return report.Results(
-    settings=Settings(output=pathlib.Path("my out"), pretrain_steps=30),
+    settings=Settings(output=pathlib.Path("my out"), sft_steps=30),
     data=QuickstartData(
-      folder=pathlib.Path("my out/data"),
-      records=dict(zip(names, (1111, 12, 2222, 13))),
-      modules={"pretrain": ("a", "b"), "finetune": ("c",), "held_out": ("d",)},
-      held_out=(),
+      folder=pathlib.Path("my out/data"), train=[RECORD] * 3, held_out=[RECORD] * 4
     ),
     parameters=987654,
-    losses={
-      "pretrain": {"train": [(1, 7.0), (30, 5.0)], "eval": [(0, 7.5), (30, 5.25)]},
-      "finetune": {"train": [(1, 6.0), (40, 2.0)], "eval": [(0, 6.5), (40, 3.125)]},
+    curves={
+      "sft": {"train": [(1, 7.0), (30, 5.0)], "eval": [(0, 7.5), (30, 5.25)]},
+      "grpo": {"train": [(1, 0.4), (40, 0.9)], "eval": [(0, 0.25), (40, 0.875)]},
     },
-    before=[wrong] * 4,
-    after=[
-      answer("Name: f\nArguments: a\nSummary: Does it.", True, True, True),
-      answer("Name: g\nArguments: a\nSummary: Does it.", True, False, True),
-      wrong,
-      wrong,
-    ],
-    seconds={"pretraining": 30.4, "fine-tuning": 45.0},
+    before=answers("[5]", "[6]", "6", "["),
+    after=answers("[6]", "[6]", "[6]", "[7]"),
+    seconds={"fine-tuning": 30.4, "GRPO": 45.0},
   )
 
 
-def test_summary_has_losses_and_shares(results):
+def test_summary_has_loss_reward_and_accuracy(results):
   assert report.summary(results).splitlines() == [
-    "held-out loss, pretraining   7.50 -> 5.25",
-    "held-out loss, fine-tuning   6.50 -> 3.12",
-    "answers in the right form      0% ->  50%",
-    "  with the function's name     0% ->  25%",
-    "  with all its arguments       0% ->  50%",
+    "fine-tuning: held-out loss      7.50 -> 5.25",
+    "GRPO:        held-out reward    0.25 -> 0.88",
+    "             greedy accuracy    25.0% -> 75.0%",
   ]
 
 
@@ -58,28 +47,31 @@ def test_markdown_has_what_was_found(results):
   text = report.markdown(results)
   for found in (
     "987,654 parameters",
-    "1,111 texts (30 steps of",
-    "2,222 chat records",
-    "| pretraining | 30 | 7.500 | 5.250 |",
-    "| fine-tuning | 40 | 6.500 | 3.125 |",
-    "| in the right form | 0% | 50% |",
-    "| pretraining | 30 s |",
+    "3 sums with their answers (30 steps",
+    "The 4 sums that it is asked",
+    "| sft | 30 | loss, nats per token | 7.500 | 5.250 |",
+    "| grpo | 40 | mean reward | 0.250 | 0.875 |",
+    "| `1+2+3=` | `[6]` | `[5]` | `[6]` |",
+    "Greedy accuracy: 25.0% -> 75.0%.",
+    "| GRPO | 45 s |",
     "| all | 75 s |",
-    "![loss curves](loss.png)",
-    "    Before:   ``` nonsense",
-    "    Name: f\n    Arguments: a\n    Summary: Does it.",
+    "![curves](curves.png)",
+    "(grpo/samples/index.html)",
   ):
     assert found in text
 
 
 def test_commands_quote_paths(results):
   commands = [command for _, command in report.next_steps(results)]
-  assert commands[0] == (
-    "tunix generate --model 'my out/finetune/export' --chat --prompt 'def f(a)'"
-  )
-  assert "--config 'my out/finetune.yaml' --lora.rank=" in commands[2]
+  assert commands[0] == "tunix generate --model 'my out/grpo/export' --prompt 1+2+3="
+  assert "--config 'my out/grpo.yaml' --algorithm.name=rloo" in commands[1]
 
 
 def test_the_example_is_the_first_question(results):
-  assert "def f(a)" in report.example(results)
-  assert "  Summary: Does it." in report.example(results)
+  assert report.example(results) == "asked 1+2+3=  before GRPO [5]  after [6]"
+
+
+def test_the_plot_has_both_curves(results, tmp_path):
+  settings = Settings(output=tmp_path)
+  report.plot(dataclasses.replace(results, settings=settings))
+  assert settings.plot.read_bytes().startswith(b"\x89PNG")

@@ -6,7 +6,7 @@ from tunix.cli.quickstart.settings import Settings, prepare_output
 
 
 @pytest.mark.parametrize(
-  "field, value", [("pretrain_steps", 0), ("finetune_steps", -1), ("seed", -1)]
+  "field, value", [("sft_steps", 0), ("grpo_steps", -1), ("seed", -1)]
 )
 def test_settings_out_of_range(tmp_path, field, value):
   with pytest.raises(ValueError, match=f"{field} is {value}: it must be"):
@@ -20,8 +20,8 @@ def test_a_new_folder_is_made(tmp_path):
 
 
 def old_run(folder):
-  (folder / "finetune").mkdir()
-  (folder / "finetune" / "x").write_text("old")
+  (folder / "sft").mkdir()
+  (folder / "sft" / "x").write_text("old")
   (folder / "report.md").write_text("old")
 
 
@@ -29,7 +29,7 @@ def test_a_quickstart_is_replaced_only_when_asked(tmp_path):
   old_run(tmp_path)
   with pytest.raises(ValueError, match=r"is not empty: choose .* or --overwrite"):
     prepare_output(tmp_path, overwrite=False)
-  assert (tmp_path / "finetune" / "x").read_text() == "old"
+  assert (tmp_path / "sft" / "x").read_text() == "old"
   prepare_output(tmp_path, overwrite=True)
   assert not list(tmp_path.iterdir())
 
@@ -51,8 +51,10 @@ def test_a_file_is_no_folder(tmp_path):
 def test_every_place_lies_in_the_output(tmp_path):
   settings = Settings(output=tmp_path)
   places = [name for name, p in vars(Settings).items() if isinstance(p, property)]
-  for name in places:
-    place = getattr(settings, name)
+  found = [getattr(settings, name) for name in places]
+  for stage in ("sft", "grpo"):
+    found += [settings.run(stage), settings.export(stage), settings.config_file(stage)]
+  for place in found:
     place.mkdir(parents=True, exist_ok=True)
     assert tmp_path in place.parents
   prepare_output(tmp_path, overwrite=True)

@@ -1,7 +1,7 @@
 """`tunix quickstart`: the whole way on this machine, without a download.
 
-Data and tokenizer from Python's standard library, a small model pretrained from
-scratch, fine-tuned through `tunix train`, asked before and after, and reported on.
+A fresh small model is fine-tuned on sums until it half knows them, then reinforced by
+GRPO, both by `tunix train`; asked before and after, and reported on.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ def main(argv: Sequence[str]) -> int:
 
   Raises:
     ValueError: an option out of range, or a folder that is not empty.
-    FileNotFoundError: the standard library's sources are not there.
     OSError: the disk is full or not writable.
   """
   args = _parse(argv)
   settings = Settings(
     output=pathlib.Path(args.output).expanduser(),
     seed=args.seed,
-    pretrain_steps=args.pretrain_steps,
-    finetune_steps=args.finetune_steps,
+    sft_steps=args.sft_steps,
+    grpo_steps=args.grpo_steps,
   )
   prepare_output(settings.output, overwrite=args.overwrite)
   try:
@@ -52,14 +51,11 @@ def run(settings: Settings) -> None:
 
   Raises:
     Stopped, KeyboardInterrupt: SIGINT or SIGTERM.
-    FileNotFoundError, OSError: see `main`.
+    OSError: see `main`.
   """
-  print(f"tunix quickstart: about two minutes on two CPU cores; in {settings.output}")
+  print(f"tunix quickstart: a few minutes on two CPU cores; in {settings.output}")
   seconds: dict[str, float] = {}
   with _stage("imports", seconds):
-    import jax
-
-    from tunix.cli import plots
     from tunix.cli.quickstart import (
       data as quickstart_data,
       questions,
@@ -68,52 +64,43 @@ def run(settings: Settings) -> None:
     )
     from tunix.utils import io
 
-  with _stage("data and tokenizer", seconds):
-    data = quickstart_data.build_data(settings.data, seed=settings.seed)
-    tokenizer = quickstart_data.train_tokenizer(data, settings.vocab_size)
-    print(", ".join(f"{name} {count:,}" for name, count in data.records.items()))
-  with _stage(f"pretraining, {settings.pretrain_steps} steps", seconds):
-    with training.progress_lines():
-      model = training.pretrain(settings, data, tokenizer)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(model))
-    del model
-  asked = data.held_out[: settings.questions]
-  with _stage("questions before", seconds):
-    before = questions.ask(settings.checkpoint, asked, settings.answer_tokens)
-  with _stage(f"fine-tuning, {settings.finetune_steps} steps", seconds):
-    print(f"$ tunix train --config {settings.config_file}")
-    with training.progress_lines():
-      training.finetune(settings, data)
-  with _stage("questions after", seconds):
-    after = questions.ask(settings.export, asked, settings.answer_tokens)
-  with _stage("report", seconds):
-    questions.write_answers(settings.generations, before, after)
-    losses = {
-      "pretrain": training.read_losses(settings.pretrain),
-      "finetune": training.read_losses(settings.finetune),
-    }
-    titles = {"pretrain": "Pretraining", "finetune": "Fine-tuning"}
-    plots.save_loss_curves(
-      settings.plot,
-      [
-        plots.Curve(title=titles[s], train=curve["train"], held_out=curve["eval"])
-        for s, curve in losses.items()
-      ],
+  with _stage("data, tokenizer, fresh model", seconds):
+    data = quickstart_data.build_data(
+      settings.data, seed=settings.seed, held_out=settings.held_out
     )
+    parameters = training.write_model(settings, quickstart_data.make_tokenizer())
+    counts = f"{len(data.train)} sums to learn from, {len(data.held_out)} held out"
+    print(f"{counts}; {parameters:,} parameters")
+  answers, names = {}, {"sft": "fine-tuning", "grpo": "reinforcement by GRPO"}
+  for stage, name in names.items():
+    with _stage(name, seconds):
+      print(f"$ tunix train --config {settings.config_file(stage)}")
+      with training.progress_lines():
+        training.train(settings, data, stage)
+    with _stage(f"questions after {name}", seconds):
+      model = settings.export(stage)
+      answers[stage] = questions.ask(model, data.held_out, settings.answer_tokens)
+      print(f"{questions.accuracy(answers[stage]):.1%} of the answers are right")
   results = report.Results(
     settings=settings,
     data=data,
     parameters=parameters,
-    losses=losses,
-    before=before,
-    after=after,
+    curves={
+      stage: training.read_series(settings.run(stage), metric)
+      for stage, metric in training.METRICS.items()
+    },
+    before=answers["sft"],
+    after=answers["grpo"],
     seconds=seconds,
   )
+  with _stage("report", seconds):
+    questions.write_answers(settings.answers, results.before, results.after)
+    report.plot(results)
   io.write_atomic(settings.report, report.markdown(results).encode())
   _tell(report.summary(results), report.example(results))
   _tell(
     f"written to {settings.output} in {sum(seconds.values()):.0f} s:",
-    *(f"  {path:20} {what}" for path, what in report.files(settings)),
+    *(f"  {path:27} {what}" for path, what in report.files(settings)),
   )
   _tell(
     "next:",
@@ -137,8 +124,8 @@ def _stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = Parser(
     "tunix quickstart",
-    "Builds data from Python's standard library, pretrains a small model, fine-tunes "
-    "it through `tunix train`, and reports. Needs no download.",
+    "Fine-tunes a fresh small model on sums until it half knows them, then reinforces "
+    "it by GRPO, both through `tunix train`, and reports. Needs no download.",
   )
   defaults = Settings(output=pathlib.Path("quickstart"))
   parser.add_argument(
@@ -147,8 +134,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   parser.add_argument("--overwrite", action="store_true", help="replace what is there")
   for name, what in (
     ("seed", "of split, weights and order"),
-    ("pretrain_steps", "fewer are faster and worse"),
-    ("finetune_steps", "likewise"),
+    ("sft_steps", "fewer are faster and worse"),
+    ("grpo_steps", "likewise"),
   ):
     parser.add_argument(
       f"--{name}",

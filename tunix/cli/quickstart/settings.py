@@ -9,54 +9,56 @@ import shutil
 
 # All that a quickstart leaves in its folder, so that --overwrite deletes nothing else.
 _NAMES = (
-  "checkpoint",
+  "answers.jsonl",
+  "curves.png",
   "data",
-  "finetune",
-  "finetune-lora",
-  "finetune.yaml",
-  "generations.jsonl",
-  "loss.png",
-  "pretrain",
+  "grpo",
+  "grpo-rloo",
+  "grpo.yaml",
+  "model",
   "report.md",
-  "tokenizer",
+  "sft",
+  "sft.yaml",
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """Sizes and places. The defaults take about two minutes on two CPU cores.
+  """Sizes and places. The defaults take a few minutes on two CPU cores.
 
   Attributes:
     output: the folder that everything goes into.
-    seed: of the split, the weights and the order of the data.
-    pretrain_steps, finetune_steps: optimizer steps.
-    vocab_size: ids of the tokenizer and rows of the embedding.
-    num_layers, embed_dim, hidden_dim, num_heads, num_kv_heads: of the model.
-    batch_size: rows of a batch. row_length: tokens of a row.
-    pretrain_rate, finetune_rate: peak learning rates.
-    questions: held-out signatures that are asked about, before and after.
-    answer_tokens: longest answer.
+    seed: of the split, the weights, the order of the data, and the rollouts.
+    sft_steps, grpo_steps: optimizer steps.
+    num_layers, embed_dim, hidden_dim, num_heads: of the model.
+    sft_rows, row_length: rows of a batch of fine-tuning, and tokens of a row, into which
+      several sums are packed.
+    sft_rate, grpo_rate: learning rates; the first one after its warm-up.
+    prompts, generations: of one batch of rollouts.
+    held_out: sums that are asked before and after, and never trained on.
+    prompt_tokens, answer_tokens: of the longest prompt and the longest answer.
   """
 
   output: pathlib.Path
   seed: int = 0
-  pretrain_steps: int = 400
-  finetune_steps: int = 500
-  vocab_size: int = 2048
-  num_layers: int = 4
+  sft_steps: int = 150
+  grpo_steps: int = 120
+  num_layers: int = 2
   embed_dim: int = 128
   hidden_dim: int = 384
   num_heads: int = 4
-  num_kv_heads: int = 2
-  batch_size: int = 4
-  row_length: int = 128
-  pretrain_rate: float = 4e-3
-  finetune_rate: float = 4e-3
-  questions: int = 64
-  answer_tokens: int = 64
+  sft_rows: int = 16
+  row_length: int = 96
+  sft_rate: float = 4e-3
+  grpo_rate: float = 4e-4
+  prompts: int = 16
+  generations: int = 8
+  held_out: int = 200
+  prompt_tokens: int = 8
+  answer_tokens: int = 6
 
   def __post_init__(self):
-    for name in ("pretrain_steps", "finetune_steps"):
+    for name in ("sft_steps", "grpo_steps"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
     if not 0 <= self.seed < 2**32:
@@ -68,44 +70,36 @@ class Settings:
     return self.output / "data"
 
   @property
-  def tokenizer(self) -> pathlib.Path:
-    """The tokenizer's files."""
-    return self.output / "tokenizer"
+  def model(self) -> pathlib.Path:
+    """The model before any training, with its tokenizer."""
+    return self.output / "model"
+
+  def config_file(self, stage: str) -> pathlib.Path:
+    """What `tunix train` is given for "sft" or "grpo"."""
+    return self.output / f"{stage}.yaml"
+
+  def run(self, stage: str) -> pathlib.Path:
+    """The run of that stage."""
+    return self.output / stage
+
+  def export(self, stage: str) -> pathlib.Path:
+    """The model after that stage."""
+    return self.run(stage) / "export"
 
   @property
-  def pretrain(self) -> pathlib.Path:
-    """Metrics of the pretraining."""
-    return self.output / "pretrain"
+  def samples(self) -> pathlib.Path:
+    """The page of rollouts."""
+    return self.run("grpo") / "samples" / "index.html"
 
   @property
-  def checkpoint(self) -> pathlib.Path:
-    """The pretrained model."""
-    return self.output / "checkpoint"
-
-  @property
-  def config_file(self) -> pathlib.Path:
-    """What `tunix train` is given."""
-    return self.output / "finetune.yaml"
-
-  @property
-  def finetune(self) -> pathlib.Path:
-    """The run of `tunix train`."""
-    return self.output / "finetune"
-
-  @property
-  def export(self) -> pathlib.Path:
-    """The fine-tuned model."""
-    return self.finetune / "export"
-
-  @property
-  def generations(self) -> pathlib.Path:
+  def answers(self) -> pathlib.Path:
     """Every answer, before and after."""
-    return self.output / "generations.jsonl"
+    return self.output / "answers.jsonl"
 
   @property
   def plot(self) -> pathlib.Path:
-    """The loss curves."""
-    return self.output / "loss.png"
+    """Loss and reward."""
+    return self.output / "curves.png"
 
   @property
   def report(self) -> pathlib.Path:

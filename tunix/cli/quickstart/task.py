@@ -1,97 +1,60 @@
-"""What the quickstart teaches: to describe a function, in three labelled lines.
+"""What the quickstart teaches: sums, answered in brackets.
 
-The answer to a signature can be checked against it, without a second model:
+    3+8+5=     [16]
 
-    def shorten(text, width, **kwargs)
-
-    Name: shorten
-    Arguments: text, width, kwargs
-    Summary: Collapse and truncate the given text to fit in the given width.
+An answer can be checked without a second model, so it can be rewarded: by the reward
+functions of a configuration (`REWARDS`), and here for the report.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
+import itertools
+import random
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from tunix.cli.quickstart.stdlib import Function
+TERMS = 3
+ALPHABET = "0123456789+=[]"
+# What `tunix train` rewards: the right number in the right form, and a little for the
+# form alone, which shows a model that says anything else where to go.
+REWARDS = (
+  r"exact_match(column='answer', pattern='^\\[([0-9]+)\\]$')",
+  r"format_match('\\[[0-9]+\\]')",
+)
+WEIGHTS = (1.0, 0.1)
+RIGHT = 1.0  # an answer with this reward is right
 
-_NO_ARGUMENTS = "none"
-_ANSWER = re.compile(r"Name: (\S+)\nArguments: (\S[^\n]*)\nSummary: (\S[^\n]*)")
-_LONGEST = {"signature": 120, "summary": 120}
-_SHORTEST_SUMMARY = 12
+_ANSWER = re.compile(r"\[([0-9]+)\]")
+
+Record = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Check:
-  """How far an answer does what was asked.
+def problems(seed: int, held_out: int) -> tuple[list[Record], list[Record]]:
+  """All sums of three digits, shuffled: those to learn from, and those held out.
 
-  Attributes:
-    format: it is the three labelled lines, each with something behind the label.
-    name: the name is the one of the signature.
-    arguments: the arguments are those of the signature, in order.
+  Returns: records {"prompt", "response", "answer"}.
   """
-
-  format: bool
-  name: bool
-  arguments: bool
-
-
-def is_suitable(function: Function) -> bool:
-  """Whether a function makes a record: short plain text, and a summary that says
-  something."""
-  summary = function.summary
-  return (
-    len(function.signature) <= _LONGEST["signature"]
-    and _SHORTEST_SUMMARY <= len(summary) <= _LONGEST["summary"]
-    and summary.isascii()
-    and summary[0].isalpha()
-  )
+  sums = list(itertools.product(range(10), repeat=TERMS))
+  random.Random(seed).shuffle(sums)
+  records = [_record(terms) for terms in sums]
+  return records[held_out:], records[:held_out]
 
 
-def answer(function: Function) -> str:
-  """What the model should say."""
-  arguments = ", ".join(function.arguments) or _NO_ARGUMENTS
-  return f"Name: {function.name}\nArguments: {arguments}\nSummary: {function.summary}"
-
-
-def record(function: Function) -> dict[str, Any]:
-  """The function as a chat record."""
+def _record(terms: Sequence[int]) -> Record:
+  total = sum(terms)
   return {
-    "messages": [
-      {"role": "user", "content": function.signature},
-      {"role": "assistant", "content": answer(function)},
-    ]
+    "prompt": "+".join(map(str, terms)) + "=",
+    "response": f"[{total}]",
+    "answer": str(total),
   }
 
 
-def check(signature: str, text: str) -> Check:
-  """Compares an answer with the signature that was asked about."""
-  match = _ANSWER.fullmatch(text.strip())
-  if match is None:
-    return Check(format=False, name=False, arguments=False)
-  name, arguments = _parse(signature)
-  return Check(
-    format=True,
-    name=match.group(1) == name,
-    arguments=match.group(2).strip() == (", ".join(arguments) or _NO_ARGUMENTS),
-  )
+def in_form(text: str) -> bool:
+  """Whether an answer is a number in brackets and nothing else."""
+  return _ANSWER.fullmatch(text) is not None
 
 
-def _parse(signature: str) -> tuple[str, list[str]]:
-  """Name and arguments, from the text alone."""
-  node = ast.parse(f"{signature}: pass").body[0]
-  assert isinstance(node, ast.FunctionDef)
-  a = node.args
-  starred = [a.vararg] if a.vararg else []
-  named = [a.kwarg] if a.kwarg else []
-  every = [*a.posonlyargs, *a.args, *starred, *a.kwonlyargs, *named]
-  return node.name, [argument.arg for argument in every]
-
-
-def share(checks: Sequence[Check], field: str) -> float:
-  """The share of answers for which a field of `Check` holds; 0 without answers."""
-  return sum(getattr(c, field) for c in checks) / len(checks) if checks else 0.0
+def is_right(record: Record, text: str) -> bool:
+  """Whether an answer is the right one, in the right form."""
+  return text == record["response"]

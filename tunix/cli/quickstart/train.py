@@ -1,42 +1,39 @@
-"""The two trainings of the quickstart: a fresh model, then `tunix train` on it."""
+"""The two trainings of the quickstart, both by `tunix train`: sft, then grpo."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import pathlib
 import sys
-from typing import Any
 from collections.abc import Iterator
 
 import jax
-import optax
 
 from tunix.cli import config as config_lib, train_main
 from tunix.cli.plots import Series
+from tunix.cli.quickstart import task
 from tunix.cli.quickstart.data import QuickstartData
 from tunix.cli.quickstart.settings import Settings
-from tunix.data.formats import JsonlRecords
-from tunix.data.pipeline import build_dataset
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
 from tunix.models.llama3.model import ModelConfig
 from tunix.models.safetensors_saver import save_pretrained
 from tunix.models.transformer.config import RopeConfig
 from tunix.models.transformer.model import Transformer
-from tunix.sft import metrics_logger as metrics
-from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 from tunix.utils import io
 
-_ADAM: dict[str, Any] = {"b2": 0.98, "weight_decay": 0.05}
-_WARMUP = 0.05  # share of the steps
-_FLOOR = 0.05  # last learning rate over the peak
-_EVALUATIONS = 4
+_WARMUP = 0.1  # share of the steps
+_EVALUATIONS = 5
 
-_FINETUNE = """\
-# Teaches the pretrained model to describe a function from its signature.
+# What the curves show of a stage: {stage: metric}.
+METRICS = {"sft": "loss", "grpo": train_main.REWARD}
+
 # All keys and their meanings: `tunix train --help` names the file.
+_CONFIGS = {
+  "sft": """\
+# Teaches a fresh model to answer sums in brackets, until it half knows them.
+job: sft
 output_dir: {output_dir}
 seed: {seed}
 model:
@@ -44,162 +41,158 @@ model:
 data:
   train: {train}
   eval: {eval}
-  max_length: {max_length}
+  max_length: {row_length}
   packing: true
-  overlong: drop
 optimizer:
   name: adamw
-  args: {optimizer}
+  args: {{b2: 0.98, weight_decay: 0.05}}
 schedule:
-  name: warmup_cosine_decay_schedule
-  args: {schedule}
+  name: warmup_constant_schedule
+  args: {{init_value: 0.0, warmup_steps: {warmup}}}
 training:
   learning_rate: {rate}
   max_steps: {steps}
   global_batch_size: {batch_size}
   eval_every_n_steps: {eval_every}
-"""
+logging:
+  tensorboard: false
+""",
+  "grpo": """\
+# Lets the model try, and reinforces what is right.
+job: grpo
+output_dir: {output_dir}
+seed: {seed}
+model:
+  path: {model}
+data:
+  train: {train}
+  eval: {eval}
+algorithm:
+  num_generations: {generations}
+  beta: 0.0
+  pass_threshold: {right}
+rollout:
+  max_prompt_length: {prompt_tokens}
+  max_tokens_to_generate: {answer_tokens}
+  eval_temperature: 0.0
+reward:
+  functions: {functions}
+  weights: {weights}
+training:
+  learning_rate: {rate}
+  max_steps: {steps}
+  global_batch_size: {batch_size}
+  eval_batch_size: {held_out}
+  eval_every_n_steps: {eval_every}
+samples:
+  every_n_rollouts: {samples_every}
+logging:
+  tensorboard: false
+""",
+}
 
 
-def new_model(settings: Settings) -> Transformer:
+def new_model(settings: Settings, vocab_size: int) -> Transformer:
   """A small Llama-style model with fresh weights."""
   config = ModelConfig(
     num_layers=settings.num_layers,
-    vocab_size=settings.vocab_size,
+    vocab_size=vocab_size,
     embed_dim=settings.embed_dim,
     hidden_dim=settings.hidden_dim,
     num_heads=settings.num_heads,
-    num_kv_heads=settings.num_kv_heads,
+    num_kv_heads=settings.num_heads,
     head_dim=settings.embed_dim // settings.num_heads,
     rope=RopeConfig(theta=10_000.0),
     tie_embeddings=True,
-    max_position=4 * settings.row_length,
+    max_position=2 * settings.row_length,
   )
   return AutoModel.from_config(config, seed=settings.seed)
 
 
-def pretrain(
-  settings: Settings, data: QuickstartData, tokenizer: TokenizerAdapter
-) -> Transformer:
-  """Trains a fresh model on running text and saves it in Hugging Face's format.
+def write_model(settings: Settings, tokenizer: TokenizerAdapter) -> int:
+  """Saves a fresh model in Hugging Face's format; returns its parameters.
+
+  Raises:
+    OSError: the disk is full or not writable.
+  """
+  model = new_model(settings, tokenizer.vocab_size)
+  roles = {"bos": tokenizer.bos_id(), "eos": tokenizer.eos_id()}
+  roles["pad"] = tokenizer.pad_id()
+  ids = {f"{role}_token_id": number for role, number in roles.items()}
+  save_pretrained(model, settings.model, hf_fields=ids)
+  tokenizer.save(settings.model)
+  return sum(leaf.size for leaf in jax.tree.leaves(model))
+
+
+def train(settings: Settings, data: QuickstartData, stage: str) -> train_main.Result:
+  """Writes the configuration of a stage, "sft" or "grpo", and does what `tunix train
+  --config` does with it.
 
   Raises:
     Stopped: SIGINT or SIGTERM.
     OSError: the disk is full or not writable.
   """
-  model = new_model(settings)
-  steps = settings.pretrain_steps
-  rate = optax.warmup_cosine_decay_schedule(
-    **_schedule(steps, settings.pretrain_rate), peak_value=settings.pretrain_rate
-  )
-  tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, **_ADAM))
-  logs = settings.pretrain / "logs"
-  trainer = PeftTrainer(
-    model,
-    tx,
-    TrainingConfig(
-      max_steps=steps,
-      eval_every_n_steps=_eval_every(steps),
-      learning_rate=rate,
-      pbar_description="pretraining",
-    ),
-    metrics.MetricsLogger(
-      metrics.MetricsLoggerOptions(
-        logs, backend_factories=[functools.partial(metrics.JsonlBackend, logs)]
-      )
-    ),
-  )
-  batches = functools.partial(
-    build_dataset,
-    tokenizer=tokenizer,
-    batch_size=settings.batch_size,
-    max_length=settings.row_length,
-    packing=True,
-    overlong="truncate",
-    seed=settings.seed,
-  )
-  trainer.train(
-    batches(JsonlRecords(data.path("pretrain")), num_epochs=None),
-    batches(JsonlRecords(data.path("pretrain_eval")), shuffle=False),
-  )
-  trainer.close()
-  tokenizer.save(settings.tokenizer)
-  save_pretrained(
-    model,
-    settings.checkpoint,
-    source=settings.tokenizer,
-    hf_fields={
-      "bos_token_id": tokenizer.bos_id(),
-      "eos_token_id": tokenizer.eos_id(),
-      "pad_token_id": tokenizer.pad_id(),
-    },
-  )
-  return model
+  file = settings.config_file(stage)
+  io.write_atomic(file, config_text(settings, data, stage).encode())
+  return train_main.run(config_lib.load(["--config", str(file)]))
 
 
-def finetune(settings: Settings, data: QuickstartData) -> train_main.Result:
-  """Writes the configuration and does what `tunix train --config` does with it.
-
-  Raises:
-    Stopped: SIGINT or SIGTERM.
-    OSError: the disk is full or not writable.
-  """
-  io.write_atomic(settings.config_file, _finetune_yaml(settings, data).encode())
-  return train_main.run(config_lib.load(["--config", str(settings.config_file)]))
-
-
-def _finetune_yaml(settings: Settings, data: QuickstartData) -> str:
-  steps = settings.finetune_steps
-  # JSON's strings and tables are YAML as well, whatever characters a path has.
+def config_text(settings: Settings, data: QuickstartData, stage: str) -> str:
+  """The configuration of a stage, as YAML."""
+  s = settings
+  steps = {"sft": s.sft_steps, "grpo": s.grpo_steps}[stage]
+  name = {"sft": "sft", "grpo": "prompts"}[stage]
   values = {
-    "output_dir": str(settings.finetune.absolute()),
-    "seed": settings.seed,
-    "model": str(settings.checkpoint.absolute()),
-    "train": str(data.path("finetune").absolute()),
-    "eval": str(data.path("finetune_eval").absolute()),
-    "max_length": settings.row_length,
-    "optimizer": _ADAM,
-    "schedule": _schedule(steps, settings.finetune_rate),
-    "rate": settings.finetune_rate,
+    "output_dir": str(s.run(stage).absolute()),
+    "seed": s.seed,
+    "model": str({"sft": s.model, "grpo": s.export("sft")}[stage].absolute()),
+    "train": str(data.path(name).absolute()),
+    "eval": str(data.path(f"{name}_eval").absolute()),
     "steps": steps,
-    "batch_size": settings.batch_size,
-    "eval_every": _eval_every(steps),
+    "eval_every": -(-steps // _EVALUATIONS),
+    "batch_size": {"sft": s.sft_rows, "grpo": s.prompts}[stage],
+    "rate": {"sft": s.sft_rate, "grpo": s.grpo_rate}[stage],
+    "warmup": max(1, round(_WARMUP * steps)),
+    "row_length": s.row_length,
+    "generations": s.generations,
+    "right": task.RIGHT,
+    "prompt_tokens": s.prompt_tokens,
+    "answer_tokens": s.answer_tokens,
+    "functions": task.REWARDS,
+    "weights": task.WEIGHTS,
+    "held_out": s.held_out,
+    "samples_every": max(1, steps // 20),
   }
-  return _FINETUNE.format(**{name: json.dumps(v) for name, v in values.items()})
+  # JSON's strings and lists are YAML as well, whatever characters a path has.
+  text = {name: json.dumps(value) for name, value in values.items()}
+  return _CONFIGS[stage].format(**text)
 
 
-def _schedule(steps: int, peak: float) -> dict[str, Any]:
-  return {
-    "init_value": 0.0,
-    "warmup_steps": max(1, round(_WARMUP * steps)),
-    "decay_steps": max(2, steps),
-    "end_value": _FLOOR * peak,
-  }
-
-
-def _eval_every(steps: int) -> int:
-  return -(-steps // _EVALUATIONS)
-
-
-def read_losses(folder: pathlib.Path) -> dict[str, Series]:
-  """{"train": ..., "eval": ...}: steps and losses of a run's `logs/metrics.jsonl`."""
-  losses: dict[str, list[tuple[int, float]]] = {"train": [], "eval": []}
+def read_series(folder: pathlib.Path, metric: str) -> dict[str, Series]:
+  """{"train": ..., "eval": ...}: steps and values of a metric in a run's
+  `logs/metrics.jsonl`."""
+  found: dict[str, list[tuple[int, float]]] = {"train": [], "eval": []}
   with (folder / "logs" / "metrics.jsonl").open() as file:
     for line in file:
       record = json.loads(line)
-      if "loss" in record:
-        losses[record["mode"]].append((record["step"], float(record["loss"])))
-  return dict(losses)
+      if metric in record:
+        found[record["mode"]].append((record["step"], float(record[metric])))
+  return dict(found)
 
 
 @contextlib.contextmanager
 def progress_lines() -> Iterator[None]:
   """Prints every evaluation where no progress bar is drawn: trainers announce their
   metrics to `jax.monitoring`."""
+  shown = {
+    "eval/loss": "held-out loss",
+    "eval/rewards/score/mean": "held-out reward",
+    "eval/pass@1": "held-out accuracy",
+  }
 
   def heard(event: str, value: float | int, **labels: str | int) -> None:
-    if event == "eval/loss":
-      print(f"  step {labels['step']}: held-out loss {value:.3f}", flush=True)
+    if event in shown:
+      print(f"  step {labels['step']}: {shown[event]} {value:.3f}", flush=True)
 
   if sys.stderr.isatty():
     yield

@@ -1,0 +1,266 @@
+"""`tunix train` with the jobs grpo and ppo, from end to end, and what it refuses."""
+
+import json
+import pathlib
+
+import pytest
+
+from tests.cli import runs
+from tunix.cli import algorithms, build, build_prompts, config as config_lib
+from tunix.cli.build_prompts import PromptBatches
+from tunix.models.automodel import AutoModel
+
+REWARD = """
+def short(prompts, completions, **columns):
+  assert set(columns) == {"answer"}
+  return [1.0 / (1 + len(text)) for text in completions]
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+  """Prompts, of texts and of messages, and a reward function."""
+  folder = tmp_path_factory.mktemp("rl")
+  lines = []
+  for i in range(9):
+    prompt = f"How many days are in {i} weeks?"
+    chat = [{"role": "user", "content": prompt}]
+    lines.append({"prompt": chat if i % 2 else prompt, "answer": str(7 * i)})
+  (folder / "prompts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+  (folder / "short_reward.py").write_text(REWARD)
+  return folder
+
+
+@pytest.fixture
+def keys(files, model, tmp_path):
+  """Settings of a short run."""
+  return {
+    "job": "grpo",
+    "model__path": model,
+    "data__train": files / "prompts.jsonl",
+    "reward__functions": f"{files}/short_reward.py:short",
+    "rollout__max_prompt_length": 40,
+    "rollout__max_tokens_to_generate": 4,
+    "training__global_batch_size": 4,
+    "training__max_steps": 4,
+    "training__learning_rate": 0.01,
+    "algorithm__beta": 0.1,
+    "samples__every_n_rollouts": 2,
+    "logging__tensorboard": "false",
+    "output_dir": tmp_path / "out",
+  }
+
+
+def train(keys, **more):
+  return runs.tunix("train", *runs.arguments(**(keys | more)))
+
+
+def loaded(keys, **more):
+  return config_lib.load(runs.arguments(**(keys | more)))
+
+
+def everything(folder):
+  """Bytes of what a run leaves, by name."""
+  names = ["logs/metrics.jsonl", "export/model.safetensors"]
+  found = [folder / name for name in names] + sorted((folder / "samples").iterdir())
+  return {str(file.relative_to(folder)): file.read_bytes() for file in found}
+
+
+def test_a_run_trains_shows_and_exports(keys, files, model, capsys):
+  assert (
+    train(keys, data__eval=files / "prompts.jsonl", algorithm__pass_threshold=1) == 0
+  )
+  said = capsys.readouterr().out
+  out = keys["output_dir"]
+  assert "9 prompts of at most" in said and "columns answer" in said
+  assert "grpo: 4 prompts x 2 completions of at most 4 tokens, rewarded by" in said
+  steps, held_out = runs.metrics(out), runs.metrics(out, "eval")
+  assert sorted(steps) == [1, 2, 3, 4] and sorted(held_out) == [0, 4]
+  first, last = (steps[i]["rewards/score/mean"] for i in (1, 4))
+  assert f"train reward {first:.4f} -> {last:.4f}" in said
+  assert {"actor/kl", "actor/loss", "rewards/short"} <= steps[1].keys()
+  assert "pass@1" in held_out[0]
+  page = (out / "samples" / "index.html").read_text()
+  assert "<|im_start|>user" in json.loads(page_data(page))[0]["groups"][0]["prompt"]
+  before, after = (
+    AutoModel.from_pretrained(model),
+    AutoModel.from_pretrained(out / "export"),
+  )
+  assert before.config == after.config
+  assert (before.embedder.embedding[...] != after.embedder.embedding[...]).any()
+  assert (
+    train(keys, data__eval=files / "prompts.jsonl", algorithm__pass_threshold=1) == 0
+  )
+  assert "this run is finished: 4 steps" in capsys.readouterr().out
+
+
+def page_data(page):
+  return page.split('<script id="data" type="application/json">')[1].split("</script>")[
+    0
+  ]
+
+
+@pytest.mark.parametrize("job", ["grpo", "ppo"])
+def test_a_run_that_is_resumed_is_the_same(keys, job, tmp_path, capsys):
+  keys = keys | {"job": job, "rl__mini_batch_size": 2, "rl__shuffle_seed": 1}
+  assert train(keys, output_dir=tmp_path / "whole") == 0
+  assert train(keys, training__max_steps=2) == 0
+  assert train(keys) == 0
+  assert "resuming after step 2" in capsys.readouterr().out
+  assert everything(tmp_path / "whole") == everything(keys["output_dir"])
+
+
+def test_adapters_are_trained_and_exported(keys):
+  assert train(keys, lora__rank=2, training__max_steps=1) == 0
+  assert (keys["output_dir"] / "export" / "adapter_config.json").exists()
+
+
+def test_another_reward_or_other_prompts_cannot_resume(keys, files, tmp_path, capsys):
+  own = {name: tmp_path / name for name in ("mine_reward.py", "prompts.jsonl")}
+  own["mine_reward.py"].write_text(REWARD)
+  own["prompts.jsonl"].write_text((files / "prompts.jsonl").read_text())
+  keys = keys | {
+    "data__train": own["prompts.jsonl"],
+    "reward__functions": f"{own['mine_reward.py']}:short",
+    "training__max_steps": 1,
+  }
+  assert train(keys) == 0
+  for name, what in (
+    ("mine_reward.py", "the source of reward.functions is another"),
+    ("prompts.jsonl", "the content of data.train is another"),
+  ):
+    text = own[name].read_text()
+    own[name].write_text(text + "\n")
+    assert train(keys, training__max_steps=2) == 2
+    assert what in capsys.readouterr().err
+    own[name].write_text(text)
+  assert train(keys, training__max_steps=2, algorithm__beta=0.2) == 2
+  assert "algorithm.beta was 0.1 and is 0.2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("changed", "message"),
+  [
+    ({"algorithm__betta": 1}, "did you mean algorithm.beta?"),
+    ({"rollout__temprature": 1}, "did you mean rollout.temperature?"),
+    ({"mini_batch_size": 1}, "did you mean rl.mini_batch_size?"),
+    ({"algorithm__gamma": 0.9}, "algorithm.gamma is set, and grpo has no such thing"),
+    ({"algorithm__max_refills": 3}, "algorithm.max_refills is set, and grpo"),
+    ({"algorithm__epsilon_c": 0.5}, "algorithm: epsilon_c is 0.5"),
+    ({"algorithm__rollout_correction": "{kin: mask}"}, "did you mean kind?"),
+    ({"algorithm__rollout_correction": "{kind: cut}"}, "kind is 'cut'"),
+    ({"algorithm__name": "ppo"}, "algorithm.name is the text 'ppo', expected one of"),
+    ({"job": "ppo", "algorithm__name": "dapo"}, "variants belong to the job 'grpo'"),
+    ({"rl__critic": "actor"}, "ppo has a critic"),
+    ({"data__packing": "true"}, "data.packing is True, and the job 'grpo' does not"),
+    ({"training__micro_batch_size": 2}, "use rl.train_micro_batch_size"),
+    ({"data__overlong": "truncate"}, "half a prompt is another question"),
+    ({"rollout__temperature": 0}, "rollout.temperature is 0.0: it must be positive"),
+    ({"rollout__max_prompt_length": 4}, "rollout.max_prompt_length is 4"),
+    ({"rollout__engine_options": "{a: 1}"}, "the vanilla one has none"),
+    ({"rl__mini_batch_size": 0}, "rl.mini_batch_size is 0: it must be at least 1"),
+    ({"rl__reference": "x", "algorithm__beta": 0}, "rl.reference is 'x'"),
+    ({"reward__functions": "[]"}, "reward.functions is empty"),
+    ({"reward__functions": "exact_mach"}, "did you mean exact_match?"),
+    ({"reward__functions": "exact_match(colum=1)"}, "unexpected keyword argument"),
+    ({"reward__functions": "/no/such.py:f"}, "no such file"),
+    ({"reward__functions": "no_such_module:f"}, "No module named"),
+    ({"reward__functions": "json:nothing"}, "json has no function 'nothing'"),
+    ({"reward__weights": "[1, 2]"}, "reward.weights has 2 numbers for 1"),
+    ({"reward__weights": "[a]"}, "expected a list of numbers or null"),
+    ({"reward__timeout_s": 2}, "set reward.workers"),
+    ({"job": "sft"}, "belongs to the jobs grpo and ppo"),
+    ({"samples__max_groups": 0}, "samples.max_groups is 0"),
+  ],
+  ids=str,
+)
+def test_bad_settings_are_one_line(keys, capsys, changed, message):
+  assert train(keys, **changed) == 2
+  error = capsys.readouterr().err
+  assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+  ("line", "message"),
+  [
+    ("{", "invalid JSON"),
+    ('{"text": "a"}', "expected {"),
+    ('{"prompt": 3}', "neither text nor messages"),
+    ('{"prompt": [{"role": "user"}]}', "neither text nor messages"),
+    ('{"prompt": "a", "completions": 1}', "the column 'completions'"),
+    ('{"prompt": "a", "other": 1}', "the columns are ['other', 'prompts']"),
+  ],
+)
+def test_bad_records_are_named_by_line(tmp_path, line, message):
+  file = tmp_path / "p.jsonl"
+  file.write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
+  with pytest.raises(ValueError, match=r"p\.jsonl:3") as error:
+    build_prompts.read_prompts(str(file))
+  assert message in str(error.value)
+
+
+def test_prompts_that_are_too_long_can_be_dropped(keys, files, tmp_path):
+  file = tmp_path / "p.jsonl"
+  file.write_text('{"prompt": "How"}\n' + json.dumps({"prompt": "days " * 90}) + "\n")
+  config = loaded(keys, data__train=file, data__overlong="drop")
+  data = build_prompts.build_prompts(config, build.build_tokenizer(config))
+  assert str(data.reports["train"]).startswith("2 prompts")
+  assert "1 dropped" in str(data.reports["train"])
+
+
+def test_batches_of_prompts_go_on_where_they_stood():
+  rows = [{"prompts": str(i), "n": i} for i in range(5)]
+  source = PromptBatches(rows, 2, seed=3, epochs=2)
+  every = list(source)
+  assert [len(batch["n"]) for batch in every] == [2, 2, 1, 2, 2, 1]
+  for epoch in (every[:3], every[3:]):
+    assert sorted(n for batch in epoch for n in batch["n"]) == list(range(5))
+  assert every[:3] != every[3:]
+  first = iter(source)
+  drawn = [next(first) for _ in range(4)]
+  second = iter(source)
+  second.set_state(first.get_state())
+  assert drawn + list(second) == every
+  endless = iter(PromptBatches(rows, 5, seed=None, epochs=None))
+  assert [next(endless) for _ in range(3)] == [next(endless)] * 3
+
+
+@pytest.mark.parametrize("name", ["grpo", "drgrpo", "dapo", "gspo", "cispo", "rloo"])
+def test_every_variant_has_its_learner(keys, name):
+  config = loaded(keys, algorithm__name=name)
+  made = algorithms.algorithm_config(config)
+  assert made.beta == 0.1
+  expected = {"gspo": "gspo", "cispo": "cispo", "rloo": "reinforce"}
+  assert made.loss_algo == expected.get(name, "grpo")
+
+
+@pytest.mark.parametrize(
+  ("more", "steps"),
+  [
+    ({}, 3),  # batches of 4, 4 and 1
+    ({"rl__mini_batch_size": 2}, 5),
+    ({"algorithm__num_iterations": 2}, 6),
+    ({"data__num_epochs": 2}, 6),
+    ({"training__max_steps": 2}, 2),
+    ({"algorithm__name": "dapo"}, None),
+  ],
+  ids=str,
+)
+def test_the_number_of_steps_is_known(keys, more, steps):
+  keys = keys | {"training__max_steps": "null"}
+  config = loaded(keys, **more)
+  data = build_prompts.build_prompts(config, build.build_tokenizer(config))
+  assert data.num_steps == steps
+
+
+def test_a_relative_reward_file_becomes_absolute(files, monkeypatch):
+  monkeypatch.chdir(files)
+  keys = {
+    "job": "grpo",
+    "reward__functions": "[short_reward.py:short,length(maximum=3)]",
+  }
+  config = build.absolute_paths(config_lib.load(runs.arguments(**keys)))
+  assert config.reward.entries == (
+    f"{pathlib.Path(files)}/short_reward.py:short",
+    "length(maximum=3)",
+  )
