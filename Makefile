@@ -1,4 +1,4 @@
-.PHONY: check format lint types test slow parity
+.PHONY: check format lint types test slow parity test-engines
 
 PYTHON ?= python
 # Test processes; each takes up to 3 GB.
@@ -25,3 +25,7 @@ slow:
 
 parity:
 	$(PYTHON) -m pytest -q tests -k parity
+
+# Needs an interpreter that has vLLM: TUNIX_VLLM_PYTHON=... make test-engines
+test-engines:
+	$(PYTHON) -m pytest -q -n 0 -m engine tests/engines

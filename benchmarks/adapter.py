@@ -214,9 +214,10 @@ class Adapter:
     config = GRPOConfig(num_generations=generations, beta=beta, **algorithm)
     learner = GRPOLearner(cluster, config, rewards)
     phases = Phases(learner, clock)
-    learner.train(  # ids, so that no BOS is added
-      {"prompts": [tokenizer.encode(x) for x in batch], **{name: x[i] for name, x in columns.items()}}
-      for i, batch in enumerate(prompts)
+    ids = [[tokenizer.encode(text) for text in batch] for batch in prompts]  # no BOS
+    learner.train(
+      {"prompts": batch, **{name: x[i] for name, x in columns.items()}}
+      for i, batch in enumerate(ids)
     )
     return {**clock.summary(skip=1), "rewards": means, "parts": phases.parts[-8:]}
 

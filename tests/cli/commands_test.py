@@ -227,6 +227,28 @@ def test_generate_options_change_the_text(model, run, tmp_path, capsys):
   assert generated(capsys, *words, "--adapter", run / "export") != plain
 
 
+def test_generate_has_the_samplers_options(model, capsys):
+  words = ["--model", model, "--max_new_tokens", 12, "--prompt", "How many days"]
+  draw = ["--temperature", 3.0, "--seed", 1]
+  plain, drawn = generated(capsys, *words), generated(capsys, *words, *draw)
+  assert generated(capsys, *words, *draw, "--top_k", 1) == plain
+  assert generated(capsys, *words, *draw, "--top_p", 1e-6) == plain
+  assert generated(capsys, *words, *draw, "--min_p", 1.0) == plain
+  assert drawn != plain
+  samples = generated(capsys, *words, *draw, "--num_samples", 2)
+  assert samples.startswith("--- How many days\n" + drawn)
+  assert samples.count("--- How many days\n") == 2
+  assert generated(capsys, *words, "--stream") == plain
+  stop = plain.strip()[3:5]
+  cut = generated(capsys, *words, "--stop", stop, "no such text")
+  assert cut == plain[: plain.index(stop)] + "\n"
+  assert generated(capsys, *words, "--stream", "--stop", stop) == cut
+  assert generated(capsys, *words, "--beam_size", 1) == plain
+  beams = [*words, "--beam_size", 3, "--num_samples", 3]
+  assert len(set(generated(capsys, *beams).splitlines())) > 2
+  assert generated(capsys, *beams, "--length_penalty", -9.0)
+
+
 def test_generate_takes_another_tokenizer_and_dtype(
   model, tmp_path, capsys, monkeypatch
 ):
@@ -328,6 +350,10 @@ def test_peft_loads_an_adapter_with_its_tokenizer(run, model):
     (["--seed", "1"], "nothing is drawn at --temperature 0"),
     (["--max_new_tokens", "many"], "invalid int value"),
     (["--adapter", "/no/such"], "/no/such lacks"),
+    (["--top_k", "3"], "top_k is 3 and nothing is drawn"),
+    (["--length_penalty", "2"], "only beams are compared by length"),
+    (["--stream", "--num_samples", "2"], "--stream prints one completion"),
+    (["--stream", "--beam_size", "2"], "--stream cannot show beams"),
   ],
 )
 def test_generate_refuses_nonsense(model, capsys, words, message):

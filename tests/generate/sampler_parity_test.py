@@ -1,4 +1,8 @@
-"""Greedy completions and their log-probs against `transformers`, live."""
+"""What `transformers` generates: the committed goldens, and live where torch is."""
+
+import importlib.util
+import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -7,10 +11,9 @@ from tests.generate import toy_ids
 from tunix.generate.sampler import Sampler
 from tunix.models.automodel import AutoModel
 
-torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
-
-VOCAB, ROWS, STEPS = 128, 16, 32
+GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+TINY = ["llama3p1", "qwen3"]
+VOCAB = 128
 SIZES = {
   "vocab_size": VOCAB,
   "hidden_size": 64,
@@ -20,46 +23,128 @@ SIZES = {
   "num_key_value_heads": 2,
   "head_dim": 16,
   "max_position_embeddings": 256,
-  # Wide weights, so that no two tokens are equally likely but for rounding.
+  # Wide weights, so that few pairs of tokens are nearly equally likely.
   "initializer_range": 0.3,
 }
+CLOSE = 1e-4  # nats between the two best tokens: what rounding may swap
 
 
-def their_model(kind):
-  torch.manual_seed(0)
+def beams(sampler, case):
+  """Ours for a case of `make_generation.beam_case`."""
+  out = sampler(
+    case["prompts"],
+    case["steps"],
+    beam_size=case["beams"],
+    num_samples=case["best"],
+    length_penalty=case["penalty"],
+    eos_tokens=case["eos"],
+    include_eos=True,
+  )
+  return [row.tolist() for row in out.tokens]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_goldens(name):
+  sampler = Sampler(AutoModel.from_pretrained(GOLDEN / name), toy_ids.Ids())
+  golden = json.loads((GOLDEN / name / "generation.json").read_text())
+  greedy = golden["greedy"]
+  out = sampler(
+    greedy["prompts"], 24, eos_tokens=[], return_logprobs=True, pad_output=True
+  )
+  np.testing.assert_array_equal(out.tokens, greedy["tokens"])
+  np.testing.assert_allclose(out.logprobs, greedy["logps"], atol=1e-4)
+  for case in golden["beams"][:4]:
+    assert beams(sampler, case) == case["found"]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("name", TINY)
+def test_all_golden_beams(name):
+  sampler = Sampler(AutoModel.from_pretrained(GOLDEN / name), toy_ids.Ids())
+  cases = json.loads((GOLDEN / name / "generation.json").read_text())["beams"]
+  assert len(cases) == 10
+  for case in cases:
+    assert beams(sampler, case) == case["found"]
+
+
+@pytest.fixture(scope="module")
+def maker():
+  """The script that makes the goldens."""
+  pytest.importorskip("torch")
+  pytest.importorskip("transformers")
+  file = GOLDEN / "make_generation.py"
+  spec = importlib.util.spec_from_file_location(file.stem, file)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def pair(maker, kind, folder):
+  """A random model of theirs, and our sampler of it."""
+  transformers = maker.transformers
+  maker.torch.manual_seed(0)
   if kind == "llama":
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
-    return transformers.LlamaForCausalLM(config).eval()
-  config = transformers.Qwen3Config(**SIZES, tie_word_embeddings=False)
-  return transformers.Qwen3ForCausalLM(config).eval()
+    theirs = transformers.LlamaForCausalLM(config).eval()
+  else:
+    config = transformers.Qwen3Config(**SIZES, tie_word_embeddings=False)
+    theirs = transformers.Qwen3ForCausalLM(config).eval()
+  theirs.generation_config.eos_token_id = None
+  theirs.save_pretrained(folder)
+  return theirs, Sampler(AutoModel.from_pretrained(folder), toy_ids.Ids())
+
+
+def compare_greedy(maker, kind, folder, rows, steps):
+  theirs, ours = pair(maker, kind, folder)
+  prompts = toy_ids.prompts(rows, longest=40, vocab=VOCAB)
+  tokens, logps, margins = maker.greedy(theirs, [p.tolist() for p in prompts], steps)
+  out = ours(prompts, steps, eos_tokens=[], return_logprobs=True, pad_output=True)
+  same = out.tokens == tokens
+  # From a swap of two nearly equal tokens on, a row is another text.
+  before = np.cumprod(same, axis=1, dtype=bool)
+  firsts = [
+    (row, int(same[row].argmin())) for row in range(rows) if not same[row].all()
+  ]
+  print(
+    f"{kind}: {rows} rows of {steps} tokens, {(margins < CLOSE).sum()} near-ties, "
+    f"rows that differ: {[(r, c, float(margins[r, c])) for r, c in firsts]}"
+  )
+  assert all(margins[place] < CLOSE for place in firsts)
+  assert len(firsts) <= (margins < CLOSE).sum()
+  assert before.mean() > 0.95
+  np.testing.assert_allclose(out.logprobs[before], logps[before], atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_greedy_equals_transformers(kind, tmp_path):
-  theirs = their_model(kind)
-  theirs.save_pretrained(tmp_path)
-  prompts = toy_ids.prompts(ROWS, longest=40, vocab=VOCAB)
-  ours = Sampler(AutoModel.from_pretrained(tmp_path), toy_ids.Ids())
-  out = ours(prompts, STEPS, return_logprobs=True)
+def test_greedy_equals_transformers(kind, tmp_path, maker):
+  compare_greedy(maker, kind, tmp_path, 16, 32)
 
-  width = max(map(len, prompts))
-  tokens = np.zeros((ROWS, width), np.int64)
-  mask = np.zeros((ROWS, width), np.int64)
-  for row, prompt in enumerate(prompts):
-    tokens[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
-  with torch.no_grad():
-    found = theirs.generate(
-      torch.tensor(tokens),
-      attention_mask=torch.tensor(mask),
-      max_new_tokens=STEPS,
-      do_sample=False,
-      eos_token_id=None,
-      pad_token_id=0,
-      return_dict_in_generate=True,
-      output_logits=True,
-    )
-  expected = found.sequences[:, width:].numpy()
-  np.testing.assert_array_equal(np.stack(out.tokens), expected)
-  logps = torch.log_softmax(torch.stack(found.logits, 1), -1)
-  logps = torch.gather(logps, 2, torch.tensor(expected)[..., None])[..., 0]
-  np.testing.assert_allclose(np.stack(out.logprobs), logps.numpy(), atol=1e-4)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_long_greedy_equals_transformers(kind, tmp_path, maker):
+  compare_greedy(maker, kind, tmp_path, 64, 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_beams_equal_transformers(kind, tmp_path, maker):
+  theirs, ours = pair(maker, kind, tmp_path)
+  for number in range(10, 20):
+    case = maker.beam_case(number, VOCAB)
+    assert beams(ours, case) == maker.search(theirs, case), case
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_goldens_are_what_transformers_gives(name, maker):
+  load = maker.transformers.AutoModelForCausalLM.from_pretrained
+  model = load(GOLDEN / name).eval()
+  model.generation_config.eos_token_id = None
+  golden = json.loads((GOLDEN / name / "generation.json").read_text())
+  tokens, logps, _ = maker.greedy(model, golden["greedy"]["prompts"], 24)
+  assert tokens.tolist() == golden["greedy"]["tokens"]
+  np.testing.assert_allclose(logps, golden["greedy"]["logps"], atol=1e-5)
+  for number, case in enumerate(golden["beams"]):
+    assert case == {**maker.beam_case(number), "found": case["found"]}
+    assert maker.search(model, case) == case["found"]

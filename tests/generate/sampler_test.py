@@ -9,7 +9,6 @@ from scipy import special, stats
 from tests import toys, toys_text
 from tests.generate import toy_ids
 from tunix.generate.sampler import CacheConfig, Sampler
-from tunix.models.transformer.model import Transformer
 
 
 @pytest.fixture(scope="module")
@@ -229,32 +228,6 @@ def test_user_models_without_a_cache_are_run_anew_for_every_token():
     assert [len(row) for row in out.tokens] == [5, 5, 5]
 
 
-def test_one_program_a_bucket():
-  traces = []
-
-  class Traced(Transformer):
-    def unstack(self):
-      traces.append(1)
-      return super().unstack()
-
-  model = Traced(toys.config(num_layers=1), rngs=nnx.Rngs(0))
-  sampler = Sampler(model, toy_ids.Ids(), CacheConfig(cache_size=64))
-  rng = np.random.default_rng(0)
-  buckets = set()
-  for _ in range(40):
-    rows, longest = rng.integers(1, 5), rng.integers(1, 33)
-    steps = int(rng.integers(1, 17))
-    prompts = [
-      rng.integers(0, toys.VOCAB, n) for n in rng.integers(1, longest + 1, rows)
-    ]
-    sampler(prompts, steps, eos_tokens=rng.integers(0, 96, rng.integers(0, 5)))
-    power = lambda n: 1 << int(n - 1).bit_length()
-    buckets.add((power(rows), max(16, power(max(map(len, prompts))))))
-  assert len(traces) == len(buckets) >= 5
-  sampler([[1], [2]], 9, temperature=1.0)
-  assert len(traces) == len(buckets) + 1  # drawing is another program than the argmax
-
-
 def test_cache_sizes():
   model = toy_ids.sharp_model(num_layers=1)
   prompts = [np.arange(20)]
@@ -262,7 +235,10 @@ def test_cache_sizes():
   # 20 + 10 fit exactly, although the next power of two does not.
   tight = Sampler(model, toy_ids.Ids(), CacheConfig(cache_size=30))
   assert tight(prompts, 10).text == free.text
-  assert tight(prompts, 10).padded_prompt_tokens.shape == (1, 20)
+  assert tight(prompts, 10).padded_prompt_tokens.shape == (1, 30)
+  # A model that keeps its own cache cannot be moved in it: its padding shrinks.
+  own = Sampler(toy_ids.OwnCache(97), toy_ids.Ids(), CacheConfig(cache_size=30))
+  assert own(prompts, 10).padded_prompt_tokens.shape == (1, 20)
   with pytest.raises(
     ValueError, match=r"20 prompt tokens .* make 31, the cache holds 30"
   ):
@@ -298,6 +274,23 @@ def test_cache_config_is_checked_against_the_model():
     (["1"], {"temperature": float("nan")}, ValueError, "temperature is nan"),
     (["1"], {"temperature": 1.0, "seed": "x"}, TypeError, "seed of type str"),
     (["1"], {"max_generation_steps": 0}, ValueError, "max_generation_steps is 0"),
+    (["1"], {"max_generation_steps": [4, 0]}, ValueError, "max_generation_steps is"),
+    (["1"], {"max_generation_steps": [4, 4]}, ValueError, "2 entries for 1 prompts"),
+    (["1"], {"max_generation_steps": 1.5}, ValueError, "max_generation_steps is 1.5"),
+    (["1"], {"num_samples": 0}, ValueError, "num_samples is 0"),
+    (["1"], {"temperature": 1, "top_k": 0}, ValueError, "top_k is 0"),
+    (["1"], {"temperature": 1, "top_p": 0.0}, ValueError, "top_p is 0.0"),
+    (["1"], {"temperature": 1, "min_p": 1.5}, ValueError, "min_p is 1.5"),
+    (["1"], {"top_p": 0.9}, ValueError, "top_p is 0.9 and nothing is drawn"),
+    (["1"], {"top_k": 3}, ValueError, "top_k is 3 and nothing is drawn"),
+    (["1"], {"stop_strings": [3]}, TypeError, "it must hold strings"),
+    (["1"], {"stop_strings": [""]}, ValueError, "a stop string is empty"),
+    (["1"], {"length_penalty": 2.0}, ValueError, "length_penalty is 2.0 and only"),
+    (["1"], {"beam_size": 0}, ValueError, "beam_size is 0"),
+    (["1"], {"beam_size": 2, "num_samples": 3}, ValueError, "num_samples is 3 of 2"),
+    (["1"], {"beam_size": 2, "temperature": 1}, ValueError, "temperature cannot be"),
+    (["1"], {"beam_size": 2, "stop_strings": "a"}, ValueError, "stop_strings cannot"),
+    (["1"], {"beam_size": 2, "return_logits": True}, ValueError, "return_logits can"),
     (
       ["1 2 3"],
       {"max_prompt_length": 2},

@@ -10,6 +10,7 @@ from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.rl.placement import WeightSyncError
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.engine_rollout import EngineRollout
+from tunix.rl.rollout.sglang_jax_rollout import SglangJaxRollout
 from tunix.rl.rollout.vllm_rollout import VllmRollout
 from tunix.rl.weight_sync import PolicyVersion
 
@@ -80,3 +81,9 @@ def test_options_of_the_vllm_rollout():
     VllmRollout(None, Words(), RolloutConfig())
   with pytest.raises(ValueError, match="'port', which vLLM does not know"):
     VllmRollout(None, Words(), RolloutConfig(engine_options={"port": 1}))
+
+
+def test_options_of_the_sglang_rollout():
+  for given, missing in (({}, "url"), ({"url": "http://localhost:1"}, "restart")):
+    with pytest.raises(ValueError, match=missing):
+      SglangJaxRollout(None, Words(), RolloutConfig(engine_options=given))

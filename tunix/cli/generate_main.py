@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 from tunix.cli.arguments import Parser
 from tunix.generate import tokenizer_files
@@ -14,6 +15,10 @@ from tunix.models import lora
 from tunix.models.automodel import AutoModel
 
 _TOKENIZER = "tokenizer.json"
+_SAMPLING = (
+  *("temperature", "seed", "top_k", "top_p", "min_p", "num_samples", "stop_strings"),
+  *("beam_size", "length_penalty"),
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -30,16 +35,24 @@ def main(argv: Sequence[str]) -> None:
   model = AutoModel.from_pretrained(args.model, dtype=args.dtype)
   if args.adapter is not None:
     model = lora.load_adapter(model, args.adapter)
-  output = Sampler(model, tokenizer)(
-    prompts,
-    max_generation_steps=args.max_new_tokens,
-    temperature=args.temperature,
-    seed=args.seed,
-  )
-  for prompt, text in zip(args.prompt, output.text):
-    if len(prompts) > 1:
-      print(f"--- {prompt}")
+  sampler = Sampler(model, tokenizer)
+  if args.stream:
+    for part in sampler.stream(prompts, args.max_new_tokens, every=1, **_options(args)):
+      print(part.text, end="", flush=True)
+    print()
+    return
+  steps = args.max_new_tokens
+  output = sampler(prompts, max_generation_steps=steps, **_options(args))
+  for row, text in enumerate(output.text):
+    if len(output.text) > 1:
+      print(f"--- {args.prompt[row // (args.num_samples or 1)]}")
     print(text)
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+  """What was asked for of the sampler's options; `SamplingOptions` checks it."""
+  given = {name: getattr(args, name) for name in _SAMPLING}
+  return {name: value for name, value in given.items() if value is not None}
 
 
 def _load_tokenizer(args: argparse.Namespace) -> TokenizerAdapter:
@@ -79,6 +92,40 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     "--temperature", type=float, default=0.0, help="0, the default, is greedy"
   )
   parser.add_argument("--seed", type=int, help="repeats a sampled output")
+  parser.add_argument(
+    "--top_k", type=int, metavar="K", help="draw from the K most likely tokens"
+  )
+  parser.add_argument(
+    "--top_p",
+    type=float,
+    metavar="P",
+    help="draw from the most likely tokens that make up the probability P",
+  )
+  parser.add_argument(
+    "--min_p",
+    type=float,
+    metavar="P",
+    help="draw from tokens at least P times as likely as the best",
+  )
+  parser.add_argument(
+    "--num_samples", type=int, metavar="N", help="completions a prompt"
+  )
+  parser.add_argument(
+    "--stop",
+    dest="stop_strings",
+    metavar="TEXT",
+    nargs="+",
+    help="texts that end a completion",
+  )
+  parser.add_argument(
+    "--beam_size", type=int, metavar="K", help="search with K beams, nothing is drawn"
+  )
+  parser.add_argument(
+    "--length_penalty", type=float, help="above 1, longer beams win more often"
+  )
+  parser.add_argument(
+    "--stream", action="store_true", help="print text as it comes; one completion"
+  )
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
   return parser.parse_args(argv)
 
@@ -95,3 +142,7 @@ def _check(args: argparse.Namespace) -> None:
     )
   if not args.temperature >= 0:
     raise ValueError(f"--temperature is {args.temperature}: it must not be negative")
+  if args.stream and (len(args.prompt) > 1 or (args.num_samples or 1) > 1):
+    raise ValueError("--stream prints one completion: give one prompt and no samples")
+  if args.stream and args.beam_size is not None:
+    raise ValueError("--stream cannot show beams, whose text changes to the end")

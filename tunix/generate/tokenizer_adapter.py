@@ -47,8 +47,9 @@ class TokenizerAdapter:
     """Wraps a tokenizer.
 
     Args:
-      tokenizer: a transformers tokenizer, a `tokenizers.Tokenizer`, another adapter,
-        or an object with encode, decode, bos_id, eos_id and pad_id.
+      tokenizer: a transformers tokenizer, a `tokenizers.Tokenizer`, a tiktoken
+        encoding, another adapter, or an object with encode, decode, bos_id, eos_id
+        and pad_id (a SentencePiece processor is one).
       chat_template: jinja source (or sources by name) instead of the tokenizer's own.
       bos_token, eos_token, pad_token: the text of special tokens, where the
         tokenizer does not know or should not be asked; "" says there is none.

@@ -1,4 +1,4 @@
-"""One face for three kinds of tokenizer; no tokenizer package is imported here.
+"""One face for four kinds of tokenizer; no tokenizer package is imported here.
 
 A backend wraps the user's object and never changes it. `choose` picks the backend by
 what the object is or can do.
@@ -14,9 +14,10 @@ from typing import Any, Protocol
 from tunix.generate import tokenizer_files
 
 _REQUIRED = ("encode", "decode", "bos_id", "eos_id", "pad_id")
+_TIKTOKEN = ("encode", "decode", "n_vocab", "special_tokens_set", "encode_single_token")
 
-# A bare tokenizers.Tokenizer does not say which token plays which role. Names by
-# convention, most specific first; explicit names win.
+# A bare tokenizers.Tokenizer, or a tiktoken encoding, does not say which token plays
+# which role. Names by convention, most specific first; explicit names win.
 _CONVENTION = {
   "bos_token": ("<|begin_of_text|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>"),
   "eos_token": (
@@ -54,14 +55,16 @@ def choose(tokenizer: Any, names: Mapping[str, str]) -> Backend:
   """The backend for `tokenizer`.
 
   Args:
-    tokenizer: a transformers tokenizer, a `tokenizers.Tokenizer`, a backend, or any
-      object with encode, decode, bos_id, eos_id, pad_id (methods or attributes).
+    tokenizer: a transformers tokenizer, a `tokenizers.Tokenizer`, a tiktoken encoding
+      (or what has its methods), a backend, or any object with encode, decode, bos_id,
+      eos_id, pad_id (methods or attributes).
     names: roles the caller states ("eos_token" -> "<|im_end|>", "" for none).
 
   Raises:
     ValueError: the object lacks methods, or a stated token is not in its vocabulary.
   """
-  if isinstance(tokenizer, TokenizersBackend | HuggingFaceBackend | ObjectBackend):
+  ours = TokenizersBackend | HuggingFaceBackend | TiktokenBackend | ObjectBackend
+  if isinstance(tokenizer, ours):
     return tokenizer.renamed(names) if names else tokenizer
   lineage = {(c.__module__.split(".")[0], c.__name__) for c in type(tokenizer).__mro__}
   if ("transformers", "PreTrainedTokenizerBase") in lineage:
@@ -69,11 +72,13 @@ def choose(tokenizer: Any, names: Mapping[str, str]) -> Backend:
   if ("tokenizers", "Tokenizer") in lineage:
     return TokenizersBackend(tokenizer, names)
   missing = [name for name in _REQUIRED if not hasattr(tokenizer, name)]
+  if missing and all(hasattr(tokenizer, name) for name in _TIKTOKEN):
+    return TiktokenBackend(tokenizer, names)
   if missing:
     raise ValueError(
       f"a {type(tokenizer).__name__} is no tokenizer: it lacks {', '.join(missing)}; "
-      "pass a transformers tokenizer, a tokenizers.Tokenizer, or an object with "
-      + ", ".join(_REQUIRED)
+      "pass a transformers tokenizer, a tokenizers.Tokenizer, a tiktoken encoding, or "
+      "an object with " + ", ".join(_REQUIRED)
     )
   return ObjectBackend(tokenizer, names)
 
@@ -95,7 +100,8 @@ class TokenizersBackend:
       self._rust.no_truncation()
       self._rust.no_padding()
     self._config = dict(config or {})
-    merged = {**(self._guess() if config is None else {}), **names}
+    guessed = _by_convention(self.special_tokens()) if config is None else {}
+    merged = {**guessed, **names}
     self._names = {role: text for role, text in merged.items() if text}
     for role, text in self._names.items():
       if self._rust.token_to_id(text) is None:
@@ -103,14 +109,6 @@ class TokenizersBackend:
 
   def renamed(self, names: Mapping[str, str]) -> TokenizersBackend:
     return TokenizersBackend(self.raw, {**self._names, **names}, self._config)
-
-  def _guess(self) -> dict[str, str]:
-    known = self.special_tokens()
-    return {
-      role: next(name for name in candidates if name in known)
-      for role, candidates in _CONVENTION.items()
-      if any(name in known for name in candidates)
-    }
 
   def encode(self, text: str, add_special_tokens: bool) -> list[int]:
     return self._rust.encode(text, add_special_tokens=add_special_tokens).ids
@@ -181,6 +179,53 @@ class HuggingFaceBackend:
     self.raw.save_pretrained(folder)
 
 
+class TiktokenBackend:
+  """Over `tiktoken.Encoding`, and objects with its methods."""
+
+  def __init__(self, encoding: Any, names: Mapping[str, str]):
+    self.raw = encoding
+    known = self.special_tokens()
+    merged = {**_by_convention(known), **names}
+    self._names = {role: text for role, text in merged.items() if text}
+    for role, text in self._names.items():
+      if text not in known:
+        raise ValueError(f"{role} {text!r} is no special token of the encoding")
+
+  def renamed(self, names: Mapping[str, str]) -> TiktokenBackend:
+    absent = dict.fromkeys(_CONVENTION, "")
+    return TiktokenBackend(self.raw, {**absent, **self._names, **names})
+
+  def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    bos = self.token_id("bos_token") if add_special_tokens else None
+    # By default tiktoken refuses texts that hold special tokens.
+    ids = self.raw.encode(text, allowed_special="all")
+    return [*([] if bos is None else [bos]), *ids]
+
+  def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+    special = set(self.special_tokens().values()) if skip_special_tokens else ()
+    return self.raw.decode([i for i in ids if i not in special])
+
+  def token_id(self, name: str) -> int | None:
+    text = self._names.get(name)
+    return None if text is None else self.raw.encode_single_token(text)
+
+  def tokens(self) -> dict[str, str]:
+    return dict(self._names)
+
+  def special_tokens(self) -> dict[str, int]:
+    texts = sorted(self.raw.special_tokens_set)
+    return {text: self.raw.encode_single_token(text) for text in texts}
+
+  def vocab_size(self) -> int:
+    return self.raw.n_vocab
+
+  def save(self, folder: pathlib.Path) -> None:
+    raise TypeError(
+      f"a {type(self.raw).__name__} cannot be written as tokenizer.json; save its "
+      f"ranks to {folder} yourself, or train with a tokenizers.Tokenizer"
+    )
+
+
 class ObjectBackend:
   """Over anything with encode, decode, bos_id, eos_id and pad_id."""
 
@@ -246,6 +291,15 @@ class ObjectBackend:
         f"files to {folder} yourself, or train with a tokenizers.Tokenizer"
       )
     self.raw.save_pretrained(folder)
+
+
+def _by_convention(known: Mapping[str, int]) -> dict[str, str]:
+  """The roles of special tokens that bear a usual name."""
+  return {
+    role: next(name for name in candidates if name in known)
+    for role, candidates in _CONVENTION.items()
+    if any(name in known for name in candidates)
+  }
 
 
 def _accepts(function: Any, argument: str) -> bool:

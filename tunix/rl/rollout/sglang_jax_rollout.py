@@ -1,0 +1,38 @@
+"""Rollouts by an SGLang-JAX server. Written against its API, never run on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tunix.generate.sglang_jax_sampler import SglangJaxSampler
+from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.rollout.engine_rollout import EngineRollout, take_options
+
+_OPTIONS = ("url", "timeout_s", "restart", "weights_dir")
+
+
+class SglangJaxRollout(EngineRollout):
+  """Samples by HTTP, see `SglangJaxSampler`.
+
+  Args:
+    model: not used: the weights are sent by `update_params`.
+    tokenizer: of the model.
+    rollout_config: `engine_options` has "url" of a running server, and "restart", a
+      function that starts it anew on a folder: this engine takes new weights no other
+      way.
+
+  Raises:
+    ValueError: "url" or "restart" is missing, or an option that it does not know.
+    EngineError: no server answers.
+  """
+
+  def __init__(self, model: Any, tokenizer: Any, rollout_config: RolloutConfig):
+    del model
+    options = take_options(rollout_config.engine_options, "SGLang-JAX", _OPTIONS)
+    for name in ("url", "restart"):
+      if name not in options:
+        raise ValueError(
+          f'rollout_engine "sglang_jax" needs engine_options[{name!r}]: the address of '
+          "a running server, and restart(folder) -> address for new weights"
+        )
+    super().__init__(SglangJaxSampler(options.pop("url"), tokenizer, **options))
