@@ -179,7 +179,7 @@ def train(steps, seed=0, learning_rate=2e-3, say=print):
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = argparse.ArgumentParser(description="see the top of the file")
   parser.add_argument("--steps", type=int, default=100)
   parser.add_argument("--seed", type=int, default=0)
   args = parser.parse_args()

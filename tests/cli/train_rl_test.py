@@ -3,6 +3,7 @@
 import json
 import pathlib
 
+import jax
 import pytest
 
 from tests.cli import runs
@@ -87,7 +88,8 @@ def test_a_run_trains_shows_and_exports(keys, files, model, capsys):
     AutoModel.from_pretrained(out / "export"),
   )
   assert before.config == after.config
-  assert (before.embedder.embedding[...] != after.embedder.embedding[...]).any()
+  leaves = zip(jax.tree.leaves(before), jax.tree.leaves(after))
+  assert all((a != b).any() for a, b in leaves)
   assert (
     train(keys, data__eval=files / "prompts.jsonl", algorithm__pass_threshold=1) == 0
   )
@@ -108,6 +110,28 @@ def test_a_run_that_is_resumed_is_the_same(keys, job, tmp_path, capsys):
   assert train(keys) == 0
   assert "resuming after step 2" in capsys.readouterr().out
   assert everything(tmp_path / "whole") == everything(keys["output_dir"])
+
+
+def test_any_checkpoint_can_be_exported(keys, tmp_path, capsys):
+  assert train(keys, job="ppo", checkpoint__every_n_steps=2) == 0
+  out = keys["output_dir"]
+  assert runs.tunix("export", f"--run={out}", f"--to={tmp_path / 'last'}") == 0
+  assert "step 4 of" in capsys.readouterr().out
+  file = "model.safetensors"
+  last = (tmp_path / "last" / file).read_bytes()
+  assert last == (out / "export" / file).read_bytes()
+  argv = [f"--checkpoint={out}/checkpoints/2", f"--to={tmp_path / 'early'}"]
+  assert runs.tunix("export", *argv) == 0
+  assert last != (tmp_path / "early" / file).read_bytes()
+
+
+def test_prompts_can_be_looked_at(keys, capsys):
+  argv = runs.arguments(**keys, data__shuffle="false")
+  assert runs.tunix("data", "show", *argv, "--rows=2") == 0
+  shown = capsys.readouterr().out
+  assert shown.count("<|im_start|>user") == 2 and "answer: 7\n" in shown
+  assert runs.tunix("data", "scan", *argv) == 0
+  assert "train: 9 prompts of at most" in capsys.readouterr().out
 
 
 def test_adapters_are_trained_and_exported(keys):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from tunix.cli import build, build_data, config as config_lib
+from tunix.cli import build, build_data, build_prompts, config as config_lib
+from tunix.cli.build_data import RunData
 from tunix.cli.schema import Config
 from tunix.data import supervision
+from tunix.rl.pipeline import PROMPTS
 
 HELP = """\
 usage: tunix data show FILE[,FILE] [--rows N] [--KEY.SUB=VALUE ...]
        tunix data scan FILE[,FILE] [--KEY.SUB=VALUE ...]
 
-show: the first batch as text, with the tokens that are trained between « and ».
+show: the first batch as text, with the tokens that are trained between « and »; for
+      grpo and ppo the prompts, with the columns that reward functions see.
 scan: checks and tokenises every record, and counts.
 The files and keys are those of `tunix train`; the model is not loaded."""
 
@@ -39,6 +42,9 @@ def _show(argv: list[str]) -> None:
   rows, rest = _take_rows(argv)
   config = config_lib.load(rest)
   tokenizer = build.build_tokenizer(config)
+  if config.is_rl:
+    _show_prompts(build_prompts.build_prompts(config, tokenizer), rows)
+    return
   records = build_data.open_records(config)["train"]
   records.validate()
   batch = next(iter(build_data.batches(config, tokenizer, records, training=True)))
@@ -50,9 +56,25 @@ def _show(argv: list[str]) -> None:
 def _scan(argv: list[str]) -> None:
   config: Config = config_lib.load(argv)
   tokenizer = build.build_tokenizer(config)
-  records = build_data.open_records(config)
-  for name, report in build_data.scan_records(config, tokenizer, records).items():
+  if config.is_rl:
+    reports: Mapping[str, object] = build_prompts.build_prompts(
+      config, tokenizer
+    ).reports
+  else:
+    records = build_data.open_records(config)
+    reports = build_data.scan_records(config, tokenizer, records)
+  for name, report in reports.items():
     print(f"{name}: {report}")
+
+
+def _show_prompts(data: RunData, rows: int) -> None:
+  """The first prompts as the model sees them, with what the rewards see."""
+  batch = next(iter(data.train))
+  columns = [name for name in batch if name != PROMPTS]
+  for number, prompt in enumerate(batch[PROMPTS][:rows]):
+    print(f"--- {number}\n{prompt}")
+    for name in columns:
+      print(f"{name}: {batch[name][number]}")
 
 
 def _take_rows(argv: list[str]) -> tuple[int, list[str]]:

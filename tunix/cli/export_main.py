@@ -12,7 +12,10 @@ from tunix.cli.arguments import Parser
 from tunix.cli.run_folder import RunFolder
 from tunix.cli.schema import Config, ExportKeys
 from tunix.models.transformer.model import Transformer
+from tunix.rl.config import Role
+from tunix.sft import run_state
 from tunix.sft.checkpoint_manager import CheckpointManager
+from tunix.sft.run_state import RunState
 
 
 def main(argv: Sequence[str]) -> None:
@@ -48,8 +51,27 @@ def restore(
     wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
     raise FileNotFoundError(f"{run.path} lacks {wanted}: {found}")
   manager = CheckpointManager(run.checkpoints)
-  at, _ = manager.restore(model, step=step, restore_only_lora_params=lora_only)
+  if run.read_config().is_rl:
+    at = _restore_actor(model, manager, step, lora_only)
+  else:
+    at, _ = manager.restore(model, step=step, restore_only_lora_params=lora_only)
   manager.close()
+  return at
+
+
+def _restore_actor(
+  model: Transformer, manager: CheckpointManager, step: int | None, lora_only: bool
+) -> int:
+  """The policy's weights out of a checkpoint that holds several models."""
+  like = run_state.of_module(model, None, lora_only)
+  role = Role.ACTOR.value
+  wanted = RunState(model_params={role: like.model_params})
+  found = manager.restore_state(wanted, step=step, partial=True)
+  assert found is not None  # `restore` has looked
+  at, state = found
+  params = (state.model_params or {})[role]
+  own = dataclasses.replace(like, model_params=params)
+  run_state.load_into(model, None, own, lora_only)
   return at
 
 

@@ -42,7 +42,7 @@ class Settings:
   output: pathlib.Path
   seed: int = 0
   sft_steps: int = 150
-  grpo_steps: int = 120
+  grpo_steps: int = 100
   num_layers: int = 2
   embed_dim: int = 128
   hidden_dim: int = 384
@@ -50,7 +50,7 @@ class Settings:
   sft_rows: int = 16
   row_length: int = 96
   sft_rate: float = 4e-3
-  grpo_rate: float = 4e-4
+  grpo_rate: float = 1.5e-4
   prompts: int = 16
   generations: int = 8
   held_out: int = 200
