@@ -159,6 +159,16 @@ def left_padded(
   return tokens, mask
 
 
+def right_padded(
+  rows: Sequence[np.ndarray], width: int, dtype: np.typing.DTypeLike
+) -> np.ndarray:
+  """[rows, width], filled up with 0 on the right."""
+  out = np.zeros((len(rows), width), dtype)
+  for target, row in zip(out, rows):
+    target[: len(row)] = row
+  return out
+
+
 def id_list(ids: Sequence[int]) -> np.ndarray:
   """int32 ids, filled up with NO_TOKEN to a power of two from 8 up."""
   out = np.full(bucket(max(len(ids), 1), _LEAST_IDS), NO_TOKEN, np.int32)

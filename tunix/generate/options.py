@@ -37,6 +37,7 @@ class SamplingOptions:
   return_logprobs: bool = False
   include_eos: bool = False
   length_penalty: float = 1.0
+  exact: bool = False
 
   def __post_init__(self):
     steps = np.asarray(self.max_generation_steps)
@@ -54,6 +55,7 @@ class SamplingOptions:
       raise TypeError(f"stop_strings is {self.stop_strings!r}, it must hold strings")
     if "" in self.stops:
       raise ValueError("a stop string is empty: every text would stop at once")
+    self._check_exact()
     self._check_beams()
 
   def _check_draw(self) -> None:
@@ -70,6 +72,17 @@ class SamplingOptions:
       raise ValueError(
         f"{name} is {value} and nothing is drawn at temperature 0: raise the "
         f"temperature, or leave {name} out"
+      )
+
+  def _check_exact(self) -> None:
+    if not self.exact:
+      return
+    if not self.return_logprobs:
+      raise ValueError("exact is about log-probs: give return_logprobs=True as well")
+    if self.filters or self.forbidden_tokens:
+      raise ValueError(
+        "exact log-probs are those of softmax(logits / temperature): leave top_k, "
+        "top_p, min_p and forbidden_tokens out"
       )
 
   def _check_beams(self) -> None:

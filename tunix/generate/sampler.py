@@ -8,6 +8,7 @@ and the space for new tokens likewise. `Sampler.buckets` lists them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tunix.generate import batching, beam_search, decode, requests
+from tunix.generate import batching, beam_search, decode, exact as exact_lib, requests
 from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
 from tunix.generate.batching import Shape
 from tunix.generate.completions import Completions, Increment
@@ -110,6 +111,7 @@ class Sampler(BaseSampler):
     return_logprobs: bool = False,
     include_eos: bool = False,
     length_penalty: float = 1.0,
+    exact: bool = False,
   ) -> SamplerOutput:
     """Completes prompts. `docs/guides/sampling.md` has the rules in full.
 
@@ -140,6 +142,9 @@ class Sampler(BaseSampler):
       include_eos: tokens, log-probs and logits keep the end-of-sequence token that
         ended a row; text never does.
       length_penalty: a beam's score is its log-probability / tokens ** length_penalty.
+      exact: score the sampled tokens once more, each row by itself (see exact.py): the
+        bits of its log-probs then depend on no other row, and are those that a trainer
+        computes in exact mode at the same widths.
 
     Raises:
       TypeError: a prompt, the seed, or a stop string of another kind.
@@ -166,6 +171,7 @@ class Sampler(BaseSampler):
       return_logprobs=return_logprobs,
       include_eos=include_eos,
       length_penalty=length_penalty,
+      exact=exact,
     )
     request = self._prepare(input_strings, options)
     rows = self._completions(request)
@@ -323,6 +329,8 @@ class Sampler(BaseSampler):
       None if x is None else batching.cut(x, lengths, width)
       for x in (out.logits, out.logps, out.sampling_logps)
     ]
+    if options.exact:
+      beside[1:] = self._exact(request, prompts, batching.cut(out.tokens, lengths))
     return SamplerOutput(
       text=[rows.text(row, prompts[row] if options.echo else None) for row in numbers],
       tokens=tokens,
@@ -332,3 +340,17 @@ class Sampler(BaseSampler):
       sampling_logprobs=beside[2],
       finish_reasons=[rows.reason(row) or "length" for row in numbers],
     )
+
+  def _exact(self, request: Request, prompts: Any, completions: Any) -> list[Any]:
+    """Raw log-probs, and those under the temperature (0 where nothing was drawn)."""
+    warmth, pad = request.options.temperature, request.options.pad_output
+    with mesh_lib.use_mesh(request.mesh):
+      score = functools.partial(exact_lib.logps, self.transformer, prompts, completions)
+      raw = score(1.0)
+      if warmth == 0:
+        drawn = [np.zeros_like(row) for row in raw]
+      else:
+        drawn = raw if warmth == 1 else score(float(warmth))
+    width = int(np.max(request.options.max_generation_steps))
+    fill = lambda rows: batching.right_padded(rows, width, np.float32)
+    return [fill(raw), fill(drawn)] if pad else [raw, drawn]

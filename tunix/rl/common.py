@@ -185,9 +185,9 @@ def tokens_of(
   return Tokens(
     prompt_ids=prompt_ids,
     prompt_mask=prompt_mask,
-    completion_ids=_right_padded(out.tokens, space, np.int32),
+    completion_ids=batching.right_padded(out.tokens, space, np.int32),
     completion_mask=np.arange(space) < lengths[:, None],
-    rollout_logps=_right_padded(out.logprobs, space, np.float32),
+    rollout_logps=batching.right_padded(out.logprobs, space, np.float32),
     truncated=np.array([reason == "length" for reason in out.finish_reasons]),
     group_size=group_size,
   )
@@ -201,13 +201,6 @@ def _width(rows: Sequence[np.ndarray], most: int, bucketed: bool) -> int:
       "for: it does not honour the limits of RolloutConfig"
     )
   return min(most, batching.bucket(longest, MIN_WIDTH)) if bucketed else most
-
-
-def _right_padded(rows: Sequence[np.ndarray], width: int, dtype: Any) -> np.ndarray:
-  out = np.zeros((len(rows), width), dtype)
-  for target, row in zip(out, rows):
-    target[: len(row)] = row
-  return out
 
 
 def can_share_prompts(model: Any) -> bool:

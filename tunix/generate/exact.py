@@ -1,0 +1,69 @@
+"""Log-probs of sampled tokens whose bits depend on nothing but their row.
+
+Decoding through a cache rounds by the shapes of a batch. Here each row is scored once
+more, alone in a tile whose width follows from the row's own lengths, by the scorer that
+trainers use in exact mode.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from tunix.generate import batching, scoring
+
+_LEAST = 16  # tokens of the narrowest prompt, and of the narrowest completion
+
+
+def logps(
+  model: nnx.Module,
+  prompts: Sequence[np.ndarray],
+  completions: Sequence[np.ndarray],
+  temperature: float,
+) -> list[np.ndarray]:
+  """float32 [length] a row, in nats, of softmax(logits / temperature).
+
+  Rows of equal widths share a program; as many are scored at once as a power of two
+  holds, one after the other.
+
+  Args:
+    model: as for `scoring.score_completions`, in eval mode or not.
+    prompts, completions: int32 ids; an empty completion has no log-probs.
+    temperature: above 0.
+  """
+  groups = collections.defaultdict(list)
+  for row, (prompt, completion) in enumerate(zip(prompts, completions)):
+    widths = (batching.bucket(len(x), _LEAST) for x in (prompt, completion))
+    groups[tuple(widths)].append(row)
+  graph, state = nnx.split(model)
+  out = [np.zeros(0, np.float32)] * len(prompts)
+  for widths, rows in groups.items():
+    count = batching.bucket(len(rows))
+    picked = [*rows, *rows[:1] * (count - len(rows))]
+    ids = batching.right_padded([completions[i] for i in picked], widths[1], np.int32)
+    lengths = np.array([len(completions[i]) for i in picked])
+    arrays = (
+      *batching.left_padded([prompts[i] for i in picked], count, widths[0], 0),
+      ids,
+      np.arange(widths[1]) < lengths[:, None],
+    )
+    found = jax.device_get(_scored(graph, state, arrays, temperature))
+    for place, row in enumerate(rows):
+      out[row] = found[place, : len(completions[row])]
+  return out
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _scored(graph: Any, state: Any, arrays: Any, temperature: float) -> jax.Array:
+  model = nnx.merge(graph, state)
+  model.eval()
+  scores = scoring.score_completions(
+    model, *arrays, temperature=temperature, tile_rows=1
+  )
+  return scores.logps
