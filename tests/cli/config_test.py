@@ -42,7 +42,7 @@ def test_every_key_of_the_base_config_has_a_comment_or_a_telling_neighbour():
   # Section heads, and what shares the comment above it.
   assert {line.split(":")[0].strip() for line in bare} == {
     *("model", "tokenizer", "lora", "data", "optimizer", "schedule", "training"),
-    *("checkpoint", "export", "run_name"),
+    *("rl", "reward", "samples", "checkpoint", "export", "run_name"),
   }
 
 

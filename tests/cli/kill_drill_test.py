@@ -140,3 +140,47 @@ def test_killed_runs_of_the_command_resume_exactly(inputs, tmp_path, changes, ki
   evaluations = runs.metrics(tmp_path / "whole", "eval")
   assert sorted(evaluations) == list(range(0, STEPS + 1, 10))
   assert evaluations[STEPS]["loss"] < evaluations[0]["loss"] - 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["grpo", "ppo"])
+def test_killed_runs_of_rl_resume_exactly(inputs, tmp_path, job):
+  prompts = tmp_path / "prompts.jsonl"
+  lines = [{"prompt": f"what follows {i}?", "answer": str(i)} for i in range(64)]
+  prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+  keys = {
+    "job": job,
+    "model__path": inputs["model__path"],
+    "data__train": prompts,
+    "data__eval": prompts,
+    "reward__functions": "length(target=12)",
+    "rollout__max_prompt_length": 48,
+    "rollout__max_tokens_to_generate": 8,
+    "algorithm__beta": 0.05,
+    "algorithm__num_generations": 4,
+    "rl__mini_batch_size": 2,
+    "rl__shuffle_seed": 0,
+    "samples__every_n_rollouts": 2,
+    "training__max_steps": 24,
+    "training__global_batch_size": 4,
+    "training__eval_every_n_steps": 8,
+    "training__eval_batch_size": 32,
+    "training__learning_rate": "1e-3",
+    "checkpoint__every_n_steps": 4,
+  }
+
+  def command(folder):
+    argv = runs.arguments(**keys, output_dir=folder)
+    return [sys.executable, "-m", "tunix.cli.main", "train", *argv]
+
+  drill = drills.KillDrill(
+    command=command,
+    resumed=r"resuming after step (\d+)",
+    files=(
+      "logs/metrics.jsonl",
+      "export/model.safetensors",
+      "samples/000010.jsonl",
+      "samples/index.html",
+    ),
+  )
+  drill.check(tmp_path, random_kills=2)

@@ -254,7 +254,7 @@ def test_every_variant_has_its_learner(keys, name):
   config = loaded(keys, algorithm__name=name)
   made = algorithms.algorithm_config(config)
   assert made.beta == 0.1
-  expected = {"gspo": "gspo", "cispo": "cispo", "rloo": "reinforce"}
+  expected = {"gspo": "gspo", "cispo": "cispo", "rloo": "rloo"}
   assert made.loss_algo == expected.get(name, "grpo")
 
 

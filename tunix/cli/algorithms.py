@@ -71,9 +71,15 @@ def algorithm_config(config: Config) -> AlgorithmConfig:
   for key in _NESTED.keys() & given.keys():
     given[key] = _nested(key, given[key])
   try:
-    return made_of(**preset | given)
+    made = made_of(**preset | given)
   except (TypeError, ValueError) as error:
     raise ValueError(f"algorithm: {error}") from error
+  if config.rl.reference is not None and not made.beta:
+    raise ValueError(
+      f"rl.reference is {config.rl.reference!r} and algorithm.beta 0: nothing would be "
+      "compared with it; set algorithm.beta, or leave it out"
+    )
+  return made
 
 
 def _nested(key: str, values: dict[str, Any]) -> Any:

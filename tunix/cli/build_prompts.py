@@ -159,6 +159,7 @@ def build_prompts(config: Config, tokenizer: TokenizerAdapter) -> RunData:
   keys = config.data
   if keys.train is None:
     raise ValueError("data.train is not set: give a file of JSON lines with prompts")
+  algorithms.algorithm_config(config)  # or says what is wrong with it
   rewards.check(config)
   batches, reports, prints = {}, {}, {}
   files = {"train": keys.train, "eval": keys.eval}

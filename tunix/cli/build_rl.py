@@ -119,11 +119,6 @@ def _reference(config: Config, algorithm: AlgorithmConfig, mesh: Mesh | None) ->
   """What the policy is kept close to; None: nothing, or itself without its adapters."""
   path = config.rl.reference
   if not algorithm.beta:
-    if path is not None:
-      raise ValueError(
-        f"rl.reference is {path!r} and algorithm.beta 0: nothing would be compared "
-        "with it; set algorithm.beta, or leave it out"
-      )
     return None
   if path is not None:
     return automodel.AutoModel.from_pretrained(path, mesh, dtype=config.model.dtype)

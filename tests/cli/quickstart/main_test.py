@@ -55,14 +55,15 @@ def test_everything_is_written_and_named(tiny):
   assert "(grpo/samples/index.html)" in report and settings.samples.exists()
 
 
-def test_all_folders_hold_models_that_differ(tiny):
+def test_all_folders_hold_models(tiny):
   settings, _ = tiny
   folders = (settings.model, settings.export("sft"), settings.export("grpo"))
   models = [AutoModel.from_pretrained(folder) for folder in folders]
   assert all(model.config == models[0].config for model in models)
   assert models[0].config.num_layers == 1
-  for a, b in zip(models, models[1:]):
-    assert any((x != y).any() for x, y in zip(*map(jax.tree.leaves, (a, b))))
+  # So short a GRPO meets no reward: whether it learns is seen in the slow test.
+  leaves = zip(jax.tree.leaves(models[0]), jax.tree.leaves(models[1]))
+  assert all((a != b).any() for a, b in leaves)
   config = json.loads((folders[-1] / "config.json").read_text())
   tokenizer = TokenizerAdapter.from_pretrained(folders[-1])
   assert config["eos_token_id"] == tokenizer.eos_id()

@@ -49,7 +49,7 @@ def plot(results: Results) -> None:
   Raises:
     OSError: the file cannot be written.
   """
-  titles = {"sft": "Fine-tuning", "grpo": "GRPO"}
+  titles = {"sft": "Fine-tuning", "grpo": "GRPO (held out: greedy)"}
   values = {"sft": "loss, nats per token", "grpo": "mean reward"}
   plots.save_curves(
     results.settings.plot,
