@@ -71,7 +71,6 @@ def test_exact_and_plain_agree_up_to_rounding(model, want):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("name", scored.MODELS)
 @pytest.mark.parametrize("tile_rows", [1, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
