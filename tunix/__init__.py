@@ -15,11 +15,20 @@ _LAZY = {
   "AutoModel": "tunix.models.automodel",
   "CacheConfig": "tunix.generate.sampler",
   "CheckpointManager": "tunix.sft.checkpoint_manager",
+  "DAPOConfig": "tunix.rl.grpo.dapo_learner",
+  "DAPOLearner": "tunix.rl.grpo.dapo_learner",
+  "DrGRPOConfig": "tunix.rl.grpo.drgrpo_learner",
+  "DrGRPOLearner": "tunix.rl.grpo.drgrpo_learner",
+  "GRPOConfig": "tunix.rl.grpo.grpo_learner",
+  "GRPOLearner": "tunix.rl.grpo.grpo_learner",
   "LoraConfig": "tunix.models.lora",
   "MetricsLogger": "tunix.sft.metrics_logger",
   "MetricsLoggerOptions": "tunix.sft.metrics_logger",
+  "PPOConfig": "tunix.rl.ppo.ppo_learner",
+  "PPOLearner": "tunix.rl.ppo.ppo_learner",
   "PeftTrainer": "tunix.sft.peft_trainer",
   "PeftTrainerConfig": "tunix.sft.peft_trainer",
+  "RLCluster": "tunix.rl.rl_cluster",
   "Sampler": "tunix.generate.sampler",
   "TokenizerAdapter": "tunix.generate.tokenizer_adapter",
   "TrainingConfig": "tunix.sft.peft_trainer",
@@ -33,6 +42,20 @@ if TYPE_CHECKING:
   from tunix.generate.tokenizer_adapter import TokenizerAdapter as TokenizerAdapter
   from tunix.models.automodel import AutoModel as AutoModel
   from tunix.models.lora import LoraConfig as LoraConfig
+  from tunix.rl.grpo.dapo_learner import (
+    DAPOConfig as DAPOConfig,
+    DAPOLearner as DAPOLearner,
+  )
+  from tunix.rl.grpo.drgrpo_learner import (
+    DrGRPOConfig as DrGRPOConfig,
+    DrGRPOLearner as DrGRPOLearner,
+  )
+  from tunix.rl.grpo.grpo_learner import (
+    GRPOConfig as GRPOConfig,
+    GRPOLearner as GRPOLearner,
+  )
+  from tunix.rl.ppo.ppo_learner import PPOConfig as PPOConfig, PPOLearner as PPOLearner
+  from tunix.rl.rl_cluster import RLCluster as RLCluster
   from tunix.sft.checkpoint_manager import CheckpointManager as CheckpointManager
   from tunix.sft.metrics_logger import (
     MetricsLogger as MetricsLogger,
