@@ -102,7 +102,7 @@ def page_data(page):
   ]
 
 
-@pytest.mark.parametrize("job", ["grpo", "ppo"])
+@pytest.mark.parametrize("job", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_a_run_that_is_resumed_is_the_same(keys, job, tmp_path, capsys):
   keys = keys | {"job": job, "rl__mini_batch_size": 2, "rl__shuffle_seed": 1}
   assert train(keys, output_dir=tmp_path / "whole") == 0
@@ -112,6 +112,8 @@ def test_a_run_that_is_resumed_is_the_same(keys, job, tmp_path, capsys):
   assert everything(tmp_path / "whole") == everything(keys["output_dir"])
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_any_checkpoint_can_be_exported(keys, tmp_path, capsys):
   assert train(keys, job="ppo", checkpoint__every_n_steps=2) == 0
   out = keys["output_dir"]
@@ -134,6 +136,8 @@ def test_prompts_can_be_looked_at(keys, capsys):
   assert "train: 9 prompts of at most" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_adapters_are_trained_and_exported(keys):
   assert train(keys, lora__rank=2, training__max_steps=1) == 0
   assert (keys["output_dir"] / "export" / "adapter_config.json").exists()

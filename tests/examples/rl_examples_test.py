@@ -27,6 +27,8 @@ def test_the_reward_is_the_share_of_right_places(rl_loop, prompt, completion, ex
   assert rl_loop.reward(prompt, completion) == expected
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_old_log_probs_are_those_of_the_policy(rl_loop):
   """What the sampler reports and what the update computes are one number."""
   model = rl_loop.new_model(0)
