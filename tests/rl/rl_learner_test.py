@@ -223,9 +223,7 @@ def test_refusals():
   with pytest.raises(ValueError, match="temperature is 0"):
     clusters.grpo(rollout={"temperature": 0.0})
   with pytest.raises(ValueError, match="shared_prompt=True"):
-    clusters.grpo(
-      {"shared_prompt": True}, actor=toys.TokensOnly(__import__("flax").nnx.Rngs(0))
-    )
+    clusters.grpo({"shared_prompt": True}, actor=trainers.tokens_only())
   with pytest.raises(ValueError, match="at least 2"):
     GRPOConfig(num_generations=1)
   with pytest.raises(ValueError, match="needs a critic"):
