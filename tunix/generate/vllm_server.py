@@ -71,7 +71,7 @@ class VllmServer:
     )
     try:
       self._wait(start_timeout_s)
-    except BaseException:
+    except BaseException:  # Ctrl-C as well: no server may outlive this
       self.close()
       raise
 

@@ -116,7 +116,7 @@ class RewardPool:
     with self._lock:
       try:
         return self._run(calls)
-      except BaseException:
+      except BaseException:  # whatever it was, it goes on its way after the kill
         # Calls may be running whose answers nobody waits for any more.
         _kill_all(self._workers)
         raise
