@@ -268,6 +268,7 @@ ALGORITHM = {
   "num_iterations": 2,
   "beta": 0.5,
   "kl_method": "k1",
+  "kl_corrected": "true",
   "epsilon": 0.1,
   "epsilon_low": 0.1,
   "epsilon_high": 0.1,

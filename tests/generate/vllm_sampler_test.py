@@ -97,15 +97,16 @@ def test_options_reach_the_request(options, fields):
 
 
 def test_seeds_are_of_the_call_and_of_the_prompt():
-  def drawn(seed):
+  def drawn(seed, **more):
     with engine(choice([1])) as server:
-      sampler_of(server)([[5], [6]], 3, temperature=1.0, seed=seed)
+      sampler_of(server)([[5], [6]], 3, temperature=1.0, seed=seed, **more)
       bodies = server.bodies("/v1/completions")
     return [b["seed"] for b in sorted(bodies, key=lambda b: b["prompt"])]
 
   assert drawn(1) == drawn(1)
   assert len({*drawn(1), *drawn(2), *drawn(None), *drawn(None)}) == 8
   assert all(0 <= seed < 2**62 for seed in drawn(3))
+  assert drawn(3, first_prompt=1)[0] == drawn(3)[1]
 
 
 def test_text_and_tokens_are_what_our_sampler_would_give():

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from tests.generate.fake_engine import FakeEngine
 from tests.rl.clusters import Words
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.rl.placement import WeightSyncError
@@ -81,6 +82,19 @@ def test_options_of_the_vllm_rollout():
     VllmRollout(None, Words(), RolloutConfig())
   with pytest.raises(ValueError, match="'port', which vLLM does not know"):
     VllmRollout(None, Words(), RolloutConfig(engine_options={"port": 1}))
+
+
+def test_the_sglang_rollout_draws_without_a_seed_of_ours():
+  known = [[-0.5, 5, None], [-1.5, 6, None]]
+  meta = {"output_token_logprobs": known, "finish_reason": {"type": "length"}}
+  model = {"is_generation": True, "model_path": "toy"}
+  answers = {"/get_model_info": model, "/generate": {"text": "", "meta_info": meta}}
+  with FakeEngine(answers) as server:
+    given = {"url": server.url, "restart": lambda folder: server.url}
+    rollout = SglangJaxRollout(None, Words(), RolloutConfig(engine_options=given))
+    out = rollout.generate(["1 2"], RolloutConfig(), num_generations=2, seed=3)
+  assert [x.tolist() for x in out.tokens] == [[5, 6], [5, 6]]
+  np.testing.assert_allclose(out.logprobs, [[-0.5, -1.5]] * 2)
 
 
 def test_options_of_the_sglang_rollout():

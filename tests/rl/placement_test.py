@@ -168,6 +168,7 @@ def test_offload_and_back(kind, monkeypatch, mesh_fsdp8):
 
 
 def test_offloading_frees_the_devices():
+  earlier = jax.live_arrays()  # held, so that no other test's arrays go in between
   model = toys.model()  # nobody else holds its arrays
   live = lambda: sum(
     x.nbytes for x in jax.live_arrays() if x.sharding.memory_kind == "device"
@@ -178,6 +179,7 @@ def test_offloading_frees_the_devices():
   assert before - live() == size
   placement.onload(model)
   assert live() == before
+  del earlier
 
 
 def pair(needs):

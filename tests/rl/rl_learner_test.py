@@ -78,11 +78,7 @@ def test_settings_change_what_is_learnt(change, plain_weights):
   change = dict(change)
   if change.get("reference"):
     change["reference"] = clusters.model(seed=1)
-  learner = (
-    clusters.grpo(change.pop("algorithm", None), lr_free=None, **change)
-    if (False)
-    else clusters.grpo(change.pop("algorithm", None), **change)
-  )
+  learner = clusters.grpo(change.pop("algorithm", None), **change)
   learner.train(clusters.prompts(2))
   assert not same(plain_weights, weights(learner))
 
@@ -104,6 +100,7 @@ def close(a, b, tolerance=2e-5):
     {"train_micro_batch_size": 1},
     {"train_micro_batch_size": 2},
     {"compute_logps_micro_batch_size": 2},
+    {"rollout_micro_batch_size": 2},
     {"bucketed_lengths": True},
     {"algorithm": {"shared_prompt": False}},
     {"algorithm": {"exact_tile_rows": 4}},

@@ -87,6 +87,7 @@ LOSSES = {
   "reinforce": {"loss_algo": "reinforce"},
   "dual clip": {"epsilon_c": 3.0, "epsilon_high": 0.28},
   "entropy": {"entropy_coef": 0.1},
+  "corrected kl": {"kl_corrected": True},
   "corrected": {"rollout_correction": RolloutCorrection(kind="mask", level="sequence")},
 }
 QUICK = ("grpo",)
@@ -108,6 +109,25 @@ def test_policy_losses(name, mesh_fsdp8):
     packed=wider(whole),
     meshes=(mesh_fsdp8,),
   )
+
+
+def test_a_corrected_k3_has_the_gradient_of_k2():
+  whole = example(advantages=np.zeros(GROUP * GROUPS, np.float32))
+  whole = dataclasses.replace(whole, old_per_token_logps=None)  # on-policy
+
+  def gradients(**changes):
+    config = AlgorithmConfig(num_generations=GROUP, beta=1.0, **changes)
+    loss = functools.partial(
+      policy_loss.policy_loss, config=config, temperature=1.0, max_tokens=NEW
+    )
+    return drills.gradients(trainer(1, loss, clusters.model()), [whole])
+
+  want = gradients(kl_method="k2")
+  drills.assert_same_gradients(gradients(kl_corrected=True), want, tolerance=1e-5)
+  with pytest.raises(AssertionError):
+    drills.assert_same_gradients(gradients(), want, tolerance=1e-2)
+  with pytest.raises(ValueError, match="kl_corrected corrects a gradient, and beta is"):
+    AlgorithmConfig(beta=0.0, kl_corrected=True)
 
 
 def test_prompts_shared_or_not():

@@ -1,4 +1,3 @@
-import gc
 import logging
 import time
 
@@ -57,11 +56,11 @@ def test_time_measure(caplog):
 
 def test_live_arrays_count_on_the_device_that_holds_them():
   device = jax.local_devices()[0]
-  gc.collect()  # what earlier tests left must not go in between
+  earlier = jax.live_arrays()  # held: what other tests left must not go in between
   before = utils.live_array_bytes().get(device, 0)
   array = jax.device_put(np.ones((1000, 10), np.float32), device)
   assert utils.live_array_bytes()[device] - before == 40_000
-  del array
+  del array, earlier
 
 
 def test_memory_is_printed_for_every_device(capsys):

@@ -68,6 +68,7 @@ class AlgorithmKeys:
   num_iterations: int | None = None
   beta: float | None = None
   kl_method: str | None = None
+  kl_corrected: bool | None = None
   epsilon: float | None = None
   epsilon_low: float | None = None
   epsilon_high: float | None = None

@@ -81,11 +81,14 @@ def prompts_of(
   return prompts
 
 
-def seeds(seed: int | jax.Array | None, prompts: int) -> list[int]:
+def seeds(options: SamplingOptions, prompts: int) -> list[int]:
   """One seed a prompt below 2**62, from the call's seed as our sampler takes it."""
-  words = np.asarray(jax.random.key_data(batching.random_key(seed)))
-  made = np.random.SeedSequence(words.tolist()).generate_state(prompts, np.uint64)
-  return [int(x >> 2) for x in made]
+  words = np.asarray(jax.random.key_data(batching.random_key(options.seed)))
+  first = options.first_prompt
+  made = np.random.SeedSequence(words.tolist()).generate_state(
+    first + prompts, np.uint64
+  )
+  return [int(x >> 2) for x in made[first:]]
 
 
 def output(

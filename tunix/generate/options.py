@@ -38,6 +38,7 @@ class SamplingOptions:
   include_eos: bool = False
   length_penalty: float = 1.0
   exact: bool = False
+  first_prompt: int = 0
 
   def __post_init__(self):
     steps = np.asarray(self.max_generation_steps)
@@ -50,6 +51,8 @@ class SamplingOptions:
       value = getattr(self, name)
       if value is not None and value < 1:
         raise ValueError(f"{name} is {value}, it must be at least 1")
+    if self.first_prompt < 0:
+      raise ValueError(f"first_prompt is {self.first_prompt}, it must be at least 0")
     self._check_draw()
     if not all(isinstance(stop, str) for stop in self.stop_strings):
       raise TypeError(f"stop_strings is {self.stop_strings!r}, it must hold strings")

@@ -134,9 +134,10 @@ def fill_id(tokenizer: TokenizerAdapter) -> int:
 def _draw(options: SamplingOptions, rows: int, vocab_size: int | None) -> decode.Draw:
   """How rows choose; what is off is not there."""
   greedy = options.temperature == 0
+  first = options.first_prompt * options.num_samples
   given = {} if greedy else {"temperature": options.temperature, **options.filters}
   return decode.Draw(
-    rows=np.arange(rows, dtype=np.int32),
+    rows=np.arange(first, first + rows, dtype=np.int32),
     key=batching.random_key(0 if options.seed is None and greedy else options.seed),
     forbidden=_forbidden(options.forbidden_tokens, vocab_size),
     **{

@@ -112,6 +112,7 @@ class Sampler(BaseSampler):
     include_eos: bool = False,
     length_penalty: float = 1.0,
     exact: bool = False,
+    first_prompt: int = 0,
   ) -> SamplerOutput:
     """Completes prompts. `docs/guides/sampling.md` has the rules in full.
 
@@ -145,6 +146,8 @@ class Sampler(BaseSampler):
       exact: score the sampled tokens once more, each row by itself (see exact.py): the
         bits of its log-probs then depend on no other row, and are those that a trainer
         computes in exact mode at the same widths.
+      first_prompt: number of the first prompt, for its rows' draws: a batch that is
+        sampled in parts draws what it would draw at once.
 
     Raises:
       TypeError: a prompt, the seed, or a stop string of another kind.
@@ -172,6 +175,7 @@ class Sampler(BaseSampler):
       include_eos=include_eos,
       length_penalty=length_penalty,
       exact=exact,
+      first_prompt=first_prompt,
     )
     request = self._prepare(input_strings, options)
     rows = self._completions(request)

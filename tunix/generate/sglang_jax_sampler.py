@@ -83,6 +83,7 @@ class SglangJaxSampler(BaseSampler):
     return_logprobs: bool = False,
     include_eos: bool = False,
     length_penalty: float = 1.0,
+    first_prompt: int = 0,
     engine_options: Mapping[str, Any] | None = None,
   ) -> SamplerOutput:
     """Completes prompts; the arguments are those of `Sampler.__call__`, and:
@@ -119,6 +120,7 @@ class SglangJaxSampler(BaseSampler):
       return_logprobs=return_logprobs,
       include_eos=include_eos,
       length_penalty=length_penalty,
+      first_prompt=first_prompt,
     )
     scaled = temperature not in (0, 1) and bool(options.filters)
     refused = {

@@ -89,6 +89,7 @@ class VllmSampler(BaseSampler):
     return_logprobs: bool = False,
     include_eos: bool = False,
     length_penalty: float = 1.0,
+    first_prompt: int = 0,
     engine_options: Mapping[str, Any] | None = None,
   ) -> SamplerOutput:
     """Completes prompts; the arguments are those of `Sampler.__call__`, and:
@@ -124,6 +125,7 @@ class VllmSampler(BaseSampler):
       return_logprobs=return_logprobs,
       include_eos=include_eos,
       length_penalty=length_penalty,
+      first_prompt=first_prompt,
     )
     refused = {"return_logits": return_logits, "beam_size": beam_size is not None}
     refused |= {"forbidden_tokens": bool(len(forbidden_tokens or ()))}
@@ -238,7 +240,7 @@ class VllmSampler(BaseSampler):
     if taken := sorted(own & set(extra)):
       raise ValueError(f"engine_options has {taken}: use the sampler's own arguments")
     limits = options.limits(len(prompts))
-    drawn = {} if greedy else {"seed": engine_rows.seeds(options.seed, len(prompts))}
+    drawn = {} if greedy else {"seed": engine_rows.seeds(options, len(prompts))}
     return [
       {
         **common,

@@ -50,6 +50,8 @@ class AlgorithmConfig:
     num_iterations: times that a batch of rollouts is trained on.
     beta: weight of the KL divergence from the reference; 0: no reference is needed.
     kl_method: its estimator, a name of `ops.kl.ESTIMATORS` or a function.
+    kl_corrected: multiply the estimate by the ratio (see `ops.kl.corrected`): with k1
+      and k3 its gradient is then that of the reverse KL. For a KL in the loss.
     epsilon: the ratio is clipped to [1 - epsilon, 1 + epsilon].
     epsilon_low, epsilon_high: the same for each side alone; None: epsilon.
     epsilon_c: dual clip: bounds the loss of negative advantages at epsilon_c times
@@ -79,6 +81,7 @@ class AlgorithmConfig:
   num_iterations: int = 1
   beta: float = 0.04
   kl_method: str | Callable[..., Any] = "k3"
+  kl_corrected: bool = False
   epsilon: float = 0.2
   epsilon_low: float | None = None
   epsilon_high: float | None = None
@@ -128,6 +131,11 @@ class AlgorithmConfig:
           "choose one"
         )
     resolve("kl_method", self.kl_method, kl.ESTIMATORS)
+    if self.kl_corrected and not (self.beta and self.kl_in_loss):
+      where = "is 0" if self.kl_in_loss else "weighs a KL in the rewards"
+      raise ValueError(
+        f"kl_corrected corrects a gradient, and beta {where}: leave it out"
+      )
     self._check_advantages()
 
   def _check_advantages(self) -> None:

@@ -67,6 +67,9 @@ def policy_loss(
   if config.beta and example.ref_per_token_logps is not None:
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = estimate(logps, example.ref_per_token_logps)
+    if config.kl_corrected:
+      ratio = policy_gradient.log_ratio(logps, old, mask, "token")
+      divergence = kl.corrected(divergence, ratio)
     values, watched["kl"] = values + config.beta * divergence, divergence
   if scores.entropy is not None:
     values = values - config.entropy_coef * scores.entropy

@@ -181,7 +181,8 @@ class RLCluster:
         texts[start : start + size],
         config,
         num_generations=num_generations,
-        seed=jax.random.fold_in(key, start),
+        seed=key,
+        first_prompt=start,
       )
       for start in range(0, len(texts), size)
     ]

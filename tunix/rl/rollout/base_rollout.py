@@ -108,8 +108,13 @@ class BaseRollout(abc.ABC):
     *,
     num_generations: int = 1,
     seed: Any = None,
+    first_prompt: int = 0,
   ) -> RolloutOutput:
-    """`num_generations` completions of each prompt (a string or token ids)."""
+    """`num_generations` completions of each prompt (a string or token ids).
+
+    Prompts are numbered from `first_prompt`: a batch that is sampled in parts, under
+    one seed, draws what it would draw at once.
+    """
 
   @abc.abstractmethod
   def update_params(self, model: Any, version: Any) -> None:

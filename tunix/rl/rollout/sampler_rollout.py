@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from tunix.generate.base_sampler import BaseSampler
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
@@ -17,6 +17,8 @@ class SamplerRollout(BaseRollout):
     options: passed to each of its calls besides what RolloutConfig says.
   """
 
+  takes_seeds: ClassVar[bool] = True
+
   def __init__(self, sampler: BaseSampler, options: Mapping[str, Any] | None = None):
     self._sampler: Any = sampler
     self._options = dict(options or {})
@@ -28,6 +30,7 @@ class SamplerRollout(BaseRollout):
     *,
     num_generations: int = 1,
     seed: Any = None,
+    first_prompt: int = 0,
   ) -> RolloutOutput:
     """`num_generations` completions of each prompt.
 
@@ -36,6 +39,7 @@ class SamplerRollout(BaseRollout):
         say the log-probs of the distribution it drew from.
     """
     c = rollout_config
+    seed = c.seed if seed is None else seed
     ids = [self._sampler.tokenize(prompt) for prompt in prompts]
     longest = max(map(len, ids), default=0)
     if longest > c.max_prompt_length:
@@ -53,7 +57,8 @@ class SamplerRollout(BaseRollout):
       eos_tokens=c.eos_tokens,
       stop_strings=c.stop_strings or (),
       num_samples=num_generations,
-      seed=c.seed if seed is None else seed,
+      seed=seed if self.takes_seeds else None,
+      first_prompt=first_prompt,
       include_eos=True,
       return_logprobs=True,
       **self._options,

@@ -12,7 +12,8 @@ _OPTIONS = ("url", "timeout_s", "restart", "weights_dir")
 
 
 class SglangJaxRollout(EngineRollout):
-  """Samples by HTTP, see `SglangJaxSampler`.
+  """Samples by HTTP, see `SglangJaxSampler`. The engine draws by no seed of ours, so
+  that a resumed run samples other completions.
 
   Args:
     model: not used: the weights are sent by `update_params`.
@@ -25,6 +26,8 @@ class SglangJaxRollout(EngineRollout):
     ValueError: "url" or "restart" is missing, or an option that it does not know.
     EngineError: no server answers.
   """
+
+  takes_seeds = False
 
   def __init__(self, model: Any, tokenizer: Any, rollout_config: RolloutConfig):
     del model
