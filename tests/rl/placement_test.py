@@ -66,15 +66,6 @@ def adapted(base, seed=1, **options):
   return drawn(lora.apply(base, config), seed)
 
 
-def test_same_devices():
-  one, other = mesh({"f": 4, "t": 2}), mesh({"x": 8})
-  assert placement.same_devices(one, other) and placement.same_devices(None, None)
-  assert not placement.same_devices(one, mesh({"f": 4}))
-  assert not placement.same_devices(mesh({"f": 4}), mesh({"f": 4}, 4))
-  assert placement.same_devices(None, mesh({"f": 1}))
-  assert not placement.same_devices(None, mesh({"f": 1}, 3))
-
-
 @pytest.mark.parametrize("kind", ["plain", "dropout", "dora", "nf4"])
 def test_the_reference_is_the_base_without_a_copy(kind):
   base = fresh(layers=1)

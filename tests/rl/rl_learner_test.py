@@ -8,6 +8,7 @@ import pytest
 from tests.rl import clusters
 from tests.sft import trainers
 from tunix.models import heads
+from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.common import Tokens
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner, OverlongBuffer
 from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
@@ -157,6 +158,191 @@ def test_resume_is_exact(tmp_path):
     (tmp_path / f / "logs" / "metrics.jsonl").read_bytes() for f in ("whole", "cut")
   ]
   assert lines[0] == lines[1]
+
+
+def saving(folder, every=1, **options):
+  return clusters.grpo(
+    checkpoint_root_directory=str(folder),
+    checkpointing_options=CheckpointOptions(save_every_n_steps=every),
+    **options,
+  )
+
+
+@pytest.mark.parametrize("where", ["sync", "update"])
+def test_an_update_that_breaks_off_is_not_saved(tmp_path, where, monkeypatch):
+  data = clusters.prompts(3)
+  whole = clusters.grpo(mini_batch_size=2)
+  whole.train(data)
+  learner = saving(tmp_path, mini_batch_size=2)
+  cluster, trainer = learner.rl_cluster, learner.rl_cluster.actor_trainer
+  owner, name = (cluster, "sync_weights") if where == "sync" else (trainer, "_dispatch")
+  real, calls = getattr(owner, name), []
+
+  def broken(*args):
+    calls.append(1)
+    if len(calls) == 2 + 2 * (where == "update"):  # in the second batch of rollouts
+      raise ConnectionError("the engine is gone")
+    return real(*args)
+
+  monkeypatch.setattr(owner, name, broken)
+  with pytest.raises(ConnectionError):
+    learner.train(data)
+  with pytest.raises(RuntimeError, match="an update broke off"):
+    learner.train(data)
+  learner.close()
+  again = saving(tmp_path, mini_batch_size=2)
+  assert again.train_steps == 2
+  again.train(data)
+  assert same(weights(whole), weights(again))
+
+
+def test_each_call_of_train_starts_the_prompts_anew(tmp_path):
+  data = clusters.prompts(2)
+  learner = saving(tmp_path)
+  learner.train(data)
+  learner.train(data)
+  assert learner.train_steps == 4
+  learner.train(iter(data[:1]))
+  assert learner.train_steps == 5
+  learner.close()
+  again = saving(tmp_path)
+  for batches in (data, data, data[:1], data):
+    again.train(batches)
+  assert again.train_steps == 7
+
+
+def test_a_generator_goes_on_after_a_failure():
+  data, failures = iter(clusters.prompts(3)), []
+
+  def once(prompts, completions, **columns):
+    if len(failures) == 1:
+      failures.append(2)
+      return [float("nan")] * len(prompts)
+    failures.append(1)
+    return clusters.even(prompts, completions)
+
+  learner = clusters.grpo(reward_fns=once)
+  with pytest.raises(ValueError, match="every reward failed"):
+    learner.train(data)
+  learner.rl_cluster.close()
+
+
+@pytest.mark.parametrize("learner_class", [GRPOLearner, DrGRPOLearner, RLOOLearner])
+def test_equal_rewards_teach_nothing(learner_class):
+  configs = {DrGRPOLearner: DrGRPOConfig, RLOOLearner: RLOOConfig}
+  config = configs.get(learner_class, GRPOConfig)(num_generations=4, beta=0.0)
+  learner = learner_class(
+    clusters.cluster(), config, lambda prompts, completions, **c: [0.5] * len(prompts)
+  )
+  before = weights(learner)
+  learner.train(clusters.prompts(1))
+  assert same(before, weights(learner))
+
+
+def test_prompts_that_are_all_solved_at_the_end_end_the_run():
+  data = clusters.prompts(3)
+
+  def solved(prompts, completions, number, **columns):
+    last = [p in data[2]["prompts"] for p in prompts]
+    values = clusters.even(prompts, completions)
+    return [1.0 if done else value for done, value in zip(last, values)]
+
+  learner = DAPOLearner(clusters.cluster(), DAPOConfig(num_generations=4), solved)
+  learner.train(data)
+  assert learner.train_steps >= 1
+
+
+def test_checkpoints_keep_their_cadence_over_several_updates(tmp_path):
+  learner = saving(tmp_path, every=4, algorithm={"num_iterations": 3})
+  steps = []
+  save = learner._checkpoints.save_state
+  learner._checkpoints.save_state = lambda step, *a, **k: (
+    steps.append(step),
+    save(step, *a, **k),
+  )
+  learner.train(clusters.prompts(5))
+  assert steps == [6, 9, 12, 15]  # the first places behind 4, 8, 12, and the end
+
+
+def test_a_run_goes_on_from_its_own_base_only(tmp_path):
+  def make(seed):
+    return saving(tmp_path, actor=clusters.model(seed=seed, lora_rank=2))
+
+  learner = make(0)
+  learner.train(clusters.prompts(1))
+  learner.close()
+  with pytest.raises(ValueError, match="the frozen weights are not those"):
+    make(1)
+
+
+def test_a_failed_evaluation_is_made_up_for(tmp_path):
+  learner = saving(tmp_path)
+  with pytest.raises(TypeError, match="a batch is"):
+    learner.train(clusters.prompts(1), [3])
+  assert learner._progress.evaluated_at == -1
+
+
+def test_pass_at_k_counts_rewards_before_they_are_shaped():
+  config = DAPOConfig(
+    num_generations=4, pass_threshold=1.0, overlong_buffer=OverlongBuffer(tokens=6)
+  )
+  learner = DAPOLearner(
+    clusters.cluster(), config, lambda prompts, completions, **c: [1.0] * len(prompts)
+  )
+  found = learner.evaluate(clusters.prompts(1))
+  assert found["rewards/score/mean"] == found["pass@1"] == 1.0
+
+
+def test_rloo_s_kl_is_part_of_the_reward():
+  def example(beta):
+    cluster = clusters.cluster(
+      **({"reference": clusters.model(seed=1)} if beta else {})
+    )
+    config = RLOOConfig(num_generations=4, beta=beta)
+    learner = RLOOLearner(cluster, config, clusters.even)
+    return learner._collect(PromptSource(clusters.prompts(1))), learner
+
+  (plain, _), (kept, learner) = example(0.0), example(0.5)
+  assert kept.ref_per_token_logps is None  # not in the loss
+  tokens = Tokens(
+    **{
+      name: getattr(kept, name)
+      for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    },
+    rollout_logps=kept.rollout_per_token_logps,
+    truncated=np.zeros(kept.rows, bool),
+    group_size=4,
+  )
+  gap = (kept.old_per_token_logps - learner._ref_logps(tokens)) * kept.completion_mask
+  penalty = 0.5 * gap.sum(1).reshape(-1, 4)
+  others = (penalty.sum(1, keepdims=True) - penalty) / 3
+  want = np.asarray(plain.advantages).reshape(-1, 4) - (penalty - others)
+  np.testing.assert_allclose(kept.advantages.reshape(-1, 4), want, atol=1e-5)
+
+
+def test_settings_out_of_range_fail_before_anything_is_sampled():
+  for options, message in (
+    ({"epsilon_c": 1.1}, "above the upper clip"),
+    ({"epsilon_low": 1.5}, "the lower clip is 1.5"),
+    ({"loss_algo": "rloo"}, "ratio of its whole row"),
+    ({"kl_corrected": True, "beta": 0.0}, "kl_corrected corrects"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      GRPOConfig(**options)
+  with pytest.raises(ValueError, match="must lie on both sides"):
+    RolloutCorrection(kind="mask", low=1.0, high=1.0)
+  with pytest.raises(ValueError, match="level is"):
+    RolloutCorrection(level="row")
+
+
+def test_metric_functions_are_logged():
+  def longest(prompts, completions, rewards, number, **columns):
+    assert len(prompts) == len(rewards) == len(number) == 16
+    return {"longest": max(map(len, completions))}
+
+  learner = clusters.grpo(metric_fns=longest)
+  learner.train(clusters.prompts(1))
+  assert learner.rl_cluster.logger.get_metric("", "longest", Mode.TRAIN) > 0
 
 
 def test_a_checkpoint_of_another_reference_is_refused(tmp_path):

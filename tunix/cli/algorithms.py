@@ -10,33 +10,25 @@ from tunix.cli.schema import Config
 from tunix.rl.algorithm_config import AlgorithmConfig, RolloutCorrection
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner, OverlongBuffer
 from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
-from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.grpo.grpo_learner import (
+  CISPOConfig,
+  GRPOConfig,
+  GRPOLearner,
+  GSPOConfig,
+)
 from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_learner import RLLearner
 
-# (learner, configuration, what the variant sets besides). The clips are the papers'.
-ALGORITHMS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-  "grpo": (GRPOLearner, GRPOConfig, {}),
-  "drgrpo": (DrGRPOLearner, DrGRPOConfig, {}),
-  "dapo": (DAPOLearner, DAPOConfig, {}),
-  "gspo": (
-    GRPOLearner,
-    GRPOConfig,
-    {
-      "loss_algo": "gspo",
-      "loss_agg_mode": "sequence-mean-token-mean",
-      "epsilon_low": 3e-4,
-      "epsilon_high": 4e-4,
-    },
-  ),
-  "cispo": (
-    GRPOLearner,
-    GRPOConfig,
-    {"loss_algo": "cispo", "epsilon_low": 1.0, "epsilon_high": 4.0},
-  ),
-  "rloo": (RLOOLearner, RLOOConfig, {}),
-  "ppo": (PPOLearner, PPOConfig, {}),
+# (learner, configuration)
+ALGORITHMS: dict[str, tuple[Any, Any]] = {
+  "grpo": (GRPOLearner, GRPOConfig),
+  "drgrpo": (DrGRPOLearner, DrGRPOConfig),
+  "dapo": (DAPOLearner, DAPOConfig),
+  "gspo": (GRPOLearner, GSPOConfig),
+  "cispo": (GRPOLearner, CISPOConfig),
+  "rloo": (RLOOLearner, RLOOConfig),
+  "ppo": (PPOLearner, PPOConfig),
 }
 
 # Keys that hold the fields of a configuration of their own.
@@ -60,7 +52,7 @@ def algorithm_config(config: Config) -> AlgorithmConfig:
     ValueError: a key that the algorithm does not have, or a value out of range.
   """
   name = name_of(config)
-  _, made_of, preset = ALGORITHMS[name]
+  made_of = ALGORITHMS[name][1]
   known = [field.name for field in dataclasses.fields(made_of)]
   given = config.algorithm.given()
   for key in given:
@@ -71,7 +63,7 @@ def algorithm_config(config: Config) -> AlgorithmConfig:
   for key in _NESTED.keys() & given.keys():
     given[key] = _nested(key, given[key])
   try:
-    made = made_of(**preset | given)
+    made = made_of(**given)
   except (TypeError, ValueError) as error:
     raise ValueError(f"algorithm: {error}") from error
   if config.rl.reference is not None and not made.beta:

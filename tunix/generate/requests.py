@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -83,8 +84,8 @@ def prepare(
   tight = shape.slots < shape.width + shape.columns and isinstance(model, Transformer)
   over = np.int32(max(0, shape.width + steps - shape.slots))
   eos = _eos(options.eos_tokens, tokenizer, vocab_size)
-  draw = _draw(options, shape.rows, vocab_size)
   with mesh_lib.use_mesh(mesh):
+    draw = _draw(options, shape.rows, vocab_size)
     opened = decode.opened(graph, state)
   return Request(
     options=options,
@@ -134,11 +135,14 @@ def fill_id(tokenizer: TokenizerAdapter) -> int:
 def _draw(options: SamplingOptions, rows: int, vocab_size: int | None) -> decode.Draw:
   """How rows choose; what is off is not there."""
   greedy = options.temperature == 0
+  key = batching.random_key(0 if options.seed is None and greedy else options.seed)
+  # A key that was made under another mesh is of that mesh; its numbers are of none.
+  words, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
   first = options.first_prompt * options.num_samples
   given = {} if greedy else {"temperature": options.temperature, **options.filters}
   return decode.Draw(
     rows=np.arange(first, first + rows, dtype=np.int32),
-    key=batching.random_key(0 if options.seed is None and greedy else options.seed),
+    key=jax.random.wrap_key_data(words, impl=kind),
     forbidden=_forbidden(options.forbidden_tokens, vocab_size),
     **{
       name: np.full(rows, value, np.int32 if name == "top_k" else np.float32)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from tunix.ops import advantages, kl
+from tunix.ops.policy_gradient import LEVELS
 from tunix.ops.reductions import AGGREGATIONS
 
 # How the ratio to the policy before the update enters the loss.
@@ -20,7 +21,9 @@ class RolloutCorrection:
 
   Attributes:
     kind: "truncate" (weights min(ratio, high)) or "mask" (0 outside [low, high]).
-    level: "token" or "sequence".
+    level: "token"; "sequence-product": the ratio of whole completions, which is exact
+      where nothing is bounded (TRL's and verl's "sequence"); or "sequence", its
+      geometric mean over tokens.
     low, high: bounds of the ratio; `low` only masks.
   """
 
@@ -32,9 +35,8 @@ class RolloutCorrection:
   def __post_init__(self):
     if self.kind not in ("truncate", "mask"):
       raise ValueError(f'kind is {self.kind!r}: choose "truncate" or "mask"')
-    if self.level not in ("token", "sequence"):
-      raise ValueError(f'level is {self.level!r}: choose "token" or "sequence"')
-    if not 0 <= self.low <= 1 <= self.high:
+    _choose("level", self.level, LEVELS)
+    if not 0 <= self.low <= 1 <= self.high or self.low == self.high:
       raise ValueError(
         f"low {self.low} and high {self.high} must lie on both sides of 1, where the "
         "sampler and the trainer agree"
@@ -105,12 +107,25 @@ class AlgorithmConfig:
       value = getattr(self, name)
       if value is not None and not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{name} is {value}: it must be a number of at least 0")
-    if self.epsilon_c is not None and self.epsilon_c <= 1:
+    if self.clip_low > 1:
       raise ValueError(
-        f"epsilon_c is {self.epsilon_c}: the dual clip must be above 1, such as 3.0"
+        f"the lower clip is {self.clip_low}: ratios are never below 0, so that all "
+        "above 1.0 clips nothing; 1.0 says that"
+      )
+    if self.epsilon_c is not None and self.epsilon_c <= 1 + self.clip_high:
+      raise ValueError(
+        f"epsilon_c is {self.epsilon_c}: the dual clip must be above the upper clip, "
+        f"{1 + self.clip_high}, such as 3.0"
       )
     _choose("loss_algo", self.loss_algo, LOSS_ALGOS)
     _choose("loss_agg_mode", self.loss_agg_mode, AGGREGATIONS)
+    if self.loss_algo == "rloo" and self.loss_agg_mode != (
+      mode := "sequence-mean-token-mean"
+    ):
+      raise ValueError(
+        f'loss_agg_mode is {self.loss_agg_mode!r} and loss_algo "rloo": every token '
+        f"carries the ratio of its whole row, whose mean is {mode!r}; set that"
+      )
     if self.loss_algo == "reinforce" and self.num_iterations > 1:
       raise ValueError(
         f"num_iterations is {self.num_iterations}: without a ratio later updates would "

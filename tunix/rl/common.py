@@ -119,6 +119,11 @@ class Rollouts:
     """bool [P, G]: rows that have a reward."""
     return np.isfinite(self.scores)
 
+  @property
+  def raw(self) -> np.ndarray:
+    """float64 [P, G]: the totals, before any shaping."""
+    return self.rewards.total.reshape(self.scores.shape)
+
   def take(self, groups: Sequence[int] | np.ndarray) -> Rollouts:
     """Some of the groups, in that order."""
     size, groups = self.tokens.group_size, np.asarray(groups, int)

@@ -107,11 +107,27 @@ class ClusterConfig:
         f"rollout_config has the modes {sorted(self.rollout_config)}: Mode.TRAIN must "
         "be one of them"
       )
+    train = self.rollout(Mode.TRAIN).engine_options
+    if any(c.engine_options not in ({}, train) for c in self._modes()):
+      raise ValueError(
+        "engine_options differ between modes: there is one engine for all of them, "
+        "which is made with those of Mode.TRAIN; leave the others out"
+      )
     unknown = [role for role in self.role_to_mesh or () if not isinstance(role, Role)]
     if unknown:
       raise ValueError(
         f"role_to_mesh has the key {unknown[0]!r}: use Role, such as Role.ACTOR"
       )
+
+  def _modes(self) -> list[RolloutConfig]:
+    config: Any = self.rollout_config
+    return list(config.values()) if isinstance(config, Mapping) else [config]
+
+  def widest_rollout(self) -> RolloutConfig:
+    """What the engine is made with: Mode.TRAIN's, with a cache for every mode."""
+    sizes = [c.kv_cache_size for c in self._modes()]
+    most = None if None in sizes else max(filter(None, sizes))
+    return dataclasses.replace(self.rollout(Mode.TRAIN), kv_cache_size=most)
 
   def rollout(self, mode: Mode) -> RolloutConfig:
     """How to sample in a mode; evaluation samples as training does unless it is

@@ -49,7 +49,7 @@ def summary(batches: Iterable[Rollouts], threshold: float | None) -> dict[str, f
     )
   weights = [len(rollouts.text) for rollouts in found]
   out = metrics.mean_of([metrics.of_rollouts(r) for r in found], weights)
-  scores = np.concatenate([rollouts.scores for rollouts in found])
+  scores = np.concatenate([rollouts.raw for rollouts in found])
   scores = scores[np.isfinite(scores).all(1)]
   if threshold is not None and len(scores):
     k = 1

@@ -76,6 +76,12 @@ class InferenceWorker:
     finally:
       placement.offload(model)
 
+  def close(self) -> None:
+    """Brings every model back to its devices: they are the caller's."""
+    if self._offload:
+      for model in self._models.values():
+        placement.onload(model)
+
   def run(
     self, role: Role, score: Score, rows: Mapping[str, np.ndarray], at_once: int | None
   ) -> np.ndarray:

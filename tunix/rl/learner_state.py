@@ -10,6 +10,7 @@ from typing import Any
 from tunix.rl import weight_sync
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.trainer import Trainer
+from tunix.rl.weight_sync import PolicyVersion
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.run_state import RunState
 from tunix.utils import mesh as mesh_lib
@@ -27,6 +28,7 @@ class LearnerProgress:
     batch_rows: rows of the largest batch so far; smaller ones are filled up to it.
     data_state: the place in the prompts.
     pending: prompts that were drawn and wait.
+    calls: finished calls of `train`.
   """
 
   rollouts: int = 0
@@ -34,6 +36,7 @@ class LearnerProgress:
   batch_rows: int = 0
   data_state: dict[str, Any] | None = None
   pending: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  calls: int = 0
 
   def to_json(self) -> dict[str, Any]:
     """As JSON.
@@ -99,8 +102,9 @@ def restore(
     raise ValueError(
       f"checkpoint {step} was not written by an RL learner: train into another folder"
     )
-  for name, value in identity.items():
-    if (before := saved["identity"].get(name)) != value:
+  for name in sorted(saved["identity"].keys() | identity.keys()):
+    value, before = identity.get(name), saved["identity"].get(name)
+    if before != value:
       raise ValueError(
         f"checkpoint {step} belongs to a run with {name} {before}, here it is "
         f"{value}: resume with the models it was started with, or use another folder"
@@ -110,10 +114,11 @@ def restore(
     trainer.load_run_state(RunState(**part), saved["trainers"][role])
   cluster.logger.restore(saved["metrics"])
   version = cluster.sync_weights()
-  if version.to_json() != saved["version"]:
+  if version != (before := PolicyVersion.from_json(saved["version"])):
     raise ValueError(
       f"the policy restored from checkpoint {step} has the stamp {version.stamp}, it "
-      f"was saved with {saved['version']['stamp']}: the checkpoint is damaged"
+      f"was saved with {before.stamp}: the frozen weights are not those that the run "
+      "was started with, or the checkpoint is damaged; resume with the same model"
     )
   return LearnerProgress(**saved["learner"])
 

@@ -12,6 +12,9 @@ import numpy as np
 
 from tunix.rl.common import Rollouts
 
+# How many completions the means of one collection are over; never logged.
+COUNT = "completions/count"
+
 
 def of_rollouts(rollouts: Rollouts) -> dict[str, float]:
   """Rewards, lengths and how the groups look; NaN-free: what failed is counted.
@@ -30,7 +33,7 @@ def of_rollouts(rollouts: Rollouts) -> dict[str, float]:
   out |= _spread("completions/{}_length", lengths)
   out["completions/truncated"] = float(rollouts.tokens.truncated.mean())
   if rollouts.tokens.group_size > 1:
-    out["groups/all_equal"] = float(np.mean(all_equal(rollouts.scores)))
+    out["groups/all_equal"] = float(np.mean(all_equal(rollouts.raw)))
   return out
 
 

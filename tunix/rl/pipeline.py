@@ -107,6 +107,7 @@ class PromptSource:
   ):
     self._source = BatchSource(dataset, saved=place)
     self.pending = list(pending)
+    self._committed = self._source.drawn, list(self.pending)
 
   @property
   def drawn(self) -> int:
@@ -122,6 +123,15 @@ class PromptSource:
     batch = self._source.next()
     return None if batch is None else prompt_batch(batch, self.drawn)
 
+  def continues(self, dataset: Any) -> bool:
+    """Whether `dataset` is the very generator that this source draws from."""
+    return self._source.continues(dataset)
+
+  def go_back(self) -> None:
+    """Gives what was drawn since `commit` once more."""
+    place, self.pending = self._committed
+    self._source.go_back(place)
+
   def give_back(self, batch: PromptBatch) -> None:
     """Prompts that go first the next time.
 
@@ -130,8 +140,10 @@ class PromptSource:
     """
     self.pending = [*batch.rows(), *self.pending]
 
-  def state(self) -> dict[str, Any]:
-    """The place, as JSON."""
+  def commit(self) -> dict[str, Any]:
+    """The place, as JSON; what was drawn is learnt."""
+    self._source.mark()
+    self._committed = self._source.drawn, list(self.pending)
     return self._source.state()
 
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
 from tunix.models import lora, lora_modules
 from tunix.models.transformer.model import Transformer
@@ -28,18 +27,6 @@ _HOME = "offloaded_from"
 
 class WeightSyncError(RuntimeError):
   """Weights did not arrive: the target does not hold what was sent."""
-
-
-def same_devices(mesh_a: Mesh | None, mesh_b: Mesh | None) -> bool:
-  """Whether two meshes are of the same devices, in any shape and order; None is the
-  default device."""
-  return _devices(mesh_a) == _devices(mesh_b)
-
-
-def _devices(mesh: Mesh | None) -> set[Any]:
-  if mesh is not None:
-    return set(mesh.devices.flat)
-  return set(jnp.zeros(()).devices())
 
 
 def share_backbone(actor: nnx.Module, reference: nnx.Module) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tunix.rl import reward_outcomes
+from tunix.rl.reward_fns import RowReward
 from tunix.rl.reward_outcomes import Failed, Outcome, PerRow, TimedOut, Value
 from tunix.rl.reward_pool import Call, RewardPool
 
@@ -96,6 +97,10 @@ class RewardOutput:
     return lines
 
 
+# A row that fails costs no other row its reward: they are called row by row.
+_BY_ROW = (PerRow, RowReward)
+
+
 class RewardManager:
   """Calls reward functions and adds their values up.
 
@@ -129,7 +134,7 @@ class RewardManager:
       names: of the functions in metrics; their `__name__` if not given.
       rows_per_call: most rows that a function gets in one call; a call that fails
         costs all its rows. None: the whole batch, which functions that compare rows
-        need. Functions made by `per_row` get one row.
+        need. Functions made by `per_row`, and the ready ones, get one row.
       memory_bytes: what a worker may allocate, Linux only.
 
     Raises:
@@ -178,7 +183,7 @@ class RewardManager:
     calls, owners = [], []
     for i, function in enumerate(self._functions):
       arguments = _chosen(function, self.names[i], table)
-      size = 1 if isinstance(function, PerRow) else self._rows_per_call or count
+      size = 1 if isinstance(function, _BY_ROW) else self._rows_per_call or count
       for start in range(0, count, max(size, 1)):
         part = {k: v[start : start + size] for k, v in arguments.items()}
         calls.append(Call(i, part, min(size, count - start)))

@@ -24,6 +24,7 @@ from tunix.rl.trainer import Trainer
 from tunix.rl.weight_sync import PolicyVersion, WeightSync
 from tunix.sft import module_state
 from tunix.sft.metrics_logger import MetricsLogger, Mode
+from tunix.utils import mesh as mesh_lib
 
 __all__ = ["ClusterConfig", "Mode", "RLCluster", "RLTrainingConfig", "Role"]
 
@@ -72,13 +73,7 @@ class RLCluster:
     self.critic = self._placed(Role.CRITIC, critic)
     self.reference = self._placed(Role.REFERENCE, reference)
     self.reward = self._placed(Role.REWARD, reward)
-    for role, model in (
-      (Role.CRITIC, self.critic),
-      (Role.REFERENCE, self.reference),
-      (Role.REWARD, self.reward),
-    ):
-      if model is not None:
-        utils.check_same_vocabulary(self.actor, model, role.value)
+    utils.check_roles(self.actor, self._others())
     self.logger = MetricsLogger(train.metrics_logging_options)
     self.actor_trainer = Trainer(
       self.actor, train.actor_optimizer, train, "actor", self.logger
@@ -103,8 +98,19 @@ class RLCluster:
     meshes = self.cluster_config.role_to_mesh or {}
     return meshes.get(role, meshes.get(Role.ACTOR))
 
+  def _others(self) -> dict[Role, nnx.Module]:
+    """The models besides the actor."""
+    roles = {
+      Role.CRITIC: self.critic,
+      Role.REFERENCE: self.reference,
+      Role.REWARD: self.reward,
+    }
+    return {role: model for role, model in roles.items() if model is not None}
+
   def _make_critic_trainer(self, config: RLTrainingConfig) -> Trainer | None:
     if self.critic is None:
+      if config.critic_optimizer is not None:
+        raise ValueError("there is a critic_optimizer and no critic: give both")
       return None
     if config.critic_optimizer is None:
       raise ValueError("there is a critic and no critic_optimizer: give both")
@@ -121,20 +127,16 @@ class RLCluster:
       module, name = ENGINES[engine].split(":")
       engine = getattr(importlib.import_module(module), name)
     model: Any = self.actor
-    here, there = self._mesh(Role.ACTOR), self._mesh(Role.ROLLOUT)
-    if there is not None and not placement.same_devices(here, there):
+    there = self._mesh(Role.ROLLOUT)
+    here = mesh_lib.mesh_of(nnx.state(self.actor))
+    if there is not None and mesh_lib.auto(there) != here:
       model = reshard.reshard_model_to_mesh(nnx.clone(self.actor), there)
-    return engine(model, self.tokenizer, self.cluster_config.rollout(Mode.TRAIN))
+    return engine(model, self.tokenizer, self.cluster_config.widest_rollout())
 
   def _make_inference_worker(self) -> InferenceWorker:
-    roles = {
-      Role.CRITIC: self.critic,
-      Role.REFERENCE: self.reference,
-      Role.REWARD: self.reward,
-    }
     config = self.cluster_config
     return InferenceWorker(
-      {role: model for role, model in roles.items() if model is not None},
+      self._others(),
       config.training_config.data_sharding_axis,
       config.offload_to_cpu,
     )
@@ -229,8 +231,11 @@ class RLCluster:
       raise ValueError("the cluster has no critic: pass critic= to RLCluster")
     if eval_ds is not None:
       raise ValueError("evaluation is the learner's: RLLearner.train(..., eval_ds)")
-    with self.inference_worker.resident(Role.CRITIC):
-      return self.critic_trainer.update(train_ds, micro_batches, skip_jit)
+    try:
+      with self.inference_worker.resident(Role.CRITIC):
+        return self.critic_trainer.update(train_ds, micro_batches, skip_jit)
+    finally:
+      self.critic_trainer.after_move()
 
   def get_ref_per_token_logps(
     self,
@@ -271,9 +276,10 @@ class RLCluster:
     """The critic's values before each token of the completions, float32 [B, R]."""
     at_once = self._at_once(tokens, micro_batch_size)
     score = inference_worker.values_of
+    values = self.inference_worker.run(Role.CRITIC, score, _rows(tokens), at_once)
     if self.critic_trainer is not None:
-      self.critic_trainer.model  # noqa: B018 (hands the current weights back)
-    return self.inference_worker.run(Role.CRITIC, score, _rows(tokens), at_once)
+      self.critic_trainer.after_move()
+    return values
 
   def get_rewards(
     self, tokens: Tokens, *, micro_batch_size: int | None = None
@@ -313,6 +319,7 @@ class RLCluster:
     for trainer in (self.actor_trainer, self.critic_trainer):
       if trainer is not None:
         trainer.close()
+    self.inference_worker.close()
     self.logger.close()
 
   def __enter__(self) -> RLCluster:

@@ -16,20 +16,21 @@ import abc
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
 from flax import nnx
 
+from tunix.ops import kl
 from tunix.ops.reductions import WeightedSum
-from tunix.rl import common, evaluation, learner_state, metrics, policy_loss
-from tunix.rl.algorithm_config import AlgorithmConfig
+from tunix.rl import common, evaluation, learner_state, metrics, policy_loss, setup
+from tunix.rl.algorithm_config import AlgorithmConfig, resolve
 from tunix.rl.common import Rollouts, Tokens, TrainExample
 from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.metrics import Phases
 from tunix.rl.pipeline import PromptBatch, PromptSource, mini_batches, prompt_batch
-from tunix.rl.rewards import RewardManager, RewardOutput
+from tunix.rl.rewards import RewardOutput
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.samples import Samples
 from tunix.sft.checkpoint_manager import CheckpointManager
@@ -62,6 +63,8 @@ class RLLearner(abc.ABC):
     ValueError: settings that do not fit the cluster, or a checkpoint that does not.
   """
 
+  uses_critic: ClassVar[bool] = False
+
   def __init__(
     self,
     rl_cluster: RLCluster,
@@ -72,19 +75,22 @@ class RLLearner(abc.ABC):
   ):
     self.rl_cluster, self.algo_config = rl_cluster, algo_config
     self._config = rl_cluster.cluster_config.training_config
-    self._reward_manager = _manager(reward_fns, rl_cluster)
+    self._reward_manager = setup.reward_manager(reward_fns, rl_cluster)
     self._metric_fns = [metric_fns] if callable(metric_fns) else list(metric_fns or ())
     self._shuffle_seed = data_shuffle_seed
     self._samples: Samples | None = None
     self._phases, self._found = Phases(), list[dict[str, float]]()
-    self._shared = _shares_prompts(rl_cluster, algo_config)
-    self._check()
+    setup.check(rl_cluster, algo_config, uses_critic=self.uses_critic)
+    self._shared = setup.shares_prompts(rl_cluster, algo_config)
     rl_cluster.actor_trainer.with_role_loss(self._compute_policy_loss)
     self._checkpoints = CheckpointManager(
       self._config.checkpoint_root_directory, self._config.checkpointing_options
     )
     self._identity = learner_state.identity(rl_cluster)
     self._progress = LearnerProgress()
+    self._calls = 0  # of `train` that this process has behind it
+    self._source: PromptSource | None = None
+    self._torn = False  # whether an update is under way, or broke off
     self.restore_checkpoint()
 
   def with_samples(self, samples: Samples) -> Self:
@@ -134,6 +140,9 @@ class RLLearner(abc.ABC):
   ) -> None:
     """Trains until the prompts or `max_steps` end; goes on where a checkpoint was.
 
+    A further call starts the prompts anew. A script that calls it several times resumes
+    in the call that was under way: those before it return at once.
+
     Args:
       train_ds: yields batches {"prompts": [...], column: [...], ...}. A last batch that
         is smaller is filled up with rows that weigh nothing.
@@ -143,15 +152,29 @@ class RLLearner(abc.ABC):
     Raises:
       Stopped: SIGINT or SIGTERM arrived; a checkpoint was saved.
       ValueError: no prompts, or one that is too long.
+      RuntimeError: an update broke off before, and the models are between two states.
     """
-    source = PromptSource(train_ds, self._progress.data_state, self._progress.pending)
+    if self._torn:
+      raise RuntimeError(
+        "an update broke off half-way, and nothing was saved since: make the learner "
+        "and its cluster anew, from the models; it resumes from the last checkpoint"
+      )
+    if self._calls < self._progress.calls:
+      self._calls += 1
+      _log.info("call %d of train was over before: nothing to do", self._calls)
+      return
+    self._found.clear()
+    self._phases.take()
+    self._source = source = self._open(train_ds)
     with DeferredSignals() as signals:
       self._evaluate_if_due(eval_ds)
       while (example := self._collect_or_save(source)) is not None:
+        self._torn = True
         self._update(example, skip_jit)
         self._progress.rollouts += 1
-        self._progress.data_state = source.state()
+        self._progress.data_state = source.commit()
         self._progress.pending = source.pending
+        self._torn = False
         self._evaluate_if_due(eval_ds)
         self._save_if_due()
         self._stop_if_asked(signals)
@@ -164,6 +187,22 @@ class RLLearner(abc.ABC):
       self.save_checkpoint()
       self._checkpoints.wait()
       self.rl_cluster.logger.flush()
+      self._end_of_call()
+
+  def _open(self, train_ds: Any) -> PromptSource:
+    """The prompts from where this run stands in them."""
+    if self._source is not None and self._source.continues(train_ds):
+      self._source.go_back()
+      return self._source
+    return PromptSource(train_ds, self._progress.data_state, self._progress.pending)
+
+  def _end_of_call(self) -> None:
+    """Everything of this call is on disk; the next one starts the prompts anew."""
+    self._calls += 1
+    if not self._finished:
+      self._progress.data_state, self._progress.pending = None, []
+      self._progress.calls = self._calls
+    self._source = None
 
   def _collect_or_save(self, source: PromptSource) -> TrainExample | None:
     """`_collect` until the run ends; when it fails, what was learnt is saved first."""
@@ -195,7 +234,10 @@ class RLLearner(abc.ABC):
         trainer.flush()
     with self._phases("sync"):
       cluster.sync_weights()
-    self._log({**metrics.mean_of(self._found), **self._phases.take()}, Mode.TRAIN)
+    weights = [found.get(metrics.COUNT, 1.0) for found in self._found]
+    found = metrics.mean_of(self._found, weights)
+    found.pop(metrics.COUNT, None)
+    self._log({**found, **self._phases.take()}, Mode.TRAIN)
     self._found.clear()
 
   def _mini_batches(self, example: TrainExample) -> list[TrainExample]:
@@ -263,7 +305,8 @@ class RLLearner(abc.ABC):
       scores=scores.reshape(-1, group),
     )
     if train:
-      self._found.append({**metrics.of_rollouts(rollouts), **self._own(rollouts)})
+      found = {**metrics.of_rollouts(rollouts), **self._own(rollouts)}
+      self._found.append({**found, metrics.COUNT: len(out.text)})
     return rollouts
 
   def _rewards(
@@ -325,6 +368,19 @@ class RLLearner(abc.ABC):
       **more,
     )
 
+  def _kl_penalty(self, tokens: Tokens) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """For a KL in the rewards: the policy's log-probs and estimates of the divergence
+    at every token, float32 [B, R], 0 outside completions; None both with beta 0."""
+    config, mask = self.algo_config, tokens.completion_mask
+    if not config.beta:
+      return None, None
+    with self._phases("scoring"):
+      old, ref = self._old_logps(tokens), self._ref_logps(tokens)
+    estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
+    divergence = np.where(mask, np.asarray(estimate(old, ref)), 0.0)
+    self._found.append({"rewards/kl": float(divergence.sum() / max(1, mask.sum()))})
+    return old, divergence
+
   def _ref_logps(self, tokens: Tokens) -> np.ndarray:
     return self.rl_cluster.get_ref_per_token_logps(
       tokens, shared_prompt=self._shared, tile_rows=self.algo_config.exact_tile_rows
@@ -340,24 +396,6 @@ class RLLearner(abc.ABC):
     if not, the policy before the update is the policy, and need not be scored."""
     return self.algo_config.num_iterations > 1 or self._mini_rows(rows) < rows
 
-  def _check(self) -> None:
-    cluster, config = self.rl_cluster, self.algo_config
-    if jax.process_count() > 1:
-      raise ValueError(
-        f"{jax.process_count()} processes: RL learners run in one process, over any "
-        "number of its devices; start a single one"
-      )
-    if cluster.cluster_config.rollout(Mode.TRAIN).temperature == 0:
-      raise ValueError(
-        "temperature is 0: greedy rollouts do not explore and have no log-probs to "
-        "learn from; set it above 0 for Mode.TRAIN"
-      )
-    if config.beta and cluster.reference is None and not cluster.has_lora:
-      raise ValueError(
-        f"beta is {config.beta}, and there is no reference model to keep close to: "
-        "pass reference= to RLCluster, train LoRA adapters, or set beta=0"
-      )
-
   # Evaluation, checkpoints, metrics.
 
   def _evaluate_if_due(self, eval_ds: Any, last: bool = False) -> None:
@@ -366,10 +404,10 @@ class RLLearner(abc.ABC):
     due = done < 0 or (every is not None and step // every > done // every)
     if not due and not (last and done < step):
       return
-    self._progress.evaluated_at = step
     if eval_ds is not None:
       found = self.evaluate(eval_ds)
       self._log({**found, **self._phases.take()}, Mode.EVAL)
+    self._progress.evaluated_at = step
 
   def evaluate(self, eval_ds: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Rewards and pass@k on held-out prompts, sampled as Mode.EVAL says."""
@@ -385,8 +423,12 @@ class RLLearner(abc.ABC):
       logger.log(prefix, name, value, mode, self.train_steps)
 
   def save_checkpoint(self) -> bool:
-    """Saves the run now; False without a folder, or when this step is saved."""
+    """Saves the run now; False without a folder, when this step is saved, and after an
+    update that broke off: half of it must not be taken for a state of the run."""
     step = self.train_steps
+    if self._torn:
+      _log.warning("step %d was not reached whole: nothing is saved of it", step)
+      return False
     if not step or self._checkpoints.latest_step() == step:
       return False
     state = learner_state.of_run(self.rl_cluster, self._progress, self._identity)
@@ -411,7 +453,10 @@ class RLLearner(abc.ABC):
     self.rl_cluster.close()
 
   def _save_if_due(self) -> None:
-    if self._checkpoints.should_save(self.train_steps):
+    # Cadences count updates, and a batch of rollouts may have stepped over one.
+    first = (self._checkpoints.latest_step() or 0) + 1
+    steps = range(first, self.train_steps + 1)
+    if any(map(self._checkpoints.should_save, steps)):
       self.save_checkpoint()
 
   def _stop_if_asked(self, signals: DeferredSignals) -> None:
@@ -421,31 +466,3 @@ class RLLearner(abc.ABC):
     self._checkpoints.wait()
     where = "a checkpoint is saved" if saved else "no checkpoint folder was given"
     raise Stopped(signals.pending, f"stopped after step {self.train_steps}; {where}")
-
-
-def _manager(reward_fns: Any, cluster: RLCluster) -> RewardManager | None:
-  if isinstance(reward_fns, RewardManager):
-    return reward_fns
-  functions = [reward_fns] if callable(reward_fns) else list(reward_fns or ())
-  if not functions and cluster.reward is None:
-    raise ValueError(
-      "there is neither a reward function nor a reward model: pass reward_fns, or "
-      "reward= to RLCluster"
-    )
-  return RewardManager(functions) if functions else None
-
-
-def _shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
-  """Whether the prompt of a group is computed once for all its completions."""
-  models = [m for m in (cluster.actor, cluster.reference) if m is not None]
-  can = (
-    config.num_generations > 1
-    and config.exact_tile_rows is None
-    and all(map(common.can_share_prompts, models))
-  )
-  if config.shared_prompt and not can:
-    raise ValueError(
-      "shared_prompt=True, but there is one completion a prompt, or the actor or the "
-      "reference cannot share prompts (our text decoders can): leave it None"
-    )
-  return can if config.shared_prompt is None else config.shared_prompt

@@ -17,6 +17,7 @@ from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.sft.run_state import Progress, RunState
+from tunix.utils import mesh as mesh_lib
 
 RoleLoss = Callable[[nnx.Module, TrainExample], tuple[WeightedSum, policy_loss.Aux]]
 
@@ -58,7 +59,8 @@ class Trainer(PeftTrainer):
         else None,
       }
     )
-    super().__init__(model, optimizer, own, metrics_logger)
+    with _own_mesh(model):
+      super().__init__(model, optimizer, own, metrics_logger)
 
   def with_role_loss(self, loss: RoleLoss) -> Trainer:
     """Sets the loss: (model, example) -> (weighted sum, means to watch)."""
@@ -83,7 +85,7 @@ class Trainer(PeftTrainer):
         self.training_config, gradient_accumulation_steps=micro_batches
       )
     done = self.train_steps
-    with self._session():
+    with _own_mesh(self._module.model), self._session():
       for mini in mini_batches:
         self._dispatch(self._whole(mini), skip_jit)
     return self.train_steps - done
@@ -115,6 +117,10 @@ class Trainer(PeftTrainer):
     self._state.load(state)
     self._progress = Progress.from_json(progress)
 
+  def after_move(self) -> None:
+    """Lets go of arrays that the module no longer holds: it was moved."""
+    self._module.refresh()
+
   def close(self) -> None:
     """Hands the module back and ends the bar."""
     self._module.hand_back()
@@ -125,3 +131,9 @@ class Trainer(PeftTrainer):
   def devices(self) -> list[Any]:
     """What this role is trained on."""
     return self._state.devices()
+
+
+def _own_mesh(model: nnx.Module) -> Any:
+  """The mesh that a role's weights lie on, whatever mesh surrounds the run: roles have
+  meshes of their own."""
+  return mesh_lib.use_mesh(mesh_lib.mesh_of(nnx.state(model)))

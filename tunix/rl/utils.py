@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -59,6 +60,27 @@ def _train_with_adapters(critic: Transformer) -> None:
   critic.score.kernel = nnx.data(
     nnx.LoRAParam(kernel[...], out_sharding=spec, eager_sharding=False)
   )
+
+
+def check_roles(actor: nnx.Module, others: Mapping[Any, nnx.Module]) -> None:
+  """Checks that the models of a run fit the actor, and are no part of it.
+
+  Args:
+    actor: the policy.
+    others: models by role.
+
+  Raises:
+    VocabularyMismatchError: see `check_same_vocabulary`.
+    ValueError: a model holds parameters of the actor's own, and would train along.
+  """
+  own = {id(node) for _, node in nnx.iter_graph(actor) if isinstance(node, nnx.Param)}
+  for role, model in others.items():
+    check_same_vocabulary(actor, model, role)
+    if any(id(node) in own for _, node in nnx.iter_graph(model)):
+      raise ValueError(
+        f"the {getattr(role, 'value', role)} is the actor, or holds its parameters, "
+        "and would change as the actor trains: pass a copy, nnx.clone(model)"
+      )
 
 
 def check_same_vocabulary(actor: Any, other: Any, role: Any) -> None:

@@ -40,7 +40,7 @@ class BatchSource:
     self._hooks = hooks
     self._trainer = trainer
     self._drawn = 0
-    self._taken: list[Any] = []  # by the last `take`
+    self._taken: list[Any] = []  # since the last `mark`
     self._again: list[Any] = []  # to be given once more
     self.from_hooks = hooks_lib.provides(hooks, "load_next_train_batch")
     if dataset is None and not self.from_hooks:
@@ -59,10 +59,14 @@ class BatchSource:
 
   def take(self, count: int) -> list[Any]:
     """The next micro-batches: fewer at the end, none behind it."""
-    self._taken = []
-    while len(self._taken) < count and (batch := self.next()) is not None:
-      self._taken.append(batch)
+    self.mark()
+    while len(self._taken) < count and self.next() is not None:
+      pass
     return self._taken
+
+  def mark(self) -> None:
+    """`go_back` goes back to no place before this one."""
+    self._taken = []
 
   def continues(self, dataset: Any) -> bool:
     """Whether drawing from `dataset` would go on with this very iterator: a generator,
@@ -71,22 +75,24 @@ class BatchSource:
     return live and not hasattr(dataset, "get_state")
 
   def go_back(self, drawn: int) -> None:
-    """Gives what the last `take` drew beyond `drawn` once more."""
+    """Gives what was drawn beyond `drawn`, since the last `take` or `mark`, anew."""
     unused = self._drawn - drawn
     assert 0 <= unused <= len(self._taken)
-    self._again = self._taken[len(self._taken) - unused :]
-    self._drawn = drawn
+    kept = len(self._taken) - unused
+    self._again = [*self._taken[kept:], *self._again]
+    self._taken, self._drawn = self._taken[:kept], drawn
 
   def next(self) -> Any:
     """The next micro-batch; None at the end."""
     if self._again:
-      self._drawn += 1
-      return self._again.pop(0)
-    if self._iterator is None:
+      batch = self._again.pop(0)
+    elif self._iterator is None:
       batch = self._hooks.load_next_train_batch(self._trainer)
     else:
       batch = next(self._iterator, None)
-    self._drawn += batch is not None
+    if batch is not None:
+      self._drawn += 1
+      self._taken.append(batch)
     return batch
 
   def state(self) -> dict[str, Any]:
@@ -111,6 +117,7 @@ class BatchSource:
       saved["drawn"],
     )
     while self._drawn < saved["drawn"]:
+      self.mark()
       if self.next() is None:
         raise ValueError(
           f"the training data ended after {self._drawn} micro-batches, but the run had "

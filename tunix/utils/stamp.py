@@ -130,7 +130,8 @@ def _program(leaves: list[Any]) -> jax.Array:
   inputs = [_as_input(leaf) for leaf in leaves]
   mesh = mesh_lib.mesh_of(inputs)
   where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-  return _compiled(where)(inputs)
+  with mesh_lib.use_mesh(mesh):  # not the surrounding one
+    return _compiled(where)(inputs)
 
 
 @functools.lru_cache(maxsize=64)

@@ -4,6 +4,7 @@ completions (Yu et al. 2025, arXiv:2503.14476)."""
 from __future__ import annotations
 
 import dataclasses
+import logging
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,8 @@ from tunix.rl import common, metrics
 from tunix.rl.common import Rollouts, Tokens, TrainExample
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.pipeline import PromptSource
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,10 +58,10 @@ class DAPOConfig(GRPOConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
+    if self.clip_high < self.clip_low:
       raise ValueError(
-        f"epsilon_high {self.epsilon_high} is below epsilon {self.epsilon}: DAPO clips "
-        "higher above than below"
+        f"epsilon_high {self.clip_high} is below the lower clip, {self.clip_low}: DAPO "
+        "clips higher above than below"
       )
     if self.max_refills < 0:
       raise ValueError(f"max_refills is {self.max_refills}: it must not be negative")
@@ -86,7 +89,8 @@ class DAPOLearner(GRPOLearner):
     policy of that step: no rollout is ever stale.
 
     Raises:
-      ValueError: no group was useful.
+      ValueError: no group was useful, and there were prompts left, or nothing was
+        learnt before.
     """
     if not self.algo_config.dynamic_sampling:
       return super()._collect(source)
@@ -105,6 +109,9 @@ class DAPOLearner(GRPOLearner):
     if refills < 0:
       return None
     self._found.append({"dynamic_sampling/refills": float(refills)})
+    if not groups and batch is None and self.train_steps:
+      _log.warning("the last prompts gave no group whose rewards differ: all done")
+      return None
     if not groups:
       raise ValueError(
         f"in {refills + 1} batches of prompts no group had rewards that differ: the "
@@ -121,5 +128,4 @@ class DAPOLearner(GRPOLearner):
 def useful(rollouts: Rollouts) -> np.ndarray:
   """Groups, by their raw rewards, that are not all equal: punishing length must not
   make a group look useful."""
-  raw = rollouts.rewards.total.reshape(rollouts.scores.shape)
-  return np.flatnonzero(~metrics.all_equal(raw))
+  return np.flatnonzero(~metrics.all_equal(rollouts.raw))

@@ -12,6 +12,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 class DrGRPOConfig(GRPOConfig):
   """Centred rewards; sums over tokens divided by the longest completion allowed."""
 
+  beta: float = 0.0
   advantage_estimator: str = "group_centered"
   loss_agg_mode: str = "sequence-mean-token-scale"
 

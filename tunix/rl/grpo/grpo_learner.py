@@ -1,6 +1,6 @@
 """GRPO: groups of completions are their own baseline (Shao et al. 2024, 2402.03300).
 
-GSPO (2507.18071) is `loss_algo="gspo"`, CISPO (2506.13585) `loss_algo="cispo"`.
+GSPO and CISPO are other ratios in the same loss: configurations of the same learner.
 """
 
 from __future__ import annotations
@@ -35,6 +35,29 @@ class GRPOConfig(AlgorithmConfig):
       )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GSPOConfig(GRPOConfig):
+  """GSPO (Zheng et al. 2025, arXiv:2507.18071): ratios of completions, normalised by
+  length, with the paper's clips."""
+
+  beta: float = 0.0
+  loss_algo: str = "gspo"
+  loss_agg_mode: str = "sequence-mean-token-mean"
+  epsilon_low: float | None = 3e-4
+  epsilon_high: float | None = 4e-4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CISPOConfig(GRPOConfig):
+  """CISPO (MiniMax-M1, arXiv:2506.13585): clipped weights on the log-probs, only from
+  above."""
+
+  beta: float = 0.0
+  loss_algo: str = "cispo"
+  epsilon_low: float | None = 1.0
+  epsilon_high: float | None = 4.0
+
+
 class GRPOLearner(RLLearner):
   """Advantages from each group's own rewards; see RLLearner for the arguments."""
 
@@ -43,11 +66,13 @@ class GRPOLearner(RLLearner):
   def _generate_and_compute_advantage(self, batch: PromptBatch) -> TrainExample:
     return self._with_advantages(self._rollouts(batch))
 
-  def _with_advantages(self, rollouts: Rollouts) -> TrainExample:
+  def _with_advantages(
+    self, rollouts: Rollouts, old: np.ndarray | None = None
+  ) -> TrainExample:
     estimate = resolve(
       "advantage_estimator",
       self.algo_config.advantage_estimator,
       advantages.ADVANTAGES,
     )
     values = estimate(np.nan_to_num(rollouts.scores), where=rollouts.valid)
-    return self._example(rollouts, np.asarray(values).reshape(-1))
+    return self._example(rollouts, np.asarray(values).reshape(-1), old)

@@ -4,14 +4,24 @@ al. 2024, arXiv:2402.14740)."""
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, ClassVar
 
+import numpy as np
+
+from tunix.rl.common import TrainExample
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.pipeline import PromptBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLOOConfig(GRPOConfig):
-  """Leave-one-out advantages; the ratio is that of whole completions."""
+  """Leave-one-out advantages; the ratio is that of whole completions, and the KL
+  penalty, summed over a completion, part of its reward."""
 
+  kl_in_loss: ClassVar[bool] = False
+
+  beta: float = 0.05
+  kl_method: Any = "k1"
   advantage_estimator: str = "leave_one_out"
   loss_algo: str = "rloo"
   loss_agg_mode: str = "sequence-mean-token-mean"  # a token carries its row's ratio
@@ -21,3 +31,12 @@ class RLOOLearner(GRPOLearner):
   """GRPOLearner by the settings of RLOOConfig."""
 
   algo_config: RLOOConfig
+
+  def _generate_and_compute_advantage(self, batch: PromptBatch) -> TrainExample:
+    rollouts, config = self._rollouts(batch), self.algo_config
+    old, divergence = self._kl_penalty(rollouts.tokens)
+    if divergence is not None:
+      penalty = config.beta * divergence.sum(1, dtype=np.float64)
+      scores = rollouts.scores - penalty.reshape(rollouts.scores.shape)
+      rollouts = dataclasses.replace(rollouts, scores=scores)
+    return self._with_advantages(rollouts, old)

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from tunix.ops import advantages, kl
+from tunix.ops import advantages
 from tunix.rl import policy_loss
-from tunix.rl.algorithm_config import AlgorithmConfig, resolve
+from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rl_cluster import RLCluster
@@ -67,6 +67,7 @@ class PPOLearner(RLLearner):
     ValueError: the cluster has no critic.
   """
 
+  uses_critic = True
   algo_config: PPOConfig
 
   def __init__(
@@ -88,9 +89,9 @@ class PPOLearner(RLLearner):
     mask = tokens.completion_mask
     with self._phases("scoring"):
       values = self.rl_cluster.get_values(tokens)
-      old = self._old_logps(tokens) if config.beta else None
+    old, divergence = self._kl_penalty(tokens)
     estimated, returns = advantages.gae(
-      jnp.asarray(self._token_rewards(rollouts, old)),
+      jnp.asarray(self._token_rewards(rollouts, divergence)),
       jnp.asarray(values),
       jnp.asarray(mask, jnp.float32),
       gamma=config.gamma,
@@ -98,6 +99,8 @@ class PPOLearner(RLLearner):
     )
     if config.whiten_advantages:
       valid = mask & rollouts.valid.reshape(-1, 1)
+      if config.mask_truncated:
+        valid &= ~tokens.truncated[:, None]
       estimated = advantages.whiten(estimated, jnp.asarray(valid, jnp.float32))
     return self._example(
       rollouts,
@@ -107,20 +110,13 @@ class PPOLearner(RLLearner):
       old_values=values,
     )
 
-  def _token_rewards(self, rollouts: Rollouts, old: np.ndarray | None) -> np.ndarray:
+  def _token_rewards(
+    self, rollouts: Rollouts, divergence: np.ndarray | None
+  ) -> np.ndarray:
     """float32 [B, R]: the score at the last token, minus beta times the KL estimate at
     every token."""
-    tokens, config = rollouts.tokens, self.algo_config
-    mask = tokens.completion_mask
-    out = np.zeros(mask.shape, np.float32)
-    rows = np.flatnonzero(tokens.lengths)
-    last = tokens.lengths[rows] - 1
-    out[rows, last] = np.nan_to_num(rollouts.scores.reshape(-1))[rows]
-    if old is None:
-      return out
-    with self._phases("scoring"):
-      ref = self._ref_logps(tokens)
-    estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
-    divergence = np.where(mask, np.asarray(estimate(old, ref)), 0.0)
-    self._found.append({"rewards/kl": float(divergence.sum() / max(1, mask.sum()))})
-    return out - config.beta * divergence
+    lengths = rollouts.tokens.lengths
+    out = np.zeros(rollouts.tokens.completion_mask.shape, np.float32)
+    rows = np.flatnonzero(lengths)
+    out[rows, lengths[rows] - 1] = np.nan_to_num(rollouts.scores.reshape(-1))[rows]
+    return out if divergence is None else out - self.algo_config.beta * divergence

@@ -1,0 +1,84 @@
+"""Whether a learner's parts fit together, checked before anything is sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from tunix.rl import common
+from tunix.rl.algorithm_config import AlgorithmConfig
+from tunix.rl.rewards import RewardManager
+from tunix.rl.rl_cluster import RLCluster
+from tunix.sft.metrics_logger import Mode
+
+
+def reward_manager(reward_fns: Any, cluster: RLCluster) -> RewardManager | None:
+  """The manager of reward functions; None where the reward model is alone.
+
+  Raises:
+    ValueError: there is neither.
+  """
+  if isinstance(reward_fns, RewardManager):
+    return reward_fns
+  functions = [reward_fns] if callable(reward_fns) else list(reward_fns or ())
+  if not functions and cluster.reward is None:
+    raise ValueError(
+      "there is neither a reward function nor a reward model: pass reward_fns, or "
+      "reward= to RLCluster"
+    )
+  return RewardManager(functions) if functions else None
+
+
+def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
+  """Whether the prompt of a group is computed once for all its completions.
+
+  Raises:
+    ValueError: it should be, and cannot.
+  """
+  models = [m for m in (cluster.actor, cluster.reference) if m is not None]
+  can = (
+    config.num_generations > 1
+    and config.exact_tile_rows is None
+    and all(map(common.can_share_prompts, models))
+  )
+  if config.shared_prompt and not can:
+    raise ValueError(
+      "shared_prompt=True, but there is one completion a prompt, or the actor or the "
+      "reference cannot share prompts (our text decoders can): leave it None"
+    )
+  return can if config.shared_prompt is None else config.shared_prompt
+
+
+def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> None:
+  """What every learner asks of its cluster.
+
+  Raises:
+    ValueError: several processes, greedy rollouts, a role that is missing, or one that
+      nothing would use.
+  """
+  if jax.process_count() > 1:
+    raise ValueError(
+      f"{jax.process_count()} processes: RL learners run in one process, over any "
+      "number of its devices; start a single one"
+    )
+  if cluster.cluster_config.rollout(Mode.TRAIN).temperature == 0:
+    raise ValueError(
+      "temperature is 0: greedy rollouts do not explore and have no log-probs to "
+      "learn from; set it above 0 for Mode.TRAIN"
+    )
+  if config.beta and cluster.reference is None and not cluster.has_lora:
+    raise ValueError(
+      f"beta is {config.beta}, and there is no reference model to keep close to: "
+      "pass reference= to RLCluster, train LoRA adapters, or set beta=0"
+    )
+  if cluster.reference is not None and not config.beta:
+    raise ValueError(
+      "beta is 0 and there is a reference, with which nothing would be compared: set "
+      "beta, or leave reference= out"
+    )
+  if cluster.critic is not None and not uses_critic:
+    raise ValueError(
+      "there is a critic, and this algorithm trains none: leave critic= out, or use "
+      "PPOLearner"
+    )
