@@ -1,4 +1,4 @@
-.PHONY: check format lint types test slow parity test-engines
+.PHONY: check format lint types test long slow parity test-engines
 
 PYTHON ?= python
 # Test processes; each takes up to 3 GB.
@@ -19,6 +19,10 @@ types:
 
 test:
 	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# What takes longest, with the settings of `make test`: CI runs both.
+long:
+	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "long and not slow and not engine"
 
 slow:
 	$(PYTHON) -m pytest -q -m slow

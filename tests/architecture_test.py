@@ -8,10 +8,13 @@ here, and `import tunix` loads nothing heavy.
 import ast
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
+
+from tests import long_tests
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "tunix"
@@ -196,3 +199,9 @@ def test_every_lazy_name_resolves():
     assert getattr(tunix, name) is not None
   with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
     _ = tunix.Nothing
+
+
+def test_long_tests_are_there():
+  for name in long_tests.listed():
+    file, function = re.fullmatch(r"(tests/[\w/]+\.py)::(\w+)(?:\[.*)?", name).groups()
+    assert f"def {function}(" in (ROOT / file).read_text(), name

@@ -13,6 +13,8 @@ import tempfile
 
 import pytest
 
+from tests import long_tests
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 _FLAG = "--xla_force_host_platform_device_count"
 if _FLAG not in os.environ.get("XLA_FLAGS", ""):
@@ -24,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
   if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with nohup or `&`
     signal.signal(signal.SIGINT, signal.default_int_handler)
   is_worker = "PYTEST_XDIST_WORKER" in os.environ
-  if is_worker or config.option.markexpr != "not slow and not engine":
+  if is_worker or "not slow" not in config.option.markexpr:
     return
   programs = tempfile.mkdtemp(prefix="tunix-tests-")
   atexit.register(shutil.rmtree, programs, True)
@@ -33,6 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_COMPILATION_CACHE_DIR": programs,
   }
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Marks the tests that `make check` leaves to CI."""
+  names = long_tests.listed()
+  for item in items:
+    if item.nodeid in names:
+      item.add_marker("long")
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,12 @@ from tunix.models.transformer.config import RopeConfig
 from tunix.rl.config import ClusterConfig, RLTrainingConfig
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
 from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
-from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.grpo.grpo_learner import (
+  CISPOConfig,
+  GRPOConfig,
+  GRPOLearner,
+  GSPOConfig,
+)
 from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rl_cluster import RLCluster
@@ -34,22 +39,19 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.utils import create_critic_model
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 
-PROMPTS, GENERATIONS, STEPS = 32, 8, 150
-TAUGHT_STEPS, TAUGHT_ROWS = 450, 128
+# A step is a batch of rollouts; its prompts make two updates an iteration.
+PROMPTS, GENERATIONS, STEPS = 64, 8, 150
+UPDATES, WARMUP = 2, 20
+TAUGHT_STEPS, TAUGHT_ROWS = 300, 128
 PROMPT_LENGTH, ANSWER_LENGTH = 6, 4  # tokens; the answer's with its EOS
 
 _GROUP = {"num_generations": GENERATIONS, "beta": 0.0}
-_SEQUENCES = {"loss_agg_mode": "sequence-mean-token-mean"}
 
 # name -> (learner, settings, learning rate)
 ALGORITHMS = {
-  "grpo": (GRPOLearner, GRPOConfig(**_GROUP), 2e-4),
-  "gspo": (GRPOLearner, GRPOConfig(loss_algo="gspo", **_SEQUENCES, **_GROUP), 2e-4),
-  "cispo": (
-    GRPOLearner,
-    GRPOConfig(loss_algo="cispo", epsilon=1.0, epsilon_high=4.0, **_GROUP),
-    2e-4,
-  ),
+  "grpo": (GRPOLearner, GRPOConfig(num_iterations=2, **_GROUP), 3e-4),
+  "gspo": (GRPOLearner, GSPOConfig(epsilon_low=0.2, epsilon_high=0.2, **_GROUP), 2e-4),
+  "cispo": (GRPOLearner, CISPOConfig(**_GROUP), 2e-4),
   "drgrpo": (DrGRPOLearner, DrGRPOConfig(**_GROUP), 2e-4),
   "dapo": (DAPOLearner, DAPOConfig(**_GROUP), 2e-4),
   "rloo": (RLOOLearner, RLOOConfig(**_GROUP), 2e-4),
@@ -109,27 +111,24 @@ def half_taught(folder: pathlib.Path) -> pathlib.Path:
   return folder
 
 
-def rewards(
-  name: str,
-  model: pathlib.Path,
-  *,
-  steps: int = STEPS,
-  seed: int = 0,
-  prompts: int = PROMPTS,
-) -> list[float]:
+def rewards(name: str, model: pathlib.Path, seed: int = 0) -> list[float]:
   """Mean reward of the rollouts of every step."""
   learner, config, rate = ALGORITHMS[name]
+  updates = STEPS * UPDATES * config.num_iterations
+  schedule = optax.warmup_cosine_decay_schedule(0.0, rate, WARMUP, updates)
   actor = AutoModel.from_pretrained(model)
+  tokenizer = TokenizerAdapter.from_pretrained(model)
   critic = name == "ppo"
   cluster = RLCluster(
     actor=actor,
     critic=create_critic_model(actor) if critic else None,
-    tokenizer=TokenizerAdapter.from_pretrained(model),
+    tokenizer=tokenizer,
     cluster_config=ClusterConfig(
       training_config=RLTrainingConfig(
-        actor_optimizer=optax.adam(rate),
+        actor_optimizer=optax.adam(schedule),
         critic_optimizer=optax.adam(1e-3) if critic else None,
-        max_steps=steps,
+        mini_batch_size=PROMPTS // UPDATES,
+        max_steps=updates,
         pbar_description=None,
       ),
       rollout_config=RolloutConfig(
@@ -142,8 +141,9 @@ def rewards(
   def batches():
     step = 0
     while True:  # DAPO draws more than one a step
-      texts, answers = zip(*problems(1000 * seed + step, prompts))
-      yield {"prompts": list(texts), "answer": list(answers)}
+      texts, answers = zip(*problems(1000 * seed + step, PROMPTS))
+      ids = [tokenizer.encode(text) for text in texts]  # as it was taught: no BOS
+      yield {"prompts": ids, "answer": list(answers)}
       step += 1
 
   def reward(prompts, completions, answer):
