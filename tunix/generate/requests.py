@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -142,7 +143,7 @@ def _draw(options: SamplingOptions, rows: int, vocab_size: int | None) -> decode
   given = {} if greedy else {"temperature": options.temperature, **options.filters}
   return decode.Draw(
     rows=np.arange(first, first + rows, dtype=np.int32),
-    key=jax.random.wrap_key_data(words, impl=kind),
+    key=jax.random.wrap_key_data(jnp.asarray(words), impl=kind),
     forbidden=_forbidden(options.forbidden_tokens, vocab_size),
     **{
       name: np.full(rows, value, np.int32 if name == "top_k" else np.float32)
