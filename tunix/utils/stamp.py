@@ -130,7 +130,10 @@ def _program(leaves: list[Any]) -> jax.Array:
   inputs = [_as_input(leaf) for leaf in leaves]
   mesh = mesh_lib.mesh_of(inputs)
   where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-  with mesh_lib.use_mesh(mesh):  # not the surrounding one
+  # Under a surrounding mesh of other devices: the leaves' own, of their kinds of axes.
+  meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in inputs)
+  own = next((m for m in meshes if isinstance(m, Mesh)), None)
+  with mesh_lib.use_mesh(own if mesh_lib.current_mesh() is not None else None):
     return _compiled(where)(inputs)
 
 
