@@ -128,6 +128,7 @@ class SglangJaxSampler(BaseSampler):
       "beam_size": beam_size is not None,
       "forbidden_tokens": bool(len(forbidden_tokens or ())),
       "seed": seed is not None and temperature > 0,
+      "first_prompt": bool(first_prompt),
       "eos_tokens": bool(len(eos_tokens or ())),
       "return_logprobs (of filtered draws)": return_logprobs and scaled,
     }

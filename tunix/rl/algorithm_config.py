@@ -57,7 +57,7 @@ class AlgorithmConfig:
     epsilon: the ratio is clipped to [1 - epsilon, 1 + epsilon].
     epsilon_low, epsilon_high: the same for each side alone; None: epsilon.
     epsilon_c: dual clip: bounds the loss of negative advantages at epsilon_c times
-      them; above 1, or None.
+      them; above 1 + the upper clip, or None.
     loss_algo: "grpo" (ratio by token), "gspo" (by sequence, normalised by length),
       "rloo" (of whole sequences), "cispo" (clipped weight on the log-prob), "reinforce"
       (no ratio; one update by each rollout).
