@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from tests import toys
-from tunix.models import lora, quantisation
+from tunix.models import backbone, lora, quantisation
 from tunix.models.automodel import AutoModel
 from tunix.rl import placement, reshard
 from tunix.rl.placement import WeightSyncError, copy_weights
@@ -74,8 +74,8 @@ def test_the_reference_is_the_base_without_a_copy(kind):
   options = {"dropout": {"dropout": 0.5}, "dora": {"use_dora": True}}
   actor = adapted(base, **options.get(kind, {}))
   actor.train()
-  reference = placement.reference_of(actor)
-  assert placement.share_backbone(actor, reference)
+  reference = backbone.reference_of(actor)
+  assert backbone.share_backbone(actor, reference)
   assert not arrays(reference, nnx.LoRAParam) and arrays(actor, nnx.LoRAParam)
   want = logits(base)
   np.testing.assert_array_equal(logits(reference), want)
@@ -89,14 +89,14 @@ def test_the_reference_is_the_base_without_a_copy(kind):
 def test_the_reference_outlives_training_of_the_actor():
   """Trained as the trainer does it: owned, donated, handed back."""
   actor = adapted(fresh())
-  reference = placement.reference_of(actor)
+  reference = backbone.reference_of(actor)
   before = stamp_of(reference)
   state = ModuleState(actor)
   state.own()
   step = jax.jit(lambda p: jax.tree.map(lambda x: x + 1, p), donate_argnums=0)
   state.replace(step(state.params), state.rest)
   state.hand_back()
-  assert placement.share_backbone(actor, reference)
+  assert backbone.share_backbone(actor, reference)
   assert stamp_of(reference) == before
 
 
@@ -114,27 +114,27 @@ class Adapted(nnx.Module):
 
 def test_the_reference_of_a_users_model():
   actor = Adapted()
-  reference = placement.reference_of(actor)
+  reference = backbone.reference_of(actor)
   x = jnp.arange(3.0)
   np.testing.assert_array_equal(reference(x), x @ jnp.ones((3, 2)))
   np.testing.assert_array_equal(actor(x), 2 * (x @ jnp.ones((3, 2))))
-  assert placement.share_backbone(actor, reference)
+  assert backbone.share_backbone(actor, reference)
 
 
 def test_who_shares_nothing():
   actor = fresh()
   with pytest.raises(ValueError, match="has no adapters, all of its weights"):
-    placement.reference_of(actor)
-  assert not placement.share_backbone(adapted(actor), toys.model())  # equal numbers
+    backbone.reference_of(actor)
+  assert not backbone.share_backbone(adapted(actor), toys.model())  # equal numbers
   one = adapted(actor)
-  moved = placement.reference_of(one)
+  moved = backbone.reference_of(one)
   name = "norm.scale"
   moved.norm.scale.set_value(jnp.copy(moved.norm.scale[...]))
-  assert name in arrays(moved) and not placement.share_backbone(one, moved)
-  alias = placement.reference_of(one)
+  assert name in arrays(moved) and not backbone.share_backbone(one, moved)
+  alias = backbone.reference_of(one)
   scale = alias.norm.scale[...]
   alias.norm.scale.set_value(jax.device_put(scale, scale.sharding))
-  assert placement.share_backbone(one, alias)  # another object, the same memory
+  assert backbone.share_backbone(one, alias)  # another object, the same memory
 
 
 @pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host", None])

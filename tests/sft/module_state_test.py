@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from tests import toys
 from tests.sft import trainers
-from tunix.sft.module_state import ModuleState, Skeleton, is_lora
+from tunix.sft.module_state import FrozenParam, ModuleState, Skeleton, is_lora
 from tunix.utils import mesh as mesh_lib, tree
 
 
@@ -182,3 +182,23 @@ def test_what_a_step_sows_is_dropped():
   copy(np.zeros((1, 2), np.int32))
   assert nnx.state(copy, nnx.Intermediate)
   assert skeleton.rest_of(copy) == skeleton.split(model)[2]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_frozen_parameter_is_neither_trained_nor_moved(lora):
+  class WithTable(Tied):
+    def __init__(self):
+      super().__init__()
+      self.table = FrozenParam(jnp.ones((3, 3)))
+      if lora:
+        self.adapter = nnx.LoRAParam(jnp.ones((2, 1)))
+
+  model = WithTable()
+  table = model.table[...]
+  state = ModuleState(model)
+  assert "table" in tree.flatten(state.frozen)
+  assert "table" not in tree.flatten(state.params)
+  step(state)
+  assert model.table[...] is table
+  moved = "adapter" if lora else "z_head"
+  np.testing.assert_array_equal(getattr(state.hand_back(), moved)[...][0], 2.0)

@@ -170,6 +170,28 @@ def test_subclasses_change_what_a_step_computes():
   assert history(t, "shown") == [5]
 
 
+class Centred(PeftTrainer):
+  """Weighs every row by how far it is from the mean of the global batch."""
+
+  def _prepare_window(self, batches):
+    mean = np.mean([b["input_tokens"].mean() for b in batches])
+    return [
+      {**b, "loss_weights": np.full(b["input_tokens"].shape, mean, np.float32)}
+      for b in batches
+    ]
+
+
+def test_a_subclass_sees_a_whole_global_batch():
+  config = TrainingConfig(pbar_description=None, gradient_accumulation_steps=2)
+  t = Centred(trainers.tokens_only(), optax.sgd(0.0), config)
+  t.train([trainers.small(0), trainers.small(1)])
+  micro = [trainers.small(i) for i in range(2)]
+  mean = np.mean([b["input_tokens"].mean() for b in micro])
+  trained = sum(float(np.sum(b["input_mask"][:, 1:])) for b in micro)
+  t._reporter.flush()
+  np.testing.assert_allclose(history(t, "trained_tokens"), [mean * trained], rtol=1e-6)
+
+
 def test_changing_the_loss_between_steps_takes_effect():
   t = trainer(tx=optax.sgd(0.0))
   plain = float(t.train_step(trainers.small(0)))

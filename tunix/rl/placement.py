@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -27,59 +26,6 @@ _HOME = "offloaded_from"
 
 class WeightSyncError(RuntimeError):
   """Weights did not arrive: the target does not hold what was sent."""
-
-
-def share_backbone(actor: nnx.Module, reference: nnx.Module) -> bool:
-  """Whether all parameters of `actor` but its adapters are, array for array, those of
-  `reference`: the same memory, not the same numbers."""
-  ours, theirs = _frozen(actor), _frozen(reference)
-  return ours.keys() == theirs.keys() and all(
-    _same_memory(x, theirs[path]) for path, x in ours.items()
-  )
-
-
-def _frozen(model: nnx.Module) -> dict[str, jax.Array]:
-  return tree.flatten(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
-
-
-def _same_memory(a: jax.Array, b: jax.Array) -> bool:
-  if a is b:
-    return True
-  places = [
-    {(s.device, s.data.unsafe_buffer_pointer()) for s in x.addressable_shards}
-    for x in (a, b)
-  ]
-  alike = a.shape == b.shape and a.dtype == b.dtype
-  return alike and bool(places[0]) and places[0] == places[1]
-
-
-def reference_of(actor: Any) -> Any:
-  """The model below an actor's adapters, as a module of its own that shares its arrays.
-
-  It costs no memory, in eval mode, and stays what it is while the actor trains: frozen
-  arrays are never donated. Adapters that this package did not attach (qwix's, on any
-  module) are replaced by zeros, which adds their size.
-
-  Args:
-    actor: an adapted model; unchanged.
-
-  Raises:
-    ValueError: it has no adapters, so that training would change the reference too.
-  """
-  if not _adapters(actor):
-    raise ValueError(
-      "the actor has no adapters, all of its weights are trained: pass a reference "
-      "model of its own, or adapt the actor (lora.apply)"
-    )
-  out = nnx.clone(actor)
-  if isinstance(out, Transformer):
-    for linear in lora_modules.adapted(out).values():
-      lora_modules.detach(linear)
-  for _, node in nnx.iter_graph(out):
-    if isinstance(node, nnx.LoRAParam):
-      node.set_value(jax.tree.map(jnp.zeros_like, node.get_value()))
-  out.eval()
-  return out
 
 
 def _adapters(model: nnx.Module) -> dict[str, jax.Array]:

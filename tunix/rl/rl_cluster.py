@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import backbone
 from tunix.models.automodel import AutoModel
 from tunix.rl import inference_worker, placement, reshard, utils
 from tunix.rl.common import Tokens, TrainExample
@@ -22,7 +23,7 @@ from tunix.rl.inference_worker import InferenceWorker
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutOutput
 from tunix.rl.trainer import Trainer
 from tunix.rl.weight_sync import PolicyVersion, WeightSync
-from tunix.sft import module_state
+from tunix.sft import inference, module_state
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.utils import mesh as mesh_lib
 
@@ -249,8 +250,8 @@ class RLCluster:
     score = self._logps(tokens, shared_prompt, tile_rows)
     at_once = self._at_once(tokens, micro_batch_size)
     if self.reference is None:
-      model = placement.reference_of(self.actor_trainer.model)
-      return inference_worker.run(model, score, _rows(tokens), at_once, self._axes)
+      model = backbone.reference_of(self.actor_trainer.model)
+      return inference.run(model, score, _rows(tokens), at_once, self._axes)
     return self.inference_worker.run(Role.REFERENCE, score, _rows(tokens), at_once)
 
   def get_old_per_token_logps(
@@ -262,7 +263,7 @@ class RLCluster:
     micro_batch_size: int | None = None,
   ) -> np.ndarray:
     """The actor's log-probs as it stands, float32 [B, R]."""
-    return inference_worker.run(
+    return inference.run(
       self.actor_trainer.model,
       self._logps(tokens, shared_prompt, tile_rows),
       _rows(tokens),

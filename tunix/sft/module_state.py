@@ -29,17 +29,24 @@ def is_lora(model: nnx.Module) -> bool:
   return any(isinstance(node, nnx.LoRAParam) for _, node in nnx.iter_graph(model))
 
 
+class FrozenParam(nnx.Param):
+  """A parameter that a trainer neither trains nor saves: a part of the module that is
+  given from outside, such as a teacher's unembedding."""
+
+
 class Skeleton:
   """A module without its arrays: how three nested dicts of arrays make it up.
 
-  `params` are trained (LoRA parameters if there are any, else all `nnx.Param`),
+  `params` are trained (LoRA parameters if there are any, else all `nnx.Param` that are
+  no FrozenParam),
   `frozen` are the other parameters, `rest` is everything else (RNG counters, batch
   statistics), which a step may change.
   """
 
   def __init__(self, model: nnx.Module):
     self.trained = nnx.LoRAParam if is_lora(model) else nnx.Param
-    self._filters = (self.trained, nnx.All(nnx.Param, nnx.Not(self.trained)), ...)
+    trained = nnx.All(self.trained, nnx.Not(FrozenParam))
+    self._filters = (trained, nnx.All(nnx.Param, nnx.Not(trained)), ...)
     self._graph, *states = nnx.split(model, *self._filters)
     self._forms = [
       (list(tree.flatten(state)), jax.tree.structure(state)) for state in states
@@ -148,7 +155,7 @@ class ModuleState:
     found = {
       ".".join(map(str, path)): node
       for path, node in nnx.iter_graph(self.model)
-      if isinstance(node, self.skeleton.trained)
+      if isinstance(node, self.skeleton.trained) and not isinstance(node, FrozenParam)
     }
     return {name: found[name] for name in names}
 

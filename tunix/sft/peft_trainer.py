@@ -65,7 +65,8 @@ class OptimizerView(NamedTuple):
 class PeftTrainer:
   """Trains a module; subclasses change what a step computes.
 
-  For subclasses: `_prepare_inputs(batch)` runs on the host for every micro-batch;
+  For subclasses: `_prepare_inputs(batch)` runs on the host for every micro-batch, and
+  `_prepare_window(batches)` for those of a global batch together;
   `_train_step(model, batch)` and `_eval_step(model, batch)` are traced and return the
   loss of one micro-batch (a scalar mean, a WeightedSum, or either with aux);
   `_post_process_train_step(aux)` and `_post_process_eval_step(aux)` turn aux into
@@ -150,6 +151,11 @@ class PeftTrainer:
 
   def _prepare_inputs(self, batch: Any) -> Any:
     return batch
+
+  def _prepare_window(self, batches: list[Any]) -> list[Any]:
+    """Adds what only a whole global batch can say: its micro-batches, prepared, in and
+    out. An evaluation calls it batch by batch."""
+    return batches
 
   def _train_step(self, model: nnx.Module, batch: Any) -> Any:
     return self._loss(model, batch)
@@ -406,7 +412,8 @@ class PeftTrainer:
     )
 
   def _ready(self, batches: Iterable[Any]) -> list[Any]:
-    return [windows.as_pytree(self._prepare_inputs(batch)) for batch in batches]
+    ready = [windows.as_pytree(self._prepare_inputs(batch)) for batch in batches]
+    return self._prepare_window(ready)
 
   def _dispatch(self, window: Window, skip_jit: bool) -> jax.Array:
     """Sends one update to the device, without waiting for it."""
