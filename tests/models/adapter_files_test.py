@@ -213,6 +213,22 @@ def test_adapters_that_cannot_share_a_folder(tmp_path):
   assert not (tmp_path / "adapter").exists()
 
 
+@pytest.mark.parametrize(
+  ("targets", "said"),
+  [
+    (("gate_proj", "up_proj"), "experts' gate_proj and up_proj and not on down_proj"),
+    (("up_proj",), "experts' up_proj and not on down_proj and gate_proj"),
+    (("down_proj",), None),
+    (("gate_proj", "up_proj", "down_proj"), None),
+  ],
+)
+def test_what_peft_cannot_read_of_experts_is_said(targets, said, tmp_path, caplog):
+  model = AutoModel.from_pretrained(checkpoints.GOLDEN / "qwen3_moe")
+  adapted = lora.apply(model, lora.LoraConfig(rank=2, targets=targets))
+  lora.save_adapter(adapted, tmp_path / "adapter")
+  assert [said in r.getMessage() for r in caplog.records] == ([True] if said else [])
+
+
 def test_one_pair_for_each_expert(tmp_path):
   """[L, E, in, out] kernels, whose names are layer-major."""
   model = AutoModel.from_pretrained(checkpoints.GOLDEN / "qwen3_moe")

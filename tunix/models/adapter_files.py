@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import json
+import logging
 import math
 import os
 import pathlib
@@ -28,6 +29,8 @@ from tunix.models.tensor_files import NewTensor, StoredTensor
 from tunix.models.transformer import hf_config, params
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
+
+_log = logging.getLogger(__name__)
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -81,6 +84,9 @@ def save_adapter(
 ) -> None:
   """Writes the adapters as a PEFT folder.
 
+  Adapters on some of the experts' projections but not on all three are logged as a
+  warning: PEFT 0.21 reads them wrongly (docs/limits.md), this package does not.
+
   Args:
     model: adapted; unchanged.
     folder: where to; see `tensor_files.staged_folder`.
@@ -115,6 +121,7 @@ def save_adapter(
     "fan_in_fan_out": False,
     "inference_mode": True,
   }
+  _warn_of_experts(adapters)
   tensors = [x for group in parts.values() for part in group for x in _tensors(part)]
   with tensor_files.staged_folder(pathlib.Path(folder)) as staging:
     tensor_files.write_file(staging / WEIGHTS_FILE, tensors)
@@ -216,6 +223,20 @@ def _peft_targets(
 
 
 # Loading.
+
+
+def _warn_of_experts(adapters: Mapping[str, Linear]) -> None:
+  """Says what PEFT cannot read: transformers 5 fuses the gates of experts with their
+  ups, and PEFT finds the fused pair only inside that of the downs."""
+  every = {"gate_proj", "up_proj", "down_proj"}
+  names = {path.rsplit(".", 1)[1] for path in adapters if ".experts." in path}
+  if names & {"gate_proj", "up_proj"} and names != every:
+    _log.warning(
+      "adapters on the experts' %s and not on %s: PEFT 0.21 with transformers 5 "
+      "refuses them or reads zeros; adapt all three, or give it the merged model",
+      " and ".join(sorted(names)),
+      " and ".join(sorted(every - names)),
+    )
 
 
 def load_adapter(
