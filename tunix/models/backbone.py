@@ -18,7 +18,7 @@ def share_backbone(adapted: nnx.Module, reference: nnx.Module) -> bool:
   `reference`: the same memory, not the same numbers."""
   ours, theirs = _frozen(adapted), _frozen(reference)
   return ours.keys() == theirs.keys() and all(
-    _same_memory(x, theirs[path]) for path, x in ours.items()
+    same_memory(x, theirs[path]) for path, x in ours.items()
   )
 
 
@@ -26,7 +26,8 @@ def _frozen(model: nnx.Module) -> dict[str, jax.Array]:
   return tree.flatten(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
 
 
-def _same_memory(a: jax.Array, b: jax.Array) -> bool:
+def same_memory(a: jax.Array, b: jax.Array) -> bool:
+  """Whether two arrays are one, whatever the objects that stand for it."""
   if a is b:
     return True
   places = [

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tunix.models import lora, lora_modules
+from tunix.models import backbone, lora, lora_modules
 from tunix.models.transformer.model import Transformer
 from tunix.rl.reshard import reshard_pytree
 from tunix.utils import stamp, tree
@@ -201,7 +201,7 @@ def _matched(
         f"parameter {path!r} has shape {x.shape} in the source and "
         f"{held[path].shape} in the target: they are models of different sizes"
       )
-    if not _same_memory(x, held[path]):
+    if not backbone.same_memory(x, held[path]):
       out[path] = x.astype(held[path].dtype)
   return out
 

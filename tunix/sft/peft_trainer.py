@@ -10,9 +10,8 @@ computes is in train_step.py; the arrays it works on are in module_state.py.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,14 +22,13 @@ from tunix.models import calling
 from tunix.sft import (
   hooks as hooks_lib,
   sharding_utils,
-  train_step,
   trainer_arguments,
   windows,
 )
 from tunix.sft.batch_source import BatchSource, eval_batches
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
-from tunix.sft.losses import LossCall
+from tunix.sft.extension_points import ExtensionPoints
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.module_state import ModuleState
 from tunix.sft.run_state import Progress
@@ -62,15 +60,10 @@ class OptimizerView(NamedTuple):
   step: int
 
 
-class PeftTrainer:
+class PeftTrainer(ExtensionPoints):
   """Trains a module; subclasses change what a step computes.
 
-  For subclasses: `_prepare_inputs(batch)` runs on the host for every micro-batch, and
-  `_prepare_window(batches)` for those of a global batch together;
-  `_train_step(model, batch)` and `_eval_step(model, batch)` are traced and return the
-  loss of one micro-batch (a scalar mean, a WeightedSum, or either with aux);
-  `_post_process_train_step(aux)` and `_post_process_eval_step(aux)` turn aux into
-  metrics by name; `custom_checkpoint_metadata()` returns JSON that is saved along.
+  What subclasses may override, and what `with_...` sets, is in ExtensionPoints.
 
   Args:
     model: any nnx.Module. With LoRA parameters in it only those are trained. The
@@ -94,6 +87,7 @@ class PeftTrainer:
     metrics_logger: MetricsLogger | None = None,
     perf_tracer: None = None,
   ):
+    super().__init__()
     config = TrainingConfig() if training_config is None else training_config
     trainer_arguments.check_kinds(model, config)
     if perf_tracer is not None:
@@ -101,9 +95,6 @@ class PeftTrainer:
     self.training_config = config
     tx = trainer_arguments.resolve_optimizer(optimizer, config)
     self._state = TrainState(model, tx)
-    self._loss = LossCall()
-    self._steps: dict[str, Callable[..., Any]] = {}
-    self._hooks: dict[str, Any] = {"train": None, "data": None}
     self._progress = Progress()
     self._source: BatchSource | None = None  # of a call that was interrupted
     self._calls = 0  # calls of `train` that this process has behind it
@@ -118,60 +109,6 @@ class PeftTrainer:
       config.checkpoint_root_directory, config.checkpointing_options
     )
     self.restore_checkpoint()
-
-  # What a step computes.
-
-  def with_loss_fn(
-    self, loss_fn: Callable[..., Any], has_aux: bool = False
-  ) -> PeftTrainer:
-    """Replaces the loss: `loss_fn(model, **fields of the batch)`.
-
-    It returns a scalar mean over the micro-batch (weighted by example), or a
-    WeightedSum; with `has_aux` a pair of that and a dict of scalars to log.
-    """
-    self._loss = dataclasses.replace(self._loss, loss_fn=loss_fn, has_aux=has_aux)
-    self._steps.clear()
-    return self
-
-  def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> PeftTrainer:
-    """Replaces how a batch becomes the loss's keyword arguments; traced."""
-    self._loss = dataclasses.replace(self._loss, input_fn=fn)
-    self._steps.clear()
-    return self
-
-  def with_training_hooks(self, hooks: Any) -> PeftTrainer:
-    """Calls `hooks` (see hooks.TrainingHooks) around steps and evaluations."""
-    self._hooks["train"] = hooks
-    return self
-
-  def with_data_hooks(self, hooks: Any) -> PeftTrainer:
-    """Draws batches from `hooks` (see hooks.DataHooks)."""
-    self._hooks["data"] = hooks
-    return self
-
-  def _prepare_inputs(self, batch: Any) -> Any:
-    return batch
-
-  def _prepare_window(self, batches: list[Any]) -> list[Any]:
-    """Adds what only a whole global batch can say: its micro-batches, prepared, in and
-    out. An evaluation calls it batch by batch."""
-    return batches
-
-  def _train_step(self, model: nnx.Module, batch: Any) -> Any:
-    return self._loss(model, batch)
-
-  def _eval_step(self, model: nnx.Module, batch: Any) -> Any:
-    return self._train_step(model, batch)
-
-  def _post_process_train_step(self, aux: dict[str, Any]) -> dict[str, Any]:
-    return aux
-
-  def _post_process_eval_step(self, aux: dict[str, Any]) -> dict[str, Any]:
-    return aux
-
-  def custom_checkpoint_metadata(self) -> dict[str, Any]:
-    """JSON that goes into every checkpoint, as `custom_metadata`."""
-    return {}
 
   # What a caller may look at.
 
@@ -267,7 +204,7 @@ class PeftTrainer:
     with self._session():
       window = self._whole(batch)
       self._module.refresh()
-      return self._compiled("train", False).lower(  # pyright: ignore
+      return self._steps.train(self._state, skip_jit=False).lower(  # pyright: ignore
         self._module.params,
         self._state.opt_state,
         self._module.rest,
@@ -379,37 +316,17 @@ class PeftTrainer:
     limit = self.training_config.max_steps
     return limit is not None and self.train_steps >= limit
 
-  def _is_default(self, *methods: str) -> bool:
-    """Whether the loss is next_token_loss and no subclass has replaced the methods:
-    then batches mean what that loss says they mean."""
-    own = (getattr(type(self), name) is getattr(PeftTrainer, name) for name in methods)
-    return self._loss.is_default and all(own)
-
   def _whole(self, batch: Any) -> Window:
     """A global batch, cut into micro-batches."""
-    parts = self.training_config.micro_batches
-    if parts == 1:
-      return self._window([batch], None)
-    return self._window(windows.split_rows(windows.as_pytree(batch), parts), None)
+    return self._window(windows.cut(batch, self.training_config.micro_batches), None)
 
   def _window(self, batches: list[Any], data_state: Any) -> Window:
     ready = self._ready(batches)
     if self._is_default("_train_step"):
       progress, accepted = self._progress, calling.call_parameters(self._module.model)
       ready, progress.train_rows = windows.pad_to_largest(ready, progress.train_rows)
-      windows.check_trained(ready)
-      windows.check_packed(ready, accepted)
-      windows.check_positions(ready, accepted)
-    axes = self.training_config.data_sharding_axis
-    return Window(
-      groups=windows.group(
-        [sharding_utils.shard_input(batch, axes) for batch in ready],
-        self.training_config.micro_batches,
-      ),
-      drawn=len(batches),
-      tokens=windows.token_count(ready),
-      data_state=data_state,
-    )
+      windows.check(ready, accepted)
+    return windows.make(ready, self.training_config, len(batches), data_state)
 
   def _ready(self, batches: Iterable[Any]) -> list[Any]:
     ready = [windows.as_pytree(self._prepare_inputs(batch)) for batch in batches]
@@ -419,7 +336,7 @@ class PeftTrainer:
     """Sends one update to the device, without waiting for it."""
     self._call_hook("on_train_step_start")
     self._module.own()
-    step = self._compiled("train", skip_jit)
+    step = self._steps.train(self._state, skip_jit)
     with self._reporter.step(self.train_steps):
       params, self._state.opt_state, rest, metrics = step(
         self._module.params,
@@ -470,7 +387,7 @@ class PeftTrainer:
   ) -> dict[str, float]:
     """Weighted means over all batches; they come home together."""
     self._module.refresh()
-    step, module = self._compiled("eval", skip_jit), self._module
+    step, module = self._steps.eval(self._state, skip_jit), self._module
     parts, tokens, rows = [], 0, 0
     for batch in batches:
       ready = self._ready([batch])
@@ -486,22 +403,6 @@ class PeftTrainer:
     return self._reporter.eval_means(
       parts, lambda aux: named_metrics(self._post_process_eval_step(aux)), tokens
     )
-
-  def _compiled(self, kind: str, skip_jit: bool) -> Callable[..., Any]:
-    """The train or eval step, built once."""
-    key = f"{kind} unjitted" if skip_jit else kind
-    if key not in self._steps:
-      skeleton, tx = self._module.skeleton, self._state.tx
-      if kind == "eval":
-        step = train_step.make_eval_step(skeleton, self._eval_step)
-        self._steps[key] = step if skip_jit else jax.jit(step)
-      elif skip_jit:
-        self._steps[key] = train_step.make_train_step(skeleton, self._train_step, tx)
-      else:
-        self._steps[key] = train_step.jit_train_step(
-          skeleton, self._train_step, tx, self._state.layout()
-        )
-    return self._steps[key]
 
   def _save(self, *, force: bool) -> bool:
     step = self.train_steps
@@ -533,9 +434,3 @@ class PeftTrainer:
     self._checkpoints.wait()
     where = "a checkpoint is saved" if saved else "no checkpoint folder was given"
     raise Stopped(signals.pending, f"stopped after step {self.train_steps}; {where}")
-
-  def _call_hook(self, name: str, *args: Any) -> None:
-    hooks = self._hooks["train"]
-    if hooks_lib.provides(hooks, name):
-      self._module.hand_back()
-      getattr(hooks, name)(self, *args)

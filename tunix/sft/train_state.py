@@ -1,14 +1,17 @@
-"""What a trainer trains: a module, its optimizer state, and the mesh they lie on."""
+"""What a trainer trains: a module, its optimizer state, the mesh they lie on, and the
+steps that are built for them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 from flax import nnx
 
-from tunix.sft.module_state import ModuleState
+from tunix.sft import train_step
+from tunix.sft.module_state import ModuleState, Skeleton
 from tunix.sft.run_state import (
   RunState,
   flatten_optimizer,
@@ -83,3 +86,42 @@ class TrainState:
     self.module.replace(saved.model_params or {}, saved.model_rest or {})
     self.module.hand_back()
     self.opt_state = unflatten_optimizer(saved.optimizer_state or {}, self.opt_state)
+
+
+class BuiltSteps:
+  """The steps of a trainer, each built once, until something they rest on changes.
+
+  Args:
+    train_loss, eval_loss: traced on a merged module and one micro-batch.
+  """
+
+  def __init__(self, train_loss: train_step.BatchLoss, eval_loss: train_step.BatchLoss):
+    self._losses = {"train": train_loss, "eval": eval_loss}
+    self._built: dict[tuple[str, bool], Callable[..., Any]] = {}
+
+  def clear(self) -> None:
+    """The loss or the layout of the arrays has changed."""
+    self._built.clear()
+
+  def train(self, state: TrainState, skip_jit: bool) -> Callable[..., Any]:
+    """`make_train_step` for the arrays of `state`."""
+    build = train_step.make_train_step if skip_jit else train_step.jit_train_step
+    more = () if skip_jit else (state.layout(),)
+    return self._once("train", skip_jit, build, state, state.tx, *more)
+
+  def eval(self, state: TrainState, skip_jit: bool) -> Callable[..., Any]:
+    """`make_eval_step` for the arrays of `state`."""
+    build = train_step.make_eval_step if skip_jit else _jit_eval_step
+    return self._once("eval", skip_jit, build, state)
+
+  def _once(self, kind, skip_jit, build, state, *more) -> Callable[..., Any]:
+    key = (kind, skip_jit)
+    if key not in self._built:
+      self._built[key] = build(state.module.skeleton, self._losses[kind], *more)
+    return self._built[key]
+
+
+def _jit_eval_step(
+  skeleton: Skeleton, loss: train_step.BatchLoss
+) -> Callable[..., Any]:
+  return jax.jit(train_step.make_eval_step(skeleton, loss))

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from tunix.sft import sharding_utils
+from tunix.sft.config import TrainingConfig
 from tunix.sft.losses import batch_fields
 from tunix.sft.train_step import Group, examples_in
 
@@ -98,6 +100,30 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
   return [batch] if parts == 1 else [cut(i) for i in range(parts)]
 
 
+def cut(batch: Any, parts: int) -> list[Any]:
+  """A global batch as micro-batches of equally many rows.
+
+  Raises:
+    ValueError: the rows do not divide.
+  """
+  return [batch] if parts == 1 else split_rows(as_pytree(batch), parts)
+
+
+def make(
+  ready: Sequence[Any], config: TrainingConfig, drawn: int, data_state: Any
+) -> Window:
+  """Prepared micro-batches as what a step takes, on their devices."""
+  axes = config.data_sharding_axis
+  return Window(
+    groups=group(
+      [sharding_utils.shard_input(batch, axes) for batch in ready], config.micro_batches
+    ),
+    drawn=drawn,
+    tokens=token_count(ready),
+    data_state=data_state,
+  )
+
+
 def group(batches: Sequence[Any], size: int) -> tuple[Group, ...]:
   """Groups micro-batches by shape; a short window is filled up with weight 0."""
   filled = [*batches, *[batches[-1]] * (size - len(batches))]
@@ -125,6 +151,21 @@ def pad_to_largest(batches: Sequence[Any], rows: int) -> tuple[list[Any], int]:
     return list(batches), rows
   rows = max([rows, *(examples_in(batch) for batch in batches)])
   return [pad_rows(batch, rows) for batch in batches], rows
+
+
+def check(batches: Sequence[Any], accepted: Collection[str]) -> None:
+  """Refuses what the default loss cannot train on as it is meant.
+
+  Args:
+    batches: micro-batches on the host.
+    accepted: names that the model's `__call__` takes.
+
+  Raises:
+    ValueError: nothing is trained, or the model would misread rows or positions.
+  """
+  check_trained(batches)
+  check_packed(batches, accepted)
+  check_positions(batches, accepted)
 
 
 def check_trained(batches: Sequence[Any]) -> None:
