@@ -163,7 +163,7 @@ def marks(curve: list[float]) -> list[float]:
 
 
 def plot(curves: dict[str, list[float]], file: pathlib.Path) -> None:
-  """Means over ten rollouts against the steps."""
+  """Means over ten batches of rollouts; DAPO draws more than one a step."""
   import matplotlib
 
   matplotlib.use("Agg")
@@ -173,7 +173,7 @@ def plot(curves: dict[str, list[float]], file: pathlib.Path) -> None:
   for name, curve in curves.items():
     means = np.convolve(curve, np.full(10, 0.1), "valid")
     axes.plot(np.arange(10, len(curve) + 1), means, label=name, linewidth=1.2)
-  axes.set(xlabel="step", ylabel="mean reward (10 steps)", ylim=(0.4, 1.0))
+  axes.set(xlabel="batch of rollouts", ylabel="mean reward of ten", ylim=(0.4, 1.0))
   axes.grid(alpha=0.3)
   axes.legend(ncols=2, frameon=False)
   figure.savefig(file, dpi=110)
