@@ -61,6 +61,10 @@ def tokenise(
       the template shows it otherwise before another response. The message begins with
       `where`.
   """
+  if not isinstance(prompt, str) and not len(prompt):
+    raise ValueError(
+      f"{where}: the prompt has nothing to predict a response from; drop the record"
+    )
   if _are_ids(prompt):
     return _from_ids(prompt, responses, where)
   if tokenizer is None:
@@ -105,16 +109,10 @@ def _response(
 def _are_ids(text: Text) -> bool:
   if isinstance(text, str):
     return False
-  return isinstance(text, np.ndarray) or (
-    len(text) > 0 and isinstance(text[0], int | np.integer)
-  )
+  return isinstance(text, np.ndarray) or isinstance(text[0], int | np.integer)
 
 
 def _from_ids(prompt: Any, responses: Sequence[Any], where: str) -> Answered:
-  if not len(prompt):
-    raise ValueError(
-      f"{where}: the prompt has no token to predict a response from; drop the record"
-    )
   if not all(len(response) == 0 or _are_ids(response) for response in responses):
     raise ValueError(
       f"{where}: the prompt is token ids and a response is not; give ids for both"
