@@ -1,4 +1,5 @@
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,20 +45,22 @@ def test_batches_of_pairs():
   # The last batch has one pair; the rest is padding, which has one token to begin with.
   assert last["chosen_mask"].any(1).tolist() == [True, False, False, False]
   assert last["prompt_mask"][1:].sum(1).tolist() == [1, 1, 1]
+  assert last.pop("weights").tolist() == [1.0, 0.0, 0.0, 0.0]
   assert {k: v.dtype for k, v in last.items()} == dict.fromkeys(last, np.dtype("int32"))
 
 
 def test_labels_and_margins():
   records = [{"prompt": "a", "completion": "b", "label": i > 1} for i in range(3)]
   [batch] = pipeline.build_answers(source(records), batch_size=4, shuffle=False)
-  assert batch["label"].tolist() == [False, False, True, True]
+  assert batch["labels"].tolist() == [False, False, True, True]
   assert set(batch) == {
-    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "label")
+    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"),
+    *("labels", "weights"),
   }
   records = [pair | {"margin": i} for i, pair in enumerate(pairs(2))]
   [batch] = pipeline.build_answers(source(records), batch_size=2, shuffle=False)
-  assert batch["margin"].tolist() == [0.0, 1.0]
-  assert batch["margin"].dtype == np.float32
+  assert batch["margins"].tolist() == [0.0, 1.0]
+  assert batch["margins"].dtype == np.float32
 
 
 def test_some_margins_are_an_error():
@@ -84,7 +87,7 @@ def test_iterators_go_on_where_they_were():
 
 
 def test_processes_share_a_batch():
-  options = {"batch_size": 4, "num_epochs": 2, "seed": 3}
+  options: dict[str, Any] = {"batch_size": 4, "num_epochs": 2, "seed": 3}
   whole = list(pipeline.build_answers(source(pairs(7)), **options))
   parts = [
     list(

@@ -98,6 +98,7 @@ def lists(answered):
 def test_fit_keeps_the_end_of_the_prompt_and_the_beginning_of_the_response():
   answered = made([1, 2, 3, 4], [5, 6, 7], [8])
   cut = fit(answered, max_prompt_length=2, max_response_length=2)
+  assert cut is not None
   assert lists(cut) == [[3, 4], [5, 6], [8]]
   assert [len(mask) for mask in cut.masks] == [2, 1]
   with_bos = fit(answered, max_prompt_length=3, max_response_length=9, bos_id=1)

@@ -179,8 +179,8 @@ class AnswerSource:
     """Rows `first` to `first + count` as one batch; those not there become padding.
 
     Returns: int32 arrays `prompt_ids`, `prompt_mask` [B, P] and for every response
-    NAME `NAME_ids`, `NAME_mask` [B, R]; `label` bool [B], or `margin` float32 [B] where
-    records have it. A row whose responses have masks of 0 alone is padding.
+    NAME `NAME_ids`, `NAME_mask` [B, R]; `labels` bool [B], or `margins` float32 [B]
+    where records have them; `weights` float32 [B], 0 in rows of padding.
 
     Raises:
       ValueError: some records have a margin and others none.
@@ -201,22 +201,23 @@ class AnswerSource:
       out[f"{name}_ids"], out[f"{name}_mask"] = answers.stack_responses(
         ids, masks, self.max_response_length, pad_id
       )
-    return out | self._extra(rows, own, missing)
-
-  def _extra(
-    self, rows: Sequence[Row], own: Sequence[Row], missing: int
-  ) -> dict[str, np.ndarray]:
+    out["weights"] = np.asarray([1.0] * len(own) + [0.0] * missing, np.float32)
     if self.kind == "labelled":
-      return {"label": np.asarray([row["label"] for row in own] + [True] * missing)}
-    known = ["margin" in row for row in rows]
-    if any(known) != all(known):
-      raise ValueError(
-        'some records of a batch have a "margin" and others none: give all of them one'
-      )
-    if not any(known):
-      return {}
-    values = [row["margin"] for row in own] + [0.0] * missing
-    return {"margin": np.asarray(values, np.float32)}
+      out["labels"] = np.asarray([row["label"] for row in own] + [True] * missing)
+    elif _all_have_margins(rows):
+      margins = [row["margin"] for row in own] + [0.0] * missing
+      out["margins"] = np.asarray(margins, np.float32)
+    return out
+
+
+def _all_have_margins(rows: Sequence[Row]) -> bool:
+  """Whether there are margins; of the whole batch, so that all processes agree."""
+  known = ["margin" in row for row in rows]
+  if any(known) != all(known):
+    raise ValueError(
+      'some records of a batch have a "margin" and others none: give all of them one'
+    )
+  return all(known)
 
 
 def _equal(pair: Answered) -> bool:
