@@ -21,6 +21,9 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 # A text, or a conversation; an answer may also be one message of the assistant.
 Text = str | Sequence[Mapping[str, Any]]
 
+# The answers of a pair, in the order that they have in a forward pass.
+PAIR = ("chosen", "rejected")
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +159,8 @@ def tokenise_row(
     )
   if not prompts[0]:
     raise ValueError(
-      f"{where}: the prompt has no token and the tokenizer no BOS, so an answer's first "
-      "token has nothing to be predicted from; give the pair a prompt"
+      f"{where}: the prompt has no token and the tokenizer no BOS, so an answer's "
+      "first token has nothing to be predicted from; give the pair a prompt"
     )
   answers = tuple(ids[: limits.response] for _, ids in encoded)
   cut = any(len(ids) > limits.response for _, ids in encoded)
@@ -169,7 +172,7 @@ def _split_conversations(
   responses: Sequence[Any], where: str
 ) -> tuple[Sequence[Any], list[Any]]:
   """(messages in common, the rest of each): of conversations that begin alike."""
-  if not all(_is_messages(answer) and answer for answer in responses):
+  if not all(is_messages(answer) and answer for answer in responses):
     raise ValueError(
       f"{where}: without a prompt the answers must be whole conversations (lists of "
       "messages with a common beginning); add the prompt"
@@ -181,7 +184,8 @@ def _split_conversations(
   return responses[0][:common], [answer[common:] for answer in responses]
 
 
-def _is_messages(value: Any) -> bool:
+def is_messages(value: Any) -> bool:
+  """Whether it is a conversation (or no turn of one) rather than a column."""
   return isinstance(value, list | tuple) and all(isinstance(m, Mapping) for m in value)
 
 
@@ -217,9 +221,9 @@ def _answer_message(answer: Any, where: str) -> Mapping[str, Any]:
   if isinstance(answer, str):
     return {"role": "assistant", "content": answer}
   turns = [answer] if isinstance(answer, Mapping) else answer
-  if _is_messages(turns) and len(turns) == 1 and turns[0].get("role") == "assistant":
+  if is_messages(turns) and len(turns) == 1 and turns[0].get("role") == "assistant":
     return turns[0]
-  roles = [turn.get("role") for turn in turns] if _is_messages(turns) else turns
+  roles = [turn.get("role") for turn in turns] if is_messages(turns) else turns
   raise ValueError(
     f"{where}: an answer to messages is one message of the assistant, found {roles!r}: "
     "put the turns before it into the prompt"

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from tunix.ops import preference
-from tunix.ops.kto import check_kto
+import jax
+import jax.numpy as jnp
+
+from tunix.ops import kto, preference
 from tunix.sft.config import TrainingConfig
 from tunix.sft.dpo.pairs import Limits
 from tunix.sft.dpo.reader import BadRows
@@ -167,7 +169,17 @@ class KTOConfig(AnswersConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    check_kto(self.beta, self.desirable_weight, self.undesirable_weight)
+    row = jax.ShapeDtypeStruct((1,), jnp.float32)
+    label = jax.ShapeDtypeStruct((1,), bool)
+    jax.eval_shape(  # refuses what the loss would refuse
+      lambda x, y: kto.kto_loss(x, x, y, x, kl=0.0, **self.loss_options), row, label
+    )
+
+  @property
+  def loss_options(self) -> dict[str, float]:
+    """What the loss is called with."""
+    names = ("beta", "desirable_weight", "undesirable_weight")
+    return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,15 +7,18 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.sft.dpo.pairs import (
+  PAIR,
   BadRow,
   KTOTrainingInput,
   Limits,
   Row,
   TrainingInput,
+  is_messages,
   pad,
   tokenise_row,
 )
@@ -70,12 +73,26 @@ class Reader:
     """
     fields = batch_fields(batch)
     if "prompt_ids" not in fields:
-      fields = self._tokenise(fields, _PAIRS, ("chosen", "rejected"))
+      fields = self._tokenise(fields, _PAIRS, PAIR)
     margins = fields.pop("margins", None)
-    rows = self._checked(fields, ("chosen", "rejected"))
+    rows = self._checked(fields, PAIR)
     if margins is not None:
       rows["margins"] = np.asarray(margins, np.float32)
     return TrainingInput(**rows)
+
+  def pair_or_pairs(self, record: Any) -> TrainingInput:
+    """`pairs`, also of one pair: its arrays have no first axis, and no weight.
+
+    Raises:
+      ValueError: see `pairs`.
+    """
+    fields = batch_fields(record)
+    given = [fields[n] for n in (*_PAIRS["prompts"], *_PAIRS["chosen"]) if n in fields]
+    first = given[0] if given else None
+    if not (isinstance(first, str) or is_messages(first)):
+      return self.pairs(fields)
+    batch = self.pairs({name: [value] for name, value in fields.items()})
+    return dataclasses.replace(jax.tree.map(lambda x: x[0], batch), weights=None)
 
   def single(self, batch: Any) -> KTOTrainingInput:
     """A batch of labelled answers: KTODataInput, KTOTrainingInput, or a dict.
@@ -108,8 +125,8 @@ class Reader:
         "the batch holds text: pass tokenizer= to the trainer, and set "
         "max_prompt_length and max_response_length in its config"
       )
-    prompts = columns.pop("prompts")
-    texts = [columns.pop(name) for name in answers]
+    prompts: Any = columns.pop("prompts")
+    texts: list[Any] = [columns.pop(name) for name in answers]
     rows = [
       self._row(None if prompts is None else prompts[i], [t[i] for t in texts], i)
       for i in range(len(texts[0]))
@@ -162,8 +179,9 @@ class Reader:
     _check_shapes(rows, answers)
     filled = np.stack([rows[f"{n}_mask"].astype(bool).any(axis=1) for n in names])
     weights = fields.get("weights")
-    real = filled.any(axis=0) if weights is None else np.asarray(weights) != 0
-    keep = real.astype(np.float32) if weights is None else np.array(weights, np.float32)
+    given = filled.any(axis=0) if weights is None else weights
+    keep: np.ndarray = np.array(given, np.float32)
+    real = keep != 0
     bad = real & ~filled.all(axis=0)
     same = real & ~bad & _equal_rows(rows, answers)
     for index in np.flatnonzero(bad | same):
@@ -171,6 +189,12 @@ class Reader:
       self._refuse(f"{where}: {_EQUAL if same[index] else _EMPTY}")
       keep[index] = 0.0
     return {**rows, "weights": keep}
+
+
+def token_columns(rows: Any) -> dict[str, Any]:
+  """Ids and masks of a TrainingInput or KTOTrainingInput, by name."""
+  fields = batch_fields(rows)
+  return {name: x for name, x in fields.items() if name.endswith(("_ids", "_mask"))}
 
 
 def rows_to_arrays(
@@ -207,8 +231,8 @@ def _check_shapes(rows: Mapping[str, np.ndarray], answers: Sequence[str]) -> Non
     count = rows["prompt_ids"].shape[0]
     if ids != mask or len(ids) != 2 or ids[0] != count:
       raise ValueError(
-        f"{name}_ids has shape {ids} and {name}_mask {mask}: expected [B, tokens] twice "
-        f"with B = {count}"
+        f"{name}_ids has shape {ids} and {name}_mask {mask}: expected [B, tokens] "
+        f"twice with B = {count}"
       )
 
 
@@ -221,8 +245,8 @@ def _equal_rows(rows: Mapping[str, np.ndarray], answers: Sequence[str]) -> np.nd
   )
   return np.asarray(
     [
-      np.array_equal(x[m], y[n]) for x, m, y, n in zip(a, a_mask, b, b_mask, strict=True)
+      np.array_equal(x[m], y[n])
+      for x, m, y, n in zip(a, a_mask, b, b_mask, strict=True)
     ],
     bool,
   )
-
