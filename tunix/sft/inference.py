@@ -26,17 +26,23 @@ def run(
   axes: tuple[str, ...],
 ) -> np.ndarray:
   """`score(model, **rows)` for `at_once` rows at a time; the last part is filled up."""
-  graph, state = nnx.split(model)
   total = len(next(iter(rows.values())))
   size = min(at_once or total, total)
   parts = []
+  for start in range(0, total, size):
+    index = np.minimum(np.arange(start, start + size), total - 1)
+    parts.append(dispatch(model, score, {k: x[index] for k, x in rows.items()}, axes))
+  return np.concatenate([np.asarray(part) for part in parts])[:total]
+
+
+def dispatch(
+  model: nnx.Module, score: Score, rows: Mapping[str, Any], axes: tuple[str, ...]
+) -> jax.Array:
+  """`score(model, **rows)` on the model's own mesh, without waiting for it."""
+  graph, state = nnx.split(model)
   with mesh_lib.use_mesh(mesh_lib.mesh_of(state)):
-    for start in range(0, total, size):
-      index = np.arange(start, start + size)
-      part = {k: x[np.minimum(index, total - 1)] for k, x in rows.items()}
-      placed = sharding_utils.shard_input(part, axes)
-      parts.append(_scored(graph, state, placed, score))
-    return np.concatenate([np.asarray(part) for part in parts])[:total]
+    placed = sharding_utils.shard_input(dict(rows), axes)
+    return _scored(graph, state, placed, score)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
