@@ -73,6 +73,16 @@ def _of_tensor(tensor: tensor_files.StoredTensor) -> Any:
   return tensor.name, str(tensor.dtype), tensor.shape, sample
 
 
+def of_file(path: str) -> str:
+  """SHA-256 of a file.
+
+  Raises:
+    FileNotFoundError: there is none.
+  """
+  with pathlib.Path(path).expanduser().open("rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def of_tokenizer(tokenizer: TokenizerAdapter, source: str) -> str:
   """Of the vocabulary's files, where `source` is a folder, and the special tokens."""
   place = pathlib.Path(source).expanduser()

@@ -21,7 +21,7 @@ _READ = {
   "pair": answer_formats.read_pair,
   "labelled": answer_formats.read_labelled,
 }
-_NAMES = {"pair": ("chosen", "rejected"), "labelled": ("completion",)}
+NAMES = {"pair": ("chosen", "rejected"), "labelled": ("completion",)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,36 @@ class Rendered:
   answered: Answered
   extra: Mapping[str, float | bool]
   empty: tuple[str, ...]
+
+
+def render_record(
+  record: Mapping[str, Any],
+  kind: Kind,
+  tokenizer: TokenizerAdapter,
+  *,
+  where: str = "record",
+  chat: bool | None = None,
+  template_kwargs: Mapping[str, Any] | None = None,
+) -> Rendered:
+  """A record of `tunix.data.answer_formats` as tokens; see `answers.tokenise`.
+
+  Raises:
+    ValueError: the record is malformed; begins with `where`.
+  """
+  read = _READ[kind](record, where)
+  variables = dict(template_kwargs or {})
+  if read.tools is not None:
+    variables["tools"] = read.tools
+  answered = answers.tokenise(
+    read.prompt,
+    [read.responses[name] for name in NAMES[kind]],
+    tokenizer,
+    where=where,
+    chat=chat,
+    template_kwargs=variables,
+  )
+  empty = (n for n in NAMES[kind] if answer_formats.is_empty(read.responses[n]))
+  return Rendered(answered=answered, extra=read.extra, empty=tuple(empty))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,7 +117,7 @@ class AnswerSource:
   @property
   def names(self) -> tuple[str, ...]:
     """Of the responses of a record."""
-    return _NAMES[self.kind]
+    return NAMES[self.kind]
 
   def where(self, index: int) -> str:
     """The place of record `index`, for messages."""
@@ -99,21 +129,14 @@ class AnswerSource:
     Raises:
       ValueError: the record is malformed; names its place.
     """
-    where = self.where(index)
-    read = _READ[self.kind](self.records[index], where)
-    variables = dict(self.template_kwargs or {})
-    if read.tools is not None:
-      variables["tools"] = read.tools
-    answered = answers.tokenise(
-      read.prompt,
-      [read.responses[name] for name in self.names],
+    return render_record(
+      self.records[index],
+      self.kind,
       self.tokenizer,
-      where=where,
+      where=self.where(index),
       chat=self.chat,
-      template_kwargs=variables,
+      template_kwargs=self.template_kwargs,
     )
-    empty = (n for n in self.names if answer_formats.is_empty(read.responses[n]))
-    return Rendered(answered=answered, extra=read.extra, empty=tuple(empty))
 
   def fit(self, answered: Answered, index: int) -> Answered | None:
     """The same within the limits, None when it is dropped.
@@ -141,9 +164,9 @@ class AnswerSource:
     found = what = None
     if rendered.empty:
       found, what = "empty", f'"{rendered.empty[0]}" is empty'
-    elif self.kind == "pair" and _equal(fitted):
+    elif self.kind == "pair" and answers.equal_responses(fitted):
       found = "equal"
-      cut = not _equal(rendered.answered)
+      cut = not answers.equal_responses(rendered.answered)
       what = '"chosen" and "rejected" are equal' + (
         f" in their first {self.max_response_length} tokens" if cut else ""
       )
@@ -218,8 +241,3 @@ def _all_have_margins(rows: Sequence[Row]) -> bool:
       'some records of a batch have a "margin" and others none: give all of them one'
     )
   return all(known)
-
-
-def _equal(pair: Answered) -> bool:
-  chosen, rejected = pair.responses
-  return np.array_equal(chosen, rejected)

@@ -173,6 +173,12 @@ def _end_of(prompt: np.ndarray, limit: int | None, bos_id: int | None) -> np.nda
   return kept
 
 
+def equal_responses(pair: Answered) -> bool:
+  """Whether both responses of a pair have the same tokens."""
+  chosen, rejected = pair.responses
+  return np.array_equal(chosen, rejected)
+
+
 def stack_prompts(
   prompts: Sequence[np.ndarray], length: int, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
