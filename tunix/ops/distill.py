@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +52,8 @@ class TopK(NamedTuple):
       whole vocabulary.
   """
 
-  ids: jax.Array
-  logps: jax.Array
+  ids: Any
+  logps: Any
 
 
 class Terms(NamedTuple):
@@ -96,7 +96,7 @@ def checked(how: Divergence) -> Divergence:
 def divergence(
   student_logits: Float[Array, "*B V"],
   teacher_logits: Float[Array, "*B V"],
-  how: Divergence = Divergence(),
+  how: Divergence,
 ) -> Float[Array, "*B"]:
   """The divergence at every position, float32; no gradient reaches the teacher.
 
@@ -114,7 +114,15 @@ def divergence(
 
 
 def top_k(logits: Float[Array, "B T V"], k: int, temperature: float = 1.0) -> TopK:
-  """The k most likely words of every position."""
+  """The k most likely words of every position.
+
+  Raises:
+    ValueError: k is not in [1, V], or a temperature that is not above 0.
+  """
+  words = logits.shape[-1]
+  if not 1 <= k <= words:
+    raise ValueError(f"k is {k}: it must be from 1 to the {words} words there are")
+  checked(Divergence(temperature=temperature))
   logps, ids = jax.lax.top_k(_log_softmax(logits, temperature), k)
   return TopK(ids.astype(jnp.int32), logps)
 
@@ -122,7 +130,7 @@ def top_k(logits: Float[Array, "B T V"], k: int, temperature: float = 1.0) -> To
 def top_k_divergence(
   student_logits: Float[Array, "B T V"],
   teacher: TopK,
-  how: Divergence = Divergence(),
+  how: Divergence,
 ) -> Float[Array, "B T"]:
   """The divergence over K + 1 events: each of the teacher's K words, and "another one".
 

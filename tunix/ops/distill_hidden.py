@@ -40,8 +40,8 @@ class States(NamedTuple):
     table: [D', V], or [V, D'] if its layout says so.
   """
 
-  hidden: jax.Array
-  table: jax.Array
+  hidden: Any
+  table: Any
 
 
 class Distillation(NamedTuple):
@@ -78,7 +78,7 @@ def weighted_distillation(
   teacher: States | TopK,
   targets: Int[Array, "B T"],
   weights: Float[Array, "B T"],
-  how: Divergence = Divergence(),
+  how: Divergence,
   *,
   soft: float = 1.0,
   hard: float = 0.0,
@@ -133,9 +133,6 @@ def hidden_top_k(
     ValueError: k is not in [1, V], or a temperature that is not above 0.
   """
   words = _words(table, layout)
-  if not 1 <= k <= words:
-    raise ValueError(f"k is {k}: it must be from 1 to the {words} words there are")
-  distill.checked(Divergence(temperature=temperature))
   layout = for_rows(layout, hidden.shape[0])._replace(vocab_axis=None)
 
   def local(hidden, table):
