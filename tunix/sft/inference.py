@@ -45,6 +45,32 @@ def dispatch(
     return _scored(graph, state, placed, score)
 
 
+def apply(
+  model: nnx.Module,
+  score: Callable[..., Any],
+  rows: Mapping[str, Any],
+  axes: tuple[str, ...],
+) -> Any:
+  """`score(model, **rows)` of all rows at once, left on the model's own devices: nobody
+  waits for it.
+
+  Args:
+    model: runs in eval mode, on the mesh or the device that it lies on.
+    score: one object a setting, so that it compiles once; may return any pytree.
+    rows: pytrees of arrays, the rows first.
+    axes: split the rows, as far as the model's mesh has them.
+  """
+  graph, state = nnx.split(model)
+  mesh = mesh_lib.mesh_of(state)
+  if mesh is None and mesh_lib.current_mesh() is not None:
+    # Another mesh surrounds the run, of a student: on its own device, one by one.
+    device = next(iter(jax.tree.leaves(state)[0].devices()))
+    mesh = mesh_lib.create_mesh(dict.fromkeys(axes, 1), [device])
+  has = () if mesh is None else tuple(a for a in axes if a in mesh.shape)
+  with mesh_lib.use_mesh(mesh):
+    return _scored(graph, state, sharding_utils.shard_input(dict(rows), has), score)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _scored(graph: Any, state: Any, rows: dict[str, jax.Array], score: Score):
   model = nnx.merge(graph, state)
