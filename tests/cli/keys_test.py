@@ -406,9 +406,9 @@ def test_the_table_has_exactly_the_keys_of_the_schema():
 
 
 def test_a_job_that_there_is_not():
-  message = "job is the text 'dpo', expected one of sft, grpo, ppo"
+  message = "job is the text 'spin', expected one of sft, dpo, orpo, kto, reward"
   with pytest.raises(ValueError, match=message):
-    config_lib.load(["--job=dpo"])
+    config_lib.load(["--job=spin"])
 
 
 @pytest.fixture(scope="module")

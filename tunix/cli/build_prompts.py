@@ -20,7 +20,6 @@ from tunix.cli.build_data import RunData
 from tunix.cli.schema import Config
 from tunix.data.chat import TEMPLATE_DATE
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import automodel
 from tunix.rl.pipeline import PROMPTS
 
 Row = dict[str, Any]
@@ -262,13 +261,13 @@ def _batches(rows: Sequence[Row], config: Config, *, training: bool) -> PromptBa
 def _other_models(config: Config) -> dict[str, str]:
   """Digests of the models besides the one that is trained."""
   critic = config.rl.critic if config.rl.critic != "actor" else None
-  paths = {"reference": config.rl.reference, "reward": config.reward.model}
-  paths["critic"] = critic
-  return {
-    name: fingerprints.of_model(automodel.resolve_folder(path))
-    for name, path in paths.items()
-    if path is not None
-  }
+  return fingerprints.of_models(
+    {
+      "reference": config.rl.reference,
+      "reward": config.reward.model,
+      "critic": critic,
+    }
+  )
 
 
 def count_steps(config: Config, report: PromptReport) -> int | None:

@@ -11,6 +11,8 @@ import math
 from typing import Any, Literal
 
 from tunix.cli.convert import at_least, defaults, flatten
+from tunix.cli.schema_jobs import check_job
+from tunix.cli.schema_preference import DistillKeys, PreferenceKeys
 from tunix.cli.schema_rl import (
   RL_JOBS,
   AlgorithmKeys,
@@ -18,7 +20,6 @@ from tunix.cli.schema_rl import (
   RlKeys,
   RolloutKeys,
   SamplesKeys,
-  check_job,
 )
 from tunix.generate import chat_template
 
@@ -253,7 +254,7 @@ class Config:
       begins with the key.
   """
 
-  job: Literal["sft", "grpo", "ppo"] = "sft"
+  job: Literal["sft", "dpo", "orpo", "kto", "reward", "distill", "grpo", "ppo"] = "sft"
   output_dir: str | None = None
   seed: int = 0
   dataset_name: str | None = None
@@ -264,6 +265,8 @@ class Config:
   optimizer: OptimizerKeys = OptimizerKeys()
   schedule: ScheduleKeys = ScheduleKeys()
   training: TrainingKeys = TrainingKeys()
+  preference: PreferenceKeys = dataclasses.field(default=PreferenceKeys())
+  distill: DistillKeys = dataclasses.field(default=DistillKeys())
   rollout: RolloutKeys = dataclasses.field(default=RolloutKeys())
   algorithm: AlgorithmKeys = dataclasses.field(default=AlgorithmKeys())
   rl: RlKeys = dataclasses.field(default=RlKeys())
@@ -322,6 +325,11 @@ class Config:
         f"export.dtype is {self.export.dtype!r} and export.kind 'none': nothing would "
         "be written"
       )
+    if self.export.kind == "adapter" and self.job == "reward":
+      raise ValueError(
+        "export.kind is 'adapter' and job is 'reward': the head of scores is no part "
+        "of an adapter, use 'merged'"
+      )
     if self.export_kind == "adapter" and self.export.dtype is not None:
       raise ValueError(
         f"export.dtype is {self.export.dtype!r} and an adapter keeps its own "
@@ -350,7 +358,9 @@ class Config:
     """What is exported, "auto" decided."""
     if self.export.kind != "auto":
       return self.export.kind
-    return "full" if self.lora.rank is None else "adapter"
+    if self.lora.rank is None:
+      return "full"
+    return "merged" if self.job == "reward" else "adapter"
 
 
 def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:
