@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.cli import runs
+from tunix.models import safetensors_saver
 from tunix.models.automodel import AutoModel
 
 ANSWERS = [
@@ -147,7 +148,8 @@ def test_a_reward_model_judges_pairs(keys, files, capsys):
   export = keys["output_dir"] / "export"
   assert AutoModel.from_pretrained(export).config.num_scores == 1
   assert runs.tunix("eval", export, "--pairs", files / "held_out.jsonl") == 0
-  assert "accuracy                1.0000" in capsys.readouterr().out
+  said = capsys.readouterr().out.split()
+  assert said[said.index("4") + 2] == "1.0000"
 
 
 def test_a_reward_model_with_adapters_is_exported_whole(keys, files):
@@ -192,7 +194,7 @@ def test_pairs_can_be_looked_at(keys, files, capsys):
   argv = runs.arguments(**keys, data__shuffle="false")
   assert runs.tunix("data", "show", *argv, "--rows=1") == 0
   shown = capsys.readouterr().out
-  assert "chosen, 10 tokens: «There are seven days. 0<|im_end|>»" in shown
+  assert "chosen, 9 tokens: «There are seven days. 0<|im_end|>»" in shown
   assert "<|im_start|>user\nHow many days are in a week? 0<|im_end|>" in shown
   assert shown.count("rejected, ") == 1
   assert runs.tunix("data", "scan", *argv) == 0
@@ -217,11 +219,9 @@ def test_other_pairs_or_another_reference_cannot_resume(keys, model, tmp_path, c
   assert "the content of data.train is another" in capsys.readouterr().err
   write(tmp_path / "p.jsonl", records)
   other = runs.write_model(tmp_path / "other")
-  changed = AutoModel.from_pretrained(other)
-  changed.final_norm.scale[...] += 1.0
-  from tunix.models import safetensors_saver
-
-  safetensors_saver.save_pretrained(changed, other)
+  safetensors_saver.save_pretrained(
+    AutoModel.from_pretrained(other), other, dtype="bfloat16"
+  )
   assert train(again, preference__reference=other) == 2
   assert "the reference model is another" in capsys.readouterr().err
   assert train(again, preference__beta=0.5) == 2
@@ -243,7 +243,7 @@ def test_other_pairs_or_another_reference_cannot_resume(keys, model, tmp_path, c
       {"preference__reference_free": "true", "preference__reference": "x"},
       "preference.reference is 'x' and preference.reference_free true",
     ),
-    ({"preference__reference": "/no/such"}, "no such"),
+    ({"preference__reference": "/no/such"}, "there is no folder /no/such"),
     ({"preference__max_prompt_length": 0}, "preference.max_prompt_length is 0"),
     ({"preference__unusable": "keep"}, "expected one of error, drop"),
     ({"preference__centering": 0.1}, "it belongs to the job reward"),
