@@ -101,9 +101,10 @@ def test_padding_is_harmless(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_extremes_stay_finite(name):
+  """Vast gaps, certain responses, and one without tokens."""
   far = jnp.array([-1e4, -1e4, 0.0, 0.0, -50.0, -1e-3, -88.0])
   other = jnp.array([0.0, -1e4, -1e4, 0.0, -1e-8, -88.0, -1e-3])
-  reference, tokens = jnp.full(SIZE, -7.0), jnp.array([1.0, 4, 1, 3, 2, 1, 1])
+  reference, tokens = jnp.full(SIZE, -7.0), jnp.array([1.0, 4, 1, 0, 2, 1, 1])
   columns = far, other, reference, reference, tokens, tokens, jnp.ones(SIZE)
   scores = PairScores(*columns)
   for x in jax.tree.leaves(run(name, scores)):

@@ -178,7 +178,7 @@ def check_reward(name, batch, want):
   centering = options.get("center_rewards_coefficient", 0.0)
   margin = margin if with_margin else None
   loss = lambda pair: jnp.mean(
-    reward_loss.bradley_terry(*pair, margin, centering).values
+    reward_loss.bradley_terry(pair[0], pair[1], margin, centering).values
   )
   value, gradient = jax.value_and_grad(loss)((chosen, rejected))
   np.testing.assert_allclose(value, want[0], rtol=TOLERANCE)
@@ -222,8 +222,8 @@ def live_ours(live, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_live_loss_and_gradient(name, live, live_ours, tmp_path):
   case, folder = live.cases()[name], live_ours.folder
-  want = live.loss(case, live_ours.batch, folder)
-  check(live_ours.run(case, LABELS), *want, folder, tmp_path)
+  value, gradient = live.loss(case, live_ours.batch, folder)
+  check(live_ours.run(case, LABELS), value, gradient, folder, tmp_path)
 
 
 @pytest.mark.parametrize("name", REWARDS)

@@ -238,7 +238,7 @@ def simpo(
   """-log s(beta log pi(c) / |c| - beta log pi(r) / |r| - gamma): SimPO
   (arXiv:2405.14734, equation 6), without a reference.
 
-  The paper's beta is 2 to 10, far above DPO's; `gamma` >= 0 is in units of reward, 0.3
+  The paper's beta is 2 to 2.5, far above DPO's; `gamma` >= 0 is in units of reward, 0.3
   to 1.6 there. `label_smoothing` as for `sigmoid`.
 
   Raises:
