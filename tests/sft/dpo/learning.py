@@ -36,7 +36,7 @@ ROWS, TAUGHT_STEPS = 32, 250
 
 # name -> (trainer, settings, learning rate, steps)
 RUNS: dict[str, tuple[Any, Any, float, int]] = {
-  "dpo": (DPOTrainer, DPOTrainingConfig(beta=0.1, pbar_description=None), 5e-4, 80),
+  "dpo": (DPOTrainer, DPOTrainingConfig(beta=0.5, pbar_description=None), 1e-4, 80),
   "orpo": (
     ORPOTrainer,
     ORPOTrainingConfig(lambda_orpo=1.0, pbar_description=None),
@@ -48,10 +48,10 @@ RUNS: dict[str, tuple[Any, Any, float, int]] = {
     PreferenceConfig(
       loss="simpo", beta=2.0, options={"gamma": 0.5}, pbar_description=None
     ),
-    5e-4,
+    1e-4,
     80,
   ),
-  "kto": (KTOTrainer, KTOConfig(beta=0.1, pbar_description=None), 5e-4, 120),
+  "kto": (KTOTrainer, KTOConfig(beta=0.5, pbar_description=None), 1e-4, 120),
   "reward": (RewardTrainer, RewardConfig(pbar_description=None), 1e-3, 150),
 }
 

@@ -7,8 +7,8 @@ import optax
 from flax import nnx
 
 from tests import toys
-from tunix.sft.dpo.preference_config import PreferenceConfig
 from tunix.sft.dpo.preference_trainer import PreferenceTrainer
+from tunix.sft.dpo.reward_trainer import RewardTrainer
 
 
 def row_of(rng, count: int, width: int, left: bool) -> tuple[list[int], list[int]]:
@@ -59,8 +59,8 @@ def trainer(
   """Plain SGD; keywords are the config's."""
   model = toys.model() if model is None else model
   config = kind.config_type(pbar_description=None, **options)
-  if config.__class__ is PreferenceConfig and not config.spec.needs_reference:
-    ref = None
+  if kind is RewardTrainer:
+    return kind(model, optax.sgd(0.1), config)
   return kind(model, ref, optax.sgd(0.1), config)
 
 
