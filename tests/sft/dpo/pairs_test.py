@@ -7,10 +7,11 @@ from tunix.sft.dpo.dpo_trainer import DataInput, process_dpo_record
 from tunix.sft.dpo.pairs import BadRow, Limits, tokenise_row
 
 TEXT = toys_text.chat_tokenizer(None)  # <s> and </s>, no chat template
+WIDE = Limits(60, 40)
 ASK = [{"role": "user", "content": "what is the sum"}]
 
 
-def row(prompt, answers, tokenizer=TEXT, limits=Limits(40, 40)):
+def row(prompt, answers, tokenizer=TEXT, limits=WIDE):
   return tokenise_row(prompt, answers, tokenizer, limits, "row 7")
 
 
@@ -34,8 +35,10 @@ def test_a_long_prompt_keeps_its_end_and_its_bos():
 
 
 def test_a_cut_answer_learns_no_end():
-  got = row("say", [" the sea is wide the sea is deep", " no"], limits=Limits(9, 3))
-  assert got.responses[0] == TEXT.encode_continuation(" the sea is wide")[:3]
+  got = row("say", [" the sea is wide the sea is deep", " a"], limits=Limits(9, 3))
+  assert (
+    got.responses[0] == TEXT.encode_continuation(" the sea is wide the sea is deep")[:3]
+  )
   assert got.responses[1][-1] == TEXT.eos_id()
   assert got.cut == (False, True)
 
@@ -81,7 +84,7 @@ def test_bad_rows_are_named(prompt, answers, message):
 
 def test_an_empty_prompt_needs_bos():
   assert row("", [" a", " b"]).prompt == [TEXT.bos_id()]
-  with pytest.raises(ValueError, match="the prompt has no token"):
+  with pytest.raises(ValueError, match="the prompt is empty and"):
     row("", ["a", "b"], toys_text.chat_tokenizer("chatml"))
 
 

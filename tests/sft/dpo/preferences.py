@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 import optax
+from flax import nnx
 
 from tests import toys
-from tunix.sft.dpo.preference_config import PreferenceConfig
 from tunix.sft.dpo.preference_trainer import PreferenceTrainer
+from tunix.sft.dpo.reward_trainer import RewardTrainer
 
 
 def row_of(rng, count: int, width: int, left: bool) -> tuple[list[int], list[int]]:
@@ -59,20 +59,41 @@ def trainer(
   """Plain SGD; keywords are the config's."""
   model = toys.model() if model is None else model
   config = kind.config_type(pbar_description=None, **options)
-  if config.__class__ is PreferenceConfig and not config.spec.needs_reference:
-    ref = None
+  if kind is RewardTrainer:
+    return kind(model, optax.sgd(0.1), config)
   return kind(model, ref, optax.sgd(0.1), config)
 
 
+@nnx.jit
+def _outputs(model, tokens):
+  return model(tokens)[0]
+
+
+def outputs(model: Any, batch: Any, answer: str) -> list[tuple[np.ndarray, np.ndarray]]:
+  """For every row: what the model gives at each token of prompt and answer (logits or
+  scores), and the answer's tokens. Rows stand alone, padded on the right."""
+  rows = []
+  for ids, mask, own, own_mask in zip(
+    *(
+      batch[f"{name}_{part}"] for name in ("prompt", answer) for part in ("ids", "mask")
+    )
+  ):
+    rows.append((ids[mask == 1], own[own_mask == 1]))
+  width = batch["prompt_ids"].shape[1] + batch[f"{answer}_ids"].shape[1]
+  tokens = np.zeros((len(rows), width), np.int32)
+  for line, both in zip(tokens, rows):
+    joined = np.concatenate(both)
+    line[: len(joined)] = joined
+  out = np.asarray(_outputs(model, tokens), np.float64)
+  return [(x[: len(p) + len(r)], r) for x, (p, r) in zip(out, rows)]
+
+
 def logps(model: Any, batch: dict[str, np.ndarray], answer: str) -> np.ndarray:
-  """Summed log-probabilities of answers, row by row from plain logits."""
-  out = []
-  for row in range(len(batch["prompt_ids"])):
-    take = lambda name: batch[f"{name}_ids"][row][batch[f"{name}_mask"][row] == 1]
-    prompt, response = take("prompt"), take(answer)
-    tokens = np.concatenate([prompt, response])
-    logits = np.asarray(model(tokens[None])[0][0], np.float64)
-    table = logits - np.asarray(jax.nn.logsumexp(logits, axis=-1))[:, None]
-    at = np.arange(len(prompt) - 1, len(tokens) - 1)
-    out.append(table[at, response].sum())
-  return np.asarray(out)
+  """Summed log-probabilities of answers, from plain logits."""
+  sums = []
+  for logits, response in outputs(model, batch, answer):
+    line = logits[-len(response) - 1 : -1]
+    line = line - line.max(axis=-1, keepdims=True)
+    table = line - np.log(np.exp(line).sum(axis=-1, keepdims=True))
+    sums.append(table[np.arange(len(response)), response].sum())
+  return np.asarray(sums)

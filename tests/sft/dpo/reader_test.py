@@ -94,7 +94,9 @@ def test_labelled_answers():
   got = reader().single(data)
   assert got.labels.tolist() == [True, False] and got.labels.dtype == bool
   same = {"prompt": ["hi", "say"], "completion": [" a", " b"], "label": [1, 0]}
-  np.testing.assert_array_equal(reader().single(same).completion_ids, got.completion_ids)
+  np.testing.assert_array_equal(
+    reader().single(same).completion_ids, got.completion_ids
+  )
   with pytest.raises(ValueError, match='no "labels"'):
     reader().single({k: x for k, x in same.items() if k != "label"})
 

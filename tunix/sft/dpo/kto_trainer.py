@@ -13,6 +13,7 @@ from flax import nnx
 
 from tunix.ops import kto
 from tunix.ops.reductions import WeightedSum
+from tunix.sft import sharding_utils
 from tunix.sft.dpo.answer_trainer import AnswerTrainer, answer_logps, weigh
 from tunix.sft.dpo.pairs import KTODataInput, KTOTrainingInput
 from tunix.sft.dpo.preference_config import KTOConfig
@@ -110,10 +111,11 @@ class KTOTrainer(AnswerTrainer):
 
   def _kl(self, batches: Sequence[Any]) -> jax.Array:
     logps, ref_logps, weights = [], [], []
+    axes = self.training_config.data_sharding_axis
     for batch in batches:
       logps.append(self._without_gradient(batch))
       ref_logps.append(self._ref_logps(batch["rows"]))
-      weights.append(jnp.asarray(batch["weights"]))
+      weights.append(sharding_utils.shard_input(batch["weights"], axes))
     together = (jnp.concatenate(parts) for parts in (logps, ref_logps, weights))
     return _estimate(*together)
 

@@ -152,15 +152,15 @@ def tokenise_row(
     prompt, responses = _split_conversations(responses, where)
   encoded = [_encode(prompt, answer, tokenizer, where) for answer in responses]
   prompts = [ids for ids, _ in encoded]
+  if prompt == "" and tokenizer.bos_id() is None:
+    raise ValueError(
+      f"{where}: the prompt is empty and the tokenizer has no BOS, so an answer's "
+      "first token has nothing to be predicted from; give the pair a prompt"
+    )
   if any(ids != prompts[0] for ids in prompts):
     raise ValueError(
       f"{where}: the prompt is not tokenised alike before both answers (the chat "
       "template shows it by what follows): render it yourself and pass texts"
-    )
-  if not prompts[0]:
-    raise ValueError(
-      f"{where}: the prompt has no token and the tokenizer no BOS, so an answer's "
-      "first token has nothing to be predicted from; give the pair a prompt"
     )
   answers = tuple(ids[: limits.response] for _, ids in encoded)
   cut = any(len(ids) > limits.response for _, ids in encoded)

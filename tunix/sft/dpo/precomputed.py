@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import pathlib
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -49,7 +50,7 @@ class PrecomputedLogps:
       raise FileNotFoundError(
         f"no {_FILE} in {str(folder)!r}: write it with PrecomputedLogps.write"
       ) from None
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
       raise ValueError(
         f"{self.path} is damaged ({error}): delete it and write it again"
       ) from error
