@@ -12,3 +12,6 @@ from tunix.distillation.strategies.feature_projection import (
   FeatureProjectionStrategy as FeatureProjectionStrategy,
 )
 from tunix.distillation.strategies.logit import LogitStrategy as LogitStrategy
+from tunix.distillation.strategies.policy_gradient import (
+  PolicyGradientStrategy as PolicyGradientStrategy,
+)

@@ -87,7 +87,7 @@ class FeatureStrategy(BaseStrategy):
   def get_student_outputs(
     self, student_model: nnx.Module, inputs: Inputs
   ) -> dict[str, Any]:
-    """"logits" (or `Unembedded`) and "features"."""
+    """ "logits" (or `Unembedded`) and "features"."""
     forward = lambda model: self._forward(self.student_forward_fn, model, inputs)
     said, features = sowed_module.capture(student_model, self.layer, forward)
     return {"logits": said, "features": features}

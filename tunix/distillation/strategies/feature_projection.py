@@ -25,8 +25,8 @@ class FeatureProjectionStrategy(FeatureStrategy):
   Args:
     student_forward_fn, teacher_forward_fn, labels_fn, feature_layer, alpha: see
       FeatureStrategy.
-    dummy_input: inputs that the shapes of the features are taken from: a dict of fields,
-      or the forward function's one argument beside the model; None: two tokens.
+    dummy_input: inputs that the features' shapes are taken from: a dict of fields, or the
+      forward function's one argument beside the model; None: two tokens.
     rngs: for the projection; None: seed 0.
     feature_loss_fn: a distance; None: the mean square.
   """
@@ -83,7 +83,7 @@ class FeatureProjectionStrategy(FeatureStrategy):
   def get_student_outputs(
     self, student_model: nnx.Module, inputs: Inputs
   ) -> dict[str, Any]:
-    """"logits" (or `Unembedded`) and projected "features"."""
+    """ "logits" (or `Unembedded`) and projected "features"."""
     assert isinstance(student_model, ModelWithFeatureProjection)
     out = super().get_student_outputs(student_model.model, inputs)
     return {**out, "features": student_model.project(out["features"])}
