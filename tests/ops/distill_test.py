@@ -82,8 +82,8 @@ def test_words_that_nobody_says_count_nothing():
     want = distill.divergence(s[:2], t[:2], how)
     np.testing.assert_allclose(got, want, rtol=1e-6)
     assert np.all(np.isfinite(gradient[:2]))
-  assert np.isinf(distill.divergence(jnp.zeros(3), t, Divergence("reverse_kl")))
-  assert np.isfinite(distill.divergence(jnp.zeros(3), t, Divergence("forward_kl")))
+  assert distill.divergence(jnp.zeros(3), t, Divergence("reverse_kl")) > 1e20
+  assert distill.divergence(jnp.zeros(3), t, Divergence("forward_kl")) < 10
 
 
 def test_no_gradient_reaches_the_teacher():
@@ -159,9 +159,10 @@ def test_different_vocabularies_are_refused():
     distill.top_k(jnp.zeros((1, 1, 3)), 4)
 
 
-def trl_form(beta, temperature, given):
+def trl_form(case, given):
   """(loss, gradient) by our functions."""
-  how, mask = Divergence("jsd", float(beta), float(temperature)), given["mask"]
+  beta, temperature = map(float, case)
+  how, mask = Divergence("jsd", beta, temperature), given["mask"]
 
   def loss(student):
     values = distill.divergence(student, jnp.asarray(given["teacher"]), how)
@@ -178,7 +179,7 @@ def check_trl(got, want):
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_trl(number):
   want = TRL[f"loss/{number}"], TRL[f"gradient/{number}"]
-  check_trl(trl_form(*CASES[number], TRL), want)
+  check_trl(trl_form(CASES[number], TRL), want)
 
 
 def test_trl_cases_differ():
@@ -194,4 +195,4 @@ def test_trl_live():
   spec.loader.exec_module(live)
   given = live.inputs(1)
   for case in live.CASES:
-    check_trl(trl_form(*case, given), live.loss(*case, given))
+    check_trl(trl_form(case, given), live.loss(*case, given))

@@ -68,7 +68,7 @@ class OnPolicyConfig(TrainingConfig):
 
 
 class Prompts(NamedTuple):
-  """Token ids, filled up on the right, and lengths; completions are None if not given."""
+  """Token ids, filled up on the right, and lengths; completions may be missing."""
 
   prompts: np.ndarray
   prompt_lengths: np.ndarray
@@ -197,7 +197,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
 
 
 def _rows(batch: Prompts) -> dict[str, np.ndarray]:
-  """Prompt and completion side by side from the first slot; the completion is trained."""
+  """Prompt and completion side by side from slot 0; the completion is trained."""
   assert batch.completions is not None and batch.completion_lengths is not None
   width = batch.prompts.shape[1] + batch.completions.shape[1]
   tokens = np.zeros((len(batch.prompts), width), np.int32)

@@ -31,7 +31,8 @@ def avg_pool_array_to_target_shape(
     input_array: any shape.
     target_shape: as many dimensions, none larger.
     padding_mode: see above.
-    count_include_pad_for_same_padding: divide by the whole window where zeros are in it.
+    count_include_pad_for_same_padding: divide by the whole window, zeros
+      and all.
 
   Raises:
     ValueError: another number of dimensions, a dimension that is larger than the

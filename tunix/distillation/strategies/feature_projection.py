@@ -25,8 +25,8 @@ class FeatureProjectionStrategy(FeatureStrategy):
   Args:
     student_forward_fn, teacher_forward_fn, labels_fn, feature_layer, alpha: see
       FeatureStrategy.
-    dummy_input: inputs that the features' shapes are taken from: a dict of fields, or the
-      forward function's one argument beside the model; None: two tokens.
+    dummy_input: inputs that the features' shapes are taken from: a dict of fields, or
+      the forward function's one argument beside the model; None: two tokens.
     rngs: for the projection; None: seed 0.
     feature_loss_fn: a distance; None: the mean square.
   """
