@@ -1,11 +1,11 @@
 """DistillationTrainer: a student learns from a teacher, by a strategy.
 
-    trainer = DistillationTrainer(
-      student, teacher, LogitStrategy(temperature=2.0, alpha=0.5),
-      optax.adamw(1e-4), TrainingConfig(max_steps=100),
-    )
-    trainer.train(batches)
-    trainer.close()
+trainer = DistillationTrainer(
+  student, teacher, LogitStrategy(temperature=2.0, alpha=0.5),
+  optax.adamw(1e-4), TrainingConfig(max_steps=100),
+)
+trainer.train(batches)
+trainer.close()
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ class DistillationTrainer(PeftTrainer):
     """The loss of one micro-batch; traced."""
     return self.strategy.get_train_loss(model, teacher_output, inputs)
 
-  def get_eval_loss(self, model: nnx.Module, teacher_output: Any, inputs: Inputs) -> Any:
+  def get_eval_loss(
+    self, model: nnx.Module, teacher_output: Any, inputs: Inputs
+  ) -> Any:
     """The same in evaluations; `teacher_output` is None if the strategy needs none."""
     return self.strategy.get_eval_loss(model, inputs, teacher_output)
 

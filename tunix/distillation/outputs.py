@@ -166,8 +166,8 @@ def checked_labels(labels: Any, shape: tuple[int, ...]) -> Labels:
     labels = Labels(jnp.where(valid, labels, 0), valid.astype(jnp.float32))
   if labels.targets.shape != shape:
     raise ValueError(
-      f"labels have shape {labels.targets.shape}, the model speaks of {shape}: give one "
-      "for every position"
+      f"labels have shape {labels.targets.shape}, the model speaks of {shape}: give "
+      "one for every position"
     )
   return labels
 

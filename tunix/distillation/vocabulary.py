@@ -21,9 +21,9 @@ def check_sizes(student: Any, teacher: Any) -> None:
   Raises:
     ValueError: they differ.
   """
-  sizes = [_size(student), _size(teacher)]
-  if None not in sizes:
-    check_same_words(*sizes)
+  ours, theirs = _size(student), _size(teacher)
+  if ours is not None and theirs is not None:
+    check_same_words(ours, theirs)
 
 
 def check_tokenizers(student: Any, teacher: Any) -> None:

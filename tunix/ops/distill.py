@@ -100,8 +100,8 @@ def divergence(
 ) -> Float[Array, "*B"]:
   """The divergence at every position, float32; no gradient reaches the teacher.
 
-  Words of probability 0 (logit -inf) count 0 where the limit does, and make the reverse
-  KL infinite where only the teacher excludes them.
+  Words of probability 0 (logit -inf) count 0 where the limit does; where the divergence
+  is infinite (only the teacher excludes what the student says), it is above 1e20.
 
   Raises:
     ValueError: vocabularies of different sizes, or see `checked`.
@@ -186,7 +186,9 @@ def check_same_words(student: int, teacher: int) -> None:
 
 
 def _log_softmax(logits: jax.Array, temperature: float) -> jax.Array:
-  return jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
+  """Logits of -inf become -1e30: still probability 0, but no gradient is NaN."""
+  logits = jnp.maximum(logits.astype(jnp.float32) / temperature, -1e30)
+  return jax.nn.log_softmax(logits)
 
 
 def _forward(p_log: jax.Array, q_log: jax.Array, beta: float | None) -> Terms:

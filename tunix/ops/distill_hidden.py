@@ -116,7 +116,8 @@ def weighted_distillation(
     distill.checked(how), soft, hard, layout, teacher_layout._replace(**spread)
   )
   teacher = jax.lax.stop_gradient(teacher)
-  total, by_token = _distillation(hidden, table, teacher, targets, weights, rule)
+  found: Any = _distillation(hidden, table, teacher, targets, weights, rule)
+  total, by_token = found
   return Distillation(total, *jax.lax.stop_gradient(by_token))
 
 
@@ -179,8 +180,9 @@ def _forward(hidden, table, teacher, targets, weights, rule: _Rule):
   rule = rule._replace(hidden=hidden.perturbed, table=table.perturbed)
   arrays = (hidden, table, teacher, targets, weights)
   plain = jax.tree.map(lambda x: x.value, arrays)
-  by_token, d_hidden, d_table = _run(*plain, rule)
-  total = _total(by_token, plain[4], rule)
+  hidden, table, teacher, targets, weights = plain
+  by_token, d_hidden, d_table = _run(hidden, table, teacher, targets, weights, rule)
+  total = _total(by_token, weights, rule)
   return (total, by_token), (d_hidden, d_table, _values(by_token, rule))
 
 

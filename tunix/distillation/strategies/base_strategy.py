@@ -101,8 +101,10 @@ class BaseStrategy(abc.ABC):
   ) -> Any:
     """The evaluation's loss; the teacher's output only if it is asked for."""
     student, labels = self._outputs(student_model, inputs)
-    needed = (teacher_output,) if self.evaluates_with_teacher else ()
-    return self._weighted(self.compute_eval_loss(student, *needed, labels), labels)
+    arguments = [student, labels]
+    if self.evaluates_with_teacher:
+      arguments.insert(1, teacher_output)
+    return self._weighted(self.compute_eval_loss(*arguments), labels)
 
   @property
   def evaluates_with_teacher(self) -> bool:
@@ -115,11 +117,11 @@ class BaseStrategy(abc.ABC):
   def _weighted(self, out: Any, labels: Any) -> Any:
     """A mean as a sum with its weight, so that micro-batches add up."""
     weight = self.loss_weight(labels)
-    pair = isinstance(out, tuple) and not isinstance(out, WeightedSum)
-    loss = out[0] if pair else out
-    if weight is not None and not isinstance(loss, WeightedSum):
-      loss = WeightedSum(loss * weight, weight)
-    return (loss, *out[1:]) if pair else loss
+    if isinstance(out, WeightedSum) or weight is None:
+      return out
+    if isinstance(out, tuple):
+      return self._weighted(out[0], labels), *out[1:]
+    return WeightedSum(out * weight, weight)
 
 
 def check(strategy: Any) -> None:
@@ -140,7 +142,9 @@ def check(strategy: Any) -> None:
 def _check_arguments(method: Any, counts: tuple[int, ...]) -> None:
   names = list(inspect.signature(method).parameters)
   right = any(_fits(method, n) for n in counts)
-  swapped = names and "teacher" in names[0] or len(names) > 1 and "student" in names[1]
+  swapped = any("teacher" in n for n in names[:1]) or any(
+    "student" in n for n in names[1:2]
+  )
   if right and not swapped:
     return
   forms = {3: "(student_output, teacher_output, labels)", 2: "(student_output, labels)"}
