@@ -254,7 +254,10 @@ def test_other_pairs_or_another_reference_cannot_resume(keys, model, tmp_path, c
     ({"job": "sft"}, "it belongs to the jobs dpo and orpo and kto and reward"),
     ({"data__packing": "true"}, "data.packing is True, and the job 'dpo' does not"),
     ({"data__max_length": 9}, "use preference.max_prompt_length and max_response"),
-    ({"algorithm__beta": 1}, "which has no such section: it belongs to the jobs grpo"),
+    (
+      {"algorithm__beta": 1},
+      "which has no such section: it belongs to the jobs grpo and ppo",
+    ),
     ({"job": "reward", "lora__rank": 2, "export__kind": "adapter"}, "use 'merged'"),
     ({"preference__max_response_length": 4}, "the response has"),
   ],

@@ -73,39 +73,44 @@ def _example_batches(
   )
 
 
+def _answer_limits(config: Config) -> dict[str, int]:
+  if config.job == "distill":
+    own = config.rollout
+    return {
+      "max_prompt_length": own.max_prompt_length,
+      "max_response_length": own.max_tokens_to_generate,
+    }
+  names = ("max_prompt_length", "max_response_length")
+  return {name: getattr(config.preference, name) for name in names}
+
+
 def _source(
-  config: Config, tokenizer: TokenizerAdapter, records: JsonlRecords
+  config: Config, tokenizer: TokenizerAdapter, records: JsonlRecords, kind: Kind
 ) -> AnswerSource:
-  keys, data = config.preference, config.data
-  kind: Kind = "labelled" if config.job == "kto" else "pair"
+  data = config.data
   return AnswerSource(
     records=records,
     kind=kind,
     tokenizer=tokenizer,
-    max_prompt_length=keys.max_prompt_length,
-    max_response_length=keys.max_response_length,
+    **_answer_limits(config),
     overlong=data.overlong,
-    unusable=keys.unusable,
+    unusable=config.preference.unusable,
     chat=data.chat,
     template_kwargs=data.template_args,
   )
 
 
-def _answers(form: Form) -> Reading:
+def _answers(form: Form, kind: Kind) -> Reading:
   return Reading(
     form=form,
     report=AnswerReport,
     scan=lambda config, tokenizer, records: scan_answers(
-      _source(config, tokenizer, records), config.data.scan_limit
+      _source(config, tokenizer, records, kind), config.data.scan_limit
     ),
     batches=lambda config, tokenizer, records, stream: pipeline.build_answers(
-      _source(config, tokenizer, records), **stream
+      _source(config, tokenizer, records, kind), **stream
     ),
-    limits=lambda config: (
-      config.preference.max_prompt_length,
-      config.preference.max_response_length,
-      config.preference.unusable,
-    ),
+    limits=lambda config: (_answer_limits(config), config.preference.unusable),
   )
 
 
@@ -116,9 +121,11 @@ _EXAMPLES = Reading(
   batches=_example_batches,
   limits=lambda config: config.data.max_length,
 )
-_PAIRS, _LABELLED = _answers(answer_formats.PAIRS), _answers(answer_formats.LABELLED)
+_PAIRS = _answers(answer_formats.PAIRS, "pair")
+_LABELLED = _answers(answer_formats.LABELLED, "labelled")
+_ANSWERED = _answers(answer_formats.ANSWERED, "answered")
 
-READINGS: dict[str, Reading] = {
+_READINGS: dict[str, Reading] = {
   "sft": _EXAMPLES,
   "distill": _EXAMPLES,
   "dpo": _PAIRS,
@@ -126,6 +133,13 @@ READINGS: dict[str, Reading] = {
   "reward": _PAIRS,
   "kto": _LABELLED,
 }
+
+
+def reading(config: Config) -> Reading:
+  """How the run's records are read."""
+  if config.is_on_policy:
+    return _ANSWERED
+  return _READINGS[config.job]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +173,7 @@ def open_records(config: Config) -> dict[str, JsonlRecords]:
   if config.data.train is None:
     raise ValueError("data.train is not set: give a file of JSON lines")
   files = {"train": config.data.train, "eval": config.data.eval}
-  form = READINGS[config.job].form
+  form = reading(config).form
   return {
     name: JsonlRecords(file, form) for name, file in files.items() if file is not None
   }
@@ -176,7 +190,7 @@ def scan_records(
   """
   for part in records.values():
     part.validate()
-  run = READINGS[config.job].scan
+  run = reading(config).scan
   return {name: run(config, tokenizer, part) for name, part in records.items()}
 
 
@@ -219,19 +233,19 @@ def build_data(
 def _scan_key(config: Config, part: JsonlRecords, prints: Mapping[str, str]) -> str:
   """A digest of all that a scan's report depends on."""
   keys = config.data
-  reading = READINGS[config.job]
-  fields = [field.name for field in dataclasses.fields(reading.report)]
-  form = (tunix.__version__, reading.form.expected, fields)
+  how = reading(config)
+  fields = [field.name for field in dataclasses.fields(how.report)]
+  form = (tunix.__version__, how.form.expected, fields)
   inputs = (part.fingerprint, prints["tokenizer"], prints["chat_template"])
   place = str(part.path)  # the report names its longest record by it
-  limits = (reading.limits(config), keys.overlong, keys.chat, keys.template_args)
+  limits = (how.limits(config), keys.overlong, keys.chat, keys.template_args)
   return fingerprints.digest((form, inputs, place, limits, keys.scan_limit))
 
 
 def _known_reports(
   config: Config, known: Mapping[str, Any], keys: Mapping[str, str]
 ) -> dict[str, Any]:
-  report = READINGS[config.job].report
+  report = reading(config).report
   return {
     name: report(**known[name]["report"])
     for name, key in keys.items()
@@ -253,7 +267,7 @@ def batches(
     "process_count": jax.process_count(),
     "num_threads": keys.num_threads,
   }
-  return READINGS[config.job].batches(config, tokenizer, records, stream)
+  return reading(config).batches(config, tokenizer, records, stream)
 
 
 def settle(config: Config) -> Config:

@@ -72,6 +72,13 @@ def _rows(config: Config) -> str:
 
 def _taught_rows(config: Config) -> str:
   keys = config.distill
+  if config.is_on_policy:
+    sizes, own = config.training, config.rollout
+    return (
+      f"{sizes.global_batch_size} prompts a step; in {keys.on_policy_fraction:.0%} of "
+      f"the steps the student answers, with at most {own.max_tokens_to_generate} "
+      f"tokens; taught by {keys.teacher}"
+    )
   source = keys.teacher if keys.teacher is not None else keys.cache
   return f"{_rows(config)}, taught by {source}"
 
@@ -99,6 +106,10 @@ def _rollouts(config: Config) -> str:
 
 def _row_length(config: Config) -> tuple[str, int]:
   return "data.max_length", config.data.max_length
+
+
+def _taught_length(config: Config) -> tuple[str, int]:
+  return _rollout_length(config) if config.is_on_policy else _row_length(config)
 
 
 def _answer_length(config: Config) -> tuple[str, int]:
@@ -156,7 +167,7 @@ JOBS: dict[str, Job] = {
     build=build_distill.build_trainer,
     results={"loss": "loss"},
     batch=_taught_rows,
-    length=_row_length,
+    length=_taught_length,
   ),
   "grpo": _RL,
   "ppo": _RL,

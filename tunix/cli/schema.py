@@ -342,6 +342,11 @@ class Config:
     return self.job in RL_JOBS
 
   @property
+  def is_on_policy(self) -> bool:
+    """Whether a student writes responses that a teacher judges."""
+    return self.job == "distill" and self.distill.on_policy_fraction is not None
+
+  @property
   def batch_rows(self) -> dict[str, int]:
     """Rows of batches by key, where they are stated. In RL they follow from prompts and
     completions of each, and the learner checks them."""

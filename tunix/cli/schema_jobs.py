@@ -36,6 +36,10 @@ _CRITIC = {
   "rl.critic_learning_rate": "ppo has a critic",
 }
 _VARIANT = {"algorithm.name": "variants belong to the job 'grpo'"}
+_SAMPLER = {
+  f"rollout.{name}": "the student samples with temperature, top_p and top_k alone"
+  for name in ("eval_temperature", "min_p", "stop_strings", "engine", "engine_options")
+}
 _NOT_PREFERENCE = {
   "data.max_length": "use preference.max_prompt_length and max_response_length",
   "data.packing": "leave it out",
@@ -49,7 +53,7 @@ JOBS: dict[str, Job] = {
     )
     for name in PREFERENCE_JOBS
   },
-  "distill": Job(sections=("distill",)),
+  "distill": Job(sections=("distill", "rollout"), unread=_SAMPLER),
   "grpo": Job(sections=RL_SECTIONS, unread=_NOT_RL | _CRITIC),
   "ppo": Job(sections=RL_SECTIONS, unread=_NOT_RL | _VARIANT),
 }

@@ -65,6 +65,8 @@ class DistillKeys:
   """What a student learns from a teacher, and how."""
 
   teacher: str | None = None
+  strategy: Literal["logit", "policy_gradient"] | None = None
+  on_policy_fraction: float | None = None
   teacher_dtype: Literal["float32", "bfloat16", "float16"] | None = None
   temperature: float | None = None
   alpha: float | None = None
@@ -75,6 +77,25 @@ class DistillKeys:
 
   def __post_init__(self):
     at_least(1, distill__top_k=self.top_k)
+    on_policy = self.on_policy_fraction is not None
+    if self.strategy == "policy_gradient":
+      if not on_policy:
+        raise ValueError(
+          "distill.strategy is 'policy_gradient' and distill.on_policy_fraction not "
+          "set: it is right for what the student writes alone; set that to 1"
+        )
+      for name in ("alpha", "top_k", "divergence", "jsd_beta"):
+        if getattr(self, name) is not None:
+          raise ValueError(
+            f"distill.{name} is {getattr(self, name)!r} and distill.strategy "
+            "'policy_gradient', which does not read it: leave one of them out"
+          )
+    if on_policy and self.cache is not None:
+      raise ValueError(
+        f"distill.cache is {self.cache!r} and distill.on_policy_fraction "
+        f"{self.on_policy_fraction}: what the student writes is new every time; leave "
+        "one of them out"
+      )
     if self.teacher_dtype is not None and self.teacher is None:
       raise ValueError(
         f"distill.teacher_dtype is {self.teacher_dtype!r} and distill.teacher is not "

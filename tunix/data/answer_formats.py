@@ -1,11 +1,13 @@
 """Records of preference data: pairs of responses, and single ones with a label.
 
-A record is a dict of one of two kinds; further keys are allowed and ignored:
+A record is a dict of one of three kinds; further keys are allowed and ignored:
 
   pairs     {"prompt": text or [messages], "chosen": ..., "rejected": ...}
             {"chosen": [messages], "rejected": [messages]}, whole conversations: what
             they begin with in common is the prompt
   labelled  {"prompt": text or [messages], "completion": ..., "label": true or false}
+  answered  {"prompt": text or [messages], "response": text} or {"messages": [...]}, the
+            last of which is the answer: records of fine-tuning with one answer
 
 A response is text or a list of messages; a list that begins with the conversation
 again (with a system or user turn) is taken as a whole one. A pair may carry a number
@@ -28,7 +30,7 @@ class Answers(NamedTuple):
 
   Attributes:
     prompt: text or messages.
-    responses: by name: "chosen" and "rejected", or "completion".
+    responses: by name: "chosen" and "rejected", "completion", or "response".
     extra: "margin" (a float) or "label" (a bool), where the record has it.
     tools: for the chat template; None: the record brings none.
   """
@@ -69,6 +71,28 @@ def read_labelled(record: Any, where: str) -> Answers:
       "false"
     )
   return _answers(record, given, {"label": record["label"]}, where)
+
+
+def read_answered(record: Any, where: str) -> Answers:
+  """A record of fine-tuning with one response.
+
+  Raises:
+    ValueError: it is no such record, or does not end with an answer.
+  """
+  kind = formats.record_kind(record, where)
+  if kind == "prompt":
+    prompt, response = record["prompt"], record["response"]
+  elif kind == "messages" and len(record["messages"]) > 1:
+    *prompt, last = record["messages"]
+    if last["role"] != "assistant":
+      raise ValueError(
+        f"{where}: the last message is of the role {last['role']!r}: expected the "
+        "assistant's answer"
+      )
+    response = [last]
+  else:
+    raise ValueError(f"{where}: {ANSWERED.expected}, found {formats.fields_of(record)}")
+  return Answers(prompt, {"response": response}, {}, record.get("tools"))
 
 
 def is_empty(response: Response) -> bool:
@@ -168,6 +192,18 @@ def _check_labelled(record: Any, where: str) -> str:
   return "labelled"
 
 
+def _check_answered(record: Any, where: str) -> str:
+  read_answered(record, where)
+  return "answered"
+
+
+ANSWERED = formats.Form(
+  expected=(
+    'expected {"prompt": ..., "response": ...} or {"messages": [...]} that ends with '
+    "an answer"
+  ),
+  check=_check_answered,
+)
 PAIRS = formats.Form(
   expected=(
     'expected {"prompt": ..., "chosen": ..., "rejected": ...} or '

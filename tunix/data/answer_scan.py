@@ -24,7 +24,8 @@ class AnswerReport:
     tokens: tokens of the responses that are kept.
     longest_prompt, longest_response: tokens before cutting.
     longest_prompt_at, longest_response_at: their places.
-    desirable: kept responses with the label true; None for pairs.
+    desirable: kept responses with the label true; None where there are no labels.
+    single: whether a record has one response, not two.
   """
 
   records: int
@@ -40,9 +41,10 @@ class AnswerReport:
   longest_response: int
   longest_response_at: str
   desirable: int | None
+  single: bool = False
 
   def __str__(self) -> str:
-    what = "pairs" if self.desirable is None else "responses"
+    what = "responses" if self.single else "pairs"
     part = "" if self.scanned == self.records else f" ({self.scanned:,} looked at)"
     counts = {
       "dropped": self.dropped,
@@ -111,6 +113,7 @@ def scan_answers(source: AnswerSource, limit: int | None = None) -> AnswerReport
     longest_response=longest["response"][0],
     longest_response_at=source.where(longest["response"][1]),
     desirable=desirable if source.kind == "labelled" else None,
+    single=len(source.names) == 1,
   )
 
 

@@ -13,15 +13,20 @@ from tunix.data.answers import Answered
 from tunix.data.examples import Overlong
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
-Kind = Literal["pair", "labelled"]
+Kind = Literal["pair", "labelled", "answered"]
 Unusable = Literal["error", "drop"]
 Row = dict[str, Any]
 
 _READ = {
   "pair": answer_formats.read_pair,
   "labelled": answer_formats.read_labelled,
+  "answered": answer_formats.read_answered,
 }
-NAMES = {"pair": ("chosen", "rejected"), "labelled": ("completion",)}
+NAMES = {
+  "pair": ("chosen", "rejected"),
+  "labelled": ("completion",),
+  "answered": ("response",),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,7 +80,7 @@ class AnswerSource:
 
   Attributes:
     records: dicts (see `tunix.data.answer_formats`), in memory or on disk.
-    kind: "pair", or "labelled" for single responses.
+    kind: "pair"; "labelled" or "answered" for single responses.
     tokenizer: encodes text and renders chats.
     max_prompt_length, max_response_length: in tokens.
     overlong: what happens to longer ones: "error", "truncate" (see `answers.fit`) or
