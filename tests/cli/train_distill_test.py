@@ -51,6 +51,7 @@ def losses(folder):
 
 
 def test_a_run_trains_and_exports_the_student(keys, teacher, eval_file, model, capsys):
+  keys = keys | {"distill__alpha": 1, "training__learning_rate": "1e-3"}
   assert train(keys, data__eval=eval_file) == 0
   said = capsys.readouterr().out
   assert f"taught by {teacher}; 4 steps" in said

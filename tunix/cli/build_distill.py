@@ -37,6 +37,7 @@ _STRATEGY = {
   "divergence": "divergence",
   "jsd_beta": "beta",
 }
+_JSD_BETA = 0.5  # neither model is preferred
 
 
 def strategy(config: Config) -> LogitStrategy | PolicyGradientStrategy:
@@ -47,6 +48,8 @@ def strategy(config: Config) -> LogitStrategy | PolicyGradientStrategy:
   """
   given = {theirs: getattr(config.distill, ours) for ours, theirs in _STRATEGY.items()}
   given = {name: value for name, value in given.items() if value is not None}
+  if config.distill.divergence == "jsd":
+    given.setdefault("beta", _JSD_BETA)
   try:
     if config.distill.strategy == "policy_gradient":
       temperature = given.get("temperature", config.rollout.temperature)
