@@ -56,7 +56,7 @@ HEAVY = {
   "tqdm": {"sft/progress_bar.py"},
 }
 
-STDLIB_OF_OPS = {"collections", "functools", "math", "typing"}
+STDLIB_OF_OPS = {"collections", "functools", "inspect", "math", "typing"}
 
 FILES = sorted(PACKAGE.rglob("*.py"))
 

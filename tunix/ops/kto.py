@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
-from tunix.ops.pair_losses import PairLoss
+from tunix.ops.pair_losses import PairLoss, masked
 from tunix.ops.reductions import keep, safe_divide, weighted_sum
 
 
@@ -22,7 +22,7 @@ def kto_loss(
   undesirable_weight: float = 1.0,
 ) -> PairLoss:
   """w_D (1 - s(beta (r - z0))) of a desirable response, w_U (1 - s(beta (z0 - r))) of
-  another: KTO (arXiv:2402.01306, equation 8), with r = log pi - log pi_0.
+  another: KTO (arXiv:2402.01306), with r = log pi - log pi_0.
 
   Args:
     logps: of the responses, summed over tokens, in nats; differentiated.
@@ -58,10 +58,7 @@ def kto_loss(
     "chosen_share": yes,
     "kl": jnp.broadcast_to(jnp.asarray(kl, ratio.dtype), ratio.shape),
   }
-  return PairLoss(
-    keep(values, weights),
-    {name: jax.lax.stop_gradient(keep(x, weights)) for name, x in metrics.items()},
-  )
+  return masked(values, metrics, weights)
 
 
 def kl_estimate(
@@ -69,7 +66,7 @@ def kl_estimate(
   ref_logps: Float[Array, " B"],
   weights: Shaped[Array, " B"],
 ) -> Float[Array, ""]:
-  """z0 = max(0, mean of log pi(y'|x) - log pi_0(y'|x)) (arXiv:2402.01306, section 4.1).
+  """z0 = max(0, mean of log pi(y'|x) - log pi_0(y'|x)).
 
   Args:
     logps, ref_logps: of prompts x with the response y' of ANOTHER example, summed over

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tunix.ops.reductions import safe_exp
+from tunix.ops.reductions import keep, safe_exp
 
 # Mean log-probabilities above this count as this in ORPO: the odds of probability 1 are
 # infinite. log(1 - exp(-1e-6)) is -13.8.
@@ -56,6 +56,14 @@ class PairLoss(NamedTuple):
 
   values: jax.Array
   metrics: dict[str, jax.Array]
+
+
+def masked(
+  values: jax.Array, metrics: dict[str, jax.Array], weights: jax.Array
+) -> PairLoss:
+  """PairLoss with 0 where the weight is 0 and no gradient through the metrics."""
+  kept = {name: keep(x, weights) for name, x in metrics.items()}
+  return PairLoss(keep(values, weights), jax.lax.stop_gradient(kept))
 
 
 def log_ratios(scores: PairScores) -> tuple[jax.Array, jax.Array]:
@@ -108,8 +116,8 @@ def sigmoid(
 
 
 def hinge(scores: PairScores, *, beta: float) -> Float[Array, " B"]:
-  """max(0, 1 - beta D): SLiC (arXiv:2305.10425) in the form of RSO (arXiv:2309.06657,
-  equation 11)."""
+  """max(0, 1 - beta D): SLiC (arXiv:2305.10425) with log-ratios, as in RSO
+  (arXiv:2309.06657)."""
   chosen, rejected = log_ratios(scores)
   return jax.nn.relu(1 - beta * (chosen - rejected))
 
@@ -148,7 +156,7 @@ def exo_pair(
 
 def nca_pair(scores: PairScores, *, beta: float) -> Float[Array, " B"]:
   """-log s(beta C) - log s(-beta C) / 2 - log s(-beta R) / 2: NCA for pairs
-  (arXiv:2402.05369, equation 14 with two responses)."""
+  (arXiv:2402.05369)."""
   chosen, rejected = log_ratios(scores)
   lost = jax.nn.log_sigmoid(-beta * chosen) + jax.nn.log_sigmoid(-beta * rejected)
   return -jax.nn.log_sigmoid(beta * chosen) - lost / 2
@@ -158,10 +166,10 @@ def robust(
   scores: PairScores, *, beta: float, label_smoothing: float = 0.0
 ) -> Float[Array, " B"]:
   """(-(1 - e) log s(beta D) + e log s(-beta D)) / (1 - 2 e): robust DPO
-  (arXiv:2403.00409, equation 12).
+  (arXiv:2403.00409).
 
   In expectation over labels flipped with probability e it is DPO on the clean ones.
-  Unbounded below where D is very negative, as the paper's.
+  Like the paper's it has no lower bound: it falls for ever with D.
   """
   check_smoothing(label_smoothing)
   chosen, rejected = log_ratios(scores)
@@ -214,8 +222,8 @@ def discopop(
 def sigmoid_norm(
   scores: PairScores, *, beta: float, label_smoothing: float = 0.0
 ) -> Float[Array, " B"]:
-  """-log s(beta (C / |c| - R / |r|)): length-normalised DPO (Tulu 3, arXiv:2411.15124,
-  equation 6); `label_smoothing` as for `sigmoid`."""
+  """-log s(beta (C / |c| - R / |r|)): length-normalised DPO (Tulu 3,
+  arXiv:2411.15124); `label_smoothing` as for `sigmoid`."""
   chosen, rejected = mean_log_ratios(scores)
   return smoothed_logistic(beta * (chosen - rejected), label_smoothing)
 
@@ -230,7 +238,7 @@ def simpo(
   """-log s(beta log pi(c) / |c| - beta log pi(r) / |r| - gamma): SimPO
   (arXiv:2405.14734, equation 6), without a reference.
 
-  The paper's beta is 2 to 10, far above DPO's; `gamma` >= 0 is in units of reward, 0.3
+  The paper's beta is 2 to 2.5, far above DPO's; `gamma` >= 0 is in units of reward, 0.3
   to 1.6 there. `label_smoothing` as for `sigmoid`.
 
   Raises:
@@ -250,7 +258,7 @@ def cpo(
   label_smoothing: float = 0.0,
 ) -> PairLoss:
   """-log s(beta (log pi(c) - log pi(r))) - cpo_alpha log pi(c) / |c|: CPO
-  (arXiv:2401.08417, equations 3 and 4), without a reference.
+  (arXiv:2401.08417), without a reference.
 
   The likelihood term is the mean over a response's tokens, then over pairs; metric
   `sft_loss` has it. `label_smoothing` as for `sigmoid`.
@@ -269,9 +277,9 @@ def cpo(
 
 def orpo(scores: PairScores, *, lambda_orpo: float = 0.1) -> PairLoss:
   """-log P(c) - lambda_orpo log s(log odds(c) - log odds(r)): ORPO (arXiv:2403.07691,
-  equation 6), without a reference.
+  equations 3 to 7), without a reference.
 
-  log P is the mean log-probability per token (equation 1 there) and odds = P / (1 - P).
+  log P is the mean log-probability per token and odds = P / (1 - P).
   Metrics: `sft_loss` the first term, `or_loss` the second without its weight,
   `odds_ratio` the difference of the log odds. Mean log-probabilities above -1e-6 count
   as -1e-6, where 1 - P has no gradient any more.

@@ -18,16 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from tunix.ops import kl, pair_losses as pairs, pair_losses_coupled as coupled
-from tunix.ops.pair_losses import PairLoss, PairScores
-from tunix.ops.reductions import keep, safe_divide
+from tunix.ops.pair_losses import PairLoss, PairScores, masked
+from tunix.ops.reductions import keep, safe_divide, weighted_sum
 
 
 class PairLossSpec(NamedTuple):
   """A pair loss and what a trainer must know of it.
 
   Attributes:
-    function: (PairScores, *, options) -> values [B] or PairLoss; the keyword-only
-      parameters are its options. It is called with padding rows already zeroed.
+    function: (PairScores, *, options) -> values [B] or PairLoss (whose metrics are
+      added); what it is called with has 0 in padding rows.
     needs_reference: it reads ref_chosen and ref_rejected.
     coupled: a pair's value depends on the other pairs: it must be given the global
       batch, or be split by `coupled_coefficients`.
@@ -42,8 +42,7 @@ class PairLossSpec(NamedTuple):
   @property
   def options(self) -> tuple[str, ...]:
     """Names of the options, `beta` and `label_smoothing` among them if taken."""
-    parameters = inspect.signature(self.function).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+    return tuple(inspect.signature(self.function).parameters)[1:]
 
 
 PAIR_LOSSES: dict[str, PairLossSpec] = {
@@ -151,12 +150,7 @@ def pair_loss(
   scores = _clean(scores)
   out = spec.function(scores, **options)
   values, more = out if isinstance(out, PairLoss) else (out, {})
-  metrics = {**_metrics(spec, scores, beta), **more}
-  zeroed = lambda x: keep(x, scores.weights)
-  return PairLoss(
-    zeroed(values),
-    {name: jax.lax.stop_gradient(zeroed(x)) for name, x in metrics.items()},
-  )
+  return masked(values, {**_metrics(spec, scores, beta), **more}, scores.weights)
 
 
 def check_pair_loss(
@@ -167,7 +161,7 @@ def check_pair_loss(
   Raises:
     ValueError, TypeError: as `pair_loss` and `pair_loss_spec`.
   """
-  row = jax.ShapeDtypeStruct((2,), jnp.float32)
+  row: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
   options = {"beta": beta, "label_smoothing": label_smoothing, **options}
   jax.eval_shape(lambda s: pair_loss(loss, s, **options), PairScores(*[row] * 7))
 
@@ -189,11 +183,12 @@ def coupled_coefficients(
   Args and Raises as `pair_loss`; `scores` are the whole global batch's.
   """
 
+  options = {"beta": beta, "label_smoothing": label_smoothing, **options}
+
   def total(chosen, rejected):
     given = scores._replace(chosen=chosen, rejected=rejected)
-    options_ = {"beta": beta, "label_smoothing": label_smoothing, **options}
-    values = pair_loss(loss, given, **options_).values
-    return jnp.sum(values * keep(scores.weights, scores.weights)), values
+    values = pair_loss(loss, given, **options).values
+    return weighted_sum(values, scores.weights).total, values
 
   gradient = jax.grad(total, (0, 1), has_aux=True)
   (chosen, rejected), values = gradient(scores.chosen, scores.rejected)
@@ -218,12 +213,7 @@ def coupled_loss(
   slope = coefficients.chosen * change(scores.chosen)
   slope += coefficients.rejected * change(scores.rejected)
   values = coefficients.values + safe_divide(slope, scores.weights)
-  metrics = _metrics(spec, scores, beta)
-  zeroed = lambda x: keep(x, scores.weights)
-  return PairLoss(
-    zeroed(values),
-    {name: jax.lax.stop_gradient(zeroed(x)) for name, x in metrics.items()},
-  )
+  return masked(values, _metrics(spec, scores, beta), scores.weights)
 
 
 def accuracy(margins: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ def bradley_terry(
   The Bradley-Terry likelihood of a preference (arXiv:2203.02155, equation 1), with a
   margin that grows with how clear the preference is (Llama 2, arXiv:2307.09288,
   equation 2) and a term that draws the rewards, which the first leaves free up to a
-  constant, to a mean of 0 (arXiv:2312.09244, section 2).
+  constant, to a mean of 0 (arXiv:2312.09244).
 
   Args:
     chosen, rejected: rewards of the responses, differentiated.
