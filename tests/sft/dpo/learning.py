@@ -36,7 +36,7 @@ ROWS, TAUGHT_STEPS = 32, 250
 
 # name -> (trainer, settings, learning rate, steps)
 RUNS: dict[str, tuple[Any, Any, float, int]] = {
-  "dpo": (DPOTrainer, DPOTrainingConfig(beta=0.5, pbar_description=None), 1e-4, 80),
+  "dpo": (DPOTrainer, DPOTrainingConfig(beta=1.0, pbar_description=None), 1e-4, 60),
   "orpo": (
     ORPOTrainer,
     ORPOTrainingConfig(lambda_orpo=1.0, pbar_description=None),
