@@ -17,6 +17,7 @@ _LAZY = {
   "CheckpointManager": "tunix.sft.checkpoint_manager",
   "DAPOConfig": "tunix.rl.grpo.dapo_learner",
   "DAPOLearner": "tunix.rl.grpo.dapo_learner",
+  "DistillationTrainer": "tunix.distillation.distillation_trainer",
   "DrGRPOConfig": "tunix.rl.grpo.drgrpo_learner",
   "DrGRPOLearner": "tunix.rl.grpo.drgrpo_learner",
   "GRPOConfig": "tunix.rl.grpo.grpo_learner",
@@ -24,12 +25,15 @@ _LAZY = {
   "LoraConfig": "tunix.models.lora",
   "MetricsLogger": "tunix.sft.metrics_logger",
   "MetricsLoggerOptions": "tunix.sft.metrics_logger",
+  "OnPolicyConfig": "tunix.distillation.on_policy_trainer",
+  "OnPolicyDistillationTrainer": "tunix.distillation.on_policy_trainer",
   "PPOConfig": "tunix.rl.ppo.ppo_learner",
   "PPOLearner": "tunix.rl.ppo.ppo_learner",
   "PeftTrainer": "tunix.sft.peft_trainer",
   "PeftTrainerConfig": "tunix.sft.peft_trainer",
   "RLCluster": "tunix.rl.rl_cluster",
   "Sampler": "tunix.generate.sampler",
+  "TeacherCache": "tunix.distillation.teacher_cache",
   "TokenizerAdapter": "tunix.generate.tokenizer_adapter",
   "TrainingConfig": "tunix.sft.peft_trainer",
   "TrainingInput": "tunix.sft.peft_trainer",
@@ -38,6 +42,14 @@ _LAZY = {
 __all__ = ["__version__", *sorted(_LAZY)]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+  from tunix.distillation.distillation_trainer import (
+    DistillationTrainer as DistillationTrainer,
+  )
+  from tunix.distillation.on_policy_trainer import (
+    OnPolicyConfig as OnPolicyConfig,
+    OnPolicyDistillationTrainer as OnPolicyDistillationTrainer,
+  )
+  from tunix.distillation.teacher_cache import TeacherCache as TeacherCache
   from tunix.generate.sampler import CacheConfig as CacheConfig, Sampler as Sampler
   from tunix.generate.tokenizer_adapter import TokenizerAdapter as TokenizerAdapter
   from tunix.models.automodel import AutoModel as AutoModel

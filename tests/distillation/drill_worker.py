@@ -1,4 +1,4 @@
-"""Runs one job of the kill drills: python -m tests.distillation.drill_worker JOB FOLDER."""
+"""A job of the kill drills: python -m tests.distillation.drill_worker JOB FOLDER."""
 
 import pathlib
 import sys

@@ -1,4 +1,4 @@
-"""Distillations that are killed at awkward moments end with an untouched run's bytes."""
+"""Distillations that are killed end with the bytes of an untouched run."""
 
 import sys
 

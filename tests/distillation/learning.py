@@ -1,4 +1,6 @@
-"""What distillation is worth, on a chain of words: python -m tests.distillation.learning.
+"""What distillation is worth on a chain of words:
+
+  python -m tests.distillation.learning
 
 The next word is drawn from a distribution of the two words before it. A 4-layer teacher
 has seen much of the chain; a 2-layer student gets few rows. What counts is the
@@ -9,6 +11,7 @@ what it writes itself, the mean of its log-probability less the chain's. Both in
 import functools
 import json
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +31,8 @@ from tunix.generate.sampler import Sampler
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 
 WORDS, LENGTH, PROMPT = 24, 24, 4
-TEACHER_STEPS, STEPS, ROWS = 600, 150, 8
-QUIET = {"pbar_description": None}
+TEACHER_STEPS, STEPS, ROWS = 400, 120, 8
+QUIET: dict[str, Any] = {"pbar_description": None}
 # Log-probability of a word by the two before it; word 0 is padding.
 CHAIN = np.log(
   np.random.default_rng(0).dirichlet(np.full(WORDS, 0.15), (WORDS, WORDS)) + 1e-4
@@ -77,7 +80,7 @@ def student():
 def teacher():
   out = model(4, 64, 0)
   tx = optax.adam(optax.cosine_decay_schedule(3e-3, TEACHER_STEPS))
-  data = (batch(rows(1000 + i, 64)) for i in range(TEACHER_STEPS))
+  data = (batch(rows(1000 + i, 32)) for i in range(TEACHER_STEPS))
   PeftTrainer(out, tx, TrainingConfig(**QUIET)).train(data)
   return out
 

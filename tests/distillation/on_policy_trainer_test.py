@@ -144,9 +144,7 @@ def test_policy_gradient_by_hand():
   p = jnp.log(jnp.asarray([[0.25, 0.9]]))
   labels = Labels(jnp.zeros((1, 2), jnp.int32), jnp.asarray([[1.0, 0.0]]))
   strategy = PolicyGradientStrategy()
-  value, pull = jax.value_and_grad(
-    lambda q: strategy.compute_loss(q, p, labels)[0]
-  )(q)
+  value, pull = jax.value_and_grad(lambda q: strategy.compute_loss(q, p, labels)[0])(q)
   np.testing.assert_allclose(value, np.log(2) * np.log(0.5), rtol=1e-6)
   np.testing.assert_allclose(pull, [[np.log(2), 0.0]], rtol=1e-6)
   _, metrics = strategy.compute_loss(q, p, labels)
@@ -166,8 +164,8 @@ def test_its_expected_gradient_is_that_of_the_reverse_kl():
 
   def drawn(word):
     def loss(q):
-      pair = [jax.nn.log_softmax(x)[word][None, None] for x in (q, p)]
-      return PolicyGradientStrategy().compute_loss(*pair, labels)[0]
+      own, theirs = (jax.nn.log_softmax(x)[word][None, None] for x in (q, p))
+      return PolicyGradientStrategy().compute_loss(own, theirs, labels)[0]
 
     return jax.grad(loss)(q)
 

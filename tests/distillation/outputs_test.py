@@ -33,7 +33,10 @@ def test_smoothed_labels():
 
 
 def test_hidden_states_are_scored_as_their_logits():
-  hidden, table = jax.random.normal(jax.random.key(0), (2, 1, 2, 4))[0], jnp.eye(4)[:, :3]
+  hidden, table = (
+    jax.random.normal(jax.random.key(0), (2, 1, 2, 4))[0],
+    jnp.eye(4)[:, :3],
+  )
   labels = jnp.asarray([[2, -1]])
   got = outputs.task_loss(Unembedded(hidden, table, Layout()), labels)
   want = outputs.task_loss(hidden @ table, labels)

@@ -78,7 +78,7 @@ def test_other_weights_are_refused(filled):
 def test_other_settings_are_refused(filled, tmp_path):
   with pytest.raises(ValueError, match="wants the top 6 words"):
     TeacherCache(filled, top_k=6)
-  with pytest.raises(ValueError, match="at temperature 2.0"):
+  with pytest.raises(ValueError, match=r"at temperature 2\.0"):
     trainers.trainer(LogitStrategy(), known=TeacherCache(filled))
   with pytest.raises(ValueError, match="there is no teacher cache"):
     TeacherCache(tmp_path / "other")

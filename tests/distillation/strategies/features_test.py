@@ -1,5 +1,7 @@
 """Feature and attention strategies: the loss by hand, padding, options, learning."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,18 +143,17 @@ def test_what_is_refused():
   with pytest.raises(ValueError, match="alpha"):
     MAKES["pooling"](alpha=-0.1)
   with pytest.raises(ValueError, match="may grow"):
-    trainers.trainer(
-      MAKES["pooling"](), known=trainers.teacher(embed_dim=16)
-    ).train([toys.batch(0)])
+    trainers.trainer(MAKES["pooling"](), known=trainers.teacher(embed_dim=16)).train(
+      [toys.batch(0)]
+    )
 
 
 def test_dropout_masks_go_on_from_step_to_step():
   from tunix.models import lora
 
   config = lora.LoraConfig(rank=2, alpha=4.0, dropout=0.5)
-  t = trainers.trainer(
-    MAKES["pooling"](), student=lora.apply(toys.model(), config)
-  )
+  student: Any = toys.model()
+  t = trainers.trainer(MAKES["pooling"](), student=lora.apply(student, config))
   rows = lambda: {
     int(x[..., 1].max())
     for n, x in sft.leaves(t.model, nnx.RngState).items()
