@@ -19,6 +19,7 @@ _LAZY = {
   "DAPOLearner": "tunix.rl.grpo.dapo_learner",
   "DPOTrainer": "tunix.sft.dpo.dpo_trainer",
   "DPOTrainingConfig": "tunix.sft.dpo.dpo_trainer",
+  "DistillationTrainer": "tunix.distillation.distillation_trainer",
   "DpoTrainer": "tunix.sft.dpo.dpo_trainer",
   "DpoTrainingConfig": "tunix.sft.dpo.dpo_trainer",
   "DrGRPOConfig": "tunix.rl.grpo.drgrpo_learner",
@@ -32,6 +33,8 @@ _LAZY = {
   "MetricsLoggerOptions": "tunix.sft.metrics_logger",
   "ORPOTrainer": "tunix.sft.dpo.dpo_trainer",
   "ORPOTrainingConfig": "tunix.sft.dpo.dpo_trainer",
+  "OnPolicyConfig": "tunix.distillation.on_policy_trainer",
+  "OnPolicyDistillationTrainer": "tunix.distillation.on_policy_trainer",
   "OrpoTrainer": "tunix.sft.dpo.dpo_trainer",
   "OrpoTrainingConfig": "tunix.sft.dpo.dpo_trainer",
   "PPOConfig": "tunix.rl.ppo.ppo_learner",
@@ -45,6 +48,7 @@ _LAZY = {
   "RewardConfig": "tunix.sft.dpo.reward_trainer",
   "RewardTrainer": "tunix.sft.dpo.reward_trainer",
   "Sampler": "tunix.generate.sampler",
+  "TeacherCache": "tunix.distillation.teacher_cache",
   "TokenizerAdapter": "tunix.generate.tokenizer_adapter",
   "TrainingConfig": "tunix.sft.peft_trainer",
   "TrainingInput": "tunix.sft.peft_trainer",
@@ -53,6 +57,14 @@ _LAZY = {
 __all__ = ["__version__", *sorted(_LAZY)]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+  from tunix.distillation.distillation_trainer import (
+    DistillationTrainer as DistillationTrainer,
+  )
+  from tunix.distillation.on_policy_trainer import (
+    OnPolicyConfig as OnPolicyConfig,
+    OnPolicyDistillationTrainer as OnPolicyDistillationTrainer,
+  )
+  from tunix.distillation.teacher_cache import TeacherCache as TeacherCache
   from tunix.generate.sampler import CacheConfig as CacheConfig, Sampler as Sampler
   from tunix.generate.tokenizer_adapter import TokenizerAdapter as TokenizerAdapter
   from tunix.models.automodel import AutoModel as AutoModel

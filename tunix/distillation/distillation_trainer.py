@@ -188,8 +188,8 @@ class DistillationTrainer(PeftTrainer):
     teacher = self.teacher_model
     if teacher is None:
       raise ValueError(
-        "there is no teacher, and a batch without teacher_output: give a teacher_model, "
-        "or batches that bring it"
+        "there is no teacher, and a batch without teacher_output: give a "
+        "teacher_model, or batches that bring it"
       )
     if isinstance(teacher, TeacherCache):
       return teacher.look_up(self._loss.input_fn(batch))
@@ -232,6 +232,6 @@ def _check_models(student: Any, teacher: Any) -> None:
     )
   if student is teacher:
     raise ValueError(
-      "student_model and teacher_model are one object, which changes as it learns: give "
-      "the teacher as a copy, or backbone.reference_of(student) for adapters"
+      "student_model and teacher_model are one object, which changes as it learns: "
+      "give the teacher as a copy, or backbone.reference_of(student) for adapters"
     )
