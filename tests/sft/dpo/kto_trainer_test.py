@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests import toys, toys_text
+from tests import toys_text
 from tests.sft import trainers
 from tests.sft.dpo import preferences
 from tunix.sft.dpo.kto_trainer import KTOConfig, KTODataInput, KTOTrainer
@@ -38,7 +38,11 @@ def by_hand(model, ref, batch, beta, good=1.0, bad=1.0):
 
 def case():
   """Two models and a batch whose z0 is not 0."""
-  model, ref, batch = toys.model(0), toys.model(1), preferences.labelled(3, rows=5)
+  model, ref, batch = (
+    preferences.model(0),
+    preferences.model(1),
+    preferences.labelled(3, rows=5),
+  )
   batch["labels"] = np.array([True, False, True, True, False])
   if by_hand(model, ref, batch, 1.0)[2] == 0:
     model, ref = ref, model
@@ -79,13 +83,13 @@ def test_z0_is_of_the_whole_global_batch():
 
 def test_a_row_alone_has_no_other_to_compare_with():
   batch = {k: x[:1] for k, x in preferences.labelled().items()}
-  assert trainer(ref=toys.model(1)).eval_step(batch)["kl"] == 0.0
+  assert trainer(ref=preferences.model(1)).eval_step(batch)["kl"] == 0.0
 
 
 def test_one_kind_of_label_is_counted_and_warned_of(caplog):
   batch = preferences.labelled()
   batch["labels"][:] = True
-  t = trainer(toys.model(lora_rank=2))
+  t = trainer(preferences.model(lora_rank=2))
   with caplog.at_level(logging.WARNING):
     for _ in range(3):
       t.train_step(batch)
@@ -97,7 +101,7 @@ def test_one_kind_of_label_is_counted_and_warned_of(caplog):
 
 def test_text():
   tokenizer = toys_text.chat_tokenizer("chatml")
-  model = toys.model(vocab_size=tokenizer.vocab_size, lora_rank=2)
+  model = preferences.model(vocab_size=tokenizer.vocab_size, lora_rank=2)
   config = KTOConfig(max_prompt_length=16, max_response_length=8, pbar_description=None)
   t = KTOTrainer(model, None, optax.sgd(0.1), config, tokenizer)
   ask = [{"role": "user", "content": "hello"}]

@@ -34,7 +34,7 @@ def hand_dpo(model, ref, batch, beta):
 
 
 def test_loss_and_metrics_by_hand():
-  model, ref, batch = toys.model(0), toys.model(1), preferences.pairs()
+  model, ref, batch = preferences.model(0), preferences.model(1), preferences.pairs()
   loss, chosen, rejected = hand_dpo(model, ref, batch, 0.3)
   t = preferences.trainer(model, ref, beta=0.3)
   got = t.eval_step(batch)
@@ -50,7 +50,7 @@ def test_loss_and_metrics_by_hand():
 
 
 def test_metrics_are_logged_in_training_and_evaluation():
-  t = preferences.trainer(ref=toys.model(1))
+  t = preferences.trainer(ref=preferences.model(1))
   t.train([preferences.pairs(s) for s in range(3)], [preferences.pairs(9)])
   for name in ("rewards/accuracy", "log_probs/rejected", "kl", "loss"):
     assert len(trainers.history(t, name)) == 3
@@ -73,7 +73,11 @@ def test_metrics_are_logged_in_training_and_evaluation():
   ],
 )
 def test_the_settings_reach_the_loss(name, options):
-  batch, model, ref = preferences.pairs(rows=3), toys.model(), toys.model(1)
+  batch, model, ref = (
+    preferences.pairs(rows=3),
+    preferences.model(),
+    preferences.model(1),
+  )
   unused = name in ("simpo", "orpo") or options.get("reference_free")
   t = preferences.trainer(model, None if unused else ref, loss=name, **options)
   scores = [preferences.logps(model, batch, a) for a in ("chosen", "rejected")]
@@ -94,8 +98,8 @@ def test_a_loss_of_ones_own():
     return beta * (scores.chosen - scores.rejected - 1) ** 2
 
   batch = preferences.pairs()
-  t = preferences.trainer(ref=toys.model(1), loss=squared, beta=2.0)
-  model = toys.model()
+  t = preferences.trainer(ref=preferences.model(1), loss=squared, beta=2.0)
+  model = preferences.model()
   gap = preferences.logps(model, batch, "chosen")
   gap -= preferences.logps(model, batch, "rejected")
   want = np.mean(2 * (gap - 1) ** 2)
@@ -105,7 +109,7 @@ def test_a_loss_of_ones_own():
 @pytest.mark.parametrize("loss", ["sigmoid", "orpo", "aot"])
 def test_padding_rows_change_nothing(loss):
   batch = preferences.pairs(rows=3)
-  make = lambda: preferences.trainer(toys.model(lora_rank=2), loss=loss)
+  make = lambda: preferences.trainer(preferences.model(lora_rank=2), loss=loss)
   want = drills.gradients(make(), [batch])
   padded = preferences.with_padding(batch, 5)
   drills.assert_same_gradients(drills.gradients(make(), [padded]), want)
@@ -118,7 +122,7 @@ def test_padding_rows_change_nothing(loss):
 def test_a_shared_prompt_gives_the_same_gradient(lora_rank):
   batch = preferences.pairs(rows=4, prompt=12, response=7)
   make = lambda shared: preferences.trainer(
-    toys.model(lora_rank=lora_rank), toys.model(1), shared_prompt=shared
+    preferences.model(lora_rank=lora_rank), preferences.model(1), shared_prompt=shared
   )
   plain, shared = (drills.gradients(make(s), [batch]) for s in (False, True))
   drills.assert_same_gradients(shared, plain, tolerance=1e-6)
@@ -128,7 +132,7 @@ def test_a_shared_prompt_gives_the_same_gradient(lora_rank):
 
 def test_text_and_chats_train():
   tokenizer = toys_text.chat_tokenizer("chatml")
-  model = toys.model(vocab_size=tokenizer.vocab_size, lora_rank=2)
+  model = preferences.model(vocab_size=tokenizer.vocab_size, lora_rank=2)
   config = DPOTrainingConfig(
     max_prompt_length=24,
     max_response_length=8,
@@ -146,17 +150,17 @@ def test_text_and_chats_train():
 def test_orpo_is_a_setting_of_dpo():
   batch = preferences.pairs()
   config = ORPOTrainingConfig(pbar_description=None, lambda_orpo=0.7)
-  orpo = ORPOTrainer(toys.model(), None, optax.sgd(0.1), config)
+  orpo = ORPOTrainer(preferences.model(), None, optax.sgd(0.1), config)
   same = DPOTrainingConfig(algorithm="orpo", pbar_description=None, lambda_orpo=0.7)
-  dpo = DPOTrainer(toys.model(), None, optax.sgd(0.1), same)
+  dpo = DPOTrainer(preferences.model(), None, optax.sgd(0.1), same)
   metrics = orpo.eval_step(batch)
   assert metrics == dpo.eval_step(batch)
   assert {"odds_ratio", "sft_loss", "or_loss"} <= metrics.keys()
   weaker = DPOTrainingConfig(algorithm="orpo", lambda_orpo=0.1, pbar_description=None)
-  other = DPOTrainer(toys.model(), None, optax.sgd(0.1), weaker).eval_step(batch)
+  other = DPOTrainer(preferences.model(), None, optax.sgd(0.1), weaker).eval_step(batch)
   assert other["loss"] != metrics["loss"]
   with pytest.raises(ValueError, match="ORPOTrainer with algorithm 'dpo'"):
-    ORPOTrainer(toys.model(), None, optax.sgd(0.1), DPOTrainingConfig())
+    ORPOTrainer(preferences.model(), None, optax.sgd(0.1), DPOTrainingConfig())
 
 
 # The reference.
@@ -166,7 +170,7 @@ def test_a_full_model_needs_a_reference_or_says_that_it_has_none():
   with pytest.raises(ValueError, match=r"pass ref_model=.*reference_free=True"):
     preferences.trainer()
   with pytest.raises(ValueError, match="ref_model is the model itself"):
-    preferences.trainer(model := toys.model(), model)
+    preferences.trainer(model := preferences.model(), model)
   assert preferences.trainer(reference_free=True).eval_step(preferences.pairs())
   for loss in ("simpo", "cpo", "orpo"):
     assert preferences.trainer(loss=loss).eval_step(preferences.pairs())
@@ -175,8 +179,8 @@ def test_a_full_model_needs_a_reference_or_says_that_it_has_none():
 def test_the_reference_of_adapters_is_the_model_below_them():
   """And stays so while the adapters learn."""
   batch = preferences.pairs()
-  adapted = toys.model(0, lora_rank=2)  # its adapters are not zero
-  base = toys.model(0)
+  adapted = preferences.model(0, lora_rank=2)  # its adapters are not zero
+  base = preferences.model(0)
   t = preferences.trainer(adapted)
   for _ in range(2):
     want, _, _ = hand_dpo(adapted, base, batch, 0.1)
@@ -184,7 +188,7 @@ def test_the_reference_of_adapters_is_the_model_below_them():
 
 
 def test_the_reference_of_adapters_costs_no_memory():
-  model = lora.apply(toys.model(embed_dim=128), toys.default_lora())
+  model = lora.apply(preferences.model(embed_dim=128), toys.default_lora())
   size = tree.size_bytes(nnx.state(model, nnx.Param))
   adapters = tree.size_bytes(nnx.state(model, nnx.LoRAParam))
   assert adapters < size / 10
@@ -195,7 +199,7 @@ def test_the_reference_of_adapters_costs_no_memory():
   grown = sum(live_array_bytes().values()) - before
   assert grown < 3 * adapters + 20_000, grown  # copies of the adapters, the batch
   with_two = preferences.trainer(
-    toys.model(embed_dim=128), toys.model(1, embed_dim=128)
+    preferences.model(embed_dim=128), preferences.model(1, embed_dim=128)
   )
   del with_two
   below = t._reference.model(t._module, None)
@@ -204,24 +208,26 @@ def test_the_reference_of_adapters_costs_no_memory():
 
 
 def test_the_reference_is_left_alone_and_runs_without_dropout():
-  ref = toys.model(1)
+  ref = preferences.model(1)
   before = trainers.leaves(ref)
-  t = preferences.trainer(toys.model(), ref)
+  t = preferences.trainer(preferences.model(), ref)
   t.train([preferences.pairs()])
   assert trainers.equal(before, trainers.leaves(ref))
 
 
 def test_references_live_on_their_own_mesh(mesh_fsdp8, mesh_fsdp4_tp2):
   batch = preferences.pairs(rows=8)
-  want = preferences.trainer(toys.model(), toys.model(1)).eval_step(batch)["loss"]
+  want = preferences.trainer(preferences.model(), preferences.model(1)).eval_step(
+    batch
+  )["loss"]
   from tunix.models.automodel import AutoModel
 
-  ref = AutoModel.from_config(toys.config(), seed=1, mesh=mesh_fsdp4_tp2)
-  alone = preferences.trainer(toys.model(), ref)
+  ref = AutoModel.from_config(toys.config(num_layers=1), seed=1, mesh=mesh_fsdp4_tp2)
+  alone = preferences.trainer(preferences.model(), ref)
   assert alone.eval_step(batch)["loss"] == pytest.approx(want, rel=1e-5)
   with jax.set_mesh(mesh_fsdp8):
-    for reference in (ref, toys.model(1)):
-      t = preferences.trainer(toys.model(), reference)
+    for reference in (ref, preferences.model(1)):
+      t = preferences.trainer(preferences.model(), reference)
       assert t.eval_step(batch)["loss"] == pytest.approx(want, rel=1e-5)
 
 
@@ -229,7 +235,7 @@ def test_no_logits_array():
   """The step's temporaries are less than one [2B, R, V] of floats, which no buffer is.
   (Blocks of logits are of 256 MiB at most; compiled, not run.)"""
   vocab, rows, response = 2**16, 16, 128
-  model = toys.model(vocab_size=vocab, lora_rank=2)
+  model = preferences.model(vocab_size=vocab, lora_rank=2)
   batch = preferences.pairs(rows=rows, prompt=8, response=response)
   t = preferences.trainer(model, reference_free=True)
   plan = t.lower_train_step(batch).compile()
@@ -267,18 +273,23 @@ def test_settings_are_checked(kind, options, message):
 
 def test_wrong_calls_are_named():
   with pytest.raises(TypeError, match="DPOTrainer takes a DPOTrainingConfig"):
-    DPOTrainer(toys.model(), toys.model(1), optax.sgd(0.1), PreferenceConfig())
-  t = preferences.trainer(ref=toys.model(1))
+    DPOTrainer(
+      preferences.model(), preferences.model(1), optax.sgd(0.1), PreferenceConfig()
+    )
+  t = preferences.trainer(ref=preferences.model(1))
   with pytest.raises(TypeError, match="loss from its config"):
     t.with_loss_fn(lambda model: 0.0)
   with pytest.raises(TypeError, match="map them before train"):
     t.with_gen_model_input_fn(dict)
   with pytest.raises(TypeError, match="takes a batch alone"):
-    t.train_step(toys.model(), preferences.pairs())
+    t.train_step(preferences.model(), preferences.pairs())
 
 
 def test_a_reference_that_nothing_uses_is_said(caplog):
   t = PreferenceTrainer(
-    toys.model(), toys.model(1), optax.sgd(0.1), PreferenceConfig(loss="simpo")
+    preferences.model(),
+    preferences.model(1),
+    optax.sgd(0.1),
+    PreferenceConfig(loss="simpo"),
   )
   assert "ref_model is not used" in caplog.text and t._reference is None

@@ -11,6 +11,11 @@ from tunix.sft.dpo.preference_trainer import PreferenceTrainer
 from tunix.sft.dpo.reward_trainer import RewardTrainer
 
 
+def model(seed: int = 0, **options: Any) -> Any:
+  """A toy of one layer: half of what these tests cost is compiling."""
+  return toys.model(seed, num_layers=1, **options)
+
+
 def row_of(rng, count: int, width: int, left: bool) -> tuple[list[int], list[int]]:
   tokens, empty = rng.integers(1, toys.VOCAB, count).tolist(), [0] * (width - count)
   ones = [1] * count
@@ -54,14 +59,14 @@ def with_padding(batch: dict[str, np.ndarray], rows: int) -> dict[str, np.ndarra
 
 
 def trainer(
-  model: Any = None, ref: Any = None, kind: Any = PreferenceTrainer, **options: Any
+  policy: Any = None, ref: Any = None, kind: Any = PreferenceTrainer, **options: Any
 ) -> Any:
   """Plain SGD; keywords are the config's."""
-  model = toys.model() if model is None else model
+  policy = model() if policy is None else policy
   config = kind.config_type(pbar_description=None, **options)
   if kind is RewardTrainer:
-    return kind(model, optax.sgd(0.1), config)
-  return kind(model, ref, optax.sgd(0.1), config)
+    return kind(policy, optax.sgd(0.1), config)
+  return kind(policy, ref, optax.sgd(0.1), config)
 
 
 @nnx.jit

@@ -4,7 +4,6 @@ import numpy as np
 import optax
 import pytest
 
-from tests import toys
 from tests.sft.dpo import preferences
 from tunix.generate import scoring
 from tunix.models import heads, safetensors_saver
@@ -15,7 +14,7 @@ from tunix.sft.dpo.reward_trainer import RewardConfig, RewardTrainer
 
 
 def scored(seed=0, **options):
-  return heads.with_scores(toys.model(seed, **options))
+  return heads.with_scores(preferences.model(seed, **options))
 
 
 def trainer(model=None, **options):
@@ -92,8 +91,8 @@ def test_it_learns_and_serves_as_the_reward_role(lora_rank, tmp_path):
 
 def test_a_language_model_is_refused():
   with pytest.raises(ValueError, match="has no scores a position"):
-    trainer(toys.model())
+    trainer(preferences.model())
   with pytest.raises(ValueError, match="has 2 scores"):
-    trainer(heads.with_scores(toys.model(), 2))
+    trainer(heads.with_scores(preferences.model(), 2))
   with pytest.raises(ValueError, match="centering is -1"):
     RewardConfig(centering=-1.0)
