@@ -124,7 +124,7 @@ def test_fit_by_policy():
 def test_stacking():
   ids, mask = answers.stack_prompts([np.asarray([1, 2]), np.asarray([])], 3, 9)
   assert ids.tolist() == [[9, 1, 2], [9, 9, 9]]
-  assert mask.tolist() == [[0, 1, 1], [0, 0, 1]]  # a row of padding has one token
+  assert mask.tolist() == [[0, 1, 1], [0, 0, 0]]
   rows, own = [np.asarray([1, 2]), np.asarray([])], [np.asarray([0, 1]), np.asarray([])]
   ids, mask = answers.stack_responses(rows, own, 3, 9)
   assert ids.tolist() == [[1, 2, 9], [9, 9, 9]]

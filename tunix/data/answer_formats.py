@@ -137,7 +137,7 @@ def _answers(
       f'{where}: "{whole[0]}" is a whole conversation and {_quoted(given)} are not '
       "both: give the prompt in both, or in none"
     )
-  count = _common(list(given.values()), where)
+  count = common_messages(list(given.values()), where)
   if "prompt" in record:
     count = _repeated(record["prompt"], next(iter(given.values()))[:count], where)
   prompt = next(iter(given.values()))[:count]
@@ -149,8 +149,14 @@ def _is_whole(response: Any) -> bool:
   return isinstance(response, list) and response[0]["role"] in ("system", "user")
 
 
-def _common(conversations: Sequence[list[dict[str, Any]]], where: str) -> int:
-  """Messages that all begin with, the last turn of each left out."""
+def common_messages(
+  conversations: Sequence[Sequence[Mapping[str, Any]]], where: str
+) -> int:
+  """How many messages all begin with, the last of each left out.
+
+  Raises:
+    ValueError: none; begins with `where`.
+  """
   most = min(len(messages) for messages in conversations) - 1
   count = 0
   while count < most and all(

@@ -221,6 +221,8 @@ class AnswerSource:
     out["prompt_ids"], out["prompt_mask"] = answers.stack_prompts(
       prompts, self.max_prompt_length, pad_id
     )
+    # Rows of padding have a token too: a model needs one to begin with.
+    out["prompt_mask"][len(own) :, -1] = 1
     for at, name in enumerate(self.names):
       ids, masks = (
         [row["answered"][part][at] for row in own] + [nothing] * missing

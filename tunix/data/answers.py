@@ -182,16 +182,12 @@ def equal_responses(pair: Answered) -> bool:
 def stack_prompts(
   prompts: Sequence[np.ndarray], length: int, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Token ids and mask, int32 [B, length] each, padded on the left.
-
-  An empty prompt is that of a row of padding: its last token counts as real, because a
-  model needs one token to begin with.
-  """
+  """Token ids and mask, int32 [B, length] each, padded on the left."""
   ids = np.full((len(prompts), length), pad_id, np.int32)
   mask = np.zeros((len(prompts), length), np.int32)
   for row, prompt in enumerate(prompts):
     ids[row, length - len(prompt) :] = prompt
-    mask[row, length - max(1, len(prompt)) :] = 1
+    mask[row, length - len(prompt) :] = 1
   return ids, mask
 
 

@@ -67,6 +67,17 @@ def test_an_answer_may_be_a_message_or_a_conversation():
   assert row(None, whole, tokenizer) == plain
 
 
+def test_an_answer_of_several_turns_scores_the_assistants():
+  tokenizer = toys_text.chat_tokenizer("chatml")
+  turn = lambda role, text: {"role": role, "content": text}
+  turns = [turn("assistant", "five"), turn("user", "Think"), turn("assistant", "six")]
+  got = row(ASK, [turns, "five"], tokenizer)
+  ids, mask = np.asarray(got.responses[0]), np.asarray(got.masks[0])
+  scored = tokenizer.decode(ids[mask == 1], skip_special_tokens=False)
+  assert scored == "five<|im_end|>six<|im_end|>"
+  assert all(got.masks[1])
+
+
 @pytest.mark.parametrize(
   ("prompt", "answers", "message"),
   [
@@ -74,7 +85,8 @@ def test_an_answer_may_be_a_message_or_a_conversation():
     ("hi", [" a", " \n"], "row 7: an answer is empty"),
     ("hi", [[{"role": "assistant", "content": "x"}], " b"], "the prompt is a text"),
     (None, ["a", "b"], "must be whole conversations"),
-    (ASK, [[*ASK, *ASK], "b"], r"\['user', 'user'\]"),
+    (ASK, [[*ASK, *ASK], "b"], "no turn of the role 'assistant'"),
+    (ASK, [3, "b"], "an answer is a int, expected a text, a message or"),
   ],
 )
 def test_bad_rows_are_named(prompt, answers, message):
@@ -84,7 +96,7 @@ def test_bad_rows_are_named(prompt, answers, message):
 
 def test_an_empty_prompt_needs_bos():
   assert row("", [" a", " b"]).prompt == [TEXT.bos_id()]
-  with pytest.raises(ValueError, match="the prompt is empty and"):
+  with pytest.raises(ValueError, match="the prompt is empty, and"):
     row("", ["a", "b"], toys_text.chat_tokenizer("chatml"))
 
 

@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from tunix.data import chat
+from tunix.data import answer_formats, answers
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 # A text, or a conversation; an answer may also be one message of the assistant.
@@ -115,11 +114,13 @@ class Row(NamedTuple):
   Attributes:
     prompt: at most `Limits.prompt`; the first tokens are cut, BOS stays.
     responses: each ends with EOS, or was cut at `Limits.response`.
+    masks: of each, 1 on scored tokens; see `tunix.data.answers.Answered`.
     cut: whether the prompt was, and whether an answer was.
   """
 
   prompt: list[int]
   responses: tuple[list[int], ...]
+  masks: tuple[list[int], ...]
   cut: tuple[bool, bool]
 
 
@@ -150,22 +151,26 @@ def tokenise_row(
   """
   if not prompt and not isinstance(prompt, str):
     prompt, responses = _split_conversations(responses, where)
-  encoded = [_encode(prompt, answer, tokenizer, where) for answer in responses]
-  prompts = [ids for ids, _ in encoded]
-  if prompt == "" and tokenizer.bos_id() is None:
-    raise ValueError(
-      f"{where}: the prompt is empty and the tokenizer has no BOS, so an answer's "
-      "first token has nothing to be predicted from; give the pair a prompt"
-    )
-  if any(ids != prompts[0] for ids in prompts):
-    raise ValueError(
-      f"{where}: the prompt is not tokenised alike before both answers (the chat "
-      "template shows it by what follows): render it yourself and pass texts"
-    )
-  answers = tuple(ids[: limits.response] for _, ids in encoded)
-  cut = any(len(ids) > limits.response for _, ids in encoded)
-  kept = _keep_end(prompts[0], limits.prompt, tokenizer.bos_id())
-  return Row(kept, answers, (len(kept) < len(prompts[0]), cut))
+  texts = [_answer(prompt, answer, where) for answer in responses]
+  if any(answer_formats.is_empty(text) for text in texts):
+    raise BadRow(f"{where}: an answer is empty; drop the pair")
+  full = answers.tokenise(
+    prompt, texts, tokenizer, where=where, chat=not isinstance(prompt, str)
+  )
+  fitted = answers.fit(
+    full,
+    max_prompt_length=limits.prompt,
+    max_response_length=limits.response,
+    bos_id=tokenizer.bos_id(),
+  )
+  assert fitted is not None  # nothing is dropped
+  lengths = [[len(r) for r in some.responses] for some in (full, fitted)]
+  return Row(
+    fitted.prompt.tolist(),
+    tuple(ids.tolist() for ids in fitted.responses),
+    tuple(mask.tolist() for mask in fitted.masks),
+    (len(fitted.prompt) < len(full.prompt), lengths[0] != lengths[1]),
+  )
 
 
 def _split_conversations(
@@ -177,11 +182,8 @@ def _split_conversations(
       f"{where}: without a prompt the answers must be whole conversations (lists of "
       "messages with a common beginning); add the prompt"
     )
-  common = 0
-  shortest = min(len(answer) for answer in responses) - 1
-  while common < shortest and all(a[common] == responses[0][common] for a in responses):
-    common += 1
-  return responses[0][:common], [answer[common:] for answer in responses]
+  count = answer_formats.common_messages(responses, where)
+  return responses[0][:count], [answer[count:] for answer in responses]
 
 
 def is_messages(value: Any) -> bool:
@@ -189,63 +191,17 @@ def is_messages(value: Any) -> bool:
   return isinstance(value, list | tuple) and all(isinstance(m, Mapping) for m in value)
 
 
-def _encode(
-  prompt: Text, answer: Any, tokenizer: TokenizerAdapter, where: str
-) -> tuple[list[int], list[int]]:
-  """Token ids of the prompt and of the answer."""
-  if isinstance(prompt, str):
-    if not isinstance(answer, str):
-      raise ValueError(
-        f"{where}: the prompt is a text and an answer a {type(answer).__name__}: make "
-        "both texts, or the prompt a list of messages"
-      )
-    empty = not answer.strip()
-    record: dict[str, Any] = {"prompt": prompt, "response": answer}
-  else:
-    message = _answer_message(answer, where)
-    empty = not (message.get("content") or "").strip() and not message.get("tool_calls")
-    shown = [{**turn, "train": False} for turn in prompt]
-    record = {"messages": [*shown, {**message, "train": True, "weight": 1}]}
-  if empty:
-    raise BadRow(f"{where}: an answer is empty; drop the pair")
-  example = chat.render(
-    record, tokenizer, where=where, chat=not isinstance(prompt, str)
-  )
-  split = example.prompt_length
-  answer_ids = example.tokens[split:][example.mask[split:] == 1]
-  return example.tokens[:split].tolist(), answer_ids.tolist()
-
-
-def _answer_message(answer: Any, where: str) -> Mapping[str, Any]:
-  """The assistant's message that an answer to messages is."""
-  if isinstance(answer, str):
-    return {"role": "assistant", "content": answer}
+def _answer(prompt: Text, answer: Any, where: str) -> Text:
+  """A text, or a list of messages."""
+  if isinstance(prompt, str) and not isinstance(answer, str):
+    raise ValueError(
+      f"{where}: the prompt is a text and an answer a {type(answer).__name__}: make "
+      "both texts, or the prompt a list of messages"
+    )
   turns = [answer] if isinstance(answer, Mapping) else answer
-  if is_messages(turns) and len(turns) == 1 and turns[0].get("role") == "assistant":
-    return turns[0]
-  roles = [turn.get("role") for turn in turns] if is_messages(turns) else turns
+  if isinstance(turns, str) or is_messages(turns):
+    return turns
   raise ValueError(
-    f"{where}: an answer to messages is one message of the assistant, found {roles!r}: "
-    "put the turns before it into the prompt"
+    f"{where}: an answer is a {type(answer).__name__}, expected a text, a message or "
+    "a list of messages"
   )
-
-
-def _keep_end(ids: list[int], limit: int, bos: int | None) -> list[int]:
-  """The last `limit` tokens, BOS in front if it was there."""
-  if len(ids) <= limit:
-    return ids
-  if ids[0] == bos and limit > 1:
-    return [ids[0], *ids[1 - limit :]]
-  return ids[-limit:]
-
-
-def pad(
-  rows: Sequence[Sequence[int]], width: int, *, left: bool
-) -> tuple[np.ndarray, np.ndarray]:
-  """(ids, mask), int32 [B, width]; padding is 0 in both."""
-  ids = np.zeros((len(rows), width), np.int32)
-  mask = np.zeros((len(rows), width), np.int32)
-  for i, row in enumerate(rows):
-    place = slice(width - len(row), width) if left else slice(0, len(row))
-    ids[i, place], mask[i, place] = row, 1
-  return ids, mask

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from tunix.data.answers import stack_prompts, stack_responses
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.sft.dpo.pairs import (
   PAIR,
@@ -19,7 +20,6 @@ from tunix.sft.dpo.pairs import (
   Row,
   TrainingInput,
   is_messages,
-  pad,
   tokenise_row,
 )
 from tunix.sft.losses import batch_fields
@@ -139,7 +139,8 @@ class Reader:
   def _row(self, prompt: Any, answers: Sequence[Any], index: int) -> Row:
     assert self.tokenizer is not None and self.limits is not None
     where = f"row {index} of the batch"
-    empty = Row([], ([],) * len(answers), (False, False))
+    nothing = ([],) * len(answers)
+    empty = Row([], nothing, nothing, (False, False))
     try:
       row = tokenise_row(prompt, answers, self.tokenizer, self.limits, where)
     except BadRow as error:
@@ -202,10 +203,12 @@ def rows_to_arrays(
 ) -> dict[str, np.ndarray]:
   """Padded token columns: prompt_ids, prompt_mask, and two for each answer."""
   out: dict[str, np.ndarray] = {}
-  prompts = pad([row.prompt for row in rows], limits.prompt, left=True)
-  out["prompt_ids"], out["prompt_mask"] = prompts
+  prompts = [np.asarray(row.prompt, np.int32) for row in rows]
+  out["prompt_ids"], out["prompt_mask"] = stack_prompts(prompts, limits.prompt, 0)
   for i, name in enumerate(answers):
-    columns = pad([row.responses[i] for row in rows], limits.response, left=False)
+    ids = [np.asarray(row.responses[i], np.int32) for row in rows]
+    masks = [np.asarray(row.masks[i], np.int32) for row in rows]
+    columns = stack_responses(ids, masks, limits.response, 0)
     out[f"{name}_ids"], out[f"{name}_mask"] = columns
   return out
 
