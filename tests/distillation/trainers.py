@@ -45,7 +45,9 @@ def prompts(seed: int = 0, rows: int = 4) -> dict[str, Any]:
   }
 
 
-def on_policy(strategy: Any, *, student: Any = None, **config: Any):
+def on_policy(
+  strategy: Any, *, student: Any = None, tokenizer: Any = None, **config: Any
+):
   return OnPolicyDistillationTrainer(
     toys.model() if student is None else student,
     teacher(),
@@ -59,5 +61,5 @@ def on_policy(strategy: Any, *, student: Any = None, **config: Any):
         **config,
       }
     ),
-    tokenizer=Ids(),
+    tokenizer=tokenizer or Ids(),
   )
