@@ -24,13 +24,18 @@ def teacher(seed: int = 1, **changes: Any):
 
 
 def trainer(
-  strategy: Any = None, *, student: Any = None, known: Any = None, **config: Any
+  strategy: Any = None,
+  *,
+  student: Any = None,
+  known: Any = None,
+  rate: float = 1e-2,
+  **config: Any,
 ) -> DistillationTrainer:
   return DistillationTrainer(
     toys.model() if student is None else student,
     teacher() if known is None else known,
     LogitStrategy() if strategy is None else strategy,
-    optax.adam(1e-2),
+    optax.adam(rate),
     TrainingConfig(**{"pbar_description": None, **config}),
   )
 
