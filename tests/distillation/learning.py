@@ -3,7 +3,7 @@
   python -m tests.distillation.learning
 
 The next word is drawn from a distribution of the two words before it. A 4-layer teacher
-has seen much of the chain; a 2-layer student gets few rows. What counts is the
+has seen much of the chain; a 2-layer student gets 64 rows. What counts is the
 student's excess: its cross-entropy on new rows less the chain's own entropy, or, of
 what it writes itself, the mean of its log-probability less the chain's. Both in nats.
 """
@@ -31,7 +31,7 @@ from tunix.generate.sampler import Sampler
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 
 WORDS, LENGTH, PROMPT = 24, 24, 4
-TEACHER_STEPS, STEPS, ROWS = 400, 120, 8
+TEACHER_STEPS, STEPS, ROWS, KNOWN = 400, 240, 8, 64
 QUIET: dict[str, Any] = {"pbar_description": None}
 # Log-probability of a word by the two before it; word 0 is padding.
 CHAIN = np.log(
@@ -122,10 +122,17 @@ def tx(rate: float = 3e-3):
   return optax.adam(optax.cosine_decay_schedule(rate, STEPS))
 
 
+def parts():
+  """The few rows that there are, over and over."""
+  fixed = rows(3, KNOWN)
+  for i in range(STEPS):
+    yield fixed[(np.arange(ROWS) + i * ROWS) % KNOWN]
+
+
 def alone() -> float:
   """Trained on the rows themselves."""
   who = student()
-  data = (batch(rows(10**4 + i, ROWS)) for i in range(STEPS))
+  data = (batch(part) for part in parts())
   PeftTrainer(who, tx(), TrainingConfig(**QUIET)).train(data)
   return excess(who)
 
@@ -133,7 +140,7 @@ def alone() -> float:
 def distilled(known) -> float:
   """The same rows, with the teacher."""
   who = student()
-  data = (batch(rows(10**4 + i, ROWS)) for i in range(STEPS))
+  data = (batch(part) for part in parts())
   strategy = LogitStrategy(temperature=1.0, alpha=0.9)
   trainer = DistillationTrainer(who, known, strategy, tx(), TrainingConfig(**QUIET))
   trainer.train(data)
@@ -160,9 +167,9 @@ POLICIES = {
 
 
 def on_policy(known, name: str) -> float:
-  """48 rows of the chain, over and over; only the prompts where the student writes."""
+  """The same rows; only their prompts where the student writes."""
   make, share = POLICIES[name]
-  who, fixed = student(), rows(3, 48)
+  who = student()
   config = OnPolicyConfig(
     max_prompt_length=PROMPT,
     max_completion_length=LENGTH - PROMPT,
@@ -173,12 +180,9 @@ def on_policy(known, name: str) -> float:
     who, known, make(), tx(), config, tokenizer=Ids()
   )
 
-  def data():
-    for i in range(STEPS):
-      part = fixed[(np.arange(ROWS) + i * ROWS) % len(fixed)]
-      yield {"prompts": part[:, :PROMPT], "completions": part[:, PROMPT:]}
-
-  trainer.train(data())
+  trainer.train(
+    {"prompts": part[:, :PROMPT], "completions": part[:, PROMPT:]} for part in parts()
+  )
   trainer.close()
   return strangeness(who)
 

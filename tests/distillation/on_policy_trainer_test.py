@@ -39,10 +39,16 @@ def test_rows_are_prompt_and_completion_side_by_side():
 
 
 def test_texts_are_encoded_and_end():
-  t = trainers.on_policy(LogitStrategy(**GKD), on_policy_fraction=0.0)
+  class Ending(Ids):
+    def eos_id(self):
+      return 5
+
+  t = trainers.on_policy(
+    LogitStrategy(**GKD), on_policy_fraction=0.0, tokenizer=Ending()
+  )
   (rows,) = rows_of(t, {"prompts": ["1 2"], "completions": ["7 8"]})
-  assert rows["input_tokens"][0, :5].tolist() == [1, 2, 7, 8, 0]
-  assert rows["input_mask"][0].sum() == 3  # with the end, which is 0 here
+  assert rows["input_tokens"][0, :5].tolist() == [1, 2, 7, 8, 5]
+  assert rows["input_mask"][0].sum() == 3
 
 
 def test_the_student_writes_what_its_sampler_says():

@@ -24,13 +24,18 @@ def teacher(seed: int = 1, **changes: Any):
 
 
 def trainer(
-  strategy: Any = None, *, student: Any = None, known: Any = None, **config: Any
+  strategy: Any = None,
+  *,
+  student: Any = None,
+  known: Any = None,
+  rate: float = 1e-2,
+  **config: Any,
 ) -> DistillationTrainer:
   return DistillationTrainer(
     toys.model() if student is None else student,
     teacher() if known is None else known,
     LogitStrategy() if strategy is None else strategy,
-    optax.adam(1e-2),
+    optax.adam(rate),
     TrainingConfig(**{"pbar_description": None, **config}),
   )
 
@@ -45,7 +50,9 @@ def prompts(seed: int = 0, rows: int = 4) -> dict[str, Any]:
   }
 
 
-def on_policy(strategy: Any, *, student: Any = None, **config: Any):
+def on_policy(
+  strategy: Any, *, student: Any = None, tokenizer: Any = None, **config: Any
+):
   return OnPolicyDistillationTrainer(
     toys.model() if student is None else student,
     teacher(),
@@ -59,5 +66,5 @@ def on_policy(strategy: Any, *, student: Any = None, **config: Any):
         **config,
       }
     ),
-    tokenizer=Ids(),
+    tokenizer=tokenizer or Ids(),
   )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 import pathlib
 from collections.abc import Iterable
@@ -155,8 +156,8 @@ class TeacherCache:
   def _write(self, keys: list[str], ids: np.ndarray, logps: np.ndarray) -> None:
     name = self._folder / f"rows-{len(self._files):06d}"
     for suffix, array in (("ids", ids), ("logps", logps)):
-      with open(name.with_suffix(f".{suffix}.npy"), "wb") as file:
-        np.save(file, array)
+      np.save(buffer := io.BytesIO(), array)
+      write_atomic(name.with_suffix(f".{suffix}.npy"), buffer.getvalue())
     path = name.with_suffix(".json")
     write_atomic(path, json.dumps(keys).encode())  # last: now the rows are there
     self._open(path)

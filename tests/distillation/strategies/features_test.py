@@ -62,7 +62,9 @@ def test_the_teacher_is_pooled_to_the_student():
 @pytest.mark.parametrize("name", MAKES)
 def test_features_come_nearer(name):
   student = toys.model()
-  t = trainers.trainer(MAKES[name](alpha=1.0), student=student)
+  # A fresh model's attention puts out numbers of 0.01: larger steps would jump over.
+  rate = 1e-3 if name == "attention" else 1e-2
+  t = trainers.trainer(MAKES[name](alpha=1.0), student=student, rate=rate)
   t.train([toys.batch(0)] * 6, [toys.batch(1)])
   distances = sft.history(t, "distill/feature_loss")
   assert distances[-1] < 0.9 * distances[0]

@@ -107,9 +107,11 @@ class LogitStrategy(BaseStrategy):
     self, student_model: nnx.Module, teacher_output: Any, inputs: Inputs
   ) -> Any:
     """See BaseStrategy."""
-    if self._teacher_layout is not None:
+    if self._teacher_layout is not None and not isinstance(teacher_output, TopK):
       table = teacher_table.of(student_model)
-      teacher_output = Unembedded(teacher_output, table, self._teacher_layout)
+      width = table.shape[1 if self._teacher_layout.transposed else 0]
+      if teacher_output.shape[-1] == width:  # else logits that the batch brought
+        teacher_output = Unembedded(teacher_output, table, self._teacher_layout)
     if not self._is_chunked(student_model) or isinstance(teacher_output, jax.Array):
       return super().get_train_loss(student_model, teacher_output, inputs)
     student, labels = outputs.unembedded(student_model, inputs), self.get_labels(inputs)
