@@ -11,7 +11,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from tunix.cli import precision
-from tunix.cli.schema import Config, TokenizerKeys, check_mesh, data_axes
+from tunix.cli.schema import Config, TokenizerKeys
+from tunix.cli.schema_mesh import check_mesh, data_axes
 from tunix.cli.utils import call_strings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import (

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from tunix.cli import build, build_data, fingerprints
 from tunix.cli.build_data import RunData
-from tunix.cli.schema import Config, DataKeys, data_axes
+from tunix.cli.schema import Config, DataKeys
+from tunix.cli.schema_mesh import data_axes
 from tunix.cli.schema_rl import RolloutKeys
 from tunix.distillation import vocabulary
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
