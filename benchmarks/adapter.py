@@ -160,6 +160,38 @@ class Adapter:
       clock.tick()
     return {**clock.summary(skip=1), "tokens": np.stack(out.tokens)}
 
+  def dpo(
+    self,
+    path: str,
+    prompts: np.ndarray,
+    chosen: np.ndarray,
+    rejected: np.ndarray,
+    lr: float = 1e-5,
+    lora_rank: int = 0,
+    **options: Any,
+  ) -> dict[str, Any]:
+    """One step a batch of pairs, with a second model for its reference (with adapters:
+    what lies below them); ids [steps, B, T]."""
+    from tunix.sft.dpo.dpo_trainer import DPOTrainer, DPOTrainingConfig, TrainingInput
+
+    config = DPOTrainingConfig(max_steps=len(prompts), pbar_description=None, **options)
+    reference = None if lora_rank else self.model(path)
+    model = self.model(path, lora_rank)
+    trainer = DPOTrainer(model, reference, optax.adamw(lr), config)
+    recorder, ones = Recorder(), np.ones_like
+    trainer.with_training_hooks(recorder).train(
+      TrainingInput(
+        prompt_ids=p,
+        prompt_mask=ones(p),
+        chosen_ids=c,
+        chosen_mask=ones(c),
+        rejected_ids=r,
+        rejected_mask=ones(r),
+      )
+      for p, c, r in zip(prompts, chosen, rejected)
+    )
+    return {**recorder.clock.summary(), "losses": recorder.losses}
+
   def grpo(
     self,
     path: str,

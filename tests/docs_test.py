@@ -1,7 +1,8 @@
 """Runs every snippet of README and docs.
 
 Python blocks of a page share one namespace; `bash` blocks run in order in the same
-folder, where `my-model`, `chat.jsonl` and `eval.jsonl` stand for the reader's own.
+folder, where `my-model`, `chat.jsonl`, `eval.jsonl`, `pairs.jsonl` and `prompts.jsonl`
+stand for the reader's own.
 README's first two blocks are the quickstart and this suite itself: they have their
 own tests.
 """
@@ -47,6 +48,13 @@ def prepared(tmp_path_factory) -> pathlib.Path:
       for i in range(count)
     ]
     lines = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / f"{name}.jsonl").write_text(lines)
+  more = {
+    "pairs": lambda i: {"prompt": f"is {i}?", "chosen": "it is", "rejected": "the sea"},
+    "prompts": lambda i: {"prompt": f"what is {i}?", "answer": "five"},
+  }
+  for name, record in more.items():
+    lines = "".join(json.dumps(record(i)) + "\n" for i in range(8))
     (folder / f"{name}.jsonl").write_text(lines)
   return folder
 

@@ -159,7 +159,7 @@ def test_unknown_keys_and_wrong_types_name_their_file(tmp_path):
     ("training: {max_steps: 1e3}", "expected a whole number"),
     ("training: {learning_rate: '1e-4'}", "the text '1e-4', expected a number"),
     ("data: {overlong: cut}", "expected one of error, truncate, drop"),
-    ("job: dpo", "expected one of sft, grpo, ppo"),
+    ("job: spin", "expected one of sft, dpo, orpo, kto, reward"),
     ("lora: {targets: q_proj}", "expected a list of names or null"),
     ("logging: {run_name: 17}", "expected text"),
   ],

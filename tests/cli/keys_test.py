@@ -23,6 +23,8 @@ from tunix.cli import (
   algorithms,
   build,
   build_data,
+  build_distill,
+  build_preference,
   build_prompts,
   build_rl,
   config as config_lib,
@@ -212,6 +214,63 @@ def learner(config):
     ).seen()
 
 
+def weight(model):
+  return model and float(sum(abs(x).sum() for x in jax.tree.leaves(nnx.state(model))))
+
+
+def built(config, build_trainer):
+  """What a builder gives its trainer."""
+  settled = optimizer.settle(config, 10)
+  return build_trainer(
+    settled,
+    build.build_model(config, None),
+    build.build_tokenizer(config),
+    optimizer.build_optimizer(settled, 0.1),
+    mesh=None,
+    output_dir=pathlib.Path("/out"),
+    learning_rate=0.1,
+  )
+
+
+def preference(config):
+  """The data of a preference job, and what its trainer is made of."""
+  build_preference.check(config)
+  made, known = [], build_preference.TRAINERS[config.job]
+
+  def trainer(model, *args, **options):
+    reference, _, settings = (None, *args) if config.job == "reward" else args
+    logps = options.get("reference_logps")
+    made.append((known[0], settings, weight(reference), logps and len(logps)))
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(build_preference.TRAINERS, config.job, (trainer, known[1]))
+    built(config, build_preference.build_trainer)
+  return data(config), made
+
+
+def distillation(config):
+  """The data of a distillation, and what its trainer is made of."""
+  try:
+    build_distill.check(config)
+  except ValueError as error:  # without a teacher
+    return str(error)
+  made = []
+
+  def trainer(student, teacher, how, tx, settings, *_, **__):
+    if isinstance(teacher, build_distill.TeacherCache):
+      made.append((teacher.top_k, teacher.temperature))
+      teacher = teacher._teacher
+    options = {k: v for k, v in vars(how).items() if isinstance(v, int | float | tuple)}
+    dtype = teacher and str(teacher.config.dtype)
+    made.append((type(how), options, settings, weight(teacher), dtype))
+
+  with pytest.MonkeyPatch.context() as patch:
+    for name in ("DistillationTrainer", "OnPolicyDistillationTrainer"):
+      patch.setattr(build_distill, name, trainer)
+    built(config, build_distill.build_trainer)
+  return data(config), made
+
+
 class Made:
   """Stands for a learner; keeps what it was given."""
 
@@ -315,6 +374,24 @@ SIZES = {
   "shuffle_seed": 3,
   "offload_to_cpu": "true",
 }
+PAIRS = {
+  "job": "dpo",
+  "data__train": "{pairs}",
+  "data__max_length": None,
+  "data__overlong": "truncate",
+  "preference__max_prompt_length": 40,
+  "preference__max_response_length": 12,
+}
+REWARD = PAIRS | {"job": "reward"}
+KTO = PAIRS | {"job": "kto", "data__train": "{labelled}"}
+DISTILL = {"job": "distill", "distill__teacher": "{half}"}
+TOP_K = DISTILL | {"distill__top_k": 3}
+JSD = DISTILL | {"distill__divergence": "jsd", "distill__jsd_beta": 0.5}
+ON_POLICY = DISTILL | {
+  "data__max_length": None,
+  "data__overlong": "truncate",
+  "distill__on_policy_fraction": 1,
+}
 VLLM = GRPO | {"rollout__engine": "vllm"}
 TABLE = {
   "job": Row("ppo", rl, GRPO),  # see test_the_job_is_what_is_trained
@@ -384,6 +461,34 @@ TABLE = {
   "reward.timeout_s": Row(9, learner, GRPO | {"reward__workers": 1}),
   "samples.every_n_rollouts": Row(3, learner, GRPO),
   "samples.max_groups": Row(3, learner, GRPO),
+  "preference.loss": Row("ipo", preference, PAIRS),
+  "preference.beta": Row(0.5, preference, PAIRS),
+  "preference.label_smoothing": Row(0.1, preference, PAIRS),
+  "preference.options": Row(
+    "{{gamma: 1.0}}", preference, PAIRS | {"preference__loss": "simpo"}
+  ),
+  "preference.reference": Row("{half}", preference, PAIRS),
+  "preference.reference_free": Row("true", preference, PAIRS),
+  "preference.reference_logps": Row("{logps}", preference, PAIRS),
+  "preference.shared_prompt": Row("true", preference, PAIRS),
+  "preference.desirable_weight": Row(2, preference, KTO),
+  "preference.undesirable_weight": Row(2, preference, KTO),
+  "preference.centering": Row(0.1, preference, REWARD),
+  "preference.max_prompt_length": Row(8, preference, PAIRS),
+  "preference.max_response_length": Row(4, preference, PAIRS),
+  "preference.unusable": Row(
+    "drop", overlong, PAIRS | {"data__train": "{equal}", "data__num_epochs": 1}
+  ),
+  "distill.teacher": Row("{model}", distillation, DISTILL),
+  "distill.strategy": Row("policy_gradient", distillation, ON_POLICY),
+  "distill.on_policy_fraction": Row(0.5, distillation, ON_POLICY),
+  "distill.teacher_dtype": Row("float16", distillation, DISTILL),
+  "distill.temperature": Row(3, distillation, DISTILL),
+  "distill.alpha": Row(0.9, distillation, DISTILL),
+  "distill.top_k": Row(3, distillation, DISTILL),
+  "distill.divergence": Row("reverse_kl", distillation, DISTILL),
+  "distill.jsd_beta": Row(0.1, distillation, JSD),
+  "distill.cache": Row("{cache}", distillation, TOP_K),
   "mesh": Row("{{fsdp: 8}}", mesh),
   "checkpoint.every_n_steps": Row(5, trainer),
   "checkpoint.min_interval_secs": Row(5, trainer),
@@ -406,9 +511,9 @@ def test_the_table_has_exactly_the_keys_of_the_schema():
 
 
 def test_a_job_that_there_is_not():
-  message = "job is the text 'dpo', expected one of sft, grpo, ppo"
+  message = "job is the text 'spin', expected one of sft, dpo, orpo, kto, reward"
   with pytest.raises(ValueError, match=message):
-    config_lib.load(["--job=dpo"])
+    config_lib.load(["--job=spin"])
 
 
 @pytest.fixture(scope="module")
@@ -418,6 +523,14 @@ def files(model, train_file, eval_file, tmp_path_factory):
   named = {"model": model, "train": train_file, "eval": eval_file}
   for name in ("plain", "template", "half", "other_tokenizer", "prompts"):
     named[name] = folder / name
+  for name in ("pairs", "labelled", "equal", "logps", "cache"):
+    named[name] = folder / name
+  pair = '{"prompt": "How many days", "chosen": "seven of %d", "rejected": "five"}\n'
+  named["pairs"].write_text("".join(pair % i for i in range(9)))
+  equal = '{"prompt": "How", "chosen": "many", "rejected": "many"}\n'
+  named["equal"].write_text(pair % 1 + equal)
+  answer = '{"prompt": "How", "completion": "many", "label": %s}\n'
+  named["labelled"].write_text(answer % "true" + answer % "false")
   named["plain"].write_text('{"prompt": "How", "response": "many"}\n' * 16)
   named["prompts"].write_text('{"prompt": "How many days", "answer": "7"}\n' * 9)
   named["template"].write_text(
@@ -426,6 +539,7 @@ def files(model, train_file, eval_file, tmp_path_factory):
   safetensors_saver.save_pretrained(
     AutoModel.from_pretrained(model), named["half"], dtype="bfloat16"
   )
+  toys_text.chat_tokenizer("chatml").save(named["half"])
   toys_text.chat_tokenizer("llama3").save(named["other_tokenizer"])
   return {name: str(path) for name, path in named.items()}
 

@@ -184,3 +184,58 @@ def test_killed_runs_of_rl_resume_exactly(inputs, tmp_path, job):
     ),
   )
   drill.check(tmp_path, random_kills=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "changes",
+  [
+    pytest.param({"lora__rank": 8}, id="lora", marks=pytest.mark.ci),
+    pytest.param({"preference__loss": "bco_pair"}, id="full-coupled"),
+    pytest.param({"preference__reference_logps": "logps"}, id="logps"),
+    pytest.param({"job": "kto"}, id="kto"),
+  ],
+)
+def test_killed_runs_of_preferences_resume_exactly(inputs, tmp_path, changes):
+  dice, words = random.Random(3), " ".join(toys_text.WORDS).split()
+  some = lambda: " ".join(dice.choices(words, k=dice.randint(2, 9)))
+  lines = []
+  for i in range(64):
+    pair = {"prompt": f"what follows {i}?", "chosen": some(), "rejected": some()}
+    if changes.get("job") == "kto":
+      label = {"completion": pair.pop("chosen"), "label": i % 2 == 0}
+      pair = {"prompt": pair["prompt"], **label}
+    lines.append(json.dumps(pair))
+  (tmp_path / "pairs.jsonl").write_text("\n".join(lines) + "\n")
+  keys = {
+    "job": "dpo",
+    "model__path": inputs["model__path"],
+    "data__train": tmp_path / "pairs.jsonl",
+    "data__eval": tmp_path / "pairs.jsonl",
+    "data__overlong": "truncate",
+    "preference__max_prompt_length": 32,
+    "preference__max_response_length": 16,
+    "training__max_steps": 24,
+    "training__global_batch_size": 8,
+    "training__micro_batch_size": 4,
+    "training__eval_every_n_steps": 8,
+    "training__learning_rate": "1e-3",
+    "checkpoint__every_n_steps": 4,
+    **changes,
+  }
+  if "preference__reference_logps" in keys:
+    keys["preference__reference_logps"] = tmp_path / "logps"
+
+  def command(folder):
+    argv = runs.arguments(**keys, output_dir=folder)
+    return [sys.executable, "-m", "tunix.cli.main", "train", *argv]
+
+  weights = "adapter_model" if "lora__rank" in changes else "model"
+  drill = drills.KillDrill(
+    command=command,
+    resumed=r"resuming after step (\d+)",
+    files=("logs/metrics.jsonl", f"export/{weights}.safetensors"),
+  )
+  drill.check(tmp_path, random_kills=2)
+  metrics = runs.metrics(tmp_path / "whole")
+  assert sorted(metrics) == list(range(1, 25))

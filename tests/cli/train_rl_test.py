@@ -197,7 +197,7 @@ def test_another_reward_or_other_prompts_cannot_resume(keys, files, tmp_path, ca
     ({"reward__weights": "[1, 2]"}, "reward.weights has 2 numbers for 1"),
     ({"reward__weights": "[a]"}, "expected a list of numbers or null"),
     ({"reward__timeout_s": 2}, "set reward.workers"),
-    ({"job": "sft"}, "belongs to the jobs grpo and ppo"),
+    ({"job": "sft"}, "belongs to the jobs distill and grpo and ppo"),
     ({"samples__max_groups": 0}, "samples.max_groups is 0"),
   ],
   ids=str,

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from typing import Any, NoReturn
+
+_SAMPLING = (
+  *("temperature", "seed", "top_k", "top_p", "min_p", "num_samples", "stop_strings"),
+  *("beam_size", "length_penalty"),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -15,3 +20,62 @@ class Parser(argparse.ArgumentParser):
 
   def error(self, message: str) -> NoReturn:
     raise ValueError(f"{message}; see {self.prog} --help")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+  """The arguments that say how completions are drawn."""
+  parser.add_argument("--max_new_tokens", type=int, default=128, metavar="N")
+  parser.add_argument(
+    "--temperature", type=float, default=0.0, help="0, the default, is greedy"
+  )
+  parser.add_argument("--seed", type=int, help="repeats a sampled output")
+  parser.add_argument(
+    "--top_k", type=int, metavar="K", help="draw from the K most likely tokens"
+  )
+  parser.add_argument(
+    "--top_p",
+    type=float,
+    metavar="P",
+    help="draw from the most likely tokens that make up the probability P",
+  )
+  parser.add_argument(
+    "--min_p",
+    type=float,
+    metavar="P",
+    help="draw from tokens at least P times as likely as the best",
+  )
+  parser.add_argument(
+    "--num_samples", type=int, metavar="N", help="completions a prompt"
+  )
+  parser.add_argument(
+    "--stop",
+    dest="stop_strings",
+    metavar="TEXT",
+    nargs="+",
+    help="texts that end a completion",
+  )
+
+
+def check_sampling(args: argparse.Namespace) -> None:
+  """Refuses what the sampler's own options cannot see.
+
+  Raises:
+    ValueError: a number out of range, or a seed with nothing drawn.
+  """
+  if args.max_new_tokens < 1:
+    raise ValueError(
+      f"--max_new_tokens is {args.max_new_tokens}: it must be at least 1"
+    )
+  if args.seed is not None and not args.temperature:
+    raise ValueError(
+      "--seed is given and nothing is drawn at --temperature 0: raise the temperature, "
+      "or leave the seed out"
+    )
+  if not args.temperature >= 0:
+    raise ValueError(f"--temperature is {args.temperature}: it must not be negative")
+
+
+def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
+  """What was asked for of the sampler's options; `SamplingOptions` checks it."""
+  given = {name: getattr(args, name, None) for name in _SAMPLING}
+  return {name: value for name, value in given.items() if value is not None}

@@ -11,7 +11,8 @@ from typing import Any
 from jax.sharding import Mesh
 
 from tunix.cli import precision
-from tunix.cli.schema import Config, TokenizerKeys, check_mesh, data_axes
+from tunix.cli.schema import Config, TokenizerKeys
+from tunix.cli.schema_mesh import check_mesh, data_axes
 from tunix.cli.utils import call_strings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import (
@@ -37,8 +38,13 @@ _PATHS = {
   "tokenizer": ("path", "chat_template"),
   "data": ("train", "eval"),
   "rl": ("reference", "critic"),
+  "preference": ("reference", "reference_logps"),
+  "distill": ("teacher", "cache"),
   "reward": ("model",),
 }
+
+# Of these, folders that a run makes.
+_WRITTEN = ("reference_logps", "cache")
 
 
 def absolute_paths(config: Config) -> Config:
@@ -55,7 +61,10 @@ def absolute_paths(config: Config) -> Config:
 
   for section, names in _PATHS.items():
     owner = getattr(config, section) if section else config
-    changed = {name: absolute(getattr(owner, name), not section) for name in names}
+    changed = {
+      name: absolute(getattr(owner, name), not section or name in _WRITTEN)
+      for name in names
+    }
     owner = dataclasses.replace(owner, **changed)
     config = dataclasses.replace(config, **{section: owner}) if section else owner
   functions = tuple(call_strings.with_absolute_path(f) for f in config.reward.entries)
@@ -157,6 +166,7 @@ def build_model(config: Config, mesh: Mesh | None) -> Transformer:
     name: getattr(keys, name)
     for name in ("dtype", "param_dtype", "remat", "scan_layers", "attention")
   }
+  options["num_scores"] = 1 if config.job == "reward" else None
   if keys.name is not None:
     preset = preset_config(config)
     model = automodel.AutoModel.from_config(preset, mesh, seed=config.seed, **options)
@@ -172,6 +182,23 @@ def build_model(config: Config, mesh: Mesh | None) -> Transformer:
     return lora.apply(model, lora_config(config), seed=config.seed)
   except ValueError as error:
     raise ValueError(f"lora: {error}; change its targets or patterns") from error
+
+
+def build_reference(config: Config, path: str | None, mesh: Mesh | None) -> Any:
+  """What a policy is compared with; None: itself, without its adapters.
+
+  Args:
+    config: of the run.
+    path: folder of a model; None: the policy before its first step, also when the run
+      is resumed.
+    mesh: of the policy.
+
+  Raises:
+    FileNotFoundError, ValueError: see `AutoModel`.
+  """
+  if path is not None:
+    return automodel.AutoModel.from_pretrained(path, mesh, dtype=config.model.dtype)
+  return None if config.lora.rank is not None else build_model(config, mesh)
 
 
 def lora_config(config: Config) -> lora.LoraConfig:
@@ -206,14 +233,21 @@ def check_vocabulary(model: Transformer, tokenizer: TokenizerAdapter) -> None:
     )
 
 
+def training_options(
+  config: Config, output_dir: pathlib.Path, learning_rate: float | Schedule
+) -> dict[str, Any]:
+  """The settings of a trainer that is given whole batches."""
+  return {
+    "gradient_accumulation_steps": config.training.micro_batches,
+    **cadence(config, output_dir, learning_rate),
+  }
+
+
 def training_config(
   config: Config, output_dir: pathlib.Path, learning_rate: float | Schedule
 ) -> TrainingConfig:
   """The trainer's settings."""
-  return TrainingConfig(
-    gradient_accumulation_steps=config.training.micro_batches,
-    **cadence(config, output_dir, learning_rate),
-  )
+  return TrainingConfig(**training_options(config, output_dir, learning_rate))
 
 
 def cadence(

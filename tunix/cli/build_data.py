@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -11,10 +11,135 @@ import jax
 import tunix
 from tunix.cli import fingerprints
 from tunix.cli.schema import Config
-from tunix.data import pipeline
-from tunix.data.formats import JsonlRecords
+from tunix.data import answer_formats, formats, pipeline
+from tunix.data.answer_scan import AnswerReport, scan_answers
+from tunix.data.answer_source import AnswerSource, Kind
+from tunix.data.formats import Form, JsonlRecords
 from tunix.data.scan import Report, scan
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+  """How the records of a job are read.
+
+  Attributes:
+    form: what they look like.
+    report: class of what a scan finds.
+    scan: (config, tokenizer, records) -> report.
+    batches: (config, tokenizer, records, options of the stream) -> batches.
+    limits: config -> all that a scan depends on besides the records and how a chat is
+      rendered.
+  """
+
+  form: Form
+  report: type
+  scan: Callable[[Config, TokenizerAdapter, JsonlRecords], Any]
+  batches: Callable[[Config, TokenizerAdapter, JsonlRecords, dict[str, Any]], Any]
+  limits: Callable[[Config], Any]
+
+
+def _scan_examples(
+  config: Config, tokenizer: TokenizerAdapter, records: JsonlRecords
+) -> Report:
+  keys = config.data
+  return scan(
+    records,
+    tokenizer,
+    max_length=keys.max_length,
+    overlong=keys.overlong,
+    chat=keys.chat,
+    template_kwargs=keys.template_args,
+    limit=keys.scan_limit,
+  )
+
+
+def _example_batches(
+  config: Config,
+  tokenizer: TokenizerAdapter,
+  records: JsonlRecords,
+  stream: dict[str, Any],
+) -> Iterable[Any]:
+  keys = config.data
+  return pipeline.build_dataset(
+    records,
+    tokenizer,
+    max_length=keys.max_length,
+    packing=keys.packing,
+    overlong=keys.overlong,
+    chat=keys.chat,
+    template_kwargs=keys.template_args,
+    **stream,
+  )
+
+
+def _answer_limits(config: Config) -> dict[str, int]:
+  if config.job == "distill":
+    own = config.rollout
+    return {
+      "max_prompt_length": own.max_prompt_length,
+      "max_response_length": own.max_tokens_to_generate,
+    }
+  names = ("max_prompt_length", "max_response_length")
+  return {name: getattr(config.preference, name) for name in names}
+
+
+def _source(
+  config: Config, tokenizer: TokenizerAdapter, records: JsonlRecords, kind: Kind
+) -> AnswerSource:
+  data = config.data
+  return AnswerSource(
+    records=records,
+    kind=kind,
+    tokenizer=tokenizer,
+    **_answer_limits(config),
+    overlong=data.overlong,
+    unusable=config.preference.unusable,
+    chat=data.chat,
+    template_kwargs=data.template_args,
+  )
+
+
+def _answers(form: Form, kind: Kind) -> Reading:
+  return Reading(
+    form=form,
+    report=AnswerReport,
+    scan=lambda config, tokenizer, records: scan_answers(
+      _source(config, tokenizer, records, kind), config.data.scan_limit
+    ),
+    batches=lambda config, tokenizer, records, stream: pipeline.build_answers(
+      _source(config, tokenizer, records, kind), **stream
+    ),
+    limits=lambda config: (_answer_limits(config), config.preference.unusable),
+  )
+
+
+_EXAMPLES = Reading(
+  form=formats.FINE_TUNING,
+  report=Report,
+  scan=_scan_examples,
+  batches=_example_batches,
+  limits=lambda config: config.data.max_length,
+)
+_PAIRS = _answers(answer_formats.PAIRS, "pair")
+_LABELLED = _answers(answer_formats.LABELLED, "labelled")
+_ANSWERED = _answers(answer_formats.ANSWERED, "answered")
+
+_READINGS: dict[str, Reading] = {
+  "sft": _EXAMPLES,
+  "distill": _EXAMPLES,
+  "dpo": _PAIRS,
+  "orpo": _PAIRS,
+  "reward": _PAIRS,
+  "kto": _LABELLED,
+}
+
+
+def reading(config: Config) -> Reading:
+  """How the run's records are read."""
+  if config.is_on_policy:
+    return _ANSWERED
+  return _READINGS[config.job]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +149,7 @@ class RunData:
   Attributes:
     train: yields micro-batches.
     eval: yields batches, anew for every evaluation; None: there is no evaluation.
-    reports: what the scan of "train" and "eval" found.
+    reports: what the scan of "train" and "eval" found, by the job's `Reading`.
     scans: reports as JSON, each with the key of what it depends on.
     fingerprints: SHA-256 of files, tokenizer, chat template and base model.
     num_steps: optimizer steps until the run ends; None: not known beforehand.
@@ -32,7 +157,7 @@ class RunData:
 
   train: Iterable[Any]
   eval: Iterable[Any] | None
-  reports: dict[str, Report]
+  reports: dict[str, Any]
   scans: dict[str, dict[str, Any]]
   fingerprints: dict[str, str]
   num_steps: int | None
@@ -48,33 +173,25 @@ def open_records(config: Config) -> dict[str, JsonlRecords]:
   if config.data.train is None:
     raise ValueError("data.train is not set: give a file of JSON lines")
   files = {"train": config.data.train, "eval": config.data.eval}
-  return {name: JsonlRecords(file) for name, file in files.items() if file is not None}
+  form = reading(config).form
+  return {
+    name: JsonlRecords(file, form) for name, file in files.items() if file is not None
+  }
 
 
 def scan_records(
   config: Config, tokenizer: TokenizerAdapter, records: dict[str, JsonlRecords]
-) -> dict[str, Report]:
+) -> dict[str, Any]:
   """Checks the structure of every record, then renders and tokenises them, as far as
   `data.scan_limit` asks for.
 
   Raises:
     ValueError: a record is wrong or cannot be trained on (its line is named).
   """
-  keys = config.data
   for part in records.values():
     part.validate()
-  return {
-    name: scan(
-      part,
-      tokenizer,
-      max_length=keys.max_length,
-      overlong=keys.overlong,
-      chat=keys.chat,
-      template_kwargs=keys.template_args,
-      limit=keys.scan_limit,
-    )
-    for name, part in records.items()
-  }
+  run = reading(config).scan
+  return {name: run(config, tokenizer, part) for name, part in records.items()}
 
 
 def build_data(
@@ -93,7 +210,7 @@ def build_data(
   records = open_records(config)
   prints = fingerprints.of_inputs(config, tokenizer, records)
   keys = {name: _scan_key(config, part, prints) for name, part in records.items()}
-  reports = _known_reports(known or {}, keys)
+  reports = _known_reports(config, known or {}, keys)
   rest = {name: part for name, part in records.items() if name not in reports}
   reports |= scan_records(config, tokenizer, rest)
   reports = {name: reports[name] for name in records}
@@ -116,18 +233,21 @@ def build_data(
 def _scan_key(config: Config, part: JsonlRecords, prints: Mapping[str, str]) -> str:
   """A digest of all that a scan's report depends on."""
   keys = config.data
-  form = (tunix.__version__, [field.name for field in dataclasses.fields(Report)])
+  how = reading(config)
+  fields = [field.name for field in dataclasses.fields(how.report)]
+  form = (tunix.__version__, how.form.expected, fields)
   inputs = (part.fingerprint, prints["tokenizer"], prints["chat_template"])
   place = str(part.path)  # the report names its longest record by it
-  options = (keys.max_length, keys.overlong, keys.chat, keys.template_args)
-  return fingerprints.digest((form, inputs, place, options, keys.scan_limit))
+  limits = (how.limits(config), keys.overlong, keys.chat, keys.template_args)
+  return fingerprints.digest((form, inputs, place, limits, keys.scan_limit))
 
 
 def _known_reports(
-  known: Mapping[str, Any], keys: Mapping[str, str]
-) -> dict[str, Report]:
+  config: Config, known: Mapping[str, Any], keys: Mapping[str, str]
+) -> dict[str, Any]:
+  report = reading(config).report
   return {
-    name: Report(**known[name]["report"])
+    name: report(**known[name]["report"])
     for name, key in keys.items()
     if name in known and known[name]["key"] == key
   }
@@ -138,22 +258,16 @@ def batches(
 ) -> Iterable[Any]:
   """Micro-batches for training (shuffled, for all epochs) or evaluation (once)."""
   keys = config.data
-  return pipeline.build_dataset(
-    records,
-    tokenizer,
-    batch_size=config.training.micro_rows if training else config.training.eval_rows,
-    max_length=keys.max_length,
-    packing=keys.packing,
-    shuffle=keys.shuffle and training,
-    seed=config.seed,
-    num_epochs=epochs(config) if training else 1,
-    overlong=keys.overlong,
-    process_index=jax.process_index(),
-    process_count=jax.process_count(),
-    chat=keys.chat,
-    template_kwargs=keys.template_args,
-    num_threads=keys.num_threads,
-  )
+  stream = {
+    "batch_size": config.training.micro_rows if training else config.training.eval_rows,
+    "shuffle": keys.shuffle and training,
+    "seed": config.seed,
+    "num_epochs": epochs(config) if training else 1,
+    "process_index": jax.process_index(),
+    "process_count": jax.process_count(),
+    "num_threads": keys.num_threads,
+  }
+  return reading(config).batches(config, tokenizer, records, stream)
 
 
 def settle(config: Config) -> Config:
@@ -169,12 +283,13 @@ def epochs(config: Config) -> int | None:
   return config.data.num_epochs
 
 
-def count_steps(config: Config, report: Report) -> int | None:
+def count_steps(config: Config, report: Report | AnswerReport) -> int | None:
   """Optimizer steps of a run; None when packing or an incomplete scan hides them."""
   limit, passes = config.training.max_steps, epochs(config)
   if passes is None:
     return limit
-  countable = report.scanned == report.records or config.data.overlong != "drop"
+  drops = "drop" in (config.data.overlong, config.preference.unusable)
+  countable = report.scanned == report.records or not drops
   if config.data.packing or not countable:
     return limit
   kept = report.kept if report.scanned == report.records else report.records

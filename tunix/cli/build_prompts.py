@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from tunix.cli.build_data import RunData
 from tunix.cli.schema import Config
 from tunix.data.chat import TEMPLATE_DATE
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import automodel
 from tunix.rl.pipeline import PROMPTS
 
 Row = dict[str, Any]
@@ -167,7 +166,9 @@ def build_prompts(config: Config, tokenizer: TokenizerAdapter) -> RunData:
     if path is None:
       continue
     rows, prints[name] = read_prompts(path)
-    texts = [_rendered(row, config, tokenizer) for row in rows]
+    texts = [
+      rendered(row, tokenizer, path, keys.chat, keys.template_args) for row in rows
+    ]
     rows, reports[name] = _short_enough(rows, texts, config, tokenizer, path)
     batches[name] = _batches(rows, config, training=name == "train")
   return RunData(
@@ -184,20 +185,37 @@ def build_prompts(config: Config, tokenizer: TokenizerAdapter) -> RunData:
   )
 
 
-def _rendered(row: Row, config: Config, tokenizer: TokenizerAdapter) -> Row:
-  """The row with its prompt as text, chats with the header of the answer."""
-  keys, prompt = config.data, row[PROMPTS]
-  chat = tokenizer.has_chat_template() if keys.chat is None else keys.chat
+def rendered(
+  row: Row,
+  tokenizer: TokenizerAdapter,
+  path: str,
+  chat: bool | None,
+  template_args: Mapping[str, Any],
+) -> Row:
+  """The row with its prompt as text, chats with the header of the answer.
+
+  Args:
+    row: of `read_prompts`.
+    tokenizer: renders chats.
+    path: of the file, for messages.
+    chat: whether plain prompts are user turns; None: when there is a chat template.
+    template_args: further names for the chat template.
+
+  Raises:
+    ValueError: messages without a chat template.
+  """
+  prompt = row[PROMPTS]
+  chat = tokenizer.has_chat_template() if chat is None else chat
   if isinstance(prompt, str):
     if not chat:
       return row
     prompt = [{"role": "user", "content": prompt}]
   elif not chat:
     raise ValueError(
-      f"{keys.train} has prompts of messages, which need a chat template: set "
+      f"{path} has prompts of messages, which need a chat template: set "
       "tokenizer.chat_template, and leave data.chat alone"
     )
-  text = tokenizer.apply_chat_template(prompt, now=TEMPLATE_DATE, **keys.template_args)
+  text = tokenizer.apply_chat_template(prompt, now=TEMPLATE_DATE, **template_args)
   return row | {PROMPTS: text}
 
 
@@ -243,13 +261,13 @@ def _batches(rows: Sequence[Row], config: Config, *, training: bool) -> PromptBa
 def _other_models(config: Config) -> dict[str, str]:
   """Digests of the models besides the one that is trained."""
   critic = config.rl.critic if config.rl.critic != "actor" else None
-  paths = {"reference": config.rl.reference, "reward": config.reward.model}
-  paths["critic"] = critic
-  return {
-    name: fingerprints.of_model(automodel.resolve_folder(path))
-    for name, path in paths.items()
-    if path is not None
-  }
+  return fingerprints.of_models(
+    {
+      "reference": config.rl.reference,
+      "reward": config.reward.model,
+      "critic": critic,
+    }
+  )
 
 
 def count_steps(config: Config, report: PromptReport) -> int | None:

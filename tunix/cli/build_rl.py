@@ -14,7 +14,6 @@ from tunix.cli.schema import Config
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
 from tunix.models.transformer.model import Transformer
-from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rl_learner import RLLearner
@@ -51,7 +50,9 @@ def build_learner(
   """
   algorithm = algorithms.algorithm_config(config)
   keys = config.rl
-  models: dict[str, Any] = {"reference": _reference(config, algorithm, mesh)}
+  models: dict[str, Any] = {"reference": None}
+  if algorithm.beta:
+    models["reference"] = build.build_reference(config, keys.reference, mesh)
   more: dict[str, Any] = {}
   if config.job == "ppo":
     models["critic"] = _critic(config, model, mesh)
@@ -113,19 +114,6 @@ def _sizes(config: Config) -> dict[str, Any]:
     "bucketed_lengths",
   )
   return {name: getattr(config.rl, name) for name in names}
-
-
-def _reference(config: Config, algorithm: AlgorithmConfig, mesh: Mesh | None) -> Any:
-  """What the policy is kept close to; None: nothing, or itself without its adapters."""
-  path = config.rl.reference
-  if not algorithm.beta:
-    return None
-  if path is not None:
-    return automodel.AutoModel.from_pretrained(path, mesh, dtype=config.model.dtype)
-  if config.lora.rank is not None:
-    return None
-  # What the policy is before the first step, also when the run is resumed.
-  return build.build_model(config, mesh)
 
 
 def _critic(config: Config, model: Transformer, mesh: Mesh | None) -> Transformer:

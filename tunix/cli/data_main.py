@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tunix.cli import build, build_data, build_prompts, config as config_lib
 from tunix.cli.build_data import RunData
 from tunix.cli.schema import Config
-from tunix.data import supervision
+from tunix.data import answer_view, supervision
 from tunix.rl.pipeline import PROMPTS
 
 HELP = """\
@@ -16,7 +16,9 @@ usage: tunix data show FILE[,FILE] [--rows N] [--KEY.SUB=VALUE ...]
        tunix data scan FILE[,FILE] [--KEY.SUB=VALUE ...]
 
 show: the first batch as text, with the tokens that are trained between « and »; for
-      grpo and ppo the prompts, with the columns that reward functions see.
+      dpo, orpo, kto and reward prompts with their responses, those that are scored
+      between « and »; for grpo and ppo the prompts, with the columns that reward
+      functions see.
 scan: checks and tokenises every record, and counts.
 The files and keys are those of `tunix train`; the model is not loaded."""
 
@@ -49,6 +51,9 @@ def _show(argv: list[str]) -> None:
   records.validate()
   batch = next(iter(build_data.batches(config, tokenizer, records, training=True)))
   colour = sys.stdout.isatty()
+  if "prompt_ids" in batch:
+    print(answer_view.describe_answers(batch, tokenizer, rows=rows, colour=colour))
+    return
   print(supervision.describe_batch(batch, tokenizer, rows=rows, colour=colour))
   supervision.check_supervision(batch)
 

@@ -49,9 +49,20 @@ def of_base(config: Config) -> dict[str, str]:
   Raises:
     FileNotFoundError, ValueError: weights are missing or damaged.
   """
-  if config.model.path is None:
-    return {}
-  return {"model": of_model(automodel.resolve_folder(config.model.path))}
+  return of_models({"model": config.model.path})
+
+
+def of_models(paths: Mapping[str, str | None]) -> dict[str, str]:
+  """Digests of the models that are named, in folders or by hub ids.
+
+  Raises:
+    FileNotFoundError, ValueError: see `of_model`.
+  """
+  return {
+    name: of_model(automodel.resolve_folder(path))
+    for name, path in paths.items()
+    if path is not None
+  }
 
 
 def of_model(folder: pathlib.Path) -> str:
@@ -71,6 +82,16 @@ def _of_tensor(tensor: tensor_files.StoredTensor) -> Any:
   samples = raw[:SAMPLE_BYTES].tobytes() + raw[-SAMPLE_BYTES:].tobytes()
   sample = hashlib.sha256(samples).hexdigest()
   return tensor.name, str(tensor.dtype), tensor.shape, sample
+
+
+def of_file(path: str) -> str:
+  """SHA-256 of a file.
+
+  Raises:
+    FileNotFoundError: there is none.
+  """
+  with pathlib.Path(path).expanduser().open("rb") as file:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def of_tokenizer(tokenizer: TokenizerAdapter, source: str) -> str:

@@ -24,6 +24,7 @@ COMMANDS = {
     "tunix.cli.parity_main",
     "compare log-probs of decoding with scored ones",
   ),
+  "eval": ("tunix.cli.eval.main", "measure a model on files of data"),
   "export": ("tunix.cli.export_main", "write a run's model or adapter to a folder"),
   "data": ("tunix.cli.data_main", "show what a run would train on, and check it"),
   "quickstart": (

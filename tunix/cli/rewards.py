@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunix.cli.fingerprints import digest as digest_of
@@ -37,14 +37,28 @@ def build_rewards(config: Config) -> RewardManager | None:
     FileNotFoundError, ImportError, ValueError: a function that is not there.
   """
   keys = config.reward
-  if not keys.entries:
+  return build_manager(keys.entries, keys.weights, keys.workers, keys.timeout_s)
+
+
+def build_manager(
+  entries: Sequence[str],
+  weights: Sequence[float] | None = None,
+  workers: int = 0,
+  timeout_s: float | None = None,
+) -> RewardManager | None:
+  """What calls the functions that `entries` name; None without any.
+
+  Raises:
+    FileNotFoundError, ImportError, ValueError: a function that is not there.
+  """
+  if not entries:
     return None
-  functions = [function(text) for text in keys.entries]
+  functions = [function(text) for text in entries]
   return RewardManager(
     functions,
-    keys.weights,
-    workers=keys.workers,
-    timeout_s=keys.timeout_s or TIMEOUT_S if keys.workers else None,
+    weights,
+    workers=workers,
+    timeout_s=timeout_s or TIMEOUT_S if workers else None,
     names=_names(functions),
   )
 

@@ -11,6 +11,9 @@ import math
 from typing import Any, Literal
 
 from tunix.cli.convert import at_least, defaults, flatten
+from tunix.cli.schema_jobs import check_job
+from tunix.cli.schema_mesh import check_mesh
+from tunix.cli.schema_preference import DistillKeys, PreferenceKeys
 from tunix.cli.schema_rl import (
   RL_JOBS,
   AlgorithmKeys,
@@ -18,13 +21,8 @@ from tunix.cli.schema_rl import (
   RlKeys,
   RolloutKeys,
   SamplesKeys,
-  check_job,
 )
 from tunix.generate import chat_template
-
-# Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
-DATA_AXES = ("dp", "fsdp")
-MESH_AXES = (*DATA_AXES, "tp", "ep")
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -253,7 +251,7 @@ class Config:
       begins with the key.
   """
 
-  job: Literal["sft", "grpo", "ppo"] = "sft"
+  job: Literal["sft", "dpo", "orpo", "kto", "reward", "distill", "grpo", "ppo"] = "sft"
   output_dir: str | None = None
   seed: int = 0
   dataset_name: str | None = None
@@ -264,6 +262,8 @@ class Config:
   optimizer: OptimizerKeys = OptimizerKeys()
   schedule: ScheduleKeys = ScheduleKeys()
   training: TrainingKeys = TrainingKeys()
+  preference: PreferenceKeys = dataclasses.field(default=PreferenceKeys())
+  distill: DistillKeys = dataclasses.field(default=DistillKeys())
   rollout: RolloutKeys = dataclasses.field(default=RolloutKeys())
   algorithm: AlgorithmKeys = dataclasses.field(default=AlgorithmKeys())
   rl: RlKeys = dataclasses.field(default=RlKeys())
@@ -322,6 +322,11 @@ class Config:
         f"export.dtype is {self.export.dtype!r} and export.kind 'none': nothing would "
         "be written"
       )
+    if self.export.kind == "adapter" and self.job == "reward":
+      raise ValueError(
+        "export.kind is 'adapter' and job is 'reward': the head of scores is no part "
+        "of an adapter, use 'merged'"
+      )
     if self.export_kind == "adapter" and self.export.dtype is not None:
       raise ValueError(
         f"export.dtype is {self.export.dtype!r} and an adapter keeps its own "
@@ -332,6 +337,11 @@ class Config:
   def is_rl(self) -> bool:
     """Whether the job samples its own answers."""
     return self.job in RL_JOBS
+
+  @property
+  def is_on_policy(self) -> bool:
+    """Whether a student writes responses that a teacher judges."""
+    return self.job == "distill" and self.distill.on_policy_fraction is not None
 
   @property
   def batch_rows(self) -> dict[str, int]:
@@ -350,41 +360,6 @@ class Config:
     """What is exported, "auto" decided."""
     if self.export.kind != "auto":
       return self.export.kind
-    return "full" if self.lora.rank is None else "adapter"
-
-
-def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:
-  """The axes of a mesh that split a batch."""
-  return tuple(axis for axis in DATA_AXES if axis in mesh)
-
-
-def check_mesh(mesh: dict[str, int], batch_rows: dict[str, int]) -> None:
-  """Refuses axes that mean nothing, and batches that the data axes do not divide.
-
-  Args:
-    mesh: sizes by axis.
-    batch_rows: see `Config.batch_rows`.
-
-  A size of -1 (what the other axes leave) counts as 1 until devices are known.
-
-  Raises:
-    ValueError: which axis or batch size, and what would do.
-  """
-  for axis, size in mesh.items():
-    if axis not in MESH_AXES:
-      raise ValueError(
-        f"mesh.{axis} is no axis that splits anything: use {', '.join(MESH_AXES)}"
-      )
-    if size < 1 and size != -1:
-      raise ValueError(
-        f"mesh.{axis} is {size}: it must be at least 1, or -1 for what is left"
-      )
-  axes = data_axes(mesh)
-  shards = math.prod(max(1, mesh[axis]) for axis in axes)
-  for key, rows in batch_rows.items():
-    if rows % shards:
-      sizes = " x ".join(f"{axis} {mesh[axis]}" for axis in axes)
-      raise ValueError(
-        f"{key} is {rows} and does not divide over the {shards} shards of the "
-        f"mesh ({sizes}): make it a multiple of {shards}"
-      )
+    if self.lora.rank is None:
+      return "full"
+    return "merged" if self.job == "reward" else "adapter"

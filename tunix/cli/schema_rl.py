@@ -14,15 +14,6 @@ from tunix.cli.convert import at_least
 RL_JOBS = ("grpo", "ppo")
 RL_SECTIONS = ("rollout", "algorithm", "rl", "reward", "samples")
 
-# What the fine-tuning of given answers alone reads.
-SFT_KEYS = {
-  "data.max_length": "use rollout.max_prompt_length and rollout.max_tokens_to_generate",
-  "data.packing": "leave it out",
-  "data.scan_limit": "leave it out: every prompt is checked",
-  "data.num_threads": "leave it out",
-  "training.micro_batch_size": "use rl.train_micro_batch_size, which counts prompts",
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutKeys:
@@ -169,45 +160,4 @@ class SamplesKeys:
       1,
       samples__every_n_rollouts=self.every_n_rollouts,
       samples__max_groups=self.max_groups,
-    )
-
-
-def check_job(job: str, given: dict[str, Any], defaults: dict[str, Any]) -> None:
-  """Refuses keys that the job does not read.
-
-  Args:
-    job: of the run.
-    given, defaults: values by dotted key.
-
-  Raises:
-    ValueError: such a key, and what to use instead.
-  """
-  changed = [key for key in defaults if given[key] != defaults[key]]
-  for key in changed:
-    section = key.split(".")[0]
-    if job not in RL_JOBS and section in RL_SECTIONS:
-      raise ValueError(
-        f"{key} is {given[key]!r} and job is {job!r}, which samples nothing: it "
-        f"belongs to the jobs {' and '.join(RL_JOBS)}"
-      )
-    if job in RL_JOBS and key in SFT_KEYS:
-      raise ValueError(
-        f"{key} is {given[key]!r}, and the job {job!r} does not read it: "
-        f"{SFT_KEYS[key]}"
-      )
-  if job in RL_JOBS and given["data.overlong"] == "truncate":
-    raise ValueError(
-      "data.overlong is 'truncate', and half a prompt is another question: use 'error' "
-      "or 'drop'"
-    )
-  if job != "ppo":
-    for key in ("rl.critic", "rl.critic_learning_rate"):
-      if given[key] is not None:
-        raise ValueError(
-          f"{key} is {given[key]!r} and job is {job!r}: ppo has a critic"
-        )
-  elif given["algorithm.name"] is not None:
-    raise ValueError(
-      f"algorithm.name is {given['algorithm.name']!r} and job is 'ppo': variants "
-      "belong to the job 'grpo'"
     )

@@ -19,30 +19,22 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tunix.cli import (
-  algorithms,
   build,
   build_data,
-  build_prompts,
-  build_rl,
   config as config_lib,
   optimizer,
   precision,
   run_lock,
 )
 from tunix.cli.build_data import RunData
+from tunix.cli.jobs import JOBS
 from tunix.cli.run_folder import RunFolder
 from tunix.cli.schema import Config
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
-from tunix.rl.rl_learner import RLLearner
-from tunix.sft.config import Schedule
-from tunix.sft.peft_trainer import PeftTrainer
 from tunix.utils import mesh as mesh_lib
 from tunix.utils.interrupts import Stopped
-
-# The metric that RL raises.
-REWARD = "rewards/score/mean"
 
 HELP = f"""\
 usage: tunix train [--config] FILE[,FILE] [--KEY.SUB=VALUE ...]
@@ -54,6 +46,8 @@ with their meanings and defaults, are in
 
   tunix train --model.path=FOLDER --data.train=train.jsonl --lora.rank=8 \\
       --training.max_steps=200 --output_dir=out
+  tunix train --job=dpo --model.path=FOLDER --data.train=pairs.jsonl --lora.rank=8 \\
+      --training.max_steps=200 --output_dir=out
   tunix train --job=grpo --model.path=FOLDER --data.train=prompts.jsonl \\
       --reward.functions=exact_match --training.max_steps=200 --output_dir=out"""
 
@@ -64,8 +58,12 @@ class Result:
 
   Attributes:
     steps: optimizer steps done.
-    train_loss: of the first and the last step, nats per token; sft only.
+    train_loss: of the first and the last step, in sft nats per token; not in RL.
     eval_loss: before the first and after the last step; None without evaluation data.
+    train_accuracy, eval_accuracy: likewise, the share of pairs of which the chosen
+      response is preferred; dpo, orpo and reward only.
+    train_margin, eval_margin: likewise, between the rewards of good and of bad
+      responses; kto only.
     train_reward, eval_reward: mean rewards likewise, of the first and the last batch of
       rollouts; RL only.
     export: folder of the exported model or adapter; None without an export.
@@ -74,15 +72,20 @@ class Result:
   steps: int
   train_loss: tuple[float, float] | None = None
   eval_loss: tuple[float, float] | None = None
+  train_accuracy: tuple[float, float] | None = None
+  eval_accuracy: tuple[float, float] | None = None
+  train_margin: tuple[float, float] | None = None
+  eval_margin: tuple[float, float] | None = None
   train_reward: tuple[float, float] | None = None
   eval_reward: tuple[float, float] | None = None
   export: str | None
 
   def __str__(self) -> str:
     parts = [f"{self.steps} steps"]
-    for name in ("train_loss", "eval_loss", "train_reward", "eval_reward"):
-      if (pair := getattr(self, name)) is not None:
-        what = name.replace("_", " ")
+    for field in dataclasses.fields(self):
+      pair = getattr(self, field.name)
+      if field.name.startswith(("train_", "eval_")) and pair is not None:
+        what = field.name.replace("_", " ")
         parts.append(f"{what} {pair[0]:.4f} -> {pair[1]:.4f}")
     if self.export is not None:
       parts.append(f"exported to {self.export}")
@@ -136,7 +139,15 @@ def run(config: Config) -> Result:
       folder.check_resume(config, data.fingerprints)
       folder.start(config, data.fingerprints, data.scans)
     _say(_describe(config, model, data, mesh))
-    trainer = _build_trainer(config, model, tokenizer, tx, mesh, folder, rate)
+    trainer = JOBS[config.job].build(
+      config,
+      model,
+      tokenizer,
+      tx,
+      mesh=mesh,
+      output_dir=folder.path,
+      learning_rate=rate,
+    )
     if trainer.train_steps:
       _say(f"resuming after step {trainer.train_steps}")
     try:
@@ -150,34 +161,6 @@ def run(config: Config) -> Result:
   return result
 
 
-def _build_trainer(
-  config: Config,
-  model: Transformer,
-  tokenizer: TokenizerAdapter,
-  tx: Any,
-  mesh: Mesh | None,
-  folder: RunFolder,
-  rate: float | Schedule,
-) -> PeftTrainer | RLLearner:
-  """What trains, put back where its checkpoints stand."""
-  if config.is_rl:
-    return build_rl.build_learner(
-      config,
-      model,
-      tokenizer,
-      tx,
-      mesh=mesh,
-      output_dir=folder.path,
-      learning_rate=rate,
-    )
-  return PeftTrainer(
-    model,
-    tx,
-    build.training_config(config, folder.path, rate),
-    build.build_logger(config, folder.path),
-  )
-
-
 def prepare(
   config: Config, folder: RunFolder
 ) -> tuple[Config, TokenizerAdapter, RunData]:
@@ -187,11 +170,9 @@ def prepare(
     ValueError, FileNotFoundError: something about model, tokenizer or data is wrong.
   """
   build.check_model(config)
+  JOBS[config.job].check(config)
   tokenizer = build.build_tokenizer(config)
-  if config.is_rl:
-    data = build_prompts.build_prompts(config, tokenizer)
-  else:
-    data = build_data.build_data(config, tokenizer, folder.scans())
+  data = JOBS[config.job].data(config, tokenizer, folder.scans())
   config = precision.settle(build_data.settle(config))
   return optimizer.settle(config, data.num_steps), tokenizer, data
 
@@ -203,12 +184,15 @@ def _finish(
   kind = config.export_kind
   if kind != "none" and jax.process_index() == 0:
     build.export(config, model, kind, folder.export)
-  name = REWARD if config.is_rl else "loss"
-  found = read_metric(folder.path / "logs" / "metrics.jsonl", name)
-  what = "reward" if config.is_rl else "loss"
+  file = folder.path / "logs" / "metrics.jsonl"
+  found = {
+    f"{mode}_{what}": pair
+    for what, name in JOBS[config.job].results.items()
+    for mode, pair in read_metric(file, name).items()
+  }
   result = Result(
     steps=steps,
-    **{f"{mode}_{what}": pair for mode, pair in found.items()},
+    **found,
     export=None if kind == "none" else str(folder.export),
   )
   if jax.process_index() == 0:
@@ -235,7 +219,7 @@ def _ended_by_max_steps(config: Config, data: RunData, steps: int) -> bool:
   if limit is None or steps < limit:
     return False
   unlimited = dataclasses.replace(config.training, max_steps=None)
-  count: Any = build_prompts.count_steps if config.is_rl else build_data.count_steps
+  count = JOBS[config.job].count_steps
   most = count(dataclasses.replace(config, training=unlimited), data.reports["train"])
   # With max_steps alone the data is repeated; without that key it would be read once.
   return config.data.num_epochs is None or most is None or most > steps
@@ -258,44 +242,19 @@ def _describe(
   config: Config, model: Transformer, data: RunData, mesh: Mesh | None
 ) -> str:
   """What is about to happen, for the user to check."""
-  keys = config.training
+  job = JOBS[config.job]
   lines = [_parameters(config, model), precision.describe(config, model)]
   lines += [f"{name} data: {report}" for name, report in data.reports.items()]
   steps = "until the data ends" if data.num_steps is None else f"{data.num_steps} steps"
-  if config.is_rl:
-    lines.append(f"{_rollouts(config)}; {steps}")
-  else:
-    packed = ", packed" if config.data.packing else ""
-    lines.append(
-      f"batches: {keys.global_batch_size} x {config.data.max_length} tokens{packed}, "
-      f"in {keys.micro_batches} micro-batches; {steps}"
-    )
-  lines.append(_devices(mesh))
+  lines += [f"{job.batch(config)}; {steps}", _devices(mesh)]
   lines.append(f"everything is written to {config.output_dir}")
-  longest = model.config.max_position
-  what, length = "data.max_length", config.data.max_length
-  if config.is_rl:
-    keys = config.rollout
-    what = "rollout.max_prompt_length + max_tokens_to_generate"
-    length = keys.max_prompt_length + keys.max_tokens_to_generate
+  longest, (what, length) = model.config.max_position, job.length(config)
   if longest is not None and length > longest:
     lines.append(
       f"note: {what} {length} is beyond the {longest} positions that the model was "
       "made for"
     )
-  return "\n".join(lines)
-
-
-def _rollouts(config: Config) -> str:
-  """What a step samples."""
-  algorithm = algorithms.algorithm_config(config)
-  prompts, keys = config.training.global_batch_size, config.rollout
-  names = config.reward.entries + (("reward model",) if config.reward.model else ())
-  return (
-    f"{algorithms.name_of(config)}: {prompts} prompts x {algorithm.num_generations} "
-    f"completions of at most {keys.max_tokens_to_generate} tokens, rewarded by "
-    f"{', '.join(names)}"
-  )
+  return "\n".join(lines + job.notes(config, data))
 
 
 def _parameters(config: Config, model: Transformer) -> str:

@@ -51,40 +51,83 @@ def render(
   """
   kind = formats.record_kind(record, where)
   chat = tokenizer.has_chat_template() if chat is None else chat
-  plain_prompt = kind == "prompt" and isinstance(record["prompt"], str)
+  if kind == "prompt":
+    variables = _with_tools(record, template_kwargs)
+    prompt, response = record["prompt"], record["response"]
+    return render_response(
+      prompt, response, tokenizer, where=where, chat=chat, template_kwargs=variables
+    )
   try:
     if kind == "text":
       return _plain([Segment(record["text"], True)], tokenizer)
-    if plain_prompt and not chat:
-      parts = [Segment(record["prompt"], False), Segment(record["response"], True)]
-      return _plain(parts, tokenizer)
-    messages = _conversation(record)
-    if not chat:
-      raise ValueError(
-        "a list of messages needs a chat template, and "
-        + (
-          "chat is False"
-          if tokenizer.has_chat_template()
-          else "the tokenizer has none; give one with chat_template=..."
-        )
-      )
-    variables = dict(template_kwargs or {})
-    if record.get("tools") is not None:  # [] says that this record has none
-      variables["tools"] = record["tools"]
-    return _chat(messages, tokenizer, variables)
+    _check_template(tokenizer, chat)
+    variables = _with_tools(record, template_kwargs)
+    return _chat([dict(m) for m in record["messages"]], tokenizer, variables)
   except ValueError as error:
     raise ValueError(f"{where}: {error}") from error
 
 
-def _conversation(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-  """The messages; those of a prompt are marked as not trained."""
-  if "messages" in record:
-    return [dict(message) for message in record["messages"]]
-  prompt = record["prompt"]
+def render_response(
+  prompt: str | Sequence[Message],
+  response: str | Sequence[Message],
+  tokenizer: TokenizerAdapter,
+  *,
+  where: str = "record",
+  chat: bool | None = None,
+  template_kwargs: Mapping[str, Any] | None = None,
+) -> Example:
+  """Tokens and mask of a prompt with its response; the response is trained.
+
+  Args:
+    prompt: text, or the messages before the answer.
+    response: the answer's text, or messages; of those the assistant's are trained.
+    tokenizer, where, chat, template_kwargs: see `render`.
+
+  Raises:
+    ValueError: see `render`.
+  """
+  chat = tokenizer.has_chat_template() if chat is None else chat
+  try:
+    if isinstance(prompt, str) and isinstance(response, str) and not chat:
+      return _plain([Segment(prompt, False), Segment(response, True)], tokenizer)
+    _check_template(tokenizer, chat)
+    return _chat(_conversation(prompt, response), tokenizer, template_kwargs or {})
+  except ValueError as error:
+    raise ValueError(f"{where}: {error}") from error
+
+
+def _check_template(tokenizer: TokenizerAdapter, chat: bool) -> None:
+  if chat:
+    return
+  raise ValueError(
+    "a list of messages needs a chat template, and "
+    + (
+      "chat is False"
+      if tokenizer.has_chat_template()
+      else "the tokenizer has none; give one with chat_template=..."
+    )
+  )
+
+
+def _with_tools(
+  record: Mapping[str, Any], template_kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+  """Names for the template; [] as the record's tools says that it has none."""
+  variables = dict(template_kwargs or {})
+  if record.get("tools") is not None:
+    variables["tools"] = record["tools"]
+  return variables
+
+
+def _conversation(
+  prompt: str | Sequence[Message], response: str | Sequence[Message]
+) -> list[dict[str, Any]]:
+  """The messages; those of the prompt are marked as not trained."""
   if isinstance(prompt, str):
     prompt = [{"role": "user", "content": prompt}]
-  answer = {"role": "assistant", "content": record["response"]}
-  return [*({**message, "train": False} for message in prompt), answer]
+  if isinstance(response, str):
+    response = [{"role": "assistant", "content": response}]
+  return [*({**m, "train": False} for m in prompt), *(dict(m) for m in response)]
 
 
 def _is_trained(message: Message) -> bool:

@@ -13,11 +13,12 @@ but not learned. A record may carry "tools", JSON schemas for the chat template.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -29,6 +30,20 @@ _EXPECTED = (
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Form:
+  """What the records of a file look like.
+
+  Attributes:
+    expected: in words, for error messages.
+    check: (record, its place) -> its kind; raises ValueError for a record that is
+      wrong.
+  """
+
+  expected: str
+  check: Callable[[Any, str], str]
+
+
 class JsonlRecords(Sequence[dict[str, Any]]):
   """The records of a JSON-lines file, read when they are asked for.
 
@@ -36,13 +51,18 @@ class JsonlRecords(Sequence[dict[str, Any]]):
   file. Blank lines are skipped. Safe to read from many threads, and to pickle.
   """
 
-  def __init__(self, path: str | os.PathLike[str]):
+  def __init__(self, path: str | os.PathLike[str], form: Form | None = None):
     """Indexes the file in one pass.
+
+    Args:
+      path: of the file.
+      form: what its records look like; None: those of fine-tuning.
 
     Raises:
       FileNotFoundError: no such file.
       ValueError: the file has no record.
     """
+    self.form = form or FINE_TUNING
     self.path = pathlib.Path(path).expanduser()
     if not self.path.is_file():
       what = "a folder" if self.path.is_dir() else "no such file"
@@ -51,7 +71,9 @@ class JsonlRecords(Sequence[dict[str, Any]]):
       )
     self._offsets, self._lines, self.fingerprint = _index(self.path)
     if not len(self):
-      raise ValueError(f"{self.path} is empty; {_EXPECTED}, one JSON object a line")
+      raise ValueError(
+        f"{self.path} is empty; {self.form.expected}, one JSON object a line"
+      )
 
   def __len__(self) -> int:
     return len(self._lines)
@@ -73,9 +95,9 @@ class JsonlRecords(Sequence[dict[str, Any]]):
     with self.path.open("rb") as file:
       file.seek(int(self._offsets[index]))
       line = file.readline()
-    return parse_line(line, self.where(index))
+    return parse_line(line, self.where(index), self.form)
 
-  def validate(self) -> dict[Kind, int]:
+  def validate(self) -> dict[str, int]:
     """Checks the structure of every record, without tokenising.
 
     Returns:
@@ -84,12 +106,12 @@ class JsonlRecords(Sequence[dict[str, Any]]):
     Raises:
       ValueError: for the first record that is wrong.
     """
-    kinds = collections.Counter[Kind]()
+    kinds = collections.Counter[str]()
     with self.path.open("rb") as file:
       records = (line for line in file if line.strip())
       for index, line in enumerate(records):
         where = self.where(index)
-        kinds[record_kind(parse_line(line, where), where)] += 1
+        kinds[self.form.check(_parsed(line, where, self.form), where)] += 1
     return dict(kinds)
 
 
@@ -111,24 +133,29 @@ def place(records: Sequence[Mapping[str, Any]], index: int) -> str:
   return where(index) if where is not None else f"record {index}"
 
 
-def parse_line(line: bytes, where: str) -> dict[str, Any]:
+def parse_line(line: bytes, where: str, form: Form | None = None) -> dict[str, Any]:
   """One line as a checked record.
 
   Raises:
     ValueError: invalid JSON, or not a record of a known kind.
   """
+  form = form or FINE_TUNING
+  record = _parsed(line, where, form)
+  form.check(record, where)
+  return record
+
+
+def _parsed(line: bytes, where: str, form: Form) -> Any:
   try:
-    record = json.loads(line)
+    return json.loads(line)
   except (json.JSONDecodeError, UnicodeDecodeError) as error:
     raise ValueError(
-      f"{where}: invalid JSON ({error}); {_EXPECTED}, one object a line"
+      f"{where}: invalid JSON ({error}); {form.expected}, one object a line"
     ) from error
   except RecursionError as error:
     raise ValueError(
-      f"{where}: the JSON is nested too deeply; {_EXPECTED}, one object a line"
+      f"{where}: the JSON is nested too deeply; {form.expected}, one object a line"
     ) from error
-  record_kind(record, where)
-  return record
 
 
 def record_kind(record: Any, where: str) -> Kind:
@@ -137,8 +164,27 @@ def record_kind(record: Any, where: str) -> Kind:
   Raises:
     ValueError: a needed field is missing or of the wrong type.
   """
+  check_mapping(record, where, _EXPECTED)
+  kinds: list[Kind] = [k for k in ("prompt", "messages", "text") if k in record]
+  if len(kinds) != 1:
+    raise ValueError(f"{where}: found {fields_of(record)}, {_EXPECTED}")
+  _CHECKS[kinds[0]](record, where)
+  return kinds[0]
+
+
+def fields_of(record: Mapping[str, Any]) -> str:
+  """The names of a record's fields, for messages."""
+  return "fields " + ", ".join(map(repr, record)) if record else "no fields"
+
+
+def check_mapping(record: Any, where: str, expected: str) -> None:
+  """Refuses what is no object, and "tools" that are no schemas.
+
+  Raises:
+    ValueError: begins with `where`.
+  """
   if not isinstance(record, Mapping):
-    raise ValueError(f"{where}: found a {_name(record)}, {_EXPECTED}")
+    raise ValueError(f"{where}: found a {_name(record)}, {expected}")
   if not isinstance(record.get("tools", []), list | None):
     raise ValueError(
       f'{where}: "tools" is a {_name(record["tools"])}, expected a list of JSON schemas'
@@ -148,44 +194,48 @@ def record_kind(record: Any, where: str) -> Kind:
       raise ValueError(
         f'{where}: "tools" holds a {_name(tool)}, expected a list of JSON schemas'
       )
-  kinds: list[Kind] = [k for k in ("prompt", "messages", "text") if k in record]
-  if len(kinds) != 1:
-    found = "fields " + ", ".join(map(repr, record)) if record else "no fields"
-    raise ValueError(f"{where}: found {found}, {_EXPECTED}")
-  _CHECKS[kinds[0]](record, where)
-  return kinds[0]
 
 
 def _check_prompt(record: Mapping[str, Any], where: str) -> None:
   if "response" not in record:
     raise ValueError(f'{where}: "prompt" without "response"; {_EXPECTED}')
-  _check_string(record, "response", where)
+  check_string(record, "response", where)
   if isinstance(record["prompt"], list):
-    _check_messages(record["prompt"], f'{where}: "prompt"')
+    check_messages(record["prompt"], f'{where}: "prompt"')
   else:
-    _check_string(record, "prompt", where, also=" or a list of messages")
+    check_string(record, "prompt", where, also=" or a list of messages")
 
 
 def _check_conversation(record: Mapping[str, Any], where: str) -> None:
-  _check_messages(record["messages"], f'{where}: "messages"')
+  check_messages(record["messages"], f'{where}: "messages"')
 
 
 def _check_text(record: Mapping[str, Any], where: str) -> None:
-  _check_string(record, "text", where)
+  check_string(record, "text", where)
   if not record["text"].strip():
     raise ValueError(f'{where}: "text" is blank, expected something to learn')
 
 
-def _check_string(
+def check_string(
   record: Mapping[str, Any], field: str, where: str, also: str = ""
 ) -> None:
+  """Refuses a field that is no string.
+
+  Raises:
+    ValueError: begins with `where`.
+  """
   if not isinstance(record[field], str):
     raise ValueError(
       f'{where}: "{field}" is a {_name(record[field])}, expected a string{also}'
     )
 
 
-def _check_messages(messages: Any, where: str) -> None:
+def check_messages(messages: Any, where: str) -> None:
+  """Refuses what is no list of messages.
+
+  Raises:
+    ValueError: begins with `where`.
+  """
   if not isinstance(messages, list) or not messages:
     found = "an empty list" if messages == [] else f"a {_name(messages)}"
     raise ValueError(f"{where} is {found}, expected a list of messages")
@@ -227,3 +277,5 @@ _CHECKS = {
   "messages": _check_conversation,
   "text": _check_text,
 }
+
+FINE_TUNING = Form(expected=_EXPECTED, check=record_kind)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import grain
 
 from tunix.data import packing as rows, source as sources
+from tunix.data.answer_source import AnswerSource
 from tunix.data.examples import Overlong
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
@@ -69,7 +70,6 @@ def build_dataset(
     ValueError: an argument is out of range. Iteration raises ValueError for records
       that cannot be trained on, naming their place.
   """
-  _check(batch_size, seed, num_epochs, process_index, process_count, num_threads)
   source = sources.ExampleSource(
     records=records,
     tokenizer=tokenizer,
@@ -79,17 +79,8 @@ def build_dataset(
     template_kwargs=template_kwargs,
   )
   pad_id = tokenizer.pad_id() or 0
-  order = grain.MapDataset.range(len(records)).seed(seed)
-  order = order.shuffle() if shuffle else order
-  # So many drops in a row are a whole epoch of them: without a limit, an endless data
-  # set would look for an example forever and a finite one would end in silence.
-  patience = len(records) if num_epochs == 1 else 2 * len(records) - 1
-  elements = order.repeat(num_epochs).map(_Render(source, patience))
-  stream = elements.to_iter_dataset(
-    grain.ReadOptions(
-      num_threads=num_threads,
-      prefetch_buffer_size=_PREFETCHED_EXAMPLES if num_threads else 0,
-    )
+  stream = _elements(
+    source, shuffle=shuffle, seed=seed, num_epochs=num_epochs, num_threads=num_threads
   )
   if packing:
     stream = rows.pack(
@@ -99,46 +90,85 @@ def build_dataset(
     stream = stream.map(
       functools.partial(rows.pad_row, max_length=max_length, pad_id=pad_id)
     )
-  count = batch_size // process_count
-  stack = functools.partial(
-    rows.stack_rows,
-    first=process_index * count,
-    count=count,
-    max_length=max_length,
-    pad_id=pad_id,
-  )
-  return stream.batch(batch_size, drop_remainder=False, batch_fn=stack)
+  stack = functools.partial(rows.stack_rows, max_length=max_length, pad_id=pad_id)
+  return _batched(stream, stack, batch_size, process_index, process_count)
 
 
-class _Render:
-  """Index of a record -> element, or None (which Grain skips) when it is dropped."""
-
-  def __init__(self, source: sources.ExampleSource, patience: int):
-    self._source = source
-    self._patience = patience
-    self._dropped_in_a_row = 0
-    self._lock = threading.Lock()
-
-  def __call__(self, index: int) -> Any:
-    example = self._source.fit(self._source.render(index), index)
-    with self._lock:
-      self._dropped_in_a_row = 0 if example else self._dropped_in_a_row + 1
-      if self._dropped_in_a_row >= self._patience:
-        raise ValueError(
-          f"all {len(self._source)} records are longer than {self._source.max_length} "
-          "tokens and were dropped; raise max_length or set overlong to 'truncate'"
-        )
-    return rows.to_element(example) if example else None
-
-
-def _check(
+def build_answers(
+  source: AnswerSource,
+  *,
   batch_size: int,
+  shuffle: bool = True,
+  seed: int = 0,
+  num_epochs: int | None = 1,
+  process_index: int = 0,
+  process_count: int = 1,
+  num_threads: int = 1,
+) -> grain.IterDataset:
+  """Batches of `batch_size / process_count` pairs or labelled responses.
+
+  Each is a dict as `AnswerSource.stack` says; all else as `build_dataset` has it.
+
+  Raises:
+    ValueError: an argument is out of range. Iteration raises ValueError for records
+      that cannot be trained on, naming their place.
+  """
+  stream = _elements(
+    source, shuffle=shuffle, seed=seed, num_epochs=num_epochs, num_threads=num_threads
+  )
+  return _batched(stream, source.stack, batch_size, process_index, process_count)
+
+
+class _Source(Protocol):
+  """Elements by number, and what to say when there is none."""
+
+  def __len__(self) -> int: ...
+
+  def element(self, index: int) -> Any | None: ...
+
+  def none_left(self) -> str: ...
+
+
+def _elements(
+  source: _Source,
+  *,
+  shuffle: bool,
   seed: int,
   num_epochs: int | None,
+  num_threads: int,
+) -> grain.IterDataset:
+  """Elements of all epochs, in the order of training."""
+  if not 0 <= seed < 2**32:
+    raise ValueError(f"seed {seed} must be from 0 to 2**32 - 1")
+  if num_epochs is not None and num_epochs < 1:
+    raise ValueError(f"num_epochs {num_epochs} must be at least 1, or None for no end")
+  if num_threads < 0:
+    raise ValueError(f"num_threads {num_threads} must be 0 or more")
+  order = grain.MapDataset.range(len(source)).seed(seed)
+  order = order.shuffle() if shuffle else order
+  # So many drops in a row are a whole epoch of them: without a limit, an endless data
+  # set would look for an example forever and a finite one would end in silence.
+  patience = len(source) if num_epochs == 1 else 2 * len(source) - 1
+  return (
+    order.repeat(num_epochs)
+    .map(_Render(source, patience))
+    .to_iter_dataset(
+      grain.ReadOptions(
+        num_threads=num_threads,
+        prefetch_buffer_size=_PREFETCHED_EXAMPLES if num_threads else 0,
+      )
+    )
+  )
+
+
+def _batched(
+  stream: grain.IterDataset,
+  stack: Callable[..., Any],
+  batch_size: int,
   process_index: int,
   process_count: int,
-  num_threads: int,
-) -> None:
+) -> grain.IterDataset:
+  """This process's rows of every batch, by stack(rows, first=, count=)."""
   if process_count < 1 or not 0 <= process_index < process_count:
     raise ValueError(
       f"process_index {process_index} of process_count {process_count} is out of range"
@@ -148,9 +178,24 @@ def _check(
       f"batch_size {batch_size} must be a positive multiple of the {process_count} "
       "processes that share each batch"
     )
-  if not 0 <= seed < 2**32:
-    raise ValueError(f"seed {seed} must be from 0 to 2**32 - 1")
-  if num_epochs is not None and num_epochs < 1:
-    raise ValueError(f"num_epochs {num_epochs} must be at least 1, or None for no end")
-  if num_threads < 0:
-    raise ValueError(f"num_threads {num_threads} must be 0 or more")
+  count = batch_size // process_count
+  stack = functools.partial(stack, first=process_index * count, count=count)
+  return stream.batch(batch_size, drop_remainder=False, batch_fn=stack)
+
+
+class _Render:
+  """Index of a record -> element, or None (which Grain skips) when it is dropped."""
+
+  def __init__(self, source: _Source, patience: int):
+    self._source = source
+    self._patience = patience
+    self._dropped_in_a_row = 0
+    self._lock = threading.Lock()
+
+  def __call__(self, index: int) -> Any:
+    element = self._source.element(index)
+    with self._lock:
+      self._dropped_in_a_row = self._dropped_in_a_row + 1 if element is None else 0
+      if self._dropped_in_a_row >= self._patience:
+        raise ValueError(self._source.none_left())
+    return element

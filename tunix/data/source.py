@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunix.data import chat, examples, formats
+from tunix.data import chat, examples, formats, packing
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 
@@ -70,3 +70,19 @@ class ExampleSource:
       return examples.fit(example, self.max_length, self.overlong, bos_id=bos)
     except ValueError as error:
       raise ValueError(f"{self.where(index)}: {error}") from error
+
+  def element(self, index: int) -> packing.Row | None:
+    """Record `index` as what packing starts from, None when it is dropped.
+
+    Raises:
+      ValueError: see `render` and `fit`.
+    """
+    example = self.fit(self.render(index), index)
+    return None if example is None else packing.to_element(example)
+
+  def none_left(self) -> str:
+    """What is said when every record is dropped."""
+    return (
+      f"all {len(self)} records are longer than {self.max_length} tokens and were "
+      "dropped; raise max_length or set overlong to 'truncate'"
+    )

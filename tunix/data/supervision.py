@@ -82,17 +82,22 @@ def describe_batch(
     f"{count} rows x {length} tokens: {trained} trained, "
     f"{tokens.size - trained - padding} context, {padding} padding"
   ]
-  marks = _COLOUR if colour else _MARKS
+  marks = marks_of(colour)
   shown = count if rows is None else min(rows, count)
   for row in range(shown):
     lines.append(_summary(row, segments[row], targets[row]))
     for segment in np.unique(segments[row][segments[row] != 0]):
       own = segments[row] == segment
-      text = _marked(tokens[row][own], targets[row][own], tokenizer, marks)
+      text = marked(tokens[row][own], targets[row][own], tokenizer, marks)
       lines.append(f"  [{segment}] " + text.replace("\n", "\n      "))
   if shown < count:
     lines.append(f"... {count - shown} more rows")
   return "\n".join(lines)
+
+
+def marks_of(colour: bool) -> tuple[str, str]:
+  """What stands before and behind trained text."""
+  return _COLOUR if colour else _MARKS
 
 
 def _summary(row: int, segments: np.ndarray, targets: np.ndarray) -> str:
@@ -107,12 +112,13 @@ def _summary(row: int, segments: np.ndarray, targets: np.ndarray) -> str:
   )
 
 
-def _marked(
+def marked(
   tokens: np.ndarray,
   targets: np.ndarray,
   tokenizer: TokenizerAdapter,
   marks: tuple[str, str],
 ) -> str:
+  """Text of tokens [T], that of the trained ones (bool [T]) between the marks."""
   borders = np.flatnonzero(np.diff(targets.astype(np.int8))) + 1
   pieces = []
   for part, trained in zip(np.split(tokens, borders), np.split(targets, borders)):

@@ -35,6 +35,24 @@ def gives_hidden(model: nnx.Module) -> bool:
   return seam and hasattr(model, "unembedding")
 
 
+def hidden(
+  model: Any,
+  tokens: Int[Array, "B T"],
+  positions: Int[Array, "B T"] | None = None,
+  segment_ids: Int[Array, "B T"] | None = None,
+  attention_mask: Bool[Array, "B T T"] | None = None,
+  *,
+  extra: Mapping[str, Any] | None = None,
+) -> Float[Array, "B T D"]:
+  """Final hidden states of a model that `gives_hidden`.
+
+  Args: see `logits`. A mask stands for the segments too, where both are given.
+  """
+  segments = None if attention_mask is not None else segment_ids
+  given = {"segment_ids": segments, "return_hidden": True, **(extra or {})}
+  return model(tokens, positions, None, attention_mask, **given)[0]
+
+
 def logits(
   model: Any,
   tokens: Int[Array, "B T"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -123,16 +124,8 @@ def run(
   # Each device gathers the unembedding once, works on its own tokens, and the
   # gradient of the unembedding is reduced once, not once a chunk.
   batch = PartitionSpec(layout.batch_axes or None)
-  vocab = layout.vocab_axis
-  table = (
-    PartitionSpec(vocab, None) if layout.transposed else PartitionSpec(None, vocab)
-  )
-  scattered = _scatter_axes(layout, unembed.shape[1 if layout.transposed else 0])
-  d_table = (
-    PartitionSpec(vocab, scattered or None)
-    if layout.transposed
-    else PartitionSpec(scattered or None, vocab)
-  )
+  table = table_spec(layout)
+  d_table = gradient_spec(layout, unembed.shape)
   out_specs = Part(
     batch,
     batch if rule.entropy else None,
@@ -155,7 +148,20 @@ def _batch_shards(layout: Layout) -> int:
   return math.prod(layout.mesh.shape[axis] for axis in layout.batch_axes)
 
 
-def _scatter_axes(layout: Layout, dim: int) -> tuple[str, ...]:
+def table_spec(layout: Layout, columns: Any = None) -> PartitionSpec:
+  """How the unembedding is split: its vocabulary, and D over `columns`."""
+  vocab = layout.vocab_axis
+  entries = (vocab, columns) if layout.transposed else (columns, vocab)
+  return PartitionSpec(*entries)
+
+
+def gradient_spec(layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
+  """How `reduce_table` leaves the gradient of an unembedding of this shape."""
+  dim = shape[1 if layout.transposed else 0]
+  return table_spec(layout, scatter_axes(layout, dim) or None)
+
+
+def scatter_axes(layout: Layout, dim: int) -> tuple[str, ...]:
   """Axes over which the gradient of the unembedding is reduce-scattered along D."""
   if layout.mesh is None or dim % _batch_shards(layout):
     return ()
@@ -164,51 +170,74 @@ def _scatter_axes(layout: Layout, dim: int) -> tuple[str, ...]:
 
 def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Part:
   """The tokens of one device, chunk by chunk."""
-  layout, shape = rule.layout, targets.shape
+  layout = rule.layout
+
+  def chunk(*xs):
+    part = _chunk_pass(unembed, *xs, rule=rule)
+    return part._replace(d_unembed=None), part.d_unembed
+
   vocab = unembed.shape[0 if layout.transposed else 1]
-  count, size = _chunks(targets.size, vocab, layout.chunk_bytes)
-
-  def split(x):
-    flat = x.reshape(targets.size, *x.shape[2:])
-    padding = [(0, count * size - targets.size)] + [(0, 0)] * (flat.ndim - 1)
-    return jnp.pad(flat, padding).reshape(count, size, *flat.shape[1:])
-
-  def join(x):
-    return x.reshape(count * size, *x.shape[2:])[: targets.size].reshape(
-      *shape, *x.shape[2:]
-    )
-
-  chunk = functools.partial(_chunk_pass, unembed, rule=rule)
-  parts = jax.tree.map(split, (hidden, targets, pulls))
-  if count == 1:
-    one = chunk(*jax.tree.map(lambda x: x[0], parts))
-    total = one.d_unembed
-    by_token = jax.tree.map(lambda x: x[None], one._replace(d_unembed=None))
-  else:
-    start = jnp.zeros(unembed.shape, jnp.float32) if rule.unembed else None
-
-    def step(total, xs):
-      part = chunk(*xs)
-      total = None if total is None else total + part.d_unembed
-      return total, part._replace(d_unembed=None)
-
-    total, by_token = jax.lax.scan(step, start, parts)
-
-  logps, entropy, d_hidden, _ = jax.tree.map(join, by_token)
+  start = jnp.zeros(unembed.shape, jnp.float32) if rule.unembed else None
+  by_token, total = over_tokens(
+    chunk, (hidden, targets, pulls), targets.shape, vocab, start, layout
+  )
+  logps, entropy, d_hidden, _ = by_token
   if d_hidden is not None:
-    if layout.vocab_axis is not None:
-      d_hidden = jax.lax.psum(d_hidden, layout.vocab_axis)
-    d_hidden = d_hidden.astype(hidden.dtype)
+    d_hidden = across(jax.lax.psum, d_hidden, layout).astype(hidden.dtype)
   if total is not None:
-    total = _reduce_table(total, layout, hidden.shape[-1]).astype(unembed.dtype)
+    total = reduce_table(total, layout, hidden.shape[-1]).astype(unembed.dtype)
   return Part(logps, entropy, d_hidden, total)
 
 
-def _reduce_table(total: jax.Array, layout: Layout, dim: int) -> jax.Array:
+def over_tokens(
+  chunk: Callable[..., tuple[Any, Any]],
+  arrays: Any,
+  shape: tuple[int, ...],
+  vocab: int,
+  start: Any,
+  layout: Layout,
+) -> tuple[Any, Any]:
+  """`chunk` over the tokens, as many at a time as the layout's bytes allow.
+
+  Args:
+    chunk: arrays [C, ...] -> (values by token [C, ...], something to add up or None).
+    arrays: what is cut, [B, T, ...] each; what fills up the last chunk is 0.
+    shape: (B, T).
+    vocab: columns of a chunk's logits on this device.
+    start: zeros to add to, or None.
+    layout: bytes of a chunk.
+
+  Returns: (values [B, T, ...], the sum).
+  """
+  tokens = math.prod(shape)
+  count, size = _chunks(tokens, vocab, layout.chunk_bytes)
+
+  def split(x):
+    flat = x.reshape(tokens, *x.shape[2:])
+    padding = [(0, count * size - tokens)] + [(0, 0)] * (flat.ndim - 1)
+    return jnp.pad(flat, padding).reshape(count, size, *flat.shape[1:])
+
+  def join(x):
+    return x.reshape(count * size, *x.shape[2:])[:tokens].reshape(*shape, *x.shape[2:])
+
+  parts = jax.tree.map(split, arrays)
+  if count == 1:
+    by_token, total = chunk(*jax.tree.map(lambda x: x[0], parts))
+    return jax.tree.map(lambda x: join(x[None]), by_token), total
+
+  def step(total, xs):
+    by_token, part = chunk(*xs)
+    return jax.tree.map(jnp.add, total, part), by_token
+
+  total, by_token = jax.lax.scan(step, start, parts)
+  return jax.tree.map(join, by_token), total
+
+
+def reduce_table(total: jax.Array, layout: Layout, dim: int) -> jax.Array:
   """Adds the devices' parts of the unembedding's gradient."""
   if layout.mesh is None or not layout.batch_axes:
     return total
-  axes = _scatter_axes(layout, dim)
+  axes = scatter_axes(layout, dim)
   if not axes:
     return jax.lax.psum(total, layout.batch_axes)
   axis = 1 if layout.transposed else 0
@@ -234,45 +263,49 @@ def _chunk_pass(unembed, hidden, targets, pulls, *, rule: Rule) -> Part:
     transposed = rule.layout.transposed
     if rule.hidden:
       from_logits = "cv,vd->cd" if transposed else "cv,dv->cd"
-      d_hidden = factor * _dot(from_logits, d_logits, unembed)
+      d_hidden = factor * dot(from_logits, d_logits, unembed)
     if rule.unembed:
       to_table = "cv,cd->vd" if transposed else "cv,cd->dv"
-      d_unembed = _dot(to_table, d_logits, (factor * hidden).astype(hidden.dtype))
+      d_unembed = dot(to_table, d_logits, (factor * hidden).astype(hidden.dtype))
   return Part(logps, entropy if rule.entropy else None, d_hidden, d_unembed)
+
+
+def chunk_logits(hidden: jax.Array, unembed: jax.Array, layout: Layout) -> jax.Array:
+  """float32 [C, V] of hidden [C, D], soft-capped."""
+  to_logits = "cd,vd->cv" if layout.transposed else "cd,dv->cv"
+  logits = dot(to_logits, hidden, unembed)
+  return logits if layout.softcap is None else soft_cap(logits, layout.softcap)
 
 
 def _softmax(unembed, hidden, targets, rule: Rule) -> _Softmax:
   layout = rule.layout
-  to_logits = "cd,vd->cv" if layout.transposed else "cd,dv->cv"
-  capped = _dot(to_logits, hidden, unembed)
-  if layout.softcap is not None:
-    capped = soft_cap(capped, layout.softcap)
+  capped = chunk_logits(hidden, unembed, layout)
   logits = capped / rule.temperature
   rows, vocab, offset = jnp.arange(targets.size), logits.shape[-1], 0
   if layout.vocab_axis is not None:
     offset = jax.lax.axis_index(layout.vocab_axis) * vocab
   column = targets - offset
   held = (column >= 0) & (column < vocab)  # whether this shard has the target
-  top = _across(jax.lax.pmax, jnp.max(logits, axis=-1), layout)
+  top = across(jax.lax.pmax, jnp.max(logits, axis=-1), layout)
   at_target = logits[rows, jnp.clip(column, 0, vocab - 1)]
-  at_target = _across(jax.lax.psum, jnp.where(held, at_target, 0.0), layout) - top
+  at_target = across(jax.lax.psum, jnp.where(held, at_target, 0.0), layout) - top
   hit = jnp.arange(vocab)[None, :] == column[:, None]
   centred = logits - top[:, None]
   others = jnp.where(hit, 0.0, jnp.exp(centred))
-  rest = _across(jax.lax.psum, jnp.sum(others, axis=-1), layout)
+  rest = across(jax.lax.psum, jnp.sum(others, axis=-1), layout)
   column = jnp.where(held, column, vocab)
   normaliser = rest + jnp.exp(at_target)
   return _Softmax(capped, centred, column, at_target, others, rest, normaliser)
 
 
-def _across(reduce: Any, x: jax.Array, layout: Layout) -> jax.Array:
+def across(reduce: Any, x: jax.Array, layout: Layout) -> jax.Array:
   """Reduces over the shards of the vocabulary."""
   return x if layout.vocab_axis is None else reduce(x, layout.vocab_axis)
 
 
 def _entropy(soft: _Softmax, layout: Layout) -> jax.Array:
   """log of the normaliser, less the mean of the centred logits; [C]."""
-  mean = _across(jax.lax.psum, jnp.sum(soft.others * soft.centred, axis=-1), layout)
+  mean = across(jax.lax.psum, jnp.sum(soft.others * soft.centred, axis=-1), layout)
   mean = (mean + jnp.exp(soft.at_target) * soft.at_target) / soft.normaliser
   return jnp.log(soft.normaliser) - mean
 
@@ -311,6 +344,6 @@ def _pull_logits(
   return factor, d_logits.astype(dtype)
 
 
-def _dot(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def dot(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
   """einsum that adds up in float32."""
   return jnp.einsum(spec, x, y.astype(x.dtype), preferred_element_type=jnp.float32)

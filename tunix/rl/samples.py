@@ -135,13 +135,27 @@ def page(files: Sequence[pathlib.Path]) -> str:
   for file in files:
     groups = [json.loads(line) for line in file.read_text().splitlines()]
     first = groups[0]
-    batches.append(
-      {name: first[name] for name in ("rollout", "step", "batch_reward")}
-      | {"groups": [_shown(group) for group in groups]}
-    )
+    head = {name: first[name] for name in ("rollout", "step", "batch_reward")}
+    title = f"rollouts {head['rollout']} · step {head['step']} · mean reward"
+    batches.append({"title": title, **head, "groups": groups})
+  return page_of(batches)
+
+
+def page_of(batches: Sequence[dict[str, Any]]) -> str:
+  """The HTML page of batches of groups.
+
+  Args:
+    batches: `title` and `batch_reward` (a number or None, shown behind it) and `groups`
+      as `groups_of` makes them. Completions need `text`, `reward` and `rewards` alone;
+      `name` stands in the place of "best" and "worst", `what` in that of "reward".
+  """
   template = importlib.resources.files("tunix.rl").joinpath("samples.html").read_text()
+  shown = [
+    batch | {"groups": [_shown(group) for group in batch["groups"]]}
+    for batch in batches
+  ]
   # JSON is ASCII here; without "<" no text can end the script that it stands in.
-  data = json.dumps(batches).replace("<", "\\u003c")
+  data = json.dumps(shown).replace("<", "\\u003c")
   return template.replace(_PLACE, data)
 
 

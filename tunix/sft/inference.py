@@ -26,17 +26,49 @@ def run(
   axes: tuple[str, ...],
 ) -> np.ndarray:
   """`score(model, **rows)` for `at_once` rows at a time; the last part is filled up."""
-  graph, state = nnx.split(model)
   total = len(next(iter(rows.values())))
   size = min(at_once or total, total)
   parts = []
+  for start in range(0, total, size):
+    index = np.minimum(np.arange(start, start + size), total - 1)
+    parts.append(dispatch(model, score, {k: x[index] for k, x in rows.items()}, axes))
+  return np.concatenate([np.asarray(part) for part in parts])[:total]
+
+
+def dispatch(
+  model: nnx.Module, score: Score, rows: Mapping[str, Any], axes: tuple[str, ...]
+) -> jax.Array:
+  """`score(model, **rows)` on the model's own mesh, without waiting for it."""
+  graph, state = nnx.split(model)
   with mesh_lib.use_mesh(mesh_lib.mesh_of(state)):
-    for start in range(0, total, size):
-      index = np.arange(start, start + size)
-      part = {k: x[np.minimum(index, total - 1)] for k, x in rows.items()}
-      placed = sharding_utils.shard_input(part, axes)
-      parts.append(_scored(graph, state, placed, score))
-    return np.concatenate([np.asarray(part) for part in parts])[:total]
+    placed = sharding_utils.shard_input(dict(rows), axes)
+    return _scored(graph, state, placed, score)
+
+
+def apply(
+  model: nnx.Module,
+  score: Callable[..., Any],
+  rows: Mapping[str, Any],
+  axes: tuple[str, ...],
+) -> Any:
+  """`score(model, **rows)` of all rows at once, left on the model's own devices: nobody
+  waits for it.
+
+  Args:
+    model: runs in eval mode, on the mesh or the device that it lies on.
+    score: one object a setting, so that it compiles once; may return any pytree.
+    rows: pytrees of arrays, the rows first.
+    axes: split the rows, as far as the model's mesh has them.
+  """
+  graph, state = nnx.split(model)
+  mesh = mesh_lib.mesh_of(state)
+  if mesh is None and mesh_lib.current_mesh() is not None:
+    # Another mesh surrounds the run, of a student: on its own device, one by one.
+    device = next(iter(jax.tree.leaves(state)[0].devices()))
+    mesh = mesh_lib.create_mesh(dict.fromkeys(axes, 1), [device])
+  has = () if mesh is None else tuple(a for a in axes if a in mesh.shape)
+  with mesh_lib.use_mesh(mesh):
+    return _scored(graph, state, sharding_utils.shard_input(dict(rows), has), score)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -87,14 +87,8 @@ def next_token_loss(
   weights = masks.target_weights(input_mask, segment_ids)
   _check_taken(model, extra)
   if calling.gives_hidden(model):
-    hidden, _ = model(  # pyright: ignore[reportCallIssue]
-      input_tokens,
-      positions,
-      None,
-      attention_mask,
-      segment_ids=None if attention_mask is not None else segment_ids,
-      return_hidden=True,
-      **extra,
+    hidden = calling.hidden(
+      model, input_tokens, positions, segment_ids, attention_mask, extra=extra
     )
     with jax.named_scope("loss"):
       table, layout = model.unembedding()  # pyright: ignore[reportAttributeAccessIssue]

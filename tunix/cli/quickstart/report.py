@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 
-from tunix.cli import plots
+from tunix.cli import plots, tables
 from tunix.cli.plots import Series
 from tunix.cli.quickstart import questions
 from tunix.cli.quickstart.data import QuickstartData
@@ -172,7 +172,7 @@ def _stage_table(results: Results) -> str:
     first, last = results.held_out(stage)
     steps = results.curves[stage]["train"][-1][0]
     rows.append((stage, str(steps), what, f"{first:.3f}", f"{last:.3f}"))
-  return _table(("job", "steps", "on held-out sums", "before", "after"), rows)
+  return tables.markdown(("job", "steps", "on held-out sums", "before", "after"), rows)
 
 
 def _answer_table(results: Results) -> str:
@@ -181,7 +181,7 @@ def _answer_table(results: Results) -> str:
     for before, after in _shown(results)
   ]
   cells = [[f"`{cell}`" for cell in row] for row in rows]
-  return _table(("question", "right", "before GRPO", "after"), cells)
+  return tables.markdown(("question", "right", "before GRPO", "after"), cells)
 
 
 def _accuracies(results: Results) -> tuple[str, str]:
@@ -197,9 +197,4 @@ def _shown(results: Results) -> list[tuple[Answer, Answer]]:
 def _time_table(results: Results) -> str:
   rows = [(stage, f"{seconds:.0f} s") for stage, seconds in results.seconds.items()]
   rows.append(("all", f"{sum(results.seconds.values()):.0f} s"))
-  return _table(("stage", "wall time"), rows)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  lines = [header, ["---"] * len(header), *rows]
-  return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+  return tables.markdown(("stage", "wall time"), rows)

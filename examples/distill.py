@@ -1,0 +1,67 @@
+"""Distillation with tunix: a small model learns what a trained one says.
+
+    python examples/distill.py --output out
+
+A teacher first learns to put two digits in order (examples/rl_loop.py has the task).
+The student then sees the same rows, and for each token all that the teacher holds for
+possible, not the right one alone. `tunix train --job=distill` does it from a file.
+"""
+
+import numpy as np
+import optax
+from dpo import arguments, log, questions
+from rl_loop import Characters, new_model
+
+from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
+from tunix.distillation.strategies.logit import LogitStrategy
+from tunix.sft.config import CheckpointOptions
+from tunix.sft.metrics_logger import Mode
+from tunix.sft.peft_trainer import PeftTrainer
+
+
+def batches(count, seed):
+  """Rows "<73=37>" as token ids; what follows "=" is learnt."""
+  for shown, ordered in questions(count, seed):
+    rows = [f"<{a}={b}>" for a, b in zip(shown, ordered)]
+    tokens = np.asarray([Characters().encode(row) for row in rows], np.int32)
+    mask = np.zeros_like(tokens)
+    mask[:, 4:] = 1
+    yield {"input_tokens": tokens, "input_mask": mask}
+
+
+def train(trainer, steps):
+  trainer.train(batches(steps, seed=0), list(batches(1, seed=1)))
+  trainer.close()
+
+
+def options(folder, steps):
+  return {
+    "max_steps": steps,
+    "eval_every_n_steps": 20,
+    "checkpoint_root_directory": str(folder),
+    "checkpointing_options": CheckpointOptions(save_every_n_steps=20),
+    "pbar_description": None,
+  }
+
+
+def main():
+  args = arguments()
+  teacher, student = new_model(seed=0), new_model(seed=1)
+  taught = TrainingConfig(**options(args.output / "teacher", 4 * args.steps))
+  train(PeftTrainer(teacher, optax.adam(2e-3), taught), 4 * args.steps)
+  logger = log(args.output)
+  trainer = DistillationTrainer(
+    student,
+    teacher,
+    LogitStrategy(temperature=1.0, alpha=0.9),
+    optax.adam(2e-3),
+    TrainingConfig(**options(args.output / "checkpoints", args.steps)),
+    logger,
+  )
+  train(trainer, args.steps)
+  loss = logger.get_metric_history("", "loss", Mode.EVAL)
+  print(f"held-out loss {loss[0]:.2f} -> {loss[-1]:.2f}")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,161 @@
+"""`tunix train --job=distill`: from records, from a cache, and on-policy."""
+
+import json
+
+import jax
+import pytest
+
+from tests import toys_text
+from tests.cli import runs
+from tunix.models import safetensors_saver
+from tunix.models.automodel import AutoModel
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
+  """A model like the student's, with other weights."""
+  folder = runs.write_model(tmp_path_factory.mktemp("distill") / "teacher")
+  model = AutoModel.from_config(AutoModel.from_pretrained(folder).config, seed=8)
+  tokenizer = toys_text.chat_tokenizer("chatml")
+  safetensors_saver.save_pretrained(
+    model, folder, hf_fields={"eos_token_id": tokenizer.eos_id()}
+  )
+  return folder
+
+
+@pytest.fixture
+def keys(settings, teacher):
+  return settings | {"job": "distill", "distill__teacher": teacher}
+
+
+ON_POLICY = {
+  "data__max_length": None,
+  "distill__on_policy_fraction": 0.5,
+  "rollout__max_prompt_length": 40,
+  "rollout__max_tokens_to_generate": 20,
+}
+
+
+def train(keys, **more):
+  given = {name: value for name, value in (keys | more).items() if value is not None}
+  return runs.tunix("train", *runs.arguments(**given))
+
+
+def everything(folder):
+  names = ["logs/metrics.jsonl", "export/model.safetensors"]
+  return {name: (folder / name).read_bytes() for name in names}
+
+
+def losses(folder):
+  return [record["loss"] for _, record in sorted(runs.metrics(folder).items())]
+
+
+def test_a_run_trains_and_exports_the_student(keys, teacher, eval_file, model, capsys):
+  keys = keys | {"distill__alpha": 1, "training__learning_rate": "1e-3"}
+  assert train(keys, data__eval=eval_file) == 0
+  said = capsys.readouterr().out
+  assert f"taught by {teacher}; 4 steps" in said
+  steps = runs.metrics(keys["output_dir"])
+  assert steps[4]["distill/kl_div"] < steps[1]["distill/kl_div"]
+  assert sorted(runs.metrics(keys["output_dir"], "eval")) == [0, 4]
+  before = AutoModel.from_pretrained(model)
+  after = AutoModel.from_pretrained(keys["output_dir"] / "export")
+  assert jax.tree.structure(before) == jax.tree.structure(after)
+
+
+@pytest.mark.parametrize(
+  "more",
+  [
+    pytest.param({}, id="rows"),
+    pytest.param(ON_POLICY, id="on-policy", marks=[pytest.mark.slow, pytest.mark.ci]),
+  ],
+)
+def test_a_run_that_is_resumed_is_the_same(keys, more, tmp_path, capsys):
+  keys = keys | more
+  assert train(keys, output_dir=tmp_path / "whole") == 0
+  assert train(keys, training__max_steps=2) == 0
+  assert train(keys) == 0
+  assert "resuming after step 2" in capsys.readouterr().out
+  assert everything(tmp_path / "whole") == everything(keys["output_dir"])
+
+
+def test_a_cache_stands_for_the_teacher(keys, tmp_path, capsys):
+  cached = keys | {"distill__top_k": 5, "training__max_steps": 2}
+  out = [tmp_path / name for name in ("asked", "filled", "read")]
+  assert train(cached, output_dir=out[0]) == 0
+  cached = cached | {"distill__cache": tmp_path / "cache"}
+  assert train(cached, output_dir=out[1]) == 0
+  assert train(cached, output_dir=out[2], distill__teacher=None) == 0
+  assert losses(out[1]) == losses(out[2])
+  assert losses(out[0]) == pytest.approx(losses(out[1]), rel=1e-5)
+  assert train(cached, output_dir=tmp_path / "other", distill__temperature=3) == 2
+  assert "at temperature 3.0" in capsys.readouterr().err
+
+
+def test_the_student_answers_itself(keys, tmp_path, capsys, train_file):
+  keys = keys | ON_POLICY | {"training__max_steps": 2}
+  assert train(keys, distill__on_policy_fraction=1.0) == 0
+  said = capsys.readouterr().out
+  assert "in 100% of the steps the student answers, with at most 20 tokens" in said
+  assert "16 responses: 16 kept" in said
+  argv = runs.arguments(**{k: v for k, v in keys.items() if v is not None})
+  assert runs.tunix("data", "show", *argv, "--rows=1") == 0
+  assert "response, " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_policy_gradient(keys):
+  keys = keys | ON_POLICY | {"distill__strategy": "policy_gradient"}
+  assert train(keys, distill__on_policy_fraction=1.0) == 0
+  assert "distill/reverse_kl" in runs.metrics(keys["output_dir"])[1]
+
+
+def test_another_teacher_cannot_resume(keys, model, capsys):
+  assert train(keys, training__max_steps=1) == 0
+  assert train(keys, training__max_steps=2, distill__teacher=model) == 2
+  assert "the model in distill.teacher is another" in capsys.readouterr().err
+
+
+def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
+  turns = [{"role": "user", "content": "How"}] * 2
+  (tmp_path / "d.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+  assert train(keys | ON_POLICY, data__train=tmp_path / "d.jsonl") == 2
+  assert "d.jsonl:1: the last message is of the role 'user'" in capsys.readouterr().err
+  (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
+  assert train(keys | ON_POLICY, data__train=tmp_path / "d.jsonl") == 2
+  assert 'd.jsonl:1: expected {"prompt"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("changed", "message"),
+  [
+    ({"distill__teacher": None}, "distill.teacher is not set"),
+    ({"distill__teacher": "/no/such"}, "/no/such"),
+    ({"distill__alpha": 2}, "distill: alpha is 2.0"),
+    ({"distill__jsd_beta": 0.5}, "distill: "),
+    ({"distill__strategy": "policy_gradient"}, "distill.on_policy_fraction not set"),
+    ({"distill__teacher": None, "distill__teacher_dtype": "bfloat16"}, "teacher_dtype"),
+    ({"rollout__temperature": 0.5}, "rollout.temperature is 0.5 and distill.on_policy"),
+    ({"rollout__min_p": 0.5}, "the student samples with temperature, top_p and top_k"),
+    (ON_POLICY | {"data__packing": "true"}, "data.packing is True and distill.on_pol"),
+    (ON_POLICY | {"distill__on_policy_fraction": 2}, "on_policy_fraction is 2.0"),
+    (ON_POLICY | {"distill__cache": "x"}, "what the student writes is new every time"),
+    (
+      ON_POLICY | {"distill__strategy": "policy_gradient", "distill__alpha": 1},
+      "distill.alpha is 1.0 and distill.strategy 'policy_gradient'",
+    ),
+    ({"job": "sft"}, "it belongs to the job distill"),
+  ],
+  ids=str,
+)
+def test_bad_settings_are_one_line(keys, capsys, changed, message):
+  assert train(keys, **changed) == 2
+  error = capsys.readouterr().err
+  assert message in error and error.count("\n") == 1
+
+
+def test_another_tokenizer_is_refused(keys, tmp_path, capsys):
+  folder = runs.write_model(tmp_path / "other")
+  toys_text.chat_tokenizer("llama3").save(folder)
+  assert train(keys, distill__teacher=folder) == 2
+  assert "the tokenizers differ" in capsys.readouterr().err

@@ -1,0 +1,269 @@
+"""`tunix train` with the jobs dpo, orpo, kto and reward, and what they refuse."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from tests.cli import runs
+from tunix.models import safetensors_saver
+from tunix.models.automodel import AutoModel
+
+ANSWERS = [
+  ("How many days are in a week?", "There are seven days.", "It is five."),
+  ("What is the sum of two and three?", "It is five.", "The sea is deep."),
+  ("Who runs past the mill?", "The river runs slowly.", "A student asks."),
+]
+
+
+def pairs(count):
+  for i in range(count):
+    question, good, bad = ANSWERS[i % len(ANSWERS)]
+    yield {
+      "prompt": f"{question} {i}",
+      "chosen": f"{good} {i}",
+      "rejected": f"{bad} {i}",
+    }
+
+
+def labelled(count):
+  for i, pair in enumerate(pairs(count)):
+    answer = pair["chosen" if i % 2 else "rejected"]
+    yield {"prompt": pair["prompt"], "completion": answer, "label": bool(i % 2)}
+
+
+def write(path, records):
+  path.write_text("".join(json.dumps(record) + "\n" for record in records))
+  return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("preference")
+  write(folder / "pairs.jsonl", pairs(12))
+  write(folder / "held_out.jsonl", pairs(4))
+  write(folder / "labelled.jsonl", labelled(12))
+  return folder
+
+
+@pytest.fixture
+def keys(files, model, tmp_path):
+  """Settings of a short run."""
+  return {
+    "job": "dpo",
+    "model__path": model,
+    "data__train": files / "pairs.jsonl",
+    "preference__max_prompt_length": 32,
+    "preference__max_response_length": 16,
+    "training__global_batch_size": 4,
+    "training__micro_batch_size": 2,
+    "training__max_steps": 4,
+    "training__learning_rate": 0.01,
+    "logging__tensorboard": "false",
+    "output_dir": tmp_path / "out",
+  }
+
+
+def train(keys, **more):
+  return runs.tunix("train", *runs.arguments(**(keys | more)))
+
+
+def everything(folder, weights="model"):
+  """Bytes of what a run leaves, by name."""
+  names = ["logs/metrics.jsonl", f"export/{weights}.safetensors"]
+  return {name: (folder / name).read_bytes() for name in names}
+
+
+def test_a_run_trains_and_exports(keys, files, model, capsys):
+  keys = keys | {"data__eval": files / "held_out.jsonl"}
+  assert train(keys) == 0
+  said = capsys.readouterr().out
+  assert "train data: 12 pairs: 12 kept; " in said and "eval data: 4 pairs" in said
+  assert "dpo: 4 pairs of at most 32 + 16 tokens, in 2 micro-batches; 4 steps" in said
+  out = keys["output_dir"]
+  steps, held_out = runs.metrics(out), runs.metrics(out, "eval")
+  assert sorted(steps) == [1, 2, 3, 4] and sorted(held_out) == [0, 4]
+  assert steps[1]["loss"] == pytest.approx(np.log(2), rel=1e-5)  # it is its reference
+  assert steps[4]["loss"] < steps[1]["loss"]
+  found = [held_out[i]["rewards/accuracy"] for i in (0, 4)]
+  assert f"eval accuracy {found[0]:.4f} -> {found[1]:.4f}" in said
+  after = AutoModel.from_pretrained(out / "export")
+  before = AutoModel.from_pretrained(model)
+  leaves = zip(jax.tree.leaves(before), jax.tree.leaves(after))
+  assert before.config == after.config
+  assert all((a != b).any() for a, b in leaves)
+  assert train(keys) == 0
+  assert "this run is finished: 4 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    pytest.param({"lora__rank": 2}, id="dpo-lora"),
+    pytest.param({"job": "kto"}, id="kto"),
+    pytest.param({"job": "orpo"}, id="orpo", marks=pytest.mark.slow),
+    pytest.param({"job": "reward"}, id="reward", marks=pytest.mark.slow),
+    pytest.param(
+      {"preference__reference_logps": "logps"}, id="logps", marks=pytest.mark.slow
+    ),
+  ],
+)
+def test_a_run_that_is_resumed_is_the_same(keys, files, changes, tmp_path, capsys):
+  keys = keys | changes
+  if keys["job"] == "kto":
+    keys["data__train"] = files / "labelled.jsonl"
+  if "preference__reference_logps" in changes:
+    keys["preference__reference_logps"] = tmp_path / "logps"
+  assert train(keys, output_dir=tmp_path / "whole") == 0
+  assert train(keys, training__max_steps=2) == 0
+  assert train(keys) == 0
+  assert "resuming after step 2" in capsys.readouterr().out
+  weights = "adapter_model" if "lora__rank" in keys else "model"
+  whole = everything(tmp_path / "whole", weights)
+  assert whole == everything(keys["output_dir"], weights)
+
+
+def test_a_reference_of_its_own_and_one_from_disk(keys, tmp_path):
+  """The base as a folder, in memory, and as numbers on disk: the same training."""
+  runs_made = {
+    "memory": {},
+    "folder": {"preference__reference": keys["model__path"]},
+    "disk": {"preference__reference_logps": tmp_path / "logps"},
+    "again": {"preference__reference_logps": tmp_path / "logps"},
+  }
+  losses = {}
+  for name, more in runs_made.items():
+    out = tmp_path / name
+    assert train(keys, training__max_steps=2, output_dir=out, **more) == 0
+    losses[name] = [runs.metrics(out)[i]["loss"] for i in (1, 2)]
+  for name in runs_made:
+    assert losses[name] == pytest.approx(losses["memory"], rel=1e-5)
+  assert [file.name for file in (tmp_path / "logps").iterdir()]
+
+
+def test_a_reward_model_judges_pairs(keys, files, capsys):
+  assert train(keys, job="reward", training__max_steps=30) == 0
+  assert "train accuracy" in capsys.readouterr().out
+  export = keys["output_dir"] / "export"
+  assert AutoModel.from_pretrained(export).config.num_scores == 1
+  assert runs.tunix("eval", export, "--pairs", files / "held_out.jsonl") == 0
+  said = capsys.readouterr().out.split()
+  assert said[said.index("4") + 2] == "1.0000"
+
+
+def test_a_reward_model_with_adapters_is_exported_whole(keys, files):
+  keys = keys | {"job": "reward", "lora__rank": 2, "training__max_steps": 1}
+  assert train(keys) == 0
+  export = keys["output_dir"] / "export"
+  assert AutoModel.from_pretrained(export).config.num_scores == 1
+  assert not (export / "adapter_config.json").exists()
+
+
+def test_labels_out_of_balance_are_a_note(keys, tmp_path, capsys):
+  records = list(labelled(12))
+  for record in records[:5]:
+    record["label"] = False
+  keys = keys | {"job": "kto", "data__train": write(tmp_path / "l.jsonl", records)}
+  assert train(keys, training__max_steps=1) == 0
+  said = capsys.readouterr().out
+  assert "4 desirable, 8 undesirable" in said
+  assert "weigh 0.50 times" in said and "preference.desirable_weight=2 " in said
+  for record in records:
+    record["label"] = True
+  write(keys["data__train"], records)
+  assert train(keys, output_dir=tmp_path / "other") == 2
+  assert "all 12 responses have the label true" in capsys.readouterr().err
+
+
+def test_bad_records_are_counted_or_refused(keys, tmp_path, capsys):
+  records = list(pairs(6))
+  records[2]["chosen"] = records[2]["rejected"]
+  records[4]["rejected"] = ""
+  file = write(tmp_path / "p.jsonl", records)
+  assert train(keys, data__train=file) == 2
+  assert 'p.jsonl:3: "chosen" and "rejected" are equal' in capsys.readouterr().err
+  keys = keys | {"preference__unusable": "drop", "training__max_steps": "null"}
+  assert train(keys, data__train=file) == 0
+  said = capsys.readouterr().out
+  assert "6 pairs: 4 kept, 1 with an empty response left out, 1 with equal" in said
+  assert "done: 1 steps" in said
+
+
+def test_pairs_can_be_looked_at(keys, files, capsys):
+  argv = runs.arguments(**keys, data__shuffle="false")
+  assert runs.tunix("data", "show", *argv, "--rows=1") == 0
+  shown = capsys.readouterr().out
+  assert "chosen, 9 tokens: «There are seven days. 0<|im_end|>»" in shown
+  assert "<|im_start|>user\nHow many days are in a week? 0<|im_end|>" in shown
+  assert shown.count("rejected, ") == 1
+  assert runs.tunix("data", "scan", *argv) == 0
+  assert "train: 12 pairs: 12 kept" in capsys.readouterr().out
+  keys = keys | {"job": "kto", "data__train": files / "labelled.jsonl"}
+  assert runs.tunix("data", "show", *runs.arguments(**keys), "--rows=1") == 0
+  shown = capsys.readouterr().out
+  assert "completion, " in shown and "label: " in shown
+
+
+def test_other_pairs_or_another_reference_cannot_resume(keys, model, tmp_path, capsys):
+  records = list(pairs(12))
+  keys = keys | {
+    "data__train": write(tmp_path / "p.jsonl", records),
+    "preference__reference": model,
+    "training__max_steps": 1,
+  }
+  assert train(keys) == 0
+  again = keys | {"training__max_steps": 2}
+  write(tmp_path / "p.jsonl", records[1:])
+  assert train(again) == 2
+  assert "the content of data.train is another" in capsys.readouterr().err
+  write(tmp_path / "p.jsonl", records)
+  other = runs.write_model(tmp_path / "other")
+  safetensors_saver.save_pretrained(
+    AutoModel.from_pretrained(other), other, dtype="bfloat16"
+  )
+  assert train(again, preference__reference=other) == 2
+  assert "the reference model is another" in capsys.readouterr().err
+  assert train(again, preference__beta=0.5) == 2
+  assert "preference.beta was None and is 0.5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ("changed", "message"),
+  [
+    ({"preference__betta": 1}, "did you mean preference.beta?"),
+    ({"preference__beta": -1}, "preference: beta=-1.0 must be positive"),
+    ({"preference__loss": "sigmoidal"}, "preference: unknown pair loss 'sigmoidal'"),
+    ({"preference__options": "{gamma: 1.0}"}, "pair loss sigmoid takes no gamma"),
+    (
+      {"preference__loss": "simpo", "preference__reference": "x"},
+      "the loss 'simpo' has no reference",
+    ),
+    (
+      {"preference__reference_free": "true", "preference__reference": "x"},
+      "preference.reference is 'x' and preference.reference_free true",
+    ),
+    ({"preference__reference": "/no/such"}, "there is no folder /no/such"),
+    ({"preference__max_prompt_length": 0}, "preference.max_prompt_length is 0"),
+    ({"preference__unusable": "keep"}, "expected one of error, drop"),
+    ({"preference__centering": 0.1}, "it belongs to the job reward"),
+    ({"preference__desirable_weight": 2}, "it belongs to the job kto"),
+    ({"job": "orpo", "preference__beta": 0.2}, "it belongs to the jobs dpo and kto"),
+    ({"job": "orpo", "preference__loss": "ipo"}, "it belongs to the job dpo"),
+    ({"job": "kto"}, "found fields 'prompt', 'chosen', 'rejected', expected"),
+    ({"job": "sft"}, "it belongs to the jobs dpo and orpo and kto and reward"),
+    ({"data__packing": "true"}, "data.packing is True, and the job 'dpo' does not"),
+    ({"data__max_length": 9}, "use preference.max_prompt_length and max_response"),
+    (
+      {"algorithm__beta": 1},
+      "which has no such section: it belongs to the jobs grpo and ppo",
+    ),
+    ({"job": "reward", "lora__rank": 2, "export__kind": "adapter"}, "use 'merged'"),
+    ({"preference__max_response_length": 4}, "the response has"),
+  ],
+  ids=str,
+)
+def test_bad_settings_are_one_line(keys, capsys, changed, message):
+  assert train(keys, **changed) == 2
+  error = capsys.readouterr().err
+  assert message in error and error.count("\n") == 1

@@ -1,0 +1,23 @@
+"""Distillation is worth something: margins on a chain of words (see learning.py)."""
+
+import pytest
+
+from tests.distillation import learning
+
+
+@pytest.fixture(scope="module")
+def known():
+  return learning.teacher()
+
+
+@pytest.mark.slow
+def test_a_distilled_student_beats_one_alone(known):
+  alone, distilled = learning.alone(), learning.distilled(known)
+  assert distilled < alone - 0.15, (distilled, alone)
+
+
+@pytest.mark.slow
+def test_what_the_student_writes_teaches_it_more(known):
+  found = {name: learning.on_policy(known, name) for name in learning.POLICIES}
+  assert found["on-policy"] < found["off-policy"] - 0.1, found
+  assert found["gkd"] < found["off-policy"], found

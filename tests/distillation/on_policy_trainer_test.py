@@ -1,0 +1,227 @@
+"""On-policy: who writes, what is scored, and that a resumed run draws the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import drills, toys
+from tests.distillation import trainers
+from tests.generate.toy_ids import Ids
+from tests.sft import trainers as sft
+from tunix.distillation.on_policy_trainer import (
+  OnPolicyConfig,
+  OnPolicyDistillationTrainer,
+)
+from tunix.distillation.outputs import Labels
+from tunix.distillation.strategies import LogitStrategy, PolicyGradientStrategy
+from tunix.generate.sampler import Sampler
+
+GKD = {"divergence": "jsd", "beta": 0.5, "alpha": 1.0, "temperature": 1.0}
+
+
+def rows_of(t, *batches):
+  """The rows that a step would train on."""
+  with t._session():
+    ready = t._ready(list(batches))
+  return [taught.batch for taught in ready]
+
+
+def test_rows_are_prompt_and_completion_side_by_side():
+  t = trainers.on_policy(LogitStrategy(**GKD), on_policy_fraction=0.0)
+  given = {"prompts": [[1, 2, 3], list(range(1, 13))], "completions": [[7, 8], [9]]}
+  (rows,) = rows_of(t, given)
+  assert rows["input_tokens"].shape == (2, 14)
+  assert rows["input_tokens"][0].tolist() == [1, 2, 3, 7, 8, *[0] * 9]
+  assert rows["input_mask"][0].tolist() == [0, 0, 0, 1, 1, *[0] * 9]
+  # Of a long prompt the end is kept.
+  assert rows["input_tokens"][1].tolist() == [*range(5, 13), 9, *[0] * 5]
+
+
+def test_texts_are_encoded_and_end():
+  class Ending(Ids):
+    def eos_id(self):
+      return 5
+
+  t = trainers.on_policy(
+    LogitStrategy(**GKD), on_policy_fraction=0.0, tokenizer=Ending()
+  )
+  (rows,) = rows_of(t, {"prompts": ["1 2"], "completions": ["7 8"]})
+  assert rows["input_tokens"][0, :5].tolist() == [1, 2, 7, 8, 5]
+  assert rows["input_mask"][0].sum() == 3
+
+
+def test_the_student_writes_what_its_sampler_says():
+  student = toys.model()
+  t = trainers.on_policy(
+    LogitStrategy(**GKD), student=student, seed=3, sampling_temperature=0.7, top_k=9
+  )
+  batch = trainers.prompts()
+  del batch["completions"]
+  (rows,) = rows_of(t, batch)
+  want = Sampler(student, Ids())(
+    batch["prompts"],
+    6,
+    max_prompt_length=8,
+    temperature=0.7,
+    top_k=9,
+    seed=jax.random.fold_in(jax.random.key(3), 0),
+    include_eos=True,
+  )
+  for tokens, mask, right in zip(rows["input_tokens"], rows["input_mask"], want.tokens):
+    assert tokens[mask > 0].tolist() == right.tolist()
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [{"seed": 1}, {"sampling_temperature": 0.3}, {"top_k": 1}, {"top_p": 0.1}],
+)
+def test_options_change_what_is_written(changes):
+  batch, rows = trainers.prompts(), []
+  for options in ({}, changes):
+    t = trainers.on_policy(LogitStrategy(**GKD), **options)
+    rows.append(rows_of(t, batch)[0]["input_tokens"])
+  assert np.any(rows[0] != rows[1])
+
+
+def test_every_step_draws_anew_with_the_weights_of_that_step():
+  student = toys.model()
+  t = trainers.on_policy(LogitStrategy(**GKD), student=student)
+  seen = []
+  t.with_gen_model_input_fn(lambda b: seen.append(b["input_tokens"]) or b)
+  batch = trainers.prompts()
+  t.train([batch, batch, batch])
+  concrete = [x for x in seen if isinstance(x, np.ndarray)]
+  assert len(concrete) == 3
+  assert np.any(concrete[0] != concrete[1]) and np.any(concrete[1] != concrete[2])
+
+
+def test_lambda_is_the_share_of_steps():
+  t = trainers.on_policy(LogitStrategy(**GKD), on_policy_fraction=0.3)
+  batches = [t._prepare_inputs(trainers.prompts())]
+  share = np.mean([t._writes(step, batches) for step in range(400)])
+  assert 0.23 < share < 0.37
+  again = trainers.on_policy(LogitStrategy(**GKD), on_policy_fraction=0.3)
+  assert [again._writes(s, batches) for s in range(50)] == [
+    t._writes(s, batches) for s in range(50)
+  ]
+
+
+def test_off_policy_steps_need_completions():
+  t = trainers.on_policy(LogitStrategy(**GKD), on_policy_fraction=0.5)
+  with pytest.raises(ValueError, match="no completions"):
+    t.train([{"prompts": [[1, 2]]}])
+  with pytest.raises(ValueError, match="without prompts"):
+    t.train([{"completions": [[1, 2]]}])
+
+
+@pytest.mark.parametrize("make", [lambda: LogitStrategy(**GKD), PolicyGradientStrategy])
+def test_micro_batches_draw_what_the_whole_draws(make):
+  whole = trainers.prompts(rows=8)
+  half = [{k: x[i : i + 4] for k, x in whole.items()} for i in (0, 4)]
+  got = [
+    drills.gradients(trainers.on_policy(make(), gradient_accumulation_steps=n), batches)
+    for n, batches in ((1, [whole]), (2, half))
+  ]
+  drills.assert_same_gradients(got[1], got[0])
+
+
+def test_on_a_mesh(mesh_fsdp8):
+  batch = trainers.prompts(rows=8)
+  want = drills.gradients(trainers.on_policy(LogitStrategy(**GKD)), [batch])
+  with jax.set_mesh(mesh_fsdp8):
+    got = drills.gradients(trainers.on_policy(LogitStrategy(**GKD)), [batch])
+  drills.assert_same_gradients(got, want)
+
+
+def test_an_evaluation_takes_completions_where_there_are_some():
+  t = trainers.on_policy(LogitStrategy(**GKD))
+  batch = trainers.prompts()
+  given = t.eval_step(batch)["loss"]
+  del batch["completions"]
+  written = t.eval_step(batch)["loss"]
+  assert given != written
+  assert written == t.eval_step(batch)["loss"]  # draws the same every time
+
+
+def test_policy_gradient_by_hand():
+  """log q = log(1/2), log p = log(1/4) at the one token that counts: A = -log 2."""
+  q = jnp.log(jnp.asarray([[0.5, 0.3]]))
+  p = jnp.log(jnp.asarray([[0.25, 0.9]]))
+  labels = Labels(jnp.zeros((1, 2), jnp.int32), jnp.asarray([[1.0, 0.0]]))
+  strategy = PolicyGradientStrategy()
+  value, pull = jax.value_and_grad(lambda q: strategy.compute_loss(q, p, labels)[0])(q)
+  np.testing.assert_allclose(value, np.log(2) * np.log(0.5), rtol=1e-6)
+  np.testing.assert_allclose(pull, [[np.log(2), 0.0]], rtol=1e-6)
+  _, metrics = strategy.compute_loss(q, p, labels)
+  np.testing.assert_allclose(metrics["distill/reverse_kl"], np.log(2), rtol=1e-6)
+  loss, _ = strategy.compute_eval_loss(q, p, labels)
+  np.testing.assert_allclose(loss, np.log(2), rtol=1e-6)
+
+
+def test_its_expected_gradient_is_that_of_the_reverse_kl():
+  """Summed over all words with their probabilities, at one position."""
+  from tunix.ops import distill
+  from tunix.ops.distill import Divergence
+
+  q, p = 2 * jax.random.normal(jax.random.key(0), (2, 7))
+  labels = Labels(jnp.zeros((1, 1), jnp.int32), jnp.ones((1, 1)))
+  probability = jax.nn.softmax(q)
+
+  def drawn(word):
+    def loss(q):
+      own, theirs = (jax.nn.log_softmax(x)[word][None, None] for x in (q, p))
+      return PolicyGradientStrategy().compute_loss(own, theirs, labels)[0]
+
+    return jax.grad(loss)(q)
+
+  expected = sum(probability[word] * drawn(word) for word in range(7))
+  how = Divergence("reverse_kl")
+  want = jax.grad(lambda q: distill.divergence(q, p, how))(q)
+  np.testing.assert_allclose(expected, want, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [{"on_policy_fraction": 0.5}, {"sampling_temperature": 0.7}, {"top_k": 5}],
+)
+def test_a_policy_gradient_of_other_peoples_tokens_is_refused(changes):
+  with pytest.raises(ValueError, match="student's distribution"):
+    trainers.on_policy(PolicyGradientStrategy(), **changes)
+  right = PolicyGradientStrategy(temperature=0.7)
+  trainers.on_policy(right, sampling_temperature=0.7)
+
+
+@pytest.mark.parametrize(
+  ("changes", "says"),
+  [
+    ({"max_prompt_length": 0}, "max_prompt_length"),
+    ({"on_policy_fraction": 1.5}, "share"),
+    ({"sampling_temperature": 0.0}, "above 0"),
+  ],
+)
+def test_nonsense_is_refused(changes, says):
+  lengths = {"max_prompt_length": 8, "max_completion_length": 6}
+  with pytest.raises(ValueError, match=says):
+    OnPolicyConfig(**{**lengths, **changes})
+  with pytest.raises(TypeError, match="OnPolicyConfig"):
+    OnPolicyDistillationTrainer(
+      toys.model(), trainers.teacher(), LogitStrategy(), tokenizer=Ids()
+    )
+
+
+def test_going_on_from_a_checkpoint_draws_the_same(tmp_path):
+  batches = [trainers.prompts(seed) for seed in range(4)]
+  finals = []
+  for folder, parts in (("whole", [4]), ("cut", [2, 4])):
+    for steps in parts:
+      t = trainers.on_policy(
+        LogitStrategy(**GKD),
+        max_steps=steps,
+        on_policy_fraction=0.7,
+        checkpoint_root_directory=str(tmp_path / folder),
+      )
+      t.train(batches)
+      t.close()
+    finals.append(sft.leaves(t.model))
+  assert sft.equal(*finals)

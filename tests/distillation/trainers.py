@@ -1,0 +1,70 @@
+"""What the distillation tests share: a student, a teacher that knows something."""
+
+from typing import Any
+
+import numpy as np
+import optax
+
+from tests import toys
+from tests.generate.toy_ids import Ids
+from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
+from tunix.distillation.on_policy_trainer import (
+  OnPolicyConfig,
+  OnPolicyDistillationTrainer,
+)
+from tunix.distillation.strategies import LogitStrategy
+
+
+def teacher(seed: int = 1, **changes: Any):
+  """Wider and deeper than the student, and sure of its words."""
+  sizes = {"num_layers": 3, "embed_dim": 48, **changes}
+  out = toys.model(seed, **sizes)
+  out.lm_head.kernel.set_value(out.lm_head.kernel[...] * 20)
+  return out
+
+
+def trainer(
+  strategy: Any = None,
+  *,
+  student: Any = None,
+  known: Any = None,
+  rate: float = 1e-2,
+  **config: Any,
+) -> DistillationTrainer:
+  return DistillationTrainer(
+    toys.model() if student is None else student,
+    teacher() if known is None else known,
+    LogitStrategy() if strategy is None else strategy,
+    optax.adam(rate),
+    TrainingConfig(**{"pbar_description": None, **config}),
+  )
+
+
+def prompts(seed: int = 0, rows: int = 4) -> dict[str, Any]:
+  """A batch of prompts and completions, as ids."""
+  rng = np.random.default_rng(seed)
+  draw = lambda most: rng.integers(1, toys.VOCAB, rng.integers(1, most + 1)).tolist()
+  return {
+    "prompts": [draw(8) for _ in range(rows)],
+    "completions": [draw(6) for _ in range(rows)],
+  }
+
+
+def on_policy(
+  strategy: Any, *, student: Any = None, tokenizer: Any = None, **config: Any
+):
+  return OnPolicyDistillationTrainer(
+    toys.model() if student is None else student,
+    teacher(),
+    strategy,
+    optax.adam(1e-2),
+    OnPolicyConfig(
+      **{
+        "pbar_description": None,
+        "max_prompt_length": 8,
+        "max_completion_length": 6,
+        **config,
+      }
+    ),
+    tokenizer=tokenizer or Ids(),
+  )

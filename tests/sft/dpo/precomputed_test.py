@@ -1,0 +1,87 @@
+import numpy as np
+import optax
+import pytest
+
+from tests import drills, toys, toys_text
+from tests.sft.dpo import preferences
+from tunix.models import lora
+from tunix.sft.dpo.precomputed import PrecomputedLogps
+from tunix.sft.dpo.preference_config import PreferenceConfig
+from tunix.sft.dpo.preference_trainer import PreferenceTrainer
+
+
+def trainer(model, logps, ref=None):
+  config = PreferenceConfig(pbar_description=None)
+  return PreferenceTrainer(model, ref, optax.sgd(0.1), config, reference_logps=logps)
+
+
+def test_they_are_those_of_the_reference_in_any_order_and_padding(tmp_path):
+  batch = preferences.pairs(rows=4)
+  logps = PrecomputedLogps.write(
+    tmp_path, preferences.model(1), preferences.cut(batch, 2)
+  )
+  assert len(logps) == 8
+  turned = {k: x[::-1] for k, x in batch.items()}
+  turned = {
+    k: np.pad(x, ((0, 1), (2, 0) if "prompt" in k else (0, 2)))
+    for k, x in turned.items()
+  }
+  want = drills.gradients(preferences.trainer(ref=preferences.model(1)), [turned])
+  got = trainer(
+    preferences.model(), PrecomputedLogps(tmp_path), ref=preferences.model(1)
+  )
+  assert got._reference is None
+  drills.assert_same_gradients(drills.gradients(got, [turned]), want)
+
+
+def test_they_belong_to_one_model(tmp_path):
+  logps = PrecomputedLogps.write(tmp_path, preferences.model(), [preferences.pairs()])
+  trainer(preferences.model(), logps)  # the policy starts from the reference
+  trainer(lora.apply(preferences.model(), toys.default_lora()), logps)
+  trainer(preferences.model(1), logps, ref=preferences.model())
+  for model, ref in (
+    (preferences.model(1), None),
+    (preferences.model(), preferences.model(1)),
+  ):
+    with pytest.raises(ValueError, match="log-probabilities of the model"):
+      trainer(model, logps, ref)
+  with pytest.raises(ValueError, match="log-probabilities of the model"):
+    PrecomputedLogps.write(tmp_path, preferences.model(1), [preferences.pairs()])
+
+
+def test_writing_again_adds(tmp_path):
+  first, second = preferences.pairs(0), preferences.pairs(1)
+  assert len(PrecomputedLogps.write(tmp_path, preferences.model(), [first])) == 8
+  # Of an adapted model, what lies below its adapters.
+  assert (
+    len(PrecomputedLogps.write(tmp_path, preferences.model(lora_rank=2), [second]))
+    == 16
+  )
+  assert len(PrecomputedLogps(tmp_path)) == 16
+
+
+def test_unknown_pairs_and_broken_files_are_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r"write it with PrecomputedLogps.write"):
+    PrecomputedLogps(tmp_path)
+  logps = PrecomputedLogps.write(tmp_path, preferences.model(), [preferences.pairs(0)])
+  t = trainer(preferences.model(), logps)
+  with pytest.raises(ValueError, match="chosen answer of row 0 of the batch is not in"):
+    t.train_step(preferences.pairs(1))
+  logps.path.write_bytes(logps.path.read_bytes()[:100])
+  with pytest.raises(ValueError, match="is damaged"):
+    PrecomputedLogps(tmp_path)
+
+
+def test_text(tmp_path):
+  tokenizer = toys_text.chat_tokenizer(None)
+  model = preferences.model(vocab_size=tokenizer.vocab_size)
+  config = PreferenceConfig(
+    max_prompt_length=8, max_response_length=8, bad_rows="skip", pbar_description=None
+  )
+  data = [{"prompt": ["a", "b"], "chosen": [" x", ""], "rejected": [" y", " z"]}]
+  logps = PrecomputedLogps.write(tmp_path, model, data, config, tokenizer)
+  assert len(logps) == 2  # the row without weight is left out
+  t = PreferenceTrainer(
+    model, None, optax.sgd(0.1), config, tokenizer, reference_logps=logps
+  )
+  assert t.eval_step(data[0])["rewards/margin"] == pytest.approx(0.0, abs=1e-5)

@@ -1,0 +1,27 @@
+"""Tables as text."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """A table in Markdown."""
+  lines = [header, ["---"] * len(header), *rows]
+  return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def plain(rows: Sequence[Sequence[str]]) -> str:
+  """Columns one below the other, two spaces apart."""
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths)) for row in rows]
+  return "\n".join(line.rstrip() for line in lines)
+
+
+def as_csv(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """A table as comma-separated values."""
+  out = io.StringIO()
+  csv.writer(out, lineterminator="\n").writerows([header, *rows])
+  return out.getvalue()

@@ -1,0 +1,137 @@
+"""A trained map from the student's features to the teacher's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tunix.distillation.feature_extraction import sowed_module
+from tunix.sft.module_state import is_lora
+
+
+class ModelWithFeatureProjection(nnx.Module):
+  """A student and the map that its features go through.
+
+  Features are [B, L, ..., D]. Every layer's D goes through one matrix to the teacher's
+  D'; where the numbers of layers differ, L' mixtures of the layers are taken, which
+  begin as those at the same relative depth. (One matrix from all L D numbers to all
+  L' D' would be larger than the models.)
+
+  The maps are `nnx.Param`s, and LoRA parameters where the student is trained by its
+  LoRA parameters alone, so that they are trained too.
+
+  Args:
+    model: the student.
+    feature_shape: its features' shape.
+    feature_target_shape: the teacher's, equal but for the layers and the last.
+    rngs: for the matrix.
+
+  Raises:
+    ValueError: shapes that differ elsewhere.
+  """
+
+  def __init__(
+    self,
+    model: nnx.Module,
+    feature_shape: tuple[int, ...],
+    feature_target_shape: tuple[int, ...],
+    *,
+    rngs: nnx.Rngs,
+  ):
+    own, target = tuple(feature_shape), tuple(feature_target_shape)
+    if len(own) != len(target) or own[0] != target[0] or own[2:-1] != target[2:-1]:
+      raise ValueError(
+        f"the student's features have shape {own}, the teacher's {target}: they may "
+        "differ in the layers (second) and the width (last) only"
+      )
+    self.model = model
+    kind = nnx.LoRAParam if is_lora(model) else nnx.Param
+    scale = own[-1] ** -0.5
+    width = scale * jax.random.normal(rngs.params(), (own[-1], target[-1]))
+    self.projection = kind(width)
+    self.mixture = nnx.data(None)
+    if own[1] != target[1]:
+      self.mixture = nnx.data(kind(_same_depth(own[1], target[1])))
+
+  def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, jax.Array]:
+    """The model's output and its projected features; for a model whose layers were
+    wrapped (`setup_models_with_feature_projection`)."""
+    out = self.model(*args, **kwargs)
+    return out, self.project(sowed_module.stacked_outputs(self.model))
+
+  def project(self, features: jax.Array) -> jax.Array:
+    """[B, L, ..., D] -> [B, L', ..., D']."""
+    out = features @ self.projection[...].astype(features.dtype)
+    if self.mixture is None:
+      return out
+    mixture = self.mixture[...].astype(out.dtype)
+    return jnp.moveaxis(jnp.tensordot(mixture, out, axes=(1, 1)), 0, 1)
+
+
+def _same_depth(layers: int, target: int) -> jax.Array:
+  """[L', L]: each row 1 at the layer of the same relative depth."""
+  index = ((jnp.arange(target) + 0.5) * layers / target).astype(jnp.int32)
+  return jax.nn.one_hot(index, layers)
+
+
+def setup_models_with_feature_projection(
+  student_model: nnx.Module,
+  teacher_model: nnx.Module,
+  student_layer_to_capture: type[nnx.Module],
+  teacher_layer_to_capture: type[nnx.Module],
+  dummy_student_input: Any,
+  dummy_teacher_input: Any,
+  *,
+  rngs: nnx.Rngs,
+) -> tuple[ModelWithFeatureProjection, nnx.Module]:
+  """Wraps the layers of both models in place, and the student in a projection.
+
+  Args:
+    student_model, teacher_model: models whose layers are modules of their own.
+    student_layer_to_capture, teacher_layer_to_capture: types of their layers.
+    dummy_student_input, dummy_teacher_input: what they are called with: a dict of named
+      arguments, or the one argument. Shapes are what counts: nothing is computed.
+    rngs: for the projection.
+
+  Raises:
+    ValueError: see `sowed_module.wrap_model_with_sowed_modules`.
+  """
+  shapes = []
+  for model, layer, dummy in (
+    (student_model, student_layer_to_capture, dummy_student_input),
+    (teacher_model, teacher_layer_to_capture, dummy_teacher_input),
+  ):
+    one = lambda model, dummy=dummy: (
+      model(**dummy) if isinstance(dummy, Mapping) else model(dummy)
+    )
+    shapes.append(feature_shape(model, layer, one))
+    sowed_module.wrap_model_with_sowed_modules(model, [layer])
+  projected = ModelWithFeatureProjection(student_model, *shapes, rngs=rngs)
+  return projected, teacher_model
+
+
+def remove_feature_projection_from_models(
+  student_model: nnx.Module, teacher_model: nnx.Module
+) -> tuple[nnx.Module, nnx.Module]:
+  """Undoes `setup_models_with_feature_projection`."""
+  if isinstance(student_model, ModelWithFeatureProjection):
+    student_model = student_model.model
+  for model in (student_model, teacher_model):
+    sowed_module.unwrap_sowed_modules(model)
+  return student_model, teacher_model
+
+
+def feature_shape(
+  model: nnx.Module, layer: type[nnx.Module], forward: Callable[[Any], Any]
+) -> tuple[int, ...]:
+  """Shape of what `capture` would give; nothing is computed."""
+  graph, state = nnx.split(model)
+
+  def features(state):
+    return sowed_module.capture(nnx.merge(graph, state), layer, forward)[1]
+
+  return jax.eval_shape(features, state).shape

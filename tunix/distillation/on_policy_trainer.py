@@ -1,0 +1,230 @@
+"""On-policy distillation: the student writes, the teacher judges every token.
+
+A batch is prompts; the student completes them with the weights that it has at that
+step, and the rows train it like any others. With `LogitStrategy(divergence="jsd",
+beta=..., alpha=1.0)` this is GKD (arXiv:2306.13649), its lambda is
+`on_policy_fraction`; `PolicyGradientStrategy` is the other form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
+from tunix.distillation.strategies.base_strategy import BaseStrategy
+from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
+from tunix.generate import batching
+from tunix.generate.sampler import Sampler
+from tunix.sft.losses import batch_fields
+from tunix.sft.metrics_logger import MetricsLogger
+
+_EVALUATION = 2**32 - 1  # the "step" whose draws evaluations make
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnPolicyConfig(TrainingConfig):
+  """Settings of an on-policy distillation.
+
+  Attributes:
+    max_prompt_length: tokens; of a longer prompt the end is kept.
+    max_completion_length: most tokens that the student writes, and that are kept of a
+      given completion.
+    on_policy_fraction: share of the steps whose completions the student writes, drawn
+      step by step (GKD's lambda); the others take those of the batch.
+    sampling_temperature: above 0.
+    top_p, top_k: see `Sampler`; None is off.
+    seed: of the draws; with the step it decides them all, so that a resumed run draws
+      the same.
+  """
+
+  max_prompt_length: int
+  max_completion_length: int
+  on_policy_fraction: float = 1.0
+  sampling_temperature: float = 1.0
+  top_p: float | None = None
+  top_k: int | None = None
+  seed: int = 0
+
+  def __post_init__(self):
+    super().__post_init__()
+    for name in ("max_prompt_length", "max_completion_length"):
+      if getattr(self, name) < 1:
+        raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+    if not 0 <= self.on_policy_fraction <= 1:
+      raise ValueError(
+        f"on_policy_fraction is {self.on_policy_fraction}: a share in [0, 1]"
+      )
+    if not self.sampling_temperature > 0:
+      raise ValueError(
+        f"sampling_temperature is {self.sampling_temperature}: it must be above 0 (the "
+        "most likely tokens alone are no sample of the student)"
+      )
+
+
+class Prompts(NamedTuple):
+  """Token ids, filled up on the right, and lengths; completions may be missing."""
+
+  prompts: np.ndarray
+  prompt_lengths: np.ndarray
+  completions: np.ndarray | None
+  completion_lengths: np.ndarray | None
+
+
+class OnPolicyDistillationTrainer(DistillationTrainer):
+  """Distils on completions that the student writes itself.
+
+  Batches are dicts with "prompts" (texts or lists of ids) and, where on_policy_fraction
+  is below 1, "completions" (texts, which get an EOS, or ids, which are taken as they
+  are). Evaluations use the completions of their batches, or the student's if there are
+  none.
+
+  Args:
+    student_model, teacher_model, strategy, optimizer, training_config, metrics_logger:
+      see DistillationTrainer; the config is an OnPolicyConfig.
+    tokenizer: of both models: a TokenizerAdapter, or what one can wrap.
+
+  Raises:
+    TypeError: a config of another kind.
+    ValueError: a PolicyGradientStrategy with tokens that the student did not draw from
+      its own distribution, or see DistillationTrainer.
+  """
+
+  def __init__(
+    self,
+    student_model: nnx.Module,
+    teacher_model: nnx.Module,
+    strategy: BaseStrategy,
+    optimizer: Any = None,
+    training_config: OnPolicyConfig | None = None,
+    metrics_logger: MetricsLogger | None = None,
+    *,
+    tokenizer: Any,
+    tokenizers: tuple[Any, Any] | None = None,
+  ):
+    if not isinstance(training_config, OnPolicyConfig):
+      raise TypeError(
+        f"training_config is a {type(training_config).__name__}, expected an "
+        "OnPolicyConfig(max_prompt_length=..., max_completion_length=...)"
+      )
+    _check_policy(strategy, training_config)
+    self.on_policy = training_config
+    self.sampler = Sampler(student_model, tokenizer)
+    super().__init__(
+      student_model,
+      teacher_model,
+      strategy,
+      optimizer,
+      training_config,
+      metrics_logger,
+      tokenizers=tokenizers,
+    )
+
+  def _prepare_inputs(self, batch: Any) -> Prompts:
+    fields = batch_fields(batch)
+    if "prompts" not in fields:
+      raise ValueError(
+        f"the batch has {sorted(fields)}, without prompts: give texts or token ids "
+        'under "prompts"'
+      )
+    config = self.on_policy
+    prompts = [
+      self.sampler.tokenize(p)[-config.max_prompt_length :] for p in fields["prompts"]
+    ]
+    padded = batching.right_padded(prompts, config.max_prompt_length, np.int32)
+    given, lengths = None, None
+    if "completions" in fields:
+      most = config.max_completion_length
+      ids = [self._completion(c)[:most] for c in fields["completions"]]
+      given, lengths = batching.right_padded(ids, most, np.int32), _lengths(ids)
+    return Prompts(padded, _lengths(prompts), given, lengths)
+
+  def _prepare_window(self, batches: list[Prompts]) -> list[Any]:
+    step = _EVALUATION if self._evaluating else self.train_steps
+    writes = self._writes(step, batches)
+    first, out = 0, []
+    for batch in batches:
+      if writes:
+        batch = self._written(batch, step, first)
+      first += len(batch.prompts)
+      out.append(super()._prepare_inputs(_rows(batch)))
+    return super()._prepare_window(out)
+
+  def _writes(self, step: int, batches: list[Prompts]) -> bool:
+    """Whether the student writes the completions of this step."""
+    given = all(batch.completions is not None for batch in batches)
+    if self._evaluating:
+      return not given
+    share = self.on_policy.on_policy_fraction
+    if share < 1 and not given:
+      raise ValueError(
+        f"on_policy_fraction is {share}, and a batch has no completions for the other "
+        'steps: give them under "completions", or set the fraction to 1'
+      )
+    return np.random.default_rng((self.on_policy.seed, step)).random() < share
+
+  def _written(self, batch: Prompts, step: int, first: int) -> Prompts:
+    """The student's completions of prompts `first`, `first + 1`, ... of the step."""
+    config = self.on_policy
+    self._module.hand_back()  # the sampler reads the caller's module
+    pairs = zip(batch.prompts, batch.prompt_lengths)
+    out = self.sampler(
+      [ids[:length] for ids, length in pairs],
+      config.max_completion_length,
+      max_prompt_length=config.max_prompt_length,
+      temperature=config.sampling_temperature,
+      top_p=config.top_p,
+      top_k=config.top_k,
+      seed=jax.random.fold_in(jax.random.key(config.seed), step),
+      include_eos=True,
+      first_prompt=first,
+    )
+    tokens = list(out.tokens)
+    padded = batching.right_padded(tokens, config.max_completion_length, np.int32)
+    return batch._replace(completions=padded, completion_lengths=_lengths(tokens))
+
+  def _completion(self, completion: Any) -> np.ndarray:
+    if not isinstance(completion, str):
+      return np.asarray(completion, np.int32)
+    adapter = self.sampler.tokenizer
+    end = [] if adapter.eos_id() is None else [adapter.eos_id()]
+    return np.asarray([*adapter.encode(completion), *end], np.int32)
+
+
+def _rows(batch: Prompts) -> dict[str, np.ndarray]:
+  """Prompt and completion side by side from slot 0; the completion is trained."""
+  assert batch.completions is not None and batch.completion_lengths is not None
+  width = batch.prompts.shape[1] + batch.completions.shape[1]
+  tokens = np.zeros((len(batch.prompts), width), np.int32)
+  starts = batch.prompt_lengths
+  ends = starts + batch.completion_lengths
+  for row, (start, end) in enumerate(zip(starts, ends)):
+    tokens[row, :start] = batch.prompts[row, :start]
+    tokens[row, start:end] = batch.completions[row, : end - start]
+  index = np.arange(width)
+  trained = (index >= starts[:, None]) & (index < ends[:, None])
+  return {"input_tokens": tokens, "input_mask": trained.astype(np.int32)}
+
+
+def _lengths(rows: Sequence[np.ndarray]) -> np.ndarray:
+  return np.asarray([len(row) for row in rows], np.int32)
+
+
+def _check_policy(strategy: Any, config: OnPolicyConfig) -> None:
+  if not isinstance(strategy, PolicyGradientStrategy):
+    return
+  drawn = (config.on_policy_fraction, config.sampling_temperature)
+  filtered = config.top_p is not None or config.top_k is not None
+  if drawn != (1, strategy.temperature) or filtered:
+    raise ValueError(
+      f"PolicyGradientStrategy(temperature={strategy.temperature}) with "
+      f"on_policy_fraction={drawn[0]}, sampling_temperature={drawn[1]}, top_p="
+      f"{config.top_p}, top_k={config.top_k}: its gradient is right for tokens drawn "
+      "from the student's distribution at that temperature alone; set the fraction to "
+      "1, the temperatures equal, and no filter"
+    )

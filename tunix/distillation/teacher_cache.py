@@ -1,0 +1,235 @@
+"""A teacher's most likely words of every token, on disk: written once, read often.
+
+A row is found by its content (tokens, and segments and positions where there are any),
+whatever batch it comes in. Every file is there whole or not at all; a fill that was
+killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import io
+import json
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from tunix.distillation import outputs
+from tunix.distillation.outputs import Inputs
+from tunix.ops.distill import TopK
+from tunix.sft import inference
+from tunix.sft.losses import batch_fields
+from tunix.utils import stamp
+from tunix.utils.io import write_atomic, write_json
+
+_KEYED = ("input_tokens", "segment_ids", "positions")
+
+
+class TeacherCache:
+  """The top-k log-probabilities of a teacher, in a folder.
+
+  Given to a trainer in the teacher's place; without `teacher` in memory it only reads.
+
+  Args:
+    folder: where the files are, or will be.
+    teacher: fills the cache; must be the model that began it.
+    top_k: words kept a token; None: as the folder says.
+    temperature: of the log-probabilities; None: as the folder says, or 1.
+    data_sharding_axis: axes of the teacher's mesh that split a batch.
+
+  Raises:
+    ValueError: the folder holds another teacher's words, or other ones than asked for,
+      or nothing and there is no teacher or top_k.
+  """
+
+  def __init__(
+    self,
+    folder: str | pathlib.Path,
+    teacher: nnx.Module | None = None,
+    *,
+    top_k: int | None = None,
+    temperature: float | None = None,
+    data_sharding_axis: tuple[str, ...] = ("fsdp",),
+  ):
+    self._folder = pathlib.Path(folder)
+    self._teacher = teacher
+    self._axes = data_sharding_axis
+    about = self._folder / "teacher.json"
+    if about.exists():
+      self._about = json.loads(about.read_text())
+      self._check_about(top_k, temperature)
+    else:
+      self._about = self._described(top_k, temperature)
+      write_json(about, self._about)
+    self._places: dict[str, tuple[int, int]] = {}
+    self._files: list[tuple[np.ndarray, np.ndarray]] = []
+    for keys in sorted(self._folder.glob("rows-*.json")):
+      self._open(keys)
+
+  @property
+  def top_k(self) -> int:
+    """Words kept a token."""
+    return self._about["top_k"]
+
+  @property
+  def temperature(self) -> float:
+    """Of the log-probabilities."""
+    return self._about["temperature"]
+
+  @property
+  def vocab_size(self) -> int | None:
+    """Words of the teacher, if it says so."""
+    return self._about["vocab_size"]
+
+  def __len__(self) -> int:
+    """Rows there are."""
+    return len(self._places)
+
+  def check(self, top_k: int, temperature: float) -> None:
+    """Refuses to serve what it does not hold.
+
+    Raises:
+      ValueError: another number of words (0: any), or another temperature.
+    """
+    wanted = top_k or self.top_k, temperature
+    if wanted != (self.top_k, self.temperature):
+      raise ValueError(
+        f"the strategy wants the top {wanted[0]} words at temperature {wanted[1]}, the "
+        f"cache {self._folder} holds {self.top_k} at {self.temperature}: set the "
+        "strategy so, or fill a cache in another folder"
+      )
+
+  def fill(self, batches: Iterable[Any]) -> int:
+    """Asks the teacher for the rows of these batches that are not there yet.
+
+    Args:
+      batches: what will be trained on, or its inputs as dicts.
+
+    Returns: how many rows it asked for.
+
+    Raises:
+      ValueError: there is no teacher.
+    """
+    before = len(self)
+    for batch in batches:
+      self.look_up(batch_fields(batch))
+    return len(self) - before
+
+  def look_up(self, inputs: Inputs) -> TopK:
+    """The words of every row, as numpy arrays.
+
+    Args:
+      inputs: fields of a batch on the host, with input_tokens [B, T].
+
+    Raises:
+      ValueError: a row is missing and there is no teacher to ask.
+    """
+    keys = row_keys(inputs)
+    if any(key not in self._places for key in keys):
+      self._ask(inputs, keys)
+    found = [self._places[key] for key in keys]
+    return TopK(
+      *(np.stack([self._files[n][part][row] for n, row in found]) for part in (0, 1))
+    )
+
+  def _ask(self, inputs: Inputs, keys: list[str]) -> None:
+    """All rows of the batch, so that one program does; keeps the new ones."""
+    new = {key: row for row, key in enumerate(keys) if key not in self._places}
+    if self._teacher is None:
+      raise ValueError(
+        f"{len(new)} of {len(keys)} rows are not in the cache {self._folder} of "
+        f"{len(self)} rows: fill it with the batches as they are trained on (the same "
+        "tokens, padded alike), or give it the teacher"
+      )
+    rows = {k: x for k, x in inputs.items() if hasattr(x, "shape")}
+    score = _score(self.top_k, self.temperature)
+    words = inference.apply(self._teacher, score, {"inputs": rows}, self._axes)
+    chosen = np.asarray(list(new.values()))
+    ids, logps = (np.asarray(jax.device_get(x))[chosen] for x in words)
+    self._write(list(new), ids, logps)
+
+  def _write(self, keys: list[str], ids: np.ndarray, logps: np.ndarray) -> None:
+    name = self._folder / f"rows-{len(self._files):06d}"
+    for suffix, array in (("ids", ids), ("logps", logps)):
+      np.save(buffer := io.BytesIO(), array)
+      write_atomic(name.with_suffix(f".{suffix}.npy"), buffer.getvalue())
+    path = name.with_suffix(".json")
+    write_atomic(path, json.dumps(keys).encode())  # last: now the rows are there
+    self._open(path)
+
+  def _open(self, keys: pathlib.Path) -> None:
+    name = keys.with_suffix("")
+    arrays = [
+      np.load(name.with_suffix(f".{part}.npy"), mmap_mode="r")
+      for part in ("ids", "logps")
+    ]
+    for row, key in enumerate(json.loads(keys.read_text())):
+      self._places[key] = len(self._files), row
+    self._files.append((arrays[0], arrays[1]))
+
+  def _described(self, top_k: int | None, temperature: float | None) -> dict[str, Any]:
+    if self._teacher is None or top_k is None:
+      raise ValueError(
+        f"there is no teacher cache in {self._folder}: give the teacher and top_k to "
+        "begin one"
+      )
+    if top_k < 1:
+      raise ValueError(f"top_k is {top_k}: it must be at least 1")
+    config = getattr(self._teacher, "config", None)
+    return {
+      "format": 1,
+      "teacher": _stamp(self._teacher),
+      "top_k": top_k,
+      "temperature": 1.0 if temperature is None else float(temperature),
+      "vocab_size": getattr(config, "vocab_size", None),
+    }
+
+  def _check_about(self, top_k: int | None, temperature: float | None) -> None:
+    if (form := self._about["format"]) != 1:
+      raise ValueError(
+        f"the teacher cache {self._folder} has format {form}, this version reads 1: "
+        "fill another folder"
+      )
+    self.check(top_k or 0, self.temperature if temperature is None else temperature)
+    if self._teacher is not None and _stamp(self._teacher) != self._about["teacher"]:
+      raise ValueError(
+        f"the teacher cache {self._folder} was filled by a model with other weights "
+        f"(content stamp {self._about['teacher']}): give that model, or another folder"
+      )
+
+
+@functools.cache
+def _score(top_k: int, temperature: float) -> Any:
+  """One object a setting, so that it compiles once."""
+  return lambda model, inputs: outputs.top_words(model, inputs, top_k, temperature)
+
+
+def row_keys(inputs: Inputs) -> list[str]:
+  """A name for each row by what a model sees of it.
+
+  Raises:
+    ValueError: there are no input_tokens.
+  """
+  if "input_tokens" not in inputs:
+    raise ValueError(
+      f"the inputs are {sorted(inputs)}, without input_tokens: a teacher cache finds "
+      "rows by their tokens"
+    )
+  seen = [(n, np.asarray(inputs[n])) for n in _KEYED if inputs.get(n) is not None]
+  keys = []
+  for row in range(len(seen[0][1])):
+    digest = hashlib.blake2b(digest_size=16)
+    for name, array in seen:
+      digest.update(f"{name}{array.shape[1:]}".encode())
+      digest.update(np.ascontiguousarray(array[row], np.int32).tobytes())
+    keys.append(digest.hexdigest())
+  return keys
+
+
+def _stamp(model: nnx.Module) -> str:
+  return stamp.content_stamp(nnx.state(model, nnx.Param))

@@ -1,0 +1,1 @@
+"""Preference training: pairs, single labelled answers, reward models."""

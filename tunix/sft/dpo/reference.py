@@ -1,0 +1,98 @@
+"""Reference models: a second one, or what lies below the adapters of the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from tunix.models.backbone import reference_of
+from tunix.models.transformer import sharding
+from tunix.sft import inference, sharding_utils
+from tunix.sft.dpo.answer_trainer import logps_of
+from tunix.sft.module_state import ModuleState, is_lora
+from tunix.utils import mesh as mesh_lib
+
+
+class ReferenceModel:
+  """A frozen model that scores answers.
+
+  Args:
+    model: a second model; None: what lies below the adapters of the trained one.
+    axes: mesh axes that split rows.
+  """
+
+  def __init__(self, model: nnx.Module | None, axes: tuple[str, ...]):
+    self._given = model
+    self._axes = axes
+    self._below: nnx.Module | None = None
+    self._shared: list[Any] = []  # the arrays that `_below` was made of
+
+  def model(self, policy: ModuleState, mesh: Any) -> nnx.Module:
+    """The module, laid out on a mesh: its own, or the policy's if it has none."""
+    given = self._given
+    if given is None:
+      return self._below_adapters(policy)
+    state = nnx.state(given)
+    if mesh is not None and mesh_lib.mesh_of(state) is None:
+      nnx.update(given, jax.device_put(state, sharding.named_shardings(state, mesh)))
+    return given
+
+  def _below_adapters(self, policy: ModuleState) -> nnx.Module:
+    policy.refresh()
+    frozen = jax.tree.leaves(policy.frozen)
+    same = len(frozen) == len(self._shared)
+    same = same and all(a is b for a, b in zip(frozen, self._shared))
+    below = self._below
+    if below is None or not same:  # the first time, or laid out anew
+      below = self._below = reference_of(policy.model)
+      self._shared = frozen
+    return below
+
+  def logps(
+    self,
+    policy: ModuleState,
+    mesh: Any,
+    rows: Mapping[str, Any],
+    answers: Sequence[str],
+    shared: bool = False,
+  ) -> jax.Array:
+    """[B, answers], on the policy's devices, not waited for."""
+    model = self.model(policy, mesh)
+    score = logps_of(tuple(answers), shared)
+    found = inference.dispatch(model, score, rows, self._axes)
+    if mesh is not None:
+      return sharding_utils.shard_input(found, self._axes)
+    (home,) = jax.tree.leaves((policy.params, policy.frozen))[0].devices()
+    return found if found.devices() == {home} else jax.device_put(found, home)
+
+
+def reference_for(
+  loss: str, model: nnx.Module, ref_model: nnx.Module | None, axes: tuple[str, ...]
+) -> ReferenceModel:
+  """The reference of a model that is to be trained.
+
+  Args:
+    loss: its name, for messages.
+    model: the policy.
+    ref_model: a second model, or None.
+    axes: mesh axes that split rows.
+
+  Raises:
+    ValueError: there is none, or it is the policy itself.
+  """
+  if ref_model is model:
+    raise ValueError(
+      "ref_model is the model itself, which training changes: load the reference anew, "
+      "or leave it out where the model has adapters"
+    )
+  if ref_model is None and not is_lora(model):
+    raise ValueError(
+      f"the loss {loss!r} compares with a reference, and all weights of the model are "
+      "trained: pass ref_model=, or adapt the model (then the reference is what lies "
+      "below the adapters); the losses from pairs also take "
+      "reference_logps=PrecomputedLogps(folder), or reference_free=True in the config"
+    )
+  return ReferenceModel(ref_model, axes)
