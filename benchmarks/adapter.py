@@ -168,13 +168,19 @@ class Adapter:
     rejected: np.ndarray,
     lr: float = 1e-5,
     lora_rank: int = 0,
+    shared_prompt: bool = True,
     **options: Any,
   ) -> dict[str, Any]:
     """One step a batch of pairs, with a second model for its reference (with adapters:
-    what lies below them); ids [steps, B, T]."""
+    what lies below them), a pair's prompt computed once; ids [steps, B, T]."""
     from tunix.sft.dpo.dpo_trainer import DPOTrainer, DPOTrainingConfig, TrainingInput
 
-    config = DPOTrainingConfig(max_steps=len(prompts), pbar_description=None, **options)
+    config = DPOTrainingConfig(
+      max_steps=len(prompts),
+      pbar_description=None,
+      shared_prompt=shared_prompt,
+      **options,
+    )
     reference = None if lora_rank else self.model(path)
     model = self.model(path, lora_rank)
     trainer = DPOTrainer(model, reference, optax.adamw(lr), config)
