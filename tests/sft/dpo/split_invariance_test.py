@@ -85,7 +85,7 @@ def test_micro_batches_of_different_sizes(loss):
   whole = preferences.pairs(rows=6)
   parts = [{k: x[:2] for k, x in whole.items()}, {k: x[2:] for k, x in whole.items()}]
   make = lambda n: preferences.trainer(
-    toys.model(lora_rank=2), loss=loss, gradient_accumulation_steps=n
+    toys.model(lora_rank=2), loss=loss, beta=2.0, gradient_accumulation_steps=n
   )
   want = drills.gradients(make(1), [whole])
   drills.assert_same_gradients(drills.gradients(make(2), parts), want)
