@@ -25,7 +25,8 @@ def reference(lora_rank):
   [
     pytest.param("sigmoid", 0, marks=slow),
     pytest.param("sigmoid", 2, marks=slow),
-    pytest.param("aot", 2, marks=slow),
+    # Another reference: one that ranks the pairs alike would make DPO of aot.
+    pytest.param("aot", 0, marks=slow),
     pytest.param("bco_pair", 0, marks=pytest.mark.slow),
     pytest.param("orpo", 0, marks=pytest.mark.slow),
   ],
@@ -83,9 +84,12 @@ def test_micro_batches_of_different_sizes(loss):
   """And what a trainer that coupled pairs within a micro-batch alone would do is
   something else."""
   whole = preferences.pairs(rows=6)
+  # Of equal lengths, or these alone would rank the pairs, alike for both models.
+  for name in ("chosen_mask", "rejected_mask"):
+    whole[name][:] = 1
   parts = [{k: x[:2] for k, x in whole.items()}, {k: x[2:] for k, x in whole.items()}]
   make = lambda n: preferences.trainer(
-    toys.model(lora_rank=2), loss=loss, beta=2.0, gradient_accumulation_steps=n
+    toys.model(), toys.model(1), loss=loss, beta=5.0, gradient_accumulation_steps=n
   )
   want = drills.gradients(make(1), [whole])
   drills.assert_same_gradients(drills.gradients(make(2), parts), want)
