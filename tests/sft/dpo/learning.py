@@ -123,7 +123,7 @@ def run(name: str) -> dict[str, dict[str, float]]:
   """Metrics on held-out pairs, before and after training."""
   kind, config, rate, steps = RUNS[name]
   needs_reference = name in ("dpo", "kto")
-  policy, held_out = copy(base()), pairs(999_999, rows=512)
+  policy, held_out = copy(base()), pairs(424_242, rows=512)
   if name == "reward":
     policy = heads.with_scores(policy)
   tx = optax.adam(rate)
