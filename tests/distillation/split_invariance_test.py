@@ -26,9 +26,9 @@ LATER = [pytest.mark.slow, pytest.mark.ci]
   [
     ("logit", 0),
     pytest.param("logit", 2, marks=LATER),
-    pytest.param("top-k", 0, marks=LATER),
-    pytest.param("pooling", 0, marks=LATER),
-    pytest.param("projection", 2, marks=LATER),
+    pytest.param("top-k", 0, marks=pytest.mark.slow),
+    pytest.param("pooling", 0, marks=pytest.mark.slow),
+    pytest.param("projection", 2, marks=pytest.mark.slow),
     pytest.param("pooling", 2, marks=pytest.mark.slow),
     pytest.param("projection", 0, marks=pytest.mark.slow),
   ],

@@ -9,7 +9,7 @@ from tunix.models import heads
 from tunix.sft.dpo.kto_trainer import KTOTrainer
 from tunix.sft.dpo.reward_trainer import RewardTrainer
 
-slow = [pytest.mark.slow, pytest.mark.ci]
+slow = pytest.mark.slow
 
 
 def policy(lora_rank):
@@ -64,7 +64,6 @@ def test_labelled_answers(lora_rank, mesh_fsdp8):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_rewards(mesh_fsdp8):
   def trainer(parts):
     return preferences.trainer(
