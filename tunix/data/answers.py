@@ -173,10 +173,19 @@ def _end_of(prompt: np.ndarray, limit: int | None, bos_id: int | None) -> np.nda
   return kept
 
 
+def seen_part(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Ids and mask up to the last scored token: what the scores of a response depend on,
+  unscored tokens between its turns among it. What comes behind is padding."""
+  scored = np.flatnonzero(mask)
+  stop = int(scored[-1]) + 1 if len(scored) else 0
+  return ids[:stop], mask[:stop] != 0
+
+
 def equal_responses(pair: Answered) -> bool:
-  """Whether both responses of a pair have the same tokens."""
-  chosen, rejected = pair.responses
-  return np.array_equal(chosen, rejected)
+  """Whether both responses of a pair are the same: what is scored, and what is seen by
+  what is scored."""
+  chosen, rejected = map(seen_part, pair.responses, pair.masks)
+  return all(map(np.array_equal, chosen, rejected))
 
 
 def stack_prompts(
