@@ -53,7 +53,7 @@ def test_files_of_an_older_format_are_refused(tmp_path):
   keys, logps = np.zeros((1, 16), np.uint8), np.zeros(1, np.float32)
   about = '{"model": "a stamp"}'
   np.savez(tmp_path / "reference_logps.npz", about=about, keys=keys, logps=logps)
-  with pytest.raises(ValueError, match="has format 1, .*write it again"):
+  with pytest.raises(ValueError, match=r"has format 1, .*write it again"):
     PrecomputedLogps(tmp_path)
 
 

@@ -173,7 +173,7 @@ def test_the_setting_is_named_to_those_who_have_it():
     reader().pairs(text(chosen=[" c", " b"]))
   batch = preferences.pairs()
   batch["chosen_mask"][0] = 0
-  with pytest.raises(BadRow, match="drop the row$"):
+  with pytest.raises(BadRow, match=r"drop the row$"):
     Reader(None, None).pairs(batch)
 
 
