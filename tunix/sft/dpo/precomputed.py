@@ -138,7 +138,7 @@ class PrecomputedLogps:
     for batch in batches:
       pairs = reader.pairs(batch)
       rows = token_columns(pairs)
-      logps = inference.dispatch(model, score, rows, config.data_sharding_axis)
+      logps = inference.apply(model, score, rows, config.data_sharding_axis)
       for column, name in enumerate(PAIR):
         values = np.asarray(logps)[:, column].tolist()
         known |= {key: values[row] for row, key in _keys(rows, pairs.weights, name)}

@@ -62,7 +62,7 @@ class ReferenceModel:
     """[B, answers], on the policy's devices, not waited for."""
     model = self.model(policy, mesh)
     score = logps_of(tuple(answers), shared)
-    found = inference.dispatch(model, score, rows, self._axes)
+    found = inference.apply(model, score, rows, self._axes)
     if mesh is not None:
       return sharding_utils.shard_input(found, self._axes)
     (home,) = jax.tree.leaves((policy.params, policy.frozen))[0].devices()
