@@ -272,9 +272,21 @@ def test_no_logits_array():
     (PreferenceConfig, {"loss": "dpo"}, "unknown pair loss 'dpo'"),
     (PreferenceConfig, {"beta": 0.0}, "beta=0.0 must be positive"),
     (PreferenceConfig, {"options": {"gamma": 1}}, "takes no gamma"),
-    (PreferenceConfig, {"options": {"beta": 1.0}}, r"options hold 'beta'.*set beta=1.0"),
-    (PreferenceConfig, {"options": {"label_smoothing": 0.1}}, "'label_smoothing', which"),
-    (ORPOTrainingConfig, {"options": {"lambda_orpo": 1.0}}, "hold 'lambda_orpo', which"),
+    (
+      PreferenceConfig,
+      {"options": {"beta": 1.0}},
+      r"options hold 'beta'.*set beta=1.0",
+    ),
+    (
+      PreferenceConfig,
+      {"options": {"label_smoothing": 0.1}},
+      "'label_smoothing', which",
+    ),
+    (
+      ORPOTrainingConfig,
+      {"options": {"lambda_orpo": 1.0}},
+      "hold 'lambda_orpo', which",
+    ),
     (PreferenceConfig, {"loss": "simpo", "reference_free": True}, "has no reference"),
     (PreferenceConfig, {"max_prompt_length": 8}, "set both of"),
     (
