@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.cli import runs
+from tunix.cli import build_preference, config as config_lib
 from tunix.models import safetensors_saver
 from tunix.models.automodel import AutoModel
 
@@ -228,6 +229,13 @@ def test_other_pairs_or_another_reference_cannot_resume(keys, model, tmp_path, c
   assert "preference.beta was None and is 0.5" in capsys.readouterr().err
 
 
+def test_orpos_lambda_is_an_option_of_the_loss():
+  options = {"preference": {"options": {"lambda_orpo": 0.7}}}
+  for layer in ({"job": "orpo"}, {"job": "dpo", "preference": {"loss": "orpo"}}):
+    config = config_lib.from_layers([("job", layer), ("options", options)])
+    assert build_preference.settings(config).loss_options["lambda_orpo"] == 0.7
+
+
 @pytest.mark.parametrize(
   ("changed", "message"),
   [
@@ -235,6 +243,7 @@ def test_other_pairs_or_another_reference_cannot_resume(keys, model, tmp_path, c
     ({"preference__beta": -1}, "preference: beta=-1.0 must be positive"),
     ({"preference__loss": "sigmoidal"}, "preference: unknown pair loss 'sigmoidal'"),
     ({"preference__options": "{gamma: 1.0}"}, "pair loss sigmoid takes no gamma"),
+    ({"preference__options": "{beta: 3}"}, "options hold 'beta', which is a setting"),
     (
       {"preference__loss": "simpo", "preference__reference": "x"},
       "the loss 'simpo' has no reference",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from tests import toys
 from tests.distillation import trainers
@@ -276,9 +277,10 @@ def test_wrong_kinds_are_refused():
     trainers.trainer(student="model")
   with pytest.raises(TypeError, match="teacher_model is a str"):
     trainers.trainer(known="model")
-  same = toys.model()
-  with pytest.raises(ValueError, match="one object"):
-    trainers.trainer(student=same, known=same)
+  same = toys.model(num_layers=1)
+  for teacher in (same, nnx.merge(*nnx.split(same))):  # shares its Variables
+    with pytest.raises(ValueError, match="one object or share trained Variables"):
+      trainers.trainer(student=same, known=teacher)
   with pytest.raises(NotImplementedError, match="its strategy's"):
     trainers.trainer().with_loss_fn(lambda model: 0.0)
 

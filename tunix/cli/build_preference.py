@@ -53,9 +53,21 @@ def settings(config: Config, **options: Any) -> Any:
   names = tuple(n for n in PREFERENCE_JOBS[config.job] if n not in _PLACES)
   made_of = TRAINERS[config.job][1]
   try:
-    return made_of(**options, **config.preference.given(names))
+    return made_of(**options, **_given(config, names))
   except (TypeError, ValueError) as error:
     raise ValueError(f"preference: {error}") from error
+
+
+def _given(config: Config, names: tuple[str, ...]) -> dict[str, Any]:
+  """The keys that are set. The command has one for all options of a loss, of which the
+  trainers set orpo's by itself."""
+  given = config.preference.given(names)
+  if "orpo" in (config.job, config.preference.loss) and "options" in given:
+    of_loss = dict(given.pop("options"))
+    if "lambda_orpo" in of_loss:
+      given["lambda_orpo"] = of_loss.pop("lambda_orpo")
+    given["options"] = of_loss
+  return given
 
 
 def check(config: Config) -> None:

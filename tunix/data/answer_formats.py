@@ -124,32 +124,49 @@ def _responses(
 def _answers(
   record: Mapping[str, Any], given: dict[str, Any], extra: dict[str, Any], where: str
 ) -> Answers:
+  prompt, responses = split(record.get("prompt"), given, where)
+  return Answers(prompt, responses, extra, record.get("tools"))
+
+
+def split(
+  prompt: Response | None, given: Mapping[str, Any], where: str
+) -> tuple[Response, dict[str, Response]]:
+  """The prompt and the responses behind it, which may begin with the prompt again.
+
+  Args:
+    prompt: None: it is what the responses begin with in common.
+    given: checked responses by name; messages as lists, whole conversations or not.
+    where: the place of the record, for error messages.
+
+  Raises:
+    ValueError: there is no prompt, or the conversations do not begin with it.
+  """
   whole = [name for name, value in given.items() if _is_whole(value)]
   if not whole:
-    if "prompt" not in record:
+    if prompt is None:
       raise ValueError(
         f'{where}: no "prompt", and {_quoted(given)} do not begin with it: expected '
         'a "prompt", or whole conversations as lists of messages'
       )
-    return Answers(record["prompt"], given, extra, record.get("tools"))
+    return prompt, dict(given)
   if len(whole) < len(given):
     raise ValueError(
       f'{where}: "{whole[0]}" is a whole conversation and {_quoted(given)} are not '
       "both: give the prompt in both, or in none"
     )
-  count = common_messages(list(given.values()), where)
-  if "prompt" in record:
-    count = _repeated(record["prompt"], next(iter(given.values()))[:count], where)
-  prompt = next(iter(given.values()))[:count]
-  rest = {name: value[count:] for name, value in given.items()}
-  return Answers(prompt, rest, extra, record.get("tools"))
+  count = _common_messages(list(given.values()), where)
+  first = next(iter(given.values()))
+  if prompt is not None:
+    count = _repeated(prompt, first[:count], where)
+  return first[:count], {name: value[count:] for name, value in given.items()}
 
 
 def _is_whole(response: Any) -> bool:
-  return isinstance(response, list) and response[0]["role"] in ("system", "user")
+  messages = isinstance(response, list) and response
+  return bool(messages) and messages[0]["role"] in ("system", "user")
 
 
-def common_messages(
+def _common_messages(
   conversations: Sequence[Sequence[Mapping[str, Any]]], where: str
 ) -> int:
   """How many messages all begin with, the last of each left out.

@@ -7,6 +7,7 @@ fine-tuning would train and a model would sample.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -90,12 +91,35 @@ def tokenise(
       "there is nothing to predict a response from; drop the record"
     )
   if any(not np.array_equal(other, prompts[0]) for other in prompts[1:]):
-    raise ValueError(
-      f"{where}: the chat template writes the prompt differently before each response; "
-      "use a template whose prompt does not depend on the answer"
-    )
+    raise ValueError(f"{where}: {_why_prompts_differ(responses)}")
   parts = [_response(e.tokens, e.mask, e.prompt_length) for e in rendered]
   return Answered(prompts[0], tuple(p[0] for p in parts), tuple(p[1] for p in parts))
+
+
+def _why_prompts_differ(responses: Sequence[Text]) -> str:
+  """What of the record, or of the template, makes them so."""
+  before = [_before_the_answer(response) for response in responses]
+  for turns in zip(*before):
+    if any(turn != turns[0] for turn in turns):
+      return (
+        f"the responses differ in a turn of the role {turns[0]['role']!r} before the "
+        "assistant's first: responses are compared behind the same prompt; give both "
+        "the same one, or drop the record"
+      )
+  if any(len(turns) != len(before[0]) for turns in before):
+    return (
+      "one response has turns before the assistant's first that another has not: give "
+      "both the same prompt, or drop the record"
+    )
+  return (
+    "the chat template writes the prompt differently before each response; use a "
+    "template whose prompt does not depend on the answer"
+  )
+
+
+def _before_the_answer(response: Any) -> list[Any]:
+  turns = [] if isinstance(response, str) else response
+  return list(itertools.takewhile(lambda turn: turn["role"] != "assistant", turns))
 
 
 def _response(
@@ -173,10 +197,19 @@ def _end_of(prompt: np.ndarray, limit: int | None, bos_id: int | None) -> np.nda
   return kept
 
 
+def seen_part(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Ids and mask up to the last scored token: what the scores of a response depend on,
+  unscored tokens between its turns among it. What comes behind is padding."""
+  scored = np.flatnonzero(mask)
+  stop = int(scored[-1]) + 1 if len(scored) else 0
+  return ids[:stop], mask[:stop] != 0
+
+
 def equal_responses(pair: Answered) -> bool:
-  """Whether both responses of a pair have the same tokens."""
-  chosen, rejected = pair.responses
-  return np.array_equal(chosen, rejected)
+  """Whether both responses of a pair are the same: what is scored, and what is seen by
+  what is scored."""
+  chosen, rejected = map(seen_part, pair.responses, pair.masks)
+  return all(map(np.array_equal, chosen, rejected))
 
 
 def stack_prompts(

@@ -23,12 +23,14 @@ from tunix.distillation.strategies import base_strategy
 from tunix.distillation.strategies.base_strategy import BaseStrategy
 from tunix.distillation.teacher_cache import TeacherCache
 from tunix.distillation.teacher_table import to_device
+from tunix.models.backbone import share_variables
 from tunix.sft import inference, windows
 from tunix.sft.config import (
   TrainingConfig as _TrainingConfig,
   TrainingInput as _TrainingInput,
 )
 from tunix.sft.metrics_logger import MetricsLogger
+from tunix.sft.module_state import trained_variables
 from tunix.sft.peft_trainer import PeftTrainer
 
 
@@ -218,7 +220,8 @@ def _check_models(student: Any, teacher: Any) -> None:
 
   Raises:
     TypeError: it is of another kind.
-    ValueError: both are one object, which would be taught by what it is becoming.
+    ValueError: the teacher holds Variables of the student that are trained: it would
+      be taught by what it is becoming.
   """
   if not isinstance(student, nnx.Module):
     raise TypeError(
@@ -230,8 +233,12 @@ def _check_models(student: Any, teacher: Any) -> None:
       f"teacher_model is a {type(teacher).__name__}, expected an nnx.Module, a "
       "TeacherCache, or None with batches that bring teacher_output"
     )
-  if student is teacher:
+  if not isinstance(teacher, nnx.Module):
+    return
+  if share_variables(trained_variables(student).values(), teacher):
     raise ValueError(
-      "student_model and teacher_model are one object, which changes as it learns: "
-      "give the teacher as a copy, or backbone.reference_of(student) for adapters"
+      "student_model and teacher_model are one object or share trained Variables, so "
+      "that the teacher would change as the student learns: give it as "
+      "nnx.clone(student) or load it anew, or backbone.reference_of(student) for "
+      "adapters"
     )

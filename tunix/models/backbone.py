@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -20,6 +21,15 @@ def share_backbone(adapted: nnx.Module, reference: nnx.Module) -> bool:
   return ours.keys() == theirs.keys() and all(
     same_memory(x, theirs[path]) for path, x in ours.items()
   )
+
+
+def share_variables(variables: Iterable[nnx.Variable], model: nnx.Module) -> bool:
+  """Whether a module holds one of the Variables: it then changes as they do, whatever
+  object stands around it. Other Variables of the same arrays are not the same."""
+  held = {
+    id(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)
+  }
+  return any(id(variable) in held for variable in variables)
 
 
 def _frozen(model: nnx.Module) -> dict[str, jax.Array]:

@@ -31,18 +31,8 @@ def run(
   parts = []
   for start in range(0, total, size):
     index = np.minimum(np.arange(start, start + size), total - 1)
-    parts.append(dispatch(model, score, {k: x[index] for k, x in rows.items()}, axes))
+    parts.append(apply(model, score, {k: x[index] for k, x in rows.items()}, axes))
   return np.concatenate([np.asarray(part) for part in parts])[:total]
-
-
-def dispatch(
-  model: nnx.Module, score: Score, rows: Mapping[str, Any], axes: tuple[str, ...]
-) -> jax.Array:
-  """`score(model, **rows)` on the model's own mesh, without waiting for it."""
-  graph, state = nnx.split(model)
-  with mesh_lib.use_mesh(mesh_lib.mesh_of(state)):
-    placed = sharding_utils.shard_input(dict(rows), axes)
-    return _scored(graph, state, placed, score)
 
 
 def apply(

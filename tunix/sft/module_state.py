@@ -34,6 +34,22 @@ class FrozenParam(nnx.Param):
   given from outside, such as a teacher's unembedding."""
 
 
+def trained_kind(model: nnx.Module) -> type[nnx.Param]:
+  """What a trainer trains of a module, FrozenParam apart: its LoRA parameters if there
+  are any, else all parameters."""
+  return nnx.LoRAParam if is_lora(model) else nnx.Param
+
+
+def trained_variables(model: nnx.Module) -> dict[str, nnx.Variable]:
+  """The Variables that a trainer changes, by their dotted paths."""
+  kind = trained_kind(model)
+  return {
+    ".".join(map(str, path)): node
+    for path, node in nnx.iter_graph(model)
+    if isinstance(node, kind) and not isinstance(node, FrozenParam)
+  }
+
+
 class Skeleton:
   """A module without its arrays: how three nested dicts of arrays make it up.
 
@@ -44,7 +60,7 @@ class Skeleton:
   """
 
   def __init__(self, model: nnx.Module):
-    self.trained = nnx.LoRAParam if is_lora(model) else nnx.Param
+    self.trained = trained_kind(model)
     trained = nnx.All(self.trained, nnx.Not(FrozenParam))
     self._filters = (trained, nnx.All(nnx.Param, nnx.Not(trained)), ...)
     self._graph, *states = nnx.split(model, *self._filters)
@@ -151,13 +167,8 @@ class ModuleState:
     self.refresh()
 
   def _trained_variables(self) -> dict[str, nnx.Variable]:
-    names = tree.flatten(self.params).keys()
-    found = {
-      ".".join(map(str, path)): node
-      for path, node in nnx.iter_graph(self.model)
-      if isinstance(node, self.skeleton.trained) and not isinstance(node, FrozenParam)
-    }
-    return {name: found[name] for name in names}
+    found = trained_variables(self.model)
+    return {name: found[name] for name in tree.flatten(self.params)}
 
   def _place(self, name: str) -> tuple[dict[str, Any], str]:
     """The innermost dict of `params` that holds a leaf, and its key there."""

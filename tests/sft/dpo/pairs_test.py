@@ -10,6 +10,12 @@ TEXT = toys_text.chat_tokenizer(None)  # <s> and </s>, no chat template
 WIDE = Limits(60, 40)
 ASK = [{"role": "user", "content": "what is the sum"}]
 
+ANSWER, TOOL = ({"role": r, "content": "five"} for r in ("assistant", "tool"))
+# Conversations that part where the user speaks.
+PARTING = [
+  [*ASK, ANSWER, {"role": "user", "content": text}, ANSWER] for text in ("one", "two")
+]
+
 
 def row(prompt, answers, tokenizer=TEXT, limits=WIDE):
   return tokenise_row(prompt, answers, tokenizer, limits, "row 7")
@@ -65,6 +71,9 @@ def test_an_answer_may_be_a_message_or_a_conversation():
   assert row(ASK, [turn("five"), [turn("six")]], tokenizer) == plain
   whole = [[*ASK, turn("five")], [*ASK, turn("six")]]
   assert row(None, whole, tokenizer) == plain
+  assert row(ASK, whole, tokenizer) == plain  # the prompt twice is the prompt
+  assert row(tuple(ASK), [tuple(answer) for answer in whole], tokenizer) == plain
+  assert row(ASK, whole[:1], tokenizer).prompt == plain.prompt
 
 
 def test_an_answer_of_several_turns_scores_the_assistants():
@@ -84,9 +93,18 @@ def test_an_answer_of_several_turns_scores_the_assistants():
     ("hi", ["", " b"], "row 7: an answer is empty"),
     ("hi", [" a", " \n"], "row 7: an answer is empty"),
     ("hi", [[{"role": "assistant", "content": "x"}], " b"], "the prompt is a text"),
-    (None, ["a", "b"], "must be whole conversations"),
-    (ASK, [[*ASK, *ASK], "b"], "no turn of the role 'assistant'"),
-    (ASK, [3, "b"], "an answer is a int, expected a text, a message or"),
+    (None, ["a", "b"], 'row 7: no "prompt", and "chosen" and "rejected"'),
+    (ASK, [[*ASK, *ASK], "b"], '"chosen" is a whole conversation and'),
+    (ASK, [3, "b"], '"chosen" is a int, expected a text, a message or'),
+    (
+      ASK,
+      ["b", {"role": "assistant", "content": [{"type": "text", "text": "x"}]}],
+      r'row 7: "rejected"\[0\]: "content" is list, expected a string',
+    ),
+    ([{"role": "user", "content": [3]}], ["a", "b"], r'"prompt"\[0\]: "content" is'),
+    (None, PARTING, "differ in a turn of the role 'user' before the assistant's first"),
+    (ASK, [[TOOL, ANSWER], "b"], "one response has turns before the assistant's first"),
+    ([{"role": "user", "content": "other"}], PARTING, 'do not begin with "prompt"'),
   ],
 )
 def test_bad_rows_are_named(prompt, answers, message):

@@ -34,6 +34,29 @@ def test_they_are_those_of_the_reference_in_any_order_and_padding(tmp_path):
   drills.assert_same_gradients(drills.gradients(got, [turned]), want)
 
 
+def test_answers_that_differ_in_what_is_not_scored_are_two(tmp_path):
+  """A tool's words between two turns of the assistant: seen, not scored."""
+  batch = preferences.pairs(rows=2)
+  batch = {name: np.repeat(x[:1], 2, axis=0) for name, x in batch.items()}
+  batch["chosen_ids"][:] = [[4, 5, 6, 7, 0], [4, 5, 16, 7, 0]]
+  batch["chosen_mask"][:] = [1, 1, 0, 1, 0]
+  logps = PrecomputedLogps.write(tmp_path, preferences.model(1), [batch])
+  (one, same), (other, again) = logps.logps(batch, np.ones(2))
+  assert len(logps) == 3 and one != other and same == again
+  all_scored = {**batch, "chosen_mask": batch["chosen_mask"].copy()}
+  all_scored["chosen_mask"][:, 2] = 1
+  with pytest.raises(ValueError, match="is not in"):
+    logps.logps(all_scored, np.ones(2))
+
+
+def test_files_of_an_older_format_are_refused(tmp_path):
+  keys, logps = np.zeros((1, 16), np.uint8), np.zeros(1, np.float32)
+  about = '{"model": "a stamp"}'
+  np.savez(tmp_path / "reference_logps.npz", about=about, keys=keys, logps=logps)
+  with pytest.raises(ValueError, match=r"has format 1, .*write it again"):
+    PrecomputedLogps(tmp_path)
+
+
 def test_they_belong_to_one_model(tmp_path):
   logps = PrecomputedLogps.write(tmp_path, preferences.model(), [preferences.pairs()])
   trainer(preferences.model(), logps)  # the policy starts from the reference

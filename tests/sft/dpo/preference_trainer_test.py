@@ -1,6 +1,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -176,6 +177,23 @@ def test_a_full_model_needs_a_reference_or_says_that_it_has_none():
     assert preferences.trainer(loss=loss).eval_step(preferences.pairs())
 
 
+class Around(nnx.Module):
+  def __init__(self, inner):
+    self.inner = inner
+
+
+def test_a_reference_that_shares_what_is_trained_is_refused():
+  for rank in (0, 2):
+    model = preferences.model(lora_rank=rank)
+    for ref in (model, nnx.merge(*nnx.split(model)), Around(model)):
+      with pytest.raises(ValueError, match="shares its trained Variables"):
+        preferences.trainer(model, ref)
+    preferences.trainer(model, nnx.clone(model))
+  graph, adapters, frozen = nnx.split(model, nnx.LoRAParam, ...)
+  zeros = jax.tree.map(jnp.zeros_like, adapters)
+  preferences.trainer(model, nnx.merge(graph, zeros, frozen))  # shares the frozen ones
+
+
 def test_the_reference_of_adapters_is_the_model_below_them():
   """And stays so while the adapters learn."""
   batch = preferences.pairs()
@@ -254,6 +272,21 @@ def test_no_logits_array():
     (PreferenceConfig, {"loss": "dpo"}, "unknown pair loss 'dpo'"),
     (PreferenceConfig, {"beta": 0.0}, "beta=0.0 must be positive"),
     (PreferenceConfig, {"options": {"gamma": 1}}, "takes no gamma"),
+    (
+      PreferenceConfig,
+      {"options": {"beta": 1.0}},
+      r"options hold 'beta'.*set beta=1.0",
+    ),
+    (
+      PreferenceConfig,
+      {"options": {"label_smoothing": 0.1}},
+      "'label_smoothing', which",
+    ),
+    (
+      ORPOTrainingConfig,
+      {"options": {"lambda_orpo": 1.0}},
+      "hold 'lambda_orpo', which",
+    ),
     (PreferenceConfig, {"loss": "simpo", "reference_free": True}, "has no reference"),
     (PreferenceConfig, {"max_prompt_length": 8}, "set both of"),
     (

@@ -1,4 +1,5 @@
 import logging
+import re
 
 import numpy as np
 import pytest
@@ -102,8 +103,85 @@ def test_labelled_answers():
 
 
 @pytest.mark.parametrize(
+  ("labels", "message"),
+  [
+    (["False", True, True, True], "row 0 of the batch: the label is 'False'"),
+    ([1, -1, 1, 1], "row 1 of the batch: the label is -1"),
+    ([1, 0, 0.2, 1], "row 2 of the batch: the label is 0.2"),
+    ([True, True, True, None], "row 3 of the batch: the label is None"),
+    ([True], r"labels have shape \(1,\): expected \(4,\)"),
+    (np.ones((4, 1), bool), r"labels have shape \(4, 1\)"),
+  ],
+)
+def test_labels_are_yes_or_no(labels, message):
+  batch = preferences.labelled()
+  with pytest.raises(ValueError, match=message):
+    reader().single({**batch, "labels": labels})
+  for given in (np.array([1, 0, 0, 1]), [np.True_, False, np.int32(0), 1]):
+    got = reader().single({**batch, "labels": given}).labels
+    assert got.tolist() == [True, False, False, True] and got.dtype == bool
+
+
+def test_a_number_for_each_row():
+  batch = preferences.pairs()
+  for name in ("margins", "weights"):
+    for shape in ((4, 1), (1,), ()):
+      with pytest.raises(ValueError, match=re.escape(f"{name} have shape {shape}")):
+        reader().pairs({**batch, name: np.ones(shape)})
+    with pytest.raises(ValueError, match=f"row 1 of the batch: {name} hold nan"):
+      reader().pairs({**batch, name: [1, None, 1, 1]})
+  with pytest.raises(ValueError, match=r"weights have shape \(2, 1\)"):
+    reader().pairs(text(weights=[[1.0], [0.0]]))
+
+
+def test_weights_come_along_with_text():
+  got = reader().pairs(text(weights=[0.5, 0]))
+  assert got.weights.tolist() == [0.5, 0.0]
+  padding = text(weights=[1, 0], chosen=[" a", ""])
+  assert reader().pairs(padding).weights.tolist() == [1.0, 0.0]
+  skips = reader(bad_rows="skip")
+  assert skips.pairs({**padding, "weights": [1, 1]}).weights.tolist() == [1.0, 0.0]
+  assert sum(skips.counts.values()) == 1
+  one = {"prompt": "hi", "chosen": " a", "rejected": " b", "weights": 0.5}
+  assert reader().pair_or_pairs(one).weights == 0.5
+
+
+def turns_of_a_tool():
+  """Pairs whose answers differ in what a tool said between two turns alone."""
+  batch = preferences.pairs()
+  for name in ("chosen", "rejected"):
+    batch[f"{name}_ids"][:] = [4, 5, 6, 7, 0]
+    batch[f"{name}_mask"][:] = [1, 1, 0, 1, 0]
+  batch["rejected_ids"][:, 2] = 16
+  return batch
+
+
+def test_answers_that_differ_in_what_is_not_scored_differ():
+  batch = turns_of_a_tool()
+  assert reader().pairs(batch).weights.tolist() == [1] * 4
+  batch["rejected_ids"][1, 2] = 6
+  batch["rejected_ids"][1, 4] = 9  # padding, whatever its ids
+  with pytest.raises(BadRow, match="row 1 of the batch: the chosen and the rejected"):
+    reader().pairs(batch)
+  batch["rejected_mask"][1, 2] = 1  # another thing is scored
+  assert reader().pairs(batch).weights.tolist() == [1] * 4
+
+
+def test_the_setting_is_named_to_those_who_have_it():
+  """The command, which gives token ids, has another."""
+  with pytest.raises(BadRow, match='set bad_rows="skip"'):
+    reader().pairs(text(chosen=[" c", " b"]))
+  batch = preferences.pairs()
+  batch["chosen_mask"][0] = 0
+  with pytest.raises(BadRow, match=r"drop the row$"):
+    Reader(None, None).pairs(batch)
+
+
+@pytest.mark.parametrize(
   ("batch", "message"),
   [
+    (text(labels=[1, 0]), "a column 'labels' that nothing reads"),
+    (text(chosen_responses=[" e", " f"]), "a column 'chosen' that nothing reads"),
     ({"prompt": ["a"]}, r"no 'chosen_responses' or 'chosen' \(found \['prompt'\]\)"),
     (text(chosen=" a"), "chosen is one text"),
     (text(prompt=["hi"]), "differ in length: {'prompts': 1"),

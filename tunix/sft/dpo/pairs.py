@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tunix.data import answer_formats, answers
+from tunix.data import answer_formats, answers, formats
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 # A text, or a conversation; an answer may also be one message of the assistant.
@@ -32,7 +32,7 @@ class DataInput:
   Attributes:
     prompts: texts, or lists of messages.
     chosen_responses, rejected_responses: a text each; beside a list of messages also
-      the assistant's message, or a list of that alone.
+      the assistant's message, a list of that alone, or the whole conversation.
     margins: how much better the chosen one is, for losses that ask (RewardTrainer).
   """
 
@@ -138,8 +138,8 @@ def tokenise_row(
   """One prompt and its answers.
 
   Args:
-    prompt: a text or a list of messages; None or [] where the answers are whole
-      conversations: then it is what they have in common at the beginning.
+    prompt: a text or a list of messages. Answers may be whole conversations, which
+      begin with it again; None or []: it is what they have in common at the beginning.
     responses: see DataInput.
     tokenizer: for tokens, BOS, EOS and the chat template.
     limits: where to cut.
@@ -149,9 +149,7 @@ def tokenise_row(
     BadRow: an answer is empty.
     ValueError: the fields have the wrong form.
   """
-  if not prompt and not isinstance(prompt, str):
-    prompt, responses = _split_conversations(responses, where)
-  texts = [_answer(prompt, answer, where) for answer in responses]
+  prompt, texts = _split(prompt, responses, where)
   if any(answer_formats.is_empty(text) for text in texts):
     raise BadRow(f"{where}: an answer is empty; drop the pair")
   full = answers.tokenise(
@@ -173,17 +171,26 @@ def tokenise_row(
   )
 
 
-def _split_conversations(
-  responses: Sequence[Any], where: str
-) -> tuple[Sequence[Any], list[Any]]:
-  """(messages in common, the rest of each): of conversations that begin alike."""
-  if not all(is_messages(answer) and answer for answer in responses):
+def _split(
+  prompt: Text | None, responses: Sequence[Any], where: str
+) -> tuple[Text, list[Text]]:
+  """The prompt, and what is behind it in each answer; checked."""
+  names = PAIR if len(responses) == len(PAIR) else ("completion",)
+  given = {
+    name: _checked(answer, f'{where}: "{name}"')
+    for name, answer in zip(names, responses, strict=True)
+  }
+  asked = None
+  if prompt or isinstance(prompt, str):
+    asked = _checked(prompt, f'{where}: "prompt"')
+  said, rest = answer_formats.split(asked, given, where)
+  texts = list(rest.values())
+  if isinstance(said, str) and (kinds := [t for t in texts if not isinstance(t, str)]):
     raise ValueError(
-      f"{where}: without a prompt the answers must be whole conversations (lists of "
-      "messages with a common beginning); add the prompt"
+      f"{where}: the prompt is a text and an answer a {type(kinds[0]).__name__}: make "
+      "both texts, or the prompt a list of messages"
     )
-  count = answer_formats.common_messages(responses, where)
-  return responses[0][:count], [answer[count:] for answer in responses]
+  return said, texts
 
 
 def is_messages(value: Any) -> bool:
@@ -191,17 +198,17 @@ def is_messages(value: Any) -> bool:
   return isinstance(value, list | tuple) and all(isinstance(m, Mapping) for m in value)
 
 
-def _answer(prompt: Text, answer: Any, where: str) -> Text:
-  """A text, or a list of messages."""
-  if isinstance(prompt, str) and not isinstance(answer, str):
-    raise ValueError(
-      f"{where}: the prompt is a text and an answer a {type(answer).__name__}: make "
-      "both texts, or the prompt a list of messages"
-    )
-  turns = [answer] if isinstance(answer, Mapping) else answer
-  if isinstance(turns, str) or is_messages(turns):
+def _checked(text: Any, where: str) -> Text:
+  """A text, or a list of messages, of which none is an empty answer."""
+  turns = [text] if isinstance(text, Mapping) else text
+  if isinstance(turns, str):
     return turns
-  raise ValueError(
-    f"{where}: an answer is a {type(answer).__name__}, expected a text, a message or "
-    "a list of messages"
-  )
+  if not isinstance(turns, list | tuple):
+    raise ValueError(
+      f"{where} is a {type(text).__name__}, expected a text, a message or a list of "
+      "messages"
+    )
+  turns = list(turns)
+  if turns:
+    formats.check_messages(turns, where)
+  return turns

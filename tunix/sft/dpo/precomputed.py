@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from tunix.data import answers
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.backbone import reference_of
 from tunix.sft import inference
@@ -24,6 +25,7 @@ from tunix.sft.module_state import is_lora
 from tunix.utils import io as files, stamp, tree
 
 _FILE = "reference_logps.npz"
+_FORMAT = 2  # of the keys and of how they are kept
 
 
 class PrecomputedLogps:
@@ -37,14 +39,15 @@ class PrecomputedLogps:
 
   Raises:
     FileNotFoundError: nothing was written there.
-    ValueError: the file is damaged.
+    ValueError: the file is damaged, or of another version's format.
   """
 
   def __init__(self, folder: Any):
     self.path = pathlib.Path(folder) / _FILE
     try:
       with np.load(self.path, allow_pickle=False) as saved:
-        self.model_stamp = json.loads(str(saved["about"]))["model"]
+        about = json.loads(str(saved["about"]))
+        self.model_stamp = about["model"]
         keys, values = saved["keys"], saved["logps"]
     except FileNotFoundError:
       raise FileNotFoundError(
@@ -54,6 +57,11 @@ class PrecomputedLogps:
       raise ValueError(
         f"{self.path} is damaged ({error}): delete it and write it again"
       ) from error
+    if (found := about.get("format", 1)) != _FORMAT:
+      raise ValueError(
+        f"{self.path} has format {found}, and this version reads {_FORMAT}: delete it "
+        "and write it again"
+      )
     self._logps = dict(zip(map(bytes, keys), values.tolist(), strict=True))
 
   def __len__(self) -> int:
@@ -130,11 +138,11 @@ class PrecomputedLogps:
     for batch in batches:
       pairs = reader.pairs(batch)
       rows = token_columns(pairs)
-      logps = inference.dispatch(model, score, rows, config.data_sharding_axis)
+      logps = inference.apply(model, score, rows, config.data_sharding_axis)
       for column, name in enumerate(PAIR):
         values = np.asarray(logps)[:, column].tolist()
         known |= {key: values[row] for row, key in _keys(rows, pairs.weights, name)}
-    about = json.dumps({"model": model_stamp(model)})
+    about = json.dumps({"format": _FORMAT, "model": model_stamp(model)})
     data = io.BytesIO()
     np.savez(
       data,
@@ -156,12 +164,15 @@ def model_stamp(model: nnx.Module) -> str:
 def _keys(
   rows: Mapping[str, Any], weights: np.ndarray, name: str
 ) -> Iterator[tuple[int, bytes]]:
-  """(row, key) of an answer in every row with weight: a hash of the tokens, wherever
-  their padding is."""
+  """(row, key) of an answer in every row with weight: a hash of what its score depends
+  on, wherever the padding is."""
   for row in np.flatnonzero(weights):
     digest = hashlib.blake2b(digest_size=16)
-    for part in ("prompt", name):
-      ids, mask = rows[f"{part}_ids"][row], rows[f"{part}_mask"][row]
-      tokens = np.asarray(ids, np.int64)[np.asarray(mask) != 0]
-      digest.update(np.int64(len(tokens)).tobytes() + tokens.tobytes())
+    columns = [np.asarray(rows[f"{name}_{part}"][row]) for part in ("ids", "mask")]
+    prompt = np.asarray(rows["prompt_ids"][row])[
+      np.asarray(rows["prompt_mask"][row]) != 0
+    ]
+    for part in (prompt, *answers.seen_part(*columns)):
+      whole = np.asarray(part, np.int64)
+      digest.update(np.int64(len(whole)).tobytes() + whole.tobytes())
     yield int(row), digest.digest()

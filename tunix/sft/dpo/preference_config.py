@@ -64,7 +64,8 @@ class PreferenceConfig(AnswersConfig):
       (PairScores, *, options) -> values [B].
     beta: strength of the reference.
     label_smoothing: chance that a label is wrong, of the losses that take it.
-    options: further options of the loss, such as {"gamma": 1.0} of simpo.
+    options: further options of the loss, such as {"gamma": 1.0} of simpo; none that is
+      a setting here.
     reference_free: leave the reference out of a loss that has one (all of its
       log-probabilities count as 0).
     shared_prompt: compute a pair's prompt once for both answers. The same gradient up
@@ -80,6 +81,12 @@ class PreferenceConfig(AnswersConfig):
 
   def __post_init__(self):
     super().__post_init__()
+    own = {field.name for field in dataclasses.fields(self)}
+    if twice := sorted(own & self.options.keys()):
+      raise ValueError(
+        f"options hold {twice[0]!r}, which is a setting of its own: set {twice[0]}="
+        f"{self.options[twice[0]]!r} instead"
+      )
     preference.check_pair_loss(self.chosen_loss, **self.loss_options)
     spec = preference.pair_loss_spec(self.chosen_loss)
     if self.reference_free and not spec.needs_reference:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from tunix.data.answers import stack_prompts, stack_responses
+from tunix.data.answers import Answered, equal_responses, stack_prompts, stack_responses
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.sft.dpo.pairs import (
   PAIR,
@@ -77,11 +77,12 @@ class Reader:
     margins = fields.pop("margins", None)
     rows = self._checked(fields, PAIR)
     if margins is not None:
-      rows["margins"] = np.asarray(margins, np.float32)
+      rows["margins"] = _numbers("margins", margins, len(rows["weights"]))
     return TrainingInput(**rows)
 
   def pair_or_pairs(self, record: Any) -> TrainingInput:
-    """`pairs`, also of one pair: its arrays have no first axis, and no weight.
+    """`pairs`, also of one pair: its arrays have no first axis, and it has no weight
+    but its own.
 
     Raises:
       ValueError: see `pairs`.
@@ -92,7 +93,8 @@ class Reader:
     if not (isinstance(first, str) or is_messages(first)):
       return self.pairs(fields)
     batch = self.pairs({name: [value] for name, value in fields.items()})
-    return dataclasses.replace(jax.tree.map(lambda x: x[0], batch), weights=None)
+    one = jax.tree.map(lambda x: x[0], batch)
+    return one if "weights" in fields else dataclasses.replace(one, weights=None)
 
   def single(self, batch: Any) -> KTOTrainingInput:
     """A batch of labelled answers: KTODataInput, KTOTrainingInput, or a dict.
@@ -105,8 +107,9 @@ class Reader:
       fields = self._tokenise(fields, _SINGLE, ("completion",))
     if "labels" not in fields:
       raise ValueError('the batch has no "labels": True for each desirable answer')
-    labels = np.asarray(fields.pop("labels")).astype(bool)
-    return KTOTrainingInput(**self._checked(fields, ("completion",)), labels=labels)
+    given = fields.pop("labels")
+    rows = self._checked(fields, ("completion",))
+    return KTOTrainingInput(**rows, labels=_labels(given, len(rows["weights"])))
 
   def _tokenise(
     self,
@@ -114,12 +117,18 @@ class Reader:
     names: Mapping[str, tuple[str, ...]],
     answers: Sequence[str],
   ) -> dict[str, Any]:
-    """Token columns of text columns."""
-    columns = {
-      ours: next((fields[name] for name in theirs if name in fields), None)
+    """Token columns of text columns; the weights come along."""
+    found = {
+      ours: next((name for name in theirs if name in fields), None)
       for ours, theirs in names.items()
     }
+    columns = {ours: name and fields[name] for ours, name in found.items()}
     _check_columns(columns, names, answers, fields)
+    if unread := sorted(fields.keys() - {*found.values(), "weights"}):
+      raise ValueError(
+        f"the batch has a column {unread[0]!r} that nothing reads (read are "
+        f"{sorted(filter(None, found.values()))} and 'weights'): leave it out"
+      )
     if self.tokenizer is None or self.limits is None:
       raise ValueError(
         "the batch holds text: pass tokenizer= to the trainer, and set "
@@ -127,16 +136,22 @@ class Reader:
       )
     prompts: Any = columns.pop("prompts")
     texts: list[Any] = [columns.pop(name) for name in answers]
-    rows = [
-      self._row(None if prompts is None else prompts[i], [t[i] for t in texts], i)
-      for i in range(len(texts[0]))
-    ]
+    count = len(texts[0])
+    weights = _numbers("weights", fields.get("weights", [1.0] * count), count)
+    rows: list[Row] = []
+    for i in range(count):
+      prompt = None if prompts is None else prompts[i]
+      row = self._row(prompt, [text[i] for text in texts], i, bool(weights[i]))
+      weights[i] *= any(row.responses)  # none: refused
+      rows.append(row)
     return {
+      "weights": weights,
       **rows_to_arrays(rows, answers, self.limits),
       **{name: column for name, column in columns.items() if column is not None},
     }
 
-  def _row(self, prompt: Any, answers: Sequence[Any], index: int) -> Row:
+  def _row(self, prompt: Any, answers: Sequence[Any], index: int, real: bool) -> Row:
+    """A row of tokens; without any where it is refused, or padding."""
     assert self.tokenizer is not None and self.limits is not None
     where = f"row {index} of the batch"
     nothing = ([],) * len(answers)
@@ -144,7 +159,8 @@ class Reader:
     try:
       row = tokenise_row(prompt, answers, self.tokenizer, self.limits, where)
     except BadRow as error:
-      self._refuse(str(error))
+      if real:
+        self._refuse(str(error))
       return empty
     for kind, cut in zip(("prompts", "answers"), row.cut):
       if cut:
@@ -153,7 +169,9 @@ class Reader:
 
   def _refuse(self, message: str) -> None:
     if self.bad_rows == "error":
-      raise BadRow(f'{message}, or set bad_rows="skip"')
+      # Who gives token ids may have another key for this, as the command has.
+      text = self.tokenizer is not None
+      raise BadRow(message + (', or set bad_rows="skip"' if text else ""))
     self._count("rows without weight (an empty answer, or two equal ones)", message)
 
   def _count(self, what: str, example: str = "") -> None:
@@ -181,7 +199,7 @@ class Reader:
     filled = np.stack([rows[f"{n}_mask"].astype(bool).any(axis=1) for n in names])
     weights = fields.get("weights")
     given = filled.any(axis=0) if weights is None else weights
-    keep: np.ndarray = np.array(given, np.float32)
+    keep = _numbers("weights", given, filled.shape[1])
     real = keep != 0
     bad = real & ~filled.all(axis=0)
     same = real & ~bad & _equal_rows(rows, answers)
@@ -239,17 +257,40 @@ def _check_shapes(rows: Mapping[str, np.ndarray], answers: Sequence[str]) -> Non
       )
 
 
+def _numbers(name: str, values: Any, count: int) -> np.ndarray:
+  """A float32 copy of a column of numbers, one a row."""
+  column = np.array(values, np.float32)
+  if column.shape != (count,):
+    raise ValueError(
+      f"{name} have shape {column.shape}: expected ({count},), a number for each row"
+    )
+  if not np.isfinite(column).all():
+    row = int(np.flatnonzero(~np.isfinite(column))[0])
+    raise ValueError(f"row {row} of the batch: {name} hold {column[row]}, no number")
+  return column
+
+
+def _labels(values: Any, count: int) -> np.ndarray:
+  """bool [B]."""
+  column = np.asarray(values, object)
+  if column.shape != (count,):
+    raise ValueError(
+      f"labels have shape {column.shape}: expected ({count},), one for each row"
+    )
+  for row, label in enumerate(column):
+    if not isinstance(label, bool | int | np.bool_ | np.integer) or label not in (0, 1):
+      raise ValueError(
+        f"row {row} of the batch: the label is {label!r}, expected True or 1 (a "
+        "desirable answer), False or 0"
+      )
+  return column.astype(bool)
+
+
 def _equal_rows(rows: Mapping[str, np.ndarray], answers: Sequence[str]) -> np.ndarray:
-  """bool [B], whether both answers are the same tokens."""
+  """bool [B], whether both answers are the same."""
+  prompts = rows["prompt_ids"]
   if len(answers) != 2:
-    return np.zeros(len(rows["prompt_ids"]), bool)
-  (a, a_mask), (b, b_mask) = (
-    (rows[f"{n}_ids"], rows[f"{n}_mask"] != 0) for n in answers
-  )
-  return np.asarray(
-    [
-      np.array_equal(x[m], y[n])
-      for x, m, y, n in zip(a, a_mask, b, b_mask, strict=True)
-    ],
-    bool,
-  )
+    return np.zeros(len(prompts), bool)
+  ids, masks = (zip(*(rows[f"{n}_{p}"] for n in answers)) for p in ("ids", "mask"))
+  pairs = map(Answered, prompts, ids, masks)
+  return np.asarray([equal_responses(pair) for pair in pairs], bool)

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from tunix.models.backbone import reference_of
+from tunix.models.backbone import reference_of, share_variables
 from tunix.models.transformer import sharding
 from tunix.sft import inference, sharding_utils
 from tunix.sft.dpo.answer_trainer import logps_of
-from tunix.sft.module_state import ModuleState, is_lora
+from tunix.sft.module_state import ModuleState, is_lora, trained_variables
 from tunix.utils import mesh as mesh_lib
 
 
@@ -62,7 +62,7 @@ class ReferenceModel:
     """[B, answers], on the policy's devices, not waited for."""
     model = self.model(policy, mesh)
     score = logps_of(tuple(answers), shared)
-    found = inference.dispatch(model, score, rows, self._axes)
+    found = inference.apply(model, score, rows, self._axes)
     if mesh is not None:
       return sharding_utils.shard_input(found, self._axes)
     (home,) = jax.tree.leaves((policy.params, policy.frozen))[0].devices()
@@ -81,12 +81,14 @@ def reference_for(
     axes: mesh axes that split rows.
 
   Raises:
-    ValueError: there is none, or it is the policy itself.
+    ValueError: there is none, or it holds Variables of the policy that are trained.
   """
-  if ref_model is model:
+  trained = trained_variables(model).values()
+  if ref_model is not None and share_variables(trained, ref_model):
     raise ValueError(
-      "ref_model is the model itself, which training changes: load the reference anew, "
-      "or leave it out where the model has adapters"
+      "ref_model is the model itself or shares its trained Variables, so that training "
+      "would change both: pass nnx.clone(model) or load the reference anew, or leave "
+      "it out where the model has adapters"
     )
   if ref_model is None and not is_lora(model):
     raise ValueError(
