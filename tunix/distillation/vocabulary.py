@@ -21,7 +21,7 @@ def check_sizes(student: Any, teacher: Any) -> None:
   Raises:
     ValueError: they differ.
   """
-  ours, theirs = _size(student), _size(teacher)
+  ours, theirs = size_of(student), size_of(teacher)
   if ours is not None and theirs is not None:
     check_same_words(ours, theirs)
 
@@ -53,7 +53,8 @@ def check_tokenizers(student: Any, teacher: Any) -> None:
       )
 
 
-def _size(model: Any) -> int | None:
+def size_of(model: Any) -> int | None:
+  """Words that a model says it has."""
   own = getattr(model, "vocab_size", None)
   return own or getattr(getattr(model, "config", None), "vocab_size", None)
 
