@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import drills, toys
+from tests import drills, toys, toys_text
 from tests.distillation import trainers
 from tests.generate.toy_ids import Ids
 from tests.sft import trainers as sft
@@ -16,6 +16,7 @@ from tunix.distillation.on_policy_trainer import (
 from tunix.distillation.outputs import Labels
 from tunix.distillation.strategies import LogitStrategy, PolicyGradientStrategy
 from tunix.generate.sampler import Sampler
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 GKD = {"divergence": "jsd", "beta": 0.5, "alpha": 1.0, "temperature": 1.0}
 
@@ -38,17 +39,39 @@ def test_rows_are_prompt_and_completion_side_by_side():
   assert rows["input_tokens"][1].tolist() == [*range(5, 13), 9, *[0] * 5]
 
 
-def test_texts_are_encoded_and_end():
-  class Ending(Ids):
-    def eos_id(self):
-      return 5
-
+def read(tokenizer, prompt, completion, **limits):
+  """(prompt, completion) as ids, of one row."""
+  lengths = {"max_prompt_length": 40, "max_completion_length": 40, **limits}
   t = trainers.on_policy(
-    LogitStrategy(**GKD), on_policy_fraction=0.0, tokenizer=Ending()
+    LogitStrategy(**GKD), on_policy_fraction=0.0, tokenizer=tokenizer, **lengths
   )
-  (rows,) = rows_of(t, {"prompts": ["1 2"], "completions": ["7 8"]})
-  assert rows["input_tokens"][0, :5].tolist() == [1, 2, 7, 8, 5]
-  assert rows["input_mask"][0].sum() == 3
+  out = t._prepare_inputs({"prompts": [prompt], "completions": [completion]})
+  ends = out.prompt_lengths[0], out.completion_lengths[0]
+  return out.prompts[0, : ends[0]].tolist(), out.completions[0, : ends[1]].tolist()
+
+
+def test_texts_are_the_tokens_that_fine_tuning_trains():
+  """Of a tokenizer that puts a space before every text: there is none at the border."""
+  adapter = TokenizerAdapter(toys_text.metaspace(), bos_token="<s>", eos_token="</s>")
+  bos, eos = adapter.bos_id(), adapter.eos_id()
+  prompt, completion = read(adapter, "The mi", "ller")
+  assert prompt == [bos, *adapter.encode("The mi")]
+  assert completion == [*adapter.encode_continuation("ller"), eos]
+  assert adapter.encode_continuation("ller") != adapter.encode("ller")
+  # Nothing that the text has already is doubled.
+  assert read(adapter, "<s>The mi", "ller</s>") == (prompt, completion)
+  # Of a long prompt the end is kept, behind BOS; of a long completion the beginning.
+  cut = read(adapter, "The mi", "ller", max_prompt_length=2, max_completion_length=1)
+  assert cut == ([bos, prompt[-1]], completion[:1])
+  # Ids are taken as they are.
+  assert read(adapter, "The mi", [7, 8]) == (prompt, [7, 8])
+  assert read(adapter, [5, 6], [7, 8]) == ([5, 6], [7, 8])
+
+
+def test_as_many_completions_as_prompts():
+  t = trainers.on_policy(LogitStrategy(**GKD))
+  with pytest.raises(ValueError, match="2 prompts and 1 completions"):
+    t._prepare_inputs({"prompts": [[1], [2]], "completions": [[3]]})
 
 
 def test_the_student_writes_what_its_sampler_says():
@@ -124,6 +147,24 @@ def test_micro_batches_draw_what_the_whole_draws(make):
     for n, batches in ((1, [whole]), (2, half))
   ]
   drills.assert_same_gradients(got[1], got[0])
+
+
+def test_a_step_cuts_lists_and_texts_into_micro_batches():
+  """Into what the loop would get as micro-batches."""
+  whole = {"prompts": ["1 2", "3", "4 5", "6"], "completions": [[7], [8], [9], [1, 2]]}
+  seen = []
+  t = trainers.on_policy(
+    LogitStrategy(**GKD),
+    on_policy_fraction=0.0,
+    gradient_accumulation_steps=2,
+  )
+  t._dispatch = lambda window, skip_jit: seen.append(window)
+  t.train_step(whole)
+  parts = [{k: x[i : i + 2] for k, x in whole.items()} for i in (0, 2)]
+  (group,) = seen[0].groups
+  for got, want in zip(group.batches, rows_of(t, *parts), strict=True):
+    for name, array in want.items():
+      np.testing.assert_array_equal(got.batch[name], array)
 
 
 def test_on_a_mesh(mesh_fsdp8):

@@ -1,12 +1,15 @@
 """Teacher outputs on disk: written once, found by content, checked by stamp."""
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from tests import drills, toys
 from tests.distillation import trainers
 from tests.sft import trainers as sft
+from tunix.distillation import teacher_cache
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.strategies import LogitStrategy
 from tunix.distillation.teacher_cache import TeacherCache, row_keys
@@ -85,11 +88,82 @@ def test_other_settings_are_refused(filled, tmp_path):
 
 
 def test_an_unfinished_file_is_not_there(filled, known):
-  """Killed before the keys were written: the rows are asked for again."""
-  (filled / "rows-000001.json").unlink()
+  """Killed before the file had its name: the rows are asked for again."""
+  last = max(filled.glob("rows-*.npy"))
+  last.rename(last.with_name(f"{last.name}.x1"))
   cache = TeacherCache(filled, known)
   assert len(cache) == 8
-  assert cache.fill([toys.batch(1)]) == 8
+  assert cache.fill([toys.batch(0), toys.batch(1)]) == 8
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_two_writers_of_a_folder_keep_each_others_rows(
+  tmp_path, monkeypatch, interleaved
+):
+  known, batches = trainers.teacher(), [toys.batch(seed, rows=2) for seed in (0, 1)]
+  want = [
+    TeacherCache(tmp_path / f"alone{n}", known, top_k=K).look_up(batch)
+    for n, batch in enumerate(batches)
+  ]
+  folder = tmp_path / "shared"
+  one, other = (TeacherCache(folder, known, top_k=K) for _ in range(2))
+  if interleaved:  # the other one writes while the first is at it
+    write, turns = teacher_cache.write_atomic, [lambda: other.fill(batches[1:])]
+
+    def writes(path, data):
+      write(path, data)
+      if turns:
+        turns.pop()()
+
+    monkeypatch.setattr(teacher_cache, "write_atomic", writes)
+  one.fill(batches[:1])
+  other.fill(batches[1:])
+  later = TeacherCache(folder)
+  assert len(later) == 4
+  for batch, right in zip(batches, want):
+    np.testing.assert_array_equal(later.look_up(batch).ids, right.ids)
+    np.testing.assert_array_equal(later.look_up(batch).logps, right.logps)
+
+
+def test_rows_stay_on_disk(filled):
+  assert all(isinstance(rows, np.memmap) for rows in TeacherCache(filled)._files)
+
+
+def test_rows_are_told_apart_by_all_that_the_teacher_sees(tmp_path):
+  """Its own fields too; a reader without the teacher knows them from the folder."""
+
+  class Toned(nnx.Module):
+    def __init__(self):
+      self.scale = nnx.Param(jnp.ones(()))
+
+    def __call__(self, tokens, attention_mask=None, tone=None):
+      seen = 0.0 if attention_mask is None else jnp.sum(attention_mask, -1)
+      shift = seen + (0.0 if tone is None else tone[:, None])
+      return self.scale * jnp.sin(tokens[..., None] + shift[..., None] * jnp.arange(9))
+
+  tokens = np.arange(6).reshape(2, 3)
+  base = {
+    "input_tokens": tokens,
+    "attention_mask": np.tril(np.ones((2, 3, 3), bool)),
+    "tone": np.asarray([0.1, 0.2]),
+  }
+  others = [
+    {**base, "attention_mask": np.ones((2, 3, 3), bool)},
+    {**base, "tone": np.asarray([0.3, 0.4])},
+  ]
+  cache = TeacherCache(tmp_path, Toned(), top_k=2)
+  assert cache.fill([base, *others]) == 6
+  assert cache.fill([{**base, "unseen": tokens}]) == 0
+  alone = TeacherCache(tmp_path)
+  for other in others:
+    assert np.any(alone.look_up(other).logps != alone.look_up(base).logps)
+
+
+def test_too_many_words_leave_no_folder(tmp_path, known):
+  folder = tmp_path / "new"
+  with pytest.raises(ValueError, match="top_k is 97 and the teacher has 96 words"):
+    TeacherCache(folder, known, top_k=97)
+  TeacherCache(folder, known, top_k=K)
 
 
 def test_another_vocabulary_is_refused(filled):
@@ -100,14 +174,15 @@ def test_another_vocabulary_is_refused(filled):
 
 
 def test_keys_tell_rows_apart():
+  fields = ("input_tokens", "positions", "segment_ids")
   batch = toys.batch(0)
-  keys = row_keys(batch)
+  keys = row_keys(batch, fields)
   assert len(set(keys)) == 8
   other = {**batch, "segment_ids": batch["segment_ids"] + 1}
-  assert not set(keys) & set(row_keys(other))
-  assert keys == row_keys({**batch, "input_mask": batch["input_mask"] * 0})
+  assert not set(keys) & set(row_keys(other, fields))
+  assert keys == row_keys({**batch, "input_mask": batch["input_mask"] * 0}, fields)
   with pytest.raises(ValueError, match="without input_tokens"):
-    row_keys({"words": batch["input_tokens"]})
+    row_keys({"words": batch["input_tokens"]}, fields)
 
 
 def test_features_do_not_come_from_a_cache(filled):

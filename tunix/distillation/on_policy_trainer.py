@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from flax import nnx
 
+from tunix.data import answers
+from tunix.data.answers import Answered
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.strategies.base_strategy import BaseStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
@@ -32,7 +34,7 @@ class OnPolicyConfig(TrainingConfig):
   """Settings of an on-policy distillation.
 
   Attributes:
-    max_prompt_length: tokens; of a longer prompt the end is kept.
+    max_prompt_length: tokens; of a longer prompt the end is kept, behind its BOS.
     max_completion_length: most tokens that the student writes, and that are kept of a
       given completion.
     on_policy_fraction: share of the steps whose completions the student writes, drawn
@@ -80,9 +82,9 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
   """Distils on completions that the student writes itself.
 
   Batches are dicts with "prompts" (texts or lists of ids) and, where on_policy_fraction
-  is below 1, "completions" (texts, which get an EOS, or ids, which are taken as they
-  are). Evaluations use the completions of their batches, or the student's if there are
-  none.
+  is below 1, "completions" (texts, which end with an EOS, or ids; ids for prompts of
+  ids). Texts become the tokens that fine-tuning trains; ids are taken as they are.
+  Evaluations use the completions of their batches, or the student's if there are none.
 
   Args:
     student_model, teacher_model, strategy, optimizer, training_config, metrics_logger:
@@ -125,24 +127,53 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       tokenizers=tokenizers,
     )
 
+  def _whole(self, batch: Any) -> Any:
+    """Texts and lists cannot be cut into micro-batches, their tokens can."""
+    return super()._whole(self._prepare_inputs(batch))
+
   def _prepare_inputs(self, batch: Any) -> Prompts:
+    if isinstance(batch, Prompts):
+      return batch
     fields = batch_fields(batch)
     if "prompts" not in fields:
       raise ValueError(
         f"the batch has {sorted(fields)}, without prompts: give texts or token ids "
         'under "prompts"'
       )
-    config = self.on_policy
-    prompts = [
-      self.sampler.tokenize(p)[-config.max_prompt_length :] for p in fields["prompts"]
-    ]
+    config, texts, given = self.on_policy, fields["prompts"], fields.get("completions")
+    completions = [None] * len(texts) if given is None else given
+    if len(completions) != len(texts):
+      raise ValueError(
+        f"the batch has {len(texts)} prompts and {len(completions)} completions: give "
+        "one for each"
+      )
+    pairs = enumerate(zip(texts, completions))
+    rows = [self._answered(*pair, where=f"row {n}") for n, pair in pairs]
+    prompts = [row.prompt for row in rows]
     padded = batching.right_padded(prompts, config.max_prompt_length, np.int32)
-    given, lengths = None, None
-    if "completions" in fields:
-      most = config.max_completion_length
-      ids = [self._completion(c)[:most] for c in fields["completions"]]
-      given, lengths = batching.right_padded(ids, most, np.int32), _lengths(ids)
-    return Prompts(padded, _lengths(prompts), given, lengths)
+    if given is None:
+      return Prompts(padded, _lengths(prompts), None, None)
+    ids = [row.responses[0] for row in rows]
+    filled = batching.right_padded(ids, config.max_completion_length, np.int32)
+    return Prompts(padded, _lengths(prompts), filled, _lengths(ids))
+
+  def _answered(self, prompt: Any, completion: Any, *, where: str) -> Answered:
+    """A prompt with its completion, or with none, as tokens within the limits."""
+    tokenizer, texts = self.sampler.tokenizer, (prompt, completion)
+    if all(isinstance(text, str) for text in texts):
+      row = answers.tokenise(prompt, [completion], tokenizer, where=where, chat=False)
+    else:  # ids are taken as they are
+      ids = self.sampler.tokenize(prompt)
+      given = [] if completion is None else [completion]
+      row = answers.tokenise(ids, given, tokenizer, where=where)
+    fitted = answers.fit(
+      row,
+      max_prompt_length=self.on_policy.max_prompt_length,
+      max_response_length=self.on_policy.max_completion_length,
+      bos_id=tokenizer.bos_id(),
+    )
+    assert fitted is not None  # nothing is dropped
+    return fitted
 
   def _prepare_window(self, batches: list[Prompts]) -> list[Any]:
     step = _EVALUATION if self._evaluating else self.train_steps
@@ -187,13 +218,6 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     tokens = list(out.tokens)
     padded = batching.right_padded(tokens, config.max_completion_length, np.int32)
     return batch._replace(completions=padded, completion_lengths=_lengths(tokens))
-
-  def _completion(self, completion: Any) -> np.ndarray:
-    if not isinstance(completion, str):
-      return np.asarray(completion, np.int32)
-    adapter = self.sampler.tokenizer
-    end = [] if adapter.eos_id() is None else [adapter.eos_id()]
-    return np.asarray([*adapter.encode(completion), *end], np.int32)
 
 
 def _rows(batch: Prompts) -> dict[str, np.ndarray]:

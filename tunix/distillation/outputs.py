@@ -106,14 +106,20 @@ def top_words(model: Any, inputs: Inputs, k: int, temperature: float) -> TopK:
   return hidden_top_k(said.hidden, said.table, k, temperature, said.layout)
 
 
+def fields_of(model: Any) -> tuple[str, ...]:
+  """Names of the fields that a model is called with, where a batch has them."""
+  own = [name for name in calling.call_parameters(model) if name not in _FIELDS]
+  return (*_FIELDS, *own)
+
+
 def _arguments(model: Any, inputs: Inputs) -> dict[str, Any]:
   if "input_tokens" not in inputs:
     raise ValueError(
       f"the inputs are {sorted(inputs)}, without input_tokens: name them so "
       "(with_gen_model_input_fn), or give the strategy forward functions"
     )
-  accepted = calling.call_parameters(model)
-  extra = {k: x for k, x in inputs.items() if k not in _FIELDS and k in accepted}
+  own = fields_of(model)[len(_FIELDS) :]
+  extra = {name: inputs[name] for name in own if name in inputs}
   named = {k: inputs.get(k) for k in _FIELDS[1:]}
   return {"tokens": jnp.asarray(inputs["input_tokens"]), **named, "extra": extra}
 

@@ -1,8 +1,8 @@
 """A teacher's most likely words of every token, on disk: written once, read often.
 
-A row is found by its content (tokens, and segments and positions where there are any),
-whatever batch it comes in. Every file is there whole or not at all; a fill that was
-killed goes on where it was.
+A row is found by its content (every field that the teacher is called with), whatever
+batch it comes in. Every file is there whole or not at all; a fill that was killed goes
+on where it was, and several processes may fill one folder.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import hashlib
 import io
 import json
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from tunix.distillation import outputs
+from tunix.distillation import outputs, vocabulary
 from tunix.distillation.outputs import Inputs
 from tunix.ops.distill import TopK
 from tunix.sft import inference
@@ -27,7 +27,8 @@ from tunix.sft.losses import batch_fields
 from tunix.utils import stamp
 from tunix.utils.io import write_atomic, write_json
 
-_KEYED = ("input_tokens", "segment_ids", "positions")
+_FORMAT = 2
+_PARTS = ("ids", "logps")
 
 
 class TeacherCache:
@@ -67,9 +68,9 @@ class TeacherCache:
       self._about = self._described(top_k, temperature)
       write_json(about, self._about)
     self._places: dict[str, tuple[int, int]] = {}
-    self._files: list[tuple[np.ndarray, np.ndarray]] = []
-    for keys in sorted(self._folder.glob("rows-*.json")):
-      self._open(keys)
+    self._files: list[np.ndarray] = []
+    for path in sorted(self._folder.glob("rows-*.npy")):
+      self._open(path)
 
   @property
   def top_k(self) -> int:
@@ -129,12 +130,12 @@ class TeacherCache:
     Raises:
       ValueError: a row is missing and there is no teacher to ask.
     """
-    keys = row_keys(inputs)
+    keys = row_keys(inputs, self._about["fields"])
     if any(key not in self._places for key in keys):
       self._ask(inputs, keys)
     found = [self._places[key] for key in keys]
     return TopK(
-      *(np.stack([self._files[n][part][row] for n, row in found]) for part in (0, 1))
+      *(np.stack([self._files[n][row][part] for n, row in found]) for part in _PARTS)
     )
 
   def _ask(self, inputs: Inputs, keys: list[str]) -> None:
@@ -154,23 +155,25 @@ class TeacherCache:
     self._write(list(new), ids, logps)
 
   def _write(self, keys: list[str], ids: np.ndarray, logps: np.ndarray) -> None:
-    name = self._folder / f"rows-{len(self._files):06d}"
-    for suffix, array in (("ids", ids), ("logps", logps)):
-      np.save(buffer := io.BytesIO(), array)
-      write_atomic(name.with_suffix(f".{suffix}.npy"), buffer.getvalue())
-    path = name.with_suffix(".json")
-    write_atomic(path, json.dumps(keys).encode())  # last: now the rows are there
+    """One file a write, named by what it holds: writers that do not know of each other
+    cannot mix their rows. (A structured array, because one file of it can be mapped.)
+    """
+    columns = {"key": np.asarray(keys, "S"), "ids": ids, "logps": logps}
+    kinds = [(name, x.dtype, x.shape[1:]) for name, x in columns.items()]
+    rows = np.empty(len(keys), kinds)
+    for name, column in columns.items():
+      rows[name] = column
+    np.save(buffer := io.BytesIO(), rows)
+    digest = hashlib.blake2b("".join(keys).encode(), digest_size=16).hexdigest()
+    path = self._folder / f"rows-{digest}.npy"
+    write_atomic(path, buffer.getvalue())
     self._open(path)
 
-  def _open(self, keys: pathlib.Path) -> None:
-    name = keys.with_suffix("")
-    arrays = [
-      np.load(name.with_suffix(f".{part}.npy"), mmap_mode="r")
-      for part in ("ids", "logps")
-    ]
-    for row, key in enumerate(json.loads(keys.read_text())):
-      self._places[key] = len(self._files), row
-    self._files.append((arrays[0], arrays[1]))
+  def _open(self, path: pathlib.Path) -> None:
+    rows = np.load(path, mmap_mode="r")
+    for row, key in enumerate(rows["key"]):
+      self._places[key.decode()] = len(self._files), row
+    self._files.append(rows)
 
   def _described(self, top_k: int | None, temperature: float | None) -> dict[str, Any]:
     if self._teacher is None or top_k is None:
@@ -180,20 +183,25 @@ class TeacherCache:
       )
     if top_k < 1:
       raise ValueError(f"top_k is {top_k}: it must be at least 1")
-    config = getattr(self._teacher, "config", None)
+    size = vocabulary.size_of(self._teacher)
+    if size is not None and top_k > size:  # before a folder of no use is begun
+      raise ValueError(
+        f"top_k is {top_k} and the teacher has {size} words: it must be at most that"
+      )
     return {
-      "format": 1,
+      "format": _FORMAT,
       "teacher": _stamp(self._teacher),
       "top_k": top_k,
       "temperature": 1.0 if temperature is None else float(temperature),
-      "vocab_size": getattr(config, "vocab_size", None),
+      "vocab_size": size,
+      "fields": list(outputs.fields_of(self._teacher)),  # of readers without it too
     }
 
   def _check_about(self, top_k: int | None, temperature: float | None) -> None:
-    if (form := self._about["format"]) != 1:
+    if (form := self._about["format"]) != _FORMAT:
       raise ValueError(
-        f"the teacher cache {self._folder} has format {form}, this version reads 1: "
-        "fill another folder"
+        f"the teacher cache {self._folder} has format {form}, this version reads "
+        f"{_FORMAT}: fill another folder"
       )
     self.check(top_k or 0, self.temperature if temperature is None else temperature)
     if self._teacher is not None and _stamp(self._teacher) != self._about["teacher"]:
@@ -209,8 +217,12 @@ def _score(top_k: int, temperature: float) -> Any:
   return lambda model, inputs: outputs.top_words(model, inputs, top_k, temperature)
 
 
-def row_keys(inputs: Inputs) -> list[str]:
+def row_keys(inputs: Inputs, fields: Collection[str]) -> list[str]:
   """A name for each row by what a model sees of it.
+
+  Args:
+    inputs: fields of a batch on the host.
+    fields: those that the model is called with, see `outputs.fields_of`.
 
   Raises:
     ValueError: there are no input_tokens.
@@ -220,15 +232,25 @@ def row_keys(inputs: Inputs) -> list[str]:
       f"the inputs are {sorted(inputs)}, without input_tokens: a teacher cache finds "
       "rows by their tokens"
     )
-  seen = [(n, np.asarray(inputs[n])) for n in _KEYED if inputs.get(n) is not None]
+  tokens = np.asarray(inputs["input_tokens"])
+  arrays = {n: x for n, x in inputs.items() if n in fields and hasattr(x, "shape")}
+  seen = [(n, _plain(x)) for n, x in sorted({**arrays, "input_tokens": tokens}.items())]
+  rows = len(tokens)
   keys = []
-  for row in range(len(seen[0][1])):
+  for row in range(rows):
     digest = hashlib.blake2b(digest_size=16)
     for name, array in seen:
-      digest.update(f"{name}{array.shape[1:]}".encode())
-      digest.update(np.ascontiguousarray(array[row], np.int32).tobytes())
+      own = array[row] if array.shape[:1] == (rows,) else array
+      digest.update(f"{name}{own.shape}{own.dtype}".encode())
+      digest.update(np.ascontiguousarray(own).tobytes())
     keys.append(digest.hexdigest())
   return keys
+
+
+def _plain(array: Any) -> np.ndarray:
+  """The same bytes for the same numbers, whatever their width."""
+  array = np.asarray(array)
+  return array.astype(np.int32 if array.dtype.kind in "biu" else np.float32)
 
 
 def _stamp(model: nnx.Module) -> str:

@@ -21,7 +21,7 @@ def check_sizes(student: Any, teacher: Any) -> None:
   Raises:
     ValueError: they differ.
   """
-  ours, theirs = _size(student), _size(teacher)
+  ours, theirs = size_of(student), size_of(teacher)
   if ours is not None and theirs is not None:
     check_same_words(ours, theirs)
 
@@ -29,11 +29,14 @@ def check_sizes(student: Any, teacher: Any) -> None:
 def check_tokenizers(student: Any, teacher: Any) -> None:
   """Refuses tokenizers that split a text differently, or read an id differently.
 
+  Whole vocabularies are compared where both tokenizers give theirs (`get_vocab`), else
+  the special tokens that are known.
+
   Args:
     student, teacher: TokenizerAdapters, or what one can wrap.
 
   Raises:
-    ValueError: they differ; the message has the first text or role.
+    ValueError: they differ; the message has the first text, role or token.
   """
   ours, theirs = _adapter(student), _adapter(teacher)
   for text in _TEXTS:
@@ -51,9 +54,59 @@ def check_tokenizers(student: Any, teacher: Any) -> None:
         f"the tokenizers differ: {role} is {pair[0]} to the student and {pair[1]} to "
         "the teacher. Take a teacher with the student's tokenizer"
       )
+  _check_words(ours, theirs)
 
 
-def _size(model: Any) -> int | None:
+def _check_words(ours: TokenizerAdapter, theirs: TokenizerAdapter) -> None:
+  """Refuses words of different ids, but for padding, which is never scored."""
+  padding = {_padding(t) for t in (ours, theirs)}
+  words = [
+    {text: i for text, i in known.items() if text not in padding}
+    for known in _known_words(ours, theirs)
+  ]
+  different = sorted(words[0].items() ^ words[1].items(), key=lambda x: (x[1], x[0]))
+  if different:
+    text = different[0][0]
+    pair = [known.get(text, "unknown") for known in words]
+    raise ValueError(
+      f"the tokenizers differ: the token {text!r} is {pair[0]} to the student and "
+      f"{pair[1]} to the teacher. Take a teacher with the student's tokenizer"
+    )
+
+
+def _known_words(*tokenizers: TokenizerAdapter) -> list[dict[str, int]]:
+  """Text -> id of as many tokens as can be compared."""
+  whole = [_vocabulary(t) for t in tokenizers]
+  special = [t.special_tokens() for t in tokenizers]
+  if all(words is None for words in whole):
+    return special
+  # Where one vocabulary alone is known, it must have the other's special tokens.
+  asked = [own for own, words in zip(special, whole) if words is None]
+  return [
+    own
+    if words is None
+    else {t: i for t, i in words.items() if all(t in x for x in asked)}
+    for own, words in zip(special, whole)
+  ]
+
+
+def _vocabulary(tokenizer: TokenizerAdapter) -> dict[str, int] | None:
+  """Text -> id of every token, added ones included; None where it is not given."""
+  given = getattr(tokenizer.tokenizer, "get_vocab", None)
+  return None if given is None else given()
+
+
+def _padding(tokenizer: TokenizerAdapter) -> str | None:
+  """The text of a token for padding alone."""
+  pad = tokenizer.pad_id()
+  if pad in (tokenizer.bos_id(), *tokenizer.eos_ids()):
+    return None
+  texts = (text for text, i in tokenizer.special_tokens().items() if i == pad)
+  return next(texts, None)
+
+
+def size_of(model: Any) -> int | None:
+  """Words that a model says it has."""
   own = getattr(model, "vocab_size", None)
   return own or getattr(getattr(model, "config", None), "vocab_size", None)
 

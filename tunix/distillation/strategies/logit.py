@@ -121,8 +121,7 @@ class LogitStrategy(BaseStrategy):
     self, student_model: nnx.Module, inputs: Inputs, teacher_output: Any = None
   ) -> Any:
     """See BaseStrategy."""
-    own = type(self).compute_eval_loss is LogitStrategy.compute_eval_loss
-    if not own or not self._is_chunked(student_model):
+    if not self._is_own("compute_eval_loss") or not self._is_chunked(student_model):
       return super().get_eval_loss(student_model, inputs, teacher_output)
     student, labels = outputs.unembedded(student_model, inputs), self.get_labels(inputs)
     return self._weighted(self.compute_eval_loss(student, labels), labels)
@@ -194,10 +193,19 @@ class LogitStrategy(BaseStrategy):
     return out.total, out[1:], hard_labels.weights
 
   def _is_chunked(self, student: nnx.Module) -> bool:
-    """Whether nothing of the user's needs the student's logits."""
-    own = type(self).compute_loss is LogitStrategy.compute_loss
+    """Whether nothing of the user's needs logits."""
+    methods = ["compute_loss", "get_labels"]
+    methods += ["get_student_outputs", "get_teacher_outputs"]
+    if self.evaluates_with_teacher:  # else it sees the student alone: `get_eval_loss`
+      methods.append("compute_eval_loss")
+    own = all(self._is_own(name) for name in methods)
     functions = (self.student_forward_fn, self.labels_fn)
     return own and functions == (None, None) and calling.gives_hidden(student)
+
+  def _is_own(self, name: str) -> bool:
+    """Whether a method is LogitStrategy's, and not overridden."""
+    method = getattr(getattr(self, name), "__func__", None)
+    return method is getattr(LogitStrategy, name)
 
   def _gives_states(self, teacher: Any) -> bool:
     model = isinstance(teacher, nnx.Module) and calling.gives_hidden(teacher)

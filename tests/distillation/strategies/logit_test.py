@@ -1,0 +1,95 @@
+"""What subclasses of LogitStrategy may override."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from tunix.distillation.strategies import LogitStrategy
+from tunix.ops.vocab_chunks import Layout
+
+WORDS = 7
+INPUTS = {
+  "input_tokens": jnp.asarray([[1, 2, 3], [4, 5, 6]]),
+  "input_mask": jnp.ones((2, 3), jnp.int32),
+}
+
+
+class Model(nnx.Module):
+  """A table and an unembedding, with the seam for hidden states."""
+
+  def __init__(self, seed, width):
+    keys = jax.random.split(jax.random.key(seed))
+    self.table = nnx.Param(jax.random.normal(keys[0], (WORDS, width)))
+    self.head = nnx.Param(jax.random.normal(keys[1], (width, WORDS)))
+
+  def unembedding(self):
+    return self.head[...], Layout()
+
+  def __call__(
+    self,
+    tokens,
+    positions=None,
+    cache=None,
+    attention_mask=None,
+    *,
+    segment_ids=None,
+    return_hidden=False,
+  ):
+    hidden = self.table[...][tokens]
+    return hidden if return_hidden else hidden @ self.head[...], None
+
+
+class EvaluatesBoth(LogitStrategy):
+  def compute_eval_loss(self, student_output, teacher_output, labels):  # pyright: ignore
+    assert student_output.shape == teacher_output.shape == (2, 3, WORDS)
+    return jnp.mean(jnp.square(student_output - teacher_output)), {}
+
+
+class Halved(LogitStrategy):
+  def get_student_outputs(self, student_model, inputs):
+    return super().get_student_outputs(student_model, inputs) / 2
+
+
+class Shifted(LogitStrategy):
+  def get_teacher_outputs(self, teacher_model, inputs):
+    logits = super().get_teacher_outputs(teacher_model, inputs)
+    return logits + jnp.arange(WORDS)
+
+
+class Smoothed(LogitStrategy):
+  def get_labels(self, inputs):
+    return jnp.full((*inputs["input_tokens"].shape, WORDS), 1 / WORDS)
+
+
+def losses(strategy):
+  """(evaluation, training, whether the teacher's table lay beside the student)."""
+  student, teacher = strategy.pre_process_models(Model(0, 2), Model(1, 4))
+  chunked = hasattr(student, "teacher_table")
+  said = strategy.get_teacher_outputs(teacher, INPUTS)
+  found = [
+    strategy.get_eval_loss(student, INPUTS, said)[0],
+    strategy.get_train_loss(student, said, INPUTS)[0],
+  ]
+  strategy.post_process_models(student, teacher)
+  return *(float(x.mean()) for x in found), chunked
+
+
+@pytest.mark.parametrize("kind", [EvaluatesBoth, Halved, Shifted, Smoothed])
+def test_what_a_subclass_overrides_sees_logits_and_counts(kind):
+  own, plain = losses(kind()), losses(LogitStrategy())
+  assert (own[2], plain[2]) == (False, True)
+  assert own[:2] != pytest.approx(plain[:2], rel=1e-3)
+
+
+def test_an_evaluation_of_the_student_alone_leaves_the_steps_without_logits():
+  class Perplexity(LogitStrategy):
+    def compute_eval_loss(self, student_output, labels):
+      assert student_output.shape == (2, 3, WORDS)
+      loss, metrics = super().compute_eval_loss(student_output, labels)
+      return 2 * loss, metrics
+
+  own, plain = losses(Perplexity()), losses(LogitStrategy())
+  assert own[2]
+  assert own[0] == pytest.approx(2 * plain[0], rel=1e-5)
+  assert own[1] == plain[1]
