@@ -6,9 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from tests import toys
 from tests.cli import runs
+from tunix.cli import build_preference, config as config_lib
 from tunix.models import safetensors_saver
 from tunix.models.automodel import AutoModel
+from tunix.sft.dpo.precomputed import PrecomputedLogps
 
 ANSWERS = [
   ("How many days are in a week?", "There are seven days.", "It is five."),
@@ -132,6 +135,9 @@ def test_a_reference_of_its_own_and_one_from_disk(keys, tmp_path):
     "disk": {"preference__reference_logps": tmp_path / "logps"},
     "again": {"preference__reference_logps": tmp_path / "logps"},
   }
+  # What a writer leaves that is killed is not what it would have written.
+  (tmp_path / "logps").mkdir()
+  (tmp_path / "logps" / "reference_logps.npz.k1ll3d").write_bytes(b"half of it")
   losses = {}
   for name, more in runs_made.items():
     out = tmp_path / name
@@ -139,7 +145,18 @@ def test_a_reference_of_its_own_and_one_from_disk(keys, tmp_path):
     losses[name] = [runs.metrics(out)[i]["loss"] for i in (1, 2)]
   for name in runs_made:
     assert losses[name] == pytest.approx(losses["memory"], rel=1e-5)
-  assert [file.name for file in (tmp_path / "logps").iterdir()]
+  assert (tmp_path / "logps" / "reference_logps.npz").is_file()
+
+
+def test_one_process_writes_log_probabilities(tmp_path, monkeypatch):
+  keys = {"job": "dpo", "preference.reference_logps": str(tmp_path / "logps")}
+  config = config_lib.load([f"--{name}={value}" for name, value in keys.items()])
+  build_preference.check(config)
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(ValueError, match="nothing is written yet, and there are 2 proc"):
+    build_preference.check(config)
+  PrecomputedLogps.write(tmp_path / "logps", toys.model(0), [])
+  build_preference.check(config)
 
 
 def test_a_reward_model_judges_pairs(keys, files, capsys):
