@@ -199,7 +199,9 @@ def test_bad_records_are_counted_or_refused(keys, tmp_path, capsys):
   records[4]["rejected"] = ""
   file = write(tmp_path / "p.jsonl", records)
   assert train(keys, data__train=file) == 2
-  assert 'p.jsonl:3: "chosen" and "rejected" are equal' in capsys.readouterr().err
+  error = capsys.readouterr().err
+  assert 'p.jsonl:3: "chosen" and "rejected" are equal' in error
+  assert 'set preference.unusable to "drop"' in error
   keys = keys | {"preference__unusable": "drop", "training__max_steps": "null"}
   assert train(keys, data__train=file) == 0
   said = capsys.readouterr().out
@@ -276,7 +278,7 @@ def test_other_pairs_or_another_reference_cannot_resume(keys, model, tmp_path, c
       "which has no such section: it belongs to the jobs grpo and ppo",
     ),
     ({"job": "reward", "lora__rank": 2, "export__kind": "adapter"}, "use 'merged'"),
-    ({"preference__max_response_length": 4}, "the response has"),
+    ({"preference__max_response_length": 4}, "preference.max_response_length is 4:"),
   ],
   ids=str,
 )

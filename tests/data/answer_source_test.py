@@ -22,7 +22,8 @@ def pairs(count):
 def source(records, **options):
   options = {"max_prompt_length": 8, "max_response_length": 8, **options}
   kind = "labelled" if "completion" in records[0] else "pair"
-  return AnswerSource(records=records, tokenizer=TOKENIZER, **{"kind": kind, **options})
+  given = {"kind": kind, "tokenizer": TOKENIZER, **options}
+  return AnswerSource(records=records, **given)
 
 
 def texts(batch, name):
@@ -164,11 +165,42 @@ def test_bad_pairs_are_errors(records, options, message):
     list(pipeline.build_answers(source(records, **options), batch_size=1))
 
 
+def test_what_a_tool_says_makes_no_difference():
+  def response(result):
+    turns = [("assistant", "Who"), ("tool", result), ("assistant", "the miller")]
+    return [{"role": role, "content": content} for role, content in turns]
+
+  records = [{"prompt": "a", "chosen": response("5"), "rejected": response("7")}]
+  options = {
+    "tokenizer": toys_text.chat_tokenizer("chatml"),
+    "max_prompt_length": 99,
+    "max_response_length": 99,
+  }
+  message = '"chosen" and "rejected" are equal, which .* set their.key to "drop"'
+  with pytest.raises(ValueError, match=message):
+    scan_answers(source(records, **options, keys={"unusable": "their.key"}))
+  scanned = source([*records, *pairs(1)], **options, unusable="drop")
+  assert scan_answers(scanned).equal == 1
+
+
 def test_labels_are_counted():
   records = [{"prompt": "a", "completion": "b", "label": i > 1} for i in range(5)]
   report = scan_answers(source(records))
   assert (report.desirable, report.undesirable) == (3, 2)
   assert str(report).endswith("3 desirable, 2 undesirable")
+
+
+def test_prompts_alone():
+  records = [{"prompt": "a sea"}, {"prompt": "of", "response": " sea" * 30}]
+  read = source(records, kind="prompt")
+  text = str(scan_answers(read))
+  assert text == "2 prompts: 2 kept; the longest prompt has 3 (record 0)"
+  [batch] = pipeline.build_answers(read, batch_size=4, shuffle=False)
+  assert set(batch) == {"prompt_ids", "prompt_mask", "weights"}
+  assert texts(batch, "prompt")[:2] == ["a sea", "of"]
+  short = source(records, kind="prompt", max_prompt_length=1, overlong="drop")
+  with pytest.raises(ValueError, match="longer than max_prompt_length 1; raise it, or"):
+    scan_answers(short)
 
 
 def test_a_limited_scan_is_spread_over_the_data():

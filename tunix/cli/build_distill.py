@@ -107,14 +107,15 @@ def _on_policy_options(config: Config, **options: Any) -> OnPolicyConfig:
 
 def as_prompts(batch: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
   """A batch of `AnswerSource.stack` as the on-policy trainer takes it: token ids of
-  prompts and completions, without rows of padding."""
+  prompts, and of completions if there are any, without rows of padding."""
   real = np.flatnonzero(batch["weights"])
 
   def ids(name: str) -> list[np.ndarray]:
     tokens, mask = batch[f"{name}_ids"], batch[f"{name}_mask"] != 0
     return [tokens[row][mask[row]] for row in real]
 
-  return {"prompts": ids("prompt"), "completions": ids("response")}
+  names = {"prompts": "prompt", "completions": "response"}
+  return {ours: ids(name) for ours, name in names.items() if f"{name}_ids" in batch}
 
 
 def build_taught_data(
