@@ -22,8 +22,7 @@ def pairs(count):
 def source(records, **options):
   options = {"max_prompt_length": 8, "max_response_length": 8, **options}
   kind = "labelled" if "completion" in records[0] else "pair"
-  given = {"kind": kind, "tokenizer": TOKENIZER, **options}
-  return AnswerSource(records=records, **given)
+  return AnswerSource(records=records, tokenizer=TOKENIZER, **{"kind": kind, **options})
 
 
 def texts(batch, name):
@@ -165,22 +164,25 @@ def test_bad_pairs_are_errors(records, options, message):
     list(pipeline.build_answers(source(records, **options), batch_size=1))
 
 
-def test_what_a_tool_says_makes_no_difference():
-  def response(result):
-    turns = [("assistant", "Who"), ("tool", result), ("assistant", "the miller")]
-    return [{"role": role, "content": content} for role, content in turns]
-
-  records = [{"prompt": "a", "chosen": response("5"), "rejected": response("7")}]
-  options = {
-    "tokenizer": toys_text.chat_tokenizer("chatml"),
-    "max_prompt_length": 99,
-    "max_response_length": 99,
-  }
-  message = '"chosen" and "rejected" are equal, which .* set their.key to "drop"'
+def test_messages_name_the_callers_keys():
+  names = ("max_prompt_length", "max_response_length", "overlong", "unusable")
+  keys = {name: f"their.{name}" for name in names}
+  for records, message in (
+    (BAD[3:4], r'are equal, .* set their.unusable to "drop"'),
+    (
+      BAD[4:],
+      r'their.max_response_length is 8: raise it, or set their.overlong to "tr',
+    ),
+  ):
+    with pytest.raises(ValueError, match=message):
+      scan_answers(source(records, keys=keys))
+  message = (
+    r"their.max_prompt_length 8 or their.max_response_length 8, .* their.overlong"
+  )
   with pytest.raises(ValueError, match=message):
-    scan_answers(source(records, **options, keys={"unusable": "their.key"}))
-  scanned = source([*records, *pairs(1)], **options, unusable="drop")
-  assert scan_answers(scanned).equal == 1
+    scan_answers(source(BAD[2:4], keys=keys, unusable="drop"))
+  with pytest.raises(ValueError, match=r"which teaches nothing; correct it$"):
+    scan_answers(source(BAD[3:4], keys={"unusable": ""}))
 
 
 def test_labels_are_counted():

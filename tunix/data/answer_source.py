@@ -87,8 +87,8 @@ class AnswerSource:
     max_prompt_length, max_response_length: in tokens.
     overlong: what happens to longer ones: "error", "truncate" (see `answers.fit`) or
       "drop".
-    unusable: what happens to an empty response and to a chosen response whose scored
-      tokens are the rejected one's, neither of which teaches: "error" or "drop".
+    unusable: what happens to an empty response and to a chosen response that equals the
+      rejected one, neither of which teaches: "error" or "drop".
     chat: whether plain prompts are user turns; None when there is a chat template.
     template_kwargs: further names for the chat template.
     keys: what messages call the attributes above, where they come from settings of

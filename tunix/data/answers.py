@@ -174,9 +174,8 @@ def _end_of(prompt: np.ndarray, limit: int | None, bos_id: int | None) -> np.nda
 
 
 def equal_responses(pair: Answered) -> bool:
-  """Whether both responses of a pair have the same scored tokens: what a tool says
-  inside a response makes no difference that is learnt."""
-  chosen, rejected = (ids[mask != 0] for ids, mask in zip(pair.responses, pair.masks))
+  """Whether both responses of a pair have the same tokens."""
+  chosen, rejected = pair.responses
   return np.array_equal(chosen, rejected)
 
 
