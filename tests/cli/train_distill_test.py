@@ -35,6 +35,11 @@ ON_POLICY = {
   "rollout__max_tokens_to_generate": 20,
 }
 
+GRADIENT = ON_POLICY | {
+  "distill__on_policy_fraction": 1,
+  "distill__strategy": "policy_gradient",
+}
+
 
 def train(keys, **more):
   given = {name: value for name, value in (keys | more).items() if value is not None}
@@ -155,8 +160,15 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
     ),
     (ON_POLICY | {"distill__cache": "x"}, "what the student writes is new every time"),
     (
-      ON_POLICY | {"distill__strategy": "policy_gradient", "distill__alpha": 1},
+      GRADIENT | {"distill__alpha": 1},
       "distill.alpha is 1.0 and distill.strategy 'policy_gradient'",
+    ),
+    (GRADIENT | {"distill__on_policy_fraction": 0.5}, "fraction 0.5: it is right for"),
+    (GRADIENT | {"rollout__top_p": 0.5}, "rollout.top_p is 0.5 and distill.strategy"),
+    (GRADIENT | {"rollout__top_k": 5}, "rollout.top_k is 5 and distill.strategy"),
+    (
+      GRADIENT | {"distill__temperature": 2},
+      "distill.temperature is 2.0, rollout.temp",
     ),
     ({"job": "sft"}, "it belongs to the job distill"),
   ],
@@ -166,6 +178,7 @@ def test_bad_settings_are_one_line(keys, capsys, changed, message):
   assert train(keys, **changed) == 2
   error = capsys.readouterr().err
   assert message in error and error.count("\n") == 1
+  assert not keys["output_dir"].exists()
 
 
 def test_another_tokenizer_is_refused(keys, tmp_path, capsys):

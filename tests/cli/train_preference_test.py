@@ -254,6 +254,18 @@ def test_other_pairs_or_another_reference_cannot_resume(keys, model, tmp_path, c
     ({"preference__beta": -1}, "preference: beta=-1.0 must be positive"),
     ({"preference__loss": "sigmoidal"}, "preference: unknown pair loss 'sigmoidal'"),
     ({"preference__options": "{gamma: 1.0}"}, "pair loss sigmoid takes no gamma"),
+    ({"preference__options": "{beta: abc}"}, "options has 'beta', which is a key of"),
+    ({"preference__options": "{label_smoothing: 0.1}"}, "set preference.label_smooth"),
+    (
+      {"job": "orpo", "preference__options": "{lambda_orpo: 1}"},
+      "preference.options has 'lambda_orpo', which is a key of its own: set prefer",
+    ),
+    (
+      {"preference__loss": "simpo", "preference__options": "{gamma: abc}"},
+      "preference.options.gamma is 'abc', expected a number",
+    ),
+    ({"job": "orpo", "preference__options": "{a: 1}"}, "it belongs to the job dpo"),
+    ({"preference__lambda_orpo": 1}, "it belongs to the job orpo"),
     (
       {"preference__loss": "simpo", "preference__reference": "x"},
       "the loss 'simpo' has no reference",

@@ -268,8 +268,9 @@ def test_a_reward_model_writes_nothing(files, arguments, message, capsys):
   assert message in capsys.readouterr().err.replace("log-probabilities", "log-probs")
 
 
-def test_a_full_disk_is_a_failure(model, train_file, tmp_path, capsys):
-  (tmp_path / "out").write_text("a file, no folder")
-  code = runs.tunix("eval", model, "--data", train_file, "--out", tmp_path / "out")
-  assert code == 1 or code == 2
-  assert capsys.readouterr().err.startswith("tunix: error: ")
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_a_file_as_out_is_refused_before_the_model_is_read(below, train_file, capsys):
+  out = train_file / below
+  assert runs.tunix("eval", "/no/such", "--data", train_file, "--out", out) == 2
+  error = capsys.readouterr().err
+  assert f"--out is '{out}', and {train_file} is a file: name a folder" in error
