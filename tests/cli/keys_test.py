@@ -464,6 +464,7 @@ TABLE = {
   "preference.loss": Row("ipo", preference, PAIRS),
   "preference.beta": Row(0.5, preference, PAIRS),
   "preference.label_smoothing": Row(0.1, preference, PAIRS),
+  "preference.lambda_orpo": Row(0.5, preference, PAIRS | {"job": "orpo"}),
   "preference.options": Row(
     "{{gamma: 1.0}}", preference, PAIRS | {"preference__loss": "simpo"}
   ),

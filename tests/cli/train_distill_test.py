@@ -35,6 +35,11 @@ ON_POLICY = {
   "rollout__max_tokens_to_generate": 20,
 }
 
+GRADIENT = ON_POLICY | {
+  "distill__on_policy_fraction": 1,
+  "distill__strategy": "policy_gradient",
+}
+
 
 def train(keys, **more):
   given = {name: value for name, value in (keys | more).items() if value is not None}
@@ -92,15 +97,25 @@ def test_a_cache_stands_for_the_teacher(keys, tmp_path, capsys):
   assert "at temperature 3.0" in capsys.readouterr().err
 
 
-def test_the_student_answers_itself(keys, tmp_path, capsys, train_file):
-  keys = keys | ON_POLICY | {"training__max_steps": 2}
-  assert train(keys, distill__on_policy_fraction=1.0) == 0
+def test_the_student_answers_itself(keys, tmp_path, capsys, eval_file):
+  keys = keys | ON_POLICY | {"training__max_steps": 2, "data__eval": eval_file}
+  prompts = [{"prompt": f"How many days {i}"} for i in range(15)]
+  prompts.append({"prompt": "Who runs", "response": "longer than the limit " * 9})
+  file = tmp_path / "prompts.jsonl"
+  file.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+  alone = {"data__train": file, "distill__on_policy_fraction": 1.0}
+  assert train(keys | alone) == 0
   said = capsys.readouterr().out
   assert "in 100% of the steps the student answers, with at most 20 tokens" in said
-  assert "16 responses: 16 kept" in said
+  assert "train data: 16 prompts: 16 kept; the longest prompt has" in said
+  assert "eval data: 6 responses: 6 kept" in said
   argv = runs.arguments(**{k: v for k, v in keys.items() if v is not None})
   assert runs.tunix("data", "show", *argv, "--rows=1") == 0
   assert "response, " in capsys.readouterr().out
+  argv += runs.arguments(**alone)
+  assert runs.tunix("data", "show", *argv, "--rows=1") == 0
+  shown = capsys.readouterr().out
+  assert "prompt, " in shown and "response" not in shown
 
 
 @pytest.mark.slow
@@ -139,10 +154,21 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
     ({"rollout__min_p": 0.5}, "the student samples with temperature, top_p and top_k"),
     (ON_POLICY | {"data__packing": "true"}, "data.packing is True and distill.on_pol"),
     (ON_POLICY | {"distill__on_policy_fraction": 2}, "on_policy_fraction is 2.0"),
+    (
+      ON_POLICY | {"rollout__max_tokens_to_generate": 4},
+      "rollout.max_tokens_to_generate is 4: raise it, or set data.overlong",
+    ),
     (ON_POLICY | {"distill__cache": "x"}, "what the student writes is new every time"),
     (
-      ON_POLICY | {"distill__strategy": "policy_gradient", "distill__alpha": 1},
+      GRADIENT | {"distill__alpha": 1},
       "distill.alpha is 1.0 and distill.strategy 'policy_gradient'",
+    ),
+    (GRADIENT | {"distill__on_policy_fraction": 0.5}, "fraction 0.5: it is right for"),
+    (GRADIENT | {"rollout__top_p": 0.5}, "rollout.top_p is 0.5 and distill.strategy"),
+    (GRADIENT | {"rollout__top_k": 5}, "rollout.top_k is 5 and distill.strategy"),
+    (
+      GRADIENT | {"distill__temperature": 2},
+      "distill.temperature is 2.0, rollout.temp",
     ),
     ({"job": "sft"}, "it belongs to the job distill"),
   ],
@@ -152,6 +178,7 @@ def test_bad_settings_are_one_line(keys, capsys, changed, message):
   assert train(keys, **changed) == 2
   error = capsys.readouterr().err
   assert message in error and error.count("\n") == 1
+  assert not keys["output_dir"].exists()
 
 
 def test_another_tokenizer_is_refused(keys, tmp_path, capsys):

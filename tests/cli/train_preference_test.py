@@ -6,10 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from tests import toys
 from tests.cli import runs
 from tunix.cli import build_preference, config as config_lib
 from tunix.models import safetensors_saver
 from tunix.models.automodel import AutoModel
+from tunix.sft.dpo.precomputed import PrecomputedLogps
 
 ANSWERS = [
   ("How many days are in a week?", "There are seven days.", "It is five."),
@@ -133,6 +135,9 @@ def test_a_reference_of_its_own_and_one_from_disk(keys, tmp_path):
     "disk": {"preference__reference_logps": tmp_path / "logps"},
     "again": {"preference__reference_logps": tmp_path / "logps"},
   }
+  # What a writer leaves that is killed is not what it would have written.
+  (tmp_path / "logps").mkdir()
+  (tmp_path / "logps" / "reference_logps.npz.k1ll3d").write_bytes(b"half of it")
   losses = {}
   for name, more in runs_made.items():
     out = tmp_path / name
@@ -140,7 +145,18 @@ def test_a_reference_of_its_own_and_one_from_disk(keys, tmp_path):
     losses[name] = [runs.metrics(out)[i]["loss"] for i in (1, 2)]
   for name in runs_made:
     assert losses[name] == pytest.approx(losses["memory"], rel=1e-5)
-  assert [file.name for file in (tmp_path / "logps").iterdir()]
+  assert (tmp_path / "logps" / "reference_logps.npz").is_file()
+
+
+def test_one_process_writes_log_probabilities(tmp_path, monkeypatch):
+  keys = {"job": "dpo", "preference.reference_logps": str(tmp_path / "logps")}
+  config = config_lib.load([f"--{name}={value}" for name, value in keys.items()])
+  build_preference.check(config)
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  with pytest.raises(ValueError, match="nothing is written yet, and there are 2 proc"):
+    build_preference.check(config)
+  PrecomputedLogps.write(tmp_path / "logps", toys.model(0), [])
+  build_preference.check(config)
 
 
 def test_a_reward_model_judges_pairs(keys, files, capsys):
@@ -183,7 +199,9 @@ def test_bad_records_are_counted_or_refused(keys, tmp_path, capsys):
   records[4]["rejected"] = ""
   file = write(tmp_path / "p.jsonl", records)
   assert train(keys, data__train=file) == 2
-  assert 'p.jsonl:3: "chosen" and "rejected" are equal' in capsys.readouterr().err
+  error = capsys.readouterr().err
+  assert 'p.jsonl:3: "chosen" and "rejected" are equal' in error
+  assert 'set preference.unusable to "drop"' in error
   keys = keys | {"preference__unusable": "drop", "training__max_steps": "null"}
   assert train(keys, data__train=file) == 0
   said = capsys.readouterr().out
@@ -229,11 +247,10 @@ def test_other_pairs_or_another_reference_cannot_resume(keys, model, tmp_path, c
   assert "preference.beta was None and is 0.5" in capsys.readouterr().err
 
 
-def test_orpos_lambda_is_an_option_of_the_loss():
-  options = {"preference": {"options": {"lambda_orpo": 0.7}}}
-  for layer in ({"job": "orpo"}, {"job": "dpo", "preference": {"loss": "orpo"}}):
-    config = config_lib.from_layers([("job", layer), ("options", options)])
-    assert build_preference.settings(config).loss_options["lambda_orpo"] == 0.7
+def test_orpos_lambda_has_a_key():
+  layer = {"job": "orpo", "preference": {"lambda_orpo": 0.7}}
+  config = config_lib.from_layers([("given", layer)])
+  assert build_preference.settings(config).loss_options["lambda_orpo"] == 0.7
 
 
 @pytest.mark.parametrize(
@@ -243,7 +260,18 @@ def test_orpos_lambda_is_an_option_of_the_loss():
     ({"preference__beta": -1}, "preference: beta=-1.0 must be positive"),
     ({"preference__loss": "sigmoidal"}, "preference: unknown pair loss 'sigmoidal'"),
     ({"preference__options": "{gamma: 1.0}"}, "pair loss sigmoid takes no gamma"),
-    ({"preference__options": "{beta: 3}"}, "options hold 'beta', which is a setting"),
+    ({"preference__options": "{beta: abc}"}, "options has 'beta', which is a key of"),
+    ({"preference__options": "{label_smoothing: 0.1}"}, "set preference.label_smooth"),
+    (
+      {"job": "orpo", "preference__options": "{lambda_orpo: 1}"},
+      "preference.options has 'lambda_orpo', which is a key of its own: set prefer",
+    ),
+    (
+      {"preference__loss": "simpo", "preference__options": "{gamma: abc}"},
+      "preference.options.gamma is 'abc', expected a number",
+    ),
+    ({"job": "orpo", "preference__options": "{a: 1}"}, "it belongs to the job dpo"),
+    ({"preference__lambda_orpo": 1}, "it belongs to the job orpo"),
     (
       {"preference__loss": "simpo", "preference__reference": "x"},
       "the loss 'simpo' has no reference",
@@ -268,7 +296,7 @@ def test_orpos_lambda_is_an_option_of_the_loss():
       "which has no such section: it belongs to the jobs grpo and ppo",
     ),
     ({"job": "reward", "lora__rank": 2, "export__kind": "adapter"}, "use 'merged'"),
-    ({"preference__max_response_length": 4}, "the response has"),
+    ({"preference__max_response_length": 4}, "preference.max_response_length is 4:"),
   ],
   ids=str,
 )

@@ -1,7 +1,13 @@
 import pytest
 
 from tunix.data import answer_formats, formats
-from tunix.data.answer_formats import LABELLED, PAIRS, read_labelled, read_pair
+from tunix.data.answer_formats import (
+  LABELLED,
+  PAIRS,
+  read_labelled,
+  read_pair,
+  read_prompt,
+)
 
 
 def user(text):
@@ -125,6 +131,30 @@ def test_wrong_pairs(record, message):
 def test_wrong_labelled_records(record, message):
   with pytest.raises(ValueError, match=f"^file:3: .*{message}"):
     read_labelled(record, "file:3")
+
+
+def test_prompts():
+  assert read_prompt({"prompt": "a", "response": 3}, "w") == ("a", {}, {}, None)
+  chat = [user("a"), model("x"), user("b")]
+  for messages in (chat, [*chat, model("y")]):
+    assert read_prompt({"messages": messages}, "w").prompt == chat
+  assert read_prompt({"prompt": chat, "tools": []}, "w") == (chat, {}, {}, [])
+
+
+@pytest.mark.parametrize(
+  ("record", "message"),
+  [
+    ({"text": "a"}, "found fields 'text', expected"),
+    ({"prompt": "a", "messages": [user("a")]}, "found fields 'prompt', 'messages'"),
+    ({"prompt": 3}, '"prompt" is a int'),
+    ({"prompt": []}, '"prompt" is an empty list'),
+    ({"messages": "a"}, '"messages" is a str'),
+    ({"messages": [model("x")]}, "the only message is an answer"),
+  ],
+)
+def test_wrong_prompts(record, message):
+  with pytest.raises(ValueError, match=f"^file:3: .*{message}"):
+    read_prompt(record, "file:3")
 
 
 def test_files_are_checked_by_their_form(tmp_path):

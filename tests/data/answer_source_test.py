@@ -164,11 +164,45 @@ def test_bad_pairs_are_errors(records, options, message):
     list(pipeline.build_answers(source(records, **options), batch_size=1))
 
 
+def test_messages_name_the_callers_keys():
+  names = ("max_prompt_length", "max_response_length", "overlong", "unusable")
+  keys = {name: f"their.{name}" for name in names}
+  for records, message in (
+    (BAD[3:4], r'are equal, .* set their.unusable to "drop"'),
+    (
+      BAD[4:],
+      r'their.max_response_length is 8: raise it, or set their.overlong to "tr',
+    ),
+  ):
+    with pytest.raises(ValueError, match=message):
+      scan_answers(source(records, keys=keys))
+  message = (
+    r"their.max_prompt_length 8 or their.max_response_length 8, .* their.overlong"
+  )
+  with pytest.raises(ValueError, match=message):
+    scan_answers(source(BAD[2:4], keys=keys, unusable="drop"))
+  with pytest.raises(ValueError, match=r"which teaches nothing; correct it$"):
+    scan_answers(source(BAD[3:4], keys={"unusable": ""}))
+
+
 def test_labels_are_counted():
   records = [{"prompt": "a", "completion": "b", "label": i > 1} for i in range(5)]
   report = scan_answers(source(records))
   assert (report.desirable, report.undesirable) == (3, 2)
   assert str(report).endswith("3 desirable, 2 undesirable")
+
+
+def test_prompts_alone():
+  records = [{"prompt": "a sea"}, {"prompt": "of", "response": " sea" * 30}]
+  read = source(records, kind="prompt")
+  text = str(scan_answers(read))
+  assert text == "2 prompts: 2 kept; the longest prompt has 3 (record 0)"
+  [batch] = pipeline.build_answers(read, batch_size=4, shuffle=False)
+  assert set(batch) == {"prompt_ids", "prompt_mask", "weights"}
+  assert texts(batch, "prompt")[:2] == ["a sea", "of"]
+  short = source(records, kind="prompt", max_prompt_length=1, overlong="drop")
+  with pytest.raises(ValueError, match="longer than max_prompt_length 1; raise it, or"):
+    scan_answers(short)
 
 
 def test_a_limited_scan_is_spread_over_the_data():

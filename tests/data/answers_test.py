@@ -34,6 +34,20 @@ def test_the_borders_are_those_of_fine_tuning(template):
     assert example.prompt_length == len(made.prompt)
 
 
+@pytest.mark.parametrize("template", [None, *toys_text.TEMPLATES])
+def test_a_prompt_alone_is_that_of_a_response(template):
+  tokenizer = toys_text.chat_tokenizer(template)
+  given = ["How many days"]
+  if template is not None:
+    given.append([{"role": "user", "content": given[0], "train": False}])
+  for prompt in given:
+    alone = tokenise(prompt, [], tokenizer)
+    assert alone[1:] == ((), ())
+    np.testing.assert_array_equal(
+      alone.prompt, tokenise(prompt, ["seven"], tokenizer).prompt
+    )
+
+
 def test_a_response_of_several_turns_scores_the_models_own():
   turns = [
     {"role": "assistant", "content": "five"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -73,15 +74,22 @@ def _example_batches(
   )
 
 
-def _answer_limits(config: Config) -> dict[str, int]:
+def _answer_keys(config: Config) -> dict[str, str]:
+  """The keys that settings of an `AnswerSource` come from."""
+  own = {n: f"preference.{n}" for n in ("max_prompt_length", "max_response_length")}
+  own["unusable"] = "preference.unusable"
   if config.job == "distill":
-    own = config.rollout
-    return {
-      "max_prompt_length": own.max_prompt_length,
-      "max_response_length": own.max_tokens_to_generate,
+    own = {
+      "max_prompt_length": "rollout.max_prompt_length",
+      "max_response_length": "rollout.max_tokens_to_generate",
+      "unusable": "",  # is what `preference` says, which the job does not read
     }
-  names = ("max_prompt_length", "max_response_length")
-  return {name: getattr(config.preference, name) for name in names}
+  return own | {"overlong": "data.overlong"}
+
+
+def _answer_settings(config: Config) -> dict[str, Any]:
+  keys = _answer_keys(config).items()
+  return {name: operator.attrgetter(key)(config) for name, key in keys if key}
 
 
 def _source(
@@ -92,11 +100,10 @@ def _source(
     records=records,
     kind=kind,
     tokenizer=tokenizer,
-    **_answer_limits(config),
-    overlong=data.overlong,
-    unusable=config.preference.unusable,
+    **_answer_settings(config),
     chat=data.chat,
     template_kwargs=data.template_args,
+    keys=_answer_keys(config),
   )
 
 
@@ -110,7 +117,7 @@ def _answers(form: Form, kind: Kind) -> Reading:
     batches=lambda config, tokenizer, records, stream: pipeline.build_answers(
       _source(config, tokenizer, records, kind), **stream
     ),
-    limits=lambda config: (_answer_limits(config), config.preference.unusable),
+    limits=_answer_settings,
   )
 
 
@@ -124,6 +131,7 @@ _EXAMPLES = Reading(
 _PAIRS = _answers(answer_formats.PAIRS, "pair")
 _LABELLED = _answers(answer_formats.LABELLED, "labelled")
 _ANSWERED = _answers(answer_formats.ANSWERED, "answered")
+_PROMPTS = _answers(answer_formats.PROMPTS, "prompt")
 
 _READINGS: dict[str, Reading] = {
   "sft": _EXAMPLES,
@@ -135,10 +143,12 @@ _READINGS: dict[str, Reading] = {
 }
 
 
-def reading(config: Config) -> Reading:
-  """How the run's records are read."""
+def reading(config: Config, *, training: bool) -> Reading:
+  """How the run's records are read, those to train on or those to evaluate."""
   if config.is_on_policy:
-    return _ANSWERED
+    # Evaluation compares on the same responses every time: those of the data.
+    alone = training and config.distill.on_policy_fraction == 1
+    return _PROMPTS if alone else _ANSWERED
   return _READINGS[config.job]
 
 
@@ -173,9 +183,10 @@ def open_records(config: Config) -> dict[str, JsonlRecords]:
   if config.data.train is None:
     raise ValueError("data.train is not set: give a file of JSON lines")
   files = {"train": config.data.train, "eval": config.data.eval}
-  form = reading(config).form
   return {
-    name: JsonlRecords(file, form) for name, file in files.items() if file is not None
+    name: JsonlRecords(file, reading(config, training=name == "train").form)
+    for name, file in files.items()
+    if file is not None
   }
 
 
@@ -190,8 +201,10 @@ def scan_records(
   """
   for part in records.values():
     part.validate()
-  run = reading(config).scan
-  return {name: run(config, tokenizer, part) for name, part in records.items()}
+  return {
+    name: reading(config, training=name == "train").scan(config, tokenizer, part)
+    for name, part in records.items()
+  }
 
 
 def build_data(
@@ -209,7 +222,10 @@ def build_data(
   """
   records = open_records(config)
   prints = fingerprints.of_inputs(config, tokenizer, records)
-  keys = {name: _scan_key(config, part, prints) for name, part in records.items()}
+  keys = {
+    name: _scan_key(config, reading(config, training=name == "train"), part, prints)
+    for name, part in records.items()
+  }
   reports = _known_reports(config, known or {}, keys)
   rest = {name: part for name, part in records.items() if name not in reports}
   reports |= scan_records(config, tokenizer, rest)
@@ -230,10 +246,11 @@ def build_data(
   )
 
 
-def _scan_key(config: Config, part: JsonlRecords, prints: Mapping[str, str]) -> str:
+def _scan_key(
+  config: Config, how: Reading, part: JsonlRecords, prints: Mapping[str, str]
+) -> str:
   """A digest of all that a scan's report depends on."""
   keys = config.data
-  how = reading(config)
   fields = [field.name for field in dataclasses.fields(how.report)]
   form = (tunix.__version__, how.form.expected, fields)
   inputs = (part.fingerprint, prints["tokenizer"], prints["chat_template"])
@@ -245,9 +262,8 @@ def _scan_key(config: Config, part: JsonlRecords, prints: Mapping[str, str]) -> 
 def _known_reports(
   config: Config, known: Mapping[str, Any], keys: Mapping[str, str]
 ) -> dict[str, Any]:
-  report = reading(config).report
   return {
-    name: report(**known[name]["report"])
+    name: reading(config, training=name == "train").report(**known[name]["report"])
     for name, key in keys.items()
     if name in known and known[name]["key"] == key
   }
@@ -267,7 +283,7 @@ def batches(
     "process_count": jax.process_count(),
     "num_threads": keys.num_threads,
   }
-  return reading(config).batches(config, tokenizer, records, stream)
+  return reading(config, training=training).batches(config, tokenizer, records, stream)
 
 
 def settle(config: Config) -> Config:

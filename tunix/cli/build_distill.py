@@ -64,10 +64,13 @@ def check(config: Config) -> None:
   """Refuses settings that cannot train, before anything is loaded.
 
   Raises:
-    ValueError: see `strategy`, or there is neither teacher nor cache.
+    ValueError: see `strategy`; a policy gradient of what was sampled otherwise; or
+      there is neither teacher nor cache.
   """
   strategy(config)
   keys = config.distill
+  if keys.strategy == "policy_gradient":
+    _check_sampling(config)
   if config.is_on_policy:
     _on_policy_options(config)
     owner, defaults, remedy = config.data, DataKeys(), "rollout.max_prompt_length"
@@ -85,6 +88,23 @@ def check(config: Config) -> None:
     raise ValueError(
       "distill.teacher is not set: give --distill.teacher=FOLDER (or --distill.cache "
       "with what a teacher has said)"
+    )
+
+
+def _check_sampling(config: Config) -> None:
+  """Refuses a policy gradient on tokens that are no samples of what it compares."""
+  own, keys = config.rollout, config.distill
+  for name in ("top_p", "top_k"):
+    if (value := getattr(own, name)) is not None:
+      raise ValueError(
+        f"rollout.{name} is {value} and distill.strategy 'policy_gradient', which is "
+        "right for the student's whole distribution alone: leave it out"
+      )
+  if keys.temperature not in (None, own.temperature):
+    raise ValueError(
+      f"distill.temperature is {keys.temperature}, rollout.temperature "
+      f"{own.temperature} and distill.strategy 'policy_gradient', which is right at "
+      "the temperature of the sampling alone: leave distill.temperature out"
     )
 
 
@@ -107,14 +127,15 @@ def _on_policy_options(config: Config, **options: Any) -> OnPolicyConfig:
 
 def as_prompts(batch: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
   """A batch of `AnswerSource.stack` as the on-policy trainer takes it: token ids of
-  prompts and completions, without rows of padding."""
+  prompts, and of completions if there are any, without rows of padding."""
   real = np.flatnonzero(batch["weights"])
 
   def ids(name: str) -> list[np.ndarray]:
     tokens, mask = batch[f"{name}_ids"], batch[f"{name}_mask"] != 0
     return [tokens[row][mask[row]] for row in real]
 
-  return {"prompts": ids("prompt"), "completions": ids("response")}
+  names = {"prompts": "prompt", "completions": "response"}
+  return {ours: ids(name) for ours, name in names.items() if f"{name}_ids" in batch}
 
 
 def build_taught_data(

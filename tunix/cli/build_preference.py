@@ -6,6 +6,7 @@ import itertools
 import pathlib
 from typing import Any
 
+import jax
 import optax
 from jax.sharding import Mesh
 
@@ -53,28 +54,17 @@ def settings(config: Config, **options: Any) -> Any:
   names = tuple(n for n in PREFERENCE_JOBS[config.job] if n not in _PLACES)
   made_of = TRAINERS[config.job][1]
   try:
-    return made_of(**options, **_given(config, names))
+    return made_of(**options, **config.preference.given(names))
   except (TypeError, ValueError) as error:
     raise ValueError(f"preference: {error}") from error
-
-
-def _given(config: Config, names: tuple[str, ...]) -> dict[str, Any]:
-  """The keys that are set. The command has one for all options of a loss, of which the
-  trainers set orpo's by itself."""
-  given = config.preference.given(names)
-  if "orpo" in (config.job, config.preference.loss) and "options" in given:
-    of_loss = dict(given.pop("options"))
-    if "lambda_orpo" in of_loss:
-      given["lambda_orpo"] = of_loss.pop("lambda_orpo")
-    given["options"] = of_loss
-  return given
 
 
 def check(config: Config) -> None:
   """Refuses settings that the trainer would refuse, before anything is loaded.
 
   Raises:
-    ValueError: see `settings`, or a reference that nothing would be compared with.
+    ValueError: see `settings`; a reference that nothing would be compared with; or
+      several processes and log-probabilities that are still to be written.
   """
   made = settings(config)
   if config.job == "dpo" and not made.spec.needs_reference:
@@ -84,6 +74,14 @@ def check(config: Config) -> None:
           f"preference.{name} is {value!r} and the loss {made.loss!r} has no "
           "reference: leave it out"
         )
+  where = config.preference.reference_logps
+  if where is not None and jax.process_count() > 1 and _written(where) is None:
+    raise ValueError(
+      f"preference.reference_logps is {where!r}, where nothing is written yet, and "
+      f"there are {jax.process_count()} processes, each of which would write what it "
+      "sees alone: write it with a run in one process (one step is enough; another "
+      "output_dir), then start these"
+    )
 
 
 def build_compared_data(
@@ -182,12 +180,12 @@ def _logps(
 ) -> tuple[PrecomputedLogps, Transformer | None]:
   """The reference's log-probabilities, and the reference if it is not the model."""
   keys = config.preference
-  folder = pathlib.Path(keys.reference_logps or "")
+  assert keys.reference_logps is not None
   reference = None
   if keys.reference is not None:
     reference = build.build_reference(config, keys.reference, mesh)
-  if folder.is_dir() and any(folder.iterdir()):
-    return PrecomputedLogps(folder), reference
+  if (written := _written(keys.reference_logps)) is not None:
+    return written, reference
   records = build_data.open_records(config)
   every = itertools.chain.from_iterable(
     build_data.batches(config, tokenizer, part, training=False)
@@ -195,4 +193,14 @@ def _logps(
   )
   # The model has not learnt anything yet: it is put back by the trainer.
   source = model if reference is None else reference
-  return PrecomputedLogps.write(folder, source, every, made), reference
+  done = PrecomputedLogps.write(keys.reference_logps, source, every, made)
+  return done, reference
+
+
+def _written(folder: str) -> PrecomputedLogps | None:
+  """What an earlier run has written. A writer that was killed leaves a file of another
+  name, which is none."""
+  try:
+    return PrecomputedLogps(folder)
+  except FileNotFoundError:
+    return None

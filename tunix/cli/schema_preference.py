@@ -16,7 +16,7 @@ PREFERENCE_JOBS: dict[str, tuple[str, ...]] = {
     *("loss", "beta", "label_smoothing", "options", "shared_prompt"),
     *("reference", "reference_free", "reference_logps"),
   ),
-  "orpo": ("options", "shared_prompt"),
+  "orpo": ("lambda_orpo", "shared_prompt"),
   "kto": ("beta", "reference", "desirable_weight", "undesirable_weight"),
   "reward": ("centering",),
 }
@@ -29,6 +29,7 @@ class PreferenceKeys:
   loss: str | None = None
   beta: float | None = None
   label_smoothing: float | None = None
+  lambda_orpo: float | None = None
   options: dict[str, Any] = dataclasses.field(default_factory=dict)
   reference: str | None = None
   reference_free: bool = False
@@ -47,6 +48,17 @@ class PreferenceKeys:
       preference__max_prompt_length=self.max_prompt_length,
       preference__max_response_length=self.max_response_length,
     )
+    own = {field.name for field in dataclasses.fields(self)}
+    for name, value in self.options.items():
+      if name in own:
+        raise ValueError(
+          f"preference.options has {name!r}, which is a key of its own: set "
+          f"preference.{name} instead"
+        )
+      if not isinstance(value, int | float):
+        raise ValueError(
+          f"preference.options.{name} is {value!r}, expected a number, true or false"
+        )
     for name in ("reference", "reference_logps"):
       if self.reference_free and getattr(self, name) is not None:
         raise ValueError(
@@ -79,10 +91,11 @@ class DistillKeys:
     at_least(1, distill__top_k=self.top_k)
     on_policy = self.on_policy_fraction is not None
     if self.strategy == "policy_gradient":
-      if not on_policy:
+      if self.on_policy_fraction != 1:
+        given = self.on_policy_fraction if on_policy else "not set"
         raise ValueError(
-          "distill.strategy is 'policy_gradient' and distill.on_policy_fraction not "
-          "set: it is right for what the student writes alone; set that to 1"
+          "distill.strategy is 'policy_gradient' and distill.on_policy_fraction "
+          f"{given}: it is right for what the student writes alone; set that to 1"
         )
       for name in ("alpha", "top_k", "divergence", "jsd_beta"):
         if getattr(self, name) is not None:

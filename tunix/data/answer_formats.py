@@ -1,6 +1,6 @@
 """Records of preference data: pairs of responses, and single ones with a label.
 
-A record is a dict of one of three kinds; further keys are allowed and ignored:
+A record is a dict of one of four kinds; further keys are allowed and ignored:
 
   pairs     {"prompt": text or [messages], "chosen": ..., "rejected": ...}
             {"chosen": [messages], "rejected": [messages]}, whole conversations: what
@@ -8,6 +8,8 @@ A record is a dict of one of three kinds; further keys are allowed and ignored:
   labelled  {"prompt": text or [messages], "completion": ..., "label": true or false}
   answered  {"prompt": text or [messages], "response": text} or {"messages": [...]}, the
             last of which is the answer: records of fine-tuning with one answer
+  prompt    {"prompt": text or [messages]} or {"messages": [...]}, whose last message is
+            left out where it is the assistant's: a "response" is not read
 
 A response is text or a list of messages; a list that begins with the conversation
 again (with a system or user turn) is taken as a whole one. A pair may carry a number
@@ -30,7 +32,7 @@ class Answers(NamedTuple):
 
   Attributes:
     prompt: text or messages.
-    responses: by name: "chosen" and "rejected", "completion", or "response".
+    responses: by name: "chosen" and "rejected", "completion", "response", or none.
     extra: "margin" (a float) or "label" (a bool), where the record has it.
     tools: for the chat template; None: the record brings none.
   """
@@ -93,6 +95,28 @@ def read_answered(record: Any, where: str) -> Answers:
   else:
     raise ValueError(f"{where}: {ANSWERED.expected}, found {formats.fields_of(record)}")
   return Answers(prompt, {"response": response}, {}, record.get("tools"))
+
+
+def read_prompt(record: Any, where: str) -> Answers:
+  """A record of which the prompt alone is read.
+
+  Raises:
+    ValueError: it has none; begins with `where`.
+  """
+  formats.check_mapping(record, where, PROMPTS.expected)
+  found = [name for name in ("prompt", "messages") if name in record]
+  if len(found) != 1:
+    raise ValueError(f"{where}: found {formats.fields_of(record)}, {PROMPTS.expected}")
+  prompt = record[found[0]]
+  if found == ["messages"] or isinstance(prompt, list):
+    formats.check_messages(prompt, f'{where}: "{found[0]}"')
+  else:
+    formats.check_string(record, "prompt", where, also=" or a list of messages")
+  if found == ["messages"] and prompt[-1]["role"] == "assistant":
+    prompt = prompt[:-1]
+  if not prompt and found == ["messages"]:
+    raise ValueError(f"{where}: the only message is an answer: expected a prompt")
+  return Answers(prompt, {}, {}, record.get("tools"))
 
 
 def is_empty(response: Response) -> bool:
@@ -220,6 +244,15 @@ def _check_answered(record: Any, where: str) -> str:
   return "answered"
 
 
+def _check_prompt(record: Any, where: str) -> str:
+  read_prompt(record, where)
+  return "prompt"
+
+
+PROMPTS = formats.Form(
+  expected='expected {"prompt": text or [messages]} or {"messages": [...]}',
+  check=_check_prompt,
+)
 ANSWERED = formats.Form(
   expected=(
     'expected {"prompt": ..., "response": ...} or {"messages": [...]} that ends with '

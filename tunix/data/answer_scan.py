@@ -25,7 +25,7 @@ class AnswerReport:
     longest_prompt, longest_response: tokens before cutting.
     longest_prompt_at, longest_response_at: their places.
     desirable: kept responses with the label true; None where there are no labels.
-    single: whether a record has one response, not two.
+    responses: of a record: two, one, or none.
   """
 
   records: int
@@ -41,10 +41,10 @@ class AnswerReport:
   longest_response: int
   longest_response_at: str
   desirable: int | None
-  single: bool = False
+  responses: int = 2
 
   def __str__(self) -> str:
-    what = "responses" if self.single else "pairs"
+    what = ("prompts", "responses", "pairs")[self.responses]
     part = "" if self.scanned == self.records else f" ({self.scanned:,} looked at)"
     counts = {
       "dropped": self.dropped,
@@ -54,12 +54,15 @@ class AnswerReport:
     }
     parts = [f"{self.records:,} {what}{part}: {self.kept:,} kept"]
     parts += [f"{n:,} {name}" for name, n in counts.items() if n]
-    lengths = (
-      f"{self.tokens:,} tokens of responses; the longest prompt has "
-      f"{self.longest_prompt:,} ({self.longest_prompt_at}), the longest response "
-      f"{self.longest_response:,} ({self.longest_response_at})"
+    longest = (
+      f"the longest prompt has {self.longest_prompt:,} ({self.longest_prompt_at})"
     )
-    text = f"{', '.join(parts)}; {lengths}"
+    if not self.responses:
+      return f"{', '.join(parts)}; {longest}"
+    text = (
+      f"{', '.join(parts)}; {self.tokens:,} tokens of responses; {longest}, the "
+      f"longest response {self.longest_response:,} ({self.longest_response_at})"
+    )
     if self.desirable is None:
       return text
     return f"{text}; {self.desirable:,} desirable, {self.undesirable:,} undesirable"
@@ -113,7 +116,7 @@ def scan_answers(source: AnswerSource, limit: int | None = None) -> AnswerReport
     longest_response=longest["response"][0],
     longest_response_at=source.where(longest["response"][1]),
     desirable=desirable if source.kind == "labelled" else None,
-    single=len(source.names) == 1,
+    responses=len(source.names),
   )
 
 

@@ -13,7 +13,7 @@ from tunix.data.answers import Answered
 from tunix.data.examples import Overlong
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
-Kind = Literal["pair", "labelled", "answered"]
+Kind = Literal["pair", "labelled", "answered", "prompt"]
 Unusable = Literal["error", "drop"]
 Row = dict[str, Any]
 
@@ -21,11 +21,13 @@ _READ = {
   "pair": answer_formats.read_pair,
   "labelled": answer_formats.read_labelled,
   "answered": answer_formats.read_answered,
+  "prompt": answer_formats.read_prompt,
 }
 NAMES = {
   "pair": ("chosen", "rejected"),
   "labelled": ("completion",),
   "answered": ("response",),
+  "prompt": (),
 }
 
 
@@ -80,7 +82,7 @@ class AnswerSource:
 
   Attributes:
     records: dicts (see `tunix.data.answer_formats`), in memory or on disk.
-    kind: "pair"; "labelled" or "answered" for single responses.
+    kind: "pair"; "labelled" or "answered" for single responses; "prompt" for none.
     tokenizer: encodes text and renders chats.
     max_prompt_length, max_response_length: in tokens.
     overlong: what happens to longer ones: "error", "truncate" (see `answers.fit`) or
@@ -89,6 +91,8 @@ class AnswerSource:
       rejected one, neither of which teaches: "error" or "drop".
     chat: whether plain prompts are user turns; None when there is a chat template.
     template_kwargs: further names for the chat template.
+    keys: what messages call the attributes above, where they come from settings of
+      other names; "" for what cannot be set.
   """
 
   records: Sequence[Mapping[str, Any]]
@@ -100,6 +104,7 @@ class AnswerSource:
   unusable: Unusable = "error"
   chat: bool | None = None
   template_kwargs: Mapping[str, Any] | None = None
+  keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     for name in ("max_prompt_length", "max_response_length"):
@@ -123,6 +128,10 @@ class AnswerSource:
   def names(self) -> tuple[str, ...]:
     """Of the responses of a record."""
     return NAMES[self.kind]
+
+  def key(self, attribute: str) -> str:
+    """What messages call an attribute."""
+    return self.keys.get(attribute, attribute)
 
   def where(self, index: int) -> str:
     """The place of record `index`, for messages."""
@@ -156,6 +165,7 @@ class AnswerSource:
         max_response_length=self.max_response_length,
         overlong=self.overlong,
         bos_id=self.tokenizer.bos_id(),
+        keys=self.keys,
       )
     except ValueError as error:
       raise ValueError(f"{self.where(index)}: {error}") from error
@@ -176,10 +186,9 @@ class AnswerSource:
         f" in their first {self.max_response_length} tokens" if cut else ""
       )
     if found and self.unusable == "error":
-      raise ValueError(
-        f"{self.where(index)}: {what}, which teaches nothing; correct the record, or "
-        'set unusable to "drop"'
-      )
+      key = self.key("unusable")
+      remedy = f'correct the record, or set {key} to "drop"' if key else "correct it"
+      raise ValueError(f"{self.where(index)}: {what}, which teaches nothing; {remedy}")
     return found
 
   def element(self, index: int) -> Row | None:
@@ -196,11 +205,14 @@ class AnswerSource:
 
   def none_left(self) -> str:
     """What is said when every record is dropped."""
+    long = f"longer than {self.key('max_prompt_length')} {self.max_prompt_length}"
+    remedy = f"or set {self.key('overlong')} to 'truncate'"
+    if not self.names:
+      return f"all {len(self)} records are dropped: {long}; raise it, {remedy}"
     return (
-      f"all {len(self)} records are dropped: longer than max_prompt_length "
-      f"{self.max_prompt_length} or max_response_length {self.max_response_length}, or "
-      "unusable (empty or equal responses); raise the lengths, or set overlong to "
-      "'truncate'"
+      f"all {len(self)} records are dropped: {long} or "
+      f"{self.key('max_response_length')} {self.max_response_length}, or unusable "
+      f"(empty or equal responses); raise the lengths, {remedy}"
     )
 
   def stack(self, rows: Sequence[Row], first: int, count: int) -> dict[str, np.ndarray]:

@@ -28,7 +28,7 @@ def describe_answers(
     rows: how many rows to show; None for all.
     colour: green for the scored tokens as well, for terminals.
   """
-  names = next(n for n in NAMES.values() if f"{n[0]}_ids" in batch)
+  names = [n for some in NAMES.values() for n in some if f"{n}_ids" in batch]
   real = np.flatnonzero(batch["weights"])
   lines = [f"{len(real)} of {len(batch['weights'])} rows"]
   for row in real[:rows]:

@@ -50,7 +50,8 @@ def tokenise(
 
   Args:
     prompt: text, messages, or token ids, which stay as they are.
-    responses: of the prompt; token ids where the prompt is, else text or messages.
+    responses: of the prompt, or none; token ids where the prompt is, else text or
+      messages.
     tokenizer: encodes text and renders chats; token ids need none.
     where: the place of the record, for error messages.
     chat: whether a prompt of plain text is the user's turn of a chat; None: when the
@@ -70,18 +71,14 @@ def tokenise(
     return _from_ids(prompt, responses, where)
   if tokenizer is None:
     raise ValueError(f"{where}: text needs a tokenizer; give one, or token ids")
+  how: Any = {"where": where, "chat": chat, "template_kwargs": template_kwargs}
+  text: Any = prompt
   rendered = [
-    chats.render_response(
-      prompt,  # pyright: ignore[reportArgumentType]
-      response,  # pyright: ignore[reportArgumentType]
-      tokenizer,
-      where=where,
-      chat=chat,
-      template_kwargs=template_kwargs,
-    )
+    chats.render_response(text, response, tokenizer, **how)  # pyright: ignore
     for response in responses
   ]
-  prompts = [example.tokens[: example.prompt_length] for example in rendered]
+  shown = rendered or [chats.render_prompt(text, tokenizer, **how)]
+  prompts = [example.tokens[: example.prompt_length] for example in shown]
   plain = isinstance(prompt, str) and not (
     tokenizer.has_chat_template() if chat is None else chat
   )
@@ -153,6 +150,7 @@ def fit(
   max_response_length: int | None,
   overlong: Overlong = "truncate",
   bos_id: int | None = None,
+  keys: Mapping[str, str] | None = None,
 ) -> Answered | None:
   """The same within the limits; None when it is dropped.
 
@@ -164,6 +162,7 @@ def fit(
     max_prompt_length, max_response_length: in tokens; None: no limit.
     overlong: what happens to what is longer.
     bos_id: of the tokenizer.
+    keys: what messages call the arguments above; their names where not given.
 
   Raises:
     ValueError: something is longer and the policy is "error".
@@ -177,9 +176,10 @@ def fit(
     return None
   if overlong == "error":
     what, length, limit = over[0]
+    name = lambda argument: (keys or {}).get(argument, argument)
     raise ValueError(
-      f"the {what} has {length} tokens and max_{what}_length is {limit}: raise it, or "
-      'set overlong to "truncate" or "drop"'
+      f"the {what} has {length} tokens and {name(f'max_{what}_length')} is {limit}: "
+      f'raise it, or set {name("overlong")} to "truncate" or "drop"'
     )
   return Answered(
     _end_of(answered.prompt, max_prompt_length, bos_id),

@@ -96,6 +96,39 @@ def render_response(
     raise ValueError(f"{where}: {error}") from error
 
 
+def render_prompt(
+  prompt: str | Sequence[Message],
+  tokenizer: TokenizerAdapter,
+  *,
+  where: str = "record",
+  chat: bool | None = None,
+  template_kwargs: Mapping[str, Any] | None = None,
+) -> Example:
+  """Tokens of a prompt that nothing follows yet, chats with the header of the answer:
+  those in front of its response in `render_response`.
+
+  Args:
+    prompt, tokenizer, where, chat, template_kwargs: see `render_response`.
+
+  Raises:
+    ValueError: see `render`.
+  """
+  chat = tokenizer.has_chat_template() if chat is None else chat
+  try:
+    if isinstance(prompt, str) and not chat:
+      return _tokenise([Segment(prompt, False)], tokenizer, add_eos=False, add_bos=True)
+    _check_template(tokenizer, chat)
+    text = tokenizer.apply_chat_template(
+      _shown(_conversation(prompt, [])),
+      True,
+      now=TEMPLATE_DATE,
+      **(template_kwargs or {}),
+    )
+    return _tokenise([Segment(text, False)], tokenizer, add_eos=False)
+  except ValueError as error:
+    raise ValueError(f"{where}: {error}") from error
+
+
 def _check_template(tokenizer: TokenizerAdapter, chat: bool) -> None:
   if chat:
     return
@@ -138,14 +171,16 @@ def _is_trained(message: Message) -> bool:
   )
 
 
+def _shown(messages: Sequence[Message]) -> list[dict[str, Any]]:
+  """The messages as templates see them."""
+  return [{k: v for k, v in m.items() if k not in _OUR_KEYS} for m in messages]
+
+
 def _chat(
   messages: Sequence[Message], tokenizer: TokenizerAdapter, variables: Mapping[str, Any]
 ) -> Example:
   turns = [i for i, message in enumerate(messages) if _is_trained(message)]
-  shown = [
-    {key: value for key, value in message.items() if key not in _OUR_KEYS}
-    for message in messages
-  ]
+  shown = _shown(messages)
 
   def rendered(some: Sequence[Message], add_generation_prompt: bool) -> str:
     return tokenizer.apply_chat_template(

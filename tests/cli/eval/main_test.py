@@ -164,9 +164,10 @@ def test_generation_with_pass_at_k(model, files, tmp_path, capsys):
   assert found["pass@4"]["value"] == rewards.max(1).mean()
   assert set(found) >= {"pass@2", "tokens"} and "pass@3" not in found
   assert "pass@4" in capsys.readouterr().out
-  first = [c["text"] for c in groups[0]["completions"]]
-  assert runs.tunix("eval", model, *arguments, "--pass_at", 3, "--threshold", 0) == 0
-  assert first == [c["text"] for c in lines(out)[0]["completions"]]  # the seed's
+  said = lambda groups: [[c["text"] for c in g["completions"]] for g in groups]
+  arguments += ["--pass_at", 3, "--threshold", 0, "--batch_size", 3]
+  assert runs.tunix("eval", model, *arguments) == 0
+  assert said(groups) == said(lines(out))  # the seed's, however they are batched
   again = results(out)
   assert again["pass@3"]["value"] == 1.0 and "pass@1" not in again
 
@@ -267,8 +268,9 @@ def test_a_reward_model_writes_nothing(files, arguments, message, capsys):
   assert message in capsys.readouterr().err.replace("log-probabilities", "log-probs")
 
 
-def test_a_full_disk_is_a_failure(model, train_file, tmp_path, capsys):
-  (tmp_path / "out").write_text("a file, no folder")
-  code = runs.tunix("eval", model, "--data", train_file, "--out", tmp_path / "out")
-  assert code == 1 or code == 2
-  assert capsys.readouterr().err.startswith("tunix: error: ")
+@pytest.mark.parametrize("below", ["", "deeper/still"])
+def test_a_file_as_out_is_refused_before_the_model_is_read(below, train_file, capsys):
+  out = train_file / below
+  assert runs.tunix("eval", "/no/such", "--data", train_file, "--out", out) == 2
+  error = capsys.readouterr().err
+  assert f"--out is '{out}', and {train_file} is a file: name a folder" in error

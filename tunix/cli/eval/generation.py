@@ -71,7 +71,7 @@ def evaluate(
     ks: of pass@k; each at most the samples of a prompt.
     batch_size: prompts at a time.
     max_new_tokens: of a completion.
-    options: of the sampler; "seed" is moved on from batch to batch.
+    options: of the sampler.
     chat, template_args: see `build_prompts.rendered`.
     shown: prompts on the page.
 
@@ -127,13 +127,11 @@ def _sample(
   text: list[str] = []
   tokens: list[int] = []
   reasons: list[str] = []
-  seed = options.get("seed")
   for start in range(0, len(prompts), batch_size):
-    if seed is not None:
-      options = options | {"seed": seed + start}  # or equal prompts had equal answers
     out = sampler(
       list(prompts[start : start + batch_size]),
       max_generation_steps=max_new_tokens,
+      first_prompt=start,  # what is drawn does not depend on the size of a batch
       **options,
     )
     text += out.text

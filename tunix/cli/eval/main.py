@@ -113,6 +113,8 @@ def _check(args: argparse.Namespace) -> None:
       raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
   if args.max_length is not None and args.max_length < 2:
     raise ValueError(f"--max_length is {args.max_length}: it must be at least 2")
+  if args.out is not None:
+    _check_folder(pathlib.Path(args.out))
   check_sampling(args)
   belongs = {
     "prompts": ("reward", "temperature", *_DRAWING),
@@ -131,6 +133,15 @@ def _check(args: argparse.Namespace) -> None:
     raise ValueError(
       f"--num_samples is {args.num_samples} at --temperature 0, where all of them are "
       "equal: raise the temperature"
+    )
+
+
+def _check_folder(folder: pathlib.Path) -> None:
+  """Refuses what is no folder and cannot become one, before anything is measured."""
+  nearest = next(path for path in (folder, *folder.parents) if path.exists())
+  if not nearest.is_dir():
+    raise ValueError(
+      f"--out is {str(folder)!r}, and {nearest} is a file: name a folder"
     )
 
 
