@@ -46,6 +46,7 @@ def read(tokenizer, prompt, completion, **limits):
     LogitStrategy(**GKD), on_policy_fraction=0.0, tokenizer=tokenizer, **lengths
   )
   out = t._prepare_inputs({"prompts": [prompt], "completions": [completion]})
+  assert out.completions is not None and out.completion_lengths is not None
   ends = out.prompt_lengths[0], out.completion_lengths[0]
   return out.prompts[0, : ends[0]].tolist(), out.completions[0, : ends[1]].tolist()
 
@@ -149,7 +150,7 @@ def test_micro_batches_draw_what_the_whole_draws(make):
   drills.assert_same_gradients(got[1], got[0])
 
 
-def test_a_step_cuts_lists_and_texts_into_micro_batches():
+def test_a_step_cuts_lists_and_texts_into_micro_batches(monkeypatch):
   """Into what the loop would get as micro-batches."""
   whole = {"prompts": ["1 2", "3", "4 5", "6"], "completions": [[7], [8], [9], [1, 2]]}
   seen = []
@@ -158,7 +159,7 @@ def test_a_step_cuts_lists_and_texts_into_micro_batches():
     on_policy_fraction=0.0,
     gradient_accumulation_steps=2,
   )
-  t._dispatch = lambda window, skip_jit: seen.append(window)
+  monkeypatch.setattr(t, "_dispatch", lambda window, skip_jit: seen.append(window))
   t.train_step(whole)
   parts = [{k: x[i : i + 2] for k, x in whole.items()} for i in (0, 2)]
   (group,) = seen[0].groups

@@ -137,8 +137,11 @@ def test_rows_are_told_apart_by_all_that_the_teacher_sees(tmp_path):
       self.scale = nnx.Param(jnp.ones(()))
 
     def __call__(self, tokens, attention_mask=None, tone=None):
-      seen = 0.0 if attention_mask is None else jnp.sum(attention_mask, -1)
-      shift = seen + (0.0 if tone is None else tone[:, None])
+      shift = jnp.zeros(tokens.shape)
+      if attention_mask is not None:
+        shift += jnp.sum(attention_mask, -1)
+      if tone is not None:
+        shift += tone[:, None]
       return self.scale * jnp.sin(tokens[..., None] + shift[..., None] * jnp.arange(9))
 
   tokens = np.arange(6).reshape(2, 3)
