@@ -10,7 +10,7 @@ import pathlib
 import re
 import sys
 
-SECONDS = 3.0
+SECONDS = 2.0
 FILE = pathlib.Path(__file__).with_name("long_tests.txt")
 _LINE = re.compile(r"([0-9.]+)s (?:call|setup|teardown) +(.+)")
 

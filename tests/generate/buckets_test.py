@@ -81,7 +81,6 @@ def test_few_requests_compile_nothing_else():
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_thousand_requests_compile_what_is_listed():
   compiled, listed = compiled_and_listed(1000, 6, 60, 30, 64, drawn)
   assert compiled == listed

@@ -58,7 +58,6 @@ def test_goldens(name):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("name", TINY)
 def test_all_golden_beams(name):
   sampler = Sampler(AutoModel.from_pretrained(GOLDEN / name), toy_ids.Ids())

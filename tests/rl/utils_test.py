@@ -8,9 +8,9 @@ from flax import nnx
 
 from tests import toys
 from tests.models import checkpoints
-from tunix.models import heads
+from tunix.models import backbone, heads
 from tunix.models.automodel import AutoModel
-from tunix.rl import placement, utils
+from tunix.rl import utils
 from tunix.sft.module_state import Skeleton
 from tunix.utils import tree
 
@@ -33,7 +33,7 @@ def test_a_critic_has_the_actors_body(tied, share, mesh_fsdp8):
   for path, x in body.items():
     np.testing.assert_array_equal(x, own[path])
     assert x.sharding == own[path].sharding
-    assert placement._same_memory(x, own[path]) == share, path
+    assert backbone.same_memory(x, own[path]) == share, path
   want = heads.with_scores(actor, seed=3)
   np.testing.assert_array_equal(head, arrays(want)["score.kernel"])
   other = utils.create_critic_model(actor, seed=4, share=True)
