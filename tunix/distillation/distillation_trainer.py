@@ -102,7 +102,7 @@ class DistillationTrainer(PeftTrainer):
     self._evaluating = False
     try:
       super().__init__(student, optimizer, training_config, metrics_logger)
-    except BaseException:
+    except BaseException:  # whatever it was: the models go back as they were given
       strategy.post_process_models(student, teacher)
       raise
     self._teacher_score = self._make_teacher_score()
