@@ -83,8 +83,9 @@ class AnswerTrainer(PeftTrainer):
     """
     del loss_fn, has_aux
     raise TypeError(
-      f"{type(self).__name__} has its loss from its config: PreferenceConfig(loss=f) "
-      "takes a function of PairScores; train any other loss with PeftTrainer"
+      f"{type(self).__name__} has its loss from its config: of pairs, "
+      "PreferenceConfig(loss=f) takes any function of PairScores; PeftTrainer trains "
+      "every other loss"
     )
 
   def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Any:
