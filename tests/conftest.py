@@ -38,12 +38,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(
+  config: pytest.Config, items: list[pytest.Item]
+) -> None:
   """Marks the tests that `make check` leaves to CI."""
   names = long_tests.listed()
+  found = {item.nodeid for item in items}
   for item in items:
     if item.nodeid in names:
       item.add_marker("long")
+  if any("::" in arg for arg in config.args):
+    return  # single tests were asked for: not whole files
+  files = {name.partition("::")[0] for name in found}
+  gone = {name for name in names - found if name.partition("::")[0] in files}
+  if gone:
+    raise pytest.UsageError(
+      f"{long_tests.FILE} lists tests that are gone or renamed: {sorted(gone)};"
+      " rename them there or take them out"
+    )
 
 
 @pytest.fixture(scope="session")
