@@ -171,16 +171,48 @@ def test_memory_of_the_compiled_program():
   assert temporary(lambda *a: token_logps(*a, CHUNKED)) < 8 * 2**20
 
 
-def test_frozen_unembedding_costs_no_product(inputs):
+@pytest.mark.parametrize(
+  ("layout", "entropy", "counts"),
+  [  # of the products for both gradients, that of hidden, that of unembed
+    (Layout(), False, (3, 2, 2)),
+    (Layout(), True, (3, 2, 2)),
+    (CHUNKED, False, (4, 2, 3)),
+    (CHUNKED, True, (4, 3, 3)),
+    # The softmax with what entropies need is 2 x 80 KiB.
+    (Layout(chunk_bytes=2 * 4 * B * T * V), True, (3, 2, 2)),
+    (Layout(chunk_bytes=2 * 4 * B * T * V - 1), True, (4, 3, 3)),
+    (Layout(chunk_bytes=2 * 4 * B * T * V - 1), False, (3, 2, 2)),
+    (Layout(chunk_bytes=2 * 4 * B * T * V - 1, softcap=5.0), False, (4, 2, 3)),
+  ],
+  ids=str,
+)
+def test_what_is_computed_again(inputs, layout, entropy, counts):
   hidden, unembed, targets, _ = inputs
 
   def products(argnums):
-    loss = lambda *a: jnp.sum(token_logps(*a, targets).logps)
+    def loss(*a):
+      out = token_logps(*a, targets, layout, entropy=entropy)
+      return sum(jnp.sum(x) for x in jax.tree.leaves(out))
+
     lowered = jax.jit(jax.value_and_grad(loss, argnums)).lower(hidden, unembed)
     return lowered.as_text().count("stablehlo.dot_general")
 
-  assert products((0, 1)) == 4  # logits, logits again, and one for each gradient
-  assert products((0,)) == products((1,)) == 3
+  assert (products((0, 1)), products((0,)), products((1,))) == counts
+
+
+@pytest.mark.parametrize("layout", [Layout(), CHUNKED], ids=["one", "chunked"])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("argnum", [0, 1])
+def test_one_gradient_is_that_of_both(inputs, layout, entropy, argnum):
+  hidden, unembed, targets, pulls = inputs
+
+  def total(*a):
+    out = token_logps(*a, targets, layout, entropy=entropy, temperature=0.7)
+    return sum(jnp.sum(c * x) for c, x in zip(pulls, jax.tree.leaves(out)))
+
+  both = jax.jit(jax.grad(total, (0, 1)))(hidden, unembed)
+  alone = jax.jit(jax.grad(total, argnum))(hidden, unembed)
+  check(alone, both[argnum])
 
 
 def test_bfloat16(inputs):

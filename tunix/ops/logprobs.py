@@ -4,7 +4,8 @@ Both functions go over chunks of tokens (vocab_chunks.py). `weighted_nll` knows 
 cotangents beforehand and computes the gradients in the forward pass: a backward pass
 that recomputes the logits would cost one more product with the unembedding (about 9 %
 of the step of a small model). `token_logps` hands out every token's value, so that its
-cotangents come later, and recomputes.
+cotangents come later: it recomputes, unless the unembedding is frozen (as in LoRA
+training) or all tokens are one chunk.
 """
 
 from __future__ import annotations
@@ -96,8 +97,10 @@ def token_logps(
   """log softmax(logits / temperature)[target] of every token, and the entropy
   -sum p log p of that distribution, with logits = hidden @ unembed.
 
-  Float32 whatever the inputs are. Differentiable in `hidden` and `unembed`; the
-  backward pass computes a chunk's logits again, and only the gradients asked for.
+  Float32 whatever the inputs are. Differentiable in `hidden` and `unembed`; only the
+  gradients asked for are computed. The backward pass computes a chunk's logits again
+  unless all tokens are one chunk, whose softmax is kept, or `unembed` is not
+  differentiated and no entropy is wanted.
 
   Args:
     hidden: final hidden states.
@@ -146,19 +149,47 @@ def _scores(hidden, unembed, targets, rule: Rule):
   return TokenScores(part.logps, part.entropy)
 
 
+class _Saved(NamedTuple):
+  """What the backward pass of `_scores` goes on from; arrays or None only.
+
+  Attributes:
+    arrays: hidden, unembed, targets.
+    wanted: () for each of hidden and unembed whose gradient is wanted, else None.
+    slope: [B, T, D] gradient of each token's log-probability in its hidden state, where
+      no other is wanted: what is left is to multiply it.
+    soft: the softmax, where it is small enough to be kept.
+  """
+
+  arrays: Any
+  wanted: Any
+  slope: Any = None
+  soft: Any = None
+
+
 def _scores_forward(hidden, unembed, targets, rule: Rule):
   arrays = hidden.value, unembed.value, targets.value
-  # Residuals may hold arrays only: an empty tuple says yes, None says no.
   wanted = tuple(() if x.perturbed else None for x in (hidden, unembed))
-  return _scores(*arrays, rule), (arrays, wanted)
+  pulls, slope = Pulls(), hidden.perturbed and not unembed.perturbed
+  if slope and not rule.entropy:
+    pulls = Pulls(jnp.ones(targets.value.shape, jnp.float32))
+    rule = rule._replace(hidden=True)
+  elif vocab_chunks.can_keep(*arrays[:2], rule):
+    rule = rule._replace(keep=True)
+  part = vocab_chunks.run(*arrays, pulls=pulls, rule=rule)
+  saved = _Saved(arrays, wanted, part.d_hidden, part.soft)
+  return TokenScores(part.logps, part.entropy), saved
 
 
-def _scores_backward(rule: Rule, saved, cotangents: TokenScores):
-  (hidden, unembed, targets), wanted = saved
+def _scores_backward(rule: Rule, saved: _Saved, cotangents: TokenScores):
+  hidden, unembed, targets = saved.arrays
   logps, entropy = cotangents
   pulls = Pulls(_materialised(logps, targets.shape), _array_or_none(entropy))
+  if saved.slope is not None:
+    return (saved.slope * pulls.logps[..., None]).astype(hidden.dtype), None, None
   rule = rule._replace(
-    entropy=False, hidden=wanted[0] is not None, unembed=wanted[1] is not None
+    entropy=False,
+    hidden=saved.wanted[0] is not None,
+    unembed=saved.wanted[1] is not None,
   )
   size = None
   if hidden.dtype == jnp.float16:
@@ -168,7 +199,7 @@ def _scores_backward(rule: Rule, saved, cotangents: TokenScores):
     )
     size = jnp.where(size > 0, size, 1.0)
     pulls = jax.tree.map(lambda x: x / size, pulls)
-  part = vocab_chunks.run(hidden, unembed, targets, pulls, rule)
+  part = vocab_chunks.run(hidden, unembed, targets, pulls, rule, saved.soft)
 
   def scaled(gradient):
     if gradient is None or size is None:
