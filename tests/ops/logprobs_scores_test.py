@@ -110,11 +110,14 @@ def test_tokens_without_a_cotangent_pull_nothing(inputs):
 
 @pytest.mark.parametrize("vocab_axis", [None, "tp"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_sharded_and_soft_capped(inputs, mesh_fsdp4_tp2, vocab_axis, transposed):
+@pytest.mark.parametrize("chunk_bytes", [1, 2**20])  # the softmax is kept in the latter
+def test_sharded_and_soft_capped(
+  inputs, mesh_fsdp4_tp2, vocab_axis, transposed, chunk_bytes
+):
   hidden, unembed, targets, pulls = inputs
   options = {"temperature": 1.5}
   want = pulled(lambda *a: plain(*a, softcap=2.0, **options), inputs)
-  layout = Layout(transposed, mesh_fsdp4_tp2, ("fsdp",), vocab_axis, 2.0, 1)
+  layout = Layout(transposed, mesh_fsdp4_tp2, ("fsdp",), vocab_axis, 2.0, chunk_bytes)
   table = unembed.T if transposed else unembed
   score = lambda *a: token_logps(*a, layout, entropy=True, **options)
   values, (d_hidden, d_table) = pulled(score, (hidden, table, targets, pulls))
