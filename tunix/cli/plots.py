@@ -46,7 +46,7 @@ def save_curves(path: str | os.PathLike[str], curves: Sequence[Curve]) -> None:
   from matplotlib.figure import Figure
 
   # A figure of its own, not pyplot: no window system, and no state left behind.
-  figure = Figure(figsize=(5.2 * len(curves), 3.8), dpi=120, layout="constrained")
+  figure = Figure(figsize=(5.2 * len(curves), 4.1), dpi=120, layout="constrained")
   FigureCanvasAgg(figure)
   for axes, curve in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves):
     steps, values = zip(*curve.train)
@@ -57,7 +57,8 @@ def save_curves(path: str | os.PathLike[str], curves: Sequence[Curve]) -> None:
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(curve.value)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    # Below: no corner of the axes is sure to be free.
+    axes.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
   figure.savefig(path, format="png")
 
 
