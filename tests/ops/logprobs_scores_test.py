@@ -110,7 +110,7 @@ def test_tokens_without_a_cotangent_pull_nothing(inputs):
 
 @pytest.mark.parametrize("vocab_axis", [None, "tp"])
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("chunk_bytes", [1, 2**20])  # the softmax is kept in the latter
+@pytest.mark.parametrize("chunk_bytes", [1, 2**20])  # kept in the latter, if whole
 def test_sharded_and_soft_capped(
   inputs, mesh_fsdp4_tp2, vocab_axis, transposed, chunk_bytes
 ):

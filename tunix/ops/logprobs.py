@@ -99,8 +99,8 @@ def token_logps(
 
   Float32 whatever the inputs are. Differentiable in `hidden` and `unembed`; only the
   gradients asked for are computed. The backward pass computes a chunk's logits again
-  unless all tokens are one chunk, whose softmax is kept, or `unembed` is not
-  differentiated and no entropy is wanted.
+  unless all tokens are one chunk of the whole vocabulary, whose softmax is kept, or
+  `unembed` is not differentiated and no entropy is wanted.
 
   Args:
     hidden: final hidden states.

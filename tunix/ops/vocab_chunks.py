@@ -114,12 +114,14 @@ def for_rows(layout: Layout, rows: int) -> Layout:
 
 def can_keep(hidden: jax.Array, unembed: jax.Array, rule: Rule) -> bool:
   """Whether all tokens of a device are one chunk, and what `Rule.keep` hands out of
-  them is no larger than a chunk may be."""
+  them is no larger than a chunk may be.
+
+  Not where the vocabulary is split: `Softmax.column` differs between its shards."""
   layout = rule.layout
+  if layout.vocab_axis is not None:
+    return False
   tokens = hidden.shape[0] * hidden.shape[1] // _batch_shards(layout)
   vocab = unembed.shape[0 if layout.transposed else 1]
-  if layout.vocab_axis is not None and layout.mesh is not None:
-    vocab //= layout.mesh.shape[layout.vocab_axis]
   arrays = 1 + rule.entropy + (layout.softcap is not None)
   return arrays * tokens * vocab * 4 <= layout.chunk_bytes
 
@@ -178,8 +180,7 @@ def _batch_shards(layout: Layout) -> int:
 def _soft_spec(layout: Layout) -> Softmax:
   """How a Softmax that is kept is split."""
   row = PartitionSpec(layout.batch_axes or None)
-  every = PartitionSpec(layout.batch_axes or None, None, layout.vocab_axis)
-  return Softmax(every, every, row, row, every, row, row)
+  return Softmax(*[row] * 7)
 
 
 def table_spec(layout: Layout, columns: Any = None) -> PartitionSpec:
