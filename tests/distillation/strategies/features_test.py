@@ -76,8 +76,18 @@ def test_features_come_nearer(name):
 
 
 def test_no_logits_are_built():
-  text = trainers.trainer(MAKES["pooling"]()).lower_train_step(toys.batch(0)).as_text()
-  assert f"8x16x{toys.VOCAB}x" not in text
+  """Blocks of logits are of 256 MiB at most; this batch's would be twice that."""
+  vocab, rows, length = 2**15, 32, 128
+  t = trainers.trainer(
+    MAKES["pooling"](),
+    student=toys.model(vocab_size=vocab),
+    known=trainers.teacher(vocab_size=vocab),
+  )
+  batch = toys.batch(0, rows=rows, length=length, vocab=vocab)
+  text = t.lower_train_step(batch).as_text()
+  assert f"<{rows * length // 2}x{vocab}x" in text
+  for whole in (f"<{rows}x{length}x{vocab}x", f"<{rows * length}x{vocab}x"):
+    assert whole not in text
 
 
 def losses(name, student=None, **options):
