@@ -257,7 +257,7 @@ class OneLayer:
     self.table = jax.random.normal(jax.random.key(1), (50, DIM))
 
   def init_cache(self, rows, slots):
-    empty = jnp.zeros((rows, slots, HEADS // 2, HEAD_DIM))
+    empty = jnp.zeros((rows, HEADS // 2, slots, HEAD_DIM))
     return empty, empty, jnp.zeros((), jnp.int32)
 
   def __call__(self, tokens, positions, cache=None, mask=None):
@@ -307,7 +307,7 @@ def test_wide_norm_is_over_all_heads():
 def test_the_layer_knows_when_there_is_no_cache():
   model = layer(implementation="splash")
   x, index = jnp.zeros((1, 3, DIM)), jnp.arange(3)
-  empty = jnp.zeros((1, 3, HEADS // 2, HEAD_DIM))
+  empty = jnp.zeros((1, HEADS // 2, 3, HEAD_DIM))
   with pytest.raises(ValueError, match="cannot do platform cpu"):
     model(x, angles(index[None]), Visibility(index))
   with pytest.raises(ValueError, match="cannot do a cache"):

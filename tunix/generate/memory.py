@@ -58,8 +58,9 @@ def shift(memory: Memory, by: Int[Array, ""]) -> Memory:
   """
   cache = memory.cache
   assert isinstance(cache, KVCache)
-  roll = lambda x: jnp.roll(x, -by, axis=1)
-  visible = roll(memory.visible) | _from(memory.visible, memory.slot - by)
+  roll = lambda x: jnp.roll(x, -by, axis=2)
+  visible = jnp.roll(memory.visible, -by, axis=1)
+  visible |= _from(memory.visible, memory.slot - by)
   return dataclasses.replace(
     memory,
     cache=KVCache(
@@ -108,7 +109,7 @@ def pinned(model: Any, cache: Any) -> Any:
   if not isinstance(cache, KVCache):
     return cache
   rules = model.config.sharding
-  spec = (sharding.batch_axes(rules), None, rules.tp, None)
+  spec = (sharding.batch_axes(rules), rules.tp, None, None)
   pin = lambda buffers: tuple(mesh_lib.constrain(x, *spec) for x in buffers)
   return dataclasses.replace(cache, k=pin(cache.k), v=pin(cache.v))
 

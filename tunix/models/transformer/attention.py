@@ -75,21 +75,25 @@ class Attention(nnx.Module):
       sin_cos: rotary angles of its positions.
       visible: who may look where. The layer's window is laid over it, counted in
         slots; without a cache `query_index` must count from 0.
-      cached: [B, S, K, H] buffers that the new keys and values are written into at
-        `visible.query_index[0]`.
+      cached: [B, K, S, H] buffers that the new keys and values are written into at
+        `visible.query_index[0]`; what is returned has their shape.
       kind: number of the layer's window; traced when the layers are scanned.
     """
     query, key, value = self._project(x)
     with jax.named_scope("rope"):
       query, key = rotate(query, sin_cos), rotate(key, sin_cos)
+    looked_at = key, value
     if cached is not None:
-      at = (0, visible.query_index[0], 0, 0)
-      key = jax.lax.dynamic_update_slice(cached[0], key.astype(cached[0].dtype), at)
-      value = jax.lax.dynamic_update_slice(cached[1], value.astype(cached[1].dtype), at)
+      at = (0, 0, visible.query_index[0], 0)
+      write = lambda buffer, new: jax.lax.dynamic_update_slice(
+        buffer, _swap(new).astype(buffer.dtype), at
+      )
+      looked_at = write(cached[0], key), write(cached[1], value)
+      key, value = map(_swap, looked_at)
     visible = dataclasses.replace(visible, aligned=cached is None)
     out = self._attend(query, key.astype(x.dtype), value.astype(x.dtype), visible, kind)
     with jax.named_scope("out_proj"):
-      return self.o_proj(out.reshape(*x.shape[:2], -1)), (key, value)
+      return self.o_proj(out.reshape(*x.shape[:2], -1)), looked_at
 
   def _project(self, x):
     """Queries, keys and values by heads, the first two normalised."""
@@ -121,3 +125,8 @@ class Attention(nnx.Module):
       return within(window)(query, key, value, visible)
     branches = [within(window) for window in self.windows]
     return jax.lax.switch(kind, branches, query, key, value, visible)
+
+
+def _swap(x: jax.Array) -> jax.Array:
+  """[B, T, K, H] to [B, K, T, H], and back."""
+  return x.swapaxes(1, 2)

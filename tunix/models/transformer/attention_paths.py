@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -211,43 +210,32 @@ def plain(
   b, t, n, h = query.shape
   mask = visible.dense(key.shape[1], window)
   query = query.reshape(b, t, key.shape[2], n // key.shape[2], h)
-  products, sums = _products_of(t)
   with jax.named_scope("scores"):
-    scores = products(query, key) * scale
+    scores = _scores(query, key) * scale
     if softcap is not None:
       scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(mask[:, None, None], scores, NEVER)
     weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
   with jax.named_scope("values"):
-    out = sums(weights, value)
+    out = _values(weights, value)
   return out.reshape(b, t, n, h)
 
 
-def _products_of(tokens: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-  """What makes scores [B, K, G, T, S] of queries and keys, and values of weights."""
-  if tokens == 1 and mesh_lib.context_platform() == "cpu":
-    return _scores_of_one, _values_of_one
-  return (
-    functools.partial(
-      jnp.einsum, "btkgh,bskh->bkgts", preferred_element_type=jnp.float32
-    ),
-    functools.partial(jnp.einsum, "bkgts,bskh->btkgh"),
-  )
+def _scores(query: jax.Array, key: jax.Array) -> jax.Array:
+  """[B, T, K, G, H] and [B, S, K, H] to [B, K, G, T, S], float32."""
+  return jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32)
 
 
-# One token a row: as products XLA for CPUs would copy the whole cache, to bring its
-# heads to the front, in every step; this reads it as it lies, in half the time.
-
-
-def _scores_of_one(query: jax.Array, key: jax.Array) -> jax.Array:
-  pairs = query[:, 0, None].astype(jnp.float32) * key[:, :, :, None]  # [B, S, K, G, H]
-  return jnp.sum(pairs, axis=-1).transpose(0, 2, 3, 1)[:, :, :, None]
-
-
-def _values_of_one(weights: jax.Array, value: jax.Array) -> jax.Array:
-  by_slot = weights[:, :, :, 0].transpose(0, 3, 1, 2)[..., None]  # [B, S, K, G, 1]
-  out = jnp.sum(by_slot * value[:, :, :, None], axis=1, dtype=jnp.float32)
-  return out[:, None].astype(value.dtype)
+def _values(weights: jax.Array, value: jax.Array) -> jax.Array:
+  """[B, K, G, T, S] and [B, S, K, H] to [B, T, K, G, H]."""
+  if weights.shape[-2] == 1 and mesh_lib.context_platform() == "cpu":
+    # One token a row: a product would have XLA for CPUs lay the whole cache out anew
+    # in every step; this reads it as it lies, in half the time.
+    heads_first = value.swapaxes(1, 2)[:, :, None]
+    by_slot = weights[:, :, :, 0, :, None]
+    out = jnp.sum(by_slot * heads_first, axis=3, dtype=jnp.float32)
+    return out[:, None].astype(value.dtype)
+  return jnp.einsum("bkgts,bskh->btkgh", weights, value)
 
 
 def _blockwise(query, key, value, visible, scale, softcap, window, rules):

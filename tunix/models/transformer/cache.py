@@ -15,8 +15,9 @@ class KVCache:
   """Keys and values of the tokens seen so far.
 
   Attributes:
-    k, v: one [B, S, K, H] buffer a layer. Separate buffers, because slicing a stacked
-      one inside the token loop copies it at every step.
+    k, v: one [B, K, S, H] buffer a layer. Heads before slots, as the products of a
+      token want them: the other way round XLA for CPUs copies the cache at every step.
+      Separate buffers, because slicing a stacked one in the token loop copies it too.
     index: int32 scalar, the slot that the next token is written to. All rows share
       it: shorter prompts are padded on the left and masked.
   """
@@ -28,7 +29,7 @@ class KVCache:
   @property
   def size(self) -> int:
     """S, the number of slots."""
-    return self.k[0].shape[1]
+    return self.k[0].shape[2]
 
 
 def init_cache(
@@ -41,6 +42,6 @@ def init_cache(
   dtype: DTypeLike,
 ) -> KVCache:
   """An empty cache."""
-  shape = (batch_size, cache_size, num_kv_heads, head_dim)
+  shape = (batch_size, num_kv_heads, cache_size, head_dim)
   buffers = lambda: tuple(jnp.zeros(shape, dtype) for _ in range(num_layers))
   return KVCache(buffers(), buffers(), jnp.zeros((), jnp.int32))
