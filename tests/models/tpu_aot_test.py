@@ -35,6 +35,7 @@ def test_it_lowers(preset):
 @pytest.mark.parametrize(
   "preset",
   [
+    "gemma_2b",
     "gemma2_2b",
     "gemma3_1b",
     "gemma3_4b",
