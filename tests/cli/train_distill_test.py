@@ -84,6 +84,32 @@ def test_a_run_that_is_resumed_is_the_same(keys, more, tmp_path, capsys):
   assert everything(tmp_path / "whole") == everything(keys["output_dir"])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "more",
+  [
+    pytest.param({}, id="rows"),
+    pytest.param({"distill__top_k": 5, "distill__cache": "cache"}, id="cache"),
+    pytest.param(ON_POLICY, id="on-policy"),
+    pytest.param(GRADIENT, id="policy-gradient"),
+  ],
+)
+def test_eight_devices_train_as_one(keys, more, tmp_path, eval_file):
+  keys = keys | more | {"data__eval": eval_file}
+  keys |= {"training__global_batch_size": 8, "training__micro_batch_size": 4}
+  found = []
+  for mesh in (None, "{fsdp: 4, tp: 2}"):
+    changed = {} if mesh is None else {"mesh": mesh}
+    changed["output_dir"] = tmp_path / str(len(found))
+    if "distill__cache" in more:
+      changed["distill__cache"] = tmp_path / f"cache{len(found)}"
+    assert train(keys, **changed) == 0
+    steps = (runs.metrics(changed["output_dir"], *kind) for kind in ((), ("eval",)))
+    found.append([part[i]["loss"] for part in steps for i in sorted(part)])
+  assert len(set(found[0])) > 3
+  assert found[1] == pytest.approx(found[0], rel=1e-3)
+
+
 def test_a_cache_stands_for_the_teacher(keys, tmp_path, capsys):
   cached = keys | {"distill__top_k": 5, "training__max_steps": 2}
   out = [tmp_path / name for name in ("asked", "filled", "read")]

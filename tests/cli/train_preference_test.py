@@ -127,6 +127,38 @@ def test_a_run_that_is_resumed_is_the_same(keys, files, changes, tmp_path, capsy
   assert whole == everything(keys["output_dir"], weights)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  "changes",
+  [
+    pytest.param({"lora__rank": 2}, id="dpo-lora"),
+    pytest.param({"preference__reference_logps": "logps"}, id="dpo-logps"),
+    pytest.param({"job": "orpo"}, id="orpo"),
+    pytest.param({"job": "kto"}, id="kto"),
+    pytest.param({"job": "reward"}, id="reward"),
+  ],
+)
+def test_eight_devices_train_as_one(keys, files, changes, tmp_path):
+  keys = keys | changes | {"data__eval": files / "held_out.jsonl"}
+  keys |= {"training__global_batch_size": 8, "training__micro_batch_size": 4}
+  if keys["job"] == "kto":
+    keys |= {"data__train": files / "labelled.jsonl"}
+    keys |= {"data__eval": files / "labelled.jsonl"}
+  found = []
+  for mesh in (None, "{fsdp: 4, tp: 2}"):
+    more = {} if mesh is None else {"mesh": mesh}
+    more["output_dir"] = out = tmp_path / str(len(found))
+    if "preference__reference_logps" in changes:
+      more["preference__reference_logps"] = tmp_path / f"logps{len(found)}"
+    assert train(keys, **more) == 0
+    steps = runs.metrics(out), runs.metrics(out, "eval")
+    found.append([part[i]["loss"] for part in steps for i in sorted(part)])
+  assert len(set(found[0])) > 3
+  assert found[1] == pytest.approx(found[0], rel=1e-4)
+  export = tmp_path / "1" / "export"
+  assert (export / "adapter_config.json").exists() == ("lora__rank" in changes)
+
+
 def test_a_reference_of_its_own_and_one_from_disk(keys, tmp_path):
   """The base as a folder, in memory, and as numbers on disk: the same training."""
   runs_made = {
