@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(
   for item in items:
     if item.nodeid in names:
       item.add_marker("long")
-  if any("::" in arg for arg in config.args):
+  if any("::" in arg for arg in config.args) or config.getoption("lf", False):
     return  # single tests were asked for: not whole files
   files = {name.partition("::")[0] for name in found}
   gone = {name for name in names - found if name.partition("::")[0] in files}

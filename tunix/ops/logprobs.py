@@ -5,7 +5,8 @@ cotangents beforehand and computes the gradients in the forward pass: a backward
 that recomputes the logits would cost one more product with the unembedding (about 9 %
 of the step of a small model). `token_logps` hands out every token's value, so that its
 cotangents come later: it recomputes, unless the unembedding is frozen (as in LoRA
-training) or all tokens are one chunk.
+training). Where all tokens are one chunk, XLA finds that the logits are computed twice
+and merges them.
 """
 
 from __future__ import annotations
@@ -99,8 +100,7 @@ def token_logps(
 
   Float32 whatever the inputs are. Differentiable in `hidden` and `unembed`; only the
   gradients asked for are computed. The backward pass computes a chunk's logits again
-  unless all tokens are one chunk of the whole vocabulary, whose softmax is kept, or
-  `unembed` is not differentiated and no entropy is wanted.
+  unless `unembed` is not differentiated and no entropy is wanted.
 
   Args:
     hidden: final hidden states.
@@ -157,26 +157,22 @@ class _Saved(NamedTuple):
     wanted: () for each of hidden and unembed whose gradient is wanted, else None.
     slope: [B, T, D] gradient of each token's log-probability in its hidden state, where
       no other is wanted: what is left is to multiply it.
-    soft: the softmax, where it is small enough to be kept.
   """
 
   arrays: Any
   wanted: Any
-  slope: Any = None
-  soft: Any = None
+  slope: Any
 
 
 def _scores_forward(hidden, unembed, targets, rule: Rule):
   arrays = hidden.value, unembed.value, targets.value
   wanted = tuple(() if x.perturbed else None for x in (hidden, unembed))
-  pulls, slope = Pulls(), hidden.perturbed and not unembed.perturbed
-  if slope and not rule.entropy:
+  pulls = Pulls()
+  if hidden.perturbed and not unembed.perturbed and not rule.entropy:
     pulls = Pulls(jnp.ones(targets.value.shape, jnp.float32))
     rule = rule._replace(hidden=True)
-  elif vocab_chunks.can_keep(*arrays[:2], rule):
-    rule = rule._replace(keep=True)
   part = vocab_chunks.run(*arrays, pulls=pulls, rule=rule)
-  saved = _Saved(arrays, wanted, part.d_hidden, part.soft)
+  saved = _Saved(arrays, wanted, part.d_hidden)
   return TokenScores(part.logps, part.entropy), saved
 
 
@@ -185,7 +181,10 @@ def _scores_backward(rule: Rule, saved: _Saved, cotangents: TokenScores):
   logps, entropy = cotangents
   pulls = Pulls(_materialised(logps, targets.shape), _array_or_none(entropy))
   if saved.slope is not None:
-    return (saved.slope * pulls.logps[..., None]).astype(hidden.dtype), None, None
+    pull = pulls.logps[..., None]
+    # Not 0 * inf, where float16 cannot hold a slope that nobody asks for.
+    d_hidden = jnp.where(pull == 0, 0.0, saved.slope * pull)
+    return d_hidden.astype(hidden.dtype), None, None
   rule = rule._replace(
     entropy=False,
     hidden=saved.wanted[0] is not None,
@@ -199,7 +198,7 @@ def _scores_backward(rule: Rule, saved: _Saved, cotangents: TokenScores):
     )
     size = jnp.where(size > 0, size, 1.0)
     pulls = jax.tree.map(lambda x: x / size, pulls)
-  part = vocab_chunks.run(hidden, unembed, targets, pulls, rule, saved.soft)
+  part = vocab_chunks.run(hidden, unembed, targets, pulls, rule)
 
   def scaled(gradient):
     if gradient is None or size is None:

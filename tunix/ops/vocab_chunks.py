@@ -1,8 +1,7 @@
 """Log-probabilities and entropies of tokens, and their gradients, chunk by chunk.
 
 `run` scans over chunks of tokens, so that only [chunk, V] logits are alive. One pass
-gives the values, the gradients for cotangents that are known, or both. Where all tokens
-are one chunk, a pass may leave its softmax to the next one (`can_keep`).
+gives the values, the gradients for cotangents that are known, or both.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class Rule(NamedTuple):
     temperature: the distribution is softmax(logits / temperature).
     entropy: whether its entropy is wanted.
     hidden, unembed: whether their gradients are wanted.
-    keep: whether the softmax is handed out; only where `can_keep`.
   """
 
   layout: Layout
@@ -61,7 +59,6 @@ class Rule(NamedTuple):
   entropy: bool = False
   hidden: bool = False
   unembed: bool = False
-  keep: bool = False
 
 
 class Pulls(NamedTuple):
@@ -77,29 +74,24 @@ class Part(NamedTuple):
   Attributes:
     logps, entropy: [B, T] float32, in nats.
     d_hidden, d_unembed: sums over the tokens of cotangent times gradient.
-    soft: what a later pass over the same tokens need not compute again.
   """
 
   logps: Any
   entropy: Any
   d_hidden: Any
   d_unembed: Any
-  soft: Softmax | None = None
 
 
-class Softmax(NamedTuple):
-  """The distribution of a chunk, its target kept apart: exact where p is nearly 1.
+class _Softmax(NamedTuple):
+  """The distribution of a chunk, its target kept apart: exact where p is nearly 1."""
 
-  Outside of a pass the C tokens are [B, T].
-  """
-
-  capped: Any  # [C, V] logits before the temperature; kept for a soft cap only
-  centred: Any  # [C, V] logits / temperature, less their maximum; kept for entropies
-  column: Any  # [C] of the target; V where another shard holds it
-  at_target: Any  # [C] of `centred`
-  others: Any  # [C, V] exp(centred), 0 at the target
-  rest: Any  # [C] their sum
-  normaliser: Any  # [C]
+  capped: jax.Array  # [C, V] logits before the temperature
+  centred: jax.Array  # [C, V] logits / temperature, less their maximum
+  column: jax.Array  # [C] of the target; V where another shard holds it
+  at_target: jax.Array  # [C] of `centred`
+  others: jax.Array  # [C, V] exp(centred), 0 at the target
+  rest: jax.Array  # [C] their sum
+  normaliser: jax.Array  # [C]
 
 
 def soft_cap(x: jax.Array, cap: float) -> jax.Array:
@@ -112,27 +104,8 @@ def for_rows(layout: Layout, rows: int) -> Layout:
   return layout._replace(batch_axes=()) if rows % _batch_shards(layout) else layout
 
 
-def can_keep(hidden: jax.Array, unembed: jax.Array, rule: Rule) -> bool:
-  """Whether all tokens of a device are one chunk, and what `Rule.keep` hands out of
-  them is no larger than a chunk may be.
-
-  Not where the vocabulary is split: `Softmax.column` differs between its shards."""
-  layout = rule.layout
-  if layout.vocab_axis is not None:
-    return False
-  tokens = hidden.shape[0] * hidden.shape[1] // _batch_shards(layout)
-  vocab = unembed.shape[0 if layout.transposed else 1]
-  arrays = 1 + rule.entropy + (layout.softcap is not None)
-  return arrays * tokens * vocab * 4 <= layout.chunk_bytes
-
-
 def run(
-  hidden: jax.Array,
-  unembed: jax.Array,
-  targets: jax.Array,
-  pulls: Pulls,
-  rule: Rule,
-  soft: Softmax | None = None,
+  hidden: jax.Array, unembed: jax.Array, targets: jax.Array, pulls: Pulls, rule: Rule
 ) -> Part:
   """One pass over all tokens, on one device or under shard_map.
 
@@ -142,13 +115,13 @@ def run(
     targets: [B, T] in [0, V).
     pulls: what the gradients are weighted with.
     rule: what is wanted; its layout fits the batch (`for_rows`).
-    soft: of an earlier pass with `Rule.keep`.
   """
   layout = rule.layout
-  local = functools.partial(_local_pass, rule=rule)
   mesh = layout.mesh
-  if mesh is None or mesh.size == 1:
-    return local(hidden, unembed, targets, pulls, soft)
+  if mesh is None or mesh.size == 1:  # no axes to add up over
+    alone = layout._replace(mesh=None, batch_axes=(), vocab_axis=None)
+    rule = rule._replace(layout=alone)
+    return _local_pass(hidden, unembed, targets, pulls, rule=rule)
   # Each device gathers the unembedding once, works on its own tokens, and the
   # gradient of the unembedding is reduced once, not once a chunk.
   batch = PartitionSpec(layout.batch_axes or None)
@@ -159,15 +132,14 @@ def run(
     batch if rule.entropy else None,
     batch if rule.hidden else None,
     d_table if rule.unembed else None,
-    _soft_spec(layout) if rule.keep else None,
   )
   return jax.shard_map(
-    local,
+    functools.partial(_local_pass, rule=rule),
     mesh=mesh,
-    in_specs=(batch, table, batch, batch, None if soft is None else _soft_spec(layout)),
+    in_specs=(batch, table, batch, batch),
     out_specs=out_specs,
     check_vma=False,
-  )(hidden, unembed, targets, pulls, soft)
+  )(hidden, unembed, targets, pulls)
 
 
 def _batch_shards(layout: Layout) -> int:
@@ -175,12 +147,6 @@ def _batch_shards(layout: Layout) -> int:
   if layout.mesh is None:
     return 1
   return math.prod(layout.mesh.shape[axis] for axis in layout.batch_axes)
-
-
-def _soft_spec(layout: Layout) -> Softmax:
-  """How a Softmax that is kept is split."""
-  row = PartitionSpec(layout.batch_axes or None)
-  return Softmax(*[row] * 7)
 
 
 def table_spec(layout: Layout, columns: Any = None) -> PartitionSpec:
@@ -203,7 +169,7 @@ def scatter_axes(layout: Layout, dim: int) -> tuple[str, ...]:
   return layout.batch_axes
 
 
-def _local_pass(hidden, unembed, targets, pulls, soft, *, rule: Rule) -> Part:
+def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Part:
   """The tokens of one device, chunk by chunk."""
   layout = rule.layout
 
@@ -214,14 +180,14 @@ def _local_pass(hidden, unembed, targets, pulls, soft, *, rule: Rule) -> Part:
   vocab = unembed.shape[0 if layout.transposed else 1]
   start = jnp.zeros(unembed.shape, jnp.float32) if rule.unembed else None
   by_token, total = over_tokens(
-    chunk, (hidden, targets, pulls, soft), targets.shape, vocab, start, layout
+    chunk, (hidden, targets, pulls), targets.shape, vocab, start, layout
   )
-  logps, entropy, d_hidden, _, soft = by_token
+  logps, entropy, d_hidden, _ = by_token
   if d_hidden is not None:
     d_hidden = across(jax.lax.psum, d_hidden, layout).astype(hidden.dtype)
   if total is not None:
     total = reduce_table(total, layout, hidden.shape[-1]).astype(unembed.dtype)
-  return Part(logps, entropy, d_hidden, total, soft)
+  return Part(logps, entropy, d_hidden, total)
 
 
 def over_tokens(
@@ -286,10 +252,9 @@ def _chunks(tokens: int, vocab: int, chunk_bytes: int) -> tuple[int, int]:
   return count, math.ceil(tokens / count)
 
 
-def _chunk_pass(unembed, hidden, targets, pulls, soft, *, rule: Rule) -> Part:
+def _chunk_pass(unembed, hidden, targets, pulls, *, rule: Rule) -> Part:
   """Values and gradients of one chunk: hidden [C, D], targets and cotangents [C]."""
-  if soft is None:
-    soft = _softmax(unembed, hidden, targets, rule)
+  soft = _softmax(unembed, hidden, targets, rule)
   logps = soft.at_target - jnp.log(soft.normaliser)
   needs_entropy = rule.entropy or pulls.entropy is not None
   entropy = _entropy(soft, rule.layout) if needs_entropy else None
@@ -303,16 +268,7 @@ def _chunk_pass(unembed, hidden, targets, pulls, soft, *, rule: Rule) -> Part:
     if rule.unembed:
       to_table = "cv,cd->vd" if transposed else "cv,cd->dv"
       d_unembed = dot(to_table, d_logits, (factor * hidden).astype(hidden.dtype))
-  kept = _kept(soft, rule) if rule.keep else None
-  return Part(logps, entropy if rule.entropy else None, d_hidden, d_unembed, kept)
-
-
-def _kept(soft: Softmax, rule: Rule) -> Softmax:
-  """What `_pull_logits` will read."""
-  return soft._replace(
-    capped=None if rule.layout.softcap is None else soft.capped,
-    centred=soft.centred if rule.entropy else None,
-  )
+  return Part(logps, entropy if rule.entropy else None, d_hidden, d_unembed)
 
 
 def chunk_logits(hidden: jax.Array, unembed: jax.Array, layout: Layout) -> jax.Array:
@@ -322,7 +278,7 @@ def chunk_logits(hidden: jax.Array, unembed: jax.Array, layout: Layout) -> jax.A
   return logits if layout.softcap is None else soft_cap(logits, layout.softcap)
 
 
-def _softmax(unembed, hidden, targets, rule: Rule) -> Softmax:
+def _softmax(unembed, hidden, targets, rule: Rule) -> _Softmax:
   layout = rule.layout
   capped = chunk_logits(hidden, unembed, layout)
   logits = capped / rule.temperature
@@ -340,7 +296,7 @@ def _softmax(unembed, hidden, targets, rule: Rule) -> Softmax:
   rest = across(jax.lax.psum, jnp.sum(others, axis=-1), layout)
   column = jnp.where(held, column, vocab)
   normaliser = rest + jnp.exp(at_target)
-  return Softmax(capped, centred, column, at_target, others, rest, normaliser)
+  return _Softmax(capped, centred, column, at_target, others, rest, normaliser)
 
 
 def across(reduce: Any, x: jax.Array, layout: Layout) -> jax.Array:
@@ -348,7 +304,7 @@ def across(reduce: Any, x: jax.Array, layout: Layout) -> jax.Array:
   return x if layout.vocab_axis is None else reduce(x, layout.vocab_axis)
 
 
-def _entropy(soft: Softmax, layout: Layout) -> jax.Array:
+def _entropy(soft: _Softmax, layout: Layout) -> jax.Array:
   """log of the normaliser, less the mean of the centred logits; [C]."""
   mean = across(jax.lax.psum, jnp.sum(soft.others * soft.centred, axis=-1), layout)
   mean = (mean + jnp.exp(soft.at_target) * soft.at_target) / soft.normaliser
@@ -356,7 +312,7 @@ def _entropy(soft: Softmax, layout: Layout) -> jax.Array:
 
 
 def _pull_logits(
-  soft: Softmax, pulls: Pulls, entropy: jax.Array | None, rule: Rule, dtype: Any
+  soft: _Softmax, pulls: Pulls, entropy: jax.Array | None, rule: Rule, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
   """(factor [C, 1], d_logits [C, V] in `dtype`), whose product is the cotangent of
   the logits: the factor of a row goes onto the narrow side of the products.

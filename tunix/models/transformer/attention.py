@@ -68,7 +68,7 @@ class Attention(nnx.Module):
     cached: KeysValues | None = None,
     kind: Kind = 0,
   ) -> tuple[Float[Array, "B T D"], KeysValues]:
-    """Returns the output and the keys and values it looked at.
+    """Returns the output, and keys and values: [B, T, K, H], or the cache's buffers.
 
     Args:
       x: normalised input of the layer.
@@ -76,24 +76,24 @@ class Attention(nnx.Module):
       visible: who may look where. The layer's window is laid over it, counted in
         slots; without a cache `query_index` must count from 0.
       cached: [B, K, S, H] buffers that the new keys and values are written into at
-        `visible.query_index[0]`; what is returned has their shape.
+        `visible.query_index[0]`.
       kind: number of the layer's window; traced when the layers are scanned.
     """
     query, key, value = self._project(x)
     with jax.named_scope("rope"):
       query, key = rotate(query, sin_cos), rotate(key, sin_cos)
-    looked_at = key, value
+    keys_values = key, value
     if cached is not None:
       at = (0, 0, visible.query_index[0], 0)
       write = lambda buffer, new: jax.lax.dynamic_update_slice(
         buffer, _swap(new).astype(buffer.dtype), at
       )
-      looked_at = write(cached[0], key), write(cached[1], value)
-      key, value = map(_swap, looked_at)
+      keys_values = write(cached[0], key), write(cached[1], value)
+      key, value = map(_swap, keys_values)
     visible = dataclasses.replace(visible, aligned=cached is None)
     out = self._attend(query, key.astype(x.dtype), value.astype(x.dtype), visible, kind)
     with jax.named_scope("out_proj"):
-      return self.o_proj(out.reshape(*x.shape[:2], -1)), looked_at
+      return self.o_proj(out.reshape(*x.shape[:2], -1)), keys_values
 
   def _project(self, x):
     """Queries, keys and values by heads, the first two normalised."""
