@@ -1,15 +1,17 @@
 """The test world: CPU, as eight devices, set before anything imports jax.
 
 Compiling is most of what the suite costs, so LLVM's expensive passes are off (what XLA
-fuses and plans stays the same) and equal programs are compiled once for all workers and
-for the processes that tests start. The slow tests do without both.
+fuses and plans stays the same) and compiled programs are kept between runs, outside the
+tree: a program is compiled once for all workers, for the processes that tests start and
+for every later run. The slow tests do without both: they run what is shipped.
 """
 
-import atexit
+import hashlib
+import importlib.metadata
 import os
-import shutil
+import pathlib
+import platform
 import signal
-import tempfile
 
 import pytest
 
@@ -28,13 +30,28 @@ def pytest_configure(config: pytest.Config) -> None:
   is_worker = "PYTEST_XDIST_WORKER" in os.environ
   if is_worker or "not slow" not in config.option.markexpr:
     return
-  programs = tempfile.mkdtemp(prefix="tunix-tests-")
-  atexit.register(shutil.rmtree, programs, True)
   os.environ |= {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_COMPILATION_CACHE_DIR": programs,
+    "JAX_COMPILATION_CACHE_DIR": str(_programs()),
   }
+
+
+def _programs() -> pathlib.Path:
+  """Where compiled programs lie: one folder a JAX, a Python and a kind of processor,
+  since a program built for another one may not run. `TUNIX_TEST_CACHE` moves it."""
+  cpu = pathlib.Path("/proc/cpuinfo")
+  flags = (
+    [x for x in cpu.read_text().splitlines() if x.startswith("flags")][:1]
+    if (cpu.exists())
+    else [platform.processor()]
+  )
+  kind = hashlib.sha256(repr((platform.machine(), flags)).encode()).hexdigest()[:8]
+  versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
+  root = (
+    os.environ.get("TUNIX_TEST_CACHE") or pathlib.Path.home() / ".cache/tunix-tests"
+  )
+  return pathlib.Path(root) / "-".join([*versions, platform.python_version(), kind])
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
