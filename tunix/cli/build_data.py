@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -150,6 +152,23 @@ def reading(config: Config, *, training: bool) -> Reading:
     alone = training and config.distill.on_policy_fraction == 1
     return _PROMPTS if alone else _ANSWERED
   return _READINGS[config.job]
+
+
+@contextlib.contextmanager
+def naming(keys: Mapping[str, str]) -> Iterator[None]:
+  """What the data layer says of its arguments, said of the keys that they come from.
+
+  Args:
+    keys: argument -> key, besides those of the section `data`.
+  """
+  names = {"overlong": "data.overlong", "chat": "data.chat", **keys}
+  try:
+    yield
+  except ValueError as error:
+    words = "|".join(names)
+    pattern = rf"(?<![\w.])(?:{words})(?= is | \d|: | to )"
+    text = re.sub(pattern, lambda match: names[match[0]], str(error))
+    raise ValueError(text) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

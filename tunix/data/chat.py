@@ -114,17 +114,39 @@ def render_prompt(
     ValueError: see `render`.
   """
   chat = tokenizer.has_chat_template() if chat is None else chat
+  text = prompt_text(
+    prompt, tokenizer, where=where, chat=chat, template_kwargs=template_kwargs
+  )
+  plain = isinstance(prompt, str) and not chat
   try:
-    if isinstance(prompt, str) and not chat:
-      return _tokenise([Segment(prompt, False)], tokenizer, add_eos=False, add_bos=True)
+    return _tokenise([Segment(text, False)], tokenizer, add_eos=False, add_bos=plain)
+  except ValueError as error:
+    raise ValueError(f"{where}: {error}") from error
+
+
+def prompt_text(
+  prompt: str | Sequence[Message],
+  tokenizer: TokenizerAdapter,
+  *,
+  where: str = "record",
+  chat: bool | None = None,
+  template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+  """The text that a model continues; chats end with the header of the answer.
+
+  Args, Raises: see `render_prompt`.
+  """
+  chat = tokenizer.has_chat_template() if chat is None else chat
+  if isinstance(prompt, str) and not chat:
+    return prompt
+  try:
     _check_template(tokenizer, chat)
-    text = tokenizer.apply_chat_template(
+    return tokenizer.apply_chat_template(
       _shown(_conversation(prompt, [])),
       True,
       now=TEMPLATE_DATE,
       **(template_kwargs or {}),
     )
-    return _tokenise([Segment(text, False)], tokenizer, add_eos=False)
   except ValueError as error:
     raise ValueError(f"{where}: {error}") from error
 

@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -106,13 +106,19 @@ class JsonlRecords(Sequence[dict[str, Any]]):
     Raises:
       ValueError: for the first record that is wrong.
     """
-    kinds = collections.Counter[str]()
+    return dict(collections.Counter(kind for _, kind in self._checked()))
+
+  def __iter__(self) -> Iterator[dict[str, Any]]:
+    """All records, in one pass over the file."""
+    return (record for record, _ in self._checked())
+
+  def _checked(self) -> Iterator[tuple[dict[str, Any], str]]:
+    """Every record with its kind."""
     with self.path.open("rb") as file:
-      records = (line for line in file if line.strip())
-      for index, line in enumerate(records):
+      for index, line in enumerate(line for line in file if line.strip()):
         where = self.where(index)
-        kinds[self.form.check(_parsed(line, where, self.form), where)] += 1
-    return dict(kinds)
+        record = _parsed(line, where, self.form)
+        yield record, self.form.check(record, where)
 
 
 def _index(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, str]:
