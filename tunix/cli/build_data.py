@@ -13,7 +13,7 @@ import jax
 
 import tunix
 from tunix.cli import fingerprints
-from tunix.cli.schema import Config
+from tunix.cli.settings import RowSettings
 from tunix.data import answer_formats, formats, pipeline
 from tunix.data.answer_scan import AnswerReport, scan_answers
 from tunix.data.answer_source import AnswerSource, Kind
@@ -37,13 +37,13 @@ class Reading:
 
   form: Form
   report: type
-  scan: Callable[[Config, TokenizerAdapter, JsonlRecords], Any]
-  batches: Callable[[Config, TokenizerAdapter, JsonlRecords, dict[str, Any]], Any]
-  limits: Callable[[Config], Any]
+  scan: Callable[[Any, TokenizerAdapter, JsonlRecords], Any]
+  batches: Callable[[Any, TokenizerAdapter, JsonlRecords, dict[str, Any]], Any]
+  limits: Callable[[Any], Any]
 
 
 def _scan_examples(
-  config: Config, tokenizer: TokenizerAdapter, records: JsonlRecords
+  config: Any, tokenizer: TokenizerAdapter, records: JsonlRecords
 ) -> Report:
   keys = config.data
   return scan(
@@ -58,7 +58,7 @@ def _scan_examples(
 
 
 def _example_batches(
-  config: Config,
+  config: Any,
   tokenizer: TokenizerAdapter,
   records: JsonlRecords,
   stream: dict[str, Any],
@@ -76,7 +76,7 @@ def _example_batches(
   )
 
 
-def _answer_keys(config: Config) -> dict[str, str]:
+def _answer_keys(config: Any) -> dict[str, str]:
   """The keys that settings of an `AnswerSource` come from."""
   own = {n: f"preference.{n}" for n in ("max_prompt_length", "max_response_length")}
   own["unusable"] = "preference.unusable"
@@ -84,18 +84,17 @@ def _answer_keys(config: Config) -> dict[str, str]:
     own = {
       "max_prompt_length": "rollout.max_prompt_length",
       "max_response_length": "rollout.max_tokens_to_generate",
-      "unusable": "",  # is what `preference` says, which the job does not read
     }
   return own | {"overlong": "data.overlong"}
 
 
-def _answer_settings(config: Config) -> dict[str, Any]:
+def _answer_settings(config: Any) -> dict[str, Any]:
   keys = _answer_keys(config).items()
-  return {name: operator.attrgetter(key)(config) for name, key in keys if key}
+  return {name: operator.attrgetter(key)(config) for name, key in keys}
 
 
 def _source(
-  config: Config, tokenizer: TokenizerAdapter, records: JsonlRecords, kind: Kind
+  config: Any, tokenizer: TokenizerAdapter, records: JsonlRecords, kind: Kind
 ) -> AnswerSource:
   data = config.data
   return AnswerSource(
@@ -145,9 +144,12 @@ _READINGS: dict[str, Reading] = {
 }
 
 
-def reading(config: Config, *, training: bool) -> Reading:
+_ANSWERED_JOBS = ("dpo", "orpo", "kto", "reward")
+
+
+def reading(config: Any, *, training: bool) -> Reading:
   """How the run's records are read, those to train on or those to evaluate."""
-  if config.is_on_policy:
+  if config.job == "distill" and config.is_on_policy:
     # Evaluation compares on the same responses every time: those of the data.
     alone = training and config.distill.on_policy_fraction == 1
     return _PROMPTS if alone else _ANSWERED
@@ -192,7 +194,7 @@ class RunData:
   num_steps: int | None
 
 
-def open_records(config: Config) -> dict[str, JsonlRecords]:
+def open_records(config: Any) -> dict[str, JsonlRecords]:
   """The files of `data.train` and `data.eval`, indexed and not checked yet.
 
   Raises:
@@ -210,7 +212,7 @@ def open_records(config: Config) -> dict[str, JsonlRecords]:
 
 
 def scan_records(
-  config: Config, tokenizer: TokenizerAdapter, records: dict[str, JsonlRecords]
+  config: Any, tokenizer: TokenizerAdapter, records: dict[str, JsonlRecords]
 ) -> dict[str, Any]:
   """Checks the structure of every record, then renders and tokenises them, as far as
   `data.scan_limit` asks for.
@@ -227,7 +229,7 @@ def scan_records(
 
 
 def build_data(
-  config: Config, tokenizer: TokenizerAdapter, known: Mapping[str, Any] | None = None
+  config: Any, tokenizer: TokenizerAdapter, known: Mapping[str, Any] | None = None
 ) -> RunData:
   """Opens, checks and scans the records, and makes batches of them.
 
@@ -266,7 +268,7 @@ def build_data(
 
 
 def _scan_key(
-  config: Config, how: Reading, part: JsonlRecords, prints: Mapping[str, str]
+  config: Any, how: Reading, part: JsonlRecords, prints: Mapping[str, str]
 ) -> str:
   """A digest of all that a scan's report depends on."""
   keys = config.data
@@ -279,7 +281,7 @@ def _scan_key(
 
 
 def _known_reports(
-  config: Config, known: Mapping[str, Any], keys: Mapping[str, str]
+  config: Any, known: Mapping[str, Any], keys: Mapping[str, str]
 ) -> dict[str, Any]:
   return {
     name: reading(config, training=name == "train").report(**known[name]["report"])
@@ -289,7 +291,7 @@ def _known_reports(
 
 
 def batches(
-  config: Config, tokenizer: TokenizerAdapter, records: JsonlRecords, *, training: bool
+  config: Any, tokenizer: TokenizerAdapter, records: JsonlRecords, *, training: bool
 ) -> Iterable[Any]:
   """Micro-batches for training (shuffled, for all epochs) or evaluation (once)."""
   keys = config.data
@@ -305,27 +307,30 @@ def batches(
   return reading(config, training=training).batches(config, tokenizer, records, stream)
 
 
-def settle(config: Config) -> Config:
+def settle(config: Any) -> Any:
   """The configuration with the number of epochs written out."""
   data = dataclasses.replace(config.data, num_epochs=epochs(config))
   return dataclasses.replace(config, data=data)
 
 
-def epochs(config: Config) -> int | None:
+def epochs(config: Any) -> int | None:
   """Passes over the data; None: as many as `training.max_steps` needs."""
   if config.data.num_epochs is None and config.training.max_steps is None:
     return 1
   return config.data.num_epochs
 
 
-def count_steps(config: Config, report: Report | AnswerReport) -> int | None:
+def count_steps(config: Any, report: Report | AnswerReport) -> int | None:
   """Optimizer steps of a run; None when packing or an incomplete scan hides them."""
   limit, passes = config.training.max_steps, epochs(config)
   if passes is None:
     return limit
-  drops = "drop" in (config.data.overlong, config.preference.unusable)
+  drops = config.data.overlong == "drop" or (
+    config.job in _ANSWERED_JOBS and config.preference.unusable == "drop"
+  )
   countable = report.scanned == report.records or not drops
-  if config.data.packing or not countable:
+  packed = isinstance(config.data, RowSettings) and config.data.packing
+  if packed or not countable:
     return limit
   kept = report.kept if report.scanned == report.records else report.records
   # Both divisions round up: the last batch and the last step may be smaller.

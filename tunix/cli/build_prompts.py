@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from tunix.cli import algorithms, build_data, fingerprints, rewards
+from tunix.cli import build_data, fingerprints, keys, rewards
 from tunix.cli.build_data import RunData
-from tunix.cli.schema import Config
 from tunix.data import prompts
 from tunix.data.prompts import PromptBatches, PromptReport, Row
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 
-def build_prompts(config: Config, tokenizer: TokenizerAdapter) -> RunData:
+def build_prompts(config: Any, tokenizer: TokenizerAdapter) -> RunData:
   """Reads and checks the prompts, renders them, and makes batches of them.
 
   Raises:
     FileNotFoundError, ValueError: something about files, records or rewards is wrong.
   """
-  keys = config.data
-  if keys.train is None:
+  source = config.data
+  if source.train is None:
     raise ValueError("data.train is not set: give a file of JSON lines with prompts")
-  algorithms.algorithm_config(config)  # or says what is wrong with it
-  rewards.check(config)
+  rewards.check(config.reward)
   batches, reports, prints = {}, {}, {}
-  files = {"train": keys.train, "eval": keys.eval}
+  files = {"train": source.train, "eval": source.eval}
   for name, path in files.items():
     if path is None:
       continue
@@ -34,9 +33,9 @@ def build_prompts(config: Config, tokenizer: TokenizerAdapter) -> RunData:
       rows, reports[name] = records.within(
         config.rollout.max_prompt_length,
         tokenizer,
-        overlong="error" if keys.overlong == "error" else "drop",
-        chat=keys.chat,
-        template_kwargs=keys.template_args,
+        overlong="error" if source.overlong == "error" else "drop",
+        chat=source.chat,
+        template_kwargs=source.template_args,
       )
     batches[name] = _batches(rows, config, training=name == "train")
   return RunData(
@@ -47,41 +46,42 @@ def build_prompts(config: Config, tokenizer: TokenizerAdapter) -> RunData:
     fingerprints=fingerprints.of_inputs(config, tokenizer, {})
     | prints
     | fingerprints.of_base(config)
-    | {"reward_functions": rewards.digest(config)}
+    | {"reward_functions": rewards.digest(config.reward)}
     | _other_models(config),
     num_steps=count_steps(config, reports["train"]),
   )
 
 
-def _batches(rows: Sequence[Row], config: Config, *, training: bool) -> PromptBatches:
-  keys = config.training
+def _batches(rows: Sequence[Row], config: Any, *, training: bool) -> PromptBatches:
+  sizes = config.training
   if not training:
-    size = keys.eval_batch_size or keys.global_batch_size
-    return PromptBatches(rows, size, seed=None, epochs=1)
+    return PromptBatches(rows, sizes.eval_rows, seed=None, epochs=1)
   seed = config.seed if config.data.shuffle else None
   epochs = build_data.epochs(config)
-  return PromptBatches(rows, keys.global_batch_size, seed=seed, epochs=epochs)
+  return PromptBatches(rows, sizes.global_batch_size, seed=seed, epochs=epochs)
 
 
-def _other_models(config: Config) -> dict[str, str]:
+def _other_models(config: Any) -> dict[str, str]:
   """Digests of the models besides the one that is trained."""
-  critic = config.rl.critic if config.rl.critic != "actor" else None
+  flat = keys.flatten(config)
+  places = {
+    "reference": "rl.reference",
+    "critic": "rl.critic",
+    "reward": "reward.model",
+  }
+  paths = {name: flat.get(key) for name, key in places.items()}
   return fingerprints.of_models(
-    {
-      "reference": config.rl.reference,
-      "reward": config.reward.model,
-      "critic": critic,
-    }
+    {name: path for name, path in paths.items() if (name, path) != ("critic", "actor")}
   )
 
 
-def count_steps(config: Config, report: PromptReport) -> int | None:
+def count_steps(config: Any, report: PromptReport) -> int | None:
   """Updates of a run; None where dynamic sampling hides them.
 
   Mini-batches that would weigh nothing are left out, so that there may be fewer.
   """
   limit, passes = config.training.max_steps, build_data.epochs(config)
-  algorithm = algorithms.algorithm_config(config)
+  algorithm = config.algorithm
   if passes is None or getattr(algorithm, "dynamic_sampling", False):
     return limit
   size = config.training.global_batch_size

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tunix.cli import build, build_data, build_prompts, config as config_lib
 from tunix.cli.build_data import RunData
-from tunix.cli.schema import Config
+from tunix.cli.jobs.rl import RLRun
+from tunix.cli.settings import RunSettings
 from tunix.data import answer_view, supervision
 from tunix.rl.pipeline import PROMPTS
 
@@ -44,7 +45,7 @@ def _show(argv: list[str]) -> None:
   rows, rest = _take_rows(argv)
   config = config_lib.load(rest)
   tokenizer = build.build_tokenizer(config)
-  if config.is_rl:
+  if isinstance(config, RLRun):
     _show_prompts(build_prompts.build_prompts(config, tokenizer), rows)
     return
   records = build_data.open_records(config)["train"]
@@ -59,9 +60,9 @@ def _show(argv: list[str]) -> None:
 
 
 def _scan(argv: list[str]) -> None:
-  config: Config = config_lib.load(argv)
+  config: RunSettings = config_lib.load(argv)
   tokenizer = build.build_tokenizer(config)
-  if config.is_rl:
+  if isinstance(config, RLRun):
     reports: Mapping[str, object] = build_prompts.build_prompts(
       config, tokenizer
     ).reports

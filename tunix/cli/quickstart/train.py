@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import jax
 
-from tunix.cli import config as config_lib, jobs, train_main
+from tunix.cli import config as config_lib, train_main
+from tunix.cli.jobs import rl
 from tunix.cli.plots import Series
 from tunix.cli.quickstart import task
 from tunix.cli.quickstart.data import QuickstartData
@@ -27,7 +28,7 @@ _WARMUP = 0.1  # share of the steps
 _EVALUATIONS = 5
 
 # What the curves show of a stage: {stage: metric}.
-METRICS = {"sft": "loss", "grpo": jobs.REWARD}
+METRICS = {"sft": "loss", "grpo": rl.REWARD}
 
 # All keys and their meanings: `tunix train --help` names the file.
 _CONFIGS = {
