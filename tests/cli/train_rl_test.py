@@ -174,7 +174,7 @@ def test_another_reward_or_other_prompts_cannot_resume(keys, files, tmp_path, ca
     ({"mini_batch_size": 1}, "did you mean rl.mini_batch_size?"),
     (
       {"algorithm__gamma": 0.9},
-      "algorithm.gamma is 0.9, and the algorithm 'grpo' does not read it",
+      "algorithm.gamma is 0.9, and the job 'grpo' does not read it",
     ),
     ({"algorithm__max_refills": 3}, "it belongs to the algorithm dapo"),
     ({"algorithm__epsilon_c": 0.5}, "algorithm.epsilon_c is 0.5"),
@@ -191,7 +191,7 @@ def test_another_reward_or_other_prompts_cannot_resume(keys, files, tmp_path, ca
     ({"data__overlong": "truncate"}, "expected one of error, drop"),
     (
       {"rollout__temperature": 0},
-      "rollout.temperature is 0.0: greedy rollouts do not explore",
+      "rollout.temperature is 0: greedy rollouts do not explore",
     ),
     ({"rollout__max_prompt_length": 4}, "rollout.max_prompt_length is 4"),
     ({"rollout__engine_options": "{a: 1}"}, "the vanilla rollout has none"),
@@ -206,7 +206,7 @@ def test_another_reward_or_other_prompts_cannot_resume(keys, files, tmp_path, ca
     ({"reward__weights": "[1, 2]"}, "reward.weights has 2 numbers for 1"),
     ({"reward__weights": "[a]"}, "expected a list of numbers or null"),
     ({"reward__timeout_s": 2}, "set reward.workers"),
-    ({"job": "sft"}, "belongs to the jobs distill and grpo and ppo"),
+    ({"job": "sft"}, "it belongs to the jobs grpo and ppo"),
     ({"samples__max_groups": 0}, "samples.max_groups is 0"),
   ],
   ids=str,

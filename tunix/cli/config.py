@@ -25,6 +25,7 @@ from tunix.cli.convert import (
   Choice,
   convert,
   describe,
+  is_open,
   plain,
   section_of,
   takes_null,
@@ -210,14 +211,24 @@ def _merge(
   for key, value in layer.items():
     dotted = f"{prefix}{key}"
     origins[dotted] = origin
-    inner = value.value if isinstance(value, Argument) else value
+    inner = (
+      value.value if isinstance(value, Argument) and _holds_keys(dotted) else value
+    )
     if isinstance(inner, dict):
       old = values.get(key)
       values[key] = dict(old) if isinstance(old, dict) else {}
       _merge(values[key], inner, f"{dotted}.", origin, origins)
-    elif inner is not None or not _is_section(dotted):
+    elif _plain(value) is not None or not _is_section(dotted):
       values[key] = value
     # else a section without keys ("lora:"), which says nothing
+
+
+def _holds_keys(dotted: str) -> bool:
+  """Whether "{a: 1}" and "a: 1", typed for this key, are a mapping and not a text."""
+  known = known_keys().get(dotted, ())
+  return not known or any(
+    section_of(key.hint) is not None or is_open(key.hint) for _, _, key in known
+  )
 
 
 def _is_section(dotted: str) -> bool:
