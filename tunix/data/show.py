@@ -51,7 +51,7 @@ def check_supervision(batch: Any) -> int:
     raise ValueError(
       size + "input_mask is 0 everywhere; the records have no assistant turn or "
       "completion, all of them are marked as not trained, or the prompts fill the "
-      "maximum length (look with `tunix data show`)"
+      "maximum length (look at a batch with describe_batch)"
     )
   if not (mask * (segments != 0)).any():
     raise ValueError(

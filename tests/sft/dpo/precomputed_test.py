@@ -126,7 +126,7 @@ def test_writing_again_adds(tmp_path):
 
 
 def test_unknown_pairs_and_broken_files_are_named(tmp_path):
-  with pytest.raises(FileNotFoundError, match="write them with PrecomputedLogps.write"):
+  with pytest.raises(FileNotFoundError, match="or not all of them: write"):
     PrecomputedLogps(tmp_path)
   logps = PrecomputedLogps.write(tmp_path, preferences.model(), [preferences.pairs(0)])
   t = trainer(preferences.model(), logps)
