@@ -92,7 +92,7 @@ def scan(source: Source, limit: int | None = None) -> Report:
   stride = 1 if limit is None else -(-len(source) // limit)
   indices = range(0, len(source), stride)
   names = ("kept", "dropped", "truncated", "empty", "equal", "tokens", "trained_tokens")
-  counts = dict.fromkeys((*names, "desirable"), 0)
+  counts: dict[str, int] = dict.fromkeys((*names, "desirable"), 0)
   longest: dict[str, tuple[int, int]] = {}
   margin = None
   for index in indices:

@@ -108,18 +108,16 @@ def _contents(
   gaps = _between(messages, turns, render)
   if gaps is None:
     return None
-  halves = [
-    _between(messages, turns[parity::2], render) if turns[parity::2] else [full]
-    for parity in (0, 1)
-  ]
-  if halves[0] is None or halves[1] is None:
+  first = _between(messages, turns[::2], render)
+  second = _between(messages, turns[1::2], render) if turns[1:] else [full]
+  if first is None or second is None:
     return None
-  found: dict[int, Content] = {}
+  contents: dict[int, Content] = {}
   laid, left = "", gaps[0]  # the text so far, and what stood behind its last content
   for at, turn in enumerate(turns):
     before, after = gaps[at], gaps[at + 1]
     # This turn's text, where those beside it are replaced.
-    piece = halves[1 - at % 2][(at + 1) // 2]
+    piece = (first if at % 2 else second)[(at + 1) // 2]
     start = _common_prefix(piece, before)
     stop = max(start, len(piece) - _common_prefix(piece[::-1], after[::-1]))
     # Of the text between two turns the one before may have written the beginning in
@@ -129,10 +127,10 @@ def _contents(
       return None
     laid += before[cut:start]
     place = len(laid)
-    found[turn] = Content(place, place + stop - start, place + len(before) - start)
+    contents[turn] = Content(place, place + stop - start, place + len(before) - start)
     laid += piece[start:stop]
     left = piece[stop:]
-  return found if laid + left == full else None
+  return contents if laid + left == full else None
 
 
 def _between(
