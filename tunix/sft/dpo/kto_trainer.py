@@ -70,6 +70,7 @@ class KTOTrainer(PeftTrainer):
     self._kto_loss: Callable[..., Any] = functools.partial(
       kto.kto_loss, **config.loss_options
     )
+    self._means: Callable[[dict[str, Any]], dict[str, Any]] = kto.kto_metrics
     options = completions.options_of(config, tokenizer)
     self._reader = BatchReader(reading.read_labelled, options)
     super().__init__(model, optimizer, config, metrics_logger)
@@ -84,6 +85,7 @@ class KTOTrainer(PeftTrainer):
     """
     super().with_loss_fn(loss_fn, has_aux)
     self._kto_loss = completions.as_pair_loss(loss_fn, has_aux)
+    self._means = lambda aux: aux  # its metrics are not split by label
     return self
 
   def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Self:
@@ -160,10 +162,10 @@ class KTOTrainer(PeftTrainer):
     return weigh(loss, batch["weights"])
 
   def _post_process_train_step(self, aux: dict[str, Any]) -> dict[str, Any]:
-    return kto.kto_metrics(aux)
+    return self._means(aux)
 
   def _post_process_eval_step(self, aux: dict[str, Any]) -> dict[str, Any]:
-    return kto.kto_metrics(aux)
+    return self._means(aux)
 
 
 _estimate = jax.jit(kto.kl_estimate)
