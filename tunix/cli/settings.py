@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import Any, ClassVar, Literal
 
+from tunix.data.records import Kind
 from tunix.generate import chat_template
 from tunix.models.lora import LoraConfig
 from tunix.sft.config import CheckpointOptions, TrainingConfig
@@ -451,6 +452,27 @@ class RunSettings:
     if self.lora is None:
       return "full"
     return "adapter" if self.fits_adapter else "merged"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamRun(RunSettings):
+  """A run on records that are given, of whatever kind its job trains on."""
+
+  data: StreamSettings = StreamSettings()
+  training: MicroBatchSettings = MicroBatchSettings()
+
+  def kind(self, *, training: bool) -> Kind:
+    """What the records are, those to train on or those to evaluate."""
+    raise NotImplementedError
+
+  def row_keys(self, kind: Kind) -> dict[str, str]:
+    """What the data layer calls the sizes of rows -> the keys that set them."""
+    raise NotImplementedError
+
+  @property
+  def drops(self) -> bool:
+    """Whether records may be left out."""
+    return self.data.overlong == "drop"
 
 
 def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:

@@ -14,8 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.data import chat as chats, formats
-from tunix.data.formats import Form, JsonlRecords
+from tunix.data import chat as chats, records as record_kinds
+from tunix.data.jsonl import JsonlRecords
+from tunix.data.records import Kind, Record
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 Row = dict[str, Any]
@@ -135,9 +136,9 @@ def read_prompts(path: str | os.PathLike[str]) -> PromptRecords:
     FileNotFoundError: no such file.
     ValueError: no records, or one that is wrong; its line is named.
   """
-  records = JsonlRecords(path, Form(expected=_EXPECTED, check=_check))
+  records = JsonlRecords(path, WITH_COLUMNS)
   places = [records.where(index) for index in range(len(records))]
-  rows = [_row(record) for record in records]
+  rows = [{PROMPTS: read.prompt, **read.extra} for read in records.read()]
   for row, at in zip(rows, places):
     if row.keys() != rows[0].keys():
       raise ValueError(
@@ -147,10 +148,12 @@ def read_prompts(path: str | os.PathLike[str]) -> PromptRecords:
   return PromptRecords(rows=rows, places=places, fingerprint=records.fingerprint)
 
 
-def _check(record: Any, where: str) -> str:
+def _read(record: Any, where: str) -> Record:
   names = [name for name in _NAMES if isinstance(record, dict) and name in record]
   if len(names) != 1:
-    what = formats.fields_of(record) if isinstance(record, dict) else repr(record)[:60]
+    what = (
+      record_kinds.fields_of(record) if isinstance(record, dict) else repr(record)[:60]
+    )
     raise ValueError(f"{where}: {_EXPECTED}, found {what}")
   if taken := sorted(record.keys() & set(_TAKEN)):
     raise ValueError(
@@ -163,12 +166,17 @@ def _check(record: Any, where: str) -> str:
   )
   if not prompt or not (isinstance(prompt, str) or messages):
     raise ValueError(f"{where}: the prompt is neither text nor messages; {_EXPECTED}")
-  return "prompt"
+  columns = {name: x for name, x in record.items() if name != names[0]}
+  return Record("prompt", prompt, {}, columns, None)
 
 
-def _row(record: Row) -> Row:
-  name = next(name for name in _NAMES if name in record)
-  return {PROMPTS: record[name], **{k: x for k, x in record.items() if k != name}}
+WITH_COLUMNS = Kind(
+  name="prompt with columns",
+  expected=_EXPECTED,
+  read=_read,
+  completions=(),
+  noun="prompts",
+)
 
 
 class PromptBatches:

@@ -17,12 +17,12 @@ from tunix.cli.jobs import sft
 from tunix.cli.jobs.job import Job
 from tunix.cli.settings import (
   Dtype,
-  MicroBatchSettings,
   RowSettings,
-  RunSettings,
+  StreamRun,
   at_least,
   data_axes,
 )
+from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind
 from tunix.distillation import vocabulary
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.on_policy_trainer import (
@@ -130,7 +130,7 @@ class StudentRollout(RolloutConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DistillRun(RunSettings):
+class DistillRun(StreamRun):
   """Distillation.
 
   Attributes:
@@ -140,7 +140,6 @@ class DistillRun(RunSettings):
 
   job: Literal["distill"] = "distill"
   data: RowSettings = dataclasses.field(default=RowSettings())
-  training: MicroBatchSettings = dataclasses.field(default=MicroBatchSettings())
   distill: DistillSettings = DistillSettings()
   rollout: StudentRollout = StudentRollout()
 
@@ -148,6 +147,23 @@ class DistillRun(RunSettings):
   def is_on_policy(self) -> bool:
     """Whether the student writes responses that the teacher judges."""
     return self.distill.on_policy_fraction is not None
+
+  def kind(self, *, training: bool) -> Kind:
+    """Examples, or prompts that the student answers."""
+    if not self.is_on_policy:
+      return SFT
+    # Evaluation compares on the same completions every time: those of the data.
+    alone = training and self.distill.on_policy_fraction == 1
+    return PROMPTS if alone else ANSWERED
+
+  def row_keys(self, kind: Kind) -> dict[str, str]:
+    """Rows of one length, or as long as the student's."""
+    if kind is SFT:
+      return {"max_length": "data.max_length"}
+    return {
+      "max_prompt_length": "rollout.max_prompt_length",
+      "max_completion_length": "rollout.max_tokens_to_generate",
+    }
 
 
 def strategy(config: DistillRun) -> LogitStrategy | PolicyGradientStrategy:
@@ -231,7 +247,7 @@ def _on_policy_options(config: DistillRun, **options: Any) -> OnPolicyConfig:
 
 
 def as_prompts(batch: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
-  """A batch of `AnswerSource.stack` as the on-policy trainer takes it: token ids of
+  """A batch of `rows.SideBySide` as the on-policy trainer takes it: token ids of
   prompts, and of completions if there are any, without rows of padding."""
   real = np.flatnonzero(batch["weights"])
 
@@ -239,7 +255,7 @@ def as_prompts(batch: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
     tokens, mask = batch[f"{name}_ids"], batch[f"{name}_mask"] != 0
     return [tokens[row][mask[row]] for row in real]
 
-  names = {"prompts": "prompt", "completions": "response"}
+  names = {"prompts": "prompt", "completions": "completion"}
   return {ours: ids(name) for ours, name in names.items() if f"{name}_ids" in batch}
 
 

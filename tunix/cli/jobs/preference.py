@@ -14,8 +14,9 @@ from jax.sharding import Mesh
 from tunix.cli import build, build_data, fingerprints
 from tunix.cli.build_data import RunData
 from tunix.cli.jobs.job import Job
-from tunix.cli.settings import MicroBatchSettings, RunSettings, StreamSettings
-from tunix.data.answer_scan import AnswerReport
+from tunix.cli.settings import StreamRun
+from tunix.data.records import LABELLED, PAIRS, Kind
+from tunix.data.scan import Report
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.sft.config import Schedule, TrainingConfig
@@ -117,7 +118,7 @@ class RewardModelSettings(ResponseSettings, RewardConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreferenceRun(RunSettings):
+class PreferenceRun(StreamRun):
   """What the jobs that learn from preferences share.
 
   Attributes:
@@ -128,9 +129,28 @@ class PreferenceRun(RunSettings):
     "data.max_length": "use preference.max_prompt_length and max_response_length",
   }
 
-  data: StreamSettings = dataclasses.field(default=StreamSettings())
-  training: MicroBatchSettings = dataclasses.field(default=MicroBatchSettings())
+  records: ClassVar[Kind] = PAIRS
+
   preference: ResponseSettings = ResponseSettings()
+
+  def kind(self, *, training: bool) -> Kind:
+    """Pairs or labelled responses, always."""
+    del training
+    return self.records
+
+  def row_keys(self, kind: Kind) -> dict[str, str]:
+    """Prompt and response have a length each."""
+    del kind
+    return {
+      "max_prompt_length": "preference.max_prompt_length",
+      "max_completion_length": "preference.max_response_length",
+      "unusable": "preference.unusable",
+    }
+
+  @property
+  def drops(self) -> bool:
+    """Whether records may be left out."""
+    return super().drops or self.preference.unusable == "drop"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,6 +172,8 @@ class ORPORun(PreferenceRun):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KTORun(PreferenceRun):
   """KTO."""
+
+  records: ClassVar[Kind] = LABELLED
 
   job: Literal["kto"] = "kto"
   preference: KTOSettings = KTOSettings()
@@ -216,7 +238,7 @@ def build_labelled_data(
       one label, from which KTO learns nothing but to raise or to lower all of them.
   """
   data = build_compared_data(config, tokenizer, known)
-  report: AnswerReport = data.reports["train"]
+  report: Report = data.reports["train"]
   if not report.desirable or not report.undesirable:
     label = "true" if report.desirable else "false"
     raise ValueError(
@@ -226,7 +248,7 @@ def build_labelled_data(
   return data
 
 
-def balance_note(config: KTORun, report: AnswerReport) -> str | None:
+def balance_note(config: KTORun, report: Report) -> str | None:
   """What to do about labels of which one kind outweighs the other; None: nothing."""
   made = config.preference
   assert report.desirable

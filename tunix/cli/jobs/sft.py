@@ -7,18 +7,29 @@ from typing import Any, Literal
 
 from tunix.cli import build
 from tunix.cli.jobs.job import Job
-from tunix.cli.settings import MicroBatchSettings, RowSettings, RunSettings
+from tunix.cli.settings import RowSettings, StreamRun
+from tunix.data import records
+from tunix.data.records import Kind
 from tunix.sft.config import TrainingConfig
 from tunix.sft.peft_trainer import PeftTrainer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SFTRun(RunSettings):
+class SFTRun(StreamRun):
   """Supervised fine-tuning."""
 
   job: Literal["sft"] = "sft"
   data: RowSettings = dataclasses.field(default=RowSettings())
-  training: MicroBatchSettings = dataclasses.field(default=MicroBatchSettings())
+
+  def kind(self, *, training: bool) -> Kind:
+    """Examples, always."""
+    del training
+    return records.SFT
+
+  def row_keys(self, kind: Kind) -> dict[str, str]:
+    """Rows have one length."""
+    del kind
+    return {"max_length": "data.max_length"}
 
 
 def _build(
