@@ -44,12 +44,13 @@ VALUES = {
   "distill.strategy": "logit",
   "algorithm.kl_method": "k2",
   "algorithm.num_generations": 6,
+  "algorithm.epsilon": 0.25,
   "algorithm.epsilon_low": 0.125,
   "algorithm.epsilon_high": 0.625,
   "algorithm.epsilon_c": 9.0,
   "algorithm.loss_algo": "cispo",
   "algorithm.loss_agg_mode": "sequence-mean-token-sum",
-  "algorithm.advantage_estimator": "group_centered",
+  "algorithm.advantage_estimator": "batch_normalized",
   "algorithm.gamma": 0.5,
   "algorithm.gae_lambda": 0.5,
 }
@@ -70,6 +71,7 @@ NEEDS = {
 # Another key's name, a name of one value, or one that the algorithm fixes.
 FIXED = {
   ("grpo", "rloo"): {"loss_algo", "loss_agg_mode", "kl_corrected"},
+  ("grpo", "cispo"): {"loss_algo", "epsilon_c"},
   ("ppo", "ppo"): {"advantage_estimator", "kl_corrected"},
 }
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tunix.cli import build, build_data, build_prompts, config as config_lib
 from tunix.cli.build_data import RunData
-from tunix.cli.jobs.rl import RLRun
-from tunix.cli.settings import RunSettings
+from tunix.cli.settings import StreamRun
 from tunix.data import show
 from tunix.rl.pipeline import PROMPTS
 
@@ -45,7 +44,7 @@ def _show(argv: list[str]) -> None:
   rows, rest = _take_rows(argv)
   config = config_lib.load(rest)
   tokenizer = build.build_tokenizer(config)
-  if isinstance(config, RLRun):
+  if not isinstance(config, StreamRun):
     _show_prompts(build_prompts.build_prompts(config, tokenizer), rows)
     return
   records = build_data.open_records(config)["train"]
@@ -60,9 +59,9 @@ def _show(argv: list[str]) -> None:
 
 
 def _scan(argv: list[str]) -> None:
-  config: RunSettings = config_lib.load(argv)
+  config = config_lib.load(argv)
   tokenizer = build.build_tokenizer(config)
-  if isinstance(config, RLRun):
+  if not isinstance(config, StreamRun):
     reports: Mapping[str, object] = build_prompts.build_prompts(
       config, tokenizer
     ).reports

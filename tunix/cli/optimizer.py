@@ -41,7 +41,7 @@ def settle(config: RunSettings, num_steps: int | None) -> RunSettings:
   Raises:
     ValueError: an unknown schedule or argument, or one that cannot be filled in.
   """
-  rate = config.training.learning_rate
+  rate: Any = config.training.learning_rate
   if config.schedule.name is None:
     return _with_rate(config, _default_rate(config) if rate is None else rate)
   name, args = config.schedule.name, dict(config.schedule.args)
@@ -125,14 +125,16 @@ def build_optimizer(
   return optax.chain(optax.clip_by_global_norm(config.training.max_grad_norm), tx)
 
 
-def build_critic_optimizer(config: RunSettings) -> optax.GradientTransformation:
-  """The same for a critic: at `rl.critic_learning_rate`, where that is set, instead of
-  `training.learning_rate`; a schedule is scaled as a whole.
+def build_critic_optimizer(
+  config: RunSettings, own: float | None
+) -> optax.GradientTransformation:
+  """The same for a critic: at `own`, `rl.critic_learning_rate`, where that is set,
+  instead of `training.learning_rate`; a schedule is scaled as a whole.
 
   Raises:
     ValueError: see `build_optimizer`, or a schedule of rate 0 that cannot be scaled.
   """
-  rate, own = build_schedule(config), config.rl.critic_learning_rate
+  rate = build_schedule(config)
   if own is None:
     return build_optimizer(config, rate)
   if not callable(rate):

@@ -128,9 +128,10 @@ def json_schema(job: str) -> dict[str, Any]:
 
 
 def _object(section: type) -> dict[str, Any]:
-  properties = {}
+  properties: dict[str, Any] = {}
   for name, key in keys.of(section).items():
     kind = section_of(key.hint)
+    value: dict[str, Any]
     if kind is None:
       value = json_type(key.hint)
     else:

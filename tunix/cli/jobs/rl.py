@@ -260,7 +260,9 @@ def build_learner(
   more: dict[str, Any] = {}
   if isinstance(config, PPORun):
     models["critic"] = _critic(config, model, mesh)
-    more["critic_optimizer"] = optimizer.build_critic_optimizer(config)
+    more["critic_optimizer"] = optimizer.build_critic_optimizer(
+      config, config.rl.critic_learning_rate
+    )
   if config.reward.model is not None:
     models["reward"] = automodel.AutoModel.from_pretrained(
       config.reward.model, mesh, dtype=config.model.dtype, num_scores=1
