@@ -137,7 +137,7 @@ def test_the_student_answers_itself(keys, tmp_path, capsys, eval_file):
   assert "eval data: 6 completions: 6 kept" in said
   argv = runs.arguments(**{k: v for k, v in keys.items() if v is not None})
   assert runs.tunix("data", "show", *argv, "--rows=1") == 0
-  assert "response, " in capsys.readouterr().out
+  assert "completion, " in capsys.readouterr().out
   argv += runs.arguments(**alone)
   assert runs.tunix("data", "show", *argv, "--rows=1") == 0
   shown = capsys.readouterr().out

@@ -144,7 +144,7 @@ def build_critic_optimizer(
       f"rl.critic_learning_rate is {own} and the schedule's rate 0, which cannot be "
       "scaled to it: give training.learning_rate"
     )
-  scale = own / config.training.learning_rate
+  scale = own / float(config.training.learning_rate)  # pyright: ignore[reportArgumentType]
   return build_optimizer(config, lambda step: scale * rate(step))
 
 
