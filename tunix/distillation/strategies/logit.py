@@ -93,7 +93,7 @@ class LogitStrategy(BaseStrategy):
     """Hidden states, logits, or the most likely words."""
     k = self.distill_top_k
     if self._teacher_layout is not None:
-      out = outputs.hidden_states(teacher_model, inputs)
+      out = outputs.states(teacher_model, inputs)
     elif not k:
       out = super().get_teacher_outputs(teacher_model, inputs)
     elif self.teacher_forward_fn is None:
@@ -114,7 +114,7 @@ class LogitStrategy(BaseStrategy):
         teacher_output = Unembedded(teacher_output, table, self._teacher_layout)
     if not self._is_chunked(student_model) or isinstance(teacher_output, jax.Array):
       return super().get_train_loss(student_model, teacher_output, inputs)
-    student, labels = outputs.unembedded(student_model, inputs), self.get_labels(inputs)
+    student, labels = outputs.output(student_model, inputs), self.get_labels(inputs)
     return self._weighted(self.compute_loss(student, teacher_output, labels), labels)
 
   def get_eval_loss(
@@ -123,7 +123,7 @@ class LogitStrategy(BaseStrategy):
     """See BaseStrategy."""
     if not self._is_own("compute_eval_loss") or not self._is_chunked(student_model):
       return super().get_eval_loss(student_model, inputs, teacher_output)
-    student, labels = outputs.unembedded(student_model, inputs), self.get_labels(inputs)
+    student, labels = outputs.output(student_model, inputs), self.get_labels(inputs)
     return self._weighted(self.compute_eval_loss(student, labels), labels)
 
   def compute_loss(
@@ -200,7 +200,9 @@ class LogitStrategy(BaseStrategy):
       methods.append("compute_eval_loss")
     own = all(self._is_own(name) for name in methods)
     functions = (self.student_forward_fn, self.labels_fn)
-    return own and functions == (None, None) and calling.gives_hidden(student)
+    return (
+      own and functions == (None, None) and not calling.adapt(student).builds_logits
+    )
 
   def _is_own(self, name: str) -> bool:
     """Whether a method is LogitStrategy's, and not overridden."""
@@ -208,7 +210,7 @@ class LogitStrategy(BaseStrategy):
     return method is getattr(LogitStrategy, name)
 
   def _gives_states(self, teacher: Any) -> bool:
-    model = isinstance(teacher, nnx.Module) and calling.gives_hidden(teacher)
+    model = isinstance(teacher, nnx.Module) and not calling.adapt(teacher).builds_logits
     return model and self.teacher_forward_fn is None and not self.distill_top_k
 
 
