@@ -7,7 +7,7 @@ the teacher's hidden states travel, and its unembedding lies beside the student'
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +88,13 @@ class LogitStrategy(BaseStrategy):
       teacher_table.detach(student_model)
       self._teacher_layout = None
     return student_model, teacher_model
+
+  def with_loss(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
+    """See BaseStrategy. The function gets logits, or a teacher's top k."""
+    strategy = super().with_loss(loss_fn, has_aux)
+    # The teacher's table may lie beside the student already; its logits travel now.
+    strategy._teacher_layout = None
+    return strategy
 
   def get_teacher_outputs(self, teacher_model: nnx.Module, inputs: Inputs) -> Any:
     """Hidden states, logits, or the most likely words."""
