@@ -256,8 +256,8 @@ def test_prompts_that_are_all_solved_at_the_end_end_the_run():
 def test_checkpoints_keep_their_cadence_over_several_updates(tmp_path):
   learner = saving(tmp_path, every=4, algorithm={"num_iterations": 3})
   steps = []
-  save = learner._checkpoints.save_state
-  learner._checkpoints.save_state = lambda step, *a, **k: (
+  save = learner._run._checkpoints.save_state
+  learner._run._checkpoints.save_state = lambda step, *a, **k: (
     steps.append(step),
     save(step, *a, **k),
   )

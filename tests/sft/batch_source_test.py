@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from tunix.sft.batch_source import BatchSource, eval_batches
+from tunix.sft.batch_source import BatchSource
 
 
 class Counting:
@@ -27,18 +27,6 @@ class Counting:
 
   def set_state(self, state):
     self.at = (state if self.kind is dict else json.loads(state))["at"]
-
-
-class Hooks:
-  def __init__(self, end):
-    self.end, self.at, self.trainers = end, 0, []
-
-  def load_next_train_batch(self, trainer):
-    self.trainers.append(trainer)
-    self.at += 1
-    return self.at if self.at <= self.end else None
-
-  load_next_eval_batch = load_next_train_batch
 
 
 def drain(source):
@@ -71,23 +59,11 @@ def test_data_that_ended_sooner_than_before_is_an_error():
     BatchSource([1, 2], saved={"drawn": 3})
 
 
-def test_hooks_supply_batches_and_get_the_trainer():
-  hooks = Hooks(2)
-  source = BatchSource(["not", "used"], hooks, "the trainer")
-  assert drain(source) == [1, 2] and set(hooks.trainers) == {"the trainer"}
-  assert source.from_hooks and source.state() == {"drawn": 2}
-  assert drain(BatchSource(None, Hooks(3), saved={"drawn": 2})) == [3]
-
-
-def test_eval_batches_end_at_none():
-  import numpy as np
-
-  class Arrays(Hooks):
-    def load_next_eval_batch(self, trainer):
-      self.at += 1
-      return np.full(3, self.at) if self.at <= 2 else None
-
-  assert [int(b[0]) for b in eval_batches(Arrays(2), None)] == [1, 2]
+def test_a_function_goes_before_the_data_and_is_resumed_by_skipping():
+  source = BatchSource(["not", "used"], iter([1, 2, None]).__next__)
+  assert drain(source) == [1, 2] and source.state() == {"drawn": 2}
+  again = BatchSource(None, iter([1, 2, 3, None]).__next__, saved={"drawn": 2})
+  assert drain(again) == [3]
 
 
 def test_no_data_at_all():

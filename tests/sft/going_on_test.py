@@ -151,7 +151,7 @@ def test_data_that_fails_loses_no_step(tmp_path):
   t = trainer(**options)
   with pytest.raises(ZeroDivisionError):
     t.train(data())
-  t._checkpoints.wait()
+  t._run._checkpoints.wait()
   assert trainer(**options).train_steps == 3
 
 

@@ -8,18 +8,21 @@ class TrainOnly(hooks.DataHooks):
     return "batch"
 
 
-def test_a_method_that_is_not_overridden_is_not_provided():
-  assert hooks.provides(TrainOnly(), "load_next_train_batch")
-  assert not hooks.provides(TrainOnly(), "load_next_eval_batch")
-  assert not hooks.provides(hooks.TrainingHooks(), "on_train_start")
+def test_a_method_that_is_not_overridden_is_no_callback():
+  found = hooks.callbacks(hooks.DataHooks, TrainOnly())
+  assert found["load_next_train_batch"]("trainer") == "batch"
+  assert found["load_next_eval_batch"] is None
+  names = {name for name in dir(hooks.TrainingHooks) if name.startswith("on_")}
+  for nothing in (None, hooks.TrainingHooks(), object()):
+    found = hooks.callbacks(hooks.TrainingHooks, nothing)
+    assert found == dict.fromkeys(names)
 
 
 def test_an_attribute_of_the_object_counts():
-  base = hooks.TrainingHooks()
-  assert not hooks.provides(base, "on_train_start")
   plain = type("Plain", (), {})()
   plain.on_train_start = lambda trainer: "seen"
-  assert hooks.provides(plain, "on_train_start")
+  found = hooks.callbacks(hooks.TrainingHooks, plain)
+  assert found["on_train_start"]("trainer") == "seen"
 
 
 @pytest.mark.parametrize(

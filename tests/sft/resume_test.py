@@ -177,7 +177,7 @@ def test_saving_and_restoring_by_hand(tmp_path):
   t.train_step(trainers.small(0))
   assert t.save_checkpoint() and not t.save_checkpoint(), "a step is saved once"
   kept = trainers.leaves(t.model)
-  t._checkpoints.wait()
+  t._run._checkpoints.wait()
   t.train_step(trainers.small(1))
   assert t.restore_checkpoint() and t.train_steps == 1
   assert trainers.equal(kept, trainers.leaves(t.model))
@@ -269,7 +269,7 @@ t = make(folder, model, checkpointing_options=options)
 class Full:
   def on_train_step_end(self, trainer, train_step, train_loss):
     if train_step == 3 and limit:
-      trainer._checkpoints.wait()
+      trainer._run._checkpoints.wait()
       signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
       resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 try:

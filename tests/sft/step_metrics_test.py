@@ -49,12 +49,15 @@ def test_the_state_holds_every_dispatched_step():
 
 def test_eval_means_are_weighted():
   _, report = reporter()
+  mean = lambda total, weight: WeightedSum(jnp.float32(total), jnp.float32(weight))
   parts = [
-    (WeightedSum(jnp.float32(6), jnp.float32(3)), {"a": jnp.float32(3)}),
-    (WeightedSum(jnp.float32(10), jnp.float32(1)), {"a": jnp.float32(5)}),
+    (mean(6, 3), {"a": mean(3, 3), "own": mean(1, 1), "empty": mean(0, 0)}),
+    (mean(10, 1), {"a": mean(5, 1), "own": mean(1, 3), "empty": mean(0, 0)}),
   ]
-  out = report.eval_means(parts, lambda aux: {"b": aux["a"]}, tokens=8)
-  assert out == {"loss": 4, "perplexity": math.exp(4), "b": 2}
+  out = report.eval_means(parts, lambda aux: {"b": aux.pop("a"), **aux}, tokens=8)
+  # What has weights of its own is divided by those: (1 + 1) / (1 + 3).
+  perplexity = math.exp(4)
+  assert out == {"loss": 4, "perplexity": perplexity, "b": 2, "own": 0.5, "empty": 0}
   assert "perplexity" not in report.eval_means(parts, lambda aux: aux, tokens=0)
   huge = [(WeightedSum(jnp.float32(1e4), jnp.float32(1)), {})]
   assert report.eval_means(huge, lambda aux: aux, tokens=1)["perplexity"] == math.inf

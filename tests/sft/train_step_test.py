@@ -92,6 +92,22 @@ def test_scalars_are_weighted_by_example_and_so_is_aux():
   assert float(metrics.aux["double"]) == 16
 
 
+def test_aux_with_weights_of_its_own_is_divided_by_them():
+  def loss(model, batch):
+    total = jnp.sum(batch["x"])
+    return weighted_loss(model, batch), {
+      "own": WeightedSum(total, total / 2),
+      "never": WeightedSum(total * 0, total * 0),
+    }
+
+  for groups in (
+    [group(batch([1, 3])), group(batch([10]))],
+    [group(batch([1]), batch([13]))],
+  ):
+    *_, metrics = run(loss, groups)
+    assert (float(metrics.aux["own"]), float(metrics.aux["never"])) == (2, 0)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_filler_leaves_no_trace(count):
   real = [batch([1, 2, 3])] * count
@@ -141,7 +157,7 @@ def test_eval_has_dropout_off_and_changes_nothing():
   step = make_eval_step(skeleton, lambda m, b: (weighted_loss(m, b), {"a": 3.0}))
   result, aux = step(params, rest, frozen, batch([1, 2, 3]))
   assert float(result.total) == 12 and float(result.weight) == 3
-  assert float(aux["a"]) == 9
+  assert (float(aux["a"].total), float(aux["a"].weight)) == (9, 3)
   assert int(rest["calls"]) == 0
   assert not model.dropout.deterministic
 
@@ -167,7 +183,12 @@ def test_what_a_loss_may_return():
   assert examples_in(data) == 5
   (total, weight), aux = weigh(jnp.float32(2), data)
   assert (float(total), float(weight), aux) == (10, 5, {})
-  assert weigh((WeightedSum(1, 2), {"a": 1}), data) == (WeightedSum(1, 2), {"a": 1})
+  # Of aux, scalars get the loss's weight and sums keep their own.
+  own = WeightedSum(3, 4)
+  assert weigh((WeightedSum(1, 2), {"a": 5, "b": own}), data) == (
+    WeightedSum(1, 2),
+    {"a": WeightedSum(10, 2), "b": own},
+  )
   with pytest.raises(TypeError, match=r"array of shape \(2,\): return a scalar mean"):
     weigh(jnp.ones(2), data)
   with pytest.raises(TypeError, match="returned 3 values"):

@@ -11,32 +11,29 @@ from tunix.rl import weight_sync
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.trainer import Trainer
 from tunix.rl.weight_sync import PolicyVersion
-from tunix.sft.checkpoint_manager import CheckpointManager
-from tunix.sft.run_state import RunState
-from tunix.utils import mesh as mesh_lib
+from tunix.sft.run_state import Position, RunState
 
 _PARTS = ("model_params", "model_rest", "optimizer_state")
 
 
 @dataclasses.dataclass
-class LearnerProgress:
-  """Where a learner stands, besides its trainers.
+class LearnerProgress(Position):
+  """Where a learner stands, besides its trainers; `data_state` is of the prompts.
 
   Attributes:
     rollouts: batches of rollouts that were learnt from.
-    evaluated_at: updates done at the last evaluation, -1 before the first.
     batch_rows: rows of the largest batch so far; smaller ones are filled up to it.
-    data_state: the place in the prompts.
     pending: prompts that were drawn and wait.
-    calls: finished calls of `train`.
   """
 
   rollouts: int = 0
-  evaluated_at: int = -1
   batch_rows: int = 0
-  data_state: dict[str, Any] | None = None
   pending: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-  calls: int = 0
+
+  def rewind(self) -> None:
+    """The next call starts the prompts anew."""
+    super().rewind()
+    self.pending = []
 
   def to_json(self) -> dict[str, Any]:
     """As JSON.
@@ -82,22 +79,21 @@ def of_run(
   )
 
 
-def restore(
-  cluster: RLCluster, checkpoints: CheckpointManager, identity: Mapping[str, Any]
-) -> LearnerProgress | None:
-  """Puts the newest checkpoint into the cluster; None when there is none.
+def form(cluster: RLCluster) -> RunState:
+  """The arrays of a run, for their shapes and layouts."""
+  return RunState(
+    **_nested({role: t.run_state()[0] for role, t in trainers(cluster).items()})
+  )
+
+
+def load(
+  cluster: RLCluster, step: int, state: RunState, identity: Mapping[str, Any]
+) -> LearnerProgress:
+  """Puts the checkpoint of a step into the cluster; returns where the learner stands.
 
   Raises:
     ValueError: it belongs to other models, or what must be the same is not.
   """
-  roles = trainers(cluster)
-  shapes = _nested({role: trainer.run_state()[0] for role, trainer in roles.items()})
-  with mesh_lib.use_mesh(mesh_lib.mesh_of(shapes["model_params"])):
-    found = checkpoints.restore_state(RunState(**shapes))
-  if found is None:
-    cluster.logger.restore(None)
-    return None
-  step, state = found
   if (saved := state.progress) is None or "learner" not in saved:
     raise ValueError(
       f"checkpoint {step} was not written by an RL learner: train into another folder"
@@ -109,7 +105,7 @@ def restore(
         f"checkpoint {step} belongs to a run with {name} {before}, here it is "
         f"{value}: resume with the models it was started with, or use another folder"
       )
-  for role, trainer in roles.items():
+  for role, trainer in trainers(cluster).items():
     part = {name: (getattr(state, name) or {}).get(role, {}) for name in _PARTS}
     trainer.load_run_state(RunState(**part), saved["trainers"][role])
   cluster.logger.restore(saved["metrics"])

@@ -107,6 +107,8 @@ class PromptSource:
   ):
     self._source = BatchSource(dataset, saved=place)
     self.pending = list(pending)
+    self._next: PromptBatch | None = None  # drawn, and not taken yet
+    self._ended = False
     self._committed = self._source.drawn, list(self.pending)
 
   @property
@@ -114,8 +116,23 @@ class PromptSource:
     """Batches drawn since the run began."""
     return self._source.drawn
 
+  def has_more(self) -> bool:
+    """Whether `take` gives a batch."""
+    if self._next is None and not self._ended:
+      self._next = self._draw()
+    return self._next is not None
+
   def take(self) -> PromptBatch | None:
     """The next batch, of the prompts that wait if there are any; None at the end."""
+    batch = self._next if self.has_more() else None
+    self._next = None
+    return batch
+
+  def end(self) -> None:
+    """Nothing more is taken of this source."""
+    self._ended = True
+
+  def _draw(self) -> PromptBatch | None:
     if self.pending:
       rows, self.pending = self.pending, []
       names = rows[0]
@@ -130,6 +147,7 @@ class PromptSource:
   def go_back(self) -> None:
     """Gives what was drawn since `commit` once more."""
     place, self.pending = self._committed
+    self._next, self._ended = None, False
     self._source.go_back(place)
 
   def give_back(self, batch: PromptBatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -136,18 +134,4 @@ def token_means(watched: dict[str, jax.Array], mask: jax.Array) -> Aux:
   return {
     name: aggregate(jax.lax.stop_gradient(value), mask)
     for name, value in watched.items()
-  }
-
-
-def as_scalars(aux: Aux, weight: jax.Array) -> dict[str, Any]:
-  """Sums and weights as the step's weighted means carry them: it multiplies by
-  `weight`, adds up and divides by the total; `from_scalars` undoes that."""
-  safe = jnp.where(weight == 0, 1.0, weight)
-  return {name: (x.total / safe, x.weight / safe) for name, x in aux.items()}
-
-
-def from_scalars(aux: dict[str, Any]) -> dict[str, jax.Array]:
-  """Means by name."""
-  return {
-    name: WeightedSum(total, weight).mean() for name, (total, weight) in aux.items()
   }

@@ -5,9 +5,9 @@
       cluster.update_critic(mini-batches); cluster.update_actor(mini-batches)
       cluster.sync_weights()
 
-All that a resumed run needs is one RunState (learner_state.py), saved between two
-rollouts. Random numbers need no state: they follow from the seed, the number of the
-rollout and the row.
+When it evaluates and saves is decided in sft/run.py, as for every trainer. All that a
+resumed run needs is one RunState (learner_state.py), saved between two rollouts. Random
+numbers need no state: they follow from the seed, the number of the rollout and the row.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from tunix.rl.experience import Experience, MetricFn
 from tunix.rl.pipeline import PromptBatch, PromptSource, mini_batches, prompt_batch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.samples import Samples
-from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.metrics_logger import Mode
-from tunix.utils.interrupts import DeferredSignals, Stopped
+from tunix.sft.run import Run, Work
+from tunix.sft.run_state import RunState
+from tunix.utils.interrupts import DeferredSignals
 
 _log = logging.getLogger(__name__)
 
@@ -70,13 +71,9 @@ class RLLearner(Experience, abc.ABC):
     super().__init__(rl_cluster, algo_config, reward_fns, metric_fns)
     self._shuffle_seed = data_shuffle_seed
     rl_cluster.actor_trainer.with_role_loss(self._compute_policy_loss)
-    self._checkpoints = CheckpointManager(
-      self._config.checkpoint_root_directory, self._config.checkpointing_options
-    )
     self._identity = learner_state.identity(rl_cluster)
-    self._calls = 0  # of `train` that this process has behind it
-    self._source: PromptSource | None = None
     self._torn = False  # whether an update is under way, or broke off
+    self._run = Run(self._work(), self._config)
     self.restore_checkpoint()
 
   def with_samples(self, samples: Samples) -> Self:
@@ -138,62 +135,49 @@ class RLLearner(Experience, abc.ABC):
         "an update broke off half-way, and nothing was saved since: make the learner "
         "and its cluster anew, from the models; it resumes from the last checkpoint"
       )
-    if self._calls < self._progress.calls:
-      self._calls += 1
-      _log.info("call %d of train was over before: nothing to do", self._calls)
-      return
-    self._found.clear()
-    self._phases.take()
-    self._source = source = self._open(train_ds)
-    with DeferredSignals() as signals:
-      self._evaluate_if_due(eval_ds)
-      while (example := self._collect_or_save(source)) is not None:
-        self._update(example, skip_jit)
-        self._progress.rollouts += 1
-        self._progress.data_state = source.commit()
-        self._progress.pending = source.pending
-        self._torn = False
-        self._evaluate_if_due(eval_ds)
-        self._save_if_due()
-        self._stop_if_asked(signals)
-      if not source.drawn and not self._finished:
-        raise ValueError(
-          "the prompts gave no batch: the data is empty, or a generator that an "
-          "earlier loop has used up"
-        )
-      self._evaluate_if_due(eval_ds, last=True)
-      self.save_checkpoint()
-      self._checkpoints.wait()
-      self.rl_cluster.logger.flush()
-      self._end_of_call()
+    self._run.train(train_ds, eval_ds, skip_jit)
 
-  def _open(self, train_ds: Any) -> PromptSource:
+  def _work(self) -> Work:
+    """What a run of rollouts and updates is made of; run.py decides when."""
+    return Work(
+      steps=lambda: self.train_steps,
+      position=lambda: self._progress,
+      session=DeferredSignals,
+      open=self._open,
+      begin=self._begin,
+      end=self.rl_cluster.logger.flush,
+      draw=lambda source: source if source.has_more() else None,
+      update=self._learn,
+      evaluate=self._evaluate,
+      state=self._run_state,
+      form=lambda: learner_state.form(self.rl_cluster),
+      load=self._load,
+    )
+
+  def _open(self, train_ds: Any, before: PromptSource | None) -> PromptSource:
     """The prompts from where this run stands in them."""
-    if self._source is not None and self._source.continues(train_ds):
-      self._source.go_back()
-      return self._source
+    if before is not None and before.continues(train_ds):
+      before.go_back()
+      return before
     return PromptSource(train_ds, self._progress.data_state, self._progress.pending)
 
-  def _end_of_call(self) -> None:
-    """Everything of this call is on disk; the next one starts the prompts anew."""
-    self._calls += 1
-    if not self._finished:
-      self._progress.data_state, self._progress.pending = None, []
-      self._progress.calls = self._calls
-    self._source = None
+  def _begin(self) -> None:
+    """Forgets what a call that broke off had measured."""
+    self._found.clear()
+    self._phases.take()
 
-  def _collect_or_save(self, source: PromptSource) -> TrainExample | None:
-    """`_collect` until the run ends; when it fails, what was learnt is saved first."""
-    try:
-      return None if self._finished else self._collect(source)
-    except BaseException:  # whatever it was, it goes on its way after the save
-      self.save_checkpoint()
-      raise
-
-  @property
-  def _finished(self) -> bool:
-    limit = self._config.max_steps
-    return limit is not None and self.train_steps >= limit
+  def _learn(self, source: PromptSource, skip_jit: bool) -> None:
+    """Rollouts of the next prompts, and all updates by them."""
+    with self._run.saved_on_failure():  # what was learnt before
+      example = self._collect(source)
+    if example is None:
+      source.end()
+      return
+    self._update(example, skip_jit)
+    self._progress.rollouts += 1
+    self._progress.data_state = source.commit()
+    self._progress.pending = source.pending
+    self._torn = False
 
   def _update(self, example: TrainExample, skip_jit: bool) -> None:
     """All updates by one batch of rollouts, then new weights for the engine."""
@@ -244,16 +228,11 @@ class RLLearner(Experience, abc.ABC):
 
   # Evaluation, checkpoints, metrics.
 
-  def _evaluate_if_due(self, eval_ds: Any, last: bool = False) -> None:
-    every, step = self._config.eval_every_n_steps, self.train_steps
-    done = self._progress.evaluated_at
-    due = done < 0 or (every is not None and step // every > done // every)
-    if not due and not (last and done < step):
-      return
+  def _evaluate(self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals) -> None:
+    del skip_jit, signals  # it samples, and is asked to stop after it
     if eval_ds is not None:
-      found = self.evaluate(eval_ds)
-      self._log({**found, **self._phases.take()}, Mode.EVAL)
-    self._progress.evaluated_at = step
+      values = self.evaluate(eval_ds)
+      self._log({**values, **self._phases.take()}, Mode.EVAL)
 
   def evaluate(self, eval_ds: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Rewards and pass@k on held-out prompts, sampled as Mode.EVAL says."""
@@ -269,16 +248,19 @@ class RLLearner(Experience, abc.ABC):
       logger.log(prefix, name, value, mode, self.train_steps)
 
   def save_checkpoint(self) -> bool:
-    """Saves the run now; False without a folder, when this step is saved, and after an
-    update that broke off: half of it must not be taken for a state of the run."""
-    step = self.train_steps
+    """Saves the run now; False without a folder, before the first update, when this
+    step is saved, and after an update that broke off: half of it must not be taken for
+    a state of the run."""
+    return self._run.save(force=True)
+
+  def _run_state(self) -> RunState | None:
     if self._torn:
+      step = self.train_steps
       _log.warning("step %d was not reached whole: nothing is saved of it", step)
-      return False
-    if not step or self._checkpoints.latest_step() == step:
-      return False
-    state = learner_state.of_run(self.rl_cluster, self._progress, self._identity)
-    return self._checkpoints.save_state(step, state, force=True)
+      return None
+    if not self.train_steps:
+      return None
+    return learner_state.of_run(self.rl_cluster, self._progress, self._identity)
 
   def restore_checkpoint(self) -> bool:
     """Restores the newest checkpoint; returns whether there was one.
@@ -286,29 +268,17 @@ class RLLearner(Experience, abc.ABC):
     Raises:
       ValueError: it belongs to other models, or to another reference.
     """
-    found = learner_state.restore(self.rl_cluster, self._checkpoints, self._identity)
-    self._progress = found or self._progress
-    return found is not None
+    return self._run.restore()
+
+  def _load(self, saved: tuple[int, RunState] | None) -> None:
+    if saved is None:
+      self.rl_cluster.logger.restore(None)
+      return
+    self._progress = learner_state.load(self.rl_cluster, *saved, self._identity)
 
   def close(self) -> None:
     """Saves what is not saved, ends the reward workers, closes files."""
-    self.save_checkpoint()
-    self._checkpoints.close()
+    self._run.close()
     if self._reward_manager is not None:
       self._reward_manager.close()
     self.rl_cluster.close()
-
-  def _save_if_due(self) -> None:
-    # Cadences count updates, and a batch of rollouts may have stepped over one.
-    first = (self._checkpoints.latest_step() or 0) + 1
-    steps = range(first, self.train_steps + 1)
-    if any(map(self._checkpoints.should_save, steps)):
-      self.save_checkpoint()
-
-  def _stop_if_asked(self, signals: DeferredSignals) -> None:
-    if signals.pending is None:
-      return
-    saved = self.save_checkpoint() or self._checkpoints.latest_step() is not None
-    self._checkpoints.wait()
-    where = "a checkpoint is saved" if saved else "no checkpoint folder was given"
-    raise Stopped(signals.pending, f"stopped after step {self.train_steps}; {where}")

@@ -1,4 +1,4 @@
-"""Trains one role of a cluster: PeftTrainer without a loop and files of its own."""
+"""Trains one role of a cluster: a PeftTrainer that is given mini-batches."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ import optax
 from flax import nnx
 
 from tunix.ops.reductions import WeightedSum
-from tunix.rl import policy_loss
 from tunix.rl.common import TrainExample
 from tunix.rl.config import RLTrainingConfig
+from tunix.sft import windows
 from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.sft.run_state import Progress, RunState
 from tunix.utils import mesh as mesh_lib
 
-RoleLoss = Callable[[nnx.Module, TrainExample], tuple[WeightedSum, policy_loss.Aux]]
+# (model, example) -> (weighted sum, means to watch)
+RoleLoss = Callable[[nnx.Module, TrainExample], Any]
 
 
 class Trainer(PeftTrainer):
   """The actor's or the critic's updates.
 
-  Checkpoints, evaluation and cadence are the learner's: what is saved of several roles
-  must be of one moment.
+  It has no checkpoint folder and no cadence of its own: what is saved of several roles
+  must be of one moment, so the learner's run saves and restores them together, with the
+  logger that they share.
 
   Args:
     model: the role's module.
@@ -44,72 +46,39 @@ class Trainer(PeftTrainer):
     role: str,
     metrics_logger: MetricsLogger | None = None,
   ):
-    names = [f.name for f in dataclasses.fields(TrainingConfig)]
-    own = TrainingConfig(
-      **{
-        **{name: getattr(training_config, name) for name in names},
-        "checkpoint_root_directory": None,
-        "eval_every_n_steps": None,
-        "metrics_prefix": "/".join(
-          filter(None, (training_config.metrics_prefix, role))
-        ),
-        "pbar_description": training_config.pbar_description and role.capitalize(),
-        "profiler_options": training_config.profiler_options
-        if role == "actor"
-        else None,
-      }
-    )
     with _own_mesh(model):
-      super().__init__(model, optimizer, own, metrics_logger)
+      config = _role_config(training_config, role)
+      super().__init__(model, optimizer, config, metrics_logger)
 
   def with_role_loss(self, loss: RoleLoss) -> Trainer:
-    """Sets the loss: (model, example) -> (weighted sum, means to watch)."""
+    """Sets the loss: (model, example) -> (weighted sum, means to watch), or the sum (or
+    a scalar mean over the examples) alone."""
 
-    def scalars(model: nnx.Module, example: TrainExample):
-      total, aux = loss(model, example)
-      return total, policy_loss.as_scalars(aux, total.weight)
+    def pair(model: nnx.Module, example: TrainExample):
+      out = loss(model, example)
+      is_pair = isinstance(out, tuple) and not isinstance(out, WeightedSum)
+      return out if is_pair else (out, {})
 
     self.with_gen_model_input_fn(lambda example: {"example": example})
-    self.with_loss_fn(scalars, has_aux=True)
-    return self
-
-  def _post_process_train_step(self, aux: dict[str, Any]) -> dict[str, Any]:
-    return policy_loss.from_scalars(aux)
+    return self.with_loss_fn(pair, has_aux=True)
 
   def update(
     self, mini_batches: Iterable[TrainExample], micro_batches: int, skip_jit: bool
   ) -> int:
     """One update a mini-batch, each cut into `micro_batches`; returns their number."""
-    if micro_batches != self.training_config.micro_batches:
-      self.training_config = dataclasses.replace(
-        self.training_config, gradient_accumulation_steps=micro_batches
-      )
     done = self.train_steps
     with _own_mesh(self._module.model), self._session():
       for mini in mini_batches:
-        self._dispatch(self._whole(mini), skip_jit)
+        parts = windows.cut(mini, micro_batches)
+        self._dispatch(self._window(parts, None), skip_jit)
     return self.train_steps - done
-
-  def restore_checkpoint(self) -> bool:
-    """The learner restores; see RLLearner."""
-    return False
-
-  def save_checkpoint(self) -> bool:
-    """The learner saves.
-
-    Raises:
-      RuntimeError: always.
-    """
-    raise RuntimeError(
-      "one role of a cluster is not saved by itself: call RLLearner.save_checkpoint()"
-    )
 
   def flush(self) -> None:
     """Logs what was dispatched; waits for the device."""
     self._reporter.flush()
 
   def run_state(self) -> tuple[RunState, dict[str, Any]]:
-    """(arrays, counters as JSON)."""
+    """(arrays, counters as JSON), for the checkpoint of the whole run."""
     return self._state.to_run_state(), self._progress.to_json()
 
   def load_run_state(self, state: RunState, progress: dict[str, Any]) -> None:
@@ -117,12 +86,17 @@ class Trainer(PeftTrainer):
     self._state.load(state)
     self._progress = Progress.from_json(progress)
 
+  def _load(self, saved: tuple[int, RunState] | None) -> None:
+    assert (
+      saved is None
+    )  # it has no folder; and the shared logger's place is not its own
+
   def after_move(self) -> None:
     """Lets go of arrays that the module no longer holds: it was moved."""
     self._module.refresh()
 
   def close(self) -> None:
-    """Hands the module back and ends the bar."""
+    """Hands the module back and ends the bar; the logger is the cluster's."""
     self._module.hand_back()
     if not self._closed:
       self._closed = True
@@ -131,6 +105,24 @@ class Trainer(PeftTrainer):
   def devices(self) -> list[Any]:
     """What this role is trained on."""
     return self._state.devices()
+
+
+def _role_config(config: RLTrainingConfig, role: str) -> TrainingConfig:
+  """What one role is told of the run's settings."""
+  names = [field.name for field in dataclasses.fields(TrainingConfig)]
+  prefix = filter(None, (config.metrics_prefix, role))
+  is_actor = role == "actor"
+  return TrainingConfig(
+    **{
+      **{name: getattr(config, name) for name in names},
+      "checkpoint_root_directory": None,
+      "eval_every_n_steps": None,
+      "metrics_prefix": "/".join(prefix),
+      "pbar_description": config.pbar_description and role.capitalize(),
+      # One trace a process.
+      "profiler_options": config.profiler_options if is_actor else None,
+    }
+  )
 
 
 def _own_mesh(model: nnx.Module) -> Any:

@@ -3,52 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
-
-from tunix.sft import hooks as hooks_lib
 
 _log = logging.getLogger(__name__)
 
 
-def eval_batches(hooks: Any, trainer: Any) -> Iterator[Any]:
-  """What the data hooks give for one evaluation."""
-  while (batch := hooks.load_next_eval_batch(trainer)) is not None:
-    yield batch
-
-
 class BatchSource:
-  """Draws from a dataset, or from data hooks, and knows where it is.
+  """Draws from a dataset, or from a function, and knows where it is.
 
   Iterators with `get_state` and `set_state` (Grain's) are saved and restored by their
   own state; any other is resumed by drawing and dropping what was consumed.
 
   Args:
-    dataset: an iterable of micro-batches; may be None when the hooks supply them.
-    hooks: data hooks, or None.
-    trainer: passed to the hooks.
+    dataset: an iterable of micro-batches; may be None when there is a function.
+    draw: gives the next one, None at the end; it goes before the dataset.
     saved: what `state` returned, None at the start of a run.
   """
 
   def __init__(
     self,
     dataset: Iterable[Any] | None,
-    hooks: Any = None,
-    trainer: Any = None,
+    draw: Callable[[], Any] | None = None,
     saved: dict[str, Any] | None = None,
   ):
-    self._hooks = hooks
-    self._trainer = trainer
     self._drawn = 0
     self._taken: list[Any] = []  # since the last `mark`
     self._again: list[Any] = []  # to be given once more
-    self.from_hooks = hooks_lib.provides(hooks, "load_next_train_batch")
-    if dataset is None and not self.from_hooks:
+    if draw is None and dataset is None:
       raise ValueError(
         "no training data: pass an iterable of micro-batches to train(), or data hooks "
         "with load_next_train_batch"
       )
-    self._iterator = None if dataset is None or self.from_hooks else iter(dataset)
+    self._iterator: Any = None if dataset is None or draw else iter(dataset)
+    self._draw = draw or (lambda: next(self._iterator, None))
     if saved is not None:
       self._resume(saved)
 
@@ -84,12 +72,7 @@ class BatchSource:
 
   def next(self) -> Any:
     """The next micro-batch; None at the end."""
-    if self._again:
-      batch = self._again.pop(0)
-    elif self._iterator is None:
-      batch = self._hooks.load_next_train_batch(self._trainer)
-    else:
-      batch = next(self._iterator, None)
+    batch = self._again.pop(0) if self._again else self._draw()
     if batch is not None:
       self._drawn += 1
       self._taken.append(batch)
@@ -99,7 +82,7 @@ class BatchSource:
     """The place after the last drawn batch, as JSON."""
     state: dict[str, Any] = {"drawn": self._drawn}
     if hasattr(self._iterator, "get_state"):
-      own = self._iterator.get_state()  # pyright: ignore[reportOptionalMemberAccess]
+      own = self._iterator.get_state()
       key = "iterator_bytes" if isinstance(own, bytes) else "iterator"
       state[key] = own.decode() if isinstance(own, bytes) else own
     return state
@@ -108,7 +91,7 @@ class BatchSource:
     own = saved.get("iterator", saved.get("iterator_bytes"))
     if own is not None and hasattr(self._iterator, "set_state"):
       own = own.encode() if "iterator_bytes" in saved else own
-      self._iterator.set_state(own)  # pyright: ignore[reportOptionalMemberAccess]
+      self._iterator.set_state(own)
       self._drawn = saved["drawn"]
       return
     _log.warning(

@@ -1,11 +1,12 @@
 """Where users step into the training loop.
 
 Both classes may be subclassed, or any object with some of the methods may be given:
-the trainer asks `provides` and skips what is not there.
+`callbacks` looks once what is there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -54,8 +55,19 @@ class DataHooks:
     """The next batch of this evaluation, None at its end."""
 
 
-def provides(hooks: Any, method: str) -> bool:
-  """Whether `hooks` has the method, beyond the empty one of the base classes."""
-  function = getattr(type(hooks), method, None) or getattr(hooks, method, None)
-  bases = (getattr(base, method, None) for base in (TrainingHooks, DataHooks))
-  return function is not None and all(function is not base for base in bases)
+def callbacks(kind: type, hooks: Any) -> dict[str, Callable[..., Any] | None]:
+  """The methods of `hooks` by the names that `kind` has; None where there is none, or
+  the empty one of `kind`.
+
+  Args:
+    kind: TrainingHooks or DataHooks.
+    hooks: an instance of it, any object with some of its methods, or None.
+  """
+  names = [name for name in vars(kind) if not name.startswith("_")]
+  return {name: _callback(kind, hooks, name) for name in names}
+
+
+def _callback(kind: type, hooks: Any, name: str) -> Callable[..., Any] | None:
+  method = getattr(hooks, name, None)
+  is_empty = getattr(method, "__func__", None) is vars(kind)[name]
+  return None if is_empty else method

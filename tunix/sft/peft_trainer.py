@@ -1,7 +1,7 @@
 """PeftTrainer: trains any nnx.Module, fully or by its LoRA parameters.
 
-The trainer keeps cadence and side effects: when to evaluate, log and save. What a step
-computes is in train_step.py; the arrays it works on are in module_state.py.
+Here stands what users call and what subclasses override. When things happen is in
+run.py, what a step computes in train_step.py, the arrays it works on in train_state.py.
 
     trainer = PeftTrainer(model, optax.adamw(1e-5), TrainingConfig(max_steps=100))
     trainer.train(micro_batches, eval_batches)
@@ -10,9 +10,9 @@ computes is in train_step.py; the arrays it works on are in module_state.py.
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, Self
 
 import jax
 import optax
@@ -25,19 +25,19 @@ from tunix.sft import (
   trainer_arguments,
   windows,
 )
-from tunix.sft.batch_source import BatchSource, eval_batches
-from tunix.sft.checkpoint_manager import CheckpointManager
+from tunix.sft.batch_source import BatchSource
 from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
-from tunix.sft.extension_points import ExtensionPoints
+from tunix.sft.losses import LossCall
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.module_state import ModuleState
-from tunix.sft.run_state import Progress
+from tunix.sft.run import Run, Work
+from tunix.sft.run_state import Progress, RunState
 from tunix.sft.step_metrics import StepReporter, matmul_params
 from tunix.sft.train_state import TrainState
 from tunix.sft.trainer_arguments import named_metrics
 from tunix.sft.windows import Window
 from tunix.utils import mesh as mesh_lib
-from tunix.utils.interrupts import DeferredSignals, Stopped
+from tunix.utils.interrupts import DeferredSignals
 
 __all__ = [
   "CheckpointOptions",
@@ -49,8 +49,6 @@ __all__ = [
 
 PeftTrainerConfig = TrainingConfig
 
-_log = logging.getLogger(__name__)
-
 
 class OptimizerView(NamedTuple):
   """The optimizer as it stands: the transformation, its state, updates done."""
@@ -60,10 +58,18 @@ class OptimizerView(NamedTuple):
   step: int
 
 
-class PeftTrainer(ExtensionPoints):
+class PeftTrainer:
   """Trains a module; subclasses change what a step computes.
 
-  What subclasses may override, and what `with_...` sets, is in ExtensionPoints.
+  Subclasses may override, each called as it says:
+
+    _prepare_inputs(batch)        on the host, for every micro-batch
+    _prepare_window(batches)      on the host, for those of a global batch together
+    _train_step(model, batch)     traced: the loss of one micro-batch, a scalar mean, a
+    _eval_step(model, batch)      WeightedSum, or either with aux
+    _post_process_train_step(aux) aux, averaged, as metrics by name
+    _post_process_eval_step(aux)
+    custom_checkpoint_metadata()  JSON that is saved along
 
   Args:
     model: any nnx.Module. With LoRA parameters in it only those are trained. The
@@ -87,17 +93,25 @@ class PeftTrainer(ExtensionPoints):
     metrics_logger: MetricsLogger | None = None,
     perf_tracer: None = None,
   ):
-    super().__init__()
     config = TrainingConfig() if training_config is None else training_config
     trainer_arguments.check_kinds(model, config)
     if perf_tracer is not None:
       raise ValueError("perf_tracer is not offered yet: leave it out")
     self.training_config = config
     tx = trainer_arguments.resolve_optimizer(optimizer, config)
-    self._state = TrainState(model, tx)
+    self._state = TrainState(model, tx, self._train_step, self._eval_step)
+    self._loss = LossCall()
+    # A subclass with a step of its own says itself what its batches mean: nothing in
+    # them is checked or filled up. Looked at once, here.
+    steps = ("_train_step", "_eval_step")
+    self._steps_are_ours = all(
+      getattr(type(self), name) is getattr(PeftTrainer, name) for name in steps
+    )
+    self._hooks = {
+      **hooks_lib.callbacks(hooks_lib.TrainingHooks, None),
+      **hooks_lib.callbacks(hooks_lib.DataHooks, None),
+    }
     self._progress = Progress()
-    self._source: BatchSource | None = None  # of a call that was interrupted
-    self._calls = 0  # calls of `train` that this process has behind it
     self._closed = False
     self._reporter = StepReporter(
       metrics_logger or MetricsLogger(config.metrics_logging_options),
@@ -105,10 +119,63 @@ class PeftTrainer(ExtensionPoints):
       matmul_params(self._module.params, self._module.frozen),
       self._state.devices,
     )
-    self._checkpoints = CheckpointManager(
-      config.checkpoint_root_directory, config.checkpointing_options
-    )
+    self._run = Run(self._work(), config)
     self.restore_checkpoint()
+
+  # What users set.
+
+  def with_loss_fn(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
+    """Replaces the loss: `loss_fn(model, **fields of the batch)`.
+
+    It returns a scalar mean over the micro-batch (weighted by example), or a
+    WeightedSum; with `has_aux` a pair of that and a dict to log, of WeightedSums, each
+    a mean with weights of its own, or of scalars, weighted as the loss is.
+    """
+    self._loss = dataclasses.replace(self._loss, loss_fn=loss_fn, has_aux=has_aux)
+    self._state.forget_steps()
+    return self
+
+  def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Self:
+    """Replaces how a batch becomes the loss's keyword arguments; traced."""
+    self._loss = dataclasses.replace(self._loss, input_fn=fn)
+    self._state.forget_steps()
+    return self
+
+  def with_training_hooks(self, hooks: Any) -> Self:
+    """Calls `hooks` (see hooks.TrainingHooks) around steps and evaluations."""
+    self._hooks |= hooks_lib.callbacks(hooks_lib.TrainingHooks, hooks)
+    return self
+
+  def with_data_hooks(self, hooks: Any) -> Self:
+    """Draws batches from `hooks` (see hooks.DataHooks)."""
+    self._hooks |= hooks_lib.callbacks(hooks_lib.DataHooks, hooks)
+    return self
+
+  # What subclasses override.
+
+  def _prepare_inputs(self, batch: Any) -> Any:
+    return batch
+
+  def _prepare_window(self, batches: list[Any]) -> list[Any]:
+    """Adds what only a whole global batch can say: its micro-batches, prepared, in and
+    out. An evaluation calls it batch by batch."""
+    return batches
+
+  def _train_step(self, model: nnx.Module, batch: Any) -> Any:
+    return self._loss(model, batch)
+
+  def _eval_step(self, model: nnx.Module, batch: Any) -> Any:
+    return self._train_step(model, batch)
+
+  def _post_process_train_step(self, aux: dict[str, Any]) -> dict[str, Any]:
+    return aux
+
+  def _post_process_eval_step(self, aux: dict[str, Any]) -> dict[str, Any]:
+    return aux
+
+  def custom_checkpoint_metadata(self) -> dict[str, Any]:
+    """JSON that goes into every checkpoint, as `custom_metadata`."""
+    return {}
 
   # What a caller may look at.
 
@@ -123,10 +190,6 @@ class PeftTrainer(ExtensionPoints):
     return OptimizerView(self._state.tx, self._state.opt_state, self.train_steps)
 
   @property
-  def _module(self) -> ModuleState:
-    return self._state.module
-
-  @property
   def train_steps(self) -> int:
     """Optimizer updates done."""
     return self._progress.train_steps
@@ -136,7 +199,7 @@ class PeftTrainer(ExtensionPoints):
     """Micro-batches consumed."""
     return self._progress.iter_steps
 
-  # The loop.
+  # What a caller may do.
 
   def train(
     self,
@@ -159,29 +222,7 @@ class PeftTrainer(ExtensionPoints):
       Stopped: SIGINT or SIGTERM arrived; the step was finished and a checkpoint saved.
       ValueError: the data is empty, or nothing in a global batch is trained.
     """
-    if self._calls < self._progress.calls:
-      self._calls += 1
-      _log.info("call %d of train was over before: nothing to do", self._calls)
-      return
-    self._source = source = self._open(train_ds)
-    with self._session() as signals:
-      self._call_hook("on_train_start")
-      window = self._draw(source)
-      if window is None and not self._finished and not source.drawn:
-        raise ValueError(
-          "the training data gave no batch: it is empty, or a generator that an "
-          "earlier loop has used up"
-        )
-      # Before the first step; or where a checkpoint was taken before the evaluation.
-      if self._evaluation_is_due(last=window is None):
-        self._evaluate(eval_ds, skip_jit, signals)
-      while window is not None:
-        self._dispatch(window, skip_jit)
-        self._stop_if_asked(signals)
-        window = self._draw_or_save(source)
-        self._after_step(eval_ds, signals, last=window is None, skip_jit=skip_jit)
-      self._end_of_call()
-      self._call_hook("on_train_end")
+    self._run.train(train_ds, eval_ds, skip_jit)
 
   def train_step(self, batch: Any, *unexpected: Any) -> jax.Array:
     """One update by one global batch, cut into `gradient_accumulation_steps` parts.
@@ -195,22 +236,13 @@ class PeftTrainer(ExtensionPoints):
     if unexpected or isinstance(batch, nnx.Module):
       raise TypeError("train_step takes a batch alone: trainer.train_step(batch)")
     with self._session():
-      loss = self._dispatch(self._whole(batch), skip_jit=False)
-    return loss
+      return self._dispatch(self._whole(batch), skip_jit=False)
 
   def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
     """The train step for a global batch, lowered and not run: `.compile()` it to read
     its memory plan and collectives. Arrays of the batch may be numpy."""
     with self._session():
-      window = self._whole(batch)
-      self._module.refresh()
-      return self._steps.train(self._state, skip_jit=False).lower(  # pyright: ignore
-        self._module.params,
-        self._state.opt_state,
-        self._module.rest,
-        self._module.frozen,
-        window.groups,
-      )
+      return self._state.lower(self._whole(batch).groups)
 
   def eval_step(self, batch: Any) -> dict[str, float]:
     """Metrics of one batch: loss, perplexity, and what the loss adds.
@@ -229,7 +261,7 @@ class PeftTrainer(ExtensionPoints):
       OSError: the disk is full or not writable; asynchronous saving may raise it later.
       RuntimeError: the trainer is closed.
     """
-    return self._save(force=True)
+    return self._run.save(force=True)
 
   def restore_checkpoint(self) -> bool:
     """Restores the newest checkpoint; returns whether there was one.
@@ -238,21 +270,7 @@ class PeftTrainer(ExtensionPoints):
       ValueError: it belongs to another model or optimizer, or to no run.
       RuntimeError: there are checkpoints, and none can be read.
     """
-    with mesh_lib.use_mesh(self._state.mesh):
-      found = self._checkpoints.restore_state(self._state.to_run_state())
-    if found is None:
-      self._reporter.restore(None)
-      return False
-    step, state = found
-    if (progress := state.progress) is None:
-      raise ValueError(
-        f"checkpoint {step} was not written by a trainer (it has no counters): load "
-        "it with CheckpointManager.restore(model), and train into another folder"
-      )
-    self._state.load(state)
-    self._progress = Progress.from_json(progress)
-    self._reporter.restore(progress["metrics"])
-    return True
+    return self._run.restore()
 
   def close(self) -> None:
     """Saves what is not saved yet and closes files; the model stays usable.
@@ -264,18 +282,31 @@ class PeftTrainer(ExtensionPoints):
     if self._closed:
       return
     self._closed = True
-    if self.train_steps and (self._checkpoints.latest_step() or 0) < self.train_steps:
-      self._save(force=True)
-    self._checkpoints.close()
+    self._run.close()
     self._reporter.close()
 
-  # Pieces of the loop.
+  # What a run is made of; when each is called is decided in run.py.
+
+  def _work(self) -> Work:
+    return Work(
+      steps=lambda: self.train_steps,
+      position=lambda: self._progress,
+      session=self._session,
+      open=self._open,
+      begin=lambda: self._call_hook("on_train_start"),
+      end=self._end,
+      draw=self._draw,
+      update=self._dispatch,
+      evaluate=self._evaluate,
+      state=self._run_state,
+      form=self._state.to_run_state,
+      load=self._load,
+    )
 
   @contextlib.contextmanager
   def _session(self) -> Iterator[DeferredSignals]:
     """The mesh is set, signals wait, and the caller's module is handed back."""
-    if self._state.place():
-      self._steps.clear()
+    self._state.place()
     with mesh_lib.use_mesh(self._state.mesh), DeferredSignals() as signals:
       try:
         yield signals
@@ -285,36 +316,70 @@ class PeftTrainer(ExtensionPoints):
       finally:
         self._module.hand_back()
 
-  def _open(self, train_ds: Any) -> BatchSource:
-    """The data, at the place where it is to go on."""
-    place, source = self._progress.data_state, self._source
-    if source is not None and source.continues(train_ds):
-      source.go_back(0 if place is None else place["drawn"])
-      return source
-    return BatchSource(train_ds, self._hooks["data"], self, place)
+  def _open(self, train_ds: Any, before: BatchSource | None) -> BatchSource:
+    place = self._progress.data_state
+    if before is not None and before.continues(train_ds):
+      before.go_back(0 if place is None else place["drawn"])
+      return before
+    return BatchSource(train_ds, self._hook_as_source("load_next_train_batch"), place)
 
   def _draw(self, source: BatchSource) -> Window | None:
-    """The next global batch; None when the data or the run ends."""
-    if self._finished:
-      return None
-    if source.from_hooks:
-      self._module.hand_back()
     batches = source.take(self.training_config.micro_batches)
     return self._window(batches, source.state()) if batches else None
 
-  def _draw_or_save(self, source: BatchSource) -> Window | None:
-    """`_draw`; when that fails, the steps that were done are saved first."""
-    try:
-      return self._draw(source)
-    except BaseException:  # whatever it was, it goes on its way after the save
-      self._save(force=True)
-      raise
+  def _dispatch(self, window: Window, skip_jit: bool) -> jax.Array:
+    """Sends one update to the device, without waiting for it."""
+    self._call_hook("on_train_step_start")
+    with self._reporter.step(self.train_steps):
+      metrics = self._state.update(window.groups, skip_jit)
+    self._progress.train_steps += 1
+    self._progress.iter_steps += window.drawn
+    self._progress.data_state = window.data_state
+    aux = named_metrics(self._post_process_train_step(metrics.aux))
+    self._reporter.put(self.train_steps, metrics, aux, window.tokens)
+    self._call_hook("on_train_step_end", self.train_steps, metrics.loss)
+    return metrics.loss
+
+  def _evaluate(self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals) -> None:
+    draw = self._hook_as_source("load_next_eval_batch")
+    batches = eval_ds if draw is None else windows.until_none(draw)
+    if batches is None:
+      return
+    self._reporter.flush()
+    self._call_hook("on_eval_step_start")
+    metrics = self._eval_metrics(batches, skip_jit, signals)
+    self._reporter.log(metrics, Mode.EVAL, self.train_steps)
+    self._call_hook("on_eval_step_end", metrics["loss"])
+
+  def _run_state(self) -> RunState:
+    return self._state.to_run_state(
+      progress={**self._progress.to_json(), "metrics": self._reporter.state()},
+      custom_metadata=self.custom_checkpoint_metadata(),
+    )
+
+  def _load(self, saved: tuple[int, RunState] | None) -> None:
+    if saved is None:
+      self._reporter.restore(None)
+      return
+    step, state = saved
+    if state.progress is None:
+      raise ValueError(
+        f"checkpoint {step} was not written by a trainer (it has no counters): load "
+        "it with CheckpointManager.restore(model), and train into another folder"
+      )
+    self._state.load(state)
+    self._progress = Progress.from_json(state.progress)
+    self._reporter.restore(state.progress["metrics"])
+
+  def _end(self) -> None:
+    self._reporter.end()
+    self._call_hook("on_train_end")
+
+  # Pieces of these.
 
   @property
-  def _finished(self) -> bool:
-    """Whether `max_steps` is reached."""
-    limit = self.training_config.max_steps
-    return limit is not None and self.train_steps >= limit
+  def _module(self) -> ModuleState:
+    return self._state.module
 
   def _whole(self, batch: Any) -> Window:
     """A global batch, cut into micro-batches."""
@@ -322,7 +387,7 @@ class PeftTrainer(ExtensionPoints):
 
   def _window(self, batches: list[Any], data_state: Any) -> Window:
     ready = self._ready(batches)
-    if self._is_default("_train_step"):
+    if self._reads_tokens:
       progress, accepted = self._progress, calling.call_parameters(self._module.model)
       ready, progress.train_rows = windows.pad_to_largest(ready, progress.train_rows)
       windows.check(ready, accepted)
@@ -332,105 +397,37 @@ class PeftTrainer(ExtensionPoints):
     ready = [windows.as_pytree(self._prepare_inputs(batch)) for batch in batches]
     return self._prepare_window(ready)
 
-  def _dispatch(self, window: Window, skip_jit: bool) -> jax.Array:
-    """Sends one update to the device, without waiting for it."""
-    self._call_hook("on_train_step_start")
-    self._module.own()
-    step = self._steps.train(self._state, skip_jit)
-    with self._reporter.step(self.train_steps):
-      params, self._state.opt_state, rest, metrics = step(
-        self._module.params,
-        self._state.opt_state,
-        self._module.rest,
-        self._module.frozen,
-        window.groups,
-      )
-    self._module.replace(params, rest)
-    self._progress.train_steps += 1
-    self._progress.iter_steps += window.drawn
-    self._progress.data_state = window.data_state
-    aux = named_metrics(self._post_process_train_step(metrics.aux))
-    self._reporter.put(self.train_steps, metrics, aux, window.tokens)
-    self._call_hook("on_train_step_end", self.train_steps, metrics.loss)
-    return metrics.loss
-
-  def _after_step(
-    self, eval_ds: Any, signals: DeferredSignals, *, last: bool, skip_jit: bool
-  ) -> None:
-    """Evaluates and saves when it is time."""
-    if self._evaluation_is_due(last=last):
-      self._evaluate(eval_ds, skip_jit, signals)
-    self._save(force=last)
-    self._stop_if_asked(signals)
-
-  def _evaluation_is_due(self, *, last: bool) -> bool:
-    step, done = self.train_steps, self._progress.evaluated_at
-    every = self.training_config.eval_every_n_steps
-    on_time = last or step == 0 or (every is not None and step % every == 0)
-    return done < 0 or (on_time and done < step)
-
-  def _evaluate(self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals) -> None:
-    batches = eval_ds
-    if hooks_lib.provides(self._hooks["data"], "load_next_eval_batch"):
-      self._module.hand_back()
-      batches = eval_batches(self._hooks["data"], self)
-    if batches is not None:
-      self._reporter.flush()
-      self._call_hook("on_eval_step_start")
-      metrics = self._eval_metrics(batches, skip_jit, signals)
-      self._reporter.log(metrics, Mode.EVAL, self.train_steps)
-      self._call_hook("on_eval_step_end", metrics["loss"])
-    self._progress.evaluated_at = self.train_steps
+  @property
+  def _reads_tokens(self) -> bool:
+    """Whether batches mean what next_token_loss says they mean."""
+    return self._loss.is_default and self._steps_are_ours
 
   def _eval_metrics(
     self, batches: Iterable[Any], skip_jit: bool, signals: DeferredSignals
   ) -> dict[str, float]:
     """Weighted means over all batches; they come home together."""
-    self._module.refresh()
-    step, module = self._steps.eval(self._state, skip_jit), self._module
+    self._module.refresh()  # once: it walks the module
+    axes = self.training_config.data_sharding_axis
     parts, tokens, rows = [], 0, 0
     for batch in batches:
       ready = self._ready([batch])
-      if self._is_default("_train_step", "_eval_step"):
+      if self._reads_tokens:
         ready, rows = windows.pad_to_largest(ready, rows)
       tokens += windows.token_count(ready)
-      placed = sharding_utils.shard_input(
-        ready[0], self.training_config.data_sharding_axis
-      )
-      parts.append(step(module.params, module.rest, module.frozen, placed))
+      placed = sharding_utils.shard_input(ready[0], axes)
+      parts.append(self._state.evaluate(placed, skip_jit))
       self._reporter.bound(parts[-1][0])
-      self._stop_if_asked(signals)
+      self._run.stop_if_asked(signals)
     return self._reporter.eval_means(
       parts, lambda aux: named_metrics(self._post_process_eval_step(aux)), tokens
     )
 
-  def _save(self, *, force: bool) -> bool:
-    step = self.train_steps
-    if step == self._checkpoints.latest_step():
-      return False
-    if not force and not self._checkpoints.should_save(step):
-      return False
-    state = self._state.to_run_state(
-      progress={**self._progress.to_json(), "metrics": self._reporter.state()},
-      custom_metadata=self.custom_checkpoint_metadata(),
-    )
-    return self._checkpoints.save_state(step, state, force=True)
+  def _call_hook(self, name: str, *args: Any) -> Any:
+    """Calls a user's hook if there is one; it may look at the model."""
+    if (hook := self._hooks[name]) is None:
+      return None
+    self._module.hand_back()
+    return hook(self, *args)
 
-  def _end_of_call(self) -> None:
-    """Everything of this call of `train` is on disk; the next starts the data anew."""
-    self._reporter.end()
-    self._checkpoints.wait()
-    self._calls += 1
-    if not self._finished:
-      self._progress.data_state, self._progress.calls = None, self._calls
-    self._source = None
-
-  def _stop_if_asked(self, signals: DeferredSignals) -> None:
-    """Saves and leaves when a signal has arrived."""
-    if signals.pending is None:
-      return
-    self._reporter.flush()
-    saved = self._save(force=True) or self._checkpoints.latest_step() is not None
-    self._checkpoints.wait()
-    where = "a checkpoint is saved" if saved else "no checkpoint folder was given"
-    raise Stopped(signals.pending, f"stopped after step {self.train_steps}; {where}")
+  def _hook_as_source(self, name: str) -> Callable[[], Any] | None:
+    return None if self._hooks[name] is None else lambda: self._call_hook(name)

@@ -48,25 +48,37 @@ class RunState:
 
 
 @dataclasses.dataclass
-class Progress:
-  """Where a run stands; a trainer changes it, a checkpoint holds it as JSON.
+class Position:
+  """Where a run stands between two updates, as far as every kind of run knows it.
+
+  Attributes:
+    evaluated_at: the step of the last evaluation, -1 before the first.
+    calls: calls of `train` that are over; a script that is run again makes them again.
+    data_state: the place in the data of the call that is not; None before it.
+  """
+
+  evaluated_at: int = -1
+  calls: int = 0
+  data_state: dict[str, Any] | None = None
+
+  def rewind(self) -> None:
+    """The next call starts the data anew."""
+    self.data_state = None
+
+
+@dataclasses.dataclass
+class Progress(Position):
+  """A trainer's position, `data_state` being this process's; JSON in a checkpoint.
 
   Attributes:
     train_steps: optimizer updates done.
     iter_steps: micro-batches consumed.
-    evaluated_at: the step of the last evaluation, -1 before the first.
     train_rows: rows of the largest micro-batch so far; smaller ones are padded to it.
-    calls: calls of `train` that are over; a script that is run again makes them again.
-    data_state: this process's place in the data of the call that is not; None before
-      it.
   """
 
   train_steps: int = 0
   iter_steps: int = 0
-  evaluated_at: int = -1
   train_rows: int = 0
-  calls: int = 0
-  data_state: dict[str, Any] | None = None
 
   def to_json(self) -> dict[str, Any]:
     """For all processes; every one of them calls it."""

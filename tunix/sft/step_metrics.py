@@ -20,7 +20,7 @@ from tunix.sft.metrics_buffer import MetricsBuffer
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.profiler import Profiler
 from tunix.sft.progress_bar import ProgressBar
-from tunix.sft.train_step import StepMetrics
+from tunix.sft.train_step import StepMetrics, map_sums
 from tunix.utils import tree
 
 _log = logging.getLogger(__name__)
@@ -148,11 +148,16 @@ class StepReporter:
 
   def eval_means(
     self,
-    parts: Sequence[tuple[WeightedSum, Mapping[str, Any]]],
+    parts: Sequence[tuple[WeightedSum, Any]],
     post_process: Callable[[dict[str, Any]], dict[str, Any]],
     tokens: int,
   ) -> dict[str, float]:
     """Weighted means over the batches of an evaluation.
+
+    Args:
+      parts: (loss, aux with a WeightedSum at every leaf) of each batch.
+      post_process: means of aux -> metrics by name.
+      tokens: in all batches, padding included; 0 when they hold none.
 
     Raises:
       ValueError: there was no batch, or nothing in them had weight.
@@ -162,17 +167,19 @@ class StepReporter:
         "the evaluation data gave no batch: pass something that can be iterated anew "
         "for every evaluation (a list, a Grain dataset), not a spent generator"
       )
+    # In float64: the sums of many batches come home exact, whatever their number.
     home = jax.tree.map(lambda x: np.asarray(x, np.float64), list(parts))
-    weight = sum(float(result.weight) for result, _ in home)
-    if not weight:
+    loss, aux = jax.tree.map(lambda *xs: sum(xs), *home)
+    if not loss.weight:
       raise ValueError(
         "nothing in the evaluation data is trained: every mask is zero; look at a "
         "batch with `tunix data show`"
       )
-    total = sum(float(result.total) for result, _ in home)
-    sums = jax.tree.map(lambda *xs: sum(xs), *[aux for _, aux in home])
-    aux = post_process(jax.tree.map(lambda x: x / weight, sums))
-    values = {"loss": total / weight, **{k: float(v) for k, v in aux.items()}}
+    extra = post_process(map_sums(_mean_on_host, aux))
+    values = {
+      "loss": _mean_on_host(loss),
+      **{name: float(value) for name, value in extra.items()},
+    }
     self._clock = None  # the time of an evaluation is no step's
     return _with_perplexity(values, tokens)
 
@@ -214,6 +221,11 @@ class StepReporter:
     if self._bar is not None:
       self._bar.close()
       self._bar = None
+
+
+def _mean_on_host(x: WeightedSum) -> float:
+  """Its mean in float64, which JAX would round to float32."""
+  return float(x.total / x.weight) if x.weight else 0.0
 
 
 def _with_perplexity(values: dict[str, float], tokens: int) -> dict[str, float]:

@@ -3,15 +3,16 @@ steps that are built for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import optax
 from flax import nnx
 
+from tunix.ops.reductions import WeightedSum
 from tunix.sft import train_step
-from tunix.sft.module_state import ModuleState, Skeleton
+from tunix.sft.module_state import ModuleState
 from tunix.sft.run_state import (
   RunState,
   flatten_optimizer,
@@ -19,11 +20,18 @@ from tunix.sft.run_state import (
   optimizer_shardings,
   unflatten_optimizer,
 )
+from tunix.sft.train_step import Group, StepMetrics
 from tunix.utils import mesh as mesh_lib
 
 
 class TrainState:
-  """The arrays of a run between two steps.
+  """The arrays of a run between two steps, and the steps that change them.
+
+  Args:
+    model: the caller's module.
+    tx: the optimizer.
+    train_loss, eval_loss: (model, batch) -> loss; traced on a merged module and one
+      micro-batch.
 
   Attributes:
     module: the caller's module and its arrays.
@@ -32,20 +40,28 @@ class TrainState:
     mesh: the mesh all of it lies on; None: one device.
   """
 
-  def __init__(self, model: nnx.Module, tx: optax.GradientTransformation):
+  def __init__(
+    self,
+    model: nnx.Module,
+    tx: optax.GradientTransformation,
+    train_loss: train_step.BatchLoss,
+    eval_loss: train_step.BatchLoss,
+  ):
     self.module = ModuleState(model)
     self.tx = tx
     self.mesh: mesh_lib.Mesh | None = None
     self.opt_state: Any = None
+    self._train_loss, self._eval_loss = train_loss, eval_loss
+    # {(kind, skip_jit): step}, each built once, until something it rests on changes.
+    self._built: dict[tuple[str, bool], Callable[..., Any]] = {}
     self.place()
 
-  def place(self) -> bool:
-    """Lays everything out on the mesh that is current, or that it lies on; returns
-    whether something changed."""
+  def place(self) -> None:
+    """Lays everything out on the mesh that is current, or that it lies on."""
     module = self.module
     mesh = mesh_lib.current_mesh() or mesh_lib.mesh_of((module.params, module.frozen))
     if self.opt_state is not None and mesh == self.mesh:
-      return False
+      return
     with mesh_lib.use_mesh(mesh):
       if mesh is not None:
         module.place(mesh)
@@ -55,7 +71,7 @@ class TrainState:
         layout = optimizer_shardings(self.opt_state, module.params, mesh)
         self.opt_state = jax.device_put(self.opt_state, layout)
     self.mesh = mesh
-    return True
+    self.forget_steps()
 
   def devices(self) -> list[Any]:
     """What the run computes on."""
@@ -64,12 +80,63 @@ class TrainState:
     leaves = jax.tree.leaves((self.module.params, self.module.frozen))
     return list(leaves[0].devices()) if leaves else jax.devices()[:1]
 
-  def layout(self) -> tuple[Any, Any] | None:
+  # The steps.
+
+  def update(self, groups: Sequence[Group], skip_jit: bool) -> StepMetrics:
+    """One update, dispatched and not waited for; the arrays before it are donated."""
+    self.module.own()
+    params, self.opt_state, rest, metrics = self._train_step(skip_jit)(
+      self.module.params,
+      self.opt_state,
+      self.module.rest,
+      self.module.frozen,
+      groups,
+    )
+    self.module.replace(params, rest)
+    return metrics
+
+  def evaluate(self, batch: Any, skip_jit: bool) -> tuple[WeightedSum, Any]:
+    """The loss of a batch and its aux, by the arrays that `module.refresh` took;
+    dispatched and not waited for."""
+    module = self.module
+    return self._eval_step(skip_jit)(module.params, module.rest, module.frozen, batch)
+
+  def lower(self, groups: Sequence[Group]) -> jax.stages.Lowered:
+    """The jitted train step, lowered and not run."""
+    module = self.module
+    module.refresh()
+    step: Any = self._train_step(skip_jit=False)
+    return step.lower(module.params, self.opt_state, module.rest, module.frozen, groups)
+
+  def forget_steps(self) -> None:
+    """The loss or the layout of the arrays has changed."""
+    self._built.clear()
+
+  def _train_step(self, skip_jit: bool) -> Callable[..., Any]:
+    key, skeleton, loss = ("train", skip_jit), self.module.skeleton, self._train_loss
+    if key not in self._built:
+      self._built[key] = (
+        train_step.make_train_step(skeleton, loss, self.tx)
+        if skip_jit
+        else train_step.jit_train_step(skeleton, loss, self.tx, self._layout())
+      )
+    return self._built[key]
+
+  def _eval_step(self, skip_jit: bool) -> Callable[..., Any]:
+    key = ("eval", skip_jit)
+    if key not in self._built:
+      step = train_step.make_eval_step(self.module.skeleton, self._eval_loss)
+      self._built[key] = step if skip_jit else jax.jit(step)
+    return self._built[key]
+
+  def _layout(self) -> tuple[Any, Any] | None:
     """Shardings of (params, opt_state); None without a mesh."""
     if self.mesh is None:
       return None
     arrays = (self.module.params, self.opt_state)
     return jax.tree.map(lambda x: x.sharding, arrays)
+
+  # On disk.
 
   def to_run_state(self, **more: Any) -> RunState:
     """What is saved of it, and of the run besides."""
@@ -86,42 +153,3 @@ class TrainState:
     self.module.replace(saved.model_params or {}, saved.model_rest or {})
     self.module.hand_back()
     self.opt_state = unflatten_optimizer(saved.optimizer_state or {}, self.opt_state)
-
-
-class BuiltSteps:
-  """The steps of a trainer, each built once, until something they rest on changes.
-
-  Args:
-    train_loss, eval_loss: traced on a merged module and one micro-batch.
-  """
-
-  def __init__(self, train_loss: train_step.BatchLoss, eval_loss: train_step.BatchLoss):
-    self._losses = {"train": train_loss, "eval": eval_loss}
-    self._built: dict[tuple[str, bool], Callable[..., Any]] = {}
-
-  def clear(self) -> None:
-    """The loss or the layout of the arrays has changed."""
-    self._built.clear()
-
-  def train(self, state: TrainState, skip_jit: bool) -> Callable[..., Any]:
-    """`make_train_step` for the arrays of `state`."""
-    build = train_step.make_train_step if skip_jit else train_step.jit_train_step
-    more = () if skip_jit else (state.layout(),)
-    return self._once("train", skip_jit, build, state, state.tx, *more)
-
-  def eval(self, state: TrainState, skip_jit: bool) -> Callable[..., Any]:
-    """`make_eval_step` for the arrays of `state`."""
-    build = train_step.make_eval_step if skip_jit else _jit_eval_step
-    return self._once("eval", skip_jit, build, state)
-
-  def _once(self, kind, skip_jit, build, state, *more) -> Callable[..., Any]:
-    key = (kind, skip_jit)
-    if key not in self._built:
-      self._built[key] = build(state.module.skeleton, self._losses[kind], *more)
-    return self._built[key]
-
-
-def _jit_eval_step(
-  skeleton: Skeleton, loss: train_step.BatchLoss
-) -> Callable[..., Any]:
-  return jax.jit(train_step.make_eval_step(skeleton, loss))

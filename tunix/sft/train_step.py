@@ -17,7 +17,7 @@ from flax import nnx
 from tunix.ops.reductions import WeightedSum, safe_divide
 from tunix.sft.module_state import Skeleton
 
-# (model, batch) -> scalar | WeightedSum | (either, aux)
+# (model, batch) -> scalar | WeightedSum | (either, dict of either)
 BatchLoss = Callable[[nnx.Module, Any], Any]
 
 
@@ -41,7 +41,7 @@ class StepMetrics(NamedTuple):
     weight: the total weight (trained tokens, or examples).
     grad_norm: global L2 norm of the mean gradient.
     learning_rate: of `optax.inject_hyperparams`, else None.
-    aux: the loss's extra outputs, averaged with the same weights.
+    aux: the loss's extra outputs, each averaged with its own weights.
   """
 
   loss: jax.Array
@@ -76,9 +76,10 @@ def examples_in(batch: Any) -> int:
 
 
 def weigh(out: Any, batch: Any) -> tuple[WeightedSum, Any]:
-  """What a loss returned, as (weighted sum, aux).
+  """What a loss returned, as (weighted sum, aux with a WeightedSum at every leaf).
 
-  A scalar is the mean over the micro-batch's examples and is weighted by their number.
+  A scalar is the mean over the micro-batch's examples and is weighted by their number;
+  a scalar of aux is weighted as the loss is.
 
   Raises:
     TypeError: something else was returned.
@@ -90,16 +91,27 @@ def weigh(out: Any, batch: Any) -> tuple[WeightedSum, Any]:
         f"a loss returned {len(out)} values: expected loss or (loss, aux)"
       )
     out, aux = out
-  if isinstance(out, WeightedSum):
-    return out, aux
-  value = jnp.asarray(out)
-  if value.ndim:
-    raise TypeError(
-      f"a loss returned an array of shape {value.shape}: return a scalar mean, or "
-      "tunix.ops.reductions.weighted_sum(values, weights)"
-    )
-  examples = examples_in(batch)
-  return WeightedSum(value * examples, jnp.asarray(examples, jnp.float32)), aux
+  if not isinstance(out, WeightedSum):
+    value = jnp.asarray(out)
+    if value.ndim:
+      raise TypeError(
+        f"a loss returned an array of shape {value.shape}: return a scalar mean, or "
+        "tunix.ops.reductions.weighted_sum(values, weights)"
+      )
+    examples = examples_in(batch)
+    out = WeightedSum(value * examples, jnp.asarray(examples, jnp.float32))
+  return out, map_sums(lambda leaf: _as_sum(leaf, out.weight), aux)
+
+
+def _as_sum(leaf: Any, weight: jax.Array) -> WeightedSum:
+  if isinstance(leaf, WeightedSum):
+    return leaf
+  return WeightedSum(jnp.asarray(leaf, jnp.float32) * weight, weight)
+
+
+def map_sums(function: Callable[[Any], Any], aux: Any) -> Any:
+  """`function` of every leaf of aux; a WeightedSum is one leaf."""
+  return jax.tree.map(function, aux, is_leaf=lambda x: isinstance(x, WeightedSum))
 
 
 def make_train_step(
@@ -126,7 +138,6 @@ def make_train_step(
     (total, (weight, aux, rest)), gradient = jax.value_and_grad(weighted, has_aux=True)(
       params
     )
-    aux = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) * weight, aux)
     return rest, _Sums(total, weight, aux, gradient)
 
   def step(params, opt_state, rest, frozen, groups):
@@ -142,7 +153,7 @@ def make_train_step(
       weight=sums.weight,
       grad_norm=optax.tree.norm(gradient),
       learning_rate=injected_learning_rate(opt_state),
-      aux=jax.tree.map(lambda x: safe_divide(x, sums.weight), sums.aux),
+      aux=map_sums(WeightedSum.mean, sums.aux),
     )
     return params, opt_state, rest, metrics
 
@@ -184,7 +195,7 @@ def make_gradient(skeleton: Skeleton, loss: BatchLoss) -> Callable[..., Any]:
 def make_eval_step(
   skeleton: Skeleton, loss: BatchLoss
 ) -> Callable[..., tuple[WeightedSum, Any]]:
-  """Builds `step(params, rest, frozen, batch) -> (WeightedSum, weighted aux sums)`.
+  """Builds `step(params, rest, frozen, batch) -> (WeightedSum, aux of WeightedSums)`.
 
   The module runs with `.eval()`: dropout off, batch statistics fixed.
   """
@@ -192,9 +203,7 @@ def make_eval_step(
   def step(params, rest, frozen, batch):
     model = skeleton.merge(params, frozen, rest)
     model.eval()
-    result, aux = weigh(loss(model, batch), batch)
-    aux = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) * result.weight, aux)
-    return result, aux
+    return weigh(loss(model, batch), batch)
 
   return step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,6 +59,12 @@ def _is_plain_dataclass(batch: Any) -> bool:
     return False
   leaves = jax.tree.leaves(batch)
   return len(leaves) == 1 and leaves[0] is batch
+
+
+def until_none(draw: Callable[[], Any]) -> Iterator[Any]:
+  """What a function gives, up to None."""
+  while (batch := draw()) is not None:
+    yield batch
 
 
 def pad_rows(batch: Any, rows: int) -> Any:

@@ -1,0 +1,215 @@
+"""A run: what SFT, preferences, distillation and RL share around their updates.
+
+    unit = draw(source)                a global batch; in RL, that there are prompts
+    while unit is not None:
+      update(unit)
+      unit = draw(source)
+      evaluate, save, stop             when it is time
+
+A `Work` says WHAT is drawn, learnt, evaluated and saved; WHEN is decided here alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tunix.sft.checkpoint_manager import CheckpointManager
+from tunix.sft.config import TrainingConfig
+from tunix.sft.run_state import Position, RunState
+from tunix.utils import mesh as mesh_lib
+from tunix.utils.interrupts import DeferredSignals, Stopped
+
+_log = logging.getLogger(__name__)
+
+Session = contextlib.AbstractContextManager[DeferredSignals]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+  """What a run is made of. A unit is what one `update` takes.
+
+  Attributes:
+    steps: optimizer updates done.
+    position: where the run stands besides; the run writes into it.
+    session: around a call of `train`; gives the signals that wait.
+    open: (data, source of the call before, None without one) -> where units are drawn
+      from, at the run's place in the data; has `drawn`.
+    begin, end: of a call of `train`.
+    draw: source -> unit, None at the end of the data.
+    update: (unit, skip_jit); moves `steps` and the position.
+    evaluate: (data, skip_jit, signals).
+    state: everything that is saved; None: nothing that may be saved now.
+    form: a RunState whose arrays have the shapes, dtypes and layouts of `state`'s.
+    load: takes (step, state) from disk; None: there was nothing.
+  """
+
+  steps: Callable[[], int]
+  position: Callable[[], Position]
+  session: Callable[[], Session]
+  open: Callable[[Any, Any], Any]
+  begin: Callable[[], None]
+  end: Callable[[], None]
+  draw: Callable[[Any], Any]
+  update: Callable[[Any, bool], Any]
+  evaluate: Callable[[Any, bool, DeferredSignals], None]
+  state: Callable[[], RunState | None]
+  form: Callable[[], RunState]
+  load: Callable[[tuple[int, RunState] | None], None]
+
+
+class Run:
+  """Drives a Work: calls of `train`, cadence, checkpoints, signals.
+
+  Args:
+    work: what is done.
+    config: limits and cadence; where checkpoints go.
+  """
+
+  def __init__(self, work: Work, config: TrainingConfig):
+    self._work = work
+    self._config = config
+    self._checkpoints = CheckpointManager(
+      config.checkpoint_root_directory, config.checkpointing_options
+    )
+    self._source: Any = None  # of a call that was interrupted
+    self._calls = 0  # calls of `train` that this process has behind it
+    self._asked_until = 0  # the last step for which the save cadence was asked
+
+  def train(self, train_ds: Any, eval_ds: Any, skip_jit: bool) -> None:
+    """One call of `train`: from where the run stands to the end of data or `max_steps`.
+
+    A script that is run again makes all its calls again: those that were over return at
+    once.
+
+    Raises:
+      Stopped: SIGINT or SIGTERM arrived; the update was finished and the run saved.
+      ValueError: the data is empty.
+    """
+    work = self._work
+    if self._calls < work.position().calls:
+      self._calls += 1
+      _log.info("call %d of train was over before: nothing to do", self._calls)
+      return
+    # Outside the session: skipping through data can take long, and Ctrl-C ends it.
+    source = self._source = work.open(train_ds, self._source)
+    with work.session() as signals:
+      work.begin()
+      unit = self._draw(source)
+      if unit is None and not source.drawn and not self.is_finished:
+        raise ValueError(
+          "the training data gave no batch: it is empty, or a generator that an "
+          "earlier loop has used up"
+        )
+      # Before the first step; or where a checkpoint was taken before the evaluation.
+      self._evaluate_if_due(eval_ds, skip_jit, signals, last=unit is None)
+      while unit is not None:
+        work.update(unit, skip_jit)
+        self.stop_if_asked(signals)
+        # Drawn before anything waits for the device, which is busy with the update.
+        with self.saved_on_failure():
+          unit = self._draw(source)
+        self._evaluate_if_due(eval_ds, skip_jit, signals, last=unit is None)
+        self.save(force=unit is None)
+        self.stop_if_asked(signals)
+      self._end_of_call()
+      work.end()
+
+  @property
+  def is_finished(self) -> bool:
+    """Whether `max_steps` is reached."""
+    limit = self._config.max_steps
+    return limit is not None and self._work.steps() >= limit
+
+  def _draw(self, source: Any) -> Any:
+    return None if self.is_finished else self._work.draw(source)
+
+  def _evaluate_if_due(
+    self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals, *, last: bool
+  ) -> None:
+    step, position = self._work.steps(), self._work.position()
+    done, every = position.evaluated_at, self._config.eval_every_n_steps
+    # Not `step % every`: a batch of rollouts makes several updates, which may step over
+    # a multiple.
+    crossed = every is not None and step // every > done // every
+    if done < 0 or crossed or (last and done < step):
+      self._work.evaluate(eval_ds, skip_jit, signals)
+      position.evaluated_at = step
+
+  def _end_of_call(self) -> None:
+    """Everything of this call is on disk; the next one starts the data anew."""
+    self._checkpoints.wait()
+    self._calls += 1
+    self._source = None
+    if not self.is_finished:
+      position = self._work.position()
+      position.calls = self._calls
+      position.rewind()
+
+  def stop_if_asked(self, signals: DeferredSignals) -> None:
+    """Saves and leaves when a signal has arrived.
+
+    Raises:
+      Stopped: one has.
+    """
+    if signals.pending is None:
+      return
+    saved = self.save(force=True) or self.saved_step() is not None
+    self._checkpoints.wait()
+    where = "a checkpoint is saved" if saved else "no checkpoint folder was given"
+    step = self._work.steps()
+    raise Stopped(signals.pending, f"stopped after step {step}; {where}")
+
+  @contextlib.contextmanager
+  def saved_on_failure(self) -> Iterator[None]:
+    """Saves the updates that were done before an exception goes on its way."""
+    try:
+      yield
+    except BaseException:  # also Ctrl-C: it is raised again
+      self.save(force=True)
+      raise
+
+  def save(self, *, force: bool) -> bool:
+    """Saves the run if it is time, or always with `force`; returns whether it did."""
+    step = self._work.steps()
+    due = self._save_is_due(step)
+    if step == self.saved_step() or not (force or due):
+      return False
+    state = self._work.state()
+    return state is not None and self._checkpoints.save_state(step, state, force=True)
+
+  def _save_is_due(self, step: int) -> bool:
+    # Of every step since the last time: several updates may come between two questions.
+    first = max(self._asked_until, self.saved_step() or 0) + 1
+    self._asked_until = step
+    return any(self._checkpoints.should_save(s) for s in range(first, step + 1))
+
+  def saved_step(self) -> int | None:
+    """The step of the newest checkpoint."""
+    return self._checkpoints.latest_step()
+
+  def restore(self) -> bool:
+    """Restores the newest checkpoint; returns whether there was one.
+
+    Raises:
+      ValueError: it belongs to another run.
+      RuntimeError: there are checkpoints, and none can be read.
+    """
+    form = self._work.form()
+    with mesh_lib.use_mesh(mesh_lib.mesh_of(form.model_params)):
+      saved = self._checkpoints.restore_state(form)
+    self._work.load(saved)
+    return saved is not None
+
+  def close(self) -> None:
+    """Saves what is not saved, and waits until it is written.
+
+    Raises:
+      OSError: the last checkpoint could not be written.
+    """
+    if (self.saved_step() or 0) < self._work.steps():
+      self.save(force=True)
+    self._checkpoints.close()
