@@ -6,6 +6,7 @@ here, and `import tunix` loads nothing heavy.
 """
 
 import ast
+import functools
 import json
 import pathlib
 import re
@@ -84,19 +85,20 @@ def type_checking_lines(tree: ast.AST) -> set[int]:
   return lines
 
 
-def imports(path: pathlib.Path, *, top_level_only: bool = False):
+@functools.cache
+def imports(path: pathlib.Path) -> list[tuple[str, list[str], int]]:
   """(module, names, lineno) of every import that runs."""
   tree = ast.parse(path.read_text())
   skip = type_checking_lines(tree)
-  nodes = tree.body if top_level_only else list(ast.walk(tree))
-  for node in nodes:
+  found = []
+  for node in ast.walk(tree):
     if getattr(node, "lineno", 0) in skip:
       continue
     if isinstance(node, ast.Import):
-      for alias in node.names:
-        yield alias.name, [], node.lineno
+      found += [(alias.name, [], node.lineno) for alias in node.names]
     elif isinstance(node, ast.ImportFrom) and node.level == 0:
-      yield node.module or "", [a.name for a in node.names], node.lineno
+      found.append((node.module or "", [a.name for a in node.names], node.lineno))
+  return found
 
 
 def internal_imports(path: pathlib.Path):
@@ -112,33 +114,34 @@ def internal_imports(path: pathlib.Path):
       yield full if is_module else module, name, line
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_down(path):
-  if path.parent == PACKAGE:
-    return  # tunix/__init__.py names everything, lazily
-  here = package_of(module_name(path))
-  assert here, f"{path} belongs to no layer: add its package to LAYERS"
-  for module, name, line in internal_imports(path):
-    there = package_of(module)
-    where = f"{path.relative_to(ROOT)}:{line}"
-    if not there:
-      continue
-    if there != here:
-      down = LAYERS[there] < LAYERS[here]
-      assert down or (here, module) in SIDEWAYS, (
-        f"{where}: {here} (layer {LAYERS[here]}) imports {module} ({LAYERS[there]})"
-      )
-      assert not name.startswith("_"), f"{where}: private name {name} of {module}"
+def test_imports_point_down():
+  wrong = []
+  for path in FILES:
+    if path.parent == PACKAGE:
+      continue  # tunix/__init__.py names everything, lazily
+    here = package_of(module_name(path))
+    assert here, f"{path} belongs to no layer: add its package to LAYERS"
+    for module, name, line in internal_imports(path):
+      there = package_of(module)
+      if not there or there == here:
+        continue
+      where = f"{path.relative_to(ROOT)}:{line}: {here} (layer {LAYERS[here]})"
+      if LAYERS[there] >= LAYERS[here] and (here, module) not in SIDEWAYS:
+        wrong.append(f"{where} imports {module} ({LAYERS[there]})")
+      if name.startswith("_"):
+        wrong.append(f"{where} imports the private name {name} of {module}")
+  assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_heavy_packages_stay_in_their_files(path):
-  inside = str(path.relative_to(PACKAGE))
-  for module, _, line in imports(path):
-    allowed = HEAVY.get(module.split(".")[0])
-    assert allowed is None or inside in allowed, (
-      f"{inside}:{line} imports {module}; only {sorted(allowed)} may"
-    )
+def test_heavy_packages_stay_in_their_files():
+  wrong = []
+  for path in FILES:
+    inside = str(path.relative_to(PACKAGE))
+    for module, _, line in imports(path):
+      allowed = HEAVY.get(module.split(".")[0])
+      if allowed is not None and inside not in allowed:
+        wrong.append(f"{inside}:{line} imports {module}; only {sorted(allowed)} may")
+  assert not wrong, "\n".join(wrong)
 
 
 def test_ops_needs_nothing_of_ours_but_ops():
