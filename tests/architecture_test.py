@@ -176,23 +176,42 @@ def test_no_import_cycles():
       visit(node, [])
 
 
-def loaded_by(statement: str) -> set[str]:
-  code = f"import sys, json\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+STATEMENTS = (
+  "import tunix",
+  "from tunix.sft import metrics_logger",
+  "from tunix.sft import peft_trainer",
+)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+  """The packages that are there after each of STATEMENTS, one after the other."""
+  code = "import sys, json"
+  for statement in STATEMENTS:
+    code += f"\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
   out = subprocess.run(
     [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
   ).stdout
-  return set(json.loads(out.splitlines()[-1]))
+  return {
+    statement: {name.split(".")[0] for name in json.loads(line)}
+    for statement, line in zip(STATEMENTS, out.splitlines(), strict=True)
+  }
 
 
-def test_import_tunix_is_light():
+def test_import_tunix_is_light(loaded):
   heavy = {"jax", "numpy", "flax", "optax", *HEAVY}
-  assert not heavy & loaded_by("import tunix")
+  assert not heavy & loaded["import tunix"]
 
 
-def test_import_of_the_trainer_loads_no_optional_package():
-  loaded = loaded_by("from tunix.sft import peft_trainer")
-  assert "jax" in loaded
-  assert not (set(HEAVY) - {"yaml"}) & {m.split(".")[0] for m in loaded}
+def test_logging_loads_no_logger_before_a_value_is_sent(loaded):
+  packages = {*HEAVY, "humanize", "flax"} - {"yaml"}
+  assert not packages & loaded["from tunix.sft import metrics_logger"]
+
+
+def test_import_of_the_trainer_loads_no_optional_package(loaded):
+  there = loaded["from tunix.sft import peft_trainer"]
+  assert "jax" in there
+  assert not (set(HEAVY) - {"yaml"}) & there
 
 
 def test_every_lazy_name_resolves():
