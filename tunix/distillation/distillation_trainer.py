@@ -123,7 +123,7 @@ class DistillationTrainer(PeftTrainer):
       TypeError: it takes other arguments.
     """
     self.strategy = self.strategy.with_loss(loss_fn, has_aux)
-    self._steps.clear()
+    self._state.forget_steps()
     self._teacher_score = self._make_teacher_score()
     return self
 
