@@ -127,10 +127,12 @@ def without_gradient(
   return run
 
 
-def weigh(loss: PairLoss, weights: jax.Array) -> tuple[WeightedSum, dict[str, Any]]:
-  """A loss by example as a step wants it: (sum and weight, means of the metrics)."""
-  means = {name: weighted_sum(x, weights).mean() for name, x in loss.metrics.items()}
-  return weighted_sum(loss.values, weights), means
+def weigh(
+  loss: PairLoss, weights: jax.Array
+) -> tuple[WeightedSum, dict[str, WeightedSum]]:
+  """A loss by example as a step wants it: sums and weights, of its metrics too."""
+  metrics = {name: weighted_sum(x, weights) for name, x in loss.metrics.items()}
+  return weighted_sum(loss.values, weights), metrics
 
 
 def completion_rows(
