@@ -89,13 +89,13 @@ def overlong(config):
 
 def threads(config):
   seen = []
-  build_dataset = pipeline.build_dataset
+  build_batches = pipeline.build_batches
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(
       pipeline,
-      "build_dataset",
+      "build_batches",
       lambda *args, **options: (
-        seen.append(options["num_threads"]) or build_dataset(*args, **options)
+        seen.append(options["num_threads"]) or build_batches(*args, **options)
       ),
     )
     data(config)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli import runs
 from tunix.cli import algorithms, build, build_prompts, config as config_lib
-from tunix.cli.build_prompts import PromptBatches
+from tunix.data.prompts import PromptBatches, read_prompts
 from tunix.models.automodel import AutoModel
 
 REWARD = """
@@ -223,7 +223,7 @@ def test_bad_records_are_named_by_line(tmp_path, line, message):
   file = tmp_path / "p.jsonl"
   file.write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
   with pytest.raises(ValueError, match=r"p\.jsonl:3") as error:
-    build_prompts.read_prompts(str(file))
+    read_prompts(str(file))
   assert message in str(error.value)
 
 

@@ -126,7 +126,7 @@ def _on_policy_options(config: Config, **options: Any) -> OnPolicyConfig:
 
 
 def as_prompts(batch: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
-  """A batch of `AnswerSource.stack` as the on-policy trainer takes it: token ids of
+  """A batch of `rows.SideBySide` as the on-policy trainer takes it: token ids of
   prompts, and of completions if there are any, without rows of padding."""
   real = np.flatnonzero(batch["weights"])
 
@@ -134,7 +134,7 @@ def as_prompts(batch: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
     tokens, mask = batch[f"{name}_ids"], batch[f"{name}_mask"] != 0
     return [tokens[row][mask[row]] for row in real]
 
-  names = {"prompts": "prompt", "completions": "response"}
+  names = {"prompts": "prompt", "completions": "completion"}
   return {ours: ids(name) for ours, name in names.items() if f"{name}_ids" in batch}
 
 

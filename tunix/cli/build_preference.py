@@ -14,7 +14,7 @@ from tunix.cli import build, build_data, fingerprints
 from tunix.cli.build_data import RunData
 from tunix.cli.schema import Config
 from tunix.cli.schema_preference import PREFERENCE_JOBS
-from tunix.data.answer_scan import AnswerReport
+from tunix.data.scan import Report
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.sft.config import Schedule
@@ -110,7 +110,7 @@ def build_labelled_data(
       one label, from which KTO learns nothing but to raise or to lower all of them.
   """
   data = build_compared_data(config, tokenizer, known)
-  report: AnswerReport = data.reports["train"]
+  report: Report = data.reports["train"]
   if not report.desirable or not report.undesirable:
     label = "true" if report.desirable else "false"
     raise ValueError(
@@ -120,7 +120,7 @@ def build_labelled_data(
   return data
 
 
-def balance_note(config: Config, report: AnswerReport) -> str | None:
+def balance_note(config: Config, report: Report) -> str | None:
   """What to do about labels of which one kind outweighs the other; None: nothing."""
   made = settings(config)
   assert report.desirable

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tunix.cli import build, build_data, build_prompts, config as config_lib
 from tunix.cli.build_data import RunData
 from tunix.cli.schema import Config
-from tunix.data import answer_view, supervision
+from tunix.data import show
 from tunix.rl.pipeline import PROMPTS
 
 HELP = """\
@@ -52,10 +52,10 @@ def _show(argv: list[str]) -> None:
   batch = next(iter(build_data.batches(config, tokenizer, records, training=True)))
   colour = sys.stdout.isatty()
   if "prompt_ids" in batch:
-    print(answer_view.describe_answers(batch, tokenizer, rows=rows, colour=colour))
+    print(show.describe_completions(batch, tokenizer, rows=rows, colour=colour))
     return
-  print(supervision.describe_batch(batch, tokenizer, rows=rows, colour=colour))
-  supervision.check_supervision(batch)
+  print(show.describe_batch(batch, tokenizer, rows=rows, colour=colour))
+  show.check_supervision(batch)
 
 
 def _scan(argv: list[str]) -> None:

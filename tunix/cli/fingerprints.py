@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tunix.cli.schema import Config
-from tunix.data.formats import JsonlRecords
+from tunix.data.jsonl import JsonlRecords
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, tensor_files
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from tunix.rl import common
+from tunix.models import calling
 from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
@@ -40,7 +40,7 @@ def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
   can = (
     config.num_generations > 1
     and config.exact_tile_rows is None
-    and all(map(common.can_share_prompts, models))
+    and all(calling.adapt(model).shares_prompts for model in models)
   )
   if config.shared_prompt and not can:
     raise ValueError(

@@ -3,8 +3,8 @@ import pickle
 
 import pytest
 
-from tunix.data import formats
-from tunix.data.formats import JsonlRecords
+from tunix.data import jsonl
+from tunix.data.jsonl import JsonlRecords
 
 GOOD = [
   {"prompt": "a", "response": "b", "id": 7},
@@ -35,8 +35,8 @@ def test_records_are_read_by_position_and_lines_are_counted(tmp_path):
   assert pickle.loads(pickle.dumps(records))[3] == GOOD[3]
   with pytest.raises(IndexError):
     _ = records[6]
-  assert formats.place(records, 0) == f"{path}:1"
-  assert formats.place(GOOD, 3) == "record 3"
+  assert jsonl.place(records, 0) == f"{path}:1"
+  assert jsonl.place(GOOD, 3) == "record 3"
 
 
 def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path):

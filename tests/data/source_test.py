@@ -6,8 +6,10 @@ import pytest
 
 from tests import toys_text
 from tunix.data import pipeline
-from tunix.data.answer_scan import scan_answers
-from tunix.data.answer_source import AnswerSource
+from tunix.data.records import KINDS
+from tunix.data.rows import SideBySide
+from tunix.data.scan import scan
+from tunix.data.source import Source
 
 TOKENIZER = toys_text.chat_tokenizer(None)
 
@@ -20,9 +22,14 @@ def pairs(count):
 
 
 def source(records, **options):
-  options = {"max_prompt_length": 8, "max_response_length": 8, **options}
   kind = "labelled" if "completion" in records[0] else "pair"
-  return AnswerSource(records=records, tokenizer=TOKENIZER, **{"kind": kind, **options})
+  layout = SideBySide(
+    max_prompt_length=options.pop("max_prompt_length", 8), max_completion_length=8
+  )
+  kind = KINDS[options.pop("kind", kind)]
+  return Source(
+    records=records, kind=kind, tokenizer=TOKENIZER, layout=layout, **options
+  )
 
 
 def texts(batch, name):
@@ -33,7 +40,7 @@ def texts(batch, name):
 
 
 def test_batches_of_pairs():
-  batches = list(pipeline.build_answers(source(pairs(5)), batch_size=4, shuffle=False))
+  batches = list(pipeline.build_batches(source(pairs(5)), batch_size=4, shuffle=False))
   assert len(batches) == 2
   first, last = batches
   assert first["prompt_ids"].shape == first["chosen_ids"].shape == (4, 8)
@@ -51,14 +58,14 @@ def test_batches_of_pairs():
 
 def test_labels_and_margins():
   records = [{"prompt": "a", "completion": "b", "label": i > 1} for i in range(3)]
-  [batch] = pipeline.build_answers(source(records), batch_size=4, shuffle=False)
+  [batch] = pipeline.build_batches(source(records), batch_size=4, shuffle=False)
   assert batch["labels"].tolist() == [False, False, True, True]
   assert set(batch) == {
     *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"),
     *("labels", "weights"),
   }
   records = [pair | {"margin": i} for i, pair in enumerate(pairs(2))]
-  [batch] = pipeline.build_answers(source(records), batch_size=2, shuffle=False)
+  [batch] = pipeline.build_batches(source(records), batch_size=2, shuffle=False)
   assert batch["margins"].tolist() == [0.0, 1.0]
   assert batch["margins"].dtype == np.float32
 
@@ -66,13 +73,13 @@ def test_labels_and_margins():
 def test_some_margins_are_an_error():
   records = [pairs(1)[0] | {"margin": 1.0}, *pairs(1)]
   with pytest.raises(ValueError, match="give all of them one"):
-    list(pipeline.build_answers(source(records), batch_size=2))
+    list(pipeline.build_batches(source(records), batch_size=2))
   with pytest.raises(ValueError, match='record 1: no "margin", unlike'):
-    scan_answers(source(records))
+    scan(source(records))
 
 
 def test_iterators_go_on_where_they_were():
-  made = pipeline.build_answers(source(pairs(7)), batch_size=2, num_epochs=None)
+  made = pipeline.build_batches(source(pairs(7)), batch_size=2, num_epochs=None)
   running = iter(made)
   for _ in range(5):
     next(running)
@@ -88,10 +95,10 @@ def test_iterators_go_on_where_they_were():
 
 def test_processes_share_a_batch():
   options: dict[str, Any] = {"batch_size": 4, "num_epochs": 2, "seed": 3}
-  whole = list(pipeline.build_answers(source(pairs(7)), **options))
+  whole = list(pipeline.build_batches(source(pairs(7)), **options))
   parts = [
     list(
-      pipeline.build_answers(
+      pipeline.build_batches(
         source(pairs(7)), **options, process_index=i, process_count=2
       )
     )
@@ -106,7 +113,7 @@ def test_processes_share_a_batch():
 
 def test_the_order_follows_from_the_seed():
   def order(seed):
-    made = pipeline.build_answers(
+    made = pipeline.build_batches(
       source(pairs(9)), batch_size=1, num_epochs=2, seed=seed
     )
     return [texts(batch, "prompt")[0] for batch in made]
@@ -127,17 +134,17 @@ BAD = [
 
 
 def test_bad_pairs_are_counted():
-  report = scan_answers(source(BAD, overlong="truncate", unusable="drop"))
+  report = scan(source(BAD, overlong="truncate", unusable="drop"))
   counts = (report.records, report.kept, report.truncated, report.empty, report.equal)
   assert counts == (5, 3, 1, 1, 1)
-  dropped = scan_answers(source(BAD, overlong="drop", unusable="drop"))
+  dropped = scan(source(BAD, overlong="drop", unusable="drop"))
   assert (dropped.kept, dropped.dropped) == (2, 1)
-  assert dropped.longest_response_at == "record 4"
+  assert dropped.longest_at["completion"] == "record 4"
   text = str(dropped)
   assert text.startswith(
-    "5 pairs: 2 kept, 1 dropped, 1 with an empty response left out"
+    "5 pairs: 2 kept, 1 dropped, 1 with an empty completion left out"
   )
-  batches = pipeline.build_answers(
+  batches = pipeline.build_batches(
     source(BAD, overlong="drop", unusable="drop"), batch_size=8
   )
   assert [int(batch["chosen_mask"].any(1).sum()) for batch in batches] == [2]
@@ -148,46 +155,29 @@ def test_bad_pairs_are_counted():
   [
     (BAD[2:3], {}, 'record 0: "chosen" is empty'),
     (BAD[3:4], {}, 'record 0: "chosen" and "rejected" are equal, which'),
-    (BAD[4:], {}, "record 0: the response has .* tokens and max_response_length is 8"),
+    (
+      BAD[4:],
+      {},
+      "record 0: the completion has .* tokens and max_completion_length is 8",
+    ),
     (
       [{"prompt": "a", "chosen": " sea" * 30, "rejected": " sea" * 20}],
       {"overlong": "truncate"},
       'record 0: "chosen" and "rejected" are equal in their first 8 tokens',
     ),
-    (BAD[2:4], {"unusable": "drop"}, "all 2 records are dropped"),
+    (BAD[2:4], {"unusable": "drop"}, "all 2 records .* dropped"),
   ],
 )
 def test_bad_pairs_are_errors(records, options, message):
   with pytest.raises(ValueError, match=message):
-    scan_answers(source(records, **options))
+    scan(source(records, **options))
   with pytest.raises(ValueError, match=message):
-    list(pipeline.build_answers(source(records, **options), batch_size=1))
-
-
-def test_messages_name_the_callers_keys():
-  names = ("max_prompt_length", "max_response_length", "overlong", "unusable")
-  keys = {name: f"their.{name}" for name in names}
-  for records, message in (
-    (BAD[3:4], r'are equal, .* set their.unusable to "drop"'),
-    (
-      BAD[4:],
-      r'their.max_response_length is 8: raise it, or set their.overlong to "tr',
-    ),
-  ):
-    with pytest.raises(ValueError, match=message):
-      scan_answers(source(records, keys=keys))
-  message = (
-    r"their.max_prompt_length 8 or their.max_response_length 8, .* their.overlong"
-  )
-  with pytest.raises(ValueError, match=message):
-    scan_answers(source(BAD[2:4], keys=keys, unusable="drop"))
-  with pytest.raises(ValueError, match=r"which teaches nothing; correct it$"):
-    scan_answers(source(BAD[3:4], keys={"unusable": ""}))
+    list(pipeline.build_batches(source(records, **options), batch_size=1))
 
 
 def test_labels_are_counted():
   records = [{"prompt": "a", "completion": "b", "label": i > 1} for i in range(5)]
-  report = scan_answers(source(records))
+  report = scan(source(records))
   assert (report.desirable, report.undesirable) == (3, 2)
   assert str(report).endswith("3 desirable, 2 undesirable")
 
@@ -195,21 +185,23 @@ def test_labels_are_counted():
 def test_prompts_alone():
   records = [{"prompt": "a sea"}, {"prompt": "of", "response": " sea" * 30}]
   read = source(records, kind="prompt")
-  text = str(scan_answers(read))
+  text = str(scan(read))
   assert text == "2 prompts: 2 kept; the longest prompt has 3 (record 0)"
-  [batch] = pipeline.build_answers(read, batch_size=4, shuffle=False)
+  [batch] = pipeline.build_batches(read, batch_size=4, shuffle=False)
   assert set(batch) == {"prompt_ids", "prompt_mask", "weights"}
   assert texts(batch, "prompt")[:2] == ["a sea", "of"]
   short = source(records, kind="prompt", max_prompt_length=1, overlong="drop")
-  with pytest.raises(ValueError, match="longer than max_prompt_length 1; raise it, or"):
-    scan_answers(short)
+  with pytest.raises(
+    ValueError, match="longer than max_prompt_length 1 and were dropped; raise"
+  ):
+    scan(short)
 
 
 def test_a_limited_scan_is_spread_over_the_data():
-  report = scan_answers(source(pairs(10)), limit=3)
+  report = scan(source(pairs(10)), limit=3)
   assert (report.records, report.scanned) == (10, 3)
   with pytest.raises(ValueError, match="limit 0"):
-    scan_answers(source(pairs(1)), limit=0)
+    scan(source(pairs(1)), limit=0)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +210,7 @@ def test_a_limited_scan_is_spread_over_the_data():
     ({"max_prompt_length": 0}, "max_prompt_length 0"),
     ({"overlong": "ignore"}, "overlong 'ignore' is unknown"),
     ({"unusable": "ignore"}, "unusable 'ignore' is unknown"),
-    ({"kind": "text"}, "kind 'text' is unknown"),
+    ({"kind": "sft"}, "into OneRow, the others SideBySide"),
   ],
 )
 def test_options_are_checked(options, message):
@@ -227,7 +219,7 @@ def test_options_are_checked(options, message):
 
 
 def test_an_endless_stream_begins_again():
-  made = pipeline.build_answers(source(pairs(3)), batch_size=2, num_epochs=None)
+  made = pipeline.build_batches(source(pairs(3)), batch_size=2, num_epochs=None)
   batches = list(itertools.islice(made, 6))
   seen = [t for batch in batches for t in texts(batch, "prompt")]
   assert sorted(seen) == sorted(["0 of", "1 of", "2 of"] * 4)

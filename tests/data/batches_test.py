@@ -6,14 +6,37 @@ import pytest
 
 from tests import toys_text
 from tests.sft.dpo import preferences
-from tunix.sft.dpo.pairs import BadRow, DataInput, KTODataInput, Limits, TrainingInput
+from tunix.data.batches import BadRow, TextOptions, read_labelled, read_pairs
+from tunix.data.rows import SideBySide
+from tunix.sft.dpo.dpo_trainer import process_dpo_record
+from tunix.sft.dpo.pairs import (
+  DataInput,
+  KTODataInput,
+  KTOTrainingInput,
+  Limits,
+  TrainingInput,
+)
 from tunix.sft.dpo.reader import Reader
+from tunix.sft.losses import batch_fields
 
 TEXT = toys_text.chat_tokenizer(None)
 
 
-def reader(**options):
-  return Reader(TEXT, Limits(8, 8), **options)
+def reader(prompt=8, completion=8, tokenizer=TEXT, **options):
+  """The batch types' door, with the options at hand."""
+  limits = SideBySide(max_prompt_length=prompt, max_completion_length=completion)
+  return Door(TextOptions(tokenizer=tokenizer, limits=limits, **options))
+
+
+class Door:
+  def __init__(self, options):
+    self.options, self.counts = options, options.tally.counts
+
+  def pairs(self, batch):
+    return TrainingInput(**read_pairs(batch_fields(batch), self.options))
+
+  def single(self, batch):
+    return KTOTrainingInput(**read_labelled(batch_fields(batch), self.options))
 
 
 def text(**changes):
@@ -31,6 +54,11 @@ def test_all_forms_of_a_batch_give_the_same_rows():
   assert want.weights.tolist() == [1.0, 1.0] and want.margins is None
 
 
+def test_the_name_that_it_had():
+  for name, value in vars(Reader(TEXT, Limits(8, 8)).pairs(text())).items():
+    np.testing.assert_array_equal(value, getattr(reader().pairs(text()), name))
+
+
 def test_margins_come_along():
   got = reader().pairs(text(margin=[0.5, 2]))
   assert got.margins.tolist() == [0.5, 2.0]
@@ -44,7 +72,7 @@ def test_rows_of_zeros_are_padding():
 @pytest.mark.parametrize(
   ("batch", "message"),
   [
-    (text(chosen=[" a", ""]), "row 1 of the batch: an answer is empty"),
+    (text(chosen=[" a", ""]), "row 1 of the batch: a completion is empty"),
     (text(chosen=[" c", " b"]), "row 0 of the batch: the chosen and the rejected"),
   ],
 )
@@ -74,13 +102,13 @@ def test_bad_tokens_are_refused_or_skipped():
 
 def test_equal_after_the_cut_is_equal():
   batch = text(chosen=[" the sea is wide", " b"], rejected=[" the sea is deep", " d"])
-  assert Reader(TEXT, Limits(8, 8)).pairs(batch).weights.tolist() == [1, 1]
-  with pytest.raises(BadRow, match="cut to equal tokens by max_response_length"):
-    Reader(TEXT, Limits(8, 1)).pairs(batch)
+  assert reader().pairs(batch).weights.tolist() == [1, 1]
+  with pytest.raises(BadRow, match="cut to equal tokens by their maximum"):
+    reader(completion=1).pairs(batch)
 
 
 def test_cuts_are_counted_and_warned_of_at_powers_of_ten(caplog):
-  short = Reader(TEXT, Limits(1, 8))
+  short = reader(prompt=1)
   with caplog.at_level(logging.WARNING):
     for _ in range(6):
       short.pairs(text())
@@ -143,7 +171,7 @@ def test_weights_come_along_with_text():
   assert skips.pairs({**padding, "weights": [1, 1]}).weights.tolist() == [1.0, 0.0]
   assert sum(skips.counts.values()) == 1
   one = {"prompt": "hi", "chosen": " a", "rejected": " b", "weights": 0.5}
-  assert reader().pair_or_pairs(one).weights == 0.5
+  assert process_dpo_record(one, TEXT, 8, 8).weights == 0.5
 
 
 def turns_of_a_tool():
@@ -174,7 +202,7 @@ def test_the_setting_is_named_to_those_who_have_it():
   batch = preferences.pairs()
   batch["chosen_mask"][0] = 0
   with pytest.raises(BadRow, match=r"drop the row$"):
-    Reader(None, None).pairs(batch)
+    Door(TextOptions()).pairs(batch)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +225,9 @@ def test_wrong_forms_are_named(batch, message):
 
 def test_text_needs_a_tokenizer():
   with pytest.raises(ValueError, match="pass tokenizer= to the trainer"):
-    Reader(None, Limits(8, 8)).pairs(text())
+    reader(tokenizer=None).pairs(text())
   with pytest.raises(ValueError, match="max_prompt_length"):
-    Reader(TEXT, None).pairs(text())
+    Door(TextOptions(tokenizer=TEXT)).pairs(text())
 
 
 def test_a_training_input_of_lists_is_read():

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests import toys_text
-from tunix.data import supervision
+from tunix.data import show
 
 TOKENIZER = toys_text.chat_tokenizer(None)
 
@@ -21,14 +21,14 @@ PACKED = batch(
 
 
 def test_targets_are_masked_tokens_behind_one_of_their_segment():
-  targets = supervision.trained_targets(PACKED)
+  targets = show.trained_targets(PACKED)
   # Token 3 is masked in, but it begins the second segment.
   np.testing.assert_array_equal(targets[0], [0, 1, 0, 0, 1, 0])
-  assert supervision.check_supervision(PACKED) == 2
+  assert show.check_supervision(PACKED) == 2
   plain = types.SimpleNamespace(
     input_tokens=np.ones((1, 3), int), input_mask=np.ones((1, 3), int), segment_ids=None
   )
-  assert supervision.check_supervision(plain) == 2
+  assert show.check_supervision(plain) == 2
 
 
 REASONS = [
@@ -43,12 +43,12 @@ REASONS = [
 def test_a_batch_that_trains_nothing_says_why(mask, segments, reason):
   fields = batch(input_tokens=[[1, 2, 3]], input_mask=[mask], segment_ids=[segments])
   with pytest.raises(ValueError, match="1 rows x 3 tokens trains nothing: .*" + reason):
-    supervision.check_supervision(fields)
+    show.check_supervision(fields)
 
 
 def test_a_missing_field_is_named():
   with pytest.raises(ValueError, match=r"no input_mask \(found keys input_tokens\)"):
-    supervision.check_supervision({"input_tokens": np.ones((1, 2))})
+    show.check_supervision({"input_tokens": np.ones((1, 2))})
 
 
 def test_a_batch_as_text():
@@ -63,7 +63,7 @@ def test_a_batch_as_text():
     input_mask=[mask, [0] * len(tokens)],
     segment_ids=[segments, [0] * len(tokens)],
   )
-  text = supervision.describe_batch(fields, TOKENIZER)
+  text = show.describe_batch(fields, TOKENIZER)
   used, total = 2 * n + m + 3, len(tokens)
   trained = n + m + 1
   assert text.splitlines() == [
@@ -75,6 +75,6 @@ def test_a_batch_as_text():
     "  [2] <s>«hello»",
     "row 1: padding",
   ]
-  short = supervision.describe_batch(fields, TOKENIZER, rows=1, colour=True)
+  short = show.describe_batch(fields, TOKENIZER, rows=1, colour=True)
   assert "<s>\033[32m«hello»\033[0m" in short
   assert short.splitlines()[-1] == "... 1 more rows"

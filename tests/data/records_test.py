@@ -1,7 +1,7 @@
 import pytest
 
-from tunix.data import answer_formats, formats
-from tunix.data.answer_formats import (
+from tunix.data import jsonl, records as record_kinds
+from tunix.data.records import (
   LABELLED,
   PAIRS,
   read_labelled,
@@ -20,7 +20,7 @@ def model(text):
 
 def test_text_with_a_prompt():
   read = read_pair({"prompt": "a", "chosen": "b", "rejected": "c", "id": 7}, "w")
-  assert read == ("a", {"chosen": "b", "rejected": "c"}, {}, None)
+  assert read == ("pair", "a", {"chosen": "b", "rejected": "c"}, {}, None)
 
 
 def test_margin_and_tools_are_kept():
@@ -38,8 +38,8 @@ def test_whole_conversations_are_cut_where_they_part():
   }
   read = read_pair(record, "w")
   assert read.prompt == start
-  assert read.responses["chosen"] == [model("good"), user("more"), model("better")]
-  assert read.responses["rejected"] == [model("bad")]
+  assert read.completions["chosen"] == [model("good"), user("more"), model("better")]
+  assert read.completions["rejected"] == [model("bad")]
 
 
 def test_a_common_first_answer_belongs_to_the_prompt():
@@ -52,7 +52,7 @@ def test_equal_conversations_keep_an_answer_each():
   whole = [user("q"), model("x")]
   read = read_pair({"chosen": whole, "rejected": list(whole)}, "w")
   assert read.prompt == [user("q")]
-  assert read.responses == {"chosen": [model("x")], "rejected": [model("x")]}
+  assert read.completions == {"chosen": [model("x")], "rejected": [model("x")]}
 
 
 @pytest.mark.parametrize("prompt", ["q", [user("q")]])
@@ -64,18 +64,18 @@ def test_a_prompt_that_the_conversations_repeat(prompt):
   }
   read = read_pair(record, "w")
   assert read.prompt == [user("q")]
-  assert read.responses["chosen"] == [model("x")]
+  assert read.completions["chosen"] == [model("x")]
 
 
 def test_answers_as_messages_behind_a_prompt():
   record = {"prompt": [user("q")], "chosen": [model("x")], "rejected": "y"}
   read = read_pair(record, "w")
-  assert read.responses == {"chosen": [model("x")], "rejected": "y"}
+  assert read.completions == {"chosen": [model("x")], "rejected": "y"}
 
 
 def test_labelled():
   read = read_labelled({"prompt": "a", "completion": "b", "label": False}, "w")
-  assert read == ("a", {"completion": "b"}, {"label": False}, None)
+  assert read == ("labelled", "a", {"completion": "b"}, {"label": False}, None)
   whole = {"completion": [user("q"), model("x")], "label": True}
   assert read_labelled(whole, "w").prompt == [user("q")]
 
@@ -134,11 +134,13 @@ def test_wrong_labelled_records(record, message):
 
 
 def test_prompts():
-  assert read_prompt({"prompt": "a", "response": 3}, "w") == ("a", {}, {}, None)
+  read = read_prompt({"prompt": "a", "response": 3}, "w")
+  assert read == ("prompt", "a", {}, {}, None)
   chat = [user("a"), model("x"), user("b")]
   for messages in (chat, [*chat, model("y")]):
     assert read_prompt({"messages": messages}, "w").prompt == chat
-  assert read_prompt({"prompt": chat, "tools": []}, "w") == (chat, {}, {}, [])
+  read = read_prompt({"prompt": chat, "tools": []}, "w")
+  assert read == ("prompt", chat, {}, {}, [])
 
 
 @pytest.mark.parametrize(
@@ -160,12 +162,12 @@ def test_wrong_prompts(record, message):
 def test_files_are_checked_by_their_form(tmp_path):
   file = tmp_path / "pairs.jsonl"
   file.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n\n{"text": "a"}\n')
-  records = formats.JsonlRecords(file, PAIRS)
+  records = jsonl.JsonlRecords(file, PAIRS)
   assert records[0]["chosen"] == "b"
   with pytest.raises(ValueError, match=r"pairs.jsonl:3: found fields 'text', expected"):
     records.validate()
   file.write_text('{"prompt": "a", "completion": "b", "label": true}\n')
-  assert formats.JsonlRecords(file, LABELLED).validate() == {"labelled": 1}
+  assert jsonl.JsonlRecords(file, LABELLED).validate() == {"labelled": 1}
 
 
 @pytest.mark.parametrize(
@@ -180,4 +182,4 @@ def test_files_are_checked_by_their_form(tmp_path):
   ],
 )
 def test_what_says_nothing(response, empty):
-  assert answer_formats.is_empty(response) is empty
+  assert record_kinds.is_empty(response) is empty

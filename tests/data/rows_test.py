@@ -1,7 +1,7 @@
 import pytest
 
-from tunix.data import examples
-from tunix.data.examples import fit, make_example
+from tunix.data.chat import make_example
+from tunix.data.rows import OneRow, fit_row as fit
 
 # Five tokens of prompt, four of response; 100 is BOS.
 EXAMPLE = make_example([100, 1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 0, 1, 1, 1, 1])
@@ -52,6 +52,4 @@ def test_errors_say_the_lengths_and_the_remedy():
   with pytest.raises(ValueError, match=message):
     fit(EXAMPLE, 5, "error")
   with pytest.raises(ValueError, match="max_length 1 must be at least 2"):
-    examples.check_policy(1, "error")
-  with pytest.raises(ValueError, match=r"'cut' is unknown; use one of \['error'"):
-    examples.check_policy(8, "cut")
+    OneRow(max_length=1)
