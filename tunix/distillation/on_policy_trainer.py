@@ -127,9 +127,8 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       tokenizers=tokenizers,
     )
 
-  def _whole(self, batch: Any) -> Any:
-    """Texts and lists cannot be cut into micro-batches, their tokens can."""
-    return super()._whole(self._prepare_inputs(batch))
+  def _read(self, batch: Any) -> Prompts:
+    return self._prepare_inputs(batch)
 
   def _prepare_inputs(self, batch: Any) -> Prompts:
     if isinstance(batch, Prompts):

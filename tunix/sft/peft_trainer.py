@@ -63,6 +63,7 @@ class PeftTrainer:
 
   Subclasses may override, each called as it says:
 
+    _read(batch)                  on the host, for a global batch that is to be cut
     _prepare_inputs(batch)        on the host, for every micro-batch
     _prepare_window(batches)      on the host, for those of a global batch together
     _train_step(model, batch)     traced: the loss of one micro-batch, a scalar mean, a
@@ -152,6 +153,10 @@ class PeftTrainer:
     return self
 
   # What subclasses override.
+
+  def _read(self, batch: Any) -> Any:
+    """What can be cut into micro-batches, which lists of texts cannot."""
+    return batch
 
   def _prepare_inputs(self, batch: Any) -> Any:
     return batch
@@ -383,7 +388,8 @@ class PeftTrainer:
 
   def _whole(self, batch: Any) -> Window:
     """A global batch, cut into micro-batches."""
-    return self._window(windows.cut(batch, self.training_config.micro_batches), None)
+    parts = windows.cut(self._read(batch), self.training_config.micro_batches)
+    return self._window(parts, None)
 
   def _window(self, batches: list[Any], data_state: Any) -> Window:
     ready = self._ready(batches)

@@ -47,27 +47,23 @@ class BatchReader(NamedTuple):
   """How a trainer's batches become rows.
 
   Attributes:
-    read: (columns, options) -> rows, of `tunix.data.batches`.
+    columns: (columns, options) -> rows, of `tunix.data.batches`.
     options: of the trainer's config.
-    before: what the user does to a batch first.
   """
 
-  read: Callable[[Mapping[str, Any], TextOptions], Rows]
+  columns: Callable[[Mapping[str, Any], TextOptions], Rows]
   options: TextOptions
-  before: Callable[[Any], Any] = lambda batch: batch
 
-  def rows(self, batch: Any) -> Rows:
-    """Of text, of tokens, or of what was read already."""
+  def read(self, batch: Any, input_fn: Callable[[Any], Any]) -> Read:
+    """Of text, of tokens, or of what was read already.
+
+    Args:
+      batch: columns by name, or what `input_fn` makes such of.
+      input_fn: of `with_gen_model_input_fn`; runs on the host.
+    """
     if isinstance(batch, Read):
-      return batch.rows
-    return self.read(batch_fields(self.before(batch)), self.options)
-
-  def whole(self, batch: Any) -> Any:
-    """A global batch to be cut, which lists of texts cannot be. A module is no batch
-    and goes on to where it is refused."""
-    if isinstance(batch, nnx.Module):
       return batch
-    return Read(self.rows(batch))
+    return Read(self.columns(batch_fields(input_fn(batch)), self.options))
 
 
 def options_of(config: CompletionsConfig, tokenizer: Any) -> TextOptions:

@@ -21,7 +21,7 @@ from tunix.ops.pair_losses import PairScores
 from tunix.ops.preference import PairLossSpec
 from tunix.ops.reductions import WeightedSum
 from tunix.sft.dpo import completions
-from tunix.sft.dpo.completions import BatchReader, completion_logps, weigh
+from tunix.sft.dpo.completions import BatchReader, Read, completion_logps, weigh
 from tunix.sft.dpo.pairs import DataInput, Limits, TrainingInput
 from tunix.sft.dpo.precomputed import PrecomputedLogps
 from tunix.sft.dpo.preference_config import (
@@ -134,21 +134,11 @@ class DPOTrainer(PeftTrainer):
     self._pair_loss, self._pair_options = spec, options
     return self
 
-  def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Self:
-    """Maps every batch by `fn(batch)`, on the host, before it is read."""
-    self._reader = self._reader._replace(before=fn)
-    return self
-
-  def train_step(self, batch: Any, *unexpected: Any) -> jax.Array:
-    """See PeftTrainer; the batch may be text."""
-    return super().train_step(self._reader.whole(batch), *unexpected)
-
-  def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
-    """See PeftTrainer; the batch may be text."""
-    return super().lower_train_step(self._reader.whole(batch))
+  def _read(self, batch: Any) -> Read:
+    return self._reader.read(batch, self._loss.input_fn)
 
   def _prepare_inputs(self, batch: Any) -> Any:
-    pairs = self._reader.rows(batch)
+    pairs = self._read(batch).rows
     rows = completions.token_columns(pairs)
     out = {"rows": rows, "weights": pairs["weights"]}
     if self._logps is not None:

@@ -17,7 +17,7 @@ from tunix.ops import kto
 from tunix.ops.reductions import WeightedSum
 from tunix.sft import sharding_utils
 from tunix.sft.dpo import completions
-from tunix.sft.dpo.completions import BatchReader, completion_logps, weigh
+from tunix.sft.dpo.completions import BatchReader, Read, completion_logps, weigh
 from tunix.sft.dpo.pairs import KTODataInput, KTOTrainingInput
 from tunix.sft.dpo.preference_config import KTOConfig
 from tunix.sft.dpo.reference import ReferenceModel, reference_for
@@ -88,25 +88,15 @@ class KTOTrainer(PeftTrainer):
     self._means = lambda aux: aux  # its metrics are not split by label
     return self
 
-  def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Self:
-    """Maps every batch by `fn(batch)`, on the host, before it is read."""
-    self._reader = self._reader._replace(before=fn)
-    return self
-
-  def train_step(self, batch: Any, *unexpected: Any) -> jax.Array:
-    """See PeftTrainer; the batch may be text."""
-    return super().train_step(self._reader.whole(batch), *unexpected)
-
-  def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
-    """See PeftTrainer; the batch may be text."""
-    return super().lower_train_step(self._reader.whole(batch))
+  def _read(self, batch: Any) -> Read:
+    return self._reader.read(batch, self._loss.input_fn)
 
   def _ref_logps(self, rows: dict[str, Any]) -> jax.Array:
     logps = self._reference.logps(self._module, self._state.mesh, rows, SINGLE)
     return logps[:, 0]
 
   def _prepare_inputs(self, batch: Any) -> Any:
-    read = self._reader.rows(batch)
+    read = self._read(batch).rows
     rows = completions.token_columns(read)
     return {
       "rows": rows,

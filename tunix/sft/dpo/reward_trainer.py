@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -16,7 +15,7 @@ from tunix.generate import scoring
 from tunix.ops.reductions import WeightedSum
 from tunix.ops.reward_loss import bradley_terry
 from tunix.sft.dpo import completions
-from tunix.sft.dpo.completions import BatchReader, completion_rows, weigh
+from tunix.sft.dpo.completions import BatchReader, Read, completion_rows, weigh
 from tunix.sft.dpo.pairs import DataInput, TrainingInput
 from tunix.sft.dpo.preference_config import RewardConfig
 from tunix.sft.metrics_logger import MetricsLogger
@@ -84,21 +83,11 @@ class RewardTrainer(PeftTrainer):
     self._reward_loss = completions.as_pair_loss(loss_fn, has_aux)
     return self
 
-  def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Self:
-    """Maps every batch by `fn(batch)`, on the host, before it is read."""
-    self._reader = self._reader._replace(before=fn)
-    return self
-
-  def train_step(self, batch: Any, *unexpected: Any) -> jax.Array:
-    """See PeftTrainer; the batch may be text."""
-    return super().train_step(self._reader.whole(batch), *unexpected)
-
-  def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
-    """See PeftTrainer; the batch may be text."""
-    return super().lower_train_step(self._reader.whole(batch))
+  def _read(self, batch: Any) -> Read:
+    return self._reader.read(batch, self._loss.input_fn)
 
   def _prepare_inputs(self, batch: Any) -> Any:
-    pairs = self._reader.rows(batch)
+    pairs = self._read(batch).rows
     extra = {n: pairs[n] for n in ("weights", "margins") if n in pairs}
     return {"rows": completions.token_columns(pairs), **extra}
 
