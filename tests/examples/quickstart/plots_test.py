@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from tunix.cli.plots import Curve, save_curves
+from tunix.examples.quickstart.plots import Curve, save_curves
 
 
 def curve(height: float) -> Curve:
