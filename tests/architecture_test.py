@@ -50,6 +50,8 @@ HEAVY = {
   "transformers": set(),
   "torch": set(),
   "tokenizers": {"generate/tokenizer_loading.py", "examples/quickstart/task.py"},
+  "jsonschema": {"rl/json_schema.py"},
+  "filelock": {"cli/run_lock.py"},
   "jinja2": {"generate/chat_template.py"},
   "yaml": {"cli/config.py"},
   "safetensors": set(),  # tests only: see models/tensor_files.py
