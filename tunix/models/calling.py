@@ -49,8 +49,8 @@ def hidden(
   Args: see `logits`. A mask stands for the segments too, where both are given.
   """
   segments = None if attention_mask is not None else segment_ids
-  given = {"segment_ids": segments, "return_hidden": True, **(extra or {})}
-  return model(tokens, positions, None, attention_mask, **given)[0]
+  arguments = {"segment_ids": segments, "return_hidden": True, **(extra or {})}
+  return model(tokens, positions, None, attention_mask, **arguments)[0]
 
 
 def logits(
@@ -95,12 +95,12 @@ def logits(
       mask = _dense_mask(tokens, segment_ids)
     if mask is not None and segment_ids is None and "attention_mask" not in accepted:
       raise TypeError(f"there is an attention_mask, which {name} does not take{remedy}")
-    given = {
+    arguments = {
       "positions": positions,
       "segment_ids": segment_ids,
       "attention_mask": mask,
     }
-    named = {k: v for k, v in given.items() if v is not None and k in accepted}
+    named = {k: v for k, v in arguments.items() if v is not None and k in accepted}
     out = model(tokens, **named, **extra)
   else:
     raise TypeError(

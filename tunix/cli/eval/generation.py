@@ -84,10 +84,9 @@ def evaluate(
     build_prompts.rendered(row, tokenizer, path, chat, template_args)[PROMPTS]
     for row in rows
   ]
-  found = _sample(
+  text, tokens, reasons = _sample(
     Sampler(model, tokenizer), prompts, batch_size, max_new_tokens, options
   )
-  text, tokens, reasons = found
   size = len(text) // len(rows)
   scored = None
   if rewards is not None:
