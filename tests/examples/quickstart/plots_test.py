@@ -2,17 +2,15 @@
 
 import struct
 
-import pytest
-
-from tunix.examples.quickstart.plots import Curve, save_curves
+from tunix.examples.quickstart.plots import save_curves
 
 
-def curve(height: float) -> Curve:
-  return Curve(
-    title="a stage",
-    train=[(step, height / step) for step in range(1, 20)],
-    held_out=[(0, height), (19, 1.0)],
-  )
+def curve(height: float):
+  steps = [(step, height / step) for step in range(1, 20)]
+  return {"train": steps, "eval": [(0, height), (19, 1.0)]}
+
+
+LABELS = {"a": ("a stage", "loss"), "b": ("another", "reward")}
 
 
 def size(path) -> tuple[int, int]:
@@ -23,15 +21,8 @@ def size(path) -> tuple[int, int]:
 
 def test_one_panel_a_curve(tmp_path):
   one, two, other = (tmp_path / f"{name}.png" for name in ("one", "two", "other"))
-  save_curves(one, [curve(5.0)])
-  save_curves(two, [curve(5.0), curve(3.0)])
-  save_curves(other, [curve(4.0)])
+  save_curves(one, {"a": curve(5.0)}, LABELS)
+  save_curves(two, {"a": curve(5.0), "b": curve(3.0)}, LABELS)
+  save_curves(other, {"a": curve(4.0)}, LABELS)
   assert size(two) == (2 * size(one)[0], size(one)[1])
   assert other.read_bytes() != one.read_bytes()
-
-
-def test_nothing_to_draw_is_refused(tmp_path):
-  with pytest.raises(ValueError, match="no curves"):
-    save_curves(tmp_path / "x.png", [])
-  with pytest.raises(ValueError, match="'empty' has no points"):
-    save_curves(tmp_path / "x.png", [Curve(title="empty", train=[], held_out=[])])

@@ -14,6 +14,7 @@ from tunix.examples.quickstart.settings import Settings
 from tunix.examples.quickstart.task import QuickstartData
 
 _SHOWN = 8
+_UNITS = {"sft": "loss, nats per token", "grpo": "mean reward"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,20 +50,11 @@ def plot(results: Results) -> None:
   Raises:
     OSError: the file cannot be written.
   """
-  titles = {"sft": "Fine-tuning", "grpo": "GRPO (held out: greedy)"}
-  values = {"sft": "loss, nats per token", "grpo": "mean reward"}
-  plots.save_curves(
-    results.settings.plot,
-    [
-      plots.Curve(
-        title=titles[stage],
-        train=curve["train"],
-        held_out=curve["eval"],
-        value=values[stage],
-      )
-      for stage, curve in results.curves.items()
-    ],
-  )
+  labels = {
+    "sft": ("Fine-tuning", _UNITS["sft"]),
+    "grpo": ("GRPO (held out: greedy)", _UNITS["grpo"]),
+  }
+  plots.save_curves(results.settings.plot, results.curves, labels)
 
 
 def summary(results: Results) -> str:
@@ -178,7 +170,7 @@ def _what_happened(results: Results) -> str:
 
 def _stage_table(results: Results) -> str:
   rows = []
-  for stage, what in (("sft", "loss, nats per token"), ("grpo", "mean reward")):
+  for stage, what in _UNITS.items():
     first, last = results.held_out(stage)
     steps = results.curves[stage]["train"][-1][0]
     rows.append((stage, str(steps), what, f"{first:.3f}", f"{last:.3f}"))
