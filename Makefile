@@ -3,6 +3,8 @@
 PYTHON ?= python
 # Test processes; each takes up to 3 GB.
 JOBS ?= 2
+# pytest rewrites the assertions of 190 files: once, not in every process of every run.
+unexport PYTHONDONTWRITEBYTECODE
 
 check: lint types test
 

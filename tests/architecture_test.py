@@ -6,6 +6,7 @@ here, and `import tunix` loads nothing heavy.
 """
 
 import ast
+import functools
 import json
 import pathlib
 import re
@@ -86,19 +87,20 @@ def type_checking_lines(tree: ast.AST) -> set[int]:
   return lines
 
 
-def imports(path: pathlib.Path, *, top_level_only: bool = False):
+@functools.cache
+def imports(path: pathlib.Path) -> list[tuple[str, list[str], int]]:
   """(module, names, lineno) of every import that runs."""
   tree = ast.parse(path.read_text())
   skip = type_checking_lines(tree)
-  nodes = tree.body if top_level_only else list(ast.walk(tree))
-  for node in nodes:
+  found = []
+  for node in ast.walk(tree):
     if getattr(node, "lineno", 0) in skip:
       continue
     if isinstance(node, ast.Import):
-      for alias in node.names:
-        yield alias.name, [], node.lineno
+      found += [(alias.name, [], node.lineno) for alias in node.names]
     elif isinstance(node, ast.ImportFrom) and node.level == 0:
-      yield node.module or "", [a.name for a in node.names], node.lineno
+      found.append((node.module or "", [a.name for a in node.names], node.lineno))
+  return found
 
 
 def internal_imports(path: pathlib.Path):
@@ -114,33 +116,34 @@ def internal_imports(path: pathlib.Path):
       yield full if is_module else module, name, line
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_point_down(path):
-  if path.parent == PACKAGE:
-    return  # tunix/__init__.py names everything, lazily
-  here = package_of(module_name(path))
-  assert here, f"{path} belongs to no layer: add its package to LAYERS"
-  for module, name, line in internal_imports(path):
-    there = package_of(module)
-    where = f"{path.relative_to(ROOT)}:{line}"
-    if not there:
-      continue
-    if there != here:
-      down = LAYERS[there] < LAYERS[here]
-      assert down or (here, module) in SIDEWAYS, (
-        f"{where}: {here} (layer {LAYERS[here]}) imports {module} ({LAYERS[there]})"
-      )
-      assert not name.startswith("_"), f"{where}: private name {name} of {module}"
+def test_imports_point_down():
+  wrong = []
+  for path in FILES:
+    if path.parent == PACKAGE:
+      continue  # tunix/__init__.py names everything, lazily
+    here = package_of(module_name(path))
+    assert here, f"{path} belongs to no layer: add its package to LAYERS"
+    for module, name, line in internal_imports(path):
+      there = package_of(module)
+      if not there or there == here:
+        continue
+      where = f"{path.relative_to(ROOT)}:{line}: {here} (layer {LAYERS[here]})"
+      if LAYERS[there] >= LAYERS[here] and (here, module) not in SIDEWAYS:
+        wrong.append(f"{where} imports {module} ({LAYERS[there]})")
+      if name.startswith("_"):
+        wrong.append(f"{where} imports the private name {name} of {module}")
+  assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_heavy_packages_stay_in_their_files(path):
-  inside = str(path.relative_to(PACKAGE))
-  for module, _, line in imports(path):
-    allowed = HEAVY.get(module.split(".")[0])
-    assert allowed is None or inside in allowed, (
-      f"{inside}:{line} imports {module}; only {sorted(allowed)} may"
-    )
+def test_heavy_packages_stay_in_their_files():
+  wrong = []
+  for path in FILES:
+    inside = str(path.relative_to(PACKAGE))
+    for module, _, line in imports(path):
+      allowed = HEAVY.get(module.split(".")[0])
+      if allowed is not None and inside not in allowed:
+        wrong.append(f"{inside}:{line} imports {module}; only {sorted(allowed)} may")
+  assert not wrong, "\n".join(wrong)
 
 
 def test_ops_needs_nothing_of_ours_but_ops():
@@ -175,23 +178,42 @@ def test_no_import_cycles():
       visit(node, [])
 
 
-def loaded_by(statement: str) -> set[str]:
-  code = f"import sys, json\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+STATEMENTS = (
+  "import tunix",
+  "from tunix.sft import metrics_logger",
+  "from tunix.sft import peft_trainer",
+)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, set[str]]:
+  """The packages that are there after each of STATEMENTS, one after the other."""
+  code = "import sys, json"
+  for statement in STATEMENTS:
+    code += f"\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
   out = subprocess.run(
     [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
   ).stdout
-  return set(json.loads(out.splitlines()[-1]))
+  return {
+    statement: {name.split(".")[0] for name in json.loads(line)}
+    for statement, line in zip(STATEMENTS, out.splitlines(), strict=True)
+  }
 
 
-def test_import_tunix_is_light():
+def test_import_tunix_is_light(loaded):
   heavy = {"jax", "numpy", "flax", "optax", *HEAVY}
-  assert not heavy & loaded_by("import tunix")
+  assert not heavy & loaded["import tunix"]
 
 
-def test_import_of_the_trainer_loads_no_optional_package():
-  loaded = loaded_by("from tunix.sft import peft_trainer")
-  assert "jax" in loaded
-  assert not (set(HEAVY) - {"yaml"}) & {m.split(".")[0] for m in loaded}
+def test_logging_loads_no_logger_before_a_value_is_sent(loaded):
+  packages = {*HEAVY, "humanize", "flax"} - {"yaml"}
+  assert not packages & loaded["from tunix.sft import metrics_logger"]
+
+
+def test_import_of_the_trainer_loads_no_optional_package(loaded):
+  there = loaded["from tunix.sft import peft_trainer"]
+  assert "jax" in there
+  assert not (set(HEAVY) - {"yaml"}) & there
 
 
 def test_every_lazy_name_resolves():

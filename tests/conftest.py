@@ -41,11 +41,8 @@ def _programs() -> pathlib.Path:
   """Where compiled programs lie: one folder a JAX, a Python and a kind of processor,
   since a program built for another one may not run. `TUNIX_TEST_CACHE` moves it."""
   cpu = pathlib.Path("/proc/cpuinfo")
-  flags = (
-    [x for x in cpu.read_text().splitlines() if x.startswith("flags")][:1]
-    if (cpu.exists())
-    else [platform.processor()]
-  )
+  lines = cpu.read_text().splitlines() if cpu.exists() else []
+  flags = [x for x in lines if x.startswith("flags")][:1] or [platform.processor()]
   kind = hashlib.sha256(repr((platform.machine(), flags)).encode()).hexdigest()[:8]
   versions = [importlib.metadata.version(name) for name in ("jax", "jaxlib")]
   root = (

@@ -14,6 +14,7 @@ from tunix.cli import build, build_data, config as config_lib
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora_modules
 from tunix.sft import metrics_logger as metrics
+from tunix.sft.config import TrainingConfig
 
 
 def config(*layers, **keys):
@@ -267,21 +268,23 @@ def test_training_and_checkpoint_keys_reach_the_trainer(settings, eval_file, tmp
     mesh="{tp: 1, fsdp: 2, dp: 1}",
     logging__progress_bar="false",
   )
-  made = build.training_config(keys, tmp_path, 0.5)
+  made = TrainingConfig(**build.training_options(keys, tmp_path, 0.5))
   assert (made.max_steps, made.eval_every_n_steps) == (4, 3)
   assert made.gradient_accumulation_steps == 2
   assert made.checkpoint_root_directory == str(tmp_path / "checkpoints")
   assert dataclasses.asdict(made.checkpointing_options) | {"timeout_secs": 0} == {
     "save_every_n_steps": 7,
-    "min_interval_secs": 180,
+    "min_interval_secs": None,
     "max_to_keep": None,
     "asynchronous": False,
     "timeout_secs": 0,
   }
   assert made.data_sharding_axis == ("dp", "fsdp")
   assert (made.learning_rate, made.pbar_description) == (0.5, None)
-  timed = build.training_config(
-    config(settings, checkpoint__min_interval_secs=5), tmp_path, 0.5
+  timed = TrainingConfig(
+    **build.training_options(
+      config(settings, checkpoint__min_interval_secs=5), tmp_path, 0.5
+    )
   )
   assert timed.checkpointing_options.min_interval_secs == 5
   assert timed.pbar_description == "training"

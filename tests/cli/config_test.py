@@ -1,13 +1,8 @@
 """Files and arguments become a checked configuration, or an error that says where."""
 
-import itertools
-import subprocess
-import sys
-
 import pytest
 
 from tunix.cli import config as config_lib
-from tunix.cli.schema import Config
 
 
 def load(*argv):
@@ -18,32 +13,6 @@ def file(folder, text, name="mine.yaml"):
   path = folder / name
   path.write_text(text)
   return path
-
-
-def test_base_config_lists_every_key_with_its_default():
-  base = config_lib.read_file(str(config_lib.BASE_PATH))
-  assert config_lib.from_layers([("base", base)]) == Config()
-  written = {
-    f"{key}.{sub}"
-    for key, value in base.items()
-    for sub in (value if isinstance(value, dict) else [])
-  }
-  known = set(config_lib.known_keys())
-  assert known == written | {key for key in base if key in known}
-
-
-def test_every_key_of_the_base_config_has_a_comment_or_a_telling_neighbour():
-  lines = config_lib.BASE_PATH.read_text().splitlines()
-  bare = [
-    line
-    for before, line in itertools.pairwise(lines)
-    if line and not line.strip().startswith("#") and not before.strip().startswith("#")
-  ]
-  # Section heads, and what shares the comment above it.
-  assert {line.split(":")[0].strip() for line in bare} == {
-    *("model", "tokenizer", "lora", "data", "optimizer", "schedule", "training"),
-    *("rl", "reward", "samples", "checkpoint", "export", "run_name"),
-  }
 
 
 def test_later_files_and_then_arguments_override_key_by_key(tmp_path):
@@ -58,7 +27,7 @@ def test_later_files_and_then_arguments_override_key_by_key(tmp_path):
 
 def test_bare_base_config_is_the_packaged_one(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  assert load("--config", "base_config.yaml") == Config()
+  assert load("--config", "base_config.yaml") == load()
   file(tmp_path, "seed: 4", "base_config.yaml")
   assert load("--config", "base_config.yaml").seed == 4
 
@@ -72,7 +41,7 @@ def test_open_mappings_gain_entries_and_null_empties_them(tmp_path):
 
 
 def test_an_empty_section_says_nothing(tmp_path):
-  assert load(file(tmp_path, "lora:\n  # rank: 8\n")) == Config()
+  assert load(file(tmp_path, "lora:\n  # rank: 8\n")) == load()
 
 
 def test_scalars_are_those_of_yaml_1_2(tmp_path):
@@ -155,12 +124,12 @@ def test_unknown_keys_and_wrong_types_name_their_file(tmp_path):
     ("mesh: {fsdp: two}", "mesh.fsdp is the text 'two', expected a whole number"),
     ("data: {packing: 1}", "expected true or false"),
     ("data: {packing: yes}", "expected true or false"),
-    ("lora: {rank: true}", "lora.rank is true, expected a whole number or null"),
+    ("lora: {rank: true}", "lora.rank is true, expected a whole number"),
     ("training: {max_steps: 1e3}", "expected a whole number"),
     ("training: {learning_rate: '1e-4'}", "the text '1e-4', expected a number"),
     ("data: {overlong: cut}", "expected one of error, truncate, drop"),
     ("job: spin", "expected one of sft, dpo, orpo, kto, reward"),
-    ("lora: {targets: q_proj}", "expected a list of names or null"),
+    ("lora: {rank: 2, targets: q_proj}", "expected a list of names"),
     ("logging: {run_name: 17}", "expected text"),
   ],
 )
@@ -224,12 +193,3 @@ def test_no_such_file(tmp_path):
     load(tmp_path / "none.yaml")
   with pytest.raises(FileNotFoundError, match="a folder"):
     load(tmp_path)
-
-
-def test_reading_a_configuration_loads_nothing_heavy():
-  code = (
-    "import sys; from tunix.cli import config, main; config.load(['--seed=1'])\n"
-    "print({'jax', 'numpy', 'optax', 'flax'} & set(sys.modules))"
-  )
-  out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-  assert out.stdout == "set()\n", out.stderr

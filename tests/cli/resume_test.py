@@ -152,9 +152,9 @@ def scanned(monkeypatch):
   names = []
   scan = build_data.scan
 
-  def spy(records, *args, **options):
-    names.append(records.path.name)
-    return scan(records, *args, **options)
+  def spy(source, *args, **options):
+    names.append(source.records.path.name)
+    return scan(source, *args, **options)
 
   monkeypatch.setattr(build_data, "scan", spy)
   return names

@@ -134,10 +134,10 @@ def test_the_student_answers_itself(keys, tmp_path, capsys, eval_file):
   said = capsys.readouterr().out
   assert "in 100% of the steps the student answers, with at most 20 tokens" in said
   assert "train data: 16 prompts: 16 kept; the longest prompt has" in said
-  assert "eval data: 6 responses: 6 kept" in said
+  assert "eval data: 6 completions: 6 kept" in said
   argv = runs.arguments(**{k: v for k, v in keys.items() if v is not None})
   assert runs.tunix("data", "show", *argv, "--rows=1") == 0
-  assert "response, " in capsys.readouterr().out
+  assert "completion, " in capsys.readouterr().out
   argv += runs.arguments(**alone)
   assert runs.tunix("data", "show", *argv, "--rows=1") == 0
   shown = capsys.readouterr().out
@@ -172,12 +172,12 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
   [
     ({"distill__teacher": None}, "distill.teacher is not set"),
     ({"distill__teacher": "/no/such"}, "/no/such"),
-    ({"distill__alpha": 2}, "distill: alpha is 2.0"),
+    ({"distill__alpha": 2}, "distill.alpha is 2.0"),
     ({"distill__jsd_beta": 0.5}, "distill: "),
     ({"distill__strategy": "policy_gradient"}, "distill.on_policy_fraction not set"),
     ({"distill__teacher": None, "distill__teacher_dtype": "bfloat16"}, "teacher_dtype"),
     ({"rollout__temperature": 0.5}, "rollout.temperature is 0.5 and distill.on_policy"),
-    ({"rollout__min_p": 0.5}, "the student samples with temperature, top_p and top_k"),
+    ({"rollout__min_p": 0.5}, "it belongs to the jobs grpo and ppo"),
     (ON_POLICY | {"data__packing": "true"}, "data.packing is True and distill.on_pol"),
     (ON_POLICY | {"distill__on_policy_fraction": 2}, "on_policy_fraction is 2.0"),
     (

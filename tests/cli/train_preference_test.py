@@ -8,7 +8,8 @@ import pytest
 
 from tests import toys
 from tests.cli import runs
-from tunix.cli import build_preference, config as config_lib
+from tunix.cli import config as config_lib
+from tunix.cli.jobs import preference
 from tunix.models import safetensors_saver
 from tunix.models.automodel import AutoModel
 from tunix.sft.dpo.precomputed import PrecomputedLogps
@@ -169,7 +170,7 @@ def test_a_reference_of_its_own_and_one_from_disk(keys, tmp_path):
   }
   # What a writer leaves that is killed is not what it would have written.
   (tmp_path / "logps").mkdir()
-  (tmp_path / "logps" / "reference_logps.npz.k1ll3d").write_bytes(b"half of it")
+  (tmp_path / "logps" / "rows-00.npy.k1ll3d").write_bytes(b"half of it")
   losses = {}
   for name, more in runs_made.items():
     out = tmp_path / name
@@ -177,18 +178,18 @@ def test_a_reference_of_its_own_and_one_from_disk(keys, tmp_path):
     losses[name] = [runs.metrics(out)[i]["loss"] for i in (1, 2)]
   for name in runs_made:
     assert losses[name] == pytest.approx(losses["memory"], rel=1e-5)
-  assert (tmp_path / "logps" / "reference_logps.npz").is_file()
+  assert [*(tmp_path / "logps").glob("rows-*.npy")]
 
 
 def test_one_process_writes_log_probabilities(tmp_path, monkeypatch):
   keys = {"job": "dpo", "preference.reference_logps": str(tmp_path / "logps")}
   config = config_lib.load([f"--{name}={value}" for name, value in keys.items()])
-  build_preference.check(config)
+  preference.check_processes(config)
   monkeypatch.setattr(jax, "process_count", lambda: 2)
   with pytest.raises(ValueError, match="nothing is written yet, and there are 2 proc"):
-    build_preference.check(config)
+    preference.check_processes(config)
   PrecomputedLogps.write(tmp_path / "logps", toys.model(0), [])
-  build_preference.check(config)
+  preference.check_processes(config)
 
 
 def test_a_reward_model_judges_pairs(keys, files, capsys):
@@ -237,7 +238,7 @@ def test_bad_records_are_counted_or_refused(keys, tmp_path, capsys):
   keys = keys | {"preference__unusable": "drop", "training__max_steps": "null"}
   assert train(keys, data__train=file) == 0
   said = capsys.readouterr().out
-  assert "6 pairs: 4 kept, 1 with an empty response left out, 1 with equal" in said
+  assert "6 pairs: 4 kept, 1 with an empty completion left out, 1 with equal" in said
   assert "done: 1 steps" in said
 
 
@@ -276,27 +277,30 @@ def test_other_pairs_or_another_reference_cannot_resume(keys, model, tmp_path, c
   assert train(again, preference__reference=other) == 2
   assert "the reference model is another" in capsys.readouterr().err
   assert train(again, preference__beta=0.5) == 2
-  assert "preference.beta was None and is 0.5" in capsys.readouterr().err
+  assert "preference.beta was 0.1 and is 0.5" in capsys.readouterr().err
 
 
 def test_orpos_lambda_has_a_key():
   layer = {"job": "orpo", "preference": {"lambda_orpo": 0.7}}
   config = config_lib.from_layers([("given", layer)])
-  assert build_preference.settings(config).loss_options["lambda_orpo"] == 0.7
+  assert config.preference.loss_options["lambda_orpo"] == 0.7
 
 
 @pytest.mark.parametrize(
   ("changed", "message"),
   [
     ({"preference__betta": 1}, "did you mean preference.beta?"),
-    ({"preference__beta": -1}, "preference: beta=-1.0 must be positive"),
+    ({"preference__beta": -1}, "preference.beta=-1.0 must be positive"),
     ({"preference__loss": "sigmoidal"}, "preference: unknown pair loss 'sigmoidal'"),
     ({"preference__options": "{gamma: 1.0}"}, "pair loss sigmoid takes no gamma"),
-    ({"preference__options": "{beta: abc}"}, "options has 'beta', which is a key of"),
-    ({"preference__options": "{label_smoothing: 0.1}"}, "set preference.label_smooth"),
+    (
+      {"preference__options": "{beta: abc}"},
+      "preference.options hold 'beta', which is a setting of",
+    ),
+    ({"preference__options": "{label_smoothing: 0.1}"}, "set label_smooth"),
     (
       {"job": "orpo", "preference__options": "{lambda_orpo: 1}"},
-      "preference.options has 'lambda_orpo', which is a key of its own: set prefer",
+      "preference.options is {'lambda_orpo': 1}, and the job 'orpo' does not",
     ),
     (
       {"preference__loss": "simpo", "preference__options": "{gamma: abc}"},
@@ -325,7 +329,7 @@ def test_orpos_lambda_has_a_key():
     ({"data__max_length": 9}, "use preference.max_prompt_length and max_response"),
     (
       {"algorithm__beta": 1},
-      "which has no such section: it belongs to the jobs grpo and ppo",
+      "and the job 'dpo' does not read it: it belongs to the jobs grpo and ppo",
     ),
     ({"job": "reward", "lora__rank": 2, "export__kind": "adapter"}, "use 'merged'"),
     ({"preference__max_response_length": 4}, "preference.max_response_length is 4:"),

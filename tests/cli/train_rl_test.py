@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from tests.cli import runs
-from tunix.cli import algorithms, build, build_prompts, config as config_lib
-from tunix.cli.build_prompts import PromptBatches
+from tunix.cli import build, build_prompts, config as config_lib
+from tunix.data.prompts import PromptBatches, read_prompts
 from tunix.models.automodel import AutoModel
 
 REWARD = """
@@ -172,21 +172,30 @@ def test_another_reward_or_other_prompts_cannot_resume(keys, files, tmp_path, ca
     ({"algorithm__betta": 1}, "did you mean algorithm.beta?"),
     ({"rollout__temprature": 1}, "did you mean rollout.temperature?"),
     ({"mini_batch_size": 1}, "did you mean rl.mini_batch_size?"),
-    ({"algorithm__gamma": 0.9}, "algorithm.gamma is set, and grpo has no such thing"),
-    ({"algorithm__max_refills": 3}, "algorithm.max_refills is set, and grpo"),
-    ({"algorithm__epsilon_c": 0.5}, "algorithm: epsilon_c is 0.5"),
-    ({"algorithm__rollout_correction": "{kin: mask}"}, "did you mean kind?"),
+    (
+      {"algorithm__gamma": 0.9},
+      "algorithm.gamma is 0.9, and the job 'grpo' does not read it",
+    ),
+    ({"algorithm__max_refills": 3}, "it belongs to the algorithm dapo"),
+    ({"algorithm__epsilon_c": 0.5}, "algorithm.epsilon_c is 0.5"),
+    (
+      {"algorithm__rollout_correction": "{kin: mask}"},
+      "did you mean algorithm.rollout_correction.kind?",
+    ),
     ({"algorithm__rollout_correction": "{kind: cut}"}, "kind is 'cut'"),
     ({"algorithm__name": "ppo"}, "algorithm.name is the text 'ppo', expected one of"),
-    ({"job": "ppo", "algorithm__name": "dapo"}, "variants belong to the job 'grpo'"),
-    ({"rl__critic": "actor"}, "ppo has a critic"),
+    ({"job": "ppo", "algorithm__name": "dapo"}, "expected one of ppo"),
+    ({"rl__critic": "actor"}, "it belongs to the job ppo"),
     ({"data__packing": "true"}, "data.packing is True, and the job 'grpo' does not"),
     ({"training__micro_batch_size": 2}, "use rl.train_micro_batch_size"),
-    ({"data__overlong": "truncate"}, "half a prompt is another question"),
-    ({"rollout__temperature": 0}, "rollout.temperature is 0.0: it must be positive"),
+    ({"data__overlong": "truncate"}, "expected one of error, drop"),
+    (
+      {"rollout__temperature": 0},
+      "rollout.temperature is 0: greedy rollouts do not explore",
+    ),
     ({"rollout__max_prompt_length": 4}, "rollout.max_prompt_length is 4"),
-    ({"rollout__engine_options": "{a: 1}"}, "the vanilla one has none"),
-    ({"rl__mini_batch_size": 0}, "rl.mini_batch_size is 0: it must be at least 1"),
+    ({"rollout__engine_options": "{a: 1}"}, "the vanilla rollout has none"),
+    ({"rl__mini_batch_size": 0}, "rl.mini_batch_size is 0: it must be a whole number"),
     ({"rl__reference": "x", "algorithm__beta": 0}, "rl.reference is 'x'"),
     ({"reward__functions": "[]"}, "reward.functions is empty"),
     ({"reward__functions": "exact_mach"}, "did you mean exact_match?"),
@@ -197,7 +206,7 @@ def test_another_reward_or_other_prompts_cannot_resume(keys, files, tmp_path, ca
     ({"reward__weights": "[1, 2]"}, "reward.weights has 2 numbers for 1"),
     ({"reward__weights": "[a]"}, "expected a list of numbers or null"),
     ({"reward__timeout_s": 2}, "set reward.workers"),
-    ({"job": "sft"}, "belongs to the jobs distill and grpo and ppo"),
+    ({"job": "sft"}, "it belongs to the jobs grpo and ppo"),
     ({"samples__max_groups": 0}, "samples.max_groups is 0"),
   ],
   ids=str,
@@ -223,7 +232,7 @@ def test_bad_records_are_named_by_line(tmp_path, line, message):
   file = tmp_path / "p.jsonl"
   file.write_text(f'{{"prompt": "fine"}}\n\n{line}\n')
   with pytest.raises(ValueError, match=r"p\.jsonl:3") as error:
-    build_prompts.read_prompts(str(file))
+    read_prompts(str(file))
   assert message in str(error.value)
 
 
@@ -256,7 +265,7 @@ def test_batches_of_prompts_go_on_where_they_stood():
 @pytest.mark.parametrize("name", ["grpo", "drgrpo", "dapo", "gspo", "cispo", "rloo"])
 def test_every_variant_has_its_learner(keys, name):
   config = loaded(keys, algorithm__name=name)
-  made = algorithms.algorithm_config(config)
+  made = config.algorithm
   assert made.beta == 0.1
   expected = {"gspo": "gspo", "cispo": "cispo", "rloo": "rloo"}
   assert made.loss_algo == expected.get(name, "grpo")

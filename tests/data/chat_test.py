@@ -5,7 +5,9 @@ import pytest
 
 from tests import toys_text
 from tunix.data import chat
-from tunix.data.source import ExampleSource
+from tunix.data.records import SFT
+from tunix.data.rows import OneRow
+from tunix.data.source import Source
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 SYSTEM = {"role": "system", "content": "You are brief."}
@@ -164,10 +166,11 @@ def test_tools_of_a_record_win_over_those_for_all():
 def test_names_that_a_template_cannot_be_given(variables, message):
   records = [{"messages": TALK}]
   with pytest.raises(ValueError, match=message):
-    ExampleSource(
+    Source(
       records=records,
+      kind=SFT,
       tokenizer=toys_text.chat_tokenizer("qwen3"),
-      max_length=64,
+      layout=OneRow(max_length=64),
       template_kwargs=variables,
     )
 

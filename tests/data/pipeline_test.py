@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests import toys_text
 from tunix.data import formats, packing as packing_lib
-from tunix.data.examples import make_example
+from tunix.data.chat import make_example
 from tunix.data.pipeline import build_dataset
 
 TOKENIZER = toys_text.chat_tokenizer(None)
@@ -244,7 +244,8 @@ def test_packing_keeps_every_token_once_and_resumes_inside_a_row(
   elements = []
   for length in lengths:
     tokens = list(itertools.islice(counter, length))
-    elements.append(packing_lib.to_element(make_example(tokens, [1] * length)))
+    made = make_example(tokens, [1] * length)
+    elements.append({"input_tokens": made.tokens, "input_mask": made.mask})
 
   def rows():
     source = grain.MapDataset.source(elements).to_iter_dataset()

@@ -3,10 +3,24 @@ import json
 import pytest
 
 from tests import toys_text
-from tunix.data import formats
-from tunix.data.scan import scan
+from tunix.data import jsonl
+from tunix.data.records import SFT
+from tunix.data.rows import OneRow
+from tunix.data.scan import scan as scan_source
+from tunix.data.source import Source
 
 TOKENIZER = toys_text.chat_tokenizer(None)
+
+
+def scan(records, tokenizer, *, max_length, overlong="error", limit=None):
+  source = Source(
+    records=records,
+    kind=SFT,
+    tokenizer=tokenizer,
+    layout=OneRow(max_length=max_length),
+    overlong=overlong,
+  )
+  return scan_source(source, limit)
 
 
 def record(words):
@@ -23,20 +37,23 @@ def test_counts_by_policy():
   assert (full.records, full.scanned, full.kept, full.dropped) == (3, 3, 3, 0)
   assert full.tokens == length(1) + length(5) + length(2)
   assert full.trained_tokens == full.tokens - 6  # BOS and "a" of each
-  assert (full.longest, full.longest_at) == (length(5), "record 1")
+  assert (full.longest, full.longest_at) == (
+    {"record": length(5)},
+    {"record": "record 1"},
+  )
   cut = scan(records, TOKENIZER, max_length=length(2), overlong="truncate")
   assert (cut.kept, cut.truncated) == (3, 1)
   assert cut.tokens == length(1) + 2 * length(2)
   left = scan(records, TOKENIZER, max_length=length(2), overlong="drop")
   assert (left.kept, left.dropped, left.truncated) == (2, 1, 0)
-  assert left.longest == length(5)
+  assert left.longest == {"record": length(5)}
   assert "2 kept, 1 dropped" in str(left)
 
 
 def test_errors_name_the_line(tmp_path):
   path = tmp_path / "data.jsonl"
   path.write_text("\n".join(json.dumps(record(n)) for n in (1, 9, 1)))
-  records = formats.JsonlRecords(path)
+  records = jsonl.JsonlRecords(path)
   with pytest.raises(ValueError, match=r"data\.jsonl:2: \d+ tokens, more than the max"):
     scan(records, TOKENIZER, max_length=length(2))
   long_prompt = [{"prompt": "how many days", "response": "a"}]
@@ -49,7 +66,7 @@ def test_errors_name_the_line(tmp_path):
 def test_a_limit_looks_at_records_spread_over_the_data():
   records = [record(n) for n in range(1, 11)]
   part = scan(records, TOKENIZER, max_length=64, limit=4)
-  assert (part.records, part.scanned, part.longest) == (10, 4, length(10))
+  assert (part.records, part.scanned, part.longest["record"]) == (10, 4, length(10))
   assert "(4 looked at)" in str(part)
   assert scan(records, TOKENIZER, max_length=64, limit=99).scanned == 10
   with pytest.raises(ValueError, match="limit 0 must be at least 1"):

@@ -9,7 +9,7 @@ from flax import nnx
 from tests import drills, toys
 from tests.distillation import trainers
 from tests.sft import trainers as sft
-from tunix.distillation import teacher_cache
+from tunix.data import store
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.strategies import LogitStrategy
 from tunix.distillation.teacher_cache import TeacherCache, row_keys
@@ -108,14 +108,14 @@ def test_two_writers_of_a_folder_keep_each_others_rows(
   folder = tmp_path / "shared"
   one, other = (TeacherCache(folder, known, top_k=K) for _ in range(2))
   if interleaved:  # the other one writes while the first is at it
-    write, turns = teacher_cache.write_atomic, [lambda: other.fill(batches[1:])]
+    write, turns = store.write_atomic, [lambda: other.fill(batches[1:])]
 
     def writes(path, data):
       write(path, data)
       if turns:
         turns.pop()()
 
-    monkeypatch.setattr(teacher_cache, "write_atomic", writes)
+    monkeypatch.setattr(store, "write_atomic", writes)
   one.fill(batches[:1])
   other.fill(batches[1:])
   later = TeacherCache(folder)
@@ -126,7 +126,7 @@ def test_two_writers_of_a_folder_keep_each_others_rows(
 
 
 def test_rows_stay_on_disk(filled):
-  assert all(isinstance(rows, np.memmap) for rows in TeacherCache(filled)._files)
+  assert all(isinstance(rows, np.memmap) for rows in TeacherCache(filled)._rows._files)
 
 
 def test_rows_are_told_apart_by_all_that_the_teacher_sees(tmp_path):

@@ -134,7 +134,7 @@ def test_log_probs_are_given_as_what_they_are(options, own, drawn):
     ({"seed": 1, "temperature": 1.0}, "seed"),
     (
       {"return_logprobs": True, "temperature": 0.5, "top_k": 2},
-      "return_logprobs .of filtered draws",
+      "return_logprobs of draws filtered by top_k",
     ),
   ],
 )

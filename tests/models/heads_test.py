@@ -17,8 +17,6 @@ def leaves(model):
   return tree.flatten(nnx.state(model))
 
 
-@pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("name", checkpoints.NAMES)
 def test_every_family_becomes_a_critic_and_comes_back(name, tmp_path):
   source = checkpoints.GOLDEN / name

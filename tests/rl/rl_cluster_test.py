@@ -100,7 +100,7 @@ def test_offloading_changes_no_bit_and_keeps_nothing_on_the_devices():
     seen.append(any(on_devices(nnx.state(moved.rl_cluster.reference))))
     return clusters.even(prompts, completions)
 
-  moved._reward_manager = type(moved._reward_manager)(looking)
+  moved._experience._rewards = type(moved._experience._rewards)(looking)
   for learner in (plain, moved):
     learner.train(clusters.prompts(3))
   assert len(seen) == 6 and not any(seen)

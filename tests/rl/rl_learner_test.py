@@ -314,7 +314,9 @@ def test_rloo_s_kl_is_part_of_the_reward():
     truncated=np.zeros(kept.rows, bool),
     group_size=4,
   )
-  gap = (kept.old_per_token_logps - learner._ref_logps(tokens)) * kept.completion_mask
+  gap = (
+    kept.old_per_token_logps - learner._experience._ref_logps(tokens)
+  ) * kept.completion_mask
   penalty = 0.5 * gap.sum(1).reshape(-1, 4)
   others = (penalty.sum(1, keepdims=True) - penalty) / 3
   want = np.asarray(plain.advantages).reshape(-1, 4) - (penalty - others)
@@ -512,7 +514,7 @@ def test_exact_scoring_gives_the_same_bits_again():
   part = dataclasses.replace(
     tokens, **{name: x[4:8] for name, x in tokens.arrays().items()}
   )
-  again = learner._old_logps(part)
+  again = learner._experience._old_logps(part)
   assert np.array_equal(again, example.old_per_token_logps[4:8])
 
 

@@ -10,9 +10,15 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from tunix.cli import precision
-from tunix.cli.schema import Config, TokenizerKeys
-from tunix.cli.schema_mesh import check_mesh, data_axes
+from tunix.cli import keys, precision
+from tunix.cli.settings import (
+  MicroBatchSettings,
+  RunSettings,
+  TokenizerSettings,
+  check_mesh,
+  data_axes,
+  fields_of,
+)
 from tunix.cli.utils import call_strings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import (
@@ -24,7 +30,7 @@ from tunix.models import (
 )
 from tunix.models.transformer.model import Transformer
 from tunix.sft import metrics_logger as metrics
-from tunix.sft.config import CheckpointOptions, Schedule, TrainingConfig
+from tunix.sft.config import Schedule, TrainingConfig
 from tunix.utils import env, mesh as mesh_lib
 
 _NO_MODEL = (
@@ -32,47 +38,46 @@ _NO_MODEL = (
   "from scratch"
 )
 
-_PATHS = {
-  "": ("output_dir", "compilation_cache"),
-  "model": ("path",),
-  "tokenizer": ("path", "chat_template"),
-  "data": ("train", "eval"),
-  "rl": ("reference", "critic"),
-  "preference": ("reference", "reference_logps"),
-  "distill": ("teacher", "cache"),
-  "reward": ("model",),
-}
-
-# Of these, folders that a run makes.
-_WRITTEN = ("reference_logps", "cache")
+# Keys that name files and folders, ...
+_READ = (
+  *("model.path", "tokenizer.path", "tokenizer.chat_template"),
+  *("data.train", "data.eval", "rl.reference", "rl.critic", "preference.reference"),
+  *("distill.teacher", "reward.model"),
+)
+# ... and folders that a run makes.
+_WRITTEN = (
+  *("output_dir", "compilation_cache", "preference.reference_logps", "distill.cache"),
+)
 
 
-def absolute_paths(config: Config) -> Config:
-  """The configuration with absolute paths, so that a run can be resumed from anywhere.
+def absolute_paths(config: RunSettings) -> RunSettings:
+  """The settings with absolute paths, so that a run can be resumed from anywhere.
 
-  What does not exist stays as it is: it may be a hub id.
+  What does not exist and is to be read stays as it is: it may be a hub id.
   """
-
-  def absolute(value: str | None, always: bool) -> str | None:
-    if value is None:
-      return None
+  known = keys.flatten(config)
+  for key in (*_READ, *_WRITTEN):
+    if (value := known.get(key)) is None:
+      continue
     path = pathlib.Path(value).expanduser()
-    return str(path.absolute()) if always or path.exists() else value
-
-  for section, names in _PATHS.items():
-    owner = getattr(config, section) if section else config
-    changed = {
-      name: absolute(getattr(owner, name), not section or name in _WRITTEN)
-      for name in names
-    }
-    owner = dataclasses.replace(owner, **changed)
-    config = dataclasses.replace(config, **{section: owner}) if section else owner
-  functions = tuple(call_strings.with_absolute_path(f) for f in config.reward.entries)
-  reward = dataclasses.replace(config.reward, functions=functions)
-  return dataclasses.replace(config, reward=reward)
+    if key in _WRITTEN or path.exists():
+      config = with_value(config, key, str(path.absolute()))
+  if (functions := known.get("reward.functions")) is None:
+    return config
+  entries = [functions] if isinstance(functions, str) else functions
+  places = tuple(call_strings.with_absolute_path(entry) for entry in entries)
+  return with_value(config, "reward.functions", places)
 
 
-def build_mesh(config: Config) -> Mesh | None:
+def with_value(config: Any, key: str, value: Any) -> Any:
+  """The settings with another value of a dotted key."""
+  name, _, below = key.partition(".")
+  if below:
+    value = with_value(getattr(config, name), below, value)
+  return dataclasses.replace(config, **{name: value})
+
+
+def build_mesh(config: RunSettings) -> Mesh | None:
   """The mesh over all devices; None when none is asked for.
 
   Raises:
@@ -81,11 +86,12 @@ def build_mesh(config: Config) -> Mesh | None:
   if not config.mesh:
     return None
   mesh = mesh_lib.create_mesh(config.mesh)
-  check_mesh({axis: int(size) for axis, size in mesh.shape.items()}, config.batch_rows)
+  sizes = {axis: int(size) for axis, size in mesh.shape.items()}
+  check_mesh(sizes, config.training.batch_rows)
   return mesh
 
 
-def build_tokenizer(config: Config) -> TokenizerAdapter:
+def build_tokenizer(config: RunSettings) -> TokenizerAdapter:
   """The tokenizer, with the chat template of the configuration if it names one.
 
   Raises:
@@ -118,7 +124,7 @@ def build_tokenizer(config: Config) -> TokenizerAdapter:
   return TokenizerAdapter.from_pretrained(source, chat_template=text)
 
 
-def check_model(config: Config) -> None:
+def check_model(config: RunSettings) -> None:
   """Looks whether there is such a model, before anything takes time.
 
   Raises:
@@ -133,7 +139,7 @@ def check_model(config: Config) -> None:
     raise ValueError(_NO_MODEL)
 
 
-def preset_config(config: Config) -> Any:
+def preset_config(config: RunSettings) -> Any:
   """The preset `model.name` with the fields of `model.args`.
 
   Raises:
@@ -155,36 +161,37 @@ def preset_config(config: Config) -> Any:
     raise ValueError(f"model.args: {error}; correct that field") from error
 
 
-def build_model(config: Config, mesh: Mesh | None) -> Transformer:
+def build_model(config: RunSettings, mesh: Mesh | None) -> Transformer:
   """The model, loaded or fresh, with adapters when `lora.rank` is set.
 
   Raises:
     FileNotFoundError, ValueError: see `AutoModel` and `lora.apply`.
   """
-  keys = config.model
+  source = config.model
   options: dict[str, Any] = {
-    name: getattr(keys, name)
+    name: getattr(source, name)
     for name in ("dtype", "param_dtype", "remat", "scan_layers", "attention")
   }
-  options["num_scores"] = 1 if config.job == "reward" else None
-  if keys.name is not None:
+  # A head of scores is what the job trains, and no adapter.
+  options["num_scores"] = None if config.fits_adapter else 1
+  if source.name is not None:
     preset = preset_config(config)
     model = automodel.AutoModel.from_config(preset, mesh, seed=config.seed, **options)
-    if keys.quantise is not None:
-      model = quantisation.quantise(model, keys.quantise)
+    if source.quantise is not None:
+      model = quantisation.quantise(model, source.quantise)
   else:
     model = automodel.AutoModel.from_pretrained(
-      keys.path or "", mesh, quantise=keys.quantise, **options
+      source.path or "", mesh, quantise=source.quantise, **options
     )
-  if config.lora.rank is None:
+  if config.lora is None:
     return model
   try:
-    return lora.apply(model, lora_config(config), seed=config.seed)
+    return lora.apply(model, config.lora, seed=config.seed)
   except ValueError as error:
     raise ValueError(f"lora: {error}; change its targets or patterns") from error
 
 
-def build_reference(config: Config, path: str | None, mesh: Mesh | None) -> Any:
+def build_reference(config: RunSettings, path: str | None, mesh: Mesh | None) -> Any:
   """What a policy is compared with; None: itself, without its adapters.
 
   Args:
@@ -198,25 +205,7 @@ def build_reference(config: Config, path: str | None, mesh: Mesh | None) -> Any:
   """
   if path is not None:
     return automodel.AutoModel.from_pretrained(path, mesh, dtype=config.model.dtype)
-  return None if config.lora.rank is not None else build_model(config, mesh)
-
-
-def lora_config(config: Config) -> lora.LoraConfig:
-  """The adapters' settings."""
-  keys = config.lora
-  assert keys.rank is not None
-  given = {
-    "alpha": keys.alpha,
-    "targets": keys.targets,
-    "dtype": keys.dtype,
-    "dropout": keys.dropout,
-    "use_rslora": keys.rslora,
-    "use_dora": keys.dora,
-    "rank_pattern": keys.rank_pattern,
-    "alpha_pattern": keys.alpha_pattern,
-  }
-  given = {name: value for name, value in given.items() if value is not None}
-  return lora.LoraConfig(rank=keys.rank, **given)
+  return None if config.lora is not None else build_model(config, mesh)
 
 
 def check_vocabulary(model: Transformer, tokenizer: TokenizerAdapter) -> None:
@@ -234,69 +223,53 @@ def check_vocabulary(model: Transformer, tokenizer: TokenizerAdapter) -> None:
 
 
 def training_options(
-  config: Config, output_dir: pathlib.Path, learning_rate: float | Schedule
+  config: RunSettings, output_dir: pathlib.Path, learning_rate: float | Schedule
 ) -> dict[str, Any]:
-  """The settings of a trainer that is given whole batches."""
-  return {
-    "gradient_accumulation_steps": config.training.micro_batches,
-    **cadence(config, output_dir, learning_rate),
-  }
-
-
-def training_config(
-  config: Config, output_dir: pathlib.Path, learning_rate: float | Schedule
-) -> TrainingConfig:
-  """The trainer's settings."""
-  return TrainingConfig(**training_options(config, output_dir, learning_rate))
-
-
-def cadence(
-  config: Config, output_dir: pathlib.Path, learning_rate: float | Schedule
-) -> dict[str, Any]:
-  """The settings that all trainers share."""
-  every = config.checkpoint.every_n_steps
-  seconds = config.checkpoint.min_interval_secs
-  return {
-    "eval_every_n_steps": config.training.eval_every_n_steps,
-    "max_steps": config.training.max_steps,
+  """The settings that a TrainingConfig has, with those that follow from other keys."""
+  training, accumulation = config.training, None
+  if isinstance(training, MicroBatchSettings):
+    accumulation = training.micro_batches
+  return fields_of(TrainingConfig, training) | {
+    "gradient_accumulation_steps": accumulation,
     "checkpoint_root_directory": str(output_dir / "checkpoints"),
-    "checkpointing_options": CheckpointOptions(
-      save_every_n_steps=every,
-      min_interval_secs=180 if seconds is None else seconds,
-      max_to_keep=config.checkpoint.max_to_keep,
-      asynchronous=config.checkpoint.asynchronous,
-    ),
+    "checkpointing_options": config.checkpoint,
     "data_sharding_axis": data_axes(config.mesh),
     "pbar_description": "training" if config.logging.progress_bar else None,
     "learning_rate": learning_rate,
   }
 
 
-def build_logger(config: Config, output_dir: pathlib.Path) -> metrics.MetricsLogger:
+def build_logger(
+  config: RunSettings, output_dir: pathlib.Path
+) -> metrics.MetricsLogger:
   """The metrics of the run, under `output_dir/logs`."""
   return metrics.MetricsLogger(logging_options(config, output_dir))
 
 
 def logging_options(
-  config: Config, output_dir: pathlib.Path
+  config: RunSettings, output_dir: pathlib.Path
 ) -> metrics.MetricsLoggerOptions:
   """Where the metrics go."""
-  keys, folder = config.logging, output_dir / "logs"
+  wanted, folder = config.logging, output_dir / "logs"
   factories: list[metrics.BackendFactory] = [
     functools.partial(metrics.JsonlBackend, folder)
   ]
-  if keys.tensorboard:
+  if wanted.tensorboard:
     factories.append(functools.partial(metrics.TensorboardBackend, folder))
-  if keys.wandb or (keys.wandb is None and env.wandb_requested()):
+  if wanted.wandb or (wanted.wandb is None and env.wandb_requested()):
     factories.append(
-      functools.partial(metrics.WandbBackend, keys.project_name, keys.run_name, folder)
+      functools.partial(
+        metrics.WandbBackend, wanted.project_name, wanted.run_name, folder
+      )
     )
-  if keys.console:
+  if wanted.console:
     factories.append(metrics.ConsoleBackend)
   return metrics.MetricsLoggerOptions(folder, backend_factories=factories)
 
 
-def export(config: Config, model: Transformer, kind: str, folder: pathlib.Path) -> None:
+def export(
+  config: RunSettings, model: Transformer, kind: str, folder: pathlib.Path
+) -> None:
   """Writes a model (adapters merged) or an adapter, with the tokenizer.
 
   Raises:
@@ -313,5 +286,5 @@ def export(config: Config, model: Transformer, kind: str, folder: pathlib.Path) 
   safetensors_saver.save_pretrained(
     model, folder, source=source, dtype=precision.of_export(config, model)
   )
-  if config.tokenizer != TokenizerKeys():
+  if config.tokenizer != TokenizerSettings():
     build_tokenizer(config).save(folder)

@@ -2,154 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 import tunix
 from tunix.cli import fingerprints
-from tunix.cli.schema import Config
-from tunix.data import answer_formats, formats, pipeline
-from tunix.data.answer_scan import AnswerReport, scan_answers
-from tunix.data.answer_source import AnswerSource, Kind
-from tunix.data.formats import Form, JsonlRecords
+from tunix.cli.settings import RowSettings, RunSettings, StreamRun
+from tunix.data import pipeline
+from tunix.data.jsonl import JsonlRecords
+from tunix.data.records import SFT, Kind
+from tunix.data.rows import OneRow, SideBySide
 from tunix.data.scan import Report, scan
+from tunix.data.source import Source
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
-  """How the records of a job are read.
-
-  Attributes:
-    form: what they look like.
-    report: class of what a scan finds.
-    scan: (config, tokenizer, records) -> report.
-    batches: (config, tokenizer, records, options of the stream) -> batches.
-    limits: config -> all that a scan depends on besides the records and how a chat is
-      rendered.
-  """
-
-  form: Form
-  report: type
-  scan: Callable[[Config, TokenizerAdapter, JsonlRecords], Any]
-  batches: Callable[[Config, TokenizerAdapter, JsonlRecords, dict[str, Any]], Any]
-  limits: Callable[[Config], Any]
-
-
-def _scan_examples(
-  config: Config, tokenizer: TokenizerAdapter, records: JsonlRecords
-) -> Report:
-  keys = config.data
-  return scan(
-    records,
-    tokenizer,
-    max_length=keys.max_length,
-    overlong=keys.overlong,
-    chat=keys.chat,
-    template_kwargs=keys.template_args,
-    limit=keys.scan_limit,
-  )
-
-
-def _example_batches(
-  config: Config,
-  tokenizer: TokenizerAdapter,
-  records: JsonlRecords,
-  stream: dict[str, Any],
-) -> Iterable[Any]:
-  keys = config.data
-  return pipeline.build_dataset(
-    records,
-    tokenizer,
-    max_length=keys.max_length,
-    packing=keys.packing,
-    overlong=keys.overlong,
-    chat=keys.chat,
-    template_kwargs=keys.template_args,
-    **stream,
-  )
-
-
-def _answer_keys(config: Config) -> dict[str, str]:
-  """The keys that settings of an `AnswerSource` come from."""
-  own = {n: f"preference.{n}" for n in ("max_prompt_length", "max_response_length")}
-  own["unusable"] = "preference.unusable"
-  if config.job == "distill":
-    own = {
-      "max_prompt_length": "rollout.max_prompt_length",
-      "max_response_length": "rollout.max_tokens_to_generate",
-      "unusable": "",  # is what `preference` says, which the job does not read
-    }
-  return own | {"overlong": "data.overlong"}
-
-
-def _answer_settings(config: Config) -> dict[str, Any]:
-  keys = _answer_keys(config).items()
-  return {name: operator.attrgetter(key)(config) for name, key in keys if key}
+def _row_settings(config: StreamRun, kind: Kind) -> dict[str, Any]:
+  """What the data layer is told of rows, by its own names."""
+  return {n: operator.attrgetter(k)(config) for n, k in config.row_keys(kind).items()}
 
 
 def _source(
-  config: Config, tokenizer: TokenizerAdapter, records: JsonlRecords, kind: Kind
-) -> AnswerSource:
-  data = config.data
-  return AnswerSource(
+  config: StreamRun, tokenizer: TokenizerAdapter, records: JsonlRecords
+) -> Source:
+  kind, data = records.kind, config.data
+  settings = _row_settings(config, kind)
+  more = {n: settings.pop(n) for n in ("unusable",) if n in settings}
+  return Source(
     records=records,
     kind=kind,
     tokenizer=tokenizer,
-    **_answer_settings(config),
+    layout=OneRow(**settings) if kind is SFT else SideBySide(**settings),
+    overlong=data.overlong,
     chat=data.chat,
     template_kwargs=data.template_args,
-    keys=_answer_keys(config),
+    **more,
   )
 
 
-def _answers(form: Form, kind: Kind) -> Reading:
-  return Reading(
-    form=form,
-    report=AnswerReport,
-    scan=lambda config, tokenizer, records: scan_answers(
-      _source(config, tokenizer, records, kind), config.data.scan_limit
-    ),
-    batches=lambda config, tokenizer, records, stream: pipeline.build_answers(
-      _source(config, tokenizer, records, kind), **stream
-    ),
-    limits=_answer_settings,
-  )
+@contextlib.contextmanager
+def naming(keys: Mapping[str, str]) -> Iterator[None]:
+  """What the data layer says of its arguments, said of the keys that they come from.
 
-
-_EXAMPLES = Reading(
-  form=formats.FINE_TUNING,
-  report=Report,
-  scan=_scan_examples,
-  batches=_example_batches,
-  limits=lambda config: config.data.max_length,
-)
-_PAIRS = _answers(answer_formats.PAIRS, "pair")
-_LABELLED = _answers(answer_formats.LABELLED, "labelled")
-_ANSWERED = _answers(answer_formats.ANSWERED, "answered")
-_PROMPTS = _answers(answer_formats.PROMPTS, "prompt")
-
-_READINGS: dict[str, Reading] = {
-  "sft": _EXAMPLES,
-  "distill": _EXAMPLES,
-  "dpo": _PAIRS,
-  "orpo": _PAIRS,
-  "reward": _PAIRS,
-  "kto": _LABELLED,
-}
-
-
-def reading(config: Config, *, training: bool) -> Reading:
-  """How the run's records are read, those to train on or those to evaluate."""
-  if config.is_on_policy:
-    # Evaluation compares on the same responses every time: those of the data.
-    alone = training and config.distill.on_policy_fraction == 1
-    return _PROMPTS if alone else _ANSWERED
-  return _READINGS[config.job]
+  Args:
+    keys: argument -> key, besides those of the section `data`.
+  """
+  names = {"overlong": "data.overlong", "chat": "data.chat", **keys}
+  try:
+    yield
+  except ValueError as error:
+    words = "|".join(names)
+    pattern = rf"(?<![\w.])(?:{words})(?= is | \d|: | to )"
+    text = re.sub(pattern, lambda match: names[match[0]], str(error))
+    raise ValueError(text) from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -159,7 +70,7 @@ class RunData:
   Attributes:
     train: yields micro-batches.
     eval: yields batches, anew for every evaluation; None: there is no evaluation.
-    reports: what the scan of "train" and "eval" found, by the job's `Reading`.
+    reports: what the scan of "train" and "eval" found, see `tunix.data.scan`.
     scans: reports as JSON, each with the key of what it depends on.
     fingerprints: SHA-256 of files, tokenizer, chat template and base model.
     num_steps: optimizer steps until the run ends; None: not known beforehand.
@@ -173,7 +84,7 @@ class RunData:
   num_steps: int | None
 
 
-def open_records(config: Config) -> dict[str, JsonlRecords]:
+def open_records(config: StreamRun) -> dict[str, JsonlRecords]:
   """The files of `data.train` and `data.eval`, indexed and not checked yet.
 
   Raises:
@@ -184,14 +95,14 @@ def open_records(config: Config) -> dict[str, JsonlRecords]:
     raise ValueError("data.train is not set: give a file of JSON lines")
   files = {"train": config.data.train, "eval": config.data.eval}
   return {
-    name: JsonlRecords(file, reading(config, training=name == "train").form)
+    name: JsonlRecords(file, config.kind(training=name == "train"))
     for name, file in files.items()
     if file is not None
   }
 
 
 def scan_records(
-  config: Config, tokenizer: TokenizerAdapter, records: dict[str, JsonlRecords]
+  config: StreamRun, tokenizer: TokenizerAdapter, records: dict[str, JsonlRecords]
 ) -> dict[str, Any]:
   """Checks the structure of every record, then renders and tokenises them, as far as
   `data.scan_limit` asks for.
@@ -201,14 +112,16 @@ def scan_records(
   """
   for part in records.values():
     part.validate()
-  return {
-    name: reading(config, training=name == "train").scan(config, tokenizer, part)
-    for name, part in records.items()
-  }
+  reports = {}
+  for name, part in records.items():
+    with naming(config.row_keys(part.kind)):
+      source = _source(config, tokenizer, part)
+      reports[name] = scan(source, config.data.scan_limit)
+  return reports
 
 
 def build_data(
-  config: Config, tokenizer: TokenizerAdapter, known: Mapping[str, Any] | None = None
+  config: StreamRun, tokenizer: TokenizerAdapter, known: Mapping[str, Any] | None = None
 ) -> RunData:
   """Opens, checks and scans the records, and makes batches of them.
 
@@ -222,11 +135,8 @@ def build_data(
   """
   records = open_records(config)
   prints = fingerprints.of_inputs(config, tokenizer, records)
-  keys = {
-    name: _scan_key(config, reading(config, training=name == "train"), part, prints)
-    for name, part in records.items()
-  }
-  reports = _known_reports(config, known or {}, keys)
+  keys = {name: _scan_key(config, part, prints) for name, part in records.items()}
+  reports = _known_reports(known or {}, keys)
   rest = {name: part for name, part in records.items() if name not in reports}
   reports |= scan_records(config, tokenizer, rest)
   reports = {name: reports[name] for name in records}
@@ -246,31 +156,32 @@ def build_data(
   )
 
 
-def _scan_key(
-  config: Config, how: Reading, part: JsonlRecords, prints: Mapping[str, str]
-) -> str:
+def _scan_key(config: StreamRun, part: JsonlRecords, prints: Mapping[str, str]) -> str:
   """A digest of all that a scan's report depends on."""
-  keys = config.data
-  fields = [field.name for field in dataclasses.fields(how.report)]
-  form = (tunix.__version__, how.form.expected, fields)
+  source = config.data
+  fields = [field.name for field in dataclasses.fields(Report)]
+  form = (tunix.__version__, part.kind.name, part.kind.expected, fields)
   inputs = (part.fingerprint, prints["tokenizer"], prints["chat_template"])
   place = str(part.path)  # the report names its longest record by it
-  limits = (how.limits(config), keys.overlong, keys.chat, keys.template_args)
-  return fingerprints.digest((form, inputs, place, limits, keys.scan_limit))
+  settings = list(_row_settings(config, part.kind).values())
+  limits = (settings, source.overlong, source.chat, source.template_args)
+  return fingerprints.digest((form, inputs, place, limits, source.scan_limit))
 
 
-def _known_reports(
-  config: Config, known: Mapping[str, Any], keys: Mapping[str, str]
-) -> dict[str, Any]:
+def _known_reports(known: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
   return {
-    name: reading(config, training=name == "train").report(**known[name]["report"])
+    name: Report(**known[name]["report"])
     for name, key in keys.items()
     if name in known and known[name]["key"] == key
   }
 
 
 def batches(
-  config: Config, tokenizer: TokenizerAdapter, records: JsonlRecords, *, training: bool
+  config: StreamRun,
+  tokenizer: TokenizerAdapter,
+  records: JsonlRecords,
+  *,
+  training: bool,
 ) -> Iterable[Any]:
   """Micro-batches for training (shuffled, for all epochs) or evaluation (once)."""
   keys = config.data
@@ -283,30 +194,35 @@ def batches(
     "process_count": jax.process_count(),
     "num_threads": keys.num_threads,
   }
-  return reading(config, training=training).batches(config, tokenizer, records, stream)
+  source = _source(config, tokenizer, records)
+  packing = records.kind is SFT and _packs(config)
+  return pipeline.build_batches(source, packing=packing, **stream)
 
 
-def settle(config: Config) -> Config:
+def _packs(config: StreamRun) -> bool:
+  return isinstance(config.data, RowSettings) and config.data.packing
+
+
+def settle(config: RunSettings) -> RunSettings:
   """The configuration with the number of epochs written out."""
   data = dataclasses.replace(config.data, num_epochs=epochs(config))
   return dataclasses.replace(config, data=data)
 
 
-def epochs(config: Config) -> int | None:
+def epochs(config: RunSettings) -> int | None:
   """Passes over the data; None: as many as `training.max_steps` needs."""
   if config.data.num_epochs is None and config.training.max_steps is None:
     return 1
   return config.data.num_epochs
 
 
-def count_steps(config: Config, report: Report | AnswerReport) -> int | None:
+def count_steps(config: StreamRun, report: Report) -> int | None:
   """Optimizer steps of a run; None when packing or an incomplete scan hides them."""
   limit, passes = config.training.max_steps, epochs(config)
   if passes is None:
     return limit
-  drops = "drop" in (config.data.overlong, config.preference.unusable)
-  countable = report.scanned == report.records or not drops
-  if config.data.packing or not countable:
+  countable = report.scanned == report.records or not config.drops
+  if _packs(config) or not countable:
     return limit
   kept = report.kept if report.scanned == report.records else report.records
   # Both divisions round up: the last batch and the last step may be smaller.

@@ -1,4 +1,4 @@
-"""From YAML files and the command line to a checked `Config`.
+"""From YAML files and the command line to a the settings of a job.
 
 Later files override earlier ones key by key, the command line overrides files. A key
 that nobody knows, or a value of the wrong type, is an error that says where it stands.
@@ -9,16 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import pathlib
 import re
+import sys
 import typing
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import yaml
 
-from tunix.cli.convert import Argument, convert, describe, flatten, is_open, plain
-from tunix.cli.schema import Config
+from tunix.cli import keys, spelling
+from tunix.cli.convert import (
+  Argument,
+  Choice,
+  convert,
+  describe,
+  is_open,
+  plain,
+  section_of,
+  takes_null,
+)
+from tunix.cli.jobs.table import JOBS
+from tunix.cli.settings import RunSettings
 
 BASE_NAME = "base_config.yaml"
 BASE_PATH = pathlib.Path(__file__).with_name(BASE_NAME)
@@ -63,13 +76,29 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
   return Arguments(files=tuple(files), overrides=tuple(overrides))
 
 
-def load(argv: Sequence[str]) -> Config:
-  """The configuration that a command line describes.
+def load(argv: Sequence[str]) -> RunSettings:
+  """The settings that a command line describes, of the class that its `job` has.
 
   Raises:
     FileNotFoundError: no such file.
     ValueError: invalid YAML, an unknown key, a wrong type, a value out of range.
   """
+  return from_layers(_layers(argv), note=_say)
+
+
+def job_of(argv: Sequence[str]) -> str:
+  """The job that a command line is about; its other keys are not looked at.
+
+  Raises:
+    FileNotFoundError, ValueError: see `load`.
+  """
+  values: dict[str, Any] = {}
+  for origin, layer in _layers(argv):
+    _merge(values, layer, "", origin, {})
+  return _job_of(values)
+
+
+def _layers(argv: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
   arguments = parse_arguments(argv)
   layers = [(name, read_file(name)) for name in arguments.files]
   for key, text in arguments.overrides:
@@ -77,11 +106,18 @@ def load(argv: Sequence[str]) -> Config:
     for part in reversed(key.split(".")):
       value = {part: value}
     layers.append((f"--{key}", value))
-  return from_layers(layers)
+  return layers
 
 
-def from_layers(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Config:
-  """A configuration from (where it stands, nested keys), later ones overriding.
+def from_layers(
+  layers: Sequence[tuple[str, Mapping[str, Any]]],
+  note: Callable[[str], None] = lambda text: None,
+) -> RunSettings:
+  """Settings from (where it stands, nested keys), later ones overriding.
+
+  Args:
+    layers: files and arguments, in order.
+    note: is told of keys in an old spelling.
 
   Raises:
     ValueError: see `load`.
@@ -89,16 +125,14 @@ def from_layers(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> Config:
   values: dict[str, Any] = {}
   origins: dict[str, str] = {}
   for origin, layer in layers:
-    try:
-      _merge(values, layer, Config, "", origin, origins)
-    except ValueError as error:
-      raise ValueError(f"{origin}: {error}") from error
+    _merge(values, layer, "", origin, origins)
   try:
-    return _build(Config, values)
+    spelling.settle(values, origins, note)
+    job = _job_of(values)
+    return _build(JOBS[job].settings, values, "", _Place(job))
   except ValueError as error:
-    origin = origins.get(str(error).split(" ")[0])
-    message = f"{origin}: {error}" if origin is not None else str(error)
-    raise ValueError(message) from error
+    origin = _origin(str(error), origins)
+    raise ValueError(f"{origin}: {error}" if origin else str(error)) from error
 
 
 def read_file(name: str) -> dict[str, Any]:
@@ -126,48 +160,90 @@ def read_file(name: str) -> dict[str, Any]:
   return value
 
 
-def dump(config: Config) -> str:
-  """YAML that `load` reads back to the same configuration."""
-  return yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+def dump(config: RunSettings) -> str:
+  """YAML that `load` reads back to the same settings."""
+  return yaml.safe_dump(keys.as_plain(config), sort_keys=False, allow_unicode=True)
 
 
-def known_keys() -> list[str]:
-  """Every dotted key."""
-  return list(flatten(Config()))
+def inline(value: Any) -> str:
+  """A value as YAML on one line."""
+  text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+  return text.removesuffix("\n").removesuffix("\n...")
+
+
+@functools.cache
+def known_keys() -> dict[str, list[tuple[str, str | None, keys.Key]]]:
+  """{dotted key: (job, choice or None, key) of all that have it}, sections included."""
+  found: dict[str, list[tuple[str, str | None, keys.Key]]] = {}
+  for name, job in JOBS.items():
+    for dotted, chosen, key in keys.walk(job.settings):
+      found.setdefault(dotted, []).append((name, chosen, key))
+  return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  """Where keys are read: by a job, and by what a key `name` chose in it."""
+
+  job: str
+  chosen: str | None = None
+
+
+def _say(text: str) -> None:
+  print(f"tunix: note: {text}", file=sys.stderr)
+
+
+def _origin(message: str, origins: Mapping[str, str]) -> str | None:
+  """Where the key was set that a message begins with, or names as "the key 'x'"."""
+  found = re.match(r"(?:the key ')?([\w.]+)", message)
+  return None if found is None else origins.get(found[1])
 
 
 def _merge(
   values: dict[str, Any],
-  layer: Any,
-  section: type,
+  layer: Mapping[str, Any],
   prefix: str,
   origin: str,
   origins: dict[str, str],
 ) -> None:
-  """Writes a layer's keys over `values`, converted."""
-  hints = typing.get_type_hints(section)
+  """Writes a layer's keys over `values`; types are looked at when all are merged,
+  because the job and the algorithm, which say what keys there are, may come last."""
   for key, value in layer.items():
     dotted = f"{prefix}{key}"
-    if key not in hints:
-      raise ValueError(_unknown(dotted))
     origins[dotted] = origin
-    hint = hints[key]
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-      inner = value.value if isinstance(value, Argument) else value
-      if not isinstance(inner, dict | None):
-        raise ValueError(f"{dotted} is {describe(inner)}, expected keys below it")
-      _merge(
-        values.setdefault(key, {}), inner or {}, hint, f"{dotted}.", origin, origins
-      )
-    elif is_open(hint):
-      inner = _plain(value)
-      # A bare `mesh:` empties the mapping; otherwise entries are added to it.
-      old = {} if inner is None else values.get(key, {})
-      values[key] = old | convert(inner or {}, hint, dotted)
-    else:
-      values[key] = convert(
-        value if isinstance(value, Argument) else _plain(value), hint, dotted
-      )
+    inner = (
+      value.value if isinstance(value, Argument) and _holds_keys(dotted) else value
+    )
+    if isinstance(inner, dict):
+      old = values.get(key)
+      values[key] = dict(old) if isinstance(old, dict) else {}
+      _merge(values[key], inner, f"{dotted}.", origin, origins)
+    elif _plain(value) is not None or not _is_section(dotted):
+      values[key] = value
+    # else a section without keys ("lora:"), which says nothing
+
+
+def _holds_keys(dotted: str) -> bool:
+  """Whether "{a: 1}" and "a: 1", typed for this key, are a mapping and not a text."""
+  known = known_keys().get(dotted, ())
+  return not known or any(
+    section_of(key.hint) is not None or is_open(key.hint) for _, _, key in known
+  )
+
+
+def _is_section(dotted: str) -> bool:
+  return any(
+    section_of(key.hint) is not None for _, _, key in known_keys().get(dotted, ())
+  )
+
+
+def _job_of(values: Mapping[str, Any]) -> str:
+  job = _plain(values.get("job"))
+  if job is None:
+    return next(iter(JOBS))
+  if job not in JOBS:
+    raise ValueError(f"job is {describe(job)}, expected one of {', '.join(JOBS)}")
+  return job
 
 
 def _plain(value: Any) -> Any:
@@ -178,24 +254,100 @@ def _plain(value: Any) -> Any:
   return value
 
 
-def _build(section: type, values: Mapping[str, Any]) -> Any:
-  hints = typing.get_type_hints(section)
-  built = {
-    key: _build(hints[key], value) if dataclasses.is_dataclass(hints[key]) else value
-    for key, value in values.items()
-  }
-  return section(**built)
+def _build(section: type, values: Mapping[str, Any], prefix: str, place: _Place) -> Any:
+  """The dataclass `section` with these values; null where a field does not take it
+  means that it is not set."""
+  known, given = keys.of(section), {}
+  for name, value in values.items():
+    dotted = f"{prefix}{name}"
+    if name not in known:
+      _check_foreign(dotted, _plain(value), place)
+      continue
+    hint = known[name].hint
+    if section_of(hint) is not None:
+      given[name] = _build_section(hint, value, dotted, place)
+    elif _plain(value) is not None or takes_null(hint):
+      typed = value if isinstance(value, Argument) else _plain(value)
+      given[name] = convert(typed, hint, dotted)
+  with keys.under(prefix[:-1], section):
+    return section(**given)
+
+
+def _build_section(hint: Any, value: Any, dotted: str, place: _Place) -> Any:
+  kind, values = section_of(hint), value
+  if not isinstance(values, dict):
+    if _plain(value) is None:
+      values = {}
+    else:
+      inner = describe(_plain(value))
+      raise ValueError(f"{dotted} is {inner}, expected keys below it")
+  if isinstance(kind, Choice):
+    # Null means the default of the one that is chosen, also where that takes null.
+    values = {name: v for name, v in values.items() if _plain(v) is not None}
+    names: Any = Literal[tuple(kind.classes)]  # pyright: ignore
+    named = convert(values.pop("name", kind.first), names, f"{dotted}.name")
+    place, kind = _Place(place.job, named), kind.classes[named]
+  assert isinstance(kind, type)
+  if takes_null(hint) and not _is_asked_for(kind, values, dotted):
+    return None
+  return _build(kind, values, f"{dotted}.", place)
+
+
+def _is_asked_for(section: type, values: Mapping[str, Any], dotted: str) -> bool:
+  """Whether a section that may be left out is there: some of its keys are set, and all
+  of those that it cannot do without."""
+  known = keys.of(section)
+  required = [name for name, key in known.items() if key.default is keys.REQUIRED]
+  missing = [name for name in required if _plain(values.get(name)) is None]
+  if not missing:
+    return bool(required) or any(_plain(v) is not None for v in values.values())
+  for name, value in values.items():
+    if name not in known or not _says_nothing(_plain(value), known[name]):
+      raise ValueError(
+        f"{dotted}.{name} is set and {dotted}.{missing[0]} is not, so nothing would "
+        f"read it: set {dotted}.{missing[0]}, or leave it out"
+      )
+  return False
+
+
+def _says_nothing(value: Any, key: keys.Key) -> bool:
+  return value in (None, {}, []) or value == plain(key.default)
+
+
+def _check_foreign(dotted: str, value: Any, place: _Place) -> None:
+  """Refuses a key that is not read here; one of another job may say its default."""
+  owners = known_keys().get(dotted)
+  if owners is None:
+    raise ValueError(_unknown(dotted))
+  if isinstance(value, dict) and _is_section(dotted):
+    for name, entry in value.items():
+      if name != "name":  # what a choice is between
+        _check_foreign(f"{dotted}.{name}", entry, place)
+    return
+  if any(_says_nothing(value, key) for _, _, key in owners):
+    return
+  chosen = [c for job, c, _ in owners if c is not None and job == place.job]
+  if chosen:
+    who, names = f"the algorithm {place.chosen!r}", chosen
+  else:
+    who, names = f"the job {place.job!r}", [job for job, _, _ in owners]
+  names = list(dict.fromkeys(names))
+  what = who.split()[1]
+  remedy = JOBS[place.job].settings.instead.get(
+    dotted, f"it belongs to the {what}{'s' * (len(names) > 1)} {' and '.join(names)}"
+  )
+  raise ValueError(f"{dotted} is {value!r}, and {who} does not read it: {remedy}")
 
 
 def _unknown(key: str) -> str:
-  known = known_keys()
+  known = [name for name in known_keys() if not _is_section(name)]
   last = key.rpartition(".")[2]
   same = [name for name in known if name.rpartition(".")[2] == last]
   near = same[:1] or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
   if not near:
     tails = {name.rpartition(".")[2]: name for name in known}
     near = [tails[t] for t in difflib.get_close_matches(last, tails, n=1, cutoff=0.5)]
-  remedy = f"did you mean {near[0]}?" if near else f"see {BASE_NAME} for all keys"
+  remedy = f"did you mean {near[0]}?" if near else "see `tunix train --help`"
   return f"the key {key!r} is unknown: {remedy}"
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tunix.cli import build, build_data, build_prompts, config as config_lib
 from tunix.cli.build_data import RunData
-from tunix.cli.schema import Config
-from tunix.data import answer_view, supervision
+from tunix.cli.settings import StreamRun
+from tunix.data import show
 from tunix.rl.pipeline import PROMPTS
 
 HELP = """\
@@ -44,7 +44,7 @@ def _show(argv: list[str]) -> None:
   rows, rest = _take_rows(argv)
   config = config_lib.load(rest)
   tokenizer = build.build_tokenizer(config)
-  if config.is_rl:
+  if not isinstance(config, StreamRun):
     _show_prompts(build_prompts.build_prompts(config, tokenizer), rows)
     return
   records = build_data.open_records(config)["train"]
@@ -52,16 +52,16 @@ def _show(argv: list[str]) -> None:
   batch = next(iter(build_data.batches(config, tokenizer, records, training=True)))
   colour = sys.stdout.isatty()
   if "prompt_ids" in batch:
-    print(answer_view.describe_answers(batch, tokenizer, rows=rows, colour=colour))
+    print(show.describe_completions(batch, tokenizer, rows=rows, colour=colour))
     return
-  print(supervision.describe_batch(batch, tokenizer, rows=rows, colour=colour))
-  supervision.check_supervision(batch)
+  print(show.describe_batch(batch, tokenizer, rows=rows, colour=colour))
+  show.check_supervision(batch)
 
 
 def _scan(argv: list[str]) -> None:
-  config: Config = config_lib.load(argv)
+  config = config_lib.load(argv)
   tokenizer = build.build_tokenizer(config)
-  if config.is_rl:
+  if not isinstance(config, StreamRun):
     reports: Mapping[str, object] = build_prompts.build_prompts(
       config, tokenizer
     ).reports

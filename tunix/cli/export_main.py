@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 from tunix.cli import build
 from tunix.cli.arguments import Parser
+from tunix.cli.jobs.rl import RLRun
 from tunix.cli.run_folder import RunFolder
-from tunix.cli.schema import Config, ExportKeys
+from tunix.cli.settings import ExportSettings, RunSettings
 from tunix.models.transformer.model import Transformer
 from tunix.rl.config import Role
 from tunix.sft import run_state
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> None:
   run, step = _locate(args)
   config = _with_export(run.read_config(), args.kind, args.dtype)
   model = build.build_model(config, None)
-  step = restore(model, run, step, lora_only=config.lora.rank is not None)
+  step = restore(model, run, step, lora_only=config.lora is not None)
   kind = config.export_kind
   build.export(config, model, kind, pathlib.Path(args.to))
   print(f"step {step} of {run.path} is exported to {args.to} ({kind})")
@@ -51,7 +52,7 @@ def restore(
     wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
     raise FileNotFoundError(f"{run.path} lacks {wanted}: {found}")
   manager = CheckpointManager(run.checkpoints)
-  if run.read_config().is_rl:
+  if isinstance(run.read_config(), RLRun):
     at = _restore_actor(model, manager, step, lora_only)
   else:
     at, _ = manager.restore(model, step=step, restore_only_lora_params=lora_only)
@@ -111,10 +112,10 @@ def _locate(args: argparse.Namespace) -> tuple[RunFolder, int | None]:
   return RunFolder(path.parent.parent), int(path.name)
 
 
-def _with_export(config: Config, kind: str, dtype: str | None) -> Config:
+def _with_export(config: RunSettings, kind: str, dtype: str | None) -> RunSettings:
   """The run's settings with another export; kinds that do not fit it are refused.
 
   The mesh of the run is left out: its devices need not be here.
   """
-  keys = ExportKeys(kind=kind, dtype=dtype)  # pyright: ignore[reportArgumentType]
+  keys = ExportSettings(kind=kind, dtype=dtype)  # pyright: ignore[reportArgumentType]
   return dataclasses.replace(config, export=keys, mesh={})

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix.cli.schema import Config
-from tunix.data.formats import JsonlRecords
+from tunix.cli.settings import RunSettings
+from tunix.data.jsonl import JsonlRecords
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, tensor_files
 
@@ -31,7 +31,7 @@ _VOCABULARIES = (
 
 
 def of_inputs(
-  config: Config, tokenizer: TokenizerAdapter, records: Mapping[str, JsonlRecords]
+  config: RunSettings, tokenizer: TokenizerAdapter, records: Mapping[str, JsonlRecords]
 ) -> dict[str, str]:
   """Digests of the data files, of the tokenizer and of the chat template."""
   return {
@@ -43,7 +43,7 @@ def of_inputs(
   }
 
 
-def of_base(config: Config) -> dict[str, str]:
+def of_base(config: RunSettings) -> dict[str, str]:
   """{"model": digest of the checkpoint}; empty for a model from scratch.
 
   Raises:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tunix.cli.schema import Config
+from tunix.cli.settings import RunSettings
 from tunix.sft.config import Schedule
 from tunix.utils import tree
 
@@ -28,7 +28,7 @@ _ZEROS = ("init_value", "end_value")
 _MATRICES = ("kernel", "lora_a", "lora_b")
 
 
-def settle(config: Config, num_steps: int | None) -> Config:
+def settle(config: RunSettings, num_steps: int | None) -> RunSettings:
   """The configuration with learning rate and schedule arguments written out.
 
   A schedule's peak (or first) value is `training.learning_rate`, its length the run's,
@@ -41,7 +41,7 @@ def settle(config: Config, num_steps: int | None) -> Config:
   Raises:
     ValueError: an unknown schedule or argument, or one that cannot be filled in.
   """
-  rate = config.training.learning_rate
+  rate: Any = config.training.learning_rate
   if config.schedule.name is None:
     return _with_rate(config, _default_rate(config) if rate is None else rate)
   name, args = config.schedule.name, dict(config.schedule.args)
@@ -71,7 +71,7 @@ def settle(config: Config, num_steps: int | None) -> Config:
   return _with_rate(dataclasses.replace(config, schedule=schedule), args[own])
 
 
-def build_schedule(config: Config) -> float | Schedule:
+def build_schedule(config: RunSettings) -> float | Schedule:
   """The learning rate of a settled configuration: a number or a function of the step.
 
   Raises:
@@ -93,7 +93,7 @@ def build_schedule(config: Config) -> float | Schedule:
 
 
 def build_optimizer(
-  config: Config, learning_rate: float | Schedule
+  config: RunSettings, learning_rate: float | Schedule
 ) -> optax.GradientTransformation:
   """The optimizer, behind gradient clipping when that is asked for.
 
@@ -125,14 +125,16 @@ def build_optimizer(
   return optax.chain(optax.clip_by_global_norm(config.training.max_grad_norm), tx)
 
 
-def build_critic_optimizer(config: Config) -> optax.GradientTransformation:
-  """The same for a critic: at `rl.critic_learning_rate`, where that is set, instead of
-  `training.learning_rate`; a schedule is scaled as a whole.
+def build_critic_optimizer(
+  config: RunSettings, own: float | None
+) -> optax.GradientTransformation:
+  """The same for a critic: at `own`, `rl.critic_learning_rate`, where that is set,
+  instead of `training.learning_rate`; a schedule is scaled as a whole.
 
   Raises:
     ValueError: see `build_optimizer`, or a schedule of rate 0 that cannot be scaled.
   """
-  rate, own = build_schedule(config), config.rl.critic_learning_rate
+  rate = build_schedule(config)
   if own is None:
     return build_optimizer(config, rate)
   if not callable(rate):
@@ -142,7 +144,7 @@ def build_critic_optimizer(config: Config) -> optax.GradientTransformation:
       f"rl.critic_learning_rate is {own} and the schedule's rate 0, which cannot be "
       "scaled to it: give training.learning_rate"
     )
-  scale = own / config.training.learning_rate
+  scale = own / float(config.training.learning_rate)  # pyright: ignore[reportArgumentType]
   return build_optimizer(config, lambda step: scale * rate(step))
 
 
@@ -172,11 +174,11 @@ def _rehearse(tx: optax.GradientTransformation) -> None:
   jax.eval_shape(update, {"layers": layers, "embedding": jnp.zeros((5, 3))})
 
 
-def _default_rate(config: Config) -> float:
-  return FULL_RATE if config.lora.rank is None else LORA_RATE
+def _default_rate(config: RunSettings) -> float:
+  return FULL_RATE if config.lora is None else LORA_RATE
 
 
-def _with_rate(config: Config, rate: float) -> Config:
+def _with_rate(config: RunSettings, rate: float) -> RunSettings:
   training = dataclasses.replace(config.training, learning_rate=rate)
   return dataclasses.replace(config, training=training)
 

@@ -8,25 +8,25 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tunix.cli.schema import Config
+from tunix.cli.settings import RunSettings
 from tunix.models import automodel, tensor_files
 from tunix.models.transformer.model import Transformer
 
 
-def settle(config: Config) -> Config:
+def settle(config: RunSettings) -> RunSettings:
   """The configuration with the dtype of trained weights written out: float32.
 
   A bfloat16 weight has 8 bits: an update below 1/256 of it is rounded away, and at the
   usual learning rates nearly all are. Weights that adapters leave frozen keep null,
   which means the checkpoint's dtype.
   """
-  if config.lora.rank is not None or config.model.param_dtype is not None:
+  if config.lora is not None or config.model.param_dtype is not None:
     return config
   model = dataclasses.replace(config.model, param_dtype="float32")
   return dataclasses.replace(config, model=model)
 
 
-def of_export(config: Config, model: Transformer) -> Any:
+def of_export(config: RunSettings, model: Transformer) -> Any:
   """The dtype in which a whole model is written.
 
   That of `export.dtype`; else the source checkpoint's, so that a bfloat16 folder is
@@ -43,9 +43,9 @@ def of_export(config: Config, model: Transformer) -> Any:
   return _stored(automodel.resolve_folder(config.model.path))
 
 
-def describe(config: Config, model: Transformer) -> str:
+def describe(config: RunSettings, model: Transformer) -> str:
   """One line for the user to check before the run."""
-  frozen = config.lora.rank is not None
+  frozen = config.lora is not None
   weights = f"{'frozen ' if frozen else ''}weights {_name(model.config.param_dtype)}"
   parts = [weights, f"computation {_name(model.config.dtype)}"]
   if config.export_kind in ("full", "merged"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunix.cli.fingerprints import digest as digest_of
-from tunix.cli.schema import Config
+from tunix.cli.settings import at_least
 from tunix.cli.utils import call_strings
 from tunix.cli.utils.call_strings import CallString
 from tunix.rl import reward_fns, reward_outcomes
@@ -30,14 +31,54 @@ READY = {
 TIMEOUT_S = 60.0
 
 
-def build_rewards(config: Config) -> RewardManager | None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardSettings:
+  """Where rewards come from.
+
+  Attributes:
+    functions: names of the ready set (exact_match, numeric_match(column=answer), ...),
+      functions of your own ("pkg.mod:fn", "/path/file.py:fn"), or calls that make one
+      ("pkg.mod:make(scale=2)").
+    weights: numbers, one a function; null: all 1.
+    model: folder of a reward model, whose score is added; null: none.
+    workers: processes that run the functions; 0: this one.
+    timeout_s: seconds that a call in such a process may take; null: 60.
+  """
+
+  functions: tuple[str, ...] | str = ()
+  weights: tuple[float, ...] | None = None
+  model: str | None = None
+  workers: int = 0
+  timeout_s: float | None = None
+
+  def __post_init__(self):
+    if self.weights is not None and len(self.weights) != len(self.entries):
+      raise ValueError(
+        f"weights has {len(self.weights)} numbers for {len(self.entries)} "
+        "reward.functions: give one a function"
+      )
+    at_least(self, 0, "workers")
+    if self.timeout_s is not None and not self.workers:
+      raise ValueError(
+        f"timeout_s is {self.timeout_s} and reward.workers 0: only a process of its "
+        "own can be ended; set reward.workers"
+      )
+
+  @property
+  def entries(self) -> tuple[str, ...]:
+    """`functions` as a sequence, also where a single one was given."""
+    return (self.functions,) if isinstance(self.functions, str) else self.functions
+
+
+def build_rewards(settings: RewardSettings) -> RewardManager | None:
   """What the learner calls; None: the reward model alone.
 
   Raises:
     FileNotFoundError, ImportError, ValueError: a function that is not there.
   """
-  keys = config.reward
-  return build_manager(keys.entries, keys.weights, keys.workers, keys.timeout_s)
+  return build_manager(
+    settings.entries, settings.weights, settings.workers, settings.timeout_s
+  )
 
 
 def build_manager(
@@ -63,19 +104,19 @@ def build_manager(
   )
 
 
-def check(config: Config) -> None:
+def check(settings: RewardSettings) -> None:
   """Loads what the keys name, and forgets it.
 
   Raises:
     FileNotFoundError, ImportError, ValueError: see `build_rewards`.
   """
-  if not config.reward.entries and config.reward.model is None:
+  if not settings.entries and settings.model is None:
     raise ValueError(
       "reward.functions is empty and reward.model not set: name what rewards a "
       f"completion, such as --reward.functions=exact_match ({', '.join(READY)}, or "
       "pkg.mod:fn)"
     )
-  manager = build_rewards(config)
+  manager = build_rewards(settings)
   if manager is not None:
     manager.close()
 
@@ -127,7 +168,7 @@ def _names(functions: list[Callable[..., Any]]) -> list[str]:
   return names
 
 
-def digest(config: Config) -> str:
+def digest(settings: RewardSettings) -> str:
   """Of the files that the functions are defined in."""
-  calls = [call_strings.parse_call_string(text) for text in config.reward.entries]
+  calls = [call_strings.parse_call_string(text) for text in settings.entries]
   return digest_of([call_strings.source_digest(call) for call in calls])

@@ -9,9 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.cli import config as config_lib
-from tunix.cli.convert import flatten
-from tunix.cli.schema import Config
+from tunix.cli import config as config_lib, keys
+from tunix.cli.settings import RunSettings
 from tunix.utils import io
 
 # What may change between a run and its continuation: where things lie, how long and
@@ -29,6 +28,7 @@ FREE = (
   "training.max_steps",
   "training.eval_batch_size",
   "training.eval_every_n_steps",
+  "training.max_inflight_computations",
   "model.remat",
   "model.scan_layers",
   "model.attention",
@@ -45,7 +45,13 @@ FREE = (
   "reward.timeout_s",
   "mesh",
 )
-FREE_SECTIONS = ("checkpoint", "logging", "export", "samples")
+FREE_SECTIONS = (
+  "checkpoint",
+  "logging",
+  "export",
+  "samples",
+  "training.profiler_options",
+)
 
 # Fingerprints that must not change, and what they are of.
 _CONTENTS = {
@@ -113,7 +119,7 @@ class RunFolder:
     names = [file.name for file in self.checkpoints.iterdir() if file.is_dir()]
     return sorted(int(name) for name in names if re.fullmatch(r"\d+", name))
 
-  def read_config(self) -> Config:
+  def read_config(self) -> RunSettings:
     """The settings that the run was started with.
 
     Raises:
@@ -128,7 +134,7 @@ class RunFolder:
 
   def start(
     self,
-    config: Config,
+    config: RunSettings,
     fingerprints: Mapping[str, str],
     scans: Mapping[str, Any],
   ) -> None:
@@ -150,7 +156,7 @@ class RunFolder:
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
       return {}
 
-  def check_resume(self, config: Config, fingerprints: Mapping[str, str]) -> None:
+  def check_resume(self, config: RunSettings, fingerprints: Mapping[str, str]) -> None:
     """Refuses to go on with other settings or data than the checkpoints were made with.
 
     Raises:
@@ -183,11 +189,11 @@ class RunFolder:
       if name in both and before[name] != fingerprints[name]
     ]
 
-  def result(self, config: Config) -> dict[str, Any] | None:
+  def result(self, config: RunSettings) -> dict[str, Any] | None:
     """How the run ended, if it did under exactly these settings."""
     if not self.result_file.is_file() or not self.steps():
       return None
-    same = self.read_config() == config
+    same = keys.flatten(self.read_config()) == keys.flatten(config)
     return json.loads(self.result_file.read_text()) if same else None
 
   def write_result(self, result: dict[str, Any]) -> None:
@@ -195,13 +201,31 @@ class RunFolder:
     io.write_json(self.result_file, result)
 
 
-def _differences(before: Config, now: Config) -> list[str]:
-  old, new = flatten(before), flatten(now)
-  fixed = [
-    key for key in new if key not in FREE and key.split(".")[0] not in FREE_SECTIONS
-  ]
+def _differences(before: RunSettings, now: RunSettings) -> list[str]:
+  old, new = keys.flatten(before), keys.flatten(now)
   return [
-    f"{key} was {old[key]!r} and is {new[key]!r}"
-    for key in fixed
-    if old[key] != new[key]
+    f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
+    for key in _fixed(old, new)
+    if old.get(key) != new.get(key)
   ]
+
+
+def _fixed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+  """The keys to compare. Where one side lacks a section (lora), its first key says so
+  for all of them."""
+  known = list(dict.fromkeys((*new, *old)))
+  fixed = [
+    key
+    for key in known
+    if key not in FREE
+    and not f"{key}.".startswith(tuple(f"{s}." for s in FREE_SECTIONS))
+  ]
+  found: list[str] = []
+  for key in fixed:
+    section = key.rpartition(".")[0]
+    whole = section and (section in old or section in new)
+    if any(other.startswith(f"{key}.") for other in fixed):
+      continue  # null on one side, a section on the other
+    if not whole or not any(f.rpartition(".")[0] == section for f in found):
+      found.append(key)
+  return found

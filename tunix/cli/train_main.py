@@ -24,32 +24,38 @@ from tunix.cli import (
   config as config_lib,
   optimizer,
   precision,
+  reference,
   run_lock,
 )
 from tunix.cli.build_data import RunData
-from tunix.cli.jobs import JOBS
+from tunix.cli.jobs.table import JOBS
 from tunix.cli.run_folder import RunFolder
-from tunix.cli.schema import Config
+from tunix.cli.settings import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
 from tunix.utils.interrupts import Stopped
 
-HELP = f"""\
+HELP = """\
 usage: tunix train [--config] FILE[,FILE] [--KEY.SUB=VALUE ...]
+       tunix train --help [--job=JOB]      the keys of a job
+       tunix train --schema [--job=JOB]    the JSON Schema of its files, for editors
 
 Trains as the configuration says; the same command again resumes, and says so when the
-run is finished. Later files override earlier ones, arguments override files. All keys,
-with their meanings and defaults, are in
-  {config_lib.BASE_PATH}
+run is finished. Later files override earlier ones, arguments override files. The keys
+of all jobs ({jobs}) are in
+  {path}
 
   tunix train --model.path=FOLDER --data.train=train.jsonl --lora.rank=8 \\
       --training.max_steps=200 --output_dir=out
   tunix train --job=dpo --model.path=FOLDER --data.train=pairs.jsonl --lora.rank=8 \\
       --training.max_steps=200 --output_dir=out
   tunix train --job=grpo --model.path=FOLDER --data.train=prompts.jsonl \\
-      --reward.functions=exact_match --training.max_steps=200 --output_dir=out"""
+      --reward.functions=exact_match --training.max_steps=200 --output_dir=out
+
+Keys of the job {job}:
+{keys}"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,13 +100,24 @@ class Result:
 
 def main(argv: Sequence[str]) -> None:
   """Runs `tunix train`."""
-  if not argv or "--help" in argv or "-h" in argv:
-    print(HELP)
-    return
-  run(config_lib.load(argv))
+  if not argv or {"--help", "-h"} & set(argv):
+    job = _job_of(argv, "--help", "-h")
+    names, path = ", ".join(JOBS), config_lib.BASE_PATH
+    told = reference.describe_keys(job)
+    print(HELP.format(jobs=names, path=path, job=job, keys=told))
+  elif "--schema" in argv:
+    schema = reference.json_schema(_job_of(argv, "--schema"))
+    print(json.dumps(schema, indent=2, ensure_ascii=False))
+  else:
+    run(config_lib.load(argv))
 
 
-def run(config: Config) -> Result:
+def _job_of(argv: Sequence[str], *flags: str) -> str:
+  """The job that the other arguments, and files among them, speak of."""
+  return config_lib.job_of([word for word in argv if word not in flags])
+
+
+def run(config: RunSettings) -> Result:
   """Trains as `config` says, from the beginning or from where the folder's run stands.
 
   Raises:
@@ -162,8 +179,8 @@ def run(config: Config) -> Result:
 
 
 def prepare(
-  config: Config, folder: RunFolder
-) -> tuple[Config, TokenizerAdapter, RunData]:
+  config: RunSettings, folder: RunFolder
+) -> tuple[RunSettings, TokenizerAdapter, RunData]:
   """The settled configuration with the tokenizer and the checked data.
 
   Raises:
@@ -178,7 +195,7 @@ def prepare(
 
 
 def _finish(
-  config: Config, model: Transformer, folder: RunFolder, steps: int
+  config: RunSettings, model: Transformer, folder: RunFolder, steps: int
 ) -> Result:
   """Exports, and marks the run as ended."""
   kind = config.export_kind
@@ -200,7 +217,7 @@ def _finish(
   return result
 
 
-def how_to_go_on(config: Config, data: RunData, result: Result) -> str:
+def how_to_go_on(config: RunSettings, data: RunData, result: Result) -> str:
   """What trains longer than a run that is finished."""
   # A schedule's length is fixed when the run begins, and so are the epochs.
   if config.schedule.name is None and _ended_by_max_steps(config, data, result.steps):
@@ -213,7 +230,7 @@ def how_to_go_on(config: Config, data: RunData, result: Result) -> str:
   )
 
 
-def _ended_by_max_steps(config: Config, data: RunData, steps: int) -> bool:
+def _ended_by_max_steps(config: RunSettings, data: RunData, steps: int) -> bool:
   """Whether there was more data when the run ended."""
   limit = config.training.max_steps
   if limit is None or steps < limit:
@@ -239,7 +256,7 @@ def read_metric(file: pathlib.Path, name: str) -> dict[str, tuple[float, float]]
 
 
 def _describe(
-  config: Config, model: Transformer, data: RunData, mesh: Mesh | None
+  config: RunSettings, model: Transformer, data: RunData, mesh: Mesh | None
 ) -> str:
   """What is about to happen, for the user to check."""
   job = JOBS[config.job]
@@ -257,8 +274,8 @@ def _describe(
   return "\n".join(lines + job.notes(config, data))
 
 
-def _parameters(config: Config, model: Transformer) -> str:
-  if config.lora.rank is not None:
+def _parameters(config: RunSettings, model: Transformer) -> str:
+  if config.lora is not None:
     return f"LoRA on:\n{lora.describe(model)}"
   total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
   return f"trainable {total:,} of {total:,} parameters"

@@ -1,13 +1,15 @@
-"""From a record to tokens and the mask of what is trained."""
+"""From text or messages to tokens and the mask of what is trained."""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunix.data import formats, spans
-from tunix.data.examples import Example, make_example
+import numpy as np
+
+from tunix.data import records, spans
 from tunix.data.spans import Segment
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
@@ -22,6 +24,38 @@ _OUR_KEYS = ("weight", "train")
 Message = Mapping[str, Any]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+  """Tokens of one record.
+
+  Attributes:
+    tokens: int32 [T].
+    mask: int32 [T], 1 on trained tokens. The first token is never trained: nothing
+      stands before it to predict it from.
+    prompt_length: tokens before the first trained one.
+  """
+
+  tokens: np.ndarray
+  mask: np.ndarray
+  prompt_length: int
+
+  def __len__(self) -> int:
+    return len(self.tokens)
+
+
+def make_example(tokens: list[int], mask: list[int]) -> Example:
+  """An example from equally long lists; the first token's mask becomes 0."""
+  assert len(tokens) == len(mask)
+  marks = np.asarray(mask, np.int32)
+  marks[:1] = 0
+  trained = np.flatnonzero(marks)
+  return Example(
+    tokens=np.asarray(tokens, np.int32),
+    mask=marks,
+    prompt_length=int(trained[0]) if len(trained) else len(marks),
+  )
+
+
 def render(
   record: Mapping[str, Any],
   tokenizer: TokenizerAdapter,
@@ -30,15 +64,15 @@ def render(
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
 ) -> Example:
-  """Tokens and mask of one record.
+  """Tokens and mask of one record of fine-tuning.
 
   Of a conversation the assistant's turns are trained, each with the token that ends
-  it; of a prompt with a response, the response and its end; of a text, everything.
+  it; of a prompt with a completion, that and its end; of a text, everything.
   Text is tokenised piece by piece between those borders, as it is when a model
   continues a prompt.
 
   Args:
-    record: a record as `tunix.data.formats` describes.
+    record: a record as `tunix.data.records` describes.
     tokenizer: gives tokens, BOS, EOS and the chat template.
     where: the record's place, for error messages.
     chat: whether a prompt given as plain text is the user's turn of a chat. None:
@@ -49,38 +83,31 @@ def render(
     ValueError: the record is malformed, the template is missing or refuses it, or
       nothing of it would be trained. The message begins with `where`.
   """
-  kind = formats.record_kind(record, where)
-  chat = tokenizer.has_chat_template() if chat is None else chat
-  if kind == "prompt":
-    variables = _with_tools(record, template_kwargs)
-    prompt, response = record["prompt"], record["response"]
-    return render_response(
-      prompt, response, tokenizer, where=where, chat=chat, template_kwargs=variables
-    )
-  try:
-    if kind == "text":
-      return _plain([Segment(record["text"], True)], tokenizer)
-    _check_template(tokenizer, chat)
-    variables = _with_tools(record, template_kwargs)
-    return _chat([dict(m) for m in record["messages"]], tokenizer, variables)
-  except ValueError as error:
-    raise ValueError(f"{where}: {error}") from error
+  read = records.read_sft(record, where)
+  return render_completion(
+    read.prompt,
+    read.completions["completion"],
+    tokenizer,
+    where=where,
+    chat=False if read.form == "text" else chat,
+    template_kwargs=with_tools(read.tools, template_kwargs),
+  )
 
 
-def render_response(
+def render_completion(
   prompt: str | Sequence[Message],
-  response: str | Sequence[Message],
+  completion: str | Sequence[Message],
   tokenizer: TokenizerAdapter,
   *,
   where: str = "record",
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
 ) -> Example:
-  """Tokens and mask of a prompt with its response; the response is trained.
+  """Tokens and mask of a prompt with its completion, which is trained.
 
   Args:
-    prompt: text, or the messages before the answer.
-    response: the answer's text, or messages; of those the assistant's are trained.
+    prompt: text, or the messages before the answer; empty: there are none.
+    completion: the answer's text, or messages; of those the assistant's are trained.
     tokenizer, where, chat, template_kwargs: see `render`.
 
   Raises:
@@ -88,10 +115,10 @@ def render_response(
   """
   chat = tokenizer.has_chat_template() if chat is None else chat
   try:
-    if isinstance(prompt, str) and isinstance(response, str) and not chat:
-      return _plain([Segment(prompt, False), Segment(response, True)], tokenizer)
+    if isinstance(prompt, str) and isinstance(completion, str) and not chat:
+      return _plain([Segment(prompt, False), Segment(completion, True)], tokenizer)
     _check_template(tokenizer, chat)
-    return _chat(_conversation(prompt, response), tokenizer, template_kwargs or {})
+    return _chat(_conversation(prompt, completion), tokenizer, template_kwargs or {})
   except ValueError as error:
     raise ValueError(f"{where}: {error}") from error
 
@@ -105,26 +132,48 @@ def render_prompt(
   template_kwargs: Mapping[str, Any] | None = None,
 ) -> Example:
   """Tokens of a prompt that nothing follows yet, chats with the header of the answer:
-  those in front of its response in `render_response`.
+  those in front of its completion in `render_completion`.
 
   Args:
-    prompt, tokenizer, where, chat, template_kwargs: see `render_response`.
+    prompt, tokenizer, where, chat, template_kwargs: see `render_completion`.
 
   Raises:
     ValueError: see `render`.
   """
   chat = tokenizer.has_chat_template() if chat is None else chat
+  text = prompt_text(
+    prompt, tokenizer, where=where, chat=chat, template_kwargs=template_kwargs
+  )
+  plain = isinstance(prompt, str) and not chat
   try:
-    if isinstance(prompt, str) and not chat:
-      return _tokenise([Segment(prompt, False)], tokenizer, add_eos=False, add_bos=True)
+    return _tokenise([Segment(text, False)], tokenizer, add_eos=False, add_bos=plain)
+  except ValueError as error:
+    raise ValueError(f"{where}: {error}") from error
+
+
+def prompt_text(
+  prompt: str | Sequence[Message],
+  tokenizer: TokenizerAdapter,
+  *,
+  where: str = "record",
+  chat: bool | None = None,
+  template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+  """The text that a model continues; chats end with the header of the answer.
+
+  Args, Raises: see `render_prompt`.
+  """
+  chat = tokenizer.has_chat_template() if chat is None else chat
+  if isinstance(prompt, str) and not chat:
+    return prompt
+  try:
     _check_template(tokenizer, chat)
-    text = tokenizer.apply_chat_template(
+    return tokenizer.apply_chat_template(
       _shown(_conversation(prompt, [])),
       True,
       now=TEMPLATE_DATE,
       **(template_kwargs or {}),
     )
-    return _tokenise([Segment(text, False)], tokenizer, add_eos=False)
   except ValueError as error:
     raise ValueError(f"{where}: {error}") from error
 
@@ -142,25 +191,21 @@ def _check_template(tokenizer: TokenizerAdapter, chat: bool) -> None:
   )
 
 
-def _with_tools(
-  record: Mapping[str, Any], template_kwargs: Mapping[str, Any] | None
-) -> dict[str, Any]:
-  """Names for the template; [] as the record's tools says that it has none."""
+def with_tools(tools: Any, template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+  """Names for the template; [] as a record's tools says that it has none."""
   variables = dict(template_kwargs or {})
-  if record.get("tools") is not None:
-    variables["tools"] = record["tools"]
-  return variables
+  return variables if tools is None else {**variables, "tools": tools}
 
 
 def _conversation(
-  prompt: str | Sequence[Message], response: str | Sequence[Message]
+  prompt: str | Sequence[Message], completion: str | Sequence[Message]
 ) -> list[dict[str, Any]]:
   """The messages; those of the prompt are marked as not trained."""
   if isinstance(prompt, str):
     prompt = [{"role": "user", "content": prompt}]
-  if isinstance(response, str):
-    response = [{"role": "assistant", "content": response}]
-  return [*({**m, "train": False} for m in prompt), *(dict(m) for m in response)]
+  if isinstance(completion, str):
+    completion = [{"role": "assistant", "content": completion}]
+  return [*({**m, "train": False} for m in prompt), *(dict(m) for m in completion)]
 
 
 def _is_trained(message: Message) -> bool:
@@ -217,9 +262,9 @@ def _check_text(text: str) -> None:
   try:
     text.encode()
   except UnicodeEncodeError as error:
-    found = f"\\u{ord(text[error.start]):04x}"
+    code = f"\\u{ord(text[error.start]):04x}"
     raise ValueError(
-      f"the text holds {found}, half of a surrogate pair, which is no character; "
+      f"the text holds {code}, half of a surrogate pair, which is no character; "
       "correct or drop the record"
     ) from error
 

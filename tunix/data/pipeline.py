@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import grain
 
-from tunix.data import packing as rows, source as sources
-from tunix.data.answer_source import AnswerSource
-from tunix.data.examples import Overlong
+from tunix.data import packing as packing_lib, rows
+from tunix.data.records import SFT
+from tunix.data.rows import OneRow, Overlong
+from tunix.data.source import Source
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 _PREFETCHED_EXAMPLES = 64
@@ -48,7 +49,7 @@ def build_dataset(
   do not depend on the number of processes, and all see equally many.
 
   Args:
-    records: dicts as `tunix.data.formats` describes, in memory or `JsonlRecords`.
+    records: dicts as `tunix.data.records` describes, in memory or `JsonlRecords`.
     tokenizer: encodes text and renders chats.
     batch_size: rows of a batch over all processes.
     max_length: tokens of a row.
@@ -70,34 +71,33 @@ def build_dataset(
     ValueError: an argument is out of range. Iteration raises ValueError for records
       that cannot be trained on, naming their place.
   """
-  source = sources.ExampleSource(
+  source = Source(
     records=records,
+    kind=SFT,
     tokenizer=tokenizer,
-    max_length=max_length,
+    layout=OneRow(max_length=max_length),
     overlong=overlong,
     chat=chat,
     template_kwargs=template_kwargs,
   )
-  pad_id = tokenizer.pad_id() or 0
-  stream = _elements(
-    source, shuffle=shuffle, seed=seed, num_epochs=num_epochs, num_threads=num_threads
+  return build_batches(
+    source,
+    batch_size=batch_size,
+    packing=packing,
+    shuffle=shuffle,
+    seed=seed,
+    num_epochs=num_epochs,
+    process_index=process_index,
+    process_count=process_count,
+    num_threads=num_threads,
   )
-  if packing:
-    stream = rows.pack(
-      stream, max_length=max_length, pad_id=pad_id, seed=seed, shuffle=shuffle
-    )
-  else:
-    stream = stream.map(
-      functools.partial(rows.pad_row, max_length=max_length, pad_id=pad_id)
-    )
-  stack = functools.partial(rows.stack_rows, max_length=max_length, pad_id=pad_id)
-  return _batched(stream, stack, batch_size, process_index, process_count)
 
 
-def build_answers(
-  source: AnswerSource,
+def build_batches(
+  source: Source,
   *,
   batch_size: int,
+  packing: bool = False,
   shuffle: bool = True,
   seed: int = 0,
   num_epochs: int | None = 1,
@@ -105,9 +105,9 @@ def build_answers(
   process_count: int = 1,
   num_threads: int = 1,
 ) -> grain.IterDataset:
-  """Batches of `batch_size / process_count` pairs or labelled responses.
+  """Batches of `batch_size / process_count` rows of any kind of record.
 
-  Each is a dict as `AnswerSource.stack` says; all else as `build_dataset` has it.
+  Each is a dict as the source's layout stacks it; all else as `build_dataset` has it.
 
   Raises:
     ValueError: an argument is out of range. Iteration raises ValueError for records
@@ -116,21 +116,19 @@ def build_answers(
   stream = _elements(
     source, shuffle=shuffle, seed=seed, num_epochs=num_epochs, num_threads=num_threads
   )
+  if isinstance(source.layout, OneRow):
+    lengths = {"max_length": source.layout.max_length, "pad_id": source.pad_id}
+    if packing:
+      stream = packing_lib.pack(stream, **lengths, seed=seed, shuffle=shuffle)
+    else:
+      stream = stream.map(functools.partial(rows.pad_row, **lengths))
+  elif packing:
+    raise ValueError("packing is for rows of fine-tuning alone: leave it out")
   return _batched(stream, source.stack, batch_size, process_index, process_count)
 
 
-class _Source(Protocol):
-  """Elements by number, and what to say when there is none."""
-
-  def __len__(self) -> int: ...
-
-  def element(self, index: int) -> Any | None: ...
-
-  def none_left(self) -> str: ...
-
-
 def _elements(
-  source: _Source,
+  source: Source,
   *,
   shuffle: bool,
   seed: int,
@@ -186,7 +184,7 @@ def _batched(
 class _Render:
   """Index of a record -> element, or None (which Grain skips) when it is dropped."""
 
-  def __init__(self, source: _Source, patience: int):
+  def __init__(self, source: Source, patience: int):
     self._source = source
     self._patience = patience
     self._dropped_in_a_row = 0
@@ -199,3 +197,7 @@ class _Render:
       if self._dropped_in_a_row >= self._patience:
         raise ValueError(self._source.none_left())
     return element
+
+
+# The name that it had for batches of preferences.
+build_answers = build_batches

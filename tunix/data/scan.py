@@ -6,12 +6,10 @@ Renders and tokenises record by record and keeps only counts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunix.data.examples import Overlong
-from tunix.data.source import ExampleSource
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.data.records import KINDS
+from tunix.data.source import Source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,92 +17,123 @@ class Report:
   """Counts over the scanned records.
 
   Attributes:
+    kind: name of what they were read as.
     records: records in the data set.
     scanned: records that were looked at.
-    kept: examples that training will see.
-    dropped: examples left out because they are too long.
-    truncated: examples that lost tokens.
-    tokens: tokens of the kept examples.
-    trained_tokens: those of them that are learned.
-    longest: tokens of the longest example before cutting.
-    longest_at: its place.
+    kept: those that training will see.
+    dropped: left out because they are too long.
+    truncated: kept, but some of their tokens lost.
+    empty: left out because a completion says nothing.
+    equal: left out because chosen and rejected are the same.
+    tokens: tokens of what is kept; prompts that stand apart are not counted.
+    trained_tokens: those of them that are learned or scored.
+    longest: tokens before cutting, by what is limited ("record", or "prompt" and
+      "completion").
+    longest_at: their places.
+    desirable: kept completions with the label true; None where there are no labels.
   """
 
+  kind: str
   records: int
   scanned: int
   kept: int
   dropped: int
   truncated: int
+  empty: int
+  equal: int
   tokens: int
   trained_tokens: int
-  longest: int
-  longest_at: str
+  longest: dict[str, int]
+  longest_at: dict[str, str]
+  desirable: int | None
+
+  @property
+  def undesirable(self) -> int:
+    """Kept completions with the label false."""
+    return self.kept - (self.desirable or 0)
 
   def __str__(self) -> str:
+    kind = KINDS[self.kind]
     part = "" if self.scanned == self.records else f" ({self.scanned:,} looked at)"
-    return (
-      f"{self.records:,} records{part}: {self.kept:,} kept, {self.dropped:,} dropped, "
-      f"{self.truncated:,} truncated; {self.tokens:,} tokens, {self.trained_tokens:,} "
-      f"of them trained; the longest has {self.longest:,} ({self.longest_at})"
+    counts = {
+      "dropped": self.dropped,
+      "truncated": self.truncated,
+      "with an empty completion left out": self.empty,
+      "with equal completions left out": self.equal,
+    }
+    always = ("dropped", "truncated") if kind.name == "sft" else ()
+    parts = [f"{self.records:,} {kind.noun}{part}: {self.kept:,} kept"]
+    parts += [f"{n:,} {name}" for name, n in counts.items() if n or name in always]
+    text = ", ".join(parts)
+    if kind.name == "sft":
+      text += f"; {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"
+    elif kind.completions:
+      text += f"; {self.tokens:,} tokens of completions"
+    text += "; " + ", ".join(
+      f"the longest {what if kind.name != 'sft' else ''}".rstrip()
+      + f" has {self.longest[what]:,} ({self.longest_at[what]})"
+      for what in self.longest
     )
+    if self.desirable is None:
+      return text
+    return f"{text}; {self.desirable:,} desirable, {self.undesirable:,} undesirable"
 
 
-def scan(
-  records: Sequence[Mapping[str, Any]],
-  tokenizer: TokenizerAdapter,
-  *,
-  max_length: int,
-  overlong: Overlong = "error",
-  chat: bool | None = None,
-  template_kwargs: Mapping[str, Any] | None = None,
-  limit: int | None = None,
-) -> Report:
+def scan(source: Source, limit: int | None = None) -> Report:
   """Looks at every record, or at no more than `limit` spread over the data.
 
-  The other arguments are those of `tunix.data.pipeline.build_dataset`.
-
   Raises:
-    ValueError: a record cannot be trained on (its place is named), none of those
-      scanned is short enough, or `limit` is not positive.
+    ValueError: a record is wrong or cannot be trained on (its place is named), some
+      have a margin and others none, none of those scanned is left, or `limit` is not
+      positive.
   """
   if limit is not None and limit < 1:
     raise ValueError(f"limit {limit} must be at least 1, or None for every record")
-  source = ExampleSource(
-    records=records,
-    tokenizer=tokenizer,
-    max_length=max_length,
-    overlong=overlong,
-    chat=chat,
-    template_kwargs=template_kwargs,
-  )
   stride = 1 if limit is None else -(-len(source) // limit)
-  kept = dropped = truncated = tokens = trained = longest = longest_index = 0
   indices = range(0, len(source), stride)
+  names = ("kept", "dropped", "truncated", "empty", "equal", "tokens", "trained_tokens")
+  counts: dict[str, int] = dict.fromkeys((*names, "desirable"), 0)
+  longest: dict[str, tuple[int, int]] = {}
+  margin = None
   for index in indices:
-    full = source.render(index)
-    if len(full) > longest:
-      longest, longest_index = len(full), index
-    example = source.fit(full, index)
-    if example is None:
-      dropped += 1
-      continue
-    kept += 1
-    truncated += len(example) < len(full)
-    tokens += len(example)
-    trained += int(example.mask.sum())
-  if not kept:
-    raise ValueError(
-      f"all {len(indices)} records looked at are longer than {source.max_length} "
-      "tokens and were dropped; raise max_length or set overlong to 'truncate'"
-    )
+    rendered = source.render(index)
+    has_margin = "margin" in rendered.extra
+    if margin not in (None, has_margin):
+      raise ValueError(
+        f'{source.where(index)}: {"a" if has_margin else "no"} "margin", unlike the '
+        "records before: give all of them one, or none"
+      )
+    margin = has_margin
+    for what, length in source.layout.lengths(rendered).items():
+      if length > longest.get(what, (-1, 0))[0]:
+        longest[what] = length, index
+    for name, count in _counts(source, rendered, index).items():
+      counts[name] += count
+  if not counts["kept"]:
+    raise ValueError(source.none_left(len(indices)))
+  desirable = counts.pop("desirable")
   return Report(
+    kind=source.kind.name,
     records=len(source),
     scanned=len(indices),
-    kept=kept,
-    dropped=dropped,
-    truncated=truncated,
-    tokens=tokens,
-    trained_tokens=trained,
-    longest=longest,
-    longest_at=source.where(longest_index),
+    **counts,
+    longest={what: length for what, (length, _) in longest.items()},
+    longest_at={what: source.where(index) for what, (_, index) in longest.items()},
+    desirable=desirable if source.kind.name == "labelled" else None,
   )
+
+
+def _counts(source: Source, rendered: Any, index: int) -> dict[str, int]:
+  """What one record adds to the report."""
+  fitted = source.fit(rendered, index)
+  if fitted is None:
+    return {"dropped": 1}
+  if (fault := source.fault(rendered, fitted, index)) is not None:
+    return {fault: 1}
+  return {
+    "kept": 1,
+    "truncated": int(fitted is not rendered),
+    "tokens": source.layout.tokens(fitted),
+    "trained_tokens": sum(int(mask.sum()) for mask in fitted.masks),
+    "desirable": int(bool(fitted.extra.get("label", False))),
+  }

@@ -97,6 +97,8 @@ class DistillationTrainer(PeftTrainer):
       vocabulary.check_tokenizers(*tokenizers)
     student, teacher = strategy.pre_process_models(student_model, teacher_model)
     self.strategy = strategy
+    # What prepared the models puts them back, whatever loss is given meanwhile.
+    self._prepared_by = strategy
     self.teacher_model = teacher
     self._student: nnx.Module | None = None  # as it was given; after `close`
     self._evaluating = False
@@ -107,16 +109,23 @@ class DistillationTrainer(PeftTrainer):
       raise
     self._teacher_score = self._make_teacher_score()
 
-  def with_loss_fn(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Any:
-    """Not here: the loss is the strategy's.
+  def with_loss_fn(
+    self, loss_fn: Callable[..., Any], has_aux: bool = False
+  ) -> DistillationTrainer:
+    """Replaces the strategy's `compute_loss`, as an override would: call it before
+    training.
+
+    Args:
+      loss_fn: `loss_fn(student_output, teacher_output, labels)`; traced.
+      has_aux: whether it returns a pair of the loss and a dict of scalars to log.
 
     Raises:
-      NotImplementedError: always.
+      TypeError: it takes other arguments.
     """
-    raise NotImplementedError(
-      "a distillation's loss is its strategy's, which sees the teacher: override "
-      "BaseStrategy.compute_loss and give that strategy to the trainer"
-    )
+    self.strategy = self.strategy.with_loss(loss_fn, has_aux)
+    self._state.forget_steps()
+    self._teacher_score = self._make_teacher_score()
+    return self
 
   def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> DistillationTrainer:
     """`fn(batch)` gives the fields, by name, that the forward functions and labels_fn
@@ -147,7 +156,7 @@ class DistillationTrainer(PeftTrainer):
     """Saves what is not saved yet; hands the models back as they were given."""
     super().close()
     if self._student is None:
-      self._student, self.teacher_model = self.strategy.post_process_models(
+      self._student, self.teacher_model = self._prepared_by.post_process_models(
         super().model, self.teacher_model
       )
 

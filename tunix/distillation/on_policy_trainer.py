@@ -16,8 +16,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tunix.data import answers
-from tunix.data.answers import Answered
+from tunix.data import render, rows
+from tunix.data.render import Rendered
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.strategies.base_strategy import BaseStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
@@ -148,28 +148,28 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
         "one for each"
       )
     pairs = enumerate(zip(texts, completions))
-    rows = [self._answered(*pair, where=f"row {n}") for n, pair in pairs]
-    prompts = [row.prompt for row in rows]
+    read = [self._rendered(*pair, where=f"row {n}") for n, pair in pairs]
+    prompts = [row.prompt for row in read]
     padded = batching.right_padded(prompts, config.max_prompt_length, np.int32)
     if given is None:
       return Prompts(padded, _lengths(prompts), None, None)
-    ids = [row.responses[0] for row in rows]
+    ids = [row.completions[0] for row in read]
     filled = batching.right_padded(ids, config.max_completion_length, np.int32)
     return Prompts(padded, _lengths(prompts), filled, _lengths(ids))
 
-  def _answered(self, prompt: Any, completion: Any, *, where: str) -> Answered:
+  def _rendered(self, prompt: Any, completion: Any, *, where: str) -> Rendered:
     """A prompt with its completion, or with none, as tokens within the limits."""
     tokenizer, texts = self.sampler.tokenizer, (prompt, completion)
     if all(isinstance(text, str) for text in texts):
-      row = answers.tokenise(prompt, [completion], tokenizer, where=where, chat=False)
+      row = render.tokenise(prompt, [completion], tokenizer, where=where, chat=False)
     else:  # ids are taken as they are
       ids = self.sampler.tokenize(prompt)
       given = [] if completion is None else [completion]
-      row = answers.tokenise(ids, given, tokenizer, where=where)
-    fitted = answers.fit(
+      row = render.tokenise(ids, given, tokenizer, where=where)
+    fitted = rows.fit_apart(
       row,
       max_prompt_length=self.on_policy.max_prompt_length,
-      max_response_length=self.on_policy.max_completion_length,
+      max_completion_length=self.on_policy.max_completion_length,
       bos_id=tokenizer.bos_id(),
     )
     assert fitted is not None  # nothing is dropped

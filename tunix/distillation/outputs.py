@@ -14,29 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from tunix.models import calling
-from tunix.ops import distill, masks
+from tunix.models.calling import Unembedded
+from tunix.ops import logprobs, masks
 from tunix.ops.distill import TopK
-from tunix.ops.distill_hidden import hidden_top_k
-from tunix.ops.logprobs import token_logps
-from tunix.ops.vocab_chunks import Layout
 
 Inputs = Mapping[str, Any]
 
 # Fields that mean the same to every model; the others are its own, if it takes them.
 _FIELDS = ("input_tokens", "positions", "segment_ids", "attention_mask")
-
-
-class Unembedded(NamedTuple):
-  """Logits that are not built.
-
-  Attributes:
-    hidden: [B, T, D] final hidden states.
-    table, layout: what turns them into logits, see `Transformer.unembedding`.
-  """
-
-  hidden: Any
-  table: Any
-  layout: Layout
 
 
 class Labels(NamedTuple):
@@ -81,29 +66,33 @@ def call(fn: Callable[..., Any], *args: Any, inputs: Inputs) -> Any:
   return fn(*args, **{name: inputs[name] for name in free if name in inputs})
 
 
-def hidden_states(model: Any, inputs: Inputs) -> jax.Array:
-  """Final hidden states of a model that gives them."""
-  return calling.hidden(model, **_arguments(model, inputs))
+def states(model: Any, inputs: Inputs) -> jax.Array:
+  """Final hidden states, or the logits of a model that gives nothing else."""
+  return calling.adapt(model).states(**_arguments(model, inputs))
 
 
-def unembedded(model: Any, inputs: Inputs) -> Unembedded:
-  """A model's logits, not built."""
-  return Unembedded(hidden_states(model, inputs), *model.unembedding())
+def output(model: Any, inputs: Inputs) -> Unembedded | jax.Array:
+  """What a model says, `Unembedded` where it allows that, else logits [B, T, V]."""
+  return calling.adapt(model).output(states(model, inputs))
 
 
 def logits(model: Any, inputs: Inputs) -> jax.Array:
-  """A model's logits [B, T, V]."""
-  remedy = ": give the strategy a forward function"
-  return calling.logits(model, **_arguments(model, inputs), remedy=remedy)
+  """A model's logits [B, T, V], built."""
+  return calling.adapt(model).full_logits(**_arguments(model, inputs))
+
+
+def token_logps(
+  model: Any, inputs: Inputs, targets: jax.Array, temperature: float
+) -> jax.Array:
+  """[B, T] log-probabilities of the targets, float32 in nats."""
+  said = states(model, inputs)
+  scores = calling.adapt(model).token_logps(said, targets, temperature=temperature)
+  return scores.logps
 
 
 def top_words(model: Any, inputs: Inputs, k: int, temperature: float) -> TopK:
-  """A model's k most likely words of every position; without its logits where it gives
-  hidden states."""
-  if not calling.gives_hidden(model):
-    return distill.top_k(logits(model, inputs), k, temperature)
-  said = unembedded(model, inputs)
-  return hidden_top_k(said.hidden, said.table, k, temperature, said.layout)
+  """A model's k most likely words of every position."""
+  return calling.adapt(model).top_k(states(model, inputs), k, temperature)
 
 
 def fields_of(model: Any) -> tuple[str, ...]:
@@ -121,7 +110,12 @@ def _arguments(model: Any, inputs: Inputs) -> dict[str, Any]:
   own = fields_of(model)[len(_FIELDS) :]
   extra = {name: inputs[name] for name in own if name in inputs}
   named = {k: inputs.get(k) for k in _FIELDS[1:]}
-  return {"tokens": jnp.asarray(inputs["input_tokens"]), **named, "extra": extra}
+  return {
+    "tokens": jnp.asarray(inputs["input_tokens"]),
+    **named,
+    "extra": extra,
+    "remedy": ": give the strategy a forward function",
+  }
 
 
 class Scored(NamedTuple):
@@ -144,7 +138,9 @@ def task_loss(output: Any, labels: Any) -> Scored:
   """
   if isinstance(output, Unembedded):
     hard = checked_labels(labels, output.hidden.shape[:-1])
-    scores = token_logps(output.hidden, output.table, hard.targets, output.layout)
+    scores = logprobs.token_logps(
+      output.hidden, output.table, hard.targets, output.layout
+    )
     return Scored(-scores.logps, hard.weights)
   logps = jax.nn.log_softmax(output.astype(jnp.float32))
   if isinstance(labels, Labels) or jnp.ndim(labels) != logps.ndim:

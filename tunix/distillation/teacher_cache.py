@@ -1,15 +1,13 @@
 """A teacher's most likely words of every token, on disk: written once, read often.
 
 A row is found by its content (every field that the teacher is called with), whatever
-batch it comes in. Every file is there whole or not at all; a fill that was killed goes
-on where it was, and several processes may fill one folder.
+batch it comes in (`tunix.data.store`): a fill that was killed goes on where it was, and
+several processes may fill one folder.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import io
 import json
 import pathlib
 from collections.abc import Collection, Iterable
@@ -19,13 +17,14 @@ import jax
 import numpy as np
 from flax import nnx
 
+from tunix.data.store import RowStore, row_key
 from tunix.distillation import outputs, vocabulary
 from tunix.distillation.outputs import Inputs
 from tunix.ops.distill import TopK
 from tunix.sft import inference
 from tunix.sft.losses import batch_fields
 from tunix.utils import stamp
-from tunix.utils.io import write_atomic, write_json
+from tunix.utils.io import write_json
 
 _FORMAT = 2
 _PARTS = ("ids", "logps")
@@ -67,10 +66,7 @@ class TeacherCache:
     else:
       self._about = self._described(top_k, temperature)
       write_json(about, self._about)
-    self._places: dict[str, tuple[int, int]] = {}
-    self._files: list[np.ndarray] = []
-    for path in sorted(self._folder.glob("rows-*.npy")):
-      self._open(path)
+    self._rows = RowStore(self._folder)
 
   @property
   def top_k(self) -> int:
@@ -89,7 +85,7 @@ class TeacherCache:
 
   def __len__(self) -> int:
     """Rows there are."""
-    return len(self._places)
+    return len(self._rows)
 
   def check(self, top_k: int, temperature: float) -> None:
     """Refuses to serve what it does not hold.
@@ -131,16 +127,13 @@ class TeacherCache:
       ValueError: a row is missing and there is no teacher to ask.
     """
     keys = row_keys(inputs, self._about["fields"])
-    if any(key not in self._places for key in keys):
+    if any(key not in self._rows for key in keys):
       self._ask(inputs, keys)
-    found = [self._places[key] for key in keys]
-    return TopK(
-      *(np.stack([self._files[n][row][part] for n, row in found]) for part in _PARTS)
-    )
+    return TopK(*(self._rows.take(keys, part) for part in _PARTS))
 
   def _ask(self, inputs: Inputs, keys: list[str]) -> None:
     """All rows of the batch, so that one program does; keeps the new ones."""
-    new = {key: row for row, key in enumerate(keys) if key not in self._places}
+    new = {key: row for row, key in enumerate(keys) if key not in self._rows}
     if self._teacher is None:
       raise ValueError(
         f"{len(new)} of {len(keys)} rows are not in the cache {self._folder} of "
@@ -152,28 +145,7 @@ class TeacherCache:
     words = inference.apply(self._teacher, score, {"inputs": rows}, self._axes)
     chosen = np.asarray(list(new.values()))
     ids, logps = (np.asarray(jax.device_get(x))[chosen] for x in words)
-    self._write(list(new), ids, logps)
-
-  def _write(self, keys: list[str], ids: np.ndarray, logps: np.ndarray) -> None:
-    """One file a write, named by what it holds: writers that do not know of each other
-    cannot mix their rows. (A structured array, because one file of it can be mapped.)
-    """
-    columns = {"key": np.asarray(keys, "S"), "ids": ids, "logps": logps}
-    kinds = [(name, x.dtype, x.shape[1:]) for name, x in columns.items()]
-    rows = np.empty(len(keys), kinds)
-    for name, column in columns.items():
-      rows[name] = column
-    np.save(buffer := io.BytesIO(), rows)
-    digest = hashlib.blake2b("".join(keys).encode(), digest_size=16).hexdigest()
-    path = self._folder / f"rows-{digest}.npy"
-    write_atomic(path, buffer.getvalue())
-    self._open(path)
-
-  def _open(self, path: pathlib.Path) -> None:
-    rows = np.load(path, mmap_mode="r")
-    for row, key in enumerate(rows["key"]):
-      self._places[key.decode()] = len(self._files), row
-    self._files.append(rows)
+    self._rows.add({"ids": ids, "logps": logps}, list(new))
 
   def _described(self, top_k: int | None, temperature: float | None) -> dict[str, Any]:
     if self._teacher is None or top_k is None:
@@ -238,12 +210,11 @@ def row_keys(inputs: Inputs, fields: Collection[str]) -> list[str]:
   rows = len(tokens)
   keys = []
   for row in range(rows):
-    digest = hashlib.blake2b(digest_size=16)
+    parts = []
     for name, array in seen:
       own = array[row] if array.shape[:1] == (rows,) else array
-      digest.update(f"{name}{own.shape}{own.dtype}".encode())
-      digest.update(np.ascontiguousarray(own).tobytes())
-    keys.append(digest.hexdigest())
+      parts += [f"{name}{own.shape}{own.dtype}".encode(), own.tobytes()]
+    keys.append(row_key(parts))
   return keys
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
+from tunix.generate.options import SamplingOptions
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -42,30 +43,152 @@ class SamplerOutput:
   finish_reasons: list[str]
 
 
-class BaseSampler(abc.ABC):
+class BaseSampler:
   """Turns prompts into completions.
 
-  Subclasses write `__call__`; it is called with a batch of prompts and returns when
-  all rows are done.
+  Subclasses write `_sample`, which is given checked options and token ids; a sampler
+  with other options writes `__call__` itself.
 
   Attributes:
     tokenizer: encodes string prompts and decodes completions.
+    name: for messages.
+    not_honoured: options that a call is refused for.
   """
+
+  name: ClassVar[str] = "this sampler"
+  not_honoured: ClassVar[frozenset[str]] = frozenset()
 
   def __init__(self, tokenizer: Any):
     """Takes a TokenizerAdapter, or anything that one can wrap."""
     known = isinstance(tokenizer, TokenizerAdapter)
     self.tokenizer = tokenizer if known else TokenizerAdapter(tokenizer)
 
-  @abc.abstractmethod
   def __call__(
     self,
     input_strings: str | Sequence[Prompt],
     max_generation_steps: int | Sequence[int],
     max_prompt_length: int | None = None,
-    **options: Any,
+    echo: bool = False,
+    return_logits: bool = False,
+    eos_tokens: Sequence[int] | None = None,
+    forbidden_tokens: Sequence[int] | None = None,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    beam_size: int | None = None,
+    seed: int | jax.Array | None = None,
+    pad_output: bool = False,
+    *,
+    min_p: float | None = None,
+    num_samples: int = 1,
+    stop_strings: str | Sequence[str] = (),
+    return_logprobs: bool = False,
+    include_eos: bool = False,
+    length_penalty: float = 1.0,
+    exact: bool = False,
+    first_prompt: int = 0,
+    engine_options: Mapping[str, Any] | None = None,
   ) -> SamplerOutput:
-    """Generates at most `max_generation_steps` tokens for each prompt."""
+    """Completes prompts. `docs/guides/sampling.md` has the rules in full.
+
+    Args:
+      input_strings: prompts, each a string or a sequence of token ids (see
+        `tokenize`); one string alone is one prompt.
+      max_generation_steps: most tokens to generate a row; one int, or one a prompt.
+      max_prompt_length: pad prompts to this many tokens instead of a power of two.
+      echo: `text` and `tokens` begin with the prompt; logits and log-probs never do.
+      return_logits: return float32 logits before temperature and forbidden tokens;
+        the device holds them for all rows and tokens.
+      eos_tokens: ids that end a row; None: all of the tokenizer's; empty: none.
+      forbidden_tokens: ids that are never generated.
+      temperature: 0 takes the most likely token; above, draws from
+        softmax(logits / temperature).
+      top_p, top_k, min_p: leave out unlikely tokens, see `filters.keep`; None is off.
+      beam_size: search with this many beams instead, see `beam_search.search`.
+      seed: an int or a jax.random key. What a row draws depends on it, on the row's
+        number, and on nothing else. None: another one every call.
+      pad_output: return arrays instead of lists: tokens [B, max_generation_steps]
+        filled up with the padding id (behind `padded_prompt_tokens` with `echo`),
+        log-probs and logits filled up with 0.
+      num_samples: completions a prompt, which is prefilled once for all of them; with
+        `beam_size` the best of its beams, best first.
+      stop_strings: texts that end a row. Its text ends before, its tokens with the
+        one that completes the string.
+      return_logprobs: return the generated tokens' log-probs, of both kinds.
+      include_eos: tokens, log-probs and logits keep the end-of-sequence token that
+        ended a row; text never does.
+      length_penalty: a beam's score is its log-probability / tokens ** length_penalty.
+      exact: score the sampled tokens once more, each row by itself (see exact.py): the
+        bits of its log-probs then depend on no other row, and are those that a trainer
+        computes in exact mode at the same widths.
+      first_prompt: number of the first prompt, for its rows' draws: a batch that is
+        sampled in parts draws what it would draw at once.
+      engine_options: more fields of an engine's requests, by the engine's own names.
+
+    Raises:
+      TypeError: a prompt, the seed, or a stop string of another kind.
+      ValueError: no prompts, an empty prompt, one longer than `max_prompt_length`,
+        ids outside the vocabulary, an option out of its range or against another (see
+        `SamplingOptions`), one that this sampler does not honour, or more tokens than
+        it holds.
+    """
+    options = SamplingOptions(
+      max_generation_steps=max_generation_steps,
+      max_prompt_length=max_prompt_length,
+      echo=echo,
+      return_logits=return_logits,
+      eos_tokens=eos_tokens,
+      forbidden_tokens=forbidden_tokens,
+      temperature=temperature,
+      top_p=top_p,
+      top_k=top_k,
+      beam_size=beam_size,
+      seed=seed,
+      pad_output=pad_output,
+      min_p=min_p,
+      num_samples=num_samples,
+      stop_strings=stop_strings,
+      return_logprobs=return_logprobs,
+      include_eos=include_eos,
+      length_penalty=length_penalty,
+      exact=exact,
+      first_prompt=first_prompt,
+      engine_options=engine_options or {},
+    )
+    return self._sample(self._token_ids(input_strings, options), options)
+
+  def _sample(
+    self, prompts: list[np.ndarray], options: SamplingOptions
+  ) -> SamplerOutput:
+    """Completions of P prompts, int32 ids each; returns when all rows are done."""
+    raise TypeError(f"{type(self).__name__} has neither _sample nor __call__")
+
+  def _token_ids(
+    self, inputs: str | Sequence[Prompt], options: SamplingOptions
+  ) -> list[np.ndarray]:
+    """The token ids of every prompt of a call that this sampler takes.
+
+    Raises:
+      ValueError: an option that is not honoured, no prompts, or one longer than
+        `max_prompt_length`.
+    """
+    if refused := sorted(self.not_honoured & options.asked):
+      raise ValueError(
+        f"{self.name} does not honour {' and '.join(refused)}: leave that out, or "
+        "choose a sampler that does (docs/guides/engines.md has a table)"
+      )
+    prompts = [
+      self.tokenize(x) for x in ([inputs] if isinstance(inputs, str) else inputs)
+    ]
+    if not prompts:
+      raise ValueError("there are no prompts: give at least one")
+    longest, most = max(map(len, prompts)), options.max_prompt_length
+    if most is not None and longest > most:
+      raise ValueError(
+        f"a prompt has {longest} tokens, max_prompt_length is {most}: shorten the "
+        "prompt or raise max_prompt_length"
+      )
+    return prompts
 
   def tokenize(self, prompt: Prompt) -> np.ndarray:
     """The ids of one prompt, int32 [T].

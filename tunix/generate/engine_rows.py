@@ -1,17 +1,16 @@
-"""What the adapters of engines share: refusing what an engine cannot do, and giving
-its answers the form of our own sampler's."""
+"""What the adapters of engines share: an answer in the form of our own sampler's."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
 import numpy as np
 
 from tunix.generate import batching
-from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
+from tunix.generate.base_sampler import SamplerOutput
 from tunix.generate.completions import find_stop
 from tunix.generate.options import SamplingOptions
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -39,46 +38,6 @@ class EngineRow:
   tokens: Sequence[int]
   logprobs: Sequence[float] | None
   reason: str
-
-
-def refuse(engine: str, given: Mapping[str, bool]) -> None:
-  """Refuses options that the engine does not honour.
-
-  Args:
-    engine: its name.
-    given: option -> whether the call asks for it.
-
-  Raises:
-    ValueError: names those that are given.
-  """
-  asked = [name for name, is_given in given.items() if is_given]
-  if asked:
-    raise ValueError(
-      f"{engine} does not honour {' and '.join(asked)}: leave that out, or sample with "
-      "tunix.generate.sampler.Sampler"
-    )
-
-
-def prompts_of(
-  sampler: BaseSampler, inputs: str | Sequence[Prompt], options: SamplingOptions
-) -> list[np.ndarray]:
-  """The token ids of every prompt.
-
-  Raises:
-    ValueError: no prompts, or one longer than `max_prompt_length`.
-  """
-  prompts = [
-    sampler.tokenize(p) for p in ([inputs] if isinstance(inputs, str) else inputs)
-  ]
-  if not prompts:
-    raise ValueError("there are no prompts: give at least one")
-  longest, most = max(map(len, prompts)), options.max_prompt_length
-  if most is not None and longest > most:
-    raise ValueError(
-      f"a prompt has {longest} tokens, max_prompt_length is {most}: shorten the prompt "
-      "or raise max_prompt_length"
-    )
-  return prompts
 
 
 def seeds(options: SamplingOptions, prompts: int) -> list[int]:

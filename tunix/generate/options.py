@@ -1,10 +1,11 @@
-"""The options of a call of the sampler, checked in one place."""
+"""The options of a call of a sampler, checked in one place."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-  """What a call asks for; `Sampler.__call__` says what each option means.
+  """What a call asks for; `BaseSampler.__call__` says what each option means.
 
   Raises:
     TypeError: stop strings that are no strings.
@@ -39,6 +40,7 @@ class SamplingOptions:
   length_penalty: float = 1.0
   exact: bool = False
   first_prompt: int = 0
+  engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
     steps = np.asarray(self.max_generation_steps)
@@ -112,6 +114,16 @@ class SamplingOptions:
         raise ValueError(f"{name} cannot be combined with beam_size: leave one out")
 
   @property
+  def asked(self) -> set[str]:
+    """Names of the options that would change what comes back."""
+    names = {
+      field.name
+      for field in dataclasses.fields(self)
+      if not _is_default(getattr(self, field.name), field.default)
+    }
+    return names if self.temperature else names - {"seed"}
+
+  @property
   def stops(self) -> tuple[str, ...]:
     """The stop strings; one string alone is one."""
     one = isinstance(self.stop_strings, str)
@@ -137,3 +149,10 @@ class SamplingOptions:
         "one int, or one a prompt"
       )
     return np.broadcast_to(steps, (prompts,))
+
+
+def _is_default(value: Any, default: Any) -> bool:
+  """Whether an option says nothing; so does an empty sequence."""
+  if isinstance(value, Sequence | Mapping | np.ndarray):
+    return len(value) == 0
+  return value is default or (isinstance(value, int | float) and value == default)

@@ -61,10 +61,8 @@ def prepare(
 
   Raises:
     TypeError: a seed of another kind.
-    ValueError: no prompts, ids outside the vocabulary, or more tokens than fit.
+    ValueError: ids outside the vocabulary, or more tokens than fit.
   """
-  if not prompts:
-    raise ValueError("there are no prompts: give at least one")
   vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
   for prompt in prompts:
     _check_ids(prompt, "a prompt", vocab_size)

@@ -89,95 +89,13 @@ class Sampler(BaseSampler):
         )
     self._cache_size = None if cache_config is None else cache_config.cache_size
 
-  def __call__(
-    self,
-    input_strings: str | Sequence[Prompt],
-    max_generation_steps: int | Sequence[int],
-    max_prompt_length: int | None = None,
-    echo: bool = False,
-    return_logits: bool = False,
-    eos_tokens: Sequence[int] | None = None,
-    forbidden_tokens: Sequence[int] | None = None,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    beam_size: int | None = None,
-    seed: int | jax.Array | None = None,
-    pad_output: bool = False,
-    *,
-    min_p: float | None = None,
-    num_samples: int = 1,
-    stop_strings: str | Sequence[str] = (),
-    return_logprobs: bool = False,
-    include_eos: bool = False,
-    length_penalty: float = 1.0,
-    exact: bool = False,
-    first_prompt: int = 0,
+  name = "Sampler"
+  not_honoured = frozenset({"engine_options"})
+
+  def _sample(
+    self, prompts: list[np.ndarray], options: SamplingOptions
   ) -> SamplerOutput:
-    """Completes prompts. `docs/guides/sampling.md` has the rules in full.
-
-    Args:
-      input_strings: prompts, each a string or a sequence of token ids (see
-        `tokenize`); one string alone is one prompt.
-      max_generation_steps: most tokens to generate a row; one int, or one a prompt.
-      max_prompt_length: pad prompts to this many tokens instead of a power of two.
-      echo: `text` and `tokens` begin with the prompt; logits and log-probs never do.
-      return_logits: return float32 logits before temperature and forbidden tokens;
-        the device holds them for all rows and tokens.
-      eos_tokens: ids that end a row; None: all of the tokenizer's; empty: none.
-      forbidden_tokens: ids that are never generated.
-      temperature: 0 takes the most likely token; above, draws from
-        softmax(logits / temperature).
-      top_p, top_k, min_p: leave out unlikely tokens, see `filters.keep`; None is off.
-      beam_size: search with this many beams instead, see `beam_search.search`.
-      seed: an int or a jax.random key. What a row draws depends on it, on the row's
-        number, and on nothing else. None: another one every call.
-      pad_output: return arrays instead of lists: tokens [B, max_generation_steps]
-        filled up with the padding id (behind `padded_prompt_tokens` with `echo`),
-        log-probs and logits filled up with 0.
-      num_samples: completions a prompt, which is prefilled once for all of them; with
-        `beam_size` the best of its beams, best first.
-      stop_strings: texts that end a row. Its text ends before, its tokens with the
-        one that completes the string.
-      return_logprobs: return the generated tokens' log-probs, of both kinds.
-      include_eos: tokens, log-probs and logits keep the end-of-sequence token that
-        ended a row; text never does.
-      length_penalty: a beam's score is its log-probability / tokens ** length_penalty.
-      exact: score the sampled tokens once more, each row by itself (see exact.py): the
-        bits of its log-probs then depend on no other row, and are those that a trainer
-        computes in exact mode at the same widths.
-      first_prompt: number of the first prompt, for its rows' draws: a batch that is
-        sampled in parts draws what it would draw at once.
-
-    Raises:
-      TypeError: a prompt, the seed, or a stop string of another kind.
-      ValueError: no prompts, an empty prompt, one longer than `max_prompt_length`,
-        ids outside the vocabulary, an option out of its range or against another (see
-        `SamplingOptions`), or more tokens than `cache_size` holds.
-    """
-    options = SamplingOptions(
-      max_generation_steps=max_generation_steps,
-      max_prompt_length=max_prompt_length,
-      echo=echo,
-      return_logits=return_logits,
-      eos_tokens=eos_tokens,
-      forbidden_tokens=forbidden_tokens,
-      temperature=temperature,
-      top_p=top_p,
-      top_k=top_k,
-      beam_size=beam_size,
-      seed=seed,
-      pad_output=pad_output,
-      min_p=min_p,
-      num_samples=num_samples,
-      stop_strings=stop_strings,
-      return_logprobs=return_logprobs,
-      include_eos=include_eos,
-      length_penalty=length_penalty,
-      exact=exact,
-      first_prompt=first_prompt,
-    )
-    request = self._prepare(input_strings, options)
+    request = self._prepare(prompts, options)
     rows = self._completions(request)
     if options.beam_size is None:
       for out in self._decode(request, rows, STOP_STEPS if options.stops else None):
@@ -214,10 +132,8 @@ class Sampler(BaseSampler):
       )
     if every < 1:
       raise ValueError(f"every is {every}, it must be at least 1 decode step")
-    steps = max_generation_steps
-    request = self._prepare(
-      input_strings, SamplingOptions(max_generation_steps=steps, **options)
-    )
+    asked = SamplingOptions(max_generation_steps=max_generation_steps, **options)
+    request = self._prepare(self._token_ids(input_strings, asked), asked)
     rows = self._completions(request)
 
     def increments():
@@ -252,12 +168,8 @@ class Sampler(BaseSampler):
       prompts, num_samples, longest, max_generation_steps, max_prompt_length
     )
 
-  def _prepare(
-    self, inputs: str | Sequence[Prompt], options: SamplingOptions
-  ) -> Request:
-    """The checked request in its fixed shape."""
-    inputs = [inputs] if isinstance(inputs, str) else inputs
-    prompts = [self.tokenize(prompt) for prompt in inputs]
+  def _prepare(self, prompts: list[np.ndarray], options: SamplingOptions) -> Request:
+    """The request in its fixed shape."""
     return requests.prepare(
       self.transformer, self.tokenizer, prompts, options, self._cache_size
     )

@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models import calling
 from tunix.models.transformer.shared_prompt import SharedPrompt
-from tunix.ops.logprobs import TokenScores, logits_logps, token_logps
 
 Ids = Int[Array, "B T"]
 Mask = Bool[Array, "B T"] | Int[Array, "B T"]
@@ -100,7 +99,10 @@ def score_completions(
     if tile_tokens is not None:
       short = tile_tokens - targets.shape[1]
       targets = jnp.pad(targets, ((0, 0), (0, short)))
-    out = _score(model, scored, targets, temperature, entropy)
+    with jax.named_scope("unembed"):
+      out = calling.adapt(model).token_logps(
+        scored, targets, temperature=temperature, entropy=entropy
+      )
     size = rows.completions.shape[1]
     keep = lambda x: jnp.where(rows.completion_mask, x[:, :size], 0.0)
     return Scores(*jax.tree.map(keep, tuple(out)))
@@ -127,7 +129,7 @@ def completion_hidden(
     ValueError: a model that does not offer its hidden states, or shapes that contradict
       each other.
   """
-  if not calling.gives_hidden(model):
+  if calling.adapt(model).builds_logits:
     raise ValueError(
       f"{type(model).__name__} does not offer its hidden states (return_hidden= and "
       "unembedding()): use its logits"
@@ -154,7 +156,7 @@ def completion_logits(
   """
   rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
   states = _states(model, rows, group_size)
-  return model.logits(states) if calling.gives_hidden(model) else states
+  return calling.adapt(model).unembed(states)
 
 
 def score_values(
@@ -303,10 +305,7 @@ def _joined(rows: _Rows, width: int | None = None) -> jax.Array:
 def _run(model: Any, tokens: jax.Array, at: jax.Array) -> jax.Array:
   """Hidden states, or logits, of the slots `at` [B, R]; those out of range are the
   nearest."""
-  if calling.gives_hidden(model):
-    out, _ = model(tokens, return_hidden=True)
-  else:
-    out = calling.logits(model, tokens)
+  out = calling.adapt(model).states(tokens)
   at = jnp.clip(at, 0, tokens.shape[1] - 1)
   return jnp.take_along_axis(out, at[..., None], axis=1)
 
@@ -318,8 +317,8 @@ def _shared_states(model: Any, rows: _Rows, group_size: int) -> jax.Array:
     raise ValueError(
       f"group_size is {group_size}, it must be at least 1 and divide the {count} rows"
     )
-  can = calling.gives_hidden(model)
-  if not (can and calling.takes(calling.call_parameters(model), "shared_prompt")):
+  language_model = calling.adapt(model)
+  if not language_model.shares_prompts:
     raise ValueError(
       f"{type(model).__name__} cannot run rows with a shared prompt, which our decoder "
       "can: score with group_size=1"
@@ -328,11 +327,8 @@ def _shared_states(model: Any, rows: _Rows, group_size: int) -> jax.Array:
   prompts, mask = rows.prompts[::group_size], rows.prompt_mask[::group_size]
   tokens = layout.rows(prompts, rows.completions)
   valid = layout.rows(mask, jnp.ones_like(rows.completions, bool))
-  out, _ = model(
-    tokens,
-    segment_ids=valid.astype(jnp.int32),
-    shared_prompt=layout,
-    return_hidden=True,
+  out = language_model.states(
+    tokens, segment_ids=valid.astype(jnp.int32), extra={"shared_prompt": layout}
   )
   # Each completion's states, the prompt's last before them and their own last dropped.
   out = layout.sequences(out)[:, width - 1 : -1]
@@ -341,20 +337,9 @@ def _shared_states(model: Any, rows: _Rows, group_size: int) -> jax.Array:
   return jnp.where(same[:, None, None], out, jnp.nan)
 
 
-def _score(
-  model: Any, scored: jax.Array, targets: jax.Array, temperature: float, entropy: bool
-) -> TokenScores:
-  options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
-  if not calling.gives_hidden(model):
-    return logits_logps(scored, targets, **options)
-  table, layout = model.unembedding()
-  with jax.named_scope("unembed"):
-    return token_logps(scored, table, targets, layout, **options)
-
-
 def _one_score(model: Any, states: jax.Array) -> jax.Array:
   """float32 [B, R] of what `_states` gives."""
-  scores = model.logits(states) if calling.gives_hidden(model) else states
+  scores = calling.adapt(model).unembed(states)
   if scores.shape[-1] != 1:
     raise ValueError(
       f"{type(model).__name__} gives {scores.shape[-1]} numbers a position, a critic "

@@ -11,14 +11,13 @@ from __future__ import annotations
 import os
 import pathlib
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from tunix.generate import engine_rows
-from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
+from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.generate.completions import find_stop
 from tunix.generate.engine_http import Client
 from tunix.generate.engine_rows import EngineError, EngineRow
@@ -61,84 +60,40 @@ class SglangJaxSampler(BaseSampler):
     self._weights_dir = weights_dir
     self._connect(url)
 
-  def __call__(
-    self,
-    input_strings: str | Sequence[Prompt],
-    max_generation_steps: int | Sequence[int],
-    max_prompt_length: int | None = None,
-    echo: bool = False,
-    return_logits: bool = False,
-    eos_tokens: Sequence[int] | None = None,
-    forbidden_tokens: Sequence[int] | None = None,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    beam_size: int | None = None,
-    seed: int | jax.Array | None = None,
-    pad_output: bool = False,
-    *,
-    min_p: float | None = None,
-    num_samples: int = 1,
-    stop_strings: str | Sequence[str] = (),
-    return_logprobs: bool = False,
-    include_eos: bool = False,
-    length_penalty: float = 1.0,
-    first_prompt: int = 0,
-    engine_options: Mapping[str, Any] | None = None,
-  ) -> SamplerOutput:
-    """Completes prompts; the arguments are those of `Sampler.__call__`, and:
+  name = "SGLang-JAX"
+  not_honoured = frozenset(
+    {
+      *("return_logits", "forbidden_tokens", "beam_size", "exact"),
+      *("seed", "first_prompt", "eos_tokens"),
+    }
+  )
 
-    Args:
-      engine_options: more of the engine's sampling parameters, such as
-        {"regex": "[0-9]+"}.
+  def _sample(
+    self, prompts: list[np.ndarray], options: SamplingOptions
+  ) -> SamplerOutput:
+    """`engine_options` are more of the engine's sampling parameters, such as
+    {"regex": "[0-9]+"}. An empty list of `eos_tokens` is honoured, other ids are not.
 
     Returns: as `Sampler`. The engine's log-probs are under softmax(logits /
       temperature): at another temperature than 1 `logprobs` is None.
 
     Raises:
-      TypeError: a prompt, or a stop string of another kind.
-      ValueError: what the engine does not honour: return_logits, forbidden_tokens,
-        beam_size, a seed for draws, end-of-sequence ids other than the model's own, or
-        log-probs of filtered draws at another temperature than 1; an option out of its
-        range; or what the server refuses, in its words.
+      ValueError: log-probs of filtered draws at another temperature than 1; or what the
+        server refuses, in its words.
       EngineError: the server is dead, late, or answers what cannot be used.
     """
-    options = SamplingOptions(
-      max_generation_steps=max_generation_steps,
-      max_prompt_length=max_prompt_length,
-      echo=echo,
-      eos_tokens=eos_tokens,
-      temperature=temperature,
-      top_p=top_p,
-      top_k=top_k,
-      beam_size=beam_size,
-      seed=seed,
-      pad_output=pad_output,
-      min_p=min_p,
-      num_samples=num_samples,
-      stop_strings=stop_strings,
-      return_logprobs=return_logprobs,
-      include_eos=include_eos,
-      length_penalty=length_penalty,
-      first_prompt=first_prompt,
-    )
-    scaled = temperature not in (0, 1) and bool(options.filters)
-    refused = {
-      "return_logits": return_logits,
-      "beam_size": beam_size is not None,
-      "forbidden_tokens": bool(len(forbidden_tokens or ())),
-      "seed": seed is not None and temperature > 0,
-      "first_prompt": bool(first_prompt),
-      "eos_tokens": bool(len(eos_tokens or ())),
-      "return_logprobs (of filtered draws)": return_logprobs and scaled,
-    }
-    engine_rows.refuse("SGLang-JAX", refused)
-    prompts = engine_rows.prompts_of(self, input_strings, options)
-    bodies = self._bodies(prompts, options, engine_options or {})
+    is_scaled = options.temperature not in (0, 1)
+    if options.return_logprobs and is_scaled and options.filters:
+      raise ValueError(
+        f"SGLang-JAX does not honour return_logprobs of draws filtered by "
+        f"{', '.join(options.filters)} at temperature {options.temperature}: leave the "
+        "filters out, or sample at temperature 1"
+      )
+    bodies = self._bodies(prompts, options)
     answers = self._client.ask_all("/generate", bodies)
     rows = [self._row(answer, options) for answer in answers]
     # Before filters, but after the temperature.
-    kind = "raw" if temperature == 1 else "processed"
+    kind = "raw" if options.temperature == 1 else "processed"
     return engine_rows.output(self.tokenizer, prompts, options, rows, kind)
 
   def update_weights(self, source: Transformer | str | os.PathLike[str]) -> None:
@@ -178,9 +133,9 @@ class SglangJaxSampler(BaseSampler):
     self,
     prompts: Sequence[np.ndarray],
     options: SamplingOptions,
-    extra: Mapping[str, Any],
   ) -> list[dict[str, Any]]:
     """A request a row."""
+    extra = options.engine_options
     filters = options.filters
     common = {
       "temperature": options.temperature,

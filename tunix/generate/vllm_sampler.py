@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from tunix.generate import engine_rows
-from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
+from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.generate.engine_http import Client, Refused
 from tunix.generate.engine_rows import EngineError, EngineRow, LogprobKind
 from tunix.generate.options import SamplingOptions
@@ -67,71 +66,24 @@ class VllmSampler(BaseSampler):
     self.model = self._served(model)
     self.logprob_kind: LogprobKind = logprob_kind or self._kind()
 
-  def __call__(
-    self,
-    input_strings: str | Sequence[Prompt],
-    max_generation_steps: int | Sequence[int],
-    max_prompt_length: int | None = None,
-    echo: bool = False,
-    return_logits: bool = False,
-    eos_tokens: Sequence[int] | None = None,
-    forbidden_tokens: Sequence[int] | None = None,
-    temperature: float = 0.0,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    beam_size: int | None = None,
-    seed: int | jax.Array | None = None,
-    pad_output: bool = False,
-    *,
-    min_p: float | None = None,
-    num_samples: int = 1,
-    stop_strings: str | Sequence[str] = (),
-    return_logprobs: bool = False,
-    include_eos: bool = False,
-    length_penalty: float = 1.0,
-    first_prompt: int = 0,
-    engine_options: Mapping[str, Any] | None = None,
-  ) -> SamplerOutput:
-    """Completes prompts; the arguments are those of `Sampler.__call__`, and:
+  name = "vLLM"
+  not_honoured = frozenset({"return_logits", "forbidden_tokens", "beam_size", "exact"})
 
-    Args:
-      engine_options: more fields of vLLM's request, such as
-        {"structured_outputs": {"regex": "[0-9]+"}}.
+  def _sample(
+    self, prompts: list[np.ndarray], options: SamplingOptions
+  ) -> SamplerOutput:
+    """`engine_options` are more fields of vLLM's request, such as
+    {"structured_outputs": {"regex": "[0-9]+"}}.
 
     Returns: as `Sampler`; of the two kinds of log-probs the one that the server does
       not give is None, unless both are the same. Draws are reproducible from `seed`
       as far as the engine is, and differ from those of `Sampler`.
 
     Raises:
-      TypeError: a prompt, the seed, or a stop string of another kind.
-      ValueError: return_logits, forbidden_tokens or beam_size, which vLLM does not
-        honour; an option out of its range; or what the server refuses, in its words.
+      ValueError: what the server refuses, in its words.
       EngineError: the server is dead, late, or answers without token ids.
     """
-    options = SamplingOptions(
-      max_generation_steps=max_generation_steps,
-      max_prompt_length=max_prompt_length,
-      echo=echo,
-      eos_tokens=eos_tokens,
-      temperature=temperature,
-      top_p=top_p,
-      top_k=top_k,
-      beam_size=beam_size,
-      seed=seed,
-      pad_output=pad_output,
-      min_p=min_p,
-      num_samples=num_samples,
-      stop_strings=stop_strings,
-      return_logprobs=return_logprobs,
-      include_eos=include_eos,
-      length_penalty=length_penalty,
-      first_prompt=first_prompt,
-    )
-    refused = {"return_logits": return_logits, "beam_size": beam_size is not None}
-    refused |= {"forbidden_tokens": bool(len(forbidden_tokens or ()))}
-    engine_rows.refuse("vLLM", refused)
-    prompts = engine_rows.prompts_of(self, input_strings, options)
-    bodies = self._bodies(prompts, options, engine_options or {})
+    bodies = self._bodies(prompts, options)
     answers = self._client.ask_all("/v1/completions", bodies)
     rows = [row for answer in answers for row in _rows(answer, options)]
     return engine_rows.output(self.tokenizer, prompts, options, rows, self.logprob_kind)
@@ -211,9 +163,9 @@ class VllmSampler(BaseSampler):
     self,
     prompts: Sequence[np.ndarray],
     options: SamplingOptions,
-    extra: Mapping[str, Any],
   ) -> list[dict[str, Any]]:
     """A request a prompt."""
+    extra = options.engine_options
     eos = options.eos_tokens
     eos = self.tokenizer.eos_ids() if eos is None else eos
     greedy = options.temperature == 0

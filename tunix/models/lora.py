@@ -57,7 +57,7 @@ class LoraConfig:
   """Which modules get adapters, and of what size.
 
   Attributes:
-    rank: r.
+    rank: of the adapters, r.
     alpha: the adapter's output is scaled by alpha / rank; None means rank.
     targets: each the last parts of a module's path ("q_proj", "attn.q_proj") or a
       regular expression for all of it (r"layers\\..*_proj"); each must match.

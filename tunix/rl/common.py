@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from tunix.generate import batching
-from tunix.models import calling
 from tunix.rl.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 
@@ -206,9 +205,3 @@ def _width(rows: Sequence[np.ndarray], most: int, bucketed: bool) -> int:
       "for: it does not honour the limits of RolloutConfig"
     )
   return min(most, batching.bucket(longest, MIN_WIDTH)) if bucketed else most
-
-
-def can_share_prompts(model: Any) -> bool:
-  """Whether `scoring.score_completions` can compute a prompt once for a group."""
-  takes = calling.takes(calling.call_parameters(model), "shared_prompt")
-  return takes and calling.gives_hidden(model)

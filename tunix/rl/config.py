@@ -26,15 +26,10 @@ class Role(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RLTrainingConfig(TrainingConfig):
-  """Settings of an RL run. Sizes count PROMPTS; each has `num_generations` completions.
-
-  `max_steps`, `eval_every_n_steps` and `save_every_n_steps` count updates of the actor;
-  evaluations and checkpoints fall between rollouts.
+class PromptSizes:
+  """Sizes in PROMPTS; each has `num_generations` completions.
 
   Attributes:
-    actor_optimizer: an optax transformation.
-    critic_optimizer: likewise; needed with a critic.
     mini_batch_size: prompts of one update; None: the whole batch of rollouts.
     train_micro_batch_size: prompts whose gradients are computed at once; must divide
       `mini_batch_size`. None: the whole mini-batch.
@@ -45,8 +40,6 @@ class RLTrainingConfig(TrainingConfig):
       short completions, one more program for every new pair of lengths.
   """
 
-  actor_optimizer: optax.GradientTransformation
-  critic_optimizer: optax.GradientTransformation | None = None
   mini_batch_size: int | None = None
   train_micro_batch_size: int | None = None
   rollout_micro_batch_size: int | None = None
@@ -54,7 +47,6 @@ class RLTrainingConfig(TrainingConfig):
   bucketed_lengths: bool = False
 
   def __post_init__(self):
-    super().__post_init__()
     for name in (
       "mini_batch_size",
       "train_micro_batch_size",
@@ -66,16 +58,36 @@ class RLTrainingConfig(TrainingConfig):
         raise ValueError(
           f"{name} is {value!r}: it must be a whole number of prompts of at least 1"
         )
-    if self.gradient_accumulation_steps is not None:
-      raise ValueError(
-        f"gradient_accumulation_steps is {self.gradient_accumulation_steps}: an RL run "
-        "derives it; give mini_batch_size and train_micro_batch_size"
-      )
     mini, micro = self.mini_batch_size, self.train_micro_batch_size
     if mini is not None and micro is not None and mini % micro:
       raise ValueError(
         f"mini_batch_size {mini} is no multiple of train_micro_batch_size {micro}: "
         "choose one that divides it"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLTrainingConfig(PromptSizes, TrainingConfig):
+  """Settings of an RL run.
+
+  `max_steps`, `eval_every_n_steps` and `save_every_n_steps` count updates of the actor;
+  evaluations and checkpoints fall between rollouts.
+
+  Attributes:
+    actor_optimizer: an optax transformation.
+    critic_optimizer: likewise; needed with a critic.
+  """
+
+  actor_optimizer: optax.GradientTransformation
+  critic_optimizer: optax.GradientTransformation | None = None
+
+  def __post_init__(self):
+    TrainingConfig.__post_init__(self)
+    PromptSizes.__post_init__(self)
+    if self.gradient_accumulation_steps is not None:
+      raise ValueError(
+        f"gradient_accumulation_steps is {self.gradient_accumulation_steps}: an RL run "
+        "derives it; give mini_batch_size and train_micro_batch_size"
       )
 
 

@@ -1,6 +1,6 @@
 """Experience: prompts become completions with rewards, and those an example to learn.
 
-The half of a learner that algorithms call; the loop around it is rl_learner.py.
+What a learner holds to make its examples with; the loop around it is rl_learner.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from tunix.ops import kl
 from tunix.rl import common, metrics, setup
 from tunix.rl.algorithm_config import AlgorithmConfig, resolve
 from tunix.rl.common import Rollouts, Tokens, TrainExample
-from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.metrics import Phases
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rewards import RewardOutput
 from tunix.rl.rl_cluster import RLCluster
-from tunix.rl.samples import Samples
 from tunix.sft.metrics_logger import Mode
 
 _log = logging.getLogger(__name__)
@@ -29,55 +27,72 @@ _log = logging.getLogger(__name__)
 # (prompts, completions, rewards, **columns) -> scalars by name
 MetricFn = Callable[..., Mapping[str, Any]]
 
+# (tokens, totals [B], most tokens of a completion) -> rewards [B] to learn from
+ShapeRewards = Callable[[Tokens, np.ndarray, int], np.ndarray]
+
 
 class Experience:
-  """Samples, rewards and scores, by the models of a cluster; see RLLearner."""
+  """Samples, rewards and scores completions, by the models of a cluster.
+
+  Args:
+    cluster: the models.
+    config: the algorithm's settings.
+    reward_fns: see RLLearner.
+    metric_fns: see RLLearner.
+
+  Attributes:
+    shared_prompts: whether a prompt is computed once for all its completions.
+    phases: seconds by phase since they were last taken.
+    measured: metrics of every collection of rollouts since they were last cleared.
+
+  Raises:
+    ValueError: there is neither a reward function nor a reward model, or prompts should
+      be shared and cannot.
+  """
 
   def __init__(
     self,
-    rl_cluster: RLCluster,
-    algo_config: AlgorithmConfig,
+    cluster: RLCluster,
+    config: AlgorithmConfig,
     reward_fns: Any,
     metric_fns: MetricFn | Sequence[MetricFn] | None,
   ):
-    self.rl_cluster, self.algo_config = rl_cluster, algo_config
-    self._config = rl_cluster.cluster_config.training_config
-    self._reward_manager = setup.reward_manager(reward_fns, rl_cluster)
+    self._cluster, self._config = cluster, config
+    self._rewards = setup.reward_manager(reward_fns, cluster)
     self._metric_fns = [metric_fns] if callable(metric_fns) else list(metric_fns or ())
-    self._samples: Samples | None = None
-    self._phases, self._found = Phases(), list[dict[str, float]]()
-    self._shared = setup.shares_prompts(rl_cluster, algo_config)
-    self._progress = LearnerProgress()
+    self.shared_prompts = setup.shares_prompts(cluster, config)
+    self.phases, self.measured = Phases(), list[dict[str, float]]()
 
-  @property
-  def train_steps(self) -> int:
-    """Updates of the actor."""
-    return self.rl_cluster.actor_trainer.train_steps
+  def rollouts(
+    self, batch: PromptBatch, mode: Mode, number: int, shape_rewards: ShapeRewards
+  ) -> Rollouts:
+    """Samples and rewards the completions of every prompt.
 
-  def _shape_rewards(
-    self, tokens: Tokens, totals: np.ndarray, max_tokens: int
-  ) -> np.ndarray:
-    """Rewards [B] as they are learnt from; metrics show those before it."""
-    del tokens, max_tokens
-    return totals
-
-  def _rollouts(self, batch: PromptBatch, mode: Mode = Mode.TRAIN) -> Rollouts:
-    """Samples and rewards the completions of every prompt."""
-    cluster, algo = self.rl_cluster, self.algo_config
-    train = mode is Mode.TRAIN
-    group = algo.num_generations if train else algo.eval_num_generations
+    Args:
+      batch: the prompts.
+      mode: in training their metrics are kept in `measured`.
+      number: of rollouts that were learnt from before; what is drawn in training
+        depends on it, on the batch's own number and on the seed, and on nothing else.
+      shape_rewards: what the algorithm makes of the totals.
+    """
+    cluster, algo = self._cluster, self._config
+    is_training = mode is Mode.TRAIN
+    group = algo.num_generations if is_training else algo.eval_num_generations
     config = cluster.cluster_config.rollout(mode)
-    with self._phases("rollout"):
+    with self.phases("rollout"):
       key = jax.random.fold_in(jax.random.key(config.seed), batch.number)
-      if train:
-        key = jax.random.fold_in(key, self._progress.rollouts)
+      if is_training:
+        key = jax.random.fold_in(key, number)
       out = cluster.generate(batch.prompts, mode=mode, num_generations=group, seed=key)
     tokens = common.tokens_of(
-      out, config, group_size=group, bucketed=self._config.bucketed_lengths
+      out,
+      config,
+      group_size=group,
+      bucketed=cluster.cluster_config.training_config.bucketed_lengths,
     )
-    with self._phases("rewards"):
-      rewards = self._rewards(batch, out.text, tokens)
-    scores = self._shape_rewards(tokens, rewards.total, config.max_tokens_to_generate)
+    with self.phases("rewards"):
+      rewards = self._reward(batch, out.text, tokens)
+    scores = shape_rewards(tokens, rewards.total, config.max_tokens_to_generate)
     rollouts = Rollouts(
       batch=batch,
       text=out.text,
@@ -86,57 +101,60 @@ class Experience:
       rewards=rewards,
       scores=scores.reshape(-1, group),
     )
-    if train:
-      found = {**metrics.of_rollouts(rollouts), **self._own(rollouts)}
-      self._found.append({**found, metrics.COUNT: len(out.text)})
+    if is_training:
+      values = {**metrics.of_rollouts(rollouts), **self._users_metrics(rollouts)}
+      self.measured.append({**values, metrics.COUNT: len(out.text)})
     return rollouts
 
-  def _rewards(
+  def _reward(
     self, batch: PromptBatch, text: Sequence[str], tokens: Tokens
   ) -> RewardOutput:
     """By all functions and the reward model; what went wrong is logged by name."""
     prompts, columns = common.repeated(batch, tokens.group_size)
-    found = RewardOutput(total=np.zeros(len(text)), by_function={}, outcomes={})
-    if self._reward_manager is not None:
-      found = self._reward_manager.compute(prompts, list(text), columns)
-    if self.rl_cluster.reward is not None:
-      found = found.plus("reward_model", self.rl_cluster.get_rewards(tokens))
-    for line in found.problems():
-      _log.warning("step %d: no reward from %s", self.train_steps, line)
-    return found
+    rewards = RewardOutput(total=np.zeros(len(text)), by_function={}, outcomes={})
+    if self._rewards is not None:
+      rewards = self._rewards.compute(prompts, list(text), columns)
+    if self._cluster.reward is not None:
+      rewards = rewards.plus("reward_model", self._cluster.get_rewards(tokens))
+    for line in rewards.problems():
+      step = self._cluster.actor_trainer.train_steps
+      _log.warning("step %d: no reward from %s", step, line)
+    return rewards
 
-  def _own(self, rollouts: Rollouts) -> dict[str, float]:
-    """What the user's metric functions say."""
+  def _users_metrics(self, rollouts: Rollouts) -> dict[str, float]:
     prompts, columns = common.repeated(rollouts.batch, rollouts.tokens.group_size)
     totals = rollouts.rewards.total
     out: dict[str, float] = {}
     for fn in self._metric_fns:
-      found = fn(prompts=prompts, completions=rollouts.text, rewards=totals, **columns)
-      out |= {name: float(value) for name, value in found.items()}
+      named = fn(prompts=prompts, completions=rollouts.text, rewards=totals, **columns)
+      out |= {name: float(value) for name, value in named.items()}
     return out
 
-  def _example(
+  def example(
     self,
     rollouts: Rollouts,
     advantages: np.ndarray,
-    old: np.ndarray | None = None,
+    old: np.ndarray | None,
+    *,
+    policy_moves: bool,
     **more: Any,
   ) -> TrainExample:
     """The example of rollouts and advantages [B] or [B, R].
 
     What the loss needs of the reference and of the policy before the update is scored
     here, unless it is given as `old`; `more` are further fields.
+
+    Args:
+      policy_moves: whether the policy moves between the first and the last update by
+        these rollouts; if not, the policy before the update is the policy.
     """
-    tokens, config = rollouts.tokens, self.algo_config
-    if self._samples is not None:
-      number = self._progress.rollouts
-      self._samples.add(rollouts, advantages, number=number, step=self.train_steps)
+    tokens, config = rollouts.tokens, self._config
     mask = tokens.completion_mask & rollouts.valid.reshape(-1, 1)
     if config.mask_truncated:
       mask &= ~tokens.truncated[:, None]
-    with self._phases("scoring"):
+    with self.phases("scoring"):
       ref = self._ref_logps(tokens) if config.beta and config.kl_in_loss else None
-      if old is None and self._moves(len(mask)):
+      if old is None and policy_moves:
         old = self._old_logps(tokens)
     return TrainExample(
       prompt_ids=tokens.prompt_ids,
@@ -150,39 +168,30 @@ class Experience:
       **more,
     )
 
-  def _kl_penalty(self, tokens: Tokens) -> tuple[np.ndarray | None, np.ndarray | None]:
+  def kl_penalty(self, tokens: Tokens) -> tuple[np.ndarray | None, np.ndarray | None]:
     """For a KL in the rewards: the policy's log-probs and estimates of the divergence
     at every token, float32 [B, R], 0 outside completions; None both with beta 0."""
-    config, mask = self.algo_config, tokens.completion_mask
+    config, mask = self._config, tokens.completion_mask
     if not config.beta:
       return None, None
-    with self._phases("scoring"):
+    with self.phases("scoring"):
       old, ref = self._old_logps(tokens), self._ref_logps(tokens)
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = np.where(mask, np.asarray(estimate(old, ref)), 0.0)
-    self._found.append({"rewards/kl": float(divergence.sum() / max(1, mask.sum()))})
+    self.measured.append({"rewards/kl": float(divergence.sum() / max(1, mask.sum()))})
     return old, divergence
 
   def _ref_logps(self, tokens: Tokens) -> np.ndarray:
-    return self.rl_cluster.get_ref_per_token_logps(
-      tokens, shared_prompt=self._shared, tile_rows=self.algo_config.exact_tile_rows
+    return self._cluster.get_ref_per_token_logps(
+      tokens, shared_prompt=self.shared_prompts, tile_rows=self._config.exact_tile_rows
     )
 
   def _old_logps(self, tokens: Tokens) -> np.ndarray:
-    return self.rl_cluster.get_old_per_token_logps(
-      tokens, shared_prompt=self._shared, tile_rows=self.algo_config.exact_tile_rows
+    return self._cluster.get_old_per_token_logps(
+      tokens, shared_prompt=self.shared_prompts, tile_rows=self._config.exact_tile_rows
     )
 
-  def _moves(self, rows: int) -> bool:
-    """Whether the policy moves between the first and the last update by a rollout;
-    if not, the policy before the update is the policy, and need not be scored."""
-    return self.algo_config.num_iterations > 1 or self._mini_rows(rows) < rows
-
-  def _mini_rows(self, rows: int) -> int:
-    """Rows of a mini-batch; without a size, of the largest batch so far."""
-    group = self.algo_config.num_generations
-    self._progress.batch_rows = max(self._progress.batch_rows, rows)
-    if (mini := self._config.mini_batch_size) is not None:
-      return mini * group
-    micro = (self._config.train_micro_batch_size or 1) * group
-    return -(-self._progress.batch_rows // micro) * micro
+  def close(self) -> None:
+    """Ends the reward workers."""
+    if self._rewards is not None:
+      self._rewards.close()

@@ -18,13 +18,15 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+import numpy as np
 from flax import nnx
 
 from tunix.ops.reductions import WeightedSum
 from tunix.rl import evaluation, learner_state, metrics, policy_loss, setup
 from tunix.rl.algorithm_config import AlgorithmConfig
-from tunix.rl.common import TrainExample
+from tunix.rl.common import Rollouts, Tokens, TrainExample
 from tunix.rl.experience import Experience, MetricFn
+from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptBatch, PromptSource, mini_batches, prompt_batch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.samples import Samples
@@ -36,7 +38,7 @@ from tunix.utils.interrupts import DeferredSignals
 _log = logging.getLogger(__name__)
 
 
-class RLLearner(Experience, abc.ABC):
+class RLLearner(abc.ABC):
   """Trains the actor of a cluster on rollouts.
 
   Subclasses write `_generate_and_compute_advantage`, and may replace
@@ -68,7 +70,12 @@ class RLLearner(Experience, abc.ABC):
     data_shuffle_seed: int | None = None,
   ):
     setup.check(rl_cluster, algo_config, uses_critic=self.uses_critic)
-    super().__init__(rl_cluster, algo_config, reward_fns, metric_fns)
+    self.rl_cluster, self.algo_config = rl_cluster, algo_config
+    self._config = rl_cluster.cluster_config.training_config
+    self._experience = Experience(rl_cluster, algo_config, reward_fns, metric_fns)
+    self._phases, self._measured = self._experience.phases, self._experience.measured
+    self._samples: Samples | None = None
+    self._progress = LearnerProgress()
     self._shuffle_seed = data_shuffle_seed
     rl_cluster.actor_trainer.with_role_loss(self._compute_policy_loss)
     self._identity = learner_state.identity(rl_cluster)
@@ -80,6 +87,11 @@ class RLLearner(Experience, abc.ABC):
     """Shows some of the rollouts as files to look at; returns the learner."""
     self._samples = samples
     return self
+
+  @property
+  def train_steps(self) -> int:
+    """Updates of the actor."""
+    return self.rl_cluster.actor_trainer.train_steps
 
   # What an algorithm writes.
 
@@ -105,6 +117,42 @@ class RLLearner(Experience, abc.ABC):
     """The rollouts of one step; None at the end of the prompts."""
     batch = source.take()
     return None if batch is None else self._generate_and_compute_advantage(batch)
+
+  def _shape_rewards(
+    self, tokens: Tokens, totals: np.ndarray, max_tokens: int
+  ) -> np.ndarray:
+    """Rewards [B] as they are learnt from; metrics show those before it."""
+    del tokens, max_tokens
+    return totals
+
+  # What it is made of.
+
+  def _rollouts(self, batch: PromptBatch, mode: Mode = Mode.TRAIN) -> Rollouts:
+    """Samples and rewards the completions of every prompt."""
+    number = self._progress.rollouts
+    return self._experience.rollouts(batch, mode, number, self._shape_rewards)
+
+  def _kl_penalty(self, tokens: Tokens) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """See Experience."""
+    return self._experience.kl_penalty(tokens)
+
+  def _example(
+    self,
+    rollouts: Rollouts,
+    advantages: np.ndarray,
+    old: np.ndarray | None = None,
+    **more: Any,
+  ) -> TrainExample:
+    """The example of rollouts and advantages [B] or [B, R]; see Experience."""
+    if self._samples is not None:
+      number = self._progress.rollouts
+      self._samples.add(rollouts, advantages, number=number, step=self.train_steps)
+    rows = len(rollouts.tokens.completion_mask)
+    # Several passes, or several mini-batches: the last is learnt by another policy.
+    moves = self.algo_config.num_iterations > 1 or self._mini_rows(rows) < rows
+    return self._experience.example(
+      rollouts, advantages, old, policy_moves=moves, **more
+    )
 
   # The loop.
 
@@ -163,7 +211,7 @@ class RLLearner(Experience, abc.ABC):
 
   def _begin(self) -> None:
     """Forgets what a call that broke off had measured."""
-    self._found.clear()
+    self._measured.clear()
     self._phases.take()
 
   def _learn(self, source: PromptSource, skip_jit: bool) -> None:
@@ -192,11 +240,11 @@ class RLLearner(Experience, abc.ABC):
         trainer.flush()
     with self._phases("sync"):
       cluster.sync_weights()
-    weights = [found.get(metrics.COUNT, 1.0) for found in self._found]
-    found = metrics.mean_of(self._found, weights)
-    found.pop(metrics.COUNT, None)
-    self._log({**found, **self._phases.take()}, Mode.TRAIN)
-    self._found.clear()
+    rows = [values.get(metrics.COUNT, 1.0) for values in self._measured]
+    means = metrics.mean_of(self._measured, rows)
+    means.pop(metrics.COUNT, None)
+    self._log({**means, **self._phases.take()}, Mode.TRAIN)
+    self._measured.clear()
 
   def _mini_batches(self, example: TrainExample) -> list[TrainExample]:
     """Mini-batches of all iterations, as many as `max_steps` leaves."""
@@ -204,7 +252,8 @@ class RLLearner(Experience, abc.ABC):
     minis = list(
       mini_batches(
         dataclasses.replace(
-          example, group_size=config.num_generations if self._shared else 1
+          example,
+          group_size=config.num_generations if self._experience.shared_prompts else 1,
         ),
         group=config.num_generations,
         rows=self._mini_rows(example.rows),
@@ -221,6 +270,15 @@ class RLLearner(Experience, abc.ABC):
         "completions/truncated, and at what the reward functions raise"
       )
     return minis if limit is None else minis[: limit - self.train_steps]
+
+  def _mini_rows(self, rows: int) -> int:
+    """Rows of a mini-batch; without a size, of the largest batch so far."""
+    group = self.algo_config.num_generations
+    self._progress.batch_rows = max(self._progress.batch_rows, rows)
+    if (mini := self._config.mini_batch_size) is not None:
+      return mini * group
+    micro = (self._config.train_micro_batch_size or 1) * group
+    return -(-self._progress.batch_rows // micro) * micro
 
   def _micro_batches(self, mini_rows: int) -> int:
     micro = self._config.train_micro_batch_size
@@ -279,6 +337,5 @@ class RLLearner(Experience, abc.ABC):
   def close(self) -> None:
     """Saves what is not saved, ends the reward workers, closes files."""
     self._run.close()
-    if self._reward_manager is not None:
-      self._reward_manager.close()
+    self._experience.close()
     self.rl_cluster.close()

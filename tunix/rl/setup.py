@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 
-from tunix.rl import common
+from tunix.models import calling
 from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
 
 
@@ -40,7 +41,7 @@ def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
   can = (
     config.num_generations > 1
     and config.exact_tile_rows is None
-    and all(map(common.can_share_prompts, models))
+    and all(calling.adapt(model).shares_prompts for model in models)
   )
   if config.shared_prompt and not can:
     raise ValueError(
@@ -48,6 +49,19 @@ def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
       "reference cannot share prompts (our text decoders can): leave it None"
     )
   return can if config.shared_prompt is None else config.shared_prompt
+
+
+def check_exploring(rollout: RolloutConfig) -> None:
+  """What training asks of the sampling.
+
+  Raises:
+    ValueError: it is greedy.
+  """
+  if rollout.temperature == 0:
+    raise ValueError(
+      "temperature is 0: greedy rollouts do not explore and have no log-probs to "
+      "learn from; set it above 0 (evaluations, Mode.EVAL, may have 0)"
+    )
 
 
 def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> None:
@@ -62,11 +76,7 @@ def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> 
       f"{jax.process_count()} processes: RL learners run in one process, over any "
       "number of its devices; start a single one"
     )
-  if cluster.cluster_config.rollout(Mode.TRAIN).temperature == 0:
-    raise ValueError(
-      "temperature is 0: greedy rollouts do not explore and have no log-probs to "
-      "learn from; set it above 0 for Mode.TRAIN"
-    )
+  check_exploring(cluster.cluster_config.rollout(Mode.TRAIN))
   if config.beta and cluster.reference is None and not cluster.has_lora:
     raise ValueError(
       f"beta is {config.beta}, and there is no reference model to keep close to: "

@@ -32,14 +32,15 @@ class CheckpointOptions:
 
   Attributes:
     save_every_n_steps: every n steps; None: by time alone.
-    min_interval_secs: without `save_every_n_steps`, at most one in this many seconds.
+    min_interval_secs: without `save_every_n_steps`, at most one in this many seconds;
+      None: 180.
     max_to_keep: older ones are deleted; None keeps all.
     asynchronous: write in the background while training goes on.
     timeout_secs: how long processes wait for each other when saving.
   """
 
   save_every_n_steps: int | None = None
-  min_interval_secs: int = 180
+  min_interval_secs: int | None = None
   max_to_keep: int | None = 3
   asynchronous: bool = True
   timeout_secs: int = 600
@@ -48,10 +49,19 @@ class CheckpointOptions:
     _check_counts(self, "save_every_n_steps", "max_to_keep")
     if not self.timeout_secs >= 1:
       raise ValueError(f"timeout_secs is {self.timeout_secs}: it must be at least 1")
-    if self.min_interval_secs < 0:
+    seconds = self.min_interval_secs
+    if seconds is not None and seconds < 0:
+      raise ValueError(f"min_interval_secs {seconds} must not be negative")
+    if self.save_every_n_steps is not None and seconds is not None:
       raise ValueError(
-        f"min_interval_secs {self.min_interval_secs} must not be negative"
+        f"save_every_n_steps is {self.save_every_n_steps} and min_interval_secs "
+        f"{seconds}: choose one cadence"
       )
+
+  @property
+  def interval_secs(self) -> int:
+    """`min_interval_secs`, or what is taken without it."""
+    return 180 if self.min_interval_secs is None else self.min_interval_secs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,7 @@ from flax import nnx
 
 from tunix.models import calling
 from tunix.ops import masks
-from tunix.ops.logprobs import logits_logps, weighted_nll
-from tunix.ops.reductions import WeightedSum, weighted_sum
+from tunix.ops.reductions import WeightedSum
 
 _REMEDY = (
   "give a loss with trainer.with_loss_fn(fn) and what it takes with "
@@ -85,17 +84,9 @@ def next_token_loss(
   if loss_weights is not None:
     input_mask = input_mask.astype(jnp.float32) * loss_weights
   weights = masks.target_weights(input_mask, segment_ids)
-  _check_taken(model, extra)
-  if calling.gives_hidden(model):
-    hidden = calling.hidden(
-      model, input_tokens, positions, segment_ids, attention_mask, extra=extra
-    )
-    with jax.named_scope("loss"):
-      table, layout = model.unembedding()  # pyright: ignore[reportAttributeAccessIssue]
-      total = weighted_nll(hidden, table, targets, weights, layout)
-      return WeightedSum(total, jnp.sum(weights))
-  logits = calling.logits(
-    model,
+  language_model = calling.adapt(model)
+  _check_taken(language_model, extra)
+  states = language_model.states(
     input_tokens,
     positions,
     segment_ids,
@@ -104,19 +95,18 @@ def next_token_loss(
     remedy=f": {_REMEDY}",
   )
   with jax.named_scope("loss"):
-    return weighted_sum(-logits_logps(logits, targets).logps, weights)
+    return language_model.cross_entropy(states, targets, weights)
 
 
-def _check_taken(model, extra) -> None:
+def _check_taken(language_model: calling.LanguageModel, extra: Any) -> None:
   """Refuses fields of a batch that nobody would look at."""
-  accepted = calling.call_parameters(model)
   known = list(inspect.signature(next_token_loss).parameters)[1:-1]
   for name in extra:
-    if not calling.takes(accepted, name):
+    if not language_model.accepts(name):
       near = difflib.get_close_matches(name, known, n=1)
       raise TypeError(
         f"the batch has the field {name!r}, which neither the default loss nor "
-        f"{type(model).__name__}.__call__ takes: "
+        f"{language_model.name} takes: "
         + (f"did you mean {near[0]!r}? " if near else "")
         + "Drop it in _prepare_inputs or with with_gen_model_input_fn"
       )

@@ -68,7 +68,7 @@ def for_orbax(o: CheckpointOptions) -> Any:
     decision = policies.FixedIntervalPolicy(interval=o.save_every_n_steps)
   else:
     decision = policies.ContinuousCheckpointingPolicy(
-      minimum_interval_secs=int(o.min_interval_secs)
+      minimum_interval_secs=int(o.interval_secs)
     )
   return ocp.CheckpointManagerOptions(
     save_decision_policy=decision,

@@ -75,6 +75,30 @@ def losses(strategy):
   return *(float(x.mean()) for x in found), chunked
 
 
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_a_loss_function_stands_for_compute_loss_and_sees_logits(has_aux):
+  def squares(student_output, teacher_output, labels):
+    assert student_output.shape == teacher_output.shape == (2, 3, WORDS)
+    gap = jnp.sum(jnp.square(student_output - teacher_output), -1) * labels.weights
+    loss = jnp.sum(gap) / jnp.sum(labels.weights)
+    return (loss, {"gap": loss}) if has_aux else loss
+
+  first = LogitStrategy()
+  student, teacher = first.pre_process_models(Model(0, 2), Model(1, 4))
+  strategy = first.with_loss(squares, has_aux)
+  said = strategy.get_teacher_outputs(teacher, INPUTS)
+  out = strategy.get_train_loss(student, said, INPUTS)
+  gap = student(INPUTS["input_tokens"])[0] - teacher(INPUTS["input_tokens"])[0]
+  gap = jnp.sum(jnp.square(gap), -1)[:, :-1]  # the last predicts nothing
+  value = (out[0] if has_aux else out).mean()
+  assert float(value) == pytest.approx(float(jnp.mean(gap)), rel=1e-5)
+  with pytest.raises(TypeError, match=f"has_aux={has_aux}"):
+    wrong = first.with_loss(squares, not has_aux)
+    wrong.get_train_loss(student, said, INPUTS)
+  first.post_process_models(student, teacher)
+  assert not hasattr(student, "teacher_table")
+
+
 @pytest.mark.parametrize("kind", [EvaluatesBoth, Halved, Shifted, Smoothed])
 def test_what_a_subclass_overrides_sees_logits_and_counts(kind):
   own, plain = losses(kind()), losses(LogitStrategy())

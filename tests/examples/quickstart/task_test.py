@@ -5,9 +5,10 @@ import json
 
 import pytest
 
-from tunix.cli import build_prompts, rewards
+from tunix.cli import rewards
 from tunix.data import pipeline, supervision
 from tunix.data.formats import JsonlRecords
+from tunix.data.prompts import read_prompts
 from tunix.examples.quickstart import task
 from tunix.rl.rewards import RewardManager
 
@@ -65,7 +66,7 @@ def tokenizer():
 def test_the_files_are_what_both_jobs_read(data):
   for suffix, count in (("", 960), ("_eval", 40)):
     assert JsonlRecords(data.path(f"sft{suffix}")).validate() == {"prompt": count}
-    rows, _ = build_prompts.read_prompts(str(data.path(f"prompts{suffix}")))
+    rows = read_prompts(data.path(f"prompts{suffix}")).rows
     assert len(rows) == count and rows[0].keys() == {"prompts", "answer"}
 
 

@@ -93,8 +93,10 @@ def test_one_kind_of_label_is_counted_and_warned_of(caplog):
   with caplog.at_level(logging.WARNING):
     for _ in range(3):
       t.train_step(batch)
-  said = [r.getMessage() for r in caplog.records if "answers of one kind" in r.message]
-  assert len(said) == 1 and "so far: 1 (all desirable)" in said[0]
+  said = [
+    r.getMessage() for r in caplog.records if "completions of one kind" in r.message
+  ]
+  assert len(said) == 1 and "so far: 1 (all desirable: shuffle" in said[0]
   t._reporter.flush()
   assert trainers.history(t, "rewards/rejected") == [0.0] * 3
 
@@ -114,3 +116,16 @@ def test_a_reference_is_needed():
     trainer()
   with pytest.raises(ValueError, match="both must be >= 0"):
     KTOConfig(desirable_weight=-1.0)
+
+
+def test_with_loss_fn_is_a_loss_of_completions():
+  def clone(logps, ref_logps, labels, weights, *, kl):
+    del ref_logps, weights, kl
+    return -logps * labels, {"share": labels.astype(logps.dtype)}
+
+  model, ref, batch = case()
+  t = trainer(model, ref).with_loss_fn(clone, has_aux=True)
+  got = t.eval_step(batch)
+  want = -preferences.logps(model, batch, "completion") * batch["labels"]
+  np.testing.assert_allclose(got["loss"], want.mean(), rtol=1e-4)
+  assert got["share"] == pytest.approx(batch["labels"].mean())

@@ -1,10 +1,13 @@
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 
 from tests import toys_text
 from tunix.data import chat
+from tunix.data.batches import BadRow, tokenise_row
 from tunix.sft.dpo.dpo_trainer import DataInput, process_dpo_record
-from tunix.sft.dpo.pairs import BadRow, Limits, tokenise_row
+from tunix.sft.dpo.pairs import Limits
 
 TEXT = toys_text.chat_tokenizer(None)  # <s> and </s>, no chat template
 WIDE = Limits(60, 40)
@@ -17,17 +20,34 @@ PARTING = [
 ]
 
 
+class Row(NamedTuple):
+  prompt: list
+  completions: tuple
+  masks: tuple
+  cut: tuple
+
+
 def row(prompt, answers, tokenizer=TEXT, limits=WIDE):
-  return tokenise_row(prompt, answers, tokenizer, limits, "row 7")
+  """As a trainer has it: within the limits, as lists."""
+  full = tokenise_row(prompt, answers, tokenizer, "row 7")
+  fitted = limits.fit(full, "truncate", tokenizer.bos_id())
+  lists = lambda arrays: tuple(array.tolist() for array in arrays)
+  cut = (
+    len(fitted.prompt) < len(full.prompt),
+    any(map(lambda a, b: len(a) < len(b), fitted.completions, full.completions)),
+  )
+  return Row(
+    fitted.prompt.tolist(), lists(fitted.completions), lists(fitted.masks), cut
+  )
 
 
 def test_text_has_bos_in_front_and_eos_behind():
   got = row("how many days", [" are in a week", " seven"])
   bos, eos = TEXT.bos_id(), TEXT.eos_id()
   assert got.prompt == [bos, *TEXT.encode("how many days")]
-  assert got.responses[0] == [*TEXT.encode_continuation(" are in a week"), eos]
-  assert got.responses[1] == [*TEXT.encode_continuation(" seven"), eos]
-  assert bos not in got.responses[0] + got.responses[1]
+  assert got.completions[0] == [*TEXT.encode_continuation(" are in a week"), eos]
+  assert got.completions[1] == [*TEXT.encode_continuation(" seven"), eos]
+  assert bos not in got.completions[0] + got.completions[1]
   assert got.cut == (False, False)
 
 
@@ -43,9 +63,10 @@ def test_a_long_prompt_keeps_its_end_and_its_bos():
 def test_a_cut_answer_learns_no_end():
   got = row("say", [" the sea is wide the sea is deep", " a"], limits=Limits(9, 3))
   assert (
-    got.responses[0] == TEXT.encode_continuation(" the sea is wide the sea is deep")[:3]
+    got.completions[0]
+    == TEXT.encode_continuation(" the sea is wide the sea is deep")[:3]
   )
-  assert got.responses[1][-1] == TEXT.eos_id()
+  assert got.completions[1][-1] == TEXT.eos_id()
   assert got.cut == (False, True)
 
 
@@ -57,9 +78,9 @@ def test_messages_go_through_the_template(template):
     ASK, True, tokenize=True, now=chat.TEMPLATE_DATE
   )
   if template == "qwen3":  # what the template puts before the answer is learned too
-    assert got.responses[0][0] == tokenizer.encode("<think>")[0]
+    assert got.completions[0][0] == tokenizer.encode("<think>")[0]
   assert got.prompt == prompt
-  text = tokenizer.decode(got.responses[0], skip_special_tokens=False)
+  text = tokenizer.decode(got.completions[0], skip_special_tokens=False)
   closing = "<end_of_turn>" if template == "gemma" else tokenizer.eos_token
   assert "five" in text and text.strip().endswith(closing)
 
@@ -81,7 +102,7 @@ def test_an_answer_of_several_turns_scores_the_assistants():
   turn = lambda role, text: {"role": role, "content": text}
   turns = [turn("assistant", "five"), turn("user", "Think"), turn("assistant", "six")]
   got = row(ASK, [turns, "five"], tokenizer)
-  ids, mask = np.asarray(got.responses[0]), np.asarray(got.masks[0])
+  ids, mask = np.asarray(got.completions[0]), np.asarray(got.masks[0])
   scored = tokenizer.decode(ids[mask == 1], skip_special_tokens=False)
   assert scored == "five<|im_end|>six<|im_end|>"
   assert all(got.masks[1])
@@ -90,8 +111,8 @@ def test_an_answer_of_several_turns_scores_the_assistants():
 @pytest.mark.parametrize(
   ("prompt", "answers", "message"),
   [
-    ("hi", ["", " b"], "row 7: an answer is empty"),
-    ("hi", [" a", " \n"], "row 7: an answer is empty"),
+    ("hi", ["", " b"], "row 7: a completion is empty"),
+    ("hi", [" a", " \n"], "row 7: a completion is empty"),
     ("hi", [[{"role": "assistant", "content": "x"}], " b"], "the prompt is a text"),
     (None, ["a", "b"], 'row 7: no "prompt", and "chosen" and "rejected"'),
     (ASK, [[*ASK, *ASK], "b"], '"chosen" is a whole conversation and'),
@@ -103,7 +124,11 @@ def test_an_answer_of_several_turns_scores_the_assistants():
     ),
     ([{"role": "user", "content": [3]}], ["a", "b"], r'"prompt"\[0\]: "content" is'),
     (None, PARTING, "differ in a turn of the role 'user' before the assistant's first"),
-    (ASK, [[TOOL, ANSWER], "b"], "one response has turns before the assistant's first"),
+    (
+      ASK,
+      [[TOOL, ANSWER], "b"],
+      "one completion has turns before the assistant's first",
+    ),
     ([{"role": "user", "content": "other"}], PARTING, 'do not begin with "prompt"'),
   ],
 )

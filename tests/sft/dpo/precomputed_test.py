@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import optax
 import pytest
@@ -57,6 +59,46 @@ def test_files_of_an_older_format_are_refused(tmp_path):
     PrecomputedLogps(tmp_path)
 
 
+def test_a_folder_of_the_format_before_is_read_and_added_to(tmp_path):
+  """One file for all, with keys of bytes: what the version before wrote."""
+  batch, model = preferences.pairs(0), preferences.model()
+  new = PrecomputedLogps.write(tmp_path / "new", model, [batch])
+  want, (file,) = new.logps(batch, np.ones(4)), new._rows._files
+  old = tmp_path / "old"
+  old.mkdir()
+  np.savez(
+    old / "reference_logps.npz",
+    about=json.dumps({"format": 2, "model": new.model_stamp}),
+    keys=np.asarray(
+      [list(bytes.fromhex(key.decode())) for key in file["key"]], np.uint8
+    ),
+    logps=np.asarray(file["logps"]),
+  )
+  again = PrecomputedLogps(old)
+  np.testing.assert_array_equal(again.logps(batch, np.ones(4)), want)
+  assert len(again) == 8
+  more = PrecomputedLogps.write(old, model, [batch, preferences.pairs(1)])
+  assert len(more) == 16 and len(list(old.glob("rows-*.npy"))) == 1
+  np.testing.assert_array_equal(more.logps(batch, np.ones(4)), want)
+
+
+def test_a_writer_that_was_killed_goes_on_where_it_was(tmp_path):
+  def dying():
+    yield preferences.pairs(0)
+    raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    PrecomputedLogps.write(tmp_path, preferences.model(), dying())
+  with pytest.raises(FileNotFoundError, match="not all of them: write"):
+    PrecomputedLogps(tmp_path)
+  [first] = tmp_path.glob("rows-*.npy")
+  with pytest.raises(ValueError, match="log-probabilities of the model"):
+    PrecomputedLogps.write(tmp_path, preferences.model(1), [preferences.pairs(0)])
+  both = [preferences.pairs(0), preferences.pairs(1)]
+  assert len(PrecomputedLogps.write(tmp_path, preferences.model(), both)) == 16
+  assert first.exists() and len(list(tmp_path.glob("rows-*.npy"))) == 2
+
+
 def test_they_belong_to_one_model(tmp_path):
   logps = PrecomputedLogps.write(tmp_path, preferences.model(), [preferences.pairs()])
   trainer(preferences.model(), logps)  # the policy starts from the reference
@@ -84,13 +126,16 @@ def test_writing_again_adds(tmp_path):
 
 
 def test_unknown_pairs_and_broken_files_are_named(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r"write it with PrecomputedLogps.write"):
+  with pytest.raises(FileNotFoundError, match="or not all of them: write"):
     PrecomputedLogps(tmp_path)
   logps = PrecomputedLogps.write(tmp_path, preferences.model(), [preferences.pairs(0)])
   t = trainer(preferences.model(), logps)
-  with pytest.raises(ValueError, match="chosen answer of row 0 of the batch is not in"):
+  with pytest.raises(
+    ValueError, match="chosen completion of row 0 of the batch is not in"
+  ):
     t.train_step(preferences.pairs(1))
-  logps.path.write_bytes(logps.path.read_bytes()[:100])
+  [path] = logps.folder.glob("rows-*.npy")
+  path.write_bytes(path.read_bytes()[:100])
   with pytest.raises(ValueError, match="is damaged"):
     PrecomputedLogps(tmp_path)
 

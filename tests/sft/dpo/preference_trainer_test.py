@@ -18,7 +18,7 @@ from tunix.sft.dpo.dpo_trainer import (
   ORPOTrainer,
   ORPOTrainingConfig,
 )
-from tunix.sft.dpo.preference_config import PreferenceConfig
+from tunix.sft.dpo.preference_config import KTOConfig, PreferenceConfig
 from tunix.sft.dpo.preference_trainer import PreferenceTrainer
 from tunix.sft.utils import live_array_bytes
 from tunix.utils import tree
@@ -105,6 +105,54 @@ def test_a_loss_of_ones_own():
   gap -= preferences.logps(model, batch, "rejected")
   want = np.mean(2 * (gap - 1) ** 2)
   np.testing.assert_allclose(t.eval_step(batch)["loss"], want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["sigmoid", "simpo"])
+def test_with_loss_fn_is_a_loss_of_pair_scores(loss):
+  def squared(scores, *, beta):
+    return beta * (scores.chosen - scores.rejected - scores.ref_chosen - 1) ** 2
+
+  batch, free = preferences.pairs(), loss == "simpo"
+  ref = None if free else preferences.model(1)
+  settings = {"reference_free": True} if free else {}
+  want = preferences.trainer(ref=ref, loss=squared, **settings).eval_step(batch)
+  t = preferences.trainer(ref=ref, loss=loss)
+  assert t.eval_step(batch)["loss"] != want["loss"]
+  assert t.with_loss_fn(squared) is t
+  assert t.eval_step(batch) == want
+
+  def with_metrics(scores, *, beta):
+    return squared(scores, beta=beta), {"gap": scores.chosen - scores.rejected}
+
+  got = t.with_loss_fn(with_metrics, has_aux=True).eval_step(batch)
+  gap = preferences.logps(preferences.model(), batch, "chosen")
+  gap -= preferences.logps(preferences.model(), batch, "rejected")
+  assert got["loss"] == want["loss"]
+  np.testing.assert_allclose(got["gap"], gap.mean(), rtol=1e-4)
+  smooth = preferences.trainer(ref=preferences.model(1), label_smoothing=0.1)
+  with pytest.raises(ValueError, match="takes no label_smoothing"):
+    smooth.with_loss_fn(squared)
+
+
+def test_a_batch_is_mapped_once_before_it_is_read():
+  batch, seen = preferences.pairs(), []
+
+  def swapped(given):
+    seen.append(given)
+    other = {"chosen": "rejected", "rejected": "chosen"}
+    name = lambda k: "_".join(
+      [other.get(k.split("_")[0], k.split("_")[0]), *k.split("_")[1:]]
+    )
+    return {name(k): x for k, x in given["mine"].items()}
+
+  plain = preferences.trainer(ref=preferences.model(1))
+  mapped = preferences.trainer(ref=preferences.model(1)).with_gen_model_input_fn(
+    swapped
+  )
+  margin = plain.eval_step(batch)["rewards/margin"]
+  assert mapped.eval_step({"mine": batch})["rewards/margin"] == pytest.approx(-margin)
+  mapped.train_step({"mine": batch})
+  assert len(seen) == 2
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "orpo", "aot"])
@@ -305,15 +353,9 @@ def test_settings_are_checked(kind, options, message):
 
 
 def test_wrong_calls_are_named():
-  with pytest.raises(TypeError, match="DPOTrainer takes a DPOTrainingConfig"):
-    DPOTrainer(
-      preferences.model(), preferences.model(1), optax.sgd(0.1), PreferenceConfig()
-    )
+  with pytest.raises(TypeError, match="is a KTOConfig, expected a PreferenceConfig"):
+    DPOTrainer(preferences.model(), preferences.model(1), optax.sgd(0.1), KTOConfig())
   t = preferences.trainer(ref=preferences.model(1))
-  with pytest.raises(TypeError, match="loss from its config"):
-    t.with_loss_fn(lambda model: 0.0)
-  with pytest.raises(TypeError, match="map them before train"):
-    t.with_gen_model_input_fn(dict)
   with pytest.raises(TypeError, match="takes a batch alone"):
     t.train_step(preferences.model(), preferences.pairs())
 

@@ -7,8 +7,16 @@ import optax
 from flax import nnx
 
 from tests import toys
+from tunix.sft.dpo.kto_trainer import KTOConfig, KTOTrainer
+from tunix.sft.dpo.preference_config import PreferenceConfig
 from tunix.sft.dpo.preference_trainer import PreferenceTrainer
-from tunix.sft.dpo.reward_trainer import RewardTrainer
+from tunix.sft.dpo.reward_trainer import RewardConfig, RewardTrainer
+
+CONFIGS: dict[Any, Any] = {
+  PreferenceTrainer: PreferenceConfig,
+  KTOTrainer: KTOConfig,
+  RewardTrainer: RewardConfig,
+}
 
 
 def model(seed: int = 0, **options: Any) -> Any:
@@ -63,7 +71,7 @@ def trainer(
 ) -> Any:
   """Plain SGD; keywords are the config's."""
   policy = model() if policy is None else policy
-  config = kind.config_type(pbar_description=None, **options)
+  config = CONFIGS[kind](pbar_description=None, **options)
   if kind is RewardTrainer:
     return kind(policy, optax.sgd(0.1), config)
   return kind(policy, ref, optax.sgd(0.1), config)

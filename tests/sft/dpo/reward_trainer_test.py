@@ -1,5 +1,6 @@
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -96,3 +97,15 @@ def test_a_language_model_is_refused():
     trainer(heads.with_scores(preferences.model(), 2))
   with pytest.raises(ValueError, match="centering is -1"):
     RewardConfig(centering=-1.0)
+
+
+def test_with_loss_fn_is_a_loss_of_rewards():
+  def hinge(chosen, rejected, *, margin):
+    del margin
+    return jnp.maximum(0, 1 - (chosen - rejected))
+
+  batch = preferences.pairs()
+  t = trainer()
+  plain = t.eval_step(batch)
+  got = t.with_loss_fn(hinge).eval_step(batch)
+  assert got["loss"] != plain["loss"] and got["loss"] >= 0

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from tunix.cli import build_prompts
 from tunix.cli.eval import results
 from tunix.cli.eval.results import Metric, Section
+from tunix.data.prompts import read_prompts
 from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
@@ -72,18 +72,16 @@ def evaluate(
     batch_size: prompts at a time.
     max_new_tokens: of a completion.
     options: of the sampler.
-    chat, template_args: see `build_prompts.rendered`.
+    chat, template_args: see `tunix.data.chat.prompt_text`.
     shown: prompts on the page.
 
   Raises:
     FileNotFoundError, ValueError: something about file or options is wrong.
     TypeError: a function needs a column that the file lacks.
   """
-  rows, _ = build_prompts.read_prompts(path)
-  prompts = [
-    build_prompts.rendered(row, tokenizer, path, chat, template_args)[PROMPTS]
-    for row in rows
-  ]
+  records = read_prompts(path)
+  rows = records.rows
+  prompts = records.texts(tokenizer, chat=chat, template_kwargs=template_args)
   text, tokens, reasons = _sample(
     Sampler(model, tokenizer), prompts, batch_size, max_new_tokens, options
   )

@@ -11,8 +11,9 @@ from tunix.cli.eval import scores
 from tunix.cli.eval.results import Metric, Section
 from tunix.cli.eval.scores import Row
 from tunix.data import chat as chats
-from tunix.data.examples import Example, fit
-from tunix.data.formats import JsonlRecords
+from tunix.data.chat import Example
+from tunix.data.jsonl import JsonlRecords
+from tunix.data.rows import fit_row
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 
@@ -33,7 +34,7 @@ def evaluate(
   Args:
     model: a language model.
     tokenizer: of the model.
-    path: of the file; see `tunix.data.formats`.
+    path: of the file; see `tunix.data.records`.
     batch_size: rows at a time.
     max_length: tokens; longer examples are cut as in training. None: no limit.
     chat, template_args: see `tunix.data.chat.render`.
@@ -55,7 +56,7 @@ def evaluate(
     )
     fitted = example
     if max_length is not None:
-      fitted = fit(example, max_length, "truncate", bos_id=tokenizer.bos_id())
+      fitted = fit_row(example, max_length, "truncate", bos_id=tokenizer.bos_id())
     assert fitted is not None
     cut += fitted is not example
     examples.append(fitted)

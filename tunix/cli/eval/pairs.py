@@ -9,9 +9,11 @@ import numpy as np
 from tunix.cli.eval import results, scores
 from tunix.cli.eval.results import Metric, Section
 from tunix.cli.eval.scores import Row
-from tunix.data import answer_formats, answer_source, answers
-from tunix.data.answers import Answered
-from tunix.data.formats import JsonlRecords
+from tunix.data import render
+from tunix.data.jsonl import JsonlRecords
+from tunix.data.records import PAIRS
+from tunix.data.render import Rendered
+from tunix.data.rows import fit_apart
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 
@@ -38,13 +40,13 @@ def evaluate(
   Args:
     model: a language model, or a reward model (of one score).
     tokenizer: of the model.
-    path: of the file; see `tunix.data.answer_formats`.
+    path: of the file; see `tunix.data.records`.
     reference: a language model, for a policy.
     per_token: divide a policy's score by the response's length.
     batch_size: rows at a time.
     max_length: tokens of prompt and response; longer responses lose their end, longer
       prompts their beginning. None: no limit.
-    chat, template_args: see `tunix.data.answers.tokenise`.
+    chat, template_args: see `tunix.data.render.tokenise`.
     shown: pairs on the page.
 
   Raises:
@@ -57,13 +59,13 @@ def evaluate(
       f"{what} is for the log-probabilities of a policy, and this is a reward model: "
       "leave it out"
     )
-  records = JsonlRecords(path, answer_formats.PAIRS)
+  records = JsonlRecords(path, PAIRS)
   records.validate()
   read, cut = _read(records, tokenizer, max_length, chat, template_args)
-  used = [i for i, pair in enumerate(read) if not answers.equal_responses(pair)]
+  used = [i for i, pair in enumerate(read) if not render.are_equal(pair)]
   if not used:
     raise ValueError(f"{path}: the responses of every pair are equal")
-  rows = [Row(a.prompt, r, m) for a in read for r, m in zip(a.responses, a.masks)]
+  rows = [Row(a.prompt, r, m) for a in read for r, m in zip(a.completions, a.masks)]
   of = scores.rewards_of_rows if is_reward else scores.logps_of_rows
   values = scores.score(model, of, rows, batch_size).astype(np.float64)
   if reference is not None:
@@ -108,25 +110,25 @@ def _read(
   max_length: int | None,
   chat: bool | None,
   template_args: dict[str, Any],
-) -> tuple[list[Answered], int]:
+) -> tuple[list[Rendered], int]:
   """The pairs within the limit, and how many of them were cut."""
   found, cut = [], 0
   for index in range(len(records)):
-    full = answer_source.render_record(
+    full = render.render_record(
       records[index],
-      "pair",
+      PAIRS,
       tokenizer,
       where=records.where(index),
       chat=chat,
       template_kwargs=template_args,
-    ).answered
+    )
     fitted = full
     if max_length is not None:
-      longest = min(max(map(len, full.responses)), max_length - 1)
-      fitted = answers.fit(
+      longest = min(max(map(len, full.completions)), max_length - 1)
+      fitted = fit_apart(
         full,
         max_prompt_length=max_length - longest,
-        max_response_length=longest,
+        max_completion_length=longest,
         bos_id=tokenizer.bos_id(),
       )
     assert fitted is not None
@@ -145,7 +147,7 @@ def _notes(equal: int, cut: int, max_length: int | None) -> list[str]:
 
 
 def _group(
-  pair: Answered, values: np.ndarray, what: str, tokenizer: TokenizerAdapter
+  pair: Rendered, values: np.ndarray, what: str, tokenizer: TokenizerAdapter
 ) -> dict[str, Any]:
   text = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
   return {
@@ -160,8 +162,6 @@ def _group(
         "rewards": {},
         "tokens": len(response),
       }
-      for name, response, value in zip(
-        answer_source.NAMES["pair"], pair.responses, values
-      )
+      for name, response, value in zip(PAIRS.completions, pair.completions, values)
     ],
   }

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import abc
+import copy
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -45,6 +46,28 @@ class BaseStrategy(abc.ABC):
     self.student_forward_fn = student_forward_fn
     self.teacher_forward_fn = teacher_forward_fn
     self.labels_fn = labels_fn
+
+  def with_loss(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
+    """A copy whose `compute_loss` is `loss_fn`, for `DistillationTrainer.with_loss_fn`.
+
+    Raises:
+      TypeError: it takes other arguments.
+    """
+    _check_arguments(loss_fn, (3,))
+
+    def compute_loss(student_output: Any, teacher_output: Any, labels: Any) -> Any:
+      out = loss_fn(student_output, teacher_output, labels)
+      is_pair = isinstance(out, tuple) and not isinstance(out, WeightedSum)
+      if is_pair != has_aux:
+        raise TypeError(
+          f"the loss returned {'a tuple' if is_pair else 'no tuple'}, but has_aux is "
+          f"{has_aux}: say with_loss_fn(fn, has_aux={is_pair})"
+        )
+      return out
+
+    strategy = copy.copy(self)
+    strategy.compute_loss = compute_loss
+    return strategy
 
   @abc.abstractmethod
   def compute_loss(self, student_output: Any, teacher_output: Any, labels: Any) -> Any:

@@ -15,7 +15,6 @@ from tunix.distillation.feature_extraction import pooling, sowed_module
 from tunix.distillation.outputs import Inputs
 from tunix.distillation.strategies.base_strategy import BaseStrategy, Forward
 from tunix.distillation.strategies.logit import check_alpha
-from tunix.models import calling
 from tunix.ops.reductions import safe_divide, weighted_sum
 
 FeatureLoss = Callable[[jax.Array, jax.Array], jax.Array]
@@ -118,9 +117,9 @@ class FeatureStrategy(BaseStrategy):
   def _forward(self, given: Forward | None, model: Any, inputs: Inputs) -> Any:
     if given is not None:
       return outputs.call(given, model, inputs=inputs)
-    if self.labels_fn is None and calling.gives_hidden(model):
-      return outputs.unembedded(model, inputs)
-    return outputs.logits(model, inputs)
+    # Labels of the user's may be probabilities of all words, which meet logits alone.
+    said = outputs.output if self.labels_fn is None else outputs.logits
+    return said(model, inputs)
 
 
 class FeaturePoolingStrategy(FeatureStrategy):

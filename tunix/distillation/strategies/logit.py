@@ -7,7 +7,7 @@ the teacher's hidden states travel, and its unembedding lies beside the student'
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -89,11 +89,18 @@ class LogitStrategy(BaseStrategy):
       self._teacher_layout = None
     return student_model, teacher_model
 
+  def with_loss(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
+    """See BaseStrategy. The function gets logits, or a teacher's top k."""
+    strategy = super().with_loss(loss_fn, has_aux)
+    # The teacher's table may lie beside the student already; its logits travel now.
+    strategy._teacher_layout = None
+    return strategy
+
   def get_teacher_outputs(self, teacher_model: nnx.Module, inputs: Inputs) -> Any:
     """Hidden states, logits, or the most likely words."""
     k = self.distill_top_k
     if self._teacher_layout is not None:
-      out = outputs.hidden_states(teacher_model, inputs)
+      out = outputs.states(teacher_model, inputs)
     elif not k:
       out = super().get_teacher_outputs(teacher_model, inputs)
     elif self.teacher_forward_fn is None:
@@ -114,7 +121,7 @@ class LogitStrategy(BaseStrategy):
         teacher_output = Unembedded(teacher_output, table, self._teacher_layout)
     if not self._is_chunked(student_model) or isinstance(teacher_output, jax.Array):
       return super().get_train_loss(student_model, teacher_output, inputs)
-    student, labels = outputs.unembedded(student_model, inputs), self.get_labels(inputs)
+    student, labels = outputs.output(student_model, inputs), self.get_labels(inputs)
     return self._weighted(self.compute_loss(student, teacher_output, labels), labels)
 
   def get_eval_loss(
@@ -123,7 +130,7 @@ class LogitStrategy(BaseStrategy):
     """See BaseStrategy."""
     if not self._is_own("compute_eval_loss") or not self._is_chunked(student_model):
       return super().get_eval_loss(student_model, inputs, teacher_output)
-    student, labels = outputs.unembedded(student_model, inputs), self.get_labels(inputs)
+    student, labels = outputs.output(student_model, inputs), self.get_labels(inputs)
     return self._weighted(self.compute_eval_loss(student, labels), labels)
 
   def compute_loss(
@@ -200,7 +207,9 @@ class LogitStrategy(BaseStrategy):
       methods.append("compute_eval_loss")
     own = all(self._is_own(name) for name in methods)
     functions = (self.student_forward_fn, self.labels_fn)
-    return own and functions == (None, None) and calling.gives_hidden(student)
+    return (
+      own and functions == (None, None) and not calling.adapt(student).builds_logits
+    )
 
   def _is_own(self, name: str) -> bool:
     """Whether a method is LogitStrategy's, and not overridden."""
@@ -208,7 +217,7 @@ class LogitStrategy(BaseStrategy):
     return method is getattr(LogitStrategy, name)
 
   def _gives_states(self, teacher: Any) -> bool:
-    model = isinstance(teacher, nnx.Module) and calling.gives_hidden(teacher)
+    model = isinstance(teacher, nnx.Module) and not calling.adapt(teacher).builds_logits
     return model and self.teacher_forward_fn is None and not self.distill_top_k
 
 

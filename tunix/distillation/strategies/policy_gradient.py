@@ -11,10 +11,8 @@ from flax import nnx
 from tunix.distillation import outputs, vocabulary
 from tunix.distillation.outputs import Inputs, Labels
 from tunix.distillation.strategies.base_strategy import BaseStrategy
-from tunix.models import calling
 from tunix.ops import distill
 from tunix.ops.distill import Divergence
-from tunix.ops.logprobs import logits_logps, token_logps
 from tunix.ops.policy_gradient import reinforce_loss
 from tunix.ops.reductions import weighted_sum
 
@@ -80,10 +78,4 @@ class PolicyGradientStrategy(BaseStrategy):
 
   def _logps(self, model: Any, inputs: Inputs) -> jax.Array:
     targets = self.get_labels(inputs).targets
-    if not calling.gives_hidden(model):
-      logits = outputs.logits(model, inputs)
-      return logits_logps(logits, targets, temperature=self.temperature).logps
-    said = outputs.unembedded(model, inputs)
-    return token_logps(
-      said.hidden, said.table, targets, said.layout, temperature=self.temperature
-    ).logps
+    return outputs.token_logps(model, inputs, targets, self.temperature)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from tunix.cli import config as config_lib, jobs, train_main
+from tunix.cli import config as config_lib, train_main
+from tunix.cli.jobs import rl
 from tunix.examples.quickstart import task
 from tunix.examples.quickstart.plots import Series
 from tunix.examples.quickstart.settings import Settings
@@ -24,7 +25,7 @@ from tunix.models.transformer.model import Transformer
 from tunix.utils import io
 
 # What the curves show of a stage: {stage: metric}.
-METRICS = {"sft": "loss", "grpo": jobs.REWARD}
+METRICS = {"sft": "loss", "grpo": rl.REWARD}
 
 # Events of `jax.monitoring`, by which trainers announce their metrics: what is printed.
 _ANNOUNCED = {

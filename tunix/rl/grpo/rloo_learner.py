@@ -4,6 +4,7 @@ al. 2024, arXiv:2402.14740)."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +22,7 @@ class RLOOConfig(GRPOConfig):
   kl_in_loss: ClassVar[bool] = False
 
   beta: float = 0.05
-  kl_method: Any = "k1"
+  kl_method: str | Callable[..., Any] = "k1"
   advantage_estimator: str = "leave_one_out"
   loss_algo: str = "rloo"
   loss_agg_mode: str = "sequence-mean-token-mean"  # a token carries its row's ratio

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -33,8 +34,8 @@ class PPOConfig(AlgorithmConfig):
 
   kl_in_loss: ClassVar[bool] = False
 
-  advantage_estimator: Any = "gae"
-  kl_method: Any = "k1"
+  advantage_estimator: str = "gae"
+  kl_method: str | Callable[..., Any] = "k1"
   gamma: float = 1.0
   gae_lambda: float = 0.95
   clip_range_value: float | None = 0.2

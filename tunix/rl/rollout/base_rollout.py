@@ -20,7 +20,9 @@ class RolloutConfig:
     max_prompt_length: most tokens of a prompt; a longer one is an error.
     temperature: logits are divided by it, in sampling and in scoring alike; 0 is
       greedy, for evaluation only.
-    top_p, top_k, min_p: see `Sampler`; None: off.
+    top_p: draw from the likeliest tokens that have this probability together.
+    top_k: draw from so many of the likeliest tokens.
+    min_p: draw from tokens at least this probable, relative to the likeliest.
     seed: of the run; every step, prompt and sample draws differently from it.
     eos_tokens: ids that end a completion; None: the tokenizer's.
     stop_strings: texts that end a completion.

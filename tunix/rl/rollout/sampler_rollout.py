@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from tunix.generate.base_sampler import BaseSampler
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
@@ -16,8 +16,6 @@ class SamplerRollout(BaseRollout):
     sampler: of the kind of BaseSampler.
     options: passed to each of its calls besides what RolloutConfig says.
   """
-
-  takes_seeds: ClassVar[bool] = True
 
   def __init__(self, sampler: BaseSampler, options: Mapping[str, Any] | None = None):
     self._sampler: Any = sampler
@@ -39,7 +37,9 @@ class SamplerRollout(BaseRollout):
         say the log-probs of the distribution it drew from.
     """
     c = rollout_config
-    seed = c.seed if seed is None else seed
+    draws = {"seed": c.seed if seed is None else seed, "first_prompt": first_prompt}
+    if "seed" in self._sampler.not_honoured:  # its draws cannot be repeated
+      draws = {}
     ids = [self._sampler.tokenize(prompt) for prompt in prompts]
     longest = max(map(len, ids), default=0)
     if longest > c.max_prompt_length:
@@ -57,7 +57,7 @@ class SamplerRollout(BaseRollout):
       eos_tokens=c.eos_tokens,
       stop_strings=c.stop_strings or (),
       num_samples=num_generations,
-      **({"seed": seed, "first_prompt": first_prompt} if self.takes_seeds else {}),
+      **draws,
       include_eos=True,
       return_logprobs=True,
       **self._options,

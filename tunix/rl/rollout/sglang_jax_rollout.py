@@ -27,8 +27,6 @@ class SglangJaxRollout(EngineRollout):
     EngineError: no server answers.
   """
 
-  takes_seeds = False
-
   def __init__(self, model: Any, tokenizer: Any, rollout_config: RolloutConfig):
     del model
     options = take_options(rollout_config.engine_options, "SGLang-JAX", _OPTIONS)

@@ -24,11 +24,7 @@ class VanillaRollout(SamplerRollout):
   """
 
   def __init__(self, model: nnx.Module, tokenizer: Any, rollout_config: RolloutConfig):
-    if rollout_config.engine_options:
-      raise ValueError(
-        f"engine_options {sorted(rollout_config.engine_options)} are for other "
-        "engines: the vanilla rollout has none, leave them out"
-      )
+    check_options(rollout_config)
     size = rollout_config.kv_cache_size
     cache = None if size is None else CacheConfig(cache_size=size)
     super().__init__(Sampler(model, tokenizer, cache))
@@ -48,3 +44,16 @@ class VanillaRollout(SamplerRollout):
 
   def model(self) -> nnx.Module:
     return self._sampler.transformer
+
+
+def check_options(rollout_config: RolloutConfig) -> None:
+  """Refuses what our own sampler would not read.
+
+  Raises:
+    ValueError: engine_options.
+  """
+  if rollout_config.engine_options:
+    raise ValueError(
+      f"engine_options {sorted(rollout_config.engine_options)} are for other "
+      "engines: the vanilla rollout has none, leave them out"
+    )

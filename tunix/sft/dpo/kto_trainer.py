@@ -1,46 +1,45 @@
-"""KTOTrainer: learns from single answers, each marked as good or bad."""
+"""KTOTrainer: learns from single completions, each marked as good or bad."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from tunix.data import batches as reading
+from tunix.data.batches import SINGLE
 from tunix.ops import kto
 from tunix.ops.reductions import WeightedSum
 from tunix.sft import sharding_utils
-from tunix.sft.dpo.answer_trainer import AnswerTrainer, answer_logps, weigh
+from tunix.sft.dpo import completions
+from tunix.sft.dpo.completions import BatchReader, completion_logps, weigh
 from tunix.sft.dpo.pairs import KTODataInput, KTOTrainingInput
 from tunix.sft.dpo.preference_config import KTOConfig
-from tunix.sft.dpo.reader import token_columns
 from tunix.sft.dpo.reference import ReferenceModel, reference_for
 from tunix.sft.metrics_logger import MetricsLogger
+from tunix.sft.peft_trainer import PeftTrainer
 
 __all__ = ["KTOConfig", "KTODataInput", "KTOTrainer", "KTOTrainingInput"]
 
-_ANSWER = ("completion",)
 
-_log = logging.getLogger(__name__)
-
-
-class KTOTrainer(AnswerTrainer):
+class KTOTrainer(PeftTrainer):
   """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306).
 
   Batches are `KTODataInput`s (text), `KTOTrainingInput`s (token ids) or dicts with the
-  fields of one; answers need no partner. How far the policy is from its reference (z0)
-  is estimated once for a global batch, however it is cut: each prompt of it with the
-  answer of the row before, under both models, without gradient and dropout.
+  fields of one; completions need no partner. How far the policy is from its reference
+  (z0) is estimated once for a global batch, however it is cut: each prompt of it with
+  the completion of the row before, under both models, without gradient and dropout.
 
-  A global batch in which all answers are good, or all bad, is trained, but learns to
-  raise (or lower) everything it sees: the first is warned of, then the tenth, the
+  A global batch in which all completions are good, or all bad, is trained, but learns
+  to raise (or lower) everything it sees: the first is warned of, then the tenth, the
   hundredth ... In one of a single row z0 is 0.
 
-  Metrics: rewards/chosen and rewards/rejected (of good and of bad answers; 0 where
+  Metrics: rewards/chosen and rewards/rejected (of good and of bad completions; 0 where
   there are none), rewards/margin, log_probs/chosen, log_probs/rejected, kl (z0).
 
   Args:
@@ -52,7 +51,6 @@ class KTOTrainer(AnswerTrainer):
     ValueError: no reference: see PreferenceTrainer.
   """
 
-  config_type = KTOConfig
   training_config: KTOConfig
 
   def __init__(
@@ -65,27 +63,55 @@ class KTOTrainer(AnswerTrainer):
     *,
     metrics_logger: MetricsLogger | None = None,
   ):
-    config = self.checked_config(training_config)
+    config = completions.checked_config(training_config, KTOConfig, KTOConfig)
     self._reference: ReferenceModel = reference_for(
       "kto", model, ref_model, config.data_sharding_axis
     )
-    self._one_label = 0  # global batches so far
-    super().__init__(model, optimizer, config, tokenizer, metrics_logger)
+    self._kto_loss: Callable[..., Any] = functools.partial(
+      kto.kto_loss, **config.loss_options
+    )
+    self._means: Callable[[dict[str, Any]], dict[str, Any]] = kto.kto_metrics
+    options = completions.options_of(config, tokenizer)
+    self._reader = BatchReader(reading.read_labelled, options)
+    super().__init__(model, optimizer, config, metrics_logger)
 
-  def _read(self, batch: Any) -> KTOTrainingInput:
-    return self._reader.single(batch)
+  def with_loss_fn(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
+    """Replaces the loss: `loss_fn(logps, ref_logps, labels, weights, *, kl)`.
+
+    Args:
+      loss_fn: takes log-probabilities, labels and weights of B completions, and the
+        z0 of the global batch; gives a value for each, [B].
+      has_aux: it gives a pair of that and a dict of metrics, [B] each.
+    """
+    super().with_loss_fn(loss_fn, has_aux)
+    self._kto_loss = completions.as_pair_loss(loss_fn, has_aux)
+    self._means = lambda aux: aux  # its metrics are not split by label
+    return self
+
+  def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Self:
+    """Maps every batch by `fn(batch)`, on the host, before it is read."""
+    self._reader = self._reader._replace(before=fn)
+    return self
+
+  def train_step(self, batch: Any, *unexpected: Any) -> jax.Array:
+    """See PeftTrainer; the batch may be text."""
+    return super().train_step(self._reader.whole(batch), *unexpected)
+
+  def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
+    """See PeftTrainer; the batch may be text."""
+    return super().lower_train_step(self._reader.whole(batch))
 
   def _ref_logps(self, rows: dict[str, Any]) -> jax.Array:
-    found = self._reference.logps(self._module, self._state.mesh, rows, _ANSWER)
-    return found[:, 0]
+    logps = self._reference.logps(self._module, self._state.mesh, rows, SINGLE)
+    return logps[:, 0]
 
   def _prepare_inputs(self, batch: Any) -> Any:
-    read = self._reader.single(batch)
-    rows = token_columns(read)
+    read = self._reader.rows(batch)
+    rows = completions.token_columns(read)
     return {
       "rows": rows,
-      "labels": read.labels,
-      "weights": read.weights,
+      "labels": read["labels"],
+      "weights": read["weights"],
       "reference": self._ref_logps(rows),
     }
 
@@ -99,55 +125,55 @@ class KTOTrainer(AnswerTrainer):
     seen = {bool(x) for b in batches for x in b["labels"][b["weights"] != 0]}
     if len(seen) != 1:
       return
-    total = self._one_label = self._one_label + 1
-    if total == 10 ** (len(str(total)) - 1):
-      kind = "desirable" if seen.pop() else "undesirable"
-      _log.warning(
-        "global batches with answers of one kind so far: %d (all %s): shuffle the "
-        "data, or make batches larger",
-        total,
-        kind,
-      )
+    kind = "desirable" if seen.pop() else "undesirable"
+    self._reader.options.tally.add(
+      "global batches with completions of one kind",
+      f"all {kind}: shuffle the data, or make batches larger",
+    )
 
   def _kl(self, batches: Sequence[Any]) -> jax.Array:
     logps, ref_logps, weights = [], [], []
     axes = self.training_config.data_sharding_axis
     for batch in batches:
-      logps.append(self._without_gradient(batch))
+      logps.append(self._score_now(batch))
       ref_logps.append(self._ref_logps(batch["rows"]))
       weights.append(sharding_utils.shard_input(batch["weights"], axes))
     together = (jnp.concatenate(parts) for parts in (logps, ref_logps, weights))
     return _estimate(*together)
 
+  @functools.cached_property
+  def _score_now(self) -> Callable[[Any], jax.Array]:
+    axes = self.training_config.data_sharding_axis
+    return completions.without_gradient(self._module, self._score, axes)
+
   def _score(self, model: nnx.Module, batch: Any) -> jax.Array:
-    return answer_logps(model, batch["rows"], _ANSWER, shared=False)[:, 0]
+    return completion_logps(model, batch["rows"], SINGLE, shared=False)[:, 0]
 
   def _train_step(
     self, model: nnx.Module, batch: Any
   ) -> tuple[WeightedSum, dict[str, Any]]:
-    loss = kto.kto_loss(
+    loss = self._kto_loss(
       self._score(model, batch),
       batch["reference"],
       batch["labels"],
       batch["weights"],
       kl=batch["kl"],
-      **self.training_config.loss_options,
     )
     return weigh(loss, batch["weights"])
 
   def _post_process_train_step(self, aux: dict[str, Any]) -> dict[str, Any]:
-    return kto.kto_metrics(aux)
+    return self._means(aux)
 
   def _post_process_eval_step(self, aux: dict[str, Any]) -> dict[str, Any]:
-    return kto.kto_metrics(aux)
+    return self._means(aux)
 
 
 _estimate = jax.jit(kto.kl_estimate)
 
 
 def _mismatched(batches: Sequence[Any]) -> list[Any]:
-  """The batches with every real row's answer replaced by that of the real row before
-  it in the global batch; rows without weight, and a row alone, get none."""
+  """The batches with every real row's completion replaced by that of the real row
+  before it in the global batch; rows without weight, and a row alone, get none."""
   width = max(batch["rows"]["completion_ids"].shape[1] for batch in batches)
 
   def together(name: str) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import pathlib
 import zipfile
@@ -13,60 +11,52 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from tunix.data import answers
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.data import batches as reading, render
+from tunix.data.batches import PAIR
+from tunix.data.store import RowStore, row_key
 from tunix.models.backbone import reference_of
 from tunix.sft import inference
-from tunix.sft.dpo.answer_trainer import logps_of
-from tunix.sft.dpo.pairs import PAIR
+from tunix.sft.dpo.completions import logps_of, options_of, token_columns
 from tunix.sft.dpo.preference_config import PreferenceConfig
-from tunix.sft.dpo.reader import Reader, token_columns
+from tunix.sft.losses import batch_fields
 from tunix.sft.module_state import is_lora
-from tunix.utils import io as files, stamp, tree
+from tunix.utils import stamp, tree
+from tunix.utils.io import write_json
 
-_FILE = "reference_logps.npz"
-_FORMAT = 2  # of the keys and of how they are kept
+_ABOUT = "reference.json"
+_FORMAT = 3
+_FILE = "reference_logps.npz"  # of format 2, one file for all; it is still read
+_FILE_FORMAT = 2
 
 
 class PrecomputedLogps:
   """Log-probabilities of a reference model, written once and read in every run.
 
-  They are found by the content of a prompt and its answer, whatever the order or the
-  padding, and belong to one model: its content stamp is written beside them.
+  They are found by the content of a prompt and its completion, whatever the order or
+  the padding, and belong to one model: its content stamp is written beside them.
 
     PrecomputedLogps.write(folder, reference, batches, config, tokenizer)
     DPOTrainer(model, None, tx, config, reference_logps=PrecomputedLogps(folder))
 
   Raises:
-    FileNotFoundError: nothing was written there.
-    ValueError: the file is damaged, or of another version's format.
+    FileNotFoundError: nothing was written there, or not to the end.
+    ValueError: a file is damaged, or of another version's format.
   """
 
   def __init__(self, folder: Any):
-    self.path = pathlib.Path(folder) / _FILE
-    try:
-      with np.load(self.path, allow_pickle=False) as saved:
-        about = json.loads(str(saved["about"]))
-        self.model_stamp = about["model"]
-        keys, values = saved["keys"], saved["logps"]
-    except FileNotFoundError:
+    self.folder = pathlib.Path(folder)
+    about = _about(self.folder)
+    if not about.get("complete"):
       raise FileNotFoundError(
-        f"no {_FILE} in {str(folder)!r}: write it with PrecomputedLogps.write"
-      ) from None
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-      raise ValueError(
-        f"{self.path} is damaged ({error}): delete it and write it again"
-      ) from error
-    if (found := about.get("format", 1)) != _FORMAT:
-      raise ValueError(
-        f"{self.path} has format {found}, and this version reads {_FORMAT}: delete it "
-        "and write it again"
+        f"no reference log-probabilities in {str(folder)!r}, or not all of them: write "
+        "them with PrecomputedLogps.write, which goes on where it was"
       )
-    self._logps = dict(zip(map(bytes, keys), values.tolist(), strict=True))
+    self.model_stamp = about["model"]
+    self._rows = _open(self.folder)
 
   def __len__(self) -> int:
-    """Answers that it knows."""
-    return len(self._logps)
+    """Completions that it knows."""
+    return len(self._rows)
 
   def check(self, model: nnx.Module) -> None:
     """Refuses another model.
@@ -75,31 +65,25 @@ class PrecomputedLogps:
       model: the reference, or an adapted model: then what lies below its adapters.
 
     Raises:
-      ValueError: its weights are not those that the file was written with.
+      ValueError: its weights are not those that the folder was written with.
     """
-    found = model_stamp(model)
-    if found != self.model_stamp:
-      raise ValueError(
-        f"{self.path} holds log-probabilities of the model {self.model_stamp}, and the "
-        f"reference here is {found} (other weights or another dtype): write them anew "
-        "with this model, or load the one they were written with"
-      )
+    _check(self.folder, self.model_stamp, model)
 
   def logps(self, rows: Mapping[str, Any], weights: np.ndarray) -> np.ndarray:
     """float32 [B, 2] of pairs; 0 in rows without weight.
 
     Raises:
-      ValueError: a pair was not in the data that the file was written from.
+      ValueError: a pair was not in the data that the folder was written from.
     """
     out = np.zeros((len(weights), len(PAIR)), np.float32)
     for column, name in enumerate(PAIR):
       for row, key in _keys(rows, weights, name):
-        if key not in self._logps:
+        if key not in self._rows:
           raise ValueError(
-            f"the {name} answer of row {row} of the batch is not in {self.path}: it "
-            "was written from other data, another tokenizer or other maximum lengths"
+            f"the {name} completion of row {row} of the batch is not in {self.folder}: "
+            "it was written from other data, another tokenizer or other maximum lengths"
           )
-        out[row, column] = self._logps[key]
+        [out[row, column]] = self._rows.take([key], "logps")
     return out
 
   @staticmethod
@@ -110,7 +94,7 @@ class PrecomputedLogps:
     config: PreferenceConfig | None = None,
     tokenizer: Any = None,
   ) -> PrecomputedLogps:
-    """Scores every pair of the data and writes the file.
+    """Scores every pair of the data and writes what is not there yet.
 
     Args:
       folder: made if missing. What it holds of the same model is kept.
@@ -120,38 +104,34 @@ class PrecomputedLogps:
       tokenizer: for text.
 
     Raises:
-      ValueError: the folder belongs to another model; or see Reader.
+      ValueError: the folder belongs to another model; or see `batches.read_pairs`.
     """
     config = PreferenceConfig() if config is None else config
     if is_lora(model):
       model = reference_of(model)
-    known: dict[bytes, float] = {}
-    path = pathlib.Path(folder) / _FILE
-    if path.exists():
-      before = PrecomputedLogps(folder)
-      before.check(model)
-      known |= before._logps
-    if tokenizer is not None and not isinstance(tokenizer, TokenizerAdapter):
-      tokenizer = TokenizerAdapter(tokenizer)
-    reader = Reader(tokenizer, config.limits, config.bad_rows)
-    score = logps_of(PAIR, False)
+    folder = pathlib.Path(folder)
+    if about := _about(folder):
+      _check(folder, about["model"], model)
+    # First of all whose rows these are; at last that they are all there.
+    about = {"format": _FORMAT, "model": model_stamp(model), "complete": False}
+    write_json(folder / _ABOUT, about)
+    store, score = _open(folder), logps_of(PAIR, False)
+    options = options_of(config, tokenizer)
     for batch in batches:
-      pairs = reader.pairs(batch)
+      pairs = reading.read_pairs(batch_fields(batch), options)
       rows = token_columns(pairs)
-      logps = inference.apply(model, score, rows, config.data_sharding_axis)
-      for column, name in enumerate(PAIR):
-        values = np.asarray(logps)[:, column].tolist()
-        known |= {key: values[row] for row, key in _keys(rows, pairs.weights, name)}
-    about = json.dumps({"format": _FORMAT, "model": model_stamp(model)})
-    data = io.BytesIO()
-    np.savez(
-      data,
-      about=np.asarray(about),
-      keys=np.frombuffer(b"".join(known), np.uint8).reshape(-1, 16),
-      logps=np.asarray(list(known.values()), np.float32),
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_atomic(path, data.getvalue())
+      new = {
+        key: (row, column)
+        for column, name in enumerate(PAIR)
+        for row, key in _keys(rows, pairs["weights"], name)
+        if key not in store
+      }
+      if new:
+        logps = inference.apply(model, score, rows, config.data_sharding_axis)
+        places = tuple(np.asarray(list(new.values())).T)
+        values = np.asarray(logps, np.float32)[places]
+        store.add({"logps": values}, list(new))
+    write_json(folder / _ABOUT, {**about, "complete": True})
     return PrecomputedLogps(folder)
 
 
@@ -161,18 +141,65 @@ def model_stamp(model: nnx.Module) -> str:
   return stamp.content_stamp(tree.flatten(base))
 
 
+def _check(folder: pathlib.Path, written: str, model: nnx.Module) -> None:
+  ours = model_stamp(model)
+  if ours != written:
+    raise ValueError(
+      f"{folder} holds log-probabilities of the model {written}, and the reference "
+      f"here is {ours} (other weights or another dtype): write them anew with this "
+      "model into another folder, or load the one they were written with"
+    )
+
+
+def _about(folder: pathlib.Path) -> dict[str, Any]:
+  """What the folder says of itself; {} of a folder without any."""
+  path = folder / _ABOUT
+  if path.exists():
+    about, expected = json.loads(path.read_text()), _FORMAT
+  elif (folder / _FILE).exists():
+    path, expected = folder / _FILE, _FILE_FORMAT
+    about = {**json.loads(str(_old_file(path)["about"])), "complete": True}
+  else:
+    return {}
+  if (written := about.get("format", 1)) != expected:
+    raise ValueError(
+      f"{path} has format {written}, and this version reads {expected}: delete it and "
+      "write it again"
+    )
+  return about
+
+
+def _open(folder: pathlib.Path) -> RowStore:
+  """The rows, those of a file of the format before among them."""
+  store = RowStore(folder)
+  if (folder / _FILE).exists():
+    old = _old_file(folder / _FILE)
+    store.hold({"logps": old["logps"]}, [key.tobytes().hex() for key in old["keys"]])
+  return store
+
+
+def _old_file(path: pathlib.Path) -> dict[str, np.ndarray]:
+  try:
+    with np.load(path, allow_pickle=False) as saved:
+      return {name: saved[name] for name in ("about", "keys", "logps")}
+  except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
+    raise ValueError(
+      f"{path} is damaged ({error}): delete it and write it again"
+    ) from error
+
+
 def _keys(
   rows: Mapping[str, Any], weights: np.ndarray, name: str
-) -> Iterator[tuple[int, bytes]]:
-  """(row, key) of an answer in every row with weight: a hash of what its score depends
-  on, wherever the padding is."""
+) -> Iterator[tuple[int, str]]:
+  """(row, key) of a completion in every row with weight: a hash of what its score
+  depends on, wherever the padding is."""
   for row in np.flatnonzero(weights):
-    digest = hashlib.blake2b(digest_size=16)
     columns = [np.asarray(rows[f"{name}_{part}"][row]) for part in ("ids", "mask")]
-    prompt = np.asarray(rows["prompt_ids"][row])[
-      np.asarray(rows["prompt_mask"][row]) != 0
-    ]
-    for part in (prompt, *answers.seen_part(*columns)):
-      whole = np.asarray(part, np.int64)
-      digest.update(np.int64(len(whole)).tobytes() + whole.tobytes())
-    yield int(row), digest.digest()
+    shown = np.asarray(rows["prompt_mask"][row]) != 0
+    prompt = np.asarray(rows["prompt_ids"][row])[shown]
+    seen = (prompt, *render.seen_part(*columns))
+    parts = (np.asarray(part, np.int64) for part in seen)
+    yield (
+      int(row),
+      row_key(np.int64(len(part)).tobytes() + part.tobytes() for part in parts),
+    )

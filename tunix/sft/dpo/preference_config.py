@@ -9,23 +9,23 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from tunix.data.batches import BadRows
+from tunix.data.rows import SideBySide
 from tunix.ops import kto, preference
 from tunix.sft.config import TrainingConfig
-from tunix.sft.dpo.pairs import Limits
-from tunix.sft.dpo.reader import BadRows
 
 Algorithm = Literal["dpo", "orpo"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswersConfig(TrainingConfig):
-  """Settings of every trainer that reads prompts with answers.
+class CompletionsConfig(TrainingConfig):
+  """Settings of every trainer that reads prompts with completions.
 
   Attributes:
     max_prompt_length: tokens; a longer prompt keeps its end (behind BOS, if it began
       with one). Needed for text; token ids come as they are.
-    max_response_length: tokens; a longer answer loses its end, and learns no EOS.
-    bad_rows: an empty answer, or a chosen one equal to the rejected: "error" raises
+    max_response_length: tokens; a longer completion loses its end, and learns no EOS.
+    bad_rows: an empty completion, or a chosen one equal to the rejected: "error" raises
       ValueError and names the row, "skip" gives it no weight and warns with a count.
   """
 
@@ -48,15 +48,18 @@ class AnswersConfig(TrainingConfig):
       )
 
   @property
-  def limits(self) -> Limits | None:
+  def limits(self) -> SideBySide | None:
     """The two lengths, None where they are not set."""
     if self.max_prompt_length is None or self.max_response_length is None:
       return None
-    return Limits(self.max_prompt_length, self.max_response_length)
+    return SideBySide(
+      max_prompt_length=self.max_prompt_length,
+      max_completion_length=self.max_response_length,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreferenceConfig(AnswersConfig):
+class PreferenceConfig(CompletionsConfig):
   """Settings of PreferenceTrainer.
 
   Attributes:
@@ -68,8 +71,8 @@ class PreferenceConfig(AnswersConfig):
       a setting here.
     reference_free: leave the reference out of a loss that has one (all of its
       log-probabilities count as 0).
-    shared_prompt: compute a pair's prompt once for both answers. The same gradient up
-      to rounding; it pays where prompts are long. Our decoder only.
+    shared_prompt: compute a pair's prompt once for both completions. The same gradient
+      up to rounding; it pays where prompts are long. Our decoder only.
   """
 
   loss: preference.Loss = "sigmoid"
@@ -87,6 +90,11 @@ class PreferenceConfig(AnswersConfig):
         f"options hold {twice[0]!r}, which is a setting of its own: set {twice[0]}="
         f"{self.options[twice[0]]!r} instead"
       )
+    for name, value in self.options.items():
+      if isinstance(value, str):
+        raise ValueError(
+          f"options.{name} is {value!r}, expected a number, true or false"
+        )
     preference.check_pair_loss(self.chosen_loss, **self.loss_options)
     spec = preference.pair_loss_spec(self.chosen_loss)
     if self.reference_free and not spec.needs_reference:
@@ -161,13 +169,13 @@ class ORPOTrainingConfig(DPOTrainingConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KTOConfig(AnswersConfig):
+class KTOConfig(CompletionsConfig):
   """Settings of KTOTrainer.
 
   Attributes:
     beta: strength of the reference.
-    desirable_weight, undesirable_weight: of the two kinds of answers. The paper wants
-      desirable_weight n_D / (undesirable_weight n_U) between 1 and 4/3.
+    desirable_weight, undesirable_weight: of the two kinds of completions. The paper
+      wants desirable_weight n_D / (undesirable_weight n_U) between 1 and 4/3.
   """
 
   beta: float = 0.1
@@ -190,7 +198,7 @@ class KTOConfig(AnswersConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardConfig(AnswersConfig):
+class RewardConfig(CompletionsConfig):
   """Settings of RewardTrainer.
 
   Attributes:

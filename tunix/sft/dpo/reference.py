@@ -11,13 +11,13 @@ from flax import nnx
 from tunix.models.backbone import reference_of, share_variables
 from tunix.models.transformer import sharding
 from tunix.sft import inference, sharding_utils
-from tunix.sft.dpo.answer_trainer import logps_of
+from tunix.sft.dpo.completions import logps_of
 from tunix.sft.module_state import ModuleState, is_lora, trained_variables
 from tunix.utils import mesh as mesh_lib
 
 
 class ReferenceModel:
-  """A frozen model that scores answers.
+  """A frozen model that scores completions.
 
   Args:
     model: a second model; None: what lies below the adapters of the trained one.
@@ -56,17 +56,17 @@ class ReferenceModel:
     policy: ModuleState,
     mesh: Any,
     rows: Mapping[str, Any],
-    answers: Sequence[str],
+    names: Sequence[str],
     shared: bool = False,
   ) -> jax.Array:
-    """[B, answers], on the policy's devices, not waited for."""
+    """[B, names], on the policy's devices, not waited for."""
     model = self.model(policy, mesh)
-    score = logps_of(tuple(answers), shared)
-    found = inference.apply(model, score, rows, self._axes)
+    score = logps_of(tuple(names), shared)
+    logps = inference.apply(model, score, rows, self._axes)
     if mesh is not None:
-      return sharding_utils.shard_input(found, self._axes)
+      return sharding_utils.shard_input(logps, self._axes)
     (home,) = jax.tree.leaves((policy.params, policy.frozen))[0].devices()
-    return found if found.devices() == {home} else jax.device_put(found, home)
+    return logps if logps.devices() == {home} else jax.device_put(logps, home)
 
 
 def reference_for(

@@ -1,31 +1,37 @@
-"""RewardTrainer: a model that scores whole answers, learned from pairs."""
+"""RewardTrainer: a model that scores whole completions, learned from pairs."""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tunix.data import batches
+from tunix.data.batches import PAIR
 from tunix.generate import scoring
 from tunix.ops.reductions import WeightedSum
 from tunix.ops.reward_loss import bradley_terry
-from tunix.sft.dpo.answer_trainer import AnswerTrainer, answer_rows, weigh
-from tunix.sft.dpo.pairs import PAIR, DataInput, TrainingInput
+from tunix.sft.dpo import completions
+from tunix.sft.dpo.completions import BatchReader, completion_rows, weigh
+from tunix.sft.dpo.pairs import DataInput, TrainingInput
 from tunix.sft.dpo.preference_config import RewardConfig
-from tunix.sft.dpo.reader import token_columns
 from tunix.sft.metrics_logger import MetricsLogger
+from tunix.sft.peft_trainer import PeftTrainer
 
 __all__ = ["DataInput", "RewardConfig", "RewardTrainer", "TrainingInput"]
 
 
-class RewardTrainer(AnswerTrainer):
+class RewardTrainer(PeftTrainer):
   """Trains a reward model by the Bradley-Terry likelihood of pairs
   (tunix.ops.reward_loss).
 
   Batches are those of PreferenceTrainer; their `margins` say how far apart two rewards
   should at least be. The trained model is what `RLCluster(reward=model)` and
-  `scoring.score_sequences` take: the score at an answer's last token, its EOS.
+  `scoring.score_sequences` take: the score at a completion's last token, its EOS.
 
   Metrics: rewards/chosen, rewards/rejected, rewards/margin, rewards/accuracy.
 
@@ -41,7 +47,6 @@ class RewardTrainer(AnswerTrainer):
     ValueError: the model is a language model, or has several scores.
   """
 
-  config_type = RewardConfig
   training_config: RewardConfig
 
   def __init__(
@@ -59,24 +64,49 @@ class RewardTrainer(AnswerTrainer):
         f"the model has {scores or 'no'} scores a position, a reward model has 1: "
         "heads.with_scores(model), or AutoModel.from_pretrained(folder, num_scores=1)"
       )
-    super().__init__(model, optimizer, training_config, tokenizer, metrics_logger)
+    config = completions.checked_config(training_config, RewardConfig, RewardConfig)
+    self._reward_loss: Callable[..., Any] = functools.partial(
+      bradley_terry, centering=config.centering
+    )
+    options = completions.options_of(config, tokenizer)
+    self._reader = BatchReader(batches.read_pairs, options)
+    super().__init__(model, optimizer, config, metrics_logger)
 
-  def _read(self, batch: Any) -> TrainingInput:
-    return self._reader.pairs(batch)
+  def with_loss_fn(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
+    """Replaces the loss: `loss_fn(chosen, rejected, *, margin)`.
+
+    Args:
+      loss_fn: takes rewards of B pairs, [B] each, and their margins or None; gives a
+        value for each, [B].
+      has_aux: it gives a pair of that and a dict of metrics, [B] each.
+    """
+    super().with_loss_fn(loss_fn, has_aux)
+    self._reward_loss = completions.as_pair_loss(loss_fn, has_aux)
+    return self
+
+  def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Self:
+    """Maps every batch by `fn(batch)`, on the host, before it is read."""
+    self._reader = self._reader._replace(before=fn)
+    return self
+
+  def train_step(self, batch: Any, *unexpected: Any) -> jax.Array:
+    """See PeftTrainer; the batch may be text."""
+    return super().train_step(self._reader.whole(batch), *unexpected)
+
+  def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
+    """See PeftTrainer; the batch may be text."""
+    return super().lower_train_step(self._reader.whole(batch))
 
   def _prepare_inputs(self, batch: Any) -> Any:
-    pairs = self._reader.pairs(batch)
-    out = {"rows": token_columns(pairs), "weights": pairs.weights}
-    return out if pairs.margins is None else {**out, "margins": pairs.margins}
+    pairs = self._reader.rows(batch)
+    extra = {n: pairs[n] for n in ("weights", "margins") if n in pairs}
+    return {"rows": completions.token_columns(pairs), **extra}
 
   def _train_step(
     self, model: nnx.Module, batch: Any
   ) -> tuple[WeightedSum, dict[str, Any]]:
-    rewards = scoring.score_sequences(model, *answer_rows(batch["rows"], PAIR))
+    rewards = scoring.score_sequences(model, *completion_rows(batch["rows"], PAIR))
     # Padding rows may score anything; they get no weight.
-    loss = bradley_terry(
-      *rewards.reshape(-1, len(PAIR)).T,
-      margin=batch.get("margins"),
-      centering=self.training_config.centering,
-    )
+    pairs = rewards.reshape(-1, len(PAIR)).T
+    loss = self._reward_loss(*pairs, margin=batch.get("margins"))
     return weigh(loss, jnp.asarray(batch["weights"]))

@@ -1,0 +1,320 @@
+"""Every key reaches what is built; files and folders of before go on working; help,
+reference and schema say what the dataclasses say."""
+
+import dataclasses
+import json
+import pathlib
+import typing
+
+import pytest
+import yaml
+
+from tests.cli import runs
+from tunix.cli import build, config as config_lib, keys, reference, spelling
+from tunix.cli.convert import Choice, convert, options, plain, section_of
+from tunix.cli.jobs import preference, rl
+from tunix.cli.jobs.table import JOBS
+from tunix.cli.run_folder import RunFolder
+from tunix.cli.settings import fields_of
+from tunix.rl.config import PromptSizes
+from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.sft.config import TrainingConfig
+
+BEFORE = sorted((pathlib.Path(__file__).parent / "before").glob("*.yaml"))
+
+# Values for keys where one made of the type would be refused.
+VALUES = {
+  "seed": 5,
+  "model.name": "qwen3_0p6b",
+  "data.template_args": {"mark": "seven"},
+  "optimizer.args": {"b2": 0.5},
+  "training.micro_batch_size": 4,
+  "training.eval_every_n_steps": 3,
+  "mesh": {"tp": 2},
+  "export.kind": "none",
+  "lora.dropout": 0.5,
+  "preference.loss": "simpo",
+  "preference.options": {"gamma": 0.5},
+  "preference.label_smoothing": 0.25,
+  "rollout.kv_cache_size": 4096,
+  "rollout.engine": "vllm",
+  "rollout.eos_tokens": [2],
+  "rl.train_micro_batch_size": 1,
+  "reward.weights": [0.5],
+  "distill.strategy": "logit",
+  "algorithm.kl_method": "k2",
+  "algorithm.num_generations": 6,
+  "algorithm.epsilon": 0.25,
+  "algorithm.epsilon_low": 0.125,
+  "algorithm.epsilon_high": 0.625,
+  "algorithm.epsilon_c": 9.0,
+  "algorithm.loss_algo": "cispo",
+  "algorithm.loss_agg_mode": "sequence-mean-token-sum",
+  "algorithm.advantage_estimator": "batch_normalized",
+  "algorithm.gamma": 0.5,
+  "algorithm.gae_lambda": 0.5,
+}
+# What else a key needs, to be set at all.
+NEEDS = {
+  "model.args": {"model.name": "qwen3_0p6b"},
+  "model.quantise": {"lora.rank": 2},
+  "schedule.args": {"schedule.name": "cosine_decay_schedule"},
+  "training.eval_every_n_steps": {"data.eval": "eval.jsonl"},
+  "preference.options": {"preference.loss": "simpo"},
+  "rollout.engine_options": {"rollout.engine": "vllm"},
+  "reward.weights": {"reward.functions": ["exact_match"]},
+  "reward.timeout_s": {"reward.workers": 1},
+  "rl.reference": {"algorithm.beta": 0.1},
+  "distill.teacher_dtype": {"distill.teacher": "t"},
+  "algorithm.kl_corrected": {"algorithm.beta": 0.1},
+}
+# Another key's name, a name of one value, or one that the algorithm fixes.
+FIXED = {
+  ("grpo", "rloo"): {"loss_algo", "loss_agg_mode", "kl_corrected"},
+  ("grpo", "cispo"): {"loss_algo", "epsilon_c"},
+  ("ppo", "ppo"): {"advantage_estimator", "kl_corrected"},
+}
+
+
+def leaves():
+  """(job, algorithm or None, key) of all that can be set."""
+  for name, job in JOBS.items():
+    for dotted, chosen, key in keys.walk(job.settings):
+      fixed = dotted.partition(".")[2] in FIXED.get((name, chosen), ())
+      if section_of(key.hint) is None and dotted.count(".") < 2 and not fixed:
+        yield name, chosen, dotted, key
+
+
+def another(dotted, key):
+  """A value that is not the default, made of the type."""
+  if dotted in VALUES:
+    return VALUES[dotted]
+  kind = options(key.hint)[0]
+  origin = typing.get_origin(kind)
+  if origin is typing.Literal:
+    return next(v for v in typing.get_args(kind) if v != key.default)
+  if origin is not None:
+    inner = typing.get_args(kind)
+    if len(inner) == 2 and inner[1] is not ...:
+      return {"q_proj": 3}
+    return [1.0] if inner[0] is float else ["q_proj"]
+  default = 0 if key.default in (None, keys.REQUIRED) else key.default
+  made = {bool: not default, str: "other", "float16": "float16"}
+  if kind in made:
+    return made[kind]
+  return default + 2 if kind is int else default + 0.5 if kind is float else "float16"
+
+
+def layer(values):
+  nested = {}
+  for dotted, value in values.items():
+    section, _, name = dotted.rpartition(".")
+    (nested.setdefault(section, {}) if section else nested)[name] = value
+  return nested
+
+
+def test_every_key_of_every_job_reaches_its_dataclass():
+  seen = 0
+  for job, chosen, dotted, key in leaves():
+    if dotted in ("job", "dataset_name"):
+      continue
+    value = another(dotted, key)
+    values = {"job": job} | NEEDS.get(dotted, {}) | {dotted: value}
+    if chosen is not None:
+      values["algorithm.name"] = chosen
+    if dotted.startswith("lora.") and dotted != "lora.rank":
+      values["lora.rank"] = 2
+    config = config_lib.from_layers([("here", layer(values))])
+    assert isinstance(config, JOBS[job].settings)
+    found = keys.flatten(config)[dotted]
+    assert found == plain(convert(value, key.hint, dotted)), (job, dotted)
+    assert found != plain(key.default), (job, dotted)
+    if chosen is not None:
+      assert config.algorithm.__class__ is variants(job)[chosen]
+    seen += 1
+  assert seen > 400
+
+
+def variants(job):
+  kind = section_of(keys.of(JOBS[job].settings)["algorithm"].hint)
+  assert isinstance(kind, Choice)
+  return kind.classes
+
+
+@pytest.mark.parametrize(
+  ("job", "section", "kind"),
+  [
+    ("sft", "training", TrainingConfig),
+    ("grpo", "rollout", RolloutConfig),
+    ("grpo", "rl", PromptSizes),
+  ],
+)
+def test_sections_are_what_the_library_is_given(job, section, kind, tmp_path):
+  """Fields that both have are passed on as they are, all of them."""
+  skipped = (
+    *("checkpointing_options", "checkpoint_root_directory", "learning_rate"),
+    *("data_sharding_axis", "pbar_description", "metrics_logging_options"),
+    *("gradient_accumulation_steps", "seed"),
+  )
+  values = {"job": job, "training.eval_every_n_steps": 3, "data.eval": "e"}
+  walked = keys.walk(JOBS[job].settings)
+  for dotted, _, key in [(d, c, k) for d, c, k in walked if d.startswith(section)]:
+    name = dotted.partition(".")[2]
+    known = {f.name for f in dataclasses.fields(kind)}
+    skip = name in ("engine_options", "learning_rate")
+    if name in known and section_of(key.hint) is None and not skip:
+      values[dotted] = another(dotted, key)
+  if section == "rl":
+    values["rl.mini_batch_size"], values["rl.train_micro_batch_size"] = 6, 2
+  config = config_lib.from_layers([("here", layer(values))])
+  given = {
+    "training": lambda: build.training_options(config, tmp_path, 0.1),
+    "rollout": lambda: vars(next(iter(rl.rollout_configs(config).values()))),
+    "rl": lambda: fields_of(PromptSizes, config.rl),
+  }[section]()
+  asked = {f.name for f in dataclasses.fields(kind)} - set(skipped)
+  wanted = fields_of(kind, getattr(config, section))
+  assert {n: plain(given[n]) for n in asked} == {n: plain(wanted[n]) for n in asked}
+
+
+@pytest.mark.parametrize("job", ["dpo", "orpo", "kto", "reward"])
+def test_a_preference_trainer_is_given_its_section(job, tmp_path):
+  config = config_lib.from_layers([("here", {"job": job})])
+  made = preference.trainer_config(
+    config.preference, build.training_options(config, tmp_path, 0.1)
+  )
+  assert isinstance(made, TrainingConfig)
+  assert made.checkpointing_options is config.checkpoint
+  for name in keys.of(type(config.preference)):
+    if not name.startswith("max_"):
+      assert getattr(made, name) == getattr(config.preference, name)
+
+
+# Files and folders of before.
+
+
+@pytest.mark.parametrize("file", BEFORE, ids=lambda file: file.stem)
+def test_files_of_before_load_to_the_same_values(file):
+  old = yaml.safe_load(file.read_text())
+  config = config_lib.load([str(file)])
+  assert config.job == old["job"]
+  now = keys.flatten(config)
+  for section, values in old.items():
+    for name, value in values.items() if isinstance(values, dict) else [("", values)]:
+      dotted = f"{section}.{name}".rstrip(".")
+      dotted = (spelling.ALIASES | spelling.RENAMED).get(dotted, dotted)
+      if value not in (None, [], {}) and dotted in now:
+        found = now[dotted]
+        if isinstance(value, dict) and isinstance(found, dict):
+          found = {key: found[key] for key in value}  # others have their defaults
+        assert found == ([value] if found == [value] else value), dotted
+
+
+@pytest.mark.parametrize("file", BEFORE, ids=lambda file: file.stem)
+def test_folders_of_before_resume(file, tmp_path):
+  """A folder's config.yaml, and what the same command gives now, differ in nothing."""
+  folder = RunFolder(tmp_path)
+  (tmp_path / "config.yaml").write_text(file.read_text())
+  (tmp_path / "data.json").write_text('{"sha256": {}}')
+  (tmp_path / "checkpoints" / "2").mkdir(parents=True)
+  config = config_lib.load([str(file)])
+  folder.check_resume(config, {})
+  # What is written now says the same as what was written before.
+  (tmp_path / "now.yaml").write_text(config_lib.dump(config))
+  again = config_lib.load([str(tmp_path / "now.yaml")])
+  folder.check_resume(again, {})
+  (tmp_path / "result.json").write_text('{"steps": 4}')
+  assert folder.result(again) == {"steps": 4}
+  other = config_lib.load([str(file), "--seed=99"])
+  with pytest.raises(ValueError, match=r"seed was . and is 99"):
+    folder.check_resume(other, {})
+
+
+@pytest.mark.parametrize("old", sorted(spelling.RENAMED | spelling.ALIASES))
+def test_old_spellings_are_taken_and_named(old, capsys):
+  new = (spelling.RENAMED | spelling.ALIASES)[old]
+  value = {"checkpoint": "7", "lora": "true"}[old.partition(".")[0]]
+  lora = ["--lora.rank=2"] if old.startswith("lora") else []
+  assert config_lib.load([*lora, f"--{old}={value}"]) == config_lib.load(
+    [*lora, f"--{new}={value}"]
+  )
+  noted = f"tunix: note: --{old}: {old} is called {new} now\n"
+  assert capsys.readouterr().err == (noted if old in spelling.RENAMED else "")
+  with pytest.raises(ValueError, match=f"{old} is another name of {new}"):
+    config_lib.load([*lora, f"--{old}={value}", f"--{new}={value}"])
+
+
+def test_null_below_an_algorithm_is_its_own_default():
+  words = ["--job=grpo", "--algorithm.name=dapo", "--algorithm.epsilon_high=null"]
+  assert config_lib.load(words).algorithm.epsilon_high == 0.28
+
+
+def test_a_section_that_may_be_absent(tmp_path):
+  assert config_lib.load([]).lora is None
+  assert config_lib.load(["--lora.rank=null"]).lora is None
+  profiled = config_lib.load(
+    [
+      "--training.profiler_options.log_dir=trace",
+      "--training.profiler_options.skip_first_n_steps=1",
+      "--training.profiler_options.profiler_steps=2",
+    ]
+  )
+  assert profiled.training.profiler_options.profiler_steps == 2
+  with pytest.raises(ValueError, match=r"set training\.profiler_options\.log_dir"):
+    config_lib.load(["--training.profiler_options.profiler_steps=2"])
+
+
+def test_keys_of_other_jobs_are_refused_unless_they_say_their_default():
+  assert config_lib.load(["--rollout.max_prompt_length=256"]) == config_lib.load([])
+  with pytest.raises(ValueError, match=r"--rollout.*it belongs to the jobs distill"):
+    config_lib.load(["--rollout.max_prompt_length=9"])
+
+
+# What is told of the keys.
+
+
+def test_base_config_is_what_the_dataclasses_say():
+  assert config_lib.BASE_PATH.read_text() == reference.base_config(), (
+    "run python -m tunix.cli.reference"
+  )
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_base_config_changes_nothing(job):
+  words = ["--config=base_config.yaml", f"--job={job}"]
+  assert config_lib.load(words) == config_lib.load([f"--job={job}"])
+
+
+def test_every_key_has_a_meaning():
+  bare = {
+    dotted
+    for job in JOBS.values()
+    for dotted, _, key in keys.walk(job.settings)
+    if not key.meaning and section_of(key.hint) is None
+  }
+  assert not bare
+
+
+def test_help_tells_the_keys_of_the_job(capsys):
+  assert runs.tunix("train", "--help", "--job=kto") == 0
+  said = capsys.readouterr().out
+  assert "--preference.desirable_weight=NUMBER  [1.0]" in said
+  assert "Of the two kinds of completions" in said
+  assert "--data.overlong=error|truncate|drop  [error]" in said
+  assert "--preference.loss" not in said
+  assert runs.tunix("train", "--help") == 0
+  assert "Keys of the job sft" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_schema_takes_what_is_dumped_and_no_other_key(job, capsys):
+  assert runs.tunix("train", "--schema", f"--job={job}") == 0
+  schema = json.loads(capsys.readouterr().out)
+  assert list(schema["properties"]) == list(keys.of(JOBS[job].settings))
+  jsonschema = pytest.importorskip("jsonschema")
+  jsonschema.Draft202012Validator.check_schema(schema)
+  check = jsonschema.Draft202012Validator(schema)
+  written = yaml.safe_load(config_lib.dump(config_lib.load([f"--job={job}"])))
+  assert not list(check.iter_errors(written))
+  assert list(check.iter_errors(written | {"sed": 1}))
+  assert list(check.iter_errors(written | {"seed": "one"}))

@@ -1,0 +1,363 @@
+"""The job distill: what a student learns from a teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from tunix.cli import build, build_data, fingerprints, keys
+from tunix.cli.build_data import RunData
+from tunix.cli.jobs import sft
+from tunix.cli.jobs.job import Job
+from tunix.cli.settings import (
+  Dtype,
+  RowSettings,
+  StreamRun,
+  at_least,
+  data_axes,
+)
+from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind
+from tunix.distillation import vocabulary
+from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
+from tunix.distillation.on_policy_trainer import (
+  OnPolicyConfig,
+  OnPolicyDistillationTrainer,
+)
+from tunix.distillation.strategies.logit import LogitStrategy
+from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
+from tunix.distillation.teacher_cache import TeacherCache
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import automodel
+from tunix.models.transformer.model import Transformer
+from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.sft.config import Schedule
+
+# Keys of the section -> arguments of the strategy.
+_STRATEGY = {
+  "temperature": "temperature",
+  "alpha": "alpha",
+  "top_k": "distill_top_k",
+  "divergence": "divergence",
+  "jsd_beta": "beta",
+}
+_JSD_BETA = 0.5  # neither model is preferred
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillSettings:
+  """What a student learns from a teacher, and how.
+
+  Attributes:
+    teacher: folder of the teacher, whose tokenizer must be the student's.
+    strategy: logit: the divergence of the two distributions, with cross-entropy;
+      policy_gradient: the reverse KL on what the student writes. null: logit.
+    on_policy_fraction: share of the steps whose responses the student writes itself, as
+      `rollout` says; the others take those of the data, which are prompts with one
+      answer each. 1: training reads the data's prompts alone. null: all rows are the
+      data's, as in sft.
+    teacher_dtype: of its computation; null: the checkpoint's.
+    temperature: of both distributions; null: 2 (policy_gradient: as
+      rollout.temperature).
+    alpha: share of the divergence in the loss, the rest is cross-entropy; null: 0.5.
+    top_k: compare the teacher's so many likeliest words; null: all of them.
+    divergence: null: forward_kl.
+    jsd_beta: of jsd, the teacher's share of the mixture; null: 0.5.
+    cache: folder that keeps the teacher's top_k words of every row, computed once;
+      without distill.teacher it is only read.
+  """
+
+  teacher: str | None = None
+  strategy: Literal["logit", "policy_gradient"] | None = None
+  on_policy_fraction: float | None = None
+  teacher_dtype: Dtype | None = None
+  temperature: float | None = None
+  alpha: float | None = None
+  top_k: int | None = None
+  divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = None
+  jsd_beta: float | None = None
+  cache: str | None = None
+
+  def __post_init__(self):
+    at_least(self, 1, "top_k")
+    on_policy = self.on_policy_fraction is not None
+    if self.strategy == "policy_gradient":
+      if self.on_policy_fraction != 1:
+        given = self.on_policy_fraction if on_policy else "not set"
+        raise ValueError(
+          "strategy is 'policy_gradient' and distill.on_policy_fraction "
+          f"{given}: it is right for what the student writes alone; set that to 1"
+        )
+      for name in ("alpha", "top_k", "divergence", "jsd_beta"):
+        if getattr(self, name) is not None:
+          raise ValueError(
+            f"{name} is {getattr(self, name)!r} and distill.strategy "
+            "'policy_gradient', which does not read it: leave one of them out"
+          )
+    if on_policy and self.cache is not None:
+      raise ValueError(
+        f"cache is {self.cache!r} and distill.on_policy_fraction "
+        f"{self.on_policy_fraction}: what the student writes is new every time; leave "
+        "one of them out"
+      )
+    if self.teacher_dtype is not None and self.teacher is None:
+      raise ValueError(
+        f"teacher_dtype is {self.teacher_dtype!r} and distill.teacher is not set: name "
+        "the teacher's folder"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StudentRollout(RolloutConfig):
+  """How the student writes.
+
+  Attributes:
+    seed: of the completions; null: as seed.
+  """
+
+  hidden: ClassVar[tuple[str, ...]] = (
+    *("min_p", "eos_tokens", "stop_strings", "kv_cache_size", "engine_options"),
+  )
+
+  max_tokens_to_generate: int = 256
+  max_prompt_length: int = 256
+  seed: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillRun(StreamRun):
+  """Distillation.
+
+  Attributes:
+    distill: the teacher, and what is compared (docs/guides/distillation.md).
+    rollout: how completions are sampled; in distill those that the student writes.
+  """
+
+  job: Literal["distill"] = "distill"
+  data: RowSettings = dataclasses.field(default=RowSettings())
+  distill: DistillSettings = DistillSettings()
+  rollout: StudentRollout = StudentRollout()
+
+  @property
+  def is_on_policy(self) -> bool:
+    """Whether the student writes responses that the teacher judges."""
+    return self.distill.on_policy_fraction is not None
+
+  def kind(self, *, training: bool) -> Kind:
+    """Examples, or prompts that the student answers."""
+    if not self.is_on_policy:
+      return SFT
+    # Evaluation compares on the same completions every time: those of the data.
+    alone = training and self.distill.on_policy_fraction == 1
+    return PROMPTS if alone else ANSWERED
+
+  def row_keys(self, kind: Kind) -> dict[str, str]:
+    """Rows of one length, or as long as the student's."""
+    if kind is SFT:
+      return {"max_length": "data.max_length"}
+    return {
+      "max_prompt_length": "rollout.max_prompt_length",
+      "max_completion_length": "rollout.max_tokens_to_generate",
+    }
+
+
+def strategy(config: DistillRun) -> LogitStrategy | PolicyGradientStrategy:
+  """What is compared.
+
+  Raises:
+    ValueError: an option out of its range.
+  """
+  given = {theirs: getattr(config.distill, ours) for ours, theirs in _STRATEGY.items()}
+  given = {name: value for name, value in given.items() if value is not None}
+  if config.distill.divergence == "jsd":
+    given.setdefault("beta", _JSD_BETA)
+  with keys.under("distill", DistillSettings):
+    if config.distill.strategy == "policy_gradient":
+      temperature = given.get("temperature", config.rollout.temperature)
+      return PolicyGradientStrategy(temperature=temperature)
+    return LogitStrategy(**given)
+
+
+def check(config: DistillRun) -> None:
+  """Refuses settings that cannot train, before anything is loaded.
+
+  Raises:
+    ValueError: see `strategy`; a policy gradient of what was sampled otherwise; or
+      there is neither teacher nor cache.
+  """
+  strategy(config)
+  wanted = config.distill
+  if wanted.strategy == "policy_gradient":
+    _check_sampling(config)
+  if config.is_on_policy:
+    _on_policy_options(config)
+    owner, defaults, remedy = config.data, RowSettings(), "rollout.max_prompt_length"
+    names, prefix = ("max_length", "packing"), "data"
+  else:
+    owner, defaults, remedy = config.rollout, StudentRollout(), "data.max_length"
+    names, prefix = list(keys.of(StudentRollout)), "rollout"
+  for name in names:
+    if getattr(owner, name) != getattr(defaults, name):
+      raise ValueError(
+        f"{prefix}.{name} is {getattr(owner, name)!r} and distill.on_policy_fraction "
+        f"{wanted.on_policy_fraction}: rows are as {remedy} says, leave it out"
+      )
+  if wanted.teacher is None and wanted.cache is None:
+    raise ValueError(
+      "distill.teacher is not set: give --distill.teacher=FOLDER (or --distill.cache "
+      "with what a teacher has said)"
+    )
+
+
+def _check_sampling(config: DistillRun) -> None:
+  """Refuses a policy gradient on tokens that are no samples of what it compares."""
+  own, wanted = config.rollout, config.distill
+  for name in ("top_p", "top_k"):
+    if (value := getattr(own, name)) is not None:
+      raise ValueError(
+        f"rollout.{name} is {value} and distill.strategy 'policy_gradient', which is "
+        "right for the student's whole distribution alone: leave it out"
+      )
+  if wanted.temperature not in (None, own.temperature):
+    raise ValueError(
+      f"distill.temperature is {wanted.temperature}, rollout.temperature "
+      f"{own.temperature} and distill.strategy 'policy_gradient', which is right at "
+      "the temperature of the sampling alone: leave distill.temperature out"
+    )
+
+
+def _on_policy_options(config: DistillRun, **options: Any) -> OnPolicyConfig:
+  how = config.rollout
+  with keys.under("distill", DistillSettings):
+    return OnPolicyConfig(
+      max_prompt_length=how.max_prompt_length,
+      max_completion_length=how.max_tokens_to_generate,
+      on_policy_fraction=config.distill.on_policy_fraction or 0.0,
+      sampling_temperature=how.temperature,
+      top_p=how.top_p,
+      top_k=how.top_k,
+      seed=config.seed if how.seed is None else how.seed,
+      **options,
+    )
+
+
+def as_prompts(batch: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
+  """A batch of `rows.SideBySide` as the on-policy trainer takes it: token ids of
+  prompts, and of completions if there are any, without rows of padding."""
+  real = np.flatnonzero(batch["weights"])
+
+  def ids(name: str) -> list[np.ndarray]:
+    tokens, mask = batch[f"{name}_ids"], batch[f"{name}_mask"] != 0
+    return [tokens[row][mask[row]] for row in real]
+
+  names = {"prompts": "prompt", "completions": "completion"}
+  return {ours: ids(name) for ours, name in names.items() if f"{name}_ids" in batch}
+
+
+def build_taught_data(
+  config: DistillRun, tokenizer: TokenizerAdapter, known: Any = None
+) -> RunData:
+  """The data, with the teacher among the fingerprints.
+
+  Raises:
+    FileNotFoundError, ValueError: see `build_data.build_data`, or the teacher has
+      another tokenizer.
+  """
+  if (teacher := config.distill.teacher) is not None:
+    vocabulary.check_tokenizers(tokenizer, TokenizerAdapter.from_pretrained(teacher))
+  data = build_data.build_data(config, tokenizer, known)
+  data.fingerprints.update(fingerprints.of_models({"teacher": teacher}))
+  if not config.is_on_policy:
+    return data
+  train, held_out = (
+    None if part is None else part.map(as_prompts)  # pyright: ignore
+    for part in (data.train, data.eval)
+  )
+  return dataclasses.replace(data, train=train, eval=held_out)
+
+
+def build_trainer(
+  config: DistillRun,
+  model: Transformer,
+  tokenizer: TokenizerAdapter,
+  tx: optax.GradientTransformation,
+  *,
+  mesh: Mesh | None,
+  output_dir: pathlib.Path,
+  learning_rate: float | Schedule,
+) -> DistillationTrainer:
+  """The trainer of a settled configuration, put back where its checkpoints stand.
+
+  Args: see `rl.build_learner`; the tokenizers were compared with the data.
+
+  Raises:
+    FileNotFoundError, ValueError: the teacher is missing, does not fit the student, or
+      is another than the cache's.
+  """
+  wanted, how = config.distill, strategy(config)
+  teacher: Any = None
+  if wanted.teacher is not None:
+    teacher = automodel.AutoModel.from_pretrained(
+      wanted.teacher, mesh, dtype=wanted.teacher_dtype
+    )
+  if wanted.cache is not None:
+    assert isinstance(how, LogitStrategy)  # DistillSettings has looked
+    teacher = TeacherCache(
+      wanted.cache,
+      teacher,
+      top_k=wanted.top_k,
+      temperature=how.how.temperature,
+      data_sharding_axis=data_axes(config.mesh),
+    )
+  options = build.training_options(config, output_dir, learning_rate)
+  logger = build.build_logger(config, output_dir)
+  if config.is_on_policy:
+    made = _on_policy_options(config, **options)
+    return OnPolicyDistillationTrainer(
+      model, teacher, how, tx, made, logger, tokenizer=tokenizer
+    )
+  return DistillationTrainer(
+    model,
+    teacher,
+    how,
+    tx,
+    TrainingConfig(**options),
+    logger,
+  )
+
+
+def _batch(config: DistillRun) -> str:
+  wanted = config.distill
+  if config.is_on_policy:
+    prompts, tokens = config.training.global_batch_size, config.rollout
+    return (
+      f"{prompts} prompts a step; in {wanted.on_policy_fraction:.0%} of "
+      f"the steps the student answers, with at most {tokens.max_tokens_to_generate} "
+      f"tokens; taught by {wanted.teacher}"
+    )
+  source = wanted.teacher if wanted.teacher is not None else wanted.cache
+  return f"{sft.rows(config)}, taught by {source}"
+
+
+def _length(config: DistillRun) -> tuple[str, int]:
+  if not config.is_on_policy:
+    return sft.row_length(config)
+  how = config.rollout
+  length = how.max_prompt_length + how.max_tokens_to_generate
+  return "rollout.max_prompt_length + max_tokens_to_generate", length
+
+
+DISTILL = Job(
+  settings=DistillRun,
+  check=check,
+  data=build_taught_data,
+  build=build_trainer,
+  results={"loss": "loss"},
+  batch=_batch,
+  length=_length,
+)

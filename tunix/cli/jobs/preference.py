@@ -1,0 +1,399 @@
+"""The jobs dpo, orpo, kto and reward: learning from preferences."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import pathlib
+from typing import Any, ClassVar, Literal
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from tunix.cli import build, build_data, fingerprints
+from tunix.cli.build_data import RunData
+from tunix.cli.jobs.job import Job
+from tunix.cli.settings import StreamRun
+from tunix.data.records import LABELLED, PAIRS, Kind
+from tunix.data.scan import Report
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.transformer.model import Transformer
+from tunix.sft.config import Schedule, TrainingConfig
+from tunix.sft.dpo.dpo_trainer import DPOTrainer, ORPOTrainer
+from tunix.sft.dpo.kto_trainer import KTOTrainer
+from tunix.sft.dpo.precomputed import PrecomputedLogps
+from tunix.sft.dpo.preference_config import (
+  DPOTrainingConfig,
+  KTOConfig,
+  ORPOTrainingConfig,
+  RewardConfig,
+)
+from tunix.sft.dpo.reward_trainer import RewardTrainer
+
+# n_D desirable_weight / (n_U undesirable_weight), arXiv:2402.01306, section 4.2.
+_BALANCE = (1.0, 4 / 3)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResponseSettings:
+  """Which responses are trained on.
+
+  Attributes:
+    max_prompt_length: most tokens of a prompt; data.overlong says what happens to
+      longer ones.
+    max_response_length: most tokens of a response, its end included.
+    unusable: what happens to records with an empty response, or with two equal ones.
+  """
+
+  # The section `training` has the trainer's other settings.
+  hidden: ClassVar[tuple[str, ...]] = (
+    *(field.name for field in dataclasses.fields(TrainingConfig)),
+    "bad_rows",
+  )
+
+  max_prompt_length: int = 512
+  max_response_length: int = 512
+  unusable: Literal["error", "drop"] = "error"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPOSettings(ResponseSettings, DPOTrainingConfig):
+  """DPOTrainingConfig, with places of the reference.
+
+  Attributes:
+    loss: sigmoid, hinge, ipo, simpo, cpo, ...: docs/guides/preference.md has them all.
+    reference: folder of the reference. null: the model itself before the training (with
+      adapters the same weights without them, else a second copy).
+    reference_logps: folder of the reference's log-probabilities, which are computed
+      once, before the training, and read from then on: no second model is held.
+  """
+
+  hidden: ClassVar[tuple[str, ...]] = ("algorithm", "lambda_orpo")
+
+  reference: str | None = None
+  reference_logps: str | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    for name in ("reference", "reference_logps"):
+      if (value := getattr(self, name)) is None:
+        continue
+      if self.reference_free:
+        raise ValueError(
+          f"{name} is {value!r} and preference.reference_free true: nothing would be "
+          "compared with it; leave one of them out"
+        )
+      if not self.spec.needs_reference:
+        raise ValueError(
+          f"{name} is {value!r} and the loss {self.loss!r} has no reference: leave it "
+          "out"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ORPOSettings(ResponseSettings, ORPOTrainingConfig):
+  """ORPOTrainingConfig."""
+
+  hidden: ClassVar[tuple[str, ...]] = (
+    *("algorithm", "loss", "beta", "label_smoothing", "options", "reference_free"),
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KTOSettings(ResponseSettings, KTOConfig):
+  """KTOConfig, with the place of the reference.
+
+  Attributes:
+    reference: folder of the reference. null: the model itself before the training (with
+      adapters the same weights without them, else a second copy).
+  """
+
+  reference: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardModelSettings(ResponseSettings, RewardConfig):
+  """RewardConfig."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceRun(StreamRun):
+  """What the jobs that learn from preferences share.
+
+  Attributes:
+    preference: how responses are compared (docs/guides/preference.md).
+  """
+
+  instead: ClassVar[dict[str, str]] = {
+    "data.max_length": "use preference.max_prompt_length and max_response_length",
+  }
+
+  records: ClassVar[Kind] = PAIRS
+
+  preference: ResponseSettings = ResponseSettings()
+
+  def kind(self, *, training: bool) -> Kind:
+    """Pairs or labelled responses, always."""
+    del training
+    return self.records
+
+  def row_keys(self, kind: Kind) -> dict[str, str]:
+    """Prompt and response have a length each."""
+    del kind
+    return {
+      "max_prompt_length": "preference.max_prompt_length",
+      "max_completion_length": "preference.max_response_length",
+      "unusable": "preference.unusable",
+    }
+
+  @property
+  def drops(self) -> bool:
+    """Whether records may be left out."""
+    return super().drops or self.preference.unusable == "drop"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DPORun(PreferenceRun):
+  """DPO, and the other losses of pairs."""
+
+  job: Literal["dpo"] = "dpo"
+  preference: DPOSettings = DPOSettings()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ORPORun(PreferenceRun):
+  """ORPO."""
+
+  job: Literal["orpo"] = "orpo"
+  preference: ORPOSettings = ORPOSettings()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KTORun(PreferenceRun):
+  """KTO."""
+
+  records: ClassVar[Kind] = LABELLED
+
+  job: Literal["kto"] = "kto"
+  preference: KTOSettings = KTOSettings()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardRun(PreferenceRun):
+  """A reward model: a head of scores."""
+
+  fits_adapter: ClassVar[bool] = False
+
+  job: Literal["reward"] = "reward"
+  preference: RewardModelSettings = RewardModelSettings()
+
+
+def trainer_config(section: Any, options: dict[str, Any]) -> Any:
+  """The section as its trainer takes it; batches are token ids, which have no limits
+  left to meet."""
+  lengths = {"max_prompt_length": None, "max_response_length": None}
+  return dataclasses.replace(section, **options, **lengths)
+
+
+def check_processes(config: DPORun) -> None:
+  """Refuses several processes where log-probabilities are still to be written.
+
+  Raises:
+    ValueError: how to go about it.
+  """
+  where = config.preference.reference_logps
+  if where is not None and jax.process_count() > 1 and _written(where) is None:
+    raise ValueError(
+      f"preference.reference_logps is {where!r}, where nothing is written yet, and "
+      f"there are {jax.process_count()} processes, each of which would write what it "
+      "sees alone: write it with a run in one process (one step is enough; another "
+      "output_dir), then start these"
+    )
+
+
+def build_compared_data(
+  config: Any, tokenizer: TokenizerAdapter, known: Any = None
+) -> RunData:
+  """The data, with the reference among the fingerprints.
+
+  Raises:
+    FileNotFoundError, ValueError: see `build_data.build_data`, or there is no such
+      reference.
+  """
+  data = build_data.build_data(config, tokenizer, known)
+  data.fingerprints.update(
+    fingerprints.of_models({"reference": config.preference.reference})
+  )
+  return data
+
+
+def build_labelled_data(
+  config: Any, tokenizer: TokenizerAdapter, known: Any = None
+) -> RunData:
+  """The data of the job kto.
+
+  Raises:
+    FileNotFoundError, ValueError: see `build_data.build_data`; or all responses have
+      one label, from which KTO learns nothing but to raise or to lower all of them.
+  """
+  data = build_compared_data(config, tokenizer, known)
+  report: Report = data.reports["train"]
+  if not report.desirable or not report.undesirable:
+    label = "true" if report.desirable else "false"
+    raise ValueError(
+      f"{config.data.train}: all {report.kept} responses have the label {label}, and "
+      "KTO compares both kinds: add the other, or use the job sft for good ones alone"
+    )
+  return data
+
+
+def balance_note(config: KTORun, report: Report) -> str | None:
+  """What to do about labels of which one kind outweighs the other; None: nothing."""
+  made = config.preference
+  assert report.desirable
+  share = report.desirable / report.undesirable
+  ratio = made.desirable_weight * share / made.undesirable_weight
+  low, high = _BALANCE
+  if low <= ratio <= high:
+    return None
+  name = "undesirable_weight" if share > 1 else "desirable_weight"
+  value = share if share > 1 else 1 / share
+  return (
+    f"note: desirable responses weigh {ratio:.2f} times what undesirable ones do, and "
+    f"KTO's paper keeps to 1 to 1.33: preference.{name}={value:.3g} (and the other "
+    "weight 1) makes it 1"
+  )
+
+
+def _build_dpo(
+  config: DPORun,
+  model: Transformer,
+  tokenizer: TokenizerAdapter,
+  tx: optax.GradientTransformation,
+  *,
+  mesh: Mesh | None,
+  output_dir: pathlib.Path,
+  learning_rate: float | Schedule,
+) -> DPOTrainer:
+  options = build.training_options(config, output_dir, learning_rate)
+  settings = trainer_config(config.preference, options)
+  logger = build.build_logger(config, output_dir)
+  reference, logps = None, None
+  if config.preference.reference_logps is not None:
+    logps, reference = _logps(config, model, tokenizer, mesh, settings)
+  elif settings.spec.needs_reference:
+    reference = build.build_reference(config, config.preference.reference, mesh)
+  return DPOTrainer(
+    model, reference, tx, settings, metrics_logger=logger, reference_logps=logps
+  )
+
+
+def _build_orpo(
+  config: ORPORun, model, tokenizer, tx, *, mesh, output_dir, learning_rate
+) -> ORPOTrainer:
+  del tokenizer, mesh
+  options = build.training_options(config, output_dir, learning_rate)
+  settings = trainer_config(config.preference, options)
+  logger = build.build_logger(config, output_dir)
+  return ORPOTrainer(model, None, tx, settings, metrics_logger=logger)
+
+
+def _build_kto(
+  config: KTORun, model, tokenizer, tx, *, mesh, output_dir, learning_rate
+) -> KTOTrainer:
+  del tokenizer
+  options = build.training_options(config, output_dir, learning_rate)
+  settings = trainer_config(config.preference, options)
+  logger = build.build_logger(config, output_dir)
+  reference = build.build_reference(config, config.preference.reference, mesh)
+  return KTOTrainer(model, reference, tx, settings, metrics_logger=logger)
+
+
+def _build_reward(
+  config: RewardRun, model, tokenizer, tx, *, mesh, output_dir, learning_rate
+) -> RewardTrainer:
+  del tokenizer, mesh
+  options = build.training_options(config, output_dir, learning_rate)
+  settings = trainer_config(config.preference, options)
+  logger = build.build_logger(config, output_dir)
+  return RewardTrainer(model, tx, settings, metrics_logger=logger)
+
+
+def _logps(
+  config: DPORun,
+  model: Transformer,
+  tokenizer: TokenizerAdapter,
+  mesh: Mesh | None,
+  made: DPOTrainingConfig,
+) -> tuple[PrecomputedLogps, Transformer | None]:
+  """The reference's log-probabilities, and the reference if it is not the model."""
+  places = config.preference
+  assert places.reference_logps is not None
+  reference = None
+  if places.reference is not None:
+    reference = build.build_reference(config, places.reference, mesh)
+  if (written := _written(places.reference_logps)) is not None:
+    return written, reference
+  records = build_data.open_records(config)
+  every = itertools.chain.from_iterable(
+    build_data.batches(config, tokenizer, part, training=False)
+    for part in records.values()
+  )
+  # The model has not learnt anything yet: it is put back by the trainer.
+  source = model if reference is None else reference
+  done = PrecomputedLogps.write(places.reference_logps, source, every, made)
+  return done, reference
+
+
+def _written(folder: str) -> PrecomputedLogps | None:
+  """What an earlier run has written. A writer that was killed leaves a file of another
+  name, which is none."""
+  try:
+    return PrecomputedLogps(folder)
+  except FileNotFoundError:
+    return None
+
+
+def _answers(config: PreferenceRun) -> str:
+  sizes, limits = config.training, config.preference
+  what = "labelled responses" if config.job == "kto" else "pairs"
+  return (
+    f"{config.job}: {sizes.global_batch_size} {what} of at most "
+    f"{limits.max_prompt_length} + {limits.max_response_length} tokens, "
+    f"in {sizes.micro_batches} micro-batches"
+  )
+
+
+def _length(config: PreferenceRun) -> tuple[str, int]:
+  limits = config.preference
+  length = limits.max_prompt_length + limits.max_response_length
+  return "preference.max_prompt_length + max_response_length", length
+
+
+def _balance(config: KTORun, data: RunData) -> list[str]:
+  note = balance_note(config, data.reports["train"])
+  return [] if note is None else [note]
+
+
+_WORDS: dict[str, Any] = {"batch": _answers, "length": _length}
+_PAIRS = {"loss": "loss", "accuracy": "rewards/accuracy"}
+
+DPO = Job(
+  settings=DPORun,
+  check=check_processes,
+  data=build_compared_data,
+  build=_build_dpo,
+  results=_PAIRS,
+  **_WORDS,
+)
+ORPO = Job(settings=ORPORun, build=_build_orpo, results=_PAIRS, **_WORDS)
+KTO = Job(
+  settings=KTORun,
+  data=build_labelled_data,
+  build=_build_kto,
+  results={"loss": "loss", "margin": "rewards/margin"},
+  notes=_balance,
+  **_WORDS,
+)
+REWARD = Job(settings=RewardRun, build=_build_reward, results=_PAIRS, **_WORDS)

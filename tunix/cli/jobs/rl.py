@@ -1,0 +1,353 @@
+"""The jobs grpo (with its variants) and ppo: learning from rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Annotated, Any, ClassVar, Literal
+
+import optax
+from jax.sharding import Mesh
+
+from tunix.cli import build, build_prompts, keys, optimizer, rewards
+from tunix.cli.convert import Choice
+from tunix.cli.jobs.job import Job
+from tunix.cli.rewards import RewardSettings
+from tunix.cli.settings import (
+  DataSettings,
+  RunSettings,
+  TrainingSettings,
+  at_least,
+  fields_of,
+)
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import automodel
+from tunix.models.transformer.model import Transformer
+from tunix.rl import setup
+from tunix.rl.config import ClusterConfig, PromptSizes, RLTrainingConfig, Role
+from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
+from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
+from tunix.rl.grpo.grpo_learner import (
+  CISPOConfig,
+  GRPOConfig,
+  GRPOLearner,
+  GSPOConfig,
+)
+from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
+from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.rl_learner import RLLearner
+from tunix.rl.rollout import vanilla_rollout
+from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.samples import Samples
+from tunix.rl.utils import create_critic_model
+from tunix.sft.config import Schedule
+from tunix.sft.metrics_logger import Mode
+
+# The metric that RL raises.
+REWARD = "rewards/score/mean"
+
+GRPO_VARIANTS = Choice(
+  {
+    "grpo": GRPOConfig,
+    "drgrpo": DrGRPOConfig,
+    "dapo": DAPOConfig,
+    "gspo": GSPOConfig,
+    "cispo": CISPOConfig,
+    "rloo": RLOOConfig,
+  }
+)
+PPO_ALONE = Choice({"ppo": PPOConfig})
+
+LEARNERS: dict[type, type[RLLearner]] = {
+  GRPOConfig: GRPOLearner,
+  DrGRPOConfig: DrGRPOLearner,
+  DAPOConfig: DAPOLearner,
+  GSPOConfig: GRPOLearner,
+  CISPOConfig: GRPOLearner,
+  RLOOConfig: RLOOLearner,
+  PPOConfig: PPOLearner,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptSettings(DataSettings):
+  """Prompts, all of which are checked before the training."""
+
+  overlong: Literal["error", "drop"] = "error"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutSettings(RolloutConfig):
+  """RolloutConfig, with the engine and what differs in evaluations.
+
+  Attributes:
+    temperature: logits are divided by it, in sampling and in learning alike.
+    eval_temperature: of evaluations; 0: greedy, null: as temperature.
+    seed: of the completions; null: as seed.
+    engine: vanilla (our sampler), vllm or sglang_jax.
+    engine_options: passed on to other engines than vanilla.
+  """
+
+  max_tokens_to_generate: int = 256
+  max_prompt_length: int = 256
+  eval_temperature: float | None = None
+  seed: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+  stop_strings: tuple[str, ...] = ()
+  engine: Literal["vanilla", "vllm", "sglang_jax"] = "vanilla"
+
+  def __post_init__(self):
+    super().__post_init__()
+    at_least(self, 0, "eval_temperature")
+    setup.check_exploring(self)
+    if self.engine == "vanilla":
+      vanilla_rollout.check_options(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLSettings(PromptSizes):
+  """PromptSizes, and models besides the one that is trained.
+
+  Attributes:
+    reference: folder of the model that the policy is kept close to. null: the model
+      itself before the training, where algorithm.beta asks for one.
+    shuffle_seed: shuffle groups before they are cut into mini-batches; null: as they
+      come.
+    offload_to_cpu: keep reference, reward model and critic in host memory between uses.
+  """
+
+  reference: str | None = None
+  shuffle_seed: int | None = None
+  offload_to_cpu: bool = False
+
+  def __post_init__(self):
+    super().__post_init__()
+    at_least(self, 0, "shuffle_seed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CriticSettings(RLSettings):
+  """RLSettings with a critic.
+
+  Attributes:
+    critic: folder of a critic, or "actor" (null as well): the model with a new head.
+    critic_learning_rate: null: as training.learning_rate (and its schedule).
+  """
+
+  critic: str | None = None
+  critic_learning_rate: float | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    at_least(self, 0, "critic_learning_rate")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplesSettings:
+  """What is shown of the rollouts.
+
+  Attributes:
+    every_n_rollouts: write samples of one batch of rollouts in so many, as JSON lines
+      and a page in samples/; null: none.
+    max_groups: groups of a batch that are written.
+  """
+
+  every_n_rollouts: int | None = 10
+  max_groups: int = 8
+
+  def __post_init__(self):
+    self.samples(pathlib.Path("samples"))  # which refuses what is no count
+
+  def samples(self, folder: pathlib.Path) -> Samples | None:
+    """What writes them; None: nothing does."""
+    every = self.every_n_rollouts
+    if every is None:
+      return None
+    return Samples(folder, every_n_rollouts=every, max_groups=self.max_groups)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLRun(RunSettings):
+  """What the jobs that learn from rewards share.
+
+  Attributes:
+    rollout: how completions are sampled; in distill those that the student writes.
+    rl: models besides the policy, and sizes in prompts.
+    reward: where rewards come from.
+    samples: what is shown of the rollouts.
+  """
+
+  instead: ClassVar[dict[str, str]] = {
+    "data.max_length": (
+      "use rollout.max_prompt_length and rollout.max_tokens_to_generate"
+    ),
+    "data.scan_limit": "leave it out: every prompt is checked",
+    "training.micro_batch_size": "use rl.train_micro_batch_size, which counts prompts",
+  }
+
+  data: PromptSettings = PromptSettings()
+  training: TrainingSettings = dataclasses.field(default=TrainingSettings())
+  rollout: RolloutSettings = RolloutSettings()
+  algorithm: Any = None
+  rl: RLSettings = RLSettings()
+  reward: RewardSettings = dataclasses.field(default=RewardSettings())
+  samples: SamplesSettings = SamplesSettings()
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.rl.reference is not None and not self.algorithm.beta:
+      raise ValueError(
+        f"rl.reference is {self.rl.reference!r} and algorithm.beta 0: nothing would be "
+        "compared with it; set algorithm.beta, or leave it out"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GRPORun(RLRun):
+  """GRPO and its variants.
+
+  Attributes:
+    algorithm: the variant by its name; null below it: the variant's own default.
+  """
+
+  job: Literal["grpo"] = "grpo"
+  algorithm: Annotated[GRPOConfig, GRPO_VARIANTS] = dataclasses.field(
+    default=GRPOConfig()
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PPORun(RLRun):
+  """PPO with a critic.
+
+  Attributes:
+    algorithm: null below it: the default.
+  """
+
+  job: Literal["ppo"] = "ppo"
+  algorithm: Annotated[PPOConfig, PPO_ALONE] = dataclasses.field(default=PPOConfig())
+  rl: CriticSettings = CriticSettings()
+
+
+def build_learner(
+  config: RLRun,
+  model: Transformer,
+  tokenizer: TokenizerAdapter,
+  tx: optax.GradientTransformation,
+  *,
+  mesh: Mesh | None,
+  output_dir: pathlib.Path,
+  learning_rate: float | Schedule,
+) -> RLLearner:
+  """The learner of a settled configuration, put back where its checkpoints stand.
+
+  Args:
+    config: of the run.
+    model: the policy.
+    tokenizer: of all models.
+    tx: the policy's optimizer.
+    mesh: of all roles; None: one device.
+    output_dir: of the run.
+    learning_rate: for the metric of that name.
+
+  Raises:
+    FileNotFoundError, ImportError, ValueError: models or rewards that do not fit.
+  """
+  algorithm, roles = config.algorithm, config.rl
+  models: dict[str, Any] = {"reference": None}
+  if algorithm.beta:
+    models["reference"] = build.build_reference(config, roles.reference, mesh)
+  more: dict[str, Any] = {}
+  if isinstance(config, PPORun):
+    models["critic"] = _critic(config, model, mesh)
+    more["critic_optimizer"] = optimizer.build_critic_optimizer(
+      config, config.rl.critic_learning_rate
+    )
+  if config.reward.model is not None:
+    models["reward"] = automodel.AutoModel.from_pretrained(
+      config.reward.model, mesh, dtype=config.model.dtype, num_scores=1
+    )
+  cluster = RLCluster(
+    actor=model,
+    tokenizer=tokenizer,
+    cluster_config=ClusterConfig(
+      role_to_mesh=None if mesh is None else {Role.ACTOR: mesh},
+      rollout_engine=config.rollout.engine,
+      offload_to_cpu=roles.offload_to_cpu,
+      training_config=RLTrainingConfig(
+        actor_optimizer=tx,
+        **build.training_options(config, output_dir, learning_rate)
+        | {"metrics_logging_options": build.logging_options(config, output_dir)},
+        **fields_of(PromptSizes, roles),
+        **more,
+      ),
+      rollout_config=rollout_configs(config),
+    ),
+    **models,
+  )
+  learner = LEARNERS[type(algorithm)](
+    cluster,
+    algorithm,
+    rewards.build_rewards(config.reward),
+    data_shuffle_seed=roles.shuffle_seed,
+  )
+  samples = config.samples.samples(output_dir / "samples")
+  return learner if samples is None else learner.with_samples(samples)
+
+
+def rollout_configs(config: RLRun) -> dict[Mode, RolloutConfig]:
+  """How to sample in training and in evaluation."""
+  how = config.rollout
+  options = fields_of(RolloutConfig, how)
+  options["seed"] = config.seed if how.seed is None else how.seed
+  options["stop_strings"] = how.stop_strings or None
+  train = RolloutConfig(**options)
+  if how.eval_temperature is None:
+    return {Mode.TRAIN: train}
+  held_out = dataclasses.replace(train, temperature=how.eval_temperature)
+  return {Mode.TRAIN: train, Mode.EVAL: held_out}
+
+
+def _critic(config: PPORun, model: Transformer, mesh: Mesh | None) -> Transformer:
+  path = config.rl.critic
+  if path is None or path == "actor":
+    return create_critic_model(model, config.seed, share=True)
+  return automodel.AutoModel.from_pretrained(
+    path,
+    mesh,
+    num_scores=1,
+    dtype=config.model.dtype,
+    param_dtype=config.model.param_dtype,
+  )
+
+
+def _batch(config: RLRun) -> str:
+  kind = keys.section_of(keys.of(type(config))["algorithm"].hint)
+  assert isinstance(kind, Choice)
+  name, prompts = kind.name_of(config.algorithm), config.training.global_batch_size
+  names = config.reward.entries + (("reward model",) if config.reward.model else ())
+  return (
+    f"{name}: {prompts} prompts x {config.algorithm.num_generations} completions of "
+    f"at most {config.rollout.max_tokens_to_generate} tokens, rewarded by "
+    f"{', '.join(names)}"
+  )
+
+
+def _length(config: RLRun) -> tuple[str, int]:
+  how = config.rollout
+  length = how.max_prompt_length + how.max_tokens_to_generate
+  return "rollout.max_prompt_length + max_tokens_to_generate", length
+
+
+_FUNCTIONS: dict[str, Any] = {
+  "data": lambda config, tokenizer, known: build_prompts.build_prompts(
+    config, tokenizer
+  ),
+  "count_steps": build_prompts.count_steps,
+  "build": build_learner,
+  "results": {"reward": REWARD},
+  "batch": _batch,
+  "length": _length,
+}
+GRPO = Job(settings=GRPORun, **_FUNCTIONS)
+PPO = Job(settings=PPORun, **_FUNCTIONS)

@@ -1,0 +1,512 @@
+"""The sections that every run has, and the settings that hold them.
+
+A section is a dataclass of the library wherever it has one: LoraConfig, TrainingConfig,
+CheckpointOptions. What is added here is what a command line alone needs. A key of the
+command is a field; `Attributes:` is its help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, ClassVar, Literal
+
+from tunix.data.records import Kind
+from tunix.generate import chat_template
+from tunix.models.lora import LoraConfig
+from tunix.sft.config import CheckpointOptions, TrainingConfig
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+# Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
+DATA_AXES = ("dp", "fsdp")
+MESH_AXES = (*DATA_AXES, "tp", "ep")
+
+
+def at_least(section: Any, low: int, *names: str) -> None:
+  """Refuses numbers below `low`.
+
+  Raises:
+    ValueError: begins with the field's name.
+  """
+  for name in names:
+    value = getattr(section, name)
+    if value is not None and value < low:
+      raise ValueError(f"{name} is {value}: it must be at least {low}")
+
+
+def fields_of(kind: type, section: Any) -> dict[str, Any]:
+  """The values that a section has for the fields of `kind`."""
+  known = {field.name for field in dataclasses.fields(kind)}
+  shared = [f.name for f in dataclasses.fields(section) if f.name in known]
+  return {name: getattr(section, name) for name in shared}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+  """Which model, and how it computes.
+
+  Attributes:
+    path: a Hugging Face folder (config.json and safetensors), or a hub id "owner/name".
+    name: or a preset to start from scratch, such as llama3p2_1b or qwen3_0p6b, ...
+    args: ... with fields of it to change: {num_layers: 4, embed_dim: 256, ...}.
+    dtype: of the computation; null: the checkpoint's.
+    param_dtype: of the weights, and so of the optimizer's moments. null: float32 when
+      the whole model is trained (bfloat16 rounds most updates away), as dtype below
+      adapters.
+    remat: what the backward pass recomputes to save memory.
+    scan_layers: compile one layer and scan over them (true), or every layer (false);
+      null: by depth.
+    attention: how it is computed: splash is for TPU, cudnn for GPU; one that cannot do
+      what the model needs is an error. null: auto.
+    quantise: store the frozen weights below adapters in fewer bits (QLoRA).
+  """
+
+  path: str | None = None
+  name: str | None = None
+  args: dict[str, Any] = dataclasses.field(default_factory=dict)
+  dtype: Dtype | None = None
+  param_dtype: Dtype | None = None
+  remat: Literal["none", "block", "dots"] | None = None
+  scan_layers: bool | None = None
+  attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] | None = None
+  quantise: Literal["nf4", "int4", "int8"] | None = None
+
+  def __post_init__(self):
+    if self.path is not None and self.name is not None:
+      raise ValueError(
+        f"path is {self.path!r} and model.name {self.name!r}: give a checkpoint's "
+        "folder or a preset to start from scratch, not both"
+      )
+    if self.args and self.name is None:
+      raise ValueError(
+        f"args {sorted(self.args)} change fields of a preset, and model.name is not "
+        "set: a checkpoint brings its own sizes"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerSettings:
+  """Text to tokens.
+
+  Attributes:
+    path: folder or hub id; null: model.path.
+    chat_template: a file with the jinja chat template to use instead of the tokenizer's
+      own.
+  """
+
+  path: str | None = None
+  chat_template: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSettings:
+  """Records, and how they are read.
+
+  Attributes:
+    train: JSON lines: {"prompt", "response"}, {"messages": [...]} or {"text"}. In RL
+      {"prompt"} (text or messages) with further columns, which reward functions see.
+      For dpo, orpo and reward {"prompt", "chosen", "rejected"} (or the last two as
+      whole conversations), for kto {"prompt", "completion", "label"}.
+    eval: the same for evaluation before, during and after training; null: none.
+    shuffle: a new order in every epoch; evaluation keeps the file's.
+    num_epochs: passes over the data; null: as many as training.max_steps needs, one
+      without it.
+    overlong: what happens to records that are too long: they are an error, cut, or
+      left out. RL has no truncate: half a prompt is another question.
+    chat: whether plain prompts are user turns of the chat template; null: when there is
+      one.
+    template_args: further names for the chat template, of records that bring none of
+      their own.
+  """
+
+  train: str | None = None
+  eval: str | None = None
+  shuffle: bool = True
+  num_epochs: int | None = None
+  overlong: Literal["error", "truncate", "drop"] = "error"
+  chat: bool | None = None
+  template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    at_least(self, 1, "num_epochs")
+    chat_template.check_variables(self.template_args, "data.template_args")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamSettings(DataSettings):
+  """Records that are tokenised while the run goes on.
+
+  Attributes:
+    scan_limit: records to tokenise and check before training; null: all of them.
+    num_threads: threads that tokenise ahead; 0: none. Batches do not depend on it.
+  """
+
+  scan_limit: int | None = None
+  num_threads: int = 1
+
+  def __post_init__(self):
+    super().__post_init__()
+    at_least(self, 1, "scan_limit")
+    at_least(self, 0, "num_threads")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowSettings(StreamSettings):
+  """Records that become rows of one length.
+
+  Attributes:
+    max_length: tokens of a row.
+    packing: several examples in a row, each seeing itself alone.
+  """
+
+  max_length: int = 1024
+  packing: bool = False
+
+  def __post_init__(self):
+    super().__post_init__()
+    at_least(self, 2, "max_length")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+  """An optax optimizer by name.
+
+  Attributes:
+    name: a function of optax (or optax.contrib) that takes a learning rate. muon: each
+      layer's matrices are orthogonalised, the rest gets Adam.
+    args: its other arguments: {b2: 0.95, weight_decay: 0.1}.
+  """
+
+  name: str = "adamw"
+  args: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if "learning_rate" in self.args:
+      raise ValueError("args.learning_rate is set: give training.learning_rate instead")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleSettings:
+  """An optax schedule by name; without one the rate is constant.
+
+  Attributes:
+    name: a schedule of optax, such as warmup_cosine_decay_schedule; null: constant.
+    args: its arguments. The peak (or first) value is training.learning_rate, the number
+      of steps that of the run, first and last value 0, where not given here.
+  """
+
+  name: str | None = None
+  args: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    if self.args and self.name is None:
+      raise ValueError(
+        f"args {sorted(self.args)} are set and schedule.name is not: name the optax "
+        "schedule that takes them"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingSettings(TrainingConfig):
+  """TrainingConfig, with the sizes of batches.
+
+  Attributes:
+    learning_rate: null: 1e-5, and 2e-4 with LoRA.
+    max_steps: optimizer steps; null: until data.num_epochs are over.
+    global_batch_size: rows of one optimizer step, over all devices. In RL prompts of
+      one batch of rollouts.
+    eval_batch_size: rows (in RL prompts) at a time when evaluating; null: as
+      micro_batch_size.
+    eval_every_n_steps: besides before the first and after the last step.
+    max_grad_norm: gradients are scaled down to this global norm; null: never.
+  """
+
+  # Follow from other keys, or are for Python alone.
+  hidden: ClassVar[tuple[str, ...]] = (
+    "gradient_accumulation_steps",
+    "checkpoint_root_directory",
+    "checkpointing_options",
+    "metrics_logging_options",
+    "data_sharding_axis",
+    "metrics_prefix",
+    "pbar_description",
+    "num_train_steps",
+    "perf_metrics_options",
+  )
+
+  global_batch_size: int = 8
+  eval_batch_size: int | None = None
+  max_grad_norm: float | None = 1.0
+
+  def __post_init__(self):
+    super().__post_init__()
+    at_least(self, 1, "global_batch_size", "eval_batch_size")
+    if self.learning_rate == math.inf:
+      raise ValueError("learning_rate is inf: it must be a number from 0 up")
+    if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+      raise ValueError(
+        f"max_grad_norm is {self.max_grad_norm}: it must be positive, or null for no "
+        "clipping"
+      )
+
+  @property
+  def eval_rows(self) -> int:
+    """Rows (in RL prompts) of one batch of the evaluation."""
+    return self.eval_batch_size or self.global_batch_size
+
+  @property
+  def batch_rows(self) -> dict[str, int]:
+    """Rows of batches by key, where they are stated. In RL they follow from prompts and
+    completions of each, and the learner checks them."""
+    return {}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MicroBatchSettings(TrainingSettings):
+  """TrainingSettings of a trainer that is given micro-batches.
+
+  Attributes:
+    micro_batch_size: rows computed at a time, over all devices; null: all. Results do
+      not depend on it.
+  """
+
+  micro_batch_size: int | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    at_least(self, 1, "micro_batch_size")
+    if self.global_batch_size % self.micro_rows:
+      raise ValueError(
+        f"global_batch_size {self.global_batch_size} is no multiple of "
+        f"training.micro_batch_size {self.micro_rows}: change one of them"
+      )
+
+  @property
+  def micro_rows(self) -> int:
+    """Rows of one micro-batch."""
+    return self.micro_batch_size or self.global_batch_size
+
+  @property
+  def eval_rows(self) -> int:
+    """Rows of one batch of the evaluation."""
+    return self.eval_batch_size or self.micro_rows
+
+  @property
+  def micro_batches(self) -> int:
+    """Micro-batches of one optimizer step."""
+    return self.global_batch_size // self.micro_rows
+
+  @property
+  def batch_rows(self) -> dict[str, int]:
+    """Rows of batches by key."""
+    return {
+      "training.micro_batch_size": self.micro_rows,
+      "training.eval_batch_size": self.eval_rows,
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoggingSettings:
+  """Where metrics go besides logs/metrics.jsonl; speeds go to logs/timings.jsonl.
+
+  Attributes:
+    tensorboard: event files in logs/.
+    wandb: Weights & Biases; null: when a WANDB_* variable asks for it.
+    console: a line per step on standard output.
+    progress_bar: on standard error, when that is a terminal.
+    project_name, run_name: of Weights & Biases.
+  """
+
+  tensorboard: bool = True
+  wandb: bool | None = None
+  console: bool = False
+  progress_bar: bool = True
+  project_name: str = "tunix"
+  run_name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+  """What is written to export/ when training has ended.
+
+  Attributes:
+    kind: full (the trained model), merged (adapters merged into the model), adapter
+      (PEFT), none; auto: full, or adapter with LoRA.
+    dtype: of the weights written; null: the checkpoint's (from scratch: the
+      computation's).
+  """
+
+  kind: Literal["auto", "full", "merged", "adapter", "none"] = "auto"
+  dtype: Dtype | None = None
+
+  def __post_init__(self):
+    if self.kind == "none" and self.dtype is not None:
+      raise ValueError(
+        f"dtype is {self.dtype!r} and export.kind 'none': nothing would be written"
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSettings:
+  """All keys that every job has. Sections are checked alone, then against each other.
+
+  Attributes:
+    job: what is trained: sft (supervised fine-tuning), dpo (and the other losses of
+      pairs, see preference.loss), orpo, kto, reward (a reward model), distill (from a
+      teacher), grpo (with its variants, see algorithm.name) or ppo.
+    output_dir: folder of the run: config.yaml, checkpoints/, logs/, export/. Needed for
+      training. The same command again resumes what it finds there.
+    seed: of the data's order, of adapters, and of fresh weights; 0 to 2**32 - 1.
+    dataset_name: another name of data.train.
+    lora: adapters; without a rank the whole model is trained.
+    mesh: devices by axis: {dp: 2, fsdp: 4, tp: 2}. dp and fsdp split batches, fsdp and
+      tp weights; one size may be -1, what the others leave. Empty: one device.
+    compilation_cache: folder that keeps compiled programs between runs; null: none are
+      kept.
+
+  Raises:
+    ValueError: a value out of range, or keys that contradict each other; the message
+      begins with the key.
+  """
+
+  # Keys of other jobs, and what to use here instead.
+  instead: ClassVar[dict[str, str]] = {}
+  # Whether adapters hold all that is trained.
+  fits_adapter: ClassVar[bool] = True
+
+  job: str
+  output_dir: str | None = None
+  seed: int = 0
+  dataset_name: str | None = None
+  model: ModelSettings = ModelSettings()
+  tokenizer: TokenizerSettings = TokenizerSettings()
+  lora: LoraConfig | None = None
+  data: DataSettings = DataSettings()
+  optimizer: OptimizerSettings = OptimizerSettings()
+  schedule: ScheduleSettings = ScheduleSettings()
+  training: TrainingSettings = TrainingSettings()
+  mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+  checkpoint: CheckpointOptions = dataclasses.field(default=CheckpointOptions())
+  logging: LoggingSettings = LoggingSettings()
+  export: ExportSettings = ExportSettings()
+  compilation_cache: str | None = None
+
+  def __post_init__(self):
+    if not 0 <= self.seed < 2**32:
+      raise ValueError(f"seed is {self.seed}: it must be from 0 to 2**32 - 1")
+    self._check_dataset_name()
+    self._check_export()
+    if self.training.eval_every_n_steps is not None and self.data.eval is None:
+      raise ValueError(
+        f"training.eval_every_n_steps is {self.training.eval_every_n_steps} and "
+        "data.eval is not set: name a file to evaluate on"
+      )
+    check_mesh(self.mesh, self.training.batch_rows)
+
+  def _check_dataset_name(self) -> None:
+    if self.dataset_name is None:
+      return
+    if self.data.train not in (None, self.dataset_name):
+      raise ValueError(
+        f"dataset_name is {self.dataset_name!r} and data.train {self.data.train!r}, "
+        "two names of one setting: give one of them"
+      )
+    data = dataclasses.replace(self.data, train=self.dataset_name)
+    object.__setattr__(self, "data", data)
+    object.__setattr__(self, "dataset_name", None)
+
+  def _check_export(self) -> None:
+    if self.model.quantise is not None and self.lora is None:
+      raise ValueError(
+        f"model.quantise is {self.model.quantise!r} and lora.rank is not set: "
+        "quantised weights are not trained themselves, set lora.rank (8, for example)"
+      )
+    needs_lora = self.export.kind in ("merged", "adapter")
+    if needs_lora and self.lora is None:
+      raise ValueError(
+        f"export.kind is {self.export.kind!r} and lora.rank is not set, so there is no "
+        "adapter: use 'full', or train with LoRA"
+      )
+    if self.export.kind == "full" and self.lora is not None:
+      raise ValueError(
+        "export.kind is 'full' and lora.rank is set: use 'merged' (a whole model) or "
+        "'adapter'"
+      )
+    if self.export.kind == "adapter" and not self.fits_adapter:
+      raise ValueError(
+        f"export.kind is 'adapter' and job is {self.job!r}: the head of scores is no "
+        "part of an adapter, use 'merged'"
+      )
+    if self.export_kind == "adapter" and self.export.dtype is not None:
+      raise ValueError(
+        f"export.dtype is {self.export.dtype!r} and an adapter keeps its own "
+        "(lora.dtype): set export.kind to 'merged', or leave it out"
+      )
+
+  @property
+  def export_kind(self) -> str:
+    """What is exported, "auto" decided."""
+    if self.export.kind != "auto":
+      return self.export.kind
+    if self.lora is None:
+      return "full"
+    return "adapter" if self.fits_adapter else "merged"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamRun(RunSettings):
+  """A run on records that are given, of whatever kind its job trains on."""
+
+  data: StreamSettings = StreamSettings()
+  training: MicroBatchSettings = MicroBatchSettings()
+
+  def kind(self, *, training: bool) -> Kind:
+    """What the records are, those to train on or those to evaluate."""
+    raise NotImplementedError
+
+  def row_keys(self, kind: Kind) -> dict[str, str]:
+    """What the data layer calls the sizes of rows -> the keys that set them."""
+    raise NotImplementedError
+
+  @property
+  def drops(self) -> bool:
+    """Whether records may be left out."""
+    return self.data.overlong == "drop"
+
+
+def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:
+  """The axes of a mesh that split a batch."""
+  return tuple(axis for axis in DATA_AXES if axis in mesh)
+
+
+def check_mesh(mesh: dict[str, int], batch_rows: dict[str, int]) -> None:
+  """Refuses axes that mean nothing, and batches that the data axes do not divide.
+
+  Args:
+    mesh: sizes by axis.
+    batch_rows: see `TrainingSettings.batch_rows`.
+
+  A size of -1 (what the other axes leave) counts as 1 until devices are known.
+
+  Raises:
+    ValueError: which axis or batch size, and what would do.
+  """
+  for axis, size in mesh.items():
+    if axis not in MESH_AXES:
+      raise ValueError(
+        f"mesh.{axis} is no axis that splits anything: use {', '.join(MESH_AXES)}"
+      )
+    if size < 1 and size != -1:
+      raise ValueError(
+        f"mesh.{axis} is {size}: it must be at least 1, or -1 for what is left"
+      )
+  axes = data_axes(mesh)
+  shards = math.prod(max(1, mesh[axis]) for axis in axes)
+  for key, rows in batch_rows.items():
+    if rows % shards:
+      sizes = " x ".join(f"{axis} {mesh[axis]}" for axis in axes)
+      raise ValueError(
+        f"{key} is {rows} and does not divide over the {shards} shards of the "
+        f"mesh ({sizes}): make it a multiple of {shards}"
+      )
