@@ -1,8 +1,10 @@
 """What a run compares when it goes on, what it does not do twice, and who may run."""
 
 import errno
+import fcntl
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -279,19 +281,30 @@ def test_a_lock_taken_meanwhile_is_seen_before_anything_is_written(
   assert (keys["output_dir"] / "config.yaml").read_bytes() == config
 
 
-def test_where_nothing_can_be_locked_nothing_is(tmp_path, monkeypatch):
-  class Unable:
-    LOCK_EX = LOCK_SH = LOCK_NB = 0
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_where_nothing_can_be_locked_nothing_is(tmp_path, monkeypatch, code):
+  def unable(descriptor, kind):
+    raise OSError(code, "no locks here")
 
-    def flock(self, handle, kind):
-      raise OSError(errno.ENOLCK, "no locks here")
-
-  for fcntl in (None, Unable()):  # Windows; some network mounts
-    monkeypatch.setattr(run_lock, "_fcntl", fcntl)
+  monkeypatch.setattr(fcntl, "flock", unable)  # as some network mounts do
+  with run_lock.hold(tmp_path):
+    run_lock.check(tmp_path)
     with run_lock.hold(tmp_path):
-      run_lock.check(tmp_path)
-      with run_lock.hold(tmp_path):
+      pass
+
+
+def test_a_folder_that_cannot_be_written_is_looked_at(tmp_path):
+  with run_lock.hold(tmp_path):
+    pass
+  (tmp_path / run_lock.NAME).chmod(0o400)
+  tmp_path.chmod(0o500)
+  try:
+    run_lock.check(tmp_path)
+    if os.geteuid():  # nothing is closed to root
+      with pytest.raises(PermissionError), run_lock.hold(tmp_path):
         pass
+  finally:
+    tmp_path.chmod(0o700)
 
 
 def test_the_lock_ends_with_the_run(tmp_path):

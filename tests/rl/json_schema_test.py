@@ -62,6 +62,18 @@ def test_objects(value, fits):
     ({"oneOf": [{"minimum": 1}, {"maximum": 2}]}, [0, 3], [1, 2]),
     ({"not": {"type": "null"}}, [1], [None]),
     ({"title": "a note", "type": "null"}, [None], [1]),
+    ({"uniqueItems": True}, [[1, 2]], [[1, 1]]),
+    ({"format": "date"}, ["2024-02-29", 1], ["2023-02-29"]),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "null"}}}, [None], [1]),
+    (
+      {
+        "$id": "urn:x",
+        "$defs": {"b": {"$id": "urn:y", "type": "null"}},
+        "$ref": "urn:y",
+      },
+      [None],
+      [1],
+    ),
   ],
 )
 def test_keywords(schema, good, bad):
@@ -73,11 +85,18 @@ def test_keywords(schema, good, bad):
 @pytest.mark.parametrize(
   ("schema", "message"),
   [
-    ({"$ref": "#/x"}, r"\['\$ref'\] are not known"),
-    ({"items": {"uniqueItems": True}}, "uniqueItems"),
-    ({"properties": {"a": {"typ": "null"}}}, "typ"),
-    ({"anyOf": [{"format": "date"}]}, "format"),
-    ({"type": "int"}, "type 'int'"),
+    ({"$ref": "#/x"}, r"refers to '#/x', which is not in it"),
+    (
+      {"items": {"$ref": "https://example.org/x"}},
+      r"refers to 'https://example\.org/x'",
+    ),
+    ({"$ref": "#"}, "in a circle"),
+    ({"items": {"uniqueItem": True}}, r"at \$\.items: .*'uniqueItem'"),
+    ({"properties": {"a": {"typ": "null"}}}, r"at \$\.properties\.a: .*'typ'"),
+    ({"anyOf": [{"format": "dat"}]}, r"at \$\.anyOf\[0\]\.format: 'dat' is not one of"),
+    ({"contentEncoding": "base64"}, "contentEncoding"),
+    ({"pattern": "("}, r"at \$\.pattern: '\(' is not a 'regex'"),
+    ({"type": "int"}, r"at \$\.type: 'int' is not"),
     ([], "a schema is an object"),
   ],
 )
@@ -92,3 +111,12 @@ def test_what_would_go_unchecked_is_refused(schema, message):
 def test_what_is_not_json_is_a_value_error(text):
   with pytest.raises(ValueError):
     json_schema.parse(text)
+
+
+def test_a_recursive_schema_ends_with_the_text():
+  schema = {"properties": {"next": {"$ref": "#"}}, "required": ["n"]}
+  json_schema.check_schema(schema)
+  assert json_schema.matches({"n": 1, "next": {"n": 2}}, schema)
+  assert not json_schema.matches({"n": 1, "next": {}}, schema)
+  deep = json_schema.parse('{"n":1,"next":' * 900 + "1" + "}" * 900)
+  assert not json_schema.matches(deep, schema)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 import optax
 
-from tunix.cli.quickstart.data import make_tokenizer
+from tunix.examples.quickstart.task import make_tokenizer
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
 from tunix.models.qwen3.model import ModelConfig

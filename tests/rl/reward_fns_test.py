@@ -110,7 +110,7 @@ def test_json_schema():
   fenced = reward_fns.json_schema(schema, pattern=r"```json(.*?)```")
   assert score(fenced, ['Look:\n```json\n{"a": 1}\n```', '{"a": 1}']) == [1.0, 0.0]
   with pytest.raises(ValueError, match="format"):
-    reward_fns.json_schema({"format": "date"})
+    reward_fns.json_schema({"format": "dat"})
 
 
 READY = [

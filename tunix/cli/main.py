@@ -28,7 +28,7 @@ COMMANDS = {
   "export": ("tunix.cli.export_main", "write a run's model or adapter to a folder"),
   "data": ("tunix.cli.data_main", "show what a run would train on, and check it"),
   "quickstart": (
-    "tunix.cli.quickstart.main",
+    "tunix.examples.quickstart.main",
     "the whole way, without a download",
   ),
 }

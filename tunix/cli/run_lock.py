@@ -1,28 +1,25 @@
 """One process at a time in a run's folder.
 
 Two would write to the same metrics file and checkpoints. The lock is the operating
-system's (flock), so it ends with its process, however that ends; the file `.lock`
-stays and means nothing by itself.
+system's, so it ends with its process, however that ends; the file `.lock` stays and
+means nothing by itself. What stands in it is the holder, for the others' message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
-import importlib.util
 import os
 import pathlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+
+import filelock
 
 NAME = ".lock"
 
-# Windows has no fcntl: there the folder is not locked.
-_fcntl: Any = (
-  importlib.import_module("fcntl") if importlib.util.find_spec("fcntl") else None
-)
-# Of file systems that cannot lock (some network mounts).
+# The look of another process at the lock takes it for a moment, which is no holder.
+_PATIENCE_S = 0.5
+# Of file systems that cannot lock (some network mounts): there nothing is locked.
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
@@ -32,12 +29,10 @@ def check(folder: pathlib.Path) -> None:
   Raises:
     RuntimeError: another process holds the lock.
   """
-  file = folder / NAME
-  if _fcntl is None or not file.is_file():
-    return
-  # Only a look: a folder that cannot be written may hold a finished run.
-  with contextlib.suppress(OSError), file.open("r+b") as handle:
-    _lock(handle, folder, shared=True)
+  if (folder / NAME).is_file():
+    # Only a look: a folder that cannot be written may hold a finished run.
+    with contextlib.suppress(OSError):
+      _acquired(folder).release()
 
 
 @contextlib.contextmanager
@@ -48,31 +43,42 @@ def hold(folder: pathlib.Path) -> Iterator[None]:
     RuntimeError: another process holds it.
     OSError: the folder cannot be written.
   """
-  if _fcntl is None:
-    yield
-    return
   folder.mkdir(parents=True, exist_ok=True)
-  # Not "w": that would empty the file of a holder.
-  handle = os.fdopen(os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
-  with handle:
-    _lock(handle, folder, shared=False)
-    handle.truncate(0)
-    handle.write(f"{os.getpid()}\n".encode())
-    handle.flush()
-    yield
-
-
-def _lock(handle: Any, folder: pathlib.Path, *, shared: bool) -> None:
-  kind = _fcntl.LOCK_SH if shared else _fcntl.LOCK_EX
+  lock = _acquired(folder, _sign)
   try:
-    _fcntl.flock(handle, kind | _fcntl.LOCK_NB)
-  except BlockingIOError as error:
-    pid = handle.read().decode(errors="replace").strip()
-    who = f"process {pid}" if pid else "another process"
+    yield
+  finally:
+    lock.release()
+
+
+def _acquired(
+  folder: pathlib.Path, on_acquired: Callable[[int], None] | None = None
+) -> filelock.BaseFileLock:
+  # No soft lock in place of a missing one: it would outlive a killed process.
+  lock = filelock.FileLock(
+    folder / NAME, _PATIENCE_S, fallback_to_soft=False, on_acquired=on_acquired
+  )
+  try:
+    lock.acquire()
+  except filelock.Timeout as error:
     raise RuntimeError(
-      f"{who} is training in {folder}: wait for it or stop it, or use another "
-      "output_dir"
+      f"{_holder(folder)} is training in {folder}: wait for it or stop it, or use "
+      "another output_dir"
     ) from error
   except OSError as error:
     if error.errno not in _UNSUPPORTED:
       raise
+  return lock
+
+
+def _sign(descriptor: int) -> None:
+  os.ftruncate(descriptor, 0)
+  os.write(descriptor, f"{os.getpid()}\n".encode())
+
+
+def _holder(folder: pathlib.Path) -> str:
+  try:
+    pid = (folder / NAME).read_text(errors="replace").strip()
+  except OSError:  # Windows lets nobody read a locked file
+    pid = ""
+  return f"process {pid}" if pid else "another process"

@@ -50,7 +50,7 @@ _PEFT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-class _Part(NamedTuple):
+class _TensorAdapter(NamedTuple):
   """The adapter of one tensor of the checkpoint.
 
   Attributes:
@@ -105,7 +105,7 @@ def save_adapter(
   use_dora = _common(adapters, "use_dora", lambda x: x.lora_magnitude is not None)
   rslora = all(x.lora_rslora for x in adapters.values())
   parts = {
-    path: list(_parts(linear, _names(model, family, path)))
+    path: list(_tensor_adapters(linear, _names(model, family, path)))
     for path, linear in adapters.items()
   }
   config = {
@@ -138,7 +138,7 @@ def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
   return values.pop()
 
 
-def _parts(linear: Linear, names: list[str]) -> Iterable[_Part]:
+def _tensor_adapters(linear: Linear, names: list[str]) -> Iterable[_TensorAdapter]:
   """The adapters of a module, tensor by tensor, without the padding."""
   a, b = (np.asarray(x) for x in lora_modules.pair_of(linear))
   a, b = (x.reshape(-1, *x.shape[-2:]) for x in (a, b))
@@ -152,10 +152,10 @@ def _parts(linear: Linear, names: list[str]) -> Iterable[_Part]:
     if not used.size and (m is None or not np.any(m)):
       continue
     rank = int(used[-1]) + 1 if used.size else a.shape[-1]
-    yield _Part(name, a[i][:, :rank], b[i][:rank], m, linear.lora_scale)
+    yield _TensorAdapter(name, a[i][:, :rank], b[i][:rank], m, linear.lora_scale)
 
 
-def _tensors(part: _Part) -> list[NewTensor]:
+def _tensors(part: _TensorAdapter) -> list[NewTensor]:
   name = _PREFIX + part.name
   out = [
     NewTensor(
@@ -171,7 +171,7 @@ def _tensors(part: _Part) -> list[NewTensor]:
   return out
 
 
-def _sizes(parts: list[_Part], rslora: bool) -> dict[str, Any]:
+def _sizes(parts: list[_TensorAdapter], rslora: bool) -> dict[str, Any]:
   """PEFT's r and lora_alpha, the most common ones, and patterns for the others."""
   if not parts:
     raise ValueError("every adapter is zero throughout: there is nothing to save")
@@ -209,7 +209,7 @@ def _patterns(values: dict[str, Any], common: Any) -> dict[str, Any]:
 
 
 def _peft_targets(
-  model: Transformer, family: Family, parts: Mapping[str, list[_Part]]
+  model: Transformer, family: Family, parts: Mapping[str, list[_TensorAdapter]]
 ) -> list[str]:
   """PEFT's target_modules: last parts, or full names when only some layers have
   an adapter."""
@@ -297,16 +297,16 @@ def _read(
   used: set[str] = set()
   modules = lora_modules.adaptable(model)
   for path, linear in modules.items():
-    found = []
+    stack = []
     for name in _names(model, family, path):
       keys = _keys(name, bool(peft.get("use_dora")))
       if tensors.keys().isdisjoint(keys):
-        found.append(None)
+        stack.append(None)
         continue
-      found.append(_read_part(name, linear.kernel.shape[-2:], tensors, peft))
+      stack.append(_read_tensor_adapter(name, linear.kernel.shape[-2:], tensors, peft))
       used.update(keys)
-    if any(part is not None for part in found):
-      out[path] = _stacked(found, linear.kernel.shape, peft)
+    if any(part is not None for part in stack):
+      out[path] = _stacked(stack, linear.kernel.shape, peft)
   unused = sorted(tensors.keys() - used)
   if unused or not out:
     raise ValueError(
@@ -321,12 +321,12 @@ def _keys(name: str, use_dora: bool) -> list[str]:
   return [f"{_PREFIX}{name}.{field}" for field in fields]
 
 
-def _read_part(
+def _read_tensor_adapter(
   name: str,
   shape: tuple[int, ...],
   tensors: Mapping[str, StoredTensor],
   peft: dict[str, Any],
-) -> _Part:
+) -> _TensorAdapter:
   rank = _pattern_value(peft, "rank_pattern", name, hf_config.integer(peft, "r"))
   alpha = hf_config.number(peft, "lora_alpha")
   alpha = _pattern_value(peft, "alpha_pattern", name, alpha)
@@ -337,7 +337,7 @@ def _read_part(
     for key, expected in zip(keys, ((rank, rows), (columns, rank), (columns,)))
   )
   scale = alpha / (math.sqrt(rank) if peft.get("use_rslora") else rank)
-  return _Part(name, a.T, b.T, magnitude[0] if magnitude else None, scale)
+  return _TensorAdapter(name, a.T, b.T, magnitude[0] if magnitude else None, scale)
 
 
 def _pattern_value(peft: dict[str, Any], field: str, name: str, default: Any) -> Any:
@@ -353,27 +353,27 @@ def _tensor(
 ) -> np.ndarray:
   tensor = tensors.get(key)
   if tensor is None or tensor.shape != shape:
-    found = "missing" if tensor is None else f"of shape {tensor.shape}"
+    state = "missing" if tensor is None else f"of shape {tensor.shape}"
     raise ValueError(
-      f"adapter tensor {key!r} is {found}, expected shape {shape}: the adapter belongs "
+      f"adapter tensor {key!r} is {state}, expected shape {shape}: the adapter belongs "
       "to another model, or the folder is damaged"
     )
   return tensor.map()
 
 
 def _stacked(
-  parts: list[_Part | None], shape: tuple[int, ...], peft: dict[str, Any]
+  parts: list[_TensorAdapter | None], shape: tuple[int, ...], peft: dict[str, Any]
 ) -> Adapter:
   """The parts in their places of the stack, padded to the largest rank."""
-  there = [part for part in parts if part is not None]
-  rank = max(part.b.shape[0] for part in there)
-  scale = there[0].scale
+  present = [part for part in parts if part is not None]
+  rank = max(part.b.shape[0] for part in present)
+  scale = present[0].scale
   *stack, rows, columns = shape
-  dtype = there[0].a.dtype
+  dtype = present[0].a.dtype
   a = np.zeros((len(parts), rows, rank), dtype)
   b = np.zeros((len(parts), rank, columns), dtype)
   m = None
-  if (magnitude := there[0].magnitude) is not None:
+  if (magnitude := present[0].magnitude) is not None:
     m = np.zeros((len(parts), columns), magnitude.dtype)
   for i, part in enumerate(parts):
     if part is None:

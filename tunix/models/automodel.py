@@ -212,12 +212,12 @@ def _stored_dtype(hf: dict[str, Any], family: Family, tensors: Any) -> Any:
 
 
 def with_options(config: TransformerConfig, **options: Any) -> TransformerConfig:
-  """The config with the options that were given."""
+  """The config with the options that were chosen."""
   for name in ("dtype", "param_dtype"):
     if options[name] is not None:
       options[name] = jnp.dtype(options[name])
-  given = {name: value for name, value in options.items() if value is not None}
-  return dataclasses.replace(config, **given)
+  chosen = {name: value for name, value in options.items() if value is not None}
+  return dataclasses.replace(config, **chosen)
 
 
 # Compiling the draws costs seconds; a program that makes several equal models (a policy

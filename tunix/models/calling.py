@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +64,10 @@ class LanguageModel(abc.ABC):
     model: the module itself. Its `__call__` is the one entry: what wraps modules (qwix,
       captured layers) sees nothing else.
     parameters: of that call, without self.
+    builds_logits: whether `states` are logits: their memory grows with the vocabulary.
   """
+
+  builds_logits: ClassVar[bool]
 
   model: Any
   parameters: Parameters
@@ -77,11 +80,6 @@ class LanguageModel(abc.ABC):
   def accepts(self, name: str) -> bool:
     """Whether a call may name this argument."""
     return takes(self.parameters, name)
-
-  @property
-  @abc.abstractmethod
-  def builds_logits(self) -> bool:
-    """Whether `states` are logits: their memory grows with the vocabulary."""
 
   @property
   def shares_prompts(self) -> bool:

@@ -124,8 +124,8 @@ class LoraConfig:
 
 
 def _by_pattern(patterns: Mapping[str, Any], path: str, default: Any) -> Any:
-  found = (v for pattern, v in patterns.items() if lora_modules.hits(pattern, path))
-  return next(found, default)
+  matching = (v for pattern, v in patterns.items() if lora_modules.hits(pattern, path))
+  return next(matching, default)
 
 
 def apply(
@@ -165,14 +165,14 @@ def apply(
   where = lora_modules.pair_shardings(model, shapes)
   adapters = {}
   for path, (shape_a, shape_b) in shapes.items():
-    own = jax.random.fold_in(key, zlib.crc32(path.encode()))
+    path_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
     draw = jax.jit(_uniform, static_argnums=(1, 2), out_shardings=where[path][0])
     magnitude = None
     if config.use_dora:
       # In float32 always: rounded to bfloat16 it would change a fresh model.
       magnitude = lora_modules.fresh_magnitude(modules[path])
     adapters[path] = Adapter(
-      a=draw(own, shape_a, jnp.dtype(config.dtype)),
+      a=draw(path_key, shape_a, jnp.dtype(config.dtype)),
       b=jnp.zeros(shape_b, config.dtype, device=where[path][1]),
       magnitude=magnitude,
       scale=config.scale_of(path),

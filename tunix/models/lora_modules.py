@@ -76,12 +76,12 @@ def select(model: Transformer, targets: Iterable[str]) -> list[str]:
   paths = list(adaptable(model))
   chosen: set[str] = set()
   for target in targets:
-    found = [path for path in paths if hits(target, path)]
-    if not found:
+    matched = [path for path in paths if hits(target, path)]
+    if not matched:
       fixed = [p for p in ("lm_head", "embed_tokens") if hits(target, p)]
       why = f"{fixed[0]} cannot be adapted" if fixed else "it matches no module"
       raise ValueError(f"target {target!r}: {why}; modules are {', '.join(paths)}")
-    chosen.update(found)
+    chosen.update(matched)
   return [path for path in paths if path in chosen]
 
 
@@ -279,8 +279,8 @@ def attach(
     linear.lora_scale, linear.lora_rslora = adapter.scale, adapter.rslora
     linear.lora_dropout = adapter.dropout
     if adapter.dropout:
-      own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-      state = dropout.new_state(own, linear.kernel.shape[:-2])
+      path_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+      state = dropout.new_state(path_key, linear.kernel.shape[:-2])
       mesh = mesh_lib.mesh_of(nnx.state(linear.kernel) if is_quantised(linear) else a)
       if mesh is not None:
         value = state.get_value()

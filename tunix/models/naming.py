@@ -91,11 +91,11 @@ def get_model_name_from_model_id(model_id: str) -> str:
 
 def get_model_family_and_version(model_name: str) -> tuple[str, str]:
   """ "llama-3.1-8b" -> ("llama3p1", "8b")."""
-  found = _FAMILY.fullmatch(model_name.lower())
-  if found is None:
+  match = _FAMILY.fullmatch(model_name.lower())
+  if match is None:
     family, _, version = model_name.lower().partition("_")
   else:
-    family, version = found[1] + (found[2] or ""), found[3]
+    family, version = match[1] + (match[2] or ""), match[3]
   return family.replace(".", "p"), version.replace(".", "p").replace("-", "_")
 
 

@@ -118,12 +118,12 @@ def _check_complete(
   """
   back = canonical(family.config_from_hf(hf))
   for name, value in vars(canonical(config)).items():
-    found = getattr(back, name)
-    close = isinstance(value, float) and isinstance(found, float)
-    if value != found and not (close and math.isclose(value, found, rel_tol=1e-6)):
+    reread = getattr(back, name)
+    close = isinstance(value, float) and isinstance(reread, float)
+    if value != reread and not (close and math.isclose(value, reread, rel_tol=1e-6)):
       raise ValueError(
         f"{name} is {value!r}, which a config.json of {family.name} cannot say (it "
-        f"would be read as {found!r}): save the model as another family, see family="
+        f"would be read as {reread!r}): save the model as another family, see family="
       )
 
 

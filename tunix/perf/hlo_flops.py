@@ -161,8 +161,8 @@ def _constant(value: Any) -> int | None:
   operation = _definition(value)
   if operation is None or operation.name != "stablehlo.constant":
     return None
-  found = re.search(r"dense<(-?\d+)>", str(operation.attributes["value"]))
-  return int(found.group(1)) if found else None
+  match = re.search(r"dense<(-?\d+)>", str(operation.attributes["value"]))
+  return int(match.group(1)) if match else None
 
 
 def _shape(value: Any) -> list[int]:
@@ -171,9 +171,9 @@ def _shape(value: Any) -> list[int]:
 
 def _dot_flops(operation: Any) -> float:
   numbers = str(operation.attributes["dot_dimension_numbers"])
-  found = re.search(r"lhs_contracting_dimensions = \[([\d, ]*)\]", numbers)
+  match = re.search(r"lhs_contracting_dimensions = \[([\d, ]*)\]", numbers)
   lhs = _shape(operation.operands[0])
-  contracted = [int(i) for i in found.group(1).split(",") if i.strip()] if found else []
+  contracted = [int(i) for i in match.group(1).split(",") if i.strip()] if match else []
   terms = math.prod(lhs[i] for i in contracted)
   return 2.0 * math.prod(_shape(operation.results[0])) * terms
 

@@ -146,9 +146,9 @@ class _Parser:
     return token
 
   def _expect(self, token: str) -> None:
-    found = self._next()
-    if found != token:
-      raise NotANumber(f"{found or 'the end'!r} instead of {token!r}")
+    actual = self._next()
+    if actual != token:
+      raise NotANumber(f"{actual or 'the end'!r} instead of {token!r}")
 
   def _deeper(self) -> None:
     self._depth += 1

@@ -146,8 +146,8 @@ def length(
     ValueError: both or none given, or a length below 1.
   """
   limits = {"target": target, "maximum": maximum}
-  given = [x for x in limits.values() if x is not None]
-  if len(given) != 1 or given[0] < 1:
+  lengths = [x for x in limits.values() if x is not None]
+  if len(lengths) != 1 or lengths[0] < 1:
     raise ValueError(f"give one of target and maximum, 1 or more; they are {limits}")
   return RowReward("length", _length, None, limits | {"tokenizer": tokenizer})
 
@@ -209,11 +209,11 @@ def _numeric(
   expected = float(maths.evaluate(str(reference)))
   answer = _answer(completion, pattern)
   try:
-    found = float(maths.evaluate(answer or ""))
+    value = float(maths.evaluate(answer or ""))
   except (maths.NotANumber, OverflowError):
     return 0.0
   allowed = max(absolute, relative * abs(expected))
-  return float(abs(found - expected) <= allowed)
+  return float(abs(value - expected) <= allowed)
 
 
 def _maths(

@@ -57,11 +57,12 @@ class PerRow:
   def __signature__(self) -> inspect.Signature:
     """That of the function, with the names that a whole batch is passed by."""
     singular = {"prompt": "prompts", "completion": "completions"}
-    own = inspect.signature(self.function)
+    signature = inspect.signature(self.function)
     renamed = [
-      p.replace(name=singular.get(p.name, p.name)) for p in own.parameters.values()
+      p.replace(name=singular.get(p.name, p.name))
+      for p in signature.parameters.values()
     ]
-    return own.replace(parameters=renamed)
+    return signature.replace(parameters=renamed)
 
   def __call__(self, **columns: Any) -> Any:
     """Rewards of all rows, or an awaitable of them."""

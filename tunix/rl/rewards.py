@@ -289,14 +289,14 @@ def _check_functions(functions: Sequence[Any]) -> None:
 def _names(functions: Sequence[RewardFn], names: Sequence[str] | None) -> list[str]:
   if names is not None and len(names) != len(functions):
     raise ValueError(f"{len(names)} names for {len(functions)} reward functions")
-  found = [reward_outcomes.name_of(f) for f in functions] if names is None else names
-  repeated = [name for name, n in collections.Counter(found).items() if n > 1]
+  labels = [reward_outcomes.name_of(f) for f in functions] if names is None else names
+  repeated = [name for name, n in collections.Counter(labels).items() if n > 1]
   if repeated:
     raise ValueError(
       f"several reward functions are called {repeated[0]!r}: tell them apart with "
       "names=[...]"
     )
-  return list(found)
+  return list(labels)
 
 
 def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:

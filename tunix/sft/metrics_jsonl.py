@@ -258,8 +258,8 @@ def _last_line_end(path: pathlib.Path, limit: int) -> int:
     while end > 0:
       start = max(0, end - block)
       file.seek(start)
-      found = file.read(end - start).rfind(b"\n")
-      if found >= 0:
-        return start + found + 1
+      newline = file.read(end - start).rfind(b"\n")
+      if newline >= 0:
+        return start + newline + 1
       end = start
   return 0

@@ -132,8 +132,8 @@ def _program(leaves: list[Any]) -> jax.Array:
   where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
   # Under a surrounding mesh of other devices: the leaves' own, of their kinds of axes.
   meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in inputs)
-  own = next((m for m in meshes if isinstance(m, Mesh)), None)
-  with mesh_lib.use_mesh(own if mesh_lib.current_mesh() is not None else None):
+  leaves_mesh = next((m for m in meshes if isinstance(m, Mesh)), None)
+  with mesh_lib.use_mesh(leaves_mesh if mesh_lib.current_mesh() is not None else None):
     return _compiled(where)(inputs)
 
 

@@ -82,10 +82,9 @@ def evaluate(
   records = read_prompts(path)
   rows = records.rows
   prompts = records.texts(tokenizer, chat=chat, template_kwargs=template_args)
-  found = _sample(
+  text, tokens, reasons = _sample(
     Sampler(model, tokenizer), prompts, batch_size, max_new_tokens, options
   )
-  text, tokens, reasons = found
   size = len(text) // len(rows)
   scored = None
   if rewards is not None:

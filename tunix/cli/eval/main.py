@@ -64,9 +64,9 @@ def _evaluate(
     "template_args": args.template_args,
     "shown": args.show,
   }
-  found = []
+  sections = []
   if args.data is not None:
-    found.append(
+    sections.append(
       likelihood.evaluate(
         model, tokenizer, args.data, max_length=args.max_length, **shared
       )
@@ -77,7 +77,7 @@ def _evaluate(
       if args.reference is None
       else loading.load_model(args.reference, dtype=args.dtype)
     )
-    found.append(
+    sections.append(
       pairs.evaluate(
         model,
         tokenizer,
@@ -89,7 +89,7 @@ def _evaluate(
       )
     )
   if args.prompts is not None:
-    found.append(
+    sections.append(
       generation.evaluate(
         model,
         tokenizer,
@@ -102,7 +102,7 @@ def _evaluate(
         **shared,
       )
     )
-  return found
+  return sections
 
 
 def _check(args: argparse.Namespace) -> None:

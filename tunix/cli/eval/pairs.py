@@ -67,12 +67,12 @@ def evaluate(
     raise ValueError(f"{path}: the responses of every pair are equal")
   rows = [Row(a.prompt, r, m) for a in read for r, m in zip(a.completions, a.masks)]
   of = scores.rewards_of_rows if is_reward else scores.logps_of_rows
-  found = scores.score(model, of, rows, batch_size).astype(np.float64)
+  values = scores.score(model, of, rows, batch_size).astype(np.float64)
   if reference is not None:
-    found -= scores.score(reference, of, rows, batch_size)
+    values -= scores.score(reference, of, rows, batch_size)
   if per_token:
-    found /= [max(1, int(row.mask.sum())) for row in rows]
-  table = found.reshape(-1, 2)
+    values /= [max(1, int(row.mask.sum())) for row in rows]
+  table = values.reshape(-1, 2)
   what = "score" if is_reward else "log-prob" + (" per token" if per_token else "")
   if reference is not None:
     what += " above the reference"

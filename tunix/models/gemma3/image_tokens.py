@@ -75,10 +75,10 @@ def expand_images(ids: Iterable[int], tokens: ImageTokens) -> list[int]:
     ValueError: the prompt holds soft or end tokens, so it is expanded already.
   """
   ids = list(ids)
-  found = sum(i in (tokens.soft, tokens.end) for i in ids)
-  if found:
+  expanded = sum(i in (tokens.soft, tokens.end) for i in ids)
+  if expanded:
     raise ValueError(
-      f"the prompt holds {found} tokens of expanded images ({tokens.soft} or "
+      f"the prompt holds {expanded} tokens of expanded images ({tokens.soft} or "
       f"{tokens.end}), expected only {tokens.start}: expand it once"
     )
   lengths = {token: n for n, token in enumerate(tokens.newlines, 1)}

@@ -94,8 +94,8 @@ def canonical_key(key: str) -> str:
   an untied "lm_head": apply it to checkpoints with images only.
   """
   for pattern, prefix in _SPELLINGS:
-    key, found = pattern.subn(prefix, key)
-    if found:
+    key, replaced = pattern.subn(prefix, key)
+    if replaced:
       break
   return key
 

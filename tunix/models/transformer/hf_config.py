@@ -248,12 +248,12 @@ def _read_yarn(values: Mapping[str, Any]) -> dict[str, Any]:
         f"rope {field} is {values[field]!r}: YaRN is supported with attention_factor "
         "only"
       )
-  given = values.get("attention_factor") is not None
+  has_factor = values.get("attention_factor") is not None
   return {
     "original_max_position": integer(values, "original_max_position_embeddings"),
     "beta_fast": number(values, "beta_fast", 32.0),
     "beta_slow": number(values, "beta_slow", 1.0),
-    "attention_factor": number(values, "attention_factor") if given else None,
+    "attention_factor": number(values, "attention_factor") if has_factor else None,
     "truncate": bool(values.get("truncate", True)),
   }
 

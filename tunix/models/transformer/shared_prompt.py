@@ -53,8 +53,8 @@ class SharedPrompt:
   def positions(self, valid: Bool[Array, "B T"]) -> Int[Array, "B T"]:
     """Each completion's go on from the prompt's, which count its valid tokens."""
     prompt = valid[:, : self.prompt]
-    own = jnp.arange(self.completion(valid.shape[1]), dtype=jnp.int32)
-    after = jnp.sum(prompt, axis=1, dtype=jnp.int32)[:, None] + own
+    places = jnp.arange(self.completion(valid.shape[1]), dtype=jnp.int32)
+    after = jnp.sum(prompt, axis=1, dtype=jnp.int32)[:, None] + places
     return jnp.concatenate(
       [masks.positions_from_mask(prompt), jnp.tile(after, (1, self.copies))], axis=1
     )

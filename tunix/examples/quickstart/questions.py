@@ -6,8 +6,7 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-from tunix.cli.quickstart import task
-from tunix.cli.quickstart.data import write_jsonl
+from tunix.examples.quickstart import task
 from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
@@ -15,12 +14,7 @@ from tunix.models.automodel import AutoModel
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-  """One greedy answer.
-
-  Attributes:
-    record: the question.
-    text: what the model said.
-  """
+  """What a model said, greedily, to the question of a record."""
 
   record: task.Record
   text: str
@@ -29,11 +23,6 @@ class Answer:
   def right(self) -> bool:
     """Whether it is the sum, in brackets."""
     return task.is_right(self.record, self.text)
-
-  @property
-  def in_form(self) -> bool:
-    """Whether it is a number in brackets."""
-    return task.in_form(self.text)
 
 
 def ask(
@@ -62,7 +51,7 @@ def write_answers(
   path: pathlib.Path, before: Sequence[Answer], after: Sequence[Answer]
 ) -> None:
   """One JSON object a question, with both answers."""
-  write_jsonl(
+  task.write_jsonl(
     path,
     (
       {**b.record, "before": b.text, "after": a.text, "right": a.right}

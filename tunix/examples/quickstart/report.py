@@ -6,14 +6,15 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 
-from tunix.cli import plots, tables
-from tunix.cli.plots import Series
-from tunix.cli.quickstart import questions
-from tunix.cli.quickstart.data import QuickstartData
-from tunix.cli.quickstart.questions import Answer
-from tunix.cli.quickstart.settings import Settings
+from tunix.cli import tables
+from tunix.examples.quickstart import plots, questions
+from tunix.examples.quickstart.plots import Series
+from tunix.examples.quickstart.questions import Answer
+from tunix.examples.quickstart.settings import Settings
+from tunix.examples.quickstart.task import QuickstartData
 
 _SHOWN = 8
+_UNITS = {"sft": "loss, nats per token", "grpo": "mean reward"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,33 +50,21 @@ def plot(results: Results) -> None:
   Raises:
     OSError: the file cannot be written.
   """
-  titles = {"sft": "Fine-tuning", "grpo": "GRPO (held out: greedy)"}
-  values = {"sft": "loss, nats per token", "grpo": "mean reward"}
-  plots.save_curves(
-    results.settings.plot,
-    [
-      plots.Curve(
-        title=titles[stage],
-        train=curve["train"],
-        held_out=curve["eval"],
-        value=values[stage],
-      )
-      for stage, curve in results.curves.items()
-    ],
-  )
+  labels = {
+    "sft": ("Fine-tuning", _UNITS["sft"]),
+    "grpo": ("GRPO (held out: greedy)", _UNITS["grpo"]),
+  }
+  plots.save_curves(results.settings.plot, results.curves, labels)
 
 
 def summary(results: Results) -> str:
-  """The result in a few lines."""
+  """The result in three lines."""
   loss, reward = (results.held_out(stage) for stage in ("sft", "grpo"))
   before, after = _accuracies(results)
-  return "\n".join(
-    [
-      f"fine-tuning: held-out loss      {loss[0]:.2f} -> {loss[1]:.2f}",
-      f"GRPO:        held-out reward    {reward[0]:.2f} -> {reward[1]:.2f}",
-      f"             greedy accuracy    {before} -> {after}",
-    ]
-  )
+  return f"""\
+fine-tuning: held-out loss      {loss[0]:.2f} -> {loss[1]:.2f}
+GRPO:        held-out reward    {reward[0]:.2f} -> {reward[1]:.2f}
+             greedy accuracy    {before} -> {after}"""
 
 
 def example(results: Results) -> str:
@@ -88,15 +77,15 @@ def example(results: Results) -> str:
 def next_steps(results: Results) -> list[tuple[str, str]]:
   """(what it does, the command) to go on with."""
   settings = results.settings
-  model, config, other = (
-    shlex.quote(str(path))
-    for path in (
+  model, config, other, question = (
+    shlex.quote(str(word))
+    for word in (
       settings.export("grpo"),
       settings.config_file("grpo"),
       settings.output / "grpo-rloo",
+      _shown(results)[0][1].record["prompt"],
     )
   )
-  question = shlex.quote(_shown(results)[0][1].record["prompt"])
   return [
     ("ask the model", f"tunix generate --model {model} --prompt {question}"),
     (
@@ -108,28 +97,41 @@ def next_steps(results: Results) -> list[tuple[str, str]]:
 
 def markdown(results: Results) -> str:
   """The report; links are relative to its folder."""
-  settings = results.settings
-  samples = settings.samples.relative_to(settings.output).as_posix()
-  parts = [
-    "# Quickstart report",
-    _what_happened(results),
-    "## Loss and reward",
-    f"![curves]({settings.plot.name})",
-    _stage_table(results),
-    "## Answers to sums never seen",
-    _answer_table(results),
-    f"All answers are in `{settings.answers.name}`. What the model tried on the way, and "
-    f"how each try was rewarded, is on [the page of samples]({samples}).",
-    "## Time",
-    _time_table(results),
-    "## Files",
-    "\n".join(f"- `{path}`: {what}" for path, what in files(settings)),
-    "## Go on",
-    "\n\n".join(
-      f"To {what}:\n\n```bash\n{command}\n```" for what, command in next_steps(results)
-    ),
-  ]
-  return "\n\n".join(parts) + "\n"
+  s = results.settings
+  file_list = "\n".join(f"- `{path}`: {what}" for path, what in files(s))
+  commands = "\n\n".join(
+    f"To {what}:\n\n```bash\n{command}\n```" for what, command in next_steps(results)
+  )
+  return f"""\
+# Quickstart report
+
+{_what_happened(results)}
+
+## Loss and reward
+
+![curves]({s.plot.name})
+
+{_stage_table(results)}
+
+## Answers to sums never seen
+
+{_answer_table(results)}
+
+All answers are in `{s.answers.name}`. What the model tried on the way, and how each try \
+was rewarded, is on [the page of samples]({s.samples.relative_to(s.output).as_posix()}).
+
+## Time
+
+{_time_table(results)}
+
+## Files
+
+{file_list}
+
+## Go on
+
+{commands}
+"""
 
 
 def files(settings: Settings) -> list[tuple[str, str]]:
@@ -168,7 +170,7 @@ def _what_happened(results: Results) -> str:
 
 def _stage_table(results: Results) -> str:
   rows = []
-  for stage, what in (("sft", "loss, nats per token"), ("grpo", "mean reward")):
+  for stage, what in _UNITS.items():
     first, last = results.held_out(stage)
     steps = results.curves[stage]["train"][-1][0]
     rows.append((stage, str(steps), what, f"{first:.3f}", f"{last:.3f}"))

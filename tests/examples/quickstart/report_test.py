@@ -5,10 +5,10 @@ import pathlib
 
 import pytest
 
-from tunix.cli.quickstart import report
-from tunix.cli.quickstart.data import QuickstartData
-from tunix.cli.quickstart.questions import Answer
-from tunix.cli.quickstart.settings import Settings
+from tunix.examples.quickstart import report
+from tunix.examples.quickstart.questions import Answer
+from tunix.examples.quickstart.settings import Settings
+from tunix.examples.quickstart.task import QuickstartData
 
 RECORD = {"prompt": "1+2+3=", "response": "[6]", "answer": "6"}
 

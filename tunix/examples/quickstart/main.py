@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from tunix.cli.arguments import Parser
-from tunix.cli.quickstart.settings import Settings, prepare_output
+from tunix.examples.quickstart.settings import Settings, prepare_output
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,19 +56,15 @@ def run(settings: Settings) -> None:
   print(f"tunix quickstart: a few minutes on two CPU cores; in {settings.output}")
   seconds: dict[str, float] = {}
   with _stage("imports", seconds):
-    from tunix.cli.quickstart import (
-      data as quickstart_data,
-      questions,
-      report,
-      train as training,
-    )
+    # Not above: `--help` and a refused folder need none of it.
+    from tunix.examples.quickstart import questions, report, task, train as training
     from tunix.utils import io
 
   with _stage("data, tokenizer, fresh model", seconds):
-    data = quickstart_data.build_data(
+    data = task.build_data(
       settings.data, seed=settings.seed, held_out=settings.held_out
     )
-    parameters = training.write_model(settings, quickstart_data.make_tokenizer())
+    parameters = training.write_model(settings, task.make_tokenizer())
     counts = f"{len(data.train)} sums to learn from, {len(data.held_out)} held out"
     print(f"{counts}; {parameters:,} parameters")
   answers, names = {}, {"sft": "fine-tuning", "grpo": "reinforcement by GRPO"}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunix.cli.quickstart.settings import Settings, prepare_output
+from tunix.examples.quickstart.settings import Settings, prepare_output
 
 
 @pytest.mark.parametrize(

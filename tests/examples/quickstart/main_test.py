@@ -12,9 +12,9 @@ import jax
 import pytest
 
 from tests.cli import runs
-from tunix.cli.quickstart import main as quickstart, train as training
-from tunix.cli.quickstart.data import QuickstartData
-from tunix.cli.quickstart.settings import Settings
+from tunix.examples.quickstart import main as quickstart, train as training
+from tunix.examples.quickstart.settings import Settings
+from tunix.examples.quickstart.task import QuickstartData
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.automodel import AutoModel
 from tunix.sft.metrics_logger import MetricsLogger

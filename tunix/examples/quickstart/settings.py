@@ -121,19 +121,19 @@ def prepare_output(folder: pathlib.Path, *, overwrite: bool) -> None:
   """
   if folder.exists() and not folder.is_dir():
     raise NotADirectoryError(f"{folder} is a file: give a folder, --output DIR")
-  found = sorted(os.listdir(folder)) if folder.is_dir() else []
-  foreign = [name for name in found if name not in _NAMES]
+  names = sorted(os.listdir(folder)) if folder.is_dir() else []
+  foreign = [name for name in names if name not in _NAMES]
   if foreign:
     raise ValueError(
       f"{folder} holds {foreign[0]!r}, which is not of a quickstart: choose another "
       "folder, --output DIR"
     )
-  if found and not overwrite:
+  if names and not overwrite:
     raise ValueError(
       f"{folder} is not empty: choose another folder, --output DIR, or --overwrite "
       "what is there"
     )
-  for name in found:
+  for name in names:
     path = folder / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
   folder.mkdir(parents=True, exist_ok=True)
