@@ -1,0 +1,90 @@
+"""One adapter for models of every make: what it gives must not depend on the make."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests import toys
+from tunix.models import calling
+
+TOKENS = jnp.array([[5, 6, 7, 8], [9, 5, 6, 7]])
+TARGETS = jnp.array([[6, 7, 8, 2], [5, 6, 7, 2]])
+WEIGHTS = jnp.array([[1.0, 1.0, 0.0, 0.0], [1.0, 0.5, 1.0, 0.0]])
+
+
+class WithoutSeam(nnx.Module):
+  """The same decoder behind the four-argument call alone."""
+
+  def __init__(self, decoder):
+    self.decoder = decoder
+
+  def __call__(self, input_tokens, positions, cache, attention_mask):
+    return self.decoder(input_tokens, positions, cache, attention_mask)
+
+
+@pytest.fixture(scope="module")
+def makes():
+  decoder = toys.model()
+  return calling.adapt(decoder), calling.adapt(WithoutSeam(decoder))
+
+
+def close(a, b):
+  np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_with_the_seam_builds_no_logits(makes):
+  chunked, plain = makes
+  assert (chunked.builds_logits, plain.builds_logits) == (False, True)
+  assert chunked.shares_prompts and not plain.shares_prompts
+  assert chunked.accepts("segment_ids") and not plain.accepts("segment_ids")
+
+
+def test_both_makes_say_the_same(makes):
+  chunked, plain = makes
+  states = [make.states(TOKENS) for make in makes]
+  assert states[0].shape != states[1].shape
+  close(chunked.unembed(states[0]), plain.unembed(states[1]))
+  close(chunked.full_logits(TOKENS), plain.full_logits(TOKENS))
+  scores = [
+    make.token_logps(s, TARGETS, temperature=0.7, entropy=True)
+    for make, s in zip(makes, states)
+  ]
+  jax.tree.map(close, *map(tuple, scores))
+  sums = [make.cross_entropy(s, TARGETS, WEIGHTS) for make, s in zip(makes, states)]
+  jax.tree.map(close, *sums)
+  likeliest = [make.top_k(s, 3, 1.0) for make, s in zip(makes, states)]
+  jax.tree.map(close, *map(tuple, likeliest))
+
+
+def test_cross_entropy_is_that_of_the_log_probs(makes):
+  for make in makes:
+    states = make.states(TOKENS)
+    logps = make.token_logps(states, TARGETS).logps
+    total, weight = make.cross_entropy(states, TARGETS, WEIGHTS)
+    close(total, -jnp.sum(logps * WEIGHTS))
+    assert float(weight) == 4.5
+
+
+def test_a_mask_stands_for_the_segments(makes):
+  segments = jnp.array([[1, 1, 2, 2], [1, 1, 1, 1]])
+  same = segments[:, :, None] == segments[:, None, :]
+  mask = same & np.tril(np.ones((4, 4), bool))
+  positions = jnp.array([[0, 1, 0, 1], [0, 1, 2, 3]])
+  by_segments, by_mask = (
+    makes[0].unembed(makes[0].states(TOKENS, positions, *how))
+    for how in ((segments, None), (segments, mask))
+  )
+  close(by_segments, by_mask)
+  close(by_mask, makes[1].states(TOKENS, positions, segments))
+
+
+def test_a_call_of_another_form_is_refused():
+  class Odd(nnx.Module):
+    def __call__(self, tokens, something, else_):
+      return tokens
+
+  message = r"Odd.__call__ takes \(tokens, something, else_\).*tokens alone: give"
+  with pytest.raises(TypeError, match=message):
+    calling.adapt(Odd()).states(TOKENS, remedy=": give a loss")
