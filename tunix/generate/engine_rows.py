@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 import jax
@@ -14,6 +18,8 @@ from tunix.generate.base_sampler import SamplerOutput
 from tunix.generate.completions import find_stop
 from tunix.generate.options import SamplingOptions
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import safetensors_saver
+from tunix.models.transformer.model import Transformer
 
 # Which distribution an engine's log-probs are under: the model's own, or the one drawn
 # from, after temperature and filters.
@@ -38,6 +44,32 @@ class EngineRow:
   tokens: Sequence[int]
   logprobs: Sequence[float] | None
   reason: str
+
+
+@contextlib.contextmanager
+def weights_folder(
+  source: Transformer | str | os.PathLike[str], parent: str | os.PathLike[str] | None
+) -> Iterator[pathlib.Path]:
+  """A folder with weights for an engine to read, absolute: `source` itself if it is
+  one, else a temporary one under `parent` that the model is written to, with its
+  adapters merged."""
+  if isinstance(source, (str, os.PathLike)):
+    yield pathlib.Path(source).absolute()
+    return
+  with tempfile.TemporaryDirectory(dir=parent) as temporary:
+    folder = pathlib.Path(temporary).absolute() / "weights"
+    safetensors_saver.save_pretrained(source, folder)
+    yield folder
+
+
+def check_engine_options(options: SamplingOptions, reserved: Iterable[str]) -> None:
+  """Refuses fields of a request that the sampler writes itself.
+
+  Raises:
+    ValueError: `engine_options` has one of `reserved`.
+  """
+  if taken := sorted(set(reserved) & set(options.engine_options)):
+    raise ValueError(f"engine_options has {taken}: use the sampler's own arguments")
 
 
 def seeds(options: SamplingOptions, prompts: int) -> list[int]:

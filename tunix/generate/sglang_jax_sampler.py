@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ from tunix.generate.completions import find_stop
 from tunix.generate.engine_http import Client
 from tunix.generate.engine_rows import EngineError, EngineRow
 from tunix.generate.options import SamplingOptions
-from tunix.models import safetensors_saver
 from tunix.models.transformer.model import Transformer
 
 
@@ -113,12 +111,7 @@ class SglangJaxSampler(BaseSampler):
         "this release of SGLang-JAX takes no new weights while it runs: give "
         "SglangJaxSampler a restart function"
       )
-    if isinstance(source, (str, os.PathLike)):
-      self._connect(self._restart(pathlib.Path(source).absolute()))
-      return
-    with tempfile.TemporaryDirectory(dir=self._weights_dir) as parent:
-      folder = pathlib.Path(parent).absolute() / "weights"
-      safetensors_saver.save_pretrained(source, folder)
+    with engine_rows.weights_folder(source, self._weights_dir) as folder:
       self._connect(self._restart(folder))
 
   def _connect(self, url: str) -> None:
@@ -135,7 +128,6 @@ class SglangJaxSampler(BaseSampler):
     options: SamplingOptions,
   ) -> list[dict[str, Any]]:
     """A request a row."""
-    extra = options.engine_options
     filters = options.filters
     common = {
       "temperature": options.temperature,
@@ -147,12 +139,15 @@ class SglangJaxSampler(BaseSampler):
       "stop_token_ids": list(self._eos(options)),
       "ignore_eos": options.eos_tokens is not None,  # an empty list: see `refused`
     }
-    if taken := sorted((set(common) | {"max_new_tokens", "n"}) & set(extra)):
-      raise ValueError(f"engine_options has {taken}: use the sampler's own arguments")
+    engine_rows.check_engine_options(options, (*common, "max_new_tokens", "n"))
     return [
       {
         "input_ids": prompt.tolist(),
-        "sampling_params": {**common, **extra, "max_new_tokens": int(limit)},
+        "sampling_params": {
+          **common,
+          **options.engine_options,
+          "max_new_tokens": int(limit),
+        },
         # The ids come with the log-probs only.
         "return_logprob": True,
       }

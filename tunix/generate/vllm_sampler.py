@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,6 @@ from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.generate.engine_http import Client, Refused
 from tunix.generate.engine_rows import EngineError, EngineRow, LogprobKind
 from tunix.generate.options import SamplingOptions
-from tunix.models import safetensors_saver
 from tunix.models.transformer.model import Transformer
 
 
@@ -100,12 +98,7 @@ class VllmSampler(BaseSampler):
       ValueError: the server is not in development mode.
       EngineError: loading failed; vLLM does not survive that.
     """
-    if isinstance(source, (str, os.PathLike)):
-      self._load(pathlib.Path(source).absolute())
-      return
-    with tempfile.TemporaryDirectory(dir=self._weights_dir) as parent:
-      folder = pathlib.Path(parent).absolute() / "weights"
-      safetensors_saver.save_pretrained(source, folder)
+    with engine_rows.weights_folder(source, self._weights_dir) as folder:
       self._load(folder)
 
   def _load(self, folder: pathlib.Path) -> None:
@@ -165,7 +158,6 @@ class VllmSampler(BaseSampler):
     options: SamplingOptions,
   ) -> list[dict[str, Any]]:
     """A request a prompt."""
-    extra = options.engine_options
     eos = options.eos_tokens
     eos = self.tokenizer.eos_ids() if eos is None else eos
     greedy = options.temperature == 0
@@ -188,15 +180,14 @@ class VllmSampler(BaseSampler):
       "return_token_ids": True,
       **({"logprobs": 0} if options.return_logprobs else {}),
     }
-    own = set(common) | {"prompt", "max_tokens", "seed", "stream", "echo"}
-    if taken := sorted(own & set(extra)):
-      raise ValueError(f"engine_options has {taken}: use the sampler's own arguments")
+    per_prompt = ("prompt", "max_tokens", "seed", "stream", "echo")
+    engine_rows.check_engine_options(options, (*common, *per_prompt))
     limits = options.limits(len(prompts))
     drawn = {} if greedy else {"seed": engine_rows.seeds(options, len(prompts))}
     return [
       {
         **common,
-        **extra,
+        **options.engine_options,
         **{name: values[i] for name, values in drawn.items()},
         "prompt": prompt.tolist(),
         "max_tokens": int(limits[i]),
