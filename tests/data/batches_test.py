@@ -13,10 +13,8 @@ from tunix.sft.dpo.pairs import (
   DataInput,
   KTODataInput,
   KTOTrainingInput,
-  Limits,
   TrainingInput,
 )
-from tunix.sft.dpo.reader import Reader
 from tunix.sft.losses import batch_fields
 
 TEXT = toys_text.chat_tokenizer(None)
@@ -52,11 +50,6 @@ def test_all_forms_of_a_batch_give_the_same_rows():
     for name, value in vars(want).items():
       np.testing.assert_array_equal(getattr(got, name), value)
   assert want.weights.tolist() == [1.0, 1.0] and want.margins is None
-
-
-def test_the_name_that_it_had():
-  for name, value in vars(Reader(TEXT, Limits(8, 8)).pairs(text())).items():
-    np.testing.assert_array_equal(value, getattr(reader().pairs(text()), name))
 
 
 def test_margins_come_along():
