@@ -137,7 +137,7 @@ class SglangJaxSampler(BaseSampler):
       "stop": list(options.stops),
       # ignore_eos would switch these off too: the model's own ids always count.
       "stop_token_ids": list(self._eos(options)),
-      "ignore_eos": options.eos_tokens is not None,  # an empty list: see `refused`
+      "ignore_eos": options.eos_tokens is not None,  # it is empty: others are refused
     }
     engine_rows.check_engine_options(options, (*common, "max_new_tokens", "n"))
     return [
