@@ -132,7 +132,7 @@ def test_the_student_answers_itself(keys, tmp_path, capsys, eval_file):
   alone = {"data__train": file, "distill__on_policy_fraction": 1.0}
   assert train(keys | alone) == 0
   said = capsys.readouterr().out
-  assert "in 100% of the steps the student answers, with at most 20 tokens" in said
+  assert "in 100% of the steps the student writes, with at most 20 tokens" in said
   assert "train data: 16 prompts: 16 kept; the longest prompt has" in said
   assert "eval data: 6 completions: 6 kept" in said
   argv = runs.arguments(**{k: v for k, v in keys.items() if v is not None})

@@ -223,7 +223,7 @@ def test_labels_out_of_balance_are_a_note(keys, tmp_path, capsys):
     record["label"] = True
   write(keys["data__train"], records)
   assert train(keys, output_dir=tmp_path / "other") == 2
-  assert "all 12 responses have the label true" in capsys.readouterr().err
+  assert "all 12 completions have the label true" in capsys.readouterr().err
 
 
 def test_bad_records_are_counted_or_refused(keys, tmp_path, capsys):

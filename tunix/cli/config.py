@@ -1,4 +1,4 @@
-"""From YAML files and the command line to a the settings of a job.
+"""From YAML files and the command line to the settings of a job.
 
 Later files override earlier ones key by key, the command line overrides files. A key
 that nobody knows, or a value of the wrong type, is an error that says where it stands.

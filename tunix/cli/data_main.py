@@ -16,7 +16,7 @@ usage: tunix data show FILE[,FILE] [--rows N] [--KEY.SUB=VALUE ...]
        tunix data scan FILE[,FILE] [--KEY.SUB=VALUE ...]
 
 show: the first batch as text, with the tokens that are trained between « and »; for
-      dpo, orpo, kto and reward prompts with their responses, those that are scored
+      dpo, orpo, kto and reward prompts with their completions, those that are scored
       between « and »; for grpo and ppo the prompts, with the columns that reward
       functions see.
 scan: checks and tokenises every record, and counts.

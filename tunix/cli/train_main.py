@@ -67,9 +67,9 @@ class Result:
     train_loss: of the first and the last step, in sft nats per token; not in RL.
     eval_loss: before the first and after the last step; None without evaluation data.
     train_accuracy, eval_accuracy: likewise, the share of pairs of which the chosen
-      response is preferred; dpo, orpo and reward only.
+      completion is preferred; dpo, orpo and reward only.
     train_margin, eval_margin: likewise, between the rewards of good and of bad
-      responses; kto only.
+      completions; kto only.
     train_reward, eval_reward: mean rewards likewise, of the first and the last batch of
       rollouts; RL only.
     export: folder of the exported model or adapter; None without an export.

@@ -57,10 +57,10 @@ class DistillSettings:
     teacher: folder of the teacher, whose tokenizer must be the student's.
     strategy: logit: the divergence of the two distributions, with cross-entropy;
       policy_gradient: the reverse KL on what the student writes. null: logit.
-    on_policy_fraction: share of the steps whose responses the student writes itself, as
+    on_policy_fraction: share of the steps whose completions the student writes, as
       `rollout` says; the others take those of the data, which are prompts with one
-      answer each. 1: training reads the data's prompts alone. null: all rows are the
-      data's, as in sft.
+      completion each. 1: training reads the data's prompts alone. null: all rows are
+      the data's, as in sft.
     teacher_dtype: of its computation; null: the checkpoint's.
     temperature: of both distributions; null: 2 (policy_gradient: as
       rollout.temperature).
@@ -145,11 +145,11 @@ class DistillRun(StreamRun):
 
   @property
   def is_on_policy(self) -> bool:
-    """Whether the student writes responses that the teacher judges."""
+    """Whether the student writes completions that the teacher judges."""
     return self.distill.on_policy_fraction is not None
 
   def kind(self, *, training: bool) -> Kind:
-    """Examples, or prompts that the student answers."""
+    """Examples, or prompts that the student completes."""
     if not self.is_on_policy:
       return SFT
     # Evaluation compares on the same completions every time: those of the data.
@@ -337,7 +337,7 @@ def _batch(config: DistillRun) -> str:
     prompts, tokens = config.training.global_batch_size, config.rollout
     return (
       f"{prompts} prompts a step; in {wanted.on_policy_fraction:.0%} of "
-      f"the steps the student answers, with at most {tokens.max_tokens_to_generate} "
+      f"the steps the student writes, with at most {tokens.max_tokens_to_generate} "
       f"tokens; taught by {wanted.teacher}"
     )
   source = wanted.teacher if wanted.teacher is not None else wanted.cache

@@ -37,13 +37,13 @@ _BALANCE = (1.0, 4 / 3)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResponseSettings:
-  """Which responses are trained on.
+  """Which completions are trained on.
 
   Attributes:
     max_prompt_length: most tokens of a prompt; data.overlong says what happens to
       longer ones.
     max_response_length: most tokens of a response, its end included.
-    unusable: what happens to records with an empty response, or with two equal ones.
+    unusable: what happens to records with an empty completion, or with two equal ones.
   """
 
   # The section `training` has the trainer's other settings.
@@ -122,7 +122,7 @@ class PreferenceRun(StreamRun):
   """What the jobs that learn from preferences share.
 
   Attributes:
-    preference: how responses are compared (docs/guides/preference.md).
+    preference: how completions are compared (docs/guides/preference.md).
   """
 
   instead: ClassVar[dict[str, str]] = {
@@ -134,12 +134,12 @@ class PreferenceRun(StreamRun):
   preference: ResponseSettings = ResponseSettings()
 
   def kind(self, *, training: bool) -> Kind:
-    """Pairs or labelled responses, always."""
+    """Pairs or labelled completions, always."""
     del training
     return self.records
 
   def row_keys(self, kind: Kind) -> dict[str, str]:
-    """Prompt and response have a length each."""
+    """Prompt and completion have a length each."""
     del kind
     return {
       "max_prompt_length": "preference.max_prompt_length",
@@ -234,7 +234,7 @@ def build_labelled_data(
   """The data of the job kto.
 
   Raises:
-    FileNotFoundError, ValueError: see `build_data.build_data`; or all responses have
+    FileNotFoundError, ValueError: see `build_data.build_data`; or all completions have
       one label, from which KTO learns nothing but to raise or to lower all of them.
   """
   data = build_compared_data(config, tokenizer, known)
@@ -242,7 +242,7 @@ def build_labelled_data(
   if not report.desirable or not report.undesirable:
     label = "true" if report.desirable else "false"
     raise ValueError(
-      f"{config.data.train}: all {report.kept} responses have the label {label}, and "
+      f"{config.data.train}: all {report.kept} completions have the label {label}, and "
       "KTO compares both kinds: add the other, or use the job sft for good ones alone"
     )
   return data
@@ -260,7 +260,7 @@ def balance_note(config: KTORun, report: Report) -> str | None:
   name = "undesirable_weight" if share > 1 else "desirable_weight"
   value = share if share > 1 else 1 / share
   return (
-    f"note: desirable responses weigh {ratio:.2f} times what undesirable ones do, and "
+    f"note: desirable completions weigh {ratio:.2f} times what undesirable ones do: "
     f"KTO's paper keeps to 1 to 1.33: preference.{name}={value:.3g} (and the other "
     "weight 1) makes it 1"
   )
@@ -355,9 +355,9 @@ def _written(folder: str) -> PrecomputedLogps | None:
     return None
 
 
-def _answers(config: PreferenceRun) -> str:
+def _batch(config: PreferenceRun) -> str:
   sizes, limits = config.training, config.preference
-  what = "labelled responses" if config.job == "kto" else "pairs"
+  what = "labelled completions" if config.job == "kto" else "pairs"
   return (
     f"{config.job}: {sizes.global_batch_size} {what} of at most "
     f"{limits.max_prompt_length} + {limits.max_response_length} tokens, "
@@ -376,7 +376,7 @@ def _balance(config: KTORun, data: RunData) -> list[str]:
   return [] if note is None else [note]
 
 
-_WORDS: dict[str, Any] = {"batch": _answers, "length": _length}
+_WORDS: dict[str, Any] = {"batch": _batch, "length": _length}
 _PAIRS = {"loss": "loss", "accuracy": "rewards/accuracy"}
 
 DPO = Job(

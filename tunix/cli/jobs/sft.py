@@ -1,4 +1,4 @@
-"""The job sft: fine-tuning on given answers."""
+"""The job sft: fine-tuning on given completions."""
 
 from __future__ import annotations
 
