@@ -6,6 +6,7 @@ import json
 import pathlib
 import typing
 
+import jsonschema
 import pytest
 import yaml
 
@@ -311,7 +312,6 @@ def test_the_schema_takes_what_is_dumped_and_no_other_key(job, capsys):
   assert runs.tunix("train", "--schema", f"--job={job}") == 0
   schema = json.loads(capsys.readouterr().out)
   assert list(schema["properties"]) == list(keys.of(JOBS[job].settings))
-  jsonschema = pytest.importorskip("jsonschema")
   jsonschema.Draft202012Validator.check_schema(schema)
   check = jsonschema.Draft202012Validator(schema)
   written = yaml.safe_load(config_lib.dump(config_lib.load([f"--job={job}"])))
