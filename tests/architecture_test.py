@@ -43,7 +43,11 @@ SIDEWAYS = {("data", "tunix.generate.tokenizer_adapter")}
 # import them.
 HEAVY = {
   "matplotlib": {"examples/quickstart/plots.py"},
-  "orbax": {"sft/checkpoint_manager.py", "sft/orbax_options.py"},
+  "orbax": {
+    "sft/checkpoint_manager.py",
+    "sft/orbax_options.py",
+    "utils/coordination.py",  # which has a public name for JAX's coordinator
+  },
   "grain": {"data/pipeline.py", "data/packing.py"},
   "qwix": set(),
   "tensorboardX": {"sft/metrics_backends.py"},

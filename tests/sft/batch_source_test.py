@@ -69,3 +69,37 @@ def test_a_function_goes_before_the_data_and_is_resumed_by_skipping():
 def test_no_data_at_all():
   with pytest.raises(ValueError, match="no training data: pass an iterable"):
     BatchSource(None)
+
+
+class Reading(Counting):
+  """Counts how often its state is read."""
+
+  reads = 0
+
+  def get_state(self):
+    self.reads += 1
+    return super().get_state()
+
+
+def test_drawing_reads_no_state():
+  data = Reading(100)
+  source = BatchSource(data)
+  before = data.reads
+  for _ in range(10):
+    source.take(5)
+  assert data.reads == before
+
+
+def test_a_place_behind_what_was_drawn_is_a_state_and_a_skip():
+  source = BatchSource(Counting(9))
+  source.take(4)
+  source.remember()
+  source.take(2)
+  source.take(2)
+  assert source.state(4) == {"drawn": 4, "iterator": {"at": 4}}
+  saved = json.loads(json.dumps(source.state(6)))
+  assert saved == {"drawn": 6, "iterator": {"at": 4}, "skip": 2}
+  data = Counting(9)
+  again = BatchSource(data, saved=saved)
+  assert again.drawn == 6 and data.drawn == 2
+  assert drain(again) == [7, 8, 9]

@@ -8,7 +8,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from tunix.sft.run_state import (
   RunState,
   flatten_optimizer,
-  gather_json,
   init_optimizer,
   optimizer_shardings,
   unflatten_optimizer,
@@ -62,7 +61,3 @@ def test_moments_lie_like_their_parameters(mesh_fsdp8):
   factored = optax.adafactor(1e-3).init(params)
   names = tree.flatten(optimizer_shardings(factored, params, mesh_fsdp8))
   assert len(names) == len(jax.tree.leaves(factored))
-
-
-def test_one_process_gathers_its_own_value():
-  assert gather_json({"a": [1, None]}) == [{"a": [1, None]}]

@@ -3,7 +3,9 @@
 python trainer_programs.py RANK PORT FOLDER
 """
 
+import os
 import pathlib
+import signal
 import sys
 
 import jax
@@ -12,7 +14,7 @@ from jax.experimental import multihost_utils
 
 from tests import toys
 from tests.sft import resume_test, trainers
-from tunix.utils import tree
+from tunix.utils import coordination, interrupts, tree
 from tunix.utils.mesh import create_mesh
 
 
@@ -39,6 +41,58 @@ def run(folder, rank, steps, start):
   return out
 
 
+class Stopping:
+  """A hook that sends SIGTERM to one process, after its second step."""
+
+  def on_train_step_end(self, trainer, step, loss):
+    if step == 2 and jax.process_index() == 1:
+      os.kill(os.getpid(), signal.SIGTERM)
+
+
+def a_signal_at_one_process_stops_all_after_the_same_step(folder, rank):
+  data = [part(toys.batch(i), rank) for i in range(12)]
+  whole = resume_test.make(folder / "whole12", toys.model(), max_steps=12)
+  whole.train(data)
+  t = resume_test.make(folder / "stopped", toys.model(), max_steps=12)
+  try:
+    t.with_training_hooks(Stopping()).train(data)
+  except interrupts.Stopped as stopped:
+    assert stopped.signum == signal.SIGTERM and t.train_steps == 6, t.train_steps
+  else:
+    raise AssertionError("it was not stopped")
+  t.close()
+  again = resume_test.make(folder / "stopped", toys.model(), max_steps=12)
+  assert again.train_steps == 6
+  again.train(data)
+  assert trainers.equal(weights(whole), weights(again))
+  whole.close()
+  again.close()
+  if rank == 0:
+    names = ("whole12", "stopped")
+    files = [(folder / name / "metrics.jsonl").read_bytes() for name in names]
+    assert files[0] == files[1]
+
+
+def a_save_of_one_process_is_named(folder, rank):
+  options = resume_test.CheckpointOptions(save_every_n_steps=100, timeout_secs=1)
+  t = resume_test.make(
+    folder / "lonely", toys.model(), max_steps=2, checkpointing_options=options
+  )
+  t.train_step(part(toys.batch(0), rank))
+  if rank == 0:
+    try:
+      t.save_checkpoint()
+    except coordination.AbsentError as error:
+      assert "checkpoint of step 1: process 1 of 2 did not come" in str(error), error
+    else:
+      raise AssertionError("one process has saved")
+  # Nothing is lost: together they can.
+  coordination.gather("the lonely save is over", None, 60)
+  t.train_step(part(toys.batch(1), rank))
+  assert t.save_checkpoint()
+  t.close()
+
+
 def main() -> None:
   rank, port, folder = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
   jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
@@ -46,11 +100,11 @@ def main() -> None:
     whole = run(folder / "whole", rank, 4, 0)
     run(folder / "cut", rank, 2, 0)
     cut = run(folder / "cut", rank, 4, 2)
-  assert trainers.equal(whole, cut)
-  if rank == 0:
-    files = [(folder / x / "metrics.jsonl").read_bytes() for x in ("whole", "cut")]
-    assert files[0] == files[1]
-    np.savez(folder / "weights.npz", **whole)
+    assert trainers.equal(whole, cut)
+    if rank == 0:
+      np.savez(folder / "weights.npz", **whole)
+    a_signal_at_one_process_stops_all_after_the_same_step(folder, rank)
+    a_save_of_one_process_is_named(folder, rank)
   print("done")
 
 

@@ -1,7 +1,6 @@
 import hashlib
 import json
 import pathlib
-import socket
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from tests.sft import sharding_utils_test
+from tests import processes
 from tests.utils import stamp_programs
 from tunix.utils import stamp
 from tunix.utils.stamp import content_stamp
@@ -143,16 +142,11 @@ def test_host_memory_and_keys():
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_two_processes_of_four_devices(monkeypatch):
+def test_two_processes_of_four_devices():
   program = pathlib.Path(stamp_programs.__file__)
-  monkeypatch.setattr(sharding_utils_test, "PROGRAMS", program)
-  with socket.socket() as probe:
-    probe.bind(("localhost", 0))
-    port = probe.getsockname()[1]
   names = ("rows", "columns", "whole")
   want = content_stamp(dict.fromkeys(names, stamp_programs.X))
-  starts = (sharding_utils_test.start(4, rank, port, want) for rank in range(2))
-  sharding_utils_test.finish(*starts)
+  processes.finish(*processes.together(program, 2, 4, want))
 
 
 def test_memory_does_not_grow_with_the_array(mesh_fsdp8):

@@ -159,10 +159,18 @@ class PromptSource:
     self.pending = [*batch.rows(), *self.pending]
 
   def commit(self) -> dict[str, Any]:
-    """The place, as JSON; what was drawn is learnt."""
+    """What was drawn is learnt; returns how much that is, for `state` to find."""
     self._source.mark()
     self._committed = self._source.drawn, list(self.pending)
-    return self._source.state()
+    return {"drawn": self._source.drawn}
+
+  def remember(self) -> None:
+    """As BatchSource."""
+    self._source.remember()
+
+  def state(self, drawn: int) -> dict[str, Any]:
+    """As BatchSource."""
+    return self._source.state(drawn)
 
 
 def mini_batches(

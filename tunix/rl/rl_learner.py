@@ -31,7 +31,7 @@ from tunix.rl.pipeline import PromptBatch, PromptSource, mini_batches, prompt_ba
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.samples import Samples
 from tunix.sft.metrics_logger import Mode
-from tunix.sft.run import Run, Work
+from tunix.sft.run import Places, Run, Work
 from tunix.sft.run_state import RunState
 from tunix.utils.interrupts import DeferredSignals
 
@@ -309,16 +309,17 @@ class RLLearner(abc.ABC):
     """Saves the run now; False without a folder, before the first update, when this
     step is saved, and after an update that broke off: half of it must not be taken for
     a state of the run."""
-    return self._run.save(force=True)
+    return self._run.save()
 
-  def _run_state(self) -> RunState | None:
+  def _run_state(self, places: Places) -> RunState | None:
     if self._torn:
       step = self.train_steps
       _log.warning("step %d was not reached whole: nothing is saved of it", step)
       return None
     if not self.train_steps:
       return None
-    return learner_state.of_run(self.rl_cluster, self._progress, self._identity)
+    progress = dataclasses.replace(self._progress, data_state=places[0])
+    return learner_state.of_run(self.rl_cluster, progress, self._identity)
 
   def restore_checkpoint(self) -> bool:
     """Restores the newest checkpoint; returns whether there was one.

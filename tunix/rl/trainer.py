@@ -79,7 +79,7 @@ class Trainer(PeftTrainer):
 
   def run_state(self) -> tuple[RunState, dict[str, Any]]:
     """(arrays, counters as JSON), for the checkpoint of the whole run."""
-    return self._state.to_run_state(), self._progress.to_json()
+    return self._state.to_run_state(), self._progress.to_json([None])
 
   def load_run_state(self, state: RunState, progress: dict[str, Any]) -> None:
     """Takes what `run_state` gave."""

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from tunix.sft import iterator_state
+
 _log = logging.getLogger(__name__)
 
 
@@ -13,7 +15,8 @@ class BatchSource:
   """Draws from a dataset, or from a function, and knows where it is.
 
   Iterators with `get_state` and `set_state` (Grain's) are saved and restored by their
-  own state; any other is resumed by drawing and dropping what was consumed.
+  own state, any other by drawing and dropping what was consumed. Their state is read
+  when it is asked for, not at every batch: it can be as large as the data.
 
   Args:
     dataset: an iterable of micro-batches; may be None when there is a function.
@@ -39,6 +42,7 @@ class BatchSource:
     self._draw = draw or (lambda: next(self._iterator, None))
     if saved is not None:
       self._resume(saved)
+    self._known = self._drawn, iterator_state.read(self._iterator, warn=True)
 
   @property
   def drawn(self) -> int:
@@ -78,27 +82,34 @@ class BatchSource:
       self._taken.append(batch)
     return batch
 
-  def state(self) -> dict[str, Any]:
-    """The place after the last drawn batch, as JSON."""
-    state: dict[str, Any] = {"drawn": self._drawn}
-    if hasattr(self._iterator, "get_state"):
-      own = self._iterator.get_state()
-      key = "iterator_bytes" if isinstance(own, bytes) else "iterator"
-      state[key] = own.decode() if isinstance(own, bytes) else own
-    return state
+  def remember(self) -> None:
+    """Reads the iterator's own state here: `state` of this place, and of places behind
+    it, rests on it."""
+    self._known = self._drawn, iterator_state.read(self._iterator)
+
+  def state(self, drawn: int | None = None) -> dict[str, Any]:
+    """The place after `drawn` micro-batches, as JSON.
+
+    Args:
+      drawn: not before the last `remember`; None: all that were drawn.
+    """
+    drawn = self._drawn if drawn is None else drawn
+    if drawn == self._drawn and not self._again:
+      self.remember()
+    at, own = self._known
+    skip = {"skip": drawn - at} if own and drawn > at else {}
+    return {"drawn": drawn, **own, **skip}
 
   def _resume(self, saved: dict[str, Any]) -> None:
-    own = saved.get("iterator", saved.get("iterator_bytes"))
-    if own is not None and hasattr(self._iterator, "set_state"):
-      own = own.encode() if "iterator_bytes" in saved else own
-      self._iterator.set_state(own)
-      self._drawn = saved["drawn"]
-      return
-    _log.warning(
-      "the training data has no saved state: drawing and dropping the %d micro-batches "
-      "that were consumed; it must yield the same ones in the same order",
-      saved["drawn"],
-    )
+    if iterator_state.restore(self._iterator, saved):
+      self._drawn = saved["drawn"] - saved.get("skip", 0)
+    else:
+      _log.warning(
+        "the training data has no saved state: drawing and dropping the %d "
+        "micro-batches that were consumed; it must yield the same ones in the same "
+        "order",
+        saved["drawn"],
+      )
     while self._drawn < saved["drawn"]:
       self.mark()
       if self.next() is None:

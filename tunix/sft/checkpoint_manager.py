@@ -16,8 +16,8 @@ import jax
 from flax import nnx
 
 from tunix.sft import checkpoint_errors as errors, orbax_options, run_state
-from tunix.sft.run_state import RunState, gather_json
-from tunix.utils import env, tree
+from tunix.sft.run_state import RunState
+from tunix.utils import coordination, env, tree
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +77,11 @@ class CheckpointManager:
     }
     return handlers | {name: ocp.JsonCheckpointHandler() for name in _JSON}
 
+  @property
+  def timeout_secs(self) -> int:
+    """How long processes wait for each other when saving."""
+    return self._options.timeout_secs
+
   def should_save(self, step: int) -> bool:
     """Whether the cadence asks for a checkpoint at this step."""
     return self._manager is not None and self._manager.should_save(step)
@@ -87,10 +92,12 @@ class CheckpointManager:
     Raises:
       OSError: the disk is full or not writable. With asynchronous saving it may come
         out of a later call, or of `close`; checkpoints written before are untouched.
+      coordination.AbsentError: another process does not save.
     """
     self._check_open()
     if self._manager is None or (not force and not self.should_save(step)):
       return False
+    coordination.gather(f"writing checkpoint {step}", None, self.timeout_secs)
     import orbax.checkpoint as ocp
 
     items: dict[str, Any] = {
@@ -166,7 +173,9 @@ class CheckpointManager:
         failure = error
       problem = f"{type(error).__name__}: {str(error)[:200]}".splitlines()[0]
     # A process that gave up alone would leave the others waiting in the next restore.
-    everywhere = gather_json({"problem": problem, "fatal": failure is not None})
+    everywhere = coordination.gather(
+      f"reading checkpoint {step}", {"problem": problem, "fatal": failure is not None}
+    )
     if failure is not None:
       raise failure
     if any(each["fatal"] for each in everywhere):
@@ -258,10 +267,7 @@ class CheckpointManager:
       while target.exists():
         target, number = folder.parent / f"{step}.damaged.{number}", number + 1
       folder.rename(target)
-    if jax.process_count() > 1:
-      from jax.experimental import multihost_utils
-
-      multihost_utils.sync_global_devices(f"tunix_damaged_{step}")
+    coordination.gather(f"setting checkpoint {step} aside", None)
     self._manager.reload()
 
   def save(

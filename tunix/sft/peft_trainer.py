@@ -30,7 +30,7 @@ from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
 from tunix.sft.losses import LossCall
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.module_state import ModuleState
-from tunix.sft.run import Run, Work
+from tunix.sft.run import Places, Run, Work
 from tunix.sft.run_state import Progress, RunState
 from tunix.sft.step_metrics import StepReporter, matmul_params
 from tunix.sft.train_state import TrainState
@@ -266,7 +266,7 @@ class PeftTrainer:
       OSError: the disk is full or not writable; asynchronous saving may raise it later.
       RuntimeError: the trainer is closed.
     """
-    return self._run.save(force=True)
+    return self._run.save()
 
   def restore_checkpoint(self) -> bool:
     """Restores the newest checkpoint; returns whether there was one.
@@ -330,7 +330,7 @@ class PeftTrainer:
 
   def _draw(self, source: BatchSource) -> Window | None:
     batches = source.take(self.training_config.micro_batches)
-    return self._window(batches, source.state()) if batches else None
+    return self._window(batches, {"drawn": source.drawn}) if batches else None
 
   def _dispatch(self, window: Window, skip_jit: bool) -> jax.Array:
     """Sends one update to the device, without waiting for it."""
@@ -356,9 +356,9 @@ class PeftTrainer:
     self._reporter.log(metrics, Mode.EVAL, self.train_steps)
     self._call_hook("on_eval_step_end", metrics["loss"])
 
-  def _run_state(self) -> RunState:
+  def _run_state(self, places: Places) -> RunState:
     return self._state.to_run_state(
-      progress={**self._progress.to_json(), "metrics": self._reporter.state()},
+      progress={**self._progress.to_json(places), "metrics": self._reporter.state()},
       custom_metadata=self.custom_checkpoint_metadata(),
     )
 

@@ -15,17 +15,37 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
+
+import jax
 
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.config import TrainingConfig
 from tunix.sft.run_state import Position, RunState
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import coordination, mesh as mesh_lib
 from tunix.utils.interrupts import DeferredSignals, Stopped
 
 _log = logging.getLogger(__name__)
 
+Places = list[dict[str, Any] | None]
 Session = contextlib.AbstractContextManager[DeferredSignals]
+
+
+class Source(Protocol):
+  """What units are drawn from: `BatchSource`, or RL's `PromptSource`."""
+
+  @property
+  def drawn(self) -> int:
+    """Batches drawn since the run began."""
+    ...
+
+  def remember(self) -> None:
+    """Notes this place, before more is drawn: a checkpoint of it is due."""
+    ...
+
+  def state(self, drawn: int) -> dict[str, Any]:
+    """The place after `drawn` batches, as JSON."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,12 +57,13 @@ class Work:
     position: where the run stands besides; the run writes into it.
     session: around a call of `train`; gives the signals that wait.
     open: (data, source of the call before, None without one) -> where units are drawn
-      from, at the run's place in the data; has `drawn`.
+      from, at the run's place in the data.
     begin, end: of a call of `train`.
     draw: source -> unit, None at the end of the data.
     update: (unit, skip_jit); moves `steps` and the position.
     evaluate: (data, skip_jit, signals).
-    state: everything that is saved; None: nothing that may be saved now.
+    state: (place in the data of every process) -> everything that is saved; None:
+      nothing that may be saved now.
     form: a RunState whose arrays have the shapes, dtypes and layouts of `state`'s.
     load: takes (step, state) from disk; None: there was nothing.
   """
@@ -50,13 +71,13 @@ class Work:
   steps: Callable[[], int]
   position: Callable[[], Position]
   session: Callable[[], Session]
-  open: Callable[[Any, Any], Any]
+  open: Callable[[Any, Any], Source]
   begin: Callable[[], None]
   end: Callable[[], None]
   draw: Callable[[Any], Any]
   update: Callable[[Any, bool], Any]
   evaluate: Callable[[Any, bool, DeferredSignals], None]
-  state: Callable[[], RunState | None]
+  state: Callable[[Places], RunState | None]
   form: Callable[[], RunState]
   load: Callable[[tuple[int, RunState] | None], None]
 
@@ -75,7 +96,8 @@ class Run:
     self._checkpoints = CheckpointManager(
       config.checkpoint_root_directory, config.checkpointing_options
     )
-    self._source: Any = None  # of a call that was interrupted
+    self._source: Source | None = None  # of the call that is not over
+    self._notice = coordination.StopNotice(lag=config.max_inflight_computations + 2)
     self._calls = 0  # calls of `train` that this process has behind it
     self._asked_until = 0  # the last step for which the save cadence was asked
 
@@ -88,12 +110,14 @@ class Run:
     Raises:
       Stopped: SIGINT or SIGTERM arrived; the update was finished and the run saved.
       ValueError: the data is empty.
+      coordination.AbsentError: another process did not come to a checkpoint.
     """
     work = self._work
     if self._calls < work.position().calls:
       self._calls += 1
       _log.info("call %d of train was over before: nothing to do", self._calls)
       return
+    work.position().data_state = self._place()
     # Outside the session: skipping through data can take long, and Ctrl-C ends it.
     source = self._source = work.open(train_ds, self._source)
     with work.session() as signals:
@@ -109,11 +133,14 @@ class Run:
       while unit is not None:
         work.update(unit, skip_jit)
         self.stop_if_asked(signals)
+        if due := self._save_is_due():
+          source.remember()
         # Drawn before anything waits for the device, which is busy with the update.
         with self.saved_on_failure():
           unit = self._draw(source)
         self._evaluate_if_due(eval_ds, skip_jit, signals, last=unit is None)
-        self.save(force=unit is None)
+        if due or unit is None:
+          self.save()
         self.stop_if_asked(signals)
       self._end_of_call()
       work.end()
@@ -150,18 +177,18 @@ class Run:
       position.rewind()
 
   def stop_if_asked(self, signals: DeferredSignals) -> None:
-    """Saves and leaves when a signal has arrived.
+    """Saves and leaves when a signal has arrived, at this process or at another.
 
     Raises:
       Stopped: one has.
     """
-    if signals.pending is None:
+    step = self._work.steps()
+    if (signum := self._notice.due(signals.pending, step)) is None:
       return
-    saved = self.save(force=True) or self.saved_step() is not None
+    saved = self.save() or self.saved_step() is not None
     self._checkpoints.wait()
     where = "a checkpoint is saved" if saved else "no checkpoint folder was given"
-    step = self._work.steps()
-    raise Stopped(signals.pending, f"stopped after step {step}; {where}")
+    raise Stopped(signum, f"stopped after step {step}; {where}")
 
   @contextlib.contextmanager
   def saved_on_failure(self) -> Iterator[None]:
@@ -169,20 +196,31 @@ class Run:
     try:
       yield
     except BaseException:  # also Ctrl-C: it is raised again
-      self.save(force=True)
+      # Saving is done by all processes, and the others have not failed.
+      if jax.process_count() == 1:
+        self.save()
       raise
 
-  def save(self, *, force: bool) -> bool:
-    """Saves the run if it is time, or always with `force`; returns whether it did."""
+  def save(self) -> bool:
+    """Saves the run, unless this step is saved; returns whether it did."""
     step = self._work.steps()
-    due = self._save_is_due(step)
-    if step == self.saved_step() or not (force or due):
+    if self._config.checkpoint_root_directory is None or step == self.saved_step():
       return False
-    state = self._work.state()
+    what, wait = f"the checkpoint of step {step}", self._checkpoints.timeout_secs
+    state = self._work.state(coordination.gather(what, self._place(), wait))
     return state is not None and self._checkpoints.save_state(step, state, force=True)
 
-  def _save_is_due(self, step: int) -> bool:
+  def _place(self) -> dict[str, Any] | None:
+    """The run's place in the data. Read when it is asked for: an iterator's state can
+    be as large as its data."""
+    place = self._work.position().data_state
+    if place is None or self._source is None:
+      return place
+    return self._source.state(place["drawn"])
+
+  def _save_is_due(self) -> bool:
     # Of every step since the last time: several updates may come between two questions.
+    step = self._work.steps()
     first = max(self._asked_until, self.saved_step() or 0) + 1
     self._asked_until = step
     return any(self._checkpoints.should_save(s) for s in range(first, step + 1))
@@ -211,5 +249,5 @@ class Run:
       OSError: the last checkpoint could not be written.
     """
     if (self.saved_step() or 0) < self._work.steps():
-      self.save(force=True)
+      self.save()
     self._checkpoints.close()

@@ -6,12 +6,10 @@ Checkpointing is "save that object". Anything stateful that is not in it is a bu
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -80,10 +78,11 @@ class Progress(Position):
   iter_steps: int = 0
   train_rows: int = 0
 
-  def to_json(self) -> dict[str, Any]:
-    """For all processes; every one of them calls it."""
+  def to_json(self, places: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    """For all processes: `places` in the data are theirs."""
     counts = dataclasses.asdict(self)
-    return {"data": gather_json(counts.pop("data_state")), "counts": counts}
+    del counts["data_state"]
+    return {"data": list(places), "counts": counts}
 
   @classmethod
   def from_json(cls, saved: dict[str, Any]) -> Progress:
@@ -132,20 +131,6 @@ def unflatten_optimizer(saved: Arrays, like: Any) -> Any:
   flat = tree.flatten(saved)
   names = list(tree.flatten(like))
   return jax.tree.structure(like).unflatten([flat[name] for name in names])
-
-
-def gather_json(value: Any) -> list[Any]:
-  """One JSON value of every process, on every process."""
-  if jax.process_count() == 1:
-    return [value]
-  from jax.experimental import multihost_utils
-
-  data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-  sizes = np.asarray(multihost_utils.process_allgather(jnp.asarray(data.size)))
-  padded = np.zeros(int(sizes.max()), np.uint8)
-  padded[: data.size] = data
-  rows = np.asarray(multihost_utils.process_allgather(padded))
-  return [json.loads(bytes(row[: int(n)])) for row, n in zip(rows, sizes)]
 
 
 def _optimizer_arrays(optimizer: Any) -> Any:

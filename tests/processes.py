@@ -1,0 +1,72 @@
+"""Starts programs in several processes with simulated devices, as one run."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def free_port():
+  with socket.socket() as probe:
+    probe.bind(("localhost", 0))
+    return probe.getsockname()[1]
+
+
+class Process:
+  """A running program; what it prints goes to files, so that it never waits for us."""
+
+  def __init__(self, arguments, environment):
+    files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
+    self.out, self.error = files
+    self.popen = subprocess.Popen(
+      arguments, env=environment, stdout=self.out, stderr=self.error
+    )
+
+  def texts(self):
+    """(stdout, stderr) so far."""
+    return tuple(
+      file.read() for file in (self.out, self.error) if file.seek(0) is not None
+    )
+
+
+def start(program, devices, *arguments, **environment):
+  """One process; `program` prints "done" at its end."""
+  settings = dict(
+    os.environ,
+    JAX_PLATFORMS="cpu",
+    XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
+    PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+  )
+  command = [sys.executable, str(program), *map(str, arguments)]
+  return Process(command, settings | environment)
+
+
+def together(program, count, devices, *arguments):
+  """All processes of a run: `program RANK PORT *arguments`."""
+  port = free_port()
+  return [start(program, devices, rank, port, *arguments) for rank in range(count)]
+
+
+def finish(*running, timeout=300):
+  """Waits; every process must end well, and the first that does not ends the others.
+  Returns what they logged."""
+  end = time.monotonic() + timeout
+  try:
+    codes = [None]
+    while None in codes and not any(codes) and time.monotonic() < end:
+      time.sleep(0.05)
+      codes = [process.popen.poll() for process in running]
+  finally:
+    for process in running:
+      process.popen.kill()
+      process.popen.wait()
+  texts = [process.texts() for process in running]
+  # Of those that ended badly by themselves, first.
+  for (out, error), code in sorted(zip(texts, codes), key=lambda pair: not pair[1]):
+    assert code == 0 and out.endswith("done\n"), (code, error[-3000:])
+  return [error for _, error in texts]
