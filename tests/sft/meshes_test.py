@@ -110,3 +110,45 @@ def test_arrays_on_an_explicit_mesh_keep_their_layout_without_metadata():
   t = trainer(model, tx=optax.sgd(0.1))
   t.train_step(DATA[0])
   assert t._module.params["out"]["kernel"].sharding.spec == P(None, "fsdp")
+
+
+class Looking:
+  """A hook that calls the model, as a user would inside the mesh."""
+
+  def __init__(self):
+    self.logits = []
+
+  def on_train_step_end(self, trainer, step, loss):
+    self.logits.append(np.asarray(trainer.model(DATA[0]["input_tokens"])))
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_the_model_comes_back_on_the_users_explicit_mesh(lora_rank):
+  """Called, jitted, differentiated and trained on inside `set_mesh`, frozen leaves as
+  well, and after it was trained under no mesh at all."""
+  batches = [toys.batch(seed) for seed in range(2)]
+  plain = toys.model(lora_rank=lora_rank)
+  trainer(plain).train(batches)
+  mesh = explicit()
+  with jax.set_mesh(mesh):
+    model = toys.model(lora_rank=lora_rank)
+    t = trainer(model)
+    for batch in batches:
+      t.train_step(batch)
+      arrays = jax.tree.leaves(nnx.state(model, nnx.Param))
+      assert {x.sharding.mesh for x in arrays} == {mesh}
+      logits, _ = model(batch["input_tokens"])
+      again, _ = nnx.jit(lambda m, x: m(x))(model, batch["input_tokens"])
+      np.testing.assert_allclose(logits, again, atol=1e-5)
+      nnx.grad(lambda m, x: m(x)[0].sum())(model, batch["input_tokens"])
+  want, _ = plain(batches[0]["input_tokens"])
+  with jax.set_mesh(mesh):
+    got, _ = model(batches[0]["input_tokens"])
+  np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_a_users_module_is_called_by_hooks_on_the_explicit_mesh():
+  hook = Looking()
+  with jax.set_mesh(explicit()):
+    trainer(wide()).with_training_hooks(hook).train(DATA)
+  assert len(hook.logits) == 3 and np.isfinite(hook.logits).all()

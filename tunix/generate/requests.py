@@ -68,6 +68,7 @@ def prepare(
     _check_ids(prompt, "a prompt", vocab_size)
   count, samples = len(prompts), options.beam_size or options.num_samples
   graph, state = nnx.split(model)
+  state = mesh_lib.on_auto(state)
   mesh = mesh_of(state)
   each = options.limits(count)
   longest, steps = max(map(len, prompts)), int(each.max())

@@ -42,7 +42,8 @@ class BatchSource:
     self._draw = draw or (lambda: next(self._iterator, None))
     if saved is not None:
       self._resume(saved)
-    self._known = self._drawn, iterator_state.read(self._iterator, warn=True)
+    known = iterator_state.read(self._iterator, warn=True)
+    self._known: tuple[int, dict[str, Any]] = self._drawn, known
 
   @property
   def drawn(self) -> int:

@@ -51,6 +51,7 @@ def apply(
     axes: split the rows, as far as the model's mesh has them.
   """
   graph, state = nnx.split(model)
+  state = mesh_lib.on_auto(state)
   mesh = mesh_lib.mesh_of(state)
   if mesh is None and mesh_lib.current_mesh() is not None:
     # Another mesh surrounds the run, of a student: on its own device, one by one.

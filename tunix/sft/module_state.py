@@ -124,7 +124,8 @@ class ModuleState:
   def refresh(self) -> None:
     """Takes what the module holds now: its owner may have set other weights."""
     if self._handed_back:
-      self.params, self.frozen, self.rest = self.skeleton.split(self.model)
+      parts = mesh_lib.on_auto(self.skeleton.split(self.model))
+      self.params, self.frozen, self.rest = parts
 
   def own(self) -> None:
     """Takes the module's arrays as `refresh` does, the trained ones as copies that
@@ -149,6 +150,14 @@ class ModuleState:
       nnx.update(self.model, params, rest)
       self._handed_back = True
     return self.model
+
+  def show_on(self, mesh: Mesh) -> None:
+    """Hands the module its arrays, frozen ones too, as arrays on `mesh`, which differs
+    from the one they lie on in the kinds of its axes alone."""
+    self.hand_back()
+    self.refresh()
+    parts = mesh_lib.onto((self.params, self.frozen, self.rest), mesh)
+    nnx.update(self.model, *self.skeleton.states(*parts))
 
   def place(self, mesh: Mesh) -> None:
     """Lays the module's arrays out on a mesh, as their `out_sharding` metadata says;

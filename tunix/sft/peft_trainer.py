@@ -36,7 +36,6 @@ from tunix.sft.step_metrics import StepReporter, matmul_params
 from tunix.sft.train_state import TrainState
 from tunix.sft.trainer_arguments import named_metrics
 from tunix.sft.windows import Window
-from tunix.utils import mesh as mesh_lib
 from tunix.utils.interrupts import DeferredSignals
 
 __all__ = [
@@ -311,15 +310,12 @@ class PeftTrainer:
   @contextlib.contextmanager
   def _session(self) -> Iterator[DeferredSignals]:
     """The mesh is set, signals wait, and the caller's module is handed back."""
-    self._state.place()
-    with mesh_lib.use_mesh(self._state.mesh), DeferredSignals() as signals:
+    with DeferredSignals() as signals, self._state.at_work():
       try:
         yield signals
       except BaseException:
         self._reporter.stop()
         raise
-      finally:
-        self._module.hand_back()
 
   def _open(self, train_ds: Any, before: BatchSource | None) -> BatchSource:
     place = self._progress.data_state

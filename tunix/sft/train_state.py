@@ -3,7 +3,8 @@ steps that are built for them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +39,7 @@ class TrainState:
     tx: the optimizer.
     opt_state: its state, laid out like the parameters.
     mesh: the mesh all of it lies on; None: one device.
+    home: that mesh as the user has it, where its axes are Explicit.
   """
 
   def __init__(
@@ -50,6 +52,7 @@ class TrainState:
     self.module = ModuleState(model)
     self.tx = tx
     self.mesh: mesh_lib.Mesh | None = None
+    self.home: mesh_lib.Mesh | None = None
     self.opt_state: Any = None
     self._train_loss, self._eval_loss = train_loss, eval_loss
     # {(kind, skip_jit): step}, each built once, until something it rests on changes.
@@ -60,8 +63,10 @@ class TrainState:
     """Lays everything out on the mesh that is current, or that it lies on."""
     module = self.module
     mesh = mesh_lib.current_mesh() or mesh_lib.mesh_of((module.params, module.frozen))
-    if self.opt_state is not None and mesh == self.mesh:
+    home = mesh_lib.explicit_mesh((module.params, module.frozen))
+    if self.opt_state is not None and mesh == self.mesh and home == self.home:
       return
+    self.home = home
     with mesh_lib.use_mesh(mesh):
       if mesh is not None:
         module.place(mesh)
@@ -72,6 +77,27 @@ class TrainState:
         self.opt_state = jax.device_put(self.opt_state, layout)
     self.mesh = mesh
     self.forget_steps()
+    self.hand_back()
+
+  @contextlib.contextmanager
+  def at_work(self) -> Iterator[None]:
+    """Under the run's mesh, on which the caller's module lies meanwhile; it is handed
+    back at the end."""
+    self.place()
+    with mesh_lib.use_mesh(self.mesh):
+      if self.home is not None and self.mesh is not None:
+        self.module.show_on(self.mesh)
+      try:
+        yield
+      finally:
+        self.hand_back()
+
+  def hand_back(self) -> nnx.Module:
+    """The caller's module, with the current arrays, on the caller's mesh."""
+    model = self.module.hand_back()
+    if self.home is not None:
+      self.module.show_on(self.home)
+    return model
 
   def devices(self) -> list[Any]:
     """What the run computes on."""
@@ -151,5 +177,5 @@ class TrainState:
   def load(self, saved: RunState) -> None:
     """Takes the arrays of a checkpoint; the caller's module holds them at once."""
     self.module.replace(saved.model_params or {}, saved.model_rest or {})
-    self.module.hand_back()
+    self.hand_back()
     self.opt_state = unflatten_optimizer(saved.optimizer_state or {}, self.opt_state)

@@ -2,7 +2,8 @@
 
 A run works with no mesh, under `jax.set_mesh(mesh)`, under the legacy `with mesh:`,
 and with Auto or Explicit axes. Explicit meshes are rebuilt as Auto: plain einsums
-and concatenations of a model raise on Explicit axes.
+and concatenations of a model raise on Explicit axes. Arrays change between the two
+without moving: `on_auto` and `onto` give other views of the same buffers.
 """
 
 from __future__ import annotations
@@ -54,6 +55,53 @@ def auto(mesh: Mesh) -> Mesh:
   if all(kind == AxisType.Auto for kind in mesh.axis_types):
     return mesh
   return Mesh(mesh.devices, mesh.axis_names)
+
+
+def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
+  """Whether an axis of the mesh is Explicit, as `jax.make_mesh` makes them."""
+  return AxisType.Explicit in mesh.axis_types
+
+
+def explicit_mesh(tree: Any) -> Mesh | None:
+  """The user's mesh with Explicit axes: the current one, or that of a pytree's arrays;
+  None if both are Auto or there is none."""
+  mesh = jax.sharding.get_mesh()
+  if isinstance(mesh, Mesh) and not mesh.empty:
+    return mesh if is_explicit(mesh) else None
+  for leaf in jax.tree.leaves(tree):
+    if (mesh := _explicit_mesh_of(leaf)) is not None:
+      return mesh
+  return None
+
+
+def _explicit_mesh_of(leaf: Any) -> Mesh | None:
+  mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+  return mesh if isinstance(mesh, Mesh) and is_explicit(mesh) else None
+
+
+def on_auto(tree: Any) -> Any:
+  """The arrays of a pytree that lie on an Explicit mesh as arrays on the same mesh with
+  Auto axes; everything else as it is. Nothing is copied."""
+
+  def one(leaf):
+    mesh = _explicit_mesh_of(leaf)
+    return leaf if mesh is None else onto(leaf, auto(mesh))
+
+  return jax.tree.map(one, tree)
+
+
+def onto(tree: Any, mesh: Mesh) -> Any:
+  """Arrays as arrays on `mesh`, which differs from theirs in the kinds of its axes
+  alone. Nothing is copied."""
+
+  def one(leaf):
+    if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
+      return leaf
+    # Under no other mesh: device_put compares it with the target.
+    with jax.set_mesh(mesh):
+      return jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
+
+  return jax.tree.map(one, tree)
 
 
 def current_mesh() -> Mesh | None:

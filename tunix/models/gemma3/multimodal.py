@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.models.gemma3.image_tokens import ImageTokens, image_groups, scatter_images
 from tunix.models.gemma3.model import Gemma3, ModelConfig
 from tunix.models.gemma3.vision import Projector, VisionConfig, VisionTower
+from tunix.models.transformer import explicit
 from tunix.models.transformer.cache import KVCache
 
 # The sizes whose checkpoints see.
@@ -63,6 +64,7 @@ class MultimodalGemma3(Gemma3):
     self.vision_tower = VisionTower(vision, rngs=rngs)
     self.multi_modal_projector = Projector(vision, config.embed_dim, rngs=rngs)
 
+  @explicit.auto_inside(explicit.of_call)
   def __call__(
     self,
     input_tokens: Int[Array, "B T"],

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.models.transformer import (
   cache as cache_lib,
   dropout,
+  explicit,
   qwix_seam,
   rope,
   sharding,
@@ -75,6 +76,7 @@ class Transformer(nnx.Module):
     scores = head(c.num_scores, "router") if c.num_scores is not None else None
     self.score = nnx.data(scores)
 
+  @explicit.auto_inside(explicit.of_call)
   def __call__(
     self,
     input_tokens: Int[Array, "B T"],
@@ -138,6 +140,7 @@ class Transformer(nnx.Module):
       x = self.norm(x)
     return (x if return_hidden else self.logits(x)), cache
 
+  @explicit.auto_inside(explicit.of_hidden)
   def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Embedded tokens, as the first layer takes them."""
     with jax.named_scope("embed"):
@@ -218,6 +221,7 @@ class Transformer(nnx.Module):
     model.layers = nnx.data(nnx.List(layers))
     return model
 
+  @explicit.auto_inside(explicit.of_logits)
   def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Unembeds hidden states; float32. With a `score` head: the scores, [B, T, n]."""
     if self.score is not None:
