@@ -91,8 +91,9 @@ class AutoModel:
       sharding=sharding,
       num_scores=num_scores,
     )
-    mesh = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
-    return safetensors_loader.load_model(tensors, config, family, mesh, quantise)
+    where = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
+    model = safetensors_loader.load_model(tensors, config, family, where, quantise)
+    return sharding_lib.on_users_mesh(model, mesh)
 
   load = from_pretrained
 
@@ -144,12 +145,12 @@ class AutoModel:
       sharding=sharding,
       num_scores=num_scores,
     )
-    mesh = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
+    where = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
     key = jax.random.key(seed) if rngs is None else rngs.params()
-    if mesh is None:
+    if where is None:
       return family.model_class(config, rngs=nnx.Rngs(key))
-    graph, draw = _initialiser(family.model_class, config, mesh)
-    return nnx.merge(graph, draw(key))
+    graph, draw = _initialiser(family.model_class, config, where)
+    return sharding_lib.on_users_mesh(nnx.merge(graph, draw(key)), mesh)
 
 
 def resolve_folder(name: str | os.PathLike[str]) -> pathlib.Path:

@@ -41,7 +41,8 @@ def create_dummy_model(
     ValueError: the model has state besides parameters and random keys that a draw
       cannot stand for.
   """
-  mesh = mesh_lib.current_mesh() if mesh is None else mesh_lib.auto(mesh)
+  given = mesh
+  mesh = mesh_lib.current_mesh() if given is None else mesh_lib.auto(given)
   graph, shapes = sharding.abstract(lambda: model_class(config, rngs=nnx.Rngs(0)))
   leaves, treedef = jax.tree.flatten(shapes)
 
@@ -62,4 +63,5 @@ def create_dummy_model(
     return treedef.unflatten([one(i, leaf) for i, leaf in enumerate(leaves)])
 
   where = None if mesh is None else sharding.named_shardings(shapes, mesh)
-  return nnx.merge(graph, jax.jit(draw, out_shardings=where)())
+  model = nnx.merge(graph, jax.jit(draw, out_shardings=where)())
+  return sharding.on_users_mesh(model, given)

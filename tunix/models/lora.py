@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from tunix.models import lora_modules, quantisation
 from tunix.models.adapter_files import load_adapter, save_adapter
 from tunix.models.lora_modules import Adapter, CastError
+from tunix.models.transformer import sharding
 from tunix.models.transformer.layers import param
 from tunix.models.transformer.model import Transformer
 
@@ -179,7 +180,8 @@ def apply(
       dropout=config.dropout,
       rslora=config.use_rslora,
     )
-  return lora_modules.attach(model, adapters, jax.random.fold_in(key, 1))
+  adapted = lora_modules.attach(model, adapters, jax.random.fold_in(key, 1))
+  return sharding.on_users_mesh(adapted)
 
 
 def _check_patterns(config: LoraConfig, chosen: list[str]) -> None:

@@ -94,12 +94,12 @@ class BatchSource:
     Args:
       drawn: not before the last `remember`; None: all that were drawn.
     """
-    drawn = self._drawn if drawn is None else drawn
-    if drawn == self._drawn and not self._again:
+    place: int = self._drawn if drawn is None else drawn
+    if place == self._drawn and not self._again:
       self.remember()
     at, own = self._known
-    skip = {"skip": drawn - at} if own and drawn > at else {}
-    return {"drawn": drawn, **own, **skip}
+    skip = {"skip": place - at} if own and place > at else {}
+    return {"drawn": place, **own, **skip}
 
   def _resume(self, saved: dict[str, Any]) -> None:
     if iterator_state.restore(self._iterator, saved):

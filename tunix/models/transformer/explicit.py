@@ -18,7 +18,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from tunix.models.transformer import sharding
-from tunix.models.transformer.cache import KVCache
 from tunix.utils import mesh as mesh_lib
 
 Method = Callable[..., Any]
@@ -67,7 +66,8 @@ def _run(
     return result, nnx.split(inner, nnx.Param, ...)[2]  # dropout counts its calls
 
   where = layout(module, **{k: v for k, v in bound.arguments.items() if k != "self"})
-  call = jax.sharding.auto_axes(inside, out_sharding=(where, PartitionSpec()))
+  auto_axes: Any = jax.sharding.auto_axes  # typed as a decorator alone
+  call = auto_axes(inside, out_sharding=(where, PartitionSpec()))
   result, rest = call(params, rest, [leaves[place] for place in places])
   nnx.update(module, rest)
   return result
@@ -103,5 +103,5 @@ def of_call(model: Any, input_tokens: Any, **arguments: Any) -> Any:
   mesh, rules = jax.sharding.get_abstract_mesh(), model.config.sharding
   entries = (sharding.batch_axes(rules), rules.tp, None, None)
   split = mesh_lib.fit_spec(entries, cache.k[0].shape, mesh)
-  buffers = (split,) * len(cache.k)
-  return wanted(model, input_tokens), KVCache(buffers, buffers, PartitionSpec())
+  specs = jax.tree.map(lambda x: split if x.ndim else PartitionSpec(), cache)
+  return wanted(model, input_tokens), specs

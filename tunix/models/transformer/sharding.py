@@ -56,6 +56,15 @@ def named_shardings(state: Any, mesh: Mesh) -> Any:
   return jax.tree.map(one, state, is_leaf=lambda x: hasattr(x, "get_metadata"))
 
 
+def on_users_mesh(model: Any, given: Mesh | None = None) -> Any:
+  """A model that was laid out on an Auto mesh, as arrays on the mesh that the user
+  gave, or has set, if its axes are Explicit: inside it no others are computed with."""
+  home = mesh_lib.explicit_mesh(()) if given is None else given
+  if home is not None and mesh_lib.is_explicit(home):
+    nnx.update(model, mesh_lib.onto(nnx.state(model), home))
+  return model
+
+
 def abstract(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
   """(graph, state of shapes) of a model that is not built.
 
