@@ -59,6 +59,8 @@ def test_a_preset_starts_from_scratch_with_the_seed():
 def test_presets_and_their_fields_are_checked():
   with pytest.raises(ValueError, match="preset 'qwen9' is unknown"):
     build.check_model(config(model__name="qwen9"))
+  with pytest.raises(ValueError, match=r"--model\.path=google/gemma-2b"):
+    build.check_model(config(model__name="google/gemma-2b"))
   with pytest.raises(ValueError, match="did you mean num_layers"):
     build.check_model(config(model__name="qwen3_0p6b", model__args__num_layer=2))
   with pytest.raises(ValueError, match=r"model\.args: num_layers is 0"):

@@ -140,3 +140,8 @@ def test_wandb_requested(monkeypatch, variables, expected):
   for name, value in variables.items():
     monkeypatch.setenv(name, value)
   assert env.wandb_requested() is expected
+
+
+def test_wandb_takes_its_own_words():
+  ours, theirs = WandbBackend("p", "run"), WandbBackend(project="p", name="run")
+  assert ours._settings == theirs._settings == {"project": "p", "name": "run"}

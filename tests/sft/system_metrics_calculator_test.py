@@ -66,3 +66,20 @@ def test_approximate_tflops_per_second(caplog):
   for bad in ((0, 1, 1.0), (1, 0, 1.0), (1, 1, 0.0)):
     assert calculator.approximate_tflops_per_second(*bad) == 0.0
   assert len(caplog.records) == 3
+
+
+def test_a_step_that_changes_a_module_under_jax_jit_is_counted_whole(caplog):
+  model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+  batch = jnp.ones((4, 8))
+
+  def step(model, optimizer, batch):
+    loss, grads = nnx.value_and_grad(lambda m: jnp.sum(m(batch) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+  measure = calculator.measure_tflops_per_step
+  whole = measure(nnx.jit(step), model, optimizer, batch)
+  assert not caplog.records
+  assert measure(jax.jit(step), model, optimizer, batch) == whole
+  assert "Wrap it in nnx.jit" in caplog.text

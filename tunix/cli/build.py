@@ -146,6 +146,12 @@ def preset_config(config: RunSettings) -> Any:
     ValueError: an unknown preset, an unknown field, or a field out of range.
   """
   assert config.model.name is not None
+  if "/" in config.model.name:
+    raise ValueError(
+      f"model.name is {config.model.name!r}, a hub id or a folder: give it as "
+      f"model.path (--model.path={config.model.name}); model.name is a preset's, which "
+      "starts from scratch"
+    )
   family, preset = families.preset(config.model.name)
   known = [field.name for field in dataclasses.fields(family.config_class)]
   for name in config.model.args:

@@ -127,6 +127,7 @@ class WandbBackend:
     project_name: the W&B project.
     run_name: name shown for the run; W&B invents one when empty.
     log_dir: folder for W&B's local files; W&B's own default when None.
+    project, name: what W&B calls the first two; they go before them.
   """
 
   def __init__(
@@ -134,8 +135,14 @@ class WandbBackend:
     project_name: str = "tunix",
     run_name: str = "",
     log_dir: str | os.PathLike[str] | None = None,
+    *,
+    project: str | None = None,
+    name: str | None = None,
   ):
-    self._settings: dict[str, Any] = {"project": project_name, "name": run_name or None}
+    self._settings: dict[str, Any] = {
+      "project": project or project_name,
+      "name": name or run_name or None,
+    }
     if log_dir is not None:
       self._settings["dir"] = str(log_dir)
     self._records = StepRecords(2)
