@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from tunix.generate import batching, scoring
+from tunix.utils import mesh as mesh_lib
 
 _LEAST = 16  # tokens of the narrowest prompt, and of the narrowest completion
 
@@ -53,7 +54,7 @@ def logps(
       ids,
       np.arange(widths[1]) < lengths[:, None],
     )
-    found = jax.device_get(_scored(graph, state, arrays, temperature))
+    found = mesh_lib.to_host(_scored(graph, state, arrays, temperature))
     for place, row in enumerate(rows):
       out[row] = found[place, : len(completions[row])]
   return out

@@ -192,17 +192,17 @@ class Sampler(BaseSampler):
     with mesh_lib.use_mesh(request.mesh):
       out, memory = decode.start(graph, state, request.start, rules, request.plan)
     if every is None:
-      yield jax.device_get(advance(out, memory, request.plan.columns)[0])
+      yield mesh_lib.to_host(advance(out, memory, request.plan.columns)[0])
       return
     while True:
-      seen = jax.device_get(dataclasses.replace(out, logits=None))
+      seen = mesh_lib.to_host(dataclasses.replace(out, logits=None))
       yield seen
       rules = dataclasses.replace(rules, limits=rows.limits(rules.limits))
       if np.all(seen.done | (seen.lengths >= rules.limits)):
         break
       out, memory = advance(out, memory, int(seen.steps) + every)
     if request.plan.return_logits:
-      yield jax.device_get(out)
+      yield mesh_lib.to_host(out)
 
   def _search(self, request: Request, beams: int) -> decode.Generated:
     """The best beams of every prompt."""
@@ -218,7 +218,7 @@ class Sampler(BaseSampler):
     best = request.options.num_samples
     chosen = np.arange(out.lengths.shape[0]).reshape(-1, beams)[:, :best].reshape(-1)
     pick = lambda x: x[chosen] if x.ndim else x
-    return jax.tree.map(pick, jax.device_get(out))
+    return jax.tree.map(pick, mesh_lib.to_host(out))
 
   def _completions(self, request: Request) -> Completions:
     options = request.options

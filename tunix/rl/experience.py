@@ -5,6 +5,7 @@ What a learner holds to make its examples with; the loop around it is rl_learner
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rewards import RewardOutput
 from tunix.rl.rl_cluster import RLCluster
 from tunix.sft.metrics_logger import Mode
+from tunix.utils import coordination
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class Experience:
     """
     cluster, algo = self._cluster, self._config
     is_training = mode is Mode.TRAIN
+    _check_same_prompts(batch, mode)
     group = algo.num_generations if is_training else algo.eval_num_generations
     config = cluster.cluster_config.rollout(mode)
     with self.phases("rollout"):
@@ -195,3 +198,20 @@ class Experience:
     """Ends the reward workers."""
     if self._rewards is not None:
       self._rewards.close()
+
+
+def _check_same_prompts(batch: PromptBatch, mode: Mode) -> None:
+  """With several processes, that all of them were given the same batch.
+
+  Raises:
+    ValueError: they were not.
+  """
+  if jax.process_count() > 1:
+    text = repr([batch.prompts, sorted(batch.columns.items())])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    coordination.agree(
+      f"prompts of batch {batch.number} ({mode.value})",
+      {"digest": digest},
+      "every process must be given the same prompts, in the same order: read the same "
+      "file with the same seed, and do not shard it",
+    )

@@ -15,14 +15,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from tunix.rl import reward_outcomes
 from tunix.rl.reward_fns import RowReward
 from tunix.rl.reward_outcomes import Failed, Outcome, PerRow, TimedOut, Value
 from tunix.rl.reward_pool import Call, RewardPool
+from tunix.utils import coordination
 
 RewardFn = Callable[..., Any]
+
+_OUTCOMES = {kind.__name__: kind for kind in (Value, Failed, TimedOut)}
+# Seconds that a process waits for the rewards of the others. The time-out of a reward
+# function is its own; here only a process that hangs outside of them ends the run.
+_PATIENCE_S = 3600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -208,7 +215,22 @@ class RewardManager:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _run(self, calls: list[Call]) -> Sequence[Sequence[Outcome]]:
+  def _run(self, calls: list[Call]) -> list[list[Outcome]]:
+    """Every call once, by one of the processes; all of them get what came of all."""
+    processes, mine = jax.process_count(), jax.process_index()
+    if processes == 1:
+      return [list(part) for part in self._run_here(calls)]
+    done = self._run_here(calls[mine::processes])
+    told = [[dataclasses.astuple(x) for x in part] for part in done]
+    kinds = [[type(x).__name__ for x in part] for part in done]
+    everywhere = coordination.gather("rewards", [kinds, told], timeout_s=_PATIENCE_S)
+    out: list[list[Outcome]] = []
+    for i in range(len(calls)):
+      names, fields = (part[i // processes] for part in everywhere[i % processes])
+      out.append([_OUTCOMES[name](*x) for name, x in zip(names, fields)])
+    return out
+
+  def _run_here(self, calls: list[Call]) -> Sequence[Sequence[Outcome]]:
     if self._pool is not None:
       return self._pool.run(calls)
     functions = self._functions

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -144,7 +145,7 @@ class RLLearner(abc.ABC):
     **more: Any,
   ) -> TrainExample:
     """The example of rollouts and advantages [B] or [B, R]; see Experience."""
-    if self._samples is not None:
+    if self._samples is not None and jax.process_index() == 0:
       number = self._progress.rollouts
       self._samples.add(rollouts, advantages, number=number, step=self.train_steps)
     rows = len(rollouts.tokens.completion_mask)

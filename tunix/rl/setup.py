@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from flax import nnx
 
 from tunix.models import calling
 from tunix.rl.algorithm_config import AlgorithmConfig
@@ -12,6 +13,7 @@ from tunix.rl.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
+from tunix.utils import mesh as mesh_lib
 
 
 def reward_manager(reward_fns: Any, cluster: RLCluster) -> RewardManager | None:
@@ -64,18 +66,43 @@ def check_exploring(rollout: RolloutConfig) -> None:
     )
 
 
+def _check_processes(cluster: RLCluster) -> None:
+  """What several processes ask of the cluster: they compute everything together, so
+  every role lies on one mesh over all of them.
+
+  Raises:
+    ValueError: a role lies elsewhere, or there is an engine of another kind.
+  """
+  count = jax.process_count()
+  models = {"actor": cluster.actor, "critic": cluster.critic}
+  models |= {"reference": cluster.reference, "reward": cluster.reward}
+  for role, model in models.items():
+    if model is None:
+      continue
+    mesh = mesh_lib.mesh_of(nnx.state(model))
+    here = {d.process_index for d in mesh.devices.flat} if mesh is not None else set()
+    if len(here) != count:
+      raise ValueError(
+        f"the {role} lies on devices of {max(1, len(here))} of {count} processes: with "
+        "several of them every role lies on a mesh over all their devices; set it with "
+        "jax.set_mesh(mesh) before the models are made, or by role_to_mesh"
+      )
+  if cluster.cluster_config.rollout_engine != "vanilla":
+    raise ValueError(
+      f"rollout_engine is {cluster.cluster_config.rollout_engine!r}: {count} processes "
+      'sample together with "vanilla" alone'
+    )
+
+
 def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> None:
   """What every learner asks of its cluster.
 
   Raises:
-    ValueError: several processes, greedy rollouts, a role that is missing, or one that
+    ValueError: processes that do not share every role, greedy rollouts, a role that is missing, or one that
       nothing would use.
   """
   if jax.process_count() > 1:
-    raise ValueError(
-      f"{jax.process_count()} processes: RL learners run in one process, over any "
-      "number of its devices; start a single one"
-    )
+    _check_processes(cluster)
   check_exploring(cluster.cluster_config.rollout(Mode.TRAIN))
   if config.beta and cluster.reference is None and not cluster.has_lora:
     raise ValueError(

@@ -38,6 +38,8 @@ class Trainer(PeftTrainer):
     metrics_logger: shared by all roles of the run.
   """
 
+  _batches_are_whole = True  # rollouts are gathered: advantages need whole groups
+
   def __init__(
     self,
     model: nnx.Module,

@@ -25,14 +25,16 @@ def run(
   at_once: int | None,
   axes: tuple[str, ...],
 ) -> np.ndarray:
-  """`score(model, **rows)` for `at_once` rows at a time; the last part is filled up."""
+  """`score(model, **rows)` for `at_once` rows at a time; the last part is filled up.
+  With several processes each of them has all the rows and gets all the results."""
   total = len(next(iter(rows.values())))
   size = min(at_once or total, total)
   parts = []
   for start in range(0, total, size):
     index = np.minimum(np.arange(start, start + size), total - 1)
-    parts.append(apply(model, score, {k: x[index] for k, x in rows.items()}, axes))
-  return np.concatenate([np.asarray(part) for part in parts])[:total]
+    part = {k: x[index] for k, x in rows.items()}
+    parts.append(apply(model, score, part, axes, whole=True))
+  return np.concatenate([mesh_lib.to_host(part) for part in parts])[:total]
 
 
 def apply(
@@ -40,6 +42,8 @@ def apply(
   score: Callable[..., Any],
   rows: Mapping[str, Any],
   axes: tuple[str, ...],
+  *,
+  whole: bool = False,
 ) -> Any:
   """`score(model, **rows)` of all rows at once, left on the model's own devices: nobody
   waits for it.
@@ -49,6 +53,7 @@ def apply(
     score: one object a setting, so that it compiles once; may return any pytree.
     rows: pytrees of arrays, the rows first.
     axes: split the rows, as far as the model's mesh has them.
+    whole: see `sharding_utils.shard_input`.
   """
   graph, state = nnx.split(model)
   state = mesh_lib.on_auto(state)
@@ -59,7 +64,8 @@ def apply(
     mesh = mesh_lib.create_mesh(dict.fromkeys(axes, 1), [device])
   has = () if mesh is None else tuple(a for a in axes if a in mesh.shape)
   with mesh_lib.use_mesh(mesh):
-    return _scored(graph, state, sharding_utils.shard_input(dict(rows), has), score)
+    placed = sharding_utils.shard_input(dict(rows), has, whole=whole)
+    return _scored(graph, state, placed, score)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import optax
@@ -84,6 +84,10 @@ class PeftTrainer:
     ValueError: no optimizer and no learning rate, or a checkpoint that does not fit.
     RuntimeError: there are checkpoints, and none can be read.
   """
+
+  # With several processes: whether each of them is given all of a global batch, and not
+  # its part of it.
+  _batches_are_whole: ClassVar[bool] = False
 
   def __init__(
     self,
@@ -393,7 +397,13 @@ class PeftTrainer:
       progress, accepted = self._progress, calling.call_parameters(self._module.model)
       ready, progress.train_rows = windows.pad_to_largest(ready, progress.train_rows)
       windows.check(ready, accepted)
-    return windows.make(ready, self.training_config, len(batches), data_state)
+    return windows.make(
+      ready,
+      self.training_config,
+      len(batches),
+      data_state,
+      whole=self._batches_are_whole,
+    )
 
   def _ready(self, batches: Iterable[Any]) -> list[Any]:
     ready = [windows.as_pytree(self._prepare_inputs(batch)) for batch in batches]

@@ -17,7 +17,9 @@ from tunix.utils import mesh as mesh_lib
 _log = logging.getLogger(__name__)
 
 
-def shard_input(input_data: Any, data_sharding_axis: Sequence[str] | str) -> Any:
+def shard_input(
+  input_data: Any, data_sharding_axis: Sequence[str] | str, *, whole: bool = False
+) -> Any:
   """Splits the first dimension of every array over ALL the named mesh axes.
 
   In a run of several processes a numpy array is this process's part of the batch; the
@@ -29,6 +31,7 @@ def shard_input(input_data: Any, data_sharding_axis: Sequence[str] | str) -> Any
   Args:
     input_data: a pytree of arrays whose first dimension is the batch.
     data_sharding_axis: names of mesh axes, such as ("dp", "fsdp").
+    whole: every process has all of the batch, the same one, and not its part of it.
 
   Returns:
     The same pytree with JAX arrays of the global shape.
@@ -46,7 +49,8 @@ def shard_input(input_data: Any, data_sharding_axis: Sequence[str] | str) -> Any
   if mesh is None:
     return jax.tree.map(_to_default_device, input_data)
   spec = PartitionSpec(names) if names else PartitionSpec()
-  return jax.tree.map(lambda leaf: _place(leaf, mesh, spec), input_data)
+  place = _place_whole if whole and jax.process_count() > 1 else _place
+  return jax.tree.map(lambda leaf: place(leaf, mesh, spec), input_data)
 
 
 def get_sharding(x: Any, mesh: Mesh, pspec: PartitionSpec) -> NamedSharding:
@@ -95,6 +99,16 @@ def _place(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
   return jax.make_array_from_process_local_data(
     sharding, np.asarray(leaf), _global_shape(leaf, mesh, spec)
   )
+
+
+def _place_whole(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+  """An array that every process has: split if it divides, else on every device."""
+  if not _is_array(leaf) or not _is_local(leaf):
+    return leaf
+  _check_axes(mesh, spec)
+  values = np.asarray(leaf)
+  fitted = mesh_lib.sharding_of_spec(spec, values.shape, mesh)
+  return jax.make_array_from_callback(values.shape, fitted, lambda part: values[part])
 
 
 def _to_default_device(leaf: Any) -> Any:

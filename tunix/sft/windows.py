@@ -116,13 +116,20 @@ def cut(batch: Any, parts: int) -> list[Any]:
 
 
 def make(
-  ready: Sequence[Any], config: TrainingConfig, drawn: int, data_state: Any
+  ready: Sequence[Any],
+  config: TrainingConfig,
+  drawn: int,
+  data_state: Any,
+  *,
+  whole: bool = False,
 ) -> Window:
-  """Prepared micro-batches as what a step takes, on their devices."""
+  """Prepared micro-batches as what a step takes, on their devices; `whole` as
+  `sharding_utils.shard_input`."""
   axes = config.data_sharding_axis
   return Window(
     groups=group(
-      [sharding_utils.shard_input(batch, axes) for batch in ready], config.micro_batches
+      [sharding_utils.shard_input(batch, axes, whole=whole) for batch in ready],
+      config.micro_batches,
     ),
     drawn=drawn,
     tokens=token_count(ready),

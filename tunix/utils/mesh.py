@@ -18,6 +18,24 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
+def to_host(tree: Any) -> Any:
+  """A pytree with its JAX arrays as NumPy's, whole on every process. All processes of a
+  run call it where the arrays are spread over them."""
+  if all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(tree)):
+    return jax.device_get(tree)
+  from jax.experimental import multihost_utils
+
+  def one(leaf):
+    spread = isinstance(leaf, jax.Array) and not (
+      leaf.is_fully_addressable or leaf.is_fully_replicated
+    )
+    if not spread:
+      return jax.device_get(leaf)
+    return multihost_utils.process_allgather(leaf, tiled=True)
+
+  return jax.tree.map(one, tree)
+
+
 def create_mesh(axes: Mapping[str, int], devices: Any = None) -> Mesh:
   """Builds a mesh with Auto axes from `{"fsdp": 4, "tp": 2}`.
 
