@@ -1,4 +1,4 @@
-"""What processes_test runs in each of several processes: RANK PORT COUNT FOLDER JOB."""
+"""What processes_test runs in each process: RANK PORT COUNT FOLDER JOB WHAT...."""
 
 import pathlib
 import sys
@@ -13,7 +13,7 @@ from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rewards import RewardManager
 from tunix.sft.config import CheckpointOptions
 from tunix.sft.metrics_logger import JsonlBackend, MetricsLoggerOptions
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import mesh as mesh_lib, tree
 
 CALLS = []
 
@@ -37,7 +37,7 @@ def learner(job, folder, steps):
   rewards = RewardManager([counted], rows_per_call=4)
   if job == "ppo":
     cluster = clusters.cluster(clusters.model(), critic=True, **options)
-    return PPOLearner(cluster, PPOConfig(), rewards)
+    return PPOLearner(cluster, PPOConfig(beta=0.0), rewards)
   cluster = clusters.cluster(
     clusters.model(),
     reference=clusters.model(1),
@@ -53,14 +53,43 @@ def run(job, folder, steps, batches=4):
   out = learner(job, folder, steps)
   start = out.train_steps
   out.train(clusters.prompts(batches, size=4), clusters.prompts(1, size=4, seed=9))
-  weights = {
-    ".".join(map(str, path)): mesh_lib.to_host(leaf)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
-      jax.tree.map(lambda x: x, out.rl_cluster.actor_trainer._module.params)
-    )
-  }
+  params = out.rl_cluster.actor_trainer._module.params
+  weights = {k: mesh_lib.to_host(x) for k, x in tree.flatten(params).items()}
   out.close()
   return start, weights
+
+
+def whole_and_cut(job, folder):
+  """The run in one go, and cut in the middle: the same bytes."""
+  _, whole = run(job, folder / "whole", 4)
+  (folder / f"rows-{jax.process_index()}").write_text(str(sum(CALLS)))
+  run(job, folder / "cut", 2)
+  start, cut = run(job, folder / "cut", 4)
+  assert start == 2
+  for name, value in whole.items():
+    np.testing.assert_array_equal(cut[name], value, err_msg=name)
+  run(job, folder / "half", 2)  # for other processes to go on from
+  if jax.process_index() == 0:
+    np.savez(folder / "weights.npz", **whole)
+
+
+def from_half(job, folder):
+  """Goes on from what other processes left."""
+  start, weights = run(job, folder / "half", 4)
+  assert start == 2
+  np.savez(folder / "half.npz", **weights)
+
+
+def different_prompts(job, folder):
+  out = learner(job, folder, 4)
+  seed = jax.process_index()
+  try:
+    out.train(clusters.prompts(1, size=4, seed=seed))
+  except ValueError as error:
+    assert "(train): digest is" in str(error), error
+    assert "given the same prompts" in str(error), error
+  else:
+    raise AssertionError("they were taken")
 
 
 def main() -> None:
@@ -70,17 +99,16 @@ def main() -> None:
     jax.distributed.initialize(
       f"localhost:{port}", num_processes=count, process_id=rank
     )
+    try:
+      learner(job, folder / "nowhere", 4)
+    except ValueError as error:
+      part = f"the actor lies on devices of 1 of {count} processes"
+      assert part in str(error), error
+    else:
+      raise AssertionError("models on one device were taken")
   with jax.set_mesh(mesh_lib.create_mesh({"fsdp": 8})):
-    _, whole = run(job, folder / "whole", 4)
-    rows = sum(CALLS)
-    run(job, folder / "cut", 2)
-    start, cut = run(job, folder / "cut", 4)
-  assert start == 2
-  for name, value in whole.items():
-    np.testing.assert_array_equal(cut[name], value, err_msg=name)
-  if rank == 0:
-    np.savez(folder / "weights.npz", **whole)
-  (folder / f"rows-{rank}").write_text(str(rows))
+    for name in sys.argv[6:]:
+      globals()[name](job, folder)
   print("done")
 
 

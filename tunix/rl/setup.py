@@ -98,8 +98,8 @@ def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> 
   """What every learner asks of its cluster.
 
   Raises:
-    ValueError: processes that do not share every role, greedy rollouts, a role that is missing, or one that
-      nothing would use.
+    ValueError: processes that do not share every role, greedy rollouts, a role that is
+      missing, or one that nothing would use.
   """
   if jax.process_count() > 1:
     _check_processes(cluster)

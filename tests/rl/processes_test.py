@@ -1,0 +1,52 @@
+"""RL over several processes learns what it learns in one, and goes on in any number."""
+
+import pathlib
+
+import numpy as np
+import pytest
+
+from tests import processes
+
+PROGRAM = pathlib.Path(__file__).with_name("process_programs.py")
+
+
+def together(count, folder, job, *what):
+  folder.mkdir(exist_ok=True)
+  port, devices = processes.free_port(), 8 // count
+  arguments = (port, count, folder, job, *what)
+  processes.finish(
+    *(processes.start(PROGRAM, devices, rank, *arguments) for rank in range(count)),
+    timeout=600,
+  )
+
+
+def equal(a, b):
+  a, b = np.load(a), np.load(b)
+  for name in a.files:
+    gap = np.linalg.norm(a[name] - b[name]) / np.linalg.norm(a[name])
+    assert gap < 1e-5, (name, gap)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("job", "count"),
+  [
+    pytest.param("grpo", 2, marks=pytest.mark.ci),
+    ("grpo", 4),
+    ("ppo", 2),
+    ("ppo", 4),
+  ],
+)
+def test_processes_learn_what_one_learns(job, count, tmp_path):
+  one, many = tmp_path / "one", tmp_path / "many"
+  together(1, one, job, "whole_and_cut")
+  together(count, many, job, "whole_and_cut", "different_prompts")
+  equal(one / "weights.npz", many / "weights.npz")
+  rows = [int((many / f"rows-{rank}").read_text()) for rank in range(count)]
+  assert all(rows), "every process computes rewards"
+  assert sum(rows) == int((one / "rows-0").read_text()), "each of them once"
+  lines = [(x / "whole" / "metrics.jsonl").read_text().count("\n") for x in (one, many)]
+  assert lines[0] == lines[1], "one process writes the metrics"
+  # What several processes saved, one goes on from.
+  together(1, many, job, "from_half")
+  equal(one / "weights.npz", many / "half.npz")
