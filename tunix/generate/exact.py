@@ -18,8 +18,6 @@ from flax import nnx
 
 from tunix.generate import batching, scoring
 
-_LEAST = 16  # tokens of the narrowest prompt, and of the narrowest completion
-
 
 def logps(
   model: nnx.Module,
@@ -39,7 +37,9 @@ def logps(
   """
   groups = collections.defaultdict(list)
   for row, (prompt, completion) in enumerate(zip(prompts, completions)):
-    widths = (batching.bucket(len(x), _LEAST) for x in (prompt, completion))
+    widths = (
+      batching.bucket(len(x), batching.MIN_TOKENS) for x in (prompt, completion)
+    )
     groups[tuple(widths)].append(row)
   graph, state = nnx.split(model)
   out = [np.zeros(0, np.float32)] * len(prompts)
@@ -53,9 +53,9 @@ def logps(
       ids,
       np.arange(widths[1]) < lengths[:, None],
     )
-    found = jax.device_get(_scored(graph, state, arrays, temperature))
+    scored = jax.device_get(_scored(graph, state, arrays, temperature))
     for place, row in enumerate(rows):
-      out[row] = found[place, : len(completions[row])]
+      out[row] = scored[place, : len(completions[row])]
   return out
 
 

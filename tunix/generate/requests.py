@@ -28,7 +28,6 @@ class Request:
   Attributes:
     options: what was asked for.
     prompts: token ids of each prompt.
-    padded: int32 [P, W], the same with the tokenizer's padding id.
     start: what prefill reads.
     rules, plan: of decoding.
     opened: the model's split.
@@ -37,7 +36,6 @@ class Request:
 
   options: SamplingOptions
   prompts: list[np.ndarray]
-  padded: np.ndarray
   start: decode.Prompts
   rules: decode.Rules
   plan: decode.Plan
@@ -48,6 +46,11 @@ class Request:
   def rows(self) -> int:
     """Completions that the caller gets."""
     return len(self.prompts) * self.options.num_samples
+
+  @property
+  def width(self) -> int:
+    """W, tokens of a padded prompt."""
+    return self.start.mask.shape[1]
 
 
 def prepare(
@@ -76,9 +79,9 @@ def prepare(
   )
   limits = np.zeros(shape.rows, np.int32)
   limits[: count * samples] = np.repeat(each, samples)
-  padded, mask = batching.left_padded(
-    prompts, shape.prompts, shape.width, fill_id(tokenizer)
-  )
+  # With 0, and not the tokenizer's padding id, which may lie outside the model's
+  # vocabulary.
+  tokens, mask = batching.left_padded(prompts, shape.prompts, shape.width, 0)
   source = np.minimum(np.arange(shape.rows) // samples, shape.prompts - 1)
   tight = shape.slots < shape.width + shape.columns and isinstance(model, Transformer)
   over = np.int32(max(0, shape.width + steps - shape.slots))
@@ -89,10 +92,8 @@ def prepare(
   return Request(
     options=options,
     prompts=prompts,
-    padded=padded[:count],
     start=decode.Prompts(
-      # A padding id may lie outside the model's vocabulary.
-      tokens=np.where(mask, padded, 0),
+      tokens=tokens,
       mask=mask,
       source=source.astype(np.int32) if samples > 1 else None,
       shift=over if tight else None,
@@ -123,12 +124,6 @@ def mesh_of(state: Any) -> Mesh | None:
   """The mesh that the weights lie on, else the surrounding one."""
   mesh = mesh_lib.mesh_of(state)
   return mesh_lib.current_mesh() if mesh is None else mesh
-
-
-def fill_id(tokenizer: TokenizerAdapter) -> int:
-  """The id that rows are filled up with."""
-  pad = tokenizer.pad_id()
-  return 0 if pad is None else pad
 
 
 def _draw(options: SamplingOptions, rows: int, vocab_size: int | None) -> decode.Draw:
