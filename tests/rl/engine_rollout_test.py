@@ -97,6 +97,22 @@ def test_the_sglang_rollout_draws_without_a_seed_of_ours():
   np.testing.assert_allclose(out.logprobs, [[-0.5, -1.5]] * 2)
 
 
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"temperature": -1.0}, "temperature is -1"),
+    ({"top_p": 0.0}, "top_p is 0.0, it must be above 0"),
+    ({"top_k": 0}, "top_k is 0"),
+    ({"min_p": 2.0}, "min_p is 2.0"),
+    ({"stop_strings": [""]}, "a stop string is empty"),
+    ({"temperature": 0.0, "top_k": 3}, "top_k is 3 and nothing is drawn"),
+  ],
+)
+def test_what_no_sampler_takes_is_refused_before_the_first_rollout(options, message):
+  with pytest.raises(ValueError, match=message):
+    RolloutConfig(**options)
+
+
 def test_options_of_the_sglang_rollout():
   for given, missing in (({}, "url"), ({"url": "http://localhost:1"}, "restart")):
     with pytest.raises(ValueError, match=missing):

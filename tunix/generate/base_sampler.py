@@ -172,11 +172,11 @@ class BaseSampler:
       ValueError: an option that is not honoured, no prompts, or one longer than
         `max_prompt_length`.
     """
-    if refused := sorted(self.not_honoured & options.asked):
-      raise ValueError(
-        f"{self.name} does not honour {' and '.join(refused)}: leave that out, or "
-        "choose a sampler that does (docs/guides/engines.md has a table)"
-      )
+    options.refuse(
+      self.not_honoured,
+      self.name,
+      "choose a sampler that does (docs/guides/engines.md has a table)",
+    )
     prompts = [
       self.tokenize(x) for x in ([inputs] if isinstance(inputs, str) else inputs)
     ]

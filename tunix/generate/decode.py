@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.generate import memory as memory_lib, recompute, sampling
 from tunix.generate.memory import Memory
 from tunix.generate.sampling import Draw, Leaf
+from tunix.models import calling
 from tunix.ops import masks
 from tunix.utils import mesh as mesh_lib
 
@@ -114,9 +114,9 @@ def opened(graph: Any, state: Any) -> Opened:
   """The split of a module with one module a layer, made once a request: slices of a
   stack would be taken in every step. Leaves that stay as they are are not copied."""
   structure, places, changed = _open(graph, state)
-  given = jax.tree.leaves(state)
+  stored = jax.tree.leaves(state)
   fresh = iter(changed)
-  leaves = [next(fresh) if i is None else given[i] for i in places.value]
+  leaves = [next(fresh) if i is None else stored[i] for i in places.value]
   return Opened(*structure.value.unflatten(leaves))
 
 
@@ -256,12 +256,10 @@ def step(
 
 def _last_logits(model, tokens, positions, cache, mask):
   """float32 [B, V] of the last position, unembedding no other where the model can."""
-  parameters = inspect.signature(type(model).__call__).parameters
-  if "return_hidden" in parameters and hasattr(model, "logits"):
-    hidden, cache = model(tokens, positions, cache, mask, return_hidden=True)
-    return model.logits(hidden[:, -1:])[:, 0], cache
-  logits, cache = model(tokens, positions, cache, mask)
-  return logits[:, -1].astype(jnp.float32), cache
+  adapted = calling.adapt(model)
+  hidden = {} if adapted.builds_logits else {"return_hidden": True}
+  states, cache = model(tokens, positions, cache, mask, **hidden)
+  return adapted.unembed(states[:, -1:])[:, 0].astype(jnp.float32), cache
 
 
 def _nothing(rules: Rules, plan: Plan, vocab: int) -> Generated:

@@ -17,6 +17,7 @@ from tunix.generate import batching, decode
 from tunix.generate.batching import Limits
 from tunix.generate.options import SamplingOptions
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import calling
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
 
@@ -66,7 +67,7 @@ def prepare(
     TypeError: a seed of another kind.
     ValueError: ids outside the vocabulary, or more tokens than fit.
   """
-  vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+  vocab_size = calling.vocab_size(model)
   for prompt in prompts:
     _check_ids(prompt, "a prompt", vocab_size)
   count, samples = len(prompts), options.beam_size or options.num_samples
@@ -112,12 +113,13 @@ def prepare(
 
 def limits_of(model: nnx.Module, mesh: Mesh | None, cache_size: int | None) -> Limits:
   """What the model's requests must keep to."""
-  own_cache = hasattr(model, "init_cache") and not isinstance(model, Transformer)
+  # Only our cache is known to take its prompts elsewhere; see `memory.shift`.
+  is_foreign = hasattr(model, "init_cache") and not isinstance(model, Transformer)
   rules = getattr(getattr(model, "config", None), "sharding", None)
   shards = 1
   if mesh is not None and rules is not None:
     shards = math.prod(mesh.shape.get(axis, 1) for axis in rules.batch_axes)
-  return Limits(cache_size=cache_size, movable=not own_cache, shards=shards)
+  return Limits(cache_size=cache_size, movable=not is_foreign, shards=shards)
 
 
 def mesh_of(state: Any) -> Mesh | None:
@@ -133,14 +135,14 @@ def _draw(options: SamplingOptions, rows: int, vocab_size: int | None) -> decode
   # A key that was made under another mesh is of that mesh; its numbers are of none.
   words, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
   first = options.first_prompt * options.num_samples
-  given = {} if greedy else {"temperature": options.temperature, **options.filters}
+  rules = {} if greedy else {"temperature": options.temperature, **options.filters}
   return decode.Draw(
     rows=np.arange(first, first + rows, dtype=np.int32),
     key=jax.random.wrap_key_data(jnp.asarray(words), impl=kind),
     forbidden=_forbidden(options.forbidden_tokens, vocab_size),
     **{
       name: np.full(rows, value, np.int32 if name == "top_k" else np.float32)
-      for name, value in given.items()
+      for name, value in rules.items()
     },
   )
 

@@ -25,6 +25,8 @@ from tunix.generate.outputs import Row
 from tunix.generate.requests import Request
 from tunix.utils import mesh as mesh_lib
 
+# What there is at the end alone.
+NOT_STREAMED = frozenset({"echo", "pad_output", "return_logits", "beam_size", "exact"})
 STOP_STEPS = 16  # a row that a stop string has ended costs at most so many steps more
 
 
@@ -81,12 +83,12 @@ class Sampler(BaseSampler):
     self.cache_config = cache_config
     config = getattr(transformer, "config", None)
     for name in ("num_layers", "num_kv_heads", "head_dim"):
-      said = getattr(cache_config, name, None)
-      has = getattr(config, name, said)
-      if said is not None and said != has:
+      stated = getattr(cache_config, name, None)
+      actual = getattr(config, name, stated)
+      if stated is not None and stated != actual:
         raise ValueError(
-          f"CacheConfig.{name} is {said}, the model has {has}: give the model's, or "
-          "leave it out"
+          f"CacheConfig.{name} is {stated}, the model has {actual}: give the model's, "
+          "or leave it out"
         )
     self._cache_size = None if cache_config is None else cache_config.cache_size
 
@@ -122,7 +124,7 @@ class Sampler(BaseSampler):
     Args:
       input_strings, max_generation_steps: as in `__call__`.
       every: decode steps between two looks at the rows; the first token comes alone.
-      **options: of `__call__`, but echo, pad_output, return_logits and beam_size.
+      **options: of `__call__`, but those of NOT_STREAMED.
 
     Returns: the increments of all rows. Put together they are what `__call__` returns;
       text that may yet turn out to begin a stop string is held back. Abandoning the
@@ -130,14 +132,10 @@ class Sampler(BaseSampler):
 
     Raises: as `__call__`, at once, and ValueError for options that it does not take.
     """
-    refused = {"echo", "pad_output", "return_logits", "beam_size"} & options.keys()
-    if refused:
-      raise ValueError(
-        f"a stream takes no {', '.join(sorted(refused))}: leave them out"
-      )
     if every < 1:
       raise ValueError(f"every is {every}, it must be at least 1 decode step")
     asked = SamplingOptions(max_generation_steps=max_generation_steps, **options)
+    asked.refuse(NOT_STREAMED, "a stream", "call the sampler")
     request = self._prepare(self._token_ids(input_strings, asked), asked)
     rows = self._completions(request)
 

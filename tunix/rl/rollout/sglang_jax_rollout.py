@@ -6,9 +6,10 @@ from typing import Any
 
 from tunix.generate.sglang_jax_sampler import SglangJaxSampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.rl.rollout.engine_rollout import EngineRollout, take_options
+from tunix.rl.rollout.engine_rollout import URL, EngineRollout, take_options
 
-_OPTIONS = ("url", "timeout_s", "restart", "weights_dir")
+_REQUIRED = {"url": URL, "restart": "restart(folder) -> address, for new weights"}
+_OPTIONAL = ("timeout_s", "weights_dir")
 
 
 class SglangJaxRollout(EngineRollout):
@@ -29,11 +30,5 @@ class SglangJaxRollout(EngineRollout):
 
   def __init__(self, model: Any, tokenizer: Any, rollout_config: RolloutConfig):
     del model
-    options = take_options(rollout_config.engine_options, "SGLang-JAX", _OPTIONS)
-    for name in ("url", "restart"):
-      if name not in options:
-        raise ValueError(
-          f'rollout_engine "sglang_jax" needs engine_options[{name!r}]: the address of '
-          "a running server, and restart(folder) -> address for new weights"
-        )
+    options = take_options(rollout_config, "SGLang-JAX", _REQUIRED, _OPTIONAL)
     super().__init__(SglangJaxSampler(options.pop("url"), tokenizer, **options))
