@@ -190,6 +190,11 @@ class BaseSampler:
       )
     return prompts
 
+  def _eos_ids(self, options: SamplingOptions) -> list[int]:
+    """The ids that end a row."""
+    stated = options.eos_tokens
+    return [int(i) for i in (self.tokenizer.eos_ids() if stated is None else stated)]
+
   def tokenize(self, prompt: Prompt) -> np.ndarray:
     """The ids of one prompt, int32 [T].
 

@@ -74,17 +74,13 @@ class Limits:
       samples: completions a prompt.
       longest: tokens of the longest prompt.
       steps: most new tokens of a row.
-      stated: the width that the caller wants instead of a power of two.
+      stated: the width that the caller wants instead of a power of two; no less than
+        the longest.
       beams: a prompt's rows instead of the samples, for its filling as well.
 
     Raises:
       ValueError: it does not fit.
     """
-    if stated is not None and longest > stated:
-      raise ValueError(
-        f"a prompt has {longest} tokens, max_prompt_length is {stated}: shorten the "
-        "prompt or raise max_prompt_length"
-      )
     width = bucket(longest, MIN_TOKENS) if stated is None else stated
     columns = bucket(steps, MIN_TOKENS)
     slots = width + columns
@@ -118,14 +114,14 @@ class Limits:
   ) -> list[Shape]:
     """All shapes of requests that are at most as large in every respect."""
     counts = {(p, n) for p in range(1, prompts + 1) for n in range(1, samples + 1)}
-    found = {
+    shapes = {
       self.shape(p, n, tokens, new, stated)
       for p, n in counts
       for tokens in ([1] if stated is not None else _least_of_buckets(longest))
       for new in _least_of_buckets(steps)
       if self.cache_size is None or (stated or tokens) + new <= self.cache_size
     }
-    return sorted(found)
+    return sorted(shapes)
 
 
 def _least_of_buckets(size: int) -> list[int]:

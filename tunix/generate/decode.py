@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -171,12 +172,12 @@ def advance(
     out, memory: of `start` or of this; they are used up.
     until: int32 scalar.
   """
-  advances = parts(nnx.merge(graph, state))[2]
+  way = way_of(nnx.merge(graph, state))
 
   def body(carry):
     out, memory = carry
     last = jax.lax.dynamic_index_in_dim(out.tokens, out.steps - 1, 1, keepdims=False)
-    logits, memory = advances(nnx.merge(graph, state), last, memory)
+    logits, memory = way.step(nnx.merge(graph, state), last, memory)
     return _emit(out, logits, rules), memory
 
   def goes_on(carry):
@@ -188,25 +189,33 @@ def advance(
   return jax.tree.map(mesh_lib.constrain, out), memory
 
 
-def parts(model: Any) -> tuple[Any, Any, Any]:
-  """The `prefill`, `repeat` and `step` of the model: through its cache where it has
-  one, else running the whole sequence for every token."""
+class Way(NamedTuple):
+  """How a model goes from token to token; see the functions of these names."""
+
+  prefill: Callable[..., Any]
+  repeat: Callable[..., Any]
+  step: Callable[..., Any]
+
+
+def way_of(model: Any) -> Way:
+  """Through the model's cache where it has one, else by running the whole sequence for
+  every token."""
   if hasattr(model, "init_cache"):
-    return prefill, memory_lib.repeat, step
-  return recompute.prefill, recompute.repeat, recompute.step
+    return Way(prefill, memory_lib.repeat, step)
+  return Way(recompute.prefill, recompute.repeat, recompute.step)
 
 
 def prefilled(
   model: Any, prompts: Prompts, plan: Plan
 ) -> tuple[Float[Array, "B V"], Any]:
   """Runs every prompt once: the logits of all its rows, and what they go on from."""
-  runs, repeats, _ = parts(model)
+  way = way_of(model)
   with jax.named_scope("prefill"):
-    logits, memory = runs(model, prompts.tokens, prompts.mask, plan.slots)
+    logits, memory = way.prefill(model, prompts.tokens, prompts.mask, plan.slots)
     if prompts.shift is not None:
       memory = memory_lib.shift(memory, prompts.shift)
     if prompts.source is not None:
-      memory = repeats(model, memory, prompts.source)
+      memory = way.repeat(model, memory, prompts.source)
       logits = logits[prompts.source]
   return logits, memory
 

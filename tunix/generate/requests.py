@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from tunix.generate import batching, decode
 from tunix.generate.batching import Limits
 from tunix.generate.options import SamplingOptions
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import calling
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
@@ -56,9 +55,9 @@ class Request:
 
 def prepare(
   model: nnx.Module,
-  tokenizer: TokenizerAdapter,
   prompts: list[np.ndarray],
   options: SamplingOptions,
+  eos_ids: Sequence[int],
   cache_size: int | None,
 ) -> Request:
   """The request in its fixed shape.
@@ -70,6 +69,9 @@ def prepare(
   vocab_size = calling.vocab_size(model)
   for prompt in prompts:
     _check_ids(prompt, "a prompt", vocab_size)
+  # The tokenizer's own may lie outside the model's vocabulary: they never come.
+  if options.eos_tokens is not None:
+    _check_ids(options.eos_tokens, "eos_tokens", vocab_size)
   count, samples = len(prompts), options.beam_size or options.num_samples
   graph, state = nnx.split(model)
   mesh = mesh_of(state)
@@ -86,7 +88,6 @@ def prepare(
   source = np.minimum(np.arange(shape.rows) // samples, shape.prompts - 1)
   tight = shape.slots < shape.width + shape.columns and isinstance(model, Transformer)
   over = np.int32(max(0, shape.width + steps - shape.slots))
-  eos = _eos(options.eos_tokens, tokenizer, vocab_size)
   with mesh_lib.use_mesh(mesh):
     draw = _draw(options, shape.rows, vocab_size)
     opened = decode.opened(graph, state)
@@ -99,7 +100,7 @@ def prepare(
       source=source.astype(np.int32) if samples > 1 else None,
       shift=over if tight else None,
     ),
-    rules=decode.Rules(limits=limits, eos=eos, draw=draw),
+    rules=decode.Rules(limits=limits, eos=batching.id_list(eos_ids), draw=draw),
     plan=decode.Plan(
       slots=shape.slots,
       columns=shape.columns,
@@ -155,15 +156,6 @@ def _forbidden(
   _check_ids(tokens, "forbidden_tokens", vocab_size)
   if len(set(tokens)) == vocab_size:
     raise ValueError("forbidden_tokens names every token: leave at least one")
-  return batching.id_list(tokens)
-
-
-def _eos(
-  tokens: Sequence[int] | None, tokenizer: TokenizerAdapter, vocab_size: int | None
-) -> np.ndarray:
-  if tokens is None:
-    return batching.id_list(tokenizer.eos_ids())
-  _check_ids(tokens, "eos_tokens", vocab_size)
   return batching.id_list(tokens)
 
 

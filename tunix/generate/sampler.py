@@ -173,8 +173,9 @@ class Sampler(BaseSampler):
 
   def _prepare(self, prompts: list[np.ndarray], options: SamplingOptions) -> Request:
     """The request in its fixed shape."""
+    eos_ids = self._eos_ids(options)
     return requests.prepare(
-      self.transformer, self.tokenizer, prompts, options, self._cache_size
+      self.transformer, prompts, options, eos_ids, self._cache_size
     )
 
   def _decode(

@@ -134,7 +134,7 @@ class SglangJaxSampler(BaseSampler):
       "min_p": filters.get("min_p", 0.0),
       "stop": list(options.stops),
       # ignore_eos would switch these off too: the model's own ids always count.
-      "stop_token_ids": list(self._eos(options)),
+      "stop_token_ids": self._eos_ids(options),
       "ignore_eos": options.eos_tokens is not None,  # it is empty: others are refused
     }
     engine_rows.check_engine_options(options, (*common, "max_new_tokens", "n"))
@@ -152,9 +152,6 @@ class SglangJaxSampler(BaseSampler):
       for prompt, limit in zip(prompts, options.limits(len(prompts)))
       for _ in range(options.num_samples)
     ]
-
-  def _eos(self, options: SamplingOptions) -> Sequence[int]:
-    return self.tokenizer.eos_ids() if options.eos_tokens is None else ()
 
   def _row(self, answer: Any, options: SamplingOptions) -> Row:
     meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
@@ -177,7 +174,7 @@ class SglangJaxSampler(BaseSampler):
 
   def _at_the_limit(self, tokens: Sequence[int], options: SamplingOptions) -> str:
     """The engine says "length" also when the last token that it may is an end."""
-    if tokens[-1] in self._eos(options):
+    if tokens[-1] in self._eos_ids(options):
       return "eos"
     ids = np.asarray(tokens, np.int32)
     end = find_stop(self.tokenizer.decode, ids, options.stops)

@@ -156,7 +156,7 @@ class TokenizersBackend(Backend):
 
   @property
   def chat_template(self) -> tokenizer_files.ChatTemplates | None:
-    return None if self._files is None else self._files.chat_template
+    return super().chat_template if self._files is None else self._files.chat_template
 
   def encode(self, text: str, add_special_tokens: bool) -> list[int]:
     return self._rust.encode(text, add_special_tokens=add_special_tokens).ids

@@ -159,8 +159,6 @@ class VllmSampler(BaseSampler):
     options: SamplingOptions,
   ) -> list[dict[str, Any]]:
     """A request a prompt."""
-    eos = options.eos_tokens
-    eos = self.tokenizer.eos_ids() if eos is None else eos
     greedy = options.temperature == 0
     filters = options.filters
     common = {
@@ -176,7 +174,7 @@ class VllmSampler(BaseSampler):
       "presence_penalty": 0.0,
       "frequency_penalty": 0.0,
       "stop": list(options.stops),
-      "stop_token_ids": [int(i) for i in eos],
+      "stop_token_ids": self._eos_ids(options),
       "ignore_eos": True,  # those above are all
       "return_token_ids": True,
       **({"logprobs": 0} if options.return_logprobs else {}),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tunix.generate import batching
 from tunix.generate.options import SamplingOptions
 
 
@@ -90,11 +91,9 @@ class RolloutOutput:
   @property
   def left_padded_prompt_tokens(self) -> np.ndarray:
     """int32 [B, P], prompts padded on the left with 0."""
-    width = max(len(row) for row in self.prompt_tokens)
-    out = np.zeros((len(self.prompt_tokens), width), np.int32)
-    for row, ids in zip(out, self.prompt_tokens):
-      row[width - len(ids) :] = ids
-    return out
+    width = max(map(len, self.prompt_tokens))
+    rows = len(self.prompt_tokens)
+    return batching.left_padded(self.prompt_tokens, rows, width, 0)[0]
 
 
 class BaseRollout(abc.ABC):
