@@ -91,8 +91,11 @@ def test_the_sglang_rollout_draws_without_a_seed_of_ours():
   answers = {"/get_model_info": model, "/generate": {"text": "", "meta_info": meta}}
   with FakeEngine(answers) as server:
     given = {"url": server.url, "restart": lambda folder: server.url}
+    given |= {"request": {"regex": "[0-9]+"}}
     rollout = SglangJaxRollout(None, Words(), RolloutConfig(engine_options=given))
     out = rollout.generate(["1 2"], RolloutConfig(), num_generations=2, seed=3)
+    asked = server.bodies("/generate")
+  assert all(body["sampling_params"]["regex"] == "[0-9]+" for body in asked)
   assert [x.tolist() for x in out.tokens] == [[5, 6], [5, 6]]
   np.testing.assert_allclose(out.logprobs, [[-0.5, -1.5]] * 2)
 

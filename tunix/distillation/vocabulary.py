@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.tokenizer_adapter import TokenizerAdapter, adapted
 from tunix.models import calling
 from tunix.ops.distill import check_same_words
 
@@ -39,7 +39,7 @@ def check_tokenizers(student: Any, teacher: Any) -> None:
   Raises:
     ValueError: they differ; the message has the first text, role or token.
   """
-  ours, theirs = _adapter(student), _adapter(teacher)
+  ours, theirs = adapted(student), adapted(teacher)
   for text in _TEXTS:
     pair = [list(map(int, t.encode(text))) for t in (ours, theirs)]
     if pair[0] != pair[1]:
@@ -104,8 +104,3 @@ def _padding(tokenizer: TokenizerAdapter) -> str | None:
     return None
   texts = (text for text, i in tokenizer.special_tokens().items() if i == pad)
   return next(texts, None)
-
-
-def _adapter(tokenizer: Any) -> TokenizerAdapter:
-  known = isinstance(tokenizer, TokenizerAdapter)
-  return tokenizer if known else TokenizerAdapter(tokenizer)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tunix.generate.options import SamplingOptions
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.tokenizer_adapter import adapted
 
 Prompt = str | Sequence[int] | np.ndarray
 
@@ -60,8 +60,7 @@ class BaseSampler:
 
   def __init__(self, tokenizer: Any):
     """Takes a TokenizerAdapter, or anything that one can wrap."""
-    known = isinstance(tokenizer, TokenizerAdapter)
-    self.tokenizer = tokenizer if known else TokenizerAdapter(tokenizer)
+    self.tokenizer = adapted(tokenizer)
 
   def __call__(
     self,

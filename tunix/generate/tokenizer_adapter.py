@@ -59,11 +59,15 @@ class TokenizerAdapter:
       ValueError: the object lacks methods (they are named), or a token is unknown.
     """
     stated = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
-    wrapped = tokenizer if isinstance(tokenizer, TokenizerAdapter) else None
-    self._backend: Backend = choose(tokenizer) if wrapped is None else wrapped._backend
-    self._own_template = chat_template or (wrapped and wrapped._own_template)
-    self._stated_eos_ids = (*eos_ids, *(wrapped._stated_eos_ids if wrapped else ()))
-    self._stated: dict[str, Token] = dict(wrapped._stated) if wrapped else {}
+    self._stated: dict[str, Token] = {}
+    if isinstance(tokenizer, TokenizerAdapter):
+      self._backend: Backend = tokenizer._backend
+      self._stated |= tokenizer._stated
+      chat_template = chat_template or tokenizer._stated_template
+      eos_ids = (*eos_ids, *tokenizer._stated_eos_ids)
+    else:
+      self._backend = choose(tokenizer)
+    self._stated_template, self._stated_eos_ids = chat_template, tuple(eos_ids)
     for role, text in stated.items():
       if text is not None:
         self._stated[role] = self._backend.named(role, text) if text else Token()
@@ -216,7 +220,7 @@ class TokenizerAdapter:
   @property
   def chat_template(self) -> tokenizer_files.ChatTemplates | None:
     """Jinja source of the chat template (or sources by name), None without one."""
-    return self._own_template or self._backend.chat_template
+    return self._stated_template or self._backend.chat_template
 
   def has_chat_template(self) -> bool:
     """Whether `apply_chat_template` can work."""
@@ -296,6 +300,12 @@ class TokenizerAdapter:
     self._backend.save(target, self._texts())
     if self.chat_template:
       tokenizer_files.write_chat_template(target, self.chat_template)
+
+
+def adapted(tokenizer: Any) -> TokenizerAdapter:
+  """The tokenizer wrapped; itself where it is an adapter."""
+  is_adapter = isinstance(tokenizer, TokenizerAdapter)
+  return tokenizer if is_adapter else TokenizerAdapter(tokenizer)
 
 
 class Tokenizer(TokenizerAdapter):

@@ -9,7 +9,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.engine_rollout import URL, EngineRollout, take_options
 
 _REQUIRED = {"url": URL, "restart": "restart(folder) -> address, for new weights"}
-_OPTIONAL = ("timeout_s", "weights_dir")
+_OPTIONAL = ("timeout_s", "weights_dir", "request")
 
 
 class SglangJaxRollout(EngineRollout):
@@ -21,7 +21,8 @@ class SglangJaxRollout(EngineRollout):
     tokenizer: of the model.
     rollout_config: `engine_options` has "url" of a running server, and "restart", a
       function that starts it anew on a folder: this engine takes new weights no other
-      way.
+      way. Besides, what else SglangJaxSampler takes, and "request": further sampling
+      parameters, such as {"regex": "[0-9]+"}.
 
   Raises:
     ValueError: "url" or "restart" is missing, or an option that it does not know.
@@ -31,4 +32,6 @@ class SglangJaxRollout(EngineRollout):
   def __init__(self, model: Any, tokenizer: Any, rollout_config: RolloutConfig):
     del model
     options = take_options(rollout_config, "SGLang-JAX", _REQUIRED, _OPTIONAL)
-    super().__init__(SglangJaxSampler(options.pop("url"), tokenizer, **options))
+    request = {"engine_options": options.pop("request", {})}
+    sampler = SglangJaxSampler(options.pop("url"), tokenizer, **options)
+    super().__init__(sampler, request)

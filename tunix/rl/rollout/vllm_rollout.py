@@ -29,6 +29,5 @@ class VllmRollout(EngineRollout):
   def __init__(self, model: Any, tokenizer: Any, rollout_config: RolloutConfig):
     del model
     options = take_options(rollout_config, "vLLM", {"url": URL}, _OPTIONAL)
-    request = options.pop("request", None)
-    sampler = VllmSampler(options.pop("url"), tokenizer, **options)
-    super().__init__(sampler, {"engine_options": request} if request else None)
+    request = {"engine_options": options.pop("request", {})}
+    super().__init__(VllmSampler(options.pop("url"), tokenizer, **options), request)
