@@ -32,7 +32,13 @@ class TokenizerAdapter:
   """Encodes, decodes and renders chats, whatever the tokenizer is.
 
   The tokenizer is never changed. Id 0 is an id like any other.
+
+  Attributes:
+    add_bos, add_eos: whether `tokenize` begins with BOS, and may end with EOS.
   """
+
+  add_bos: bool = True
+  add_eos: bool = True
 
   def __init__(
     self,
@@ -204,11 +210,9 @@ class TokenizerAdapter:
     Raises:
       ValueError: `add_eos` with a tokenizer that has no end-of-sequence token.
     """
-    return self._frame(prefix + text + suffix, add_bos=True, add_eos=add_eos)
-
-  def _frame(self, text: str, *, add_bos: bool, add_eos: bool) -> np.ndarray:
-    ids, bos, eos = self.encode(text), self._bos(), self.eos_id()
-    if add_bos and ids[:1] != bos:
+    ids = self.encode(prefix + text + suffix)
+    bos, eos, add_eos = self._bos(), self.eos_id(), add_eos and self.add_eos
+    if self.add_bos and ids[:1] != bos:
       ids = [*bos, *ids]
     if add_eos and eos is None:
       raise ValueError(
@@ -280,14 +284,8 @@ class TokenizerAdapter:
       messages, add_generation_prompt=add_generation_prompt, tokenize=tokenize, **kwargs
     )
 
-  @staticmethod
-  def check_template_variables(variables: Mapping[str, Any], key: str) -> None:
-    """Refuses names that `apply_chat_template` cannot hand to a template.
-
-    Raises:
-      ValueError: the message begins with `key`.
-    """
-    chat_templates.check_variables(variables, key)
+  # Refuses names that `apply_chat_template` cannot hand to a template.
+  check_template_variables = staticmethod(chat_templates.check_variables)
 
   def save(self, folder: str | os.PathLike[str]) -> None:
     """Writes the tokenizer so that `from_pretrained` and AutoTokenizer read it back.
@@ -337,16 +335,7 @@ class Tokenizer(TokenizerAdapter):
         f"tokenizer_type {tokenizer_type!r} is unknown; use one of {sorted(loaders)}"
       )
     super().__init__(loaders[tokenizer_type](tokenizer_path))
-    self.add_bos = add_bos
-    self.add_eos = add_eos
-
-  def tokenize(
-    self, text: str, prefix: str = "", suffix: str = "", add_eos: bool = True
-  ) -> np.ndarray:
-    """As `TokenizerAdapter.tokenize`, with `add_bos` and `add_eos` of this object."""
-    return self._frame(
-      prefix + text + suffix, add_bos=self.add_bos, add_eos=add_eos and self.add_eos
-    )
+    self.add_bos, self.add_eos = add_bos, add_eos
 
 
 def _select(template: tokenizer_files.ChatTemplates, tools: Any) -> str:

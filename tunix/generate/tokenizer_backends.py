@@ -46,13 +46,16 @@ class Backend(abc.ABC):
     eos_ids: ids that end a sequence besides the tokenizer's own.
     adds_special: whether `encode` can add special tokens, and drops_special: whether
       `decode` can leave them out. The adapter does what a backend cannot.
+    unknown: what is wrong with a text that has no id, for the message.
   """
 
   adds_special: bool = True
   drops_special: bool = True
+  unknown = "is not in the tokenizer's vocabulary"
 
   def __init__(self, tokenizer: Any):
     self.raw = tokenizer
+    self._roles: Mapping[str, Token] = {}
     folder = getattr(tokenizer, "name_or_path", None)
     self.eos_ids: tuple[int, ...] = ()
     if isinstance(folder, str) and os.path.isdir(folder):
@@ -70,16 +73,22 @@ class Backend(abc.ABC):
   def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
 
   @abc.abstractmethod
-  def roles(self) -> Mapping[str, Token]:
-    """Special tokens by role ("bos_token", "eos_token", "pad_token", ...)."""
+  def id_of(self, text: str) -> int | None:
+    """Id of a token that may be given a role; None: there is none of that text."""
 
-  @abc.abstractmethod
   def named(self, role: str, text: str) -> Token:
-    """The token that a caller wants in a role.
+    """The token that is wanted in a role.
 
     Raises:
-      ValueError: the tokenizer has none of that text.
+      ValueError: there is none of that text.
     """
+    if (number := self.id_of(text)) is None:
+      raise ValueError(f"{role} {text!r} {self.unknown}")
+    return Token(number, text)
+
+  def roles(self) -> Mapping[str, Token]:
+    """Special tokens by role ("bos_token", "eos_token", "pad_token", ...)."""
+    return self._roles
 
   @abc.abstractmethod
   def special_tokens(self) -> dict[str, int]:
@@ -164,11 +173,8 @@ class TokenizersBackend(Backend):
   def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
     return self._rust.decode(ids, skip_special_tokens=skip_special_tokens)
 
-  def roles(self) -> Mapping[str, Token]:
-    return self._roles
-
-  def named(self, role: str, text: str) -> Token:
-    return _known(role, text, self._rust.token_to_id(text))
+  def id_of(self, text: str) -> int | None:
+    return self._rust.token_to_id(text)
 
   def special_tokens(self) -> dict[str, int]:
     added = self._rust.get_added_tokens_decoder()
@@ -203,9 +209,9 @@ class HuggingFaceBackend(Backend):
       if texts.get(role)
     }
 
-  def named(self, role: str, text: str) -> Token:
-    # Unlike convert_tokens_to_ids, which gives the unknown token's id.
-    return _known(role, text, self.raw.get_vocab().get(text))
+  def id_of(self, text: str) -> int | None:
+    # convert_tokens_to_ids would give the unknown token's id.
+    return self.raw.get_vocab().get(text)
 
   def special_tokens(self) -> dict[str, int]:
     listed = {t: self.raw.convert_tokens_to_ids(t) for t in self.raw.all_special_tokens}
@@ -220,6 +226,7 @@ class TiktokenBackend(Backend):
   """Over `tiktoken.Encoding`, and objects with its methods."""
 
   adds_special = drops_special = False
+  unknown = "is no special token of the encoding"
 
   def __init__(self, encoding: Any):
     super().__init__(encoding)
@@ -232,14 +239,8 @@ class TiktokenBackend(Backend):
   def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
     return self.raw.decode(ids)
 
-  def roles(self) -> Mapping[str, Token]:
-    return self._roles
-
-  def named(self, role: str, text: str) -> Token:
-    special = self.special_tokens()
-    if text not in special:
-      raise ValueError(f"{role} {text!r} is no special token of the encoding")
-    return Token(special[text], text)
+  def id_of(self, text: str) -> int | None:
+    return self.special_tokens().get(text)
 
   def special_tokens(self) -> dict[str, int]:
     texts = sorted(self.raw.special_tokens_set)
@@ -251,6 +252,11 @@ class TiktokenBackend(Backend):
 
 class ObjectBackend(Backend):
   """Over anything with encode, decode, bos_id, eos_id and pad_id."""
+
+  unknown = (
+    "is given for a tokenizer whose ids come from its own bos_id, eos_id and pad_id; "
+    "set them there"
+  )
 
   def __init__(self, tokenizer: Any):
     super().__init__(tokenizer)
@@ -279,11 +285,8 @@ class ObjectBackend(Backend):
       text = None if pieces is None or number is None else pieces(number)
     return Token(number, text)
 
-  def named(self, role: str, text: str) -> Token:
-    raise ValueError(
-      f"{role} {text!r} given for a {type(self.raw).__name__}, whose ids come from "
-      "its own bos_id, eos_id and pad_id; set them there"
-    )
+  def id_of(self, text: str) -> int | None:
+    return None
 
   def special_tokens(self) -> dict[str, int]:
     known = self.roles().values()
@@ -302,12 +305,6 @@ def _by_convention(known: Mapping[str, int]) -> dict[str, Token]:
     for role, candidates in _CONVENTION.items()
   }
   return {role: Token(known[text], text) for role, text in usual.items() if text}
-
-
-def _known(role: str, text: str, number: int | None) -> Token:
-  if number is None:
-    raise ValueError(f"{role} {text!r} is not in the tokenizer's vocabulary")
-  return Token(number, text)
 
 
 def _accepts(function: Any, argument: str) -> bool:
