@@ -20,6 +20,7 @@ from tunix.cli.settings import fields_of
 from tunix.rl.config import PromptSizes
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import TrainingConfig
+from tunix.sft.metrics_logger import Mode
 
 BEFORE = sorted((pathlib.Path(__file__).parent / "before").glob("*.yaml"))
 
@@ -176,6 +177,16 @@ def test_sections_are_what_the_library_is_given(job, section, kind, tmp_path):
   asked = {f.name for f in dataclasses.fields(kind)} - set(skipped)
   wanted = fields_of(kind, getattr(config, section))
   assert {n: plain(given[n]) for n in asked} == {n: plain(wanted[n]) for n in asked}
+
+
+def test_filters_are_of_draws_and_not_of_greedy_evaluations():
+  values = {"job": "grpo", "rollout.top_k": 5, "rollout.top_p": 0.9}
+  for temperature, top_k in ((0, None), (0.5, 5)):
+    asked = layer(values | {"rollout.eval_temperature": temperature})
+    modes = rl.rollout_configs(config_lib.from_layers([("here", asked)]))
+    assert (modes[Mode.TRAIN].top_k, modes[Mode.TRAIN].top_p) == (5, 0.9)
+    assert modes[Mode.EVAL].temperature == temperature
+    assert modes[Mode.EVAL].top_k == top_k
 
 
 @pytest.mark.parametrize("job", ["dpo", "orpo", "kto", "reward"])

@@ -11,7 +11,7 @@ class Echoing(BaseSampler):
   """Completes a prompt with itself."""
 
   name = "Echoing"
-  not_honoured = frozenset({"top_k", "seed"})
+  not_honoured = frozenset({"top_k", "seed", "first_prompt"})
 
   def _sample(self, prompts, options):
     self.options = options
@@ -69,6 +69,13 @@ def test_what_would_do_nothing_is_no_reason_to_refuse(echoing):
     max_generation_steps=1, forbidden_tokens=np.array([1]), echo=True, temperature=1.0
   ).asked
   assert asked == {"max_generation_steps", "forbidden_tokens", "echo", "temperature"}
+  # A batch in parts is no other without draws; filters that keep all are none.
+  assert echoing(["3 1"], 5, first_prompt=2, engine_options=None).text == ["3 1"]
+  off = {"top_p": 1.0, "min_p": 0.0, "temperature": 1.0, "engine_options": None}
+  assert SamplingOptions(max_generation_steps=1, **off).asked == {
+    "max_generation_steps",
+    "temperature",
+  }
 
 
 def test_our_own_sampler_takes_no_engine_options():

@@ -22,13 +22,12 @@ def test_id_lists_come_in_few_lengths():
   assert batching.id_list([4, 2]).tolist() == [4, 2] + [batching.NO_TOKEN] * 6
 
 
-def test_cut():
-  buffer = np.arange(12).reshape(3, 4)
-  rows = batching.cut(buffer, np.array([1, 3]))
-  assert [r.tolist() for r in rows] == [[0], [4, 5, 6]]
-  filled = batching.cut(buffer, np.array([1, 3]), 3, fill=7)
-  assert filled.tolist() == [[0, 7, 7], [4, 5, 6]]
-  deep = batching.cut(np.ones((1, 4, 2)), np.array([1]), 2)
+def test_right_padded():
+  rows = [np.array([1]), np.array([4, 5, 6])]
+  assert batching.right_padded(rows, 3, np.int32).tolist() == [[1, 0, 0], [4, 5, 6]]
+  filled = batching.right_padded(rows, 4, np.int32, fill=7)
+  assert filled.tolist() == [[1, 7, 7, 7], [4, 5, 6, 7]]
+  deep = batching.right_padded([np.ones((1, 2))], 2, np.float32)
   assert deep.tolist() == [[[1, 1], [0, 0]]]
 
 

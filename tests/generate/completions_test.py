@@ -5,8 +5,10 @@ import types
 import numpy as np
 import pytest
 
-from tunix.generate import completions
+from tunix.generate import completions, outputs
 from tunix.generate.completions import Completions
+from tunix.generate.options import SamplingOptions
+from tunix.generate.outputs import Row
 
 TEXT = "the end. The end of it"
 
@@ -37,6 +39,7 @@ def generated(rows, lengths, done=False, stopped=False):
     stopped=flags(stopped),
     logps=-tokens.astype(np.float32),
     sampling_logps=None,
+    logits=None,
   )
 
 
@@ -56,15 +59,18 @@ def generated(rows, lengths, done=False, stopped=False):
 def test_a_stop_string_is_found_where_it_is_complete(stops, tokens, text, known):
   if tokens is not None and tokens <= known:
     return
-  stop = completions.find_stop(letters, ids(TEXT), stops, known)
-  assert (stop and (stop.tokens, stop.text)) == (tokens and (tokens, text))
+  assert outputs.find_stop(letters, ids(TEXT), stops, known) == tokens
+  if tokens is not None:
+    row = Row(tokens=ids(TEXT)[:tokens], finish_reason="stop")
+    assert row.text(letters, stops) == text
 
 
 def test_a_token_may_hold_more_than_the_stop_string():
   words = ["Yes", ". And", " so on"]
   decode = lambda tokens: "".join(words[i] for i in tokens)
-  stop = completions.find_stop(decode, np.arange(3), ["."])
-  assert stop == completions.Stop(2, "Yes")
+  assert outputs.find_stop(decode, np.arange(3), ["."]) == 2
+  row = Row(tokens=np.arange(2), finish_reason="stop")
+  assert row.text(decode, ["."]) == "Yes"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +90,12 @@ def test_what_of_a_text_stays(text, stops, kept):
 
 def grown(decode, tokens, stops, steps, **end):
   """The increments of one row that is read after each of `steps` tokens."""
-  rows = Completions(decode, 1, stops, include_eos=end.pop("include_eos", False))
+  options = SamplingOptions(
+    max_generation_steps=9,
+    stop_strings=stops,
+    include_eos=end.pop("include_eos", False),
+  )
+  rows = Completions(decode, 1, options)
   parts = []
   for count in steps:
     last = count == steps[-1]
@@ -98,7 +109,8 @@ def test_increments_make_up_the_whole(every):
   steps = [*range(every, 22, every), 22]
   rows, parts = grown(letters, ids(TEXT), ["end of"], steps, done=True)
   parts = [part for part in parts if part]
-  assert "".join(p.text for p in parts) == "the end. The " == rows.text(0)
+  assert "".join(p.text for p in parts) == "the end. The "
+  assert rows.row(0).text(letters, ["end of"]) == "the end. The "
   assert letters(np.concatenate([p.tokens for p in parts])) == "the end. The end of"
   assert [p.finish_reason for p in parts] == [None] * (len(parts) - 1) + ["stop"]
   np.testing.assert_array_equal(
@@ -121,19 +133,23 @@ def test_held_back_text_comes_at_the_end():
 
 
 def test_reasons_and_lengths():
+  def read(text, stops, **end):
+    rows, parts = grown(letters, ids(text), stops, [len(text)], **end)
+    row = rows.row(0)
+    count = sum(len(part.tokens) for part in parts)
+    return rows, (row.finish_reason, count, row.text(letters, stops))
+
   end = {"done": True, "stopped": True}
-  for include_eos, count in ((False, 3), (True, 4)):
-    rows, _ = grown(letters, ids("abc!"), [], [4], include_eos=include_eos, **end)
-    assert (rows.reason(0), rows.length(0), rows.text(0)) == ("eos", count, "abc")
-  rows, _ = grown(letters, ids("abcd"), [], [4], done=True)
-  assert (rows.reason(0), rows.length(0)) == ("length", 4)
-  rows, _ = grown(letters, ids("abc!"), ["b"], [4], include_eos=True, **end)
-  assert (rows.reason(0), rows.length(0), rows.text(0)) == ("stop", 2, "a")
+  assert read("abc!", [], **end)[1] == ("eos", 3, "abc")
+  assert read("abc!", [], include_eos=True, **end)[1] == ("eos", 4, "abc")
+  assert read("abcd", [], done=True)[1] == ("length", 4, "abcd")
+  rows, stopped = read("abc!", ["b"], include_eos=True, **end)
+  assert stopped == ("stop", 2, "a")
   assert rows.limits(np.asarray([9])).tolist() == [2]
   rows, parts = grown(letters, ids("abc"), [], [2])
-  assert rows.reason(0) is None and parts[-1].finish_reason is None
+  assert rows.row(0).finish_reason is None and parts[-1].finish_reason is None
 
 
 def test_the_prompt_in_front():
   rows, _ = grown(letters, ids("abcd"), ["c"], [4], done=True)
-  assert rows.text(0, ids("xy")) == "xyab"
+  assert rows.row(0).text(letters, ["c"], ids("xy")) == "xyab"

@@ -87,6 +87,9 @@ def test_unknown_objects_are_refused_with_the_missing_methods():
     TokenizerAdapter("gpt2")
   with pytest.raises(ValueError, match="its own bos_id"):
     TokenizerAdapter(Letters(), eos_token="!")
+  without = TokenizerAdapter(Letters(), bos_token="")
+  assert without.bos_id() is None and without.eos_id() == 1
+  assert without.encode("a", add_special_tokens=True) == [97]
 
 
 def test_tokenize_frames_the_text_once():

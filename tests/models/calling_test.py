@@ -1,5 +1,7 @@
 """One adapter for models of every make: what it gives must not depend on the make."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import pytest
 from flax import nnx
 
 from tests import toys
+from tests.generate import toy_ids
+from tunix.generate.sampler import Sampler
 from tunix.models import calling
 
 TOKENS = jnp.array([[5, 6, 7, 8], [9, 5, 6, 7]])
@@ -22,6 +26,19 @@ class WithoutSeam(nnx.Module):
 
   def __call__(self, input_tokens, positions, cache, attention_mask):
     return self.decoder(input_tokens, positions, cache, attention_mask)
+
+
+class SeamAlone(nnx.Module):
+  """The same decoder with hidden states and an unembedding, and no `logits`."""
+
+  def __init__(self, decoder):
+    self.decoder = decoder
+
+  def unembedding(self):
+    return self.decoder.unembedding()
+
+  def __call__(self, tokens, positions=None, cache=None, mask=None, **named):
+    return self.decoder(tokens, positions, cache, mask, **named)
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +73,25 @@ def test_both_makes_say_the_same(makes):
   jax.tree.map(close, *sums)
   likeliest = [make.top_k(s, 3, 1.0) for make, s in zip(makes, states)]
   jax.tree.map(close, *map(tuple, likeliest))
+
+
+def test_the_seam_alone_is_enough_for_logits_and_for_sampling(makes):
+  decoder = makes[0].model
+  alone = calling.adapt(SeamAlone(decoder))
+  assert not alone.builds_logits
+  close(alone.unembed(alone.states(TOKENS)), alone.full_logits(TOKENS))
+  tokens = [
+    Sampler(model, toy_ids.Ids())([[5, 6, 7]], 4).tokens[0].tolist()
+    for model in (decoder, alone.model)
+  ]
+  assert tokens[0] == tokens[1]
+
+
+def test_how_many_words_a_model_says_it_has(makes):
+  assert calling.vocab_size(makes[0].model) == toys.VOCAB
+  assert calling.vocab_size(makes[1].model) is None
+  named = types.SimpleNamespace(vocab_size=5, config=makes[0].model.config)
+  assert calling.vocab_size(named) == 5
 
 
 def test_cross_entropy_is_that_of_the_log_probs(makes):

@@ -27,7 +27,8 @@ class Engine(BaseSampler):
     self.weights = self.weights if self.lost else model
 
   def __call__(self, input_strings, max_generation_steps, num_samples=1, **options):
-    self.asked.append({**options, "num_samples": num_samples})
+    steps = {"max_generation_steps": max_generation_steps}
+    self.asked.append({**options, **steps, "num_samples": num_samples})
     rows = len(input_strings) * num_samples
     logps = [np.full(max_generation_steps, self.weights, np.float32)] * rows
     return SamplerOutput(
@@ -77,6 +78,38 @@ def test_raw_log_probs_are_refused():
     rollout.generate(["1"], RolloutConfig(temperature=0.7))
 
 
+# Checked before a call, or read when the engine is made.
+NOT_OF_A_CALL = {"max_prompt_length", "kv_cache_size", "engine_options"}
+SETTINGS = {
+  "max_tokens_to_generate": 7,
+  "temperature": 0.5,
+  "top_p": 0.5,
+  "top_k": 3,
+  "min_p": 0.5,
+  "seed": 4,
+  "eos_tokens": [3],
+  "stop_strings": ["walks"],
+}
+
+
+def test_every_setting_reaches_the_sampler():
+  names = {field.name for field in dataclasses.fields(RolloutConfig)}
+  assert names == NOT_OF_A_CALL | SETTINGS.keys()
+  for name, value in SETTINGS.items():
+    engine = Engine()
+    for config in ({}, {name: value}):
+      EngineRollout(engine).generate(["1"], RolloutConfig(**config))
+    before, after = engine.asked
+    called = "max_generation_steps" if name == "max_tokens_to_generate" else name
+    assert [k for k in before if before[k] != after[k]] == [called]
+
+
+def test_a_prompt_that_is_too_long_is_refused():
+  rollout = EngineRollout(Engine())
+  with pytest.raises(ValueError, match="2 tokens, max_prompt_length is 1"):
+    rollout.generate(["1 2"], RolloutConfig(max_prompt_length=1))
+
+
 def test_options_of_the_vllm_rollout():
   with pytest.raises(ValueError, match="address of a running server"):
     VllmRollout(None, Words(), RolloutConfig())
@@ -91,10 +124,29 @@ def test_the_sglang_rollout_draws_without_a_seed_of_ours():
   answers = {"/get_model_info": model, "/generate": {"text": "", "meta_info": meta}}
   with FakeEngine(answers) as server:
     given = {"url": server.url, "restart": lambda folder: server.url}
+    given |= {"request": {"regex": "[0-9]+"}}
     rollout = SglangJaxRollout(None, Words(), RolloutConfig(engine_options=given))
     out = rollout.generate(["1 2"], RolloutConfig(), num_generations=2, seed=3)
+    asked = server.bodies("/generate")
+  assert all(body["sampling_params"]["regex"] == "[0-9]+" for body in asked)
   assert [x.tolist() for x in out.tokens] == [[5, 6], [5, 6]]
   np.testing.assert_allclose(out.logprobs, [[-0.5, -1.5]] * 2)
+
+
+@pytest.mark.parametrize(
+  ("options", "message"),
+  [
+    ({"temperature": -1.0}, "temperature is -1"),
+    ({"top_p": 0.0}, "top_p is 0.0, it must be above 0"),
+    ({"top_k": 0}, "top_k is 0"),
+    ({"min_p": 2.0}, "min_p is 2.0"),
+    ({"stop_strings": [""]}, "a stop string is empty"),
+    ({"temperature": 0.0, "top_k": 3}, "top_k is 3 and nothing is drawn"),
+  ],
+)
+def test_what_no_sampler_takes_is_refused_before_the_first_rollout(options, message):
+  with pytest.raises(ValueError, match=message):
+    RolloutConfig(**options)
 
 
 def test_options_of_the_sglang_rollout():

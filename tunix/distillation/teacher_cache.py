@@ -18,8 +18,9 @@ import numpy as np
 from flax import nnx
 
 from tunix.data.store import RowStore, row_key
-from tunix.distillation import outputs, vocabulary
+from tunix.distillation import outputs
 from tunix.distillation.outputs import Inputs
+from tunix.models import calling
 from tunix.ops.distill import TopK
 from tunix.sft import inference
 from tunix.sft.losses import batch_fields
@@ -155,7 +156,7 @@ class TeacherCache:
       )
     if top_k < 1:
       raise ValueError(f"top_k is {top_k}: it must be at least 1")
-    size = vocabulary.size_of(self._teacher)
+    size = calling.vocab_size(self._teacher)
     if size is not None and top_k > size:  # before a folder of no use is begun
       raise ValueError(
         f"top_k is {top_k} and the teacher has {size} words: it must be at most that"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.tokenizer_adapter import TokenizerAdapter, adapted
+from tunix.models import calling
 from tunix.ops.distill import check_same_words
 
 # Texts that tokenizers of different make split differently.
@@ -21,7 +22,7 @@ def check_sizes(student: Any, teacher: Any) -> None:
   Raises:
     ValueError: they differ.
   """
-  ours, theirs = size_of(student), size_of(teacher)
+  ours, theirs = calling.vocab_size(student), calling.vocab_size(teacher)
   if ours is not None and theirs is not None:
     check_same_words(ours, theirs)
 
@@ -38,7 +39,7 @@ def check_tokenizers(student: Any, teacher: Any) -> None:
   Raises:
     ValueError: they differ; the message has the first text, role or token.
   """
-  ours, theirs = _adapter(student), _adapter(teacher)
+  ours, theirs = adapted(student), adapted(teacher)
   for text in _TEXTS:
     pair = [list(map(int, t.encode(text))) for t in (ours, theirs)]
     if pair[0] != pair[1]:
@@ -103,14 +104,3 @@ def _padding(tokenizer: TokenizerAdapter) -> str | None:
     return None
   texts = (text for text, i in tokenizer.special_tokens().items() if i == pad)
   return next(texts, None)
-
-
-def size_of(model: Any) -> int | None:
-  """Words that a model says it has."""
-  own = getattr(model, "vocab_size", None)
-  return own or getattr(getattr(model, "config", None), "vocab_size", None)
-
-
-def _adapter(tokenizer: Any) -> TokenizerAdapter:
-  known = isinstance(tokenizer, TokenizerAdapter)
-  return tokenizer if known else TokenizerAdapter(tokenizer)

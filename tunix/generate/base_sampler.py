@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from tunix.generate.options import SamplingOptions
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.tokenizer_adapter import adapted
 
 Prompt = str | Sequence[int] | np.ndarray
 
@@ -60,8 +60,7 @@ class BaseSampler:
 
   def __init__(self, tokenizer: Any):
     """Takes a TokenizerAdapter, or anything that one can wrap."""
-    known = isinstance(tokenizer, TokenizerAdapter)
-    self.tokenizer = tokenizer if known else TokenizerAdapter(tokenizer)
+    self.tokenizer = adapted(tokenizer)
 
   def __call__(
     self,
@@ -172,11 +171,11 @@ class BaseSampler:
       ValueError: an option that is not honoured, no prompts, or one longer than
         `max_prompt_length`.
     """
-    if refused := sorted(self.not_honoured & options.asked):
-      raise ValueError(
-        f"{self.name} does not honour {' and '.join(refused)}: leave that out, or "
-        "choose a sampler that does (docs/guides/engines.md has a table)"
-      )
+    options.refuse(
+      self.not_honoured,
+      self.name,
+      "choose a sampler that does (docs/guides/engines.md has a table)",
+    )
     prompts = [
       self.tokenize(x) for x in ([inputs] if isinstance(inputs, str) else inputs)
     ]
@@ -189,6 +188,11 @@ class BaseSampler:
         "prompt or raise max_prompt_length"
       )
     return prompts
+
+  def _eos_ids(self, options: SamplingOptions) -> list[int]:
+    """The ids that end a row."""
+    stated = options.eos_tokens
+    return [int(i) for i in (self.tokenizer.eos_ids() if stated is None else stated)]
 
   def tokenize(self, prompt: Prompt) -> np.ndarray:
     """The ids of one prompt, int32 [T].

@@ -1,5 +1,5 @@
-"""From ragged requests to the few fixed shapes that programs are compiled for, and
-back: host arrays in, host arrays out."""
+"""From ragged requests to the few fixed shapes that programs are compiled for: host
+arrays in, host arrays out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-Array = jax.Array | np.ndarray
 
 # Stands for no token in lists of ids that are filled up to a fixed length.
 NO_TOKEN = 2**31 - 1
@@ -76,17 +74,13 @@ class Limits:
       samples: completions a prompt.
       longest: tokens of the longest prompt.
       steps: most new tokens of a row.
-      stated: the width that the caller wants instead of a power of two.
+      stated: the width that the caller wants instead of a power of two; no less than
+        the longest.
       beams: a prompt's rows instead of the samples, for its filling as well.
 
     Raises:
       ValueError: it does not fit.
     """
-    if stated is not None and longest > stated:
-      raise ValueError(
-        f"a prompt has {longest} tokens, max_prompt_length is {stated}: shorten the "
-        "prompt or raise max_prompt_length"
-      )
     width = bucket(longest, MIN_TOKENS) if stated is None else stated
     columns = bucket(steps, MIN_TOKENS)
     slots = width + columns
@@ -120,14 +114,14 @@ class Limits:
   ) -> list[Shape]:
     """All shapes of requests that are at most as large in every respect."""
     counts = {(p, n) for p in range(1, prompts + 1) for n in range(1, samples + 1)}
-    found = {
+    shapes = {
       self.shape(p, n, tokens, new, stated)
       for p, n in counts
       for tokens in ([1] if stated is not None else _least_of_buckets(longest))
       for new in _least_of_buckets(steps)
       if self.cache_size is None or (stated or tokens) + new <= self.cache_size
     }
-    return sorted(found)
+    return sorted(shapes)
 
 
 def _least_of_buckets(size: int) -> list[int]:
@@ -160,10 +154,11 @@ def left_padded(
 
 
 def right_padded(
-  rows: Sequence[np.ndarray], width: int, dtype: np.typing.DTypeLike
+  rows: Sequence[np.ndarray], width: int, dtype: np.typing.DTypeLike, fill: int = 0
 ) -> np.ndarray:
-  """[rows, width], filled up with 0 on the right."""
-  out = np.zeros((len(rows), width), dtype)
+  """[rows, width, ...], filled up with `fill` on the right."""
+  deeper = np.shape(rows[0])[1:] if len(rows) else ()
+  out = np.full((len(rows), width, *deeper), fill, dtype)
   for target, row in zip(out, rows):
     target[: len(row)] = row
   return out
@@ -174,22 +169,6 @@ def id_list(ids: Sequence[int]) -> np.ndarray:
   out = np.full(bucket(max(len(ids), 1), _LEAST_IDS), NO_TOKEN, np.int32)
   out[: len(ids)] = ids
   return out
-
-
-def cut(
-  buffer: Array, lengths: Array, width: int | None = None, fill: int = 0
-) -> list[np.ndarray] | np.ndarray:
-  """The first `lengths[b]` columns of the first rows of `buffer` [B, N, ...].
-
-  Returns: an array a row; with a `width` one array [B, width, ...] filled up with
-    `fill`.
-  """
-  rows = np.asarray(buffer)[: len(lengths)]
-  if width is None:
-    return [row[:length].copy() for row, length in zip(rows, lengths)]
-  kept = np.arange(width) < np.asarray(lengths)[:, None]
-  kept = kept.reshape(kept.shape + (1,) * (rows.ndim - 2))
-  return np.where(kept, rows[:, :width], np.asarray(fill, rows.dtype))
 
 
 def random_key(seed: int | jax.Array | None) -> jax.Array:

@@ -81,7 +81,7 @@ def search(
   empty = _nothing(limits.shape[0], beams, plan.columns)
   first = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)  # all are equal as yet
   live = dataclasses.replace(empty, scores=jnp.broadcast_to(first, empty.scores.shape))
-  _, repeats, advances = decode.parts(model)
+  way = decode.way_of(model)
 
   def choose(logits, live, ended, done, steps):
     grown, source, ends = _grow(logits, live, rules, limits, steps)
@@ -99,9 +99,9 @@ def search(
   def body(carry):
     memory, live, ended, done, steps, source = carry
     rows = (jnp.arange(limits.shape[0])[:, None] * beams + source).reshape(-1)
-    memory = repeats(model, memory, rows)
+    memory = way.repeat(model, memory, rows)
     last = jax.lax.dynamic_index_in_dim(live.tokens, steps - 1, 2, keepdims=False)
-    logits, memory = advances(nnx.merge(graph, state), last.reshape(-1), memory)
+    logits, memory = way.step(nnx.merge(graph, state), last.reshape(-1), memory)
     return memory, *choose(logits, live, ended, done, steps)
 
   start = choose(logits, live, empty, limits <= 0, jnp.zeros((), jnp.int32))

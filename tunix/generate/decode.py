@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.generate import memory as memory_lib, recompute, sampling
 from tunix.generate.memory import Memory
 from tunix.generate.sampling import Draw, Leaf
+from tunix.models import calling
 from tunix.ops import masks
 from tunix.utils import mesh as mesh_lib
 
@@ -114,9 +115,9 @@ def opened(graph: Any, state: Any) -> Opened:
   """The split of a module with one module a layer, made once a request: slices of a
   stack would be taken in every step. Leaves that stay as they are are not copied."""
   structure, places, changed = _open(graph, state)
-  given = jax.tree.leaves(state)
+  stored = jax.tree.leaves(state)
   fresh = iter(changed)
-  leaves = [next(fresh) if i is None else given[i] for i in places.value]
+  leaves = [next(fresh) if i is None else stored[i] for i in places.value]
   return Opened(*structure.value.unflatten(leaves))
 
 
@@ -171,12 +172,12 @@ def advance(
     out, memory: of `start` or of this; they are used up.
     until: int32 scalar.
   """
-  advances = parts(nnx.merge(graph, state))[2]
+  way = way_of(nnx.merge(graph, state))
 
   def body(carry):
     out, memory = carry
     last = jax.lax.dynamic_index_in_dim(out.tokens, out.steps - 1, 1, keepdims=False)
-    logits, memory = advances(nnx.merge(graph, state), last, memory)
+    logits, memory = way.step(nnx.merge(graph, state), last, memory)
     return _emit(out, logits, rules), memory
 
   def goes_on(carry):
@@ -188,25 +189,33 @@ def advance(
   return jax.tree.map(mesh_lib.constrain, out), memory
 
 
-def parts(model: Any) -> tuple[Any, Any, Any]:
-  """The `prefill`, `repeat` and `step` of the model: through its cache where it has
-  one, else running the whole sequence for every token."""
+class Way(NamedTuple):
+  """How a model goes from token to token; see the functions of these names."""
+
+  prefill: Callable[..., Any]
+  repeat: Callable[..., Any]
+  step: Callable[..., Any]
+
+
+def way_of(model: Any) -> Way:
+  """Through the model's cache where it has one, else by running the whole sequence for
+  every token."""
   if hasattr(model, "init_cache"):
-    return prefill, memory_lib.repeat, step
-  return recompute.prefill, recompute.repeat, recompute.step
+    return Way(prefill, memory_lib.repeat, step)
+  return Way(recompute.prefill, recompute.repeat, recompute.step)
 
 
 def prefilled(
   model: Any, prompts: Prompts, plan: Plan
 ) -> tuple[Float[Array, "B V"], Any]:
   """Runs every prompt once: the logits of all its rows, and what they go on from."""
-  runs, repeats, _ = parts(model)
+  way = way_of(model)
   with jax.named_scope("prefill"):
-    logits, memory = runs(model, prompts.tokens, prompts.mask, plan.slots)
+    logits, memory = way.prefill(model, prompts.tokens, prompts.mask, plan.slots)
     if prompts.shift is not None:
       memory = memory_lib.shift(memory, prompts.shift)
     if prompts.source is not None:
-      memory = repeats(model, memory, prompts.source)
+      memory = way.repeat(model, memory, prompts.source)
       logits = logits[prompts.source]
   return logits, memory
 
@@ -256,12 +265,10 @@ def step(
 
 def _last_logits(model, tokens, positions, cache, mask):
   """float32 [B, V] of the last position, unembedding no other where the model can."""
-  parameters = inspect.signature(type(model).__call__).parameters
-  if "return_hidden" in parameters and hasattr(model, "logits"):
-    hidden, cache = model(tokens, positions, cache, mask, return_hidden=True)
-    return model.logits(hidden[:, -1:])[:, 0], cache
-  logits, cache = model(tokens, positions, cache, mask)
-  return logits[:, -1].astype(jnp.float32), cache
+  adapted = calling.adapt(model)
+  hidden = {} if adapted.builds_logits else {"return_hidden": True}
+  states, cache = model(tokens, positions, cache, mask, **hidden)
+  return adapted.unembed(states[:, -1:])[:, 0].astype(jnp.float32), cache
 
 
 def _nothing(rules: Rules, plan: Plan, vocab: int) -> Generated:

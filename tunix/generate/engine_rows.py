@@ -1,9 +1,8 @@
-"""What the adapters of engines share: an answer in the form of our own sampler's."""
+"""What the adapters of engines share."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import pathlib
 import tempfile
@@ -14,36 +13,18 @@ import jax
 import numpy as np
 
 from tunix.generate import batching
-from tunix.generate.base_sampler import SamplerOutput
-from tunix.generate.completions import find_stop
 from tunix.generate.options import SamplingOptions
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate.outputs import Row
 from tunix.models import safetensors_saver
 from tunix.models.transformer.model import Transformer
 
 # Which distribution an engine's log-probs are under: the model's own, or the one drawn
 # from, after temperature and filters.
 LogprobKind = Literal["raw", "processed"]
-_LEAST_WIDTH = 16
 
 
 class EngineError(RuntimeError):
   """An engine is dead, late, or gave an answer that cannot be used."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineRow:
-  """One completion as an engine gave it.
-
-  Attributes:
-    tokens: all generated ids, with the end-of-sequence token that ended the row.
-    logprobs: one a token, in nats, or None.
-    reason: "eos", "stop" or "length".
-  """
-
-  tokens: Sequence[int]
-  logprobs: Sequence[float] | None
-  reason: str
 
 
 @contextlib.contextmanager
@@ -82,102 +63,33 @@ def seeds(options: SamplingOptions, prompts: int) -> list[int]:
   return [int(x >> 2) for x in made[first:]]
 
 
-def output(
-  tokenizer: TokenizerAdapter,
-  prompts: Sequence[np.ndarray],
+def row(
+  tokens: Sequence[int],
+  logprobs: Sequence[float] | None,
+  reason: str,
   options: SamplingOptions,
-  rows: Sequence[EngineRow],
   kind: LogprobKind,
-) -> SamplerOutput:
-  """The rows as a call of our own sampler would give them.
+) -> Row:
+  """A completion as an engine gave it, in the form of our own sampler's.
 
   Args:
-    tokenizer: turns ids into text; an engine's own text is not used.
-    prompts: P prompts.
+    tokens: all generated ids, with the end-of-sequence token that ended the row.
+    logprobs: one a token, in nats; not used unless the call asks for them.
+    reason: "eos", "stop" or "length".
     options: of the call.
-    rows: P * num_samples rows, the samples of a prompt after each other.
-    kind: of the rows' log-probs. The other kind is derived where nothing lies between
-      the two, and None where it cannot be.
+    kind: of the log-probs. The other kind is derived where nothing lies between the
+      two, and None where it cannot be.
   """
-  fill = tokenizer.pad_id() or 0
-  each = [p for p in prompts for _ in range(options.num_samples)]
-  longest = max(map(len, prompts))
-  width = options.max_prompt_length or batching.bucket(longest, _LEAST_WIDTH)
-  padded, _ = batching.left_padded(each, len(each), width, fill)
-  worded = [_words(tokenizer, row, options.stops) for row in rows]
-  kept = [
-    len(row.tokens) if options.include_eos else len(words)
-    for row, (words, _) in zip(rows, worded)
-  ]
-  steps = int(np.max(options.max_generation_steps)) if options.pad_output else None
-  tokens = _cut([row.tokens for row in rows], kept, steps, fill, np.int32)
-  if options.echo and steps is None:
-    tokens = [np.concatenate(pair) for pair in zip(each, tokens)]
-  elif options.echo:
-    tokens = np.concatenate([padded, np.asarray(tokens)], axis=1)
-  own, drawn = None, None
+  raw, drawn = None, None
   if options.return_logprobs:
-    known = _cut([row.logprobs or () for row in rows], kept, steps, 0, np.float32)
-    own, drawn = _both(known, options, kind)
-  whole = each if options.echo else [np.zeros(0, np.int32)] * len(each)
-  return SamplerOutput(
-    text=[_text(tokenizer, *pair) for pair in zip(whole, worded)],
-    tokens=tokens,
-    padded_prompt_tokens=padded,
-    logprobs=own,
+    raw = drawn = np.asarray(() if logprobs is None else logprobs, np.float32)
+    if options.temperature == 0:  # nothing is drawn
+      drawn = np.zeros_like(raw)
+    elif options.temperature != 1 or options.filters:
+      raw, drawn = (raw, None) if kind == "raw" else (None, drawn)
+  return Row(
+    tokens=np.asarray(tokens, np.int32),
+    finish_reason=reason,
+    logprobs=raw,
     sampling_logprobs=drawn,
-    finish_reasons=[row.reason for row in rows],
   )
-
-
-def _words(
-  tokenizer: TokenizerAdapter, row: EngineRow, stops: Sequence[str]
-) -> tuple[np.ndarray, int]:
-  """The tokens that are text or complete a stop string, and how many characters at
-  their end are not wanted."""
-  count = len(row.tokens) - (row.reason == "eos")
-  ids = np.asarray(row.tokens[:count], np.int32)
-  if row.reason != "stop":
-    return ids, 0
-  stop = find_stop(tokenizer.decode, ids, stops)
-  # An engine decodes with the prompt in front. Where that ends within a character, its
-  # text and ours differ, and the stop string may be in one of them only.
-  if stop is None:
-    return ids, 0
-  return ids, len(tokenizer.decode(ids)) - len(stop.text)
-
-
-def _text(
-  tokenizer: TokenizerAdapter, prompt: np.ndarray, worded: tuple[np.ndarray, int]
-) -> str:
-  """Prompt and completion decoded at once: a beginning may decode differently."""
-  words, unwanted = worded
-  text = tokenizer.decode(np.concatenate([prompt, words]))
-  return text[: len(text) - unwanted]
-
-
-def _cut(
-  rows: Sequence[Sequence[float]],
-  lengths: Sequence[int],
-  width: int | None,
-  fill: int,
-  dtype: type,
-) -> list[np.ndarray] | np.ndarray:
-  """The rows at their lengths, or in one array filled up to `width`."""
-  cut = [np.asarray(row[:n], dtype) for row, n in zip(rows, lengths)]
-  if width is None:
-    return cut
-  out = np.full((len(cut), width), fill, dtype)
-  for place, row in zip(out, cut):
-    place[: len(row)] = row
-  return out
-
-
-def _both(known, options: SamplingOptions, kind: LogprobKind):
-  """Log-probs under the model's own distribution, and under the one drawn from."""
-  if options.temperature == 0:  # nothing is drawn
-    zeros = [np.zeros_like(row) for row in known]
-    return known, zeros if isinstance(known, list) else np.stack(zeros)
-  if options.temperature == 1 and not options.filters:
-    return known, known
-  return (known, None) if kind == "raw" else (None, known)

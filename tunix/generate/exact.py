@@ -19,8 +19,6 @@ from flax import nnx
 from tunix.generate import batching, scoring
 from tunix.utils import mesh as mesh_lib
 
-_LEAST = 16  # tokens of the narrowest prompt, and of the narrowest completion
-
 
 def logps(
   model: nnx.Module,
@@ -40,7 +38,9 @@ def logps(
   """
   groups = collections.defaultdict(list)
   for row, (prompt, completion) in enumerate(zip(prompts, completions)):
-    widths = (batching.bucket(len(x), _LEAST) for x in (prompt, completion))
+    widths = (
+      batching.bucket(len(x), batching.MIN_TOKENS) for x in (prompt, completion)
+    )
     groups[tuple(widths)].append(row)
   graph, state = nnx.split(model)
   out = [np.zeros(0, np.float32)] * len(prompts)
@@ -54,9 +54,9 @@ def logps(
       ids,
       np.arange(widths[1]) < lengths[:, None],
     )
-    found = mesh_lib.to_host(_scored(graph, state, arrays, temperature))
+    scored = mesh_lib.to_host(_scored(graph, state, arrays, temperature))
     for place, row in enumerate(rows):
-      out[row] = found[place, : len(completions[row])]
+      out[row] = scored[place, : len(completions[row])]
   return out
 
 

@@ -87,8 +87,8 @@ def _where_outside(
 
   Row by row, so that a row's bound does not depend on its neighbours' by a rounding.
   """
-  found = jax.lax.cond(jnp.any(beyond), search, lambda: quick)
-  return jnp.where(beyond, found, quick)
+  searched = jax.lax.cond(jnp.any(beyond), search, lambda: quick)
+  return jnp.where(beyond, searched, quick)
 
 
 def _search(depth: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -109,8 +109,8 @@ class SamplingOptions:
       "stop_strings": bool(self.stops),
       "return_logits": self.return_logits,
     }
-    for name, given in excluded.items():
-      if given:
+    for name, is_asked in excluded.items():
+      if is_asked:
         raise ValueError(f"{name} cannot be combined with beam_size: leave one out")
 
   @property
@@ -121,7 +121,25 @@ class SamplingOptions:
       for field in dataclasses.fields(self)
       if not _is_default(getattr(self, field.name), field.default)
     }
-    return names if self.temperature else names - {"seed"}
+    idle = {"top_k", "top_p", "min_p"} - self.filters.keys()
+    if self.temperature == 0:  # nothing is drawn
+      idle |= {"seed", "first_prompt"}
+    return names - idle
+
+  def refuse(self, names: Collection[str], who: str, instead: str) -> None:
+    """Refuses a call that asks for one of `names`.
+
+    Args:
+      names: options that are not honoured.
+      who: does not honour them, and instead: what to do; both for the message.
+
+    Raises:
+      ValueError: it does.
+    """
+    if refused := sorted(self.asked & set(names)):
+      raise ValueError(
+        f"{who} does not honour {' and '.join(refused)}: leave that out, or {instead}"
+      )
 
   @property
   def stops(self) -> tuple[str, ...]:
@@ -132,9 +150,9 @@ class SamplingOptions:
   @property
   def filters(self) -> dict[str, float | int]:
     """The filters that leave something out."""
-    given = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
+    filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
     off = {"top_p": self.top_p is not None and self.top_p >= 1, "min_p": not self.min_p}
-    return {k: v for k, v in given.items() if v is not None and not off.get(k)}
+    return {k: v for k, v in filters.items() if v is not None and not off.get(k)}
 
   def limits(self, prompts: int) -> np.ndarray:
     """int32 [P], most new tokens of each prompt's rows.
@@ -152,7 +170,9 @@ class SamplingOptions:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-  """Whether an option says nothing; so does an empty sequence."""
+  """Whether an option says nothing; so do None and an empty sequence."""
+  if value is None:
+    return True
   if isinstance(value, Sequence | Mapping | np.ndarray):
     return len(value) == 0
   return value is default or (isinstance(value, int | float) and value == default)

@@ -135,19 +135,19 @@ def measure(
     model = nnx.merge(graph, state)
     model.eval()
     scores = scoring.score_completions(model, *drawn_rows)
-    found = mismatch(scores.logps, rollout_logps, drawn_rows[-1], threshold=threshold)
+    apart = mismatch(scores.logps, rollout_logps, drawn_rows[-1], threshold=threshold)
     best = _most_likely(model, *greedy_rows)
-    return found, jnp.sum(best != greedy_rows[2])
+    return apart, jnp.sum(best != greedy_rows[2])
 
   rows = [_rows(out, lengths) for out in (drawn, greedy)]
-  found, flips = jax.device_get(check(state, *rows, np.asarray(drawn.logprobs)))
+  apart, flips = jax.device_get(check(state, *rows, np.asarray(drawn.logprobs)))
   count = len(lengths) * tokens
   return Parity(
     tokens=count,
     greedy_tokens=count,
     top1_flips=int(flips),
     threshold=threshold,
-    **{name: float(value) for name, value in found.items()},
+    **{name: float(value) for name, value in apart.items()},
   )
 
 

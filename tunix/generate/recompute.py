@@ -6,14 +6,13 @@ never looks, so that neither masks nor positions have to be told to it.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.ops import masks
+from tunix.models import calling
 
 Memory = tuple[jax.Array, jax.Array]  # int32 [B, S] tokens, int32 [B] lengths
 
@@ -47,15 +46,7 @@ def repeat(model: Any, memory: Memory, source: Int[Array, " B"]) -> Memory:
 
 def _logits_at(model: Any, tokens: jax.Array, index: jax.Array) -> jax.Array:
   """float32 [B, V] of position `index` of each row."""
-  parameters = inspect.signature(type(model).__call__).parameters
-  if {"positions", "cache", "attention_mask"} <= parameters.keys():
-    batch, length = tokens.shape
-    slots = jnp.arange(length)
-    mask = masks.causal_mask(slots, slots)
-    mask = jnp.broadcast_to(mask, (batch, length, length))
-    out = model(tokens, jnp.broadcast_to(slots, tokens.shape), None, mask)
-  else:
-    out = model(tokens)
-  logits = out[0] if isinstance(out, tuple) else out
-  picked = jnp.take_along_axis(logits, index[:, None, None], axis=1)[:, 0]
-  return picked.astype(jnp.float32)
+  adapted = calling.adapt(model)
+  states = adapted.states(tokens)
+  picked = jnp.take_along_axis(states, index[:, None, None], axis=1)
+  return adapted.unembed(picked)[:, 0].astype(jnp.float32)

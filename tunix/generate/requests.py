@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from tunix.generate import batching, decode
 from tunix.generate.batching import Limits
 from tunix.generate.options import SamplingOptions
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import calling
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
 
@@ -28,7 +28,6 @@ class Request:
   Attributes:
     options: what was asked for.
     prompts: token ids of each prompt.
-    padded: int32 [P, W], the same with the tokenizer's padding id.
     start: what prefill reads.
     rules, plan: of decoding.
     opened: the model's split.
@@ -37,7 +36,6 @@ class Request:
 
   options: SamplingOptions
   prompts: list[np.ndarray]
-  padded: np.ndarray
   start: decode.Prompts
   rules: decode.Rules
   plan: decode.Plan
@@ -49,12 +47,17 @@ class Request:
     """Completions that the caller gets."""
     return len(self.prompts) * self.options.num_samples
 
+  @property
+  def width(self) -> int:
+    """W, tokens of a padded prompt."""
+    return self.start.mask.shape[1]
+
 
 def prepare(
   model: nnx.Module,
-  tokenizer: TokenizerAdapter,
   prompts: list[np.ndarray],
   options: SamplingOptions,
+  eos_ids: Sequence[int],
   cache_size: int | None,
 ) -> Request:
   """The request in its fixed shape.
@@ -63,9 +66,12 @@ def prepare(
     TypeError: a seed of another kind.
     ValueError: ids outside the vocabulary, or more tokens than fit.
   """
-  vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+  vocab_size = calling.vocab_size(model)
   for prompt in prompts:
     _check_ids(prompt, "a prompt", vocab_size)
+  # The tokenizer's own may lie outside the model's vocabulary: they never come.
+  if options.eos_tokens is not None:
+    _check_ids(options.eos_tokens, "eos_tokens", vocab_size)
   count, samples = len(prompts), options.beam_size or options.num_samples
   graph, state = nnx.split(model)
   state = mesh_lib.on_auto(state)
@@ -77,28 +83,25 @@ def prepare(
   )
   limits = np.zeros(shape.rows, np.int32)
   limits[: count * samples] = np.repeat(each, samples)
-  padded, mask = batching.left_padded(
-    prompts, shape.prompts, shape.width, fill_id(tokenizer)
-  )
+  # With 0, and not the tokenizer's padding id, which may lie outside the model's
+  # vocabulary.
+  tokens, mask = batching.left_padded(prompts, shape.prompts, shape.width, 0)
   source = np.minimum(np.arange(shape.rows) // samples, shape.prompts - 1)
   tight = shape.slots < shape.width + shape.columns and isinstance(model, Transformer)
   over = np.int32(max(0, shape.width + steps - shape.slots))
-  eos = _eos(options.eos_tokens, tokenizer, vocab_size)
   with mesh_lib.use_mesh(mesh):
     draw = _draw(options, shape.rows, vocab_size)
     opened = decode.opened(graph, state)
   return Request(
     options=options,
     prompts=prompts,
-    padded=padded[:count],
     start=decode.Prompts(
-      # A padding id may lie outside the model's vocabulary.
-      tokens=np.where(mask, padded, 0),
+      tokens=tokens,
       mask=mask,
       source=source.astype(np.int32) if samples > 1 else None,
       shift=over if tight else None,
     ),
-    rules=decode.Rules(limits=limits, eos=eos, draw=draw),
+    rules=decode.Rules(limits=limits, eos=batching.id_list(eos_ids), draw=draw),
     plan=decode.Plan(
       slots=shape.slots,
       columns=shape.columns,
@@ -112,24 +115,19 @@ def prepare(
 
 def limits_of(model: nnx.Module, mesh: Mesh | None, cache_size: int | None) -> Limits:
   """What the model's requests must keep to."""
-  own_cache = hasattr(model, "init_cache") and not isinstance(model, Transformer)
+  # Only our cache is known to take its prompts elsewhere; see `memory.shift`.
+  is_foreign = hasattr(model, "init_cache") and not isinstance(model, Transformer)
   rules = getattr(getattr(model, "config", None), "sharding", None)
   shards = 1
   if mesh is not None and rules is not None:
     shards = math.prod(mesh.shape.get(axis, 1) for axis in rules.batch_axes)
-  return Limits(cache_size=cache_size, movable=not own_cache, shards=shards)
+  return Limits(cache_size=cache_size, movable=not is_foreign, shards=shards)
 
 
 def mesh_of(state: Any) -> Mesh | None:
   """The mesh that the weights lie on, else the surrounding one."""
   mesh = mesh_lib.mesh_of(state)
   return mesh_lib.current_mesh() if mesh is None else mesh
-
-
-def fill_id(tokenizer: TokenizerAdapter) -> int:
-  """The id that rows are filled up with."""
-  pad = tokenizer.pad_id()
-  return 0 if pad is None else pad
 
 
 def _draw(options: SamplingOptions, rows: int, vocab_size: int | None) -> decode.Draw:
@@ -139,14 +137,14 @@ def _draw(options: SamplingOptions, rows: int, vocab_size: int | None) -> decode
   # A key that was made under another mesh is of that mesh; its numbers are of none.
   words, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
   first = options.first_prompt * options.num_samples
-  given = {} if greedy else {"temperature": options.temperature, **options.filters}
+  rules = {} if greedy else {"temperature": options.temperature, **options.filters}
   return decode.Draw(
     rows=np.arange(first, first + rows, dtype=np.int32),
     key=jax.random.wrap_key_data(jnp.asarray(words), impl=kind),
     forbidden=_forbidden(options.forbidden_tokens, vocab_size),
     **{
       name: np.full(rows, value, np.int32 if name == "top_k" else np.float32)
-      for name, value in given.items()
+      for name, value in rules.items()
     },
   )
 
@@ -159,15 +157,6 @@ def _forbidden(
   _check_ids(tokens, "forbidden_tokens", vocab_size)
   if len(set(tokens)) == vocab_size:
     raise ValueError("forbidden_tokens names every token: leave at least one")
-  return batching.id_list(tokens)
-
-
-def _eos(
-  tokens: Sequence[int] | None, tokenizer: TokenizerAdapter, vocab_size: int | None
-) -> np.ndarray:
-  if tokens is None:
-    return batching.id_list(tokenizer.eos_ids())
-  _check_ids(tokens, "eos_tokens", vocab_size)
   return batching.id_list(tokens)
 
 

@@ -16,14 +16,17 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tunix.generate import batching, beam_search, decode, exact as exact_lib, requests
+from tunix.generate import beam_search, decode, exact as exact_lib, outputs, requests
 from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
 from tunix.generate.batching import Shape
 from tunix.generate.completions import Completions, Increment
 from tunix.generate.options import SamplingOptions
+from tunix.generate.outputs import Row
 from tunix.generate.requests import Request
 from tunix.utils import mesh as mesh_lib
 
+# What there is at the end alone.
+NOT_STREAMED = frozenset({"echo", "pad_output", "return_logits", "beam_size", "exact"})
 STOP_STEPS = 16  # a row that a stop string has ended costs at most so many steps more
 
 
@@ -80,12 +83,12 @@ class Sampler(BaseSampler):
     self.cache_config = cache_config
     config = getattr(transformer, "config", None)
     for name in ("num_layers", "num_kv_heads", "head_dim"):
-      said = getattr(cache_config, name, None)
-      has = getattr(config, name, said)
-      if said is not None and said != has:
+      stated = getattr(cache_config, name, None)
+      actual = getattr(config, name, stated)
+      if stated is not None and stated != actual:
         raise ValueError(
-          f"CacheConfig.{name} is {said}, the model has {has}: give the model's, or "
-          "leave it out"
+          f"CacheConfig.{name} is {stated}, the model has {actual}: give the model's, "
+          "or leave it out"
         )
     self._cache_size = None if cache_config is None else cache_config.cache_size
 
@@ -96,13 +99,17 @@ class Sampler(BaseSampler):
     self, prompts: list[np.ndarray], options: SamplingOptions
   ) -> SamplerOutput:
     request = self._prepare(prompts, options)
-    rows = self._completions(request)
+    completions = self._completions(request)
     if options.beam_size is None:
-      for out in self._decode(request, rows, STOP_STEPS if options.stops else None):
-        rows.read(out)
+      every = STOP_STEPS if options.stops else None
+      for out in self._decode(request, completions, every):
+        completions.read(out)
     else:
-      rows.read(self._search(request, options.beam_size))
-    return self._output(request, rows)
+      completions.read(self._search(request, options.beam_size))
+    rows = completions.rows()
+    if options.exact:
+      rows = self._exact(request, rows)
+    return outputs.sampler_output(self.tokenizer, prompts, rows, options, request.width)
 
   def stream(
     self,
@@ -117,7 +124,7 @@ class Sampler(BaseSampler):
     Args:
       input_strings, max_generation_steps: as in `__call__`.
       every: decode steps between two looks at the rows; the first token comes alone.
-      **options: of `__call__`, but echo, pad_output, return_logits and beam_size.
+      **options: of `__call__`, but those of NOT_STREAMED.
 
     Returns: the increments of all rows. Put together they are what `__call__` returns;
       text that may yet turn out to begin a stop string is held back. Abandoning the
@@ -125,14 +132,10 @@ class Sampler(BaseSampler):
 
     Raises: as `__call__`, at once, and ValueError for options that it does not take.
     """
-    refused = {"echo", "pad_output", "return_logits", "beam_size"} & options.keys()
-    if refused:
-      raise ValueError(
-        f"a stream takes no {', '.join(sorted(refused))}: leave them out"
-      )
     if every < 1:
       raise ValueError(f"every is {every}, it must be at least 1 decode step")
     asked = SamplingOptions(max_generation_steps=max_generation_steps, **options)
+    asked.refuse(NOT_STREAMED, "a stream", "call the sampler")
     request = self._prepare(self._token_ids(input_strings, asked), asked)
     rows = self._completions(request)
 
@@ -170,8 +173,9 @@ class Sampler(BaseSampler):
 
   def _prepare(self, prompts: list[np.ndarray], options: SamplingOptions) -> Request:
     """The request in its fixed shape."""
+    eos_ids = self._eos_ids(options)
     return requests.prepare(
-      self.transformer, self.tokenizer, prompts, options, self._cache_size
+      self.transformer, prompts, options, eos_ids, self._cache_size
     )
 
   def _decode(
@@ -221,52 +225,22 @@ class Sampler(BaseSampler):
     return jax.tree.map(pick, mesh_lib.to_host(out))
 
   def _completions(self, request: Request) -> Completions:
+    return Completions(self.tokenizer.decode, request.rows, request.options)
+
+  def _exact(self, request: Request, rows: list[Row]) -> list[Row]:
+    """The rows with raw log-probs, and those under the temperature (0 where nothing was
+    drawn), of the tokens that the caller gets."""
     options = request.options
-    return Completions(
-      self.tokenizer.decode, request.rows, options.stops, options.include_eos
-    )
-
-  def _output(self, request: Request, rows: Completions) -> SamplerOutput:
-    """The rows, cut to their lengths or filled up."""
-    options, out = request.options, rows.out
-    assert out is not None
-    numbers = range(request.rows)
     prompts = [p for p in request.prompts for _ in range(options.num_samples)]
-    padded = np.repeat(request.padded, options.num_samples, axis=0)
-    lengths = np.asarray([rows.length(row) for row in numbers])
-    steps = int(np.max(options.max_generation_steps))
-    width = steps if options.pad_output else None
-    tokens = batching.cut(out.tokens, lengths, width, requests.fill_id(self.tokenizer))
-    if options.echo and width is None:
-      tokens = [np.concatenate(pair) for pair in zip(prompts, tokens)]
-    elif options.echo:
-      tokens = np.concatenate([padded, np.asarray(tokens)], axis=1)
-    beside = [
-      None if x is None else batching.cut(x, lengths, width)
-      for x in (out.logits, out.logps, out.sampling_logps)
-    ]
-    if options.exact:
-      beside[1:] = self._exact(request, prompts, batching.cut(out.tokens, lengths))
-    return SamplerOutput(
-      text=[rows.text(row, prompts[row] if options.echo else None) for row in numbers],
-      tokens=tokens,
-      padded_prompt_tokens=padded,
-      logits=beside[0],
-      logprobs=beside[1],
-      sampling_logprobs=beside[2],
-      finish_reasons=[rows.reason(row) or "length" for row in numbers],
-    )
-
-  def _exact(self, request: Request, prompts: Any, completions: Any) -> list[Any]:
-    """Raw log-probs, and those under the temperature (0 where nothing was drawn)."""
-    warmth, pad = request.options.temperature, request.options.pad_output
+    tokens = [row.kept(options) for row in rows]
     with mesh_lib.use_mesh(request.mesh):
-      score = functools.partial(exact_lib.logps, self.transformer, prompts, completions)
+      score = functools.partial(exact_lib.logps, self.transformer, prompts, tokens)
       raw = score(1.0)
-      if warmth == 0:
+      if options.temperature == 0:
         drawn = [np.zeros_like(row) for row in raw]
       else:
-        drawn = raw if warmth == 1 else score(float(warmth))
-    width = int(np.max(request.options.max_generation_steps))
-    fill = lambda rows: batching.right_padded(rows, width, np.float32)
-    return [fill(raw), fill(drawn)] if pad else [raw, drawn]
+        drawn = raw if options.temperature == 1 else score(float(options.temperature))
+    return [
+      dataclasses.replace(row, logprobs=row_raw, sampling_logprobs=row_drawn)
+      for row, row_raw, row_drawn in zip(rows, raw, drawn)
+    ]

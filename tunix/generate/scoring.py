@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models import calling
+from tunix.models.transformer import dropout
 from tunix.models.transformer.shared_prompt import SharedPrompt
 
 Ids = Int[Array, "B T"]
@@ -254,13 +255,11 @@ def _check_tiles(model, rows, group_size, tile_rows, tile_tokens) -> None:
     raise ValueError(
       f"tile_tokens is {tile_tokens}, prompts and completions have {width}: raise it"
     )
-  for _, module in nnx.iter_modules(model):
-    rate = getattr(module, "lora_dropout", 0.0) or getattr(module, "rate", 0.0)
-    if rate and getattr(module, "deterministic", True) is False:
-      raise ValueError(
-        "exact mode cannot score with dropout: call model.eval() before, or leave "
-        "tile_rows out"
-      )
+  if dropout.is_on(model):
+    raise ValueError(
+      "exact mode cannot score with dropout: call model.eval() before, or leave "
+      "tile_rows out"
+    )
 
 
 def _by_tiles(

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from tunix.generate import engine_rows
+from tunix.generate import engine_rows, outputs
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
-from tunix.generate.completions import find_stop
 from tunix.generate.engine_http import Client
-from tunix.generate.engine_rows import EngineError, EngineRow
+from tunix.generate.engine_rows import EngineError
 from tunix.generate.options import SamplingOptions
+from tunix.generate.outputs import Row, find_stop
 from tunix.models.transformer.model import Transformer
 
 
@@ -90,9 +90,7 @@ class SglangJaxSampler(BaseSampler):
     bodies = self._bodies(prompts, options)
     answers = self._client.ask_all("/generate", bodies)
     rows = [self._row(answer, options) for answer in answers]
-    # Before filters, but after the temperature.
-    kind = "raw" if options.temperature == 1 else "processed"
-    return engine_rows.output(self.tokenizer, prompts, options, rows, kind)
+    return outputs.sampler_output(self.tokenizer, prompts, rows, options)
 
   def update_weights(self, source: Transformer | str | os.PathLike[str]) -> None:
     """Restarts the server with other weights.
@@ -136,7 +134,7 @@ class SglangJaxSampler(BaseSampler):
       "min_p": filters.get("min_p", 0.0),
       "stop": list(options.stops),
       # ignore_eos would switch these off too: the model's own ids always count.
-      "stop_token_ids": list(self._eos(options)),
+      "stop_token_ids": self._eos_ids(options),
       "ignore_eos": options.eos_tokens is not None,  # it is empty: others are refused
     }
     engine_rows.check_engine_options(options, (*common, "max_new_tokens", "n"))
@@ -155,10 +153,7 @@ class SglangJaxSampler(BaseSampler):
       for _ in range(options.num_samples)
     ]
 
-  def _eos(self, options: SamplingOptions) -> Sequence[int]:
-    return self.tokenizer.eos_ids() if options.eos_tokens is None else ()
-
-  def _row(self, answer: Any, options: SamplingOptions) -> EngineRow:
+  def _row(self, answer: Any, options: SamplingOptions) -> Row:
     meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
     known = meta.get("output_token_logprobs")
     if not known:
@@ -173,13 +168,14 @@ class SglangJaxSampler(BaseSampler):
       reason = "stop" if isinstance(finish.get("matched"), str) else "eos"
     else:
       reason = self._at_the_limit(tokens, options)
-    return EngineRow(tokens, logprobs, reason)
+    # Before filters, but after the temperature.
+    kind = "raw" if options.temperature == 1 else "processed"
+    return engine_rows.row(tokens, logprobs, reason, options, kind)
 
   def _at_the_limit(self, tokens: Sequence[int], options: SamplingOptions) -> str:
     """The engine says "length" also when the last token that it may is an end."""
-    if tokens[-1] in self._eos(options):
+    if tokens[-1] in self._eos_ids(options):
       return "eos"
-    found = options.stops and find_stop(
-      self.tokenizer.decode, np.asarray(tokens, np.int32), options.stops
-    )
-    return "stop" if found else "length"
+    ids = np.asarray(tokens, np.int32)
+    end = find_stop(self.tokenizer.decode, ids, options.stops)
+    return "length" if end is None else "stop"

@@ -21,7 +21,7 @@ from tunix.generate import (
   tokenizer_files,
   tokenizer_loading,
 )
-from tunix.generate.tokenizer_backends import Backend, choose
+from tunix.generate.tokenizer_backends import Backend, Token, choose
 
 # Text in front of a continuation while it is encoded (see encode_continuation). A
 # line break merges with no letter in any tokenizer that needs the detour.
@@ -32,7 +32,13 @@ class TokenizerAdapter:
   """Encodes, decodes and renders chats, whatever the tokenizer is.
 
   The tokenizer is never changed. Id 0 is an id like any other.
+
+  Attributes:
+    add_bos, add_eos: whether `tokenize` begins with BOS, and may end with EOS.
   """
+
+  add_bos: bool = True
+  add_eos: bool = True
 
   def __init__(
     self,
@@ -59,17 +65,18 @@ class TokenizerAdapter:
       ValueError: the object lacks methods (they are named), or a token is unknown.
     """
     stated = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
-    names = {role: text for role, text in stated.items() if text is not None}
-    self._own_template = chat_template
-    self._extra_eos_ids = tuple(eos_ids)
+    self._stated: dict[str, Token] = {}
     if isinstance(tokenizer, TokenizerAdapter):
-      self._extra_eos_ids += tokenizer._extra_eos_ids
-      self._own_template = chat_template or tokenizer._own_template
-      tokenizer = tokenizer._backend
-    self._backend: Backend = choose(tokenizer, names)
-    folder = getattr(tokenizer, "name_or_path", None)
-    if isinstance(folder, str) and os.path.isdir(folder):
-      self._extra_eos_ids += tokenizer_files.read_eos_ids(pathlib.Path(folder))
+      self._backend: Backend = tokenizer._backend
+      self._stated |= tokenizer._stated
+      chat_template = chat_template or tokenizer._stated_template
+      eos_ids = (*eos_ids, *tokenizer._stated_eos_ids)
+    else:
+      self._backend = choose(tokenizer)
+    self._stated_template, self._stated_eos_ids = chat_template, tuple(eos_ids)
+    for role, text in stated.items():
+      if text is not None:
+        self._stated[role] = self._backend.named(role, text) if text else Token()
 
   @classmethod
   def from_pretrained(
@@ -85,12 +92,8 @@ class TokenizerAdapter:
       ImportError: the folder has no `tokenizer.json` and transformers is missing.
       ValueError: a file of the folder is damaged.
     """
-    loaded = tokenizer_loading.load_pretrained(path)
-    return TokenizerAdapter(
-      loaded.tokenizer,
-      chat_template=chat_template or loaded.chat_template,
-      eos_ids=loaded.eos_ids,
-    )
+    tokenizer = tokenizer_loading.load_pretrained(path)
+    return TokenizerAdapter(tokenizer, chat_template=chat_template)
 
   @property
   def tokenizer(self) -> Any:
@@ -99,7 +102,10 @@ class TokenizerAdapter:
 
   def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
     """Token ids of `text`; special tokens written in the text are recognised."""
-    return self._backend.encode(text, add_special_tokens)
+    ids = self._backend.encode(text, add_special_tokens)
+    if add_special_tokens and not self._backend.adds_special:
+      return [*self._bos(), *ids]
+    return ids
 
   def encode_continuation(self, text: str) -> list[int]:
     """Token ids of text that goes on where other text ended.
@@ -123,19 +129,37 @@ class TokenizerAdapter:
   ) -> str:
     """The text of token ids (a sequence, an array, or one id)."""
     plain = [int(i) for i in np.atleast_1d(np.asarray(ids, dtype=np.int64))]
+    if skip_special_tokens and not self._backend.drops_special:
+      dropped = {token.id for token in self._backend.roles().values()}
+      dropped |= set(self._special_tokens.values())
+      plain = [i for i in plain if i not in dropped]
     return self._backend.decode(plain, skip_special_tokens)
+
+  def _roles(self) -> dict[str, Token]:
+    """Special tokens by role: those of the tokenizer, but for what was stated."""
+    return {**self._backend.roles(), **self._stated}
+
+  def _role(self, name: str) -> Token:
+    return self._roles().get(name, Token())
+
+  def _texts(self) -> dict[str, str]:
+    return {role: token.text for role, token in self._roles().items() if token.text}
+
+  def _bos(self) -> list[int]:
+    bos = self.bos_id()
+    return [] if bos is None else [bos]
 
   def bos_id(self) -> int | None:
     """Id of the beginning-of-sequence token, None when there is none."""
-    return self._backend.token_id("bos_token")
+    return self._role("bos_token").id
 
   def eos_id(self) -> int | None:
     """Id of the end-of-sequence token, None when there is none."""
-    return self._backend.token_id("eos_token")
+    return self._role("eos_token").id
 
   def pad_id(self) -> int | None:
     """Id of the padding token; the end-of-sequence id where no token is for that."""
-    pad = self._backend.token_id("pad_token")
+    pad = self._role("pad_token").id
     return self.eos_id() if pad is None else pad
 
   def eos_ids(self) -> tuple[int, ...]:
@@ -144,19 +168,18 @@ class TokenizerAdapter:
     Llama 3 and Qwen end a turn and a text with different tokens; the further ids
     come from the folder's generation_config.json and config.json.
     """
-    own = self.eos_id()
-    found = [*([] if own is None else [own]), *self._extra_eos_ids]
-    return tuple(dict.fromkeys(found))
+    every = [self.eos_id(), *self._stated_eos_ids, *self._backend.eos_ids]
+    return tuple(dict.fromkeys(i for i in every if i is not None))
 
   @property
   def bos_token(self) -> str | None:
     """Text of the beginning-of-sequence token."""
-    return self._backend.tokens().get("bos_token")
+    return self._role("bos_token").text or None
 
   @property
   def eos_token(self) -> str | None:
     """Text of the end-of-sequence token."""
-    return self._backend.tokens().get("eos_token")
+    return self._role("eos_token").text or None
 
   @property
   def vocab_size(self) -> int:
@@ -173,8 +196,9 @@ class TokenizerAdapter:
 
   def special_ids(self) -> frozenset[int]:
     """Ids that stand for no text: begin, end, padding, turn markers."""
-    own = (self.bos_id(), self.pad_id(), *self.eos_ids())
-    return frozenset(self._special_tokens.values()) | {i for i in own if i is not None}
+    in_roles = (self.bos_id(), self.pad_id(), *self.eos_ids())
+    ids = (*self._special_tokens.values(), *in_roles)
+    return frozenset(i for i in ids if i is not None)
 
   def tokenize(
     self, text: str, prefix: str = "", suffix: str = "", add_eos: bool = True
@@ -186,12 +210,10 @@ class TokenizerAdapter:
     Raises:
       ValueError: `add_eos` with a tokenizer that has no end-of-sequence token.
     """
-    return self._frame(prefix + text + suffix, add_bos=True, add_eos=add_eos)
-
-  def _frame(self, text: str, *, add_bos: bool, add_eos: bool) -> np.ndarray:
-    ids, bos, eos = self.encode(text), self.bos_id(), self.eos_id()
-    if add_bos and bos is not None and ids[:1] != [bos]:
-      ids = [bos, *ids]
+    ids = self.encode(prefix + text + suffix)
+    bos, eos, add_eos = self._bos(), self.eos_id(), add_eos and self.add_eos
+    if self.add_bos and ids[:1] != bos:
+      ids = [*bos, *ids]
     if add_eos and eos is None:
       raise ValueError(
         "this tokenizer has no end-of-sequence token to append; name one with "
@@ -202,7 +224,7 @@ class TokenizerAdapter:
   @property
   def chat_template(self) -> tokenizer_files.ChatTemplates | None:
     """Jinja source of the chat template (or sources by name), None without one."""
-    return self._own_template or getattr(self.tokenizer, "chat_template", None)
+    return self._stated_template or self._backend.chat_template
 
   def has_chat_template(self) -> bool:
     """Whether `apply_chat_template` can work."""
@@ -243,7 +265,7 @@ class TokenizerAdapter:
     template = self.chat_template
     if template:
       source = _select(template, kwargs.get("tools"))
-      variables = {**self._backend.tokens(), **kwargs}
+      variables = {**self._texts(), **kwargs}
       text = chat_templates.render(
         source,
         messages,
@@ -262,14 +284,8 @@ class TokenizerAdapter:
       messages, add_generation_prompt=add_generation_prompt, tokenize=tokenize, **kwargs
     )
 
-  @staticmethod
-  def check_template_variables(variables: Mapping[str, Any], key: str) -> None:
-    """Refuses names that `apply_chat_template` cannot hand to a template.
-
-    Raises:
-      ValueError: the message begins with `key`.
-    """
-    chat_templates.check_variables(variables, key)
+  # Refuses names that `apply_chat_template` cannot hand to a template.
+  check_template_variables = staticmethod(chat_templates.check_variables)
 
   def save(self, folder: str | os.PathLike[str]) -> None:
     """Writes the tokenizer so that `from_pretrained` and AutoTokenizer read it back.
@@ -279,9 +295,15 @@ class TokenizerAdapter:
       OSError: the folder cannot be written.
     """
     target = pathlib.Path(folder)
-    self._backend.save(target)
-    if self._own_template:
-      tokenizer_files.write_chat_template(target, self._own_template)
+    self._backend.save(target, self._texts())
+    if self.chat_template:
+      tokenizer_files.write_chat_template(target, self.chat_template)
+
+
+def adapted(tokenizer: Any) -> TokenizerAdapter:
+  """The tokenizer wrapped; itself where it is an adapter."""
+  is_adapter = isinstance(tokenizer, TokenizerAdapter)
+  return tokenizer if is_adapter else TokenizerAdapter(tokenizer)
 
 
 class Tokenizer(TokenizerAdapter):
@@ -312,20 +334,8 @@ class Tokenizer(TokenizerAdapter):
       raise ValueError(
         f"tokenizer_type {tokenizer_type!r} is unknown; use one of {sorted(loaders)}"
       )
-    loaded = loaders[tokenizer_type](tokenizer_path)
-    super().__init__(
-      loaded.tokenizer, chat_template=loaded.chat_template, eos_ids=loaded.eos_ids
-    )
-    self.add_bos = add_bos
-    self.add_eos = add_eos
-
-  def tokenize(
-    self, text: str, prefix: str = "", suffix: str = "", add_eos: bool = True
-  ) -> np.ndarray:
-    """As `TokenizerAdapter.tokenize`, with `add_bos` and `add_eos` of this object."""
-    return self._frame(
-      prefix + text + suffix, add_bos=self.add_bos, add_eos=add_eos and self.add_eos
-    )
+    super().__init__(loaders[tokenizer_type](tokenizer_path))
+    self.add_bos, self.add_eos = add_bos, add_eos
 
 
 def _select(template: tokenizer_files.ChatTemplates, tools: Any) -> str:

@@ -87,7 +87,7 @@ def read_eos_ids(folder: pathlib.Path) -> tuple[int, ...]:
   Chat models often have several (Llama 3: end of text and end of turn); the
   tokenizer knows only one of them.
   """
-  found: list[int] = []
+  ids: list[int] = []
   for name in ("generation_config.json", "config.json"):
     config = _read_json(folder / name)
     text_config = config.get("text_config") or {}
@@ -98,8 +98,8 @@ def read_eos_ids(folder: pathlib.Path) -> tuple[int, ...]:
     for number in values:
       if number is not None and not _is_id(number):
         raise _misshapen(folder / name, "eos_token_id", number, "whole numbers")
-    found += [v for v in dict.fromkeys(values) if v is not None and v not in found]
-  return tuple(found)
+    ids += [number for number in values if number is not None]
+  return tuple(dict.fromkeys(ids))
 
 
 def write_folder(
@@ -207,8 +207,8 @@ def _is_id(value: Any) -> bool:
   return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _misshapen(file: pathlib.Path, what: str, found: Any, expected: str) -> ValueError:
-  shown = repr(found)
+def _misshapen(file: pathlib.Path, what: str, value: Any, expected: str) -> ValueError:
+  shown = repr(value)
   shown = shown if len(shown) <= 60 else shown[:57] + "..."
   return ValueError(
     f"{file}: {what} is {shown}, expected {expected}; correct it, or download the "

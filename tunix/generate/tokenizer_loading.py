@@ -6,7 +6,6 @@ A `tokenizer.json` is read by the `tokenizers` package alone; `transformers` and
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import re
@@ -22,17 +21,8 @@ _MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 Path = str | os.PathLike[str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Loaded:
-  """A tokenizer and what its folder says about it."""
-
-  tokenizer: Any
-  chat_template: tokenizer_files.ChatTemplates | None = None
-  eos_ids: tuple[int, ...] = ()
-
-
-def load_pretrained(path: Path) -> Loaded:
-  """The tokenizer of a Hugging Face folder, a `tokenizer.json`, or a model id.
+def load_pretrained(path: Path) -> Any:
+  """What an adapter wraps: of a Hugging Face folder, a `tokenizer.json`, or a model id.
 
   Raises:
     FileNotFoundError: there is no such folder, or no tokenizer in it.
@@ -59,7 +49,7 @@ def _may_be_model_id(name: str) -> bool:
   return bool(_MODEL_ID.fullmatch(name)) and not (slash and os.path.isdir(owner))
 
 
-def load_sentencepiece(path: Path) -> Loaded:
+def load_sentencepiece(path: Path) -> Any:
   """A SentencePiece `.model` file.
 
   Raises:
@@ -69,13 +59,13 @@ def load_sentencepiece(path: Path) -> Loaded:
   if not pathlib.Path(path).is_file():
     raise FileNotFoundError(f"no SentencePiece model {str(path)!r}; check the path")
   package = optional.require("sentencepiece", f"reading {path}", "sentencepiece")
-  return Loaded(tokenizer=package.SentencePieceProcessor(model_file=str(path)))
+  return package.SentencePieceProcessor(model_file=str(path))
 
 
 LOADERS = {"huggingface": load_pretrained, "sentencepiece": load_sentencepiece}
 
 
-def _load_fast(files: tokenizer_files.TokenizerFiles) -> Loaded:
+def _load_fast(files: tokenizer_files.TokenizerFiles) -> TokenizersBackend:
   import tokenizers
 
   try:
@@ -99,11 +89,7 @@ def _load_fast(files: tokenizer_files.TokenizerFiles) -> Loaded:
   known = {token.content for token in rust.get_added_tokens_decoder().values()}
   roles = dict.fromkeys([*files.tokens.values(), *files.extra_tokens])
   rust.add_special_tokens([text for text in roles if text not in known])
-  return Loaded(
-    tokenizer=TokenizersBackend(rust, files.tokens, files.config),
-    chat_template=files.chat_template,
-    eos_ids=files.eos_ids,
-  )
+  return TokenizersBackend(rust, files)
 
 
 def _added_token_fields(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,17 +97,16 @@ def _added_token_fields(item: Mapping[str, Any]) -> dict[str, Any]:
   return {name: item[name] for name in fields if name in item}
 
 
-def _load_with_transformers(name: str) -> Loaded:
+def _load_with_transformers(name: str) -> Any:
   transformers = optional.require(
     "transformers",
     f"{name!r} is no local folder with a tokenizer.json; to load it tunix",
     "transformers",
   )
   try:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    return transformers.AutoTokenizer.from_pretrained(name)
   except (OSError, ValueError) as error:
     raise FileNotFoundError(
       f"no tokenizer at {name!r}: neither a folder with tokenizer.json nor anything "
       "that transformers can load; check the path or the model id"
     ) from error
-  return Loaded(tokenizer=tokenizer)

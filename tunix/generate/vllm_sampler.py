@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from tunix.generate import engine_rows
+from tunix.generate import engine_rows, outputs
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.generate.engine_http import Client, Refused
-from tunix.generate.engine_rows import EngineError, EngineRow, LogprobKind
+from tunix.generate.engine_rows import EngineError, LogprobKind
 from tunix.generate.options import SamplingOptions
+from tunix.generate.outputs import Row
 from tunix.models.transformer.model import Transformer
 
 
@@ -83,8 +84,8 @@ class VllmSampler(BaseSampler):
     """
     bodies = self._bodies(prompts, options)
     answers = self._client.ask_all("/v1/completions", bodies)
-    rows = [row for answer in answers for row in _rows(answer, options)]
-    return engine_rows.output(self.tokenizer, prompts, options, rows, self.logprob_kind)
+    rows = [row for answer in answers for row in self._rows(answer, options)]
+    return outputs.sampler_output(self.tokenizer, prompts, rows, options)
 
   def update_weights(self, source: Transformer | str | os.PathLike[str]) -> None:
     """Gives the server new weights of the same architecture.
@@ -158,8 +159,6 @@ class VllmSampler(BaseSampler):
     options: SamplingOptions,
   ) -> list[dict[str, Any]]:
     """A request a prompt."""
-    eos = options.eos_tokens
-    eos = self.tokenizer.eos_ids() if eos is None else eos
     greedy = options.temperature == 0
     filters = options.filters
     common = {
@@ -175,7 +174,7 @@ class VllmSampler(BaseSampler):
       "presence_penalty": 0.0,
       "frequency_penalty": 0.0,
       "stop": list(options.stops),
-      "stop_token_ids": [int(i) for i in eos],
+      "stop_token_ids": self._eos_ids(options),
       "ignore_eos": True,  # those above are all
       "return_token_ids": True,
       **({"logprobs": 0} if options.return_logprobs else {}),
@@ -195,19 +194,18 @@ class VllmSampler(BaseSampler):
       for i, prompt in enumerate(prompts)
     ]
 
+  def _rows(self, answer: Any, options: SamplingOptions) -> list[Row]:
+    """The rows of a prompt."""
+    count = 1 if options.temperature == 0 else options.num_samples
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != count:
+      raise EngineError(f"vLLM answered {str(answer)[:200]}, not {count} completions")
+    choices = sorted(choices, key=lambda choice: choice["index"])
+    rows = [_row(choice, options, self.logprob_kind) for choice in choices]
+    return rows * (options.num_samples // count)
 
-def _rows(answer: Any, options: SamplingOptions) -> list[EngineRow]:
-  """The rows of a prompt."""
-  count = 1 if options.temperature == 0 else options.num_samples
-  choices = answer.get("choices") if isinstance(answer, dict) else None
-  if not isinstance(choices, list) or len(choices) != count:
-    raise EngineError(f"vLLM answered {str(answer)[:200]}, not {count} completions")
-  choices = sorted(choices, key=lambda choice: choice["index"])
-  rows = [_row(choice, options.return_logprobs) for choice in choices]
-  return rows * (options.num_samples // count)
 
-
-def _row(choice: dict[str, Any], with_logprobs: bool) -> EngineRow:
+def _row(choice: dict[str, Any], options: SamplingOptions, kind: LogprobKind) -> Row:
   tokens = choice.get("token_ids")
   if tokens is None:
     raise EngineError(
@@ -222,8 +220,8 @@ def _row(choice: dict[str, Any], with_logprobs: bool) -> EngineRow:
   if reason == "stop":
     reason = "stop" if isinstance(why, str) else "eos"
   logprobs = (choice.get("logprobs") or {}).get("token_logprobs")
-  if with_logprobs and (logprobs is None or len(logprobs) != len(tokens)):
+  if options.return_logprobs and (logprobs is None or len(logprobs) != len(tokens)):
     raise EngineError(
       f"vLLM answered {len(logprobs or ())} log-probs for {len(tokens)} tokens"
     )
-  return EngineRow(tokens, logprobs, reason)
+  return engine_rows.row(tokens, logprobs, reason, options, kind)

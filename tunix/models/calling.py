@@ -28,7 +28,7 @@ from tunix.ops.distill import TopK, top_k
 from tunix.ops.distill_hidden import hidden_top_k
 from tunix.ops.logprobs import TokenScores
 from tunix.ops.reductions import WeightedSum, weighted_sum
-from tunix.ops.vocab_chunks import Layout
+from tunix.ops.vocab_chunks import Layout, chunk_logits
 
 Parameters = Mapping[str, inspect.Parameter]
 
@@ -233,7 +233,13 @@ class _FromHidden(LanguageModel):
     return self.model(tokens, **named)[0]
 
   def unembed(self, states):
-    return self.model.logits(states)
+    build = getattr(self.model, "logits", None)
+    if build is not None:
+      return build(states)
+    # The seam asks a user's model for its unembedding alone.
+    table, layout = self.model.unembedding()
+    flat = chunk_logits(states.reshape(-1, states.shape[-1]), table, layout)
+    return flat.reshape(*states.shape[:-1], -1)
 
   def output(self, states):
     return Unembedded(states, *self.model.unembedding())
@@ -284,6 +290,12 @@ def adapt(model: nnx.Module) -> LanguageModel:
   parameters = call_parameters(model)
   seam = takes(parameters, "return_hidden") and isinstance(model, Unembeds)
   return (_FromHidden if seam else _FromLogits)(model, parameters)
+
+
+def vocab_size(model: Any) -> int | None:
+  """Words that a model says it has; None: it does not say."""
+  stated = getattr(model, "vocab_size", None)
+  return stated or getattr(getattr(model, "config", None), "vocab_size", None)
 
 
 def call_parameters(model: nnx.Module) -> Parameters:

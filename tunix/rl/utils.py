@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tunix.models import heads, lora_modules
+from tunix.models import calling, heads, lora_modules
 from tunix.models.transformer.model import Transformer
 
 
@@ -95,7 +95,7 @@ def check_same_vocabulary(actor: Any, other: Any, role: Any) -> None:
   Raises:
     VocabularyMismatchError: their vocabularies are of different sizes.
   """
-  ours, theirs = _vocabulary(actor), _vocabulary(other)
+  ours, theirs = calling.vocab_size(actor), calling.vocab_size(other)
   if ours is None or theirs is None or ours == theirs:
     return
   raise VocabularyMismatchError(
@@ -103,7 +103,3 @@ def check_same_vocabulary(actor: Any, other: Any, role: Any) -> None:
     f"actor one of {ours}: token ids mean something else to it; take a model of the "
     "actor's family and tokenizer"
   )
-
-
-def _vocabulary(model: Any) -> int | None:
-  return getattr(getattr(model, "config", None), "vocab_size", None)

@@ -66,9 +66,11 @@ def measure_tflops_per_step(
 
 def _with_mutations_kept(step: Any, model: Any) -> Any:
   """The function below `jax.jit` under `nnx.jit`; None where they are the same."""
-  function = getattr(step, "__wrapped__", None)
-  below_jax = function is not None and not isinstance(step, type(nnx.jit(function)))
-  return nnx.jit(function) if below_jax and isinstance(model, nnx.Module) else None
+  function: Any = getattr(step, "__wrapped__", None)
+  if function is None or not isinstance(model, nnx.Module):
+    return None
+  kept = nnx.jit(function)
+  return None if isinstance(step, type(kept)) else kept
 
 
 def approximate_tflops_per_second(

@@ -304,7 +304,11 @@ def rollout_configs(config: RLRun) -> dict[Mode, RolloutConfig]:
   train = RolloutConfig(**options)
   if how.eval_temperature is None:
     return {Mode.TRAIN: train}
-  held_out = dataclasses.replace(train, temperature=how.eval_temperature)
+  # Samplers refuse filters where nothing is drawn, and these are of the training.
+  filters = (
+    {} if how.eval_temperature else {"top_p": None, "top_k": None, "min_p": None}
+  )
+  held_out = dataclasses.replace(train, temperature=how.eval_temperature, **filters)
   return {Mode.TRAIN: train, Mode.EVAL: held_out}
 
 

@@ -50,3 +50,12 @@ def advance(layers: Any, rows: int) -> None:
     state = getattr(module, "lora_rng", None)
     if state is not None and not getattr(module, "deterministic", True):
       state.set_value(state[...].at[..., 1].add(jnp.uint32(rows)))
+
+
+def is_on(model: Any) -> bool:
+  """Whether a call would drop something, in our layers or in flax's."""
+  for _, module in nnx.iter_modules(model):
+    rate = getattr(module, "lora_dropout", 0.0) or getattr(module, "rate", 0.0)
+    if rate and getattr(module, "deterministic", True) is False:
+      return True
+  return False

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from tunix.generate import batching
+from tunix.generate.options import SamplingOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,16 +49,23 @@ class RolloutConfig:
     for name in ("max_tokens_to_generate", "max_prompt_length"):
       if getattr(self, name) < 1:
         raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-    if not (math.isfinite(self.temperature) and self.temperature >= 0):
-      raise ValueError(
-        f"temperature is {self.temperature}: it must be positive, or 0 for greedy"
-      )
+    # What a sampler refuses is refused here: its first call comes late in a run.
+    SamplingOptions(
+      max_generation_steps=self.max_tokens_to_generate, **self.sampling_options
+    )
     need = self.max_prompt_length + self.max_tokens_to_generate
     if self.kv_cache_size is not None and self.kv_cache_size < need:
       raise ValueError(
         f"kv_cache_size is {self.kv_cache_size}: prompts of {self.max_prompt_length} "
         f"and completions of {self.max_tokens_to_generate} tokens need {need}"
       )
+
+  @property
+  def sampling_options(self) -> dict[str, Any]:
+    """What it says of a draw and of an end, as a sampler takes it."""
+    names = ("temperature", "top_p", "top_k", "min_p", "eos_tokens")
+    options = {name: getattr(self, name) for name in names}
+    return {**options, "stop_strings": self.stop_strings or ()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,11 +91,9 @@ class RolloutOutput:
   @property
   def left_padded_prompt_tokens(self) -> np.ndarray:
     """int32 [B, P], prompts padded on the left with 0."""
-    width = max(len(row) for row in self.prompt_tokens)
-    out = np.zeros((len(self.prompt_tokens), width), np.int32)
-    for row, ids in zip(out, self.prompt_tokens):
-      row[width - len(ids) :] = ids
-    return out
+    width = max(map(len, self.prompt_tokens))
+    rows = len(self.prompt_tokens)
+    return batching.left_padded(self.prompt_tokens, rows, width, 0)[0]
 
 
 class BaseRollout(abc.ABC):

@@ -3,13 +3,15 @@ and whether they arrived is seen in what the engine says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix.generate.base_sampler import BaseSampler
 from tunix.rl.placement import WeightSyncError
+from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.sampler_rollout import SamplerRollout
 
+URL = 'the address of a running server, such as "http://localhost:8000"'
 _PROBES = ((1, 2, 3, 4), (4, 3, 2, 1), (2, 2, 2, 2))
 _PROBE_TOKENS = 8
 
@@ -54,16 +56,29 @@ class EngineRollout(SamplerRollout):
 
 
 def take_options(
-  given: Mapping[str, Any], engine: str, known: tuple[str, ...]
+  config: RolloutConfig,
+  engine: str,
+  required: Mapping[str, str],
+  optional: Sequence[str],
 ) -> dict[str, Any]:
-  """The engine's options by name.
+  """The `engine_options` of a config, which the caller may change.
+
+  Args:
+    config: holds them.
+    engine: for messages.
+    required: what each option is that must be there, for the message.
+    optional: names of the others.
 
   Raises:
-    ValueError: one that the engine does not have.
+    ValueError: one that the engine does not have, or one that is missing.
   """
-  if unknown := sorted(set(given) - set(known)):
+  options, known = dict(config.engine_options), (*required, *optional)
+  if unknown := sorted(options.keys() - set(known)):
     raise ValueError(
       f"engine_options has {unknown[0]!r}, which {engine} does not know: choose from "
       f"{', '.join(known)}"
     )
-  return dict(given)
+  for name, meaning in required.items():
+    if name not in options:
+      raise ValueError(f"{engine} needs engine_options[{name!r}]: {meaning}")
+  return options

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix.generate.base_sampler import BaseSampler
+from tunix.generate.outputs import fill_id
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 
@@ -50,13 +51,8 @@ class SamplerRollout(BaseRollout):
     out = self._sampler(
       ids,
       c.max_tokens_to_generate,
-      temperature=c.temperature,
-      top_p=c.top_p,
-      top_k=c.top_k,
-      min_p=c.min_p,
-      eos_tokens=c.eos_tokens,
-      stop_strings=c.stop_strings or (),
       num_samples=num_generations,
+      **c.sampling_options,
       **draws,
       include_eos=True,
       return_logprobs=True,
@@ -79,8 +75,7 @@ class SamplerRollout(BaseRollout):
     )
 
   def pad_id(self) -> int:
-    pad = self._sampler.tokenizer.pad_id()
-    return 0 if pad is None else pad
+    return fill_id(self._sampler.tokenizer)
 
   def eos_id(self) -> int:
     return self._sampler.tokenizer.eos_ids()[0]

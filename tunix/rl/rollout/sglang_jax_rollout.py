@@ -6,9 +6,10 @@ from typing import Any
 
 from tunix.generate.sglang_jax_sampler import SglangJaxSampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.rl.rollout.engine_rollout import EngineRollout, take_options
+from tunix.rl.rollout.engine_rollout import URL, EngineRollout, take_options
 
-_OPTIONS = ("url", "timeout_s", "restart", "weights_dir")
+_REQUIRED = {"url": URL, "restart": "restart(folder) -> address, for new weights"}
+_OPTIONAL = ("timeout_s", "weights_dir", "request")
 
 
 class SglangJaxRollout(EngineRollout):
@@ -20,7 +21,8 @@ class SglangJaxRollout(EngineRollout):
     tokenizer: of the model.
     rollout_config: `engine_options` has "url" of a running server, and "restart", a
       function that starts it anew on a folder: this engine takes new weights no other
-      way.
+      way. Besides, what else SglangJaxSampler takes, and "request": further sampling
+      parameters, such as {"regex": "[0-9]+"}.
 
   Raises:
     ValueError: "url" or "restart" is missing, or an option that it does not know.
@@ -29,11 +31,7 @@ class SglangJaxRollout(EngineRollout):
 
   def __init__(self, model: Any, tokenizer: Any, rollout_config: RolloutConfig):
     del model
-    options = take_options(rollout_config.engine_options, "SGLang-JAX", _OPTIONS)
-    for name in ("url", "restart"):
-      if name not in options:
-        raise ValueError(
-          f'rollout_engine "sglang_jax" needs engine_options[{name!r}]: the address of '
-          "a running server, and restart(folder) -> address for new weights"
-        )
-    super().__init__(SglangJaxSampler(options.pop("url"), tokenizer, **options))
+    options = take_options(rollout_config, "SGLang-JAX", _REQUIRED, _OPTIONAL)
+    request = {"engine_options": options.pop("request", {})}
+    sampler = SglangJaxSampler(options.pop("url"), tokenizer, **options)
+    super().__init__(sampler, request)

@@ -6,9 +6,9 @@ from typing import Any
 
 from tunix.generate.vllm_sampler import VllmSampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.rl.rollout.engine_rollout import EngineRollout, take_options
+from tunix.rl.rollout.engine_rollout import URL, EngineRollout, take_options
 
-_OPTIONS = ("url", "model", "logprob_kind", "timeout_s", "weights_dir", "request")
+_OPTIONAL = ("model", "logprob_kind", "timeout_s", "weights_dir", "request")
 
 
 class VllmRollout(EngineRollout):
@@ -28,12 +28,6 @@ class VllmRollout(EngineRollout):
 
   def __init__(self, model: Any, tokenizer: Any, rollout_config: RolloutConfig):
     del model
-    options = take_options(rollout_config.engine_options, "vLLM", _OPTIONS)
-    if "url" not in options:
-      raise ValueError(
-        'rollout_engine "vllm" needs the address of a running server: '
-        'engine_options={"url": "http://localhost:8000"}'
-      )
-    request = options.pop("request", None)
-    sampler = VllmSampler(options.pop("url"), tokenizer, **options)
-    super().__init__(sampler, {"engine_options": request} if request else None)
+    options = take_options(rollout_config, "vLLM", {"url": URL}, _OPTIONAL)
+    request = {"engine_options": options.pop("request", {})}
+    super().__init__(VllmSampler(options.pop("url"), tokenizer, **options), request)
