@@ -49,6 +49,7 @@ FREE_SECTIONS = (
   "checkpoint",
   "logging",
   "export",
+  "distributed",
   "samples",
   "training.profiler_options",
 )
@@ -193,12 +194,18 @@ class RunFolder:
     """How the run ended, if it did under exactly these settings."""
     if not self.result_file.is_file() or not self.steps():
       return None
-    same = keys.flatten(self.read_config()) == keys.flatten(config)
+    same = _shared(self.read_config()) == _shared(config)
     return json.loads(self.result_file.read_text()) if same else None
 
   def write_result(self, result: dict[str, Any]) -> None:
     """Marks the run as ended."""
     io.write_json(self.result_file, result)
+
+
+def _shared(config: RunSettings) -> dict[str, Any]:
+  """The settings that all processes of a run have."""
+  flat = keys.flatten(config)
+  return {k: v for k, v in flat.items() if not k.startswith("distributed")}
 
 
 def _differences(before: RunSettings, now: RunSettings) -> list[str]:

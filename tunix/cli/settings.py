@@ -327,6 +327,26 @@ class LoggingSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedSettings:
+  """Several processes as one run, each started with the same command.
+
+  Attributes:
+    coordinator: host:port of process 0; auto: all of this is read from the environment
+      (Slurm, Open MPI, GKE, TPU VMs). null: one process.
+    num_processes: of the run.
+    process_id: of this process, from 0 on.
+    timeout_s: seconds to wait for the other processes at the start.
+    heartbeat_s: a process that is not heard of for so many seconds ends the others.
+  """
+
+  coordinator: str | None = None
+  num_processes: int | None = None
+  process_id: int | None = None
+  timeout_s: int = 300
+  heartbeat_s: int = 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportSettings:
   """What is written to export/ when training has ended.
 
@@ -390,6 +410,7 @@ class RunSettings:
   checkpoint: CheckpointOptions = dataclasses.field(default=CheckpointOptions())
   logging: LoggingSettings = LoggingSettings()
   export: ExportSettings = ExportSettings()
+  distributed: DistributedSettings = DistributedSettings()
   compilation_cache: str | None = None
 
   def __post_init__(self):

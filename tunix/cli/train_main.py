@@ -26,6 +26,7 @@ from tunix.cli import (
   precision,
   reference,
   run_lock,
+  several,
 )
 from tunix.cli.build_data import RunData
 from tunix.cli.jobs.table import JOBS
@@ -34,7 +35,7 @@ from tunix.cli.settings import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import launch, mesh as mesh_lib
 from tunix.utils.interrupts import Stopped
 
 HELP = """\
@@ -135,11 +136,13 @@ def run(config: RunSettings) -> Result:
   folder = RunFolder(pathlib.Path(config.output_dir or ""))
   if config.compilation_cache is not None:
     _keep_programs(config.compilation_cache)
+  several.start(config)
   mesh = build.build_mesh(config)
   first = jax.process_index() == 0
   if first:
     run_lock.check(folder.path)
   config, tokenizer, data = prepare(config, folder)
+  several.compare(config, data)
   rate = optimizer.build_schedule(config)
   tx = optimizer.build_optimizer(config, rate)
   folder.check_resume(config, data.fingerprints)
@@ -168,7 +171,8 @@ def run(config: RunSettings) -> Result:
     if trainer.train_steps:
       _say(f"resuming after step {trainer.train_steps}")
     try:
-      trainer.train(data.train, data.eval)
+      with launch.named_loss():
+        trainer.train(data.train, data.eval)
     except Stopped:
       trainer.close()  # all is saved; the last lines of the metrics are written here
       raise

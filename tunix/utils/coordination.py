@@ -39,12 +39,12 @@ def gather(what: str, value: Any, timeout_s: float = 600) -> list[Any]:
     return [value]
   _meetings[what] += 1
   folder = f"tunix/{what}/{_meetings[what]}"
-  client = _client()
-  client.key_value_set(f"{folder}/{jax.process_index()}", json.dumps(value))
+  store = client()
+  store.key_value_set(f"{folder}/{jax.process_index()}", json.dumps(value))
   out = []
   for number in range(jax.process_count()):
     try:
-      text = client.blocking_key_value_get(f"{folder}/{number}", int(1000 * timeout_s))
+      text = store.blocking_key_value_get(f"{folder}/{number}", int(1000 * timeout_s))
     except jax.errors.JaxRuntimeError as error:
       raise AbsentError(
         f"{what}: process {number} of {jax.process_count()} did not come within "
@@ -93,18 +93,18 @@ class StopNotice:
     """
     if jax.process_count() == 1:
       return signum
-    client = _client()
+    store = client()
     if signum is not None and not self._told:
       self._told = True
       # In the future of every process, so that none of them has gone past it unaware.
       notice = json.dumps([step + self._lag, signum])
-      client.key_value_set(f"{self._folder}/{jax.process_index()}", notice)
-    notices = [json.loads(text) for _, text in client.key_value_dir_get(self._folder)]
+      store.key_value_set(f"{self._folder}/{jax.process_index()}", notice)
+    notices = [json.loads(text) for _, text in store.key_value_dir_get(self._folder)]
     at, number = min(notices, default=(None, None))
     return number if at is not None and step >= at else None
 
 
-def _client() -> Any:
+def client() -> Any:
   """The coordinator's client, which JAX has no public name for; Orbax gives it one."""
   from orbax.checkpoint import multihost
 

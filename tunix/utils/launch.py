@@ -1,0 +1,189 @@
+"""Several processes as one run: how they find each other, and who notices a loss.
+
+JAX ends a process by a signal, with a stack of its own, when the coordinator does not
+answer or another process is gone. Here both are looked at first, and become one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from tunix.utils import coordination
+
+EXIT_CODE = 1
+
+_HOW = (
+  "every process of a run is started with the same coordinator and number of "
+  "processes, and its own process_id"
+)
+
+
+def initialize(
+  coordinator: str | None = None,
+  num_processes: int | None = None,
+  process_id: int | None = None,
+  *,
+  timeout_s: int = 300,
+  heartbeat_s: int = 30,
+) -> None:
+  """`jax.distributed.initialize`, with errors by name; call it before JAX is used.
+
+  Args:
+    coordinator: "host:port" of process 0; None: all three arguments are read from the
+      environment (Slurm, Open MPI, GKE, TPU VMs), as JAX does.
+    num_processes, process_id: of the run, from 0 on.
+    timeout_s: seconds to wait for the other processes.
+    heartbeat_s: a process that is not heard of for so long ends the others; at least
+      10.
+
+  Raises:
+    ValueError: arguments that do not fit together.
+    coordination.AbsentError: the coordinator does not answer.
+  """
+  _check(coordinator, num_processes, process_id, timeout_s, heartbeat_s)
+  if coordinator is not None and process_id:
+    _wait_for_port(coordinator, timeout_s)
+  who = f"process {0 if process_id is None else process_id}"
+
+  def give_up() -> None:
+    _end(
+      f"{who} of {num_processes or 'the run'} waited {timeout_s} s for the others, and "
+      f"not all came: {_HOW}"
+    )
+
+  timer = threading.Timer(timeout_s, give_up)
+  timer.daemon = True
+  timer.start()
+  try:
+    jax.distributed.initialize(
+      coordinator,
+      num_processes=num_processes,
+      process_id=process_id,
+      # JAX's own limits end the process without a word of ours: they come later.
+      initialization_timeout=timeout_s + 30,
+      heartbeat_timeout_seconds=heartbeat_s + 15,
+      shutdown_timeout_seconds=heartbeat_s,
+    )
+  finally:
+    timer.cancel()
+  if jax.process_count() > 1:
+    Watch(heartbeat_s, _end).start()
+
+
+def _check(coordinator, num_processes, process_id, timeout_s, heartbeat_s) -> None:
+  given = [x is not None for x in (coordinator, num_processes, process_id)]
+  if any(given) and not all(given):
+    raise ValueError(
+      f"coordinator is {coordinator!r}, num_processes {num_processes} and process_id "
+      f"{process_id}: give all three, or none to read them from the environment"
+    )
+  if coordinator is not None:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdigit():
+      raise ValueError(f"coordinator is {coordinator!r}: expected host:port")
+  if num_processes is not None and not 0 <= process_id < num_processes:
+    raise ValueError(
+      f"process_id is {process_id} of {num_processes} processes: they count from 0"
+    )
+  if timeout_s < 1 or heartbeat_s < 10:
+    raise ValueError(
+      f"timeout_s is {timeout_s} and heartbeat_s {heartbeat_s}: the first must be at "
+      "least 1, the second at least 10"
+    )
+
+
+def _wait_for_port(coordinator: str, timeout_s: float) -> None:
+  host, _, port = coordinator.rpartition(":")
+  end = time.monotonic() + timeout_s
+  while True:
+    try:
+      socket.create_connection((host, int(port)), timeout=5).close()
+      return
+    except OSError as error:
+      if time.monotonic() > end:
+        raise coordination.AbsentError(
+          f"the coordinator {coordinator} did not answer within {timeout_s} s "
+          f"({error}): start process 0 there, open the port, and look at its log; "
+          f"{_HOW}"
+        ) from error
+    time.sleep(min(1.0, timeout_s / 10))
+
+
+class Watch:
+  """A thread by which a process says that it lives, and looks whether others do.
+
+  Args:
+    patience_s: seconds without a sign of life.
+    lost: called with what to say when a process is given up; does not return.
+  """
+
+  def __init__(self, patience_s: float, lost: Callable[[str], Any]):
+    self._patience_s, self._lost = patience_s, lost
+    self._thread = threading.Thread(target=self._run, daemon=True)
+
+  def start(self) -> None:
+    self._thread.start()
+
+  def _run(self) -> None:
+    client = coordination.client()
+    seen: dict[int, tuple[str, float]] = {}
+    count = 0
+    while True:
+      now = time.monotonic()
+      count += 1
+      try:
+        me = f"{_ALIVE}/{jax.process_index()}"
+        client.key_value_set(me, str(count), allow_overwrite=True)
+        signs = client.key_value_dir_get(_ALIVE)
+      except jax.errors.JaxRuntimeError:
+        return  # the coordinator is gone, or this process is shutting down: JAX sees it
+      for key, sign in signs:
+        number = int(key.rpartition("/")[2])
+        if seen.get(number, ("", 0.0))[0] != sign:
+          seen[number] = sign, now
+      silent = [i for i, (_, at) in seen.items() if now - at > self._patience_s]
+      if silent:
+        self._lost(
+          f"process {silent[0]} of {jax.process_count()} has not been heard of for "
+          f"{self._patience_s:g} s: it ended or hangs, and its own log may say why. "
+          "Checkpoints written before are whole: start all processes again"
+        )
+      time.sleep(min(5.0, self._patience_s / 4))
+
+
+_ALIVE = "tunix/alive"
+
+
+@contextlib.contextmanager
+def named_loss() -> Iterator[None]:
+  """Says what is behind the errors by which devices notice that a process is gone.
+
+  Raises:
+    coordination.AbsentError: in place of JAX's errors, with several processes.
+  """
+  try:
+    yield
+  except jax.errors.JaxRuntimeError as error:
+    if jax.process_count() == 1:
+      raise
+    text = (str(error) or type(error).__name__).splitlines()[0][:200]
+    raise coordination.AbsentError(
+      f"process {jax.process_index()} of {jax.process_count()} lost the others: one of "
+      f"them ended, and its own log says why ({text}). Checkpoints written before are "
+      "whole: start all processes again"
+    ) from error
+
+
+def _end(text: str) -> None:
+  """Ends the process from any thread: the main one may wait for a device for ever."""
+  print(f"tunix: {text}", file=sys.stderr, flush=True)
+  os._exit(EXIT_CODE)
