@@ -8,6 +8,7 @@ import functools
 import pathlib
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from tunix.cli import keys, precision
@@ -284,7 +285,8 @@ def export(
   """
   if kind == "adapter":
     lora.save_adapter(model, folder, base=config.model.path)
-    build_tokenizer(config).save(folder)
+    if jax.process_index() == 0:
+      build_tokenizer(config).save(folder)
     return
   path = config.model.path or config.tokenizer.path
   assert path is not None
@@ -292,5 +294,5 @@ def export(
   safetensors_saver.save_pretrained(
     model, folder, source=source, dtype=precision.of_export(config, model)
   )
-  if config.tokenizer != TokenizerSettings():
+  if config.tokenizer != TokenizerSettings() and jax.process_index() == 0:
     build_tokenizer(config).save(folder)

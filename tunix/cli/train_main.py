@@ -203,7 +203,7 @@ def _finish(
 ) -> Result:
   """Exports, and marks the run as ended."""
   kind = config.export_kind
-  if kind != "none" and jax.process_index() == 0:
+  if kind != "none":
     build.export(config, model, kind, folder.export)
   file = folder.path / "logs" / "metrics.jsonl"
   found = {

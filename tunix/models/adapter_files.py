@@ -29,6 +29,7 @@ from tunix.models.tensor_files import NewTensor, StoredTensor
 from tunix.models.transformer import hf_config, params
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
+from tunix.utils import mesh as mesh_lib
 
 _log = logging.getLogger(__name__)
 
@@ -123,9 +124,12 @@ def save_adapter(
   }
   _warn_of_experts(adapters)
   tensors = [x for group in parts.values() for part in group for x in _tensors(part)]
-  with tensor_files.staged_folder(pathlib.Path(folder)) as staging:
-    tensor_files.write_file(staging / WEIGHTS_FILE, tensors)
-    (staging / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
+  together = tensor_files.is_spread(model)
+  mine = not together or jax.process_index() == 0
+  with tensor_files.staged_folder(pathlib.Path(folder), together=together) as staging:
+    tensor_files.write_file(staging / WEIGHTS_FILE, tensors, mine=mine)
+    if mine:
+      (staging / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
@@ -140,12 +144,12 @@ def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
 
 def _tensor_adapters(linear: Linear, names: list[str]) -> Iterable[_TensorAdapter]:
   """The adapters of a module, tensor by tensor, without the padding."""
-  a, b = (np.asarray(x) for x in lora_modules.pair_of(linear))
+  a, b = (mesh_lib.to_host(x) for x in lora_modules.pair_of(linear))
   a, b = (x.reshape(-1, *x.shape[-2:]) for x in (a, b))
   magnitude = lora_modules.magnitude_of(linear)
   magnitudes = None
   if magnitude is not None:
-    magnitudes = np.asarray(magnitude).reshape(-1, magnitude.shape[-1])
+    magnitudes = mesh_lib.to_host(magnitude).reshape(-1, magnitude.shape[-1])
   for i, name in enumerate(names):
     used = np.flatnonzero(np.any(a[i] != 0, axis=0) | np.any(b[i] != 0, axis=1))
     m = None if magnitudes is None else magnitudes[i]

@@ -27,7 +27,7 @@ from tunix.models.transformer import params
 from tunix.models.transformer.config import TransformerConfig, canonical
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
-from tunix.utils import tree
+from tunix.utils import mesh as mesh_lib, tree
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -66,7 +66,9 @@ def save_pretrained(
   Adapters are merged into their weights, in float32, one parameter at a time, and what
   the rounding to `dtype` cost is logged. Quantised kernels are written dequantised.
   Nothing is left behind after an error; see `tensor_files.staged_folder` for a folder
-  that exists.
+  that exists. A model that is spread over several processes is saved by all of them,
+  each writing its part of the files into a folder that they share; one parameter at a
+  time is whole in every process.
 
   Args:
     model: stacked or unstacked, adapted or not; unchanged.
@@ -80,8 +82,8 @@ def save_pretrained(
 
   Raises:
     FileNotFoundError: `source` is no folder.
-    ValueError: a parameter has no Hugging Face name, or lies on another host; or the
-      family's `config.json` cannot describe the model.
+    ValueError: a parameter has no Hugging Face name, or the family's `config.json`
+      cannot describe the model.
     OSError: the disk is full or not writable.
   """
   family = family or families.of_config(model.config)
@@ -98,12 +100,14 @@ def save_pretrained(
   hf = hf | _token_ids(origin) | dict(hf_fields or {})
   errors: list[CastError] = []
   tensors = list(_tensors(model, family, dtype, errors))
-  with tensor_files.staged_folder(pathlib.Path(folder)) as staging:
-    tensor_files.write_shards(staging, tensors, max_shard_bytes)
-    for name in _COMPANIONS:
-      if origin is not None and (origin / name).is_file():
-        shutil.copyfile(origin / name, staging / name)
-    (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
+  together = tensor_files.is_spread(model)
+  with tensor_files.staged_folder(pathlib.Path(folder), together=together) as staging:
+    tensor_files.write_shards(staging, tensors, max_shard_bytes, together=together)
+    if not together or jax.process_index() == 0:
+      for name in _COMPANIONS:
+        if origin is not None and (origin / name).is_file():
+          shutil.copyfile(origin / name, staging / name)
+      (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
   lora_modules.tell(errors, None, _log)
 
 
@@ -155,10 +159,6 @@ def _tensors(
       shape, held = linear.kernel.shape, linear.kernel.dtype
     place = params.place(family.names, path, model.config)
     target = np.dtype(held if dtype is None else jnp.dtype(dtype))
-    if not value.is_fully_addressable:
-      raise ValueError(
-        f"{path} is spread over several hosts: gather the model on one before saving"
-      )
     leaf = _Leaf(path, value, linear, target, errors)
     for i, key in enumerate(place.keys):
       yield NewTensor(
@@ -209,6 +209,8 @@ class _Leaf:
       self.errors.append(error)
     elif linear is not None and lora_modules.is_quantised(linear):
       value = lora_modules.dense_kernel(linear, linear.kernel.dtype)
+    if not value.is_fully_addressable:
+      return mesh_lib.to_host(value)
     # A new jax.Array around the same buffers: the one of the model would keep its
     # host copy for as long as it lives.
     parts = [shard.data for shard in value.addressable_shards]

@@ -20,10 +20,13 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from flax import nnx
 
 from tunix.models import safetensors_header, torch_files
 from tunix.models.stored_tensor import MAX_JSON, StoredTensor, brief, strict_json
+from tunix.utils import coordination
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -185,8 +188,15 @@ def _beside(index: pathlib.Path, name: str) -> pathlib.Path:
   return index.parent / name
 
 
-def write_file(path: pathlib.Path, tensors: Sequence[NewTensor]) -> None:
+def write_file(
+  path: pathlib.Path, tensors: Sequence[NewTensor], *, mine: bool = True
+) -> None:
   """Writes and syncs one file.
+
+  Args:
+    path, tensors: the file and what is in it.
+    mine: False: another process writes it, and this one takes part in the reading, for
+      tensors that are spread over both.
 
   Raises:
     OSError: the disk is full or not writable.
@@ -204,6 +214,10 @@ def write_file(path: pathlib.Path, tensors: Sequence[NewTensor]) -> None:
     at += tensor.nbytes
   raw = json.dumps(header, separators=(",", ":")).encode()
   raw += b" " * (-len(raw) % 8)
+  if not mine:
+    for tensor in tensors:
+      tensor.read()
+    return
   with path.open("wb") as stream:
     stream.write(len(raw).to_bytes(8, "little") + raw)
     for tensor in tensors:
@@ -215,9 +229,18 @@ def write_file(path: pathlib.Path, tensors: Sequence[NewTensor]) -> None:
 
 
 def write_shards(
-  folder: pathlib.Path, tensors: Sequence[NewTensor], max_shard_bytes: int
+  folder: pathlib.Path,
+  tensors: Sequence[NewTensor],
+  max_shard_bytes: int,
+  *,
+  together: bool = False,
 ) -> None:
-  """Writes `model.safetensors`, or numbered files and their index."""
+  """Writes `model.safetensors`, or numbered files and their index; `together`: all
+  processes of the run, each its part of the files."""
+  writers, me = (jax.process_count(), jax.process_index()) if together else (1, 0)
+  if together:
+    share = -(-sum(tensor.nbytes for tensor in tensors) // writers)
+    max_shard_bytes = min(max_shard_bytes, share)
   shards: list[list[NewTensor]] = [[]]
   held = 0
   for tensor in tensors:
@@ -227,46 +250,74 @@ def write_shards(
     shards[-1].append(tensor)
     held += tensor.nbytes
   if len(shards) == 1:
-    write_file(folder / SINGLE, shards[0])
+    write_file(folder / SINGLE, shards[0], mine=me == 0)
     return
   places = {}
   for i, shard in enumerate(shards, 1):
     name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-    write_file(folder / name, shard)
+    write_file(folder / name, shard, mine=me == i % writers)
     places |= {tensor.name: name for tensor in shard}
   total = sum(tensor.nbytes for tensor in tensors)
   index = {"metadata": {"total_size": total}, "weight_map": places}
-  (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+  if me == 0:
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
+def is_spread(model: nnx.Module) -> bool:
+  """Whether a module lies on several processes, which then have to save it together."""
+  leaves = jax.tree.leaves(nnx.state(model))
+  return not all(x.is_fully_addressable for x in leaves if isinstance(x, jax.Array))
+
+
 @contextlib.contextmanager
-def staged_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+def staged_folder(
+  folder: pathlib.Path, *, together: bool = False
+) -> Iterator[pathlib.Path]:
   """A temporary folder beside `folder` that takes its place when all went well.
 
   A new folder appears whole or not at all. In one that exists, files are replaced one
   by one after everything was written, weight files of an earlier save are removed, and
   other files stay. After an error (a full disk) the folder is as it was.
 
+  Args:
+    folder: where to.
+    together: all processes of the run write into it, on a file system that they share;
+      the first one makes it and puts it in place.
+
   Raises:
     NotADirectoryError: `folder` is a file.
     OSError: the disk is full or not writable.
+    coordination.AbsentError: another process did not write its part.
   """
   if folder.exists() and not folder.is_dir():
     raise NotADirectoryError(f"{folder} is a file: give a folder to save into")
+  first = not together or jax.process_index() == 0
+
+  def meet(what: str, value: Any = None) -> Any:
+    return coordination.gather(f"{what} {folder}", value)[0] if together else value
+
   folder.parent.mkdir(parents=True, exist_ok=True)
-  staging = folder.parent / f".{folder.name}.{secrets.token_hex(4)}.partial"
-  staging.mkdir()
+  token = meet("naming", secrets.token_hex(4))
+  staging = folder.parent / f".{folder.name}.{token}.partial"
+  if first:
+    staging.mkdir()
+  meet("making")
   try:
     yield staging
-    if folder.exists() and any(folder.iterdir()):
+    meet("writing")
+    if not first:
+      pass
+    elif folder.exists() and any(folder.iterdir()):
       _replace_files(staging, folder)
     else:
       os.replace(staging, folder)
+    meet("placing")
   finally:
-    shutil.rmtree(staging, ignore_errors=True)
+    if first:
+      shutil.rmtree(staging, ignore_errors=True)
 
 
 def _replace_files(staging: pathlib.Path, folder: pathlib.Path) -> None:

@@ -1,0 +1,255 @@
+"""`tunix train` in several processes: one run, which a loss ends by name."""
+
+import json
+import os
+import pathlib
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from tests import processes
+from tests.cli import runs
+from tunix.cli.main import main
+
+PROGRAM = pathlib.Path(__file__).with_name("several_program.py")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("several")
+  runs.write_model(folder / "model")
+  runs.write_records(folder / "train.jsonl", 32)
+  return folder
+
+
+def arguments(files, output, **keys):
+  values = {
+    "model.path": files / "model",
+    "data.train": files / "train.jsonl",
+    "data.max_length": 64,
+    "output_dir": output,
+    "mesh": "{fsdp: 8}",
+    "training.global_batch_size": 8,
+    "training.max_steps": 6,
+    "training.learning_rate": 0.01,
+    "checkpoint.save_every_n_steps": 2,
+    "logging.tensorboard": "false",
+    "distributed.timeout_s": 60,
+    "distributed.heartbeat_s": 10,
+    **keys,
+  }
+  given = {name: value for name, value in values.items() if value != "null"}
+  return ["train", *(f"--{name}={value}" for name, value in given.items())]
+
+
+def start(files, output, count=2, each=(), **keys):
+  """The processes of one run; `each`: further arguments of each of them."""
+  port = processes.free_port()
+  out = []
+  for rank in range(count):
+    told = {
+      "distributed.coordinator": f"localhost:{port}",
+      "distributed.num_processes": count,
+      "distributed.process_id": rank,
+      **(each[rank] if each else {}),
+    }
+    words = arguments(files, output, **{**keys, **told})
+    out.append(processes.start(PROGRAM, 8 // count, *words))
+  return out
+
+
+def ends(*running, within=120):
+  """(exit codes, what they said on standard error)."""
+  end = time.monotonic() + within
+  while time.monotonic() < end and any(p.popen.poll() is None for p in running):
+    time.sleep(0.1)
+  codes = [process.popen.poll() for process in running]
+  for process in running:
+    process.popen.kill()
+    process.popen.wait()
+  return codes, [process.texts()[1] for process in running]
+
+
+def losses(output):
+  lines = (output / "logs" / "metrics.jsonl").read_text().splitlines()
+  return [x["loss"] for x in map(json.loads, lines) if x["mode"] == "train"]
+
+
+def complaints(error):
+  return [line for line in error.splitlines() if line.startswith("tunix: ")]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_two_processes_are_one_run(files, tmp_path):
+  """Losses of one process, an export by both. A process is killed in the middle: the
+  other ends by name, and all started again end with the same bytes."""
+  one, whole, cut = (tmp_path / name for name in ("one", "whole", "cut"))
+  processes.finish(processes.start(PROGRAM, 8, *arguments(files, one)))
+  processes.finish(*start(files, whole))
+  np.testing.assert_allclose(losses(whole), losses(one), rtol=1e-5)
+  names = {file.name for file in (whole / "export").glob("*.safetensors")}
+  assert len(names) >= 2, "each process writes its part"
+
+  running = start(files, cut)
+  while not (cut / "checkpoints" / "2").is_dir():
+    time.sleep(0.02)
+    assert all(p.popen.poll() is None for p in running)
+  os.kill(running[1].popen.pid, signal.SIGKILL)
+  begun = time.monotonic()
+  codes, errors = ends(*running, within=60)
+  assert time.monotonic() - begun < 60 and codes[0] not in (None, 0), codes
+  assert complaints(errors[0]) or "another task died" in errors[0], errors[0][-2000:]
+  processes.finish(*start(files, cut))
+  assert losses(cut) == losses(whole)
+  for name in names:
+    ours, theirs = ((x / "export" / name).read_bytes() for x in (whole, cut))
+    assert ours == theirs
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_named(files, tmp_path):
+  running = start(files, tmp_path / "out", **{"training.max_steps": 10_000})
+  while not (tmp_path / "out" / "checkpoints" / "2").is_dir():
+    time.sleep(0.02)
+    assert all(p.popen.poll() is None for p in running)
+  os.kill(running[1].popen.pid, signal.SIGSTOP)
+  codes, errors = ends(running[0], within=60)
+  os.kill(running[1].popen.pid, signal.SIGKILL)
+  running[1].popen.wait()
+  assert codes == [1], (codes, errors)
+  assert "process 1 of 2 has not been heard of for 10 s" in errors[0], errors[0][-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize(
+  ("each", "part"),
+  [
+    (
+      [{}, {"training.learning_rate": 0.02}],
+      "configuration: training.learning_rate is '0.01' on process 0 and '0.02'",
+    ),
+    (
+      [{}, {"data.train": "{files}/other.jsonl"}],
+      "configuration: data.train is",
+    ),
+  ],
+)
+def test_processes_that_differ_are_refused(each, part, files, tmp_path):
+  runs.write_records(files / "other.jsonl", 32, start=5)
+  each = [{k: str(v).format(files=files) for k, v in one.items()} for one in each]
+  codes, errors = ends(*start(files, tmp_path / "out", each=each))
+  assert codes == [2, 2], errors
+  for error in errors:
+    assert part in error, error[-2000:]
+    assert len(complaints(error)) == 1 and "Traceback" not in error
+  assert not (tmp_path / "out" / "checkpoints").exists()
+
+
+def test_a_coordinator_that_does_not_answer(files, tmp_path):
+  told = {
+    "distributed.coordinator": f"localhost:{processes.free_port()}",
+    "distributed.num_processes": 2,
+    "distributed.process_id": 1,
+    "distributed.timeout_s": 1,
+  }
+  words = arguments(files, tmp_path / "out", **told)
+  codes, errors = ends(processes.start(PROGRAM, 4, *words))
+  assert codes == [1] and len(complaints(errors[0])) == 1, errors
+  assert "did not answer within 1 s" in errors[0] and "Traceback" not in errors[0]
+
+
+def test_others_that_do_not_come(files, tmp_path):
+  told = {
+    "distributed.coordinator": f"localhost:{processes.free_port()}",
+    "distributed.num_processes": 2,
+    "distributed.process_id": 0,
+    "distributed.timeout_s": 2,
+  }
+  words = arguments(files, tmp_path / "out", **told)
+  codes, errors = ends(processes.start(PROGRAM, 4, *words))
+  assert codes == [1] and len(complaints(errors[0])) == 1, errors
+  assert "process 0 of 2 waited 2 s for the others" in errors[0]
+
+
+@pytest.mark.parametrize(
+  ("keys", "part"),
+  [
+    (
+      {"coordinator": "localhost:1"},
+      "num_processes None and process_id None: give all",
+    ),
+    ({"num_processes": 2}, "coordinator is None, num_processes 2"),
+    ({"coordinator": "auto", "process_id": 1}, "or coordinator=auto alone"),
+    (
+      {"coordinator": "here", "num_processes": 2, "process_id": 0},
+      "expected host:port",
+    ),
+    (
+      {"coordinator": "localhost:1", "num_processes": 2, "process_id": 2},
+      "process_id is 2 of 2 processes",
+    ),
+    (
+      {"coordinator": "localhost:1", "num_processes": 2, "process_id": 0, "mesh": "{}"},
+      "mesh is empty",
+    ),
+    (
+      {
+        "coordinator": "localhost:1",
+        "num_processes": 2,
+        "process_id": 0,
+        "heartbeat_s": 2,
+      },
+      "heartbeat_s 2",
+    ),
+  ],
+)
+def test_settings_that_cannot_be_met(keys, part, files, tmp_path, capsys):
+  told = {
+    name if name == "mesh" else f"distributed.{name}": value
+    for name, value in keys.items()
+  }
+  assert main(arguments(files, tmp_path / "out", **told)) == 2
+  assert part in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["grpo", "dpo"])
+def test_other_jobs(job, files, tmp_path):
+  """Equal metrics of the first step, in one process and in two, and an export."""
+  if job == "grpo":
+    lines = [{"prompt": f"{i} plus 1", "answer": str(i + 1)} for i in range(16)]
+    reward = (
+      "def short(completions, **_):\n  return [1 / (1 + len(x)) for x in completions]"
+    )
+    (files / "short_reward.py").write_text(reward + "\n")
+    keys = {
+      "reward.functions": f"{files}/short_reward.py:short",
+      "rollout.max_prompt_length": 40,
+      "rollout.max_tokens_to_generate": 4,
+      "algorithm.num_generations": 4,
+      "algorithm.beta": 0.1,
+    }
+  else:
+    lines = [
+      {"prompt": f"{i} plus 1", "chosen": str(i + 1), "rejected": "x"}
+      for i in range(16)
+    ]
+    keys = {}
+  data = files / f"{job}.jsonl"
+  data.write_text("\n".join(map(json.dumps, lines)) + "\n")
+  keys |= {"job": job, "data.train": data, "training.max_steps": 2}
+  one, two = tmp_path / "one", tmp_path / "two"
+  keys["data.max_length"] = "null"  # of sft alone
+  processes.finish(processes.start(PROGRAM, 8, *arguments(files, one, **keys)))
+  processes.finish(*start(files, two, **keys))
+  lines = [(x / "logs" / "metrics.jsonl").read_text().splitlines() for x in (one, two)]
+  assert len(lines[0]) == len(lines[1])
+  first, other = (json.loads(found[0]) for found in lines)
+  for name, value in first.items():
+    if isinstance(value, float):
+      np.testing.assert_allclose(other[name], value, rtol=1e-3, err_msg=name)
+  assert (two / "export" / "config.json").is_file()
