@@ -208,16 +208,41 @@ def _stored_dtype(hf: dict[str, Any], family: Family, tensors: Any) -> Any:
       raise ValueError(
         f"dtype {named!r} is unknown: use 'float32', 'bfloat16' or 'float16'"
       ) from error
-  first = tensors.get(family.names["embed_tokens.embedding"].key)
+  entry = family.names.get("embed_tokens.embedding")
+  first = tensors.get(entry.key) if entry else next(iter(tensors.values()), None)
   return jnp.dtype(jnp.float32) if first is None else first.dtype
 
 
-def with_options(config: TransformerConfig, **options: Any) -> TransformerConfig:
-  """The config with the options that were chosen."""
+def with_options(config: Any, **options: Any) -> Any:
+  """The config with the options that were chosen.
+
+  Raises:
+    ValueError: a config of one's own has no field for one of them.
+  """
+  if not isinstance(config, TransformerConfig):
+    return _with_own_options(config, options)
   for name in ("dtype", "param_dtype"):
     if options[name] is not None:
       options[name] = jnp.dtype(options[name])
   chosen = {name: value for name, value in options.items() if value is not None}
+  return dataclasses.replace(config, **chosen)
+
+
+def _with_own_options(config: Any, options: dict[str, Any]) -> Any:
+  """A user's config; what it does not say about dtypes is its own affair."""
+  fields = {f.name for f in dataclasses.fields(config)}
+  chosen = {}
+  for name, value in options.items():
+    if value is None:
+      continue
+    if name in fields:
+      is_dtype = name in ("dtype", "param_dtype")
+      chosen[name] = jnp.dtype(value) if is_dtype else value
+    elif name not in ("dtype", "param_dtype"):
+      raise ValueError(
+        f"{name} is {value!r}, and {type(config).__name__} has no such field: leave it "
+        "out, or give the config one"
+      )
   return dataclasses.replace(config, **chosen)
 
 

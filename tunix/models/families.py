@@ -33,14 +33,16 @@ Preset = Callable[..., TransformerConfig]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """What loading and saving must know about a kind of model.
+  """What loading and saving must know about a kind of model: one of ours, or any module
+  of a user's with a dataclass for a config.
 
   Attributes:
     name: for messages and the command line.
     model_types: values of `model_type` in `config.json` that mean this family.
-    config_class: its configuration.
+    config_class: its configuration, a dataclass; with fields `dtype` and `param_dtype`
+      it is told those of the checkpoint.
     model_class: built as `model_class(config, rngs=...)`.
-    names: our parameter path -> Hugging Face tensor.
+    names: parameter path -> Hugging Face tensor, see `transformer.params.place`.
     config_from_hf: reads a parsed `config.json`; raises ValueError for what the family
       cannot do.
     config_to_hf: writes one.
@@ -52,11 +54,11 @@ class Family:
 
   name: str
   model_types: tuple[str, ...]
-  config_class: type[TransformerConfig]
-  model_class: Callable[..., Transformer]
+  config_class: type[Any]
+  model_class: Callable[..., Any]
   names: NameTable
-  config_from_hf: Callable[[Mapping[str, Any]], TransformerConfig]
-  config_to_hf: Callable[[TransformerConfig], dict[str, Any]]
+  config_from_hf: Callable[[Mapping[str, Any]], Any]
+  config_to_hf: Callable[[Any], dict[str, Any]]
   harmless: tuple[str, ...] = HARMLESS
   presets: Mapping[str, Preset] = dataclasses.field(default_factory=dict)
   canonical_key: Callable[[str], str] = lambda key: key

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 def load_model(
   tensors: Mapping[str, StoredTensor],
-  config: TransformerConfig,
+  config: Any,
   family: Family,
   mesh: Mesh | None = None,
   quantise: QuantisationConfig | str | None = None,
@@ -41,7 +41,8 @@ def load_model(
 
   Args:
     tensors: of the checkpoint, see `tensor_files.open_folder`.
-    config: shapes, dtypes and sharding rules; weights are cast to `param_dtype`.
+    config: what the family's class is built with; of ours, shapes, dtypes and sharding
+      rules.
     family: the class and the name table.
     mesh: where the weights go; None: the default device.
     quantise: how the layers' kernels are stored, each quantised when it is read; None:
@@ -65,6 +66,11 @@ def load_model(
     targets = tree.flatten(sharding.named_shardings(state, mesh))
 
   packer = None
+  if quantise is not None and not isinstance(config, TransformerConfig):
+    raise ValueError(
+      f"quantise is {quantise!r}: only our decoder is quantised on loading, not a "
+      f"{family.name}; leave it out"
+    )
   if quantise is not None:
     packer = quantisation.OnLoad(quantise, nnx.merge(graph, state))
 
@@ -118,12 +124,11 @@ def _check(
     )
 
 
-def _check_extra(
-  extra: Iterable[str], config: TransformerConfig, family: Family
-) -> None:
+def _check_extra(extra: Iterable[str], config: Any, family: Family) -> None:
   """Every tensor must have a place, or be known as harmless."""
   harmless = list(family.harmless)
-  unneeded = config.tie_embeddings or config.num_scores is not None
+  ours = isinstance(config, TransformerConfig)
+  unneeded = ours and (config.tie_embeddings or config.num_scores is not None)
   if unneeded and "lm_head.kernel" in family.names:
     # Some writers store the tied table twice; transformers ignores the copy too.
     harmless.append(re.escape(family.names["lm_head.kernel"].key))

@@ -93,10 +93,11 @@ def save_pretrained(
       f"there is no folder {origin}: give the folder that the tokenizer files lie in"
     )
   config = model.config
-  if dtype is not None:
+  if dtype is not None and isinstance(config, TransformerConfig):
     config = dataclasses.replace(config, param_dtype=jnp.dtype(dtype))
   hf = family.config_to_hf(config)
-  _check_complete(config, hf, family)
+  if isinstance(config, TransformerConfig):
+    _check_complete(config, hf, family)
   hf = hf | _token_ids(origin) | dict(hf_fields or {})
   errors: list[CastError] = []
   tensors = list(_tensors(model, family, dtype, errors))

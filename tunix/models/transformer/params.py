@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from tunix.models.transformer.config import MoEConfig
 
@@ -94,6 +94,16 @@ class Placement:
     return one[::-1] if self.transpose else one
 
 
+def numbered(path: str) -> tuple[str, int | None]:
+  """'blocks.3.attn.q' -> ('blocks.{i}.attn.q', 3): how a model of one's own names its
+  layers in its table. The first number counts."""
+  parts = path.split(".")
+  for at, part in enumerate(parts):
+    if part.isdigit():
+      return ".".join([*parts[:at], "{i}", *parts[at + 1 :]]), int(part)
+  return path, None
+
+
 def split_layer(path: str) -> tuple[str, int | None]:
   """'layers.3.mlp.up_proj' -> ('layers.mlp.up_proj', 3); the layer is None for a
   stacked module and outside the layers."""
@@ -112,19 +122,31 @@ class Stacks(Protocol):
   def layers_of(self, path: str) -> int: ...
 
 
-def place(names: NameTable, path: str, config: Stacks) -> Placement:
+def place(names: NameTable, path: str, config: Any) -> Placement:
   """The tensors of one parameter, of a stacked or an unstacked model.
+
+  Args:
+    names: the family's table.
+    path: of the parameter, dotted. A model of one's own has one entry a parameter, by
+      its path with `{i}` for the layer's number.
+    config: of the model; `Stacks` where it has stacked parameters.
 
   Raises:
     ValueError: the table has no entry for the parameter.
   """
+  own, number = numbered(path)
+  if number is not None and own in names:
+    key = names[own].key.replace("{i}", str(number))
+    return Placement(path, (key,), (), names[own].transpose)
   generic, layer = split_layer(path)
   entry = names.get(generic)
   if entry is None:
     raise ValueError(
-      f"parameter {path!r} has no Hugging Face name: add {generic!r} to the family's "
-      "name table"
+      f"parameter {path!r} has no Hugging Face name: add {generic!r} (or {own!r}) to "
+      "the family's name table"
     )
+  if "{" not in entry.key:
+    return Placement(path, (entry.key,), (), entry.transpose)
   num_layers = config.layers_of(path)
   num_experts = 0 if config.moe is None else config.moe.num_experts
   stacked, by_expert = layer is None and "{i}" in entry.key, "{e}" in entry.key
