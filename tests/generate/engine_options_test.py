@@ -8,6 +8,7 @@ from tests import toys_text
 from tests.generate.fake_engine import FakeEngine
 from tunix.generate.options import SamplingOptions
 from tunix.generate.sglang_jax_sampler import SglangJaxSampler
+from tunix.generate.vllm_async_driver import VllmAsyncDriver
 from tunix.generate.vllm_sampler import VllmSampler
 
 TOKENIZER = toys_text.chat_tokenizer("chatml")
@@ -99,3 +100,17 @@ def test_no_option_is_passed_over(server, make, draw, name):
     assert name in asked or (name, "beam_size") == ("length_penalty", *needs)
   else:
     assert asked != outcome(server, sampler, base)
+
+
+def test_futures_of_single_prompts(server):
+  sampler = VllmSampler(server.url, TOKENIZER, logprob_kind="raw")
+  with VllmAsyncDriver(sampler, max_inflight=3) as driver:
+    futures = [driver.submit([5], 20, seed=seed) for seed in range(8)]
+    wrong = driver.submit([5], 20, beam_size=2)
+    assert [len(future.result().tokens) for future in futures] == [1] * 8
+    with pytest.raises(ValueError, match="beam_size"):
+      wrong.result()
+  with pytest.raises(RuntimeError, match="shutdown"):
+    driver.submit([5], 20)
+  with pytest.raises(ValueError, match="max_inflight is 0"):
+    VllmAsyncDriver(sampler, max_inflight=0)

@@ -1,3 +1,4 @@
+import functools
 import math
 
 import jax
@@ -212,3 +213,34 @@ def test_whiten_by_hand():
   close(whiten(x, mask, epsilon=0.0), [[-1, 0], [0, 1]])
   close(whiten(x, mask, epsilon=2.0), [[-0.5, 0], [0, 0.5]])
   np.testing.assert_array_equal(whiten(x, jnp.zeros((2, 2))), np.zeros((2, 2)))
+
+
+def test_decoupled_by_hand():
+  """One reward in hundreds, one in ones: each is normalised, the sum over the batch."""
+  long = jnp.array([[100.0, 300.0], [500.0, 500.0]])
+  short = jnp.array([[1.0, 0.0], [1.0, 0.0]])
+  exact = functools.partial(advantages.group_normalized, epsilon=0.0)
+  root = 1 / math.sqrt(2)  # a pair's two members, over the sample's deviation
+  summed = np.array([[-root + 2 * root, root - 2 * root], [2 * root, -2 * root]])
+  want = summed / np.std(summed, ddof=1)
+  close(advantages.decoupled(exact, [long, short], [1.0, 2.0]), want, 1e-5)
+
+
+def test_decoupled_rewards_do_not_collapse():
+  """The paper's point: of two binary rewards (1, 1), (1, 0), (0, 0) a total of 2 and
+  one of 1 come to equal advantages of their groups; here they differ."""
+  one = jnp.array([[1.0, 0.0], [1.0, 0.0]])
+  two = jnp.array([[1.0, 0.0], [0.0, 0.0]])
+  total = advantages.group_normalized(one + two)
+  close(total[0], total[1])
+  each = advantages.decoupled(advantages.group_normalized, [one, two], [1.0, 1.0])
+  assert each[0, 0] > 1.5 * each[1, 0] > 0
+
+
+def test_decoupled_leaves_invalid_members_out():
+  where = jnp.array([[True, True, False], [True, True, True]])
+  rewards = jnp.array([[1.0, 0.0, jnp.nan], [0.0, 1.0, 0.0]])
+  got = advantages.decoupled(
+    advantages.group_normalized, [rewards, 2 * rewards], [1.0, 1.0], where=where
+  )
+  assert got[0, 2] == 0 and np.isfinite(got).all()

@@ -8,14 +8,16 @@ import pytest
 from tests.rl import clusters
 from tests.sft import trainers
 from tunix.models import heads
+from tunix.ops import advantages
 from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.common import Tokens
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner, OverlongBuffer
 from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
-from tunix.rl.pipeline import PromptSource
+from tunix.rl.pipeline import PromptSource, prompt_batch
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.rewards import RewardManager
 from tunix.sft.metrics_logger import MetricsLoggerOptions, Mode
 from tunix.sft.peft_trainer import CheckpointOptions
 
@@ -526,3 +528,31 @@ def test_exact_scoring_makes_the_first_ratio_one():
     "actor", "pg_clipfrac", "train"
   )
   assert history[0] == 0.0 and history[1] > 0
+
+
+def test_rewards_are_compared_each_by_itself(monkeypatch):
+  """A reward in thousands leaves nothing of another one, unless they are decoupled."""
+
+  def long(prompts, completions, **columns):
+    return [1000.0 * len(text) for text in completions]
+
+  seen = []
+  learned = []
+  for decoupled in (False, True):
+    manager = RewardManager([long, clusters.even], weights=[1.0, 2.0])
+    learner = clusters.grpo({"decoupled_rewards": decoupled}, reward_fns=manager)
+    rollouts = learner._rollouts(prompt_batch(clusters.prompts(1)[0]))
+    seen.append(np.asarray(learner._with_advantages(rollouts).advantages))
+    parts, factors = rollouts.reward_parts()
+    assert factors == [1.0, 2.0]
+    np.testing.assert_allclose(parts[0] + 2 * parts[1], rollouts.scores)
+    learner.train(clusters.prompts(1))
+    learned.append(weights(learner))
+    names = ("rewards/long", "rewards/even")
+    logger = learner.rl_cluster.logger
+    assert all(logger.metric_exists("", name, Mode.TRAIN) for name in names)
+    shape = rollouts.scores.shape
+    want = advantages.decoupled(advantages.group_normalized, parts, factors)
+    if decoupled:
+      np.testing.assert_allclose(seen[-1].reshape(shape), want, rtol=1e-5)
+  assert not np.allclose(*seen, atol=1e-2) and not same(*learned)

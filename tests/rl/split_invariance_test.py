@@ -182,5 +182,5 @@ def test_what_is_watched_is_a_mean_over_all_tokens():
     made = trainer(parts, loss, clusters.model())
     made.update([example()], parts, skip_jit=False)
     made.flush()
-    found.append(made._reporter._logger.get_metric("actor", "kl", "train"))
+    found.append(made.metrics_logger.get_metric("actor", "kl", "train"))
   np.testing.assert_allclose(found[1], found[0], rtol=1e-5)

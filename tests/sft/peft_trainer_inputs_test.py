@@ -17,7 +17,7 @@ from tunix.sft.peft_trainer import PeftTrainer, PeftTrainerConfig, TrainingConfi
 def rates(tx=None, **config):
   t = trainer(tx=tx, **config)
   t.train(smalls(3))
-  logger = t._reporter._logger
+  logger = t.metrics_logger
   if not logger.metric_exists("", "learning_rate", "train"):
     return None
   return history(t, "learning_rate")
@@ -130,7 +130,7 @@ def test_batches_of_any_kind_with_functions_for_them():
   t = trainer().with_loss_fn(loss)
   t.with_gen_model_input_fn(lambda b: {"numbers": b[0], "target": b[1][0]})
   t.train(data, data)
-  logger = t._reporter._logger
+  logger = t.metrics_logger
   assert len(history(t, "loss")) == 3
   for name in ("perplexity", "tokens_per_sec", "trained_tokens"):
     assert not logger.metric_exists("", name, "train"), name

@@ -175,7 +175,7 @@ def test_metric_names_and_prefix():
   t.train(smalls(2), smalls(1))
   names = {"loss", "perplexity", "grad_norm", "learning_rate", "trained_tokens"}
   names |= {"step_time_sec", "steps_per_sec", "tokens_per_sec", "tflops_per_sec"}
-  logger = t._reporter._logger
+  logger = t.metrics_logger
   for name in names:
     assert logger.metric_exists("actor", name, "train"), name
     assert not logger.metric_exists("", name, "train")
@@ -327,3 +327,9 @@ def test_close_may_be_called_twice_and_the_model_lives(tmp_path):
   t.close()
   t.close()
   assert np.isfinite(t.model(np.zeros((1, 2), np.int32))).all()
+
+
+def test_the_metrics_logger_is_there_to_read():
+  t = trainers.trainer(trainers.wide())
+  t.train(trainers.smalls(2))
+  assert len(t.metrics_logger.get_metric_history("", "loss", "train")) == 2

@@ -67,7 +67,7 @@ def equal(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> bool:
 
 
 def history(trainer: PeftTrainer, name: str, mode: str = "train") -> list[float]:
-  logger = trainer._reporter._logger
+  logger = trainer.metrics_logger
   return logger.get_metric_history("", name, mode).tolist()
 
 

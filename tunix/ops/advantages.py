@@ -8,7 +8,7 @@ nothing to compare and gets 0; so does a group of equal rewards, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -89,6 +89,28 @@ def batch_scaled(
   """
   deviation = _center(rewards, where, axis=None).deviation
   return safe_divide(group_centered(rewards, where=where), deviation + epsilon)
+
+
+def decoupled(
+  estimate: Callable[..., jax.Array],
+  rewards: Sequence[Rewards],
+  weights: Sequence[float],
+  *,
+  where: Where | None = None,
+) -> Rewards:
+  """Of several rewards, each compared by itself before they are added up: the sum of
+  weight_k * estimate(rewards_k), normalised over the batch. With `group_normalized`
+  this is GDPO (arXiv:2601.05242): in a sum of rewards one with a large spread decides
+  alone, and different mixtures of rewards come to equal advantages.
+
+  Args:
+    estimate: one of the functions above.
+    rewards: one array [P, G] a reward.
+    weights: one a reward.
+    where: members whose rewards are all valid.
+  """
+  parts = [w * estimate(r, where=where) for r, w in zip(rewards, weights, strict=True)]
+  return batch_normalized(jnp.sum(jnp.stack(parts), axis=0), where=where)
 
 
 # By name; the second line has names that users of other libraries know.

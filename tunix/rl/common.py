@@ -123,6 +123,18 @@ class Rollouts:
     """float64 [P, G]: the totals, before any shaping."""
     return self.rewards.total.reshape(self.scores.shape)
 
+  def reward_parts(self) -> tuple[list[np.ndarray], list[float]]:
+    """The functions' rewards, float64 [P, G] each, and their weights; last what the
+    algorithm added to their sum, if it did."""
+    shape, weights = self.scores.shape, self.rewards.weights
+    named = self.rewards.by_function
+    parts = [np.nan_to_num(values).reshape(shape) for values in named.values()]
+    factors = [weights.get(name, 1.0) for name in named]
+    shaping = np.nan_to_num(self.scores - self.raw)
+    if shaping.any():
+      parts, factors = [*parts, shaping], [*factors, 1.0]
+    return parts, factors
+
   def take(self, groups: Sequence[int] | np.ndarray) -> Rollouts:
     """Some of the groups, in that order."""
     size, groups = self.tokens.group_size, np.asarray(groups, int)

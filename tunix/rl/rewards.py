@@ -41,11 +41,13 @@ class RewardOutput:
       that is not a value.
     by_function: float64 [B] a function, unweighted; nan where not a value.
     outcomes: a function's outcome for each row.
+    weights: of the functions in the total; 1 of those it lacks.
   """
 
   total: np.ndarray
   by_function: dict[str, np.ndarray]
   outcomes: dict[str, list[Outcome]]
+  weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
   @property
   def valid(self) -> np.ndarray:
@@ -60,6 +62,7 @@ class RewardOutput:
       outcomes={
         name: [found[row] for row in rows] for name, found in self.outcomes.items()
       },
+      weights=self.weights,
     )
 
   def joined(self, others: Iterable[RewardOutput]) -> RewardOutput:
@@ -75,6 +78,7 @@ class RewardOutput:
         name: [outcome for part in every for outcome in part.outcomes[name]]
         for name in self.outcomes
       },
+      weights=self.weights,
     )
 
   def plus(self, name: str, values: np.ndarray) -> RewardOutput:
@@ -88,6 +92,7 @@ class RewardOutput:
       total=self.total + np.where(np.isfinite(values), values, np.nan),
       by_function={**self.by_function, name: values},
       outcomes={**self.outcomes, name: outcomes},
+      weights=self.weights,
     )
 
   def problems(self) -> list[str]:
@@ -202,7 +207,10 @@ class RewardManager:
     total = np.zeros(count)
     for name, weight in zip(self.names, self._weights):
       total = total + weight * values[name]
-    return RewardOutput(total=total, by_function=values, outcomes=outcomes)
+    weights = dict(zip(self.names, self._weights))
+    return RewardOutput(
+      total=total, by_function=values, outcomes=outcomes, weights=weights
+    )
 
   def close(self) -> None:
     """Ends the worker processes."""

@@ -31,7 +31,7 @@ from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptBatch, PromptSource, mini_batches, prompt_batch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.samples import Samples
-from tunix.sft.metrics_logger import Mode
+from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.run import Places, Run, Work
 from tunix.sft.run_state import RunState
 from tunix.utils.interrupts import DeferredSignals
@@ -88,6 +88,11 @@ class RLLearner(abc.ABC):
     """Shows some of the rollouts as files to look at; returns the learner."""
     self._samples = samples
     return self
+
+  @property
+  def metrics_logger(self) -> MetricsLogger:
+    """What the run's metrics go through, of all roles."""
+    return self.rl_cluster.logger
 
   @property
   def train_steps(self) -> int:

@@ -198,6 +198,11 @@ class PeftTrainer:
     return OptimizerView(self._state.tx, self._state.opt_state, self.train_steps)
 
   @property
+  def metrics_logger(self) -> MetricsLogger:
+    """What the run's metrics go through; its history can be read at any time."""
+    return self._reporter.logger
+
+  @property
   def train_steps(self) -> int:
     """Optimizer updates done."""
     return self._progress.train_steps

@@ -43,7 +43,7 @@ class StepReporter:
     matmul_params: tuple[int, int],
     devices: Callable[[], Sequence[Any]],
   ):
-    self._logger = logger
+    self.logger = logger
     self._config = config
     self._matmul_params = matmul_params
     self._devices = devices
@@ -105,7 +105,7 @@ class StepReporter:
     if self._bar is None and self._config.pbar_description is not None:
       config = self._config
       self._bar = ProgressBar(
-        self._logger, step - 1, config.max_steps, config.pbar_description
+        self.logger, step - 1, config.max_steps, config.pbar_description
       )
     if self._bar is not None:
       self._bar.update(1, {"loss": values["loss"]})
@@ -144,7 +144,7 @@ class StepReporter:
   def log(self, values: Mapping[str, float], mode: Mode, step: int) -> None:
     """Logs values by name."""
     for name, value in values.items():
-      self._logger.log(self._config.metrics_prefix, name, value, mode, step)
+      self.logger.log(self._config.metrics_prefix, name, value, mode, step)
 
   def eval_means(
     self,
@@ -193,26 +193,26 @@ class StepReporter:
   def state(self) -> dict[str, Any]:
     """The logger's place, as JSON, with every dispatched step in it."""
     self.flush()
-    return self._logger.state()
+    return self.logger.state()
 
   def restore(self, state: dict[str, Any] | None) -> None:
     """Takes back what was logged after `state`, and what is still to be logged. None
     begins a run: what another one left is moved aside, but not what this process has
     logged, for a logger may be shared."""
     self.flush()
-    if state is not None or self._logger.is_fresh:
-      self._logger.restore(state)
+    if state is not None or self.logger.is_fresh:
+      self.logger.restore(state)
 
   def end(self) -> None:
     """Everything is logged and in its files; logging may go on."""
     self.flush()
     self.stop()
-    self._logger.flush()
+    self.logger.flush()
 
   def close(self) -> None:
     """Logs what is left and closes the backends."""
     self.end()
-    self._logger.close()
+    self.logger.close()
 
   def stop(self) -> None:
     """Ends the bar and the trace; what was dispatched stays to be logged."""

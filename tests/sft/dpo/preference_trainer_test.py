@@ -56,7 +56,7 @@ def test_metrics_are_logged_in_training_and_evaluation():
   for name in ("rewards/accuracy", "log_probs/rejected", "kl", "loss"):
     assert len(trainers.history(t, name)) == 3
     assert len(trainers.history(t, name, "eval")) == 2
-  assert not t._reporter._logger.metric_exists("", "perplexity", "train")
+  assert not t.metrics_logger.metric_exists("", "perplexity", "train")
 
 
 @pytest.mark.parametrize(

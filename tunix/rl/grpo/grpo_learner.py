@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 
 from tunix.ops import advantages
@@ -20,11 +21,18 @@ from tunix.rl.rl_learner import RLLearner
 class GRPOConfig(AlgorithmConfig):
   """AlgorithmConfig with at least two completions a prompt.
 
+  Attributes:
+    decoupled_rewards: compare the rewards of each function by themselves, by
+      `advantage_estimator`, before they are added up with their weights (GDPO,
+      arXiv:2601.05242, see `ops.advantages.decoupled`): in a sum one that spreads far
+      drowns the others. What shapes the total (an overlong penalty) is one more.
+
   Raises:
     ValueError: `num_generations` below 2: a group of one has no baseline.
   """
 
   num_generations: int = 2
+  decoupled_rewards: bool = False
 
   def __post_init__(self):
     super().__post_init__()
@@ -74,5 +82,11 @@ class GRPOLearner(RLLearner):
       self.algo_config.advantage_estimator,
       advantages.ADVANTAGES,
     )
-    values = estimate(np.nan_to_num(rollouts.scores), where=rollouts.valid)
+    if self.algo_config.decoupled_rewards:
+      parts, weights = rollouts.reward_parts()
+      where = jnp.asarray(rollouts.valid)
+      arrays = [jnp.asarray(part) for part in parts]
+      values = advantages.decoupled(estimate, arrays, weights, where=where)
+    else:
+      values = estimate(np.nan_to_num(rollouts.scores), where=rollouts.valid)
     return self._example(rollouts, np.asarray(values).reshape(-1), old)
