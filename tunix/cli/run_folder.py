@@ -51,6 +51,7 @@ FREE_SECTIONS = (
   "export",
   "samples",
   "training.profiler_options",
+  "training.perf_metrics_options",
 )
 
 # Fingerprints that must not change, and what they are of.
