@@ -1,6 +1,7 @@
 """What a traced run of reinforcement learning writes: a timeline a role."""
 
 import json
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,8 @@ def test_the_metrics_that_users_know_by_perf_config(tmp_path):
 
 def test_an_untraced_run_makes_no_span_and_learns_the_same(monkeypatch):
   weights = []
-  for options in ({}, {"perf_metrics_options": PerfMetricsOptions()}):
+  choices: list[dict[str, Any]] = [{}, {"perf_metrics_options": PerfMetricsOptions()}]
+  for options in choices:
     with traces.counted(monkeypatch) as cost:
       learner = clusters.grpo(**options)
       assert (type(learner.rl_cluster.perf) is NoopTracer) == (not options)

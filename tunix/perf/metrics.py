@@ -101,7 +101,7 @@ class PerfMetricsOptions:
   enable_trace_writer: bool = True
   trace_dir: str = ""
 
-  def export_fn(self) -> MetricsExportFn | None:
+  def export_fn(self) -> Callable[[PerfSpanQuery], Any] | None:
     """The function of `custom_export_fn_path`; None without one.
 
     Raises:
