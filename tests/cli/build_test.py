@@ -289,7 +289,23 @@ def test_training_and_checkpoint_keys_reach_the_trainer(settings, eval_file, tmp
     )
   )
   assert timed.checkpointing_options.min_interval_secs == 5
+  assert timed.perf_metrics_options is None
   assert timed.pbar_description == "training"
+
+
+def test_a_trace_lies_beside_the_metrics_unless_a_folder_is_named(settings, tmp_path):
+  def options(**more):
+    more = {f"training__perf_metrics_options__{k}": v for k, v in more.items()}
+    keys = config(settings, **more)
+    made = TrainingConfig(**build.training_options(keys, tmp_path, 0.5))
+    return made.perf_metrics_options
+
+  assert options(enable_perf_v1="true").trace_dir == str(tmp_path / "logs")
+  assert options(trace_dir="/traces").trace_dir == "/traces"
+  assert options(enable_perf_v1="false").enable_perf_v1 is False
+  assert options(enable_trace_writer="false").enable_trace_writer is False
+  named = options(custom_export_fn_path="tunix.perf.export:seconds")
+  assert named.custom_export_fn_path == "tunix.perf.export:seconds"
 
 
 def test_logging_keys_choose_the_backends(settings, tmp_path, capsys):

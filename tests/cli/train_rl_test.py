@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from tests.cli import runs
+from tests.perf import traces
 from tunix.cli import build, build_prompts, config as config_lib
 from tunix.data.prompts import PromptBatches, read_prompts
 from tunix.models.automodel import AutoModel
@@ -114,6 +115,17 @@ def test_a_run_that_is_resumed_is_the_same(keys, job, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.ci
+def test_a_run_is_traced_and_profiled(keys, tmp_path):
+  profile = {"log_dir": tmp_path / "profile", "skip_first_n_steps": 1}
+  more = {f"training__profiler_options__{k}": v for k, v in profile.items()}
+  more["training__profiler_options__profiler_steps"] = 1
+  more["training__perf_metrics_options__enable_perf_v1"] = "true"
+  assert train(keys, training__max_steps=2, **more) == 0
+  events = traces.events(keys["output_dir"] / "logs")
+  assert {"host", "rollout", "actor", "reference"} <= set(events)
+  assert len(list((tmp_path / "profile").rglob("*.trace.json.gz"))) == 1
+
+
 def test_any_checkpoint_can_be_exported(keys, tmp_path, capsys):
   assert train(keys, job="ppo", checkpoint__every_n_steps=2) == 0
   out = keys["output_dir"]

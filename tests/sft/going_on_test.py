@@ -206,14 +206,3 @@ def test_a_loss_that_is_no_number_is_said_once(caplog):
   t = trainer().with_loss_fn(lambda model, **batch: jnp.float32(np.nan))
   t.train(smalls(3))
   assert caplog.text.count("the loss of step 1 is nan: lower the learning rate") == 1
-
-
-def test_what_is_not_offered_is_refused():
-  with pytest.raises(ValueError, match="perf_tracer is not offered yet"):
-    PeftTrainer(
-      trainers.tokens_only(),
-      trainers.optax.sgd(1),
-      perf_tracer=object(),  # pyright: ignore[reportArgumentType]
-    )
-  with pytest.raises(ValueError, match="perf_metrics_options is not offered yet"):
-    TrainingConfig(perf_metrics_options=object())  # pyright: ignore

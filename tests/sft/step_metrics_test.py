@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tunix.ops.reductions import WeightedSum
+from tunix.perf.trace import NoopTracer
 from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.step_metrics import StepReporter, matmul_params
@@ -15,7 +16,8 @@ from tunix.sft.train_step import StepMetrics
 def reporter(**config):
   logger = MetricsLogger()
   options = {"pbar_description": None, **config}
-  return logger, StepReporter(logger, TrainingConfig(**options), (100, 10), jax.devices)
+  config = TrainingConfig(**options)
+  return logger, StepReporter(logger, config, (100, 10), jax.devices, NoopTracer())
 
 
 def metrics(loss, weight=4.0, rate=None):

@@ -30,6 +30,7 @@ from tunix.models import (
   safetensors_saver,
 )
 from tunix.models.transformer.model import Transformer
+from tunix.perf.metrics import PerfMetricsOptions
 from tunix.sft import metrics_logger as metrics
 from tunix.sft.config import Schedule, TrainingConfig
 from tunix.utils import env, mesh as mesh_lib
@@ -240,10 +241,21 @@ def training_options(
     "gradient_accumulation_steps": accumulation,
     "checkpoint_root_directory": str(output_dir / "checkpoints"),
     "checkpointing_options": config.checkpoint,
+    "perf_metrics_options": perf_options(config, output_dir),
     "data_sharding_axis": data_axes(config.mesh),
     "pbar_description": "training" if config.logging.progress_bar else None,
     "learning_rate": learning_rate,
   }
+
+
+def perf_options(
+  config: RunSettings, output_dir: pathlib.Path
+) -> PerfMetricsOptions | None:
+  """What is traced; the file lies beside the metrics unless a folder is named."""
+  wanted = config.training.perf_metrics_options
+  if wanted is None or wanted.trace_dir:
+    return wanted
+  return dataclasses.replace(wanted, trace_dir=str(output_dir / "logs"))
 
 
 def build_logger(

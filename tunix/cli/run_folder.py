@@ -52,6 +52,7 @@ FREE_SECTIONS = (
   "distributed",
   "samples",
   "training.profiler_options",
+  "training.perf_metrics_options",
 )
 
 # Fingerprints that must not change, and what they are of.

@@ -232,7 +232,6 @@ class TrainingSettings(TrainingConfig):
     "metrics_prefix",
     "pbar_description",
     "num_train_steps",
-    "perf_metrics_options",
   )
 
   global_batch_size: int = 8

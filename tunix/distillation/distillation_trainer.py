@@ -24,6 +24,7 @@ from tunix.distillation.strategies.base_strategy import BaseStrategy
 from tunix.distillation.teacher_cache import TeacherCache
 from tunix.distillation.teacher_table import to_device
 from tunix.models.backbone import share_variables
+from tunix.perf.trace import NoopTracer
 from tunix.sft import inference, windows
 from tunix.sft.config import (
   TrainingConfig as _TrainingConfig,
@@ -72,7 +73,7 @@ class DistillationTrainer(PeftTrainer):
     teacher_model: any module; a TeacherCache; or None, when the batches bring
       `teacher_output`.
     strategy: what is compared.
-    optimizer, training_config, metrics_logger: see PeftTrainer.
+    optimizer, training_config, metrics_logger, perf_tracer: see PeftTrainer.
     tokenizers: of the student and of the teacher; refused if they differ.
 
   Raises:
@@ -90,6 +91,7 @@ class DistillationTrainer(PeftTrainer):
     metrics_logger: MetricsLogger | None = None,
     *,
     tokenizers: tuple[Any, Any] | None = None,
+    perf_tracer: NoopTracer | None = None,
   ):
     base_strategy.check(strategy)
     _check_models(student_model, teacher_model)
@@ -103,7 +105,7 @@ class DistillationTrainer(PeftTrainer):
     self._student: nnx.Module | None = None  # as it was given; after `close`
     self._evaluating = False
     try:
-      super().__init__(student, optimizer, training_config, metrics_logger)
+      super().__init__(student, optimizer, training_config, metrics_logger, perf_tracer)
     except BaseException:  # whatever it was: the models go back as they were given
       strategy.post_process_models(student, teacher)
       raise

@@ -23,6 +23,7 @@ from tunix.distillation.strategies.base_strategy import BaseStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
 from tunix.generate import batching
 from tunix.generate.sampler import Sampler
+from tunix.perf.trace import NoopTracer
 from tunix.sft.losses import batch_fields
 from tunix.sft.metrics_logger import MetricsLogger
 
@@ -87,8 +88,8 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
   Evaluations use the completions of their batches, or the student's if there are none.
 
   Args:
-    student_model, teacher_model, strategy, optimizer, training_config, metrics_logger:
-      see DistillationTrainer; the config is an OnPolicyConfig.
+    student_model, teacher_model, strategy, optimizer, training_config, metrics_logger,
+      perf_tracer: see DistillationTrainer; the config is an OnPolicyConfig.
     tokenizer: of both models: a TokenizerAdapter, or what one can wrap.
 
   Raises:
@@ -108,6 +109,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     *,
     tokenizer: Any,
     tokenizers: tuple[Any, Any] | None = None,
+    perf_tracer: NoopTracer | None = None,
   ):
     if not isinstance(training_config, OnPolicyConfig):
       raise TypeError(
@@ -125,6 +127,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       training_config,
       metrics_logger,
       tokenizers=tokenizers,
+      perf_tracer=perf_tracer,
     )
 
   def _read(self, batch: Any) -> Prompts:

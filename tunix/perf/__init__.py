@@ -1,1 +1,1 @@
-"""Analytic costs of models and machines."""
+"""Analytic costs of models and machines; spans of what a run did, and when."""

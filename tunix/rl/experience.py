@@ -63,7 +63,7 @@ class Experience:
     self._rewards = setup.reward_manager(reward_fns, cluster)
     self._metric_fns = [metric_fns] if callable(metric_fns) else list(metric_fns or ())
     self.shared_prompts = setup.shares_prompts(cluster, config)
-    self.phases, self.measured = Phases(), list[dict[str, float]]()
+    self.phases, self.measured = Phases(cluster.perf), list[dict[str, float]]()
 
   def rollouts(
     self, batch: PromptBatch, mode: Mode, number: int, shape_rewards: ShapeRewards
@@ -82,7 +82,7 @@ class Experience:
     _check_same_prompts(batch, mode)
     group = algo.num_generations if is_training else algo.eval_num_generations
     config = cluster.cluster_config.rollout(mode)
-    with self.phases("rollout"):
+    with self.phases("rollout", "rollout"):
       key = jax.random.fold_in(jax.random.key(config.seed), batch.number)
       if is_training:
         key = jax.random.fold_in(key, number)

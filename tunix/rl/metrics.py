@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tunix.perf.trace import NoopTracer
 from tunix.rl.common import Rollouts
 
 # How many completions the means of one collection are over; never logged.
@@ -74,16 +75,25 @@ def _spread(name: str, values: np.ndarray) -> dict[str, float]:
 
 
 class Phases:
-  """Seconds by phase since they were last taken: `with phases("rollout"): ...`."""
+  """Seconds by phase since they were last taken: `with phases("rollout"): ...`.
 
-  def __init__(self) -> None:
+  Every run has these few; what a tracer notes besides is more, and is asked for.
+
+  Args:
+    tracer: notes the phases as well.
+  """
+
+  def __init__(self, tracer: NoopTracer) -> None:
+    self._tracer = tracer
     self._seconds: dict[str, float] = {}
 
   @contextlib.contextmanager
-  def __call__(self, name: str) -> Iterator[None]:
+  def __call__(self, name: str, role: str | None = None) -> Iterator[None]:
+    """Around a phase; `role` is whose devices do nothing but it."""
     start = time.perf_counter()
     try:
-      yield
+      with self._tracer.span(name, role):
+        yield
     finally:
       spent = time.perf_counter() - start
       self._seconds[name] = self._seconds.get(name, 0.0) + spent

@@ -16,6 +16,8 @@ from flax import nnx
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import backbone
 from tunix.models.automodel import AutoModel
+from tunix.perf import trace
+from tunix.perf.metrics import PerfMetricsConfig, PerfMetricsOptions
 from tunix.rl import inference_worker, placement, reshard, utils
 from tunix.rl.common import Tokens, TrainExample
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
@@ -47,7 +49,11 @@ class RLCluster:
     reward: a reward model (one score).
     tokenizer: of the actor.
     cluster_config: meshes, engine, sizes.
-    perf_config: not offered yet; anything but None is refused.
+    perf_config: how metrics are made of what the run did when. Given, or with
+      `training_config.perf_metrics_options`, the run is traced.
+
+  Attributes:
+    perf: the tracer.
 
   Raises:
     ValueError: models that do not fit together, or a config for roles that are absent.
@@ -62,10 +68,8 @@ class RLCluster:
     reward: nnx.Module | str | None = None,
     tokenizer: Any,
     cluster_config: ClusterConfig,
-    perf_config: None = None,
+    perf_config: PerfMetricsConfig | None = None,
   ):
-    if perf_config is not None:
-      raise ValueError("perf_config is not offered yet: leave it out")
     config, train = cluster_config, cluster_config.training_config
     self.cluster_config = config
     known = isinstance(tokenizer, TokenizerAdapter)
@@ -76,8 +80,9 @@ class RLCluster:
     self.reward = self._placed(Role.REWARD, reward)
     utils.check_roles(self.actor, self._others())
     self.logger = MetricsLogger(train.metrics_logging_options)
+    self.perf = _tracer(train, perf_config)
     self.actor_trainer = Trainer(
-      self.actor, train.actor_optimizer, train, "actor", self.logger
+      self.actor, train.actor_optimizer, train, "actor", self.logger, self.perf
     )
     self.critic_trainer = self._make_critic_trainer(train)
     self.rollout = self._make_rollout()
@@ -115,7 +120,9 @@ class RLCluster:
       return None
     if config.critic_optimizer is None:
       raise ValueError("there is a critic and no critic_optimizer: give both")
-    return Trainer(self.critic, config.critic_optimizer, config, "critic", self.logger)
+    return Trainer(
+      self.critic, config.critic_optimizer, config, "critic", self.logger, self.perf
+    )
 
   def _make_rollout(self) -> BaseRollout:
     engine: Any = self.cluster_config.rollout_engine
@@ -213,7 +220,8 @@ class RLCluster:
     """One update of the actor a mini-batch; returns their number."""
     if eval_ds is not None:
       raise ValueError("evaluation is the learner's: RLLearner.train(..., eval_ds)")
-    return self.actor_trainer.update(train_ds, micro_batches, skip_jit)
+    with self.perf.span_group("actor_train"):
+      return self.actor_trainer.update(train_ds, micro_batches, skip_jit)
 
   def update_critic(
     self,
@@ -233,7 +241,10 @@ class RLCluster:
     if eval_ds is not None:
       raise ValueError("evaluation is the learner's: RLLearner.train(..., eval_ds)")
     try:
-      with self.inference_worker.resident(Role.CRITIC):
+      with (
+        self.perf.span_group("critic_train"),
+        self.inference_worker.resident(Role.CRITIC),
+      ):
         return self.critic_trainer.update(train_ds, micro_batches, skip_jit)
     finally:
       self.critic_trainer.after_move()
@@ -249,10 +260,11 @@ class RLCluster:
     """The reference's log-probs of completions, float32 [B, R]."""
     score = self._logps(tokens, shared_prompt, tile_rows)
     at_once = self._at_once(tokens, micro_batch_size)
-    if self.reference is None:
-      model = backbone.reference_of(self.actor_trainer.model)
-      return inference.run(model, score, _rows(tokens), at_once, self._axes)
-    return self.inference_worker.run(Role.REFERENCE, score, _rows(tokens), at_once)
+    with self.perf.span("refer_inference", "reference"):
+      if self.reference is None:
+        model = backbone.reference_of(self.actor_trainer.model)
+        return inference.run(model, score, _rows(tokens), at_once, self._axes)
+      return self.inference_worker.run(Role.REFERENCE, score, _rows(tokens), at_once)
 
   def get_old_per_token_logps(
     self,
@@ -263,13 +275,14 @@ class RLCluster:
     micro_batch_size: int | None = None,
   ) -> np.ndarray:
     """The actor's log-probs as it stands, float32 [B, R]."""
-    return inference.run(
-      self.actor_trainer.model,
-      self._logps(tokens, shared_prompt, tile_rows),
-      _rows(tokens),
-      self._at_once(tokens, micro_batch_size),
-      self._axes,
-    )
+    with self.perf.span("old_logps", "actor"):
+      return inference.run(
+        self.actor_trainer.model,
+        self._logps(tokens, shared_prompt, tile_rows),
+        _rows(tokens),
+        self._at_once(tokens, micro_batch_size),
+        self._axes,
+      )
 
   def get_values(
     self, tokens: Tokens, *, micro_batch_size: int | None = None
@@ -277,7 +290,8 @@ class RLCluster:
     """The critic's values before each token of the completions, float32 [B, R]."""
     at_once = self._at_once(tokens, micro_batch_size)
     score = inference_worker.values_of
-    values = self.inference_worker.run(Role.CRITIC, score, _rows(tokens), at_once)
+    with self.perf.span("values", "critic"):
+      values = self.inference_worker.run(Role.CRITIC, score, _rows(tokens), at_once)
     if self.critic_trainer is not None:
       self.critic_trainer.after_move()
     return values
@@ -288,7 +302,8 @@ class RLCluster:
     """The reward model's scores, float32 [B]."""
     at_once = self._at_once(tokens, micro_batch_size)
     score = inference_worker.rewards_of
-    return self.inference_worker.run(Role.REWARD, score, _rows(tokens), at_once)
+    with self.perf.span("reward_model", "reward"):
+      return self.inference_worker.run(Role.REWARD, score, _rows(tokens), at_once)
 
   def sync_weights(self) -> PolicyVersion:
     """Gives the rollout engine the actor's weights, under a new version.
@@ -321,6 +336,7 @@ class RLCluster:
       if trainer is not None:
         trainer.close()
     self.inference_worker.close()
+    self.perf.synchronize()
     self.logger.close()
 
   def __enter__(self) -> RLCluster:
@@ -359,6 +375,21 @@ class RLCluster:
   @property
   def _axes(self) -> tuple[str, ...]:
     return self.cluster_config.training_config.data_sharding_axis
+
+
+def _tracer(
+  config: RLTrainingConfig, perf_config: PerfMetricsConfig | None
+) -> trace.NoopTracer:
+  if perf_config is not None and not isinstance(perf_config, PerfMetricsConfig):
+    raise TypeError(
+      f"perf_config is a {type(perf_config).__name__}: expected a "
+      "tunix.perf.metrics.PerfMetricsConfig, or None"
+    )
+  options = config.perf_metrics_options
+  if perf_config is None:
+    return trace.make_tracer(options, config.log_dir)
+  options, made = options or PerfMetricsOptions(), perf_config.custom_export_fn
+  return trace.make_tracer(options, config.log_dir, made)
 
 
 def _rows(tokens: Tokens) -> dict[str, np.ndarray]:

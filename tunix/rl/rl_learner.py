@@ -81,7 +81,7 @@ class RLLearner(abc.ABC):
     rl_cluster.actor_trainer.with_role_loss(self._compute_policy_loss)
     self._identity = learner_state.identity(rl_cluster)
     self._torn = False  # whether an update is under way, or broke off
-    self._run = Run(self._work(), self._config)
+    self._run = Run(self._work(), self._config, rl_cluster.perf)
     self.restore_checkpoint()
 
   def with_samples(self, samples: Samples) -> Self:
@@ -199,7 +199,7 @@ class RLLearner(abc.ABC):
       session=DeferredSignals,
       open=self._open,
       begin=self._begin,
-      end=self.rl_cluster.logger.flush,
+      end=self._end,
       draw=lambda source: source if source.has_more() else None,
       update=self._learn,
       evaluate=self._evaluate,
@@ -220,14 +220,20 @@ class RLLearner(abc.ABC):
     self._measured.clear()
     self._phases.take()
 
+  def _end(self) -> None:
+    self.rl_cluster.logger.flush()
+    self.rl_cluster.perf.synchronize()
+
   def _learn(self, source: PromptSource, skip_jit: bool) -> None:
     """Rollouts of the next prompts, and all updates by them."""
-    with self._run.saved_on_failure():  # what was learnt before
-      example = self._collect(source)
-    if example is None:
-      source.end()
-      return
-    self._update(example, skip_jit)
+    with self.rl_cluster.perf.span_group("global_step"):
+      with self._run.saved_on_failure():  # what was learnt before
+        example = self._collect(source)
+      if example is None:
+        source.end()
+        return
+      self._update(example, skip_jit)
+    self._log_rollouts()
     self._progress.rollouts += 1
     self._progress.data_state = source.commit()
     self._progress.pending = source.pending
@@ -244,12 +250,18 @@ class RLLearner(abc.ABC):
       cluster.update_actor(minis, skip_jit=skip_jit, micro_batches=parts)
       for trainer in learner_state.trainers(cluster).values():
         trainer.flush()
-    with self._phases("sync"):
+    with self._phases("sync", "rollout"):
       cluster.sync_weights()
+
+  def _log_rollouts(self) -> None:
+    """What was measured of the rollouts and phases of a step."""
     rows = [values.get(metrics.COUNT, 1.0) for values in self._measured]
     means = metrics.mean_of(self._measured, rows)
     means.pop(metrics.COUNT, None)
-    self._log({**means, **self._phases.take()}, Mode.TRAIN)
+    perf = self.rl_cluster.perf
+    # Waits for no device: the updates are over. The thread that notes it may be late.
+    perf.synchronize()
+    self._log({**means, **self._phases.take(), **perf.export()}, Mode.TRAIN)
     self._measured.clear()
 
   def _mini_batches(self, example: TrainExample) -> list[TrainExample]:
@@ -295,7 +307,8 @@ class RLLearner(abc.ABC):
   def _evaluate(self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals) -> None:
     del skip_jit, signals  # it samples, and is asked to stop after it
     if eval_ds is not None:
-      values = self.evaluate(eval_ds)
+      with self.rl_cluster.perf.span_group("evaluation"):
+        values = self.evaluate(eval_ds)
       self._log({**values, **self._phases.take()}, Mode.EVAL)
 
   def evaluate(self, eval_ds: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 from tunix.ops.reductions import WeightedSum
+from tunix.perf.trace import NoopTracer
 from tunix.rl.common import TrainExample
 from tunix.rl.config import RLTrainingConfig
 from tunix.sft import windows
@@ -36,6 +37,7 @@ class Trainer(PeftTrainer):
     training_config: of the run.
     role: goes before the metrics' names.
     metrics_logger: shared by all roles of the run.
+    perf_tracer: likewise; the role's phases stand in a timeline of its own.
   """
 
   _batches_are_whole = True  # rollouts are gathered: advantages need whole groups
@@ -47,10 +49,12 @@ class Trainer(PeftTrainer):
     training_config: RLTrainingConfig,
     role: str,
     metrics_logger: MetricsLogger | None = None,
+    perf_tracer: NoopTracer | None = None,
   ):
+    tracer = NoopTracer() if perf_tracer is None else perf_tracer.on(role)
     with _own_mesh(model):
       config = _role_config(training_config, role)
-      super().__init__(model, optimizer, config, metrics_logger)
+      super().__init__(model, optimizer, config, metrics_logger, tracer)
 
   def with_role_loss(self, loss: RoleLoss) -> Trainer:
     """Sets the loss: (model, example) -> (weighted sum, means to watch), or the sum (or
@@ -121,7 +125,8 @@ def _role_config(config: RLTrainingConfig, role: str) -> TrainingConfig:
       "eval_every_n_steps": None,
       "metrics_prefix": "/".join(prefix),
       "pbar_description": config.pbar_description and role.capitalize(),
-      # One trace a process.
+      "perf_metrics_options": None,  # the run's tracer is given
+      # One profile a process.
       "profiler_options": config.profiler_options if is_actor else None,
     }
   )

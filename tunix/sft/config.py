@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from tunix.perf.metrics import PerfMetricsOptions
 from tunix.sft.metrics_logger import MetricsLoggerOptions
 from tunix.sft.profiler import ProfilerOptions
 
@@ -85,7 +86,8 @@ class TrainingConfig:
     learning_rate: number or optax schedule (steps -> rate). Without an optimizer, a
       default AdamW runs at it; with one, it is only what the metric reports.
     num_train_steps: another name of max_steps.
-    perf_metrics_options: not offered yet; anything but None is refused.
+    perf_metrics_options: note what the run does when, as metrics and as a trace file;
+      None: not.
   """
 
   eval_every_n_steps: int | None = None
@@ -101,7 +103,7 @@ class TrainingConfig:
   pbar_description: str | None = "Training"
   learning_rate: float | Schedule | None = None
   num_train_steps: int | None = None
-  perf_metrics_options: None = None
+  perf_metrics_options: PerfMetricsOptions | None = None
 
   def __post_init__(self):
     if self.num_train_steps is not None:
@@ -111,8 +113,12 @@ class TrainingConfig:
           "two names of one setting: give one of them"
         )
       object.__setattr__(self, "max_steps", self.num_train_steps)
-    if self.perf_metrics_options is not None:
-      raise ValueError("perf_metrics_options is not offered yet: leave it out")
+    perf = self.perf_metrics_options
+    if perf is not None and not isinstance(perf, PerfMetricsOptions):
+      raise TypeError(
+        f"perf_metrics_options is a {type(perf).__name__}: expected a "
+        "tunix.perf.metrics.PerfMetricsOptions, or None"
+      )
     _check_counts(
       self, "eval_every_n_steps", "max_steps", "gradient_accumulation_steps"
     )
@@ -129,6 +135,12 @@ class TrainingConfig:
         f"max_inflight_computations {self.max_inflight_computations} must not be "
         "negative; 0 means no limit"
       )
+
+  @property
+  def log_dir(self) -> Any:
+    """The folder of the metrics; None without one."""
+    options = self.metrics_logging_options
+    return None if options is None else options.log_dir
 
   @property
   def micro_batches(self) -> int:

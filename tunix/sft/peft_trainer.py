@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 
 from tunix.models import calling
+from tunix.perf.trace import NoopTracer
 from tunix.sft import (
   hooks as hooks_lib,
   sharding_utils,
@@ -77,7 +78,8 @@ class PeftTrainer:
     optimizer: an optax transformation; None: AdamW at `training_config.learning_rate`.
     training_config: the settings.
     metrics_logger: None: one is made from `metrics_logging_options`.
-    perf_tracer: not offered yet; anything but None is refused.
+    perf_tracer: notes what is done when (tunix.perf.trace); None: as
+      `training_config.perf_metrics_options` says, and by default nothing does.
 
   Raises:
     TypeError: arguments of the wrong kind.
@@ -95,13 +97,12 @@ class PeftTrainer:
     optimizer: Any = None,
     training_config: TrainingConfig | None = None,
     metrics_logger: MetricsLogger | None = None,
-    perf_tracer: None = None,
+    perf_tracer: NoopTracer | None = None,
   ):
     config = TrainingConfig() if training_config is None else training_config
     trainer_arguments.check_kinds(model, config)
-    if perf_tracer is not None:
-      raise ValueError("perf_tracer is not offered yet: leave it out")
     self.training_config = config
+    self.perf_tracer = trainer_arguments.resolve_tracer(perf_tracer, config)
     tx = trainer_arguments.resolve_optimizer(optimizer, config)
     self._state = TrainState(model, tx, self._train_step, self._eval_step)
     self._loss = LossCall()
@@ -122,8 +123,9 @@ class PeftTrainer:
       config,
       matmul_params(self._module.params, self._module.frozen),
       self._state.devices,
+      self.perf_tracer,
     )
-    self._run = Run(self._work(), config)
+    self._run = Run(self._work(), config, self.perf_tracer)
     self.restore_checkpoint()
 
   # What users set.
@@ -335,13 +337,20 @@ class PeftTrainer:
 
   def _draw(self, source: BatchSource) -> Window | None:
     batches = source.take(self.training_config.micro_batches)
-    return self._window(batches, {"drawn": source.drawn}) if batches else None
+    if not batches:
+      return None
+    with self.perf_tracer.span_group("prepare"):
+      return self._window(batches, {"drawn": source.drawn})
 
   def _dispatch(self, window: Window, skip_jit: bool) -> jax.Array:
     """Sends one update to the device, without waiting for it."""
     self._call_hook("on_train_step_start")
-    with self._reporter.step(self.train_steps):
+    with (
+      self._reporter.step(self.train_steps),
+      self.perf_tracer.span("train_step") as span,
+    ):
       metrics = self._state.update(window.groups, skip_jit)
+      span.device_end(metrics.loss)
     self._progress.train_steps += 1
     self._progress.iter_steps += window.drawn
     self._progress.data_state = window.data_state
@@ -357,7 +366,8 @@ class PeftTrainer:
       return
     self._reporter.flush()
     self._call_hook("on_eval_step_start")
-    metrics = self._eval_metrics(batches, skip_jit, signals)
+    with self.perf_tracer.span_group("evaluation"):
+      metrics = self._eval_metrics(batches, skip_jit, signals)
     self._reporter.log(metrics, Mode.EVAL, self.train_steps)
     self._call_hook("on_eval_step_end", metrics["loss"])
 
@@ -432,7 +442,9 @@ class PeftTrainer:
         ready, rows = windows.pad_to_largest(ready, rows)
       tokens += windows.token_count(ready)
       placed = sharding_utils.shard_input(ready[0], axes)
-      parts.append(self._state.evaluate(placed, skip_jit))
+      with self.perf_tracer.span("eval_step") as span:
+        parts.append(self._state.evaluate(placed, skip_jit))
+        span.device_end(parts[-1][0].total)
       self._reporter.bound(parts[-1][0])
       self._run.stop_if_asked(signals)
     return self._reporter.eval_means(

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import jax
 
+from tunix.perf.trace import NoopTracer
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.config import TrainingConfig
 from tunix.sft.run_state import Position, RunState
@@ -88,11 +89,13 @@ class Run:
   Args:
     work: what is done.
     config: limits and cadence; where checkpoints go.
+    tracer: notes the phases.
   """
 
-  def __init__(self, work: Work, config: TrainingConfig):
+  def __init__(self, work: Work, config: TrainingConfig, tracer: NoopTracer):
     self._work = work
     self._config = config
+    self._tracer = tracer
     self._checkpoints = CheckpointManager(
       config.checkpoint_root_directory, config.checkpointing_options
     )
@@ -152,7 +155,10 @@ class Run:
     return limit is not None and self._work.steps() >= limit
 
   def _draw(self, source: Any) -> Any:
-    return None if self.is_finished else self._work.draw(source)
+    if self.is_finished:
+      return None
+    with self._tracer.span_group("data"):
+      return self._work.draw(source)
 
   def _evaluate_if_due(
     self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals, *, last: bool
@@ -207,8 +213,9 @@ class Run:
     if self._config.checkpoint_root_directory is None or step == self.saved_step():
       return False
     what, wait = f"the checkpoint of step {step}", self._checkpoints.timeout_secs
-    state = self._work.state(coordination.gather(what, self._place(), wait))
-    return state is not None and self._checkpoints.save_state(step, state, force=True)
+    with self._tracer.span_group("checkpoint"):
+      state = self._work.state(coordination.gather(what, self._place(), wait))
+      return state is not None and self._checkpoints.save_state(step, state, force=True)
 
   def _place(self) -> dict[str, Any] | None:
     """The run's place in the data. Read when it is asked for: an iterator's state can

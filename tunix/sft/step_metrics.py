@@ -14,6 +14,7 @@ import numpy as np
 
 from tunix.ops.reductions import WeightedSum
 from tunix.perf import flops
+from tunix.perf.trace import NoopTracer
 from tunix.sft.config import TrainingConfig
 from tunix.sft.inflight_throttler import InflightThrottler
 from tunix.sft.metrics_buffer import MetricsBuffer
@@ -34,6 +35,7 @@ class StepReporter:
     config: prefix, bar, profiler, steps in flight, learning rate.
     matmul_params: (all, trained) parameters that multiply every token.
     devices: gives the devices that the run computes on.
+    tracer: whose metrics are logged with each step's.
   """
 
   def __init__(
@@ -42,11 +44,13 @@ class StepReporter:
     config: TrainingConfig,
     matmul_params: tuple[int, int],
     devices: Callable[[], Sequence[Any]],
+    tracer: NoopTracer,
   ):
     self.logger = logger
     self._config = config
     self._matmul_params = matmul_params
     self._devices = devices
+    self._tracer = tracer
     self._warned = False
     self._buffer = MetricsBuffer()
     self._throttler = InflightThrottler(config.max_inflight_computations)
@@ -64,7 +68,8 @@ class StepReporter:
       self._profiler = Profiler(done, config.max_steps, config.profiler_options)
     if self._clock is None:
       self._clock = time.perf_counter()
-    self._throttler.wait_for_next()
+    with self._tracer.span_group("device_wait"):
+      self._throttler.wait_for_next()
     self._profiler.maybe_activate(done)
     with jax.profiler.StepTraceAnnotation("train", step_num=done + 1):
       yield
@@ -101,7 +106,8 @@ class StepReporter:
     values = _with_perplexity(values, tokens)
     if seconds > 0:
       values |= self._speeds(tokens, seconds)
-    self.log(values, Mode.TRAIN, step)
+    # As the seconds above: from the log of the step before to this one.
+    self.log({**values, **self._tracer.export()}, Mode.TRAIN, step)
     if self._bar is None and self._config.pbar_description is not None:
       config = self._config
       self._bar = ProgressBar(
@@ -215,7 +221,8 @@ class StepReporter:
     self.logger.close()
 
   def stop(self) -> None:
-    """Ends the bar and the trace; what was dispatched stays to be logged."""
+    """Ends the bar and the profile; what was dispatched stays to be logged."""
+    self._tracer.synchronize()
     if self._profiler is not None:
       self._profiler.close()
     if self._bar is not None:

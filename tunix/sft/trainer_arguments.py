@@ -7,6 +7,7 @@ from typing import Any
 import optax
 from flax import nnx
 
+from tunix.perf.trace import NoopTracer, make_tracer
 from tunix.sft.config import TrainingConfig
 
 _OWN_METRICS = {"loss", "grad_norm"}
@@ -59,6 +60,27 @@ def resolve_optimizer(
       "such as optax.adamw(1e-5)"
     )
   return optimizer
+
+
+def resolve_tracer(tracer: Any, config: TrainingConfig) -> NoopTracer:
+  """The tracer to use; what the config asks for when none is given.
+
+  Raises:
+    TypeError: it is no tracer.
+    ValueError: the config asks for another one.
+  """
+  if tracer is None:
+    return make_tracer(config.perf_metrics_options, config.log_dir)
+  if not isinstance(tracer, NoopTracer):
+    raise TypeError(
+      f"perf_tracer is a {type(tracer).__name__}: expected a PerfTracer or a "
+      "NoopTracer of tunix.perf.trace"
+    )
+  if config.perf_metrics_options is not None:
+    raise ValueError(
+      "perf_tracer and perf_metrics_options both say how to trace: leave one out"
+    )
+  return tracer
 
 
 def named_metrics(aux: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from tunix.ops import preference
 from tunix.ops.pair_losses import PairScores
 from tunix.ops.preference import PairLossSpec
 from tunix.ops.reductions import WeightedSum
+from tunix.perf.trace import NoopTracer
 from tunix.sft.dpo import completions
 from tunix.sft.dpo.completions import BatchReader, Read, completion_logps, weigh
 from tunix.sft.dpo.pairs import DataInput, Limits, TrainingInput
@@ -78,7 +79,7 @@ class DPOTrainer(PeftTrainer):
     reference_logps: the reference's log-probabilities from disk, instead of computing
       them. They are checked against `ref_model`, else against what lies below the
       adapters, else against the model as it is passed in.
-    metrics_logger: see PeftTrainer.
+    metrics_logger, perf_tracer: see PeftTrainer.
 
   Raises:
     TypeError: the config is no PreferenceConfig.
@@ -98,6 +99,7 @@ class DPOTrainer(PeftTrainer):
     *,
     reference_logps: PrecomputedLogps | None = None,
     metrics_logger: MetricsLogger | None = None,
+    perf_tracer: NoopTracer | None = None,
   ):
     config = completions.checked_config(
       training_config, PreferenceConfig, DPOTrainingConfig
@@ -111,7 +113,7 @@ class DPOTrainer(PeftTrainer):
     self._pair_options = config.loss_options
     options = completions.options_of(config, tokenizer)
     self._reader = BatchReader(batches.read_pairs, options)
-    super().__init__(model, optimizer, config, metrics_logger)
+    super().__init__(model, optimizer, config, metrics_logger, perf_tracer)
 
   def with_loss_fn(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
     """Replaces the loss of the config by one of pairs: `loss_fn(scores, *, beta)`.
@@ -221,6 +223,7 @@ class ORPOTrainer(DPOTrainer):
     tokenizer: Any = None,
     *,
     metrics_logger: MetricsLogger | None = None,
+    perf_tracer: NoopTracer | None = None,
   ):
     config = completions.checked_config(
       training_config, DPOTrainingConfig, ORPOTrainingConfig
@@ -231,7 +234,13 @@ class ORPOTrainer(DPOTrainer):
         "DPOTrainer for the other losses"
       )
     super().__init__(
-      model, ref_model, optimizer, config, tokenizer, metrics_logger=metrics_logger
+      model,
+      ref_model,
+      optimizer,
+      config,
+      tokenizer,
+      metrics_logger=metrics_logger,
+      perf_tracer=perf_tracer,
     )
 
 

@@ -15,6 +15,7 @@ from tunix.data import batches as reading
 from tunix.data.batches import SINGLE
 from tunix.ops import kto
 from tunix.ops.reductions import WeightedSum
+from tunix.perf.trace import NoopTracer
 from tunix.sft import sharding_utils
 from tunix.sft.dpo import completions
 from tunix.sft.dpo.completions import BatchReader, Read, completion_logps, weigh
@@ -43,7 +44,8 @@ class KTOTrainer(PeftTrainer):
   there are none), rewards/margin, log_probs/chosen, log_probs/rejected, kl (z0).
 
   Args:
-    model, ref_model, optimizer, tokenizer, metrics_logger: see PreferenceTrainer.
+    model, ref_model, optimizer, tokenizer, metrics_logger, perf_tracer: see
+      PreferenceTrainer.
     training_config: a KTOConfig.
 
   Raises:
@@ -62,6 +64,7 @@ class KTOTrainer(PeftTrainer):
     tokenizer: Any = None,
     *,
     metrics_logger: MetricsLogger | None = None,
+    perf_tracer: NoopTracer | None = None,
   ):
     config = completions.checked_config(training_config, KTOConfig, KTOConfig)
     self._reference: ReferenceModel = reference_for(
@@ -73,7 +76,7 @@ class KTOTrainer(PeftTrainer):
     self._means: Callable[[dict[str, Any]], dict[str, Any]] = kto.kto_metrics
     options = completions.options_of(config, tokenizer)
     self._reader = BatchReader(reading.read_labelled, options)
-    super().__init__(model, optimizer, config, metrics_logger)
+    super().__init__(model, optimizer, config, metrics_logger, perf_tracer)
 
   def with_loss_fn(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
     """Replaces the loss: `loss_fn(logps, ref_logps, labels, weights, *, kl)`.

@@ -14,6 +14,7 @@ from tunix.data.batches import PAIR
 from tunix.generate import scoring
 from tunix.ops.reductions import WeightedSum
 from tunix.ops.reward_loss import bradley_terry
+from tunix.perf.trace import NoopTracer
 from tunix.sft.dpo import completions
 from tunix.sft.dpo.completions import BatchReader, Read, completion_rows, weigh
 from tunix.sft.dpo.pairs import DataInput, TrainingInput
@@ -38,7 +39,8 @@ class RewardTrainer(PeftTrainer):
     model: a model with one score a position: `heads.with_scores(language_model)`,
       `AutoModel.from_pretrained(folder, num_scores=1)`, or a user's that gives
       [B, T, 1]. With adapters only these are trained, and the head stays as it is.
-    optimizer, tokenizer, metrics_logger: see PeftTrainer and PreferenceTrainer.
+    optimizer, tokenizer, metrics_logger, perf_tracer: see PeftTrainer and
+      PreferenceTrainer.
     training_config: a RewardConfig.
 
   Raises:
@@ -56,6 +58,7 @@ class RewardTrainer(PeftTrainer):
     tokenizer: Any = None,
     *,
     metrics_logger: MetricsLogger | None = None,
+    perf_tracer: NoopTracer | None = None,
   ):
     scores = getattr(getattr(model, "config", None), "num_scores", 1)
     if scores != 1:
@@ -69,7 +72,7 @@ class RewardTrainer(PeftTrainer):
     )
     options = completions.options_of(config, tokenizer)
     self._reader = BatchReader(batches.read_pairs, options)
-    super().__init__(model, optimizer, config, metrics_logger)
+    super().__init__(model, optimizer, config, metrics_logger, perf_tracer)
 
   def with_loss_fn(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
     """Replaces the loss: `loss_fn(chosen, rejected, *, margin)`.
