@@ -218,8 +218,8 @@ def _local(hidden, table, teacher, targets, weights, *, rule: _Rule):
 
   def chunk(hidden, teacher, targets, weights):
     by_token, d_logits = _chunk(hidden, table, teacher, theirs, targets, rule)
-    factor = weights.astype(jnp.float32)[:, None]
     d_logits = d_logits.astype(hidden.dtype)
+    factor = weights.astype(jnp.float32)[:, None]
     wanted = rule.hidden, rule.table
     d_hidden, d_table = gradients(d_logits, factor, hidden, table, layout, wanted)
     return (by_token, d_hidden), d_table

@@ -99,6 +99,16 @@ def test_a_loss_function_stands_for_compute_loss_and_sees_logits(has_aux):
   assert not hasattr(student, "teacher_table")
 
 
+def test_logits_of_a_batch_are_told_from_hidden_states_whatever_their_width():
+  def loss(width):
+    strategy = LogitStrategy()
+    student, _ = strategy.pre_process_models(Model(0, 2), Model(1, width))
+    logits = Model(2, 4)(INPUTS["input_tokens"])[0]
+    return float(strategy.get_train_loss(student, logits, INPUTS)[0].mean())
+
+  assert loss(WORDS) == loss(4)
+
+
 @pytest.mark.parametrize("kind", [EvaluatesBoth, Halved, Shifted, Smoothed])
 def test_what_a_subclass_overrides_sees_logits_and_counts(kind):
   own, plain = losses(kind()), losses(LogitStrategy())
