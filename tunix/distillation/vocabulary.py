@@ -81,19 +81,19 @@ def _known_words(*tokenizers: TokenizerAdapter) -> list[dict[str, int]]:
   if all(words is None for words in whole):
     return special
   # Where one vocabulary alone is known, it must have the other's special tokens.
-  asked = [own for own, words in zip(special, whole) if words is None]
+  asked = [tokens for tokens, words in zip(special, whole) if words is None]
   return [
-    own
+    tokens
     if words is None
     else {t: i for t, i in words.items() if all(t in x for x in asked)}
-    for own, words in zip(special, whole)
+    for tokens, words in zip(special, whole)
   ]
 
 
 def _vocabulary(tokenizer: TokenizerAdapter) -> dict[str, int] | None:
   """Text -> id of every token, added ones included; None where it is not given."""
-  given = getattr(tokenizer.tokenizer, "get_vocab", None)
-  return None if given is None else given()
+  get_vocab = getattr(tokenizer.tokenizer, "get_vocab", None)
+  return None if get_vocab is None else get_vocab()
 
 
 def _padding(tokenizer: TokenizerAdapter) -> str | None:
@@ -107,8 +107,8 @@ def _padding(tokenizer: TokenizerAdapter) -> str | None:
 
 def size_of(model: Any) -> int | None:
   """Words that a model says it has."""
-  own = getattr(model, "vocab_size", None)
-  return own or getattr(getattr(model, "config", None), "vocab_size", None)
+  config = getattr(model, "config", None)
+  return getattr(model, "vocab_size", None) or getattr(config, "vocab_size", None)
 
 
 def _adapter(tokenizer: Any) -> TokenizerAdapter:

@@ -243,10 +243,10 @@ def _chunk(hidden, table, teacher, theirs, targets, rule: _Rule):
   nll = -_at(plain, column, layout)[:, 0]
   if isinstance(teacher, States):
     logits = chunk_logits(teacher.hidden, theirs, rule.teacher)
-    own = _log_softmax(logits, layout)
-    teacher_nll = -_at(own, column, layout)[:, 0]
-    own = own if warmth == 1 else _log_softmax(logits / warmth, layout)
-    values, pulls = distill.terms(own, student, rule.how)
+    plain_teacher = _log_softmax(logits, layout)
+    teacher_nll = -_at(plain_teacher, column, layout)[:, 0]
+    warm = plain_teacher if warmth == 1 else _log_softmax(logits / warmth, layout)
+    values, pulls = distill.terms(warm, student, rule.how)
     values, total = _sum(values, layout), _sum(pulls, layout)
   else:
     values, pulls, total = _top_k_pulls(student, teacher, rule)
@@ -266,17 +266,18 @@ def _top_k_pulls(student: jax.Array, teacher: TopK, rule: _Rule):
   shards = 1 if layout.vocab_axis is None else layout.mesh.shape[layout.vocab_axis]  # pyright: ignore[reportOptionalMemberAccess]
   words = shard * shards
   columns = _columns(teacher.ids, shard, layout)
-  own = _at(student, columns, layout)
+  events = _at(student, columns, layout)
   rows = jnp.arange(student.shape[0])[:, None]
   # A column out of range, of a word that another shard holds, is dropped.
   others = student.at[rows, columns].set(-jnp.inf, mode="drop")
   has_rest = teacher.ids.shape[-1] < words
   if has_rest:
     rest = _log_sum(others, layout)[:, None]
-    own = jnp.concatenate([own, rest], axis=-1)
-  values, pulls = distill.terms(distill.events(teacher.logps, words), own, rule.how)
+    events = jnp.concatenate([events, rest], axis=-1)
+  theirs = distill.events(teacher.logps, words)
+  values, pulls = distill.terms(theirs, events, rule.how)
   if has_rest:  # each other word in proportion
-    by_word = pulls[:, -1:] * jnp.exp(others - own[:, -1:])
+    by_word = pulls[:, -1:] * jnp.exp(others - events[:, -1:])
     at_ids = pulls[:, :-1]
   else:
     by_word, at_ids = jnp.zeros_like(student), pulls
