@@ -212,12 +212,10 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       include_eos=True,
       first_prompt=first,
     )
-    ids, mask = rows.stack_completions(
-      out.tokens,
-      [np.ones(len(tokens), np.int32) for tokens in out.tokens],
-      config.max_completion_length,
-      pad_id=0,
-    )
+    tokens = list(out.tokens)
+    trained = [np.ones_like(ids) for ids in tokens]
+    length = config.max_completion_length
+    ids, mask = rows.stack_completions(tokens, trained, length, pad_id=0)
     return batch._replace(completion_ids=ids, completion_mask=mask)
 
 
