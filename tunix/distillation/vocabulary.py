@@ -42,18 +42,11 @@ def check_tokenizers(student: Any, teacher: Any) -> None:
   for text in _TEXTS:
     pair = [list(map(int, t.encode(text))) for t in (ours, theirs)]
     if pair[0] != pair[1]:
-      raise ValueError(
-        f"the tokenizers differ: {text!r} is {pair[0][:8]}... to the student and "
-        f"{pair[1][:8]}... to the teacher, so that probabilities of one id are of "
-        "different words. Take a teacher with the student's tokenizer"
-      )
+      raise _differ(repr(text), *(f"{ids[:8]}..." for ids in pair))
   for role in ("bos_id", "eos_id"):  # padding is never scored
     pair = getattr(ours, role)(), getattr(theirs, role)()
     if pair[0] != pair[1]:
-      raise ValueError(
-        f"the tokenizers differ: {role} is {pair[0]} to the student and {pair[1]} to "
-        "the teacher. Take a teacher with the student's tokenizer"
-      )
+      raise _differ(role, *pair)
   _check_words(ours, theirs)
 
 
@@ -67,11 +60,15 @@ def _check_words(ours: TokenizerAdapter, theirs: TokenizerAdapter) -> None:
   different = sorted(words[0].items() ^ words[1].items(), key=lambda x: (x[1], x[0]))
   if different:
     text = different[0][0]
-    pair = [known.get(text, "unknown") for known in words]
-    raise ValueError(
-      f"the tokenizers differ: the token {text!r} is {pair[0]} to the student and "
-      f"{pair[1]} to the teacher. Take a teacher with the student's tokenizer"
-    )
+    raise _differ(f"the token {text!r}", *(w.get(text, "unknown") for w in words))
+
+
+def _differ(what: str, ours: Any, theirs: Any) -> ValueError:
+  return ValueError(
+    f"the tokenizers differ: {what} is {ours} to the student and {theirs} to the "
+    "teacher, so that probabilities of one id are of different words. Take a teacher "
+    "with the student's tokenizer"
+  )
 
 
 def _known_words(*tokenizers: TokenizerAdapter) -> list[dict[str, int]]:

@@ -94,6 +94,7 @@ class LogitStrategy(BaseStrategy):
     self._evaluates_unbuilt = self._trains_unbuilt and self._is_ours(
       "compute_eval_loss"
     )
+    self._teacher_layout = None
     if self._trains_unbuilt and self._has_states(teacher_model):
       self._teacher_layout = teacher_table.attach(student_model, teacher_model)
     return student_model, teacher_model
@@ -102,9 +103,8 @@ class LogitStrategy(BaseStrategy):
     self, student_model: nnx.Module, teacher_model: Any
   ) -> tuple[nnx.Module, Any]:
     """Takes it away."""
-    if self._teacher_layout is not None:
-      teacher_table.detach(student_model)
-      self._teacher_layout = None
+    # What was decided stays: another trainer may still train by this strategy.
+    teacher_table.detach(student_model)
     return student_model, teacher_model
 
   def with_loss(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
