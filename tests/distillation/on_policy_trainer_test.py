@@ -46,9 +46,15 @@ def read(tokenizer, prompt, completion, **limits):
     LogitStrategy(**GKD), on_policy_fraction=0.0, tokenizer=tokenizer, **lengths
   )
   out = t._prepare_inputs({"prompts": [prompt], "completions": [completion]})
-  assert out.completions is not None and out.completion_lengths is not None
-  ends = out.prompt_lengths[0], out.completion_lengths[0]
-  return out.prompts[0, : ends[0]].tolist(), out.completions[0, : ends[1]].tolist()
+  assert out.completion_ids is not None and out.completion_mask is not None
+  prompt, completion = (
+    ids[mask > 0].tolist()
+    for ids, mask in (
+      (out.prompt_ids, out.prompt_mask),
+      (out.completion_ids, out.completion_mask),
+    )
+  )
+  return prompt, completion
 
 
 def test_texts_are_the_tokens_that_fine_tuning_trains():

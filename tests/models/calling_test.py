@@ -12,8 +12,10 @@ from tests import toys
 from tests.generate import toy_ids
 from tunix.generate.sampler import Sampler
 from tunix.models import calling
+from tunix.models.calling import Sequences
 
 TOKENS = jnp.array([[5, 6, 7, 8], [9, 5, 6, 7]])
+ROWS = Sequences(TOKENS)
 TARGETS = jnp.array([[6, 7, 8, 2], [5, 6, 7, 2]])
 WEIGHTS = jnp.array([[1.0, 1.0, 0.0, 0.0], [1.0, 0.5, 1.0, 0.0]])
 
@@ -60,10 +62,10 @@ def test_a_model_with_the_seam_builds_no_logits(makes):
 
 def test_both_makes_say_the_same(makes):
   chunked, plain = makes
-  states = [make.states(TOKENS) for make in makes]
+  states = [make.states(ROWS) for make in makes]
   assert states[0].shape != states[1].shape
   close(chunked.unembed(states[0]), plain.unembed(states[1]))
-  close(chunked.full_logits(TOKENS), plain.full_logits(TOKENS))
+  close(chunked.full_logits(ROWS), plain.full_logits(ROWS))
   scores = [
     make.token_logps(s, TARGETS, temperature=0.7, entropy=True)
     for make, s in zip(makes, states)
@@ -96,7 +98,7 @@ def test_how_many_words_a_model_says_it_has(makes):
 
 def test_cross_entropy_is_that_of_the_log_probs(makes):
   for make in makes:
-    states = make.states(TOKENS)
+    states = make.states(ROWS)
     logps = make.token_logps(states, TARGETS).logps
     total, weight = make.cross_entropy(states, TARGETS, WEIGHTS)
     close(total, -jnp.sum(logps * WEIGHTS))
@@ -109,11 +111,37 @@ def test_a_mask_stands_for_the_segments(makes):
   mask = same & np.tril(np.ones((4, 4), bool))
   positions = jnp.array([[0, 1, 0, 1], [0, 1, 2, 3]])
   by_segments, by_mask = (
-    makes[0].unembed(makes[0].states(TOKENS, positions, *how))
+    makes[0].unembed(makes[0].states(Sequences(TOKENS, positions, *how)))
     for how in ((segments, None), (segments, mask))
   )
   close(by_segments, by_mask)
-  close(by_mask, makes[1].states(TOKENS, positions, segments))
+  close(by_mask, makes[1].states(Sequences(TOKENS, positions, segments)))
+
+
+class WithoutSegments(nnx.Module):
+  """Its hidden states and its unembedding, but no argument for segments; and nothing
+  that puts the two together."""
+
+  def __init__(self, decoder):
+    self.decoder = decoder
+
+  def __call__(self, tokens, positions=None, attention_mask=None, return_hidden=False):
+    return self.decoder(
+      tokens, positions, None, attention_mask, return_hidden=return_hidden
+    )
+
+  def unembedding(self):
+    return self.decoder.unembedding()
+
+
+def test_a_model_with_the_seam_and_no_segments_is_told_of_them_by_a_mask(makes):
+  segments = jnp.array([[1, 1, 2, 2], [1, 1, 1, 1]])
+  positions = jnp.array([[0, 1, 0, 1], [0, 1, 2, 3]])
+  packed = Sequences(TOKENS, positions, segments)
+  model = calling.adapt(WithoutSegments(makes[0].model))
+  assert not model.builds_logits
+  close(model.states(packed), makes[0].states(packed))
+  close(model.unembed(model.states(packed)), makes[1].full_logits(packed))
 
 
 def test_a_call_of_another_form_is_refused():
@@ -123,4 +151,4 @@ def test_a_call_of_another_form_is_refused():
 
   message = r"Odd.__call__ takes \(tokens, something, else_\).*tokens alone: give"
   with pytest.raises(TypeError, match=message):
-    calling.adapt(Odd()).states(TOKENS, remedy=": give a loss")
+    calling.adapt(Odd(), remedy=": give a loss").states(ROWS)

@@ -5,10 +5,18 @@ import pathlib
 import shutil
 
 import numpy as np
+import pytest
 from safetensors import numpy as st
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 NAMES = tuple(sorted(path.parent.name for path in GOLDEN.glob("*/adapter")))
+
+
+def some_as_shipped(*shipped):
+  """All names; those of `shipped` are compiled with XLA's expensive passes, in CI. The
+  others are not (tests/conftest.py), which is quicker and may hide what these break."""
+  marks = [pytest.mark.slow, pytest.mark.ci]
+  return [pytest.param(n, marks=marks) if n in shipped else n for n in NAMES]
 
 
 def expected(name):

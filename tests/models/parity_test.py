@@ -24,9 +24,6 @@ from tunix.utils import tree
 # 1e-6 was reached.
 TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
-# Two families (windows with rotary bases of their own; experts) have their gradients
-# compiled as shipped, the others without XLA's expensive passes.
-SHIPPED = ("gemma3", "qwen3_moe")
 
 
 def run(model, want):
@@ -40,7 +37,7 @@ def run(model, want):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("name", checkpoints.NAMES)
+@pytest.mark.parametrize("name", checkpoints.some_as_shipped("gemma3"))
 def test_logits_of_left_padded_rows(name, scan):
   model = AutoModel.from_pretrained(checkpoints.GOLDEN / name, scan_layers=scan)
   assert model.config.dtype == jnp.float32
@@ -49,15 +46,7 @@ def test_logits_of_left_padded_rows(name, scan):
 
 
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize(
-  "name",
-  [
-    pytest.param(name, marks=[pytest.mark.slow, pytest.mark.ci])
-    if name in SHIPPED
-    else name
-    for name in checkpoints.NAMES
-  ],
-)
+@pytest.mark.parametrize("name", checkpoints.some_as_shipped("gemma3", "qwen3_moe"))
 def test_gradients_of_the_loss(name, scan):
   folder = checkpoints.GOLDEN / name
   model = AutoModel.from_pretrained(folder, scan_layers=scan)

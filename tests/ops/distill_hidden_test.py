@@ -11,6 +11,7 @@ from tunix.ops import distill, distill_hidden
 from tunix.ops.distill import Divergence
 from tunix.ops.distill_hidden import States, hidden_top_k, weighted_distillation
 from tunix.ops.vocab_chunks import Layout
+from tunix.utils import mesh as mesh_lib
 
 B, T, D, E, V = 8, 20, 16, 24, 40  # 160 tokens: chunks of 64 on one device
 SOFT, HARD = 1.7, 0.4
@@ -103,6 +104,12 @@ def test_sharded(arrays, fixture, vocab_axis, k, request):
   mesh = request.getfixturevalue(fixture)
   layout = Layout(k == 5, mesh, ("fsdp",), vocab_axis, 3.0, 1)
   check(arrays, ALL[0] if k else ALL[1], layout, k)
+
+
+@pytest.mark.parametrize("k", [None, 5])
+def test_a_mesh_of_one_device_has_no_axes_to_add_up_over(arrays, k):
+  one = mesh_lib.create_mesh({"fsdp": 1, "tp": 1}, jax.devices()[:1])
+  check(arrays, ALL[0], Layout(False, one, ("fsdp",), "tp"), k)
 
 
 def test_a_batch_that_the_mesh_does_not_divide(arrays, mesh_fsdp8):

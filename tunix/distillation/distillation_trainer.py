@@ -169,12 +169,12 @@ class DistillationTrainer(PeftTrainer):
         "DistillationTrainer to go on"
       )
     batch = windows.as_pytree(batch)
-    given = windows.field(batch, "teacher_output")
+    teacher_output = windows.field(batch, "teacher_output")
     if self._evaluating and not self.strategy.evaluates_with_teacher:
-      given = None
-    elif given is None:
-      given = self._ask(batch)
-    return Taught(_without_teacher(batch), given)
+      teacher_output = None
+    elif teacher_output is None:
+      teacher_output = self._ask(batch)
+    return Taught(_without_teacher(batch), teacher_output)
 
   def _prepare_window(self, batches: list[Any]) -> list[Any]:
     if self.strategy.labels_fn is None and not self._evaluating:

@@ -9,7 +9,6 @@ beta=..., alpha=1.0)` this is GKD (arXiv:2306.13649), its lambda is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +20,6 @@ from tunix.data.render import Rendered
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.strategies.base_strategy import BaseStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
-from tunix.generate import batching
 from tunix.generate.sampler import Sampler
 from tunix.perf.trace import NoopTracer
 from tunix.sft.losses import batch_fields
@@ -71,12 +69,17 @@ class OnPolicyConfig(TrainingConfig):
 
 
 class Prompts(NamedTuple):
-  """Token ids, filled up on the right, and lengths; completions may be missing."""
+  """A batch as `data.rows.columns` lays it out, int32; completions may be missing.
 
-  prompts: np.ndarray
-  prompt_lengths: np.ndarray
-  completions: np.ndarray | None
-  completion_lengths: np.ndarray | None
+  Attributes:
+    prompt_ids, prompt_mask: [B, P], filled up on the left.
+    completion_ids, completion_mask: [B, C], filled up on the right.
+  """
+
+  prompt_ids: np.ndarray
+  prompt_mask: np.ndarray
+  completion_ids: np.ndarray | None = None
+  completion_mask: np.ndarray | None = None
 
 
 class OnPolicyDistillationTrainer(DistillationTrainer):
@@ -118,6 +121,10 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       )
     _check_policy(strategy, training_config)
     self.on_policy = training_config
+    self._limits = rows.SideBySide(
+      max_prompt_length=training_config.max_prompt_length,
+      max_completion_length=training_config.max_completion_length,
+    )
     self.sampler = Sampler(student_model, tokenizer)
     super().__init__(
       student_model,
@@ -142,22 +149,18 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
         f"the batch has {sorted(fields)}, without prompts: give texts or token ids "
         'under "prompts"'
       )
-    config, texts, given = self.on_policy, fields["prompts"], fields.get("completions")
-    completions = [None] * len(texts) if given is None else given
-    if len(completions) != len(texts):
+    prompts, completions = fields["prompts"], fields.get("completions")
+    names = [] if completions is None else ["completion"]
+    if completions is None:
+      completions = [None] * len(prompts)
+    if len(completions) != len(prompts):
       raise ValueError(
-        f"the batch has {len(texts)} prompts and {len(completions)} completions: give "
-        "one for each"
+        f"the batch has {len(prompts)} prompts and {len(completions)} completions: "
+        "give one for each"
       )
-    pairs = enumerate(zip(texts, completions))
+    pairs = enumerate(zip(prompts, completions))
     read = [self._rendered(*pair, where=f"row {n}") for n, pair in pairs]
-    prompts = [row.prompt for row in read]
-    padded = batching.right_padded(prompts, config.max_prompt_length, np.int32)
-    if given is None:
-      return Prompts(padded, _lengths(prompts), None, None)
-    ids = [row.completions[0] for row in read]
-    filled = batching.right_padded(ids, config.max_completion_length, np.int32)
-    return Prompts(padded, _lengths(prompts), filled, _lengths(ids))
+    return Prompts(**rows.columns(read, names, self._limits, pad_id=0))
 
   def _rendered(self, prompt: Any, completion: Any, *, where: str) -> Rendered:
     """A prompt with its completion, or with none, as tokens within the limits."""
@@ -166,14 +169,9 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       row = render.tokenise(prompt, [completion], tokenizer, where=where, chat=False)
     else:  # ids are taken as they are
       ids = self.sampler.tokenize(prompt)
-      given = [] if completion is None else [completion]
-      row = render.tokenise(ids, given, tokenizer, where=where)
-    fitted = rows.fit_apart(
-      row,
-      max_prompt_length=self.on_policy.max_prompt_length,
-      max_completion_length=self.on_policy.max_completion_length,
-      bos_id=tokenizer.bos_id(),
-    )
+      completions = [] if completion is None else [completion]
+      row = render.tokenise(ids, completions, tokenizer, where=where)
+    fitted = self._limits.fit(row, "truncate", tokenizer.bos_id())
     assert fitted is not None  # nothing is dropped
     return fitted
 
@@ -184,17 +182,17 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     for batch in batches:
       if writes:
         batch = self._written(batch, step, first)
-      first += len(batch.prompts)
-      out.append(super()._prepare_inputs(_rows(batch)))
+      first += len(batch.prompt_ids)
+      out.append(super()._prepare_inputs(_joined(batch)))
     return super()._prepare_window(out)
 
   def _writes(self, step: int, batches: list[Prompts]) -> bool:
     """Whether the student writes the completions of this step."""
-    given = all(batch.completions is not None for batch in batches)
+    have_completions = all(batch.completion_ids is not None for batch in batches)
     if self._evaluating:
-      return not given
+      return not have_completions
     share = self.on_policy.on_policy_fraction
-    if share < 1 and not given:
+    if share < 1 and not have_completions:
       raise ValueError(
         f"on_policy_fraction is {share}, and a batch has no completions for the other "
         'steps: give them under "completions", or set the fraction to 1'
@@ -205,9 +203,9 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     """The student's completions of prompts `first`, `first + 1`, ... of the step."""
     config = self.on_policy
     self._module.hand_back()  # the sampler reads the caller's module
-    pairs = zip(batch.prompts, batch.prompt_lengths)
+    pairs = zip(batch.prompt_ids, batch.prompt_mask)
     out = self.sampler(
-      [ids[:length] for ids, length in pairs],
+      [ids[mask > 0] for ids, mask in pairs],
       config.max_completion_length,
       max_prompt_length=config.max_prompt_length,
       temperature=config.sampling_temperature,
@@ -218,27 +216,22 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       first_prompt=first,
     )
     tokens = list(out.tokens)
-    padded = batching.right_padded(tokens, config.max_completion_length, np.int32)
-    return batch._replace(completions=padded, completion_lengths=_lengths(tokens))
+    trained = [np.ones_like(ids) for ids in tokens]
+    length = config.max_completion_length
+    ids, mask = rows.stack_completions(tokens, trained, length, pad_id=0)
+    return batch._replace(completion_ids=ids, completion_mask=mask)
 
 
-def _rows(batch: Prompts) -> dict[str, np.ndarray]:
-  """Prompt and completion side by side from slot 0; the completion is trained."""
-  assert batch.completions is not None and batch.completion_lengths is not None
-  width = batch.prompts.shape[1] + batch.completions.shape[1]
-  tokens = np.zeros((len(batch.prompts), width), np.int32)
-  starts = batch.prompt_lengths
-  ends = starts + batch.completion_lengths
-  for row, (start, end) in enumerate(zip(starts, ends)):
-    tokens[row, :start] = batch.prompts[row, :start]
-    tokens[row, start:end] = batch.completions[row, : end - start]
-  index = np.arange(width)
-  trained = (index >= starts[:, None]) & (index < ends[:, None])
-  return {"input_tokens": tokens, "input_mask": trained.astype(np.int32)}
-
-
-def _lengths(rows: Sequence[np.ndarray]) -> np.ndarray:
-  return np.asarray([len(row) for row in rows], np.int32)
+def _joined(batch: Prompts) -> dict[str, np.ndarray]:
+  """Prompt and completion behind each other from slot 0; the completion is trained."""
+  assert batch.completion_ids is not None and batch.completion_mask is not None
+  mask = np.concatenate([batch.prompt_mask, batch.completion_mask], axis=1)
+  ids = mask * np.concatenate([batch.prompt_ids, batch.completion_ids], axis=1)
+  trained = mask.copy()
+  trained[:, : batch.prompt_ids.shape[1]] = 0
+  tokens_first = np.argsort(mask == 0, axis=1, kind="stable")
+  move = lambda x: np.take_along_axis(x, tokens_first, axis=1)
+  return {"input_tokens": move(ids), "input_mask": move(trained)}
 
 
 def _check_policy(strategy: Any, config: OnPolicyConfig) -> None:

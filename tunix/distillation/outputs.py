@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from tunix.models import calling
-from tunix.models.calling import Unembedded
+from tunix.models.calling import LanguageModel, Sequences, Unembedded
 from tunix.ops import logprobs, masks
 from tunix.ops.distill import TopK
 
@@ -68,17 +68,17 @@ def call(fn: Callable[..., Any], *args: Any, inputs: Inputs) -> Any:
 
 def states(model: Any, inputs: Inputs) -> jax.Array:
   """Final hidden states, or the logits of a model that gives nothing else."""
-  return calling.adapt(model).states(**_arguments(model, inputs))
+  return _adapted(model).states(_sequences(model, inputs))
 
 
 def output(model: Any, inputs: Inputs) -> Unembedded | jax.Array:
   """What a model says, `Unembedded` where it allows that, else logits [B, T, V]."""
-  return calling.adapt(model).output(states(model, inputs))
+  return _adapted(model).output(states(model, inputs))
 
 
 def logits(model: Any, inputs: Inputs) -> jax.Array:
   """A model's logits [B, T, V], built."""
-  return calling.adapt(model).full_logits(**_arguments(model, inputs))
+  return _adapted(model).full_logits(_sequences(model, inputs))
 
 
 def token_logps(
@@ -86,36 +86,36 @@ def token_logps(
 ) -> jax.Array:
   """[B, T] log-probabilities of the targets, float32 in nats."""
   said = states(model, inputs)
-  scores = calling.adapt(model).token_logps(said, targets, temperature=temperature)
-  return scores.logps
+  return _adapted(model).token_logps(said, targets, temperature=temperature).logps
 
 
 def top_words(model: Any, inputs: Inputs, k: int, temperature: float) -> TopK:
   """A model's k most likely words of every position."""
-  return calling.adapt(model).top_k(states(model, inputs), k, temperature)
+  return _adapted(model).top_k(states(model, inputs), k, temperature)
 
 
 def fields_of(model: Any) -> tuple[str, ...]:
   """Names of the fields that a model is called with, where a batch has them."""
-  own = [name for name in calling.call_parameters(model) if name not in _FIELDS]
-  return (*_FIELDS, *own)
+  return (*_FIELDS, *_further_fields(model))
 
 
-def _arguments(model: Any, inputs: Inputs) -> dict[str, Any]:
+def _further_fields(model: Any) -> list[str]:
+  return [name for name in calling.call_parameters(model) if name not in _FIELDS]
+
+
+def _adapted(model: Any) -> LanguageModel:
+  return calling.adapt(model, remedy=": give the strategy a forward function")
+
+
+def _sequences(model: Any, inputs: Inputs) -> Sequences:
   if "input_tokens" not in inputs:
     raise ValueError(
       f"the inputs are {sorted(inputs)}, without input_tokens: name them so "
       "(with_gen_model_input_fn), or give the strategy forward functions"
     )
-  own = fields_of(model)[len(_FIELDS) :]
-  extra = {name: inputs[name] for name in own if name in inputs}
-  named = {k: inputs.get(k) for k in _FIELDS[1:]}
-  return {
-    "tokens": jnp.asarray(inputs["input_tokens"]),
-    **named,
-    "extra": extra,
-    "remedy": ": give the strategy a forward function",
-  }
+  extra = {name: inputs[name] for name in _further_fields(model) if name in inputs}
+  known = (inputs.get(name) for name in _FIELDS[1:])
+  return Sequences(jnp.asarray(inputs["input_tokens"]), *known, extra=extra)
 
 
 class Scored(NamedTuple):

@@ -213,8 +213,9 @@ def row_keys(inputs: Inputs, fields: Collection[str]) -> list[str]:
   for row in range(rows):
     parts = []
     for name, array in seen:
-      own = array[row] if array.shape[:1] == (rows,) else array
-      parts += [f"{name}{own.shape}{own.dtype}".encode(), own.tobytes()]
+      seen_by_row = array[row] if array.shape[:1] == (rows,) else array
+      about = f"{name}{seen_by_row.shape}{seen_by_row.dtype}"
+      parts += [about.encode(), seen_by_row.tobytes()]
     keys.append(row_key(parts))
   return keys
 

@@ -41,8 +41,9 @@ def attach(student: Any, teacher: Any) -> Layout:
 
 
 def detach(student: Any) -> None:
-  """Takes it away again."""
-  delattr(student, _NAME)
+  """Takes it away again, where it is."""
+  if hasattr(student, _NAME):
+    delattr(student, _NAME)
 
 
 def of(student: Any) -> jax.Array:

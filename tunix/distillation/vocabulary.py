@@ -43,18 +43,11 @@ def check_tokenizers(student: Any, teacher: Any) -> None:
   for text in _TEXTS:
     pair = [list(map(int, t.encode(text))) for t in (ours, theirs)]
     if pair[0] != pair[1]:
-      raise ValueError(
-        f"the tokenizers differ: {text!r} is {pair[0][:8]}... to the student and "
-        f"{pair[1][:8]}... to the teacher, so that probabilities of one id are of "
-        "different words. Take a teacher with the student's tokenizer"
-      )
+      raise _differ(repr(text), *(f"{ids[:8]}..." for ids in pair))
   for role in ("bos_id", "eos_id"):  # padding is never scored
     pair = getattr(ours, role)(), getattr(theirs, role)()
     if pair[0] != pair[1]:
-      raise ValueError(
-        f"the tokenizers differ: {role} is {pair[0]} to the student and {pair[1]} to "
-        "the teacher. Take a teacher with the student's tokenizer"
-      )
+      raise _differ(role, *pair)
   _check_words(ours, theirs)
 
 
@@ -68,11 +61,15 @@ def _check_words(ours: TokenizerAdapter, theirs: TokenizerAdapter) -> None:
   different = sorted(words[0].items() ^ words[1].items(), key=lambda x: (x[1], x[0]))
   if different:
     text = different[0][0]
-    pair = [known.get(text, "unknown") for known in words]
-    raise ValueError(
-      f"the tokenizers differ: the token {text!r} is {pair[0]} to the student and "
-      f"{pair[1]} to the teacher. Take a teacher with the student's tokenizer"
-    )
+    raise _differ(f"the token {text!r}", *(w.get(text, "unknown") for w in words))
+
+
+def _differ(what: str, ours: Any, theirs: Any) -> ValueError:
+  return ValueError(
+    f"the tokenizers differ: {what} is {ours} to the student and {theirs} to the "
+    "teacher, so that probabilities of one id are of different words. Take a teacher "
+    "with the student's tokenizer"
+  )
 
 
 def _known_words(*tokenizers: TokenizerAdapter) -> list[dict[str, int]]:
@@ -82,19 +79,19 @@ def _known_words(*tokenizers: TokenizerAdapter) -> list[dict[str, int]]:
   if all(words is None for words in whole):
     return special
   # Where one vocabulary alone is known, it must have the other's special tokens.
-  asked = [own for own, words in zip(special, whole) if words is None]
+  asked = [tokens for tokens, words in zip(special, whole) if words is None]
   return [
-    own
+    tokens
     if words is None
     else {t: i for t, i in words.items() if all(t in x for x in asked)}
-    for own, words in zip(special, whole)
+    for tokens, words in zip(special, whole)
   ]
 
 
 def _vocabulary(tokenizer: TokenizerAdapter) -> dict[str, int] | None:
   """Text -> id of every token, added ones included; None where it is not given."""
-  given = getattr(tokenizer.tokenizer, "get_vocab", None)
-  return None if given is None else given()
+  get_vocab = getattr(tokenizer.tokenizer, "get_vocab", None)
+  return None if get_vocab is None else get_vocab()
 
 
 def _padding(tokenizer: TokenizerAdapter) -> str | None:

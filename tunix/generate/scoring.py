@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models import calling
+from tunix.models.calling import Sequences
 from tunix.models.transformer import dropout
 from tunix.models.transformer.shared_prompt import SharedPrompt
 
@@ -304,7 +305,7 @@ def _joined(rows: _Rows, width: int | None = None) -> jax.Array:
 def _run(model: Any, tokens: jax.Array, at: jax.Array) -> jax.Array:
   """Hidden states, or logits, of the slots `at` [B, R]; those out of range are the
   nearest."""
-  out = calling.adapt(model).states(tokens)
+  out = calling.adapt(model).states(Sequences(tokens))
   at = jnp.clip(at, 0, tokens.shape[1] - 1)
   return jnp.take_along_axis(out, at[..., None], axis=1)
 
@@ -326,9 +327,8 @@ def _shared_states(model: Any, rows: _Rows, group_size: int) -> jax.Array:
   prompts, mask = rows.prompts[::group_size], rows.prompt_mask[::group_size]
   tokens = layout.rows(prompts, rows.completions)
   valid = layout.rows(mask, jnp.ones_like(rows.completions, bool))
-  out = language_model.states(
-    tokens, segment_ids=valid.astype(jnp.int32), extra={"shared_prompt": layout}
-  )
+  segments, extra = valid.astype(jnp.int32), {"shared_prompt": layout}
+  out = language_model.states(Sequences(tokens, segment_ids=segments, extra=extra))
   # Each completion's states, the prompt's last before them and their own last dropped.
   out = layout.sequences(out)[:, width - 1 : -1]
   alike = lambda x, first: jnp.all(x == jnp.repeat(first, group_size, axis=0), axis=1)

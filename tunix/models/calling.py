@@ -46,6 +46,27 @@ class Unembedded(NamedTuple):
   layout: Layout
 
 
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+  """What a model is run over: right-padded or packed rows.
+
+  Attributes:
+    tokens: int [B, T].
+    positions: int [B, T]; None: counted from 0, in every segment.
+    segment_ids: int [B, T], the example of a packed row that a token belongs to; None:
+      one example a row.
+    attention_mask: bool [B, T, T], True where a query may look; None: causal, inside
+      segments. It stands for the segments too, where both are given.
+    extra: further arguments of the model's call, by name.
+  """
+
+  tokens: Int[Array, "B T"]
+  positions: Int[Array, "B T"] | None = None
+  segment_ids: Int[Array, "B T"] | None = None
+  attention_mask: Bool[Array, "B T T"] | None = None
+  extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
 @runtime_checkable
 class Unembeds(Protocol):
   """A model whose unembedding is known; with `return_hidden=` in its call it offers its
@@ -64,6 +85,7 @@ class LanguageModel(abc.ABC):
     model: the module itself. Its `__call__` is the one entry: what wraps modules (qwix,
       captured layers) sees nothing else.
     parameters: of that call, without self.
+    remedy: what a user can do about a call of another form.
     builds_logits: whether `states` are logits: their memory grows with the vocabulary.
   """
 
@@ -71,6 +93,7 @@ class LanguageModel(abc.ABC):
 
   model: Any
   parameters: Parameters
+  remedy: str = ""
 
   @property
   def name(self) -> str:
@@ -87,49 +110,30 @@ class LanguageModel(abc.ABC):
     return not self.builds_logits and self.accepts("shared_prompt")
 
   @abc.abstractmethod
-  def states(
-    self,
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    attention_mask: Bool[Array, "B T T"] | None = None,
-    *,
-    extra: Mapping[str, Any] | None = None,
-    remedy: str = "",
-  ) -> Float[Array, "B T _"]:
+  def states(self, rows: Sequences) -> Float[Array, "B T _"]:
     """Runs the model: final hidden states [B, T, D], or logits [B, T, V].
-
-    Args:
-      tokens, positions, segment_ids: of right-padded or packed rows; None: one example
-        a row, positions counted from 0.
-      attention_mask: True where a query may look; None: causal, inside segments. It
-        stands for the segments too, where both are given.
-      extra: further arguments by name.
-      remedy: what a user can do about a call of another form.
 
     Raises:
       TypeError: the model's call has another form, or cannot be told of the mask.
     """
 
-  def full_logits(
-    self,
-    tokens: Int[Array, "B T"],
-    positions: Int[Array, "B T"] | None = None,
-    segment_ids: Int[Array, "B T"] | None = None,
-    attention_mask: Bool[Array, "B T T"] | None = None,
-    *,
-    extra: Mapping[str, Any] | None = None,
-    remedy: str = "",
-  ) -> Float[Array, "B T V"]:
+  def full_logits(self, rows: Sequences) -> Float[Array, "B T V"]:
     """What the model's plain call gives, all of it: logits, or the first of a tuple.
 
     The call is (tokens, positions, cache, attention_mask), or of tokens alone.
 
-    Args, Raises: see `states`.
+    Raises:
+      TypeError: see `states`.
     """
-    form = self._form(remedy)
-    named = dict(extra or {})
-    out = form(tokens, positions, segment_ids, attention_mask, named, remedy)
+    if {"positions", "cache", "attention_mask"} <= self.parameters.keys():
+      out = self._with_cache(rows)
+    elif self.parameters and sum(map(_required, self.parameters.values())) <= 1:
+      out = self._tokens_alone(rows)
+    else:
+      raise TypeError(
+        f"{self.name} takes ({', '.join(self.parameters)}): models are called with "
+        f"(tokens, positions, cache, attention_mask) or with tokens alone{self.remedy}"
+      )
     return out[0] if isinstance(out, tuple) else out
 
   @abc.abstractmethod
@@ -164,42 +168,34 @@ class LanguageModel(abc.ABC):
   def top_k(self, states: Float[Array, "*B _"], k: int, temperature: float) -> TopK:
     """The k most likely words of every position."""
 
-  def _form(self, remedy: str) -> Callable[..., Any]:
-    """How this model is called."""
-    if {"positions", "cache", "attention_mask"} <= self.parameters.keys():
-      return self._with_cache
-    required = sum(_required(p) for p in self.parameters.values())
-    if required <= 1 and self.parameters:
-      return self._tokens_alone
-    raise TypeError(
-      f"{self.name} takes ({', '.join(self.parameters)}): models are called with "
-      f"(tokens, positions, cache, attention_mask) or with tokens alone{remedy}"
-    )
-
-  def _with_cache(self, tokens, positions, segments, mask, extra, remedy):
-    del remedy  # such a call takes everything
+  def _with_cache(self, rows: Sequences) -> Any:
+    positions, mask, segments = rows.positions, rows.attention_mask, rows.segment_ids
     if positions is None:
       positions = (
-        jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        jnp.broadcast_to(jnp.arange(rows.tokens.shape[1]), rows.tokens.shape)
         if segments is None
         else masks.positions_from_segments(segments)
       )
     if mask is None:
-      mask = _dense_mask(tokens, segments)
-    return self.model(tokens, positions, None, mask, **extra)
+      mask = _dense_mask(rows.tokens, segments)
+    return self.model(rows.tokens, positions, None, mask, **rows.extra)
 
-  def _tokens_alone(self, tokens, positions, segments, mask, extra, remedy):
+  def _tokens_alone(self, rows: Sequences) -> Any:
     """Whatever else is known is named where the call has a parameter for it."""
-    own = self.parameters
-    if mask is None and segments is not None and "segment_ids" not in own:
-      mask = _dense_mask(tokens, segments)
-    if mask is not None and segments is None and "attention_mask" not in own:
+    mask, segments, taken = rows.attention_mask, rows.segment_ids, self.parameters
+    if mask is None and segments is not None and "segment_ids" not in taken:
+      mask = _dense_mask(rows.tokens, segments)
+    if mask is not None and segments is None and "attention_mask" not in taken:
       raise TypeError(
-        f"there is an attention_mask, which {self.name} does not take{remedy}"
+        f"there is an attention_mask, which {self.name} does not take{self.remedy}"
       )
-    known = {"positions": positions, "segment_ids": segments, "attention_mask": mask}
-    named = {k: v for k, v in known.items() if v is not None and k in own}
-    return self.model(tokens, **named, **extra)
+    known = {
+      "positions": rows.positions,
+      "segment_ids": segments,
+      "attention_mask": mask,
+    }
+    named = {k: v for k, v in known.items() if v is not None and k in taken}
+    return self.model(rows.tokens, **named, **rows.extra)
 
 
 class _FromHidden(LanguageModel):
@@ -207,39 +203,23 @@ class _FromHidden(LanguageModel):
 
   builds_logits = False
 
-  def states(
-    self,
-    tokens,
-    positions=None,
-    segment_ids=None,
-    attention_mask=None,
-    *,
-    extra=None,
-    remedy="",
-  ):
-    del remedy
-    segments = None if attention_mask is not None else segment_ids
-    named = {"return_hidden": True, **(extra or {})}
-    if self.accepts("segment_ids"):
-      named["segment_ids"] = segments
-      return self.model(tokens, positions, None, attention_mask, **named)[0]
-    # Its call may have no places for the others: name those there are.
-    known = {
-      "positions": positions,
-      "segment_ids": segments,
-      "attention_mask": attention_mask,
-    }
-    named |= {k: v for k, v in known.items() if v is not None}
-    return self.model(tokens, **named)[0]
+  def states(self, rows):
+    extra = {**rows.extra, "return_hidden": True}
+    if not self.accepts("segment_ids"):
+      return self.full_logits(dataclasses.replace(rows, extra=extra))
+    # It reads segments by itself: no mask [B, T, T] is built of them.
+    mask = rows.attention_mask
+    segments = None if mask is not None else rows.segment_ids
+    named = {"segment_ids": segments, **extra}
+    return self.model(rows.tokens, rows.positions, None, mask, **named)[0]
 
   def unembed(self, states):
-    build = getattr(self.model, "logits", None)
-    if build is not None:
-      return build(states)
-    # The seam asks a user's model for its unembedding alone.
+    logits = getattr(self.model, "logits", None)
+    if logits is not None:  # a head of scores has no table to go by
+      return logits(states)
     table, layout = self.model.unembedding()
     flat = chunk_logits(states.reshape(-1, states.shape[-1]), table, layout)
-    return flat.reshape(*states.shape[:-1], -1)
+    return flat.reshape(*states.shape[:-1], flat.shape[-1])
 
   def output(self, states):
     return Unembedded(states, *self.model.unembedding())
@@ -265,8 +245,8 @@ class _FromLogits(LanguageModel):
 
   builds_logits = True
 
-  def states(self, *args, **kwargs):
-    return self.full_logits(*args, **kwargs)
+  def states(self, rows):
+    return self.full_logits(rows)
 
   def unembed(self, states):
     return states
@@ -285,11 +265,16 @@ class _FromLogits(LanguageModel):
     return top_k(states, k, temperature)
 
 
-def adapt(model: nnx.Module) -> LanguageModel:
-  """A model of any make as losses and scores see it."""
+def adapt(model: nnx.Module, remedy: str = "") -> LanguageModel:
+  """A model of any make as losses and scores see it.
+
+  Args:
+    model: a module.
+    remedy: see LanguageModel.
+  """
   parameters = call_parameters(model)
   seam = takes(parameters, "return_hidden") and isinstance(model, Unembeds)
-  return (_FromHidden if seam else _FromLogits)(model, parameters)
+  return (_FromHidden if seam else _FromLogits)(model, parameters, remedy)
 
 
 def vocab_size(model: Any) -> int | None:

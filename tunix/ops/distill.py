@@ -148,13 +148,13 @@ def top_k_divergence(
   """
   how = checked(how)
   student = _log_softmax(student_logits, how.temperature)
-  own = jnp.take_along_axis(student, teacher.ids, axis=-1)
+  said = jnp.take_along_axis(student, teacher.ids, axis=-1)
   if teacher.ids.shape[-1] < student.shape[-1]:
     hit = jnp.any(jax.nn.one_hot(teacher.ids, student.shape[-1], dtype=bool), axis=-2)
     rest = jax.nn.logsumexp(student, axis=-1, where=~hit, keepdims=True)
-    own = jnp.concatenate([own, rest], axis=-1)
-  given = events(teacher.logps, student.shape[-1])
-  return jnp.sum(terms(given, own, how).values, axis=-1)
+    said = jnp.concatenate([said, rest], axis=-1)
+  wanted = events(teacher.logps, student.shape[-1])
+  return jnp.sum(terms(wanted, said, how).values, axis=-1)
 
 
 def events(logps: jax.Array, words: int) -> jax.Array:
@@ -206,8 +206,9 @@ def _reverse(p_log: jax.Array, q_log: jax.Array, beta: float | None) -> Terms:
 def _jensen_shannon(p_log: jax.Array, q_log: jax.Array, beta: float | None) -> Terms:
   assert beta is not None
   m_log = jnp.logaddexp(math.log(beta) + p_log, math.log1p(-beta) + q_log)
-  own = (1 - beta) * jnp.exp(q_log) * _gap(q_log, m_log)
-  return Terms(beta * jnp.exp(p_log) * _gap(p_log, m_log) + own, own)
+  from_student = (1 - beta) * jnp.exp(q_log) * _gap(q_log, m_log)
+  from_teacher = beta * jnp.exp(p_log) * _gap(p_log, m_log)
+  return Terms(from_teacher + from_student, from_student)
 
 
 def _gap(a: jax.Array, b: jax.Array) -> jax.Array:

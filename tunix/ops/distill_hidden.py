@@ -9,7 +9,7 @@ teacher's once.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,14 @@ from tunix.ops.vocab_chunks import (
   Layout,
   across,
   chunk_logits,
-  dot,
   for_rows,
   gradient_spec,
+  gradients,
+  on_mesh,
   over_tokens,
-  reduce_table,
+  reduced,
   table_spec,
+  words_in,
 )
 
 
@@ -106,9 +108,9 @@ def weighted_distillation(
   Raises:
     ValueError: vocabularies of different sizes, or see `distill.checked`.
   """
-  words = _words(table, layout)
   if isinstance(teacher, States):
-    distill.check_same_words(words, _words(teacher.table, teacher_layout))
+    theirs = words_in(teacher.table, teacher_layout)
+    distill.check_same_words(words_in(table, layout), theirs)
   layout = for_rows(layout, hidden.shape[0])
   # One pass over both: the teacher's words are split as the student's are.
   spread = {f: getattr(layout, f) for f in ("mesh", "batch_axes", "vocab_axis")}
@@ -116,8 +118,8 @@ def weighted_distillation(
     distill.checked(how), soft, hard, layout, teacher_layout._replace(**spread)
   )
   teacher = jax.lax.stop_gradient(teacher)
-  found: Any = _distillation(hidden, table, teacher, targets, weights, rule)
-  total, by_token = found
+  arrays = (hidden, table, teacher, targets, weights)
+  total, by_token = cast(Any, _distillation)(*arrays, rule)
   return Distillation(total, *jax.lax.stop_gradient(by_token))
 
 
@@ -133,7 +135,7 @@ def hidden_top_k(
   Raises:
     ValueError: k is not in [1, V], or a temperature that is not above 0.
   """
-  words = _words(table, layout)
+  words = words_in(table, layout)
   layout = for_rows(layout, hidden.shape[0])._replace(vocab_axis=None)
 
   def local(hidden, table):
@@ -145,21 +147,8 @@ def hidden_top_k(
     return over_tokens(chunk, (hidden,), shape, words, None, layout)[0]
 
   batch = PartitionSpec(layout.batch_axes or None)
-  out = _on_mesh(local, layout, (batch, table_spec(layout)), batch)(hidden, table)
+  out = on_mesh(local, layout, (batch, table_spec(layout)), batch)(hidden, table)
   return jax.lax.stop_gradient(out)
-
-
-def _words(table: jax.Array, layout: Layout) -> int:
-  return table.shape[0 if layout.transposed else 1]
-
-
-def _on_mesh(local: Any, layout: Layout, in_specs: Any, out_specs: Any) -> Any:
-  mesh = layout.mesh
-  if mesh is None or mesh.size == 1:
-    return local
-  return jax.shard_map(
-    local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-  )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -207,7 +196,7 @@ def _run(hidden, table, teacher, targets, weights, rule: _Rule):
   layout = rule.layout
   batch = PartitionSpec(layout.batch_axes or None)
   is_states = isinstance(teacher, States)
-  given = States(batch, table_spec(rule.teacher)) if is_states else TopK(batch, batch)
+  words = States(batch, table_spec(rule.teacher)) if is_states else TopK(batch, batch)
   by_token = (batch, batch, batch if is_states else None)
   out_specs = (
     by_token,
@@ -215,8 +204,8 @@ def _run(hidden, table, teacher, targets, weights, rule: _Rule):
     gradient_spec(layout, table.shape) if rule.table else None,
   )
   local = functools.partial(_local, rule=rule)
-  in_specs = (batch, table_spec(layout), given, batch, batch)
-  return _on_mesh(local, layout, in_specs, out_specs)(
+  in_specs = (batch, table_spec(layout), words, batch, batch)
+  return on_mesh(local, layout, in_specs, out_specs)(
     hidden, table, teacher, targets, weights
   )
 
@@ -229,44 +218,35 @@ def _local(hidden, table, teacher, targets, weights, *, rule: _Rule):
 
   def chunk(hidden, teacher, targets, weights):
     by_token, d_logits = _chunk(hidden, table, teacher, theirs, targets, rule)
-    d_hidden = d_table = None
     d_logits = d_logits.astype(hidden.dtype)
-    weights = weights.astype(jnp.float32)[:, None]  # onto the narrow side
-    if rule.hidden:
-      spec = "cv,vd->cd" if layout.transposed else "cv,dv->cd"
-      d_hidden = weights * dot(spec, d_logits, table)
-    if rule.table:
-      spec = "cv,cd->vd" if layout.transposed else "cv,cd->dv"
-      d_table = dot(spec, d_logits, (weights * hidden).astype(hidden.dtype))
+    factor = weights.astype(jnp.float32)[:, None]
+    wanted = rule.hidden, rule.table
+    d_hidden, d_table = gradients(d_logits, factor, hidden, table, layout, wanted)
     return (by_token, d_hidden), d_table
 
   start = jnp.zeros(table.shape, jnp.float32) if rule.table else None
   rows = (hidden, by_row, targets, weights)
   (by_token, d_hidden), d_table = over_tokens(
-    chunk, rows, targets.shape, _words(table, layout), start, layout
+    chunk, rows, targets.shape, words_in(table, layout), start, layout
   )
-  if d_hidden is not None:
-    d_hidden = across(jax.lax.psum, d_hidden, layout).astype(hidden.dtype)
-  if d_table is not None:
-    d_table = reduce_table(d_table, layout, hidden.shape[-1]).astype(table.dtype)
-  return by_token, d_hidden, d_table
+  return by_token, *reduced(d_hidden, d_table, hidden, table, layout)
 
 
 def _chunk(hidden, table, teacher, theirs, targets, rule: _Rule):
   """Values [C] of one chunk, and the gradient [C, V] of soft D - hard log q in the
   student's logits."""
   layout, warmth = rule.layout, rule.how.temperature
-  column = _columns(targets[:, None], _words(table, layout), layout)
+  column = _columns(targets[:, None], words_in(table, layout), layout)
   capped = chunk_logits(hidden, table, layout)
   plain = _log_softmax(capped, layout)
   student = plain if warmth == 1 else _log_softmax(capped / warmth, layout)
   nll = -_at(plain, column, layout)[:, 0]
   if isinstance(teacher, States):
     logits = chunk_logits(teacher.hidden, theirs, rule.teacher)
-    own = _log_softmax(logits, layout)
-    teacher_nll = -_at(own, column, layout)[:, 0]
-    own = own if warmth == 1 else _log_softmax(logits / warmth, layout)
-    values, pulls = distill.terms(own, student, rule.how)
+    plain_teacher = _log_softmax(logits, layout)
+    teacher_nll = -_at(plain_teacher, column, layout)[:, 0]
+    warm = plain_teacher if warmth == 1 else _log_softmax(logits / warmth, layout)
+    values, pulls = distill.terms(warm, student, rule.how)
     values, total = _sum(values, layout), _sum(pulls, layout)
   else:
     values, pulls, total = _top_k_pulls(student, teacher, rule)
@@ -286,17 +266,18 @@ def _top_k_pulls(student: jax.Array, teacher: TopK, rule: _Rule):
   shards = 1 if layout.vocab_axis is None else layout.mesh.shape[layout.vocab_axis]  # pyright: ignore[reportOptionalMemberAccess]
   words = shard * shards
   columns = _columns(teacher.ids, shard, layout)
-  own = _at(student, columns, layout)
+  events = _at(student, columns, layout)
   rows = jnp.arange(student.shape[0])[:, None]
   # A column out of range, of a word that another shard holds, is dropped.
   others = student.at[rows, columns].set(-jnp.inf, mode="drop")
   has_rest = teacher.ids.shape[-1] < words
   if has_rest:
     rest = _log_sum(others, layout)[:, None]
-    own = jnp.concatenate([own, rest], axis=-1)
-  values, pulls = distill.terms(distill.events(teacher.logps, words), own, rule.how)
+    events = jnp.concatenate([events, rest], axis=-1)
+  theirs = distill.events(teacher.logps, words)
+  values, pulls = distill.terms(theirs, events, rule.how)
   if has_rest:  # each other word in proportion
-    by_word = pulls[:, -1:] * jnp.exp(others - own[:, -1:])
+    by_word = pulls[:, -1:] * jnp.exp(others - events[:, -1:])
     at_ids = pulls[:, :-1]
   else:
     by_word, at_ids = jnp.zeros_like(student), pulls

@@ -100,8 +100,31 @@ def soft_cap(x: jax.Array, cap: float) -> jax.Array:
 
 
 def for_rows(layout: Layout, rows: int) -> Layout:
-  """The layout for a batch of `rows`: replicated if its axes do not divide them."""
+  """The layout for a batch of `rows`: replicated if its axes do not divide them, and
+  without axes on a mesh of one device, where there is nothing to add up."""
+  if layout.mesh is None or layout.mesh.size == 1:
+    return layout._replace(mesh=None, batch_axes=(), vocab_axis=None)
   return layout._replace(batch_axes=()) if rows % _batch_shards(layout) else layout
+
+
+def words_in(unembed: jax.Array, layout: Layout) -> int:
+  """Words that an unembedding gives logits of."""
+  return unembed.shape[0 if layout.transposed else 1]
+
+
+def on_mesh(
+  local: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+  """`local`, which sees the tokens of one device, for those of all of them.
+
+  Each device gathers the unembedding once, works on its own tokens, and the gradient of
+  the unembedding is reduced once (`reduced`), not once a chunk.
+  """
+  if layout.mesh is None:
+    return local
+  return jax.shard_map(
+    local, mesh=layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+  )
 
 
 def run(
@@ -117,29 +140,16 @@ def run(
     rule: what is wanted; its layout fits the batch (`for_rows`).
   """
   layout = rule.layout
-  mesh = layout.mesh
-  if mesh is None or mesh.size == 1:  # no axes to add up over
-    alone = layout._replace(mesh=None, batch_axes=(), vocab_axis=None)
-    rule = rule._replace(layout=alone)
-    return _local_pass(hidden, unembed, targets, pulls, rule=rule)
-  # Each device gathers the unembedding once, works on its own tokens, and the
-  # gradient of the unembedding is reduced once, not once a chunk.
-  batch = PartitionSpec(layout.batch_axes or None)
-  table = table_spec(layout)
-  d_table = gradient_spec(layout, unembed.shape)
+  batch, table = PartitionSpec(layout.batch_axes or None), table_spec(layout)
   out_specs = Part(
     batch,
     batch if rule.entropy else None,
     batch if rule.hidden else None,
-    d_table if rule.unembed else None,
+    gradient_spec(layout, unembed.shape) if rule.unembed else None,
   )
-  return jax.shard_map(
-    functools.partial(_local_pass, rule=rule),
-    mesh=mesh,
-    in_specs=(batch, table, batch, batch),
-    out_specs=out_specs,
-    check_vma=False,
-  )(hidden, unembed, targets, pulls)
+  local = functools.partial(_local_pass, rule=rule)
+  in_specs = (batch, table, batch, batch)
+  return on_mesh(local, layout, in_specs, out_specs)(hidden, unembed, targets, pulls)
 
 
 def _batch_shards(layout: Layout) -> int:
@@ -157,7 +167,7 @@ def table_spec(layout: Layout, columns: Any = None) -> PartitionSpec:
 
 
 def gradient_spec(layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
-  """How `reduce_table` leaves the gradient of an unembedding of this shape."""
+  """How `reduced` leaves the gradient of an unembedding of this shape."""
   dim = shape[1 if layout.transposed else 0]
   return table_spec(layout, scatter_axes(layout, dim) or None)
 
@@ -177,17 +187,17 @@ def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Part:
     part = _chunk_pass(unembed, *xs, rule=rule)
     return part._replace(d_unembed=None), part.d_unembed
 
-  vocab = unembed.shape[0 if layout.transposed else 1]
   start = jnp.zeros(unembed.shape, jnp.float32) if rule.unembed else None
-  by_token, total = over_tokens(
-    chunk, (hidden, targets, pulls), targets.shape, vocab, start, layout
+  by_token, d_unembed = over_tokens(
+    chunk,
+    (hidden, targets, pulls),
+    targets.shape,
+    words_in(unembed, layout),
+    start,
+    layout,
   )
   logps, entropy, d_hidden, _ = by_token
-  if d_hidden is not None:
-    d_hidden = across(jax.lax.psum, d_hidden, layout).astype(hidden.dtype)
-  if total is not None:
-    total = reduce_table(total, layout, hidden.shape[-1]).astype(unembed.dtype)
-  return Part(logps, entropy, d_hidden, total)
+  return Part(logps, entropy, *reduced(d_hidden, d_unembed, hidden, unembed, layout))
 
 
 def over_tokens(
@@ -234,9 +244,21 @@ def over_tokens(
   return jax.tree.map(join, by_token), total
 
 
-def reduce_table(total: jax.Array, layout: Layout, dim: int) -> jax.Array:
-  """Adds the devices' parts of the unembedding's gradient."""
-  if layout.mesh is None or not layout.batch_axes:
+def reduced(
+  d_hidden: Any, d_unembed: Any, hidden: jax.Array, unembed: jax.Array, layout: Layout
+) -> tuple[Any, Any]:
+  """The devices' parts of both gradients (None: not wanted), added up, in the dtypes of
+  what they are the gradients of."""
+  if d_hidden is not None:
+    d_hidden = across(jax.lax.psum, d_hidden, layout).astype(hidden.dtype)
+  if d_unembed is not None:
+    d_unembed = _reduced_table(d_unembed, layout, hidden.shape[-1])
+    d_unembed = d_unembed.astype(unembed.dtype)
+  return d_hidden, d_unembed
+
+
+def _reduced_table(total: jax.Array, layout: Layout, dim: int) -> jax.Array:
+  if not layout.batch_axes:
     return total
   axes = scatter_axes(layout, dim)
   if not axes:
@@ -261,14 +283,35 @@ def _chunk_pass(unembed, hidden, targets, pulls, *, rule: Rule) -> Part:
   d_hidden = d_unembed = None
   if rule.hidden or rule.unembed:
     factor, d_logits = _pull_logits(soft, pulls, entropy, rule, hidden.dtype)
-    transposed = rule.layout.transposed
-    if rule.hidden:
-      from_logits = "cv,vd->cd" if transposed else "cv,dv->cd"
-      d_hidden = factor * dot(from_logits, d_logits, unembed)
-    if rule.unembed:
-      to_table = "cv,cd->vd" if transposed else "cv,cd->dv"
-      d_unembed = dot(to_table, d_logits, (factor * hidden).astype(hidden.dtype))
+    wanted = rule.hidden, rule.unembed
+    d_hidden, d_unembed = gradients(
+      d_logits, factor, hidden, unembed, rule.layout, wanted
+    )
   return Part(logps, entropy if rule.entropy else None, d_hidden, d_unembed)
+
+
+def gradients(
+  d_logits: jax.Array,
+  factor: jax.Array,
+  hidden: jax.Array,
+  unembed: jax.Array,
+  layout: Layout,
+  wanted: tuple[bool, bool],
+) -> tuple[Any, Any]:
+  """Gradients of a chunk: [C, D] in its hidden states, and that of the unembedding;
+  None for what is not wanted.
+
+  The cotangent of the logits is `factor` [C, 1] times `d_logits` [C, V], which has the
+  dtype of the hidden states: a row's factor goes onto the narrow side of the products.
+  """
+  d_hidden = d_unembed = None
+  if wanted[0]:
+    from_logits = "cv,vd->cd" if layout.transposed else "cv,dv->cd"
+    d_hidden = factor * dot(from_logits, d_logits, unembed)
+  if wanted[1]:
+    to_table = "cv,cd->vd" if layout.transposed else "cv,cd->dv"
+    d_unembed = dot(to_table, d_logits, (factor * hidden).astype(hidden.dtype))
+  return d_hidden, d_unembed
 
 
 def chunk_logits(hidden: jax.Array, unembed: jax.Array, layout: Layout) -> jax.Array:

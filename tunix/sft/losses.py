@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.models import calling
+from tunix.models.calling import Sequences
 from tunix.ops import masks
 from tunix.ops.reductions import WeightedSum
 
@@ -84,15 +85,10 @@ def next_token_loss(
   if loss_weights is not None:
     input_mask = input_mask.astype(jnp.float32) * loss_weights
   weights = masks.target_weights(input_mask, segment_ids)
-  language_model = calling.adapt(model)
+  language_model = calling.adapt(model, remedy=f": {_REMEDY}")
   _check_taken(language_model, extra)
   states = language_model.states(
-    input_tokens,
-    positions,
-    segment_ids,
-    attention_mask,
-    extra=extra,
-    remedy=f": {_REMEDY}",
+    Sequences(input_tokens, positions, segment_ids, attention_mask, extra)
   )
   with jax.named_scope("loss"):
     return language_model.cross_entropy(states, targets, weights)

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 from tunix.distillation.strategies import LogitStrategy
+from tunix.distillation.strategies.logit import HiddenStates
 from tunix.ops.vocab_chunks import Layout
 
 WORDS = 7
@@ -97,6 +98,31 @@ def test_a_loss_function_stands_for_compute_loss_and_sees_logits(has_aux):
     wrong.get_train_loss(student, said, INPUTS)
   first.post_process_models(student, teacher)
   assert not hasattr(student, "teacher_table")
+
+
+def test_logits_of_a_batch_are_told_from_hidden_states_whatever_their_width():
+  def loss(width):
+    strategy = LogitStrategy()
+    student, _ = strategy.pre_process_models(Model(0, 2), Model(1, width))
+    logits = Model(2, 4)(INPUTS["input_tokens"])[0]
+    return float(strategy.get_train_loss(student, logits, INPUTS)[0].mean())
+
+  assert loss(WORDS) == loss(4)
+
+
+def test_one_strategy_serves_trainers_beside_each_other():
+  strategy, teacher = LogitStrategy(), Model(1, 4)
+  students = Model(0, 2), Model(2, 2)
+  for student in students:
+    strategy.pre_process_models(student, teacher)
+  said = strategy.get_teacher_outputs(teacher, INPUTS)
+  want = strategy.get_train_loss(students[1], said, INPUTS)[0]
+  strategy.post_process_models(students[0], teacher)
+  said = strategy.get_teacher_outputs(teacher, INPUTS)
+  assert isinstance(said, HiddenStates)
+  assert strategy.get_train_loss(students[1], said, INPUTS)[0] == want
+  strategy.post_process_models(students[1], teacher)
+  assert not any(hasattr(student, "teacher_table") for student in students)
 
 
 @pytest.mark.parametrize("kind", [EvaluatesBoth, Halved, Shifted, Smoothed])

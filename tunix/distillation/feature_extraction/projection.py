@@ -42,20 +42,21 @@ class ModelWithFeatureProjection(nnx.Module):
     *,
     rngs: nnx.Rngs,
   ):
-    own, target = tuple(feature_shape), tuple(feature_target_shape)
-    if len(own) != len(target) or own[0] != target[0] or own[2:-1] != target[2:-1]:
+    shape, target = tuple(feature_shape), tuple(feature_target_shape)
+    alike = shape[:1] + shape[2:-1] == target[:1] + target[2:-1]
+    if len(shape) != len(target) or not alike:
       raise ValueError(
-        f"the student's features have shape {own}, the teacher's {target}: they may "
+        f"the student's features have shape {shape}, the teacher's {target}: they may "
         "differ in the layers (second) and the width (last) only"
       )
     self.model = model
     kind = nnx.LoRAParam if is_lora(model) else nnx.Param
-    scale = own[-1] ** -0.5
-    width = scale * jax.random.normal(rngs.params(), (own[-1], target[-1]))
-    self.projection = kind(width)
+    scale = shape[-1] ** -0.5
+    matrix = scale * jax.random.normal(rngs.params(), (shape[-1], target[-1]))
+    self.projection = kind(matrix)
     self.mixture = nnx.data(None)
-    if own[1] != target[1]:
-      self.mixture = nnx.data(kind(_same_depth(own[1], target[1])))
+    if shape[1] != target[1]:
+      self.mixture = nnx.data(kind(_same_depth(shape[1], target[1])))
 
   def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, jax.Array]:
     """The model's output and its projected features; for a model whose layers were

@@ -64,11 +64,11 @@ def wrap_model_with_sowed_modules(
       f"the model itself is a {type(model).__name__}: capture layers inside it, or put "
       "it into a module"
     )
-  found = [path for path, m in nnx.iter_modules(model) if isinstance(m, types)]
-  if not found:
+  paths = [path for path, m in nnx.iter_modules(model) if isinstance(m, types)]
+  if not paths:
     raise ValueError(f"{type(model).__name__} has no layer of type {names}")
   _check_runs_alone(model)
-  for path in sorted(found, key=len, reverse=True):  # inner ones first
+  for path in sorted(paths, key=len, reverse=True):  # inner ones first
     _replace(model, path, SowedModule)
 
 

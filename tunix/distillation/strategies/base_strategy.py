@@ -116,29 +116,31 @@ class BaseStrategy(abc.ABC):
     self, student_model: nnx.Module, teacher_output: Any, inputs: Inputs
   ) -> Any:
     """The training loss, as `compute_loss` gives it but weighted."""
-    student, labels = self._outputs(student_model, inputs)
-    return self._weighted(self.compute_loss(student, teacher_output, labels), labels)
+    student = self.get_student_outputs(student_model, inputs)
+    return self._compared(self.compute_loss, (student, teacher_output), inputs)
 
   def get_eval_loss(
     self, student_model: nnx.Module, inputs: Inputs, teacher_output: Any = None
   ) -> Any:
     """The evaluation's loss; the teacher's output only if it is asked for."""
-    student, labels = self._outputs(student_model, inputs)
-    arguments = [student, labels]
-    if self.evaluates_with_teacher:
-      arguments.insert(1, teacher_output)
-    return self._weighted(self.compute_eval_loss(*arguments), labels)
+    student = self.get_student_outputs(student_model, inputs)
+    said = (student, teacher_output) if self.evaluates_with_teacher else (student,)
+    return self._compared(self.compute_eval_loss, said, inputs)
 
   @property
   def evaluates_with_teacher(self) -> bool:
     """Whether `compute_eval_loss` takes the teacher's output."""
     return _fits(self.compute_eval_loss, 3)
 
-  def _outputs(self, student_model: nnx.Module, inputs: Inputs) -> tuple[Any, Any]:
-    return self.get_student_outputs(student_model, inputs), self.get_labels(inputs)
+  def _compared(
+    self, compare: Callable[..., Any], said: tuple[Any, ...], inputs: Inputs
+  ) -> Any:
+    """`compare` of what was said and what would be right; a mean as a sum with its
+    weight, so that micro-batches add up."""
+    labels = self.get_labels(inputs)
+    return self._weighted(compare(*said, labels), labels)
 
   def _weighted(self, out: Any, labels: Any) -> Any:
-    """A mean as a sum with its weight, so that micro-batches add up."""
     weight = self.loss_weight(labels)
     if isinstance(out, WeightedSum) or weight is None:
       return out

@@ -114,9 +114,9 @@ class FeatureStrategy(BaseStrategy):
     """Labelled positions."""
     return jnp.sum(outputs.label_weights(labels))
 
-  def _forward(self, given: Forward | None, model: Any, inputs: Inputs) -> Any:
-    if given is not None:
-      return outputs.call(given, model, inputs=inputs)
+  def _forward(self, forward_fn: Forward | None, model: Any, inputs: Inputs) -> Any:
+    if forward_fn is not None:
+      return outputs.call(forward_fn, model, inputs=inputs)
     # Labels of the user's may be probabilities of all words, which meet logits alone.
     said = outputs.output if self.labels_fn is None else outputs.logits
     return said(model, inputs)

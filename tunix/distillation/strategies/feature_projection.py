@@ -88,15 +88,14 @@ class FeatureProjectionStrategy(FeatureStrategy):
     out = super().get_student_outputs(student_model.model, inputs)
     return {**out, "features": student_model.project(out["features"])}
 
-  def _dummy(self, given: Forward | None, model: Any) -> Any:
+  def _dummy(self, forward_fn: Forward | None, model: Any) -> Any:
     dummy = self.dummy_input
     if dummy is None:
       dummy = {"input_tokens": jnp.zeros((1, 2), jnp.int32)}
-    if isinstance(dummy, Mapping):
-      return self._forward(given, model, dummy)
-    if given is None:
-      return self._forward(None, model, {"input_tokens": dummy})
-    return outputs.call(given, model, dummy, inputs={})
+    if forward_fn is not None and not isinstance(dummy, Mapping):
+      return outputs.call(forward_fn, model, dummy, inputs={})
+    inputs = dummy if isinstance(dummy, Mapping) else {"input_tokens": dummy}
+    return self._forward(forward_fn, model, inputs)
 
 
 def _square(student: jax.Array, teacher: jax.Array) -> jax.Array:

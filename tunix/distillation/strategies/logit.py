@@ -7,7 +7,7 @@ the teacher's hidden states travel, and its unembedding lies beside the student'
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +20,21 @@ from tunix.distillation.teacher_cache import TeacherCache
 from tunix.models import calling
 from tunix.ops import distill
 from tunix.ops.distill import Divergence, TopK
-from tunix.ops.distill_hidden import States, weighted_distillation
+from tunix.ops.distill_hidden import Distillation, States, weighted_distillation
 from tunix.ops.reductions import WeightedSum, weighted_sum
 from tunix.ops.vocab_chunks import Layout
 
 Metrics = dict[str, jax.Array]
+
+
+class HiddenStates(NamedTuple):
+  """What a teacher says that has hidden states: told apart from logits by its type.
+
+  Attributes:
+    hidden: [B, T, D'] of its last layer.
+  """
+
+  hidden: Any
 
 
 class LogitStrategy(BaseStrategy):
@@ -67,7 +77,11 @@ class LogitStrategy(BaseStrategy):
       )
     self.alpha = alpha
     self.distill_top_k = distill_top_k
-    self._teacher_layout: Layout | None = None  # set when its table is attached
+    # Decided at the door, in `pre_process_models`: whether steps and evaluations go
+    # from the student's hidden states, and (not None) whether the teacher's travel.
+    self._trains_unbuilt = False
+    self._evaluates_unbuilt = False
+    self._teacher_layout: Layout | None = None
 
   def pre_process_models(
     self, student_model: nnx.Module, teacher_model: Any
@@ -76,7 +90,12 @@ class LogitStrategy(BaseStrategy):
     vocabulary.check_sizes(student_model, teacher_model)
     if isinstance(teacher_model, TeacherCache):
       teacher_model.check(self.distill_top_k, self.how.temperature)
-    if self._is_chunked(student_model) and self._gives_states(teacher_model):
+    self._trains_unbuilt = self._needs_no_logits(student_model)
+    self._evaluates_unbuilt = self._trains_unbuilt and self._is_ours(
+      "compute_eval_loss"
+    )
+    self._teacher_layout = None
+    if self._trains_unbuilt and self._has_states(teacher_model):
       self._teacher_layout = teacher_table.attach(student_model, teacher_model)
     return student_model, teacher_model
 
@@ -84,23 +103,23 @@ class LogitStrategy(BaseStrategy):
     self, student_model: nnx.Module, teacher_model: Any
   ) -> tuple[nnx.Module, Any]:
     """Takes it away."""
-    if self._teacher_layout is not None:
-      teacher_table.detach(student_model)
-      self._teacher_layout = None
+    # What was decided stays: another trainer may still train by this strategy.
+    teacher_table.detach(student_model)
     return student_model, teacher_model
 
   def with_loss(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
     """See BaseStrategy. The function gets logits, or a teacher's top k."""
     strategy = super().with_loss(loss_fn, has_aux)
-    # The teacher's table may lie beside the student already; its logits travel now.
+    # Whatever was decided when the models were prepared, logits travel now.
+    strategy._trains_unbuilt = strategy._evaluates_unbuilt = False
     strategy._teacher_layout = None
     return strategy
 
   def get_teacher_outputs(self, teacher_model: nnx.Module, inputs: Inputs) -> Any:
-    """Hidden states, logits, or the most likely words."""
+    """`HiddenStates`, logits, or the most likely words."""
     k = self.distill_top_k
     if self._teacher_layout is not None:
-      out = outputs.states(teacher_model, inputs)
+      out = HiddenStates(outputs.states(teacher_model, inputs))
     elif not k:
       out = super().get_teacher_outputs(teacher_model, inputs)
     elif self.teacher_forward_fn is None:
@@ -114,24 +133,24 @@ class LogitStrategy(BaseStrategy):
     self, student_model: nnx.Module, teacher_output: Any, inputs: Inputs
   ) -> Any:
     """See BaseStrategy."""
-    if self._teacher_layout is not None and not isinstance(teacher_output, TopK):
+    if isinstance(teacher_output, HiddenStates):
+      assert self._teacher_layout is not None
       table = teacher_table.of(student_model)
-      width = table.shape[1 if self._teacher_layout.transposed else 0]
-      if teacher_output.shape[-1] == width:  # else logits that the batch brought
-        teacher_output = Unembedded(teacher_output, table, self._teacher_layout)
-    if not self._is_chunked(student_model) or isinstance(teacher_output, jax.Array):
+      teacher_output = Unembedded(teacher_output.hidden, table, self._teacher_layout)
+    # Logits come with the batch, of a teacher that is not here.
+    if not self._trains_unbuilt or not isinstance(teacher_output, Unembedded | TopK):
       return super().get_train_loss(student_model, teacher_output, inputs)
-    student, labels = outputs.output(student_model, inputs), self.get_labels(inputs)
-    return self._weighted(self.compute_loss(student, teacher_output, labels), labels)
+    student = outputs.output(student_model, inputs)
+    return self._compared(self.compute_loss, (student, teacher_output), inputs)
 
   def get_eval_loss(
     self, student_model: nnx.Module, inputs: Inputs, teacher_output: Any = None
   ) -> Any:
     """See BaseStrategy."""
-    if not self._is_own("compute_eval_loss") or not self._is_chunked(student_model):
+    if not self._evaluates_unbuilt:
       return super().get_eval_loss(student_model, inputs, teacher_output)
-    student, labels = outputs.output(student_model, inputs), self.get_labels(inputs)
-    return self._weighted(self.compute_eval_loss(student, labels), labels)
+    student = outputs.output(student_model, inputs)
+    return self._compared(self.compute_eval_loss, (student,), inputs)
 
   def compute_loss(
     self, student_output: Any, teacher_output: Any, labels: Any
@@ -146,29 +165,19 @@ class LogitStrategy(BaseStrategy):
     Raises:
       ValueError: vocabularies or shapes that do not fit.
     """
-    soft, hard = self.alpha * self.how.temperature**2, 1 - self.alpha
-    if isinstance(student_output, Unembedded):
-      found = self._from_hidden(student_output, teacher_output, labels, soft, hard)
-      total, (gaps, nll, teacher_nll), weights = found
-    else:
-      if isinstance(teacher_output, TopK):
-        gaps = distill.top_k_divergence(student_output, teacher_output, self.how)
-        teacher_nll = None
-      else:
-        gaps = distill.divergence(student_output, teacher_output, self.how)
-        teacher_nll = outputs.task_loss(teacher_output, labels).nll
-      nll, weights = outputs.task_loss(student_output, labels)
-      total = weighted_sum(soft * gaps + hard * nll, weights).total
+    unbuilt = isinstance(student_output, Unembedded)
+    compare = self._from_hidden if unbuilt else self._from_logits
+    said, weights = compare(student_output, teacher_output, labels)
     mean = lambda x: jax.lax.stop_gradient(weighted_sum(x, weights).mean())
-    gap = mean(gaps)
+    gap = mean(said.divergence)
     metrics = {
       "distill/kl_div": gap,
       "distill/soft_loss": self.how.temperature**2 * gap,
-      "distill/hard_loss": mean(nll),
+      "distill/hard_loss": mean(said.nll),
     }
-    if teacher_nll is not None:
-      metrics["distill/teacher_loss"] = mean(teacher_nll)
-    return WeightedSum(total, jnp.sum(weights)).mean(), metrics
+    if said.teacher_nll is not None:
+      metrics["distill/teacher_loss"] = mean(said.teacher_nll)
+    return WeightedSum(said.total, jnp.sum(weights)).mean(), metrics
 
   def compute_eval_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
     self, student_output: Any, labels: Any
@@ -181,13 +190,19 @@ class LogitStrategy(BaseStrategy):
     """Labelled tokens."""
     return jnp.sum(outputs.label_weights(labels))
 
-  def _from_hidden(self, student, teacher, labels, soft, hard):
+  @property
+  def _factors(self) -> tuple[float, float]:
+    """Of the divergence and of the cross-entropy."""
+    return self.alpha * self.how.temperature**2, 1 - self.alpha
+
+  def _from_hidden(self, student, teacher, labels) -> tuple[Distillation, jax.Array]:
     hard_labels = outputs.checked_labels(labels, student.hidden.shape[:-1])
     layouts = {"layout": student.layout}
     if isinstance(teacher, Unembedded):
       layouts["teacher_layout"] = teacher.layout
       teacher = States(teacher.hidden, teacher.table)
-    out = weighted_distillation(
+    soft, hard = self._factors
+    said = weighted_distillation(
       student.hidden,
       student.table,
       teacher,
@@ -197,26 +212,38 @@ class LogitStrategy(BaseStrategy):
       hard=hard,
       **layouts,
     )
-    return out.total, out[1:], hard_labels.weights
+    return said, hard_labels.weights
 
-  def _is_chunked(self, student: nnx.Module) -> bool:
-    """Whether nothing of the user's needs logits."""
+  def _from_logits(self, student, teacher, labels) -> tuple[Distillation, jax.Array]:
+    if isinstance(teacher, TopK):
+      gaps = distill.top_k_divergence(student, teacher, self.how)
+      teacher_nll = None
+    else:
+      gaps = distill.divergence(student, teacher, self.how)
+      teacher_nll = outputs.task_loss(teacher, labels).nll
+    nll, weights = outputs.task_loss(student, labels)
+    soft, hard = self._factors
+    total = weighted_sum(soft * gaps + hard * nll, weights).total
+    return Distillation(total, gaps, nll, teacher_nll), weights
+
+  def _needs_no_logits(self, student: nnx.Module) -> bool:
+    """Whether the student has hidden states, and nothing of the user's reads logits."""
     methods = ["compute_loss", "get_labels"]
     methods += ["get_student_outputs", "get_teacher_outputs"]
     if self.evaluates_with_teacher:  # else it sees the student alone: `get_eval_loss`
       methods.append("compute_eval_loss")
-    own = all(self._is_own(name) for name in methods)
     functions = (self.student_forward_fn, self.labels_fn)
-    return (
-      own and functions == (None, None) and not calling.adapt(student).builds_logits
-    )
+    ours = all(map(self._is_ours, methods)) and functions == (None, None)
+    return ours and not calling.adapt(student).builds_logits
 
-  def _is_own(self, name: str) -> bool:
-    """Whether a method is LogitStrategy's, and not overridden."""
+  def _is_ours(self, name: str) -> bool:
+    """Whether a method is LogitStrategy's: what a user put in its place, by a subclass
+    or by `with_loss`, was written for logits."""
     method = getattr(getattr(self, name), "__func__", None)
     return method is getattr(LogitStrategy, name)
 
-  def _gives_states(self, teacher: Any) -> bool:
+  def _has_states(self, teacher: Any) -> bool:
+    """Whether the teacher's hidden states say all that is compared."""
     model = isinstance(teacher, nnx.Module) and not calling.adapt(teacher).builds_logits
     return model and self.teacher_forward_fn is None and not self.distill_top_k
 
