@@ -158,8 +158,8 @@ TASKS = {
 def collectives(hlo):
   """How often each collective stands in a compiled program's text.
 
-  A CPU has no reduce-scatter: XLA writes an all-reduce of which each device keeps its
-  part. TPUs and GPUs have it.
+  On a CPU, XLA makes no reduce-scatter of its own accord: it writes an all-reduce of
+  which each device keeps its part. On TPUs and GPUs it does.
   """
   names = r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
   return collections.Counter(re.findall(rf" {names}(?:-start)?\(", hlo))
