@@ -15,6 +15,8 @@ from typing import NamedTuple
 HERE = pathlib.Path(__file__).parent
 NAMES = ("lora", "qlora", "dpo", "distill", "grpo", "ppo", "sharding")
 MAX_BYTES = 300_000
+_BAR = re.compile(r"(.*?): +\d+%\|")
+_NOISE = re.compile(r"TqdmWarning|from \.autonotebook|WARNING")
 
 
 class Cell(NamedTuple):
@@ -89,10 +91,18 @@ def tidy(outputs: list) -> list:
 
 
 def last_states(text: str) -> str:
-  """Each line as it stood at last, behind its last carriage return."""
-  lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-  noise = re.compile(r"TqdmWarning|from \.autonotebook|WARNING|\x1b\[A")
-  return "\n".join(line for line in lines if not noise.search(line))
+  """The lines of a stream, of each progress bar the last one."""
+  lines, bars = list[str](), dict[str, int]()
+  for line in re.split(r"[\r\n]+", text.replace("\x1b[A", "")):  # A: a line up
+    if not line.strip() or _NOISE.search(line):
+      continue
+    if (bar := _BAR.match(line)) is None:
+      lines.append(line)
+    elif (place := bars.setdefault(bar[1], len(lines))) < len(lines):
+      lines[place] = line
+    else:
+      lines.append(line)
+  return "".join(f"{line}\n" for line in lines)
 
 
 def write(name: str) -> pathlib.Path:

@@ -60,8 +60,8 @@ def test_sources_are_cut_into_cells():
 
 
 def test_progress_bars_are_kept_as_they_stood_last():
-  text = "a: 0%|\ra: 50%|\ra: 100%|\nTqdmWarning: no widgets\nloss 1\n"
-  assert make.last_states(text) == "a: 100%|\nloss 1\n"
+  text = "a:   0%|\ra:  50%|\n\x1b[Ab:   5%|\ra: 100%|\nTqdmWarning: none\nloss 1\n"
+  assert make.last_states(text) == "a: 100%|\nb:   5%|\nloss 1\n"
 
 
 @pytest.mark.parametrize("name", make.NAMES)
