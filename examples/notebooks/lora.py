@@ -28,7 +28,9 @@ def doubled(a, b):
   return f"[[{a + b:02}]]"
 
 
-losses = fine_tune(adapted, optax.adam(5e-3 if TINY else 2e-4), 200, doubled, "LoRA")
+STEPS = 200
+optimizer = optax.adam(5e-3 if TINY else 2e-4)
+losses = fine_tune(adapted, optimizer, STEPS, doubled, "LoRA")
 plot("loss", LoRA=losses)
 
 # %% [markdown]

@@ -36,7 +36,9 @@ def doubled(a, b):
 
 
 adapted = lora.apply(base, lora.LoraConfig(rank=8, alpha=16.0))
-losses = fine_tune(adapted, optax.adam(5e-3 if TINY else 2e-4), 200, doubled, "QLoRA")
+STEPS = 200
+optimizer = optax.adam(5e-3 if TINY else 2e-4)
+losses = fine_tune(adapted, optimizer, STEPS, doubled, "QLoRA")
 plot("loss", QLoRA=losses)
 
 # %%

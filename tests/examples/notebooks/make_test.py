@@ -28,6 +28,7 @@ def run():
         text = cell.text
         if steps is not None:
           text = re.sub(r"^STEPS = \d+", f"STEPS = {steps}", text, flags=re.M)
+          text = re.sub(r"base_model\(\d+\)", f"base_model({steps})", text)
         exec(compile(text, f"<{name}>", "exec"), left)
     return left
 
@@ -36,11 +37,7 @@ def run():
   jax.set_mesh(mesh)
 
 
-# Whether they learn is seen in the notebooks; here that every cell runs, and of the two
-# that have no STEPS also that they learn.
-@pytest.mark.slow
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["dpo", "distill", "grpo", "ppo", "sharding"])
+@pytest.mark.parametrize("name", make.NAMES)
 def test_every_cell_runs(name, run):
   assert "OUTPUT" in run(name, steps=4)
 
@@ -48,6 +45,7 @@ def test_every_cell_runs(name, run):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["lora", "qlora"])
 def test_adapters_are_learnt(name, run):
+  """Whether the others learn is seen in the notebooks."""
   assert run(name)["after"] > 0.8
 
 
