@@ -7,41 +7,20 @@ The student then sees the same rows, and for each token all that the teacher hol
 possible, not the right one alone. `tunix train --job=distill` does it from a file.
 """
 
-import numpy as np
 import optax
-from dpo import arguments, log, questions
-from rl_loop import Characters, new_model
+from dpo import arguments, log
+from rl_loop import new_model
+from sft import batches, options
 
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.strategies.logit import LogitStrategy
-from tunix.sft.config import CheckpointOptions
 from tunix.sft.metrics_logger import Mode
 from tunix.sft.peft_trainer import PeftTrainer
-
-
-def batches(count, seed):
-  """Rows "<73=37>" as token ids; what follows "=" is learnt."""
-  for shown, ordered in questions(count, seed):
-    rows = [f"<{a}={b}>" for a, b in zip(shown, ordered)]
-    tokens = np.asarray([Characters().encode(row) for row in rows], np.int32)
-    mask = np.zeros_like(tokens)
-    mask[:, 4:] = 1
-    yield {"input_tokens": tokens, "input_mask": mask}
 
 
 def train(trainer, steps):
   trainer.train(batches(steps, seed=0), list(batches(1, seed=1)))
   trainer.close()
-
-
-def options(folder, steps):
-  return {
-    "max_steps": steps,
-    "eval_every_n_steps": 20,
-    "checkpoint_root_directory": str(folder),
-    "checkpointing_options": CheckpointOptions(save_every_n_steps=20),
-    "pbar_description": None,
-  }
 
 
 def main():

@@ -47,6 +47,6 @@ def repeat(model: Any, memory: Memory, source: Int[Array, " B"]) -> Memory:
 def _logits_at(model: Any, tokens: jax.Array, index: jax.Array) -> jax.Array:
   """float32 [B, V] of position `index` of each row."""
   adapted = calling.adapt(model)
-  states = adapted.states(tokens)
+  states = adapted.states(calling.Sequences(tokens))
   picked = jnp.take_along_axis(states, index[:, None, None], axis=1)
   return adapted.unembed(picked)[:, 0].astype(jnp.float32)

@@ -1,0 +1,381 @@
+"""A miniGPT of your own: pretraining, generation, LoRA and a profile, in one file.
+
+    python examples/minigpt.py --output out          # some minutes on a laptop's CPU
+    python examples/minigpt.py --output out --tiny   # seconds
+
+The model is plain `flax.nnx`, nothing of it is ours: PeftTrainer trains it by a loss
+and an input function that are written here. It learns little stories, which this script
+makes up itself; then adapters (qwix) teach it to speak like a play. On eight devices
+(a TPU, or a CPU with XLA_FLAGS=--xla_force_host_platform_device_count=8) batches are
+split four ways and matrices two ways.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import pathlib
+import random
+import re
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import qwix
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec as P
+
+from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.ops.reductions import weighted_sum
+from tunix.sft.metrics_logger import MetricsLogger, Mode
+from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
+from tunix.sft.profiler import ProfilerOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """Sizes of the model, the data and the two trainings."""
+
+  text_bytes: int = 1_000_000  # of the stories, and of the play
+  num_transformer_blocks: int = 4
+  maxlen: int = 64
+  embed_dim: int = 128
+  num_heads: int = 8
+  feed_forward_dim: int = 256
+  batch_size: int = 64
+  num_epochs: int = 1
+  learning_rate: float = 1e-3
+  top_k: int = 10
+  lora_rank: int = 16
+  lora_alpha: float = 2.0
+  lora_max_steps: int = 100
+  lora_num_epochs: int = 10
+  lora_batch_size: int = 32
+  lora_learning_rate: float = 1e-2
+
+
+TINY = Settings(
+  text_bytes=60_000,
+  num_transformer_blocks=2,
+  maxlen=32,
+  embed_dim=32,
+  num_heads=2,
+  feed_forward_dim=64,
+  batch_size=16,
+  num_epochs=2,
+  learning_rate=1e-2,
+  lora_max_steps=40,
+  lora_batch_size=16,
+)
+
+# The text. Two ways to speak, so that it shows when adapters have changed the one.
+
+NAMES = ["Tom", "Lily", "Sam", "Mia", "Ben", "Anna", "Max", "Sue"]
+ANIMALS = ["cat", "dog", "bird", "fox", "rabbit", "frog"]
+THINGS = ["ball", "book", "kite", "hat", "cake", "boat"]
+PLACES = ["park", "garden", "forest", "house", "beach", "school"]
+KINGS = ["HENRY", "RICHARD", "DUNCAN", "OSWALD"]
+
+
+def story(rng):
+  name, animal, thing, place = map(rng.choice, (NAMES, ANIMALS, THINGS, PLACES))
+  return (
+    f"Once upon a time there was a little {animal} named {name} . {name} had a red "
+    f"{thing} . One day {name} went to the {place} to play with the {thing} . "
+    f"The {animal} was very happy ."
+  )
+
+
+def speech(rng):
+  king, other = rng.sample(KINGS, 2)
+  animal, thing, place = map(rng.choice, (ANIMALS, THINGS, PLACES))
+  return (
+    f"{king} : Thou art a little {animal} , {other} , and thy {thing} is red . "
+    f"{other} : Nay , my lord , I pray thee , what dost thou in the {place} ? "
+    f"{king} : Alas !"
+  )
+
+
+def texts(make, size, seed):
+  """Texts of `size` characters together."""
+  rng, out = random.Random(seed), []
+  while size > 0:
+    out.append(make(rng))
+    size -= len(out[-1])
+  return out
+
+
+class Words:
+  """A tokenizer of whole words. It knows both ways to speak: adapters change what a
+  model says, not which words there are."""
+
+  def __init__(self):
+    known = set()
+    for make in (story, speech):
+      for text in texts(make, 50_000, seed=0):
+        known.update(text.split())
+    self.words = ["<end>", *sorted(known)]
+    self.ids = {word: i for i, word in enumerate(self.words)}
+    # GPT-2's 50257 words, for one, do not divide by two devices: rounded up, the
+    # unembedding does. The words that are too many are never trained nor right.
+    self.vocab_size = -(-len(self.words) // 64) * 64
+
+  def encode(self, text, **_):
+    return [self.ids[word] for word in text.split()]
+
+  def decode(self, ids, **_):
+    return " ".join(
+      self.words[i] if i < len(self.words) else "?" for i in map(int, ids)
+    )
+
+  def bos_id(self):
+    return None
+
+  def eos_id(self):
+    return 0
+
+  def pad_id(self):
+    return 0
+
+
+def rows(tokenizer, lines, batch_size, maxlen, num_epochs):
+  """Batches of one text a row: int32 tokens [B, maxlen], and a mask of what is text.
+
+  A Grain data set whose place is a number: a checkpoint keeps that, and not the data.
+  """
+
+  def row(line):
+    tokens = [*tokenizer.encode(line), tokenizer.eos_id()][:maxlen]
+    padding = [0] * (maxlen - len(tokens))
+    return {
+      "input_tokens": np.asarray(tokens + padding, np.int32),
+      "input_mask": np.asarray([1] * len(tokens) + padding, np.int32),
+    }
+
+  data = grain.MapDataset.source(lines).shuffle(seed=0).repeat(num_epochs).map(row)
+  return data.batch(batch_size, drop_remainder=True).to_iter_dataset()
+
+
+# The model. What lies where is said beside each kernel: `split(None, "model")` is cut
+# in columns over the mesh axis "model". A second matrix is cut in rows, so that what
+# lies between the two never leaves its device.
+
+
+def split(*axes, init=None):
+  return nnx.with_partitioning(init or nnx.initializers.xavier_uniform(), P(*axes))
+
+
+class TransformerBlock(nnx.Module):
+  def __init__(self, embed_dim, num_heads, ff_dim, *, rngs, rate=0.1):
+    zeros = nnx.initializers.zeros_init()
+    # These kernels have three dimensions, [D, N, H] and [N, H, D], and so have their
+    # specs: qwix reads one entry a dimension.
+    self.mha = nnx.MultiHeadAttention(
+      num_heads=num_heads,
+      in_features=embed_dim,
+      kernel_init=split(None, "model", None),
+      bias_init=split("model", None, init=zeros),
+      out_kernel_init=split("model", None, None),
+      out_bias_init=split(None, init=zeros),
+      decode=False,
+      rngs=rngs,
+    )
+    self.linear1 = nnx.Linear(
+      embed_dim, ff_dim, kernel_init=split(None, "model"), rngs=rngs
+    )
+    self.linear2 = nnx.Linear(
+      ff_dim, embed_dim, kernel_init=split("model", None), rngs=rngs
+    )
+    self.layer_norm1 = nnx.LayerNorm(embed_dim, rngs=rngs)
+    self.layer_norm2 = nnx.LayerNorm(embed_dim, rngs=rngs)
+    self.dropout1 = nnx.Dropout(rate, rngs=rngs)
+    self.dropout2 = nnx.Dropout(rate, rngs=rngs)
+
+  def __call__(self, x):
+    length = x.shape[1]
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    x = self.layer_norm1(x + self.dropout1(self.mha(x, mask=mask)))
+    inner = self.linear2(nnx.relu(self.linear1(x)))
+    return self.layer_norm2(x + self.dropout2(inner))
+
+
+class MiniGPT(nnx.Module):
+  """Tokens int32 [B, T] to logits [B, T, V].
+
+  Dropout is on after `model.train()` and off after `model.eval()`, which the trainer
+  calls: a `training` argument is not needed.
+  """
+
+  def __init__(self, settings, vocab_size, *, rngs):
+    s = settings
+    self.token_emb = nnx.Embed(vocab_size, s.embed_dim, rngs=rngs)
+    self.pos_emb = nnx.Embed(s.maxlen, s.embed_dim, rngs=rngs)
+    self.transformer_blocks = nnx.List(  # a plain list is refused by nnx
+      TransformerBlock(s.embed_dim, s.num_heads, s.feed_forward_dim, rngs=rngs)
+      for _ in range(s.num_transformer_blocks)
+    )
+    self.output_layer = nnx.Linear(
+      s.embed_dim, vocab_size, kernel_init=split(None, "model"), rngs=rngs
+    )
+
+  def __call__(self, inputs):
+    x = self.token_emb(inputs) + self.pos_emb(jnp.arange(inputs.shape[1]))
+    for block in self.transformer_blocks:
+      x = block(x)
+    return self.output_layer(x)
+
+  def get_model_input(self):
+    """What qwix runs the model on to find its matrices."""
+    return {"inputs": jnp.zeros((1, 4), jnp.int32)}
+
+
+# How it is trained: two functions, and the trainer does the rest.
+
+
+def gen_model_input_fn(batch):
+  """A batch as arguments of the loss."""
+  return {"inputs": batch["input_tokens"], "mask": batch["input_mask"]}
+
+
+def loss_fn(model, inputs, mask):
+  """Next-token cross-entropy. A weighted sum, not a mean: the rows have different
+  lengths, and a mean over all places would count the padding."""
+  logits = model(inputs[:, :-1])
+  nll = optax.softmax_cross_entropy_with_integer_labels(logits, inputs[:, 1:])
+  return weighted_sum(nll, mask[:, 1:])
+
+
+def train(model, optimizer, data, **options):
+  """Trains the model in place; returns the loss of every step."""
+  logger = MetricsLogger()
+  config = TrainingConfig(
+    data_sharding_axis=("batch",), pbar_description=None, **options
+  )
+  # No `nnx.jit` nor `jax.jit` here: the trainer compiles its step. A `jax.jit` around a
+  # step that changes a module would throw the changes away.
+  trainer = PeftTrainer(model, optimizer, config, logger)
+  trainer.with_gen_model_input_fn(gen_model_input_fn).with_loss_fn(loss_fn)
+  trainer.train(data)
+  trainer.close()
+  return logger.get_metric_history("", "loss", Mode.TRAIN)
+
+
+def add_lora(model, settings):
+  """The model with adapters in attention and MLP, whose weights it shares."""
+  # qwix compares whole paths, such as transformer_blocks/0/mha/query: ".*mha" matches
+  # no matrix of the attention, ".*mha.*" all four.
+  provider = qwix.LoraProvider(
+    module_path=".*mha.*|.*linear1|.*linear2",
+    rank=settings.lora_rank,
+    alpha=settings.lora_alpha,
+  )
+  adapted = qwix.apply_lora_to_model(
+    model, provider, rngs=nnx.Rngs(1), **model.get_model_input()
+  )
+  count = len(jax.tree.leaves(nnx.state(adapted, nnx.LoRAParam)))
+  print(f"{count} adapter matrices")
+  return adapted
+
+
+def generate(model, tokenizer, settings, start):
+  """A text that begins with `start`. Any causal model can be sampled."""
+  model.eval()
+  prompt = tokenizer.encode(start)
+  # Rows are made as long as a few fixed sizes, so that few programs are compiled; this
+  # model has no positions beyond maxlen.
+  limit = CacheConfig(cache_size=settings.maxlen)
+  out = Sampler(model, tokenizer, limit)(
+    [start],
+    settings.maxlen - len(prompt),
+    len(prompt),
+    temperature=1.0,
+    top_k=settings.top_k,
+    seed=0,
+  )
+  return f"{start} {out.text[0]}"
+
+
+def share_of_play(text):
+  """The share of words that only the play has."""
+  plain = set(re.findall(r"\S+", " ".join(texts(story, 50_000, seed=0))))
+  words = text.split()
+  return sum(word not in plain for word in words) / len(words)
+
+
+# Where it runs.
+
+
+def new_mesh(model_axis=2):
+  """All devices, some of them side by side along "model"."""
+  count = jax.device_count()
+  width = model_axis if count % model_axis == 0 else 1
+  # `jax.make_mesh` alone makes Explicit axes, on which lookups in split tables and
+  # concatenations need shardings written out; Auto axes leave those to XLA.
+  kinds = (AxisType.Auto,) * 2
+  return jax.make_mesh((count // width, width), ("batch", "model"), axis_types=kinds)
+
+
+def inside(mesh, form):
+  """The mesh as a context: `jax.set_mesh(mesh)`, or the older `with mesh:`."""
+  stack = contextlib.ExitStack()
+  stack.enter_context(jax.set_mesh(mesh) if form == "set_mesh" else mesh)
+  # A new nnx variable asks for the mesh of `jax.set_mesh` and knows no other: what is
+  # made under `with mesh:`, or without a mesh, is laid out later, by the trainer.
+  stack.enter_context(nnx.use_eager_sharding(False))
+  return stack
+
+
+def run(settings, output, mesh, form="set_mesh"):
+  """The whole tutorial; returns what was measured."""
+  s, tokenizer, start = settings, Words(), "Once upon a time"
+  stories = texts(story, s.text_bytes, seed=1)
+  play = texts(speech, s.text_bytes, seed=1)
+  with inside(mesh, form):
+    model = MiniGPT(s, tokenizer.vocab_size, rngs=nnx.Rngs(0))
+    before = generate(model, tokenizer, s, start)
+    pretrained = train(
+      model,
+      optax.adam(s.learning_rate),
+      rows(tokenizer, stories, s.batch_size, s.maxlen, s.num_epochs),
+      # Steps 5 to 7, when everything is compiled; XProf and TensorBoard read them.
+      profiler_options=ProfilerOptions(
+        output / "profile", skip_first_n_steps=5, profiler_steps=3
+      ),
+    )
+    told = generate(model, tokenizer, s, start)
+    adapted = add_lora(model, s)
+    lora = train(
+      adapted,
+      optax.adamw(s.lora_learning_rate),
+      rows(tokenizer, play, s.lora_batch_size, s.maxlen, s.lora_num_epochs),
+      max_steps=s.lora_max_steps,
+    )
+    played = generate(adapted, tokenizer, s, start)
+  return {
+    "pretrained": pretrained,
+    "lora": lora,
+    "texts": {"before": before, "pretrained": told, "lora": played},
+    "model": model,
+    "adapted": adapted,
+  }
+
+
+def main():
+  parser = argparse.ArgumentParser(description="see the top of the file")
+  parser.add_argument("--output", type=pathlib.Path, required=True)
+  parser.add_argument("--tiny", action="store_true")
+  parser.add_argument("--mesh", choices=("set_mesh", "with"), default="set_mesh")
+  args = parser.parse_args()
+  mesh = new_mesh()
+  print(f"mesh {dict(mesh.shape)}")
+  out = run(TINY if args.tiny else Settings(), args.output, mesh, args.mesh)
+  for name in ("pretrained", "lora"):
+    print(f"{name}: loss {out[name][0]:.2f} -> {out[name][-1]:.2f}")
+  for name, text in out["texts"].items():
+    print(f"\n{name} ({share_of_play(text):.0%} words of the play)\n{text}")
+  print(f"\nthe profile is in {args.output / 'profile'}")
+
+
+if __name__ == "__main__":
+  main()

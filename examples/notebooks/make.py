@@ -1,0 +1,131 @@
+"""Makes the notebooks of their sources: python examples/notebooks/make.py [name ...]
+
+A source is a script with cells, `# %%` and `# %% [markdown]`; `# %% include start` is
+replaced by the cells of start.py. Notebooks are executed, in a process each, and
+written with their outputs. It takes `pip install 'tunix[notebooks]'`; tests run the
+cells without.
+"""
+
+import os
+import pathlib
+import re
+import sys
+from typing import NamedTuple
+
+HERE = pathlib.Path(__file__).parent
+NAMES = ("lora", "qlora", "dpo", "distill", "grpo", "ppo", "sharding")
+MAX_BYTES = 300_000
+_BAR = re.compile(r"(.*?): +\d+%\|")
+_NOISE = re.compile(r"TqdmWarning|from \.autonotebook|WARNING")
+
+
+class Cell(NamedTuple):
+  kind: str  # "code" or "markdown"
+  text: str
+
+
+def cells(name: str) -> list[Cell]:
+  """The cells of a source, those that it includes among them.
+
+  Raises:
+    FileNotFoundError: there is no such source, or it includes one that is not there.
+  """
+  out = []
+  text = (HERE / f"{name}.py").read_text()
+  for part in re.split(r"^# %%", text, flags=re.M)[1:]:  # what stands before is a note
+    head, _, body = part.partition("\n")
+    if head.startswith(" include "):
+      out += cells(head.removeprefix(" include ").strip())
+    elif head.strip() == "[markdown]":
+      lines = [line.removeprefix("#").removeprefix(" ") for line in body.splitlines()]
+      out.append(Cell("markdown", "\n".join(lines).strip()))
+    else:
+      out.append(Cell("code", body.strip()))
+  return out
+
+
+def notebook(name: str):
+  """The source as a notebook that has not run."""
+  from nbformat import v4
+
+  made = v4.new_notebook()
+  made.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
+  for number, cell in enumerate(cells(name)):
+    new = v4.new_code_cell if cell.kind == "code" else v4.new_markdown_cell
+    # A number in place of a random id: a notebook that is made again differs where
+    # its outputs do.
+    made.cells.append(new(cell.text, id=f"cell-{number}"))
+  return made
+
+
+def execute(made) -> None:
+  """Runs all cells and keeps what they show, as a reader can read it.
+
+  Raises:
+    CellExecutionError: a cell failed.
+  """
+  from nbclient import NotebookClient
+
+  # The notebooks choose their devices themselves.
+  os.environ.pop("XLA_FLAGS", None)
+  NotebookClient(made, timeout=1200, kernel_name="python3").execute()
+  for cell in made.cells:
+    cell.metadata.pop("execution", None)  # times of day
+    if cell.cell_type == "code":
+      cell.outputs = tidy(cell.outputs)
+
+
+def tidy(outputs: list) -> list:
+  """Streams in one piece, each progress bar as it stood at the end, no warnings of
+  packages that are not here."""
+  out: list = []
+  for output in outputs:
+    if output.output_type == "stream" and out and out[-1].get("name") == output.name:
+      out[-1].text += output.text
+    else:
+      out.append(output)
+  for output in out:
+    if output.output_type == "stream":
+      output.text = last_states(output.text)
+  return [x for x in out if x.output_type != "stream" or x.text.strip()]
+
+
+def last_states(text: str) -> str:
+  """The lines of a stream, of each progress bar the last one."""
+  lines, bars = list[str](), dict[str, int]()
+  for line in re.split(r"[\r\n]+", text.replace("\x1b[A", "")):  # A: a line up
+    if not line.strip() or _NOISE.search(line):
+      continue
+    if (bar := _BAR.match(line)) is None:
+      lines.append(line)
+    elif (place := bars.setdefault(bar[1], len(lines))) < len(lines):
+      lines[place] = line
+    else:
+      lines.append(line)
+  return "".join(f"{line}\n" for line in lines)
+
+
+def write(name: str) -> pathlib.Path:
+  """Makes, runs and writes one notebook.
+
+  Raises:
+    ValueError: it is larger than a repository should hold.
+  """
+  import nbformat
+
+  made = notebook(name)
+  execute(made)
+  text = nbformat.writes(made)
+  if len(text) > MAX_BYTES:
+    raise ValueError(
+      f"{name}.ipynb takes {len(text):,} bytes, the limit is {MAX_BYTES:,}: show less, "
+      "or smaller plots"
+    )
+  path = HERE / f"{name}.ipynb"
+  path.write_text(text + "\n")
+  return path
+
+
+if __name__ == "__main__":
+  for each in sys.argv[1:] or NAMES:
+    print(write(each), flush=True)

@@ -1,0 +1,213 @@
+"""Data, FSDP and tensor parallelism on eight devices, and what they say to each other.
+
+    python examples/tensor_parallel.py            # eight simulated devices on a CPU
+    python examples/tensor_parallel.py --steps 3  # seconds
+
+An MLP that fits a parabola and a small transformer are trained by PeftTrainer on five
+meshes. The code of the models and of the training is the same each time: what differs
+is which mesh axis a dimension is cut along. The losses are equal; what a device holds,
+and which collectives XLA puts into the compiled step, are not. A table shows both.
+"""
+
+import argparse
+import collections
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from tunix.sft.metrics_logger import MetricsLogger, Mode
+from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
+from tunix.utils.mesh import constrain, create_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+  """A mesh, and the mesh axes that each kind of dimension is cut along.
+
+  Attributes:
+    axes: sizes of the mesh by axis.
+    batch: axes that split the rows of a batch.
+    embed: the axis that splits what runs along the residual stream.
+    inner: the axis that splits heads and hidden units.
+  """
+
+  axes: dict[str, int]
+  batch: tuple[str, ...] = ()
+  embed: str | None = None
+  inner: str | None = None
+
+
+LAYOUTS = {
+  "one": Layout(axes={"data": 1}),
+  # Whole weights everywhere, rows apart: gradients are summed over all devices.
+  "data": Layout(axes={"data": 8}, batch=("data",)),
+  # Weights in eighths: gathered before they are used, gradients in eighths again.
+  "fsdp": Layout(axes={"fsdp": 8}, batch=("fsdp",), embed="fsdp"),
+  # Whole rows everywhere, heads and hidden units apart: activations are summed.
+  "tensor": Layout(axes={"tp": 8}, inner="tp"),
+  # Both, as large models are trained.
+  "fsdp x tensor": Layout(
+    axes={"fsdp": 2, "tp": 4}, batch=("fsdp",), embed="fsdp", inner="tp"
+  ),
+}
+
+
+def weight(rngs, shape, *axes):
+  """A matrix that is cut along `axes`, one for each of its dimensions."""
+  init = nnx.initializers.lecun_normal()(rngs.params(), (shape[0], np.prod(shape[1:])))
+  # eager_sharding=False: the trainer lays it out, on whatever mesh is set.
+  return nnx.Param(init.reshape(shape), out_sharding=axes, eager_sharding=False)
+
+
+class MLP(nnx.Module):
+  """x [B, 1] -> y [B, 1]. It has no wide stream that FSDP could cut."""
+
+  def __init__(self, layout, *, hidden=32, rngs):
+    # Columns of the first, rows of the second: one sum at the end is all that devices
+    # say to each other. Cutting the columns of both, w2 [32, 1] could not even be cut.
+    self.w1 = weight(rngs, (1, hidden), None, layout.inner)
+    self.b1 = nnx.Param(
+      jnp.zeros(hidden), out_sharding=(layout.inner,), eager_sharding=False
+    )
+    self.w2 = weight(rngs, (hidden, 1), layout.inner, None)
+
+  def __call__(self, x):
+    return nnx.relu(x @ self.w1 + self.b1) @ self.w2
+
+
+class Block(nnx.Module):
+  """Causal attention and an MLP, cut as Megatron does (arXiv:1909.08053)."""
+
+  def __init__(self, layout, *, width, heads, rngs):
+    d, n, h, f = width, heads, width // heads, 4 * width
+    self.layout = layout
+    self.qkv = weight(rngs, (d, 3, n, h), layout.embed, None, layout.inner, None)
+    self.out = weight(rngs, (n, h, d), layout.inner, None, layout.embed)
+    self.up = weight(rngs, (d, f), layout.embed, layout.inner)
+    self.down = weight(rngs, (f, d), layout.inner, layout.embed)
+    self.norm1 = nnx.RMSNorm(d, rngs=rngs)
+    self.norm2 = nnx.RMSNorm(d, rngs=rngs)
+
+  def __call__(self, x):
+    # Rows stay apart, and what runs between the blocks is whole in each row. An axis
+    # can cut one dimension only: P("x", None, "x") would be refused.
+    x = constrain(x, self.layout.batch, None, None)
+    q, k, v = jnp.einsum("btd,dknh->kbtnh", self.norm1(x), self.qkv[...])
+    attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    x = x + jnp.einsum("btnh,nhd->btd", attended, self.out[...])
+    return x + jax.nn.gelu(self.norm2(x) @ self.up) @ self.down
+
+
+class Transformer(nnx.Module):
+  """Tokens int32 [B, T] -> logits [B, T, V]; the embedding is tied."""
+
+  def __init__(self, layout, *, vocab=64, width=64, heads=8, layers=2, rngs):
+    self.embedding = weight(rngs, (vocab, width), None, layout.embed)
+    self.blocks = nnx.List(
+      Block(layout, width=width, heads=heads, rngs=rngs) for _ in range(layers)
+    )
+
+  def __call__(self, tokens):
+    x = self.embedding[...][tokens]
+    for block in self.blocks:
+      x = block(x)
+    return x @ self.embedding[...].T
+
+
+# Two tasks. A batch may be any pytree when the loss says how to read it.
+
+
+def parabola(steps, rows=32):
+  """Batches of y = 0.8 x^2 + 0.1 and some noise."""
+  rng = np.random.default_rng(0)
+  for _ in range(steps):
+    x = rng.uniform(-2, 2, (rows, 1)).astype(np.float32)
+    noise = rng.normal(0, 0.1, x.shape)
+    yield {"x": x, "y": (0.8 * x**2 + 0.1 + noise).astype(np.float32)}
+
+
+def squared_error(model, x, y):
+  return jnp.mean((model(x) - y) ** 2)
+
+
+def counting(steps, rows=16, length=32, vocab=64):
+  """Batches of tokens that count up in steps of their own."""
+  rng = np.random.default_rng(0)
+  for _ in range(steps):
+    start, stride = rng.integers(1, vocab, (2, rows, 1))
+    tokens = (start + stride * np.arange(length)) % vocab
+    yield {"tokens": tokens.astype(np.int32)}
+
+
+def next_token(model, tokens):
+  logits = model(tokens[:, :-1])
+  return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+TASKS = {
+  "mlp": (MLP, parabola, squared_error),
+  "transformer": (Transformer, counting, next_token),
+}
+
+
+def collectives(hlo):
+  """How often each collective stands in a compiled program's text.
+
+  On a CPU, XLA makes no reduce-scatter of its own accord: it writes an all-reduce of
+  which each device keeps its part. On TPUs and GPUs it does.
+  """
+  names = r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
+  return collections.Counter(re.findall(rf" {names}(?:-start)?\(", hlo))
+
+
+def bytes_on_a_device(model):
+  shards = [x.addressable_shards[0].data for x in jax.tree.leaves(nnx.state(model))]
+  return sum(shard.nbytes for shard in shards)
+
+
+def run(task, layout, steps):
+  """Trains on one mesh: losses, collectives of a step, bytes of the weights."""
+  make, data, loss_fn = TASKS[task]
+  devices = jax.devices()[: np.prod(list(layout.axes.values()))]
+  with jax.set_mesh(create_mesh(layout.axes, devices)):
+    model = make(layout, rngs=nnx.Rngs(0))
+    logger = MetricsLogger()
+    config = TrainingConfig(data_sharding_axis=layout.batch, pbar_description=None)
+    trainer = PeftTrainer(model, optax.adam(1e-2), config, logger)
+    trainer.with_loss_fn(loss_fn)
+    step = trainer.lower_train_step(next(data(1))).compile()
+    trainer.train(data(steps))
+    trainer.close()
+  return {
+    "losses": logger.get_metric_history("", "loss", Mode.TRAIN),
+    "collectives": collectives(step.as_text()),
+    "bytes": bytes_on_a_device(model),
+    "model": model,
+  }
+
+
+def main():
+  parser = argparse.ArgumentParser(description="see the top of the file")
+  parser.add_argument("--steps", type=int, default=100)
+  args = parser.parse_args()
+  for task in TASKS:
+    print(f"\n{task:14} {'loss':>16} {'bytes/device':>13}  collectives of a step")
+    for name, layout in LAYOUTS.items():
+      out = run(task, layout, args.steps)
+      first, last = out["losses"][0], out["losses"][-1]
+      said = ", ".join(f"{n} {kind}" for kind, n in sorted(out["collectives"].items()))
+      losses = f"{first:.4f} -> {last:.4f}"
+      print(f"{name:14} {losses:>16} {out['bytes']:13,}  {said or 'none'}")
+  print("\nthe last mesh, and where a matrix of the MLP in a block lies on it:")
+  jax.debug.visualize_array_sharding(out["model"].blocks[0].up[...])
+
+
+if __name__ == "__main__":
+  # Before the first array: where there is only a CPU, it is seen as eight devices.
+  jax.config.update("jax_num_cpu_devices", 8)
+  main()

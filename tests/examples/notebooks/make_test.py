@@ -1,0 +1,78 @@
+"""The notebooks' sources run at tiny size, and the notebooks are made of them."""
+
+import json
+import re
+
+import jax
+import pytest
+
+from tests.examples import loading
+
+make = loading.example("notebooks.make")
+FOLDER = loading.EXAMPLES / "notebooks"
+
+
+@pytest.fixture
+def run():
+  """Runs the cells of a notebook in a few steps; gives the names they leave behind."""
+  from matplotlib import pyplot
+
+  pyplot.switch_backend("agg")
+  mesh = jax.sharding.get_mesh()
+
+  def run(name, steps=None):
+    left = {"__name__": "__main__"}
+    for cell in make.cells(name):
+      # The test world has chosen its devices.
+      if cell.kind == "code" and "jax_num_cpu_devices" not in cell.text:
+        text = cell.text
+        if steps is not None:
+          text = re.sub(r"^STEPS = \d+", f"STEPS = {steps}", text, flags=re.M)
+          text = re.sub(r"base_model\(\d+\)", f"base_model({steps})", text)
+        exec(compile(text, f"<{name}>", "exec"), left)
+    return left
+
+  yield run
+  pyplot.close("all")
+  jax.set_mesh(mesh)
+
+
+@pytest.mark.parametrize("name", make.NAMES)
+def test_every_cell_runs(name, run):
+  assert "OUTPUT" in run(name, steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lora", "qlora"])
+def test_adapters_are_learnt(name, run):
+  """Whether the others learn is seen in the notebooks."""
+  assert run(name)["after"] > 0.8
+
+
+def test_sources_are_cut_into_cells():
+  kinds = [cell.kind for cell in make.cells("lora")]
+  assert kinds[0] == "markdown" and "code" in kinds
+  texts = [cell.text for cell in make.cells("lora")]
+  assert "TINY = True" in texts[2].splitlines()
+  assert not any("# %%" in text for text in texts)
+
+
+def test_progress_bars_are_kept_as_they_stood_last():
+  text = "a:   0%|\ra:  50%|\n\x1b[Ab:   5%|\ra: 100%|\nTqdmWarning: none\nloss 1\n"
+  assert make.last_states(text) == "a: 100%|\nb:   5%|\nloss 1\n"
+
+
+@pytest.mark.parametrize("name", make.NAMES)
+def test_a_notebook_is_its_source_executed(name):
+  """Edited a source? python examples/notebooks/make.py NAME"""
+  path = FOLDER / f"{name}.ipynb"
+  assert path.stat().st_size < make.MAX_BYTES
+  made = json.loads(path.read_text())
+  cells = [
+    make.Cell(cell["cell_type"], "".join(cell["source"])) for cell in made["cells"]
+  ]
+  assert cells == make.cells(name)
+  outputs = [out for cell in made["cells"] for out in cell.get("outputs", [])]
+  kinds = {out["output_type"] for out in outputs}
+  assert "error" not in kinds and "stream" in kinds
+  assert any("image/png" in out.get("data", {}) for out in outputs)

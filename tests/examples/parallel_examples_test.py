@@ -1,0 +1,117 @@
+"""The examples of parallel training, on the test world's eight devices."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.examples import loading
+from tunix.utils.mesh import create_mesh
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def tensor():
+  return loading.example("tensor_parallel")
+
+
+@pytest.fixture(scope="module", params=["mlp", "transformer"])
+def layouts(request, tensor):
+  runs = {
+    name: tensor.run(request.param, layout, STEPS)
+    for name, layout in tensor.LAYOUTS.items()
+  }
+  return request.param, runs
+
+
+def test_layouts_have_the_losses_of_one_device(layouts):
+  _, runs = layouts
+  wanted = runs["one"]["losses"]
+  assert len(wanted) == STEPS and wanted[-1] < wanted[0]
+  for name, run in runs.items():
+    np.testing.assert_allclose(run["losses"], wanted, rtol=1e-5, err_msg=name)
+
+
+def test_layouts_say_what_they_should_to_each_other(layouts):
+  task, runs = layouts
+  said = {name: set(run["collectives"]) for name, run in runs.items()}
+  assert said["one"] == set()
+  assert said["data"] == {"all-reduce"}
+  assert said["tensor"] == {"all-reduce"}
+  assert ("all-gather" in said["fsdp"]) == (task == "transformer")
+
+
+def test_devices_hold_their_part(layouts):
+  task, runs = layouts
+  held = {name: run["bytes"] for name, run in runs.items()}
+  assert held["data"] == held["one"]
+  assert held["tensor"] < held["one"] / 4
+  if task == "transformer":
+    # All but the norms' scales: eight norms of 64 floats, none of them cut.
+    assert held["fsdp"] < held["one"] / 7.5
+
+
+def test_collectives_are_counted_by_kind(tensor):
+  text = """
+    %a = f32[8] all-reduce(%x), channel_id=1
+    %b = f32[8] all-reduce-start(%a)
+    %c = (f32[8]) all-gather(%b)
+    %all-to-all.1 = f32[8] fusion(%c)
+  """
+  assert tensor.collectives(text) == {"all-reduce": 2, "all-gather": 1}
+
+
+@pytest.fixture(scope="module")
+def data():
+  return loading.example("data_parallel")
+
+
+def test_all_ways_to_write_a_step_are_one(data):
+  mesh = data.new_mesh()
+  wanted = data.train(jax.jit(data.step), STEPS)
+  assert wanted[-1] < wanted[0]
+  for losses in (
+    data.train(data.by_jit(mesh), STEPS),
+    data.train(data.by_shard_map(mesh), STEPS),
+    data.by_trainer(mesh, STEPS),
+  ):
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+
+
+def test_addition_is_traced_once_for_all_devices(data, capsys):
+  x = np.arange(48, dtype=np.float32).reshape(16, 3)
+  total = data.parallel_add(data.new_mesh(), x, np.ones_like(x))
+  np.testing.assert_array_equal(total, x + 1)
+  assert total.sharding.shard_shape(x.shape) == (2, 3)
+  assert capsys.readouterr().out.count("tracing") == 1
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 13])
+def test_exercises_take_any_number_of_rows(data, rows):
+  x = np.random.default_rng(0).normal(size=(rows, 5)).astype(np.float32)
+  mesh = data.new_mesh()
+  np.testing.assert_allclose(data.row_means(mesh, x), x.mean(1), rtol=1e-5)
+  np.testing.assert_allclose(data.mean_of_all(mesh, x), x.mean(), rtol=1e-5, atol=1e-7)
+
+
+def test_every_device_shows_its_rows(data, capfd):
+  x = np.arange(16, dtype=np.float32).reshape(16, 1)
+  np.testing.assert_array_equal(data.show_rows(data.new_mesh(), x), x)
+  jax.effects_barrier()
+  lines = capfd.readouterr().out.strip().splitlines()
+  assert sorted(line.strip() for line in lines) == [
+    f"device {i} has rows that begin with [{2.0 * i:g}. {2.0 * i + 1:g}.]"
+    for i in range(8)
+  ]
+
+
+def test_the_example_of_sharding(tmp_path):
+  sharding = loading.example("sharding")
+  _, wanted = sharding.train(None, tmp_path / "one", STEPS)
+  assert wanted[-1] < wanted[0]
+  for name, axes in sharding.MESHES.items():
+    model, losses = sharding.train(create_mesh(axes), tmp_path / name, STEPS)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-4, err_msg=name)
+    spec = model.layers.mlp.up_proj.kernel[...].sharding.spec
+    cut = (axis if axis in axes else None for axis in ("fsdp", "tp"))
+    assert tuple(spec) == (None, *cut)
