@@ -81,7 +81,7 @@ def test_the_seam_alone_is_enough_for_logits_and_for_sampling(makes):
   decoder = makes[0].model
   alone = calling.adapt(SeamAlone(decoder))
   assert not alone.builds_logits
-  close(alone.unembed(alone.states(TOKENS)), alone.full_logits(TOKENS))
+  close(alone.unembed(alone.states(ROWS)), alone.full_logits(ROWS))
   tokens = [
     Sampler(model, toy_ids.Ids())([[5, 6, 7]], 4).tokens[0].tolist()
     for model in (decoder, alone.model)
