@@ -271,6 +271,71 @@ def test_keys_of_other_jobs_are_refused_unless_they_say_their_default():
     config_lib.load(["--rollout.max_prompt_length=9"])
 
 
+# DAPO's default is true: in GRPO, which has no such thing, true is no default.
+SAID_IN_VAIN = {
+  "--algorithm.dynamic_sampling=true": ("grpo", "it belongs to the algorithm dapo"),
+  "--algorithm.whiten_advantages=true": ("grpo", "it belongs to the job ppo"),
+  "--algorithm.name=dapo": ("sft", "it belongs to the jobs grpo and ppo"),
+  "--algorithm.beta=0.04": ("sft", "it belongs to the jobs grpo and ppo"),
+}
+
+
+@pytest.mark.parametrize("word", SAID_IN_VAIN)
+def test_what_one_algorithm_has_is_no_default_of_another(word, tmp_path):
+  job, remedy = SAID_IN_VAIN[word]
+  key, _, value = word[2:].partition("=")
+  section, _, name = key.partition(".")
+  file = tmp_path / "mine.yaml"
+  file.write_text(f"job: {job}\n{section}: {{{name}: {value}}}\n")
+  for words in ([f"--job={job}", word], [str(file)]):
+    with pytest.raises(ValueError, match=rf"{key} is .*{remedy}"):
+      config_lib.load(words)
+  config_lib.load([f"--job={job}", f"--{key}=null"])
+
+
+@pytest.mark.parametrize("value", ["{x: 3}", "[sft]"])
+def test_a_job_that_is_no_name_is_an_error_of_one_line(value):
+  with pytest.raises(
+    ValueError, match=r"--job: job is the .* expected one of sft, dpo"
+  ):
+    config_lib.load([f"--job={value}"])
+
+
+def test_a_key_that_an_inner_section_has_not_is_unknown():
+  words = [
+    "--job=grpo",
+    "--algorithm.name=dapo",
+    "--algorithm.overlong_buffer={lon: 5}",
+  ]
+  with pytest.raises(
+    ValueError, match=r"the key 'algorithm.overlong_buffer.lon' is un"
+  ):
+    config_lib.load(words)
+
+
+def test_numbers_by_pattern_are_refused_by_their_own_key():
+  for key in ("rank_pattern", "alpha_pattern"):
+    with pytest.raises(ValueError, match=rf"--lora.{key}: lora.{key}.q_proj is 0"):
+      config_lib.load(["--lora.rank=8", f"--lora.{key}={{q_proj: 0}}"])
+  with pytest.raises(
+    ValueError, match=r"lora.targets is empty: .*leave it out for all"
+  ):
+    config_lib.load(["--lora.rank=8", "--lora.targets=[]"])
+
+
+def test_what_a_student_may_not_do_is_said_of_its_keys():
+  words = ["--job=distill", "--distill.teacher=t", "--rollout.temperature=0"]
+  with pytest.raises(ValueError, match=r"^rollout.temperature is 0.0: it must be abo"):
+    JOBS["distill"].check(config_lib.load([*words, "--distill.on_policy_fraction=0.5"]))
+  with pytest.raises(ValueError, match=r"distill.on_policy_fraction is not set: rows"):
+    JOBS["distill"].check(config_lib.load(words))
+
+
+def test_the_command_says_null_where_python_says_none():
+  with pytest.raises(ValueError, match=r"training.max_steps is 0: .* or null$"):
+    config_lib.load(["--training.max_steps=0"])
+
+
 # What is told of the keys.
 
 

@@ -178,7 +178,15 @@ def known_keys() -> dict[str, list[tuple[str, str | None, keys.Key]]]:
   for name, job in JOBS.items():
     for dotted, chosen, key in keys.walk(job.settings):
       found.setdefault(dotted, []).append((name, chosen, key))
+      if isinstance(section := section_of(key.hint), Choice):
+        choice = keys.Key(hint=_names(section), default=None, meaning="")
+        found.setdefault(f"{dotted}.name", []).append((name, None, choice))
   return found
+
+
+def _names(choice: Choice) -> Any:
+  """The type of the key `name` that chooses."""
+  return Literal[tuple(choice.classes)]  # pyright: ignore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +249,7 @@ def _job_of(values: Mapping[str, Any]) -> str:
   job = _plain(values.get("job"))
   if job is None:
     return next(iter(JOBS))
-  if job not in JOBS:
+  if not isinstance(job, str) or job not in JOBS:
     raise ValueError(f"job is {describe(job)}, expected one of {', '.join(JOBS)}")
   return job
 
@@ -284,8 +292,7 @@ def _build_section(hint: Any, value: Any, dotted: str, place: _Place) -> Any:
   if isinstance(kind, Choice):
     # Null means the default of the one that is chosen, also where that takes null.
     values = {name: v for name, v in values.items() if _plain(v) is not None}
-    names: Any = Literal[tuple(kind.classes)]  # pyright: ignore
-    named = convert(values.pop("name", kind.first), names, f"{dotted}.name")
+    named = convert(values.pop("name", kind.first), _names(kind), f"{dotted}.name")
     place, kind = _Place(place.job, named), kind.classes[named]
   assert isinstance(kind, type)
   if takes_null(hint) and not _is_asked_for(kind, values, dotted):
@@ -302,7 +309,9 @@ def _is_asked_for(section: type, values: Mapping[str, Any], dotted: str) -> bool
   if not missing:
     return bool(required) or any(_plain(v) is not None for v in values.values())
   for name, value in values.items():
-    if name not in known or not _says_nothing(_plain(value), known[name]):
+    if name not in known:
+      raise ValueError(_unknown(f"{dotted}.{name}"))
+    if not _says_nothing(_plain(value), known[name]):
       raise ValueError(
         f"{dotted}.{name} is set and {dotted}.{missing[0]} is not, so nothing would "
         f"read it: set {dotted}.{missing[0]}, or leave it out"
@@ -321,10 +330,13 @@ def _check_foreign(dotted: str, value: Any, place: _Place) -> None:
     raise ValueError(_unknown(dotted))
   if isinstance(value, dict) and _is_section(dotted):
     for name, entry in value.items():
-      if name != "name":  # what a choice is between
-        _check_foreign(f"{dotted}.{name}", entry, place)
+      _check_foreign(f"{dotted}.{name}", entry, place)
     return
-  if any(_says_nothing(value, key) for _, _, key in owners):
+  # What an algorithm does by default (DAPO samples dynamically) is no default of the
+  # others: only null says nothing of it.
+  if value in (None, {}, []) or any(
+    chosen is None and value == plain(key.default) for _, chosen, key in owners
+  ):
     return
   chosen = [c for job, c, _ in owners if c is not None and job == place.job]
   if chosen:

@@ -116,7 +116,8 @@ def under(name: str, section: type) -> Iterator[None]:
   try:
     yield
   except (TypeError, ValueError) as error:
-    message, prefix = str(error), f"{name}."
+    # Python's word for "not set", as files spell it.
+    message, prefix = re.sub(r"\bor None\b", "or null", str(error)), f"{name}."
     if not name or message.startswith(prefix):
       raise ValueError(message) from error
     first = re.match(r"\w*", message)

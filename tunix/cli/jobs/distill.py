@@ -46,6 +46,13 @@ _STRATEGY = {
   "divergence": "divergence",
   "jsd_beta": "beta",
 }
+# Arguments of OnPolicyConfig -> keys.
+_ON_POLICY = {
+  "on_policy_fraction": "distill.on_policy_fraction",
+  "sampling_temperature": "rollout.temperature",
+  "max_prompt_length": "rollout.max_prompt_length",
+  "max_completion_length": "rollout.max_tokens_to_generate",
+}
 _JSD_BETA = 0.5  # neither model is preferred
 
 
@@ -205,7 +212,8 @@ def check(config: DistillRun) -> None:
     if getattr(owner, name) != getattr(defaults, name):
       raise ValueError(
         f"{prefix}.{name} is {getattr(owner, name)!r} and distill.on_policy_fraction "
-        f"{wanted.on_policy_fraction}: rows are as {remedy} says, leave it out"
+        f"{wanted.on_policy_fraction if config.is_on_policy else 'is not set'}: rows "
+        f"are as {remedy} says, leave it out"
       )
   if wanted.teacher is None and wanted.cache is None:
     raise ValueError(
@@ -233,7 +241,7 @@ def _check_sampling(config: DistillRun) -> None:
 
 def _on_policy_options(config: DistillRun, **options: Any) -> OnPolicyConfig:
   how = config.rollout
-  with keys.under("distill", DistillSettings):
+  with build_data.naming(_ON_POLICY):
     return OnPolicyConfig(
       max_prompt_length=how.max_prompt_length,
       max_completion_length=how.max_tokens_to_generate,
