@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from tests.cli import runs
-from tunix.cli import build, config as config_lib, keys, reference, spelling
+from tunix.cli import build, config as config_lib, keys, reference, spelling, yaml_text
 from tunix.cli.convert import Choice, convert, options, plain, section_of
 from tunix.cli.jobs import preference, rl
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run_folder import RunFolder
-from tunix.cli.settings import fields_of
+from tunix.cli.settings import values_for
 from tunix.rl.config import PromptSizes
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import TrainingConfig
@@ -117,7 +117,7 @@ def layer(values):
 def test_every_key_of_every_job_reaches_its_dataclass():
   seen = 0
   for job, chosen, dotted, key in leaves():
-    if dotted in ("job", "dataset_name"):
+    if dotted == "job":
       continue
     value = another(dotted, key)
     values = {"job": job} | NEEDS.get(dotted, {}) | {dotted: value}
@@ -171,10 +171,10 @@ def test_sections_are_what_the_library_is_given(job, section, kind, tmp_path):
   given = {
     "training": lambda: build.training_options(config, tmp_path, 0.1),
     "rollout": lambda: vars(next(iter(rl.rollout_configs(config).values()))),
-    "rl": lambda: fields_of(PromptSizes, config.rl),
+    "rl": lambda: values_for(PromptSizes, config.rl),
   }[section]()
   asked = {f.name for f in dataclasses.fields(kind)} - set(skipped)
-  wanted = fields_of(kind, getattr(config, section))
+  wanted = values_for(kind, getattr(config, section))
   assert {n: plain(given[n]) for n in asked} == {n: plain(wanted[n]) for n in asked}
 
 
@@ -234,15 +234,19 @@ def test_folders_of_before_resume(file, tmp_path):
 @pytest.mark.parametrize("old", sorted(spelling.RENAMED | spelling.ALIASES))
 def test_old_spellings_are_taken_and_named(old, capsys):
   new = (spelling.RENAMED | spelling.ALIASES)[old]
-  value = {"checkpoint": "7", "lora": "true"}[old.partition(".")[0]]
+  value, other = {
+    "checkpoint": ("7", "8"),
+    "lora": ("true", "false"),
+    "dataset_name": ("a.jsonl", "b.jsonl"),
+  }[old.partition(".")[0]]
   lora = ["--lora.rank=2"] if old.startswith("lora") else []
   assert config_lib.load([*lora, f"--{old}={value}"]) == config_lib.load(
     [*lora, f"--{new}={value}"]
   )
   noted = f"tunix: note: --{old}: {old} is called {new} now\n"
   assert capsys.readouterr().err == (noted if old in spelling.RENAMED else "")
-  with pytest.raises(ValueError, match=f"{old} is another name of {new}"):
-    config_lib.load([*lora, f"--{old}={value}", f"--{new}={value}"])
+  with pytest.raises(ValueError, match=f"--{old}: {old} is .* and {new} .* two names"):
+    config_lib.load([*lora, f"--{old}={value}", f"--{new}={other}"])
 
 
 def test_null_below_an_algorithm_is_its_own_default():
@@ -340,7 +344,7 @@ def test_the_command_says_null_where_python_says_none():
 
 
 def test_base_config_is_what_the_dataclasses_say():
-  assert config_lib.BASE_PATH.read_text() == reference.base_config(), (
+  assert yaml_text.BASE_PATH.read_text() == reference.base_config(), (
     "run python -m tunix.cli.reference"
   )
 

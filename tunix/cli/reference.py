@@ -11,7 +11,7 @@ import re
 import textwrap
 from typing import Any
 
-from tunix.cli import config, keys
+from tunix.cli import keys, yaml_text
 from tunix.cli.convert import Choice, json_type, plain, section_of, takes_null
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.keys import REQUIRED, Key
@@ -95,7 +95,7 @@ def describe_keys(job: str) -> str:
       if meaning := _meaning(entry, 1, entry.default):
         lines += textwrap.wrap(f"{name}: {meaning}", _WIDTH)
       continue
-    lines.append(f"  --{name}={_type(entry)}  [{config.inline(entry.default)}]")
+    lines.append(f"  --{name}={_type(entry)}  [{yaml_text.inline(entry.default)}]")
     lines += _wrap(_meaning(entry, 1, entry.default), "      ")
   return "\n".join(lines)
 
@@ -122,7 +122,7 @@ def base_config() -> str:
         lines += _wrap(f"One of {', '.join(_names(entry))}.", "  # ")
         lines.append("  name: null")
     else:
-      lines.append(f"{indent}{entry.path[-1]}: {config.inline(default)}")
+      lines.append(f"{indent}{entry.path[-1]}: {yaml_text.inline(default)}")
   return "\n".join(lines) + "\n"
 
 
@@ -202,7 +202,7 @@ def _defaults(entry: Entry) -> list[str]:
   by: dict[str, list[str]] = {}
   for owner, key in entry.keys.items():
     if key.default is not REQUIRED:
-      by.setdefault(config.inline(plain(key.default)), []).append(owner)
+      by.setdefault(yaml_text.inline(plain(key.default)), []).append(owner)
   if list(by) in ([], ["null"]):
     return []
   if len(by) == 1:
@@ -263,4 +263,4 @@ def _wrap(text: str, indent: str) -> list[str]:
 
 
 if __name__ == "__main__":
-  config.BASE_PATH.write_text(base_config())
+  yaml_text.BASE_PATH.write_text(base_config())

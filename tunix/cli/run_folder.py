@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.cli import config as config_lib, keys
+from tunix.cli import config as config_lib, keys, yaml_text
 from tunix.cli.settings import RunSettings
 from tunix.utils import io
 
@@ -130,7 +130,7 @@ class RunFolder:
         f"{self.path} has no config.yaml: give the output_dir of a `tunix train`"
       )
     name = str(self.config_file)
-    return config_lib.from_layers([(name, config_lib.read_file(name))])
+    return config_lib.from_layers([(name, yaml_text.read_file(name))])
 
   def start(
     self,

@@ -22,10 +22,12 @@ from tunix.cli import (
   build,
   build_data,
   config as config_lib,
+  mesh as mesh_axes,
   optimizer,
   precision,
   reference,
   run_lock,
+  yaml_text,
 )
 from tunix.cli.build_data import RunData
 from tunix.cli.jobs.table import JOBS
@@ -102,7 +104,7 @@ def main(argv: Sequence[str]) -> None:
   """Runs `tunix train`."""
   if not argv or {"--help", "-h"} & set(argv):
     job = _job_of(argv, "--help", "-h")
-    names, path = ", ".join(JOBS), config_lib.BASE_PATH
+    names, path = ", ".join(JOBS), yaml_text.BASE_PATH
     told = reference.describe_keys(job)
     print(HELP.format(jobs=names, path=path, job=job, keys=told))
   elif "--schema" in argv:
@@ -135,7 +137,7 @@ def run(config: RunSettings) -> Result:
   folder = RunFolder(pathlib.Path(config.output_dir or ""))
   if config.compilation_cache is not None:
     _keep_programs(config.compilation_cache)
-  mesh = build.build_mesh(config)
+  mesh = mesh_axes.build(config.mesh, config.training.batch_rows)
   first = jax.process_index() == 0
   if first:
     run_lock.check(folder.path)

@@ -79,7 +79,7 @@ def read_sft(record: Any, where: str) -> Record:
   check_mapping(record, where, SFT.expected)
   forms = [name for name in ("prompt", "messages", "text") if name in record]
   if len(forms) != 1:
-    raise ValueError(f"{where}: found {fields_of(record)}, {SFT.expected}")
+    raise ValueError(f"{where}: found {describe_fields(record)}, {SFT.expected}")
   [form] = forms
   prompt: Text = ""
   if form == "prompt":
@@ -150,7 +150,7 @@ def read_answered(record: Any, where: str) -> Record:
       )
     read = read._replace(prompt=prompt, completions={"completion": [last]})
   elif read.form != "prompt":
-    raise ValueError(f"{where}: {ANSWERED.expected}, found {fields_of(record)}")
+    raise ValueError(f"{where}: {ANSWERED.expected}, found {describe_fields(record)}")
   return read._replace(form="answered")
 
 
@@ -163,7 +163,7 @@ def read_prompt(record: Any, where: str) -> Record:
   check_mapping(record, where, PROMPTS.expected)
   forms = [name for name in ("prompt", "messages") if name in record]
   if len(forms) != 1:
-    raise ValueError(f"{where}: found {fields_of(record)}, {PROMPTS.expected}")
+    raise ValueError(f"{where}: found {describe_fields(record)}, {PROMPTS.expected}")
   [form] = forms
   prompt = record[form]
   if form == "prompt":
@@ -190,7 +190,7 @@ def is_empty(completion: Text) -> bool:
 def _completions(record: Any, where: str, kind: Kind) -> dict[str, Text]:
   check_mapping(record, where, kind.expected)
   if not all(name in record for name in kind.completions):
-    raise ValueError(f"{where}: found {fields_of(record)}, {kind.expected}")
+    raise ValueError(f"{where}: found {describe_fields(record)}, {kind.expected}")
   for name in (*kind.completions, "prompt"):
     if name in record:
       check_text(record, name, where)
@@ -274,7 +274,7 @@ def _quoted(names: Any) -> str:
   return " and ".join(f'"{name}"' for name in names)
 
 
-def fields_of(record: Mapping[str, Any]) -> str:
+def describe_fields(record: Mapping[str, Any]) -> str:
   """The names of a record's fields, for messages."""
   return "fields " + ", ".join(map(repr, record)) if record else "no fields"
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from tunix.cli import build, build_data, fingerprints, keys
+from tunix.cli import build, build_data, fingerprints, keys, mesh as mesh_axes
 from tunix.cli.build_data import RunData
 from tunix.cli.jobs import sft
 from tunix.cli.jobs.job import Job
@@ -20,7 +20,6 @@ from tunix.cli.settings import (
   RowSettings,
   StreamRun,
   at_least,
-  data_axes,
 )
 from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind
 from tunix.distillation import vocabulary
@@ -320,7 +319,7 @@ def build_trainer(
       teacher,
       top_k=wanted.top_k,
       temperature=how.how.temperature,
-      data_sharding_axis=data_axes(config.mesh),
+      data_sharding_axis=mesh_axes.data_axes(config.mesh),
     )
   options = build.training_options(config, output_dir, learning_rate)
   logger = build.build_logger(config, output_dir)

@@ -18,7 +18,7 @@ from tunix.cli.settings import (
   RunSettings,
   TrainingSettings,
   at_least,
-  fields_of,
+  values_for,
 )
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
@@ -278,7 +278,7 @@ def build_learner(
         actor_optimizer=tx,
         **build.training_options(config, output_dir, learning_rate)
         | {"metrics_logging_options": build.logging_options(config, output_dir)},
-        **fields_of(PromptSizes, roles),
+        **values_for(PromptSizes, roles),
         **more,
       ),
       rollout_config=rollout_configs(config),
@@ -298,7 +298,7 @@ def build_learner(
 def rollout_configs(config: RLRun) -> dict[Mode, RolloutConfig]:
   """How to sample in training and in evaluation."""
   how = config.rollout
-  options = fields_of(RolloutConfig, how)
+  options = values_for(RolloutConfig, how)
   options["seed"] = config.seed if how.seed is None else how.seed
   options["stop_strings"] = how.stop_strings or None
   train = RolloutConfig(**options)
