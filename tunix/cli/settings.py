@@ -7,6 +7,7 @@ command is a field; `Attributes:` is its help.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from typing import Any, ClassVar, Literal
@@ -439,19 +440,19 @@ class RunSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamRun(RunSettings):
+class StreamRun(RunSettings, abc.ABC):
   """A run on records that are given, of whatever kind its job trains on."""
 
   data: StreamSettings = StreamSettings()
   training: MicroBatchSettings = MicroBatchSettings()
 
+  @abc.abstractmethod
   def kind(self, *, training: bool) -> Kind:
     """What the records are, those to train on or those to evaluate."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def row_keys(self, kind: Kind) -> dict[str, str]:
     """What the data layer calls the sizes of rows -> the keys that set them."""
-    raise NotImplementedError
 
   @property
   def drops(self) -> bool:

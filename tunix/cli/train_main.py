@@ -30,6 +30,7 @@ from tunix.cli import (
   yaml_text,
 )
 from tunix.cli.build_data import RunData
+from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run_folder import RunFolder
 from tunix.cli.settings import RunSettings
@@ -158,15 +159,16 @@ def run(config: RunSettings) -> Result:
       folder.check_resume(config, data.fingerprints)
       folder.start(config, data.fingerprints, data.scans)
     _say(_describe(config, model, data, mesh))
-    trainer = JOBS[config.job].build(
-      config,
-      model,
-      tokenizer,
-      tx,
+    loaded = Loaded(
+      config=config,
+      model=model,
+      tokenizer=tokenizer,
+      optimizer=tx,
       mesh=mesh,
       output_dir=folder.path,
       learning_rate=rate,
     )
+    trainer = JOBS[config.job].build(loaded)
     if trainer.train_steps:
       _say(f"resuming after step {trainer.train_steps}")
     try:
