@@ -135,14 +135,14 @@ def dump(config: RunSettings) -> str:
 @functools.cache
 def known_keys() -> dict[str, list[tuple[str, str | None, keys.Key]]]:
   """{dotted key: (job, choice or None, key) of all that have it}, sections included."""
-  found: dict[str, list[tuple[str, str | None, keys.Key]]] = {}
+  owners: dict[str, list[tuple[str, str | None, keys.Key]]] = {}
   for name, job in JOBS.items():
     for dotted, chosen, key in keys.walk(job.settings):
-      found.setdefault(dotted, []).append((name, chosen, key))
+      owners.setdefault(dotted, []).append((name, chosen, key))
       if isinstance(section := section_of(key.hint), Choice):
         choice = keys.Key(hint=_names(section), default=None, meaning="")
-        found.setdefault(f"{dotted}.name", []).append((name, None, choice))
-  return found
+        owners.setdefault(f"{dotted}.name", []).append((name, None, choice))
+  return owners
 
 
 def _names(choice: Choice) -> Any:
@@ -164,8 +164,8 @@ def _say(text: str) -> None:
 
 def _origin(message: str, origins: Mapping[str, str]) -> str | None:
   """Where the key was set that a message begins with, or names as "the key 'x'"."""
-  found = re.match(r"(?:the key ')?([\w.]+)", message)
-  return None if found is None else origins.get(found[1])
+  named = re.match(r"(?:the key ')?([\w.]+)", message)
+  return None if named is None else origins.get(named[1])
 
 
 def _merge(
@@ -226,7 +226,7 @@ def _plain(value: Any) -> Any:
 def _build(section: type, values: Mapping[str, Any], prefix: str, place: _Place) -> Any:
   """The dataclass `section` with these values; null where a field does not take it
   means that it is not set."""
-  known, given = keys.of(section), {}
+  known, arguments = keys.of(section), {}
   for name, value in values.items():
     dotted = f"{prefix}{name}"
     if name not in known:
@@ -234,12 +234,12 @@ def _build(section: type, values: Mapping[str, Any], prefix: str, place: _Place)
       continue
     hint = known[name].hint
     if section_of(hint) is not None:
-      given[name] = _build_section(hint, value, dotted, place)
+      arguments[name] = _build_section(hint, value, dotted, place)
     elif _plain(value) is not None or takes_null(hint):
       typed = value if isinstance(value, Argument) else _plain(value)
-      given[name] = convert(typed, hint, dotted)
+      arguments[name] = convert(typed, hint, dotted)
   with keys.under(prefix[:-1], section):
-    return section(**given)
+    return section(**arguments)
 
 
 def _build_section(hint: Any, value: Any, dotted: str, place: _Place) -> Any:

@@ -66,14 +66,14 @@ class Entry:
 
 def entries(*jobs: str) -> list[Entry]:
   """All keys of these jobs (of all, without any), section by section."""
-  found: dict[tuple[str, ...], dict[str, Key]] = {}
+  owners: dict[tuple[str, ...], dict[str, Key]] = {}
   below = set()
   for job in jobs or JOBS:
     for dotted, chosen, key in keys.walk(JOBS[job].settings):
       path = tuple(dotted.split("."))
-      found.setdefault(path, {}).setdefault(chosen or job, key)
+      owners.setdefault(path, {}).setdefault(chosen or job, key)
       below |= {path} if chosen else set()
-  sections = list(dict.fromkeys(path[0] for path in found))
+  sections = list(dict.fromkeys(path[0] for path in owners))
   return [
     Entry(
       path=path,
@@ -81,7 +81,7 @@ def entries(*jobs: str) -> list[Entry]:
       section=section_of(next(iter(by.values())).hint) is not None,
       chosen=path in below,
     )
-    for path, by in sorted(found.items(), key=lambda item: sections.index(item[0][0]))
+    for path, by in sorted(owners.items(), key=lambda item: sections.index(item[0][0]))
   ]
 
 
@@ -103,9 +103,9 @@ def describe_keys(job: str) -> str:
 def base_config() -> str:
   """All keys of all jobs with their defaults, as YAML with comments."""
   lines = [_HEAD.rstrip()]
-  found = _shown(entries())
-  owners = {entry.path: len(entry.keys) for entry in found}
-  for entry in found:
+  shown = _shown(entries())
+  owners = {entry.path: len(entry.keys) for entry in shown}
+  for entry in shown:
     depth = len(entry.path)
     indent = "  " * (depth - 1)
     if depth == 1:
@@ -157,21 +157,21 @@ def _object(section: type) -> dict[str, Any]:
 
 
 def _choice(choice: Choice) -> dict[str, Any]:
-  found = []
+  schemas = []
   for name, cls in choice.classes.items():
     schema = _object(cls)
     named = {"const": name, "description": (cls.__doc__ or "").split("\n")[0]}
     schema["properties"] = {"name": named} | schema["properties"]
     if name != choice.first:
       schema["required"] = ["name"]
-    found.append(schema)
-  return {"anyOf": found}
+    schemas.append(schema)
+  return {"anyOf": schemas}
 
 
-def _shown(found: list[Entry]) -> list[Entry]:
+def _shown(listed: list[Entry]) -> list[Entry]:
   """Without what stands below a section in a section: that is one entry, a mapping."""
-  inner = {entry.path for entry in found if entry.section and len(entry.path) > 1}
-  return [e for e in found if e.path in inner or e.path[:2] not in inner]
+  inner = {entry.path for entry in listed if entry.section and len(entry.path) > 1}
+  return [e for e in listed if e.path in inner or e.path[:2] not in inner]
 
 
 def _names(entry: Entry) -> list[str]:

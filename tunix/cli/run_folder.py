@@ -220,12 +220,12 @@ def _fixed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if key not in FREE
     and not f"{key}.".startswith(tuple(f"{s}." for s in FREE_SECTIONS))
   ]
-  found: list[str] = []
+  compared: list[str] = []
   for key in fixed:
     section = key.rpartition(".")[0]
     whole = section and (section in old or section in new)
     if any(other.startswith(f"{key}.") for other in fixed):
       continue  # null on one side, a section on the other
-    if not whole or not any(f.rpartition(".")[0] == section for f in found):
-      found.append(key)
-  return found
+    if not whole or not any(f.rpartition(".")[0] == section for f in compared):
+      compared.append(key)
+  return compared

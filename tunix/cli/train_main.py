@@ -206,14 +206,14 @@ def _finish(
   if kind != "none" and jax.process_index() == 0:
     build.export(config, model, kind, folder.export)
   file = folder.path / "logs" / "metrics.jsonl"
-  found = {
+  ends = {
     f"{mode}_{what}": pair
     for what, name in JOBS[config.job].results.items()
     for mode, pair in read_metric(file, name).items()
   }
   result = Result(
     steps=steps,
-    **found,
+    **ends,
     export=None if kind == "none" else str(folder.export),
   )
   if jax.process_index() == 0:
@@ -248,15 +248,15 @@ def _ended_by_max_steps(config: RunSettings, data: RunData, steps: int) -> bool:
 
 def read_metric(file: pathlib.Path, name: str) -> dict[str, tuple[float, float]]:
   """{mode: (first value, last value)} of a metrics file."""
-  found: dict[str, tuple[float, float]] = {}
+  ends: dict[str, tuple[float, float]] = {}
   if not file.is_file():
-    return found
+    return ends
   for line in file.read_text().splitlines():
     record = json.loads(line)
     if name in record:
       value = float(record[name])
-      found[record["mode"]] = (found.get(record["mode"], (value,))[0], value)
-  return found
+      ends[record["mode"]] = (ends.get(record["mode"], (value,))[0], value)
+  return ends
 
 
 def _describe(

@@ -198,36 +198,36 @@ def _completions(record: Any, where: str, kind: Kind) -> dict[str, Text]:
 
 
 def split(
-  prompt: Text | None, given: Mapping[str, Any], where: str
+  prompt: Text | None, completions: Mapping[str, Any], where: str
 ) -> tuple[Text, dict[str, Text]]:
   """The prompt and the completions behind it, which may begin with the prompt again.
 
   Args:
     prompt: None: it is what the completions begin with in common.
-    given: checked completions by name; messages as lists, whole conversations or not.
+    completions: checked, by name; messages as lists, whole conversations or not.
     where: the place of the record, for error messages.
 
   Raises:
     ValueError: there is no prompt, or the conversations do not begin with it.
   """
-  whole = [name for name, value in given.items() if _is_whole(value)]
+  whole = [name for name, value in completions.items() if _is_whole(value)]
   if not whole:
     if prompt is None:
       raise ValueError(
-        f'{where}: no "prompt", and {_quoted(given)} do not begin with it: expected '
-        'a "prompt", or whole conversations as lists of messages'
+        f'{where}: no "prompt", and {_quoted(completions)} do not begin with it: '
+        'expected a "prompt", or whole conversations as lists of messages'
       )
-    return prompt, dict(given)
-  if len(whole) < len(given):
+    return prompt, dict(completions)
+  if len(whole) < len(completions):
     raise ValueError(
-      f'{where}: "{whole[0]}" is a whole conversation and {_quoted(given)} are not '
-      "both: give the prompt in both, or in none"
+      f'{where}: "{whole[0]}" is a whole conversation and {_quoted(completions)} are '
+      "not both: give the prompt in both, or in none"
     )
-  count = _common_messages(list(given.values()), where)
-  first = next(iter(given.values()))
+  count = _common_messages(list(completions.values()), where)
+  first = next(iter(completions.values()))
   if prompt is not None:
     count = _repeated(prompt, first[:count], where)
-  return first[:count], {name: value[count:] for name, value in given.items()}
+  return first[:count], {name: value[count:] for name, value in completions.items()}
 
 
 def _is_whole(completion: Any) -> bool:

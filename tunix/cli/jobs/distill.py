@@ -89,10 +89,10 @@ class DistillSettings:
     on_policy = self.on_policy_fraction is not None
     if self.strategy == "policy_gradient":
       if self.on_policy_fraction != 1:
-        given = self.on_policy_fraction if on_policy else "not set"
+        fraction = self.on_policy_fraction if on_policy else "not set"
         raise ValueError(
           "strategy is 'policy_gradient' and distill.on_policy_fraction "
-          f"{given}: it is right for what the student writes alone; set that to 1"
+          f"{fraction}: it is right for what the student writes alone; set that to 1"
         )
       for name in ("alpha", "top_k", "divergence", "jsd_beta"):
         if getattr(self, name) is not None:
