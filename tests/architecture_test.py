@@ -58,7 +58,7 @@ HEAVY = {
   "jsonschema": {"rl/json_schema.py"},
   "filelock": {"cli/run_lock.py"},
   "jinja2": {"generate/chat_template.py"},
-  "yaml": {"cli/config.py"},
+  "yaml": {"cli/yaml_text.py"},
   "safetensors": set(),  # tests only: see models/tensor_files.py
   "tqdm": {"sft/progress_bar.py"},
 }

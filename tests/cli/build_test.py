@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.cli import runs
-from tunix.cli import build, build_data, config as config_lib
+from tunix.cli import build, build_data, config as config_lib, mesh as mesh_axes
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora_modules
 from tunix.sft import metrics_logger as metrics
@@ -340,22 +340,26 @@ def test_wandb_is_asked_for_by_key_or_environment(settings, tmp_path, monkeypatc
 # The mesh.
 
 
+def build_mesh(keys):
+  return mesh_axes.build(keys.mesh, keys.training.batch_rows)
+
+
 def test_mesh_axes_become_a_mesh(settings):
-  assert build.build_mesh(config(settings)) is None
-  mesh = build.build_mesh(config(settings, mesh="{fsdp: -1, tp: 2}"))
+  assert build_mesh(config(settings)) is None
+  mesh = build_mesh(config(settings, mesh="{fsdp: -1, tp: 2}"))
   assert dict(mesh.shape) == {"fsdp": jax.device_count() // 2, "tp": 2}
 
 
 def test_batches_must_divide_the_mesh_that_minus_one_gives(settings):
   keys = config(settings, mesh="{fsdp: -1}", training__global_batch_size=3)
   with pytest.raises(ValueError, match=r"is 3 and does not divide over the 8 shards"):
-    build.build_mesh(keys)
+    build_mesh(keys)
 
 
 def test_a_mesh_needs_as_many_devices_as_there_are(settings):
   keys = config(settings, mesh="{fsdp: 3}", training__global_batch_size=3)
   with pytest.raises(ValueError, match="needs 3 devices, there are 8"):
-    build.build_mesh(keys)
+    build_mesh(keys)
 
 
 def test_paths_become_absolute_and_hub_ids_stay(settings, monkeypatch, tmp_path):

@@ -87,6 +87,22 @@ def test_data_show_marks_what_is_trained(settings, tmp_path, capsys):
   assert "... 6 more rows" in text
 
 
+@pytest.mark.parametrize("action", ["show", "scan"])
+def test_data_names_the_keys_that_the_job_has(action, settings, tmp_path, capsys):
+  file = tmp_path / "empty.jsonl"
+  settings = settings | {"data__train": file}
+  del settings["data__max_length"]
+  words = ["data", action, *runs.arguments(**settings)]
+  file.write_text('{"prompt": "a", "completion": "", "label": true}\n')
+  error = refused(capsys, *words, "--job=kto")
+  assert '"completion" is empty' in error
+  assert 'set preference.unusable to "drop"' in error
+  file.write_text('{"prompt": "a", "response": ""}\n')
+  on_policy = ["--distill.teacher=t", "--distill.on_policy_fraction=0.5"]
+  error = refused(capsys, *words, "--job=distill", *on_policy)
+  assert "the answer is empty, which teaches nothing; correct the record\n" in error
+
+
 def test_data_show_refuses_bad_records_and_rows(settings, tmp_path, capsys):
   words = runs.arguments(**settings)
   assert "--rows is '0'" in refused(capsys, "data", "show", *words, "--rows=0")

@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from tests.cli import runs
-from tunix.cli import build, config as config_lib, keys, reference, spelling
+from tunix.cli import build, config as config_lib, keys, reference, spelling, yaml_text
 from tunix.cli.convert import Choice, convert, options, plain, section_of
 from tunix.cli.jobs import preference, rl
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run_folder import RunFolder
-from tunix.cli.settings import fields_of
+from tunix.cli.settings import values_for
 from tunix.rl.config import PromptSizes
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import TrainingConfig
@@ -118,7 +118,7 @@ def layer(values):
 def test_every_key_of_every_job_reaches_its_dataclass():
   seen = 0
   for job, chosen, dotted, key in leaves():
-    if dotted in ("job", "dataset_name"):
+    if dotted == "job":
       continue
     value = another(dotted, key)
     values = {"job": job} | NEEDS.get(dotted, {}) | {dotted: value}
@@ -172,10 +172,10 @@ def test_sections_are_what_the_library_is_given(job, section, kind, tmp_path):
   given = {
     "training": lambda: build.training_options(config, tmp_path, 0.1),
     "rollout": lambda: vars(next(iter(rl.rollout_configs(config).values()))),
-    "rl": lambda: fields_of(PromptSizes, config.rl),
+    "rl": lambda: values_for(PromptSizes, config.rl),
   }[section]()
   asked = {f.name for f in dataclasses.fields(kind)} - set(skipped)
-  wanted = fields_of(kind, getattr(config, section))
+  wanted = values_for(kind, getattr(config, section))
   assert {n: plain(given[n]) for n in asked} == {n: plain(wanted[n]) for n in asked}
 
 
@@ -245,15 +245,19 @@ def test_folders_of_before_resume(file, tmp_path):
 @pytest.mark.parametrize("old", sorted(spelling.RENAMED | spelling.ALIASES))
 def test_old_spellings_are_taken_and_named(old, capsys):
   new = (spelling.RENAMED | spelling.ALIASES)[old]
-  value = {"checkpoint": "7", "lora": "true"}[old.partition(".")[0]]
+  value, other = {
+    "checkpoint": ("7", "8"),
+    "lora": ("true", "false"),
+    "dataset_name": ("a.jsonl", "b.jsonl"),
+  }[old.partition(".")[0]]
   lora = ["--lora.rank=2"] if old.startswith("lora") else []
   assert config_lib.load([*lora, f"--{old}={value}"]) == config_lib.load(
     [*lora, f"--{new}={value}"]
   )
   noted = f"tunix: note: --{old}: {old} is called {new} now\n"
   assert capsys.readouterr().err == (noted if old in spelling.RENAMED else "")
-  with pytest.raises(ValueError, match=f"{old} is another name of {new}"):
-    config_lib.load([*lora, f"--{old}={value}", f"--{new}={value}"])
+  with pytest.raises(ValueError, match=f"--{old}: {old} is .* and {new} .* two names"):
+    config_lib.load([*lora, f"--{old}={value}", f"--{new}={other}"])
 
 
 def test_null_below_an_algorithm_is_its_own_default():
@@ -282,11 +286,76 @@ def test_keys_of_other_jobs_are_refused_unless_they_say_their_default():
     config_lib.load(["--rollout.max_prompt_length=9"])
 
 
+# DAPO's default is true: in GRPO, which has no such thing, true is no default.
+SAID_IN_VAIN = {
+  "--algorithm.dynamic_sampling=true": ("grpo", "it belongs to the algorithm dapo"),
+  "--algorithm.whiten_advantages=true": ("grpo", "it belongs to the job ppo"),
+  "--algorithm.name=dapo": ("sft", "it belongs to the jobs grpo and ppo"),
+  "--algorithm.beta=0.04": ("sft", "it belongs to the jobs grpo and ppo"),
+}
+
+
+@pytest.mark.parametrize("word", SAID_IN_VAIN)
+def test_what_one_algorithm_has_is_no_default_of_another(word, tmp_path):
+  job, remedy = SAID_IN_VAIN[word]
+  key, _, value = word[2:].partition("=")
+  section, _, name = key.partition(".")
+  file = tmp_path / "mine.yaml"
+  file.write_text(f"job: {job}\n{section}: {{{name}: {value}}}\n")
+  for words in ([f"--job={job}", word], [str(file)]):
+    with pytest.raises(ValueError, match=rf"{key} is .*{remedy}"):
+      config_lib.load(words)
+  config_lib.load([f"--job={job}", f"--{key}=null"])
+
+
+@pytest.mark.parametrize("value", ["{x: 3}", "[sft]"])
+def test_a_job_that_is_no_name_is_an_error_of_one_line(value):
+  with pytest.raises(
+    ValueError, match=r"--job: job is the .* expected one of sft, dpo"
+  ):
+    config_lib.load([f"--job={value}"])
+
+
+def test_a_key_that_an_inner_section_has_not_is_unknown():
+  words = [
+    "--job=grpo",
+    "--algorithm.name=dapo",
+    "--algorithm.overlong_buffer={lon: 5}",
+  ]
+  with pytest.raises(
+    ValueError, match=r"the key 'algorithm.overlong_buffer.lon' is un"
+  ):
+    config_lib.load(words)
+
+
+def test_numbers_by_pattern_are_refused_by_their_own_key():
+  for key in ("rank_pattern", "alpha_pattern"):
+    with pytest.raises(ValueError, match=rf"--lora.{key}: lora.{key}.q_proj is 0"):
+      config_lib.load(["--lora.rank=8", f"--lora.{key}={{q_proj: 0}}"])
+  with pytest.raises(
+    ValueError, match=r"lora.targets is empty: .*leave it out for all"
+  ):
+    config_lib.load(["--lora.rank=8", "--lora.targets=[]"])
+
+
+def test_what_a_student_may_not_do_is_said_of_its_keys():
+  words = ["--job=distill", "--distill.teacher=t", "--rollout.temperature=0"]
+  with pytest.raises(ValueError, match=r"^rollout.temperature is 0.0: it must be abo"):
+    JOBS["distill"].check(config_lib.load([*words, "--distill.on_policy_fraction=0.5"]))
+  with pytest.raises(ValueError, match=r"distill.on_policy_fraction is not set: rows"):
+    JOBS["distill"].check(config_lib.load(words))
+
+
+def test_the_command_says_null_where_python_says_none():
+  with pytest.raises(ValueError, match=r"training.max_steps is 0: .* or null$"):
+    config_lib.load(["--training.max_steps=0"])
+
+
 # What is told of the keys.
 
 
 def test_base_config_is_what_the_dataclasses_say():
-  assert config_lib.BASE_PATH.read_text() == reference.base_config(), (
+  assert yaml_text.BASE_PATH.read_text() == reference.base_config(), (
     "run python -m tunix.cli.reference"
   )
 

@@ -77,5 +77,5 @@ def check_sampling(args: argparse.Namespace) -> None:
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
   """What was asked for of the sampler's options; `SamplingOptions` checks it."""
-  given = {name: getattr(args, name, None) for name in _SAMPLING}
-  return {name: value for name, value in given.items() if value is not None}
+  values = {name: getattr(args, name, None) for name in _SAMPLING}
+  return {name: value for name, value in values.items() if value is not None}

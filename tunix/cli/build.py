@@ -1,4 +1,4 @@
-"""From a configuration to tokenizer, model, mesh and the trainer's settings."""
+"""From a configuration to tokenizer, model and the trainer's settings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from tunix.cli import keys, precision
+from tunix.cli import keys, mesh as mesh_axes, precision
 from tunix.cli.settings import (
   MicroBatchSettings,
   RunSettings,
   TokenizerSettings,
-  check_mesh,
-  data_axes,
-  fields_of,
+  values_for,
 )
 from tunix.cli.utils import call_strings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -33,7 +31,7 @@ from tunix.models.transformer.model import Transformer
 from tunix.perf.metrics import PerfMetricsOptions
 from tunix.sft import metrics_logger as metrics
 from tunix.sft.config import Schedule, TrainingConfig
-from tunix.utils import env, mesh as mesh_lib
+from tunix.utils import env
 
 _NO_MODEL = (
   "model.path is not set: give --model.path=FOLDER, or --model.name=PRESET to start "
@@ -77,20 +75,6 @@ def with_value(config: Any, key: str, value: Any) -> Any:
   if below:
     value = with_value(getattr(config, name), below, value)
   return dataclasses.replace(config, **{name: value})
-
-
-def build_mesh(config: RunSettings) -> Mesh | None:
-  """The mesh over all devices; None when none is asked for.
-
-  Raises:
-    ValueError: its sizes do not fit the devices, or the batches do not divide over it.
-  """
-  if not config.mesh:
-    return None
-  mesh = mesh_lib.create_mesh(config.mesh)
-  sizes = {axis: int(size) for axis, size in mesh.shape.items()}
-  check_mesh(sizes, config.training.batch_rows)
-  return mesh
 
 
 def build_tokenizer(config: RunSettings) -> TokenizerAdapter:
@@ -237,12 +221,12 @@ def training_options(
   training, accumulation = config.training, None
   if isinstance(training, MicroBatchSettings):
     accumulation = training.micro_batches
-  return fields_of(TrainingConfig, training) | {
+  return values_for(TrainingConfig, training) | {
     "gradient_accumulation_steps": accumulation,
     "checkpoint_root_directory": str(output_dir / "checkpoints"),
     "checkpointing_options": config.checkpoint,
     "perf_metrics_options": perf_options(config, output_dir),
-    "data_sharding_axis": data_axes(config.mesh),
+    "data_sharding_axis": mesh_axes.data_axes(config.mesh),
     "pbar_description": "training" if config.logging.progress_bar else None,
     "learning_rate": learning_rate,
   }

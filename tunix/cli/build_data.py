@@ -59,7 +59,10 @@ def naming(keys: Mapping[str, str]) -> Iterator[None]:
   except ValueError as error:
     words = "|".join(names)
     pattern = rf"(?<![\w.])(?:{words})(?= is | \d|: | to )"
-    text = re.sub(pattern, lambda match: names[match[0]], str(error))
+    text = str(error)
+    if "unusable" not in keys:  # no key of this job asks for that
+      text = text.replace(', or set unusable to "drop"', "")
+    text = re.sub(pattern, lambda match: names[match[0]], text)
     raise ValueError(text) from error
 
 

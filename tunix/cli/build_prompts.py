@@ -12,12 +12,20 @@ from tunix.data.prompts import PromptBatches, PromptReport, Row
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 
-def build_prompts(config: Any, tokenizer: TokenizerAdapter) -> RunData:
+def build_prompts(
+  config: Any, tokenizer: TokenizerAdapter, known: Any = None
+) -> RunData:
   """Reads and checks the prompts, renders them, and makes batches of them.
+
+  Args:
+    config: of the run.
+    tokenizer: of the run.
+    known: as in `build_data.build_data`; prompts are scanned by being read.
 
   Raises:
     FileNotFoundError, ValueError: something about files, records or rewards is wrong.
   """
+  del known
   source = config.data
   if source.train is None:
     raise ValueError("data.train is not set: give a file of JSON lines with prompts")

@@ -2,7 +2,6 @@
 
 Later files override earlier ones key by key, the command line overrides files. A key
 that nobody knows, or a value of the wrong type, is an error that says where it stands.
-The only file that imports yaml.
 """
 
 from __future__ import annotations
@@ -10,16 +9,12 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import pathlib
 import re
 import sys
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import yaml
-
-from tunix.cli import keys, spelling
+from tunix.cli import keys, spelling, yaml_text
 from tunix.cli.convert import (
   Argument,
   Choice,
@@ -32,9 +27,6 @@ from tunix.cli.convert import (
 )
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import RunSettings
-
-BASE_NAME = "base_config.yaml"
-BASE_PATH = pathlib.Path(__file__).with_name(BASE_NAME)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +92,7 @@ def job_of(argv: Sequence[str]) -> str:
 
 def _layers(argv: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
   arguments = parse_arguments(argv)
-  layers = [(name, read_file(name)) for name in arguments.files]
+  layers = [(name, yaml_text.read_file(name)) for name in arguments.files]
   for key, text in arguments.overrides:
     value: Any = _typed(text)
     for part in reversed(key.split(".")):
@@ -135,50 +127,27 @@ def from_layers(
     raise ValueError(f"{origin}: {error}" if origin else str(error)) from error
 
 
-def read_file(name: str) -> dict[str, Any]:
-  """The keys of a YAML file; "base_config.yaml" is ours where there is no other.
-
-  Raises:
-    FileNotFoundError: no such file.
-    ValueError: invalid YAML, a key written twice, or no mapping.
-  """
-  path = pathlib.Path(name).expanduser()
-  if name == BASE_NAME and not path.exists():
-    path = BASE_PATH
-  if not path.is_file():
-    what = "a folder" if path.is_dir() else "no such file"
-    raise FileNotFoundError(f"config {name!r}: {what}; give a YAML file")
-  try:
-    text = path.read_text(encoding="utf-8")
-  except UnicodeDecodeError as error:
-    raise ValueError(f"{name} is no UTF-8 text: give a YAML file") from error
-  value = _parse(text, name)
-  if value is None:
-    return {}
-  if not isinstance(value, dict):
-    raise ValueError(f"{name} holds {describe(value)}, expected `key: value` lines")
-  return value
-
-
 def dump(config: RunSettings) -> str:
   """YAML that `load` reads back to the same settings."""
-  return yaml.safe_dump(keys.as_plain(config), sort_keys=False, allow_unicode=True)
-
-
-def inline(value: Any) -> str:
-  """A value as YAML on one line."""
-  text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
-  return text.removesuffix("\n").removesuffix("\n...")
+  return yaml_text.lines(keys.as_plain(config))
 
 
 @functools.cache
 def known_keys() -> dict[str, list[tuple[str, str | None, keys.Key]]]:
   """{dotted key: (job, choice or None, key) of all that have it}, sections included."""
-  found: dict[str, list[tuple[str, str | None, keys.Key]]] = {}
+  owners: dict[str, list[tuple[str, str | None, keys.Key]]] = {}
   for name, job in JOBS.items():
     for dotted, chosen, key in keys.walk(job.settings):
-      found.setdefault(dotted, []).append((name, chosen, key))
-  return found
+      owners.setdefault(dotted, []).append((name, chosen, key))
+      if isinstance(section := section_of(key.hint), Choice):
+        choice = keys.Key(hint=_names(section), default=None, meaning="")
+        owners.setdefault(f"{dotted}.name", []).append((name, None, choice))
+  return owners
+
+
+def _names(choice: Choice) -> Any:
+  """The type of the key `name` that chooses."""
+  return Literal[tuple(choice.classes)]  # pyright: ignore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +164,8 @@ def _say(text: str) -> None:
 
 def _origin(message: str, origins: Mapping[str, str]) -> str | None:
   """Where the key was set that a message begins with, or names as "the key 'x'"."""
-  found = re.match(r"(?:the key ')?([\w.]+)", message)
-  return None if found is None else origins.get(found[1])
+  named = re.match(r"(?:the key ')?([\w.]+)", message)
+  return None if named is None else origins.get(named[1])
 
 
 def _merge(
@@ -241,7 +210,7 @@ def _job_of(values: Mapping[str, Any]) -> str:
   job = _plain(values.get("job"))
   if job is None:
     return next(iter(JOBS))
-  if job not in JOBS:
+  if not isinstance(job, str) or job not in JOBS:
     raise ValueError(f"job is {describe(job)}, expected one of {', '.join(JOBS)}")
   return job
 
@@ -257,7 +226,7 @@ def _plain(value: Any) -> Any:
 def _build(section: type, values: Mapping[str, Any], prefix: str, place: _Place) -> Any:
   """The dataclass `section` with these values; null where a field does not take it
   means that it is not set."""
-  known, given = keys.of(section), {}
+  known, arguments = keys.of(section), {}
   for name, value in values.items():
     dotted = f"{prefix}{name}"
     if name not in known:
@@ -265,12 +234,12 @@ def _build(section: type, values: Mapping[str, Any], prefix: str, place: _Place)
       continue
     hint = known[name].hint
     if section_of(hint) is not None:
-      given[name] = _build_section(hint, value, dotted, place)
+      arguments[name] = _build_section(hint, value, dotted, place)
     elif _plain(value) is not None or takes_null(hint):
       typed = value if isinstance(value, Argument) else _plain(value)
-      given[name] = convert(typed, hint, dotted)
+      arguments[name] = convert(typed, hint, dotted)
   with keys.under(prefix[:-1], section):
-    return section(**given)
+    return section(**arguments)
 
 
 def _build_section(hint: Any, value: Any, dotted: str, place: _Place) -> Any:
@@ -284,8 +253,7 @@ def _build_section(hint: Any, value: Any, dotted: str, place: _Place) -> Any:
   if isinstance(kind, Choice):
     # Null means the default of the one that is chosen, also where that takes null.
     values = {name: v for name, v in values.items() if _plain(v) is not None}
-    names: Any = Literal[tuple(kind.classes)]  # pyright: ignore
-    named = convert(values.pop("name", kind.first), names, f"{dotted}.name")
+    named = convert(values.pop("name", kind.first), _names(kind), f"{dotted}.name")
     place, kind = _Place(place.job, named), kind.classes[named]
   assert isinstance(kind, type)
   if takes_null(hint) and not _is_asked_for(kind, values, dotted):
@@ -302,7 +270,9 @@ def _is_asked_for(section: type, values: Mapping[str, Any], dotted: str) -> bool
   if not missing:
     return bool(required) or any(_plain(v) is not None for v in values.values())
   for name, value in values.items():
-    if name not in known or not _says_nothing(_plain(value), known[name]):
+    if name not in known:
+      raise ValueError(_unknown(f"{dotted}.{name}"))
+    if not _says_nothing(_plain(value), known[name]):
       raise ValueError(
         f"{dotted}.{name} is set and {dotted}.{missing[0]} is not, so nothing would "
         f"read it: set {dotted}.{missing[0]}, or leave it out"
@@ -321,10 +291,13 @@ def _check_foreign(dotted: str, value: Any, place: _Place) -> None:
     raise ValueError(_unknown(dotted))
   if isinstance(value, dict) and _is_section(dotted):
     for name, entry in value.items():
-      if name != "name":  # what a choice is between
-        _check_foreign(f"{dotted}.{name}", entry, place)
+      _check_foreign(f"{dotted}.{name}", entry, place)
     return
-  if any(_says_nothing(value, key) for _, _, key in owners):
+  # What an algorithm does by default (DAPO samples dynamically) is no default of the
+  # others: only null says nothing of it.
+  if value in (None, {}, []) or any(
+    chosen is None and value == plain(key.default) for _, chosen, key in owners
+  ):
     return
   chosen = [c for job, c, _ in owners if c is not None and job == place.job]
   if chosen:
@@ -351,61 +324,9 @@ def _unknown(key: str) -> str:
   return f"the key {key!r} is unknown: {remedy}"
 
 
-class _Loader(yaml.SafeLoader):
-  """YAML 1.2's plain scalars: 1e-4 is a number, `no` and dates are text; a key written
-  twice in one mapping is an error."""
-
-  yaml_implicit_resolvers: typing.ClassVar[dict] = {}
-
-  def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-    keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-    for key in keys:
-      if keys.count(key) > 1:
-        raise yaml.constructor.ConstructorError(
-          None, None, f"the key {key!r} stands there twice", node.start_mark
-        )
-    return super().construct_mapping(node, deep=deep)
-
-
-_SCALARS = {
-  "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-  "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-  "int": (r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
-  "float": (
-    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?"
-    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-    list("-+.0123456789"),
-  ),
-}
-for _tag, (_pattern, _first) in _SCALARS.items():
-  _Loader.add_implicit_resolver(
-    f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first
-  )
-_Loader.add_constructor(
-  # YAML 1.1 would read 010 as eight.
-  "tag:yaml.org,2002:int",
-  lambda loader, node: int(str(node.value)),
-)
-
-
 def _typed(text: str) -> Argument:
   """A value of the command line; what is no YAML ("a: b: c") is text."""
   try:
-    return Argument(_parse(text, ""), text)
+    return Argument(yaml_text.parse(text, "an argument"), text)
   except ValueError:
     return Argument(text, text)
-
-
-def _parse(text: str, origin: str) -> Any:
-  try:
-    # A SafeLoader: it builds plain values only.
-    return yaml.load(text, Loader=_Loader)
-  except RecursionError as error:
-    raise ValueError(
-      f"{origin or 'an argument'}: nested too deeply: flatten it"
-    ) from error
-  except yaml.YAMLError as error:
-    place = getattr(error, "problem_mark", None)
-    where = origin if place is None else f"{origin}:{place.line + 1}"
-    problem = getattr(error, "problem", None) or "it cannot be read"
-    raise ValueError(f"{where}: invalid YAML ({problem}): correct that line") from error

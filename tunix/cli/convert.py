@@ -89,14 +89,14 @@ def convert(value: Any, hint: Any, key: str) -> Any:
   Raises:
     ValueError: another type; begins with `key`, and says what was found and expected.
   """
-  found = value.value if isinstance(value, Argument) else value
+  plain_value = value.value if isinstance(value, Argument) else value
   for option in options(hint):
-    done, result = _as(found, option, key)
+    done, result = _as(plain_value, option, key)
     if done:
       return result
   if isinstance(value, Argument) and str in options(hint):
     return value.text
-  raise ValueError(f"{key} is {describe(found)}, expected {describe_type(hint)}")
+  raise ValueError(f"{key} is {describe(plain_value)}, expected {describe_type(hint)}")
 
 
 def plain(value: Any) -> Any:
@@ -127,8 +127,8 @@ def describe_type(hint: Any) -> str:
 
 def json_type(hint: Any) -> dict[str, Any]:
   """The JSON Schema of a value."""
-  found = [_json_type(option) for option in options(hint)]
-  return found[0] if len(found) == 1 else {"anyOf": found}
+  schemas = [_json_type(option) for option in options(hint)]
+  return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _members(hint: Any) -> list[Any]:

@@ -49,7 +49,8 @@ def _show(argv: list[str]) -> None:
     return
   records = build_data.open_records(config)["train"]
   records.validate()
-  batch = next(iter(build_data.batches(config, tokenizer, records, training=True)))
+  with build_data.naming(config.row_keys(records.kind)):
+    batch = next(iter(build_data.batches(config, tokenizer, records, training=True)))
   colour = sys.stdout.isatty()
   if "prompt_ids" in batch:
     print(show.describe_completions(batch, tokenizer, rows=rows, colour=colour))

@@ -67,12 +67,12 @@ def _restore_actor(
   like = run_state.of_module(model, None, lora_only)
   role = Role.ACTOR.value
   wanted = RunState(model_params={role: like.model_params})
-  found = manager.restore_state(wanted, step=step, partial=True)
-  assert found is not None  # `restore` has looked
-  at, state = found
+  restored = manager.restore_state(wanted, step=step, partial=True)
+  assert restored is not None  # `restore` has looked
+  at, state = restored
   params = (state.model_params or {})[role]
-  own = dataclasses.replace(like, model_params=params)
-  run_state.load_into(model, None, own, lora_only)
+  actor = dataclasses.replace(like, model_params=params)
+  run_state.load_into(model, None, actor, lora_only)
   return at
 
 

@@ -77,15 +77,15 @@ def walk(section: type, prefix: str = "") -> Iterator[tuple[str, str | None, Key
 
 def as_plain(section: Any) -> dict[str, Any]:
   """The keys of a section with their values, as YAML and JSON have them."""
-  found = {}
+  plain_values = {}
   for name, key in of(type(section)).items():
     value, inner = getattr(section, name), section_of(key.hint)
     if inner is None or value is None:
-      found[name] = plain(value)
+      plain_values[name] = plain(value)
     else:
       chosen = {"name": inner.name_of(value)} if isinstance(inner, Choice) else {}
-      found[name] = chosen | as_plain(value)
-  return found
+      plain_values[name] = chosen | as_plain(value)
+  return plain_values
 
 
 def flatten(config: Any) -> dict[str, Any]:
@@ -116,7 +116,8 @@ def under(name: str, section: type) -> Iterator[None]:
   try:
     yield
   except (TypeError, ValueError) as error:
-    message, prefix = str(error), f"{name}."
+    # Python's word for "not set", as files spell it.
+    message, prefix = re.sub(r"\bor None\b", "or null", str(error)), f"{name}."
     if not name or message.startswith(prefix):
       raise ValueError(message) from error
     first = re.match(r"\w*", message)
@@ -130,25 +131,25 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def _meanings(section: type) -> dict[str, str]:
-  found: dict[str, str] = {}
+  meanings: dict[str, str] = {}
   for cls in reversed(section.__mro__):
     # A dataclass without a docstring is given its signature.
     text = inspect.cleandoc(vars(cls).get("__doc__") or "")
-    found |= _attributes(text)
-  return found
+    meanings |= _attributes(text)
+  return meanings
 
 
 def _attributes(text: str) -> dict[str, str]:
   """{name: meaning} of the section "Attributes:" (or "Args:") of a docstring."""
-  found: dict[str, str] = {}
+  meanings: dict[str, str] = {}
   names: list[str] = []
   _, _, body = re.sub(r"(?m)^Args:$", "Attributes:", text).partition("Attributes:\n")
   for line in body.splitlines():
     if line and not line.startswith(" "):
       break  # the next section
     if line.startswith("    "):  # an entry goes on
-      found |= {name: f"{found[name]} {line.strip()}" for name in names}
+      meanings |= {name: f"{meanings[name]} {line.strip()}" for name in names}
     elif entry := _ENTRY.match(line.strip()):
       names = entry[1].split(", ")
-      found |= dict.fromkeys(names, entry[2])
-  return found
+      meanings |= dict.fromkeys(names, entry[2])
+  return meanings

@@ -42,5 +42,5 @@ def load_tokenizer(
     return TokenizerAdapter.from_pretrained(folder)
   # What ends a generation stands in the model's own configuration.
   ends = tokenizer_files.read_eos_ids(pathlib.Path(folder).expanduser())
-  own = TokenizerAdapter.from_pretrained(adapter)
-  return TokenizerAdapter(own, eos_ids=ends)
+  trained = TokenizerAdapter.from_pretrained(adapter)
+  return TokenizerAdapter(trained, eos_ids=ends)

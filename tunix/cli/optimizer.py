@@ -49,13 +49,13 @@ def settle(config: RunSettings, num_steps: int | None) -> RunSettings:
     _lookup("schedule.name", name, _schedules())
   ).parameters
   _check_names(f"schedule {name}", "schedule.args", args, parameters)
-  own = next(parameter for parameter in _RATES if parameter in parameters)
-  if rate is not None and args.setdefault(own, rate) != rate:
+  height = next(parameter for parameter in _RATES if parameter in parameters)
+  if rate is not None and args.setdefault(height, rate) != rate:
     raise ValueError(
-      f"training.learning_rate is {rate} and schedule.args.{own} {args[own]}, two "
-      "names of one setting: give one of them"
+      f"training.learning_rate is {rate} and schedule.args.{height} {args[height]}, "
+      "two names of one setting: give one of them"
     )
-  args.setdefault(own, _default_rate(config))
+  args.setdefault(height, _default_rate(config))
   for parameter in _missing(parameters, args):
     if parameter in _ZEROS:
       args[parameter] = 0.0
@@ -68,7 +68,7 @@ def settle(config: RunSettings, num_steps: int | None) -> RunSettings:
         + (", or training.max_steps" if why else "")
       )
   schedule = dataclasses.replace(config.schedule, args=args)
-  return _with_rate(dataclasses.replace(config, schedule=schedule), args[own])
+  return _with_rate(dataclasses.replace(config, schedule=schedule), args[height])
 
 
 def build_schedule(config: RunSettings) -> float | Schedule:
@@ -126,25 +126,25 @@ def build_optimizer(
 
 
 def build_critic_optimizer(
-  config: RunSettings, own: float | None
+  config: RunSettings, critic_rate: float | None
 ) -> optax.GradientTransformation:
-  """The same for a critic: at `own`, `rl.critic_learning_rate`, where that is set,
-  instead of `training.learning_rate`; a schedule is scaled as a whole.
+  """The same for a critic: at `critic_rate` (`rl.critic_learning_rate`) where that is
+  set, instead of `training.learning_rate`; a schedule is scaled as a whole.
 
   Raises:
     ValueError: see `build_optimizer`, or a schedule of rate 0 that cannot be scaled.
   """
   rate = build_schedule(config)
-  if own is None:
+  if critic_rate is None:
     return build_optimizer(config, rate)
   if not callable(rate):
-    return build_optimizer(config, own)
+    return build_optimizer(config, critic_rate)
   if not config.training.learning_rate:
     raise ValueError(
-      f"rl.critic_learning_rate is {own} and the schedule's rate 0, which cannot be "
-      "scaled to it: give training.learning_rate"
+      f"rl.critic_learning_rate is {critic_rate} and the schedule's rate 0, which "
+      "cannot be scaled to it: give training.learning_rate"
     )
-  scale = own / float(config.training.learning_rate)  # pyright: ignore[reportArgumentType]
+  scale = critic_rate / float(config.training.learning_rate)  # pyright: ignore[reportArgumentType]
   return build_optimizer(config, lambda step: scale * rate(step))
 
 
@@ -207,13 +207,13 @@ def _schedules() -> dict[str, Callable[..., Any]]:
 
 def _optimizers() -> dict[str, Callable[..., Any]]:
   """optax's functions of a learning rate; its own before those of contrib."""
-  found = {}
+  optimizers = {}
   for module in (optax.contrib, optax):
     for name, f in vars(module).items():
       public = inspect.isfunction(f) and not name.startswith(("_", "scale_by_"))
       if public and "learning_rate" in inspect.signature(f).parameters:
-        found[name] = f
-  return found
+        optimizers[name] = f
+  return optimizers
 
 
 def _lookup(

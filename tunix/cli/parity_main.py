@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     tokenizer = TokenizerAdapter(_NoText())
   dtype = np.dtype(model.config.dtype).name
   threshold = THRESHOLDS[dtype] if args.threshold is None else args.threshold
-  found = parity.measure(
+  report = parity.measure(
     Sampler(model, tokenizer),
     prompts,
     tokens=args.tokens,
@@ -67,9 +67,9 @@ def main(argv: Sequence[str]) -> int:
     threshold=threshold,
   )
   print(f"{len(prompts)} prompts, computed in {dtype}")
-  print(found)
-  print("passed" if found.passed else "FAILED")
-  return 0 if found.passed else 1
+  print(report)
+  print("passed" if report.passed else "FAILED")
+  return 0 if report.passed else 1
 
 
 def _random_prompts(count: int, vocab: int, seed: int) -> list[np.ndarray]:

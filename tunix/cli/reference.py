@@ -11,7 +11,7 @@ import re
 import textwrap
 from typing import Any
 
-from tunix.cli import config, keys
+from tunix.cli import keys, yaml_text
 from tunix.cli.convert import Choice, json_type, plain, section_of, takes_null
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.keys import REQUIRED, Key
@@ -38,11 +38,14 @@ class Entry:
     path: names from the section down.
     keys: by the jobs that have it, or, below an algorithm, by algorithms.
     section: whether keys stand below it.
+    chosen: whether it stands below a choice, where null means what the one that is
+      chosen has by default.
   """
 
   path: tuple[str, ...]
   keys: dict[str, Key]
   section: bool
+  chosen: bool
 
   @property
   def key(self) -> Key:
@@ -63,17 +66,22 @@ class Entry:
 
 def entries(*jobs: str) -> list[Entry]:
   """All keys of these jobs (of all, without any), section by section."""
-  found: dict[tuple[str, ...], dict[str, Key]] = {}
+  owners: dict[tuple[str, ...], dict[str, Key]] = {}
+  below = set()
   for job in jobs or JOBS:
     for dotted, chosen, key in keys.walk(JOBS[job].settings):
       path = tuple(dotted.split("."))
-      found.setdefault(path, {}).setdefault(chosen or job, key)
-  sections = list(dict.fromkeys(path[0] for path in found))
+      owners.setdefault(path, {}).setdefault(chosen or job, key)
+      below |= {path} if chosen else set()
+  sections = list(dict.fromkeys(path[0] for path in owners))
   return [
     Entry(
-      path=path, keys=by, section=section_of(next(iter(by.values())).hint) is not None
+      path=path,
+      keys=by,
+      section=section_of(next(iter(by.values())).hint) is not None,
+      chosen=path in below,
     )
-    for path, by in sorted(found.items(), key=lambda item: sections.index(item[0][0]))
+    for path, by in sorted(owners.items(), key=lambda item: sections.index(item[0][0]))
   ]
 
 
@@ -84,26 +92,28 @@ def describe_keys(job: str) -> str:
     name = ".".join(entry.path)
     if entry.section and len(entry.path) == 1:
       lines.append("")
-      if meaning := _meaning(entry, 1):
+      if meaning := _meaning(entry, 1, entry.default):
         lines += textwrap.wrap(f"{name}: {meaning}", _WIDTH)
       continue
-    lines.append(f"  --{name}={_type(entry)}  [{config.inline(entry.default)}]")
-    lines += _wrap(_meaning(entry, 1), "      ")
+    lines.append(f"  --{name}={_type(entry)}  [{yaml_text.inline(entry.default)}]")
+    lines += _wrap(_meaning(entry, 1, entry.default), "      ")
   return "\n".join(lines)
 
 
 def base_config() -> str:
   """All keys of all jobs with their defaults, as YAML with comments."""
   lines = [_HEAD.rstrip()]
-  found = _shown(entries())
-  owners = {entry.path: len(entry.keys) for entry in found}
-  for entry in found:
+  shown = _shown(entries())
+  owners = {entry.path: len(entry.keys) for entry in shown}
+  for entry in shown:
     depth = len(entry.path)
     indent = "  " * (depth - 1)
     if depth == 1:
       lines.append("")
     all_have_it = owners.get(entry.path[:1], len(JOBS)) if depth > 1 else len(JOBS)
-    meaning = f"{_meaning(entry, all_have_it)} {_choices(entry)}".strip()
+    # A file with all keys must not say of one algorithm what another has by default.
+    default = None if entry.chosen else entry.default
+    meaning = f"{_meaning(entry, all_have_it, default)} {_choices(entry)}".strip()
     lines += _wrap(meaning, f"{indent}# ")
     if entry.section and depth == 1:
       lines.append(f"{entry.path[-1]}:")
@@ -112,7 +122,7 @@ def base_config() -> str:
         lines += _wrap(f"One of {', '.join(_names(entry))}.", "  # ")
         lines.append("  name: null")
     else:
-      lines.append(f"{indent}{entry.path[-1]}: {config.inline(entry.default)}")
+      lines.append(f"{indent}{entry.path[-1]}: {yaml_text.inline(default)}")
   return "\n".join(lines) + "\n"
 
 
@@ -147,21 +157,21 @@ def _object(section: type) -> dict[str, Any]:
 
 
 def _choice(choice: Choice) -> dict[str, Any]:
-  found = []
+  schemas = []
   for name, cls in choice.classes.items():
     schema = _object(cls)
     named = {"const": name, "description": (cls.__doc__ or "").split("\n")[0]}
     schema["properties"] = {"name": named} | schema["properties"]
     if name != choice.first:
       schema["required"] = ["name"]
-    found.append(schema)
-  return {"anyOf": found}
+    schemas.append(schema)
+  return {"anyOf": schemas}
 
 
-def _shown(found: list[Entry]) -> list[Entry]:
+def _shown(listed: list[Entry]) -> list[Entry]:
   """Without what stands below a section in a section: that is one entry, a mapping."""
-  inner = {entry.path for entry in found if entry.section and len(entry.path) > 1}
-  return [e for e in found if e.path in inner or e.path[:2] not in inner]
+  inner = {entry.path for entry in listed if entry.section and len(entry.path) > 1}
+  return [e for e in listed if e.path in inner or e.path[:2] not in inner]
 
 
 def _names(entry: Entry) -> list[str]:
@@ -169,8 +179,9 @@ def _names(entry: Entry) -> list[str]:
   return [name for kind in kinds if isinstance(kind, Choice) for name in kind.classes]
 
 
-def _meaning(entry: Entry, all_have_it: int) -> str:
-  """In one paragraph: who has it, what it means, what it can be."""
+def _meaning(entry: Entry, all_have_it: int, default: Any) -> str:
+  """In one paragraph: who has it, what it means, what it can be, and which default
+  stands behind null."""
   text = next((key.meaning for key in entry.keys.values() if key.meaning), "")
   kind = section_of(entry.key.hint)
   if not text and isinstance(kind, type):
@@ -178,7 +189,7 @@ def _meaning(entry: Entry, all_have_it: int) -> str:
   parts = [_sentence(text)] if text else []
   if entry.section and len(entry.path) > 1:
     parts.append(_below(entry))
-  elif entry.default is None and not entry.section:
+  elif default is None and not entry.section:
     parts += _defaults(entry)
   text = " ".join(parts)
   if all_have_it > 1 and len(entry.keys) < all_have_it:
@@ -187,13 +198,15 @@ def _meaning(entry: Entry, all_have_it: int) -> str:
 
 
 def _defaults(entry: Entry) -> list[str]:
-  """What each has, where they differ."""
+  """What null means."""
   by: dict[str, list[str]] = {}
   for owner, key in entry.keys.items():
     if key.default is not REQUIRED:
-      by.setdefault(config.inline(plain(key.default)), []).append(owner)
-  if len(by) < 2:
+      by.setdefault(yaml_text.inline(plain(key.default)), []).append(owner)
+  if list(by) in ([], ["null"]):
     return []
+  if len(by) == 1:
+    return [f"By default {next(iter(by))}."]
   told = [f"{value} ({', '.join(owners)})" for value, owners in by.items()]
   return [f"By default {', '.join(told)}."]
 
@@ -250,4 +263,4 @@ def _wrap(text: str, indent: str) -> list[str]:
 
 
 if __name__ == "__main__":
-  config.BASE_PATH.write_text(base_config())
+  yaml_text.BASE_PATH.write_text(base_config())

@@ -131,8 +131,8 @@ def function(text: str) -> Callable[..., Any]:
   if call.name is None:
     raise ValueError(f"reward.functions has {text!r}: name a function, {text}:FUNCTION")
   if call.source is not None:
-    found = call_strings.load(call)
-    return found if call.kwargs is None else _called(found, call, text)
+    loaded = call_strings.load(call)
+    return loaded if call.kwargs is None else _called(loaded, call, text)
   if call.name not in READY:
     near = difflib.get_close_matches(call.name, READY, n=1)
     remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(READY)}"
@@ -162,8 +162,8 @@ def _called(
 def _names(functions: list[Callable[..., Any]]) -> list[str]:
   """Of the functions; a repeated one gets its number."""
   names: list[str] = []
-  for found in functions:
-    name = reward_outcomes.name_of(found)
+  for made in functions:
+    name = reward_outcomes.name_of(made)
     names.append(name if name not in names else f"{name}_{len(names) + 1}")
   return names
 

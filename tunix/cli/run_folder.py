@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.cli import config as config_lib, keys
+from tunix.cli import config as config_lib, keys, yaml_text
 from tunix.cli.settings import RunSettings
 from tunix.utils import io
 
@@ -132,7 +132,7 @@ class RunFolder:
         f"{self.path} has no config.yaml: give the output_dir of a `tunix train`"
       )
     name = str(self.config_file)
-    return config_lib.from_layers([(name, config_lib.read_file(name))])
+    return config_lib.from_layers([(name, yaml_text.read_file(name))])
 
   def start(
     self,
@@ -228,12 +228,12 @@ def _fixed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if key not in FREE
     and not f"{key}.".startswith(tuple(f"{s}." for s in FREE_SECTIONS))
   ]
-  found: list[str] = []
+  compared: list[str] = []
   for key in fixed:
     section = key.rpartition(".")[0]
     whole = section and (section in old or section in new)
     if any(other.startswith(f"{key}.") for other in fixed):
       continue  # null on one side, a section on the other
-    if not whole or not any(f.rpartition(".")[0] == section for f in found):
-      found.append(key)
-  return found
+    if not whole or not any(f.rpartition(".")[0] == section for f in compared):
+      compared.append(key)
+  return compared

@@ -7,20 +7,19 @@ command is a field; `Attributes:` is its help.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from typing import Any, ClassVar, Literal
 
+from tunix.cli import mesh as mesh_axes
 from tunix.data.records import Kind
+from tunix.data.rows import OneRow
 from tunix.generate import chat_template
 from tunix.models.lora import LoraConfig
 from tunix.sft.config import CheckpointOptions, TrainingConfig
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-# Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
-DATA_AXES = ("dp", "fsdp")
-MESH_AXES = (*DATA_AXES, "tp", "ep")
 
 
 def at_least(section: Any, low: int, *names: str) -> None:
@@ -35,7 +34,7 @@ def at_least(section: Any, low: int, *names: str) -> None:
       raise ValueError(f"{name} is {value}: it must be at least {low}")
 
 
-def fields_of(kind: type, section: Any) -> dict[str, Any]:
+def values_for(kind: type, section: Any) -> dict[str, Any]:
   """The values that a section has for the fields of `kind`."""
   known = {field.name for field in dataclasses.fields(kind)}
   shared = [f.name for f in dataclasses.fields(section) if f.name in known]
@@ -107,7 +106,8 @@ class DataSettings:
     train: JSON lines: {"prompt", "response"}, {"messages": [...]} or {"text"}. In RL
       {"prompt"} (text or messages) with further columns, which reward functions see.
       For dpo, orpo and reward {"prompt", "chosen", "rejected"} (or the last two as
-      whole conversations), for kto {"prompt", "completion", "label"}.
+      whole conversations), for kto {"prompt", "completion", "label"}. `dataset_name` is
+      another name of this key.
     eval: the same for evaluation before, during and after training; null: none.
     shuffle: a new order in every epoch; evaluation keeps the file's.
     num_epochs: passes over the data; null: as many as training.max_steps needs, one
@@ -165,7 +165,7 @@ class RowSettings(StreamSettings):
 
   def __post_init__(self):
     super().__post_init__()
-    at_least(self, 2, "max_length")
+    OneRow(max_length=self.max_length)  # which refuses what is no row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -377,7 +377,6 @@ class RunSettings:
     output_dir: folder of the run: config.yaml, checkpoints/, logs/, export/. Needed for
       training. The same command again resumes what it finds there.
     seed: of the data's order, of adapters, and of fresh weights; 0 to 2**32 - 1.
-    dataset_name: another name of data.train.
     lora: adapters; without a rank the whole model is trained.
     mesh: devices by axis: {dp: 2, fsdp: 4, tp: 2}. dp and fsdp split batches, fsdp and
       tp weights; one size may be -1, what the others leave. Empty: one device.
@@ -397,7 +396,6 @@ class RunSettings:
   job: str
   output_dir: str | None = None
   seed: int = 0
-  dataset_name: str | None = None
   model: ModelSettings = ModelSettings()
   tokenizer: TokenizerSettings = TokenizerSettings()
   lora: LoraConfig | None = None
@@ -415,26 +413,13 @@ class RunSettings:
   def __post_init__(self):
     if not 0 <= self.seed < 2**32:
       raise ValueError(f"seed is {self.seed}: it must be from 0 to 2**32 - 1")
-    self._check_dataset_name()
     self._check_export()
     if self.training.eval_every_n_steps is not None and self.data.eval is None:
       raise ValueError(
         f"training.eval_every_n_steps is {self.training.eval_every_n_steps} and "
         "data.eval is not set: name a file to evaluate on"
       )
-    check_mesh(self.mesh, self.training.batch_rows)
-
-  def _check_dataset_name(self) -> None:
-    if self.dataset_name is None:
-      return
-    if self.data.train not in (None, self.dataset_name):
-      raise ValueError(
-        f"dataset_name is {self.dataset_name!r} and data.train {self.data.train!r}, "
-        "two names of one setting: give one of them"
-      )
-    data = dataclasses.replace(self.data, train=self.dataset_name)
-    object.__setattr__(self, "data", data)
-    object.__setattr__(self, "dataset_name", None)
+    mesh_axes.check(self.mesh, self.training.batch_rows)
 
   def _check_export(self) -> None:
     if self.model.quantise is not None and self.lora is None:
@@ -475,58 +460,21 @@ class RunSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamRun(RunSettings):
+class StreamRun(RunSettings, abc.ABC):
   """A run on records that are given, of whatever kind its job trains on."""
 
   data: StreamSettings = StreamSettings()
   training: MicroBatchSettings = MicroBatchSettings()
 
+  @abc.abstractmethod
   def kind(self, *, training: bool) -> Kind:
     """What the records are, those to train on or those to evaluate."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def row_keys(self, kind: Kind) -> dict[str, str]:
     """What the data layer calls the sizes of rows -> the keys that set them."""
-    raise NotImplementedError
 
   @property
   def drops(self) -> bool:
     """Whether records may be left out."""
     return self.data.overlong == "drop"
-
-
-def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:
-  """The axes of a mesh that split a batch."""
-  return tuple(axis for axis in DATA_AXES if axis in mesh)
-
-
-def check_mesh(mesh: dict[str, int], batch_rows: dict[str, int]) -> None:
-  """Refuses axes that mean nothing, and batches that the data axes do not divide.
-
-  Args:
-    mesh: sizes by axis.
-    batch_rows: see `TrainingSettings.batch_rows`.
-
-  A size of -1 (what the other axes leave) counts as 1 until devices are known.
-
-  Raises:
-    ValueError: which axis or batch size, and what would do.
-  """
-  for axis, size in mesh.items():
-    if axis not in MESH_AXES:
-      raise ValueError(
-        f"mesh.{axis} is no axis that splits anything: use {', '.join(MESH_AXES)}"
-      )
-    if size < 1 and size != -1:
-      raise ValueError(
-        f"mesh.{axis} is {size}: it must be at least 1, or -1 for what is left"
-      )
-  axes = data_axes(mesh)
-  shards = math.prod(max(1, mesh[axis]) for axis in axes)
-  for key, rows in batch_rows.items():
-    if rows % shards:
-      sizes = " x ".join(f"{axis} {mesh[axis]}" for axis in axes)
-      raise ValueError(
-        f"{key} is {rows} and does not divide over the {shards} shards of the "
-        f"mesh ({sizes}): make it a multiple of {shards}"
-      )

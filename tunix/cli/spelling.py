@@ -7,8 +7,11 @@ from typing import Any
 
 from tunix.cli.convert import Argument
 
-# Two names of one key, both as good; `dataset_name` is another.
-ALIASES = {"checkpoint.every_n_steps": "checkpoint.save_every_n_steps"}
+# Two names of one key, both as good.
+ALIASES = {
+  "checkpoint.every_n_steps": "checkpoint.save_every_n_steps",
+  "dataset_name": "data.train",
+}
 
 # Old spelling -> new spelling.
 RENAMED = {
@@ -28,23 +31,33 @@ def settle(
     note: is told of every old key that is set.
 
   Raises:
-    ValueError: both are set; begins with the old key.
+    ValueError: both are set, to different values; begins with the old key.
   """
   for old, new in (ALIASES | RENAMED).items():
-    section, _, name = old.partition(".")
-    owner = values.get(section)
-    if not isinstance(owner, dict) or name not in owner:
+    value = _take(values, old)
+    if _plain(value) is None:
       continue
-    value, target = owner.pop(name), new.partition(".")[2]
-    if _is_null(value):
+    section, _, name = new.partition(".")
+    owner = values.setdefault(section, {})
+    if not isinstance(owner, dict):  # which is refused where sections are read
       continue
-    if not _is_null(owner.get(target)):
-      raise ValueError(f"{old} is another name of {new}, which is set too: give one")
-    owner[target] = value
+    already = _plain(owner.get(name))
+    if already not in (None, _plain(value)):
+      raise ValueError(
+        f"{old} is {_plain(value)!r} and {new} {already!r}, two names of one setting: "
+        "give one of them"
+      )
+    owner[name] = value
     origins[new] = origins[old]
     if old in RENAMED:
       note(f"{origins[old]}: {old} is called {new} now")
 
 
-def _is_null(value: Any) -> bool:
-  return (value.value if isinstance(value, Argument) else value) is None
+def _take(values: dict[str, Any], key: str) -> Any:
+  section, _, name = key.rpartition(".")
+  owner = values.get(section) if section else values
+  return owner.pop(name, None) if isinstance(owner, dict) else None
+
+
+def _plain(value: Any) -> Any:
+  return value.value if isinstance(value, Argument) else value

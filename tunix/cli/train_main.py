@@ -22,13 +22,16 @@ from tunix.cli import (
   build,
   build_data,
   config as config_lib,
+  mesh as mesh_axes,
   optimizer,
   precision,
   reference,
   run_lock,
   several,
+  yaml_text,
 )
 from tunix.cli.build_data import RunData
+from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run_folder import RunFolder
 from tunix.cli.settings import RunSettings
@@ -103,7 +106,7 @@ def main(argv: Sequence[str]) -> None:
   """Runs `tunix train`."""
   if not argv or {"--help", "-h"} & set(argv):
     job = _job_of(argv, "--help", "-h")
-    names, path = ", ".join(JOBS), config_lib.BASE_PATH
+    names, path = ", ".join(JOBS), yaml_text.BASE_PATH
     told = reference.describe_keys(job)
     print(HELP.format(jobs=names, path=path, job=job, keys=told))
   elif "--schema" in argv:
@@ -137,7 +140,7 @@ def run(config: RunSettings) -> Result:
   if config.compilation_cache is not None:
     _keep_programs(config.compilation_cache)
   several.start(config)
-  mesh = build.build_mesh(config)
+  mesh = mesh_axes.build(config.mesh, config.training.batch_rows)
   first = jax.process_index() == 0
   if first:
     run_lock.check(folder.path)
@@ -159,15 +162,16 @@ def run(config: RunSettings) -> Result:
       folder.check_resume(config, data.fingerprints)
       folder.start(config, data.fingerprints, data.scans)
     _say(_describe(config, model, data, mesh))
-    trainer = JOBS[config.job].build(
-      config,
-      model,
-      tokenizer,
-      tx,
+    loaded = Loaded(
+      config=config,
+      model=model,
+      tokenizer=tokenizer,
+      optimizer=tx,
       mesh=mesh,
       output_dir=folder.path,
       learning_rate=rate,
     )
+    trainer = JOBS[config.job].build(loaded)
     if trainer.train_steps:
       _say(f"resuming after step {trainer.train_steps}")
     try:
@@ -206,14 +210,14 @@ def _finish(
   if kind != "none":
     build.export(config, model, kind, folder.export)
   file = folder.path / "logs" / "metrics.jsonl"
-  found = {
+  ends = {
     f"{mode}_{what}": pair
     for what, name in JOBS[config.job].results.items()
     for mode, pair in read_metric(file, name).items()
   }
   result = Result(
     steps=steps,
-    **found,
+    **ends,
     export=None if kind == "none" else str(folder.export),
   )
   if jax.process_index() == 0:
@@ -248,15 +252,15 @@ def _ended_by_max_steps(config: RunSettings, data: RunData, steps: int) -> bool:
 
 def read_metric(file: pathlib.Path, name: str) -> dict[str, tuple[float, float]]:
   """{mode: (first value, last value)} of a metrics file."""
-  found: dict[str, tuple[float, float]] = {}
+  ends: dict[str, tuple[float, float]] = {}
   if not file.is_file():
-    return found
+    return ends
   for line in file.read_text().splitlines():
     record = json.loads(line)
     if name in record:
       value = float(record[name])
-      found[record["mode"]] = (found.get(record["mode"], (value,))[0], value)
-  return found
+      ends[record["mode"]] = (ends.get(record["mode"], (value,))[0], value)
+  return ends
 
 
 def _describe(

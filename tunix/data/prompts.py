@@ -152,7 +152,9 @@ def _read(record: Any, where: str) -> Record:
   names = [name for name in _NAMES if isinstance(record, dict) and name in record]
   if len(names) != 1:
     what = (
-      record_kinds.fields_of(record) if isinstance(record, dict) else repr(record)[:60]
+      record_kinds.describe_fields(record)
+      if isinstance(record, dict)
+      else repr(record)[:60]
     )
     raise ValueError(f"{where}: {_EXPECTED}, found {what}")
   if taken := sorted(record.keys() & set(_TAKEN)):

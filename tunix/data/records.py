@@ -79,7 +79,7 @@ def read_sft(record: Any, where: str) -> Record:
   check_mapping(record, where, SFT.expected)
   forms = [name for name in ("prompt", "messages", "text") if name in record]
   if len(forms) != 1:
-    raise ValueError(f"{where}: found {fields_of(record)}, {SFT.expected}")
+    raise ValueError(f"{where}: found {describe_fields(record)}, {SFT.expected}")
   [form] = forms
   prompt: Text = ""
   if form == "prompt":
@@ -150,7 +150,7 @@ def read_answered(record: Any, where: str) -> Record:
       )
     read = read._replace(prompt=prompt, completions={"completion": [last]})
   elif read.form != "prompt":
-    raise ValueError(f"{where}: {ANSWERED.expected}, found {fields_of(record)}")
+    raise ValueError(f"{where}: {ANSWERED.expected}, found {describe_fields(record)}")
   return read._replace(form="answered")
 
 
@@ -163,7 +163,7 @@ def read_prompt(record: Any, where: str) -> Record:
   check_mapping(record, where, PROMPTS.expected)
   forms = [name for name in ("prompt", "messages") if name in record]
   if len(forms) != 1:
-    raise ValueError(f"{where}: found {fields_of(record)}, {PROMPTS.expected}")
+    raise ValueError(f"{where}: found {describe_fields(record)}, {PROMPTS.expected}")
   [form] = forms
   prompt = record[form]
   if form == "prompt":
@@ -190,7 +190,7 @@ def is_empty(completion: Text) -> bool:
 def _completions(record: Any, where: str, kind: Kind) -> dict[str, Text]:
   check_mapping(record, where, kind.expected)
   if not all(name in record for name in kind.completions):
-    raise ValueError(f"{where}: found {fields_of(record)}, {kind.expected}")
+    raise ValueError(f"{where}: found {describe_fields(record)}, {kind.expected}")
   for name in (*kind.completions, "prompt"):
     if name in record:
       check_text(record, name, where)
@@ -198,36 +198,36 @@ def _completions(record: Any, where: str, kind: Kind) -> dict[str, Text]:
 
 
 def split(
-  prompt: Text | None, given: Mapping[str, Any], where: str
+  prompt: Text | None, completions: Mapping[str, Any], where: str
 ) -> tuple[Text, dict[str, Text]]:
   """The prompt and the completions behind it, which may begin with the prompt again.
 
   Args:
     prompt: None: it is what the completions begin with in common.
-    given: checked completions by name; messages as lists, whole conversations or not.
+    completions: checked, by name; messages as lists, whole conversations or not.
     where: the place of the record, for error messages.
 
   Raises:
     ValueError: there is no prompt, or the conversations do not begin with it.
   """
-  whole = [name for name, value in given.items() if _is_whole(value)]
+  whole = [name for name, value in completions.items() if _is_whole(value)]
   if not whole:
     if prompt is None:
       raise ValueError(
-        f'{where}: no "prompt", and {_quoted(given)} do not begin with it: expected '
-        'a "prompt", or whole conversations as lists of messages'
+        f'{where}: no "prompt", and {_quoted(completions)} do not begin with it: '
+        'expected a "prompt", or whole conversations as lists of messages'
       )
-    return prompt, dict(given)
-  if len(whole) < len(given):
+    return prompt, dict(completions)
+  if len(whole) < len(completions):
     raise ValueError(
-      f'{where}: "{whole[0]}" is a whole conversation and {_quoted(given)} are not '
-      "both: give the prompt in both, or in none"
+      f'{where}: "{whole[0]}" is a whole conversation and {_quoted(completions)} are '
+      "not both: give the prompt in both, or in none"
     )
-  count = _common_messages(list(given.values()), where)
-  first = next(iter(given.values()))
+  count = _common_messages(list(completions.values()), where)
+  first = next(iter(completions.values()))
   if prompt is not None:
     count = _repeated(prompt, first[:count], where)
-  return first[:count], {name: value[count:] for name, value in given.items()}
+  return first[:count], {name: value[count:] for name, value in completions.items()}
 
 
 def _is_whole(completion: Any) -> bool:
@@ -274,7 +274,7 @@ def _quoted(names: Any) -> str:
   return " and ".join(f'"{name}"' for name in names)
 
 
-def fields_of(record: Mapping[str, Any]) -> str:
+def describe_fields(record: Mapping[str, Any]) -> str:
   """The names of a record's fields, for messages."""
   return "fields " + ", ".join(map(repr, record)) if record else "no fields"
 

@@ -339,7 +339,7 @@ def stack_completions(
   """Token ids and mask, int32 [B, length] each, padded on the right."""
   ids = np.full((len(completions), length), pad_id, np.int32)
   mask = np.zeros((len(completions), length), np.int32)
-  for row, (completion, own) in enumerate(zip(completions, masks, strict=True)):
+  for row, (completion, scored) in enumerate(zip(completions, masks, strict=True)):
     ids[row, : len(completion)] = completion
-    mask[row, : len(completion)] = own
+    mask[row, : len(completion)] = scored
   return ids, mask

@@ -91,8 +91,10 @@ def describe_batch(
   for row in range(shown):
     lines.append(_summary(row, segments[row], targets[row]))
     for segment in np.unique(segments[row][segments[row] != 0]):
-      own = segments[row] == segment
-      text = _marked(tokens[row][own], targets[row][own], tokenizer, marks)
+      of_segment = segments[row] == segment
+      text = _marked(
+        tokens[row][of_segment], targets[row][of_segment], tokenizer, marks
+      )
       lines.append(f"  [{segment}] " + text.replace("\n", "\n      "))
   if shown < count:
     lines.append(f"... {count - shown} more rows")

@@ -116,7 +116,10 @@ class Source:
     """
     why, what = None, ""
     if rendered.empty:
-      why, what = "empty", f'"{rendered.empty[0]}" is empty'
+      name = rendered.empty[0]
+      # Files of fine-tuning call it "response", or have it as a message.
+      which = f'"{name}"' if name in self.records[index] else "the answer"
+      why, what = "empty", f"{which} is empty"
     elif self.kind is PAIRS and render.are_equal(fitted):
       why, what = "equal", '"chosen" and "rejected" are equal'
       if not render.are_equal(rendered):

@@ -86,15 +86,21 @@ class LoraConfig:
   )
 
   def __post_init__(self):
-    for rank in (self.rank, *self.rank_pattern.values()):
+    ranks = {f"rank_pattern.{name}": rank for name, rank in self.rank_pattern.items()}
+    for name, rank in ({"rank": self.rank} | ranks).items():
       if rank < 1:
-        raise ValueError(f"rank is {rank}, it must be at least 1")
-    for alpha in (self.alpha, *self.alpha_pattern.values()):
+        raise ValueError(f"{name} is {rank}, it must be at least 1")
+    alphas = {f"alpha_pattern.{name}": a for name, a in self.alpha_pattern.items()}
+    for name, alpha in ({"alpha": self.alpha} | alphas).items():
       if alpha is not None and alpha <= 0:
-        raise ValueError(f"alpha is {alpha}, it must be positive")
+        raise ValueError(f"{name} is {alpha}, it must be positive")
     if not 0 <= self.dropout < 1:
       raise ValueError(f"dropout is {self.dropout}, it must be in [0, 1)")
-    if isinstance(self.targets, str) or not self.targets:
+    if not self.targets:
+      raise ValueError(
+        "targets is empty: name modules, or leave it out for all linear ones"
+      )
+    if isinstance(self.targets, str):
       raise ValueError(
         f"targets {self.targets!r} must be a tuple of names or patterns, like "
         "('q_proj', 'v_proj')"

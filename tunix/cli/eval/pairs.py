@@ -112,7 +112,7 @@ def _read(
   template_args: dict[str, Any],
 ) -> tuple[list[Rendered], int]:
   """The pairs within the limit, and how many of them were cut."""
-  found, cut = [], 0
+  pairs, cut = [], 0
   for index in range(len(records)):
     full = render.render_record(
       records[index],
@@ -133,8 +133,8 @@ def _read(
       )
     assert fitted is not None
     cut += fitted is not full
-    found.append(fitted)
-  return found, cut
+    pairs.append(fitted)
+  return pairs, cut
 
 
 def _notes(equal: int, cut: int, max_length: int | None) -> list[str]:

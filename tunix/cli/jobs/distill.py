@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import optax
-from jax.sharding import Mesh
 
-from tunix.cli import build, build_data, fingerprints, keys
+from tunix.cli import build_data, fingerprints, keys, mesh as mesh_axes
 from tunix.cli.build_data import RunData
 from tunix.cli.jobs import sft
-from tunix.cli.jobs.job import Job
+from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.settings import (
   Dtype,
   RowSettings,
   StreamRun,
   at_least,
-  data_axes,
 )
 from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind
 from tunix.distillation import vocabulary
@@ -34,9 +30,7 @@ from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
 from tunix.distillation.teacher_cache import TeacherCache
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
-from tunix.models.transformer.model import Transformer
 from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.sft.config import Schedule
 
 # Keys of the section -> arguments of the strategy.
 _STRATEGY = {
@@ -45,6 +39,13 @@ _STRATEGY = {
   "top_k": "distill_top_k",
   "divergence": "divergence",
   "jsd_beta": "beta",
+}
+# Arguments of OnPolicyConfig -> keys.
+_ON_POLICY = {
+  "on_policy_fraction": "distill.on_policy_fraction",
+  "sampling_temperature": "rollout.temperature",
+  "max_prompt_length": "rollout.max_prompt_length",
+  "max_completion_length": "rollout.max_tokens_to_generate",
 }
 _JSD_BETA = 0.5  # neither model is preferred
 
@@ -88,10 +89,10 @@ class DistillSettings:
     on_policy = self.on_policy_fraction is not None
     if self.strategy == "policy_gradient":
       if self.on_policy_fraction != 1:
-        given = self.on_policy_fraction if on_policy else "not set"
+        fraction = self.on_policy_fraction if on_policy else "not set"
         raise ValueError(
           "strategy is 'policy_gradient' and distill.on_policy_fraction "
-          f"{given}: it is right for what the student writes alone; set that to 1"
+          f"{fraction}: it is right for what the student writes alone; set that to 1"
         )
       for name in ("alpha", "top_k", "divergence", "jsd_beta"):
         if getattr(self, name) is not None:
@@ -172,15 +173,15 @@ def strategy(config: DistillRun) -> LogitStrategy | PolicyGradientStrategy:
   Raises:
     ValueError: an option out of its range.
   """
-  given = {theirs: getattr(config.distill, ours) for ours, theirs in _STRATEGY.items()}
-  given = {name: value for name, value in given.items() if value is not None}
+  values = {theirs: getattr(config.distill, ours) for ours, theirs in _STRATEGY.items()}
+  options = {name: value for name, value in values.items() if value is not None}
   if config.distill.divergence == "jsd":
-    given.setdefault("beta", _JSD_BETA)
+    options.setdefault("beta", _JSD_BETA)
   with keys.under("distill", DistillSettings):
     if config.distill.strategy == "policy_gradient":
-      temperature = given.get("temperature", config.rollout.temperature)
+      temperature = options.get("temperature", config.rollout.temperature)
       return PolicyGradientStrategy(temperature=temperature)
-    return LogitStrategy(**given)
+    return LogitStrategy(**options)
 
 
 def check(config: DistillRun) -> None:
@@ -205,7 +206,8 @@ def check(config: DistillRun) -> None:
     if getattr(owner, name) != getattr(defaults, name):
       raise ValueError(
         f"{prefix}.{name} is {getattr(owner, name)!r} and distill.on_policy_fraction "
-        f"{wanted.on_policy_fraction}: rows are as {remedy} says, leave it out"
+        f"{wanted.on_policy_fraction if config.is_on_policy else 'is not set'}: rows "
+        f"are as {remedy} says, leave it out"
       )
   if wanted.teacher is None and wanted.cache is None:
     raise ValueError(
@@ -216,24 +218,24 @@ def check(config: DistillRun) -> None:
 
 def _check_sampling(config: DistillRun) -> None:
   """Refuses a policy gradient on tokens that are no samples of what it compares."""
-  own, wanted = config.rollout, config.distill
+  sampling, wanted = config.rollout, config.distill
   for name in ("top_p", "top_k"):
-    if (value := getattr(own, name)) is not None:
+    if (value := getattr(sampling, name)) is not None:
       raise ValueError(
         f"rollout.{name} is {value} and distill.strategy 'policy_gradient', which is "
         "right for the student's whole distribution alone: leave it out"
       )
-  if wanted.temperature not in (None, own.temperature):
+  if wanted.temperature not in (None, sampling.temperature):
     raise ValueError(
       f"distill.temperature is {wanted.temperature}, rollout.temperature "
-      f"{own.temperature} and distill.strategy 'policy_gradient', which is right at "
-      "the temperature of the sampling alone: leave distill.temperature out"
+      f"{sampling.temperature} and distill.strategy 'policy_gradient', which is right "
+      "at the temperature of the sampling alone: leave distill.temperature out"
     )
 
 
 def _on_policy_options(config: DistillRun, **options: Any) -> OnPolicyConfig:
   how = config.rollout
-  with keys.under("distill", DistillSettings):
+  with build_data.naming(_ON_POLICY):
     return OnPolicyConfig(
       max_prompt_length=how.max_prompt_length,
       max_completion_length=how.max_tokens_to_generate,
@@ -281,29 +283,20 @@ def build_taught_data(
   return dataclasses.replace(data, train=train, eval=held_out)
 
 
-def build_trainer(
-  config: DistillRun,
-  model: Transformer,
-  tokenizer: TokenizerAdapter,
-  tx: optax.GradientTransformation,
-  *,
-  mesh: Mesh | None,
-  output_dir: pathlib.Path,
-  learning_rate: float | Schedule,
-) -> DistillationTrainer:
-  """The trainer of a settled configuration, put back where its checkpoints stand.
-
-  Args: see `rl.build_learner`; the tokenizers were compared with the data.
+def build_trainer(run: Loaded) -> DistillationTrainer:
+  """The trainer of a run, put back where its checkpoints stand; the tokenizers were
+  compared with the data.
 
   Raises:
     FileNotFoundError, ValueError: the teacher is missing, does not fit the student, or
       is another than the cache's.
   """
+  config: DistillRun = run.config
   wanted, how = config.distill, strategy(config)
   teacher: Any = None
   if wanted.teacher is not None:
     teacher = automodel.AutoModel.from_pretrained(
-      wanted.teacher, mesh, dtype=wanted.teacher_dtype
+      wanted.teacher, run.mesh, dtype=wanted.teacher_dtype
     )
   if wanted.cache is not None:
     assert isinstance(how, LogitStrategy)  # DistillSettings has looked
@@ -312,22 +305,16 @@ def build_trainer(
       teacher,
       top_k=wanted.top_k,
       temperature=how.how.temperature,
-      data_sharding_axis=data_axes(config.mesh),
+      data_sharding_axis=mesh_axes.data_axes(config.mesh),
     )
-  options = build.training_options(config, output_dir, learning_rate)
-  logger = build.build_logger(config, output_dir)
+  options, logger = run.training_options(), run.logger()
   if config.is_on_policy:
     made = _on_policy_options(config, **options)
     return OnPolicyDistillationTrainer(
-      model, teacher, how, tx, made, logger, tokenizer=tokenizer
+      run.model, teacher, how, run.optimizer, made, logger, tokenizer=run.tokenizer
     )
   return DistillationTrainer(
-    model,
-    teacher,
-    how,
-    tx,
-    TrainingConfig(**options),
-    logger,
+    run.model, teacher, how, run.optimizer, TrainingConfig(**options), logger
   )
 
 
@@ -344,12 +331,11 @@ def _batch(config: DistillRun) -> str:
   return f"{sft.rows(config)}, taught by {source}"
 
 
+_ROLLOUT = length_of("rollout", "max_prompt_length", "max_tokens_to_generate")
+
+
 def _length(config: DistillRun) -> tuple[str, int]:
-  if not config.is_on_policy:
-    return sft.row_length(config)
-  how = config.rollout
-  length = how.max_prompt_length + how.max_tokens_to_generate
-  return "rollout.max_prompt_length + max_tokens_to_generate", length
+  return _ROLLOUT(config) if config.is_on_policy else sft.row_length(config)
 
 
 DISTILL = Job(

@@ -3,12 +3,55 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tunix.cli import build_data
+import optax
+from jax.sharding import Mesh
+
+from tunix.cli import build, build_data
 from tunix.cli.build_data import RunData
 from tunix.cli.settings import RunSettings
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.transformer.model import Transformer
+from tunix.sft.config import Schedule
+from tunix.sft.metrics_logger import MetricsLogger
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+  """A run whose model is loaded: what its trainer is made of.
+
+  Attributes:
+    config: settled; of the class that the job has.
+    model: what is trained.
+    tokenizer: of all models.
+    optimizer: the model's.
+    mesh: of all models; None: one device.
+    output_dir: of the run.
+    learning_rate: for the metric of that name.
+  """
+
+  config: Any
+  model: Transformer
+  tokenizer: TokenizerAdapter
+  optimizer: optax.GradientTransformation
+  mesh: Mesh | None
+  output_dir: pathlib.Path
+  learning_rate: float | Schedule
+
+  def training_options(self) -> dict[str, Any]:
+    """The arguments of a TrainingConfig."""
+    return build.training_options(self.config, self.output_dir, self.learning_rate)
+
+  def logger(self) -> MetricsLogger:
+    """The metrics of the run."""
+    return build.build_logger(self.config, self.output_dir)
+
+  def reference(self, path: str | None) -> Any:
+    """What the model is compared with, see `build.build_reference`."""
+    return build.build_reference(self.config, path, self.mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,8 +63,8 @@ class Job:
     check: refuses settings, before anything is loaded.
     data: (config, tokenizer, earlier scans) -> the checked data.
     count_steps: (config, report of the training data) -> optimizer steps, or None.
-    build: (config, model, tokenizer, optimizer, mesh=, output_dir=, learning_rate=) ->
-      what trains, put back where its checkpoints stand.
+    build: what trains, put back where its checkpoints stand. Raises FileNotFoundError,
+      ImportError or ValueError for models and functions that do not fit.
     results: {name in the result: metric}, first and last value of which are told.
     batch: what a step computes, in words.
     length: (keys that make it up, most tokens of a row).
@@ -32,8 +75,18 @@ class Job:
   check: Callable[[Any], None] = lambda config: None
   data: Callable[..., RunData] = build_data.build_data
   count_steps: Callable[[Any, Any], int | None] = build_data.count_steps
-  build: Callable[..., Any]
+  build: Callable[[Loaded], Any]
   results: Mapping[str, str]
   batch: Callable[[Any], str]
   length: Callable[[Any], tuple[str, int]]
   notes: Callable[[Any, RunData], list[str]] = lambda config, data: []
+
+
+def length_of(section: str, *names: str) -> Callable[[Any], tuple[str, int]]:
+  """`Job.length` where a row is as long as these keys of a section say together."""
+
+  def length(config: Any) -> tuple[str, int]:
+    limits = getattr(config, section)
+    return f"{section}.{' + '.join(names)}", sum(getattr(limits, n) for n in names)
+
+  return length

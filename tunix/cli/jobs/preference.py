@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import pathlib
 from typing import Any, ClassVar, Literal
 
 import jax
-import optax
-from jax.sharding import Mesh
 
-from tunix.cli import build, build_data, fingerprints
+from tunix.cli import build_data, fingerprints
 from tunix.cli.build_data import RunData
-from tunix.cli.jobs.job import Job
+from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.settings import StreamRun
 from tunix.data.records import LABELLED, PAIRS, Kind
 from tunix.data.scan import Report
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
-from tunix.sft.config import Schedule, TrainingConfig
+from tunix.sft.config import TrainingConfig
 from tunix.sft.dpo.dpo_trainer import DPOTrainer, ORPOTrainer
 from tunix.sft.dpo.kto_trainer import KTOTrainer
 from tunix.sft.dpo.precomputed import PrecomputedLogps
@@ -266,84 +263,62 @@ def balance_note(config: KTORun, report: Report) -> str | None:
   )
 
 
-def _build_dpo(
-  config: DPORun,
-  model: Transformer,
-  tokenizer: TokenizerAdapter,
-  tx: optax.GradientTransformation,
-  *,
-  mesh: Mesh | None,
-  output_dir: pathlib.Path,
-  learning_rate: float | Schedule,
-) -> DPOTrainer:
-  options = build.training_options(config, output_dir, learning_rate)
-  settings = trainer_config(config.preference, options)
-  logger = build.build_logger(config, output_dir)
+def _build_dpo(run: Loaded) -> DPOTrainer:
+  options, places = _options(run), run.config.preference
   reference, logps = None, None
-  if config.preference.reference_logps is not None:
-    logps, reference = _logps(config, model, tokenizer, mesh, settings)
-  elif settings.spec.needs_reference:
-    reference = build.build_reference(config, config.preference.reference, mesh)
+  if places.reference_logps is not None:
+    logps, reference = _logps(run, options)
+  elif options.spec.needs_reference:
+    reference = run.reference(places.reference)
   return DPOTrainer(
-    model, reference, tx, settings, metrics_logger=logger, reference_logps=logps
+    run.model,
+    reference,
+    run.optimizer,
+    options,
+    metrics_logger=run.logger(),
+    reference_logps=logps,
   )
 
 
-def _build_orpo(
-  config: ORPORun, model, tokenizer, tx, *, mesh, output_dir, learning_rate
-) -> ORPOTrainer:
-  del tokenizer, mesh
-  options = build.training_options(config, output_dir, learning_rate)
-  settings = trainer_config(config.preference, options)
-  logger = build.build_logger(config, output_dir)
-  return ORPOTrainer(model, None, tx, settings, metrics_logger=logger)
+def _build_orpo(run: Loaded) -> ORPOTrainer:
+  return ORPOTrainer(
+    run.model, None, run.optimizer, _options(run), metrics_logger=run.logger()
+  )
 
 
-def _build_kto(
-  config: KTORun, model, tokenizer, tx, *, mesh, output_dir, learning_rate
-) -> KTOTrainer:
-  del tokenizer
-  options = build.training_options(config, output_dir, learning_rate)
-  settings = trainer_config(config.preference, options)
-  logger = build.build_logger(config, output_dir)
-  reference = build.build_reference(config, config.preference.reference, mesh)
-  return KTOTrainer(model, reference, tx, settings, metrics_logger=logger)
+def _build_kto(run: Loaded) -> KTOTrainer:
+  reference = run.reference(run.config.preference.reference)
+  return KTOTrainer(
+    run.model, reference, run.optimizer, _options(run), metrics_logger=run.logger()
+  )
 
 
-def _build_reward(
-  config: RewardRun, model, tokenizer, tx, *, mesh, output_dir, learning_rate
-) -> RewardTrainer:
-  del tokenizer, mesh
-  options = build.training_options(config, output_dir, learning_rate)
-  settings = trainer_config(config.preference, options)
-  logger = build.build_logger(config, output_dir)
-  return RewardTrainer(model, tx, settings, metrics_logger=logger)
+def _build_reward(run: Loaded) -> RewardTrainer:
+  return RewardTrainer(
+    run.model, run.optimizer, _options(run), metrics_logger=run.logger()
+  )
+
+
+def _options(run: Loaded) -> Any:
+  return trainer_config(run.config.preference, run.training_options())
 
 
 def _logps(
-  config: DPORun,
-  model: Transformer,
-  tokenizer: TokenizerAdapter,
-  mesh: Mesh | None,
-  made: DPOTrainingConfig,
+  run: Loaded, options: DPOTrainingConfig
 ) -> tuple[PrecomputedLogps, Transformer | None]:
   """The reference's log-probabilities, and the reference if it is not the model."""
-  places = config.preference
-  assert places.reference_logps is not None
-  reference = None
-  if places.reference is not None:
-    reference = build.build_reference(config, places.reference, mesh)
+  places = run.config.preference
+  reference = None if places.reference is None else run.reference(places.reference)
   if (written := _written(places.reference_logps)) is not None:
     return written, reference
-  records = build_data.open_records(config)
-  every = itertools.chain.from_iterable(
-    build_data.batches(config, tokenizer, part, training=False)
-    for part in records.values()
+  batches = itertools.chain.from_iterable(
+    build_data.batches(run.config, run.tokenizer, records, training=False)
+    for records in build_data.open_records(run.config).values()
   )
   # The model has not learnt anything yet: it is put back by the trainer.
-  source = model if reference is None else reference
-  done = PrecomputedLogps.write(places.reference_logps, source, every, made)
-  return done, reference
+  source = run.model if reference is None else reference
+  logps = PrecomputedLogps.write(places.reference_logps, source, batches, options)
+  return logps, reference
 
 
 def _written(folder: str) -> PrecomputedLogps | None:
@@ -365,19 +340,13 @@ def _batch(config: PreferenceRun) -> str:
   )
 
 
-def _length(config: PreferenceRun) -> tuple[str, int]:
-  limits = config.preference
-  length = limits.max_prompt_length + limits.max_response_length
-  return "preference.max_prompt_length + max_response_length", length
-
-
 def _balance(config: KTORun, data: RunData) -> list[str]:
   note = balance_note(config, data.reports["train"])
   return [] if note is None else [note]
 
 
-_WORDS: dict[str, Any] = {"batch": _batch, "length": _length}
 _PAIRS = {"loss": "loss", "accuracy": "rewards/accuracy"}
+_LENGTH = length_of("preference", "max_prompt_length", "max_response_length")
 
 DPO = Job(
   settings=DPORun,
@@ -385,15 +354,21 @@ DPO = Job(
   data=build_compared_data,
   build=_build_dpo,
   results=_PAIRS,
-  **_WORDS,
+  batch=_batch,
+  length=_LENGTH,
 )
-ORPO = Job(settings=ORPORun, build=_build_orpo, results=_PAIRS, **_WORDS)
+ORPO = Job(
+  settings=ORPORun, build=_build_orpo, results=_PAIRS, batch=_batch, length=_LENGTH
+)
 KTO = Job(
   settings=KTORun,
   data=build_labelled_data,
   build=_build_kto,
   results={"loss": "loss", "margin": "rewards/margin"},
+  batch=_batch,
+  length=_LENGTH,
   notes=_balance,
-  **_WORDS,
 )
-REWARD = Job(settings=RewardRun, build=_build_reward, results=_PAIRS, **_WORDS)
+REWARD = Job(
+  settings=RewardRun, build=_build_reward, results=_PAIRS, batch=_batch, length=_LENGTH
+)

@@ -6,21 +6,19 @@ import dataclasses
 import pathlib
 from typing import Annotated, Any, ClassVar, Literal
 
-import optax
 from jax.sharding import Mesh
 
 from tunix.cli import build, build_prompts, keys, optimizer, rewards
 from tunix.cli.convert import Choice
-from tunix.cli.jobs.job import Job
+from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.rewards import RewardSettings
 from tunix.cli.settings import (
   DataSettings,
   RunSettings,
   TrainingSettings,
   at_least,
-  fields_of,
+  values_for,
 )
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
 from tunix.models.transformer.model import Transformer
 from tunix.rl import setup
@@ -41,7 +39,6 @@ from tunix.rl.rollout import vanilla_rollout
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.samples import Samples
 from tunix.rl.utils import create_critic_model
-from tunix.sft.config import Schedule
 from tunix.sft.metrics_logger import Mode
 
 # The metric that RL raises.
@@ -229,56 +226,39 @@ class PPORun(RLRun):
   rl: CriticSettings = CriticSettings()
 
 
-def build_learner(
-  config: RLRun,
-  model: Transformer,
-  tokenizer: TokenizerAdapter,
-  tx: optax.GradientTransformation,
-  *,
-  mesh: Mesh | None,
-  output_dir: pathlib.Path,
-  learning_rate: float | Schedule,
-) -> RLLearner:
-  """The learner of a settled configuration, put back where its checkpoints stand.
-
-  Args:
-    config: of the run.
-    model: the policy.
-    tokenizer: of all models.
-    tx: the policy's optimizer.
-    mesh: of all roles; None: one device.
-    output_dir: of the run.
-    learning_rate: for the metric of that name.
+def build_learner(run: Loaded) -> RLLearner:
+  """The learner of a run, put back where its checkpoints stand.
 
   Raises:
     FileNotFoundError, ImportError, ValueError: models or rewards that do not fit.
   """
+  config: RLRun = run.config
   algorithm, roles = config.algorithm, config.rl
   models: dict[str, Any] = {"reference": None}
   if algorithm.beta:
-    models["reference"] = build.build_reference(config, roles.reference, mesh)
+    models["reference"] = run.reference(roles.reference)
   more: dict[str, Any] = {}
   if isinstance(config, PPORun):
-    models["critic"] = _critic(config, model, mesh)
+    models["critic"] = _critic(config, run.model, run.mesh)
     more["critic_optimizer"] = optimizer.build_critic_optimizer(
       config, config.rl.critic_learning_rate
     )
   if config.reward.model is not None:
     models["reward"] = automodel.AutoModel.from_pretrained(
-      config.reward.model, mesh, dtype=config.model.dtype, num_scores=1
+      config.reward.model, run.mesh, dtype=config.model.dtype, num_scores=1
     )
   cluster = RLCluster(
-    actor=model,
-    tokenizer=tokenizer,
+    actor=run.model,
+    tokenizer=run.tokenizer,
     cluster_config=ClusterConfig(
-      role_to_mesh=None if mesh is None else {Role.ACTOR: mesh},
+      role_to_mesh=None if run.mesh is None else {Role.ACTOR: run.mesh},
       rollout_engine=config.rollout.engine,
       offload_to_cpu=roles.offload_to_cpu,
       training_config=RLTrainingConfig(
-        actor_optimizer=tx,
-        **build.training_options(config, output_dir, learning_rate)
-        | {"metrics_logging_options": build.logging_options(config, output_dir)},
-        **fields_of(PromptSizes, roles),
+        actor_optimizer=run.optimizer,
+        **run.training_options()
+        | {"metrics_logging_options": build.logging_options(config, run.output_dir)},
+        **values_for(PromptSizes, roles),
         **more,
       ),
       rollout_config=rollout_configs(config),
@@ -291,14 +271,14 @@ def build_learner(
     rewards.build_rewards(config.reward),
     data_shuffle_seed=roles.shuffle_seed,
   )
-  samples = config.samples.samples(output_dir / "samples")
+  samples = config.samples.samples(run.output_dir / "samples")
   return learner if samples is None else learner.with_samples(samples)
 
 
 def rollout_configs(config: RLRun) -> dict[Mode, RolloutConfig]:
   """How to sample in training and in evaluation."""
   how = config.rollout
-  options = fields_of(RolloutConfig, how)
+  options = values_for(RolloutConfig, how)
   options["seed"] = config.seed if how.seed is None else how.seed
   options["stop_strings"] = how.stop_strings or None
   train = RolloutConfig(**options)
@@ -337,21 +317,15 @@ def _batch(config: RLRun) -> str:
   )
 
 
-def _length(config: RLRun) -> tuple[str, int]:
-  how = config.rollout
-  length = how.max_prompt_length + how.max_tokens_to_generate
-  return "rollout.max_prompt_length + max_tokens_to_generate", length
+_LENGTH = length_of("rollout", "max_prompt_length", "max_tokens_to_generate")
 
-
-_FUNCTIONS: dict[str, Any] = {
-  "data": lambda config, tokenizer, known: build_prompts.build_prompts(
-    config, tokenizer
-  ),
-  "count_steps": build_prompts.count_steps,
-  "build": build_learner,
-  "results": {"reward": REWARD},
-  "batch": _batch,
-  "length": _length,
-}
-GRPO = Job(settings=GRPORun, **_FUNCTIONS)
-PPO = Job(settings=PPORun, **_FUNCTIONS)
+GRPO = Job(
+  settings=GRPORun,
+  data=build_prompts.build_prompts,
+  count_steps=build_prompts.count_steps,
+  build=build_learner,
+  results={"reward": REWARD},
+  batch=_batch,
+  length=_LENGTH,
+)
+PPO = dataclasses.replace(GRPO, settings=PPORun)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from tunix.cli import build
-from tunix.cli.jobs.job import Job
+from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.settings import RowSettings, StreamRun
 from tunix.data import records
 from tunix.data.records import Kind
@@ -32,20 +31,9 @@ class SFTRun(StreamRun):
     return {"max_length": "data.max_length"}
 
 
-def _build(
-  config: SFTRun,
-  model: Any,
-  tokenizer: Any,
-  tx: Any,
-  *,
-  mesh,
-  output_dir,
-  learning_rate,
-) -> PeftTrainer:
-  del tokenizer, mesh
-  options = build.training_options(config, output_dir, learning_rate)
-  logger = build.build_logger(config, output_dir)
-  return PeftTrainer(model, tx, TrainingConfig(**options), logger)
+def _build(run: Loaded) -> PeftTrainer:
+  options = TrainingConfig(**run.training_options())
+  return PeftTrainer(run.model, run.optimizer, options, run.logger())
 
 
 def rows(config: Any) -> str:
@@ -58,10 +46,7 @@ def rows(config: Any) -> str:
   )
 
 
-def row_length(config: Any) -> tuple[str, int]:
-  """The key that says how long rows are, and what it says."""
-  return "data.max_length", config.data.max_length
-
+row_length = length_of("data", "max_length")
 
 SFT = Job(
   settings=SFTRun,

@@ -81,15 +81,15 @@ def load(call: CallString) -> Callable[..., Any]:
   """
   assert call.source is not None and call.name is not None
   module = load_module(call.source)
-  found = getattr(module, call.name, None)
-  if not callable(found):
+  function = getattr(module, call.name, None)
+  if not callable(function):
     known = [
       n for n, v in vars(module).items() if callable(v) and not n.startswith("_")
     ]
     raise ValueError(
       f"{call.source} has no function {call.name!r}: there are {known or 'none'}"
     )
-  return found
+  return function
 
 
 def load_module(source: str) -> ModuleType:

@@ -1,0 +1,66 @@
+"""The axes of the key `mesh`: which there are, and the mesh over all devices."""
+
+from __future__ import annotations
+
+import math
+
+from jax.sharding import Mesh
+
+from tunix.utils import mesh as mesh_lib
+
+# Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
+DATA_AXES = ("dp", "fsdp")
+MESH_AXES = (*DATA_AXES, "tp", "ep")
+
+
+def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:
+  """The axes of a mesh that split a batch."""
+  return tuple(axis for axis in DATA_AXES if axis in mesh)
+
+
+def check(mesh: dict[str, int], batch_rows: dict[str, int]) -> None:
+  """Refuses axes that mean nothing, and batches that the data axes do not divide.
+
+  Args:
+    mesh: sizes by axis.
+    batch_rows: rows of batches by key, see `TrainingSettings.batch_rows`.
+
+  A size of -1 (what the other axes leave) counts as 1 until devices are known.
+
+  Raises:
+    ValueError: which axis or batch size, and what would do.
+  """
+  for axis, size in mesh.items():
+    if axis not in MESH_AXES:
+      raise ValueError(
+        f"mesh.{axis} is no axis that splits anything: use {', '.join(MESH_AXES)}"
+      )
+    if size < 1 and size != -1:
+      raise ValueError(
+        f"mesh.{axis} is {size}: it must be at least 1, or -1 for what is left"
+      )
+  axes = data_axes(mesh)
+  shards = math.prod(max(1, mesh[axis]) for axis in axes)
+  for key, rows in batch_rows.items():
+    if rows % shards:
+      sizes = " x ".join(f"{axis} {mesh[axis]}" for axis in axes)
+      raise ValueError(
+        f"{key} is {rows} and does not divide over the {shards} shards of the "
+        f"mesh ({sizes}): make it a multiple of {shards}"
+      )
+
+
+def build(mesh: dict[str, int], batch_rows: dict[str, int]) -> Mesh | None:
+  """The mesh over all devices; None when none is asked for.
+
+  Args: see `check`.
+
+  Raises:
+    ValueError: its sizes do not fit the devices, or the batches do not divide over it.
+  """
+  if not mesh:
+    return None
+  made = mesh_lib.create_mesh(mesh)
+  # What -1 stands for is known only now.
+  check({axis: int(size) for axis, size in made.shape.items()}, batch_rows)
+  return made
