@@ -84,6 +84,17 @@ def test_other_columns_are_named(tmp_path):
     both(tmp_path / "x.jsonl")
 
 
+def test_broken_files_are_named(tmp_path):
+  (tmp_path / "x.jsonl").write_text('{"question": "q", "answer": "#### 1"}\n[1]\n')
+  with pytest.raises(ValueError, match=r"x\.jsonl:2: expected an object"):
+    both(tmp_path / "x.jsonl")
+  (tmp_path / "x.jsonl").write_text("{\n")
+  with pytest.raises(ValueError, match=r"x\.jsonl:1: it is no JSON"):
+    both(tmp_path / "x.jsonl")
+  with pytest.raises(FileNotFoundError, match="there is no file"):
+    both(tmp_path / "y.jsonl")
+
+
 def test_without_a_file_tfds_is_asked(tmp_path, monkeypatch):
   with pytest.raises(ImportError, match="pip install tensorflow-datasets"):
     both(tmp_path)

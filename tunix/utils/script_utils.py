@@ -117,13 +117,30 @@ def get_train_and_eval_datasets(
 def _records(path: pathlib.Path, split: str, dataset_name: str) -> Any:
   file = path / f"{split}.jsonl" if path.is_dir() else path
   if file.is_file():
-    return [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+    return _read(file)
+  if path.suffix in (".json", ".jsonl"):
+    raise FileNotFoundError(f"there is no file {path}: give a file of JSON lines")
   tfds = optional.require(
     "tensorflow_datasets",
     f"reading {dataset_name!r} ({path} holds no {split}.jsonl)",
     "tensorflow-datasets",
   )
   return tfds.data_source(dataset_name, split=split, data_dir=str(path))
+
+
+def _read(file: pathlib.Path) -> list[Any]:
+  records = []
+  for number, line in enumerate(file.read_text().splitlines(), start=1):
+    if not line.strip():
+      continue
+    try:
+      record = json.loads(line)
+    except ValueError as error:
+      raise ValueError(f"{file}:{number}: it is no JSON ({error})") from error
+    if not isinstance(record, dict):
+      raise ValueError(f"{file}:{number}: expected an object, found {line[:40]!r}")
+    records.append(record)
+  return records
 
 
 def _text(value: Any) -> Any:

@@ -83,8 +83,15 @@ def test_modules_that_are_not_there(tmp_path):
   with pytest.raises(ImportError, match="absent_module"):
     get_dataset_from_module("absent_module.sub", plain())
   (tmp_path / "wrong_syntax.py").write_text("def (:")
-  with pytest.raises(ImportError, match="cannot be imported"):
-    get_dataset_from_module(f"{tmp_path}/wrong_syntax.py", plain())
+  (tmp_path / "raises_at_import.py").write_text("raise OSError('no network')")
+  (tmp_path / "imports_what_is_not_there.py").write_text("import not_there_xyz")
+  for name, part in (
+    ("wrong_syntax", "SyntaxError"),
+    ("raises_at_import", "OSError: no network"),
+    ("imports_what_is_not_there", "No module named 'not_there_xyz'"),
+  ):
+    with pytest.raises(ImportError, match=rf"{name}\.py cannot be imported.*{part}"):
+      get_dataset_from_module(f"{tmp_path}/{name}.py", plain())
 
 
 def test_columns_are_kept_and_prompts_needed():
