@@ -12,6 +12,7 @@ import os
 import pathlib
 import platform
 import signal
+import sys
 
 import pytest
 
@@ -30,11 +31,18 @@ def pytest_configure(config: pytest.Config) -> None:
   is_worker = "PYTEST_XDIST_WORKER" in os.environ
   if is_worker or "not slow" not in config.option.markexpr:
     return
-  os.environ |= {
-    "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_COMPILATION_CACHE_DIR": str(_programs()),
+  settings = {
+    "jax_disable_most_optimizations": True,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_compilation_cache_dir": str(_programs()),
   }
+  # For workers and for the processes that tests start.
+  os.environ |= {name.upper(): str(value) for name, value in settings.items()}
+  if (jax := sys.modules.get("jax")) is not None:
+    # A plugin has imported it, and it has read its environment: without workers (-n 0)
+    # this process would compile otherwise than those that it starts.
+    for name, value in settings.items():
+      jax.config.update(name, value)
 
 
 def _programs() -> pathlib.Path:
