@@ -48,7 +48,10 @@ HEAVY = {
     "sft/orbax_options.py",
     "utils/coordination.py",  # which has a public name for JAX's coordinator
   },
-  "grain": {"data/pipeline.py", "data/packing.py", "utils/map_datasets.py"},
+  "grain": {
+    *("data/pipeline.py", "data/packing.py", "data/buckets.py", "data/draws.py"),
+    *("data/array_record.py", "utils/map_datasets.py"),
+  },
   "qwix": set(),
   "tensorboardX": {"sft/metrics_backends.py"},
   "wandb": {"sft/metrics_backends.py"},

@@ -257,6 +257,22 @@ def test_prompts_that_are_too_long_can_be_dropped(keys, files, tmp_path):
   assert "1 dropped" in str(data.reports["train"])
 
 
+def test_prompts_of_several_files_are_mixed(keys, tmp_path):
+  for name, count in (("a", 6), ("b", 2)):
+    records = [{"prompt": f"{name} {i}", "who": name} for i in range(count)]
+    records.append({"prompt": "days " * 90, "who": name})  # left out
+    lines = "\n".join(map(json.dumps, records))
+    (tmp_path / f"{name}.jsonl").write_text(lines)
+  files = json.dumps([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"])
+  mixed = {"data__weights": "[1, 3]", "data__overlong": "drop", "data__num_epochs": 4}
+  config = loaded(keys, data__train=files, **mixed)
+  data = build_prompts.build_prompts(config, build.build_tokenizer(config))
+  assert "75.0% from" in str(data.reports["train"])
+  assert data.reports["train"].sizes == (6, 2)
+  who = [name for batch in data.train for name in batch["who"]]
+  assert (who.count("a"), who.count("b")) == (8, 24)
+
+
 def test_batches_of_prompts_go_on_where_they_stood():
   rows = [{"prompts": str(i), "n": i} for i in range(5)]
   source = PromptBatches(rows, 2, seed=3, epochs=2)

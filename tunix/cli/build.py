@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from tunix.cli import keys, mesh as mesh_axes, precision
+from tunix.cli import data_sources, keys, mesh as mesh_axes, precision
 from tunix.cli.settings import (
   MicroBatchSettings,
   RunSettings,
@@ -41,7 +41,7 @@ _NO_MODEL = (
 # Keys that name files and folders, ...
 _READ = (
   *("model.path", "tokenizer.path", "tokenizer.chat_template"),
-  *("data.train", "data.eval", "rl.reference", "rl.critic", "preference.reference"),
+  *("rl.reference", "rl.critic", "preference.reference"),
   *("distill.teacher", "reward.model"),
 )
 # ... and folders that a run makes.
@@ -62,6 +62,9 @@ def absolute_paths(config: RunSettings) -> RunSettings:
     path = pathlib.Path(value).expanduser()
     if key in _WRITTEN or path.exists():
       config = with_value(config, key, str(path.absolute()))
+  for key in ("data.train", "data.eval"):
+    if (names := known.get(key)) is not None:
+      config = with_value(config, key, data_sources.with_absolute_paths(names))
   if (functions := known.get("reward.functions")) is None:
     return config
   entries = [functions] if isinstance(functions, str) else functions

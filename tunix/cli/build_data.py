@@ -12,14 +12,14 @@ from typing import Any
 import jax
 
 import tunix
-from tunix.cli import fingerprints
+from tunix.cli import data_sources, fingerprints
 from tunix.cli.settings import RowSettings, RunSettings, StreamRun
-from tunix.data import pipeline
-from tunix.data.jsonl import JsonlRecords
+from tunix.data import mixture, pipeline
 from tunix.data.records import SFT, Kind
 from tunix.data.rows import OneRow, SideBySide
 from tunix.data.scan import Report, scan
 from tunix.data.source import Source
+from tunix.data.stored import Records
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 
@@ -28,9 +28,7 @@ def _row_settings(config: StreamRun, kind: Kind) -> dict[str, Any]:
   return {n: operator.attrgetter(k)(config) for n, k in config.row_keys(kind).items()}
 
 
-def _source(
-  config: StreamRun, tokenizer: TokenizerAdapter, records: JsonlRecords
-) -> Source:
+def _source(config: StreamRun, tokenizer: TokenizerAdapter, records: Records) -> Source:
   kind, data = records.kind, config.data
   settings = _row_settings(config, kind)
   more = {n: settings.pop(n) for n in ("unusable",) if n in settings}
@@ -87,25 +85,22 @@ class RunData:
   num_steps: int | None
 
 
-def open_records(config: StreamRun) -> dict[str, JsonlRecords]:
-  """The files of `data.train` and `data.eval`, indexed and not checked yet.
+def open_records(config: StreamRun) -> dict[str, Records]:
+  """What `data.train` and `data.eval` name, opened and not checked yet.
 
   Raises:
-    FileNotFoundError: no such file.
-    ValueError: no file was named, or it is empty.
+    ValueError: nothing was named.
+    FileNotFoundError, ImportError, ValueError, TypeError, RuntimeError: see
+      `data_sources.open_records`.
   """
-  if config.data.train is None:
-    raise ValueError("data.train is not set: give a file of JSON lines")
-  files = {"train": config.data.train, "eval": config.data.eval}
   return {
-    name: JsonlRecords(file, config.kind(training=name == "train"))
-    for name, file in files.items()
-    if file is not None
+    name: data_sources.open_records(names, config.kind(training=name == "train"), how)
+    for name, names, how in config.data.sources()
   }
 
 
 def scan_records(
-  config: StreamRun, tokenizer: TokenizerAdapter, records: dict[str, JsonlRecords]
+  config: StreamRun, tokenizer: TokenizerAdapter, records: dict[str, Records]
 ) -> dict[str, Any]:
   """Checks the structure of every record, then renders and tokenises them, as far as
   `data.scan_limit` asks for.
@@ -159,15 +154,17 @@ def build_data(
   )
 
 
-def _scan_key(config: StreamRun, part: JsonlRecords, prints: Mapping[str, str]) -> str:
+def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> str:
   """A digest of all that a scan's report depends on."""
   source = config.data
   fields = [field.name for field in dataclasses.fields(Report)]
   form = (tunix.__version__, part.kind.name, part.kind.expected, fields)
   inputs = (part.fingerprint, prints["tokenizer"], prints["chat_template"])
-  place = str(part.path)  # the report names its longest record by it
+  place = part.name  # the report names its longest record by it
   settings = list(_row_settings(config, part.kind).values())
   limits = (settings, source.overlong, source.chat, source.template_args)
+  if isinstance(part, mixture.Mixture):
+    limits = (*limits, part.weights)
   return fingerprints.digest((form, inputs, place, limits, source.scan_limit))
 
 
@@ -182,7 +179,7 @@ def _known_reports(known: Mapping[str, Any], keys: Mapping[str, str]) -> dict[st
 def batches(
   config: StreamRun,
   tokenizer: TokenizerAdapter,
-  records: JsonlRecords,
+  records: Records,
   *,
   training: bool,
 ) -> Iterable[Any]:
@@ -198,8 +195,9 @@ def batches(
     "num_threads": keys.num_threads,
   }
   source = _source(config, tokenizer, records)
-  packing = records.kind is SFT and _packs(config)
-  return pipeline.build_batches(source, packing=packing, **stream)
+  if records.kind is SFT and isinstance(keys, RowSettings):
+    stream |= {"packing": keys.packing, "length_buckets": keys.length_buckets}
+  return pipeline.build_batches(source, **stream)
 
 
 def _packs(config: StreamRun) -> bool:
@@ -225,6 +223,8 @@ def count_steps(config: StreamRun, report: Report) -> int | None:
   if passes is None:
     return limit
   countable = report.scanned == report.records or not config.drops
+  if config.data.weights and report.kept < report.records:
+    countable = False  # how often those left out are drawn was not looked up
   if _packs(config) or not countable:
     return limit
   kept = report.kept if report.scanned == report.records else report.records

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tunix.cli import build_data, fingerprints, keys, rewards
+from tunix.cli import build_data, data_sources, fingerprints, keys, rewards
 from tunix.cli.build_data import RunData
 from tunix.data import prompts
-from tunix.data.prompts import PromptBatches, PromptReport, Row
+from tunix.data.prompts import WITH_COLUMNS, PromptBatches, PromptReport, Row
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 
@@ -23,19 +23,17 @@ def build_prompts(
     known: as in `build_data.build_data`; prompts are scanned by being read.
 
   Raises:
-    FileNotFoundError, ValueError: something about files, records or rewards is wrong.
+    FileNotFoundError, ValueError: something about files, records or rewards is wrong;
+      see `data_sources.open_records` for what other sources raise.
   """
   del known
   source = config.data
-  if source.train is None:
-    raise ValueError("data.train is not set: give a file of JSON lines with prompts")
+  named = list(source.sources())
   rewards.check(config.reward)
   batches, reports, prints = {}, {}, {}
-  files = {"train": source.train, "eval": source.eval}
-  for name, path in files.items():
-    if path is None:
-      continue
-    records = prompts.read_prompts(path)
+  for name, names, weights in named:
+    opened = data_sources.open_records(names, WITH_COLUMNS, weights)
+    records = prompts.read_prompts(opened)
     prints[name] = records.fingerprint
     with build_data.naming({"max_prompt_length": "rollout.max_prompt_length"}):
       rows, reports[name] = records.within(
@@ -45,7 +43,8 @@ def build_prompts(
         chat=source.chat,
         template_kwargs=source.template_args,
       )
-    batches[name] = _batches(rows, config, training=name == "train")
+    mixed = {"sizes": reports[name].sizes, "weights": weights} if weights else {}
+    batches[name] = _batches(rows, config, mixed, training=name == "train")
   return RunData(
     train=batches["train"],
     eval=batches.get("eval"),
@@ -60,13 +59,16 @@ def build_prompts(
   )
 
 
-def _batches(rows: Sequence[Row], config: Any, *, training: bool) -> PromptBatches:
+def _batches(
+  rows: Sequence[Row], config: Any, mixed: dict[str, Any], *, training: bool
+) -> PromptBatches:
   sizes = config.training
   if not training:
     return PromptBatches(rows, sizes.eval_rows, seed=None, epochs=1)
   seed = config.seed if config.data.shuffle else None
   epochs = build_data.epochs(config)
-  return PromptBatches(rows, sizes.global_batch_size, seed=seed, epochs=epochs)
+  size = sizes.global_batch_size
+  return PromptBatches(rows, size, seed=seed, epochs=epochs, **mixed)
 
 
 def _other_models(config: Any) -> dict[str, str]:

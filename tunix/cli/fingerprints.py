@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tunix.cli.settings import RunSettings
-from tunix.data.jsonl import JsonlRecords
+from tunix.data.stored import Records
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, tensor_files
 
@@ -31,7 +31,7 @@ _VOCABULARIES = (
 
 
 def of_inputs(
-  config: RunSettings, tokenizer: TokenizerAdapter, records: Mapping[str, JsonlRecords]
+  config: RunSettings, tokenizer: TokenizerAdapter, records: Mapping[str, Records]
 ) -> dict[str, str]:
   """Digests of the data files, of the tokenizer and of the chat template."""
   return {

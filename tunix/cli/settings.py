@@ -10,11 +10,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from tunix.cli import mesh as mesh_axes
+from tunix.data import mixture
 from tunix.data.records import Kind
-from tunix.data.rows import OneRow
+from tunix.data.rows import OneRow, check_buckets
 from tunix.generate import chat_template
 from tunix.models.lora import LoraConfig
 from tunix.sft.config import CheckpointOptions, TrainingConfig
@@ -107,8 +109,14 @@ class DataSettings:
       {"prompt"} (text or messages) with further columns, which reward functions see.
       For dpo, orpo and reward {"prompt", "chosen", "rejected"} (or the last two as
       whole conversations), for kto {"prompt", "completion", "label"}. `dataset_name` is
-      another name of this key.
+      another name of this key. A list of several is one after the other in a pass,
+      or mixed by data.weights. Besides a file: shards-*.array_record (JSON objects),
+      gs://BUCKET/FILE, hf:ORG/NAME(split='train'), tfds:NAME(split='train'), or a
+      function that returns records, pkg.mod:fn or file.py:fn(name='x').
     eval: the same for evaluation before, during and after training; null: none.
+    weights: of the entries of data.train, in any unit: each is drawn from in this
+      proportion. A pass then has as many records as all entries together, and goes
+      through a small entry with a large weight more than once. []: every record once.
     shuffle: a new order in every epoch; evaluation keeps the file's.
     num_epochs: passes over the data; null: as many as training.max_steps needs, one
       without it.
@@ -120,8 +128,9 @@ class DataSettings:
       their own.
   """
 
-  train: str | None = None
-  eval: str | None = None
+  train: tuple[str, ...] | str | None = None
+  eval: tuple[str, ...] | str | None = None
+  weights: tuple[float, ...] = ()
   shuffle: bool = True
   num_epochs: int | None = None
   overlong: Literal["error", "truncate", "drop"] = "error"
@@ -131,6 +140,21 @@ class DataSettings:
   def __post_init__(self):
     at_least(self, 1, "num_epochs")
     chat_template.check_variables(self.template_args, "data.template_args")
+    if self.weights:
+      train = self.train if isinstance(self.train, tuple) else (self.train,)
+      mixture.check_weights(self.weights, len(train))
+
+  def sources(self) -> Iterator[tuple[str, tuple[str, ...] | str, tuple[float, ...]]]:
+    """("train" or "eval", what is named, weights) for what is set.
+
+    Raises:
+      ValueError: nothing is named to train on.
+    """
+    if self.train is None:
+      raise ValueError("data.train is not set: give a file of JSON lines")
+    yield "train", self.train, self.weights
+    if self.eval is not None:
+      yield "eval", self.eval, ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,14 +182,25 @@ class RowSettings(StreamSettings):
   Attributes:
     max_length: tokens of a row.
     packing: several examples in a row, each seeing itself alone.
+    length_buckets: lengths below data.max_length, ascending. A row is as long as the
+      shortest of them that holds its record, a batch has rows of one length, and one
+      program is compiled for each. [256, 512] pads less than [], where every row has
+      data.max_length; packing pads least.
   """
 
   max_length: int = 1024
   packing: bool = False
+  length_buckets: tuple[int, ...] = ()
 
   def __post_init__(self):
     super().__post_init__()
     OneRow(max_length=self.max_length)  # which refuses what is no row
+    check_buckets(self.length_buckets, self.max_length)
+    if self.length_buckets and self.packing:
+      raise ValueError(
+        f"length_buckets {list(self.length_buckets)} and data.packing are set, which "
+        "fills rows already: leave one of them out"
+      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

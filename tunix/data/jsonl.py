@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from tunix.data.records import SFT, Kind, Record
+from tunix.data.stored import Records, place
+
+__all__ = ["JsonlRecords", "parsed", "place"]
 
 
-class JsonlRecords(Sequence[dict[str, Any]]):
+class JsonlRecords(Records):
   """The records of a JSON-lines file, read when they are asked for.
 
   Memory holds 16 bytes a record (where its line begins, and its number), never the
   file. Blank lines are skipped. Safe to read from many threads, and to pickle.
   """
 
-  def __init__(self, path: str | os.PathLike[str], kind: Kind = SFT):
+  def __init__(
+    self, path: str | os.PathLike[str], kind: Kind = SFT, *, name: str | None = None
+  ):
     """Indexes the file in one pass.
 
     Args:
       path: of the file.
       kind: what its records are.
+      name: of the file in messages; None: its path.
 
     Raises:
       FileNotFoundError: no such file.
@@ -35,15 +40,16 @@ class JsonlRecords(Sequence[dict[str, Any]]):
     """
     self.kind = kind
     self.path = pathlib.Path(path).expanduser()
+    self.name = str(self.path) if name is None else name
     if not self.path.is_file():
       what = "a folder" if self.path.is_dir() else "no such file"
       raise FileNotFoundError(
-        f"data file {str(self.path)!r}: {what}; give a file of JSON lines"
+        f"data file {self.name!r}: {what}; give a file of JSON lines"
       )
     self._offsets, self._lines, self.fingerprint = _index(self.path)
     if not len(self):
       raise ValueError(
-        f"{self.path} is empty; {self.kind.expected}, one JSON object a line"
+        f"{self.name} is empty; {self.kind.expected}, one JSON object a line"
       )
 
   def __len__(self) -> int:
@@ -51,50 +57,41 @@ class JsonlRecords(Sequence[dict[str, Any]]):
 
   def where(self, index: int) -> str:
     """The place of a record, as `file:line` with lines counted from 1."""
-    return f"{self.path}:{self._lines[index]}"
+    return f"{self.name}:{self._lines[index]}"
 
-  def __getitem__(self, index: Any) -> Any:
-    """Record `index`, parsed and checked.
-
-    Raises:
-      ValueError: the line is no valid record; the message names file and line.
-    """
-    if isinstance(index, slice):
-      return [self[i] for i in range(*index.indices(len(self)))]
-    index = range(len(self))[index]
+  def raw(self, index: int) -> Any:
+    """See the base class."""
     # Opening anew costs microseconds and needs no lock between threads.
     with self.path.open("rb") as file:
       file.seek(int(self._offsets[index]))
       line = file.readline()
-    record = _parsed(line, self.where(index), self.kind)
-    self.kind.read(record, self.where(index))
-    return record
+    return parsed(line, self.where(index), self.kind)
 
-  def validate(self) -> dict[str, int]:
-    """Checks the structure of every record, without tokenising.
-
-    Returns:
-      How many records there are of each form.
-
-    Raises:
-      ValueError: for the first record that is wrong.
-    """
-    return dict(collections.Counter(read.form for _, read in self._checked()))
-
-  def __iter__(self) -> Iterator[dict[str, Any]]:
-    """All records, in one pass over the file."""
-    return (record for record, _ in self._checked())
-
-  def read(self) -> Iterator[Record]:
-    """All records taken apart, in one pass over the file."""
-    return (read for _, read in self._checked())
-
-  def _checked(self) -> Iterator[tuple[dict[str, Any], Record]]:
+  def checked(self) -> Iterator[tuple[dict[str, Any], Record]]:
+    """See the base class; the file is opened once."""
     with self.path.open("rb") as file:
       for index, line in enumerate(line for line in file if line.strip()):
         where = self.where(index)
-        record = _parsed(line, where, self.kind)
+        record = parsed(line, where, self.kind)
         yield record, self.kind.read(record, where)
+
+
+def parsed(line: bytes, where: str, kind: Kind) -> Any:
+  """A record of JSON.
+
+  Raises:
+    ValueError: it is none; begins with `where`.
+  """
+  try:
+    return json.loads(line)
+  except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    raise ValueError(
+      f"{where}: invalid JSON ({error}); {kind.expected}, one object a line"
+    ) from error
+  except RecursionError as error:
+    raise ValueError(
+      f"{where}: the JSON is nested too deeply; {kind.expected}, one object a line"
+    ) from error
 
 
 def _index(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, str]:
@@ -107,22 +104,3 @@ def _index(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, str]:
       position += len(line)
       digest.update(line)
   return np.asarray(offsets, np.int64), np.asarray(lines, np.int64), digest.hexdigest()
-
-
-def place(records: Sequence[Mapping[str, Any]], index: int) -> str:
-  """Where a record comes from, for error messages."""
-  where = getattr(records, "where", None)
-  return where(index) if where is not None else f"record {index}"
-
-
-def _parsed(line: bytes, where: str, kind: Kind) -> Any:
-  try:
-    return json.loads(line)
-  except (json.JSONDecodeError, UnicodeDecodeError) as error:
-    raise ValueError(
-      f"{where}: invalid JSON ({error}); {kind.expected}, one object a line"
-    ) from error
-  except RecursionError as error:
-    raise ValueError(
-      f"{where}: the JSON is nested too deeply; {kind.expected}, one object a line"
-    ) from error

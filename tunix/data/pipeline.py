@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grain
 
-from tunix.data import packing as packing_lib, rows
+from tunix.data import buckets, draws, packing as packing_lib, rows
 from tunix.data.records import SFT
 from tunix.data.rows import OneRow, Overlong
 from tunix.data.source import Source
@@ -29,6 +29,7 @@ def build_dataset(
   batch_size: int,
   max_length: int,
   packing: bool = False,
+  length_buckets: Sequence[int] = (),
   shuffle: bool = True,
   seed: int = 0,
   num_epochs: int | None = 1,
@@ -49,11 +50,14 @@ def build_dataset(
   do not depend on the number of processes, and all see equally many.
 
   Args:
-    records: dicts as `tunix.data.records` describes, in memory or `JsonlRecords`.
+    records: dicts as `tunix.data.records` describes, in memory or `Records` (a file, a
+      `tunix.data.mixture.Mixture`).
     tokenizer: encodes text and renders chats.
     batch_size: rows of a batch over all processes.
     max_length: tokens of a row.
     packing: several examples a row.
+    length_buckets: shorter lengths of rows, see `tunix.data.buckets`; (): none, every
+      row has `max_length`.
     shuffle: a new order each epoch, determined by `seed`.
     seed: 0 to 2**32 - 1.
     num_epochs: passes over the records; None never ends.
@@ -84,6 +88,7 @@ def build_dataset(
     source,
     batch_size=batch_size,
     packing=packing,
+    length_buckets=length_buckets,
     shuffle=shuffle,
     seed=seed,
     num_epochs=num_epochs,
@@ -98,6 +103,7 @@ def build_batches(
   *,
   batch_size: int,
   packing: bool = False,
+  length_buckets: Sequence[int] = (),
   shuffle: bool = True,
   seed: int = 0,
   num_epochs: int | None = 1,
@@ -116,15 +122,25 @@ def build_batches(
   stream = _elements(
     source, shuffle=shuffle, seed=seed, num_epochs=num_epochs, num_threads=num_threads
   )
+  ours = _ours(batch_size, process_index, process_count)
   if isinstance(source.layout, OneRow):
     lengths = {"max_length": source.layout.max_length, "pad_id": source.pad_id}
+    if length_buckets:
+      if packing:
+        raise ValueError(
+          "length_buckets are set and packing too, which fills rows already: leave one "
+          "of them out"
+        )
+      return buckets.batch(stream, length_buckets, batch_size, **lengths, **ours)
     if packing:
       stream = packing_lib.pack(stream, **lengths, seed=seed, shuffle=shuffle)
     else:
       stream = stream.map(functools.partial(rows.pad_row, **lengths))
-  elif packing:
-    raise ValueError("packing is for rows of fine-tuning alone: leave it out")
-  return _batched(stream, source.stack, batch_size, process_index, process_count)
+  elif packing or length_buckets:
+    name = "packing is" if packing else "length_buckets are"
+    raise ValueError(f"{name} for rows of fine-tuning alone: leave it out")
+  stack = functools.partial(source.stack, **ours)
+  return stream.batch(batch_size, drop_remainder=False, batch_fn=stack)
 
 
 def _elements(
@@ -142,31 +158,20 @@ def _elements(
     raise ValueError(f"num_epochs {num_epochs} must be at least 1, or None for no end")
   if num_threads < 0:
     raise ValueError(f"num_threads {num_threads} must be 0 or more")
-  order = grain.MapDataset.range(len(source)).seed(seed)
-  order = order.shuffle() if shuffle else order
+  order = draws.draws(source.records, shuffle=shuffle, seed=seed, num_epochs=num_epochs)
   # So many drops in a row are a whole epoch of them: without a limit, an endless data
   # set would look for an example forever and a finite one would end in silence.
   patience = len(source) if num_epochs == 1 else 2 * len(source) - 1
-  return (
-    order.repeat(num_epochs)
-    .map(_Render(source, patience))
-    .to_iter_dataset(
-      grain.ReadOptions(
-        num_threads=num_threads,
-        prefetch_buffer_size=_PREFETCHED_EXAMPLES if num_threads else 0,
-      )
+  return order.map(_Render(source, patience)).to_iter_dataset(
+    grain.ReadOptions(
+      num_threads=num_threads,
+      prefetch_buffer_size=_PREFETCHED_EXAMPLES if num_threads else 0,
     )
   )
 
 
-def _batched(
-  stream: grain.IterDataset,
-  stack: Callable[..., Any],
-  batch_size: int,
-  process_index: int,
-  process_count: int,
-) -> grain.IterDataset:
-  """This process's rows of every batch, by stack(rows, first=, count=)."""
+def _ours(batch_size: int, process_index: int, process_count: int) -> dict[str, int]:
+  """Which rows of every batch are this process's: {"first", "count"}."""
   if process_count < 1 or not 0 <= process_index < process_count:
     raise ValueError(
       f"process_index {process_index} of process_count {process_count} is out of range"
@@ -177,8 +182,7 @@ def _batched(
       "processes that share each batch"
     )
   count = batch_size // process_count
-  stack = functools.partial(stack, first=process_index * count, count=count)
-  return stream.batch(batch_size, drop_remainder=False, batch_fn=stack)
+  return {"first": process_index * count, "count": count}
 
 
 class _Render:

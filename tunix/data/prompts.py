@@ -16,7 +16,9 @@ import numpy as np
 
 from tunix.data import chat as chats, records as record_kinds
 from tunix.data.jsonl import JsonlRecords
+from tunix.data.mixture import Mixture, describe
 from tunix.data.records import Kind, Record
+from tunix.data.stored import Records
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 Row = dict[str, Any]
@@ -38,12 +40,16 @@ class PromptReport:
     kept: those that are not too long.
     longest: tokens of the longest prompt.
     columns: names besides the prompt.
+    sizes: prompts kept of each part of a mixture, of the whole where it is none.
+    mixed: shares of the parts of a mixture, in words.
   """
 
   records: int
   kept: int
   longest: int
   columns: tuple[str, ...]
+  sizes: tuple[int, ...] = ()
+  mixed: Sequence[str] = ()
 
   def __str__(self) -> str:
     dropped = self.records - self.kept
@@ -52,7 +58,7 @@ class PromptReport:
       parts.append(f"{dropped} dropped, too long")
     if self.columns:
       parts.append(f"columns {', '.join(self.columns)}")
-    return ", ".join(parts)
+    return "; ".join([", ".join(parts), *self.mixed])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,11 +69,15 @@ class PromptRecords:
     rows: {"prompts": text or messages, column: value}, the same columns in each.
     places: of the rows, as `file:line`.
     fingerprint: SHA-256 of the file.
+    sizes: rows of each part of a mixture; of the whole where it is none.
+    mixed: shares of the parts of a mixture, in words.
   """
 
   rows: Sequence[Row]
   places: Sequence[str]
   fingerprint: str
+  sizes: Sequence[int]
+  mixed: Sequence[str] = ()
 
   def texts(
     self,
@@ -124,19 +134,23 @@ class PromptRecords:
       kept=sum(short),
       longest=max(lengths),
       columns=tuple(name for name in self.rows[0] if name != PROMPTS),
+      sizes=tuple(sum(part) for part in _parts(short, self.sizes)),
+      mixed=self.mixed,
     )
     rows = zip(self.rows, texts, short)
     return [row | {PROMPTS: text} for row, text, fits in rows if fits], report
 
 
-def read_prompts(path: str | os.PathLike[str]) -> PromptRecords:
-  """The prompts of a file of JSON lines.
+def read_prompts(source: str | os.PathLike[str] | Records) -> PromptRecords:
+  """The prompts of a file of JSON lines, or of other records of the kind WITH_COLUMNS.
 
   Raises:
     FileNotFoundError: no such file.
     ValueError: no records, or one that is wrong; its line is named.
   """
-  records = JsonlRecords(path, WITH_COLUMNS)
+  records = (
+    source if isinstance(source, Records) else JsonlRecords(source, WITH_COLUMNS)
+  )
   places = [records.where(index) for index in range(len(records))]
   rows = [{PROMPTS: read.prompt, **read.extra} for read in records.read()]
   for row, at in zip(rows, places):
@@ -145,7 +159,22 @@ def read_prompts(path: str | os.PathLike[str]) -> PromptRecords:
         f"{at}: the columns are {sorted(row)}, those of the first record "
         f"{sorted(rows[0])}: reward functions need the same in every record"
       )
-  return PromptRecords(rows=rows, places=places, fingerprint=records.fingerprint)
+  sizes = records.sizes if isinstance(records, Mixture) else (len(rows),)
+  return PromptRecords(
+    rows=rows,
+    places=places,
+    fingerprint=records.fingerprint,
+    sizes=sizes,
+    mixed=describe(records),
+  )
+
+
+def _parts(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[Sequence[Any]]:
+  """Values one after the other, cut into parts of these sizes."""
+  start = 0
+  for size in sizes:
+    yield values[start : start + size]
+    start += size
 
 
 def _read(record: Any, where: str) -> Record:
@@ -191,12 +220,46 @@ class PromptBatches:
     size: prompts of a batch.
     seed: of a new order every epoch; None: as they stand.
     epochs: passes; None: without end.
+    sizes, weights: rows of each part and how it is drawn from, see
+      `tunix.data.mixture.Mixture`; None: every row once a pass.
+
+  Raises:
+    ValueError: a part with a weight has no row.
   """
 
   def __init__(
-    self, rows: Sequence[Row], size: int, *, seed: int | None, epochs: int | None
+    self,
+    rows: Sequence[Row],
+    size: int,
+    *,
+    seed: int | None,
+    epochs: int | None,
+    sizes: Sequence[int] = (),
+    weights: Sequence[float] | None = None,
   ):
     self.rows, self.size, self.seed, self.epochs = rows, size, seed, epochs
+    self._order = None
+    if weights is not None:
+      if 0 in sizes:
+        raise ValueError(
+          f"part {list(sizes).index(0)} of the mixture has no prompt that is short "
+          "enough: leave it out, or allow longer prompts"
+        )
+      # Grain takes a second to import: only who mixes pays for it.
+      from tunix.data import draws
+
+      shuffle = {"shuffle": seed is not None, "seed": seed or 0}
+      self._order = draws.weighted_draws(sizes, weights, **shuffle, num_epochs=None)
+
+  def order(self, epoch: int) -> Any:
+    """Indices of the rows of a pass; from seed and epoch alone, so that a count is the
+    whole state of an iterator."""
+    count = len(self.rows)
+    if self._order is not None:
+      return self._order[epoch * count : (epoch + 1) * count]
+    if self.seed is None:
+      return range(count)
+    return np.random.default_rng((self.seed, epoch)).permutation(count)
 
   def __iter__(self) -> _Batches:
     return _Batches(self)
@@ -205,6 +268,8 @@ class PromptBatches:
 class _Batches(Iterator[dict[str, list[Any]]]):
   def __init__(self, source: PromptBatches):
     self._source, self._drawn = source, 0
+    self._epoch: int = -1
+    self._order: Any = ()
 
   def __next__(self) -> dict[str, list[Any]]:
     source = self._source
@@ -212,11 +277,10 @@ class _Batches(Iterator[dict[str, list[Any]]]):
     epoch, at = divmod(self._drawn, per_epoch)
     if source.epochs is not None and epoch >= source.epochs:
       raise StopIteration
-    # The order follows from seed and epoch alone, so that a count is the whole state.
-    order = np.arange(len(source.rows))
-    if source.seed is not None:
-      order = np.random.default_rng((source.seed, epoch)).permutation(order)
-    chosen = [source.rows[i] for i in order[at * source.size :][: source.size]]
+    if epoch != self._epoch:
+      self._epoch, self._order = epoch, source.order(epoch)
+    places = range(at * source.size, min((at + 1) * source.size, len(source.rows)))
+    chosen = [source.rows[self._order[place]] for place in places]
     self._drawn += 1
     return {name: [row[name] for row in chosen] for name in chosen[0]}
 

@@ -14,6 +14,7 @@ such rows may be packed (`tunix.data.packing`) and have, all int32 [max_length],
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -195,6 +196,20 @@ def columns(
       ids, masks, limits.max_completion_length, pad_id
     )
   return out
+
+
+def check_buckets(lengths: Sequence[int], max_length: int) -> None:
+  """Refuses lengths that are no buckets.
+
+  Raises:
+    ValueError: they do not ascend, or are not from 2 to `max_length`.
+  """
+  ascending = all(a < b for a, b in itertools.pairwise(lengths))
+  if not ascending or not all(2 <= length <= max_length for length in lengths):
+    raise ValueError(
+      f"length_buckets {list(lengths)}: expected ascending lengths from 2 to "
+      f"max_length {max_length}"
+    )
 
 
 def _all_have_margins(rows: Sequence[Rendered]) -> bool:

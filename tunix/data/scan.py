@@ -6,8 +6,10 @@ Renders and tokenises record by record and keeps only counts.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+from tunix.data.mixture import describe
 from tunix.data.records import KINDS
 from tunix.data.source import Source
 
@@ -31,6 +33,7 @@ class Report:
       "completion").
     longest_at: their places.
     desirable: kept completions with the label true; None where there are no labels.
+    mixed: shares of the parts of a mixture, in words.
   """
 
   kind: str
@@ -46,6 +49,7 @@ class Report:
   longest: dict[str, int]
   longest_at: dict[str, str]
   desirable: int | None
+  mixed: Sequence[str] = ()
 
   @property
   def undesirable(self) -> int:
@@ -74,9 +78,9 @@ class Report:
       + f" has {self.longest[what]:,} ({self.longest_at[what]})"
       for what in self.longest
     )
-    if self.desirable is None:
-      return text
-    return f"{text}; {self.desirable:,} desirable, {self.undesirable:,} undesirable"
+    if self.desirable is not None:
+      text += f"; {self.desirable:,} desirable, {self.undesirable:,} undesirable"
+    return "; ".join([text, *self.mixed])
 
 
 def scan(source: Source, limit: int | None = None) -> Report:
@@ -120,6 +124,7 @@ def scan(source: Source, limit: int | None = None) -> Report:
     longest={what: length for what, (length, _) in longest.items()},
     longest_at={what: source.where(index) for what, (_, index) in longest.items()},
     desirable=desirable if source.kind.name == "labelled" else None,
+    mixed=describe(source.records),
   )
 
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from tunix.data import jsonl, render, rows
+from tunix.data import render, rows, stored
 from tunix.data.records import PAIRS, SFT, Kind
 from tunix.data.render import Rendered
 from tunix.data.rows import OneRow, Overlong, SideBySide
@@ -80,7 +80,7 @@ class Source:
 
   def where(self, index: int) -> str:
     """The place of record `index`, for messages."""
-    return jsonl.place(self.records, index)
+    return stored.place(self.records, index)
 
   def render(self, index: int) -> Rendered:
     """Record `index` in full.

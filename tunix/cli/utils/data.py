@@ -40,9 +40,19 @@ def get_dataset_from_module(specifier: str, tokenizer: Any) -> Any:
   Returns: a `grain.MapDataset` of {"prompts": text, further columns}.
 
   Raises:
+    TypeError: what it returns is no dataset.
+    FileNotFoundError, ImportError, ValueError, RuntimeError: see `call_dataset`.
+  """
+  render = functools.partial(apply_chat_template, tokenizer=_adapted(tokenizer))
+  return maps.as_map_dataset(call_dataset(specifier)).map(render)
+
+
+def call_dataset(specifier: str) -> Any:
+  """What a function of the user's returns, named as for `get_dataset_from_module`.
+
+  Raises:
     FileNotFoundError, ImportError: no such file or module, or it cannot be imported.
     ValueError: no such function.
-    TypeError: what it returns is no dataset.
     RuntimeError: it raised.
   """
   call = call_strings.parse_call_string(specifier)
@@ -60,12 +70,10 @@ def get_dataset_from_module(specifier: str, tokenizer: Any) -> Any:
       "`python` on it to see where; a module is looked for in the current folder too"
     ) from error
   try:
-    made = function(*call.args, **(call.kwargs or {}))
+    return function(*call.args, **(call.kwargs or {}))
   except Exception as error:  # the user's function may raise anything
     what = f"{type(error).__name__}: {error}"
     raise RuntimeError(f"{call.source}:{call.name} raised {what}") from error
-  render = functools.partial(apply_chat_template, tokenizer=_adapted(tokenizer))
-  return maps.as_map_dataset(made).map(render)
 
 
 def apply_chat_template(x: dict[str, Any], tokenizer: Any) -> dict[str, Any]:

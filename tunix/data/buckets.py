@@ -1,0 +1,106 @@
+"""Batches of rows that are about equally long, so that less of them is padding.
+
+Records come in their order of training in windows of 32 batches. In a window each goes
+to the shortest bucket that holds it, and batches are cut within a bucket; what is left
+of a bucket below one batch goes up into the next longer one. So every batch is whole
+but the last of all, a window's records stay in it, and a batch has one of few shapes,
+for each of which one program is compiled.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import grain
+from grain.experimental import FlatMapIterDataset
+
+from tunix.data import rows
+from tunix.data.rows import OneRow, Row
+
+# Batches that are looked at together: enough that few rows go up, little to hold.
+WINDOW = 32
+
+
+def batch(
+  stream: grain.IterDataset,
+  lengths: Sequence[int],
+  batch_size: int,
+  *,
+  max_length: int,
+  pad_id: int,
+  first: int,
+  count: int,
+) -> grain.IterDataset:
+  """Batches of int32 [count, L], L one of the lengths, as `OneRow.stack` makes them.
+
+  Iterators have a state; what is held of a window is not in it, but made again.
+
+  Args:
+    stream: elements {"input_tokens", "input_mask"} of at most `max_length` tokens.
+    lengths: of rows, ascending; `max_length` is the last whether it is given or not.
+    batch_size: rows of a batch over all processes.
+    max_length: tokens.
+    pad_id: token id of padding.
+    first, count: rows of this process.
+
+  Raises:
+    ValueError: the lengths do not ascend, or are not from 2 to `max_length`.
+  """
+  rows.check_buckets(lengths, max_length)
+  every = [length for length in lengths if length < max_length] + [max_length]
+  cut = _Cut(every, batch_size, pad_id, first, count)
+  windows = stream.batch(batch_size * WINDOW, drop_remainder=False, batch_fn=list)
+  return FlatMapIterDataset(windows, cut)
+
+
+def cut(lengths: Sequence[int], at: Sequence[int], batch_size: int) -> list[list[int]]:
+  """Which elements of a window make which batch.
+
+  Args:
+    lengths: tokens of the elements, in order.
+    at: lengths of the buckets, ascending; the last holds every element.
+    batch_size: elements of a batch.
+
+  Returns:
+    Indices of elements. Batches come in the order in which they fill, so that short
+    and long ones alternate as the records do. One is smaller where the window is no
+    multiple of `batch_size`: the last.
+  """
+  by_bucket: list[list[int]] = [[] for _ in at]
+  for index, length in enumerate(lengths):
+    by_bucket[bisect.bisect_left(at, length)].append(index)
+  batches, left = [], []
+  for members in by_bucket:
+    members = sorted(left + members)
+    whole = len(members) // batch_size * batch_size
+    batches += [members[i : i + batch_size] for i in range(0, whole, batch_size)]
+    left = members[whole:]
+  return sorted(batches, key=lambda batch: batch[-1]) + ([left] if left else [])
+
+
+class _Cut(grain.experimental.FlatMapTransform):
+  """A window's elements -> its batches."""
+
+  max_fan_out = WINDOW
+
+  def __init__(
+    self, lengths: list[int], batch_size: int, pad_id: int, first: int, count: int
+  ):
+    self._lengths, self._size, self._pad_id = lengths, batch_size, pad_id
+    self._ours = {"first": first, "count": count, "pad_id": pad_id}
+
+  def flat_map(self, element: list[Row]) -> list[Row]:
+    tokens = [len(row["input_tokens"]) for row in element]
+    return [
+      self._stacked([element[i] for i in members], max(tokens[i] for i in members))
+      for members in cut(tokens, self._lengths, self._size)
+    ]
+
+  def _stacked(self, elements: list[Row], longest: int) -> Row:
+    length = self._lengths[bisect.bisect_left(self._lengths, longest)]
+    padded = [
+      rows.pad_row(element, max_length=length, pad_id=self._pad_id)
+      for element in elements
+    ]
+    return OneRow(max_length=length).stack(padded, **self._ours)
