@@ -1,6 +1,9 @@
 .PHONY: check format lint types test long slow parity test-engines
 
 PYTHON ?= python
+# Whole files go to one process. A process that dies ends the run: xdist would start
+# another one and, with loadfile, then wait for ever.
+BY_FILE = --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 # Test processes; each takes up to 3 GB.
 JOBS ?= 2
 # pytest rewrites the assertions of 190 files: once, not in every process of every run.
@@ -20,11 +23,11 @@ types:
 	$(PYTHON) -m pyright --pythonpath "$$($(PYTHON) -c 'import sys; print(sys.executable)')"
 
 test:
-	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
+	$(PYTHON) -m pytest -q -n $(JOBS) $(BY_FILE)
 
 # What takes longest, with the settings of `make test`: CI runs both.
 long:
-	$(PYTHON) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "long and not slow and not engine"
+	$(PYTHON) -m pytest -q -n $(JOBS) $(BY_FILE) -m "long and not slow and not engine"
 
 slow:
 	$(PYTHON) -m pytest -q -m slow

@@ -19,9 +19,16 @@ import pytest
 from tests import long_tests
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-_FLAG = "--xla_force_host_platform_device_count"
-if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-  os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
+_FLAGS = {
+  "--xla_force_host_platform_device_count": 8,
+  # XLA aborts the process when a device has not come to a collective within 40 s, which
+  # eight devices on two busy cores may take.
+  "--xla_cpu_collective_call_terminate_timeout_seconds": 600,
+}
+for _flag, _value in _FLAGS.items():
+  if _flag not in os.environ.get("XLA_FLAGS", ""):
+    _others = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{_others} {_flag}={_value}".strip()
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -39,7 +39,12 @@ def start(program, devices, *arguments, **environment):
   settings = dict(
     os.environ,
     JAX_PLATFORMS="cpu",
-    XLA_FLAGS=f"--xla_force_host_platform_device_count={devices}",
+    XLA_FLAGS=" ".join(
+      [
+        f"--xla_force_host_platform_device_count={devices}",
+        "--xla_cpu_collective_call_terminate_timeout_seconds=600",  # see conftest.py
+      ]
+    ),
     PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
   )
   command = [sys.executable, str(program), *map(str, arguments)]

@@ -43,11 +43,12 @@ def environment() -> dict[str, str]:
   cpu = pathlib.Path("/proc/cpuinfo")
   lines = cpu.read_text().splitlines() if cpu.exists() else [platform.processor()]
   flags = [line for line in lines if line.startswith("flags")][:1] or lines[:1]
+  flags_of_xla = os.environ.get("XLA_FLAGS", "").split()
   return {
     **{name: importlib.metadata.version(name) for name in packages},
     "python": ".".join(platform.python_version_tuple()[:2]),
     "cpu": hashlib.sha256(repr((platform.machine(), flags)).encode()).hexdigest()[:12],
-    "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+    "XLA_FLAGS": " ".join(flag for flag in flags_of_xla if "timeout" not in flag),
     "optimizations": str(not jax.config.values["jax_disable_most_optimizations"]),
   }
 
