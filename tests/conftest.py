@@ -6,6 +6,7 @@ tree: a program is compiled once for all workers, for the processes that tests s
 for every later run. The slow tests do without both: they run what is shipped.
 """
 
+import gc
 import hashlib
 import importlib.metadata
 import os
@@ -64,6 +65,21 @@ def _programs() -> pathlib.Path:
     os.environ.get("TUNIX_TEST_CACHE") or pathlib.Path.home() / ".cache/tunix-tests"
   )
   return pathlib.Path(root) / "-".join([*versions, platform.python_version(), kind])
+
+
+# A compiled program is some ten mappings of memory. Linux allows a process 65,530, and
+# XLA aborts the process that asks for one more: the whole suite in two processes does.
+_MOST_MAPPINGS = 20_000
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+  """Between files, lets go of the programs of those before where they are many."""
+  jax, maps = sys.modules.get("jax"), pathlib.Path("/proc/self/maps")
+  if jax is None or nextitem is None or nextitem.path == item.path:
+    return
+  if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
