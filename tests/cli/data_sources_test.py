@@ -41,6 +41,16 @@ def test_files_by_their_names(tmp_path):
   assert isinstance(data_sources.open_records([pattern], SFT), ArrayRecords)
 
 
+def test_columns_are_taken_by_our_names(tmp_path):
+  rows = [{"question": f"q{i}", "answer": "a", "n": i} for i in range(3)]
+  lines = write_lines(tmp_path / "a.jsonl", rows)
+  columns = {"prompt": "question", "response": "answer"}
+  expected = [{"n": i, "prompt": f"q{i}", "response": "a"} for i in range(3)]
+  assert list(data_sources.open_records(lines, SFT, columns=columns)) == expected
+  both = data_sources.open_records([lines, lines], SFT, [1, 1], columns)
+  assert list(both) == expected * 2
+
+
 def test_a_file_of_a_bucket_is_copied_until_it_changes(tmp_path):
   bucket = fsspec.filesystem("memory")
   bucket.pipe("/b/a.jsonl", b'{"text": "one"}\n')
@@ -149,6 +159,10 @@ def test_places_are_written_out(tmp_path, monkeypatch):
     ),
     ({"data__weights": "[1]"}, "data.weights .1.0. are 1 and there are 2 parts"),
     ({"data__weights": "much"}, "data.weights is the text 'much', expected a list"),
+    (
+      {"data__columns": "{prompt: question}"},
+      "there is no column 'question' to take as 'prompt': there are 'text'",
+    ),
     ({"data__train": "[]"}, "an empty list of files"),
     (
       {"data__length_buckets": "[40, 20]"},
@@ -164,7 +178,8 @@ def test_wrong_settings_are_refused(settings, tmp_path, more, message):
   files = [write_lines(tmp_path / name) for name in ("a.jsonl", "b.jsonl")]
   keys = {**settings, "data__train": json.dumps(files), **more}
   with pytest.raises(ValueError, match=message):
-    build_data.open_records(config_lib.load(runs.arguments(**keys)))
+    records = build_data.open_records(config_lib.load(runs.arguments(**keys)))
+    records["train"].validate()
 
 
 def test_a_run_on_a_mixture_in_buckets_goes_on_exactly(

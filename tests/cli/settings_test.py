@@ -27,6 +27,7 @@ BEFORE = sorted((pathlib.Path(__file__).parent / "before").glob("*.yaml"))
 # Values for keys where one made of the type would be refused.
 VALUES = {
   "data.length_buckets": [64],
+  "data.columns": {"prompt": "question"},
   "seed": 5,
   "model.name": "qwen3_0p6b",
   "data.template_args": {"mark": "seven"},

@@ -94,7 +94,9 @@ def open_records(config: StreamRun) -> dict[str, Records]:
       `data_sources.open_records`.
   """
   return {
-    name: data_sources.open_records(names, config.kind(training=name == "train"), how)
+    name: data_sources.open_records(
+      names, config.kind(training=name == "train"), how, config.data.columns
+    )
     for name, names, how in config.data.sources()
   }
 

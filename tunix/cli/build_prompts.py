@@ -32,7 +32,7 @@ def build_prompts(
   rewards.check(config.reward)
   batches, reports, prints = {}, {}, {}
   for name, names, weights in named:
-    opened = data_sources.open_records(names, WITH_COLUMNS, weights)
+    opened = data_sources.open_records(names, WITH_COLUMNS, weights, source.columns)
     records = prompts.read_prompts(opened)
     prints[name] = records.fingerprint
     with build_data.naming({"max_prompt_length": "rollout.max_prompt_length"}):

@@ -1,6 +1,7 @@
 """What `data.train` and `data.eval` name, as records.
 
 data.jsonl                        JSON lines; also gs://bucket/data.jsonl
+data.json, data.csv, data.parquet a JSON array, CSV, parquet
 data.array_record                 ArrayRecord of JSON objects; also a-*.array_record
 hf:ORG/NAME                       a data set of the Hugging Face hub, its split "train"
 hf:ORG/NAME('main', split='test') further arguments of `datasets.load_dataset`
@@ -14,15 +15,14 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tunix.cli.utils import call_strings, data
-from tunix.data.array_record import SUFFIXES, ArrayRecords
-from tunix.data.jsonl import JsonlRecords
+from tunix.data import files
 from tunix.data.mixture import Mixture
 from tunix.data.records import Kind
-from tunix.data.stored import HeldRecords, Records
+from tunix.data.stored import HeldRecords, Records, Renamed
 from tunix.utils import optional
 
 # Package and function behind a prefix, and what to install.
@@ -35,7 +35,10 @@ _FUNCTION = re.compile(r"([\w.]+|.+\.py):\w+(\(.*\))?", re.DOTALL)
 
 
 def open_records(
-  names: str | Sequence[str], kind: Kind, weights: Sequence[float] = ()
+  names: str | Sequence[str],
+  kind: Kind,
+  weights: Sequence[float] = (),
+  columns: Mapping[str, str] | None = None,
 ) -> Records:
   """The records of one source, or of several as a `Mixture`.
 
@@ -43,6 +46,7 @@ def open_records(
     names: as at the top of this file.
     kind: what their records are.
     weights: of the sources, see `Mixture`; (): every record once a pass.
+    columns: our names of columns -> those of the sources.
 
   Raises:
     FileNotFoundError, ImportError: a file, package or module that is not there.
@@ -53,6 +57,8 @@ def open_records(
   if not several:
     raise ValueError("an empty list of files: name at least one")
   parts = [_open(name, kind) for name in several]
+  if columns:
+    parts = [Renamed(part, columns) for part in parts]
   if len(parts) == 1 and not weights:
     return parts[0]
   return Mixture(parts, weights or None)
@@ -85,8 +91,7 @@ def _open(name: str, kind: Kind) -> Records:
   if is_call(name):
     return HeldRecords(data.call_dataset(name), kind, name=name)
   path = str(local_copy(name)) if "://" in name else name
-  reader = ArrayRecords if name.endswith(SUFFIXES) else JsonlRecords
-  return reader(path, kind, name=name)
+  return files.open_file(path, kind, name=name)
 
 
 def _from_library(prefix: str, name: str, call: str | None) -> Any:

@@ -108,15 +108,19 @@ class DataSettings:
     train: JSON lines: {"prompt", "response"}, {"messages": [...]} or {"text"}. In RL
       {"prompt"} (text or messages) with further columns, which reward functions see.
       For dpo, orpo and reward {"prompt", "chosen", "rejected"} (or the last two as
-      whole conversations), for kto {"prompt", "completion", "label"}. `dataset_name` is
-      another name of this key. A list of several is one after the other in a pass,
-      or mixed by data.weights. Besides a file: shards-*.array_record (JSON objects),
-      gs://BUCKET/FILE, hf:ORG/NAME(split='train'), tfds:NAME(split='train'), or a
-      function that returns records, pkg.mod:fn or file.py:fn(name='x').
+      whole conversations), for kto {"prompt", "completion", "label"}. Records as
+      Alpaca, ShareGPT, TRL and OpenAI have them are taken too. `dataset_name` is
+      another name of this key. A list of several is one after the other in a pass, or
+      mixed by data.weights. Also .json (an array), .csv, .parquet, a-*.array_record
+      (JSON objects), gs://BUCKET/FILE, hf:ORG/NAME(split='train'),
+      tfds:NAME(split='train'), or a function that returns records, pkg.mod:fn or
+      file.py:fn(name='x').
     eval: the same for evaluation before, during and after training; null: none.
     weights: of the entries of data.train, in any unit: each is drawn from in this
       proportion. A pass then has as many records as all entries together, and goes
       through a small entry with a large weight more than once. []: every record once.
+    columns: names of records -> the columns that hold them: {prompt: question,
+      response: answer}.
     shuffle: a new order in every epoch; evaluation keeps the file's.
     num_epochs: passes over the data; null: as many as training.max_steps needs, one
       without it.
@@ -131,6 +135,7 @@ class DataSettings:
   train: tuple[str, ...] | str | None = None
   eval: tuple[str, ...] | str | None = None
   weights: tuple[float, ...] = ()
+  columns: dict[str, str] = dataclasses.field(default_factory=dict)
   shuffle: bool = True
   num_epochs: int | None = None
   overlong: Literal["error", "truncate", "drop"] = "error"

@@ -14,8 +14,6 @@ from tunix.data import jsonl
 from tunix.data.records import SFT, Kind
 from tunix.data.stored import Records
 
-SUFFIXES = (".array_record", ".arrayrecord")
-
 
 class ArrayRecords(Records):
   """The records of one or more ArrayRecord files, each the UTF-8 text of a JSON object.

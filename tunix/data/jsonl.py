@@ -4,53 +4,34 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from tunix.data.records import SFT, Kind, Record
-from tunix.data.stored import Records, place
+from tunix.data.records import Kind, Record
+from tunix.data.stored import FileRecords, place
 
 __all__ = ["JsonlRecords", "parsed", "place"]
 
 
-class JsonlRecords(Records):
-  """The records of a JSON-lines file, read when they are asked for.
+class JsonlRecords(FileRecords):
+  """The records of a JSON-lines file; blank lines are skipped."""
 
-  Memory holds 16 bytes a record (where its line begins, and its number), never the
-  file. Blank lines are skipped. Safe to read from many threads, and to pickle.
-  """
+  noun = "JSON lines"
 
-  def __init__(
-    self, path: str | os.PathLike[str], kind: Kind = SFT, *, name: str | None = None
-  ):
-    """Indexes the file in one pass.
-
-    Args:
-      path: of the file.
-      kind: what its records are.
-      name: of the file in messages; None: its path.
-
-    Raises:
-      FileNotFoundError: no such file.
-      ValueError: the file has no record.
-    """
-    self.kind = kind
-    self.path = pathlib.Path(path).expanduser()
-    self.name = str(self.path) if name is None else name
-    if not self.path.is_file():
-      what = "a folder" if self.path.is_dir() else "no such file"
-      raise FileNotFoundError(
-        f"data file {self.name!r}: {what}; give a file of JSON lines"
-      )
-    self._offsets, self._lines, self.fingerprint = _index(self.path)
-    if not len(self):
-      raise ValueError(
-        f"{self.name} is empty; {self.kind.expected}, one JSON object a line"
-      )
+  def _index(self) -> str:
+    offsets, lines, digest, position = [], [], hashlib.sha256(), 0
+    with self.path.open("rb") as file:
+      for number, line in enumerate(file, start=1):
+        if line.strip():
+          offsets.append(position)
+          lines.append(number)
+        position += len(line)
+        digest.update(line)
+    self._offsets = np.asarray(offsets, np.int64)
+    self._lines = np.asarray(lines, np.int64)
+    return digest.hexdigest()
 
   def __len__(self) -> int:
     return len(self._lines)
@@ -61,7 +42,6 @@ class JsonlRecords(Records):
 
   def raw(self, index: int) -> Any:
     """See the base class."""
-    # Opening anew costs microseconds and needs no lock between threads.
     with self.path.open("rb") as file:
       file.seek(int(self._offsets[index]))
       line = file.readline()
@@ -76,14 +56,14 @@ class JsonlRecords(Records):
         yield record, self.kind.read(record, where)
 
 
-def parsed(line: bytes, where: str, kind: Kind) -> Any:
+def parsed(text: bytes, where: str, kind: Kind) -> Any:
   """A record of JSON.
 
   Raises:
     ValueError: it is none; begins with `where`.
   """
   try:
-    return json.loads(line)
+    return json.loads(text)
   except (json.JSONDecodeError, UnicodeDecodeError) as error:
     raise ValueError(
       f"{where}: invalid JSON ({error}); {kind.expected}, one object a line"
@@ -92,15 +72,3 @@ def parsed(line: bytes, where: str, kind: Kind) -> Any:
     raise ValueError(
       f"{where}: the JSON is nested too deeply; {kind.expected}, one object a line"
     ) from error
-
-
-def _index(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, str]:
-  offsets, lines, digest, position = [], [], hashlib.sha256(), 0
-  with path.open("rb") as file:
-    for number, line in enumerate(file, start=1):
-      if line.strip():
-        offsets.append(position)
-        lines.append(number)
-      position += len(line)
-      digest.update(line)
-  return np.asarray(offsets, np.int64), np.asarray(lines, np.int64), digest.hexdigest()

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.data import chat as chats, records as record_kinds
+from tunix.data import chat as chats, forms, records as record_kinds
 from tunix.data.jsonl import JsonlRecords
 from tunix.data.mixture import Mixture, describe
 from tunix.data.records import Kind, Record
@@ -178,6 +178,7 @@ def _parts(values: Sequence[Any], sizes: Sequence[int]) -> Iterator[Sequence[Any
 
 
 def _read(record: Any, where: str) -> Record:
+  record = forms.of(record, where)
   names = [name for name in _NAMES if isinstance(record, dict) and name in record]
   if len(names) != 1:
     what = (

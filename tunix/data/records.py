@@ -15,6 +15,8 @@ and ignored.
   PROMPTS   {"prompt": text or [messages]} or {"messages": [...]}, whose last message is
             left out where it is the assistant's: a "response" is not read
 
+The forms of other libraries' files are read as well, see `tunix.data.forms`.
+
 In files of fine-tuning a completion is called "response", as most such files have it. A
 chosen or rejected completion is text or a list of messages; a list that begins with the
 conversation again (with a system or user turn) is taken as a whole one. A pair may
@@ -29,6 +31,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from tunix.data import forms as foreign
 
 Text = str | Sequence[Mapping[str, Any]]
 
@@ -61,6 +65,7 @@ class Kind:
     read: (record, its place) -> its parts; raises ValueError for a wrong one.
     completions: names of what a record has behind its prompt.
     noun: what reports call a record.
+    forms: of other libraries' files that are taken too.
   """
 
   name: str
@@ -68,6 +73,7 @@ class Kind:
   read: Callable[[Any, str], Record]
   completions: tuple[str, ...] = ("completion",)
   noun: str = "records"
+  forms: tuple[foreign.Form, ...] = ()
 
 
 def read_sft(record: Any, where: str) -> Record:
@@ -76,11 +82,12 @@ def read_sft(record: Any, where: str) -> Record:
   Raises:
     ValueError: a needed field is missing or of the wrong type; begins with `where`.
   """
+  record = foreign.of(record, where, *SFT.forms)
   check_mapping(record, where, SFT.expected)
-  forms = [name for name in ("prompt", "messages", "text") if name in record]
-  if len(forms) != 1:
+  known = [name for name in ("prompt", "messages", "text") if name in record]
+  if len(known) != 1:
     raise ValueError(f"{where}: found {describe_fields(record)}, {SFT.expected}")
-  [form] = forms
+  [form] = known
   prompt: Text = ""
   if form == "prompt":
     if "response" not in record:
@@ -105,6 +112,7 @@ def read_pair(record: Any, where: str) -> Record:
   Raises:
     ValueError: a field is missing or wrong; begins with `where`.
   """
+  record = foreign.of(record, where, *PAIRS.forms)
   completions = _completions(record, where, PAIRS)
   extra = {}
   if record.get("margin") is not None:
@@ -123,6 +131,7 @@ def read_labelled(record: Any, where: str) -> Record:
   Raises:
     ValueError: a field is missing or wrong; begins with `where`.
   """
+  record = foreign.of(record, where, *LABELLED.forms)
   completions = _completions(record, where, LABELLED)
   if not isinstance(record.get("label"), bool):
     raise ValueError(
@@ -140,6 +149,7 @@ def read_answered(record: Any, where: str) -> Record:
   Raises:
     ValueError: it is no such record, or does not end with an answer.
   """
+  record = foreign.of(record, where, *SFT.forms)
   read = read_sft(record, where)
   if read.form == "messages" and len(record["messages"]) > 1:
     *prompt, last = record["messages"]
@@ -160,11 +170,12 @@ def read_prompt(record: Any, where: str) -> Record:
   Raises:
     ValueError: it has none; begins with `where`.
   """
+  record = foreign.of(record, where, *PROMPTS.forms)
   check_mapping(record, where, PROMPTS.expected)
-  forms = [name for name in ("prompt", "messages") if name in record]
-  if len(forms) != 1:
+  known = [name for name in ("prompt", "messages") if name in record]
+  if len(known) != 1:
     raise ValueError(f"{where}: found {describe_fields(record)}, {PROMPTS.expected}")
-  [form] = forms
+  [form] = known
   prompt = record[form]
   if form == "prompt":
     check_text(record, "prompt", where)
@@ -372,6 +383,7 @@ SFT = Kind(
     'expected {"prompt": ..., "response": ...}, {"messages": [...]} or {"text": ...}'
   ),
   read=read_sft,
+  forms=foreign.FINE_TUNING,
 )
 PAIRS = Kind(
   name="pair",
@@ -382,12 +394,14 @@ PAIRS = Kind(
   read=read_pair,
   completions=("chosen", "rejected"),
   noun="pairs",
+  forms=foreign.COMPLETIONS,
 )
 LABELLED = Kind(
   name="labelled",
   expected='expected {"prompt": ..., "completion": ..., "label": true or false}',
   read=read_labelled,
   noun="completions",
+  forms=foreign.COMPLETIONS,
 )
 ANSWERED = Kind(
   name="answered",
@@ -397,6 +411,7 @@ ANSWERED = Kind(
   ),
   read=read_answered,
   noun="completions",
+  forms=foreign.FINE_TUNING,
 )
 PROMPTS = Kind(
   name="prompt",
@@ -404,5 +419,6 @@ PROMPTS = Kind(
   read=read_prompt,
   completions=(),
   noun="prompts",
+  forms=foreign.PROMPTS,
 )
 KINDS = {kind.name: kind for kind in (SFT, PAIRS, LABELLED, ANSWERED, PROMPTS)}

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from tunix.data import forms
 from tunix.data.mixture import describe
 from tunix.data.records import KINDS
 from tunix.data.source import Source
@@ -34,6 +35,7 @@ class Report:
     longest_at: their places.
     desirable: kept completions with the label true; None where there are no labels.
     mixed: shares of the parts of a mixture, in words.
+    forms: of other libraries that records have (see `tunix.data.forms`).
   """
 
   kind: str
@@ -50,6 +52,7 @@ class Report:
   longest_at: dict[str, str]
   desirable: int | None
   mixed: Sequence[str] = ()
+  forms: Sequence[str] = ()
 
   @property
   def undesirable(self) -> int:
@@ -68,6 +71,8 @@ class Report:
     always = ("dropped", "truncated") if kind.name == "sft" else ()
     parts = [f"{self.records:,} {kind.noun}{part}: {self.kept:,} kept"]
     parts += [f"{n:,} {name}" for name, n in counts.items() if n or name in always]
+    if self.forms:
+      parts.append(f"read as {' and '.join(self.forms)} have them")
     text = ", ".join(parts)
     if kind.name == "sft":
       text += f"; {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"
@@ -98,8 +103,10 @@ def scan(source: Source, limit: int | None = None) -> Report:
   names = ("kept", "dropped", "truncated", "empty", "equal", "tokens", "trained_tokens")
   counts: dict[str, int] = dict.fromkeys((*names, "desirable"), 0)
   longest: dict[str, tuple[int, int]] = {}
-  margin = None
+  margin, known = None, set()
   for index in indices:
+    if (form := forms.find(source.records[index], *source.kind.forms)) is not None:
+      known.add(form.name)
     rendered = source.render(index)
     has_margin = "margin" in rendered.extra
     if margin not in (None, has_margin):
@@ -125,6 +132,7 @@ def scan(source: Source, limit: int | None = None) -> Report:
     longest_at={what: source.where(index) for what, (_, index) in longest.items()},
     desirable=desirable if source.kind.name == "labelled" else None,
     mixed=describe(source.records),
+    forms=sorted(known),
   )
 
 

@@ -7,6 +7,8 @@ import collections
 import functools
 import hashlib
 import json
+import os
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,6 +79,96 @@ class Records(Sequence[dict[str, Any]], abc.ABC):
     for index in range(len(self)):
       record = self.raw(index)
       yield record, self.kind.read(record, self.where(index))
+
+
+class FileRecords(Records):
+  """Records of a text file, read when they are asked for.
+
+  Memory holds a few numbers a record (where it begins and ends), never the file. Safe
+  to read from many threads, and to pickle.
+  """
+
+  noun = "text"  # what such a file is called
+
+  def __init__(
+    self, path: str | os.PathLike[str], kind: Kind = SFT, *, name: str | None = None
+  ):
+    """Indexes the file in one pass.
+
+    Args:
+      path: of the file.
+      kind: what its records are.
+      name: of the file in messages; None: its path.
+
+    Raises:
+      FileNotFoundError: no such file.
+      ValueError: the file has no record, or is not of its format.
+    """
+    self.kind = kind
+    self.path = pathlib.Path(path).expanduser()
+    self.name = str(self.path) if name is None else name
+    if not self.path.is_file():
+      what = "a folder" if self.path.is_dir() else "no such file"
+      raise FileNotFoundError(
+        f"data file {self.name!r}: {what}; give a file of {self.noun}"
+      )
+    self.fingerprint = self._index()
+    if not len(self):
+      raise ValueError(f"{self.name} is empty; {kind.expected}")
+
+  @abc.abstractmethod
+  def _index(self) -> str:
+    """Finds the records; returns the SHA-256 of the file."""
+
+  def piece(self, start: int, stop: int) -> bytes:
+    """Bytes of the file."""
+    # Opening anew costs microseconds and needs no lock between threads.
+    with self.path.open("rb") as file:
+      file.seek(start)
+      return file.read(stop - start)
+
+
+class Renamed(Records):
+  """Records whose columns have other names.
+
+  Args:
+    records: those records.
+    columns: our name -> theirs; other columns stay.
+  """
+
+  def __init__(self, records: Records, columns: Mapping[str, str]):
+    self.records, self.columns = records, columns
+    self.kind, self.name = records.kind, records.name
+
+  @property
+  def fingerprint(self) -> str:
+    """Of the records as they lie."""
+    return self.records.fingerprint
+
+  def __len__(self) -> int:
+    return len(self.records)
+
+  def where(self, index: int) -> str:
+    """See the base class."""
+    return self.records.where(index)
+
+  def raw(self, index: int) -> Any:
+    """The record with our names.
+
+    Raises:
+      ValueError: it has no such column.
+    """
+    record = self.records.raw(index)
+    if not isinstance(record, Mapping):
+      return record  # which its kind refuses
+    for ours, theirs in self.columns.items():
+      if theirs not in record:
+        raise ValueError(
+          f"{self.where(index)}: there is no column {theirs!r} to take as {ours!r}: "
+          f"there are {', '.join(map(repr, record)) or 'none'}"
+        )
+    rest = {k: v for k, v in record.items() if k not in self.columns.values()}
+    return rest | {ours: record[theirs] for ours, theirs in self.columns.items()}
 
 
 class HeldRecords(Records):
