@@ -1,9 +1,9 @@
 """The test world: CPU, as eight devices, set before anything imports jax.
 
-Compiling is most of what the suite costs, so LLVM's expensive passes are off (what XLA
-fuses and plans stays the same) and compiled programs are kept between runs, outside the
-tree: a program is compiled once for all workers, for the processes that tests start and
-for every later run. The slow tests do without both: they run what is shipped.
+Compiling is most of what the suite costs, so compiled programs are kept between runs,
+outside the tree: a program is compiled once for all workers, for the processes that tests
+start and for every later run. LLVM's expensive passes are off (what XLA fuses and plans
+stays the same), but in the slow tests: they run the programs that are shipped.
 """
 
 import gc
@@ -33,14 +33,14 @@ for _flag, _value in _FLAGS.items():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  """Makes the quick suite quick; the slow tests run what is shipped."""
+  """Sets JAX up for this run: see the top of this file."""
   if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with nohup or `&`
     signal.signal(signal.SIGINT, signal.default_int_handler)
   is_worker = "PYTEST_XDIST_WORKER" in os.environ
-  if is_worker or "not slow" not in config.option.markexpr:
-    return
+  if is_worker:
+    return  # they have it from the process that started them
   settings = {
-    "jax_disable_most_optimizations": True,
+    "jax_disable_most_optimizations": "not slow" in config.option.markexpr,
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_compilation_cache_dir": str(_programs()),
   }

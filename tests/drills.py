@@ -8,6 +8,7 @@ one gradient however it is cut.
 
 import dataclasses
 import hashlib
+import os
 import pathlib
 import random
 import re
@@ -46,9 +47,15 @@ class KillDrill:
   resumed: str = r"starts from step (\d+)"
 
   def start(self, folder: pathlib.Path) -> subprocess.Popen:
+    # The programs of the drill's nine processes are compiled once.
+    programs = {
+      "JAX_COMPILATION_CACHE_DIR": str(folder.parent / "programs"),
+      "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     return subprocess.Popen(
       list(self.command(folder)),
       cwd=ROOT,
+      env=os.environ | programs,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,

@@ -114,7 +114,7 @@ def inputs(tmp_path_factory):
 @pytest.mark.parametrize(
   ("changes", "kills"),
   [
-    pytest.param({"lora__rank": 8}, 2, id="lora", marks=pytest.mark.ci),
+    pytest.param({"lora__rank": 8}, 1, id="lora", marks=pytest.mark.ci),
     pytest.param({"data__packing": "true"}, 3, id="full-packed"),
     pytest.param({}, 2, id="full"),
   ],

@@ -13,7 +13,7 @@ from tests import drills
   [
     pytest.param("grpo", 8),
     pytest.param("ppo", 8),
-    pytest.param("grpo-lora", 2, marks=pytest.mark.ci),
+    pytest.param("grpo-lora", 1, marks=pytest.mark.ci),
     ("dapo", 2),
   ],
 )
