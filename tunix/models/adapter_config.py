@@ -35,7 +35,10 @@ WITHOUT_MEANING = frozenset(
 _DRAWS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _OF_ANOTHER_BASE = re.compile(r"(pissa|olora|corda|lora_ga)", re.IGNORECASE)
 
-_MERGE = "merge it with PEFT (merge_and_unload, then save_pretrained) and load the merged model"
+_MERGE = (
+  "merge it with PEFT (merge_and_unload, then save_pretrained) and load the "
+  "merged model"
+)
 
 
 def require_exact(path: pathlib.Path, peft: Mapping[str, Any]) -> None:
