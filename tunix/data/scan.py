@@ -10,6 +10,7 @@ from typing import Any
 
 from tunix.data.records import KINDS
 from tunix.data.source import Source
+from tunix.utils import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,8 +88,7 @@ def scan(source: Source, limit: int | None = None) -> Report:
       have a margin and others none, none of those scanned is left, or `limit` is not
       positive.
   """
-  if limit is not None and limit < 1:
-    raise ValueError(f"limit {limit} must be at least 1, or None for every record")
+  checks.number("limit", limit, checks.COUNT, whole=True, optional=True)
   stride = 1 if limit is None else -(-len(source) // limit)
   indices = range(0, len(source), stride)
   names = ("kept", "dropped", "truncated", "empty", "equal", "tokens", "trained_tokens")

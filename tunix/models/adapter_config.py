@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.models.transformer import hf_config
+from tunix.utils import checks
 
 _log = logging.getLogger(__name__)
 
@@ -53,9 +54,8 @@ def require_exact(path: pathlib.Path, peft: Mapping[str, Any]) -> None:
   """
   if peft.get("peft_type", "LORA") != "LORA":
     raise ValueError(f"{path}: peft_type is {peft['peft_type']!r}, expected 'LORA'")
-  dropout = hf_config.number(peft, "lora_dropout", 0.0)
-  if not 0 <= dropout < 1:
-    raise ValueError(f"{path}: lora_dropout is {dropout}, it must be in [0, 1)")
+  dropout = peft.get("lora_dropout") or 0.0
+  checks.number(f"{path}: lora_dropout", dropout, checks.Range(0, 1, below=True))
   _require_same_base(path, peft.get("init_lora_weights", True))
   for field, value in peft.items():
     if field in READ | WITHOUT_MEANING or not value or value == "none":
@@ -104,8 +104,7 @@ def rank_alpha(peft: Mapping[str, Any], name: str) -> tuple[int, float]:
   """
   rank = _by_pattern(peft, "rank_pattern", "r", name, hf_config.integer)
   alpha = _by_pattern(peft, "alpha_pattern", "lora_alpha", name, hf_config.number)
-  if rank < 1:
-    raise ValueError(f"the rank of {name} is {rank}, it must be at least 1")
+  checks.number(f"the rank of {name}", rank, checks.COUNT, whole=True)
   return rank, alpha
 
 
