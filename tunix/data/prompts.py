@@ -36,18 +36,18 @@ class PromptReport:
   Attributes:
     records: lines with a record.
     kept: those that are not too long.
-    longest: tokens of the longest prompt.
+    longest_prompt: its tokens.
     columns: names besides the prompt.
   """
 
   records: int
   kept: int
-  longest: int
+  longest_prompt: int
   columns: tuple[str, ...]
 
   def __str__(self) -> str:
     dropped = self.records - self.kept
-    parts = [f"{self.records} prompts of at most {self.longest} tokens"]
+    parts = [f"{self.records} prompts of at most {self.longest_prompt} tokens"]
     if dropped:
       parts.append(f"{dropped} dropped, too long")
     if self.columns:
@@ -122,7 +122,7 @@ class PromptRecords:
     report = PromptReport(
       records=len(self.rows),
       kept=sum(short),
-      longest=max(lengths),
+      longest_prompt=max(lengths),
       columns=tuple(name for name in self.rows[0] if name != PROMPTS),
     )
     rows = zip(self.rows, texts, short)

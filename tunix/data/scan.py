@@ -49,6 +49,11 @@ class Report:
   desirable: int | None
 
   @property
+  def longest_prompt(self) -> int:
+    """Tokens of the longest prompt; 0 where prompts do not stand apart."""
+    return self.longest.get("prompt", 0)
+
+  @property
   def undesirable(self) -> int:
     """Kept completions with the label false."""
     return self.kept - (self.desirable or 0)

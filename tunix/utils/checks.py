@@ -135,9 +135,10 @@ def number(
   is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
   if is_number and (isinstance(value, numbers.Integral) or not whole):
     most = max(_INT32, within.high if within.high < math.inf else 0)
-    fits = abs(value) <= (most if whole else _FLOAT32)
+    size: Any = abs(typing.cast(Any, value))
     # A denormal number divides as 0 does.
-    if fits and within.holds(value) and (value == 0 or abs(value) > 1e-37):
+    fits = size <= (most if whole else _FLOAT32) and (size == 0 or size > 1e-37)
+    if fits and within.holds(value):
       return
   what = "a whole number" if whole else "a finite number"
   ending = ", or None" if optional else ""

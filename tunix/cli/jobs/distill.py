@@ -353,4 +353,5 @@ DISTILL = Job(
   results={"loss": "loss"},
   batch=_batch,
   length=_length,
+  rollout=lambda config: config.rollout if config.is_on_policy else None,
 )

@@ -39,7 +39,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.samples import Samples
 from tunix.rl.utils import create_critic_model
 from tunix.sft.metrics_logger import Mode
-from tunix.utils import checks
+from tunix.utils import capacity, checks
 
 # The metric that RL raises.
 REWARD = "rewards/score/mean"
@@ -319,13 +319,29 @@ def _batch(config: RLRun) -> str:
 
 _LENGTH = length_of("rollout", "max_prompt_length", "max_tokens_to_generate")
 
+
+def check(config: RLRun) -> None:
+  """Refuses batches of rollouts that memory cannot hold.
+
+  Raises:
+    ValueError: says how many completions of a prompt fit.
+  """
+  _, length = _LENGTH(config)
+  row = length * 12  # ids, masks and log-probs
+  prompts, size = config.training.global_batch_size, config.algorithm.num_generations
+  what = f"the tokens of {prompts} prompts' completions"
+  capacity.require("algorithm.num_generations", size, lambda n: prompts * n * row, what)
+
+
 GRPO = Job(
   settings=GRPORun,
+  check=check,
   data=build_prompts.build_prompts,
   count_steps=build_prompts.count_steps,
   build=build_learner,
   results={"reward": REWARD},
   batch=_batch,
   length=_LENGTH,
+  rollout=lambda config: config.rollout,
 )
 PPO = dataclasses.replace(GRPO, settings=PPORun)
