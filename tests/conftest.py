@@ -1,9 +1,9 @@
 """The test world: CPU, as eight devices, set before anything imports jax.
 
 Compiling is most of what the suite costs, so compiled programs are kept between runs,
-outside the tree: a program is compiled once for all workers, for the processes that tests
-start and for every later run. LLVM's expensive passes are off (what XLA fuses and plans
-stays the same), but in the slow tests: they run the programs that are shipped.
+outside the tree: a program is compiled once for all workers, for the processes that
+tests start and for every later run. LLVM's expensive passes are off (what XLA fuses and
+plans stays the same), but in the slow tests: they run the programs that are shipped.
 """
 
 import gc

@@ -148,7 +148,7 @@ def test_wrong_files_are_refused(tmp_path, text, message):
     (["--training.eval_every_n_steps=5"], "data.eval is not set"),
     (
       ["--data.max_length=1"],
-      "--data.max_length: data.max_length 1 must be at least 2",
+      "--data.max_length: data.max_length is 1: it must be a whole number of at",
     ),
     (["--data.num_threads=-1"], "data.num_threads is -1"),
     (["--checkpoint.max_to_keep=0"], "checkpoint.max_to_keep is 0"),

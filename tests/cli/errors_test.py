@@ -253,3 +253,9 @@ def test_a_full_disk_while_exporting_leaves_no_half_folder(settings, tmp_path):
   assert error.count("\n") == 1
   assert not target.exists()
   assert not list(tmp_path.glob(".exported*"))
+
+
+def test_rows_that_memory_cannot_hold(refused):
+  error = refused(data__max_length=10**9)
+  assert "data.max_length is 1000000000: the hidden states of" in error
+  assert "fits" in error

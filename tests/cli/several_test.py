@@ -203,7 +203,7 @@ def test_others_that_do_not_come(files, tmp_path):
         "process_id": 0,
         "heartbeat_s": 2,
       },
-      "heartbeat_s 2",
+      "heartbeat_s is 2",
     ),
   ],
 )

@@ -304,7 +304,7 @@ def test_orpos_lambda_has_a_key():
     ),
     (
       {"preference__loss": "simpo", "preference__options": "{gamma: abc}"},
-      "preference.options.gamma is 'abc', expected a number",
+      "preference.options.gamma is 'abc': it must be a finite number",
     ),
     ({"job": "orpo", "preference__options": "{a: 1}"}, "it belongs to the job dpo"),
     ({"preference__lambda_orpo": 1}, "it belongs to the job orpo"),

@@ -220,6 +220,14 @@ def test_another_reward_or_other_prompts_cannot_resume(keys, files, tmp_path, ca
     ({"reward__timeout_s": 2}, "set reward.workers"),
     ({"job": "sft"}, "it belongs to the jobs grpo and ppo"),
     ({"samples__max_groups": 0}, "samples.max_groups is 0"),
+    (
+      {"algorithm__num_generations": 10**9},
+      "algorithm.num_generations is 1000000000: ",
+    ),
+    (
+      {"rollout__max_tokens_to_generate": 10**6},
+      "the model has 256 positions, so that at most 2",
+    ),
   ],
   ids=str,
 )

@@ -210,16 +210,16 @@ def test_chat_is_chosen_by_the_tokenizer_or_stated():
 
 
 BAD = [
-  ({"batch_size": 0}, "batch_size 0 must be a positive multiple"),
+  ({"batch_size": 0}, "batch_size is 0: it must be a whole"),
   (
     {"batch_size": 3, "process_count": 2},
     "batch_size 3 must be a positive multiple of",
   ),
   ({"process_index": 1}, "process_index 1 of process_count 1"),
-  ({"seed": -1}, "seed -1"),
-  ({"num_epochs": 0}, "num_epochs 0"),
-  ({"num_threads": -1}, "num_threads -1"),
-  ({"max_length": 1}, "max_length 1"),
+  ({"seed": -1}, "seed is -1"),
+  ({"num_epochs": 0}, "num_epochs is 0"),
+  ({"num_threads": -1}, "num_threads is -1"),
+  ({"max_length": 1}, "max_length is 1"),
   ({"overlong": "cut"}, "overlong 'cut'"),
   ({"records": []}, "no records"),
 ]

@@ -51,5 +51,5 @@ def test_errors_say_the_lengths_and_the_remedy():
   message = 'prompt has 5 tokens and the maximum is 5, .* set overlong to "truncate"'
   with pytest.raises(ValueError, match=message):
     fit(EXAMPLE, 5, "error")
-  with pytest.raises(ValueError, match="max_length 1 must be at least 2"):
+  with pytest.raises(ValueError, match=r"max_length is 1: .* of at least 2"):
     OneRow(max_length=1)

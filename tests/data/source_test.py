@@ -200,14 +200,14 @@ def test_prompts_alone():
 def test_a_limited_scan_is_spread_over_the_data():
   report = scan(source(pairs(10)), limit=3)
   assert (report.records, report.scanned) == (10, 3)
-  with pytest.raises(ValueError, match="limit 0"):
+  with pytest.raises(ValueError, match="limit is 0"):
     scan(source(pairs(1)), limit=0)
 
 
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"max_prompt_length": 0}, "max_prompt_length 0"),
+    ({"max_prompt_length": 0}, "max_prompt_length is 0"),
     ({"overlong": "ignore"}, "overlong 'ignore' is unknown"),
     ({"unusable": "ignore"}, "unusable 'ignore' is unknown"),
     ({"kind": "sft"}, "into OneRow, the others SideBySide"),

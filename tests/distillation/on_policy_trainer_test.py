@@ -242,7 +242,7 @@ def test_a_policy_gradient_of_other_peoples_tokens_is_refused(changes):
   ("changes", "says"),
   [
     ({"max_prompt_length": 0}, "max_prompt_length"),
-    ({"on_policy_fraction": 1.5}, "share"),
+    ({"on_policy_fraction": 1.5}, "on_policy_fraction is 1.5"),
     ({"sampling_temperature": 0.0}, "above 0"),
   ],
 )

@@ -272,18 +272,21 @@ def test_cache_config_is_checked_against_the_model():
     (["1"], {"forbidden_tokens": range(96)}, ValueError, "names every token"),
     (["1"], {"temperature": -0.5}, ValueError, "temperature is -0.5"),
     (["1"], {"temperature": float("nan")}, ValueError, "temperature is nan"),
-    (["1"], {"temperature": 1.0, "seed": "x"}, TypeError, "seed of type str"),
+    (["1"], {"temperature": 1.0, "seed": "x"}, TypeError, "seed is 'x'"),
     (["1"], {"max_generation_steps": 0}, ValueError, "max_generation_steps is 0"),
     (["1"], {"max_generation_steps": [4, 0]}, ValueError, "max_generation_steps is"),
     (["1"], {"max_generation_steps": [4, 4]}, ValueError, "2 entries for 1 prompts"),
     (["1"], {"max_generation_steps": 1.5}, ValueError, "max_generation_steps is 1.5"),
     (["1"], {"num_samples": 0}, ValueError, "num_samples is 0"),
+    (["1"], {"max_generation_steps": 10**9}, ValueError, "generate at most 8191 to"),
+    (["1"], {"num_samples": 10**9}, ValueError, "num_samples is 1.* at most [0-9]+ fi"),
+    (["1"], {"beam_size": 10**9}, ValueError, "beam_size is 1.* at most [0-9]+ fits"),
     (["1"], {"temperature": 1, "top_k": 0}, ValueError, "top_k is 0"),
     (["1"], {"temperature": 1, "top_p": 0.0}, ValueError, "top_p is 0.0"),
     (["1"], {"temperature": 1, "min_p": 1.5}, ValueError, "min_p is 1.5"),
     (["1"], {"top_p": 0.9}, ValueError, "top_p is 0.9 and nothing is drawn"),
     (["1"], {"top_k": 3}, ValueError, "top_k is 3 and nothing is drawn"),
-    (["1"], {"stop_strings": [3]}, TypeError, "it must hold strings"),
+    (["1"], {"stop_strings": [3]}, TypeError, r"stop_strings\[0\] is 3"),
     (["1"], {"stop_strings": [""]}, ValueError, "a stop string is empty"),
     (["1"], {"length_penalty": 2.0}, ValueError, "length_penalty is 2.0 and only"),
     (["1"], {"beam_size": 0}, ValueError, "beam_size is 0"),
@@ -302,3 +305,15 @@ def test_cache_config_is_checked_against_the_model():
 def test_bad_requests(sampler, prompts, options, error, words):
   with pytest.raises(error, match=words):
     sampler(prompts, **{"max_generation_steps": 4, **options})
+
+
+def test_no_row_goes_beyond_the_models_positions():
+  sampler = Sampler(toys.model(max_position=8), toy_ids.Ids())
+  assert sampler("1 2", 6).tokens[0].size <= 6
+  with pytest.raises(ValueError, match="has 8 positions: generate at most 6 tokens"):
+    sampler("1 2", 7)
+  with pytest.raises(ValueError, match="generate at most 6 tokens"):
+    sampler.stream("1 2", 10**9)
+  endless = Sampler(toys.model(max_position=None), toy_ids.Ids())
+  with pytest.raises(ValueError, match=r"steps is 1000000000: .* at most \d+ fits"):
+    endless("1 2", 10**9)

@@ -37,6 +37,7 @@ THEIRS = {
     "alpha_pattern": {"o_proj": 1.5, r"layers\.0\.self_attn\.q_proj": 7.0},
   },
   "layers": {"layers_to_transform": [1], "use_dora": True},
+  "orthogonal": {"init_lora_weights": "orthogonal", "r": 4},
 }
 
 
@@ -65,12 +66,10 @@ def test_peft_reads_what_we_write(name, stacked, tmp_path):
 def test_we_read_what_peft_writes(name, tmp_path):
   torch.manual_seed(0)
   config = peft.LoraConfig(
-    r=3,
-    lora_alpha=6.0,
     target_modules=list(TARGETS),
     lora_dropout=0.1,
     task_type="CAUSAL_LM",
-    **THEIRS[name],
+    **{"r": 3, "lora_alpha": 6.0} | THEIRS[name],
   )
   theirs = peft.get_peft_model(their_base(), config)
   with torch.no_grad():

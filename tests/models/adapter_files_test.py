@@ -1,6 +1,8 @@
 """PEFT folders of our own making; adapter_files_live_test.py has PEFT read them."""
 
+import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from flax import nnx
 from tests import toys
 from tests.models import checkpoints
 from tests.models.lora_test import state, widen
-from tunix.models import lora, lora_modules
+from tunix.models import adapter_config, families, lora, lora_modules
 from tunix.models.automodel import AutoModel
 from tunix.utils import tree
 
@@ -58,26 +60,101 @@ def test_rank_stabilised_scale(adapter):
   assert {m.lora_scale for m in lora_modules.adapted(model).values()} == {4.0}
 
 
-@pytest.mark.parametrize(
-  "fields, message",
-  [
-    ({"use_dora": True}, "lora_magnitude_vector' is missing"),
-    ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
-    ({"bias": "all"}, "bias is 'all'"),
-    ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
+@pytest.fixture(scope="module")
+def base():
+  return AutoModel.from_pretrained(GOLDEN)
+
+
+MERGE = "merge it with PEFT"
+REFUSED = [
+  ({"use_dora": True}, "lora_magnitude_vector' is missing"),
+  ({"rank_pattern": {"q_proj": 2}}, r"lora_A.weight' is of shape \(4, 16\), expected"),
+  ({"r": None}, "r is missing"),
+  ({"r": 0}, "the rank of .* is 0: it must be a whole number of at least 1"),
+  ({"r": 5}, r"lora_A.weight' is of shape \(4, 16\), expected shape \(5, 16\)"),
+  ({"lora_alpha": math.nan}, "lora_alpha is nan, it must be a finite number"),
+  ({"alpha_pattern": {"q_proj": "1"}}, "q_proj is '1', it must be a finite number"),
+  ({"lora_dropout": 1.5}, r"lora_dropout is 1.5: it must be"),
+  ({"target_modules": ["q_proj"]}, r"adapter of '.*(down|v)_proj', which target_m"),
+  ({"target_modules": r".*\.(q|v)_proj"}, "adapter of '.*down_proj', which target_m"),
+  ({"exclude_modules": ["v_proj"]}, "adapter of '.*v_proj', which target_modules, ex"),
+  ({"layers_to_transform": 1}, "adapter of '.*layers.0.*', which target_modules"),
+  ({"layers_to_transform": [0], "layers_pattern": "layers"}, "adapter of '.*layers.1"),
+  ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+  ({"bias": "all"}, f"bias is 'all'.*{MERGE}"),
+  ({"fan_in_fan_out": True}, f"fan_in_fan_out is True.*{MERGE}"),
+  ({"lora_bias": True}, f"lora_bias is True.*{MERGE}"),
+  ({"modules_to_save": ["lm_head"]}, f"modules_to_save is.*{MERGE}"),
+  ({"target_parameters": ["w"]}, rf"target_parameters is \['w'\].*{MERGE}"),
+  ({"trainable_token_indices": [1]}, f"trainable_token_indices is.*{MERGE}"),
+  ({"layer_replication": [[0, 1]]}, f"layer_replication is.*{MERGE}"),
+  ({"megatron_config": {"x": 1}}, f"megatron_config is.*{MERGE}"),
+  ({"use_qalora": True}, f"use_qalora is True.*{MERGE}"),
+  ({"use_bdlora": {"nblocks": 2}}, f"use_bdlora is.*{MERGE}"),
+  ({"velora_config": {"scale": 1.0}}, f"velora_config is.*{MERGE}"),
+  ({"monteclora_config": {"num_samples": 8}}, f"monteclora_config is.*{MERGE}"),
+  ({"arrow_config": {"top_k": 3}}, f"arrow_config is.*{MERGE}"),
+  ({"kasa_config": {"beta": 1e-4}}, f"kasa_config is.*{MERGE}"),
+  (
+    {"alora_invocation_tokens": [3]},
+    r"alora_invocation_tokens is \[3\].*only PEFT and",
+  ),
+  ({"of_a_later_peft": True}, f"of_a_later_peft is True.*{MERGE}"),
+  *(
     (
-      {"rank_pattern": {"q_proj": 2}},
-      r"lora_A.weight' is of shape \(4, 16\), expected shape \(2, 16\)",
-    ),
-    ({"target_parameters": ["w"]}, r"target_parameters is \['w'\]"),
-    ({"r": None}, "r is missing"),
-    ({"r": 5}, r"lora_A.weight' is of shape \(4, 16\), expected shape \(5, 16\)"),
-  ],
-)
-def test_adapters_that_cannot_be_loaded(adapter, fields, message):
+      {"init_lora_weights": init},
+      f"init_lora_weights is '{init}'.*path_initial_model_fo",
+    )
+    for init in ("pissa", "pissa_niter_16", "OLoRA", "corda", "lora_ga")
+  ),
+  ({"init_lora_weights": "loftq"}, f"init_lora_weights is 'loftq'.*{MERGE}"),
+  ({"init_lora_weights": "a later one"}, f"init_lora_weights is.*{MERGE}"),
+]
+
+
+@pytest.mark.parametrize("fields, message", REFUSED)
+def test_what_is_not_done_exactly_is_refused(adapter, base, fields, message):
   set_field(adapter, **fields)
   with pytest.raises(ValueError, match=message):
-    lora.load_adapter(AutoModel.from_pretrained(GOLDEN), adapter)
+    lora.load_adapter(base, adapter)
+
+
+def test_every_field_of_peft_is_read_refused_or_without_meaning():
+  """The committed folder was written by PEFT 0.21: it names all of them."""
+  fields = set(config_of(GOLDEN / "adapter"))
+  refused = {name for fields, _ in REFUSED for name in fields}
+  known = adapter_config.READ | adapter_config.WITHOUT_MEANING
+  assert fields <= known | refused
+  assert not adapter_config.READ & adapter_config.WITHOUT_MEANING
+
+
+@pytest.mark.parametrize(
+  "init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"]
+)
+def test_a_draw_of_a_and_b_leaves_the_base_alone(adapter, base, init, caplog):
+  set_field(adapter, init_lora_weights=init)
+  assert lora_modules.adapted(lora.load_adapter(base, adapter))
+  assert bool(caplog.records) == (init == "mica")
+
+
+def test_patterns_are_of_the_names_in_the_file(adapter, base):
+  """PEFT of a model with images says "model.language_model.layers"."""
+  from safetensors import numpy as st
+
+  family = dataclasses.replace(
+    families.of_config(base.config),
+    canonical_key=lambda key: key.replace("model.language_model.", "model."),
+  )
+  nested = {
+    key.replace("model.layers.", "model.language_model.layers."): value
+    for key, value in tensors_of(adapter).items()
+  }
+  st.save_file(nested, adapter / "adapter_model.safetensors")
+  set_field(adapter, alpha_pattern={r"language_model\.layers\..*\.q_proj": 32.0})
+  back = lora_modules.adapted(lora.load_adapter(base, adapter, family=family))
+  scales = {path: linear.lora_scale for path, linear in back.items()}
+  assert scales.pop("layers.attn.q_proj") == 8.0
+  assert set(scales.values()) == {2.0}
 
 
 def test_adapter_tensors_that_do_not_fit(adapter):

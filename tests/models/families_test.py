@@ -104,7 +104,7 @@ def test_rope_scaling_wins_over_rope_parameters():
     ({"hidden_size": None}, "hidden_size is missing"),
     ({"hidden_size": "32"}, "hidden_size is '32', it must be a whole number"),
     ({"hidden_size": 30}, "hidden_size 30 is not a multiple of num_attention_heads 4"),
-    ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', it must be a number"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small', it must be a finite number"),
     ({"num_key_value_heads": 3}, "num_kv_heads 3 must divide num_heads 4"),
     (
       {"rope_scaling": {"rope_type": "yarn"}},

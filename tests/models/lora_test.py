@@ -95,16 +95,16 @@ def test_targets_that_match_nothing(targets, message):
     ({"rank": 0}, "rank is 0"),
     ({"rank": 2, "alpha": -1.0}, "alpha is -1.0"),
     ({"rank": 2, "targets": ()}, "targets is empty: name modules"),
-    ({"rank": 2, "targets": "q_proj"}, "targets 'q_proj' must be a tuple"),
+    ({"rank": 2, "targets": "q_proj"}, "targets is 'q_proj': it must be a list"),
     ({"rank": 2, "targets": ("(",)}, r"'\(' is no regular expression"),
-    ({"rank": 2, "dropout": 1.0}, r"dropout is 1.0, it must be in \[0, 1\)"),
+    ({"rank": 2, "dropout": 1.0}, r"dropout is 1.0: it must be"),
     ({"rank": 2, "rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj is 0"),
     ({"rank": 2, "alpha_pattern": {"q_proj": 0.0}}, "alpha_pattern.q_proj is 0.0"),
     ({"rank": 2, "alpha_pattern": {"(": 1.0}}, r"'\(' is no regular expression"),
   ],
 )
 def test_config_refuses_nonsense(fields, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((TypeError, ValueError), match=message):
     lora.LoraConfig(**fields)
 
 

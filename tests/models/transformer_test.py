@@ -10,7 +10,7 @@ from flax import nnx
 from tests import toys
 from tests.models import checkpoints
 from tunix.models.automodel import AutoModel
-from tunix.models.transformer import rope, sharding
+from tunix.models.transformer import hf_config, rope, sharding
 from tunix.models.transformer.attention import attend
 from tunix.models.transformer.config import RopeConfig, ShardingRules
 from tunix.models.transformer.layers import RMSNorm
@@ -233,6 +233,53 @@ def test_rope_turns_pairs_half_a_head_apart():
   np.testing.assert_allclose(out[0, 0, 0], want, rtol=1e-5)
 
 
+# What transformers 5 computes in float32 (heads of 12), whose bits we want: a table of
+# fields that round badly.
+TRANSFORMERS_FREQUENCIES = {
+  "linear": (
+    {"rope_theta": 1e4, "rope_type": "linear", "factor": 3.7},
+    [0.27027026, 0.058227956, 0.012544833, 0.0027027025, 0.0005822795, 0.00012544836],
+  ),
+  "llama3": (
+    {"rope_theta": 5e5, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.3}
+    | {"high_freq_factor": 3.9, "original_max_position_embeddings": 1000},
+    [1.0, 0.11224619, 0.004565144, 0.00017677668, 1.9842508e-05, 2.2272475e-06],
+  ),
+  "yarn": (
+    {"rope_theta": 1e4, "rope_type": "yarn", "factor": 5.3, "beta_fast": 17.0}
+    | {"original_max_position_embeddings": 100, "beta_slow": 0.7},
+    [1.0, 0.15717886, 0.021310436, 0.0018867925, 0.000406497, 8.7577166e-05],
+  ),
+  "yarn with a ramp between dimensions": (
+    {"rope_theta": 1e6, "rope_type": "yarn", "factor": 8.0, "beta_fast": 5.5}
+    | {"original_max_position_embeddings": 513, "beta_slow": 0.31, "truncate": False},
+    [1.0, 0.099999994, 0.004196385, 0.000125, 1.2499996e-05, 1.2500004e-06],
+  ),
+  "yarn with a ramp of no width": (
+    {"rope_theta": 1e4, "rope_type": "yarn", "factor": 4.0}
+    | {"original_max_position_embeddings": 4},
+    [1.0, 0.05386086, 0.011603971, 0.0025, 0.0005386086, 0.000116039737],
+  ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS_FREQUENCIES)
+def test_scaled_frequencies_have_the_bits_of_transformers(name):
+  fields, want = TRANSFORMERS_FREQUENCIES[name]
+  config = hf_config.rope_of(fields, fields["rope_theta"])
+  got = np.asarray(rope.frequencies(12, config))
+  assert got.dtype == np.float32
+  np.testing.assert_array_max_ulp(got, np.array(want, np.float32), 1)
+  # One rounding of the angle itself is what remains at the far end of a long text.
+  positions = np.arange(2048)
+  sin, cos = rope.angles(jnp.asarray(positions)[None], 12, config)
+  exact = positions[:, None] * got.astype(np.float64)
+  factor = rope.length_factor(config)
+  far = 2048 * 2.0**-24 * factor
+  np.testing.assert_allclose(sin[0, :, 0], factor * np.sin(exact), atol=far, rtol=0)
+  np.testing.assert_allclose(cos[0, :, 0], factor * np.cos(exact), atol=far, rtol=0)
+
+
 def test_scaled_rope_frequencies_by_hand():
   # theta 10^4, H 8: frequencies 1, 1/10, 1/100, 1/1000, wavelengths 2 pi times 1, 10,
   # 100, 1000 = 6.3, 62.8, 628, 6283 tokens.
@@ -281,8 +328,8 @@ def test_config_refuses_nonsense(fields, message):
   "fields, message",
   [
     ({"scaling": "dynamic"}, "'dynamic' is not supported"),
-    ({"theta": 0.0}, "theta 0.0 must be positive"),
-    ({"factor": 0.5}, "factor at least 1|factor 0.5"),
+    ({"theta": 0.0}, "theta is 0.0: it must be"),
+    ({"factor": 0.5}, "factor is 0.5"),
     (
       {"scaling": "llama3", "low_freq_factor": 4.0, "high_freq_factor": 4.0},
       "high_freq_factor 4.0 must exceed",

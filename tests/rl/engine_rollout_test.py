@@ -137,7 +137,7 @@ def test_the_sglang_rollout_draws_without_a_seed_of_ours():
   ("options", "message"),
   [
     ({"temperature": -1.0}, "temperature is -1"),
-    ({"top_p": 0.0}, "top_p is 0.0, it must be above 0"),
+    ({"top_p": 0.0}, "top_p is 0.0: it must be .* above 0"),
     ({"top_k": 0}, "top_k is 0"),
     ({"min_p": 2.0}, "min_p is 2.0"),
     ({"stop_strings": [""]}, "a stop string is empty"),

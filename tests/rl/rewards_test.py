@@ -117,9 +117,12 @@ def test_names_come_from_the_functions_or_are_given():
 @pytest.mark.parametrize(
   ("options", "message"),
   [
-    ({"weights": [1.0, 2.0]}, "give 1 finite numbers"),
-    ({"weights": [math.nan]}, "give 1 finite numbers"),
+    ({"weights": [1.0, 2.0]}, "give 1 numbers"),
+    ({"weights": [math.nan]}, r"weights\[0\] is nan"),
     ({"workers": -1}, "workers is -1"),
+    ({"workers": math.nan}, "workers is nan"),
+    ({"names": "f"}, "names is 'f': it must be a list"),
+    ({"workers": 1, "timeout_s": 1.0, "memory_bytes": -1}, "memory_bytes is -1"),
     ({"workers": 2}, "workers=2 without timeout_s"),
     ({"timeout_s": 1.0}, "timeout_s is 1.0 with workers=0"),
     ({"memory_bytes": 1}, "memory_bytes is 1 with workers=0"),
@@ -129,7 +132,7 @@ def test_names_come_from_the_functions_or_are_given():
   ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((TypeError, ValueError), match=message):
     RewardManager(ones, **options)
 
 

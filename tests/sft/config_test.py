@@ -17,15 +17,18 @@ from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
     ({"max_steps": "10"}, "max_steps is '10'"),
     ({"eval_every_n_steps": -1}, "eval_every_n_steps is -1"),
     ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
-    ({"learning_rate": -0.1}, "learning_rate is -0.1: it must not be negative"),
+    (
+      {"learning_rate": -0.1},
+      "learning_rate is -0.1: it must be a finite number of",
+    ),
     ({"learning_rate": math.nan}, "learning_rate is nan"),
-    ({"data_sharding_axis": "fsdp"}, r"must be a tuple of names: \('fsdp',\)"),
-    ({"max_inflight_computations": -1}, "max_inflight_computations -1"),
+    ({"data_sharding_axis": "fsdp"}, r"must be a list, such as \['fsdp'\]"),
+    ({"max_inflight_computations": -1}, "max_inflight_computations is -1"),
     ({"max_steps": 3, "num_train_steps": 4}, "max_steps 3 and num_train_steps 4"),
   ],
 )
 def test_nonsense_is_refused(values, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises((TypeError, ValueError), match=message):
     TrainingConfig(**values)
 
 
@@ -34,8 +37,8 @@ def test_nonsense_is_refused(values, message):
   [
     ({"save_every_n_steps": 0}, "save_every_n_steps is 0"),
     ({"max_to_keep": 1.5}, "max_to_keep is 1.5: it must be a whole number"),
-    ({"timeout_secs": 0}, "timeout_secs is 0: it must be at least 1"),
-    ({"min_interval_secs": -1}, "min_interval_secs -1 must not be negative"),
+    ({"timeout_secs": 0}, "timeout_secs is 0: it must be a whole number of at"),
+    ({"min_interval_secs": -1}, "min_interval_secs is -1: it must be"),
   ],
 )
 def test_checkpoint_nonsense_is_refused(values, message):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any, NoReturn
 
+from tunix.generate.options import SamplingOptions
+from tunix.utils import checks
+
 _SAMPLING = (
   *("temperature", "seed", "top_k", "top_p", "min_p", "num_samples", "stop_strings"),
   *("beam_size", "length_penalty"),
@@ -62,17 +65,17 @@ def check_sampling(args: argparse.Namespace) -> None:
   Raises:
     ValueError: a number out of range, or a seed with nothing drawn.
   """
-  if args.max_new_tokens < 1:
-    raise ValueError(
-      f"--max_new_tokens is {args.max_new_tokens}: it must be at least 1"
-    )
+  checks.number("--max_new_tokens", args.max_new_tokens, checks.COUNT, whole=True)
   if args.seed is not None and not args.temperature:
     raise ValueError(
       "--seed is given and nothing is drawn at --temperature 0: raise the temperature, "
       "or leave the seed out"
     )
-  if not args.temperature >= 0:
-    raise ValueError(f"--temperature is {args.temperature}: it must not be negative")
+  try:
+    SamplingOptions(max_generation_steps=1, **sampling_options(args))
+  except ValueError as error:
+    is_option = str(error).partition(" ")[0] in _SAMPLING
+    raise ValueError(f"{'--' * is_option}{error}") from error
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:

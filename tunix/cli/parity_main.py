@@ -15,6 +15,7 @@ from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.automodel import AutoModel
+from tunix.utils import checks
 
 # Nats that no token may differ by, by the dtype of the computation. Ours is 2e-6 in
 # float32 and 0.016 in bfloat16 on tiny models; larger ones round more often.
@@ -47,8 +48,7 @@ def main(argv: Sequence[str]) -> int:
   """
   args = _parse(argv)
   for name in ("prompts", "tokens"):
-    if getattr(args, name) < 1:
-      raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
+    checks.number(f"--{name}", getattr(args, name), checks.COUNT, whole=True)
   model = AutoModel.from_pretrained(args.model, dtype=args.dtype)
   if args.adapter is not None:
     model = lora.load_adapter(model, args.adapter)

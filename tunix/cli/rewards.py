@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunix.cli.fingerprints import digest as digest_of
-from tunix.cli.settings import at_least
 from tunix.cli.utils import call_strings
 from tunix.cli.utils.call_strings import CallString
 from tunix.rl import reward_fns, reward_outcomes
 from tunix.rl.rewards import RewardManager
+from tunix.utils import checks
 
 # Functions of rl.reward_fns, each of which makes a reward function.
 READY = {
@@ -57,7 +57,7 @@ class RewardSettings:
         f"weights has {len(self.weights)} numbers for {len(self.entries)} "
         "reward.functions: give one a function"
       )
-    at_least(self, 0, "workers")
+    checks.fields(self, workers=checks.NOT_NEGATIVE, timeout_s=checks.POSITIVE)
     if self.timeout_s is not None and not self.workers:
       raise ValueError(
         f"timeout_s is {self.timeout_s} and reward.workers 0: only a process of its "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
@@ -20,20 +19,9 @@ from tunix.data.rows import OneRow, check_buckets
 from tunix.generate import chat_template
 from tunix.models.lora import LoraConfig
 from tunix.sft.config import CheckpointOptions, TrainingConfig
+from tunix.utils import checks
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-def at_least(section: Any, low: int, *names: str) -> None:
-  """Refuses numbers below `low`.
-
-  Raises:
-    ValueError: begins with the field's name.
-  """
-  for name in names:
-    value = getattr(section, name)
-    if value is not None and value < low:
-      raise ValueError(f"{name} is {value}: it must be at least {low}")
 
 
 def values_for(kind: type, section: Any) -> dict[str, Any]:
@@ -143,7 +131,7 @@ class DataSettings:
   template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    at_least(self, 1, "num_epochs")
+    checks.fields(self, num_epochs=checks.COUNT)
     chat_template.check_variables(self.template_args, "data.template_args")
     if self.weights:
       train = self.train if isinstance(self.train, tuple) else (self.train,)
@@ -176,8 +164,7 @@ class StreamSettings(DataSettings):
 
   def __post_init__(self):
     super().__post_init__()
-    at_least(self, 1, "scan_limit")
-    at_least(self, 0, "num_threads")
+    checks.fields(self, scan_limit=checks.COUNT, num_threads=checks.NOT_NEGATIVE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,14 +267,12 @@ class TrainingSettings(TrainingConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    at_least(self, 1, "global_batch_size", "eval_batch_size")
-    if self.learning_rate == math.inf:
-      raise ValueError("learning_rate is inf: it must be a number from 0 up")
-    if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-      raise ValueError(
-        f"max_grad_norm is {self.max_grad_norm}: it must be positive, or null for no "
-        "clipping"
-      )
+    checks.fields(
+      self,
+      global_batch_size=checks.COUNT,
+      eval_batch_size=checks.COUNT,
+      max_grad_norm=checks.POSITIVE,
+    )
 
   @property
   def eval_rows(self) -> int:
@@ -314,7 +299,7 @@ class MicroBatchSettings(TrainingSettings):
 
   def __post_init__(self):
     super().__post_init__()
-    at_least(self, 1, "micro_batch_size")
+    checks.fields(self, micro_batch_size=checks.COUNT)
     if self.global_batch_size % self.micro_rows:
       raise ValueError(
         f"global_batch_size {self.global_batch_size} is no multiple of "
@@ -384,6 +369,15 @@ class DistributedSettings:
   timeout_s: int = 300
   heartbeat_s: int = 30
 
+  def __post_init__(self):
+    checks.fields(
+      self,
+      num_processes=checks.COUNT,
+      process_id=checks.NOT_NEGATIVE,
+      timeout_s=checks.COUNT,
+      heartbeat_s=checks.COUNT,
+    )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportSettings:
@@ -451,8 +445,7 @@ class RunSettings:
   compilation_cache: str | None = None
 
   def __post_init__(self):
-    if not 0 <= self.seed < 2**32:
-      raise ValueError(f"seed is {self.seed}: it must be from 0 to 2**32 - 1")
+    checks.fields(self, seed=checks.SEED)
     self._check_export()
     if self.training.eval_every_n_steps is not None and self.data.eval is None:
       raise ValueError(

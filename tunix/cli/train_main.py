@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
@@ -38,7 +39,7 @@ from tunix.cli.settings import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
-from tunix.utils import launch, mesh as mesh_lib
+from tunix.utils import capacity, launch, mesh as mesh_lib
 from tunix.utils.interrupts import Stopped
 
 HELP = """\
@@ -156,6 +157,7 @@ def run(config: RunSettings) -> Result:
   with mesh_lib.use_mesh(mesh), contextlib.ExitStack() as held:
     model = build.build_model(config, mesh)
     build.check_vocabulary(model, tokenizer)
+    _check_lengths(config, model, data)
     if first:
       held.enter_context(run_lock.hold(folder.path))
       # Another process may have been quicker.
@@ -261,6 +263,31 @@ def read_metric(file: pathlib.Path, name: str) -> dict[str, tuple[float, float]]
       value = float(record[name])
       ends[record["mode"]] = (ends.get(record["mode"], (value,))[0], value)
   return ends
+
+
+def _check_lengths(config: RunSettings, model: Transformer, data: RunData) -> None:
+  """Refuses rows that memory cannot hold, and completions beyond the positions of the
+  model that writes them."""
+  job, sizes = JOBS[config.job], model.config
+  what, length = job.length(config)
+  rows = config.training.batch_rows.get("training.micro_batch_size", 1)
+  # A backward pass keeps the hidden states of every layer at the least.
+  token = sizes.num_layers * sizes.embed_dim * jnp.dtype(sizes.dtype).itemsize
+  capacity.require(
+    what, length, lambda n: rows * n * token, f"the hidden states of {rows} rows"
+  )
+  rollout, most = job.rollout(config), sizes.max_position
+  if rollout is None or most is None:
+    return
+  for name, report in data.reports.items():
+    longest, new = report.longest_prompt, rollout.max_tokens_to_generate
+    longest = min(longest, rollout.max_prompt_length)  # what is longer was dropped
+    if longest + new > most:
+      raise ValueError(
+        f"rollout.max_tokens_to_generate is {new} and the longest prompt of the {name} "
+        f"data has {longest} tokens: the model has {most} positions, so that at most "
+        f"{max(most - longest, 0)} new tokens fit"
+      )
 
 
 def _describe(

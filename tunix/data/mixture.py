@@ -5,12 +5,12 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tunix.data.records import Record
 from tunix.data.stored import HeldRecords, Records
+from tunix.utils import checks
 
 
 class Mixture(Records):
@@ -94,6 +94,7 @@ def check_weights(weights: Sequence[float], count: int) -> tuple[float, ...]:
   """The weights of `count` parts, as they were.
 
   Raises:
+    TypeError: one is no number.
     ValueError: another number of them, or one that is not positive and finite.
   """
   if len(weights) != count:
@@ -102,11 +103,12 @@ def check_weights(weights: Sequence[float], count: int) -> tuple[float, ...]:
       "one for each"
     )
   for number, weight in enumerate(weights):
-    if isinstance(weight, bool) or not math.isfinite(weight) or weight <= 0:
+    if weight == 0:
       raise ValueError(
-        f"weights[{number}] is {weight}: expected a number above 0 (leave a part out "
-        "that is not to be seen)"
+        f"weights[{number}] is 0: it must be above 0; leave a part out that is not to "
+        "be seen"
       )
+    checks.number(f"weights[{number}]", weight, checks.POSITIVE)
   return tuple(weights)
 
 

@@ -18,6 +18,7 @@ from tunix.data.records import SFT
 from tunix.data.rows import OneRow, Overlong
 from tunix.data.source import Source
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.utils import checks
 
 _PREFETCHED_EXAMPLES = 64
 
@@ -152,12 +153,9 @@ def _elements(
   num_threads: int,
 ) -> grain.IterDataset:
   """Elements of all epochs, in the order of training."""
-  if not 0 <= seed < 2**32:
-    raise ValueError(f"seed {seed} must be from 0 to 2**32 - 1")
-  if num_epochs is not None and num_epochs < 1:
-    raise ValueError(f"num_epochs {num_epochs} must be at least 1, or None for no end")
-  if num_threads < 0:
-    raise ValueError(f"num_threads {num_threads} must be 0 or more")
+  checks.number("seed", seed, checks.SEED, whole=True)
+  checks.number("num_epochs", num_epochs, checks.COUNT, whole=True, optional=True)
+  checks.number("num_threads", num_threads, checks.NOT_NEGATIVE, whole=True)
   order = draws.draws(source.records, shuffle=shuffle, seed=seed, num_epochs=num_epochs)
   # So many drops in a row are a whole epoch of them: without a limit, an endless data
   # set would look for an example forever and a finite one would end in silence.
@@ -176,7 +174,8 @@ def _ours(batch_size: int, process_index: int, process_count: int) -> dict[str, 
     raise ValueError(
       f"process_index {process_index} of process_count {process_count} is out of range"
     )
-  if batch_size < 1 or batch_size % process_count:
+  checks.number("batch_size", batch_size, checks.COUNT, whole=True)
+  if batch_size % process_count:
     raise ValueError(
       f"batch_size {batch_size} must be a positive multiple of the {process_count} "
       "processes that share each batch"

@@ -38,7 +38,7 @@ class PromptReport:
   Attributes:
     records: lines with a record.
     kept: those that are not too long.
-    longest: tokens of the longest prompt.
+    longest_prompt: its tokens.
     columns: names besides the prompt.
     sizes: prompts kept of each part of a mixture, of the whole where it is none.
     mixed: shares of the parts of a mixture, in words.
@@ -46,14 +46,14 @@ class PromptReport:
 
   records: int
   kept: int
-  longest: int
+  longest_prompt: int
   columns: tuple[str, ...]
   sizes: tuple[int, ...] = ()
   mixed: Sequence[str] = ()
 
   def __str__(self) -> str:
     dropped = self.records - self.kept
-    parts = [f"{self.records} prompts of at most {self.longest} tokens"]
+    parts = [f"{self.records} prompts of at most {self.longest_prompt} tokens"]
     if dropped:
       parts.append(f"{dropped} dropped, too long")
     if self.columns:
@@ -132,7 +132,7 @@ class PromptRecords:
     report = PromptReport(
       records=len(self.rows),
       kept=sum(short),
-      longest=max(lengths),
+      longest_prompt=max(lengths),
       columns=tuple(name for name in self.rows[0] if name != PROMPTS),
       sizes=tuple(sum(part) for part in _parts(short, self.sizes)),
       mixed=self.mixed,

@@ -23,6 +23,7 @@ import numpy as np
 from tunix.data import chat, render
 from tunix.data.chat import Example
 from tunix.data.render import Rendered
+from tunix.utils import checks
 
 Overlong = Literal["error", "truncate", "drop"]
 Row = dict[str, np.ndarray]
@@ -41,11 +42,7 @@ class OneRow:
   max_length: int
 
   def __post_init__(self):
-    if self.max_length < 2:
-      raise ValueError(
-        f"max_length {self.max_length} must be at least 2 tokens: one to read, one to "
-        "learn"
-      )
+    checks.fields(self, max_length=checks.Range(2))  # one to read, one to learn
 
   def words(self, names: Sequence[str]) -> str:
     """What is wrong with records that are dropped."""
@@ -98,9 +95,9 @@ class SideBySide:
   max_completion_length: int
 
   def __post_init__(self):
-    for name, value in dataclasses.asdict(self).items():
-      if value < 1:
-        raise ValueError(f"{name} {value} must be at least 1 token")
+    checks.fields(
+      self, max_prompt_length=checks.COUNT, max_completion_length=checks.COUNT
+    )
 
   def words(self, names: Sequence[str]) -> str:
     """What is wrong with records that are dropped, whose completions have `names`."""

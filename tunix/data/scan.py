@@ -13,6 +13,7 @@ from tunix.data import forms
 from tunix.data.mixture import describe
 from tunix.data.records import KINDS
 from tunix.data.source import Source
+from tunix.utils import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,11 @@ class Report:
   desirable: int | None
   mixed: Sequence[str] = ()
   forms: Sequence[str] = ()
+
+  @property
+  def longest_prompt(self) -> int:
+    """Tokens of the longest prompt; 0 where prompts do not stand apart."""
+    return self.longest.get("prompt", 0)
 
   @property
   def undesirable(self) -> int:
@@ -96,8 +102,7 @@ def scan(source: Source, limit: int | None = None) -> Report:
       have a margin and others none, none of those scanned is left, or `limit` is not
       positive.
   """
-  if limit is not None and limit < 1:
-    raise ValueError(f"limit {limit} must be at least 1, or None for every record")
+  checks.number("limit", limit, checks.COUNT, whole=True, optional=True)
   stride = 1 if limit is None else -(-len(source) // limit)
   indices = range(0, len(source), stride)
   names = ("kept", "dropped", "truncated", "empty", "equal", "tokens", "trained_tokens")

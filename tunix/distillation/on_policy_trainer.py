@@ -24,6 +24,7 @@ from tunix.generate.sampler import Sampler
 from tunix.perf.trace import NoopTracer
 from tunix.sft.losses import batch_fields
 from tunix.sft.metrics_logger import MetricsLogger
+from tunix.utils import checks
 
 _EVALUATION = 2**32 - 1  # the "step" whose draws evaluations make
 
@@ -54,18 +55,17 @@ class OnPolicyConfig(TrainingConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    for name in ("max_prompt_length", "max_completion_length"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-    if not 0 <= self.on_policy_fraction <= 1:
-      raise ValueError(
-        f"on_policy_fraction is {self.on_policy_fraction}: a share in [0, 1]"
-      )
-    if not self.sampling_temperature > 0:
-      raise ValueError(
-        f"sampling_temperature is {self.sampling_temperature}: it must be above 0 (the "
-        "most likely tokens alone are no sample of the student)"
-      )
+    checks.fields(
+      self,
+      max_prompt_length=checks.COUNT,
+      max_completion_length=checks.COUNT,
+      on_policy_fraction=checks.SHARE,
+      # The most likely tokens alone are no sample of the student.
+      sampling_temperature=checks.POSITIVE,
+      top_k=checks.COUNT,
+      top_p=checks.Range(0, 1, beyond=True),
+      seed=checks.SEED,
+    )
 
 
 class Prompts(NamedTuple):

@@ -24,7 +24,7 @@ from tunix.models import calling
 from tunix.ops.distill import TopK
 from tunix.sft import inference
 from tunix.sft.losses import batch_fields
-from tunix.utils import stamp
+from tunix.utils import checks, stamp
 from tunix.utils.io import write_json
 
 _FORMAT = 2
@@ -154,8 +154,7 @@ class TeacherCache:
         f"there is no teacher cache in {self._folder}: give the teacher and top_k to "
         "begin one"
       )
-    if top_k < 1:
-      raise ValueError(f"top_k is {top_k}: it must be at least 1")
+    checks.number("top_k", top_k, checks.COUNT, whole=True)
     size = calling.vocab_size(self._teacher)
     if size is not None and top_k > size:  # before a folder of no use is begun
       raise ValueError(

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tunix.generate.engine_rows import EngineError
+from tunix.utils import checks
 
 _AT_ONCE = 256  # requests; the engine queues what it cannot run
 
@@ -36,6 +37,7 @@ class Client:
     Raises:
       ValueError: another kind of address.
     """
+    checks.number("timeout_s", timeout_s, checks.POSITIVE)
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
       raise ValueError(f"the engine's address is {url!r}: give http://host:port")

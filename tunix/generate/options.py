@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+
+from tunix.utils import checks
+
+_COLDEST = 1e-10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,7 +19,7 @@ class SamplingOptions:
   """What a call asks for; `BaseSampler.__call__` says what each option means.
 
   Raises:
-    TypeError: stop strings that are no strings.
+    TypeError: a value that is no number, stop strings that are no strings.
     ValueError: a number out of range, or options that exclude each other.
   """
 
@@ -49,29 +52,30 @@ class SamplingOptions:
         f"max_generation_steps is {self.max_generation_steps}, it must be at least 1: "
         "an int, or one int a prompt"
       )
-    for name in ("num_samples", "top_k", "beam_size", "max_prompt_length"):
-      value = getattr(self, name)
-      if value is not None and value < 1:
-        raise ValueError(f"{name} is {value}, it must be at least 1")
-    if self.first_prompt < 0:
-      raise ValueError(f"first_prompt is {self.first_prompt}, it must be at least 0")
+    checks.fields(
+      self,
+      num_samples=checks.COUNT,
+      top_k=checks.COUNT,
+      beam_size=checks.COUNT,
+      max_prompt_length=checks.COUNT,
+      first_prompt=checks.NOT_NEGATIVE,
+      temperature=checks.NOT_NEGATIVE,
+      top_p=checks.Range(0, 1, beyond=True),
+      min_p=checks.SHARE,
+      seed=checks.SEED,
+    )
     self._check_draw()
-    if not all(isinstance(stop, str) for stop in self.stop_strings):
-      raise TypeError(f"stop_strings is {self.stop_strings!r}, it must hold strings")
     if "" in self.stops:
       raise ValueError("a stop string is empty: every text would stop at once")
     self._check_exact()
     self._check_beams()
 
   def _check_draw(self) -> None:
-    if not (math.isfinite(self.temperature) and self.temperature >= 0):
+    if 0 < self.temperature < _COLDEST:
       raise ValueError(
-        f"temperature is {self.temperature}, it must be 0 (greedy) or a positive number"
+        f"temperature is {self.temperature}: below {_COLDEST:g} logits overflow when "
+        "they are divided by it; 0 is greedy"
       )
-    if self.top_p is not None and not self.top_p > 0:
-      raise ValueError(f"top_p is {self.top_p}, it must be above 0; 1 keeps all tokens")
-    if self.min_p is not None and not 0 <= self.min_p <= 1:
-      raise ValueError(f"min_p is {self.min_p}, it must be from 0 to 1")
     if self.temperature == 0 and self.filters:
       name, value = next(iter(self.filters.items()))
       raise ValueError(
@@ -98,8 +102,6 @@ class SamplingOptions:
           "length: give beam_size, or leave it out"
         )
       return
-    if not math.isfinite(self.length_penalty):
-      raise ValueError(f"length_penalty is {self.length_penalty}, it must be finite")
     if self.num_samples > self.beam_size:
       raise ValueError(
         f"num_samples is {self.num_samples} of {self.beam_size} beams: raise beam_size"

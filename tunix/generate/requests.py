@@ -18,7 +18,7 @@ from tunix.generate.batching import Limits
 from tunix.generate.options import SamplingOptions
 from tunix.models import calling
 from tunix.models.transformer.model import Transformer
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import capacity, mesh as mesh_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,10 @@ def prepare(
   mesh = mesh_of(state)
   each = options.limits(count)
   longest, steps = max(map(len, prompts)), int(each.max())
-  shape = limits_of(model, mesh, cache_size).shape(
+  _check_positions(model, longest, steps)
+  limit = limits_of(model, mesh, cache_size)
+  _check_memory(model, limit, options, count, longest, steps)
+  shape = limit.shape(
     count, samples, longest, steps, options.max_prompt_length, options.beam_size
   )
   limits = np.zeros(shape.rows, np.int32)
@@ -111,6 +114,45 @@ def prepare(
     opened=opened,
     mesh=mesh,
   )
+
+
+def _check_positions(model: nnx.Module, longest: int, steps: int) -> None:
+  most = getattr(getattr(model, "config", None), "max_position", None)
+  if most is not None and longest + steps > most:
+    raise ValueError(
+      f"{longest} prompt tokens and max_generation_steps={steps} make "
+      f"{longest + steps}, the model has {most} positions: generate at most "
+      f"{max(most - longest, 0)} tokens"
+    )
+
+
+def _check_memory(
+  model: nnx.Module,
+  limits: Limits,
+  options: SamplingOptions,
+  prompts: int,
+  longest: int,
+  steps: int,
+) -> None:
+  """Refuses rows whose tokens and keys and values memory cannot hold. What a slot takes
+  is read off the shapes of a small cache."""
+  slot = 4 + 1  # a token, and whether it is visible
+  if hasattr(model, "init_cache"):
+    cache = jax.eval_shape(lambda: model.init_cache(1, batching.MIN_TOKENS))
+    sizes = (x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+    slot += sum(sizes) // batching.MIN_TOKENS
+
+  def needed(rows: int, new: int) -> int:
+    shape = limits.shape(
+      prompts, rows, longest, new, options.max_prompt_length, options.beam_size and rows
+    )
+    return shape.rows * shape.slots * slot
+
+  what = "the tokens and the cache of all rows"
+  rows = "num_samples" if options.beam_size is None else "beam_size"
+  count = getattr(options, rows)
+  capacity.require(rows, count, lambda n: needed(n, 1), what)
+  capacity.require("max_generation_steps", steps, lambda n: needed(count, n), what)
 
 
 def limits_of(model: nnx.Module, mesh: Mesh | None, cache_size: int | None) -> Limits:

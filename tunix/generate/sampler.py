@@ -23,7 +23,7 @@ from tunix.generate.completions import Completions, Increment
 from tunix.generate.options import SamplingOptions
 from tunix.generate.outputs import Row
 from tunix.generate.requests import Request
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import checks, mesh as mesh_lib
 
 # What there is at the end alone.
 NOT_STREAMED = frozenset({"echo", "pad_output", "return_logits", "beam_size", "exact"})
@@ -48,10 +48,8 @@ class CacheConfig:
   head_dim: int | None = None
 
   def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value = getattr(self, field.name)
-      if value is not None and value < 1:
-        raise ValueError(f"{field.name} is {value}, it must be at least 1")
+    names = [field.name for field in dataclasses.fields(self)]
+    checks.fields(self, **dict.fromkeys(names, checks.COUNT))
 
 
 class Sampler(BaseSampler):

@@ -11,6 +11,7 @@ from typing import Any
 
 from tunix.generate.base_sampler import Prompt, SamplerOutput
 from tunix.generate.vllm_sampler import VllmSampler
+from tunix.utils import checks
 
 
 class VllmAsyncDriver:
@@ -25,8 +26,7 @@ class VllmAsyncDriver:
   """
 
   def __init__(self, sampler: VllmSampler, *, max_inflight: int = 64):
-    if max_inflight < 1:
-      raise ValueError(f"max_inflight is {max_inflight}: it must be at least 1")
+    checks.number("max_inflight", max_inflight, checks.COUNT, whole=True)
     self.sampler = sampler
     self._pool = ThreadPoolExecutor(max_inflight, thread_name_prefix="tunix-vllm")
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tunix.models import families, lora_modules, tensor_files
+from tunix.models import adapter_config, families, lora_modules, tensor_files
 from tunix.models.families import Family
 from tunix.models.lora_modules import Adapter
 from tunix.models.tensor_files import NewTensor, StoredTensor
@@ -38,17 +38,6 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
-# Options of PEFT adapters whose values change the mathematics, and what we do.
-_PEFT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-  "peft_type": ("LORA",),
-  "fan_in_fan_out": (False, None),
-  "lora_bias": (False, None),
-  "bias": ("none", None),
-  "modules_to_save": (None, []),
-  "target_parameters": (None, []),
-  "trainable_token_indices": (None,),
-  "layer_replication": (None,),
-}
 
 
 class _TensorAdapter(NamedTuple):
@@ -274,26 +263,29 @@ def load_adapter(
     )
   lora_modules.require_bare(model)
   peft = tensor_files.read_json(path / CONFIG_FILE)
-  for field, accepted in _PEFT_SUPPORTED.items():
-    if peft.get(field, accepted[0]) not in accepted:
-      raise ValueError(
-        f"{path / CONFIG_FILE}: {field} is {peft[field]!r}, supported is only "
-        f"{accepted[0]!r}"
-      )
+  adapter_config.require_exact(path / CONFIG_FILE, peft)
   family = family or families.of_config(model.config)
-  tensors = {
-    _PREFIX + family.canonical_key(key.removeprefix(_PREFIX)): tensor
-    for key, tensor in tensor_files.read_header(path / WEIGHTS_FILE).items()
-  }
-  adapters = _read(model, family, tensors, peft)
+  # PEFT's patterns are of PEFT's names, so the modules' own spelling is kept.
+  tensors, spelled = {}, {}
+  for key, tensor in tensor_files.read_header(path / WEIGHTS_FILE).items():
+    raw = key.removeprefix(_PREFIX)
+    tensors[_PREFIX + family.canonical_key(raw)] = tensor
+    spelled[_module(family.canonical_key(raw))] = _module(raw)
+  adapters = _read(model, family, tensors, spelled, peft)
   key = jax.random.fold_in(jax.random.key(seed), 1)
   return lora_modules.attach(model, lora_modules.placed(model, adapters), key)
+
+
+def _module(key: str) -> str:
+  """The module of an adapter's tensor."""
+  return re.sub(rf"\.(lora_[AB]\.weight|{_MAGNITUDE})$", "", key)
 
 
 def _read(
   model: Transformer,
   family: Family,
   tensors: Mapping[str, StoredTensor],
+  spelled: Mapping[str, str],
   peft: dict[str, Any],
 ) -> dict[str, Adapter]:
   """The adapter of every module that the tensors name."""
@@ -307,7 +299,10 @@ def _read(
       if tensors.keys().isdisjoint(keys):
         stack.append(None)
         continue
-      stack.append(_read_tensor_adapter(name, linear.kernel.shape[-2:], tensors, peft))
+      adapter_config.require_targeted(peft, spelled[name])
+      sizes = adapter_config.rank_alpha(peft, spelled[name])
+      shape = linear.kernel.shape[-2:]
+      stack.append(_read_tensor_adapter(name, shape, sizes, tensors, peft))
       used.update(keys)
     if any(part is not None for part in stack):
       out[path] = _stacked(stack, linear.kernel.shape, peft)
@@ -328,13 +323,11 @@ def _keys(name: str, use_dora: bool) -> list[str]:
 def _read_tensor_adapter(
   name: str,
   shape: tuple[int, ...],
+  sizes: tuple[int, float],
   tensors: Mapping[str, StoredTensor],
   peft: dict[str, Any],
 ) -> _TensorAdapter:
-  rank = _pattern_value(peft, "rank_pattern", name, hf_config.integer(peft, "r"))
-  alpha = hf_config.number(peft, "lora_alpha")
-  alpha = _pattern_value(peft, "alpha_pattern", name, alpha)
-  rows, columns = shape
+  (rank, alpha), (rows, columns) = sizes, shape
   keys = _keys(name, bool(peft.get("use_dora")))
   a, b, *magnitude = (
     _tensor(tensors, key, expected)
@@ -342,14 +335,6 @@ def _read_tensor_adapter(
   )
   scale = alpha / (math.sqrt(rank) if peft.get("use_rslora") else rank)
   return _TensorAdapter(name, a.T, b.T, magnitude[0] if magnitude else None, scale)
-
-
-def _pattern_value(peft: dict[str, Any], field: str, name: str, default: Any) -> Any:
-  """PEFT takes the first pattern that the end of a module's name matches."""
-  for pattern, value in (peft.get(field) or {}).items():
-    if re.fullmatch(rf"(.*\.)?({pattern})", name):
-      return value
-  return default
 
 
 def _tensor(
@@ -393,6 +378,6 @@ def _stacked(
     b=b.reshape(*stack, rank, columns),
     magnitude=None if m is None else m.reshape(*stack, columns),
     scale=scale,
-    dropout=float(peft.get("lora_dropout") or 0.0),
+    dropout=hf_config.number(peft, "lora_dropout", 0.0),
     rslora=bool(peft.get("use_rslora")),
   )

@@ -27,6 +27,7 @@ from tunix.models.lora_modules import Adapter, CastError
 from tunix.models.transformer import sharding
 from tunix.models.transformer.layers import param
 from tunix.models.transformer.model import Transformer
+from tunix.utils import checks
 
 __all__ = [
   "ALL_LINEAR",
@@ -86,24 +87,19 @@ class LoraConfig:
   )
 
   def __post_init__(self):
-    ranks = {f"rank_pattern.{name}": rank for name, rank in self.rank_pattern.items()}
-    for name, rank in ({"rank": self.rank} | ranks).items():
-      if rank < 1:
-        raise ValueError(f"{name} is {rank}, it must be at least 1")
-    alphas = {f"alpha_pattern.{name}": a for name, a in self.alpha_pattern.items()}
-    for name, alpha in ({"alpha": self.alpha} | alphas).items():
-      if alpha is not None and alpha <= 0:
-        raise ValueError(f"{name} is {alpha}, it must be positive")
-    if not 0 <= self.dropout < 1:
-      raise ValueError(f"dropout is {self.dropout}, it must be in [0, 1)")
+    checks.fields(
+      self,
+      rank=checks.COUNT,
+      alpha=checks.POSITIVE,
+      dropout=checks.Range(0, 1, below=True),
+    )
+    for name, rank in self.rank_pattern.items():
+      checks.number(f"rank_pattern.{name}", rank, checks.COUNT, whole=True)
+    for name, alpha in self.alpha_pattern.items():
+      checks.number(f"alpha_pattern.{name}", alpha, checks.POSITIVE)
     if not self.targets:
       raise ValueError(
         "targets is empty: name modules, or leave it out for all linear ones"
-      )
-    if isinstance(self.targets, str):
-      raise ValueError(
-        f"targets {self.targets!r} must be a tuple of names or patterns, like "
-        "('q_proj', 'v_proj')"
       )
     for target in (*self.targets, *self.rank_pattern, *self.alpha_pattern):
       try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from tunix.ops import advantages, kl
 from tunix.ops.policy_gradient import LEVELS
 from tunix.ops.reductions import AGGREGATIONS
+from tunix.utils import checks
 
 # How the ratio to the policy before the update enters the loss.
 LOSS_ALGOS = ("grpo", "gspo", "cispo", "rloo", "reinforce")
@@ -33,6 +33,7 @@ class RolloutCorrection:
   high: float = 2.0
 
   def __post_init__(self):
+    checks.fields(self)
     if self.kind not in ("truncate", "mask"):
       raise ValueError(f'kind is {self.kind!r}: choose "truncate" or "mask"')
     _choose("level", self.level, LEVELS)
@@ -100,13 +101,13 @@ class AlgorithmConfig:
   pass_threshold: float | None = None
 
   def __post_init__(self):
-    for name in ("num_generations", "num_iterations", "eval_num_generations"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-    for name in ("beta", "epsilon", "epsilon_low", "epsilon_high", "entropy_coef"):
-      value = getattr(self, name)
-      if value is not None and not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name} is {value}: it must be a number of at least 0")
+    counts = "num_generations num_iterations eval_num_generations exact_tile_rows"
+    weights = "beta epsilon epsilon_low epsilon_high entropy_coef"
+    checks.fields(
+      self,
+      **dict.fromkeys(counts.split(), checks.COUNT),
+      **dict.fromkeys(weights.split(), checks.NOT_NEGATIVE),
+    )
     if self.clip_low > 1:
       raise ValueError(
         f"the lower clip is {self.clip_low}: ratios are never below 0, so that all "
@@ -135,16 +136,11 @@ class AlgorithmConfig:
       raise ValueError(
         f"epsilon_c has no meaning with loss_algo {self.loss_algo!r}: leave it out"
       )
-    if self.exact_tile_rows is not None:
-      if self.exact_tile_rows < 1:
-        raise ValueError(
-          f"exact_tile_rows is {self.exact_tile_rows}: it must be at least 1"
-        )
-      if self.shared_prompt:
-        raise ValueError(
-          "exact_tile_rows scores every row by itself, shared_prompt groups them: "
-          "choose one"
-        )
+    if self.exact_tile_rows is not None and self.shared_prompt:
+      raise ValueError(
+        "exact_tile_rows scores every row by itself, shared_prompt groups them: "
+        "choose one"
+      )
     resolve("kl_method", self.kl_method, kl.ESTIMATORS)
     if self.kl_corrected and not (self.beta and self.kl_in_loss):
       where = "is 0" if self.kl_in_loss else "weighs a KL in the rewards"

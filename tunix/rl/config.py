@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import Mode
+from tunix.utils import checks
 
 
 class Role(enum.Enum):
@@ -47,17 +48,13 @@ class PromptSizes:
   bucketed_lengths: bool = False
 
   def __post_init__(self):
-    for name in (
-      "mini_batch_size",
-      "train_micro_batch_size",
-      "rollout_micro_batch_size",
-      "compute_logps_micro_batch_size",
-    ):
-      value = getattr(self, name)
-      if value is not None and (not isinstance(value, int) or value < 1):
-        raise ValueError(
-          f"{name} is {value!r}: it must be a whole number of prompts of at least 1"
-        )
+    checks.fields(
+      self,
+      mini_batch_size=checks.COUNT,
+      train_micro_batch_size=checks.COUNT,
+      rollout_micro_batch_size=checks.COUNT,
+      compute_logps_micro_batch_size=checks.COUNT,
+    )
     mini, micro = self.mini_batch_size, self.train_micro_batch_size
     if mini is not None and micro is not None and mini % micro:
       raise ValueError(

@@ -22,7 +22,7 @@ from tunix.rl import reward_outcomes
 from tunix.rl.reward_fns import RowReward
 from tunix.rl.reward_outcomes import Failed, Outcome, PerRow, TimedOut, Value
 from tunix.rl.reward_pool import Call, RewardPool
-from tunix.utils import coordination
+from tunix.utils import checks, coordination
 
 RewardFn = Callable[..., Any]
 
@@ -158,8 +158,9 @@ class RewardManager:
     _check_functions(self._functions)
     self.names = _names(self._functions, names)
     self._weights = _checked_weights(weights, len(self._functions))
-    if rows_per_call is not None and rows_per_call < 1:
-      raise ValueError(f"rows_per_call is {rows_per_call}, it must be at least 1")
+    checks.number(
+      "rows_per_call", rows_per_call, checks.COUNT, whole=True, optional=True
+    )
     self._rows_per_call = rows_per_call
     _check_limits(workers, timeout_s, memory_bytes)
     self._pool = None
@@ -317,6 +318,8 @@ def _check_functions(functions: Sequence[Any]) -> None:
 
 
 def _names(functions: Sequence[RewardFn], names: Sequence[str] | None) -> list[str]:
+  if names is not None:
+    checks.listed("names", names, str)
   if names is not None and len(names) != len(functions):
     raise ValueError(f"{len(names)} names for {len(functions)} reward functions")
   labels = [reward_outcomes.name_of(f) for f in functions] if names is None else names
@@ -330,26 +333,26 @@ def _names(functions: Sequence[RewardFn], names: Sequence[str] | None) -> list[s
 
 
 def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
-  weights = [1.0] * count if weights is None else [float(w) for w in weights]
-  if len(weights) != count or not all(map(math.isfinite, weights)):
+  weights = [1.0] * count if weights is None else weights
+  checks.listed("weights", weights, float)
+  if len(weights) != count:
     raise ValueError(
-      f"the weights are {weights}: give {count} finite numbers, one a reward function"
+      f"weights is {weights}: give {count} numbers, one a reward function"
     )
-  return weights
+  return [float(weight) for weight in weights]
 
 
 def _check_limits(
   workers: int, timeout_s: float | None, memory_bytes: int | None
 ) -> None:
-  if workers < 0:
-    raise ValueError(f"workers is {workers}, it must be 0 or more")
+  checks.number("workers", workers, checks.NOT_NEGATIVE, whole=True)
+  checks.number("timeout_s", timeout_s, checks.POSITIVE, optional=True)
+  checks.number("memory_bytes", memory_bytes, checks.BYTES, whole=True, optional=True)
   if workers and timeout_s is None:
     raise ValueError(
       f"workers={workers} without timeout_s: a function that hangs would stop the run; "
       "say how many seconds a call may take"
     )
-  if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s > 0):
-    raise ValueError(f"timeout_s is {timeout_s}, it must be a positive number")
   limits = {"timeout_s": timeout_s, "memory_bytes": memory_bytes}
   for name, limit in limits.items():
     if limit is not None and not workers:

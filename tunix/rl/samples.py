@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tunix.rl.common import Rollouts
-from tunix.utils import io
+from tunix.utils import checks, io
 
 PAGE = "index.html"
 _FILE = re.compile(r"(\d{6,})\.jsonl")
@@ -52,8 +52,7 @@ class Samples:
   ):
     counts = {"every_n_rollouts": every_n_rollouts, "max_groups": max_groups}
     for name, value in counts.items():
-      if value < 1:
-        raise ValueError(f"{name} is {value}: it must be at least 1")
+      checks.number(name, value, checks.COUNT, whole=True)
     self.folder = pathlib.Path(folder)
     self._every, self._max_groups = every_n_rollouts, max_groups
 

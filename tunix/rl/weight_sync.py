@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from flax import nnx
 
 from tunix.rl.placement import WeightSyncError
+from tunix.utils import checks
 from tunix.utils.stamp import content_stamp
 
 
@@ -72,8 +73,7 @@ class WeightSync:
   """
 
   def __init__(self, history: int = 8, known: Iterable[PolicyVersion] = ()):
-    if history < 1:
-      raise ValueError(f"history is {history}, it must be at least 1 version")
+    checks.number("history", history, checks.COUNT, whole=True)
     self._known = collections.deque(known, maxlen=history)
 
   @property

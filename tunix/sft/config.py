@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -12,19 +11,9 @@ import jax
 from tunix.perf.metrics import PerfMetricsOptions
 from tunix.sft.metrics_logger import MetricsLoggerOptions
 from tunix.sft.profiler import ProfilerOptions
+from tunix.utils import checks
 
 Schedule = Callable[[Any], Any]
-
-
-def _check_counts(config: Any, *names: str) -> None:
-  """Refuses what is no count: each is None or a whole number of at least 1."""
-  for name in names:
-    value = getattr(config, name)
-    whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if value is not None and (not whole or value < 1):
-      raise ValueError(
-        f"{name} is {value!r}: it must be a whole number of at least 1, or None"
-      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,12 +36,14 @@ class CheckpointOptions:
   timeout_secs: int = 600
 
   def __post_init__(self):
-    _check_counts(self, "save_every_n_steps", "max_to_keep")
-    if not self.timeout_secs >= 1:
-      raise ValueError(f"timeout_secs is {self.timeout_secs}: it must be at least 1")
+    checks.fields(
+      self,
+      save_every_n_steps=checks.COUNT,
+      max_to_keep=checks.COUNT,
+      timeout_secs=checks.COUNT,
+      min_interval_secs=checks.NOT_NEGATIVE,
+    )
     seconds = self.min_interval_secs
-    if seconds is not None and seconds < 0:
-      raise ValueError(f"min_interval_secs {seconds} must not be negative")
     if self.save_every_n_steps is not None and seconds is not None:
       raise ValueError(
         f"save_every_n_steps is {self.save_every_n_steps} and min_interval_secs "
@@ -80,7 +71,8 @@ class TrainingConfig:
     metrics_logging_options: backends and folder of the metrics; None: history only.
     profiler_options: trace some steps; None: none.
     data_sharding_axis: mesh axes that split the batch dimension.
-    max_inflight_computations: steps dispatched to the device and not yet finished.
+    max_inflight_computations: steps dispatched to the device and not yet finished; 0:
+      no limit.
     metrics_prefix: put before every metric's name.
     pbar_description: label of the progress bar; None: no bar.
     learning_rate: number or optax schedule (steps -> rate). Without an optimizer, a
@@ -106,6 +98,15 @@ class TrainingConfig:
   perf_metrics_options: PerfMetricsOptions | None = None
 
   def __post_init__(self):
+    checks.fields(
+      self,
+      eval_every_n_steps=checks.COUNT,
+      max_steps=checks.COUNT,
+      num_train_steps=checks.COUNT,
+      gradient_accumulation_steps=checks.COUNT,
+      learning_rate=checks.NOT_NEGATIVE,
+      max_inflight_computations=checks.NOT_NEGATIVE,
+    )
     if self.num_train_steps is not None:
       if self.max_steps not in (None, self.num_train_steps):
         raise ValueError(
@@ -118,22 +119,6 @@ class TrainingConfig:
       raise TypeError(
         f"perf_metrics_options is a {type(perf).__name__}: expected a "
         "tunix.perf.metrics.PerfMetricsOptions, or None"
-      )
-    _check_counts(
-      self, "eval_every_n_steps", "max_steps", "gradient_accumulation_steps"
-    )
-    rate = self.learning_rate
-    if rate is not None and not callable(rate) and not rate >= 0:
-      raise ValueError(f"learning_rate is {rate}: it must not be negative")
-    if isinstance(self.data_sharding_axis, str):
-      raise ValueError(
-        f"data_sharding_axis {self.data_sharding_axis!r} must be a tuple of names: "
-        f"({self.data_sharding_axis!r},)"
-      )
-    if self.max_inflight_computations < 0:
-      raise ValueError(
-        f"max_inflight_computations {self.max_inflight_computations} must not be "
-        "negative; 0 means no limit"
       )
 
   @property

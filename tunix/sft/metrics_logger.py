@@ -28,7 +28,7 @@ from tunix.sft.metrics_backends import (
 )
 from tunix.sft.metrics_jsonl import VOLATILE, JsonlBackend
 from tunix.sft.metrics_records import Mode, as_number, decode, encode
-from tunix.utils import env
+from tunix.utils import checks, env
 
 __all__ = [
   "VOLATILE",
@@ -74,10 +74,7 @@ class MetricsLoggerOptions:
   backend_factories: Sequence[BackendFactory] | None = None
 
   def __post_init__(self):
-    if self.flush_every_n_steps < 1:
-      raise ValueError(
-        f"flush_every_n_steps is {self.flush_every_n_steps}, it must be at least 1"
-      )
+    checks.fields(self, flush_every_n_steps=checks.COUNT)
     if not str(self.log_dir) and self.backend_factories is None:
       raise ValueError("log_dir is empty: name a folder, or give backend_factories")
 

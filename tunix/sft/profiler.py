@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from tunix.utils import checks
+
 _log = logging.getLogger(__name__)
 
 
@@ -38,18 +40,13 @@ class ProfilerOptions:
   python_tracer_level: int = 1
 
   def __post_init__(self):
-    for name, low, high in (
-      ("profiler_steps", 1, None),
-      ("skip_first_n_steps", 0, None),
-      ("host_tracer_level", 0, 3),
-      ("python_tracer_level", 0, 1),
-    ):
-      value = getattr(self, name)
-      if value < low or (high is not None and value > high):
-        raise ValueError(
-          f"{name} is {value}, it must be at least {low}"
-          + (f" and at most {high}" if high is not None else "")
-        )
+    checks.fields(
+      self,
+      profiler_steps=checks.COUNT,
+      skip_first_n_steps=checks.NOT_NEGATIVE,
+      host_tracer_level=checks.Range(0, 3),
+      python_tracer_level=checks.Range(0, 1),
+    )
 
 
 class Profiler:

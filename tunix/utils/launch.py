@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from tunix.utils import coordination
+from tunix.utils import checks, coordination
 
 EXIT_CODE = 1
 
@@ -94,11 +94,8 @@ def _check(coordinator, num_processes, process_id, timeout_s, heartbeat_s) -> No
     raise ValueError(
       f"process_id is {process_id} of {num_processes} processes: they count from 0"
     )
-  if timeout_s < 1 or heartbeat_s < 10:
-    raise ValueError(
-      f"timeout_s is {timeout_s} and heartbeat_s {heartbeat_s}: the first must be at "
-      "least 1, the second at least 10"
-    )
+  checks.number("timeout_s", timeout_s, checks.COUNT)
+  checks.number("heartbeat_s", heartbeat_s, checks.Range(10))
 
 
 def _wait_for_port(coordinator: str, timeout_s: float) -> None:

@@ -154,7 +154,7 @@ def test_evaluations_are_printed_only_inside(capsys):
 @pytest.mark.parametrize(
   "arguments, message",
   [
-    (["--sft_steps=0"], "sft_steps is 0: it must be at least 1"),
+    (["--sft_steps=0"], "sft_steps is 0: it must be a whole number of at least 1"),
     (["--steps=5"], "unrecognized arguments: --steps=5; see tunix quickstart --help"),
     ([], "holds 'mine', which is not of a quickstart"),
   ],

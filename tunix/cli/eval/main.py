@@ -15,6 +15,7 @@ from tunix.cli.eval import generation, likelihood, pairs, results
 from tunix.cli.eval.results import Section
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
+from tunix.utils import checks
 
 _DRAWING = ("seed", "top_k", "top_p", "min_p", "num_samples", "stop_strings")
 
@@ -109,10 +110,10 @@ def _check(args: argparse.Namespace) -> None:
   if args.data is None and args.pairs is None and args.prompts is None:
     raise ValueError("there is nothing to evaluate: give --data, --pairs or --prompts")
   for name in ("batch_size", "show"):
-    if getattr(args, name) < 1:
-      raise ValueError(f"--{name} is {getattr(args, name)}: it must be at least 1")
-  if args.max_length is not None and args.max_length < 2:
-    raise ValueError(f"--max_length is {args.max_length}: it must be at least 2")
+    checks.number(f"--{name}", getattr(args, name), checks.COUNT, whole=True)
+  two = checks.Range(2)
+  checks.number("--max_length", args.max_length, two, whole=True, optional=True)
+  checks.number("--threshold", args.threshold, optional=True)
   if args.out is not None:
     _check_folder(pathlib.Path(args.out))
   check_sampling(args)

@@ -16,7 +16,6 @@ from tunix.cli.settings import (
   Dtype,
   RowSettings,
   StreamRun,
-  at_least,
 )
 from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind
 from tunix.distillation import vocabulary
@@ -31,6 +30,7 @@ from tunix.distillation.teacher_cache import TeacherCache
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
 from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.utils import checks
 
 # Keys of the section -> arguments of the strategy.
 _STRATEGY = {
@@ -85,7 +85,14 @@ class DistillSettings:
   cache: str | None = None
 
   def __post_init__(self):
-    at_least(self, 1, "top_k")
+    checks.fields(
+      self,
+      top_k=checks.COUNT,
+      on_policy_fraction=checks.SHARE,
+      alpha=checks.SHARE,
+      jsd_beta=checks.SHARE,
+      temperature=checks.POSITIVE,
+    )
     on_policy = self.on_policy_fraction is not None
     if self.strategy == "policy_gradient":
       if self.on_policy_fraction != 1:
@@ -346,4 +353,5 @@ DISTILL = Job(
   results={"loss": "loss"},
   batch=_batch,
   length=_length,
+  rollout=lambda config: config.rollout if config.is_on_policy else None,
 )

@@ -15,6 +15,7 @@ from tunix.cli.build_data import RunData
 from tunix.cli.settings import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
+from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import Schedule
 from tunix.sft.metrics_logger import MetricsLogger
 
@@ -68,6 +69,7 @@ class Job:
     results: {name in the result: metric}, first and last value of which are told.
     batch: what a step computes, in words.
     length: (keys that make it up, most tokens of a row).
+    rollout: how the model that is trained writes rows itself; None: it writes none.
     notes: (config, data) -> further lines for the user.
   """
 
@@ -79,6 +81,7 @@ class Job:
   results: Mapping[str, str]
   batch: Callable[[Any], str]
   length: Callable[[Any], tuple[str, int]]
+  rollout: Callable[[Any], RolloutConfig | None] = lambda config: None
   notes: Callable[[Any, RunData], list[str]] = lambda config, data: []
 
 

@@ -187,10 +187,8 @@ class RewardRun(PreferenceRun):
 
 
 def trainer_config(section: Any, options: dict[str, Any]) -> Any:
-  """The section as its trainer takes it; batches are token ids, which have no limits
-  left to meet."""
-  lengths = {"max_prompt_length": None, "max_response_length": None}
-  return dataclasses.replace(section, **options, **lengths)
+  """The section as its trainer takes it."""
+  return dataclasses.replace(section, **options)
 
 
 def check_processes(config: DPORun) -> None:

@@ -16,7 +16,6 @@ from tunix.cli.settings import (
   DataSettings,
   RunSettings,
   TrainingSettings,
-  at_least,
   values_for,
 )
 from tunix.models import automodel
@@ -40,6 +39,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.samples import Samples
 from tunix.rl.utils import create_critic_model
 from tunix.sft.metrics_logger import Mode
+from tunix.utils import capacity, checks
 
 # The metric that RL raises.
 REWARD = "rewards/score/mean"
@@ -95,7 +95,7 @@ class RolloutSettings(RolloutConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    at_least(self, 0, "eval_temperature")
+    checks.fields(self, eval_temperature=checks.NOT_NEGATIVE)
     setup.check_exploring(self)
     if self.engine == "vanilla":
       vanilla_rollout.check_options(self)
@@ -119,7 +119,7 @@ class RLSettings(PromptSizes):
 
   def __post_init__(self):
     super().__post_init__()
-    at_least(self, 0, "shuffle_seed")
+    checks.fields(self, shuffle_seed=checks.SEED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class CriticSettings(RLSettings):
 
   def __post_init__(self):
     super().__post_init__()
-    at_least(self, 0, "critic_learning_rate")
+    checks.fields(self, critic_learning_rate=checks.NOT_NEGATIVE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -319,13 +319,29 @@ def _batch(config: RLRun) -> str:
 
 _LENGTH = length_of("rollout", "max_prompt_length", "max_tokens_to_generate")
 
+
+def check(config: RLRun) -> None:
+  """Refuses batches of rollouts that memory cannot hold.
+
+  Raises:
+    ValueError: says how many completions of a prompt fit.
+  """
+  _, length = _LENGTH(config)
+  row = length * 12  # ids, masks and log-probs
+  prompts, size = config.training.global_batch_size, config.algorithm.num_generations
+  what = f"the tokens of {prompts} prompts' completions"
+  capacity.require("algorithm.num_generations", size, lambda n: prompts * n * row, what)
+
+
 GRPO = Job(
   settings=GRPORun,
+  check=check,
   data=build_prompts.build_prompts,
   count_steps=build_prompts.count_steps,
   build=build_learner,
   results={"reward": REWARD},
   batch=_batch,
   length=_LENGTH,
+  rollout=lambda config: config.rollout,
 )
 PPO = dataclasses.replace(GRPO, settings=PPORun)

@@ -23,6 +23,7 @@ from tunix.ops.distill import Divergence, TopK
 from tunix.ops.distill_hidden import Distillation, States, weighted_distillation
 from tunix.ops.reductions import WeightedSum, weighted_sum
 from tunix.ops.vocab_chunks import Layout
+from tunix.utils import checks
 
 Metrics = dict[str, jax.Array]
 
@@ -71,10 +72,8 @@ class LogitStrategy(BaseStrategy):
     super().__init__(student_forward_fn, teacher_forward_fn, labels_fn)
     self.how = distill.checked(Divergence(divergence, beta, temperature))
     check_alpha(alpha)
-    if distill_top_k < 0:
-      raise ValueError(
-        f"distill_top_k is {distill_top_k}: it must be a number of words, or 0 for all"
-      )
+    # 0: all words.
+    checks.number("distill_top_k", distill_top_k, checks.NOT_NEGATIVE, whole=True)
     self.alpha = alpha
     self.distill_top_k = distill_top_k
     # Decided at the door, in `pre_process_models`: whether steps and evaluations go
@@ -254,5 +253,4 @@ def check_alpha(alpha: float) -> None:
   Raises:
     ValueError: alpha is not in [0, 1].
   """
-  if not 0 <= alpha <= 1:
-    raise ValueError(f"alpha is {alpha}: the share of the teacher must be in [0, 1]")
+  checks.number("alpha", alpha, checks.SHARE)

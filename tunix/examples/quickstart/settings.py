@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
+from tunix.utils import checks
 
 # All that a quickstart leaves in its folder, so that --overwrite deletes nothing else.
 _NAMES = (
@@ -58,11 +59,9 @@ class Settings:
   answer_tokens: int = 6
 
   def __post_init__(self):
-    for name in ("sft_steps", "grpo_steps"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
-    if not 0 <= self.seed < 2**32:
-      raise ValueError(f"seed is {self.seed}: it must be from 0 to 2**32 - 1")
+    checks.fields(
+      self, sft_steps=checks.COUNT, grpo_steps=checks.COUNT, seed=checks.SEED
+    )
 
   @property
   def data(self) -> pathlib.Path:

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from tunix.utils import checks
+
 # "\n" is 107 in Gemma 3's vocabulary, and runs of up to 31 have the ids after it.
 GEMMA3_NEWLINES = tuple(range(107, 138))
 
@@ -41,8 +43,7 @@ class ImageTokens:
   newlines: tuple[int, ...] = GEMMA3_NEWLINES
 
   def __post_init__(self):
-    if self.per_image < 1:
-      raise ValueError(f"per_image is {self.per_image}, it must be at least 1")
+    checks.fields(self, per_image=checks.COUNT)
     if len(self.newlines) < 2:
       raise ValueError(
         f"newlines are {self.newlines}, expected the ids of one, two, ... newlines: "

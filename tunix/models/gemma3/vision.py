@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from tunix.models.transformer import sharding
 from tunix.models.transformer.config import REMAT_POLICIES, ShardingRules, scans
 from tunix.models.transformer.layers import Embedding, Linear, RMSNorm, fresh, param
+from tunix.utils import checks
 
 CHANNELS = 3
 
@@ -65,9 +66,8 @@ class VisionConfig:
 
   def __post_init__(self):
     sizes = "num_layers embed_dim hidden_dim num_heads patch_size image_size"
-    for name in (*sizes.split(), "tokens_per_image"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
+    counts = dict.fromkeys((*sizes.split(), "tokens_per_image"), checks.COUNT)
+    checks.fields(self, **counts, norm_eps=checks.POSITIVE)
     if self.embed_dim % self.num_heads:
       raise ValueError(
         f"num_heads {self.num_heads} must divide embed_dim {self.embed_dim}"

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tunix.utils import checks
+
 Axes = str | tuple[str, ...] | None
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 LayerType = Literal["full", "sliding"]
@@ -73,10 +75,17 @@ class RopeConfig:
         f"rope scaling {self.scaling!r} is not supported: use None, 'linear', 'llama3' "
         "or 'yarn'"
       )
-    if self.theta <= 0 or self.factor < 1:
-      raise ValueError(
-        f"rope theta {self.theta} must be positive and factor {self.factor} at least 1"
-      )
+    checks.fields(
+      self,
+      theta=checks.POSITIVE,
+      factor=checks.Range(1),
+      original_max_position=checks.NOT_NEGATIVE,
+      low_freq_factor=checks.POSITIVE,
+      high_freq_factor=checks.POSITIVE,
+      beta_fast=checks.POSITIVE,
+      beta_slow=checks.POSITIVE,
+      attention_factor=checks.POSITIVE,
+    )
     if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
       raise ValueError(
         f"rope high_freq_factor {self.high_freq_factor} must exceed low_freq_factor "
@@ -109,13 +118,12 @@ class MoEConfig:
   implementation: Literal["ragged", "dense"] = "ragged"
 
   def __post_init__(self):
+    checks.fields(self, num_experts=checks.COUNT, hidden_dim=checks.COUNT)
     if not 1 <= self.experts_per_token <= self.num_experts:
       raise ValueError(
         f"experts_per_token {self.experts_per_token} must lie in "
         f"1..{self.num_experts}, the number of experts"
       )
-    if self.hidden_dim < 1:
-      raise ValueError(f"hidden_dim {self.hidden_dim} of an expert must be at least 1")
     if self.implementation not in ("ragged", "dense"):
       raise ValueError(
         f"MoE implementation {self.implementation!r} must be 'ragged' or 'dense'"
@@ -235,9 +243,15 @@ class TransformerConfig:
 
   def __post_init__(self):
     sizes = "num_layers vocab_size embed_dim hidden_dim num_heads num_kv_heads head_dim"
-    for name in sizes.split():
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
+    caps = "attention_softcap final_softcap query_scale norm_eps"
+    checks.fields(
+      self,
+      **dict.fromkeys(sizes.split(), checks.COUNT),
+      **dict.fromkeys(caps.split(), checks.POSITIVE),
+      num_scores=checks.COUNT,
+      max_position=checks.COUNT,
+      sliding_window=checks.COUNT,
+    )
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f"num_kv_heads {self.num_kv_heads} must divide num_heads {self.num_heads}"
@@ -254,11 +268,6 @@ class TransformerConfig:
     for name, allowed in choices.items():
       if getattr(self, name) not in allowed:
         raise ValueError(f"{name} {getattr(self, name)!r} must be one of {allowed}")
-    if self.num_scores is not None and self.num_scores < 1:
-      raise ValueError(f"num_scores is {self.num_scores}, it must be positive or None")
-    for name in ("attention_softcap", "final_softcap", "query_scale"):
-      if (value := getattr(self, name)) is not None and value <= 0:
-        raise ValueError(f"{name} is {value}, it must be positive or None")
     self._check_layer_types()
 
   def layers_of(self, path: str) -> int:

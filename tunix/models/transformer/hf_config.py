@@ -6,6 +6,7 @@ errors; all others (bookkeeping of other libraries) are ignored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -357,8 +358,9 @@ def number(hf: Mapping[str, Any], field: str, default: float | None = None) -> f
   if default is not None and hf.get(field) is None:
     return default
   value = _present(hf, field)
-  if isinstance(value, bool) or not isinstance(value, int | float):
-    raise ValueError(f"{field} is {value!r}, it must be a number")
+  kind = isinstance(value, int | float) and not isinstance(value, bool)
+  if not kind or not math.isfinite(value):
+    raise ValueError(f"{field} is {value!r}, it must be a finite number")
   return float(value)
 
 

@@ -21,6 +21,8 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
+from tunix.utils import checks
+
 METHODS = ("nf4", "int4", "int8")
 
 _NF4 = (
@@ -56,7 +58,8 @@ class QuantisationConfig:
         f"quantisation method {self.method!r} is unknown: use one of "
         f"{', '.join(METHODS)}"
       )
-    if self.block is not None and (self.block < 2 or self.block % 2):
+    checks.fields(self, block=checks.Range(2))
+    if self.block is not None and self.block % 2:
       raise ValueError(f"block is {self.block}, it must be even and at least 2")
     if not jnp.issubdtype(self.scale_dtype, jnp.floating):
       raise ValueError(f"scale_dtype is {self.scale_dtype}: use float32 or bfloat16")

@@ -6,6 +6,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer.config import RopeConfig
@@ -21,39 +22,58 @@ def frequencies(head_dim: int, config: RopeConfig) -> Float[Array, " H/2"]:
   and the kept frequency are blended linearly in original_max_position / wavelength;
   "yarn" blends them linearly in the number of the dimension (Peng et al. 2023,
   arXiv:2309.00071, section 3.2).
+
+  Scaled ones are computed on the host, operation by operation as transformers does in
+  float32: checkpoints were trained with those numbers, and a last bit of a frequency is
+  2e-4 radians at position 2,048. Unscaled ones are left to XLA, within as much of the
+  formula: other bits would part resumed runs from their past.
   """
-  exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-  base = 1.0 / (config.theta**exponent)
   if config.scaling is None:
-    return base
-  divided = base / config.factor
+    exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    return 1.0 / (config.theta**exponent)
+  exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+  # The power in float64, rounded once: float32 powers differ between libraries.
+  waves = np.power(config.theta, exponents.astype(np.float64)).astype(np.float32)
+  factor = np.float32(config.factor)
   if config.scaling == "linear":
-    return divided
+    return jnp.asarray(1 / waves / factor)
   if config.scaling == "yarn":
     keep = _yarn_keep(head_dim, config)
-    return keep * base + (1 - keep) * divided
-  turns = config.original_max_position * base / (2 * math.pi)
-  low, high = config.low_freq_factor, config.high_freq_factor
-  keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
-  return keep * base + (1 - keep) * divided
+    return jnp.asarray(1 / (factor * waves) * (1 - keep) + 1 / waves * keep)
+  return jnp.asarray(_llama3(1 / waves, config))
 
 
-def _yarn_keep(head_dim: int, config: RopeConfig) -> Float[Array, " H/2"]:
-  """How much of each undivided frequency YaRN keeps: 1 to 0 over the ramp."""
+def _llama3(base: np.ndarray, config: RopeConfig) -> np.ndarray:
+  """float32 [H/2] of the undivided frequencies."""
+  low, width = config.low_freq_factor, config.high_freq_factor - config.low_freq_factor
+  low, width, factor = np.float32(low), np.float32(width), np.float32(config.factor)
+  context = np.float32(config.original_max_position)
+  # As a product with the reciprocal, which is how torch divides a number by a tensor.
+  waves = 1 / base * np.float32(2 * math.pi)
+  keep = np.clip((1 / waves * context - low) / width, 0, 1)
+  return np.where(
+    keep == 0, base / factor, (1 - keep) * base / factor + keep * base
+  ).astype(np.float32)
+
+
+def _yarn_keep(head_dim: int, config: RopeConfig) -> np.ndarray:
+  """float32 [H/2], how much of each undivided frequency YaRN keeps: 1 to 0 over the
+  ramp."""
 
   def dimension(turns: float) -> float:
     """The (fractional) pair that turns this often within the original context."""
-    wavelength = config.original_max_position / turns
-    return (
-      head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(config.theta))
-    )
+    wavelength = config.original_max_position / (turns * 2 * math.pi)
+    return head_dim * math.log(wavelength) / (2 * math.log(config.theta))
 
   low, high = dimension(config.beta_fast), dimension(config.beta_slow)
   if config.truncate:
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, head_dim - 1)
-  ramp = (jnp.arange(head_dim // 2) - low) / max(high - low, 1e-3)
-  return 1 - jnp.clip(ramp, 0.0, 1.0)
+  # A ramp without a width is a step. One that ends before the first pair (a context
+  # shorter than the slowest turns) falls backwards and keeps all, as in transformers.
+  width = np.float32(high - low if high != low else 1e-3)
+  pairs = np.arange(head_dim // 2, dtype=np.float32)
+  return 1 - np.clip((pairs - np.float32(low)) / width, 0, 1)
 
 
 def length_factor(config: RopeConfig) -> float:

@@ -14,6 +14,7 @@ from tunix.rl import common, metrics
 from tunix.rl.common import Rollouts, Tokens, TrainExample
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.pipeline import PromptSource
+from tunix.utils import checks
 
 _log = logging.getLogger(__name__)
 
@@ -31,11 +32,7 @@ class OverlongBuffer:
   penalty: float = 1.0
 
   def __post_init__(self):
-    if self.tokens < 1 or self.penalty < 0:
-      raise ValueError(
-        f"tokens is {self.tokens} and penalty {self.penalty}: expected at least 1 "
-        "token and a penalty that is not negative"
-      )
+    checks.fields(self, tokens=checks.COUNT, penalty=checks.NOT_NEGATIVE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,8 +60,7 @@ class DAPOConfig(GRPOConfig):
         f"epsilon_high {self.clip_high} is below the lower clip, {self.clip_low}: DAPO "
         "clips higher above than below"
       )
-    if self.max_refills < 0:
-      raise ValueError(f"max_refills is {self.max_refills}: it must not be negative")
+    checks.fields(self, max_refills=checks.NOT_NEGATIVE)
 
 
 class DAPOLearner(GRPOLearner):

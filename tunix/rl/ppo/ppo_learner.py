@@ -18,6 +18,7 @@ from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rl_learner import RLLearner
+from tunix.utils import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,13 +44,12 @@ class PPOConfig(AlgorithmConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    for name in ("gamma", "gae_lambda"):
-      if not 0 <= getattr(self, name) <= 1:
-        raise ValueError(f"{name} is {getattr(self, name)}: it must be from 0 to 1")
-    if self.clip_range_value is not None and self.clip_range_value <= 0:
-      raise ValueError(
-        f"clip_range_value is {self.clip_range_value}: it must be positive, or None"
-      )
+    checks.fields(
+      self,
+      gamma=checks.SHARE,
+      gae_lambda=checks.SHARE,
+      clip_range_value=checks.POSITIVE,
+    )
 
   def _check_advantages(self) -> None:
     if self.advantage_estimator != "gae":

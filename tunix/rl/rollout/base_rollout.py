@@ -11,6 +11,7 @@ import numpy as np
 
 from tunix.generate import batching
 from tunix.generate.options import SamplingOptions
+from tunix.utils import checks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +47,13 @@ class RolloutConfig:
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    for name in ("max_tokens_to_generate", "max_prompt_length"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name} is {getattr(self, name)}: it must be at least 1")
+    checks.fields(
+      self,
+      max_tokens_to_generate=checks.COUNT,
+      max_prompt_length=checks.COUNT,
+      kv_cache_size=checks.COUNT,
+      seed=checks.SEED,
+    )
     # What a sampler refuses is refused here: its first call comes late in a run.
     SamplingOptions(
       max_generation_steps=self.max_tokens_to_generate, **self.sampling_options

@@ -13,6 +13,7 @@ from tunix.data.batches import BadRows
 from tunix.data.rows import SideBySide
 from tunix.ops import kto, preference
 from tunix.sft.config import TrainingConfig
+from tunix.utils import checks
 
 Algorithm = Literal["dpo", "orpo"]
 
@@ -36,10 +37,7 @@ class CompletionsConfig(TrainingConfig):
   def __post_init__(self):
     super().__post_init__()
     lengths = ("max_prompt_length", "max_response_length")
-    for name in lengths:
-      value = getattr(self, name)
-      if value is not None and value < 1:
-        raise ValueError(f"{name} is {value}: it must be at least 1 token")
+    checks.fields(self, **dict.fromkeys(lengths, checks.COUNT))
     if len({getattr(self, name) is None for name in lengths}) > 1:
       raise ValueError(f"set both of {' and '.join(lengths)}, or neither (token ids)")
     if self.bad_rows not in get_args(BadRows):
@@ -91,10 +89,8 @@ class PreferenceConfig(CompletionsConfig):
         f"{self.options[twice[0]]!r} instead"
       )
     for name, value in self.options.items():
-      if isinstance(value, str):
-        raise ValueError(
-          f"options.{name} is {value!r}, expected a number, true or false"
-        )
+      if not isinstance(value, bool):
+        checks.number(f"options.{name}", value)
     preference.check_pair_loss(self.chosen_loss, **self.loss_options)
     spec = preference.pair_loss_spec(self.chosen_loss)
     if self.reference_free and not spec.needs_reference:
@@ -138,6 +134,7 @@ class DPOTrainingConfig(PreferenceConfig):
   lambda_orpo: float = 0.1
 
   def __post_init__(self):
+    checks.fields(self, lambda_orpo=checks.POSITIVE)
     if self.algorithm not in get_args(Algorithm):
       raise ValueError(
         f"algorithm is {self.algorithm!r}: use one of {list(get_args(Algorithm))}, or "
@@ -209,5 +206,4 @@ class RewardConfig(CompletionsConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    if not self.centering >= 0:
-      raise ValueError(f"centering is {self.centering}: it must not be negative")
+    checks.fields(self, centering=checks.NOT_NEGATIVE)
