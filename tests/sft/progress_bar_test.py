@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from tunix.sft import progress_bar
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.progress_bar import ProgressBar
 
@@ -44,7 +45,43 @@ def test_a_bar_without_a_logger_says_so():
     ProgressBar().update_metrics(["loss"], Mode.TRAIN)
 
 
-def test_nothing_is_drawn_or_imported_without_a_terminal():
+def test_lines_are_written_where_there_is_no_terminal(monkeypatch, capsys):
+  clock = iter([0.0, 100.0, 101.0, 112.0, 113.0, 114.0, 200.0])
+  monkeypatch.setattr(progress_bar.time, "monotonic", lambda: next(clock))
+  bar = ProgressBar(initial_steps=2, max_steps=7, description="Tuning")
+  bar.say("compiling ...")
+  for step in range(5):
+    bar.update(1, {"loss": 2.0 - step / 4}, {"lr": 1e-5})
+  bar.close()
+  assert capsys.readouterr().err.splitlines() == [
+    "Tuning: compiling ...",
+    "Tuning: step 3 of 7, loss=2, lr=1e-05",
+    # Two steps took 12 seconds, the first one, with its compilation, left out.
+    "Tuning: step 5 of 7, loss=1.5, lr=1e-05, 0:00:12 left",
+    "Tuning: step 7 of 7, loss=1, lr=1e-05",
+  ]
+
+
+def test_the_newest_step_is_told_at_the_end(capsys):
+  bar = ProgressBar(description="Tuning")
+  for _ in range(3):
+    bar.update(1, {"loss": 1.0})
+  bar.close()
+  assert capsys.readouterr().err.splitlines() == [
+    "Tuning: step 1, loss=1",
+    "Tuning: step 3, loss=1",
+  ]
+
+
+def test_one_process_of_several_writes_lines(monkeypatch, capsys):
+  monkeypatch.setattr(progress_bar.jax, "process_index", lambda: 1)
+  bar = ProgressBar(max_steps=3)
+  bar.update(3, {"loss": 2.0})
+  bar.close()
+  assert capsys.readouterr().err == ""
+
+
+def test_lines_need_no_tqdm():
   code = (
     "import sys; from tunix.sft.progress_bar import ProgressBar\n"
     "bar = ProgressBar(max_steps=3); bar.update(1, {'loss': 2.0}); bar.close()\n"
@@ -56,4 +93,4 @@ def test_nothing_is_drawn_or_imported_without_a_terminal():
     check=True,
     env=dict(os.environ, JAX_PLATFORMS="cpu"),
   )
-  assert out.stderr == b"" and out.stdout == b""
+  assert out.stderr == b"Training: step 1 of 3, loss=2\n" and out.stdout == b""

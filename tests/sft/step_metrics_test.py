@@ -40,6 +40,28 @@ def test_values_come_a_step_late_and_flush_brings_the_rest():
   np.testing.assert_allclose(perplexities, np.exp([3, 2]))
 
 
+def test_what_is_worth_watching_is_told_in_lines(capsys):
+  names = {"metrics_prefix": "run/actor", "pbar_description": "Actor"}
+  logger, report = reporter(**names, max_steps=2, learning_rate=0.5)
+  logger.log("run", "rewards/score/mean", 0.25, "train", 1)  # the learner logs it
+  for step in (1, 2):
+    with report.step(step - 1):
+      pass
+    margin = {"rewards/margin": jnp.float32(step)}
+    report.put(step, metrics(3.0), margin, tokens=0)
+  report.end()
+  start, *lines = capsys.readouterr().err.splitlines()
+  assert start == "Actor: compiling ..."
+  assert [line.partition(", loss")[0] for line in lines] == [
+    "Actor: step 1 of 2",
+    "Actor: step 2 of 2",
+  ]
+  assert "loss=3, reward=0.25, margin=1, grad_norm=1.5, lr=0.5" in lines[0]
+  with report.step(2):
+    pass
+  assert "compiling" not in capsys.readouterr().err  # it was, in the call before
+
+
 def test_the_state_holds_every_dispatched_step():
   _, report = reporter()
   with report.step(0):

@@ -338,7 +338,7 @@ class LoggingSettings:
     tensorboard: event files in logs/.
     wandb: Weights & Biases; null: when a WANDB_* variable asks for it.
     console: a line per step on standard output.
-    progress_bar: on standard error, when that is a terminal.
+    progress_bar: on standard error; a line every ten seconds when that is no terminal.
     project_name, run_name: of Weights & Biases.
   """
 

@@ -74,7 +74,8 @@ class TrainingConfig:
     max_inflight_computations: steps dispatched to the device and not yet finished; 0:
       no limit.
     metrics_prefix: put before every metric's name.
-    pbar_description: label of the progress bar; None: no bar.
+    pbar_description: label of the progress bar, and of the lines that are written to
+      standard error where that is no terminal; None: neither.
     learning_rate: number or optax schedule (steps -> rate). Without an optimizer, a
       default AdamW runs at it; with one, it is only what the metric reports.
     num_train_steps: another name of max_steps.

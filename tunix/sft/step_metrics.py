@@ -26,6 +26,18 @@ from tunix.utils import tree
 
 _log = logging.getLogger(__name__)
 
+# What is worth watching, by metric; those of a job without it have none.
+_WATCHED = {
+  "loss": "loss",
+  "rewards/score/mean": "reward",
+  "rewards/margin": "margin",
+}
+_DETAILS = {
+  "grad_norm": "grad_norm",
+  "learning_rate": "lr",
+  "tokens_per_sec": "tokens/s",
+}
+
 
 class StepReporter:
   """Everything that is told about steps; the trainer only hands values in.
@@ -52,6 +64,7 @@ class StepReporter:
     self._devices = devices
     self._tracer = tracer
     self._warned = False
+    self._compiled = False
     self._buffer = MetricsBuffer()
     self._throttler = InflightThrottler(config.max_inflight_computations)
     self._profiler: Profiler | None = None
@@ -66,6 +79,7 @@ class StepReporter:
     if self._profiler is None:
       config = self._config
       self._profiler = Profiler(done, config.max_steps, config.profiler_options)
+    self._show(done)
     if self._clock is None:
       self._clock = time.perf_counter()
     with self._tracer.span_group("device_wait"):
@@ -73,6 +87,16 @@ class StepReporter:
     self._profiler.maybe_activate(done)
     with jax.profiler.StepTraceAnnotation("train", step_num=done + 1):
       yield
+
+  def _show(self, done: int) -> None:
+    config = self._config
+    if self._bar is None and config.pbar_description is not None:
+      self._bar = ProgressBar(
+        self.logger, done, config.max_steps, config.pbar_description
+      )
+      if not self._compiled:
+        self._bar.say("compiling ...")
+    self._compiled = True
 
   def put(
     self, step: int, metrics: StepMetrics, aux: Mapping[str, Any], tokens: int
@@ -108,13 +132,22 @@ class StepReporter:
       values |= self._speeds(tokens, seconds)
     # As the seconds above: from the log of the step before to this one.
     self.log({**values, **self._tracer.export()}, Mode.TRAIN, step)
-    if self._bar is None and self._config.pbar_description is not None:
-      config = self._config
-      self._bar = ProgressBar(
-        self.logger, step - 1, config.max_steps, config.pbar_description
-      )
     if self._bar is not None:
-      self._bar.update(1, {"loss": values["loss"]})
+      details = {say: values[name] for name, say in _DETAILS.items() if name in values}
+      if (memory := values.get("device_memory_bytes")) is not None:
+        details["GiB"] = memory / 2**30
+      self._bar.update(1, self._watched(values), details)
+
+  def _watched(self, values: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of the step, and of the run that a role of RL belongs to."""
+    shown = {}
+    run, _, _ = self._config.metrics_prefix.rpartition("/")
+    for name, say in _WATCHED.items():
+      if name in values:
+        shown[say] = values[name]
+      elif self.logger.metric_exists(run, name, Mode.TRAIN):
+        shown[say] = self.logger.get_last_metric(run, name, Mode.TRAIN)
+    return shown
 
   def _warn_of_nan(self, step: int, values: Mapping[str, float]) -> None:
     if self._warned or math.isfinite(values["loss"]):
