@@ -31,6 +31,7 @@ from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptBatch, PromptSource, mini_batches, prompt_batch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.samples import Samples
+from tunix.sft.history import History
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.run import Places, Run, Work
 from tunix.sft.run_state import RunState
@@ -93,6 +94,11 @@ class RLLearner(abc.ABC):
   def metrics_logger(self) -> MetricsLogger:
     """What the run's metrics go through, of all roles."""
     return self.rl_cluster.logger
+
+  @property
+  def history(self) -> History:
+    """What was logged, of all roles, as a table by step."""
+    return self.metrics_logger.history
 
   @property
   def train_steps(self) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tunix.sft.history import History
 from tunix.sft.metrics_backends import (
   ConsoleBackend,
   LoggingBackend,
@@ -131,7 +132,7 @@ class MetricsLogger:
     key = (metrics_prefix, _mode(mode), metric_name)
     event = _event(key)
     value = as_number(event, scalar_value)
-    self._history.setdefault(key, _Series()).add(value)
+    self._history.setdefault(key, _Series()).add(int(step), value)
     for backend in self._backends:
       backend.log_scalar(event, value, step=step)
     jax.monitoring.record_scalar(event, value, step=int(step))
@@ -177,6 +178,12 @@ class MetricsLogger:
     """
     series = self._series(metrics_prefix, metric_name, mode)
     return np.array(series.values, dtype=np.float64)
+
+  @property
+  def history(self) -> History:
+    """All that this process logged, as a table; see `tunix.sft.history`."""
+    shown = {_event(key): series for key, series in self._history.items()}
+    return History({name: (x.steps, x.values) for name, x in shown.items() if x.values})
 
   def state(self) -> dict[str, Any]:
     """Sums of the history and the backends' positions, as JSON.
@@ -248,10 +255,11 @@ class _Series:
   """The values of one metric, with running sums."""
 
   def __init__(self):
-    self.values = array.array("d")
+    self.steps, self.values = array.array("q"), array.array("d")
     self.count, self.total, self.log_total, self.last = 0, 0.0, 0.0, math.nan
 
-  def add(self, value: float) -> None:
+  def add(self, step: int, value: float) -> None:
+    self.steps.append(step)
     self.values.append(value)
     self.count += 1
     self.total += value

@@ -28,6 +28,7 @@ from tunix.sft import (
 )
 from tunix.sft.batch_source import BatchSource
 from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
+from tunix.sft.history import History
 from tunix.sft.losses import LossCall
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.module_state import ModuleState
@@ -203,6 +204,11 @@ class PeftTrainer:
   def metrics_logger(self) -> MetricsLogger:
     """What the run's metrics go through; its history can be read at any time."""
     return self._reporter.logger
+
+  @property
+  def history(self) -> History:
+    """What was logged, as a table by step: `trainer.history["train/loss"].values`."""
+    return self.metrics_logger.history
 
   @property
   def train_steps(self) -> int:

@@ -1,0 +1,101 @@
+"""What a run has logged, as a table."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Rows and columns that are shown; all of them are held.
+_ROWS, _COLUMNS = 12, 8
+
+
+class Column(NamedTuple):
+  """The values of one metric.
+
+  Attributes:
+    steps: int64 [N], ascending.
+    values: float64 [N].
+  """
+
+  steps: np.ndarray
+  values: np.ndarray
+
+
+class History(Mapping[str, Column]):
+  """Metrics by event ("train/loss", "eval/loss", "actor/train/kl"), as they stood when
+  it was taken. A notebook shows it as a table with a row for each step.
+
+      steps, losses = trainer.history["train/loss"]
+      frame = pandas.DataFrame(trainer.history.rows())
+
+  What this process has logged: a resumed run has the steps before in `metrics.jsonl`.
+  """
+
+  def __init__(self, columns: Mapping[str, tuple[Sequence[int], Sequence[float]]]):
+    self._columns = {
+      event: Column(np.array(steps, np.int64), np.array(values, np.float64))
+      for event, (steps, values) in columns.items()
+    }
+
+  def __getitem__(self, event: str) -> Column:
+    """The metric of an event.
+
+    Raises:
+      KeyError: nothing was logged under this name; says what was.
+    """
+    if event not in self._columns:
+      known = ", ".join(self._columns) or "none"
+      raise KeyError(f"no metric {event!r} was logged: there are {known}")
+    return self._columns[event]
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._columns)
+
+  def __len__(self) -> int:
+    return len(self._columns)
+
+  def rows(self) -> list[dict[str, Any]]:
+    """{"step": 7, "train/loss": 2.5, ...} for every step: what was logged at it."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for event, (steps, values) in self._columns.items():
+      for step, value in zip(steps.tolist(), values.tolist()):
+        by_step.setdefault(step, {"step": step})[event] = value
+    return [by_step[step] for step in sorted(by_step)]
+
+  def __repr__(self) -> str:
+    head, *lines = self._cells()
+    widths = [max(map(len, column)) for column in zip(head, *lines)]
+    text = [
+      "  ".join(cell.rjust(width) for cell, width in zip(line, widths))
+      for line in (head, *lines)
+    ]
+    return "\n".join([*text, *self._left_out()])
+
+  def _repr_html_(self) -> str:
+    head, *lines = self._cells()
+    row = lambda cells, tag: "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells)
+    body = "".join(f"<tr>{row(line, 'td')}</tr>" for line in lines)
+    note = html.escape(" ".join(self._left_out()))
+    return (
+      f"<table><thead><tr>{row(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+      f"<p>{note}</p>"
+    )
+
+  def _cells(self) -> list[list[str]]:
+    events = list(self._columns)[:_COLUMNS]
+    rows = [row for row in self.rows() if row.keys() & set(events)]
+    if len(rows) > _ROWS:
+      half = _ROWS // 2
+      rows = [*rows[:half], {}, *rows[-half:]]
+    lines = [["step", *events]]
+    for row in rows:
+      values = [f"{row[event]:.5g}" if event in row else "" for event in events]
+      lines.append([str(row["step"]), *values] if row else ["..."] * len(lines[0]))
+    return lines
+
+  def _left_out(self) -> list[str]:
+    more = list(self._columns)[_COLUMNS:]
+    return [f"and {', '.join(more)}"] if more else []
