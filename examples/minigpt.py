@@ -246,11 +246,11 @@ def loss_fn(model, inputs, mask):
   return weighted_sum(nll, mask[:, 1:])
 
 
-def train(model, optimizer, data, **options):
-  """Trains the model in place; returns the loss of every step."""
+def train(model, optimizer, data, label=None, **options):
+  """Trains the model in place; returns losses and seconds of the steps."""
   logger = MetricsLogger()
   config = TrainingConfig(
-    data_sharding_axis=("batch",), pbar_description=None, **options
+    data_sharding_axis=("batch",), pbar_description=label, **options
   )
   # No `nnx.jit` nor `jax.jit` here: the trainer compiles its step. A `jax.jit` around a
   # step that changes a module would throw the changes away.
@@ -258,7 +258,8 @@ def train(model, optimizer, data, **options):
   trainer.with_gen_model_input_fn(gen_model_input_fn).with_loss_fn(loss_fn)
   trainer.train(data)
   trainer.close()
-  return logger.get_metric_history("", "loss", Mode.TRAIN)
+  history = lambda name: logger.get_metric_history("", name, Mode.TRAIN)
+  return history("loss"), history("step_time_sec")
 
 
 def add_lora(model, settings):
@@ -334,7 +335,7 @@ def run(settings, output, mesh, form="set_mesh"):
   with inside(mesh, form):
     model = MiniGPT(s, tokenizer.vocab_size, rngs=nnx.Rngs(0))
     before = generate(model, tokenizer, s, start)
-    pretrained = train(
+    pretrained, _ = train(
       model,
       optax.adam(s.learning_rate),
       rows(tokenizer, stories, s.batch_size, s.maxlen, s.num_epochs),
@@ -345,7 +346,7 @@ def run(settings, output, mesh, form="set_mesh"):
     )
     told = generate(model, tokenizer, s, start)
     adapted = add_lora(model, s)
-    lora = train(
+    lora, _ = train(
       adapted,
       optax.adamw(s.lora_learning_rate),
       rows(tokenizer, play, s.lora_batch_size, s.maxlen, s.lora_num_epochs),

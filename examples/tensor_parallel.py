@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
@@ -78,6 +79,24 @@ class MLP(nnx.Module):
 
   def __call__(self, x):
     return nnx.relu(x @ self.w1 + self.b1) @ self.w2
+
+
+# What XLA writes for such a pair can be written by hand, as the program of one device.
+
+
+def mlp_of_each_device(x, w1, w2):
+  """x [B, D/8], w1 [D, F/8], w2 [F/8, D] -> [B, D/8], of the axis "tp"."""
+  whole = jax.lax.all_gather(x, "tp", axis=1, tiled=True)
+  hidden = nnx.relu(whole @ w1)  # columns of w1: nothing to say to each other
+  # Rows of w2: every device has a part of every sum, and keeps the sums of its columns.
+  return jax.lax.psum_scatter(hidden @ w2, "tp", scatter_dimension=1, tiled=True)
+
+
+def mlp_by_hand(mesh):
+  columns, rows = P(None, "tp"), P("tp", None)
+  return jax.shard_map(
+    mlp_of_each_device, mesh=mesh, in_specs=(columns, columns, rows), out_specs=columns
+  )
 
 
 class Block(nnx.Module):
@@ -171,7 +190,7 @@ def bytes_on_a_device(model):
 
 
 def run(task, layout, steps):
-  """Trains on one mesh: losses, collectives of a step, bytes of the weights."""
+  """Trains on one mesh; returns what was measured, model and optimizer."""
   make, data, loss_fn = TASKS[task]
   devices = jax.devices()[: np.prod(list(layout.axes.values()))]
   with jax.set_mesh(create_mesh(layout.axes, devices)):
@@ -185,9 +204,11 @@ def run(task, layout, steps):
     trainer.close()
   return {
     "losses": logger.get_metric_history("", "loss", Mode.TRAIN),
+    "program": step.as_text(),
     "collectives": collectives(step.as_text()),
     "bytes": bytes_on_a_device(model),
     "model": model,
+    "optimizer": trainer.optimizer,
   }
 
 

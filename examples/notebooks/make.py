@@ -1,11 +1,13 @@
 """Makes the notebooks of their sources: python examples/notebooks/make.py [name ...]
 
 A source is a script with cells, `# %%` and `# %% [markdown]`; `# %% include start` is
-replaced by the cells of start.py. Notebooks are executed, in a process each, and
-written with their outputs. It takes `pip install 'tunix[notebooks]'`; tests run the
+replaced by the cells of start.py, and `# %% quote minigpt: story texts` by a cell with
+what has these names in examples/minigpt.py. Notebooks are executed, in a process each,
+and written with their outputs. It takes `pip install 'tunix[notebooks]'`; tests run the
 cells without.
 """
 
+import ast
 import os
 import pathlib
 import re
@@ -13,9 +15,12 @@ import sys
 from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).parent
-NAMES = ("lora", "qlora", "dpo", "distill", "grpo", "ppo", "sharding")
+NAMES = (
+  *("lora", "qlora", "dpo", "distill", "grpo", "ppo", "sharding"),
+  *("minigpt", "tensor_parallel", "data_parallel"),
+)
 MAX_BYTES = 300_000
-_BAR = re.compile(r"(.*?): +\d+%\|")
+_BAR = re.compile(r"(.*?): +\d+(?:%\||step )")  # with a known end, or without
 _NOISE = re.compile(r"TqdmWarning|from \.autonotebook|WARNING")
 
 
@@ -36,12 +41,35 @@ def cells(name: str) -> list[Cell]:
     head, _, body = part.partition("\n")
     if head.startswith(" include "):
       out += cells(head.removeprefix(" include ").strip())
+    elif head.startswith(" quote "):
+      script, _, names = head.removeprefix(" quote ").partition(":")
+      out.append(Cell("code", quoted(script, names.split())))
     elif head.strip() == "[markdown]":
       lines = [line.removeprefix("#").removeprefix(" ") for line in body.splitlines()]
       out.append(Cell("markdown", "\n".join(lines).strip()))
     else:
       out.append(Cell("code", body.strip()))
   return out
+
+
+def quoted(script: str, names: list[str]) -> str:
+  """What is defined under these names in an example, in their order, with the comments
+  that stand right above: a notebook and its script cannot come apart.
+
+  Raises:
+    KeyError: the script does not define such a name.
+  """
+  text = (HERE.parent / f"{script}.py").read_text()
+  lines, pieces = text.splitlines(), {}
+  for node in ast.parse(text).body:
+    targets = [node, *getattr(node, "targets", ())]
+    first = min(x.lineno for x in (node, *getattr(node, "decorator_list", ())))
+    while re.match(r"#(?! %%)", lines[first - 2]):
+      first -= 1
+    piece = "\n".join(lines[first - 1 : node.end_lineno])
+    for target in targets:
+      pieces[getattr(target, "name", getattr(target, "id", None))] = piece
+  return "\n\n\n".join(pieces[name] for name in names)
 
 
 def notebook(name: str):

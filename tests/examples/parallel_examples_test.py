@@ -61,6 +61,17 @@ def test_collectives_are_counted_by_kind(tensor):
   assert tensor.collectives(text) == {"all-reduce": 2, "all-gather": 1}
 
 
+def test_an_mlp_written_by_hand_is_the_one_that_xla_writes(tensor):
+  shapes = (8, 16), (16, 32), (32, 16)
+  keys = jax.random.split(jax.random.key(0), 3)
+  x, w1, w2 = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+  by_hand = jax.jit(tensor.mlp_by_hand(create_mesh({"tp": 8})))
+  wanted = np.maximum(x @ w1, 0) @ w2
+  np.testing.assert_allclose(by_hand(x, w1, w2), wanted, rtol=1e-4, atol=1e-5)
+  said = tensor.collectives(by_hand.lower(x, w1, w2).compile().as_text())
+  assert said == {"all-gather": 1, "reduce-scatter": 1}
+
+
 @pytest.fixture(scope="module")
 def data():
   return loading.example("data_parallel")
