@@ -54,8 +54,8 @@ class LearnerProgress(Position):
 
 def trainers(cluster: RLCluster) -> dict[str, Trainer]:
   """The cluster's trainers by role."""
-  found = {"actor": cluster.actor_trainer, "critic": cluster.critic_trainer}
-  return {role: trainer for role, trainer in found.items() if trainer is not None}
+  roles = {"actor": cluster.actor_trainer, "critic": cluster.critic_trainer}
+  return {role: trainer for role, trainer in roles.items() if trainer is not None}
 
 
 def of_run(

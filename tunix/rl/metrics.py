@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,14 @@ from tunix.rl.common import Rollouts
 
 # How many completions the means of one collection are over; never logged.
 COUNT = "completions/count"
+
+# What is no mean of a collection, and how several collections' come together.
+_EXTREMES: dict[str, Callable[..., float]] = {
+  "rewards/score/max": max,
+  "rewards/score/min": min,
+  "completions/max_length": max,
+  "completions/min_length": min,
+}
 
 
 def of_rollouts(rollouts: Rollouts) -> dict[str, float]:
@@ -47,21 +55,19 @@ def all_equal(scores: np.ndarray) -> np.ndarray:
 
 
 def mean_of(
-  parts: Sequence[Mapping[str, float]], weights: Sequence[float] | None = None
+  parts: Sequence[Mapping[str, float]], weights: Sequence[float]
 ) -> dict[str, float]:
   """Means over several collections of rollouts; extremes stay extremes.
 
   Args:
-    parts: what `of_rollouts` gave.
-    weights: of the parts; None: equal.
+    parts: what `of_rollouts` gave, and what else was measured.
+    weights: of the parts.
   """
-  weights = [1.0] * len(parts) if weights is None else weights
   out = {}
   for name in dict.fromkeys(name for part in parts for name in part):
     pairs = [(part[name], w) for part, w in zip(parts, weights) if name in part]
-    last = name.rsplit("/", 1)[-1]
-    if last.startswith(("max", "min")):
-      out[name] = (max if last.startswith("max") else min)(v for v, _ in pairs)
+    if name in _EXTREMES:
+      out[name] = _EXTREMES[name](v for v, _ in pairs)
     else:
       out[name] = math.fsum(v * w for v, w in pairs) / math.fsum(w for _, w in pairs)
   return out

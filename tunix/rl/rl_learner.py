@@ -13,6 +13,7 @@ numbers need no state: they follow from the seed, the number of the rollout and 
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -355,7 +356,12 @@ class RLLearner(abc.ABC):
     self._progress = learner_state.load(self.rl_cluster, *saved, self._identity)
 
   def close(self) -> None:
-    """Saves what is not saved, ends the reward workers, closes files."""
-    self._run.close()
-    self._experience.close()
-    self.rl_cluster.close()
+    """Saves what is not saved, ends the reward workers, closes files.
+
+    Raises:
+      OSError: the last checkpoint could not be written; all else is closed.
+    """
+    with contextlib.ExitStack() as stack:
+      stack.callback(self.rl_cluster.close)
+      stack.callback(self._experience.close)
+      self._run.close()

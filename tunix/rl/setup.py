@@ -62,7 +62,8 @@ def check_exploring(rollout: RolloutConfig) -> None:
   if rollout.temperature == 0:
     raise ValueError(
       "temperature is 0: greedy rollouts do not explore and have no log-probs to "
-      "learn from; set it above 0 (evaluations, Mode.EVAL, may have 0)"
+      "learn from; set it above 0 (evaluations may have 0: give Mode.EVAL a "
+      "RolloutConfig of its own, or set rollout.eval_temperature)"
     )
 
 

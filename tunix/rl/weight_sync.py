@@ -126,12 +126,12 @@ class WeightSync:
     Raises:
       UnknownWeightsError: somebody changed them after they were published.
     """
-    found = policy_stamp(model)
+    stamp = policy_stamp(model)
     for known in reversed(self._known):
-      if known.stamp == found:
+      if known.stamp == stamp:
         return known
     raise UnknownWeightsError(
-      f"the model that generates has the stamp {found}, known are {self._names()}: its "
+      f"the model that generates has the stamp {stamp}, known are {self._names()}: its "
       "weights changed after they were published; sync them again"
     )
 

@@ -25,7 +25,8 @@ _ARRAYS = ("model_params", "model_rest", "optimizer_state")
 _JSON = ("progress", "custom_metadata")
 
 # Orbax's managers that this process has open, by folder: a notebook cell run again
-# makes a second one while the first may still be writing.
+# makes a second one while the first may still be writing, and nothing but the process
+# itself knows of both. The one table of its kind; `close` takes managers out of it.
 _OPEN: dict[str, Any] = {}
 
 
@@ -94,7 +95,7 @@ class CheckpointManager:
         out of a later call, or of `close`; checkpoints written before are untouched.
       coordination.AbsentError: another process does not save.
     """
-    self._check_open()
+    self.check_open()
     if self._manager is None or (not force and not self.should_save(step)):
       return False
     coordination.gather(f"writing checkpoint {step}", None, self.timeout_secs)
@@ -133,7 +134,7 @@ class CheckpointManager:
       RuntimeError: there are checkpoints, and none of them can be read; they stay.
       MemoryError, OSError: this machine could not read, whatever the files are like.
     """
-    self._check_open()
+    self.check_open()
     if self._manager is None:
       return None
     self.wait()
@@ -292,7 +293,7 @@ class CheckpointManager:
 
     Returns: whether it was saved (False also without a root directory).
     """
-    self._check_open()
+    self.check_open()
     if self._manager is None:
       return False
     state = run_state.of_module(model, optimizer, save_only_lora_params)
@@ -327,10 +328,10 @@ class CheckpointManager:
         "place: expected an nnx.Optimizer; give a step number as step="
       )
     like = run_state.of_module(model, optimizer, restore_only_lora_params)
-    found = self.restore_state(like, step=step, partial=restore_only_lora_params)
-    if found is None:
+    saved = self.restore_state(like, step=step, partial=restore_only_lora_params)
+    if saved is None:
       return 0, {}
-    at, state = found
+    at, state = saved
     run_state.load_into(model, optimizer, state, restore_only_lora_params)
     return at, state.custom_metadata or {}
 
@@ -370,7 +371,8 @@ class CheckpointManager:
       with errors.named_failure(self._root, None):
         manager.close()
 
-  def _check_open(self) -> None:
+  def check_open(self) -> None:
+    """Raises RuntimeError once it is closed."""
     if self._closed:
       raise RuntimeError(
         f"the checkpoint manager of {self._root} is closed: make a new one (or a new "

@@ -113,9 +113,11 @@ class Run:
     Raises:
       Stopped: SIGINT or SIGTERM arrived; the update was finished and the run saved.
       ValueError: the data is empty.
+      RuntimeError: the run is closed, and could save nothing.
       coordination.AbsentError: another process did not come to a checkpoint.
     """
     work = self._work
+    self._checkpoints.check_open()
     if self._calls < work.position().calls:
       self._calls += 1
       _log.info("call %d of train was over before: nothing to do", self._calls)
