@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tunix.rl import evaluation, metrics
+from tunix.rl import evaluation
 from tunix.rl.common import Rollouts, Tokens
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rewards import RewardOutput
@@ -50,18 +50,6 @@ def test_every_reward_counts_the_same_whatever_batch_it_is_of():
     "completions/min_length": 1,
     "completions/truncated": 0,
     "pass@1": 0.25,
-  }
-
-
-def test_extremes_are_told_by_their_names_and_not_by_how_these_begin():
-  parts = [
-    {"rewards/score/max": 1.0, "completions/min_length": 2.0, "rewards/min_words": 1.0},
-    {"rewards/score/max": 3.0, "completions/min_length": 1.0, "rewards/min_words": 4.0},
-  ]
-  assert metrics.mean_of(parts, [1, 2]) == {
-    "rewards/score/max": 3.0,
-    "completions/min_length": 1.0,
-    "rewards/min_words": 3.0,
   }
 
 

@@ -25,7 +25,7 @@ from tunix.rl.inference_worker import InferenceWorker
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutOutput
 from tunix.rl.trainer import Trainer
 from tunix.rl.weight_sync import PolicyVersion, WeightSync
-from tunix.sft import inference, module_state
+from tunix.sft import inference
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.utils import mesh as mesh_lib
 
@@ -86,7 +86,9 @@ class RLCluster:
     self.critic_trainer = self._make_critic_trainer(train)
     self.rollout = self._make_rollout()
     self._sync = WeightSync()
-    self.inference_worker = self._make_inference_worker()
+    self.inference_worker = InferenceWorker(
+      self._others(), self._axes, config.offload_to_cpu
+    )
     self.sync_weights()
 
   # Building.
@@ -139,14 +141,6 @@ class RLCluster:
     if there is not None and mesh_lib.auto(there) != here:
       model = reshard.reshard_model_to_mesh(nnx.clone(self.actor), there)
     return engine(model, self.tokenizer, self.cluster_config.widest_rollout())
-
-  def _make_inference_worker(self) -> InferenceWorker:
-    config = self.cluster_config
-    return InferenceWorker(
-      self._others(),
-      config.training_config.data_sharding_axis,
-      config.offload_to_cpu,
-    )
 
   # What it can do.
 
@@ -321,11 +315,6 @@ class RLCluster:
   def version(self) -> PolicyVersion:
     """Of the weights that the engine holds."""
     return self.rollout.version
-
-  @property
-  def has_lora(self) -> bool:
-    """Whether the actor is trained by adapters."""
-    return module_state.is_lora(self.actor)
 
   def close(self) -> None:
     """Hands the models back and closes files."""

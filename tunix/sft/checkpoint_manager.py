@@ -8,6 +8,7 @@ is collective: with several processes each of them calls it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import pathlib
 from typing import Any
@@ -16,12 +17,11 @@ import jax
 from flax import nnx
 
 from tunix.sft import checkpoint_errors as errors, orbax_options, run_state
-from tunix.sft.run_state import RunState
+from tunix.sft.run_state import ARRAYS, RunState
 from tunix.utils import coordination, env, tree
 
 _log = logging.getLogger(__name__)
 
-_ARRAYS = ("model_params", "model_rest", "optimizer_state")
 _JSON = ("progress", "custom_metadata")
 
 # Orbax's managers that this process has open, by folder: a notebook cell run again
@@ -74,7 +74,7 @@ class CheckpointManager:
     modern = not env.pathways_available()
     handlers: dict[str, Any] = {
       name: ocp.PyTreeCheckpointHandler(use_ocdbt=modern, use_zarr3=modern)
-      for name in _ARRAYS
+      for name in ARRAYS
     }
     return handlers | {name: ocp.JsonCheckpointHandler() for name in _JSON}
 
@@ -93,6 +93,7 @@ class CheckpointManager:
     Raises:
       OSError: the disk is full or not writable. With asynchronous saving it may come
         out of a later call, or of `close`; checkpoints written before are untouched.
+      TypeError: metadata, or the state of a data iterator, that is no JSON.
       coordination.AbsentError: another process does not save.
     """
     self.check_open()
@@ -106,6 +107,7 @@ class CheckpointManager:
     }
     for name in _JSON:
       if (value := getattr(state, name)) is not None:
+        _check_json(name, value)
         items[name] = ocp.args.JsonSave(value)
     with errors.named_failure(self._root, step):
       return self._manager.save(step, args=ocp.args.Composite(**items), force=force)
@@ -191,7 +193,7 @@ class CheckpointManager:
     written = self._written_items(step)
     metadata = self._manager.item_metadata(step)
     items: dict[str, Any] = {}
-    for name in _ARRAYS:
+    for name in ARRAYS:
       if (part := getattr(like, name)) is None:
         continue
       target = jax.tree.map(_abstract, part)
@@ -378,6 +380,17 @@ class CheckpointManager:
         f"the checkpoint manager of {self._root} is closed: make a new one (or a new "
         "trainer) to go on saving"
       )
+
+
+def _check_json(name: str, value: Any) -> None:
+  # A background thread writes it: its error would come late, and name nothing.
+  try:
+    json.dumps(value)
+  except TypeError as error:
+    raise TypeError(
+      f"{name} of a checkpoint cannot be written ({error}): metadata and the states of "
+      "data iterators hold strings, numbers, lists and dicts; convert arrays"
+    ) from error
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -195,7 +195,9 @@ class Run:
       return
     saved = self.save() or self.saved_step() is not None
     self._checkpoints.wait()
-    where = "a checkpoint is saved" if saved else "no checkpoint folder was given"
+    where = "a checkpoint is saved" if saved else "nothing is saved"
+    if self._config.checkpoint_root_directory is None:
+      where = "no checkpoint folder was given"
     raise Stopped(signum, f"stopped after step {step}; {where}")
 
   @contextlib.contextmanager

@@ -107,12 +107,8 @@ def named_metrics(aux: Any) -> dict[str, Any]:
   for name, value in aux.items():
     if not jax.tree_util.all_leaves([value]) or np.size(value) != 1:
       raise TypeError(
-        f"{name!r} in the loss's aux is {_form(value)}: give a scalar, or make one of "
-        "it in _post_process_train_step and _post_process_eval_step"
+        f"{name!r} in the loss's aux is a {type(value).__name__} of shape "
+        f"{np.shape(value)}: give a scalar, or make one of it in "
+        "_post_process_train_step and _post_process_eval_step"
       )
   return aux
-
-
-def _form(value: Any) -> str:
-  shape = getattr(value, "shape", None)
-  return f"a {type(value).__name__}" + (f" of shape {shape}" if shape else "")
