@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix.ops import importance, kl
+from tunix.ops import importance
 
 # Ratios 1/2, 3 and (masked) anything; 4 and 1/4.
 RATIOS = jnp.array([[0.5, 3.0, jnp.nan], [4.0, 0.25, 1.0]])
@@ -72,34 +72,3 @@ def test_bounds_are_checked():
     importance.masked(LOGPS, ROLLOUT, MASK, low=2.0, high=1.0)
   with pytest.raises(ValueError, match="unknown level 'row'"):
     importance.masked(LOGPS, ROLLOUT, MASK, level="row")
-
-
-def test_mismatch_by_hand():
-  got = importance.mismatch(LOGPS, ROLLOUT, MASK)
-  logs = [math.log(r) for r in (0.5, 3.0, 4.0, 0.25)]
-  close(got.difference.mean(), sum(map(abs, logs)) / 4)
-  close(got.largest, math.log(4.0))
-  # k3 of rollout against policy: w - 1 - log w.
-  want = sum(math.exp(x) - 1 - x for x in logs) / 4
-  close(got.kl.mean(), want)
-  close(got.kl.weight, 4)
-  halves = (slice(0, 1), slice(1, 2))
-  parts = [importance.mismatch(LOGPS[i], ROLLOUT[i], MASK[i]).kl for i in halves]
-  close(parts[0].total + parts[1].total, got.kl.total)
-
-
-def test_mismatch_of_nothing():
-  got = importance.mismatch(LOGPS, ROLLOUT, 0 * MASK)
-  assert float(got.kl.mean()) == float(got.largest) == 0.0
-  empty = jnp.zeros((0, 3))
-  assert float(importance.mismatch(empty, empty, empty).largest) == 0.0
-
-
-def test_mismatch_estimates_the_divergence_of_rollout_from_policy():
-  rollout, policy = jnp.array(np.random.default_rng(0).normal(size=(2, 6)))
-  logps, rollout_logps = jax.nn.log_softmax(policy), jax.nn.log_softmax(rollout)
-  by_word = jax.vmap(
-    lambda a, b: importance.mismatch(a[None, None], b[None, None], jnp.ones((1, 1)))
-  )(logps, rollout_logps)
-  expected = jnp.sum(jnp.exp(rollout_logps) * by_word.kl.total)
-  close(expected, kl.exact(rollout, policy))

@@ -3,8 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix.ops.reductions import aggregate
-from tunix.ops.rewards import drop_truncated, overlong_penalty
+from tunix.ops.rewards import overlong_penalty
 
 
 def test_overlong_penalty_by_hand():
@@ -31,20 +30,3 @@ def test_a_buffer_that_does_not_fit(buffer_tokens):
 def test_a_penalty_is_not_negative():
   with pytest.raises(ValueError, match=r"penalty=-1\.0 must not be negative"):
     overlong_penalty(jnp.array([1]), 100, 20, -1.0)
-
-
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.float32, bool])
-def test_drop_truncated(dtype):
-  mask = jnp.array([[1, 1], [1, 0], [1, 1]], dtype)
-  got = drop_truncated(mask, jnp.array([False, False, True]))
-  assert got.dtype == mask.dtype
-  np.testing.assert_array_equal(got, [[1, 1], [1, 0], [0, 0]])
-
-
-def test_dropping_rows_equals_a_smaller_batch():
-  values, mask = jnp.arange(6.0).reshape(3, 2), jnp.array([[1, 1], [1, 0], [1, 1]])
-  for mode in ("token-mean", "sequence-mean-token-mean", "sequence-mean-token-sum"):
-    dropped = drop_truncated(mask, jnp.array([False, True, False]))
-    got = aggregate(values, dropped, mode)
-    want = aggregate(values[::2], mask[::2], mode)
-    assert float(got.mean()) == float(want.mean())

@@ -78,7 +78,7 @@ def test_a_critic_stays_where_it_was_put(mesh_fsdp8):
     cluster = clusters.cluster(critic=True, role_to_mesh=meshes)
     learner = PPOLearner(cluster, PPOConfig(beta=0.0), clusters.even)
     learner.train(clusters.prompts(1))
-  assert set(cluster.critic_trainer.devices()) == set(jax.devices()[6:8])
+  assert set(cluster.critic_trainer._state.devices()) == set(jax.devices()[6:8])
 
 
 def ppo(**options):

@@ -400,6 +400,26 @@ def test_a_prompt_that_is_too_long_is_named():
     clusters.grpo().train(data)
 
 
+def test_reward_workers_end_although_the_last_checkpoint_is_not_written(
+  tmp_path, monkeypatch
+):
+  def full(manager):
+    raise OSError("No space left")
+
+  class Watched(RewardManager):
+    is_open = True
+
+    def close(self):
+      self.is_open = False
+
+  rewards = Watched(clusters.even)
+  learner = clusters.grpo(reward_fns=rewards, checkpoint_root_directory=str(tmp_path))
+  monkeypatch.setattr("orbax.checkpoint.CheckpointManager.close", full)
+  with pytest.raises(OSError, match="could not be written"):
+    learner.close()
+  assert not rewards.is_open
+
+
 def test_no_prompts_is_an_error():
   with pytest.raises(ValueError, match="gave no batch"):
     clusters.grpo().train([])

@@ -103,3 +103,19 @@ def test_a_place_behind_what_was_drawn_is_a_state_and_a_skip():
   again = BatchSource(data, saved=saved)
   assert again.drawn == 6 and data.drawn == 2
   assert drain(again) == [7, 8, 9]
+
+
+def test_none_among_the_batches_is_no_end():
+  source = BatchSource([1, None, 2])
+  with pytest.raises(ValueError, match="yielded None after 1 micro-batches"):
+    source.take(3)
+
+
+def test_a_generator_cannot_go_back_to_an_older_checkpoint():
+  source = BatchSource(iter([1, 2, 3]))
+  source.take(1)
+  source.take(2)
+  with pytest.raises(ValueError, match=r"stands behind 0 micro-batches, .* given 3"):
+    source.go_back(0)
+  source.go_back(1)
+  assert drain(source) == [2, 3]

@@ -52,6 +52,15 @@ def test_a_module_comes_back_with_its_metadata(tmp_path):
   }
 
 
+def test_metadata_that_is_no_json_is_refused_before_anything_is_written(tmp_path):
+  m = CheckpointManager(tmp_path)  # in the background, whose errors come late
+  with pytest.raises(
+    TypeError, match=r"custom_metadata of a checkpoint cannot .* JSON"
+  ):
+    m.save(1, Pair(), custom_metadata={"weight": jnp.ones(())})
+  assert not list(tmp_path.iterdir())
+
+
 def test_steps_are_chosen_and_old_ones_deleted(tmp_path):
   m = manager(tmp_path, max_to_keep=2)
   for step in (1, 2, 3):

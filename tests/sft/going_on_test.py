@@ -63,6 +63,15 @@ def test_a_generator_goes_on_where_it_stands(interrupt, parts):
   assert trainers.equal(trainers.leaves(t.model), trainers.leaves(whole.model))
 
 
+def test_a_batch_given_by_hand_moves_no_place_in_the_data():
+  t = trainer().with_training_hooks(At(2, fail))
+  with pytest.raises(ZeroDivisionError):
+    t.train(smalls(4))
+  t.train_step(trainers.small(9))
+  t.train(smalls(4))
+  assert t.iter_steps == 5
+
+
 def test_a_generator_loses_nothing_to_a_failed_first_evaluation():
   def failing():
     raise ZeroDivisionError
@@ -184,7 +193,8 @@ def test_only_one_of_the_steps_overridden():
   t = PerRow(trainers.tokens_only(), trainers.optax.sgd(1), TrainingConfig())
   t.train(smalls(1), [trainers.small(0, rows=4), trainers.small(1, rows=1)])
   assert history(t, "loss", "eval")[0] == 4.0
-  assert t._ready([trainers.small(1, rows=1)])[0]["input_tokens"].shape[0] == 1
+  (ready,), _ = t._ready([trainers.small(1, rows=1)], 4)
+  assert ready["input_tokens"].shape[0] == 1
 
 
 def test_aux_none_and_names_that_are_taken():

@@ -54,6 +54,19 @@ def test_parts_of_a_full_and_of_a_lora_model():
   assert not names & set(tree.flatten(adapted.frozen))
 
 
+def test_a_module_without_parameters_is_refused():
+  with pytest.raises(ValueError, match="Dropout has no parameters to train"):
+    ModuleState(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+
+
+def test_arrays_that_a_failed_update_took_are_named():
+  state = ModuleState(trainers.tokens_only())
+  state.own()
+  double(state.params)  # donated, and nothing came back
+  with pytest.raises(RuntimeError, match="arrays are gone: an update failed"):
+    state.refresh()
+
+
 def test_merging_gives_the_same_module():
   model = toys.model(lora_rank=2)
   skeleton = Skeleton(model)

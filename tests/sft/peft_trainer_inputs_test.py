@@ -12,6 +12,7 @@ from tests.sft.trainers import history, smalls, trainer
 from tunix.ops.reductions import WeightedSum
 from tunix.sft.losses import next_token_loss
 from tunix.sft.peft_trainer import PeftTrainer, PeftTrainerConfig, TrainingConfig
+from tunix.sft.trainer_arguments import named_metrics
 
 
 def rates(tx=None, **config):
@@ -119,6 +120,12 @@ def test_aux_is_a_dict_whose_names_are_all_kept():
   t = trainer().with_loss_fn(lambda model, **b: loss(model, jnp.float32(1), **b), True)
   with pytest.raises(TypeError, match="aux is a ArrayImpl: it must be a dict"):
     t.train_step(trainers.small(0))
+  for value, form in [
+    (jnp.ones(3), r"ArrayImpl of shape \(3,\)"),
+    ({"a": 1.0}, "dict"),
+  ]:
+    with pytest.raises(TypeError, match=f"'extra' in the loss's aux is a {form}"):
+      named_metrics({"extra": value})
 
 
 def test_batches_of_any_kind_with_functions_for_them():
@@ -205,5 +212,7 @@ def test_packed_rows_are_refused_where_they_would_leak():
   packed = toys.packed(toys.batch(0, rows=4, length=8))
   with pytest.raises(ValueError, match=r"packed .* takes neither segment_ids nor"):
     trainer().train([packed])
+  with pytest.raises(ValueError, match=r"packed .* takes neither segment_ids nor"):
+    trainer().eval_step(packed)
   model = toys.FourArguments(nnx.Rngs(0))
   trainer(model).train([packed])

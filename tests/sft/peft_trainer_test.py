@@ -12,7 +12,12 @@ from tests.sft import trainers
 from tests.sft.trainers import history, smalls, trainer
 from tunix.sft.hooks import DataHooks, TrainingHooks
 from tunix.sft.losses import next_token_loss
-from tunix.sft.metrics_logger import MetricsLogger, MetricsLoggerOptions
+from tunix.sft.metrics_jsonl import read_jsonl
+from tunix.sft.metrics_logger import (
+  JsonlBackend,
+  MetricsLogger,
+  MetricsLoggerOptions,
+)
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 from tunix.sft.profiler import ProfilerOptions
 
@@ -317,6 +322,7 @@ def test_a_lowered_step_is_the_one_that_runs():
   lowered = t.lower_train_step(trainers.small(0))
   memory = lowered.compile().memory_analysis()
   assert memory.temp_size_in_bytes > 0 and t.train_steps == 0
+  assert t._progress.train_rows == 0, "nothing is padded to what was not trained"
   t.train_step(trainers.small(0))
   assert t.train_steps == 1
 
@@ -327,6 +333,26 @@ def test_close_may_be_called_twice_and_the_model_lives(tmp_path):
   t.close()
   t.close()
   assert np.isfinite(t.model(np.zeros((1, 2), np.int32))).all()
+  with pytest.raises(RuntimeError, match="is closed: make a new one"):
+    t.train(smalls(1))
+  assert t.train_steps == 1, "refused before anything is trained"
+
+
+def test_metrics_are_written_although_the_last_checkpoint_is_not(tmp_path, monkeypatch):
+  def full(manager):
+    raise OSError("No space left")
+
+  logging = MetricsLoggerOptions(
+    tmp_path, backend_factories=[lambda: JsonlBackend(tmp_path)]
+  )
+  t = trainer(
+    checkpoint_root_directory=str(tmp_path / "c"), metrics_logging_options=logging
+  )
+  t.train_step(trainers.small(0))
+  monkeypatch.setattr("orbax.checkpoint.CheckpointManager.close", full)
+  with pytest.raises(OSError, match="could not be written"):
+    t.close()
+  assert [x["step"] for x in read_jsonl(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_the_metrics_logger_is_there_to_read():

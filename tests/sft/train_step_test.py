@@ -77,6 +77,17 @@ def test_micro_batches_are_summed_and_divided_once():
   assert int(rest["calls"]) == 2
 
 
+def test_sums_of_float64_stay_float64():
+  with jax.enable_x64(True):
+    skeleton = Skeleton(model := Line())
+    model.w.set_value(jnp.array(2.0, jnp.float64))
+    params, frozen, rest = skeleton.split(model)
+    wide = [{k: v.astype(np.float64) for k, v in batch([x]).items()} for x in (1, 3)]
+    gradient = make_gradient(skeleton, weighted_loss)
+    found = gradient(params, rest, frozen, [group(*wide)])
+  assert found["w"].dtype == np.float64 and float(found["w"]) == 2
+
+
 def test_groups_of_different_shapes_add_up():
   groups = [group(batch([1, 2, 3])), group(batch([10]), batch([4]))]
   params, _, rest, _ = run(weighted_loss, groups)
@@ -189,6 +200,9 @@ def test_what_a_loss_may_return():
     WeightedSum(1, 2),
     {"a": WeightedSum(10, 2), "b": own},
   )
+  # The mean over no example is NaN, and must not reach what it is added to.
+  (total, weight), _ = weigh(jnp.float32(np.nan), {"x": np.ones((0, 2))})
+  assert (float(total), float(weight)) == (0, 0)
   with pytest.raises(TypeError, match=r"array of shape \(2,\): return a scalar mean"):
     weigh(jnp.ones(2), data)
   with pytest.raises(TypeError, match="returned 3 values"):

@@ -12,29 +12,12 @@ the two disagree too much. Levels are those of `policy_gradient.log_ratio`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
-from tunix.ops import kl
 from tunix.ops.policy_gradient import log_ratio
-from tunix.ops.reductions import WeightedSum, keep, safe_exp, weighted_sum
-
-
-class Mismatch(NamedTuple):
-  """How far the rollout's log-probabilities are from ours; sums add over batches.
-
-  Attributes:
-    difference: mean of |logps - rollout_logps| over tokens, in nats.
-    kl: estimate (k3) of KL(rollout || policy) per token, in nats.
-    largest: the largest |logps - rollout_logps|, in nats.
-  """
-
-  difference: WeightedSum
-  kl: WeightedSum
-  largest: jax.Array
+from tunix.ops.reductions import keep, safe_exp
 
 
 def truncated(
@@ -88,22 +71,6 @@ def masked(
     )
   weights = _weights(logps, rollout_logps, mask, level)
   return jnp.where((weights >= low) & (weights <= high), weights, 0.0)
-
-
-def mismatch(
-  logps: Float[Array, "B T"],
-  rollout_logps: Float[Array, "B T"],
-  mask: Shaped[Array, "B T"],
-) -> Mismatch:
-  """Figures for a run's metrics; constants."""
-  logps, rollout_logps = jax.lax.stop_gradient((logps, rollout_logps))
-  difference = jnp.abs(keep(logps, mask) - keep(rollout_logps, mask))
-  on = (mask != 0).astype(difference.dtype)
-  return Mismatch(
-    weighted_sum(difference, on),
-    weighted_sum(kl.k3(rollout_logps, logps), on),
-    jnp.max(difference, initial=0.0),
-  )
 
 
 def _weights(logps, rollout_logps, mask, level) -> jax.Array:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tunix.ops import vocab_chunks
-from tunix.ops.vocab_chunks import ONE_DEVICE, Layout, Part, Pulls, Rule
+from tunix.ops.vocab_chunks import ONE_DEVICE, Layout, Outputs, Pulls, Rule
 
 
 def weighted_nll(
@@ -61,7 +61,7 @@ def _forward(hidden, unembed, targets, weights, layout):
   return jnp.sum(-part.logps * weights.value), part
 
 
-def _backward(layout, part: Part, cotangent):
+def _backward(layout, part: Outputs, cotangent):
   del layout
   cotangent = _materialised(cotangent, ())
 

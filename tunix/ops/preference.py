@@ -186,8 +186,8 @@ def coupled_coefficients(
   options = {"beta": beta, "label_smoothing": label_smoothing, **options}
 
   def total(chosen, rejected):
-    given = scores._replace(chosen=chosen, rejected=rejected)
-    values = pair_loss(loss, given, **options).values
+    differentiated = scores._replace(chosen=chosen, rejected=rejected)
+    values = pair_loss(loss, differentiated, **options).values
     return weighted_sum(values, scores.weights).total, values
 
   gradient = jax.grad(total, (0, 1), has_aux=True)

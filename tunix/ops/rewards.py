@@ -1,9 +1,9 @@
-"""Rewards and masks shaped by the length of a completion, in tokens."""
+"""Rewards shaped by the length of a completion, in tokens."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int
 
 
 def overlong_penalty(
@@ -34,14 +34,3 @@ def overlong_penalty(
     raise ValueError(f"penalty={penalty} must not be negative: it is subtracted")
   over = lengths - (max_tokens - buffer_tokens)
   return -penalty * jnp.clip(over / buffer_tokens, 0.0, 1.0)
-
-
-def drop_truncated(
-  mask: Shaped[Array, "B T"], truncated: Bool[Array, " B"]
-) -> Shaped[Array, "B T"]:
-  """The mask without the rows that the limit cut off (DAPO's overlong filtering).
-
-  Such a completion has no verdict of its own: with its tokens masked it moves neither
-  the loss nor the weight that the loss is divided by.
-  """
-  return jnp.where(truncated[:, None], jnp.zeros_like(mask), mask)

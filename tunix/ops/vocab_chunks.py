@@ -68,7 +68,7 @@ class Pulls(NamedTuple):
   entropy: Any = None
 
 
-class Part(NamedTuple):
+class Outputs(NamedTuple):
   """What a pass over the tokens gives; None where nobody asked.
 
   Attributes:
@@ -129,7 +129,7 @@ def on_mesh(
 
 def run(
   hidden: jax.Array, unembed: jax.Array, targets: jax.Array, pulls: Pulls, rule: Rule
-) -> Part:
+) -> Outputs:
   """One pass over all tokens, on one device or under shard_map.
 
   Args:
@@ -141,7 +141,7 @@ def run(
   """
   layout = rule.layout
   batch, table = PartitionSpec(layout.batch_axes or None), table_spec(layout)
-  out_specs = Part(
+  out_specs = Outputs(
     batch,
     batch if rule.entropy else None,
     batch if rule.hidden else None,
@@ -179,7 +179,7 @@ def scatter_axes(layout: Layout, dim: int) -> tuple[str, ...]:
   return layout.batch_axes
 
 
-def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Part:
+def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
   """The tokens of one device, chunk by chunk."""
   layout = rule.layout
 
@@ -197,7 +197,7 @@ def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Part:
     layout,
   )
   logps, entropy, d_hidden, _ = by_token
-  return Part(logps, entropy, *reduced(d_hidden, d_unembed, hidden, unembed, layout))
+  return Outputs(logps, entropy, *reduced(d_hidden, d_unembed, hidden, unembed, layout))
 
 
 def over_tokens(
@@ -274,7 +274,7 @@ def _chunks(tokens: int, vocab: int, chunk_bytes: int) -> tuple[int, int]:
   return count, math.ceil(tokens / count)
 
 
-def _chunk_pass(unembed, hidden, targets, pulls, *, rule: Rule) -> Part:
+def _chunk_pass(unembed, hidden, targets, pulls, *, rule: Rule) -> Outputs:
   """Values and gradients of one chunk: hidden [C, D], targets and cotangents [C]."""
   soft = _softmax(unembed, hidden, targets, rule)
   logps = soft.at_target - jnp.log(soft.normaliser)
@@ -287,7 +287,7 @@ def _chunk_pass(unembed, hidden, targets, pulls, *, rule: Rule) -> Part:
     d_hidden, d_unembed = gradients(
       d_logits, factor, hidden, unembed, rule.layout, wanted
     )
-  return Part(logps, entropy if rule.entropy else None, d_hidden, d_unembed)
+  return Outputs(logps, entropy if rule.entropy else None, d_hidden, d_unembed)
 
 
 def gradients(

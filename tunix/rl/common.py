@@ -13,8 +13,6 @@ from tunix.generate import batching
 from tunix.rl.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 
-MIN_WIDTH = 16  # smallest bucket of tokens
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,4 +214,4 @@ def _width(rows: Sequence[np.ndarray], most: int, bucketed: bool) -> int:
       f"the engine returned a row of {longest} tokens where at most {most} were asked "
       "for: it does not honour the limits of RolloutConfig"
     )
-  return min(most, batching.bucket(longest, MIN_WIDTH)) if bucketed else most
+  return min(most, batching.bucket(longest, batching.MIN_TOKENS)) if bucketed else most

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from tunix.rl import metrics
-from tunix.rl.common import Rollouts
+from tunix.rl.common import Rollouts, joined
 
 
 def pass_at_k(passed: np.ndarray, k: int) -> float:
@@ -41,16 +41,14 @@ def summary(batches: Iterable[Rollouts], threshold: float | None) -> dict[str, f
   Raises:
     ValueError: there were no batches.
   """
-  found = list(batches)
-  if not found:
+  if not (every := list(batches)):
     raise ValueError(
       "the evaluation data gave no batch: pass something that can be iterated anew "
       "(a list, a Grain dataset), not a spent generator"
     )
-  weights = [len(rollouts.text) for rollouts in found]
-  out = metrics.mean_of([metrics.of_rollouts(r) for r in found], weights)
-  scores = np.concatenate([rollouts.raw for rollouts in found])
-  scores = scores[np.isfinite(scores).all(1)]
+  rollouts = joined(every)
+  out = metrics.of_rollouts(rollouts)
+  scores = rollouts.raw[np.isfinite(rollouts.raw).all(1)]
   if threshold is not None and len(scores):
     k = 1
     while k <= scores.shape[1]:

@@ -11,9 +11,7 @@ from tunix.rl import weight_sync
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.trainer import Trainer
 from tunix.rl.weight_sync import PolicyVersion
-from tunix.sft.run_state import Position, RunState
-
-_PARTS = ("model_params", "model_rest", "optimizer_state")
+from tunix.sft.run_state import ARRAYS, Position, RunState
 
 
 @dataclasses.dataclass
@@ -54,8 +52,8 @@ class LearnerProgress(Position):
 
 def trainers(cluster: RLCluster) -> dict[str, Trainer]:
   """The cluster's trainers by role."""
-  found = {"actor": cluster.actor_trainer, "critic": cluster.critic_trainer}
-  return {role: trainer for role, trainer in found.items() if trainer is not None}
+  roles = {"actor": cluster.actor_trainer, "critic": cluster.critic_trainer}
+  return {role: trainer for role, trainer in roles.items() if trainer is not None}
 
 
 def of_run(
@@ -106,7 +104,7 @@ def load(
         f"{value}: resume with the models it was started with, or use another folder"
       )
   for role, trainer in trainers(cluster).items():
-    part = {name: (getattr(state, name) or {}).get(role, {}) for name in _PARTS}
+    part = {name: (getattr(state, name) or {}).get(role, {}) for name in ARRAYS}
     trainer.load_run_state(RunState(**part), saved["trainers"][role])
   cluster.logger.restore(saved["metrics"])
   version = cluster.sync_weights()
@@ -135,5 +133,5 @@ def _nested(states: Mapping[str, RunState]) -> dict[str, Any]:
     part: {
       role: arrays for role, state in states.items() if (arrays := getattr(state, part))
     }
-    for part in _PARTS
+    for part in ARRAYS
   }

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from tunix.perf.trace import NoopTracer
 from tunix.rl.common import Rollouts
-
-# How many completions the means of one collection are over; never logged.
-COUNT = "completions/count"
 
 
 def of_rollouts(rollouts: Rollouts) -> dict[str, float]:
@@ -44,27 +40,6 @@ def all_equal(scores: np.ndarray) -> np.ndarray:
   low = np.where(np.isfinite(scores), scores, np.inf).min(1)
   high = np.where(np.isfinite(scores), scores, -np.inf).max(1)
   return low >= high
-
-
-def mean_of(
-  parts: Sequence[Mapping[str, float]], weights: Sequence[float] | None = None
-) -> dict[str, float]:
-  """Means over several collections of rollouts; extremes stay extremes.
-
-  Args:
-    parts: what `of_rollouts` gave.
-    weights: of the parts; None: equal.
-  """
-  weights = [1.0] * len(parts) if weights is None else weights
-  out = {}
-  for name in dict.fromkeys(name for part in parts for name in part):
-    pairs = [(part[name], w) for part, w in zip(parts, weights) if name in part]
-    last = name.rsplit("/", 1)[-1]
-    if last.startswith(("max", "min")):
-      out[name] = (max if last.startswith("max") else min)(v for v, _ in pairs)
-    else:
-      out[name] = math.fsum(v * w for v, w in pairs) / math.fsum(w for _, w in pairs)
-  return out
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:

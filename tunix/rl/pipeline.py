@@ -47,8 +47,17 @@ class PromptBatch:
     )
 
   def joined(self, others: Iterable[PromptBatch]) -> PromptBatch:
-    """With the prompts of other batches behind its own."""
+    """With the prompts of other batches behind its own.
+
+    Raises:
+      ValueError: they have other columns.
+    """
     every = [self, *others]
+    if wrong := [b for b in every if b.columns.keys() != self.columns.keys()]:
+      raise ValueError(
+        f"batches with the columns {sorted(self.columns)} and "
+        f"{sorted(wrong[0].columns)} are put together: give all of them the same ones"
+      )
     return dataclasses.replace(
       self,
       prompts=[prompt for batch in every for prompt in batch.prompts],
@@ -67,9 +76,9 @@ def prompt_batch(batch: Mapping[str, Any], number: int = 0) -> PromptBatch:
     ValueError: columns of another length than the prompts.
   """
   if not isinstance(batch, Mapping) or PROMPTS not in batch:
-    found = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+    form = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
     raise TypeError(
-      f'a batch is {found}: expected a dict {{"prompts": [...], column: [...]}}'
+      f'a batch is {form}: expected a dict {{"prompts": [...], column: [...]}}'
     )
   if isinstance(batch[PROMPTS], str):
     raise TypeError('"prompts" is one string: give a batch, a list of prompts')

@@ -60,7 +60,8 @@ class RewardOutput:
       total=self.total[rows],
       by_function={name: values[rows] for name, values in self.by_function.items()},
       outcomes={
-        name: [found[row] for row in rows] for name, found in self.outcomes.items()
+        name: [outcomes[row] for row in rows]
+        for name, outcomes in self.outcomes.items()
       },
       weights=self.weights,
     )

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate import tokenizer_adapter
 from tunix.models import backbone
 from tunix.models.automodel import AutoModel
 from tunix.perf import trace
@@ -25,7 +25,7 @@ from tunix.rl.inference_worker import InferenceWorker
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutOutput
 from tunix.rl.trainer import Trainer
 from tunix.rl.weight_sync import PolicyVersion, WeightSync
-from tunix.sft import inference, module_state
+from tunix.sft import inference
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.utils import mesh as mesh_lib
 
@@ -72,8 +72,7 @@ class RLCluster:
   ):
     config, train = cluster_config, cluster_config.training_config
     self.cluster_config = config
-    known = isinstance(tokenizer, TokenizerAdapter)
-    self.tokenizer = tokenizer if known else TokenizerAdapter(tokenizer)
+    self.tokenizer = tokenizer_adapter.adapted(tokenizer)
     self.actor = self._placed(Role.ACTOR, actor)
     self.critic = self._placed(Role.CRITIC, critic)
     self.reference = self._placed(Role.REFERENCE, reference)
@@ -87,7 +86,9 @@ class RLCluster:
     self.critic_trainer = self._make_critic_trainer(train)
     self.rollout = self._make_rollout()
     self._sync = WeightSync()
-    self.inference_worker = self._make_inference_worker()
+    self.inference_worker = InferenceWorker(
+      self._others(), self._axes, config.offload_to_cpu
+    )
     self.sync_weights()
 
   # Building.
@@ -141,14 +142,6 @@ class RLCluster:
       model = reshard.reshard_model_to_mesh(nnx.clone(self.actor), there)
     return engine(model, self.tokenizer, self.cluster_config.widest_rollout())
 
-  def _make_inference_worker(self) -> InferenceWorker:
-    config = self.cluster_config
-    return InferenceWorker(
-      self._others(),
-      config.training_config.data_sharding_axis,
-      config.offload_to_cpu,
-    )
-
   # What it can do.
 
   def generate(
@@ -198,7 +191,7 @@ class RLCluster:
     ]
     for part in parts:
       self._sync.check(part.version)
-    return parts[0] if len(parts) == 1 else _joined(parts)
+    return parts[0].joined(parts[1:])
 
   def _rendered(self, prompt: Any, as_user: bool) -> Any:
     if isinstance(prompt, str) and as_user:
@@ -218,8 +211,7 @@ class RLCluster:
     micro_batches: int = 1,
   ) -> int:
     """One update of the actor a mini-batch; returns their number."""
-    if eval_ds is not None:
-      raise ValueError("evaluation is the learner's: RLLearner.train(..., eval_ds)")
+    _check_no_evaluation(eval_ds)
     with self.perf.span_group("actor_train"):
       return self.actor_trainer.update(train_ds, micro_batches, skip_jit)
 
@@ -238,8 +230,7 @@ class RLCluster:
     """
     if self.critic_trainer is None:
       raise ValueError("the cluster has no critic: pass critic= to RLCluster")
-    if eval_ds is not None:
-      raise ValueError("evaluation is the learner's: RLLearner.train(..., eval_ds)")
+    _check_no_evaluation(eval_ds)
     try:
       with (
         self.perf.span_group("critic_train"),
@@ -311,11 +302,11 @@ class RLCluster:
     Raises:
       RuntimeError: training changed the actor and nothing reached the engine.
     """
-    actor = self.actor_trainer.model
-    own = self._own_rollout_model()
-    if own is not None:
-      placement.copy_weights(actor, own)
-    sampled = actor if own is None else own
+    actor, sampled = self.actor_trainer.model, self._sampling_model()
+    if sampled is None:
+      sampled = actor
+    elif sampled is not actor:
+      placement.copy_weights(actor, sampled)
     version = self._sync.publish(sampled, self.actor_trainer.train_steps)
     self.rollout.update_params(sampled, version)
     return version
@@ -324,11 +315,6 @@ class RLCluster:
   def version(self) -> PolicyVersion:
     """Of the weights that the engine holds."""
     return self.rollout.version
-
-  @property
-  def has_lora(self) -> bool:
-    """Whether the actor is trained by adapters."""
-    return module_state.is_lora(self.actor)
 
   def close(self) -> None:
     """Hands the models back and closes files."""
@@ -347,21 +333,17 @@ class RLCluster:
 
   def _check_weights(self) -> None:
     """Refuses to sample from weights that were changed and not published."""
-    try:
-      model = self.rollout.model()
-    except TypeError:  # in another process
-      return
-    if model is self.actor:
-      model = self.actor_trainer.model
-    self._sync.identify(model)
+    if (model := self._sampling_model()) is not None:
+      self._sync.identify(model)
 
-  def _own_rollout_model(self) -> nnx.Module | None:
-    """The engine's own copy of the policy in this process, if it has one."""
+  def _sampling_model(self) -> nnx.Module | None:
+    """The module that samples: the actor, with its current weights, or the engine's
+    copy; None: it is in another process."""
     try:
       model = self.rollout.model()
     except TypeError:
       return None
-    return None if model is self.actor else model
+    return self.actor_trainer.model if model is self.actor else model
 
   def _logps(self, tokens: Tokens, shared: bool, tile_rows: int | None) -> Any:
     temperature = self.cluster_config.rollout(Mode.TRAIN).temperature
@@ -392,14 +374,11 @@ def _tracer(
   return trace.make_tracer(options, config.log_dir, made)
 
 
+def _check_no_evaluation(eval_ds: None) -> None:
+  if eval_ds is not None:
+    raise ValueError("evaluation is the learner's: RLLearner.train(..., eval_ds)")
+
+
 def _rows(tokens: Tokens) -> dict[str, np.ndarray]:
   names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
   return {name: getattr(tokens, name) for name in names}
-
-
-def _joined(parts: Sequence[RolloutOutput]) -> RolloutOutput:
-  lists = ("text", "tokens", "prompt_tokens", "logprobs", "finish_reasons")
-  return RolloutOutput(
-    **{name: [x for part in parts for x in getattr(part, name)] for name in lists},
-    version=parts[0].version,
-  )

@@ -13,6 +13,7 @@ from tunix.rl.rewards import RewardManager
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
+from tunix.sft.module_state import is_lora
 from tunix.utils import mesh as mesh_lib
 
 
@@ -62,7 +63,8 @@ def check_exploring(rollout: RolloutConfig) -> None:
   if rollout.temperature == 0:
     raise ValueError(
       "temperature is 0: greedy rollouts do not explore and have no log-probs to "
-      "learn from; set it above 0 (evaluations, Mode.EVAL, may have 0)"
+      "learn from; set it above 0 (evaluations may have 0: give Mode.EVAL a "
+      "RolloutConfig of its own, or set rollout.eval_temperature)"
     )
 
 
@@ -104,7 +106,7 @@ def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> 
   if jax.process_count() > 1:
     _check_processes(cluster)
   check_exploring(cluster.cluster_config.rollout(Mode.TRAIN))
-  if config.beta and cluster.reference is None and not cluster.has_lora:
+  if config.beta and cluster.reference is None and not is_lora(cluster.actor):
     raise ValueError(
       f"beta is {config.beta}, and there is no reference model to keep close to: "
       "pass reference= to RLCluster, train LoRA adapters, or set beta=0"

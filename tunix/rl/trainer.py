@@ -93,9 +93,8 @@ class Trainer(PeftTrainer):
     self._progress = Progress.from_json(progress)
 
   def _load(self, saved: tuple[int, RunState] | None) -> None:
-    assert (
-      saved is None
-    )  # it has no folder; and the shared logger's place is not its own
+    # It has no folder, and the place of the shared logger is not its to set.
+    assert saved is None
 
   def after_move(self) -> None:
     """Lets go of arrays that the module no longer holds: it was moved."""
@@ -107,10 +106,6 @@ class Trainer(PeftTrainer):
     if not self._closed:
       self._closed = True
       self._reporter.end()
-
-  def devices(self) -> list[Any]:
-    """What this role is trained on."""
-    return self._state.devices()
 
 
 def _role_config(config: RLTrainingConfig, role: str) -> TrainingConfig:

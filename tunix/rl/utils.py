@@ -73,10 +73,12 @@ def check_roles(actor: nnx.Module, others: Mapping[Any, nnx.Module]) -> None:
     VocabularyMismatchError: see `check_same_vocabulary`.
     ValueError: a model holds parameters of the actor's own, and would train along.
   """
-  own = {id(node) for _, node in nnx.iter_graph(actor) if isinstance(node, nnx.Param)}
+  params = {
+    id(node) for _, node in nnx.iter_graph(actor) if isinstance(node, nnx.Param)
+  }
   for role, model in others.items():
     check_same_vocabulary(actor, model, role)
-    if any(id(node) in own for _, node in nnx.iter_graph(model)):
+    if any(id(node) in params for _, node in nnx.iter_graph(model)):
       raise ValueError(
         f"the {getattr(role, 'value', role)} is the actor, or holds its parameters, "
         "and would change as the actor trains: pass a copy, nnx.clone(model)"

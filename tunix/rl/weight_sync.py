@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 from flax import nnx
 
-from tunix.rl.placement import WeightSyncError
 from tunix.utils import checks
 from tunix.utils.stamp import content_stamp
 
@@ -126,33 +125,14 @@ class WeightSync:
     Raises:
       UnknownWeightsError: somebody changed them after they were published.
     """
-    found = policy_stamp(model)
+    stamp = policy_stamp(model)
     for known in reversed(self._known):
-      if known.stamp == found:
+      if known.stamp == stamp:
         return known
     raise UnknownWeightsError(
-      f"the model that generates has the stamp {found}, known are {self._names()}: its "
+      f"the model that generates has the stamp {stamp}, known are {self._names()}: its "
       "weights changed after they were published; sync them again"
     )
-
-  def check_moved(self, before: str, after: str) -> None:
-    """Checks a sync into an engine whose parameters cannot be compared one by one.
-
-    Args:
-      before, after: any fingerprint of the engine's weights around the sync.
-
-    Raises:
-      WeightSyncError: the last two versions differ in content, and the engine's
-        fingerprints do not.
-    """
-    if len(self._known) < 2 or self._known[-2].stamp == self._known[-1].stamp:
-      return
-    if before == after:
-      raise WeightSyncError(
-        f"training changed the weights from {_name(self._known[-2])} to "
-        f"{_name(self._known[-1])}, and the sync moved nothing: the engine's "
-        f"fingerprint is {after} before and after"
-      )
 
   def _names(self) -> str:
     return ", ".join(map(_name, self._known)) or "none"

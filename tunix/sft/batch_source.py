@@ -39,7 +39,7 @@ class BatchSource:
         "with load_next_train_batch"
       )
     self._iterator: Any = None if dataset is None or draw else iter(dataset)
-    self._draw = draw or (lambda: next(self._iterator, None))
+    self._draw = draw or self._draw_from_iterator
     if saved is not None:
       self._resume(saved)
     known = iterator_state.read(self._iterator, warn=True)
@@ -68,9 +68,18 @@ class BatchSource:
     return live and not hasattr(dataset, "get_state")
 
   def go_back(self, drawn: int) -> None:
-    """Gives what was drawn beyond `drawn`, since the last `take` or `mark`, anew."""
+    """Gives what was drawn beyond `drawn`, since the last `take` or `mark`, anew.
+
+    Raises:
+      ValueError: more was drawn since: an older checkpoint was restored.
+    """
     unused = self._drawn - drawn
-    assert 0 <= unused <= len(self._taken)
+    if not 0 <= unused <= len(self._taken):
+      raise ValueError(
+        f"the run stands behind {drawn} micro-batches, and the generator that it draws "
+        f"from has given {self._drawn}: pass data that can be iterated anew, or a "
+        "generator that begins at the first micro-batch"
+      )
     kept = len(self._taken) - unused
     self._again = [*self._taken[kept:], *self._again]
     self._taken, self._drawn = self._taken[:kept], drawn
@@ -82,6 +91,16 @@ class BatchSource:
       self._drawn += 1
       self._taken.append(batch)
     return batch
+
+  def _draw_from_iterator(self) -> Any:
+    for batch in self._iterator:
+      if batch is None:  # it would pass for the end, and what is behind it be lost
+        raise ValueError(
+          f"the training data yielded None after {self._drawn} micro-batches: leave "
+          "out what is no batch"
+        )
+      return batch
+    return None
 
   def remember(self) -> None:
     """Reads the iterator's own state here: `state` of this place, and of places behind
@@ -97,9 +116,9 @@ class BatchSource:
     place: int = self._drawn if drawn is None else drawn
     if place == self._drawn and not self._again:
       self.remember()
-    at, own = self._known
-    skip = {"skip": place - at} if own and place > at else {}
-    return {"drawn": place, **own, **skip}
+    at, known = self._known
+    skip = {"skip": place - at} if known and place > at else {}
+    return {"drawn": place, **known, **skip}
 
   def _resume(self, saved: dict[str, Any]) -> None:
     if iterator_state.restore(self._iterator, saved):

@@ -8,6 +8,7 @@ is collective: with several processes each of them calls it.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import pathlib
 from typing import Any
@@ -16,16 +17,16 @@ import jax
 from flax import nnx
 
 from tunix.sft import checkpoint_errors as errors, orbax_options, run_state
-from tunix.sft.run_state import RunState
+from tunix.sft.run_state import ARRAYS, RunState
 from tunix.utils import coordination, env, tree
 
 _log = logging.getLogger(__name__)
 
-_ARRAYS = ("model_params", "model_rest", "optimizer_state")
 _JSON = ("progress", "custom_metadata")
 
 # Orbax's managers that this process has open, by folder: a notebook cell run again
-# makes a second one while the first may still be writing.
+# makes a second one while the first may still be writing, and nothing but the process
+# itself knows of both. The one table of its kind; `close` takes managers out of it.
 _OPEN: dict[str, Any] = {}
 
 
@@ -73,7 +74,7 @@ class CheckpointManager:
     modern = not env.pathways_available()
     handlers: dict[str, Any] = {
       name: ocp.PyTreeCheckpointHandler(use_ocdbt=modern, use_zarr3=modern)
-      for name in _ARRAYS
+      for name in ARRAYS
     }
     return handlers | {name: ocp.JsonCheckpointHandler() for name in _JSON}
 
@@ -92,9 +93,10 @@ class CheckpointManager:
     Raises:
       OSError: the disk is full or not writable. With asynchronous saving it may come
         out of a later call, or of `close`; checkpoints written before are untouched.
+      TypeError: metadata, or the state of a data iterator, that is no JSON.
       coordination.AbsentError: another process does not save.
     """
-    self._check_open()
+    self.check_open()
     if self._manager is None or (not force and not self.should_save(step)):
       return False
     coordination.gather(f"writing checkpoint {step}", None, self.timeout_secs)
@@ -105,6 +107,7 @@ class CheckpointManager:
     }
     for name in _JSON:
       if (value := getattr(state, name)) is not None:
+        _check_json(name, value)
         items[name] = ocp.args.JsonSave(value)
     with errors.named_failure(self._root, step):
       return self._manager.save(step, args=ocp.args.Composite(**items), force=force)
@@ -133,7 +136,7 @@ class CheckpointManager:
       RuntimeError: there are checkpoints, and none of them can be read; they stay.
       MemoryError, OSError: this machine could not read, whatever the files are like.
     """
-    self._check_open()
+    self.check_open()
     if self._manager is None:
       return None
     self.wait()
@@ -190,7 +193,7 @@ class CheckpointManager:
     written = self._written_items(step)
     metadata = self._manager.item_metadata(step)
     items: dict[str, Any] = {}
-    for name in _ARRAYS:
+    for name in ARRAYS:
       if (part := getattr(like, name)) is None:
         continue
       target = jax.tree.map(_abstract, part)
@@ -292,7 +295,7 @@ class CheckpointManager:
 
     Returns: whether it was saved (False also without a root directory).
     """
-    self._check_open()
+    self.check_open()
     if self._manager is None:
       return False
     state = run_state.of_module(model, optimizer, save_only_lora_params)
@@ -327,10 +330,10 @@ class CheckpointManager:
         "place: expected an nnx.Optimizer; give a step number as step="
       )
     like = run_state.of_module(model, optimizer, restore_only_lora_params)
-    found = self.restore_state(like, step=step, partial=restore_only_lora_params)
-    if found is None:
+    saved = self.restore_state(like, step=step, partial=restore_only_lora_params)
+    if saved is None:
       return 0, {}
-    at, state = found
+    at, state = saved
     run_state.load_into(model, optimizer, state, restore_only_lora_params)
     return at, state.custom_metadata or {}
 
@@ -370,12 +373,24 @@ class CheckpointManager:
       with errors.named_failure(self._root, None):
         manager.close()
 
-  def _check_open(self) -> None:
+  def check_open(self) -> None:
+    """Raises RuntimeError once it is closed."""
     if self._closed:
       raise RuntimeError(
         f"the checkpoint manager of {self._root} is closed: make a new one (or a new "
         "trainer) to go on saving"
       )
+
+
+def _check_json(name: str, value: Any) -> None:
+  # A background thread writes it: its error would come late, and name nothing.
+  try:
+    json.dumps(value)
+  except TypeError as error:
+    raise TypeError(
+      f"{name} of a checkpoint cannot be written ({error}): metadata and the states of "
+      "data iterators hold strings, numbers, lists and dicts; convert arrays"
+    ) from error
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -28,16 +28,16 @@ def read(iterator: Any, *, warn: bool = False) -> dict[str, Any]:
   """
   if not hasattr(iterator, "get_state"):
     return {}
-  own = iterator.get_state()
-  if not isinstance(own, bytes):
-    return {"iterator": _short(own, warn)}
+  state = iterator.get_state()
+  if not isinstance(state, bytes):
+    return {"iterator": _short(state, warn)}
   try:
-    value = json.loads(own)
+    value = json.loads(state)
   except ValueError:
-    return {"iterator_bytes": own.decode()}
+    return {"iterator_bytes": state.decode()}
   short = _short(value, warn)
   if short == value:
-    return {"iterator_bytes": own.decode()}
+    return {"iterator_bytes": state.decode()}
   return {"iterator_bytes": json.dumps(short)}
 
 
@@ -47,16 +47,16 @@ def restore(iterator: Any, saved: dict[str, Any]) -> bool:
   Raises:
     ValueError: the iterator is over other data.
   """
-  own = saved.get("iterator", saved.get("iterator_bytes"))
-  if own is None or not hasattr(iterator, "set_state"):
+  state = saved.get("iterator", saved.get("iterator_bytes"))
+  if state is None or not hasattr(iterator, "set_state"):
     return False
-  if _DIGEST in json.dumps(own):
-    own = _completed(own, iterator, "iterator_bytes" in saved)
-  iterator.set_state(own.encode() if "iterator_bytes" in saved else own)
+  if _DIGEST in json.dumps(state):
+    state = _completed(state, iterator, "iterator_bytes" in saved)
+  iterator.set_state(state.encode() if "iterator_bytes" in saved else state)
   return True
 
 
-def _completed(own: Any, iterator: Any, is_bytes: bool) -> Any:
+def _completed(state: Any, iterator: Any, is_bytes: bool) -> Any:
   """The saved state with the texts of this iterator in place of their digests."""
   here: dict[str, str] = {}
 
@@ -77,7 +77,7 @@ def _completed(own: Any, iterator: Any, is_bytes: bool) -> Any:
 
   now = iterator.get_state()
   _map_texts(note, json.loads(now) if is_bytes else now)
-  value = _map_texts(whole, json.loads(own) if is_bytes else own)
+  value = _map_texts(whole, json.loads(state) if is_bytes else state)
   return json.dumps(value) if is_bytes else value
 
 

@@ -203,9 +203,12 @@ class MetricsLogger:
     """Goes back to a `state()`: what was logged after it is taken back.
 
     None means a run from the beginning: metrics files that an earlier run left in
-    the folder are moved aside (`metrics.jsonl.1`, ...), never deleted. Backends
-    are matched by class; one that the state does not know appends.
+    the folder are moved aside (`metrics.jsonl.1`, ...), never deleted; what this logger
+    has logged stays, for several runs may share it. Backends are matched by class; one
+    that the state does not know appends.
     """
+    if state is None and self._history:
+      return
     for name, backend in self._named_backends():
       if not isinstance(backend, RewindableBackend):
         continue
@@ -217,11 +220,6 @@ class MetricsLogger:
     self._history = {
       (prefix, mode, name): _Series.restored(sums) for prefix, mode, name, *sums in rows
     }
-
-  @property
-  def is_fresh(self) -> bool:
-    """Whether nothing was logged and nothing restored yet."""
-    return not self._history
 
   def flush(self) -> None:
     """Everything logged is with its backend, as far as that has `flush()`."""

@@ -93,7 +93,12 @@ class Skeleton:
     return tree.nest({name: flat[name] for name in names})
 
 
-def _check_trainable(params: Arrays) -> None:
+def _check_trainable(model: nnx.Module, params: Arrays) -> None:
+  if not params:
+    raise ValueError(
+      f"{type(model).__name__} has no parameters to train: keep them in nnx.Param, or "
+      "apply LoRA to the model"
+    )
   for name, leaf in tree.flatten(params).items():
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
       raise ValueError(
@@ -102,11 +107,21 @@ def _check_trainable(params: Arrays) -> None:
       )
 
 
+def _check_alive(arrays: Any) -> None:
+  if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(arrays)):
+    raise RuntimeError(
+      "the model's arrays are gone: an update failed on the device after it had taken "
+      "them (they are donated); make the model and the trainer anew: it resumes from "
+      "the last checkpoint"
+    )
+
+
 class ModuleState:
   """The caller's module and the arrays that training works on.
 
   Raises:
-    ValueError: a parameter that would be trained holds no floating-point numbers.
+    ValueError: there is nothing to train, or a parameter that would be trained holds no
+      floating-point numbers.
 
   Attributes:
     model: the caller's object.
@@ -118,13 +133,17 @@ class ModuleState:
     self.model = model
     self.skeleton = Skeleton(model)
     self.params, self.frozen, self.rest = self.skeleton.split(model)
-    _check_trainable(self.params)
+    _check_trainable(model, self.params)
     self._handed_back = True  # whether the module holds them
 
   def refresh(self) -> None:
-    """Takes what the module holds now: its owner may have set other weights."""
+    """Takes what the module holds now: its owner may have set other weights.
+
+    Raises:
+      RuntimeError: a failed update has taken its arrays.
+    """
     if self._handed_back:
-      parts = mesh_lib.on_auto(self.skeleton.split(self.model))
+      _check_alive(parts := mesh_lib.on_auto(self.skeleton.split(self.model)))
       self.params, self.frozen, self.rest = parts
 
   def own(self) -> None:
@@ -176,8 +195,8 @@ class ModuleState:
     self.refresh()
 
   def _trained_variables(self) -> dict[str, nnx.Variable]:
-    found = trained_variables(self.model)
-    return {name: found[name] for name in tree.flatten(self.params)}
+    variables = trained_variables(self.model)
+    return {name: variables[name] for name in tree.flatten(self.params)}
 
   def _place(self, name: str) -> tuple[dict[str, Any], str]:
     """The innermost dict of `params` that holds a leaf, and its key there."""

@@ -242,6 +242,8 @@ class PeftTrainer:
     Raises:
       Stopped: SIGINT or SIGTERM arrived; the step was finished and a checkpoint saved.
       ValueError: the data is empty, or nothing in a global batch is trained.
+      RuntimeError: the trainer is closed and could save nothing, or an update that
+        failed on the device took the weights with it.
     """
     self._run.train(train_ds, eval_ds, skip_jit)
 
@@ -303,8 +305,10 @@ class PeftTrainer:
     if self._closed:
       return
     self._closed = True
-    self._run.close()
-    self._reporter.close()
+    try:
+      self._run.close()
+    finally:
+      self._reporter.close()
 
   # What a run is made of; when each is called is decided in run.py.
 
@@ -359,7 +363,9 @@ class PeftTrainer:
       span.device_end(metrics.loss)
     self._progress.train_steps += 1
     self._progress.iter_steps += window.drawn
-    self._progress.data_state = window.data_state
+    self._progress.train_rows = max(self._progress.train_rows, window.rows)
+    if window.data_state is not None:  # of a batch that the user gave there is none
+      self._progress.data_state = window.data_state
     aux = named_metrics(self._post_process_train_step(metrics.aux))
     self._reporter.put(self.train_steps, metrics, aux, window.tokens)
     self._call_hook("on_train_step_end", self.train_steps, metrics.loss)
@@ -413,22 +419,26 @@ class PeftTrainer:
     return self._window(parts, None)
 
   def _window(self, batches: list[Any], data_state: Any) -> Window:
-    ready = self._ready(batches)
+    ready, rows = self._ready(batches, self._progress.train_rows)
     if self._reads_tokens:
-      progress, accepted = self._progress, calling.call_parameters(self._module.model)
-      ready, progress.train_rows = windows.pad_to_largest(ready, progress.train_rows)
-      windows.check(ready, accepted)
+      windows.check_trained(ready)
     return windows.make(
       ready,
       self.training_config,
       len(batches),
       data_state,
+      rows=rows,
       whole=self._batches_are_whole,
     )
 
-  def _ready(self, batches: Iterable[Any]) -> list[Any]:
+  def _ready(self, batches: Iterable[Any], rows: int) -> tuple[list[Any], int]:
+    """Prepared micro-batches, and the rows they have now; see `pad_to_largest`."""
     ready = [windows.as_pytree(self._prepare_inputs(batch)) for batch in batches]
-    return self._prepare_window(ready)
+    ready = self._prepare_window(ready)
+    if not self._reads_tokens:
+      return ready, rows
+    windows.check_read(ready, calling.call_parameters(self._module.model))
+    return windows.pad_to_largest(ready, rows)
 
   @property
   def _reads_tokens(self) -> bool:
@@ -443,9 +453,7 @@ class PeftTrainer:
     axes = self.training_config.data_sharding_axis
     parts, tokens, rows = [], 0, 0
     for batch in batches:
-      ready = self._ready([batch])
-      if self._reads_tokens:
-        ready, rows = windows.pad_to_largest(ready, rows)
+      ready, rows = self._ready([batch], rows)
       tokens += windows.token_count(ready)
       placed = sharding_utils.shard_input(ready[0], axes)
       with self.perf_tracer.span("eval_step") as span:

@@ -113,9 +113,11 @@ class Run:
     Raises:
       Stopped: SIGINT or SIGTERM arrived; the update was finished and the run saved.
       ValueError: the data is empty.
+      RuntimeError: the run is closed, and could save nothing.
       coordination.AbsentError: another process did not come to a checkpoint.
     """
     work = self._work
+    self._checkpoints.check_open()
     if self._calls < work.position().calls:
       self._calls += 1
       _log.info("call %d of train was over before: nothing to do", self._calls)
@@ -193,7 +195,9 @@ class Run:
       return
     saved = self.save() or self.saved_step() is not None
     self._checkpoints.wait()
-    where = "a checkpoint is saved" if saved else "no checkpoint folder was given"
+    where = "a checkpoint is saved" if saved else "nothing is saved"
+    if self._config.checkpoint_root_directory is None:
+      where = "no checkpoint folder was given"
     raise Stopped(signum, f"stopped after step {step}; {where}")
 
   @contextlib.contextmanager

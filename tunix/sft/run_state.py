@@ -19,6 +19,9 @@ from tunix.utils import tree
 
 Arrays = dict[str, Any]
 
+# The parts of a RunState that hold arrays: an item of a checkpoint each.
+ARRAYS = ("model_params", "model_rest", "optimizer_state")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunState:
@@ -40,8 +43,7 @@ class RunState:
 
   def arrays(self) -> dict[str, Arrays]:
     """The parts that hold arrays and are there (an empty dict of arrays is not)."""
-    names = ("model_params", "model_rest", "optimizer_state")
-    parts = {name: getattr(self, name) for name in names}
+    parts = {name: getattr(self, name) for name in ARRAYS}
     return {name: part for name, part in parts.items() if part}
 
 

@@ -151,24 +151,24 @@ def _global_shape(x: Any, mesh: Mesh, pspec: PartitionSpec) -> tuple[int, ...]:
   shares += [(1, 1)] * (len(shape) - len(shares))
   # Not an integer if the part is no whole number of shards: round up and let the
   # check of divisibility name the shape.
-  return tuple(-(-size * all_ // own) for size, (own, all_) in zip(shape, shares))
+  return tuple(-(-size * all_ // here) for size, (here, all_) in zip(shape, shares))
 
 
 def _process_share(mesh: Mesh, entry: Any) -> tuple[int, int]:
   """(shards of this process, shards in all) along one entry of a PartitionSpec."""
   names = () if entry is None else (entry,) if isinstance(entry, str) else entry
   columns = [mesh.axis_names.index(name) for name in names]
-  own = {
+  held = {
     tuple(place[column] for column in columns)
     for place, device in np.ndenumerate(mesh.devices)
     if device.process_index == jax.process_index()
   }
-  if not own:
+  if not held:
     raise ValueError(
       f"process {jax.process_index()} has no device in the mesh {dict(mesh.shape)}: "
       "shard inputs on the processes that take part"
     )
-  return len(own), math.prod(mesh.shape[name] for name in names)
+  return len(held), math.prod(mesh.shape[name] for name in names)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -235,12 +235,10 @@ class StepReporter:
     return self.logger.state()
 
   def restore(self, state: dict[str, Any] | None) -> None:
-    """Takes back what was logged after `state`, and what is still to be logged. None
-    begins a run: what another one left is moved aside, but not what this process has
-    logged, for a logger may be shared."""
+    """Takes back what was logged after `state`, and what is still to be logged; see
+    MetricsLogger.restore."""
     self.flush()
-    if state is not None or self.logger.is_fresh:
-      self.logger.restore(state)
+    self.logger.restore(state)
 
   def end(self) -> None:
     """Everything is logged and in its files; logging may go on."""

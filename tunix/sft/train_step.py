@@ -99,7 +99,9 @@ def weigh(out: Any, batch: Any) -> tuple[WeightedSum, Any]:
         "tunix.ops.reductions.weighted_sum(values, weights)"
       )
     examples = examples_in(batch)
-    out = WeightedSum(value * examples, jnp.asarray(examples, jnp.float32))
+    # A mean over no example is NaN, and 0 * NaN would spoil the sums of the others.
+    total = value * examples if examples else jnp.zeros_like(value)
+    out = WeightedSum(total, jnp.asarray(examples, jnp.float32))
   return out, map_sums(lambda leaf: _as_sum(leaf, out.weight), aux)
 
 
@@ -210,8 +212,8 @@ def make_eval_step(
 
 def injected_learning_rate(opt_state: Any) -> jax.Array | None:
   """The learning rate in the state of `optax.inject_hyperparams`, if it is there."""
-  found = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
-  return jnp.asarray(found[0][1], jnp.float32) if found else None
+  rates = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
+  return jnp.asarray(rates[0][1], jnp.float32) if rates else None
 
 
 def _accumulate(one, params, rest, frozen, groups) -> tuple[Any, _Sums]:
@@ -221,7 +223,7 @@ def _accumulate(one, params, rest, frozen, groups) -> tuple[Any, _Sums]:
 
   first = groups[0].batches[0]
   shapes = jax.eval_shape(lambda: one(params, rest, frozen, first)[1])
-  sums = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+  sums = jax.tree.map(_zeros, shapes)
 
   def add(carry, item):
     rest, sums = carry
@@ -235,6 +237,11 @@ def _accumulate(one, params, rest, frozen, groups) -> tuple[Any, _Sums]:
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *group.batches)
     (rest, sums), _ = jax.lax.scan(add, (rest, sums), (stacked, group.weights))
   return rest, sums
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+  """Where sums begin: in float32, or wider where they are."""
+  return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _scaled(sums: _Sums, weight: jax.Array) -> _Sums:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import numpy as np
 import optax
 from flax import nnx
 
@@ -87,7 +89,7 @@ def named_metrics(aux: Any) -> dict[str, Any]:
   """Metrics by name, as a loss or a subclass gave them.
 
   Raises:
-    TypeError: they are no dict.
+    TypeError: they are no dict, or one of them is no scalar.
     ValueError: one has a name that the trainer needs.
   """
   if aux is None:
@@ -102,4 +104,11 @@ def named_metrics(aux: Any) -> dict[str, Any]:
     raise ValueError(
       f"the loss's aux has {taken[0]!r}, a name of the trainer's own metric: rename it"
     )
+  for name, value in aux.items():
+    if not jax.tree_util.all_leaves([value]) or np.size(value) != 1:
+      raise TypeError(
+        f"{name!r} in the loss's aux is a {type(value).__name__} of shape "
+        f"{np.shape(value)}: give a scalar, or make one of it in "
+        "_post_process_train_step and _post_process_eval_step"
+      )
   return aux

@@ -23,12 +23,14 @@ class Window:
     groups: what the step takes.
     drawn: micro-batches drawn for it (fewer than usual at the end of the data).
     tokens: tokens in it, padding included; 0 when the batches hold none.
+    rows: that its micro-batches were padded to; 0: they were not.
     data_state: the place in the data after it.
   """
 
   groups: tuple[Group, ...]
   drawn: int
   tokens: int
+  rows: int
   data_state: dict[str, Any] | None
 
 
@@ -121,10 +123,11 @@ def make(
   drawn: int,
   data_state: Any,
   *,
+  rows: int = 0,
   whole: bool = False,
 ) -> Window:
-  """Prepared micro-batches as what a step takes, on their devices; `whole` as
-  `sharding_utils.shard_input`."""
+  """Prepared micro-batches as what a step takes, on their devices; `rows` as in
+  `Window`, `whole` as in `sharding_utils.shard_input`."""
   axes = config.data_sharding_axis
   return Window(
     groups=group(
@@ -133,6 +136,7 @@ def make(
     ),
     drawn=drawn,
     tokens=token_count(ready),
+    rows=rows,
     data_state=data_state,
   )
 
@@ -166,17 +170,16 @@ def pad_to_largest(batches: Sequence[Any], rows: int) -> tuple[list[Any], int]:
   return [pad_rows(batch, rows) for batch in batches], rows
 
 
-def check(batches: Sequence[Any], accepted: Collection[str]) -> None:
-  """Refuses what the default loss cannot train on as it is meant.
+def check_read(batches: Sequence[Any], accepted: Collection[str]) -> None:
+  """Refuses what a model would read otherwise than it is meant.
 
   Args:
     batches: micro-batches on the host.
     accepted: names that the model's `__call__` takes.
 
   Raises:
-    ValueError: nothing is trained, or the model would misread rows or positions.
+    ValueError: it would misread rows or positions.
   """
-  check_trained(batches)
   check_packed(batches, accepted)
   check_positions(batches, accepted)
 

@@ -63,6 +63,12 @@ class Smoothed(LogitStrategy):
     return jnp.full((*inputs["input_tokens"].shape, WORDS), 1 / WORDS)
 
 
+class Squared(LogitStrategy):
+  def get_train_loss(self, student_model, teacher_output, inputs):
+    student = self.get_student_outputs(student_model, inputs)
+    return jnp.mean(jnp.square(student - teacher_output)), {}
+
+
 def losses(strategy):
   """(evaluation, training, whether the teacher's table lay beside the student)."""
   student, teacher = strategy.pre_process_models(Model(0, 2), Model(1, 4))
@@ -125,7 +131,7 @@ def test_one_strategy_serves_trainers_beside_each_other():
   assert not any(hasattr(student, "teacher_table") for student in students)
 
 
-@pytest.mark.parametrize("kind", [EvaluatesBoth, Halved, Shifted, Smoothed])
+@pytest.mark.parametrize("kind", [EvaluatesBoth, Halved, Shifted, Smoothed, Squared])
 def test_what_a_subclass_overrides_sees_logits_and_counts(kind):
   own, plain = losses(kind()), losses(LogitStrategy())
   assert (own[2], plain[2]) == (False, True)

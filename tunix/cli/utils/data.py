@@ -8,7 +8,7 @@ from typing import Any
 from tunix.cli.utils import call_strings
 from tunix.data import chat
 from tunix.data.prompts import PROMPTS
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate import tokenizer_adapter
 from tunix.utils import map_datasets as maps
 
 _DEFAULT = "create_dataset"
@@ -138,8 +138,7 @@ def post_init_dataset(
 
 
 def _adapted(tokenizer: Any) -> Any:
-  known = tokenizer is None or isinstance(tokenizer, TokenizerAdapter)
-  return tokenizer if known else TokenizerAdapter(tokenizer)
+  return None if tokenizer is None else tokenizer_adapter.adapted(tokenizer)
 
 
 def _rendered(prompt: Any, tokenizer: Any) -> str:

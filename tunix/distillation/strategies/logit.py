@@ -227,7 +227,7 @@ class LogitStrategy(BaseStrategy):
 
   def _needs_no_logits(self, student: nnx.Module) -> bool:
     """Whether the student has hidden states, and nothing of the user's reads logits."""
-    methods = ["compute_loss", "get_labels"]
+    methods = ["compute_loss", "get_labels", "get_train_loss"]
     methods += ["get_student_outputs", "get_teacher_outputs"]
     if self.evaluates_with_teacher:  # else it sees the student alone: `get_eval_loss`
       methods.append("compute_eval_loss")

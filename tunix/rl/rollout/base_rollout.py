@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,6 +92,13 @@ class RolloutOutput:
   logprobs: list[np.ndarray]
   finish_reasons: list[str]
   version: Any = None
+
+  def joined(self, others: Iterable[RolloutOutput]) -> RolloutOutput:
+    """With the rows of other outputs, by the same weights, behind its own."""
+    names = [f.name for f in dataclasses.fields(self) if f.name != "version"]
+    every = [self, *others]
+    rows = {name: [x for out in every for x in getattr(out, name)] for name in names}
+    return RolloutOutput(**rows, version=self.version)
 
   @property
   def left_padded_prompt_tokens(self) -> np.ndarray:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.data.batches import Rows, TextOptions
-from tunix.generate import scoring
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate import scoring, tokenizer_adapter
 from tunix.ops.pair_losses import PairLoss
 from tunix.ops.reductions import WeightedSum, weighted_sum
 from tunix.sft import sharding_utils
@@ -73,11 +72,8 @@ def options_of(config: CompletionsConfig, tokenizer: Any) -> TextOptions:
     config: of the trainer.
     tokenizer: a TokenizerAdapter, what one can be made of, or None.
   """
-  if tokenizer is not None and not isinstance(tokenizer, TokenizerAdapter):
-    tokenizer = TokenizerAdapter(tokenizer)
-  return TextOptions(
-    tokenizer=tokenizer, limits=config.limits, bad_rows=config.bad_rows
-  )
+  adapted = None if tokenizer is None else tokenizer_adapter.adapted(tokenizer)
+  return TextOptions(tokenizer=adapted, limits=config.limits, bad_rows=config.bad_rows)
 
 
 def checked_config(

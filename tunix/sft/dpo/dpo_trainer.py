@@ -15,7 +15,7 @@ from flax import nnx
 
 from tunix.data import batches
 from tunix.data.batches import PAIR, TextOptions
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.generate import tokenizer_adapter
 from tunix.ops import preference
 from tunix.ops.pair_losses import PairScores
 from tunix.ops.preference import PairLossSpec
@@ -266,10 +266,8 @@ def process_dpo_record(
   Raises:
     ValueError: a completion is empty, both are equal, or a field is missing.
   """
-  if not isinstance(tokenizer, TokenizerAdapter):
-    tokenizer = TokenizerAdapter(tokenizer)
   limits = Limits(max_prompt_length, max_response_length)
-  options = TextOptions(tokenizer=tokenizer, limits=limits)
+  options = TextOptions(tokenizer=tokenizer_adapter.adapted(tokenizer), limits=limits)
   columns = batch_fields(record)
   if not batches.is_one_pair(columns):
     return TrainingInput(**batches.read_pairs(columns, options))

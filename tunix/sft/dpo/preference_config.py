@@ -82,8 +82,8 @@ class PreferenceConfig(CompletionsConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    own = {field.name for field in dataclasses.fields(self)}
-    if twice := sorted(own & self.options.keys()):
+    fields = {field.name for field in dataclasses.fields(self)}
+    if twice := sorted(fields & self.options.keys()):
       raise ValueError(
         f"options hold {twice[0]!r}, which is a setting of its own: set {twice[0]}="
         f"{self.options[twice[0]]!r} instead"
@@ -154,8 +154,8 @@ class DPOTrainingConfig(PreferenceConfig):
   @property
   def loss_options(self) -> dict[str, Any]:
     """Everything that the loss is called with."""
-    own = {"lambda_orpo": self.lambda_orpo} if self.chosen_loss == "orpo" else {}
-    return {**own, **super().loss_options}
+    orpo = {"lambda_orpo": self.lambda_orpo} if self.chosen_loss == "orpo" else {}
+    return {**orpo, **super().loss_options}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,20 +25,20 @@ class ReferenceModel:
   """
 
   def __init__(self, model: nnx.Module | None, axes: tuple[str, ...]):
-    self._given = model
+    self._model = model
     self._axes = axes
     self._below: nnx.Module | None = None
     self._shared: list[Any] = []  # the arrays that `_below` was made of
 
   def model(self, policy: ModuleState, mesh: Any) -> nnx.Module:
     """The module, laid out on a mesh: its own, or the policy's if it has none."""
-    given = self._given
-    if given is None:
+    model = self._model
+    if model is None:
       return self._below_adapters(policy)
-    state = nnx.state(given)
+    state = nnx.state(model)
     if mesh is not None and mesh_lib.mesh_of(state) is None:
-      nnx.update(given, jax.device_put(state, sharding.named_shardings(state, mesh)))
-    return given
+      nnx.update(model, jax.device_put(state, sharding.named_shardings(state, mesh)))
+    return model
 
   def _below_adapters(self, policy: ModuleState) -> nnx.Module:
     policy.refresh()
