@@ -253,3 +253,50 @@ def test_other_jobs(job, files, tmp_path):
     if isinstance(value, float):
       np.testing.assert_allclose(other[name], value, rtol=1e-3, err_msg=name)
   assert (two / "export" / "config.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_an_evaluation_is_shared(files, tmp_path):
+  """Rows are dealt out; one process writes what one alone would have written, byte by
+  byte. Another file on one of them is named."""
+  pairs = files / "pairs.jsonl"
+  lines = [{"prompt": f"{i}", "chosen": "a" * i, "rejected": "b"} for i in range(1, 6)]
+  pairs.write_text("\n".join(map(json.dumps, lines)) + "\n")
+  prompts = files / "prompts.jsonl"
+  prompts.write_text("\n".join(json.dumps({"prompt": f"{i}"}) for i in range(5)) + "\n")
+  (files / "length_reward.py").write_text(
+    "def length(completions):\n  return [float(len(x)) for x in completions]\n"
+  )
+  words = [
+    *("eval", files / "model", "--data", files / "train.jsonl", "--pairs", pairs),
+    *("--prompts", prompts, "--reward", f"{files}/length_reward.py:length"),
+    *("--num_samples", 2, "--temperature", 1, "--seed", 0, "--max_new_tokens", 4),
+    *("--batch_size", 2),
+  ]
+
+  def run(count, **each):
+    port = processes.free_port()
+    told = {"coordinator": f"localhost:{port}", "num_processes": count, "timeout_s": 60}
+    return [
+      processes.start(
+        PROGRAM,
+        1,
+        *(each.get(str(x), x) if rank else x for x in words),
+        *(f"--distributed.{key}={value}" for key, value in told.items()),
+        f"--distributed.process_id={rank}",
+      )
+      for rank in range(count)
+    ]
+
+  words += ["--out", tmp_path / "one"]
+  processes.finish(processes.start(PROGRAM, 1, *words))
+  words[-1] = tmp_path / "two"
+  processes.finish(*run(2))
+  for name in ("table.csv", "records.jsonl", "samples.html"):
+    one, two = ((tmp_path / x / name).read_bytes() for x in ("one", "two"))
+    assert one == two, name
+  runs.write_records(files / "else.jsonl", 32, start=5)
+  other = {str(files / "train.jsonl"): files / "else.jsonl"}
+  codes, errors = ends(*run(2, **other))
+  assert codes == [2, 2] and "configuration: data is" in errors[0], errors
