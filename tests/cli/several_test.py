@@ -217,9 +217,11 @@ def test_settings_that_cannot_be_met(keys, part, files, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["grpo", "dpo"])
+@pytest.mark.parametrize("job", ["grpo", "dpo", "distill"])
 def test_other_jobs(job, files, tmp_path):
-  """Equal metrics of the first step, in one process and in two, and an export."""
+  """Equal metrics of the first step, in one process and in two, and an export. What a
+  reference or a teacher said is on disk, in the bytes of one process."""
+  said = None
   if job == "grpo":
     lines = [{"prompt": f"{i} plus 1", "answer": str(i + 1)} for i in range(16)]
     reward = (
@@ -233,7 +235,12 @@ def test_other_jobs(job, files, tmp_path):
       "algorithm.num_generations": 4,
       "algorithm.beta": 0.1,
     }
+  elif job == "distill":
+    lines = [json.loads(line) for line in (files / "train.jsonl").open()]
+    keys = {"distill.teacher": files / "model", "distill.top_k": 3}
+    said = "distill.cache"
   else:
+    said = "preference.reference_logps"
     lines = [
       {"prompt": f"{i} plus 1", "chosen": str(i + 1), "rejected": "x"}
       for i in range(16)
@@ -243,9 +250,12 @@ def test_other_jobs(job, files, tmp_path):
   data.write_text("\n".join(map(json.dumps, lines)) + "\n")
   keys |= {"job": job, "data.train": data, "training.max_steps": 2}
   one, two = tmp_path / "one", tmp_path / "two"
-  keys["data.max_length"] = "null"  # of sft alone
-  processes.finish(processes.start(PROGRAM, 8, *arguments(files, one, **keys)))
-  processes.finish(*start(files, two, **keys))
+  if job != "distill":
+    keys["data.max_length"] = "null"
+  places = [{} if said is None else {said: tmp_path / f"said{i}"} for i in range(2)]
+  words = arguments(files, one, **keys, **places[0])
+  processes.finish(processes.start(PROGRAM, 8, *words))
+  processes.finish(*start(files, two, **keys, **places[1]))
   lines = [(x / "logs" / "metrics.jsonl").read_text().splitlines() for x in (one, two)]
   assert len(lines[0]) == len(lines[1])
   first, other = (json.loads(found[0]) for found in lines)
@@ -253,3 +263,56 @@ def test_other_jobs(job, files, tmp_path):
     if isinstance(value, float):
       np.testing.assert_allclose(other[name], value, rtol=1e-3, err_msg=name)
   assert (two / "export" / "config.json").is_file()
+  if said is not None:
+    written = [
+      {file.name: file.read_bytes() for file in (tmp_path / f"said{i}").iterdir()}
+      for i in range(2)
+    ]
+    assert len(written[0]) > 1 and written[0] == written[1]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_an_evaluation_is_shared(files, tmp_path):
+  """Rows are dealt out; one process writes what one alone would have written, byte by
+  byte. Another file on one of them is named."""
+  pairs = files / "pairs.jsonl"
+  lines = [{"prompt": f"{i}", "chosen": "a" * i, "rejected": "b"} for i in range(1, 6)]
+  pairs.write_text("\n".join(map(json.dumps, lines)) + "\n")
+  prompts = files / "prompts.jsonl"
+  prompts.write_text("\n".join(json.dumps({"prompt": f"{i}"}) for i in range(5)) + "\n")
+  (files / "length_reward.py").write_text(
+    "def length(completions):\n  return [float(len(x)) for x in completions]\n"
+  )
+  words = [
+    *("eval", files / "model", "--data", files / "train.jsonl", "--pairs", pairs),
+    *("--prompts", prompts, "--reward", f"{files}/length_reward.py:length"),
+    *("--num_samples", 2, "--temperature", 1, "--seed", 0, "--max_new_tokens", 4),
+    *("--batch_size", 2),
+  ]
+
+  def run(count, **each):
+    port = processes.free_port()
+    told = {"coordinator": f"localhost:{port}", "num_processes": count, "timeout_s": 60}
+    return [
+      processes.start(
+        PROGRAM,
+        1,
+        *(each.get(str(x), x) if rank else x for x in words),
+        *(f"--distributed.{key}={value}" for key, value in told.items()),
+        f"--distributed.process_id={rank}",
+      )
+      for rank in range(count)
+    ]
+
+  words += ["--out", tmp_path / "one"]
+  processes.finish(processes.start(PROGRAM, 1, *words))
+  words[-1] = tmp_path / "two"
+  processes.finish(*run(2))
+  for name in ("table.csv", "records.jsonl", "samples.html"):
+    one, two = ((tmp_path / x / name).read_bytes() for x in ("one", "two"))
+    assert one == two, name
+  runs.write_records(files / "else.jsonl", 32, start=5)
+  other = {str(files / "train.jsonl"): files / "else.jsonl"}
+  codes, errors = ends(*run(2, **other))
+  assert codes == [2, 2] and "configuration: data is" in errors[0], errors

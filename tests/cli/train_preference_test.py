@@ -6,13 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from tests import toys
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.jobs import preference
 from tunix.models import safetensors_saver
 from tunix.models.automodel import AutoModel
-from tunix.sft.dpo.precomputed import PrecomputedLogps
 
 ANSWERS = [
   ("How many days are in a week?", "There are seven days.", "It is five."),
@@ -179,17 +176,6 @@ def test_a_reference_of_its_own_and_one_from_disk(keys, tmp_path):
   for name in runs_made:
     assert losses[name] == pytest.approx(losses["memory"], rel=1e-5)
   assert [*(tmp_path / "logps").glob("rows-*.npy")]
-
-
-def test_one_process_writes_log_probabilities(tmp_path, monkeypatch):
-  keys = {"job": "dpo", "preference.reference_logps": str(tmp_path / "logps")}
-  config = config_lib.load([f"--{name}={value}" for name, value in keys.items()])
-  preference.check_processes(config)
-  monkeypatch.setattr(jax, "process_count", lambda: 2)
-  with pytest.raises(ValueError, match="nothing is written yet, and there are 2 proc"):
-    preference.check_processes(config)
-  PrecomputedLogps.write(tmp_path / "logps", toys.model(0), [])
-  preference.check_processes(config)
 
 
 def test_a_reward_model_judges_pairs(keys, files, capsys):

@@ -184,16 +184,18 @@ def batches(
   records: Records,
   *,
   training: bool,
+  whole: bool = False,
 ) -> Iterable[Any]:
-  """Micro-batches for training (shuffled, for all epochs) or evaluation (once)."""
+  """Micro-batches for training (shuffled, for all epochs) or evaluation (once): this
+  process's share of each, or the `whole` of it."""
   keys = config.data
   stream = {
     "batch_size": config.training.micro_rows if training else config.training.eval_rows,
     "shuffle": keys.shuffle and training,
     "seed": config.seed,
     "num_epochs": epochs(config) if training else 1,
-    "process_index": jax.process_index(),
-    "process_count": jax.process_count(),
+    "process_index": 0 if whole else jax.process_index(),
+    "process_count": 1 if whole else jax.process_count(),
     "num_threads": keys.num_threads,
   }
   source = _source(config, tokenizer, records)

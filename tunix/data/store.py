@@ -2,7 +2,7 @@
 
 A folder of files `rows-*.npy`: each is there whole or not at all, is named by what it
 holds and never changed, so that a writer that was killed goes on where it was and
-several processes may fill one folder. Files are mapped; memory holds the keys.
+several runs may fill one folder. Files are mapped; memory holds the keys.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import io
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 
+import jax
 import numpy as np
 
+from tunix.utils import coordination
 from tunix.utils.io import write_atomic
 
 
@@ -58,12 +60,20 @@ class RowStore:
     return np.stack([self._files[file][row][column] for file, row in places])
 
   def add(self, columns: Mapping[str, np.ndarray], keys: Sequence[str]) -> None:
-    """Writes rows that are not there yet: arrays [N, ...] by name, and N keys."""
+    """Writes rows that are not there yet: arrays [N, ...] by name, and N keys. Of
+    several processes every one gives the same rows; the first writes them.
+
+    Raises:
+      ValueError: a process does not see what the first has written.
+      coordination.AbsentError: a process did not come.
+    """
     rows = _table(columns, keys)
     np.save(buffer := io.BytesIO(), rows)
     digest = row_key([key.encode() for key in keys])
     path = self.folder / f"rows-{digest}.npy"
-    write_atomic(path, buffer.getvalue())
+    if jax.process_index() == 0:
+      write_atomic(path, buffer.getvalue())
+    coordination.gather("rows on disk", None)
     self._open(path)
 
   def hold(self, columns: Mapping[str, np.ndarray], keys: Sequence[str]) -> None:
@@ -75,7 +85,8 @@ class RowStore:
       self._index(np.load(path, mmap_mode="r"))
     except (ValueError, OSError) as error:
       raise ValueError(
-        f"{path} is damaged ({error}): delete it, and fill the folder again"
+        f"{path} is damaged ({error}): delete it, and fill the folder again (several "
+        "processes need a folder that all of them see)"
       ) from error
 
   def _index(self, rows: np.ndarray) -> None:

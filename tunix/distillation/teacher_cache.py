@@ -2,7 +2,8 @@
 
 A row is found by its content (every field that the teacher is called with), whatever
 batch it comes in (`tunix.data.store`): a fill that was killed goes on where it was, and
-several processes may fill one folder.
+several runs may fill one folder. The processes of one run ask together, each with its
+rows of a batch, and the first writes what one process would.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tunix.models import calling
 from tunix.ops.distill import TopK
 from tunix.sft import inference
 from tunix.sft.losses import batch_fields
-from tunix.utils import checks, stamp
+from tunix.utils import checks, coordination, mesh as mesh_lib, stamp
 from tunix.utils.io import write_json
 
 _FORMAT = 2
@@ -66,7 +67,8 @@ class TeacherCache:
       self._check_about(top_k, temperature)
     else:
       self._about = self._described(top_k, temperature)
-      write_json(about, self._about)
+      if jax.process_index() == 0:
+        write_json(about, self._about)
     self._rows = RowStore(self._folder)
 
   @property
@@ -128,25 +130,33 @@ class TeacherCache:
       ValueError: a row is missing and there is no teacher to ask.
     """
     keys = row_keys(inputs, self._about["fields"])
-    if any(key not in self._rows for key in keys):
+    missing = any(key not in self._rows for key in keys)
+    if self._teacher is not None:  # one that misses a row needs all to ask with it
+      missing = any(coordination.gather("rows without a teacher's words", missing))
+    if missing:
       self._ask(inputs, keys)
     return TopK(*(self._rows.take(keys, part) for part in _PARTS))
 
   def _ask(self, inputs: Inputs, keys: list[str]) -> None:
     """All rows of the batch, so that one program does; keeps the new ones."""
-    new = {key: row for row, key in enumerate(keys) if key not in self._rows}
     if self._teacher is None:
+      missing = sum(key not in self._rows for key in keys)
       raise ValueError(
-        f"{len(new)} of {len(keys)} rows are not in the cache {self._folder} of "
+        f"{missing} of {len(keys)} rows are not in the cache {self._folder} of "
         f"{len(self)} rows: fill it with the batches as they are trained on (the same "
         "tokens, padded alike), or give it the teacher"
       )
     rows = {k: x for k, x in inputs.items() if hasattr(x, "shape")}
     score = _score(self.top_k, self.temperature)
-    words = inference.apply(self._teacher, score, {"inputs": rows}, self._axes)
+    # The keys take the way of the rows, which puts the processes' parts in order.
+    digests = np.asarray([np.frombuffer(bytes.fromhex(key), np.int32) for key in keys])
+    asked = {"inputs": rows, "digests": digests}
+    answer = inference.apply(self._teacher, score, asked, self._axes)
+    (ids, logps), digests = mesh_lib.to_host(answer)
+    every = [digest.tobytes().hex() for digest in np.asarray(digests, np.int32)]
+    new = {key: row for row, key in enumerate(every) if key not in self._rows}
     chosen = np.asarray(list(new.values()))
-    ids, logps = (np.asarray(jax.device_get(x))[chosen] for x in words)
-    self._rows.add({"ids": ids, "logps": logps}, list(new))
+    self._rows.add({"ids": ids[chosen], "logps": logps[chosen]}, list(new))
 
   def _described(self, top_k: int | None, temperature: float | None) -> dict[str, Any]:
     if self._teacher is None or top_k is None:
@@ -186,7 +196,10 @@ class TeacherCache:
 @functools.cache
 def _score(top_k: int, temperature: float) -> Any:
   """One object a setting, so that it compiles once."""
-  return lambda model, inputs: outputs.top_words(model, inputs, top_k, temperature)
+  return lambda model, inputs, digests: (
+    outputs.top_words(model, inputs, top_k, temperature),
+    digests,
+  )
 
 
 def row_keys(inputs: Inputs, fields: Collection[str]) -> list[str]:

@@ -227,18 +227,17 @@ class RewardManager:
 
   def _run(self, calls: list[Call]) -> list[list[Outcome]]:
     """Every call once, by one of the processes; all of them get what came of all."""
-    processes, mine = jax.process_count(), jax.process_index()
-    if processes == 1:
+    if jax.process_count() == 1:
       return [list(part) for part in self._run_here(calls)]
-    done = self._run_here(calls[mine::processes])
-    told = [[dataclasses.astuple(x) for x in part] for part in done]
-    kinds = [[type(x).__name__ for x in part] for part in done]
-    everywhere = coordination.gather("rewards", [kinds, told], timeout_s=_PATIENCE_S)
-    out: list[list[Outcome]] = []
-    for i in range(len(calls)):
-      names, fields = (part[i // processes] for part in everywhere[i % processes])
-      out.append([_OUTCOMES[name](*x) for name, x in zip(names, fields)])
-    return out
+    told = coordination.deal("rewards", calls, self._told, timeout_s=_PATIENCE_S)
+    return [[_OUTCOMES[kind](*fields) for kind, fields in part] for part in told]
+
+  def _told(self, calls: Sequence[Call]) -> list[Any]:
+    """The outcomes of calls made here, as the other processes are told of them."""
+    return [
+      [(type(x).__name__, dataclasses.astuple(x)) for x in part]
+      for part in self._run_here(list(calls))
+    ]
 
   def _run_here(self, calls: list[Call]) -> Sequence[Sequence[Outcome]]:
     if self._pool is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +53,32 @@ def gather(what: str, value: Any, timeout_s: float = 600) -> list[Any]:
         "an `if jax.process_index() == 0` around it); if it ended, its log says why"
       ) from error
     out.append(json.loads(text))
+  # Who is here has read all of the meeting before.
+  if (before := _meetings[what] - 1) > 0:
+    store.key_value_delete(f"tunix/{what}/{before}/{jax.process_index()}")
   return out
+
+
+def deal(
+  what: str,
+  parts: Sequence[Any],
+  work: Callable[[Sequence[Any]], list[Any]],
+  timeout_s: float = 600,
+) -> list[Any]:
+  """What `work` makes of every part, each made by one of the processes.
+
+  Args:
+    what: as in `gather`.
+    parts: the same ones on every process.
+    work: a JSON value of each of the parts that it is given.
+    timeout_s: seconds that a process waits for the others when its own are done.
+
+  Raises:
+    AbsentError: as `gather`.
+  """
+  count = jax.process_count()
+  done = gather(what, work(parts[jax.process_index() :: count]), timeout_s)
+  return [done[i % count][i // count] for i in range(len(parts))]
 
 
 def agree(what: str, value: Any, remedy: str, timeout_s: float = 600) -> None:

@@ -6,6 +6,7 @@ answer or another process is gone. Here both are looked at first, and become one
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import socket
@@ -126,15 +127,23 @@ class Watch:
   def __init__(self, patience_s: float, lost: Callable[[str], Any]):
     self._patience_s, self._lost = patience_s, lost
     self._thread = threading.Thread(target=self._run, daemon=True)
+    self._ended = threading.Event()
 
   def start(self) -> None:
     self._thread.start()
+    # Before JAX's own end, which it registered before: a question that the coordinator
+    # leaves unanswered because it is going aborts the process that asked.
+    atexit.register(self._end)
+
+  def _end(self) -> None:
+    self._ended.set()
+    self._thread.join(timeout=self._patience_s)
 
   def _run(self) -> None:
     client = coordination.client()
     seen: dict[int, tuple[str, float]] = {}
     count = 0
-    while True:
+    while not self._ended.is_set():
       now = time.monotonic()
       count += 1
       try:
@@ -154,7 +163,7 @@ class Watch:
           f"{self._patience_s:g} s: it ended or hangs, and its own log may say why. "
           "Checkpoints written before are whole: start all processes again"
         )
-      time.sleep(min(5.0, self._patience_s / 4))
+      self._ended.wait(min(5.0, self._patience_s / 4))
 
 
 _ALIVE = "tunix/alive"

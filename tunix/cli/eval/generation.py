@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from tunix.cli.eval import results
+from tunix.cli.eval import results, scores
 from tunix.cli.eval.results import Metric, Section
 from tunix.data.prompts import read_prompts
 from tunix.generate.sampler import Sampler
@@ -17,6 +18,7 @@ from tunix.models.transformer.model import Transformer
 from tunix.rl.evaluation import pass_at_k
 from tunix.rl.pipeline import PROMPTS
 from tunix.rl.rewards import RewardManager, RewardOutput
+from tunix.utils import coordination
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,8 @@ def evaluate(
   shown: int,
 ) -> Section:
   """Completions of a file of prompts, with their rewards and pass@k.
+
+  Several processes share the batches; what is drawn is what one process draws.
 
   Args:
     model: a language model.
@@ -121,20 +125,23 @@ def _sample(
   max_new_tokens: int,
   options: dict[str, Any],
 ) -> tuple[list[str], list[int], list[str]]:
-  text: list[str] = []
-  tokens: list[int] = []
-  reasons: list[str] = []
-  for start in range(0, len(prompts), batch_size):
-    out = sampler(
-      list(prompts[start : start + batch_size]),
-      max_generation_steps=max_new_tokens,
-      first_prompt=start,  # what is drawn does not depend on the size of a batch
-      **options,
-    )
-    text += out.text
-    tokens += [len(row) for row in out.tokens]
-    reasons += out.finish_reasons
-  return text, tokens, reasons
+  def answers(starts: Sequence[int]) -> list[Any]:
+    drawn = []
+    for start in starts:
+      out = sampler(
+        list(prompts[start : start + batch_size]),
+        max_generation_steps=max_new_tokens,
+        first_prompt=start,  # what is drawn does not depend on the size of a batch
+        **options,
+      )
+      counts = [len(row) for row in out.tokens]
+      drawn.append(list(zip(out.text, counts, out.finish_reasons)))
+    return drawn
+
+  starts = range(0, len(prompts), batch_size)
+  batches = coordination.deal("answers", starts, answers, scores.PATIENCE_S)
+  text, tokens, reasons = zip(*itertools.chain.from_iterable(batches))
+  return list(text), list(tokens), list(reasons)
 
 
 def metrics(answers: Answers, threshold: float, ks: Sequence[int]) -> list[Metric]:

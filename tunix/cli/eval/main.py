@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 import tunix
-from tunix.cli import build, fingerprints, loading, rewards
+from tunix.cli import build, fingerprints, loading, rewards, several
 from tunix.cli.arguments import Parser, add_sampling, check_sampling, sampling_options
 from tunix.cli.eval import generation, likelihood, pairs, results
 from tunix.cli.eval.results import Section
+from tunix.cli.settings import DistributedSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import adapter_files
 from tunix.models.transformer.model import Transformer
 from tunix.utils import checks
 
@@ -35,6 +40,10 @@ def main(argv: Sequence[str]) -> None:
   args = _parse(argv)
   _check(args)
   ks = _ks(args)
+  told = _processes(args)
+  several.join(told)
+  if jax.process_count() > 1:
+    _compare(args, told)
   manager = rewards.build_manager(args.reward, args.weights, args.workers or 0)
   try:
     tokenizer = loading.load_tokenizer(args.model, args.adapter, args.tokenizer)
@@ -45,6 +54,8 @@ def main(argv: Sequence[str]) -> None:
   finally:
     if manager is not None:
       manager.close()
+  if jax.process_index() != 0:
+    return  # one writes, and all know the same
   print(results.terminal(sections))
   if args.out is not None:
     folder = pathlib.Path(args.out)
@@ -170,6 +181,24 @@ def _ks(args: argparse.Namespace) -> list[int]:
   return [2**i for i in range(most.bit_length())]
 
 
+def _processes(args: argparse.Namespace) -> DistributedSettings:
+  names = (field.name for field in dataclasses.fields(DistributedSettings))
+  values = {name: getattr(args, several.PREFIX + name) for name in names}
+  given = {name: value for name, value in values.items() if value is not None}
+  return DistributedSettings(**given)
+
+
+def _compare(args: argparse.Namespace, told: DistributedSettings) -> None:
+  """Refuses processes that would not measure the same."""
+  about = _about(args)
+  models = {name: getattr(args, name) for name in ("model", "reference")}
+  files = about["sha256"] | fingerprints.of_models(models)
+  if args.adapter is not None:
+    folder = pathlib.Path(args.adapter)
+    files["adapter"] = fingerprints.of_file(str(folder / adapter_files.WEIGHTS_FILE))
+  several.agree(told, {k: str(v) for k, v in about["arguments"].items()}, files)
+
+
 def _about(args: argparse.Namespace) -> dict[str, Any]:
   """What was evaluated and how; files by their content."""
   files = {
@@ -177,7 +206,8 @@ def _about(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("data", "pairs", "prompts")
     if getattr(args, name) is not None
   }
-  return {"tunix": tunix.__version__, "arguments": vars(args), "sha256": files}
+  given = {k: v for k, v in vars(args).items() if not k.startswith(several.PREFIX)}
+  return {"tunix": tunix.__version__, "arguments": given, "sha256": files}
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -226,6 +256,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--pass_at", type=int, nargs="+", metavar="K", help="by default 1, 2, 4, ...")
   add_sampling(parser)
   add("--dtype", choices=("float32", "bfloat16", "float16"))
+  add(
+    "--distributed.coordinator",
+    metavar="HOST:PORT",
+    help="of process 0, or auto: several processes share the rows",
+  )
+  add("--distributed.num_processes", type=int, metavar="N", help="that are started")
+  add("--distributed.process_id", type=int, metavar="I", help="of this one, from 0")
+  add("--distributed.timeout_s", type=int, metavar="S", help="to wait for the others")
+  add("--distributed.heartbeat_s", type=int, metavar="S", help="until one is given up")
   return parser.parse_args(argv)
 
 

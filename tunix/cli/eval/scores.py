@@ -14,8 +14,11 @@ from flax import nnx
 from tunix.generate import batching, scoring
 from tunix.sft import inference
 from tunix.sft.inference import Score
+from tunix.utils import coordination
 
 _SHORTEST = 16  # shapes are powers of two from here up
+# Seconds to wait for processes whose rows are longer; one that ended is noticed before.
+PATIENCE_S = 24 * 3600
 
 
 class Row(NamedTuple):
@@ -37,7 +40,8 @@ def score(
 ) -> np.ndarray:
   """`of` every row, float32 [rows], in their order.
 
-  Rows of similar lengths run together, padded to powers of two.
+  Rows of similar lengths run together, padded to powers of two. Several processes share
+  the batches: each is the one of a single process, and so are its numbers.
 
   Args:
     model: what scores.
@@ -50,13 +54,24 @@ def score(
   for index, row in enumerate(rows):
     widths = (len(row.prompt), max(1, len(row.completion)))
     alike[tuple(batching.bucket(w, _SHORTEST) for w in widths)].append(index)
-  for (prompt, completion), indices in sorted(alike.items()):
-    chosen = [rows[i] for i in indices]
-    # One program a shape: the last rows are filled up, also of a single part.
-    chosen += [chosen[-1]] * (-len(chosen) % batch_size)
-    out[indices] = inference.run(
-      model, of, _stacked(chosen, prompt, completion), batch_size, ()
-    )[: len(indices)]
+  batches = [
+    (widths, indices[start : start + batch_size])
+    for widths, indices in sorted(alike.items())
+    for start in range(0, len(indices), batch_size)
+  ]
+
+  def values(mine: Sequence[tuple[tuple[int, int], list[int]]]) -> list[Any]:
+    # All are on their way before the first is waited for.
+    running = []
+    for widths, indices in mine:
+      # One program a shape: the last rows are filled up, also of a single part.
+      chosen = [rows[i] for i in indices + indices[-1:] * (batch_size - len(indices))]
+      running.append(inference.apply(model, of, _stacked(chosen, *widths), ()))
+    return [np.asarray(part).tolist() for part in running]
+
+  done = coordination.deal("scores", batches, values, PATIENCE_S)
+  for (_, indices), scores in zip(batches, done):
+    out[indices] = scores[: len(indices)]
   return out
 
 

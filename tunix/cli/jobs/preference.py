@@ -6,8 +6,6 @@ import dataclasses
 import itertools
 from typing import Any, ClassVar, Literal
 
-import jax
-
 from tunix.cli import build_data, fingerprints
 from tunix.cli.build_data import RunData
 from tunix.cli.jobs.job import Job, Loaded, length_of
@@ -191,22 +189,6 @@ def trainer_config(section: Any, options: dict[str, Any]) -> Any:
   return dataclasses.replace(section, **options)
 
 
-def check_processes(config: DPORun) -> None:
-  """Refuses several processes where log-probabilities are still to be written.
-
-  Raises:
-    ValueError: how to go about it.
-  """
-  where = config.preference.reference_logps
-  if where is not None and jax.process_count() > 1 and _written(where) is None:
-    raise ValueError(
-      f"preference.reference_logps is {where!r}, where nothing is written yet, and "
-      f"there are {jax.process_count()} processes, each of which would write what it "
-      "sees alone: write it with a run in one process (one step is enough; another "
-      "output_dir), then start these"
-    )
-
-
 def build_compared_data(
   config: Any, tokenizer: TokenizerAdapter, known: Any = None
 ) -> RunData:
@@ -310,7 +292,7 @@ def _logps(
   if (written := _written(places.reference_logps)) is not None:
     return written, reference
   batches = itertools.chain.from_iterable(
-    build_data.batches(run.config, run.tokenizer, records, training=False)
+    build_data.batches(run.config, run.tokenizer, records, training=False, whole=True)
     for records in build_data.open_records(run.config).values()
   )
   # The model has not learnt anything yet: it is put back by the trainer.
@@ -348,7 +330,6 @@ _LENGTH = length_of("preference", "max_prompt_length", "max_response_length")
 
 DPO = Job(
   settings=DPORun,
-  check=check_processes,
   data=build_compared_data,
   build=_build_dpo,
   results=_PAIRS,

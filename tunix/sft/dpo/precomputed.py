@@ -8,6 +8,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -20,7 +21,7 @@ from tunix.sft.dpo.completions import logps_of, options_of, token_columns
 from tunix.sft.dpo.preference_config import PreferenceConfig
 from tunix.sft.losses import batch_fields
 from tunix.sft.module_state import is_lora
-from tunix.utils import stamp, tree
+from tunix.utils import coordination, mesh as mesh_lib, stamp, tree
 from tunix.utils.io import write_json
 
 _ABOUT = "reference.json"
@@ -96,10 +97,14 @@ class PrecomputedLogps:
   ) -> PrecomputedLogps:
     """Scores every pair of the data and writes what is not there yet.
 
+    Several processes compute together, with a model on a mesh over all of them, and one
+    writes: the files are those of one process.
+
     Args:
       folder: made if missing. What it holds of the same model is kept.
       model: the reference; of an adapted model, what lies below its adapters.
-      batches: what `train` would be given.
+      batches: what `train` would be given; of several processes every one gives all of
+        each batch.
       config: maximum lengths, and what to do with bad rows.
       tokenizer: for text.
 
@@ -114,8 +119,15 @@ class PrecomputedLogps:
       _check(folder, about["model"], model)
     # First of all whose rows these are; at last that they are all there.
     about = {"format": _FORMAT, "model": model_stamp(model), "complete": False}
-    write_json(folder / _ABOUT, about)
     store, score = _open(folder), logps_of(PAIR, False)
+    # All have looked before the first writes, and saw the same.
+    there = {"rows": str(len(store))}
+    coordination.agree(
+      "reference log-probabilities on disk",
+      there,
+      "name a folder that all processes see",
+    )
+    _write_about(folder, about)
     options = options_of(config, tokenizer)
     for batch in batches:
       pairs = reading.read_pairs(batch_fields(batch), options)
@@ -127,12 +139,20 @@ class PrecomputedLogps:
         if key not in store
       }
       if new:
-        logps = inference.apply(model, score, rows, config.data_sharding_axis)
+        axes = config.data_sharding_axis
+        logps = inference.apply(model, score, rows, axes, whole=True)
         places = tuple(np.asarray(list(new.values())).T)
-        values = np.asarray(logps, np.float32)[places]
+        values = np.asarray(mesh_lib.to_host(logps), np.float32)[places]
         store.add({"logps": values}, list(new))
-    write_json(folder / _ABOUT, {**about, "complete": True})
+    _write_about(folder, {**about, "complete": True})
     return PrecomputedLogps(folder)
+
+
+def _write_about(folder: pathlib.Path, about: dict[str, Any]) -> None:
+  """By the first process; all go on when it stands."""
+  if jax.process_index() == 0:
+    write_json(folder / _ABOUT, about)
+  coordination.gather("reference log-probabilities", None)
 
 
 def model_stamp(model: nnx.Module) -> str:
