@@ -29,13 +29,13 @@ def build_prompts(
   source = config.data
   if source.train is None:
     raise ValueError("data.train is not set: give a file of JSON lines with prompts")
-  rewards.check(config.reward)
   batches, reports, prints = {}, {}, {}
   files = {"train": source.train, "eval": source.eval}
   for name, path in files.items():
     if path is None:
       continue
     records = prompts.read_prompts(path)
+    rewards.check(config.reward, records.columns)
     prints[name] = records.fingerprint
     with build_data.naming({"max_prompt_length": "rollout.max_prompt_length"}):
       rows, reports[name] = records.within(

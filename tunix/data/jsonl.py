@@ -40,6 +40,7 @@ class JsonlRecords(Sequence[dict[str, Any]]):
       raise FileNotFoundError(
         f"data file {str(self.path)!r}: {what}; give a file of JSON lines"
       )
+    self._stamp = _stamp(self.path)
     self._offsets, self._lines, self.fingerprint = _index(self.path)
     if not len(self):
       raise ValueError(
@@ -57,13 +58,20 @@ class JsonlRecords(Sequence[dict[str, Any]]):
     """Record `index`, parsed and checked.
 
     Raises:
-      ValueError: the line is no valid record; the message names file and line.
+      FileNotFoundError: the file is gone.
+      ValueError: the line is no valid record (the message names file and line), or the
+        file is another one than was indexed.
     """
     if isinstance(index, slice):
       return [self[i] for i in range(*index.indices(len(self)))]
     index = range(len(self))[index]
     # Opening anew costs microseconds and needs no lock between threads.
     with self.path.open("rb") as file:
+      if _stamp(file.fileno()) != self._stamp:
+        raise ValueError(
+          f"{self.path} was changed while it was read: leave it as it is while a run "
+          "reads it, and begin again"
+        )
       file.seek(int(self._offsets[index]))
       line = file.readline()
     record = _parsed(line, self.where(index), self.kind)
@@ -95,6 +103,12 @@ class JsonlRecords(Sequence[dict[str, Any]]):
         where = self.where(index)
         record = _parsed(line, where, self.kind)
         yield record, self.kind.read(record, where)
+
+
+def _stamp(file: pathlib.Path | int) -> tuple[int, int]:
+  """What tells a file that was written anew: its size and its time."""
+  status = os.stat(file)
+  return status.st_size, status.st_mtime_ns
 
 
 def _index(path: pathlib.Path) -> tuple[np.ndarray, np.ndarray, str]:

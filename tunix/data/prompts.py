@@ -69,6 +69,11 @@ class PromptRecords:
   places: Sequence[str]
   fingerprint: str
 
+  @property
+  def columns(self) -> tuple[str, ...]:
+    """Names besides the prompt."""
+    return tuple(name for name in self.rows[0] if name != PROMPTS)
+
   def texts(
     self,
     tokenizer: TokenizerAdapter,
@@ -123,7 +128,7 @@ class PromptRecords:
       records=len(self.rows),
       kept=sum(short),
       longest_prompt=max(lengths),
-      columns=tuple(name for name in self.rows[0] if name != PROMPTS),
+      columns=self.columns,
     )
     rows = zip(self.rows, texts, short)
     return [row | {PROMPTS: text} for row, text, fits in rows if fits], report

@@ -50,15 +50,7 @@ def get_dataset_from_module(specifier: str, tokenizer: Any) -> Any:
     call = call_strings.CallString(source=specifier, name=_DEFAULT)
   elif call.name is None:
     call = call_strings.CallString(source=call.source, name=_DEFAULT)
-  try:
-    function = call_strings.load(call)
-  except (FileNotFoundError, ValueError):
-    raise  # they name the file, or the functions there are
-  except Exception as error:  # the user's module may raise anything
-    raise ImportError(
-      f"{call.source} cannot be imported ({type(error).__name__}: {error}): run "
-      "`python` on it to see where; a module is looked for in the current folder too"
-    ) from error
+  function = call_strings.load(call)
   try:
     made = function(*call.args, **(call.kwargs or {}))
   except Exception as error:  # the user's function may raise anything
