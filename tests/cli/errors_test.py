@@ -1,12 +1,15 @@
 """What a user gets wrong: one line that says what to do, no traceback, nothing lost."""
 
 import json
+import os
 import pathlib
 import shutil
+import types
 
 import pytest
 
 from tests.cli import runs
+from tunix.cli import main as cli
 
 
 @pytest.fixture
@@ -253,6 +256,42 @@ def test_a_full_disk_while_exporting_leaves_no_half_folder(settings, tmp_path):
   assert error.count("\n") == 1
   assert not target.exists()
   assert not list(tmp_path.glob(".exported*"))
+
+
+@pytest.mark.parametrize(
+  ("place", "problem"),
+  [
+    ("file", "is a file"),
+    ("file/below", "is a file"),
+    ("x" * 300, "file name too long"),
+    pytest.param(
+      "closed/below",
+      "cannot be written",
+      marks=pytest.mark.skipif(not os.geteuid(), reason="nothing is closed to root"),
+    ),
+  ],
+)
+def test_an_output_dir_that_cannot_be_written(
+  settings, capsys, tmp_path, place, problem
+):
+  (tmp_path / "file").write_text("")
+  (tmp_path / "closed").mkdir(mode=0o500)
+  keys = settings | {"output_dir": tmp_path / place, "data__train": "/not/looked/at"}
+  assert runs.tunix("train", *runs.arguments(**keys)) == 2
+  error = capsys.readouterr().err
+  assert "output_dir is" in error and problem in error and "Errno" not in error
+
+
+def test_what_the_system_says_is_said_without_its_number(capsys, monkeypatch):
+  def closed(argv):
+    raise PermissionError(13, "Permission denied", "/some/file")
+
+  monkeypatch.setattr(cli, "_load", lambda name: types.SimpleNamespace(main=closed))
+  assert runs.tunix("train") == 1
+  error = capsys.readouterr().err
+  assert error == (
+    "tunix: error: /some/file: Permission denied: name a place that can be written\n"
+  )
 
 
 def test_rows_that_memory_cannot_hold(refused):

@@ -238,6 +238,29 @@ def test_bad_settings_are_one_line(keys, capsys, changed, message):
 
 
 @pytest.mark.parametrize(
+  ("name", "source", "message"),
+  [
+    ("syntax", "def f(prompts\n", "faulty_syntax.py cannot be imported (SyntaxError"),
+    ("raises", "1 / 0\n", "faulty_raises.py cannot be imported (ZeroDivisionError"),
+    (
+      "column",
+      "def f(prompts, completions, nowhere):\n  return [0.0] * len(prompts)\n",
+      "the reward function f needs 'nowhere', which is no column of this dataset",
+    ),
+  ],
+)
+def test_a_users_file_is_judged_before_a_model_is_loaded(
+  keys, tmp_path, capsys, monkeypatch, name, source, message
+):
+  file = tmp_path / f"faulty_{name}.py"
+  file.write_text(source)
+  monkeypatch.delattr(build, "build_model")
+  assert train(keys, reward__functions=f"{file}:f") == 2
+  error = capsys.readouterr().err
+  assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
   ("line", "message"),
   [
     ("{", "invalid JSON"),

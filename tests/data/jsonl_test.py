@@ -94,3 +94,14 @@ def test_bad_records_are_named_by_line_on_access_and_by_validation(tmp_path, lin
     _ = records[1]
   with pytest.raises(ValueError, match=message):
     records.validate()
+
+
+@pytest.mark.parametrize("text", ['{"text": "other"}\n', ""])
+def test_a_file_that_is_written_anew_while_it_is_read(tmp_path, text):
+  path = tmp_path / "data.jsonl"
+  path.write_text('{"text": "a"}\n{"text": "b"}\n')
+  records = JsonlRecords(path)
+  assert records[1]
+  path.write_text(text)
+  with pytest.raises(ValueError, match=r"data.jsonl was changed while it was read"):
+    records[1]

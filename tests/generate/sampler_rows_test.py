@@ -307,3 +307,22 @@ def test_only_layers_are_copied_for_decoding():
   after = [id(x) in before for x in jax.tree.leaves(opened.state)]
   assert sum(after) == 3  # embedding, last norm, head
   assert len(after) > len(before)  # a stack has become a leaf a layer
+
+
+@pytest.mark.parametrize("window", [1, 2, 6])  # a prompt has 6 tokens
+def test_a_narrow_window_is_the_same_with_and_without_a_cache(window):
+  """Greedy text and its logits, and a full pass by the definition of a window: in one
+  layer a token's logits are those of the last `window` tokens alone."""
+  model = toy_ids.sharp_model(
+    num_layers=1, layer_types=("sliding",), sliding_window=window
+  )
+  prompts = [toy_ids.prompts(1, longest=6, seed=seed)[0] for seed in range(3)]
+  prompts[0] = np.arange(1, 7)
+  out = Sampler(model, toy_ids.Ids())(prompts, 5, return_logits=True)
+  for prompt, new, logits in zip(prompts, out.tokens, out.logits):
+    full = toy_ids.full_logits(model, prompt, new)
+    np.testing.assert_allclose(logits, full, atol=1e-3)
+    np.testing.assert_array_equal(new, full.argmax(-1))
+    seen = np.concatenate([prompt, new])[:-1]
+    alone = toy_ids.full_logits(model, seen[-window:], new[-1:])
+    np.testing.assert_allclose(full[-1], alone[0], atol=1e-3)

@@ -29,11 +29,11 @@ def build_prompts(
   del known
   source = config.data
   named = list(source.sources())
-  rewards.check(config.reward)
   batches, reports, prints = {}, {}, {}
   for name, names, weights in named:
     opened = data_sources.open_records(names, WITH_COLUMNS, weights, source.columns)
     records = prompts.read_prompts(opened)
+    rewards.check(config.reward, records.columns)
     prints[name] = records.fingerprint
     with build_data.naming({"max_prompt_length": "rollout.max_prompt_length"}):
       rows, reports[name] = records.within(

@@ -45,6 +45,7 @@ _INPUT_ERRORS = (
   ImportError,
 )
 _RUN_ERRORS = (OSError, RuntimeError)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -67,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _load(words[0]).main(words[1:]) or 0
   with contextlib.ExitStack() as quiet:
     code = _guarded(words[0], words[1:], quiet)
-    if code == FAILED and argv is None:
-      # Threads of a save that failed are still at work for nothing, and would be heard
-      # of while the interpreter shuts down.
+    if code in (FAILED, BAD_INPUT) and argv is None:
+      # Threads of a save that failed, or that read data ahead, are still at work for
+      # nothing, and would be heard of while the interpreter shuts down.
       sys.stdout.flush()
       sys.stderr.flush()
       os._exit(code)
@@ -109,7 +110,7 @@ def _guarded(command: str, argv: list[str], quiet: contextlib.ExitStack) -> int:
     print(f"tunix: {what}", file=sys.stderr)
     return 128 + int(signum)
   except _INPUT_ERRORS as error:
-    _complain(str(error))
+    _complain(_said(error))
     return BAD_INPUT
   except _RUN_ERRORS as error:
     _complain(_with_remedy(error))
@@ -141,8 +142,16 @@ def _complain(message: str) -> None:
   print("tunix: error: " + " ".join(message.split()), file=sys.stderr)
 
 
+def _said(error: Exception) -> str:
+  """What an error says, without the number that Python puts before it."""
+  if isinstance(error, OSError) and error.filename and error.strerror:
+    remedy = ": name a place that can be written" if error.errno in _CLOSED else ""
+    return f"{error.filename}: {error.strerror}{remedy}"
+  return str(error)
+
+
 def _with_remedy(error: Exception) -> str:
-  text = str(error)
+  text = _said(error)
   if getattr(error, "errno", None) in _NO_SPACE:
     return f"{text}: make room and run the same command again"
   if "RESOURCE_EXHAUSTED" in text:

@@ -104,11 +104,16 @@ def build_manager(
   )
 
 
-def check(settings: RewardSettings) -> None:
+def check(settings: RewardSettings, columns: Sequence[str]) -> None:
   """Loads what the keys name, and forgets it.
 
+  Args:
+    settings: of the rewards.
+    columns: of the data, besides the prompts.
+
   Raises:
-    FileNotFoundError, ImportError, ValueError: see `build_rewards`.
+    FileNotFoundError, ImportError, ValueError: see `build_rewards`; a function asks for
+      a column that is not there.
   """
   if not settings.entries and settings.model is None:
     raise ValueError(
@@ -119,6 +124,19 @@ def check(settings: RewardSettings) -> None:
   manager = build_rewards(settings)
   if manager is not None:
     manager.close()
+    check_columns(manager, columns)
+
+
+def check_columns(manager: RewardManager, columns: Sequence[str]) -> None:
+  """Refuses functions that ask for a column that is not there.
+
+  Raises:
+    ValueError: names the function and the columns.
+  """
+  try:
+    manager.check_columns(columns)
+  except TypeError as error:
+    raise ValueError(str(error)) from error
 
 
 def function(text: str) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
 import re
 from collections.abc import Mapping
@@ -72,6 +73,33 @@ _CONTENTS = {
 _HEADER = (
   "# Every key of this run as it was used; pass it to --config to run the same.\n"
 )
+
+
+def check_writable(name: str, folder: pathlib.Path, *, is_read: bool = False) -> None:
+  """Refuses a folder that is none, or that cannot be made or written; changes nothing.
+
+  Args:
+    name: of the setting, for the message.
+    folder: is there, or is to be made.
+    is_read: whether it may be there without being writable: it holds something.
+
+  Raises:
+    ValueError: says what stands in the way.
+  """
+  problem = None
+  try:
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    is_open = os.access(nearest, os.W_OK | os.X_OK) or (is_read and nearest == folder)
+    if not nearest.is_dir():
+      problem = f"{nearest} is a file"
+    elif not is_open:
+      problem = f"{nearest} cannot be written"
+  except OSError as error:  # a name that is too long
+    problem = (error.strerror or str(error)).lower()
+  if problem is not None:
+    raise ValueError(
+      f"{name} is {str(folder)!r}, and {problem}: name a folder that can be written"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

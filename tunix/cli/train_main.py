@@ -27,6 +27,7 @@ from tunix.cli import (
   optimizer,
   precision,
   reference,
+  run_folder,
   run_lock,
   several,
   yaml_text,
@@ -138,6 +139,7 @@ def run(config: RunSettings) -> Result:
     )
   config = build.absolute_paths(config)
   folder = RunFolder(pathlib.Path(config.output_dir or ""))
+  run_folder.check_writable("output_dir", folder.path, is_read=True)
   if config.compilation_cache is not None:
     _keep_programs(config.compilation_cache)
   several.start(config)
@@ -154,6 +156,7 @@ def run(config: RunSettings) -> Result:
     result = Result(**ended)
     _say(f"this run is finished: {result}; {how_to_go_on(config, data, result)}")
     return result
+  run_folder.check_writable("output_dir", folder.path)
   with mesh_lib.use_mesh(mesh), contextlib.ExitStack() as held:
     model = build.build_model(config, mesh)
     build.check_vocabulary(model, tokenizer)

@@ -42,7 +42,7 @@ class JsonlRecords(FileRecords):
 
   def raw(self, index: int) -> Any:
     """See the base class."""
-    with self.path.open("rb") as file:
+    with self.opened() as file:
       file.seek(int(self._offsets[index]))
       line = file.readline()
     return parsed(line, self.where(index), self.kind)

@@ -79,6 +79,11 @@ class PromptRecords:
   sizes: Sequence[int]
   mixed: Sequence[str] = ()
 
+  @property
+  def columns(self) -> tuple[str, ...]:
+    """Names besides the prompt."""
+    return tuple(name for name in self.rows[0] if name != PROMPTS)
+
   def texts(
     self,
     tokenizer: TokenizerAdapter,
@@ -133,7 +138,7 @@ class PromptRecords:
       records=len(self.rows),
       kept=sum(short),
       longest_prompt=max(lengths),
-      columns=tuple(name for name in self.rows[0] if name != PROMPTS),
+      columns=self.columns,
       sizes=tuple(sum(part) for part in _parts(short, self.sizes)),
       mixed=self.mixed,
     )

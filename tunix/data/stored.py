@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import abc
 import collections
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -112,6 +113,7 @@ class FileRecords(Records):
       raise FileNotFoundError(
         f"data file {self.name!r}: {what}; give a file of {self.noun}"
       )
+    self._stamp = _stamp(self.path)
     self.fingerprint = self._index()
     if not len(self):
       raise ValueError(f"{self.name} is empty; {kind.expected}")
@@ -120,10 +122,26 @@ class FileRecords(Records):
   def _index(self) -> str:
     """Finds the records; returns the SHA-256 of the file."""
 
-  def piece(self, start: int, stop: int) -> bytes:
-    """Bytes of the file."""
+  @contextlib.contextmanager
+  def opened(self) -> Iterator[BinaryIO]:
+    """The file, to read a record of.
+
+    Raises:
+      FileNotFoundError: it is gone.
+      ValueError: it is another one than was indexed.
+    """
     # Opening anew costs microseconds and needs no lock between threads.
     with self.path.open("rb") as file:
+      if _stamp(file.fileno()) != self._stamp:
+        raise ValueError(
+          f"{self.name} was changed while it was read: leave it as it is while a run "
+          "reads it, and begin again"
+        )
+      yield file
+
+  def piece(self, start: int, stop: int) -> bytes:
+    """Bytes of the file; see `opened`."""
+    with self.opened() as file:
       file.seek(start)
       return file.read(stop - start)
 
@@ -223,6 +241,12 @@ class HeldRecords(Records):
       text = json.dumps(self.raw(index), sort_keys=True, default=repr)
       digest.update(f"{text}\n".encode())
     return digest.hexdigest()
+
+
+def _stamp(file: pathlib.Path | int) -> tuple[int, int]:
+  """What tells a file that was written anew: its size and its time."""
+  status = os.stat(file)
+  return status.st_size, status.st_mtime_ns
 
 
 def place(records: Sequence[Mapping[str, Any]], index: int) -> str:

@@ -173,6 +173,16 @@ class RewardManager:
         memory_bytes=memory_bytes,
       )
 
+  def check_columns(self, columns: Iterable[str]) -> None:
+    """Refuses functions that want a column that is not there, before any is called.
+
+    Raises:
+      TypeError: names the function and the columns.
+    """
+    table = dict.fromkeys(["prompts", "completions", *columns])
+    for function, name in zip(self._functions, self.names):
+      _chosen(function, name, table)
+
   def compute(
     self,
     prompts: Sequence[Any],

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 
 import tunix
-from tunix.cli import build, fingerprints, loading, rewards, several
+from tunix.cli import build, fingerprints, loading, rewards, run_folder, several
 from tunix.cli.arguments import Parser, add_sampling, check_sampling, sampling_options
 from tunix.cli.eval import generation, likelihood, pairs, results
 from tunix.cli.eval.results import Section
 from tunix.cli.settings import DistributedSettings
+from tunix.data.prompts import read_prompts
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import adapter_files
 from tunix.models.transformer.model import Transformer
@@ -46,6 +47,8 @@ def main(argv: Sequence[str]) -> None:
     _compare(args, told)
   manager = rewards.build_manager(args.reward, args.weights, args.workers or 0)
   try:
+    if manager is not None:
+      rewards.check_columns(manager, read_prompts(args.prompts).columns)
     tokenizer = loading.load_tokenizer(args.model, args.adapter, args.tokenizer)
     model = loading.load_model(args.model, args.adapter, args.dtype)
     build.check_vocabulary(model, tokenizer)
@@ -150,11 +153,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_folder(folder: pathlib.Path) -> None:
   """Refuses what is no folder and cannot become one, before anything is measured."""
-  nearest = next(path for path in (folder, *folder.parents) if path.exists())
-  if not nearest.is_dir():
-    raise ValueError(
-      f"--out is {str(folder)!r}, and {nearest} is a file: name a folder"
-    )
+  run_folder.check_writable("--out", folder)
 
 
 def _check_model(args: argparse.Namespace, model: Transformer) -> None:

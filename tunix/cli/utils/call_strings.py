@@ -103,7 +103,7 @@ def load_module(source: str) -> ModuleType:
   if not source.endswith(".py"):
     if here not in sys.path:
       sys.path.append(here)  # behind all else: a file here must not hide a package
-    return importlib.import_module(source)
+    return _imported(source, source)
   path = pathlib.Path(source).expanduser().absolute()
   if not path.is_file():
     raise FileNotFoundError(f"{source!r}: no such file; give a file of Python source")
@@ -111,13 +111,23 @@ def load_module(source: str) -> ModuleType:
   folder = str(path.parent)
   if folder not in sys.path:
     sys.path.append(folder)
-  module = importlib.import_module(path.stem)
+  module = _imported(path.stem, source)
   if pathlib.Path(module.__file__ or "") != path:
     raise ImportError(
       f"{source} is called like the module {module.__name__!r} of "
       f"{module.__file__}: give the file another name"
     )
   return module
+
+
+def _imported(name: str, source: str) -> ModuleType:
+  try:
+    return importlib.import_module(name)
+  except Exception as error:  # the user's module may raise anything
+    raise ImportError(
+      f"{source} cannot be imported ({type(error).__name__}: {error}): run "
+      "`python` on it to see where; a module is looked for in the current folder too"
+    ) from error
 
 
 def source_digest(call: CallString) -> str:

@@ -60,15 +60,7 @@ def call_dataset(specifier: str) -> Any:
     call = call_strings.CallString(source=specifier, name=_DEFAULT)
   elif call.name is None:
     call = call_strings.CallString(source=call.source, name=_DEFAULT)
-  try:
-    function = call_strings.load(call)
-  except (FileNotFoundError, ValueError):
-    raise  # they name the file, or the functions there are
-  except Exception as error:  # the user's module may raise anything
-    raise ImportError(
-      f"{call.source} cannot be imported ({type(error).__name__}: {error}): run "
-      "`python` on it to see where; a module is looked for in the current folder too"
-    ) from error
+  function = call_strings.load(call)
   try:
     return function(*call.args, **(call.kwargs or {}))
   except Exception as error:  # the user's function may raise anything
