@@ -109,6 +109,36 @@ def test_two_processes_are_one_run(files, tmp_path):
     assert ours == theirs
 
 
+@pytest.fixture(scope="module")
+def undisturbed(files, tmp_path_factory):
+  """A run that nobody disturbs, and the seconds that it takes."""
+  out, begun = tmp_path_factory.mktemp("undisturbed") / "out", time.monotonic()
+  processes.finish(*start(files, out))
+  return out, time.monotonic() - begun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_kills_at_random_instants(seed, undisturbed, files, tmp_path):
+  """One of two is killed, twice, wherever it is; the other ends by itself, all are
+  started again, and at the end all is as if nothing had been."""
+  whole, seconds = undisturbed
+  random = np.random.default_rng(seed)
+  for _ in range(2):
+    running = start(files, tmp_path)
+    time.sleep(random.uniform(0.2, 1) * seconds)
+    running[random.integers(2)].popen.kill()
+    codes, errors = ends(*running, within=60)
+    assert None not in codes, errors
+  processes.finish(*start(files, tmp_path))
+  parts = ("logs/metrics.jsonl", "export/*.safetensors", "export/config.json")
+  for pattern in parts:
+    names = sorted(x.relative_to(whole) for x in whole.glob(pattern))
+    assert names == sorted(x.relative_to(tmp_path) for x in tmp_path.glob(pattern))
+    for name in names:
+      assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
+
+
 @pytest.mark.slow
 def test_a_process_that_hangs_is_named(files, tmp_path):
   running = start(files, tmp_path / "out", **{"training.max_steps": 10_000})

@@ -2,6 +2,7 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -95,6 +96,28 @@ def test_no_side_holds_more_than_the_target_will(name, monkeypatch):
   assert [stage._npy_value for stage in moved] == [None] * len(stages)
   assert out.sharding == target
   np.testing.assert_array_equal(out, X)
+
+
+def test_there_and_back():
+  """8 devices to 2 x 4, to 4, to 1 and back: equal bits everywhere, and the sources are
+  gone as soon as their copies have come."""
+  layouts = [
+    layout({"f": 8}, P("f")),
+    layout({"f": 2, "t": 4}, P("f", "t")),
+    layout({"f": 4}, P("f")),
+    layout({"f": 1}, P()),
+  ]
+  fresh = lambda: {"a": jnp.arange(16 * 24.0).reshape(16, 24), "b": jnp.ones((64, 8))}
+  arrays = jax.jit(fresh, out_shardings=layouts[0])()
+  wanted = stamp.content_stamp(arrays)
+  for where in (*layouts[1:], *layouts[-2::-1]):
+    before, arrays = (
+      arrays,
+      reshard.reshard_pytree(arrays, where, donate_input=True),
+    )
+    assert stamp.content_stamp(arrays) == wanted
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(arrays)):
+      assert new.sharding == where and old.is_deleted()
 
 
 def test_gathering_the_intermediate_gathers_no_more():
