@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from tunix.rl import metrics
-from tunix.rl.common import Rollouts, joined
+from tunix.rl.common import Rollouts
 
 
 def pass_at_k(passed: np.ndarray, k: int) -> float:
@@ -46,9 +46,10 @@ def summary(batches: Iterable[Rollouts], threshold: float | None) -> dict[str, f
       "the evaluation data gave no batch: pass something that can be iterated anew "
       "(a list, a Grain dataset), not a spent generator"
     )
-  rollouts = joined(every)
-  out = metrics.of_rollouts(rollouts)
-  scores = rollouts.raw[np.isfinite(rollouts.raw).all(1)]
+  weights = [len(rollouts.text) for rollouts in every]
+  out = metrics.mean_of([metrics.of_rollouts(r) for r in every], weights)
+  scores = np.concatenate([rollouts.raw for rollouts in every])
+  scores = scores[np.isfinite(scores).all(1)]
   if threshold is not None and len(scores):
     k = 1
     while k <= scores.shape[1]:

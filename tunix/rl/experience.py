@@ -45,7 +45,7 @@ class Experience:
   Attributes:
     shared_prompts: whether a prompt is computed once for all its completions.
     phases: seconds by phase since they were last taken.
-    measured: by name what else there is to log of a step; see `take_metrics`.
+    measured: metrics of every collection of rollouts since they were last cleared.
 
   Raises:
     ValueError: there is neither a reward function nor a reward model, or prompts should
@@ -63,8 +63,7 @@ class Experience:
     self._rewards = setup.reward_manager(reward_fns, cluster)
     self._metric_fns = [metric_fns] if callable(metric_fns) else list(metric_fns or ())
     self.shared_prompts = setup.shares_prompts(cluster, config)
-    self.phases, self.measured = Phases(cluster.perf), dict[str, float]()
-    self._collected: list[Rollouts] = []  # in training, since the metrics were taken
+    self.phases, self.measured = Phases(cluster.perf), list[dict[str, float]]()
 
   def rollouts(
     self, batch: PromptBatch, mode: Mode, number: int, shape_rewards: ShapeRewards
@@ -73,7 +72,7 @@ class Experience:
 
     Args:
       batch: the prompts.
-      mode: in training they count in `take_metrics`.
+      mode: in training their metrics are kept in `measured`.
       number: of rollouts that were learnt from before; what is drawn in training
         depends on it, on the batch's own number and on the seed, and on nothing else.
       shape_rewards: what the algorithm makes of the totals.
@@ -106,26 +105,9 @@ class Experience:
       scores=scores.reshape(-1, group),
     )
     if is_training:
-      self._collected.append(rollouts)
+      values = {**metrics.of_rollouts(rollouts), **self._users_metrics(rollouts)}
+      self.measured.append({**values, metrics.COUNT: len(out.text)})
     return rollouts
-
-  def take_metrics(self) -> dict[str, float]:
-    """Of all rollouts of a step together, however often there was sampled for it, the
-    user's own among them, and what was `measured`; once."""
-    out: dict[str, float] = {}
-    if self._collected:
-      rollouts = common.joined(self._collected)
-      out = {**metrics.of_rollouts(rollouts), **self._users_metrics(rollouts)}
-    out |= self.measured
-    self._collected.clear()
-    self.measured.clear()
-    return out
-
-  def forget(self) -> None:
-    """Drops what a step that broke off has left."""
-    self._collected.clear()
-    self.measured.clear()
-    self.phases.take()
 
   def _reward(
     self, batch: PromptBatch, text: Sequence[str], tokens: Tokens
@@ -199,7 +181,7 @@ class Experience:
       old, ref = self._old_logps(tokens), self._ref_logps(tokens)
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = np.where(mask, np.asarray(estimate(old, ref)), 0.0)
-    self.measured["rewards/kl"] = float(divergence.sum() / max(1, mask.sum()))
+    self.measured.append({"rewards/kl": float(divergence.sum() / max(1, mask.sum()))})
     return old, divergence
 
   def _ref_logps(self, tokens: Tokens) -> np.ndarray:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from tunix.perf.trace import NoopTracer
 from tunix.rl.common import Rollouts
+
+# How many completions the means of one collection are over; never logged.
+COUNT = "completions/count"
+
+# What is no mean of a collection, and how several collections' come together.
+_EXTREMES: dict[str, Callable[..., float]] = {
+  "rewards/score/max": max,
+  "rewards/score/min": min,
+  "completions/max_length": max,
+  "completions/min_length": min,
+}
 
 
 def of_rollouts(rollouts: Rollouts) -> dict[str, float]:
@@ -40,6 +52,25 @@ def all_equal(scores: np.ndarray) -> np.ndarray:
   low = np.where(np.isfinite(scores), scores, np.inf).min(1)
   high = np.where(np.isfinite(scores), scores, -np.inf).max(1)
   return low >= high
+
+
+def mean_of(
+  parts: Sequence[Mapping[str, float]], weights: Sequence[float]
+) -> dict[str, float]:
+  """Means over several collections of rollouts; extremes stay extremes.
+
+  Args:
+    parts: what `of_rollouts` gave, and what else was measured.
+    weights: of the parts.
+  """
+  out = {}
+  for name in dict.fromkeys(name for part in parts for name in part):
+    pairs = [(part[name], w) for part, w in zip(parts, weights) if name in part]
+    if name in _EXTREMES:
+      out[name] = _EXTREMES[name](v for v, _ in pairs)
+    else:
+      out[name] = math.fsum(v * w for v, w in pairs) / math.fsum(w for _, w in pairs)
+  return out
 
 
 def _spread(name: str, values: np.ndarray) -> dict[str, float]:

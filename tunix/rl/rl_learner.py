@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 
 from tunix.ops.reductions import WeightedSum
-from tunix.rl import evaluation, learner_state, policy_loss, setup
+from tunix.rl import evaluation, learner_state, metrics, policy_loss, setup
 from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.common import Rollouts, Tokens, TrainExample
 from tunix.rl.experience import Experience, MetricFn
@@ -205,7 +205,7 @@ class RLLearner(abc.ABC):
       position=lambda: self._progress,
       session=DeferredSignals,
       open=self._open,
-      begin=self._experience.forget,
+      begin=self._begin,
       end=self._end,
       draw=lambda source: source if source.has_more() else None,
       update=self._learn,
@@ -222,6 +222,11 @@ class RLLearner(abc.ABC):
       return before
     return PromptSource(train_ds, self._progress.data_state, self._progress.pending)
 
+  def _begin(self) -> None:
+    """Forgets what a call that broke off had measured."""
+    self._measured.clear()
+    self._phases.take()
+
   def _end(self) -> None:
     self.rl_cluster.logger.flush()
     self.rl_cluster.perf.synchronize()
@@ -231,12 +236,11 @@ class RLLearner(abc.ABC):
     with self.rl_cluster.perf.span_group("global_step"):
       with self._run.saved_on_failure():  # what was learnt before
         example = self._collect(source)
-        measured = self._experience.take_metrics()
       if example is None:
         source.end()
         return
       self._update(example, skip_jit)
-    self._log_rollouts(measured)
+    self._log_rollouts()
     self._progress.rollouts += 1
     self._progress.data_state = source.commit()
     self._progress.pending = source.pending
@@ -256,12 +260,16 @@ class RLLearner(abc.ABC):
     with self._phases("sync", "rollout"):
       cluster.sync_weights()
 
-  def _log_rollouts(self, measured: Mapping[str, float]) -> None:
+  def _log_rollouts(self) -> None:
     """What was measured of the rollouts and phases of a step."""
+    rows = [values.get(metrics.COUNT, 1.0) for values in self._measured]
+    means = metrics.mean_of(self._measured, rows)
+    means.pop(metrics.COUNT, None)
     perf = self.rl_cluster.perf
     # Waits for no device: the updates are over. The thread that notes it may be late.
     perf.synchronize()
-    self._log({**measured, **self._phases.take(), **perf.export()}, Mode.TRAIN)
+    self._log({**means, **self._phases.take(), **perf.export()}, Mode.TRAIN)
+    self._measured.clear()
 
   def _mini_batches(self, example: TrainExample) -> list[TrainExample]:
     """Mini-batches of all iterations, as many as `max_steps` leaves."""

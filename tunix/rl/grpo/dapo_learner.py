@@ -104,7 +104,7 @@ class DAPOLearner(GRPOLearner):
         break
     if refills < 0:
       return None
-    self._measured["dynamic_sampling/refills"] = float(refills)
+    self._measured.append({"dynamic_sampling/refills": float(refills)})
     if not groups and batch is None and self.train_steps:
       _log.warning("the last prompts gave no group whose rewards differ: all done")
       return None
