@@ -126,7 +126,8 @@ def test_two_writers_of_a_folder_keep_each_others_rows(
 
 
 def test_rows_stay_on_disk(filled):
-  assert all(isinstance(rows, np.memmap) for rows in TeacherCache(filled)._rows._files)
+  rows = TeacherCache(filled)._rows
+  assert rows._files and all(isinstance(rows._rows(f), np.memmap) for f in rows._files)
 
 
 def test_rows_are_told_apart_by_all_that_the_teacher_sees(tmp_path):

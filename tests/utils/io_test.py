@@ -62,3 +62,24 @@ def test_full_disk(tmp_path):
   assert out.stdout == "OSError\n", out.stderr
   assert (tmp_path / "x").read_bytes() == b"old"
   assert os.listdir(tmp_path) == ["x"]
+
+
+def test_what_a_killed_process_left_is_swept_and_nothing_else(tmp_path):
+  """Of dead processes of this machine: a file and a folder, at any depth."""
+  dead = subprocess.run(
+    [sys.executable, "-c", "import os; print(os.getpid())"],
+    capture_output=True,
+    text=True,
+    check=True,
+  ).stdout.strip()
+  mine = io.unfinished("x")
+  theirs = mine.replace(f"-{os.getpid()}-", f"-{dead}-")
+  elsewhere = f".x.another_host-{dead}-01234567.partial"
+  (tmp_path / "deep" / theirs).mkdir(parents=True)
+  (tmp_path / "deep" / theirs / "weights").write_text("")
+  stay = [mine, elsewhere, "of_a_user.partial", "x"]
+  for name in [theirs, *stay]:
+    (tmp_path / name).write_text("")
+  io.sweep(tmp_path)
+  assert sorted(os.listdir(tmp_path)) == sorted(["deep", *stay])
+  assert os.listdir(tmp_path / "deep") == []

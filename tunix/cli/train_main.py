@@ -40,7 +40,7 @@ from tunix.cli.settings import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
-from tunix.utils import capacity, launch, mesh as mesh_lib
+from tunix.utils import capacity, io, launch, mesh as mesh_lib
 from tunix.utils.interrupts import Stopped
 
 HELP = """\
@@ -163,6 +163,7 @@ def run(config: RunSettings) -> Result:
     _check_lengths(config, model, data)
     if first:
       held.enter_context(run_lock.hold(folder.path))
+      io.sweep(folder.path)  # what a killed run was writing
       # Another process may have been quicker.
       folder.check_resume(config, data.fingerprints)
       folder.start(config, data.fingerprints, data.scans)

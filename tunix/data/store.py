@@ -2,11 +2,13 @@
 
 A folder of files `rows-*.npy`: each is there whole or not at all, is named by what it
 holds and never changed, so that a writer that was killed goes on where it was and
-several runs may fill one folder. Files are mapped; memory holds the keys.
+several processes may fill one folder. Files are mapped when they are read, a few at a
+time (each map holds its file open); memory holds the keys.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import pathlib
@@ -16,7 +18,9 @@ import jax
 import numpy as np
 
 from tunix.utils import coordination
-from tunix.utils.io import write_atomic
+from tunix.utils.io import sweep, write_atomic
+
+_MAPPED = 64  # files at a time
 
 
 def row_key(parts: Iterable[bytes]) -> str:
@@ -40,7 +44,9 @@ class RowStore:
   def __init__(self, folder: pathlib.Path):
     self.folder = folder
     self._places: dict[str, tuple[int, int]] = {}  # key -> number of a file, row
-    self._files: list[np.ndarray] = []
+    self._files: list[pathlib.Path | np.ndarray] = []
+    self._mapped = functools.lru_cache(_MAPPED)(_map)
+    sweep(folder)
     for path in sorted(folder.glob("rows-*.npy")):
       self._open(path)
 
@@ -57,7 +63,9 @@ class RowStore:
       KeyError: there is no such row.
     """
     places = [self._places[key] for key in keys]
-    return np.stack([self._files[file][row][column] for file, row in places])
+    # Copies: a view would hold its file open.
+    rows = [self._rows(self._files[f])[row][column].copy() for f, row in places]
+    return np.stack(rows)
 
   def add(self, columns: Mapping[str, np.ndarray], keys: Sequence[str]) -> None:
     """Writes rows that are not there yet: arrays [N, ...] by name, and N keys. Of
@@ -78,21 +86,30 @@ class RowStore:
 
   def hold(self, columns: Mapping[str, np.ndarray], keys: Sequence[str]) -> None:
     """The same in memory alone: rows that a file of another form holds."""
-    self._index(_table(columns, keys))
+    rows = _table(columns, keys)
+    self._index(rows, rows)
 
   def _open(self, path: pathlib.Path) -> None:
-    try:
-      self._index(np.load(path, mmap_mode="r"))
-    except (ValueError, OSError) as error:
-      raise ValueError(
-        f"{path} is damaged ({error}): delete it, and fill the folder again (several "
-        "processes need a folder that all of them see)"
-      ) from error
+    self._index(path, _map(path))
 
-  def _index(self, rows: np.ndarray) -> None:
+  def _index(self, file: pathlib.Path | np.ndarray, rows: np.ndarray) -> None:
     for row, key in enumerate(rows["key"]):
       self._places[key.decode()] = len(self._files), row
-    self._files.append(rows)
+    self._files.append(file)
+
+  def _rows(self, file: pathlib.Path | np.ndarray) -> np.ndarray:
+    return file if isinstance(file, np.ndarray) else self._mapped(file)
+
+
+def _map(path: pathlib.Path) -> np.ndarray:
+  """The rows of a file, read where they are touched."""
+  try:
+    return np.load(path, mmap_mode="r")
+  except (ValueError, OSError) as error:
+    raise ValueError(
+      f"{path} is damaged ({error}): delete it, and fill the folder again (several "
+      "processes need a folder that all of them see)"
+    ) from error
 
 
 def _table(columns: Mapping[str, np.ndarray], keys: Sequence[str]) -> np.ndarray:

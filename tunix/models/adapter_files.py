@@ -347,7 +347,8 @@ def _tensor(
       f"adapter tensor {key!r} is {state}, expected shape {shape}: the adapter belongs "
       "to another model, or the folder is damaged"
     )
-  return tensor.map()
+  # A copy: a map holds its file open, and an adapter of experts has thousands.
+  return np.array(tensor.map())
 
 
 def _stacked(

@@ -15,7 +15,6 @@ import math
 import os
 import pathlib
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -26,7 +25,7 @@ from flax import nnx
 
 from tunix.models import safetensors_header, torch_files
 from tunix.models.stored_tensor import MAX_JSON, StoredTensor, brief, strict_json
-from tunix.utils import coordination
+from tunix.utils import coordination, io
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -300,8 +299,7 @@ def staged_folder(
     return coordination.gather(f"{what} {folder}", value)[0] if together else value
 
   folder.parent.mkdir(parents=True, exist_ok=True)
-  token = meet("naming", secrets.token_hex(4))
-  staging = folder.parent / f".{folder.name}.{token}.partial"
+  staging = folder.parent / meet("naming", io.unfinished(folder.name))
   if first:
     staging.mkdir()
   meet("making")
