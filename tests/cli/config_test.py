@@ -1,8 +1,10 @@
 """Files and arguments become a checked configuration, or an error that says where."""
 
+import re
+
 import pytest
 
-from tunix.cli import config as config_lib
+from tunix.cli import config as config_lib, spelling
 
 
 def load(*argv):
@@ -100,6 +102,30 @@ def test_dataset_name_is_another_name_of_data_train():
 def test_unknown_keys_name_the_nearest_known_one(argument, nearest):
   with pytest.raises(ValueError, match=rf"unknown: did you mean {nearest}\?"):
     load(argument)
+
+
+@pytest.mark.parametrize(
+  ("argument", "ours"),
+  [
+    ("--lr=1e-4", "training.learning_rate"),
+    ("--num_train_epochs=1", "data.num_epochs"),
+    ("--gradient_accumulation_steps=4", "training.micro_batch_size: global_batch_size"),
+    ("--precision=bf16", "model.dtype"),
+    ("--lora_r=8", "lora.rank"),
+    ("--max_seq_length=8", "data.max_length"),
+  ],
+)
+def test_options_of_other_libraries_are_named_as_ours(argument, ours):
+  with pytest.raises(ValueError, match=f"unknown: here it is {ours}"):
+    load(argument)
+
+
+def test_what_is_named_for_other_libraries_is_a_key():
+  keys = config_lib.known_keys()
+  for theirs, ours in spelling.ELSEWHERE.items():
+    named = re.findall(r"\b[a-z]+\.[a-z_]+", ours)
+    assert theirs not in keys and set(named) <= keys.keys(), ours
+  assert spelling.ELSEWHERE.keys().isdisjoint(spelling.ALIASES)
 
 
 def test_unknown_keys_and_wrong_types_name_their_file(tmp_path):

@@ -315,6 +315,8 @@ def _check_foreign(dotted: str, value: Any, place: _Place) -> None:
 def _unknown(key: str) -> str:
   known = [name for name in known_keys() if not _is_section(name)]
   last = key.rpartition(".")[2]
+  if (ours := spelling.ELSEWHERE.get(last)) is not None and "." not in key:
+    return f"the key {key!r} is unknown: here it is {ours}"
   same = [name for name in known if name.rpartition(".")[2] == last]
   near = same[:1] or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
   if not near:

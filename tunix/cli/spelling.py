@@ -1,4 +1,4 @@
-"""Keys as files of earlier versions spell them."""
+"""Keys as files of earlier versions, and other libraries, spell them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,72 @@ ALIASES = {
 RENAMED = {
   "lora.rslora": "lora.use_rslora",
   "lora.dora": "lora.use_dora",
+}
+
+# What other libraries (transformers, TRL, torchtune, axolotl, verl) call an option ->
+# our key, and what to mind. They are named in the error and not taken: a value may mean
+# another thing there.
+ELSEWHERE = {
+  **dict.fromkeys(("lr", "actor_lr"), "training.learning_rate"),
+  **dict.fromkeys(
+    ("num_train_epochs", "epochs", "num_epochs", "total_epochs"), "data.num_epochs"
+  ),
+  **dict.fromkeys(
+    ("num_train_steps", "total_training_steps"),
+    "training.max_steps",
+  ),
+  **dict.fromkeys(
+    ("per_device_train_batch_size", "ppo_micro_batch_size"),
+    "training.micro_batch_size (rows over all devices)",
+  ),
+  **dict.fromkeys(
+    ("batch_size", "train_batch_size"),
+    "training.global_batch_size (rows of an optimizer step)",
+  ),
+  "gradient_accumulation_steps": (
+    "training.micro_batch_size: global_batch_size / micro_batch_size micro-batches "
+    "make a step"
+  ),
+  "per_device_eval_batch_size": "training.eval_batch_size (rows over all devices)",
+  **dict.fromkeys(("precision", "bf16", "fp16", "torch_dtype"), "model.dtype"),
+  **dict.fromkeys(
+    ("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len"), "data.max_length"
+  ),
+  "sample_packing": "data.packing",
+  **dict.fromkeys(("model_name_or_path", "base_model", "pretrained"), "model.path"),
+  **dict.fromkeys(("dataset", "train_file", "data_path", "train_files"), "data.train"),
+  **dict.fromkeys(("eval_dataset", "validation_file", "val_files"), "data.eval"),
+  **dict.fromkeys(("lora_r", "lora_rank"), "lora.rank"),
+  "lora_alpha": "lora.alpha",
+  **dict.fromkeys(("lora_target_modules", "target_modules"), "lora.targets"),
+  **dict.fromkeys(
+    ("warmup_steps", "warmup_ratio", "lr_scheduler_type"), "schedule.name"
+  ),
+  **dict.fromkeys(("optim", "optimizer_name"), "optimizer.name"),
+  "weight_decay": "optimizer.args: {weight_decay: ...}",
+  **dict.fromkeys(
+    ("gradient_clipping", "clip_grad_norm", "grad_clip"), "training.max_grad_norm"
+  ),
+  **dict.fromkeys(
+    ("gradient_checkpointing", "activation_checkpointing"), "model.remat"
+  ),
+  **dict.fromkeys(("load_in_4bit", "load_in_8bit"), "model.quantise"),
+  **dict.fromkeys(("save_steps", "save_freq"), "checkpoint.save_every_n_steps"),
+  "save_total_limit": "checkpoint.max_to_keep",
+  **dict.fromkeys(("eval_steps", "test_freq"), "training.eval_every_n_steps"),
+  **dict.fromkeys(("logging_steps", "report_to"), "the section logging"),
+  "max_prompt_length": (
+    "rollout.max_prompt_length, in preferences preference.max_prompt_length"
+  ),
+  **dict.fromkeys(
+    ("max_completion_length", "max_new_tokens"), "rollout.max_tokens_to_generate"
+  ),
+  **dict.fromkeys(("reward_funcs", "reward_fn"), "reward.functions"),
+  **dict.fromkeys(
+    ("beta", "kl_coef"), "algorithm.beta, in preferences preference.beta"
+  ),
+  "tensor_parallel_size": "mesh: {tp: ...}",
+  **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed"), "mesh: {fsdp: ...}"),
 }
 
 
