@@ -24,7 +24,7 @@ GKD = {"divergence": "jsd", "beta": 0.5, "alpha": 1.0, "temperature": 1.0}
 def rows_of(t, *batches):
   """The rows that a step would train on."""
   with t._session():
-    ready = t._ready(list(batches))
+    ready, _ = t._ready(list(batches), 0)
   return [taught.batch for taught in ready]
 
 
