@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -85,6 +86,12 @@ def spawn(*argv, max_file_blocks=None):
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
   )
+
+
+def without_progress(stderr):
+  """What a run wrote to standard error besides its lines of progress."""
+  lines = stderr.splitlines(keepends=True)
+  return "".join(x for x in lines if not re.match(r"\w+: (step \d|compiling)", x))
 
 
 def metrics(output_dir, mode="train"):

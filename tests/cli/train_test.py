@@ -159,7 +159,7 @@ def test_sigterm_saves_and_the_same_command_resumes(settings, tmp_path):
     if line.startswith("step 3 "):
       process.send_signal(signal.SIGTERM)
       break
-  _, stderr = process.communicate(timeout=300)
+  stderr = runs.without_progress(process.communicate(timeout=300)[1])
   assert process.returncode == 143
   assert stderr.startswith("tunix: stopped after step ")
   assert stderr.endswith("; a checkpoint is saved; the same command resumes\n")

@@ -176,7 +176,7 @@ def test_ctrl_c_is_one_line(tmp_path):
         break
     process.send_signal(signal.SIGINT)
     process.stdout.read()
-    error = process.stderr.read()
+    error = runs.without_progress(process.stderr.read())
   assert process.returncode == 130
   assert error.count("\n") == 1
   assert "begin anew with --overwrite" in error
