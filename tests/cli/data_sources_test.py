@@ -139,7 +139,9 @@ def test_a_function_of_a_file_or_module(tmp_path, monkeypatch):
 def test_places_are_written_out(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   write_lines(tmp_path / "a.jsonl")
+  (tmp_path / "f.py").write_text("")
   names = ("a.jsonl", "b.jsonl", "f.py:fn(x='y.z')", "hf:a/b", "gs://b/*.json", "s-*.x")
+  assert data_sources.with_absolute_paths("f.py") == f"{tmp_path}/f.py"
   assert data_sources.with_absolute_paths(names) == (
     f"{tmp_path}/a.jsonl",
     "b.jsonl",  # it does not exist: said later, as it was written

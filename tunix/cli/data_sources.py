@@ -79,7 +79,7 @@ def with_absolute_paths(names: str | Sequence[str]) -> str | tuple[str, ...]:
   if not isinstance(names, str):
     return tuple(str(with_absolute_paths(name)) for name in names)
   path = pathlib.Path(names).expanduser()
-  if is_call(names):
+  if is_call(names) and not path.exists():  # a file alone is one of the paths below
     return call_strings.with_absolute_path(names)
   is_pattern = "*" in names and "://" not in names
   return str(path.absolute()) if path.exists() or is_pattern else names
