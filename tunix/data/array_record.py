@@ -57,7 +57,7 @@ class ArrayRecords(Records):
 
   def raw(self, index: int) -> Any:
     """See the base class."""
-    return jsonl.parsed(self._source[index], self.where(index), self.kind)
+    return jsonl.parsed(self._source[index], self.where(index), self.kind, "a record")
 
   @functools.cached_property
   def fingerprint(self) -> str:

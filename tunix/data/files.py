@@ -82,7 +82,9 @@ class JsonArrayRecords(FileRecords):
   def raw(self, index: int) -> Any:
     """See the base class."""
     start, stop = map(int, self._pieces[index])
-    return jsonl.parsed(self.piece(start, stop), self.where(index), self.kind)
+    return jsonl.parsed(
+      self.piece(start, stop), self.where(index), self.kind, "an entry"
+    )
 
 
 def _begins_an_array(path: pathlib.Path) -> bool:

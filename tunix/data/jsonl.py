@@ -56,8 +56,8 @@ class JsonlRecords(FileRecords):
         yield record, self.kind.read(record, where)
 
 
-def parsed(text: bytes, where: str, kind: Kind) -> Any:
-  """A record of JSON.
+def parsed(text: bytes, where: str, kind: Kind, one: str = "a line") -> Any:
+  """A record of JSON; `one` says where each object stands, for the message.
 
   Raises:
     ValueError: it is none; begins with `where`.
@@ -66,9 +66,9 @@ def parsed(text: bytes, where: str, kind: Kind) -> Any:
     return json.loads(text)
   except (json.JSONDecodeError, UnicodeDecodeError) as error:
     raise ValueError(
-      f"{where}: invalid JSON ({error}); {kind.expected}, one object a line"
+      f"{where}: invalid JSON ({error}); {kind.expected}, one object {one}"
     ) from error
   except RecursionError as error:
     raise ValueError(
-      f"{where}: the JSON is nested too deeply; {kind.expected}, one object a line"
+      f"{where}: the JSON is nested too deeply; {kind.expected}, one object {one}"
     ) from error
