@@ -16,6 +16,14 @@ from jaxtyping import Array, Float, Int
 from tunix.models.transformer.layers import GatedMLP, Linear
 
 
+def active_share(model: nnx.Module) -> float:
+  """The share of its experts that a token meets, k / E; 1 without experts."""
+  for _, node in nnx.iter_graph(model):
+    if isinstance(node, MoE):
+      return node.experts_per_token / node.router.kernel.shape[-1]
+  return 1.0
+
+
 class MoE(nnx.Module):
   """sum over the token's k experts of weight * expert(x).
 
