@@ -6,7 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from tunix.cli import build, config as config_lib, main, optimizer, plan_main
+from tunix.cli import (
+  build,
+  config as config_lib,
+  main,
+  optimizer,
+  plan_fit,
+  plan_main,
+)
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
 from tunix.plan import topology, training
@@ -25,6 +32,8 @@ PAIRS = (
   *("--preference.max_prompt_length=8", "--preference.max_response_length=8"),
 )
 MESH = {"fsdp": 4, "tp": 2}
+WHOLE = ("--training.micro_batch_size=null",)
+REMEDIES = ("--model.remat=block", "--training.micro_batch_size=4", "--lora.rank=16")
 
 
 def trainer_of(config, model, mesh, *, of_shapes):
@@ -91,13 +100,13 @@ def test_what_a_plan_tells(made):
 
 
 def test_the_command(made, monkeypatch, capsys):
-  monkeypatch.setattr(plan_main, "plan", lambda *args: made)
+  monkeypatch.setattr(plan_main, "plan", lambda *args, **options: made)
   assert main.main(["plan", *TINY, "--topology", "cpu:8", "--mesh", "fsdp=4,tp=2"]) == 0
   assert "train step sends: " in capsys.readouterr().out
   assert main.main(["plan", *TINY, "--topology=cpu:8", "--json"]) == 0
   assert json.loads(capsys.readouterr().out)["programs"][0]["name"] == "train step"
   small = made.__class__(**{**made.__dict__, "memory_bytes": 10.0})
-  monkeypatch.setattr(plan_main, "plan", lambda *args: small)
+  monkeypatch.setattr(plan_main, "plan", lambda *args, **options: small)
   assert main.main(["plan", *TINY, "--topology", "cpu:8"]) == 1
   assert "does NOT fit" in capsys.readouterr().out
 
@@ -133,3 +142,50 @@ def test_a_step_needs_its_memory():
     model = build.shapes_of_model(config, mesh)
     trainer_of(config, model, mesh, of_shapes=True)
   assert not [x for x in jax.live_arrays() if id(x) not in before and np.size(x) > 64]
+
+
+def peak_of(config):
+  """Bytes as a step might take them."""
+  whole = 100 if config.lora is None else 30
+  if config.model.quantise:
+    whole -= 10
+  row = 5 if config.model.remat == "block" else 20
+  return whole + row * config.training.micro_rows
+
+
+@pytest.mark.parametrize(
+  ("memory", "words", "peak"),
+  [
+    (99, REMEDIES, 50),
+    (140, ("--model.remat=block",), 140),
+    (130, ("--model.remat=block", "--training.micro_batch_size=4"), 120),
+    (45, (*REMEDIES, "--model.quantise=nf4"), 40),
+    (10, None, None),
+  ],
+)
+def test_the_first_settings_that_fit(memory, words, peak):
+  config = plan_main.settled(config_lib.load([*TINY, *WHOLE]), MESH)
+  found = plan_fit.first_remedy(config, 4, memory, peak_of)
+  assert (found and found.words, found and found.peak_bytes) == (words, peak)
+
+
+def test_the_largest_micro_batch_that_fits():
+  rows = ("--training.global_batch_size=48", "--training.micro_batch_size=null")
+  config = plan_main.settled(config_lib.load([*TINY, *rows]), MESH)
+  assert plan_fit.micro_batches(config, 4) == [4, 8, 12, 16, 24, 48]
+  for memory, best in ((99, None), (180, 4), (500, 16), (1e6, 48)):
+    found = plan_fit.largest_micro_batch(config, 4, memory, peak_of)
+    words = found and found.words
+    assert words == (best and (f"--training.micro_batch_size={best}",))
+    assert found is None or found.peak_bytes == 100 + 20 * best
+
+
+def test_fit_compiles_the_step_anew(made):
+  config = plan_main.settled(config_lib.load(TINY), MESH)
+  mesh = topology.find("cpu:8").mesh(MESH)
+  with pytest.raises(ValueError, match="is not known of cpu:8"):
+    plan_main.advise(config, mesh, made)
+  known = made.__class__(**{**made.__dict__, "memory_bytes": made.peak_bytes})
+  told = plan_main.advise(config, mesh, known)
+  rows = int(told.partition("micro_batch_size=")[2].split()[0])
+  assert told.startswith("the largest micro-batch that fits: --training.") and rows >= 4

@@ -202,20 +202,28 @@ def shapes_of_model(config: RunSettings, mesh: Mesh | None) -> Transformer:
     FileNotFoundError, ValueError: see `build_model`.
   """
   assert mesh is not None
-  source = config.model
-  sizes = (
-    preset_config(config)
-    if source.name is not None
-    else automodel.config_of_folder(source.path or "")
-  )
 
   def change(model: Transformer) -> Transformer:
-    if source.quantise is not None:
-      model = quantisation.quantise(model, source.quantise)
+    if config.model.quantise is not None:
+      model = quantisation.quantise(model, config.model.quantise)
     return _adapted(model, config)
 
-  sizes = automodel.with_options(sizes, **_model_options(config))
-  return automodel.of_shapes(sizes, mesh, change)
+  return automodel.of_shapes(sizes_of_model(config), mesh, change)
+
+
+def sizes_of_model(config: RunSettings) -> Any:
+  """The ModelConfig of the model, with the options of the configuration.
+
+  Raises:
+    FileNotFoundError, ValueError: see `build_model`.
+  """
+  if config.model.name is not None:
+    sizes = preset_config(config)
+  elif config.model.path is not None:
+    sizes = automodel.config_of_folder(config.model.path)
+  else:
+    raise ValueError(_NO_MODEL)
+  return automodel.with_options(sizes, **_model_options(config))
 
 
 def build_reference(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from tunix.cli import (
   build,
@@ -16,6 +19,7 @@ from tunix.cli import (
   config as config_lib,
   mesh as mesh_axes,
   optimizer,
+  plan_fit,
   precision,
 )
 from tunix.cli.jobs.job import Loaded
@@ -26,8 +30,8 @@ from tunix.plan.report import Plan
 from tunix.utils import mesh as mesh_lib
 
 HELP = """\
-usage: tunix plan CONFIG --topology NAME [--mesh AXIS=SIZE,...] [--json]
-                  [--KEY.SUB=VALUE ...]
+usage: tunix plan CONFIG --topology NAME [--mesh AXIS=SIZE,...] [--fit]
+                  [--json] [--KEY.SUB=VALUE ...]
 
 Compiles the programs of `tunix train CONFIG` for chips that need not be here, and says
 what each of them takes of a chip's memory, and how fast it can be at most. Nothing of
@@ -40,6 +44,7 @@ config.json of a folder.
   --topology NAME  v5e:4x4, v6e:2x4, v5p:2x2x1, ... (needs libtpu, but no TPU), cpu:8,
                    gpu (this machine's)
   --mesh AXES      instead of the configuration's mesh; without either, fsdp over all
+  --fit            also find the largest micro-batch that fits, or what makes it fit
   --json           everything, collectives one by one
 
 Jobs that can be planned: {jobs}. The exit code is 1 where a program does not fit."""
@@ -54,19 +59,24 @@ def main(argv: Sequence[str]) -> int:
   if not words or {"--help", "-h"} & set(words):
     print(HELP.format(jobs=", ".join(_planned())))
     return 0
-  as_json = "--json" in words
-  words = [word for word in words if word != "--json"]
+  flags = {flag for flag in ("--json", "--fit") if flag in words}
+  words = [word for word in words if word not in flags]
   name, words = _taken(words, "--topology")
   axes, words = _taken(words, "--mesh")
   if name is None:
     raise ValueError("--topology is missing: give one such as --topology v5e:4x4")
-  made = plan(config_lib.load(words), name, None if axes is None else _axes(axes))
-  print(json.dumps(made.to_json(), indent=2) if as_json else made)
+  mesh = None if axes is None else _axes(axes)
+  made = plan(config_lib.load(words), name, mesh, fit="--fit" in flags)
+  print(json.dumps(made.to_json(), indent=2) if "--json" in flags else made)
   return _DOES_NOT_FIT if made.fits is False else 0
 
 
 def plan(
-  config: RunSettings, topology: str, mesh: dict[str, int] | None = None
+  config: RunSettings,
+  topology: str,
+  mesh: dict[str, int] | None = None,
+  *,
+  fit: bool = False,
 ) -> Plan:
   """Compiles the programs of a run for a topology.
 
@@ -74,6 +84,8 @@ def plan(
     config: of `tunix train`; its data is not read.
     topology: see `tunix.plan.topology`.
     mesh: sizes by axis; None: those of the configuration, else fsdp over all devices.
+    fit: also look for the largest micro-batch that fits, or for settings that make the
+      run fit; the step is compiled some times more.
 
   Raises:
     ValueError: a job that is not planned yet, a topology that does not exist, a mesh
@@ -90,27 +102,17 @@ def plan(
   made = where.mesh(mesh or config.mesh or {"fsdp": -1})
   config = settled(config, {axis: int(size) for axis, size in made.shape.items()})
   job.check(config)
-  rate = optimizer.build_schedule(config)
-  tx = optimizer.build_optimizer(config, rate)  # tried out, which needs real devices
+  trainer = _trainer(config, made)
   with mesh_lib.use_mesh(made):
-    loaded = Loaded(
-      config=config,
-      model=build.shapes_of_model(config, made),
-      optimizer=tx,
-      mesh=made,
-      output_dir=None,
-      learning_rate=rate,
-      of_shapes=True,
-    )
-    trainer = job.build(loaded)
     lowered = training.of_trainer(trainer, job.example(config))
     programs = [
       program.plan(name, one, made.size, where.chip) for name, one in lowered.items()
     ]
   rows, length = _sequences(config)
-  return Plan(
+  sizes = build.sizes_of_model(config)
+  out = Plan(
     job=config.job,
-    model=_words(config, loaded.model),
+    model=_words(config, trainer.model),
     topology=where.name,
     mesh=dict(config.mesh),
     devices=made.size,
@@ -118,9 +120,51 @@ def plan(
     memory_bytes=where.memory_bytes,
     programs=programs,
     tokens=rows * length,
-    model_flops=training.model_flops(trainer, loaded.model.config, rows, length),
+    model_flops=training.model_flops(trainer, sizes, rows, length),
     steps=config.training.max_steps,
   )
+  return dataclasses.replace(out, advice=advise(config, made, out)) if fit else out
+
+
+def _trainer(config: RunSettings, mesh: Mesh) -> Any:
+  """What trains, of shapes on the mesh."""
+  rate = optimizer.build_schedule(config)
+  tx = optimizer.build_optimizer(config, rate)  # tried out, which needs real devices
+  with mesh_lib.use_mesh(mesh):
+    loaded = Loaded(
+      config=config,
+      model=build.shapes_of_model(config, mesh),
+      optimizer=tx,
+      mesh=mesh,
+      output_dir=None,
+      learning_rate=rate,
+      of_shapes=True,
+    )
+    return JOBS[config.job].build(loaded)
+
+
+def advise(config: RunSettings, mesh: Mesh, made: Plan) -> str:
+  """What `fit` looks for, in words."""
+  if made.memory_bytes is None:
+    raise ValueError(
+      "--fit compares with the memory of a device, which is not known of "
+      f"{made.topology}: give the topology of a TPU, or gpu"
+    )
+  example = JOBS[config.job].example
+  assert example is not None
+
+  def peak(config: RunSettings) -> int:
+    trainer = _trainer(config, mesh)
+    with mesh_lib.use_mesh(mesh):
+      return program.peak_bytes(trainer.lower_train_step(example(config)).compile())
+
+  shards = math.prod(mesh.shape[axis] for axis in mesh_axes.data_axes(config.mesh))
+  search = plan_fit.largest_micro_batch if made.fits else plan_fit.first_remedy
+  found = search(config, shards, made.memory_bytes, peak)
+  if found is None:
+    return "nothing here makes it fit: take more chips, or a smaller model"
+  what = "the largest micro-batch that fits" if made.fits else "it fits with"
+  return f"{what}: {' '.join(found.words)} ({found.peak_bytes / 2**30:,.2f} GiB)"
 
 
 def _planned() -> list[str]:

@@ -104,7 +104,7 @@ def plan(
     argument_bytes=memory.argument_size_in_bytes,
     output_bytes=written - memory.alias_size_in_bytes,
     temporary_bytes=memory.temp_size_in_bytes,
-    peak_bytes=_peak(memory),
+    peak_bytes=peak_bytes(compiled),
     flops=flops,
     moved_bytes=moved,
     collectives=tuple(sent),
@@ -112,9 +112,10 @@ def plan(
   )
 
 
-def _peak(memory: Any) -> int:
-  """The compiler's peak; XLA for CPUs gives that of arguments and results alone, to
-  which all temporaries are added then."""
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+  """Most that is alive at once on a device: the compiler's figure. XLA for CPUs gives
+  that of arguments and results alone, to which all temporaries are added then."""
+  memory: Any = compiled.memory_analysis()
   live = (
     memory.argument_size_in_bytes
     + memory.output_size_in_bytes

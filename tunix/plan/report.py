@@ -29,6 +29,7 @@ class Plan:
     tokens: of a step, padding included.
     model_flops: of a step by formula, on all devices together: no work counted twice.
     steps: of the run; None: not known.
+    advice: how to fill the chips, or to fit into them; None: nobody looked.
   """
 
   job: str
@@ -42,6 +43,7 @@ class Plan:
   tokens: int
   model_flops: float
   steps: int | None = None
+  advice: str | None = None
 
   @property
   def peak_bytes(self) -> int:
@@ -160,7 +162,7 @@ class Plan:
         f"{self.steps:,} steps: at least {hours:,.1f} hours, {self.chip_hours:,.1f} "
         "chip-hours, without evaluations and checkpoints"
       )
-    return lines
+    return [*lines, *([] if self.advice is None else [self.advice])]
 
 
 def _gib(size: float) -> str:
