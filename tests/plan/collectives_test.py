@@ -43,7 +43,13 @@ ENTRY %main.1_spmd (p: f32[8,4]) -> f32[8,4] {
   %all-reduce.1 = (f32[10]{0}, bf16[6]{0}) all-reduce(%a, %b), channel_id=2, replica_groups={{0,1},{2,3}}, to_apply=%sum
   %reduce-scatter.1 = f32[2]{0} reduce-scatter(%a), channel_id=3, replica_groups=[1,8]<=[8], to_apply=%sum
   %all-gather-start.1 = (f32[2]{0}, f32[16]{0}) all-gather-start(%c), channel_id=4, replica_groups=[1,8]<=[8]
+  %fusion.1 = f32[16]{0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.4
   ROOT %all-to-all.1 = pred[64]{0} all-to-all(%d), channel_id=5
+}
+
+%all-reduce-scatter.4 (a: f32[64]) -> f32[16] {
+  %all-reduce.9 = f32[64]{0} all-reduce(%a), channel_id=7, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%sum
+  ROOT %slice = f32[16]{0} dynamic-slice(%all-reduce.9, %i), dynamic_slice_sizes={16}
 }
 
 %inner (state: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
@@ -61,7 +67,7 @@ def test_loops_count_as_often_as_they_run_and_pieces_once(found):
   assert collectives.counts(found) == {
     "all-gather": 5 + 1,  # up to the constant of the condition; and one started
     "all-reduce": 1,
-    "reduce-scatter": 1,
+    "reduce-scatter": 1 + 1,
     "all-to-all": 3 + 1,  # as the compiler notes
     "collective-permute": 1,  # nobody knows how often
   }
@@ -74,6 +80,7 @@ def test_bytes_that_a_device_must_receive(found):
     ("all-gather", "f32[16]"): 64 * 7 / 8,
     ("all-reduce", "f32[10], bf16[6]"): 2 * 52 / 2,
     ("reduce-scatter", "f32[2]"): 8 * 7,
+    ("reduce-scatter", "f32[64]"): 64 * 3,  # as the TPU compiler writes one
     ("all-to-all", "pred[64]"): 64 * 7 / 8,
     ("all-to-all", "u8[100]"): 3 * 100 / 2,
     ("collective-permute", "bf16[16]"): 32,

@@ -3,7 +3,7 @@
 Read off the text of the optimised HLO: each collective with the bytes of its result,
 times as often as the loops around it run. The TPU compiler cuts a collective that runs
 beside other work into pieces (start, under way, done), which all carry its channel:
-they count once.
+they count once. Its reduce-scatters are an all-reduce and a slice in one computation.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Collective:
 
   Attributes:
     kind: one of KINDS.
-    shape: of what a device has at its end, such as "bf16[4096,1024]".
-    bytes: of that.
+    shape: of its arrays, such as "bf16[4096,1024]".
+    bytes: of what a device has at its end.
     group: devices that take part in it together.
     count: how often a run of the program does it; loops whose length depends on data
       count as one pass.
@@ -94,14 +94,12 @@ def read(text: str, devices: int) -> list[Collective]:
           continue
         seen.add(channel[1])
       shape = _result(found[1], is_start="-start(" in line)
+      size = sum(_bytes(*array) for array in _ARRAY.findall(shape))
+      kind, group = found[2], _group(line, devices)
+      if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+        kind, size = "reduce-scatter", size // group
       out.append(
-        Collective(
-          kind=found[2],
-          shape=shape,
-          bytes=sum(_bytes(*array) for array in _ARRAY.findall(shape)),
-          group=_group(line, devices),
-          count=times,
-        )
+        Collective(kind=kind, shape=shape, bytes=size, group=group, count=times)
       )
   return out
 
