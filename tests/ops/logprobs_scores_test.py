@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
+from tunix.ops import vocab_chunks
 from tunix.ops.logprobs import logits_logps, token_logps
 from tunix.ops.vocab_chunks import Layout
 
@@ -123,6 +124,19 @@ def test_sharded_and_soft_capped(
   values, (d_hidden, d_table) = pulled(score, (hidden, table, targets, pulls))
   d_table = d_table.T if transposed else d_table
   check((values, (d_hidden, d_table)), want)
+
+
+@pytest.mark.parametrize("used", [(1.0, 1.0), (1.0, 0.0)], ids=["entropy", "logps"])
+def test_words_are_shared_where_they_are_more_than_tokens(inputs, mesh_fsdp4_tp2, used):
+  hidden, unembed, targets, pulls = inputs
+  few = hidden[:, :8], unembed, targets[:, :8], pulls[:, :, :8]
+  layout = Layout(False, mesh_fsdp4_tp2, ("fsdp",), "tp", 2.0, 1)
+  assert vocab_chunks.shares_words(layout, B * 8, D, V)
+  score = lambda *a: token_logps(*a, layout, entropy=used[1] > 0, temperature=1.5)
+  want = pulled(lambda *a: plain(*a, softcap=2.0, temperature=1.5), few, used)
+  (logps, entropy), gradients = pulled(score, few, used)
+  check((logps, gradients), (want[0][0], want[1]))
+  assert entropy is None or check(entropy, want[0][1]) is None
 
 
 def test_rows_that_the_batch_axes_do_not_divide(inputs, mesh_fsdp8):

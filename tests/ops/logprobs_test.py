@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tunix.ops import vocab_chunks
 from tunix.ops.logprobs import weighted_nll
 from tunix.ops.vocab_chunks import Layout
 
@@ -176,6 +177,49 @@ def test_sharded(inputs, want, fixture, vocab_axis, transposed, request):
   )
   d_table = d_table.T if transposed else d_table
   check((loss, (d_hidden, d_table, d_weights)), want)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+  ("axes", "vocab_axis"),
+  [
+    ({"fsdp": 8}, None),
+    ({"fsdp": 4, "tp": 2}, "tp"),
+    ({"dp": 2, "fsdp": 2, "tp": 2}, "tp"),
+  ],
+)
+def test_words_are_shared_where_they_are_more_than_tokens(axes, vocab_axis, transposed):
+  rows, length, vocab = 8, 40, 512
+  keys = jax.random.split(jax.random.key(1), 4)
+  hidden = jax.random.normal(keys[0], (rows, length, D))
+  unembed = jax.random.normal(keys[1], (D, vocab))
+  targets = jax.random.randint(keys[2], (rows, length), 0, vocab)
+  weights = jax.random.uniform(keys[3], (rows, length))
+  want = value_and_grads(plain, (hidden, unembed, targets, weights))
+  kinds = (jax.sharding.AxisType.Auto,) * len(axes)
+  mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+  batch = tuple(axis for axis in axes if axis != "tp")
+  layout = Layout(transposed, mesh, batch, vocab_axis, chunk_bytes=1)
+  assert vocab_chunks.shares_words(layout, targets.size, D, vocab)
+  table = unembed.T if transposed else unembed
+  step = jax.jit(
+    jax.value_and_grad(lambda *a: weighted_nll(*a, layout), argnums=(0, 1, 3))
+  )
+  args = hidden, table, targets, weights
+  loss, (d_hidden, d_table, d_weights) = step(*args)
+  d_table = d_table.T if transposed else d_table
+  check((loss, (d_hidden, d_table, d_weights)), want)
+  # No device ever holds all of D for the words of its column, nor all tokens' logits.
+  rows_spec = jax.P(batch)
+  specs = [rows_spec, vocab_chunks.gradient_spec(layout, table.shape), *[rows_spec] * 2]
+  shapes = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
+    for x, spec in zip(args, specs)
+  ]
+  words = vocab // axes.get("tp", 1)
+  text = step.lower(*shapes).compile().as_text()
+  assert f"[{words},{D}]" not in text and f"[{D},{words}]" not in text
+  assert "all-to-all" in text
 
 
 def test_dimension_that_the_batch_axes_do_not_divide(inputs, mesh_fsdp8):

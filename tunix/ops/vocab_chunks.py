@@ -28,7 +28,8 @@ class Layout(NamedTuple):
     transposed: the unembedding is [V, D] (a tied embedding table) instead of [D, V].
     mesh: the device mesh, or None for one device.
     batch_axes: mesh axes that split the batch.
-    vocab_axis: mesh axis that splits the vocabulary, or None.
+    vocab_axis: mesh axis that splits the vocabulary, or None; inside a pass that shares
+      the words, several.
     softcap: logits x become c tanh(x / c) (Gemma 2); None: they stay as they are.
     chunk_bytes: bytes of one block of logits on one device.
   """
@@ -36,7 +37,7 @@ class Layout(NamedTuple):
   transposed: bool = False
   mesh: Mesh | AbstractMesh | None = None
   batch_axes: tuple[str, ...] = ()
-  vocab_axis: str | None = None
+  vocab_axis: str | tuple[str, ...] | None = None
   softcap: float | None = None
   chunk_bytes: int = CHUNK_BYTES
 
@@ -117,8 +118,9 @@ def on_mesh(
 ) -> Callable[..., Any]:
   """`local`, which sees the tokens of one device, for those of all of them.
 
-  Each device gathers the unembedding once, works on its own tokens, and the gradient of
-  the unembedding is reduced once (`reduced`), not once a chunk.
+  Each device works on its own tokens with all words, which gathers the unembedding once
+  and reduces its gradient once (`reduced`), not once a chunk; or on its own words
+  (`shares_words`).
   """
   if layout.mesh is None:
     return local
@@ -147,7 +149,12 @@ def run(
     batch if rule.hidden else None,
     gradient_spec(layout, unembed.shape) if rule.unembed else None,
   )
-  local = functools.partial(_local_pass, rule=rule)
+  shared = shares_words(
+    layout, targets.size, hidden.shape[-1], words_in(unembed, layout)
+  )
+  if shared:
+    table = gradient_spec(layout, unembed.shape)
+  local = functools.partial(_shared_pass if shared else _local_pass, rule=rule)
   in_specs = (batch, table, batch, batch)
   return on_mesh(local, layout, in_specs, out_specs)(hidden, unembed, targets, pulls)
 
@@ -198,6 +205,57 @@ def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
   )
   logps, entropy, d_hidden, _ = by_token
   return Outputs(logps, entropy, *reduced(d_hidden, d_unembed, hidden, unembed, layout))
+
+
+def shares_words(layout: Layout, tokens: int, dim: int, vocab: int) -> bool:
+  """Whether each device computes its share of the words for all tokens, and not all
+  words for its tokens.
+
+  Then the hidden states travel, [tokens, D], and neither the unembedding nor its
+  gradient is ever whole on a device; it is done where the vocabulary is the larger.
+  """
+  if layout.mesh is None or not scatter_axes(layout, dim):
+    return False
+  shards = _batch_shards(layout)
+  if isinstance(layout.vocab_axis, str):
+    shards *= layout.mesh.shape[layout.vocab_axis]
+  return tokens <= vocab and vocab % shards == 0
+
+
+def _shared_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
+  """The words of one device, for the tokens of all of them, chunk by chunk."""
+  layout = rule.layout
+  rows, dims = layout.batch_axes, ((1, 0) if layout.transposed else (0, 1))
+  words = (*((layout.vocab_axis,) if layout.vocab_axis else ()), *rows)
+  spread = rule._replace(layout=layout._replace(vocab_axis=words, batch_axes=()))
+  # From [D / n, V] to [D, V / n]: each device sends the others their words.
+  table = jax.lax.all_to_all(unembed, rows, dims[1], dims[0], tiled=True)
+
+  def chunk(*xs):
+    size = xs[1].shape[0]
+    everyones = jax.tree.map(lambda x: jax.lax.all_gather(x, rows, tiled=True), xs)
+    part = _chunk_pass(table, *everyones, rule=spread)
+    first = jax.lax.axis_index(rows) * size
+    mine = functools.partial(
+      jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size
+    )
+    d_hidden = part.d_hidden
+    if d_hidden is not None:
+      d_hidden = jax.lax.psum_scatter(d_hidden, rows, tiled=True)
+    entropy = None if part.entropy is None else mine(part.entropy)
+    return Outputs(mine(part.logps), entropy, d_hidden, None), part.d_unembed
+
+  start = jnp.zeros(table.shape, jnp.float32) if rule.unembed else None
+  # A block of logits has the tokens of all devices, and as many words fewer.
+  vocab = words_in(table, layout) * _batch_shards(layout)
+  (logps, entropy, d_hidden, _), d_table = over_tokens(
+    chunk, (hidden, targets, pulls), targets.shape, vocab, start, layout
+  )
+  alone = layout._replace(batch_axes=())  # what is left is to add up over the words
+  d_hidden, d_table = reduced(d_hidden, d_table, hidden, table, alone)
+  if d_table is not None:
+    d_table = jax.lax.all_to_all(d_table, rows, dims[0], dims[1], tiled=True)
+  return Outputs(logps, entropy, d_hidden, d_table)
 
 
 def over_tokens(
