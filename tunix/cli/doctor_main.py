@@ -123,7 +123,7 @@ def _other_tunix() -> list[Finding]:
   return [
     Finding(
       "import name",
-      f"{', '.join(others)} installs a package of the same name, tunix: keep the two in "
+      f"{', '.join(others)} installs a package of the same name: keep the two in "
       "environments of their own",
       ok=False,
     )
