@@ -191,6 +191,7 @@ class Run:
   def _end_of_call(self) -> None:
     """Everything of this call is on disk; the next one starts the data anew."""
     self._checkpoints.wait()
+    self._checkpoints.prune()
     self._calls += 1
     self._source = None
     if not self.is_finished:
