@@ -32,6 +32,11 @@ for _flag, _value in _FLAGS.items():
     os.environ["XLA_FLAGS"] = f"{_others} {_flag}={_value}".strip()
 
 
+# One operation after the other: where many that run op by op on eight devices are in
+# flight, their collectives can wait for each other for ever.
+os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
+
+
 def pytest_configure(config: pytest.Config) -> None:
   """Sets JAX up for this run: see the top of this file."""
   if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with nohup or `&`
