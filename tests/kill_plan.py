@@ -96,8 +96,12 @@ class KillPlan:
   ) -> str:
     """What is wrong after a kill and a second start; empty: nothing."""
     shutil.rmtree(self.root)
-    if self._run(server, kind, number) != -signal.SIGKILL:
-      return f"the moment did not come: {self.output.read_text()[-500:]}"
+    while self._run(server, kind, number) != -signal.SIGKILL:
+      # Threads of orbax do not write the same number of files every time.
+      if not number:
+        return f"the moment did not come: {self.output.read_text()[-500:]}"
+      number //= 2
+      shutil.rmtree(self.root)
     if code := self._run(server):
       return f"the second start ended with {code}: {self.output.read_text()[-1500:]}"
     found = self._found()

@@ -267,3 +267,13 @@ def test_a_users_layout_is_kept():
   assert model.kernel[...].sharding.spec == P(None, "b")
   reshard.reshard_model_to_mesh(model, mesh({"b": 5}))  # 5 does not divide 24
   assert model.kernel[...].is_fully_replicated
+
+
+def test_the_mesh_that_is_set_may_be_of_other_devices(mesh_fsdp8):
+  """A cluster with roles on 4 + 4 devices, made under the mesh of all 8."""
+  source, target = (layout({"fsdp": 4}, P(*s), first=4) for s in (("fsdp",), ()))
+  x = jax.device_put(X, source)
+  with jax.set_mesh(mesh_fsdp8):
+    moved = reshard.reshard_pytree(x, target)
+  assert moved.sharding == target
+  np.testing.assert_array_equal(moved, X)

@@ -180,7 +180,9 @@ def _move(x: jax.Array, where: Sharding) -> jax.Array:
   if here.is_equivalent_to(where, x.ndim) or here.memory_kind != where.memory_kind:
     return jax.device_put(x, where)
   if _order(here) is not None and _order(here) == _order(where):
-    return _lay_out(where)(x)
+    # The mesh that the caller has set may be of other devices.
+    with mesh_lib.use_mesh(where.mesh):
+      return _lay_out(where)(x)
   return jax.device_put(x, where)
 
 
