@@ -13,7 +13,8 @@ import jax
 
 import tunix
 from tunix.cli import data_sources, fingerprints
-from tunix.cli.settings import RowSettings, RunSettings, StreamRun
+from tunix.cli.data_settings import RowSettings
+from tunix.cli.settings import RunSettings, StreamRun
 from tunix.data import mixture, pipeline
 from tunix.data.records import SFT, Kind
 from tunix.data.rows import OneRow, SideBySide

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+from tunix.cli.data_settings import RowSettings
 from tunix.cli.jobs.job import Job, Loaded, length_of
-from tunix.cli.settings import RowSettings, StreamRun
+from tunix.cli.settings import StreamRun
 from tunix.data import records
 from tunix.data.records import Kind
 from tunix.sft.config import TrainingConfig
