@@ -68,14 +68,18 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
   return Arguments(files=tuple(files), overrides=tuple(overrides))
 
 
-def load(argv: Sequence[str]) -> RunSettings:
+def load(argv: Sequence[str], origins: dict[str, str] | None = None) -> RunSettings:
   """The settings that a command line describes, of the class that its `job` has.
+
+  Args:
+    argv: files and overrides.
+    origins: is filled, see `from_layers`.
 
   Raises:
     FileNotFoundError: no such file.
     ValueError: invalid YAML, an unknown key, a wrong type, a value out of range.
   """
-  return from_layers(_layers(argv), note=_say)
+  return from_layers(_layers(argv), note=_say, origins=origins)
 
 
 def job_of(argv: Sequence[str]) -> str:
@@ -104,18 +108,20 @@ def _layers(argv: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
 def from_layers(
   layers: Sequence[tuple[str, Mapping[str, Any]]],
   note: Callable[[str], None] = lambda text: None,
+  origins: dict[str, str] | None = None,
 ) -> RunSettings:
   """Settings from (where it stands, nested keys), later ones overriding.
 
   Args:
     layers: files and arguments, in order.
     note: is told of keys in an old spelling.
+    origins: is filled with the layer that set each dotted key last; None: nobody asks.
 
   Raises:
     ValueError: see `load`.
   """
   values: dict[str, Any] = {}
-  origins: dict[str, str] = {}
+  origins = {} if origins is None else origins
   for origin, layer in layers:
     _merge(values, layer, "", origin, origins)
   try:

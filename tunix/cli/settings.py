@@ -323,7 +323,7 @@ class RunSettings:
   model: ModelSettings = ModelSettings()
   tokenizer: TokenizerSettings = TokenizerSettings()
   lora: LoraConfig | None = None
-  data: DataSettings = DataSettings()
+  data: DataSettings = dataclasses.field(default=DataSettings())
   optimizer: OptimizerSettings = OptimizerSettings()
   schedule: ScheduleSettings = ScheduleSettings()
   training: TrainingSettings = TrainingSettings()
@@ -386,7 +386,7 @@ class RunSettings:
 class StreamRun(RunSettings, abc.ABC):
   """A run on records that are given, of whatever kind its job trains on."""
 
-  data: StreamSettings = StreamSettings()
+  data: StreamSettings = dataclasses.field(default=StreamSettings())
   training: MicroBatchSettings = MicroBatchSettings()
 
   @abc.abstractmethod
