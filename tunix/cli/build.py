@@ -9,7 +9,6 @@ import pathlib
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from tunix.cli import data_sources, keys, mesh as mesh_axes, precision
@@ -163,7 +162,13 @@ def build_model(config: RunSettings, mesh: Mesh | None) -> Transformer:
   Raises:
     FileNotFoundError, ValueError: see `AutoModel` and `lora.apply`.
   """
-  source, options = config.model, _model_options(config)
+  source = config.model
+  options: dict[str, Any] = {
+    name: getattr(source, name)
+    for name in ("dtype", "param_dtype", "remat", "scan_layers", "attention")
+  }
+  # A head of scores is what the job trains, and no adapter.
+  options["num_scores"] = None if config.fits_adapter else 1
   if source.name is not None:
     preset = preset_config(config)
     model = automodel.AutoModel.from_config(preset, mesh, seed=config.seed, **options)
@@ -173,38 +178,6 @@ def build_model(config: RunSettings, mesh: Mesh | None) -> Transformer:
     model = automodel.AutoModel.from_pretrained(
       source.path or "", mesh, quantise=source.quantise, **options
     )
-  return _adapted(config, model)
-
-
-def build_shapes(config: RunSettings) -> Transformer:
-  """The model of `build_model` with shapes in place of weights: nothing is read but
-  `config.json` and what stands at the head of its files. Not quantised.
-
-  Raises:
-    FileNotFoundError, ValueError: see `build_model`.
-  """
-  options = _model_options(config)
-  if config.model.name is not None:
-    preset = preset_config(config)
-    family = families.of_config(preset)
-    if options["param_dtype"] is None:
-      options["param_dtype"] = options["dtype"]
-    sizes = automodel.with_options(preset, **options)
-  else:
-    family, sizes, _ = automodel.open_folder(config.model.path or "", **options)
-  return nnx.eval_shape(
-    lambda: _adapted(config, family.model_class(sizes, rngs=nnx.Rngs(0)))
-  )
-
-
-def _model_options(config: RunSettings) -> dict[str, Any]:
-  names = ("dtype", "param_dtype", "remat", "scan_layers", "attention")
-  # A head of scores is what the job trains, and no adapter.
-  head = {"num_scores": None if config.fits_adapter else 1}
-  return {name: getattr(config.model, name) for name in names} | head
-
-
-def _adapted(config: RunSettings, model: Transformer) -> Transformer:
   if config.lora is None:
     return model
   try:

@@ -71,11 +71,20 @@ class AutoModel:
       ValueError: an unknown family or setting, damaged files, or a tensor that is
         missing, has another shape, or has no place in the model.
     """
-    family, config, tensors = open_folder(
-      folder,
-      family,
-      dtype=dtype,
-      param_dtype=param_dtype,
+    path = resolve_folder(folder)
+    config_file = path / "config.json"
+    hf = tensor_files.read_json(config_file)
+    try:
+      family = family or families.by_model_type(hf.get("model_type"))
+      config = family.config_from_hf(hf)
+      tensors = _canonical(tensor_files.open_folder(path), family)
+      stored = _stored_dtype(hf, family, tensors)
+    except ValueError as error:
+      raise ValueError(f"{config_file}: {error}") from error
+    config = with_options(
+      config,
+      dtype=dtype or stored,
+      param_dtype=param_dtype or dtype or stored,
       remat=remat,
       scan_layers=scan_layers,
       attention=attention,
@@ -142,32 +151,6 @@ class AutoModel:
       return family.model_class(config, rngs=nnx.Rngs(key))
     graph, draw = _initialiser(family.model_class, config, where)
     return sharding_lib.on_users_mesh(nnx.merge(graph, draw(key)), mesh)
-
-
-def open_folder(
-  folder: str | os.PathLike[str],
-  family: Family | None = None,
-  *,
-  dtype: DTypeLike | None = None,
-  param_dtype: DTypeLike | None = None,
-  **options: Any,
-) -> tuple[Family, TransformerConfig, dict[str, Any]]:
-  """(family, config, tensors by name) of a folder; no weight is read yet.
-
-  Args and raises: see `AutoModel.from_pretrained`.
-  """
-  path = resolve_folder(folder)
-  config_file = path / "config.json"
-  hf = tensor_files.read_json(config_file)
-  try:
-    family = family or families.by_model_type(hf.get("model_type"))
-    config = family.config_from_hf(hf)
-    tensors = _canonical(tensor_files.open_folder(path), family)
-    stored = _stored_dtype(hf, family, tensors)
-  except ValueError as error:
-    raise ValueError(f"{config_file}: {error}") from error
-  types = {"dtype": dtype or stored, "param_dtype": param_dtype or dtype or stored}
-  return family, with_options(config, **types, **options), tensors
 
 
 def resolve_folder(name: str | os.PathLike[str]) -> pathlib.Path:
