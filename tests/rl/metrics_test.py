@@ -1,9 +1,11 @@
 """How metrics of several batches come together."""
 
+import numpy as np
 import pytest
 
-from tunix.rl import metrics
+from tunix.rl import common, metrics
 from tunix.rl.pipeline import PromptBatch
+from tunix.rl.rewards import RewardOutput
 
 
 def test_extremes_are_told_by_their_names_and_not_by_how_these_begin():
@@ -11,11 +13,44 @@ def test_extremes_are_told_by_their_names_and_not_by_how_these_begin():
     {"rewards/score/max": 1.0, "completions/min_length": 2.0, "rewards/min_words": 1.0},
     {"rewards/score/max": 3.0, "completions/min_length": 1.0, "rewards/min_words": 4.0},
   ]
-  assert metrics.mean_of(parts, [1, 2]) == {
+  weighted = [
+    {name: metrics.Mean(value, weight) for name, value in part.items()}
+    for part, weight in zip(parts, (1, 2))
+  ]
+  assert metrics.mean_of(weighted) == {
     "rewards/score/max": 3.0,
     "completions/min_length": 1.0,
     "rewards/min_words": 3.0,
   }
+
+
+def rollouts(*rewards):
+  """One prompt, completions of one token each, with these rewards."""
+  rewards, shape = np.array(rewards), (len(rewards), 1)
+  tokens = common.Tokens(
+    prompt_ids=np.ones(shape, np.int32),
+    prompt_mask=np.ones(shape, bool),
+    completion_ids=np.ones(shape, np.int32),
+    completion_mask=np.ones(shape, bool),
+    rollout_logps=np.zeros(shape, np.float32),
+    truncated=np.zeros(len(rewards), bool),
+    group_size=len(rewards),
+  )
+  return common.Rollouts(
+    batch=PromptBatch(prompts=["p"], columns={}, number=0),
+    text=["x"] * len(rewards),
+    finish_reasons=["stop"] * len(rewards),
+    tokens=tokens,
+    rewards=RewardOutput(total=rewards, by_function={"f": rewards}, outcomes={}),
+    scores=rewards[None],
+  )
+
+
+def test_a_mean_over_batches_is_that_of_all_rewards_that_were_given():
+  parts = [rollouts(1.0, np.nan, np.nan, np.nan), rollouts(0.0, 0.0, 0.0, 0.0)]
+  means = metrics.mean_of([metrics.of_rollouts(part) for part in parts])
+  assert means["rewards/score/mean"] == means["rewards/f"] == 0.2  # 1 of 5
+  assert means["rewards/failed"] == 3 / 8
 
 
 def test_batches_of_other_columns_are_named():

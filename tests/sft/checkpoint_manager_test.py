@@ -73,6 +73,17 @@ def test_steps_are_chosen_and_old_ones_deleted(tmp_path):
   assert not m.save(3, Pair()), "a step is saved once"
 
 
+def test_what_a_killed_save_had_not_deleted_is_pruned(tmp_path):
+  m = manager(tmp_path, max_to_keep=None)
+  for step in (1, 2, 3):
+    m.save(step, Pair())
+  m.prune()
+  m.close()
+  (tmp_path / "1" / "_CHECKPOINT_METADATA").unlink()  # deleted in part
+  manager(tmp_path, max_to_keep=2).prune()
+  assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
+
+
 def test_cadence_by_steps_and_by_time(tmp_path):
   by_steps = manager(tmp_path / "a", save_every_n_steps=3)
   assert [by_steps.save(step, Plain()) for step in (1, 2, 3, 4)] == [0, 0, 1, 0]

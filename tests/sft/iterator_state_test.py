@@ -64,6 +64,15 @@ def test_other_data_are_noticed():
     BatchSource(loader([*LONG[1:], "y" * 5000]), saved=saved)
 
 
+def test_bytes_that_are_no_text_are_named():
+  class Pickled:
+    def get_state(self):
+      return b"\x80\x04K\x01."
+
+  with pytest.raises(ValueError, match="data iterator \\(Pickled\\) gave bytes that"):
+    iterator_state.read(Pickled())
+
+
 def test_a_short_state_is_kept_as_it_is():
   iterator = iter(loader(["a", "b"]))
   next(iterator)

@@ -75,6 +75,20 @@ def test_any_object_with_some_of_the_hooks_will_do():
   assert only.last == 2
 
 
+def test_train_inside_train_is_refused_and_train_step_is_not():
+  class Nested(TrainingHooks):
+    def on_train_step_end(self, trainer, train_step, train_loss):
+      if train_step == 1:
+        trainer.train_step(trainers.small(5))
+      else:
+        trainer.train(smalls(1))
+
+  t = trainer().with_training_hooks(Nested())
+  with pytest.raises(RuntimeError, match="train was called while this trainer trains"):
+    t.train(smalls(3))
+  t.with_training_hooks(None).train(smalls(1))  # the refused call leaves nothing
+
+
 def test_data_hooks_supply_both_kinds_of_batches():
   class Data(DataHooks):
     def __init__(self):

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from tunix.cli import data_sources, keys, mesh as mesh_axes, precision
+from tunix.cli import data_sources, keys, loading, mesh as mesh_axes, precision
 from tunix.cli.settings import (
   MicroBatchSettings,
   RunSettings,
@@ -97,7 +97,7 @@ def build_tokenizer(config: RunSettings) -> TokenizerAdapter:
     )
   template = config.tokenizer.chat_template
   if template is None:
-    return TokenizerAdapter.from_pretrained(source)
+    return loading.named_tokenizer("tokenizer.path", source)
   file = pathlib.Path(template).expanduser()
   if not file.is_file():
     raise FileNotFoundError(
@@ -110,7 +110,7 @@ def build_tokenizer(config: RunSettings) -> TokenizerAdapter:
       f"tokenizer.chat_template {template!r} is no UTF-8 text ({error}): give a file "
       "of jinja source"
     ) from error
-  return TokenizerAdapter.from_pretrained(source, chat_template=text)
+  return loading.named_tokenizer("tokenizer.path", source, chat_template=text)
 
 
 def check_model(config: RunSettings) -> None:
@@ -123,6 +123,7 @@ def check_model(config: RunSettings) -> None:
   if config.model.name is not None:
     preset_config(config)
   elif config.model.path is not None:
+    loading.check_model_folder("model.path", config.model.path)
     automodel.resolve_folder(config.model.path)
   else:
     raise ValueError(_NO_MODEL)
@@ -162,13 +163,7 @@ def build_model(config: RunSettings, mesh: Mesh | None) -> Transformer:
   Raises:
     FileNotFoundError, ValueError: see `AutoModel` and `lora.apply`.
   """
-  source = config.model
-  options: dict[str, Any] = {
-    name: getattr(source, name)
-    for name in ("dtype", "param_dtype", "remat", "scan_layers", "attention")
-  }
-  # A head of scores is what the job trains, and no adapter.
-  options["num_scores"] = None if config.fits_adapter else 1
+  source, options = config.model, _model_options(config)
   if source.name is not None:
     preset = preset_config(config)
     model = automodel.AutoModel.from_config(preset, mesh, seed=config.seed, **options)
@@ -178,6 +173,20 @@ def build_model(config: RunSettings, mesh: Mesh | None) -> Transformer:
     model = automodel.AutoModel.from_pretrained(
       source.path or "", mesh, quantise=source.quantise, **options
     )
+  return _adapted(model, config)
+
+
+def _model_options(config: RunSettings) -> dict[str, Any]:
+  options: dict[str, Any] = {
+    name: getattr(config.model, name)
+    for name in ("dtype", "param_dtype", "remat", "scan_layers", "attention")
+  }
+  # A head of scores is what the job trains, and no adapter.
+  options["num_scores"] = None if config.fits_adapter else 1
+  return options
+
+
+def _adapted(model: Transformer, config: RunSettings) -> Transformer:
   if config.lora is None:
     return model
   try:
@@ -186,7 +195,45 @@ def build_model(config: RunSettings, mesh: Mesh | None) -> Transformer:
     raise ValueError(f"lora: {error}; change its targets or patterns") from error
 
 
-def build_reference(config: RunSettings, path: str | None, mesh: Mesh | None) -> Any:
+def shapes_of_model(config: RunSettings, mesh: Mesh | None) -> Transformer:
+  """The model that `build_model` makes, as shapes on a mesh: of a folder only its
+  `config.json` is read.
+
+  Raises:
+    FileNotFoundError, ValueError: see `build_model`.
+  """
+  assert mesh is not None
+
+  def change(model: Transformer) -> Transformer:
+    if config.model.quantise is not None:
+      model = quantisation.quantise(model, config.model.quantise)
+    return _adapted(model, config)
+
+  return automodel.of_shapes(sizes_of_model(config), mesh, change)
+
+
+def sizes_of_model(config: RunSettings) -> Any:
+  """The ModelConfig of the model, with the options of the configuration.
+
+  Raises:
+    FileNotFoundError, ValueError: see `build_model`.
+  """
+  if config.model.name is not None:
+    sizes = preset_config(config)
+  elif config.model.path is not None:
+    sizes = automodel.config_of_folder(config.model.path)
+  else:
+    raise ValueError(_NO_MODEL)
+  return automodel.with_options(sizes, **_model_options(config))
+
+
+def build_reference(
+  config: RunSettings,
+  path: str | None,
+  mesh: Mesh | None,
+  *,
+  of_shapes: bool = False,
+) -> Any:
   """What a policy is compared with; None: itself, without its adapters.
 
   Args:
@@ -194,13 +241,21 @@ def build_reference(config: RunSettings, path: str | None, mesh: Mesh | None) ->
     path: folder of a model; None: the policy before its first step, also when the run
       is resumed.
     mesh: of the policy.
+    of_shapes: as `shapes_of_model` gives it.
 
   Raises:
     FileNotFoundError, ValueError: see `AutoModel`.
   """
-  if path is not None:
-    return automodel.AutoModel.from_pretrained(path, mesh, dtype=config.model.dtype)
-  return None if config.lora is not None else build_model(config, mesh)
+  if path is None:
+    make = shapes_of_model if of_shapes else build_model
+    return None if config.lora is not None else make(config, mesh)
+  dtype = config.model.dtype
+  if not of_shapes:
+    return automodel.AutoModel.from_pretrained(path, mesh, dtype=dtype)
+  assert mesh is not None
+  sizes = automodel.config_of_folder(path)
+  sizes = automodel.with_options(sizes, dtype=dtype, param_dtype=dtype)
+  return automodel.of_shapes(sizes, mesh)
 
 
 def check_vocabulary(model: Transformer, tokenizer: TokenizerAdapter) -> None:
@@ -218,7 +273,7 @@ def check_vocabulary(model: Transformer, tokenizer: TokenizerAdapter) -> None:
 
 
 def training_options(
-  config: RunSettings, output_dir: pathlib.Path, learning_rate: float | Schedule
+  config: RunSettings, output_dir: pathlib.Path | None, learning_rate: float | Schedule
 ) -> dict[str, Any]:
   """The settings that a TrainingConfig has, with those that follow from other keys."""
   training, accumulation = config.training, None
@@ -226,9 +281,9 @@ def training_options(
     accumulation = training.micro_batches
   return values_for(TrainingConfig, training) | {
     "gradient_accumulation_steps": accumulation,
-    "checkpoint_root_directory": str(output_dir / "checkpoints"),
+    "checkpoint_root_directory": output_dir and str(output_dir / "checkpoints"),
     "checkpointing_options": config.checkpoint,
-    "perf_metrics_options": perf_options(config, output_dir),
+    "perf_metrics_options": output_dir and perf_options(config, output_dir),
     "data_sharding_axis": mesh_axes.data_axes(config.mesh),
     "pbar_description": "training" if config.logging.progress_bar else None,
     "learning_rate": learning_rate,
@@ -246,9 +301,11 @@ def perf_options(
 
 
 def build_logger(
-  config: RunSettings, output_dir: pathlib.Path
+  config: RunSettings, output_dir: pathlib.Path | None
 ) -> metrics.MetricsLogger:
-  """The metrics of the run, under `output_dir/logs`."""
+  """The metrics of the run, under `output_dir/logs`; without one, of nothing."""
+  if output_dir is None:
+    return metrics.MetricsLogger(None)
   return metrics.MetricsLogger(logging_options(config, output_dir))
 
 

@@ -57,6 +57,10 @@ def naming(keys: Mapping[str, str]) -> Iterator[None]:
     yield
   except ValueError as error:
     words = "|".join(names)
+    text = text.replace(
+      "give one with chat_template=...",
+      "give a file of one with tokenizer.chat_template",
+    )
     pattern = rf"(?<![\w.])(?:{words})(?= is | \d|: | to )"
     text = str(error)
     if "unusable" not in keys:  # no key of this job asks for that

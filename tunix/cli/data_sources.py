@@ -126,8 +126,9 @@ def local_copy(address: str) -> pathlib.Path:
     ImportError: the package of that kind of bucket is missing.
     FileNotFoundError: there is no such file, or nobody may read it.
   """
+  import filelock
+
   fsspec = optional.require("fsspec", f"reading {address}", "tunix[data]")
-  filelock = optional.require("filelock", f"reading {address}", "filelock")
   folder = pathlib.Path.home() / ".cache/tunix/data"
   folder.mkdir(parents=True, exist_ok=True)
   keep = {"cache_storage": str(folder), "check_files": True}

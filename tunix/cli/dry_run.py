@@ -66,9 +66,8 @@ def _memory(
     "optimizer": _bytes(moments),
   }
   parts = ", ".join(f"{name} {_readable(size)}" for name, size in sizes.items())
-  quantised = " before they are quantised" if config.model.quantise else ""
   return (
-    f"memory: {parts}{quantised}; activations come on top; there are "
+    f"memory: {parts}; activations come on top (`tunix plan` counts them); there are "
     f"{_readable(capacity.memory_bytes())}"
   )
 

@@ -27,6 +27,7 @@ COMMANDS = {
   ),
   "eval": ("tunix.cli.eval.main", "measure a model on files of data"),
   "export": ("tunix.cli.export_main", "write a run's model or adapter to a folder"),
+  "plan": ("tunix.cli.plan_main", "compile a run for chips that need not be here"),
   "data": ("tunix.cli.data_main", "show what a run would train on, and check it"),
   "completion": (
     "tunix.cli.completion_main",

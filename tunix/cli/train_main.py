@@ -165,7 +165,9 @@ def look(config: RunSettings) -> None:
   config, tokenizer, data = prepare(config, folder)
   tx = optimizer.build_optimizer(config, optimizer.build_schedule(config))
   folder.check_resume(config, data.fingerprints)
-  model = build.build_shapes(config)
+  # Shapes lie somewhere too: on one device, where no mesh is asked for.
+  where = mesh or jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
+  model = build.shapes_of_model(config, where)
   build.check_vocabulary(model, tokenizer)
   _check_lengths(config, model, data)
   _say(_describe(config, model, data, mesh))

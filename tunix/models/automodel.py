@@ -153,6 +153,51 @@ class AutoModel:
     return sharding_lib.on_users_mesh(nnx.merge(graph, draw(key)), mesh)
 
 
+def of_shapes(
+  config: TransformerConfig,
+  mesh: Mesh,
+  change: Callable[[Transformer], Transformer] = lambda model: model,
+) -> Transformer:
+  """A model whose arrays are shapes, laid out on a mesh: nothing is drawn or read, and
+  the mesh may be of devices that are not there. Programs can be lowered with it.
+
+  Args:
+    config: a family's ModelConfig.
+    mesh: its layout.
+    change: makes the model what it is to be: adapters, quantisation.
+
+  Raises:
+    ValueError: a config of no family.
+  """
+  family = families.of_config(config)
+  graph, shapes = sharding_lib.abstract(
+    lambda: change(family.model_class(config, rngs=nnx.Rngs(0)))
+  )
+  where = sharding_lib.named_shardings(shapes, mesh)
+  return nnx.merge(graph, jax.tree.map(mesh_lib.put, shapes, where))
+
+
+def config_of_folder(folder: str | os.PathLike[str]) -> TransformerConfig:
+  """The ModelConfig that the `config.json` of a Hugging Face folder describes; its
+  weights are not looked at, and may be missing.
+
+  Raises:
+    FileNotFoundError: no such folder, or no `config.json`.
+    ValueError: an unknown family or setting.
+  """
+  config_file = resolve_folder(folder) / "config.json"
+  hf = tensor_files.read_json(config_file)
+  try:
+    family = families.by_model_type(hf.get("model_type"))
+    stored = _stored_dtype(hf, family, {})
+    return with_options(
+      family.config_from_hf(hf),
+      **dict.fromkeys(("dtype", "param_dtype"), stored),
+    )
+  except ValueError as error:
+    raise ValueError(f"{config_file}: {error}") from error
+
+
 def resolve_folder(name: str | os.PathLike[str]) -> pathlib.Path:
   """The local folder of a model: `name` itself, or its download if it is a hub id.
 

@@ -14,30 +14,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-# Dense bfloat16 FLOP/s of one JAX device, matched against the start of
-# `device.device_kind`, first match wins.
-# TPUs: cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}, "peak compute per chip". A JAX
-# device is a chip; on tpu7x (2307 TFLOP/s) it is one of the chip's two chiplets.
-# NVIDIA: data sheets of A100, H100, H200, HGX B200 and GB200; where they give
-# the rate "with sparsity", half of it.
-_PEAK_FLOPS = (
-  ("TPU v4", 275e12),
-  ("TPU v5 lite", 197e12),
-  ("TPU v5e", 197e12),
-  ("TPU v5", 459e12),  # v5p; "TPU v5p" starts so, too
-  ("TPU v6 lite", 918e12),
-  ("TPU v6e", 918e12),
-  ("TPU7x", 2307e12 / 2),
-  ("TPU v7x", 2307e12 / 2),
-  ("NVIDIA A100", 312e12),
-  ("NVIDIA H100 PCIe", 756e12),
-  ("NVIDIA H100 NVL", 835.5e12),
-  ("NVIDIA H100", 989.4e12),
-  ("NVIDIA H200 NVL", 835.5e12),
-  ("NVIDIA H200", 989.4e12),
-  ("NVIDIA B200", 2250e12),
-  ("NVIDIA GB200", 2500e12),
-)
+from tunix.perf.chips import chip_of
 
 
 def peak_flops(device: Any) -> float | None:
@@ -46,11 +23,8 @@ def peak_flops(device: Any) -> float | None:
   Args:
     device: a `jax.Device`, or the text of its `device_kind`.
   """
-  kind = device if isinstance(device, str) else device.device_kind
-  for start, rate in _PEAK_FLOPS:
-    if kind.lower().startswith(start.lower()):
-      return rate
-  return None
+  chip = chip_of(device)
+  return None if chip is None else chip.flops
 
 
 def mfu(flops: float, seconds: float, devices: Iterable[Any]) -> float | None:

@@ -46,8 +46,7 @@ def summary(batches: Iterable[Rollouts], threshold: float | None) -> dict[str, f
       "the evaluation data gave no batch: pass something that can be iterated anew "
       "(a list, a Grain dataset), not a spent generator"
     )
-  weights = [len(rollouts.text) for rollouts in every]
-  out = metrics.mean_of([metrics.of_rollouts(r) for r in every], weights)
+  out = metrics.mean_of([metrics.of_rollouts(rollouts) for rollouts in every])
   scores = np.concatenate([rollouts.raw for rollouts in every])
   scores = scores[np.isfinite(scores).all(1)]
   if threshold is not None and len(scores):

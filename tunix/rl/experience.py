@@ -17,7 +17,7 @@ from tunix.ops import kl
 from tunix.rl import common, metrics, setup
 from tunix.rl.algorithm_config import AlgorithmConfig, resolve
 from tunix.rl.common import Rollouts, Tokens, TrainExample
-from tunix.rl.metrics import Phases
+from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rewards import RewardOutput
 from tunix.rl.rl_cluster import RLCluster
@@ -63,7 +63,7 @@ class Experience:
     self._rewards = setup.reward_manager(reward_fns, cluster)
     self._metric_fns = [metric_fns] if callable(metric_fns) else list(metric_fns or ())
     self.shared_prompts = setup.shares_prompts(cluster, config)
-    self.phases, self.measured = Phases(cluster.perf), list[dict[str, float]]()
+    self.phases, self.measured = Phases(cluster.perf), list[dict[str, Mean]]()
 
   def rollouts(
     self, batch: PromptBatch, mode: Mode, number: int, shape_rewards: ShapeRewards
@@ -105,8 +105,9 @@ class Experience:
       scores=scores.reshape(-1, group),
     )
     if is_training:
-      values = {**metrics.of_rollouts(rollouts), **self._users_metrics(rollouts)}
-      self.measured.append({**values, metrics.COUNT: len(out.text)})
+      self.measured.append(
+        metrics.of_rollouts(rollouts) | self._users_metrics(rollouts)
+      )
     return rollouts
 
   def _reward(
@@ -124,13 +125,14 @@ class Experience:
       _log.warning("step %d: no reward from %s", step, line)
     return rewards
 
-  def _users_metrics(self, rollouts: Rollouts) -> dict[str, float]:
+  def _users_metrics(self, rollouts: Rollouts) -> dict[str, Mean]:
     prompts, columns = common.repeated(rollouts.batch, rollouts.tokens.group_size)
     totals = rollouts.rewards.total
-    out: dict[str, float] = {}
+    out: dict[str, Mean] = {}
     for fn in self._metric_fns:
       named = fn(prompts=prompts, completions=rollouts.text, rewards=totals, **columns)
-      out |= {name: float(value) for name, value in named.items()}
+      rows = len(rollouts.text)
+      out |= {name: Mean(float(value), rows) for name, value in named.items()}
     return out
 
   def example(
@@ -181,7 +183,8 @@ class Experience:
       old, ref = self._old_logps(tokens), self._ref_logps(tokens)
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = np.where(mask, np.asarray(estimate(old, ref)), 0.0)
-    self.measured.append({"rewards/kl": float(divergence.sum() / max(1, mask.sum()))})
+    count = max(1, mask.sum())
+    self.measured.append({"rewards/kl": Mean(float(divergence.sum() / count), count)})
     return old, divergence
 
   def _ref_logps(self, tokens: Tokens) -> np.ndarray:

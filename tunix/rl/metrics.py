@@ -6,15 +6,20 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tunix.perf.trace import NoopTracer
 from tunix.rl.common import Rollouts
 
-# How many completions the means of one collection are over; never logged.
-COUNT = "completions/count"
+
+class Mean(NamedTuple):
+  """A mean, and how much it is over: completions, tokens, groups."""
+
+  value: float
+  weight: float
+
 
 # What is no mean of a collection, and how several collections' come together.
 _EXTREMES: dict[str, Callable[..., float]] = {
@@ -25,7 +30,7 @@ _EXTREMES: dict[str, Callable[..., float]] = {
 }
 
 
-def of_rollouts(rollouts: Rollouts) -> dict[str, float]:
+def of_rollouts(rollouts: Rollouts) -> dict[str, Mean]:
   """Rewards, lengths and how the groups look; NaN-free: what failed is counted.
 
   Names: rewards/score/{mean,max,min}, rewards/<function>, rewards/failed (share of
@@ -33,16 +38,16 @@ def of_rollouts(rollouts: Rollouts) -> dict[str, float]:
   (share), groups/all_equal (share of groups whose rewards are one number).
   """
   total, lengths = rollouts.rewards.total, rollouts.tokens.lengths
-  out = {**_spread("rewards/score/{}", total[np.isfinite(total)])}
+  out = _spread("rewards/score/{}", total[np.isfinite(total)])
   for name, values in rollouts.rewards.by_function.items():
     known = values[np.isfinite(values)]
     if known.size:
-      out[f"rewards/{name}"] = float(known.mean())
-  out["rewards/failed"] = float(np.mean(~np.isfinite(total)))
+      out[f"rewards/{name}"] = _mean(known)
+  out["rewards/failed"] = _mean(~np.isfinite(total))
   out |= _spread("completions/{}_length", lengths)
-  out["completions/truncated"] = float(rollouts.tokens.truncated.mean())
+  out["completions/truncated"] = _mean(rollouts.tokens.truncated)
   if rollouts.tokens.group_size > 1:
-    out["groups/all_equal"] = float(np.mean(all_equal(rollouts.raw)))
+    out["groups/all_equal"] = _mean(all_equal(rollouts.raw))
   return out
 
 
@@ -54,30 +59,35 @@ def all_equal(scores: np.ndarray) -> np.ndarray:
   return low >= high
 
 
-def mean_of(
-  parts: Sequence[Mapping[str, float]], weights: Sequence[float]
-) -> dict[str, float]:
+def mean_of(parts: Sequence[Mapping[str, Mean]]) -> dict[str, float]:
   """Means over several collections of rollouts; extremes stay extremes.
 
   Args:
     parts: what `of_rollouts` gave, and what else was measured.
-    weights: of the parts.
   """
   out = {}
   for name in dict.fromkeys(name for part in parts for name in part):
-    pairs = [(part[name], w) for part, w in zip(parts, weights) if name in part]
+    means = [part[name] for part in parts if name in part]
     if name in _EXTREMES:
-      out[name] = _EXTREMES[name](v for v, _ in pairs)
+      out[name] = _EXTREMES[name](mean.value for mean in means)
     else:
-      out[name] = math.fsum(v * w for v, w in pairs) / math.fsum(w for _, w in pairs)
+      total = math.fsum(mean.value * mean.weight for mean in means)
+      out[name] = total / math.fsum(mean.weight for mean in means)
   return out
 
 
-def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+def _mean(values: np.ndarray) -> Mean:
+  return Mean(float(values.mean()), values.size)
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, Mean]:
   if not values.size:
     return {}
   kinds: dict[str, Any] = {"mean": np.mean, "max": np.max, "min": np.min}
-  return {name.format(kind): float(fn(values)) for kind, fn in kinds.items()}
+  return {
+    name.format(kind): Mean(float(fn(values)), values.size)
+    for kind, fn in kinds.items()
+  }
 
 
 class Phases:

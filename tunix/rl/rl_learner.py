@@ -262,9 +262,7 @@ class RLLearner(abc.ABC):
 
   def _log_rollouts(self) -> None:
     """What was measured of the rollouts and phases of a step."""
-    rows = [values.get(metrics.COUNT, 1.0) for values in self._measured]
-    means = metrics.mean_of(self._measured, rows)
-    means.pop(metrics.COUNT, None)
+    means = metrics.mean_of(self._measured)
     perf = self.rl_cluster.perf
     # Waits for no device: the updates are over. The thread that notes it may be late.
     perf.synchronize()

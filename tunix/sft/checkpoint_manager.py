@@ -364,6 +364,14 @@ class CheckpointManager:
       with errors.named_failure(self._root, None):
         self._manager.wait_until_finished()
 
+  def prune(self) -> None:
+    """Deletes the checkpoints beyond `max_to_keep`. A save does so itself; what was
+    killed before it had, and then has nothing more to save, leaves them."""
+    keep = self._options.max_to_keep
+    if self._manager is not None and keep is not None:
+      for step in sorted(self._manager.all_steps())[:-keep]:
+        self._manager.delete(step)
+
   def close(self) -> None:
     """Waits for the last save and closes; raises as `wait` does."""
     if self._manager is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from tunix.sft import sharding_utils
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import mesh as mesh_lib, programs
 
 # (model, **rows) -> array with the rows first; one object a setting, so that it
 # compiles once.
@@ -65,7 +65,7 @@ def apply(
   has = () if mesh is None else tuple(a for a in axes if a in mesh.shape)
   with mesh_lib.use_mesh(mesh):
     placed = sharding_utils.shard_input(dict(rows), has, whole=whole)
-    return _scored(graph, state, placed, score)
+    return programs.call("scoring", _scored, graph, state, placed, score)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

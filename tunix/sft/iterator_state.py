@@ -25,6 +25,9 @@ def read(iterator: Any, *, warn: bool = False) -> dict[str, Any]:
   Args:
     iterator: has `get_state`, or not.
     warn: about texts that are too long to be kept.
+
+  Raises:
+    ValueError: the state is bytes that are no UTF-8 text.
   """
   if not hasattr(iterator, "get_state"):
     return {}
@@ -32,12 +35,20 @@ def read(iterator: Any, *, warn: bool = False) -> dict[str, Any]:
   if not isinstance(state, bytes):
     return {"iterator": _short(state, warn)}
   try:
-    value = json.loads(state)
+    text = state.decode()
+  except UnicodeDecodeError as e:
+    raise ValueError(
+      f"get_state of the data iterator ({type(iterator).__name__}) gave bytes that are "
+      "no UTF-8 text, and checkpoints keep it as JSON: give a dict, or encode them "
+      "(base64, hex)"
+    ) from e
+  try:
+    value = json.loads(text)
   except ValueError:
-    return {"iterator_bytes": state.decode()}
+    return {"iterator_bytes": text}
   short = _short(value, warn)
   if short == value:
-    return {"iterator_bytes": state.decode()}
+    return {"iterator_bytes": text}
   return {"iterator_bytes": json.dumps(short)}
 
 

@@ -214,4 +214,4 @@ def _on_mesh(x: jax.Array, spec: Any, mesh: Mesh) -> jax.Array:
     here = mesh_lib.auto(x.sharding.mesh) == mesh
     if here and (spec is None or not x.sharding.is_fully_replicated):
       spec = x.sharding.spec
-  return jax.device_put(x, mesh_lib.sharding_of_spec(spec, x.shape, mesh))
+  return mesh_lib.put(x, mesh_lib.sharding_of_spec(spec, x.shape, mesh))

@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 
 from tunix.models import calling
+from tunix.models.transformer import moe
 from tunix.perf.trace import NoopTracer
 from tunix.sft import (
   hooks as hooks_lib,
@@ -122,7 +123,7 @@ class PeftTrainer:
     self._reporter = StepReporter(
       metrics_logger or MetricsLogger(config.metrics_logging_options),
       config,
-      matmul_params(self._module.params, self._module.frozen),
+      matmul_params(self._module.params, self._module.frozen, moe.active_share(model)),
       self._state.devices,
       self.perf_tracer,
     )
@@ -263,9 +264,17 @@ class PeftTrainer:
 
   def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
     """The train step for a global batch, lowered and not run: `.compile()` it to read
-    its memory plan and collectives. Arrays of the batch may be numpy."""
+    its memory plan and collectives. Arrays of the batch may be numpy, and those of the
+    model `jax.ShapeDtypeStruct`s (`automodel.of_shapes`)."""
     with self._session():
       return self._state.lower(self._whole(batch).groups)
+
+  def lower_eval_step(self, batch: Any) -> jax.stages.Lowered:
+    """The step of an evaluation for a batch of its data, likewise."""
+    with self._session():
+      (ready,), _ = self._ready([batch], 0)
+      axes = self.training_config.data_sharding_axis
+      return self._state.lower_eval(sharding_utils.shard_input(ready, axes))
 
   def eval_step(self, batch: Any) -> dict[str, float]:
     """Metrics of one batch: loss, perplexity, and what the loss adds.

@@ -102,6 +102,7 @@ class Run:
     self._source: Source | None = None  # of the call that is not over
     self._notice = coordination.StopNotice(lag=config.max_inflight_computations + 2)
     self._calls = 0  # calls of `train` that this process has behind it
+    self._is_training = False  # in a call of `train`
     self._asked_until = 0  # the last step for which the save cadence was asked
 
   def train(self, train_ds: Any, eval_ds: Any, skip_jit: bool) -> None:
@@ -113,9 +114,22 @@ class Run:
     Raises:
       Stopped: SIGINT or SIGTERM arrived; the update was finished and the run saved.
       ValueError: the data is empty.
-      RuntimeError: the run is closed, and could save nothing.
+      RuntimeError: the run is closed, and could save nothing; or it is training, and
+        was called from a hook.
       coordination.AbsentError: another process did not come to a checkpoint.
     """
+    if self._is_training:
+      raise RuntimeError(
+        "train was called while this trainer trains, by a hook or a function of yours: "
+        "call train_step there, or train after the first call has returned"
+      )
+    self._is_training = True
+    try:
+      self._train(train_ds, eval_ds, skip_jit)
+    finally:
+      self._is_training = False
+
+  def _train(self, train_ds: Any, eval_ds: Any, skip_jit: bool) -> None:
     work = self._work
     self._checkpoints.check_open()
     if self._calls < work.position().calls:
@@ -177,6 +191,7 @@ class Run:
   def _end_of_call(self) -> None:
     """Everything of this call is on disk; the next one starts the data anew."""
     self._checkpoints.wait()
+    self._checkpoints.prune()
     self._calls += 1
     self._source = None
     if not self.is_finished:

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.sft.module_state import Skeleton
-from tunix.utils import tree
+from tunix.utils import mesh as mesh_lib, tree
 
 Arrays = dict[str, Any]
 
@@ -101,6 +101,9 @@ def init_optimizer(
   if mesh is None:
     return jax.jit(tx.init)(params)
   shapes = jax.eval_shape(tx.init, params)
+  if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+    where = optimizer_shardings(shapes, params, mesh)
+    return jax.tree.map(mesh_lib.put, shapes, where)
   return jax.jit(tx.init, out_shardings=optimizer_shardings(shapes, params, mesh))(
     params
   )

@@ -95,7 +95,7 @@ def _place(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
   ):
     return leaf
   if jax.process_count() == 1 or not _is_local(leaf):
-    return jax.device_put(leaf, sharding)
+    return mesh_lib.put(leaf, sharding)
   return jax.make_array_from_process_local_data(
     sharding, np.asarray(leaf), _global_shape(leaf, mesh, spec)
   )
@@ -119,7 +119,7 @@ def _to_default_device(leaf: Any) -> Any:
 
 def _is_array(x: Any) -> bool:
   """Numeric arrays; arrays of strings or objects ride along untouched."""
-  return isinstance(x, jax.Array) or (
+  return isinstance(x, jax.Array | jax.ShapeDtypeStruct) or (
     isinstance(x, np.ndarray) and x.dtype.kind not in "OUSM"
   )
 

@@ -275,18 +275,22 @@ def _with_perplexity(values: dict[str, float], tokens: int) -> dict[str, float]:
   return {"loss": loss, "perplexity": perplexity, **values}
 
 
-def matmul_params(params: Any, frozen: Any) -> tuple[int, int]:
-  """(all, trained) parameters in matrices; an embedding table counts when it is also
-  the output head."""
+def matmul_params(
+  params: Any, frozen: Any, experts_share: float = 1.0
+) -> tuple[int, int]:
+  """(all, trained) parameters in matrices that a token meets; an embedding table counts
+  when it is also the output head, and of experts `experts_share` (moe.active_share)."""
   everything = {**tree.flatten(frozen), **tree.flatten(params)}
   has_head = any("lm_head" in name for name in everything)
 
   def count(arrays):
-    return sum(
-      _numbers(name, x)
+    numbers = {
+      name: _numbers(name, x)
       for name, x in arrays.items()
       if x.ndim >= 2 and not (has_head and name.endswith("embedding"))
-    )
+    }
+    experts = sum(n for name, n in numbers.items() if ".experts." in name)
+    return sum(numbers.values()) - round(experts * (1 - experts_share))
 
   return count(everything), count(tree.flatten(params))
 

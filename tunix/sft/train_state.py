@@ -134,6 +134,12 @@ class TrainState:
     step: Any = self._train_step(skip_jit=False)
     return step.lower(module.params, self.opt_state, module.rest, module.frozen, groups)
 
+  def lower_eval(self, batch: Any) -> jax.stages.Lowered:
+    """The jitted step of an evaluation, lowered and not run."""
+    self.module.refresh()
+    module, step = self.module, self._eval_step(skip_jit=False)
+    return step.lower(module.params, module.rest, module.frozen, batch)
+
   def forget_steps(self) -> None:
     """The loss or the layout of the arrays has changed."""
     self._built.clear()
@@ -148,7 +154,7 @@ class TrainState:
       )
     return self._built[key]
 
-  def _eval_step(self, skip_jit: bool) -> Callable[..., Any]:
+  def _eval_step(self, skip_jit: bool) -> Any:
     key = ("eval", skip_jit)
     if key not in self._built:
       step = train_step.make_eval_step(self.module.skeleton, self._eval_loss)

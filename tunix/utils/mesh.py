@@ -83,9 +83,10 @@ def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
 def explicit_mesh(tree: Any) -> Mesh | None:
   """The user's mesh with Explicit axes: the current one, or that of a pytree's arrays;
   None if both are Auto or there is none."""
-  mesh = jax.sharding.get_mesh()
-  if isinstance(mesh, Mesh) and not mesh.empty:
-    return mesh if is_explicit(mesh) else None
+  context = jax.sharding.get_abstract_mesh()  # which traced code may ask for, too
+  if not context.empty:
+    mesh = jax.sharding.get_mesh() if is_explicit(context) else None
+    return mesh if isinstance(mesh, Mesh) else None
   for leaf in jax.tree.leaves(tree):
     if (mesh := _explicit_mesh_of(leaf)) is not None:
       return mesh
@@ -220,6 +221,22 @@ def constrain(x: jax.Array, *spec: Any) -> jax.Array:
   fitted = fit_spec(spec, x.shape, mesh)
   where = NamedSharding(mesh, fitted) if isinstance(mesh, Mesh) else fitted
   return jax.lax.with_sharding_constraint(x, where)
+
+
+def put(x: Any, sharding: Any) -> Any:
+  """An array laid out; a shape, or an array that is to go to devices that programs are
+  only compiled for, as a shape."""
+  mesh = getattr(sharding, "mesh", None)
+  if isinstance(x, jax.ShapeDtypeStruct) or (mesh is not None and is_planned(mesh)):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+  return jax.device_put(x, sharding)
+
+
+def is_planned(mesh: Mesh) -> bool:
+  """Whether its devices are those of a topology (`jax.experimental.topologies`), which
+  can be compiled for and hold nothing."""
+  device = mesh.devices.flat[0]
+  return device.client.runtime_type == "compile_only_runtime"
 
 
 def sharding_of_spec(spec: Any, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from tunix.cli import build, build_data
 from tunix.cli.build_data import RunData
 from tunix.cli.settings import RunSettings
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import Schedule
@@ -27,20 +26,22 @@ class Loaded:
   Attributes:
     config: settled; of the class that the job has.
     model: what is trained.
-    tokenizer: of all models.
+    tokenizer: of all models, a TokenizerAdapter; None in a plan, which reads no text.
     optimizer: the model's.
     mesh: of all models; None: one device.
-    output_dir: of the run.
+    output_dir: of the run; None: nothing is written (a plan).
     learning_rate: for the metric of that name.
+    of_shapes: the model is one of shapes, and so are all others (a plan).
   """
 
   config: Any
   model: Transformer
-  tokenizer: TokenizerAdapter
+  tokenizer: Any = None
   optimizer: optax.GradientTransformation
   mesh: Mesh | None
-  output_dir: pathlib.Path
+  output_dir: pathlib.Path | None
   learning_rate: float | Schedule
+  of_shapes: bool = False
 
   def training_options(self) -> dict[str, Any]:
     """The arguments of a TrainingConfig."""
@@ -52,7 +53,7 @@ class Loaded:
 
   def reference(self, path: str | None) -> Any:
     """What the model is compared with, see `build.build_reference`."""
-    return build.build_reference(self.config, path, self.mesh)
+    return build.build_reference(self.config, path, self.mesh, of_shapes=self.of_shapes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,8 @@ class Job:
     length: (keys that make it up, most tokens of a row).
     rollout: how the model that is trained writes rows itself; None: it writes none.
     notes: (config, data) -> further lines for the user.
+    example: config -> a global batch as large as the data may give one, for
+      `tunix plan`; None: the job is not planned yet.
   """
 
   settings: type[RunSettings]
@@ -83,6 +86,7 @@ class Job:
   length: Callable[[Any], tuple[str, int]]
   rollout: Callable[[Any], RolloutConfig | None] = lambda config: None
   notes: Callable[[Any, RunData], list[str]] = lambda config, data: []
+  example: Callable[[Any], Any] | None = None
 
 
 def length_of(section: str, *names: str) -> Callable[[Any], tuple[str, int]]:

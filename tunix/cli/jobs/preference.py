@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from tunix.cli import build_data, fingerprints
 from tunix.cli.build_data import RunData
 from tunix.cli.jobs.job import Job, Loaded, length_of
@@ -325,6 +327,29 @@ def _balance(config: KTORun, data: RunData) -> list[str]:
   return [] if note is None else [note]
 
 
+def _example(config: Any) -> dict[str, np.ndarray]:
+  """A global batch of pairs of full length.
+
+  Raises:
+    ValueError: the loss needs the scores of one micro-batch before the step of another.
+  """
+  training, limits = config.training, config.preference
+  spec = getattr(limits, "spec", None)
+  if spec is not None and spec.coupled and training.micro_batches > 1:
+    raise ValueError(
+      f"preference.loss is {limits.loss!r}, which compares the pairs of several "
+      "micro-batches: that is not planned yet; plan it with one micro-batch"
+    )
+  rows = training.global_batch_size
+  batch: dict[str, np.ndarray] = {"weights": np.ones(rows, np.float32)}
+  lengths = {"prompt": limits.max_prompt_length}
+  lengths |= dict.fromkeys(("chosen", "rejected"), limits.max_response_length)
+  for token, (name, length) in enumerate(lengths.items()):  # equal pairs are refused
+    batch[f"{name}_ids"] = np.full((rows, length), token, np.int32)
+    batch[f"{name}_mask"] = np.ones((rows, length), np.int32)
+  return batch
+
+
 _PAIRS = {"loss": "loss", "accuracy": "rewards/accuracy"}
 _LENGTH = length_of("preference", "max_prompt_length", "max_response_length")
 
@@ -335,9 +360,15 @@ DPO = Job(
   results=_PAIRS,
   batch=_batch,
   length=_LENGTH,
+  example=_example,
 )
 ORPO = Job(
-  settings=ORPORun, build=_build_orpo, results=_PAIRS, batch=_batch, length=_LENGTH
+  settings=ORPORun,
+  build=_build_orpo,
+  results=_PAIRS,
+  batch=_batch,
+  length=_LENGTH,
+  example=_example,
 )
 KTO = Job(
   settings=KTORun,
@@ -349,5 +380,10 @@ KTO = Job(
   notes=_balance,
 )
 REWARD = Job(
-  settings=RewardRun, build=_build_reward, results=_PAIRS, batch=_batch, length=_LENGTH
+  settings=RewardRun,
+  build=_build_reward,
+  results=_PAIRS,
+  batch=_batch,
+  length=_LENGTH,
+  example=_example,
 )

@@ -247,6 +247,7 @@ def build_learner(run: Loaded) -> RLLearner:
     models["reward"] = automodel.AutoModel.from_pretrained(
       config.reward.model, run.mesh, dtype=config.model.dtype, num_scores=1
     )
+  assert run.output_dir is not None  # RL is not planned yet
   cluster = RLCluster(
     actor=run.model,
     tokenizer=run.tokenizer,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
+import numpy as np
+
 from tunix.cli.data_settings import RowSettings
 from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.settings import StreamRun
@@ -49,10 +51,25 @@ def rows(config: Any) -> str:
 
 row_length = length_of("data", "max_length")
 
+
+def example(config: Any) -> dict[str, np.ndarray]:
+  """A global batch of full rows."""
+  shape = config.training.global_batch_size, config.data.max_length
+  ones = np.ones(shape, np.int32)
+  positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+  return {
+    "input_tokens": ones,
+    "input_mask": ones,
+    "positions": positions,
+    "segment_ids": ones,
+  }
+
+
 SFT = Job(
   settings=SFTRun,
   build=_build,
   results={"loss": "loss"},
   batch=rows,
   length=row_length,
+  example=example,
 )

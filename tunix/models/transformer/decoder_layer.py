@@ -154,4 +154,5 @@ class _Maker:
       experts_per_token=moe.experts_per_token,
       normalise=moe.normalise,
       implementation=moe.implementation,
+      rules=self.config.sharding,
     )

@@ -144,7 +144,9 @@ class Transformer(nnx.Module):
   def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Embedded tokens, as the first layer takes them."""
     with jax.named_scope("embed"):
-      return self.embed_tokens(tokens, self.config.dtype)
+      rules = self.config.sharding
+      x = self.embed_tokens(sharding.pin_lookup(tokens, rules), self.config.dtype)
+      return sharding.pin_lookup(x, rules)
 
   def _run(self, x, sin_cos, visible):
     """All layers, without a cache."""

@@ -13,7 +13,17 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from tunix.models.transformer import sharding
+from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.layers import GatedMLP, Linear
+
+
+def active_share(model: nnx.Module) -> float:
+  """The share of its experts that a token meets, k / E; 1 without experts."""
+  for _, node in nnx.iter_graph(model):
+    if isinstance(node, MoE):
+      return node.experts_per_token / node.router.kernel.shape[-1]
+  return 1.0
 
 
 class MoE(nnx.Module):
@@ -32,12 +42,14 @@ class MoE(nnx.Module):
     experts_per_token: int,
     normalise: bool,
     implementation: Literal["ragged", "dense"],
+    rules: ShardingRules,
   ):
     self.router = router
     self.experts = experts
     self.experts_per_token = experts_per_token
     self.normalise = normalise
     self.implementation = implementation
+    self.rules = rules
 
   def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     tokens = x.reshape(-1, x.shape[-1])
@@ -78,7 +90,8 @@ class MoE(nnx.Module):
 
     out = self._experts(tokens[order // k], product)
     back = jnp.argsort(order)  # by a gather: adding rows up by a scatter has no order
-    out = out[back].reshape(*chosen.shape, -1)
+    # As they come out of the product; each token's row follows the batch after the sum.
+    out = sharding.pin_lookup(out[back].reshape(*chosen.shape, -1), self.rules)
     return jnp.einsum("mkd,mk->md", out, weights)
 
   def _experts(

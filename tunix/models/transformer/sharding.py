@@ -39,6 +39,19 @@ def pin_activations(x: jax.Array, rules: ShardingRules) -> jax.Array:
   return mesh_lib.constrain(x, batch_axes(rules), *(None,) * (x.ndim - 1))
 
 
+def pin_lookup(x: jax.Array, rules: ShardingRules) -> jax.Array:
+  """Pins token ids [B, T], and then their rows [B, T, D] of the embedding table, to how
+  the table lies: D along the fsdp axis, which is the batch's as well.
+
+  So ids are gathered, which are small, and the rows' fsdp axis moves from D to B in one
+  exchange. Left to itself, XLA replicates all rows on a mesh of dp, fsdp and tp
+  ("Involuntary full rematerialization"), and their gradient once more.
+  """
+  fsdp = (rules.fsdp,) if isinstance(rules.fsdp, str) else (rules.fsdp or ())
+  rows = tuple(axis for axis in batch_axes(rules) if axis not in fsdp)
+  return mesh_lib.constrain(x, *(rows, None, rules.fsdp)[: x.ndim])
+
+
 def batch_axes(rules: ShardingRules) -> tuple[str, ...]:
   """The batch axes that the context's mesh has."""
   mesh = mesh_lib.context_mesh()

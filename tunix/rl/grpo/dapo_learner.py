@@ -13,6 +13,7 @@ from tunix.ops import rewards as shaping
 from tunix.rl import common, metrics
 from tunix.rl.common import Rollouts, Tokens, TrainExample
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.metrics import Mean
 from tunix.rl.pipeline import PromptSource
 from tunix.utils import checks
 
@@ -104,7 +105,7 @@ class DAPOLearner(GRPOLearner):
         break
     if refills < 0:
       return None
-    self._measured.append({"dynamic_sampling/refills": float(refills)})
+    self._measured.append({"dynamic_sampling/refills": Mean(float(refills), 1)})
     if not groups and batch is None and self.train_steps:
       _log.warning("the last prompts gave no group whose rewards differ: all done")
       return None

@@ -37,7 +37,8 @@ class ReferenceModel:
       return self._below_adapters(policy)
     state = nnx.state(model)
     if mesh is not None and mesh_lib.mesh_of(state) is None:
-      nnx.update(model, jax.device_put(state, sharding.named_shardings(state, mesh)))
+      where = sharding.named_shardings(state, mesh)
+      nnx.update(model, jax.tree.map(mesh_lib.put, state, where))
     return model
 
   def _below_adapters(self, policy: ModuleState) -> nnx.Module:

@@ -1,0 +1,73 @@
+"""`tunix train`, killed around every kind of change that it makes to its files, ends
+with the names and the bytes of an untouched run."""
+
+import json
+
+import pytest
+
+from tests import kill_plan
+from tests.cli import runs
+
+SHORT = {
+  "training__max_steps": 4,
+  "training__global_batch_size": 4,
+  "training__learning_rate": "1e-2",
+  "checkpoint__every_n_steps": 1,
+  "checkpoint__max_to_keep": 2,
+  "logging__tensorboard": "false",
+}
+PROMPTS = {
+  "reward__functions": "length(target=12)",
+  "rollout__max_prompt_length": 48,
+  "rollout__max_tokens_to_generate": 4,
+  "algorithm__num_generations": 2,
+  "samples__every_n_rollouts": 1,
+}
+JOBS = {
+  "sft": {"data__max_length": 48},
+  "dpo": {
+    "preference__max_prompt_length": 32,
+    "preference__max_response_length": 16,
+    "lora__rank": 2,
+  },
+  "distill": {"data__max_length": 48, "distill__top_k": 5},
+  "grpo": PROMPTS,
+  "ppo": {k: v for k, v in PROMPTS.items() if k != "algorithm__num_generations"},
+}
+
+
+def plan(job, model, folder, **options):
+  """The plan of a job's run: four steps, a checkpoint after each."""
+  records = []
+  for i in range(16):
+    question, answer = runs.QUESTIONS[i % len(runs.QUESTIONS)]
+    record = {"prompt": f"{question} {i}"}
+    if job in ("grpo", "ppo"):
+      record["answer"] = answer
+    elif job == "dpo":
+      record |= {"chosen": answer, "rejected": f"{i}"}
+    else:
+      record["response"] = answer
+    records.append(record)
+  data = folder / "records.jsonl"
+  data.write_text("".join(json.dumps(x) + "\n" for x in records))
+  root = folder / "root"
+  keys = {"job": job, "model__path": model, "data__train": data, **SHORT, **JOBS[job]}
+  if job == "distill":
+    keys |= {"distill__teacher": model, "distill__cache": root / "cache"}
+  argv = ["train", *runs.arguments(**keys, output_dir=root / "out")]
+  return kill_plan.KillPlan(argv, root, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", JOBS)
+def test_every_kind_of_change_may_be_the_last(job, model, tmp_path):
+  # The files inside a checkpoint are orbax's, and the same in every job.
+  skip = None if job == "sft" else r"checkpoints/#\.[^/]+/"
+  assert plan(job, model, tmp_path, skip=skip).check() > 40
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_sample_of_them(model, tmp_path):
+  assert plan("sft", model, tmp_path, most=3, seed=1).check() == 3

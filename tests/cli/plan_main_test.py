@@ -1,0 +1,191 @@
+"""`tunix plan` on simulated devices: the programs are those that a run executes."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from tunix.cli import (
+  build,
+  config as config_lib,
+  main,
+  optimizer,
+  plan_fit,
+  plan_main,
+)
+from tunix.cli.jobs.job import Loaded
+from tunix.cli.jobs.table import JOBS
+from tunix.plan import topology, training
+from tunix.utils import mesh as mesh_lib
+
+TINY = (
+  "--model.name=qwen3_0p6b",
+  "--model.args={num_layers: 2, embed_dim: 32, hidden_dim: 64, num_heads: 4,"
+  " num_kv_heads: 2, head_dim: 8, vocab_size: 256}",
+  *("--training.global_batch_size=8", "--training.micro_batch_size=4"),
+  *("--training.max_steps=10", "--data.max_length=16"),
+)
+PAIRS = (
+  *("--job=dpo", "--lora.rank=2"),
+  *TINY[:-1],
+  *("--preference.max_prompt_length=8", "--preference.max_response_length=8"),
+)
+MESH = {"fsdp": 4, "tp": 2}
+WHOLE = ("--training.micro_batch_size=null",)
+REMEDIES = ("--model.remat=block", "--training.micro_batch_size=4", "--lora.rank=16")
+
+
+def trainer_of(config, model, mesh, *, of_shapes):
+  rate = optimizer.build_schedule(config)
+  return JOBS[config.job].build(
+    Loaded(
+      config=config,
+      model=model,
+      optimizer=optimizer.build_optimizer(config, rate),
+      mesh=mesh,
+      output_dir=None,
+      learning_rate=rate,
+      of_shapes=of_shapes,
+    )
+  )
+
+
+@pytest.mark.parametrize("words", [TINY, PAIRS], ids=["sft", "dpo"])
+def test_the_programs_are_those_of_the_run(words):
+  mesh = topology.find("cpu:8").mesh(MESH)
+  config = plan_main.settled(config_lib.load(words), MESH)
+  batch = JOBS[config.job].example(config)
+  with mesh_lib.use_mesh(mesh):
+    real = trainer_of(config, build.build_model(config, mesh), mesh, of_shapes=False)
+    shapes = build.shapes_of_model(config, mesh)
+    made = trainer_of(config, shapes, mesh, of_shapes=True)
+    planned = training.of_trainer(made, batch)
+    assert planned["train step"].as_text() == real.lower_train_step(batch).as_text()
+  assert ("scoring" in planned) == (config.job == "dpo")
+  held = jax.tree.leaves((real.optimizer.opt_state, jax.tree.leaves(real.model)))
+  assert all(isinstance(x, jax.Array) for x in held)
+
+
+@pytest.fixture(scope="module")
+def made():
+  return plan_main.plan(config_lib.load(TINY), "cpu:8", MESH)
+
+
+def test_arguments_are_the_shards_of_the_run(made):
+  mesh = topology.find("cpu:8").mesh(MESH)
+  config = plan_main.settled(config_lib.load(TINY), MESH)
+  with mesh_lib.use_mesh(mesh):
+    real = trainer_of(config, build.build_model(config, mesh), mesh, of_shapes=False)
+  arrays = jax.tree.leaves((real._module.params, real._state.opt_state))
+  size = sum(x.addressable_shards[0].data.nbytes for x in arrays)
+  batch = sum(x.nbytes for x in jax.tree.leaves(JOBS["sft"].example(config))) // 4
+  weights = 4 * config.training.micro_batches
+  assert made.programs[0].argument_bytes == size + batch + weights
+
+
+def test_what_a_plan_tells(made):
+  assert [p.name for p in made.programs] == ["train step", "evaluation"]
+  assert made.tokens == 8 * 16 and made.steps == 10 and made.devices == 8
+  # By formula: 6 P a token, and three times causal attention of 16 x 17 / 2 pairs.
+  matrices = 2 * (32 * 32 * 2 + 2 * 32 * 16 + 3 * 32 * 64) + 256 * 32 + 2 * 4 * 32
+  attention = 4 * 2 * 4 * 8 * (16 * 17 / 2) * 8
+  norms = 6 * 128 * (2 * 2 * 8 + 2 * 2 * 32)  # stacked, they look like matrices
+  assert made.model_flops == pytest.approx(
+    6 * matrices * 128 + 3 * attention, abs=norms
+  )
+  assert made.programs[0].flops > made.model_flops / 2
+  assert made.step_seconds is None  # nobody knows how fast a CPU is
+  assert "0.00 billion parameters" in str(made) and "fsdp 4 x tp 2" in str(made)
+
+
+def test_the_command(made, monkeypatch, capsys):
+  monkeypatch.setattr(plan_main, "plan", lambda *args, **options: made)
+  assert main.main(["plan", *TINY, "--topology", "cpu:8", "--mesh", "fsdp=4,tp=2"]) == 0
+  assert "train step sends: " in capsys.readouterr().out
+  assert main.main(["plan", *TINY, "--topology=cpu:8", "--json"]) == 0
+  assert json.loads(capsys.readouterr().out)["programs"][0]["name"] == "train step"
+  small = made.__class__(**{**made.__dict__, "memory_bytes": 10.0})
+  monkeypatch.setattr(plan_main, "plan", lambda *args, **options: small)
+  assert main.main(["plan", *TINY, "--topology", "cpu:8"]) == 1
+  assert "does NOT fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ("words", "told"),
+  [
+    ([*TINY], "--topology is missing"),
+    ([*TINY, "--topology"], "--topology has no value"),
+    ([*TINY, "--topology", "cpu:8", "--mesh", "fsdp:8"], "write axes and sizes"),
+    ([*TINY, "--topology", "cpu:8", "--mesh", "fsdp=3"], "mesh fsdp 3 and cpu:8"),
+    ([*TINY, "--topology", "cpu:8", "--mesh", "data=8"], "mesh.data is no axis"),
+    ([*TINY, "--topology", "v5e:9"], "topology 'v5e:9' is none"),
+    (["--job=grpo", *TINY[:2], "--topology", "cpu:8"], "which cannot be planned yet"),
+    (
+      [*PAIRS, "--preference.loss=aot", "--topology", "cpu:8", "--mesh", "fsdp=4,tp=2"],
+      "not planned yet; plan it with one micro-batch",
+    ),
+  ],
+)
+def test_bad_input_is_one_line(words, told, capsys):
+  assert main.main(["plan", *words]) == 2
+  error = capsys.readouterr().err
+  assert told in error and error.count("\n") == 1
+
+
+def test_a_step_needs_its_memory():
+  """More tokens need more of it, and a plan of shapes allocates nothing."""
+  before = {id(x) for x in jax.live_arrays()}
+  config = plan_main.settled(config_lib.load(TINY), MESH)
+  mesh = topology.find("cpu:8").mesh(MESH)
+  with mesh_lib.use_mesh(mesh):
+    model = build.shapes_of_model(config, mesh)
+    trainer_of(config, model, mesh, of_shapes=True)
+  assert not [x for x in jax.live_arrays() if id(x) not in before and np.size(x) > 64]
+
+
+def peak_of(config):
+  """Bytes as a step might take them."""
+  whole = 100 if config.lora is None else 30
+  if config.model.quantise:
+    whole -= 10
+  row = 5 if config.model.remat == "block" else 20
+  return whole + row * config.training.micro_rows
+
+
+@pytest.mark.parametrize(
+  ("memory", "words", "peak"),
+  [
+    (99, REMEDIES, 50),
+    (140, ("--model.remat=block",), 140),
+    (130, ("--model.remat=block", "--training.micro_batch_size=4"), 120),
+    (45, (*REMEDIES, "--model.quantise=nf4"), 40),
+    (10, None, None),
+  ],
+)
+def test_the_first_settings_that_fit(memory, words, peak):
+  config = plan_main.settled(config_lib.load([*TINY, *WHOLE]), MESH)
+  found = plan_fit.first_remedy(config, 4, memory, peak_of)
+  assert (found and found.words, found and found.peak_bytes) == (words, peak)
+
+
+def test_the_largest_micro_batch_that_fits():
+  rows = ("--training.global_batch_size=48", "--training.micro_batch_size=null")
+  config = plan_main.settled(config_lib.load([*TINY, *rows]), MESH)
+  assert plan_fit.micro_batches(config, 4) == [4, 8, 12, 16, 24, 48]
+  for memory, best in ((99, None), (180, 4), (500, 16), (1e6, 48)):
+    found = plan_fit.largest_micro_batch(config, 4, memory, peak_of)
+    words = found and found.words
+    assert words == (best and (f"--training.micro_batch_size={best}",))
+    assert found is None or found.peak_bytes == 100 + 20 * best
+
+
+def test_fit_compiles_the_step_anew(made):
+  config = plan_main.settled(config_lib.load(TINY), MESH)
+  mesh = topology.find("cpu:8").mesh(MESH)
+  with pytest.raises(ValueError, match="is not known of cpu:8"):
+    plan_main.advise(config, mesh, made)
+  known = made.__class__(**{**made.__dict__, "memory_bytes": made.peak_bytes})
+  told = plan_main.advise(config, mesh, known)
+  rows = int(told.partition("micro_batch_size=")[2].split()[0])
+  assert told.startswith("the largest micro-batch that fits: --training.") and rows >= 4

@@ -1,0 +1,89 @@
+"""What a compiled program needs, against numbers that are known."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from tunix.perf.chips import Chip
+from tunix.plan import program
+from tunix.plan.report import Plan
+from tunix.utils import programs
+
+CHIP = Chip(kind="toy", flops=1e6, memory_rate=1e4, link_rate=1e3, memory_bytes=4096)
+
+
+@pytest.fixture(scope="module")
+def plan(mesh_fsdp8):
+  """x [16, 32] over rows times w [32, 8] over its rows: w is gathered."""
+  rows = NamedSharding(mesh_fsdp8, P("fsdp"))
+  shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=rows)
+  product = jax.jit(jnp.dot, out_shardings=rows)
+  lowered = product.lower(shape(16, 32), shape(32, 8))
+  return program.plan("product", lowered, 8, CHIP)
+
+
+def test_bytes_and_flops_are_those_of_the_shapes(plan):
+  assert plan.argument_bytes == 4 * (16 * 32 + 32 * 8) / 8
+  assert plan.output_bytes == 4 * 16 * 8 / 8
+  assert plan.flops == 2 * 16 * 32 * 8
+  (gather,) = plan.collectives
+  assert (gather.kind, gather.received) == ("all-gather", 4 * 32 * 8 * 7 / 8)
+  assert plan.peak_bytes >= plan.argument_bytes + 4 * 32 * 8
+
+
+def test_the_slowest_part_is_what_limits(plan):
+  assert plan.compute_seconds == 2 * 16 * 32 * 8 / 8 / 1e6
+  assert plan.memory_seconds == (plan.argument_bytes + plan.output_bytes) / 1e4
+  assert plan.link_seconds == 896 / 1e3 == plan.seconds
+  assert plan.limited_by == "links"
+  fast = dataclasses.replace(plan, link_seconds=0.0, memory_seconds=None)
+  assert fast.limited_by == "compute" and fast.seconds == plan.compute_seconds
+
+
+def test_a_report_says_what_the_figures_mean(plan):
+  made = Plan(
+    job="sft",
+    model="toy",
+    topology="toy:8",
+    mesh={"fsdp": 8},
+    devices=8,
+    chip=CHIP,
+    memory_bytes=CHIP.memory_bytes,
+    programs=[
+      dataclasses.replace(plan, name="train step"),
+      dataclasses.replace(plan, name="evaluation", peak_bytes=5000),
+    ],
+    tokens=64,
+    model_flops=4096,
+    steps=100,
+  )
+  assert made.fits is False and "does NOT fit" in str(made)
+  assert made.step_seconds == plan.seconds  # evaluations are no part of a step
+  assert made.mfu == pytest.approx(4096 / (0.896 * 8 * 1e6))
+  assert made.tokens_per_second == pytest.approx(64 / 0.896 / 8)
+  assert made.chip_hours == pytest.approx(100 * 0.896 * 8 / 3600)
+  assert dataclasses.replace(made, memory_bytes=1e6).fits
+  unknown = dataclasses.replace(made, memory_bytes=None)
+  assert unknown.fits is None and "memory of a device is not known" in str(unknown)
+  assert made.to_json()["programs"][0]["limited_by"] == "links"
+
+
+def test_programs_are_noted_and_not_run():
+  ran = []
+
+  def double(x):
+    jax.debug.callback(lambda: ran.append(1))
+    return 2 * x
+
+  jitted, shape = jax.jit(double), jax.ShapeDtypeStruct((3,), jnp.float32)
+  with programs.noted() as found:
+    out = programs.call("double", jitted, shape)
+    programs.call("double", jitted, jax.ShapeDtypeStruct((4,), jnp.float32))
+  assert out == shape and list(found) == ["double"] and not ran
+  assert found["double"].in_avals[0][0].shape == (3,)  # the first of a name
+  assert programs.call("double", jitted, jnp.ones(3)).tolist() == [2, 2, 2]
+  jax.effects_barrier()
+  assert ran

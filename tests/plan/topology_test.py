@@ -1,0 +1,44 @@
+import importlib.util
+
+import jax
+import pytest
+
+from tunix.perf import chips
+from tunix.plan import topology
+
+
+def test_this_machines_devices_as_a_mesh():
+  where = topology.find("cpu:8")
+  assert where.devices == jax.devices()[:8]
+  assert where.chip is None and where.memory_bytes is None
+  mesh = where.mesh({"fsdp": -1, "tp": 2})
+  assert dict(mesh.shape) == {"fsdp": 4, "tp": 2}
+
+
+@pytest.mark.parametrize(
+  ("name", "error", "match"),
+  [
+    ("v5e:four", ValueError, "topology 'v5e:four' is none .* v5e:4x4"),
+    ("tpu", ValueError, "topology 'tpu' is none"),
+    ("cpu:0", ValueError, "at least one device"),
+    ("cpu:999", RuntimeError, "has 8 CPU devices .*device_count=999"),
+    ("v5e:4x4", ImportError, r"pip install 'tunix\[tpu\]'"),
+  ],
+)
+def test_what_cannot_be_compiled_for_is_refused(name, error, match, monkeypatch):
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  with pytest.raises(error, match=match):
+    topology.find(name)
+
+
+def test_a_mesh_that_does_not_multiply_out():
+  with pytest.raises(ValueError, match=r"mesh fsdp 3 x tp 2 and cpu:8 has 8 devices"):
+    topology.find("cpu:8").mesh({"fsdp": 3, "tp": 2})
+  with pytest.raises(ValueError, match="mesh fsdp -1 x tp 3"):
+    topology.find("cpu:8").mesh({"fsdp": -1, "tp": 3})
+
+
+def test_every_tpu_says_what_a_plan_asks_for():
+  for chip in chips.CHIPS:
+    if chip.kind.startswith("TPU"):
+      assert chip.memory_bytes and chip.memory_rate and chip.link_rate

@@ -1,0 +1,1 @@
+"""Plans: what the programs of a run need, before there are chips to run them."""

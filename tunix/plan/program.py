@@ -1,0 +1,130 @@
+"""What one compiled program needs of each device, and how fast it can be at most."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from tunix.perf import hlo_flops
+from tunix.perf.chips import Chip
+from tunix.plan import collectives
+from tunix.plan.collectives import Collective
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramPlan:
+  """One program of a run, for one device unless it says otherwise.
+
+  Attributes:
+    name: of the program.
+    argument_bytes, output_bytes, temporary_bytes: as the compiler lays them out; of
+      outputs what is not written over arguments.
+    peak_bytes: most that is alive at once.
+    flops: of all devices together; matrix products and convolutions, what is computed
+      twice (rematerialised) counted twice.
+    moved_bytes: that it writes to its memory or reads from it at the least: arguments
+      once and outputs once.
+    collectives: what devices send each other.
+    compute_seconds, memory_seconds, link_seconds: what these take at the rates of the
+      chip, each by itself; None: the chip's rates are not known.
+  """
+
+  name: str
+  argument_bytes: int
+  output_bytes: int
+  temporary_bytes: int
+  peak_bytes: int
+  flops: float
+  moved_bytes: float
+  collectives: tuple[Collective, ...]
+  compute_seconds: float | None = None
+  memory_seconds: float | None = None
+  link_seconds: float | None = None
+
+  @property
+  def seconds(self) -> float | None:
+    """No run of the program takes less: its slowest part, all else hidden behind it."""
+    parts = (self.compute_seconds, self.memory_seconds, self.link_seconds)
+    known = [part for part in parts if part is not None]
+    return max(known) if known and self.compute_seconds is not None else None
+
+  @property
+  def limited_by(self) -> str | None:
+    """What takes that long: "compute", "memory" or "links"."""
+    if self.seconds is None:
+      return None
+    parts = {
+      "compute": self.compute_seconds,
+      "memory": self.memory_seconds,
+      "links": self.link_seconds,
+    }
+    return max(parts, key=lambda name: parts[name] or 0.0)
+
+  def to_json(self) -> dict[str, Any]:
+    """Everything, for `--json`."""
+    out = dataclasses.asdict(self)
+    out["collectives"] = [
+      {**dataclasses.asdict(one), "received_bytes": one.received}
+      for one in sorted(self.collectives, key=lambda one: -one.received)
+    ]
+    return {**out, "seconds": self.seconds, "limited_by": self.limited_by}
+
+
+def plan(
+  name: str, lowered: jax.stages.Lowered, devices: int, chip: Chip | None
+) -> ProgramPlan:
+  """Compiles a lowered program and reads what it needs.
+
+  Args:
+    name: of the program.
+    lowered: for the mesh it is to run on.
+    devices: of that mesh.
+    chip: each of them; None: not known.
+  """
+  flops = hlo_flops.count_flops(lowered).flops
+  compiled = lowered.compile()
+  memory: Any = compiled.memory_analysis()
+  sent = collectives.read(compiled.as_text() or "", devices)
+  received = math.fsum(one.received for one in sent)
+  written = memory.output_size_in_bytes
+  moved = float(memory.argument_size_in_bytes + written)
+  seconds: Mapping[str, float | None] = {}
+  if chip is not None:
+    seconds = {
+      "compute_seconds": flops / devices / chip.flops,
+      "memory_seconds": _over(moved, chip.memory_rate),
+      "link_seconds": _over(received, chip.link_rate),
+    }
+  return ProgramPlan(
+    name=name,
+    argument_bytes=memory.argument_size_in_bytes,
+    output_bytes=written - memory.alias_size_in_bytes,
+    temporary_bytes=memory.temp_size_in_bytes,
+    peak_bytes=peak_bytes(compiled),
+    flops=flops,
+    moved_bytes=moved,
+    collectives=tuple(sent),
+    **seconds,
+  )
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+  """Most that is alive at once on a device: the compiler's figure. XLA for CPUs gives
+  that of arguments and results alone, to which all temporaries are added then."""
+  memory: Any = compiled.memory_analysis()
+  live = (
+    memory.argument_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes
+  )
+  if memory.peak_memory_in_bytes > live + 1024 or not memory.temp_size_in_bytes:
+    return memory.peak_memory_in_bytes
+  return live + memory.temp_size_in_bytes
+
+
+def _over(amount: float, rate: float | None) -> float | None:
+  return None if rate is None else amount / rate

@@ -1,0 +1,169 @@
+"""A plan of a run: its programs beside the chip they are for, as data and as text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from tunix.perf.chips import Chip
+from tunix.plan import collectives
+from tunix.plan.program import ProgramPlan
+
+_GIB = 2.0**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """What a run needs, and how fast it can be at most.
+
+  Attributes:
+    job: its name.
+    model: in words.
+    topology: as the user named it.
+    mesh: sizes by axis.
+    devices: of the mesh.
+    chip: each of them; None: its rates are not known.
+    memory_bytes: of a device, for programs; None: not known.
+    programs: of the job, the step first.
+    tokens: of a step, padding included.
+    model_flops: of a step by formula, on all devices together: no work counted twice.
+    steps: of the run; None: not known.
+    advice: how to fill the chips, or to fit into them; None: nobody looked.
+  """
+
+  job: str
+  model: str
+  topology: str
+  mesh: dict[str, int]
+  devices: int
+  chip: Chip | None
+  memory_bytes: float | None
+  programs: Sequence[ProgramPlan]
+  tokens: int
+  model_flops: float
+  steps: int | None = None
+  advice: str | None = None
+
+  @property
+  def peak_bytes(self) -> int:
+    """Of a device, in the program that needs most."""
+    return max(program.peak_bytes for program in self.programs)
+
+  @property
+  def fits(self) -> bool | None:
+    """Whether every program fits into a device's memory; None: that is not known."""
+    return None if self.memory_bytes is None else self.peak_bytes <= self.memory_bytes
+
+  @property
+  def step_seconds(self) -> float | None:
+    """A step takes no less: every program of it once, one after the other."""
+    parts = [p.seconds for p in self.programs if p.name != "evaluation"]
+    known = [part for part in parts if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+  @property
+  def mfu(self) -> float | None:
+    """Model FLOPs utilisation, at most."""
+    if self.chip is None or not self.step_seconds:
+      return None
+    return self.model_flops / (self.step_seconds * self.devices * self.chip.flops)
+
+  @property
+  def tokens_per_second(self) -> float | None:
+    """Of a device, at most."""
+    if not self.step_seconds:
+      return None
+    return self.tokens / self.step_seconds / self.devices
+
+  @property
+  def chip_hours(self) -> float | None:
+    """Of all steps, at the least."""
+    if self.steps is None or not self.step_seconds:
+      return None
+    return self.steps * self.step_seconds * self.devices / 3600
+
+  def to_json(self) -> dict[str, Any]:
+    """Everything, for `--json`."""
+    derived = (
+      *("peak_bytes", "fits", "step_seconds", "mfu", "tokens_per_second"),
+      "chip_hours",
+    )
+    return {
+      **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+      "chip": None if self.chip is None else dataclasses.asdict(self.chip),
+      "programs": [program.to_json() for program in self.programs],
+      **{name: getattr(self, name) for name in derived},
+    }
+
+  def __str__(self) -> str:
+    return "\n".join([*self._head(), "", *self._table(), "", *self._tail()])
+
+  def _head(self) -> list[str]:
+    mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
+    kind = "" if self.chip is None else f" {self.chip.kind}"
+    return [
+      f"{self.job}: {self.model}",
+      f"on {self.topology}: {self.devices}{kind} devices, {mesh}; of each:",
+    ]
+
+  def _table(self) -> list[str]:
+    head = ["program", "arguments", "temporary", "peak", "TFLOP", "links", "least"]
+    rows = [head]
+    for p in self.programs:
+      received = sum(one.received for one in p.collectives)
+      rows.append(
+        [
+          p.name,
+          _gib(p.argument_bytes),
+          _gib(p.temporary_bytes),
+          _gib(p.peak_bytes),
+          f"{p.flops / self.devices / 1e12:,.2f}",
+          _gib(received),
+          "?" if p.seconds is None else f"{p.seconds * 1e3:,.1f} ms, {p.limited_by}",
+        ]
+      )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    lines = [
+      "  ".join(
+        cell.ljust(width) if i == 0 else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths))
+      ).rstrip()
+      for row in rows
+    ]
+    sent = [
+      f"{p.name} sends: "
+      + ", ".join(
+        f"{n} {kind}" for kind, n in collectives.counts(p.collectives).items()
+      )
+      for p in self.programs
+      if p.collectives
+    ]
+    return [*lines, *([""] if sent else []), *sent]
+
+  def _tail(self) -> list[str]:
+    lines = []
+    if self.fits is None:
+      lines.append(f"peak {_gib(self.peak_bytes)}; the memory of a device is not known")
+    else:
+      assert self.memory_bytes is not None
+      words = "fits" if self.fits else "does NOT fit"
+      lines.append(
+        f"{words}: {_gib(self.peak_bytes)} of {_gib(int(self.memory_bytes))} a device"
+      )
+    if self.step_seconds and self.mfu is not None:
+      lines.append(
+        f"a step of {self.tokens:,} tokens takes at least {self.step_seconds:,.3f} s: "
+        f"at most {self.tokens_per_second:,.0f} tokens/s a device, MFU {self.mfu:.1%}"
+      )
+    if self.chip_hours is not None and self.step_seconds and self.steps:
+      hours = self.steps * self.step_seconds / 3600
+      lines.append(
+        f"{self.steps:,} steps: at least {hours:,.1f} hours, {self.chip_hours:,.1f} "
+        "chip-hours, without evaluations and checkpoints"
+      )
+    return [*lines, *([] if self.advice is None else [self.advice])]
+
+
+def _gib(size: float) -> str:
+  return f"{size / _GIB:,.2f} GiB" if size >= 0.1 * _GIB else f"{size / 2**20:,.1f} MiB"
