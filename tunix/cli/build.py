@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from tunix.cli import data_sources, keys, mesh as mesh_axes, precision
+from tunix.cli import data_sources, keys, loading, mesh as mesh_axes, precision
 from tunix.cli.settings import (
   MicroBatchSettings,
   RunSettings,
@@ -97,7 +97,7 @@ def build_tokenizer(config: RunSettings) -> TokenizerAdapter:
     )
   template = config.tokenizer.chat_template
   if template is None:
-    return TokenizerAdapter.from_pretrained(source)
+    return loading.named_tokenizer("tokenizer.path", source)
   file = pathlib.Path(template).expanduser()
   if not file.is_file():
     raise FileNotFoundError(
@@ -110,7 +110,7 @@ def build_tokenizer(config: RunSettings) -> TokenizerAdapter:
       f"tokenizer.chat_template {template!r} is no UTF-8 text ({error}): give a file "
       "of jinja source"
     ) from error
-  return TokenizerAdapter.from_pretrained(source, chat_template=text)
+  return loading.named_tokenizer("tokenizer.path", source, chat_template=text)
 
 
 def check_model(config: RunSettings) -> None:
@@ -123,6 +123,7 @@ def check_model(config: RunSettings) -> None:
   if config.model.name is not None:
     preset_config(config)
   elif config.model.path is not None:
+    loading.check_model_folder("model.path", config.model.path)
     automodel.resolve_folder(config.model.path)
   else:
     raise ValueError(_NO_MODEL)

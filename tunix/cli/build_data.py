@@ -13,7 +13,8 @@ import jax
 
 import tunix
 from tunix.cli import data_sources, fingerprints
-from tunix.cli.settings import RowSettings, RunSettings, StreamRun
+from tunix.cli.data_settings import RowSettings
+from tunix.cli.settings import RunSettings, StreamRun
 from tunix.data import mixture, pipeline
 from tunix.data.records import SFT, Kind
 from tunix.data.rows import OneRow, SideBySide
@@ -56,6 +57,10 @@ def naming(keys: Mapping[str, str]) -> Iterator[None]:
     yield
   except ValueError as error:
     words = "|".join(names)
+    text = text.replace(
+      "give one with chat_template=...",
+      "give a file of one with tokenizer.chat_template",
+    )
     pattern = rf"(?<![\w.])(?:{words})(?= is | \d|: | to )"
     text = str(error)
     if "unusable" not in keys:  # no key of this job asks for that

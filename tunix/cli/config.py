@@ -42,6 +42,10 @@ class Arguments:
   overrides: tuple[tuple[str, str], ...] = ()
 
 
+# Names before a value that are no keys.
+_OWN = ("config", "rows")
+
+
 def parse_arguments(argv: Sequence[str]) -> Arguments:
   """Reads `FILE[,FILE]`, `--config FILE[,FILE]`, `--key.sub=value`, `--key.sub value`.
 
@@ -59,6 +63,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     key, equals, text = word[2:].partition("=")
     if not equals:
       if not rest or rest[0].startswith("--"):
+        if key not in (*known_keys(), *spelling.ALIASES, *spelling.RENAMED, *_OWN):
+          raise ValueError(f"{word}: {_unknown(key)}")
         raise ValueError(f"{word} has no value: write {word}=VALUE")
       text = rest.pop(0)
     if key == "config":
@@ -68,14 +74,18 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
   return Arguments(files=tuple(files), overrides=tuple(overrides))
 
 
-def load(argv: Sequence[str]) -> RunSettings:
+def load(argv: Sequence[str], origins: dict[str, str] | None = None) -> RunSettings:
   """The settings that a command line describes, of the class that its `job` has.
+
+  Args:
+    argv: files and overrides.
+    origins: is filled, see `from_layers`.
 
   Raises:
     FileNotFoundError: no such file.
     ValueError: invalid YAML, an unknown key, a wrong type, a value out of range.
   """
-  return from_layers(_layers(argv), note=_say)
+  return from_layers(_layers(argv), note=_say, origins=origins)
 
 
 def job_of(argv: Sequence[str]) -> str:
@@ -104,18 +114,20 @@ def _layers(argv: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
 def from_layers(
   layers: Sequence[tuple[str, Mapping[str, Any]]],
   note: Callable[[str], None] = lambda text: None,
+  origins: dict[str, str] | None = None,
 ) -> RunSettings:
   """Settings from (where it stands, nested keys), later ones overriding.
 
   Args:
     layers: files and arguments, in order.
     note: is told of keys in an old spelling.
+    origins: is filled with the layer that set each dotted key last; None: nobody asks.
 
   Raises:
     ValueError: see `load`.
   """
   values: dict[str, Any] = {}
-  origins: dict[str, str] = {}
+  origins = {} if origins is None else origins
   for origin, layer in layers:
     _merge(values, layer, "", origin, origins)
   try:
@@ -229,6 +241,9 @@ def _build(section: type, values: Mapping[str, Any], prefix: str, place: _Place)
   known, arguments = keys.of(section), {}
   for name, value in values.items():
     dotted = f"{prefix}{name}"
+    if name not in known and isinstance(value, dict) and dotted not in known_keys():
+      # A misspelt section: what was meant is seen by the key below it.
+      dotted = next((f"{dotted}.{below}" for below in value), dotted)
     if name not in known:
       _check_foreign(dotted, _plain(value), place)
       continue
@@ -315,7 +330,17 @@ def _check_foreign(dotted: str, value: Any, place: _Place) -> None:
 def _unknown(key: str) -> str:
   known = [name for name in known_keys() if not _is_section(name)]
   last = key.rpartition(".")[2]
-  if (ours := spelling.ELSEWHERE.get(last)) is not None and "." not in key:
+  section, _, _ = key.rpartition(".")
+  sections = list(dict.fromkeys(n.partition(".")[0] for n in known if "." in n))
+  near_section = difflib.get_close_matches(section, sections, n=1)
+  if near_section:  # first where it was looked for: --traning.max_stps
+    below = [n for n in known if n.startswith(f"{near_section[0]}.")]
+    near = difflib.get_close_matches(
+      f"{near_section[0]}.{last}", below, n=1, cutoff=0.8
+    )
+    if near:
+      return f"the key {key!r} is unknown: did you mean {near[0]}?"
+  if (ours := spelling.ELSEWHERE.get(last)) is not None:
     return f"the key {key!r} is unknown: here it is {ours}"
   same = [name for name in known if name.rpartition(".")[2] == last]
   near = same[:1] or difflib.get_close_matches(key, known, n=1, cutoff=0.5)

@@ -21,6 +21,11 @@ def main(argv: Sequence[str]) -> None:
   args = _parse(argv)
   _check(args)
   tokenizer = loading.load_tokenizer(args.model, args.adapter, args.tokenizer)
+  if args.chat and not tokenizer.has_chat_template():
+    raise ValueError(
+      "--chat is given and the tokenizer has no chat template: leave it out, or put "
+      "a chat_template.jinja into the model's folder"
+    )
   prompts = [_as_chat(text, tokenizer) if args.chat else text for text in args.prompt]
   model = loading.load_model(args.model, args.adapter, args.dtype)
   sampler = Sampler(model, tokenizer)

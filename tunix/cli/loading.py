@@ -13,6 +13,71 @@ from tunix.models.transformer.model import Transformer
 _TOKENIZER = "tokenizer.json"
 
 
+def check_model_folder(name: str, folder: str) -> None:
+  """Says of a folder that holds a run or an adapter where the model is.
+
+  Args:
+    name: of the setting, for the message.
+    folder: which was given; what is no folder here is not looked at.
+
+  Raises:
+    ValueError: it holds something else than a model.
+  """
+  path = pathlib.Path(folder).expanduser()
+  if not path.is_dir() or (path / "config.json").is_file():
+    return
+  if (path / "config.yaml").is_file():
+    export = path / "export"
+    what = f"{name} is {folder!r}, the folder of a run"
+    if (export / "config.json").is_file():
+      raise ValueError(f"{what}: give its model, {export}")
+    if (export / _ADAPTER).is_file():
+      raise ValueError(f"{what}, whose export {export} is an adapter: {_BASE}")
+    raise ValueError(
+      f"{what} without an exported model: run `tunix export --run {folder} --to MODEL` "
+      "and give MODEL"
+    )
+  if (path / _ADAPTER).is_file():
+    raise ValueError(f"{name} is {folder!r}, an adapter: {_BASE}")
+
+
+_ADAPTER = "adapter_config.json"
+_BASE = (
+  "give the model that it was trained on (and the adapter as --adapter where a command "
+  "takes one), or merge them with `tunix export --kind merged`"
+)
+
+
+def check_adapter_folder(folder: str) -> None:
+  """Refuses a folder without an adapter, before a model is loaded for it.
+
+  Raises:
+    ValueError: says what it holds.
+  """
+  path = pathlib.Path(folder).expanduser()
+  if path.is_dir() and not (path / _ADAPTER).is_file():
+    inner = path / "export"
+    near = f"give {inner}" if (inner / _ADAPTER).is_file() else "give a PEFT folder"
+    raise ValueError(f"--adapter is {folder!r}, which has no {_ADAPTER}: {near}")
+
+
+def named_tokenizer(name: str, folder: str, **options: str) -> TokenizerAdapter:
+  """The tokenizer of a folder or hub id; a folder without one is told by its setting.
+
+  Raises:
+    FileNotFoundError, ValueError: there is none.
+  """
+  try:
+    return TokenizerAdapter.from_pretrained(folder, **options)
+  except ImportError as error:  # what is no tokenizer.json is left to transformers
+    if not pathlib.Path(folder).expanduser().is_dir():
+      raise
+    raise ValueError(
+      f"{folder} has no {_TOKENIZER}: name the folder of its tokenizer with {name} "
+      "(other kinds of files are read where the package transformers is)"
+    ) from error
+
+
 def load_model(
   folder: str, adapter: str | None = None, dtype: str | None = None
 ) -> Transformer:
@@ -37,9 +102,12 @@ def load_tokenizer(
     FileNotFoundError, ValueError: there is none.
   """
   if tokenizer is not None:
-    return TokenizerAdapter.from_pretrained(tokenizer)
+    return named_tokenizer("--tokenizer", tokenizer)
+  check_model_folder("--model", folder)
+  if adapter is not None:
+    check_adapter_folder(adapter)
   if adapter is None or not (pathlib.Path(adapter) / _TOKENIZER).is_file():
-    return TokenizerAdapter.from_pretrained(folder)
+    return named_tokenizer("--tokenizer", folder)
   # What ends a generation stands in the model's own configuration.
   ends = tokenizer_files.read_eos_ids(pathlib.Path(folder).expanduser())
   trained = TokenizerAdapter.from_pretrained(adapter)

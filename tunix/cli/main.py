@@ -19,6 +19,7 @@ import tunix
 # Name: (module with main(argv), what it does). Modules are imported when called.
 COMMANDS = {
   "train": ("tunix.cli.train_main", "fine-tune a model; again: resume"),
+  "init": ("tunix.cli.init_main", "write a configuration to start from"),
   "generate": ("tunix.cli.generate_main", "continue prompts with a model"),
   "parity": (
     "tunix.cli.parity_main",
@@ -29,6 +30,10 @@ COMMANDS = {
   "plan": ("tunix.cli.plan_main", "compile a run for chips that need not be here"),
   "doctor": ("tunix.cli.doctor_main", "look whether this machine can train"),
   "data": ("tunix.cli.data_main", "show what a run would train on, and check it"),
+  "completion": (
+    "tunix.cli.completion_main",
+    "print completions for bash, zsh or fish",
+  ),
   "quickstart": (
     "tunix.examples.quickstart.main",
     "the whole way, without a download",

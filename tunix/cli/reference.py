@@ -7,6 +7,7 @@ All of it is read off the dataclasses of the jobs (names, types, defaults, docst
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import textwrap
 from typing import Any
@@ -85,10 +86,20 @@ def entries(*jobs: str) -> list[Entry]:
   ]
 
 
-def describe_keys(job: str) -> str:
-  """The keys of a job, each with its type, default and meaning."""
-  lines = []
-  for entry in _shown(entries(job)):
+def describe_keys(job: str, section: str | None = None) -> str:
+  """The keys of a job, each with its type, default and meaning.
+
+  Args:
+    job: its name.
+    section: a section, or a key; None: all of them.
+
+  Raises:
+    ValueError: the job has no such section or key.
+  """
+  listed, lines = _shown(entries(job)), []
+  if section is not None:
+    listed = _below_section(listed, section, job)
+  for entry in listed:
     name = ".".join(entry.path)
     if entry.section and len(entry.path) == 1:
       lines.append("")
@@ -96,34 +107,73 @@ def describe_keys(job: str) -> str:
         lines += textwrap.wrap(f"{name}: {meaning}", _WIDTH)
       continue
     lines.append(f"  --{name}={_type(entry)}  [{yaml_text.inline(entry.default)}]")
-    lines += _wrap(_meaning(entry, 1, entry.default), "      ")
+    lines += wrap(_meaning(entry, 1, entry.default), "      ")
   return "\n".join(lines)
+
+
+def _below_section(listed: list[Entry], section: str, job: str) -> list[Entry]:
+  path = tuple(section.split("."))
+  chosen = [entry for entry in listed if entry.path[: len(path)] == path]
+  if chosen:
+    return chosen
+  known = [".".join(entry.path) for entry in listed]
+  near = difflib.get_close_matches(section, known, n=1)
+  top = ", ".join(e.path[0] for e in listed if e.section and len(e.path) == 1)
+  remedy = f"did you mean {near[0]}?" if near else f"its sections are {top}"
+  raise ValueError(f"--help {section}: the job {job!r} has no such section: {remedy}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+  """A key as a file of YAML has it.
+
+  Attributes:
+    path: names from the section down.
+    meaning: what it is, one paragraph.
+    value: its default.
+    is_section: whether keys stand below it; it has no value then.
+  """
+
+  path: tuple[str, ...]
+  meaning: str
+  value: Any
+  is_section: bool
 
 
 def base_config() -> str:
   """All keys of all jobs with their defaults, as YAML with comments."""
   lines = [_HEAD.rstrip()]
-  shown = _shown(entries())
+  for line in listing():
+    depth = len(line.path)
+    indent = "  " * (depth - 1)
+    lines += [""] * (depth == 1)
+    lines += wrap(line.meaning, f"{indent}# ")
+    value = "" if line.is_section else f" {yaml_text.inline(line.value)}"
+    lines.append(f"{indent}{line.path[-1]}:{value}")
+  return "\n".join(lines) + "\n"
+
+
+def listing(*jobs: str) -> list[Line]:
+  """The keys of these jobs (of all, without any), in the order of a file."""
+  lines = []
+  count = len(jobs or JOBS)
+  shown = _shown(entries(*jobs))
   owners = {entry.path: len(entry.keys) for entry in shown}
   for entry in shown:
     depth = len(entry.path)
-    indent = "  " * (depth - 1)
-    if depth == 1:
-      lines.append("")
-    all_have_it = owners.get(entry.path[:1], len(JOBS)) if depth > 1 else len(JOBS)
+    all_have_it = owners.get(entry.path[:1], count) if depth > 1 else count
     # A file with all keys must not say of one algorithm what another has by default.
     default = None if entry.chosen else entry.default
     meaning = f"{_meaning(entry, all_have_it, default)} {_choices(entry)}".strip()
-    lines += _wrap(meaning, f"{indent}# ")
-    if entry.section and depth == 1:
-      lines.append(f"{entry.path[-1]}:")
-      kind = section_of(entry.key.hint)
-      if isinstance(kind, Choice):
-        lines += _wrap(f"One of {', '.join(_names(entry))}.", "  # ")
-        lines.append("  name: null")
-    else:
-      lines.append(f"{indent}{entry.path[-1]}: {yaml_text.inline(default)}")
-  return "\n".join(lines) + "\n"
+    is_section = entry.section and depth == 1
+    lines.append(
+      Line(path=entry.path, meaning=meaning, value=default, is_section=is_section)
+    )
+    if is_section and isinstance(section_of(entry.key.hint), Choice):
+      names = f"One of {', '.join(_names(entry))}."
+      path = (*entry.path, "name")
+      lines.append(Line(path=path, meaning=names, value=None, is_section=False))
+  return lines
 
 
 def json_schema(job: str) -> dict[str, Any]:
@@ -251,7 +301,8 @@ def _sentence(text: str) -> str:
   return text if text.endswith(".") else f"{text}."
 
 
-def _wrap(text: str, indent: str) -> list[str]:
+def wrap(text: str, indent: str) -> list[str]:
+  """The text in lines that begin with `indent`."""
   return textwrap.wrap(
     text,
     _WIDTH,

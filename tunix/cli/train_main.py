@@ -23,8 +23,10 @@ from tunix.cli import (
   build,
   build_data,
   config as config_lib,
+  dry_run,
   mesh as mesh_axes,
   optimizer,
+  origins,
   precision,
   reference,
   run_folder,
@@ -45,7 +47,10 @@ from tunix.utils.interrupts import Stopped
 
 HELP = """\
 usage: tunix train [--config] FILE[,FILE] [--KEY.SUB=VALUE ...]
-       tunix train --help [--job=JOB]      the keys of a job
+       tunix train --dry-run ...           looks at everything, trains nothing
+       tunix train --print-config ...      every value, and where it was set
+       tunix train --help [SECTION] [--job=JOB]      the keys of a job
+       tunix train --help all              of all jobs
        tunix train --schema [--job=JOB]    the JSON Schema of its files, for editors
 
 Trains as the configuration says; the same command again resumes, and says so when the
@@ -107,20 +112,82 @@ class Result:
 def main(argv: Sequence[str]) -> None:
   """Runs `tunix train`."""
   if not argv or {"--help", "-h"} & set(argv):
-    job = _job_of(argv, "--help", "-h")
-    names, path = ", ".join(JOBS), yaml_text.BASE_PATH
-    told = reference.describe_keys(job)
-    print(HELP.format(jobs=names, path=path, job=job, keys=told))
+    print(_help([word for word in argv if word not in ("--help", "-h")]))
   elif "--schema" in argv:
     schema = reference.json_schema(_job_of(argv, "--schema"))
     print(json.dumps(schema, indent=2, ensure_ascii=False))
+  elif "--print-config" in argv:
+    print(origins.describe(_without(argv, "--print-config")), end="")
+  elif "--dry-run" in argv:
+    look(config_lib.load(_without(argv, "--dry-run")))
   else:
     run(config_lib.load(argv))
 
 
+def _help(words: list[str]) -> str:
+  """Of everything, or of a section: the first word that names no file."""
+  section = next(
+    (w for w in words if not w.startswith("-") and not w.endswith((".yaml", ".yml"))),
+    None,
+  )
+  if section == "all":
+    return reference.base_config()
+  words = [word for word in words if word != section]
+  job = config_lib.job_of(words)
+  told = reference.describe_keys(job, section)
+  if section is not None:
+    return told.strip()
+  names, path = ", ".join(JOBS), yaml_text.BASE_PATH
+  return HELP.format(jobs=names, path=path, job=job, keys=told)
+
+
+def _without(argv: Sequence[str], *flags: str) -> list[str]:
+  return [word for word in argv if word not in flags]
+
+
 def _job_of(argv: Sequence[str], *flags: str) -> str:
   """The job that the other arguments, and files among them, speak of."""
-  return config_lib.job_of([word for word in argv if word not in flags])
+  return config_lib.job_of(_without(argv, *flags))
+
+
+def look(config: RunSettings) -> None:
+  """Looks at all that can be known before a model is loaded, and says what it saw;
+  writes nothing.
+
+  Raises: as `run`, before its first step. RuntimeError also where a reward function
+    fails on the first record.
+  """
+  config, folder = _at_home(config)
+  mesh = None
+  if config.distributed.coordinator is None:
+    mesh = mesh_axes.build(config.mesh, config.training.batch_rows)
+  run_lock.check(folder.path)
+  config, tokenizer, data = prepare(config, folder)
+  tx = optimizer.build_optimizer(config, optimizer.build_schedule(config))
+  folder.check_resume(config, data.fingerprints)
+  # Shapes lie somewhere too: on one device, where no mesh is asked for.
+  where = mesh or jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
+  model = build.shapes_of_model(config, where)
+  build.check_vocabulary(model, tokenizer)
+  _check_lengths(config, model, data)
+  _say(_describe(config, model, data, mesh))
+  _say(dry_run.describe(config, model, tokenizer, data, tx, folder))
+
+
+def _at_home(config: RunSettings) -> tuple[RunSettings, RunFolder]:
+  """The settings with absolute paths, and the folder of the run.
+
+  Raises:
+    ValueError: no folder is named, or it is none that can be used.
+  """
+  if config.output_dir is None:
+    raise ValueError(
+      "output_dir is not set: give --output_dir=FOLDER for the run's files"
+    )
+  config = build.absolute_paths(config)
+  folder = RunFolder(pathlib.Path(config.output_dir or ""))
+  run_folder.check_writable("output_dir", folder.path, is_read=True)
+  return config, folder
 
 
 def run(config: RunSettings) -> Result:
@@ -133,13 +200,7 @@ def run(config: RunSettings) -> Result:
     OSError: the disk is full; checkpoints written before are whole.
     Stopped: SIGINT or SIGTERM; a checkpoint was saved.
   """
-  if config.output_dir is None:
-    raise ValueError(
-      "output_dir is not set: give --output_dir=FOLDER for the run's files"
-    )
-  config = build.absolute_paths(config)
-  folder = RunFolder(pathlib.Path(config.output_dir or ""))
-  run_folder.check_writable("output_dir", folder.path, is_read=True)
+  config, folder = _at_home(config)
   if config.compilation_cache is not None:
     _keep_programs(config.compilation_cache)
   several.start(config)

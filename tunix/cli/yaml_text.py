@@ -22,9 +22,7 @@ def read_file(name: str) -> dict[str, Any]:
     FileNotFoundError: no such file.
     ValueError: invalid YAML, a key written twice, or no mapping.
   """
-  path = pathlib.Path(name).expanduser()
-  if name == BASE_NAME and not path.exists():
-    path = BASE_PATH
+  path = _place(name)
   if not path.is_file():
     what = "a folder" if path.is_dir() else "no such file"
     raise FileNotFoundError(f"config {name!r}: {what}; give a YAML file")
@@ -38,6 +36,26 @@ def read_file(name: str) -> dict[str, Any]:
   if not isinstance(value, dict):
     raise ValueError(f"{name} holds {describe(value)}, expected `key: value` lines")
   return value
+
+
+def key_lines(name: str) -> dict[str, int]:
+  """{dotted key: line, from 1} of a file that `read_file` reads."""
+  found: dict[str, int] = {}
+  node = yaml.compose(_place(name).read_text(encoding="utf-8"), Loader=_Loader)
+  _note_lines(node, "", found)
+  return found
+
+
+def _note_lines(node: Any, prefix: str, found: dict[str, int]) -> None:
+  if isinstance(node, yaml.MappingNode):
+    for key, value in node.value:
+      found[f"{prefix}{key.value}"] = key.start_mark.line + 1
+      _note_lines(value, f"{prefix}{key.value}.", found)
+
+
+def _place(name: str) -> pathlib.Path:
+  path = pathlib.Path(name).expanduser()
+  return BASE_PATH if name == BASE_NAME and not path.exists() else path
 
 
 def parse(text: str, origin: str) -> Any:

@@ -10,11 +10,11 @@ import numpy as np
 
 from tunix.cli import build_data, fingerprints, keys, mesh as mesh_axes
 from tunix.cli.build_data import RunData
+from tunix.cli.data_settings import RowSettings
 from tunix.cli.jobs import sft
 from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.settings import (
   Dtype,
-  RowSettings,
   StreamRun,
 )
 from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind

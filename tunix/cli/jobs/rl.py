@@ -10,10 +10,10 @@ from jax.sharding import Mesh
 
 from tunix.cli import build, build_prompts, keys, optimizer, rewards
 from tunix.cli.convert import Choice
+from tunix.cli.data_settings import DataSettings
 from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.rewards import RewardSettings
 from tunix.cli.settings import (
-  DataSettings,
   RunSettings,
   TrainingSettings,
   values_for,

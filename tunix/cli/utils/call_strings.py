@@ -60,13 +60,19 @@ def _arguments(text: str, call: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
       raise ValueError("it is no call")
     if any(keyword.arg is None for keyword in node.keywords):
       raise ValueError("** is not read")
-    args = tuple(ast.literal_eval(arg) for arg in node.args)
-    kwargs = {str(k.arg): ast.literal_eval(k.value) for k in node.keywords}
+    args = tuple(_literal(arg) for arg in node.args)
+    kwargs = {str(k.arg): _literal(k.value) for k in node.keywords}
   except (ValueError, SyntaxError) as error:
     raise ValueError(
       f"{text!r} cannot be read ({error}): {_FORMS}, with literals as arguments"
     ) from error
   return args, kwargs
+
+
+def _literal(node: ast.expr) -> Any:
+  """The value of a literal; a bare name is text, because shells and YAML eat quotes:
+  numeric_match(column=answer)."""
+  return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
 def load(call: CallString) -> Callable[..., Any]:
@@ -123,6 +129,11 @@ def load_module(source: str) -> ModuleType:
 def _imported(name: str, source: str) -> ModuleType:
   try:
     return importlib.import_module(name)
+  except SyntaxError as error:  # of this file, or of one that it imports
+    raise ImportError(
+      f"{error.filename}:{error.lineno}: {error.msg}: correct that line ({source} "
+      "cannot be imported)"
+    ) from error
   except Exception as error:  # the user's module may raise anything
     raise ImportError(
       f"{source} cannot be imported ({type(error).__name__}: {error}): run "
