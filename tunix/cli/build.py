@@ -186,13 +186,22 @@ def build_model(config: RunSettings, mesh: Mesh | None) -> Transformer:
     raise ValueError(f"lora: {error}; change its targets or patterns") from error
 
 
+def settle_lora(config: RunSettings) -> RunSettings:
+  """The configuration with the modules that are trained whole written out: a head of
+  scores is drawn, and left frozen it would never say anything."""
+  if config.lora is None or config.lora.modules_to_save is not None:
+    return config
+  names = () if config.fits_adapter else ("score",)
+  return with_value(config, "lora.modules_to_save", names)
+
+
 def build_reference(config: RunSettings, path: str | None, mesh: Mesh | None) -> Any:
   """What a policy is compared with; None: itself, without its adapters.
 
   Args:
     config: of the run.
     path: folder of a model; None: the policy before its first step, also when the run
-      is resumed.
+      is resumed, which adapters alone keep below them.
     mesh: of the policy.
 
   Raises:
@@ -200,7 +209,9 @@ def build_reference(config: RunSettings, path: str | None, mesh: Mesh | None) ->
   """
   if path is not None:
     return automodel.AutoModel.from_pretrained(path, mesh, dtype=config.model.dtype)
-  return None if config.lora is not None else build_model(config, mesh)
+  # Below modules that are trained whole nothing of the model before is kept.
+  shares = config.lora is not None and not config.lora.modules_to_save
+  return None if shares else build_model(config, mesh)
 
 
 def check_vocabulary(model: Transformer, tokenizer: TokenizerAdapter) -> None:
