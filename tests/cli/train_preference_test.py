@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.models import safetensors_saver
+from tunix.models import lora, safetensors_saver
 from tunix.models.automodel import AutoModel
 
 ANSWERS = [
@@ -266,6 +266,27 @@ def test_other_pairs_or_another_reference_cannot_resume(keys, model, tmp_path, c
   assert "preference.beta was 0.1 and is 0.5" in capsys.readouterr().err
 
 
+def test_a_reward_model_with_adapters_trains_and_saves_its_head(keys, model, capsys):
+  out = keys["output_dir"]
+  short = keys | {"job": "reward", "lora__rank": 2, "export__kind": "adapter"}
+  short |= {"training__max_steps": 1, "lora__targets": "[q_proj]"}
+  assert train(short) == 0
+  drawn = AutoModel.from_pretrained(model, num_scores=1)
+  trained = lora.load_adapter(drawn, out / "export")
+  before, after = (np.asarray(m.score.kernel[...]) for m in (drawn, trained))
+  assert (before != after).all()
+  written = (out / "config.yaml").read_text()
+  assert "modules_to_save:\n  - score\n" in written
+  # A folder of before there was the key: its head stays as it was drawn.
+  (out / "config.yaml").write_text(
+    written.replace("  - score\n", "").replace("modules_to_save:", "#")
+  )
+  capsys.readouterr()
+  assert train(short, training__max_steps=2) == 2
+  said = capsys.readouterr().err
+  assert "lora.modules_to_save was () and is ('score',)" in said
+
+
 def test_orpos_lambda_has_a_key():
   layer = {"job": "orpo", "preference": {"lambda_orpo": 0.7}}
   config = config_lib.from_layers([("given", layer)])
@@ -317,7 +338,16 @@ def test_orpos_lambda_has_a_key():
       {"algorithm__beta": 1},
       "and the job 'dpo' does not read it: it belongs to the jobs grpo and ppo",
     ),
-    ({"job": "reward", "lora__rank": 2, "export__kind": "adapter"}, "use 'merged'"),
+    (
+      {
+        "job": "reward",
+        "lora__rank": 2,
+        "lora__modules_to_save": "[]",
+        "export__kind": "adapter",
+      },
+      "lora.modules_to_save names it (score); use 'merged'",
+    ),
+    ({"lora__rank": 2, "lora__modules_to_save": "[head]"}, "'head' matches no module"),
     ({"preference__max_response_length": 4}, "preference.max_response_length is 4:"),
   ],
   ids=str,

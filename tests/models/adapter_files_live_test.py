@@ -120,3 +120,21 @@ def test_dora_s_gradient_is_peft_s(tmp_path):
   for name, value in want.items():
     got = getattr(ours.layers.attn.q_proj, name)[...][1]
     assert checkpoints.relative(got, np.asarray(value)) < 1e-4, name
+
+
+def test_a_head_of_scores_and_other_whole_modules_go_both_ways(tmp_path):
+  base = AutoModel.from_pretrained(SOURCE, num_scores=2)
+  config = lora.LoraConfig(
+    rank=3, targets=TARGETS, modules_to_save=("score", "embed_tokens", "k_norm")
+  )
+  adapted = widen(lora.apply(base, config))
+  lora.save_adapter(adapted, tmp_path / "adapter")
+  theirs = transformers.AutoModelForSequenceClassification.from_pretrained(
+    SOURCE, num_labels=2
+  )
+  theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+  scores = adapted(TOKENS)[0][:, -1]
+  assert checkpoints.relative(torch_logits(theirs), scores) < TOLERANCE
+  theirs.save_pretrained(tmp_path / "again")
+  again = lora.load_adapter(base, tmp_path / "again")
+  assert checkpoints.relative(again(TOKENS)[0][:, -1], scores) < TOLERANCE

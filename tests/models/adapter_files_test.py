@@ -13,7 +13,14 @@ from flax import nnx
 from tests import toys
 from tests.models import checkpoints
 from tests.models.lora_test import state, widen
-from tunix.models import adapter_config, families, lora, lora_modules
+from tunix.models import (
+  adapter_config,
+  backbone,
+  families,
+  lora,
+  lora_modules,
+  whole_modules,
+)
 from tunix.models.automodel import AutoModel
 from tunix.utils import tree
 
@@ -84,7 +91,11 @@ REFUSED = [
   ({"bias": "all"}, f"bias is 'all'.*{MERGE}"),
   ({"fan_in_fan_out": True}, f"fan_in_fan_out is True.*{MERGE}"),
   ({"lora_bias": True}, f"lora_bias is True.*{MERGE}"),
-  ({"modules_to_save": ["lm_head"]}, f"modules_to_save is.*{MERGE}"),
+  ({"modules_to_save": ["lm_head"]}, "adapter tensor '.*lm_head.weight' is missing"),
+  (
+    {"modules_to_save": ["0.mlp.up_proj"]},
+    r"names some layers of layers\.mlp\.up_proj",
+  ),
   ({"target_parameters": ["w"]}, rf"target_parameters is \['w'\].*{MERGE}"),
   ({"trainable_token_indices": [1]}, f"trainable_token_indices is.*{MERGE}"),
   ({"layer_replication": [[0, 1]]}, f"layer_replication is.*{MERGE}"),
@@ -324,3 +335,65 @@ def test_one_pair_for_each_expert(tmp_path):
   assert merged.layers.mlp.experts.gate_proj.kernel.shape == (2, 6, 16, 12)
   assert checkpoints.relative(merged(TOKENS)[0], adapted(TOKENS)[0]) < 1e-5
   assert checkpoints.relative(model(TOKENS)[0], adapted(TOKENS)[0]) > 1e-3
+
+
+# Modules that are trained whole.
+
+WHOLE = ("score", "norm", "input_layernorm")
+
+
+@pytest.fixture(scope="module")
+def scored():
+  """The base of golden/peft_score, whose head is PEFT's alone."""
+  return AutoModel.from_pretrained(checkpoints.GOLDEN / "qwen3", num_scores=2)
+
+
+def test_peft_s_head_of_scores_gives_its_scores(scored):
+  folder = checkpoints.GOLDEN / "peft_score"
+  expected = np.load(folder / "expected.npz")
+  ours = lora.load_adapter(scored, folder)
+  scores = ours(expected["tokens"])[0][:, -1]
+  assert checkpoints.relative(scores, expected["scores"]) < 1e-5
+  assert set(whole_modules.of(ours)) == {"score.kernel", "norm.scale"}
+  with pytest.raises(ValueError, match="load the model with num_scores=2"):
+    lora.load_adapter(AutoModel.from_pretrained(checkpoints.GOLDEN / "qwen3"), folder)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_whole_modules_survive_the_way_there_and_back(scored, stacked, tmp_path):
+  base = scored if stacked else scored.unstack()
+  config = lora.LoraConfig(rank=2, targets=("q_proj",), modules_to_save=WHOLE)
+  adapted = widen(lora.apply(base, config))
+  assert "score.kernel" in lora.describe(adapted)
+  lora.save_adapter(adapted, tmp_path / "adapter")
+  written = config_of(tmp_path / "adapter")
+  layers = [f"model.layers.{i}.input_layernorm" for i in (0, 1)]
+  assert written["modules_to_save"] == [*layers, "model.norm", "score"]
+  assert written["task_type"] == "SEQ_CLS"
+  back = lora.load_adapter(base, tmp_path / "adapter")
+  scores = adapted(TOKENS)[0]
+  np.testing.assert_array_equal(back(TOKENS)[0], scores)
+  assert np.abs(base(TOKENS)[0] - scores).max() > 0.1
+  merged = lora.merge(back)
+  assert not nnx.state(merged, nnx.LoRAParam)
+  np.testing.assert_allclose(merged(TOKENS)[0], scores, rtol=1e-4, atol=1e-5)
+  with pytest.raises(ValueError, match="is trained whole"):
+    backbone.reference_of(back)
+
+
+def test_which_modules_are_trained_whole(scored, base):
+  def of(model, **options):
+    config = lora.LoraConfig(rank=2, targets=("q_proj",), **options)
+    return set(whole_modules.of(lora.apply(model, config)))
+
+  assert of(scored) == {"score.kernel"} and of(scored, modules_to_save=()) == set()
+  assert of(base) == set() and of(base, modules_to_save=("lm_head",))
+  tied = toys.model(tie_embeddings=True)
+  for names, message in (
+    (("q_proj",), "q_proj is in targets and in modules_to_save"),
+    (("lm_heads",), "'lm_heads' matches no module .* modules are embed_tokens, "),
+  ):
+    with pytest.raises(ValueError, match=message):
+      of(base, modules_to_save=names)
+  with pytest.raises(ValueError, match="PEFT would untie the two"):
+    of(tied, modules_to_save=("embed_tokens",))

@@ -224,7 +224,19 @@ def sizes_of_model(config: RunSettings) -> Any:
     sizes = automodel.config_of_folder(config.model.path)
   else:
     raise ValueError(_NO_MODEL)
-  return automodel.with_options(sizes, **_model_options(config))
+  options = _model_options(config)
+  if options["param_dtype"] is None:
+    options["param_dtype"] = options["dtype"]
+  return automodel.with_options(sizes, **options)
+
+
+def settle_lora(config: RunSettings) -> RunSettings:
+  """The configuration with the modules that are trained whole written out: a head of
+  scores is drawn, and left frozen it would never say anything."""
+  if config.lora is None or config.lora.modules_to_save is not None:
+    return config
+  names = () if config.fits_adapter else ("score",)
+  return with_value(config, "lora.modules_to_save", names)
 
 
 def build_reference(
@@ -239,7 +251,7 @@ def build_reference(
   Args:
     config: of the run.
     path: folder of a model; None: the policy before its first step, also when the run
-      is resumed.
+      is resumed, which adapters alone keep below them.
     mesh: of the policy.
     of_shapes: as `shapes_of_model` gives it.
 
@@ -247,8 +259,10 @@ def build_reference(
     FileNotFoundError, ValueError: see `AutoModel`.
   """
   if path is None:
+    # Below modules that are trained whole nothing of the model before is kept.
+    shares = config.lora is not None and not config.lora.modules_to_save
     make = shapes_of_model if of_shapes else build_model
-    return None if config.lora is not None else make(config, mesh)
+    return None if shares else make(config, mesh)
   dtype = config.model.dtype
   if not of_shapes:
     return automodel.AutoModel.from_pretrained(path, mesh, dtype=dtype)

@@ -160,7 +160,12 @@ class RunFolder:
         f"{self.path} has no config.yaml: give the output_dir of a `tunix train`"
       )
     name = str(self.config_file)
-    return config_lib.from_layers([(name, yaml_text.read_file(name))])
+    config = config_lib.from_layers([(name, yaml_text.read_file(name))])
+    if config.lora is None or config.lora.modules_to_save is not None:
+      return config
+    # Written before there was such a key: only adapters were trained.
+    bare = dataclasses.replace(config.lora, modules_to_save=())
+    return dataclasses.replace(config, lora=bare)
 
   def start(
     self,

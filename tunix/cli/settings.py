@@ -361,10 +361,13 @@ class RunSettings:
         "export.kind is 'full' and lora.rank is set: use 'merged' (a whole model) or "
         "'adapter'"
       )
-    if self.export.kind == "adapter" and not self.fits_adapter:
+    whole = None if self.lora is None else self.lora.modules_to_save
+    saves_head = self.fits_adapter or whole is None or "score" in whole
+    if self.export.kind == "adapter" and not saves_head:
       raise ValueError(
-        f"export.kind is 'adapter' and job is {self.job!r}: the head of scores is no "
-        "part of an adapter, use 'merged'"
+        f"export.kind is 'adapter' and job is {self.job!r}: the head of scores is a "
+        "part of an adapter only where lora.modules_to_save names it (score); use "
+        "'merged'"
       )
     if self.export_kind == "adapter" and self.export.dtype is not None:
       raise ValueError(

@@ -62,6 +62,7 @@ ELSEWHERE = {
   **dict.fromkeys(("eval_dataset", "validation_file", "val_files"), "data.eval"),
   **dict.fromkeys(("lora_r", "lora_rank", "r"), "lora.rank"),
   "lora_alpha": "lora.alpha",
+  "modules_to_save": "lora.modules_to_save",
   **dict.fromkeys(("lora_target_modules", "target_modules"), "lora.targets"),
   **dict.fromkeys(
     ("warmup_steps", "warmup_ratio", "lr_scheduler_type", "lr_scheduler"),

@@ -265,7 +265,7 @@ def prepare(
   JOBS[config.job].check(config)
   tokenizer = build.build_tokenizer(config)
   data = JOBS[config.job].data(config, tokenizer, folder.scans())
-  config = precision.settle(build_data.settle(config))
+  config = precision.settle(build.settle_lora(build_data.settle(config)))
   return optimizer.settle(config, data.num_steps), tokenizer, data
 
 

@@ -23,6 +23,7 @@ READ = frozenset(
   ("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
   + ("rank_pattern", "alpha_pattern", "init_lora_weights")
   + ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+  + ("modules_to_save",)
 )
 # Bookkeeping, and settings of a field that is refused or of a draw that is over.
 WITHOUT_MEANING = frozenset(
@@ -144,6 +145,8 @@ def require_targeted(peft: Mapping[str, Any], name: str) -> None:
 
 
 def _named(targets: str | list[str], name: str) -> bool:
+  """Whether PEFT takes a module for one of those named: by its end, or by a regular
+  expression for all of it."""
   if isinstance(targets, str):
     return re.fullmatch(targets, name) is not None
   return any(name == x or name.endswith(f".{x}") for x in targets)

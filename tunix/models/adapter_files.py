@@ -3,7 +3,8 @@
 PEFT keeps one adapter for each tensor of the checkpoint (each layer, each expert); our
 modules may be stacked. A tensor without an adapter becomes zeros in its place of the
 stack, and one of a smaller rank is padded with zeros: both get no gradient, and are
-left out again when the adapter is saved.
+left out again when the adapter is saved. Modules that are trained whole lie beside the
+adapters, under the names that they have in the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,13 +23,21 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tunix.models import adapter_config, families, lora_modules, tensor_files
+from tunix.models import (
+  adapter_config,
+  families,
+  lora_modules,
+  tensor_files,
+  whole_files,
+  whole_modules,
+)
 from tunix.models.families import Family
 from tunix.models.lora_modules import Adapter
 from tunix.models.tensor_files import NewTensor, StoredTensor
 from tunix.models.transformer import hf_config, params
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
+from tunix.models.whole_files import PREFIX, read_tensor
 from tunix.utils import mesh as mesh_lib
 
 _log = logging.getLogger(__name__)
@@ -36,7 +45,6 @@ _log = logging.getLogger(__name__)
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-_PREFIX = "base_model.model."
 _MAGNITUDE = "lora_magnitude_vector"
 
 
@@ -72,7 +80,7 @@ def save_adapter(
   base: str | None = None,
   family: Family | None = None,
 ) -> None:
-  """Writes the adapters as a PEFT folder.
+  """Writes the adapters, and modules that are trained whole, as a PEFT folder.
 
   Adapters on some of the experts' projections but not on all three are logged as a
   warning: PEFT 0.21 reads them wrongly (docs/limits.md), this package does not.
@@ -98,12 +106,14 @@ def save_adapter(
     path: list(_tensor_adapters(linear, _names(model, family, path)))
     for path, linear in adapters.items()
   }
+  whole = whole_modules.of(model)
   config = {
     "peft_type": "LORA",
-    "task_type": "CAUSAL_LM",
+    "task_type": "SEQ_CLS" if "score.kernel" in whole else "CAUSAL_LM",
     "base_model_name_or_path": base,
     **_sizes([part for group in parts.values() for part in group], rslora),
     "target_modules": _peft_targets(model, family, parts),
+    "modules_to_save": whole_files.names(model, family, whole) or None,
     "lora_dropout": dropout,
     "use_rslora": rslora,
     "use_dora": use_dora,
@@ -113,6 +123,7 @@ def save_adapter(
   }
   _warn_of_experts(adapters)
   tensors = [x for group in parts.values() for part in group for x in _tensors(part)]
+  tensors += whole_files.tensors(model, family, whole)
   together = tensor_files.is_spread(model)
   mine = not together or jax.process_index() == 0
   with tensor_files.staged_folder(pathlib.Path(folder), together=together) as staging:
@@ -149,7 +160,7 @@ def _tensor_adapters(linear: Linear, names: list[str]) -> Iterable[_TensorAdapte
 
 
 def _tensors(part: _TensorAdapter) -> list[NewTensor]:
-  name = _PREFIX + part.name
+  name = PREFIX + part.name
   out = [
     NewTensor(
       f"{name}.lora_{side}.weight",
@@ -241,7 +252,8 @@ def load_adapter(
 ) -> Transformer:
   """A model with the adapters of a PEFT folder, sharing the weights of `model`.
 
-  The folder may adapt some of the layers only, and have ranks and alphas by pattern.
+  The folder may adapt some of the layers only, have ranks and alphas by pattern, and
+  bring modules that were trained whole, which take the place of the model's.
 
   Args:
     model: not adapted yet; unchanged.
@@ -268,12 +280,17 @@ def load_adapter(
   # PEFT's patterns are of PEFT's names, so the modules' own spelling is kept.
   tensors, spelled = {}, {}
   for key, tensor in tensor_files.read_header(path / WEIGHTS_FILE).items():
-    raw = key.removeprefix(_PREFIX)
-    tensors[_PREFIX + family.canonical_key(raw)] = tensor
+    raw = key.removeprefix(PREFIX)
+    tensors[PREFIX + family.canonical_key(raw)] = tensor
     spelled[_module(family.canonical_key(raw))] = _module(raw)
+  whole = whole_files.read(model, family, tensors, peft)
   adapters = _read(model, family, tensors, spelled, peft)
   key = jax.random.fold_in(jax.random.key(seed), 1)
-  return lora_modules.attach(model, lora_modules.placed(model, adapters), key)
+  out = lora_modules.attach(model, lora_modules.placed(model, adapters), key)
+  whole_modules.mark(out, {whole_files.owner(path) for path in whole})
+  for path, variable in whole_modules.of(out).items():
+    variable.set_value(jax.device_put(whole[path], variable.get_value().sharding))
+  return out
 
 
 def _module(key: str) -> str:
@@ -308,6 +325,11 @@ def _read(
       out[path] = _stacked(stack, linear.kernel.shape, peft)
   unused = sorted(tensors.keys() - used)
   if unused or not out:
+    if f"{PREFIX}score.weight" in unused:
+      raise ValueError(
+        "the adapter has a head of scores and the model has none: load the model with "
+        f"num_scores={tensors[f'{PREFIX}score.weight'].shape[0]}"
+      )
     raise ValueError(
       f"adapter tensors {unused[:3]} name no module that can be adapted; modules are "
       f"{', '.join(modules)}"
@@ -317,7 +339,7 @@ def _read(
 
 def _keys(name: str, use_dora: bool) -> list[str]:
   fields = ["lora_A.weight", "lora_B.weight"] + [_MAGNITUDE] * use_dora
-  return [f"{_PREFIX}{name}.{field}" for field in fields]
+  return [f"{PREFIX}{name}.{field}" for field in fields]
 
 
 def _read_tensor_adapter(
@@ -330,25 +352,11 @@ def _read_tensor_adapter(
   (rank, alpha), (rows, columns) = sizes, shape
   keys = _keys(name, bool(peft.get("use_dora")))
   a, b, *magnitude = (
-    _tensor(tensors, key, expected)
+    read_tensor(tensors, key, expected)
     for key, expected in zip(keys, ((rank, rows), (columns, rank), (columns,)))
   )
   scale = alpha / (math.sqrt(rank) if peft.get("use_rslora") else rank)
   return _TensorAdapter(name, a.T, b.T, magnitude[0] if magnitude else None, scale)
-
-
-def _tensor(
-  tensors: Mapping[str, StoredTensor], key: str, shape: tuple[int, ...]
-) -> np.ndarray:
-  tensor = tensors.get(key)
-  if tensor is None or tensor.shape != shape:
-    state = "missing" if tensor is None else f"of shape {tensor.shape}"
-    raise ValueError(
-      f"adapter tensor {key!r} is {state}, expected shape {shape}: the adapter belongs "
-      "to another model, or the folder is damaged"
-    )
-  # A copy: a map holds its file open, and an adapter of experts has thousands.
-  return np.array(tensor.map())
 
 
 def _stacked(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tunix.models import lora_modules
+from tunix.models import lora_modules, whole_modules
 from tunix.models.transformer.model import Transformer
 from tunix.utils import tree
 
@@ -59,12 +59,18 @@ def reference_of(model: Any) -> Any:
     model: an adapted model; unchanged.
 
   Raises:
-    ValueError: it has no adapters, so that training would change the reference too.
+    ValueError: it has no adapters, so that training would change the reference too; or
+      modules that are trained whole, below which nothing is kept.
   """
   if not nnx.state(model, nnx.LoRAParam):
     raise ValueError(
       "the model has no adapters, all of its weights are trained: pass a reference "
       "model of its own, or adapt the model (lora.apply)"
+    )
+  if isinstance(model, Transformer) and (whole := whole_modules.of(model)):
+    raise ValueError(
+      f"{', '.join(whole)} is trained whole (modules_to_save), so that the model below "
+      "the adapters is not in this one: pass a reference model of its own"
     )
   out = nnx.clone(model)
   if isinstance(out, Transformer):

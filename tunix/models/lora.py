@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from tunix.models import lora_modules, quantisation
+from tunix.models import lora_modules, quantisation, whole_modules
 from tunix.models.adapter_files import load_adapter, save_adapter
 from tunix.models.lora_modules import Adapter, CastError
 from tunix.models.transformer import sharding
@@ -72,6 +72,9 @@ class LoraConfig:
       (DoRA, Liu et al. 2024, arXiv:2402.09353).
     rank_pattern, alpha_pattern: other values for some of the targets, by patterns like
       `targets`; the first that matches a module counts, each must match one.
+    modules_to_save: modules that are trained whole beside the adapters, in `dtype`,
+      and saved with them: names like `targets`, such as "score", "lm_head",
+      "embed_tokens" or "norm". null: the head of scores, of a model that has one.
   """
 
   rank: int
@@ -85,6 +88,7 @@ class LoraConfig:
   alpha_pattern: Mapping[str, float] = dataclasses.field(
     default_factory=dict, hash=False
   )
+  modules_to_save: tuple[str, ...] | None = None
 
   def __post_init__(self):
     checks.fields(
@@ -101,7 +105,8 @@ class LoraConfig:
       raise ValueError(
         "targets is empty: name modules, or leave it out for all linear ones"
       )
-    for target in (*self.targets, *self.rank_pattern, *self.alpha_pattern):
+    patterns = (*self.rank_pattern, *self.alpha_pattern, *(self.modules_to_save or ()))
+    for target in (*self.targets, *patterns):
       try:
         re.compile(target)
       except re.error as error:
@@ -154,10 +159,16 @@ def apply(
 
   Raises:
     ValueError: a target or pattern matches nothing that can be adapted (the message
-      lists the modules), or the model has adapters already.
+      lists the modules), the model has adapters already, or a module is to be adapted
+      and trained whole.
   """
   chosen = match(model, config.targets)
   _check_patterns(config, chosen)
+  whole = whole_modules.choose(model, config.modules_to_save)
+  if both := sorted(set(whole) & set(chosen)):
+    raise ValueError(
+      f"{both[0]} is in targets and in modules_to_save: name it in one of them"
+    )
   key = jax.random.key(seed) if rngs is None else rngs.params()
   modules = lora_modules.linears(model)
   shapes = {}
@@ -183,6 +194,7 @@ def apply(
       rslora=config.use_rslora,
     )
   adapted = lora_modules.attach(model, adapters, jax.random.fold_in(key, 1))
+  whole_modules.mark(adapted, whole, config.dtype)
   return sharding.on_users_mesh(adapted)
 
 
@@ -229,6 +241,7 @@ def merge(
     linear.kernel = nnx.data(param(value, spec))
     lora_modules.detach(linear)
     errors.append(error)
+  whole_modules.unmark(out)
   lora_modules.tell(errors, report, _log)
   return out
 
@@ -258,6 +271,10 @@ def describe(model: Transformer) -> str:
     shape = " x ".join(map(str, linear.kernel.shape))
     lines.append(f"{path:32} {shape:24} rank {rank:<4} {size:>12,}")
     trained += size
+  for path, variable in whole_modules.of(model).items():
+    shape = " x ".join(map(str, variable.shape))
+    lines.append(f"{path:32} {shape:24} whole     {variable.size:>12,}")
+    trained += variable.size
   total = lora_modules.count(model)
   share = 100 * trained / total
   lines.append(f"trainable {trained:,} of {total:,} parameters ({share:.2f} %)")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tunix.models import calling, heads, lora_modules
+from tunix.models import calling, heads, lora_modules, whole_modules
 from tunix.models.transformer.model import Transformer
 
 
@@ -42,24 +42,14 @@ def create_critic_model(
     )
   critic = heads.with_scores(actor, 1, seed=seed)
   if lora_modules.adapted(critic):
-    _train_with_adapters(critic)
+    # All else is frozen, and a head that stays as it was drawn predicts nothing.
+    whole_modules.mark(critic, ["score"])
   if share:
     return critic
   for _, node in nnx.iter_graph(critic):
     if isinstance(node, nnx.Variable):
       node.set_value(jax.tree.map(jnp.copy, node.get_value()))
   return critic
-
-
-def _train_with_adapters(critic: Transformer) -> None:
-  """Marks the head as trained: where there are adapters, all else is frozen, and a head
-  that stays as it was drawn predicts nothing."""
-  assert critic.score is not None
-  kernel = critic.score.kernel
-  spec = kernel.get_metadata("out_sharding")
-  critic.score.kernel = nnx.data(
-    nnx.LoRAParam(kernel[...], out_sharding=spec, eager_sharding=False)
-  )
 
 
 def check_roles(actor: nnx.Module, others: Mapping[Any, nnx.Module]) -> None:
