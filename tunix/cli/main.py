@@ -26,6 +26,7 @@ COMMANDS = {
   ),
   "eval": ("tunix.cli.eval.main", "measure a model on files of data"),
   "export": ("tunix.cli.export_main", "write a run's model or adapter to a folder"),
+  "report": ("tunix.cli.report_main", "show runs as a page: curves, settings, samples"),
   "data": ("tunix.cli.data_main", "show what a run would train on, and check it"),
   "quickstart": (
     "tunix.examples.quickstart.main",
