@@ -29,6 +29,7 @@ LAYERS = {
   "data": 4,
   "sft": 5,
   "sft.dpo": 5.5,
+  "report": 5.5,
   "rl": 6,
   "distillation": 6,
   "plan": 6.5,

@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli import runs
 from tunix.cli import config as config_lib, train_main
+from tunix.cli.run_folder import RunFolder
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora, lora_modules
 from tunix.models.automodel import AutoModel
@@ -69,6 +70,25 @@ def test_a_lora_run_leaves_everything_in_its_folder(finished):
   assert "train data: 16 records" in stdout
   assert "4 x 48 tokens, in 2 micro-batches; 6 steps" in stdout
   assert f"train loss {steps[1]['loss']:.4f} -> {steps[6]['loss']:.4f}" in stdout
+
+
+def test_a_run_leaves_its_page(finished):
+  out, stdout = finished[0]["output_dir"], finished[1]
+  assert str(out / "report.html") in stdout
+  text = (out / "report.html").read_text()
+  assert "finished after 6 steps" in text and text.count("<polyline") > 4
+  assert "16 records: 16 kept" in text and "training.max_steps" in text
+  about = json.loads((out / "about.json").read_text())
+  assert about["devices"].startswith("1 of ") and "jax " in about["packages"]
+
+
+def test_a_page_that_cannot_be_written_hides_nothing(tmp_path, caplog):
+  folder = RunFolder(tmp_path / "run")
+  (folder.path / "report.html").mkdir(parents=True)
+  train_main._leave_page(folder, KeyboardInterrupt)
+  assert not caplog.messages
+  train_main._leave_page(folder, None)
+  assert "report.html" in caplog.messages[0]
 
 
 def test_the_adapter_is_exported(finished, model):
@@ -164,6 +184,7 @@ def test_sigterm_saves_and_the_same_command_resumes(settings, tmp_path):
   assert stderr.startswith("tunix: stopped after step ")
   assert stderr.endswith("; a checkpoint is saved; the same command resumes\n")
   assert stderr.count("\n") == 1
+  assert "not finished" in (stopped / "report.html").read_text()
   (step,) = (int(p.name) for p in (stopped / "checkpoints").iterdir())
   assert 3 <= step < 150
   assert max(runs.metrics(stopped)) == step

@@ -102,6 +102,16 @@ def flatten(config: Any) -> dict[str, Any]:
   return flat
 
 
+def defaults(config: Any) -> dict[str, Any]:
+  """What the keys of `flatten(config)` are by default; None where they are required."""
+  values, found = flatten(config), {}
+  for dotted, chosen, key in walk(type(config)):
+    section = dotted.rpartition(".")[0]
+    if chosen is None or values.get(f"{section}.name") == chosen:
+      found[dotted] = None if key.default is REQUIRED else plain(key.default)
+  return {dotted: found.get(dotted) for dotted in values}
+
+
 @contextlib.contextmanager
 def under(name: str, section: type) -> Iterator[None]:
   """Says what a dataclass says of its fields of the keys that they are.

@@ -29,6 +29,7 @@ COMMANDS = {
   "export": ("tunix.cli.export_main", "write a run's model or adapter to a folder"),
   "plan": ("tunix.cli.plan_main", "compile a run for chips that need not be here"),
   "doctor": ("tunix.cli.doctor_main", "look whether this machine can train"),
+  "report": ("tunix.cli.report_main", "show runs as a page: curves, settings, samples"),
   "data": ("tunix.cli.data_main", "show what a run would train on, and check it"),
   "completion": (
     "tunix.cli.completion_main",

@@ -175,7 +175,7 @@ def settled(config: RunSettings, mesh: dict[str, int]) -> RunSettings:
   """The configuration as a run would use it, on this mesh."""
   mesh_axes.check(mesh, config.training.batch_rows)
   config = dataclasses.replace(config, mesh=mesh)
-  config = precision.settle(build_data.settle(config))
+  config = precision.settle(build.settle_lora(build_data.settle(config)))
   return optimizer.settle(config, config.training.max_steps or _SCHEDULED)
 
 

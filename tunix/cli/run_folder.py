@@ -128,6 +128,11 @@ class RunFolder:
     return self.path / "scan.json"
 
   @property
+  def about_file(self) -> pathlib.Path:
+    """What the newest start was on (model, data, devices, versions), in words."""
+    return self.path / "about.json"
+
+  @property
   def result_file(self) -> pathlib.Path:
     """How the run ended; there only when it did."""
     return self.path / "result.json"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
+import logging
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tunix.cli import (
+  about,
   build,
   build_data,
   config as config_lib,
@@ -29,6 +32,7 @@ from tunix.cli import (
   origins,
   precision,
   reference,
+  report_main,
   run_folder,
   run_lock,
   several,
@@ -42,8 +46,11 @@ from tunix.cli.settings import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
+from tunix.report import page
 from tunix.utils import capacity, io, launch, mesh as mesh_lib
 from tunix.utils.interrupts import Stopped
+
+_log = logging.getLogger(__name__)
 
 HELP = """\
 usage: tunix train [--config] FILE[,FILE] [--KEY.SUB=VALUE ...]
@@ -228,6 +235,8 @@ def run(config: RunSettings) -> Result:
       # Another process may have been quicker.
       folder.check_resume(config, data.fingerprints)
       folder.start(config, data.fingerprints, data.scans)
+      io.write_json(folder.about_file, _about(config, model, data, mesh))
+      held.push(functools.partial(_leave_page, folder))
     _say(_describe(config, model, data, mesh))
     loaded = Loaded(
       config=config,
@@ -250,6 +259,8 @@ def run(config: RunSettings) -> Result:
     trainer.close()
     result = _finish(config, model, folder, trainer.train_steps)
   _say(f"done: {result}")
+  if (folder.path / page.NAME).is_file():
+    _say(f"curves, settings and samples: {folder.path / page.NAME}")
   return result
 
 
@@ -328,6 +339,26 @@ def read_metric(file: pathlib.Path, name: str) -> dict[str, tuple[float, float]]
       value = float(record[name])
       ends[record["mode"]] = (ends.get(record["mode"], (value,))[0], value)
   return ends
+
+
+def _leave_page(
+  folder: RunFolder, failure: type[BaseException] | None, *_: Any
+) -> None:
+  """Writes the run's page, however the run ended; what fails here hides nothing."""
+  try:
+    report_main.write(
+      folder.path / page.NAME, [report_main.read(folder.path, folder.path.name)]
+    )
+  except (OSError, ValueError) as error:
+    if failure is None:  # else there is a greater trouble to tell of
+      _log.warning("%s of %s could not be written: %s", page.NAME, folder.path, error)
+
+
+def _about(
+  config: RunSettings, model: Transformer, data: RunData, mesh: Mesh | None
+) -> dict[str, Any]:
+  said = f"{_parameters(config, model)}\n{precision.describe(config, model)}"
+  return about.describe(said, data.reports, JOBS[config.job].batch(config), mesh)
 
 
 def _check_lengths(config: RunSettings, model: Transformer, data: RunData) -> None:

@@ -1,0 +1,134 @@
+"""What metrics are called on a page, and which of them stand together.
+
+A chart has one measure: curves of the same name, of training and of evaluation, and of
+several runs. Two measures never share an axis; a mean has its extremes as a band.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Measure(NamedTuple):
+  """One chart.
+
+  Attributes:
+    name: of the metric that is drawn as a line.
+    title: of the chart.
+    spread: (lowest, highest), names of the metrics that bound it; None: no band.
+  """
+
+  name: str
+  title: str
+  spread: tuple[str, str] | None = None
+
+
+# Section: what the last parts of its metrics' names match, in the order of the page.
+_SECTIONS: dict[str, Sequence[str]] = {
+  "Rewards": (r"rewards/score/mean", r"pass@\d+", r"rewards/(?!failed).*", r"length"),
+  "Loss": (r"loss", r"perplexity", r"[^/]*loss", r"distill/.*", r"odds_ratio"),
+  "Policy": (
+    r"kl",
+    r"entropy",
+    r"[^/]*clipfrac",
+    r"parity/.*",
+    r"rollout_correction/.*",
+    r"vpred_mean",
+    r"log_probs/.*",
+  ),
+  "Completions": (r"completions/.*", r"rewards/failed", r"groups/.*", r"dynamic_.*"),
+  "Optimisation": (r"learning_rate", r"grad_norm", r"trained_tokens"),
+  "Speed and memory": (
+    r"tokens_per_sec",
+    r"steps_per_sec",
+    r"step_time_sec",
+    r"tflops_per_sec",
+    r"mfu",
+    r"[^/]*_memory_bytes",
+    r"perf/.*",
+    r"[^/]*_sec",
+  ),
+}
+OTHERS = "Further metrics"
+
+_TITLES = {
+  "rewards/score/mean": "reward (band: lowest to highest)",
+  "completions/mean_length": "completion length, tokens (band: shortest to longest)",
+  "completions/truncated": "completions cut at the limit, share",
+  "rewards/failed": "completions without a reward, share",
+  "groups/all_equal": "groups with equal rewards, share",
+  "rewards/margin": "margin of rewards, chosen - rejected",
+  "rewards/accuracy": "accuracy, share of pairs",
+  "log_probs/chosen": "log-probability of chosen, nats",
+  "log_probs/rejected": "log-probability of rejected, nats",
+  "pg_clipfrac": "clipped share of tokens",
+  "vf_clipfrac": "clipped share of values",
+  "vpred_mean": "mean predicted value",
+  "kl": "KL to the reference, nats",
+  "entropy": "entropy, nats",
+  "parity/abs_diff": "sampler and trainer, difference of log-probabilities",
+  "parity/ratio": "sampler and trainer, ratio of probabilities",
+  "learning_rate": "learning rate",
+  "grad_norm": "norm of the gradient",
+  "trained_tokens": "trained tokens a step",
+  "tokens_per_sec": "tokens per second",
+  "steps_per_sec": "steps per second",
+  "step_time_sec": "seconds a step",
+  "tflops_per_sec": "TFLOP per second",
+  "mfu": "model FLOPs utilisation",
+  "device_memory_bytes": "device memory, bytes",
+}
+
+# The line: (lower end of its band, upper end); these have no chart of their own.
+_SPREADS = {
+  "rewards/score/mean": ("rewards/score/min", "rewards/score/max"),
+  "completions/mean_length": ("completions/min_length", "completions/max_length"),
+}
+
+
+def arrange(names: Iterable[str]) -> dict[str, list[Measure]]:
+  """The charts of metrics by section, in the order of a page."""
+  known = set(names)
+  places = {name: _place(name, known) for name in known}
+  sections: dict[str, list[Measure]] = {}
+  for name in sorted(known - _bounds(known), key=lambda n: (*places[n][:2], n)):
+    section, _, prefix, base = places[name]
+    title = _TITLES.get(base, base)
+    spread = _SPREADS.get(base)
+    ends = spread and (prefix + spread[0], prefix + spread[1])
+    measure = Measure(
+      name,
+      f"{prefix.rstrip('/')}: {title}" if prefix else title,
+      ends if ends and known.issuperset(ends) else None,
+    )
+    label = [*_SECTIONS, OTHERS][section]
+    sections.setdefault(label, []).append(measure)
+  return sections
+
+
+def _place(name: str, known: set[str]) -> tuple[int, int, str, str]:
+  """(section, place in it, prefix, name without it). A prefix is a role of RL
+  ("actor/"), or one of the user's own."""
+  parts = name.split("/")
+  for start in range(len(parts)):
+    base = "/".join(parts[start:])
+    for section, patterns in enumerate(_SECTIONS.values()):
+      for place, pattern in enumerate(patterns):
+        if re.fullmatch(pattern, base):
+          return section, place, name.removesuffix(base), base
+  return len(_SECTIONS), 0, "", name
+
+
+def _bounds(known: set[str]) -> set[str]:
+  """The metrics that are ends of a band."""
+  return {
+    prefix + end
+    for name in known
+    for base, ends in _SPREADS.items()
+    if name.endswith(base)
+    for prefix in [name.removesuffix(base)]
+    if known.issuperset(prefix + e for e in ends)
+    for end in ends
+  }
