@@ -300,6 +300,7 @@ def test_a_trace_lies_beside_the_metrics_unless_a_folder_is_named(settings, tmp_
     made = TrainingConfig(**build.training_options(keys, tmp_path, 0.5))
     return made.perf_metrics_options
 
+  assert options() is None
   assert options(enable_perf_v1="true").trace_dir == str(tmp_path / "logs")
   assert options(trace_dir="/traces").trace_dir == "/traces"
   assert options(enable_perf_v1="false").enable_perf_v1 is False

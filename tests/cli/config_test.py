@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tunix.cli import config as config_lib, spelling
+from tunix.perf.metrics import PerfMetricsOptions
 
 
 def load(*argv):
@@ -44,6 +45,14 @@ def test_open_mappings_gain_entries_and_null_empties_them(tmp_path):
 
 def test_an_empty_section_says_nothing(tmp_path):
   assert load(file(tmp_path, "lora:\n  # rank: 8\n")) == load()
+
+
+def test_an_optional_section_of_no_keys_is_all_its_defaults(tmp_path):
+  asked = file(tmp_path, "training: {perf_metrics_options: {}}")
+  options = load(asked).training.perf_metrics_options
+  assert options == PerfMetricsOptions()
+  assert load("--training.perf_metrics_options={}").training == load(asked).training
+  assert load().training.perf_metrics_options is None
 
 
 def test_scalars_are_those_of_yaml_1_2(tmp_path):

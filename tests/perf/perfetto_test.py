@@ -1,8 +1,11 @@
 import json
 
+import jax
+
 from tunix.perf import perfetto
 from tunix.perf.perfetto import PerfettoTraceWriter
 from tunix.perf.span import Span
+from tunix.perf.trace import PerfTracer
 
 
 def events(path) -> list[dict]:
@@ -65,3 +68,15 @@ def test_a_file_has_an_end(tmp_path, monkeypatch, caplog):
     writer.flush()
   assert len(events(tmp_path / "perf_trace.json")) == 4
   assert caplog.text.count("it ends") == 1
+
+
+def test_every_process_writes_its_own_file(tmp_path, monkeypatch):
+  for process in range(2):
+    monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+    tracer = PerfTracer(trace_dir=tmp_path)
+    with tracer.span_group(f"phase {process}"):
+      pass
+    tracer.export()
+  for process, name in enumerate(("perf_trace.json", "perf_trace_process1.json")):
+    spans = [e for e in events(tmp_path / name) if e["ph"] == "X"]
+    assert [(e["name"], e["pid"]) for e in spans] == [(f"phase {process}", process)]

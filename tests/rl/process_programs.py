@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from tests.rl import clusters
+from tunix.rl.config import Role
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rewards import RewardManager
@@ -86,6 +87,24 @@ def from_half(job, folder):
   start, weights = run(job, folder / "half", 4)
   assert start == 2
   np.savez(folder / "half.npz", **weights)
+
+
+def roles(job, folder):
+  """The rollout on other axes of the same devices; on other devices it is refused."""
+  del job, folder
+  axes = {"fsdp": 4, "tp": 2}
+  for devices in (jax.devices(), jax.devices()[::-1]):
+    mesh = mesh_lib.create_mesh(axes, devices)
+    refused = devices != jax.devices()
+    try:
+      out = clusters.grpo(role_to_mesh={Role.ROLLOUT: mesh}, max_steps=1)
+    except ValueError as error:
+      assert refused and "rollout has other devices than the actor" in str(error), error
+    else:
+      assert not refused
+      out.train(clusters.prompts(1, size=4))
+      assert out.rl_cluster.actor_trainer.train_steps == 1
+      out.close()
 
 
 def different_prompts(job, folder):

@@ -261,6 +261,8 @@ def _build_section(hint: Any, value: Any, dotted: str, place: _Place) -> Any:
   kind, values = section_of(hint), value
   if not isinstance(values, dict):
     if _plain(value) is None:
+      if takes_null(hint):
+        return None
       values = {}
     else:
       inner = describe(_plain(value))
@@ -278,12 +280,14 @@ def _build_section(hint: Any, value: Any, dotted: str, place: _Place) -> Any:
 
 def _is_asked_for(section: type, values: Mapping[str, Any], dotted: str) -> bool:
   """Whether a section that may be left out is there: some of its keys are set, and all
-  of those that it cannot do without."""
+  of those that it cannot do without; or it is `{}`, which asks for the defaults."""
   known = keys.of(section)
   required = [name for name, key in known.items() if key.default is keys.REQUIRED]
   missing = [name for name in required if _plain(values.get(name)) is None]
   if not missing:
-    return bool(required) or any(_plain(v) is not None for v in values.values())
+    return bool(required or not values) or any(
+      _plain(v) is not None for v in values.values()
+    )
   for name, value in values.items():
     if name not in known:
       raise ValueError(_unknown(f"{dotted}.{name}"))

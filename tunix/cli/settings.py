@@ -251,6 +251,8 @@ class DistributedSettings:
     process_id: of this process, from 0 on.
     timeout_s: seconds to wait for the other processes at the start.
     heartbeat_s: a process that is not heard of for so many seconds ends the others.
+    stall_s: a process that waits so many seconds for one batch of its data, or for its
+      share of the calls of reward functions, ends all of them.
   """
 
   coordinator: str | None = None
@@ -258,6 +260,7 @@ class DistributedSettings:
   process_id: int | None = None
   timeout_s: int = 300
   heartbeat_s: int = 30
+  stall_s: int = 3600
 
   def __post_init__(self):
     checks.fields(
@@ -266,6 +269,7 @@ class DistributedSettings:
       process_id=checks.NOT_NEGATIVE,
       timeout_s=checks.COUNT,
       heartbeat_s=checks.COUNT,
+      stall_s=checks.COUNT,
     )
 
 

@@ -53,6 +53,7 @@ def join(told: DistributedSettings) -> None:
     told.process_id,
     timeout_s=told.timeout_s,
     heartbeat_s=told.heartbeat_s,
+    stall_s=told.stall_s,
   )
 
 

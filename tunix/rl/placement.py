@@ -5,12 +5,13 @@ Pure helpers: which role lives where is decided in rl_cluster.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from tunix.models import backbone, lora, lora_modules
 from tunix.models.transformer.model import Transformer
@@ -30,6 +31,27 @@ class WeightSyncError(RuntimeError):
 
 def _adapters(model: nnx.Module) -> dict[str, jax.Array]:
   return tree.flatten(nnx.state(model, nnx.LoRAParam))
+
+
+def check_devices(meshes: Mapping[str, Mesh]) -> None:
+  """What several processes ask of the meshes of roles: axes may differ, devices may
+  not. Arrays go from layout to layout by programs, which keep the devices and their
+  order; no process can send alone what lies on other devices.
+
+  Raises:
+    ValueError: two roles have other devices.
+  """
+  if not meshes or jax.process_count() == 1:
+    return
+  (first, mesh), *others = meshes.items()
+  for role, other in others:
+    if list(other.devices.flat) != list(mesh.devices.flat):
+      raise ValueError(
+        f"the {role} has other devices than the {first}, or the same in another order: "
+        f"with {jax.process_count()} processes every role takes all devices, in one "
+        "order; give the mesh of each of them by create_mesh(axes), whose axes may "
+        "differ, or run one process"
+      )
 
 
 def offload(model: Any) -> Any:

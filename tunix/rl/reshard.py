@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -120,7 +121,7 @@ def route(source: Any, target: Sharding, shape: Sequence[int]) -> list[Sharding]
   On the way a device holds no more than it did or will; or, where the shards on the two
   sides do not fit into each other, 1 / n of the array, n the common divisor of the
   source's shards and the target's devices. A target of one device, or n = 1, is
-  reached directly, which goes through the host.
+  reached directly: the one shard by shard, the other through the host.
 
   Args:
     source: how the array lies.
@@ -142,10 +143,17 @@ def route(source: Any, target: Sharding, shape: Sequence[int]) -> list[Sharding]
   if _order(source) == _order(target):
     return [target]
   shared = _shared_counts(have, mesh.size)
-  narrow = _intermediate(source, shared)
+  narrow, landing = _intermediate(source, shared), _landing(mesh, shared)
+  if (size := source.mesh.size) < mesh.size:
+    # The replicas will be on the target's side, where a program that moves shards
+    # between devices takes room for each: let the source do that, and the target cut.
+    wanted = _shared_counts(want, size)
+    uncut = _intermediate(target, wanted)
+    if uncut is not None and math.prod(wanted) >= math.prod(shared):
+      shared, narrow, landing = wanted, _landing(source.mesh, wanted), uncut
   if narrow is None or math.prod(shared) == 1:
     return [target]
-  return [narrow, _landing(mesh, shared), target]
+  return [narrow, landing, target]
 
 
 def _one(
@@ -163,13 +171,13 @@ def _one(
     for where in stages:
       out = jax.lax.with_sharding_constraint(out, where)
     return out
+  memory = _buffers(x) if donate else set()
   for where in stages:
     out = move(out, where)
-    if len(stages) > 1:
+    if donate or len(stages) > 1:
       out.block_until_ready()  # or the stages of many arrays are alive at once
-  if donate:
-    out.block_until_ready()
-    if not _buffers(x) & _buffers(out):
+    # Not at the end: with the source, two stages and their copies would be alive.
+    if donate and not x.is_deleted() and not memory & _buffers(out):
       x.delete()
   return out
 
@@ -181,9 +189,34 @@ def _move(x: jax.Array, where: Sharding) -> jax.Array:
     return jax.device_put(x, where)
   if _order(here) is not None and _order(here) == _order(where):
     # The mesh that the caller has set may be of other devices.
-    with mesh_lib.use_mesh(where.mesh):
+    with mesh_lib.use_mesh(_mesh_of(where)):
       return _lay_out(where)(x)
-  return jax.device_put(x, where)
+  if len(where.device_set) > 1 or x.is_fully_replicated or not x.is_fully_addressable:
+    return jax.device_put(x, where)
+  with mesh_lib.use_mesh(_mesh_of(where)):
+    return _join(x, where)
+
+
+def _mesh_of(where: Sharding) -> Mesh:
+  """The mesh of a layout; of one device without one, a mesh of it."""
+  mesh = getattr(where, "mesh", None)
+  return Mesh(np.array(list(where.device_set)), ("device",)) if mesh is None else mesh
+
+
+def _join(x: jax.Array, where: Sharding) -> jax.Array:
+  """All of `x` on one device, which holds no more than that and a shard."""
+  out = jnp.zeros(x.shape, x.dtype, device=where)
+  for shard in x.addressable_shards:
+    if shard.replica_id == 0:
+      start = [cut.start or 0 for cut in shard.index]
+      out = _write(where)(out, jax.device_put(shard.data, where), start)
+      out.block_until_ready()  # or all shards come at once
+  return out
+
+
+@functools.lru_cache(maxsize=1024)
+def _write(where: Sharding) -> Any:
+  return jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0, out_shardings=where)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -258,8 +291,8 @@ def _counts(where: NamedSharding, ndim: int) -> list[int]:
 
 
 def _shared_counts(have: Sequence[int], devices: int) -> list[int]:
-  """Shards along each dimension that the source can gather and so many devices can
-  hold apart; as many as there can be, first where the source has most."""
+  """Shards along each dimension that are made of whole ones of `have` and that so many
+  devices can hold apart; as many as there can be, first where `have` has most."""
   out = [1] * len(have)
   for i in sorted(range(len(have)), key=lambda i: -have[i]):
     out[i] = math.gcd(have[i], devices)
@@ -268,7 +301,7 @@ def _shared_counts(have: Sequence[int], devices: int) -> list[int]:
 
 
 def _intermediate(where: NamedSharding, counts: Sequence[int]) -> NamedSharding | None:
-  """The source's devices with fewer shards: every mesh axis that splits more than is
+  """The same devices with fewer shards: every mesh axis that splits more than is
   wanted is cut in two, and its `replica` part left out of the spec. None where an axis
   cannot be cut so."""
   assert isinstance(where.mesh, Mesh)

@@ -244,9 +244,10 @@ class RewardManager:
 
   def _told(self, calls: Sequence[Call]) -> list[Any]:
     """The outcomes of calls made here, as the other processes are told of them."""
+    with coordination.alone("its reward functions"):
+      outcomes = self._run_here(list(calls))
     return [
-      [(type(x).__name__, dataclasses.astuple(x)) for x in part]
-      for part in self._run_here(list(calls))
+      [(type(x).__name__, dataclasses.astuple(x)) for x in part] for part in outcomes
     ]
 
   def _run_here(self, calls: list[Call]) -> Sequence[Sequence[Outcome]]:

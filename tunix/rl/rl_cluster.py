@@ -73,6 +73,7 @@ class RLCluster:
     config, train = cluster_config, cluster_config.training_config
     self.cluster_config = config
     self.tokenizer = tokenizer_adapter.adapted(tokenizer)
+    placement.check_devices(self._meshes(actor))
     self.actor = self._placed(Role.ACTOR, actor)
     self.critic = self._placed(Role.CRITIC, critic)
     self.reference = self._placed(Role.REFERENCE, reference)
@@ -100,6 +101,13 @@ class RLCluster:
       return reshard.reshard_model_to_mesh(model, mesh) if moved else model
     scores = 1 if role in (Role.CRITIC, Role.REWARD) else None
     return AutoModel.from_pretrained(model, mesh=mesh, num_scores=scores)
+
+  def _meshes(self, actor: nnx.Module | str) -> dict[str, Any]:
+    """By role where it will lie, as far as somebody has said."""
+    out = {role.value: self._mesh(role) for role in Role}
+    if isinstance(actor, nnx.Module) and out[Role.ACTOR.value] is None:
+      out[Role.ACTOR.value] = mesh_lib.mesh_of(nnx.state(actor))
+    return {role: mesh for role, mesh in out.items() if mesh is not None}
 
   def _mesh(self, role: Role) -> Any:
     meshes = self.cluster_config.role_to_mesh or {}

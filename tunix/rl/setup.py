@@ -70,7 +70,7 @@ def check_exploring(rollout: RolloutConfig) -> None:
 
 def _check_processes(cluster: RLCluster) -> None:
   """What several processes ask of the cluster: they compute everything together, so
-  every role lies on one mesh over all of them.
+  every role lies on all their devices.
 
   Raises:
     ValueError: a role lies elsewhere, or there is an engine of another kind.

@@ -173,7 +173,7 @@ class Run:
   def _draw(self, source: Any) -> Any:
     if self.is_finished:
       return None
-    with self._tracer.span_group("data"):
+    with self._tracer.span_group("data"), coordination.alone("its data"):
       return self._work.draw(source)
 
   def _evaluate_if_due(

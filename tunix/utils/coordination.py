@@ -8,9 +8,11 @@ would wait for it without an end and without a word.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +21,9 @@ import jax
 # meeting about the same thing apart from the first.
 _meetings: collections.Counter[str] = collections.Counter()
 _notices = itertools.count()
+# What this process does alone by now: {number: (what, since when)}.
+_alone: dict[int, tuple[str, float]] = {}
+_numbers = itertools.count()
 
 
 class AbsentError(RuntimeError):
@@ -96,6 +101,29 @@ def agree(what: str, value: Any, remedy: str, timeout_s: float = 600) -> None:
           f"{what}: {key} is {first.get(key)!r} on process 0 and {other.get(key)!r} on "
           f"process {number}: {remedy}"
         )
+
+
+@contextlib.contextmanager
+def alone(what: str) -> Iterator[None]:
+  """Around code of a user that may never return, while the other processes wait for
+  this one, perhaps in a collective, which has no limit; see `launch.Watch`.
+
+  Args:
+    what: it does, as in "process 1 has been at WHAT for 600 s".
+  """
+  number = next(_numbers)
+  _alone[number] = what, time.monotonic()
+  try:
+    yield
+  finally:
+    del _alone[number]
+
+
+def longest_alone() -> tuple[str, float]:
+  """(what, for how many seconds) this process has been doing `alone` for longest."""
+  entries = list(_alone.values())  # at once: other threads write
+  what, since = min(entries, key=lambda entry: entry[1], default=("", None))
+  return what, 0.0 if since is None else time.monotonic() - since
 
 
 class StopNotice:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -35,6 +36,7 @@ def initialize(
   *,
   timeout_s: int = 300,
   heartbeat_s: int = 30,
+  stall_s: int = 3600,
 ) -> None:
   """`jax.distributed.initialize`, with errors by name; call it before JAX is used.
 
@@ -45,12 +47,15 @@ def initialize(
     timeout_s: seconds to wait for the other processes.
     heartbeat_s: a process that is not heard of for so long ends the others; at least
       10.
+    stall_s: a process that waits so long for one batch of its data, or for its share of
+      the calls of reward functions, ends all of them.
 
   Raises:
     ValueError: arguments that do not fit together.
     coordination.AbsentError: the coordinator does not answer.
   """
   _check(coordinator, num_processes, process_id, timeout_s, heartbeat_s)
+  checks.number("stall_s", stall_s, checks.COUNT)
   if coordinator is not None and process_id:
     _wait_for_port(coordinator, timeout_s)
   who = f"process {0 if process_id is None else process_id}"
@@ -77,7 +82,7 @@ def initialize(
   finally:
     timer.cancel()
   if jax.process_count() > 1:
-    Watch(heartbeat_s, _end).start()
+    Watch(heartbeat_s, stall_s, _end).start()
 
 
 def _check(coordinator, num_processes, process_id, timeout_s, heartbeat_s) -> None:
@@ -117,15 +122,18 @@ def _wait_for_port(coordinator: str, timeout_s: float) -> None:
 
 
 class Watch:
-  """A thread by which a process says that it lives, and looks whether others do.
+  """A thread by which a process says that it lives and what it does alone, and looks
+  what others say.
 
   Args:
     patience_s: seconds without a sign of life.
+    stall_s: seconds in one `coordination.alone`.
     lost: called with what to say when a process is given up; does not return.
   """
 
-  def __init__(self, patience_s: float, lost: Callable[[str], Any]):
-    self._patience_s, self._lost = patience_s, lost
+  def __init__(self, patience_s: float, stall_s: float, lost: Callable[[str], Any]):
+    self._patience_s, self._stall_s, self._lost = patience_s, stall_s, lost
+    self._pause_s = min(5.0, patience_s / 4)
     self._thread = threading.Thread(target=self._run, daemon=True)
     self._ended = threading.Event()
 
@@ -148,7 +156,8 @@ class Watch:
       count += 1
       try:
         me = f"{_ALIVE}/{jax.process_index()}"
-        client.key_value_set(me, str(count), allow_overwrite=True)
+        sign = json.dumps([count, *coordination.longest_alone()])
+        client.key_value_set(me, sign, allow_overwrite=True)
         signs = client.key_value_dir_get(_ALIVE)
       except jax.errors.JaxRuntimeError:
         return  # the coordinator is gone, or this process is shutting down: JAX sees it
@@ -156,17 +165,32 @@ class Watch:
         number = int(key.rpartition("/")[2])
         if seen.get(number, ("", 0.0))[0] != sign:
           seen[number] = sign, now
+        self._check_progress(number, *json.loads(sign)[1:])
       silent = [i for i, (_, at) in seen.items() if now - at > self._patience_s]
       if silent:
         self._lost(
           f"process {silent[0]} of {jax.process_count()} has not been heard of for "
           f"{self._patience_s:g} s: it ended or hangs, and its own log may say why. "
-          "Checkpoints written before are whole: start all processes again"
+          f"{_RESTART}"
         )
-      self._ended.wait(min(5.0, self._patience_s / 4))
+      self._ended.wait(self._pause_s)
+
+  def _check_progress(self, number: int, what: str, seconds: float) -> None:
+    if seconds <= self._stall_s:
+      return
+    if jax.process_index() == 0:
+      # The coordinator goes with this process: first the others shall read the sign.
+      self._ended.wait(2 * self._pause_s)
+    self._lost(
+      f"process {number} of {jax.process_count()} has been at {what} for {seconds:.0f} "
+      "s and the others wait for it: look what does not return there, or set "
+      f"distributed.stall_s (now {self._stall_s:g}; stall_s of launch.initialize) "
+      f"higher if it takes so long. {_RESTART}"
+    )
 
 
 _ALIVE = "tunix/alive"
+_RESTART = "Checkpoints written before are whole: start all processes again"
 
 
 @contextlib.contextmanager

@@ -264,6 +264,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   add("--distributed.process_id", type=int, metavar="I", help="of this one, from 0")
   add("--distributed.timeout_s", type=int, metavar="S", help="to wait for the others")
   add("--distributed.heartbeat_s", type=int, metavar="S", help="until one is given up")
+  add("--distributed.stall_s", type=int, metavar="S", help="for one call of a reward")
   return parser.parse_args(argv)
 
 
