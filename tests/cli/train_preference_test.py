@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.cli import runs
-from tunix.cli import config as config_lib
+from tunix.cli import build, config as config_lib, run_folder
 from tunix.models import lora, safetensors_saver
 from tunix.models.automodel import AutoModel
 
@@ -266,7 +266,7 @@ def test_other_pairs_or_another_reference_cannot_resume(keys, model, tmp_path, c
   assert "preference.beta was 0.1 and is 0.5" in capsys.readouterr().err
 
 
-def test_a_reward_model_with_adapters_trains_and_saves_its_head(keys, model, capsys):
+def test_a_reward_model_with_adapters_trains_and_saves_its_head(keys, model):
   out = keys["output_dir"]
   short = keys | {"job": "reward", "lora__rank": 2, "export__kind": "adapter"}
   short |= {"training__max_steps": 1, "lora__targets": "[q_proj]"}
@@ -277,14 +277,17 @@ def test_a_reward_model_with_adapters_trains_and_saves_its_head(keys, model, cap
   assert (before != after).all()
   written = (out / "config.yaml").read_text()
   assert "modules_to_save:\n  - score\n" in written
-  # A folder of before there was the key: its head stays as it was drawn.
-  (out / "config.yaml").write_text(
-    written.replace("  - score\n", "").replace("modules_to_save:", "#")
-  )
-  capsys.readouterr()
-  assert train(short, training__max_steps=2) == 2
-  said = capsys.readouterr().err
-  assert "lora.modules_to_save was () and is ('score',)" in said
+
+
+def test_whose_head_of_scores_is_trained(tmp_path):
+  (tmp_path / "config.yaml").write_text("job: reward\nlora:\n  rank: 2\n")
+  # Of a run that began before there was the key: its head stays as it was drawn.
+  before = run_folder.RunFolder(tmp_path).read_config()
+  assert before.lora.modules_to_save == ()
+  layer = {"job": "reward", "lora": {"rank": 2}}
+  now = build.settle_lora(config_lib.from_layers([("given", layer)]))
+  assert now.lora.modules_to_save == ("score",)
+  assert build.settle_lora(before).lora.modules_to_save == ()
 
 
 def test_orpos_lambda_has_a_key():

@@ -25,8 +25,8 @@ class Parser(argparse.ArgumentParser):
     raise ValueError(f"{message}; see {self.prog} --help")
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-  """The arguments that say how completions are drawn."""
+def add_sampling(parser: argparse.ArgumentParser, *, samples: bool = True) -> None:
+  """The arguments that say how completions are drawn; `samples`: several a prompt."""
   parser.add_argument("--max_new_tokens", type=int, default=128, metavar="N")
   parser.add_argument(
     "--temperature", type=float, default=0.0, help="0, the default, is greedy"
@@ -47,9 +47,10 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     metavar="P",
     help="draw from tokens at least P times as likely as the best",
   )
-  parser.add_argument(
-    "--num_samples", type=int, metavar="N", help="completions a prompt"
-  )
+  if samples:
+    parser.add_argument(
+      "--num_samples", type=int, metavar="N", help="completions a prompt"
+    )
   parser.add_argument(
     "--stop",
     dest="stop_strings",
@@ -65,7 +66,8 @@ def check_sampling(args: argparse.Namespace) -> None:
   Raises:
     ValueError: a number out of range, or a seed with nothing drawn.
   """
-  checks.number("--max_new_tokens", args.max_new_tokens, checks.COUNT, whole=True)
+  if args.max_new_tokens is not None:
+    checks.number("--max_new_tokens", args.max_new_tokens, checks.COUNT, whole=True)
   if args.seed is not None and not args.temperature:
     raise ValueError(
       "--seed is given and nothing is drawn at --temperature 0: raise the temperature, "

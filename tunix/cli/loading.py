@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
+from tunix.cli.run_folder import RunFolder
 from tunix.generate import tokenizer_files
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
@@ -11,6 +15,58 @@ from tunix.models.automodel import AutoModel
 from tunix.models.transformer.model import Transformer
 
 _TOKENIZER = "tokenizer.json"
+
+# New tokens where nobody says how many, and as many fit.
+_NEW_TOKENS = 128
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+  """The arguments that name a model."""
+  parser.add_argument(
+    "--model",
+    metavar="FOLDER",
+    required=True,
+    help="Hugging Face folder, or output_dir of a run that has exported",
+  )
+  parser.add_argument("--adapter", metavar="FOLDER", help="PEFT folder")
+  parser.add_argument(
+    "--tokenizer", metavar="FOLDER", help="the adapter's or the model's if not given"
+  )
+  parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
+
+
+def of_run(folder: str, adapter: str | None) -> tuple[str, str | None]:
+  """(model, adapter): those of the export where `folder` is that of a run.
+
+  Raises:
+    FileNotFoundError: the run has exported nothing.
+  """
+  run = RunFolder(pathlib.Path(folder).expanduser())
+  if not run.config_file.is_file() or (run.path / "config.json").is_file():
+    return folder, adapter
+  if (run.export / "config.json").is_file():
+    return str(run.export), adapter
+  base = run.read_config().model.path
+  if base is None or not (run.export / "adapter_config.json").is_file():
+    raise FileNotFoundError(
+      f"{folder} is a run's folder and has no export: `tunix export --run {folder} "
+      "--to FOLDER` writes the model of a checkpoint"
+    )
+  return base, str(run.export) if adapter is None else adapter
+
+
+def new_tokens(model: Any, prompts: Sequence[int], asked: int | None) -> int:
+  """Tokens to generate: those asked for, else 128, or what the model's positions leave
+  of them beside the longest prompt.
+
+  Args:
+    model: whose positions count, if it says how many it has.
+    prompts: lengths, in tokens.
+    asked: None: nothing was.
+  """
+  most = getattr(getattr(model, "config", None), "max_position", None)
+  room = _NEW_TOKENS if most is None else most - max(prompts)
+  return min(_NEW_TOKENS, room) if asked is None else asked
 
 
 def check_model_folder(name: str, folder: str) -> None:

@@ -21,6 +21,7 @@ COMMANDS = {
   "train": ("tunix.cli.train_main", "fine-tune a model; again: resume"),
   "init": ("tunix.cli.init_main", "write a configuration to start from"),
   "generate": ("tunix.cli.generate_main", "continue prompts with a model"),
+  "chat": ("tunix.cli.chat_main", "talk with a model"),
   "parity": (
     "tunix.cli.parity_main",
     "compare log-probs of decoding with scored ones",

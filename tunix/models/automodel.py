@@ -219,8 +219,20 @@ def resolve_folder(name: str | os.PathLike[str]) -> pathlib.Path:
   hub = optional.require(
     "huggingface_hub", f"downloading {str(name)!r}", "huggingface_hub"
   )
+  from huggingface_hub import errors
+
   try:
     return pathlib.Path(hub.snapshot_download(str(name), allow_patterns=_HUB_FILES))
+  except errors.GatedRepoError as error:
+    raise FileNotFoundError(
+      f"the model {str(name)!r} is gated: accept its terms on its page at the hub, and "
+      "set HF_TOKEN to a token of that account"
+    ) from error
+  except errors.RepositoryNotFoundError as error:
+    raise FileNotFoundError(
+      f"there is no folder {path}, and no model {str(name)!r} at the hub that can be "
+      "seen: check the name; for a private one set HF_TOKEN"
+    ) from error
   except OSError as error:
     reason = str(error).strip().partition("\n")[0]
     raise FileNotFoundError(
