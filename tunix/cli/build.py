@@ -249,7 +249,9 @@ def build_logger(
   config: RunSettings, output_dir: pathlib.Path
 ) -> metrics.MetricsLogger:
   """The metrics of the run, under `output_dir/logs`."""
-  return metrics.MetricsLogger(logging_options(config, output_dir))
+  logger = metrics.MetricsLogger(logging_options(config, output_dir))
+  logger.log_config(keys.flatten(config))
+  return logger
 
 
 def logging_options(
