@@ -70,3 +70,4 @@ def test_a_trainer_has_one():
     losses, t.metrics_logger.get_metric_history("", "loss", "train")
   )
   assert "train/loss" in repr(t.history)
+  assert repr(t) == f"{type(t).__name__}(step 2 of 2)"

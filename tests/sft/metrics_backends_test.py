@@ -3,6 +3,7 @@ import math
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -145,3 +146,73 @@ def test_wandb_requested(monkeypatch, variables, expected):
 def test_wandb_takes_its_own_words():
   ours, theirs = WandbBackend("p", "run"), WandbBackend(project="p", name="run")
   assert ours._settings == theirs._settings == {"project": "p", "name": "run"}
+
+
+GROUPS = [
+  {
+    "prompt": [{"role": "user", "content": "hi"}],
+    "completions": [{"text": "a \ud800", "reward": 1.0, "tokens": 2}, {"text": "b"}],
+  }
+]
+
+
+def texts_of(folder):
+  from tensorboardX.proto import event_pb2
+
+  found = {}
+  for path in sorted(folder.glob("events.out.tfevents.*")):
+    data = path.read_bytes()
+    while data:
+      size = int.from_bytes(data[:8], "little")
+      event = event_pb2.Event.FromString(data[12 : 12 + size])
+      data = data[12 + size + 4 :]
+      for value in event.summary.value:
+        if value.metadata.plugin_data.plugin_name == "text":
+          found[value.tag, event.step] = value.tensor.string_val[0].decode()
+  return found
+
+
+def test_tensorboard_shows_configuration_and_samples(tmp_path):
+  backend = TensorboardBackend(tmp_path)
+  backend.log_config({"seed": 3, "mesh": {"dp": 2}})
+  backend.rewind(None)
+  assert not list(tmp_path.iterdir())
+  backend.log_scalar("train/loss", 1.0, step=1)
+  backend.log_samples(GROUPS, 4)
+  backend.close()
+  texts = texts_of(tmp_path)
+  assert texts["configuration/text_summary", 0] == '    seed: 3\n    mesh: {"dp": 2}'
+  assert "    text: a ?\n    reward: 1.0" in texts["samples/0/text_summary", 4]
+  assert len(texts) == 3 and ("train/loss", 1, 1.0) in events_of(tmp_path)[0]
+
+
+def test_wandb_gets_configuration_and_tables_in_the_order_of_steps(monkeypatch):
+  sent, settings = [], {}
+
+  class Run:
+    id = "x"
+
+    def log(self, values, step):
+      sent.append((step, values))
+
+    def finish(self):
+      pass
+
+  def init(**keys):
+    settings.update(keys)
+    return Run()
+
+  stub = types.SimpleNamespace(init=init, Table=lambda columns, data: (columns, data))
+  monkeypatch.setitem(sys.modules, "wandb", stub)
+  backend = WandbBackend("p")
+  backend.log_config({"seed": 3})
+  backend.log_scalar("train/loss", 1.0, step=1)
+  backend.log_samples(GROUPS, 2)
+  backend.log_scalar("train/loss", 2.0, step=2)
+  backend.close()
+  assert settings["config"] == {"seed": 3}
+  assert [step for step, _ in sent] == [1, 2] and "samples" not in sent[0][1]
+  columns, rows = sent[1][1]["samples"]
+  assert columns[:4] == ["step", "prompt", "text", "reward"]
+  assert [row[2:4] for row in rows] == [["a \ud800", 1.0], ["b", None]]
+  assert rows[0][1] == '[{"role": "user", "content": "hi"}]'

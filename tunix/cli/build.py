@@ -320,7 +320,9 @@ def build_logger(
   """The metrics of the run, under `output_dir/logs`; without one, of nothing."""
   if output_dir is None:
     return metrics.MetricsLogger(None)
-  return metrics.MetricsLogger(logging_options(config, output_dir))
+  logger = metrics.MetricsLogger(logging_options(config, output_dir))
+  logger.log_config(keys.flatten(config))
+  return logger
 
 
 def logging_options(

@@ -96,6 +96,11 @@ class RLLearner(abc.ABC):
     """What the run's metrics go through, of all roles."""
     return self.rl_cluster.logger
 
+  def __repr__(self) -> str:
+    limit = self._config.max_steps
+    of = "" if limit is None else f" of {limit}"
+    return f"{type(self).__name__}(step {self.train_steps}{of})"
+
   @property
   def history(self) -> History:
     """What was logged, of all roles, as a table by step."""
@@ -159,7 +164,9 @@ class RLLearner(abc.ABC):
     """The example of rollouts and advantages [B] or [B, R]; see Experience."""
     if self._samples is not None and jax.process_index() == 0:
       number = self._progress.rollouts
-      self._samples.add(rollouts, advantages, number=number, step=self.train_steps)
+      step = self.train_steps
+      shown = self._samples.add(rollouts, advantages, number=number, step=step)
+      self.metrics_logger.log_samples(shown, step)
     rows = len(rollouts.tokens.completion_mask)
     # Several passes, or several mini-batches: the last is learnt by another policy.
     moves = self.algo_config.num_iterations > 1 or self._mini_rows(rows) < rows

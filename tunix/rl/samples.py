@@ -58,7 +58,7 @@ class Samples:
 
   def add(
     self, rollouts: Rollouts, advantages: np.ndarray, *, number: int, step: int
-  ) -> None:
+  ) -> list[dict[str, Any]]:
     """Writes the batch of rollouts `number`, if its turn has come.
 
     Args:
@@ -68,11 +68,13 @@ class Samples:
       number: batches of rollouts before it.
       step: updates of the policy before it.
 
+    Returns: the groups that were written, as `groups_of` has them.
+
     Raises:
       OSError: the disk is full or not writable; no file is damaged.
     """
     if number % self._every:
-      return
+      return []
     for later, file in self._files():
       if later > number:
         file.unlink()  # of a run that was killed and goes on from before them
@@ -82,6 +84,7 @@ class Samples:
     io.write_atomic(self.folder / f"{number:06}.jsonl", lines.encode())
     files = [file for _, file in self._files()][-_SHOWN:]
     io.write_atomic(self.folder / PAGE, page(files).encode())
+    return groups
 
   def _files(self) -> list[tuple[int, pathlib.Path]]:
     if not self.folder.is_dir():

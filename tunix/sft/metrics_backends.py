@@ -5,10 +5,12 @@ The packages behind them are imported when the first value is written.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TextIO, runtime_checkable
 
 from tunix.sft.metrics_records import Record, StepRecords, as_number, split_event
@@ -43,6 +45,40 @@ class RewindableBackend(LoggingBackend, Protocol):
   def rewind(self, position: dict[str, Any] | None) -> None: ...
 
 
+@runtime_checkable
+class TextBackend(LoggingBackend, Protocol):
+  """A backend that takes more than scalars."""
+
+  def log_config(self, config: Mapping[str, Any]) -> None:
+    """The settings of the run by key; called before its first value."""
+    ...
+
+  def log_samples(self, groups: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Completions with their rewards, as `tunix.rl.samples.groups_of` makes them."""
+    ...
+
+
+_SAMPLE_FIELDS = ("text", "reward", "advantage", "tokens", "finish_reason")
+
+
+def _sample_rows(groups: Sequence[Mapping[str, Any]], step: int) -> list[list[Any]]:
+  """A row for every completion: step, prompt, and `_SAMPLE_FIELDS`."""
+  return [
+    [step, _as_text(group["prompt"]), *(row.get(name) for name in _SAMPLE_FIELDS)]
+    for group in groups
+    for row in group["completions"]
+  ]
+
+
+def _as_text(value: Any) -> str:
+  return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _as_markdown(config: Mapping[str, Any]) -> str:
+  """TensorBoard shows four spaces in front of a line as it is."""
+  return "\n".join(f"    {key}: {_as_text(value)}" for key, value in config.items())
+
+
 class TensorboardBackend:
   """Event files for TensorBoard.
 
@@ -59,6 +95,7 @@ class TensorboardBackend:
     self._flush_every = flush_every_n_steps
     self._writer: Any = None
     self._purge_step: int | None = None
+    self._config: Mapping[str, Any] | None = None  # not written yet
     self._last_step = -1
     self._flushed_step = 0
 
@@ -71,6 +108,25 @@ class TensorboardBackend:
     if step - self._flushed_step >= self._flush_every:
       self._writer.flush()
       self._flushed_step = step
+
+  def log_config(self, config: Mapping[str, Any]) -> None:
+    # With the first value: a run that is put back hides what was written before.
+    self._config = config
+
+  def log_samples(self, groups: Sequence[Mapping[str, Any]], step: int) -> None:
+    names = ("step", "prompt", *_SAMPLE_FIELDS)
+    for number, row in enumerate(_sample_rows(groups, step)):
+      self._write_text(f"samples/{number}", _as_markdown(dict(zip(names, row))), step)
+
+  def _write_text(self, tag: str, text: str, step: int) -> None:
+    tensor = {
+      "dtype": "DT_STRING",
+      "string_val": [text.encode("utf-8", "replace")],
+      "tensor_shape": {"dim": [{"size": 1}]},
+    }
+    shown = {"plugin_data": {"plugin_name": "text"}}
+    point = {"tag": f"{tag}/text_summary", "metadata": shown, "tensor": tensor}
+    self._write(step, summary={"value": [point]})
 
   def position(self) -> dict[str, Any]:
     """The last step written, after it is on disk."""
@@ -112,6 +168,9 @@ class TensorboardBackend:
         start = {"status": proto.SessionLog.START}
         purge, self._purge_step = self._purge_step, None
         self._write(purge, session_log=start)
+      if self._config is not None:
+        config, self._config = self._config, None
+        self._write_text("configuration", _as_markdown(config), 0)
     event = proto.Event(wall_time=time.time(), step=step, **content)
     self._writer.write_event(event)
 
@@ -146,8 +205,15 @@ class WandbBackend:
     if log_dir is not None:
       self._settings["dir"] = str(log_dir)
     self._records = StepRecords(2)
+    self._tables: dict[int, list[list[Any]]] = {}  # wait for the values of their step
     self._run: Any = None
     self._run_id: str | None = None
+
+  def log_config(self, config: Mapping[str, Any]) -> None:
+    self._settings["config"] = dict(config)
+
+  def log_samples(self, groups: Sequence[Mapping[str, Any]], step: int) -> None:
+    self._tables[step] = _sample_rows(groups, step)
 
   def log_scalar(self, event: str, value: Any, **kwargs: Any) -> None:
     step = int(kwargs.get("step") or 0)
@@ -173,7 +239,14 @@ class WandbBackend:
 
   def _send(self, records: list[Record]) -> None:
     for record in records:
-      self._open().log(dict(record.values), step=record.step)
+      run, values = self._open(), dict[str, Any](record.values)
+      for step in [step for step in self._tables if step <= record.step]:
+        values["samples"] = self._table(self._tables.pop(step))
+      run.log(values, step=record.step)
+
+  def _table(self, rows: list[list[Any]]) -> Any:
+    wandb = optional.require("wandb", "logging to Weights & Biases", "wandb")
+    return wandb.Table(columns=["step", "prompt", *_SAMPLE_FIELDS], data=rows)
 
   def _open(self) -> Any:
     if self._run is None:

@@ -13,7 +13,7 @@ import array
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from tunix.sft.metrics_backends import (
   LoggingBackend,
   RewindableBackend,
   TensorboardBackend,
+  TextBackend,
   WandbBackend,
 )
 from tunix.sft.metrics_jsonl import VOLATILE, JsonlBackend
@@ -136,6 +137,23 @@ class MetricsLogger:
     for backend in self._backends:
       backend.log_scalar(event, value, step=step)
     jax.monitoring.record_scalar(event, value, step=int(step))
+
+  def log_config(self, config: Mapping[str, Any]) -> None:
+    """Hands the settings of the run to the backends that show them; call it before the
+    first value is logged.
+
+    Args:
+      config: values that JSON has, by key.
+    """
+    for backend in self._backends:
+      if isinstance(backend, TextBackend):
+        backend.log_config(config)
+
+  def log_samples(self, groups: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Hands completions to the backends that show them; see `tunix.rl.samples`."""
+    for backend in self._backends:
+      if isinstance(backend, TextBackend):
+        backend.log_samples(groups, step)
 
   def metric_exists(
     self, metrics_prefix: str, metric_name: str, mode: Mode | str

@@ -206,6 +206,11 @@ class PeftTrainer:
     """What the run's metrics go through; its history can be read at any time."""
     return self._reporter.logger
 
+  def __repr__(self) -> str:
+    limit = self.training_config.max_steps
+    of = "" if limit is None else f" of {limit}"
+    return f"{type(self).__name__}(step {self.train_steps}{of})"
+
   @property
   def history(self) -> History:
     """What was logged, as a table by step: `trainer.history["train/loss"].values`."""

@@ -31,6 +31,7 @@ _WATCHED = {
   "loss": "loss",
   "rewards/score/mean": "reward",
   "rewards/margin": "margin",
+  "rewards/accuracy": "accuracy",
 }
 _DETAILS = {
   "grad_norm": "grad_norm",

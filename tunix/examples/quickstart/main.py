@@ -58,6 +58,7 @@ def run(settings: Settings) -> None:
   with _stage("imports", seconds):
     # Not above: `--help` and a refused folder need none of it.
     from tunix.examples.quickstart import questions, report, task, train as training
+    from tunix.report import page
     from tunix.utils import io
 
   with _stage("data, tokenizer, fresh model", seconds):
@@ -102,6 +103,7 @@ def run(settings: Settings) -> None:
     "next:",
     *(f"  {what}:\n    {cmd}" for what, cmd in report.next_steps(results)),
   )
+  _tell(f"open {settings.run('grpo') / page.NAME} in a browser to see the run")
 
 
 def _tell(*blocks: str) -> None:

@@ -12,6 +12,7 @@ from tunix.examples.quickstart.plots import Series
 from tunix.examples.quickstart.questions import Answer
 from tunix.examples.quickstart.settings import Settings
 from tunix.examples.quickstart.task import QuickstartData
+from tunix.report import page
 
 _SHOWN = 8
 _UNITS = {"sft": "loss, nats per token", "grpo": "mean reward"}
@@ -139,6 +140,8 @@ def files(settings: Settings) -> list[tuple[str, str]]:
   described = [
     (settings.report, "this report"),
     (settings.plot, "loss and reward"),
+    (settings.run("grpo") / page.NAME, "curves, settings and samples of GRPO, a page"),
+    (settings.run("sft") / page.NAME, "the same of the fine-tuning"),
     (settings.samples, "what the model tried during GRPO, a page"),
     (settings.answers, "all answers, before and after GRPO"),
     (settings.export("grpo"), "the final model, Hugging Face format"),
