@@ -13,10 +13,10 @@ from tunix.models.automodel import AutoModel
 
 QUESTION = {"prompt": "Two and two?", "answer": "4"}
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+COMPLETION = {"prompt": "a", "completion": "b"}
 RECORDS = {
   "sft": {"prompt": "a", "response": "b"},
   "distill": {"prompt": "a", "response": "b"},
-  "kto": {"prompt": "a", "completion": "b", "label": True},
   "grpo": QUESTION,
   "ppo": QUESTION,
 }
@@ -30,7 +30,9 @@ def test_what_init_writes_passes_a_dry_run(job, model, tmp_path, monkeypatch, ca
   text = file.read_text()
   assert runs.tunix("init", job, "--output", file) == 2
   assert file.read_text() == text
-  data.write_text((json.dumps(RECORDS.get(job, PAIR)) + "\n") * 8)
+  labelled = [COMPLETION | {"label": good} for good in (True, False)]
+  records = labelled if job == "kto" else [RECORDS.get(job, PAIR)] * 2
+  data.write_text("".join(json.dumps(record) + "\n" for record in records * 4))
   # Rows of 1,024 tokens are beyond the toy's positions, and told in a note.
   keys = {"model__path": model, "data__train": data, "output_dir": tmp_path / "out"}
   if job == "distill":
