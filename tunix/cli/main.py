@@ -19,7 +19,6 @@ import tunix
 # Name: (module with main(argv), what it does). Modules are imported when called.
 COMMANDS = {
   "train": ("tunix.cli.train_main", "fine-tune a model; again: resume"),
-  "init": ("tunix.cli.init_main", "write a configuration to start from"),
   "generate": ("tunix.cli.generate_main", "continue prompts with a model"),
   "parity": (
     "tunix.cli.parity_main",
@@ -29,6 +28,7 @@ COMMANDS = {
   "export": ("tunix.cli.export_main", "write a run's model or adapter to a folder"),
   "plan": ("tunix.cli.plan_main", "compile a run for chips that need not be here"),
   "data": ("tunix.cli.data_main", "show what a run would train on, and check it"),
+  "init": ("tunix.cli.init_main", "write a configuration to start from"),
   "completion": (
     "tunix.cli.completion_main",
     "print completions for bash, zsh or fish",
