@@ -57,12 +57,12 @@ def naming(keys: Mapping[str, str]) -> Iterator[None]:
     yield
   except ValueError as error:
     words = "|".join(names)
+    pattern = rf"(?<![\w.])(?:{words})(?= is | \d|: | to )"
+    text = str(error)
     text = text.replace(
       "give one with chat_template=...",
       "give a file of one with tokenizer.chat_template",
     )
-    pattern = rf"(?<![\w.])(?:{words})(?= is | \d|: | to )"
-    text = str(error)
     if "unusable" not in keys:  # no key of this job asks for that
       text = text.replace(', or set unusable to "drop"', "")
     text = re.sub(pattern, lambda match: names[match[0]], text)

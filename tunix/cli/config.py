@@ -345,7 +345,10 @@ def _unknown(key: str) -> str:
     if near:
       return f"the key {key!r} is unknown: did you mean {near[0]}?"
   if (ours := spelling.ELSEWHERE.get(last)) is not None:
-    return f"the key {key!r} is unknown: here it is {ours}"
+    told = (
+      f"did you mean {ours}?" if "." in key and ours in known else f"here it is {ours}"
+    )
+    return f"the key {key!r} is unknown: {told}"
   same = [name for name in known if name.rpartition(".")[2] == last]
   near = same[:1] or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
   if not near:

@@ -19,7 +19,6 @@ import tunix
 # Name: (module with main(argv), what it does). Modules are imported when called.
 COMMANDS = {
   "train": ("tunix.cli.train_main", "fine-tune a model; again: resume"),
-  "init": ("tunix.cli.init_main", "write a configuration to start from"),
   "generate": ("tunix.cli.generate_main", "continue prompts with a model"),
   "chat": ("tunix.cli.chat_main", "talk with a model"),
   "parity": (
@@ -32,6 +31,7 @@ COMMANDS = {
   "doctor": ("tunix.cli.doctor_main", "look whether this machine can train"),
   "report": ("tunix.cli.report_main", "show runs as a page: curves, settings, samples"),
   "data": ("tunix.cli.data_main", "show what a run would train on, and check it"),
+  "init": ("tunix.cli.init_main", "write a configuration to start from"),
   "completion": (
     "tunix.cli.completion_main",
     "print completions for bash, zsh or fish",

@@ -305,8 +305,8 @@ def _chosen(function: RewardFn, name: str, table: dict[str, Any]) -> dict[str, A
     elif parameter.default is parameter.empty:
       raise TypeError(
         f"the reward function {name} needs {parameter.name!r}, which is no column of "
-        f"this dataset; there are {sorted(table)}: rename the argument, or a column "
-        "with data.columns"
+        f"this dataset; there are {sorted(table)}: rename the argument, or a "
+        "column with data.columns"
       )
   return chosen
 

@@ -131,8 +131,8 @@ def _imported(name: str, source: str) -> ModuleType:
     return importlib.import_module(name)
   except SyntaxError as error:  # of this file, or of one that it imports
     raise ImportError(
-      f"{error.filename}:{error.lineno}: {error.msg}: correct that line ({source} "
-      "cannot be imported)"
+      f"{source} cannot be imported (SyntaxError in {error.filename}:{error.lineno}: "
+      f"{error.msg}): correct that line"
     ) from error
   except Exception as error:  # the user's module may raise anything
     raise ImportError(

@@ -1,0 +1,111 @@
+"""`tunix init`, `train --dry-run`, `--print-config`, `--help SECTION`, `completion`."""
+
+import json
+import subprocess
+
+import pytest
+import yaml
+
+from tests.cli import runs
+from tunix.cli import completion_main, config as config_lib, init_main
+from tunix.cli.jobs.table import JOBS
+from tunix.models.automodel import AutoModel
+
+QUESTION = {"prompt": "Two and two?", "answer": "4"}
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+COMPLETION = {"prompt": "a", "completion": "b"}
+RECORDS = {
+  "sft": {"prompt": "a", "response": "b"},
+  "distill": {"prompt": "a", "response": "b"},
+  "grpo": QUESTION,
+  "ppo": QUESTION,
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_what_init_writes_passes_a_dry_run(job, model, tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(AutoModel, "from_pretrained", None)  # no weights are needed
+  file, data = tmp_path / "mine.yaml", tmp_path / "data.jsonl"
+  assert runs.tunix("init", job, "--output", file) == 0
+  text = file.read_text()
+  assert runs.tunix("init", job, "--output", file) == 2
+  assert file.read_text() == text
+  labelled = [COMPLETION | {"label": good} for good in (True, False)]
+  records = labelled if job == "kto" else [RECORDS.get(job, PAIR)] * 2
+  data.write_text("".join(json.dumps(record) + "\n" for record in records * 4))
+  # Rows of 1,024 tokens are beyond the toy's positions, and told in a note.
+  keys = {"model__path": model, "data__train": data, "output_dir": tmp_path / "out"}
+  if job == "distill":
+    keys["distill__teacher"] = model
+  if job in ("grpo", "ppo"):
+    keys["rollout__max_tokens_to_generate"] = 8
+  assert runs.tunix("train", "--dry-run", file, *runs.arguments(**keys)) == 0
+  said = capsys.readouterr().out
+  assert "LoRA on:" in said
+  assert "memory: weights " in said
+  assert "would begin a new run" in said
+  if job == "grpo":
+    assert "rewards of the completion '4': exact_match 1" in said
+  assert not (tmp_path / "out").exists()
+
+
+def test_init_has_every_key_of_the_job():
+  text = init_main.configuration("grpo", "mine.yaml")
+  lines = [line.lstrip("# ") for line in text.splitlines()]
+  for key in config_lib.known_keys():
+    owners = [job for job, _, _ in config_lib.known_keys()[key]]
+    if "grpo" in owners and key.count(".") < 2:
+      assert any(x.startswith(f"{key.rpartition('.')[2]}:") for x in lines), key
+
+
+def test_a_dry_run_calls_the_reward_functions(model, tmp_path, capsys):
+  (tmp_path / "falls.py").write_text("def f(completions):\n  return completions[9]\n")
+  (tmp_path / "data.jsonl").write_text(json.dumps(QUESTION) + "\n")
+  keys = {
+    "job": "grpo",
+    "model__path": model,
+    "data__train": tmp_path / "data.jsonl",
+    "reward__functions": f"{tmp_path / 'falls.py'}:f",
+    "rollout__max_tokens_to_generate": 8,
+    "output_dir": tmp_path / "out",
+  }
+  assert runs.tunix("train", "--dry-run", *runs.arguments(**keys)) == 1
+  error = capsys.readouterr().err
+  assert "reward.functions fail on the first record" in error
+  assert error.count("\n") == 1
+
+
+def test_print_config_says_where_values_come_from(tmp_path, capsys):
+  file = tmp_path / "mine.yaml"
+  file.write_text("training:\n  # how long\n  max_steps: 3\ndataset_name: a.jsonl\n")
+  argv = [file, "--optimizer.args.b2=0.5", "--print-config"]
+  assert runs.tunix("train", *argv) == 0
+  text = capsys.readouterr().out
+  assert f"  max_steps: 3  # {file}:3\n" in text
+  assert f"  train: a.jsonl  # {file}:4\n" in text
+  assert "# --optimizer.args.b2" in text
+  assert "seed: 0  # default\n" in text
+  again = config_lib.from_layers([("again", yaml.safe_load(text))])
+  assert again == config_lib.load([str(word) for word in argv[:2]])
+
+
+def test_help_of_a_section(capsys):
+  assert runs.tunix("train", "--help", "reward", "--job=grpo") == 0
+  text = capsys.readouterr().out
+  assert "--reward.functions" in text
+  assert "--training" not in text
+  assert runs.tunix("train", "--help", "all") == 0
+  assert "\ndistill:\n" in capsys.readouterr().out
+
+
+def test_completions_know_commands_and_keys(tmp_path):
+  for made in completion_main.SHELLS.values():
+    text = made()
+    assert "training.max_steps" in text
+    assert "quickstart" in text
+  file = tmp_path / "tunix.sh"
+  file.write_text(completion_main.SHELLS["bash"]())
+  word = "COMP_WORDS=(tunix train --training.max_s); COMP_CWORD=2; _tunix 2> /dev/null"
+  script = f'source {file}; {word}; echo "${{COMPREPLY[@]}}"'
+  done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+  assert done.stdout == "--training.max_steps=\n"
