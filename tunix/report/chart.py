@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -122,7 +122,9 @@ def _band(line: Line, x: _Scale, y: _Scale) -> str:
   return f'<polygon class="b{line.colour}" points="{_place(around, x, y)}"/>'
 
 
-def _steps(points: Sequence[Point], chosen: type[min] | type[max]) -> list[Point]:
+def _steps(
+  points: Sequence[Point], chosen: Callable[[float, float], float]
+) -> list[Point]:
   """One point a step: a bound has no two."""
   by_step: dict[int, float] = {}
   for step, value in points:
