@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.cli import config as config_lib, keys, yaml_text
+from tunix.cli import build, config as config_lib, keys, yaml_text
 from tunix.cli.settings import RunSettings
 from tunix.utils import io
 
@@ -212,7 +212,8 @@ class RunFolder:
           f"{where}: its {file.name} is gone, so what it was started with cannot be "
           "compared; use another output_dir"
         )
-    changed = _differences(self.read_config(), config) + self._other_data(fingerprints)
+    now = build.settle_lora(config)
+    changed = _differences(self.read_config(), now) + self._other_data(fingerprints)
     if changed:
       raise ValueError(
         f"{where}: {'; '.join(changed)}. Use what the run was started with, or another "
@@ -233,7 +234,7 @@ class RunFolder:
     """How the run ended, if it did under exactly these settings."""
     if not self.result_file.is_file() or not self.steps():
       return None
-    same = _shared(self.read_config()) == _shared(config)
+    same = _shared(self.read_config()) == _shared(build.settle_lora(config))
     return json.loads(self.result_file.read_text()) if same else None
 
   def write_result(self, result: dict[str, Any]) -> None:
