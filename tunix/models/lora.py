@@ -267,6 +267,7 @@ def describe(model: Transformer) -> str:
   for path, linear in lora_modules.adapted(model).items():
     leaves = jax.tree.leaves(nnx.state(linear, nnx.LoRAParam))
     size = sum(leaf.size for leaf in leaves)
+    assert linear.lora_a is not None  # it is adapted
     rank = linear.lora_a.shape[-1]
     shape = " x ".join(map(str, linear.kernel.shape))
     lines.append(f"{path:32} {shape:24} rank {rank:<4} {size:>12,}")
