@@ -7,7 +7,7 @@ import types
 import pytest
 
 from tests.cli import runs
-from tunix.cli import loading
+from tunix.cli import loading, run_folder
 from tunix.generate.sampler import Sampler
 
 
@@ -70,13 +70,13 @@ def test_a_run_stands_for_its_export(tmp_path):
   (run / "export").mkdir(parents=True)
   (run / "config.yaml").write_text("model:\n  path: base\n")
   with pytest.raises(FileNotFoundError, match="has no export: `tunix export --run"):
-    loading.of_run(str(run), None)
+    run_folder.export_of(str(run), None)
   (run / "export" / "adapter_config.json").touch()
-  assert loading.of_run(str(run), None) == ("base", str(run / "export"))
-  assert loading.of_run(str(run), "other") == ("base", "other")
+  assert run_folder.export_of(str(run), None) == ("base", str(run / "export"))
+  assert run_folder.export_of(str(run), "other") == ("base", "other")
   (run / "export" / "config.json").touch()
-  assert loading.of_run(str(run), None) == (str(run / "export"), None)
-  assert loading.of_run("ORG/NAME", None) == ("ORG/NAME", None)
+  assert run_folder.export_of(str(run), None) == (str(run / "export"), None)
+  assert run_folder.export_of("ORG/NAME", None) == ("ORG/NAME", None)
 
 
 def test_generate_reads_prompts_and_writes_json(model, monkeypatch, tmp_path, capsys):

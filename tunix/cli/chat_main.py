@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tunix.cli import loading
+from tunix.cli import loading, run_folder
 from tunix.cli.arguments import Parser, add_sampling, check_sampling, sampling_options
 from tunix.generate.sampler import Sampler
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
   """
   args = _parse(argv)
   check_sampling(args)
-  model, adapter = loading.of_run(args.model, args.adapter)
+  model, adapter = run_folder.export_of(args.model, args.adapter)
   tokenizer = loading.load_tokenizer(model, adapter, args.tokenizer)
   start: Messages = [{"role": "system", "content": args.system}] if args.system else []
   # A missing template, or one that knows no system, is said before weights are read.

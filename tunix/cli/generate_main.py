@@ -8,7 +8,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from tunix.cli import loading
+from tunix.cli import loading, run_folder
 from tunix.cli.arguments import Parser, add_sampling, check_sampling, sampling_options
 from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> None:
   args = _parse(argv)
   _check(args)
   texts = args.prompt or _read_prompts(args.prompt_file)
-  folder, adapter = loading.of_run(args.model, args.adapter)
+  folder, adapter = run_folder.export_of(args.model, args.adapter)
   tokenizer = loading.load_tokenizer(folder, adapter, args.tokenizer)
   if args.chat and not tokenizer.has_chat_template():
     raise ValueError(

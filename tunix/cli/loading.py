@@ -7,7 +7,6 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from tunix.cli.run_folder import RunFolder
 from tunix.generate import tokenizer_files
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
@@ -33,26 +32,6 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     "--tokenizer", metavar="FOLDER", help="the adapter's or the model's if not given"
   )
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-
-
-def of_run(folder: str, adapter: str | None) -> tuple[str, str | None]:
-  """(model, adapter): those of the export where `folder` is that of a run.
-
-  Raises:
-    FileNotFoundError: the run has exported nothing.
-  """
-  run = RunFolder(pathlib.Path(folder).expanduser())
-  if not run.config_file.is_file() or (run.path / "config.json").is_file():
-    return folder, adapter
-  if (run.export / "config.json").is_file():
-    return str(run.export), adapter
-  base = run.read_config().model.path
-  if base is None or not (run.export / "adapter_config.json").is_file():
-    raise FileNotFoundError(
-      f"{folder} is a run's folder and has no export: `tunix export --run {folder} "
-      "--to FOLDER` writes the model of a checkpoint"
-    )
-  return base, str(run.export) if adapter is None else adapter
 
 
 def new_tokens(model: Any, prompts: Sequence[int], asked: int | None) -> int:

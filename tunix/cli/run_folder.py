@@ -276,3 +276,23 @@ def _fixed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if not whole or not any(f.rpartition(".")[0] == section for f in compared):
       compared.append(key)
   return compared
+
+
+def export_of(folder: str, adapter: str | None) -> tuple[str, str | None]:
+  """(model, adapter): those of the export where `folder` is that of a run.
+
+  Raises:
+    FileNotFoundError: the run has exported nothing.
+  """
+  run = RunFolder(pathlib.Path(folder).expanduser())
+  if not run.config_file.is_file() or (run.path / "config.json").is_file():
+    return folder, adapter
+  if (run.export / "config.json").is_file():
+    return str(run.export), adapter
+  base = run.read_config().model.path
+  if base is None or not (run.export / "adapter_config.json").is_file():
+    raise FileNotFoundError(
+      f"{folder} is a run's folder and has no export: `tunix export --run {folder} "
+      "--to FOLDER` writes the model of a checkpoint"
+    )
+  return base, str(run.export) if adapter is None else adapter
