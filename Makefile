@@ -1,4 +1,4 @@
-.PHONY: check format lint types test long slow parity test-engines
+.PHONY: check format lint types test long slow parity docs test-engines
 
 PYTHON ?= python
 # Whole files go to one process. A process that dies ends the run: xdist would start
@@ -34,6 +34,10 @@ slow:
 
 parity:
 	$(PYTHON) -m pytest -q tests -k parity
+
+# The site, in docs/_build. Needs the extra `docs`.
+docs:
+	$(PYTHON) -m sphinx -b html -q -W --keep-going docs docs/_build
 
 # Needs an interpreter that has vLLM: TUNIX_VLLM_PYTHON=... make test-engines
 test-engines:

@@ -15,6 +15,7 @@ _LAZY = {
   "AutoModel": "tunix.models.automodel",
   "CacheConfig": "tunix.generate.sampler",
   "CheckpointManager": "tunix.sft.checkpoint_manager",
+  "ClusterConfig": "tunix.rl.config",
   "DAPOConfig": "tunix.rl.grpo.dapo_learner",
   "DAPOLearner": "tunix.rl.grpo.dapo_learner",
   "DPOTrainer": "tunix.sft.dpo.dpo_trainer",
@@ -45,8 +46,11 @@ _LAZY = {
   "PreferenceConfig": "tunix.sft.dpo.preference_config",
   "PreferenceTrainer": "tunix.sft.dpo.preference_trainer",
   "RLCluster": "tunix.rl.rl_cluster",
+  "RLTrainingConfig": "tunix.rl.config",
   "RewardConfig": "tunix.sft.dpo.reward_trainer",
   "RewardTrainer": "tunix.sft.dpo.reward_trainer",
+  "Role": "tunix.rl.config",
+  "RolloutConfig": "tunix.rl.rollout.base_rollout",
   "Sampler": "tunix.generate.sampler",
   "TeacherCache": "tunix.distillation.teacher_cache",
   "TokenizerAdapter": "tunix.generate.tokenizer_adapter",
@@ -69,6 +73,11 @@ if TYPE_CHECKING:
   from tunix.generate.tokenizer_adapter import TokenizerAdapter as TokenizerAdapter
   from tunix.models.automodel import AutoModel as AutoModel
   from tunix.models.lora import LoraConfig as LoraConfig
+  from tunix.rl.config import (
+    ClusterConfig as ClusterConfig,
+    RLTrainingConfig as RLTrainingConfig,
+    Role as Role,
+  )
   from tunix.rl.grpo.dapo_learner import (
     DAPOConfig as DAPOConfig,
     DAPOLearner as DAPOLearner,
@@ -83,6 +92,7 @@ if TYPE_CHECKING:
   )
   from tunix.rl.ppo.ppo_learner import PPOConfig as PPOConfig, PPOLearner as PPOLearner
   from tunix.rl.rl_cluster import RLCluster as RLCluster
+  from tunix.rl.rollout.base_rollout import RolloutConfig as RolloutConfig
   from tunix.sft.checkpoint_manager import CheckpointManager as CheckpointManager
   from tunix.sft.dpo.dpo_trainer import (
     DPOTrainer as DPOTrainer,

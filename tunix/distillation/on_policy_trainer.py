@@ -91,8 +91,9 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
   Evaluations use the completions of their batches, or the student's if there are none.
 
   Args:
-    student_model, teacher_model, strategy, optimizer, training_config, metrics_logger,
-      perf_tracer: see DistillationTrainer; the config is an OnPolicyConfig.
+    student_model, teacher_model, strategy, optimizer: see DistillationTrainer.
+    training_config: an OnPolicyConfig.
+    metrics_logger, perf_tracer: see DistillationTrainer.
     tokenizer: of both models: a TokenizerAdapter, or what one can wrap.
 
   Raises:
