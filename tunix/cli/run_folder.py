@@ -165,7 +165,7 @@ class RunFolder:
         f"{self.path} has no config.yaml: give the output_dir of a `tunix train`"
       )
     name = str(self.config_file)
-    config = config_lib.from_layers([(name, yaml_text.read_file(name))])
+    config = config_lib.from_layers([(name, _known(yaml_text.read_file(name)))])
     if config.lora is None or config.lora.modules_to_save is not None:
       return config
     # Written before there was such a key: only adapters were trained.
@@ -276,6 +276,16 @@ def _fixed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     if not whole or not any(f.rpartition(".")[0] == section for f in compared):
       compared.append(key)
   return compared
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+  """Settings of a file without the empty sections in it: those that are left out were
+  once written so, and `{}` asks for a section's defaults now."""
+  return {
+    name: _known(value) if isinstance(value, dict) else value
+    for name, value in values.items()
+    if value != {}
+  }
 
 
 def export_of(folder: str, adapter: str | None) -> tuple[str, str | None]:
