@@ -54,6 +54,20 @@ def test_time_measure(caplog):
   assert not caplog.records
 
 
+def test_looking_at_live_arrays_makes_none(mesh_fsdp8):
+  rows = jax.NamedSharding(mesh_fsdp8, jax.P("fsdp"))
+  arrays = [
+    jax.device_put(np.ones((16, 1000), np.float32), rows),
+    jax.device_put(jnp.zeros((0, 4)), rows),
+    jax.random.key(0),
+  ]
+  before = utils.live_array_bytes()
+  assert utils.live_array_bytes() == before
+  del arrays[0]
+  after = utils.live_array_bytes()
+  assert {before[device] - after[device] for device in after} == {8000}
+
+
 def test_live_arrays_count_on_the_device_that_holds_them(monkeypatch):
   device = jax.local_devices()[0]
   array = jax.device_put(np.ones((1000, 10), np.float32), device)

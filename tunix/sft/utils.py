@@ -6,6 +6,7 @@ import collections
 import contextlib
 import gc
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -104,8 +105,11 @@ def live_array_bytes() -> dict[Any, int]:
   """Bytes of this process's live arrays on each device, every shard counted."""
   used: dict[Any, int] = collections.defaultdict(int)
   for array in jax.live_arrays():
-    for shard in array.addressable_shards:
-      used[shard.device] += shard.data.nbytes
+    # By its layout: looking at the shards' data makes arrays of them, which then live.
+    shard = math.prod(array.sharding.shard_shape(array.shape))
+    size = array.nbytes * shard // array.size if array.size else 0
+    for device in array.sharding.addressable_devices:
+      used[device] += size
   return dict(used)
 
 
