@@ -223,6 +223,13 @@ def test_files_of_before_load_to_the_same_values(file):
         assert found == ([value] if found == [value] else value), dotted
 
 
+def _without_empty(file):
+  values = yaml.safe_load(file.read_text())
+  sections = {name: s for name, s in values.items() if isinstance(s, dict)}
+  left = {name: {k: v for k, v in s.items() if v != {}} for name, s in sections.items()}
+  return values | left
+
+
 @pytest.mark.parametrize("file", BEFORE, ids=lambda file: file.stem)
 def test_folders_of_before_resume(file, tmp_path):
   """A folder's config.yaml, and what the same command gives now, differ in nothing."""
@@ -230,7 +237,10 @@ def test_folders_of_before_resume(file, tmp_path):
   (tmp_path / "config.yaml").write_text(file.read_text())
   (tmp_path / "data.json").write_text('{"sha256": {}}')
   (tmp_path / "checkpoints" / "2").mkdir(parents=True)
-  config = config_lib.load([str(file)])
+  # The command left these sections out: its folder said `{}` of them, and a file that
+  # says so now asks for their defaults.
+  (tmp_path / "given.yaml").write_text(yaml.dump(_without_empty(file)))
+  config = config_lib.load([str(tmp_path / "given.yaml")])
   folder.check_resume(config, {})
   # What is written now says the same as what was written before.
   (tmp_path / "now.yaml").write_text(config_lib.dump(config))
