@@ -47,7 +47,7 @@ html_show_sphinx = False
 
 # The navigation: (caption, pages). The pages are read as plain Markdown, too.
 NAVIGATION = (
-  ("Start", ["tour", "guides/command", "guides/planning"]),
+  ("Start", ["tour", "guides/command", "guides/planning", "recipes"]),
   (
     "Train",
     [

@@ -17,8 +17,9 @@ from collections.abc import Iterator
 
 from tests import drills
 
-# Whose bytes are not the run's: times, and the number of the process.
-_OWN_BYTES = ("timings.jsonl", ".lock")
+# Whose bytes are not the run's: times (drawn in the page as well), and the number of the
+# process.
+_OWN_BYTES = ("timings.jsonl", ".lock", "report.html")
 _CHECKPOINTS = "out/checkpoints"
 
 Kind = tuple[str, str, str]  # when, event, path: see tests/kill_server.py

@@ -197,7 +197,7 @@ def _adapted(model: Transformer, config: RunSettings) -> Transformer:
 
 def shapes_of_model(config: RunSettings, mesh: Mesh | None) -> Transformer:
   """The model that `build_model` makes, as shapes on a mesh: of a folder only its
-  `config.json` is read.
+  `config.json` is read, and of a hub id not even that (`automodel.sizes_of`).
 
   Raises:
     FileNotFoundError, ValueError: see `build_model`.
@@ -221,7 +221,7 @@ def sizes_of_model(config: RunSettings) -> Any:
   if config.model.name is not None:
     sizes = preset_config(config)
   elif config.model.path is not None:
-    sizes = automodel.config_of_folder(config.model.path)
+    sizes = automodel.sizes_of(config.model.path)
   else:
     raise ValueError(_NO_MODEL)
   options = _model_options(config)
@@ -267,7 +267,7 @@ def build_reference(
   if not of_shapes:
     return automodel.AutoModel.from_pretrained(path, mesh, dtype=dtype)
   assert mesh is not None
-  sizes = automodel.config_of_folder(path)
+  sizes = automodel.sizes_of(path)
   sizes = automodel.with_options(sizes, dtype=dtype, param_dtype=dtype)
   return automodel.of_shapes(sizes, mesh)
 

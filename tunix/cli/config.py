@@ -74,18 +74,25 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
   return Arguments(files=tuple(files), overrides=tuple(overrides))
 
 
-def load(argv: Sequence[str], origins: dict[str, str] | None = None) -> RunSettings:
+def load(
+  argv: Sequence[str],
+  origins: dict[str, str] | None = None,
+  *,
+  last: tuple[str, Mapping[str, Any]] | None = None,
+) -> RunSettings:
   """The settings that a command line describes, of the class that its `job` has.
 
   Args:
     argv: files and overrides.
     origins: is filled, see `from_layers`.
+    last: a layer (where it stands, nested keys) over all of them.
 
   Raises:
     FileNotFoundError: no such file.
     ValueError: invalid YAML, an unknown key, a wrong type, a value out of range.
   """
-  return from_layers(_layers(argv), note=_say, origins=origins)
+  layers = _layers(argv) + ([] if last is None else [last])
+  return from_layers(layers, note=_say, origins=origins)
 
 
 def job_of(argv: Sequence[str]) -> str:

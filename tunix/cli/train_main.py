@@ -36,6 +36,7 @@ from tunix.cli import (
   run_folder,
   run_lock,
   several,
+  tiny,
   yaml_text,
 )
 from tunix.cli.build_data import RunData
@@ -55,6 +56,7 @@ _log = logging.getLogger(__name__)
 HELP = """\
 usage: tunix train [--config] FILE[,FILE] [--KEY.SUB=VALUE ...]
        tunix train --dry-run ...           looks at everything, trains nothing
+       tunix train --tiny ...              two steps with a tiny model of the family
        tunix train --print-config ...      every value, and where it was set
        tunix train --help [SECTION] [--job=JOB]      the keys of a job
        tunix train --help all              of all jobs
@@ -125,10 +127,10 @@ def main(argv: Sequence[str]) -> None:
     print(json.dumps(schema, indent=2, ensure_ascii=False))
   elif "--print-config" in argv:
     print(origins.describe(_without(argv, "--print-config")), end="")
-  elif "--dry-run" in argv:
-    look(config_lib.load(_without(argv, "--dry-run")))
   else:
-    run(config_lib.load(argv))
+    words = _without(argv, "--dry-run", "--tiny")
+    config = tiny.load(words) if "--tiny" in argv else config_lib.load(words)
+    (look if "--dry-run" in argv else run)(config)
 
 
 def _help(words: list[str]) -> str:
@@ -221,6 +223,10 @@ def run(config: RunSettings) -> Result:
   tx = optimizer.build_optimizer(config, rate)
   folder.check_resume(config, data.fingerprints)
   if (ended := folder.result(config)) is not None:
+    if first and not (folder.path / page.NAME).is_file():
+      with run_lock.hold(folder.path):  # killed between its last two files
+        io.sweep(folder.path)
+        _leave_page(folder)
     result = Result(**ended)
     _say(f"this run is finished: {result}; {how_to_go_on(config, data, result)}")
     return result
@@ -342,7 +348,7 @@ def read_metric(file: pathlib.Path, name: str) -> dict[str, tuple[float, float]]
 
 
 def _leave_page(
-  folder: RunFolder, failure: type[BaseException] | None, *_: Any
+  folder: RunFolder, failure: type[BaseException] | None = None, *_: Any
 ) -> None:
   """Writes the run's page, however the run ended; what fails here hides nothing."""
   try:

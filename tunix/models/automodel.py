@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import os
 import pathlib
 import re
@@ -16,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from tunix.models import families, safetensors_loader, tensor_files
+from tunix.models import families, naming, safetensors_loader, tensor_files
 from tunix.models.families import Family
 from tunix.models.quantisation import QuantisationConfig
 from tunix.models.transformer import sharding as sharding_lib
@@ -196,6 +197,34 @@ def config_of_folder(folder: str | os.PathLike[str]) -> TransformerConfig:
     )
   except ValueError as error:
     raise ValueError(f"{config_file}: {error}") from error
+
+
+def sizes_of(name: str | os.PathLike[str]) -> TransformerConfig:
+  """The ModelConfig of a folder or a hub id, for which nothing is downloaded where a
+  preset is made like it (`naming.ModelNaming`); it is in bfloat16 then, as those are
+  at the hub.
+
+  Raises:
+    FileNotFoundError, ValueError: see `config_of_folder`.
+  """
+  path = pathlib.Path(name).expanduser()
+  if path.exists() or not _HUB_ID.fullmatch(str(name)) or _is_cached(str(name)):
+    return config_of_folder(name)
+  try:
+    preset = naming.ModelNaming(model_id=str(name)).model_config_id
+  except ValueError:
+    return config_of_folder(name)
+  sizes = families.preset(preset)[1]()
+  return with_options(sizes, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+
+
+def _is_cached(hub_id: str) -> bool:
+  """Whether the model's `config.json` was downloaded before."""
+  if importlib.util.find_spec("huggingface_hub") is None:
+    return False
+  import huggingface_hub
+
+  return isinstance(huggingface_hub.try_to_load_from_cache(hub_id, "config.json"), str)
 
 
 def resolve_folder(name: str | os.PathLike[str]) -> pathlib.Path:

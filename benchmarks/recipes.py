@@ -1,0 +1,135 @@
+"""Plans the recipes of examples/recipes, and writes docs/recipes.md.
+
+    python benchmarks/recipes.py [NAME ...]
+
+plans those that are named, or all (about a minute or two each, with the package libtpu
+and without a TPU), by the command that stands in their first lines. Figures are kept in
+docs/recipes.json with the versions and the date that they are of.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parent.parent
+RECIPES = ROOT / "examples" / "recipes"
+FIGURES = ROOT / "docs" / "recipes.json"
+PAGE = ROOT / "docs" / "recipes.md"
+_COMMAND = re.compile(r"#   tunix plan (\S+) --topology (\S+)\n")
+_VERSIONS = ("jax", "libtpu")
+_GIB = 2.0**30
+
+_HEAD = """\
+# Recipes
+
+Configurations to start from, each for a model and for the chips it was made for. A
+recipe is a file of `tunix train`, and what stands in it can be overridden:
+
+```console
+tunix train examples/recipes/llama3p1_8b_sft_lora.yaml \\
+  --data.train=mine.jsonl --output_dir=mine
+```
+
+Before there are chips, `--dry-run` looks at data, settings and reward functions, `tunix
+plan` compiles it for them ([planning](guides/planning.md)), and `--tiny` runs two steps
+of it on this machine: the smallest model of the family, saved and loaded as a
+checkpoint, short rows, eight simulated devices, all else as it is.
+
+```console
+tunix train examples/recipes/llama3p1_8b_sft_lora.yaml --tiny --data.train=mine.jsonl
+```
+
+The figures are planned, not measured: what the TPU compiler plans for one device, and
+the time below which no such chip can be (`tunix plan` says what it counts). *tokens/s*
+are of one device, padding included; in RL of prompts and completions together. Made by
+`python benchmarks/recipes.py`. No recipe has run on the chips that it names; each runs
+with `--tiny` in the tests.
+
+"""
+_TABLE = """\
+| recipe | chips | peak of a device | step at least | tokens/s at most | MFU at most |
+| --- | --- | --- | --- | --- | --- |
+"""
+
+
+def main(names: list[str]) -> None:
+  """Plans, keeps the figures, writes the page."""
+  figures = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {}
+  files = {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
+  for name in names or files:
+    figures[name] = plan(files[name])
+    print(f"{name}: {figures[name]}", flush=True)
+    kept = {key: figures[key] for key in files if key in figures}
+    FIGURES.write_text(json.dumps(kept, indent=2) + "\n")
+  PAGE.write_text(page(files, figures))
+
+
+def plan(file: pathlib.Path) -> dict[str, Any]:
+  """What `tunix plan` says of a recipe."""
+  command = [sys.executable, "-m", "tunix.cli.main", "plan", str(file)]
+  command += ["--topology", topology(file), "--json"]
+  done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+  if done.returncode not in (0, 1):
+    raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+  said = json.loads(done.stdout)
+  names = ("memory_bytes", "peak_bytes", "fits", "step_seconds", "tokens_per_second")
+  return {
+    **{name: said[name] for name in (*names, "mfu", "devices")},
+    "programs": {p["name"]: p["peak_bytes"] for p in said["programs"]},
+    "date": datetime.date.today().isoformat(),
+    **{name: importlib.metadata.version(name) for name in _VERSIONS},
+  }
+
+
+def topology(file: pathlib.Path) -> str:
+  """The chips that a recipe is for."""
+  command = _COMMAND.search(file.read_text())
+  if command is None:
+    raise ValueError(f"{file} does not begin with how it is planned")
+  return command[2]
+
+
+def page(files: dict[str, pathlib.Path], figures: dict[str, Any]) -> str:
+  """docs/recipes.md."""
+  lines, notes = [], []
+  for name, file in files.items():
+    link = f"[{name}]({_link(file)})"
+    lines.append(f"| {link} | {topology(file)} | {_row(figures.get(name))} |")
+    about = re.sub(r"\n?# ", " ", file.read_text().partition("\n#\n")[0]).strip()
+    notes.append(f"- `{name}`: {about}")
+  made = sorted({_made(of) for of in figures.values()})
+  parts = ["\n".join(lines), "\n".join(notes), "; ".join(made)]
+  return f"{_HEAD}{_TABLE}" + "\n\n".join(parts) + ".\n"
+
+
+def _link(file: pathlib.Path) -> str:
+  return f"../{file.relative_to(ROOT)}"
+
+
+def _row(of: dict[str, Any] | None) -> str:
+  if of is None:
+    return "not planned | | | "
+  largest = max(of["programs"], key=of["programs"].__getitem__)
+  peak = f"{of['peak_bytes'] / _GIB:.2f} of {of['memory_bytes'] / _GIB:.2f} GiB"
+  cells = [
+    f"{peak} ({largest}){'' if of['fits'] else ', does not fit'}",
+    f"{of['step_seconds']:.2f} s",
+    f"{of['tokens_per_second']:,.0f}",
+    f"{of['mfu']:.0%}",
+  ]
+  return " | ".join(cells)
+
+
+def _made(of: dict[str, Any]) -> str:
+  return ", ".join([of["date"], *(f"{name} {of[name]}" for name in _VERSIONS)])
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

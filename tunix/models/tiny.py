@@ -1,0 +1,41 @@
+"""A family's smallest member: everything a model has, at a size for a test."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tunix.models.transformer.config import TransformerConfig
+
+# Divisible by eight devices, and by the groups of quantised weights.
+_SIZES = {"embed_dim": 64, "hidden_dim": 128, "num_heads": 8, "head_dim": 16}
+_KV_HEADS = 4
+_EXPERTS = {"num_experts": 8, "experts_per_token": 2, "hidden_dim": 64}
+_TOWER = {"num_layers": 1, "embed_dim": 16, "hidden_dim": 32, "num_heads": 2}
+_WINDOW = 16
+
+
+def shrink(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
+  """The configuration at a size for a test: two layers, one of each kind that it has,
+  and whatever else makes its family what it is (norms, caps, biases, experts, tower).
+
+  Args:
+    config: of any family.
+    vocab_size: V of the result.
+  """
+  kinds = tuple(dict.fromkeys(config.layer_types or ()))
+  grouped = config.num_kv_heads < config.num_heads
+  more: dict[str, Any] = {
+    "num_layers": 2,
+    "vocab_size": vocab_size,
+    "num_kv_heads": _KV_HEADS if grouped else _SIZES["num_heads"],
+    "layer_types": (kinds * 2)[:2] or None,
+  }
+  if config.sliding_window is not None:
+    more["sliding_window"] = min(config.sliding_window, _WINDOW)
+  if config.moe is not None:
+    more["moe"] = dataclasses.replace(config.moe, **_EXPERTS)
+  tower = getattr(config, "vision", None)  # of the families that take images
+  if tower is not None:
+    more["vision"] = dataclasses.replace(tower, **_TOWER)
+  return dataclasses.replace(config, **_SIZES, **more)
