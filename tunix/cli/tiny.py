@@ -1,9 +1,9 @@
 """`tunix train --tiny`: a configuration's own code path, at a size for this machine.
 
 The model becomes the smallest of its family, saved as a checkpoint and loaded like the
-real one; lengths, batches, steps and mesh shrink with it. Data, reward functions,
-losses, adapters, precision and all else stay as they are, so that what would fail on
-the chips after an hour fails here within a minute.
+real one; lengths, batches, steps and mesh shrink with it, and the rate is constant.
+Data, reward functions, losses, adapters, precision and all else stay as they are, so
+that what would fail on the chips after an hour fails here within a minute.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def layer(config: RunSettings) -> dict[str, Any]:
     "tokenizer": {"path": None, "chat_template": None},
     "mesh": mesh,
     "training": _training(config, _shards(mesh)),
-    "data": {"overlong": "drop" if whole else "truncate"},
+    "data": {"overlong": "drop" if whole else "truncate", "num_epochs": None},
+    # Its steps are those of a long run.
+    "schedule": {"name": None, "args": None},
     "logging": {"wandb": False},
     "distributed": {"coordinator": None},
   }
