@@ -11,7 +11,7 @@ from tunix.cli import config as config_lib, main as command
 from tunix.cli.arguments import Parser
 from tunix.cli.jobs.table import JOBS
 
-_FLAGS = ("--help", "--schema", "--dry-run", "--print-config", "--config")
+_FLAGS = ("--help", "--schema", "--dry-run", "--tiny", "--print-config", "--config")
 
 _BASH = """\
 # bash: source <(tunix completion bash)

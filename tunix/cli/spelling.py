@@ -28,6 +28,7 @@ _DEFAULTS = {"lora.targets": "all-linear"}
 ELSEWHERE = {
   "dry_run": "--dry-run",
   "print_config": "--print-config",
+  "tiny": "--tiny",
   **dict.fromkeys(("lr", "actor_lr", "max_lr"), "training.learning_rate"),
   **dict.fromkeys(
     ("num_train_epochs", "epochs", "num_epochs", "total_epochs", "n_epochs"),
