@@ -17,8 +17,8 @@ from collections.abc import Iterator
 
 from tests import drills
 
-# Whose bytes are not the run's: times (drawn in the page as well), and the number of the
-# process.
+# Whose bytes are not the run's: times (drawn in the page as well), and the number of
+# the process.
 _OWN_BYTES = ("timings.jsonl", ".lock", "report.html")
 _CHECKPOINTS = "out/checkpoints"
 

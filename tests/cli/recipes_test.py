@@ -132,3 +132,15 @@ def test_tiny_needs_a_folder_and_a_model_that_is_known(tmp_path, capsys):
   monkey = [*words[:2], "--model.path=nobody", f"--output_dir={tmp_path / 'out'}"]
   assert cli.main(monkey) == 2
   assert "there is no folder nobody" in capsys.readouterr().err
+
+
+def test_the_tokens_of_a_tiny_model_are_bytes(tmp_path):
+  tiny.make_tokenizer().save(tmp_path)
+  read = tiny.TokenizerAdapter.from_pretrained(tmp_path)
+  assert read.vocab_size == 256 + 3
+  assert read.decode(read.encode("Größe x")) == "Größe x"
+  assert read.encode("<end>") == [read.eos_id()]
+  assert len(read.encode("Größe")) == len("Größe".encode())
+  assert "assistant" in read.apply_chat_template(
+    [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True
+  )

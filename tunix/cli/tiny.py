@@ -21,6 +21,7 @@ from tunix.cli import build, config as config_lib, keys, mesh as mesh_axes
 from tunix.cli.jobs.rl import PromptSettings
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import RunSettings
+from tunix.generate import tokenizer_loading
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import tiny as tiny_models
 from tunix.models.automodel import AutoModel
@@ -128,17 +129,13 @@ def write_model(config: RunSettings, folder: pathlib.Path) -> pathlib.Path:
 
 def make_tokenizer() -> TokenizerAdapter:
   """Every byte is a token, and so is each end of a turn; with a chat template."""
-  import tokenizers
-  from tokenizers import decoders, models, pre_tokenizers
-
-  words = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-  rust = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
-  rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-  rust.decoder = decoders.ByteLevel()
-  rust.add_special_tokens(list(_SPECIAL))
   pad, begin, end = _SPECIAL
   return TokenizerAdapter(
-    rust, chat_template=_TEMPLATE, bos_token=begin, eos_token=end, pad_token=pad
+    tokenizer_loading.of_bytes(_SPECIAL),
+    chat_template=_TEMPLATE,
+    bos_token=begin,
+    eos_token=end,
+    pad_token=pad,
   )
 
 

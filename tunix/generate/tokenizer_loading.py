@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix.generate import tokenizer_files
@@ -110,3 +110,16 @@ def _load_with_transformers(name: str) -> Any:
       f"no tokenizer at {name!r}: neither a folder with tokenizer.json nor anything "
       "that transformers can load; check the path or the model id"
     ) from error
+
+
+def of_bytes(special: Sequence[str]) -> Any:
+  """A `tokenizers.Tokenizer` whose tokens are the special ones, and then the bytes."""
+  import tokenizers
+  from tokenizers import decoders, models, pre_tokenizers
+
+  words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+  made = tokenizers.Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, []))
+  made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  made.decoder = decoders.ByteLevel()
+  made.add_special_tokens(list(special))
+  return made
