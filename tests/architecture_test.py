@@ -56,6 +56,7 @@ HEAVY = {
   "qwix": set(),
   "tensorboardX": {"sft/metrics_backends.py"},
   "wandb": {"sft/metrics_backends.py"},
+  "huggingface_hub": {"utils/hub.py"},
   "transformers": set(),
   "torch": set(),
   "tokenizers": {"generate/tokenizer_loading.py", "examples/quickstart/task.py"},

@@ -60,6 +60,7 @@ VALUES = {
 }
 # What else a key needs, to be set at all.
 NEEDS = {
+  "model.revision": {"model.path": "owner/name"},
   "model.args": {"model.name": "qwen3_0p6b"},
   "model.quantise": {"lora.rank": 2},
   "schedule.args": {"schedule.name": "cosine_decay_schedule"},

@@ -1,76 +1,39 @@
-"""Downloads by hub id, from a stand-in of the hub's HTTP API on this machine."""
+"""Models by hub id, from a stand-in of the hub's HTTP API on this machine."""
 
-import hashlib
-import http.server
 import json
-import threading
 
 import pytest
 
-from tests.models import checkpoints
+from tests import toys_text
+from tests.models import checkpoints, hub_stand_in
+from tests.models.hub_stand_in import Model
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel
+from tunix.utils import hub as hub_lib
 
-SHA = "0" * 40
 SOURCE = checkpoints.GOLDEN / "qwen3"
-OPEN_TO = "Bearer hf_a_token"
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-  """One gated model, ORG/gated, and an open one with the same files, ORG/open."""
-
-  def log_message(self, *_):
-    pass
-
-  def do_HEAD(self):
-    self.do_GET()
-
-  def do_GET(self):
-    path = self.path.partition("?")[0]
-    if "/gated" in path and self.headers.get("Authorization") != OPEN_TO:
-      return self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
-    if "/gated" not in path and "/open" not in path:
-      return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-    if "/resolve/" in path:
-      body = (SOURCE / path.rpartition("/")[2]).read_bytes()
-      tag = hashlib.sha256(body).hexdigest()
-      return self.answer(200, body, {"ETag": f'"{tag}"', "X-Repo-Commit": SHA})
-    files = sorted(f for f in SOURCE.iterdir() if f.is_file())
-    if "/tree/" in path:
-      listed = [
-        {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": SHA}
-        for f in files
-      ]
-      return self.answer(200, json.dumps(listed).encode(), {})
-    siblings = [{"rfilename": f.name} for f in files]
-    info = {"id": "ORG/open", "modelId": "ORG/open", "sha": SHA, "siblings": siblings}
-    return self.answer(200, json.dumps(info).encode(), {})
-
-  def answer(self, code, body, headers):
-    self.send_response(code)
-    sizes = {"Content-Length": str(len(body)), "Content-Type": "application/json"}
-    for name, value in (sizes | headers).items():
-      self.send_header(name, value)
-    self.end_headers()
-    if self.command == "GET":
-      self.wfile.write(body)
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+  """Of a small model with its tokenizer."""
+  folder = tmp_path_factory.mktemp("files")
+  toys_text.chat_tokenizer("chatml").save(folder)
+  places = [*SOURCE.iterdir(), *folder.iterdir()]
+  return {file.name: file.read_bytes() for file in places if file.is_file()}
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-  constants = pytest.importorskip("huggingface_hub.constants")
-  server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-  threading.Thread(target=server.serve_forever, daemon=True).start()
-  address = f"http://127.0.0.1:{server.server_port}"
-  # What HF_ENDPOINT and HF_HOME set when the package is imported.
-  monkeypatch.setattr(constants, "ENDPOINT", address)
-  template = address + "/{repo_id}/resolve/{revision}/{filename}"
-  monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-  monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-  monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-  monkeypatch.delenv("HF_TOKEN", raising=False)
-  yield server
-  server.shutdown()
-  server.server_close()
+def hub(tmp_path, files):
+  with hub_stand_in.serve(tmp_path) as server:
+    config = json.loads(files["config.json"])
+    older = files | {"config.json": json.dumps(config | {"rms_norm_eps": 0.5}).encode()}
+    server.models["ORG/open"] = Model()
+    server.models["ORG/open"].commit(older, "v1")
+    server.models["ORG/open"].commit(files)
+    server.models["ORG/gated"] = Model(gated=True)
+    server.models["ORG/gated"].commit(files)
+    yield server
 
 
 def test_a_hub_id_is_downloaded_once_and_then_read_offline(hub):
@@ -78,8 +41,7 @@ def test_a_hub_id_is_downloaded_once_and_then_read_offline(hub):
   for file in ("config.json", "model-00001-of-00003.safetensors"):
     assert (folder / file).read_bytes() == (SOURCE / file).read_bytes()
   assert not (folder / "expected.npz").exists()
-  hub.shutdown()
-  hub.server_close()
+  hub.close()
   assert automodel.resolve_folder("ORG/open") == folder
 
 
@@ -88,5 +50,41 @@ def test_a_gated_model_names_the_way_in(hub, monkeypatch):
     automodel.resolve_folder("ORG/gated")
   with pytest.raises(FileNotFoundError, match="no model 'ORG/none' at the hub that"):
     automodel.resolve_folder("ORG/none")
-  monkeypatch.setenv("HF_TOKEN", OPEN_TO.removeprefix("Bearer "))
+  monkeypatch.setenv("HF_TOKEN", hub_stand_in.TOKEN)
   assert (automodel.resolve_folder("ORG/gated") / "config.json").is_file()
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit(hub):
+  refs = hub.models["ORG/open"].refs
+  bases = {}
+  for revision in (None, "main", "v1", refs["v1"]):
+    folder = automodel.resolve_folder("ORG/open", revision)
+    assert hub_lib.commit_of(folder) == refs.get(revision or "main", revision)
+    config = automodel.config_of_folder("ORG/open", revision)
+    bases[revision] = config.norm_eps
+  assert bases["v1"] == bases[refs["v1"]] == 0.5
+  assert bases[None] == bases["main"] != 0.5
+  with pytest.raises(
+    FileNotFoundError, match="has no revision 'v2': give a commit, tag"
+  ):
+    automodel.resolve_folder("ORG/open", "v2")
+  with pytest.raises(ValueError, match=r"revision is 'v1' and .* is a folder"):
+    automodel.AutoModel.from_pretrained(SOURCE, revision="v1")
+  model = automodel.AutoModel.from_pretrained("ORG/open", revision="v1")
+  assert model.config.norm_eps == 0.5
+
+
+def test_a_tokenizer_is_downloaded_without_weights(hub, files):
+  tokenizer = TokenizerAdapter.from_pretrained("ORG/open", revision="v1")
+  assert tokenizer.chat_template == toys_text.CHATML
+  [folder] = (hub_lib.download("ORG/open", (), "v1"),)
+  assert (folder / "tokenizer.json").read_bytes() == files["tokenizer.json"]
+  assert not list(folder.glob("*.safetensors"))
+  with pytest.raises(
+    FileNotFoundError, match=r"no tokenizer at 'ORG/open': .* no revis"
+  ):
+    TokenizerAdapter.from_pretrained("ORG/open", revision="v2")
+  with pytest.raises(FileNotFoundError, match="no tokenizer at 'ORG/none': neither"):
+    TokenizerAdapter.from_pretrained("ORG/none")
+  with pytest.raises(ValueError, match="is a folder: leave it out"):
+    TokenizerAdapter.from_pretrained(folder, revision="v1")

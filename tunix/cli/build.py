@@ -31,7 +31,7 @@ from tunix.models.transformer.model import Transformer
 from tunix.perf.metrics import PerfMetricsOptions
 from tunix.sft import metrics_logger as metrics
 from tunix.sft.config import Schedule, TrainingConfig
-from tunix.utils import env
+from tunix.utils import env, hub
 
 _NO_MODEL = (
   "model.path is not set: give --model.path=FOLDER, or --model.name=PRESET to start "
@@ -96,8 +96,12 @@ def build_tokenizer(config: RunSettings) -> TokenizerAdapter:
       else _NO_MODEL
     )
   template = config.tokenizer.chat_template
+  revision = config.model.revision if source == config.model.path else None
+  read = functools.partial(
+    loading.named_tokenizer, "tokenizer.path", source, revision=revision
+  )
   if template is None:
-    return loading.named_tokenizer("tokenizer.path", source)
+    return read()
   file = pathlib.Path(template).expanduser()
   if not file.is_file():
     raise FileNotFoundError(
@@ -110,7 +114,7 @@ def build_tokenizer(config: RunSettings) -> TokenizerAdapter:
       f"tokenizer.chat_template {template!r} is no UTF-8 text ({error}): give a file "
       "of jinja source"
     ) from error
-  return loading.named_tokenizer("tokenizer.path", source, chat_template=text)
+  return read(chat_template=text)
 
 
 def check_model(config: RunSettings) -> None:
@@ -124,9 +128,32 @@ def check_model(config: RunSettings) -> None:
     preset_config(config)
   elif config.model.path is not None:
     loading.check_model_folder("model.path", config.model.path)
-    automodel.resolve_folder(config.model.path)
+    model_folder(config)
   else:
     raise ValueError(_NO_MODEL)
+
+
+def model_folder(config: RunSettings) -> pathlib.Path:
+  """The folder that `model.path` names; a hub id is downloaded.
+
+  Raises:
+    FileNotFoundError: there is no such folder, id or revision.
+    ValueError: a revision of a folder.
+  """
+  assert config.model.path is not None
+  try:
+    return automodel.resolve_folder(config.model.path, config.model.revision)
+  except ValueError as error:
+    raise ValueError(f"model.{error}") from error
+
+
+def settle_revision(config: RunSettings) -> RunSettings:
+  """The configuration with the commit that a hub id means now: a branch may move while
+  the run stands still, and its export is of the model that it was trained on."""
+  path = config.model.path
+  if path is None or pathlib.Path(path).expanduser().is_dir():
+    return config
+  return with_value(config, "model.revision", hub.commit_of(model_folder(config)))
 
 
 def preset_config(config: RunSettings) -> Any:
@@ -171,7 +198,11 @@ def build_model(config: RunSettings, mesh: Mesh | None) -> Transformer:
       model = quantisation.quantise(model, source.quantise)
   else:
     model = automodel.AutoModel.from_pretrained(
-      source.path or "", mesh, quantise=source.quantise, **options
+      source.path or "",
+      mesh,
+      revision=source.revision,
+      quantise=source.quantise,
+      **options,
     )
   return _adapted(model, config)
 
@@ -221,7 +252,7 @@ def sizes_of_model(config: RunSettings) -> Any:
   if config.model.name is not None:
     sizes = preset_config(config)
   elif config.model.path is not None:
-    sizes = automodel.sizes_of(config.model.path)
+    sizes = automodel.sizes_of(config.model.path, config.model.revision)
   else:
     raise ValueError(_NO_MODEL)
   options = _model_options(config)
@@ -356,13 +387,16 @@ def export(
     OSError: the disk is full or not writable.
   """
   if kind == "adapter":
-    lora.save_adapter(model, folder, base=config.model.path)
+    revision = config.model.revision
+    lora.save_adapter(model, folder, base=config.model.path, revision=revision)
     if jax.process_index() == 0:
       build_tokenizer(config).save(folder)
     return
-  path = config.model.path or config.tokenizer.path
-  assert path is not None
-  source = automodel.resolve_folder(path)
+  if config.model.path is not None:
+    source = model_folder(config)
+  else:
+    assert config.tokenizer.path is not None  # the tokenizer was built of it
+    source = automodel.resolve_folder(config.tokenizer.path)
   safetensors_saver.save_pretrained(
     model, folder, source=source, dtype=precision.of_export(config, model)
   )

@@ -43,7 +43,7 @@ class Arguments:
 
 
 # Names before a value that are no keys.
-_OWN = ("config", "rows")
+_OWN = ("config", "rows", "model", "tokenizer", "columns")
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:

@@ -5,22 +5,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from tunix.cli import build, build_data, build_prompts, config as config_lib
+from tunix.cli import (
+  build,
+  build_data,
+  build_prompts,
+  config as config_lib,
+  data_file,
+)
 from tunix.cli.build_data import RunData
 from tunix.cli.settings import StreamRun
 from tunix.data import show
 from tunix.rl.pipeline import PROMPTS
 
 HELP = """\
-usage: tunix data show FILE[,FILE] [--rows N] [--KEY.SUB=VALUE ...]
-       tunix data scan FILE[,FILE] [--KEY.SUB=VALUE ...]
+usage: tunix data show RECORDS[,RECORDS] [--rows N] [--model FOLDER]
+                       [--tokenizer FOLDER] [--columns '{prompt: question}']
+       tunix data show CONFIG[,CONFIG] [--rows N] [--KEY.SUB=VALUE ...]
+       tunix data scan CONFIG[,CONFIG] [--KEY.SUB=VALUE ...]
 
-show: the first batch as text, with the tokens that are trained between « and »; for
-      dpo, orpo, kto and reward prompts with their completions, those that are scored
-      between « and »; for grpo and ppo the prompts, with the columns that reward
-      functions see.
+show: of a file of records (JSON, JSON lines, CSV, parquet, ArrayRecord, hf:ORG/NAME)
+      its format, the form of its records and the keys by which that is known, the jobs
+      that take them, and the first of them; with --model or --tokenizer as tokens.
+      Of a configuration the first batch as text; for dpo, orpo, kto and reward prompts
+      with their completions; for grpo and ppo the prompts, with the columns that reward
+      functions see. What is trained or scored stands between « and ».
 scan: checks and tokenises every record, and counts.
-The files and keys are those of `tunix train`; the model is not loaded."""
+Configurations and keys are those of `tunix train`; a model is never loaded."""
 
 _ROWS = 4
 
@@ -41,8 +51,15 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _show(argv: list[str]) -> None:
-  rows, rest = _take_rows(argv)
-  config = config_lib.load(rest)
+  arguments = config_lib.parse_arguments(argv)
+  rows = _rows(arguments)
+  others = [(key, text) for key, text in arguments.overrides if key != "rows"]
+  if arguments.files and data_file.is_data(arguments.files[0]):
+    data_file.show_files(arguments.files, others, rows)
+    return
+  config = config_lib.load(
+    [*arguments.files, *(f"--{key}={text}" for key, text in others)]
+  )
   tokenizer = build.build_tokenizer(config)
   if not isinstance(config, StreamRun):
     _show_prompts(build_prompts.build_prompts(config, tokenizer), rows)
@@ -83,14 +100,12 @@ def _show_prompts(data: RunData, rows: int) -> None:
       print(f"{name}: {batch[name][number]}")
 
 
-def _take_rows(argv: list[str]) -> tuple[int, list[str]]:
-  """(--rows, the other arguments)."""
-  arguments = config_lib.parse_arguments(argv)
+def _rows(arguments: config_lib.Arguments) -> int:
+  """What --rows says."""
   rows = [text for key, text in arguments.overrides if key == "rows"] or [str(_ROWS)]
   if not rows[-1].isdigit() or int(rows[-1]) < 1:
     raise ValueError(f"--rows is {rows[-1]!r}: give a whole number from 1 up")
-  others = [f"--{key}={text}" for key, text in arguments.overrides if key != "rows"]
-  return int(rows[-1]), [*arguments.files, *others]
+  return int(rows[-1])
 
 
 _ACTIONS: dict[str, Callable[[list[str]], None]] = {"show": _show, "scan": _scan}

@@ -66,11 +66,16 @@ def open_records(
 
 def is_call(name: str) -> bool:
   """Whether a source is a function, and no file."""
-  if "://" in name or _LIBRARY.fullmatch(name):
+  if is_address(name):
     return False
   if name.endswith(".py"):
     return True
   return _FUNCTION.fullmatch(name) is not None and not pathlib.Path(name).exists()
+
+
+def is_address(name: str) -> bool:
+  """Whether a source is a file of a bucket, or what a library gives."""
+  return "://" in name or _LIBRARY.fullmatch(name) is not None
 
 
 def with_absolute_paths(names: str | Sequence[str]) -> str | tuple[str, ...]:

@@ -49,7 +49,10 @@ def of_base(config: RunSettings) -> dict[str, str]:
   Raises:
     FileNotFoundError, ValueError: weights are missing or damaged.
   """
-  return of_models({"model": config.model.path})
+  path, revision = config.model.path, config.model.revision
+  if path is None:
+    return {}
+  return {"model": of_model(automodel.resolve_folder(path, revision))}
 
 
 def of_models(paths: Mapping[str, str | None]) -> dict[str, str]:

@@ -96,7 +96,7 @@ def check_adapter_folder(folder: str) -> None:
     raise ValueError(f"--adapter is {folder!r}, which has no {_ADAPTER}: {near}")
 
 
-def named_tokenizer(name: str, folder: str, **options: str) -> TokenizerAdapter:
+def named_tokenizer(name: str, folder: str, **options: str | None) -> TokenizerAdapter:
   """The tokenizer of a folder or hub id; a folder without one is told by its setting.
 
   Raises:

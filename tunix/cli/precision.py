@@ -40,7 +40,8 @@ def of_export(config: RunSettings, model: Transformer) -> Any:
   # Without model.dtype the computation has the checkpoint's already.
   if config.model.path is None or config.model.dtype is None:
     return jnp.dtype(model.config.dtype)
-  return _stored(automodel.resolve_folder(config.model.path))
+  source = config.model
+  return _stored(automodel.resolve_folder(source.path, source.revision))
 
 
 def describe(config: RunSettings, model: Transformer) -> str:

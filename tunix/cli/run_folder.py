@@ -12,6 +12,7 @@ from typing import Any
 
 from tunix.cli import build, config as config_lib, keys, yaml_text
 from tunix.cli.settings import RunSettings
+from tunix.models import automodel
 from tunix.utils import io
 
 # What may change between a run and its continuation: where things lie, how long and
@@ -22,6 +23,7 @@ FREE = (
   "data.train",  # the files are compared by content
   "data.eval",
   "model.path",
+  "model.revision",
   "tokenizer.path",
   "tokenizer.chat_template",
   "data.scan_limit",
@@ -243,9 +245,14 @@ class RunFolder:
 
 
 def _shared(config: RunSettings) -> dict[str, Any]:
-  """The settings that all processes of a run have."""
+  """The settings that all processes of a run have. The revision is left to the model's
+  fingerprint: a branch of the hub moves on where no weight changes."""
   flat = keys.flatten(config)
-  return {k: v for k, v in flat.items() if not k.startswith("distributed")}
+  return {
+    key: value
+    for key, value in flat.items()
+    if not key.startswith("distributed") and key != "model.revision"
+  }
 
 
 def _differences(before: RunSettings, now: RunSettings) -> list[str]:
@@ -299,10 +306,13 @@ def export_of(folder: str, adapter: str | None) -> tuple[str, str | None]:
     return folder, adapter
   if (run.export / "config.json").is_file():
     return str(run.export), adapter
-  base = run.read_config().model.path
-  if base is None or not (run.export / "adapter_config.json").is_file():
+  source = run.read_config().model
+  if source.path is None or not (run.export / "adapter_config.json").is_file():
     raise FileNotFoundError(
       f"{folder} is a run's folder and has no export: `tunix export --run {folder} "
       "--to FOLDER` writes the model of a checkpoint"
     )
+  base = source.path
+  if source.revision is not None:
+    base = str(automodel.resolve_folder(base, source.revision))
   return base, str(run.export) if adapter is None else adapter

@@ -34,6 +34,8 @@ class ModelSettings:
 
   Attributes:
     path: a Hugging Face folder (config.json and safetensors), or a hub id "owner/name".
+    revision: of a hub id, and of its tokenizer: a commit, tag or branch; null: the
+      newest. The run keeps the commit that it means when the run begins.
     name: or a preset to start from scratch, such as llama3p2_1b or qwen3_0p6b, ...
     args: ... with fields of it to change: {num_layers: 4, embed_dim: 256, ...}.
     dtype: of the computation; null: the checkpoint's.
@@ -49,6 +51,7 @@ class ModelSettings:
   """
 
   path: str | None = None
+  revision: str | None = None
   name: str | None = None
   args: dict[str, Any] = dataclasses.field(default_factory=dict)
   dtype: Dtype | None = None
@@ -63,6 +66,11 @@ class ModelSettings:
       raise ValueError(
         f"path is {self.path!r} and model.name {self.name!r}: give a checkpoint's "
         "folder or a preset to start from scratch, not both"
+      )
+    if self.revision is not None and self.path is None:
+      raise ValueError(
+        f"revision is {self.revision!r} and model.path is not set: it is of a hub id "
+        "'owner/name'"
       )
     if self.args and self.name is None:
       raise ValueError(

@@ -279,6 +279,7 @@ def prepare(
     ValueError, FileNotFoundError: something about model, tokenizer or data is wrong.
   """
   build.check_model(config)
+  config = build.settle_revision(config)
   JOBS[config.job].check(config)
   tokenizer = build.build_tokenizer(config)
   data = JOBS[config.job].data(config, tokenizer, folder.scans())

@@ -21,6 +21,8 @@ class ArrayRecords(Records):
   Read by position through Grain, which holds the files' indices and no record.
   """
 
+  noun = "ArrayRecord"
+
   def __init__(self, pattern: str, kind: Kind = SFT, *, name: str | None = None):
     """Opens the files.
 

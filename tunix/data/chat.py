@@ -208,7 +208,8 @@ def _conversation(
   return [*({**m, "train": False} for m in prompt), *(dict(m) for m in completion)]
 
 
-def _is_trained(message: Message) -> bool:
+def is_trained(message: Message) -> bool:
+  """Whether a turn of a conversation is learned."""
   return (
     message["role"] == "assistant"
     and message.get("train", True)
@@ -224,7 +225,7 @@ def _shown(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def _chat(
   messages: Sequence[Message], tokenizer: TokenizerAdapter, variables: Mapping[str, Any]
 ) -> Example:
-  turns = [i for i, message in enumerate(messages) if _is_trained(message)]
+  turns = [i for i, message in enumerate(messages) if is_trained(message)]
   shown = _shown(messages)
 
   def rendered(some: Sequence[Message], add_generation_prompt: bool) -> str:

@@ -51,7 +51,7 @@ def open_file(
   if suffix in (".csv", ".tsv"):
     return CsvRecords(path, kind, name=name)
   if suffix == ".parquet":
-    return HeldRecords(_parquet(text), kind, name=known)
+    return HeldRecords(_parquet(text), kind, name=known, noun="parquet")
   is_array = suffix == ".json" and _begins_an_array(pathlib.Path(text).expanduser())
   return (JsonArrayRecords if is_array else JsonlRecords)(path, kind, name=name)
 

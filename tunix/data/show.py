@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from tunix.data import chat
+from tunix.data.records import Record, Text
+from tunix.data.render import Rendered
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 # Columns that batches of prompts may have behind them, in the order of showing.
@@ -130,6 +133,58 @@ def describe_completions(
       shown = _marked(ids, mask[: len(ids)], tokenizer, marks)
       lines.append(f"{name}, {int(mask.sum())} tokens: {shown}")
     lines += [f"{name[:-1]}: {batch[name][row]}" for name in _EXTRA if name in batch]
+  return "\n".join(lines)
+
+
+def describe_record(read: Record, *, colour: bool = False) -> str:
+  """A record as it is read, before any tokenizer; what is learned between « and ».
+
+  Args:
+    read: the record taken apart.
+    colour: green for what is learned as well, for terminals.
+  """
+  marks = _marks_of(colour)
+  lines = [f"prompt:\n{_text_of(read.prompt, ('', ''))}"] if read.prompt else []
+  for name, text in read.completions.items():
+    lines.append(f"{name}:\n{_text_of(text, marks)}")
+  lines += [f"{name}: {value}" for name, value in read.extra.items()]
+  return "\n".join([*lines, "tools: yes"] if read.tools else lines)
+
+
+def describe_rendered(
+  rendered: Rendered,
+  names: Sequence[str],
+  tokenizer: TokenizerAdapter,
+  *,
+  colour: bool = False,
+) -> str:
+  """A record as tokens, decoded; trained or scored ones between « and ».
+
+  Args:
+    rendered: the record's tokens, of any length.
+    names: of its completions.
+    tokenizer: decodes the tokens.
+    colour: as for `describe_batch`.
+  """
+  prompt, marks = rendered.prompt, _marks_of(colour)
+  text = tokenizer.decode(prompt, skip_special_tokens=False)
+  lines = [f"prompt, {len(prompt)} tokens:\n{text}"] if len(prompt) else []
+  for name, ids, mask in zip(names, rendered.completions, rendered.masks):
+    text = _marked(ids, mask != 0, tokenizer, marks)
+    lines.append(f"{name}, {len(ids)} tokens, {int(mask.sum())} trained:\n{text}")
+  lines += [f"{name}: {value}" for name, value in rendered.extra.items()]
+  return "\n".join(lines)
+
+
+def _text_of(text: Text, marks: tuple[str, str]) -> str:
+  """Text, or the turns of messages, those that are learned between the marks."""
+  if isinstance(text, str):
+    return f"{marks[0]}{text}{marks[1]}"
+  lines = []
+  for turn in text:
+    said = turn.get("content") or turn.get("tool_calls")
+    before, behind = marks if chat.is_trained(turn) else ("", "")
+    lines.append(f"[{turn['role']}] {before}{said}{behind}")
   return "\n".join(lines)
 
 

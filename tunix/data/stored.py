@@ -25,8 +25,10 @@ class Records(Sequence[dict[str, Any]], abc.ABC):
     kind: what they are read as.
     name: of the whole, for messages.
     fingerprint: SHA-256 of their content.
+    noun: what they lie in.
   """
 
+  noun = "records"
   kind: Kind
   name: str
   fingerprint: Any
@@ -88,8 +90,6 @@ class FileRecords(Records):
   Memory holds a few numbers a record (where it begins and ends), never the file. Safe
   to read from many threads, and to pickle.
   """
-
-  noun = "text"  # what such a file is called
 
   def __init__(
     self, path: str | os.PathLike[str], kind: Kind = SFT, *, name: str | None = None
@@ -156,7 +156,7 @@ class Renamed(Records):
 
   def __init__(self, records: Records, columns: Mapping[str, str]):
     self.records, self.columns = records, columns
-    self.kind, self.name = records.kind, records.name
+    self.kind, self.name, self.noun = records.kind, records.name, records.noun
 
   @property
   def fingerprint(self) -> str:
@@ -197,7 +197,7 @@ class HeldRecords(Records):
   lists.
   """
 
-  def __init__(self, items: Any, kind: Kind = SFT, *, name: str):
+  def __init__(self, items: Any, kind: Kind = SFT, *, name: str, noun: str = "records"):
     """Takes the items as they are.
 
     Raises:
@@ -216,7 +216,7 @@ class HeldRecords(Records):
       )
     if not len(items):
       raise ValueError(f"{name} is empty; {kind.expected}")
-    self.kind, self.name, self._items = kind, name, items
+    self.kind, self.name, self.noun, self._items = kind, name, noun, items
 
   def __len__(self) -> int:
     return len(self._items)

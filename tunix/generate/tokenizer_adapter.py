@@ -84,15 +84,21 @@ class TokenizerAdapter:
     path: str | os.PathLike[str],
     *,
     chat_template: tokenizer_files.ChatTemplates | None = None,
+    revision: str | None = None,
   ) -> TokenizerAdapter:
     """The tokenizer of a Hugging Face folder, a `tokenizer.json`, or a model id.
+
+    Args:
+      path: of the folder or file, or a hub id "owner/name".
+      chat_template: instead of its own.
+      revision: of a hub id: a commit, tag or branch; None: its newest commit.
 
     Raises:
       FileNotFoundError: there is no such folder, or no tokenizer in it.
       ImportError: the folder has no `tokenizer.json` and transformers is missing.
-      ValueError: a file of the folder is damaged.
+      ValueError: a file of the folder is damaged, or it is given a revision.
     """
-    tokenizer = tokenizer_loading.load_pretrained(path)
+    tokenizer = tokenizer_loading.load_pretrained(path, revision)
     return TokenizerAdapter(tokenizer, chat_template=chat_template)
 
   @property

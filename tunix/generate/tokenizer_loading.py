@@ -14,39 +14,51 @@ from typing import Any
 
 from tunix.generate import tokenizer_files
 from tunix.generate.tokenizer_backends import TokenizersBackend
-from tunix.utils import optional
+from tunix.utils import hub, optional
 
-_MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_NAME = re.compile(r"[\w.-]+")  # of the hub's oldest models: "gpt2"
 
 Path = str | os.PathLike[str]
 
 
-def load_pretrained(path: Path) -> Any:
+def load_pretrained(path: Path, revision: str | None = None) -> Any:
   """What an adapter wraps: of a Hugging Face folder, a `tokenizer.json`, or a model id.
+
+  Args:
+    path: of the folder or file, or "owner/name".
+    revision: of a model id: a commit, tag or branch; None: its newest commit.
 
   Raises:
     FileNotFoundError: there is no such folder, or no tokenizer in it.
     ImportError: the folder has no `tokenizer.json` and transformers is missing.
-    ValueError: a file of the folder is damaged.
+    ValueError: a file of the folder is damaged, or it is given a revision.
   """
   source = pathlib.Path(path).expanduser()
   if source.is_file() and source.name != "tokenizer.json":
     raise ValueError(f"{source} is no tokenizer.json; give its folder, or that file")
   folder = source.parent if source.is_file() else source
+  if folder.is_dir() and revision is not None:
+    raise ValueError(f"revision is {revision!r} and {folder} is a folder: leave it out")
+  if not folder.is_dir() and hub.is_id(str(path)):
+    folder = _download(str(path), revision)
   if folder.is_dir():
     files = tokenizer_files.read_folder(folder)
     if files.tokenizer_json is not None:
       return _load_fast(files)
-  elif not _may_be_model_id(str(path)):
+  elif not _NAME.fullmatch(str(path)):
     raise FileNotFoundError(f"no tokenizer folder {str(path)!r}; check the path")
-  return _load_with_transformers(str(folder if folder.is_dir() else path))
+  name = str(folder if folder.is_dir() else path)
+  return _load_with_transformers(name, revision or "main")
 
 
-def _may_be_model_id(name: str) -> bool:
-  # "models/llama" beside a folder "models" is a path with a typing error; asking the
-  # network for it would take long and end in a message about ids.
-  owner, slash, _ = name.partition("/")
-  return bool(_MODEL_ID.fullmatch(name)) and not (slash and os.path.isdir(owner))
+def _download(name: str, revision: str | None) -> pathlib.Path:
+  try:
+    return hub.download(name, hub.TOKENIZER_FILES, revision)
+  except FileNotFoundError as error:
+    raise FileNotFoundError(
+      f"no tokenizer at {name!r}: neither a folder with tokenizer.json nor at the hub: "
+      f"{error}"
+    ) from error
 
 
 def load_sentencepiece(path: Path) -> Any:
@@ -97,14 +109,14 @@ def _added_token_fields(item: Mapping[str, Any]) -> dict[str, Any]:
   return {name: item[name] for name in fields if name in item}
 
 
-def _load_with_transformers(name: str) -> Any:
+def _load_with_transformers(name: str, revision: str) -> Any:
   transformers = optional.require(
     "transformers",
     f"{name!r} is no local folder with a tokenizer.json; to load it tunix",
     "transformers",
   )
   try:
-    return transformers.AutoTokenizer.from_pretrained(name)
+    return transformers.AutoTokenizer.from_pretrained(name, revision=revision)
   except (OSError, ValueError) as error:
     raise FileNotFoundError(
       f"no tokenizer at {name!r}: neither a folder with tokenizer.json nor anything "

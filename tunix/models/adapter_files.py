@@ -78,6 +78,7 @@ def save_adapter(
   folder: str | os.PathLike[str],
   *,
   base: str | None = None,
+  revision: str | None = None,
   family: Family | None = None,
 ) -> None:
   """Writes the adapters, and modules that are trained whole, as a PEFT folder.
@@ -89,6 +90,7 @@ def save_adapter(
     model: adapted; unchanged.
     folder: where to; see `tensor_files.staged_folder`.
     base: name or folder of the base model, recorded for readers.
+    revision: of `base` at the hub, recorded likewise.
     family: the kind of model; None: found by the config's class.
 
   Raises:
@@ -111,6 +113,7 @@ def save_adapter(
     "peft_type": "LORA",
     "task_type": "SEQ_CLS" if "score.kernel" in whole else "CAUSAL_LM",
     "base_model_name_or_path": base,
+    **({} if revision is None else {"revision": revision}),
     **_sizes([part for group in parts.values() for part in group], rslora),
     "target_modules": _peft_targets(model, family, parts),
     "modules_to_save": whole_files.names(model, family, whole) or None,

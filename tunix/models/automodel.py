@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import os
 import pathlib
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +21,9 @@ from tunix.models.quantisation import QuantisationConfig
 from tunix.models.transformer import sharding as sharding_lib
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.model import Transformer
-from tunix.utils import mesh as mesh_lib, optional
+from tunix.utils import hub, mesh as mesh_lib
 
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer.model"]
+_HUB_FILES = ("*.safetensors", *hub.TOKENIZER_FILES)
 
 
 class AutoModel:
@@ -37,6 +34,7 @@ class AutoModel:
     folder: str | os.PathLike[str],
     mesh: Mesh | None = None,
     *,
+    revision: str | None = None,
     dtype: DTypeLike | None = None,
     param_dtype: DTypeLike | None = None,
     remat: str | None = None,
@@ -50,10 +48,10 @@ class AutoModel:
     """Loads a Hugging Face folder: `config.json` and safetensors or torch weights.
 
     Args:
-      folder: the folder; or a hub id "owner/name", which is downloaded when the
-        package huggingface_hub is there (this path has no test).
+      folder: the folder; or a hub id "owner/name", which is downloaded once.
       mesh: where the weights go, each device reading only its part; None: the mesh of
         the context, or the default device.
+      revision: of a hub id: a commit, tag or branch; None: its newest commit.
       dtype: of computation, and of the weights unless `param_dtype` says otherwise;
         None: the checkpoint's own.
       param_dtype: of the weights; None: `dtype`.
@@ -68,11 +66,12 @@ class AutoModel:
       family: the kind of model; None: found by `model_type`.
 
     Raises:
-      FileNotFoundError: no such folder, no `config.json`, or weights are missing.
-      ValueError: an unknown family or setting, damaged files, or a tensor that is
-        missing, has another shape, or has no place in the model.
+      FileNotFoundError: no such folder or revision, no `config.json`, or weights are
+        missing.
+      ValueError: an unknown family or setting, a revision of a folder, damaged files,
+        or a tensor that is missing, has another shape, or has no place in the model.
     """
-    path = resolve_folder(folder)
+    path = resolve_folder(folder, revision)
     config_file = path / "config.json"
     hf = tensor_files.read_json(config_file)
     try:
@@ -178,7 +177,9 @@ def of_shapes(
   return nnx.merge(graph, jax.tree.map(mesh_lib.put, shapes, where))
 
 
-def config_of_folder(folder: str | os.PathLike[str]) -> TransformerConfig:
+def config_of_folder(
+  folder: str | os.PathLike[str], revision: str | None = None
+) -> TransformerConfig:
   """The ModelConfig that the `config.json` of a Hugging Face folder describes; its
   weights are not looked at, and may be missing.
 
@@ -186,7 +187,7 @@ def config_of_folder(folder: str | os.PathLike[str]) -> TransformerConfig:
     FileNotFoundError: no such folder, or no `config.json`.
     ValueError: an unknown family or setting.
   """
-  config_file = resolve_folder(folder) / "config.json"
+  config_file = resolve_folder(folder, revision) / "config.json"
   hf = tensor_files.read_json(config_file)
   try:
     family = families.by_model_type(hf.get("model_type"))
@@ -199,7 +200,9 @@ def config_of_folder(folder: str | os.PathLike[str]) -> TransformerConfig:
     raise ValueError(f"{config_file}: {error}") from error
 
 
-def sizes_of(name: str | os.PathLike[str]) -> TransformerConfig:
+def sizes_of(
+  name: str | os.PathLike[str], revision: str | None = None
+) -> TransformerConfig:
   """The ModelConfig of a folder or a hub id, for which nothing is downloaded where a
   preset is made like it (`naming.ModelNaming`); it is in bfloat16 then, as those are
   at the hub.
@@ -208,66 +211,47 @@ def sizes_of(name: str | os.PathLike[str]) -> TransformerConfig:
     FileNotFoundError, ValueError: see `config_of_folder`.
   """
   path = pathlib.Path(name).expanduser()
-  if path.exists() or not _HUB_ID.fullmatch(str(name)) or _is_cached(str(name)):
-    return config_of_folder(name)
+  here = path.exists() or hub.is_cached(str(name), "config.json", revision)
+  if here or not hub.is_id(str(name)):
+    return config_of_folder(name, revision)
   try:
     preset = naming.ModelNaming(model_id=str(name)).model_config_id
   except ValueError:
-    return config_of_folder(name)
+    return config_of_folder(name, revision)
   sizes = families.preset(preset)[1]()
   return with_options(sizes, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
 
 
-def _is_cached(hub_id: str) -> bool:
-  """Whether the model's `config.json` was downloaded before."""
-  if importlib.util.find_spec("huggingface_hub") is None:
-    return False
-  import huggingface_hub
-
-  return isinstance(huggingface_hub.try_to_load_from_cache(hub_id, "config.json"), str)
-
-
-def resolve_folder(name: str | os.PathLike[str]) -> pathlib.Path:
+def resolve_folder(
+  name: str | os.PathLike[str], revision: str | None = None
+) -> pathlib.Path:
   """The local folder of a model: `name` itself, or its download if it is a hub id.
+
+  Args:
+    name: a folder, or "owner/name".
+    revision: of a hub id: a commit, tag or branch; None: its newest commit.
 
   Raises:
     FileNotFoundError: there is no such folder and it is no hub id, or the download
       failed.
+    ValueError: a revision of a folder.
   """
   path = pathlib.Path(name).expanduser()
   if path.is_dir():
+    if revision is not None:
+      raise ValueError(
+        f"revision is {revision!r} and {path} is a folder, which has none: leave it "
+        "out, or give a hub id 'owner/name'"
+      )
     return path
   if path.exists():
     raise FileNotFoundError(f"{path} is a file: give the folder that holds config.json")
-  # "models/typo" next to a folder "models" is a mistyped path, not an id.
-  if not _HUB_ID.fullmatch(str(name)) or path.parent.is_dir():
+  if not hub.is_id(str(name)):
     raise FileNotFoundError(
       f"there is no folder {path}: give a folder with config.json and *.safetensors, "
       "or a hub id 'owner/name'"
     )
-  hub = optional.require(
-    "huggingface_hub", f"downloading {str(name)!r}", "huggingface_hub"
-  )
-  from huggingface_hub import errors
-
-  try:
-    return pathlib.Path(hub.snapshot_download(str(name), allow_patterns=_HUB_FILES))
-  except errors.GatedRepoError as error:
-    raise FileNotFoundError(
-      f"the model {str(name)!r} is gated: accept its terms on its page at the hub, and "
-      "set HF_TOKEN to a token of that account"
-    ) from error
-  except errors.RepositoryNotFoundError as error:
-    raise FileNotFoundError(
-      f"there is no folder {path}, and no model {str(name)!r} at the hub that can be "
-      "seen: check the name; for a private one set HF_TOKEN"
-    ) from error
-  except OSError as error:
-    reason = str(error).strip().partition("\n")[0]
-    raise FileNotFoundError(
-      f"there is no folder {path}, and downloading it as a hub id failed ({reason}): "
-      "check the name and the network, or download it by hand"
-    ) from error
+  return hub.download(str(name), _HUB_FILES, revision)
 
 
 def _canonical(tensors: dict[str, Any], family: Family) -> dict[str, Any]:

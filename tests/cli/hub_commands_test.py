@@ -1,0 +1,72 @@
+"""Models of the hub in the command, from the stand-in of its HTTP API."""
+
+import json
+import pathlib
+
+import pytest
+
+from tests.cli import runs
+from tests.models import hub_stand_in
+from tests.models.hub_stand_in import Model
+from tunix.cli import build, config as config_lib, run_folder
+from tunix.cli.run_folder import RunFolder
+from tunix.cli.train_main import prepare
+
+
+@pytest.fixture
+def hub(tmp_path, model):
+  files = {file.name: file.read_bytes() for file in model.iterdir()}
+  with hub_stand_in.serve(tmp_path) as server:
+    server.models["ORG/tiny"] = Model()
+    server.models["ORG/tiny"].commit(files, "v1")
+    yield server
+
+
+def test_a_run_keeps_the_commit_that_it_began_with(hub, settings, tmp_path):
+  settings |= {"model__path": "ORG/tiny", "lora__rank": 2}
+  folder = RunFolder(tmp_path / "out")
+
+  def prepared(**more):
+    config = config_lib.load(runs.arguments(**settings, **more))
+    return prepare(config, folder)
+
+  tiny = hub.models["ORG/tiny"]
+  first = tiny.refs["v1"]
+  config, _, data = prepared(model__revision="v1")
+  assert config.model.revision == first
+  folder.start(config, data.fingerprints, data.scans)
+  (folder.checkpoints / "4").mkdir(parents=True)
+  folder.write_result({"steps": 4})
+  build.export(config, build.build_model(config, None), "adapter", folder.export)
+  written = json.loads((folder.export / "adapter_config.json").read_text())
+  assert (written["base_model_name_or_path"], written["revision"]) == (
+    "ORG/tiny",
+    first,
+  )
+
+  # A further commit that changes no weight: the run is the same one.
+  tiny.commit(tiny.commits[first] | {"README.md": b"Hello"})
+  moved, _, data = prepared()
+  assert moved.model.revision == tiny.refs["main"] != first
+  folder.check_resume(moved, data.fingerprints)
+  assert folder.result(moved) == {"steps": 4}
+  base, _ = run_folder.export_of(str(folder.path), None)
+  assert pathlib.Path(base).name == first
+
+  weights = tiny.commits[first]["model.safetensors"]
+  tiny.commit(tiny.commits[first] | {"model.safetensors": weights[:-1] + b"\x7f"})
+  other, _, data = prepared()
+  with pytest.raises(ValueError, match=r"the model in model\.path is another"):
+    folder.check_resume(other, data.fingerprints)
+
+
+def test_a_revision_belongs_to_a_hub_id(hub, settings, capsys):
+  words = runs.arguments(**settings)
+  for more, says in (
+    ([], "model.revision is 'v2' and "),
+    (["--model.path=ORG/tiny"], "the model 'ORG/tiny' has no revision 'v2'"),
+    (["--model.name=qwen3_0p6b", "--model.path=null"], "model.path is not set"),
+  ):
+    assert runs.tunix("train", *words, "--model.revision=v2", *more) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
