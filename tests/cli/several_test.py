@@ -101,7 +101,9 @@ def test_two_processes_are_one_run(files, tmp_path):
   begun = time.monotonic()
   codes, errors = ends(*running, within=60)
   assert time.monotonic() - begun < 60 and codes[0] not in (None, 0), codes
-  assert complaints(errors[0]) or "another task died" in errors[0], errors[0][-2000:]
+  # Where a CPU's collective was under way, gloo may end the process in its own words.
+  words = ("another task died", "gloo::")
+  assert complaints(errors[0]) or any(w in errors[0] for w in words), errors[0][-2000:]
   processes.finish(*start(files, cut))
   assert losses(cut) == losses(whole)
   for name in names:
@@ -128,7 +130,8 @@ def test_kills_at_random_instants(seed, undisturbed, files, tmp_path):
     running = start(files, tmp_path)
     time.sleep(random.uniform(0.2, 1) * seconds)
     running[random.integers(2)].popen.kill()
-    codes, errors = ends(*running, within=60)
+    # One that is killed before it has joined is waited for: distributed.timeout_s.
+    codes, errors = ends(*running, within=150)
     assert None not in codes, errors
   processes.finish(*start(files, tmp_path))
   parts = ("logs/metrics.jsonl", "export/*.safetensors", "export/config.json")
