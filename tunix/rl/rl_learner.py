@@ -34,7 +34,7 @@ from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.samples import Samples
 from tunix.sft.history import History
 from tunix.sft.metrics_logger import MetricsLogger, Mode
-from tunix.sft.run import Places, Run, Work
+from tunix.sft.run import Places, Run, TrainResult, Work
 from tunix.sft.run_state import RunState
 from tunix.utils.interrupts import DeferredSignals
 
@@ -181,8 +181,8 @@ class RLLearner(abc.ABC):
     train_ds: Iterable[Mapping[str, Any]],
     eval_ds: Iterable[Mapping[str, Any]] | None = None,
     skip_jit: bool = False,
-  ) -> None:
-    """Trains until the prompts or `max_steps` end; goes on where a checkpoint was.
+  ) -> TrainResult:
+    """Trains until prompts, `max_steps` or patience end; goes on from a checkpoint.
 
     A further call starts the prompts anew. A script that calls it several times resumes
     in the call that was under way: those before it return at once.
@@ -192,6 +192,9 @@ class RLLearner(abc.ABC):
         is smaller is filled up with rows that weigh nothing.
       eval_ds: batches as well, iterated anew for every evaluation.
       skip_jit: run the updates without `jax.jit`, to debug a loss.
+
+    Returns: updates of the actor, what ended them, and the best evaluation where it is
+      asked for.
 
     Raises:
       Stopped: SIGINT or SIGTERM arrived; a checkpoint was saved.
@@ -203,7 +206,7 @@ class RLLearner(abc.ABC):
         "an update broke off half-way, and nothing was saved since: make the learner "
         "and its cluster anew, from the models; it resumes from the last checkpoint"
       )
-    self._run.train(train_ds, eval_ds, skip_jit)
+    return self._run.train(train_ds, eval_ds, skip_jit)
 
   def _work(self) -> Work:
     """What a run of rollouts and updates is made of; run.py decides when."""
@@ -217,6 +220,7 @@ class RLLearner(abc.ABC):
       draw=lambda source: source if source.has_more() else None,
       update=self._learn,
       evaluate=self._evaluate,
+      main_metric=("rewards/score/mean", True),
       state=self._run_state,
       form=lambda: learner_state.form(self.rl_cluster),
       load=self._load,
@@ -316,12 +320,16 @@ class RLLearner(abc.ABC):
 
   # Evaluation, checkpoints, metrics.
 
-  def _evaluate(self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals) -> None:
+  def _evaluate(
+    self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals
+  ) -> dict[str, float] | None:
     del skip_jit, signals  # it samples, and is asked to stop after it
-    if eval_ds is not None:
-      with self.rl_cluster.perf.span_group("evaluation"):
-        values = self.evaluate(eval_ds)
-      self._log({**values, **self._phases.take()}, Mode.EVAL)
+    if eval_ds is None:
+      return None
+    with self.rl_cluster.perf.span_group("evaluation"):
+      values = self.evaluate(eval_ds)
+    self._log({**values, **self._phases.take()}, Mode.EVAL)
+    return values
 
   def evaluate(self, eval_ds: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Rewards and pass@k on held-out prompts, sampled as Mode.EVAL says."""

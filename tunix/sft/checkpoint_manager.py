@@ -11,12 +11,18 @@ import dataclasses
 import json
 import logging
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
-from tunix.sft import checkpoint_errors as errors, orbax_options, run_state
+from tunix.sft import (
+  checkpoint_errors as errors,
+  checkpoint_forms as forms,
+  orbax_options,
+  run_state,
+)
 from tunix.sft.run_state import ARRAYS, RunState
 from tunix.utils import coordination, env, tree
 
@@ -38,6 +44,7 @@ class CheckpointManager:
       installed); None: nothing is saved and nothing is found.
     options: cadence and number of checkpoints; orbax's CheckpointManagerOptions are
       translated.
+    kept: gives the step of a checkpoint that stays besides the newest; None: none does.
 
   Raises:
     TypeError: options of another kind.
@@ -48,8 +55,10 @@ class CheckpointManager:
     self,
     root_directory: str | pathlib.Path | None = None,
     options: Any = None,
+    kept: Callable[[], int | None] = lambda: None,
   ):
     self._options = orbax_options.from_any(options)
+    self._kept = kept
     self._root = None if root_directory is None else str(root_directory)
     if self._root is not None and "://" not in self._root:
       self._root = str(pathlib.Path(self._root).absolute())
@@ -62,7 +71,7 @@ class CheckpointManager:
     if (before := _OPEN.get(root)) is not None:
       with errors.named_failure(root, None):
         before.wait_until_finished()
-    options = orbax_options.for_orbax(self._options)
+    options = orbax_options.for_orbax(self._options, self._kept)
     handlers = self._handlers()
     _OPEN[root] = ocp.CheckpointManager(root, options=options, item_handlers=handlers)
     return _OPEN[root]
@@ -196,9 +205,10 @@ class CheckpointManager:
     for name in ARRAYS:
       if (part := getattr(like, name)) is None:
         continue
-      target = jax.tree.map(_abstract, part)
-      saved = _metadata_leaves(metadata[name]) if name in written else {}
-      self._check_tree(step, name, saved, tree.flatten(target), partial)
+      target = jax.tree.map(forms.abstract, part)
+      saved = forms.of_metadata(metadata[name]) if name in written else {}
+      where = f"the checkpoint of step {step} in {self._root} does not fit ({name})"
+      forms.check(where, saved, tree.flatten(target), partial)
       if part:
         items[name] = ocp.args.PyTreeRestore(
           item=target,
@@ -225,33 +235,6 @@ class CheckpointManager:
     if lost := sorted(written - {p.name for p in folder.iterdir()}):
       raise FileNotFoundError(f"item {lost[0]} is missing")
     return written
-
-  def _check_tree(
-    self,
-    step: int,
-    name: str,
-    in_it: dict[str, Any],
-    here: dict[str, Any],
-    partial: bool,
-  ) -> None:
-    """Compares names, shapes and dtypes with what was saved; nothing is read yet."""
-    saved = {k: _form(tuple(v.shape), v.dtype) for k, v in in_it.items()}
-    wanted = {k: _stored_form(v) for k, v in here.items()}
-    extra = set() if partial else saved.keys() - wanted.keys()
-    problems = [f"{k} is not in it" for k in sorted(wanted.keys() - saved.keys())]
-    problems += [f"it has {k} besides" for k in sorted(extra)]
-    problems += [
-      f"{k} is {saved[k]} in it and {wanted[k]} here"
-      for k in sorted(wanted.keys() & saved.keys())
-      if wanted[k] != saved[k]
-    ]
-    if problems:
-      shown = "; ".join(problems[:4]) + ("; ..." if len(problems) > 4 else "")
-      raise errors.MismatchError(
-        f"the checkpoint of step {step} in {self._root} does not fit ({name}): "
-        f"{shown}. Resume with the model, LoRA and optimizer settings it was made "
-        "with, or use another folder"
-      )
 
   def _set_aside(self, step: int, problem: str) -> None:
     assert self._manager is not None
@@ -367,9 +350,12 @@ class CheckpointManager:
   def prune(self) -> None:
     """Deletes the checkpoints beyond `max_to_keep`. A save does so itself; what was
     killed before it had, and then has nothing more to save, leaves them."""
-    keep = self._options.max_to_keep
-    if self._manager is not None and keep is not None:
-      for step in sorted(self._manager.all_steps())[:-keep]:
+    if self._manager is None:
+      return
+    steps = sorted(self._manager.all_steps())
+    stay = orbax_options.kept(steps, self._options.max_to_keep, self._kept())
+    for step, stays in zip(steps, stay):
+      if not stays:
         self._manager.delete(step)
 
   def close(self) -> None:
@@ -399,29 +385,3 @@ def _check_json(name: str, value: Any) -> None:
       f"{name} of a checkpoint cannot be written ({error}): metadata and the states of "
       "data iterators hold strings, numbers, lists and dicts; convert arrays"
     ) from error
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-  sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _stored_form(leaf: Any) -> str:
-  """Dtype and shape on disk: random keys are stored as their data."""
-  if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-    leaf = jax.eval_shape(jax.random.key_data, leaf)
-  return _form(tuple(leaf.shape), leaf.dtype)
-
-
-def _form(shape: tuple[int, ...], dtype: Any) -> str:
-  return f"{jax.numpy.dtype(dtype).name}{list(shape)}"
-
-
-def _metadata_leaves(metadata: Any) -> dict[str, Any]:
-  if metadata is None:
-    raise FileNotFoundError("the metadata of its arrays is missing")
-  inner = getattr(metadata, "tree", metadata)
-  flat = jax.tree_util.tree_flatten_with_path(
-    inner, is_leaf=lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
-  )[0]
-  return {tree.path_name(path): leaf for path, leaf in flat}

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from tunix.perf.metrics import PerfMetricsOptions
+from tunix.sft.best import BestOptions
 from tunix.sft.metrics_logger import MetricsLoggerOptions
 from tunix.sft.profiler import ProfilerOptions
 from tunix.utils import checks
@@ -63,6 +64,8 @@ class TrainingConfig:
   Attributes:
     eval_every_n_steps: evaluate after every n optimizer steps; None: only before the
       first step and after the last.
+    best: keep the checkpoint of the best evaluation besides the newest, and stop when
+      evaluations get no better; None: neither.
     max_steps: stop after this many optimizer steps; None: when the data ends.
     gradient_accumulation_steps: micro-batches drawn for one optimizer step.
     checkpoint_root_directory: where checkpoints go; None: none are written.
@@ -84,6 +87,7 @@ class TrainingConfig:
   """
 
   eval_every_n_steps: int | None = None
+  best: BestOptions | None = None
   max_steps: int | None = None
   gradient_accumulation_steps: int | None = None
   checkpoint_root_directory: str | None = None
@@ -115,6 +119,11 @@ class TrainingConfig:
           "two names of one setting: give one of them"
         )
       object.__setattr__(self, "max_steps", self.num_train_steps)
+    if self.best is not None and not isinstance(self.best, BestOptions):
+      raise TypeError(
+        f"best is a {type(self.best).__name__}: expected a tunix.sft.best.BestOptions, "
+        "or None"
+      )
     perf = self.perf_metrics_options
     if perf is not None and not isinstance(perf, PerfMetricsOptions):
       raise TypeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunix.sft.config import CheckpointOptions
@@ -37,9 +38,12 @@ def from_any(options: Any) -> CheckpointOptions:
   for field in dataclasses.fields(options):
     value, default = getattr(options, field.name), getattr(plain, field.name)
     if field.name not in understood and value != default:
+      remedy = "leave it out"
+      if field.name in ("best_fn", "best_mode"):
+        remedy = "TrainingConfig.best keeps the best checkpoint"
       raise ValueError(
         f"CheckpointManagerOptions.{field.name} is {value!r}, which has no counterpart "
-        "in tunix.sft.config.CheckpointOptions: leave it out"
+        f"in tunix.sft.config.CheckpointOptions: {remedy}"
       )
   cadence: dict[str, Any] = {"save_every_n_steps": options.save_interval_steps}
   policy: Any = options.save_decision_policy
@@ -59,8 +63,28 @@ def from_any(options: Any) -> CheckpointOptions:
   )
 
 
-def for_orbax(o: CheckpointOptions) -> Any:
-  """The CheckpointManagerOptions of orbax that mean the same."""
+def kept(steps: Sequence[int], newest: int | None, besides: int | None) -> list[bool]:
+  """Which of the checkpoints, in order, stay: the newest (None: all), and one more."""
+  first = 0 if newest is None else max(len(steps) - newest, 0)
+  return [place >= first or step == besides for place, step in enumerate(steps)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Keep:
+  """Orbax's PreservationPolicy: asked at every save; what goes is deleted after the
+  new checkpoint is whole, so that a kill leaves too many of them and never too few."""
+
+  newest: int | None
+  besides: Callable[[], int | None]
+
+  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+    del context
+    return kept([info.step for info in checkpoints], self.newest, self.besides())
+
+
+def for_orbax(o: CheckpointOptions, besides: Callable[[], int | None]) -> Any:
+  """The CheckpointManagerOptions of orbax that mean the same; `besides` names a step
+  that stays, however old it is."""
   import orbax.checkpoint as ocp
 
   policies = ocp.checkpoint_managers
@@ -72,7 +96,7 @@ def for_orbax(o: CheckpointOptions) -> Any:
     )
   return ocp.CheckpointManagerOptions(
     save_decision_policy=decision,
-    max_to_keep=o.max_to_keep,
+    preservation_policy=_Keep(o.max_to_keep, besides),
     enable_async_checkpointing=o.asynchronous,
     async_options=ocp.AsyncOptions(timeout_secs=o.timeout_secs),
     create=True,

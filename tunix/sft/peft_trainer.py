@@ -12,10 +12,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
 import jax
-import optax
 from flax import nnx
 
 from tunix.models import calling
@@ -33,10 +32,10 @@ from tunix.sft.history import History
 from tunix.sft.losses import LossCall
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.module_state import ModuleState
-from tunix.sft.run import Places, Run, Work
+from tunix.sft.run import Places, Run, TrainResult, Work
 from tunix.sft.run_state import Progress, RunState
 from tunix.sft.step_metrics import StepReporter, matmul_params
-from tunix.sft.train_state import TrainState
+from tunix.sft.train_state import OptimizerView, TrainState
 from tunix.sft.trainer_arguments import named_metrics
 from tunix.sft.windows import Window
 from tunix.utils.interrupts import DeferredSignals
@@ -45,19 +44,12 @@ __all__ = [
   "CheckpointOptions",
   "PeftTrainer",
   "PeftTrainerConfig",
+  "TrainResult",
   "TrainingConfig",
   "TrainingInput",
 ]
 
 PeftTrainerConfig = TrainingConfig
-
-
-class OptimizerView(NamedTuple):
-  """The optimizer as it stands: the transformation, its state, updates done."""
-
-  tx: optax.GradientTransformation
-  opt_state: Any
-  step: int
 
 
 class PeftTrainer:
@@ -233,8 +225,8 @@ class PeftTrainer:
     train_ds: Iterable[Any] | None,
     eval_ds: Iterable[Any] | None = None,
     skip_jit: bool = False,
-  ) -> None:
-    """Trains until the data or `max_steps` ends; goes on where a checkpoint, or a
+  ) -> TrainResult:
+    """Trains until data, `max_steps` or patience ends; goes on where a checkpoint, or a
     call that was interrupted, left the data. Called again after the data ended, it
     starts the data anew. A script that calls it several times resumes in the call that
     was under way: those before it return at once.
@@ -245,13 +237,15 @@ class PeftTrainer:
       eval_ds: can be iterated anew for every evaluation.
       skip_jit: run the steps without `jax.jit`, to debug a loss.
 
+    Returns: steps, what ended them, and the best evaluation where it is asked for.
+
     Raises:
       Stopped: SIGINT or SIGTERM arrived; the step was finished and a checkpoint saved.
       ValueError: the data is empty, or nothing in a global batch is trained.
       RuntimeError: the trainer is closed and could save nothing, or an update that
         failed on the device took the weights with it.
     """
-    self._run.train(train_ds, eval_ds, skip_jit)
+    return self._run.train(train_ds, eval_ds, skip_jit)
 
   def train_step(self, batch: Any, *unexpected: Any) -> jax.Array:
     """One update by one global batch, cut into `gradient_accumulation_steps` parts.
@@ -385,17 +379,20 @@ class PeftTrainer:
     self._call_hook("on_train_step_end", self.train_steps, metrics.loss)
     return metrics.loss
 
-  def _evaluate(self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals) -> None:
+  def _evaluate(
+    self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals
+  ) -> dict[str, float] | None:
     draw = self._hook_as_source("load_next_eval_batch")
     batches = eval_ds if draw is None else windows.until_none(draw)
     if batches is None:
-      return
+      return None
     self._reporter.flush()
     self._call_hook("on_eval_step_start")
     with self.perf_tracer.span_group("evaluation"):
       metrics = self._eval_metrics(batches, skip_jit, signals)
     self._reporter.log(metrics, Mode.EVAL, self.train_steps)
     self._call_hook("on_eval_step_end", metrics["loss"])
+    return metrics
 
   def _run_state(self, places: Places) -> RunState:
     return self._state.to_run_state(

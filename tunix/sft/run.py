@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, Protocol
 
 import jax
 
 from tunix.perf.trace import NoopTracer
+from tunix.sft import best as best_lib
+from tunix.sft.best import Best
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.config import TrainingConfig
 from tunix.sft.run_state import Position, RunState
@@ -50,6 +52,29 @@ class Source(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainResult:
+  """How a call of `train` ended.
+
+  Attributes:
+    steps: optimizer updates of the run, those of earlier calls and processes included.
+    ended_by: "data" (it ended), "max_steps" or "early_stopping".
+    best: the best evaluation of the run; None where `TrainingConfig.best` is not set.
+  """
+
+  steps: int
+  ended_by: Literal["data", "max_steps", "early_stopping"]
+  best: Best | None = None
+
+  def __str__(self) -> str:
+    parts = [f"{self.steps} steps"]
+    if self.best is not None:
+      parts.append(str(self.best))
+    if self.best is not None and self.ended_by == "early_stopping":
+      parts.append(f"stopped early: no better one in {self.best.waited} evaluations")
+    return "; ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
   """What a run is made of. A unit is what one `update` takes.
 
@@ -62,7 +87,8 @@ class Work:
     begin, end: of a call of `train`.
     draw: source -> unit, None at the end of the data.
     update: (unit, skip_jit); moves `steps` and the position.
-    evaluate: (data, skip_jit, signals).
+    evaluate: (data, skip_jit, signals) -> metrics by name; None: there is no data.
+    main_metric: of an evaluation, and whether more of it is better.
     state: (place in the data of every process) -> everything that is saved; None:
       nothing that may be saved now.
     form: a RunState whose arrays have the shapes, dtypes and layouts of `state`'s.
@@ -77,7 +103,8 @@ class Work:
   end: Callable[[], None]
   draw: Callable[[Any], Any]
   update: Callable[[Any, bool], Any]
-  evaluate: Callable[[Any, bool, DeferredSignals], None]
+  evaluate: Callable[[Any, bool, DeferredSignals], Mapping[str, float] | None]
+  main_metric: tuple[str, bool] = ("loss", False)
   state: Callable[[Places], RunState | None]
   form: Callable[[], RunState]
   load: Callable[[tuple[int, RunState] | None], None]
@@ -97,7 +124,7 @@ class Run:
     self._config = config
     self._tracer = tracer
     self._checkpoints = CheckpointManager(
-      config.checkpoint_root_directory, config.checkpointing_options
+      config.checkpoint_root_directory, config.checkpointing_options, self._best_step
     )
     self._source: Source | None = None  # of the call that is not over
     self._notice = coordination.StopNotice(lag=config.max_inflight_computations + 2)
@@ -105,8 +132,8 @@ class Run:
     self._is_training = False  # in a call of `train`
     self._asked_until = 0  # the last step for which the save cadence was asked
 
-  def train(self, train_ds: Any, eval_ds: Any, skip_jit: bool) -> None:
-    """One call of `train`: from where the run stands to the end of data or `max_steps`.
+  def train(self, train_ds: Any, eval_ds: Any, skip_jit: bool) -> TrainResult:
+    """One call of `train`: from where the run stands to its end, or that of the data.
 
     A script that is run again makes all its calls again: those that were over return at
     once.
@@ -128,6 +155,7 @@ class Run:
       self._train(train_ds, eval_ds, skip_jit)
     finally:
       self._is_training = False
+    return self._result()
 
   def _train(self, train_ds: Any, eval_ds: Any, skip_jit: bool) -> None:
     work = self._work
@@ -136,6 +164,8 @@ class Run:
       self._calls += 1
       _log.info("call %d of train was over before: nothing to do", self._calls)
       return
+    if self._is_over:
+      _log.info("this run has stopped early: %s", self._result())
     work.position().data_state = self._place()
     # Outside the session: skipping through data can take long, and Ctrl-C ends it.
     source = self._source = work.open(train_ds, self._source)
@@ -149,7 +179,7 @@ class Run:
         )
       # Before the first step; or where a checkpoint was taken before the evaluation.
       self._evaluate_if_due(eval_ds, skip_jit, signals, last=unit is None)
-      while unit is not None:
+      while unit is not None and not self._is_over:
         work.update(unit, skip_jit)
         self.stop_if_asked(signals)
         if due := self._save_is_due():
@@ -158,7 +188,7 @@ class Run:
         with self.saved_on_failure():
           unit = self._draw(source)
         self._evaluate_if_due(eval_ds, skip_jit, signals, last=unit is None)
-        if due or unit is None:
+        if due or unit is None or self._is_over or self._is_best:
           self.save()
         self.stop_if_asked(signals)
       self._end_of_call()
@@ -166,9 +196,41 @@ class Run:
 
   @property
   def is_finished(self) -> bool:
-    """Whether `max_steps` is reached."""
+    """Whether `max_steps` is reached, or patience is at its end."""
     limit = self._config.max_steps
-    return limit is not None and self._work.steps() >= limit
+    return self._is_over or (limit is not None and self._work.steps() >= limit)
+
+  @property
+  def _is_over(self) -> bool:
+    """Read off the position, which is saved: a run that stopped early stays stopped."""
+    record, options = self._record, self._config.best
+    return (
+      record is not None and options is not None and best_lib.is_over(record, options)
+    )
+
+  @property
+  def _is_best(self) -> bool:
+    """Whether the run stands at its best evaluation."""
+    return self._best_step() == self._work.steps()
+
+  def _best_step(self) -> int | None:
+    return None if (record := self._record) is None else record.step
+
+  @property
+  def _record(self) -> Best | None:
+    """Of the best evaluation; None where nobody asks for it."""
+    if (options := self._config.best) is None:
+      return None
+    saved = self._work.position().best
+    return best_lib.record_for(options, self._work.main_metric, saved)
+
+  def _result(self) -> TrainResult:
+    ended = "max_steps" if self.is_finished else "data"
+    return TrainResult(
+      steps=self._work.steps(),
+      ended_by="early_stopping" if self._is_over else ended,
+      best=self._record,
+    )
 
   def _draw(self, source: Any) -> Any:
     if self.is_finished:
@@ -185,8 +247,20 @@ class Run:
     # a multiple.
     crossed = every is not None and step // every > done // every
     if done < 0 or crossed or (last and done < step):
-      self._work.evaluate(eval_ds, skip_jit, signals)
+      self._judge(self._work.evaluate(eval_ds, skip_jit, signals))
       position.evaluated_at = step
+
+  def _judge(self, metrics: Mapping[str, float] | None) -> None:
+    """Notes how good an evaluation was; all processes have the same metrics."""
+    options, record, step = self._config.best, self._record, self._work.steps()
+    if options is None or record is None:
+      return
+    value = best_lib.value_of(record, metrics)
+    # Before the first step it is of the model as given, and no result of the run.
+    if step:
+      self._work.position().best = best_lib.judge(record, options, step, value)
+    if self._is_over:
+      _log.info("stopped early after step %d: %s", step, self._record)
 
   def _end_of_call(self) -> None:
     """Everything of this call is on disk; the next one starts the data anew."""

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tunix.sft import best as best_lib
 from tunix.sft.module_state import Skeleton
 from tunix.utils import mesh as mesh_lib, tree
 
@@ -55,11 +56,17 @@ class Position:
     evaluated_at: the step of the last evaluation, -1 before the first.
     calls: calls of `train` that are over; a script that is run again makes them again.
     data_state: the place in the data of the call that is not; None before it.
+    best: the best evaluation, where `TrainingConfig.best` asks for it.
   """
 
   evaluated_at: int = -1
   calls: int = 0
   data_state: dict[str, Any] | None = None
+  best: best_lib.Best | None = None
+
+  def __post_init__(self):
+    if isinstance(self.best, dict):  # as a checkpoint has it
+      self.best = best_lib.Best(**self.best)
 
   def rewind(self) -> None:
     """The next call starts the data anew."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -23,6 +23,14 @@ from tunix.sft.run_state import (
 )
 from tunix.sft.train_step import Group, StepMetrics
 from tunix.utils import mesh as mesh_lib
+
+
+class OptimizerView(NamedTuple):
+  """The optimizer as it stands: the transformation, its state, updates done."""
+
+  tx: optax.GradientTransformation
+  opt_state: Any
+  step: int
 
 
 class TrainState:
