@@ -79,7 +79,9 @@ def test_raw_log_probs_are_refused():
 
 
 # Checked before a call, or read when the engine is made.
-NOT_OF_A_CALL = {"max_prompt_length", "kv_cache_size", "engine_options"}
+NOT_OF_A_CALL = {
+  *("max_prompt_length", "kv_cache_size", "gather_weights", "engine_options"),
+}
 SETTINGS = {
   "max_tokens_to_generate": 7,
   "temperature": 0.5,

@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.generate import memory as memory_lib, recompute, sampling
+from tunix.generate.layout import Layout
 from tunix.generate.memory import Memory
 from tunix.generate.sampling import Draw, Leaf
 from tunix.models import calling
@@ -111,10 +112,15 @@ class Opened(NamedTuple):
   state: Any
 
 
-def opened(graph: Any, state: Any) -> Opened:
+def opened(graph: Any, state: Any, layout: Layout | None = None) -> Opened:
   """The split of a module with one module a layer, made once a request: slices of a
-  stack would be taken in every step. Leaves that stay as they are are not copied."""
-  structure, places, changed = _open(graph, state)
+  stack would be taken in every step. Leaves that stay as they are are not copied.
+
+  Args:
+    graph, state: of the module.
+    layout: where weights are to lie, see `layout.for_decoding`.
+  """
+  structure, places, changed = _open(graph, layout, state)
   stored = jax.tree.leaves(state)
   fresh = iter(changed)
   leaves = [next(fresh) if i is None else stored[i] for i in places.value]
@@ -129,9 +135,10 @@ class _Static:
   value: Any
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _open(graph, state):
-  model = nnx.merge(graph, state)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _open(graph, layout, state):
+  arrays = state if layout is None else _laid_out(state, layout)
+  model = nnx.merge(graph, arrays)
   model.eval()  # whatever its owner is at: no dropout in what is sampled
   if hasattr(model, "unstack"):
     model = model.unstack()
@@ -140,6 +147,14 @@ def _open(graph, state):
   places = tuple(numbers.get(id(leaf)) for leaf in leaves)
   changed = [leaf for leaf, place in zip(leaves, places) if place is None]
   return _Static(structure), _Static(places), changed
+
+
+def _laid_out(state, layout):
+  leaves, structure = jax.tree.flatten(state)
+  pin = jax.lax.with_sharding_constraint
+  return structure.unflatten(
+    [x if where is None else pin(x, where) for x, where in zip(leaves, layout)]
+  )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))

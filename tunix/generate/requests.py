@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tunix.generate import batching, decode
+from tunix.generate import batching, decode, layout
 from tunix.generate.batching import Limits
 from tunix.generate.options import SamplingOptions
 from tunix.models import calling
@@ -59,8 +59,9 @@ def prepare(
   options: SamplingOptions,
   eos_ids: Sequence[int],
   cache_size: int | None,
+  gather_weights: bool | None = None,
 ) -> Request:
-  """The request in its fixed shape.
+  """The request in its fixed shape; `gather_weights` as in `layout.for_decoding`.
 
   Raises:
     TypeError: a seed of another kind.
@@ -94,7 +95,8 @@ def prepare(
   over = np.int32(max(0, shape.width + steps - shape.slots))
   with mesh_lib.use_mesh(mesh):
     draw = _draw(options, shape.rows, vocab_size)
-    opened = decode.opened(graph, state)
+    where = layout.for_decoding(model, state, gather_weights)
+    opened = decode.opened(graph, state, where)
   return Request(
     options=options,
     prompts=prompts,

@@ -63,6 +63,9 @@ class Sampler(BaseSampler):
   Attributes:
     transformer: the model.
     cache_config: the limit, or None: as large as a call needs.
+    gather_weights: lay weights that are split by the batch's axes (fsdp) out whole once
+      a request, instead of gathering them in every step; None: where they then take at
+      most a quarter of a device's memory, which CPUs do not tell.
   """
 
   def __init__(
@@ -70,6 +73,7 @@ class Sampler(BaseSampler):
     transformer: nnx.Module,
     tokenizer: Any,
     cache_config: CacheConfig | None = None,
+    gather_weights: bool | None = None,
   ):
     """Takes a model, a tokenizer (see BaseSampler), and a limit.
 
@@ -79,6 +83,7 @@ class Sampler(BaseSampler):
     super().__init__(tokenizer)
     self.transformer = transformer
     self.cache_config = cache_config
+    self.gather_weights = gather_weights
     config = getattr(transformer, "config", None)
     for name in ("num_layers", "num_kv_heads", "head_dim"):
       stated = getattr(cache_config, name, None)
@@ -173,7 +178,12 @@ class Sampler(BaseSampler):
     """The request in its fixed shape."""
     eos_ids = self._eos_ids(options)
     return requests.prepare(
-      self.transformer, prompts, options, eos_ids, self._cache_size
+      self.transformer,
+      prompts,
+      options,
+      eos_ids,
+      self._cache_size,
+      self.gather_weights,
     )
 
   def _decode(

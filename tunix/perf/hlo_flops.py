@@ -2,9 +2,10 @@
 
 XLA's own cost analysis counts the body of a loop once, so a model whose layers run
 under `lax.scan` seems to cost one layer. Here the StableHLO program is walked
-instead: matrix products and convolutions, the body of every `while` times its trip
-count. `lax.scan` and `lax.fori_loop` lower to a counter that starts at a constant
-and is compared with another: their difference is the trip count.
+instead: matrix products, convolutions and splash attention's kernels, the body of
+every `while` times its trip count. `lax.scan` and `lax.fori_loop` lower to a counter
+that starts at a constant and is compared with another: their difference is the trip
+count.
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ _NOTHING = ProgramFlops(flops=0.0)
 
 
 def count_flops(lowered: Any) -> ProgramFlops:
-  """FLOPs of the matrix products and convolutions of `jax.jit(f).lower(...)`.
+  """FLOPs of the products of `jax.jit(f).lower(...)`: of matrices, of convolutions, of
+  splash attention.
 
   Shapes are those before partitioning, so the count is that of all devices together.
   What a rematerialised forward pass computes twice counts twice. Element-wise
-  operations and custom kernels (Pallas, cuDNN) do not count. Of the branches of a
+  operations and kernels other than splash (cuDNN) do not count. Of the branches of a
   condition the dearest counts.
 
   Args:
@@ -86,6 +88,8 @@ class _Counter:
         return ProgramFlops(flops=_convolution_flops(operation))
       case "chlo.ragged_dot":
         return ProgramFlops(flops=_ragged_dot_flops(operation))
+      case "stablehlo.custom_call":
+        return ProgramFlops(flops=_kernel_flops(operation))
       case "func.call":
         return self.function(operation.attributes["callee"].value)
       case "stablehlo.while":
@@ -186,6 +190,30 @@ def _convolution_flops(operation: Any) -> float:
   kernel = _shape(operation.operands[1])
   terms = math.prod(kernel) / kernel[kernel_axes.index("o")]
   return 2.0 * math.prod(_shape(operation.results[0])) * terms
+
+
+# FLOPs a pair of query and key of splash attention's kernels, in units of H: two for
+# each product that has the pair. The backward ones compute the scores again.
+_SPLASH = {"fwd": 4.0, "dq": 6.0, "dkv": 8.0}
+
+
+def _kernel_flops(operation: Any) -> float:
+  """Of splash attention with blocks of equal sides, causal or windowed: it computes
+  whole blocks, and skips those that no query looks into."""
+  known = operation.attributes
+  name = str(known["kernel_name"]) if "kernel_name" in known else ""
+  phase = re.search(r"splash_mha_(fwd|dq|dkv)", name)
+  if phase is None:
+    return 0.0
+  shapes = [_shape(value) for value in operation.operands]
+  # First come tables by blocks, [1 or N, own, other]: the other side is as long as the
+  # most blocks that one of its own meets. Then come queries, [B, N, T, H].
+  table = shapes[0]
+  own, most = (table[2], table[1]) if phase[1] == "dkv" else (table[1], table[2])
+  queries = next(shape for shape in shapes if len(shape) == 4)
+  blocks = sum(min(i + 1, most) for i in range(own))
+  pairs = blocks * (queries[-2] // own) ** 2
+  return _SPLASH[phase[1]] * math.prod(queries[:-2]) * queries[-1] * pairs
 
 
 def _ragged_dot_flops(operation: Any) -> float:

@@ -24,8 +24,8 @@ class ProgramPlan:
     argument_bytes, output_bytes, temporary_bytes: as the compiler lays them out; of
       outputs what is not written over arguments.
     peak_bytes: most that is alive at once.
-    flops: of all devices together; matrix products and convolutions, what is computed
-      twice (rematerialised) counted twice.
+    flops: of all devices together; matrix products, convolutions and splash attention,
+      what is computed twice (rematerialised) counted twice.
     moved_bytes: that it writes to its memory or reads from it at the least: arguments
       once and outputs once.
     collectives: what devices send each other.

@@ -129,7 +129,8 @@ class StudentRollout(RolloutConfig):
   """
 
   hidden: ClassVar[tuple[str, ...]] = (
-    *("min_p", "eos_tokens", "stop_strings", "kv_cache_size", "engine_options"),
+    *("min_p", "eos_tokens", "stop_strings", "kv_cache_size", "gather_weights"),
+    "engine_options",
   )
 
   max_tokens_to_generate: int = 256

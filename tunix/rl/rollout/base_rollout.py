@@ -30,6 +30,9 @@ class RolloutConfig:
     eos_tokens: ids that end a completion; None: the tokenizer's.
     stop_strings: texts that end a completion.
     kv_cache_size: most tokens of prompt and completion; None: their maxima.
+    gather_weights: on a mesh, lay our own sampler's weights out whole along the batch's
+      axes once a batch, instead of gathering them in every decode step; None: where
+      they then take at most a quarter of a device's memory, which CPUs do not tell.
     engine_options: passed on to the engine as they are (structured output, ...); our
       own sampler has none and refuses them.
   """
@@ -44,6 +47,7 @@ class RolloutConfig:
   eos_tokens: Sequence[int] | None = None
   stop_strings: Sequence[str] | None = None
   kv_cache_size: int | None = None
+  gather_weights: bool | None = None
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):

@@ -17,7 +17,8 @@ class VanillaRollout(SamplerRollout):
   Args:
     model: the module; colocated, it is the actor itself.
     tokenizer: see `Sampler`.
-    rollout_config: its `kv_cache_size` bounds the cache.
+    rollout_config: its `kv_cache_size` bounds the cache, `gather_weights` lays the
+      weights out.
 
   Raises:
     ValueError: engine_options, of which there are none here.
@@ -27,7 +28,9 @@ class VanillaRollout(SamplerRollout):
     check_options(rollout_config)
     size = rollout_config.kv_cache_size
     cache = None if size is None else CacheConfig(cache_size=size)
-    super().__init__(Sampler(model, tokenizer, cache))
+    super().__init__(
+      Sampler(model, tokenizer, cache, gather_weights=rollout_config.gather_weights)
+    )
 
   def update_params(self, model: Any, version: Any) -> None:
     """Samples as `version` from here on.

@@ -1,0 +1,75 @@
+"""Weights of a decode loop: whole before it, and gathered no more inside of it."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from tests import toys
+from tests.generate import toy_ids
+from tunix.generate import batching, decode, layout
+from tunix.models.automodel import AutoModel
+from tunix.perf.chips import Chip
+from tunix.plan import collectives
+from tunix.utils import mesh as mesh_lib
+
+ROWS, WIDTH, STEPS = 8, 16, 4
+SMALLEST = (
+  4 * 32 * 16
+)  # bytes of the smallest matrix, k_proj; a step's [B, 1, D] is 1024
+
+
+@pytest.fixture(scope="module")
+def split(mesh_fsdp4_tp2):
+  model = AutoModel.from_config(toys.config(num_layers=1), mesh_fsdp4_tp2)
+  return model, *nnx.split(model)
+
+
+def decoded(split, mesh, gather):
+  """(greedy tokens, collectives of the token loop)."""
+  model, graph, state = split
+  tokens, mask = batching.left_padded(toy_ids.prompts(ROWS, longest=10), ROWS, WIDTH, 0)
+  rules = decode.Rules(
+    limits=np.full(ROWS, STEPS, np.int32),
+    eos=batching.id_list(()),
+    draw=decode.Draw(rows=np.arange(ROWS), key=jax.random.key(0)),
+  )
+  plan = decode.Plan(slots=WIDTH + STEPS, columns=STEPS)
+  prompts = decode.Prompts(tokens=tokens, mask=mask)
+  with mesh_lib.use_mesh(mesh):
+    where = layout.for_decoding(model, state, gather)
+    graph, state = decode.opened(graph, state, where)
+    out, memory = decode.start(graph, state, prompts, rules, plan)
+    until = np.int32(STEPS)
+    lowered = decode.advance.lower(graph, state, rules, out, memory, until)
+    compiled = lowered.compile()
+    found = compiled(state, rules, out, memory, until)[0].tokens
+  return np.asarray(found), collectives.read(compiled.as_text(), mesh.size)
+
+
+def of_weights(found):
+  return [x for x in found if x.kind == "all-gather" and x.bytes >= SMALLEST]
+
+
+def test_a_decode_step_gathers_no_weight(split, mesh_fsdp4_tp2):
+  as_trained, every_step = decoded(split, mesh_fsdp4_tp2, False)
+  whole, none = decoded(split, mesh_fsdp4_tp2, True)
+  assert of_weights(every_step) and not of_weights(none)
+  np.testing.assert_array_equal(whole, as_trained)
+
+
+def test_which_weights_are_laid_out_anew(split, monkeypatch):
+  model, _, state = split
+  found = layout.for_decoding(model, state, True)
+  specs = dict(zip((x.sharding.spec for x in jax.tree.leaves(state)), found))
+  assert specs[P(None, "fsdp", "tp")].spec == P(None, None, "tp")
+  assert specs[P("tp", "fsdp")].spec == P("tp", None)
+  assert specs[P(None, None)] is None  # norms are whole
+  assert layout.for_decoding(model, state, False) is None
+  assert layout.for_decoding(model, state, None) is None  # nobody knows what fits
+  chip = lambda size: Chip(kind="toy", flops=1.0, memory_bytes=size)
+  takes = sum(x.size * 4 // 2 for x in jax.tree.leaves(state) if x.ndim > 1)
+  for size, fits in ((5 * takes, True), (3 * takes, False)):
+    monkeypatch.setattr(layout, "chip_of", lambda device, size=size: chip(size))
+    assert (layout.for_decoding(model, state, None) is not None) == fits
