@@ -1,13 +1,22 @@
 """`tunix init`, `train --dry-run`, `--print-config`, `--help SECTION`, `completion`."""
 
 import json
+import re
 import subprocess
 
+import jax
+import optax
 import pytest
 import yaml
 
 from tests.cli import runs
-from tunix.cli import completion_main, config as config_lib, init_main
+from tunix.cli import (
+  build,
+  completion_main,
+  config as config_lib,
+  dry_run,
+  init_main,
+)
 from tunix.cli.jobs.table import JOBS
 from tunix.models.automodel import AutoModel
 
@@ -47,6 +56,20 @@ def test_what_init_writes_passes_a_dry_run(job, model, tmp_path, monkeypatch, ca
   if job == "grpo":
     assert "rewards of the completion '4': exact_match 1" in said
   assert not (tmp_path / "out").exists()
+
+
+def test_memory_counts_modules_that_are_trained_whole(monkeypatch):
+  monkeypatch.setattr(dry_run, "_readable", str)  # bytes
+  mesh = jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
+
+  def sizes(*words):
+    config = config_lib.load(["--model.name=qwen3_8b", "--lora.rank=2", *words])
+    said = dry_run._memory(config, build.shapes_of_model(config, mesh), optax.adam(1))
+    return [int(x) for x in re.findall(r"(?:gradients|optimizer) (\d+)", said)]
+
+  bare, whole = sizes(), sizes("--lora.modules_to_save=[lm_head]")
+  head = 4096 * 151_936 * 4
+  assert [b - a for a, b in zip(bare, whole)] == [head, 2 * head]
 
 
 def test_init_has_every_key_of_the_job():

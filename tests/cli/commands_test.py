@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -18,6 +19,7 @@ from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora, lora_modules
 from tunix.models.automodel import AutoModel
+from tunix.utils.interrupts import Stopped
 
 
 def refused(capsys, *argv, code=2):
@@ -52,6 +54,30 @@ def test_debug_lets_errors_through(capsys):
   with pytest.raises(ValueError, match="unknown"):
     runs.tunix("--debug", "data", "show", "--sed=1")
   assert "unknown" in refused(capsys, "data", "show", "--sed=1")
+
+
+@pytest.mark.parametrize(
+  ("raised", "code"),
+  [
+    (None, 0),
+    (OSError("full"), 1),
+    (RuntimeError("x"), 1),
+    (ValueError("x"), 2),
+    (ImportError("x"), 2),
+    (KeyboardInterrupt(), 130),
+    (Stopped(signal.SIGINT, "stopped after step 3"), 130),
+    (Stopped(signal.SIGTERM, "stopped after step 3"), 143),
+  ],
+)
+def test_exit_codes(raised, code, monkeypatch, capsys):
+  # Of processes that get the signals: tests/cli/train_test.py, and the quickstart's.
+  def command(argv):
+    if raised is not None:
+      raise raised
+
+  monkeypatch.setattr(cli, "_load", lambda name: types.SimpleNamespace(main=command))
+  assert runs.tunix("any") == code
+  assert capsys.readouterr().err.count("\n") == (code != 0)
 
 
 def test_help_and_version_import_nothing_heavy():

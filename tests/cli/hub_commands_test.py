@@ -8,7 +8,7 @@ import pytest
 from tests.cli import runs
 from tests.models import hub_stand_in
 from tests.models.hub_stand_in import Model
-from tunix.cli import build, config as config_lib, run_folder
+from tunix.cli import build, config as config_lib, export_main, run_folder
 from tunix.cli.run_folder import RunFolder
 from tunix.cli.train_main import prepare
 
@@ -58,6 +58,33 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub, settings, tmp_path):
   other, _, data = prepared()
   with pytest.raises(ValueError, match=r"the model in model\.path is another"):
     folder.check_resume(other, data.fingerprints)
+
+
+def test_an_export_is_uploaded(hub, settings, tmp_path, monkeypatch, capsys):
+  config = config_lib.load(runs.arguments(**settings, lora__rank=2))
+  run = RunFolder(tmp_path / "run")
+  run.start(config, {}, {})
+  (run.checkpoints / "4").mkdir(parents=True)
+  loaded = []
+
+  def restore(model, folder, step, *, lora_only):
+    loaded.append(folder.path)  # fresh weights are as good here
+    return 4
+
+  monkeypatch.setattr(export_main, "restore", restore)
+  words = ["export", "--run", run.path, "--to", tmp_path / "a", "--push-to-hub"]
+  assert runs.tunix(*words, "ORG/new") == 2
+  assert "without logging in: set HF_TOKEN" in capsys.readouterr().err
+  monkeypatch.setenv("HF_TOKEN", hub_stand_in.TOKEN)
+  assert runs.tunix(*words, "ELSE/new") == 2
+  assert "cannot be written with this token" in capsys.readouterr().err
+  assert not loaded and not (tmp_path / "a").exists() and len(hub.models) == 1
+  assert runs.tunix(*words, "ORG/new", "--private") == 0
+  made = hub.models["ORG/new"]
+  assert made.private and made.refs["main"] in capsys.readouterr().out
+  files = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
+  assert made.commits[made.refs["main"]] == files
+  assert {"adapter_config.json", "tokenizer.json"} <= files.keys()
 
 
 def test_a_revision_belongs_to_a_hub_id(hub, settings, capsys):

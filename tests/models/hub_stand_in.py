@@ -128,8 +128,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def info(self, name, revision="main"):
     sha, files = self._at(name, revision)
-    siblings = [{"rfilename": file} for file in files]
-    self.answer({"id": name, "modelId": name, "sha": sha, "siblings": siblings})
+    info = {"id": name, "modelId": name, "sha": sha}
+    info["private"] = self.server.models[name].private
+    self.answer(info | {"siblings": [{"rfilename": file} for file in files]})
 
   def tree(self, name, revision):
     _, files = self._at(name, revision)
@@ -157,12 +158,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     name = f"{asked['organization']}/{asked['name']}"
     if asked["organization"] != "ORG":
       raise _Refused(403, "")
+    url = f"{self.server.address}/{name}"
     if name in self.server.models:
-      raise _Refused(409, "")
+      return self.answer({"url": url}, code=409)
     model = Model(private=asked.get("visibility") == "private")
     model.commit({})
     self.server.models[name] = model
-    self.answer({"url": f"{self.server.address}/{name}"})
+    self.answer({"url": url})
 
   def valid(self):
     self.answer({"errors": [], "warnings": []})
@@ -171,7 +173,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     self._at(name, revision)
     files = json.loads(self.body)["files"]
     for file in files:
-      file |= {"uploadMode": "lfs" if file["path"].endswith("tensors") else "regular"}
+      is_large = file["path"].endswith(".safetensors")
+      file["uploadMode"] = "lfs" if is_large else "regular"
+      file["shouldIgnore"] = False
     self.answer({"files": files})
 
   def batch(self, name):

@@ -1,6 +1,7 @@
 """Models by hub id, from a stand-in of the hub's HTTP API on this machine."""
 
 import json
+import shutil
 
 import pytest
 
@@ -72,6 +73,40 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(hub):
     automodel.AutoModel.from_pretrained(SOURCE, revision="v1")
   model = automodel.AutoModel.from_pretrained("ORG/open", revision="v1")
   assert model.config.norm_eps == 0.5
+
+
+def test_a_folder_is_uploaded_and_read_back(hub, monkeypatch, tmp_path):
+  folder = tmp_path / "mine"
+  folder.mkdir()
+  for name in ("config.json", "model-00001-of-00003.safetensors"):
+    shutil.copy(SOURCE / name, folder)
+  (folder / "README.md").write_text("# Mine\n")
+  with pytest.raises(
+    ValueError, match="'ORG/new' cannot be written without logging in"
+  ):
+    hub_lib.push(folder, "ORG/new")
+  monkeypatch.setenv("HF_TOKEN", hub_stand_in.TOKEN)
+  url = hub_lib.push(folder, "ORG/new", private=True, message="First")
+  assert url.endswith(f"/ORG/new/commit/{hub.models['ORG/new'].refs['main']}")
+  assert hub.models["ORG/new"].private
+  assert len(hub.blobs) == 1  # the weights; small files go with the commit
+  again = automodel.resolve_folder("ORG/new")
+  for file in folder.iterdir():
+    if file.suffix != ".md":
+      assert (again / file.name).read_bytes() == file.read_bytes()
+  hub_lib.push(folder, "ORG/new")
+  for name, private, says in (
+    ("ELSE/new", False, "'ELSE/new' cannot be written with this token"),
+    ("ORG/open", True, "is at the hub already, and public: make it private"),
+    ("new", False, "is no name of the hub: give 'owner/name'"),
+  ):
+    with pytest.raises(ValueError, match=says):
+      hub_lib.push(folder, name, private=private)
+  with pytest.raises(FileNotFoundError, match="there is no folder"):
+    hub_lib.push(folder / "none", "ORG/new")
+  hub.close()
+  with pytest.raises(OSError, match=r"the hub cannot be reached \(.*check the network"):
+    hub_lib.push(folder, "ORG/new")
 
 
 def test_a_tokenizer_is_downloaded_without_weights(hub, files):

@@ -77,3 +77,32 @@ def test_nothing_was_logged(tmp_path):
 def test_a_file_of_names_fills_no_memory(tmp_path):
   write(tmp_path, [{"step": i, f"n{i}": 1.0} for i in range(1000)])
   assert len(series.read(tmp_path).by_name) == 400
+
+
+class EndlessRun:
+  """A metrics file that is written while it is read; `seen` looks at what is kept."""
+
+  def __init__(self, count, seen):
+    self.count, self.seen, self.step = count, seen, 0
+
+  def readline(self, size):
+    if self.step == self.count:
+      return b""
+    if self.step % 500 == 0:
+      self.seen()
+    self.step += 1
+    record = {"step": self.step, "loss": 9.0 if self.step == 7 else 1 / self.step}
+    return (json.dumps(record) + "\n").encode()[:size]
+
+
+def test_a_long_run_is_thinned_out_while_it_is_read():
+  curves, kept = series.Curves(), []
+
+  def look():
+    kept.append(sum(len(m["train"].points()) for m in curves.by_name.values()))
+
+  series._read_file(EndlessRun(10_000, look), "metrics.jsonl", curves, 20)
+  curve = curves.by_name["loss"]["train"]
+  assert len(kept) == 20 and max(kept) <= 2 * 20 + 2
+  assert curve.count == 10_000 and Point(7, 9.0) in curve.points()
+  assert curve.points()[-1].step == 10_000

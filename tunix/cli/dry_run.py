@@ -57,6 +57,7 @@ def _memory(
   config: RunSettings, model: Transformer, optimizer: optax.GradientTransformation
 ) -> str:
   """Of what is held all the time; activations depend on the compiler."""
+  # Modules that are trained whole beside adapters are of this type too.
   kind = nnx.Param if config.lora is None else nnx.LoRAParam
   trained = nnx.state(model, kind)
   moments = jax.eval_shape(optimizer.init, trained)
@@ -67,7 +68,8 @@ def _memory(
   }
   parts = ", ".join(f"{name} {_readable(size)}" for name, size in sizes.items())
   return (
-    f"memory: {parts}; activations come on top (`tunix plan` counts them); there are "
+    f"memory: {parts}; on top come activations (`tunix plan` counts them) and other "
+    "models (references, teachers, critics); there are "
     f"{_readable(capacity.memory_bytes())}"
   )
 

@@ -7,6 +7,7 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
+import tunix
 from tunix.cli import build
 from tunix.cli.arguments import Parser
 from tunix.cli.jobs.rl import RLRun
@@ -17,6 +18,7 @@ from tunix.rl.config import Role
 from tunix.sft import run_state
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.run_state import RunState
+from tunix.utils import hub
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,17 +26,23 @@ def main(argv: Sequence[str]) -> None:
 
   Raises:
     FileNotFoundError: there is no such run or checkpoint.
-    ValueError: the run has no such kind of export.
-    OSError: the disk is full; the target folder is as it was.
+    ValueError: the run has no such kind of export, or the hub lets nobody write there.
+    OSError: the disk is full; the target folder is as it was. Or the hub is away.
   """
   args = _parse(argv)
   run, step = _locate(args)
   config = _with_export(run.read_config(), args.kind, args.dtype)
+  _check_step(run, step)
+  if args.push_to_hub is not None:  # who may not is told before anything takes time
+    hub.create(args.push_to_hub, private=args.private)
   model = build.build_model(config, None)
   step = restore(model, run, step, lora_only=config.lora is not None)
   kind = config.export_kind
   build.export(config, model, kind, pathlib.Path(args.to))
   print(f"step {step} of {run.path} is exported to {args.to} ({kind})")
+  if args.push_to_hub is not None:
+    message = f"Step {step} of a run of tunix {tunix.__version__}"
+    print(f"uploaded: {hub.upload(args.to, args.push_to_hub, message=message)}")
 
 
 def restore(
@@ -46,11 +54,7 @@ def restore(
     FileNotFoundError: the run has no checkpoint, or none of that step.
     ValueError: the checkpoint belongs to another model.
   """
-  steps = run.steps()
-  if not steps or (step is not None and step not in steps):
-    found = f"it has those of steps {steps}" if steps else "it has none"
-    wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-    raise FileNotFoundError(f"{run.path} lacks {wanted}: {found}")
+  _check_step(run, step)
   manager = CheckpointManager(run.checkpoints)
   if isinstance(run.read_config(), RLRun):
     at = _restore_actor(model, manager, step, lora_only)
@@ -58,6 +62,14 @@ def restore(
     at, _ = manager.restore(model, step=step, restore_only_lora_params=lora_only)
   manager.close()
   return at
+
+
+def _check_step(run: RunFolder, step: int | None) -> None:
+  steps = run.steps()
+  if not steps or (step is not None and step not in steps):
+    found = f"it has those of steps {steps}" if steps else "it has none"
+    wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+    raise FileNotFoundError(f"{run.path} lacks {wanted}: {found}")
 
 
 def _restore_actor(
@@ -96,7 +108,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     choices=("float32", "bfloat16", "float16"),
     help="of the weights written; that of the run's model.path if not given",
   )
-  return parser.parse_args(argv)
+  parser.add_argument(
+    "--push-to-hub",
+    metavar="ORG/NAME",
+    help="uploads what was written; the model is made where it is not there yet",
+  )
+  parser.add_argument(
+    "--private", action="store_true", help="with --push-to-hub: others do not see it"
+  )
+  args = parser.parse_args(argv)
+  if args.private and args.push_to_hub is None:
+    raise ValueError("--private is given and nothing is uploaded: add --push-to-hub")
+  return args
 
 
 def _locate(args: argparse.Namespace) -> tuple[RunFolder, int | None]:

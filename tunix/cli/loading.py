@@ -127,18 +127,26 @@ def load_model(
 
 
 def load_tokenizer(
-  folder: str, adapter: str | None = None, tokenizer: str | None = None
+  folder: str,
+  adapter: str | None = None,
+  tokenizer: str | None = None,
+  *,
+  name: str = "--model",
 ) -> TokenizerAdapter:
   """The tokenizer that was named, else the adapter's if it has one, else the model's.
 
   An adapter may have been trained with another chat template than its model's.
+
+  Args:
+    folder, adapter, tokenizer: as they were named.
+    name: of the argument that `folder` is, for messages.
 
   Raises:
     FileNotFoundError, ValueError: there is none.
   """
   if tokenizer is not None:
     return named_tokenizer("--tokenizer", tokenizer)
-  check_model_folder("--model", folder)
+  check_model_folder(name, folder)
   if adapter is not None:
     check_adapter_folder(adapter)
   if adapter is None or not (pathlib.Path(adapter) / _TOKENIZER).is_file():

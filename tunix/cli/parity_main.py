@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from tunix.cli import loading
 from tunix.cli.arguments import Parser
 from tunix.generate import parity
 from tunix.generate.sampler import Sampler
@@ -49,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
   args = _parse(argv)
   for name in ("prompts", "tokens"):
     checks.number(f"--{name}", getattr(args, name), checks.COUNT, whole=True)
+  loading.check_model_folder("MODEL", args.model)
   model = AutoModel.from_pretrained(args.model, dtype=args.dtype)
   if args.adapter is not None:
     model = lora.load_adapter(model, args.adapter)

@@ -38,9 +38,9 @@ def of_export(config: RunSettings, model: Transformer) -> Any:
   if config.export.dtype is not None:
     return jnp.dtype(config.export.dtype)
   # Without model.dtype the computation has the checkpoint's already.
-  if config.model.path is None or config.model.dtype is None:
-    return jnp.dtype(model.config.dtype)
   source = config.model
+  if source.path is None or source.dtype is None:
+    return jnp.dtype(model.config.dtype)
   return _stored(automodel.resolve_folder(source.path, source.revision))
 
 

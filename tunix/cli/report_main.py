@@ -80,6 +80,7 @@ def read(folder: pathlib.Path, name: str) -> Run:
     about=_json(run.about_file),
     scans={k: v for k, v in run.scans().items() if "report" in v},
     ended=_ended(_json(run.result_file)),
+    failure=_json(run.failure_file).get("error"),
     notes=notes,
   )
 

@@ -140,6 +140,11 @@ class RunFolder:
     return self.path / "result.json"
 
   @property
+  def failure_file(self) -> pathlib.Path:
+    """What ended the newest start, in its own words; there only when it failed."""
+    return self.path / "failure.json"
+
+  @property
   def checkpoints(self) -> pathlib.Path:
     """The checkpoints' folder."""
     return self.path / "checkpoints"
@@ -189,6 +194,7 @@ class RunFolder:
     io.write_json(self.data_file, {"sha256": dict(fingerprints)})
     io.write_json(self.scan_file, dict(scans))
     self.result_file.unlink(missing_ok=True)
+    self.failure_file.unlink(missing_ok=True)
 
   def scans(self) -> dict[str, Any]:
     """What `start` was given; empty when the file is missing or damaged, which costs

@@ -53,6 +53,9 @@ from tunix.utils.interrupts import Stopped
 
 _log = logging.getLogger(__name__)
 
+# Characters of an error that the page shows: XLA's can fill a book.
+_LONGEST_ERROR = 4000
+
 HELP = """\
 usage: tunix train [--config] FILE[,FILE] [--KEY.SUB=VALUE ...]
        tunix train --dry-run ...           looks at everything, trains nothing
@@ -340,19 +343,29 @@ def read_metric(file: pathlib.Path, name: str) -> dict[str, tuple[float, float]]
   ends: dict[str, tuple[float, float]] = {}
   if not file.is_file():
     return ends
-  for line in file.read_text().splitlines():
-    record = json.loads(line)
-    if name in record:
-      value = float(record[name])
-      ends[record["mode"]] = (ends.get(record["mode"], (value,))[0], value)
+  with file.open() as lines:
+    for line in lines:
+      if f'"{name}"' not in line:
+        continue
+      record = json.loads(line)
+      if name in record:
+        value = float(record[name])
+        ends[record["mode"]] = (ends.get(record["mode"], (value,))[0], value)
   return ends
 
 
 def _leave_page(
-  folder: RunFolder, failure: type[BaseException] | None = None, *_: Any
+  folder: RunFolder,
+  failure: type[BaseException] | None = None,
+  error: BaseException | None = None,
+  _: Any = None,
 ) -> None:
-  """Writes the run's page, however the run ended; what fails here hides nothing."""
+  """Writes the run's page, however the run ended, with what made it fail; what fails
+  here hides nothing."""
   try:
+    if isinstance(error, Exception):  # who interrupts a run knows why it ended
+      said = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+      io.write_json(folder.failure_file, {"error": said})
     report_main.write(
       folder.path / page.NAME, [report_main.read(folder.path, folder.path.name)]
     )

@@ -61,7 +61,9 @@ class LoraConfig:
   Attributes:
     rank: of the adapters, r.
     alpha: the adapter's output is scaled by alpha / rank; None means rank.
-    targets: each the last parts of a module's path ("q_proj", "attn.q_proj") or a
+    targets: the adapted modules; by default (in the command also "all-linear") every
+      linear layer of attention and feed-forward, experts too, but no router, embedding
+      or head. Each is the last parts of a module's path ("q_proj", "attn.q_proj") or a
       regular expression for all of it (r"layers\\..*_proj"); each must match.
     dtype: of A and B; float32 by default also on a bfloat16 base, because small
       updates are lost in bfloat16.

@@ -35,6 +35,7 @@ class Run:
     about: what the run was on, by name: model, data, devices, versions.
     scans: counts of the data by "train" and "eval", as `scan.json` has them.
     ended: how it ended, in words; None: it has not.
+    failure: what made its newest start fail, in the error's words; None: nothing did.
     notes: what could not be read, in words.
   """
 
@@ -45,6 +46,7 @@ class Run:
   about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   scans: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   ended: str | None = None
+  failure: str | None = None
   notes: Sequence[str] = ()
 
 
@@ -79,11 +81,14 @@ def render(runs: Sequence[Run]) -> str:
 def _heading(runs: Sequence[Run], curves: Sequence[Curves]) -> str:
   legend, several = [], len(runs) > 1
   for number, (run, read) in enumerate(zip(runs, curves)):
-    state = run.ended or f"not finished; step {read.last_step:,} is the last one logged"
+    last = f"step {read.last_step:,} is the last one logged"
+    state = run.ended or f"{'failed' if run.failure else 'not finished'}; {last}"
     key = f'<span class="key k{number}"></span>' if several else ""
     notes = "".join(
       f'<p class="note">{escape(note)}</p>' for note in (*run.notes, *read.notes)
     )
+    if run.failure:
+      notes = f'<pre class="note">{escape(run.failure)}</pre>{notes}'
     job = (run.settings or {}).get("job")
     name = f"<b>{escape(run.name)}</b>" + (f", {escape(str(job))}" if job else "")
     legend.append(f"<p>{key}{name}: {escape(state)}</p>{notes}")

@@ -64,7 +64,11 @@ class Curve:
     point = Point(step, value)
     self.count, self.first, self.last = self.count + 1, self.first or point, point
     if self._buckets and self._filled < self._width:
-      self._buckets[-1] = _joined(self._buckets[-1], Bucket(point, point))
+      low, high = self._buckets[-1]
+      if value < low.value:  # most values are neither, and make no object
+        self._buckets[-1] = Bucket(point, high)
+      elif value > high.value:
+        self._buckets[-1] = Bucket(low, point)
       self._filled += 1
       return
     if len(self._buckets) == self._most:
@@ -143,7 +147,9 @@ def _read_file(file: BinaryIO, name: str, curves: Curves, most: int) -> None:
       if metric not in curves.by_name and len(curves.by_name) == _MOST_NAMES:
         continue
       modes = curves.by_name.setdefault(metric, {})
-      modes.setdefault(mode, Curve(most)).add(step, value)
+      if mode not in modes:
+        modes[mode] = Curve(most)
+      modes[mode].add(step, value)
   if count:
     curves.notes.append(
       f"{count:,} lines of {name} are damaged and left out, the first is line "

@@ -49,7 +49,9 @@ def main(argv: Sequence[str]) -> None:
   try:
     if manager is not None:
       rewards.check_columns(manager, read_prompts(args.prompts).columns)
-    tokenizer = loading.load_tokenizer(args.model, args.adapter, args.tokenizer)
+    tokenizer = loading.load_tokenizer(
+      args.model, args.adapter, args.tokenizer, name="MODEL"
+    )
     model = loading.load_model(args.model, args.adapter, args.dtype)
     build.check_vocabulary(model, tokenizer)
     _check_model(args, model)

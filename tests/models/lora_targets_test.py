@@ -1,0 +1,42 @@
+"""What LoRA adapts where nobody names modules, of every preset, from shapes."""
+
+import jax
+import pytest
+from flax import nnx
+
+from tunix.cli import config as config_lib
+from tunix.models import families, lora
+
+PRESETS = {
+  name: family for family in families.FAMILIES.values() for name in family.presets
+}
+
+
+def kernels(family, preset):
+  """Paths of all matrices of a model's layers, by its parameters alone."""
+  config = family.presets[preset]()
+  model = nnx.eval_shape(lambda: family.model_class(config, rngs=nnx.Rngs(0)))
+  flat = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(model)))[0]
+  paths = {".".join(str(key.key) for key in path): leaf for path, leaf in flat}
+  found = {
+    path.rpartition(".")[0]
+    for path, leaf in paths.items()
+    if path.startswith("layers.") and len(leaf.shape) > 2
+  }
+  return model, found, config
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_all_linear_layers_and_nothing_else_are_adapted(preset):
+  model, found, config = kernels(PRESETS[preset], preset)
+  chosen = lora.match(model, lora.LoraConfig(rank=1).targets)
+  router = {"layers.mlp.router"} if config.moe is not None else set()
+  assert set(chosen) == found - router
+  assert router <= found
+  names = [path.rpartition(".")[2] for path in chosen]
+  assert sorted(names) == sorted(lora.ALL_LINEAR)
+
+
+def test_the_words_that_ask_for_it():
+  words = ["--lora.rank=2", "--lora.targets=all-linear"]
+  assert config_lib.load(words).lora.targets == lora.ALL_LINEAR
