@@ -50,6 +50,51 @@ SAME = [
     {"conversations": [{"from": "human", "value": "Hi"}, model("a")], "system": "s"},
     {"messages": [{"role": "system", "content": "s"}, user("Hi"), model("a")]},
   ),
+  (
+    SFT,
+    {
+      "instruction": "c",
+      "output": "d",
+      "system": "s",
+      "history": [["a", "b"]],
+    },
+    {
+      "messages": [
+        {"role": "system", "content": "s"},
+        *(user("a"), model("b"), user("c"), model("d")),
+      ]
+    },
+  ),
+  (
+    SFT,
+    {"instruction": "a", "output": "b", "system": "", "history": []},
+    {"prompt": "a", "response": "b"},
+  ),
+  (
+    PAIRS,
+    {"instruction": "a", "system": "s", "chosen": "b", "rejected": "c"},
+    {
+      "prompt": [{"role": "system", "content": "s"}, user("a")],
+      "chosen": "b",
+      "rejected": "c",
+    },
+  ),
+  (
+    LABELLED,
+    {"instruction": "a", "output": "b", "kto_tag": False},
+    {"prompt": "a", "completion": "b", "label": False},
+  ),
+  (
+    LABELLED,
+    {
+      "conversations": [
+        {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "b"},
+      ],
+      "kto_tag": True,
+    },
+    {"prompt": [user("a")], "completion": [model("b")], "label": True},
+  ),
   (SFT, {"prompt": "Hi", "completion": "Hello"}, {"prompt": "Hi", "response": "Hello"}),
   (
     SFT,
@@ -146,6 +191,21 @@ def test_prompts_of_rewards_may_have_parts():
     (SFT, {"conversations": "x"}, 'w: "conversations" is no list of turns'),
     (
       SFT,
+      {"instruction": "a", "output": "b", "history": [["a"]]},
+      r'w: "history"\[0\] is \[\'a\'\], expected \[question, answer\]',
+    ),
+    (
+      SFT,
+      {"conversations": [{"from": "function_call", "value": "x"}]},
+      r'w: "conversations"\[0\]: "value" is \'x\', expected the text of JSON',
+    ),
+    (
+      SFT,
+      {"conversations": [{"from": "human", "value": "x"}], "tools": "x"},
+      "w: \"tools\" is 'x', expected the text of JSON",
+    ),
+    (
+      SFT,
       {"conversations": [{"from": "alien", "value": "x"}]},
       r'w: "conversations"\[0\]: "from" is \'alien\', expected one of human, user, gpt',
     ),
@@ -195,3 +255,23 @@ def test_every_kind_says_what_it_takes():
     "answered": {"Alpaca", "ShareGPT", "TRL"},
     "prompt": {"Alpaca", "ShareGPT"},
   }
+
+
+def test_calls_and_tools_that_are_written_as_text_are_read():
+  turns = [
+    {"from": "human", "value": "a"},
+    {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+    {"from": "observation", "value": "3"},
+  ]
+  record = {"conversations": turns, "tools": '[{"type": "function"}]', "system": "s"}
+  read = SFT.read(record, "w")
+  assert read.tools == [{"type": "function"}]
+  system, question, call, result = read.completions["completion"]
+  assert [system["role"], question["role"], result["role"]] == [
+    "system",
+    "user",
+    "tool",
+  ]
+  assert call["tool_calls"] == [
+    {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+  ]

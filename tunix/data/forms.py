@@ -1,9 +1,13 @@
 """Records as other libraries' files have them, turned into ours.
 
   Alpaca    {"instruction", "input" (may be empty or missing), "output"}: the prompt is
-            the instruction, behind a blank line the input; the output is its answer
+            the instruction, behind a blank line the input; the output is its answer.
+            "system" and "history" ([[question, answer], ...]) come before them
   ShareGPT  {"conversations": [{"from": "human", "value": ...}, ...]}; where "chosen"
-            and "rejected" are beside it, it is the prompt
+            and "rejected" are beside it, it is the prompt. "system" comes before it;
+            "tools" may be the text of a JSON list. A turn from "function_call" is one
+            of the assistant's, its value the text of {"name", "arguments"}
+            Both with "kto_tag" beside them: the last answer, and whether it is good
   TRL       {"prompt", "completion"}, texts or messages; what came before the completion
             is not learned, the assistant's turns among it. Of {"prompt", "messages"}
             the messages are read
@@ -15,13 +19,16 @@ back as it is.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+_CALL = "function_call"
 _ROLES = {
   **dict.fromkeys(("human", "user"), "user"),
   **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
   "system": "system",
+  _CALL: "assistant",
   **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 
@@ -67,13 +74,46 @@ def _rest(record: Mapping[str, Any], *taken: str) -> dict[str, Any]:
 
 
 def _alpaca(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-  prompt = _instruction(record, where)
-  rest = _rest(record, "instruction", "input", "output", "text")
-  return rest | {"prompt": prompt, "response": record["output"]}
+  prompt = _alpaca_prompt(record, where)
+  if isinstance(prompt["prompt"], str):
+    return _rest(prompt, "output", "text") | {"response": record["output"]}
+  # With turns before it, all of which are learned.
+  answer = {"role": "assistant", "content": record["output"]}
+  rest = _rest(prompt, "output", "text", "prompt")
+  return rest | {"messages": [*prompt["prompt"], answer]}
 
 
 def _alpaca_prompt(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-  return _rest(record, "instruction", "input") | {"prompt": _instruction(record, where)}
+  """The prompt is text, or messages where something comes before it."""
+  prompt: Any = _instruction(record, where)
+  if before := _before(record, where):
+    prompt = [*before, {"role": "user", "content": prompt}]
+  rest = _rest(record, "instruction", "input", "system", "history")
+  return rest | {"prompt": prompt}
+
+
+def _before(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+  """System prompt and earlier turns."""
+  turns = _system(record)
+  for number, pair in enumerate(record.get("history") or ()):
+    if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
+      raise ValueError(
+        f'{where}: "history"[{number}] is {pair!r:.60}, expected [question, answer]'
+      )
+    turns.append({"role": "user", "content": pair[0]})
+    turns.append({"role": "assistant", "content": pair[1]})
+  return turns
+
+
+def _system(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+  text = record.get("system")
+  is_there = isinstance(text, str) and text
+  return [{"role": "system", "content": text}] if is_there else []
+
+
+def _alpaca_labelled(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+  rest = _rest(_alpaca_prompt(record, where), "output", "kto_tag")
+  return rest | {"completion": record["output"], "label": record["kto_tag"]}
 
 
 def _instruction(record: Mapping[str, Any], where: str) -> str:
@@ -93,9 +133,28 @@ def _sharegpt(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     _message(turn, f'{where}: "conversations"[{number}]')
     for number, turn in enumerate(turns)
   ]
-  if isinstance(system := record.get("system"), str) and system:
-    messages = [{"role": "system", "content": system}, *messages]
-  return _rest(record, "conversations", "system") | {"messages": messages}
+  rest = _rest(record, "conversations", "system")
+  if isinstance(rest.get("tools"), str):
+    rest["tools"] = _parsed(rest["tools"] or "null", f'{where}: "tools"')
+  return rest | {"messages": [*_system(record), *messages]}
+
+
+def _parsed(text: Any, where: str) -> Any:
+  try:
+    return json.loads(text)
+  except (TypeError, ValueError) as error:
+    raise ValueError(f"{where} is {text!r:.60}, expected the text of JSON") from error
+
+
+def _sharegpt_labelled(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+  ours = _sharegpt(record, where)
+  *prompt, answer = ours["messages"]
+  rest = _rest(ours, "messages", "kto_tag")
+  return rest | {
+    "prompt": prompt,
+    "completion": [answer],
+    "label": record["kto_tag"],
+  }
 
 
 def _sharegpt_pair(record: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -119,6 +178,11 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
       f'{where}: "from" is {turn["from"]!r}, expected one of {", ".join(_ROLES)}'
     )
   rest = _rest(turn, "from", "value")
+  if turn["from"] == _CALL:
+    call = _parsed(turn["value"], f'{where}: "value"')
+    calls = call if isinstance(call, list) else [call]
+    made = [{"type": "function", "function": one} for one in calls]
+    return {"role": "assistant", "content": None, "tool_calls": made, **rest}
   return {"role": _ROLES[turn["from"]], "content": turn["value"], **rest}
 
 
@@ -172,6 +236,7 @@ def _chat(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 _SFT = frozenset({"messages", "response"})
+_LABELLED = frozenset({"prompt", "completion", "label"})
 
 ALPACA = Form("Alpaca", frozenset({"instruction", "output"}), _SFT, _alpaca)
 ALPACA_PROMPT = Form(
@@ -183,6 +248,15 @@ SHAREGPT_PAIR = Form(
   frozenset({"conversations", "chosen", "rejected"}),
   frozenset({"prompt"}),
   _sharegpt_pair,
+)
+ALPACA_LABELLED = Form(
+  "Alpaca",
+  frozenset({"instruction", "output", "kto_tag"}),
+  _LABELLED,
+  _alpaca_labelled,
+)
+SHAREGPT_LABELLED = Form(
+  "ShareGPT", frozenset({"conversations", "kto_tag"}), _LABELLED, _sharegpt_labelled
 )
 TRL = Form("TRL", frozenset({"prompt", "completion"}), _SFT, _trl)
 
@@ -196,4 +270,5 @@ TRL_CHAT = Form(
 
 FINE_TUNING = (SHAREGPT, ALPACA, TRL, TRL_CHAT)
 COMPLETIONS = (SHAREGPT_PAIR, ALPACA_PROMPT)
+LABELLED = (ALPACA_LABELLED, SHAREGPT_LABELLED, ALPACA_PROMPT)
 PROMPTS = (SHAREGPT, ALPACA_PROMPT)

@@ -401,7 +401,7 @@ LABELLED = Kind(
   expected='expected {"prompt": ..., "completion": ..., "label": true or false}',
   read=read_labelled,
   noun="completions",
-  forms=foreign.COMPLETIONS,
+  forms=foreign.LABELLED,
 )
 ANSWERED = Kind(
   name="answered",
