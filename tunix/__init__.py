@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
   "AutoModel": "tunix.models.automodel",
+  "BestOptions": "tunix.sft.best",
   "CacheConfig": "tunix.generate.sampler",
   "CheckpointManager": "tunix.sft.checkpoint_manager",
   "ClusterConfig": "tunix.rl.config",
@@ -93,6 +94,7 @@ if TYPE_CHECKING:
   from tunix.rl.ppo.ppo_learner import PPOConfig as PPOConfig, PPOLearner as PPOLearner
   from tunix.rl.rl_cluster import RLCluster as RLCluster
   from tunix.rl.rollout.base_rollout import RolloutConfig as RolloutConfig
+  from tunix.sft.best import BestOptions as BestOptions
   from tunix.sft.checkpoint_manager import CheckpointManager as CheckpointManager
   from tunix.sft.dpo.dpo_trainer import (
     DPOTrainer as DPOTrainer,

@@ -120,6 +120,8 @@ def test_unknown_keys_name_the_nearest_known_one(argument, nearest):
     ("--num_train_epochs=1", "data.num_epochs"),
     ("--gradient_accumulation_steps=4", "training.micro_batch_size: global_batch_size"),
     ("--precision=bf16", "model.dtype"),
+    ("--early_stopping_patience=3", "training.best.patience"),
+    ("--load_best_model_at_end=true", "export.checkpoint: best"),
     ("--lora_r=8", "lora.rank"),
     ("--max_seq_length=8", "data.max_length"),
   ],
@@ -181,6 +183,20 @@ def test_wrong_files_are_refused(tmp_path, text, message):
     (["--training.global_batch_size=8", "--training.micro_batch_size=3"], "multiple"),
     (["--training.max_grad_norm=0"], "training.max_grad_norm is 0"),
     (["--training.eval_every_n_steps=5"], "data.eval is not set"),
+    (["--training.best.metric=loss"], "training.best is set and data.eval is not"),
+    (
+      ["--training.best.patience=3", "--data.eval=e.jsonl"],
+      "best.patience is 3 and training.eval_every_n_steps is not set: the one",
+    ),
+    (
+      ["--training.best.metric=rewards/accuracy", "--data.eval=e.jsonl"],
+      "training.best.metric is 'rewards/accuracy' and greater_is_better is not set",
+    ),
+    (["--export.checkpoint=best"], "export.checkpoint is 'best' and training.best"),
+    (
+      ["--export.checkpoint=best", "--export.kind=none"],
+      "export.checkpoint is 'best' and export.kind 'none'",
+    ),
     (
       ["--data.max_length=1"],
       "--data.max_length: data.max_length is 1: it must be a whole number of at",

@@ -65,6 +65,7 @@ NEEDS = {
   "model.quantise": {"lora.rank": 2},
   "schedule.args": {"schedule.name": "cosine_decay_schedule"},
   "training.eval_every_n_steps": {"data.eval": "eval.jsonl"},
+  "export.checkpoint": {"training.best": {"metric": "loss"}, "data.eval": "e.jsonl"},
   "preference.options": {"preference.loss": "simpo"},
   "rollout.engine_options": {"rollout.engine": "vllm"},
   "reward.weights": {"reward.functions": ["exact_match"]},

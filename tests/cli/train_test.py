@@ -222,6 +222,36 @@ def test_a_mesh_gives_the_same_losses(settings, tmp_path):
     assert eight[step]["loss"] == pytest.approx(one[step]["loss"], rel=1e-5)
 
 
+def test_a_run_that_stops_early_exports_its_best_checkpoint(
+  settings, eval_file, tmp_path, capsys
+):
+  # The loss falls, and more of it is said to be better: the first one is the best.
+  best = {"metric": "loss", "greater_is_better": "true", "patience": 2}
+  keys = settings | {f"training__best__{k}": v for k, v in best.items()}
+  keys |= {"data__eval": eval_file, "training__eval_every_n_steps": 1, "lora__rank": 2}
+  keys |= {"checkpoint__max_to_keep": 1, "export__checkpoint": "best"}
+  out = keys["output_dir"]
+  assert train(keys) == 0
+  said = capsys.readouterr().out
+  losses = {step: line["loss"] for step, line in runs.metrics(out, "eval").items()}
+  assert losses[1] > losses[2] > losses[3] and 4 not in losses
+  result = json.loads((out / "result.json").read_text())
+  kept = result["best"] | {"steps": result["steps"], "ended_by": result["ended_by"]}
+  assert (kept["step"], kept["value"], kept["waited"]) == (1, losses[1], 2)
+  assert (kept["steps"], kept["ended_by"]) == (3, "early_stopping")
+  assert "step 1; stopped early: no better one in 2 evaluations; step 1 exp" in said
+  assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["1", "3"]
+  assert "finished after 3 steps, stopped early" in (out / "report.html").read_text()
+  for flags, is_same in ((["--best"], True), ([], False)):
+    to = tmp_path / f"to{len(flags)}"
+    assert runs.tunix("export", "--run", out, "--to", to, *flags) == 0
+    assert (weights(to) == weights(out / "export")) == is_same
+  assert train(keys) == 0
+  again = capsys.readouterr().out
+  assert "this run is finished: 3 steps" in again
+  assert "raise training.best.patience to go on" in again
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 def test_compiled_programs_are_kept(settings, tmp_path):

@@ -1,6 +1,7 @@
 """The loop of RL: what it samples, cuts, logs, saves and refuses."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner, OverlongBuffer
 from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
+from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptSource, prompt_batch
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.rl.rewards import RewardManager
+from tunix.sft.best import BestOptions
 from tunix.sft.metrics_logger import MetricsLoggerOptions, Mode
 from tunix.sft.peft_trainer import CheckpointOptions
 
@@ -366,9 +369,15 @@ def test_a_checkpoint_of_another_reference_is_refused(tmp_path):
 
 
 def test_evaluation_reports_pass_at_k():
-  learner = clusters.grpo({"eval_num_generations": 4, "pass_threshold": 0.5})
-  learner.train(clusters.prompts(2), clusters.prompts(2, seed=9))
+  sampled = {"eval_num_generations": 4, "pass_threshold": 0.5}
+  learner = clusters.grpo(sampled, best=BestOptions())
+  result = learner.train(clusters.prompts(2), clusters.prompts(2, seed=9))
   logger = learner.rl_cluster.logger
+  assert (result.steps, result.ended_by, result.best.step) == (2, "data", 2)
+  reward = logger.get_last_metric("", "rewards/score/mean", Mode.EVAL)
+  assert result.best.value == reward and result.best.greater_is_better
+  progress = LearnerProgress(best=result.best)
+  assert LearnerProgress(**json.loads(json.dumps(progress.to_json()))) == progress
   one, four = (logger.get_metric("", f"pass@{k}", Mode.EVAL) for k in (1, 4))
   assert 0 < one <= four <= 1
   assert len(logger.get_metric_history("", "pass@1", Mode.EVAL)) == 2

@@ -45,6 +45,29 @@ def main(argv: Sequence[str]) -> None:
     print(f"uploaded: {hub.upload(args.to, args.push_to_hub, message=message)}")
 
 
+def best_step(run: RunFolder) -> int | None:
+  """The step of a run's best evaluation, as its newest checkpoint knows it; None where
+  the run has no checkpoint.
+
+  Raises:
+    ValueError: it was not asked to look for one.
+  """
+  manager = CheckpointManager(run.checkpoints if run.steps() else None)
+  saved = manager.restore_state(RunState())
+  manager.close()
+  if saved is None:
+    return None
+  progress = saved[1].progress or {}
+  position = progress.get("counts") or progress.get("learner") or {}
+  step = (position.get("best") or {}).get("step")
+  if step is None:
+    raise ValueError(
+      f"{run.path} knows of no best evaluation: it was trained without training.best, "
+      "or none was finite; give --step"
+    )
+  return step
+
+
 def restore(
   model: Transformer, run: RunFolder, step: int | None, *, lora_only: bool
 ) -> int:
@@ -95,7 +118,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
   source.add_argument(
     "--checkpoint", metavar="FOLDER", help="one checkpoint: OUTPUT_DIR/checkpoints/STEP"
   )
-  parser.add_argument("--step", type=int, help="with --run: this one, not the newest")
+  which = parser.add_mutually_exclusive_group()
+  which.add_argument("--step", type=int, help="with --run: this one, not the newest")
+  which.add_argument(
+    "--best", action="store_true", help="with --run: that of the best evaluation"
+  )
   parser.add_argument("--to", metavar="FOLDER", required=True, help="where to write")
   parser.add_argument(
     "--kind",
@@ -124,10 +151,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _locate(args: argparse.Namespace) -> tuple[RunFolder, int | None]:
   if args.run is not None:
-    return RunFolder(pathlib.Path(args.run)), args.step
+    run = RunFolder(pathlib.Path(args.run))
+    return run, best_step(run) if args.best else args.step
   path = pathlib.Path(args.checkpoint).absolute()
-  if args.step is not None:
-    raise ValueError(f"--checkpoint {path} is one step already: leave --step out")
+  if args.step is not None or args.best:
+    flag = "--best" if args.best else "--step"
+    raise ValueError(f"--checkpoint {path} is one step already: leave {flag} out")
   if not path.is_dir() or not path.name.isdigit():
     raise FileNotFoundError(
       f"{path} is no checkpoint: give OUTPUT_DIR/checkpoints/STEP, or --run OUTPUT_DIR"

@@ -120,4 +120,5 @@ def _ended(result: dict[str, Any]) -> str | None:
     return None
   pairs = {k.replace("_", " "): v for k, v in result.items() if isinstance(v, list)}
   changes = [f"{k} {v[0]:.4g} -> {v[-1]:.4g}" for k, v in pairs.items()]
-  return "; ".join([f"finished after {result['steps']:,} steps", *changes])
+  early = ", stopped early" if result.get("ended_by") == "early_stopping" else ""
+  return "; ".join([f"finished after {result['steps']:,} steps{early}", *changes])

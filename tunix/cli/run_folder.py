@@ -54,6 +54,7 @@ FREE_SECTIONS = (
   "export",
   "distributed",
   "samples",
+  "training.best",
   "training.profiler_options",
   "training.perf_metrics_options",
 )

@@ -11,14 +11,13 @@ import abc
 import dataclasses
 from typing import Any, ClassVar, Literal
 
-from tunix.cli import mesh as mesh_axes
+from tunix.cli import export_settings, mesh as mesh_axes
 from tunix.cli.data_settings import DataSettings, StreamSettings
+from tunix.cli.export_settings import Dtype, ExportSettings
 from tunix.data.records import Kind
 from tunix.models.lora import LoraConfig
 from tunix.sft.config import CheckpointOptions, TrainingConfig
 from tunix.utils import checks
-
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def values_for(kind: type, section: Any) -> dict[str, Any]:
@@ -282,27 +281,6 @@ class DistributedSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportSettings:
-  """What is written to export/ when training has ended.
-
-  Attributes:
-    kind: full (the trained model), merged (adapters merged into the model), adapter
-      (PEFT), none; auto: full, or adapter with LoRA.
-    dtype: of the weights written; null: the checkpoint's (from scratch: the
-      computation's).
-  """
-
-  kind: Literal["auto", "full", "merged", "adapter", "none"] = "auto"
-  dtype: Dtype | None = None
-
-  def __post_init__(self):
-    if self.kind == "none" and self.dtype is not None:
-      raise ValueError(
-        f"dtype is {self.dtype!r} and export.kind 'none': nothing would be written"
-      )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings:
   """All keys that every job has. Sections are checked alone, then against each other.
 
@@ -342,13 +320,19 @@ class RunSettings:
   mesh: dict[str, int] = dataclasses.field(default_factory=dict)
   checkpoint: CheckpointOptions = dataclasses.field(default=CheckpointOptions())
   logging: LoggingSettings = LoggingSettings()
-  export: ExportSettings = ExportSettings()
+  export: ExportSettings = dataclasses.field(default=ExportSettings())
   distributed: DistributedSettings = DistributedSettings()
   compilation_cache: str | None = None
 
   def __post_init__(self):
     checks.fields(self, seed=checks.SEED)
-    self._check_export()
+    if self.model.quantise is not None and self.lora is None:
+      raise ValueError(
+        f"model.quantise is {self.model.quantise!r} and lora.rank is not set: "
+        "quantised weights are not trained themselves, set lora.rank (8, for example)"
+      )
+    export_settings.check(self)
+    self._check_best()
     if self.training.eval_every_n_steps is not None and self.data.eval is None:
       raise ValueError(
         f"training.eval_every_n_steps is {self.training.eval_every_n_steps} and "
@@ -356,35 +340,18 @@ class RunSettings:
       )
     mesh_axes.check(self.mesh, self.training.batch_rows)
 
-  def _check_export(self) -> None:
-    if self.model.quantise is not None and self.lora is None:
+  def _check_best(self) -> None:
+    best, every = self.training.best, self.training.eval_every_n_steps
+    if best is None:
+      return
+    if self.data.eval is None:
       raise ValueError(
-        f"model.quantise is {self.model.quantise!r} and lora.rank is not set: "
-        "quantised weights are not trained themselves, set lora.rank (8, for example)"
+        "training.best is set and data.eval is not: name a file to evaluate on"
       )
-    needs_lora = self.export.kind in ("merged", "adapter")
-    if needs_lora and self.lora is None:
+    if best.patience is not None and every is None:
       raise ValueError(
-        f"export.kind is {self.export.kind!r} and lora.rank is not set, so there is no "
-        "adapter: use 'full', or train with LoRA"
-      )
-    if self.export.kind == "full" and self.lora is not None:
-      raise ValueError(
-        "export.kind is 'full' and lora.rank is set: use 'merged' (a whole model) or "
-        "'adapter'"
-      )
-    whole = None if self.lora is None else self.lora.modules_to_save
-    saves_head = self.fits_adapter or whole is None or "score" in whole
-    if self.export.kind == "adapter" and not saves_head:
-      raise ValueError(
-        f"export.kind is 'adapter' and job is {self.job!r}: the head of scores is a "
-        "part of an adapter only where lora.modules_to_save names it (score); use "
-        "'merged'"
-      )
-    if self.export_kind == "adapter" and self.export.dtype is not None:
-      raise ValueError(
-        f"export.dtype is {self.export.dtype!r} and an adapter keeps its own "
-        "(lora.dtype): set export.kind to 'merged', or leave it out"
+        f"training.best.patience is {best.patience} and training.eval_every_n_steps is "
+        "not set: the one evaluation after the last step has nothing to stop"
       )
 
   @property

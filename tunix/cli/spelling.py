@@ -87,6 +87,20 @@ ELSEWHERE = {
   **dict.fromkeys(("save_steps", "save_freq"), "checkpoint.save_every_n_steps"),
   "save_total_limit": "checkpoint.max_to_keep",
   **dict.fromkeys(
+    ("early_stopping_patience", "patience", "early_stopping"), "training.best.patience"
+  ),
+  **dict.fromkeys(("early_stopping_threshold", "min_delta"), "training.best.min_delta"),
+  **dict.fromkeys(
+    ("metric_for_best_model", "best_metric", "monitor"), "training.best.metric"
+  ),
+  **dict.fromkeys(
+    ("greater_is_better", "best_mode"), "training.best.greater_is_better"
+  ),
+  **dict.fromkeys(
+    ("load_best_model_at_end", "save_best", "save_best_only", "keep_best"),
+    "export.checkpoint: best, with training.best",
+  ),
+  **dict.fromkeys(
     ("resume", "resume_from_checkpoint"), "not needed: the same command resumes"
   ),
   "overwrite_output_dir": "not there: give another output_dir",

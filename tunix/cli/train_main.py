@@ -27,6 +27,7 @@ from tunix.cli import (
   build_data,
   config as config_lib,
   dry_run,
+  export_main,
   mesh as mesh_axes,
   optimizer,
   origins,
@@ -42,12 +43,14 @@ from tunix.cli import (
 from tunix.cli.build_data import RunData
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.result import Result, ends_of, how_to_go_on
 from tunix.cli.run_folder import RunFolder
 from tunix.cli.settings import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
 from tunix.report import page
+from tunix.sft.run import TrainResult
 from tunix.utils import capacity, io, launch, mesh as mesh_lib
 from tunix.utils.interrupts import Stopped
 
@@ -79,46 +82,6 @@ of all jobs ({jobs}) are in
 
 Keys of the job {job}:
 {keys}"""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-  """How a run ended.
-
-  Attributes:
-    steps: optimizer steps done.
-    train_loss: of the first and the last step, in sft nats per token; not in RL.
-    eval_loss: before the first and after the last step; None without evaluation data.
-    train_accuracy, eval_accuracy: likewise, the share of pairs of which the chosen
-      completion is preferred; dpo, orpo and reward only.
-    train_margin, eval_margin: likewise, between the rewards of good and of bad
-      completions; kto only.
-    train_reward, eval_reward: mean rewards likewise, of the first and the last batch of
-      rollouts; RL only.
-    export: folder of the exported model or adapter; None without an export.
-  """
-
-  steps: int
-  train_loss: tuple[float, float] | None = None
-  eval_loss: tuple[float, float] | None = None
-  train_accuracy: tuple[float, float] | None = None
-  eval_accuracy: tuple[float, float] | None = None
-  train_margin: tuple[float, float] | None = None
-  eval_margin: tuple[float, float] | None = None
-  train_reward: tuple[float, float] | None = None
-  eval_reward: tuple[float, float] | None = None
-  export: str | None
-
-  def __str__(self) -> str:
-    parts = [f"{self.steps} steps"]
-    for field in dataclasses.fields(self):
-      pair = getattr(self, field.name)
-      if field.name.startswith(("train_", "eval_")) and pair is not None:
-        what = field.name.replace("_", " ")
-        parts.append(f"{what} {pair[0]:.4f} -> {pair[1]:.4f}")
-    if self.export is not None:
-      parts.append(f"exported to {self.export}")
-    return "; ".join(parts)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -261,12 +224,12 @@ def run(config: RunSettings) -> Result:
       _say(f"resuming after step {trainer.train_steps}")
     try:
       with launch.named_loss():
-        trainer.train(data.train, data.eval)
+        outcome = trainer.train(data.train, data.eval)
     except Stopped:
       trainer.close()  # all is saved; the last lines of the metrics are written here
       raise
     trainer.close()
-    result = _finish(config, model, folder, trainer.train_steps)
+    result = _finish(config, model, folder, outcome)
   _say(f"done: {result}")
   if (folder.path / page.NAME).is_file():
     _say(f"curves, settings and samples: {folder.path / page.NAME}")
@@ -291,67 +254,26 @@ def prepare(
 
 
 def _finish(
-  config: RunSettings, model: Transformer, folder: RunFolder, steps: int
+  config: RunSettings, model: Transformer, folder: RunFolder, outcome: TrainResult
 ) -> Result:
   """Exports, and marks the run as ended."""
-  kind = config.export_kind
+  kind, step, best = config.export_kind, outcome.steps, outcome.best
   if kind != "none":
+    if config.export.checkpoint == "best" and best and best.step not in (None, step):
+      lora_only = config.lora is not None
+      step = export_main.restore(model, folder, best.step, lora_only=lora_only)
     build.export(config, model, kind, folder.export)
-  file = folder.path / "logs" / "metrics.jsonl"
-  ends = {
-    f"{mode}_{what}": pair
-    for what, name in JOBS[config.job].results.items()
-    for mode, pair in read_metric(file, name).items()
-  }
   result = Result(
-    steps=steps,
-    **ends,
+    steps=outcome.steps,
+    ended_by=outcome.ended_by,
+    best=None if best is None else dataclasses.asdict(best),
+    **ends_of(config.job, folder.path / "logs" / "metrics.jsonl"),
     export=None if kind == "none" else str(folder.export),
+    export_step=None if kind == "none" else step,
   )
   if jax.process_index() == 0:
     folder.write_result(dataclasses.asdict(result))
   return result
-
-
-def how_to_go_on(config: RunSettings, data: RunData, result: Result) -> str:
-  """What trains longer than a run that is finished."""
-  # A schedule's length is fixed when the run begins, and so are the epochs.
-  if config.schedule.name is None and _ended_by_max_steps(config, data, result.steps):
-    return "raise training.max_steps to go on"
-  if result.export is None or config.export_kind == "adapter":
-    return "to train longer, use another output_dir"
-  return (
-    f"to train longer, start from it with --model.path={result.export} and another "
-    "output_dir"
-  )
-
-
-def _ended_by_max_steps(config: RunSettings, data: RunData, steps: int) -> bool:
-  """Whether there was more data when the run ended."""
-  limit = config.training.max_steps
-  if limit is None or steps < limit:
-    return False
-  unlimited = dataclasses.replace(config.training, max_steps=None)
-  count = JOBS[config.job].count_steps
-  most = count(dataclasses.replace(config, training=unlimited), data.reports["train"])
-  # With max_steps alone the data is repeated; without that key it would be read once.
-  return config.data.num_epochs is None or most is None or most > steps
-
-
-def read_metric(file: pathlib.Path, name: str) -> dict[str, tuple[float, float]]:
-  """{mode: (first value, last value)} of a metrics file."""
-  ends: dict[str, tuple[float, float]] = {}
-  if not file.is_file():
-    return ends
-  with file.open() as lines:
-    for line in lines:
-      if f'"{name}"' not in line:
-        continue
-      record = json.loads(line)
-      if name in record:
-        value = float(record[name])
-        ends[record["mode"]] = (ends.get(record["mode"], (value,))[0], value)
-  return ends
 
 
 def _leave_page(
