@@ -226,7 +226,8 @@ def serve(cache):
   """The stand-in in place of the hub, with a cache of its own and nobody logged in."""
   constants = pytest.importorskip("huggingface_hub.constants")
   server = Hub()
-  threading.Thread(target=server.serve_forever, daemon=True).start()
+  # Looks every 10 ms whether it is to end, not every half second.
+  threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
   with pytest.MonkeyPatch.context() as patch:
     # What HF_ENDPOINT and HF_HOME set when the package is imported.
     patch.setattr(constants, "ENDPOINT", server.address)
