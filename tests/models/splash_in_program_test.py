@@ -6,6 +6,7 @@ to it, and what is not in the lowered program is not in the compiled one.
 
 import jax
 import jax.numpy as jnp
+import pytest
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
@@ -55,10 +56,11 @@ def test_a_train_step_of_packed_rows():
   assert " tanh " in str(traced.jaxpr)  # of the cap; the activation has none
 
 
-def test_what_the_kernels_compute():
+@pytest.mark.parametrize("rows", [4, 2])  # two, or one, on each device
+def test_what_the_kernels_compute(rows):
   heads, width = 4, 128
-  shape = lambda n: jax.ShapeDtypeStruct((ROWS, LENGTH, n, width), jnp.bfloat16)
-  ids = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+  shape = lambda n: jax.ShapeDtypeStruct((rows, LENGTH, n, width), jnp.bfloat16)
+  ids = jax.ShapeDtypeStruct((rows, LENGTH), jnp.int32)
 
   def flops(window):
     def loss(query, key, value, ids):
@@ -71,7 +73,7 @@ def test_what_the_kernels_compute():
 
   # Forward 2 products; for the gradient of queries 3, of keys and values 4: each
   # computes the scores, and the gradient of the weights, for itself.
-  a_pair = 2 * (2 + 3 + 4) * ROWS * heads * width
-  beside = 2 * ROWS * heads * LENGTH * width  # outputs with their cotangents
+  a_pair = 2 * (2 + 3 + 4) * rows * heads * width
+  beside = 2 * rows * heads * LENGTH * width  # outputs with their cotangents
   assert flops(None) == a_pair * (1 + 2 + 3) * 512**2 + beside
   assert flops(WINDOW) == a_pair * (1 + 2 + 2) * 512**2 + beside

@@ -205,12 +205,12 @@ def _kernel_flops(operation: Any) -> float:
   phase = re.search(r"splash_mha_(fwd|dq|dkv)", name)
   if phase is None:
     return 0.0
-  shapes = [_shape(value) for value in operation.operands]
   # First come tables by blocks, [1 or N, own, other]: the other side is as long as the
-  # most blocks that one of its own meets. Then come queries, [B, N, T, H].
-  table = shapes[0]
+  # most blocks that one of its own meets. Then queries, [B, N, T, H], without a B of 1.
+  table = _shape(operation.operands[0])
   own, most = (table[2], table[1]) if phase[1] == "dkv" else (table[1], table[2])
-  queries = next(shape for shape in shapes if len(shape) == 4)
+  floats = (x for x in operation.operands if "f" in str(x.type.element_type))
+  queries = _shape(next(floats))
   blocks = sum(min(i + 1, most) for i in range(own))
   pairs = blocks * (queries[-2] // own) ** 2
   return _SPLASH[phase[1]] * math.prod(queries[:-2]) * queries[-1] * pairs

@@ -1,0 +1,77 @@
+"""What a compiled train step sends, a layer: weights and their gradients, and of the
+optimizer's state nothing."""
+
+import numpy as np
+import optax
+
+from tests import toys
+from tunix.models import automodel
+from tunix.models.transformer.config import MoEConfig
+from tunix.plan import collectives
+from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
+from tunix.utils import mesh as mesh_lib
+
+LAYERS, ROWS, LENGTH = 5, 8, 16
+D, F, N, K = 32, 64, 32, 16  # widths of toys.config: model, hidden, queries, keys
+MATRICES = [(D, N), (D, K), (D, K), (N, D), (D, F), (D, F), (F, D)]
+
+
+def sent(axes, **changes):
+  """Collectives of a train step from shapes: those of each layer, and those outside.
+
+  The layers are scanned, so that what every layer does counts LAYERS times.
+  """
+  mesh = mesh_lib.create_mesh(axes)
+  config = toys.config(num_layers=LAYERS, remat="block", scan_layers=True, **changes)
+  tokens = np.ones((ROWS, LENGTH), np.int32)
+  batch = {"input_tokens": tokens, "input_mask": tokens}
+  with mesh_lib.use_mesh(mesh):
+    model = automodel.of_shapes(config, mesh)
+    trainer = PeftTrainer(model, optax.adamw(1e-3), TrainingConfig(max_steps=1))
+    text = trainer.lower_train_step(batch).compile().as_text()
+  found = collectives.read(text, mesh.size)
+  assert {one.count for one in found} == {1, LAYERS}
+  return [
+    [one for one in found if (one.count == LAYERS) == inside]
+    for inside in (True, False)
+  ]
+
+
+def gathers(found):
+  return sorted(one.shape for one in found if one.kind == "all-gather")
+
+
+def shapes(sizes):
+  return sorted(f"f32[{a},{b}]" for a, b in sizes)
+
+
+def test_fsdp_gathers_each_weight_of_a_layer_twice_and_nothing_else():
+  layer, outside = sent({"fsdp": 8})
+  # For the forward pass, and for the backward one with what it computes again.
+  assert gathers(layer) == shapes(2 * MATRICES)
+  assert {one.kind for one in layer} == {"all-gather", "all-reduce"}
+  (reduced,) = (one for one in layer if one.kind == "all-reduce")
+  assert reduced.bytes >= 4 * sum(a * b for a, b in MATRICES)  # their gradients
+  # Beside the layers the unembedding and the ids: no moments, no updated weights.
+  assert gathers(outside) == [f"f32[{D},{toys.VOCAB}]", f"s32[{ROWS},{LENGTH}]"]
+
+
+def test_tp_adds_up_activations_and_gathers_its_own_half_of_each_weight():
+  layer, outside = sent({"fsdp": 4, "tp": 2})
+  halves = [(a, b // 2) for a, b in MATRICES if a == D and b != D]
+  halves += [(D, N // 2), (N // 2, D), (F // 2, D)]
+  assert gathers(layer) == shapes(2 * halves)
+  activations = f"f32[{ROWS // 4},{LENGTH},{D}]"
+  sums = [one.shape for one in layer if one.group == 2]
+  # Forward: after o and down, the former again; backward: before q, k, v, gate and up.
+  assert sum(shape.count(activations) for shape in sums) == 3 + 5
+  assert gathers(outside) == [f"f32[{D},{toys.VOCAB // 2}]", f"s32[{ROWS},{LENGTH}]"]
+
+
+def test_ep_gathers_no_expert():
+  moe = MoEConfig(num_experts=8, experts_per_token=2, hidden_dim=F)
+  layer, outside = sent({"fsdp": 2, "ep": 4}, moe=moe)
+  found = gathers(layer) + gathers(outside)
+  for experts in (2, 8):  # of a device, of all
+    assert not {f"f32[{experts},{D},{F}]", f"f32[{experts},{F},{D}]"} & set(found)
+  assert f"f32[{D},{N}]" in found  # unlike the weights of attention
