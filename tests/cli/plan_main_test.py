@@ -16,7 +16,8 @@ from tunix.cli import (
 )
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
-from tunix.plan import topology, training
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.plan import rollout, topology, training
 from tunix.utils import mesh as mesh_lib
 
 TINY = (
@@ -42,6 +43,7 @@ def trainer_of(config, model, mesh, *, of_shapes):
     Loaded(
       config=config,
       model=model,
+      tokenizer=TokenizerAdapter(rollout.NoText()),
       optimizer=optimizer.build_optimizer(config, rate),
       mesh=mesh,
       output_dir=None,
@@ -61,7 +63,8 @@ def test_the_programs_are_those_of_the_run(words):
     shapes = build.shapes_of_model(config, mesh)
     made = trainer_of(config, shapes, mesh, of_shapes=True)
     planned = training.of_trainer(made, batch)
-    assert planned["train step"].as_text() == real.lower_train_step(batch).as_text()
+    text = planned["train step"].lowered.as_text()
+    assert text == real.lower_train_step(batch).as_text()
   assert ("scoring" in planned) == (config.job == "dpo")
   held = jax.tree.leaves((real.optimizer.opt_state, jax.tree.leaves(real.model)))
   assert all(isinstance(x, jax.Array) for x in held)
@@ -120,7 +123,7 @@ def test_the_command(made, monkeypatch, capsys):
     ([*TINY, "--topology", "cpu:8", "--mesh", "fsdp=3"], "mesh fsdp 3 and cpu:8"),
     ([*TINY, "--topology", "cpu:8", "--mesh", "data=8"], "mesh.data is no axis"),
     ([*TINY, "--topology", "v5e:9"], "topology 'v5e:9' is none"),
-    (["--job=grpo", *TINY[:2], "--topology", "cpu:8"], "which cannot be planned yet"),
+    ([*TINY, "--topology=cpu:8", "--json", "--markdown"], "two forms of one plan"),
     (
       [*PAIRS, "--preference.loss=aot", "--topology", "cpu:8", "--mesh", "fsdp=4,tp=2"],
       "not planned yet; plan it with one micro-batch",

@@ -23,7 +23,7 @@ from tunix.generate.memory import Memory
 from tunix.generate.sampling import Draw, Leaf
 from tunix.models import calling
 from tunix.ops import masks
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import mesh as mesh_lib, programs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ class Opened(NamedTuple):
 def opened(graph: Any, state: Any) -> Opened:
   """The split of a module with one module a layer, made once a request: slices of a
   stack would be taken in every step. Leaves that stay as they are are not copied."""
-  structure, places, changed = _open(graph, state)
+  structure, places, changed = programs.call("unstack", _open, graph, state)
   stored = jax.tree.leaves(state)
   fresh = iter(changed)
   leaves = [next(fresh) if i is None else stored[i] for i in places.value]
