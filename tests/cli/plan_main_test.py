@@ -17,6 +17,7 @@ from tunix.cli import (
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import safetensors_saver
 from tunix.plan import rollout, topology, training
 from tunix.utils import mesh as mesh_lib
 
@@ -31,6 +32,12 @@ PAIRS = (
   *("--job=dpo", "--lora.rank=2"),
   *TINY[:-1],
   *("--preference.max_prompt_length=8", "--preference.max_response_length=8"),
+)
+KTO = ("--job=kto", *PAIRS[1:])
+DISTILL = ("--job=distill", *TINY)
+ON_POLICY = (
+  *("--job=distill", *TINY[:-1], "--distill.on_policy_fraction=1"),
+  *("--rollout.max_prompt_length=8", "--rollout.max_tokens_to_generate=8"),
 )
 MESH = {"fsdp": 4, "tp": 2}
 WHOLE = ("--training.micro_batch_size=null",)
@@ -53,9 +60,23 @@ def trainer_of(config, model, mesh, *, of_shapes):
   )
 
 
-@pytest.mark.parametrize("words", [TINY, PAIRS], ids=["sft", "dpo"])
-def test_the_programs_are_those_of_the_run(words):
+@pytest.mark.parametrize(
+  ("words", "scored"),
+  [
+    (TINY, set()),
+    (PAIRS, {"scoring"}),
+    (KTO, {"scoring", "first column", "policy scoring", "join", "kl estimate"}),
+    (DISTILL, {"scoring"}),
+    (ON_POLICY, {"unstack", "prefill", "decode", "scoring"}),
+  ],
+  ids=["sft", "dpo", "kto", "distill", "on_policy"],
+)
+def test_the_programs_are_those_of_the_run(words, scored, tmp_path):
   mesh = topology.find("cpu:8").mesh(MESH)
+  if "--job=distill" in words:
+    teacher = build.build_model(config_lib.load(TINY), None)
+    safetensors_saver.save_pretrained(teacher, tmp_path)
+    words = (*words, f"--distill.teacher={tmp_path}")
   config = plan_main.settled(config_lib.load(words), MESH)
   batch = JOBS[config.job].example(config)
   with mesh_lib.use_mesh(mesh):
@@ -65,7 +86,7 @@ def test_the_programs_are_those_of_the_run(words):
     planned = training.of_trainer(made, batch)
     text = planned["train step"].lowered.as_text()
     assert text == real.lower_train_step(batch).as_text()
-  assert ("scoring" in planned) == (config.job == "dpo")
+  assert planned.keys() == {"train step", "evaluation", *scored}
   held = jax.tree.leaves((real.optimizer.opt_state, jax.tree.leaves(real.model)))
   assert all(isinstance(x, jax.Array) for x in held)
 

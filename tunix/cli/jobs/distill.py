@@ -23,6 +23,7 @@ from tunix.distillation.distillation_trainer import DistillationTrainer, Trainin
 from tunix.distillation.on_policy_trainer import (
   OnPolicyConfig,
   OnPolicyDistillationTrainer,
+  Prompts,
 )
 from tunix.distillation.strategies.logit import LogitStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
@@ -321,6 +322,8 @@ def build_trainer(run: Loaded) -> DistillationTrainer:
   options, logger = run.training_options(), run.logger()
   if config.is_on_policy:
     made = _on_policy_options(config, **options)
+    if run.of_shapes:  # the dearer kind of step
+      made = dataclasses.replace(made, on_policy_fraction=1.0)
     return OnPolicyDistillationTrainer(
       run.model, teacher, how, run.optimizer, made, logger, tokenizer=run.tokenizer
     )
@@ -349,12 +352,13 @@ def _length(config: DistillRun) -> tuple[str, int]:
   return _ROLLOUT(config) if config.is_on_policy else sft.row_length(config)
 
 
-def _example(config: DistillRun) -> dict[str, Any]:
+def _example(config: DistillRun) -> Any:
   """A global batch of full rows, or of prompts that the student completes."""
   if not config.is_on_policy:
     return sft.example(config)
-  ids = np.zeros(config.rollout.max_prompt_length, np.int32)
-  return {"prompts": [ids] * config.training.global_batch_size}
+  shape = config.training.global_batch_size, config.rollout.max_prompt_length
+  ids = np.zeros(shape, np.int32)
+  return Prompts(prompt_ids=ids, prompt_mask=np.ones_like(ids))
 
 
 DISTILL = Job(
