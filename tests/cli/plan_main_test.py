@@ -16,7 +16,9 @@ from tunix.cli import (
 )
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
-from tunix.plan import topology, training
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models import safetensors_saver
+from tunix.plan import rollout, topology, training
 from tunix.utils import mesh as mesh_lib
 
 TINY = (
@@ -31,6 +33,12 @@ PAIRS = (
   *TINY[:-1],
   *("--preference.max_prompt_length=8", "--preference.max_response_length=8"),
 )
+KTO = ("--job=kto", *PAIRS[1:])
+DISTILL = ("--job=distill", *TINY)
+ON_POLICY = (
+  *("--job=distill", *TINY[:-1], "--distill.on_policy_fraction=1"),
+  *("--rollout.max_prompt_length=8", "--rollout.max_tokens_to_generate=8"),
+)
 MESH = {"fsdp": 4, "tp": 2}
 WHOLE = ("--training.micro_batch_size=null",)
 REMEDIES = ("--model.remat=block", "--training.micro_batch_size=4", "--lora.rank=16")
@@ -42,6 +50,7 @@ def trainer_of(config, model, mesh, *, of_shapes):
     Loaded(
       config=config,
       model=model,
+      tokenizer=TokenizerAdapter(rollout.NoText()),
       optimizer=optimizer.build_optimizer(config, rate),
       mesh=mesh,
       output_dir=None,
@@ -51,9 +60,23 @@ def trainer_of(config, model, mesh, *, of_shapes):
   )
 
 
-@pytest.mark.parametrize("words", [TINY, PAIRS], ids=["sft", "dpo"])
-def test_the_programs_are_those_of_the_run(words):
+@pytest.mark.parametrize(
+  ("words", "scored"),
+  [
+    (TINY, set()),
+    (PAIRS, {"scoring"}),
+    (KTO, {"scoring", "first column", "policy scoring", "join", "kl estimate"}),
+    (DISTILL, {"scoring"}),
+    (ON_POLICY, {"unstack", "prefill", "decode", "scoring"}),
+  ],
+  ids=["sft", "dpo", "kto", "distill", "on_policy"],
+)
+def test_the_programs_are_those_of_the_run(words, scored, tmp_path):
   mesh = topology.find("cpu:8").mesh(MESH)
+  if "--job=distill" in words:
+    teacher = build.build_model(config_lib.load(TINY), None)
+    safetensors_saver.save_pretrained(teacher, tmp_path)
+    words = (*words, f"--distill.teacher={tmp_path}")
   config = plan_main.settled(config_lib.load(words), MESH)
   batch = JOBS[config.job].example(config)
   with mesh_lib.use_mesh(mesh):
@@ -61,8 +84,9 @@ def test_the_programs_are_those_of_the_run(words):
     shapes = build.shapes_of_model(config, mesh)
     made = trainer_of(config, shapes, mesh, of_shapes=True)
     planned = training.of_trainer(made, batch)
-    assert planned["train step"].as_text() == real.lower_train_step(batch).as_text()
-  assert ("scoring" in planned) == (config.job == "dpo")
+    text = planned["train step"].lowered.as_text()
+    assert text == real.lower_train_step(batch).as_text()
+  assert planned.keys() == {"train step", "evaluation", *scored}
   held = jax.tree.leaves((real.optimizer.opt_state, jax.tree.leaves(real.model)))
   assert all(isinstance(x, jax.Array) for x in held)
 
@@ -120,7 +144,7 @@ def test_the_command(made, monkeypatch, capsys):
     ([*TINY, "--topology", "cpu:8", "--mesh", "fsdp=3"], "mesh fsdp 3 and cpu:8"),
     ([*TINY, "--topology", "cpu:8", "--mesh", "data=8"], "mesh.data is no axis"),
     ([*TINY, "--topology", "v5e:9"], "topology 'v5e:9' is none"),
-    (["--job=grpo", *TINY[:2], "--topology", "cpu:8"], "which cannot be planned yet"),
+    ([*TINY, "--topology=cpu:8", "--json", "--markdown"], "two forms of one plan"),
     (
       [*PAIRS, "--preference.loss=aot", "--topology", "cpu:8", "--mesh", "fsdp=4,tp=2"],
       "not planned yet; plan it with one micro-batch",

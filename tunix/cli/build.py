@@ -294,13 +294,25 @@ def build_reference(
     shares = config.lora is not None and not config.lora.modules_to_save
     make = shapes_of_model if of_shapes else build_model
     return None if shares else make(config, mesh)
-  dtype = config.model.dtype
+  return load(path, mesh, of_shapes=of_shapes, dtype=config.model.dtype)
+
+
+def load(
+  path: str, mesh: Mesh | None, *, of_shapes: bool = False, **options: Any
+) -> Transformer:
+  """The model of a folder beside the one that is trained; `of_shapes` from its
+  `config.json` alone, on a mesh. `options` are AutoModel's.
+
+  Raises:
+    FileNotFoundError, ValueError: see `AutoModel`.
+  """
   if not of_shapes:
-    return automodel.AutoModel.from_pretrained(path, mesh, dtype=dtype)
+    return automodel.AutoModel.from_pretrained(path, mesh, **options)
   assert mesh is not None
   sizes = automodel.sizes_of(path)
-  sizes = automodel.with_options(sizes, dtype=dtype, param_dtype=dtype)
-  return automodel.of_shapes(sizes, mesh)
+  if options.get("param_dtype") is None:
+    options = {**options, "param_dtype": options.get("dtype")}
+  return automodel.of_shapes(automodel.with_options(sizes, **options), mesh)
 
 
 def check_vocabulary(model: Transformer, tokenizer: TokenizerAdapter) -> None:
@@ -349,17 +361,18 @@ def build_logger(
   config: RunSettings, output_dir: pathlib.Path | None
 ) -> metrics.MetricsLogger:
   """The metrics of the run, under `output_dir/logs`; without one, of nothing."""
-  if output_dir is None:
-    return metrics.MetricsLogger(None)
   logger = metrics.MetricsLogger(logging_options(config, output_dir))
-  logger.log_config(keys.flatten(config))
+  if output_dir is not None:
+    logger.log_config(keys.flatten(config))
   return logger
 
 
 def logging_options(
-  config: RunSettings, output_dir: pathlib.Path
-) -> metrics.MetricsLoggerOptions:
-  """Where the metrics go."""
+  config: RunSettings, output_dir: pathlib.Path | None
+) -> metrics.MetricsLoggerOptions | None:
+  """Where the metrics go; None: nowhere, without a folder."""
+  if output_dir is None:
+    return None
   wanted, folder = config.logging, output_dir / "logs"
   factories: list[metrics.BackendFactory] = [
     functools.partial(metrics.JsonlBackend, folder)

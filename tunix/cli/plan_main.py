@@ -23,15 +23,32 @@ from tunix.cli import (
   precision,
 )
 from tunix.cli.jobs.job import Loaded
+from tunix.cli.jobs.rl import RLRun
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import RunSettings
-from tunix.plan import program, topology as topology_lib, training
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.perf.chips import Chip
+from tunix.plan import (
+  program,
+  residents,
+  rl,
+  rollout,
+  topology as topology_lib,
+  training,
+)
+from tunix.plan.program import ProgramPlan
 from tunix.plan.report import Plan
-from tunix.utils import mesh as mesh_lib
+from tunix.plan.rl import OTHERS
+from tunix.plan.rollout import LOOP
+from tunix.plan.training import STEP
+from tunix.rl.rl_learner import RLLearner
+from tunix.sft.peft_trainer import PeftTrainer
+from tunix.utils import mesh as mesh_lib, programs
+from tunix.utils.programs import Noted
 
 HELP = """\
 usage: tunix plan CONFIG --topology NAME [--mesh AXIS=SIZE,...] [--fit]
-                  [--json] [--KEY.SUB=VALUE ...]
+                  [--json | --markdown] [--KEY.SUB=VALUE ...]
 
 Compiles the programs of `tunix train CONFIG` for chips that need not be here, and says
 what each of them takes of a chip's memory, and how fast it can be at most. Nothing of
@@ -46,8 +63,10 @@ config.json of a folder.
   --mesh AXES      instead of the configuration's mesh; without either, fsdp over all
   --fit            also find the largest micro-batch that fits, or what makes it fit
   --json           everything, collectives one by one
+  --markdown       the table and what follows from it, to paste
 
-Jobs that can be planned: {jobs}. The exit code is 1 where a program does not fit."""
+Every job is planned, also those that sample: grpo and ppo show the rollouts beside
+scoring and updates. The exit code is 1 where a program does not fit."""
 
 _DOES_NOT_FIT = 1
 _SCHEDULED = 1000  # steps, where nothing says how long a schedule is
@@ -57,9 +76,11 @@ def main(argv: Sequence[str]) -> int:
   """Runs `tunix plan`; returns the exit code."""
   words = list(argv)
   if not words or {"--help", "-h"} & set(words):
-    print(HELP.format(jobs=", ".join(_planned())))
+    print(HELP)
     return 0
-  flags = {flag for flag in ("--json", "--fit") if flag in words}
+  flags = {flag for flag in ("--json", "--markdown", "--fit") if flag in words}
+  if {"--json", "--markdown"} <= flags:
+    raise ValueError("--json and --markdown are two forms of one plan: give one")
   words = [word for word in words if word not in flags]
   name, words = _taken(words, "--topology")
   axes, words = _taken(words, "--mesh")
@@ -67,8 +88,14 @@ def main(argv: Sequence[str]) -> int:
     raise ValueError("--topology is missing: give one such as --topology v5e:4x4")
   mesh = None if axes is None else _axes(axes)
   made = plan(config_lib.load(words), name, mesh, fit="--fit" in flags)
-  print(json.dumps(made.to_json(), indent=2) if "--json" in flags else made)
+  print(_shown(made, flags))
   return _DOES_NOT_FIT if made.fits is False else 0
+
+
+def _shown(made: Plan, flags: set[str]) -> str:
+  if "--json" in flags:
+    return json.dumps(made.to_json(), indent=2)
+  return made.to_markdown() if "--markdown" in flags else str(made)
 
 
 def plan(
@@ -88,52 +115,85 @@ def plan(
       run fit; the step is compiled some times more.
 
   Raises:
-    ValueError: a job that is not planned yet, a topology that does not exist, a mesh
-      that does not multiply out, or settings that contradict each other.
+    ValueError: a topology that does not exist, a mesh that does not multiply out, or
+      settings that contradict each other.
     ImportError: libtpu is missing.
     FileNotFoundError: no such model.
   """
   job = JOBS[config.job]
-  if job.example is None:
-    raise ValueError(
-      f"job is {config.job!r}, which cannot be planned yet: {', '.join(_planned())} can"
-    )
   where = topology_lib.find(topology)
   made = where.mesh(mesh or config.mesh or {"fsdp": -1})
   config = settled(config, {axis: int(size) for axis, size in made.shape.items()})
   job.check(config)
   trainer = _trainer(config, made)
-  with mesh_lib.use_mesh(made):
-    lowered = training.of_trainer(trainer, job.example(config))
-    programs = [
-      program.plan(name, one, made.size, where.chip) for name, one in lowered.items()
-    ]
-  rows, length = _sequences(config)
-  sizes = build.sizes_of_model(config)
+  noted = _noted(config, trainer, made)
+  planned = _planned(config, noted, made, where.chip)
+  rows, length = job.sequences(config), job.length(config)[1]
+  sizes, of_roles = build.sizes_of_model(config), _trainers(trainer)
+  updates = max(one.calls for name, one in noted.items() if name in of_roles)
+  loop = planned.get(LOOP)
+  steps = config.training.max_steps
   out = Plan(
     job=config.job,
-    model=_words(config, trainer.model),
+    model=_words(config, of_roles[min(of_roles)].model),
     topology=where.name,
     mesh=dict(config.mesh),
     devices=made.size,
     chip=where.chip,
     memory_bytes=where.memory_bytes,
-    programs=programs,
+    programs=[*planned.values()],
     tokens=rows * length,
-    model_flops=training.model_flops(trainer, sizes, rows, length),
-    steps=config.training.max_steps,
+    model_flops=sum(
+      training.model_flops(one, sizes, rows, length) for one in of_roles.values()
+    ),
+    steps=None if steps is None else -(-steps // updates),
+    rollouts=loop and rollout.of_loop(noted[LOOP], loop, where.memory_bytes),
   )
   return dataclasses.replace(out, advice=advise(config, made, out)) if fit else out
+
+
+def _noted(config: RunSettings, trainer: Any, mesh: Mesh) -> dict[str, Noted]:
+  """{name: program} of a step."""
+  batch = JOBS[config.job].example(config)
+  if isinstance(trainer, RLLearner):
+    return rl.of_learner(trainer, batch)  # every role works on the mesh it lies on
+  with mesh_lib.use_mesh(mesh):
+    return training.of_trainer(trainer, batch)
+
+
+def _trainers(trainer: Any) -> dict[str, PeftTrainer]:
+  """What is trained, by the name of its update."""
+  return rl.trainers(trainer) if isinstance(trainer, RLLearner) else {STEP: trainer}
+
+
+def _planned(
+  config: RunSettings, noted: dict[str, Noted], mesh: Mesh, chip: Chip | None
+) -> dict[str, ProgramPlan]:
+  """{name: what it needs} of the programs of a step."""
+  elsewhere = OTHERS if isinstance(config, RLRun) and config.rl.offload_to_cpu else ()
+  beside = residents.beside(noted, elsewhere)
+  return {
+    name: program.plan(
+      name,
+      one,
+      mesh.size,
+      chip,
+      passes=rollout.passes(one) if name == LOOP else None,
+      beside_bytes=beside[name],
+    )
+    for name, one in noted.items()
+  }
 
 
 def _trainer(config: RunSettings, mesh: Mesh) -> Any:
   """What trains, of shapes on the mesh."""
   rate = optimizer.build_schedule(config)
   tx = optimizer.build_optimizer(config, rate)  # tried out, which needs real devices
-  with mesh_lib.use_mesh(mesh):
+  with mesh_lib.use_mesh(mesh), programs.noted():
     loaded = Loaded(
       config=config,
       model=build.shapes_of_model(config, mesh),
+      tokenizer=TokenizerAdapter(rollout.NoText()),
       optimizer=tx,
       mesh=mesh,
       output_dir=None,
@@ -150,13 +210,16 @@ def advise(config: RunSettings, mesh: Mesh, made: Plan) -> str:
       "--fit compares with the memory of a device, which is not known of "
       f"{made.topology}: give the topology of a TPU, or gpu"
     )
-  example = JOBS[config.job].example
-  assert example is not None
+  if isinstance(config, RLRun):
+    raise ValueError(
+      f"--fit is not there for the job {config.job}: change rl.train_micro_batch_size, "
+      "rl.rollout_micro_batch_size or rl.compute_logps_micro_batch_size, whichever "
+      "program takes most, and plan again"
+    )
 
   def peak(config: RunSettings) -> int:
-    trainer = _trainer(config, mesh)
-    with mesh_lib.use_mesh(mesh):
-      return program.peak_bytes(trainer.lower_train_step(example(config)).compile())
+    noted = _noted(config, _trainer(config, mesh), mesh)
+    return program.peak_bytes(noted[STEP].compiled) + residents.beside(noted)[STEP]
 
   shards = math.prod(mesh.shape[axis] for axis in mesh_axes.data_axes(config.mesh))
   search = plan_fit.largest_micro_batch if made.fits else plan_fit.first_remedy
@@ -167,25 +230,12 @@ def advise(config: RunSettings, mesh: Mesh, made: Plan) -> str:
   return f"{what}: {' '.join(found.words)} ({found.peak_bytes / 2**30:,.2f} GiB)"
 
 
-def _planned() -> list[str]:
-  return [name for name, job in JOBS.items() if job.example is not None]
-
-
 def settled(config: RunSettings, mesh: dict[str, int]) -> RunSettings:
   """The configuration as a run would use it, on this mesh."""
   mesh_axes.check(mesh, config.training.batch_rows)
   config = dataclasses.replace(config, mesh=mesh)
   config = precision.settle(build.settle_lora(build_data.settle(config)))
   return optimizer.settle(config, config.training.max_steps or _SCHEDULED)
-
-
-def _sequences(config: RunSettings) -> tuple[int, int]:
-  """(rows of a step, tokens of each)."""
-  job = JOBS[config.job]
-  rows = config.training.global_batch_size
-  assert job.example is not None
-  completions = sum(name.endswith("_ids") for name in job.example(config)) - 1
-  return rows * max(1, completions), job.length(config)[1]
 
 
 def _words(config: RunSettings, model: nnx.Module) -> str:

@@ -24,7 +24,7 @@ from tunix.generate.memory import Memory
 from tunix.generate.sampling import Draw, Leaf
 from tunix.models import calling
 from tunix.ops import masks
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import mesh as mesh_lib, programs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def opened(graph: Any, state: Any, layout: Layout | None = None) -> Opened:
     graph, state: of the module.
     layout: where weights are to lie, see `layout.for_decoding`.
   """
-  structure, places, changed = _open(graph, layout, state)
+  structure, places, changed = programs.call("unstack", _open, graph, layout, state)
   stored = jax.tree.leaves(state)
   fresh = iter(changed)
   leaves = [next(fresh) if i is None else stored[i] for i in places.value]

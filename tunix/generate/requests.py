@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.generate import batching, decode, layout
 from tunix.generate.batching import Limits
 from tunix.generate.options import SamplingOptions
 from tunix.models import calling
 from tunix.models.transformer.model import Transformer
-from tunix.utils import capacity, mesh as mesh_lib
+from tunix.utils import capacity, mesh as mesh_lib, programs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,11 @@ def prepare(
   source = np.minimum(np.arange(shape.rows) // samples, shape.prompts - 1)
   tight = shape.slots < shape.width + shape.columns and isinstance(model, Transformer)
   over = np.int32(max(0, shape.width + steps - shape.slots))
+  make_key = _key(options)
   with mesh_lib.use_mesh(mesh):
-    draw = _draw(options, shape.rows, vocab_size)
+    # Devices that are only compiled for hold no key.
+    key = _planned_key(make_key, mesh) if programs.are_noted() else make_key()
+    draw = _draw(options, shape.rows, vocab_size, key)
     where = layout.for_decoding(model, state, gather_weights)
     opened = decode.opened(graph, state, where)
   return Request(
@@ -174,17 +177,35 @@ def mesh_of(state: Any) -> Mesh | None:
   return mesh_lib.current_mesh() if mesh is None else mesh
 
 
-def _draw(options: SamplingOptions, rows: int, vocab_size: int | None) -> decode.Draw:
-  """How rows choose; what is off is not there."""
+def _key(options: SamplingOptions) -> Callable[[], jax.Array]:
+  """What makes the call's key, under the mesh that draws. A key that was made under
+  another mesh is of that mesh; its numbers are of none."""
   greedy = options.temperature == 0
   key = batching.random_key(0 if options.seed is None and greedy else options.seed)
-  # A key that was made under another mesh is of that mesh; its numbers are of none.
   words, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
+  return lambda: jax.random.wrap_key_data(jnp.asarray(words), impl=kind)
+
+
+def _planned_key(make: Callable[[], jax.Array], mesh: Mesh | None) -> Any:
+  """The key as a shape, laid out as it is where it is made."""
+  key = jax.eval_shape(make)
+  where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+  return key if where is None else mesh_lib.put(key, where)
+
+
+def _draw(
+  options: SamplingOptions,
+  rows: int,
+  vocab_size: int | None,
+  key: jax.Array,
+) -> decode.Draw:
+  """How rows choose; what is off is not there."""
+  greedy = options.temperature == 0
   first = options.first_prompt * options.num_samples
   rules = {} if greedy else {"temperature": options.temperature, **options.filters}
   return decode.Draw(
     rows=np.arange(first, first + rows, dtype=np.int32),
-    key=jax.random.wrap_key_data(jnp.asarray(words), impl=kind),
+    key=key,
     forbidden=_forbidden(options.forbidden_tokens, vocab_size),
     **{
       name: np.full(rows, value, np.int32 if name == "top_k" else np.float32)

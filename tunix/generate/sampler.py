@@ -23,7 +23,7 @@ from tunix.generate.completions import Completions, Increment
 from tunix.generate.options import SamplingOptions
 from tunix.generate.outputs import Row
 from tunix.generate.requests import Request
-from tunix.utils import checks, mesh as mesh_lib
+from tunix.utils import checks, mesh as mesh_lib, programs
 
 # What there is at the end alone.
 NOT_STREAMED = frozenset({"echo", "pad_output", "return_logits", "beam_size", "exact"})
@@ -199,10 +199,14 @@ class Sampler(BaseSampler):
 
     def advance(out, memory, until):
       with mesh_lib.use_mesh(request.mesh):
-        return decode.advance(graph, state, rules, out, memory, np.int32(until))
+        return programs.call(
+          "decode", decode.advance, graph, state, rules, out, memory, np.int32(until)
+        )
 
     with mesh_lib.use_mesh(request.mesh):
-      out, memory = decode.start(graph, state, request.start, rules, request.plan)
+      out, memory = programs.call(
+        "prefill", decode.start, graph, state, request.start, rules, request.plan
+      )
     if every is None:
       yield mesh_lib.to_host(advance(out, memory, request.plan.columns)[0])
       return

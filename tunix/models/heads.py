@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.models.transformer import sharding
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import mesh as mesh_lib, programs
 
 
 def with_scores(
@@ -41,17 +41,20 @@ def with_scores(
   out = nnx.clone(model)
   out.config = dataclasses.replace(model.config, num_scores=num_scores)
   c = out.config
-  head = Linear(
+  make = lambda: Linear(
     c.embed_dim,
     num_scores,
     spec=sharding.weight_spec("router", c.sharding, False),
     param_dtype=c.param_dtype,
     rngs=nnx.Rngs(seed),
   )
+  # Of a model of shapes the head is one too: its devices may not be there.
+  head = nnx.merge(*sharding.abstract(make)) if programs.are_noted() else make()
   mesh = mesh_lib.mesh_of(nnx.state(model))
   if mesh is not None:
     state = nnx.state(head)
-    nnx.update(head, jax.device_put(state, sharding.named_shardings(state, mesh)))
+    where = sharding.named_shardings(state, mesh)
+    nnx.update(head, jax.tree.map(mesh_lib.put, state, where))
   out.lm_head, out.score = nnx.data(None), nnx.data(head)
   return out
 

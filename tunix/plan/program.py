@@ -13,6 +13,7 @@ from tunix.perf import hlo_flops
 from tunix.perf.chips import Chip
 from tunix.plan import collectives
 from tunix.plan.collectives import Collective
+from tunix.utils.programs import Noted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,9 @@ class ProgramPlan:
     flops: of all devices together; matrix products, convolutions and splash attention,
       what is computed twice (rematerialised) counted twice.
     moved_bytes: that it writes to its memory or reads from it at the least: arguments
-      once and outputs once.
+      once and outputs once; of a pass through a loop of unknown length its arguments.
+    runs: how often a step runs it, or passes through its loop.
+    beside_bytes: that the run holds on a device besides the program's arguments.
     collectives: what devices send each other.
     compute_seconds, memory_seconds, link_seconds: what these take at the rates of the
       chip, each by itself; None: the chip's rates are not known.
@@ -41,9 +44,16 @@ class ProgramPlan:
   flops: float
   moved_bytes: float
   collectives: tuple[Collective, ...]
+  runs: int = 1
+  beside_bytes: int = 0
   compute_seconds: float | None = None
   memory_seconds: float | None = None
   link_seconds: float | None = None
+
+  @property
+  def held_bytes(self) -> int:
+    """Of a device at the peak, with what the run holds besides."""
+    return self.peak_bytes + self.beside_bytes
 
   @property
   def seconds(self) -> float | None:
@@ -71,27 +81,37 @@ class ProgramPlan:
       {**dataclasses.asdict(one), "received_bytes": one.received}
       for one in sorted(self.collectives, key=lambda one: -one.received)
     ]
-    return {**out, "seconds": self.seconds, "limited_by": self.limited_by}
+    derived = ("held_bytes", "seconds", "limited_by")
+    return {**out, **{name: getattr(self, name) for name in derived}}
 
 
 def plan(
-  name: str, lowered: jax.stages.Lowered, devices: int, chip: Chip | None
+  name: str,
+  noted: Noted,
+  devices: int,
+  chip: Chip | None,
+  *,
+  passes: int | None = None,
+  beside_bytes: int = 0,
 ) -> ProgramPlan:
-  """Compiles a lowered program and reads what it needs.
+  """Compiles a program and reads what it needs.
 
   Args:
     name: of the program.
-    lowered: for the mesh it is to run on.
+    noted: for the mesh it is to run on.
     devices: of that mesh.
     chip: each of them; None: not known.
+    passes: the program is a loop whose length is not in its text, that many passes
+      long: what is read of it is one pass.
+    beside_bytes: see ProgramPlan.
   """
-  flops = hlo_flops.count_flops(lowered).flops
-  compiled = lowered.compile()
+  flops = hlo_flops.count_flops(noted.lowered).flops
+  compiled = noted.compiled
   memory: Any = compiled.memory_analysis()
   sent = collectives.read(compiled.as_text() or "", devices)
   received = math.fsum(one.received for one in sent)
   written = memory.output_size_in_bytes
-  moved = float(memory.argument_size_in_bytes + written)
+  moved = float(memory.argument_size_in_bytes + (0 if passes else written))
   seconds: Mapping[str, float | None] = {}
   if chip is not None:
     seconds = {
@@ -108,6 +128,8 @@ def plan(
     flops=flops,
     moved_bytes=moved,
     collectives=tuple(sent),
+    runs=noted.calls * (passes or 1),
+    beside_bytes=beside_bytes,
     **seconds,
   )
 

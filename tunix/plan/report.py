@@ -9,6 +9,7 @@ from typing import Any
 from tunix.perf.chips import Chip
 from tunix.plan import collectives
 from tunix.plan.program import ProgramPlan
+from tunix.plan.rollout import Rollouts
 
 _GIB = 2.0**30
 
@@ -28,7 +29,9 @@ class Plan:
     programs: of the job, the step first.
     tokens: of a step, padding included.
     model_flops: of a step by formula, on all devices together: no work counted twice.
-    steps: of the run; None: not known.
+    steps: of the run; None: not known. In RL a step is a batch of rollouts with all
+      updates by it.
+    rollouts: how completions are sampled; None: there are none.
     advice: how to fill the chips, or to fit into them; None: nobody looked.
   """
 
@@ -43,12 +46,13 @@ class Plan:
   tokens: int
   model_flops: float
   steps: int | None = None
+  rollouts: Rollouts | None = None
   advice: str | None = None
 
   @property
   def peak_bytes(self) -> int:
-    """Of a device, in the program that needs most."""
-    return max(program.peak_bytes for program in self.programs)
+    """Of a device, in the program that needs most, with what is held besides."""
+    return max(program.held_bytes for program in self.programs)
 
   @property
   def fits(self) -> bool | None:
@@ -57,9 +61,9 @@ class Plan:
 
   @property
   def step_seconds(self) -> float | None:
-    """A step takes no less: every program of it once, one after the other."""
-    parts = [p.seconds for p in self.programs if p.name != "evaluation"]
-    known = [part for part in parts if part is not None]
+    """A step takes no less: its programs one after the other, as often as they run."""
+    parts = [(p.seconds, p.runs) for p in self.programs if p.name != "evaluation"]
+    known = [seconds * runs for seconds, runs in parts if seconds is not None]
     return sum(known) if len(known) == len(parts) else None
 
   @property
@@ -93,11 +97,25 @@ class Plan:
       **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
       "chip": None if self.chip is None else dataclasses.asdict(self.chip),
       "programs": [program.to_json() for program in self.programs],
+      "rollouts": None if self.rollouts is None else dataclasses.asdict(self.rollouts),
       **{name: getattr(self, name) for name in derived},
     }
 
   def __str__(self) -> str:
-    return "\n".join([*self._head(), "", *self._table(), "", *self._tail()])
+    rows = self._rows()
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    table = [_joined(row, widths).rstrip() for row in rows]
+    sent = self._sent()
+    parts = (*table, *([""] if sent else []), *sent)
+    return "\n".join([*self._head(), "", *parts, "", *self._tail()])
+
+  def to_markdown(self) -> str:
+    """The same with its table and lists in Markdown."""
+    title, where = self._head()
+    head, *rows = (f"| {' | '.join(row)} |" for row in self._rows())
+    line = "| --- |" + " ---: |" * (len(self._rows()[0]) - 1)
+    lists = [f"- {text}" for text in (*self._sent(), *self._tail())]
+    return "\n".join([f"# {title}", "", where, "", head, line, *rows, "", *lists])
 
   def _head(self) -> list[str]:
     mesh = " x ".join(f"{axis} {size}" for axis, size in self.mesh.items())
@@ -107,31 +125,31 @@ class Plan:
       f"on {self.topology}: {self.devices}{kind} devices, {mesh}; of each:",
     ]
 
-  def _table(self) -> list[str]:
-    head = ["program", "arguments", "temporary", "peak", "TFLOP", "links", "least"]
+  def _rows(self) -> list[list[str]]:
+    """The table, its head first."""
+    head = ["program", "runs", "arguments", "temporary", "peak", "beside"]
+    head += ["TFLOP", "links", "least"]
     rows = [head]
     for p in self.programs:
       received = sum(one.received for one in p.collectives)
       rows.append(
         [
           p.name,
+          f"{p.runs:,}",
           _gib(p.argument_bytes),
           _gib(p.temporary_bytes),
           _gib(p.peak_bytes),
+          _gib(p.beside_bytes),
           f"{p.flops / self.devices / 1e12:,.2f}",
           _gib(received),
           "?" if p.seconds is None else f"{p.seconds * 1e3:,.1f} ms, {p.limited_by}",
         ]
       )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    lines = [
-      "  ".join(
-        cell.ljust(width) if i == 0 else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(row, widths))
-      ).rstrip()
-      for row in rows
-    ]
-    sent = [
+    return rows
+
+  def _sent(self) -> list[str]:
+    """What each program sends, in words."""
+    return [
       f"{p.name} sends: "
       + ", ".join(
         f"{n} {kind}" for kind, n in collectives.counts(p.collectives).items()
@@ -139,7 +157,6 @@ class Plan:
       for p in self.programs
       if p.collectives
     ]
-    return [*lines, *([""] if sent else []), *sent]
 
   def _tail(self) -> list[str]:
     lines = []
@@ -156,6 +173,8 @@ class Plan:
         f"a step of {self.tokens:,} tokens takes at least {self.step_seconds:,.3f} s: "
         f"at most {self.tokens_per_second:,.0f} tokens/s a device, MFU {self.mfu:.1%}"
       )
+    if self.rollouts is not None:
+      lines.append(str(self.rollouts))
     if self.chip_hours is not None and self.step_seconds and self.steps:
       hours = self.steps * self.step_seconds / 3600
       lines.append(
@@ -163,6 +182,15 @@ class Plan:
         "chip-hours, without evaluations and checkpoints"
       )
     return [*lines, *([] if self.advice is None else [self.advice])]
+
+
+def _joined(row: list[str], widths: list[int]) -> str:
+  """Names to the left, figures to the right."""
+  name, *figures = (
+    cell.rjust(width) if i else cell.ljust(width)
+    for i, (cell, width) in enumerate(zip(row, widths))
+  )
+  return "  ".join([name, *figures])
 
 
 def _gib(size: float) -> str:

@@ -15,23 +15,31 @@ from tunix.sft.peft_trainer import PeftTrainer
 from tunix.sft.step_metrics import matmul_params
 from tunix.sft.train_step import examples_in
 from tunix.utils import programs
+from tunix.utils.programs import Noted
+
+STEP = "train step"
 
 
-def of_trainer(trainer: PeftTrainer, batch: Any) -> dict[str, jax.stages.Lowered]:
-  """{name: lowered program} of a trainer whose model may be shapes
-  (`automodel.of_shapes`): the step, the evaluation of one of its micro-batches, and
-  what runs before the step on its batch (a reference that scores it).
+def of_trainer(trainer: PeftTrainer, batch: Any) -> dict[str, Noted]:
+  """{name: program} of a trainer whose model may be shapes (`automodel.of_shapes`): the
+  step, the evaluation of one of its micro-batches, and what runs before the step on its
+  batch (a reference that scores it).
 
   Args:
     trainer: on the mesh that the programs are for.
     batch: a global batch as its data gives one; NumPy arrays.
   """
   with programs.noted() as noted:
-    step = trainer.lower_train_step(batch)
+    trainer.lower_train_step(batch)
+  with programs.noted() as held_out:
     first = examples_in(batch) // trainer.training_config.micro_batches
     part = jax.tree.map(lambda x: x[:first] if np.ndim(x) else x, batch)
-    evaluation = trainer.lower_eval_step(part)
-  return {"train step": step, **noted, "evaluation": evaluation}
+    trainer.lower_eval_step(part)
+  return {
+    STEP: noted.pop(STEP),
+    **noted,
+    "evaluation": held_out["evaluation"],
+  }
 
 
 def parameters(model: nnx.Module) -> nnx.State:

@@ -84,7 +84,8 @@ class InferenceWorker:
   ) -> np.ndarray:
     """`score` over rows with the model of a role; float32 on the host."""
     with self.resident(role) as model:
-      return inference.run(model, score, rows, at_once, self._axes)
+      name = f"{role.value} scoring"
+      return inference.run(model, score, rows, at_once, self._axes, name)
 
 
 @functools.lru_cache(maxsize=64)

@@ -161,7 +161,7 @@ def _one(
 ) -> jax.Array:
   traced = isinstance(x, jax.core.Tracer)
   if not isinstance(x, jax.Array):
-    return jax.device_put(x, target)
+    return mesh_lib.put(x, target)
   if not traced:
     _check_source(x, source)
     source = x.sharding

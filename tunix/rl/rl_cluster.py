@@ -262,7 +262,8 @@ class RLCluster:
     with self.perf.span("refer_inference", "reference"):
       if self.reference is None:
         model = backbone.reference_of(self.actor_trainer.model)
-        return inference.run(model, score, _rows(tokens), at_once, self._axes)
+        name = "reference scoring"
+        return inference.run(model, score, _rows(tokens), at_once, self._axes, name)
       return self.inference_worker.run(Role.REFERENCE, score, _rows(tokens), at_once)
 
   def get_old_per_token_logps(
@@ -281,6 +282,7 @@ class RLCluster:
         _rows(tokens),
         self._at_once(tokens, micro_batch_size),
         self._axes,
+        "actor scoring",
       )
 
   def get_values(

@@ -208,6 +208,17 @@ class RLLearner(abc.ABC):
       )
     return self._run.train(train_ds, eval_ds, skip_jit)
 
+  def lower_step(self, batch: Mapping[str, Any]) -> None:
+    """Goes through what `train` does on a batch of prompts, with models of shapes and
+    inside `programs.noted`, which has its programs afterwards."""
+    example = self._generate_and_compute_advantage(prompt_batch(batch))
+    minis = self._mini_batches(example)
+    parts = self._micro_batches(minis[0].rows)
+    for role, trainer in learner_state.trainers(self.rl_cluster).items():
+      for mini in minis:
+        trainer.lower_update(mini, parts, f"{role} update")
+    self.rl_cluster.sync_weights()
+
   def _work(self) -> Work:
     """What a run of rollouts and updates is made of; run.py decides when."""
     return Work(

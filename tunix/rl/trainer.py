@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import optax
 from flax import nnx
 
@@ -78,6 +79,14 @@ class Trainer(PeftTrainer):
         parts = windows.cut(mini, micro_batches)
         self._dispatch(self._window(parts, None), skip_jit)
     return self.train_steps - done
+
+  def lower_update(
+    self, mini: TrainExample, micro_batches: int, name: str
+  ) -> jax.stages.Lowered:
+    """The update by a mini-batch, lowered and not run; `name` is its in a plan."""
+    with _own_mesh(self._module.model), self._session():
+      window = self._window(windows.cut(mini, micro_batches), None)
+      return self._state.lower(window.groups, name)
 
   def flush(self) -> None:
     """Logs what was dispatched; waits for the device."""

@@ -24,16 +24,18 @@ def run(
   rows: Mapping[str, np.ndarray],
   at_once: int | None,
   axes: tuple[str, ...],
+  name: str = "scoring",
 ) -> np.ndarray:
   """`score(model, **rows)` for `at_once` rows at a time; the last part is filled up.
-  With several processes each of them has all the rows and gets all the results."""
+  With several processes each of them has all the rows and gets all the results. `name`
+  is the program's in a plan."""
   total = len(next(iter(rows.values())))
   size = min(at_once or total, total)
   parts = []
   for start in range(0, total, size):
     index = np.minimum(np.arange(start, start + size), total - 1)
     part = {k: x[index] for k, x in rows.items()}
-    parts.append(apply(model, score, part, axes, whole=True))
+    parts.append(apply(model, score, part, axes, whole=True, name=name))
   return np.concatenate([mesh_lib.to_host(part) for part in parts])[:total]
 
 
@@ -44,6 +46,7 @@ def apply(
   axes: tuple[str, ...],
   *,
   whole: bool = False,
+  name: str = "scoring",
 ) -> Any:
   """`score(model, **rows)` of all rows at once, left on the model's own devices: nobody
   waits for it.
@@ -54,6 +57,7 @@ def apply(
     rows: pytrees of arrays, the rows first.
     axes: split the rows, as far as the model's mesh has them.
     whole: see `sharding_utils.shard_input`.
+    name: of the program, in a plan.
   """
   graph, state = nnx.split(model)
   state = mesh_lib.on_auto(state)
@@ -65,7 +69,7 @@ def apply(
   has = () if mesh is None else tuple(a for a in axes if a in mesh.shape)
   with mesh_lib.use_mesh(mesh):
     placed = sharding_utils.shard_input(dict(rows), has, whole=whole)
-    return programs.call("scoring", _scored, graph, state, placed, score)
+    return programs.call(name, _scored, graph, state, placed, score)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))

@@ -22,7 +22,7 @@ from tunix.sft.run_state import (
   unflatten_optimizer,
 )
 from tunix.sft.train_step import Group, StepMetrics
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import mesh as mesh_lib, programs
 
 
 class OptimizerView(NamedTuple):
@@ -135,18 +135,22 @@ class TrainState:
     module = self.module
     return self._eval_step(skip_jit)(module.params, module.rest, module.frozen, batch)
 
-  def lower(self, groups: Sequence[Group]) -> jax.stages.Lowered:
-    """The jitted train step, lowered and not run."""
+  def lower(
+    self, groups: Sequence[Group], name: str = "train step"
+  ) -> jax.stages.Lowered:
+    """The jitted train step, lowered and not run; `name` is its in a plan."""
     module = self.module
     module.refresh()
     step: Any = self._train_step(skip_jit=False)
-    return step.lower(module.params, self.opt_state, module.rest, module.frozen, groups)
+    state = (module.params, self.opt_state, module.rest, module.frozen)
+    return programs.lower(name, step, *state, groups)
 
   def lower_eval(self, batch: Any) -> jax.stages.Lowered:
     """The jitted step of an evaluation, lowered and not run."""
     self.module.refresh()
     module, step = self.module, self._eval_step(skip_jit=False)
-    return step.lower(module.params, module.rest, module.frozen, batch)
+    state = (module.params, module.rest, module.frozen)
+    return programs.lower("evaluation", step, *state, batch)
 
   def forget_steps(self) -> None:
     """The loss or the layout of the arrays has changed."""

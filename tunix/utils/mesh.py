@@ -15,12 +15,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def to_host(tree: Any) -> Any:
   """A pytree with its JAX arrays as NumPy's, whole on every process. All processes of a
-  run call it where the arrays are spread over them."""
+  run call it where the arrays are spread over them. Of a shape, whose numbers nobody
+  has computed (see `utils.programs`), ones."""
+  if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
+    return jax.tree.map(lambda x: np.ones(x.shape, x.dtype), tree)
   if all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(tree)):
     return jax.device_get(tree)
   from jax.experimental import multihost_utils

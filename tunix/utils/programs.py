@@ -1,29 +1,66 @@
 """Compiled programs by name: run, or only noted, when their arguments are shapes.
 
 A plan goes through the code that a run goes through, with `jax.ShapeDtypeStruct`s where
-the run has arrays; what would be computed is lowered instead, and kept.
+the run has arrays; what would be computed is lowered instead, and kept. What comes home
+of it (`mesh.to_host`) are ones, so that the code around it goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
-# {name: lowered}, while programs are noted.
-_noted: contextvars.ContextVar[dict[str, jax.stages.Lowered] | None] = (
-  contextvars.ContextVar("noted_programs", default=None)
+
+@dataclasses.dataclass
+class Noted:
+  """A program that was called and not run.
+
+  Attributes:
+    lowered: by its first call.
+    args: of that call, static ones too.
+    calls: how often it was called.
+    result: the shapes of what it gives; None: nobody asked.
+  """
+
+  lowered: jax.stages.Lowered
+  args: tuple[Any, ...]
+  calls: int = 1
+  result: Any = None
+
+  @functools.cached_property
+  def compiled(self) -> jax.stages.Compiled:
+    """The program, compiled once."""
+    return self.lowered.compile()
+
+  def run(self) -> Any:
+    """The shapes of what it gives, laid out as the compiler does: the arguments of the
+    programs after it."""
+    if self.result is None:
+      self.result = jax.tree.map(
+        lambda out, where: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=where),
+        self.lowered.out_info,
+        self.compiled.output_shardings,
+      )
+    return self.result
+
+
+# {name: program}, while programs are noted.
+_noted: contextvars.ContextVar[dict[str, Noted] | None] = contextvars.ContextVar(
+  "noted_programs", default=None
 )
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[dict[str, jax.stages.Lowered]]:
+def noted() -> Iterator[dict[str, Noted]]:
   """Notes the programs that are called inside, by name, and runs none of them; of a
   name the first one."""
-  out: dict[str, jax.stages.Lowered] = {}
+  out: dict[str, Noted] = {}
   token = _noted.set(out)
   try:
     yield out
@@ -31,13 +68,56 @@ def noted() -> Iterator[dict[str, jax.stages.Lowered]]:
     _noted.reset(token)
 
 
+def are_noted() -> bool:
+  """Whether programs are noted here instead of run."""
+  return _noted.get() is not None
+
+
 def call(name: str, jitted: Callable[..., Any], *args: Any) -> Any:
   """`jitted(*args)`; where programs are noted, the shapes that it would give."""
   programs = _noted.get()
-  if programs is None:
-    return jitted(*args)
-  lowered: Any = jitted.lower(*args)  # type: ignore[attr-defined]
-  programs.setdefault(name, lowered)
-  return jax.tree.map(
-    lambda out: jax.ShapeDtypeStruct(out.shape, out.dtype), lowered.out_info
+  return (
+    jitted(*args) if programs is None else _note(programs, name, jitted, args).run()
   )
+
+
+def lower(name: str, jitted: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
+  """`jitted.lower(*args)`, which is noted where programs are."""
+  programs = _noted.get()
+  if programs is None:
+    return jitted.lower(*args)  # type: ignore[attr-defined]
+  return _note(programs, name, jitted, args).lowered
+
+
+def _note(
+  programs: dict[str, Noted], name: str, jitted: Any, args: tuple[Any, ...]
+) -> Noted:
+  before = programs.get(name)
+  if before is None:
+    return programs.setdefault(name, Noted(jitted.lower(*args), args))
+  before.calls += 1
+  # Lowering anew what is known takes seconds for a large model.
+  same = _form(before.args) == _form(args)
+  return before if same else Noted(jitted.lower(*args), args)
+
+
+def _form(args: tuple[Any, ...]) -> Any:
+  """What arguments are lowered by: shapes and layouts of arrays, all else itself."""
+
+  def one(leaf: Any) -> Any:
+    if not hasattr(leaf, "shape"):
+      return leaf
+    return leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)
+
+  leaves, structure = jax.tree.flatten(args)
+  return structure, [one(leaf) for leaf in leaves]
+
+
+def shapes_in(tree: Any) -> list[jax.ShapeDtypeStruct]:
+  """The shapes of a pytree that stand for arrays of numbers."""
+  return [
+    x
+    for x in jax.tree.leaves(tree)
+    if isinstance(x, jax.ShapeDtypeStruct)
+    and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+  ]

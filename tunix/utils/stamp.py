@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix.utils import mesh as mesh_lib, tree
+from tunix.utils import mesh as mesh_lib, programs, tree
 
 # Odd, so that multiplying by them loses nothing modulo 2^32.
 _STRIDE, _FAR = 0x9E3779B1, 0xC2B2AE35
@@ -72,7 +72,7 @@ def leaf_stamps(arrays: Any) -> dict[str, str]:
 
 
 def _check(name: str, leaf: Any) -> None:
-  if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+  if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
     raise TypeError(
       f"leaf {name!r} is {type(leaf).__name__}, only arrays have a content stamp: "
       "leave it out of the tree or make it an array"
@@ -101,13 +101,13 @@ def _words(leaves: Sequence[Any]) -> list[tuple[int, int]]:
   ]
   out: list[tuple[int, int]] = [(0, 0)] * len(leaves)
   for places, sums in pending:
-    for i, (first, second) in zip(places, np.asarray(sums)):
+    for i, (first, second) in zip(places, np.asarray(mesh_lib.to_host(sums))):
       out[i] = int(first), int(second)
   return out
 
 
 def _group(i: int, leaf: Any) -> Any:
-  if not isinstance(leaf, jax.Array):
+  if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
     return None
   if _in_host_memory(leaf):
     return "host", i
@@ -117,7 +117,9 @@ def _group(i: int, leaf: Any) -> Any:
   return frozenset(leaf.sharding.device_set)
 
 
-def _in_host_memory(leaf: jax.Array) -> bool:
+def _in_host_memory(leaf: Any) -> bool:
+  if isinstance(leaf, jax.ShapeDtypeStruct):
+    return False
   kind = leaf.sharding.memory_kind
   return kind is not None and kind != _device_kind(leaf)
 
@@ -134,7 +136,7 @@ def _program(leaves: list[Any]) -> jax.Array:
   meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in inputs)
   leaves_mesh = next((m for m in meshes if isinstance(m, Mesh)), None)
   with mesh_lib.use_mesh(leaves_mesh if mesh_lib.current_mesh() is not None else None):
-    return _compiled(where)(inputs)
+    return programs.call("weight stamp", _compiled(where), inputs)
 
 
 @functools.lru_cache(maxsize=64)
@@ -146,6 +148,8 @@ def _compiled(where: NamedSharding | None) -> Any:
 
 def _as_input(leaf: Any) -> Any:
   """The leaf as `jax.jit` may take it without changing a bit."""
+  if isinstance(leaf, jax.ShapeDtypeStruct):
+    return leaf
   if not isinstance(leaf, jax.Array):
     leaf = np.asarray(leaf)
     if leaf.dtype.itemsize == 8:  # without jax_enable_x64 these would be rounded

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from tunix.cli import build_data, fingerprints, keys, mesh as mesh_axes
+from tunix.cli import build, build_data, fingerprints, keys, mesh as mesh_axes
 from tunix.cli.build_data import RunData
 from tunix.cli.data_settings import RowSettings
 from tunix.cli.jobs import sft
@@ -23,12 +23,12 @@ from tunix.distillation.distillation_trainer import DistillationTrainer, Trainin
 from tunix.distillation.on_policy_trainer import (
   OnPolicyConfig,
   OnPolicyDistillationTrainer,
+  Prompts,
 )
 from tunix.distillation.strategies.logit import LogitStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
 from tunix.distillation.teacher_cache import TeacherCache
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import automodel
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.utils import checks
 
@@ -303,10 +303,15 @@ def build_trainer(run: Loaded) -> DistillationTrainer:
   wanted, how = config.distill, strategy(config)
   teacher: Any = None
   if wanted.teacher is not None:
-    teacher = automodel.AutoModel.from_pretrained(
-      wanted.teacher, run.mesh, dtype=wanted.teacher_dtype
+    teacher = build.load(
+      wanted.teacher, run.mesh, of_shapes=run.of_shapes, dtype=wanted.teacher_dtype
     )
   if wanted.cache is not None:
+    if run.of_shapes:
+      raise ValueError(
+        f"distill.cache is {wanted.cache!r}: what a cache holds is not planned; leave "
+        "it out, and the plan has the teacher's program that fills it"
+      )
     assert isinstance(how, LogitStrategy)  # DistillSettings has looked
     teacher = TeacherCache(
       wanted.cache,
@@ -318,6 +323,8 @@ def build_trainer(run: Loaded) -> DistillationTrainer:
   options, logger = run.training_options(), run.logger()
   if config.is_on_policy:
     made = _on_policy_options(config, **options)
+    if run.of_shapes:  # the dearer kind of step
+      made = dataclasses.replace(made, on_policy_fraction=1.0)
     return OnPolicyDistillationTrainer(
       run.model, teacher, how, run.optimizer, made, logger, tokenizer=run.tokenizer
     )
@@ -346,6 +353,15 @@ def _length(config: DistillRun) -> tuple[str, int]:
   return _ROLLOUT(config) if config.is_on_policy else sft.row_length(config)
 
 
+def _example(config: DistillRun) -> Any:
+  """A global batch of full rows, or of prompts that the student completes."""
+  if not config.is_on_policy:
+    return sft.example(config)
+  shape = config.training.global_batch_size, config.rollout.max_prompt_length
+  ids = np.zeros(shape, np.int32)
+  return Prompts(prompt_ids=ids, prompt_mask=np.ones_like(ids))
+
+
 DISTILL = Job(
   settings=DistillRun,
   check=check,
@@ -355,4 +371,5 @@ DISTILL = Job(
   batch=_batch,
   length=_length,
   rollout=lambda config: config.rollout if config.is_on_policy else None,
+  example=_example,
 )

@@ -26,7 +26,7 @@ class Loaded:
   Attributes:
     config: settled; of the class that the job has.
     model: what is trained.
-    tokenizer: of all models, a TokenizerAdapter; None in a plan, which reads no text.
+    tokenizer: of all models, a TokenizerAdapter; in a plan one that knows no text.
     optimizer: the model's.
     mesh: of all models; None: one device.
     output_dir: of the run; None: nothing is written (a plan).
@@ -55,6 +55,10 @@ class Loaded:
     """What the model is compared with, see `build.build_reference`."""
     return build.build_reference(self.config, path, self.mesh, of_shapes=self.of_shapes)
 
+  def scores(self, path: str, **dtypes: Any) -> Any:
+    """A critic or reward model of a folder: one score a position."""
+    return build.load(path, self.mesh, of_shapes=self.of_shapes, num_scores=1, **dtypes)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
@@ -73,7 +77,8 @@ class Job:
     rollout: how the model that is trained writes rows itself; None: it writes none.
     notes: (config, data) -> further lines for the user.
     example: config -> a global batch as large as the data may give one, for
-      `tunix plan`; None: the job is not planned yet.
+      `tunix plan`.
+    sequences: config -> sequences of a step.
   """
 
   settings: type[RunSettings]
@@ -86,7 +91,8 @@ class Job:
   length: Callable[[Any], tuple[str, int]]
   rollout: Callable[[Any], RolloutConfig | None] = lambda config: None
   notes: Callable[[Any, RunData], list[str]] = lambda config, data: []
-  example: Callable[[Any], Any] | None = None
+  example: Callable[[Any], Any]
+  sequences: Callable[[Any], int] = lambda config: config.training.global_batch_size
 
 
 def length_of(section: str, *names: str) -> Callable[[Any], tuple[str, int]]:

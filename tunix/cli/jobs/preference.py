@@ -350,8 +350,28 @@ def _example(config: Any) -> dict[str, np.ndarray]:
   return batch
 
 
+def _labelled_example(config: KTORun) -> dict[str, np.ndarray]:
+  """A global batch of labelled completions of full length."""
+  limits, rows = config.preference, config.training.global_batch_size
+  lengths = {
+    "prompt": limits.max_prompt_length,
+    "completion": limits.max_response_length,
+  }
+  batch = {
+    "labels": np.arange(rows) % 2 == 0,
+    "weights": np.ones(rows, np.float32),
+  }
+  for name, length in lengths.items():
+    batch[f"{name}_ids"] = np.zeros((rows, length), np.int32)
+    batch[f"{name}_mask"] = np.ones((rows, length), np.int32)
+  return batch
+
+
 _PAIRS = {"loss": "loss", "accuracy": "rewards/accuracy"}
 _LENGTH = length_of("preference", "max_prompt_length", "max_response_length")
+
+# A pair is two.
+_PAIR_SEQUENCES = lambda config: 2 * config.training.global_batch_size
 
 DPO = Job(
   settings=DPORun,
@@ -361,6 +381,7 @@ DPO = Job(
   batch=_batch,
   length=_LENGTH,
   example=_example,
+  sequences=_PAIR_SEQUENCES,
 )
 ORPO = Job(
   settings=ORPORun,
@@ -369,6 +390,7 @@ ORPO = Job(
   batch=_batch,
   length=_LENGTH,
   example=_example,
+  sequences=_PAIR_SEQUENCES,
 )
 KTO = Job(
   settings=KTORun,
@@ -378,6 +400,7 @@ KTO = Job(
   batch=_batch,
   length=_LENGTH,
   notes=_balance,
+  example=_labelled_example,
 )
 REWARD = Job(
   settings=RewardRun,
@@ -386,4 +409,5 @@ REWARD = Job(
   batch=_batch,
   length=_LENGTH,
   example=_example,
+  sequences=_PAIR_SEQUENCES,
 )

@@ -6,7 +6,7 @@ import dataclasses
 import pathlib
 from typing import Annotated, Any, ClassVar, Literal
 
-from jax.sharding import Mesh
+import numpy as np
 
 from tunix.cli import build, build_prompts, keys, optimizer, rewards
 from tunix.cli.convert import Choice
@@ -18,7 +18,6 @@ from tunix.cli.settings import (
   TrainingSettings,
   values_for,
 )
-from tunix.models import automodel
 from tunix.models.transformer.model import Transformer
 from tunix.rl import setup
 from tunix.rl.config import ClusterConfig, PromptSizes, RLTrainingConfig, Role
@@ -239,22 +238,20 @@ def build_learner(run: Loaded) -> RLLearner:
     models["reference"] = run.reference(roles.reference)
   more: dict[str, Any] = {}
   if isinstance(config, PPORun):
-    models["critic"] = _critic(config, run.model, run.mesh)
+    models["critic"] = _critic(run)
     more["critic_optimizer"] = optimizer.build_critic_optimizer(
       config, config.rl.critic_learning_rate
     )
   if config.reward.model is not None:
-    models["reward"] = automodel.AutoModel.from_pretrained(
-      config.reward.model, run.mesh, dtype=config.model.dtype, num_scores=1
-    )
-  assert run.output_dir is not None  # RL is not planned yet
+    models["reward"] = run.scores(config.reward.model, dtype=config.model.dtype)
   cluster = RLCluster(
     actor=run.model,
     tokenizer=run.tokenizer,
     cluster_config=ClusterConfig(
       role_to_mesh=None if run.mesh is None else {Role.ACTOR: run.mesh},
       rollout_engine=config.rollout.engine,
-      offload_to_cpu=roles.offload_to_cpu,
+      # A shape lies nowhere: a plan counts what is kept elsewhere by itself.
+      offload_to_cpu=roles.offload_to_cpu and not run.of_shapes,
       training_config=RLTrainingConfig(
         actor_optimizer=run.optimizer,
         **run.training_options()
@@ -269,11 +266,19 @@ def build_learner(run: Loaded) -> RLLearner:
   learner = LEARNERS[type(algorithm)](
     cluster,
     algorithm,
-    rewards.build_rewards(config.reward),
+    _no_rewards if run.of_shapes else rewards.build_rewards(config.reward),
     data_shuffle_seed=roles.shuffle_seed,
   )
+  if run.output_dir is None:
+    return learner
   samples = config.samples.samples(run.output_dir / "samples")
   return learner if samples is None else learner.with_samples(samples)
+
+
+def _no_rewards(prompts: list[Any], completions: list[str], **columns: Any):
+  """Of completions that a plan has not sampled."""
+  del prompts, columns
+  return [0.0] * len(completions)
 
 
 def rollout_configs(config: RLRun) -> dict[Mode, RolloutConfig]:
@@ -293,17 +298,13 @@ def rollout_configs(config: RLRun) -> dict[Mode, RolloutConfig]:
   return {Mode.TRAIN: train, Mode.EVAL: held_out}
 
 
-def _critic(config: PPORun, model: Transformer, mesh: Mesh | None) -> Transformer:
+def _critic(run: Loaded) -> Transformer:
+  config: PPORun = run.config
   path = config.rl.critic
   if path is None or path == "actor":
-    return create_critic_model(model, config.seed, share=True)
-  return automodel.AutoModel.from_pretrained(
-    path,
-    mesh,
-    num_scores=1,
-    dtype=config.model.dtype,
-    param_dtype=config.model.param_dtype,
-  )
+    return create_critic_model(run.model, config.seed, share=True)
+  dtypes = {"dtype": config.model.dtype, "param_dtype": config.model.param_dtype}
+  return run.scores(path, **dtypes)
 
 
 def _batch(config: RLRun) -> str:
@@ -334,6 +335,16 @@ def check(config: RLRun) -> None:
   capacity.require("algorithm.num_generations", size, lambda n: prompts * n * row, what)
 
 
+def _example(config: RLRun) -> dict[str, Any]:
+  """Prompts as long as they may be."""
+  ids = np.zeros(config.rollout.max_prompt_length, np.int32)
+  return {"prompts": [ids] * config.training.global_batch_size}
+
+
+def _sequences(config: RLRun) -> int:
+  return config.training.global_batch_size * config.algorithm.num_generations
+
+
 GRPO = Job(
   settings=GRPORun,
   check=check,
@@ -344,5 +355,7 @@ GRPO = Job(
   batch=_batch,
   length=_LENGTH,
   rollout=lambda config: config.rollout,
+  example=_example,
+  sequences=_sequences,
 )
 PPO = dataclasses.replace(GRPO, settings=PPORun)

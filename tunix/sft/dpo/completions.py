@@ -18,6 +18,7 @@ from tunix.sft import sharding_utils
 from tunix.sft.dpo.preference_config import CompletionsConfig
 from tunix.sft.losses import batch_fields
 from tunix.sft.module_state import ModuleState
+from tunix.utils import programs
 
 
 def as_pair_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., PairLoss]:
@@ -114,7 +115,8 @@ def without_gradient(
   def run(batch: Any) -> Any:
     module.refresh()
     placed = sharding_utils.shard_input(batch, axes)
-    return forward(module.params, module.frozen, module.rest, placed)
+    state = (module.params, module.frozen, module.rest)
+    return programs.call("policy scoring", forward, *state, placed)
 
   return run
 

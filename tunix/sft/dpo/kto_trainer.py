@@ -24,6 +24,7 @@ from tunix.sft.dpo.preference_config import KTOConfig
 from tunix.sft.dpo.reference import ReferenceModel, reference_for
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
+from tunix.utils import programs
 
 __all__ = ["KTOConfig", "KTODataInput", "KTOTrainer", "KTOTrainingInput"]
 
@@ -96,7 +97,7 @@ class KTOTrainer(PeftTrainer):
 
   def _ref_logps(self, rows: dict[str, Any]) -> jax.Array:
     logps = self._reference.logps(self._module, self._state.mesh, rows, SINGLE)
-    return logps[:, 0]
+    return programs.call("first column", _first_column, logps)
 
   def _prepare_inputs(self, batch: Any) -> Any:
     read = self._read(batch).rows
@@ -131,8 +132,9 @@ class KTOTrainer(PeftTrainer):
       logps.append(self._score_now(batch))
       ref_logps.append(self._ref_logps(batch["rows"]))
       weights.append(sharding_utils.shard_input(batch["weights"], axes))
-    together = (jnp.concatenate(parts) for parts in (logps, ref_logps, weights))
-    return _estimate(*together)
+    columns = (logps, ref_logps, weights)
+    together = (programs.call("join", _join, parts) for parts in columns)
+    return programs.call("kl estimate", _estimate, *together)
 
   @functools.cached_property
   def _score_now(self) -> Callable[[Any], jax.Array]:
@@ -162,6 +164,9 @@ class KTOTrainer(PeftTrainer):
 
 
 _estimate = jax.jit(kto.kl_estimate)
+# Operations that run between programs, as what a plan can note.
+_join = jax.jit(jnp.concatenate)
+_first_column = jax.jit(lambda logps: logps[:, 0])
 
 
 def _mismatched(batches: Sequence[Any]) -> list[Any]:

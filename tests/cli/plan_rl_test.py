@@ -1,0 +1,96 @@
+"""`tunix plan` of jobs that sample: the programs are those that a learner runs."""
+
+import pytest
+
+from tests.cli.plan_main_test import MESH, TINY, trainer_of
+from tunix.cli import build, config as config_lib, plan_main
+from tunix.cli.jobs.table import JOBS
+from tunix.plan import topology
+from tunix.utils import programs
+
+SIZES = (
+  *TINY[:2],
+  *("--training.global_batch_size=8", "--training.max_steps=10"),
+  *("--rollout.max_prompt_length=16", "--rollout.max_tokens_to_generate=12"),
+  *("--algorithm.num_generations=2", "--algorithm.beta=0.1"),
+)
+GRPO = ("--job=grpo", "--rl.mini_batch_size=4", "--rl.bucketed_lengths=true", *SIZES)
+PPO = ("--job=ppo", "--rl.compute_logps_micro_batch_size=4", *SIZES)
+
+
+def test_the_programs_are_those_of_the_run(monkeypatch):
+  """A real learner goes through a step, and the texts of what it runs are noted."""
+  config = plan_main.settled(
+    config_lib.load([*PPO, "--reward.functions=length(target=3)"]), MESH
+  )
+  mesh = topology.find("cpu:8").mesh(MESH)
+  planned = plan_main._noted(config, plan_main._trainer(config, mesh), mesh)
+  ran, call, lower = {}, programs.call, programs.lower
+
+  def noted_call(name, jitted, *args):
+    ran.setdefault(name, jitted.lower(*args).as_text())
+    return call(name, jitted, *args)
+
+  def noted_lower(name, jitted, *args):
+    lowered = lower(name, jitted, *args)
+    ran.setdefault(name, lowered.as_text())
+    return lowered
+
+  model = build.build_model(config, mesh)
+  learner = trainer_of(config, model, mesh, of_shapes=False)
+  monkeypatch.setattr(programs, "call", noted_call)
+  monkeypatch.setattr(programs, "lower", noted_lower)
+  learner.lower_step(JOBS["ppo"].example(config))
+  assert set(planned) == {
+    *("prefill", "decode", "unstack", "weight stamp"),
+    *("critic scoring", "actor scoring", "reference scoring"),
+    *("critic update", "actor update"),
+  }
+  for name, one in planned.items():
+    assert one.lowered.as_text() == ran[name], name
+  assert planned["actor scoring"].calls == 2 and planned["prefill"].calls == 1
+
+
+@pytest.fixture(scope="module")
+def made():
+  return plan_main.plan(config_lib.load(GRPO), "cpu:8", MESH)
+
+
+def test_what_a_plan_of_rollouts_tells(made):
+  by_name = {p.name: p for p in made.programs}
+  assert by_name["decode"].runs == 11  # the first token is the prefill's
+  assert by_name["actor update"].runs == 2 and made.steps == 5
+  assert "critic scoring" not in by_name
+  assert made.tokens == 8 * 2 * (16 + 12)
+  rollouts = made.rollouts
+  # 2 layers x keys and values x 2 heads of 8, in float32; columns in powers of two.
+  assert rollouts.cache_token_bytes == 2 * 2 * 2 * 8 * 4
+  assert (rollouts.rows, rollouts.slots) == (16, 32)
+  assert rollouts.cache_bytes == rollouts.cache_token_bytes * 16 * 32 // 8
+  assert rollouts.most_rows is None and rollouts.tokens_per_second is None
+  assert "rollouts: 16 rows of 32 tokens" in str(made)
+
+
+def test_what_the_run_holds_besides(made):
+  """The policy learns while the reference waits, and samples while the optimizer's
+  state does."""
+  by_name = {p.name: p for p in made.programs}
+  reference = by_name["actor update"].beside_bytes
+  optimizer = by_name["reference scoring"].beside_bytes - reference
+  assert reference and optimizer == pytest.approx(2 * reference, rel=0.01)
+  assert by_name["prefill"].beside_bytes > reference + optimizer
+  assert made.peak_bytes == max(p.peak_bytes + p.beside_bytes for p in made.programs)
+
+
+def test_markdown_has_the_table(made):
+  text = made.to_markdown()
+  assert text.startswith("# grpo: qwen3_0p6b") and "\n| program | runs |" in text
+  assert "\n| decode | 11 | " in text and "\n- rollouts: 16 rows" in text
+
+
+def test_fit_is_for_other_jobs(made):
+  config = plan_main.settled(config_lib.load(GRPO), MESH)
+  known = made.__class__(**{**made.__dict__, "memory_bytes": 1e9})
+  mesh = topology.find("cpu:8").mesh(MESH)
+  with pytest.raises(ValueError, match=r"change rl\.train_micro_batch_size"):
+    plan_main.advise(config, mesh, known)

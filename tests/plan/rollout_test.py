@@ -1,0 +1,38 @@
+"""What rollouts take, by hand."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix.generate.memory import Memory
+from tunix.models.transformer.cache import init_cache
+from tunix.plan import rollout
+from tunix.utils.programs import Noted
+
+
+def test_rows_that_fit_and_tokens_a_second():
+  cache = lambda: init_cache(
+    num_layers=3,
+    batch_size=4,
+    cache_size=10,
+    num_kv_heads=2,
+    head_dim=8,
+    dtype=jnp.bfloat16,
+  )
+  memory = Memory(
+    cache=jax.eval_shape(cache),
+    visible=jax.ShapeDtypeStruct((4, 10), bool),
+    positions=jax.ShapeDtypeStruct((4,), jnp.int32),
+    slot=jax.ShapeDtypeStruct((), jnp.int32),
+  )
+  rules = types.SimpleNamespace(limits=np.array([7, 7, 7, 0]))
+  decode = Noted(None, ("graph", "state", rules, "out", memory, 8))
+  assert rollout.passes(decode) == 6
+  token = 2 * 3 * 2 * 8 * 2  # keys and values, layers, heads, sizes, bytes
+  planned = types.SimpleNamespace(held_bytes=4 * 10 * token + 1000, seconds=0.5)
+  said = rollout.of_loop(decode, planned, memory_bytes=1000 + 9 * 10 * token + 5)
+  assert (said.cache_token_bytes, said.cache_bytes) == (token, 4 * 10 * token)
+  assert (said.most_rows, said.tokens_per_second) == (9, 8.0)
+  assert "at most 9 such rows fit; at most 8 tokens/s" in str(said)
