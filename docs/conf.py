@@ -47,7 +47,10 @@ html_show_sphinx = False
 
 # The navigation: (caption, pages). The pages are read as plain Markdown, too.
 NAVIGATION = (
-  ("Start", ["tour", "guides/command", "guides/planning", "recipes"]),
+  (
+    "Start",
+    ["tour", "guides/command", "guides/real_models", "guides/planning", "recipes"],
+  ),
   (
     "Train",
     [
