@@ -38,6 +38,17 @@ def test_a_mesh_that_does_not_multiply_out():
     topology.find("cpu:8").mesh({"fsdp": -1, "tp": 3})
 
 
+def test_a_mesh_that_cannot_be_laid_over_a_slice(monkeypatch):
+  where = topology.find("cpu:8")
+
+  def make_mesh(*args, **options):  # as JAX for fsdp 32 x tp 2 on v5p:4x4x4
+    raise NotImplementedError("Failed to find assignment for logical_axis_index 1")
+
+  monkeypatch.setattr(jax, "make_mesh", make_mesh)
+  with pytest.raises(ValueError, match="fsdp 4 x tp 2 cannot be laid over cpu:8"):
+    where.mesh({"fsdp": 4, "tp": 2})
+
+
 def test_every_tpu_says_what_a_plan_asks_for():
   for chip in chips.CHIPS:
     if chip.kind.startswith("TPU"):

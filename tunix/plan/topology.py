@@ -59,25 +59,31 @@ class Topology:
     """A mesh over all of them; one size may be -1, what the others leave.
 
     Raises:
-      ValueError: the sizes do not multiply out.
+      ValueError: the sizes do not multiply out, or cannot be laid over the slice.
     """
     sizes, count = dict(axes), len(self.devices)
     open_ = [name for name, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if len(open_) == 1 and known and count % known == 0:
       sizes[open_[0]] = count // known
+    words = " x ".join(f"{name} {size}" for name, size in axes.items())
     if math.prod(sizes.values()) != count:
-      words = " x ".join(f"{name} {size}" for name, size in axes.items())
       raise ValueError(
         f"mesh {words} and {self.name} has {count} devices: choose sizes whose product "
         f"is {count}, one of them -1 for what the others leave"
       )
-    return jax.make_mesh(
-      tuple(sizes.values()),
-      tuple(sizes),
-      axis_types=(AxisType.Auto,) * len(sizes),
-      devices=self.devices,
-    )
+    try:
+      return jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+        devices=self.devices,
+      )
+    except NotImplementedError as error:
+      raise ValueError(
+        f"mesh {words} cannot be laid over {self.name}: JAX gives each axis whole "
+        "sides of a slice, so choose sizes that are products of its sides"
+      ) from error
 
 
 def find(name: str) -> Topology:
