@@ -190,7 +190,7 @@ def test_every_kind_says_what_it_takes():
     kind.name: {form.name for form in kind.forms} for kind in kinds.KINDS.values()
   } == {
     "sft": {"Alpaca", "ShareGPT", "TRL"},
-    "pair": {"Alpaca", "ShareGPT"},
+    "pair": {"Alpaca", "OpenAI", "ShareGPT"},
     "labelled": {"Alpaca", "ShareGPT"},
     "answered": {"Alpaca", "ShareGPT", "TRL"},
     "prompt": {"Alpaca", "ShareGPT"},

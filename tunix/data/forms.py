@@ -1,13 +1,19 @@
 """Records as other libraries' files have them, turned into ours.
 
   Alpaca    {"instruction", "input" (may be empty or missing), "output"}: the prompt is
-            the instruction, behind a blank line the input; the output is its answer
+            the instruction, behind a blank line the input; the output is its answer.
+            A "system" and a "history" of [question, answer] stand before them
   ShareGPT  {"conversations": [{"from": "human", "value": ...}, ...]}; where "chosen"
-            and "rejected" are beside it, it is the prompt
+            and "rejected" are beside it, it is the prompt. A "function_call" is the
+            assistant's call of a tool
   TRL       {"prompt", "completion"}, texts or messages; what came before the completion
             is not learned, the assistant's turns among it. Of {"prompt", "messages"}
             the messages are read
-  OpenAI    messages whose content is a list of {"type": "text", "text": ...}
+  OpenAI    messages whose content is a list of {"type": "text", "text": ...}; pairs as
+            {"input": {"messages"}, "preferred_output", "non_preferred_output"}
+
+LLaMA-Factory's "kto_tag" beside Alpaca's or ShareGPT's keys is a label of the last
+answer. "tools" may be a text of JSON: columns of parquet files hold no other.
 
 A record is known by its keys. What is in our own form (`tunix.data.records`) is given
 back as it is.
@@ -15,9 +21,12 @@ back as it is.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+_ALPACA = ("instruction", "input", "system", "history")
+_CALL = ("function_call", "tool_call")
 _ROLES = {
   **dict.fromkeys(("human", "user"), "user"),
   **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
@@ -51,7 +60,11 @@ def of(record: Any, where: str, *forms: Form) -> Any:
   if not isinstance(record, Mapping):
     return record
   form = find(record, *forms)
-  return _with_texts(record if form is None else form.convert(record, where))
+  record = _with_texts(record if form is None else form.convert(record, where))
+  if isinstance(tools := record.get("tools"), str):
+    # LLaMA-Factory writes "" where a record has none.
+    record = {**record, "tools": _json(tools or "[]", f'{where}: "tools"')}
+  return record
 
 
 def find(record: Any, *forms: Form) -> Form | None:
@@ -66,14 +79,47 @@ def _rest(record: Mapping[str, Any], *taken: str) -> dict[str, Any]:
   return {key: value for key, value in record.items() if key not in taken}
 
 
+def _json(text: str, where: str) -> Any:
+  try:
+    return json.loads(text)
+  except ValueError as error:
+    raise ValueError(f"{where} is no JSON ({error}): {text!r:.60}") from error
+
+
 def _alpaca(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-  prompt = _instruction(record, where)
-  rest = _rest(record, "instruction", "input", "output", "text")
-  return rest | {"prompt": prompt, "response": record["output"]}
+  rest = _rest(record, *_ALPACA, "output", "text")
+  prompt, answer = _alpaca_turns(record, where), record["output"]
+  if isinstance(prompt, str):
+    return rest | {"prompt": prompt, "response": answer}
+  return rest | {"messages": [*prompt, {"role": "assistant", "content": answer}]}
 
 
 def _alpaca_prompt(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-  return _rest(record, "instruction", "input") | {"prompt": _instruction(record, where)}
+  return _rest(record, *_ALPACA) | {"prompt": _alpaca_turns(record, where)}
+
+
+def _alpaca_label(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+  rest = _rest(record, *_ALPACA, "output", "kto_tag")
+  answer = {"completion": record["output"], "label": record["kto_tag"]}
+  return rest | answer | {"prompt": _alpaca_turns(record, where)}
+
+
+def _alpaca_turns(record: Mapping[str, Any], where: str) -> Any:
+  """Text, or messages where more stands before the instruction."""
+  instruction = _instruction(record, where)
+  system, history = record.get("system"), record.get("history")
+  if not system and not history:
+    return instruction
+  turns = [{"role": "system", "content": system}] if system else []
+  for number, pair in enumerate(history or []):
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+      raise ValueError(
+        f'{where}: "history"[{number}] is {pair!r:.60}, expected [question, answer]'
+      )
+    turns += [
+      {"role": role, "content": text} for role, text in zip(("user", "assistant"), pair)
+    ]
+  return [*turns, {"role": "user", "content": instruction}]
 
 
 def _instruction(record: Mapping[str, Any], where: str) -> str:
@@ -109,16 +155,45 @@ def _sharegpt_pair(record: Mapping[str, Any], where: str) -> dict[str, Any]:
   return _rest(ours, "messages") | answers | {"prompt": ours["messages"]}
 
 
+def _sharegpt_label(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+  ours = _sharegpt(record, where)
+  *prompt, answer = ours["messages"]
+  rest = _rest(ours, "messages", "kto_tag")
+  return rest | {"prompt": prompt, "completion": [answer], "label": record["kto_tag"]}
+
+
+def _openai_pair(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+  asked = record["input"]
+  if not isinstance(asked, Mapping) or "messages" not in asked:
+    raise ValueError(f'{where}: "input" is {asked!r:.60}, expected {{"messages": ...}}')
+  return {
+    **_rest(asked, "messages"),
+    "prompt": asked["messages"],
+    "chosen": record["preferred_output"],
+    "rejected": record["non_preferred_output"],
+  }
+
+
+def _call(text: Any, where: str) -> dict[str, Any]:
+  call = _json(text, where) if isinstance(text, str) else text
+  calls = call if isinstance(call, list) else [call]
+  if not all(isinstance(one, Mapping) and "name" in one for one in calls):
+    raise ValueError(f'{where} is {text!r:.60}, expected {{"name", "arguments"}}')
+  tools = [{"type": "function", "function": dict(one)} for one in calls]
+  return {"role": "assistant", "content": "", "tool_calls": tools}
+
+
 def _message(turn: Any, where: str) -> dict[str, Any]:
   if isinstance(turn, Mapping) and "role" in turn:
     return dict(turn)
   if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
     raise ValueError(f'{where} is {turn!r:.60}, expected {{"from": ..., "value": ...}}')
-  if turn["from"] not in _ROLES:
-    raise ValueError(
-      f'{where}: "from" is {turn["from"]!r}, expected one of {", ".join(_ROLES)}'
-    )
   rest = _rest(turn, "from", "value")
+  if turn["from"] in _CALL:
+    return _call(turn["value"], where) | rest
+  if turn["from"] not in _ROLES:
+    known = ", ".join((*_ROLES, *_CALL))
+    raise ValueError(f'{where}: "from" is {turn["from"]!r}, expected one of {known}')
   return {"role": _ROLES[turn["from"]], "content": turn["value"], **rest}
 
 
@@ -186,6 +261,25 @@ SHAREGPT_PAIR = Form(
 )
 TRL = Form("TRL", frozenset({"prompt", "completion"}), _SFT, _trl)
 
+ALPACA_LABEL = Form(
+  "Alpaca",
+  frozenset({"instruction", "output", "kto_tag"}),
+  frozenset({"prompt", "completion"}),
+  _alpaca_label,
+)
+SHAREGPT_LABEL = Form(
+  "ShareGPT",
+  frozenset({"conversations", "kto_tag"}),
+  frozenset({"prompt", "completion"}),
+  _sharegpt_label,
+)
+OPENAI_PAIR = Form(
+  "OpenAI",
+  frozenset({"input", "preferred_output", "non_preferred_output"}),
+  frozenset({"prompt", "chosen"}),
+  _openai_pair,
+)
+
 # As the chats of UltraChat: the prompt is the first of the messages again.
 TRL_CHAT = Form(
   "TRL",
@@ -195,5 +289,6 @@ TRL_CHAT = Form(
 )
 
 FINE_TUNING = (SHAREGPT, ALPACA, TRL, TRL_CHAT)
-COMPLETIONS = (SHAREGPT_PAIR, ALPACA_PROMPT)
+PAIRS = (SHAREGPT_PAIR, OPENAI_PAIR, ALPACA_PROMPT)
+LABELLED = (SHAREGPT_LABEL, ALPACA_LABEL, ALPACA_PROMPT)
 PROMPTS = (SHAREGPT, ALPACA_PROMPT)
