@@ -35,7 +35,7 @@ def test_a_record_is_known_by_its_keys(fields, kind, keys, library):
   ("record", "says"),
   [
     ({"question": "a"}, "a:1: found fields 'question', expected chosen with rejected"),
-    ({"chosen": "a"}, "the keys of ShareGPT, Alpaca, TRL"),
+    ({"chosen": "a"}, "the keys of ShareGPT, OpenAI, Alpaca, TRL"),
     (["a"], "a:1: found a list, expected chosen"),
   ],
 )

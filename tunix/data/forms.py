@@ -2,16 +2,18 @@
 
   Alpaca    {"instruction", "input" (may be empty or missing), "output"}: the prompt is
             the instruction, behind a blank line the input; the output is its answer.
-            "system" and "history" ([[question, answer], ...]) come before them
+            A "system" and a "history" of [question, answer] stand before them
   ShareGPT  {"conversations": [{"from": "human", "value": ...}, ...]}; where "chosen"
-            and "rejected" are beside it, it is the prompt. "system" comes before it;
-            "tools" may be the text of a JSON list. A turn from "function_call" is one
-            of the assistant's, its value the text of {"name", "arguments"}
-            Both with "kto_tag" beside them: the last answer, and whether it is good
+            and "rejected" are beside it, it is the prompt. A "function_call" is the
+            assistant's call of a tool
   TRL       {"prompt", "completion"}, texts or messages; what came before the completion
             is not learned, the assistant's turns among it. Of {"prompt", "messages"}
             the messages are read
-  OpenAI    messages whose content is a list of {"type": "text", "text": ...}
+  OpenAI    messages whose content is a list of {"type": "text", "text": ...}; pairs as
+            {"input": {"messages"}, "preferred_output", "non_preferred_output"}
+
+LLaMA-Factory's "kto_tag" beside Alpaca's or ShareGPT's keys is a label of the last
+answer. "tools" may be a text of JSON: columns of parquet files hold no other.
 
 A record is known by its keys. What is in our own form (`tunix.data.records`) is given
 back as it is.
@@ -23,12 +25,12 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-_CALL = "function_call"
+_ALPACA = ("instruction", "input", "system", "history")
+_CALL = ("function_call", "tool_call")
 _ROLES = {
   **dict.fromkeys(("human", "user"), "user"),
   **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model"), "assistant"),
   "system": "system",
-  _CALL: "assistant",
   **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 
@@ -58,7 +60,11 @@ def of(record: Any, where: str, *forms: Form) -> Any:
   if not isinstance(record, Mapping):
     return record
   form = find(record, *forms)
-  return _with_texts(record if form is None else form.convert(record, where))
+  record = _with_texts(record if form is None else form.convert(record, where))
+  if isinstance(tools := record.get("tools"), str):
+    # LLaMA-Factory writes "" where a record has none.
+    record = {**record, "tools": _json(tools or "[]", f'{where}: "tools"')}
+  return record
 
 
 def find(record: Any, *forms: Form) -> Form | None:
@@ -73,47 +79,47 @@ def _rest(record: Mapping[str, Any], *taken: str) -> dict[str, Any]:
   return {key: value for key, value in record.items() if key not in taken}
 
 
+def _json(text: str, where: str) -> Any:
+  try:
+    return json.loads(text)
+  except ValueError as error:
+    raise ValueError(f"{where} is no JSON ({error}): {text!r:.60}") from error
+
+
 def _alpaca(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-  prompt = _alpaca_prompt(record, where)
-  if isinstance(prompt["prompt"], str):
-    return _rest(prompt, "output", "text") | {"response": record["output"]}
-  # With turns before it, all of which are learned.
-  answer = {"role": "assistant", "content": record["output"]}
-  rest = _rest(prompt, "output", "text", "prompt")
-  return rest | {"messages": [*prompt["prompt"], answer]}
+  rest = _rest(record, *_ALPACA, "output", "text")
+  prompt, answer = _alpaca_turns(record, where), record["output"]
+  if isinstance(prompt, str):
+    return rest | {"prompt": prompt, "response": answer}
+  return rest | {"messages": [*prompt, {"role": "assistant", "content": answer}]}
 
 
 def _alpaca_prompt(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-  """The prompt is text, or messages where something comes before it."""
-  prompt: Any = _instruction(record, where)
-  if before := _before(record, where):
-    prompt = [*before, {"role": "user", "content": prompt}]
-  rest = _rest(record, "instruction", "input", "system", "history")
-  return rest | {"prompt": prompt}
+  return _rest(record, *_ALPACA) | {"prompt": _alpaca_turns(record, where)}
 
 
-def _before(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-  """System prompt and earlier turns."""
-  turns = _system(record)
-  for number, pair in enumerate(record.get("history") or ()):
-    if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
+def _alpaca_label(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+  rest = _rest(record, *_ALPACA, "output", "kto_tag")
+  answer = {"completion": record["output"], "label": record["kto_tag"]}
+  return rest | answer | {"prompt": _alpaca_turns(record, where)}
+
+
+def _alpaca_turns(record: Mapping[str, Any], where: str) -> Any:
+  """Text, or messages where more stands before the instruction."""
+  instruction = _instruction(record, where)
+  system, history = record.get("system"), record.get("history")
+  if not system and not history:
+    return instruction
+  turns = [{"role": "system", "content": system}] if system else []
+  for number, pair in enumerate(history or []):
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
       raise ValueError(
         f'{where}: "history"[{number}] is {pair!r:.60}, expected [question, answer]'
       )
-    turns.append({"role": "user", "content": pair[0]})
-    turns.append({"role": "assistant", "content": pair[1]})
-  return turns
-
-
-def _system(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-  text = record.get("system")
-  is_there = isinstance(text, str) and text
-  return [{"role": "system", "content": text}] if is_there else []
-
-
-def _alpaca_labelled(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-  rest = _rest(_alpaca_prompt(record, where), "output", "kto_tag")
-  return rest | {"completion": record["output"], "label": record["kto_tag"]}
+    turns += [
+      {"role": role, "content": text} for role, text in zip(("user", "assistant"), pair)
+    ]
+  return [*turns, {"role": "user", "content": instruction}]
 
 
 def _instruction(record: Mapping[str, Any], where: str) -> str:
@@ -133,28 +139,9 @@ def _sharegpt(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     _message(turn, f'{where}: "conversations"[{number}]')
     for number, turn in enumerate(turns)
   ]
-  rest = _rest(record, "conversations", "system")
-  if isinstance(rest.get("tools"), str):
-    rest["tools"] = _parsed(rest["tools"] or "null", f'{where}: "tools"')
-  return rest | {"messages": [*_system(record), *messages]}
-
-
-def _parsed(text: Any, where: str) -> Any:
-  try:
-    return json.loads(text)
-  except (TypeError, ValueError) as error:
-    raise ValueError(f"{where} is {text!r:.60}, expected the text of JSON") from error
-
-
-def _sharegpt_labelled(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-  ours = _sharegpt(record, where)
-  *prompt, answer = ours["messages"]
-  rest = _rest(ours, "messages", "kto_tag")
-  return rest | {
-    "prompt": prompt,
-    "completion": [answer],
-    "label": record["kto_tag"],
-  }
+  if isinstance(system := record.get("system"), str) and system:
+    messages = [{"role": "system", "content": system}, *messages]
+  return _rest(record, "conversations", "system") | {"messages": messages}
 
 
 def _sharegpt_pair(record: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -168,21 +155,45 @@ def _sharegpt_pair(record: Mapping[str, Any], where: str) -> dict[str, Any]:
   return _rest(ours, "messages") | answers | {"prompt": ours["messages"]}
 
 
+def _sharegpt_label(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+  ours = _sharegpt(record, where)
+  *prompt, answer = ours["messages"]
+  rest = _rest(ours, "messages", "kto_tag")
+  return rest | {"prompt": prompt, "completion": [answer], "label": record["kto_tag"]}
+
+
+def _openai_pair(record: Mapping[str, Any], where: str) -> dict[str, Any]:
+  asked = record["input"]
+  if not isinstance(asked, Mapping) or "messages" not in asked:
+    raise ValueError(f'{where}: "input" is {asked!r:.60}, expected {{"messages": ...}}')
+  return {
+    **_rest(asked, "messages"),
+    "prompt": asked["messages"],
+    "chosen": record["preferred_output"],
+    "rejected": record["non_preferred_output"],
+  }
+
+
+def _call(text: Any, where: str) -> dict[str, Any]:
+  call = _json(text, where) if isinstance(text, str) else text
+  calls = call if isinstance(call, list) else [call]
+  if not all(isinstance(one, Mapping) and "name" in one for one in calls):
+    raise ValueError(f'{where} is {text!r:.60}, expected {{"name", "arguments"}}')
+  tools = [{"type": "function", "function": dict(one)} for one in calls]
+  return {"role": "assistant", "content": "", "tool_calls": tools}
+
+
 def _message(turn: Any, where: str) -> dict[str, Any]:
   if isinstance(turn, Mapping) and "role" in turn:
     return dict(turn)
   if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
     raise ValueError(f'{where} is {turn!r:.60}, expected {{"from": ..., "value": ...}}')
-  if turn["from"] not in _ROLES:
-    raise ValueError(
-      f'{where}: "from" is {turn["from"]!r}, expected one of {", ".join(_ROLES)}'
-    )
   rest = _rest(turn, "from", "value")
-  if turn["from"] == _CALL:
-    call = _parsed(turn["value"], f'{where}: "value"')
-    calls = call if isinstance(call, list) else [call]
-    made = [{"type": "function", "function": one} for one in calls]
-    return {"role": "assistant", "content": None, "tool_calls": made, **rest}
+  if turn["from"] in _CALL:
+    return _call(turn["value"], where) | rest
+  if turn["from"] not in _ROLES:
+    known = ", ".join((*_ROLES, *_CALL))
+    raise ValueError(f'{where}: "from" is {turn["from"]!r}, expected one of {known}')
   return {"role": _ROLES[turn["from"]], "content": turn["value"], **rest}
 
 
@@ -236,7 +247,6 @@ def _chat(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 _SFT = frozenset({"messages", "response"})
-_LABELLED = frozenset({"prompt", "completion", "label"})
 
 ALPACA = Form("Alpaca", frozenset({"instruction", "output"}), _SFT, _alpaca)
 ALPACA_PROMPT = Form(
@@ -249,16 +259,26 @@ SHAREGPT_PAIR = Form(
   frozenset({"prompt"}),
   _sharegpt_pair,
 )
-ALPACA_LABELLED = Form(
+TRL = Form("TRL", frozenset({"prompt", "completion"}), _SFT, _trl)
+
+ALPACA_LABEL = Form(
   "Alpaca",
   frozenset({"instruction", "output", "kto_tag"}),
-  _LABELLED,
-  _alpaca_labelled,
+  frozenset({"prompt", "completion"}),
+  _alpaca_label,
 )
-SHAREGPT_LABELLED = Form(
-  "ShareGPT", frozenset({"conversations", "kto_tag"}), _LABELLED, _sharegpt_labelled
+SHAREGPT_LABEL = Form(
+  "ShareGPT",
+  frozenset({"conversations", "kto_tag"}),
+  frozenset({"prompt", "completion"}),
+  _sharegpt_label,
 )
-TRL = Form("TRL", frozenset({"prompt", "completion"}), _SFT, _trl)
+OPENAI_PAIR = Form(
+  "OpenAI",
+  frozenset({"input", "preferred_output", "non_preferred_output"}),
+  frozenset({"prompt", "chosen"}),
+  _openai_pair,
+)
 
 # As the chats of UltraChat: the prompt is the first of the messages again.
 TRL_CHAT = Form(
@@ -269,6 +289,6 @@ TRL_CHAT = Form(
 )
 
 FINE_TUNING = (SHAREGPT, ALPACA, TRL, TRL_CHAT)
-COMPLETIONS = (SHAREGPT_PAIR, ALPACA_PROMPT)
-LABELLED = (ALPACA_LABELLED, SHAREGPT_LABELLED, ALPACA_PROMPT)
+PAIRS = (SHAREGPT_PAIR, OPENAI_PAIR, ALPACA_PROMPT)
+LABELLED = (SHAREGPT_LABEL, ALPACA_LABEL, ALPACA_PROMPT)
 PROMPTS = (SHAREGPT, ALPACA_PROMPT)

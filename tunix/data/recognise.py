@@ -45,9 +45,8 @@ def recognise(record: Any, where: str) -> Recognised:
   for kind, ours in _OURS:
     form = forms.find(record, *kind.forms)
     needed = next((keys for keys in ours if set(keys) <= record.keys()), ())
-    # Of pairs and labelled completions a form of others is only another prompt, but for
-    # those that have a label of their own.
-    if kind in (PAIRS, LABELLED) and not (form and "kto_tag" in form.needs):
+    # Beside pairs and labelled completions, Alpaca's instruction is only another prompt.
+    if kind in (PAIRS, LABELLED) and form in (None, forms.ALPACA_PROMPT):
       known = {*needed, *(form.needs if form and needed else ())}
     else:
       known = form.needs if form else {*needed}

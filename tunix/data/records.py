@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 from tunix.data import forms as foreign
 
 Text = str | Sequence[Mapping[str, Any]]
+_LABELS = {"true": True, "false": False}
 
 
 class Record(NamedTuple):
@@ -133,13 +134,15 @@ def read_labelled(record: Any, where: str) -> Record:
   """
   record = foreign.of(record, where, *LABELLED.forms)
   completions = _completions(record, where, LABELLED)
-  if not isinstance(record.get("label"), bool):
+  # A cell of CSV is text, and Python's own writer says True.
+  label = _LABELS.get(str(record.get("label")).lower())
+  if label is None:
     raise ValueError(
       f'{where}: "label" is {record.get("label")!r}, expected true (a good answer) or '
       "false"
     )
   prompt, completions = split(record.get("prompt"), completions, where)
-  extra = {"label": record["label"]}
+  extra = {"label": label}
   return Record("labelled", prompt, completions, extra, record.get("tools"))
 
 
@@ -394,7 +397,7 @@ PAIRS = Kind(
   read=read_pair,
   completions=("chosen", "rejected"),
   noun="pairs",
-  forms=foreign.COMPLETIONS,
+  forms=foreign.PAIRS,
 )
 LABELLED = Kind(
   name="labelled",
