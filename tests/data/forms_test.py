@@ -202,7 +202,7 @@ def test_prompts_of_rewards_may_have_parts():
     (
       SFT,
       {"conversations": [{"from": "human", "value": "x"}], "tools": "x"},
-      "w: \"tools\" is 'x', expected the text of JSON",
+      'w: "tools" is no JSON',
     ),
     (
       SFT,

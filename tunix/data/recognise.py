@@ -45,7 +45,7 @@ def recognise(record: Any, where: str) -> Recognised:
   for kind, ours in _OURS:
     form = forms.find(record, *kind.forms)
     needed = next((keys for keys in ours if set(keys) <= record.keys()), ())
-    # Beside pairs and labelled completions, Alpaca's instruction is only another prompt.
+    # Beside pairs and labelled completions Alpaca's instruction is another prompt.
     if kind in (PAIRS, LABELLED) and form in (None, forms.ALPACA_PROMPT):
       known = {*needed, *(form.needs if form and needed else ())}
     else:
