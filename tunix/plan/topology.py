@@ -123,6 +123,11 @@ def _tpu(name: str, kind: str) -> Topology:
   try:
     found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
   except jax.errors.JaxRuntimeError as error:
+    if "lockfile" in str(error):
+      raise RuntimeError(
+        f"topology {name!r}: another process of this machine uses the TPU compiler; "
+        "wait for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1 where that one only plans too"
+      ) from error
     reason = str(error).partition(": ")[2].partition("\n")[0]
     raise ValueError(
       f"topology {name!r}: the TPU compiler has none of this shape ({reason}); slices "

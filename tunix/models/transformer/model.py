@@ -254,7 +254,8 @@ class Transformer(nnx.Module):
       )
     head = self.lm_head
     tied = head is None
-    table = self.embed_tokens.embedding[...] if head is None else head.kernel[...]
+    variable = self.embed_tokens.embedding if head is None else head.kernel
+    table = variable.get_value()  # also of shapes, which have no index
     mesh, rules = mesh_lib.context_mesh(), self.config.sharding
     if mesh is None:
       return table, Layout(transposed=tied, softcap=self.config.final_softcap)
