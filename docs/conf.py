@@ -59,8 +59,14 @@ NAVIGATION = (
   (
     "Models and machines",
     [
-      *("guides/models", "guides/sizes", "guides/sampling", "guides/scoring"),
-      *("guides/engines", "guides/placement", "guides/multi_host", "attention"),
+      *("guides/real_models", "guides/models", "guides/sizes", "guides/sampling"),
+      *(
+        "guides/scoring",
+        "guides/engines",
+        "guides/placement",
+        "guides/multi_host",
+        "attention",
+      ),
     ],
   ),
   ("Come over", ["migration/from_trl", "migration/from_google_tunix"]),
