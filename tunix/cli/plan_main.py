@@ -42,7 +42,6 @@ from tunix.plan.rl import OTHERS
 from tunix.plan.rollout import LOOP
 from tunix.plan.training import STEP
 from tunix.rl.rl_learner import RLLearner
-from tunix.sft.peft_trainer import PeftTrainer
 from tunix.utils import mesh as mesh_lib, programs
 from tunix.utils.programs import Noted
 
@@ -161,7 +160,7 @@ def _noted(config: RunSettings, trainer: Any, mesh: Mesh) -> dict[str, Noted]:
     return training.of_trainer(trainer, batch)
 
 
-def _trainers(trainer: Any) -> dict[str, PeftTrainer]:
+def _trainers(trainer: Any) -> dict[str, Any]:
   """What is trained, by the name of its update."""
   return rl.trainers(trainer) if isinstance(trainer, RLLearner) else {STEP: trainer}
 

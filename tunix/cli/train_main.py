@@ -262,6 +262,10 @@ def _finish(
     if config.export.checkpoint == "best" and best and best.step not in (None, step):
       lora_only = config.lora is not None
       step = export_main.restore(model, folder, best.step, lora_only=lora_only)
+    if config.export.checkpoint == "best" and best and best.step is None:
+      _log.warning(
+        "export.checkpoint is 'best' and %s: the last step is exported", best
+      )
     build.export(config, model, kind, folder.export)
   result = Result(
     steps=outcome.steps,

@@ -12,7 +12,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.perf.chips import chip_of
 
@@ -60,7 +60,9 @@ def _without(axes: tuple[str, ...], leaf: Any) -> NamedSharding | None:
 def _is_light(leaves: list[Any], layout: Layout) -> bool:
   """Whether what is laid out anew takes little of a device's memory."""
   moved = [(leaf, where) for leaf, where in zip(leaves, layout) if where is not None]
-  memory = _memory_of(moved[0][1].mesh.devices.flat[0])
+  mesh = moved[0][1].mesh
+  assert isinstance(mesh, Mesh)  # of devices, not an abstract one
+  memory = _memory_of(mesh.devices.flat[0])
   sizes = (
     math.prod(where.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     for leaf, where in moved

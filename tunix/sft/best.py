@@ -100,8 +100,9 @@ def record_for(
     main: the metric of the job, and whether more of it is better.
     saved: of a checkpoint, or of the evaluation before; None: there was none.
   """
-  named = options.metric, bool(options.greater_is_better)
-  metric, greater = main if options.metric is None else named
+  metric, greater = main
+  if options.metric is not None:
+    metric, greater = options.metric, bool(options.greater_is_better)
   if saved is not None and (saved.metric, saved.greater_is_better) == (metric, greater):
     return saved
   return Best(metric=metric, greater_is_better=greater)
