@@ -43,7 +43,6 @@ SIDEWAYS = {("data", "tunix.generate.tokenizer_adapter")}
 # Packages that cost import time or are optional, and the only files that may
 # import them.
 HEAVY = {
-  "matplotlib": {"examples/quickstart/plots.py"},
   "orbax": {
     "sft/checkpoint_manager.py",
     "sft/orbax_options.py",

@@ -48,7 +48,7 @@ def tiny(tmp_path_factory):
 def test_everything_is_written_and_named(tiny):
   settings, printed = tiny
   report = settings.report.read_text()
-  for name in ("report.md", "curves.png", "grpo/export", "model", "data"):
+  for name in ("report.md", "sft/report.html", "grpo/export", "model", "data"):
     assert (settings.output / name).exists()
     assert name in printed and name in report
   assert "| sft | 3 |" in report and "| grpo | 2 |" in report

@@ -92,7 +92,6 @@ def run(settings: Settings) -> None:
   )
   with _stage("report", seconds):
     questions.write_answers(settings.answers, results.before, results.after)
-    report.plot(results)
   io.write_atomic(settings.report, report.markdown(results).encode())
   _tell(report.summary(results), report.example(results))
   _tell(

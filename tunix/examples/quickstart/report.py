@@ -1,4 +1,4 @@
-"""The quickstart's results, as Markdown and as a picture."""
+"""The quickstart's results, as Markdown."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from tunix.cli import tables
-from tunix.examples.quickstart import plots, questions
-from tunix.examples.quickstart.plots import Series
+from tunix.examples.quickstart import questions
 from tunix.examples.quickstart.questions import Answer
 from tunix.examples.quickstart.settings import Settings
 from tunix.examples.quickstart.task import QuickstartData
+from tunix.examples.quickstart.train import Series
 from tunix.report import page
 
 _SHOWN = 8
@@ -43,19 +43,6 @@ class Results:
     """Held-out loss or reward before the first and after the last step of a stage."""
     series = self.curves[stage]["eval"]
     return series[0][1], series[-1][1]
-
-
-def plot(results: Results) -> None:
-  """Draws loss and reward into `settings.plot`.
-
-  Raises:
-    OSError: the file cannot be written.
-  """
-  labels = {
-    "sft": ("Fine-tuning", _UNITS["sft"]),
-    "grpo": ("GRPO (held out: greedy)", _UNITS["grpo"]),
-  }
-  plots.save_curves(results.settings.plot, results.curves, labels)
 
 
 def summary(results: Results) -> str:
@@ -110,9 +97,10 @@ def markdown(results: Results) -> str:
 
 ## Loss and reward
 
-![curves]({s.plot.name})
-
 {_stage_table(results)}
+
+Curves are on the pages of the two runs: [fine-tuning]({_page(s, "sft")}) and \
+[GRPO]({_page(s, "grpo")}).
 
 ## Answers to sums never seen
 
@@ -135,11 +123,15 @@ was rewarded, is on [the page of samples]({s.samples.relative_to(s.output).as_po
 """
 
 
+def _page(settings: Settings, stage: str) -> str:
+  """The link to a run's page."""
+  return (settings.run(stage) / page.NAME).relative_to(settings.output).as_posix()
+
+
 def files(settings: Settings) -> list[tuple[str, str]]:
   """(path within the folder, what it is)."""
   described = [
     (settings.report, "this report"),
-    (settings.plot, "loss and reward"),
     (settings.run("grpo") / page.NAME, "curves, settings and samples of GRPO, a page"),
     (settings.run("sft") / page.NAME, "the same of the fine-tuning"),
     (settings.samples, "what the model tried during GRPO, a page"),

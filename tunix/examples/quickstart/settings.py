@@ -11,7 +11,7 @@ from tunix.utils import checks
 # All that a quickstart leaves in its folder, so that --overwrite deletes nothing else.
 _NAMES = (
   "answers.jsonl",
-  "curves.png",
+  "curves.png",  # of versions before
   "data",
   "grpo",
   "grpo-rloo",
@@ -94,11 +94,6 @@ class Settings:
   def answers(self) -> pathlib.Path:
     """Every answer, before and after."""
     return self.output / "answers.jsonl"
-
-  @property
-  def plot(self) -> pathlib.Path:
-    """Loss and reward."""
-    return self.output / "curves.png"
 
   @property
   def report(self) -> pathlib.Path:

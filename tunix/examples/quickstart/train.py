@@ -6,14 +6,13 @@ import contextlib
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
 from tunix.cli import config as config_lib, train_main
 from tunix.cli.jobs import rl
 from tunix.examples.quickstart import task
-from tunix.examples.quickstart.plots import Series
 from tunix.examples.quickstart.settings import Settings
 from tunix.examples.quickstart.task import QuickstartData
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -23,6 +22,9 @@ from tunix.models.safetensors_saver import save_pretrained
 from tunix.models.transformer.config import RopeConfig
 from tunix.models.transformer.model import Transformer
 from tunix.utils import io
+
+# Optimizer steps and values, in order.
+Series = Sequence[tuple[int, float]]
 
 # What the curves show of a stage: {stage: metric}.
 METRICS = {"sft": "loss", "grpo": rl.REWARD}
