@@ -1,6 +1,5 @@
 """The report says what was found, and nothing else."""
 
-import dataclasses
 import pathlib
 
 import pytest
@@ -55,7 +54,7 @@ def test_markdown_has_what_was_found(results):
     "Greedy accuracy: 25.0% -> 75.0%.",
     "| GRPO | 45 s |",
     "| all | 75 s |",
-    "![curves](curves.png)",
+    "(sft/report.html) and [GRPO](grpo/report.html)",
     "(grpo/samples/index.html)",
   ):
     assert found in text
@@ -69,9 +68,3 @@ def test_commands_quote_paths(results):
 
 def test_the_example_is_the_first_question(results):
   assert report.example(results) == "asked 1+2+3=  before GRPO [5]  after [6]"
-
-
-def test_the_plot_has_both_curves(results, tmp_path):
-  settings = Settings(output=tmp_path)
-  report.plot(dataclasses.replace(results, settings=settings))
-  assert settings.plot.read_bytes().startswith(b"\x89PNG")
