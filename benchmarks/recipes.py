@@ -76,7 +76,7 @@ def plan(file: pathlib.Path) -> dict[str, Any]:
   command = [sys.executable, "-m", "tunix.cli.main", "plan", str(file)]
   command += ["--topology", topology(file), "--json"]
   done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-  if done.returncode not in (0, 1):
+  if not done.stdout.startswith("{"):
     raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
   said = json.loads(done.stdout)
   names = ("memory_bytes", "peak_bytes", "fits", "step_seconds", "tokens_per_second")
