@@ -50,7 +50,8 @@ The figures are planned, not measured: what the TPU compiler plans for one devic
 the time below which no such chip can be (`tunix plan` says what it counts). *tokens/s*
 are of one device, padding included; in RL of prompts and completions together. Made by
 `python benchmarks/recipes.py`. No recipe has run on the chips that it names; each runs
-with `--tiny` in the tests.
+with `--tiny` in the tests. A `?` stands where the plan is older than the counting of what
+splash attention computes.
 
 """
 _TABLE = """\
@@ -120,11 +121,15 @@ def _row(of: dict[str, Any] | None) -> str:
   peak = f"{of['peak_bytes'] / _GIB:.2f} of {of['memory_bytes'] / _GIB:.2f} GiB"
   cells = [
     f"{peak} ({largest}){'' if of['fits'] else ', does not fit'}",
-    f"{of['step_seconds']:.2f} s",
-    f"{of['tokens_per_second']:,.0f}",
-    f"{of['mfu']:.0%}",
+    _or_unknown(of["step_seconds"], "{:.2f} s"),
+    _or_unknown(of["tokens_per_second"], "{:,.0f}"),
+    _or_unknown(of["mfu"], "{:.0%}"),
   ]
   return " | ".join(cells)
+
+
+def _or_unknown(value: float | None, form: str) -> str:
+  return "?" if value is None else form.format(value)
 
 
 def _made(of: dict[str, Any]) -> str:
