@@ -50,8 +50,8 @@ The figures are planned, not measured: what the TPU compiler plans for one devic
 the time below which no such chip can be (`tunix plan` says what it counts). *tokens/s*
 are of one device, padding included; in RL of prompts and completions together. Made by
 `python benchmarks/recipes.py`. No recipe has run on the chips that it names; each runs
-with `--tiny` in the tests. A `?` stands where the plan is older than the counting of what
-splash attention computes.
+with `--tiny` in the tests. A `?` stands where the plan is older than the counting of
+what splash attention computes.
 
 """
 _TABLE = """\
