@@ -23,9 +23,9 @@ MESH = AbstractMesh((2, 2), ("fsdp", "tp"), (AxisType.Auto,) * 2, abstract_devic
 ROWS, LENGTH, WINDOW = 4, 1536, 300  # three blocks of 512; two that a window meets
 
 
-def on_tpus(function, *arguments):
+def on_tpus(function, *arguments, argnums=0):
   with jax.sharding.use_abstract_mesh(MESH):
-    traced = jax.jit(jax.grad(function)).trace(*arguments)
+    traced = jax.jit(jax.grad(function, argnums)).trace(*arguments)
     return traced, traced.lower(lowering_platforms=("tpu",))
 
 
@@ -69,7 +69,9 @@ def test_what_the_kernels_compute(rows):
       out = fused.splash(query, key, value, visible, *options)
       return out.astype(jnp.float32).sum()
 
-    return count_flops(on_tpus(loss, shape(heads), shape(2), shape(2), ids)[1]).flops
+    # Of all three: newer versions of JAX leave a kernel out whose result nobody reads.
+    arguments = shape(heads), shape(2), shape(2), ids
+    return count_flops(on_tpus(loss, *arguments, argnums=(0, 1, 2))[1]).flops
 
   # Forward 2 products; for the gradient of queries 3, of keys and values 4: each
   # computes the scores, and the gradient of the weights, for itself.
