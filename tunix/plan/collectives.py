@@ -34,6 +34,8 @@ _CALLS = re.compile(
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
+_MESH_GROUP = re.compile(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}")
+_MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
 _BITS = re.compile(r"\D(\d+)")
 
 
@@ -120,7 +122,7 @@ def _computations(text: str) -> dict[str, list[str]]:
     header = _COMPUTATION.match(line)
     if header is not None:
       lines = out.setdefault("" if header[1] else header[2], [])
-    elif line.startswith("}"):
+    elif line.rstrip() == "}":  # what is told of a kernel may have lines "}}, ..."
       lines = None
     elif lines is not None:
       lines.append(line)
@@ -178,7 +180,11 @@ def _bytes(kind: str, sizes: str) -> int:
 
 
 def _group(line: str, devices: int) -> int:
-  """Devices that take part together: of `[groups,size]<=[..]` or `{{0,1},{2,3}}`."""
+  """Devices that take part together: of `[groups,size]<=[..]`, `{{0,1},{2,3}}`, or
+  `mesh['a'=2,'b'=4] {'b'}`."""
+  if (named := _MESH_GROUP.search(line)) is not None:
+    sizes = {axis: int(size) for axis, size in _MESH_AXIS.findall(named[1])}
+    return math.prod(sizes[axis] for axis in re.findall(r"'([^']+)'", named[2]))
   if (tiled := re.search(r"replica_groups=\[(\d+),(\d+)\]", line)) is not None:
     return int(tiled[2])
   if (listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line)) is not None:
