@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from tunix.models.transformer.config import ShardingRules
 from tunix.utils import mesh as mesh_lib
@@ -56,6 +56,20 @@ def batch_axes(rules: ShardingRules) -> tuple[str, ...]:
   """The batch axes that the context's mesh has."""
   mesh = mesh_lib.context_mesh()
   return tuple(a for a in rules.batch_axes if mesh is not None and a in mesh.shape)
+
+
+def tokens_everywhere(
+  shape: tuple[int, ...], mesh: Mesh | AbstractMesh, rules: ShardingRules
+) -> PartitionSpec:
+  """Spec of [B, T, ...] by which no two devices work on one token, as far as the axes
+  divide: rows along the batch axes, the tokens of a row along all others."""
+  rows = mesh_lib.fit_spec((batch_axes(rules),), shape, mesh)[0]
+  others, parts = [], 1
+  for axis, size in mesh.shape.items():
+    if axis not in rules.batch_axes and shape[1] % (parts * size) == 0:
+      others.append(axis)
+      parts *= size
+  return PartitionSpec(rows, tuple(others) or None)
 
 
 def named_shardings(state: Any, mesh: Mesh) -> Any:
