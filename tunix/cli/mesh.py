@@ -10,7 +10,7 @@ from tunix.utils import mesh as mesh_lib
 
 # Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
 DATA_AXES = ("dp", "fsdp")
-MESH_AXES = (*DATA_AXES, "tp", "ep")
+MESH_AXES = (*DATA_AXES, "tp", "ep", "cp")
 
 
 def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:
