@@ -5,6 +5,8 @@ import pathlib
 import re
 import sys
 
+from docutils import nodes
+
 DOCS = pathlib.Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -21,6 +23,7 @@ extensions = [
   "sphinx.ext.autodoc",
   "sphinx.ext.napoleon",
   "sphinx_copybutton",
+  "sphinxcontrib.svgbob",
 ]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
@@ -41,6 +44,8 @@ copybutton_prompt_text = r">>> |\$ "
 copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["diagrams.css"]
 html_title = f"tunix {release}"
 html_copy_source = False
 html_show_sphinx = False
@@ -145,7 +150,15 @@ def _skip(app, what, name, obj, skip, options):
   return True if text.startswith("Alias for field number") else None
 
 
+def _named(app, doctree):
+  """Diagrams are drawn from text, which nobody wants read aloud."""
+  for image in doctree.findall(nodes.image):
+    if "svgbob" in image:
+      image["alt"] = "A diagram of what the text around it says."
+
+
 def setup(app):
+  app.connect("doctree-read", _named)
   app.connect("autodoc-skip-member", _skip)
   app.connect("source-read", _read)
   app.connect("autodoc-process-docstring", _as_text, priority=100)  # before napoleon

@@ -25,6 +25,12 @@ PROMPTS = {
 }
 JOBS = {
   "sft": {"data__max_length": 48},
+  "sft, the best": {
+    "data__max_length": 48,
+    "training__eval_every_n_steps": 1,
+    "training__best__patience": 9,
+    "export__checkpoint": "best",
+  },
   "dpo": {
     "preference__max_prompt_length": 32,
     "preference__max_response_length": 16,
@@ -52,7 +58,10 @@ def plan(job, model, folder, **options):
   data = folder / "records.jsonl"
   data.write_text("".join(json.dumps(x) + "\n" for x in records))
   root = folder / "root"
-  keys = {"job": job, "model__path": model, "data__train": data, **SHORT, **JOBS[job]}
+  name, _, keeps = job.partition(", ")
+  keys = {"job": name, "model__path": model, "data__train": data, **SHORT, **JOBS[job]}
+  if keeps:
+    keys["data__eval"] = data
   if job == "distill":
     keys |= {"distill__teacher": model, "distill__cache": root / "cache"}
   argv = ["train", *runs.arguments(**keys, output_dir=root / "out")]
@@ -70,4 +79,4 @@ def test_every_kind_of_change_may_be_the_last(job, model, tmp_path):
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_sample_of_them(model, tmp_path):
-  assert plan("sft", model, tmp_path, most=3, seed=1).check() == 3
+  assert plan("sft, the best", model, tmp_path, most=3, seed=1).check() == 3

@@ -77,6 +77,10 @@ def losses(output):
   return [x["loss"] for x in map(json.loads, lines) if x["mode"] == "train"]
 
 
+def the_best(output):
+  return json.loads((output / "result.json").read_text())["best"]
+
+
 def complaints(error):
   return [line for line in error.splitlines() if line.startswith("tunix: ")]
 
@@ -84,16 +88,24 @@ def complaints(error):
 @pytest.mark.slow
 @pytest.mark.ci
 def test_two_processes_are_one_run(files, tmp_path):
-  """Losses of one process, an export by both. A process is killed in the middle: the
-  other ends by name, and all started again end with the same bytes."""
+  """Losses of one process, an export by both, of the best evaluation. A process is
+  killed in the middle: the other ends by name, and all started again end with the same
+  bytes."""
   one, whole, cut = (tmp_path / name for name in ("one", "whole", "cut"))
-  processes.finish(processes.start(PROGRAM, 8, *arguments(files, one)))
-  processes.finish(*start(files, whole))
+  best = {
+    "data.eval": files / "train.jsonl",
+    "training.eval_every_n_steps": 2,
+    "training.best.patience": 9,
+    "export.checkpoint": "best",
+  }
+  processes.finish(processes.start(PROGRAM, 8, *arguments(files, one, **best)))
+  processes.finish(*start(files, whole, **best))
   np.testing.assert_allclose(losses(whole), losses(one), rtol=1e-5)
+  assert the_best(one)["step"] == the_best(whole)["step"] is not None
   names = {file.name for file in (whole / "export").glob("*.safetensors")}
   assert len(names) >= 2, "each process writes its part"
 
-  running = start(files, cut)
+  running = start(files, cut, **best)
   while not (cut / "checkpoints" / "2").is_dir():
     time.sleep(0.02)
     assert all(p.popen.poll() is None for p in running)
@@ -104,8 +116,9 @@ def test_two_processes_are_one_run(files, tmp_path):
   # Where a CPU's collective was under way, gloo may end the process in its own words.
   words = ("another task died", "gloo::")
   assert complaints(errors[0]) or any(w in errors[0] for w in words), errors[0][-2000:]
-  processes.finish(*start(files, cut))
+  processes.finish(*start(files, cut, **best))
   assert losses(cut) == losses(whole)
+  assert the_best(cut) == the_best(whole)
   for name in names:
     ours, theirs = ((x / "export" / name).read_bytes() for x in (whole, cut))
     assert ours == theirs

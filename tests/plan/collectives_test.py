@@ -36,10 +36,24 @@ HloModule jit_step, is_scheduled=true
   %collective-permute.1 = bf16[16]{0} collective-permute(%y), channel_id=9, source_target_pairs={{0,1},{1,0}}
 }
 
+%kernel_cond (state: (s32[])) -> pred[] {
+  %most = s32[] constant(2)
+  ROOT %lt.1 = pred[] compare(%i, %most), direction=LT
+}
+
+%kernel_body (state: (s32[])) -> (s32[]) {
+  %splash = f32[8] custom-call(%q), custom_call_target="tpu_custom_call", metadata={kernel="
+  %inner = {
+}}, metadata={op_name="splash"}
+  %all-gather.7 = f32[6]{0} all-gather(%z), channel_id=10, replica_groups=mesh['a'=2,'b'=3] {'b'}, dimensions={0}
+  %all-gather.8 = f32[8]{0} all-gather(%z), channel_id=11, replica_groups=mesh['a'=4,'b'=2] {'a':(2)2,'b'}, dimensions={0}
+}
+
 ENTRY %main.1_spmd (p: f32[8,4]) -> f32[8,4] {
   %w = (s32[], f32[8,4]) while(%init), condition=%cond, body=%body
   %v = (s32[], f32[8,4]) while(%init), condition=%cond, body=%inner, backend_config={"known_trip_count":{"n":"3"}}
   %u = (s32[], f32[8,4]) while(%init), condition=%data_cond, body=%data_body
+  %x = (s32[]) while(%init), condition=%kernel_cond, body=%kernel_body
   %all-reduce.1 = (f32[10]{0}, bf16[6]{0}) all-reduce(%a, %b), channel_id=2, replica_groups={{0,1},{2,3}}, to_apply=%sum
   %reduce-scatter.1 = f32[2]{0} reduce-scatter(%a), channel_id=3, replica_groups=[1,8]<=[8], to_apply=%sum
   %all-gather-start.1 = (f32[2]{0}, f32[16]{0}) all-gather-start(%c), channel_id=4, replica_groups=[1,8]<=[8]
@@ -65,7 +79,8 @@ def found():
 
 def test_loops_count_as_often_as_they_run_and_pieces_once(found):
   assert collectives.counts(found) == {
-    "all-gather": 5 + 1,  # up to the constant of the condition; and one started
+    # Up to the constant of the condition, one started, and two behind a kernel's text.
+    "all-gather": 5 + 1 + 2 * 2,
     "all-reduce": 1,
     "reduce-scatter": 1 + 1,
     "all-to-all": 3 + 1,  # as the compiler notes
@@ -78,6 +93,8 @@ def test_bytes_that_a_device_must_receive(found):
   assert received == {
     ("all-gather", "f32[8,4]"): 5 * 128 * 3 / 4,
     ("all-gather", "f32[16]"): 64 * 7 / 8,
+    ("all-gather", "f32[6]"): 2 * 24 * 2 / 3,  # over the axis of three
+    ("all-gather", "f32[8]"): 2 * 32 * 3 / 4,  # over half of one axis and the other
     ("all-reduce", "f32[10], bf16[6]"): 2 * 52 / 2,
     ("reduce-scatter", "f32[2]"): 8 * 7,
     ("reduce-scatter", "f32[64]"): 64 * 3,  # as the TPU compiler writes one
@@ -88,3 +105,10 @@ def test_bytes_that_a_device_must_receive(found):
   groups = {one.shape: one.group for one in found}
   assert groups["f32[8,4]"] == 4 and groups["f32[10], bf16[6]"] == 2
   assert groups["pred[64]"] == 8  # nobody is named: all of them
+
+
+def test_what_nothing_else_runs_beside(found):
+  waits = {one.shape for one in found if one.waits}
+  assert "f32[16]" not in waits  # started, and done later
+  assert "f32[8,4]" not in waits  # one of its pieces is in a fusion
+  assert {"f32[64]", "f32[10], bf16[6]", "bf16[16]"} <= waits

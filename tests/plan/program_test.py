@@ -43,6 +43,23 @@ def test_the_slowest_part_is_what_limits(plan):
   assert fast.limited_by == "compute" and fast.seconds == plan.compute_seconds
 
 
+def test_what_runs_alone_comes_on_top(plan):
+  known = dataclasses.replace(
+    plan,
+    compute_seconds=2.0,
+    memory_seconds=0.75,
+    link_seconds=1.0,
+    alone_memory_seconds=0.5,
+    alone_link_seconds=0.125,
+  )
+  assert known.seconds == 2.0 + 0.5 + 0.125 and known.limited_by == "compute"
+  moving = dataclasses.replace(known, alone_memory_seconds=2.5)
+  assert moving.seconds == 4.625 and moving.limited_by == "memory"
+  # What may hide behind the arithmetic counts where it takes longer than all of that.
+  sending = dataclasses.replace(known, link_seconds=3.0)
+  assert sending.seconds == 3.0 and sending.limited_by == "links"
+
+
 def test_a_report_says_what_the_figures_mean(plan):
   made = Plan(
     job="sft",

@@ -12,29 +12,19 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-KINDS = (
-  "all-gather",
-  "all-reduce",
-  "reduce-scatter",
-  "all-to-all",
-  "collective-permute",
-)
+from tunix.plan import hlo_text
 
-_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .*\{$")
+KINDS = hlo_text.COLLECTIVES
 _COLLECTIVE = re.compile(
   rf"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ({'|'.join(KINDS)})(?:-start)?\("
 )
-_WHILE = re.compile(r"condition=%?([\w.-]+), body=%?([\w.-]+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLS = re.compile(
-  r"(?:calls|to_apply|true_computation|false_computation)=%?([\w.-]+)"
-)
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
-_BITS = re.compile(r"\D(\d+)")
+_MESH_GROUP = re.compile(r"replica_groups=@?mesh\[([^{]*)\{([^}]*)\}")
+_GROUP_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")  # the part of an axis, too
+_MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +38,8 @@ class Collective:
     group: devices that take part in it together.
     count: how often a run of the program does it; loops whose length depends on data
       count as one pass.
+    waits: nothing else runs meanwhile: it is not begun in one place and ended in
+      another, nor part of an operation that computes.
   """
 
   kind: str
@@ -55,6 +47,7 @@ class Collective:
   bytes: int
   group: int
   count: int
+  waits: bool = False
 
   @property
   def received(self) -> float:
@@ -80,28 +73,30 @@ def read(text: str, devices: int) -> list[Collective]:
     text: `compiled.as_text()`.
     devices: of the whole program; a group that is not written down has them all.
   """
-  computations = _computations(text)
-  seen: set[str] = set()
-  out = []
-  for name, times in _runs(computations):
-    for line in computations[name]:
+  computations = hlo_text.computations(text)
+  fused = set(hlo_text.FUSED.findall(text))
+  out: dict[str, Collective] = {}  # by channel; without one each is its own
+  for name, times in hlo_text.runs(computations):
+    for number, line in enumerate(computations[name]):
       found = _COLLECTIVE.match(line)
       if found is None:
         continue
+      is_start, sums = "-start(" in line, name.startswith("all-reduce-scatter")
+      waits = not is_start and (name not in fused or sums)
       channel = _CHANNEL.search(line)
-      if channel is not None:
-        if channel[1] in seen:
-          continue
-        seen.add(channel[1])
-      shape = _result(found[1], is_start="-start(" in line)
-      size = sum(_bytes(*array) for array in _ARRAY.findall(shape))
+      key = channel[1] if channel else f"{name}, {times}, {number}"
+      if key in out:
+        out[key] = dataclasses.replace(out[key], waits=out[key].waits and waits)
+        continue
+      shape = _result(found[1], is_start=is_start)
+      size = sum(hlo_text.array_bytes(*array) for array in _ARRAY.findall(shape))
       kind, group = found[2], _group(line, devices)
-      if kind == "all-reduce" and name.startswith("all-reduce-scatter"):
+      if kind == "all-reduce" and sums:
         kind, size = "reduce-scatter", size // group
-      out.append(
-        Collective(kind=kind, shape=shape, bytes=size, group=group, count=times)
+      out[key] = Collective(
+        kind=kind, shape=shape, bytes=size, group=group, count=times, waits=waits
       )
-  return out
+  return list(out.values())
 
 
 def counts(collectives: Sequence[Collective]) -> dict[str, int]:
@@ -110,56 +105,6 @@ def counts(collectives: Sequence[Collective]) -> dict[str, int]:
   for one in collectives:
     out[one.kind] += one.count
   return {kind: out[kind] for kind in KINDS if out[kind]}
-
-
-def _computations(text: str) -> dict[str, list[str]]:
-  """{name: lines}; the entry computation is named ""."""
-  out: dict[str, list[str]] = {}
-  lines: list[str] | None = None
-  for line in text.splitlines():
-    header = _COMPUTATION.match(line)
-    if header is not None:
-      lines = out.setdefault("" if header[1] else header[2], [])
-    elif line.startswith("}"):
-      lines = None
-    elif lines is not None:
-      lines.append(line)
-  return out
-
-
-def _runs(computations: dict[str, list[str]]) -> Iterator[tuple[str, int]]:
-  """(computation, times that it runs), callers before what they call. A computation
-  that is called from several places comes once for each number of times."""
-  waiting, done = [("", 1)], set()
-  while waiting:
-    name, times = waiting.pop()
-    if (name, times) in done or name not in computations:
-      continue
-    done.add((name, times))
-    yield name, times
-    for line in computations[name]:
-      if (loop := _WHILE.search(line)) is not None:
-        inside = times * _trips(line, computations.get(loop[1], []))
-        waiting.append((loop[2], inside))
-      else:
-        callees = _CALLS.findall(line)
-        for branches in _BRANCHES.findall(line):
-          callees += [branch.strip().lstrip("%") for branch in branches.split(",")]
-        waiting += [(callee, times) for callee in callees]
-
-
-def _trips(line: str, condition: list[str]) -> int:
-  """How often a loop runs: as the compiler notes, or up to the constant that its
-  condition compares a counter with (JAX's loops count from 0); else once."""
-  if (known := _TRIPS.search(line)) is not None:
-    return int(known[1])
-  root = next((x for x in condition if x.lstrip().startswith("ROOT ")), "")
-  if " compare(" not in root or "direction=LT" not in root:
-    return 1
-  limits = [
-    int(value[1]) for x in condition if (value := re.search(r" constant\((\d+)\)", x))
-  ]
-  return limits[0] if len(limits) == 1 else 1
 
 
 def _result(shape: str, *, is_start: bool) -> str:
@@ -171,14 +116,13 @@ def _result(shape: str, *, is_start: bool) -> str:
   return ", ".join(whole[len(whole) // 2 :])
 
 
-def _bytes(kind: str, sizes: str) -> int:
-  bits = _BITS.search(kind)  # of f32, bf16, s8; pred is a byte
-  width = int(bits[1]) if bits else 8
-  return math.prod(int(size) for size in sizes.split(",") if size) * width // 8
-
-
 def _group(line: str, devices: int) -> int:
-  """Devices that take part together: of `[groups,size]<=[..]` or `{{0,1},{2,3}}`."""
+  """Devices that take part together: of `[groups,size]<=[..]`, `{{0,1},{2,3}}`, or
+  `mesh['a'=2,'b'=4] {'b'}`."""
+  if (named := _MESH_GROUP.search(line)) is not None:
+    sizes = dict(_MESH_AXIS.findall(named[1]))
+    axes = _GROUP_AXIS.findall(named[2])
+    return math.prod(int(part or sizes[axis]) for axis, part in axes)
   if (tiled := re.search(r"replica_groups=\[(\d+),(\d+)\]", line)) is not None:
     return int(tiled[2])
   if (listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line)) is not None:

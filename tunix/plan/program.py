@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from tunix.perf import hlo_flops
 from tunix.perf.chips import Chip
-from tunix.plan import collectives
+from tunix.plan import collectives, exposed
 from tunix.plan.collectives import Collective
 from tunix.utils.programs import Noted
 
@@ -34,6 +33,9 @@ class ProgramPlan:
     collectives: what devices send each other.
     compute_seconds, memory_seconds, link_seconds: what these take at the rates of the
       chip, each by itself; None: the chip's rates are not known.
+    alone_memory_seconds, alone_link_seconds: what they take of it while nothing is
+      computed, because the compiler has ordered it so; None: not known, of programs
+      that are not a TPU's and of loops of unknown length.
   """
 
   name: str
@@ -49,6 +51,8 @@ class ProgramPlan:
   compute_seconds: float | None = None
   memory_seconds: float | None = None
   link_seconds: float | None = None
+  alone_memory_seconds: float | None = None
+  alone_link_seconds: float | None = None
 
   @property
   def held_bytes(self) -> int:
@@ -57,22 +61,30 @@ class ProgramPlan:
 
   @property
   def seconds(self) -> float | None:
-    """No run of the program takes less: its slowest part, all else hidden behind it."""
-    parts = (self.compute_seconds, self.memory_seconds, self.link_seconds)
-    known = [part for part in parts if part is not None]
-    return max(known) if known and self.compute_seconds is not None else None
+    """No run of the program takes less: its slowest part, all else hidden behind it but
+    what is known to run alone."""
+    if self.compute_seconds is None:
+      return None
+    in_order = math.fsum(self._in_order().values())
+    return max(in_order, self.memory_seconds or 0.0, self.link_seconds or 0.0)
 
   @property
   def limited_by(self) -> str | None:
-    """What takes that long: "compute", "memory" or "links"."""
+    """What takes most of that time: "compute", "memory" or "links"."""
     if self.seconds is None:
       return None
-    parts = {
-      "compute": self.compute_seconds,
-      "memory": self.memory_seconds,
-      "links": self.link_seconds,
-    }
+    parts = self._in_order()
+    if math.fsum(parts.values()) < self.seconds:
+      parts = {"memory": self.memory_seconds, "links": self.link_seconds}
     return max(parts, key=lambda name: parts[name] or 0.0)
+
+  def _in_order(self) -> dict[str, float]:
+    """Seconds of what runs one after the other."""
+    return {
+      "compute": self.compute_seconds or 0.0,
+      "memory": self.alone_memory_seconds or 0.0,
+      "links": self.alone_link_seconds or 0.0,
+    }
 
   def to_json(self) -> dict[str, Any]:
     """Everything, for `--json`."""
@@ -108,17 +120,22 @@ def plan(
   flops = hlo_flops.count_flops(noted.lowered).flops
   compiled = noted.compiled
   memory: Any = compiled.memory_analysis()
-  sent = collectives.read(compiled.as_text() or "", devices)
+  text = compiled.as_text() or ""
+  sent = collectives.read(text, devices)
   received = math.fsum(one.received for one in sent)
   written = memory.output_size_in_bytes
   moved = float(memory.argument_size_in_bytes + (0 if passes else written))
-  seconds: Mapping[str, float | None] = {}
+  seconds: dict[str, float | None] = {}
   if chip is not None:
     seconds = {
       "compute_seconds": flops / devices / chip.flops,
       "memory_seconds": _over(moved, chip.memory_rate),
       "link_seconds": _over(received, chip.link_rate),
     }
+    if chip.kind.startswith("TPU") and not passes:
+      waited = math.fsum(one.received for one in sent if one.waits)
+      seconds["alone_memory_seconds"] = _over(exposed.read(text), chip.memory_rate)
+      seconds["alone_link_seconds"] = _over(waited, chip.link_rate)
   return ProgramPlan(
     name=name,
     argument_bytes=memory.argument_size_in_bytes,

@@ -1,0 +1,79 @@
+"""Bytes that move while nothing is computed, counted by hand."""
+# ruff: noqa: E501 (lines of a program)
+
+from tunix.plan import exposed
+
+PROGRAM = """\
+HloModule jit_step, is_scheduled=true
+
+%scale (param_0: f32[8,128], param_1: f32[4,8,128]) -> f32[8,128] {
+  %param_0 = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %param_1 = f32[4,8,128]{2,1,0:T(8,128)} parameter(1)
+  %cut = f32[1,8,128]{2,1,0:T(8,128)} dynamic-slice(%param_1, %i, %zero, %zero), dynamic_slice_sizes={1,8,128}
+  %one = f32[8,128]{1,0:T(8,128)} bitcast(%cut)
+  ROOT %product = f32[8,128]{1,0:T(8,128)} multiply(%param_0, %one)
+}
+
+%matmul (param_0.1: bf16[8,128], param_1.1: bf16[128,128]) -> bf16[8,128] {
+  %param_0.1 = bf16[8,128]{1,0:T(8,128)} parameter(0)
+  %param_1.1 = bf16[128,128]{1,0:T(8,128)} parameter(1)
+  ROOT %conv = bf16[8,128]{1,0:T(8,128)} convolution(%param_0.1, %param_1.1), dim_labels=bf_io->bf
+}
+
+%keep (param_0.2: f32[4,8,128], param_1.2: f32[8,128]) -> f32[4,8,128] {
+  %param_0.2 = f32[4,8,128]{2,1,0:T(8,128)} parameter(0)
+  %param_1.2 = f32[8,128]{1,0:T(8,128)} parameter(1)
+  %row = f32[1,8,128]{2,1,0:T(8,128)} bitcast(%param_1.2)
+  ROOT %update = f32[4,8,128]{2,1,0:T(8,128)} dynamic-update-slice(%param_0.2, %row, %i, %zero, %zero)
+}
+
+%cond (state: (s32[], f32[8,128])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(3)
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+
+%body (state: (s32[], f32[8,128], f32[4,8,128])) -> (s32[], f32[8,128], f32[4,8,128]) {
+  %x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%state), index=1
+  %stack = f32[4,8,128]{2,1,0:T(8,128)} get-tuple-element(%state), index=2
+  %scaled = f32[8,128]{1,0:T(8,128)} fusion(%x, %stack), kind=kLoop, calls=%scale
+  %near = f32[8,128]{1,0:T(8,128)S(1)} copy(%scaled)
+  %kernel = f32[8,128]{1,0:T(8,128)} custom-call(%near), custom_call_target="tpu_custom_call", metadata={kernel
+}}, metadata={op_name="splash"}
+  %kept = f32[4,8,128]{2,1,0:T(8,128)} fusion(%stack, %scaled), kind=kLoop, calls=%keep
+  ROOT %t = (s32[], f32[8,128], f32[4,8,128]) tuple(%i, %scaled, %kept)
+}
+
+%small (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  ROOT %negated = f32[8,128]{1,0:T(8,128)} negate(%p)
+}
+
+%large (p: f32[8,128]) -> f32[8,128] {
+  %p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %half = f32[8,128]{1,0:T(8,128)} negate(%p)
+  ROOT %again = f32[8,128]{1,0:T(8,128)} negate(%half)
+}
+
+ENTRY %main (a: bf16[8,128], b: bf16[128,128]) -> f32[8,128] {
+  %a = bf16[8,128]{1,0:T(8,128)} parameter(0)
+  %b = bf16[128,128]{1,0:T(8,128)} parameter(1)
+  %p = bf16[8,128]{1,0:T(8,128)} fusion(%a, %b), kind=kOutput, calls=%matmul
+  %g = bf16[64,128]{1,0:T(8,128)} all-gather(%p), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+  %copy-start = (bf16[8,128]{1,0:T(8,128)S(1)}, bf16[8,128]{1,0:T(8,128)}, u32[]) copy-start(%a)
+  %copy-done = bf16[8,128]{1,0:T(8,128)S(1)} copy-done(%copy-start)
+  %f = f32[8,128]{1,0:T(8,128)} convert(%copy-done)
+  %w = (s32[], f32[8,128], f32[4,8,128]) while(%init), condition=%cond, body=%body
+  ROOT %c = f32[8,128]{1,0:T(8,128)} conditional(%i, %f, %f), branch_computations={%small, %large}
+}
+"""
+
+ARRAY = 8 * 128 * 4  # of float32
+
+
+def test_what_moves_without_a_product():
+  entry = ARRAY  # the conversion writes; what it reads lies on the chip already
+  scaled = 3 * ARRAY  # x, a slice of the stack, the result
+  near = ARRAY  # read, and written to the chip
+  kept = 2 * ARRAY  # what is new is read and written, not the stack
+  choice = 2 * ARRAY  # the cheaper branch
+  assert exposed.read(PROGRAM) == entry + 3 * (scaled + near + kept) + choice
