@@ -117,9 +117,10 @@ def attend(
     if split.folded:
       query = _exchange(query, split)
     if keys[1] is not None:
-      gather = lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True)
       with jax.named_scope("gather_keys"):
-        key, value = gather(key), gather(value)
+        key = jax.lax.all_gather(key, axis, axis=1, tiled=True)
+      with jax.named_scope("gather_values"):
+        value = jax.lax.all_gather(value, axis, axis=1, tiled=True)
     out = run(query, key, value, visible)
     return _exchange(out, split, back=True) if split.folded else out
 
@@ -151,10 +152,10 @@ def _of_queries(visible: Visibility, keys: int, split: Split) -> Visibility:
 
 def _exchange(x: jax.Array, split: Split, *, back: bool = False) -> jax.Array:
   """[B, T / n, ...] in order becomes as `Split` says, or the other way round."""
-  with jax.named_scope("fold"):
-    halves = jnp.split(x, 2, axis=1)
-    for half in (0, 1):
-      moves = split.moves(half)
-      pairs = [(b, a) for a, b in moves] if back else moves
+  halves = jnp.split(x, 2, axis=1)
+  for half in (0, 1):
+    moves = split.moves(half)
+    pairs = [(b, a) for a, b in moves] if back else moves
+    with jax.named_scope(f"{'unfold' if back else 'fold'}_{half}"):
       halves[half] = jax.lax.ppermute(halves[half], split.axis, pairs)
-    return jnp.concatenate(halves, axis=1)
+  return jnp.concatenate(halves, axis=1)
