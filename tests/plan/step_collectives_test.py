@@ -27,7 +27,9 @@ def sent(axes, **changes):
   batch = {"input_tokens": tokens, "input_mask": tokens}
   with mesh_lib.use_mesh(mesh):
     model = automodel.of_shapes(config, mesh)
-    trainer = PeftTrainer(model, optax.adamw(1e-3), TrainingConfig(max_steps=1))
+    rows = tuple(axis for axis in ("fsdp",) if axis in axes)
+    options = TrainingConfig(max_steps=1, data_sharding_axis=rows)
+    trainer = PeftTrainer(model, optax.adamw(1e-3), options)
     text = trainer.lower_train_step(batch).compile().as_text()
   found = collectives.read(text, mesh.size)
   assert {one.count for one in found} == {1, LAYERS}
@@ -66,6 +68,17 @@ def test_tp_adds_up_activations_and_gathers_its_own_half_of_each_weight():
   # Forward: after o and down, the former again; backward: before q, k, v, gate and up.
   assert sum(shape.count(activations) for shape in sums) == 3 + 5
   assert gathers(outside) == [f"f32[{D},{toys.VOCAB // 2}]", f"s32[{ROWS},{LENGTH}]"]
+
+
+def test_cp_gathers_keys_and_values_and_no_activations():
+  layer, outside = sent({"cp": 8})
+  heads = [f"f32[{ROWS},{LENGTH},2,8]"] * 2  # keys and values of all tokens
+  assert gathers(layer) == sorted(shapes(2 * MATRICES) + 2 * heads)
+  # Queries are exchanged, and outputs: two pieces of a token each, folded.
+  piece = f"f32[{ROWS},{LENGTH // 16},4,8]"
+  moved = [one.shape for one in layer if one.kind == "collective-permute"]
+  assert moved == [piece] * 2 * (2 + 2 + 2)  # forward, again, and their cotangents
+  assert gathers(outside) == [f"f32[{D},{toys.VOCAB}]"]
 
 
 def test_ep_gathers_no_expert():
