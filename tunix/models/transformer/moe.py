@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer import dropout, qwix_seam, sharding
@@ -28,6 +28,10 @@ def _names(spec: PartitionSpec) -> set[str]:
   """Mesh axes of a spec."""
   entries = ((x,) if isinstance(x, str) else x or () for x in spec)
   return {name for names in entries for name in names}
+
+
+def _of_router(path: tuple[Any, ...], _: Any) -> bool:
+  return "router" in path
 
 
 def active_share(model: nnx.Module) -> float:
@@ -96,15 +100,21 @@ class MoE(nnx.Module):
     self.rules = rules
 
   def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    with jax.named_scope("router"):
-      weights, chosen = self.route(x)
+    mesh = mesh_lib.context_mesh()
+    # Of a single token a row weights are more than tokens: XLA moves the latter.
+    whole = mesh is None or x.shape[1] == 1 or self._adds_or_drops()
+    if mesh is not None and not whole and self.implementation == "ragged":
+      return self._on_mesh(mesh, x)
+    weights, chosen = self.route(x)
     with jax.named_scope("experts"):
       if self.implementation == "dense":
         return self._dense(x, weights, chosen)
-      mesh = mesh_lib.context_mesh()
-      if mesh is None or qwix_seam.is_initialising(self) or dropout.is_on(self):
-        return self._flat(self.experts, Share(self._count), x, weights, chosen)
-      return self._on_mesh(mesh, x, weights, chosen)
+      return self._grouped(self.experts, Share(self._count), x, weights, chosen)
+
+  def _adds_or_drops(self) -> bool:
+    """Whether qwix adds parameters in this call, or adapters draw masks, which would be
+    the same on every device."""
+    return qwix_seam.is_initialising(self) or dropout.is_on(self)
 
   @property
   def _count(self) -> int:
@@ -114,11 +124,12 @@ class MoE(nnx.Module):
     self, tokens: Float[Array, "... D"]
   ) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
     """(weights, numbers) of each token's experts, the most likely first."""
-    probabilities = jax.nn.softmax(self.router(tokens).astype(jnp.float32), axis=-1)
-    weights, chosen = jax.lax.top_k(probabilities, self.experts_per_token)
-    if self.normalise:
-      weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return weights.astype(tokens.dtype), chosen
+    with jax.named_scope("router"):
+      probabilities = jax.nn.softmax(self.router(tokens).astype(jnp.float32), axis=-1)
+      weights, chosen = jax.lax.top_k(probabilities, self.experts_per_token)
+      if self.normalise:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+      return weights.astype(tokens.dtype), chosen
 
   def _dense(self, x, weights, chosen):
     """Every expert on every token; most of it is weighted with zero."""
@@ -131,7 +142,7 @@ class MoE(nnx.Module):
     out = self._experts(self.experts, every, Linear.per_expert)
     return jnp.einsum("emd,me->md", out, table).reshape(x.shape)
 
-  def _on_mesh(self, mesh, x, weights, chosen):
+  def _on_mesh(self, mesh: Mesh | AbstractMesh, x: jax.Array) -> jax.Array:
     """Each device on its own tokens and, along ep, its own experts.
 
     Left to XLA, the tokens of all devices are sorted together, and every device has all
@@ -146,33 +157,34 @@ class MoE(nnx.Module):
       share = Share(self._count, ep, mesh.shape[ep])
     tokens = sharding.tokens_everywhere(x.shape, mesh, self.rules)
     gathers = share.axis is not None and share.axis in _names(tokens)
-    graph, state = nnx.split(self.experts)
+    graph, router, rest = nnx.split(self, _of_router, ...)
 
-    def local(state, *own):
-      shape = own[0].shape
-      if gathers:
-        flat = (y.reshape(-1, y.shape[-1]) for y in own)
-        own = [jax.lax.all_gather(y, share.axis, tiled=True) for y in flat]
-      out = self._flat(nnx.merge(graph, state), share, *own)
-      if gathers:
-        out = jax.lax.psum_scatter(out, share.axis, tiled=True)
-      elif share.axis is not None:
-        out = jax.lax.psum(out, share.axis)
-      return out.reshape(shape)
+    def local(router, rest, x):
+      moe = nnx.merge(graph, router, rest)
+      weights, chosen = moe.route(x)
+      flat = [y.reshape(-1, y.shape[-1]) for y in (x, weights, chosen)]
+      with jax.named_scope("experts"):
+        if gathers:
+          flat = [jax.lax.all_gather(y, share.axis, tiled=True) for y in flat]
+        out = moe._grouped(moe.experts, share, *flat)
+        if gathers:
+          out = jax.lax.psum_scatter(out, share.axis, tiled=True)
+        elif share.axis is not None:
+          out = jax.lax.psum(out, share.axis)
+      return out.reshape(x.shape)
 
-    kernels = jax.tree.map(
-      lambda y: PartitionSpec(share.axis if y.shape[:1] == (self._count,) else None),
-      state,
+    lies = lambda y: PartitionSpec(
+      share.axis if y.shape[:1] == (self._count,) else None
     )
     return jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(kernels, tokens, tokens, tokens),
+      in_specs=(PartitionSpec(), jax.tree.map(lies, rest), tokens),
       out_specs=tokens,
       check_vma=False,
-    )(state, x, weights, chosen)
+    )(router, rest, x)
 
-  def _flat(self, experts: GatedMLP, share: Share, x, weights, chosen):
+  def _grouped(self, experts: GatedMLP, share: Share, x, weights, chosen):
     """What the experts that are here add to each token. Rows are sorted by expert, so
     that each expert's are one block of a product; behind them those of others."""
     k = self.experts_per_token

@@ -73,7 +73,7 @@ def tokens_everywhere(
   shape: tuple[int, ...], mesh: Mesh | AbstractMesh, rules: ShardingRules
 ) -> PartitionSpec:
   """Spec of [B, T, ...] by which no two devices work on one token, as far as the axes
-  divide: rows along the batch axes, the tokens of a row along cp and then all others."""
+  divide: rows along the batch axes, the tokens of a row along cp and all others."""
   batch = batch_axes(rules)
   rows = mesh_lib.fit_spec((batch,), shape, mesh)[0]
   others, parts = [], 1
