@@ -35,6 +35,7 @@ MESHES = {
   "tp 2": {"fsdp": 1, "tp": 2},
   "fsdp 4 x tp 2": {"fsdp": 4, "tp": 2},
   "dp 8": {"dp": 8},
+  "fsdp 2 x cp 4": {"fsdp": 2, "cp": 4},
 }
 RATE = 0.05
 

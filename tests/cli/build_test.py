@@ -342,7 +342,8 @@ def test_wandb_is_asked_for_by_key_or_environment(settings, tmp_path, monkeypatc
 
 
 def build_mesh(keys):
-  return mesh_axes.build(keys.mesh, keys.training.batch_rows)
+  length = "data.max_length", keys.data.max_length
+  return mesh_axes.build(keys.mesh, keys.training.batch_rows, length)
 
 
 def test_mesh_axes_become_a_mesh(settings):
@@ -355,6 +356,13 @@ def test_batches_must_divide_the_mesh_that_minus_one_gives(settings):
   keys = config(settings, mesh="{fsdp: -1}", training__global_batch_size=3)
   with pytest.raises(ValueError, match=r"is 3 and does not divide over the 8 shards"):
     build_mesh(keys)
+
+
+def test_rows_must_divide_over_cp(settings):
+  keys = config(settings, mesh="{cp: -1}", data__max_length=1001)
+  with pytest.raises(ValueError, match=r"data.max_length is 1001, .* 1000 or 1008"):
+    build_mesh(keys)
+  assert build_mesh(dataclasses.replace(keys, mesh={"tp": 8})) is not None
 
 
 def test_a_mesh_needs_as_many_devices_as_there_are(settings):

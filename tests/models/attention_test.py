@@ -172,6 +172,7 @@ NOTHING = Call(
   groups=False,
   cache=False,
   shared=False,
+  split=False,
 )
 
 

@@ -113,7 +113,7 @@ def test_unstacked_model_is_the_same(model):
   np.testing.assert_allclose(loose(TOKENS)[0], model(TOKENS)[0], rtol=1e-6, atol=1e-6)
   kernel = loose.layers[1].mlp.up_proj.kernel
   assert kernel.shape == (32, 64)
-  assert kernel.get_metadata("out_sharding") == ("fsdp", "tp")
+  assert kernel.get_metadata("out_sharding") == (("fsdp", "cp"), "tp")
   np.testing.assert_array_equal(kernel[...], model.layers.mlp.up_proj.kernel[...][1])
   loose.norm.scale.set_value(jnp.zeros(32))
   assert float(model.norm.scale[...].min()) == 1.0, "the original is untouched"

@@ -27,7 +27,9 @@ def sent(axes, **changes):
   batch = {"input_tokens": tokens, "input_mask": tokens}
   with mesh_lib.use_mesh(mesh):
     model = automodel.of_shapes(config, mesh)
-    trainer = PeftTrainer(model, optax.adamw(1e-3), TrainingConfig(max_steps=1))
+    rows = tuple(axis for axis in ("fsdp",) if axis in axes)
+    options = TrainingConfig(max_steps=1, data_sharding_axis=rows)
+    trainer = PeftTrainer(model, optax.adamw(1e-3), options)
     text = trainer.lower_train_step(batch).compile().as_text()
   found = collectives.read(text, mesh.size)
   assert {one.count for one in found} == {1, LAYERS}
@@ -68,10 +70,28 @@ def test_tp_adds_up_activations_and_gathers_its_own_half_of_each_weight():
   assert gathers(outside) == [f"f32[{D},{toys.VOCAB // 2}]", f"s32[{ROWS},{LENGTH}]"]
 
 
-def test_ep_gathers_no_expert():
+def test_cp_gathers_keys_and_values_and_no_activations():
+  layer, outside = sent({"cp": 8})
+  heads = [f"f32[{ROWS},{LENGTH},2,8]"] * 2  # keys and values of all tokens
+  assert gathers(layer) == sorted(shapes(2 * MATRICES) + 2 * heads)
+  # Queries are exchanged, and outputs: two pieces of a token each, folded.
+  piece = f"f32[{ROWS},{LENGTH // 16},4,8]"
+  moved = [one.shape for one in layer if one.kind == "collective-permute"]
+  assert moved == [piece] * 2 * (2 + 2 + 2)  # forward, again, and their cotangents
+  assert gathers(outside) == [f"f32[{D},{toys.VOCAB}]"]
+
+
+def test_ep_sends_tokens_and_gathers_no_expert_of_others():
   moe = MoEConfig(num_experts=8, experts_per_token=2, hidden_dim=F)
   layer, outside = sent({"fsdp": 2, "ep": 4}, moe=moe)
-  found = gathers(layer) + gathers(outside)
-  for experts in (2, 8):  # of a device, of all
-    assert not {f"f32[{experts},{D},{F}]", f"f32[{experts},{F},{D}]"} & set(found)
-  assert f"f32[{D},{N}]" in found  # unlike the weights of attention
+  along_ep = [(one.kind, one.shape) for one in layer if one.group == 4]
+  tokens, own = (f"f32[{ROWS * LENGTH // parts},{D}]" for parts in (2, 8))
+  # Forward, again in the backward pass, and the gradient of handing the sums out; the
+  # other way round with the sums. What else goes along ep is which expert, how much.
+  assert along_ep.count(("all-gather", tokens)) == 3
+  assert along_ep.count(("reduce-scatter", own)) == 2
+  # Experts are gathered over fsdp alone, those of a device; all else over both axes.
+  experts = [one for one in layer + outside if f",{F}" in one.shape]
+  assert experts and all(one.group == 2 for one in experts)
+  assert {f"f32[{D},{N}]", f"f32[{D},8]"} <= set(gathers(layer))
+  assert f"f32[{ROWS},{LENGTH},8]" not in gathers(layer), "tokens are routed at home"

@@ -9,8 +9,8 @@ from jax.sharding import Mesh
 from tunix.utils import mesh as mesh_lib
 
 # Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
-DATA_AXES = ("dp", "fsdp")
-MESH_AXES = (*DATA_AXES, "tp", "ep")
+DATA_AXES = ("dp", "fsdp", "ep")
+MESH_AXES = (*DATA_AXES, "tp", "cp")
 
 
 def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:
@@ -50,17 +50,45 @@ def check(mesh: dict[str, int], batch_rows: dict[str, int]) -> None:
       )
 
 
-def build(mesh: dict[str, int], batch_rows: dict[str, int]) -> Mesh | None:
-  """The mesh over all devices; None when none is asked for.
+def check_length(mesh: dict[str, int], keys: str, tokens: int) -> None:
+  """Refuses rows whose tokens the axis cp does not divide: each of its devices would
+  compute, and hold, all of them.
 
-  Args: see `check`.
+  Args:
+    mesh: sizes by axis.
+    keys: what makes up the length of a row.
+    tokens: that length.
 
   Raises:
-    ValueError: its sizes do not fit the devices, or the batches do not divide over it.
+    ValueError: the keys, and the lengths next to theirs that would do.
+  """
+  shards = mesh.get("cp", 1)
+  if shards > 1 and tokens % shards:
+    below = tokens // shards * shards
+    raise ValueError(
+      f"{keys} is {tokens}, which the {shards} shards of mesh.cp do not divide: make "
+      f"it {f'{below} or ' if below else ''}{below + shards}"
+    )
+
+
+def build(
+  mesh: dict[str, int], batch_rows: dict[str, int], length: tuple[str, int]
+) -> Mesh | None:
+  """The mesh over all devices; None when none is asked for.
+
+  Args:
+    mesh, batch_rows: see `check`.
+    length: the keys, and the tokens, of `check_length`.
+
+  Raises:
+    ValueError: its sizes do not fit the devices, or batches or rows do not divide over
+      it.
   """
   if not mesh:
     return None
   made = mesh_lib.create_mesh(mesh)
   # What -1 stands for is known only now.
-  check({axis: int(size) for axis, size in made.shape.items()}, batch_rows)
+  sizes = {axis: int(size) for axis, size in made.shape.items()}
+  check(sizes, batch_rows)
+  check_length(sizes, *length)
   return made

@@ -232,6 +232,7 @@ def advise(config: RunSettings, mesh: Mesh, made: Plan) -> str:
 def settled(config: RunSettings, mesh: dict[str, int]) -> RunSettings:
   """The configuration as a run would use it, on this mesh."""
   mesh_axes.check(mesh, config.training.batch_rows)
+  mesh_axes.check_length(mesh, *JOBS[config.job].length(config))
   config = dataclasses.replace(config, mesh=mesh)
   config = precision.settle(build.settle_lora(build_data.settle(config)))
   return optimizer.settle(config, config.training.max_steps or _SCHEDULED)

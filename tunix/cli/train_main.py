@@ -135,7 +135,7 @@ def look(config: RunSettings) -> None:
   config, folder = _at_home(config)
   mesh = None
   if config.distributed.coordinator is None:
-    mesh = mesh_axes.build(config.mesh, config.training.batch_rows)
+    mesh = _mesh(config)
   run_lock.check(folder.path)
   config, tokenizer, data = prepare(config, folder)
   tx = optimizer.build_optimizer(config, optimizer.build_schedule(config))
@@ -147,6 +147,12 @@ def look(config: RunSettings) -> None:
   _check_lengths(config, model, data)
   _say(_describe(config, model, data, mesh))
   _say(dry_run.describe(config, model, tokenizer, data, tx, folder))
+
+
+def _mesh(config: RunSettings) -> jax.sharding.Mesh | None:
+  """The mesh of a run; None when none is asked for."""
+  length = JOBS[config.job].length(config)
+  return mesh_axes.build(config.mesh, config.training.batch_rows, length)
 
 
 def _at_home(config: RunSettings) -> tuple[RunSettings, RunFolder]:
@@ -179,7 +185,7 @@ def run(config: RunSettings) -> Result:
   if config.compilation_cache is not None:
     _keep_programs(config.compilation_cache)
   several.start(config)
-  mesh = mesh_axes.build(config.mesh, config.training.batch_rows)
+  mesh = _mesh(config)
   first = jax.process_index() == 0
   if first:
     run_lock.check(folder.path)

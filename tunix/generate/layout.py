@@ -38,7 +38,7 @@ def for_decoding(model: Any, state: Any, gather: bool | None) -> Layout | None:
   if rules is None or gather is False:
     return None
   leaves = jax.tree.leaves(state)
-  layout = tuple(_without(rules.batch_axes, leaf) for leaf in leaves)
+  layout = tuple(_without((*rules.batch_axes, rules.cp), leaf) for leaf in leaves)
   if all(where is None for where in layout):
     return None
   if gather is None and not _is_light(leaves, layout):
@@ -46,7 +46,7 @@ def for_decoding(model: Any, state: Any, gather: bool | None) -> Layout | None:
   return layout
 
 
-def _without(axes: tuple[str, ...], leaf: Any) -> NamedSharding | None:
+def _without(axes: tuple[str | None, ...], leaf: Any) -> NamedSharding | None:
   """The leaf's layout without these axes; None where it has none of them."""
   where = getattr(leaf, "sharding", None)
   if not isinstance(where, NamedSharding) or where.is_fully_replicated:

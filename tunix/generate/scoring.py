@@ -18,8 +18,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models import calling
 from tunix.models.calling import Sequences
-from tunix.models.transformer import dropout
+from tunix.models.transformer import dropout, sharding
 from tunix.models.transformer.shared_prompt import SharedPrompt
+from tunix.ops import masks
+from tunix.ops.logprobs import TokenScores
 
 Ids = Int[Array, "B T"]
 Mask = Bool[Array, "B T"] | Int[Array, "B T"]
@@ -95,16 +97,22 @@ def score_completions(
   rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
   _check_tiles(model, rows, group_size, tile_rows, tile_tokens)
 
-  def one(model: Any, rows: _Rows) -> Scores:
-    scored = _states(model, rows, group_size, tile_tokens)
-    targets = rows.completions
-    if tile_tokens is not None:
-      short = tile_tokens - targets.shape[1]
-      targets = jnp.pad(targets, ((0, 0), (0, short)))
+  def scores(model: Any, states: jax.Array, targets: jax.Array) -> TokenScores:
     with jax.named_scope("unembed"):
-      out = calling.adapt(model).token_logps(
-        scored, targets, temperature=temperature, entropy=entropy
+      return calling.adapt(model).token_logps(
+        states, targets, temperature=temperature, entropy=entropy
       )
+
+  def one(model: Any, rows: _Rows) -> Scores:
+    if group_size == 1 and _splits_tokens(model):
+      out = _scored_in_place(model, rows, scores, tile_tokens)
+    else:
+      scored = _states(model, rows, group_size, tile_tokens)
+      targets = rows.completions
+      if tile_tokens is not None:
+        short = tile_tokens - targets.shape[1]
+        targets = jnp.pad(targets, ((0, 0), (0, short)))
+      out = scores(model, scored, targets)
     size = rows.completions.shape[1]
     keep = lambda x: jnp.where(rows.completion_mask, x[:, :size], 0.0)
     return Scores(*jax.tree.map(keep, tuple(out)))
@@ -288,10 +296,35 @@ def _states(
   or a user's logits [B, R, V]; tile_tokens of them in the place of R if given."""
   if group_size != 1:
     return _shared_states(model, rows, group_size)
+  return _run(model, _joined(rows, tile_tokens), _before(rows, tile_tokens))
+
+
+def _before(rows: _Rows, count: int | None = None) -> jax.Array:
+  """[B, R], the slots of `_joined` that predict the completion tokens; `count` of them
+  in the place of R if given."""
   lengths = jnp.sum(rows.prompt_mask, axis=1)
-  count = rows.completions.shape[1] if tile_tokens is None else tile_tokens
-  at = lengths[:, None] - 1 + jnp.arange(count)
-  return _run(model, _joined(rows, tile_tokens), at)
+  return lengths[:, None] - 1 + jnp.arange(count or rows.completions.shape[1])
+
+
+def _splits_tokens(model: Any) -> bool:
+  """Whether the tokens of a row lie on several devices (the mesh axis cp)."""
+  rules = getattr(getattr(model, "config", None), "sharding", None)
+  return rules is not None and sharding.token_axis(rules) is not None
+
+
+def _scored_in_place(
+  model: Any,
+  rows: _Rows,
+  scores: Callable[[Any, jax.Array, jax.Array], TokenScores],
+  tile_tokens: int | None,
+) -> TokenScores:
+  """Scores of all tokens where they lie, those of the completions picked afterwards:
+  numbers travel between the devices, and no hidden states."""
+  tokens = _joined(rows, tile_tokens)
+  states = calling.adapt(model).states(Sequences(tokens))
+  out = scores(model, states, masks.next_token_targets(tokens))
+  at = jnp.clip(_before(rows), 0, tokens.shape[1] - 1)
+  return jax.tree.map(lambda x: jnp.take_along_axis(x, at, axis=1), out)
 
 
 def _joined(rows: _Rows, width: int | None = None) -> jax.Array:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from tunix.ops import distill
@@ -23,7 +22,7 @@ from tunix.ops.vocab_chunks import (
   Layout,
   across,
   chunk_logits,
-  for_rows,
+  for_batch,
   gradient_spec,
   gradients,
   on_mesh,
@@ -111,9 +110,11 @@ def weighted_distillation(
   if isinstance(teacher, States):
     theirs = words_in(teacher.table, teacher_layout)
     distill.check_same_words(words_in(table, layout), theirs)
-  layout = for_rows(layout, hidden.shape[0])
+  layout = for_batch(layout, hidden.shape)
   # One pass over both: the teacher's words are split as the student's are.
-  spread = {f: getattr(layout, f) for f in ("mesh", "batch_axes", "vocab_axis")}
+  spread = {
+    f: getattr(layout, f) for f in ("mesh", "batch_axes", "token_axis", "vocab_axis")
+  }
   rule = _Rule(
     distill.checked(how), soft, hard, layout, teacher_layout._replace(**spread)
   )
@@ -136,7 +137,7 @@ def hidden_top_k(
     ValueError: k is not in [1, V], or a temperature that is not above 0.
   """
   words = words_in(table, layout)
-  layout = for_rows(layout, hidden.shape[0])._replace(vocab_axis=None)
+  layout = for_batch(layout, hidden.shape)._replace(vocab_axis=None)
 
   def local(hidden, table):
     def chunk(hidden):
@@ -146,7 +147,7 @@ def hidden_top_k(
     shape = hidden.shape[:2]
     return over_tokens(chunk, (hidden,), shape, words, None, layout)[0]
 
-  batch = PartitionSpec(layout.batch_axes or None)
+  batch = layout.tokens
   out = on_mesh(local, layout, (batch, table_spec(layout)), batch)(hidden, table)
   return jax.lax.stop_gradient(out)
 
@@ -194,7 +195,7 @@ _distillation.defvjp(_forward, _backward, symbolic_zeros=True)
 def _run(hidden, table, teacher, targets, weights, rule: _Rule):
   """(values by token, gradients of the weighted sum in hidden and table or None)."""
   layout = rule.layout
-  batch = PartitionSpec(layout.batch_axes or None)
+  batch = layout.tokens
   is_states = isinstance(teacher, States)
   words = States(batch, table_spec(rule.teacher)) if is_states else TopK(batch, batch)
   by_token = (batch, batch, batch if is_states else None)

@@ -44,7 +44,7 @@ def weighted_nll(
     weights: 0 where nothing is predicted.
     layout: sharding and chunk size.
   """
-  layout = vocab_chunks.for_rows(layout, hidden.shape[0])
+  layout = vocab_chunks.for_batch(layout, hidden.shape)
   return _weighted_nll(hidden, unembed, targets, weights, layout)
 
 
@@ -114,7 +114,7 @@ def token_logps(
     ValueError: the temperature is not a positive number.
   """
   _check_temperature(temperature)
-  layout = vocab_chunks.for_rows(layout, hidden.shape[0])
+  layout = vocab_chunks.for_batch(layout, hidden.shape)
   return _scores(hidden, unembed, targets, Rule(layout, temperature, entropy))
 
 

@@ -28,6 +28,7 @@ class Layout(NamedTuple):
     transposed: the unembedding is [V, D] (a tied embedding table) instead of [D, V].
     mesh: the device mesh, or None for one device.
     batch_axes: mesh axes that split the batch.
+    token_axis: mesh axis that splits the tokens of every row, or None.
     vocab_axis: mesh axis that splits the vocabulary, or None; inside a pass that shares
       the words, several.
     softcap: logits x become c tanh(x / c) (Gemma 2); None: they stay as they are.
@@ -37,9 +38,27 @@ class Layout(NamedTuple):
   transposed: bool = False
   mesh: Mesh | AbstractMesh | None = None
   batch_axes: tuple[str, ...] = ()
+  token_axis: str | None = None
   vocab_axis: str | tuple[str, ...] | None = None
   softcap: float | None = None
   chunk_bytes: int = CHUNK_BYTES
+
+  @property
+  def axes(self) -> tuple[str, ...]:
+    """All axes that tokens are spread over."""
+    return (*self.batch_axes, *((self.token_axis,) if self.token_axis else ()))
+
+  @property
+  def tokens(self) -> PartitionSpec:
+    """How arrays [B, T, ...] are split."""
+    return PartitionSpec(self.batch_axes or None, self.token_axis)
+
+  @property
+  def shards(self) -> int:
+    """Parts that the tokens are split into."""
+    if self.mesh is None:
+      return 1
+    return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
 
 ONE_DEVICE = Layout()
@@ -100,12 +119,16 @@ def soft_cap(x: jax.Array, cap: float) -> jax.Array:
   return cap * jnp.tanh(x / cap)
 
 
-def for_rows(layout: Layout, rows: int) -> Layout:
-  """The layout for a batch of `rows`: replicated if its axes do not divide them, and
-  without axes on a mesh of one device, where there is nothing to add up."""
+def for_batch(layout: Layout, shape: tuple[int, ...]) -> Layout:
+  """The layout for a batch [B, T, ...]: replicated along what its axes do not divide,
+  and without axes on a mesh of one device, where there is nothing to add up."""
   if layout.mesh is None or layout.mesh.size == 1:
-    return layout._replace(mesh=None, batch_axes=(), vocab_axis=None)
-  return layout._replace(batch_axes=()) if rows % _batch_shards(layout) else layout
+    return layout._replace(mesh=None, batch_axes=(), token_axis=None, vocab_axis=None)
+  if shape[1] % layout._replace(batch_axes=()).shards:
+    layout = layout._replace(token_axis=None)
+  if shape[0] % layout._replace(token_axis=None).shards:
+    layout = layout._replace(batch_axes=())
+  return layout
 
 
 def words_in(unembed: jax.Array, layout: Layout) -> int:
@@ -139,10 +162,10 @@ def run(
     unembed: [D, V] or [V, D].
     targets: [B, T] in [0, V).
     pulls: what the gradients are weighted with.
-    rule: what is wanted; its layout fits the batch (`for_rows`).
+    rule: what is wanted; its layout fits the batch (`for_batch`).
   """
   layout = rule.layout
-  batch, table = PartitionSpec(layout.batch_axes or None), table_spec(layout)
+  batch, table = layout.tokens, table_spec(layout)
   out_specs = Outputs(
     batch,
     batch if rule.entropy else None,
@@ -157,13 +180,6 @@ def run(
   local = functools.partial(_shared_pass if shared else _local_pass, rule=rule)
   in_specs = (batch, table, batch, batch)
   return on_mesh(local, layout, in_specs, out_specs)(hidden, unembed, targets, pulls)
-
-
-def _batch_shards(layout: Layout) -> int:
-  """Number of parts that the batch is split into."""
-  if layout.mesh is None:
-    return 1
-  return math.prod(layout.mesh.shape[axis] for axis in layout.batch_axes)
 
 
 def table_spec(layout: Layout, columns: Any = None) -> PartitionSpec:
@@ -181,9 +197,9 @@ def gradient_spec(layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
 
 def scatter_axes(layout: Layout, dim: int) -> tuple[str, ...]:
   """Axes over which the gradient of the unembedding is reduce-scattered along D."""
-  if layout.mesh is None or dim % _batch_shards(layout):
+  if layout.mesh is None or dim % layout.shards:
     return ()
-  return layout.batch_axes
+  return layout.axes
 
 
 def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
@@ -216,7 +232,7 @@ def shares_words(layout: Layout, tokens: int, dim: int, vocab: int) -> bool:
   """
   if layout.mesh is None or not scatter_axes(layout, dim):
     return False
-  shards = _batch_shards(layout)
+  shards = layout.shards
   if isinstance(layout.vocab_axis, str):
     shards *= layout.mesh.shape[layout.vocab_axis]
   return tokens <= vocab and vocab % shards == 0
@@ -225,36 +241,37 @@ def shares_words(layout: Layout, tokens: int, dim: int, vocab: int) -> bool:
 def _shared_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
   """The words of one device, for the tokens of all of them, chunk by chunk."""
   layout = rule.layout
-  rows, dims = layout.batch_axes, ((1, 0) if layout.transposed else (0, 1))
-  words = (*((layout.vocab_axis,) if layout.vocab_axis else ()), *rows)
-  spread = rule._replace(layout=layout._replace(vocab_axis=words, batch_axes=()))
+  axes, dims = layout.axes, ((1, 0) if layout.transposed else (0, 1))
+  alone = layout._replace(batch_axes=(), token_axis=None)
+  words = (*((layout.vocab_axis,) if layout.vocab_axis else ()), *axes)
+  spread = rule._replace(layout=alone._replace(vocab_axis=words))
   # From [D / n, V] to [D, V / n]: each device sends the others their words.
-  table = jax.lax.all_to_all(unembed, rows, dims[1], dims[0], tiled=True)
+  table = jax.lax.all_to_all(unembed, axes, dims[1], dims[0], tiled=True)
 
   def chunk(*xs):
     size = xs[1].shape[0]
-    everyones = jax.tree.map(lambda x: jax.lax.all_gather(x, rows, tiled=True), xs)
+    everyones = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, tiled=True), xs)
     part = _chunk_pass(table, *everyones, rule=spread)
-    first = jax.lax.axis_index(rows) * size
+    first = jax.lax.axis_index(axes) * size
     mine = functools.partial(
       jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size
     )
     d_hidden = part.d_hidden
     if d_hidden is not None:
-      d_hidden = jax.lax.psum_scatter(d_hidden, rows, tiled=True)
+      d_hidden = jax.lax.psum_scatter(d_hidden, axes, tiled=True)
     entropy = None if part.entropy is None else mine(part.entropy)
     return Outputs(mine(part.logps), entropy, d_hidden, None), part.d_unembed
 
   start = jnp.zeros(table.shape, jnp.float32) if rule.unembed else None
   # A block of logits has the tokens of all devices, and as many words fewer.
-  vocab = words_in(table, layout) * _batch_shards(layout)
+  vocab = words_in(table, layout) * layout.shards
   (logps, entropy, d_hidden, _), d_table = over_tokens(
     chunk, (hidden, targets, pulls), targets.shape, vocab, start, layout
   )
-  alone = layout._replace(batch_axes=())  # what is left is to add up over the words
+  # What is left is to add up over the words.
   d_hidden, d_table = reduced(d_hidden, d_table, hidden, table, alone)
   if d_table is not None:
-    d_table = jax.lax.all_to_all(d_table, rows, dims[0], dims[1], tiled=True)
+    d_table = jax.lax.all_to_all(d_table, axes, dims[0], dims[1], tiled=True)
   return Outputs(logps, entropy, d_hidden, d_table)
 
 
@@ -316,11 +333,11 @@ def reduced(
 
 
 def _reduced_table(total: jax.Array, layout: Layout, dim: int) -> jax.Array:
-  if not layout.batch_axes:
+  if not layout.axes:
     return total
   axes = scatter_axes(layout, dim)
   if not axes:
-    return jax.lax.psum(total, layout.batch_axes)
+    return jax.lax.psum(total, layout.axes)
   axis = 1 if layout.transposed else 0
   return jax.lax.psum_scatter(total, axes, scatter_dimension=axis, tiled=True)
 

@@ -41,6 +41,9 @@ class ProgramFlops:
 
 _NOTHING = ProgramFlops(flops=0.0)
 
+# Attribute of a grouped product: which part of its rows belongs to a group, on average.
+SHARE = "tunix_share"
+
 
 def count_flops(lowered: Any) -> ProgramFlops:
   """FLOPs of the products of `jax.jit(f).lower(...)`: of matrices, of convolutions, of
@@ -206,17 +209,26 @@ def _kernel_flops(operation: Any) -> float:
   if phase is None:
     return 0.0
   # First come tables by blocks, [1 or N, own, other]: the other side is as long as the
-  # most blocks that one of its own meets. Then queries, [B, N, T, H], without a B of 1.
+  # most blocks that one of its own meets. Then queries, [B, N, T, H], without a B of 1,
+  # and keys, [B, K, S, H].
   table = _shape(operation.operands[0])
   own, most = (table[2], table[1]) if phase[1] == "dkv" else (table[1], table[2])
   floats = (x for x in operation.operands if "f" in str(x.type.element_type))
-  queries = _shape(next(floats))
-  blocks = sum(min(i + 1, most) for i in range(own))
-  pairs = blocks * (queries[-2] // own) ** 2
+  queries, keys = _shape(next(floats)), _shape(next(floats))
+  size = (keys if phase[1] == "dkv" else queries)[-2] // own
+  # Fewer than there are: a window. Queries are all of a row's, or the share of a device
+  # (the mesh axis cp), which has its share of the work.
+  blocks = keys[-2] // size
+  if most == (queries if phase[1] == "dkv" else keys)[-2] // size:
+    most = blocks
+  pairs = sum(min(i + 1, most) for i in range(blocks)) * size**2
+  pairs *= queries[-2] / keys[-2]
   return _SPLASH[phase[1]] * math.prod(queries[:-2]) * queries[-1] * pairs
 
 
 def _ragged_dot_flops(operation: Any) -> float:
   # Rows (m, k) each meet one of the (g, k, n) matrices.
   rows, matrices = _shape(operation.operands[0]), _shape(operation.operands[1])
-  return 2.0 * math.prod(rows) * matrices[-1]
+  said = re.search(rf'{SHARE} = "([\d.e-]+)"', str(operation.attributes))
+  share = float(said[1]) if said else 1.0
+  return 2.0 * math.prod(rows) * matrices[-1] * share

@@ -2,8 +2,9 @@
 
 Read off the text of the optimised HLO: each collective with the bytes of its result,
 times as often as the loops around it run. The TPU compiler cuts a collective that runs
-beside other work into pieces (start, under way, done), which all carry its channel:
-they count once. Its reduce-scatters are an all-reduce and a slice in one computation.
+beside other work into pieces (start, under way, done), which all carry its channel and
+its origin: they count once. A channel alone says too little, `shard_map` gives many the
+same. The compiler's reduce-scatters are an all-reduce and a slice in one computation.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ _COLLECTIVE = re.compile(
   rf"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ({'|'.join(KINDS)})(?:-start)?\("
 )
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_ORIGIN = re.compile(r'op_name="([^"]*)"')
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _MESH_GROUP = re.compile(r"replica_groups=@?mesh\[([^{]*)\{([^}]*)\}")
 _GROUP_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")  # the part of an axis, too
@@ -75,7 +77,7 @@ def read(text: str, devices: int) -> list[Collective]:
   """
   computations = hlo_text.computations(text)
   fused = set(hlo_text.FUSED.findall(text))
-  out: dict[str, Collective] = {}  # by channel; without one each is its own
+  out: dict[str, Collective] = {}  # by channel and origin; without one each is its own
   for name, times in hlo_text.runs(computations):
     for number, line in enumerate(computations[name]):
       found = _COLLECTIVE.match(line)
@@ -84,7 +86,10 @@ def read(text: str, devices: int) -> list[Collective]:
       is_start, sums = "-start(" in line, name.startswith("all-reduce-scatter")
       waits = not is_start and (name not in fused or sums)
       channel = _CHANNEL.search(line)
-      key = channel[1] if channel else f"{name}, {times}, {number}"
+      key = f"{name}, {times}, {number}"
+      if channel is not None:
+        origin = _ORIGIN.search(line)
+        key = f"{channel[1]} {origin[1] if origin else ''}"
       if key in out:
         out[key] = dataclasses.replace(out[key], waits=out[key].waits and waits)
         continue

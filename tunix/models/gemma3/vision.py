@@ -144,9 +144,9 @@ class PatchEmbedding(nnx.Module):
     c, rules = config, config.sharding
     shape = (c.patch_size, c.patch_size, CHANNELS, c.embed_dim)
     draw = fresh(rngs.params(), shape)
-    spec = (None, None, None, rules.fsdp)
+    spec = (None, None, None, rules.weight_axes)
     self.kernel = param(draw.astype(c.param_dtype), spec)
-    self.bias = param(jnp.zeros(c.embed_dim, c.param_dtype), (rules.fsdp,))
+    self.bias = param(jnp.zeros(c.embed_dim, c.param_dtype), (rules.weight_axes,))
 
   def __call__(self, pixels: Float[Array, "n Y X C"]) -> Float[Array, "n P Dv"]:
     edge, _, channels, dim = self.kernel.shape

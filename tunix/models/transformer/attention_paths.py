@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from tunix.models.transformer import blockwise, fused
+from tunix.models.transformer import blockwise, fused, split_tokens
 from tunix.models.transformer.config import ShardingRules
+from tunix.models.transformer.split_tokens import Split
 from tunix.models.transformer.visibility import Visibility
 from tunix.utils import mesh as mesh_lib
 
@@ -40,6 +41,7 @@ class Call:
     softcap, window, segments, mask, groups: whether it has them.
     cache: the keys are not the tokens that the queries are.
     shared: the rows are a prompt and several completions of it.
+    split: the tokens of a row are split over devices.
   """
 
   platform: str
@@ -53,6 +55,7 @@ class Call:
   groups: bool
   cache: bool
   shared: bool
+  split: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,8 @@ class Path:
   """One way to compute attention.
 
   Attributes:
-    run: (query, key, value, visible, scale, softcap, window, rules) -> output.
+    run: (query, key, value, visible, scale, softcap, window, rules) -> output; of the
+      share of one device with a `Split` in the place of the rules.
     lacks: names of `Call`'s options that it cannot honour.
     platforms: where it runs; None: everywhere.
     dtypes: of queries, keys and values; None: all.
@@ -97,6 +101,7 @@ _SAID = {
   "groups": "bidirectional groups",
   "cache": "a cache",
   "shared": "a shared prompt",
+  "split": "tokens split over devices (the mesh axis cp)",
 }
 
 
@@ -126,7 +131,7 @@ def attend(
       arXiv:2408.00118).
     window: a query sees its own slot and the `window - 1` before it.
     implementation: "auto", or a name in `PATHS`.
-    rules: mesh axes of rows and heads, for the fused paths.
+    rules: mesh axes of rows and heads, for the fused paths, and of tokens.
 
   Raises:
     ValueError: the named path cannot do what the call asks for, or the arguments
@@ -135,7 +140,9 @@ def attend(
   if not isinstance(visible, Visibility):
     visible = _from_array(visible, window)
   _check(query, key, visible, softcap, window)
-  call = _describe(query, key, visible, softcap, window)
+  rules = ShardingRules() if rules is None else rules
+  split = split_tokens.of(query, visible, window, rules)
+  call = _describe(query, key, visible, softcap, window, split)
   name = choose(call, implementation)
   if visible.shared is not None:
     part = functools.partial(
@@ -149,8 +156,10 @@ def attend(
     return _by_parts(part, query, key, value, visible)
   path = PATHS[name]
   scale = query.shape[-1] ** -0.5 if scale is None else scale
-  rules = ShardingRules() if rules is None else rules
-  return path.run(query, key, value, visible, scale, softcap, window, rules)
+  if split is None:
+    return path.run(query, key, value, visible, scale, softcap, window, rules)
+  run = lambda *share: path.run(*share, scale, softcap, window, split)
+  return split_tokens.attend(run, query, key, value, visible, split, rules)
 
 
 def _by_parts(part, query, key, value, visible: Visibility) -> jax.Array:
@@ -203,7 +212,7 @@ def plain(
   scale: float,
   softcap: float | None,
   window: int | None,
-  rules: ShardingRules,
+  rules: ShardingRules | Split,
 ) -> jax.Array:
   """All scores at once, [B, N, T, S]."""
   del rules
@@ -263,7 +272,7 @@ PATHS = {
   "cudnn": Path(
     run=fused.cudnn,
     # Segments would need a bias of T * S numbers, which nobody has run.
-    lacks=("softcap", "segments", "mask", "groups", "cache", "shared"),
+    lacks=("softcap", "segments", "mask", "groups", "cache", "shared", "split"),
     platforms=("gpu",),
     dtypes=("bfloat16", "float16"),
     head_multiple=8,
@@ -300,7 +309,7 @@ def _check(query, key, visible, softcap, window):
     )
 
 
-def _describe(query, key, visible, softcap, window) -> Call:
+def _describe(query, key, visible, softcap, window, split) -> Call:
   return Call(
     platform=mesh_lib.context_platform(),
     dtype=str(query.dtype),
@@ -313,4 +322,5 @@ def _describe(query, key, visible, softcap, window) -> Call:
     groups=visible.groups is not None,
     cache=not visible.aligned,
     shared=visible.shared is not None,
+    split=split is not None,
   )

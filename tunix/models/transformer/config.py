@@ -138,13 +138,16 @@ class ShardingRules:
   Attributes:
     fsdp: axis that splits every weight along its model dimension.
     tp: axis that splits heads, hidden units and the vocabulary.
-    ep: axis that splits the experts of a mixture.
-    batch: axes that split the batch; None means ("dp", fsdp).
+    ep: axis that splits the experts of a mixture, and the batch and all other weights
+      together with fsdp.
+    cp: axis that splits the tokens of every row, and weights together with fsdp.
+    batch: axes that split the batch; None means ("dp", fsdp, ep).
   """
 
   fsdp: Axes = "fsdp"
   tp: str | None = "tp"
   ep: str | None = "ep"
+  cp: str | None = "cp"
   batch: tuple[str, ...] | None = None
 
   @property
@@ -152,8 +155,21 @@ class ShardingRules:
     """Axes of the batch dimension of activations."""
     if self.batch is not None:
       return self.batch
-    fsdp = (self.fsdp,) if isinstance(self.fsdp, str) else (self.fsdp or ())
-    return tuple(dict.fromkeys(("dp", *fsdp)))
+    return tuple(dict.fromkeys(("dp", *self._fsdp, *_named(self.ep))))
+
+  @property
+  def weight_axes(self) -> tuple[str, ...]:
+    """Axes of the model dimension of weights: devices that share the tokens of a row
+    share the weights too, or long rows would cost a copy of the model each."""
+    return (*self._fsdp, *_named(self.ep), *_named(self.cp))
+
+  @property
+  def _fsdp(self) -> tuple[str, ...]:
+    return (self.fsdp,) if isinstance(self.fsdp, str) else (self.fsdp or ())
+
+
+def _named(axis: str | None) -> tuple[str, ...]:
+  return () if axis is None else (axis,)
 
 
 class LayerKind(NamedTuple):

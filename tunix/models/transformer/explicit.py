@@ -74,10 +74,10 @@ def _run(
 
 
 def rows(model: Any, *shape: int, last: str | None = None) -> PartitionSpec:
-  """An array of that shape, split by the batch axes, and `last` along its end."""
-  mesh = jax.sharding.get_abstract_mesh()
-  entries = [sharding.batch_axes(model.config.sharding), *[None] * (len(shape) - 2)]
-  return mesh_lib.fit_spec((*entries, last), shape, mesh)
+  """An array [B, T, ...] of that shape, split as activations are, and `last` along its
+  end."""
+  mesh, rules = jax.sharding.get_abstract_mesh(), model.config.sharding
+  return mesh_lib.fit_spec((sharding.batch_axes(rules), rules.cp, last), shape, mesh)
 
 
 def of_hidden(model: Any, tokens: Any) -> PartitionSpec:

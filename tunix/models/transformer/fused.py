@@ -13,11 +13,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from tunix.models.transformer import blockwise, sharding
 from tunix.models.transformer.config import ShardingRules
+from tunix.models.transformer.split_tokens import Split
 from tunix.models.transformer.visibility import Visibility
 from tunix.utils import mesh as mesh_lib
 
@@ -33,7 +35,7 @@ def splash(
   scale: float,
   softcap: float | None,
   window: int | None,
-  rules: ShardingRules,
+  rules: ShardingRules | Split,
   interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
   """JAX's splash attention for TPUs: causal, windows, soft cap, segments.
@@ -42,20 +44,28 @@ def splash(
     interpret: run the kernel in the Pallas interpreter, which any platform has.
   """
 
-  def rows(query, key, value, segments=None):
+  def rows(query, key, value, *segments):
     t, n = query.shape[1:3]
     size = max(128, blockwise.block_size(t, _SPLASH_BLOCK))
-    kernel = _splash_kernel(n, t + -t % size, size, softcap, window, interpret)
+    options = {"size": size, "softcap": softcap, "window": window}
+    options["interpret"] = interpret
+    if isinstance(rules, Split):
+      kernel = _share_of_kernel(n, key.shape[1], rules, options)
+    else:
+      slots = np.arange(t + -t % size, dtype=np.int32)
+      kernel = _splash_kernel(n, slots, slots.size, **options)
     # [B, heads, T, H]; keys that fill up the last block come after every query.
     heads_first = lambda x: _fill(x, size).swapaxes(1, 2)
     arrays = heads_first(_scaled(query, scale)), heads_first(key), heads_first(value)
-    if segments is None:
-      out = jax.vmap(kernel)(*arrays)
-    else:
-      out = jax.vmap(_with_segments(kernel))(*arrays, _fill(segments, size))
+    if segments:
+      kernel = _with_segments(kernel)
+    out = jax.vmap(kernel)(*arrays, *(_fill(ids, size) for ids in segments))
     return out.swapaxes(1, 2)[:, :t].astype(value.dtype)
 
   segments = () if visible.segment_ids is None else (visible.segment_ids,)
+  if isinstance(rules, Split):
+    keys = () if visible.key_segments is None else (visible.key_segments,)
+    return rows(query, key, value, *segments, *keys)
   return _per_shard(rows, rules, query, key, value, *segments)
 
 
@@ -108,18 +118,30 @@ def _per_shard(
 
 def _splash_kernel(
   heads: int,
-  length: int,
+  slots: np.ndarray,
+  keys: int,
+  *,
   size: int,
   softcap: float | None,
   window: int | None,
   interpret: bool,
+  shards: int = 1,
 ) -> Any:
-  """The kernel for [N, T, H] queries; its tables of blocks are made while tracing."""
+  """The kernel for [N, T, H] queries; its tables of blocks are made while tracing.
+
+  Args:
+    heads: N.
+    slots: int32 [T], of the queries of all shards, one shard's after the other's.
+    keys: S, whole blocks.
+    size: queries, and keys, of a block.
+    shards: parts that the queries are split into, whole blocks each.
+  """
   # Here, because Pallas takes a second to import and few programs need it.
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
   before = None if window is None else window - 1
-  mask = lib.LocalMask((length, length), window_size=(before, 0), offset=0)
+  mask = lib.LocalMask((slots.size, keys), window_size=(before, 0), offset=0)
+  mask.q_sequence = slots
   blocks = lib.BlockSizes(
     block_q=size,
     block_kv=size,
@@ -133,15 +155,47 @@ def _splash_kernel(
     block_sizes=blocks,
     attn_logits_soft_cap=softcap,
     head_shards=1,
-    q_seq_shards=1,
+    q_seq_shards=shards,
     interpret=interpret,
   )
 
 
+def _share_of_kernel(
+  heads: int, keys: int, split: Split, options: dict[str, Any]
+) -> Any:
+  """The kernel for the queries of this device, of those that `split` names."""
+  slots, size = split.slots(), options["size"]
+  # What fills up a device's last block looks where its last query does.
+  slots = np.pad(slots, ((0, 0), (0, -slots.shape[1] % size)), "edge")
+  kernel = _splash_kernel(
+    heads, slots.reshape(-1), keys + -keys % size, **options, shards=split.shards
+  )
+  rank = jax.lax.axis_index(split.axis)
+
+  def mine(table, axis):
+    if table is None:
+      return None
+    count = table.shape[axis] // split.shards
+    return jax.lax.dynamic_slice_in_dim(table, rank * count, count, axis)
+
+  def share(info):  # as `manual_sharding_spec` of the kernel would have it split
+    return info._replace(
+      data_next=mine(info.data_next, 1),
+      mask_next=mine(info.mask_next, 1),
+      block_mask=mine(info.block_mask, 1),
+      q_sequence=mine(info.q_sequence, 0),
+    )
+
+  tables = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+  return type(kernel)(*map(share, tables), **kernel.kwargs)
+
+
 def _with_segments(kernel: Any) -> Callable[..., jax.Array]:
+  """Of queries, keys, values and the ids of the queries, then of the keys if they are
+  others."""
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
-  return lambda q, k, v, ids: kernel(q, k, v, lib.SegmentIds(ids, ids))
+  return lambda q, k, v, *ids: kernel(q, k, v, lib.SegmentIds(ids[0], ids[-1]))
 
 
 def _scaled(query: jax.Array, scale: float) -> jax.Array:

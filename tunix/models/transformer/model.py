@@ -267,6 +267,7 @@ class Transformer(nnx.Module):
       softcap=self.config.final_softcap,
       mesh=mesh,
       batch_axes=sharding.batch_axes(rules),
+      token_axis=sharding.token_axis(rules),
       vocab_axis=rules.tp if splits_vocab else None,
     )
 

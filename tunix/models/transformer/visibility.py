@@ -44,8 +44,8 @@ class Visibility:
     groups: int32 [B, T] or None: tokens of one nonzero group see each other in both
       directions (the patches of an image). A group must lie within the T tokens; it
       also opens what `mask` closes, so padding belongs to group 0.
-    key_segments: int32 [B, S], segment ids of the keys where those are not the
-      queries'; or None.
+    key_segments, key_groups: int32 [B, S], segment ids and groups of the keys where
+      those are not the queries'; or None.
     aligned: the keys are the tokens that the queries are, and `query_index` counts
       from 0: no cache.
     shared: the rows are a prompt and several completions of it; or None. What is said
@@ -57,6 +57,7 @@ class Visibility:
   segment_ids: jax.Array | None = None
   groups: jax.Array | None = None
   key_segments: jax.Array | None = None
+  key_groups: jax.Array | None = None
   aligned: bool = dataclasses.field(default=False, metadata={"static": True})
   shared: SharedPrompt | None = dataclasses.field(
     default=None, metadata={"static": True}
@@ -75,6 +76,8 @@ class Visibility:
     groups, segments = self.groups, self.segment_ids
     if self.key_segments is not None:
       segments = self.key_segments
+    if self.key_groups is not None:
+      groups = self.key_groups
     if segments is not None and segments.shape[1] != count:
       raise ValueError(
         f"segment_ids of {segments.shape[1]} tokens with {count} keys: segments cannot "
