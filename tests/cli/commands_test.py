@@ -170,7 +170,7 @@ def run(model, train_file, tmp_path_factory):
     training__learning_rate=0.5,
     checkpoint__every_n_steps=1,
     logging__tensorboard="false",
-    mesh="{fsdp: 8}",
+    mesh="{fsdp: 2, cp: 4}",
     output_dir=out,
   )
   assert runs.tunix("train", *words) == 0

@@ -66,6 +66,20 @@ def test_key_heads_that_tp_does_not_divide_stay_whole(mesh_fsdp4_tp2):
   np.testing.assert_allclose(got, alone, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [None, 1, 5, 20])
+def test_blocks_of_the_mask_are_as_they_are_said_to_be(window):
+  from tunix.models.transformer.splash_mask import ReachMask
+
+  slots = np.r_[8:16, 32:40, 0:8]  # pieces of a row, in the order of some device
+  age = slots[:, None] - np.arange(48)
+  seen = (age >= 0) & (age < (window or 48))
+  mask = ReachMask(slots, 48, window)
+  for i, j in np.ndindex(6, 12):
+    block = np.s_[4 * i : 4 * i + 4, 4 * j : 4 * j + 4]
+    np.testing.assert_array_equal(np.broadcast_to(mask[block], (4, 4)), seen[block])
+  assert mask[0:4, 40:44].shape == (1, 1)  # later than all of them
+
+
 @pytest.mark.parametrize("window", [None, 1, 7])
 def test_cudnn_is_asked_for_the_same_window(window):
   case = cases.case("causal", 2, length=30, window=window)

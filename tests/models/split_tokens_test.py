@@ -1,8 +1,10 @@
 """Rows whose tokens are split over devices: attention, losses, scores and gradients are
 those of one device."""
 
+import dataclasses
 import functools
 import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -11,7 +13,8 @@ from flax import nnx
 
 from tests import toys
 from tests.models import attention_cases as cases
-from tunix.generate import scoring
+from tunix.generate import layout, scoring
+from tunix.models import automodel
 from tunix.models.transformer import attention_paths, fused, split_tokens
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.split_tokens import Split
@@ -54,6 +57,34 @@ def test_attention_equals_plain(path, kind, length, options):
   with jax.set_mesh(make_mesh({"fsdp": 2, "cp": 4})):
     got = cases.value_and_grads(case, attend)
   cases.assert_equal(got, cases.plain(case))
+
+
+def test_rows_that_do_not_divide_are_spoken_of(caplog):
+  def said(length, **changes):
+    case = cases.case("causal", 0, length=length)
+    visible = dataclasses.replace(case.visible, **changes)
+    with jax.set_mesh(make_mesh({"cp": 8})):
+      assert split_tokens.of(case.query, visible, None, RULES) is None
+    return caplog.text
+
+  assert not said(1) and not said(
+    20, aligned=False
+  )  # a token that is decoded; a prompt
+  assert "rows of 20 tokens do not divide over the 8 devices" in said(20)
+
+
+def test_decoding_takes_weights_whole_along_cp():
+  mesh = make_mesh({"fsdp": 2, "cp": 2, "tp": 2})
+  model = automodel.of_shapes(toys.config(), mesh)
+  leaves = jax.tree.leaves(nnx.state(model))
+  assert {"fsdp", "cp", "tp"} == axes_of(leaves)
+  whole = layout.for_decoding(model, nnx.state(model), True)
+  assert {"tp"} == axes_of([SimpleNamespace(sharding=x) for x in whole if x])
+
+
+def axes_of(leaves):
+  entries = [entry for x in leaves for entry in x.sharding.spec if entry is not None]
+  return {name for x in entries for name in ((x,) if isinstance(x, str) else x)}
 
 
 @pytest.mark.parametrize(

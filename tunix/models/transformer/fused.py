@@ -139,9 +139,9 @@ def _splash_kernel(
   # Here, because Pallas takes a second to import and few programs need it.
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
-  before = None if window is None else window - 1
-  mask = lib.LocalMask((slots.size, keys), window_size=(before, 0), offset=0)
-  mask.q_sequence = slots
+  from tunix.models.transformer.splash_mask import ReachMask
+
+  mask = ReachMask(slots, keys, window)
   blocks = lib.BlockSizes(
     block_q=size,
     block_kv=size,

@@ -13,6 +13,8 @@ the queries travel, less than the keys and values that every device is sent anyw
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable
 
 import jax
@@ -24,6 +26,8 @@ from tunix.models.transformer import sharding
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.visibility import Visibility
 from tunix.utils import mesh as mesh_lib
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,9 +71,14 @@ def of(
   query: jax.Array, visible: Visibility, window: int | None, rules: ShardingRules
 ) -> Split | None:
   """How the context's mesh splits the queries [B, T, N, H]; None: it does not, or does
-  not divide them."""
+  not divide them, which is said once where they are whole rows."""
   mesh, tokens = mesh_lib.context_mesh(), query.shape[1]
   shards = 1 if mesh is None or rules.cp is None else mesh.shape.get(rules.cp, 1)
+  if tokens % shards and tokens > shards and visible.aligned:
+    _warn_once(
+      f"rows of {tokens} tokens do not divide over the {shards} devices of the mesh "
+      f"axis {rules.cp!r}: each of them computes the whole rows; pad them to a multiple"
+    )
   if shards == 1 or tokens % shards:
     return None
   # A window gives all tokens the same work, and of a mask nothing is known.
@@ -131,6 +140,11 @@ def attend(
     out_specs=queries,
     check_vma=False,
   )(query, key, value, visible)
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_once(message: str) -> None:
+  _log.warning("%s", message)
 
 
 def _of_queries(visible: Visibility, keys: int, split: Split) -> Visibility:
