@@ -140,12 +140,15 @@ class ShardingRules:
     tp: axis that splits heads, hidden units and the vocabulary.
     ep: axis that splits the experts of a mixture.
     batch: axes that split the batch; None means ("dp", fsdp).
+    step: those of them that split products instead of rows where a row has one token;
+      for decoding alone, see `generate.layout`.
   """
 
   fsdp: Axes = "fsdp"
   tp: str | None = "tp"
   ep: str | None = "ep"
   batch: tuple[str, ...] | None = None
+  step: tuple[str, ...] = ()
 
   @property
   def batch_axes(self) -> tuple[str, ...]:
