@@ -142,6 +142,8 @@ class ShardingRules:
       together with fsdp.
     cp: axis that splits the tokens of every row, and weights together with fsdp.
     batch: axes that split the batch; None means ("dp", fsdp, ep).
+    step: axes that split products instead of rows and weights where a row has one
+      token; for decoding alone, see `generate.layout`.
   """
 
   fsdp: Axes = "fsdp"
@@ -149,6 +151,7 @@ class ShardingRules:
   ep: str | None = "ep"
   cp: str | None = "cp"
   batch: tuple[str, ...] | None = None
+  step: tuple[str, ...] = ()
 
   @property
   def batch_axes(self) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ def pin_activations(x: jax.Array, rules: ShardingRules) -> jax.Array:
   temporary memory of a sharded step (1033 MB a device against 373 at 8-way FSDP of a
   58M model).
   """
-  return mesh_lib.constrain(x, batch_axes(rules), rules.cp)
+  return mesh_lib.constrain(x, _rows(x, rules), rules.cp)
 
 
 def pin_lookup(x: jax.Array, rules: ShardingRules) -> jax.Array:
@@ -47,14 +47,49 @@ def pin_lookup(x: jax.Array, rules: ShardingRules) -> jax.Array:
   So ids are gathered, which are small, and the rows' batch axes move from D to B in one
   exchange, and cp from D to T in another. Left to itself, XLA replicates all rows on a
   mesh of dp, fsdp and tp ("Involuntary full rematerialization"), and their gradient
-  once more.
+  once more. In a step whose products are split, the table lies by words, and what they
+  give is added up.
   """
+  if _splits_products(x, rules):
+    return pin_activations(x, rules)
   rows = tuple(axis for axis in batch_axes(rules) if axis not in rules.weight_axes)
   x = mesh_lib.constrain(x, *(rows, None, rules.weight_axes)[: x.ndim])
   if x.ndim == 3 and token_axis(rules) is not None:  # one axis after the other
     others = tuple(axis for axis in rules.weight_axes if axis != rules.cp)
     x = mesh_lib.constrain(x, rows, rules.cp, others)
   return x
+
+
+def pin_rows(x: jax.Array, rules: ShardingRules) -> jax.Array:
+  """Pins heads [B, T, N, H] to the rows of the cache, which is too large to move, and
+  logits [B, T, V] to the rows that are drawn, where a step's products are split;
+  otherwise nothing is said."""
+  if not _splits_products(x, rules):
+    return x
+  return mesh_lib.constrain(x, batch_axes(rules), None, rules.tp)
+
+
+def pin_features(x: jax.Array, rules: ShardingRules) -> jax.Array:
+  """Pins [B, T, _] as a product gives it or takes it where a step's products are split;
+  otherwise nothing is said. Between products and rows both sides are pinned, or XLA has
+  one reach across and gathers the kernel, or the cache."""
+  if not _splits_products(x, rules):
+    return x
+  return mesh_lib.constrain(x, _rows(x, rules), None, (rules.tp, *rules.step))
+
+
+def _splits_products(x: jax.Array, rules: ShardingRules) -> bool:
+  """Whether moving these activations is cheaper than moving weights: one token a row,
+  of a model that was laid out for it."""
+  return bool(rules.step) and x.shape[1] == 1
+
+
+def _rows(x: jax.Array, rules: ShardingRules) -> tuple[str, ...]:
+  """The axes that split the rows of activations between products."""
+  axes = batch_axes(rules)
+  if not _splits_products(x, rules):
+    return axes
+  return tuple(axis for axis in axes if axis not in rules.step)
 
 
 def batch_axes(rules: ShardingRules) -> tuple[str, ...]:
