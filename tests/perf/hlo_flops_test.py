@@ -1,8 +1,9 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
 
-from tunix.perf.hlo_flops import count_flops
+from tunix.perf.hlo_flops import SHARE, count_flops
 
 
 def flops(function, *arguments):
@@ -74,3 +75,24 @@ def test_the_dearest_branch_counts():
     return jax.lax.switch(i, [lambda x: x, lambda x: x @ x, lambda x: x @ x @ x], x)
 
   assert flops(branches, jnp.ones((4, 4)), 0) == 2 * 2 * 4**3
+
+
+@pytest.mark.parametrize("share", [None, 0.25])
+def test_grouped_products_and_their_gradients(share):
+  """As for TPUs, which have such an operation; a CPU computes every group on all rows."""
+  rows, groups, width, out = 128, 8, 32, 64
+  told = {} if share is None else {SHARE: str(share)}
+
+  def product(x, matrices, sizes):
+    with set_xla_metadata(**told):
+      return jnp.sum(jax.lax.ragged_dot(x, matrices, sizes) ** 2)
+
+  shapes = [
+    jax.ShapeDtypeStruct((rows, width), jnp.float32),
+    jax.ShapeDtypeStruct((groups, width, out), jnp.float32),
+    jax.ShapeDtypeStruct((groups,), jnp.int32),
+  ]
+  gradients = jax.jit(jax.grad(product, (0, 1))).trace(*shapes)
+  lowered = gradients.lower(lowering_platforms=("tpu",))
+  once = 2 * rows * width * out * (share or 1.0)
+  assert count_flops(lowered).flops == 3 * once

@@ -227,8 +227,12 @@ def _kernel_flops(operation: Any) -> float:
 
 
 def _ragged_dot_flops(operation: Any) -> float:
-  # Rows (m, k) each meet one of the (g, k, n) matrices.
-  rows, matrices = _shape(operation.operands[0]), _shape(operation.operands[1])
-  said = re.search(rf'{SHARE} = "([\d.e-]+)"', str(operation.attributes))
+  # Rows [m, k] each meet one of the [g, k, n] matrices; of the gradients of both the
+  # same: the left side's elements, each as often as the result has columns.
+  rows, out = _shape(operation.operands[0]), _shape(operation.results[0])
+  known, said = operation.attributes, None
+  if "mhlo.frontend_attributes" in known:
+    told = str(known["mhlo.frontend_attributes"])
+    said = re.search(rf'{SHARE} = "([\d.e-]+)"', told)
   share = float(said[1]) if said else 1.0
-  return 2.0 * math.prod(rows) * matrices[-1] * share
+  return 2.0 * math.prod(rows) * out[-1] * share
