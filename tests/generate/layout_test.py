@@ -54,22 +54,37 @@ def of_weights(found):
 
 def test_a_decode_step_gathers_no_weight(split, mesh_fsdp4_tp2):
   as_trained, every_step = decoded(split, mesh_fsdp4_tp2, False)
-  whole, none = decoded(split, mesh_fsdp4_tp2, True)
-  assert of_weights(every_step) and not of_weights(none)
-  np.testing.assert_array_equal(whole, as_trained)
+  assert of_weights(every_step)
+  for gather in (True, "split"):
+    tokens, none = decoded(split, mesh_fsdp4_tp2, gather)
+    assert not of_weights(none)
+    np.testing.assert_array_equal(tokens, as_trained)
+  # Activations of all rows instead: after the table, o and down, and between products
+  # and rows.
+  sums = [x.shape for x in none if x.kind == "all-reduce"]
+  assert sums == [f"f32[{ROWS},1,32]"] * 3
+  assert sum(x.kind == "all-to-all" for x in none) >= 5  # q, k, v, o and the logits
 
 
 def test_which_weights_are_laid_out_anew(split, monkeypatch):
   model, _, state = split
-  found = layout.for_decoding(model, state, True)
+  whole = layout.for_decoding(model, state, True)
+  found = whole.leaves
   specs = dict(zip((x.sharding.spec for x in jax.tree.leaves(state)), found))
   assert specs[P(None, "fsdp", "tp")].spec == P(None, None, "tp")
   assert specs[P("tp", "fsdp")].spec == P("tp", None)
   assert specs[P(None, None)] is None  # norms are whole
+  turned = layout.for_decoding(model, state, "split")
+  specs = dict(zip((x.sharding.spec for x in jax.tree.leaves(state)), turned.leaves))
+  assert specs[P(None, "fsdp", "tp")].spec == P(None, None, ("tp", "fsdp"))
+  assert specs[P("tp", "fsdp")].spec == P(("tp", "fsdp"), None)
+  assert (whole.step, turned.step) == ((), ("fsdp",))
   assert layout.for_decoding(model, state, False) is None
   assert layout.for_decoding(model, state, None) is None  # nobody knows what fits
   chip = lambda size: Chip(kind="toy", flops=1.0, memory_bytes=size)
   takes = sum(x.size * 4 // 2 for x in jax.tree.leaves(state) if x.ndim > 1)
-  for size, fits in ((5 * takes, True), (3 * takes, False)):
+  for size, step in ((5 * takes, ()), (3 * takes, ("fsdp",))):
     monkeypatch.setattr(layout, "chip_of", lambda device, size=size: chip(size))
-    assert (layout.for_decoding(model, state, None) is not None) == fits
+    assert layout.for_decoding(model, state, None).step == step
+  monkeypatch.setattr(layout, "chip_of", lambda device: chip(takes / 2))
+  assert layout.for_decoding(model, state, None) is None

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tunix.generate.layout import Layout
 from tunix.generate.memory import Memory
 from tunix.models.transformer.cache import init_cache
 from tunix.plan import rollout
@@ -36,3 +37,7 @@ def test_rows_that_fit_and_tokens_a_second():
   assert (said.cache_token_bytes, said.cache_bytes) == (token, 4 * 10 * token)
   assert (said.most_rows, said.tokens_per_second) == (9, 8.0)
   assert "at most 9 such rows fit; at most 8 tokens/s" in str(said)
+  assert "weights lie as they are trained" in str(said)
+  opening = Noted(None, ("graph", Layout(leaves=(None,), step=("fsdp",)), "state"))
+  laid_out = rollout.of_loop(decode, planned, 1000, opening)
+  assert "weights lie split by fsdp" in str(laid_out)

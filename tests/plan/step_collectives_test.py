@@ -81,10 +81,17 @@ def test_cp_gathers_keys_and_values_and_no_activations():
   assert gathers(outside) == [f"f32[{D},{toys.VOCAB}]"]
 
 
-def test_ep_gathers_no_expert():
+def test_ep_sends_tokens_and_gathers_no_expert_of_others():
   moe = MoEConfig(num_experts=8, experts_per_token=2, hidden_dim=F)
   layer, outside = sent({"fsdp": 2, "ep": 4}, moe=moe)
-  found = gathers(layer) + gathers(outside)
-  for experts in (2, 8):  # of a device, of all
-    assert not {f"f32[{experts},{D},{F}]", f"f32[{experts},{F},{D}]"} & set(found)
-  assert f"f32[{D},{N}]" in found  # unlike the weights of attention
+  along_ep = [(one.kind, one.shape) for one in layer if one.group == 4]
+  tokens, own = (f"f32[{ROWS * LENGTH // parts},{D}]" for parts in (2, 8))
+  # Forward, again in the backward pass, and the gradient of handing the sums out; the
+  # other way round with the sums. What else goes along ep is which expert, how much.
+  assert along_ep.count(("all-gather", tokens)) == 3
+  assert along_ep.count(("reduce-scatter", own)) == 2
+  # Experts are gathered over fsdp alone, those of a device; all else over both axes.
+  experts = [one for one in layer + outside if f",{F}" in one.shape]
+  assert experts and all(one.group == 2 for one in experts)
+  assert {f"f32[{D},{N}]", f"f32[{D},8]"} <= set(gathers(layer))
+  assert f"f32[{ROWS},{LENGTH},8]" not in gathers(layer), "tokens are routed at home"

@@ -89,7 +89,8 @@ def test_mesh_of(mesh_fsdp8):
     (("fsdp", "tp"), (8, 5), P("fsdp", None)),
     (("ep", "tp"), (8, 6), P(None, "tp")),
     ((("fsdp", "tp"),), (16, 3), P(("fsdp", "tp"), None)),
-    ((("fsdp", "tp"),), (12, 3), P(None, None)),
+    ((("fsdp", "tp"),), (12, 3), P("fsdp", None)),  # as far as they divide
+    ((("fsdp", "tp"),), (6, 3), P(None, None)),
     ((("dp", "fsdp"),), (4,), P("fsdp")),
     ((), (4, 4), P(None, None)),
   ],

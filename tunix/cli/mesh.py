@@ -11,8 +11,8 @@ from tunix.sft import sharding_utils
 from tunix.utils import mesh as mesh_lib
 
 # Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
-DATA_AXES = ("dp", "fsdp")
-MESH_AXES = (*DATA_AXES, "tp", "ep", "cp")
+DATA_AXES = ("dp", "fsdp", "ep")
+MESH_AXES = (*DATA_AXES, "tp", "cp")
 
 
 def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ from tunix.plan import (
 from tunix.plan.program import ProgramPlan
 from tunix.plan.report import Plan
 from tunix.plan.rl import OTHERS
-from tunix.plan.rollout import LOOP
+from tunix.plan.rollout import LOOP, OPENING
 from tunix.plan.training import STEP
 from tunix.rl.rl_learner import RLLearner
 from tunix.utils import mesh as mesh_lib, programs
@@ -146,7 +146,8 @@ def plan(
       training.model_flops(one, sizes, rows, length) for one in of_roles.values()
     ),
     steps=None if steps is None else -(-steps // updates),
-    rollouts=loop and rollout.of_loop(noted[LOOP], loop, where.memory_bytes),
+    rollouts=loop
+    and rollout.of_loop(noted[LOOP], loop, where.memory_bytes, noted.get(OPENING)),
   )
   return dataclasses.replace(out, advice=advise(config, made, out)) if fit else out
 

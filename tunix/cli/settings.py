@@ -292,9 +292,9 @@ class RunSettings:
       training. The same command again resumes what it finds there.
     seed: of the data's order, of adapters, and of fresh weights; 0 to 2**32 - 1.
     lora: adapters; without a rank the whole model is trained.
-    mesh: devices by axis: {dp: 2, fsdp: 4, tp: 2}. dp and fsdp split batches, cp the
-      tokens of each row, fsdp, cp and tp weights, ep experts; one size may be -1, what
-      the others leave. Empty: one device.
+    mesh: devices by axis: {dp: 2, fsdp: 4, tp: 2}. dp, fsdp and ep split batches,
+      cp the tokens of each row, ep experts, and fsdp, cp, ep and tp all other weights;
+      one size may be -1, what the others leave. Empty: one device.
     compilation_cache: folder that keeps compiled programs between runs; null: none are
       kept.
 

@@ -18,7 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.generate import memory as memory_lib, recompute, sampling
+from tunix.generate import (
+  layout as layout_lib,
+  memory as memory_lib,
+  recompute,
+  sampling,
+)
 from tunix.generate.layout import Layout
 from tunix.generate.memory import Memory
 from tunix.generate.sampling import Draw, Leaf
@@ -139,6 +144,8 @@ class _Static:
 def _open(graph, layout, state):
   arrays = state if layout is None else _laid_out(state, layout)
   model = nnx.merge(graph, arrays)
+  if layout is not None and layout.step:
+    layout_lib.split_products(model, layout.step)
   model.eval()  # whatever its owner is at: no dropout in what is sampled
   if hasattr(model, "unstack"):
     model = model.unstack()
@@ -153,7 +160,7 @@ def _laid_out(state, layout):
   leaves, structure = jax.tree.flatten(state)
   pin = jax.lax.with_sharding_constraint
   return structure.unflatten(
-    [x if where is None else pin(x, where) for x, where in zip(leaves, layout)]
+    [x if where is None else pin(x, where) for x, where in zip(leaves, layout.leaves)]
   )
 
 

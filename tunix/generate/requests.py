@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tunix.generate import batching, decode, layout
 from tunix.generate.batching import Limits
+from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.models import calling
 from tunix.models.transformer.model import Transformer
@@ -59,7 +60,7 @@ def prepare(
   options: SamplingOptions,
   eos_ids: Sequence[int],
   cache_size: int | None,
-  gather_weights: bool | None = None,
+  gather_weights: GatherWeights = None,
 ) -> Request:
   """The request in its fixed shape; `gather_weights` as in `layout.for_decoding`.
 

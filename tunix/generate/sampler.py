@@ -16,10 +16,18 @@ import jax
 import numpy as np
 from flax import nnx
 
-from tunix.generate import beam_search, decode, exact as exact_lib, outputs, requests
+from tunix.generate import (
+  beam_search,
+  decode,
+  exact as exact_lib,
+  layout,
+  outputs,
+  requests,
+)
 from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
 from tunix.generate.batching import Shape
 from tunix.generate.completions import Completions, Increment
+from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.generate.outputs import Row
 from tunix.generate.requests import Request
@@ -63,9 +71,11 @@ class Sampler(BaseSampler):
   Attributes:
     transformer: the model.
     cache_config: the limit, or None: as large as a call needs.
-    gather_weights: lay weights that are split by the batch's axes (fsdp) out whole once
-      a request, instead of gathering them in every step; None: where they then take at
-      most a quarter of a device's memory, which CPUs do not tell.
+    gather_weights: what becomes of weights that are split by the batch's axes (fsdp).
+      True: gather them once a request, instead of in every step; "split": lay them out
+      once so that they split the products of a step, and activations are what moves
+      (our own decoder); False: leave them; None: the first of these that takes at most
+      a quarter of a device's memory, which CPUs do not tell.
   """
 
   def __init__(
@@ -73,13 +83,14 @@ class Sampler(BaseSampler):
     transformer: nnx.Module,
     tokenizer: Any,
     cache_config: CacheConfig | None = None,
-    gather_weights: bool | None = None,
+    gather_weights: GatherWeights = None,
   ):
     """Takes a model, a tokenizer (see BaseSampler), and a limit.
 
     Raises:
-      ValueError: the cache config describes another model.
+      ValueError: the cache config describes another model, or there is no such layout.
     """
+    layout.check(gather_weights)
     super().__init__(tokenizer)
     self.transformer = transformer
     self.cache_config = cache_config

@@ -41,6 +41,9 @@ class ProgramFlops:
 
 _NOTHING = ProgramFlops(flops=0.0)
 
+# Attribute of a grouped product: which part of its rows belongs to a group, on average.
+SHARE = "tunix_share"
+
 
 def count_flops(lowered: Any) -> ProgramFlops:
   """FLOPs of the products of `jax.jit(f).lower(...)`: of matrices, of convolutions, of
@@ -226,4 +229,6 @@ def _kernel_flops(operation: Any) -> float:
 def _ragged_dot_flops(operation: Any) -> float:
   # Rows (m, k) each meet one of the (g, k, n) matrices.
   rows, matrices = _shape(operation.operands[0]), _shape(operation.operands[1])
-  return 2.0 * math.prod(rows) * matrices[-1]
+  said = re.search(rf'{SHARE} = "([\d.e-]+)"', str(operation.attributes))
+  share = float(said[1]) if said else 1.0
+  return 2.0 * math.prod(rows) * matrices[-1] * share

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from tunix.generate import layout
 from tunix.generate.memory import Memory
 from tunix.plan import residents
 from tunix.plan.program import ProgramPlan
 from tunix.utils.programs import Noted
 
+OPENING = "unstack"  # slices of stacked layers, and weights laid out anew
 LOOP = "decode"  # the program whose length is data: what is read of it is one pass
 
 
@@ -54,6 +56,7 @@ class Rollouts:
     most_rows: that fit beside all else; None: the memory of a device is not known.
     tokens_per_second: of all devices together, at most; None: their rates are not
       known.
+    weights: how they lie in the loop; see `layout.for_decoding`.
   """
 
   rows: int
@@ -62,6 +65,7 @@ class Rollouts:
   cache_bytes: int
   most_rows: int | None
   tokens_per_second: float | None
+  weights: str = layout.words(None)
 
   def __str__(self) -> str:
     lines = [
@@ -73,6 +77,7 @@ class Rollouts:
       lines.append(f"at most {self.most_rows:,} such rows fit")
     if self.tokens_per_second is not None:
       lines.append(f"at most {self.tokens_per_second:,.0f} tokens/s on all devices")
+    lines.append(f"weights lie {self.weights}")
     return "; ".join(lines)
 
 
@@ -84,7 +89,10 @@ def passes(decode: Noted) -> int:
 
 
 def of_loop(
-  decode: Noted, planned: ProgramPlan, memory_bytes: float | None
+  decode: Noted,
+  planned: ProgramPlan,
+  memory_bytes: float | None,
+  opening: Noted | None = None,
 ) -> Rollouts | None:
   """What the token loop says of rollouts; None where the model has no cache of ours.
 
@@ -92,6 +100,7 @@ def of_loop(
     decode: the loop as it was noted.
     planned: what one pass through it needs.
     memory_bytes: of a device; None: not known.
+    opening: what lays the weights out before it; None: nothing does.
   """
   memory = decode.args[4]
   if not isinstance(memory, Memory):
@@ -112,4 +121,5 @@ def of_loop(
     cache_bytes=of_device,
     most_rows=most,
     tokens_per_second=speed,
+    weights=layout.words(opening and opening.args[1]),
   )

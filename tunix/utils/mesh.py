@@ -203,13 +203,15 @@ def axes_size(mesh: Mesh | AbstractMesh, axes: Any) -> int:
 def fit_spec(
   spec: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-  """`spec` without the axes that the mesh lacks or that do not divide the shape."""
+  """`spec` without the axes that the mesh lacks, and of a dimension's axes those that
+  divide it together, from the first on."""
   out = []
   for size, entry in zip(shape, tuple(spec) + (None,) * (len(shape) - len(spec))):
     names = (entry,) if isinstance(entry, str) else tuple(entry or ())
     names = tuple(name for name in names if name in mesh.shape)
-    divides = names and size % axes_size(mesh, names) == 0
-    out.append((names[0] if len(names) == 1 else names) if divides else None)
+    while names and size % axes_size(mesh, names):
+      names = names[:-1]
+    out.append((names[0] if len(names) == 1 else names) if names else None)
   return PartitionSpec(*out)
 
 

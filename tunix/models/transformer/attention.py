@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from tunix.models.transformer import sharding
 from tunix.models.transformer.attention_paths import attend
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.layers import Linear, RMSNorm
@@ -58,7 +59,7 @@ class Attention(nnx.Module):
     self.windows = windows
     self.wide_norm = wide_norm
     self.implementation = implementation
-    self.rules = rules
+    self.rules = ShardingRules() if rules is None else rules
 
   def __call__(
     self,
@@ -92,19 +93,25 @@ class Attention(nnx.Module):
       key, value = map(_swap, keys_values)
     visible = dataclasses.replace(visible, aligned=cached is None)
     out = self._attend(query, key.astype(x.dtype), value.astype(x.dtype), visible, kind)
+    out = sharding.pin_rows(out, self.rules).reshape(*x.shape[:2], -1)
+    out = sharding.pin_features(out, self.rules)
     with jax.named_scope("out_proj"):
-      return self.o_proj(out.reshape(*x.shape[:2], -1)), keys_values
+      return self.o_proj(out), keys_values
 
   def _project(self, x):
     """Queries, keys and values by heads, the first two normalised."""
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope("qkv_matmul"):
-      query, key, value = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+      query, key, value = (
+        sharding.pin_features(proj(x), self.rules)
+        for proj in (self.q_proj, self.k_proj, self.v_proj)
+      )
     if not self.wide_norm:
       query, key = query.reshape(heads), key.reshape(heads)
     if self.q_norm is not None and self.k_norm is not None:
       query, key = self.q_norm(query), self.k_norm(key)
-    return query.reshape(heads), key.reshape(heads), value.reshape(heads)
+    pin = lambda x: sharding.pin_rows(x.reshape(heads), self.rules)
+    return pin(query), pin(key), pin(value)
 
   def _attend(self, query, key, value, visible: Visibility, kind: Kind) -> jax.Array:
     """Attention within the window of the layer's kind. Each kind is compiled for

@@ -138,9 +138,12 @@ class ShardingRules:
   Attributes:
     fsdp: axis that splits every weight along its model dimension.
     tp: axis that splits heads, hidden units and the vocabulary.
-    ep: axis that splits the experts of a mixture.
+    ep: axis that splits the experts of a mixture, and the batch and all other weights
+      together with fsdp.
     cp: axis that splits the tokens of every row, and weights together with fsdp.
-    batch: axes that split the batch; None means ("dp", fsdp).
+    batch: axes that split the batch; None means ("dp", fsdp, ep).
+    step: axes that split products instead of rows and weights where a row has one
+      token; for decoding alone, see `generate.layout`.
   """
 
   fsdp: Axes = "fsdp"
@@ -148,23 +151,28 @@ class ShardingRules:
   ep: str | None = "ep"
   cp: str | None = "cp"
   batch: tuple[str, ...] | None = None
+  step: tuple[str, ...] = ()
 
   @property
   def batch_axes(self) -> tuple[str, ...]:
     """Axes of the batch dimension of activations."""
     if self.batch is not None:
       return self.batch
-    return tuple(dict.fromkeys(("dp", *self._fsdp)))
+    return tuple(dict.fromkeys(("dp", *self._fsdp, *_named(self.ep))))
 
   @property
   def weight_axes(self) -> tuple[str, ...]:
     """Axes of the model dimension of weights: devices that share the tokens of a row
     share the weights too, or long rows would cost a copy of the model each."""
-    return (*self._fsdp, *((self.cp,) if self.cp else ()))
+    return (*self._fsdp, *_named(self.ep), *_named(self.cp))
 
   @property
   def _fsdp(self) -> tuple[str, ...]:
     return (self.fsdp,) if isinstance(self.fsdp, str) else (self.fsdp or ())
+
+
+def _named(axis: str | None) -> tuple[str, ...]:
+  return () if axis is None else (axis,)
 
 
 class LayerKind(NamedTuple):

@@ -238,6 +238,8 @@ class Transformer(nnx.Module):
         table.astype(hidden.dtype),
         preferred_element_type=jnp.float32,
       )
+      out = sharding.pin_features(out, self.config.sharding)
+      out = sharding.pin_rows(out, self.config.sharding)
       return out if layout.softcap is None else soft_cap(out, layout.softcap)
 
   def unembedding(self) -> tuple[jax.Array, Layout]:

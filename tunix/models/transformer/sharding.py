@@ -7,19 +7,17 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from tunix.models.transformer.config import ShardingRules
 from tunix.utils import mesh as mesh_lib
 
 # Along which of a weight's last two dimensions each axis lies.
 _KINDS = {
-  # q, k, v, gate, up, lm_head: [D, out]
-  "in_out": lambda r: (r.weight_axes, r.tp),
-  # o, down: [in, D]; embedding: [V, D]
-  "out_in": lambda r: (r.tp, r.weight_axes),
-  "router": lambda r: (r.weight_axes, None),  # [D, E]: every device routes
-  "norm": lambda r: (None,),
+  "in_out": lambda dim, tp: (dim, tp),  # q, k, v, gate, up, lm_head: [D, out]
+  "out_in": lambda dim, tp: (tp, dim),  # o, down: [in, D]; embedding: [V, D]
+  "router": lambda dim, tp: (dim, None),  # [D, E]: every device routes
+  "norm": lambda dim, tp: (None,),
 }
 
 
@@ -28,7 +26,8 @@ def weight_spec(
 ) -> tuple[Any, ...]:
   """PartitionSpec entries of a weight; stacked layers are never split along L."""
   lead = ((None,) if stacked else ()) + ((rules.ep,) if experts else ())
-  return lead + _KINDS[kind](rules)
+  dim = tuple(a for a in rules.weight_axes if not (experts and a == rules.ep))
+  return lead + _KINDS[kind](dim, rules.tp)
 
 
 def pin_activations(x: jax.Array, rules: ShardingRules) -> jax.Array:
@@ -38,23 +37,59 @@ def pin_activations(x: jax.Array, rules: ShardingRules) -> jax.Array:
   temporary memory of a sharded step (1033 MB a device against 373 at 8-way FSDP of a
   58M model).
   """
-  return mesh_lib.constrain(x, batch_axes(rules), rules.cp)
+  return mesh_lib.constrain(x, _rows(x, rules), rules.cp)
 
 
 def pin_lookup(x: jax.Array, rules: ShardingRules) -> jax.Array:
   """Pins token ids [B, T], and then their rows [B, T, D] of the embedding table, to how
-  the table lies: D along the fsdp axis, which is the batch's as well, and cp.
+  the table lies: D along fsdp and ep, which are the batch's as well, and cp.
 
-  So ids are gathered, which are small, and the rows' fsdp axis moves from D to B in one
+  So ids are gathered, which are small, and the rows' batch axes move from D to B in one
   exchange, and cp from D to T in another. Left to itself, XLA replicates all rows on a
   mesh of dp, fsdp and tp ("Involuntary full rematerialization"), and their gradient
-  once more.
+  once more. In a step whose products are split, the table lies by words, and what they
+  give is added up.
   """
+  if _splits_products(x, rules):
+    return pin_activations(x, rules)
   rows = tuple(axis for axis in batch_axes(rules) if axis not in rules.weight_axes)
   x = mesh_lib.constrain(x, *(rows, None, rules.weight_axes)[: x.ndim])
   if x.ndim == 3 and token_axis(rules) is not None:  # one axis after the other
-    x = mesh_lib.constrain(x, rows, rules.cp, rules.fsdp)
+    others = tuple(axis for axis in rules.weight_axes if axis != rules.cp)
+    x = mesh_lib.constrain(x, rows, rules.cp, others)
   return x
+
+
+def pin_rows(x: jax.Array, rules: ShardingRules) -> jax.Array:
+  """Pins heads [B, T, N, H] to the rows of the cache, which is too large to move, and
+  logits [B, T, V] to the rows that are drawn, where a step's products are split;
+  otherwise nothing is said."""
+  if not _splits_products(x, rules):
+    return x
+  return mesh_lib.constrain(x, batch_axes(rules), None, rules.tp)
+
+
+def pin_features(x: jax.Array, rules: ShardingRules) -> jax.Array:
+  """Pins [B, T, _] as a product gives it or takes it where a step's products are split;
+  otherwise nothing is said. Between products and rows both sides are pinned, or XLA has
+  one reach across and gathers the kernel, or the cache."""
+  if not _splits_products(x, rules):
+    return x
+  return mesh_lib.constrain(x, _rows(x, rules), None, (rules.tp, *rules.step))
+
+
+def _splits_products(x: jax.Array, rules: ShardingRules) -> bool:
+  """Whether moving these activations is cheaper than moving weights: one token a row,
+  of a model that was laid out for it."""
+  return bool(rules.step) and x.shape[1] == 1
+
+
+def _rows(x: jax.Array, rules: ShardingRules) -> tuple[str, ...]:
+  """The axes that split the rows of activations between products."""
+  axes = batch_axes(rules)
+  if not _splits_products(x, rules):
+    return axes
+  return tuple(axis for axis in axes if axis not in rules.step)
 
 
 def batch_axes(rules: ShardingRules) -> tuple[str, ...]:
@@ -67,6 +102,22 @@ def token_axis(rules: ShardingRules) -> str | None:
   """The axis of each row's tokens, if the context's mesh has it."""
   mesh = mesh_lib.context_mesh()
   return rules.cp if mesh is not None and rules.cp in mesh.shape else None
+
+
+def tokens_everywhere(
+  shape: tuple[int, ...], mesh: Mesh | AbstractMesh, rules: ShardingRules
+) -> PartitionSpec:
+  """Spec of [B, T, ...] by which no two devices work on one token, as far as the axes
+  divide: rows along the batch axes, the tokens of a row along cp and all others."""
+  batch = batch_axes(rules)
+  rows = mesh_lib.fit_spec((batch,), shape, mesh)[0]
+  others, parts = [], 1
+  for axis in sorted(mesh.shape, key=lambda axis: axis != rules.cp):
+    size = mesh.shape[axis]
+    if axis not in batch and shape[1] % (parts * size) == 0:
+      others.append(axis)
+      parts *= size
+  return PartitionSpec(rows, tuple(others) or None)
 
 
 def named_shardings(state: Any, mesh: Mesh) -> Any:

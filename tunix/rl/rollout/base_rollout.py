@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tunix.generate import batching
+from tunix.generate import batching, layout
+from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.utils import checks
 
@@ -30,9 +31,11 @@ class RolloutConfig:
     eos_tokens: ids that end a completion; None: the tokenizer's.
     stop_strings: texts that end a completion.
     kv_cache_size: most tokens of prompt and completion; None: their maxima.
-    gather_weights: on a mesh, lay our own sampler's weights out whole along the batch's
-      axes once a batch, instead of gathering them in every decode step; None: where
-      they then take at most a quarter of a device's memory, which CPUs do not tell.
+    gather_weights: on a mesh, true: gather our own sampler's weights along the batch's
+      axes once a batch, instead of in every decode step; "split": lay them out once so
+      that they split the products of a step, and activations are what moves; false:
+      leave them; None: the first of these that takes at most a quarter of a device's
+      memory, which CPUs do not tell.
     engine_options: passed on to the engine as they are (structured output, ...); our
       own sampler has none and refuses them.
   """
@@ -47,10 +50,11 @@ class RolloutConfig:
   eos_tokens: Sequence[int] | None = None
   stop_strings: Sequence[str] | None = None
   kv_cache_size: int | None = None
-  gather_weights: bool | None = None
+  gather_weights: GatherWeights = None
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
+    layout.check(self.gather_weights)
     checks.fields(
       self,
       max_tokens_to_generate=checks.COUNT,
