@@ -79,7 +79,7 @@ def test_decoding_takes_weights_whole_along_cp():
   leaves = jax.tree.leaves(nnx.state(model))
   assert {"fsdp", "cp", "tp"} == axes_of(leaves)
   whole = layout.for_decoding(model, nnx.state(model), True)
-  assert {"tp"} == axes_of([SimpleNamespace(sharding=x) for x in whole if x])
+  assert {"tp"} == axes_of([SimpleNamespace(sharding=x) for x in whole.leaves if x])
 
 
 def axes_of(leaves):
