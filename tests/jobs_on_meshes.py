@@ -22,6 +22,7 @@ from tunix.distillation.distillation_trainer import (
 from tunix.distillation.strategies import LogitStrategy
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.sft import sharding_utils
 from tunix.sft.config import TrainingConfig
 from tunix.sft.dpo.dpo_trainer import DPOTrainer, DPOTrainingConfig
 from tunix.sft.peft_trainer import PeftTrainer
@@ -36,6 +37,7 @@ MESHES = {
   "fsdp 4 x tp 2": {"fsdp": 4, "tp": 2},
   "dp 8": {"dp": 8},
   "fsdp 2 x cp 4": {"fsdp": 2, "cp": 4},
+  "cp 8": {"cp": 8},
 }
 RATE = 0.05
 
@@ -118,25 +120,26 @@ def ppo(part, **options):
 JOBS = {"sft": sft, "dpo": dpo, "distill": distill, "grpo": grpo, "ppo": ppo}
 
 
-def learnt(job, mesh, rank=0, count=1):
+def learnt(job, mesh):
   """Losses of the steps and gradients of the last one, by name."""
+  axes = MESHES[mesh]
+  rows = tuple(axis for axis in ("dp", "fsdp") if axis in axes)
+  made = mesh_lib.create_mesh(axes, jax.devices()[: math.prod(axes.values())])
+  number, count = sharding_utils.process_part(made, rows)
 
   def part(batch):
     rows = len(next(iter(batch.values()))) // count
-    return {k: x[rank * rows :][:rows] for k, x in batch.items()}
+    return {k: x[number * rows :][:rows] for k, x in batch.items()}
 
-  axes = MESHES[mesh]
-  options = {"data_sharding_axis": ("dp",)} if "dp" in axes else {}
-  devices = jax.devices()[: math.prod(axes.values())]
-  with jax.set_mesh(mesh_lib.create_mesh(axes, devices)):
-    return JOBS[job](part, **options)
+  with jax.set_mesh(made):
+    return JOBS[job](part, data_sharding_axis=rows)
 
 
 def main() -> None:
   rank, port, count = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
   folder, job, mesh = pathlib.Path(sys.argv[4]), sys.argv[5], sys.argv[6]
   jax.distributed.initialize(f"localhost:{port}", num_processes=count, process_id=rank)
-  out = learnt(job, mesh, rank, count)
+  out = learnt(job, mesh)
   np.savez(folder / f"{rank}.npz", **out)
   print("done")
 

@@ -35,7 +35,7 @@ def test_devices(job):
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["sft", "dpo", "distill"])
 @pytest.mark.parametrize(
-  ("count", "mesh"), [(2, "fsdp 8"), (2, "fsdp 4 x tp 2"), (4, "dp 8")]
+  ("count", "mesh"), [(2, "fsdp 8"), (2, "fsdp 4 x tp 2"), (4, "dp 8"), (2, "cp 8")]
 )
 def test_processes(job, count, mesh, tmp_path):
   port, devices = processes.free_port(), 8 // count

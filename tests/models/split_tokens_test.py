@@ -46,7 +46,7 @@ def test_folded_pieces_have_the_same_work(shards):
     ("blockwise", "causal", 32, {}),  # folded
     ("blockwise", "segments groups", 32, {"window": 5, "softcap": 3.0}),
     ("plain", "segments groups", 32, {}),  # folded
-    ("plain", "mask", 32, {"window": 9}),
+    ("plain", "cache mask groups", 32, {"window": 9}),  # a prompt
     ("plain", "segments", 12, {}),  # in order: no two pieces a device
     ("blockwise", "causal", 30, {}),  # does not divide: every device, all of it
   ],

@@ -118,4 +118,4 @@ def test_packed_rows_need_a_model_that_keeps_them_apart():
 
 
 def test_tokens_are_counted_with_padding():
-  assert windows.token_count([rows(2), rows(3), {"x": np.ones(9)}]) == 15
+  assert windows.token_count([rows(2), rows(3), {"x": np.ones(9)}], ()) == 15

@@ -9,10 +9,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
-
 import tunix
-from tunix.cli import data_sources, fingerprints
+from tunix.cli import data_sources, fingerprints, mesh as mesh_axes
 from tunix.cli.data_settings import RowSettings
 from tunix.cli.settings import RunSettings, StreamRun
 from tunix.data import mixture, pipeline
@@ -194,13 +192,14 @@ def batches(
   """Micro-batches for training (shuffled, for all epochs) or evaluation (once): this
   process's share of each, or the `whole` of it."""
   keys = config.data
+  number, count = (0, 1) if whole else mesh_axes.process_part(config.mesh)
   stream = {
     "batch_size": config.training.micro_rows if training else config.training.eval_rows,
     "shuffle": keys.shuffle and training,
     "seed": config.seed,
     "num_epochs": epochs(config) if training else 1,
-    "process_index": 0 if whole else jax.process_index(),
-    "process_count": 1 if whole else jax.process_count(),
+    "process_index": number,
+    "process_count": count,
     "num_threads": keys.num_threads,
   }
   source = _source(config, tokenizer, records)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 
+import jax
 from jax.sharding import Mesh
 
+from tunix.sft import sharding_utils
 from tunix.utils import mesh as mesh_lib
 
 # Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
@@ -69,6 +71,14 @@ def check_length(mesh: dict[str, int], keys: str, tokens: int) -> None:
       f"{keys} is {tokens}, which the {shards} shards of mesh.cp do not divide: make "
       f"it {f'{below} or ' if below else ''}{below + shards}"
     )
+
+
+def process_part(mesh: dict[str, int]) -> tuple[int, int]:
+  """(number, count) of the part of each batch that this process draws."""
+  # One process may look at the data of a run on more devices than it has.
+  several = mesh and jax.process_count() > 1
+  made = mesh_lib.create_mesh(mesh) if several else None
+  return sharding_utils.process_part(made, data_axes(mesh))
 
 
 def build(

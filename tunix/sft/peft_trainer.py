@@ -465,7 +465,7 @@ class PeftTrainer:
     parts, tokens, rows = [], 0, 0
     for batch in batches:
       ready, rows = self._ready([batch], rows)
-      tokens += windows.token_count(ready)
+      tokens += windows.token_count(ready, axes)
       placed = sharding_utils.shard_input(ready[0], axes)
       with self.perf_tracer.span("eval_step") as span:
         parts.append(self._state.evaluate(placed, skip_jit))

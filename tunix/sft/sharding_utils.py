@@ -53,6 +53,37 @@ def shard_input(
   return jax.tree.map(lambda leaf: place(leaf, mesh, spec), input_data)
 
 
+def process_part(mesh: Mesh | None, axes: Sequence[str]) -> tuple[int, int]:
+  """(number, count) of the parts of a batch: which one this process is to draw.
+
+  Processes have a part in common where the axes that split no batch (tp, cp) span them.
+
+  Args:
+    mesh: of the run; None: every process has a part of its own.
+    axes: those that split the batch.
+
+  Raises:
+    ValueError: processes have some rows in common and others not.
+  """
+  count = jax.process_count()
+  if mesh is None or count == 1:
+    return jax.process_index(), count
+  columns = [i for i, name in enumerate(mesh.axis_names) if name in axes]
+  held: dict[int, set[tuple[int, ...]]] = {}
+  for place, device in np.ndenumerate(mesh.devices):
+    rows = held.setdefault(device.process_index, set())
+    rows.add(tuple(place[column] for column in columns))
+  parts = sorted({tuple(sorted(rows)) for rows in held.values()})
+  if sum(map(len, parts)) != len(set().union(*parts)):
+    raise ValueError(
+      f"on the mesh {dict(mesh.shape)} processes have some of their rows in common: "
+      "choose sizes so that the devices of a process have whole rows, or share them all"
+    )
+  if len(parts) == count:  # as they are counted, whatever the order of the mesh
+    return jax.process_index(), count
+  return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
+
+
 def get_sharding(x: Any, mesh: Mesh, pspec: PartitionSpec) -> NamedSharding:
   """The sharding for `x`: `pspec`, or full replication where it does not fit.
 

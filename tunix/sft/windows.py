@@ -13,6 +13,7 @@ from tunix.sft import sharding_utils
 from tunix.sft.config import TrainingConfig
 from tunix.sft.losses import batch_fields
 from tunix.sft.train_step import Group, examples_in
+from tunix.utils import mesh as mesh_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +136,7 @@ def make(
       config.micro_batches,
     ),
     drawn=drawn,
-    tokens=token_count(ready),
+    tokens=token_count(ready, axes),
     rows=rows,
     data_state=data_state,
   )
@@ -249,7 +250,8 @@ def check_positions(batches: Sequence[Any], accepted: Collection[str]) -> None:
       )
 
 
-def token_count(batches: Sequence[Any]) -> int:
+def token_count(batches: Sequence[Any], axes: Sequence[str]) -> int:
   """Tokens of all processes in a global batch, padding included."""
   tokens = [field(batch, "input_tokens") for batch in batches]
-  return sum(np.size(t) for t in tokens if t is not None) * jax.process_count()
+  _, parts = sharding_utils.process_part(mesh_lib.current_mesh(), axes)
+  return sum(np.size(t) for t in tokens if t is not None) * parts
