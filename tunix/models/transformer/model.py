@@ -7,6 +7,8 @@ so that a decode loop takes the slices once, outside the loop.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -186,7 +188,7 @@ class Transformer(nnx.Module):
 
   def _run_cached(self, x, sin_cos, visible, cache):
     """All layers, unrolled, each writing its own buffers."""
-    written = []
+    written, visible = [], dataclasses.replace(visible, slots=cache.size)
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
         pair = cache.k[i], cache.v[i]
@@ -194,7 +196,8 @@ class Transformer(nnx.Module):
         x, pair = layer(x, sin_cos, visible, pair, kind)
         written.append(pair)
     keys, values = zip(*written)
-    return x, KVCache(keys, values, cache.index + x.shape[1])
+    index = cache.index + x.shape[1]
+    return x, dataclasses.replace(cache, k=keys, v=values, index=index)
 
   def _layer_list(self) -> list[DecoderLayer]:
     """One module a layer: slices of the stack."""
@@ -284,7 +287,7 @@ class Transformer(nnx.Module):
     """An empty cache of `cache_size` tokens; `dtype` defaults to the compute dtype."""
     c = self.config
     return cache_lib.init_cache(
-      num_layers=c.num_layers,
+      windows=[c.kinds[kind].window for kind in c.layer_kinds],
       batch_size=batch_size,
       cache_size=cache_size,
       num_kv_heads=c.num_kv_heads,
