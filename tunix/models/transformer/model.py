@@ -12,6 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -24,7 +25,11 @@ from tunix.models.transformer import (
   sharding,
 )
 from tunix.models.transformer.cache import KVCache
-from tunix.models.transformer.config import REMAT_POLICIES, TransformerConfig
+from tunix.models.transformer.config import (
+  LAYER_INPUT,
+  REMAT_POLICIES,
+  TransformerConfig,
+)
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
 from tunix.models.transformer.shared_prompt import SharedPrompt
@@ -158,7 +163,12 @@ class Transformer(nnx.Module):
       one = lambda layer, x: layer(x, sin_cos, visible)[0]
       return qwix_seam.run_apart(self.layers, self.config.num_layers, one, x)
 
+    offloads = self.config.remat == "offload"
+    if offloads:
+      _check_offload()
+
     def call(graph, kind, state, x):
+      x = checkpoint_name(x, LAYER_INPUT) if offloads else x
       return nnx.merge(graph, state)(x, sin_cos, visible, kind=kind)[0]
 
     if self.config.remat != "none":
@@ -293,6 +303,20 @@ class Transformer(nnx.Module):
       num_kv_heads=c.num_kv_heads,
       head_dim=c.head_dim,
       dtype=dtype or c.dtype,
+    )
+
+
+def _check_offload() -> None:
+  """Refuses a backend that cannot keep arrays in the host's memory; of topologies,
+  which are not here, the compiler knows."""
+  platform = mesh_lib.context_platform()
+  if platform != jax.default_backend():
+    return
+  kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
+  if "pinned_host" not in kinds:
+    raise ValueError(
+      f"remat 'offload' keeps what layers are given in pinned host memory, {platform} "
+      f"devices here have {', '.join(sorted(kinds))} only: use remat 'block'"
     )
 
 
