@@ -99,7 +99,7 @@ class Attention(nnx.Module):
       key, value = map(_swap, seen)
     visible = dataclasses.replace(visible, aligned=cached is None)
     out = self._attend(query, key.astype(x.dtype), value.astype(x.dtype), visible, kind)
-    out = sharding.pin_rows(out, self.rules).reshape(*x.shape[:2], -1)
+    out = sharding.pin_rows(out.reshape(*x.shape[:2], -1), self.rules)
     out = sharding.pin_features(out, self.rules)
     with jax.named_scope("out_proj"):
       return self.o_proj(out), keys_values
@@ -109,15 +109,14 @@ class Attention(nnx.Module):
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope("qkv_matmul"):
       query, key, value = (
-        sharding.pin_features(proj(x), self.rules)
+        sharding.pin_rows(sharding.pin_features(proj(x), self.rules), self.rules)
         for proj in (self.q_proj, self.k_proj, self.v_proj)
       )
     if not self.wide_norm:
       query, key = query.reshape(heads), key.reshape(heads)
     if self.q_norm is not None and self.k_norm is not None:
       query, key = self.q_norm(query), self.k_norm(key)
-    pin = lambda x: sharding.pin_rows(x.reshape(heads), self.rules)
-    return pin(query), pin(key), pin(value)
+    return query.reshape(heads), key.reshape(heads), value.reshape(heads)
 
   def _attend(self, query, key, value, visible: Visibility, kind: Kind) -> jax.Array:
     """Attention within the window of the layer's kind. Each kind is compiled for
