@@ -211,7 +211,7 @@ def rules(rows, seed=0):
 def test_a_row_admitted_late_is_as_alone(kind):
   model = {
     "ours": toy_ids.sharp_model(),
-    "window": toy_ids.sharp_model(sliding_window=4),
+    "window": toy_ids.sharp_model(layer_types=("sliding", "full"), sliding_window=4),
     "own": toy_ids.OwnCache(97),
   }[kind]
   slots, steps, late = 40, 8, 5

@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,7 @@ def reference(model):
     {"scan_layers": True},
     {"remat": "block"},
     {"scan_layers": True, "remat": "dots"},
+    {"scan_layers": True, "remat": "offload"},
   ],
   ids=str,
 )
@@ -61,6 +63,15 @@ def test_scan_and_remat_change_no_value_and_no_gradient(model, reference, change
   want = tree.flatten(reference[1])
   for path, got in tree.flatten(grads).items():
     assert checkpoints.relative(got, want[path]) < 1e-5, path
+
+
+def test_offloading_needs_memory_on_the_host(model, monkeypatch):
+  device = types.SimpleNamespace(
+    addressable_memories=lambda: [types.SimpleNamespace(kind="device")]
+  )
+  monkeypatch.setattr(jax, "local_devices", lambda: [device])
+  with pytest.raises(ValueError, match="pinned host memory, cpu devices here have dev"):
+    with_config(model, remat="offload")(TOKENS)
 
 
 def lowered(model, tokens=TOKENS):
@@ -78,9 +89,10 @@ def test_remat_policies_keep_different_amounts(model):
     text = lowered(with_config(model, **changes)).as_text()
     return text.count("stablehlo.dot_general")
 
-  none, dots, block = (matmuls(remat=r) for r in ("none", "dots", "block"))
+  names = ("none", "dots", "block", "offload")
+  none, dots, block, offload = (matmuls(remat=name) for name in names)
   # "dots" recomputes only the batched products of attention, "block" all of them.
-  assert none < dots < block
+  assert none < dots < block == offload
 
 
 def test_scanned_program_does_not_grow_with_depth():

@@ -15,7 +15,7 @@ from tunix.utils.programs import Noted
 
 def test_rows_that_fit_and_tokens_a_second():
   cache = lambda: init_cache(
-    num_layers=3,
+    windows=[None, None, 5],  # a sliding layer has half the slots
     batch_size=4,
     cache_size=10,
     num_kv_heads=2,
@@ -31,7 +31,7 @@ def test_rows_that_fit_and_tokens_a_second():
   rules = types.SimpleNamespace(limits=np.array([7, 7, 7, 0]))
   decode = Noted(None, ("graph", "state", rules, "out", memory, 8))
   assert rollout.passes(decode) == 6
-  token = 2 * 3 * 2 * 8 * 2  # keys and values, layers, heads, sizes, bytes
+  token = 2 * 5 * 2 * 8 * 2 // 2  # keys and values, layers, heads, sizes, bytes
   planned = types.SimpleNamespace(held_bytes=4 * 10 * token + 1000, seconds=0.5)
   said = rollout.of_loop(decode, planned, memory_bytes=1000 + 9 * 10 * token + 5)
   assert (said.cache_token_bytes, said.cache_bytes) == (token, 4 * 10 * token)

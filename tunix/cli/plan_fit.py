@@ -73,13 +73,16 @@ def with_micro_batch(config: Any, rows: int) -> Any:
 
 def _changes(config: Any, shards: int) -> Iterator[tuple[str, Any]]:
   """(word, settings with it and with all before it)."""
-  if config.model.remat != "block":
+  if config.model.remat not in ("block", "offload"):
     config = _with_model(config, remat="block")
     yield "--model.remat=block", config
   smallest = micro_batches(config, shards)[0]
   if config.training.micro_rows > smallest:
     config = with_micro_batch(config, smallest)
     yield f"--training.micro_batch_size={smallest}", config
+  if config.model.remat != "offload":
+    config = _with_model(config, remat="offload")
+    yield "--model.remat=offload", config
   if not config.fits_adapter:
     return
   if config.lora is None:

@@ -55,7 +55,7 @@ class ModelSettings:
   args: dict[str, Any] = dataclasses.field(default_factory=dict)
   dtype: Dtype | None = None
   param_dtype: Dtype | None = None
-  remat: Literal["none", "block", "dots"] | None = None
+  remat: Literal["none", "block", "dots", "offload"] | None = None
   scan_layers: bool | None = None
   attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] | None = None
   quantise: Literal["nf4", "int4", "int8"] | None = None

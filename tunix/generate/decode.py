@@ -39,12 +39,15 @@ class Plan:
   Attributes:
     slots: S, prompt and generated tokens together.
     columns: N, room for generated tokens.
+    copies: rows of each prompt, one after the other, where `Prompts.source` does not
+      say.
     return_logits: keep [B, N, V] logits.
     return_logps: compute the chosen tokens' log-probabilities.
   """
 
   slots: int
   columns: int
+  copies: int = 1
   return_logits: bool = False
   return_logps: bool = False
 
@@ -57,7 +60,7 @@ class Prompts:
   Attributes:
     tokens: int32 [P, W], padded on the left.
     mask: bool [P, W], True on the prompt's tokens.
-    source: int32 [B], the prompt of each row; None: row b is prompt b's only one.
+    source: int32 [B], the prompt of each row; None: `Plan.copies` rows a prompt.
     shift: int32 scalar, slots that every prompt leaves free in front and that are
       needed at the end; None: there are enough.
   """
@@ -236,9 +239,10 @@ def prefilled(
     logits, memory = way.prefill(model, prompts.tokens, prompts.mask, plan.slots)
     if prompts.shift is not None:
       memory = memory_lib.shift(memory, prompts.shift)
-    if prompts.source is not None:
-      memory = way.repeat(model, memory, prompts.source)
-      logits = logits[prompts.source]
+    source = plan.copies if prompts.source is None else prompts.source
+    if not isinstance(source, int) or source > 1:
+      memory = way.repeat(model, memory, source)
+      logits = memory_lib.rows_of(logits, source)
   return logits, memory
 
 

@@ -38,16 +38,26 @@ class Memory:
   slot: jax.Array
 
 
-def repeat(model: Any, memory: Memory, source: Int[Array, " B"]) -> Memory:
-  """Row b of the result is row `source[b]` of `memory`: one prefill, many rows."""
+def repeat(model: Any, memory: Memory, source: Int[Array, " B"] | int) -> Memory:
+  """Row b of the result is row `source[b]` of `memory`: one prefill, many rows; with a
+  number each row comes so often, see `rows_of`."""
   rows, _ = _axes(model, memory.visible.shape[1])
-  take = lambda x, axis: x if axis is None else jnp.take(x, source, axis=axis)
+  take = lambda x, axis: x if axis is None else rows_of(x, source, axis)
   return dataclasses.replace(
     memory,
     cache=pinned(model, _map(take, memory.cache, rows)),
-    visible=memory.visible[source],
-    positions=memory.positions[source],
+    visible=rows_of(memory.visible, source),
+    positions=rows_of(memory.positions, source),
   )
+
+
+def rows_of(x: jax.Array, source: Int[Array, " B"] | int, axis: int = 0) -> jax.Array:
+  """The rows of these numbers; or all of them, each so often, one after the other. On a
+  mesh a device then copies its own rows, where numbers that come as data would have all
+  rows of all devices gathered first."""
+  if isinstance(source, int):
+    return jnp.repeat(x, source, axis=axis)
+  return jnp.take(x, source, axis=axis)
 
 
 def shift(memory: Memory, by: Int[Array, ""]) -> Memory:
@@ -58,13 +68,16 @@ def shift(memory: Memory, by: Int[Array, ""]) -> Memory:
   """
   cache = memory.cache
   assert isinstance(cache, KVCache)
-  roll = lambda x: jnp.roll(x, -by, axis=2)
+  roll = lambda x: jnp.roll(x, -by, axis=2)  # a ring turns by as much
   visible = jnp.roll(memory.visible, -by, axis=1)
   visible |= _from(memory.visible, memory.slot - by)
   return dataclasses.replace(
     memory,
-    cache=KVCache(
-      tuple(map(roll, cache.k)), tuple(map(roll, cache.v)), cache.index - by
+    cache=dataclasses.replace(
+      cache,
+      k=tuple(map(roll, cache.k)),
+      v=tuple(map(roll, cache.v)),
+      index=cache.index - by,
     ),
     visible=visible,
     slot=memory.slot - by,
@@ -85,6 +98,8 @@ def admit(model: Any, memory: Memory, newcomer: Memory, row: Int[Array, ""]) -> 
   """
   by = memory.slot - newcomer.slot
   rows, slots = _axes(model, memory.visible.shape[1])
+  if isinstance(memory.cache, KVCache):  # a ring has as many slots in a longer cache
+    slots = [None if axis is None else 2 for axis in rows]
 
   def place(old, new, row_axis, slot_axis):
     if row_axis is None:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from tunix.generate.memory import rows_of
 from tunix.models import calling
 
 Memory = tuple[jax.Array, jax.Array]  # int32 [B, S] tokens, int32 [B] lengths
@@ -38,10 +39,10 @@ def step(
   return _logits_at(model, buffer, lengths), (buffer, lengths + 1)
 
 
-def repeat(model: Any, memory: Memory, source: Int[Array, " B"]) -> Memory:
+def repeat(model: Any, memory: Memory, source: Int[Array, " B"] | int) -> Memory:
   """Like `memory.repeat`."""
   del model  # what is carried is ours
-  return memory[0][source], memory[1][source]
+  return rows_of(memory[0], source), rows_of(memory[1], source)
 
 
 def _logits_at(model: Any, tokens: jax.Array, index: jax.Array) -> jax.Array:

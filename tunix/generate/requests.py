@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from tunix.generate.options import SamplingOptions
 from tunix.models import calling
 from tunix.models.transformer.model import Transformer
 from tunix.utils import capacity, mesh as mesh_lib, programs
+
+_LONG = 2**20  # slots of a row
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +95,8 @@ def prepare(
   # vocabulary.
   tokens, mask = batching.left_padded(prompts, shape.prompts, shape.width, 0)
   source = np.minimum(np.arange(shape.rows) // samples, shape.prompts - 1)
+  regular = limit.shards > 1 and shape.rows == shape.prompts * samples
+  copies = samples if regular else 1  # on one device it would make no difference
   tight = shape.slots < shape.width + shape.columns and isinstance(model, Transformer)
   over = np.int32(max(0, shape.width + steps - shape.slots))
   make_key = _key(options)
@@ -107,13 +112,14 @@ def prepare(
     start=decode.Prompts(
       tokens=tokens,
       mask=mask,
-      source=source.astype(np.int32) if samples > 1 else None,
+      source=source.astype(np.int32) if samples > copies else None,
       shift=over if tight else None,
     ),
     rules=decode.Rules(limits=limits, eos=batching.id_list(eos_ids), draw=draw),
     plan=decode.Plan(
       slots=shape.slots,
       columns=shape.columns,
+      copies=copies,
       return_logits=options.return_logits,
       return_logps=options.return_logprobs,
     ),
@@ -140,19 +146,25 @@ def _check_memory(
   longest: int,
   steps: int,
 ) -> None:
-  """Refuses rows whose tokens and keys and values memory cannot hold. What a slot takes
-  is read off the shapes of a small cache."""
+  """Refuses rows whose tokens and keys and values memory cannot hold. What a row takes
+  is read off the shapes of its cache."""
   slot = 4 + 1  # a token, and whether it is visible
-  if hasattr(model, "init_cache"):
-    cache = jax.eval_shape(lambda: model.init_cache(1, batching.MIN_TOKENS))
+
+  @functools.cache
+  def row(slots: int) -> int:
+    if not hasattr(model, "init_cache"):
+      return slots * slot
+    if slots > _LONG:  # which no array could have; from here on it grows evenly
+      return row(_LONG) + (slots - _LONG) * (row(_LONG) - row(_LONG - 1))
+    cache = jax.eval_shape(lambda: model.init_cache(1, slots))
     sizes = (x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    slot += sum(sizes) // batching.MIN_TOKENS
+    return slots * slot + sum(sizes)
 
   def needed(rows: int, new: int) -> int:
     shape = limits.shape(
       prompts, rows, longest, new, options.max_prompt_length, options.beam_size and rows
     )
-    return shape.rows * shape.slots * slot
+    return shape.rows * row(shape.slots)
 
   what = "the tokens and the cache of all rows"
   rows = "num_samples" if options.beam_size is None else "beam_size"

@@ -94,7 +94,7 @@ class Sampler(BaseSampler):
     super().__init__(tokenizer)
     self.transformer = transformer
     self.cache_config = cache_config
-    self.gather_weights = gather_weights
+    self.gather_weights: GatherWeights = gather_weights
     config = getattr(transformer, "config", None)
     for name in ("num_layers", "num_kv_heads", "head_dim"):
       stated = getattr(cache_config, name, None)

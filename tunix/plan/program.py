@@ -24,6 +24,7 @@ class ProgramPlan:
     argument_bytes, output_bytes, temporary_bytes: as the compiler lays them out; of
       outputs what is not written over arguments.
     peak_bytes: most that is alive at once.
+    host_bytes: of the host's memory, for each device: what is offloaded to it.
     flops: of all devices together; matrix products, convolutions and splash attention,
       what is computed twice (rematerialised) counted twice.
     moved_bytes: that it writes to its memory or reads from it at the least: arguments
@@ -48,6 +49,7 @@ class ProgramPlan:
   collectives: tuple[Collective, ...]
   runs: int = 1
   beside_bytes: int = 0
+  host_bytes: int = 0
   compute_seconds: float | None = None
   memory_seconds: float | None = None
   link_seconds: float | None = None
@@ -147,6 +149,10 @@ def plan(
     collectives=tuple(sent),
     runs=noted.calls * (passes or 1),
     beside_bytes=beside_bytes,
+    host_bytes=memory.host_argument_size_in_bytes
+    + memory.host_output_size_in_bytes
+    - memory.host_alias_size_in_bytes
+    + memory.host_temp_size_in_bytes,
     **seconds,
   )
 

@@ -168,6 +168,9 @@ class Plan:
       lines.append(
         f"{words}: {_gib(self.peak_bytes)} of {_gib(int(self.memory_bytes))} a device"
       )
+    host = max(program.host_bytes for program in self.programs)
+    if host:
+      lines.append(f"and {_gib(host)} of its host's memory for each device")
     if self.step_seconds and self.mfu is not None:
       lines.append(
         f"a step of {self.tokens:,} tokens takes at least {self.step_seconds:,.3f} s: "

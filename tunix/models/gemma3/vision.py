@@ -45,7 +45,8 @@ class VisionConfig:
       divides the patches of an edge.
     param_dtype: dtype of the weights.
     dtype: dtype of the computation; norms, softmax and pooling are float32 always.
-    remat: what the backward pass recomputes, as in `TransformerConfig`.
+    remat: what the backward pass recomputes, as in `TransformerConfig`; by
+      "offload" as by "block".
     scan_layers: as in `TransformerConfig`.
     sharding: mesh axes.
   """
@@ -60,7 +61,7 @@ class VisionConfig:
   tokens_per_image: int = 256
   param_dtype: DTypeLike = jnp.float32
   dtype: DTypeLike = jnp.float32
-  remat: Literal["none", "block", "dots"] = "none"
+  remat: Literal["none", "block", "dots", "offload"] = "none"
   scan_layers: bool | None = None
   sharding: ShardingRules = _RULES
 
@@ -81,8 +82,9 @@ class VisionConfig:
         f"tokens_per_image is {self.tokens_per_image}, expected the square of a "
         f"divisor of {self.grid}, the patches of an image's edge"
       )
-    if self.remat not in ("none", "block", "dots"):
-      raise ValueError(f"remat {self.remat!r} must be 'none', 'block' or 'dots'")
+    if self.remat not in ("none", *REMAT_POLICIES):
+      names = ", ".join(("none", *REMAT_POLICIES))
+      raise ValueError(f"remat {self.remat!r} must be one of {names}")
 
   moe = None  # see `params.Stacks`
 

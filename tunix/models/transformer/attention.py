@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tunix.models.transformer import sharding
+from tunix.models.transformer import ring, sharding
 from tunix.models.transformer.attention_paths import attend
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.layers import Linear, RMSNorm
@@ -77,7 +77,7 @@ class Attention(nnx.Module):
       visible: who may look where. The layer's window is laid over it, counted in
         slots; without a cache `query_index` must count from 0.
       cached: [B, K, S, H] buffers that the new keys and values are written into at
-        `visible.query_index[0]`.
+        `visible.query_index[0]`; a sliding layer's may be a ring.
       kind: number of the layer's window; traced when the layers are scanned.
     """
     query, key, value = self._project(x)
@@ -85,15 +85,21 @@ class Attention(nnx.Module):
       query, key = rotate(query, sin_cos), rotate(key, sin_cos)
     keys_values = key, value
     if cached is not None:
-      at = (0, 0, visible.query_index[0], 0)
-      write = lambda buffer, new: jax.lax.dynamic_update_slice(
-        buffer, _swap(new).astype(buffer.dtype), at
-      )
-      keys_values = write(cached[0], key), write(cached[1], value)
-      key, value = map(_swap, keys_values)
+      fresh = _swap(key), _swap(value)
+      if ring.is_ring(cached[0], visible):
+        window = self.windows[kind]  # with a cache the layers are not scanned
+        assert window is not None
+        keys_values, seen, visible = ring.extend(cached, fresh, visible, window)
+      else:
+        at = (0, 0, visible.query_index[0], 0)
+        write = lambda buffer, new: jax.lax.dynamic_update_slice(
+          buffer, new.astype(buffer.dtype), at
+        )
+        seen = keys_values = write(cached[0], fresh[0]), write(cached[1], fresh[1])
+      key, value = map(_swap, seen)
     visible = dataclasses.replace(visible, aligned=cached is None)
     out = self._attend(query, key.astype(x.dtype), value.astype(x.dtype), visible, kind)
-    out = sharding.pin_rows(out, self.rules).reshape(*x.shape[:2], -1)
+    out = sharding.pin_rows(out.reshape(*x.shape[:2], -1), self.rules)
     out = sharding.pin_features(out, self.rules)
     with jax.named_scope("out_proj"):
       return self.o_proj(out), keys_values
@@ -103,15 +109,14 @@ class Attention(nnx.Module):
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope("qkv_matmul"):
       query, key, value = (
-        sharding.pin_features(proj(x), self.rules)
+        sharding.pin_rows(sharding.pin_features(proj(x), self.rules), self.rules)
         for proj in (self.q_proj, self.k_proj, self.v_proj)
       )
     if not self.wide_norm:
       query, key = query.reshape(heads), key.reshape(heads)
     if self.q_norm is not None and self.k_norm is not None:
       query, key = self.q_norm(query), self.k_norm(key)
-    pin = lambda x: sharding.pin_rows(x.reshape(heads), self.rules)
-    return pin(query), pin(key), pin(value)
+    return query.reshape(heads), key.reshape(heads), value.reshape(heads)
 
   def _attend(self, query, key, value, visible: Visibility, kind: Kind) -> jax.Array:
     """Attention within the window of the layer's kind. Each kind is compiled for

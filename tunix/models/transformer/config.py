@@ -23,9 +23,18 @@ ATTENTION = ("auto", "plain", "blockwise", "splash", "cudnn")
 # the TPU compiler took 317 s for 8 unrolled layers of an 8B model, 52 s for 32 scanned.
 UNROLL_BELOW_LAYERS = 24
 
+# Name of a layer's input for the policy "offload", which keeps nothing else.
+LAYER_INPUT = "layer_input"
+
 # What the backward pass keeps of a layer, by the names of `remat` but "none".
 REMAT_POLICIES = {
   "block": None,
+  "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[LAYER_INPUT],
+    offload_src="device",
+    offload_dst="pinned_host",
+  ),
   "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
@@ -219,7 +228,8 @@ class TransformerConfig:
     param_dtype: dtype of the weights.
     dtype: dtype of the computation; norms, softmax and logits are float32 always.
     remat: what the backward pass recomputes: "none", "block" (each layer from its
-      input), "dots" (each layer, keeping the results of its matrix products).
+      input), "dots" (each layer, keeping the results of its matrix products), "offload"
+      (each layer from its input, which waits in the host's memory meanwhile).
     attention: how attention is computed: "auto", or a name in `attention_paths.PATHS`,
       which refuses what it cannot do.
     scan_layers: run the stacked layers by `lax.scan` (True) or unrolled (False);
@@ -255,7 +265,7 @@ class TransformerConfig:
   max_position: int | None = None
   param_dtype: DTypeLike = jnp.float32
   dtype: DTypeLike = jnp.float32
-  remat: Literal["none", "block", "dots"] = "none"
+  remat: Literal["none", "block", "dots", "offload"] = "none"
   attention: str = "auto"
   scan_layers: bool | None = None
   sharding: ShardingRules = ShardingRules()
@@ -278,7 +288,7 @@ class TransformerConfig:
     if self.head_dim % 2:
       raise ValueError(f"head_dim {self.head_dim} must be even for rotary embedding")
     choices = {
-      "remat": ("none", "block", "dots"),
+      "remat": ("none", *REMAT_POLICIES),
       "norms": ("pre", "post", "both"),
       "activation": ("silu", "gelu_tanh", "gelu"),
       "qk_norm": (None, "head", "all"),

@@ -7,9 +7,12 @@ so that a decode loop takes the slices once, outside the loop.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -22,7 +25,11 @@ from tunix.models.transformer import (
   sharding,
 )
 from tunix.models.transformer.cache import KVCache
-from tunix.models.transformer.config import REMAT_POLICIES, TransformerConfig
+from tunix.models.transformer.config import (
+  LAYER_INPUT,
+  REMAT_POLICIES,
+  TransformerConfig,
+)
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
 from tunix.models.transformer.shared_prompt import SharedPrompt
@@ -156,7 +163,12 @@ class Transformer(nnx.Module):
       one = lambda layer, x: layer(x, sin_cos, visible)[0]
       return qwix_seam.run_apart(self.layers, self.config.num_layers, one, x)
 
+    offloads = self.config.remat == "offload"
+    if offloads:
+      _check_offload()
+
     def call(graph, kind, state, x):
+      x = checkpoint_name(x, LAYER_INPUT) if offloads else x
       return nnx.merge(graph, state)(x, sin_cos, visible, kind=kind)[0]
 
     if self.config.remat != "none":
@@ -186,7 +198,7 @@ class Transformer(nnx.Module):
 
   def _run_cached(self, x, sin_cos, visible, cache):
     """All layers, unrolled, each writing its own buffers."""
-    written = []
+    written, visible = [], dataclasses.replace(visible, slots=cache.size)
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
         pair = cache.k[i], cache.v[i]
@@ -194,7 +206,8 @@ class Transformer(nnx.Module):
         x, pair = layer(x, sin_cos, visible, pair, kind)
         written.append(pair)
     keys, values = zip(*written)
-    return x, KVCache(keys, values, cache.index + x.shape[1])
+    index = cache.index + x.shape[1]
+    return x, dataclasses.replace(cache, k=keys, v=values, index=index)
 
   def _layer_list(self) -> list[DecoderLayer]:
     """One module a layer: slices of the stack."""
@@ -285,12 +298,26 @@ class Transformer(nnx.Module):
     """An empty cache of `cache_size` tokens; `dtype` defaults to the compute dtype."""
     c = self.config
     return cache_lib.init_cache(
-      num_layers=c.num_layers,
+      windows=[c.kinds[kind].window for kind in c.layer_kinds],
       batch_size=batch_size,
       cache_size=cache_size,
       num_kv_heads=c.num_kv_heads,
       head_dim=c.head_dim,
       dtype=dtype or c.dtype,
+    )
+
+
+def _check_offload() -> None:
+  """Refuses a backend that cannot keep arrays in the host's memory; of topologies,
+  which are not here, the compiler knows."""
+  platform = mesh_lib.context_platform()
+  if platform != jax.default_backend():
+    return
+  kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
+  if "pinned_host" not in kinds:
+    raise ValueError(
+      f"remat 'offload' keeps what layers are given in pinned host memory, {platform} "
+      f"devices here have {', '.join(sorted(kinds))} only: use remat 'block'"
     )
 
 

@@ -61,9 +61,9 @@ def pin_lookup(x: jax.Array, rules: ShardingRules) -> jax.Array:
 
 
 def pin_rows(x: jax.Array, rules: ShardingRules) -> jax.Array:
-  """Pins heads [B, T, N, H] to the rows of the cache, which is too large to move, and
-  logits [B, T, V] to the rows that are drawn, where a step's products are split;
-  otherwise nothing is said."""
+  """Pins queries, keys, values or logits [B, T, _] to the rows of the cache, which is
+  too large to move, where a step's products are split; otherwise nothing is said. This
+  is done before they are cut into heads: devices may share one."""
   if not _splits_products(x, rules):
     return x
   return mesh_lib.constrain(x, batch_axes(rules), None, rules.tp)

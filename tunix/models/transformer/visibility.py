@@ -48,6 +48,8 @@ class Visibility:
       those are not the queries'; or None.
     aligned: the keys are the tokens that the queries are, and `query_index` counts
       from 0: no cache.
+    slots: S of the row whose cache the keys are; a sliding layer's may have fewer.
+      None: all layers' have as many.
     shared: the rows are a prompt and several completions of it; or None. What is said
       above is then meant for a completion that stands alone behind its prompt.
   """
@@ -59,6 +61,7 @@ class Visibility:
   key_segments: jax.Array | None = None
   key_groups: jax.Array | None = None
   aligned: bool = dataclasses.field(default=False, metadata={"static": True})
+  slots: int | None = dataclasses.field(default=None, metadata={"static": True})
   shared: SharedPrompt | None = dataclasses.field(
     default=None, metadata={"static": True}
   )
