@@ -79,7 +79,7 @@ def test_the_dearest_branch_counts():
 
 @pytest.mark.parametrize("share", [None, 0.25])
 def test_grouped_products_and_their_gradients(share):
-  """As for TPUs, which have such an operation; a CPU computes every group on all rows."""
+  """As for TPUs; a CPU has no such operation, and computes every group on all rows."""
   rows, groups, width, out = 128, 8, 32, 64
   told = {} if share is None else {SHARE: str(share)}
 
