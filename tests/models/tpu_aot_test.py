@@ -10,6 +10,7 @@ from tests.models.published import COUNTS
 
 pytest.importorskip("libtpu", reason="pip install 'tunix[tpu]'")
 from benchmarks import tpu_aot
+from tunix.cli import config as config_lib, plan_main
 
 pytestmark = pytest.mark.slow
 
@@ -54,3 +55,22 @@ def test_it_compiles_and_fits(preset):
   plan = compiled.memory_analysis()
   print(f"{preset} on {topology}: {plan.peak_memory_in_bytes / 2**30:.2f} GiB a chip")
   assert plan.peak_memory_in_bytes < 15.75 * 2**30
+
+
+def test_offloading_moves_what_layers_are_given_to_the_host():
+  words = ["--model.name=llama3p2_1b", "--model.dtype=bfloat16"]
+  words += ["--model.args={num_layers: 4, scan_layers: true}", "--data.max_length=4096"]
+  words += ["--training.global_batch_size=16"]
+
+  def step(remat):
+    config = config_lib.load([*words, f"--model.remat={remat}"])
+    made = plan_main.plan(config, "v5e:2x2")
+    return made, made.programs[0]
+
+  kept, block = step("block")
+  offloading, offload = step("offload")
+  inputs = 4 * 4 * 4096 * 2048 * 2  # layers, rows of a device, tokens, width, bytes
+  assert (block.host_bytes, offload.host_bytes) == (0, inputs)
+  assert offload.peak_bytes <= block.peak_bytes - inputs // 2
+  assert "of its host's memory for each device" in str(offloading)
+  assert "host" not in str(kept)
