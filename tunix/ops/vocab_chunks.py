@@ -28,20 +28,20 @@ class Layout(NamedTuple):
     transposed: the unembedding is [V, D] (a tied embedding table) instead of [D, V].
     mesh: the device mesh, or None for one device.
     batch_axes: mesh axes that split the batch.
-    token_axis: mesh axis that splits the tokens of every row, or None.
     vocab_axis: mesh axis that splits the vocabulary, or None; inside a pass that shares
       the words, several.
     softcap: logits x become c tanh(x / c) (Gemma 2); None: they stay as they are.
     chunk_bytes: bytes of one block of logits on one device.
+    token_axis: mesh axis that splits the tokens of every row, or None.
   """
 
   transposed: bool = False
   mesh: Mesh | AbstractMesh | None = None
   batch_axes: tuple[str, ...] = ()
-  token_axis: str | None = None
   vocab_axis: str | tuple[str, ...] | None = None
   softcap: float | None = None
   chunk_bytes: int = CHUNK_BYTES
+  token_axis: str | None = None
 
   @property
   def axes(self) -> tuple[str, ...]:
