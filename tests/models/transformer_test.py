@@ -125,7 +125,7 @@ def test_unstacked_model_is_the_same(model):
   np.testing.assert_allclose(loose(TOKENS)[0], model(TOKENS)[0], rtol=1e-6, atol=1e-6)
   kernel = loose.layers[1].mlp.up_proj.kernel
   assert kernel.shape == (32, 64)
-  assert kernel.get_metadata("out_sharding") == (("fsdp", "cp"), "tp")
+  assert kernel.get_metadata("out_sharding") == (("fsdp", "ep", "cp"), "tp")
   np.testing.assert_array_equal(kernel[...], model.layers.mlp.up_proj.kernel[...][1])
   loose.norm.scale.set_value(jnp.zeros(32))
   assert float(model.norm.scale[...].min()) == 1.0, "the original is untouched"
@@ -380,11 +380,15 @@ def test_activations_are_pinned_to_the_batch(mesh_fsdp8):
 
 def test_weight_specs_and_axes_that_do_not_fit(mesh_fsdp4_tp2):
   rules = ShardingRules()
-  assert rules.batch_axes == ("dp", "fsdp")
-  assert ShardingRules(fsdp=("fsdp", "sp")).batch_axes == ("dp", "fsdp", "sp")
+  assert rules.batch_axes == ("dp", "fsdp", "ep")
+  both = ShardingRules(fsdp=("fsdp", "sp"), ep=None)
+  assert both.batch_axes == ("dp", "fsdp", "sp")
   assert ShardingRules(batch=("data",)).batch_axes == ("data",)
-  assert sharding.weight_spec("in_out", rules, True) == (None, "fsdp", "tp")
-  assert sharding.weight_spec("out_in", rules, False) == ("tp", "fsdp")
+  dim = ("fsdp", "ep", "cp")
+  assert sharding.weight_spec("in_out", rules, True) == (None, dim, "tp")
+  assert sharding.weight_spec("out_in", rules, False) == ("tp", dim)
+  experts = sharding.weight_spec("in_out", rules, True, experts=True)
+  assert experts == (None, "ep", ("fsdp", "cp"), "tp")
   # 95 tokens are not divisible by tp = 2: that dimension stays whole.
   odd = AutoModel.from_config(toys.config(vocab_size=95), mesh_fsdp4_tp2)
   table = tree.flatten(nnx.state(odd))["embed_tokens.embedding"]
