@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+import pathlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +23,7 @@ from tunix.cli import (
   optimizer,
   plan_fit,
   precision,
+  run_folder,
 )
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.rl import RLRun
@@ -42,12 +45,12 @@ from tunix.plan.rl import OTHERS
 from tunix.plan.rollout import LOOP, OPENING
 from tunix.plan.training import STEP
 from tunix.rl.rl_learner import RLLearner
-from tunix.utils import mesh as mesh_lib, programs
+from tunix.utils import mesh as mesh_lib, programs, shipped
 from tunix.utils.programs import Noted
 
 HELP = """\
 usage: tunix plan CONFIG --topology NAME [--mesh AXIS=SIZE,...] [--fit]
-                  [--json | --markdown] [--KEY.SUB=VALUE ...]
+                  [--ship FOLDER] [--json | --markdown] [--KEY.SUB=VALUE ...]
 
 Compiles the programs of `tunix train CONFIG` for chips that need not be here, and says
 what each of them takes of a chip's memory, and how fast it can be at most. Nothing of
@@ -61,6 +64,8 @@ config.json of a folder.
                    gpu (this machine's)
   --mesh AXES      instead of the configuration's mesh; without either, fsdp over all
   --fit            also find the largest micro-batch that fits, or what makes it fit
+  --ship FOLDER    also write the compiled programs: `tunix train CONFIG
+                   --compilation_cache=FOLDER` loads them instead of compiling
   --json           everything, collectives one by one
   --markdown       the table and what follows from it, to paste
 
@@ -83,10 +88,13 @@ def main(argv: Sequence[str]) -> int:
   words = [word for word in words if word not in flags]
   name, words = _taken(words, "--topology")
   axes, words = _taken(words, "--mesh")
+  folder, words = _taken(words, "--ship")
   if name is None:
     raise ValueError("--topology is missing: give one such as --topology v5e:4x4")
+  if axes is not None and axes.startswith("{"):  # as `tunix train` takes it
+    axes, words = None, [*words, f"--mesh={axes}"]
   mesh = None if axes is None else _axes(axes)
-  made = plan(config_lib.load(words), name, mesh, fit="--fit" in flags)
+  made = plan(config_lib.load(words), name, mesh, fit="--fit" in flags, ship=folder)
   print(_shown(made, flags))
   return _DOES_NOT_FIT if made.fits is False else 0
 
@@ -103,6 +111,7 @@ def plan(
   mesh: dict[str, int] | None = None,
   *,
   fit: bool = False,
+  ship: str | None = None,
 ) -> Plan:
   """Compiles the programs of a run for a topology.
 
@@ -112,21 +121,27 @@ def plan(
     mesh: sizes by axis; None: those of the configuration, else fsdp over all devices.
     fit: also look for the largest micro-batch that fits, or for settings that make the
       run fit; the step is compiled some times more.
+    ship: folder to write the compiled programs to (see `tunix.utils.shipped`), unless
+      one of them does not fit.
 
   Raises:
     ValueError: a topology that does not exist, a mesh that does not multiply out, or
       settings that contradict each other.
     ImportError: libtpu is missing.
     FileNotFoundError: no such model.
+    OSError: `ship` cannot be written.
   """
+  if ship is not None:
+    run_folder.check_writable("--ship", pathlib.Path(ship))
   job = JOBS[config.job]
   where = topology_lib.find(topology)
   made = where.mesh(mesh or config.mesh or {"fsdp": -1})
   config = settled(config, {axis: int(size) for axis, size in made.shape.items()})
   job.check(config)
-  trainer = _trainer(config, made)
-  noted = _noted(config, trainer, made)
-  planned = _planned(config, noted, made, where.chip)
+  with contextlib.nullcontext() if ship is None else shipped.compiled_afresh():
+    trainer = _trainer(config, made)
+    noted = _noted(config, trainer, made)
+    planned = _planned(config, noted, made, where.chip)
   rows, length = job.sequences(config), job.length(config)[1]
   sizes, of_roles = build.sizes_of_model(config), _trainers(trainer)
   updates = max(one.calls for name, one in noted.items() if name in of_roles)
@@ -149,7 +164,39 @@ def plan(
     rollouts=loop
     and rollout.of_loop(noted[LOOP], loop, where.memory_bytes, noted.get(OPENING)),
   )
+  if ship is not None:
+    with shipped.compiled_afresh():  # programs of other shapes are compiled here
+      said = _ship(ship, config, trainer, made, noted, out.fits)
+    out = dataclasses.replace(out, shipped=said)
   return dataclasses.replace(out, advice=advise(config, made, out)) if fit else out
+
+
+def _ship(
+  folder: str,
+  config: RunSettings,
+  trainer: Any,
+  mesh: Mesh,
+  noted: dict[str, Noted],
+  fits: bool | None,
+) -> str:
+  """Writes the programs, and those of shorter prompts; returns what was done."""
+  if fits is False:
+    return "nothing is shipped of a run that does not fit"
+  with programs.noted(noted):
+    for batch in JOBS[config.job].shorter(config):
+      _lower(trainer, batch, mesh)
+  entries = shipped.write(folder, mesh, noted)
+  size = sum(entry["bytes"] for entry in entries)
+  return f"shipped: {len(entries)} programs, {size / 2**20:,.1f} MiB, in {folder}"
+
+
+def _lower(trainer: Any, batch: Any, mesh: Mesh) -> None:
+  """Goes through a step on a batch, for the programs it calls to be noted."""
+  if isinstance(trainer, RLLearner):
+    trainer.lower_step(batch)
+    return
+  with mesh_lib.use_mesh(mesh):
+    trainer.lower_train_step(batch)
 
 
 def _noted(config: RunSettings, trainer: Any, mesh: Mesh) -> dict[str, Noted]:
@@ -182,6 +229,7 @@ def _planned(
       beside_bytes=beside[name],
     )
     for name, one in noted.items()
+    if one.gives_arrays
   }
 
 

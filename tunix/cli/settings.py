@@ -295,8 +295,8 @@ class RunSettings:
     mesh: devices by axis: {dp: 2, fsdp: 4, tp: 2}. dp, fsdp and ep split batches,
       cp the tokens of each row, ep experts, and fsdp, cp, ep and tp all other weights;
       one size may be -1, what the others leave. Empty: one device.
-    compilation_cache: folder that keeps compiled programs between runs; null: none are
-      kept.
+    compilation_cache: folder that keeps compiled programs between runs, or has those of
+      `tunix plan --ship`; null: none are kept.
 
   Raises:
     ValueError: a value out of range, or keys that contradict each other; the message

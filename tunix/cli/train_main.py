@@ -51,7 +51,7 @@ from tunix.models import lora
 from tunix.models.transformer.model import Transformer
 from tunix.report import page
 from tunix.sft.run import TrainResult
-from tunix.utils import capacity, io, launch, mesh as mesh_lib
+from tunix.utils import capacity, io, launch, mesh as mesh_lib, shipped
 from tunix.utils.interrupts import Stopped
 
 _log = logging.getLogger(__name__)
@@ -216,6 +216,8 @@ def run(config: RunSettings) -> Result:
       io.write_json(folder.about_file, _about(config, model, data, mesh))
       held.push(functools.partial(_leave_page, folder))
     _say(_describe(config, model, data, mesh))
+    if (cache := config.compilation_cache) is not None and shipped.is_in(cache):
+      held.enter_context(shipped.loaded(cache, mesh, _say))
     loaded = Loaded(
       config=config,
       model=model,

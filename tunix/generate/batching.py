@@ -117,14 +117,14 @@ class Limits:
     shapes = {
       self.shape(p, n, tokens, new, stated)
       for p, n in counts
-      for tokens in ([1] if stated is not None else _least_of_buckets(longest))
-      for new in _least_of_buckets(steps)
+      for tokens in ([1] if stated is not None else least_of_buckets(longest))
+      for new in least_of_buckets(steps)
       if self.cache_size is None or (stated or tokens) + new <= self.cache_size
     }
     return sorted(shapes)
 
 
-def _least_of_buckets(size: int) -> list[int]:
+def least_of_buckets(size: int) -> list[int]:
   """The smallest size in every bucket of tokens up to that of `size`."""
   ends = [0]
   while max(MIN_TOKENS, 2 * ends[-1]) < size:

@@ -33,6 +33,7 @@ class Plan:
       updates by it.
     rollouts: how completions are sampled; None: there are none.
     advice: how to fill the chips, or to fit into them; None: nobody looked.
+    shipped: which compiled programs were written, and where; None: nobody asked.
   """
 
   job: str
@@ -48,6 +49,7 @@ class Plan:
   steps: int | None = None
   rollouts: Rollouts | None = None
   advice: str | None = None
+  shipped: str | None = None
 
   @property
   def peak_bytes(self) -> int:
@@ -184,7 +186,7 @@ class Plan:
         f"{self.steps:,} steps: at least {hours:,.1f} hours, {self.chip_hours:,.1f} "
         "chip-hours, without evaluations and checkpoints"
       )
-    return [*lines, *([] if self.advice is None else [self.advice])]
+    return [*lines, *(said for said in (self.advice, self.shipped) if said is not None)]
 
 
 def _joined(row: list[str], widths: list[int]) -> str:

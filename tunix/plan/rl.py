@@ -26,15 +26,10 @@ def of_learner(learner: RLLearner, batch: Mapping[str, Any]) -> dict[str, Noted]
   """
   with programs.noted() as noted:
     learner.lower_step(batch)
-  return {name: one for name, one in noted.items() if _gives(one)}
+  return noted
 
 
 def trainers(learner: RLLearner) -> dict[str, Trainer]:
   """What is trained, by the name of its update."""
   of_roles = learner_state.trainers(learner.rl_cluster)
   return {f"{role} update": trainer for role, trainer in of_roles.items()}
-
-
-def _gives(one: Noted) -> bool:
-  """Whether it computes anything: layers that lie apart need no unstacking."""
-  return one.result is None or bool(programs.shapes_in(one.result))

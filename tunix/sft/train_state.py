@@ -118,22 +118,26 @@ class TrainState:
 
   def update(self, groups: Sequence[Group], skip_jit: bool) -> StepMetrics:
     """One update, dispatched and not waited for; the arrays before it are donated."""
-    self.module.own()
-    params, self.opt_state, rest, metrics = self._train_step(skip_jit)(
-      self.module.params,
-      self.opt_state,
-      self.module.rest,
-      self.module.frozen,
-      groups,
+    module = self.module
+    module.own()
+    state = (module.params, self.opt_state, module.rest, module.frozen)
+    step = self._train_step(skip_jit)
+    params, self.opt_state, rest, metrics = (
+      step(*state, groups)
+      if skip_jit
+      else programs.call("train step", step, *state, groups)
     )
-    self.module.replace(params, rest)
+    module.replace(params, rest)
     return metrics
 
   def evaluate(self, batch: Any, skip_jit: bool) -> tuple[WeightedSum, Any]:
     """The loss of a batch and its aux, by the arrays that `module.refresh` took;
     dispatched and not waited for."""
-    module = self.module
-    return self._eval_step(skip_jit)(module.params, module.rest, module.frozen, batch)
+    module, step = self.module, self._eval_step(skip_jit)
+    state = (module.params, module.rest, module.frozen)
+    if skip_jit:
+      return step(*state, batch)
+    return programs.call("evaluation", step, *state, batch)
 
   def lower(
     self, groups: Sequence[Group], name: str = "train step"

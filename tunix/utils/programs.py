@@ -1,4 +1,5 @@
-"""Compiled programs by name: run, or only noted, when their arguments are shapes.
+"""Compiled programs by name: run, by themselves or by what takes their place (see
+`utils.shipped`), or only noted, when their arguments are shapes.
 
 A plan goes through the code that a run goes through, with `jax.ShapeDtypeStruct`s where
 the run has arrays; what would be computed is lowered instead, and kept. What comes home
@@ -26,17 +27,24 @@ class Noted:
     args: of that call, static ones too.
     calls: how often it was called.
     result: the shapes of what it gives; None: nobody asked.
+    others: calls of the same name with arguments of other shapes, each form once.
   """
 
   lowered: jax.stages.Lowered
   args: tuple[Any, ...]
   calls: int = 1
   result: Any = None
+  others: list[Noted] = dataclasses.field(default_factory=list)
 
   @functools.cached_property
   def compiled(self) -> jax.stages.Compiled:
     """The program, compiled once."""
     return self.lowered.compile()
+
+  @property
+  def gives_arrays(self) -> bool:
+    """Whether it computes anything: layers that lie apart need no unstacking."""
+    return self.result is None or bool(shapes_in(self.result))
 
   def run(self) -> Any:
     """The shapes of what it gives, laid out as the compiler does: the arguments of the
@@ -55,12 +63,18 @@ _noted: contextvars.ContextVar[dict[str, Noted] | None] = contextvars.ContextVar
   "noted_programs", default=None
 )
 
+# (name, function, its arguments) -> what it gives, in place of a call.
+_Replacement = Callable[[str, Any, tuple[Any, ...]], Any]
+_replacement: contextvars.ContextVar[_Replacement | None] = contextvars.ContextVar(
+  "replacement_of_programs", default=None
+)
+
 
 @contextlib.contextmanager
-def noted() -> Iterator[dict[str, Noted]]:
-  """Notes the programs that are called inside, by name, and runs none of them; of a
-  name the first one."""
-  out: dict[str, Noted] = {}
+def noted(known: dict[str, Noted] | None = None) -> Iterator[dict[str, Noted]]:
+  """Notes the programs that are called inside, by name, and runs none of them; `known`
+  has those that were noted before, and is added to."""
+  out: dict[str, Noted] = {} if known is None else known
   token = _noted.set(out)
   try:
     yield out
@@ -73,12 +87,22 @@ def are_noted() -> bool:
   return _noted.get() is not None
 
 
+@contextlib.contextmanager
+def replaced(replacement: _Replacement) -> Iterator[None]:
+  """Inside, programs are called by `replacement(name, jitted, args)`."""
+  token = _replacement.set(replacement)
+  try:
+    yield
+  finally:
+    _replacement.reset(token)
+
+
 def call(name: str, jitted: Callable[..., Any], *args: Any) -> Any:
   """`jitted(*args)`; where programs are noted, the shapes that it would give."""
-  programs = _noted.get()
-  return (
-    jitted(*args) if programs is None else _note(programs, name, jitted, args).run()
-  )
+  programs, replacement = _noted.get(), _replacement.get()
+  if programs is not None:
+    return _note(programs, name, jitted, args).run()
+  return jitted(*args) if replacement is None else replacement(name, jitted, args)
 
 
 def lower(name: str, jitted: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
@@ -97,20 +121,24 @@ def _note(
     return programs.setdefault(name, Noted(jitted.lower(*args), args))
   before.calls += 1
   # Lowering anew what is known takes seconds for a large model.
-  same = _form(before.args) == _form(args)
-  return before if same else Noted(jitted.lower(*args), args)
+  for known in (before, *before.others):
+    if form(known.args) == form(args):
+      return known
+  before.others.append(Noted(jitted.lower(*args), args))
+  return before.others[-1]
 
 
-def _form(args: tuple[Any, ...]) -> Any:
+def form(args: tuple[Any, ...]) -> Any:
   """What arguments are lowered by: shapes and layouts of arrays, all else itself."""
 
   def one(leaf: Any) -> Any:
     if not hasattr(leaf, "shape"):
       return leaf
-    return leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)
+    weak = getattr(leaf, "weak_type", False)
+    return leaf.shape, leaf.dtype, weak, getattr(leaf, "sharding", None)
 
   leaves, structure = jax.tree.flatten(args)
-  return structure, [one(leaf) for leaf in leaves]
+  return structure, tuple(one(leaf) for leaf in leaves)
 
 
 def shapes_in(tree: Any) -> list[jax.ShapeDtypeStruct]:

@@ -28,6 +28,7 @@ from tunix.distillation.on_policy_trainer import (
 from tunix.distillation.strategies.logit import LogitStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
 from tunix.distillation.teacher_cache import TeacherCache
+from tunix.generate import batching
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.utils import checks
@@ -357,9 +358,22 @@ def _example(config: DistillRun) -> Any:
   """A global batch of full rows, or of prompts that the student completes."""
   if not config.is_on_policy:
     return sft.example(config)
-  shape = config.training.global_batch_size, config.rollout.max_prompt_length
-  ids = np.zeros(shape, np.int32)
-  return Prompts(prompt_ids=ids, prompt_mask=np.ones_like(ids))
+  return _prompts(config, config.rollout.max_prompt_length)
+
+
+def _shorter(config: DistillRun) -> list[Any]:
+  if not config.is_on_policy:
+    return []
+  lengths = batching.least_of_buckets(config.rollout.max_prompt_length)
+  return [_prompts(config, length) for length in lengths[:-1]]
+
+
+def _prompts(config: DistillRun, length: int) -> Prompts:
+  """Left-padded, as the data gives them."""
+  width = config.rollout.max_prompt_length
+  ids = np.zeros((config.training.global_batch_size, width), np.int32)
+  mask = np.broadcast_to(np.arange(width) >= width - length, ids.shape)
+  return Prompts(prompt_ids=ids, prompt_mask=mask.astype(ids.dtype))
 
 
 DISTILL = Job(
@@ -372,4 +386,5 @@ DISTILL = Job(
   length=_length,
   rollout=lambda config: config.rollout if config.is_on_policy else None,
   example=_example,
+  shorter=_shorter,
 )

@@ -78,6 +78,8 @@ class Job:
     notes: (config, data) -> further lines for the user.
     example: config -> a global batch as large as the data may give one, for
       `tunix plan`.
+    shorter: config -> batches of prompts so short that rollouts are of another shape,
+      one for each shape, for `tunix plan --ship`.
     sequences: config -> sequences of a step.
   """
 
@@ -92,6 +94,7 @@ class Job:
   rollout: Callable[[Any], RolloutConfig | None] = lambda config: None
   notes: Callable[[Any, RunData], list[str]] = lambda config, data: []
   example: Callable[[Any], Any]
+  shorter: Callable[[Any], list[Any]] = lambda config: []
   sequences: Callable[[Any], int] = lambda config: config.training.global_batch_size
 
 

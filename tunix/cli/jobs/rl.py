@@ -18,6 +18,7 @@ from tunix.cli.settings import (
   TrainingSettings,
   values_for,
 )
+from tunix.generate import batching
 from tunix.models.transformer.model import Transformer
 from tunix.rl import setup
 from tunix.rl.config import ClusterConfig, PromptSizes, RLTrainingConfig, Role
@@ -337,8 +338,16 @@ def check(config: RLRun) -> None:
 
 def _example(config: RLRun) -> dict[str, Any]:
   """Prompts as long as they may be."""
-  ids = np.zeros(config.rollout.max_prompt_length, np.int32)
-  return {"prompts": [ids] * config.training.global_batch_size}
+  return _prompts(config, config.rollout.max_prompt_length)
+
+
+def _shorter(config: RLRun) -> list[dict[str, Any]]:
+  lengths = batching.least_of_buckets(config.rollout.max_prompt_length)
+  return [_prompts(config, length) for length in lengths[:-1]]
+
+
+def _prompts(config: RLRun, length: int) -> dict[str, Any]:
+  return {"prompts": [np.zeros(length, np.int32)] * config.training.global_batch_size}
 
 
 def _sequences(config: RLRun) -> int:
@@ -356,6 +365,7 @@ GRPO = Job(
   length=_LENGTH,
   rollout=lambda config: config.rollout,
   example=_example,
+  shorter=_shorter,
   sequences=_sequences,
 )
 PPO = dataclasses.replace(GRPO, settings=PPORun)
