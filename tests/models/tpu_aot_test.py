@@ -74,3 +74,18 @@ def test_offloading_moves_what_layers_are_given_to_the_host():
   assert offload.peak_bytes <= block.peak_bytes - inputs // 2
   assert "of its host's memory for each device" in str(offloading)
   assert "host" not in str(kept)
+
+
+def test_a_plan_of_too_much_says_what_would_fit():
+  words = ["--model.name=llama3p1_8b", "--model.dtype=bfloat16", "--model.remat=block"]
+  words += ["--data.max_length=4096", "--training.global_batch_size=8"]
+  words += ["--training.max_steps=10"]
+  config = config_lib.load(words)
+  made = plan_main.plan(config, "v5e:2x4", fit=True)
+  assert made.fits is False and made.programs[0].seconds is None
+  assert "--training.offload_optimizer=true" in made.advice
+  offloaded = config_lib.load([*words, "--training.offload_optimizer=true"])
+  step, evaluation = plan_main.plan(offloaded, "v5e:2x4").programs
+  count = COUNTS["llama3p1_8b"][1]
+  assert step.host_bytes == pytest.approx(2 * 4 * count / 8, rel=1e-3)  # two moments
+  assert evaluation.beside_bytes < 2**20

@@ -107,3 +107,55 @@ def test_programs_are_noted_and_not_run():
   assert programs.call("double", jitted, jnp.ones(3)).tolist() == [2, 2, 2]
   jax.effects_barrier()
   assert ran
+
+
+class _TooLarge(programs.Noted):
+  """A program that the compiler gives up."""
+
+  said = ""
+
+  @property
+  def compiled(self):
+    raise jax.errors.JaxRuntimeError(self.said)
+
+
+OOM = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, "
+NEEDS = "the total memory required for HLO temporaries (18.50G) exceeds available HBM"
+USED = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 2.00M of 1.00M"
+
+
+@pytest.mark.parametrize(
+  ("said", "temporary"), [(OOM + NEEDS, int(18.5 * 2**30)), (USED, 2**21 - 512)]
+)
+def test_what_the_compiler_gives_up_does_not_fit(said, temporary, mesh_fsdp8):
+  rows = NamedSharding(mesh_fsdp8, P("fsdp"))
+  x = jax.ShapeDtypeStruct((32, 32), jnp.float32, sharding=rows)
+  noted = _TooLarge(jax.jit(jnp.dot).lower(x, x), (x,))
+  noted.said = said
+  made = program.plan("product", noted, 8, CHIP, beside_bytes=7)
+  assert (made.argument_bytes, made.temporary_bytes) == (512, temporary)
+  assert made.peak_bytes == 512 + temporary == program.peak_of(noted)
+  assert made.held_bytes == made.peak_bytes + 7 and made.seconds is None
+  assert made.flops == 2 * 32**3
+  whole = Plan(
+    job="sft",
+    model="",
+    topology="",
+    mesh={},
+    devices=8,
+    chip=CHIP,
+    memory_bytes=1.0,
+    programs=[made],
+    tokens=1,
+    model_flops=1.0,
+  )
+  assert whole.fits is False and "does NOT fit" in str(whole)
+
+
+def test_another_error_of_the_compiler_is_raised(mesh_fsdp8):
+  rows = NamedSharding(mesh_fsdp8, P("fsdp"))
+  x = jax.ShapeDtypeStruct((32, 32), jnp.float32, sharding=rows)
+  noted = _TooLarge(jax.jit(jnp.dot).lower(x, x), (x,))
+  noted.said = "INTERNAL: Mosaic failed"
+  with pytest.raises(jax.errors.JaxRuntimeError, match="Mosaic"):
+    program.plan("product", noted, 8, CHIP)

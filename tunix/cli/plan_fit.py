@@ -83,6 +83,10 @@ def _changes(config: Any, shards: int) -> Iterator[tuple[str, Any]]:
   if config.model.remat != "offload":
     config = _with_model(config, remat="offload")
     yield "--model.remat=offload", config
+  if not config.training.offload_optimizer and config.lora is None:
+    training = dataclasses.replace(config.training, offload_optimizer=True)
+    config = dataclasses.replace(config, training=training)
+    yield "--training.offload_optimizer=true", config
   if not config.fits_adapter:
     return
   if config.lora is None:

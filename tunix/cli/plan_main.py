@@ -267,7 +267,7 @@ def advise(config: RunSettings, mesh: Mesh, made: Plan) -> str:
 
   def peak(config: RunSettings) -> int:
     noted = _noted(config, _trainer(config, mesh), mesh)
-    return program.peak_bytes(noted[STEP].compiled) + residents.beside(noted)[STEP]
+    return program.peak_of(noted[STEP]) + residents.beside(noted)[STEP]
 
   shards = math.prod(mesh.shape[axis] for axis in mesh_axes.data_axes(config.mesh))
   search = plan_fit.largest_micro_batch if made.fits else plan_fit.first_remedy

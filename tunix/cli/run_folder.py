@@ -32,6 +32,7 @@ FREE = (
   "training.eval_batch_size",
   "training.eval_every_n_steps",
   "training.max_inflight_computations",
+  "training.offload_optimizer",
   "model.remat",
   "model.scan_layers",
   "model.attention",

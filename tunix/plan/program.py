@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
 
 from tunix.perf import hlo_flops
 from tunix.perf.chips import Chip
-from tunix.plan import collectives, exposed
+from tunix.plan import collectives, exposed, residents
 from tunix.plan.collectives import Collective
+from tunix.utils import programs
 from tunix.utils.programs import Noted
 
 
@@ -120,7 +122,10 @@ def plan(
     beside_bytes: see ProgramPlan.
   """
   flops = hlo_flops.count_flops(noted.lowered).flops
-  compiled = noted.compiled
+  try:
+    compiled = noted.compiled
+  except jax.errors.JaxRuntimeError as error:
+    return _too_large(name, noted, flops, beside_bytes, error)
   memory: Any = compiled.memory_analysis()
   text = compiled.as_text() or ""
   sent = collectives.read(text, devices)
@@ -159,16 +164,57 @@ def plan(
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
   """Most that is alive at once on a device: the compiler's figure. XLA for CPUs gives
-  that of arguments and results alone, to which all temporaries are added then."""
+  that of arguments and results alone, to which all temporaries are added then; and for
+  TPUs it counts what lies in the host's memory too, so that all it allocates may be
+  less."""
   memory: Any = compiled.memory_analysis()
   live = (
     memory.argument_size_in_bytes
     + memory.output_size_in_bytes
     - memory.alias_size_in_bytes
   )
+  allocated = live + memory.temp_size_in_bytes
   if memory.peak_memory_in_bytes > live + 1024 or not memory.temp_size_in_bytes:
-    return memory.peak_memory_in_bytes
-  return live + memory.temp_size_in_bytes
+    return min(memory.peak_memory_in_bytes, allocated)
+  return allocated
+
+
+def peak_of(noted: Noted) -> int:
+  """The same of a program that may be too large to be compiled."""
+  try:
+    return peak_bytes(noted.compiled)
+  except jax.errors.JaxRuntimeError as error:
+    return _too_large("", noted, 0.0, 0, error).peak_bytes
+
+
+# What the TPU compiler says of a program for which memory is short.
+_NEEDS = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)|Used ([\d.]+)([KMGT]) of")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _too_large(
+  name: str, noted: Noted, flops: float, beside_bytes: int, error: Exception
+) -> ProgramPlan:
+  """A program that the compiler has given up for want of memory: what it says it needs.
+  Of its collectives and its time nothing is known."""
+  needs = _NEEDS.search(str(error))
+  if "RESOURCE_EXHAUSTED" not in str(error) or needs is None:
+    raise error
+  given = sum(map(residents.shard_bytes, programs.shapes_in(noted.args)))
+  size, unit = (needs[1], needs[2]) if needs[1] else (needs[3], needs[4])
+  temporary = int(float(size) * _UNITS[unit]) - (0 if needs[1] else given)
+  return ProgramPlan(
+    name=name,
+    argument_bytes=given,
+    output_bytes=0,
+    temporary_bytes=temporary,
+    peak_bytes=given + temporary,
+    flops=flops,
+    moved_bytes=float(given),
+    collectives=(),
+    runs=noted.calls,
+    beside_bytes=beside_bytes,
+  )
 
 
 def _over(amount: float, rate: float | None) -> float | None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 
 import jax
 
+from tunix.sft import offload
 from tunix.utils import programs
 from tunix.utils.programs import Noted
 
@@ -42,6 +43,8 @@ def beside(
 
 
 def shard_bytes(x: jax.ShapeDtypeStruct) -> int:
-  """Of a device."""
+  """Of a device; what lies in its host's memory takes nothing of it."""
+  if offload.is_on_host(x):
+    return 0
   shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
   return math.prod(shape) * jax.dtypes.itemsize_bits(x.dtype) // 8

@@ -74,6 +74,8 @@ class TrainingConfig:
     metrics_logging_options: backends and folder of the metrics; None: history only.
     profiler_options: trace some steps; None: none.
     data_sharding_axis: mesh axes that split the batch dimension.
+    offload_optimizer: keep the optimizer's state in the host's memory, and bring it to
+      the device for the update alone.
     max_inflight_computations: steps dispatched to the device and not yet finished; 0:
       no limit.
     metrics_prefix: put before every metric's name.
@@ -95,6 +97,7 @@ class TrainingConfig:
   metrics_logging_options: MetricsLoggerOptions | None = None
   profiler_options: ProfilerOptions | None = None
   data_sharding_axis: tuple[str, ...] = ("fsdp",)
+  offload_optimizer: bool = False
   max_inflight_computations: int = 2
   metrics_prefix: str = ""
   pbar_description: str | None = "Training"

@@ -98,7 +98,13 @@ class PeftTrainer:
     self.training_config = config
     self.perf_tracer = trainer_arguments.resolve_tracer(perf_tracer, config)
     tx = trainer_arguments.resolve_optimizer(optimizer, config)
-    self._state = TrainState(model, tx, self._train_step, self._eval_step)
+    self._state = TrainState(
+      model,
+      tx,
+      self._train_step,
+      self._eval_step,
+      offload_optimizer=config.offload_optimizer,
+    )
     self._loss = LossCall()
     # A subclass with a step of its own says itself what its batches mean: nothing in
     # them is checked or filled up. Looked at once, here.

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from tunix.ops.reductions import WeightedSum
-from tunix.sft import train_step
+from tunix.sft import offload, train_step
 from tunix.sft.module_state import ModuleState
 from tunix.sft.run_state import (
   RunState,
@@ -41,6 +41,7 @@ class TrainState:
     tx: the optimizer.
     train_loss, eval_loss: (model, batch) -> loss; traced on a merged module and one
       micro-batch.
+    offload_optimizer: see TrainingConfig.
 
   Attributes:
     module: the caller's module and its arrays.
@@ -56,6 +57,8 @@ class TrainState:
     tx: optax.GradientTransformation,
     train_loss: train_step.BatchLoss,
     eval_loss: train_step.BatchLoss,
+    *,
+    offload_optimizer: bool = False,
   ):
     self.module = ModuleState(model)
     self.tx = tx
@@ -63,6 +66,7 @@ class TrainState:
     self.home: mesh_lib.Mesh | None = None
     self.opt_state: Any = None
     self._train_loss, self._eval_loss = train_loss, eval_loss
+    self._offloads = offload_optimizer
     # {(kind, skip_jit): step}, each built once, until something it rests on changes.
     self._built: dict[tuple[str, bool], Callable[..., Any]] = {}
     self.place()
@@ -83,6 +87,11 @@ class TrainState:
       elif mesh is not None:
         layout = optimizer_shardings(self.opt_state, module.params, mesh)
         self.opt_state = jax.device_put(self.opt_state, layout)
+      if self._offloads:
+        offload.check(mesh)
+        where = jax.tree.map(lambda x: x.sharding, self.opt_state)
+        where = offload.layout(self.opt_state, where)
+        self.opt_state = jax.tree.map(mesh_lib.put, self.opt_state, where)
     self.mesh = mesh
     self.forget_steps()
     self.hand_back()
@@ -163,10 +172,14 @@ class TrainState:
   def _train_step(self, skip_jit: bool) -> Callable[..., Any]:
     key, skeleton, loss = ("train", skip_jit), self.module.skeleton, self._train_loss
     if key not in self._built:
+      tx = self.tx
+      if self._offloads:
+        where = jax.tree.map(lambda x: x.sharding, self.opt_state)
+        tx = offload.updated_on_device(tx, where)
       self._built[key] = (
-        train_step.make_train_step(skeleton, loss, self.tx)
+        train_step.make_train_step(skeleton, loss, tx)
         if skip_jit
-        else train_step.jit_train_step(skeleton, loss, self.tx, self._layout())
+        else train_step.jit_train_step(skeleton, loss, tx, self._layout())
       )
     return self._built[key]
 
@@ -178,8 +191,8 @@ class TrainState:
     return self._built[key]
 
   def _layout(self) -> tuple[Any, Any] | None:
-    """Shardings of (params, opt_state); None without a mesh."""
-    if self.mesh is None:
+    """Shardings of (params, opt_state); None where all is on one device."""
+    if self.mesh is None and not self._offloads:
       return None
     arrays = (self.module.params, self.opt_state)
     return jax.tree.map(lambda x: x.sharding, arrays)
