@@ -64,6 +64,29 @@ def test_the_page_has_every_recipe():
 
 
 @pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize(
+  ("name", "topology", "programs"),
+  [
+    ("gemma2_2b_qlora", "cpu:1", {"train step", "evaluation"}),
+    (
+      "qwen2p5_0p5b_grpo",
+      "cpu:8",
+      {"weight stamp", "unstack", "prefill", "decode", "actor update"},
+    ),
+  ],
+)
+def test_small_ones_compile_at_their_size(name, topology, programs, capsys):
+  (file,) = (file for file in RECIPES if file.stem == name)
+  assert cli.main(["plan", str(file), "--topology", topology, "--json"]) == 0
+  said = json.loads(capsys.readouterr().out)
+  assert {program["name"] for program in said["programs"]} == programs
+  assert said["mesh"] == config_lib.load([str(file)]).mesh
+  step = said["programs"][0 if "train step" in programs else -1]
+  assert step["flops"] > said["model_flops"] / 2 > 1e12  # it is no tiny model
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
   "file",
   [pytest.param(f, marks=[pytest.mark.ci] * (f.stem in IN_CI)) for f in RECIPES],

@@ -160,6 +160,15 @@ class Plan:
       if p.collectives
     ]
 
+  def _remedy(self) -> str:
+    """What to try first where it does not fit."""
+    largest = max(self.programs, key=lambda program: program.held_bytes).name
+    if self.job not in ("grpo", "ppo"):
+      return "--fit looks for settings that do"
+    sizes = {"update": "train", "scoring": "compute_logps", "stamp": "train"}
+    kind = sizes.get(largest.rpartition(" ")[2], "rollout")
+    return f"{largest} takes most: lower rl.{kind}_micro_batch_size, or take more chips"
+
   def _tail(self) -> list[str]:
     lines = []
     if self.fits is None:
@@ -169,6 +178,7 @@ class Plan:
       words = "fits" if self.fits else "does NOT fit"
       lines.append(
         f"{words}: {_gib(self.peak_bytes)} of {_gib(int(self.memory_bytes))} a device"
+        + ("" if self.fits or self.advice is not None else f"; {self._remedy()}")
       )
     host = max(program.host_bytes for program in self.programs)
     if host:
