@@ -10,6 +10,7 @@ from tests import toys
 from tests.generate import toy_ids
 from tunix.generate import batching, decode, layout
 from tunix.models.automodel import AutoModel
+from tunix.models.transformer.config import MoEConfig
 from tunix.perf.chips import Chip
 from tunix.plan import collectives
 from tunix.utils import mesh as mesh_lib
@@ -45,7 +46,9 @@ def decoded(split, mesh, gather):
     lowered = decode.advance.lower(graph, state, rules, out, memory, until)
     compiled = lowered.compile()
     found = compiled(state, rules, out, memory, until)[0].tokens
-  return np.asarray(found), collectives.read(compiled.as_text(), mesh.size)
+  return np.asarray(found), collectives.read(
+    compiled.as_text(), mesh.size if mesh else 1
+  )
 
 
 def of_weights(found):
@@ -88,3 +91,19 @@ def test_which_weights_are_laid_out_anew(split, monkeypatch):
     assert layout.for_decoding(model, state, None).step == step
   monkeypatch.setattr(layout, "chip_of", lambda device: chip(takes / 2))
   assert layout.for_decoding(model, state, None) is None
+
+
+def test_experts_that_ep_splits_stay_where_they_are():
+  mesh = mesh_lib.create_mesh({"fsdp": 2, "ep": 4})
+  experts = MoEConfig(num_experts=8, experts_per_token=2, hidden_dim=16)
+  config = toys.config(num_layers=1, moe=experts)
+  model = AutoModel.from_config(config, mesh)
+  tokens, found = decoded((model, *nnx.split(model)), mesh, True)
+  # Along ep, what each device's experts make of the tokens goes to whose they are; left
+  # to XLA, every device has the rows of all experts (and on TPUs the weights of all).
+  assert [x.group for x in found if x.kind == "reduce-scatter"] == [4]
+  rows = 4 * ROWS * experts.experts_per_token * 32
+  assert not [x for x in found if x.kind == "all-reduce" and x.bytes >= rows]
+  alone = AutoModel.from_config(config)
+  with_all = decoded((alone, *nnx.split(alone)), None, False)[0]
+  np.testing.assert_array_equal(tokens, with_all)

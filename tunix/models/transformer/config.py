@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from tunix.utils import checks
+from tunix.utils import checks, mesh as mesh_lib
 
 Axes = str | tuple[str, ...] | None
 Activation = Literal["silu", "gelu_tanh", "gelu"]
@@ -40,10 +40,11 @@ REMAT_POLICIES = {
 
 
 def scans(scan_layers: bool | None, num_layers: int) -> bool:
-  """Whether a stack runs by `lax.scan`: as its option says, else by its depth."""
+  """Whether a stack runs by `lax.scan`: as its option says, else by its depth and the
+  platform traced for, which is not this machine's where a plan is made."""
   if scan_layers is not None:
     return scan_layers
-  return jax.default_backend() != "cpu" or num_layers >= UNROLL_BELOW_LAYERS
+  return mesh_lib.context_platform() != "cpu" or num_layers >= UNROLL_BELOW_LAYERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

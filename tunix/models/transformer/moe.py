@@ -101,15 +101,22 @@ class MoE(nnx.Module):
 
   def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     mesh = mesh_lib.context_mesh()
-    # Of a single token a row weights are more than tokens: XLA moves the latter.
-    whole = mesh is None or x.shape[1] == 1 or self._adds_or_drops()
-    if mesh is not None and not whole and self.implementation == "ragged":
+    ours = self.implementation == "ragged" and not self._adds_or_drops()
+    if mesh is not None and ours and not self._is_left_to_xla(mesh, x):
       return self._on_mesh(mesh, x)
     weights, chosen = self.route(x)
     with jax.named_scope("experts"):
       if self.implementation == "dense":
         return self._dense(x, weights, chosen)
       return self._grouped(self.experts, Share(self._count), x, weights, chosen)
+
+  def _is_left_to_xla(self, mesh: Mesh | AbstractMesh, x: jax.Array) -> bool:
+    """Whether XLA finds the better way: of a single token a row weights are more than
+    tokens, and it moves the latter; but the weights of experts that ep splits, unless
+    they split the products of a step besides."""
+    return x.shape[1] == 1 and (
+      bool(self.rules.step) or self.rules.ep not in mesh.shape
+    )
 
   def _adds_or_drops(self) -> bool:
     """Whether qwix adds parameters in this call, or adapters draw masks, which would be
