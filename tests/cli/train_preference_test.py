@@ -179,7 +179,10 @@ def test_a_reference_of_its_own_and_one_from_disk(keys, tmp_path):
 
 
 def test_a_reward_model_judges_pairs(keys, files, capsys):
-  assert train(keys, job="reward", training__max_steps=30) == 0
+  # At the rate of the other tests, 0.01, one pair of four came out wrong on some
+  # processors; at this one margins are 5.8 or more, with each of six seeds.
+  settings = {"training__learning_rate": 0.003, "training__max_steps": 40}
+  assert train(keys, job="reward", **settings) == 0
   assert "train accuracy" in capsys.readouterr().out
   export = keys["output_dir"] / "export"
   assert AutoModel.from_pretrained(export).config.num_scores == 1
