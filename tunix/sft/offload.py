@@ -71,7 +71,7 @@ def updated_on_device(
       where,
     )
 
-  def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, Any]:
+  def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     updates, state = tx.update(updates, moved(state, _DEVICE), params)
     return updates, moved(state, _HOST)
 
