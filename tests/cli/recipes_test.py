@@ -142,10 +142,13 @@ def test_the_smallest_of_a_family_keeps_what_makes_it(name):
     ({"fsdp": 16, "tp": 4}, 8, {"fsdp": 2, "tp": 4}),
     ({"dp": 2, "fsdp": -1}, 8, {"dp": 2, "fsdp": -1}),
     ({"fsdp": 4, "ep": 2}, 8, {"fsdp": 4, "ep": 2}),
+    ({"fsdp": 1}, 8, {"fsdp": 8}),
+    ({"tp": 2, "fsdp": 2}, 8, {"tp": 2, "fsdp": 4}),
+    ({"tp": 2}, 8, {"tp": 2}),
   ],
 )
-def test_meshes_shrink_by_halves(mesh, devices, expected):
-  assert tiny.shrunk_mesh(mesh, devices) == expected
+def test_meshes_take_the_devices_there_are(mesh, devices, expected):
+  assert tiny.fitted_mesh(mesh, devices) == expected
 
 
 def test_tiny_needs_a_folder_and_a_model_that_is_known(tmp_path, capsys):

@@ -67,7 +67,7 @@ def layer(config: RunSettings) -> dict[str, Any]:
   _simulate()
   output = f"{config.output_dir.rstrip('/')}-tiny"
   model = str(write_model(config, pathlib.Path(output) / "model"))
-  mesh = shrunk_mesh(config.mesh, jax.device_count())
+  mesh = fitted_mesh(config.mesh, jax.device_count())
   # Half a prompt is another question.
   whole = isinstance(config.data, PromptSettings)
   values: dict[str, Any] = {
@@ -139,13 +139,16 @@ def make_tokenizer() -> TokenizerAdapter:
   )
 
 
-def shrunk_mesh(mesh: Mapping[str, int], devices: int) -> dict[str, int]:
-  """The axes of a mesh, the largest halved until as many devices hold it; an axis of
-  size -1 takes what the others leave."""
+def fitted_mesh(mesh: Mapping[str, int], devices: int) -> dict[str, int]:
+  """The axes of a mesh, the largest halved until as many devices hold it; of devices
+  that are left over the first axis that splits batches takes its share, as an axis of
+  size -1 does."""
   sizes = dict(mesh)
-  while math.prod(max(1, size) for size in sizes.values()) > devices:
+  while (used := math.prod(max(1, size) for size in sizes.values())) > devices:
     largest = max(sizes, key=lambda axis: sizes[axis])
     sizes[largest] //= 2
+  if -1 not in sizes.values() and (splitting := mesh_axes.data_axes(sizes)):
+    sizes[splitting[0]] *= devices // used
   return sizes
 
 

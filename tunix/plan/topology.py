@@ -139,9 +139,10 @@ def _tpu(name: str, kind: str) -> Topology:
 def _cpus(count: int) -> Sequence[Any]:
   if count < 1:
     raise ValueError(f"topology 'cpu:{count}': give at least one device")
-  # Where JAX runs already, or XLA_FLAGS says how many: see what it has.
-  with contextlib.suppress(RuntimeError):
-    jax.config.update("jax_num_cpu_devices", count)
+  # Where XLA_FLAGS says how many, or JAX runs already: see what it has.
+  if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    with contextlib.suppress(RuntimeError):
+      jax.config.update("jax_num_cpu_devices", count)
   devices = jax.devices("cpu")
   if len(devices) < count:
     raise RuntimeError(
