@@ -55,7 +55,9 @@ def measure(words: list[str], topology: str) -> tuple[int, int]:
   """(planned, taken) bytes of all devices."""
   import jax
 
-  from tunix.cli import build, config as config_lib, optimizer, plan_main
+  from tunix.cli import config as config_lib
+  from tunix.cli.build import build, optimizer
+  from tunix.cli.commands import plan as plan_main
   from tunix.cli.jobs.job import Loaded
   from tunix.cli.jobs.table import JOBS
   from tunix.generate.tokenizer_adapter import TokenizerAdapter

@@ -60,9 +60,9 @@ HEAVY = {
   "torch": set(),
   "tokenizers": {"generate/tokenizer_loading.py", "examples/quickstart/task.py"},
   "jsonschema": {"rl/json_schema.py"},
-  "filelock": {"cli/run_lock.py", "cli/data_sources.py"},
+  "filelock": {"cli/run/lock.py", "cli/build/data_sources.py"},
   "jinja2": {"generate/chat_template.py"},
-  "yaml": {"cli/yaml_text.py"},
+  "yaml": {"cli/settings/yaml_text.py"},
   "safetensors": set(),  # tests only: see models/tensor_files.py
   "tqdm": {"sft/progress_bar.py"},
 }

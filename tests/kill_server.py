@@ -159,8 +159,6 @@ def main() -> None:
   import grain  # noqa: F401
   import orbax.checkpoint  # noqa: F401
 
-  from tunix.cli import train_main  # noqa: F401
-
   assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
   for line in sys.stdin:
     print(_run(json.loads(line)), flush=True)

@@ -10,8 +10,8 @@ import re
 
 import pytest
 
-from tunix.cli import keys
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.settings import keys
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -10,14 +10,11 @@ import pytest
 import yaml
 
 from tests.cli import runs
-from tunix.cli import (
-  build,
-  completion_main,
-  config as config_lib,
-  dry_run,
-  init_main,
-)
+from tunix.cli import config as config_lib
+from tunix.cli.build import build
+from tunix.cli.commands import completion as completion_main, init as init_main
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.run import dry_run
 from tunix.models.automodel import AutoModel
 
 QUESTION = {"prompt": "Two and two?", "answer": "4"}

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from tests.cli import runs
-from tunix.cli import build, build_data, config as config_lib, mesh as mesh_axes
+from tunix.cli import config as config_lib
+from tunix.cli.build import build, data as build_data, mesh as mesh_axes
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora_modules
 from tunix.sft import metrics_logger as metrics

@@ -7,7 +7,8 @@ import types
 import pytest
 
 from tests.cli import runs
-from tunix.cli import loading, run_folder
+from tunix.cli.build import loading
+from tunix.cli.run import folder as run_folder
 from tunix.generate.sampler import Sampler
 
 

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from tunix.cli import config as config_lib, spelling
+from tunix.cli import config as config_lib
+from tunix.cli.settings import spelling
 from tunix.perf.metrics import PerfMetricsOptions
 
 

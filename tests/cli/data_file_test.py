@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from tests.cli import runs
-from tunix.cli import data_file
+from tunix.cli.commands import data_file
 from tunix.cli.jobs.table import JOBS
 
 ALPACA = {"instruction": "Add.", "input": "2 3", "output": "Five."}

@@ -8,8 +8,9 @@ import pytest
 
 from tests.cli import runs
 from tests.data.stored_test import write_shards
-from tunix.cli import build, build_data, config as config_lib, data_sources
-from tunix.cli.train_main import run
+from tunix.cli import config as config_lib
+from tunix.cli.build import build, data as build_data, data_sources
+from tunix.cli.commands.train import run
 from tunix.data.array_record import ArrayRecords
 from tunix.data.jsonl import JsonlRecords
 from tunix.data.mixture import Mixture

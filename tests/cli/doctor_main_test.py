@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from tunix.cli import doctor_main, main
+from tunix.cli import main
+from tunix.cli.commands import doctor as doctor_main
 
 
 def found(name, findings):

@@ -8,9 +8,12 @@ import pytest
 from tests.cli import runs
 from tests.models import hub_stand_in
 from tests.models.hub_stand_in import Model
-from tunix.cli import build, config as config_lib, export_main, run_folder
-from tunix.cli.run_folder import RunFolder
-from tunix.cli.train_main import prepare
+from tunix.cli import config as config_lib
+from tunix.cli.build import build
+from tunix.cli.commands import export as export_main
+from tunix.cli.commands.train import prepare
+from tunix.cli.run import folder as run_folder
+from tunix.cli.run.folder import RunFolder
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from tests import toys
-from tunix.cli import config as config_lib, optimizer
+from tunix.cli import config as config_lib
+from tunix.cli.build import optimizer
 from tunix.models import lora
 from tunix.models.automodel import AutoModel
 from tunix.utils import tree

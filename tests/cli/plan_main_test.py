@@ -6,14 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from tunix.cli import (
-  build,
-  config as config_lib,
-  main,
-  optimizer,
-  plan_fit,
-  plan_main,
-)
+from tunix.cli import config as config_lib, main
+from tunix.cli.build import build, optimizer
+from tunix.cli.commands import plan as plan_main, plan_fit
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
 from tunix.generate.tokenizer_adapter import TokenizerAdapter

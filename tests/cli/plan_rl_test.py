@@ -3,7 +3,9 @@
 import pytest
 
 from tests.cli.plan_main_test import MESH, TINY, trainer_of
-from tunix.cli import build, config as config_lib, plan_main
+from tunix.cli import config as config_lib
+from tunix.cli.build import build
+from tunix.cli.commands import plan as plan_main
 from tunix.cli.jobs.table import JOBS
 from tunix.plan import topology
 from tunix.utils import programs

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 from tests.cli import runs
-from tunix.cli import build, config as config_lib, precision
+from tunix.cli import config as config_lib
+from tunix.cli.build import build, precision
 from tunix.models import safetensors_saver, tensor_files
 from tunix.models.automodel import AutoModel
 

@@ -6,7 +6,9 @@ import re
 import pytest
 
 from tests.cli import runs
-from tunix.cli import config as config_lib, main as cli, mesh as mesh_axes, tiny
+from tunix.cli import config as config_lib, main as cli
+from tunix.cli.build import mesh as mesh_axes
+from tunix.cli.run import tiny
 from tunix.models import families, tiny as tiny_models
 
 RECIPES = sorted((runs.ROOT / "examples" / "recipes").glob("*.yaml"))

@@ -13,8 +13,11 @@ import pytest
 
 from tests.cli import runs
 from tests.cli.errors_test import copy_model
-from tunix.cli import build, build_data, config as config_lib, run_lock, train_main
-from tunix.cli.run_folder import RunFolder
+from tunix.cli import config as config_lib
+from tunix.cli.build import build, data as build_data
+from tunix.cli.commands import train as train_main
+from tunix.cli.run import lock as run_lock
+from tunix.cli.run.folder import RunFolder
 from tunix.models import tensor_files
 
 

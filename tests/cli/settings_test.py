@@ -11,12 +11,14 @@ import pytest
 import yaml
 
 from tests.cli import runs
-from tunix.cli import build, config as config_lib, keys, reference, spelling, yaml_text
-from tunix.cli.convert import Choice, convert, options, plain, section_of
+from tunix.cli import config as config_lib
+from tunix.cli.build import build
 from tunix.cli.jobs import preference, rl
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.run_folder import RunFolder
-from tunix.cli.settings import values_for
+from tunix.cli.run.folder import RunFolder
+from tunix.cli.settings import keys, reference, spelling, yaml_text
+from tunix.cli.settings.convert import Choice, convert, options, plain, section_of
+from tunix.cli.settings.run import values_for
 from tunix.rl.config import PromptSizes
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import TrainingConfig
@@ -369,7 +371,7 @@ def test_the_command_says_null_where_python_says_none():
 
 def test_base_config_is_what_the_dataclasses_say():
   assert yaml_text.BASE_PATH.read_text() == reference.base_config(), (
-    "run python -m tunix.cli.reference"
+    "run python -m tunix.cli.settings.reference"
   )
 
 

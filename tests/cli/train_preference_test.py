@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from tests.cli import runs
-from tunix.cli import build, config as config_lib, run_folder
+from tunix.cli import config as config_lib
+from tunix.cli.build import build
+from tunix.cli.run import folder as run_folder
 from tunix.models import lora, safetensors_saver
 from tunix.models.automodel import AutoModel
 

@@ -8,7 +8,8 @@ import pytest
 
 from tests.cli import runs
 from tests.perf import traces
-from tunix.cli import build, build_prompts, config as config_lib
+from tunix.cli import config as config_lib
+from tunix.cli.build import build, prompts as build_prompts
 from tunix.data.prompts import PromptBatches, read_prompts
 from tunix.models.automodel import AutoModel
 

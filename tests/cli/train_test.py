@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.cli import runs
-from tunix.cli import config as config_lib, train_main
-from tunix.cli.run_folder import RunFolder
+from tunix.cli import config as config_lib
+from tunix.cli.commands import train as train_main
+from tunix.cli.run.folder import RunFolder
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora, lora_modules
 from tunix.models.automodel import AutoModel

@@ -10,7 +10,8 @@ from tests.models.published import COUNTS
 
 pytest.importorskip("libtpu", reason="pip install 'tunix[tpu]'")
 from benchmarks import tpu_aot
-from tunix.cli import config as config_lib, plan_main
+from tunix.cli import config as config_lib
+from tunix.cli.commands import plan as plan_main
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from tunix.cli import keys, spelling, yaml_text
-from tunix.cli.convert import (
+from tunix.cli.jobs.table import JOBS
+from tunix.cli.settings import keys, spelling, yaml_text
+from tunix.cli.settings.convert import (
   Argument,
   Choice,
   convert,
@@ -25,8 +26,7 @@ from tunix.cli.convert import (
   section_of,
   takes_null,
 )
-from tunix.cli.jobs.table import JOBS
-from tunix.cli.settings import RunSettings
+from tunix.cli.settings.run import RunSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,26 +16,21 @@ from typing import Any
 
 import tunix
 
-# Name: (module with main(argv), what it does). Modules are imported when called.
+# Name -> (module with main(argv), what the command does). Modules are imported when
+# their command is called; a leading dot means the package tunix.cli.commands.
 COMMANDS = {
-  "train": ("tunix.cli.train_main", "fine-tune a model; again: resume"),
-  "generate": ("tunix.cli.generate_main", "continue prompts with a model"),
-  "chat": ("tunix.cli.chat_main", "talk with a model"),
-  "parity": (
-    "tunix.cli.parity_main",
-    "compare log-probs of decoding with scored ones",
-  ),
-  "eval": ("tunix.cli.eval.main", "measure a model on files of data"),
-  "export": ("tunix.cli.export_main", "write a run's model or adapter to a folder"),
-  "plan": ("tunix.cli.plan_main", "compile a run for chips that need not be here"),
-  "doctor": ("tunix.cli.doctor_main", "look whether this machine can train"),
-  "report": ("tunix.cli.report_main", "show runs as a page: curves, settings, samples"),
-  "data": ("tunix.cli.data_main", "show what a run would train on, and check it"),
-  "init": ("tunix.cli.init_main", "write a configuration to start from"),
-  "completion": (
-    "tunix.cli.completion_main",
-    "print completions for bash, zsh or fish",
-  ),
+  "train": (".train", "fine-tune a model; again: resume"),
+  "generate": (".generate", "continue prompts with a model"),
+  "chat": (".chat", "talk with a model"),
+  "parity": (".parity", "compare log-probs of decoding with scored ones"),
+  "eval": (".eval.main", "measure a model on files of data"),
+  "export": (".export", "write a run's model or adapter to a folder"),
+  "plan": (".plan", "compile a run for chips that need not be here"),
+  "doctor": (".doctor", "look whether this machine can train"),
+  "report": (".report", "show runs as a page: curves, settings, samples"),
+  "data": (".data", "show what a run would train on, and check it"),
+  "init": (".init", "write a configuration to start from"),
+  "completion": (".completion", "print completions for bash, zsh or fish"),
   "quickstart": (
     "tunix.examples.quickstart.main",
     "the whole way, without a download",
@@ -99,7 +94,7 @@ def _load(command: str) -> ModuleType:
     near = difflib.get_close_matches(command, COMMANDS, n=1)
     remedy = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
     raise ValueError(f"the command {command!r} is unknown: {remedy}")
-  return importlib.import_module(COMMANDS[command][0])
+  return importlib.import_module(COMMANDS[command][0], "tunix.cli.commands")
 
 
 def _guarded(command: str, argv: list[str], quiet: contextlib.ExitStack) -> int:

@@ -11,7 +11,7 @@ from flax import nnx
 
 from tests import toys_text
 from tests.cli import runs
-from tunix.cli import loading
+from tunix.cli.build import loading
 from tunix.data import chat
 from tunix.models import heads, safetensors_saver
 from tunix.models.automodel import AutoModel

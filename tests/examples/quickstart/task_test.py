@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tunix.cli import rewards
+from tunix.cli.build import rewards
 from tunix.data import pipeline, supervision
 from tunix.data.formats import JsonlRecords
 from tunix.data.prompts import read_prompts

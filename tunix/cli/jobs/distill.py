@@ -8,15 +8,14 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from tunix.cli import build, build_data, fingerprints, keys, mesh as mesh_axes
-from tunix.cli.build_data import RunData
-from tunix.cli.data_settings import RowSettings
+from tunix.cli.build import build, data as build_data, mesh as mesh_axes
+from tunix.cli.build.data import RunData
 from tunix.cli.jobs import sft
 from tunix.cli.jobs.job import Job, Loaded, length_of
-from tunix.cli.settings import (
-  Dtype,
-  StreamRun,
-)
+from tunix.cli.run import fingerprints
+from tunix.cli.settings import keys
+from tunix.cli.settings.data import RowSettings
+from tunix.cli.settings.run import Dtype, StreamRun
 from tunix.data.records import ANSWERED, PROMPTS, SFT, Kind
 from tunix.distillation import vocabulary
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig

@@ -10,9 +10,9 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from tunix.cli import build, build_data
-from tunix.cli.build_data import RunData
-from tunix.cli.settings import RunSettings
+from tunix.cli.build import build, data as build_data
+from tunix.cli.build.data import RunData
+from tunix.cli.settings.run import RunSettings
 from tunix.models.transformer.model import Transformer
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import Schedule

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from tunix.cli import build_data, fingerprints
-from tunix.cli.build_data import RunData
+from tunix.cli.build import data as build_data
+from tunix.cli.build.data import RunData
 from tunix.cli.jobs.job import Job, Loaded, length_of
-from tunix.cli.settings import StreamRun
+from tunix.cli.run import fingerprints
+from tunix.cli.settings.run import StreamRun
 from tunix.data.records import LABELLED, PAIRS, Kind
 from tunix.data.scan import Report
 from tunix.generate.tokenizer_adapter import TokenizerAdapter

@@ -8,16 +8,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from tunix.cli import build, build_prompts, keys, optimizer, rewards
-from tunix.cli.convert import Choice
-from tunix.cli.data_settings import DataSettings
+from tunix.cli.build import build, optimizer, prompts as build_prompts, rewards
+from tunix.cli.build.rewards import RewardSettings
 from tunix.cli.jobs.job import Job, Loaded, length_of
-from tunix.cli.rewards import RewardSettings
-from tunix.cli.settings import (
-  RunSettings,
-  TrainingSettings,
-  values_for,
-)
+from tunix.cli.settings import keys
+from tunix.cli.settings.convert import Choice
+from tunix.cli.settings.data import DataSettings
+from tunix.cli.settings.run import RunSettings, TrainingSettings, values_for
 from tunix.generate import batching
 from tunix.models.transformer.model import Transformer
 from tunix.rl import setup

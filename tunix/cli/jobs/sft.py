@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.cli.data_settings import RowSettings
 from tunix.cli.jobs.job import Job, Loaded, length_of
-from tunix.cli.settings import StreamRun
+from tunix.cli.settings.data import RowSettings
+from tunix.cli.settings.run import StreamRun
 from tunix.data import records
 from tunix.data.records import Kind
 from tunix.sft.config import TrainingConfig

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from tunix.cli.arguments import Parser
+from tunix.cli.commands.arguments import Parser
 from tunix.examples.quickstart.settings import Settings, prepare_output
 
 

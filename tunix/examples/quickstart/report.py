@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 
-from tunix.cli import tables
+from tunix.cli.commands import tables
 from tunix.examples.quickstart import questions
 from tunix.examples.quickstart.questions import Answer
 from tunix.examples.quickstart.settings import Settings

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
+
 from tunix.utils import checks
 
 # All that a quickstart leaves in its folder, so that --overwrite deletes nothing else.

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from tunix.cli import config as config_lib, train_main
+from tunix.cli import config as config_lib
+from tunix.cli.commands import train as train_main
 from tunix.cli.jobs import rl
 from tunix.examples.quickstart import task
 from tunix.examples.quickstart.settings import Settings

@@ -1,0 +1,30 @@
+"""The opening rule of docstrings (CONTRIBUTING.md, "How the text reads")."""
+
+import ast
+import pathlib
+
+PACKAGE = pathlib.Path(__file__).parent.parent / "tunix"
+
+# A docstring says what a thing does ("Returns ...") or what it is ("A batch of ...").
+# One that opens with a preposition or a question word makes its reader guess both.
+OPENINGS = {
+  *("of", "by", "with", "from", "for", "to", "in", "on", "at"),
+  *("what", "whether", "how", "where", "when", "which", "who", "why"),
+}
+
+
+def first_lines(path: pathlib.Path):
+  """Yields (line number, first line) of every docstring of a file."""
+  kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+  for node in ast.walk(ast.parse(path.read_text())):
+    if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+      yield getattr(node, "lineno", 1), text.splitlines()[0]
+
+
+def test_docstrings_open_with_a_verb_or_a_noun():
+  wrong = []
+  for path in sorted(PACKAGE.rglob("*.py")):
+    for number, line in first_lines(path):
+      if line.split(maxsplit=1)[0].strip("\"'`,.:;").lower() in OPENINGS:
+        wrong.append(f"{path.relative_to(PACKAGE)}:{number}: {line}")
+  assert not wrong, f"{len(wrong)} docstrings:\n" + "\n".join(wrong)

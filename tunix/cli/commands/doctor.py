@@ -1,0 +1,210 @@
+"""`tunix doctor`: what this machine has, and whether the basic things work on it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import tunix
+from tunix.cli.commands.arguments import Parser
+from tunix.perf import chips
+from tunix.sft.checkpoint_manager import CheckpointManager
+from tunix.sft.run_state import RunState
+from tunix.utils import capacity, mesh as mesh_lib
+
+_PACKAGES = (
+  *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "qwix", "numpy"),
+  *("tokenizers", "libtpu", "transformers", "torch"),
+)
+# Told as they are; of others only whether they are set.
+_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "HF_HOME")
+_SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
+_DISTRIBUTION = "tunix"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+  """One line of the page.
+
+  Attributes:
+    name: what was looked at.
+    text: what was found; of a failure, what to do.
+    ok: False: something does not work.
+  """
+
+  name: str
+  text: str
+  ok: bool = True
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs `tunix doctor`; returns 1 where something does not work."""
+  args = _parse(argv)
+  findings = examine(pathlib.Path(args.folder) if args.folder else None)
+  if args.json:
+    print(json.dumps([dataclasses.asdict(one) for one in findings], indent=2))
+  else:
+    width = max(len(one.name) for one in findings)
+    for one in findings:
+      print(f"{'  ' if one.ok else '! '}{one.name:<{width}}  {one.text}")
+  return 0 if all(one.ok for one in findings) else 1
+
+
+def examine(folder: pathlib.Path | None = None) -> list[Finding]:
+  """All findings, in order.
+
+  Args:
+    folder: where a checkpoint is tried; None: a temporary one.
+  """
+  return [
+    Finding("tunix", f"{tunix.__version__}, Python {platform.python_version()}"),
+    Finding("system", f"{platform.platform()}, {os.cpu_count()} processors"),
+    Finding("packages", ", ".join(_versions())),
+    *_other_tunix(),
+    *_extras(),
+    Finding("environment", ", ".join(_environment()) or "nothing is set"),
+    *_checked("devices", _devices),
+    *_checked("mesh", _collective),
+    *_checked("checkpoint", lambda: _checkpoint(folder)),
+  ]
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+  parser = Parser(
+    prog="tunix doctor",
+    description="One page about this machine, to look at or to add to a report of a "
+    "bug: versions, devices, a sum over all of them, a checkpoint written and read.",
+  )
+  parser.add_argument("--folder", help="try the checkpoint in this folder")
+  parser.add_argument("--json", action="store_true")
+  return parser.parse_args(list(argv))
+
+
+def _checked(name: str, look: Callable[[], str]) -> list[Finding]:
+  """What a look at something found, or why it failed."""
+  try:
+    return [Finding(name, look())]
+  except (RuntimeError, ValueError, OSError) as error:
+    reason = str(error).strip().partition("\n")[0]
+    return [Finding(name, f"{type(error).__name__}: {reason}", ok=False)]
+
+
+def _versions() -> list[str]:
+  out = []
+  for name in _PACKAGES:
+    try:
+      out.append(f"{name} {importlib.metadata.version(name)}")
+    except importlib.metadata.PackageNotFoundError:
+      continue
+  return out
+
+
+def _other_tunix() -> list[Finding]:
+  """Another library has our import name: both in one environment overwrite each other's
+  files."""
+  owners = importlib.metadata.packages_distributions().get("tunix", [])
+  others = sorted({name for name in owners if name.lower() != _DISTRIBUTION})
+  if not others:
+    return []
+  return [
+    Finding(
+      "import name",
+      f"{', '.join(others)} installs a package of the same name: keep the two in "
+      "environments of their own",
+      ok=False,
+    )
+  ]
+
+
+def _extras() -> list[Finding]:
+  """Which optional packages are missing, by extra."""
+  try:
+    wanted = importlib.metadata.requires(_DISTRIBUTION) or []
+  except importlib.metadata.PackageNotFoundError:
+    return [
+      Finding("extras", "tunix is not installed here, but imported from a folder")
+    ]
+  missing: dict[str, list[str]] = {}
+  for line in wanted:
+    found = re.match(r"""([\w.-]+).*extra\s*==\s*["']([\w-]+)["']""", line)
+    if found is None or found[1].lower() in (_DISTRIBUTION, "jax"):
+      continue
+    extra = missing.setdefault(found[2], [])
+    if not any(importlib.metadata.distributions(name=found[1])):
+      extra.append(found[1])
+  words = [
+    f"{extra} ({', '.join(names)} missing)" if names else f"{extra} is complete"
+    for extra, names in missing.items()
+  ]
+  return [Finding("extras", "; ".join(words))]
+
+
+def _environment() -> list[str]:
+  values = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+  return values + [f"{name} is set" for name in _SECRETS if os.environ.get(name)]
+
+
+def _devices() -> str:
+  devices = jax.devices()
+  first, count = devices[0], jax.process_count()
+  chip = chips.chip_of(first)
+  peak = "" if chip is None else f", {chip.flops / 1e12:,.0f} bfloat16 TFLOP/s each"
+  return (
+    f"{len(devices)} {first.platform} ({first.device_kind}){peak}, "
+    f"{capacity.memory_bytes() / 2**30:,.1f} GiB of memory in all, "
+    f"{count} process{'es' if count > 1 else ''}"
+  )
+
+
+def _mesh() -> Mesh:
+  return mesh_lib.create_mesh({"fsdp": len(jax.devices())})
+
+
+def _collective() -> str:
+  """A sum over all devices."""
+  mesh = _mesh()
+  rows = NamedSharding(mesh, P("fsdp"))
+  numbers = jax.jit(
+    lambda: jnp.arange(mesh.size, dtype=jnp.float32), out_shardings=rows
+  )
+  total = float(jax.jit(jnp.sum)(numbers()))
+  wanted = mesh.size * (mesh.size - 1) / 2
+  if total != wanted:
+    raise RuntimeError(f"the sum over {mesh.size} devices is {total}, and not {wanted}")
+  return f"fsdp {mesh.size}: a sum over all devices is right"
+
+
+def _checkpoint(folder: pathlib.Path | None) -> str:
+  """A checkpoint of an array over all devices, written and read."""
+  mesh = _mesh()
+  where = NamedSharding(mesh, P("fsdp"))
+  saved = jax.device_put(np.arange(4.0 * mesh.size, dtype=np.float32), where)
+  state = RunState(model_params={"x": saved}, progress={})
+  with tempfile.TemporaryDirectory(dir=folder, prefix="tunix-doctor-") as name:
+    free = shutil.disk_usage(name).free
+    manager = CheckpointManager(name)
+    manager.save_state(1, state, force=True)
+    manager.wait()
+    loaded = manager.restore_state(
+      dataclasses.replace(state, model_params={"x": jnp.zeros_like(saved)})
+    )
+    manager.close()
+  params = {} if loaded is None else loaded[1].model_params or {}
+  if not np.array_equal(params.get("x", ()), saved):
+    raise RuntimeError("what was read is not what was written")
+  place = "a temporary folder" if folder is None else str(folder)
+  return f"written and read in {place}, {free / 2**30:,.1f} GiB free there"

@@ -1,0 +1,147 @@
+"""What an evaluation found, on the terminal and as files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tunix.cli.commands import tables
+from tunix.rl import samples
+from tunix.utils import io
+
+PAGE = "samples.html"
+_HEADER = ("data", "metric", "value", "standard error")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Metric:
+  """A number.
+
+  Attributes:
+    name: with its unit.
+    value: the number.
+    error: its standard error over records; None for counts.
+  """
+
+  name: str
+  value: float
+  error: float | None = None
+
+  def cells(self) -> tuple[str, str, str]:
+    """Name, value and error as text."""
+    error = "" if self.error is None else f"{self.error:.4f}"
+    return self.name, _number(self.value), error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+  """The results on one file.
+
+  Attributes:
+    data: the file's name.
+    kind: of the evaluation.
+    metrics: the table.
+    records: one object a record, in the order of the file.
+    groups: the first of them, for the page; see `samples.page_of`.
+    headline: (what, number) above the page.
+    notes: what was left out, and why.
+  """
+
+  data: str
+  kind: str
+  metrics: Sequence[Metric]
+  records: Sequence[dict[str, Any]]
+  groups: Sequence[dict[str, Any]]
+  headline: tuple[str, float]
+  notes: Sequence[str] = ()
+
+
+def mean(name: str, values: np.ndarray) -> Metric:
+  """The mean over records with its standard error."""
+  values = np.asarray(values, np.float64)
+  error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else None
+  return Metric(name=name, value=float(values.mean()), error=error)
+
+
+def terminal(sections: Sequence[Section]) -> str:
+  """The table for people."""
+  parts = []
+  for section in sections:
+    rows = [
+      ("  " + name, value, f"± {error}" if error else "")
+      for name, value, error in (metric.cells() for metric in section.metrics)
+    ]
+    lines = [f"{section.kind}, {section.data}", tables.plain(rows)]
+    lines += [f"  note: {note}" for note in section.notes]
+    parts.append("\n".join(lines))
+  return "\n\n".join(parts)
+
+
+def write(
+  folder: pathlib.Path, sections: Sequence[Section], about: dict[str, Any]
+) -> None:
+  """Writes `results.json`, `table.md`, `table.csv`, `records.jsonl`, `samples.html`.
+
+  Args:
+    folder: made if missing; files of an earlier evaluation are replaced.
+    sections: the results.
+    about: what was evaluated, and how.
+
+  Raises:
+    OSError: the disk is full or not writable.
+  """
+  rows = [
+    (section.data, *metric.cells())
+    for section in sections
+    for metric in section.metrics
+  ]
+  results = [
+    {
+      "data": section.data,
+      "kind": section.kind,
+      "metrics": {
+        m.name: {"value": _finite(m.value), "standard_error": _finite(m.error)}
+        for m in section.metrics
+      },
+      "notes": list(section.notes),
+    }
+    for section in sections
+  ]
+  records = [
+    json.dumps({"data": section.data, **record}, default=str) + "\n"
+    for section in sections
+    for record in section.records
+  ]
+  page = samples.page_of(
+    [
+      {
+        "title": f"{section.kind} · {section.data} · {section.headline[0]}",
+        "batch_reward": _finite(section.headline[1]),
+        "groups": list(section.groups),
+      }
+      for section in sections
+    ]
+  )
+  io.write_json(folder / "results.json", {"about": about, "results": results})
+  files = {
+    "table.md": tables.markdown(_HEADER, rows) + "\n",
+    "table.csv": tables.as_csv(_HEADER, rows),
+    "records.jsonl": "".join(records),
+    PAGE: page,
+  }
+  for name, text in files.items():
+    io.write_atomic(folder / name, text.encode())
+
+
+def _finite(value: float | None) -> float | None:
+  return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _number(value: float) -> str:
+  return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"

@@ -1,0 +1,1 @@
+"""One training run: its folder, its processes, its result."""

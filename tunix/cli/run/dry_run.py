@@ -1,0 +1,121 @@
+"""`tunix train --dry-run`: the first batch, its rewards, the memory, the folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from tunix.cli.build import rewards
+from tunix.cli.build.data import RunData
+from tunix.cli.jobs.rl import RLRun
+from tunix.cli.run.folder import RunFolder
+from tunix.cli.settings.run import RunSettings
+from tunix.data import show
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.transformer.model import Transformer
+from tunix.rl.pipeline import PROMPTS
+from tunix.utils import capacity
+
+# Columns that hold what a good completion says; the first that is there is rewarded.
+_ANSWERS = ("answer", "response", "solution", "completion")
+
+
+def describe(
+  config: RunSettings,
+  model: Transformer,
+  tokenizer: TokenizerAdapter,
+  data: RunData,
+  optimizer: optax.GradientTransformation,
+  folder: RunFolder,
+) -> str:
+  """What a run would begin with, besides what it says itself.
+
+  Args:
+    config: settled.
+    model: shapes in place of weights.
+    tokenizer, data, optimizer: of the run.
+    folder: of the run; nothing is written into it.
+
+  Raises:
+    ValueError: a record that cannot be trained on.
+    RuntimeError: a reward function fails on the first record.
+  """
+  batch = next(iter(data.train))
+  lines = [_memory(config, model, optimizer), _first(batch, tokenizer)]
+  if isinstance(config, RLRun):
+    lines += _rewards(config, batch)
+  lines.append(_state(config, folder))
+  return "\n".join(line for line in lines if line)
+
+
+def _memory(
+  config: RunSettings, model: Transformer, optimizer: optax.GradientTransformation
+) -> str:
+  """Of what is held all the time; activations depend on the compiler."""
+  # Modules that are trained whole beside adapters are of this type too.
+  kind = nnx.Param if config.lora is None else nnx.LoRAParam
+  trained = nnx.state(model, kind)
+  moments = jax.eval_shape(optimizer.init, trained)
+  sizes = {
+    "weights": _bytes(nnx.state(model, (nnx.Param, nnx.LoRAParam))),
+    "gradients": _bytes(trained),
+    "optimizer": _bytes(moments),
+  }
+  parts = ", ".join(f"{name} {_readable(size)}" for name, size in sizes.items())
+  return (
+    f"memory: {parts}; on top come activations (`tunix plan` counts them) and other "
+    "models (references, teachers, critics); there are "
+    f"{_readable(capacity.memory_bytes())}"
+  )
+
+
+def _bytes(tree: Any) -> int:
+  leaves = jax.tree.leaves(tree)
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _readable(size: int) -> str:
+  return f"{size / 2**30:.2f} GiB" if size >= 2**27 else f"{size / 2**20:.1f} MiB"
+
+
+def _first(batch: Mapping[str, Any], tokenizer: TokenizerAdapter) -> str:
+  """The shapes of a micro-batch, and its first row as text."""
+  if PROMPTS in batch:
+    return f"first prompt:\n{batch[PROMPTS][0]}"
+  shapes = ", ".join(f"{name} {np.shape(x)}" for name, x in batch.items())
+  pairs = "prompt_ids" in batch
+  text = (show.describe_completions if pairs else show.describe_batch)(
+    batch, tokenizer, rows=1
+  )
+  return f"a micro-batch: {shapes}\nits first row, trained between « and »:\n{text}"
+
+
+def _rewards(config: RLRun, batch: Mapping[str, Any]) -> list[str]:
+  """The reward functions, called on one record."""
+  manager = rewards.build_rewards(config.reward)
+  if manager is None:
+    return []
+  row = {name: [values[0]] for name, values in batch.items() if name != PROMPTS}
+  said = next((str(row[name][0]) for name in _ANSWERS if name in row), "")
+  with manager:
+    output = manager.compute([batch[PROMPTS][0]], [said], row)
+  if problems := output.problems():
+    raise RuntimeError(
+      f"reward.functions fail on the first record with the completion {said!r}: "
+      f"{'; '.join(problems)}"
+    )
+  values = ", ".join(f"{name} {x[0]:g}" for name, x in output.by_function.items())
+  return [f"rewards of the completion {said!r}: {values}"]
+
+
+def _state(config: RunSettings, folder: RunFolder) -> str:
+  if folder.result(config) is not None:
+    return f"{folder.path}: this run is finished; nothing would be trained"
+  if steps := folder.steps():
+    return f"{folder.path}: would resume after step {steps[-1]}"
+  return f"{folder.path}: would begin a new run; nothing was written"

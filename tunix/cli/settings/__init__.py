@@ -1,0 +1,1 @@
+"""The settings of a run: keys, types, files, help."""

@@ -1,0 +1,128 @@
+"""Text of YAML to plain values and back: the only file that imports yaml."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import typing
+from typing import Any
+
+import yaml
+
+from tunix.cli.settings.convert import describe
+
+BASE_NAME = "base_config.yaml"
+BASE_PATH = pathlib.Path(__file__).parents[1] / BASE_NAME
+
+
+def read_file(name: str) -> dict[str, Any]:
+  """The keys of a YAML file; "base_config.yaml" is ours where there is no other.
+
+  Raises:
+    FileNotFoundError: no such file.
+    ValueError: invalid YAML, a key written twice, or no mapping.
+  """
+  path = _place(name)
+  if not path.is_file():
+    what = "a folder" if path.is_dir() else "no such file"
+    raise FileNotFoundError(f"config {name!r}: {what}; give a YAML file")
+  try:
+    text = path.read_text(encoding="utf-8")
+  except UnicodeDecodeError as error:
+    raise ValueError(f"{name} is no UTF-8 text: give a YAML file") from error
+  value = parse(text, name)
+  if value is None:
+    return {}
+  if not isinstance(value, dict):
+    raise ValueError(f"{name} holds {describe(value)}, expected `key: value` lines")
+  return value
+
+
+def key_lines(name: str) -> dict[str, int]:
+  """{dotted key: line, from 1} of a file that `read_file` reads."""
+  found: dict[str, int] = {}
+  node = yaml.compose(_place(name).read_text(encoding="utf-8"), Loader=_Loader)
+  _note_lines(node, "", found)
+  return found
+
+
+def _note_lines(node: Any, prefix: str, found: dict[str, int]) -> None:
+  if isinstance(node, yaml.MappingNode):
+    for key, value in node.value:
+      found[f"{prefix}{key.value}"] = key.start_mark.line + 1
+      _note_lines(value, f"{prefix}{key.value}.", found)
+
+
+def _place(name: str) -> pathlib.Path:
+  path = pathlib.Path(name).expanduser()
+  return BASE_PATH if name == BASE_NAME and not path.exists() else path
+
+
+def parse(text: str, origin: str) -> Any:
+  """What a text of YAML holds.
+
+  Args:
+    text: a file's, or a value's.
+    origin: where it stands, for error messages.
+
+  Raises:
+    ValueError: invalid YAML, or a key written twice; begins with `origin`.
+  """
+  try:
+    # A SafeLoader: it builds plain values only.
+    return yaml.load(text, Loader=_Loader)
+  except RecursionError as error:
+    raise ValueError(f"{origin}: nested too deeply: flatten it") from error
+  except yaml.YAMLError as error:
+    place = getattr(error, "problem_mark", None)
+    where = origin if place is None else f"{origin}:{place.line + 1}"
+    problem = getattr(error, "problem", None) or "it cannot be read"
+    raise ValueError(f"{where}: invalid YAML ({problem}): correct that line") from error
+
+
+def lines(value: Any) -> str:
+  """A value as YAML, a line a key, in the order that it has."""
+  return yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+
+
+def inline(value: Any) -> str:
+  """A value as YAML on one line."""
+  text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
+  return text.removesuffix("\n").removesuffix("\n...")
+
+
+class _Loader(yaml.SafeLoader):
+  """YAML 1.2's plain scalars: 1e-4 is a number, `no` and dates are text; a key written
+  twice in one mapping is an error."""
+
+  yaml_implicit_resolvers: typing.ClassVar[dict] = {}
+
+  def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+    keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+    for key in keys:
+      if keys.count(key) > 1:
+        raise yaml.constructor.ConstructorError(
+          None, None, f"the key {key!r} stands there twice", node.start_mark
+        )
+    return super().construct_mapping(node, deep=deep)
+
+
+_SCALARS = {
+  "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+  "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+  "int": (r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
+  "float": (
+    r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    list("-+.0123456789"),
+  ),
+}
+for _tag, (_pattern, _first) in _SCALARS.items():
+  _Loader.add_implicit_resolver(
+    f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first
+  )
+_Loader.add_constructor(
+  # YAML 1.1 would read 010 as eight.
+  "tag:yaml.org,2002:int",
+  lambda loader, node: int(str(node.value)),
+)

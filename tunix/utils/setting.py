@@ -1,0 +1,78 @@
+"""Facts about a field of a settings dataclass, declared at the field itself.
+
+Settings are frozen dataclasses of the whole library. The type, the default and the
+docstring of a field say what it means; `setting` adds what the `tunix` command must know
+about it: whether the value is a path, whether it may change when a run is resumed, and
+whether it is a key of the command at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+_KEY = "tunix"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts:
+  """What the command must know about a field besides its type and meaning.
+
+  Attributes:
+    path: "read" if the value names files, folders or hub ids that exist before the run;
+      "written" if it names a folder that the run creates; None if it is no path.
+    names_model: the value names a model folder or hub id.
+    may_change: a resumed run may have another value. On a field that holds a section,
+      it covers every key of the section.
+    python_only: the field is not a key of the command.
+    secret: the value must not appear in logs, pages or saved configurations.
+  """
+
+  path: Literal["read", "written"] | None = None
+  names_model: bool = False
+  may_change: bool = False
+  python_only: bool = False
+  secret: bool = False
+
+
+_NONE = Facts()
+
+
+def setting(
+  default: Any = dataclasses.MISSING,
+  *,
+  default_factory: Callable[[], Any] | Any = dataclasses.MISSING,
+  **facts: Any,
+) -> Any:
+  """Returns a dataclass field that carries `Facts`.
+
+  Args:
+    default: default value; without it and `default_factory` the field is required.
+    default_factory: function that makes the default, as in `dataclasses.field`.
+    **facts: attributes of `Facts`.
+
+  Example:
+    `max_steps: int | None = setting(None, may_change=True)`
+  """
+  metadata = {_KEY: Facts(**facts)}
+  if default_factory is not dataclasses.MISSING:
+    return dataclasses.field(default_factory=default_factory, metadata=metadata)
+  return dataclasses.field(default=default, metadata=metadata)
+
+
+def facts_of(field: dataclasses.Field[Any]) -> Facts:
+  """Returns the facts of a field; those of a plain field are all at their defaults."""
+  return field.metadata.get(_KEY, _NONE)
+
+
+def shared_values(kind: type, section: Any) -> dict[str, Any]:
+  """Returns the values of `section` for the fields that the dataclass `kind` also has.
+
+  Args:
+    kind: a dataclass type.
+    section: an instance of a dataclass.
+  """
+  known = {field.name for field in dataclasses.fields(kind)}
+  names = [f.name for f in dataclasses.fields(section) if f.name in known]
+  return {name: getattr(section, name) for name in names}
