@@ -451,7 +451,7 @@ class PeftTrainer(BaseTrainer):
         parts.append(self._state.evaluate(placed, skip_jit))
         span.device_end(parts[-1][0].total)
       self._reporter.bound(parts[-1][0])
-      self._run.stop_if_asked(signals)
+      self._run.stop_if_signalled(signals)
     return self._reporter.eval_means(
       parts, lambda aux: named_metrics(self._post_process_eval_step(aux)), tokens
     )
