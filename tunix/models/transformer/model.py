@@ -31,7 +31,8 @@ from tunix.models.transformer.config import (
   TransformerConfig,
 )
 from tunix.models.transformer.decoder_layer import DecoderLayer
-from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
+from tunix.models.transformer.layer_maker import LayerMaker
+from tunix.models.transformer.layers import Linear, slices
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.models.transformer.visibility import Visibility
 from tunix.ops.masks import positions_from_segments
@@ -50,38 +51,19 @@ class Transformer(nnx.Module):
   """
 
   def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-    c, rules = config, config.sharding
-    self.config = config
-    self.embed_tokens = Embedding(
-      c.vocab_size,
-      c.embed_dim,
-      spec=sharding.weight_spec("out_in", rules, False),
-      scale=c.embed_dim**0.5 if c.scale_embeddings else None,
-      param_dtype=c.param_dtype,
-      rngs=rngs,
-    )
+    c = self.config = config
+    make = LayerMaker(c.sharding, c.param_dtype, rngs)
+    scale = c.embed_dim**0.5 if c.scale_embeddings else None
+    self.embed_tokens = make.embedding(c.vocab_size, c.embed_dim, scale)
     self.layers = nnx.data(DecoderLayer(c, (c.num_layers,), rngs))
-    self.norm = RMSNorm(
-      c.embed_dim,
-      c.norm_eps,
-      offset=c.norm_offset,
-      spec=sharding.weight_spec("norm", rules, False),
-      param_dtype=c.param_dtype,
-    )
-
-    def head(width: int, kind: str) -> Linear:
-      return Linear(
-        c.embed_dim,
-        width,
-        spec=sharding.weight_spec(kind, rules, False),
-        param_dtype=c.param_dtype,
-        rngs=rngs,
-      )
-
-    untied = not c.tie_embeddings and c.num_scores is None
-    self.lm_head = nnx.data(head(c.vocab_size, "in_out") if untied else None)
-    scores = head(c.num_scores, "router") if c.num_scores is not None else None
-    self.score = nnx.data(scores)
+    self.norm = make.norm(c.embed_dim, c.norm_eps, c.norm_offset)
+    lm_head: Linear | None = None
+    score: Linear | None = None
+    if c.num_scores is not None:
+      score = make.linear(c.embed_dim, c.num_scores, "router")
+    elif not c.tie_embeddings:
+      lm_head = make.linear(c.embed_dim, c.vocab_size, "in_out")
+    self.lm_head, self.score = nnx.data(lm_head), nnx.data(score)
 
   @explicit.auto_inside(explicit.of_call)
   def __call__(
@@ -214,14 +196,7 @@ class Transformer(nnx.Module):
     if not isinstance(self.layers, DecoderLayer):
       return list(self.layers)
     graph, state = nnx.split(self.layers)
-    leaves, treedef = jax.tree.flatten(state)
-    # One split whose transpose is one concatenation: indexing each layer would add L
-    # zero-padded stacks in the backward pass.
-    parts = [jax.lax.split(x, (1,) * x.shape[0]) for x in leaves]
-    return [
-      nnx.merge(graph, treedef.unflatten([p[i].squeeze(0) for p in parts]))
-      for i in range(self.config.num_layers)
-    ]
+    return [nnx.merge(graph, one) for one in slices(state, self.config.num_layers)]
 
   def unstack(self) -> Transformer:
     """The same model with a list of layer modules, which runs unrolled.
