@@ -61,7 +61,7 @@ class MultimodalGemma3(Gemma3):
     self.vision_tower = VisionTower(vision, rngs=rngs)
     self.multi_modal_projector = Projector(vision, config.embed_dim, rngs=rngs)
 
-  @explicit.auto_inside(explicit.of_call)
+  @explicit.auto_inside(explicit.call_specs)
   def __call__(
     self,
     input_tokens: Int[Array, "B T"],
