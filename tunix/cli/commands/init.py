@@ -1,20 +1,21 @@
-"""`tunix init`: a configuration to start from, with comments.
+"""`tunix init`: a commented configuration to start from.
 
-What is written is what `tunix train --help` says: the fields of the job's dataclasses.
-Only the values that a person sets first stand here.
+The file has the keys that `tunix train --help` shows, which are the fields of the job's
+dataclasses. Only the values that most people set first are written here.
 """
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from tunix.cli import config as config_lib
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.settings import reference, yaml_text
+from tunix.cli.settings import keys, reference, yaml_text
 from tunix.utils import io
 
-# What a person sets first, with values to begin with: of all jobs that have the key ...
 _FIRST = {
   "output_dir": "out",
   "model.path": "my-model",
@@ -25,7 +26,6 @@ _FIRST = {
   "training.learning_rate": 2e-4,
   "checkpoint.save_every_n_steps": 50,
 }
-# ... and of single ones.
 _ROWS = {"data.max_length": 1024}
 _PAIRS = {"preference.max_prompt_length": 512, "preference.max_response_length": 512}
 _RL = {
@@ -48,9 +48,9 @@ _OF_JOB = {
 _HEAD = """\
 # tunix train --config {file}
 #
-# Job {job}. What stands without a comment sign is set; all else has the value that is
-# shown, and what it means above it. Arguments override: --training.max_steps=500.
-# `tunix train --dry-run --config {file}` looks whether everything is in its place.
+# Job {job}. A key with a comment sign has the value that is shown, its default; the
+# lines above a key explain it. Arguments override: --training.max_steps=500.
+# `tunix train --dry-run --config {file}` checks this file, the data and the model.
 """
 
 
@@ -58,38 +58,73 @@ def main(argv: Sequence[str]) -> None:
   """Runs `tunix init`.
 
   Raises:
-    ValueError: an unknown job, or a file that is there already.
+    ValueError: an unknown job, key or value, or a file that exists.
   """
-  parser = Parser("tunix init", "writes a configuration to start from, with comments")
+  parser = Parser("tunix init", "writes a configuration with comments to start from")
   parser.add_argument("job", metavar="JOB", help=", ".join(JOBS))
-  parser.add_argument("--output", metavar="FILE", help="JOB.yaml if not given")
-  args = parser.parse_args(argv)
+  parser.add_argument("--output", metavar="FILE", help="default: JOB.yaml")
+  parser.add_argument(
+    "--KEY.SUB=VALUE", dest="_", action="append", help="a key of `tunix train` to set"
+  )
+  args, rest = parser.parse_known_args(argv)
+  arguments = config_lib.parse_arguments(rest)
+  if arguments.files:
+    parser.error(f"unrecognized arguments: {' '.join(arguments.files)}")
   if args.job not in JOBS:
-    raise ValueError(f"the job {args.job!r} is unknown: use one of {', '.join(JOBS)}")
+    raise ValueError(f"job is {args.job!r}; expected one of {', '.join(JOBS)}")
   file = pathlib.Path(args.output or f"{args.job}.yaml").expanduser()
   if file.exists():
-    raise ValueError(
-      f"--output {file} is there already, and is not overwritten: give another file"
-    )
+    raise ValueError(f"--output is {file}, which exists; give the name of a new file")
   if not file.parent.is_dir():
     raise ValueError(
-      f"--output {file}: there is no folder {file.parent}: make it first"
+      f"--output is {file}; expected an existing folder. Make {file.parent} first"
     )
-  io.write_atomic(file, configuration(args.job, str(file)).encode())
-  print(
-    f"wrote {file}: set model.path and data.train, then "
-    f"`tunix train --dry-run --config {file}`"
-  )
+  values = _values(args.job, dict(arguments.overrides))
+  io.write_atomic(file, configuration(args.job, str(file), values).encode())
+  next_step = f"`tunix train --dry-run --config {file}`"
+  if not {"model.path", "data.train"} <= set(dict(arguments.overrides)):
+    next_step = f"set model.path and data.train, then {next_step}"
+  print(f"wrote {file}: {next_step}")
 
 
-def configuration(job: str, file: str) -> str:
-  """The text of a file for a job: keys to set first, the others as comments."""
+def _values(job: str, overrides: Mapping[str, str]) -> dict[str, Any]:
+  """Returns the keys to set first with their values, checked as `tunix train` does."""
   first = {"job": job, **_FIRST, **_OF_JOB[job]}
-  active = {key.partition(".")[0] for key in first}
+  texts = {key: yaml_text.inline(value) for key, value in first.items()} | overrides
+  config = config_lib.load([f"--{key}={text}" for key, text in texts.items()])
+  settings, values = keys.as_plain(config), {}
+  shown = {".".join(x.path) for x in reference.listing(job) if not x.is_section}
+  for key in texts:
+    path = key
+    while path and path not in shown:  # a key of a mapping, such as optimizer.args.b2
+      path = path.rpartition(".")[0]
+    if not path:
+      raise ValueError(
+        f"{key} is a short spelling; give the key of `tunix train --help`"
+      )
+    value: Any = settings
+    for part in path.split("."):
+      value = (value or {}).get(part)
+    if value is not None:
+      values[path] = value
+  return values
+
+
+def configuration(job: str, file: str, values: Mapping[str, Any] | None = None) -> str:
+  """Returns the text of a configuration file.
+
+  Args:
+    job: name of the job.
+    file: name of the file, for its first lines.
+    values: keys that are set, with their values; the others become comments. None: the
+      keys that most people set first.
+  """
+  values = _values(job, {}) if values is None else values
+  active = {key.partition(".")[0] for key in values}
   lines = [_HEAD.format(job=job, file=file).rstrip()]
   for line in reference.listing(job):
     section, depth = line.path[0], len(line.path)
-    # A section whose keys are all comments is one itself: an empty one says nothing.
+    # A section without any set key is a comment too: an empty one means nothing.
     mark = "" if section in active else "# "
     indent = mark + "  " * (depth - 1)
     lines += [""] * (depth == 1)
@@ -97,8 +132,8 @@ def configuration(job: str, file: str) -> str:
     key = ".".join(line.path)
     if line.is_section:
       lines.append(f"{indent}{line.path[-1]}:")
-    elif key in first:
-      lines.append(f"{indent}{line.path[-1]}: {yaml_text.inline(first[key])}")
+    elif key in values:
+      lines.append(f"{indent}{line.path[-1]}: {yaml_text.inline(values[key])}")
     else:
       sign = "" if mark else "# "
       value = yaml_text.inline(line.value)
