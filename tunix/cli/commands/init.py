@@ -14,7 +14,8 @@ from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import reference, yaml_text
 from tunix.utils import io
 
-# What a person sets first, with values to begin with: of all jobs that have the key ...
+# Keys that every job has and a person sets first, with values to start from. A job adds
+# its own as `Job.first_values`.
 _FIRST = {
   "output_dir": "out",
   "model.path": "my-model",
@@ -24,25 +25,6 @@ _FIRST = {
   "training.global_batch_size": 8,
   "training.learning_rate": 2e-4,
   "checkpoint.save_every_n_steps": 50,
-}
-# ... and of single ones.
-_ROWS = {"data.max_length": 1024}
-_PAIRS = {"preference.max_prompt_length": 512, "preference.max_response_length": 512}
-_RL = {
-  "reward.functions": ["exact_match"],
-  "rollout.max_prompt_length": 256,
-  "rollout.max_tokens_to_generate": 256,
-  "training.learning_rate": 1e-5,
-}
-_OF_JOB = {
-  "sft": _ROWS,
-  "dpo": _PAIRS,
-  "orpo": _PAIRS,
-  "kto": _PAIRS,
-  "reward": _PAIRS,
-  "distill": {**_ROWS, "distill.teacher": "my-teacher"},
-  "grpo": _RL,
-  "ppo": _RL,
 }
 
 _HEAD = """\
@@ -84,7 +66,7 @@ def main(argv: Sequence[str]) -> None:
 
 def configuration(job: str, file: str) -> str:
   """The text of a file for a job: keys to set first, the others as comments."""
-  first = {"job": job, **_FIRST, **_OF_JOB[job]}
+  first = {"job": job, **_FIRST, **JOBS[job].first_values}
   active = {key.partition(".")[0] for key in first}
   lines = [_HEAD.format(job=job, file=file).rstrip()]
   for line in reference.listing(job):

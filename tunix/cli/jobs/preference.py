@@ -370,11 +370,15 @@ def _labelled_example(config: KTORun) -> dict[str, np.ndarray]:
 
 _PAIRS = {"loss": "loss", "accuracy": "rewards/accuracy"}
 _LENGTH = length_of("preference", "max_prompt_length", "max_response_length")
+_FIRST = {"preference.max_prompt_length": 512, "preference.max_response_length": 512}
 
 # A pair is two.
 _PAIR_SEQUENCES = lambda config: 2 * config.training.global_batch_size
 
 DPO = Job(
+  summary="DPO and the other losses of pairs; preference.loss chooses one",
+  records=(PAIRS,),
+  first_values=_FIRST,
   settings=DPORun,
   data=build_compared_data,
   build=_build_dpo,
@@ -385,6 +389,9 @@ DPO = Job(
   sequences=_PAIR_SEQUENCES,
 )
 ORPO = Job(
+  summary="ORPO, from pairs and without a reference model",
+  records=(PAIRS,),
+  first_values=_FIRST,
   settings=ORPORun,
   build=_build_orpo,
   results=_PAIRS,
@@ -394,6 +401,9 @@ ORPO = Job(
   sequences=_PAIR_SEQUENCES,
 )
 KTO = Job(
+  summary="KTO, from completions labelled good or bad",
+  records=(LABELLED,),
+  first_values=_FIRST,
   settings=KTORun,
   data=build_labelled_data,
   build=_build_kto,
@@ -404,6 +414,9 @@ KTO = Job(
   example=_labelled_example,
 )
 REWARD = Job(
+  summary="a reward model from pairs",
+  records=(PAIRS,),
+  first_values=_FIRST,
   settings=RewardRun,
   build=_build_reward,
   results=_PAIRS,

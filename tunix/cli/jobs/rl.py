@@ -15,6 +15,7 @@ from tunix.cli.settings import keys
 from tunix.cli.settings.convert import Choice
 from tunix.cli.settings.data import DataSettings
 from tunix.cli.settings.run import RunSettings, TrainingSettings, values_for
+from tunix.data import records
 from tunix.generate import batching, capacity
 from tunix.models.transformer.model import Transformer
 from tunix.rl import setup
@@ -352,6 +353,14 @@ def _sequences(config: RLRun) -> int:
 
 
 GRPO = Job(
+  summary="reinforcement learning without a critic; algorithm.name chooses a variant",
+  records=(records.PROMPTS,),
+  first_values={
+    "reward.functions": ["exact_match"],
+    "rollout.max_prompt_length": 256,
+    "rollout.max_tokens_to_generate": 256,
+    "training.learning_rate": 1e-5,
+  },
   settings=GRPORun,
   check=check,
   data=build_prompts.build_prompts,
@@ -365,4 +374,6 @@ GRPO = Job(
   shorter=_shorter,
   sequences=_sequences,
 )
-PPO = dataclasses.replace(GRPO, settings=PPORun)
+PPO = dataclasses.replace(
+  GRPO, summary="reinforcement learning with a critic", settings=PPORun
+)
