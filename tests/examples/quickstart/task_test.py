@@ -8,7 +8,7 @@ import pytest
 from tunix.cli.build import rewards
 from tunix.data import pipeline, supervision
 from tunix.data.formats import JsonlRecords
-from tunix.data.prompts import read_prompts
+from tunix.data.records import PROMPT_ROWS
 from tunix.examples.quickstart import task
 from tunix.rl.rewards import RewardManager
 
@@ -66,8 +66,9 @@ def tokenizer():
 def test_the_files_are_what_both_jobs_read(data):
   for suffix, count in (("", 960), ("_eval", 40)):
     assert JsonlRecords(data.path(f"sft{suffix}")).validate() == {"prompt": count}
-    rows = read_prompts(data.path(f"prompts{suffix}")).rows
-    assert len(rows) == count and rows[0].keys() == {"prompts", "answer"}
+    prompts = JsonlRecords(data.path(f"prompts{suffix}"), PROMPT_ROWS)
+    columns = [read.extra.keys() for read in prompts.read()]
+    assert columns == [{"answer"}] * count
 
 
 def test_nothing_held_out_is_trained_on(data):

@@ -8,14 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from tunix.cli.build import build, optimizer, prompts as build_prompts, rewards
+from tunix.cli.build import build, optimizer, rewards
 from tunix.cli.build.rewards import RewardSettings
 from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.settings import keys
 from tunix.cli.settings.convert import Choice
 from tunix.cli.settings.data import DataSettings
 from tunix.cli.settings.run import RunSettings, TrainingSettings, values_for
-from tunix.data import records
+from tunix.data.records import PROMPT_ROWS, PROMPTS, Kind
 from tunix.generate import batching, capacity
 from tunix.models.transformer.model import Transformer
 from tunix.rl import setup
@@ -196,6 +196,16 @@ class RLRun(RunSettings):
         "compared with it; set algorithm.beta, or leave it out"
       )
 
+  def kind(self, *, training: bool) -> Kind:
+    """Returns the kind of the records: prompts with columns."""
+    del training
+    return PROMPT_ROWS
+
+  def row_keys(self, kind: Kind) -> dict[str, str]:
+    """Returns the key of the longest prompt."""
+    del kind
+    return {"max_prompt_length": "rollout.max_prompt_length"}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPORun(RLRun):
@@ -354,7 +364,7 @@ def _sequences(config: RLRun) -> int:
 
 GRPO = Job(
   summary="reinforcement learning without a critic; algorithm.name chooses a variant",
-  records=(records.PROMPTS,),
+  records=(PROMPTS,),
   first_values={
     "reward.functions": ["exact_match"],
     "rollout.max_prompt_length": 256,
@@ -363,8 +373,6 @@ GRPO = Job(
   },
   settings=GRPORun,
   check=check,
-  data=build_prompts.build_prompts,
-  count_steps=build_prompts.count_steps,
   build=build_learner,
   results={"reward": REWARD},
   batch=_batch,
