@@ -126,7 +126,7 @@ def test_labelled_answers():
     ([1, -1, 1, 1], "row 1 of the batch: the label is -1"),
     ([1, 0, 0.2, 1], "row 2 of the batch: the label is 0.2"),
     ([True, True, True, None], "row 3 of the batch: the label is None"),
-    ([True], r"labels have shape \(1,\): expected \(4,\)"),
+    ([True], r"labels have shape \(1,\)"),
     (np.ones((4, 1), bool), r"labels have shape \(4, 1\)"),
   ],
 )

@@ -30,6 +30,7 @@ from tunix.sft import (
 from tunix.sft.base_trainer import BaseTrainer
 from tunix.sft.batch_source import BatchSource
 from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
+from tunix.sft.interrupts import DeferredSignals
 from tunix.sft.losses import LossCall, batch_fields
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.module_state import ModuleState
@@ -39,7 +40,6 @@ from tunix.sft.step_metrics import StepReporter, matmul_params
 from tunix.sft.train_state import OptimizerView, TrainState
 from tunix.sft.trainer_arguments import named_metrics
 from tunix.sft.windows import Window
-from tunix.utils.interrupts import DeferredSignals
 
 __all__ = [
   "CheckpointOptions",

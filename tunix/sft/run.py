@@ -26,9 +26,9 @@ from tunix.sft import best as best_lib
 from tunix.sft.best import Best
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.config import TrainingConfig
+from tunix.sft.interrupts import DeferredSignals, Stopped
 from tunix.sft.run_state import Position, RunState
 from tunix.utils import coordination, mesh as mesh_lib
-from tunix.utils.interrupts import DeferredSignals, Stopped
 
 _log = logging.getLogger(__name__)
 

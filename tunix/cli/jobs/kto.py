@@ -129,6 +129,9 @@ def _example(config: KTORun) -> dict[str, np.ndarray]:
 
 
 KTO = Job(
+  summary="KTO, from completions labelled good or bad",
+  records=(LABELLED,),
+  first_values=preference.FIRST_VALUES,
   settings=KTORun,
   data=_build_data,
   build=_build,

@@ -323,11 +323,18 @@ def _example(config: Any) -> dict[str, np.ndarray]:
 
 _PAIRS = {"loss": "loss", "accuracy": "rewards/accuracy"}
 LENGTH = length_of("preference", "max_prompt_length", "max_response_length")
+FIRST_VALUES = {
+  "preference.max_prompt_length": 512,
+  "preference.max_response_length": 512,
+}
 
 # A pair is two sequences.
 _PAIR_SEQUENCES = lambda config: 2 * config.training.global_batch_size
 
 DPO = Job(
+  summary="DPO and the other losses of pairs; preference.loss chooses one",
+  records=(PAIRS,),
+  first_values=FIRST_VALUES,
   settings=DPORun,
   data=build_compared_data,
   build=_build_dpo,
@@ -338,6 +345,9 @@ DPO = Job(
   sequences=_PAIR_SEQUENCES,
 )
 ORPO = Job(
+  summary="ORPO, from pairs and without a reference model",
+  records=(PAIRS,),
+  first_values=FIRST_VALUES,
   settings=ORPORun,
   build=_build_orpo,
   results=_PAIRS,
@@ -347,6 +357,9 @@ ORPO = Job(
   sequences=_PAIR_SEQUENCES,
 )
 REWARD = Job(
+  summary="a reward model from pairs",
+  records=(PAIRS,),
+  first_values=FIRST_VALUES,
   settings=RewardRun,
   build=_build_reward,
   results=_PAIRS,

@@ -20,6 +20,7 @@ from tunix.data.batches import SINGLE, Rows
 from tunix.data.records import Text
 from tunix.ops import kto
 from tunix.ops.reductions import WeightedSum
+from tunix.perf import programs
 from tunix.perf.trace import NoopTracer
 from tunix.sft import sharding_utils
 from tunix.sft.dpo import completions
@@ -28,7 +29,6 @@ from tunix.sft.dpo.preference_config import CompletionsConfig
 from tunix.sft.dpo.reference import ReferenceModel, reference_for
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
-from tunix.utils import programs
 
 __all__ = ["KTOConfig", "KTODataInput", "KTOTrainer", "KTOTrainingInput"]
 
