@@ -324,7 +324,7 @@ def test_settings_out_of_range_fail_before_anything_is_sampled():
     ({"epsilon_c": 1.1}, "above the upper clip"),
     ({"epsilon_low": 1.5}, "epsilon_low is 1.5"),
     ({"loss_algo": "rloo"}, "ratio of its whole row"),
-    ({"kl_corrected": True, "beta": 0.0}, "kl_corrected corrects"),
+    ({"kl_corrected": True, "beta": 0.0}, "kl_corrected"),
   ):
     with pytest.raises(ValueError, match=message):
       GRPOConfig(**options)
@@ -421,16 +421,16 @@ def test_reward_workers_end_although_the_last_checkpoint_is_not_written(
 
 
 def test_no_prompts_is_an_error():
-  with pytest.raises(ValueError, match="gave no batch"):
+  with pytest.raises(ValueError, match="has no batches"):
     clusters.grpo().train([])
 
 
 def test_refusals():
   with pytest.raises(ValueError, match="reference"):
     clusters.grpo({"beta": 0.1})
-  with pytest.raises(ValueError, match="temperature is 0"):
+  with pytest.raises(ValueError, match="temperature"):
     clusters.grpo(rollout={"temperature": 0.0})
-  with pytest.raises(ValueError, match="shared_prompt=True"):
+  with pytest.raises(ValueError, match="shared_prompt is True"):
     clusters.grpo({"shared_prompt": True}, actor=trainers.tokens_only())
   with pytest.raises(ValueError, match="at least 2"):
     GRPOConfig(num_generations=1)

@@ -232,6 +232,7 @@ def rollouts_of(
 
 
 def _width(rows: Sequence[np.ndarray], limit: int, bucketed: bool) -> int:
+  """Returns the width of an array that holds the rows."""
   longest = max(map(len, rows))
   if longest > limit:
     raise ValueError(

@@ -142,12 +142,6 @@ class RLLearner(BaseTrainer):
     number = self._progress.rollouts
     return self._experience.rollouts(batch, mode, number, self._shape_rewards)
 
-  def _kl_penalty(
-    self, rollouts: Rollouts
-  ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Calls `Experience.kl_penalty`."""
-    return self._experience.kl_penalty(rollouts)
-
   def _example(
     self,
     rollouts: Rollouts,
