@@ -245,7 +245,7 @@ def test_the_teacher_does_not_drop_out():
   known = sft.tokens_only(1, rate=0.5)
   known.train()
   t = trainers.trainer(student=sft.tokens_only(0), known=known)
-  asked = [t._ask(sft.small(0)) for _ in range(2)]
+  asked = [t._teacher_output(sft.small(0)) for _ in range(2)]
   np.testing.assert_array_equal(*asked)
 
 

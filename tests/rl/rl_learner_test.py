@@ -421,7 +421,7 @@ def test_reward_workers_end_although_the_last_checkpoint_is_not_written(
 
 
 def test_no_prompts_is_an_error():
-  with pytest.raises(ValueError, match="has no batches"):
+  with pytest.raises(ValueError, match="training data"):
     clusters.grpo().train([])
 
 
