@@ -216,6 +216,7 @@ class DistillationTrainer(PeftTrainer):
       return teacher.look_up(self._loss.input_fn(batch))
     axes = self.training_config.data_sharding_axis
     out = inference.apply(teacher, self._teacher_score, {"batch": batch}, axes)
+    # On a mesh, the step places the teacher's output like the rest of the batch.
     device = None if self._state.mesh is not None else self._state.devices()[0]
     return jax.tree.map(lambda x: to_device(x, device), out)
 

@@ -203,6 +203,8 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
         f"on_policy_fraction is {share} and a batch has no completions for the other "
         'steps: add them under "completions", or set the fraction to 1'
       )
+    # All processes must decide alike, and a resumed run as before: the choice follows
+    # from the seed and the step.
     return np.random.default_rng((self.on_policy.seed, step)).random() < share
 
   def _sampled(self, batch: Prompts, step: int, first: int) -> Prompts:

@@ -170,6 +170,7 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
     source = _merged(source)
   variables = _by_path(target)
   held = _arrays(variables)
+  # Arrays that both models share are left out here: they need no stamp.
   arrays = _matched(_arrays(_by_path(source)), held)
   new = stamp.leaf_stamps(arrays)
   old = stamp.leaf_stamps({path: held[path] for path in arrays})
@@ -223,6 +224,7 @@ def _matched(
         f"parameter {path!r} has shape {x.shape} in the source and "
         f"{held[path].shape} in the target: they are models of different sizes"
       )
+    # Cast before stamping: a bfloat16 target never equals float32 weights bit by bit.
     if not backbone.same_memory(x, held[path]):
       out[path] = x.astype(held[path].dtype)
   return out

@@ -251,6 +251,7 @@ class RLLearner(BaseTrainer):
         source.end()
         return
       self._update(example, skip_jit)
+    # Only now the batch counts as trained: an interrupted step is sampled again.
     self._log_rollouts()
     self._progress.rollouts += 1
     self._progress.data_state = source.commit()
