@@ -2,9 +2,9 @@
 
 Both choices go through the vocabulary in blocks of 256 tokens. A draw first picks a
 block by its total probability, then a token inside it. That is the same distribution
-with V / 256 + 256 random numbers a row instead of V. For 32 rows of 32,000 tokens on two
-CPU cores it takes 0.9 ms instead of 23 ms, which was half a decode step. Greedy choice
-by blocks vectorises; one argmax over the vocabulary (3.9 ms) does not.
+with V / 256 + 256 random numbers a row instead of V. For 32 rows of 32,000 tokens on
+two CPU cores it takes 0.9 ms instead of 23 ms, which was half a decode step. Greedy
+choice by blocks vectorises; one argmax over the vocabulary (3.9 ms) does not.
 """
 
 from __future__ import annotations
