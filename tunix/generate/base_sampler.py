@@ -141,29 +141,10 @@ class BaseSampler:
         `SamplingOptions`) or not honoured by this sampler; or more tokens than the
         sampler holds.
     """
-    options = SamplingOptions(
-      max_generation_steps=max_generation_steps,
-      max_prompt_length=max_prompt_length,
-      echo=echo,
-      return_logits=return_logits,
-      eos_tokens=eos_tokens,
-      forbidden_tokens=forbidden_tokens,
-      temperature=temperature,
-      top_p=top_p,
-      top_k=top_k,
-      beam_size=beam_size,
-      seed=seed,
-      pad_output=pad_output,
-      min_p=min_p,
-      num_samples=num_samples,
-      stop_strings=stop_strings,
-      return_logprobs=return_logprobs,
-      include_eos=include_eos,
-      length_penalty=length_penalty,
-      exact=exact,
-      first_prompt=first_prompt,
-      engine_options=engine_options or {},
-    )
+    # Every parameter but the prompts is an option of the same name.
+    arguments: dict[str, Any] = {**locals(), "engine_options": engine_options or {}}
+    names = [field.name for field in dataclasses.fields(SamplingOptions)]
+    options = SamplingOptions(**{name: arguments[name] for name in names})
     return self._sample(self._token_ids(input_strings, options), options)
 
   def _sample(

@@ -98,7 +98,8 @@ def search(
     grown, source, ends = _grow(logits, live, rules, limits, steps)
     score = grown.scores / (steps + 1.0) ** length_penalty
     score = jnp.where(ends & ~done[:, None], score, -jnp.inf)[:, :beams]
-    new = dataclasses.replace(grown.pick(_first(grown, beams)), scores=score)
+    top = jax.tree.map(lambda x: x[:, :beams], grown)
+    new = dataclasses.replace(top, scores=score)
     ended = _best(jax.tree.map(lambda *x: jnp.concatenate(x, 1), ended, new), beams)[0]
     open_scores = jnp.where(ends, -jnp.inf, grown.scores)
     live, index = _best(dataclasses.replace(grown, scores=open_scores), beams)
@@ -154,11 +155,6 @@ def _grow(logits, live: Beams, rules: Rules, limits, steps):
     stopped=stopped,
   )
   return grown, source, stopped | (steps + 1 >= limits)[:, None]
-
-
-def _first(beams: Beams, count: int) -> jax.Array:
-  """Returns the index of the first `count` beams, for `pick`."""
-  return jnp.broadcast_to(jnp.arange(count), (beams.scores.shape[0], count))
 
 
 def _best(beams: Beams, count: int) -> tuple[Beams, jax.Array]:

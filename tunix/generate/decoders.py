@@ -45,12 +45,13 @@ _OWN_CACHE = Decoder(
 # Only our cache is known well enough to move its slots: another model's cache may
 # count its tokens in a place that we cannot see.
 _OURS = _OWN_CACHE._replace(shift=memory.shift, can_split_products=True)
+# Without a cache, prompts start at slot 0: there is no padding to move them over.
 _NO_CACHE = Decoder(
   recompute.prefill,
   recompute.step,
   recompute.repeat,
-  recompute.shift,
-  recompute.cache_bytes,
+  shift=lambda memory, by: memory,
+  cache_bytes=lambda model, slots: 0,
 )
 
 

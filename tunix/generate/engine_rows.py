@@ -12,14 +12,21 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from tunix.generate import batching
+from tunix.generate import batching, outputs
+from tunix.generate.base_sampler import SamplerOutput
 from tunix.generate.options import SamplingOptions
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import safetensors_saver
 from tunix.models.transformer.model import Transformer
 
 # The distribution of an engine's log-probs. "raw": the model's own. "processed": the
 # one that tokens are drawn from, after temperature and filters.
 LogprobKind = Literal["raw", "processed"]
+
+
+# One completion: its token ids with the one that ended it; one log-prob a token, in
+# nats (empty if the call does not ask for them); and "eos", "stop" or "length".
+Answer = tuple[np.ndarray, Sequence[float], str]
 
 
 class EngineError(RuntimeError):
@@ -72,19 +79,34 @@ def seeds(options: SamplingOptions, prompts: int) -> list[int]:
   return [int(x >> 2) for x in made[first:]]
 
 
-def logprob_columns(
-  logprobs: Sequence[Sequence[float]], options: SamplingOptions, kind: LogprobKind
-) -> dict[str, Any]:
-  """Returns the `logprobs` and `sampling_logprobs` of `outputs.sampler_output`.
+def sampler_output(
+  tokenizer: TokenizerAdapter,
+  prompts: Sequence[np.ndarray],
+  options: SamplingOptions,
+  rows: Sequence[Answer],
+  kind: LogprobKind,
+) -> SamplerOutput:
+  """Builds the output of a call from an engine's answers.
 
   Args:
-    logprobs: the engine's, one a token for each row, in nats.
+    tokenizer: turns ids into text.
+    prompts: P prompts, int32 ids each.
     options: options of the call.
-    kind: distribution of `logprobs`. The other kind is derived if both are equal by
-      definition, and left out otherwise.
+    rows: P * num_samples answers, the samples of a prompt next to each other.
+    kind: distribution of the log-probs. The other kind is derived if both are equal by
+      definition, and None otherwise.
   """
-  if not options.return_logprobs:
-    return {}
+  tokens, logprobs, reasons = zip(*rows)
+  columns = _logprob_columns(logprobs, options, kind) if options.return_logprobs else {}
+  return outputs.sampler_output(
+    tokenizer, prompts, options, tokens=tokens, finish_reasons=reasons, **columns
+  )
+
+
+def _logprob_columns(
+  logprobs: Sequence[Sequence[float]], options: SamplingOptions, kind: LogprobKind
+) -> dict[str, Any]:
+  """Returns the `logprobs` and `sampling_logprobs` of an output."""
   given = [np.asarray(row, np.float32) for row in logprobs]
   if options.temperature == 0:  # Nothing is drawn: 0 by definition of SamplerOutput.
     drawn = [np.zeros_like(row) for row in given]

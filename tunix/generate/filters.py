@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 _HEAD = 256  # best tokens of a row that are sorted
-_BLOCK = 256  # tokens of a block; sums by blocks vectorise, and round less
+BLOCK = 256  # tokens of a block; sums by blocks vectorise, and round less
 _INFINITY_BITS = 0x7F800000  # the bits of float32 infinity
 
 Rule = Float[Array, " B"]
@@ -78,7 +78,7 @@ def _top_p(
     p: [B], share of their probability.
   """
   mass = jnp.where(depth <= bound[:, None], jnp.exp(-depth), 0)
-  threshold = p * _total(_blocks(mass))
+  threshold = p * _total(blocks(mass))
   reached = jnp.cumsum(jnp.exp(-head), axis=1) >= threshold[:, None]
   place = jnp.argmax(reached, axis=1)
   quick = jnp.take_along_axis(head, place[:, None], axis=1)[:, 0]
@@ -110,8 +110,8 @@ def _bisect(depth: jax.Array, weights: jax.Array, threshold: jax.Array) -> jax.A
   numbers: 31 halvings of the integer range find the exact depth. The result is infinite
   if the weights never reach the threshold.
   """
-  bits = _blocks(jax.lax.bitcast_convert_type(depth, jnp.int32), _INFINITY_BITS)
-  weights = _blocks(weights)
+  bits = blocks(jax.lax.bitcast_convert_type(depth, jnp.int32), _INFINITY_BITS)
+  weights = blocks(weights)
 
   def halve(_, ends):
     low, high = ends
@@ -127,11 +127,11 @@ def _bisect(depth: jax.Array, weights: jax.Array, threshold: jax.Array) -> jax.A
   )
 
 
-def _blocks(x: jax.Array, fill: int = 0) -> jax.Array:
+def blocks(x: jax.Array, fill: float = 0) -> jax.Array:
   """Reshapes [B, V] to [B, ceil(V / block), block], padded with `fill`."""
-  padding = ((0, 0), (0, -x.shape[1] % _BLOCK))
-  return jnp.pad(x, padding, constant_values=fill).reshape(x.shape[0], -1, _BLOCK)
+  padding = ((0, 0), (0, -x.shape[1] % BLOCK))
+  return jnp.pad(x, padding, constant_values=fill).reshape(x.shape[0], -1, BLOCK)
 
 
-def _total(blocks: jax.Array) -> jax.Array:
-  return jnp.sum(jnp.sum(blocks, axis=-1), axis=-1)
+def _total(blocked: jax.Array) -> jax.Array:
+  return jnp.sum(jnp.sum(blocked, axis=-1), axis=-1)

@@ -46,18 +46,6 @@ def repeat(model: Any, memory: Memory, source: Int[Array, " B"] | int) -> Memory
   return rows_of(memory[0], source), rows_of(memory[1], source)
 
 
-def shift(memory: Memory, by: Int[Array, ""]) -> Memory:
-  """Returns the state unchanged: prompts start at slot 0, so no padding is in front."""
-  del by
-  return memory
-
-
-def cache_bytes(model: Any, slots: int) -> int:
-  """Returns 0: there is no cache besides the tokens themselves."""
-  del model, slots
-  return 0
-
-
 def _logits_at(model: Any, tokens: jax.Array, index: jax.Array) -> jax.Array:
   """Returns float32 [B, V] logits at position `index` of each row."""
   adapted = calling.adapt(model)

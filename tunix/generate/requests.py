@@ -234,10 +234,7 @@ def _planned_key(make: Callable[[], jax.Array], mesh: Mesh | None) -> Any:
 
 
 def _draw(
-  options: SamplingOptions,
-  rows: int,
-  vocab_size: int | None,
-  key: jax.Array,
+  options: SamplingOptions, rows: int, vocab_size: int | None, key: jax.Array
 ) -> decode.Draw:
   """Returns the choice of tokens for all rows; unused filters are None."""
   is_greedy = options.temperature == 0

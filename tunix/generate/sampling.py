@@ -18,7 +18,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from tunix.generate import filters
 
-_BLOCK = 256
 Leaf = Any  # a traced array inside a program, a host array where it is called
 
 
@@ -91,10 +90,10 @@ def row_keys(
 
 def greedy(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
   """Returns the most likely token of each row, int32; of equal tokens the first."""
-  blocks = _blocks(logits)
+  blocks = filters.blocks(logits, -jnp.inf)
   block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
   inside = jnp.argmax(_pick(blocks, block), axis=-1)
-  return (block * _BLOCK + inside).astype(jnp.int32)
+  return (block * filters.BLOCK + inside).astype(jnp.int32)
 
 
 def scale(
@@ -119,12 +118,12 @@ def sample(keys: Key[Array, " B"], logits: Float[Array, "B V"]) -> Int[Array, " 
     keys: one key a row, see `row_keys`.
     logits: -inf excludes a token.
   """
-  blocks = _blocks(logits)
+  blocks = filters.blocks(logits, -jnp.inf)
   first, second = jnp.unstack(jax.vmap(jax.random.split)(keys), axis=1)
   draw = jax.vmap(jax.random.categorical)
   block = draw(first, jax.nn.logsumexp(blocks, axis=-1))
   inside = draw(second, _pick(blocks, block))
-  return (block * _BLOCK + inside).astype(jnp.int32)
+  return (block * filters.BLOCK + inside).astype(jnp.int32)
 
 
 def token_logps(
@@ -146,13 +145,6 @@ def forbid(
 def is_in(tokens: Int[Array, " B"], ids: Int[Array, " E"]) -> Bool[Array, " B"]:
   """Returns True for each token that is one of `ids`."""
   return jnp.any(tokens[:, None] == ids, axis=-1)
-
-
-def _blocks(logits: jax.Array) -> jax.Array:
-  """Reshapes [B, V] to [B, ceil(V / block), block], padded with -inf."""
-  padding = -logits.shape[-1] % _BLOCK
-  padded = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf)
-  return padded.reshape(logits.shape[0], -1, _BLOCK)
 
 
 def _pick(blocks: jax.Array, index: jax.Array) -> jax.Array:

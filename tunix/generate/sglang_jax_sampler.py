@@ -18,7 +18,7 @@ import numpy as np
 from tunix.generate import engine_rows, outputs
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.generate.engine_http import Client
-from tunix.generate.engine_rows import EngineError
+from tunix.generate.engine_rows import Answer, EngineError
 from tunix.generate.options import SamplingOptions
 from tunix.models.transformer.model import Transformer
 
@@ -91,17 +91,9 @@ class SglangJaxSampler(BaseSampler):
       )
     answers = self._client.ask_all("/generate", self._bodies(prompts, options))
     rows = [self._row(answer, options) for answer in answers]
-    tokens, logprobs, reasons = map(list, zip(*rows))
     # The engine takes its log-probs after the temperature and before the filters.
     kind = "raw" if options.temperature == 1 else "processed"
-    return outputs.sampler_output(
-      self.tokenizer,
-      prompts,
-      options,
-      tokens=tokens,
-      finish_reasons=reasons,
-      **engine_rows.logprob_columns(logprobs, options, kind),
-    )
+    return engine_rows.sampler_output(self.tokenizer, prompts, options, rows, kind)
 
   def update_weights(self, source: Transformer | str | os.PathLike[str]) -> None:
     """Restarts the server with other weights.
@@ -132,9 +124,7 @@ class SglangJaxSampler(BaseSampler):
       )
 
   def _bodies(
-    self,
-    prompts: Sequence[np.ndarray],
-    options: SamplingOptions,
+    self, prompts: Sequence[np.ndarray], options: SamplingOptions
   ) -> list[dict[str, Any]]:
     """Returns the JSON body of each completion's request."""
     filters = options.filters
@@ -165,10 +155,7 @@ class SglangJaxSampler(BaseSampler):
       for _ in range(options.num_samples)
     ]
 
-  def _row(
-    self, answer: Any, options: SamplingOptions
-  ) -> tuple[np.ndarray, list[float], str]:
-    """Returns the token ids, log-probs and finish reason of one answer."""
+  def _row(self, answer: Any, options: SamplingOptions) -> Answer:
     meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
     found = meta.get("output_token_logprobs")
     if not found:

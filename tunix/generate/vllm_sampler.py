@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from tunix.generate import engine_rows, outputs
+from tunix.generate import engine_rows
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.generate.engine_http import Client, Refused
-from tunix.generate.engine_rows import EngineError, LogprobKind
+from tunix.generate.engine_rows import Answer, EngineError, LogprobKind
 from tunix.generate.options import SamplingOptions
 from tunix.models.transformer.model import Transformer
 
@@ -86,18 +86,9 @@ class VllmSampler(BaseSampler):
     """
     answers = self._client.ask_all("/v1/completions", self._bodies(prompts, options))
     choices = [x for answer in answers for x in self._choices(answer, options)]
-    tokens = [_token_ids(choice) for choice in choices]
-    reasons = [_finish_reason(choice) for choice in choices]
-    logprobs = [
-      _logprobs(choice, len(ids), options) for choice, ids in zip(choices, tokens)
-    ]
-    return outputs.sampler_output(
-      self.tokenizer,
-      prompts,
-      options,
-      tokens=tokens,
-      finish_reasons=reasons,
-      **engine_rows.logprob_columns(logprobs, options, self.logprob_kind),
+    rows = [_row(choice, options) for choice in choices]
+    return engine_rows.sampler_output(
+      self.tokenizer, prompts, options, rows, self.logprob_kind
     )
 
   def update_weights(self, source: Transformer | str | os.PathLike[str]) -> None:
@@ -165,9 +156,7 @@ class VllmSampler(BaseSampler):
     return kinds[mode]
 
   def _bodies(
-    self,
-    prompts: Sequence[np.ndarray],
-    options: SamplingOptions,
+    self, prompts: Sequence[np.ndarray], options: SamplingOptions
   ) -> list[dict[str, Any]]:
     """Returns the JSON body of each prompt's request."""
     is_greedy, filters = options.temperature == 0, options.filters
@@ -215,35 +204,24 @@ class VllmSampler(BaseSampler):
     return choices * (options.num_samples // count)
 
 
-def _token_ids(choice: dict[str, Any]) -> np.ndarray:
-  tokens = choice.get("token_ids")
+def _row(choice: dict[str, Any], options: SamplingOptions) -> Answer:
+  tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
   if tokens is None:
     raise EngineError(
       "vLLM answered without token ids: it does not know return_token_ids; use a "
       "version from 0.11 on"
     )
-  return np.asarray(tokens, np.int32)
-
-
-def _finish_reason(choice: dict[str, Any]) -> str:
-  """Returns "eos", "stop" or "length"; vLLM calls the first two "stop"."""
-  reason = choice.get("finish_reason")
   if reason not in ("stop", "length"):
     raise EngineError(
       f"vLLM ended a completion with {reason!r}, neither stop nor length"
     )
-  # `stop_reason` is the stop string, or the id of the end-of-sequence token.
-  is_eos = reason == "stop" and not isinstance(choice.get("stop_reason"), str)
-  return "eos" if is_eos else reason
-
-
-def _logprobs(
-  choice: dict[str, Any], length: int, options: SamplingOptions
-) -> list[float]:
-  """Returns one log-prob a token; an empty list if the call does not ask for them."""
-  if not options.return_logprobs:
-    return []
-  found = (choice.get("logprobs") or {}).get("token_logprobs") or []
-  if len(found) != length:
-    raise EngineError(f"vLLM answered {len(found)} log-probs for {length} tokens")
-  return found
+  # vLLM says "stop" for both; `stop_reason` is the stop string, or the id of the
+  # end-of-sequence token.
+  if reason == "stop" and not isinstance(choice.get("stop_reason"), str):
+    reason = "eos"
+  logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+  if options.return_logprobs and len(logprobs) != len(tokens):
+    raise EngineError(
+      f"vLLM answered {len(logprobs)} log-probs for {len(tokens)} tokens"
+    )
+  return np.asarray(tokens, np.int32), logprobs, reason
