@@ -164,7 +164,7 @@ def test_hidden_states_make_the_scores():
   "options, message",
   [
     ({"group_size": 3}, "group_size is 3, expected at least 1 and a divisor of the 4"),
-    ({"group_size": 2, "tile_rows": 2}, "leave one of them out"),
+    ({"group_size": 2, "tile_rows": 2}, "tile_rows is 2 and group_size is 2"),
     ({"tile_rows": 0}, "tile_rows is 0"),
     ({"tile_tokens": 64}, "tile_rows is None"),
     ({"tile_rows": 2, "tile_tokens": 9}, "prompts and completions have 14"),

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from tunix.generate import decoders
 from tunix.models import calling
 from tunix.models.calling import Sequences
 from tunix.models.transformer import dropout, sharding
@@ -186,12 +187,7 @@ def score_values(
 
   Args:
     critic: a model with one score a position (`heads.with_scores`), or a user's model
-      that returns [B, T, 1].
-    prompt_ids: see `score_completions`.
-    prompt_mask: see `score_completions`.
-    completion_ids: see `score_completions`.
-    completion_mask: see `score_completions`.
-    group_size: see `score_completions`.
+      that returns [B, T, 1]. The other arguments are those of `score_completions`.
 
   Raises:
     ValueError: the model returns more than one number a position.
@@ -328,7 +324,7 @@ def _before(rows: _Rows, count: int | None = None) -> jax.Array:
 
 def _splits_tokens(model: Any) -> bool:
   """Returns True if the mesh axis `cp` splits the tokens of a row over devices."""
-  rules = getattr(getattr(model, "config", None), "sharding", None)
+  rules = decoders.sharding_rules(model)
   return rules is not None and sharding.token_axis(rules) is not None
 
 
