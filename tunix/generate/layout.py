@@ -17,7 +17,6 @@ The rows of the KV cache, and attention over them, stay on their devices.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from tunix.utils import mesh as mesh_lib
 _SHARE = 0.25
 
 # Fewest columns (or rows) of a split weight on a device. A narrower weight, such as an
-# adapter's, is kept whole: splitting it would save nothing and cost a transfer.
+# adapter's, is kept whole: splitting it would save little memory.
 _MIN_WIDTH = 8
 
 # Option of `Sampler` and RolloutConfig, see `for_decoding`.
@@ -129,8 +128,8 @@ def split_products(model: nnx.Module, axes: tuple[str, ...]) -> None:
 
 def _whole(rules: ShardingRules, leaves: list[Any]) -> Layout | None:
   """Returns the layout without the batch axes; None if nothing changes."""
-  without = functools.partial(_without, _axes(rules))
-  out = tuple(_moved(leaf, without) for leaf in leaves)
+  axes = _axes(rules)
+  out = tuple(_moved(leaf, lambda _, x: _without(axes, x)) for leaf in leaves)
   return None if _stays(out) else Layout(leaves=out)
 
 
@@ -150,7 +149,7 @@ def _split(rules: ShardingRules, leaves: list[Any]) -> Layout | None:
       )
       for size, names in zip(leaf.shape, out)
     )
-    return out if fits else _without(axes, leaf, entries)
+    return out if fits else _without(axes, entries)
 
   out = tuple(_moved(leaf, turned) for leaf in leaves)
   if _stays(out):
@@ -169,12 +168,11 @@ def _used(axes: tuple[str, ...], leaves: list[Any]) -> tuple[str, ...]:
   return tuple(axis for axis in axes if axis in names)
 
 
-def _without(axes: tuple[str, ...], leaf: Any, entries: _Entries) -> _Entries:
+def _without(axes: tuple[str, ...], entries: _Entries) -> _Entries:
   """Removes axes from the last two dimensions, the ones of a matrix.
 
   Dimensions before them keep their axes: experts stay split over the devices.
   """
-  del leaf
   # Two empty entries in front make a vector, or a scalar, look like a matrix.
   *lead, rows, columns = [(), (), *entries]
   left = [tuple(name for name in e if name not in axes) for e in (rows, columns)]
@@ -183,7 +181,7 @@ def _without(axes: tuple[str, ...], leaf: Any, entries: _Entries) -> _Entries:
 
 def _turned(axes: tuple[str, ...], entries: _Entries) -> _Entries:
   """Moves axes to the other of a matrix's two dimensions, which are the last two."""
-  left = _without(axes, None, entries)
+  left = _without(axes, entries)
   if len(left) < 2:
     return left
   *lead, rows, columns = left
@@ -196,7 +194,12 @@ def _turned(axes: tuple[str, ...], entries: _Entries) -> _Entries:
 def _moved(
   leaf: Any, change: Callable[[Any, _Entries], _Entries]
 ) -> NamedSharding | None:
-  """Returns the leaf's sharding with changed entries; None if it stays the same."""
+  """Returns the leaf's sharding with changed entries; None if it stays the same.
+
+  Args:
+    leaf: array or shape with a sharding.
+    change: `(leaf, entries) -> entries`, see `_entries`.
+  """
   entries = _entries(leaf)
   if entries is None:
     return None
