@@ -16,8 +16,8 @@ from tunix.data import records, render, rows
 from tunix.data.records import Text
 from tunix.data.render import Rendered
 from tunix.data.rows import SideBySide
+from tunix.data.tally import Tally
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.utils.tally import Tally
 
 BadRows = Literal["error", "skip"]
 Rows = dict[str, np.ndarray]

@@ -27,7 +27,8 @@ from tunix.generate import (
 )
 from tunix.generate.layout import Layout
 from tunix.generate.sampling import Draw, Leaf
-from tunix.utils import mesh as mesh_lib, programs
+from tunix.perf import programs
+from tunix.utils import mesh as mesh_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,12 +14,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix.generate import batching, decode, decoders, layout
+from tunix.generate import batching, capacity, decode, decoders, layout
 from tunix.generate.batching import Limits, Shape
 from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.models import calling
-from tunix.utils import capacity, mesh as mesh_lib, programs
+from tunix.perf import programs
+from tunix.utils import mesh as mesh_lib
 
 _LONG_ROW = 2**20  # slots, see `_check_memory`
 

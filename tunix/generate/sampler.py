@@ -30,7 +30,8 @@ from tunix.generate.completions import Increment, RowReader
 from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.generate.requests import Request
-from tunix.utils import checks, mesh as mesh_lib, programs
+from tunix.perf import programs
+from tunix.utils import checks, mesh as mesh_lib
 
 # Options whose result exists only when all rows have ended.
 NOT_STREAMED = frozenset({"echo", "pad_output", "return_logits", "beam_size", "exact"})

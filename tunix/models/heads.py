@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 from tunix.models.transformer import sharding
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
-from tunix.utils import mesh as mesh_lib, programs
+from tunix.perf import programs
+from tunix.utils import mesh as mesh_lib
 
 
 def with_scores(

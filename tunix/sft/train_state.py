@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from tunix.ops.reductions import WeightedSum
+from tunix.perf import programs
 from tunix.sft import offload, train_step
 from tunix.sft.module_state import ModuleState
 from tunix.sft.run_state import (
@@ -22,7 +23,7 @@ from tunix.sft.run_state import (
   unflatten_optimizer,
 )
 from tunix.sft.train_step import Group, StepMetrics
-from tunix.utils import mesh as mesh_lib, programs
+from tunix.utils import mesh as mesh_lib
 
 
 class OptimizerView(NamedTuple):

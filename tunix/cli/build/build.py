@@ -24,6 +24,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import (
   automodel,
   families,
+  hub,
   lora,
   quantisation,
   safetensors_saver,
@@ -32,7 +33,7 @@ from tunix.models.transformer.model import Transformer
 from tunix.perf.metrics import PerfMetricsOptions
 from tunix.sft import metrics_logger as metrics
 from tunix.sft.config import Schedule, TrainingConfig
-from tunix.utils import env, hub
+from tunix.utils import env
 
 _NO_MODEL = (
   "model.path is not set: give --model.path=FOLDER, or --model.name=PRESET to start "

@@ -30,12 +30,15 @@ from tunix.cli.jobs.table import JOBS
 from tunix.cli.run import folder as run_folder
 from tunix.cli.settings.run import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.perf import programs
 from tunix.perf.chips import Chip
+from tunix.perf.programs import Noted
 from tunix.plan import (
   program,
   residents,
   rl,
   rollout,
+  shipped,
   topology as topology_lib,
   training,
 )
@@ -45,8 +48,7 @@ from tunix.plan.rl import OTHERS
 from tunix.plan.rollout import LOOP, OPENING
 from tunix.plan.training import STEP
 from tunix.rl.rl_learner import RLLearner
-from tunix.utils import mesh as mesh_lib, programs, shipped
-from tunix.utils.programs import Noted
+from tunix.utils import mesh as mesh_lib
 
 HELP = """\
 usage: tunix plan CONFIG --topology NAME [--mesh AXIS=SIZE,...] [--fit]
@@ -121,7 +123,7 @@ def plan(
     mesh: sizes by axis; None: those of the configuration, else fsdp over all devices.
     fit: also look for the largest micro-batch that fits, or for settings that make the
       run fit; the step is compiled some times more.
-    ship: folder to write the compiled programs to (see `tunix.utils.shipped`), unless
+    ship: folder to write the compiled programs to (see `tunix.plan.shipped`), unless
       one of them does not fit.
 
   Raises:

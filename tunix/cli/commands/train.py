@@ -45,13 +45,16 @@ from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.result import Result, ends_of, how_to_go_on
 from tunix.cli.settings import origins, reference, yaml_text
 from tunix.cli.settings.run import RunSettings
+from tunix.generate import capacity
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
+from tunix.plan import shipped
 from tunix.report import page
+from tunix.sft import launch
+from tunix.sft.interrupts import Stopped
 from tunix.sft.run import TrainResult
-from tunix.utils import capacity, io, launch, mesh as mesh_lib, shipped
-from tunix.utils.interrupts import Stopped
+from tunix.utils import io, mesh as mesh_lib
 
 _log = logging.getLogger(__name__)
 

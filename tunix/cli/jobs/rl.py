@@ -15,7 +15,7 @@ from tunix.cli.settings import keys
 from tunix.cli.settings.convert import Choice
 from tunix.cli.settings.data import DataSettings
 from tunix.cli.settings.run import RunSettings, TrainingSettings, values_for
-from tunix.generate import batching
+from tunix.generate import batching, capacity
 from tunix.models.transformer.model import Transformer
 from tunix.rl import setup
 from tunix.rl.config import ClusterConfig, PromptSizes, RLTrainingConfig, Role
@@ -36,7 +36,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.samples import Samples
 from tunix.rl.utils import create_critic_model
 from tunix.sft.metrics_logger import Mode
-from tunix.utils import capacity, checks
+from tunix.utils import checks
 
 # The metric that RL raises.
 REWARD = "rewards/score/mean"

@@ -33,6 +33,7 @@ from tunix.models.transformer.config import (
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
 from tunix.models.transformer.shared_prompt import SharedPrompt
+from tunix.models.transformer.unstack import unstack
 from tunix.models.transformer.visibility import Visibility
 from tunix.ops.masks import positions_from_segments
 from tunix.ops.vocab_chunks import Layout, soft_cap
@@ -215,9 +216,7 @@ class Transformer(nnx.Module):
       return list(self.layers)
     graph, state = nnx.split(self.layers)
     leaves, treedef = jax.tree.flatten(state)
-    # One split whose transpose is one concatenation: indexing each layer would add L
-    # zero-padded stacks in the backward pass.
-    parts = [jax.lax.split(x, (1,) * x.shape[0]) for x in leaves]
+    parts = [unstack(leaf) for leaf in leaves]
     return [
       nnx.merge(graph, treedef.unflatten([p[i].squeeze(0) for p in parts]))
       for i in range(self.config.num_layers)

@@ -14,11 +14,11 @@ from tunix.data.batches import Rows, TextOptions
 from tunix.generate import scoring, tokenizer_adapter
 from tunix.ops.pair_losses import PairLoss
 from tunix.ops.reductions import WeightedSum, weighted_sum
+from tunix.perf import programs
 from tunix.sft import sharding_utils
 from tunix.sft.dpo.preference_config import CompletionsConfig
 from tunix.sft.losses import batch_fields
 from tunix.sft.module_state import ModuleState
-from tunix.utils import programs
 
 
 def as_pair_loss(loss_fn: Callable[..., Any], has_aux: bool) -> Callable[..., PairLoss]:

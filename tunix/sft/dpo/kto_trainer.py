@@ -15,6 +15,7 @@ from tunix.data import batches as reading
 from tunix.data.batches import SINGLE
 from tunix.ops import kto
 from tunix.ops.reductions import WeightedSum
+from tunix.perf import programs
 from tunix.perf.trace import NoopTracer
 from tunix.sft import sharding_utils
 from tunix.sft.dpo import completions
@@ -24,7 +25,6 @@ from tunix.sft.dpo.preference_config import KTOConfig
 from tunix.sft.dpo.reference import ReferenceModel, reference_for
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
-from tunix.utils import programs
 
 __all__ = ["KTOConfig", "KTODataInput", "KTOTrainer", "KTOTrainingInput"]
 

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from tunix.utils import mesh as mesh_lib, programs, shipped
+from tunix.perf import programs
+from tunix.plan import shipped
+from tunix.utils import mesh as mesh_lib
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

@@ -22,8 +22,9 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
-from tunix.utils import io, programs
-from tunix.utils.programs import Noted
+from tunix.perf import programs
+from tunix.perf.programs import Noted
+from tunix.utils import io
 
 NAME = "shipped.json"
 _FORMAT = 1
