@@ -149,9 +149,9 @@ def test_a_stream_is_the_call_in_parts(sampler, options, every):
 
 
 def test_streams_refuse_at_once(sampler):
-  with pytest.raises(ValueError, match="a stream .* beam_size and echo"):
+  with pytest.raises(ValueError, match=r"a stream .* beam_size and echo"):
     sampler.stream("1", 4, echo=True, beam_size=2)
-  with pytest.raises(ValueError, match="a stream .* exact"):
+  with pytest.raises(ValueError, match=r"a stream .* exact"):
     sampler.stream("1", 4, exact=True, return_logprobs=True)
   with pytest.raises(ValueError, match="every is 0"):
     sampler.stream("1", 4, every=0)
