@@ -84,6 +84,7 @@ def search(
     beams: K.
     length_penalty: float32 scalar. Above 0 it favours long beams, below 0 short ones.
   """
+  # One program, unlike `start` and `advance`: no row can be shown before the end.
   model = nnx.merge(graph, state)
   logits, memory = decode.prefilled(model, prompts, plan)
   limits = rules.limits.reshape(-1, beams)[:, 0]
@@ -95,6 +96,7 @@ def search(
   decoder = decoders.decoder_of(model)
 
   def choose(logits, live, ended, done, steps):
+    # Continuations come sorted by their sums, so the first K columns are the best K.
     grown, source, ends = _grow(logits, live, rules, limits, steps)
     score = grown.scores / (steps + 1.0) ** length_penalty
     score = jnp.where(ends & ~done[:, None], score, -jnp.inf)[:, :beams]
@@ -104,6 +106,8 @@ def search(
     open_scores = jnp.where(ends, -jnp.inf, grown.scores)
     live, index = _best(dataclasses.replace(grown, scores=open_scores), beams)
     source = jnp.take_along_axis(source, index, axis=1)
+    # A heuristic, as in transformers: with a length penalty above 0 a live beam could
+    # still pass the worst ended one when it grows.
     reachable = live.scores[:, 0] / (steps + 1.0) ** length_penalty
     done = done | (reachable <= ended.scores[:, -1]) | (steps + 1 >= limits)
     return live, ended, done, steps + 1, source

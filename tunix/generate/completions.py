@@ -78,6 +78,8 @@ class RowReader:
     for row in range(len(self._searched)) if self._options.stops else ():
       if row in self._stops:
         continue
+      # Only tokens since the last read are searched; the text before them is decoded
+      # again, because a stop string may begin in it.
       ids = outputs.text_tokens(self._tokens(row), self.finish_reason(row))
       end = outputs.find_stop(
         self._decode, ids, self._options.stops, self._searched[row]
@@ -126,6 +128,8 @@ class RowReader:
       text = settled(text, options.stops)
     else:
       self._over.add(row)
+    # Characters are counted as well as tokens: text that was held back may settle
+    # without a new token, and a token may add no character.
     tokens, characters = self._sent[row]
     if reason is None and length == tokens and len(text) <= characters:
       return None

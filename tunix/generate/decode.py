@@ -217,6 +217,7 @@ def advance(
 
   def body(carry):
     out, memory = carry
+    # The cache holds every token but the last one, which was chosen and not yet run.
     last = jax.lax.dynamic_index_in_dim(out.tokens, out.steps - 1, 1, keepdims=False)
     logits, memory = decoder.step(nnx.merge(graph, state), last, memory)
     return _emit(out, logits, rules), memory
@@ -246,6 +247,8 @@ def prefilled(
     if prompts.shift is not None:
       assert decoder.shift is not None
       memory = decoder.shift(memory, prompts.shift)
+    # After the prefill, one cache row a prompt becomes one a completion: samples share
+    # the computation of their prompt, not its memory.
     source = plan.copies if prompts.source is None else prompts.source
     if not isinstance(source, int) or source > 1:
       memory = decoder.repeat(model, memory, source)
@@ -278,6 +281,7 @@ def _emit(out: Generated, logits: jax.Array, rules: Rules) -> Generated:
   """
   tokens, drawn_from = sampling.choose(logits, rules.draw, out.lengths)
 
+  # All rows write the same column, so a write is one slice and no scatter.
   def write(buffer, column):
     at = (0, out.steps) + (0,) * (buffer.ndim - 2)
     return jax.lax.dynamic_update_slice(buffer, column[:, None], at)
@@ -290,6 +294,7 @@ def _emit(out: Generated, logits: jax.Array, rules: Rules) -> Generated:
     sampled = write(sampled, sampling.token_logps(drawn_from, tokens))
   if kept is not None:
     kept = write(kept, logits)
+  # A row counts this token unless it was done before; its end-of-sequence token counts.
   lengths = out.lengths + ~out.done
   stopped = out.stopped | (~out.done & sampling.is_in(tokens, rules.eos))
   return Generated(

@@ -11,6 +11,8 @@ import numpy as np
 
 from tunix.utils import checks
 
+# float32 ends at 3e38. Logits that are 1e4 apart reach 1e14 when divided by 1e-10, and
+# infinity when divided by 1e-38.
 _LOWEST_TEMPERATURE = 1e-10
 
 

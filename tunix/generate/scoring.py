@@ -15,18 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from tunix.generate import decoders
+from tunix.generate.scored_rows import Ids, Mask, Rows
 from tunix.models import calling
 from tunix.models.calling import Sequences
 from tunix.models.transformer import dropout, sharding
 from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.ops import masks
 from tunix.ops.logprobs import TokenScores
-
-Ids = Int[Array, "B T"]
-Mask = Bool[Array, "B T"] | Int[Array, "B T"]
 
 
 class Scores(NamedTuple):
@@ -39,15 +37,6 @@ class Scores(NamedTuple):
 
   logps: Any
   entropy: Any
-
-
-class _Rows(NamedTuple):
-  """The prompts [B, P] and completions [B, R] of a batch, padded with token 0."""
-
-  prompts: jax.Array
-  prompt_mask: jax.Array
-  completions: jax.Array
-  completion_mask: jax.Array
 
 
 def score_completions(
@@ -98,7 +87,7 @@ def score_completions(
     ValueError: shapes or options contradict each other, exact mode with dropout, or the
       model returns scores instead of logits.
   """
-  rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   _check_tiles(model, rows, group_size, tile_rows, tile_tokens)
 
   def scores(model: Any, states: jax.Array, targets: jax.Array) -> TokenScores:
@@ -107,12 +96,16 @@ def score_completions(
         states, targets, temperature=temperature, entropy=entropy
       )
 
-  def one(model: Any, rows: _Rows) -> Scores:
+  def one(model: Any, rows: Rows) -> Scores:
+    # Three paths to the same numbers: tokens split over devices (`cp`), one prompt for
+    # a group, and plain rows.
     if group_size == 1 and _splits_tokens(model):
       out = _scored_in_place(model, rows, scores, tile_tokens)
     else:
       scored = _states(model, rows, group_size, tile_tokens)
       targets = rows.completions
+      # `tile_tokens` positions are scored instead of R, so that R shapes no product.
+      # The extra scores are cut off below.
       if tile_tokens is not None:
         short = tile_tokens - targets.shape[1]
         targets = jnp.pad(targets, ((0, 0), (0, short)))
@@ -148,7 +141,7 @@ def completion_hidden(
       f"{type(model).__name__} does not offer its hidden states (return_hidden= and "
       "unembedding()): use its logits"
     )
-  rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   return _states(model, rows, group_size)
 
 
@@ -166,7 +159,7 @@ def completion_logits(
   Exact KL and distillation need this whole distribution. It takes memory for B * R * V
   numbers. Arguments and errors are those of `score_completions`.
   """
-  rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   states = _states(model, rows, group_size)
   return calling.adapt(model).unembed(states)
 
@@ -192,7 +185,7 @@ def score_values(
   Raises:
     ValueError: the model returns more than one number a position.
   """
-  rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   values = _one_score(critic, _states(critic, rows, group_size))
   return jnp.where(rows.completion_mask, values, 0.0)
 
@@ -212,45 +205,10 @@ def score_sequences(
   Raises:
     ValueError: the model returns more than one number a position.
   """
-  rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
-  lengths = jnp.sum(rows.prompt_mask, axis=1) + jnp.sum(_extent(rows), axis=1)
+  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  lengths = jnp.sum(rows.prompt_mask, axis=1) + jnp.sum(rows.extent, axis=1)
   last = (lengths - 1)[:, None]
-  return _one_score(reward_model, _run(reward_model, _joined(rows), last))[:, 0]
-
-
-def _rows(prompt_ids, prompt_mask, completion_ids, completion_mask) -> _Rows:
-  """Checks the shapes of a batch and sets its padding to token 0.
-
-  The ids that pad rows can lie outside the model's vocabulary.
-  """
-  shapes = [x.shape for x in (prompt_ids, prompt_mask)]
-  shapes += [x.shape for x in (completion_ids, completion_mask)]
-  two = shapes[0] == shapes[1] and shapes[2] == shapes[3]
-  if not (
-    two and len(shapes[0]) == len(shapes[2]) == 2 and shapes[0][0] == shapes[2][0]
-  ):
-    raise ValueError(
-      f"prompts {shapes[0]}, their mask {shapes[1]}, completions {shapes[2]}, their "
-      f"mask {shapes[3]}: expected [B, P] twice and [B, R] twice"
-    )
-  arrays = map(jnp.asarray, (prompt_ids, prompt_mask, completion_ids, completion_mask))
-  prompts, prompt_mask, completions, completion_mask = arrays
-  rows = _Rows(
-    prompts, prompt_mask.astype(bool), completions, completion_mask.astype(bool)
-  )
-  return rows._replace(
-    prompts=jnp.where(rows.prompt_mask, prompts, 0),
-    completions=jnp.where(_extent(rows), completions, 0),
-  )
-
-
-def _extent(rows: _Rows) -> jax.Array:
-  """Returns bool [B, R], True up to the last scored token of each completion.
-
-  The mask itself may have holes before that token.
-  """
-  seen = rows.completion_mask.astype(jnp.int32)
-  return jax.lax.cummax(seen, axis=1, reverse=True) > 0
+  return _one_score(reward_model, _run(reward_model, rows.joined(), last))[:, 0]
 
 
 def _check_tiles(model, rows, group_size, tile_rows, tile_tokens) -> None:
@@ -281,12 +239,13 @@ def _check_tiles(model, rows, group_size, tile_rows, tile_tokens) -> None:
 
 
 def _by_tiles(
-  model: Any, one: Callable[[Any, _Rows], Scores], rows: _Rows, size: int
+  model: Any, one: Callable[[Any, Rows], Scores], rows: Rows, size: int
 ) -> Scores:
   """Runs `one` over tiles of `size` rows, all by the same compiled program."""
   graph, state = nnx.split(model)
   count = rows.prompts.shape[0]
 
+  # The last tile is filled with empty rows, whose scores are dropped.
   def cut(x):
     filled = jnp.pad(x, ((0, -count % size), (0, 0)))
     return filled.reshape(-1, size, x.shape[1])
@@ -299,7 +258,7 @@ def _by_tiles(
 
 
 def _states(
-  model: Any, rows: _Rows, group_size: int, tile_tokens: int | None = None
+  model: Any, rows: Rows, group_size: int, tile_tokens: int | None = None
 ) -> jax.Array:
   """Runs the model and picks the positions that predict completion tokens.
 
@@ -309,17 +268,7 @@ def _states(
   """
   if group_size != 1:
     return _shared_states(model, rows, group_size)
-  return _run(model, _joined(rows, tile_tokens), _before(rows, tile_tokens))
-
-
-def _before(rows: _Rows, count: int | None = None) -> jax.Array:
-  """Returns [B, R], the slots of `_joined` that predict the completion tokens.
-
-  `count` replaces R; slots behind the row's end are out of range, see `_run`.
-  """
-  # Token i of a completion is in slot length + i, and predicted by the slot before it.
-  lengths = jnp.sum(rows.prompt_mask, axis=1)
-  return lengths[:, None] - 1 + jnp.arange(count or rows.completions.shape[1])
+  return _run(model, rows.joined(tile_tokens), rows.predicting_slots(tile_tokens))
 
 
 def _splits_tokens(model: Any) -> bool:
@@ -330,7 +279,7 @@ def _splits_tokens(model: Any) -> bool:
 
 def _scored_in_place(
   model: Any,
-  rows: _Rows,
+  rows: Rows,
   scores: Callable[[Any, jax.Array, jax.Array], TokenScores],
   tile_tokens: int | None,
 ) -> TokenScores:
@@ -339,25 +288,11 @@ def _scored_in_place(
   With `cp`, the tokens of a row are on several devices. Picking scores moves one number
   a token between them; picking hidden states would move D numbers a token.
   """
-  tokens = _joined(rows, tile_tokens)
+  tokens = rows.joined(tile_tokens)
   states = calling.adapt(model).states(Sequences(tokens))
   out = scores(model, states, masks.next_token_targets(tokens))
-  at = jnp.clip(_before(rows), 0, tokens.shape[1] - 1)
+  at = jnp.clip(rows.predicting_slots(), 0, tokens.shape[1] - 1)
   return jax.tree.map(lambda x: jnp.take_along_axis(x, at, axis=1), out)
-
-
-def _joined(rows: _Rows, width: int | None = None) -> jax.Array:
-  """Removes the padding between prompts and completions.
-
-  Returns:
-    [B, width]: each prompt's tokens from slot 0, then the completion's, then 0. `width`
-    is P + R unless given.
-  """
-  # Each row moves to the left by the padding of its prompt.
-  both = jnp.concatenate([rows.prompts, rows.completions], axis=1)
-  padding = rows.prompts.shape[1] - jnp.sum(rows.prompt_mask, axis=1)
-  source = padding[:, None] + jnp.arange(width or both.shape[1])
-  return jnp.take_along_axis(both, source, axis=1, mode="fill", fill_value=0)
 
 
 def _run(model: Any, tokens: jax.Array, at: jax.Array) -> jax.Array:
@@ -370,7 +305,7 @@ def _run(model: Any, tokens: jax.Array, at: jax.Array) -> jax.Array:
   return jnp.take_along_axis(out, at[..., None], axis=1)
 
 
-def _shared_states(model: Any, rows: _Rows, group_size: int) -> jax.Array:
+def _shared_states(model: Any, rows: Rows, group_size: int) -> jax.Array:
   """Returns `_states` of rows in groups of G with one prompt, which runs once."""
   count, width = rows.prompts.shape
   if group_size < 1 or count % group_size:
@@ -386,6 +321,8 @@ def _shared_states(model: Any, rows: _Rows, group_size: int) -> jax.Array:
     )
   layout = SharedPrompt(width, group_size)
   prompts, mask = rows.prompts[::group_size], rows.prompt_mask[::group_size]
+  # One row a group: the prompt, then its G completions. Segment 0 is the padding of the
+  # prompt, segment 1 everything else.
   tokens = layout.rows(prompts, rows.completions)
   valid = layout.rows(mask, jnp.ones_like(rows.completions, bool))
   segments, extra = valid.astype(jnp.int32), {"shared_prompt": layout}
