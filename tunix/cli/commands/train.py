@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tunix.cli import config as config_lib
@@ -185,7 +184,7 @@ def run(config: RunSettings) -> Result:
   """
   config, folder = _at_home(config)
   if config.compilation_cache is not None:
-    _keep_programs(config.compilation_cache)
+    shipped.use_cache(config.compilation_cache)
   several.start(config)
   mesh = _mesh(config)
   first = jax.process_index() == 0
@@ -375,14 +374,6 @@ def _devices(mesh: Mesh | None) -> str:
     return f"devices: {count} {kind} ({sizes})"
   unused = f"; {count - 1} more stay idle, `mesh` spreads the run" if count > 1 else ""
   return f"devices: 1 {kind}{unused}"
-
-
-def _keep_programs(folder: str) -> None:
-  jax.config.update("jax_compilation_cache_dir", folder)
-  # JAX skips what compiled within a second; a resumed run has many such programs.
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  # Whatever was compiled before may have settled on another folder, or on none.
-  compilation_cache.reset_cache()
 
 
 def _say(text: Any) -> None:
