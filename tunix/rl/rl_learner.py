@@ -34,10 +34,10 @@ from tunix.rl.pipeline import PromptBatch, PromptSource, prompt_batch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.samples import Samples
 from tunix.sft.base_trainer import BaseTrainer
+from tunix.sft.interrupts import DeferredSignals
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.run import Places, Run, TrainResult
 from tunix.sft.run_state import RunState
-from tunix.utils.interrupts import DeferredSignals
 
 _log = logging.getLogger(__name__)
 

@@ -29,7 +29,8 @@ from tunix.sft import (
 from tunix.sft.base_trainer import BaseTrainer
 from tunix.sft.batch_source import BatchSource
 from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
-from tunix.sft.losses import LossCall
+from tunix.sft.interrupts import DeferredSignals
+from tunix.sft.losses import LossCall, batch_fields
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.module_state import ModuleState
 from tunix.sft.run import Places, Run, TrainResult
@@ -38,7 +39,6 @@ from tunix.sft.step_metrics import StepReporter, matmul_params
 from tunix.sft.train_state import OptimizerView, TrainState
 from tunix.sft.trainer_arguments import named_metrics
 from tunix.sft.windows import Window
-from tunix.utils.interrupts import DeferredSignals
 
 __all__ = [
   "CheckpointOptions",
@@ -84,6 +84,9 @@ class PeftTrainer(BaseTrainer):
   # With several processes: whether each of them is given all of a global batch, and not
   # its part of it.
   _batches_are_whole: ClassVar[bool] = False
+  # A function of tunix.data that turns columns of text into rows of tokens. A subclass
+  # sets it in its constructor; None: batches hold arrays already.
+  _reader: Callable[[dict[str, Any]], Any] | None = None
 
   def __init__(
     self,
@@ -160,8 +163,13 @@ class PeftTrainer(BaseTrainer):
   # What subclasses override.
 
   def _read(self, batch: Any) -> Any:
-    """What can be cut into micro-batches, which lists of texts cannot."""
-    return batch
+    """Returns the batch as arrays, which, unlike texts, can be cut into micro-batches.
+
+    Called once for each batch, before `_prepare_inputs`.
+    """
+    if self._reader is None:
+      return batch
+    return self._reader(batch_fields(self._loss.input_fn(batch)))
 
   def _prepare_inputs(self, batch: Any) -> Any:
     return batch
@@ -267,7 +275,7 @@ class PeftTrainer(BaseTrainer):
   def lower_eval_step(self, batch: Any) -> jax.stages.Lowered:
     """The step of an evaluation for a batch of its data, likewise."""
     with self._session():
-      (ready,), _ = self._ready([batch], 0)
+      (ready,), _ = self._ready([self._read(batch)], 0)
       axes = self.training_config.data_sharding_axis
       return self._state.lower_eval(sharding_utils.shard_input(ready, axes))
 
@@ -326,7 +334,8 @@ class PeftTrainer(BaseTrainer):
     if not batches:
       return None
     with self.perf_tracer.span_group("prepare"):
-      return self._window(batches, {"drawn": source.drawn})
+      read = [self._read(batch) for batch in batches]
+      return self._window(read, {"drawn": source.drawn})
 
   def _learn(self, window: Window, skip_jit: bool) -> jax.Array:
     """Sends one update to the device, without waiting for it."""
@@ -435,14 +444,14 @@ class PeftTrainer(BaseTrainer):
     axes = self.training_config.data_sharding_axis
     parts, tokens, rows = [], 0, 0
     for batch in batches:
-      ready, rows = self._ready([batch], rows)
+      ready, rows = self._ready([self._read(batch)], rows)
       tokens += windows.token_count(ready, axes)
       placed = sharding_utils.shard_input(ready[0], axes)
       with self.perf_tracer.span("eval_step") as span:
         parts.append(self._state.evaluate(placed, skip_jit))
         span.device_end(parts[-1][0].total)
       self._reporter.bound(parts[-1][0])
-      self._run.stop_if_asked(signals)
+      self._run.stop_if_signalled(signals)
     return self._reporter.eval_means(
       parts, lambda aux: named_metrics(self._post_process_eval_step(aux)), tokens
     )
