@@ -286,13 +286,13 @@ def test_wrong_kinds_are_refused():
 
 
 def test_vocabularies_that_differ_are_refused():
-  with pytest.raises(ValueError, match="96 words and the teacher 90"):
+  with pytest.raises(ValueError, match="96.*90"):
     trainers.trainer(known=trainers.teacher(vocab_size=90))
 
 
 def test_a_failure_in_the_constructor_leaves_the_student_as_it_was():
   student = toys.model()
-  with pytest.raises(ValueError, match="no optimizer"):
+  with pytest.raises(ValueError, match="optimizer"):
     DistillationTrainer(student, trainers.teacher(), LogitStrategy())
   assert not hasattr(student, "teacher_table")
 
@@ -300,7 +300,7 @@ def test_a_failure_in_the_constructor_leaves_the_student_as_it_was():
 def test_nothing_to_train_on_is_refused():
   batch = toys.batch(0)
   batch["input_mask"][:] = 0
-  with pytest.raises(ValueError, match="no trained token"):
+  with pytest.raises(ValueError, match="trained"):
     trainers.trainer().train([batch])
 
 
