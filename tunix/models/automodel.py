@@ -15,13 +15,13 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from tunix.models import families, naming, safetensors_loader, tensor_files
+from tunix.models import families, hub, naming, safetensors_loader, tensor_files
 from tunix.models.families import Family
 from tunix.models.quantisation import QuantisationConfig
 from tunix.models.transformer import sharding as sharding_lib
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.model import Transformer
-from tunix.utils import hub, mesh as mesh_lib
+from tunix.utils import mesh as mesh_lib
 
 _HUB_FILES = ("*.safetensors", *hub.TOKENIZER_FILES)
 

@@ -17,7 +17,8 @@ from tunix.models.transformer import sharding
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
-from tunix.utils import mesh as mesh_lib, programs
+from tunix.perf import programs
+from tunix.utils import mesh as mesh_lib
 
 
 def with_scores(

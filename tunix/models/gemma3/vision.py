@@ -22,7 +22,8 @@ from jaxtyping import Array, Float
 from tunix.models.transformer import sharding
 from tunix.models.transformer.config import REMAT_POLICIES, ShardingRules, scans
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import Linear, fresh, param, slices
+from tunix.models.transformer.layers import Linear, fresh, param
+from tunix.models.transformer.unstack import layer_states
 from tunix.utils import checks
 
 CHANNELS = 3
@@ -315,7 +316,7 @@ class VisionTower(nnx.Module):
     if self.config.scanned:
       with jax.named_scope("layers"):
         return jax.lax.scan(lambda x, s: (call(s, x), None), x, state)[0]
-    for i, one in enumerate(slices(state, self.config.num_layers)):
+    for i, one in enumerate(layer_states(state)):
       with jax.named_scope(f"layer_{i}"):
         x = call(one, x)
     return x

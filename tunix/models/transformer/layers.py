@@ -156,17 +156,6 @@ class Linear(nnx.Module):
     return self.kernel[...]
 
 
-def slices(state: Any, layers: int) -> list[Any]:
-  """Returns the state of each layer of a stack, whose arrays are [layers, ...]."""
-  leaves, treedef = jax.tree.flatten(state)
-  # One split, whose transpose is one concatenation. Indexing each layer would add up as
-  # many zero-padded stacks in the backward pass as there are layers.
-  parts = [jax.lax.split(x, (1,) * layers) for x in leaves]
-  return [
-    treedef.unflatten([part[i].squeeze(0) for part in parts]) for i in range(layers)
-  ]
-
-
 def column_norms(
   kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float
 ) -> jax.Array:

@@ -32,8 +32,9 @@ from tunix.models.transformer.config import (
 )
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import Linear, slices
+from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.shared_prompt import SharedPrompt
+from tunix.models.transformer.unstack import layer_states
 from tunix.models.transformer.visibility import Visibility
 from tunix.ops.masks import positions_from_segments
 from tunix.ops.vocab_chunks import Layout, soft_cap
@@ -203,7 +204,7 @@ class Transformer(nnx.Module):
     if not isinstance(self.layers, DecoderLayer):
       return list(self.layers)
     graph, state = nnx.split(self.layers)
-    return [nnx.merge(graph, one) for one in slices(state, self.config.num_layers)]
+    return [nnx.merge(graph, one) for one in layer_states(state)]
 
   def unstack(self) -> Transformer:
     """Returns the same model with a list of layer modules, which runs unrolled.
