@@ -128,7 +128,7 @@ def _check_complete(
     close = isinstance(value, float) and isinstance(reread, float)
     if value != reread and not (close and math.isclose(value, reread, rel_tol=1e-6)):
       raise ValueError(
-        f"{name} is {value!r}, which a config.json of {family.name} cannot say (it "
+        f"{name} is {value!r}, which a config.json of {family.name} cannot express (it "
         f"would be read as {reread!r}): save the model as another family, see family="
       )
 

@@ -296,8 +296,8 @@ PATHS = {
 def _from_array(mask: jax.Array, window: int | None) -> Visibility:
   if window is not None and mask.shape[1] != mask.shape[2]:
     raise ValueError(
-      f"a mask of shape {mask.shape} does not tell the queries' slots, which a window "
-      "counts from: pass Visibility(query_index, mask)"
+      f"mask has shape {mask.shape}, which does not give the queries' slots that a "
+      "window counts from: pass Visibility(query_index, mask)"
     )
   index = jnp.arange(mask.shape[1], dtype=jnp.int32)
   return Visibility(index, mask)

@@ -339,8 +339,8 @@ class TransformerConfig:
       raise ValueError(f"layer_types has {sorted(unknown)}, known: 'full', 'sliding'")
     if "sliding" in self.layer_types and (self.sliding_window or 0) < 1:
       raise ValueError(
-        f"there are sliding layers, but sliding_window is {self.sliding_window}: give "
-        "the number of keys that a query sees"
+        f"sliding_window is {self.sliding_window} and layer_types has sliding layers; "
+        "expected the number of keys that a query attends to, at least 1"
       )
 
   @property

@@ -311,8 +311,8 @@ def _check_offload() -> None:
   kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
   if "pinned_host" not in kinds:
     raise ValueError(
-      f"remat 'offload' keeps what layers are given in pinned host memory, {platform} "
-      f"devices here have {', '.join(sorted(kinds))} only: use remat 'block'"
+      f"remat is 'offload', which needs pinned host memory, and the {platform} devices "
+      f"have only {', '.join(sorted(kinds))}: use remat 'block'"
     )
 
 
