@@ -193,7 +193,7 @@ def test_teacher_output_of_the_batch_is_taken():
   np.testing.assert_allclose(
     sft.history(t, "loss"), sft.history(want, "loss"), rtol=1e-5
   )
-  with pytest.raises(ValueError, match="there is no teacher"):
+  with pytest.raises(ValueError, match="teacher_model is None"):
     t.train([batch])
   beside = trainers.trainer(known=trainers.teacher(seed=5))  # with a teacher too
   beside.train([TrainingInput(**batch, teacher_output=logits)])
@@ -245,7 +245,7 @@ def test_the_teacher_does_not_drop_out():
   known = sft.tokens_only(1, rate=0.5)
   known.train()
   t = trainers.trainer(student=sft.tokens_only(0), known=known)
-  asked = [t._ask(sft.small(0)) for _ in range(2)]
+  asked = [t._teacher_output(sft.small(0)) for _ in range(2)]
   np.testing.assert_array_equal(*asked)
 
 
