@@ -131,7 +131,7 @@ def test_words_are_shared_where_they_are_more_than_tokens(inputs, mesh_fsdp4_tp2
   hidden, unembed, targets, pulls = inputs
   few = hidden[:, :8], unembed, targets[:, :8], pulls[:, :, :8]
   layout = Layout(False, mesh_fsdp4_tp2, ("fsdp",), "tp", 2.0, 1)
-  assert vocab_chunks.shares_words(layout, B * 8, D, V)
+  assert vocab_chunks.splits_vocabulary(layout, B * 8, D, V)
   score = lambda *a: token_logps(*a, layout, entropy=used[1] > 0, temperature=1.5)
   want = pulled(lambda *a: plain(*a, softcap=2.0, temperature=1.5), few, used)
   (logps, entropy), gradients = pulled(score, few, used)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tunix.generate.tokenizer_adapter import TokenizerAdapter, adapted
 from tunix.models import calling
-from tunix.ops.distill import check_same_words
+from tunix.ops.distill import check_same_vocabulary
 
 # Texts that tokenizers of different make split differently.
 _TEXTS = (
@@ -24,7 +24,7 @@ def check_sizes(student: Any, teacher: Any) -> None:
   """
   ours, theirs = calling.vocab_size(student), calling.vocab_size(teacher)
   if ours is not None and theirs is not None:
-    check_same_words(ours, theirs)
+    check_same_vocabulary(ours, theirs)
 
 
 def check_tokenizers(student: Any, teacher: Any) -> None:

@@ -1,7 +1,18 @@
 """Log-probabilities and entropies of tokens, and their gradients, chunk by chunk.
 
-`run` scans over chunks of tokens, so that only [chunk, V] logits are alive. One pass
-gives the values, the gradients for cotangents that are known, or both.
+`run` scans over chunks of tokens, so that memory holds only one [chunk, V] block of
+logits at a time. One pass gives the values, the gradients for known cotangents, or
+both.
+
+Three arrangements of one pass exist on a mesh, chosen by `run` and `Layout`:
+
+  own tokens         each device computes all logits of its tokens. The unembedding is
+                     gathered once, and its gradient reduced once (`_local_pass`)
+  own columns        each device computes its columns of the vocabulary for the tokens
+                     of all devices. Hidden states travel, not the unembedding
+                     (`_shared_pass`, where `splits_vocabulary`)
+  vocab_axis         the unembedding is split by vocabulary (tensor parallelism). Each
+                     softmax then needs a maximum and sums over this axis (`across`)
 """
 
 from __future__ import annotations
@@ -15,22 +26,24 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-# Bytes of one float32 [chunk, V] block of logits. One or two such blocks live at a
-# time; smaller ones make the products with the unembedding less efficient.
+# Bytes of one float32 [chunk, V] block of logits, 256 MiB: 448 tokens with a vocabulary
+# of 150,000. One or two blocks exist at a time. Smaller blocks make the matrix products
+# with the unembedding less efficient.
 CHUNK_BYTES = 256 * 2**20
-MIN_CHUNK = 64
+MIN_CHUNK = 64  # tokens
 
 
 class Layout(NamedTuple):
-  """How the tokens are spread over devices, and how the unembedding is stored.
+  """Sharding of the tokens, and storage of the unembedding.
 
   Attributes:
-    transposed: the unembedding is [V, D] (a tied embedding table) instead of [D, V].
-    mesh: the device mesh, or None for one device.
+    transposed: True if the unembedding is [V, D], as a tied embedding table is; False
+      for [D, V].
+    mesh: device mesh; None for one device.
     batch_axes: mesh axes that split the batch.
-    vocab_axis: mesh axis that splits the vocabulary, or None; inside a pass that shares
-      the words, several.
-    softcap: logits x become c tanh(x / c) (Gemma 2); None: they stay as they are.
+    vocab_axis: mesh axis that splits the vocabulary, or None. Several axes inside
+      `_shared_pass`.
+    softcap: c of the soft cap c tanh(x / c) of logits x (Gemma 2); None for no cap.
     chunk_bytes: bytes of one block of logits on one device.
     token_axis: mesh axis that splits the tokens of every row, or None.
   """
@@ -45,17 +58,17 @@ class Layout(NamedTuple):
 
   @property
   def axes(self) -> tuple[str, ...]:
-    """All axes that tokens are spread over."""
+    """Mesh axes that split the tokens: those of the batch and of the row."""
     return (*self.batch_axes, *((self.token_axis,) if self.token_axis else ()))
 
   @property
   def tokens(self) -> PartitionSpec:
-    """How arrays [B, T, ...] are split."""
+    """PartitionSpec of arrays [B, T, ...]."""
     return PartitionSpec(self.batch_axes or None, self.token_axis)
 
   @property
   def shards(self) -> int:
-    """Parts that the tokens are split into."""
+    """Number of parts that the tokens are split into."""
     if self.mesh is None:
       return 1
     return math.prod(self.mesh.shape[axis] for axis in self.axes)
@@ -65,13 +78,14 @@ ONE_DEVICE = Layout()
 
 
 class Rule(NamedTuple):
-  """What a pass computes; fixed when it is traced.
+  """Static settings of a pass, fixed when it is traced.
 
   Attributes:
-    layout: see `Layout`.
-    temperature: the distribution is softmax(logits / temperature).
-    entropy: whether its entropy is wanted.
-    hidden, unembed: whether their gradients are wanted.
+    layout: sharding and chunk size.
+    temperature: temperature of the softmax.
+    entropy: True computes the entropy.
+    hidden: True computes the gradient in the hidden states.
+    unembed: True computes the gradient in the unembedding.
   """
 
   layout: Layout
@@ -82,18 +96,18 @@ class Rule(NamedTuple):
 
 
 class Pulls(NamedTuple):
-  """Cotangents, float32 [B, T] each; None: there is none."""
+  """Cotangents of log-probabilities and entropies, float32 [B, T] each, or None."""
 
   logps: Any = None
   entropy: Any = None
 
 
 class Outputs(NamedTuple):
-  """What a pass over the tokens gives; None where nobody asked.
+  """The results of a pass; None if not computed.
 
   Attributes:
-    logps, entropy: [B, T] float32, in nats.
-    d_hidden, d_unembed: sums over the tokens of cotangent times gradient.
+    logps, entropy: values of each token, float32 [B, T], in nats.
+    d_hidden, d_unembed: gradients, weighted with the cotangents.
   """
 
   logps: Any
@@ -103,25 +117,32 @@ class Outputs(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-  """The distribution of a chunk, its target kept apart: exact where p is nearly 1."""
+  """The softmax of a chunk of C tokens, with the target separate from all others.
+
+  With p = exp(at_target) / normaliser, 1 - p is rest / normaliser. This is exact where
+  p is nearly 1 and 1 - p in float32 would cancel.
+  """
 
   capped: jax.Array  # [C, V] logits before the temperature
-  centred: jax.Array  # [C, V] logits / temperature, less their maximum
-  column: jax.Array  # [C] of the target; V where another shard holds it
-  at_target: jax.Array  # [C] of `centred`
-  others: jax.Array  # [C, V] exp(centred), 0 at the target
-  rest: jax.Array  # [C] their sum
-  normaliser: jax.Array  # [C]
+  centred: jax.Array  # [C, V] logits / temperature, minus their maximum
+  column: jax.Array  # [C] column of the target; V if another shard has it
+  at_target: jax.Array  # [C] `centred` at the target
+  others: jax.Array  # [C, V] exp(centred), and 0 at the target
+  rest: jax.Array  # [C] sum of `others`
+  normaliser: jax.Array  # [C] rest + exp(at_target)
 
 
 def soft_cap(x: jax.Array, cap: float) -> jax.Array:
-  """cap * tanh(x / cap): close to x when small, never beyond the cap."""
+  """Returns cap * tanh(x / cap): close to x for small x, never beyond the cap."""
   return cap * jnp.tanh(x / cap)
 
 
 def for_batch(layout: Layout, shape: tuple[int, ...]) -> Layout:
-  """The layout for a batch [B, T, ...]: replicated along what its axes do not divide,
-  and without axes on a mesh of one device, where there is nothing to add up."""
+  """Returns the layout that fits a batch [B, T, ...].
+
+  An axis that does not divide its dimension replicates it instead. A mesh of one device
+  becomes None, because a single device has nothing to reduce.
+  """
   if layout.mesh is None or layout.mesh.size == 1:
     return layout._replace(mesh=None, batch_axes=(), token_axis=None, vocab_axis=None)
   if shape[1] % layout._replace(batch_axes=()).shards:
@@ -131,19 +152,20 @@ def for_batch(layout: Layout, shape: tuple[int, ...]) -> Layout:
   return layout
 
 
-def words_in(unembed: jax.Array, layout: Layout) -> int:
-  """Words that an unembedding gives logits of."""
+def vocabulary_size(unembed: jax.Array, layout: Layout) -> int:
+  """Returns the number of logits that an unembedding computes."""
   return unembed.shape[0 if layout.transposed else 1]
 
 
 def on_mesh(
   local: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-  """`local`, which sees the tokens of one device, for those of all of them.
+  """Returns a function of global arrays that runs `local` on every device.
 
-  Each device works on its own tokens with all words, which gathers the unembedding once
-  and reduces its gradient once (`reduced`), not once a chunk; or on its own words
-  (`shares_words`).
+  Args:
+    local: function of the arrays of one device.
+    layout: layout with the mesh; without one, `local` itself is returned.
+    in_specs, out_specs: PartitionSpecs of its arguments and results.
   """
   if layout.mesh is None:
     return local
@@ -155,14 +177,14 @@ def on_mesh(
 def run(
   hidden: jax.Array, unembed: jax.Array, targets: jax.Array, pulls: Pulls, rule: Rule
 ) -> Outputs:
-  """One pass over all tokens, on one device or under shard_map.
+  """Runs one pass over all tokens, on one device or under shard_map.
 
   Args:
-    hidden: [B, T, D].
-    unembed: [D, V] or [V, D].
-    targets: [B, T] in [0, V).
-    pulls: what the gradients are weighted with.
-    rule: what is wanted; its layout fits the batch (`for_batch`).
+    hidden: hidden states [B, T, D].
+    unembed: unembedding, [D, V] or [V, D].
+    targets: target of each token, [B, T], in [0, V).
+    pulls: cotangents that weight the gradients.
+    rule: results to compute; its layout fits the batch (`for_batch`).
   """
   layout = rule.layout
   batch, table = layout.tokens, table_spec(layout)
@@ -172,8 +194,8 @@ def run(
     batch if rule.hidden else None,
     gradient_spec(layout, unembed.shape) if rule.unembed else None,
   )
-  shared = shares_words(
-    layout, targets.size, hidden.shape[-1], words_in(unembed, layout)
+  shared = splits_vocabulary(
+    layout, targets.size, hidden.shape[-1], vocabulary_size(unembed, layout)
   )
   if shared:
     table = gradient_spec(layout, unembed.shape)
@@ -183,27 +205,27 @@ def run(
 
 
 def table_spec(layout: Layout, columns: Any = None) -> PartitionSpec:
-  """How the unembedding is split: its vocabulary, and D over `columns`."""
+  """Returns the PartitionSpec of the unembedding, with D over the axes `columns`."""
   vocab = layout.vocab_axis
   entries = (vocab, columns) if layout.transposed else (columns, vocab)
   return PartitionSpec(*entries)
 
 
 def gradient_spec(layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
-  """How `reduced` leaves the gradient of an unembedding of this shape."""
+  """Returns the PartitionSpec of the gradient that `reduced` returns."""
   dim = shape[1 if layout.transposed else 0]
   return table_spec(layout, scatter_axes(layout, dim) or None)
 
 
 def scatter_axes(layout: Layout, dim: int) -> tuple[str, ...]:
-  """Axes over which the gradient of the unembedding is reduce-scattered along D."""
+  """Returns the axes that reduce-scatter the gradient of the unembedding along D."""
   if layout.mesh is None or dim % layout.shards:
     return ()
   return layout.axes
 
 
 def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
-  """The tokens of one device, chunk by chunk."""
+  """Computes the tokens of one device, chunk by chunk."""
   layout = rule.layout
 
   def chunk(*xs):
@@ -215,7 +237,7 @@ def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
     chunk,
     (hidden, targets, pulls),
     targets.shape,
-    words_in(unembed, layout),
+    vocabulary_size(unembed, layout),
     start,
     layout,
   )
@@ -223,12 +245,12 @@ def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
   return Outputs(logps, entropy, *reduced(d_hidden, d_unembed, hidden, unembed, layout))
 
 
-def shares_words(layout: Layout, tokens: int, dim: int, vocab: int) -> bool:
-  """Whether each device computes its share of the words for all tokens, and not all
-  words for its tokens.
+def splits_vocabulary(layout: Layout, tokens: int, dim: int, vocab: int) -> bool:
+  """Returns whether each device computes its columns of the logits for all tokens.
 
-  Then the hidden states travel, [tokens, D], and neither the unembedding nor its
-  gradient is ever whole on a device; it is done where the vocabulary is the larger.
+  Otherwise each device computes all columns for its own tokens. With split columns the
+  hidden states [tokens, D] are sent between devices, and no device ever holds the whole
+  unembedding or its gradient, [D, V]. So it is used if tokens <= vocab.
   """
   if layout.mesh is None or not scatter_axes(layout, dim):
     return False
@@ -239,19 +261,19 @@ def shares_words(layout: Layout, tokens: int, dim: int, vocab: int) -> bool:
 
 
 def _shared_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
-  """The words of one device, for the tokens of all of them, chunk by chunk."""
+  """Computes one device's columns for the tokens of all devices, chunk by chunk."""
   layout = rule.layout
   axes, dims = layout.axes, ((1, 0) if layout.transposed else (0, 1))
   alone = layout._replace(batch_axes=(), token_axis=None)
-  words = (*((layout.vocab_axis,) if layout.vocab_axis else ()), *axes)
-  spread = rule._replace(layout=alone._replace(vocab_axis=words))
-  # From [D / n, V] to [D, V / n]: each device sends the others their words.
+  vocab_axes = (*((layout.vocab_axis,) if layout.vocab_axis else ()), *axes)
+  spread = rule._replace(layout=alone._replace(vocab_axis=vocab_axes))
+  # From [D / n, V] to [D, V / n]: each device sends the others their columns.
   table = jax.lax.all_to_all(unembed, axes, dims[1], dims[0], tiled=True)
 
   def chunk(*xs):
     size = xs[1].shape[0]
-    everyones = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, tiled=True), xs)
-    part = _chunk_pass(table, *everyones, rule=spread)
+    gathered = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, tiled=True), xs)
+    part = _chunk_pass(table, *gathered, rule=spread)
     first = jax.lax.axis_index(axes) * size
     mine = functools.partial(
       jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size
@@ -263,12 +285,13 @@ def _shared_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
     return Outputs(mine(part.logps), entropy, d_hidden, None), part.d_unembed
 
   start = jnp.zeros(table.shape, jnp.float32) if rule.unembed else None
-  # A block of logits has the tokens of all devices, and as many words fewer.
-  vocab = words_in(table, layout) * layout.shards
+  # A block has the tokens of all n devices and V / n columns, so that `over_tokens`,
+  # which counts the tokens of one device, must count the whole vocabulary.
+  vocab = vocabulary_size(table, layout) * layout.shards
   (logps, entropy, d_hidden, _), d_table = over_tokens(
     chunk, (hidden, targets, pulls), targets.shape, vocab, start, layout
   )
-  # What is left is to add up over the words.
+  # Every device has seen all tokens; only the sums over the vocabulary are left.
   d_hidden, d_table = reduced(d_hidden, d_table, hidden, table, alone)
   if d_table is not None:
     d_table = jax.lax.all_to_all(d_table, axes, dims[0], dims[1], tiled=True)
@@ -283,17 +306,18 @@ def over_tokens(
   start: Any,
   layout: Layout,
 ) -> tuple[Any, Any]:
-  """`chunk` over the tokens, as many at a time as the layout's bytes allow.
+  """Applies `chunk` to chunks of tokens, of the size that `layout.chunk_bytes` allows.
 
   Args:
-    chunk: arrays [C, ...] -> (values by token [C, ...], something to add up or None).
-    arrays: what is cut, [B, T, ...] each; what fills up the last chunk is 0.
+    chunk: arrays [C, ...] -> (values by token [C, ...], a summand or None).
+    arrays: tree of arrays [B, T, ...] to cut; the last chunk is filled with 0.
     shape: (B, T).
-    vocab: columns of a chunk's logits on this device.
-    start: zeros to add to, or None.
+    vocab: number of columns of a block of logits.
+    start: zeros that the summands are added to, or None.
     layout: bytes of a chunk.
 
-  Returns: (values [B, T, ...], the sum).
+  Returns:
+    (values [B, T, ...], sum of the summands).
   """
   tokens = math.prod(shape)
   count, size = _chunks(tokens, vocab, layout.chunk_bytes)
@@ -307,7 +331,7 @@ def over_tokens(
     return x.reshape(count * size, *x.shape[2:])[:tokens].reshape(*shape, *x.shape[2:])
 
   parts = jax.tree.map(split, arrays)
-  if count == 1:
+  if count == 1:  # without a scan, XLA can fuse and merge more
     by_token, total = chunk(*jax.tree.map(lambda x: x[0], parts))
     return jax.tree.map(lambda x: join(x[None]), by_token), total
 
@@ -322,8 +346,12 @@ def over_tokens(
 def reduced(
   d_hidden: Any, d_unembed: Any, hidden: jax.Array, unembed: jax.Array, layout: Layout
 ) -> tuple[Any, Any]:
-  """The devices' parts of both gradients (None: not wanted), added up, in the dtypes of
-  what they are the gradients of."""
+  """Adds up the devices' parts of both gradients; None stays None.
+
+  Returns:
+    Gradients in the dtypes of `hidden` and `unembed`. That of the unembedding is
+    sharded as `gradient_spec` says.
+  """
   if d_hidden is not None:
     d_hidden = across(jax.lax.psum, d_hidden, layout).astype(hidden.dtype)
   if d_unembed is not None:
@@ -343,14 +371,14 @@ def _reduced_table(total: jax.Array, layout: Layout, dim: int) -> jax.Array:
 
 
 def _chunks(tokens: int, vocab: int, chunk_bytes: int) -> tuple[int, int]:
-  """(number of chunks, tokens a chunk): as few as the byte limit allows."""
+  """Returns (number of chunks, tokens of a chunk), as few as the byte limit allows."""
   limit = max(MIN_CHUNK, chunk_bytes // (4 * vocab))
   count = max(1, math.ceil(tokens / limit))
   return count, math.ceil(tokens / count)
 
 
 def _chunk_pass(unembed, hidden, targets, pulls, *, rule: Rule) -> Outputs:
-  """Values and gradients of one chunk: hidden [C, D], targets and cotangents [C]."""
+  """Computes one chunk: hidden [C, D], targets and cotangents [C]."""
   soft = _softmax(unembed, hidden, targets, rule)
   logps = soft.at_target - jnp.log(soft.normaliser)
   needs_entropy = rule.entropy or pulls.entropy is not None
@@ -358,9 +386,9 @@ def _chunk_pass(unembed, hidden, targets, pulls, *, rule: Rule) -> Outputs:
   d_hidden = d_unembed = None
   if rule.hidden or rule.unembed:
     factor, d_logits = _pull_logits(soft, pulls, entropy, rule, hidden.dtype)
-    wanted = rule.hidden, rule.unembed
+    needed = rule.hidden, rule.unembed
     d_hidden, d_unembed = gradients(
-      d_logits, factor, hidden, unembed, rule.layout, wanted
+      d_logits, factor, hidden, unembed, rule.layout, needed
     )
   return Outputs(logps, entropy if rule.entropy else None, d_hidden, d_unembed)
 
@@ -371,26 +399,33 @@ def gradients(
   hidden: jax.Array,
   unembed: jax.Array,
   layout: Layout,
-  wanted: tuple[bool, bool],
+  needed: tuple[bool, bool],
 ) -> tuple[Any, Any]:
-  """Gradients of a chunk: [C, D] in its hidden states, and that of the unembedding;
-  None for what is not wanted.
+  """Returns the gradients of a chunk in its hidden states and in the unembedding.
 
-  The cotangent of the logits is `factor` [C, 1] times `d_logits` [C, V], which has the
-  dtype of the hidden states: a row's factor goes onto the narrow side of the products.
+  The cotangent of the logits is `factor` [C, 1] times `d_logits` [C, V]. The factor is
+  multiplied with the narrow arrays [C, D], not with the block of logits, and `d_logits`
+  has the dtype of the hidden states, in which the matrix products are fast.
+
+  Args:
+    d_logits, factor: cotangent of the logits.
+    hidden: hidden states [C, D].
+    unembed: unembedding.
+    layout: storage of the unembedding.
+    needed: whether each of the two gradients is computed; None is returned otherwise.
   """
   d_hidden = d_unembed = None
-  if wanted[0]:
+  if needed[0]:
     from_logits = "cv,vd->cd" if layout.transposed else "cv,dv->cd"
     d_hidden = factor * dot(from_logits, d_logits, unembed)
-  if wanted[1]:
+  if needed[1]:
     to_table = "cv,cd->vd" if layout.transposed else "cv,cd->dv"
     d_unembed = dot(to_table, d_logits, (factor * hidden).astype(hidden.dtype))
   return d_hidden, d_unembed
 
 
 def chunk_logits(hidden: jax.Array, unembed: jax.Array, layout: Layout) -> jax.Array:
-  """float32 [C, V] of hidden [C, D], soft-capped."""
+  """Returns the soft-capped logits of hidden [C, D], float32 [C, V]."""
   to_logits = "cd,vd->cv" if layout.transposed else "cd,dv->cv"
   logits = dot(to_logits, hidden, unembed)
   return logits if layout.softcap is None else soft_cap(logits, layout.softcap)
@@ -404,13 +439,14 @@ def _softmax(unembed, hidden, targets, rule: Rule) -> _Softmax:
   if layout.vocab_axis is not None:
     offset = jax.lax.axis_index(layout.vocab_axis) * vocab
   column = targets - offset
-  held = (column >= 0) & (column < vocab)  # whether this shard has the target
+  held = (column >= 0) & (column < vocab)  # True if this shard has the target
+  # Subtracting the maximum over all shards keeps exp in [0, 1].
   top = across(jax.lax.pmax, jnp.max(logits, axis=-1), layout)
   at_target = logits[rows, jnp.clip(column, 0, vocab - 1)]
   at_target = across(jax.lax.psum, jnp.where(held, at_target, 0.0), layout) - top
-  hit = jnp.arange(vocab)[None, :] == column[:, None]
+  is_target = jnp.arange(vocab)[None, :] == column[:, None]
   centred = logits - top[:, None]
-  others = jnp.where(hit, 0.0, jnp.exp(centred))
+  others = jnp.where(is_target, 0.0, jnp.exp(centred))
   rest = across(jax.lax.psum, jnp.sum(others, axis=-1), layout)
   column = jnp.where(held, column, vocab)
   normaliser = rest + jnp.exp(at_target)
@@ -418,12 +454,12 @@ def _softmax(unembed, hidden, targets, rule: Rule) -> _Softmax:
 
 
 def across(reduce: Any, x: jax.Array, layout: Layout) -> jax.Array:
-  """Reduces over the shards of the vocabulary."""
+  """Applies a collective over the shards of the vocabulary, if it is split."""
   return x if layout.vocab_axis is None else reduce(x, layout.vocab_axis)
 
 
 def _entropy(soft: _Softmax, layout: Layout) -> jax.Array:
-  """log of the normaliser, less the mean of the centred logits; [C]."""
+  """Returns the entropy [C]: log normaliser minus the mean of the centred logits."""
   mean = across(jax.lax.psum, jnp.sum(soft.others * soft.centred, axis=-1), layout)
   mean = (mean + jnp.exp(soft.at_target) * soft.at_target) / soft.normaliser
   return jnp.log(soft.normaliser) - mean
@@ -432,18 +468,19 @@ def _entropy(soft: _Softmax, layout: Layout) -> jax.Array:
 def _pull_logits(
   soft: _Softmax, pulls: Pulls, entropy: jax.Array | None, rule: Rule, dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-  """(factor [C, 1], d_logits [C, V] in `dtype`), whose product is the cotangent of
-  the logits: the factor of a row goes onto the narrow side of the products.
+  """Returns factor [C, 1] and d_logits [C, V], whose product is the logits' cotangent.
 
-  With a, b the cotangents of log-probability and entropy H it is
-  a (onehot - p) - b p (log p + H), all over the temperature. At the target 1 - p is
-  rest / normaliser: no cancellation where p is nearly 1.
+  Let a and b be the cotangents of log-probability and entropy H. The cotangent is
+  (a (onehot - p) - b p (log p + H)) / temperature. At the target, 1 - p is
+  rest / normaliser, which does not cancel where p is nearly 1. All entries have the
+  common factor -size / (normaliser * temperature).
   """
   norm = soft.normaliser
   if pulls.entropy is None or entropy is None:
     size, d_logits, d_target = pulls.logps.astype(jnp.float32), soft.others, -soft.rest
   else:
-    # Relative to the larger of the two, so that a narrow dtype holds what follows.
+    # Both cotangents are divided by the larger one, so that d_logits stays within the
+    # range of a 16-bit dtype.
     size = jnp.maximum(jnp.abs(pulls.logps), jnp.abs(pulls.entropy))
     safe = jnp.where(size > 0, size, 1.0)
     a, b = pulls.logps / safe, pulls.entropy / safe
@@ -452,17 +489,27 @@ def _pull_logits(
     d_target = jnp.exp(soft.at_target) * b * (soft.at_target + shift) - a * soft.rest
   factor = (-size / (norm * rule.temperature))[:, None]
   rows = jnp.arange(norm.size)
-  # A column out of range, of a target that another shard holds, is dropped.
+  # A column out of range belongs to a target of another shard, and is dropped.
   d_logits = d_logits.at[rows, soft.column].set(
     d_target, mode="drop", unique_indices=True
   )
-  if dtype == jnp.float16:  # `rest` may pass 65504, where float16 ends
+  if dtype == jnp.float16:  # `rest` may exceed 65504, the largest float16
     d_logits, factor = d_logits / norm[:, None], factor * norm[:, None]
-  if rule.layout.softcap is not None:
+  if rule.layout.softcap is not None:  # d c tanh(x / c) / dx = 1 - tanh(x / c)^2
     d_logits *= 1 - jnp.square(soft.capped / rule.layout.softcap)
   return factor, d_logits.astype(dtype)
 
 
 def dot(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  """einsum that adds up in float32."""
+  """Returns an einsum that accumulates in float32."""
   return jnp.einsum(spec, x, y.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def scaled(gradient: jax.Array | None, factor: jax.Array) -> jax.Array | None:
+  """Returns gradient * factor in the dtype of the gradient; None stays None."""
+  return None if gradient is None else (gradient * factor).astype(gradient.dtype)
+
+
+def materialised(cotangent: Any, shape: tuple[int, ...] = ()) -> jax.Array:
+  """Returns a cotangent as an array; a symbolic zero becomes zeros of this shape."""
+  return cotangent if isinstance(cotangent, jax.Array) else jnp.zeros(shape)
