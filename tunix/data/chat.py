@@ -91,7 +91,7 @@ def render(
 
   In a conversation, the assistant's turns are trained, each with the token that ends
   it. Of a prompt and a response, the response and its end are trained; of a text,
-  everything. Text is tokenised piece by piece between these borders, as it is when a
+  everything. The text between these borders is tokenised piece by piece, as when a
   model continues a prompt.
 
   Args:
