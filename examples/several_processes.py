@@ -17,10 +17,10 @@ import optax
 from grain_data import loader
 from rl_loop import new_model
 
+from tunix.sft import launch
 from tunix.sft.config import CheckpointOptions
 from tunix.sft.metrics_logger import MetricsLogger, MetricsLoggerOptions, Mode
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
-from tunix.utils import launch
 from tunix.utils.mesh import create_mesh
 
 RECORDS = [{"text": f"{a}{b}=", "label": 0} for a in range(10) for b in range(10)] * 4

@@ -19,7 +19,7 @@ from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora, lora_modules
 from tunix.models.automodel import AutoModel
-from tunix.utils.interrupts import Stopped
+from tunix.sft.interrupts import Stopped
 
 
 def refused(capsys, *argv, code=2):

@@ -7,7 +7,6 @@ import pytest
 
 from tests.cli import runs
 from tunix.cli.commands import data_file
-from tunix.cli.jobs.table import JOBS
 
 ALPACA = {"instruction": "Add.", "input": "2 3", "output": "Five."}
 CHAT = {
@@ -87,11 +86,6 @@ def test_a_configuration_of_json_is_none_of_records(tmp_path):
   known = [data_file.is_data(str(tmp_path / name)) for name in names]
   assert known == [False, True, True, False, True, False, False]
   assert data_file.is_data("hf:ORG/NAME")
-
-
-def test_every_job_is_named():
-  said = " ".join(data_file.JOBS_OF.values()).replace(",", " ").split()
-  assert set(JOBS) <= set(said)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from tunix.cli import config as config_lib
 from tunix.cli.build import build
 from tunix.cli.commands import plan as plan_main
 from tunix.cli.jobs.table import JOBS
+from tunix.perf import programs
 from tunix.plan import topology
-from tunix.utils import programs
 
 SIZES = (
   *TINY[:2],

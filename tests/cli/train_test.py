@@ -14,7 +14,7 @@ from tunix.cli.run.folder import RunFolder
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora, lora_modules
 from tunix.models.automodel import AutoModel
-from tunix.utils.interrupts import Stopped
+from tunix.sft.interrupts import Stopped
 
 
 def train(keys, **more):

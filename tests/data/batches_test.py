@@ -9,12 +9,8 @@ from tests.sft.dpo import preferences
 from tunix.data.batches import BadRow, TextOptions, read_labelled, read_pairs
 from tunix.data.rows import SideBySide
 from tunix.sft.dpo.dpo_trainer import process_dpo_record
-from tunix.sft.dpo.pairs import (
-  DataInput,
-  KTODataInput,
-  KTOTrainingInput,
-  TrainingInput,
-)
+from tunix.sft.dpo.kto_trainer import KTODataInput, KTOTrainingInput
+from tunix.sft.dpo.pairs import DataInput, TrainingInput
 from tunix.sft.losses import batch_fields
 
 TEXT = toys_text.chat_tokenizer(None)

@@ -9,8 +9,7 @@ from tests import toys_text
 from tests.models import checkpoints, hub_stand_in
 from tests.models.hub_stand_in import Model
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models import automodel
-from tunix.utils import hub as hub_lib
+from tunix.models import automodel, hub as hub_lib
 
 SOURCE = checkpoints.GOLDEN / "qwen3"
 

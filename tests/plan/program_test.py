@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from tunix.perf import programs
 from tunix.perf.chips import Chip
 from tunix.plan import program
 from tunix.plan.report import Plan
-from tunix.utils import programs
 
 CHIP = Chip(kind="toy", flops=1e6, memory_rate=1e4, link_rate=1e3, memory_bytes=4096)
 

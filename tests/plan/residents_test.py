@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from tunix.perf.programs import Noted
 from tunix.plan import residents
-from tunix.utils.programs import Noted
 
 
 def test_what_others_are_given_and_none_has_made(mesh_fsdp8):

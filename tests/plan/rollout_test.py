@@ -9,8 +9,8 @@ import numpy as np
 from tunix.generate.layout import Layout
 from tunix.generate.memory import Memory
 from tunix.models.transformer.cache import init_cache
+from tunix.perf.programs import Noted
 from tunix.plan import rollout
-from tunix.utils.programs import Noted
 
 
 def test_rows_that_fit_and_tokens_a_second():

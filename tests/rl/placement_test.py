@@ -12,8 +12,9 @@ from tunix.models import backbone, lora, quantisation
 from tunix.models.automodel import AutoModel
 from tunix.rl import placement, reshard
 from tunix.rl.placement import WeightSyncError, copy_weights
+from tunix.sft import stamp
 from tunix.sft.module_state import ModuleState
-from tunix.utils import mesh as mesh_lib, stamp, tree
+from tunix.utils import mesh as mesh_lib, tree
 
 TOKENS = toys.batch(0, rows=2, length=8)["input_tokens"]
 

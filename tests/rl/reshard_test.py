@@ -12,7 +12,8 @@ from tests import toys
 from tunix.models import quantisation
 from tunix.models.automodel import AutoModel
 from tunix.rl import reshard
-from tunix.utils import mesh as mesh_lib, stamp, tree
+from tunix.sft import stamp
+from tunix.utils import mesh as mesh_lib, tree
 
 X = np.arange(16 * 24, dtype=np.float32).reshape(16, 24)
 

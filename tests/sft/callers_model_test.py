@@ -14,8 +14,8 @@ from tests import toys
 from tests.sft import trainers
 from tests.sft.trainers import smalls, trainer
 from tunix.sft.hooks import DataHooks, TrainingHooks
+from tunix.sft.interrupts import Stopped
 from tunix.sft.losses import next_token_loss
-from tunix.utils.interrupts import Stopped
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from jax.experimental import multihost_utils
 
 from tests import toys
 from tests.sft import resume_test, trainers
-from tunix.utils import coordination, interrupts, tree
+from tunix.sft import interrupts
+from tunix.utils import coordination, tree
 from tunix.utils.mesh import create_mesh
 
 

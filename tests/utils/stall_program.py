@@ -3,7 +3,8 @@
 import sys
 import time
 
-from tunix.utils import coordination, launch
+from tunix.sft import launch
+from tunix.utils import coordination
 
 
 def main(rank: int, port: str) -> None:

@@ -16,8 +16,8 @@ from tunix.data import fields, records, render, rows
 from tunix.data.chat import Rendered
 from tunix.data.records import LABELLED, PAIRS, Text
 from tunix.data.rows import SideBySide
+from tunix.data.tally import Tally
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.utils.tally import Tally
 
 BadRows = Literal["error", "skip"]
 Rows = dict[str, np.ndarray]

@@ -23,9 +23,9 @@ from tunix.distillation import outputs
 from tunix.distillation.outputs import Inputs
 from tunix.models import calling
 from tunix.ops.distill import TopK
-from tunix.sft import inference
+from tunix.sft import inference, stamp
 from tunix.sft.losses import batch_fields
-from tunix.utils import checks, coordination, mesh as mesh_lib, stamp
+from tunix.utils import checks, coordination, mesh as mesh_lib
 from tunix.utils.io import write_json
 
 _FORMAT = 2

@@ -29,7 +29,8 @@ from tunix.generate.memory import Memory
 from tunix.generate.sampling import Draw, Leaf
 from tunix.models import calling
 from tunix.ops import masks
-from tunix.utils import mesh as mesh_lib, programs
+from tunix.perf import programs
+from tunix.utils import mesh as mesh_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

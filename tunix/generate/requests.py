@@ -14,13 +14,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix.generate import batching, decode, layout
+from tunix.generate import batching, capacity, decode, layout
 from tunix.generate.batching import Limits
 from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.models import calling
 from tunix.models.transformer.model import Transformer
-from tunix.utils import capacity, mesh as mesh_lib, programs
+from tunix.perf import programs
+from tunix.utils import mesh as mesh_lib
 
 _LONG = 2**20  # slots of a row
 

@@ -31,7 +31,8 @@ from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.generate.outputs import Row
 from tunix.generate.requests import Request
-from tunix.utils import checks, mesh as mesh_lib, programs
+from tunix.perf import programs
+from tunix.utils import checks, mesh as mesh_lib
 
 # What there is at the end alone.
 NOT_STREAMED = frozenset({"echo", "pad_output", "return_logits", "beam_size", "exact"})

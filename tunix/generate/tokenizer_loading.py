@@ -14,7 +14,8 @@ from typing import Any
 
 from tunix.generate import tokenizer_files
 from tunix.generate.tokenizer_backends import TokenizersBackend
-from tunix.utils import hub, optional
+from tunix.models import hub
+from tunix.utils import optional
 
 _NAME = re.compile(r"[\w.-]+")  # of the hub's oldest models: "gpt2"
 

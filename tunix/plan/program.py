@@ -9,12 +9,11 @@ from typing import Any
 
 import jax
 
-from tunix.perf import hlo_flops
+from tunix.perf import hlo_flops, programs
 from tunix.perf.chips import Chip
+from tunix.perf.programs import Noted
 from tunix.plan import collectives, exposed, residents
 from tunix.plan.collectives import Collective
-from tunix.utils import programs
-from tunix.utils.programs import Noted
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

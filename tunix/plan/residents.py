@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping
 
 import jax
 
+from tunix.perf import programs
+from tunix.perf.programs import Noted
 from tunix.sft import offload
-from tunix.utils import programs
-from tunix.utils.programs import Noted
 
 
 def beside(

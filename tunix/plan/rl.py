@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tunix.perf import programs
+from tunix.perf.programs import Noted
 from tunix.rl import learner_state
 from tunix.rl.rl_learner import RLLearner
 from tunix.rl.trainer import Trainer
-from tunix.utils import programs
-from tunix.utils.programs import Noted
 
 # Programs of models that rl.offload_to_cpu keeps in host memory.
 OTHERS = ("reference scoring", "reward scoring", "critic scoring", "critic update")

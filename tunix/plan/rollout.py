@@ -11,9 +11,9 @@ import numpy as np
 
 from tunix.generate import layout
 from tunix.generate.memory import Memory
+from tunix.perf.programs import Noted
 from tunix.plan import residents
 from tunix.plan.program import ProgramPlan
-from tunix.utils.programs import Noted
 
 OPENING = "unstack"  # slices of stacked layers, and weights laid out anew
 LOOP = "decode"  # the program whose length is data: what is read of it is one pass

@@ -9,13 +9,12 @@ import numpy as np
 from flax import nnx
 
 from tunix.models.transformer import moe
-from tunix.perf import flops
+from tunix.perf import flops, programs
+from tunix.perf.programs import Noted
 from tunix.sft.module_state import Skeleton
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.sft.step_metrics import matmul_params
 from tunix.sft.train_step import examples_in
-from tunix.utils import programs
-from tunix.utils.programs import Noted
 
 STEP = "train step"
 

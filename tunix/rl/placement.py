@@ -16,7 +16,8 @@ from jax.sharding import Mesh
 from tunix.models import backbone, lora, lora_modules
 from tunix.models.transformer.model import Transformer
 from tunix.rl.reshard import reshard_pytree
-from tunix.utils import stamp, tree
+from tunix.sft import stamp
+from tunix.utils import tree
 
 Reshard = Callable[[Any, Any], Any]
 Needs = Literal["adapters", "merged", "weights"]

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 from flax import nnx
 
+from tunix.sft.stamp import content_stamp
 from tunix.utils import checks
-from tunix.utils.stamp import content_stamp
 
 
 class UnknownWeightsError(RuntimeError):
@@ -23,7 +23,7 @@ class PolicyVersion:
 
   Attributes:
     step: optimizer updates when it was published.
-    stamp: of its parameters, see `tunix.utils.stamp.content_stamp`.
+    stamp: of its parameters, see `tunix.sft.stamp.content_stamp`.
   """
 
   step: int

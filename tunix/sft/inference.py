@@ -10,8 +10,9 @@ import jax
 import numpy as np
 from flax import nnx
 
+from tunix.perf import programs
 from tunix.sft import sharding_utils
-from tunix.utils import mesh as mesh_lib, programs
+from tunix.utils import mesh as mesh_lib
 
 # (model, **rows) -> array with the rows first; one object a setting, so that it
 # compiles once.

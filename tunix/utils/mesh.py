@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 def to_host(tree: Any) -> Any:
   """A pytree with its JAX arrays as NumPy's, whole on every process. All processes of a
   run call it where the arrays are spread over them. Of a shape, whose numbers nobody
-  has computed (see `utils.programs`), ones."""
+  has computed (see `tunix.perf.programs`), ones."""
   if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
     return jax.tree.map(lambda x: np.ones(x.shape, x.dtype), tree)
   if all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(tree)):

@@ -21,10 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import tunix
 from tunix.cli.commands.arguments import Parser
+from tunix.generate import capacity
 from tunix.perf import chips
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.run_state import RunState
-from tunix.utils import capacity, mesh as mesh_lib
+from tunix.utils import mesh as mesh_lib
 
 _PACKAGES = (
   *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "qwix", "numpy"),

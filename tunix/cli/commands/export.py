@@ -13,12 +13,12 @@ from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.rl import RLRun
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.settings.run import ExportSettings, RunSettings
+from tunix.models import hub
 from tunix.models.transformer.model import Transformer
 from tunix.rl.config import Role
 from tunix.sft import run_state
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.run_state import RunState
-from tunix.utils import hub
 
 
 def main(argv: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import re
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,12 +31,15 @@ from tunix.cli.jobs.table import JOBS
 from tunix.cli.run import folder as run_folder
 from tunix.cli.settings.run import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.perf import programs
 from tunix.perf.chips import Chip
+from tunix.perf.programs import Noted
 from tunix.plan import (
   program,
   residents,
   rl,
   rollout,
+  shipped,
   topology as topology_lib,
   training,
 )
@@ -45,8 +49,7 @@ from tunix.plan.rl import OTHERS
 from tunix.plan.rollout import LOOP, OPENING
 from tunix.plan.training import STEP
 from tunix.rl.rl_learner import RLLearner
-from tunix.utils import mesh as mesh_lib, programs, shipped
-from tunix.utils.programs import Noted
+from tunix.utils import mesh as mesh_lib
 
 HELP = """\
 usage: tunix plan CONFIG --topology NAME [--mesh AXIS=SIZE,...] [--fit]
@@ -121,7 +124,7 @@ def plan(
     mesh: sizes by axis; None: those of the configuration, else fsdp over all devices.
     fit: also look for the largest micro-batch that fits, or for settings that make the
       run fit; the step is compiled some times more.
-    ship: folder to write the compiled programs to (see `tunix.utils.shipped`), unless
+    ship: folder to write the compiled programs to (see `tunix.plan.shipped`), unless
       one of them does not fit.
 
   Raises:
@@ -138,21 +141,40 @@ def plan(
   made = where.mesh(mesh or config.mesh or {"fsdp": -1})
   config = settled(config, {axis: int(size) for axis, size in made.shape.items()})
   job.check(config)
-  with contextlib.nullcontext() if ship is None else shipped.compiled_afresh():
+  with contextlib.ExitStack() as held:
+    if ship is not None:
+      cache = held.enter_context(tempfile.TemporaryDirectory())
+      held.enter_context(shipped.cache_in(cache))
     trainer = _trainer(config, made)
     noted = _noted(config, trainer, made)
-    planned = _planned(config, noted, made, where.chip)
+    out = _described(config, trainer, noted, made, where)
+    if ship is not None:
+      message = _ship(ship, cache, config, trainer, made, noted, out.fits)
+      out = dataclasses.replace(out, shipped=message)
+  return dataclasses.replace(out, advice=advise(config, made, out)) if fit else out
+
+
+def _described(
+  config: RunSettings,
+  trainer: Any,
+  noted: dict[str, Noted],
+  mesh: Mesh,
+  where: topology_lib.Topology,
+) -> Plan:
+  """Compiles the programs of a step and collects the figures of the run."""
+  planned = _planned(config, noted, mesh, where.chip)
+  job = JOBS[config.job]
   rows, length = job.sequences(config), job.length(config)[1]
   sizes, of_roles = build.sizes_of_model(config), _trainers(trainer)
   updates = max(one.calls for name, one in noted.items() if name in of_roles)
   loop = planned.get(LOOP)
   steps = config.training.max_steps
-  out = Plan(
+  return Plan(
     job=config.job,
     model=_words(config, of_roles[min(of_roles)].model),
     topology=where.name,
     mesh=dict(config.mesh),
-    devices=made.size,
+    devices=mesh.size,
     chip=where.chip,
     memory_bytes=where.memory_bytes,
     programs=[*planned.values()],
@@ -164,30 +186,30 @@ def plan(
     rollouts=loop
     and rollout.of_loop(noted[LOOP], loop, where.memory_bytes, noted.get(OPENING)),
   )
-  if ship is not None:
-    with shipped.compiled_afresh():  # programs of other shapes are compiled here
-      said = _ship(ship, config, trainer, made, noted, out.fits)
-    out = dataclasses.replace(out, shipped=said)
-  return dataclasses.replace(out, advice=advise(config, made, out)) if fit else out
 
 
 def _ship(
   folder: str,
+  cache: str,
   config: RunSettings,
   trainer: Any,
   mesh: Mesh,
   noted: dict[str, Noted],
   fits: bool | None,
 ) -> str:
-  """Writes the programs, and those of shorter prompts; returns what was done."""
+  """Writes the compiled programs, and those of shorter prompts; returns a summary."""
   if fits is False:
     return "nothing is shipped of a run that does not fit"
   with programs.noted(noted):
     for batch in JOBS[config.job].shorter(config):
       _lower(trainer, batch, mesh)
-  entries = shipped.write(folder, mesh, noted)
-  size = sum(entry["bytes"] for entry in entries)
-  return f"shipped: {len(entries)} programs, {size / 2**20:,.1f} MiB, in {folder}"
+  names = []
+  for name, first in noted.items():
+    for one in (first, *first.others):
+      _ = one.compiled  # fills the cache
+      names.append(name)
+  size = shipped.write(folder, cache, mesh, names)
+  return f"shipped: {len(names)} programs, {size / 2**20:,.1f} MiB, in {folder}"
 
 
 def _lower(trainer: Any, batch: Any, mesh: Mesh) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tunix.cli import config as config_lib
@@ -45,13 +44,16 @@ from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.result import Result, ends_of, how_to_go_on
 from tunix.cli.settings import origins, reference, yaml_text
 from tunix.cli.settings.run import RunSettings
+from tunix.generate import capacity
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
+from tunix.plan import shipped
 from tunix.report import page
+from tunix.sft import launch
+from tunix.sft.interrupts import Stopped
 from tunix.sft.run import TrainResult
-from tunix.utils import capacity, io, launch, mesh as mesh_lib, shipped
-from tunix.utils.interrupts import Stopped
+from tunix.utils import io, mesh as mesh_lib
 
 _log = logging.getLogger(__name__)
 
@@ -182,7 +184,7 @@ def run(config: RunSettings) -> Result:
   """
   config, folder = _at_home(config)
   if config.compilation_cache is not None:
-    _keep_programs(config.compilation_cache)
+    shipped.use_cache(config.compilation_cache)
   several.start(config)
   mesh = _mesh(config)
   first = jax.process_index() == 0
@@ -372,14 +374,6 @@ def _devices(mesh: Mesh | None) -> str:
     return f"devices: {count} {kind} ({sizes})"
   unused = f"; {count - 1} more stay idle, `mesh` spreads the run" if count > 1 else ""
   return f"devices: 1 {kind}{unused}"
-
-
-def _keep_programs(folder: str) -> None:
-  jax.config.update("jax_compilation_cache_dir", folder)
-  # JAX skips what compiled within a second; a resumed run has many such programs.
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  # Whatever was compiled before may have settled on another folder, or on none.
-  compilation_cache.reset_cache()
 
 
 def _say(text: Any) -> None:

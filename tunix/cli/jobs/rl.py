@@ -15,8 +15,8 @@ from tunix.cli.settings import keys
 from tunix.cli.settings.convert import Choice
 from tunix.cli.settings.data import DataSettings
 from tunix.cli.settings.run import RunSettings, TrainingSettings, values_for
-from tunix.data.records import PROMPT_ROWS, Kind
-from tunix.generate import batching
+from tunix.data.records import PROMPT_ROWS, PROMPTS, Kind
+from tunix.generate import batching, capacity
 from tunix.models.transformer.model import Transformer
 from tunix.rl import setup
 from tunix.rl.config import ClusterConfig, PromptSizes, RLTrainingConfig, Role
@@ -37,7 +37,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.samples import Samples
 from tunix.rl.utils import create_critic_model
 from tunix.sft.metrics_logger import Mode
-from tunix.utils import capacity, checks
+from tunix.utils import checks
 
 # The metric that RL raises.
 REWARD = "rewards/score/mean"
@@ -363,6 +363,14 @@ def _sequences(config: RLRun) -> int:
 
 
 GRPO = Job(
+  summary="reinforcement learning without a critic; algorithm.name chooses a variant",
+  records=(PROMPTS,),
+  first_values={
+    "reward.functions": ["exact_match"],
+    "rollout.max_prompt_length": 256,
+    "rollout.max_tokens_to_generate": 256,
+    "training.learning_rate": 1e-5,
+  },
   settings=GRPORun,
   check=check,
   build=build_learner,
@@ -374,4 +382,6 @@ GRPO = Job(
   shorter=_shorter,
   sequences=_sequences,
 )
-PPO = dataclasses.replace(GRPO, settings=PPORun)
+PPO = dataclasses.replace(
+  GRPO, summary="reinforcement learning with a critic", settings=PPORun
+)

@@ -16,10 +16,10 @@ from tunix.cli.jobs.rl import RLRun
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.settings.run import RunSettings
 from tunix.data import show
+from tunix.generate import capacity
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.rl.pipeline import PROMPTS
-from tunix.utils import capacity
 
 # Columns that hold what a good completion says; the first that is there is rewarded.
 _ANSWERS = ("answer", "response", "solution", "completion")

@@ -15,7 +15,8 @@ import tunix
 from tunix.cli.build.data import RunData
 from tunix.cli.settings import keys
 from tunix.cli.settings.run import DistributedSettings, RunSettings
-from tunix.utils import coordination, launch
+from tunix.sft import launch
+from tunix.utils import coordination
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 PREFIX = "distributed."  # of the keys that differ between processes

@@ -6,10 +6,9 @@ import functools
 from typing import Any
 
 from tunix.cli.utils import call_strings
-from tunix.data import chat
+from tunix.data import chat, map_datasets as maps
 from tunix.data.prompts import PROMPTS
 from tunix.generate import tokenizer_adapter
-from tunix.utils import map_datasets as maps
 
 _DEFAULT = "create_dataset"
 

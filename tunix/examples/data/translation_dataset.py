@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from tunix.data import map_datasets as maps
 from tunix.sft.config import TrainingInput
-from tunix.utils import map_datasets as maps, optional
+from tunix.utils import optional
 
 INPUT_TEMPLATE = {"prefix": "Translate this into French:\n", "suffix": "\n"}
 # The turns of Gemma's chat template.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import jax
 
-from tunix.utils import programs
+from tunix.perf import programs
 
 # Limits of a container (cgroup v2 and v1), where there are any.
 _CONTAINER = (

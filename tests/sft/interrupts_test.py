@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from tunix.utils.interrupts import DeferredSignals, Stopped
+from tunix.sft.interrupts import DeferredSignals, Stopped
 
 
 @pytest.fixture

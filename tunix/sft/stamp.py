@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix.utils import mesh as mesh_lib, programs, tree
+from tunix.perf import programs
+from tunix.utils import mesh as mesh_lib, tree
 
 # Odd, so that multiplying by them loses nothing modulo 2^32.
 _STRIDE, _FAR = 0x9E3779B1, 0xC2B2AE35

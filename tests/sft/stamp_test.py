@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from tests import processes
-from tests.utils import stamp_programs
-from tunix.utils import stamp
-from tunix.utils.stamp import content_stamp
+from tests.sft import stamp_programs
+from tunix.sft import stamp
+from tunix.sft.stamp import content_stamp
 
 DTYPES = (
   "bool",

@@ -1,5 +1,5 @@
 """Compiled programs by name: run, by themselves or by what takes their place (see
-`utils.shipped`), or only noted, when their arguments are shapes.
+`tunix.plan.shipped`), or only noted, when their arguments are shapes.
 
 A plan goes through the code that a run goes through, with `jax.ShapeDtypeStruct`s where
 the run has arrays; what would be computed is lowered instead, and kept. What comes home

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tunix.utils import capacity
+from tunix.generate import capacity
 
 MEMORY = capacity.memory_bytes()
 

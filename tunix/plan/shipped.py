@@ -1,0 +1,224 @@
+"""Programs that a plan compiled, kept as entries of JAX's compilation cache.
+
+`tunix plan --ship FOLDER` writes the entries and a manifest, `shipped.json`. A run with
+`compilation_cache: FOLDER` leaves loading to JAX, whose keys hold the program, the
+version of jaxlib, the compiler flags and the kind of device. The manifest adds what JAX
+does not tell: why no entry can match this run, and whether a file is damaged.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
+
+from tunix.perf import programs
+from tunix.utils import io
+
+NAME = "shipped.json"
+_FORMAT = 2
+_ENTRIES = "*-cache"  # JAX's file names
+# Flags that change no program.
+_IDLE_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump")
+_REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
+_HIT = "/jax/compilation_cache/cache_hits"
+
+
+def use_cache(folder: str | os.PathLike[str]) -> None:
+  """Keeps JAX's compilation cache in a folder from now on."""
+  _apply(_cache_settings(folder, is_portable=is_in(folder)))
+
+
+@contextlib.contextmanager
+def cache_in(folder: str | os.PathLike[str]) -> Iterator[None]:
+  """Keeps JAX's compilation cache in a folder whose entries are to be shipped."""
+  with _jax_settings(_cache_settings(folder, is_portable=True)):
+    # JAX writes no entry for a program that this process has compiled already.
+    jax.clear_caches()
+    yield
+
+
+def _cache_settings(
+  folder: str | os.PathLike[str], *, is_portable: bool
+) -> dict[str, Any]:
+  settings: dict[str, Any] = {
+    "jax_enable_compilation_cache": True,
+    "jax_compilation_cache_dir": str(folder),
+    # JAX skips programs that compile within a second. A resumed run has many of them.
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+  }
+  if is_portable:
+    # XLA's own caches put the folder's path into the compile options, and so into JAX's
+    # keys: entries that were moved to another path would never be found.
+    settings["jax_persistent_cache_enable_xla_caches"] = "none"
+  return settings
+
+
+def _apply(settings: dict[str, Any]) -> None:
+  for name, value in settings.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()  # JAX remembers the folder of its first program
+
+
+@contextlib.contextmanager
+def _jax_settings(settings: dict[str, Any]) -> Iterator[None]:
+  before = {name: getattr(jax.config, name) for name in settings}
+  _apply(settings)
+  try:
+    yield
+  finally:
+    _apply(before)
+
+
+def write(
+  folder: str | os.PathLike[str],
+  entries: str | os.PathLike[str],
+  mesh: Mesh,
+  names: Sequence[str],
+) -> int:
+  """Copies cache entries into a folder, and writes their manifest.
+
+  Args:
+    folder: created if missing; replaces the manifest of an earlier call.
+    entries: folder of `cache_in`, in which the programs were compiled.
+    mesh: devices that the programs were compiled for.
+    names: of the programs.
+
+  Returns: bytes written, without the manifest.
+
+  Raises:
+    OSError: the folder cannot be written.
+  """
+  root, digests, size = pathlib.Path(folder), {}, 0
+  for file in sorted(pathlib.Path(entries).glob(_ENTRIES)):
+    data = file.read_bytes()
+    io.write_atomic(root / file.name, data)
+    digests[file.name] = hashlib.sha256(data).hexdigest()
+    size += len(data)
+  # The manifest comes last, so that every file it lists exists.
+  listed = {"programs": list(names), "files": digests}
+  io.write_json(root / NAME, {"format": _FORMAT, **_origin(mesh), **listed})
+  return size
+
+
+def is_in(folder: str | os.PathLike[str]) -> bool:
+  """Returns whether programs were shipped to a folder."""
+  return (pathlib.Path(folder) / NAME).is_file()
+
+
+@contextlib.contextmanager
+def loaded(
+  folder: str | os.PathLike[str], mesh: Mesh | None, say: Callable[[str], None]
+) -> Iterator[None]:
+  """Reports, inside the `with` block, which programs come from a shipped folder.
+
+  If a shipped file is damaged, JAX's compilation cache is off inside the block.
+
+  Args:
+    folder: in use as JAX's compilation cache, with a manifest.
+    mesh: mesh of the run; None: one device.
+    say: receives one line for each program, or one line for a folder that is refused.
+  """
+  root = pathlib.Path(folder)
+  try:
+    manifest: Any = json.loads((root / NAME).read_text())
+  except (OSError, ValueError) as error:
+    manifest = f"unreadable: {error}"
+  if (reason := _mismatch(manifest, mesh)) is not None:
+    say(f"programs shipped to {root} are not used, all is compiled here: {reason}")
+    yield
+  elif (reason := _damage(root, manifest["files"])) is not None:
+    say(f"programs shipped to {root} are not used, all is compiled here: {reason}")
+    with _jax_settings({"jax_enable_compilation_cache": False}):
+      yield
+  else:
+    with _reported(root, say):
+      yield
+
+
+@contextlib.contextmanager
+def _reported(root: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
+  """Says of each program, when JAX first needs it, whether the folder had it."""
+  events: collections.Counter[str] = collections.Counter()
+
+  def count(event: str, **_: Any) -> None:
+    events[event] += 1
+
+  def call(name: str, jitted: Any, args: tuple[Any, ...]) -> Any:
+    before = events.copy()
+    out = jitted(*args)  # without an event JAX had the program in memory
+    if requests := events[_REQUEST] - before[_REQUEST]:
+      if events[_HIT] - before[_HIT] == requests:
+        say(f"{name}: loaded from {root}")
+      else:
+        say(
+          f"{name}: not among the programs shipped to {root}, compiled here (the plan "
+          "had other settings, or other shapes of data)"
+        )
+    return out
+
+  jax.monitoring.register_event_listener(count)
+  try:
+    with programs.replaced(call):
+      yield
+  finally:
+    jax.monitoring.unregister_event_listener(count)
+
+
+def _origin(mesh: Mesh | None) -> dict[str, Any]:
+  """Returns what programs depend on besides their text."""
+  device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+  packages = ["tunix", "jax", "jaxlib"]
+  if device.platform == "tpu":
+    packages.append("libtpu")
+  versions = {name: importlib.metadata.version(name) for name in packages}
+  if device.platform == "gpu":
+    versions["CUDA"] = device.client.platform_version
+  return {
+    "platform": device.platform,
+    "kind": device.device_kind,
+    "mesh": {} if mesh is None else dict(mesh.shape),
+    "versions": versions,
+    "flags": sorted(
+      flag
+      for variable in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+      for flag in os.environ.get(variable, "").split()
+      if not flag.startswith(_IDLE_FLAGS)
+    ),
+  }
+
+
+def _mismatch(manifest: Any, mesh: Mesh | None) -> str | None:
+  """Returns why no program of a manifest can match this run; None: some may."""
+  form = manifest.get("format") if isinstance(manifest, dict) else manifest
+  if form != _FORMAT:
+    return f"{NAME} is of format {form!r}, this version reads {_FORMAT}"
+  for key, value in _origin(mesh).items():
+    if manifest.get(key) != value:
+      return f"{key} {manifest.get(key)} when they were made, {value} here"
+  return None
+
+
+def _damage(root: pathlib.Path, digests: dict[str, str]) -> str | None:
+  """Returns which shipped file is missing or changed; None: all are whole."""
+  for name, digest in digests.items():
+    try:
+      data = (root / name).read_bytes()
+    except OSError as error:
+      return f"{name} cannot be read ({error}); ship it again"
+    if (found := hashlib.sha256(data).hexdigest()) != digest:
+      return (
+        f"{name} is damaged: it has {len(data)} bytes with SHA-256 {found[:16]}, and "
+        f"was written with {digest[:16]}; ship it again"
+      )
+  return None
