@@ -7,7 +7,7 @@ import pytest
 
 from tunix.ops import vocab_chunks
 from tunix.ops.logprobs import weighted_nll
-from tunix.ops.vocab_chunks import Layout
+from tunix.ops.vocab_softmax import Layout
 
 B, T, D, V = 8, 40, 16, 64
 # 64 tokens a chunk, the least there is: 320 tokens make 5 chunks.

@@ -62,7 +62,9 @@ class Rendered(NamedTuple):
     return np.concatenate([np.zeros_like(self.prompt), mask])
 
 
-def rendered_row(tokens: Sequence[int], mask: Sequence[int]) -> Rendered:
+def rendered_row(
+  tokens: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray
+) -> Rendered:
   """Splits a row of tokens in front of its first trained token.
 
   The first token of a row is never trained: no token precedes it that could predict it.

@@ -22,19 +22,21 @@ from jaxtyping import Array, Float, Int
 from tunix.ops import distill
 from tunix.ops.distill import Divergence, TopK
 from tunix.ops.vocab_chunks import (
+  for_batch,
+  gradient_spec,
+  on_mesh,
+  over_tokens,
+  reduced,
+  table_spec,
+)
+from tunix.ops.vocab_softmax import (
   ONE_DEVICE,
   Layout,
   across,
   chunk_logits,
-  for_batch,
-  gradient_spec,
   gradients,
   materialised,
-  on_mesh,
-  over_tokens,
-  reduced,
   scaled,
-  table_spec,
   vocabulary_size,
 )
 

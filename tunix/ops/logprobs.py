@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tunix.ops import vocab_chunks
-from tunix.ops.vocab_chunks import ONE_DEVICE, Layout, Outputs, Pulls, Rule
+from tunix.ops import vocab_chunks, vocab_softmax
+from tunix.ops.vocab_softmax import ONE_DEVICE, Layout, Outputs, Pulls, Rule
 
 
 def weighted_nll(
@@ -69,9 +69,9 @@ def _forward(hidden, unembed, targets, weights, layout):
 
 def _backward(layout, part: Outputs, cotangent):
   del layout
-  cotangent = vocab_chunks.materialised(cotangent)
+  cotangent = vocab_softmax.materialised(cotangent)
   d_hidden, d_unembed = (
-    vocab_chunks.scaled(x, cotangent) for x in (part.d_hidden, part.d_unembed)
+    vocab_softmax.scaled(x, cotangent) for x in (part.d_hidden, part.d_unembed)
   )
   return d_hidden, d_unembed, None, -part.logps * cotangent
 
@@ -186,7 +186,7 @@ def _scores_backward(rule: Rule, saved: _Saved, cotangents: TokenScores):
   hidden, unembed, targets = saved.arrays
   logps, entropy = cotangents
   pulls = Pulls(
-    vocab_chunks.materialised(logps, targets.shape),
+    vocab_softmax.materialised(logps, targets.shape),
     entropy if isinstance(entropy, jax.Array) else None,  # a symbolic zero: unused
   )
   if saved.slope is not None:
@@ -211,7 +211,7 @@ def _scores_backward(rule: Rule, saved: _Saved, cotangents: TokenScores):
     pulls = jax.tree.map(lambda x: x / size, pulls)
   part = vocab_chunks.run(hidden, unembed, targets, pulls, rule)
   d_hidden, d_unembed = (
-    x if size is None else vocab_chunks.scaled(x, size)
+    x if size is None else vocab_softmax.scaled(x, size)
     for x in (part.d_hidden, part.d_unembed)
   )
   return d_hidden, d_unembed, None
