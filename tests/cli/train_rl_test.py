@@ -147,7 +147,7 @@ def test_prompts_can_be_looked_at(keys, capsys):
   shown = capsys.readouterr().out
   assert shown.count("<|im_start|>user") == 2 and "answer: 7\n" in shown
   assert runs.tunix("data", "scan", *argv) == 0
-  assert "train: 9 prompts of at most" in capsys.readouterr().out
+  assert "train: 9 prompts: 9 kept" in capsys.readouterr().out
 
 
 @pytest.mark.slow

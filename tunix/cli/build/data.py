@@ -309,7 +309,7 @@ def settle(config: RunSettings) -> RunSettings:
 
 
 def epochs(config: RunSettings) -> int | None:
-  """Returns the passes over the data; None for as many as `training.max_steps` needs."""
+  """Returns the passes over the data; None if `training.max_steps` decides."""
   if config.data.num_epochs is None and config.training.max_steps is None:
     return 1
   return config.data.num_epochs

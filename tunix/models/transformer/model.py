@@ -37,7 +37,7 @@ from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.models.transformer.unstack import layer_states
 from tunix.models.transformer.visibility import Visibility
 from tunix.ops.masks import positions_from_segments
-from tunix.ops.vocab_chunks import Layout, soft_cap
+from tunix.ops.vocab_softmax import Layout, soft_cap
 from tunix.utils import mesh as mesh_lib
 
 
