@@ -15,6 +15,7 @@ from tunix.data.records import LABELLED, Kind
 from tunix.data.scan import Report
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.sft.dpo.kto_trainer import KTOConfig, KTOTrainer
+from tunix.utils.setting import setting
 
 # The range of n_D desirable_weight / (n_U undesirable_weight) that the paper recommends
 # (arXiv:2402.01306, section 4.2).
@@ -40,7 +41,7 @@ class KTOSettings(ResponseSettings):
   desirable_weight: float = 1.0
   undesirable_weight: float = 1.0
   unusable: Unusable = "error"
-  reference: str | None = None
+  reference: str | None = setting(None, path="read", names_model=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

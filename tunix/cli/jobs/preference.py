@@ -20,7 +20,7 @@ from tunix.sft.dpo.dpo_trainer import DPOTrainer, ORPOTrainer
 from tunix.sft.dpo.precomputed import PrecomputedLogps
 from tunix.sft.dpo.preference_config import CompletionsConfig, DPOTrainingConfig
 from tunix.sft.dpo.reward_trainer import RewardConfig, RewardTrainer
-from tunix.utils.setting import shared_values
+from tunix.utils.setting import setting, shared_values
 
 Unusable = Literal["error", "drop"]
 
@@ -91,8 +91,8 @@ class DPOSettings(ResponseSettings):
   reference_free: bool = False
   shared_prompt: bool = False
   unusable: Unusable = "error"
-  reference: str | None = None
-  reference_logps: str | None = None
+  reference: str | None = setting(None, path="read", names_model=True)
+  reference_logps: str | None = setting(None, path="written")
 
   def __post_init__(self):
     super().__post_init__()
