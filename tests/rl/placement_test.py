@@ -253,7 +253,7 @@ def test_a_transport_that_loses_the_update():
   wrong = lambda sent, where: jax.tree.map(
     lambda x, w: jax.device_put(x.at[(0,) * x.ndim].add(1), w), sent, where
   )
-  with pytest.raises(WeightSyncError, match="has something else"):
+  with pytest.raises(WeightSyncError, match="has other content"):
     copy_weights(source, target, wrong)
   assert stamp_of(target) == before
   assert copy_weights(source, target) > 0

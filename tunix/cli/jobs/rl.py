@@ -18,18 +18,10 @@ from tunix.cli.settings.run import RunSettings, TrainingSettings, values_for
 from tunix.data.records import PROMPT_ROWS, PROMPTS, Kind
 from tunix.generate import batching, capacity
 from tunix.models.transformer.model import Transformer
-from tunix.rl import setup
+from tunix.rl import algorithms, setup
 from tunix.rl.config import ClusterConfig, PromptSizes, RLTrainingConfig, Role
-from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
-from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
-from tunix.rl.grpo.grpo_learner import (
-  CISPOConfig,
-  GRPOConfig,
-  GRPOLearner,
-  GSPOConfig,
-)
-from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
-from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.grpo.grpo_learner import GRPOConfig
+from tunix.rl.ppo.ppo_learner import PPOConfig
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rl_learner import RLLearner
 from tunix.rl.rollout import vanilla_rollout
@@ -42,27 +34,8 @@ from tunix.utils import checks
 # The metric that RL raises.
 REWARD = "rewards/score/mean"
 
-GRPO_VARIANTS = Choice(
-  {
-    "grpo": GRPOConfig,
-    "drgrpo": DrGRPOConfig,
-    "dapo": DAPOConfig,
-    "gspo": GSPOConfig,
-    "cispo": CISPOConfig,
-    "rloo": RLOOConfig,
-  }
-)
-PPO_ALONE = Choice({"ppo": PPOConfig})
-
-LEARNERS: dict[type, type[RLLearner]] = {
-  GRPOConfig: GRPOLearner,
-  DrGRPOConfig: DrGRPOLearner,
-  DAPOConfig: DAPOLearner,
-  GSPOConfig: GRPOLearner,
-  CISPOConfig: GRPOLearner,
-  RLOOConfig: RLOOLearner,
-  PPOConfig: PPOLearner,
-}
+GRPO_VARIANTS = Choice(algorithms.configs(uses_critic=False))
+PPO_ALONE = Choice(algorithms.configs(uses_critic=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -272,7 +245,7 @@ def build_learner(run: Loaded) -> RLLearner:
     ),
     **models,
   )
-  learner = LEARNERS[type(algorithm)](
+  learner = algorithms.learner_of(algorithm)(
     cluster,
     algorithm,
     _no_rewards if run.of_shapes else rewards.build_rewards(config.reward),
