@@ -1,4 +1,4 @@
-"""What a run is on, for its page: model, data, devices, versions."""
+"""Describes a run for its page: model, data, devices, versions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 def describe(
   model: str, reports: Mapping[str, Any], batch: str, mesh: Mesh | None
 ) -> dict[str, Any]:
-  """As JSON.
+  """Returns the description as JSON types.
 
   Args:
-    model: its parameters and precision, in words.
-    reports: what the scan found of "train" and "eval"; their texts are kept.
-    batch: what a step computes, in words.
-    mesh: of the run; None: one device.
+    model: text about parameters and precision.
+    reports: reports of the scan of "train" and "eval".
+    batch: text about the batch of a step.
+    mesh: mesh of the run; None: one device.
   """
   kinds = sorted({device.device_kind for device in jax.devices()})
   used = 1 if mesh is None else mesh.size
