@@ -97,9 +97,7 @@ class TrainingConfig:
   gradient_accumulation_steps: int | None = setting(None, python_only=True)
   checkpoint_root_directory: str | None = setting(None, python_only=True)
   checkpointing_options: Any = setting(None, python_only=True)
-  metrics_logging_options: MetricsLoggerOptions | None = setting(
-    None, python_only=True
-  )
+  metrics_logging_options: MetricsLoggerOptions | None = setting(None, python_only=True)
   profiler_options: ProfilerOptions | None = setting(None, may_change=True)
   data_sharding_axis: tuple[str, ...] = setting(("fsdp",), python_only=True)
   offload_optimizer: bool = setting(False, may_change=True)

@@ -286,7 +286,7 @@ def _prompt_batches(
 
 
 def epochs(config: RunSettings) -> int | None:
-  """Returns the passes over the data; None for as many as `training.max_steps` needs."""
+  """Returns the passes over the data; None: as many as `training.max_steps` needs."""
   if config.data.num_epochs is None and config.training.max_steps is None:
     return 1
   return config.data.num_epochs

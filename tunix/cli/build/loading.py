@@ -1,4 +1,4 @@
-"""Loads models and tokenizers, named by a configuration or by arguments of a command."""
+"""Loads models and tokenizers that a configuration or an argument names."""
 
 from __future__ import annotations
 
@@ -324,7 +324,9 @@ def check_model_folder(name: str, folder: str) -> None:
     if (export / "config.json").is_file():
       raise ValueError(f"{what}: give its model, {export}")
     if (export / _ADAPTER).is_file():
-      raise ValueError(f"{what}, whose export {export} is an adapter: {_ADAPTER_NEEDS_BASE}")
+      raise ValueError(
+        f"{what}, whose export {export} is an adapter: {_ADAPTER_NEEDS_BASE}"
+      )
     raise ValueError(
       f"{what} without an exported model: run `tunix export --run {folder} --to MODEL` "
       "and give MODEL"

@@ -31,7 +31,7 @@ _MATRICES = ("kernel", "lora_a", "lora_b")
 def settle_rate(
   config: RunSettings, num_steps: int | None
 ) -> tuple[float, dict[str, Any]]:
-  """Returns the learning rate and the arguments of the schedule, with defaults filled in.
+  """Returns the learning rate and the arguments of the schedule, with defaults.
 
   The peak (or first) value of a schedule is `training.learning_rate`, its length is the
   length of the run, and required first and last values are 0.

@@ -197,8 +197,8 @@ class RunFolder:
     changed += self._changed_contents(config, fingerprints)
     if changed:
       raise ValueError(
-        f"{where}: {'; '.join(changed)}. Use the settings and files of the first start, "
-        "or another output_dir"
+        f"{where}: {'; '.join(changed)}. Use the settings and files of the first "
+        "start, or another output_dir"
       )
 
   def _changed_contents(

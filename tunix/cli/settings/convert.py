@@ -177,7 +177,7 @@ def _as(value: Any, option: Any, key: str) -> tuple[bool, Any]:
     return isinstance(value, str) and value in typing.get_args(option), value
   if option is np.dtype:
     known = isinstance(value, str) and value in DTYPES
-    # jnp.float32, as Python code writes it, so that a value read back equals the default.
+    # jnp.float32, as in Python code, so that a value read back equals the default.
     return known, getattr(jnp, value) if known else None
   if origin in _LISTS:
     kind = typing.get_args(option)[0]

@@ -1,8 +1,8 @@
 """The keys of the command: the fields of the jobs' dataclasses, with their help.
 
 All that the command knows about a key is declared at the field: its name, type and
-default, its help under `Attributes:` of the docstring, and its `Facts`. Files, `--help`,
-`base_config.yaml` and the JSON Schema are read off these declarations.
+default, its help under `Attributes:` of the docstring, and its `Facts`. What files may
+contain, `--help`, `base_config.yaml` and the JSON Schema follow from the declarations.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ def of_config(config: Any) -> dict[str, Key]:
 def defaults(config: Any) -> dict[str, Any]:
   """Returns the defaults of the keys of `flatten(config)`; None for required keys."""
   known = of_config(config)
-  found = {dotted: known[dotted].default for dotted in flatten(config) if dotted in known}
+  found = {
+    dotted: known[dotted].default for dotted in flatten(config) if dotted in known
+  }
   return {
     dotted: None if found.get(dotted, REQUIRED) is REQUIRED else plain(found[dotted])
     for dotted in flatten(config)
@@ -188,7 +190,7 @@ def _meanings(section: type) -> dict[str, str]:
 
 
 def _attributes(text: str) -> dict[str, str]:
-  """Returns {name: meaning} of the section "Attributes:" (or "Args:") of a docstring."""
+  """Returns {name: meaning} of a docstring's section "Attributes:" or "Args:"."""
   meanings: dict[str, str] = {}
   names: list[str] = []
   _, _, body = re.sub(r"(?m)^Args:$", "Attributes:", text).partition("Attributes:\n")
