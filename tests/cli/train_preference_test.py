@@ -8,8 +8,8 @@ import pytest
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import build
 from tunix.cli.run import folder as run_folder
+from tunix.cli.run.settle import settle_values
 from tunix.models import lora, safetensors_saver
 from tunix.models.automodel import AutoModel
 
@@ -290,9 +290,9 @@ def test_whose_head_of_scores_is_trained(tmp_path):
   before = run_folder.RunFolder(tmp_path).read_config()
   assert before.lora.modules_to_save == ()
   layer = {"job": "reward", "lora": {"rank": 2}}
-  now = build.settle_lora(config_lib.from_layers([("given", layer)]))
+  now = settle_values(config_lib.from_layers([("given", layer)]), None)
   assert now.lora.modules_to_save == ("score",)
-  assert build.settle_lora(before).lora.modules_to_save == ()
+  assert settle_values(before, None).lora.modules_to_save == ()
 
 
 def test_orpos_lambda_has_a_key():
