@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from tunix.ops.vocab_chunks import Layout
+from tunix.ops.vocab_softmax import Layout
 from tunix.sft.module_state import FrozenParam
 from tunix.utils import mesh as mesh_lib
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tunix.generate.tokenizer_adapter import TokenizerAdapter, adapted
 from tunix.models import calling
-from tunix.ops.distill import check_same_words
+from tunix.ops.distill import check_same_vocabulary
 
 # Texts that tokenizers of different families split differently.
 _TEXTS = (
@@ -24,7 +24,7 @@ def check_sizes(student: Any, teacher: Any) -> None:
   """
   sizes = calling.vocab_size(student), calling.vocab_size(teacher)
   if sizes[0] is not None and sizes[1] is not None:
-    check_same_words(sizes[0], sizes[1])
+    check_same_vocabulary(sizes[0], sizes[1])
 
 
 def check_tokenizers(student: Any, teacher: Any) -> None:

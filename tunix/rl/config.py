@@ -14,6 +14,7 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import checks
+from tunix.utils.setting import setting
 
 
 class Role(enum.Enum):
@@ -44,7 +45,7 @@ class PromptSizes:
 
   mini_batch_size: int | None = None
   train_micro_batch_size: int | None = None
-  rollout_micro_batch_size: int | None = None
+  rollout_micro_batch_size: int | None = setting(None, may_change=True)
   compute_logps_micro_batch_size: int | None = None
   bucketed_lengths: bool = False
 
