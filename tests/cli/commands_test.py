@@ -126,7 +126,7 @@ def test_data_names_the_keys_that_the_job_has(action, settings, tmp_path, capsys
   file.write_text('{"prompt": "a", "response": ""}\n')
   on_policy = ["--distill.teacher=t", "--distill.on_policy_fraction=0.5"]
   error = refused(capsys, *words, "--job=distill", *on_policy)
-  assert "the answer is empty, which teaches nothing; correct the record\n" in error
+  assert "the answer is empty" in error and error.endswith("correct the record\n")
 
 
 def test_data_show_refuses_bad_records_and_rows(settings, tmp_path, capsys):

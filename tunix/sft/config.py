@@ -13,6 +13,7 @@ from tunix.sft.best import BestOptions
 from tunix.sft.metrics_logger import MetricsLoggerOptions
 from tunix.sft.profiler import ProfilerOptions
 from tunix.utils import checks
+from tunix.utils.setting import setting
 
 Schedule = Callable[[Any], Any]
 
@@ -90,22 +91,22 @@ class TrainingConfig:
       trace file; None: do not.
   """
 
-  eval_every_n_steps: int | None = None
-  best: BestOptions | None = None
-  max_steps: int | None = None
-  gradient_accumulation_steps: int | None = None
-  checkpoint_root_directory: str | None = None
-  checkpointing_options: Any = None
-  metrics_logging_options: MetricsLoggerOptions | None = None
-  profiler_options: ProfilerOptions | None = None
-  data_sharding_axis: tuple[str, ...] = ("fsdp",)
-  offload_optimizer: bool = False
-  max_inflight_computations: int = 2
-  metrics_prefix: str = ""
-  pbar_description: str | None = "Training"
+  eval_every_n_steps: int | None = setting(None, may_change=True)
+  best: BestOptions | None = setting(None, may_change=True)
+  max_steps: int | None = setting(None, may_change=True)
+  gradient_accumulation_steps: int | None = setting(None, python_only=True)
+  checkpoint_root_directory: str | None = setting(None, python_only=True)
+  checkpointing_options: Any = setting(None, python_only=True)
+  metrics_logging_options: MetricsLoggerOptions | None = setting(None, python_only=True)
+  profiler_options: ProfilerOptions | None = setting(None, may_change=True)
+  data_sharding_axis: tuple[str, ...] = setting(("fsdp",), python_only=True)
+  offload_optimizer: bool = setting(False, may_change=True)
+  max_inflight_computations: int = setting(2, may_change=True)
+  metrics_prefix: str = setting("", python_only=True)
+  pbar_description: str | None = setting("Training", python_only=True)
   learning_rate: float | Schedule | None = None
-  num_train_steps: int | None = None
-  perf_metrics_options: PerfMetricsOptions | None = None
+  num_train_steps: int | None = setting(None, python_only=True)
+  perf_metrics_options: PerfMetricsOptions | None = setting(None, may_change=True)
 
   def __post_init__(self):
     checks.fields(

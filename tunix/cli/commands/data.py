@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import build, data as build_data
+from tunix.cli.build import data as build_data, loading
 from tunix.cli.commands import data_file
 from tunix.data import show
 from tunix.rl.pipeline import PROMPTS
@@ -54,7 +54,7 @@ def _show(argv: list[str]) -> None:
   config = config_lib.load(
     [*arguments.files, *(f"--{key}={text}" for key, text in others)]
   )
-  tokenizer = build.build_tokenizer(config)
+  tokenizer = loading.build_tokenizer(config)
   records = build_data.open_records(config)["train"]
   records.validate()
   with build_data.naming(config.row_keys(records.kind)):
@@ -72,7 +72,7 @@ def _show(argv: list[str]) -> None:
 
 def _scan(argv: list[str]) -> None:
   config = config_lib.load(argv)
-  tokenizer = build.build_tokenizer(config)
+  tokenizer = loading.build_tokenizer(config)
   records = build_data.open_records(config)
   reports = build_data.scan_records(config, tokenizer, records)
   for name, report in reports.items():

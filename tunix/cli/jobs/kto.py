@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from tunix.cli.build import data as build_data
 from tunix.cli.build.data import RunData
 from tunix.cli.jobs import preference
 from tunix.cli.jobs.job import Job, Loaded
@@ -41,7 +42,9 @@ class KTOSettings(ResponseSettings):
   desirable_weight: float = 1.0
   undesirable_weight: float = 1.0
   unusable: Unusable = "error"
-  reference: str | None = setting(None, path="read", names_model=True)
+  reference: str | None = setting(
+    None, path="read", names_model=True, may_change=True, fingerprint="reference"
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +61,11 @@ def _build_data(config: Any, tokenizer: TokenizerAdapter, known: Any = None) -> 
   """Builds the data, and refuses data with one label only.
 
   Raises:
-    FileNotFoundError, ValueError: See `preference.build_compared_data`; or all
+    FileNotFoundError, ValueError: As for `build_data.build_data`; or all
       completions have one label, from which KTO would only learn to raise, or to lower,
       the probability of every completion.
   """
-  data = preference.build_compared_data(config, tokenizer, known)
+  data = build_data.build_data(config, tokenizer, known)
   report: Report = data.reports["train"]
   if not report.desirable or not report.undesirable:
     label = "true" if report.desirable else "false"

@@ -9,12 +9,9 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from tunix.cli.build import data as build_data
-from tunix.cli.build.data import RunData
 from tunix.cli.jobs.job import Job, Loaded, length_of
-from tunix.cli.run import fingerprints
 from tunix.cli.settings.run import StreamRun
 from tunix.data.records import PAIRS, Kind
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.sft.dpo.dpo_trainer import DPOTrainer, ORPOTrainer
 from tunix.sft.dpo.precomputed import PrecomputedLogps
@@ -91,8 +88,10 @@ class DPOSettings(ResponseSettings):
   reference_free: bool = False
   shared_prompt: bool = False
   unusable: Unusable = "error"
-  reference: str | None = setting(None, path="read", names_model=True)
-  reference_logps: str | None = setting(None, path="written")
+  reference: str | None = setting(
+    None, path="read", names_model=True, may_change=True, fingerprint="reference"
+  )
+  reference_logps: str | None = setting(None, path="written", may_change=True)
 
   def __post_init__(self):
     super().__post_init__()
@@ -205,22 +204,6 @@ class RewardRun(PreferenceRun):
 
   job: Literal["reward"] = "reward"
   preference: RewardModelSettings = RewardModelSettings()
-
-
-def build_compared_data(
-  config: Any, tokenizer: TokenizerAdapter, known: Any = None
-) -> RunData:
-  """Builds the data, and adds the reference to its fingerprints.
-
-  Raises:
-    FileNotFoundError, ValueError: See `build_data.build_data`, or the folder of the
-      reference does not exist.
-  """
-  data = build_data.build_data(config, tokenizer, known)
-  data.fingerprints.update(
-    fingerprints.of_models({"reference": config.preference.reference})
-  )
-  return data
 
 
 def trainer_config(run: Loaded) -> Any:
@@ -336,7 +319,6 @@ DPO = Job(
   records=(PAIRS,),
   first_values=FIRST_VALUES,
   settings=DPORun,
-  data=build_compared_data,
   build=_build_dpo,
   results=_PAIRS,
   batch=describe_batch,

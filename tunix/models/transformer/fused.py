@@ -49,7 +49,7 @@ def splash(
 
   def rows(query, key, value, *segments):
     t, n = query.shape[1:3]
-    size = max(128, blockwise.block_size(t, _SPLASH_BLOCK))
+    size = max(128, blockwise.block_size(t, _SPLASH_BLOCK))  # a TPU's lanes are 128
     options = {"size": size, "softcap": softcap, "window": window}
     options["interpret"] = interpret
     if isinstance(rules, Split):
@@ -187,7 +187,7 @@ def _share_of_kernel(
     split: assigns the queries to devices.
     options: further arguments of `_splash_kernel`.
   """
-  slots, size = split.slots(), options["size"]
+  slots, size = split.slots(), options["size"]  # slots [n, T/n]
   # Padded queries of a device repeat the slot of its last query.
   slots = np.pad(slots, ((0, 0), (0, -slots.shape[1] % size)), "edge")
   kernel = _splash_kernel(

@@ -148,7 +148,7 @@ class MoE(nnx.Module):
     with jax.named_scope("router"):
       probabilities = jax.nn.softmax(self.router(tokens).astype(jnp.float32), axis=-1)
       weights, chosen = jax.lax.top_k(probabilities, self.experts_per_token)
-      if self.normalise:
+      if self.normalise:  # Qwen 3 renormalises the k weights to the sum 1
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
       return weights.astype(tokens.dtype), chosen
 
@@ -184,6 +184,7 @@ class MoE(nnx.Module):
 
     def local(router, rest, x):
       moe = nnx.merge(graph, router, rest)
+      # Routed before the all-gather: k weights and numbers per token travel with it.
       weights, chosen = moe.route(x)
       flat = [y.reshape(-1, y.shape[-1]) for y in (x, weights, chosen)]
       with jax.named_scope("experts"):

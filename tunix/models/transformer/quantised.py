@@ -101,6 +101,7 @@ def encode(
   blocks = kernel.astype(jnp.float32).reshape(*lead, rows // block, block, columns)
   scales = jnp.max(jnp.abs(blocks), axis=-2) / _LARGEST[method]
   scales = scales.astype(scale_dtype)
+  # Divided by the rounded scale, the one that decoding multiplies by.
   divisor = scales.astype(jnp.float32)[..., None, :]
   x = blocks / jnp.where(divisor > 0, divisor, 1.0)
   x = x.reshape(*lead, rows, columns)

@@ -51,10 +51,12 @@ def run_apart(
     layer = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))
     drop_layer_axis(layer)
     layer.set_attributes(qwix_rngs=rngs, raise_if_not_found=False)
+    # Attributes that are new, or were replaced by another object, are qwix's.
     before = _attributes(layer)
     x = call(layer, x)
     after = _attributes(layer)
     added.append({k: v for k, v in after.items() if v is not before.get(k)})
+  # All layers are equal, so the first layer's additions name those of every layer.
   modules = dict(nnx.iter_modules(stack))
   for path, name in added[0]:
     values = [additions[path, name] for additions in added]
@@ -87,6 +89,7 @@ def _stacked(values: list[Any]) -> Any:
   """Returns the stack's attribute, given that attribute of every layer."""
   if isinstance(values[0], nnx.Variable):
     return _stacked_variable(*values)
+  # Options such as a rank are equal in all layers and are stored once.
   if isinstance(values[0], str | int | float | bool | tuple | None):
     return values[0]
   is_variable = lambda x: isinstance(x, nnx.Variable)

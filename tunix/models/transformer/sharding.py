@@ -36,6 +36,7 @@ def weight_spec(
     stacked: True if the weight has a leading axis of layers.
     experts: True if the weight has an axis of experts, which ep splits.
   """
+  # Experts are split by ep along E, so ep cannot split their model dimension too.
   lead = ((None,) if stacked else ()) + ((rules.ep,) if experts else ())
   dim = tuple(a for a in rules.weight_axes if not (experts and a == rules.ep))
   return lead + _KINDS[kind](dim, rules.tp)
@@ -141,6 +142,7 @@ def tokens_everywhere(
   batch = batch_axes(rules)
   rows = mesh_lib.fit_spec((batch,), shape, mesh)[0]
   others, parts = [], 1
+  # cp first, so that a device keeps tokens of its own shard of the row.
   for axis in sorted(mesh.shape, key=lambda axis: axis != rules.cp):
     size = mesh.shape[axis]
     if axis not in batch and shape[1] % (parts * size) == 0:
@@ -182,7 +184,7 @@ def abstract(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
   `nnx.eval_shape` is not used: it checks every spec against the context's mesh, which
   may lack some of the axes.
   """
-  graphs = []
+  graphs = []  # eval_shape returns arrays only, so the graph leaves by this list
 
   def split():
     graph, state = nnx.split(build())

@@ -56,6 +56,8 @@ class SharedPrompt:
     The positions of a prompt count its valid tokens, and those of every completion
     continue them.
     """
+    # Padding is on the left, so the number of valid prompt tokens is the position of
+    # the first completion token.
     prompt = valid[:, : self.prompt]
     places = jnp.arange(self.completion(valid.shape[1]), dtype=jnp.int32)
     after = jnp.sum(prompt, axis=1, dtype=jnp.int32)[:, None] + places
@@ -75,6 +77,7 @@ class SharedPrompt:
 
   def sequences(self, x: jax.Array) -> jax.Array:
     """Returns each completion behind its prompt, [B, T, ...] as [B * G, P + R, ...]."""
+    # The prompt's keys and values are repeated G times here; queries never are.
     prompts = self.prompts(x)[:, None]
     spread = (x.shape[0], self.copies, *prompts.shape[2:])
     prompts = jnp.broadcast_to(prompts, spread).reshape(-1, *prompts.shape[2:])

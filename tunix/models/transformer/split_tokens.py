@@ -56,6 +56,7 @@ class Split:
     if not self.folded:
       return slots.reshape(self.shards, -1)
     pieces = slots.reshape(2 * self.shards, -1)
+    # sources[device, half] is the piece that a device receives in each exchange.
     sources = np.empty((self.shards, 2), np.int32)
     for half in (0, 1):
       for source, target in self.moves(half):
@@ -132,6 +133,7 @@ def attend(
   rows, axis = sharding.batch_axes(rules), split.axis
   # The number of key heads decides how heads are split: it divides the query heads.
   keys = mesh_lib.fit_spec((rows, axis, rules.tp, None), key.shape, mesh)
+  # cp divides the queries (see `split_of`), but not always the keys of a cache.
   queries = PartitionSpec(keys[0], axis, keys[2], None)
   visible = _separate_keys(visible, key.shape[1], split)
 
@@ -206,6 +208,8 @@ def _exchange(x: jax.Array, split: Split, *, back: bool = False) -> jax.Array:
 
   Each half of the tokens is one permutation of the devices, see `Split.moves`.
   """
+  # Going back reverses source and target of the same permutations, so that each half
+  # returns to its place in the contiguous shard.
   halves = jnp.split(x, 2, axis=1)
   for half in (0, 1):
     moves = split.moves(half)

@@ -127,6 +127,8 @@ class Visibility:
     shared, ids = self.shared, self.segment_ids
     assert shared is not None
     size = shared.completion(self.query_index.size)
+    # In a sequence [prompt | completion] the completion's slots start at P. The keys
+    # are P + R slots, so queries and keys are not aligned.
     return Visibility(
       shared.prompt + jnp.arange(size, dtype=jnp.int32),
       segment_ids=None if ids is None else shared.completions(ids),
@@ -150,6 +152,7 @@ def is_visible(
   Returns: bool [B, T, S], or [1, T, S] if all rows have the same mask.
   """
   seen = masks.causal_mask(queries.index, keys.index) if mask is None else mask
+  # Groups open pairs, so they come before segments and windows, which close pairs.
   if queries.groups is not None and keys.groups is not None:
     same = queries.groups[:, :, None] == keys.groups[:, None, :]
     seen = seen | (same & (queries.groups != 0)[:, :, None])
@@ -171,6 +174,8 @@ def reach(
 
   Returns: two int32 [B, T], or [1, T] if all rows have the same bounds.
   """
+  # The causal range [0, own slot], which segments and windows shorten. Groups extend it
+  # to the last member of the query's group.
   first = jnp.zeros_like(queries.index)[None]
   last = queries.index[None]
   if window is not None:

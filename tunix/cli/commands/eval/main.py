@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 import tunix
-from tunix.cli.build import build, loading, rewards
+from tunix.cli.build import loading, rewards
 from tunix.cli.commands.arguments import (
   Parser,
   add_sampling,
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> None:
       args.model, args.adapter, args.tokenizer, name="MODEL"
     )
     model = loading.load_model(args.model, args.adapter, args.dtype)
-    build.check_vocabulary(model, tokenizer)
+    loading.check_vocabulary(model, tokenizer)
     _check_model(args, model)
     sections = _evaluate(args, model, tokenizer, manager, ks)
   finally:
