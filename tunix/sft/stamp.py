@@ -115,7 +115,8 @@ def _group(i: int, leaf: Any) -> Any:
   sharding: Any = leaf.sharding
   mesh = getattr(sharding, "mesh", None)
   if isinstance(mesh, Mesh):  # all inputs of a program need the same order of devices
-    return tuple(mesh.devices.flat)
+    devices: Any = mesh.devices
+    return tuple(devices.flat)
   return frozenset(sharding.device_set)
 
 
