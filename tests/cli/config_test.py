@@ -206,7 +206,7 @@ def test_wrong_files_are_refused(tmp_path, text, message):
     (["--checkpoint.max_to_keep=0"], "checkpoint.max_to_keep is 0"),
     (
       ["--checkpoint.every_n_steps=5", "--checkpoint.min_interval_secs=60"],
-      "choose one cadence",
+      "Choose one cadence",
     ),
     (["--seed=-1"], "seed is -1"),
     (["--lora.rank=0"], "lora.rank is 0"),
