@@ -3,6 +3,7 @@
 
 import pytest
 
+from tunix.perf.hlo_text import Program
 from tunix.plan import collectives
 
 PROGRAM = """\
@@ -74,7 +75,7 @@ ENTRY %main.1_spmd (p: f32[8,4]) -> f32[8,4] {
 
 @pytest.fixture(scope="module")
 def found():
-  return collectives.read(PROGRAM, devices=8)
+  return collectives.read(Program(PROGRAM, is_compiled=True), devices=8)
 
 
 def test_loops_count_as_often_as_they_run_and_pieces_once(found):

@@ -1,4 +1,4 @@
-"""What one JAX device can do: arithmetic, memory and links, from its makers' pages."""
+"""Peak rates of JAX devices: arithmetic, memory and links, as the makers publish them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-  """One JAX device.
+  """Peak rates of one JAX device.
 
   Attributes:
-    kind: how its `device_kind` begins.
+    kind: prefix of its `device_kind`.
     flops: dense bfloat16 FLOP/s.
-    memory_bytes: that a program may use; None: models of this kind differ.
-    memory_rate: bytes/s from and to its memory.
-    link_rate: bytes/s that it can send to other devices of its slice or host, over all
-      its links together, and as many that it can receive meanwhile.
+    memory_bytes: memory that a program may use; None: models of this kind differ.
+    memory_rate: memory bandwidth, bytes/s.
+    link_rate: bytes/s that the device can send to other devices of its slice or host,
+      over all its links together. It can receive as much at the same time.
   """
 
   kind: str
@@ -28,12 +28,12 @@ class Chip:
 
 # Matched against the start of `device.device_kind`, first match wins.
 # TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}: "peak compute per chip",
-# "HBM capacity" (v5e, v6e, v4: less what libtpu keeps, 0.25 GiB of 16), "HBM
-# bandwidth", "inter-chip interconnect bandwidth" (of Gbps an eighth; of what is given
-# as bidirectional the half). A JAX device is a chip; on tpu7x it is one of the chip's
-# two chiplets and has half of everything.
-# NVIDIA: data sheets of A100, H100, H200, HGX B200 and GB200; where they give the rate
-# "with sparsity", half of it, and half of NVLink's, which counts both directions.
+# "HBM capacity" (v5e, v6e, v4: minus the 0.25 GiB of 16 that libtpu keeps), "HBM
+# bandwidth", "inter-chip interconnect bandwidth" (Gbps divided by 8; bidirectional
+# figures divided by 2). A JAX device is a chip, except on tpu7x, where it is one of the
+# two chiplets of a chip and has half of everything.
+# NVIDIA: data sheets of A100, H100, H200, HGX B200 and GB200. Rates "with sparsity" are
+# divided by 2, and so are NVLink rates, which count both directions.
 _GIB = 2.0**30
 CHIPS = (
   Chip(
@@ -92,7 +92,7 @@ CHIPS = (
 
 
 def chip_of(device: Any) -> Chip | None:
-  """The chip of a device; None if it is not in the table (every CPU).
+  """Returns the chip of a device; None for a device not in the table, such as a CPU.
 
   Args:
     device: a `jax.Device`, or the text of its `device_kind`.

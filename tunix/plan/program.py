@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from tunix.perf import hlo_flops, programs
+from tunix.perf import hlo_flops, hlo_text, programs
 from tunix.perf.chips import Chip
 from tunix.perf.programs import Noted
 from tunix.plan import collectives, exposed, residents
@@ -126,7 +126,7 @@ def plan(
   except jax.errors.JaxRuntimeError as error:
     return _too_large(name, noted, flops, beside_bytes, error)
   memory: Any = compiled.memory_analysis()
-  text = compiled.as_text() or ""
+  text = hlo_text.Program(compiled.as_text() or "", is_compiled=True)
   sent = collectives.read(text, devices)
   received = math.fsum(one.received for one in sent)
   written = memory.output_size_in_bytes
