@@ -127,7 +127,7 @@ def test_a_function_of_a_file_or_module(tmp_path, monkeypatch):
   assert list(called) == [{"text": "b"}] * 3
   for name, kind, message in (
     ("create_dataset(count=-1)", RuntimeError, "create_dataset raised KeyError"),
-    ("nothing", TypeError, "is a NoneType: expected something with a length"),
+    ("nothing", TypeError, "is a NoneType"),
     ("absent", ValueError, "has no function 'absent'"),
     ("create_dataset(count=0)", ValueError, "is empty; expected"),
   ):
@@ -164,7 +164,7 @@ def test_places_are_written_out(tmp_path, monkeypatch):
     ({"data__weights": "much"}, "data.weights is the text 'much', expected a list"),
     (
       {"data__columns": "{prompt: question}"},
-      "there is no column 'question' to take as 'prompt': there are 'text'",
+      "'question' for 'prompt'; the record has 'text'",
     ),
     ({"data__train": "[]"}, "an empty list of files"),
     (

@@ -165,7 +165,7 @@ def test_a_step_cuts_lists_and_texts_into_micro_batches(monkeypatch):
     on_policy_fraction=0.0,
     gradient_accumulation_steps=2,
   )
-  monkeypatch.setattr(t, "_dispatch", lambda window, skip_jit: seen.append(window))
+  monkeypatch.setattr(t, "_learn", lambda window, skip_jit: seen.append(window))
   t.train_step(whole)
   parts = [{k: x[i : i + 2] for k, x in whole.items()} for i in (0, 2)]
   (group,) = seen[0].groups

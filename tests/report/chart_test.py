@@ -1,9 +1,7 @@
-import re
-import xml.etree.ElementTree as ElementTree
-
 import pytest
 
-from tunix.report import chart, measures
+from tests.report import dom
+from tunix.report import chart, document, measures
 from tunix.report.measures import Measure
 from tunix.report.series import Curve, Curves
 
@@ -47,37 +45,41 @@ def test_extremes_are_the_band_of_their_mean():
   assert [(m.name, m.spread) for m in alone] == [(names[0], None), (names[1], None)]
 
 
-def drawn(measure, runs):
-  lines = chart.lines_of(measure, runs)
-  text = chart.figure(measure, lines, 1)
-  return lines, text, ElementTree.fromstring(text)
+def draw(*charts):
+  """The figures of a page with these charts."""
+  part = {"kind": "charts", "charts": list(charts)}
+  page = document.html("page", [document.section("charts", part)])
+  return dom.draw(page).findall(".//figure")
+
+
+def points(element):
+  """The points of a polyline or polygon."""
+  return [tuple(map(float, xy.split(","))) for xy in element.get("points").split()]
 
 
 def test_a_line_goes_where_its_values_are():
-  read = Curves(by_name={"loss": {"train": curve(4.0, 2.0, 0.0), "eval": curve(3.0)}})
-  lines, text, figure = drawn(Measure("loss", "loss"), {"run": read})
-  assert [(x.label, x.colour, x.dashed) for x in lines] == [
+  curves = Curves(by_name={"loss": {"train": curve(4.0, 2.0, 0.0), "eval": curve(3.0)}})
+  data = chart.data(Measure("loss", "the loss"), {"run": curves})
+  assert [(x["label"], x["colour"], x["dashed"]) for x in data["lines"]] == [
     ("train", 0, False),
     ("evaluation", 1, True),
   ]
-  (points,) = re.findall(r'polyline[^>]*points="([^"]+)"', text)
-  xy = [tuple(map(float, pair.split(","))) for pair in points.split()]
-  x0, x1, left, right, y0, y1, low, high = map(
-    float, figure.find("svg").get("data-scale").split()
-  )
-  back = [
-    (
-      x0 + (x - left) / (right - left) * (x1 - x0),
-      y0 + (y - low) / (high - low) * (y1 - y0),
-    )
-    for x, y in xy
+  assert data["lines"][0]["points"] == [(0, 4.0), (1, 2.0), (2, 0.0)]
+  (figure,) = draw(data)
+  # The axis of steps goes from 64 to 408. Values from 0 to 4 get a margin of 5 %, 0.2
+  # at each end, on an axis from 182 up to 10.
+  scale = (182 - 10) / 4.4
+  assert points(figure.find(".//polyline")) == [
+    (64, pytest.approx(10 + 0.2 * scale, abs=0.01)),
+    (236, pytest.approx(10 + 2.2 * scale, abs=0.01)),
+    (408, pytest.approx(10 + 4.2 * scale, abs=0.01)),
   ]
-  for got, want in zip(back, [(0, 4), (1, 2), (2, 0)], strict=True):
-    assert got == pytest.approx(want, abs=0.01)
-  assert text.count("<circle") == 1  # one value is a dot
-  assert "from 4 (step 0) to 0 (step 2)" in figure.find("svg/desc").text
+  assert len(figure.findall(".//circle")) == 1  # one value is a dot
+  label = figure.find("svg").get("aria-label")
+  assert label.startswith("the loss; train: from 4 (step 0) to 0 (step 2)")
   cells = [cell.text for cell in figure.iter("td")][:5]
   assert cells == ["3", "4 (step 0)", "0 (step 2)", "0 (step 2)", "4 (step 0)"]
+  assert dom.text(figure.find("figcaption")) == "the loss0 train, 3 evaluation"
 
 
 def test_runs_have_colours_and_bands():
@@ -86,23 +88,42 @@ def test_runs_have_colours_and_bands():
     run: Curves(by_name={n: {"train": curve(i, i + 1)} for i, n in enumerate(names)})
     for run in ("a", "<b>")
   }
-  lines, text, _ = drawn(Measure("r/mean", "r", ("r/min", "r/max")), runs)
-  assert [(x.label, x.colour) for x in lines] == [("a, train", 0), ("<b>, train", 1)]
-  assert text.count("<polygon") == 2 and "<b>" not in text
-
-
-@pytest.mark.parametrize(
-  "values", [(0.0,), (0.0, 0.0), (1e300, -1e300), (5, 5.0000001)]
-)
-def test_any_range_has_an_axis(values):
-  read = Curves(by_name={"x": {"train": curve(*values)}})
-  text = drawn(Measure("x", "x"), {"run": read})[1]
-  assert "nan" not in text and "inf" not in text
-
-
-def test_ticks_are_round():
-  assert chart.ticks(0.0, 1.0, 4) == pytest.approx([0, 0.5, 1])
-  assert chart.ticks(0.93, 3.1, 4) == [1.0, 2.0, 3.0]
-  assert [chart.told(v) for v in (0.5, 12345, 3.4e6, 1.5e-5)] == [
-    *("0.5", "12,345", "3.4M", "1.5e-05")
+  data = chart.data(Measure("r/mean", "r", ("r/min", "r/max")), runs)
+  assert [(x["label"], x["colour"]) for x in data["lines"]] == [
+    ("a, train", 0),
+    ("<b>, train", 1),
   ]
+  assert data["lines"][0]["band"] == [[(0, 1.0), (1, 2.0)], [(0, 2.0), (1, 3.0)]]
+  (figure,) = draw(data)
+  assert len(figure.findall(".//polygon")) == 2
+  # Along the upper bound, and back along the lower one.
+  upper, lower = (
+    points(figure.find(".//polygon"))[:2],
+    points(figure.find(".//polygon"))[2:],
+  )
+  assert [x for x, _ in upper] == [64, 408] and [x for x, _ in lower] == [408, 64]
+
+
+def test_any_range_has_an_axis():
+  ranges = ((0.0,), (0.0, 0.0), (1e300, -1e300), (5, 5.0000001), (1e308, -1e308))
+  charts = [
+    chart.data(Measure("x", "x"), {"run": Curves(by_name={"x": {"train": curve(*r)}})})
+    for r in ranges
+  ]
+  for figure in draw(*charts):
+    attributes = [v for e in figure.iter() for v in e.attrib.values()]
+    assert not any("NaN" in value or "Infinity" in value for value in attributes)
+
+
+def test_ticks_are_round_and_numbers_short():
+  for values, ticks in (
+    ((0.0, 1.0), ["0", "0.5", "1"]),
+    ((0.93, 3.1), ["1", "2", "3"]),
+    ((0.0, 40_000.0), ["0", "20,000", "40,000"]),
+    ((1.4e6, 3.4e6), ["2M", "3M"]),
+    ((0.0, 1e-7), ["0", "5e-8", "1e-7"]),
+  ):
+    curves = Curves(by_name={"x": {"train": curve(*values)}})
+    (figure,) = draw(chart.data(Measure("x", "x"), {"run": curves}))
+    shown = [t.text for t in figure.iter("text") if t.get("class") == "y"]
+    assert shown == ticks

@@ -53,7 +53,7 @@ def test_two_files_and_modes_by_name(tmp_path):
 DAMAGE = [
   (b"", None),
   (b'{"step": 3, "loss"', None),  # is being written
-  (b"\0\0\0\n[1]\n", "2 lines of metrics.jsonl are damaged and left out, the first is"),
+  (b"\0\0\0\n[1]\n", "2 lines of metrics.jsonl are damaged and skipped, the first is"),
   (b'{"step": "x"}\n{"loss": 1}\n{"step": 1, "a": [1]}\n', "3 lines of"),
   (b'{"step": 1, "a": null}\n', "1 lines of"),
   (b"x" * (3 << 20) + b"\n", "damaged"),
@@ -69,7 +69,7 @@ def test_damaged_lines_are_counted_and_the_rest_is_read(tmp_path, more, note):
 
 
 def test_nothing_was_logged(tmp_path):
-  assert "there is no metrics.jsonl" in series.read(tmp_path).notes[0]
+  assert "metrics.jsonl is missing" in series.read(tmp_path).notes[0]
   write(tmp_path, [])
   assert "is empty" in series.read(tmp_path).notes[0]
 

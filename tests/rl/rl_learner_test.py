@@ -180,7 +180,7 @@ def test_an_update_that_breaks_off_is_not_saved(tmp_path, where, monkeypatch):
   whole.train(data)
   learner = saving(tmp_path, mini_batch_size=2)
   cluster, trainer = learner.rl_cluster, learner.rl_cluster.actor_trainer
-  owner, name = (cluster, "sync_weights") if where == "sync" else (trainer, "_dispatch")
+  owner, name = (cluster, "sync_weights") if where == "sync" else (trainer, "_learn")
   real, calls = getattr(owner, name), []
 
   def broken(*args):

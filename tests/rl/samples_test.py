@@ -1,11 +1,11 @@
 """Samples: what is written, when, and that a page shows texts as texts."""
 
-import html.parser
 import json
 
 import numpy as np
 import pytest
 
+from tests.report import dom
 from tests.rl import clusters
 from tunix.rl import samples
 from tunix.rl.common import Rollouts, Tokens
@@ -52,25 +52,10 @@ def lines(folder, number):
 
 
 def embedded(page):
-  """The data of a page, as a browser's parser finds it."""
-
-  class Finder(html.parser.HTMLParser):
-    found, inside, scripts = "", False, 0
-
-    def handle_starttag(self, tag, attrs):
-      self.scripts += tag == "script"
-      self.inside = dict(attrs).get("id") == "data"
-
-    def handle_data(self, data):
-      self.found += data if self.inside else ""
-
-    def handle_endtag(self, tag):
-      self.inside = False
-
-  finder = Finder()
-  finder.feed(page)
-  assert finder.scripts == 2
-  return json.loads(finder.found)
+  """The batches on a page of samples."""
+  (section,) = dom.data(page)["sections"]
+  (part,) = section["parts"]
+  return part["batches"]
 
 
 def test_a_line_holds_a_group(tmp_path):
@@ -146,7 +131,20 @@ def test_texts_stay_texts(tmp_path):
   long, nasty = batch["groups"][0]["shown"]
   assert nasty["text"] == NASTY
   assert long["text"].endswith("... (5,000 characters more)")
-  assert "src=" not in page and "href=" not in page and "@import" not in page
+  drawn = dom.draw(page)
+  assert not list(drawn.iter("script")) and not list(drawn.iter("b"))
+  assert [pre.text for pre in drawn.iter("pre")][:2] == [NASTY, long["text"]]
+
+
+def test_the_page_draws_the_mean_reward_and_the_newest_batch(tmp_path):
+  writer = Samples(tmp_path, every_n_rollouts=1)
+  for number, text in enumerate(("a", "bb", "ccc")):
+    writer.add(rollouts([text, "d"]), np.zeros(2), number=number, step=number)
+  drawn = dom.draw((tmp_path / "index.html").read_text())
+  assert len(drawn.find(".//polyline").get("points").split()) == 3
+  assert [pre.text for pre in drawn.iter("pre")] == ["p0", "ccc", "d"]
+  # 2 x the mean length of "ccc" and "d".
+  assert "rollouts 2 · step 2 · mean reward 4" in dom.text(drawn)
 
 
 def test_a_learner_leaves_the_same_samples_when_it_is_resumed(tmp_path):

@@ -180,7 +180,7 @@ def test_no_batches_are_errors():
     trainer().train([])
   with pytest.raises(ValueError, match="no training data: pass an iterable"):
     trainer().train(None)
-  with pytest.raises(ValueError, match="evaluation data gave no batch"):
+  with pytest.raises(ValueError, match="the evaluation data has no batch"):
     trainer().train(smalls(3), iter([]))
   empty = {**trainers.small(0), "input_mask": np.zeros((4, 8))}
   with pytest.raises(ValueError, match="no trained token"):

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from tunix.data import render, rows
-from tunix.data.render import Rendered
+from tunix.data.chat import Rendered
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.strategies.base_strategy import BaseStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy

@@ -1,10 +1,10 @@
-"""Adapters as PEFT folders: `adapter_config.json` and one safetensors file.
+"""Reader and writer of PEFT folders: `adapter_config.json` and one safetensors file.
 
-PEFT keeps one adapter for each tensor of the checkpoint (each layer, each expert); our
-modules may be stacked. A tensor without an adapter becomes zeros in its place of the
-stack, and one of a smaller rank is padded with zeros: both get no gradient, and are
-left out again when the adapter is saved. Modules that are trained whole lie beside the
-adapters, under the names that they have in the checkpoint.
+PEFT has one adapter per tensor of the checkpoint (per layer, per expert), and a module
+of the decoder may be a stack of them. In the stack a tensor without an adapter gets
+zeros, and an adapter of a smaller rank is padded with zeros. Zeros get no gradient and
+are left out when the adapter is saved. Modules that are trained whole are stored beside
+the adapters, under their names in the checkpoint.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class _TensorAdapter(NamedTuple):
   """The adapter of one tensor of the checkpoint.
 
   Attributes:
-    name: of the module in Hugging Face's words.
-    a, b, magnitude: [in, r], [r, out], [out] or None.
-    scale: of A B.
+    name: Hugging Face's name of the module.
+    a, b: the factors [in, r] and [r, out].
+    magnitude: DoRA's magnitude [out], or None.
+    scale: factor of A B.
   """
 
   name: str
@@ -65,7 +66,10 @@ class _TensorAdapter(NamedTuple):
 
 
 def _names(model: Transformer, family: Family, path: str) -> list[str]:
-  """The Hugging Face modules that one of ours is made of, in its stack's order."""
+  """Returns Hugging Face's names of the modules in one of our modules.
+
+  A stacked module has several names, in the order of its stack.
+  """
   place = params.place(family.names, f"{path}.kernel", model.config)
   return [key.removesuffix(".weight") for key in place.keys]
 
@@ -83,19 +87,20 @@ def save_adapter(
 ) -> None:
   """Writes the adapters, and modules that are trained whole, as a PEFT folder.
 
-  Adapters on some of the experts' projections but not on all three are logged as a
-  warning: PEFT 0.21 reads them wrongly (docs/limits.md), this package does not.
+  If only one or two of the experts' three projections have adapters, a warning is
+  logged: PEFT 0.21 reads such a folder wrongly (docs/limits.md), this package reads it
+  correctly.
 
   Args:
-    model: adapted; unchanged.
-    folder: where to; see `tensor_files.staged_folder`.
-    base: name or folder of the base model, recorded for readers.
-    revision: of `base` at the hub, recorded likewise.
-    family: the kind of model; None: found by the config's class.
+    model: a model with adapters. It is unchanged.
+    folder: the folder to write, see `tensor_files.staged_folder`.
+    base: name or folder of the base model, recorded in the file.
+    revision: the base model's revision on the hub, recorded in the file.
+    family: the kind of model; None selects it by the class of the configuration.
 
   Raises:
-    ValueError: the model has no adapters, or they differ in what PEFT has one value
-      for: dropout, and whether there are magnitudes.
+    ValueError: the model has no adapters. Or its adapters differ in a setting for which
+      PEFT has one value: dropout, or the use of DoRA.
     OSError: the disk is full or not writable.
   """
   lora_modules.require_adapters(model)
@@ -146,7 +151,7 @@ def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
 
 
 def _tensor_adapters(linear: Linear, names: list[str]) -> Iterable[_TensorAdapter]:
-  """The adapters of a module, tensor by tensor, without the padding."""
+  """Yields the adapters of a module, tensor by tensor, without the padding."""
   a, b = (mesh_lib.to_host(x) for x in lora_modules.pair_of(linear))
   a, b = (x.reshape(-1, *x.shape[-2:]) for x in (a, b))
   magnitude = lora_modules.magnitude_of(linear)
@@ -179,7 +184,10 @@ def _tensors(part: _TensorAdapter) -> list[NewTensor]:
 
 
 def _sizes(parts: list[_TensorAdapter], rslora: bool) -> dict[str, Any]:
-  """PEFT's r and lora_alpha, the most common ones, and patterns for the others."""
+  """Returns the fields r and lora_alpha, the most common values, and the patterns.
+
+  The patterns hold the values of the other modules.
+  """
   if not parts:
     raise ValueError("every adapter is zero throughout: there is nothing to save")
   ranks = {part.name: part.b.shape[0] for part in parts}
@@ -200,8 +208,10 @@ def _sizes(parts: list[_TensorAdapter], rslora: bool) -> dict[str, Any]:
 
 
 def _patterns(values: dict[str, Any], common: Any) -> dict[str, Any]:
-  """What differs from the common value: by last name where it is the same in all
-  layers, else by full name."""
+  """Returns the values that differ from the common one, by name.
+
+  The name is a module's last part if all layers share the value, else its full name.
+  """
   by_name: dict[str, set[Any]] = {}
   for name, value in values.items():
     by_name.setdefault(name.rpartition(".")[2], set()).add(value)
@@ -218,8 +228,10 @@ def _patterns(values: dict[str, Any], common: Any) -> dict[str, Any]:
 def _peft_targets(
   model: Transformer, family: Family, parts: Mapping[str, list[_TensorAdapter]]
 ) -> list[str]:
-  """PEFT's target_modules: last parts, or full names when only some layers have
-  an adapter."""
+  """Returns the field target_modules.
+
+  It holds last parts of names, or full names if only some layers have an adapter.
+  """
   full = {part.name for group in parts.values() for part in group}
   short = {name.rpartition(".")[2] for name in full}
   for path in lora_modules.adaptable(model):
@@ -233,8 +245,11 @@ def _peft_targets(
 
 
 def _warn_of_experts(adapters: Mapping[str, Linear]) -> None:
-  """Says what PEFT cannot read: transformers 5 fuses the gates of experts with their
-  ups, and PEFT finds the fused pair only inside that of the downs."""
+  """Logs a warning about adapters of experts that PEFT cannot read.
+
+  transformers 5 fuses the gate and up projections of experts, and PEFT finds the fused
+  pair only if the down projection has an adapter too.
+  """
   every = {"gate_proj", "up_proj", "down_proj"}
   names = {path.rsplit(".", 1)[1] for path in adapters if ".experts." in path}
   if names & {"gate_proj", "up_proj"} and names != every:
@@ -253,22 +268,23 @@ def load_adapter(
   seed: int = 0,
   family: Family | None = None,
 ) -> Transformer:
-  """A model with the adapters of a PEFT folder, sharing the weights of `model`.
+  """Returns a model with the adapters of a PEFT folder.
 
-  The folder may adapt some of the layers only, have ranks and alphas by pattern, and
-  bring modules that were trained whole, which take the place of the model's.
+  It shares the weights of `model`. The folder may adapt only some of the layers, may
+  have ranks and alphas by pattern, and may hold modules that were trained whole, which
+  replace the model's.
 
   Args:
-    model: not adapted yet; unchanged.
-    folder: what `save_adapter` or PEFT wrote.
-    seed: of the dropout masks, when the adapter is trained on.
-    family: the kind of model; None: found by the config's class.
+    model: a model without adapters. It is unchanged.
+    folder: a folder that `save_adapter` or PEFT wrote.
+    seed: seed of the dropout masks, used if training continues.
+    family: the kind of model; None selects it by the class of the configuration.
 
   Raises:
-    FileNotFoundError: no such folder, or one of its files is missing.
-    ValueError: an option of PEFT that the decoder does not do, a tensor that is
-      missing, has another shape or names a module that cannot be adapted, or a model
-      that has adapters already.
+    FileNotFoundError: the folder or one of its two files does not exist.
+    ValueError: PEFT's settings cannot be reproduced, see `adapter_config`. Or a tensor
+      is missing, has another shape, or names a module that cannot be adapted. Or the
+      model has adapters already.
   """
   path = pathlib.Path(folder)
   if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
@@ -280,7 +296,7 @@ def load_adapter(
   peft = tensor_files.read_json(path / CONFIG_FILE)
   adapter_config.require_exact(path / CONFIG_FILE, peft)
   family = family or families.of_config(model.config)
-  # PEFT's patterns are of PEFT's names, so the modules' own spelling is kept.
+  # The patterns of the configuration match names as PEFT spells them in the file.
   tensors, spelled = {}, {}
   for key, tensor in tensor_files.read_header(path / WEIGHTS_FILE).items():
     raw = key.removeprefix(PREFIX)
@@ -290,14 +306,14 @@ def load_adapter(
   adapters = _read(model, family, tensors, spelled, peft)
   key = jax.random.fold_in(jax.random.key(seed), 1)
   out = lora_modules.attach(model, lora_modules.placed(model, adapters), key)
-  whole_modules.mark(out, {whole_files.owner(path) for path in whole})
+  whole_modules.mark(out, {whole_files.module_of(path) for path in whole})
   for path, variable in whole_modules.of(out).items():
     variable.set_value(jax.device_put(whole[path], variable.get_value().sharding))
   return out
 
 
 def _module(key: str) -> str:
-  """The module of an adapter's tensor."""
+  """Returns the name of the module of an adapter's tensor."""
   return re.sub(rf"\.(lora_[AB]\.weight|{_MAGNITUDE})$", "", key)
 
 
@@ -308,7 +324,15 @@ def _read(
   spelled: Mapping[str, str],
   peft: dict[str, Any],
 ) -> dict[str, Adapter]:
-  """The adapter of every module that the tensors name."""
+  """Returns the adapters by path of the module.
+
+  Args:
+    model: the model that the adapter is loaded into.
+    family: the kind of model.
+    tensors: the tensors of the file, under the names of the family's table.
+    spelled: maps the table's name of a module to its name in the file.
+    peft: the contents of `adapter_config.json`.
+  """
   out: dict[str, Adapter] = {}
   used: set[str] = set()
   modules = lora_modules.adaptable(model)
@@ -322,7 +346,7 @@ def _read(
       adapter_config.require_targeted(peft, spelled[name])
       sizes = adapter_config.rank_alpha(peft, spelled[name])
       shape = linear.kernel.shape[-2:]
-      stack.append(_read_tensor_adapter(name, shape, sizes, tensors, peft))
+      stack.append(_read_tensor_adapter(name, keys, shape, sizes, tensors, peft))
       used.update(keys)
     if any(part is not None for part in stack):
       out[path] = _stacked(stack, linear.kernel.shape, peft)
@@ -347,13 +371,13 @@ def _keys(name: str, use_dora: bool) -> list[str]:
 
 def _read_tensor_adapter(
   name: str,
+  keys: list[str],
   shape: tuple[int, ...],
   sizes: tuple[int, float],
   tensors: Mapping[str, StoredTensor],
   peft: dict[str, Any],
 ) -> _TensorAdapter:
   (rank, alpha), (rows, columns) = sizes, shape
-  keys = _keys(name, bool(peft.get("use_dora")))
   a, b, *magnitude = (
     read_tensor(tensors, key, expected)
     for key, expected in zip(keys, ((rank, rows), (columns, rank), (columns,)))
@@ -365,7 +389,13 @@ def _read_tensor_adapter(
 def _stacked(
   parts: list[_TensorAdapter | None], shape: tuple[int, ...], peft: dict[str, Any]
 ) -> Adapter:
-  """The parts in their places of the stack, padded to the largest rank."""
+  """Returns the adapter of a stack, with all parts padded to the largest rank.
+
+  Args:
+    parts: one adapter per place of the stack; None for a place without one.
+    shape: shape of the kernel, [*stack, in, out].
+    peft: the contents of `adapter_config.json`.
+  """
   present = [part for part in parts if part is not None]
   rank = max(part.b.shape[0] for part in present)
   scale = present[0].scale
@@ -381,7 +411,7 @@ def _stacked(
       continue
     used = part.b.shape[0]
     a[i, :, :used] = part.a
-    # One scale for the stack: B takes what is different.
+    # A stack has one scale, the first part's. The difference goes into B.
     b[i, :used] = part.b if part.scale == scale else part.b * (part.scale / scale)
     if m is not None:
       m[i] = part.magnitude

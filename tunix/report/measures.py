@@ -1,7 +1,7 @@
-"""What metrics are called on a page, and which of them stand together.
+"""The sections of a page, and the titles and bands of its charts.
 
-A chart has one measure: curves of the same name, of training and of evaluation, and of
-several runs. Two measures never share an axis; a mean has its extremes as a band.
+A chart shows one metric: its curves in training and evaluation, of one or several runs.
+Two metrics never share an axis. A mean has its extremes as a band.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ class Measure(NamedTuple):
   """One chart.
 
   Attributes:
-    name: of the metric that is drawn as a line.
-    title: of the chart.
-    spread: (lowest, highest), names of the metrics that bound it; None: no band.
+    name: name of the metric that is drawn as a line.
+    title: title of the chart.
+    spread: names of the metrics that bound the band, (lowest, highest); None: no band.
   """
 
   name: str
@@ -25,7 +25,7 @@ class Measure(NamedTuple):
   spread: tuple[str, str] | None = None
 
 
-# Section: what the last parts of its metrics' names match, in the order of the page.
+# Section -> patterns that match the ends of its metrics' names, in the page's order.
 _SECTIONS: dict[str, Sequence[str]] = {
   "Rewards": (r"rewards/score/mean", r"pass@\d+", r"rewards/(?!failed).*", r"length"),
   "Loss": (r"loss", r"perplexity", r"[^/]*loss", r"distill/.*", r"odds_ratio"),
@@ -81,7 +81,7 @@ _TITLES = {
   "device_memory_bytes": "device memory, bytes",
 }
 
-# The line: (lower end of its band, upper end); these have no chart of their own.
+# Line -> (lower, upper) bound of its band. The bounds get no separate chart.
 _SPREADS = {
   "rewards/score/mean": ("rewards/score/min", "rewards/score/max"),
   "completions/mean_length": ("completions/min_length", "completions/max_length"),
@@ -89,9 +89,9 @@ _SPREADS = {
 
 
 def arrange(names: Iterable[str]) -> dict[str, list[Measure]]:
-  """The charts of metrics by section, in the order of a page."""
+  """Returns the charts of some metrics by section, in the order of a page."""
   known = set(names)
-  places = {name: _place(name, known) for name in known}
+  places = {name: _place(name) for name in known}
   sections: dict[str, list[Measure]] = {}
   for name in sorted(known - _bounds(known), key=lambda n: (*places[n][:2], n)):
     section, _, prefix, base = places[name]
@@ -108,9 +108,11 @@ def arrange(names: Iterable[str]) -> dict[str, list[Measure]]:
   return sections
 
 
-def _place(name: str, known: set[str]) -> tuple[int, int, str, str]:
-  """(section, place in it, prefix, name without it). A prefix is a role of RL
-  ("actor/"), or one of the user's own."""
+def _place(name: str) -> tuple[int, int, str, str]:
+  """Returns (section, position in it, prefix, name without the prefix).
+
+  A prefix is a role of RL ("actor/") or the user's `metrics_prefix`.
+  """
   parts = name.split("/")
   for start in range(len(parts)):
     base = "/".join(parts[start:])
@@ -122,7 +124,7 @@ def _place(name: str, known: set[str]) -> tuple[int, int, str, str]:
 
 
 def _bounds(known: set[str]) -> set[str]:
-  """The metrics that are ends of a band."""
+  """Returns the metrics that bound a band."""
   return {
     prefix + end
     for name in known

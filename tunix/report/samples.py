@@ -1,95 +1,109 @@
-"""A few completions of a run's samples: what a report shows of `samples/`."""
+"""The data of completions on a page, and the page that holds nothing else.
+
+A batch is a dict with `title`, `batch_reward` (a number or None, shown behind the
+title), `groups`, and `step` if the page shall draw the mean reward over the batches. A
+group is a dict with `prompt`, `columns` and `completions`. A completion needs `text`,
+`reward` and `rewards`; `score`, `advantage`, `tokens` and `finish_reason` are optional;
+`name` replaces "best" and "worst", and `what` replaces "reward".
+"""
 
 from __future__ import annotations
 
 import json
 import pathlib
 import re
-from collections.abc import Iterator
-from html import escape
+from collections.abc import Sequence
 from typing import Any
 
-from tunix.report.chart import told
+from tunix.report import document
 
-_BATCHES, _GROUPS = 3, 3  # batches of rollouts, groups of each
-_LONGEST = 1200  # characters of a text
-_LONGEST_LINE = 8 << 20
-
-
-def section(folder: pathlib.Path) -> str:
-  """The first, a middle and the last batch of rollouts in `folder`, as HTML; "" where
-  there is none."""
-  files = sorted(
-    (int(file.stem), file)
-    for file in folder.glob("*.jsonl")
-    if re.fullmatch(r"\d{6,}", file.stem)
-  )
-  if not files:
-    return ""
-  places = sorted({0, len(files) // 2, len(files) - 1})[-_BATCHES:]
-  parts = [group for i in places for group in _batch(files[i][1])]
-  note = '<p class="soft">The best and the worst completion of some groups of the '
-  note += "first, a middle and the last batch of rollouts. All of them are in "
-  return f"{note}<code>samples/index.html</code>.</p>{''.join(parts)}"
+_LONGEST = 4000  # characters of a text on the page of samples
+_LONGEST_IN_REPORT = 1200
+_LONGEST_LINE = 8 << 20  # bytes; a longer line is not read
+_BATCHES, _GROUPS = 3, 3  # of a report: batches of rollouts, and groups of each
+_FILE = re.compile(r"(\d{6,})\.jsonl")
 
 
-def _batch(file: pathlib.Path) -> Iterator[str]:
+def files(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
+  """Returns the files of samples in a folder with their rollout numbers, in order."""
+  if not folder.is_dir():
+    return []
+  matches = [(_FILE.fullmatch(file.name), file) for file in folder.iterdir()]
+  return sorted((int(match[1]), file) for match, file in matches if match)
+
+
+def read(file: pathlib.Path, most: int | None = None) -> dict[str, Any]:
+  """Reads the batch of one file.
+
+  Args:
+    file: one group a line, as `tunix.rl.samples.Samples` writes them.
+    most: number of groups that are read; None: all.
+
+  Returns: the batch. A damaged line ends it, so `groups` may be empty.
+  """
+  groups = []
   with file.open("rb") as lines:
-    for _ in range(_GROUPS):
-      line = lines.readline(_LONGEST_LINE)
+    while (most is None or len(groups) < most) and (
+      line := lines.readline(_LONGEST_LINE)
+    ):
       try:
-        yield _group(json.loads(line))
-      except (ValueError, TypeError, KeyError, AttributeError):
-        return  # cut short, or not written by us: the rest of the page stands
+        group = json.loads(line)
+        _shown(group, 1)
+      except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+        break
+      groups.append(group)
+  first = groups[0] if groups else {}
+  step, rollout = first.get("step", 0), first.get("rollout", int(file.stem))
+  title = f"rollouts {rollout} · step {step} · mean reward"
+  head = {"rollout": rollout, "step": step, "batch_reward": first.get("batch_reward")}
+  return {"title": title, **head, "groups": groups}
 
 
-def _group(group: dict[str, Any]) -> str:
-  rows = sorted(
-    (row for row in group["completions"] if row["reward"] is not None),
-    key=lambda row: row["reward"],
-  )
-  worst, best = rows[:1], rows[-1:]
-  same = bool(rows) and worst[0]["reward"] == best[0]["reward"]
-  shown = [("best", row) for row in best]
-  shown += [] if same else [("worst", row) for row in worst]
-  columns = "".join(
-    f'<div class="soft">{_text(name)}: {_text(value)}</div>'
-    for name, value in group["columns"].items()
-  )
-  sides = "".join(_side("" if same else kind, row) for kind, row in shown)
-  return (
-    f'<article><div class="top"><div class="soft">step {int(group["step"]):,}, prompt'
-    f"</div><pre>{_prompt(group['prompt'])}</pre>{columns}</div>"
-    f'<div class="pair">{sides}</div></article>'
+def page(batches: Sequence[dict[str, Any]]) -> str:
+  """Returns the HTML page of batches."""
+  return document.html(
+    "Samples", [document.section("Samples", _part(batches, _LONGEST))]
   )
 
 
-def _side(kind: str, row: dict[str, Any]) -> str:
-  rewards = [f"{_text(name)} {_number(v)}" for name, v in row["rewards"].items()]
-  facts = [f"reward {_number(row['reward'])}"]
-  facts += rewards if len(rewards) > 1 else []
-  facts += [f"{int(row['tokens']):,} tokens"] if "tokens" in row else []
-  name = f"<b>{kind}</b> " if kind else ""
-  return (
-    f'<div class="side {kind}"><div class="soft">{name}{", ".join(facts)}</div>'
-    f"<pre>{_text(row['text']) or '(empty)'}</pre></div>"
+def parts(folder: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns a report's excerpt of a folder of samples; [] if the folder has none."""
+  found = files(folder)
+  places = sorted({0, len(found) // 2, len(found) - 1}) if found else []
+  batches = [read(found[place][1], _GROUPS) for place in places[-_BATCHES:]]
+  batches = [batch for batch in batches if batch["groups"]]
+  if not batches:
+    return []
+  note = document.text(
+    "The best and the worst completion of some groups of the first, a middle and the "
+    "last batch of rollouts. samples/index.html shows all of them.",
+    style="soft",
   )
+  return [note, _part(batches, _LONGEST_IN_REPORT)]
 
 
-def _prompt(prompt: Any) -> str:
-  if isinstance(prompt, list):
-    turns = [f"{turn['role']}: {turn['content']}" for turn in prompt]
-    return _text("\n".join(turns))
-  return _text(prompt)
+def _part(batches: Sequence[dict[str, Any]], longest: int) -> dict[str, Any]:
+  shown = [
+    batch | {"groups": [_shown(group, longest) for group in batch["groups"]]}
+    for batch in batches
+  ]
+  return {"kind": "samples", "batches": shown}
 
 
-def _text(value: Any) -> str:
-  """Whatever a model or a file says, as text that cannot be anything else."""
-  text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-  if len(text) > _LONGEST:
-    text = f"{text[:_LONGEST]} ... ({len(text) - _LONGEST:,} characters more)"
-  return escape(text)
-
-
-def _number(value: Any) -> str:
-  return "none" if value is None else told(float(value))
+def _shown(group: dict[str, Any], longest: int) -> dict[str, Any]:
+  """Returns a group with all rewards, and its best and worst completion."""
+  rows = group["completions"]
+  known = [row for row in rows if row["reward"] is not None] or rows
+  order = sorted(known, key=lambda row: row["reward"] or 0.0)
+  best, worst = order[-1], order[0]
+  is_equal = best["reward"] == worst["reward"]
+  columns = group["columns"].items()
+  return {
+    "prompt": document.clipped(group["prompt"], longest),
+    "columns": {name: document.clipped(value, longest) for name, value in columns},
+    "rewards": [row["reward"] for row in rows],
+    "shown": [
+      row | {"text": document.clipped(row["text"], longest)}
+      for row in ([best] if is_equal else [best, worst])
+    ],
+  }

@@ -1,7 +1,7 @@
 """The curves of a run, read line by line: memory does not grow with the run.
 
-A curve keeps a fixed number of buckets at the most. Where a run has more values, a
-bucket stands for several of them by its lowest and its highest: no peak is lost.
+A curve keeps a fixed number of buckets. If a run has more values, a bucket holds the
+lowest and the highest of several values, so the curve keeps every peak.
 """
 
 from __future__ import annotations
@@ -16,48 +16,46 @@ from typing import Any, BinaryIO, NamedTuple
 from tunix.sft.metrics_jsonl import METRICS_FILE, TIMINGS_FILE
 from tunix.sft.metrics_records import decode
 
-# A longer line is no record of metrics: a damaged file may hold no line end at all.
+# Bytes. A longer line is no record of metrics: a damaged file may lack line ends.
 _LONGEST_LINE = 1 << 20
-# Names that are followed; a loss that logs a name a step would fill memory with them.
+# Metric names that are read; a loss that logs a new name each step would fill memory.
 _MOST_NAMES = 400
 
 
 class Point(NamedTuple):
-  """A value and its step."""
+  """One value of a metric and its step."""
 
   step: int
   value: float
 
 
 class Bucket(NamedTuple):
-  """The lowest and the highest of values that follow each other."""
+  """The lowest and the highest of several consecutive values."""
 
   low: Point
   high: Point
 
   def points(self) -> tuple[Point, ...]:
-    """One or two, in the order of their steps."""
-    return (
-      (self.low,) if self.low == self.high else tuple(sorted((self.low, self.high)))
-    )
+    """Returns one or two points, in the order of their steps."""
+    return tuple(sorted({self.low, self.high}))
 
 
 class Curve:
   """One metric of one mode.
 
   Args:
-    most: buckets that are kept; twice as many points at the most.
+    buckets: number of buckets; a curve has at most twice as many points, and two.
   """
 
-  def __init__(self, most: int):
-    self._most, self._width, self._filled = most, 1, 0
+  def __init__(self, buckets: int):
+    self._max_buckets, self._width, self._filled = buckets, 1, 0
     self._buckets: list[Bucket] = []
     self.count = self.not_finite = 0
     self.first: Point | None = None
     self.last: Point | None = None
 
   def add(self, step: int, value: float) -> None:
-    """Takes the next value; what is not finite is counted alone."""
+    """Adds the next value. A value that is not finite only counts in `not_finite`."""
     if not math.isfinite(value):
       self.not_finite += 1
       return
@@ -65,13 +63,14 @@ class Curve:
     self.count, self.first, self.last = self.count + 1, self.first or point, point
     if self._buckets and self._filled < self._width:
       low, high = self._buckets[-1]
-      if value < low.value:  # most values are neither, and make no object
+      # Most values are neither lowest nor highest and allocate nothing.
+      if value < low.value:
         self._buckets[-1] = Bucket(point, high)
       elif value > high.value:
         self._buckets[-1] = Bucket(low, point)
       self._filled += 1
       return
-    if len(self._buckets) == self._most:
+    if len(self._buckets) == self._max_buckets:
       pairs = zip(self._buckets[::2], self._buckets[1::2])
       self._buckets = [_joined(*pair) for pair in pairs]
       self._width *= 2
@@ -79,7 +78,7 @@ class Curve:
     self._filled = 1
 
   def points(self) -> list[Point]:
-    """What is drawn, by step; the first and the last value are among them."""
+    """Returns the points to draw by step, with the first and the last value."""
     ends = {p for p in (self.first, self.last) if p is not None}
     return sorted(ends.union(*(bucket.points() for bucket in self._buckets)))
 
@@ -100,7 +99,7 @@ class Curves:
 
   Attributes:
     by_name: metric ("actor/loss") -> mode ("train", "eval") -> curve.
-    notes: what could not be read, in words.
+    notes: sentences about lines and files that cannot be read.
   """
 
   by_name: dict[str, dict[str, Curve]] = dataclasses.field(default_factory=dict)
@@ -113,34 +112,32 @@ class Curves:
     return max((curve.last.step for curve in curves if curve.last), default=0)
 
 
-def read(folder: pathlib.Path, *, most: int = 200) -> Curves:
-  """The curves of a run's folder, or of a trainer's log_dir.
+def read(folder: pathlib.Path, *, buckets: int = 200) -> Curves:
+  """Reads the curves of a run's folder, or of a trainer's log_dir.
 
   Args:
-    folder: with `logs/metrics.jsonl`, or with `metrics.jsonl`.
-    most: buckets of a curve, an even number.
+    folder: a folder with `logs/metrics.jsonl`, or with `metrics.jsonl`.
+    buckets: number of buckets of a curve, an even number.
   """
   place = folder / "logs" if (folder / "logs").is_dir() else folder
   curves = Curves()
   for name in (METRICS_FILE, TIMINGS_FILE):
     if (place / name).is_file():
       with (place / name).open("rb") as file:
-        _read_file(file, name, curves, most)
+        _read_file(file, name, curves, buckets)
     elif name == METRICS_FILE:
-      curves.notes.append(f"there is no {name}: the run has logged nothing yet")
+      curves.notes.append(f"{name} is missing: the run has logged nothing yet")
   if not curves.by_name and not curves.notes:
     curves.notes.append(f"{METRICS_FILE} is empty: the run has logged nothing yet")
   return curves
 
 
-def _read_file(file: BinaryIO, name: str, curves: Curves, most: int) -> None:
-  damaged: list[int] = []
-  count = 0
+def _read_file(file: BinaryIO, name: str, curves: Curves, buckets: int) -> None:
+  count = first = 0
   for number, line in _lines(file):
     record = _record(line)
     if record is None:
-      count += 1
-      damaged = damaged or [number]
+      count, first = count + 1, first or number
       continue
     step, mode = record.pop("step"), str(record.pop("mode", "train"))
     for metric, value in record.items():
@@ -148,28 +145,27 @@ def _read_file(file: BinaryIO, name: str, curves: Curves, most: int) -> None:
         continue
       modes = curves.by_name.setdefault(metric, {})
       if mode not in modes:
-        modes[mode] = Curve(most)
+        modes[mode] = Curve(buckets)
       modes[mode].add(step, value)
   if count:
     curves.notes.append(
-      f"{count:,} lines of {name} are damaged and left out, the first is line "
-      f"{damaged[0]:,}"
+      f"{count:,} lines of {name} are damaged and skipped, the first is line {first:,}"
     )
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-  """(number, line); a last line without an end is being written, and left out."""
+  """Yields line numbers and lines, without a last line that is still being written."""
   number = 1
   while line := file.readline(_LONGEST_LINE):
     if line.endswith(b"\n"):
       yield number, line
       number += 1
     elif len(line) == _LONGEST_LINE:
-      yield number, b""  # the rest of it comes next, and is no record either
+      yield number, b""  # the next read returns the rest of it, which is no record
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-  """A line's step, mode and numbers; None: it is none of ours."""
+  """Returns a line's step, mode and numbers; None for a damaged line."""
   try:
     record = json.loads(line)
     if not isinstance(record, dict) or type(record["step"]) is not int:

@@ -32,16 +32,16 @@ from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptBatch, PromptSource, mini_batches, prompt_batch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.samples import Samples
-from tunix.sft.history import History
+from tunix.sft.base_trainer import BaseTrainer
 from tunix.sft.interrupts import DeferredSignals
 from tunix.sft.metrics_logger import MetricsLogger, Mode
-from tunix.sft.run import Places, Run, TrainResult, Work
+from tunix.sft.run import Places, Run, TrainResult
 from tunix.sft.run_state import RunState
 
 _log = logging.getLogger(__name__)
 
 
-class RLLearner(abc.ABC):
+class RLLearner(BaseTrainer):
   """Trains the actor of a cluster on rollouts.
 
   Subclasses write `_generate_and_compute_advantage`, and may replace
@@ -63,6 +63,7 @@ class RLLearner(abc.ABC):
   """
 
   uses_critic: ClassVar[bool] = False
+  _main_metric = ("rewards/score/mean", True)
 
   def __init__(
     self,
@@ -83,7 +84,7 @@ class RLLearner(abc.ABC):
     rl_cluster.actor_trainer.with_role_loss(self._compute_policy_loss)
     self._identity = learner_state.identity(rl_cluster)
     self._torn = False  # whether an update is under way, or broke off
-    self._run = Run(self._work(), self._config, rl_cluster.perf)
+    self._run = Run(self, self._config, rl_cluster.perf)
     self.restore_checkpoint()
 
   def with_samples(self, samples: Samples) -> Self:
@@ -93,18 +94,8 @@ class RLLearner(abc.ABC):
 
   @property
   def metrics_logger(self) -> MetricsLogger:
-    """What the run's metrics go through, of all roles."""
+    """The logger that receives the metrics of all roles."""
     return self.rl_cluster.logger
-
-  def __repr__(self) -> str:
-    limit = self._config.max_steps
-    of = "" if limit is None else f" of {limit}"
-    return f"{type(self).__name__}(step {self.train_steps}{of})"
-
-  @property
-  def history(self) -> History:
-    """What was logged, of all roles, as a table by step."""
-    return self.metrics_logger.history
 
   @property
   def train_steps(self) -> int:
@@ -219,29 +210,19 @@ class RLLearner(abc.ABC):
         trainer.lower_update(mini, parts, f"{role} update")
     self.rl_cluster.sync_weights()
 
-  def _work(self) -> Work:
-    """What a run of rollouts and updates is made of; run.py decides when."""
-    return Work(
-      steps=lambda: self.train_steps,
-      position=lambda: self._progress,
-      session=DeferredSignals,
-      open=self._open,
-      begin=self._begin,
-      end=self._end,
-      draw=lambda source: source if source.has_more() else None,
-      update=self._learn,
-      evaluate=self._evaluate,
-      main_metric=("rewards/score/mean", True),
-      state=self._run_state,
-      form=lambda: learner_state.form(self.rl_cluster),
-      load=self._load,
-    )
+  # The implementation of `run.Work`; `Run` decides when each method is called.
 
-  def _open(self, train_ds: Any, before: PromptSource | None) -> PromptSource:
-    """The prompts from where this run stands in them."""
-    if before is not None and before.continues(train_ds):
-      before.go_back()
-      return before
+  @property
+  def _position(self) -> LearnerProgress:
+    return self._progress
+
+  def _session(self) -> DeferredSignals:
+    return DeferredSignals()
+
+  def _open(self, train_ds: Any, previous: PromptSource | None) -> PromptSource:
+    if previous is not None and previous.continues(train_ds):
+      previous.go_back()
+      return previous
     return PromptSource(train_ds, self._progress.data_state, self._progress.pending)
 
   def _begin(self) -> None:
@@ -252,6 +233,9 @@ class RLLearner(abc.ABC):
   def _end(self) -> None:
     self.rl_cluster.logger.flush()
     self.rl_cluster.perf.synchronize()
+
+  def _draw(self, source: PromptSource) -> PromptSource | None:
+    return source if source.has_more() else None
 
   def _learn(self, source: PromptSource, skip_jit: bool) -> None:
     """Rollouts of the next prompts, and all updates by them."""
@@ -355,12 +339,6 @@ class RLLearner(abc.ABC):
     for name, value in values.items():
       logger.log(prefix, name, value, mode, self.train_steps)
 
-  def save_checkpoint(self) -> bool:
-    """Saves the run now; False without a folder, before the first update, when this
-    step is saved, and after an update that broke off: half of it must not be taken for
-    a state of the run."""
-    return self._run.save()
-
   def _run_state(self, places: Places) -> RunState | None:
     if self._torn:
       step = self.train_steps
@@ -371,13 +349,8 @@ class RLLearner(abc.ABC):
     progress = dataclasses.replace(self._progress, data_state=places[0])
     return learner_state.of_run(self.rl_cluster, progress, self._identity)
 
-  def restore_checkpoint(self) -> bool:
-    """Restores the newest checkpoint; returns whether there was one.
-
-    Raises:
-      ValueError: it belongs to other models, or to another reference.
-    """
-    return self._run.restore()
+  def _state_form(self) -> RunState:
+    return learner_state.form(self.rl_cluster)
 
   def _load(self, saved: tuple[int, RunState] | None) -> None:
     if saved is None:

@@ -1,43 +1,39 @@
-"""Some rollouts as files to look at: JSON lines, and one HTML page over all of them.
+"""Files of some rollouts for people to read: JSON lines, and one page of all files.
 
-    folder/000020.jsonl   the groups of the rollouts number 20, one a line
-    folder/index.html     every such file, best and worst completion of each group
+    folder/000020.jsonl   the groups of batch 20 of the rollouts, one group a line
+    folder/index.html     the best and the worst completion of each group of every file
 
-The page needs nothing besides itself. What a run writes follows from the run alone:
-killed and resumed, it leaves the same files as one that was not.
+The page needs no other file. The files depend only on the run: a run that is killed and
+resumed writes the same files as an uninterrupted one.
 """
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import math
 import os
 import pathlib
-import re
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from tunix.report import samples as pages
 from tunix.rl.common import Rollouts
 from tunix.utils import checks, io
 
 PAGE = "index.html"
-_FILE = re.compile(r"(\d{6,})\.jsonl")
-_PLACE = "/*DATA*/"  # in the template
-_SHOWN = 200  # newest files on the page
-_LONGEST = 4000  # characters of a text on the page; the JSON lines have all of it
+_MOST_FILES = 200  # on the page; the newest files
 
 
 class Samples:
-  """Writes samples of a run into a folder; see `RLLearner.with_samples`.
+  """Writes samples of a run's rollouts into a folder; see `RLLearner.with_samples`.
 
   Args:
-    folder: of this run's samples alone.
-    every_n_rollouts: batches of rollouts from one that is written to the next; the
-      first one is.
-    max_groups: groups of a batch that are written, from its front.
+    folder: the folder; it holds only the samples of this run.
+    every_n_rollouts: number of batches of rollouts from one that is written to the
+      next.
+      The first batch is written.
+    max_groups: number of groups that are written of a batch, from its front.
 
   Raises:
     ValueError: a count below 1.
@@ -59,48 +55,49 @@ class Samples:
   def add(
     self, rollouts: Rollouts, advantages: np.ndarray, *, number: int, step: int
   ) -> list[dict[str, Any]]:
-    """Writes the batch of rollouts `number`, if its turn has come.
+    """Writes a batch of rollouts if `number` is a multiple of `every_n_rollouts`.
 
     Args:
       rollouts: P groups of G completions.
-      advantages: [P * G] or [P * G, R] as they are learnt from; of those by token the
-        mean is shown.
-      number: batches of rollouts before it.
-      step: updates of the policy before it.
+      advantages: [P * G] or [P * G, R], as the loss receives them. Advantages by token
+        are shown by their mean.
+      number: number of batches of rollouts before this one.
+      step: number of updates of the policy before this batch.
 
-    Returns: the groups that were written, as `groups_of` has them.
+    Returns: the groups that were written, as `groups_of` returns them.
 
     Raises:
       OSError: the disk is full or not writable; no file is damaged.
     """
     if number % self._every:
       return []
-    for later, file in self._files():
+    for later, file in pages.files(self.folder):
+      # A killed run may have written more batches than its checkpoint knows of.
       if later > number:
-        file.unlink()  # of a run that was killed and goes on from before them
+        file.unlink()
     groups = groups_of(rollouts, advantages, self._max_groups)
     head = {"rollout": number, "step": step}
     lines = "".join(json.dumps(head | g, default=str) + "\n" for g in groups)
     io.write_atomic(self.folder / f"{number:06}.jsonl", lines.encode())
-    files = [file for _, file in self._files()][-_SHOWN:]
-    io.write_atomic(self.folder / PAGE, page(files).encode())
+    newest = pages.files(self.folder)[-_MOST_FILES:]
+    page = pages.page([pages.read(file) for _, file in newest])
+    io.write_atomic(self.folder / PAGE, page.encode())
     return groups
-
-  def _files(self) -> list[tuple[int, pathlib.Path]]:
-    if not self.folder.is_dir():
-      return []
-    named = [(_FILE.fullmatch(file.name), file) for file in self.folder.iterdir()]
-    return sorted((int(match[1]), file) for match, file in named if match)
 
 
 def groups_of(
   rollouts: Rollouts, advantages: np.ndarray, most: int
 ) -> list[dict[str, Any]]:
-  """The first groups of rollouts, as JSON; what is not finite is null.
+  """Returns the first groups of a batch of rollouts as JSON; NaN and infinity are null.
 
-  Returns: `group`, `prompt`, `columns`, `batch_reward` (mean over the whole batch),
-  and `completions` with `text`, `reward` (in total), `score` (as it is learnt from),
-  `rewards` by function, `advantage`, `tokens`, `finish_reason`.
+  Args:
+    rollouts: P groups of G completions.
+    advantages: [P * G] or [P * G, R].
+    most: number of groups.
+
+  Returns: `group`, `prompt`, `columns`, `batch_reward` (the mean over the whole batch),
+  and `completions` with `text`, `reward` (the total), `score` (after shaping), `rewards`
+  by function, `advantage`, `tokens`, `finish_reason`.
   """
   size, batch = rollouts.tokens.group_size, rollouts.batch
   mean = _by_row(np.asarray(advantages, np.float64), rollouts.tokens.completion_mask)
@@ -129,61 +126,6 @@ def groups_of(
     }
     for group, prompt in enumerate(batch.prompts[:most])
   ]
-
-
-def page(files: Sequence[pathlib.Path]) -> str:
-  """The HTML page of some files of samples, in order."""
-  batches = []
-  for file in files:
-    groups = [json.loads(line) for line in file.read_text().splitlines()]
-    first = groups[0]
-    head = {name: first[name] for name in ("rollout", "step", "batch_reward")}
-    title = f"rollouts {head['rollout']} · step {head['step']} · mean reward"
-    batches.append({"title": title, **head, "groups": groups})
-  return page_of(batches)
-
-
-def page_of(batches: Sequence[dict[str, Any]]) -> str:
-  """The HTML page of batches of groups.
-
-  Args:
-    batches: `title` and `batch_reward` (a number or None, shown behind it) and `groups`
-      as `groups_of` makes them. Completions need `text`, `reward` and `rewards` alone;
-      `name` stands in the place of "best" and "worst", `what` in that of "reward".
-  """
-  template = importlib.resources.files("tunix.rl").joinpath("samples.html").read_text()
-  shown = [
-    batch | {"groups": [_shown(group) for group in batch["groups"]]}
-    for batch in batches
-  ]
-  # JSON is ASCII here; without "<" no text can end the script that it stands in.
-  data = json.dumps(shown).replace("<", "\\u003c")
-  return template.replace(_PLACE, data)
-
-
-def _shown(group: dict[str, Any]) -> dict[str, Any]:
-  """A group with its best and worst completion alone, and all rewards."""
-  rows = group["completions"]
-  known = [row for row in rows if row["reward"] is not None] or rows
-  order = sorted(known, key=lambda row: row["reward"] or 0.0)
-  best, worst = order[-1], order[0]
-  same = best["reward"] == worst["reward"]
-  return {
-    "prompt": _clipped(group["prompt"]),
-    "columns": {name: _clipped(value) for name, value in group["columns"].items()},
-    "rewards": [row["reward"] for row in rows],
-    "shown": [
-      row | {"text": _clipped(row["text"])}
-      for row in ([best] if same else [best, worst])
-    ],
-  }
-
-
-def _clipped(value: Any) -> Any:
-  text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-  if len(text) <= _LONGEST:
-    return value
-  return f"{text[:_LONGEST]} ... ({len(text) - _LONGEST:,} characters more)"
 
 
 def _by_row(advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -77,7 +77,7 @@ class Trainer(PeftTrainer):
     with _own_mesh(self._module.model), self._session():
       for mini in mini_batches:
         parts = windows.cut(mini, micro_batches)
-        self._dispatch(self._window(parts, None), skip_jit)
+        self._learn(self._window(parts, None), skip_jit)
     return self.train_steps - done
 
   def lower_update(

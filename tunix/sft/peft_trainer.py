@@ -26,14 +26,14 @@ from tunix.sft import (
   trainer_arguments,
   windows,
 )
+from tunix.sft.base_trainer import BaseTrainer
 from tunix.sft.batch_source import BatchSource
 from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
-from tunix.sft.history import History
 from tunix.sft.interrupts import DeferredSignals
-from tunix.sft.losses import LossCall
+from tunix.sft.losses import LossCall, batch_fields
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.module_state import ModuleState
-from tunix.sft.run import Places, Run, TrainResult, Work
+from tunix.sft.run import Places, Run, TrainResult
 from tunix.sft.run_state import Progress, RunState
 from tunix.sft.step_metrics import StepReporter, matmul_params
 from tunix.sft.train_state import OptimizerView, TrainState
@@ -52,7 +52,7 @@ __all__ = [
 PeftTrainerConfig = TrainingConfig
 
 
-class PeftTrainer:
+class PeftTrainer(BaseTrainer):
   """Trains a module; subclasses change what a step computes.
 
   Subclasses may override, each called as it says:
@@ -84,6 +84,9 @@ class PeftTrainer:
   # With several processes: whether each of them is given all of a global batch, and not
   # its part of it.
   _batches_are_whole: ClassVar[bool] = False
+  # A function of tunix.data that turns columns of text into rows of tokens. A subclass
+  # sets it in its constructor; None: batches hold arrays already.
+  _reader: Callable[[dict[str, Any]], Any] | None = None
 
   def __init__(
     self,
@@ -125,7 +128,7 @@ class PeftTrainer:
       self._state.devices,
       self.perf_tracer,
     )
-    self._run = Run(self._work(), config, self.perf_tracer)
+    self._run = Run(self, config, self.perf_tracer)
     self.restore_checkpoint()
 
   # What users set.
@@ -160,8 +163,13 @@ class PeftTrainer:
   # What subclasses override.
 
   def _read(self, batch: Any) -> Any:
-    """What can be cut into micro-batches, which lists of texts cannot."""
-    return batch
+    """Returns the batch as arrays, which, unlike texts, can be cut into micro-batches.
+
+    Called once for each batch, before `_prepare_inputs`.
+    """
+    if self._reader is None:
+      return batch
+    return self._reader(batch_fields(self._loss.input_fn(batch)))
 
   def _prepare_inputs(self, batch: Any) -> Any:
     return batch
@@ -201,18 +209,8 @@ class PeftTrainer:
 
   @property
   def metrics_logger(self) -> MetricsLogger:
-    """What the run's metrics go through; its history can be read at any time."""
+    """The logger that receives every metric of the run."""
     return self._reporter.logger
-
-  def __repr__(self) -> str:
-    limit = self.training_config.max_steps
-    of = "" if limit is None else f" of {limit}"
-    return f"{type(self).__name__}(step {self.train_steps}{of})"
-
-  @property
-  def history(self) -> History:
-    """What was logged, as a table by step: `trainer.history["train/loss"].values`."""
-    return self.metrics_logger.history
 
   @property
   def train_steps(self) -> int:
@@ -265,7 +263,7 @@ class PeftTrainer:
     if unexpected or isinstance(batch, nnx.Module):
       raise TypeError("train_step takes a batch alone: trainer.train_step(batch)")
     with self._session():
-      return self._dispatch(self._whole(batch), skip_jit=False)
+      return self._learn(self._whole(batch), skip_jit=False)
 
   def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
     """The train step for a global batch, lowered and not run: `.compile()` it to read
@@ -277,7 +275,7 @@ class PeftTrainer:
   def lower_eval_step(self, batch: Any) -> jax.stages.Lowered:
     """The step of an evaluation for a batch of its data, likewise."""
     with self._session():
-      (ready,), _ = self._ready([batch], 0)
+      (ready,), _ = self._ready([self._read(batch)], 0)
       axes = self.training_config.data_sharding_axis
       return self._state.lower_eval(sharding_utils.shard_input(ready, axes))
 
@@ -289,25 +287,6 @@ class PeftTrainer:
     """
     with self._session() as signals:
       return self._eval_metrics([batch], False, signals)
-
-  def save_checkpoint(self) -> bool:
-    """Saves the run now; returns False without a checkpoint folder, or when this step
-    is saved already.
-
-    Raises:
-      OSError: the disk is full or not writable; asynchronous saving may raise it later.
-      RuntimeError: the trainer is closed.
-    """
-    return self._run.save()
-
-  def restore_checkpoint(self) -> bool:
-    """Restores the newest checkpoint; returns whether there was one.
-
-    Raises:
-      ValueError: it belongs to another model or optimizer, or to no run.
-      RuntimeError: there are checkpoints, and none can be read.
-    """
-    return self._run.restore()
 
   def close(self) -> None:
     """Saves what is not saved yet and closes files; the model stays usable.
@@ -324,23 +303,11 @@ class PeftTrainer:
     finally:
       self._reporter.close()
 
-  # What a run is made of; when each is called is decided in run.py.
+  # The implementation of `run.Work`; `Run` decides when each method is called.
 
-  def _work(self) -> Work:
-    return Work(
-      steps=lambda: self.train_steps,
-      position=lambda: self._progress,
-      session=self._session,
-      open=self._open,
-      begin=lambda: self._call_hook("on_train_start"),
-      end=self._end,
-      draw=self._draw,
-      update=self._dispatch,
-      evaluate=self._evaluate,
-      state=self._run_state,
-      form=self._state.to_run_state,
-      load=self._load,
-    )
+  @property
+  def _position(self) -> Progress:
+    return self._progress
 
   @contextlib.contextmanager
   def _session(self) -> Iterator[DeferredSignals]:
@@ -352,21 +319,25 @@ class PeftTrainer:
         self._reporter.stop()
         raise
 
-  def _open(self, train_ds: Any, before: BatchSource | None) -> BatchSource:
+  def _open(self, train_ds: Any, previous: BatchSource | None) -> BatchSource:
     place = self._progress.data_state
-    if before is not None and before.continues(train_ds):
-      before.go_back(0 if place is None else place["drawn"])
-      return before
+    if previous is not None and previous.continues(train_ds):
+      previous.go_back(0 if place is None else place["drawn"])
+      return previous
     return BatchSource(train_ds, self._hook_as_source("load_next_train_batch"), place)
+
+  def _begin(self) -> None:
+    self._call_hook("on_train_start")
 
   def _draw(self, source: BatchSource) -> Window | None:
     batches = source.take(self.training_config.micro_batches)
     if not batches:
       return None
     with self.perf_tracer.span_group("prepare"):
-      return self._window(batches, {"drawn": source.drawn})
+      read = [self._read(batch) for batch in batches]
+      return self._window(read, {"drawn": source.drawn})
 
-  def _dispatch(self, window: Window, skip_jit: bool) -> jax.Array:
+  def _learn(self, window: Window, skip_jit: bool) -> jax.Array:
     """Sends one update to the device, without waiting for it."""
     self._call_hook("on_train_step_start")
     with (
@@ -405,6 +376,9 @@ class PeftTrainer:
       progress={**self._progress.to_json(places), "metrics": self._reporter.state()},
       custom_metadata=self.custom_checkpoint_metadata(),
     )
+
+  def _state_form(self) -> RunState:
+    return self._state.to_run_state()
 
   def _load(self, saved: tuple[int, RunState] | None) -> None:
     if saved is None:
@@ -470,14 +444,14 @@ class PeftTrainer:
     axes = self.training_config.data_sharding_axis
     parts, tokens, rows = [], 0, 0
     for batch in batches:
-      ready, rows = self._ready([batch], rows)
+      ready, rows = self._ready([self._read(batch)], rows)
       tokens += windows.token_count(ready, axes)
       placed = sharding_utils.shard_input(ready[0], axes)
       with self.perf_tracer.span("eval_step") as span:
         parts.append(self._state.evaluate(placed, skip_jit))
         span.device_end(parts[-1][0].total)
       self._reporter.bound(parts[-1][0])
-      self._run.stop_if_asked(signals)
+      self._run.stop_if_signalled(signals)
     return self._reporter.eval_means(
       parts, lambda aux: named_metrics(self._post_process_eval_step(aux)), tokens
     )

@@ -1,9 +1,8 @@
 """Facts about a field of a settings dataclass, declared at the field itself.
 
-Settings are frozen dataclasses of the whole library. The type, the default and the
-docstring of a field say what it means; `setting` adds what the `tunix` command must know
-about it: whether the value is a path, whether it may change when a run is resumed, and
-whether it is a key of the command at all.
+The type, the default and the docstring of a field say what it means. `setting` adds
+what the `tunix` command must know about it: whether the value is a path, whether it may
+change when a run is resumed, and whether it is a key of the command at all.
 """
 
 from __future__ import annotations

@@ -6,11 +6,17 @@ import pytest
 from tests import toys_text
 from tunix.data import chat
 from tunix.data.batches import BadRow, tokenise_row
+from tunix.data.rows import SideBySide
 from tunix.sft.dpo.dpo_trainer import DataInput, process_dpo_record
-from tunix.sft.dpo.pairs import Limits
 
 TEXT = toys_text.chat_tokenizer(None)  # <s> and </s>, no chat template
-WIDE = Limits(60, 40)
+
+
+def limits(prompt, completion):
+  return SideBySide(max_prompt_length=prompt, max_completion_length=completion)
+
+
+WIDE = limits(60, 40)
 ASK = [{"role": "user", "content": "what is the sum"}]
 
 ANSWER, TOOL = ({"role": r, "content": "five"} for r in ("assistant", "tool"))
@@ -54,14 +60,14 @@ def test_text_has_bos_in_front_and_eos_behind():
 def test_a_long_prompt_keeps_its_end_and_its_bos():
   prompt = "the river runs slowly past the old mill"
   whole = row(prompt, [" a", " b"]).prompt
-  got = row(prompt, [" a", " b"], limits=Limits(5, 40))
+  got = row(prompt, [" a", " b"], limits=limits(5, 40))
   assert got.prompt == [whole[0], *whole[-4:]]
   assert got.cut == (True, False)
-  assert row(prompt, [" a", " b"], limits=Limits(1, 40)).prompt == whole[-1:]
+  assert row(prompt, [" a", " b"], limits=limits(1, 40)).prompt == whole[-1:]
 
 
 def test_a_cut_answer_learns_no_end():
-  got = row("say", [" the sea is wide the sea is deep", " a"], limits=Limits(9, 3))
+  got = row("say", [" the sea is wide the sea is deep", " a"], limits=limits(9, 3))
   assert (
     got.completions[0]
     == TEXT.encode_continuation(" the sea is wide the sea is deep")[:3]

@@ -33,7 +33,6 @@ from tunix.models.transformer.model import Transformer
 from tunix.perf.metrics import PerfMetricsOptions
 from tunix.sft import metrics_logger as metrics
 from tunix.sft.config import Schedule, TrainingConfig
-from tunix.utils import env
 
 _NO_MODEL = (
   "model.path is not set: give --model.path=FOLDER, or --model.name=PRESET to start "
@@ -372,24 +371,17 @@ def build_logger(
 def logging_options(
   config: RunSettings, output_dir: pathlib.Path | None
 ) -> metrics.MetricsLoggerOptions | None:
-  """Where the metrics go; None: nowhere, without a folder."""
+  """Returns the backends of the run's metrics; None without a folder."""
   if output_dir is None:
     return None
-  wanted, folder = config.logging, output_dir / "logs"
-  factories: list[metrics.BackendFactory] = [
-    functools.partial(metrics.JsonlBackend, folder)
-  ]
-  if wanted.tensorboard:
-    factories.append(functools.partial(metrics.TensorboardBackend, folder))
-  if wanted.wandb or (wanted.wandb is None and env.wandb_requested()):
-    factories.append(
-      functools.partial(
-        metrics.WandbBackend, wanted.project_name, wanted.run_name, folder
-      )
-    )
-  if wanted.console:
-    factories.append(metrics.ConsoleBackend)
-  return metrics.MetricsLoggerOptions(folder, backend_factories=factories)
+  section = config.logging
+  return metrics.MetricsLoggerOptions(
+    output_dir / "logs",
+    project_name=section.project_name,
+    run_name=section.run_name,
+    # A backend's key has the backend's name; JSON lines are always written.
+    backends={name: getattr(section, name, None) for name in metrics.BACKENDS},
+  )
 
 
 def export(

@@ -1,7 +1,7 @@
-"""`tunix init`: a configuration to start from, with comments.
+"""`tunix init`: a commented configuration to start from.
 
-What is written is what `tunix train --help` says: the fields of the job's dataclasses.
-Only the values that a person sets first stand here.
+The file has the keys that `tunix train --help` shows, which are the fields of the job's
+dataclasses. Only the values that most people set first are written here.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
+from tunix.cli import config as config_lib
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import reference, yaml_text
 from tunix.utils import io
 
-# What a person sets first, with values to begin with: of all jobs that have the key ...
+# Keys that every job has and a person sets first, with values to start from. A job adds
+# its own as `Job.first_values`.
 _FIRST = {
   "output_dir": "out",
   "model.path": "my-model",
@@ -25,32 +27,13 @@ _FIRST = {
   "training.learning_rate": 2e-4,
   "checkpoint.save_every_n_steps": 50,
 }
-# ... and of single ones.
-_ROWS = {"data.max_length": 1024}
-_PAIRS = {"preference.max_prompt_length": 512, "preference.max_response_length": 512}
-_RL = {
-  "reward.functions": ["exact_match"],
-  "rollout.max_prompt_length": 256,
-  "rollout.max_tokens_to_generate": 256,
-  "training.learning_rate": 1e-5,
-}
-_OF_JOB = {
-  "sft": _ROWS,
-  "dpo": _PAIRS,
-  "orpo": _PAIRS,
-  "kto": _PAIRS,
-  "reward": _PAIRS,
-  "distill": {**_ROWS, "distill.teacher": "my-teacher"},
-  "grpo": _RL,
-  "ppo": _RL,
-}
 
 _HEAD = """\
 # tunix train --config {file}
 #
-# Job {job}. What stands without a comment sign is set; all else has the value that is
-# shown, and what it means above it. Arguments override: --training.max_steps=500.
-# `tunix train --dry-run --config {file}` looks whether everything is in its place.
+# Job {job}. A key with a comment sign has the value that is shown, its default; the
+# lines above a key explain it. Arguments override: --training.max_steps=500.
+# `tunix train --dry-run --config {file}` checks this file, the data and the model.
 """
 
 
@@ -58,38 +41,43 @@ def main(argv: Sequence[str]) -> None:
   """Runs `tunix init`.
 
   Raises:
-    ValueError: an unknown job, or a file that is there already.
+    ValueError: an unknown job, key or value, or a file that exists.
   """
-  parser = Parser("tunix init", "writes a configuration to start from, with comments")
+  parser = Parser("tunix init", "writes a configuration with comments to start from")
   parser.add_argument("job", metavar="JOB", help=", ".join(JOBS))
-  parser.add_argument("--output", metavar="FILE", help="JOB.yaml if not given")
-  args = parser.parse_args(argv)
+  parser.add_argument("--output", metavar="FILE", help="default: JOB.yaml")
+  parser.add_argument(
+    "--KEY.SUB=VALUE", dest="_", action="append", help="a key of `tunix train` to set"
+  )
+  args, rest = parser.parse_known_args(argv)
+  arguments = config_lib.parse_arguments(rest)
+  if arguments.files:
+    parser.error(f"unrecognized arguments: {' '.join(arguments.files)}")
   if args.job not in JOBS:
-    raise ValueError(f"the job {args.job!r} is unknown: use one of {', '.join(JOBS)}")
+    raise ValueError(f"job is {args.job!r}; expected one of {', '.join(JOBS)}")
   file = pathlib.Path(args.output or f"{args.job}.yaml").expanduser()
   if file.exists():
-    raise ValueError(
-      f"--output {file} is there already, and is not overwritten: give another file"
-    )
+    raise ValueError(f"--output is {file}, which exists; give the name of a new file")
   if not file.parent.is_dir():
     raise ValueError(
-      f"--output {file}: there is no folder {file.parent}: make it first"
+      f"--output is {file}; expected an existing folder. Make {file.parent} first"
     )
-  io.write_atomic(file, configuration(args.job, str(file)).encode())
-  print(
-    f"wrote {file}: set model.path and data.train, then "
-    f"`tunix train --dry-run --config {file}`"
-  )
+  values = _values(args.job, dict(arguments.overrides))
+  io.write_atomic(file, configuration(args.job, str(file), values).encode())
+  next_step = f"`tunix train --dry-run --config {file}`"
+  if not {"model.path", "data.train"} <= set(dict(arguments.overrides)):
+    next_step = f"set model.path and data.train, then {next_step}"
+  print(f"wrote {file}: {next_step}")
 
 
 def configuration(job: str, file: str) -> str:
   """The text of a file for a job: keys to set first, the others as comments."""
-  first = {"job": job, **_FIRST, **_OF_JOB[job]}
+  first = {"job": job, **_FIRST, **JOBS[job].first_values}
   active = {key.partition(".")[0] for key in first}
   lines = [_HEAD.format(job=job, file=file).rstrip()]
   for line in reference.listing(job):
     section, depth = line.path[0], len(line.path)
-    # A section whose keys are all comments is one itself: an empty one says nothing.
+    # A section without any set key is a comment too: an empty one means nothing.
     mark = "" if section in active else "# "
     indent = mark + "  " * (depth - 1)
     lines += [""] * (depth == 1)
@@ -97,8 +85,8 @@ def configuration(job: str, file: str) -> str:
     key = ".".join(line.path)
     if line.is_section:
       lines.append(f"{indent}{line.path[-1]}:")
-    elif key in first:
-      lines.append(f"{indent}{line.path[-1]}: {yaml_text.inline(first[key])}")
+    elif key in values:
+      lines.append(f"{indent}{line.path[-1]}: {yaml_text.inline(values[key])}")
     else:
       sign = "" if mark else "# "
       value = yaml_text.inline(line.value)

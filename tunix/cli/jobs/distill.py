@@ -376,6 +376,9 @@ def _prompts(config: DistillRun, length: int) -> Prompts:
 
 
 DISTILL = Job(
+  summary="distillation from a teacher",
+  records=(SFT,),
+  first_values={"data.max_length": 1024, "distill.teacher": "my-teacher"},
   settings=DistillRun,
   check=check,
   data=build_taught_data,

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from tunix.cli.build import build, data as build_data
 from tunix.cli.build.data import RunData
 from tunix.cli.settings.run import RunSettings
+from tunix.data.records import Kind
 from tunix.models.transformer.model import Transformer
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import Schedule
@@ -62,9 +63,13 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-  """One job.
+  """One job of `tunix train`.
 
   Attributes:
+    summary: what the job trains, as a phrase for help texts.
+    records: kinds of record that the job trains on.
+    first_values: {key: value} that a person sets first, with values to start from, for
+      `tunix init`. Keys that every job has are in `tunix.cli.commands.init`.
     settings: the dataclass of its keys.
     check: refuses settings, before anything is loaded.
     data: (config, tokenizer, earlier scans) -> the checked data.
@@ -83,6 +88,9 @@ class Job:
     sequences: config -> sequences of a step.
   """
 
+  summary: str
+  records: tuple[Kind, ...]
+  first_values: Mapping[str, Any]
   settings: type[RunSettings]
   check: Callable[[Any], None] = lambda config: None
   data: Callable[..., RunData] = build_data.build_data

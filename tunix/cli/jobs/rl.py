@@ -8,13 +8,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from tunix.cli.build import build, optimizer, prompts as build_prompts, rewards
+from tunix.cli.build import build, optimizer, rewards
 from tunix.cli.build.rewards import RewardSettings
 from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.settings import keys
 from tunix.cli.settings.convert import Choice
 from tunix.cli.settings.data import DataSettings
 from tunix.cli.settings.run import RunSettings, TrainingSettings, values_for
+from tunix.data.records import PROMPT_ROWS, PROMPTS, Kind
 from tunix.generate import batching, capacity
 from tunix.models.transformer.model import Transformer
 from tunix.rl import setup
@@ -195,6 +196,16 @@ class RLRun(RunSettings):
         "compared with it; set algorithm.beta, or leave it out"
       )
 
+  def kind(self, *, training: bool) -> Kind:
+    """Returns the kind of the records: prompts with columns."""
+    del training
+    return PROMPT_ROWS
+
+  def row_keys(self, kind: Kind) -> dict[str, str]:
+    """Returns the key of the longest prompt."""
+    del kind
+    return {"max_prompt_length": "rollout.max_prompt_length"}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPORun(RLRun):
@@ -352,10 +363,16 @@ def _sequences(config: RLRun) -> int:
 
 
 GRPO = Job(
+  summary="reinforcement learning without a critic; algorithm.name chooses a variant",
+  records=(PROMPTS,),
+  first_values={
+    "reward.functions": ["exact_match"],
+    "rollout.max_prompt_length": 256,
+    "rollout.max_tokens_to_generate": 256,
+    "training.learning_rate": 1e-5,
+  },
   settings=GRPORun,
   check=check,
-  data=build_prompts.build_prompts,
-  count_steps=build_prompts.count_steps,
   build=build_learner,
   results={"reward": REWARD},
   batch=_batch,
@@ -365,4 +382,6 @@ GRPO = Job(
   shorter=_shorter,
   sequences=_sequences,
 )
-PPO = dataclasses.replace(GRPO, settings=PPORun)
+PPO = dataclasses.replace(
+  GRPO, summary="reinforcement learning with a critic", settings=PPORun
+)

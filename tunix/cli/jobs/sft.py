@@ -66,6 +66,9 @@ def example(config: Any) -> dict[str, np.ndarray]:
 
 
 SFT = Job(
+  summary="supervised fine-tuning",
+  records=(records.SFT,),
+  first_values={"data.max_length": 1024},
   settings=SFTRun,
   build=_build,
   results={"loss": "loss"},

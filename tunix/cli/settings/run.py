@@ -282,7 +282,7 @@ class DistributedSettings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunSettings:
+class RunSettings(abc.ABC):
   """All keys that every job has. Sections are checked alone, then against each other.
 
   Attributes:
@@ -365,23 +365,23 @@ class RunSettings:
       return "full"
     return "adapter" if self.fits_adapter else "merged"
 
+  @abc.abstractmethod
+  def kind(self, *, training: bool) -> Kind:
+    """Returns the kind of the records for training, or for evaluation."""
+
+  @abc.abstractmethod
+  def row_keys(self, kind: Kind) -> dict[str, str]:
+    """Returns {argument of the data layer: key} for the lengths of rows."""
+
+  @property
+  def drops(self) -> bool:
+    """True if records may be left out."""
+    return self.data.overlong == "drop"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamRun(RunSettings, abc.ABC):
+class StreamRun(RunSettings):
   """A run on records that are given, of whatever kind its job trains on."""
 
   data: StreamSettings = dataclasses.field(default=StreamSettings())
   training: MicroBatchSettings = MicroBatchSettings()
-
-  @abc.abstractmethod
-  def kind(self, *, training: bool) -> Kind:
-    """What the records are, those to train on or those to evaluate."""
-
-  @abc.abstractmethod
-  def row_keys(self, kind: Kind) -> dict[str, str]:
-    """What the data layer calls the sizes of rows -> the keys that set them."""
-
-  @property
-  def drops(self) -> bool:
-    """Whether records may be left out."""
-    return self.data.overlong == "drop"

@@ -1,144 +1,240 @@
-"""`tunix quickstart`: the whole way on this machine, without a download.
+"""`tunix quickstart`: fine-tuning, GRPO and a report on this machine, no download.
 
-A fresh small model is fine-tuned on sums until it half knows them, then reinforced by
-GRPO, both by `tunix train`; asked before and after, and reported on.
+A fresh small model is fine-tuned on sums until about half of its answers are right,
+then GRPO reinforces right answers. Each step is a command of `tunix` that is printed
+and run.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import json
 import pathlib
+import shlex
+import shutil
 import signal
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from tunix.cli.commands.arguments import Parser
-from tunix.examples.quickstart.settings import Settings, prepare_output
+from tunix.utils import checks
+
+# Everything a quickstart writes into its folder. --overwrite deletes nothing else.
+_NAMES = (
+  *("train.jsonl", "eval.jsonl", "model", "sft.yaml", "sft", "grpo.yaml", "grpo"),
+  *("report.html", "report.md", "grpo-rloo"),
+  *("answers.jsonl", "curves.png", "data"),  # of earlier versions
+)
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs `tunix quickstart`; returns the exit code.
 
   Raises:
-    ValueError: an option out of range, or a folder that is not empty.
+    ValueError: an option out of range, or a folder with other files.
     OSError: the disk is full or not writable.
   """
   args = _parse(argv)
-  settings = Settings(
-    output=pathlib.Path(args.output).expanduser(),
-    seed=args.seed,
-    sft_steps=args.sft_steps,
-    grpo_steps=args.grpo_steps,
-  )
-  prepare_output(settings.output, overwrite=args.overwrite)
+  folder = pathlib.Path(args.output).expanduser()
+  prepare_output(folder, overwrite=args.overwrite)
   try:
-    run(settings)
+    run(folder.absolute(), args)
   except KeyboardInterrupt as stop:
-    # Stages are short and a half-filled folder is worth nothing: nothing is resumed.
+    # The steps take about a minute each, so a stopped quickstart is not resumed.
     print(
-      f"tunix: quickstart stopped, what it wrote is in {settings.output}; begin anew "
-      "with --overwrite",
+      f"tunix: quickstart stopped; its files are in {folder}. Start again with "
+      "--overwrite",
       file=sys.stderr,
     )
     return 128 + int(getattr(stop, "signum", signal.SIGINT))
   return 0
 
 
-def run(settings: Settings) -> None:
-  """Everything, into `settings.output`, which must be empty.
+def run(folder: pathlib.Path, args: argparse.Namespace) -> None:
+  """Runs all steps in an empty folder.
+
+  Args:
+    folder: an absolute path.
+    args: `seed`, `sft_steps` and `grpo_steps`.
 
   Raises:
     Stopped, KeyboardInterrupt: SIGINT or SIGTERM.
-    OSError: see `main`.
+    OSError: the disk is full or not writable.
   """
-  print(f"tunix quickstart: a few minutes on two CPU cores; in {settings.output}")
-  seconds: dict[str, float] = {}
-  with _stage("imports", seconds):
-    # Not above: `--help` and a refused folder need none of it.
-    from tunix.examples.quickstart import questions, report, task, train as training
-    from tunix.report import page
-    from tunix.utils import io
+  # These imports take seconds, and `--help` and a refused folder need none of them.
+  from tunix.cli.commands import init, report, train
+  from tunix.examples.quickstart import task
+  from tunix.report import series
 
-  with _stage("data, tokenizer, fresh model", seconds):
-    data = task.build_data(
-      settings.data, seed=settings.seed, held_out=settings.held_out
-    )
-    parameters = training.write_model(settings, task.make_tokenizer())
-    counts = f"{len(data.train)} sums to learn from, {len(data.held_out)} held out"
-    print(f"{counts}; {parameters:,} parameters")
-  answers, names = {}, {"sft": "fine-tuning", "grpo": "reinforcement by GRPO"}
-  for stage, name in names.items():
-    with _stage(name, seconds):
-      print(f"$ tunix train --config {settings.config_file(stage)}")
-      with training.progress_lines():
-        training.train(settings, data, stage)
-    with _stage(f"questions after {name}", seconds):
-      model = settings.export(stage)
-      answers[stage] = questions.ask(model, data.held_out, settings.answer_tokens)
-      print(f"{questions.accuracy(answers[stage]):.1%} of the answers are right")
-  results = report.Results(
-    settings=settings,
-    data=data,
-    parameters=parameters,
-    curves={
-      stage: training.read_series(settings.run(stage), metric)
-      for stage, metric in training.METRICS.items()
+  print(f"Writing sums and a fresh small model to {folder}", flush=True)
+  question = task.write_data(
+    folder / "train.jsonl", folder / "eval.jsonl", seed=args.seed
+  )
+  parameters = task.write_model(folder / "model", seed=args.seed)
+  commands = {"init": init, "train": train, "report": report}
+  for words in steps(folder, args):
+    print("\n$ tunix", " \\\n    ".join(map(shlex.quote, words)), flush=True)
+    commands[words[0]].main(words[1:])
+  accuracy = series.read(folder / "grpo").by_name["pass@1"]["eval"]
+  assert accuracy.first is not None and accuracy.last is not None
+  export, config = folder / "grpo" / "export", folder / "grpo.yaml"
+  ask = _command("generate", "--model", export, "--prompt", question["prompt"])
+  output = f"--output_dir={folder / 'grpo-rloo'}"
+  again = _command("train", "--config", config, "--algorithm.name=rloo", output)
+  text = f"""\
+A Llama-style model of {parameters:,} parameters was fine-tuned for {
+    args.sft_steps
+  } steps
+on sums with their answers, then reinforced for {
+    args.grpo_steps
+  } steps by GRPO on its own
+answers. The held-out sums are in neither training.
+
+- accuracy on held-out sums before GRPO: {accuracy.first.value:.1%}
+- accuracy on held-out sums after GRPO: {accuracy.last.value:.1%}
+
+Open these pages in a browser:
+
+- report.html: curves of both runs
+- sft/report.html, grpo/report.html: curves, settings and samples of one run
+- grpo/samples/index.html: answers that the model tried during GRPO
+
+Ask the model, or reinforce the fine-tuned model again by RLOO:
+
+    {ask}
+    {again}
+"""
+  (folder / "report.md").write_text(f"# Quickstart report\n\n{text}", "utf-8")
+  print(f"\n{text}\nThis text is in {folder / 'report.md'}", flush=True)
+
+
+def steps(folder: pathlib.Path, args: argparse.Namespace) -> list[list[str]]:
+  """Returns the commands of the quickstart, in order, without the word `tunix`."""
+  from tunix.examples.quickstart import task
+
+  shared = {
+    "seed": args.seed,
+    "data.train": folder / "train.jsonl",
+    "data.eval": folder / "eval.jsonl",
+    "lora.rank": None,
+    "logging.tensorboard": False,
+  }
+  sft = {
+    "output_dir": folder / "sft",
+    "model.path": folder / "model",
+    "data.max_length": task.ROW_LENGTH,
+    "data.packing": True,
+    "optimizer.name": "adamw",
+    "optimizer.args": {"b2": 0.98, "weight_decay": 0.05},
+    "schedule.name": "warmup_constant_schedule",
+    "schedule.args": {
+      "init_value": 0.0,
+      "warmup_steps": max(1, round(0.1 * args.sft_steps)),
     },
-    before=answers["sft"],
-    after=answers["grpo"],
-    seconds=seconds,
-  )
-  with _stage("report", seconds):
-    questions.write_answers(settings.answers, results.before, results.after)
-  io.write_atomic(settings.report, report.markdown(results).encode())
-  _tell(report.summary(results), report.example(results))
-  _tell(
-    f"written to {settings.output} in {sum(seconds.values()):.0f} s:",
-    *(f"  {path:27} {what}" for path, what in report.files(settings)),
-  )
-  _tell(
-    "next:",
-    *(f"  {what}:\n    {cmd}" for what, cmd in report.next_steps(results)),
-  )
-  _tell(f"open {settings.run('grpo') / page.NAME} in a browser to see the run")
+    "training.learning_rate": 4e-3,
+    "training.max_steps": args.sft_steps,
+    "training.global_batch_size": 16,
+    "training.eval_every_n_steps": -(-args.sft_steps // 5),
+  }
+  grpo = {
+    "output_dir": folder / "grpo",
+    "model.path": folder / "sft" / "export",
+    "algorithm.num_generations": 8,
+    "algorithm.beta": 0.0,
+    "algorithm.pass_threshold": task.RIGHT,
+    "rollout.max_prompt_length": 8,
+    "rollout.max_tokens_to_generate": 6,
+    "rollout.eval_temperature": 0.0,
+    "reward.functions": task.REWARDS,
+    "reward.weights": task.WEIGHTS,
+    "training.learning_rate": 1.5e-4,
+    "training.max_steps": args.grpo_steps,
+    "training.global_batch_size": 16,
+    "training.eval_batch_size": task.HELD_OUT,
+    "training.eval_every_n_steps": -(-args.grpo_steps // 5),
+    "samples.every_n_rollouts": max(1, args.grpo_steps // 20),
+  }
+  commands = []
+  for job, keys in (("sft", sft), ("grpo", grpo)):
+    file = str(folder / f"{job}.yaml")
+    overrides = [f"--{key}={_yaml(value)}" for key, value in (shared | keys).items()]
+    commands.append(["init", job, f"--output={file}", *overrides])
+    commands.append(["train", f"--config={file}"])
+  runs = [str(folder / job) for job in ("sft", "grpo")]
+  return [*commands, ["report", *runs, f"--output={folder / 'report.html'}"]]
 
 
-def _tell(*blocks: str) -> None:
-  print("\n" + "\n".join(blocks), flush=True)
+def _yaml(value: Any) -> str:
+  # JSON is YAML too, whatever characters a reward function has.
+  return str(value) if isinstance(value, str | pathlib.Path) else json.dumps(value)
 
 
-@contextlib.contextmanager
-def _stage(name: str, seconds: dict[str, float]) -> Iterator[None]:
-  """Announces a stage and notes its wall time."""
-  print(f"\n== {name}", flush=True)
-  start = time.perf_counter()
-  yield
-  seconds[name] = time.perf_counter() - start
+def _command(*words: object) -> str:
+  return f"tunix {shlex.join(map(str, words))}"
+
+
+def prepare_output(folder: pathlib.Path, *, overwrite: bool) -> None:
+  """Makes an empty folder.
+
+  Args:
+    folder: the folder.
+    overwrite: if True, the files of an earlier quickstart are deleted.
+
+  Raises:
+    ValueError: the folder holds other files, or files of a quickstart without
+      `overwrite`.
+    NotADirectoryError: it is a file.
+    OSError: it cannot be made or emptied.
+  """
+  if folder.exists() and not folder.is_dir():
+    raise NotADirectoryError(f"--output is {folder}, a file; expected a folder")
+  paths = sorted(folder.iterdir()) if folder.is_dir() else []
+  foreign = [path.name for path in paths if path.name not in _NAMES]
+  if foreign:
+    raise ValueError(
+      f"--output is {folder}, which holds {foreign[0]!r}; expected a folder with "
+      "nothing but a quickstart. Choose another folder"
+    )
+  if paths and not overwrite:
+    raise ValueError(
+      f"--output is {folder}, which holds a quickstart; expected an empty folder. "
+      "Choose another one, or add --overwrite"
+    )
+  for path in paths:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+  folder.mkdir(parents=True, exist_ok=True)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = Parser(
     "tunix quickstart",
-    "Fine-tunes a fresh small model on sums until it half knows them, then reinforces "
-    "it by GRPO, both through `tunix train`, and reports. Needs no download.",
+    "Fine-tunes a fresh small model on sums until it half knows them, reinforces right "
+    "answers by GRPO, and reports. Takes some minutes and needs no download.",
   )
-  defaults = Settings(output=pathlib.Path("quickstart"))
   parser.add_argument(
-    "--output", metavar="DIR", default=str(defaults.output), help="default: %(default)s"
+    "--output", metavar="DIR", default="quickstart", help="default: %(default)s"
   )
-  parser.add_argument("--overwrite", action="store_true", help="replace what is there")
-  for name, what in (
-    ("seed", "of split, weights and order"),
-    ("sft_steps", "fewer are faster and worse"),
-    ("grpo_steps", "likewise"),
+  parser.add_argument(
+    "--overwrite", action="store_true", help="replace an earlier quickstart"
+  )
+  for name, default, meaning in (
+    ("seed", 0, "seed of the held-out sums, the weights and the order of the data"),
+    ("sft_steps", 150, "optimizer steps of fine-tuning; fewer are faster and worse"),
+    ("grpo_steps", 100, "optimizer steps of GRPO; fewer are faster and worse"),
   ):
     parser.add_argument(
       f"--{name}",
       type=int,
       metavar="N",
-      default=getattr(defaults, name),
-      help=f"{what}; default: %(default)s",
+      default=default,
+      help=f"{meaning}; default: %(default)s",
     )
-  return parser.parse_args(argv)
+  args = parser.parse_args(argv)
+  for name, bounds in (
+    ("seed", checks.SEED),
+    ("sft_steps", checks.COUNT),
+    ("grpo_steps", checks.COUNT),
+  ):
+    checks.number(f"--{name}", getattr(args, name), bounds, whole=True)
+  return args

@@ -1,15 +1,13 @@
-"""What the quickstart teaches: sums, answered in brackets.
+"""The quickstart's task: sums of three digits, answered in brackets.
 
     3+8+5=     [16]
 
-An answer can be checked without a second model, so it can be rewarded: by the reward
-functions of a configuration (`REWARDS`), and here for the report. Characters are the
-tokens, so there is nothing to download.
+A reward function can check an answer without a second model. Each character is a token,
+so neither data nor a tokenizer has to be downloaded.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import pathlib
@@ -17,53 +15,38 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.automodel import AutoModel
+from tunix.models.llama3.model import ModelConfig
+from tunix.models.safetensors_saver import save_pretrained
+from tunix.models.transformer.config import RopeConfig
 from tunix.utils import io
 
 TERMS = 3
 ALPHABET = "0123456789+=[]"
-# What `tunix train` rewards: the right number in the right form, and a little for the
-# form alone, which shows a model that says anything else where to go.
-REWARDS = (
-  r"exact_match(column='answer', pattern='^\\[([0-9]+)\\]$')",
-  r"format_match('\\[[0-9]+\\]')",
-)
+HELD_OUT = 200  # sums of 1,000 that no training sees
+ROW_LENGTH = 96  # tokens of a training row; several sums are packed into one
+# The second function rewards the form alone, so that a model that is always wrong still
+# learns to answer in brackets.
+REWARDS = ("exact_match(column='response')", r"format_match('\\[[0-9]+\\]')")
 WEIGHTS = (1.0, 0.1)
-RIGHT = 1.0  # an answer with this reward is right
+RIGHT = 1.0  # the smallest reward of a right answer
 
-# File: fields. "answer" is for the reward alone, which has no use for the brackets.
-_FILES = {"sft": ("prompt", "response"), "prompts": ("prompt", "answer")}
 _SPECIAL = ("<pad>", "<begin>", "<end>", "<unknown>")
 
-Record = dict[str, Any]
+Record = dict[str, str]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuickstartData:
-  """The sums, and the folder of their files.
+def problems(seed: int, held_out: int = HELD_OUT) -> tuple[list[Record], list[Record]]:
+  """Shuffles all sums of three digits and splits them.
 
-    sft.jsonl, sft_eval.jsonl           {"prompt", "response"}
-    prompts.jsonl, prompts_eval.jsonl   {"prompt", "answer"}
+  Args:
+    seed: seed of the shuffle.
+    held_out: number of sums that are held out.
 
-  Attributes:
-    folder: where the files lie.
-    train: records {"prompt", "response", "answer"} to learn from.
-    held_out: records that nothing is trained on, in the files named eval.
-  """
-
-  folder: pathlib.Path
-  train: list[Record]
-  held_out: list[Record]
-
-  def path(self, name: str) -> pathlib.Path:
-    """The file of that name."""
-    return self.folder / f"{name}.jsonl"
-
-
-def problems(seed: int, held_out: int) -> tuple[list[Record], list[Record]]:
-  """All sums of three digits, shuffled: those to learn from, and those held out.
-
-  Returns: records {"prompt", "response", "answer"}.
+  Returns: the sums to train on and the held-out sums, records {"prompt", "response"}.
   """
   sums = list(itertools.product(range(10), repeat=TERMS))
   random.Random(seed).shuffle(sums)
@@ -72,51 +55,69 @@ def problems(seed: int, held_out: int) -> tuple[list[Record], list[Record]]:
 
 
 def _record(terms: Sequence[int]) -> Record:
-  answer = str(sum(terms))
-  prompt = "+".join(map(str, terms)) + "="
-  return {"prompt": prompt, "response": f"[{answer}]", "answer": answer}
+  return {"prompt": "+".join(map(str, terms)) + "=", "response": f"[{sum(terms)}]"}
 
 
-def build_data(folder: pathlib.Path, *, seed: int, held_out: int) -> QuickstartData:
-  """Writes the four files.
-
-  Args:
-    folder: where to; made if it is not there.
-    seed: another seed holds other sums out.
-    held_out: how many.
+def write_data(train_file: pathlib.Path, eval_file: pathlib.Path, seed: int) -> Record:
+  """Writes the sums to train on and the held-out sums; returns the first held-out sum.
 
   Raises:
-    OSError: the folder cannot be written.
+    OSError: a file cannot be written.
   """
-  train, rest = problems(seed, held_out)
-  data = QuickstartData(folder=folder, train=train, held_out=rest)
-  for name, fields in _FILES.items():
-    for suffix, records in (("", train), ("_eval", rest)):
-      rows = ({field: record[field] for field in fields} for record in records)
-      write_jsonl(data.path(name + suffix), rows)
-  return data
+  train, held_out = problems(seed)
+  _write_jsonl(train_file, train)
+  _write_jsonl(eval_file, held_out)
+  return held_out[0]
 
 
-def write_jsonl(path: pathlib.Path, records: Iterable[Mapping[str, Any]]) -> None:
-  """One JSON object a line."""
+def _write_jsonl(path: pathlib.Path, records: Iterable[Mapping[str, Any]]) -> None:
   io.write_atomic(path, "".join(json.dumps(r) + "\n" for r in records).encode())
 
 
 def make_tokenizer() -> TokenizerAdapter:
-  """Every character of the task is a token."""
+  """Returns a tokenizer whose tokens are the characters of the task."""
   import tokenizers
   from tokenizers import decoders, models
 
-  words = [*_SPECIAL, *ALPHABET]
   pad, begin, end, unknown = _SPECIAL
-  rust = tokenizers.Tokenizer(
-    models.BPE({word: i for i, word in enumerate(words)}, [], unk_token=unknown)
-  )
+  vocabulary = {token: i for i, token in enumerate([*_SPECIAL, *ALPHABET])}
+  rust = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token=unknown))
   rust.add_special_tokens(list(_SPECIAL))
   rust.decoder = decoders.Fuse()
   return TokenizerAdapter(rust, bos_token=begin, eos_token=end, pad_token=pad)
 
 
-def is_right(record: Record, text: str) -> bool:
-  """Whether an answer is the right one, in the right form."""
-  return text == record["response"]
+def write_model(folder: pathlib.Path, seed: int) -> int:
+  """Writes a fresh Llama-style model and the tokenizer in Hugging Face format.
+
+  Args:
+    folder: the folder.
+    seed: seed of the weights.
+
+  Returns: the number of parameters.
+
+  Raises:
+    OSError: the disk is full or not writable.
+  """
+  tokenizer = make_tokenizer()
+  config = ModelConfig(
+    num_layers=2,
+    vocab_size=tokenizer.vocab_size,
+    embed_dim=128,
+    hidden_dim=384,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=32,
+    rope=RopeConfig(theta=10_000.0),
+    tie_embeddings=True,
+    max_position=2 * ROW_LENGTH,
+  )
+  model = AutoModel.from_config(config, seed=seed)
+  ids = {
+    "bos_token_id": tokenizer.bos_id(),
+    "eos_token_id": tokenizer.eos_id(),
+    "pad_token_id": tokenizer.pad_id(),
+  }
+  save_pretrained(model, folder, hf_fields=ids)
+  tokenizer.save(folder)
+  return sum(leaf.size for leaf in jax.tree.leaves(model))

@@ -17,8 +17,8 @@ from tunix.data.batches import PAIR
 from tunix.data.store import RowStore, row_key
 from tunix.models.backbone import reference_of
 from tunix.sft import inference, stamp
-from tunix.sft.dpo.completions import logps_of, options_of, token_columns
-from tunix.sft.dpo.preference_config import PreferenceConfig
+from tunix.sft.dpo.completions import logps_of, token_columns
+from tunix.sft.dpo.preference_config import DPOTrainingConfig
 from tunix.sft.losses import batch_fields
 from tunix.sft.module_state import is_lora
 from tunix.utils import coordination, mesh as mesh_lib, tree
@@ -92,7 +92,7 @@ class PrecomputedLogps:
     folder: Any,
     model: nnx.Module,
     batches: Iterable[Any],
-    config: PreferenceConfig | None = None,
+    config: DPOTrainingConfig | None = None,
     tokenizer: Any = None,
   ) -> PrecomputedLogps:
     """Scores every pair of the data and writes what is not there yet.
@@ -111,7 +111,7 @@ class PrecomputedLogps:
     Raises:
       ValueError: the folder belongs to another model; or see `batches.read_pairs`.
     """
-    config = PreferenceConfig() if config is None else config
+    config = DPOTrainingConfig() if config is None else config
     if is_lora(model):
       model = reference_of(model)
     folder = pathlib.Path(folder)
@@ -128,7 +128,7 @@ class PrecomputedLogps:
       "name a folder that all processes see",
     )
     _write_about(folder, about)
-    options = options_of(config, tokenizer)
+    options = config.text_options(tokenizer)
     for batch in batches:
       pairs = reading.read_pairs(batch_fields(batch), options)
       rows = token_columns(pairs)

@@ -11,12 +11,15 @@ import numpy as np
 
 from tunix.cli.commands.eval import results, scores
 from tunix.cli.commands.eval.results import Metric, Section
-from tunix.data.prompts import read_prompts
+from tunix.data.jsonl import JsonlRecords
+from tunix.data.prompts import PROMPTS, PromptText
+from tunix.data.records import PROMPT_ROWS
+from tunix.data.scan import scan
+from tunix.data.source import Source
 from tunix.generate.sampler import Sampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.rl.evaluation import pass_at_k
-from tunix.rl.pipeline import PROMPTS
 from tunix.rl.rewards import RewardManager, RewardOutput
 from tunix.utils import coordination
 
@@ -83,9 +86,18 @@ def evaluate(
     FileNotFoundError, ValueError: something about file or options is wrong.
     TypeError: a function needs a column that the file lacks.
   """
-  records = read_prompts(path)
-  rows = records.rows
-  prompts = records.texts(tokenizer, chat=chat, template_kwargs=template_args)
+  source = Source(
+    records=JsonlRecords(path, PROMPT_ROWS),
+    kind=PROMPT_ROWS,
+    tokenizer=tokenizer,
+    layout=PromptText(),
+    chat=chat,
+    template_kwargs=template_args,
+  )
+  kept: dict[int, dict[str, Any]] = {}
+  scan(source, kept=kept)
+  rows = list(kept.values())
+  prompts = [row[PROMPTS] for row in rows]
   text, tokens, reasons = _sample(
     Sampler(model, tokenizer), prompts, batch_size, max_new_tokens, options
   )

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tunix.cli.commands import tables
-from tunix.rl import samples
+from tunix.report import samples
 from tunix.utils import io
 
 PAGE = "samples.html"
@@ -48,7 +48,7 @@ class Section:
     kind: of the evaluation.
     metrics: the table.
     records: one object a record, in the order of the file.
-    groups: the first of them, for the page; see `samples.page_of`.
+    groups: the first of them, for the page; see `tunix.report.samples`.
     headline: (what, number) above the page.
     notes: what was left out, and why.
   """
@@ -118,7 +118,7 @@ def write(
     for section in sections
     for record in section.records
   ]
-  page = samples.page_of(
+  page = samples.page(
     [
       {
         "title": f"{section.kind} · {section.data} · {section.headline[0]}",

@@ -1,0 +1,61 @@
+"""Cuts stacked weights into one array per layer, for layers that run unrolled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Elements per layer up to which a slice is cut by `_opaque`: norm scales, biases and
+# small adapters. Larger slices feed matrix products, which XLA does not fuse with.
+_SMALL = 2**14
+
+
+def layer_states(state: Any) -> list[Any]:
+  """Returns the state of each layer of a stack, whose arrays are `[L, ...]`."""
+  leaves, treedef = jax.tree.flatten(state)
+  layers = zip(*(unstack(leaf) for leaf in leaves))
+  return [treedef.unflatten([x.squeeze(0) for x in layer]) for layer in layers]
+
+
+def unstack(stack: jax.Array) -> tuple[jax.Array, ...]:
+  """Returns the L arrays `[1, ...]` of a stack `[L, ...]`.
+
+  The transpose is one concatenation. Indexing layer by layer would add L zero-padded
+  stacks in the backward pass instead.
+  """
+  if stack[0].size > _SMALL:
+    return _slices(stack)
+  # On CPU, XLA fuses a slice at a constant offset into each of its readers. The kernels
+  # of L equal layers then differ by that offset alone and are compiled L times: 86k
+  # lines of LLVM for 8 layers of 512 features instead of 57k, 7.4 CPU seconds instead
+  # of 5.1.
+  return jax.lax.platform_dependent(stack, cpu=_opaque, default=_slices)
+
+
+def _slices(stack: jax.Array) -> tuple[jax.Array, ...]:
+  return tuple(jax.lax.split(stack, (1,) * stack.shape[0]))
+
+
+@jax.custom_jvp
+def _opaque(stack: jax.Array) -> tuple[jax.Array, ...]:
+  """Computes `_slices` in a loop of one round, whose results are buffers of their own.
+
+  XLA would unroll a loop that it can count. `first != first` is 0, or 1 for NaN, so
+  there is always one round, but the compiler must not assume it.
+  """
+  first = stack.reshape(-1)[0]
+  rounds = 1 + jnp.minimum((first != first).astype(jnp.int32), 0)
+  empty = tuple(jnp.zeros_like(part) for part in _slices(stack))
+  _, parts = jax.lax.while_loop(
+    lambda carry: carry[0] < rounds,
+    lambda carry: (carry[0] + 1, _slices(stack)),
+    (jnp.int32(0), empty),
+  )
+  return parts
+
+
+@_opaque.defjvp
+def _opaque_jvp(primals, tangents):
+  return _opaque(*primals), _slices(*tangents)
