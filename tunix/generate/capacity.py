@@ -45,7 +45,7 @@ def require(
   Raises:
     ValueError: it does not fit; says the largest that does.
   """
-  if programs.are_noted():  # nothing is allocated, and least of all here
+  if programs.is_recording():  # nothing is allocated, and least of all here
     return
   memory, needed = memory_bytes(), bytes_of(value)
   if needed <= memory:

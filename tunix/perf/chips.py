@@ -1,4 +1,4 @@
-"""Peak rates of JAX devices: arithmetic, memory and links, as the makers publish them."""
+"""Peak rates of JAX devices as their makers publish them."""
 
 from __future__ import annotations
 

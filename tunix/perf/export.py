@@ -112,7 +112,7 @@ def _idle(query: PerfSpanQuery, steps: list[Span], meshes: Mapping[str, Any]) ->
 
 
 def _cut(span: Span, step: Span) -> Span | None:
-  """Returns the part of a span that lies in a step; None if there is no such part."""
+  """Returns the part of a span that lies in a step; None if they do not overlap."""
   assert span.end is not None and step.end is not None
   begin, end = max(span.begin, step.begin), min(span.end, step.end)
   return Span(span.name, begin, end) if begin < end else None

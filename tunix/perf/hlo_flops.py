@@ -165,22 +165,22 @@ def _kernel_flops(kernel: Operation, operations: dict[str, Operation]) -> float:
   phase = re.search(r"splash_mha_(fwd|dq|dkv)", kernel.text)
   if phase is None or "tpu_custom_call" not in kernel.text:
     return 0.0
-  # First come tables by blocks, [1 or N, own, other]: the other side is as long as the
-  # most blocks that one of its own meets. Then queries, [B, N, T, H], without a B of 1,
-  # and keys, [B, K, S, H].
+  # The first operands are tables of blocks, [1 or N, blocks, partners]: `partners` is
+  # the largest number of blocks of the other side that one block meets. The first float
+  # operands are queries, [B, N, T, H] without a B of 1, and keys, [B, K, S, H].
   operands = [operations[name].arrays[0] for name in kernel.operands]
   table = operands[0].sizes
   is_dkv = phase[1] == "dkv"
-  own, most = (table[2], table[1]) if is_dkv else (table[1], table[2])
+  count, partners = (table[2], table[1]) if is_dkv else (table[1], table[2])
   floats = (x.sizes for x in operands if "f" in x.dtype)
   queries, keys = next(floats), next(floats)
-  size = (keys if is_dkv else queries)[-2] // own
+  size = (keys if is_dkv else queries)[-2] // count
   # Fewer than all blocks: a window. Queries are all of a row's, or a device's share of
   # them (mesh axis cp), which costs its share of the work.
   blocks = keys[-2] // size
-  if most == (queries if is_dkv else keys)[-2] // size:
-    most = blocks
-  pairs = sum(min(i + 1, most) for i in range(blocks)) * size**2
+  if partners == (queries if is_dkv else keys)[-2] // size:
+    partners = blocks
+  pairs = sum(min(i + 1, partners) for i in range(blocks)) * size**2
   pairs *= queries[-2] / keys[-2]
   return _SPLASH[phase[1]] * math.prod(queries[:-2]) * queries[-1] * pairs
 

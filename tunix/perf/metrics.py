@@ -130,7 +130,7 @@ class PerfMetricsOptions:
       ) from error
     if not callable(function):
       raise ValueError(
-        f"custom_export_fn_path is {path!r}: expected a function, and it is {function!r}"
+        f"custom_export_fn_path is {path!r}, which is {function!r}; expected a function"
       )
     return function
 

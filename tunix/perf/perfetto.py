@@ -1,10 +1,10 @@
 """Writer of trace files for ui.perfetto.dev and chrome://tracing.
 
-The format is Chrome's trace format, a JSON array of events. A process of the run becomes
-a process of the trace, a timeline (the host or a role) becomes a thread, and a span
-becomes a complete event ("X"). Times are whole microseconds since the epoch, so that
-the files of several processes line up. Times are rounded down, which keeps a nested span
-inside the span around it.
+The format is Chrome's trace format, a JSON array of events. A process of the run
+becomes a process of the trace, a timeline (the host or a role) becomes a thread, and a
+span becomes a complete event ("X"). Times are whole microseconds since the epoch, so
+that the files of several processes line up. Times are rounded down, which keeps a
+nested span inside the span around it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PerfettoTraceWriter:
   """Writer of one trace file, which is valid JSON after every `flush`.
 
   An existing file is kept: it belongs to another run, or to this run before it was
-  resumed. The writer takes the next free name (perf_trace.json, perf_trace_2.json, ...).
+  resumed. The writer takes the next free name: perf_trace.json, perf_trace_2.json, ...
 
   Args:
     export_dir: folder of the file; created if missing.

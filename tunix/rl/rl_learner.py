@@ -201,7 +201,7 @@ class RLLearner(BaseTrainer):
 
   def lower_step(self, batch: Mapping[str, Any]) -> None:
     """Goes through what `train` does on a batch of prompts, with models of shapes and
-    inside `programs.noted`, which has its programs afterwards."""
+    inside `programs.recording`, which has its programs afterwards."""
     example = self._generate_and_compute_advantage(prompt_batch(batch))
     minis = self._mini_batches(example)
     parts = self._micro_batches(minis[0].rows)
