@@ -208,7 +208,7 @@ def test_another_reward_or_other_prompts_cannot_resume(keys, files, tmp_path, ca
       "rollout.temperature is 0: greedy rollouts do not explore",
     ),
     ({"rollout__max_prompt_length": 4}, "rollout.max_prompt_length is 4"),
-    ({"rollout__engine_options": "{a: 1}"}, "the vanilla rollout has none"),
+    ({"rollout__engine_options": "{a: 1}"}, "engine_options"),
     ({"rl__mini_batch_size": 0}, "rl.mini_batch_size is 0: it must be a whole number"),
     ({"rl__reference": "x", "algorithm__beta": 0}, "rl.reference is 'x'"),
     ({"reward__functions": "[]"}, "reward.functions is empty"),

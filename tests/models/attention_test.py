@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from tests.models import attention_cases as cases
-from tunix.generate import decode
+from tunix.generate import cached
 from tunix.models.transformer import attention_paths, rope
 from tunix.models.transformer.attention import Attention
 from tunix.models.transformer.attention_paths import Call, attend, choose
@@ -277,14 +277,14 @@ def test_a_window_through_the_decode_cache(path):
   model = OneLayer(layer(windows=(3,), softcap=4.0, implementation=path))
   tokens = np.random.default_rng(0).integers(0, 50, (2, 9)).astype(np.int32)
   valid = np.arange(5) >= np.array([[0], [2]])
-  out, memory = decode.prefill(model, jnp.array(tokens[:, :5]), jnp.array(valid), 12)
+  out, memory = cached.prefill(model, jnp.array(tokens[:, :5]), jnp.array(valid), 12)
   rows = [tokens[:1], tokens[1:, 2:]]
   full = [model(jnp.array(r), jnp.arange(r.shape[1])[None])[0][0] for r in rows]
   for slot in range(4, 9):
     want = jnp.stack([full[0][slot], full[1][slot - 2]])
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-4)
     if slot < 8:
-      out, memory = decode.step(model, jnp.array(tokens[:, slot + 1]), memory)
+      out, memory = cached.step(model, jnp.array(tokens[:, slot + 1]), memory)
   # The window matters: without it the last token's output is another.
   free = OneLayer(layer(softcap=4.0))
   other = free(jnp.array(rows[0]), jnp.arange(9)[None])[0][0]
