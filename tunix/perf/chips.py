@@ -34,60 +34,40 @@ class Chip:
 # two chiplets of a chip and has half of everything.
 # NVIDIA: data sheets of A100, H100, H200, HGX B200 and GB200. Rates "with sparsity" are
 # divided by 2, and so are NVLink rates, which count both directions.
-_GIB = 2.0**30
-CHIPS = (
+_CHIPS: tuple[tuple[str, float, float | None, float | None, float | None], ...] = (
+  # kind, TFLOP/s, memory in GiB, memory and links in GB/s
+  ("TPU v4", 275, 31.75, 1228, 300),
+  ("TPU v5 lite", 197, 15.75, 819, 200),
+  ("TPU v5e", 197, 15.75, 819, 200),
+  ("TPU v5", 459, 95, 2765, 600),  # v5p; "TPU v5p" starts so, too
+  ("TPU v6 lite", 918, 31.25, 1640, 448),
+  ("TPU v6e", 918, 31.25, 1640, 448),
+  ("TPU7x", 2307 / 2, 94.75, 7380 / 2, 600 / 2),
+  ("TPU v7x", 2307 / 2, 94.75, 7380 / 2, 600 / 2),
+  ("NVIDIA A100", 312, None, None, 300),
+  ("NVIDIA H100 PCIe", 756, None, 2000, None),
+  ("NVIDIA H100 NVL", 835.5, None, 3900, 300),
+  ("NVIDIA H100", 989.4, None, 3350, 450),
+  ("NVIDIA H200 NVL", 835.5, None, 4800, 450),
+  ("NVIDIA H200", 989.4, None, 4800, 450),
+  ("NVIDIA B200", 2250, None, 8000, 900),
+  ("NVIDIA GB200", 2500, None, 8000, 900),
+)
+
+
+def _giga(value: float | None) -> float | None:
+  return None if value is None else value * 1e9
+
+
+CHIPS = tuple(
   Chip(
-    kind="TPU v4",
-    flops=275e12,
-    memory_bytes=31.75 * _GIB,
-    memory_rate=1228e9,
-    link_rate=300e9,
-  ),
-  *(
-    Chip(
-      kind=kind,
-      flops=197e12,
-      memory_bytes=15.75 * _GIB,
-      memory_rate=819e9,
-      link_rate=200e9,
-    )
-    for kind in ("TPU v5 lite", "TPU v5e")
-  ),
-  Chip(  # v5p; "TPU v5p" starts so, too
-    kind="TPU v5",
-    flops=459e12,
-    memory_bytes=95 * _GIB,
-    memory_rate=2765e9,
-    link_rate=600e9,
-  ),
-  *(
-    Chip(
-      kind=kind,
-      flops=918e12,
-      memory_bytes=31.25 * _GIB,
-      memory_rate=1640e9,
-      link_rate=448e9,
-    )
-    for kind in ("TPU v6 lite", "TPU v6e")
-  ),
-  *(
-    Chip(
-      kind=kind,
-      flops=2307e12 / 2,
-      memory_bytes=94.75 * _GIB,
-      memory_rate=7380e9 / 2,
-      link_rate=600e9 / 2,
-    )
-    for kind in ("TPU7x", "TPU v7x")
-  ),
-  Chip(kind="NVIDIA A100", flops=312e12, link_rate=300e9),
-  Chip(kind="NVIDIA H100 PCIe", flops=756e12, memory_rate=2000e9),
-  Chip(kind="NVIDIA H100 NVL", flops=835.5e12, memory_rate=3900e9, link_rate=300e9),
-  Chip(kind="NVIDIA H100", flops=989.4e12, memory_rate=3350e9, link_rate=450e9),
-  Chip(kind="NVIDIA H200 NVL", flops=835.5e12, memory_rate=4800e9, link_rate=450e9),
-  Chip(kind="NVIDIA H200", flops=989.4e12, memory_rate=4800e9, link_rate=450e9),
-  Chip(kind="NVIDIA B200", flops=2250e12, memory_rate=8000e9, link_rate=900e9),
-  Chip(kind="NVIDIA GB200", flops=2500e12, memory_rate=8000e9, link_rate=900e9),
+    kind=kind,
+    flops=tflops * 1e12,
+    memory_bytes=None if memory is None else memory * 2.0**30,
+    memory_rate=_giga(memory_rate),
+    link_rate=_giga(link_rate),
+  )
+  for kind, tflops, memory, memory_rate, link_rate in _CHIPS
 )
 
 

@@ -13,6 +13,7 @@ A tracer never makes the run wait: separate threads wait for the arrays.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -133,6 +134,7 @@ class PerfTracer(NoopTracer):
     if trace_dir is not None:
       epoch = time.time() - clock()
       self._writer = PerfettoTraceWriter(trace_dir, jax.process_index(), epoch)
+    self._role: str | None = None  # of a view; see `on`
     self._thread = threading.get_ident()
     self._lock = threading.Lock()  # guards everything below
     # {timeline: open spans, outermost first}. The first one is the root of the timeline
@@ -146,6 +148,7 @@ class PerfTracer(NoopTracer):
 
   def span(self, name: str, devices: Devices = None) -> NoopPhase:
     """See NoopTracer."""
+    devices = self._role if devices is None else devices
     return _Phase(self, name, None if devices is None else _timeline(devices))
 
   def span_group(self, name: str) -> NoopPhase:
@@ -154,7 +157,9 @@ class PerfTracer(NoopTracer):
 
   def on(self, role: str) -> NoopTracer:
     """See NoopTracer."""
-    return _RoleTracer(self, role)
+    view = copy.copy(self)  # it shares the spans, the lock and the threads
+    view._role = role
+    return view
 
   @property
   def all_devices(self) -> list[str]:
@@ -185,6 +190,8 @@ class PerfTracer(NoopTracer):
     Raises:
       OSError: the trace file cannot be written.
     """
+    if self._role is not None:
+      return {}
     with self._lock:
       ended = self._ended()
       for stack in self._open.values():
@@ -251,32 +258,6 @@ class PerfTracer(NoopTracer):
     if threading.get_ident() == self._thread:
       return HOST
     return f"{HOST}:{threading.current_thread().name}"
-
-
-class _RoleTracer(NoopTracer):
-  """A view of a PerfTracer for one role; see `NoopTracer.on`."""
-
-  def __init__(self, tracer: PerfTracer, role: str):
-    self._tracer, self._role = tracer, role
-
-  def span(self, name: str, devices: Devices = None) -> NoopPhase:
-    return self._tracer.span(name, self._role if devices is None else devices)
-
-  def span_group(self, name: str) -> NoopPhase:
-    return self._tracer.span_group(name)
-
-  def on(self, role: str) -> NoopTracer:
-    return self._tracer.on(role)
-
-  @property
-  def all_devices(self) -> list[str]:
-    return self._tracer.all_devices
-
-  def synchronize(self) -> None:
-    self._tracer.synchronize()
-
-  def print(self) -> None:
-    self._tracer.print()
 
 
 class _Phase(NoopPhase):
