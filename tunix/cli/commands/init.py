@@ -60,18 +60,10 @@ def main(argv: Sequence[str]) -> None:
   Raises:
     ValueError: an unknown job, key or value, or a file that exists.
   """
-  parser = Parser("tunix init", "writes a configuration with comments to start from")
-  parser.add_argument("job", metavar="JOB", help=", ".join(JOBS))
-  parser.add_argument("--output", metavar="FILE", help="default: JOB.yaml")
-  parser.add_argument(
-    "--KEY.SUB=VALUE", dest="_", action="append", help="a key of `tunix train` to set"
-  )
-  args, rest = parser.parse_known_args(argv)
+  args, rest = parser().parse_known_args(argv)
   arguments = config_lib.parse_arguments(rest)
   if arguments.files:
-    parser.error(f"unrecognized arguments: {' '.join(arguments.files)}")
-  if args.job not in JOBS:
-    raise ValueError(f"job is {args.job!r}; expected one of {', '.join(JOBS)}")
+    raise ValueError(f"unrecognized arguments: {' '.join(arguments.files)}")
   file = pathlib.Path(args.output or f"{args.job}.yaml").expanduser()
   if file.exists():
     raise ValueError(f"--output is {file}, which exists; give the name of a new file")
@@ -85,6 +77,18 @@ def main(argv: Sequence[str]) -> None:
   if not {"model.path", "data.train"} <= set(dict(arguments.overrides)):
     next_step = f"set model.path and data.train, then {next_step}"
   print(f"wrote {file}: {next_step}")
+
+
+def parser() -> Parser:
+  """Returns the parser of the arguments that are no keys."""
+  made = Parser(
+    "tunix init",
+    "writes a configuration with comments to start from; further arguments set keys of "
+    "`tunix train`, such as --training.max_steps=500",
+  )
+  made.add_argument("job", choices=list(JOBS))
+  made.add_argument("--output", metavar="FILE", help="default: JOB.yaml")
+  return made
 
 
 def _values(job: str, overrides: Mapping[str, str]) -> dict[str, Any]:
