@@ -19,6 +19,7 @@ from tunix.cli.commands.eval import generation, likelihood, pairs, results
 from tunix.cli.commands.eval.results import Section
 from tunix.cli.commands.eval.scores import Task
 from tunix.cli.run import fingerprints, folder as run_folder, processes as several
+from tunix.cli.settings import keys
 from tunix.cli.settings.run import DistributedSettings
 from tunix.data.prompts import read_prompts
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -251,16 +252,9 @@ def parser() -> Parser:
   arguments.add_sampling(made)
   made.set_defaults(max_new_tokens=128)
   add("--dtype", choices=("float32", "bfloat16", "float16"))
-  processes = {
-    "coordinator": (str, "HOST:PORT", "of process 0, or auto; processes share rows"),
-    "num_processes": (int, "N", "number of processes"),
-    "process_id": (int, "I", "index of this process, from 0"),
-    "timeout_s": (int, "S", "seconds to wait for the other processes at the start"),
-    "heartbeat_s": (int, "S", "seconds until a silent process ends the others"),
-    "stall_s": (int, "S", "seconds to wait for one call of a reward function"),
-  }
-  for name, (kind, metavar, meaning) in processes.items():
-    add(f"--{several.PREFIX}{name}", type=kind, metavar=metavar, help=meaning)
+  for name, key in keys.of(DistributedSettings).items():
+    kind = str if name == "coordinator" else int
+    add(f"--{several.PREFIX}{name}", type=kind, metavar="VALUE", help=key.meaning)
   return made
 
 
