@@ -123,8 +123,8 @@ jax.effects_barrier()
 #   `print` in it prints once, during tracing; `jax.debug.print` prints on each device.
 # - Both ways refuse rows that the devices do not divide: pad, as in exercise 1.
 # - In a `jax.shard_map`, gradients of replicated parameters are already summed over the
-#   devices. `pmean` of them is the sum, eight times too large. Call `pcast` first, as in
-#   `step_of_each_device`.
+#   devices. `pmean` of them is the sum, eight times too large. Call `pcast` first, as
+#   in `step_of_each_device`.
 
 # %% quote notebooks/minigpt: attempt
 

@@ -216,8 +216,8 @@ for width, batch_size in ((2, small), (2, large), (1, small)):
 # - qwix matches whole paths: `.*mha` matches no matrix of the attention, `.*mha.*`
 #   matches all four.
 # - Two devices do not divide GPT-2's vocabulary of 50257: round up to a multiple of 64.
-# - `jax.jit` of a step that changes a module discards the changes. `nnx.jit` keeps them,
-#   and a trainer compiles its step itself.
+# - `jax.jit` of a step that changes a module discards the changes. `nnx.jit` keeps
+#   them, and a trainer compiles its step itself.
 # - nnx refuses modules in a plain list; use `nnx.List`.
 # - The kernels of `MultiHeadAttention` have three dimensions, so their specs need three
 #   entries.
