@@ -11,7 +11,7 @@ import yaml
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import build
+from tunix.cli.build import loading
 from tunix.cli.commands import init as init_main
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run import dry_run
@@ -61,7 +61,9 @@ def test_memory_counts_modules_that_are_trained_whole(monkeypatch):
 
   def sizes(*words):
     config = config_lib.load(["--model.name=qwen3_8b", "--lora.rank=2", *words])
-    said = dry_run._memory(config, build.shapes_of_model(config, mesh), optax.adam(1))
+    said = dry_run._memory(
+      config, loading.build_model(config, mesh, of_shapes=True), optax.adam(1)
+    )
     return [int(x) for x in re.findall(r"(?:gradients|optimizer) (\d+)", said)]
 
   bare, whole = sizes(), sizes("--lora.modules_to_save=[lm_head]")

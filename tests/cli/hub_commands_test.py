@@ -9,11 +9,11 @@ from tests.cli import runs
 from tests.models import hub_stand_in
 from tests.models.hub_stand_in import Model
 from tunix.cli import config as config_lib
-from tunix.cli.build import build
+from tunix.cli.build import export as build_export, loading
 from tunix.cli.commands import export as export_main
-from tunix.cli.commands.train import prepare
 from tunix.cli.run import folder as run_folder
 from tunix.cli.run.folder import RunFolder
+from tunix.cli.run.settle import settle
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub, settings, tmp_path):
 
   def prepared(**more):
     config = config_lib.load(runs.arguments(**settings, **more))
-    return prepare(config, folder)
+    return settle(config)
 
   tiny = hub.models["ORG/tiny"]
   first = tiny.refs["v1"]
@@ -40,7 +40,9 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub, settings, tmp_path):
   folder.start(config, data.fingerprints, data.scans)
   (folder.checkpoints / "4").mkdir(parents=True)
   folder.write_result({"steps": 4})
-  build.export(config, build.build_model(config, None), "adapter", folder.export)
+  build_export.export(
+    config, loading.build_model(config, None), "adapter", folder.export
+  )
   written = json.loads((folder.export / "adapter_config.json").read_text())
   assert (written["base_model_name_or_path"], written["revision"]) == (
     "ORG/tiny",

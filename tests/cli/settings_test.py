@@ -12,17 +12,18 @@ import yaml
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import build
-from tunix.cli.jobs import preference, rl
+from tunix.cli.build import training
+from tunix.cli.jobs import rl
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run.folder import RunFolder
+from tunix.cli.run.settle import settle_values
 from tunix.cli.settings import keys, reference, spelling, yaml_text
 from tunix.cli.settings.convert import Choice, convert, options, plain, section_of
-from tunix.cli.settings.run import values_for
 from tunix.rl.config import PromptSizes
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import Mode
+from tunix.utils.setting import shared_values
 
 BEFORE = sorted((pathlib.Path(__file__).parent / "before").glob("*.yaml"))
 
@@ -176,12 +177,12 @@ def test_sections_are_what_the_library_is_given(job, section, kind, tmp_path):
     values["rl.mini_batch_size"], values["rl.train_micro_batch_size"] = 6, 2
   config = config_lib.from_layers([("here", layer(values))])
   given = {
-    "training": lambda: build.training_options(config, tmp_path, 0.1),
+    "training": lambda: training.training_options(config, tmp_path, 0.1),
     "rollout": lambda: vars(next(iter(rl.rollout_configs(config).values()))),
-    "rl": lambda: values_for(PromptSizes, config.rl),
+    "rl": lambda: shared_values(PromptSizes, config.rl),
   }[section]()
   asked = {f.name for f in dataclasses.fields(kind)} - set(skipped)
-  wanted = values_for(kind, getattr(config, section))
+  wanted = shared_values(kind, getattr(config, section))
   assert {n: plain(given[n]) for n in asked} == {n: plain(wanted[n]) for n in asked}
 
 
@@ -198,12 +199,12 @@ def test_filters_are_of_draws_and_not_of_greedy_evaluations():
 @pytest.mark.parametrize("job", ["dpo", "orpo", "kto", "reward"])
 def test_a_preference_trainer_is_given_its_section(job, tmp_path):
   config = config_lib.from_layers([("here", {"job": job})])
-  made = preference.trainer_config(
-    config.preference, build.training_options(config, tmp_path, 0.1)
-  )
+  options = training.training_options(config, tmp_path, 0.1)
+  made = config.preference.trainer_config(**options)
   assert isinstance(made, TrainingConfig)
   assert made.checkpointing_options is config.checkpoint
-  for name in keys.of(type(config.preference)):
+  only_keys = {"unusable", "reference", "reference_logps"}
+  for name in keys.of(type(config.preference)).keys() - only_keys:
     assert getattr(made, name) == getattr(config.preference, name)
 
 
@@ -244,7 +245,7 @@ def test_folders_of_before_resume(file, tmp_path):
   # The command left these sections out: its folder said `{}` of them, and a file that
   # says so now asks for their defaults.
   (tmp_path / "given.yaml").write_text(yaml.dump(_without_empty(file)))
-  config = config_lib.load([str(tmp_path / "given.yaml")])
+  config = settle_values(config_lib.load([str(tmp_path / "given.yaml")]), None)
   folder.check_resume(config, {})
   # What is written now says the same as what was written before.
   (tmp_path / "now.yaml").write_text(config_lib.dump(config))
@@ -395,7 +396,7 @@ def test_help_tells_the_keys_of_the_job(capsys):
   assert runs.tunix("train", "--help", "--job=kto") == 0
   said = capsys.readouterr().out
   assert "--preference.desirable_weight=NUMBER  [1.0]" in said
-  assert "Of the two kinds of completions" in said
+  assert "Weights of the two labels in the loss" in said
   assert "--data.overlong=error|truncate|drop  [error]" in said
   assert "--preference.loss" not in said
   assert runs.tunix("train", "--help") == 0

@@ -8,8 +8,8 @@ import pytest
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import build
 from tunix.cli.run import folder as run_folder
+from tunix.cli.run.settle import settle_values
 from tunix.models import lora, safetensors_saver
 from tunix.models.automodel import AutoModel
 
@@ -237,7 +237,7 @@ def test_pairs_can_be_looked_at(keys, files, capsys):
   argv = runs.arguments(**keys, data__shuffle="false")
   assert runs.tunix("data", "show", *argv, "--rows=1") == 0
   shown = capsys.readouterr().out
-  assert "chosen, 9 tokens: «There are seven days. 0<|im_end|>»" in shown
+  assert "«There are seven days. 0<|im_end|>»" in shown
   assert "<|im_start|>user\nHow many days are in a week? 0<|im_end|>" in shown
   assert shown.count("rejected, ") == 1
   assert runs.tunix("data", "scan", *argv) == 0
@@ -290,15 +290,15 @@ def test_whose_head_of_scores_is_trained(tmp_path):
   before = run_folder.RunFolder(tmp_path).read_config()
   assert before.lora.modules_to_save == ()
   layer = {"job": "reward", "lora": {"rank": 2}}
-  now = build.settle_lora(config_lib.from_layers([("given", layer)]))
+  now = settle_values(config_lib.from_layers([("given", layer)]), None)
   assert now.lora.modules_to_save == ("score",)
-  assert build.settle_lora(before).lora.modules_to_save == ()
+  assert settle_values(before, None).lora.modules_to_save == ()
 
 
 def test_orpos_lambda_has_a_key():
   layer = {"job": "orpo", "preference": {"lambda_orpo": 0.7}}
   config = config_lib.from_layers([("given", layer)])
-  assert config.preference.loss_options["lambda_orpo"] == 0.7
+  assert config.preference.lambda_orpo == 0.7
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_orpos_lambda_has_a_key():
       {"preference__options": "{beta: abc}"},
       "preference.options hold 'beta', which is a setting of",
     ),
-    ({"preference__options": "{label_smoothing: 0.1}"}, "set label_smooth"),
+    ({"preference__options": "{label_smoothing: 0.1}"}, "Set label_smoothing=0.1"),
     (
       {"job": "orpo", "preference__options": "{lambda_orpo: 1}"},
       "preference.options is {'lambda_orpo': 1}, and the job 'orpo' does not",
@@ -325,11 +325,11 @@ def test_orpos_lambda_has_a_key():
     ({"preference__lambda_orpo": 1}, "it belongs to the job orpo"),
     (
       {"preference__loss": "simpo", "preference__reference": "x"},
-      "the loss 'simpo' has no reference",
+      "preference.loss is 'simpo'",
     ),
     (
       {"preference__reference_free": "true", "preference__reference": "x"},
-      "preference.reference is 'x' and preference.reference_free true",
+      "preference.reference is 'x'",
     ),
     ({"preference__reference": "/no/such"}, "there is no folder /no/such"),
     ({"preference__max_prompt_length": 0}, "preference.max_prompt_length is 0"),
@@ -356,7 +356,7 @@ def test_orpos_lambda_has_a_key():
       "lora.modules_to_save names it (score); use 'merged'",
     ),
     ({"lora__rank": 2, "lora__modules_to_save": "[head]"}, "'head' matches no module"),
-    ({"preference__max_response_length": 4}, "preference.max_response_length is 4:"),
+    ({"preference__max_response_length": 4}, "preference.max_response_length is 4"),
   ],
   ids=str,
 )

@@ -223,13 +223,13 @@ def test_plain_prompts_texts_and_the_chat_switch():
   np.testing.assert_array_equal(chat.render(record, bare).tokens, plain.tokens)
   text = chat.render({"text": "hello there"}, tokenizer)
   assert text.tokens.tolist() == [bos, *tokenizer.encode("hello there"), eos]
-  assert text.mask.tolist() == [0] + [1] * (len(text) - 1)
+  assert text.mask.tolist() == [0] + [1] * (len(text.tokens) - 1)
   framed = chat.render({"text": "<s>hello there</s>"}, tokenizer)
   np.testing.assert_array_equal(framed.tokens, text.tokens)
   np.testing.assert_array_equal(framed.mask, text.mask)
   # Without a BOS, the first token of a text has nothing to be predicted from.
   no_bos = chat.render({"text": "hello there"}, toys_text.chat_tokenizer("chatml"))
-  assert no_bos.mask.tolist() == [0] + [1] * (len(no_bos) - 1)
+  assert no_bos.mask.tolist() == [0] + [1] * (len(no_bos.tokens) - 1)
 
 
 def test_pieces_join_for_tokenizers_that_put_a_space_first():
@@ -242,7 +242,11 @@ def test_pieces_join_for_tokenizers_that_put_a_space_first():
 
 
 ERRORS = [
-  ("chatml", {"messages": [TALK[0]]}, r"no turn of the role 'assistant' \(roles: user"),
+  (
+    "chatml",
+    {"messages": [TALK[0]]},
+    r"no turn has the role 'assistant' \(roles: user",
+  ),
   ("chatml", {"messages": [TALK[0], {**TALK[1], "weight": 0}]}, "every assistant turn"),
   ("llama2", {"messages": [SYSTEM, *TALK]}, "refuses .* there is no system turn here"),
   (None, {"messages": TALK}, "needs a chat template, and the tokenizer has none"),
@@ -260,7 +264,7 @@ def test_errors_name_the_place(template, record, message):
 
 def test_errors_of_the_tokenizer():
   silent = TokenizerAdapter(toys_text.bpe(), chat_template="nothing")
-  with pytest.raises(ValueError, match="shows nothing of the assistant's turns"):
+  with pytest.raises(ValueError, match="prints no text of the assistant's turns"):
     render(TALK, silent)
   with pytest.raises(ValueError, match="and chat is False"):
     render(TALK, toys_text.chat_tokenizer("chatml"), chat=False)

@@ -61,8 +61,8 @@ def test_any_json_is_cut_where_its_entries_end(tmp_path_factory, values, ascii, 
   ("text", "message"),
   [
     ("[]", "is empty; expected"),
-    ('[{"text": "a"}', "the JSON array has no end: the file may be cut off"),
-    ('[{"text": "a"}]\n[{"text": "b"}]', "something stands behind the JSON array"),
+    ('[{"text": "a"}', "the JSON array has no end"),
+    ('[{"text": "a"}]\n[{"text": "b"}]', "text follows the JSON array"),
     ('[{"text": "a"}, 7]', r"a\.json, record 1: found a int"),
     (
       '[{"text": "a"}, {"text": }]',
@@ -103,7 +103,7 @@ def test_csv(tmp_path, suffix, separator):
   [
     (b"", "is empty; expected"),
     (b"prompt,response\n", "is empty; expected"),
-    (b"prompt,response\na\n", r"a\.csv:2: 1 cells, and the first line names 2 columns"),
+    (b"prompt,response\na\n", r"a\.csv:2: 1 cells, but the first line names 2 columns"),
     (b"prompt,response\na,\xff\n", r"a\.csv:2: no UTF-8 text"),
     (b"question,answer\na,b\n", r"a\.csv:2: found fields 'question', 'answer'"),
   ],
@@ -151,7 +151,7 @@ def test_columns_have_our_names():
   assert records.fingerprint == held.fingerprint
   wrong = Renamed(held, {"prompt": "question"})
   message = (
-    "x, record 0: there is no column 'question' to take as 'prompt': there are 'q'"
+    "x, record 0: there is no column 'question' for 'prompt'; the record has 'q'"
   )
   with pytest.raises(ValueError, match=message):
     wrong.validate()

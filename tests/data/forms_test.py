@@ -3,8 +3,7 @@ import pytest
 
 from tests import toys_text
 from tunix.data import forms, records as kinds
-from tunix.data.prompts import WITH_COLUMNS
-from tunix.data.records import ANSWERED, LABELLED, PAIRS, PROMPTS, SFT
+from tunix.data.records import ANSWERED, LABELLED, PAIRS, PROMPT_ROWS, PROMPTS, SFT
 from tunix.data.render import render_record
 from tunix.data.rows import OneRow
 from tunix.data.scan import scan
@@ -174,7 +173,7 @@ def test_what_came_before_the_completion_is_not_learned():
 
 def test_prompts_of_rewards_may_have_parts():
   record = {"prompt": [user([{"type": "text", "text": "Hi"}])], "answer": "3"}
-  read = WITH_COLUMNS.read(record, "w")
+  read = PROMPT_ROWS.read(record, "w")
   assert read.prompt == [user("Hi")] and read.extra == {"answer": "3"}
 
 
@@ -188,7 +187,7 @@ def test_prompts_of_rewards_may_have_parts():
     ),
     (SFT, {"instruction": "a", "input": 3, "output": "x"}, 'w: "input" is 3, expected'),
     (SFT, {"instruction": "a", "output": 3}, 'w: "response" is a int'),
-    (SFT, {"conversations": "x"}, 'w: "conversations" is no list of turns'),
+    (SFT, {"conversations": "x"}, 'w: "conversations" is'),
     (
       SFT,
       {"instruction": "a", "output": "b", "history": [["a"]]},
@@ -220,7 +219,11 @@ def test_prompts_of_rewards_may_have_parts():
       {"messages": [user([{"type": "image"}])]},
       '"content" is list, expected a st',
     ),
-    (PAIRS, {"conversations": [], "chosen": "a", "rejected": "b"}, "no list of turns"),
+    (
+      PAIRS,
+      {"conversations": [], "chosen": "a", "rejected": "b"},
+      '"conversations" is',
+    ),
   ],
 )
 def test_wrong_records_are_named(kind, record, message):
@@ -254,6 +257,7 @@ def test_every_kind_says_what_it_takes():
     "labelled": {"Alpaca", "ShareGPT"},
     "answered": {"Alpaca", "ShareGPT", "TRL"},
     "prompt": {"Alpaca", "ShareGPT"},
+    "prompt with columns": set(),
   }
 
 

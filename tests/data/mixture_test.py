@@ -11,7 +11,6 @@ from tests.data.pipeline_test import build, prompts, same
 from tunix.data.draws import weighted_draws
 from tunix.data.mixture import Mixture, describe
 from tunix.data.pipeline import build_batches
-from tunix.data.prompts import PromptBatches
 from tunix.data.records import PAIRS, SFT
 from tunix.data.rows import OneRow
 from tunix.data.scan import scan
@@ -112,17 +111,17 @@ def test_shares_hold_after_every_draw(parts, epochs):
 
 
 WRONG = [
-  ({"weights": [1, 0]}, r"weights\[1\] is 0: it must be above 0; leave a part out"),
+  ({"weights": [1, 0]}, r"weights\[1\] is 0: it must be above 0"),
   ({"weights": [1, -1]}, r"weights\[1\] is -1"),
   ({"weights": [float("nan"), 1]}, r"weights\[0\] is nan"),
   ({"weights": [float("inf"), 1]}, r"weights\[0\] is inf"),
   ({"weights": [True, 1]}, r"weights\[0\] is True"),
-  ({"weights": [1]}, "weights .1. are 1 and there are 2 parts: give one for each"),
-  ({"parts": []}, "a mixture of no parts"),
+  ({"weights": [1]}, "weights .1. are 1 and there are 2 parts"),
+  ({"parts": []}, "parts is empty"),
   ({"parts": [[{"text": "a"}]]}, "kind is None and no part has one"),
   (
     {"parts": [part(0, 1), HeldRecords([{}], PAIRS, name="x")]},
-    r"a mixture of the kinds \['pair', 'sft'\]",
+    r"parts are of the kinds \['pair', 'sft'\]",
   ),
 ]
 
@@ -151,20 +150,3 @@ def test_a_scan_tells_the_shares():
   assert text.startswith("4 records: 4 kept")
   assert text.endswith("50.0% from part 1 (1 records, 2.00 times a pass)")
   assert len(list(build_batches(source, batch_size=2))) == 2
-
-
-def test_batches_of_prompts_are_mixed_too():
-  rows = [{"prompts": str(i), "n": i} for i in range(12)]
-  source = PromptBatches(rows, 4, seed=1, epochs=4, sizes=(10, 2), weights=(3, 1))
-  batches = list(source)
-  drawn = [n for batch in batches for n in batch["n"]]
-  assert [sum(n >= 10 for n in drawn[at : at + 8]) for at in range(0, 48, 8)] == [2] * 6
-  assert sorted(n for n in drawn if n < 10)[:3] == [0, 0, 0]
-  first = iter(source)
-  for _ in range(5):
-    next(first)
-  second = iter(source)
-  second.set_state(first.get_state())
-  assert list(second) == batches[5:]
-  with pytest.raises(ValueError, match="part 1 of the mixture has no prompt that is"):
-    PromptBatches(rows, 4, seed=1, epochs=1, sizes=(12, 0), weights=(3, 1))

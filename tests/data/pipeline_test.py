@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests import toys_text
 from tunix.data import formats, packing as packing_lib
-from tunix.data.chat import make_example
+from tunix.data.chat import rendered_row
 from tunix.data.pipeline import build_dataset
 
 TOKENIZER = toys_text.chat_tokenizer(None)
@@ -221,7 +221,7 @@ BAD = [
   ({"num_threads": -1}, "num_threads is -1"),
   ({"max_length": 1}, "max_length is 1"),
   ({"overlong": "cut"}, "overlong 'cut'"),
-  ({"records": []}, "no records"),
+  ({"records": []}, "records is empty"),
 ]
 
 
@@ -244,7 +244,7 @@ def test_packing_keeps_every_token_once_and_resumes_inside_a_row(
   elements = []
   for length in lengths:
     tokens = list(itertools.islice(counter, length))
-    made = make_example(tokens, [1] * length)
+    made = rendered_row(tokens, [1] * length)
     elements.append({"input_tokens": made.tokens, "input_mask": made.mask})
 
   def rows():

@@ -99,7 +99,7 @@ def test_labelled():
     ),
     (
       {"chosen": [user("a"), model("x")], "rejected": [user("b"), model("x")]},
-      "no message in common",
+      "no common first message",
     ),
     (
       {

@@ -3,7 +3,8 @@ import pytest
 
 from tests import toys_text
 from tunix.data import chat, rows
-from tunix.data.render import Rendered, tokenise
+from tunix.data.chat import Rendered
+from tunix.data.render import tokenise
 from tunix.data.rows import fit_apart as fit
 
 PLAIN = toys_text.chat_tokenizer(None)
@@ -75,9 +76,9 @@ def test_token_ids_stay_as_they_are():
 @pytest.mark.parametrize(
   ("prompt", "responses", "tokenizer", "message"),
   [
-    ("", ["a"], CHAT, "the prompt is empty, and this tokenizer has no BOS"),
-    ([], [[3]], None, "the prompt has nothing to"),
-    ([3], ["a"], CHAT, "token ids and a completion is not"),
+    ("", ["a"], CHAT, "the prompt is empty and the tokenizer has no BOS"),
+    ([], [[3]], None, "the prompt is empty, so that no token"),
+    ([3], ["a"], CHAT, "token ids but a completion is not"),
     ("a", ["b"], None, "text needs a tokenizer"),
   ],
 )
@@ -95,7 +96,7 @@ def test_a_template_that_looks_ahead_is_refused():
     toys_text.bpe(), chat_template=template, eos_token="<|im_end|>", pad_token="<pad>"
   )
   long = [{"role": "assistant", "content": "x"}, {"role": "assistant", "content": "y"}]
-  with pytest.raises(ValueError, match="writes the prompt differently"):
+  with pytest.raises(ValueError, match="prints the prompt differently"):
     tokenise("q", ["x", long], tokenizer)
 
 

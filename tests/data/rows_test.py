@@ -1,18 +1,18 @@
 import pytest
 
-from tunix.data.chat import make_example
+from tunix.data.chat import rendered_row
 from tunix.data.rows import OneRow, fit_row as fit
 
 # Five tokens of prompt, four of response; 100 is BOS.
-EXAMPLE = make_example([100, 1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 0, 1, 1, 1, 1])
+EXAMPLE = rendered_row([100, 1, 2, 3, 4, 5, 6, 7, 8], [0, 0, 0, 0, 0, 1, 1, 1, 1])
 
 
 def test_the_first_token_is_never_trained():
-  example = make_example([1, 2], [1, 1])
+  example = rendered_row([1, 2], [1, 1])
   assert example.mask.tolist() == [0, 1]
   assert example.prompt_length == 1
-  assert make_example([1, 2], [0, 0]).prompt_length == 2
-  assert len(make_example([], [])) == 0
+  assert rendered_row([1, 2], [0, 0]).prompt_length == 2
+  assert len(rendered_row([], []).tokens) == 0
 
 
 def test_what_fits_stays():
@@ -40,7 +40,7 @@ def test_a_prompt_that_fills_everything_keeps_its_end():
   assert with_bos.tokens.tolist() == [100, 3, 4, 5, 6]
   assert with_bos.mask.tolist() == [0, 0, 0, 1, 1]
   assert fit(EXAMPLE, 5, "truncate", bos_id=1).tokens.tolist() == cut.tokens.tolist()
-  short = make_example([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 1])
+  short = rendered_row([1, 2, 3, 4, 5, 6], [0, 0, 0, 0, 0, 1])
   assert fit(short, 4, "truncate").tokens.tolist() == [3, 4, 5, 6]
   assert fit(EXAMPLE, 2, "truncate", bos_id=100).mask.tolist() == [0, 1]
 

@@ -74,7 +74,7 @@ def test_a_limit_looks_at_records_spread_over_the_data():
 
 
 def test_nothing_left_is_an_error():
-  with pytest.raises(ValueError, match="all 2 records looked at are longer than 3"):
+  with pytest.raises(ValueError, match="all 2 scanned records are longer than 3"):
     scan([record(3)] * 2, TOKENIZER, max_length=3, overlong="drop")
-  with pytest.raises(ValueError, match="no records"):
+  with pytest.raises(ValueError, match="records is empty"):
     scan([], TOKENIZER, max_length=8)

@@ -35,7 +35,7 @@ REASONS = [
   ([0, 0, 0], [0, 0, 0], "every row is padding"),
   ([0, 0, 0], [1, 1, 1], "input_mask is 0 everywhere; the records have no assistant"),
   ([0, 0, 1], [1, 1, 0], "on padding alone"),
-  ([1, 0, 1], [1, 1, 2], "only where a segment begins"),
+  ([1, 0, 1], [1, 1, 2], "only on the first token of a segment"),
 ]
 
 

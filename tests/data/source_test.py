@@ -72,9 +72,9 @@ def test_labels_and_margins():
 
 def test_some_margins_are_an_error():
   records = [pairs(1)[0] | {"margin": 1.0}, *pairs(1)]
-  with pytest.raises(ValueError, match="give all of them one"):
+  with pytest.raises(ValueError, match="margin"):
     list(pipeline.build_batches(source(records), batch_size=2))
-  with pytest.raises(ValueError, match='record 1: no "margin", unlike'):
+  with pytest.raises(ValueError, match=r'record 1: .* no "margin"'):
     scan(source(records))
 
 
@@ -154,7 +154,7 @@ def test_bad_pairs_are_counted():
   ("records", "options", "message"),
   [
     (BAD[2:3], {}, 'record 0: "chosen" is empty'),
-    (BAD[3:4], {}, 'record 0: "chosen" and "rejected" are equal, which'),
+    (BAD[3:4], {}, 'record 0: "chosen" and "rejected" are equal, so'),
     (
       BAD[4:],
       {},
@@ -165,7 +165,7 @@ def test_bad_pairs_are_counted():
       {"overlong": "truncate"},
       'record 0: "chosen" and "rejected" are equal in their first 8 tokens',
     ),
-    (BAD[2:4], {"unusable": "drop"}, "all 2 records .* dropped"),
+    (BAD[2:4], {"unusable": "drop"}, "all 2 .* dropped"),
   ],
 )
 def test_bad_pairs_are_errors(records, options, message):
@@ -210,7 +210,7 @@ def test_a_limited_scan_is_spread_over_the_data():
     ({"max_prompt_length": 0}, "max_prompt_length is 0"),
     ({"overlong": "ignore"}, "overlong 'ignore' is unknown"),
     ({"unusable": "ignore"}, "unusable 'ignore' is unknown"),
-    ({"kind": "sft"}, "into OneRow, the others SideBySide"),
+    ({"kind": "sft"}, "layout is SideBySide.*expected OneRow"),
   ],
 )
 def test_options_are_checked(options, message):

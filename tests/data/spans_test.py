@@ -46,7 +46,7 @@ def test_the_segments_are_those_of_every_turn_looked_at_by_itself(
 ):
   together = rendered(template, 12)[0]
   monkeypatch.setattr(spans, "_contents", lambda *_: None)
-  monkeypatch.setattr(spans, "_foretold", lambda *_: {})
+  monkeypatch.setattr(spans, "_predicted_starts", lambda *_: {})
   assert rendered(template, 12)[0] == together
 
 

@@ -29,7 +29,7 @@ def write_shards(folder, records=RECORDS, shards=2):
 )
 def test_anything_with_a_length_and_items_is_records(wrap):
   if wrap(RECORDS).__class__.__name__ == "dict_values":
-    with pytest.raises(TypeError, match="mine is a dict_values: expected something"):
+    with pytest.raises(TypeError, match="mine is a dict_values; expected an object"):
       HeldRecords(wrap(RECORDS), name="mine")
     return
   records = HeldRecords(wrap(RECORDS), name="mine")
@@ -58,7 +58,7 @@ def test_values_of_other_libraries_become_plain():
     "n": 3,
     "x": [1.5, 2.0],
   }
-  with pytest.raises(ValueError, match=r"x, record 0: bytes that are no UTF-8 text"):
+  with pytest.raises(ValueError, match=r"x, record 0: bytes are no UTF-8 text"):
     HeldRecords([{"text": b"\xff"}], name="x").validate()
 
 
@@ -66,8 +66,8 @@ def test_values_of_other_libraries_become_plain():
   ("items", "kind", "message"),
   [
     ([], ValueError, "mine is empty; expected"),
-    ({"train": [], "test": []}, TypeError, "a mapping of 'train', 'test': choose one"),
-    (iter(RECORDS), TypeError, "mine is a list_iterator: expected something with a"),
+    ({"train": [], "test": []}, TypeError, "a mapping of 'train', 'test'; choose one"),
+    (iter(RECORDS), TypeError, "mine is a list_iterator; expected an object"),
   ],
 )
 def test_what_holds_no_records_is_refused(items, kind, message):

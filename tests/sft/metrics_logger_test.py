@@ -77,10 +77,10 @@ def test_perplexities_at_the_edge(values, expected):
 def test_unknown_names_are_value_errors_that_list_what_there_is():
   logger = MetricsLogger()
   logger.log("", "loss", 1.0, Mode.TRAIN, 0)
-  for ask in (logger.get_metric, logger.get_metric_history, logger.get_last_metric):
+  for read in (logger.get_metric, logger.get_metric_history, logger.get_last_metric):
     with pytest.raises(ValueError, match=r"'a/eval/x'.*\['train/loss'\]"):
-      ask("a", "x", Mode.EVAL)
-  with pytest.raises(ValueError, match="'test' is unknown: use one of"):
+      read("a", "x", Mode.EVAL)
+  with pytest.raises(ValueError, match="mode is 'test'"):
     logger.log("", "loss", 1.0, "test", 0)
 
 
@@ -113,6 +113,15 @@ def test_default_backends(tmp_path, monkeypatch):
   backends = MetricsLoggerOptions(tmp_path).create_backends()
   assert type(backends[-1]) is metrics_logger.WandbBackend
   assert MetricsLoggerOptions(tmp_path, backend_factories=[]).create_backends() == []
+
+
+def test_backends_are_chosen_by_name(tmp_path, monkeypatch):
+  monkeypatch.setenv("WANDB_MODE", "offline")
+  choice = {"jsonl": None, "tensorboard": False, "wandb": False, "console": True}
+  backends = MetricsLoggerOptions(tmp_path, backends=choice).create_backends()
+  assert [type(b) for b in backends] == [JsonlBackend, metrics_logger.ConsoleBackend]
+  with pytest.raises(ValueError, match="backends has the name 'csv'"):
+    MetricsLoggerOptions(tmp_path, backends={"csv": True})
 
 
 def test_bad_options():

@@ -90,7 +90,7 @@ def test_eval_means_are_weighted():
 @pytest.mark.parametrize(
   ("parts", "message"),
   [
-    ([], "the evaluation data gave no batch"),
+    ([], "the evaluation data has no batch"),
     ([(WeightedSum(jnp.zeros(()), jnp.zeros(())), {})], "every mask is zero"),
   ],
 )

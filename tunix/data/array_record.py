@@ -16,9 +16,9 @@ from tunix.data.stored import Records
 
 
 class ArrayRecords(Records):
-  """The records of one or more ArrayRecord files, each the UTF-8 text of a JSON object.
+  """Records of one or more ArrayRecord files, each the UTF-8 text of a JSON object.
 
-  Read by position through Grain, which holds the files' indices and no record.
+  Grain reads them by position; memory holds the index of each file, no record.
   """
 
   noun = "ArrayRecord"
@@ -27,16 +27,17 @@ class ArrayRecords(Records):
     """Opens the files.
 
     Args:
-      pattern: a file, or one for `glob` (shards, in the order of their names).
-      kind: what the records are.
-      name: of the files in messages; None: the pattern.
+      pattern: path of a file, or a `glob` pattern of shards, read in the order of their
+        names.
+      kind: kind of the records.
+      name: name of the files in messages; None takes the pattern.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: there is no record, or a file is damaged.
+      FileNotFoundError: no file matches.
+      ValueError: the files have no record, or one is damaged.
     """
-    place = str(pathlib.Path(pattern).expanduser())
-    self._files = sorted(glob.glob(place)) or [place]
+    path = str(pathlib.Path(pattern).expanduser())
+    self._files = sorted(glob.glob(path)) or [path]
     if missing := [file for file in self._files if not pathlib.Path(file).is_file()]:
       raise FileNotFoundError(
         f"data file {missing[0]!r}: no such file; give an ArrayRecord file, or a "
@@ -53,17 +54,13 @@ class ArrayRecords(Records):
   def __len__(self) -> int:
     return self._source.__len__()  # pyright: ignore[reportAttributeAccessIssue]
 
-  def where(self, index: int) -> str:
-    """The place of a record: the name, and its number from 0 over all files."""
-    return f"{self.name}, record {index}"
-
   def raw(self, index: int) -> Any:
-    """See the base class."""
+    """Returns record `index`, counted over all files; raises as the base class does."""
     return jsonl.parsed(self._source[index], self.where(index), self.kind, "a record")
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """SHA-256 of the files' bytes, in order."""
+    """SHA-256 of the digests of the files, in order, in hex."""
     digest = hashlib.sha256()
     for file in self._files:
       with pathlib.Path(file).open("rb") as opened:

@@ -1,7 +1,7 @@
-"""Columns that users give a trainer, as text or tokens, to checked rows with weights.
+"""Checks the columns that a user passes to a trainer, and tokenises text columns.
 
-`tunix.data.source` reads records of files before a run; this reads batches during one:
-dicts of columns, all of one length, of pairs or of labelled completions.
+`tunix.data.source` reads records of files before a run. This module reads batches
+during a run: dicts of columns of one length, of pairs or of labelled completions.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.data import records, render, rows
-from tunix.data.records import Text
-from tunix.data.render import Rendered
+from tunix.data import fields, records, render, rows
+from tunix.data.chat import Rendered
+from tunix.data.records import LABELLED, PAIRS, Text
 from tunix.data.rows import SideBySide
 from tunix.data.tally import Tally
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -22,12 +22,11 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 BadRows = Literal["error", "skip"]
 Rows = dict[str, np.ndarray]
 
-# The completions of a pair, in the order that they have in a forward pass, and of a
-# labelled row.
-PAIR = ("chosen", "rejected")
-SINGLE = ("completion",)
+# The completions of a pair, in their order in a forward pass, and of a labelled row.
+PAIR = PAIRS.completions
+SINGLE = LABELLED.completions
 
-# Column -> the names it may have among columns of text.
+# Column -> accepted names of the text column, in order of preference.
 _TEXTS = {
   PAIR: {
     "prompts": ("prompts", "prompt"),
@@ -50,19 +49,19 @@ _EQUAL = (
 
 
 class BadRow(ValueError):
-  """A row from which nothing can be learned."""
+  """A row that has no useful gradient: an empty completion, or two equal ones."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextOptions:
-  """How columns of text become rows.
+  """Settings that turn columns of text into rows of tokens.
 
   Attributes:
-    tokenizer: None where columns are token ids already.
-    limits: most tokens; rows are padded to them. None likewise.
-    bad_rows: "error" refuses an empty completion and a pair of equal ones; "skip" gives
-      them no weight.
-    tally: counts rows skipped, prompts and completions cut.
+    tokenizer: tokenizer with the chat template; None if columns are token ids.
+    limits: lengths that rows are cut and padded to; None if columns are token ids.
+    bad_rows: "error" refuses an empty completion and a pair of equal completions;
+      "skip" gives them weight 0.
+    tally: counter of skipped rows and of cut prompts and completions.
   """
 
   tokenizer: TokenizerAdapter | None = None
@@ -71,54 +70,67 @@ class TextOptions:
   tally: Tally = dataclasses.field(default_factory=Tally)
 
   def refuse(self, message: str) -> None:
-    """Raises BadRow, or counts where bad rows are skipped."""
+    """Counts a bad row if bad rows are skipped.
+
+    Raises:
+      BadRow: bad rows are errors.
+    """
     if self.bad_rows == "error":
-      # Who gives token ids may have another key for this, as the command has.
-      text = self.tokenizer is not None
-      raise BadRow(message + (', or set bad_rows="skip"' if text else ""))
-    what = "rows without weight (an empty completion, or two equal ones)"
-    self.tally.add(what, message)
+      # The command passes token ids and names this option differently, so that only
+      # users who pass text read about `bad_rows`.
+      has_text = self.tokenizer is not None
+      raise BadRow(message + (', or set bad_rows="skip"' if has_text else ""))
+    name = "rows without weight (an empty completion, or two equal ones)"
+    self.tally.add(name, message)
 
 
 def read_pairs(columns: Mapping[str, Any], options: TextOptions) -> Rows:
-  """Pairs as rows of tokens.
+  """Returns pairs as rows of tokens.
 
   Args:
-    columns: `prompts`, `chosen_responses`, `rejected_responses` (or `prompt`, `chosen`,
-      `rejected`) and maybe `margins`, of text; or ids and masks by `prompt_`,
-      `chosen_`, `rejected_`; maybe `weights`.
-    options: for text.
+    columns: either text columns `prompts`, `chosen_responses`, `rejected_responses` (or
+      `prompt`, `chosen`, `rejected`) and optionally `margins`; or token columns
+      `NAME_ids` and `NAME_mask` for `prompt`, `chosen` and `rejected`. Both may have
+      `weights`.
+    options: settings for text columns.
 
-  Returns: ids and masks, int32 [B, P] of prompts and [B, C] of completions; `weights`
-  float32 [B], 0 in padding; `margins` float32 [B] where there are some.
+  Returns:
+    int32 ids and masks, [B, P] of prompts and [B, C] of completions; `weights` float32
+    [B], 0 in padding; `margins` float32 [B] if given.
 
   Raises:
-    BadRow: a row teaches nothing.
-    ValueError: columns are missing or wrong, or text came without a tokenizer.
+    BadRow: a row has no useful gradient.
+    ValueError: columns are missing or wrong, or text has no tokenizer.
   """
-  fields = _as_tokens(columns, PAIR, options)
-  margins = fields.pop("margins", None)
-  read = _checked(fields, PAIR, options)
+  tokens = _as_tokens(columns, PAIR, options)
+  margins = tokens.pop("margins", None)
+  read = _checked(tokens, PAIR, options)
   if margins is not None:
     read["margins"] = _numbers("margins", margins, len(read["weights"]))
   return read
 
 
 def read_labelled(columns: Mapping[str, Any], options: TextOptions) -> Rows:
-  """Labelled completions as rows of tokens, with `labels` bool [B].
+  """Returns labelled completions as rows of tokens, with `labels` bool [B].
 
-  Args, Raises: see `read_pairs`; text in `prompts`, `completions` and `labels`.
+  Args:
+    columns: as for `read_pairs`, with text in `prompts`, `completions` and `labels`, or
+      token columns for `prompt` and `completion`.
+    options: settings for text columns.
+
+  Raises:
+    BadRow, ValueError: as for `read_pairs`.
   """
-  fields = _as_tokens(columns, SINGLE, options)
-  if "labels" not in fields:
+  tokens = _as_tokens(columns, SINGLE, options)
+  if "labels" not in tokens:
     raise ValueError('the batch has no "labels": True for each desirable completion')
-  labels = fields.pop("labels")
-  read = _checked(fields, SINGLE, options)
+  labels = tokens.pop("labels")
+  read = _checked(tokens, SINGLE, options)
   return {**read, "labels": _labels(labels, len(read["weights"]))}
 
 
 def is_one_pair(columns: Mapping[str, Any]) -> bool:
-  """Whether these are the fields of a pair rather than columns of a batch."""
+  """Returns whether a mapping holds the fields of one pair, not columns of a batch."""
   names = _TEXTS[PAIR]
   values = [columns[n] for n in (*names["prompts"], *names["chosen"]) if n in columns]
   if not values or isinstance(values[0], str):
@@ -133,14 +145,15 @@ def tokenise_row(
   tokenizer: TokenizerAdapter,
   where: str,
 ) -> Rendered:
-  """One prompt and its completions, in full.
+  """Returns all tokens of one prompt and its completions.
 
   Args:
-    prompt: a text or a list of messages. Completions may be whole conversations, which
-      begin with it again; None or []: it is what they have in common at the beginning.
-    completions: a text each; beside messages also a message or a list of them.
-    tokenizer: for tokens, BOS, EOS and the chat template.
-    where: the row's place, for messages.
+    prompt: a text or a list of messages. None or [] takes the common beginning of the
+      completions, which are then whole conversations.
+    completions: one text each. After a prompt of messages also a message or a list of
+      messages, which may repeat the prompt.
+    tokenizer: tokenizer with BOS, EOS and the chat template.
+    where: place of the row, for messages.
 
   Raises:
     BadRow: a completion is empty.
@@ -155,36 +168,36 @@ def tokenise_row(
 
 
 def _as_tokens(
-  fields: Mapping[str, Any], names: tuple[str, ...], options: TextOptions
+  batch: Mapping[str, Any], names: tuple[str, ...], options: TextOptions
 ) -> dict[str, Any]:
-  """The columns, those of text as ids and masks; weights come along."""
-  if "prompt_ids" in fields:
-    return dict(fields)
-  theirs = {
-    ours: next((name for name in known if name in fields), None)
-    for ours, known in _TEXTS[names].items()
+  """Returns the columns with text as ids and masks; `weights` are kept."""
+  if "prompt_ids" in batch:
+    return dict(batch)
+  keys = {
+    column: next((name for name in known if name in batch), None)
+    for column, known in _TEXTS[names].items()
   }
-  columns = {ours: name and fields[name] for ours, name in theirs.items()}
-  _check_columns(columns, names, fields)
-  if unread := sorted(fields.keys() - {*theirs.values(), "weights"}):
+  columns = {column: key and batch[key] for column, key in keys.items()}
+  _check_columns(columns, names, batch)
+  if unread := sorted(batch.keys() - {*keys.values(), "weights"}):
     raise ValueError(
       f"the batch has a column {unread[0]!r} that nothing reads (read are "
-      f"{sorted(filter(None, theirs.values()))} and 'weights'): leave it out"
+      f"{sorted(filter(None, keys.values()))} and 'weights'); leave it out"
     )
   if options.tokenizer is None or options.limits is None:
     raise ValueError(
-      "the batch holds text: pass tokenizer= to the trainer, and set "
+      "the batch holds text; pass tokenizer= to the trainer, and set "
       "max_prompt_length and max_response_length in its config"
     )
   prompts: Any = columns.pop("prompts")
   texts: list[Any] = [columns.pop(name) for name in names]
   count = len(texts[0])
-  weights = _numbers("weights", fields.get("weights", [1.0] * count), count)
+  weights = _numbers("weights", batch.get("weights", [1.0] * count), count)
   read: list[Rendered] = []
   for i in range(count):
     prompt = None if prompts is None else prompts[i]
     row = _row(prompt, [text[i] for text in texts], i, bool(weights[i]), options)
-    weights[i] *= any(map(len, row.completions))  # none: refused
+    weights[i] *= any(map(len, row.completions))  # a skipped row has no token
     read.append(row)
   return {
     "weights": weights,
@@ -194,55 +207,55 @@ def _as_tokens(
 
 
 def _row(
-  prompt: Any, texts: Sequence[Any], index: int, real: bool, options: TextOptions
+  prompt: Any, texts: Sequence[Any], index: int, has_weight: bool, options: TextOptions
 ) -> Rendered:
-  """A row within the limits; without any token where it is refused, or padding."""
+  """Returns a row within the limits; a bad row without weight has no tokens."""
   assert options.tokenizer is not None and options.limits is not None
   try:
     where = f"row {index} of the batch"
     full = tokenise_row(prompt, texts, options.tokenizer, where)
   except BadRow as error:
-    if real:
+    if has_weight:
       options.refuse(str(error))
     nothing = (np.zeros(0, np.int32),) * len(texts)
     return Rendered(nothing[0], nothing, nothing)
   row = options.limits.fit(full, "truncate", options.tokenizer.bos_id())
-  assert row is not None  # nothing is dropped
+  assert row is not None  # "truncate" drops nothing
   lengths = [[len(ids) for ids in some.completions] for some in (full, row)]
   cut = {
     "prompts": len(row.prompt) < len(full.prompt),
     "completions": lengths[0] != lengths[1],
   }
-  for what in (what for what, is_cut in cut.items() if is_cut):
-    options.tally.add(f"{what} longer than their maximum were cut")
+  for name in (name for name, is_cut in cut.items() if is_cut):
+    options.tally.add(f"{name} longer than their maximum were cut")
   return row
 
 
 def _split(
   prompt: Text | None, completions: Sequence[Any], where: str
 ) -> tuple[Text, list[Text]]:
-  """The prompt, and what is behind it in each completion; checked."""
+  """Returns the checked prompt, and the completions without it."""
   names = PAIR if len(completions) == len(PAIR) else SINGLE
   texts = {
     name: _text(completion, f'{where}: "{name}"')
     for name, completion in zip(names, completions, strict=True)
   }
-  asked = None
+  given = None
   if prompt or isinstance(prompt, str):
-    asked = _text(prompt, f'{where}: "prompt"')
-  asked, rest = records.split(asked, texts, where)
-  if isinstance(asked, str) and (
+    given = _text(prompt, f'{where}: "prompt"')
+  given, rest = records.split(given, texts, where)
+  if isinstance(given, str) and (
     other := [text for text in rest.values() if not isinstance(text, str)]
   ):
     raise ValueError(
-      f"{where}: the prompt is a text and a completion a {type(other[0]).__name__}: "
+      f"{where}: the prompt is a text and a completion a {type(other[0]).__name__}; "
       "make both texts, or the prompt a list of messages"
     )
-  return asked, list(rest.values())
+  return given, list(rest.values())
 
 
 def _text(text: Any, where: str) -> Text:
-  """A text, or a list of messages, of which none is an empty completion."""
+  """Returns a checked text or list of messages; [] is an empty completion."""
   turns = [text] if isinstance(text, Mapping) else text
   if isinstance(turns, str):
     return turns
@@ -253,27 +266,27 @@ def _text(text: Any, where: str) -> Text:
     )
   turns = list(turns)
   if turns:
-    records.check_messages(turns, where)
+    fields.check_messages(turns, where)
   return turns
 
 
 def _checked(
-  fields: Mapping[str, Any], completions: Sequence[str], options: TextOptions
+  batch: Mapping[str, Any], completions: Sequence[str], options: TextOptions
 ) -> Rows:
-  """Columns of tokens with their weights; bad rows have none."""
+  """Returns checked token columns with `weights`, which are 0 for bad rows."""
   names = ["prompt", *completions]
-  wanted = [f"{n}_{part}" for n in names for part in ("ids", "mask")]
-  if missing := [name for name in wanted if name not in fields]:
+  needed = [f"{n}_{part}" for n in names for part in ("ids", "mask")]
+  if missing := [name for name in needed if name not in batch]:
     raise ValueError(
-      f"the batch has no {missing[0]!r} (found {sorted(fields)}): token rows need "
-      f"{sorted(wanted)}"
+      f"the batch has no {missing[0]!r} (found {sorted(batch)}); token rows need "
+      f"{sorted(needed)}"
     )
-  if unknown := sorted(fields.keys() - {*wanted, "weights"}):
+  if unknown := sorted(batch.keys() - {*needed, "weights"}):
     raise ValueError(f"the batch has a field {unknown[0]!r} that nothing reads")
-  read = {name: np.asarray(fields[name]) for name in wanted}
+  read = {name: np.asarray(batch[name]) for name in needed}
   _check_shapes(read, completions)
   filled = np.stack([read[f"{n}_mask"].astype(bool).any(axis=1) for n in names])
-  weights = fields.get("weights")
+  weights = batch.get("weights")
   weights = filled.any(axis=0) if weights is None else weights
   keep = _numbers("weights", weights, filled.shape[1])
   real = keep != 0
@@ -286,17 +299,17 @@ def _checked(
 
 
 def _check_columns(
-  columns: Mapping[str, Any], names: tuple[str, ...], fields: Mapping[str, Any]
+  columns: Mapping[str, Any], names: tuple[str, ...], batch: Mapping[str, Any]
 ) -> None:
   for name in names:
     if columns[name] is None:
-      wanted = " or ".join(map(repr, _TEXTS[names][name]))
+      known = " or ".join(map(repr, _TEXTS[names][name]))
       raise ValueError(
-        f"the batch has no {wanted} (found {sorted(fields)}): give it text columns, or "
+        f"the batch has no {known} (found {sorted(batch)}); give it text columns, or "
         "token ids as a TrainingInput holds them"
       )
     if isinstance(columns[name], str):
-      raise ValueError(f"{name} is one text: a batch is a list of them")
+      raise ValueError(f"{name} is one text; a batch is a list of them")
   sizes = {name: len(column) for name, column in columns.items() if column is not None}
   if len(set(sizes.values())) > 1:
     raise ValueError(f"the columns of the batch differ in length: {sizes}")
@@ -308,42 +321,44 @@ def _check_shapes(read: Rows, completions: Sequence[str]) -> None:
     count = read["prompt_ids"].shape[0]
     if ids != mask or len(ids) != 2 or ids[0] != count:
       raise ValueError(
-        f"{name}_ids has shape {ids} and {name}_mask {mask}: expected [B, tokens] "
+        f"{name}_ids has shape {ids} and {name}_mask {mask}; expected [B, tokens] "
         f"twice with B = {count}"
       )
 
 
 def _numbers(name: str, values: Any, count: int) -> np.ndarray:
-  """A float32 copy of a column of numbers, one a row."""
+  """Returns a float32 copy of a column of numbers, one a row."""
   column = np.array(values, np.float32)
   if column.shape != (count,):
     raise ValueError(
-      f"{name} have shape {column.shape}: expected ({count},), a number for each row"
+      f"{name} have shape {column.shape}; expected ({count},), a number for each row"
     )
   if not np.isfinite(column).all():
     row = int(np.flatnonzero(~np.isfinite(column))[0])
-    raise ValueError(f"row {row} of the batch: {name} hold {column[row]}, no number")
+    raise ValueError(
+      f"row {row} of the batch: {name} hold {column[row]}; expected a finite number"
+    )
   return column
 
 
 def _labels(values: Any, count: int) -> np.ndarray:
-  """bool [B]."""
+  """Returns checked labels, bool [B]."""
   column = np.asarray(values, object)
   if column.shape != (count,):
     raise ValueError(
-      f"labels have shape {column.shape}: expected ({count},), one for each row"
+      f"labels have shape {column.shape}; expected ({count},), one for each row"
     )
   for row, label in enumerate(column):
     if not isinstance(label, bool | int | np.bool_ | np.integer) or label not in (0, 1):
       raise ValueError(
-        f"row {row} of the batch: the label is {label!r}, expected True or 1 (a "
+        f"row {row} of the batch: the label is {label!r}; expected True or 1 (a "
         "desirable completion), False or 0"
       )
   return column.astype(bool)
 
 
 def _equal_rows(read: Rows, completions: Sequence[str]) -> np.ndarray:
-  """bool [B], whether both completions are the same."""
+  """Returns whether both completions of each row are equal, bool [B]."""
   prompts = read["prompt_ids"]
   if len(completions) != 2:
     return np.zeros(len(prompts), bool)

@@ -1,16 +1,17 @@
-"""Batches of rows that are about equally long, so that less of them is padding.
+"""Length buckets: batches of rows of similar length, which need less padding.
 
-Records come in their order of training in windows of 32 batches. In a window each goes
-to the shortest bucket that holds it, and batches are cut within a bucket; what is left
-of a bucket below one batch goes up into the next longer one. So every batch is whole
-but the last of all, a window's records stay in it, and a batch has one of few shapes,
-for each of which one program is compiled.
+Records come in the order of training, in windows of 32 batches. Within a window, each
+record goes into the shortest bucket that holds it, and each bucket is cut into batches.
+Records that do not fill a batch move up into the next longer bucket. So all batches
+except the last of all are full, a record stays within its window, and a batch has one
+of a few shapes, each of which compiles one program.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from typing import Any
 
 import grain
 from grain.experimental import FlatMapIterDataset
@@ -18,7 +19,7 @@ from grain.experimental import FlatMapIterDataset
 from tunix.data import rows
 from tunix.data.rows import OneRow, Row
 
-# Batches that are looked at together: enough that few rows go up, little to hold.
+# Batches of a window: enough that few rows move up, few enough to hold in memory.
 WINDOW = 32
 
 
@@ -32,17 +33,17 @@ def batch(
   first: int,
   count: int,
 ) -> grain.IterDataset:
-  """Batches of int32 [count, L], L one of the lengths, as `OneRow.stack` makes them.
+  """Returns batches as `OneRow.stack` makes them, int32 [count, L], L one of `lengths`.
 
-  Iterators have a state; what is held of a window is not in it, but made again.
+  The state of an iterator does not contain its window, which is read again instead.
 
   Args:
     stream: elements {"input_tokens", "input_mask"} of at most `max_length` tokens.
-    lengths: of rows, ascending; `max_length` is the last whether it is given or not.
+    lengths: ascending lengths of rows; `max_length` is always the last.
     batch_size: rows of a batch over all processes.
-    max_length: tokens.
+    max_length: tokens of the longest row.
     pad_id: token id of padding.
-    first, count: rows of this process.
+    first, count: range of rows of this process.
 
   Raises:
     ValueError: the lengths do not ascend, or are not from 2 to `max_length`.
@@ -55,17 +56,17 @@ def batch(
 
 
 def cut(lengths: Sequence[int], at: Sequence[int], batch_size: int) -> list[list[int]]:
-  """Which elements of a window make which batch.
+  """Assigns the elements of a window to batches.
 
   Args:
     lengths: tokens of the elements, in order.
-    at: lengths of the buckets, ascending; the last holds every element.
+    at: ascending lengths of the buckets; the last holds every element.
     batch_size: elements of a batch.
 
   Returns:
-    Indices of elements. Batches come in the order in which they fill, so that short
-    and long ones alternate as the records do. One is smaller where the window is no
-    multiple of `batch_size`: the last.
+    Indices of elements, one list a batch. Batches come in the order in which they fill,
+    so that short and long ones alternate as the records do. If the window is no
+    multiple of `batch_size`, the last batch is smaller.
   """
   by_bucket: list[list[int]] = [[] for _ in at]
   for index, length in enumerate(lengths):
@@ -80,7 +81,7 @@ def cut(lengths: Sequence[int], at: Sequence[int], batch_size: int) -> list[list
 
 
 class _Cut(grain.experimental.FlatMapTransform):
-  """A window's elements -> its batches."""
+  """Maps the elements of a window to its batches."""
 
   max_fan_out = WINDOW
 
@@ -88,7 +89,7 @@ class _Cut(grain.experimental.FlatMapTransform):
     self, lengths: list[int], batch_size: int, pad_id: int, first: int, count: int
   ):
     self._lengths, self._size, self._pad_id = lengths, batch_size, pad_id
-    self._ours = {"first": first, "count": count, "pad_id": pad_id}
+    self._part: dict[str, Any] = {"first": first, "count": count, "pad_id": pad_id}
 
   def flat_map(self, element: list[Row]) -> list[Row]:
     tokens = [len(row["input_tokens"]) for row in element]
@@ -103,4 +104,4 @@ class _Cut(grain.experimental.FlatMapTransform):
       rows.pad_row(element, max_length=length, pad_id=self._pad_id)
       for element in elements
     ]
-    return OneRow(max_length=length).stack(padded, **self._ours)
+    return OneRow(max_length=length).stack(padded, **self._part)

@@ -1,11 +1,10 @@
-"""From text or messages to tokens and the mask of what is trained."""
+"""Renders text or messages to tokens, with a mask of the tokens that are trained."""
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,47 +12,73 @@ from tunix.data import records, spans
 from tunix.data.spans import Segment
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
-# Templates that show today's date show this one in training data: tokens must depend
-# on the data alone, or a run resumed after midnight would train on others. (It is
-# the date that Llama 3's templates fall back to.)
+# Chat templates that print today's date get this date instead: tokens must depend on
+# the data alone, or a run that is resumed after midnight would train on other tokens.
+# It is the date that Llama 3's templates fall back to.
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 
-# Keys of a message that are ours and no business of the template's.
-_OUR_KEYS = ("weight", "train")
+# Keys of a message that the chat template must not see.
+_PRIVATE_KEYS = ("weight", "train")
 
 Message = Mapping[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Example:
-  """Tokens of one record.
+class Rendered(NamedTuple):
+  """Tokens of a prompt and its completions, int32, without padding.
+
+  A row of fine-tuning has one completion, which begins with its first trained token.
 
   Attributes:
-    tokens: int32 [T].
-    mask: int32 [T], 1 on trained tokens. The first token is never trained: nothing
-      stands before it to predict it from.
-    prompt_length: tokens before the first trained one.
+    prompt: [P], with BOS once in front if the tokenizer has one. In chats it ends with
+      the header of the answer.
+    completions: [C] each, without BOS, ending with the token that closes an answer.
+    masks: [C] each, 1 on tokens that are trained or scored. Turns of users and tools
+      inside a completion are 0: the model sees them as context.
+    extra: further fields of the record, see `tunix.data.records.Record`.
+    empty: names of completions without text.
   """
 
-  tokens: np.ndarray
-  mask: np.ndarray
-  prompt_length: int
+  prompt: np.ndarray
+  completions: tuple[np.ndarray, ...]
+  masks: tuple[np.ndarray, ...]
+  extra: Mapping[str, Any] = {}
+  empty: tuple[str, ...] = ()
 
-  def __len__(self) -> int:
-    return len(self.tokens)
+  @property
+  def prompt_length(self) -> int:
+    """Number of prompt tokens P."""
+    return len(self.prompt)
+
+  @property
+  def tokens(self) -> np.ndarray:
+    """int32 [P + C], the prompt followed by its only completion."""
+    [completion] = self.completions
+    return np.concatenate([self.prompt, completion])
+
+  @property
+  def mask(self) -> np.ndarray:
+    """int32 [P + C], 1 on trained tokens of prompt and only completion."""
+    [mask] = self.masks
+    return np.concatenate([np.zeros_like(self.prompt), mask])
 
 
-def make_example(tokens: list[int], mask: list[int]) -> Example:
-  """An example from equally long lists; the first token's mask becomes 0."""
+def rendered_row(
+  tokens: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray
+) -> Rendered:
+  """Splits a row of tokens in front of its first trained token.
+
+  The first token of a row is never trained: no token precedes it that could predict it.
+
+  Args:
+    tokens: T token ids.
+    mask: T numbers, 1 on trained tokens.
+  """
   assert len(tokens) == len(mask)
-  marks = np.asarray(mask, np.int32)
+  ids, marks = np.asarray(tokens, np.int32), np.array(mask, np.int32)
   marks[:1] = 0
   trained = np.flatnonzero(marks)
-  return Example(
-    tokens=np.asarray(tokens, np.int32),
-    mask=marks,
-    prompt_length=int(trained[0]) if len(trained) else len(marks),
-  )
+  start = int(trained[0]) if len(trained) else len(marks)
+  return Rendered(ids[:start], (ids[start:],), (marks[start:],))
 
 
 def render(
@@ -63,25 +88,26 @@ def render(
   where: str = "record",
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
-) -> Example:
-  """Tokens and mask of one record of fine-tuning.
+) -> Rendered:
+  """Returns tokens and mask of one record of fine-tuning.
 
-  Of a conversation the assistant's turns are trained, each with the token that ends
-  it; of a prompt with a completion, that and its end; of a text, everything.
-  Text is tokenised piece by piece between those borders, as it is when a model
-  continues a prompt.
+  In a conversation, the assistant's turns are trained, each with the token that ends
+  it. Of a prompt and a response, the response and its end are trained; of a text,
+  everything. The text between these borders is tokenised piece by piece, as when a
+  model continues a prompt.
 
   Args:
-    record: a record as `tunix.data.records` describes.
-    tokenizer: gives tokens, BOS, EOS and the chat template.
-    where: the record's place, for error messages.
-    chat: whether a prompt given as plain text is the user's turn of a chat. None:
-      when the tokenizer has a chat template.
-    template_kwargs: further names for the chat template; "tools" of the record wins.
+    record: a record of the kind SFT, see `tunix.data.records`.
+    tokenizer: tokenizer with BOS, EOS and the chat template.
+    where: place of the record, for error messages.
+    chat: True treats a plain-text prompt as the user's turn of a chat. None does so if
+      the tokenizer has a chat template.
+    template_kwargs: further variables of the chat template; "tools" of the record
+      overrides them.
 
   Raises:
-    ValueError: the record is malformed, the template is missing or refuses it, or
-      nothing of it would be trained. The message begins with `where`.
+    ValueError: the record is malformed, the template is missing or refuses it, or no
+      token of it would be trained. The message begins with `where`.
   """
   read = records.read_sft(record, where)
   return render_completion(
@@ -96,57 +122,39 @@ def render(
 
 def render_completion(
   prompt: str | Sequence[Message],
-  completion: str | Sequence[Message],
+  completion: str | Sequence[Message] | None,
   tokenizer: TokenizerAdapter,
   *,
   where: str = "record",
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
-) -> Example:
-  """Tokens and mask of a prompt with its completion, which is trained.
+) -> Rendered:
+  """Returns tokens and mask of a prompt and its completion, which is trained.
 
   Args:
-    prompt: text, or the messages before the answer; empty: there are none.
-    completion: the answer's text, or messages; of those the assistant's are trained.
-    tokenizer, where, chat, template_kwargs: see `render`.
+    prompt: text, or the messages before the answer; may be empty.
+    completion: text of the answer, or messages, of which the assistant's are trained.
+      None returns the prompt alone, with the same tokens as before a completion.
+    tokenizer, where, chat, template_kwargs: as for `render`.
 
   Raises:
-    ValueError: see `render`.
+    ValueError: as for `render`.
   """
   chat = tokenizer.has_chat_template() if chat is None else chat
+  is_plain = isinstance(prompt, str) and not chat
+  text = ""
+  if completion is None:
+    text = prompt_text(
+      prompt, tokenizer, where=where, chat=chat, template_kwargs=template_kwargs
+    )
   try:
+    if completion is None:
+      prefix = [Segment(text, False)]
+      return _tokenise(prefix, tokenizer, add_eos=False, add_bos=is_plain)
     if isinstance(prompt, str) and isinstance(completion, str) and not chat:
       return _plain([Segment(prompt, False), Segment(completion, True)], tokenizer)
     _check_template(tokenizer, chat)
     return _chat(_conversation(prompt, completion), tokenizer, template_kwargs or {})
-  except ValueError as error:
-    raise ValueError(f"{where}: {error}") from error
-
-
-def render_prompt(
-  prompt: str | Sequence[Message],
-  tokenizer: TokenizerAdapter,
-  *,
-  where: str = "record",
-  chat: bool | None = None,
-  template_kwargs: Mapping[str, Any] | None = None,
-) -> Example:
-  """Tokens of a prompt that nothing follows yet, chats with the header of the answer:
-  those in front of its completion in `render_completion`.
-
-  Args:
-    prompt, tokenizer, where, chat, template_kwargs: see `render_completion`.
-
-  Raises:
-    ValueError: see `render`.
-  """
-  chat = tokenizer.has_chat_template() if chat is None else chat
-  text = prompt_text(
-    prompt, tokenizer, where=where, chat=chat, template_kwargs=template_kwargs
-  )
-  plain = isinstance(prompt, str) and not chat
-  try:
-    return _tokenise([Segment(text, False)], tokenizer, add_eos=False, add_bos=plain)
   except ValueError as error:
     raise ValueError(f"{where}: {error}") from error
 
@@ -159,9 +167,13 @@ def prompt_text(
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-  """The text that a model continues; chats end with the header of the answer.
+  """Returns the text that a model continues; in chats it ends with the answer's header.
 
-  Args, Raises: see `render_prompt`.
+  Args:
+    prompt, tokenizer, where, chat, template_kwargs: as for `render_completion`.
+
+  Raises:
+    ValueError: as for `render`.
   """
   chat = tokenizer.has_chat_template() if chat is None else chat
   if isinstance(prompt, str) and not chat:
@@ -169,7 +181,7 @@ def prompt_text(
   try:
     _check_template(tokenizer, chat)
     return tokenizer.apply_chat_template(
-      _shown(_conversation(prompt, [])),
+      _visible(_conversation(prompt, [])),
       True,
       now=TEMPLATE_DATE,
       **(template_kwargs or {}),
@@ -181,18 +193,16 @@ def prompt_text(
 def _check_template(tokenizer: TokenizerAdapter, chat: bool) -> None:
   if chat:
     return
-  raise ValueError(
-    "a list of messages needs a chat template, and "
-    + (
-      "chat is False"
-      if tokenizer.has_chat_template()
-      else "the tokenizer has none; give one with chat_template=..."
-    )
+  reason = (
+    "chat is False"
+    if tokenizer.has_chat_template()
+    else "the tokenizer has none; give one with chat_template=..."
   )
+  raise ValueError(f"a list of messages needs a chat template, and {reason}")
 
 
 def with_tools(tools: Any, template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-  """Names for the template; [] as a record's tools says that it has none."""
+  """Returns the template's variables with the record's tools; [] means no tools."""
   variables = dict(template_kwargs or {})
   return variables if tools is None else {**variables, "tools": tools}
 
@@ -200,7 +210,7 @@ def with_tools(tools: Any, template_kwargs: Mapping[str, Any] | None) -> dict[st
 def _conversation(
   prompt: str | Sequence[Message], completion: str | Sequence[Message]
 ) -> list[dict[str, Any]]:
-  """The messages; those of the prompt are marked as not trained."""
+  """Joins the messages and marks those of the prompt as not trained."""
   if isinstance(prompt, str):
     prompt = [{"role": "user", "content": prompt}]
   if isinstance(completion, str):
@@ -209,7 +219,7 @@ def _conversation(
 
 
 def is_trained(message: Message) -> bool:
-  """Whether a turn of a conversation is learned."""
+  """Returns whether a turn of a conversation is trained."""
   return (
     message["role"] == "assistant"
     and message.get("train", True)
@@ -217,49 +227,50 @@ def is_trained(message: Message) -> bool:
   )
 
 
-def _shown(messages: Sequence[Message]) -> list[dict[str, Any]]:
-  """The messages as templates see them."""
-  return [{k: v for k, v in m.items() if k not in _OUR_KEYS} for m in messages]
+def _visible(messages: Sequence[Message]) -> list[dict[str, Any]]:
+  """Returns the messages as the chat template receives them."""
+  return [{k: v for k, v in m.items() if k not in _PRIVATE_KEYS} for m in messages]
 
 
 def _chat(
   messages: Sequence[Message], tokenizer: TokenizerAdapter, variables: Mapping[str, Any]
-) -> Example:
+) -> Rendered:
   turns = [i for i, message in enumerate(messages) if is_trained(message)]
-  shown = _shown(messages)
 
-  def rendered(some: Sequence[Message], add_generation_prompt: bool) -> str:
+  def apply(some: Sequence[Message], add_generation_prompt: bool) -> str:
     return tokenizer.apply_chat_template(
       some, add_generation_prompt, now=TEMPLATE_DATE, **variables
     )
 
+  # Any special token may close a turn, except BOS. Some tokenizers use one token for
+  # BOS and EOS, which then does close turns.
   bos = tokenizer.bos_token if tokenizer.bos_id() != tokenizer.eos_id() else None
   closing = [text for text in tokenizer.special_tokens() if text != bos]
-  segments, needs_eos = spans.find_segments(shown, turns, rendered, closing)
-  example = _tokenise(segments, tokenizer, add_eos=needs_eos)
-  if not example.mask.any():
+  segments, needs_eos = spans.find_segments(_visible(messages), turns, apply, closing)
+  row = _tokenise(segments, tokenizer, add_eos=needs_eos)
+  if not row.masks[0].any():
     raise ValueError(f"nothing to train: {_why_untrained(messages, turns)}")
-  return example
+  return row
 
 
 def _why_untrained(messages: Sequence[Message], turns: Sequence[int]) -> str:
   roles = list(dict.fromkeys(message["role"] for message in messages))
   if turns:
-    return "the chat template shows nothing of the assistant's turns; change it"
+    return "the chat template prints no text of the assistant's turns; change it"
   if "assistant" in roles:
     return 'every assistant turn has "weight": 0 or "train": false; drop the record'
-  return f"no turn of the role 'assistant' (roles: {', '.join(roles)}); add one"
+  return f"no turn has the role 'assistant' (roles: {', '.join(roles)}); add one"
 
 
-def _plain(segments: Sequence[Segment], tokenizer: TokenizerAdapter) -> Example:
-  example = _tokenise(segments, tokenizer, add_eos=True, add_bos=True)
-  if not example.mask.any():
+def _plain(segments: Sequence[Segment], tokenizer: TokenizerAdapter) -> Rendered:
+  row = _tokenise(segments, tokenizer, add_eos=True, add_bos=True)
+  if not row.masks[0].any():
     raise ValueError("nothing to train: the text is empty; drop the record")
-  return example
+  return row
 
 
 def _check_text(text: str) -> None:
-  """JSON can write half of a surrogate pair, which is no character and has no token."""
+  """Refuses half of a surrogate pair: JSON can write it, but it has no token."""
   try:
     text.encode()
   except UnicodeEncodeError as error:
@@ -276,8 +287,13 @@ def _tokenise(
   *,
   add_eos: bool,
   add_bos: bool = False,
-) -> Example:
-  """Tokens of the segments, one after the other; BOS and EOS are never doubled."""
+) -> Rendered:
+  """Returns the tokens of consecutive segments; adds BOS and EOS unless they are there.
+
+  Each segment is encoded by itself. One encoding of the joined text could merge the
+  last character of a prompt and the first of an answer into one token, which no model
+  that continues the prompt would produce.
+  """
   tokens: list[int] = []
   mask: list[int] = []
   for segment in segments:
@@ -291,9 +307,9 @@ def _tokenise(
     tokens, mask = [bos, *tokens], [0, *mask]
   if add_eos and eos is None:
     raise ValueError(
-      "the tokenizer has no end-of-sequence token, so the model could not learn to "
-      "stop; name one with eos_token=..."
+      "the tokenizer has no end-of-sequence token, so that the model could not learn "
+      "to stop; name one with eos_token=..."
     )
   if add_eos and eos is not None and (tokens[-1:], mask[-1:]) != ([eos], [1]):
     tokens, mask = [*tokens, eos], [*mask, 1]
-  return make_example(tokens, mask)
+  return rendered_row(tokens, mask)

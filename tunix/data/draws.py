@@ -1,6 +1,6 @@
-"""Which record comes when: shuffled, repeated, mixed, as Grain's datasets of indices.
+"""The order of records over all epochs, as Grain datasets of record numbers.
 
-Random access, so that a place in the order is a number.
+Datasets have random access, so that a place in the order is one integer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def draws(
   seed: int,
   num_epochs: int | None,
 ) -> grain.MapDataset:
-  """Indices of records in the order of training, of all passes."""
+  """Returns the record numbers of all epochs in the order of training."""
   if isinstance(records, Mixture) and records.weights is not None:
     sizes, weights = records.sizes, records.weights
     return weighted_draws(
@@ -38,19 +38,19 @@ def weighted_draws(
   seed: int,
   num_epochs: int | None,
 ) -> grain.MapDataset:
-  """Indices into parts that lie behind each other, drawn by weight (see `Mixture`).
+  """Returns record numbers of concatenated parts, drawn by weight (see `Mixture`).
 
   Args:
-    sizes: records of each part, at least 1.
-    weights: as many.
-    shuffle: each part in a new order on every time through it.
-    seed: of those orders.
-    num_epochs: passes of sum(sizes) draws; None never ends.
+    sizes: number of records of each part, at least 1.
+    weights: weight of each part, above 0.
+    shuffle: shuffle each part anew on every pass through it.
+    seed: seed of the shuffles; part i uses seed + i.
+    num_epochs: number of passes of sum(sizes) draws each; None never ends.
   """
   parts, start = [], 0
   for number, size in enumerate(sizes):
     part = grain.MapDataset.range(start, start + size).seed((seed + number) % 2**32)
-    # Endless, since Grain's mixture ends with the first part that does.
+    # Parts repeat without end: Grain's mixture stops where its first part stops.
     parts.append((part.shuffle() if shuffle else part).repeat(None))
     start += size
   mixed = grain.MapDataset.mix(parts, list(weights))

@@ -1,4 +1,4 @@
-"""Another name of what `tunix.data.jsonl` and `tunix.data.records` hold."""
+"""Compatibility module: other names of `tunix.data.jsonl` and `tunix.data.records`."""
 
 from tunix.data.jsonl import JsonlRecords, place
 from tunix.data.records import SFT

@@ -1,22 +1,22 @@
-"""Records as other libraries' files have them, turned into ours.
+"""Converts records in the form of other libraries into ours.
 
-  Alpaca    {"instruction", "input" (may be empty or missing), "output"}: the prompt is
-            the instruction, behind a blank line the input; the output is its answer.
-            A "system" and a "history" of [question, answer] stand before them
-  ShareGPT  {"conversations": [{"from": "human", "value": ...}, ...]}; where "chosen"
-            and "rejected" are beside it, it is the prompt. A "function_call" is the
-            assistant's call of a tool
-  TRL       {"prompt", "completion"}, texts or messages; what came before the completion
-            is not learned, the assistant's turns among it. Of {"prompt", "messages"}
-            the messages are read
+  Alpaca    {"instruction", "input" (may be empty or missing), "output"}. The prompt is
+            the instruction, a blank line and the input; the output is the answer. A
+            "system" text and a "history" of [question, answer] precede the instruction
+  ShareGPT  {"conversations": [{"from": "human", "value": ...}, ...]}. Next to "chosen"
+            and "rejected", the conversation is the prompt. A turn "function_call" is
+            the assistant's call of a tool
+  TRL       {"prompt", "completion"}, both texts or both lists of messages. Only the
+            completion is trained, not the assistant's turns of the prompt. In
+            {"prompt", "messages"} the prompt repeats the first message and is dropped
   OpenAI    messages whose content is a list of {"type": "text", "text": ...}; pairs as
             {"input": {"messages"}, "preferred_output", "non_preferred_output"}
 
-LLaMA-Factory's "kto_tag" beside Alpaca's or ShareGPT's keys is a label of the last
-answer. "tools" may be a text of JSON: columns of parquet files hold no other.
+LLaMA-Factory's "kto_tag" next to the keys of Alpaca or ShareGPT labels the last answer.
+"tools" may be JSON in a string, because a parquet column holds no nested objects.
 
-A record is known by its keys. What is in our own form (`tunix.data.records`) is given
-back as it is.
+The keys of a record decide its form. A record in our own form (`tunix.data.records`) is
+returned unchanged.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _ROLES = {
 
 
 class Form(NamedTuple):
-  """A form of another library.
+  """One form of another library.
 
   Attributes:
-    name: in reports.
-    needs: keys by which it is known.
-    without: keys of our own forms; with one of them a record is ours.
-    convert: (record, its place) -> a record of ours.
+    name: name of the library in reports.
+    needs: keys that a record of this form has.
+    without: keys of our own forms, which a record of this form lacks.
+    convert: (record, place) -> the record in our form.
   """
 
   name: str
@@ -51,24 +51,29 @@ class Form(NamedTuple):
   convert: Callable[[Mapping[str, Any], str], dict[str, Any]]
 
 
-def of(record: Any, where: str, *forms: Form) -> Any:
-  """The record in our form, the first of `forms` whose keys it has.
+def convert(record: Any, where: str, *forms: Form) -> Any:
+  """Returns the record in our form, converted from the first of `forms` that it has.
+
+  Args:
+    record: a record of a file; anything but a mapping is returned unchanged.
+    where: place of the record, for error messages.
+    *forms: accepted forms, in order of preference.
 
   Raises:
-    ValueError: its keys are such a form's and its values are not; begins with `where`.
+    ValueError: the keys match a form and the values do not; begins with `where`.
   """
   if not isinstance(record, Mapping):
     return record
   form = find(record, *forms)
   record = _with_texts(record if form is None else form.convert(record, where))
   if isinstance(tools := record.get("tools"), str):
-    # LLaMA-Factory writes "" where a record has none.
+    # LLaMA-Factory writes "" for a record without tools.
     record = {**record, "tools": _json(tools or "[]", f'{where}: "tools"')}
   return record
 
 
 def find(record: Any, *forms: Form) -> Form | None:
-  """The form that a record has; None: it is one of ours, or of none that is known."""
+  """Returns the first of `forms` that the record has; None for our own form."""
   if not isinstance(record, Mapping):
     return None
   keys = record.keys()
@@ -105,7 +110,7 @@ def _alpaca_label(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _alpaca_turns(record: Mapping[str, Any], where: str) -> Any:
-  """Text, or messages where more stands before the instruction."""
+  """Returns the prompt: messages if the record has a system text or a history."""
   instruction = _instruction(record, where)
   system, history = record.get("system"), record.get("history")
   if not system and not history:
@@ -134,7 +139,7 @@ def _instruction(record: Mapping[str, Any], where: str) -> str:
 def _sharegpt(record: Mapping[str, Any], where: str) -> dict[str, Any]:
   turns = record["conversations"]
   if not isinstance(turns, list) or not turns:
-    raise ValueError(f'{where}: "conversations" is no list of turns: {turns!r:.60}')
+    raise ValueError(f'{where}: "conversations" is {turns!r:.60}, expected a list')
   messages = [
     _message(turn, f'{where}: "conversations"[{number}]')
     for number, turn in enumerate(turns)
@@ -163,12 +168,14 @@ def _sharegpt_label(record: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _openai_pair(record: Mapping[str, Any], where: str) -> dict[str, Any]:
-  asked = record["input"]
-  if not isinstance(asked, Mapping) or "messages" not in asked:
-    raise ValueError(f'{where}: "input" is {asked!r:.60}, expected {{"messages": ...}}')
+  request = record["input"]
+  if not isinstance(request, Mapping) or "messages" not in request:
+    raise ValueError(
+      f'{where}: "input" is {request!r:.60}, expected {{"messages": ...}}'
+    )
   return {
-    **_rest(asked, "messages"),
-    "prompt": asked["messages"],
+    **_rest(request, "messages"),
+    "prompt": request["messages"],
     "chosen": record["preferred_output"],
     "rejected": record["non_preferred_output"],
   }
@@ -207,14 +214,14 @@ def _trl(record: Mapping[str, Any], where: str) -> dict[str, Any]:
       f'{where}: "prompt" is a {type(prompt).__name__} and "completion" a '
       f"{type(completion).__name__}, expected two texts or two lists of messages"
     )
-  shown = [
+  context = [
     {**turn, "train": False} if isinstance(turn, Mapping) else turn for turn in prompt
   ]
-  return rest | {"messages": [*shown, *completion]}
+  return rest | {"messages": [*context, *completion]}
 
 
 def _with_texts(record: Mapping[str, Any]) -> Mapping[str, Any]:
-  """The record with the text parts of its messages' content put together."""
+  """Joins the text parts of messages whose content is a list of parts."""
   changed = {
     name: [_with_text(message) for message in value]
     for name, value in record.items()
@@ -280,7 +287,7 @@ OPENAI_PAIR = Form(
   _openai_pair,
 )
 
-# As the chats of UltraChat: the prompt is the first of the messages again.
+# UltraChat has this form: the prompt repeats the first message.
 TRL_CHAT = Form(
   "TRL",
   frozenset({"prompt", "messages"}),

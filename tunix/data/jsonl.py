@@ -1,13 +1,10 @@
-"""JSON lines on disk as a sequence of records."""
+"""Records of JSON-lines files."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from typing import Any
-
-import numpy as np
 
 from tunix.data.records import Kind, Record
 from tunix.data.stored import FileRecords, place
@@ -16,39 +13,26 @@ __all__ = ["JsonlRecords", "parsed", "place"]
 
 
 class JsonlRecords(FileRecords):
-  """The records of a JSON-lines file; blank lines are skipped."""
+  """Records of a JSON-lines file; blank lines are skipped."""
 
   noun = "JSON lines"
 
-  def _index(self) -> str:
-    offsets, lines, digest, position = [], [], hashlib.sha256(), 0
+  def _entries(self, digest: Any) -> Iterator[tuple[int, int, int]]:
+    start = 0
     with self.path.open("rb") as file:
       for number, line in enumerate(file, start=1):
+        stop = start + len(line)
         if line.strip():
-          offsets.append(position)
-          lines.append(number)
-        position += len(line)
+          yield start, stop, number
         digest.update(line)
-    self._offsets = np.asarray(offsets, np.int64)
-    self._lines = np.asarray(lines, np.int64)
-    return digest.hexdigest()
-
-  def __len__(self) -> int:
-    return len(self._lines)
-
-  def where(self, index: int) -> str:
-    """The place of a record, as `file:line` with lines counted from 1."""
-    return f"{self.name}:{self._lines[index]}"
+        start = stop
 
   def raw(self, index: int) -> Any:
-    """See the base class."""
-    with self.opened() as file:
-      file.seek(int(self._offsets[index]))
-      line = file.readline()
-    return parsed(line, self.where(index), self.kind)
+    """Returns the object of line `index`; raises as the base class does."""
+    return parsed(self.text(index), self.where(index), self.kind)
 
   def checked(self) -> Iterator[tuple[dict[str, Any], Record]]:
-    """See the base class; the file is opened once."""
+    """Yields every record with its parts; opens the file once, not once a record."""
     with self.path.open("rb") as file:
       for index, line in enumerate(line for line in file if line.strip()):
         where = self.where(index)
@@ -56,19 +40,25 @@ class JsonlRecords(FileRecords):
         yield record, self.kind.read(record, where)
 
 
-def parsed(text: bytes, where: str, kind: Kind, one: str = "a line") -> Any:
-  """A record of JSON; `one` says where each object stands, for the message.
+def parsed(text: bytes, where: str, kind: Kind, unit: str = "a line") -> Any:
+  """Parses the JSON of one record.
+
+  Args:
+    text: JSON in UTF-8.
+    where: place of the record.
+    kind: kind of the record, whose forms the message names.
+    unit: place of each object in the file, for the message.
 
   Raises:
-    ValueError: it is none; begins with `where`.
+    ValueError: `text` is no JSON; begins with `where`.
   """
   try:
     return json.loads(text)
   except (json.JSONDecodeError, UnicodeDecodeError) as error:
     raise ValueError(
-      f"{where}: invalid JSON ({error}); {kind.expected}, one object {one}"
+      f"{where}: invalid JSON ({error}); {kind.expected}, one object {unit}"
     ) from error
   except RecursionError as error:
     raise ValueError(
-      f"{where}: the JSON is nested too deeply; {kind.expected}, one object {one}"
+      f"{where}: the JSON is nested too deeply; {kind.expected}, one object {unit}"
     ) from error

@@ -1,11 +1,12 @@
-"""Several sets of records as one, in the proportions that are asked for."""
+"""Several sets of records as one, mixed in given proportions."""
 
 from __future__ import annotations
 
 import bisect
 import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from tunix.data.records import Record
@@ -14,34 +15,34 @@ from tunix.utils import checks
 
 
 class Mixture(Records):
-  """Sets of records behind each other.
+  """Concatenated sets of records, which are its parts.
 
-  Without weights a pass is over every record of every set, once. With weights a pass
-  has as many records as all sets together, and set `i` has the share w_i / sum(w) of
-  them, evenly spread: a set whose share is above its size is gone through more than
-  once (in a new order each time), another not to its end; the next pass goes on where
-  this one stopped.
+  Without weights, a pass visits every record of every part once. With weights, a pass
+  has as many draws as all parts have records, and part i gets the share
+  w_i / sum(w) of them, evenly spread. If that is more than the size of the part, its
+  records repeat within the pass, in a new order each time. If it is less, the next pass
+  continues where this one stopped.
   """
 
   def __init__(
     self, parts: Sequence[Any], weights: Sequence[float] | None = None, kind: Any = None
   ):
-    """Puts sets together.
+    """Concatenates the parts.
 
     Args:
-      parts: `Records`, or other sequences of dicts (then with `kind`, see
-        `tunix.data.records`).
-      weights: one for each part, positive; their sum does not matter.
-      kind: of parts that are no `Records`; None: that of the first part that is one.
+      parts: `Records`, or other sequences of dicts, which need `kind`.
+      weights: one positive number a part; only their ratios matter.
+      kind: kind of parts that are no `Records` (see `tunix.data.records`); None takes
+        the kind of the first part that has one.
 
     Raises:
-      ValueError: no parts, parts of several kinds, or weights that do not fit.
+      ValueError: there are no parts, their kinds differ, or the weights do not fit.
     """
     if not parts:
-      raise ValueError("a mixture of no parts: give at least one")
+      raise ValueError("parts is empty; give a mixture at least one part")
     known = [part.kind for part in parts if isinstance(part, Records)]
     if kind is None and not known:
-      raise ValueError("kind is None and no part has one: give tunix.data.records.SFT")
+      raise ValueError("kind is None and no part has one; give tunix.data.records.SFT")
     self.kind = known[0] if kind is None else kind
     self.parts = tuple(
       part
@@ -51,7 +52,8 @@ class Mixture(Records):
     )
     if others := {part.kind.name for part in self.parts} - {self.kind.name}:
       raise ValueError(
-        f"a mixture of the kinds {sorted({self.kind.name, *others})}: give parts of one"
+        f"parts are of the kinds {sorted({self.kind.name, *others})}; a mixture takes "
+        "parts of one kind"
       )
     self.weights = None if weights is None else check_weights(weights, len(parts))
     self.name = ", ".join(part.name for part in self.parts)
@@ -59,71 +61,80 @@ class Mixture(Records):
 
   @property
   def sizes(self) -> tuple[int, ...]:
-    """Records of each part."""
+    """Number of records of each part."""
     return tuple(map(len, self.parts))
 
   @property
   def fingerprint(self) -> str:
-    """Of the parts', in order."""
+    """SHA-256 of the fingerprints of the parts, in order, in hex."""
     prints = " ".join(part.fingerprint for part in self.parts)
     return hashlib.sha256(prints.encode()).hexdigest()
 
   def __len__(self) -> int:
     return self._ends[-1]
 
+  def count_by_part(self, indices: Iterable[int]) -> tuple[int, ...]:
+    """Returns how many of the given record numbers belong to each part."""
+    counts = Counter(self._part_number(index) for index in indices)
+    return tuple(counts[number] for number in range(len(self.parts)))
+
   def where(self, index: int) -> str:
-    """The place of a record in its part."""
-    part, at = self._at(index)
-    return part.where(at)
+    """Returns the place of record `index` within its part."""
+    part, position = self._locate(index)
+    return part.where(position)
 
   def raw(self, index: int) -> Any:
-    """See the base class."""
-    part, at = self._at(index)
-    return part.raw(at)
+    """Returns record `index`; raises as the base class does."""
+    part, position = self._locate(index)
+    return part.raw(position)
 
   def checked(self) -> Iterator[tuple[dict[str, Any], Record]]:
-    """See the base class."""
+    """Yields every record of every part with its parts."""
     return itertools.chain.from_iterable(part.checked() for part in self.parts)
 
-  def _at(self, index: int) -> tuple[Records, int]:
-    number = bisect.bisect_right(self._ends, index)
+  def _part_number(self, index: int) -> int:
+    return bisect.bisect_right(self._ends, index)
+
+  def _locate(self, index: int) -> tuple[Records, int]:
+    number = self._part_number(index)
     return self.parts[number], index - (self._ends[number - 1] if number else 0)
 
 
 def check_weights(weights: Sequence[float], count: int) -> tuple[float, ...]:
-  """The weights of `count` parts, as they were.
+  """Returns the weights of `count` parts as a tuple.
 
   Raises:
-    TypeError: one is no number.
-    ValueError: another number of them, or one that is not positive and finite.
+    TypeError: a weight is no number.
+    ValueError: there are not `count` weights, or one is not positive and finite.
   """
   if len(weights) != count:
     raise ValueError(
-      f"weights {list(weights)} are {len(weights)} and there are {count} parts: give "
+      f"weights {list(weights)} are {len(weights)} and there are {count} parts; give "
       "one for each"
     )
   for number, weight in enumerate(weights):
     if weight == 0:
       raise ValueError(
-        f"weights[{number}] is 0: it must be above 0; leave a part out that is not to "
-        "be seen"
+        f"weights[{number}] is 0: it must be above 0; leave out a part that should not "
+        "be used"
       )
     checks.number(f"weights[{number}]", weight, checks.POSITIVE)
   return tuple(weights)
 
 
 def describe(records: Any) -> list[str]:
-  """Each part's share of a pass, and how often a pass goes through it; nothing of
-  records that are not drawn by weight."""
+  """Returns a line for each part of a weighted mixture: its share and its passes.
+
+  Any other records give an empty list.
+  """
   if not isinstance(records, Mixture) or records.weights is None:
     return []
-  mixture, weights = records, records.weights
-  lines = []
-  for part, weight in zip(mixture.parts, weights):
-    share = weight / sum(weights)
-    passes = share * len(mixture) / len(part)
+  total, lines = sum(records.weights), []
+  for part, weight in zip(records.parts, records.weights):
+    share = weight / total
+    passes = share * len(records) / len(part)
     lines.append(
-      f"{share:.1%} from {part.name} ({len(part):,} {mixture.kind.noun}, "
+      f"{share:.1%} from {part.name} ({len(part):,} {records.kind.noun}, "
       f"{passes:.2f} times a pass)"
     )
   return lines

@@ -1,4 +1,4 @@
-"""Several examples in a row, first-fit."""
+"""Packing: several examples in one row, first-fit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 
 from tunix.data.rows import Row
 
-# Rows that are filled at the same time. More of them waste less (an example goes into
-# the first row with room); it is a constant because the content of rows must not
-# change with the batch size. A restored iterator refills at most so many rows.
+# Number of rows that are open at a time; an example goes into the first of them with
+# enough room. More open rows waste fewer tokens, but a restored iterator must refill up
+# to this many. It is a constant, because the content of rows must not depend on the
+# batch size.
 OPEN_ROWS = 32
 
 
@@ -23,15 +24,15 @@ def pack(
   seed: int = 0,
   shuffle: bool = False,
 ) -> grain.IterDataset:
-  """Packs elements first-fit into rows; no example is cut or left out.
+  """Packs examples first-fit into rows; no example is cut or dropped.
 
   Args:
-    dataset: elements of `OneRow`, none longer than `max_length`.
-    max_length: tokens a row.
+    dataset: elements of `OneRow`, each of at most `max_length` tokens.
+    max_length: tokens of a row.
     pad_id: token id of padding.
-    seed: of the shuffle.
-    shuffle: shuffle the rows that were filled together. First-fit fills the first
-      rows best, so without it fullness goes up and down in the order of training.
+    seed: seed of the shuffle.
+    shuffle: shuffle the rows that were open together. First-fit fills the first of them
+      best, so that unshuffled rows alternate between full and less full.
   """
   lengths = {"input_tokens": max_length, "input_mask": max_length}
   packed = grain.experimental.FirstFitPackIterDataset(
@@ -46,6 +47,7 @@ def pack(
 
 
 def _rename(packed: Mapping[str, np.ndarray]) -> Row:
+  """Renames the columns that Grain adds: positions and segment ids restart per row."""
   return {
     "input_tokens": packed["input_tokens"],
     "input_mask": packed["input_mask"],

@@ -1,7 +1,8 @@
-"""From records to batches: shuffle, repeat, render, pack or pad, batch.
+"""Batches of records: shuffle, repeat, render, pack or pad, stack.
 
-Built from Grain's datasets, so that an iterator's state is a small JSON object that
-restores exactly. Nothing tokenised is kept but what is being prefetched.
+The pipeline consists of Grain datasets, so that the state of an iterator is a small
+JSON object from which it continues with the same batches. Tokens are not cached: memory
+holds only the examples that are rendered ahead.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tunix.data.source import Source
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.utils import checks
 
+# Examples rendered ahead by the threads: a few batches, a few MB.
 _PREFETCHED_EXAMPLES = 64
 
 
@@ -29,52 +31,33 @@ def build_dataset(
   *,
   batch_size: int,
   max_length: int,
-  packing: bool = False,
-  length_buckets: Sequence[int] = (),
-  shuffle: bool = True,
-  seed: int = 0,
-  num_epochs: int | None = 1,
   overlong: Overlong = "error",
-  process_index: int = 0,
-  process_count: int = 1,
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
-  num_threads: int = 1,
+  **options: Any,
 ) -> grain.IterDataset:
-  """Batches of int32 [batch_size / process_count, max_length].
+  """Returns batches of rows, int32 [batch_size / process_count, max_length].
 
-  Every batch is a dict of input_tokens, input_mask (1 on trained tokens), positions
-  and segment_ids (0 on padding). A last, smaller batch is filled up with rows of
-  padding. Iterators have `get_state()` and `set_state()`.
-
-  Every process walks the same stream and takes its own rows of each batch: batches
-  do not depend on the number of processes, and all see equally many.
+  Every batch is a dict of `input_tokens`, `input_mask` (1 on trained tokens),
+  `positions` and `segment_ids` (0 on padding).
 
   Args:
-    records: dicts as `tunix.data.records` describes, in memory or `Records` (a file, a
-      `tunix.data.mixture.Mixture`).
-    tokenizer: encodes text and renders chats.
+    records: dicts as `tunix.data.records` describes, in memory or as `Records` (a file,
+      a `tunix.data.mixture.Mixture`).
+    tokenizer: tokenizer with the chat template.
     batch_size: rows of a batch over all processes.
     max_length: tokens of a row.
-    packing: several examples a row.
-    length_buckets: shorter lengths of rows, see `tunix.data.buckets`; (): none, every
-      row has `max_length`.
-    shuffle: a new order each epoch, determined by `seed`.
-    seed: 0 to 2**32 - 1.
-    num_epochs: passes over the records; None never ends.
-    overlong: examples longer than `max_length`: "error" raises when one is met,
-      "truncate" cuts, "drop" leaves out.
-    process_index: this process.
-    process_count: processes that share each batch.
-    chat: whether plain prompts are user turns; None when there is a chat template.
-    template_kwargs: further names for the chat template.
-    num_threads: threads that render ahead; 0 renders in the caller's thread. Above 1
-      the tokenizer must be safe to call from many threads (`tokenizers` is). Batches
-      do not depend on it.
+    overlong: treatment of examples longer than `max_length`: "error" raises during the
+      iteration, "truncate" cuts, "drop" leaves them out.
+    chat: True treats plain-text prompts as user turns of a chat. None does so if the
+      tokenizer has a chat template.
+    template_kwargs: further variables of the chat template.
+    **options: further arguments of `build_batches`: packing, length_buckets, shuffle,
+      seed, num_epochs, process_index, process_count, num_threads.
 
   Raises:
-    ValueError: an argument is out of range. Iteration raises ValueError for records
-      that cannot be trained on, naming their place.
+    ValueError: an argument is out of range. The iteration raises ValueError for records
+      that cannot be trained on, and names their place.
   """
   source = Source(
     records=records,
@@ -85,18 +68,7 @@ def build_dataset(
     chat=chat,
     template_kwargs=template_kwargs,
   )
-  return build_batches(
-    source,
-    batch_size=batch_size,
-    packing=packing,
-    length_buckets=length_buckets,
-    shuffle=shuffle,
-    seed=seed,
-    num_epochs=num_epochs,
-    process_index=process_index,
-    process_count=process_count,
-    num_threads=num_threads,
-  )
+  return build_batches(source, batch_size=batch_size, **options)
 
 
 def build_batches(
@@ -112,35 +84,54 @@ def build_batches(
   process_count: int = 1,
   num_threads: int = 1,
 ) -> grain.IterDataset:
-  """Batches of `batch_size / process_count` rows of any kind of record.
+  """Returns batches of `batch_size / process_count` rows of any kind of record.
 
-  Each is a dict as the source's layout stacks it; all else as `build_dataset` has it.
+  Every batch is a dict that the layout of the source stacks. A last, smaller batch is
+  filled with rows of padding. Iterators have `get_state()` and `set_state()`.
+
+  Every process reads the same stream and takes its rows of each batch. So batches do
+  not depend on the number of processes, and all processes see the same number of them.
+
+  Args:
+    source: records and their settings.
+    batch_size: rows of a batch over all processes.
+    packing: put several examples into a row; for OneRow.
+    length_buckets: shorter lengths of rows, see `tunix.data.buckets`; for OneRow. ()
+      gives every row `max_length` tokens.
+    shuffle: a new order in every epoch, determined by `seed`.
+    seed: 0 to 2**32 - 1.
+    num_epochs: passes over the records; None never ends.
+    process_index: number of this process.
+    process_count: number of processes that share each batch.
+    num_threads: threads that render ahead; 0 renders in the thread of the caller. Above
+      1 the tokenizer must be thread-safe (`tokenizers` is). Batches do not depend on
+      it.
 
   Raises:
-    ValueError: an argument is out of range. Iteration raises ValueError for records
-      that cannot be trained on, naming their place.
+    ValueError: an argument is out of range. The iteration raises ValueError for records
+      that cannot be trained on, and names their place.
   """
   stream = _elements(
     source, shuffle=shuffle, seed=seed, num_epochs=num_epochs, num_threads=num_threads
   )
-  ours = _ours(batch_size, process_index, process_count)
+  part = _part(batch_size, process_index, process_count)
   if isinstance(source.layout, OneRow):
     lengths = {"max_length": source.layout.max_length, "pad_id": source.pad_id}
     if length_buckets:
       if packing:
         raise ValueError(
-          "length_buckets are set and packing too, which fills rows already: leave one "
+          "length_buckets are set and packing too, which fills rows already; leave one "
           "of them out"
         )
-      return buckets.batch(stream, length_buckets, batch_size, **lengths, **ours)
+      return buckets.batch(stream, length_buckets, batch_size, **lengths, **part)
     if packing:
       stream = packing_lib.pack(stream, **lengths, seed=seed, shuffle=shuffle)
     else:
       stream = stream.map(functools.partial(rows.pad_row, **lengths))
   elif packing or length_buckets:
     name = "packing is" if packing else "length_buckets are"
-    raise ValueError(f"{name} for rows of fine-tuning alone: leave it out")
-  stack = functools.partial(source.stack, **ours)
+    raise ValueError(f"{name} for rows of fine-tuning alone; leave it out")
+  stack = functools.partial(source.stack, **part)
   return stream.batch(batch_size, drop_remainder=False, batch_fn=stack)
 
 
@@ -152,13 +143,15 @@ def _elements(
   num_epochs: int | None,
   num_threads: int,
 ) -> grain.IterDataset:
-  """Elements of all epochs, in the order of training."""
+  """Returns the elements of all epochs in the order of training."""
   checks.number("seed", seed, checks.SEED, whole=True)
   checks.number("num_epochs", num_epochs, checks.COUNT, whole=True, optional=True)
   checks.number("num_threads", num_threads, checks.NOT_NEGATIVE, whole=True)
   order = draws.draws(source.records, shuffle=shuffle, seed=seed, num_epochs=num_epochs)
-  # So many drops in a row are a whole epoch of them: without a limit, an endless data
-  # set would look for an example forever and a finite one would end in silence.
+  # A run of dropped records this long contains a whole epoch: two epochs in different
+  # orders can drop at most 2 n - 2 records in a row if one of the n records is kept.
+  # Without this limit, an endless data set of dropped records would search forever and
+  # a finite one would end without any batch.
   patience = len(source) if num_epochs == 1 else 2 * len(source) - 1
   return order.map(_Render(source, patience)).to_iter_dataset(
     grain.ReadOptions(
@@ -168,8 +161,8 @@ def _elements(
   )
 
 
-def _ours(batch_size: int, process_index: int, process_count: int) -> dict[str, int]:
-  """Which rows of every batch are this process's: {"first", "count"}."""
+def _part(batch_size: int, process_index: int, process_count: int) -> dict[str, int]:
+  """Returns the rows of every batch that this process takes: {"first", "count"}."""
   if process_count < 1 or not 0 <= process_index < process_count:
     raise ValueError(
       f"process_index {process_index} of process_count {process_count} is out of range"
@@ -185,7 +178,7 @@ def _ours(batch_size: int, process_index: int, process_count: int) -> dict[str, 
 
 
 class _Render:
-  """Index of a record -> element, or None (which Grain skips) when it is dropped."""
+  """Maps a record number to an element, or to None, which Grain skips."""
 
   def __init__(self, source: Source, patience: int):
     self._source = source
@@ -202,5 +195,5 @@ class _Render:
     return element
 
 
-# The name that it had for batches of preferences.
+# Former name, of batches of preferences.
 build_answers = build_batches

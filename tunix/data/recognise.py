@@ -1,15 +1,15 @@
-"""Which kind of record a record is, known by its keys alone."""
+"""Finds the kind of a record from its keys alone."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tunix.data import forms, records
+from tunix.data import fields, forms
 from tunix.data.records import LABELLED, PAIRS, PROMPTS, SFT, Kind
 
-# Keys by which records in our own form are known. The order counts: a pair has a prompt
-# too, and is no mere prompt.
-_OURS: tuple[tuple[Kind, tuple[tuple[str, ...], ...]], ...] = (
+# Keys of each kind's own forms. The order matters: a pair has a "prompt" as well, so
+# that PROMPTS comes last.
+_OWN_KEYS: tuple[tuple[Kind, tuple[tuple[str, ...], ...]], ...] = (
   (PAIRS, (("chosen", "rejected"),)),
   (LABELLED, (("completion", "label"),)),
   (SFT, (("prompt", "response"), ("messages",), ("text",))),
@@ -18,12 +18,12 @@ _OURS: tuple[tuple[Kind, tuple[tuple[str, ...], ...]], ...] = (
 
 
 class Recognised(NamedTuple):
-  """What a record was taken for.
+  """The kind of a record, and the evidence for it.
 
   Attributes:
-    kind: how it is read.
-    keys: by which it was known.
-    library: whose form it has; None: ours.
+    kind: kind of the record.
+    keys: keys of the record that decided.
+    library: name of the library whose form the record has; None for our own form.
   """
 
   kind: Kind
@@ -32,20 +32,21 @@ class Recognised(NamedTuple):
 
 
 def recognise(record: Any, where: str) -> Recognised:
-  """The kind of a record.
+  """Returns the kind of a record.
 
   Args:
     record: one record of a file.
-    where: its place, for the message.
+    where: place of the record, for the message.
 
   Raises:
-    ValueError: it is no object, or its keys are those of no kind; begins with `where`.
+    ValueError: the record is no object, or its keys match no kind; begins with `where`.
   """
-  records.check_mapping(record, where, _expected())
-  for kind, ours in _OURS:
+  fields.check_mapping(record, where, _expected())
+  for kind, own_forms in _OWN_KEYS:
     form = forms.find(record, *kind.forms)
-    needed = next((keys for keys in ours if set(keys) <= record.keys()), ())
-    # Beside pairs and labelled completions Alpaca's instruction is another prompt.
+    needed = next((keys for keys in own_forms if set(keys) <= record.keys()), ())
+    # The instruction of Alpaca is only another prompt of a pair or labelled completion,
+    # not evidence for these kinds.
     if kind in (PAIRS, LABELLED) and form in (None, forms.ALPACA_PROMPT):
       known = {*needed, *(form.needs if form and needed else ())}
     else:
@@ -54,10 +55,10 @@ def recognise(record: Any, where: str) -> Recognised:
       continue
     keys = tuple(key for key in record if key in known)
     return Recognised(kind, keys, form.name if form else None)
-  raise ValueError(f"{where}: found {records.describe_fields(record)}, {_expected()}")
+  raise ValueError(f"{where}: found {fields.describe(record)}, {_expected()}")
 
 
 def _expected() -> str:
-  names = [" with ".join(keys) for _, ours in _OURS for keys in ours]
-  foreign = dict.fromkeys(f.name for kind, _ in _OURS for f in kind.forms)
-  return f"expected {', '.join(names)}, or the keys of {', '.join(foreign)}"
+  names = [" with ".join(keys) for _, own_forms in _OWN_KEYS for keys in own_forms]
+  libraries = dict.fromkeys(f.name for kind, _ in _OWN_KEYS for f in kind.forms)
+  return f"expected {', '.join(names)}, or the keys of {', '.join(libraries)}"

@@ -1,14 +1,19 @@
-"""Rendered records as rows of fixed lengths: cut, padded, stacked.
+"""Layouts: rendered records as rows of fixed lengths, cut, padded and stacked.
 
-Two layouts. `OneRow`: prompt and completion behind each other, trained on their mask;
-such rows may be packed (`tunix.data.packing`) and have, all int32 [max_length],
+A layout is a value with the lengths of its rows. All layouts have the same methods:
+`fit` cuts or drops a record, `element` gives the unit that batches are made of, `stack`
+makes a batch of elements, and `lengths` and `tokens` count for reports.
 
-  input_tokens   token ids, the padding id behind them
+`OneRow` puts the completion after the prompt in one row. Rows may be packed
+(`tunix.data.packing`) and have four int32 arrays [max_length]:
+
+  input_tokens   token ids, then the padding id
   input_mask     1 on trained tokens
   positions      0, 1, 2, ... from the start of each segment
   segment_ids    1, 2, ... by example within the row; 0 is padding
 
-`SideBySide`: prompts padded on the left and completions on the right, as rollouts are.
+`SideBySide` pads prompts on the left and completions on the right, as rollouts are
+padded. `tunix.data.prompts.PromptText` keeps prompts as text.
 """
 
 from __future__ import annotations
@@ -20,9 +25,8 @@ from typing import Literal
 
 import numpy as np
 
-from tunix.data import chat, render
-from tunix.data.chat import Example
-from tunix.data.render import Rendered
+from tunix.data import chat
+from tunix.data.chat import Rendered
 from tunix.utils import checks
 
 Overlong = Literal["error", "truncate", "drop"]
@@ -36,59 +40,73 @@ class OneRow:
   """Prompt and completion in one row.
 
   Attributes:
-    max_length: tokens a row.
+    max_length: tokens of a row, at least 2.
   """
 
   max_length: int
 
   def __post_init__(self):
-    checks.fields(self, max_length=checks.Range(2))  # one to read, one to learn
+    checks.fields(self, max_length=checks.Range(2))  # one token predicts the other
 
-  def words(self, names: Sequence[str]) -> str:
-    """What is wrong with records that are dropped."""
+  def why_dropped(self, names: Sequence[str]) -> str:
+    """Returns why all records were dropped, and the remedy."""
     del names
-    return f"longer than {self.max_length} tokens"
+    return (
+      f"longer than {self.max_length} tokens and were dropped; raise max_length, or "
+      "set overlong to 'truncate'"
+    )
 
   def fit(
     self, rendered: Rendered, overlong: Overlong, bos_id: int | None
   ) -> Rendered | None:
-    """See `fit_row`."""
-    example = render.joined(rendered)
-    fitted = fit_row(example, self.max_length, overlong, bos_id=bos_id)
-    if fitted is None or fitted is example:
-      return None if fitted is None else rendered
-    return render.parted(fitted)
+    """Cuts or drops a record that is too long, see `fit_row`."""
+    return fit_row(rendered, self.max_length, overlong, bos_id=bos_id)
 
   def lengths(self, rendered: Rendered) -> dict[str, int]:
-    """Tokens of what is limited."""
+    """Returns the number of tokens of each part that has a limit."""
     return {"record": self.tokens(rendered)}
 
   def tokens(self, rendered: Rendered) -> int:
-    """Those that reports count."""
+    """Returns the number of tokens that reports count."""
     return len(rendered.prompt) + len(rendered.completions[0])
 
   def element(self, rendered: Rendered) -> Row:
-    """What packing and padding start from."""
-    example = render.joined(rendered)
-    return {"input_tokens": example.tokens, "input_mask": example.mask}
+    """Returns the tokens and the mask [T], which are packed or padded later."""
+    return {"input_tokens": rendered.tokens, "input_mask": rendered.mask}
 
-  def stack(self, rows: Sequence[Row], *, first: int, count: int, pad_id: int) -> Row:
-    """Rows `first` to `first + count`, padded or packed, as one batch.
+  def stack(
+    self,
+    elements: Sequence[Row],
+    names: Sequence[str] = (),
+    *,
+    first: int,
+    count: int,
+    pad_id: int,
+  ) -> Row:
+    """Stacks rows `first` to `first + count` of a batch.
 
-    Rows that are not there (a last, smaller batch) become padding, so that every batch
-    has the same shape.
+    Rows that a last, smaller batch lacks become padding, so that all batches have one
+    shape.
+
+    Args:
+      elements: padded or packed rows of the whole batch.
+      names: ignored.
+      first, count: the range of rows.
+      pad_id: token id of padding.
     """
-    ours = list(rows[first : first + count])
-    ours += [empty_row(self.max_length, pad_id)] * (count - len(ours))
-    return {name: np.stack([row[name] for row in ours]) for name in FIELDS}
+    del names
+    part = list(elements[first : first + count])
+    part += [empty_row(self.max_length, pad_id)] * (count - len(part))
+    return {name: np.stack([row[name] for row in part]) for name in FIELDS}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SideBySide:
-  """Prompts on the left, each completion of a record in columns of its own.
+  """Prompts padded on the left, completions padded on the right, in separate arrays.
 
   Attributes:
-    max_prompt_length, max_completion_length: tokens.
+    max_prompt_length: tokens of a prompt.
+    max_completion_length: tokens of a completion.
   """
 
   max_prompt_length: int
@@ -99,76 +117,77 @@ class SideBySide:
       self, max_prompt_length=checks.COUNT, max_completion_length=checks.COUNT
     )
 
-  def words(self, names: Sequence[str]) -> str:
-    """What is wrong with records that are dropped, whose completions have `names`."""
-    prompts = f"longer than max_prompt_length {self.max_prompt_length}"
-    if not names:
-      return prompts
-    return (
-      f"{prompts} or max_completion_length {self.max_completion_length}, or unusable "
-      "(empty or equal completions),"
-    )
+  def why_dropped(self, names: Sequence[str]) -> str:
+    """Returns why all records were dropped, and the remedy."""
+    reason = f"longer than max_prompt_length {self.max_prompt_length}"
+    if names:
+      reason += (
+        f" or max_completion_length {self.max_completion_length}, or unusable (empty "
+        "or equal completions),"
+      )
+    return f"{reason} and were dropped; raise the length, or set overlong to 'truncate'"
 
   def fit(
     self, rendered: Rendered, overlong: Overlong, bos_id: int | None
   ) -> Rendered | None:
-    """See `fit_apart`."""
+    """Cuts or drops a record that is too long, see `fit_apart`."""
     limits = dataclasses.asdict(self)
     return fit_apart(rendered, **limits, overlong=overlong, bos_id=bos_id)
 
   def lengths(self, rendered: Rendered) -> dict[str, int]:
-    """Tokens of what is limited."""
-    out = {"prompt": len(rendered.prompt)}
+    """Returns the number of tokens of each part that has a limit."""
+    lengths = {"prompt": len(rendered.prompt)}
     if rendered.completions:
-      out["completion"] = max(map(len, rendered.completions))
-    return out
+      lengths["completion"] = max(map(len, rendered.completions))
+    return lengths
 
   def tokens(self, rendered: Rendered) -> int:
-    """Those that reports count."""
+    """Returns the number of tokens that reports count: those of the completions."""
     return sum(map(len, rendered.completions))
 
   def element(self, rendered: Rendered) -> Rendered:
-    """What `stack` takes."""
+    """Returns the record unchanged; `stack` pads it."""
     return rendered
 
   def stack(
     self,
-    rows: Sequence[Rendered],
+    elements: Sequence[Rendered],
     names: Sequence[str],
     *,
     first: int,
     count: int,
     pad_id: int,
   ) -> Row:
-    """Records `first` to `first + count` as one batch; those not there become padding.
+    """Stacks records `first` to `first + count` of a batch; missing ones are padding.
 
     Args:
-      rows: of the whole batch.
-      names: of the completions.
-      first, count: which of them.
+      elements: records of the whole batch.
+      names: names of their completions.
+      first, count: the range of records.
       pad_id: token id of padding.
 
-    Returns: int32 arrays `prompt_ids`, `prompt_mask` [B, P] and for every completion
-    NAME `NAME_ids`, `NAME_mask` [B, C]; `labels` bool [B], or `margins` float32 [B]
-    where records have them; `weights` float32 [B], 0 in rows of padding.
+    Returns:
+      int32 arrays `prompt_ids`, `prompt_mask` [B, P], and `NAME_ids`, `NAME_mask` [B,
+      C] for every completion NAME. `labels` bool [B], or `margins` float32 [B], if the
+      records have them. `weights` float32 [B], 0 in rows of padding.
 
     Raises:
       ValueError: some records have a margin and others none.
     """
-    ours = list(rows[first : first + count])
-    missing = count - len(ours)
-    out = columns(ours, names, self, pad_id, missing)
-    # Rows of padding have a token too: a model needs one to begin with.
-    out["prompt_mask"][len(ours) :, -1] = 1
-    out["weights"] = np.asarray([1.0] * len(ours) + [0.0] * missing, np.float32)
-    if any("label" in row.extra for row in rows):
-      out["labels"] = np.asarray(
-        [row.extra["label"] for row in ours] + [True] * missing
+    part = list(elements[first : first + count])
+    missing = count - len(part)
+    batch = columns(part, names, self, pad_id, missing)
+    # Rows of padding get one prompt token: a model needs one to start from.
+    batch["prompt_mask"][len(part) :, -1] = 1
+    batch["weights"] = np.asarray([1.0] * len(part) + [0.0] * missing, np.float32)
+    if any("label" in row.extra for row in elements):
+      batch["labels"] = np.asarray(
+        [row.extra["label"] for row in part] + [True] * missing
       )
-    elif _all_have_margins(rows):
-      margins = [row.extra["margin"] for row in ours] + [0.0] * missing
-      out["margins"] = np.asarray(margins, np.float32)
-    return out
+    elif _have_margins(elements):
+      margins = [row.extra["margin"] for row in part] + [0.0] * missing
+      batch["margins"] = np.asarray(margins, np.float32)
+    return batch
 
 
 def columns(
@@ -178,28 +197,35 @@ def columns(
   pad_id: int,
   missing: int = 0,
 ) -> Row:
-  """`prompt_ids`, `prompt_mask`, and two for every completion; `missing` rows of
-  padding behind."""
+  """Returns padded ids and masks of the prompts and of every completion.
+
+  Args:
+    rows: records within the limits.
+    names: names of their completions.
+    limits: lengths of the arrays.
+    pad_id: token id of padding.
+    missing: number of rows of padding to append.
+  """
   nothing = [np.zeros(0, np.int32)] * missing
-  out: Row = {}
+  batch: Row = {}
   prompts = [row.prompt for row in rows] + nothing
-  out["prompt_ids"], out["prompt_mask"] = stack_prompts(
+  batch["prompt_ids"], batch["prompt_mask"] = stack_prompts(
     prompts, limits.max_prompt_length, pad_id
   )
-  for at, name in enumerate(names):
-    ids = [row.completions[at] for row in rows] + nothing
-    masks = [row.masks[at] for row in rows] + nothing
-    out[f"{name}_ids"], out[f"{name}_mask"] = stack_completions(
+  for number, name in enumerate(names):
+    ids = [row.completions[number] for row in rows] + nothing
+    masks = [row.masks[number] for row in rows] + nothing
+    batch[f"{name}_ids"], batch[f"{name}_mask"] = stack_completions(
       ids, masks, limits.max_completion_length, pad_id
     )
-  return out
+  return batch
 
 
 def check_buckets(lengths: Sequence[int], max_length: int) -> None:
-  """Refuses lengths that are no buckets.
+  """Refuses invalid lengths of buckets.
 
   Raises:
-    ValueError: they do not ascend, or are not from 2 to `max_length`.
+    ValueError: the lengths do not ascend, or are not from 2 to `max_length`.
   """
   ascending = all(a < b for a, b in itertools.pairwise(lengths))
   if not ascending or not all(2 <= length <= max_length for length in lengths):
@@ -209,41 +235,53 @@ def check_buckets(lengths: Sequence[int], max_length: int) -> None:
     )
 
 
-def _all_have_margins(rows: Sequence[Rendered]) -> bool:
-  """Whether there are margins; of the whole batch, so that all processes agree."""
+def _have_margins(rows: Sequence[Rendered]) -> bool:
+  """Returns whether the records have margins.
+
+  `rows` is the whole batch, not the part of one process, so that all processes agree.
+  """
   known = ["margin" in row.extra for row in rows]
   if any(known) != all(known):
     raise ValueError(
-      'some records of a batch have a "margin" and others none: give all of them one'
+      'some records of a batch have a "margin" and others none; give all of them one'
     )
   return all(known)
 
 
 def fit_row(
-  example: Example, max_length: int, overlong: Overlong, *, bos_id: int | None = None
-) -> Example | None:
-  """The example in at most `max_length` tokens, or None when it is dropped.
+  row: Rendered, max_length: int, overlong: Overlong, *, bos_id: int | None = None
+) -> Rendered | None:
+  """Returns the row in at most `max_length` tokens, or None if it is dropped.
 
-  `truncate` cuts the end. Where the prompt alone fills the maximum, that would leave
-  nothing to learn: then the prompt keeps its end (behind BOS, if it began with one)
-  and the completion keeps up to half of the maximum. A cut one learns no end.
+  "truncate" cuts the end. If the prompt alone fills the row, this would leave no token
+  to train. Then the prompt keeps its last tokens (after BOS, if it began with BOS) and
+  the completion keeps up to half of the row. A cut completion has no end token, so that
+  its end is not trained.
+
+  Args:
+    row: prompt and completion; a row that fits is returned as the same object.
+    max_length: tokens of the row.
+    overlong: "error", "truncate" or "drop".
+    bos_id: token id of BOS.
 
   Raises:
-    ValueError: it is longer and the policy is "error".
+    ValueError: the row is longer and `overlong` is "error".
   """
-  if len(example) <= max_length:
-    return example
+  length, start = len(row.prompt) + len(row.completions[0]), row.prompt_length
+  if length <= max_length:
+    return row
   if overlong == "drop":
     return None
   if overlong == "error":
-    raise ValueError(_too_long(example, max_length))
-  if example.prompt_length < max_length:
-    return _pick(example, np.arange(max_length))
-  stop = min(len(example), example.prompt_length + max_length // 2)
-  keep = np.arange(stop - max_length, stop)
-  if bos_id is not None and example.tokens[0] == bos_id:
-    keep[0] = 0
-  return _pick(example, keep)
+    raise ValueError(_too_long(length, start, max_length))
+  if start < max_length:
+    keep = np.arange(max_length)
+  else:
+    stop = min(length, start + max_length // 2)
+    keep = np.arange(stop - max_length, stop)
+    if bos_id is not None and row.prompt[0] == bos_id:
+      keep[0] = 0
+  return chat.rendered_row(row.tokens[keep], row.mask[keep])
 
 
 def fit_apart(
@@ -254,19 +292,19 @@ def fit_apart(
   overlong: Overlong = "truncate",
   bos_id: int | None = None,
 ) -> Rendered | None:
-  """The same within the limits; None when it is dropped.
+  """Returns prompt and completions within their limits, or None if they are dropped.
 
-  `truncate` keeps the end of a prompt, behind its BOS if it began with one, and the
-  beginning of a completion, which then learns no end.
+  "truncate" keeps the end of a prompt (after BOS, if it began with BOS) and the
+  beginning of a completion, whose end is then not trained.
 
   Args:
-    rendered: tokens.
-    max_prompt_length, max_completion_length: in tokens; None: no limit.
-    overlong: what happens to what is longer.
-    bos_id: of the tokenizer.
+    rendered: tokens; a record that fits is returned as the same object.
+    max_prompt_length, max_completion_length: limits in tokens; None for no limit.
+    overlong: "error", "truncate" or "drop".
+    bos_id: token id of BOS.
 
   Raises:
-    ValueError: something is longer and the policy is "error".
+    ValueError: a part is longer than its limit and `overlong` is "error".
   """
   limit = max_completion_length
   lengths = [("prompt", len(rendered.prompt), max_prompt_length)]
@@ -277,9 +315,9 @@ def fit_apart(
   if overlong == "drop":
     return None
   if overlong == "error":
-    what, length, limit = over[0]
+    name, length, limit = over[0]
     raise ValueError(
-      f"the {what} has {length} tokens and max_{what}_length is {limit}: raise it, or "
+      f"the {name} has {length} tokens and max_{name}_length is {limit}; raise it, or "
       'set overlong to "truncate" or "drop"'
     )
   return rendered._replace(
@@ -298,22 +336,18 @@ def _end_of(prompt: np.ndarray, limit: int | None, bos_id: int | None) -> np.nda
   return kept
 
 
-def _pick(example: Example, keep: np.ndarray) -> Example:
-  return chat.make_example(example.tokens[keep].tolist(), example.mask[keep].tolist())
-
-
-def _too_long(example: Example, max_length: int) -> str:
+def _too_long(length: int, prompt_length: int, max_length: int) -> str:
   remedy = 'raise max_length, or set overlong to "truncate" or "drop"'
-  if example.prompt_length >= max_length:
+  if prompt_length >= max_length:
     return (
-      f"the prompt has {example.prompt_length} tokens and the maximum is {max_length}, "
-      f"so no token of the completion is left to train; {remedy}"
+      f"the prompt has {prompt_length} tokens and the maximum is {max_length}, "
+      f"so that no token of the completion is left to train; {remedy}"
     )
-  return f"{len(example)} tokens, more than the maximum of {max_length}; {remedy}"
+  return f"{length} tokens, more than the maximum of {max_length}; {remedy}"
 
 
 def pad_row(element: Row, *, max_length: int, pad_id: int) -> Row:
-  """One example as a row of its own."""
+  """Returns one example, padded to a row."""
   length = len(element["input_tokens"])
   row = empty_row(max_length, pad_id)
   row["input_tokens"][:length] = element["input_tokens"]
@@ -324,7 +358,7 @@ def pad_row(element: Row, *, max_length: int, pad_id: int) -> Row:
 
 
 def empty_row(max_length: int, pad_id: int) -> Row:
-  """A row of padding alone."""
+  """Returns a row of padding."""
   row = {name: np.zeros(max_length, np.int32) for name in FIELDS}
   row["input_tokens"][:] = pad_id
   return row
@@ -333,7 +367,7 @@ def empty_row(max_length: int, pad_id: int) -> Row:
 def stack_prompts(
   prompts: Sequence[np.ndarray], length: int, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Token ids and mask, int32 [B, length] each, padded on the left."""
+  """Returns token ids and mask, int32 [B, length] each, padded on the left."""
   ids = np.full((len(prompts), length), pad_id, np.int32)
   mask = np.zeros((len(prompts), length), np.int32)
   for row, prompt in enumerate(prompts):
@@ -348,7 +382,7 @@ def stack_completions(
   length: int,
   pad_id: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Token ids and mask, int32 [B, length] each, padded on the right."""
+  """Returns token ids and mask, int32 [B, length] each, padded on the right."""
   ids = np.full((len(completions), length), pad_id, np.int32)
   mask = np.zeros((len(completions), length), np.int32)
   for row, (completion, scored) in enumerate(zip(completions, masks, strict=True)):

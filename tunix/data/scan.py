@@ -1,6 +1,6 @@
-"""A pass over the data before training, so that bad input fails in the first minute.
+"""A scan of the data before training, so that bad input fails in the first minute.
 
-Renders and tokenises record by record and keeps only counts.
+A scan renders and tokenises one record at a time and keeps counts only.
 """
 
 from __future__ import annotations
@@ -10,8 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tunix.data import forms
+from tunix.data.chat import Rendered
 from tunix.data.mixture import describe
-from tunix.data.records import KINDS
+from tunix.data.records import (
+  KINDS,
+  PROMPT_COLUMN,
+  PROMPT_ROWS,
+  check_same_extra,
+)
 from tunix.data.source import Source
 from tunix.utils import checks
 
@@ -20,23 +26,26 @@ from tunix.utils import checks
 class Report:
   """Counts over the scanned records.
 
+  Runs save it as JSON, so that a resumed run need not scan again.
+
   Attributes:
-    kind: name of what they were read as.
-    records: records in the data set.
-    scanned: records that were looked at.
-    kept: those that training will see.
-    dropped: left out because they are too long.
-    truncated: kept, but some of their tokens lost.
-    empty: left out because a completion says nothing.
-    equal: left out because chosen and rejected are the same.
-    tokens: tokens of what is kept; prompts that stand apart are not counted.
-    trained_tokens: those of them that are learned or scored.
-    longest: tokens before cutting, by what is limited ("record", or "prompt" and
-      "completion").
-    longest_at: their places.
-    desirable: kept completions with the label true; None where there are no labels.
-    mixed: shares of the parts of a mixture, in words.
-    forms: of other libraries that records have (see `tunix.data.forms`).
+    kind: name of the kind that the records were read as.
+    records: number of records in the data set.
+    scanned: number of records that were scanned.
+    kept: number of scanned records that training will use.
+    dropped: number of records left out because they are too long.
+    truncated: number of kept records that lost tokens.
+    empty: number of records left out because a completion is empty.
+    equal: number of records left out because chosen and rejected are equal.
+    tokens: tokens of the kept records; only completions count in pairs and labelled
+      completions.
+    trained_tokens: tokens among them that are trained or scored.
+    longest: largest number of tokens before cutting, by limited part ("record", or
+      "prompt" and "completion").
+    longest_at: places of the longest records, by part.
+    desirable: number of kept completions with the label true; None without labels.
+    mixed: one line for each part of a weighted mixture.
+    forms: names of other libraries whose forms the records have.
   """
 
   kind: str
@@ -57,12 +66,12 @@ class Report:
 
   @property
   def longest_prompt(self) -> int:
-    """Tokens of the longest prompt; 0 where prompts do not stand apart."""
+    """Tokens of the longest prompt; 0 for records in one row."""
     return self.longest.get("prompt", 0)
 
   @property
   def undesirable(self) -> int:
-    """Kept completions with the label false."""
+    """Number of kept completions with the label false."""
     return self.kept - (self.desirable or 0)
 
   def __str__(self) -> str:
@@ -94,13 +103,38 @@ class Report:
     return "; ".join([text, *self.mixed])
 
 
-def scan(source: Source, limit: int | None = None) -> Report:
-  """Looks at every record, or at no more than `limit` spread over the data.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptReport(Report):
+  """Counts over prompts with columns.
+
+  Attributes:
+    columns: names of the columns without the prompt, the same in every record.
+  """
+
+  columns: Sequence[str] = ()
+
+  def __str__(self) -> str:
+    columns = [f"columns {', '.join(self.columns)}"] if self.columns else []
+    return "; ".join([super().__str__(), *columns])
+
+
+def scan(
+  source: Source, limit: int | None = None, *, kept: dict[int, Any] | None = None
+) -> Report:
+  """Scans all records, or at most `limit` records spread over the data.
+
+  Args:
+    source: records and their settings.
+    limit: largest number of records to scan; None for all.
+    kept: receives {record number: element} of every record that training will use.
+
+  Returns:
+    The counts; a PromptReport for the kind PROMPT_ROWS.
 
   Raises:
-    ValueError: a record is wrong or cannot be trained on (its place is named), some
-      have a margin and others none, none of those scanned is left, or `limit` is not
-      positive.
+    ValueError: a record is invalid or cannot be trained on (the message names its
+      place), the records differ in their further fields, all scanned records are
+      dropped, or `limit` is not positive.
   """
   checks.number("limit", limit, checks.COUNT, whole=True, optional=True)
   stride = 1 if limit is None else -(-len(source) // limit)
@@ -108,27 +142,24 @@ def scan(source: Source, limit: int | None = None) -> Report:
   names = ("kept", "dropped", "truncated", "empty", "equal", "tokens", "trained_tokens")
   counts: dict[str, int] = dict.fromkeys((*names, "desirable"), 0)
   longest: dict[str, tuple[int, int]] = {}
-  margin, known = None, set()
+  extra, libraries = None, set()
   for index in indices:
-    if (form := forms.find(source.records[index], *source.kind.forms)) is not None:
-      known.add(form.name)
+    libraries |= _library(source, index)
     rendered = source.render(index)
-    has_margin = "margin" in rendered.extra
-    if margin not in (None, has_margin):
-      raise ValueError(
-        f'{source.where(index)}: {"a" if has_margin else "no"} "margin", unlike the '
-        "records before: give all of them one, or none"
-      )
-    margin = has_margin
+    extra = rendered.extra if extra is None else extra
+    check_same_extra(rendered.extra, extra, source.where(index))
     for what, length in source.layout.lengths(rendered).items():
       if length > longest.get(what, (-1, 0))[0]:
         longest[what] = length, index
-    for name, count in _counts(source, rendered, index).items():
+    fitted = source.fit(rendered, index)
+    for name, count in _counts(source, rendered, fitted, index).items():
       counts[name] += count
+      if name == "kept" and kept is not None and fitted is not None:
+        kept[index] = source.layout.element(fitted)
   if not counts["kept"]:
     raise ValueError(source.none_left(len(indices)))
   desirable = counts.pop("desirable")
-  return Report(
+  fields: dict[str, Any] = dict(
     kind=source.kind.name,
     records=len(source),
     scanned=len(indices),
@@ -137,13 +168,26 @@ def scan(source: Source, limit: int | None = None) -> Report:
     longest_at={what: source.where(index) for what, (_, index) in longest.items()},
     desirable=desirable if source.kind.name == "labelled" else None,
     mixed=describe(source.records),
-    forms=sorted(known),
+    forms=sorted(libraries),
   )
+  if source.kind is not PROMPT_ROWS:
+    return Report(**fields)
+  columns = tuple(name for name in extra or () if name != PROMPT_COLUMN)
+  return PromptReport(**fields, columns=columns)
 
 
-def _counts(source: Source, rendered: Any, index: int) -> dict[str, int]:
-  """What one record adds to the report."""
-  fitted = source.fit(rendered, index)
+def _library(source: Source, index: int) -> set[str]:
+  """Returns the name of the library whose form a record has, if any."""
+  if not source.kind.forms:
+    return set()
+  form = forms.find(source.records[index], *source.kind.forms)
+  return set() if form is None else {form.name}
+
+
+def _counts(
+  source: Source, rendered: Rendered, fitted: Rendered | None, index: int
+) -> dict[str, int]:
+  """Returns the counts that one record adds to the report."""
   if fitted is None:
     return {"dropped": 1}
   if (fault := source.fault(rendered, fitted, index)) is not None:

@@ -1,4 +1,4 @@
-"""What a batch trains, shown as text and checked."""
+"""Shows and checks which tokens of a batch or a record are trained."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 
 from tunix.data import chat
+from tunix.data.chat import Rendered
+from tunix.data.prompts import PROMPTS
 from tunix.data.records import Record, Text
-from tunix.data.render import Rendered
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
-# Columns that batches of prompts may have behind them, in the order of showing.
+# Names of completions in a batch, in the order of display.
 COMPLETIONS = ("chosen", "rejected", "completion")
 _EXTRA = ("labels", "margins")
 
@@ -21,10 +22,13 @@ _COLOUR = ("\033[32m«", "»\033[0m")
 
 
 def trained_targets(batch: Any) -> np.ndarray:
-  """Which tokens are predicted and learned, bool [B, T].
+  """Returns which tokens are predicted and trained, bool [B, T].
 
-  A token is, when its mask is 1 and the token before it is of the same segment: the
-  first of a segment has nothing to be predicted from.
+  A token is a target if its mask is 1 and the previous token belongs to the same
+  segment: the first token of a segment has no context that predicts it.
+
+  Args:
+    batch: as for `check_supervision`.
   """
   mask, segments = _field(batch, "input_mask"), _segments(batch)
   targets = np.zeros(mask.shape, bool)
@@ -34,14 +38,14 @@ def trained_targets(batch: Any) -> np.ndarray:
 
 
 def check_supervision(batch: Any) -> int:
-  """The number of trained tokens of a batch.
+  """Returns the number of trained tokens of a batch.
 
   Args:
-    batch: a dict or an object with input_tokens, input_mask and, where rows are
-      packed or padded, segment_ids; arrays [B, T].
+    batch: a dict, or an object with attributes. It has `input_tokens` and `input_mask`
+      [B, T] and, if rows are packed or padded, `segment_ids` [B, T].
 
   Raises:
-    ValueError: there is none; the message says why.
+    ValueError: no token is trained; the message gives the reason.
   """
   trained = int(trained_targets(batch).sum())
   if trained:
@@ -61,8 +65,8 @@ def check_supervision(batch: Any) -> int:
       size + "input_mask is 1 on padding alone (segment_ids 0); build both together"
     )
   raise ValueError(
-    size + "input_mask is 1 only where a segment begins, and nothing stands before "
-    "those tokens to predict them from; mask later tokens too"
+    size + "input_mask is 1 only on the first token of a segment, which has no context "
+    "that predicts it; mask later tokens too"
   )
 
 
@@ -73,13 +77,13 @@ def describe_batch(
   rows: int | None = None,
   colour: bool = False,
 ) -> str:
-  """The text of a batch, with the trained tokens between « and ».
+  """Returns the text of a batch with the trained tokens between « and ».
 
   Args:
     batch: as for `check_supervision`.
-    tokenizer: decodes the tokens.
-    rows: how many rows to show; None for all.
-    colour: green for the trained tokens as well, for terminals.
+    tokenizer: tokenizer that decodes the tokens.
+    rows: number of rows to show; None for all.
+    colour: print trained tokens in green as well, for terminals.
   """
   tokens, segments = _field(batch, "input_tokens"), _segments(batch)
   targets = trained_targets(batch)
@@ -89,7 +93,7 @@ def describe_batch(
     f"{count} rows x {length} tokens: {trained} trained, "
     f"{tokens.size - trained - padding} context, {padding} padding"
   ]
-  marks = _marks_of(colour)
+  marks = _marks(colour)
   shown = count if rows is None else min(rows, count)
   for row in range(shown):
     lines.append(_summary(row, segments[row], targets[row]))
@@ -111,42 +115,54 @@ def describe_completions(
   rows: int | None = None,
   colour: bool = False,
 ) -> str:
-  """The prompts of a batch with their completions; scored tokens between « and ».
+  """Returns prompts and completions of a batch; scored tokens between « and ».
 
   Args:
-    batch: as `rows.SideBySide` stacks it.
-    tokenizer: decodes the tokens.
-    rows: how many rows to show; None for all.
-    colour: green for the scored tokens as well, for terminals.
+    batch: a batch that `rows.SideBySide` stacked.
+    tokenizer, rows, colour: as for `describe_batch`.
   """
   names = [name for name in COMPLETIONS if f"{name}_ids" in batch]
   real = np.flatnonzero(batch["weights"])
   lines = [f"{len(real)} of {len(batch['weights'])} rows"]
   for row in real[:rows]:
     prompt = batch["prompt_ids"][row][batch["prompt_mask"][row] != 0]
-    text = tokenizer.decode(prompt, skip_special_tokens=False)
-    lines.append(f"--- {row}: prompt, {len(prompt)} tokens\n{text}")
-    for name in names:
-      mask = batch[f"{name}_mask"][row] != 0
-      ids = batch[f"{name}_ids"][row][: np.flatnonzero(mask)[-1] + 1]
-      marks = _marks_of(colour)
-      shown = _marked(ids, mask[: len(ids)], tokenizer, marks)
-      lines.append(f"{name}, {int(mask.sum())} tokens: {shown}")
-    lines += [f"{name[:-1]}: {batch[name][row]}" for name in _EXTRA if name in batch]
+    masks = [batch[f"{name}_mask"][row] for name in names]
+    ends = [np.flatnonzero(mask)[-1] + 1 for mask in masks]
+    record = Rendered(
+      prompt,
+      tuple(batch[f"{name}_ids"][row][:end] for name, end in zip(names, ends)),
+      tuple(mask[:end] for mask, end in zip(masks, ends)),
+      {name[:-1]: batch[name][row] for name in _EXTRA if name in batch},
+    )
+    lines += [f"--- {row}", describe_rendered(record, names, tokenizer, colour=colour)]
+  return "\n".join(lines)
+
+
+def describe_prompts(batch: Mapping[str, Sequence[Any]], *, rows: int | None) -> str:
+  """Returns the prompts of a batch of text with their columns.
+
+  Args:
+    batch: a batch of `tunix.data.prompts.PromptBatches`.
+    rows: number of prompts to show; None for all.
+  """
+  lines = []
+  for number, prompt in enumerate(batch[PROMPTS][:rows]):
+    lines.append(f"--- {number}\n{prompt}")
+    lines += [f"{name}: {batch[name][number]}" for name in batch if name != PROMPTS]
   return "\n".join(lines)
 
 
 def describe_record(read: Record, *, colour: bool = False) -> str:
-  """A record as it is read, before any tokenizer; what is learned between « and ».
+  """Returns the text of a record before tokenisation; trained text between « and ».
 
   Args:
-    read: the record taken apart.
-    colour: green for what is learned as well, for terminals.
+    read: parts of the record.
+    colour: as for `describe_batch`.
   """
-  marks = _marks_of(colour)
-  lines = [f"prompt:\n{_text_of(read.prompt, ('', ''))}"] if read.prompt else []
+  marks = _marks(colour)
+  lines = [f"prompt:\n{_text(read.prompt, ('', ''))}"] if read.prompt else []
   for name, text in read.completions.items():
-    lines.append(f"{name}:\n{_text_of(text, marks)}")
+    lines.append(f"{name}:\n{_text(text, marks)}")
   lines += [f"{name}: {value}" for name, value in read.extra.items()]
   return "\n".join([*lines, "tools: yes"] if read.tools else lines)
 
@@ -158,15 +174,15 @@ def describe_rendered(
   *,
   colour: bool = False,
 ) -> str:
-  """A record as tokens, decoded; trained or scored ones between « and ».
+  """Returns the decoded tokens of a record; trained or scored ones between « and ».
 
   Args:
-    rendered: the record's tokens, of any length.
-    names: of its completions.
-    tokenizer: decodes the tokens.
+    rendered: tokens of the record.
+    names: names of its completions.
+    tokenizer: tokenizer that decodes the tokens.
     colour: as for `describe_batch`.
   """
-  prompt, marks = rendered.prompt, _marks_of(colour)
+  prompt, marks = rendered.prompt, _marks(colour)
   text = tokenizer.decode(prompt, skip_special_tokens=False)
   lines = [f"prompt, {len(prompt)} tokens:\n{text}"] if len(prompt) else []
   for name, ids, mask in zip(names, rendered.completions, rendered.masks):
@@ -176,20 +192,20 @@ def describe_rendered(
   return "\n".join(lines)
 
 
-def _text_of(text: Text, marks: tuple[str, str]) -> str:
-  """Text, or the turns of messages, those that are learned between the marks."""
+def _text(text: Text, marks: tuple[str, str]) -> str:
+  """Returns text, or one line for each turn; trained parts between the marks."""
   if isinstance(text, str):
     return f"{marks[0]}{text}{marks[1]}"
   lines = []
   for turn in text:
-    said = turn.get("content") or turn.get("tool_calls")
-    before, behind = marks if chat.is_trained(turn) else ("", "")
-    lines.append(f"[{turn['role']}] {before}{said}{behind}")
+    content = turn.get("content") or turn.get("tool_calls")
+    opening, closing = marks if chat.is_trained(turn) else ("", "")
+    lines.append(f"[{turn['role']}] {opening}{content}{closing}")
   return "\n".join(lines)
 
 
-def _marks_of(colour: bool) -> tuple[str, str]:
-  """What stands before and behind trained text."""
+def _marks(colour: bool) -> tuple[str, str]:
+  """Returns the marks before and after trained text."""
   return _COLOUR if colour else _MARKS
 
 
@@ -211,7 +227,7 @@ def _marked(
   tokenizer: TokenizerAdapter,
   marks: tuple[str, str],
 ) -> str:
-  """Text of tokens [T], that of the trained ones (bool [T]) between the marks."""
+  """Returns the text of tokens [T]; trained ones (bool [T]) between the marks."""
   borders = np.flatnonzero(np.diff(targets.astype(np.int8))) + 1
   pieces = []
   for part, trained in zip(np.split(tokens, borders), np.split(targets, borders)):
@@ -221,7 +237,7 @@ def _marked(
 
 
 def _segments(batch: Any) -> np.ndarray:
-  """Segment ids; without any, every row is one segment."""
+  """Returns the segment ids; a batch without them has one segment a row."""
   segments = _field(batch, "segment_ids", required=False)
   return np.ones_like(_field(batch, "input_tokens")) if segments is None else segments
 
@@ -230,6 +246,6 @@ def _field(batch: Any, name: str, required: bool = True) -> Any:
   is_mapping = isinstance(batch, Mapping)
   value = batch.get(name) if is_mapping else getattr(batch, name, None)
   if value is None and required:
-    what = f"keys {', '.join(batch)}" if is_mapping else type(batch).__name__
-    raise ValueError(f"the batch has no {name} (found {what}); give it one, [B, T]")
+    fields = f"keys {', '.join(batch)}" if is_mapping else type(batch).__name__
+    raise ValueError(f"the batch has no {name} (found {fields}); give it one, [B, T]")
   return None if value is None else np.asarray(value)

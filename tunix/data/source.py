@@ -1,4 +1,4 @@
-"""Records as rows of tokens, rendered when they are asked for."""
+"""A source: records with the settings that turn each into an element of a batch."""
 
 from __future__ import annotations
 
@@ -7,37 +7,47 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from tunix.data import render, rows, stored
-from tunix.data.records import PAIRS, SFT, Kind
-from tunix.data.render import Rendered
+from tunix.data import render, stored
+from tunix.data.chat import Rendered
+from tunix.data.prompts import PromptText
+from tunix.data.records import PAIRS, PROMPT_ROWS, SFT, Kind
 from tunix.data.rows import OneRow, Overlong, SideBySide
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 Unusable = Literal["error", "drop"]
+Layout = OneRow | SideBySide | PromptText
+
+
+def layout_type(kind: Kind) -> type[Layout]:
+  """Returns the class of the layout that records of a kind need."""
+  if kind is SFT:
+    return OneRow
+  return PromptText if kind is PROMPT_ROWS else SideBySide
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
-  """What turns record `i` into what rows are made of.
+  """Records, and the settings of their rendering and layout.
 
   Attributes:
     records: dicts (see `tunix.data.records`), in memory or on disk.
-    kind: what they are read as.
-    tokenizer: encodes text and renders chats.
-    layout: of the rows, with their lengths: OneRow for records of fine-tuning,
-      SideBySide for the others.
-    overlong: what happens to longer ones: "error", "truncate" (see `rows.fit_row` and
-      `rows.fit_apart`) or "drop".
-    unusable: what happens to an empty completion and to a chosen one that equals the
-      rejected one, neither of which teaches: "error" or "drop".
-    chat: whether plain prompts are user turns; None when there is a chat template.
-    template_kwargs: further names for the chat template.
+    kind: kind that the records are read as.
+    tokenizer: tokenizer with the chat template.
+    layout: layout of the rows: OneRow for SFT, PromptText for PROMPT_ROWS, SideBySide
+      for all other kinds.
+    overlong: treatment of records that are too long: "error", "truncate" (see
+      `rows.fit_row` and `rows.fit_apart`) or "drop".
+    unusable: treatment of empty completions, and of a chosen completion that equals the
+      rejected one: "error" or "drop". Neither has a useful gradient.
+    chat: True treats plain-text prompts as user turns of a chat. None does so if the
+      tokenizer has a chat template.
+    template_kwargs: further variables of the chat template.
   """
 
   records: Sequence[Mapping[str, Any]]
   kind: Kind
   tokenizer: TokenizerAdapter
-  layout: OneRow | SideBySide
+  layout: Layout
   overlong: Overlong = "error"
   unusable: Unusable = "error"
   chat: bool | None = None
@@ -50,13 +60,14 @@ class Source:
           f"{name} {getattr(self, name)!r} is unknown; use one of "
           f"{list(get_args(known))}"
         )
-    if (self.kind is SFT) != isinstance(self.layout, OneRow):
+    needed = layout_type(self.kind)
+    if not isinstance(self.layout, needed):
       raise ValueError(
-        f"records of the kind {self.kind.name!r} in the layout {self.layout}: those of "
-        "fine-tuning go into OneRow, the others SideBySide"
+        f"layout is {self.layout}; expected {needed.__name__} for records of the kind "
+        f"{self.kind.name!r}"
       )
     if not len(self.records):
-      raise ValueError("there are no records; give at least one")
+      raise ValueError("records is empty; give at least one record")
     self.tokenizer.check_template_variables(
       self.template_kwargs or {}, "template_kwargs"
     )
@@ -66,27 +77,25 @@ class Source:
 
   @property
   def pad_id(self) -> int:
-    """Token id behind what a row holds."""
+    """Token id of padding."""
     return self.tokenizer.pad_id() or 0
 
   @property
-  def stack(self) -> Callable[..., rows.Row]:
-    """(elements, first, count) -> a batch of some of them."""
-    if isinstance(self.layout, OneRow):
-      return functools.partial(self.layout.stack, pad_id=self.pad_id)
+  def stack(self) -> Callable[..., dict[str, Any]]:
+    """(elements, first=, count=) -> a batch of a range of the elements."""
     return functools.partial(
       self.layout.stack, names=self.kind.completions, pad_id=self.pad_id
     )
 
   def where(self, index: int) -> str:
-    """The place of record `index`, for messages."""
+    """Returns the place of record `index`, for messages."""
     return stored.place(self.records, index)
 
   def render(self, index: int) -> Rendered:
-    """Record `index` in full.
+    """Returns all tokens of record `index`.
 
     Raises:
-      ValueError: the record is malformed or trains nothing; names its place.
+      ValueError: the record is malformed or trains no token; names its place.
     """
     return render.render_record(
       self.records[index],
@@ -98,10 +107,10 @@ class Source:
     )
 
   def fit(self, rendered: Rendered, index: int) -> Rendered | None:
-    """The same within the lengths, None when it is dropped.
+    """Returns record `index` within the lengths of the layout, None if it is dropped.
 
     Raises:
-      ValueError: it is longer and `overlong` is "error"; names the record's place.
+      ValueError: the record is longer and `overlong` is "error"; names its place.
     """
     try:
       return self.layout.fit(rendered, self.overlong, self.tokenizer.bos_id())
@@ -109,33 +118,38 @@ class Source:
       raise ValueError(f"{self.where(index)}: {error}") from error
 
   def fault(self, rendered: Rendered, fitted: Rendered, index: int) -> str | None:
-    """Why a record teaches nothing: "empty", "equal" or None.
+    """Returns why a record is unusable: "empty", "equal" or None.
+
+    Args:
+      rendered: all tokens of the record.
+      fitted: its tokens within the lengths; cutting may make two completions equal.
+      index: number of the record.
 
     Raises:
-      ValueError: it teaches nothing and `unusable` is "error"; names its place.
+      ValueError: the record is unusable and `unusable` is "error"; names its place.
     """
-    why, what = None, ""
+    fault, problem = None, ""
     if rendered.empty:
       name = rendered.empty[0]
-      # Files of fine-tuning call it "response", or have it as a message.
-      which = f'"{name}"' if name in self.records[index] else "the answer"
-      why, what = "empty", f"{which} is empty"
+      # Files of fine-tuning name it "response", or have it as a message.
+      field = f'"{name}"' if name in self.records[index] else "the answer"
+      fault, problem = "empty", f"{field} is empty"
     elif self.kind is PAIRS and render.are_equal(fitted):
-      why, what = "equal", '"chosen" and "rejected" are equal'
+      fault, problem = "equal", '"chosen" and "rejected" are equal'
       if not render.are_equal(rendered):
-        what += f" in their first {len(fitted.completions[0])} tokens"
-    if why and self.unusable == "error":
+        problem += f" in their first {len(fitted.completions[0])} tokens"
+    if fault and self.unusable == "error":
       raise ValueError(
-        f"{self.where(index)}: {what}, which teaches nothing; correct the record, or "
-        'set unusable to "drop"'
+        f"{self.where(index)}: {problem}, so that training on it has no effect; "
+        'correct the record, or set unusable to "drop"'
       )
-    return why
+    return fault
 
   def element(self, index: int) -> Any | None:
-    """Record `index` as what rows are made of, None when it is dropped.
+    """Returns record `index` as an element of a batch, None if it is dropped.
 
     Raises:
-      ValueError: see `render`, `fit` and `fault`.
+      ValueError: as for `render`, `fit` and `fault`.
     """
     rendered = self.render(index)
     fitted = self.fit(rendered, index)
@@ -143,12 +157,11 @@ class Source:
       return None
     return self.layout.element(fitted)
 
-  def none_left(self, looked_at: int | None = None) -> str:
-    """What is said when every record is dropped."""
-    which = f"{len(self)} records"
-    if looked_at is not None:
-      which = f"{looked_at} records looked at"
-    return (
-      f"all {which} are {self.layout.words(self.kind.completions)} and were dropped; "
-      "raise the length or set overlong to 'truncate'"
-    )
+  def none_left(self, scanned: int | None = None) -> str:
+    """Returns the error message for a source whose records are all dropped.
+
+    Args:
+      scanned: number of records that were scanned; None for all.
+    """
+    which = f"{len(self)} records" if scanned is None else f"{scanned} scanned records"
+    return f"all {which} are {self.layout.why_dropped(self.kind.completions)}"

@@ -1,16 +1,16 @@
-"""Where the trained text of a rendered conversation stands.
+"""Finds the trained text in a conversation that a chat template rendered.
 
-Found by rendering, not by asking the template: the conversation is rendered again
-with contents of turns replaced by stand-ins, and what differs is content. This holds
-for templates that drop earlier thinking, trim white space or merge the system turn
-into the user's.
+The template itself is never inspected. The conversation is rendered again with the
+contents of turns replaced by placeholders, and the text that differs is content. This
+works for templates that drop earlier thinking, trim white space or merge the system
+turn into the user's turn.
 
-A conversation is rendered a fixed number of times, however long it is. All contents are
-replaced together, then every second one: a turn that was kept stands between two
-stand-ins there, where its text can be told from what the template writes around it.
-Laid together the pieces must give the whole conversation. Where they do not (what a
-template writes for one turn depends on the content of another) every turn is looked at
-by itself, at three renderings each.
+The number of renderings does not depend on the length of the conversation. One
+rendering replaces all contents, and two more replace every second content: there, a
+kept turn stands between two placeholders, so that its text can be separated from the
+text that the template prints around it. The pieces, put together, must give the whole
+conversation. If they do not, because the template's text for one turn depends on the
+content of another, each turn is located by itself with three renderings.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ from typing import Any, NamedTuple
 Message = Mapping[str, Any]
 Renderer = Callable[[Sequence[Message], bool], str]
 
-# Private-use characters, which occur in no text; the first and the last of the two
-# differ, so that common prefixes and suffixes end exactly at the content.
-_STAND_INS = ("\ue000\ue001", "\ue002\ue003")
+# Private-use characters, which occur in no text. The two placeholders differ in their
+# first and in their last character, so that the common prefix and suffix of two
+# renderings end exactly at the content.
+_PLACEHOLDERS = ("\ue000\ue001", "\ue002\ue003")
 _NUMBERED = re.compile("\ue000(\\d+)\ue001")
 _CONTENT_KEYS = ("content", "reasoning_content", "thinking", "reasoning")
 _SPACE = re.compile(r"\s*")
 
 
 class Content(NamedTuple):
-  """A turn's content in the rendered conversation.
+  """Position of the content of a turn in the rendered conversation, in characters.
 
   Attributes:
-    start, stop: where it stands.
-    header: where it would begin, if it did not begin like what the template writes in
-      front of a stand-in (a think block of its own, where the template puts an empty
-      one).
+    start, stop: range of the content.
+    header: end of the text that the template prints before a placeholder. It is more
+      than `start` if the content begins with the same text, for example with a think
+      block where the template prints an empty one.
   """
 
   start: int
@@ -48,7 +49,7 @@ class Content(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-  """A piece of text that is trained as a whole, or not at all."""
+  """A piece of text that is trained as a whole or not at all."""
 
   text: str
   trained: bool
@@ -60,22 +61,22 @@ def find_segments(
   render: Renderer,
   end_tokens: Sequence[str],
 ) -> tuple[list[Segment], bool]:
-  """The rendered conversation, cut where training starts and stops.
+  """Cuts the rendered conversation where training starts and stops.
 
-  A turn's trained text begins where the generation prompt ends (so an empty think
-  block that the template inserts is learned as well), or with the content where the
-  conversation does not begin with that prompt; it ends behind the token that closes
-  the turn.
+  The trained text of a turn begins where the generation prompt ends, so that an empty
+  think block that the template inserts there is trained as well. If the conversation
+  does not begin with that prompt, the trained text begins with the content. It ends
+  after the token that closes the turn.
 
   Args:
     messages: the conversation.
-    turns: indices of the messages to train, ascending.
+    turns: ascending indices of the messages to train.
     render: (messages, add_generation_prompt) -> text.
     end_tokens: texts of special tokens that may close a turn.
 
   Returns:
-    The segments, whose texts join to the rendered conversation (without white space
-    behind a last turn that no token closes), and whether EOS must follow them.
+    The segments, whose texts join to the rendered conversation, and whether EOS must
+    follow them. If no token closes the last turn, white space after it is removed.
   """
   full = render(messages, False)
   contents = _contents(messages, turns, full, render)
@@ -103,8 +104,12 @@ def find_segments(
 def _contents(
   messages: Sequence[Message], turns: Sequence[int], full: str, render: Renderer
 ) -> dict[int, Content] | None:
-  """The turns' contents, by three renderings; None: these do not say. (A turn that
-  shows no stand-in may be left out, or be written in another way.)"""
+  """Locates the contents of all turns with three renderings.
+
+  Returns:
+    {turn: position}, or None if these renderings do not suffice: the template leaves a
+    turn out, or prints it differently.
+  """
   gaps = _between(messages, turns, render)
   if gaps is None:
     return None
@@ -113,31 +118,33 @@ def _contents(
   if first is None or second is None:
     return None
   contents: dict[int, Content] = {}
-  laid, left = "", gaps[0]  # the text so far, and what stood behind its last content
+  joined, left = "", gaps[0]  # text so far, and the text after its last content
   for at, turn in enumerate(turns):
     before, after = gaps[at], gaps[at + 1]
-    # This turn's text, where those beside it are replaced.
+    # The text of this turn in the rendering that replaces its two neighbours.
     piece = (first if at % 2 else second)[(at + 1) // 2]
     start = _common_prefix(piece, before)
     stop = max(start, len(piece) - _common_prefix(piece[::-1], after[::-1]))
-    # Of the text between two turns the one before may have written the beginning in
-    # another way, and this one the end: what both leave is what stands there.
+    # The previous turn may change the beginning of the text between two turns, and this
+    # turn its end. The part that neither changes is the text between them.
     cut = len(before) - len(left)
     if start < cut:
       return None
-    laid += before[cut:start]
-    place = len(laid)
+    joined += before[cut:start]
+    place = len(joined)
     contents[turn] = Content(place, place + stop - start, place + len(before) - start)
-    laid += piece[start:stop]
+    joined += piece[start:stop]
     left = piece[stop:]
-  return contents if laid + left == full else None
+  return contents if joined + left == full else None
 
 
 def _between(
   messages: Sequence[Message], turns: Sequence[int], render: Renderer
 ) -> list[str] | None:
-  """The texts around the turns' stand-ins, one more than turns; None: they do not stand
-  there in order."""
+  """Returns the texts around the placeholders of the turns, one more than turns.
+
+  None if the placeholders are missing or in another order.
+  """
   changed = list(messages)
   for turn in turns:
     changed[turn] = _with_content(messages[turn], f"\ue000{turn}\ue001")
@@ -145,7 +152,7 @@ def _between(
   texts, places, done = [], [], 0
   for mark in _NUMBERED.finditer(text):
     turn = int(mark[1])
-    if places[-1:] == [turn]:  # a thought and a content: one turn's
+    if places[-1:] == [turn]:  # thought and content of the same turn
       done = mark.end()
       continue
     places.append(turn)
@@ -157,12 +164,12 @@ def _between(
 def _content_alone(
   messages: Sequence[Message], turn: int, full: str, render: Renderer
 ) -> Content | None:
-  """A turn's content by two renderings, None if the template leaves the turn out."""
+  """Locates one content with two renderings; None if the template leaves it out."""
   one, two = (
     render(
       [*messages[:turn], _with_content(messages[turn], s), *messages[turn + 1 :]], False
     )
-    for s in _STAND_INS
+    for s in _PLACEHOLDERS
   )
   if one == two:
     return None
@@ -182,50 +189,56 @@ def _completion_starts(
   full: str,
   render: Renderer,
 ) -> dict[int, int]:
-  """Where generation would have started, had the model been asked for each turn.
+  """Returns where generation starts for each turn, in characters.
 
-  What a template writes between a message and the answer that it asks for depends on
-  the message's role. So the first and the last turn behind each role are asked for;
-  where what is known of one foretells both, it tells those between.
+  The text between a message and its answer depends on the role of the message. So the
+  generation prompt is rendered for the first and the last turn after each role. If a
+  prediction from two renderings gives the same positions, it is used for the turns in
+  between, and their prompts need no rendering.
   """
   starts = {turn: content.start for turn, content in contents.items()}
   behind: dict[str, list[int]] = {}
   for turn in contents:
-    if turn:  # nothing asks for a first message
+    if turn:  # a first message has no generation prompt
       behind.setdefault(messages[turn - 1]["role"], []).append(turn)
   for role, turns in behind.items():
-    # How a template writes an answer before an answer may depend on which is the last.
-    few = not turns[2:] or role == "assistant"
-    told = {} if few else _foretold(messages, turns, contents, full, render)
+    # With up to two turns there is nothing in between. After an answer, the text of a
+    # template may depend on which answer is the last.
+    predicts = len(turns) > 2 and role != "assistant"
+    predicted = (
+      _predicted_starts(messages, turns, contents, full, render) if predicts else {}
+    )
     for turn in (turns[0], turns[-1]):
       starts[turn] = _prompt_end(messages, turn, full, render, contents[turn])
-    agree = told and all(starts[t] == told[t] for t in (turns[0], turns[-1]))
+    agree = predicted and all(starts[t] == predicted[t] for t in (turns[0], turns[-1]))
     for turn in turns[1:-1]:
       starts[turn] = (
-        told[turn]
+        predicted[turn]
         if agree
         else _prompt_end(messages, turn, full, render, contents[turn])
       )
   return starts
 
 
-def _foretold(
+def _predicted_starts(
   messages: Sequence[Message],
   turns: Sequence[int],
   contents: Mapping[int, Content],
   full: str,
   render: Renderer,
 ) -> dict[int, int]:
-  """Where generation would have started for turns behind messages of one role, by two
-  renderings; {}: these do not say."""
+  """Returns where generation starts for turns after messages of one role.
+
+  Two renderings give all positions; {} if they do not suffice.
+  """
   every = sorted({*turns, *(turn - 1 for turn in turns)})
   texts = _between(messages, every, render)
   last = turns[-1]
-  asked = _between(messages[:last], [last - 1], lambda some, _: render(some, True))
-  if texts is None or asked is None:
+  prompt = _between(messages[:last], [last - 1], lambda some, _: render(some, True))
+  if texts is None or prompt is None:
     return {}
   headers = dict(zip(every, texts))
-  question_end = asked[1]  # behind the message before: its end, and the prompt for more
+  question_end = prompt[1]  # end of the previous message, and the answer's header
   starts = {}
   for turn in turns:
     content = contents[turn]
@@ -243,10 +256,10 @@ def _prompt_end(
   render: Renderer,
   content: Content,
 ) -> int:
-  """Where generation would have started, had the model been asked for this turn."""
+  """Returns where generation starts for this turn, in characters."""
   try:
     prompt = render(messages[:turn], True)
-  except ValueError:  # a template may refuse a conversation that stops here
+  except ValueError:  # a template may refuse a conversation that ends here
     return content.start
   fits = full.startswith(prompt) and len(prompt) <= content.stop
   return len(prompt) if fits else content.start
@@ -255,10 +268,10 @@ def _prompt_end(
 def _closing_stop(
   full: str, end: int, closing: re.Pattern[str] | None, message: Message
 ) -> int | None:
-  """Behind the special token that closes the turn; None if there is none.
+  """Returns the end of the special token that closes the turn; None without one.
 
-  Only white space may stand between. A call of a tool is rendered behind the content
-  and belongs to the turn, so there the next special token is looked for.
+  Only white space may separate it from the content. The call of a tool is rendered
+  after the content and belongs to the turn, so that any later token closes it.
   """
   if closing is None:
     return None
@@ -271,7 +284,10 @@ def _closing_stop(
 
 
 def _common_prefix(a: str, b: str) -> int:
-  """Length of the longest common prefix, by bisection (slices compare in C)."""
+  """Returns the length of the longest common prefix.
+
+  Bisection compares slices in C, which is faster than a Python loop over characters.
+  """
   low, high = 0, min(len(a), len(b))
   while low < high:
     middle = (low + high + 1) // 2

@@ -1,9 +1,10 @@
-"""Rows of numbers on disk, found by the content that they were computed from.
+"""Rows of numbers on disk, found by a digest of the content they were computed from.
 
-A folder of files `rows-*.npy`: each is there whole or not at all, is named by what it
-holds and never changed, so that a writer that was killed goes on where it was and
-several processes may fill one folder. Files are mapped when they are read, a few at a
-time (each map holds its file open); memory holds the keys.
+A folder of files `rows-*.npy`. A file is written whole or not at all, is named by a
+digest of its keys, and never changes. So a writer that was killed continues where it
+stopped, and several processes may fill one folder. Files are memory-mapped when they
+are read, at most 64 at a time, because each map keeps its file open. Memory holds the
+keys.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import numpy as np
 from tunix.utils import coordination
 from tunix.utils.io import sweep, write_atomic
 
-_MAPPED = 64  # files at a time
+_MAX_MAPPED = 64  # files mapped at a time
 
 
 def row_key(parts: Iterable[bytes]) -> str:
-  """A name for a row by what it was computed from: 128 bits, in hex."""
+  """Returns a digest of the content that a row is computed from: 128 bits, in hex."""
   digest = hashlib.blake2b(digest_size=16)
   for part in parts:
     digest.update(part)
@@ -32,10 +33,10 @@ def row_key(parts: Iterable[bytes]) -> str:
 
 
 class RowStore:
-  """The rows in a folder.
+  """The rows of one folder.
 
   Args:
-    folder: of the files; made when the first is written.
+    folder: folder of the files; created with the first file.
 
   Raises:
     ValueError: a file is damaged.
@@ -43,9 +44,9 @@ class RowStore:
 
   def __init__(self, folder: pathlib.Path):
     self.folder = folder
-    self._places: dict[str, tuple[int, int]] = {}  # key -> number of a file, row
+    self._places: dict[str, tuple[int, int]] = {}  # key -> (file number, row)
     self._files: list[pathlib.Path | np.ndarray] = []
-    self._mapped = functools.lru_cache(_MAPPED)(_map)
+    self._mapped = functools.lru_cache(_MAX_MAPPED)(_map)
     sweep(folder)
     for path in sorted(folder.glob("rows-*.npy")):
       self._open(path)
@@ -57,23 +58,26 @@ class RowStore:
     return key in self._places
 
   def take(self, keys: Sequence[str], column: str) -> np.ndarray:
-    """A column of the rows of these keys, stacked.
+    """Returns one column of the rows with these keys, stacked.
 
     Raises:
-      KeyError: there is no such row.
+      KeyError: a key has no row.
     """
     places = [self._places[key] for key in keys]
-    # Copies: a view would hold its file open.
+    # Copies, because a view would keep its file open.
     rows = [self._rows(self._files[f])[row][column].copy() for f, row in places]
     return np.stack(rows)
 
   def add(self, columns: Mapping[str, np.ndarray], keys: Sequence[str]) -> None:
-    """Writes rows that are not there yet: arrays [N, ...] by name, and N keys. Of
-    several processes every one gives the same rows; the first writes them.
+    """Writes new rows. All processes pass the same rows, and process 0 writes them.
+
+    Args:
+      columns: name -> array [N, ...].
+      keys: N keys, see `row_key`.
 
     Raises:
-      ValueError: a process does not see what the first has written.
-      coordination.AbsentError: a process did not come.
+      ValueError: a process does not see the file that process 0 has written.
+      coordination.AbsentError: a process did not arrive.
     """
     rows = _table(columns, keys)
     np.save(buffer := io.BytesIO(), rows)
@@ -85,7 +89,7 @@ class RowStore:
     self._open(path)
 
   def hold(self, columns: Mapping[str, np.ndarray], keys: Sequence[str]) -> None:
-    """The same in memory alone: rows that a file of another form holds."""
+    """Adds rows in memory only, for rows that a file of another format stores."""
     rows = _table(columns, keys)
     self._index(rows, rows)
 
@@ -102,21 +106,21 @@ class RowStore:
 
 
 def _map(path: pathlib.Path) -> np.ndarray:
-  """The rows of a file, read where they are touched."""
+  """Maps a file, of which the operating system reads the touched pages only."""
   try:
     return np.load(path, mmap_mode="r")
   except (ValueError, OSError) as error:
     raise ValueError(
-      f"{path} is damaged ({error}): delete it, and fill the folder again (several "
+      f"{path} is damaged ({error}); delete it, and fill the folder again (several "
       "processes need a folder that all of them see)"
     ) from error
 
 
 def _table(columns: Mapping[str, np.ndarray], keys: Sequence[str]) -> np.ndarray:
-  """One structured array, because one file of it can be mapped."""
-  together = {"key": np.asarray(keys, "S32"), **columns}
-  kinds = [(name, x.dtype, x.shape[1:]) for name, x in together.items()]
-  rows = np.empty(len(keys), kinds)
-  for name, column in together.items():
+  """Joins the columns to one structured array, which one mapped file can hold."""
+  fields = {"key": np.asarray(keys, "S32"), **columns}
+  dtypes = [(name, x.dtype, x.shape[1:]) for name, x in fields.items()]
+  rows = np.empty(len(keys), dtypes)
+  for name, column in fields.items():
     rows[name] = column
   return rows

@@ -1,17 +1,17 @@
-"""Records that lie somewhere as a sequence: checked when they are read."""
+"""Records as a sequence, in memory or in a file, checked when they are read."""
 
 from __future__ import annotations
 
 import abc
+import array
 import collections
-import contextlib
 import functools
 import hashlib
 import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -19,13 +19,13 @@ from tunix.data.records import SFT, Kind, Record
 
 
 class Records(Sequence[dict[str, Any]], abc.ABC):
-  """Records of one kind, by position; each is checked when it is read.
+  """A sequence of records of one kind; each is checked when it is read.
 
   Attributes:
-    kind: what they are read as.
-    name: of the whole, for messages.
-    fingerprint: SHA-256 of their content.
-    noun: what they lie in.
+    kind: kind of the records.
+    name: name of the sequence in messages, usually a path.
+    fingerprint: SHA-256 of the content, in hex.
+    noun: name of the storage format in messages.
   """
 
   noun = "records"
@@ -33,23 +33,23 @@ class Records(Sequence[dict[str, Any]], abc.ABC):
   name: str
   fingerprint: Any
 
-  @abc.abstractmethod
   def where(self, index: int) -> str:
-    """The place of a record, for messages."""
+    """Returns the place of record `index`, for messages."""
+    return f"{self.name}, record {index}"
 
   @abc.abstractmethod
   def raw(self, index: int) -> Any:
-    """Record `index` (from 0), not checked yet.
+    """Returns record `index` (from 0) without checking its fields.
 
     Raises:
-      ValueError: it cannot be read; the message names its place.
+      ValueError: the record cannot be read; the message names its place.
     """
 
   def __getitem__(self, index: Any) -> Any:
-    """Record `index`, checked.
+    """Returns record `index`, checked; a slice gives a list.
 
     Raises:
-      ValueError: it is no valid record; the message names its place.
+      ValueError: the record is invalid; the message names its place.
     """
     if isinstance(index, slice):
       return [self[i] for i in range(*index.indices(len(self)))]
@@ -59,36 +59,36 @@ class Records(Sequence[dict[str, Any]], abc.ABC):
     return record
 
   def __iter__(self) -> Iterator[dict[str, Any]]:
-    """All records, in one pass."""
+    """Yields all records in one pass."""
     return (record for record, _ in self.checked())
 
   def read(self) -> Iterator[Record]:
-    """All records taken apart, in one pass."""
+    """Yields the parts of all records in one pass."""
     return (read for _, read in self.checked())
 
   def validate(self) -> dict[str, int]:
-    """Checks the structure of every record, without tokenising.
+    """Checks the fields of every record, without tokenising.
 
     Returns:
-      How many records there are of each form.
+      The number of records of each form.
 
     Raises:
-      ValueError: for the first record that is wrong.
+      ValueError: a record is invalid; the message names the first one.
     """
     return dict(collections.Counter(read.form for _, read in self.checked()))
 
   def checked(self) -> Iterator[tuple[dict[str, Any], Record]]:
-    """Every record with its parts, in one pass."""
+    """Yields every record with its parts in one pass."""
     for index in range(len(self)):
       record = self.raw(index)
       yield record, self.kind.read(record, self.where(index))
 
 
 class FileRecords(Records):
-  """Records of a text file, read when they are asked for.
+  """Records of a text file, read on access.
 
-  Memory holds a few numbers a record (where it begins and ends), never the file. Safe
-  to read from many threads, and to pickle.
+  Memory holds three integers a record (its first byte, its end and its line), not the
+  text. Instances may be shared between threads and pickled.
   """
 
   def __init__(
@@ -97,51 +97,63 @@ class FileRecords(Records):
     """Indexes the file in one pass.
 
     Args:
-      path: of the file.
-      kind: what its records are.
-      name: of the file in messages; None: its path.
+      path: path of the file.
+      kind: kind of its records.
+      name: name of the file in messages; None takes the path.
 
     Raises:
-      FileNotFoundError: no such file.
-      ValueError: the file has no record, or is not of its format.
+      FileNotFoundError: the file is missing.
+      ValueError: the file has no record, or another format.
     """
     self.kind = kind
     self.path = pathlib.Path(path).expanduser()
     self.name = str(self.path) if name is None else name
     if not self.path.is_file():
-      what = "a folder" if self.path.is_dir() else "no such file"
+      problem = "a folder" if self.path.is_dir() else "no such file"
       raise FileNotFoundError(
-        f"data file {self.name!r}: {what}; give a file of {self.noun}"
+        f"data file {self.name!r}: {problem}; give a file of {self.noun}"
       )
     self._stamp = _stamp(self.path)
-    self.fingerprint = self._index()
+    digest = hashlib.sha256()
+    # A flat array of 24 bytes a record; lists of tuples would take 150.
+    flat = array.array("q")
+    for entry in self._entries(digest):
+      flat.extend(entry)
+    self._index = np.array(flat, np.int64).reshape(-1, 3)
+    self.fingerprint = digest.hexdigest()
     if not len(self):
       raise ValueError(f"{self.name} is empty; {kind.expected}")
 
   @abc.abstractmethod
-  def _index(self) -> str:
-    """Finds the records; returns the SHA-256 of the file."""
+  def _entries(self, digest: Any) -> Iterator[tuple[int, int, int]]:
+    """Yields (first byte, end, line from 1) of each record.
 
-  @contextlib.contextmanager
-  def opened(self) -> Iterator[BinaryIO]:
-    """The file, to read a record of.
+    Args:
+      digest: a `hashlib` object that receives all bytes of the file.
+    """
+
+  def __len__(self) -> int:
+    return len(self._index)
+
+  def where(self, index: int) -> str:
+    """Returns the place of record `index` as `file:line`, lines counted from 1."""
+    return f"{self.name}:{self._index[index, 2]}"
+
+  def text(self, index: int) -> bytes:
+    """Returns the bytes of record `index`.
 
     Raises:
-      FileNotFoundError: it is gone.
-      ValueError: it is another one than was indexed.
+      FileNotFoundError: the file is gone.
+      ValueError: the file changed since it was indexed.
     """
-    # Opening anew costs microseconds and needs no lock between threads.
+    start, stop, _ = map(int, self._index[index])
+    # Opening again costs microseconds and needs no lock between threads.
     with self.path.open("rb") as file:
       if _stamp(file.fileno()) != self._stamp:
         raise ValueError(
-          f"{self.name} was changed while it was read: leave it as it is while a run "
-          "reads it, and begin again"
+          f"{self.name} was changed while it was read; leave the file unchanged during "
+          "a run, and start the run again"
         )
-      yield file
-
-  def piece(self, start: int, stop: int) -> bytes:
-    """Bytes of the file; see `opened`."""
-    with self.opened() as file:
       file.seek(start)
       return file.read(stop - start)
 
@@ -150,8 +162,9 @@ class Renamed(Records):
   """Records whose columns have other names.
 
   Args:
-    records: those records.
-    columns: our name -> theirs; other columns stay.
+    records: records to read.
+    columns: name that the kind expects -> name of the column in `records`. Other
+      columns keep their names.
   """
 
   def __init__(self, records: Records, columns: Mapping[str, str]):
@@ -160,59 +173,64 @@ class Renamed(Records):
 
   @property
   def fingerprint(self) -> str:
-    """Of the records as they lie."""
+    """Fingerprint of the records under their original names."""
     return self.records.fingerprint
 
   def __len__(self) -> int:
     return len(self.records)
 
   def where(self, index: int) -> str:
-    """See the base class."""
+    """Returns the place of record `index`, for messages."""
     return self.records.where(index)
 
   def raw(self, index: int) -> Any:
-    """The record with our names.
+    """Returns record `index` with renamed columns.
 
     Raises:
-      ValueError: it has no such column.
+      ValueError: the record lacks a column.
     """
     record = self.records.raw(index)
     if not isinstance(record, Mapping):
-      return record  # which its kind refuses
-    for ours, theirs in self.columns.items():
-      if theirs not in record:
+      return record  # `kind.read` refuses it
+    for name, column in self.columns.items():
+      if column not in record:
         raise ValueError(
-          f"{self.where(index)}: there is no column {theirs!r} to take as {ours!r}: "
-          f"there are {', '.join(map(repr, record)) or 'none'}"
+          f"{self.where(index)}: there is no column {column!r} for {name!r}; the "
+          f"record has {', '.join(map(repr, record)) or 'none'}"
         )
     rest = {k: v for k, v in record.items() if k not in self.columns.values()}
-    return rest | {ours: record[theirs] for ours, theirs in self.columns.items()}
+    return rest | {name: record[column] for name, column in self.columns.items()}
 
 
 class HeldRecords(Records):
-  """Anything that has a length and items as records: a list, a `datasets.Dataset`, a
-  source of `tensorflow_datasets`, a `grain.MapDataset`.
+  """Records of an object with a length and items: a list, a `datasets.Dataset`, a
+  `tensorflow_datasets` data source or a `grain.MapDataset`.
 
-  Values become plain: bytes are UTF-8 text, NumPy's numbers and arrays numbers and
-  lists.
+  Values are converted to what JSON has: bytes to UTF-8 text, NumPy arrays to lists.
   """
 
   def __init__(self, items: Any, kind: Kind = SFT, *, name: str, noun: str = "records"):
-    """Takes the items as they are.
+    """Wraps the items without reading them.
+
+    Args:
+      items: object with a length and items by position.
+      kind: kind of the records.
+      name: name in messages.
+      noun: name of the storage format in messages.
 
     Raises:
-      TypeError: they have no length or no items.
-      ValueError: there are none.
+      TypeError: `items` has no length or no items by position.
+      ValueError: `items` is empty.
     """
     if not hasattr(items, "__len__") or not hasattr(items, "__getitem__"):
       raise TypeError(
-        f"{name} is a {type(items).__name__}: expected something with a length and "
+        f"{name} is a {type(items).__name__}; expected an object with a length and "
         "items (a list, a datasets.Dataset, a grain.MapDataset)"
       )
     if isinstance(items, Mapping):
       raise TypeError(
-        f"{name} is a mapping of {', '.join(map(repr, items))}: choose one of them "
-        "(a data set of splits takes split='train')"
+        f"{name} is a mapping of {', '.join(map(repr, items))}; choose one entry (a "
+        "data set with splits takes split='train')"
       )
     if not len(items):
       raise ValueError(f"{name} is empty; {kind.expected}")
@@ -221,21 +239,17 @@ class HeldRecords(Records):
   def __len__(self) -> int:
     return len(self._items)
 
-  def where(self, index: int) -> str:
-    """The place of a record: the name, and its number from 0."""
-    return f"{self.name}, record {index}"
-
   def raw(self, index: int) -> Any:
-    """See the base class."""
+    """Returns record `index` as plain values; raises as the base class does."""
     record = self._items[index]
     if not isinstance(record, Mapping):
-      return record  # which its kind refuses
+      return record  # `kind.read` refuses it
     where = self.where(index)
     return {key: _plain(value, where) for key, value in record.items()}
 
   @functools.cached_property
   def fingerprint(self) -> str:
-    """SHA-256 of all records in their order."""
+    """SHA-256 of all records in order, in hex."""
     digest = hashlib.sha256()
     for index in range(len(self)):
       text = json.dumps(self.raw(index), sort_keys=True, default=repr)
@@ -244,29 +258,29 @@ class HeldRecords(Records):
 
 
 def _stamp(file: pathlib.Path | int) -> tuple[int, int]:
-  """What tells a file that was written anew: its size and its time."""
+  """Returns size and modification time, which change when a file is rewritten."""
   status = os.stat(file)
   return status.st_size, status.st_mtime_ns
 
 
 def place(records: Sequence[Mapping[str, Any]], index: int) -> str:
-  """Where a record comes from, for error messages."""
+  """Returns the place of record `index` of any sequence, for messages."""
   where = getattr(records, "where", None)
   return where(index) if where is not None else f"record {index}"
 
 
 def _plain(value: Any, where: str) -> Any:
-  """A value as JSON would have it."""
+  """Converts a value to what JSON has."""
   if isinstance(value, bytes):
     try:
       return value.decode()
     except UnicodeDecodeError as error:
-      raise ValueError(f"{where}: bytes that are no UTF-8 text ({error})") from error
+      raise ValueError(f"{where}: bytes are no UTF-8 text ({error})") from error
   if isinstance(value, np.ndarray | np.generic):
     return _plain(value.tolist(), where)
   if isinstance(value, Mapping):
-    # Columnar formats fill in what a row's own object lacks: a message without "name"
-    # comes back with "name": None.
+    # Columnar formats give every object the keys of all objects: a message without
+    # "name" is read back with "name": None.
     present = {key: part for key, part in value.items() if part is not None}
     return {key: _plain(part, where) for key, part in present.items()}
   if isinstance(value, list | tuple):

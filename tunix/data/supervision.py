@@ -1,4 +1,4 @@
-"""Another name of `tunix.data.show`."""
+"""Compatibility module: another name of `tunix.data.show`."""
 
 from tunix.data.show import check_supervision, describe_batch, trained_targets
 

@@ -1,4 +1,4 @@
-"""What a run has logged, as a table."""
+"""The logged metrics of a run as a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Rows and columns that are shown; all of them are held.
+# Rows and columns that are displayed; the table keeps all of them.
 _ROWS, _COLUMNS = 12, 8
 
 
@@ -25,13 +25,15 @@ class Column(NamedTuple):
 
 
 class History(Mapping[str, Column]):
-  """Metrics by event ("train/loss", "eval/loss", "actor/train/kl"), as they stood when
-  it was taken. A notebook shows it as a table with a row for each step.
+  """A copy of the metrics by event: "train/loss", "eval/loss", "actor/train/kl".
+
+  A notebook displays it as a table with a row for each step.
 
       steps, losses = trainer.history["train/loss"]
       frame = pandas.DataFrame(trainer.history.rows())
 
-  What this process has logged: a resumed run has the steps before in `metrics.jsonl`.
+  The table has the steps of this process. A resumed run has earlier steps in
+  `metrics.jsonl`.
   """
 
   def __init__(self, columns: Mapping[str, tuple[Sequence[int], Sequence[float]]]):
@@ -41,14 +43,14 @@ class History(Mapping[str, Column]):
     }
 
   def __getitem__(self, event: str) -> Column:
-    """The metric of an event.
+    """Returns the steps and values of an event.
 
     Raises:
-      KeyError: nothing was logged under this name; says what was.
+      KeyError: No value was logged under this name; the message lists all names.
     """
     if event not in self._columns:
       known = ", ".join(self._columns) or "none"
-      raise KeyError(f"no metric {event!r} was logged: there are {known}")
+      raise KeyError(f"the metric {event!r} was not logged; expected one of: {known}")
     return self._columns[event]
 
   def __iter__(self) -> Iterator[str]:
@@ -58,7 +60,7 @@ class History(Mapping[str, Column]):
     return len(self._columns)
 
   def rows(self) -> list[dict[str, Any]]:
-    """{"step": 7, "train/loss": 2.5, ...} for every step: what was logged at it."""
+    """Returns {"step": 7, "train/loss": 2.5, ...} for each step."""
     by_step: dict[int, dict[str, Any]] = {}
     for event, (steps, values) in self._columns.items():
       for step, value in zip(steps.tolist(), values.tolist()):
@@ -72,13 +74,13 @@ class History(Mapping[str, Column]):
       "  ".join(cell.rjust(width) for cell, width in zip(line, widths))
       for line in (head, *lines)
     ]
-    return "\n".join([*text, *self._left_out()])
+    return "\n".join([*text, *self._omitted()])
 
   def _repr_html_(self) -> str:
     head, *lines = self._cells()
     row = lambda cells, tag: "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells)
     body = "".join(f"<tr>{row(line, 'td')}</tr>" for line in lines)
-    note = html.escape(" ".join(self._left_out()))
+    note = html.escape(" ".join(self._omitted()))
     return (
       f"<table><thead><tr>{row(head, 'th')}</tr></thead><tbody>{body}</tbody></table>"
       f"<p>{note}</p>"
@@ -96,6 +98,6 @@ class History(Mapping[str, Column]):
       lines.append([str(row["step"]), *values] if row else ["..."] * len(lines[0]))
     return lines
 
-  def _left_out(self) -> list[str]:
-    more = list(self._columns)[_COLUMNS:]
-    return [f"and {', '.join(more)}"] if more else []
+  def _omitted(self) -> list[str]:
+    events = list(self._columns)[_COLUMNS:]
+    return [f"and {', '.join(events)}"] if events else []

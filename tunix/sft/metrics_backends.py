@@ -1,6 +1,8 @@
-"""Where metrics go besides JSON lines: TensorBoard, Weights & Biases, the console.
+"""Backends that store metrics: TensorBoard, Weights & Biases, the console.
 
-The packages behind them are imported when the first value is written.
+`BACKENDS` is the table of all backends. A new backend is a class, an entry there and,
+for the command, a field of `tunix.cli.settings.run.LoggingSettings`. The packages of
+the backends are imported when the first value is written.
 """
 
 from __future__ import annotations
@@ -10,59 +12,58 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TextIO, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TextIO, runtime_checkable
 
+from tunix.sft.metrics_jsonl import JsonlBackend
 from tunix.sft.metrics_records import Record, StepRecords, as_number, split_event
-from tunix.utils import optional
+from tunix.utils import env, optional
 
 
 @runtime_checkable
 class LoggingBackend(Protocol):
-  """Anything that takes scalars.
+  """An object that stores scalars.
 
-  A backend that can go back also has `position() -> dict` (JSON-able, everything
-  before it safely stored) and `rewind(position | None)`; then a resumed run leaves
-  neither gaps nor doubles in it. One that holds values back may have `flush()`, which
-  is called when a run ends and may go on later.
+  A backend may have further methods: those of RewindableBackend and TextBackend, and
+  `flush()`, which writes buffered values when a run ends. Logging can continue after a
+  flush.
   """
 
   def log_scalar(self, event: str, value: Any, **kwargs: Any) -> None:
     """Takes one value of `event` ("prefix/mode/name"); `step` is a keyword."""
-    ...
 
   def close(self) -> None:
-    """Writes out what is held back."""
-    ...
+    """Writes buffered values and closes files."""
 
 
 @runtime_checkable
 class RewindableBackend(LoggingBackend, Protocol):
-  """A backend that a resumed run can continue where a checkpoint was taken."""
+  """A backend that a resumed run continues without gaps and without repetitions."""
 
-  def position(self) -> dict[str, Any]: ...
+  def position(self) -> dict[str, Any]:
+    """Returns its place as JSON, after everything before it was stored."""
+    ...
 
-  def rewind(self, position: dict[str, Any] | None) -> None: ...
+  def rewind(self, position: dict[str, Any] | None) -> None:
+    """Drops everything after a position; None: the run starts from the beginning."""
 
 
 @runtime_checkable
 class TextBackend(LoggingBackend, Protocol):
-  """A backend that takes more than scalars."""
+  """A backend that also shows settings and completions."""
 
   def log_config(self, config: Mapping[str, Any]) -> None:
-    """The settings of the run by key; called before its first value."""
-    ...
+    """Takes the settings of the run by key, before its first value."""
 
   def log_samples(self, groups: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Completions with their rewards, as `tunix.rl.samples.groups_of` makes them."""
-    ...
+    """Takes completions with their rewards, made by `tunix.rl.samples.groups_of`."""
 
 
 _SAMPLE_FIELDS = ("text", "reward", "advantage", "tokens", "finish_reason")
 
 
 def _sample_rows(groups: Sequence[Mapping[str, Any]], step: int) -> list[list[Any]]:
-  """A row for every completion: step, prompt, and `_SAMPLE_FIELDS`."""
+  """Returns a row for each completion: step, prompt, and `_SAMPLE_FIELDS`."""
   return [
     [step, _as_text(group["prompt"]), *(row.get(name) for name in _SAMPLE_FIELDS)]
     for group in groups
@@ -75,15 +76,15 @@ def _as_text(value: Any) -> str:
 
 
 def _as_markdown(config: Mapping[str, Any]) -> str:
-  """TensorBoard shows four spaces in front of a line as it is."""
+  """Returns lines with four leading spaces, which TensorBoard shows verbatim."""
   return "\n".join(f"    {key}: {_as_text(value)}" for key, value in config.items())
 
 
 class TensorboardBackend:
-  """Event files for TensorBoard.
+  """Writes event files for TensorBoard.
 
-  Written by this thread through tensorboardX's record writer: its `SummaryWriter` has a
-  queue that a flush does not wait for.
+  It uses the record writer of tensorboardX, because the queue of its `SummaryWriter` is
+  not empty after a flush: a checkpoint's position would be ahead of the file.
 
   Args:
     log_dir: folder of the event files.
@@ -100,7 +101,7 @@ class TensorboardBackend:
     self._flushed_step = 0
 
   def log_scalar(self, event: str, value: Any, **kwargs: Any) -> None:
-    """Notes one value; `step` is the keyword that counts."""
+    """Takes one value; of the keywords only `step` is read."""
     step = int(kwargs.get("step") or 0)
     point = {"tag": event, "simple_value": as_number(event, value)}
     self._write(step, summary={"value": [point]})
@@ -110,7 +111,7 @@ class TensorboardBackend:
       self._flushed_step = step
 
   def log_config(self, config: Mapping[str, Any]) -> None:
-    # With the first value: a run that is put back hides what was written before.
+    # Written with the first value: `rewind`, which comes before it, hides older events.
     self._config = config
 
   def log_samples(self, groups: Sequence[Mapping[str, Any]], step: int) -> None:
@@ -129,13 +130,12 @@ class TensorboardBackend:
     self._write(step, summary={"value": [point]})
 
   def position(self) -> dict[str, Any]:
-    """The last step written, after it is on disk."""
-    if self._writer is not None:
-      self._writer.flush()
+    """Returns the last step written; everything up to it is on disk."""
+    self.flush()
     return {"step": self._last_step}
 
   def rewind(self, position: dict[str, Any] | None) -> None:
-    """TensorBoard hides what was written after the position (None: everything)."""
+    """Makes TensorBoard hide all events after the position (None: all events)."""
     self.close()
     folder = pathlib.Path(self._log_dir)
     old = folder.is_dir() and any(folder.glob("events.out.tfevents.*"))
@@ -144,12 +144,12 @@ class TensorboardBackend:
     self._purge_step = self._last_step + 1 if old else None
 
   def flush(self) -> None:
-    """Everything is in the file."""
+    """Writes buffered events to the file."""
     if self._writer is not None:
       self._writer.flush()
 
   def close(self) -> None:
-    """Flushes and closes the file; logging again begins another one."""
+    """Writes buffered events and closes the file; logging again starts another file."""
     writer, self._writer = self._writer, None
     if writer is not None:
       writer.close()
@@ -160,7 +160,7 @@ class TensorboardBackend:
     if self._writer is None:
       files = optional.require("tensorboardX.event_file_writer", purpose, package)
       os.makedirs(self._log_dir, exist_ok=True)
-      # tensorboardX names files by the second and overwrites: make names unique.
+      # tensorboardX names files by the second, and would overwrite one of this second.
       suffix = f".{os.getpid()}.{time.monotonic_ns()}"
       prefix = os.path.join(self._log_dir, "events")
       self._writer = files.EventsWriter(prefix, filename_suffix=suffix)
@@ -176,17 +176,17 @@ class TensorboardBackend:
 
 
 class WandbBackend:
-  """A Weights & Biases run, begun with the first value that is sent.
+  """Sends metrics to a Weights & Biases run, which starts with the first value.
 
-  Values of a step are sent together, in the order of steps: W&B drops what comes
-  for an earlier step. A resumed run continues the W&B run of the checkpoint, which
-  keeps the values it already has.
+  The values of a step are sent together and steps in ascending order, because W&B drops
+  values of earlier steps. A resumed run continues the W&B run of the checkpoint, which
+  keeps the values that it already has.
 
   Args:
     project_name: the W&B project.
-    run_name: name shown for the run; W&B invents one when empty.
-    log_dir: folder for W&B's local files; W&B's own default when None.
-    project, name: what W&B calls the first two; they go before them.
+    run_name: name shown for the run; W&B invents one if it is empty.
+    log_dir: folder for W&B's local files; None: W&B's default.
+    project, name: the same two under W&B's names; they take precedence.
   """
 
   def __init__(
@@ -205,7 +205,8 @@ class WandbBackend:
     if log_dir is not None:
       self._settings["dir"] = str(log_dir)
     self._records = StepRecords(2)
-    self._tables: dict[int, list[list[Any]]] = {}  # wait for the values of their step
+    # Rows of completions by step; each table is sent with the values of its step.
+    self._tables: dict[int, list[list[Any]]] = {}
     self._run: Any = None
     self._run_id: str | None = None
 
@@ -223,7 +224,7 @@ class WandbBackend:
     return {"run_id": self._run_id, "open": self._records.state()}
 
   def rewind(self, position: dict[str, Any] | None) -> None:
-    """Continues the run that the position names; None begins a new one."""
+    """Continues the W&B run of the position; None starts a new one."""
     run_id = None if position is None else position["run_id"]
     if run_id != self._run_id:
       self._finish()
@@ -262,10 +263,10 @@ class WandbBackend:
 
 
 class ConsoleBackend:
-  """One line of text per step and mode, printed when the next step begins.
+  """Prints one line for each step and mode, when the next step begins.
 
   Args:
-    stream: where to print; standard output when None.
+    stream: the file to print to; None: standard output.
   """
 
   def __init__(self, stream: TextIO | None = None):
@@ -277,14 +278,37 @@ class ConsoleBackend:
     step = int(kwargs.get("step") or 0)
     self._print(self._records.add(step, mode, key, as_number(event, value)))
 
-  def flush(self) -> None:
+  def close(self) -> None:
     self._print(self._records.release_all())
 
-  def close(self) -> None:
-    self.flush()
+  flush = close
 
   def _print(self, records: list[Record]) -> None:
     for record in records:
       values = " ".join(f"{key}={value:.5g}" for key, value in record.values.items())
       where = f"step {record.step}" + (f" {record.mode}" if record.mode else "")
       print(f"{where} {values}", file=self._stream or sys.stdout, flush=True)
+
+
+class BackendKind(NamedTuple):
+  """An entry of `BACKENDS`.
+
+  Attributes:
+    make: function from MetricsLoggerOptions to the backend.
+    is_default: tells whether the backend is used if the options do not choose.
+  """
+
+  make: Callable[[Any], LoggingBackend]
+  is_default: Callable[[], bool]
+
+
+BACKENDS: dict[str, BackendKind] = {
+  "jsonl": BackendKind(lambda o: JsonlBackend(o.log_dir), lambda: True),
+  "tensorboard": BackendKind(
+    lambda o: TensorboardBackend(o.log_dir, o.flush_every_n_steps), lambda: True
+  ),
+  "wandb": BackendKind(
+    lambda o: WandbBackend(o.project_name, o.run_name, o.log_dir), env.wandb_requested
+  ),
+  "console": BackendKind(lambda o: ConsoleBackend(), lambda: False),
+}

@@ -1,13 +1,12 @@
-"""Device scalars of a step, brought home a step late.
+"""Device scalars of a training step, read one step late.
 
-Reading a value of the step that runs now would make the loop wait for the device and
-leave it idle while the next step is prepared. So a step's scalars start their
-copy to the host at once and are read when the next step has been dispatched.
+Reading a value of the running step would make the loop wait for the device, and leave
+the device idle while the next step is prepared. Therefore the copy to the host starts
+at once, and the values are read after the next step has been dispatched.
 """
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,42 +17,33 @@ Ready = list[tuple[int, dict[str, float]]]
 
 
 class MetricsBuffer:
-  """A queue of (step, scalars) that lags behind by a fixed number of steps.
+  """Holds the scalars of one step until the next step is put.
 
-  Which values come out depends on the steps put in and never on the device's speed,
-  so that a run logs in the same order every time.
-
-  Args:
-    lag: steps that stay inside; 1 reads a step's values when the next was put.
-
-  Raises:
-    ValueError: a negative lag.
+  The order of the values depends on the steps alone, never on the speed of the device.
+  A run therefore logs in the same order every time.
   """
 
-  def __init__(self, lag: int = 1):
-    if lag < 0:
-      raise ValueError(f"lag is {lag}, it must be at least 0")
-    self._lag = lag
-    self._entries: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
+  def __init__(self):
+    self._waiting: list[tuple[int, dict[str, Any]]] = []
 
-  def __len__(self) -> int:
-    return len(self._entries)
+  def put(self, step: int, values: Mapping[str, Any]) -> Ready:
+    """Takes the scalars of a step, and returns those of the step before it.
 
-  def put(self, step: int, values: Mapping[str, Any]) -> None:
-    """Takes the scalars of a step (JAX arrays of one element, or plain numbers)."""
+    Args:
+      step: the number of the step.
+      values: JAX arrays of one element, or Python numbers, by name.
+    """
     for value in values.values():
       if isinstance(value, jax.Array):
         value.copy_to_host_async()
-    self._entries.append((step, dict(values)))
-
-  def ready(self) -> Ready:
-    """Takes out the steps that are `lag` old, oldest first, as Python floats."""
-    return [self._pop() for _ in range(len(self._entries) - self._lag)]
+    ready = self.drain()
+    self._waiting.append((step, dict(values)))
+    return ready
 
   def drain(self) -> Ready:
-    """Takes out everything; waits for the device."""
-    return [self._pop() for _ in range(len(self._entries))]
-
-  def _pop(self) -> tuple[int, dict[str, float]]:
-    step, values = self._entries.popleft()
-    return step, {name: float(np.asarray(value)) for name, value in values.items()}
+    """Returns the scalars that wait, as Python floats; waits for the device."""
+    waiting, self._waiting = self._waiting, []
+    return [
+      (step, {name: float(np.asarray(value)) for name, value in values.items()})
+      for step, values in waiting
+    ]

@@ -1,13 +1,14 @@
 """Metrics as JSON lines that a resumed run continues byte for byte.
 
-Two files: `metrics.jsonl` holds what the same run gives again (loss, norms, ...),
-`timings.jsonl` what depends on the machine (`VOLATILE`). One line per (step, mode):
+Two files: `metrics.jsonl` holds values that every repetition of a run has again (loss,
+norms, ...); `timings.jsonl` holds values that depend on the machine (`VOLATILE`). One
+line for each step and mode:
 
     {"step": 12, "mode": "train", "loss": 2.25, "perplexity": 9.487735836358526}
 
-Keys stand in logging order, after the metrics prefix if there is one ("actor/loss").
-Floats are written so that reading gives the same bits; values that JSON cannot
-express are the strings "NaN", "Infinity", "-Infinity" (`float()` reads them).
+Keys are in logging order; a metrics prefix stays part of the key ("actor/loss").
+Reading a float gives the same bits that were written. Values that JSON cannot express
+are the strings "NaN", "Infinity" and "-Infinity", which `float()` reads.
 """
 
 from __future__ import annotations
@@ -55,34 +56,25 @@ VOLATILE = frozenset(
   }
 )
 
-# A line is written when two newer steps have been seen. One is not enough: metrics
-# come home a step late, so a hook may log step s before the trainer logs s - 1.
-OPEN_STEPS = 2
-
-
-def encode_line(record: Record) -> bytes:
-  """One (step, mode) as a line of JSON, newline included."""
-  head: dict[str, Any] = {"step": record.step}
-  if record.mode is not None:
-    head["mode"] = record.mode
-  return (json.dumps(head | record.encoded(), allow_nan=False) + "\n").encode()
+# A line is written after two newer steps were seen. One newer step is not enough:
+# metrics arrive a step late, so a hook may log step s before the trainer logs s - 1.
+_OPEN_STEPS = 2
 
 
 class JsonlBackend:
   """Writes `metrics.jsonl` and `timings.jsonl` into a local folder.
 
-  Nothing is lost by a kill that a checkpoint's `position()` has seen, and nothing is
-  doubled: `rewind` cuts off what was written after it. Lines still waiting for
-  values are part of the position, so that the bytes of a file do not depend on
-  when checkpoints were taken.
+  After a kill nothing is lost that was logged before a checkpoint's `position()`, and
+  nothing is written twice: `rewind` cuts off the lines after it. Open records are part
+  of the position, so the bytes of a file do not depend on the times of checkpoints.
 
   Args:
-    log_dir: the folder, made if missing.
+    log_dir: the folder; it is made if missing.
     volatile: metrics with one of these parts in their name go to `timings.jsonl`.
 
   Raises:
     ValueError: `log_dir` is a URL.
-    OSError: the folder cannot be made or written.
+    OSError: The folder cannot be made or written.
   """
 
   def __init__(
@@ -90,60 +82,54 @@ class JsonlBackend:
   ):
     if "://" in str(log_dir):
       raise ValueError(
-        f"log_dir {str(log_dir)!r} is a URL, JSON lines need a local folder: give one, "
-        "or choose other backends with backend_factories"
+        f"log_dir is the URL {str(log_dir)!r}; JSON lines need a local folder. Name "
+        "one, or choose other backends with backend_factories."
       )
     folder = pathlib.Path(log_dir)
     folder.mkdir(parents=True, exist_ok=True)
     self._volatile = frozenset(volatile)
     self._metrics = _Stream(folder / METRICS_FILE)
     self._timings = _Stream(folder / TIMINGS_FILE)
+    self._streams = (self._metrics, self._timings)
 
   def log_scalar(self, event: str, value: Any, **kwargs: Any) -> None:
-    """Notes one value; `step` is the keyword that counts."""
+    """Takes one value; of the keywords only `step` is read."""
     mode, key = split_event(event)
-    volatile = not self._volatile.isdisjoint(key.split("/"))
-    stream = self._timings if volatile else self._metrics
+    is_volatile = not self._volatile.isdisjoint(key.split("/"))
+    stream = self._timings if is_volatile else self._metrics
     stream.add(int(kwargs.get("step") or 0), mode, key, as_number(event, value))
 
   def position(self) -> dict[str, Any]:
-    """Where the files stand, after everything before it is on disk."""
-    return {
-      METRICS_FILE: self._metrics.position(),
-      TIMINGS_FILE: self._timings.position(),
-    }
+    """Returns the places in both files; everything before them is on disk."""
+    return {stream.path.name: stream.position() for stream in self._streams}
 
   def rewind(self, position: dict[str, Any] | None) -> None:
-    """Goes back to a position; None moves the files of an earlier run aside."""
-    streams = (self._metrics, self._timings)
+    """Returns to a position; None renames the files of an earlier run."""
     if position is None:
       number = 1
-      while any(stream.aside(number).exists() for stream in streams):
+      while any(stream.aside(number).exists() for stream in self._streams):
         number += 1
-      for stream in streams:
+      for stream in self._streams:
         stream.move_aside(number)
       return
-    for stream in streams:
-      place = position.get(stream.path.name)
-      if place is not None:
+    for stream in self._streams:
+      if (place := position.get(stream.path.name)) is not None:
         stream.rewind(place)
 
-  def flush(self) -> None:
-    """Writes what waits."""
-    self.close()
-
   def close(self) -> None:
-    """Writes what waits and closes the files; logging again opens them again."""
-    self._metrics.close()
-    self._timings.close()
+    """Writes open records and closes the files; logging again opens them again."""
+    for stream in self._streams:
+      stream.close()
+
+  flush = close
 
 
 class _Stream:
-  """One file of lines and the records that wait to be written to it."""
+  """One file of lines, with the open records that will be written to it."""
 
   def __init__(self, path: pathlib.Path):
     self.path = path
-    self._records = StepRecords(OPEN_STEPS)
+    self._records = StepRecords(_OPEN_STEPS)
     self._file: BinaryIO | None = None
 
   def add(self, step: int, mode: str | None, key: str, value: float) -> None:
@@ -157,22 +143,22 @@ class _Stream:
   def rewind(self, place: dict[str, Any]) -> None:
     self._release()
     self._records.load(place["open"])
-    wanted, size = int(place["bytes"]), _size(self.path)
-    whole = _last_line_end(self.path, min(wanted, size))
-    if wanted > size:
+    saved, size = int(place["bytes"]), _size(self.path)
+    whole = _last_line_end(self.path, min(saved, size))
+    if saved > size:
       _log.warning(
         "%s has %d bytes, the checkpoint was taken at byte %d: earlier metrics are "
         "missing from it, new ones are appended; restore the file to have them all",
         self.path,
         size,
-        wanted,
+        saved,
       )
-    elif whole != wanted:
+    elif whole != saved:
       _log.warning(
         "%s: the checkpoint's position, byte %d, is inside a line, so the file was "
         "changed since; it is cut back to byte %d",
         self.path,
-        wanted,
+        saved,
         whole,
       )
     if whole != size:
@@ -183,11 +169,11 @@ class _Stream:
 
   def move_aside(self, number: int) -> None:
     self._release()
-    self._records = StepRecords(OPEN_STEPS)
+    self._records = StepRecords(_OPEN_STEPS)
     if _size(self.path):
       os.replace(self.path, self.aside(number))
       _log.warning(
-        "%s is of an earlier run without a checkpoint: moved to %s",
+        "%s belongs to an earlier run without a checkpoint: it is renamed to %s",
         self.path,
         self.aside(number).name,
       )
@@ -201,7 +187,7 @@ class _Stream:
       return
     try:
       file = self._open()
-      file.write(b"".join(encode_line(record) for record in records))
+      file.write(b"".join(map(_as_line, records)))
       file.flush()
     except OSError as error:
       raise OSError(
@@ -212,7 +198,7 @@ class _Stream:
     if self._file is None:
       size = _size(self.path)
       whole = _last_line_end(self.path, size)
-      if whole != size:  # the rest of a line that a kill cut short
+      if whole != size:  # a kill has cut the last line short
         os.truncate(self.path, whole)
       self._file = open(self.path, "ab")  # noqa: SIM115  (closed by _release)
     return self._file
@@ -225,11 +211,11 @@ class _Stream:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-  """The lines of a metrics file as dicts; a last line that is cut short is left out.
+  """Returns the lines of a metrics file as dicts, without an incomplete last line.
 
   Raises:
-    OSError: no such file.
-    ValueError: a line that is no JSON object (with its number).
+    OSError: The file does not exist.
+    ValueError: A line is no JSON object; the message has its number.
   """
   lines = pathlib.Path(path).read_bytes().split(b"\n")[:-1]
   out = []
@@ -242,17 +228,21 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
   return out
 
 
+def _as_line(record: Record) -> bytes:
+  mode = {} if record.mode is None else {"mode": record.mode}
+  fields = {"step": record.step, **mode, **record.encoded()}
+  return (json.dumps(fields, allow_nan=False) + "\n").encode()
+
+
 def _size(path: pathlib.Path) -> int:
-  try:
-    return path.stat().st_size
-  except FileNotFoundError:
-    return 0
+  return path.stat().st_size if path.exists() else 0
 
 
 def _last_line_end(path: pathlib.Path, limit: int) -> int:
-  """The largest n <= limit such that the first n bytes are whole lines."""
+  """Returns the largest n <= limit for which the first n bytes are whole lines."""
   if not limit:
     return 0
+  # Backwards in blocks of 64 KiB: the file can be large, a line is short.
   block, end = 1 << 16, limit
   with open(path, "rb") as file:
     while end > 0:

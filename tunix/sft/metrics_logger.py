@@ -1,10 +1,10 @@
-"""The metrics of a run: a history to ask, and backends that store them.
+"""The metrics of a run: a history in memory, and backends that store them.
 
     logger = MetricsLogger(MetricsLoggerOptions(log_dir="/tmp/logs"))
     logger.log("", "loss", 2.5, Mode.TRAIN, 7)  # event "train/loss"
 
-A logger hands values to its own backends only. They also go to
-`jax.monitoring.record_scalar` for whoever listens there; the logger does not.
+A logger passes values to its own backends only. It also passes them to
+`jax.monitoring.record_scalar`, for other listeners, and does not listen there itself.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 
 from tunix.sft.history import History
 from tunix.sft.metrics_backends import (
+  BACKENDS,
   ConsoleBackend,
   LoggingBackend,
   RewindableBackend,
@@ -30,9 +31,10 @@ from tunix.sft.metrics_backends import (
 )
 from tunix.sft.metrics_jsonl import VOLATILE, JsonlBackend
 from tunix.sft.metrics_records import Mode, as_number, decode, encode
-from tunix.utils import checks, env
+from tunix.utils import checks
 
 __all__ = [
+  "BACKENDS",
   "VOLATILE",
   "BackendFactory",
   "ConsoleBackend",
@@ -47,25 +49,30 @@ __all__ = [
 
 BackendFactory = Callable[[], LoggingBackend]
 
-# Means of these are geometric: the perplexity of several steps is exp(mean loss).
+# Metrics with a geometric mean: the perplexity of several steps is exp(mean loss).
 _GEOMETRIC = frozenset({"perplexity"})
 
 
 @dataclasses.dataclass(frozen=True)
 class MetricsLoggerOptions:
-  """What to log to.
+  """The backends of a MetricsLogger.
 
   Args:
     log_dir: local folder of the TensorBoard and JSON-lines files.
     project_name: project in Weights & Biases.
-    run_name: name of the run there; W&B invents one when empty.
-    flush_every_n_steps: steps between two flushes of TensorBoard's files (JSON lines
-      are written line by line).
-    backend_factories: functions that make the backends, in place of the default ones;
-      an empty sequence means none.
+    run_name: name of the run in Weights & Biases, which invents one if it is empty.
+    flush_every_n_steps: steps between two flushes of TensorBoard's files. JSON lines
+      are written line by line.
+    backends: a choice for names of `metrics_backends.BACKENDS`: True uses the backend,
+      False does not. A missing name, or None, takes the default: JSON lines and
+      TensorBoard are used, Weights & Biases if a WANDB_* variable is set, and the
+      console is not.
+    backend_factories: functions that make the backends, instead of `backends`. An empty
+      sequence means no backend.
 
   Raises:
-    ValueError: an empty log_dir without backend_factories; flush_every_n_steps < 1.
+    ValueError: log_dir is empty and there are no backend_factories; backends has an
+      unknown name; or flush_every_n_steps < 1.
   """
 
   log_dir: str | os.PathLike[str]
@@ -73,17 +80,21 @@ class MetricsLoggerOptions:
   project_name: str = "tunix"
   run_name: str = ""
   flush_every_n_steps: int = 100
+  backends: Mapping[str, bool | None] = dataclasses.field(default_factory=dict)
   backend_factories: Sequence[BackendFactory] | None = None
 
   def __post_init__(self):
     checks.fields(self, flush_every_n_steps=checks.COUNT)
     if not str(self.log_dir) and self.backend_factories is None:
-      raise ValueError("log_dir is empty: name a folder, or give backend_factories")
+      raise ValueError("log_dir is empty. Name a folder, or give backend_factories.")
+    if unknown := sorted(self.backends.keys() - BACKENDS.keys()):
+      raise ValueError(
+        f"backends has the name {unknown[0]!r}; expected names of {list(BACKENDS)}. "
+        "Give a backend of your own with backend_factories."
+      )
 
   def create_backends(self) -> list[LoggingBackend]:
-    """The backends of this process: none but on process 0.
-
-    By default TensorBoard and JSON lines, and Weights & Biases when WANDB_* is set.
+    """Returns the backends of this process; only process 0 has any.
 
     Raises:
       OSError: log_dir cannot be made.
@@ -92,20 +103,19 @@ class MetricsLoggerOptions:
       return []
     if self.backend_factories is not None:
       return [factory() for factory in self.backend_factories]
-    backends: list[LoggingBackend] = [
-      JsonlBackend(self.log_dir),
-      TensorboardBackend(self.log_dir, self.flush_every_n_steps),
-    ]
-    if env.wandb_requested():
-      backends.append(WandbBackend(self.project_name, self.run_name, self.log_dir))
+    backends = []
+    for name, kind in BACKENDS.items():
+      choice = self.backends.get(name)
+      if kind.is_default() if choice is None else choice:
+        backends.append(kind.make(self))
     return backends
 
 
 class MetricsLogger:
-  """Logs scalars, remembers them, and can be part of a checkpoint.
+  """Logs scalars, keeps their history, and can be part of a checkpoint.
 
   Args:
-    metrics_logger_options: what to log to; only the history is kept when None.
+    metrics_logger_options: the backends; None: only the history is kept.
   """
 
   def __init__(self, metrics_logger_options: MetricsLoggerOptions | None = None):
@@ -123,12 +133,12 @@ class MetricsLogger:
   ) -> None:
     """Logs one value under "prefix/mode/name" ("mode/name" for an empty prefix).
 
-    A JAX array makes the caller wait for it: see `metrics_buffer` for what is
-    computed by the running step.
+    If the value is a JAX array, the call waits until the array is computed; see
+    `metrics_buffer` for values of the running step.
 
     Raises:
-      ValueError: an unknown mode, or a value with more than one element.
-      TypeError: the value is no number.
+      ValueError: The mode is unknown, or the value has more than one element.
+      TypeError: The value is no number.
     """
     key = (metrics_prefix, _mode(mode), metric_name)
     event = _event(key)
@@ -139,35 +149,36 @@ class MetricsLogger:
     jax.monitoring.record_scalar(event, value, step=int(step))
 
   def log_config(self, config: Mapping[str, Any]) -> None:
-    """Hands the settings of the run to the backends that show them; call it before the
-    first value is logged.
+    """Passes the settings of the run to every TextBackend.
+
+    Call it before the first value is logged.
 
     Args:
-      config: values that JSON has, by key.
+      config: JSON values by key.
     """
-    for backend in self._backends:
-      if isinstance(backend, TextBackend):
-        backend.log_config(config)
+    for backend in self._text_backends():
+      backend.log_config(config)
 
   def log_samples(self, groups: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Hands completions to the backends that show them; see `tunix.rl.samples`."""
-    for backend in self._backends:
-      if isinstance(backend, TextBackend):
-        backend.log_samples(groups, step)
+    """Passes completions to every TextBackend; see `tunix.rl.samples`."""
+    for backend in self._text_backends():
+      backend.log_samples(groups, step)
 
   def metric_exists(
     self, metrics_prefix: str, metric_name: str, mode: Mode | str
   ) -> bool:
-    """Whether anything was logged under these names."""
+    """Returns True if a value was logged under these names."""
     return (metrics_prefix, _mode(mode), metric_name) in self._history
 
   def get_metric(
     self, metrics_prefix: str, metric_name: str, mode: Mode | str
   ) -> float:
-    """Mean over all steps, the geometric mean for "perplexity"; constant cost.
+    """Returns the mean over all steps, for "perplexity" the geometric mean.
+
+    The mean is kept while logging, so the call takes constant time.
 
     Raises:
-      ValueError: nothing was logged under these names.
+      ValueError: No value was logged under these names.
     """
     series = self._series(metrics_prefix, metric_name, mode)
     if metric_name in _GEOMETRIC:
@@ -177,59 +188,57 @@ class MetricsLogger:
   def get_last_metric(
     self, metrics_prefix: str, metric_name: str, mode: Mode | str
   ) -> float:
-    """The newest value.
+    """Returns the newest value.
 
     Raises:
-      ValueError: nothing was logged under these names.
+      ValueError: No value was logged under these names.
     """
     return self._series(metrics_prefix, metric_name, mode).last
 
   def get_metric_history(
     self, metrics_prefix: str, metric_name: str, mode: Mode | str
   ) -> np.ndarray:
-    """All values that this process logged, oldest first, as float64.
+    """Returns all values that this process logged, the oldest first, as float64.
 
-    A resumed run has the earlier ones in `metrics.jsonl` only; means go on over both.
+    In a resumed run earlier values are in `metrics.jsonl` only; means include them.
 
     Raises:
-      ValueError: nothing was logged under these names.
+      ValueError: No value was logged under these names.
     """
     series = self._series(metrics_prefix, metric_name, mode)
     return np.array(series.values, dtype=np.float64)
 
   @property
   def history(self) -> History:
-    """All that this process logged, as a table; see `tunix.sft.history`."""
+    """The values that this process logged, as a table; see `tunix.sft.history`."""
     shown = {_event(key): series for key, series in self._history.items()}
     return History({name: (x.steps, x.values) for name, x in shown.items() if x.values})
 
   def state(self) -> dict[str, Any]:
-    """Sums of the history and the backends' positions, as JSON.
+    """Returns the sums of the history and the positions of the backends, as JSON.
 
-    Everything logged so far is on disk when it returns, and its size does not grow
-    with the age of the run.
+    All values logged so far are on disk when it returns. The size of the state does not
+    grow with the number of steps.
     """
-    positions = {
-      name: backend.position()
-      for name, backend in self._named_backends()
-      if isinstance(backend, RewindableBackend)
-    }
+    backends = self._rewindable_backends()
+    positions = {name: backend.position() for name, backend in backends.items()}
     history = [[*key, *series.state()] for key, series in self._history.items()]
     return {"history": history, "backends": positions}
 
   def restore(self, state: dict[str, Any] | None) -> None:
-    """Goes back to a `state()`: what was logged after it is taken back.
+    """Returns to a `state()`, and drops the values that were logged after it.
 
-    None means a run from the beginning: metrics files that an earlier run left in
-    the folder are moved aside (`metrics.jsonl.1`, ...), never deleted; what this logger
-    has logged stays, for several runs may share it. Backends are matched by class; one
-    that the state does not know appends.
+    None starts a run from the beginning: metrics files of an earlier run in the folder
+    are renamed (`metrics.jsonl.1`, ...), never deleted. Values that this logger has
+    already logged then stay, because several runs may share a logger.
+
+    Args:
+      state: a result of `state()`. Backends are matched by class; a backend that is
+        missing from the state appends to its files.
     """
     if state is None and self._history:
       return
-    for name, backend in self._named_backends():
-      if not isinstance(backend, RewindableBackend):
-        continue
+    for name, backend in self._rewindable_backends().items():
       if state is None:
         backend.rewind(None)
       elif name in state["backends"]:
@@ -240,13 +249,13 @@ class MetricsLogger:
     }
 
   def flush(self) -> None:
-    """Everything logged is with its backend, as far as that has `flush()`."""
+    """Calls `flush()` of every backend that has it."""
     for backend in self._backends:
       if hasattr(backend, "flush"):
         backend.flush()  # pyright: ignore[reportAttributeAccessIssue]
 
   def close(self) -> None:
-    """Closes the backends. Logging again opens them again; the history stays."""
+    """Closes the backends; logging again opens them again. The history stays."""
     for backend in self._backends:
       backend.close()
 
@@ -254,21 +263,28 @@ class MetricsLogger:
     key = (prefix, _mode(mode), name)
     if key not in self._history:
       known = sorted(_event(key) for key in self._history)
-      raise ValueError(f"no metric {_event(key)!r} was logged; there are {known}")
+      raise ValueError(
+        f"the metric {_event(key)!r} was not logged; expected one of {known}"
+      )
     return self._history[key]
 
-  def _named_backends(self) -> list[tuple[str, LoggingBackend]]:
-    names: dict[str, int] = {}
-    out = []
+  def _text_backends(self) -> list[TextBackend]:
+    return [backend for backend in self._backends if isinstance(backend, TextBackend)]
+
+  def _rewindable_backends(self) -> dict[str, RewindableBackend]:
+    """Returns the backends that have a position, by class name ("X", "X#2", ...)."""
+    named: dict[str, RewindableBackend] = {}
+    counts: dict[str, int] = {}
     for backend in self._backends:
       kind = type(backend).__name__
-      names[kind] = names.get(kind, 0) + 1
-      out.append((kind if names[kind] == 1 else f"{kind}#{names[kind]}", backend))
-    return out
+      counts[kind] = counts.get(kind, 0) + 1
+      if isinstance(backend, RewindableBackend):
+        named[kind if counts[kind] == 1 else f"{kind}#{counts[kind]}"] = backend
+    return named
 
 
 class _Series:
-  """The values of one metric, with running sums."""
+  """The values of one metric, and the sums that its means need."""
 
   def __init__(self):
     self.steps, self.values = array.array("q"), array.array("d")
@@ -303,7 +319,7 @@ def _mode(mode: Mode | str) -> str:
   text = str(mode)
   if text not in tuple(Mode):
     raise ValueError(
-      f"mode {text!r} is unknown: use one of {[str(known) for known in Mode]}"
+      f"mode is {text!r}; expected one of {[str(known) for known in Mode]}"
     )
   return text
 

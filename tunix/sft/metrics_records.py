@@ -1,4 +1,4 @@
-"""Scalars that arrive one by one, gathered into one record per (step, mode)."""
+"""Metric values gathered into one record for each step and mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Mode(enum.StrEnum):
-  """What a metric was measured on; interchangeable with its string."""
+  """The data that a metric was measured on; equal to its string."""
 
   TRAIN = "train"
   EVAL = "eval"
@@ -21,9 +21,12 @@ _MODES = tuple(mode.value for mode in Mode)
 
 
 def split_event(event: str) -> tuple[str | None, str]:
-  """'actor/train/loss' -> ('train', 'actor/loss'); (None, event) without a mode."""
+  """Splits "actor/train/loss" into ("train", "actor/loss").
+
+  Returns: (mode, name with its prefix); the mode is None if the event has none.
+  """
   parts = event.split("/")
-  # From the right: a prefix may be called "eval", the last part is the name.
+  # From the right, because a prefix may be called "eval"; the last part is the name.
   for i in range(len(parts) - 2, -1, -1):
     if parts[i] in _MODES:
       return parts[i], "/".join(parts[:i] + parts[i + 1 :])
@@ -31,7 +34,11 @@ def split_event(event: str) -> tuple[str | None, str]:
 
 
 def as_number(name: str, value: Any) -> float:
-  """A Python, numpy or JAX scalar as a Python number (integers stay integers).
+  """Converts a Python, NumPy or JAX scalar into a Python number.
+
+  Args:
+    name: the metric's name, for messages.
+    value: the scalar; an integer stays an integer.
 
   Raises:
     ValueError: `value` has more than one element.
@@ -40,45 +47,50 @@ def as_number(name: str, value: Any) -> float:
   array = np.asarray(value)
   if array.size != 1:
     raise ValueError(
-      f"metric {name!r} has shape {array.shape}, a scalar is needed: reduce it first"
+      f"metric {name!r} has shape {array.shape}; expected a scalar. Reduce it first."
     )
   if array.dtype.kind in "OUSM":
-    raise TypeError(f"metric {name!r} is {value!r}, a number is needed")
+    raise TypeError(f"metric {name!r} is {value!r}; expected a number")
   scalar = array.reshape(())
   return int(scalar) if array.dtype.kind in "bui" else float(scalar)
 
 
 def encode(value: float) -> float | str:
-  """A number that strict JSON can hold: NaN and infinities become strings."""
+  """Returns a value that strict JSON can hold: NaN and infinities become strings."""
   if math.isfinite(value):
     return value
   return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def decode(value: float | str) -> float:
-  """The inverse of `encode`."""
+  """Reverses `encode`."""
   return float(value) if isinstance(value, str) else value
 
 
 @dataclasses.dataclass(kw_only=True)
 class Record:
-  """The values of one step and mode, in the order in which they came."""
+  """The values of one step and mode, in logging order."""
 
   step: int
   mode: str | None
   values: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def encoded(self) -> dict[str, float | str]:
+    """Returns the values as strict JSON can hold them."""
     return {key: encode(value) for key, value in self.values.items()}
 
 
 class StepRecords:
-  """Records of the steps that may still get values.
+  """The records of the newest steps, which can still receive values.
 
-  The `open_steps` steps opened last stay open; older ones are handed out, in the
-  order in which they were opened, train before eval. So the order of the output does
-  not depend on when exactly a value of a step comes home. A value for a step
-  already handed out opens it a second time.
+  Values of a step arrive at different times: metrics of the device one step late,
+  evaluations in between. The newest `open_steps` steps therefore stay open. Older steps
+  are released in the order in which they were opened, mode "train" before "eval", so
+  that the order of the output does not depend on the time of arrival. A value for a
+  released step opens that step a second time.
+
+  Args:
+    open_steps: number of steps that stay open.
   """
 
   def __init__(self, open_steps: int):
@@ -86,7 +98,7 @@ class StepRecords:
     self._steps: dict[int, dict[str | None, Record]] = {}
 
   def add(self, step: int, mode: str | None, key: str, value: float) -> list[Record]:
-    """Takes a value; returns the records that this completes."""
+    """Takes a value; returns the records that it releases."""
     modes = self._steps.setdefault(step, {})
     record = modes.setdefault(mode, Record(step=step, mode=mode))
     record.values[key] = value
@@ -95,11 +107,11 @@ class StepRecords:
     return self._release(next(iter(self._steps)))
 
   def release_all(self) -> list[Record]:
-    """Every record that waits, oldest first; none is left."""
+    """Returns all open records, the oldest step first, and closes them."""
     return [record for step in list(self._steps) for record in self._release(step)]
 
   def state(self) -> list[Any]:
-    """The waiting records, JSON-able."""
+    """Returns the open records as JSON."""
     return [
       [record.step, record.mode, record.encoded()]
       for modes in self._steps.values()
@@ -107,7 +119,7 @@ class StepRecords:
     ]
 
   def load(self, state: list[Any]) -> None:
-    """Replaces what waits by what `state()` gave."""
+    """Replaces the open records by those of a `state()`."""
     self._steps = {}
     for step, mode, values in state:
       decoded = {key: decode(value) for key, value in values.items()}

@@ -1,13 +1,15 @@
-"""The arrays of a module while a trainer owns them, and how they get back.
+"""ModuleState: ownership of a module's arrays during training.
 
-Training donates its arrays, so the caller's module would be left with dead ones. A
-`ModuleState` takes the trained leaves out (as copies, one leaf at a time, so that the
-originals live on for whoever else holds them and are freed otherwise), and hands the
-current ones back when asked. Frozen leaves are never copied and never donated.
+A train step donates its input arrays, which deletes them. The caller's module would
+then hold deleted arrays. A `ModuleState` therefore copies the trained arrays before the
+first step, one array at a time: the originals stay alive if other objects hold them,
+and are freed otherwise. `hand_back` gives the module the current arrays. Frozen arrays
+are never copied and never donated.
 
-Every hand-back costs one copy of the trained leaves at the next step. Reference counts
-cannot tell whether that is needed: `jax.device_put(x, x.sharding)` gives another array
-object over the same buffer, and donating one kills both.
+After a hand-back the module and the trainer hold the same arrays, so the next step
+copies them again. The copy cannot be avoided by counting references:
+`jax.device_put(x, x.sharding)` returns another array object with the same buffer, and
+donating one of the two deletes both.
 """
 
 from __future__ import annotations
@@ -25,23 +27,27 @@ Arrays = dict[str, Any]
 
 
 def is_lora(model: nnx.Module) -> bool:
-  """Whether the module has LoRA parameters."""
+  """Returns True if the module has LoRA parameters."""
   return any(isinstance(node, nnx.LoRAParam) for _, node in nnx.iter_graph(model))
 
 
 class FrozenParam(nnx.Param):
-  """A parameter that a trainer neither trains nor saves: a part of the module that is
-  given from outside, such as a teacher's unembedding."""
+  """A parameter that a trainer neither trains nor saves.
+
+  It belongs to another model, such as a teacher's unembedding.
+  """
 
 
 def trained_kind(model: nnx.Module) -> type[nnx.Param]:
-  """What a trainer trains of a module, FrozenParam apart: its LoRA parameters if there
-  are any, else all parameters."""
+  """Returns the kind of parameters that a trainer trains, without FrozenParam.
+
+  They are the LoRA parameters if there are any, else all parameters.
+  """
   return nnx.LoRAParam if is_lora(model) else nnx.Param
 
 
 def trained_variables(model: nnx.Module) -> dict[str, nnx.Variable]:
-  """The Variables that a trainer changes, by their dotted paths."""
+  """Returns the Variables that a trainer changes, by dotted path."""
   kind = trained_kind(model)
   return {
     ".".join(map(str, path)): node
@@ -51,12 +57,11 @@ def trained_variables(model: nnx.Module) -> dict[str, nnx.Variable]:
 
 
 class Skeleton:
-  """A module without its arrays: how three nested dicts of arrays make it up.
+  """The structure of a module, which merges three nested dicts of arrays into one.
 
-  `params` are trained (LoRA parameters if there are any, else all `nnx.Param` that are
-  no FrozenParam),
-  `frozen` are the other parameters, `rest` is everything else (RNG counters, batch
-  statistics), which a step may change.
+  `params` are the trained parameters (see `trained_kind`), `frozen` the other
+  parameters, and `rest` the other variables (RNG counters, batch statistics), which a
+  step may change.
   """
 
   def __init__(self, model: nnx.Module):
@@ -69,13 +74,13 @@ class Skeleton:
     ]
 
   def split(self, model: nnx.Module) -> tuple[Arrays, Arrays, Arrays]:
-    """(params, frozen, rest) of a module of this form."""
+    """Returns (params, frozen, rest) of a module with this structure."""
     _, *states = nnx.split(model, *self._filters)
     params, frozen, rest = (tree.nest(tree.flatten(state)) for state in states)
     return params, frozen, rest
 
   def states(self, *parts: Arrays) -> list[Any]:
-    """The nnx states that hold the given arrays."""
+    """Returns the nnx states of (params, frozen, rest)."""
     out = []
     for (names, structure), part in zip(self._forms, parts):
       flat = tree.flatten(part)
@@ -83,11 +88,11 @@ class Skeleton:
     return out
 
   def merge(self, params: Arrays, frozen: Arrays, rest: Arrays) -> Any:
-    """A module made of the arrays."""
+    """Returns a module with the given arrays."""
     return nnx.merge(self._graph, *self.states(params, frozen, rest))
 
   def rest_of(self, model: nnx.Module) -> Arrays:
-    """The `rest` of a module after it ran; what it sowed beyond that is dropped."""
+    """Returns `rest` of a module after a forward pass, without sown variables."""
     names, _ = self._forms[2]
     flat = tree.flatten(nnx.split(model, *self._filters)[3])
     return tree.nest({name: flat[name] for name in names})
@@ -96,37 +101,40 @@ class Skeleton:
 def _check_trainable(model: nnx.Module, params: Arrays) -> None:
   if not params:
     raise ValueError(
-      f"{type(model).__name__} has no parameters to train: keep them in nnx.Param, or "
-      "apply LoRA to the model"
+      f"{type(model).__name__} has no parameters to train. Store them in nnx.Param, or "
+      "apply LoRA to the model."
     )
   for name, leaf in tree.flatten(params).items():
     if not jnp.issubdtype(leaf.dtype, jnp.inexact):
       raise ValueError(
         f"parameter {name} holds {leaf.dtype}, which has no gradient: a quantised base "
-        "is not trained; add adapters to it (lora.apply), or dequantise it"
+        "is not trained. Add adapters (lora.apply), or dequantise it."
       )
 
 
 def _check_alive(arrays: Any) -> None:
   if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(arrays)):
     raise RuntimeError(
-      "the model's arrays are gone: an update failed on the device after it had taken "
-      "them (they are donated); make the model and the trainer anew: it resumes from "
-      "the last checkpoint"
+      "the model's arrays are gone: an update failed on the device after the arrays "
+      "were donated to it. Build the model and the trainer again; the run resumes from "
+      "the last checkpoint."
     )
 
 
 class ModuleState:
-  """The caller's module and the arrays that training works on.
+  """The caller's module and the arrays that are trained.
+
+  Args:
+    model: the caller's module.
 
   Raises:
-    ValueError: there is nothing to train, or a parameter that would be trained holds no
-      floating-point numbers.
+    ValueError: The module has nothing to train, or a trained parameter has a dtype
+      without gradient.
 
   Attributes:
-    model: the caller's object.
-    skeleton: its form.
-    params, frozen, rest: its arrays, see Skeleton.
+    model: the caller's module.
+    skeleton: its structure.
+    params, frozen, rest: the current arrays; see Skeleton.
   """
 
   def __init__(self, model: nnx.Module):
@@ -134,36 +142,43 @@ class ModuleState:
     self.skeleton = Skeleton(model)
     self.params, self.frozen, self.rest = self.skeleton.split(model)
     _check_trainable(model, self.params)
-    self._handed_back = True  # whether the module holds them
+    # True while the caller's module holds the current arrays. It becomes False with the
+    # first step, which deletes the arrays of the module.
+    self._handed_back = True
 
   def refresh(self) -> None:
-    """Takes what the module holds now: its owner may have set other weights.
+    """Takes the module's arrays if it holds the current ones.
+
+    The caller may have set other weights since the hand-back.
 
     Raises:
-      RuntimeError: a failed update has taken its arrays.
+      RuntimeError: A failed update has deleted the arrays.
     """
     if self._handed_back:
       _check_alive(parts := mesh_lib.on_auto(self.skeleton.split(self.model)))
       self.params, self.frozen, self.rest = parts
 
   def own(self) -> None:
-    """Takes the module's arrays as `refresh` does, the trained ones as copies that
-    nobody else can hold; call before donating."""
+    """Takes the module's arrays, and copies the trained ones; called before a step.
+
+    A step may donate the copies, because no other object holds them.
+    """
     if not self._handed_back:
       return
     self.refresh()
+    # One array at a time: its original can be freed before the next one is copied.
     for name, variable in self._trained_variables().items():
       parent, last = self._place(name)
       parent[last] = jnp.copy(parent[last])
       variable.set_value(parent[last])
 
   def replace(self, params: Arrays, rest: Arrays) -> None:
-    """What a step returned; the module's own arrays are dead from here on."""
+    """Takes the results of a step, which has deleted the module's arrays."""
     self.params, self.rest = params, rest
     self._handed_back = False
 
   def hand_back(self) -> nnx.Module:
-    """Gives the module the current arrays; returns it."""
+    """Gives the module the current arrays, and returns it."""
     if not self._handed_back:
       params, _, rest = self.skeleton.states(self.params, self.frozen, self.rest)
       nnx.update(self.model, params, rest)
@@ -171,16 +186,21 @@ class ModuleState:
     return self.model
 
   def show_on(self, mesh: Mesh) -> None:
-    """Hands the module its arrays, frozen ones too, as arrays on `mesh`, which differs
-    from the one they lie on in the kinds of its axes alone."""
+    """Gives the module all its arrays, frozen ones too, on another form of its mesh.
+
+    Args:
+      mesh: the mesh of the arrays, with other kinds of axes (Auto or Explicit).
+    """
     self.hand_back()
     self.refresh()
     parts = mesh_lib.onto((self.params, self.frozen, self.rest), mesh)
     nnx.update(self.model, *self.skeleton.states(*parts))
 
   def place(self, mesh: Mesh) -> None:
-    """Lays the module's arrays out on a mesh, as their `out_sharding` metadata says;
-    what is split over that mesh already stays as it is."""
+    """Shards the module's arrays over a mesh by their `out_sharding` metadata.
+
+    Arrays that are already sharded over that mesh keep their sharding.
+    """
     model = self.hand_back()
     for _, node in nnx.iter_graph(model):
       if not isinstance(node, nnx.Variable):
@@ -199,7 +219,7 @@ class ModuleState:
     return {name: variables[name] for name in tree.flatten(self.params)}
 
   def _place(self, name: str) -> tuple[dict[str, Any], str]:
-    """The innermost dict of `params` that holds a leaf, and its key there."""
+    """Returns the innermost dict of `params` with the named array, and its key."""
     *parents, last = name.split(".")
     node = self.params
     for part in parents:
@@ -208,8 +228,11 @@ class ModuleState:
 
 
 def _on_mesh(x: jax.Array, spec: Any, mesh: Mesh) -> jax.Array:
-  """An array on the mesh. One that is split over it keeps its layout; one that was
-  made there whole, as eager operations under a mesh do, is split as `spec` says."""
+  """Returns an array on the mesh, sharded by `spec`.
+
+  An array that is already sharded over the mesh keeps its sharding. An array that is
+  replicated on it is sharded by `spec`: eager operations under a mesh replicate.
+  """
   if isinstance(x.sharding, NamedSharding) and isinstance(x.sharding.mesh, Mesh):
     here = mesh_lib.auto(x.sharding.mesh) == mesh
     if here and (spec is None or not x.sharding.is_fully_replicated):

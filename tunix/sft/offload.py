@@ -1,8 +1,9 @@
-"""Optimizer state in the host's memory, where that of the devices is short.
+"""Optimizer state in host memory, which frees device memory for a step.
 
-It comes to the device for the update and goes back in the same program; forward and
-backward pass have its place. (ZeRO-Offload, Ren et al. 2021, arXiv:2101.06840, updates
-on the host instead: processors of a TPU's host would take longer than the transfer.)
+The step copies the state to the device for the update and back in the same program. The
+forward and the backward pass can use the freed memory. ZeRO-Offload (Ren et al. 2021,
+arXiv:2101.06840) updates on the host instead; the processors of a TPU host would need
+more time for the update than the transfer takes.
 """
 
 from __future__ import annotations
@@ -18,57 +19,61 @@ _HOST, _DEVICE = "pinned_host", "device"
 
 
 def check(mesh: jax.sharding.Mesh | None) -> None:
-  """Refuses devices that cannot keep arrays in their host's memory.
+  """Refuses devices that have no host memory for arrays.
 
   Raises:
-    ValueError: names what they have.
+    ValueError: A kind of memory is missing; the message lists the kinds.
   """
   if mesh is not None and mesh_lib.is_planned(mesh):
-    return  # the compiler knows
+    return  # a mesh of a plan has no devices; its compiler checks the memory kinds
   device = jax.local_devices()[0]
   kinds = {memory.kind for memory in device.addressable_memories()}
   if not {_HOST, _DEVICE} <= kinds:
     raise ValueError(
-      f"offload_optimizer keeps the optimizer's state in {_HOST} memory, and "
-      f"{device.platform} devices here have {', '.join(sorted(kinds))} only: leave it "
-      "out"
+      f"offload_optimizer is True and {device.platform} devices have the memory kinds "
+      f"{', '.join(sorted(kinds))}; expected {_HOST} and {_DEVICE}. Leave it out."
     )
 
 
-def layout(opt_state: Any, where: Any) -> Any:
-  """The shardings of an optimizer's state with what is large in the host's memory.
+def layout(opt_state: Any, shardings: Any) -> Any:
+  """Returns shardings that place an optimizer's state in host memory.
 
   Args:
-    opt_state: arrays or shapes; scalars stay where they are.
-    where: their shardings.
+    opt_state: arrays or shapes; scalars stay on the device.
+    shardings: their shardings on the device.
   """
   return jax.tree.map(
-    lambda x, place: place.with_memory_kind(_HOST) if x.ndim else place,
+    lambda x, sharding: sharding.with_memory_kind(_HOST) if x.ndim else sharding,
     opt_state,
-    where,
+    shardings,
   )
 
 
 def is_on_host(x: Any) -> bool:
-  """Of an array or a shape."""
-  where = getattr(x, "sharding", None)
-  return where is not None and where.memory_kind == _HOST
+  """Returns True if an array, or a shape with a sharding, is in host memory."""
+  sharding = getattr(x, "sharding", None)
+  return sharding is not None and sharding.memory_kind == _HOST
 
 
 def updated_on_device(
-  tx: optax.GradientTransformation, where: Any
+  tx: optax.GradientTransformation, shardings: Any
 ) -> optax.GradientTransformation:
-  """`tx` for a state that lies as `where` says, some of it in the host's memory."""
+  """Returns `tx` for a state in host memory, which it updates on the device.
+
+  Args:
+    tx: the optimizer.
+    shardings: shardings of its state, from `layout`.
+  """
 
   def moved(state: Any, kind: str) -> Any:
     return jax.tree.map(
-      lambda x, place: (
-        jax.device_put(x, place.with_memory_kind(kind))
-        if place.memory_kind == _HOST
+      lambda x, sharding: (
+        jax.device_put(x, sharding.with_memory_kind(kind))
+        if sharding.memory_kind == _HOST
         else x
       ),
       state,
-      where,
+      shardings,
     )
 
   def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:

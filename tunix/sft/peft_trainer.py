@@ -1,7 +1,8 @@
-"""PeftTrainer: trains any nnx.Module, fully or by its LoRA parameters.
+"""PeftTrainer: trains any nnx.Module, all of its parameters or its LoRA parameters.
 
-Here stands what users call and what subclasses override. When things happen is in
-run.py, what a step computes in train_step.py, the arrays it works on in train_state.py.
+This file has the public API and the extension points. run.py decides when the trainer
+updates, evaluates and saves; train_step.py has the computation of a step;
+train_state.py holds the arrays.
 
     trainer = PeftTrainer(model, optax.adamw(1e-5), TrainingConfig(max_steps=100))
     trainer.train(micro_batches, eval_batches)
@@ -26,14 +27,14 @@ from tunix.sft import (
   trainer_arguments,
   windows,
 )
+from tunix.sft.base_trainer import BaseTrainer
 from tunix.sft.batch_source import BatchSource
 from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
-from tunix.sft.history import History
 from tunix.sft.interrupts import DeferredSignals
-from tunix.sft.losses import LossCall
+from tunix.sft.losses import LossCall, batch_fields
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.module_state import ModuleState
-from tunix.sft.run import Places, Run, TrainResult, Work
+from tunix.sft.run import Places, Run, TrainResult
 from tunix.sft.run_state import Progress, RunState
 from tunix.sft.step_metrics import StepReporter, matmul_params
 from tunix.sft.train_state import OptimizerView, TrainState
@@ -52,38 +53,46 @@ __all__ = [
 PeftTrainerConfig = TrainingConfig
 
 
-class PeftTrainer:
-  """Trains a module; subclasses change what a step computes.
+class PeftTrainer(BaseTrainer):
+  """Trains a module with any loss.
 
-  Subclasses may override, each called as it says:
+  Subclasses may override these methods:
 
-    _read(batch)                  on the host, for a global batch that is to be cut
-    _prepare_inputs(batch)        on the host, for every micro-batch
-    _prepare_window(batches)      on the host, for those of a global batch together
-    _train_step(model, batch)     traced: the loss of one micro-batch, a scalar mean, a
-    _eval_step(model, batch)      WeightedSum, or either with aux
-    _post_process_train_step(aux) aux, averaged, as metrics by name
+    _read(batch)                  host: converts each batch, a global one before it is
+                                  cut into micro-batches
+    _prepare_inputs(batch)        host: prepares each micro-batch
+    _prepare_window(batches)      host: prepares the micro-batches of a global batch
+                                  together; an evaluation passes one batch at a time
+    _train_step(model, batch)     traced: returns the loss of a micro-batch (a scalar
+    _eval_step(model, batch)      mean or a WeightedSum), or a pair of it and aux
+    _post_process_train_step(aux) converts the means of aux into metrics by name
     _post_process_eval_step(aux)
-    custom_checkpoint_metadata()  JSON that is saved along
+    custom_checkpoint_metadata()  returns JSON values for each checkpoint
 
   Args:
-    model: any nnx.Module. With LoRA parameters in it only those are trained. The
-      object stays the caller's: after every call it holds the current weights.
+    model: any nnx.Module. If it has LoRA parameters, only these are trained. The
+      caller's object holds the current weights after every call of a method.
     optimizer: an optax transformation; None: AdamW at `training_config.learning_rate`.
-    training_config: the settings.
-    metrics_logger: None: one is made from `metrics_logging_options`.
-    perf_tracer: notes what is done when (tunix.perf.trace); None: as
-      `training_config.perf_metrics_options` says, and by default nothing does.
+    training_config: the settings; None: the defaults.
+    metrics_logger: receives the metrics; None: a logger is made from
+      `training_config.metrics_logging_options`.
+    perf_tracer: records the time of each phase (tunix.perf.trace); None: a tracer is
+      made from `training_config.perf_metrics_options`, which by default records
+      nothing.
 
   Raises:
-    TypeError: arguments of the wrong kind.
-    ValueError: no optimizer and no learning rate, or a checkpoint that does not fit.
-    RuntimeError: there are checkpoints, and none can be read.
+    TypeError: An argument has the wrong type.
+    ValueError: There is neither an optimizer nor a learning rate, or the checkpoint in
+      the folder does not fit.
+    RuntimeError: There are checkpoints, and none can be read.
   """
 
-  # With several processes: whether each of them is given all of a global batch, and not
-  # its part of it.
+  # True if, with several processes, each process passes the whole global batch instead
+  # of its shard.
   _batches_are_whole: ClassVar[bool] = False
+  # A function of tunix.data that turns columns of text into rows of tokens. A subclass
+  # sets it in its constructor; None: batches hold arrays already.
+  _reader: Callable[[dict[str, Any]], Any] | None = None
 
   def __init__(
     self,
@@ -106,11 +115,11 @@ class PeftTrainer:
       offload_optimizer=config.offload_optimizer,
     )
     self._loss = LossCall()
-    # A subclass with a step of its own says itself what its batches mean: nothing in
-    # them is checked or filled up. Looked at once, here.
-    steps = ("_train_step", "_eval_step")
-    self._steps_are_ours = all(
-      getattr(type(self), name) is getattr(PeftTrainer, name) for name in steps
+    # The batches of a subclass with another step may have any meaning, so they are
+    # neither checked nor padded.
+    self._has_default_steps = all(
+      getattr(type(self), name) is getattr(PeftTrainer, name)
+      for name in ("_train_step", "_eval_step")
     )
     self._hooks = {
       **hooks_lib.callbacks(hooks_lib.TrainingHooks, None),
@@ -125,50 +134,63 @@ class PeftTrainer:
       self._state.devices,
       self.perf_tracer,
     )
-    self._run = Run(self._work(), config, self.perf_tracer)
+    self._run = Run(self, config, self.perf_tracer)
     self.restore_checkpoint()
 
-  # What users set.
+  # Settings.
 
   def with_loss_fn(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
-    """Replaces the loss: `loss_fn(model, **fields of the batch)`.
+    """Replaces the loss by `loss_fn(model, **fields of the batch)`.
 
-    It returns a scalar mean over the micro-batch (weighted by example), or a
-    WeightedSum; with `has_aux` a pair of that and a dict to log, of WeightedSums, each
-    a mean with weights of its own, or of scalars, weighted as the loss is.
+    Args:
+      loss_fn: returns a scalar mean over the examples of the micro-batch, or a
+        WeightedSum.
+      has_aux: True if `loss_fn` returns a pair of the loss and a dict of metrics. Each
+        metric is a WeightedSum, or a scalar with the weight of the loss.
     """
     self._loss = dataclasses.replace(self._loss, loss_fn=loss_fn, has_aux=has_aux)
     self._state.forget_steps()
     return self
 
   def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Self:
-    """Replaces how a batch becomes the loss's keyword arguments; traced."""
+    """Replaces the function from a batch to the loss's keyword arguments.
+
+    The function is traced, except in trainers that read text, where it runs on the
+    host.
+    """
     self._loss = dataclasses.replace(self._loss, input_fn=fn)
     self._state.forget_steps()
     return self
 
   def with_training_hooks(self, hooks: Any) -> Self:
-    """Calls `hooks` (see hooks.TrainingHooks) around steps and evaluations."""
+    """Calls the methods of `hooks` around steps; see hooks.TrainingHooks."""
     self._hooks |= hooks_lib.callbacks(hooks_lib.TrainingHooks, hooks)
     return self
 
   def with_data_hooks(self, hooks: Any) -> Self:
-    """Draws batches from `hooks` (see hooks.DataHooks)."""
+    """Draws batches from the methods of `hooks`; see hooks.DataHooks."""
     self._hooks |= hooks_lib.callbacks(hooks_lib.DataHooks, hooks)
     return self
 
-  # What subclasses override.
+  # Extension points of subclasses.
 
   def _read(self, batch: Any) -> Any:
-    """What can be cut into micro-batches, which lists of texts cannot."""
-    return batch
+    """Returns the batch as arrays, which, unlike texts, can be cut into micro-batches.
+
+    Called once for each batch, before `_prepare_inputs`.
+    """
+    if self._reader is None:
+      return batch
+    return self._reader(batch_fields(self._loss.input_fn(batch)))
 
   def _prepare_inputs(self, batch: Any) -> Any:
     return batch
 
   def _prepare_window(self, batches: list[Any]) -> list[Any]:
-    """Adds what only a whole global batch can say: its micro-batches, prepared, in and
-    out. An evaluation calls it batch by batch."""
+    """Returns prepared micro-batches with values that need the whole global batch.
+
+    An evaluation calls it for each batch alone.
+    """
     return batches
 
   def _train_step(self, model: nnx.Module, batch: Any) -> Any:
@@ -184,47 +206,37 @@ class PeftTrainer:
     return aux
 
   def custom_checkpoint_metadata(self) -> dict[str, Any]:
-    """JSON that goes into every checkpoint, as `custom_metadata`."""
+    """Returns JSON values for the `custom_metadata` of every checkpoint."""
     return {}
 
-  # What a caller may look at.
+  # State that a caller can read.
 
   @property
   def model(self) -> nnx.Module:
-    """The caller's module, with the current weights."""
+    """The caller's module with the current weights."""
     return self._module.hand_back()
 
   @property
   def optimizer(self) -> OptimizerView:
-    """The transformation, its current state and the number of updates."""
+    """The optax transformation, its current state and the number of updates."""
     return OptimizerView(self._state.tx, self._state.opt_state, self.train_steps)
 
   @property
   def metrics_logger(self) -> MetricsLogger:
-    """What the run's metrics go through; its history can be read at any time."""
+    """The logger that receives every metric of the run."""
     return self._reporter.logger
-
-  def __repr__(self) -> str:
-    limit = self.training_config.max_steps
-    of = "" if limit is None else f" of {limit}"
-    return f"{type(self).__name__}(step {self.train_steps}{of})"
-
-  @property
-  def history(self) -> History:
-    """What was logged, as a table by step: `trainer.history["train/loss"].values`."""
-    return self.metrics_logger.history
 
   @property
   def train_steps(self) -> int:
-    """Optimizer updates done."""
+    """The number of optimizer updates."""
     return self._progress.train_steps
 
   @property
   def iter_steps(self) -> int:
-    """Micro-batches consumed."""
+    """The number of consumed micro-batches."""
     return self._progress.iter_steps
 
-  # What a caller may do.
+  # Actions.
 
   def train(
     self,
@@ -232,88 +244,81 @@ class PeftTrainer:
     eval_ds: Iterable[Any] | None = None,
     skip_jit: bool = False,
   ) -> TrainResult:
-    """Trains until data, `max_steps` or patience ends; goes on where a checkpoint, or a
-    call that was interrupted, left the data. Called again after the data ended, it
-    starts the data anew. A script that calls it several times resumes in the call that
-    was under way: those before it return at once.
+    """Trains until the data, `max_steps` or patience ends.
+
+    A resumed run continues at its place in the data. If the data has ended, calling
+    `train` again restarts the data; the step count continues towards `max_steps`. A
+    script with several calls resumes in the interrupted call: completed calls return at
+    once.
 
     Args:
-      train_ds: yields micro-batches; `gradient_accumulation_steps` of them make one
-        update, and what is left at the end makes a last, smaller one.
-      eval_ds: can be iterated anew for every evaluation.
+      train_ds: an iterable of micro-batches. `gradient_accumulation_steps` of them make
+        one update; the rest at the end of the data makes a last, smaller update.
+      eval_ds: an iterable that can be iterated again for each evaluation.
       skip_jit: run the steps without `jax.jit`, to debug a loss.
 
-    Returns: steps, what ended them, and the best evaluation where it is asked for.
+    Returns: the number of steps, the reason for the end, and the best evaluation if
+      `training_config.best` is set.
 
     Raises:
-      Stopped: SIGINT or SIGTERM arrived; the step was finished and a checkpoint saved.
-      ValueError: the data is empty, or nothing in a global batch is trained.
-      RuntimeError: the trainer is closed and could save nothing, or an update that
-        failed on the device took the weights with it.
+      Stopped: SIGINT or SIGTERM arrived. The step was finished and saved.
+      ValueError: The data is empty, or a global batch has no trained token.
+      RuntimeError: The trainer is closed and cannot save; or an update failed on the
+        device and deleted the weights.
     """
     return self._run.train(train_ds, eval_ds, skip_jit)
 
   def train_step(self, batch: Any, *unexpected: Any) -> jax.Array:
-    """One update by one global batch, cut into `gradient_accumulation_steps` parts.
+    """Makes one update by a global batch.
+
+    Args:
+      batch: the global batch, which is cut into `gradient_accumulation_steps`
+        micro-batches.
 
     Returns: the loss before the update, a device scalar.
 
     Raises:
-      TypeError: more than a batch was given, or it holds no arrays.
-      ValueError: its rows do not divide, or nothing in it is trained.
+      TypeError: There is more than one argument, or the batch has no arrays.
+      ValueError: The batch cannot be cut, or has no trained token.
     """
     if unexpected or isinstance(batch, nnx.Module):
-      raise TypeError("train_step takes a batch alone: trainer.train_step(batch)")
+      raise TypeError(
+        "train_step takes one argument, a batch. Call trainer.train_step(batch)."
+      )
     with self._session():
-      return self._dispatch(self._whole(batch), skip_jit=False)
+      return self._learn(self._whole(batch), skip_jit=False)
 
   def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
-    """The train step for a global batch, lowered and not run: `.compile()` it to read
-    its memory plan and collectives. Arrays of the batch may be numpy, and those of the
-    model `jax.ShapeDtypeStruct`s (`automodel.of_shapes`)."""
+    """Lowers the train step for a global batch, without running it.
+
+    `.compile()` of the result gives the memory plan and the collectives. The arrays of
+    the batch may be NumPy arrays, and those of the model `jax.ShapeDtypeStruct`s
+    (`automodel.of_shapes`).
+    """
     with self._session():
       return self._state.lower(self._whole(batch).groups)
 
   def lower_eval_step(self, batch: Any) -> jax.stages.Lowered:
-    """The step of an evaluation for a batch of its data, likewise."""
+    """Lowers the evaluation step for a batch, without running it."""
     with self._session():
-      (ready,), _ = self._ready([batch], 0)
+      (ready,), _ = self._ready([self._read(batch)], 0)
       axes = self.training_config.data_sharding_axis
       return self._state.lower_eval(sharding_utils.shard_input(ready, axes))
 
   def eval_step(self, batch: Any) -> dict[str, float]:
-    """Metrics of one batch: loss, perplexity, and what the loss adds.
+    """Returns the metrics of one batch: loss, perplexity, and those of the loss's aux.
 
     Raises:
-      ValueError: nothing in it is trained.
+      ValueError: The batch has no trained token.
     """
     with self._session() as signals:
       return self._eval_metrics([batch], False, signals)
 
-  def save_checkpoint(self) -> bool:
-    """Saves the run now; returns False without a checkpoint folder, or when this step
-    is saved already.
-
-    Raises:
-      OSError: the disk is full or not writable; asynchronous saving may raise it later.
-      RuntimeError: the trainer is closed.
-    """
-    return self._run.save()
-
-  def restore_checkpoint(self) -> bool:
-    """Restores the newest checkpoint; returns whether there was one.
-
-    Raises:
-      ValueError: it belongs to another model or optimizer, or to no run.
-      RuntimeError: there are checkpoints, and none can be read.
-    """
-    return self._run.restore()
-
   def close(self) -> None:
-    """Saves what is not saved yet and closes files; the model stays usable.
+    """Saves the last step if it is not saved, and closes files; the model stays usable.
 
     Raises:
-      OSError: the last checkpoint could not be written.
+      OSError: The last checkpoint could not be written.
     """
     self._module.hand_back()
     if self._closed:
@@ -324,27 +329,15 @@ class PeftTrainer:
     finally:
       self._reporter.close()
 
-  # What a run is made of; when each is called is decided in run.py.
+  # The implementation of `run.Work`; `Run` decides when each method is called.
 
-  def _work(self) -> Work:
-    return Work(
-      steps=lambda: self.train_steps,
-      position=lambda: self._progress,
-      session=self._session,
-      open=self._open,
-      begin=lambda: self._call_hook("on_train_start"),
-      end=self._end,
-      draw=self._draw,
-      update=self._dispatch,
-      evaluate=self._evaluate,
-      state=self._run_state,
-      form=self._state.to_run_state,
-      load=self._load,
-    )
+  @property
+  def _position(self) -> Progress:
+    return self._progress
 
   @contextlib.contextmanager
   def _session(self) -> Iterator[DeferredSignals]:
-    """The mesh is set, signals wait, and the caller's module is handed back."""
+    """Sets the mesh, defers signals, and hands the caller's module back at the end."""
     with DeferredSignals() as signals, self._state.at_work():
       try:
         yield signals
@@ -352,22 +345,26 @@ class PeftTrainer:
         self._reporter.stop()
         raise
 
-  def _open(self, train_ds: Any, before: BatchSource | None) -> BatchSource:
+  def _open(self, train_ds: Any, previous: BatchSource | None) -> BatchSource:
     place = self._progress.data_state
-    if before is not None and before.continues(train_ds):
-      before.go_back(0 if place is None else place["drawn"])
-      return before
+    if previous is not None and previous.continues(train_ds):
+      previous.go_back(0 if place is None else place["drawn"])
+      return previous
     return BatchSource(train_ds, self._hook_as_source("load_next_train_batch"), place)
+
+  def _begin(self) -> None:
+    self._call_hook("on_train_start")
 
   def _draw(self, source: BatchSource) -> Window | None:
     batches = source.take(self.training_config.micro_batches)
     if not batches:
       return None
     with self.perf_tracer.span_group("prepare"):
-      return self._window(batches, {"drawn": source.drawn})
+      read = [self._read(batch) for batch in batches]
+      return self._window(read, {"drawn": source.drawn})
 
-  def _dispatch(self, window: Window, skip_jit: bool) -> jax.Array:
-    """Sends one update to the device, without waiting for it."""
+  def _learn(self, window: Window, skip_jit: bool) -> jax.Array:
+    """Dispatches one update to the device, without waiting for it."""
     self._call_hook("on_train_step_start")
     with (
       self._reporter.step(self.train_steps),
@@ -378,7 +375,7 @@ class PeftTrainer:
     self._progress.train_steps += 1
     self._progress.iter_steps += window.drawn
     self._progress.train_rows = max(self._progress.train_rows, window.rows)
-    if window.data_state is not None:  # of a batch that the user gave there is none
+    if window.data_state is not None:  # it is None for a batch of the caller
       self._progress.data_state = window.data_state
     aux = named_metrics(self._post_process_train_step(metrics.aux))
     self._reporter.put(self.train_steps, metrics, aux, window.tokens)
@@ -406,6 +403,9 @@ class PeftTrainer:
       custom_metadata=self.custom_checkpoint_metadata(),
     )
 
+  def _state_form(self) -> RunState:
+    return self._state.to_run_state()
+
   def _load(self, saved: tuple[int, RunState] | None) -> None:
     if saved is None:
       self._reporter.restore(None)
@@ -413,8 +413,8 @@ class PeftTrainer:
     step, state = saved
     if state.progress is None:
       raise ValueError(
-        f"checkpoint {step} was not written by a trainer (it has no counters): load "
-        "it with CheckpointManager.restore(model), and train into another folder"
+        f"checkpoint {step} was not written by a trainer (it has no counters). Load it "
+        "with CheckpointManager.restore(model), and train into another folder."
       )
     self._state.load(state)
     self._progress = Progress.from_json(state.progress)
@@ -424,14 +424,14 @@ class PeftTrainer:
     self._reporter.end()
     self._call_hook("on_train_end")
 
-  # Pieces of these.
+  # Helper methods.
 
   @property
   def _module(self) -> ModuleState:
     return self._state.module
 
   def _whole(self, batch: Any) -> Window:
-    """A global batch, cut into micro-batches."""
+    """Returns a global batch of the caller as a window."""
     parts = windows.cut(self._read(batch), self.training_config.micro_batches)
     return self._window(parts, None)
 
@@ -449,7 +449,7 @@ class PeftTrainer:
     )
 
   def _ready(self, batches: Iterable[Any], rows: int) -> tuple[list[Any], int]:
-    """Prepared micro-batches, and the rows they have now; see `pad_to_largest`."""
+    """Prepares micro-batches; returns them with their rows, see `pad_to_largest`."""
     ready = [windows.as_pytree(self._prepare_inputs(batch)) for batch in batches]
     ready = self._prepare_window(ready)
     if not self._reads_tokens:
@@ -459,31 +459,31 @@ class PeftTrainer:
 
   @property
   def _reads_tokens(self) -> bool:
-    """Whether batches mean what next_token_loss says they mean."""
-    return self._loss.is_default and self._steps_are_ours
+    """True if batches have the fields and the meaning of a TrainingInput."""
+    return self._loss.is_default and self._has_default_steps
 
   def _eval_metrics(
     self, batches: Iterable[Any], skip_jit: bool, signals: DeferredSignals
   ) -> dict[str, float]:
-    """Weighted means over all batches; they come home together."""
-    self._module.refresh()  # once: it walks the module
+    """Returns weighted means over all batches, in one transfer from the device."""
+    self._module.refresh()  # once for all batches, because it walks the module
     axes = self.training_config.data_sharding_axis
     parts, tokens, rows = [], 0, 0
     for batch in batches:
-      ready, rows = self._ready([batch], rows)
+      ready, rows = self._ready([self._read(batch)], rows)
       tokens += windows.token_count(ready, axes)
       placed = sharding_utils.shard_input(ready[0], axes)
       with self.perf_tracer.span("eval_step") as span:
         parts.append(self._state.evaluate(placed, skip_jit))
         span.device_end(parts[-1][0].total)
       self._reporter.bound(parts[-1][0])
-      self._run.stop_if_asked(signals)
+      self._run.stop_if_signalled(signals)
     return self._reporter.eval_means(
       parts, lambda aux: named_metrics(self._post_process_eval_step(aux)), tokens
     )
 
   def _call_hook(self, name: str, *args: Any) -> Any:
-    """Calls a user's hook if there is one; it may look at the model."""
+    """Calls a hook of the user, if there is one; the hook can read the model."""
     if (hook := self._hooks[name]) is None:
       return None
     self._module.hand_back()

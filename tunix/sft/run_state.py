@@ -1,6 +1,6 @@
-"""All that a resumed run needs, as one object.
+"""The state of a run as one object, which a checkpoint holds and a resumed run loads.
 
-Checkpointing is "save that object". Anything stateful that is not in it is a bug.
+State that a resumed run needs and that is missing here is a bug.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from tunix.utils import mesh as mesh_lib, tree
 
 Arrays = dict[str, Any]
 
-# The parts of a RunState that hold arrays: an item of a checkpoint each.
+# The fields of a RunState that hold arrays; each is an item of a checkpoint.
 ARRAYS = ("model_params", "model_rest", "optimizer_state")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunState:
-  """A run between two optimizer steps. A part that is None is not saved.
+  """The state of a run between two optimizer steps. A field that is None is not saved.
 
   Attributes:
-    model_params: what is saved of the model's parameters, nested by path.
+    model_params: the trained parameters, nested by path.
     model_rest: the model's other variables (RNG counters, batch statistics).
     optimizer_state: the optimizer's arrays, nested by path.
-    progress: JSON: counters, data-iterator state of every process, metrics position.
-    custom_metadata: JSON: what the user adds.
+    progress: counters, the place in the data of each process and the metrics logger's
+      state, as JSON.
+    custom_metadata: values that the user adds, as JSON.
   """
 
   model_params: Arrays | None = None
@@ -43,20 +44,22 @@ class RunState:
   custom_metadata: dict[str, Any] | None = None
 
   def arrays(self) -> dict[str, Arrays]:
-    """The parts that hold arrays and are there (an empty dict of arrays is not)."""
+    """Returns the fields with at least one array, by name."""
     parts = {name: getattr(self, name) for name in ARRAYS}
     return {name: part for name, part in parts.items() if part}
 
 
 @dataclasses.dataclass
 class Position:
-  """Where a run stands between two updates, as far as every kind of run knows it.
+  """The counters and the place in the data that every kind of run has.
 
   Attributes:
-    evaluated_at: the step of the last evaluation, -1 before the first.
-    calls: calls of `train` that are over; a script that is run again makes them again.
-    data_state: the place in the data of the call that is not; None before it.
-    best: the best evaluation, where `TrainingConfig.best` asks for it.
+    evaluated_at: step of the last evaluation; -1 before the first evaluation.
+    calls: completed calls of `train`. A script that is started again repeats them, and
+      they return at once.
+    data_state: place in the data of the unfinished call of `train`; None before its
+      first batch.
+    best: the best evaluation, if `TrainingConfig.best` is set.
   """
 
   evaluated_at: int = -1
@@ -65,21 +68,21 @@ class Position:
   best: best_lib.Best | None = None
 
   def __post_init__(self):
-    if isinstance(self.best, dict):  # as a checkpoint has it
+    if isinstance(self.best, dict):  # read from a checkpoint
       self.best = best_lib.Best(**self.best)
 
   def rewind(self) -> None:
-    """The next call starts the data anew."""
+    """Makes the next call of `train` start from the beginning of the data."""
     self.data_state = None
 
 
 @dataclasses.dataclass
 class Progress(Position):
-  """A trainer's position, `data_state` being this process's; JSON in a checkpoint.
+  """A trainer's position, saved as JSON; `data_state` is the one of this process.
 
   Attributes:
-    train_steps: optimizer updates done.
-    iter_steps: micro-batches consumed.
+    train_steps: number of optimizer updates.
+    iter_steps: number of consumed micro-batches.
     train_rows: rows of the largest micro-batch so far; smaller ones are padded to it.
   """
 
@@ -88,15 +91,20 @@ class Progress(Position):
   train_rows: int = 0
 
   def to_json(self, places: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-    """For all processes: `places` in the data are theirs."""
+    """Returns the position of all processes as JSON.
+
+    Args:
+      places: `data_state` of each process.
+    """
     counts = dataclasses.asdict(self)
     del counts["data_state"]
     return {"data": list(places), "counts": counts}
 
   @classmethod
   def from_json(cls, saved: dict[str, Any]) -> Progress:
-    """Of this process."""
+    """Returns the position of this process from that of all processes."""
     states = saved["data"]
+    # The run may have had another number of processes.
     place = states[jax.process_index() % len(states)]
     return cls(**saved["counts"], data_state=place)
 
@@ -104,7 +112,7 @@ class Progress(Position):
 def init_optimizer(
   tx: optax.GradientTransformation, params: Arrays, mesh: Mesh | None
 ) -> Any:
-  """Optimizer state laid out like the parameters it belongs to."""
+  """Returns the initial optimizer state, sharded like the parameters."""
   if mesh is None:
     return jax.jit(tx.init)(params)
   shapes = jax.eval_shape(tx.init, params)
@@ -117,8 +125,13 @@ def init_optimizer(
 
 
 def optimizer_shardings(opt_state: Any, params: Arrays, mesh: Mesh) -> Any:
-  """A moment takes the sharding of the parameter whose path ends its own path and
-  whose shape it has; everything else (counters, factored moments) is replicated."""
+  """Returns a sharding for each array of an optimizer state.
+
+  An optax state repeats the tree of the parameters inside its own tree, once for each
+  moment. An array whose path ends with a parameter's path, and which has that
+  parameter's shape, takes that parameter's sharding. All other arrays (counters,
+  factored moments) are replicated.
+  """
   flat = tree.flatten(params)
   replicated = NamedSharding(mesh, PartitionSpec())
 
@@ -134,12 +147,12 @@ def optimizer_shardings(opt_state: Any, params: Arrays, mesh: Mesh) -> Any:
 
 
 def flatten_optimizer(opt_state: Any) -> Arrays:
-  """Optimizer state as nested dicts of arrays, whatever classes optax uses."""
+  """Returns an optimizer state as nested dicts, without the classes of optax."""
   return tree.nest(tree.flatten(opt_state))
 
 
 def unflatten_optimizer(saved: Arrays, like: Any) -> Any:
-  """Nested dicts of arrays back into the structure of `like`."""
+  """Returns nested dicts of arrays in the structure of `like`."""
   flat = tree.flatten(saved)
   names = list(tree.flatten(like))
   return jax.tree.structure(like).unflatten([flat[name] for name in names])
@@ -148,8 +161,8 @@ def unflatten_optimizer(saved: Arrays, like: Any) -> Any:
 def _optimizer_arrays(optimizer: Any) -> Any:
   if isinstance(optimizer, (int, float, str)):
     raise TypeError(
-      f"optimizer is {optimizer!r}: expected an nnx.Optimizer or the state of an optax "
-      "transformation; give a step number as step="
+      f"optimizer is {optimizer!r}; expected an nnx.Optimizer or the state of an optax "
+      "transformation. Give a step number as step=."
     )
   if isinstance(optimizer, nnx.Optimizer):
     return nnx.to_pure_dict(nnx.state(optimizer))
@@ -157,19 +170,24 @@ def _optimizer_arrays(optimizer: Any) -> Any:
 
 
 def of_module(model: nnx.Module, optimizer: Any, only_lora: bool) -> RunState:
-  """The state of a module, and of an nnx.Optimizer or optax state if one is given.
+  """Returns the state of a module and, if it is given, of an optimizer.
+
+  Args:
+    model: any module.
+    optimizer: an nnx.Optimizer, the state of an optax transformation, or None.
+    only_lora: include only LoRA parameters.
 
   Raises:
-    TypeError: `optimizer` is neither.
-    ValueError: only LoRA parameters are asked for, and there are none.
+    TypeError: `optimizer` is of another kind.
+    ValueError: `only_lora` is True, and the module has no LoRA parameters.
   """
   skeleton = Skeleton(model)
   params, frozen, rest = skeleton.split(model)
   if only_lora:
     if skeleton.trained is not nnx.LoRAParam:
       raise ValueError(
-        f"{type(model).__name__} has no LoRA parameters: apply LoRA to it first, or "
-        "save all parameters"
+        f"{type(model).__name__} has no LoRA parameters. Apply LoRA to it first, or "
+        "save all parameters."
       )
     frozen, rest = {}, None
   both = tree.nest({**tree.flatten(frozen), **tree.flatten(params)})

@@ -1,4 +1,4 @@
-"""From a step's device scalars to logged metrics, a progress bar and a trace."""
+"""Reports each step: logged metrics, the progress bar and the profiler's trace."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from tunix.utils import tree
 
 _log = logging.getLogger(__name__)
 
-# What is worth watching, by metric; those of a job without it have none.
+# Metrics that the progress bar shows, with their labels. A metric that the job does not
+# log is left out.
 _WATCHED = {
   "loss": "loss",
   "rewards/score/mean": "reward",
   "rewards/margin": "margin",
   "rewards/accuracy": "accuracy",
 }
+# Further metrics for progress as lines of text.
 _DETAILS = {
   "grad_norm": "grad_norm",
   "learning_rate": "lr",
@@ -41,14 +43,15 @@ _DETAILS = {
 
 
 class StepReporter:
-  """Everything that is told about steps; the trainer only hands values in.
+  """Reports the steps of a trainer, and limits the number of steps in flight.
 
   Args:
-    logger: where metrics go.
-    config: prefix, bar, profiler, steps in flight, learning rate.
-    matmul_params: (all, trained) parameters that multiply every token.
-    devices: gives the devices that the run computes on.
-    tracer: whose metrics are logged with each step's.
+    logger: receives the metrics.
+    config: settings of the metrics' prefix, the progress bar, the profiler, the steps
+      in flight and the learning rate.
+    matmul_params: (all, trained) numbers of parameters that multiply every token.
+    devices: function that returns the devices of the run.
+    tracer: its metrics are logged with those of each step.
   """
 
   def __init__(
@@ -64,19 +67,23 @@ class StepReporter:
     self._matmul_params = matmul_params
     self._devices = devices
     self._tracer = tracer
-    self._warned = False
-    self._compiled = False
+    self._has_warned = False
+    self._is_compiled = False
     self._buffer = MetricsBuffer()
     self._throttler = InflightThrottler(config.max_inflight_computations)
     self._profiler: Profiler | None = None
     self._bar: ProgressBar | None = None
+    # The time of the last logged step; None after a pause that is no step's time.
     self._clock: float | None = None
     self._tokens: dict[int, int] = {}
 
   @contextlib.contextmanager
   def step(self, done: int) -> Iterator[None]:
-    """Around the dispatch of a step; `done` steps came before it. Waits while too many
-    are in flight."""
+    """Surrounds the dispatch of a step; first waits while too many are in flight.
+
+    Args:
+      done: number of steps before this one.
+    """
     if self._profiler is None:
       config = self._config
       self._profiler = Profiler(done, config.max_steps, config.profiler_options)
@@ -95,14 +102,21 @@ class StepReporter:
       self._bar = ProgressBar(
         self.logger, done, config.max_steps, config.pbar_description
       )
-      if not self._compiled:
+      if not self._is_compiled:
         self._bar.say("compiling ...")
-    self._compiled = True
+    self._is_compiled = True
 
   def put(
     self, step: int, metrics: StepMetrics, aux: Mapping[str, Any], tokens: int
   ) -> None:
-    """Takes a dispatched step's scalars; logs those of the step before."""
+    """Takes a dispatched step's scalars, and logs those of the step before it.
+
+    Args:
+      step: number of the step, the first is 1.
+      metrics: scalars of every step.
+      aux: further scalars of the loss, by name.
+      tokens: tokens of the global batch, padding included; 0 if it has no tokens.
+    """
     self._throttler.add_computation(metrics.loss)
     values = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, **aux}
     if tokens:
@@ -111,11 +125,10 @@ class StepReporter:
     if rate is not None:
       values["learning_rate"] = rate
     self._tokens[step] = tokens
-    self._buffer.put(step, values)
     if self._profiler is not None:
       self._profiler.maybe_deactivate(step, wait_for=metrics.loss)
-    for ready in self._buffer.ready():
-      self._log_step(*ready)
+    for before in self._buffer.put(step, values):
+      self._log_step(*before)
 
   def _learning_rate(self, step: int, metrics: StepMetrics) -> Any:
     rate = self._config.learning_rate
@@ -127,42 +140,48 @@ class StepReporter:
     tokens, now = self._tokens.pop(step), time.perf_counter()
     seconds = now - (self._clock or now)
     self._clock = now
-    self._warn_of_nan(step, values)
+    self._warn_if_not_finite(step, values)
     values = _with_perplexity(values, tokens)
     if seconds > 0:
       values |= self._speeds(tokens, seconds)
-    # As the seconds above: from the log of the step before to this one.
+    # Its figures, like `seconds`, cover the time since the step before was logged.
     self.log({**values, **self._tracer.export()}, Mode.TRAIN, step)
     if self._bar is not None:
-      details = {say: values[name] for name, say in _DETAILS.items() if name in values}
+      details = {
+        label: values[name] for name, label in _DETAILS.items() if name in values
+      }
       if (memory := values.get("device_memory_bytes")) is not None:
         details["GiB"] = memory / 2**30
       self._bar.update(1, self._watched(values), details)
 
   def _watched(self, values: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of the step, and of the run that a role of RL belongs to."""
+    """Returns the metrics for the bar by label.
+
+    In RL some metrics belong to the whole run: they are logged without the role that is
+    the last part of this trainer's prefix.
+    """
     shown = {}
     run, _, _ = self._config.metrics_prefix.rpartition("/")
-    for name, say in _WATCHED.items():
+    for name, label in _WATCHED.items():
       if name in values:
-        shown[say] = values[name]
+        shown[label] = values[name]
       elif self.logger.metric_exists(run, name, Mode.TRAIN):
-        shown[say] = self.logger.get_last_metric(run, name, Mode.TRAIN)
+        shown[label] = self.logger.get_last_metric(run, name, Mode.TRAIN)
     return shown
 
-  def _warn_of_nan(self, step: int, values: Mapping[str, float]) -> None:
-    if self._warned or math.isfinite(values["loss"]):
+  def _warn_if_not_finite(self, step: int, values: Mapping[str, float]) -> None:
+    if self._has_warned or math.isfinite(values["loss"]):
       return
-    self._warned = True
+    self._has_warned = True
     _log.warning(
-      "the loss of step %d is %s: lower the learning rate, or look at the batch; every "
-      "later step works on what this one left",
+      "the loss of step %d is %s: lower the learning rate, or look at the batch; all "
+      "later steps start from the weights of this one",
       step,
       values["loss"],
     )
 
   def _speeds(self, tokens: int, seconds: float) -> dict[str, float]:
-    """Machine-dependent figures of a step."""
+    """Returns the figures of a step that depend on the machine."""
     out = {"step_time_sec": seconds, "steps_per_sec": 1 / seconds}
     if tokens:
       total, trained = self._matmul_params
@@ -177,12 +196,12 @@ class StepReporter:
     return out
 
   def bound(self, result: WeightedSum) -> None:
-    """Notes the result of an evaluation's batch; waits while too many are in flight."""
+    """Adds an evaluation's batch to the computations in flight, and waits for room."""
     self._throttler.add_computation(result.total)
     self._throttler.wait_for_next()
 
   def log(self, values: Mapping[str, float], mode: Mode, step: int) -> None:
-    """Logs values by name."""
+    """Logs values by name under the config's prefix."""
     for name, value in values.items():
       self.logger.log(self._config.metrics_prefix, name, value, mode, step)
 
@@ -192,68 +211,70 @@ class StepReporter:
     post_process: Callable[[dict[str, Any]], dict[str, Any]],
     tokens: int,
   ) -> dict[str, float]:
-    """Weighted means over the batches of an evaluation.
+    """Returns the weighted means over the batches of an evaluation.
 
     Args:
       parts: (loss, aux with a WeightedSum at every leaf) of each batch.
-      post_process: means of aux -> metrics by name.
-      tokens: in all batches, padding included; 0 when they hold none.
+      post_process: function from the means of aux to metrics by name.
+      tokens: tokens of all batches, padding included; 0 if they have no tokens.
 
     Raises:
-      ValueError: there was no batch, or nothing in them had weight.
+      ValueError: There was no batch, or all weights are 0.
     """
     if not parts:
       raise ValueError(
-        "the evaluation data gave no batch: pass something that can be iterated anew "
-        "for every evaluation (a list, a Grain dataset), not a spent generator"
+        "the evaluation data has no batch. Pass a dataset that can be iterated again "
+        "for each evaluation (a list, a Grain dataset), not a generator."
       )
-    # In float64: the sums of many batches come home exact, whatever their number.
+    # In float64, because a float32 sum over many batches would lose small terms.
     home = jax.tree.map(lambda x: np.asarray(x, np.float64), list(parts))
     loss, aux = jax.tree.map(lambda *xs: sum(xs), *home)
     if not loss.weight:
       raise ValueError(
-        "nothing in the evaluation data is trained: every mask is zero; look at a "
-        "batch with `tunix data show`"
+        "the evaluation data has no trained token: every mask is zero. Look at a batch "
+        "with `tunix data show`."
       )
     extra = post_process(map_sums(_mean_on_host, aux))
     values = {
       "loss": _mean_on_host(loss),
       **{name: float(value) for name, value in extra.items()},
     }
-    self._clock = None  # the time of an evaluation is no step's
+    self._clock = None  # the evaluation's time belongs to no step
     return _with_perplexity(values, tokens)
 
   def flush(self) -> None:
-    """Logs every step that was dispatched; waits for the device."""
+    """Waits for the device and logs every dispatched step."""
     self._throttler.wait_for_all()
     for ready in self._buffer.drain():
       self._log_step(*ready)
     self._clock = None
 
   def state(self) -> dict[str, Any]:
-    """The logger's place, as JSON, with every dispatched step in it."""
+    """Logs every dispatched step; returns the logger's state as JSON."""
     self.flush()
     return self.logger.state()
 
   def restore(self, state: dict[str, Any] | None) -> None:
-    """Takes back what was logged after `state`, and what is still to be logged; see
-    MetricsLogger.restore."""
+    """Returns the logger to a `state()`, and drops all later values.
+
+    See MetricsLogger.restore.
+    """
     self.flush()
     self.logger.restore(state)
 
   def end(self) -> None:
-    """Everything is logged and in its files; logging may go on."""
+    """Logs every dispatched step and flushes the backends; logging can continue."""
     self.flush()
     self.stop()
     self.logger.flush()
 
   def close(self) -> None:
-    """Logs what is left and closes the backends."""
+    """Logs every dispatched step and closes the backends."""
     self.end()
     self.logger.close()
 
   def stop(self) -> None:
-    """Ends the bar and the profile; what was dispatched stays to be logged."""
+    """Ends the progress bar and the profile; dispatched steps are logged later."""
     self._tracer.synchronize()
     if self._profiler is not None:
       self._profiler.close()
@@ -263,24 +284,33 @@ class StepReporter:
 
 
 def _mean_on_host(x: WeightedSum) -> float:
-  """Its mean in float64, which JAX would round to float32."""
+  """Returns the mean in float64, which JAX would round to float32."""
   return float(x.total / x.weight) if x.weight else 0.0
 
 
 def _with_perplexity(values: dict[str, float], tokens: int) -> dict[str, float]:
-  """Adds perplexity beside a loss that is a mean over tokens."""
+  """Adds the perplexity if the loss is a mean over tokens."""
   if not tokens:
     return values
   loss = values["loss"]
-  perplexity = math.exp(loss) if loss < 700 else math.inf
+  perplexity = math.exp(loss) if loss < 700 else math.inf  # exp(710) overflows
   return {"loss": loss, "perplexity": perplexity, **values}
 
 
 def matmul_params(
   params: Any, frozen: Any, experts_share: float = 1.0
 ) -> tuple[int, int]:
-  """(all, trained) parameters in matrices that a token meets; an embedding table counts
-  when it is also the output head, and of experts `experts_share` (moe.active_share)."""
+  """Counts the parameters of the matrices that multiply every token.
+
+  An embedding table counts only if it is also the output head.
+
+  Args:
+    params: trained arrays.
+    frozen: the other parameters.
+    experts_share: share of the experts that a token uses (moe.active_share).
+
+  Returns: (all, trained) numbers of parameters.
+  """
   everything = {**tree.flatten(frozen), **tree.flatten(params)}
   has_head = any("lm_head" in name for name in everything)
 
@@ -297,8 +327,11 @@ def matmul_params(
 
 
 def _numbers(name: str, x: Any) -> int:
-  """Numbers of the matrix that an array stands for: of a quantised kernel the codes
-  do, two in a byte when they have 4 bits (uint8; 8-bit ones are int8)."""
+  """Returns the number of weights that an array stores.
+
+  A quantised kernel is stored as codes and scales; only the codes count. 4-bit codes
+  are two in a byte (dtype uint8), 8-bit codes have the dtype int8.
+  """
   if name.endswith("kernel.scales"):
     return 0
   return 2 * x.size if name.endswith("kernel.codes") and x.dtype == "uint8" else x.size

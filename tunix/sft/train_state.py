@@ -1,5 +1,4 @@
-"""What a trainer trains: a module, its optimizer state, the mesh they lie on, and the
-steps that are built for them."""
+"""TrainState: the arrays that a trainer changes, and the compiled steps that do it."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from tunix.utils import mesh as mesh_lib
 
 
 class OptimizerView(NamedTuple):
-  """The optimizer as it stands: the transformation, its state, updates done."""
+  """The transformation, its current state and the number of updates."""
 
   tx: optax.GradientTransformation
   opt_state: Any
@@ -35,21 +34,22 @@ class OptimizerView(NamedTuple):
 
 
 class TrainState:
-  """The arrays of a run between two steps, and the steps that change them.
+  """A module, its optimizer state, their mesh, and the steps that update them.
 
   Args:
     model: the caller's module.
     tx: the optimizer.
-    train_loss, eval_loss: (model, batch) -> loss; traced on a merged module and one
-      micro-batch.
+    train_loss, eval_loss: functions (model, batch) -> loss; they are traced with a
+      merged module and one micro-batch.
     offload_optimizer: see TrainingConfig.
 
   Attributes:
     module: the caller's module and its arrays.
     tx: the optimizer.
-    opt_state: its state, laid out like the parameters.
-    mesh: the mesh all of it lies on; None: one device.
-    home: that mesh as the user has it, where its axes are Explicit.
+    opt_state: the optimizer's state, sharded like the parameters.
+    mesh: the mesh of all arrays, with axes of the kind Auto; None: one device.
+    home: the same mesh with the axis kinds of the user, if some are Explicit; else
+      None.
   """
 
   def __init__(
@@ -68,12 +68,15 @@ class TrainState:
     self.opt_state: Any = None
     self._train_loss, self._eval_loss = train_loss, eval_loss
     self._offloads = offload_optimizer
-    # {(kind, skip_jit): step}, each built once, until something it rests on changes.
+    # The steps by (kind, skip_jit). Each is built once, and again after `forget_steps`.
     self._built: dict[tuple[str, bool], Callable[..., Any]] = {}
     self.place()
 
   def place(self) -> None:
-    """Lays everything out on the mesh that is current, or that it lies on."""
+    """Moves all arrays to the current mesh; without one they keep their own mesh.
+
+    It does nothing if the arrays already lie on that mesh.
+    """
     module = self.module
     mesh = mesh_lib.current_mesh() or mesh_lib.mesh_of((module.params, module.frozen))
     home = mesh_lib.explicit_mesh((module.params, module.frozen))
@@ -90,17 +93,19 @@ class TrainState:
         self.opt_state = jax.device_put(self.opt_state, layout)
       if self._offloads:
         offload.check(mesh)
-        where = jax.tree.map(lambda x: x.sharding, self.opt_state)
-        where = offload.layout(self.opt_state, where)
-        self.opt_state = jax.tree.map(mesh_lib.put, self.opt_state, where)
+        shardings = jax.tree.map(lambda x: x.sharding, self.opt_state)
+        shardings = offload.layout(self.opt_state, shardings)
+        self.opt_state = jax.tree.map(mesh_lib.put, self.opt_state, shardings)
     self.mesh = mesh
     self.forget_steps()
     self.hand_back()
 
   @contextlib.contextmanager
   def at_work(self) -> Iterator[None]:
-    """Under the run's mesh, on which the caller's module lies meanwhile; it is handed
-    back at the end."""
+    """Sets the run's mesh, and hands the caller's module back at the end.
+
+    Inside, the caller's module has its arrays on the run's mesh.
+    """
     self.place()
     with mesh_lib.use_mesh(self.mesh):
       if self.home is not None and self.mesh is not None:
@@ -111,14 +116,14 @@ class TrainState:
         self.hand_back()
 
   def hand_back(self) -> nnx.Module:
-    """The caller's module, with the current arrays, on the caller's mesh."""
+    """Gives the caller's module the current arrays, on the caller's mesh."""
     model = self.module.hand_back()
     if self.home is not None:
       self.module.show_on(self.home)
     return model
 
   def devices(self) -> list[Any]:
-    """What the run computes on."""
+    """Returns the devices of the run."""
     if self.mesh is not None:
       return list(self.mesh.devices.flat)
     leaves = jax.tree.leaves((self.module.params, self.module.frozen))
@@ -127,9 +132,14 @@ class TrainState:
   # The steps.
 
   def update(self, groups: Sequence[Group], skip_jit: bool) -> StepMetrics:
-    """One update, dispatched and not waited for; the arrays before it are donated."""
+    """Dispatches one update without waiting for it, and donates the old arrays.
+
+    Args:
+      groups: the micro-batches of the global batch.
+      skip_jit: run the step without `jax.jit`.
+    """
     module = self.module
-    module.own()
+    module.own()  # donated arrays must belong to nobody else
     state = (module.params, self.opt_state, module.rest, module.frozen)
     step = self._train_step(skip_jit)
     params, self.opt_state, rest, metrics = (
@@ -141,8 +151,10 @@ class TrainState:
     return metrics
 
   def evaluate(self, batch: Any, skip_jit: bool) -> tuple[WeightedSum, Any]:
-    """The loss of a batch and its aux, by the arrays that `module.refresh` took;
-    dispatched and not waited for."""
+    """Dispatches the loss of a batch and its aux, without waiting for them.
+
+    It computes with the arrays that the last `module.refresh` took.
+    """
     module, step = self.module, self._eval_step(skip_jit)
     state = (module.params, module.rest, module.frozen)
     if skip_jit:
@@ -152,7 +164,12 @@ class TrainState:
   def lower(
     self, groups: Sequence[Group], name: str = "train step"
   ) -> jax.stages.Lowered:
-    """The jitted train step, lowered and not run; `name` is its in a plan."""
+    """Lowers the jitted train step without running it.
+
+    Args:
+      groups: the micro-batches of a global batch.
+      name: name of the program in a plan.
+    """
     module = self.module
     module.refresh()
     step: Any = self._train_step(skip_jit=False)
@@ -160,14 +177,14 @@ class TrainState:
     return programs.lower(name, step, *state, groups)
 
   def lower_eval(self, batch: Any) -> jax.stages.Lowered:
-    """The jitted step of an evaluation, lowered and not run."""
+    """Lowers the jitted evaluation step without running it."""
     self.module.refresh()
     module, step = self.module, self._eval_step(skip_jit=False)
     state = (module.params, module.rest, module.frozen)
     return programs.lower("evaluation", step, *state, batch)
 
   def forget_steps(self) -> None:
-    """The loss or the layout of the arrays has changed."""
+    """Discards the built steps, after a change of the loss or of the shardings."""
     self._built.clear()
 
   def _train_step(self, skip_jit: bool) -> Callable[..., Any]:
@@ -175,8 +192,8 @@ class TrainState:
     if key not in self._built:
       tx = self.tx
       if self._offloads:
-        where = jax.tree.map(lambda x: x.sharding, self.opt_state)
-        tx = offload.updated_on_device(tx, where)
+        shardings = jax.tree.map(lambda x: x.sharding, self.opt_state)
+        tx = offload.updated_on_device(tx, shardings)
       self._built[key] = (
         train_step.make_train_step(skeleton, loss, tx)
         if skip_jit
@@ -192,7 +209,7 @@ class TrainState:
     return self._built[key]
 
   def _layout(self) -> tuple[Any, Any] | None:
-    """Shardings of (params, opt_state); None where all is on one device."""
+    """Returns the shardings of (params, opt_state); None on one device."""
     if self.mesh is None and not self._offloads:
       return None
     arrays = (self.module.params, self.opt_state)
@@ -200,18 +217,22 @@ class TrainState:
 
   # On disk.
 
-  def to_run_state(self, **more: Any) -> RunState:
-    """What is saved of it, and of the run besides."""
+  def to_run_state(self, **fields: Any) -> RunState:
+    """Returns the arrays as a RunState.
+
+    Args:
+      **fields: further fields of the RunState.
+    """
     self.module.refresh()
     return RunState(
       model_params=self.module.params,
       model_rest=self.module.rest,
       optimizer_state=flatten_optimizer(self.opt_state),
-      **more,
+      **fields,
     )
 
   def load(self, saved: RunState) -> None:
-    """Takes the arrays of a checkpoint; the caller's module holds them at once."""
+    """Takes the arrays of a checkpoint, and gives them to the caller's module."""
     self.module.replace(saved.model_params or {}, saved.model_rest or {})
     self.hand_back()
     self.opt_state = unflatten_optimizer(saved.optimizer_state or {}, self.opt_state)

@@ -22,11 +22,11 @@ BatchLoss = Callable[[nnx.Module, Any], Any]
 
 
 class Group(NamedTuple):
-  """Micro-batches of equal shape.
+  """The k micro-batches of a global batch that have equal shapes.
 
   Attributes:
-    batches: one pytree a micro-batch.
-    weights: float32 [k], 0 for a micro-batch that only fills the window up.
+    batches: one pytree for each micro-batch.
+    weights: float32 [k]; 0 for a filler, a micro-batch that only completes the number.
   """
 
   batches: Sequence[Any]
@@ -34,14 +34,14 @@ class Group(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-  """Scalars of one step, still on the device.
+  """The scalars of one step, on the device.
 
   Attributes:
-    loss: mean over everything that had weight.
-    weight: the total weight (trained tokens, or examples).
+    loss: weighted mean of the loss over the global batch.
+    weight: sum of the weights (trained tokens, or examples).
     grad_norm: global L2 norm of the mean gradient.
-    learning_rate: of `optax.inject_hyperparams`, else None.
-    aux: the loss's extra outputs, each averaged with its own weights.
+    learning_rate: the rate in the state of `optax.inject_hyperparams`, else None.
+    aux: extra outputs of the loss, each a mean with its own weights.
   """
 
   loss: jax.Array
@@ -52,7 +52,7 @@ class StepMetrics(NamedTuple):
 
 
 class _Sums(NamedTuple):
-  """What is added up over micro-batches."""
+  """The sums over the micro-batches of a global batch."""
 
   total: Any
   weight: Any
@@ -61,45 +61,51 @@ class _Sums(NamedTuple):
 
 
 def examples_in(batch: Any) -> int:
-  """Size of the batch dimension: of the first array that has one.
+  """Returns the first dimension of the first array that has one.
 
   Raises:
-    TypeError: no array has a batch dimension.
+    TypeError: No array has a dimension.
   """
   for leaf in jax.tree.leaves(batch):
     if getattr(leaf, "ndim", 0):
       return leaf.shape[0]
   raise TypeError(
     f"a batch of type {type(batch).__name__} holds no array with a batch dimension, so "
-    "it cannot be weighted by example: return a WeightedSum from the loss"
+    "it cannot be weighted by example. Return a WeightedSum from the loss."
   )
 
 
 def weigh(out: Any, batch: Any) -> tuple[WeightedSum, Any]:
-  """What a loss returned, as (weighted sum, aux with a WeightedSum at every leaf).
+  """Converts the return value of a loss into weighted sums.
 
-  A scalar is the mean over the micro-batch's examples and is weighted by their number;
-  a scalar of aux is weighted as the loss is.
+  A scalar loss is taken as a mean over the micro-batch's examples, and its weight is
+  their number. A scalar in aux has the weight of the loss.
+
+  Args:
+    out: a scalar or a WeightedSum, or a pair of one of them and aux.
+    batch: the micro-batch.
+
+  Returns: (the loss, aux with a WeightedSum at every leaf).
 
   Raises:
-    TypeError: something else was returned.
+    TypeError: The loss returned something else.
   """
   aux = {}
   if isinstance(out, tuple) and not isinstance(out, WeightedSum):
     if len(out) != 2:
       raise TypeError(
-        f"a loss returned {len(out)} values: expected loss or (loss, aux)"
+        f"a loss returned {len(out)} values; expected loss or (loss, aux)"
       )
     out, aux = out
   if not isinstance(out, WeightedSum):
     value = jnp.asarray(out)
     if value.ndim:
       raise TypeError(
-        f"a loss returned an array of shape {value.shape}: return a scalar mean, or "
-        "tunix.ops.reductions.weighted_sum(values, weights)"
+        f"a loss returned an array of shape {value.shape}; expected a scalar. Return a "
+        "mean, or tunix.ops.reductions.weighted_sum(values, weights)."
       )
     examples = examples_in(batch)
-    # A mean over no example is NaN, and 0 * NaN would spoil the sums of the others.
+    # A mean over no example is NaN, and 0 * NaN would make the sums NaN.
     total = value * examples if examples else jnp.zeros_like(value)
     out = WeightedSum(total, jnp.asarray(examples, jnp.float32))
   return out, map_sums(lambda leaf: _as_sum(leaf, out.weight), aux)
@@ -112,7 +118,7 @@ def _as_sum(leaf: Any, weight: jax.Array) -> WeightedSum:
 
 
 def map_sums(function: Callable[[Any], Any], aux: Any) -> Any:
-  """`function` of every leaf of aux; a WeightedSum is one leaf."""
+  """Applies a function to every leaf of aux; a WeightedSum is one leaf."""
   return jax.tree.map(function, aux, is_leaf=lambda x: isinstance(x, WeightedSum))
 
 
@@ -122,12 +128,12 @@ def make_train_step(
   """Builds `step(params, opt_state, rest, frozen, groups)`.
 
   Args:
-    skeleton: how the arrays make up the module.
-    loss: called on a merged module and one micro-batch.
+    skeleton: merges the arrays into a module.
+    loss: function of a merged module and one micro-batch.
     tx: the optimizer.
 
-  Returns: a pure function that returns (params, opt_state, rest, StepMetrics);
-    `groups` is a sequence of Group. The module runs with `.train()`: dropout on.
+  Returns: a pure function that returns (params, opt_state, rest, StepMetrics). Its
+    `groups` are a sequence of Group. The module is in train mode: dropout is on.
   """
 
   def one(params, rest, frozen, batch) -> tuple[Any, _Sums]:
@@ -168,11 +174,11 @@ def jit_train_step(
   tx: optax.GradientTransformation,
   layout: tuple[Any, Any] | None,
 ) -> Callable[..., Any]:
-  """`make_train_step` compiled; parameters and optimizer state are donated.
+  """Returns the jitted train step, which donates parameters and optimizer state.
 
   Args:
-    skeleton, loss, tx: as `make_train_step`.
-    layout: shardings of (params, opt_state), kept from step to step; None: one device.
+    skeleton, loss, tx: see `make_train_step`.
+    layout: shardings of (params, opt_state), which the results keep; None: one device.
   """
   options: dict[str, Any] = {"donate_argnums": (0, 1)}
   if layout is not None:
@@ -181,8 +187,11 @@ def jit_train_step(
 
 
 def make_gradient(skeleton: Skeleton, loss: BatchLoss) -> Callable[..., Any]:
-  """Builds `gradient(params, rest, frozen, groups)`: the mean gradient that a step of
-  the same arguments would hand to the optimizer."""
+  """Builds `gradient(params, rest, frozen, groups)`, the mean gradient of a step.
+
+  It is the gradient that a train step with the same arguments gives to the optimizer.
+  """
+  # An "optimizer" whose new state is the gradient.
   captured = optax.GradientTransformation(
     lambda params: params, lambda updates, state, params=None: (updates, updates)
   )
@@ -199,7 +208,7 @@ def make_eval_step(
 ) -> Callable[..., tuple[WeightedSum, Any]]:
   """Builds `step(params, rest, frozen, batch) -> (WeightedSum, aux of WeightedSums)`.
 
-  The module runs with `.eval()`: dropout off, batch statistics fixed.
+  The module is in eval mode: dropout is off, batch statistics are fixed.
   """
 
   def step(params, rest, frozen, batch):
@@ -211,15 +220,15 @@ def make_eval_step(
 
 
 def injected_learning_rate(opt_state: Any) -> jax.Array | None:
-  """The learning rate in the state of `optax.inject_hyperparams`, if it is there."""
+  """Returns the learning rate in the state of `optax.inject_hyperparams`, or None."""
   rates = optax.tree_utils.tree_get_all_with_path(opt_state, "learning_rate")
   return jnp.asarray(rates[0][1], jnp.float32) if rates else None
 
 
 def _accumulate(one, params, rest, frozen, groups) -> tuple[Any, _Sums]:
-  """Sums over all micro-batches; a scan where several share a shape."""
+  """Sums over all micro-batches, with a scan over each group of equal shapes."""
   if len(groups) == 1 and len(groups[0].batches) == 1:
-    return one(params, rest, frozen, groups[0].batches[0])  # never a filler
+    return one(params, rest, frozen, groups[0].batches[0])  # it is never a filler
 
   first = groups[0].batches[0]
   shapes = jax.eval_shape(lambda: one(params, rest, frozen, first)[1])
@@ -229,7 +238,7 @@ def _accumulate(one, params, rest, frozen, groups) -> tuple[Any, _Sums]:
     rest, sums = carry
     batch, weight = item
     after, part = one(params, rest, frozen, batch)
-    # A filler leaves no trace: no RNG draw, no batch statistics.
+    # A filler must change nothing: neither RNG counters nor batch statistics.
     rest = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), after, rest)
     return (rest, jax.tree.map(jnp.add, sums, _scaled(part, weight))), None
 
@@ -240,10 +249,13 @@ def _accumulate(one, params, rest, frozen, groups) -> tuple[Any, _Sums]:
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
-  """Where sums begin: in float32, or wider where they are."""
+  """Returns zeros for a sum: float32, or the dtype of `x` if it is wider."""
   return jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _scaled(sums: _Sums, weight: jax.Array) -> _Sums:
-  """A micro-batch's sums, or zeros; no product, so that a filler's NaN is lost."""
+  """Returns the sums, or zeros for a filler.
+
+  `jnp.where` drops a NaN of the filler; a product with 0 would keep it.
+  """
   return jax.tree.map(lambda x: jnp.where(weight > 0, x, jnp.zeros_like(x)), sums)

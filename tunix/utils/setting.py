@@ -1,9 +1,8 @@
 """Facts about a field of a settings dataclass, declared at the field itself.
 
-Settings are frozen dataclasses of the whole library. The type, the default and the
-docstring of a field say what it means; `setting` adds what the `tunix` command must know
-about it: whether the value is a path, whether it may change when a run is resumed, and
-whether it is a key of the command at all.
+The type, the default and the docstring of a field say what it means. `setting` adds
+what the `tunix` command must know about it: whether the value is a path, whether it may
+change when a run is resumed, and whether it is a key of the command at all.
 """
 
 from __future__ import annotations
@@ -20,20 +19,24 @@ class Facts:
   """What the command must know about a field besides its type and meaning.
 
   Attributes:
-    path: "read" if the value names files, folders or hub ids that exist before the run;
-      "written" if it names a folder that the run creates; None if it is no path.
-    names_model: the value names a model folder or hub id.
+    path: "read" if the value is a file, a folder or a hub id that exists before the
+      run; "written" if it is a folder that the run creates; "data" if it is a source of
+      records or a sequence of sources; "function" if it is a call string or a sequence
+      of call strings. None if the value is no path.
+    names_model: the value is a model folder or a hub id.
     may_change: a resumed run may have another value. On a field that holds a section,
       it covers every key of the section.
+    fingerprint: name in `data.json` of the digest of the content that the value names.
+      A resumed run must find the same content, under whatever path. None if the content
+      is not compared.
     python_only: the field is not a key of the command.
-    secret: the value must not appear in logs, pages or saved configurations.
   """
 
-  path: Literal["read", "written"] | None = None
+  path: Literal["read", "written", "data", "function"] | None = None
   names_model: bool = False
   may_change: bool = False
+  fingerprint: str | None = None
   python_only: bool = False
-  secret: bool = False
 
 
 _NONE = Facts()

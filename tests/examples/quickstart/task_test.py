@@ -5,7 +5,7 @@ import pytest
 from tunix.cli.build import rewards
 from tunix.data import pipeline, supervision
 from tunix.data.formats import JsonlRecords
-from tunix.data.prompts import read_prompts
+from tunix.data.records import PROMPT_ROWS
 from tunix.examples.quickstart import task
 from tunix.models.automodel import AutoModel
 from tunix.rl.rewards import RewardManager
@@ -60,9 +60,9 @@ def test_both_jobs_read_the_files(tmp_path):
   question = task.write_data(*files, seed=0)
   for file, count in zip(files, (800, 200)):
     assert JsonlRecords(file).validate() == {"prompt": count}
-    rows = read_prompts(file).rows
-    assert len(rows) == count and rows[0].keys() == {"prompts", "response"}
-  assert rows[0]["prompts"] == question["prompt"]
+    rows = list(JsonlRecords(file, PROMPT_ROWS).read())
+    assert len(rows) == count and rows[0].extra.keys() == {"response"}
+  assert rows[0].prompt == question["prompt"]
   assert question["prompt"] not in files[0].read_text()
 
 

@@ -1,4 +1,4 @@
-"""From a configuration to checked records and batches."""
+"""Builds the data of a run from its configuration: records, a scan, batches."""
 
 from __future__ import annotations
 
@@ -10,43 +10,47 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tunix
-from tunix.cli.build import data_sources, mesh as mesh_axes
+from tunix.cli.build import data_sources, mesh as mesh_axes, rewards
 from tunix.cli.run import fingerprints
 from tunix.cli.settings.data import RowSettings
 from tunix.cli.settings.run import RunSettings, StreamRun
-from tunix.data import mixture, pipeline
-from tunix.data.records import SFT, Kind
-from tunix.data.rows import OneRow, SideBySide
+from tunix.data import pipeline
+from tunix.data.mixture import Mixture
+from tunix.data.prompts import PromptBatches
+from tunix.data.records import PROMPT_ROWS, SFT, Kind
 from tunix.data.scan import Report, scan
-from tunix.data.source import Source
+from tunix.data.source import Source, layout_type
 from tunix.data.stored import Records
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 
-def _row_settings(config: StreamRun, kind: Kind) -> dict[str, Any]:
-  """What the data layer is told of rows, by its own names."""
+def _row_settings(config: RunSettings, kind: Kind) -> dict[str, Any]:
+  """Returns the values of the keys that set the rows, by argument of the data layer."""
   return {n: operator.attrgetter(k)(config) for n, k in config.row_keys(kind).items()}
 
 
-def _source(config: StreamRun, tokenizer: TokenizerAdapter, records: Records) -> Source:
+def _source(
+  config: RunSettings, tokenizer: TokenizerAdapter, records: Records
+) -> Source:
   kind, data = records.kind, config.data
   settings = _row_settings(config, kind)
-  more = {n: settings.pop(n) for n in ("unusable",) if n in settings}
+  options = {n: settings.pop(n) for n in ("unusable",) if n in settings}
+  layout: Any = layout_type(kind)
   return Source(
     records=records,
     kind=kind,
     tokenizer=tokenizer,
-    layout=OneRow(**settings) if kind is SFT else SideBySide(**settings),
+    layout=layout(**settings),
     overlong=data.overlong,
     chat=data.chat,
     template_kwargs=data.template_args,
-    **more,
+    **options,
   )
 
 
 @contextlib.contextmanager
 def naming(keys: Mapping[str, str]) -> Iterator[None]:
-  """What the data layer says of its arguments, said of the keys that they come from.
+  """Replaces argument names of the data layer by keys in the errors of a block.
 
   Args:
     keys: argument -> key, besides those of the section `data`.
@@ -55,14 +59,14 @@ def naming(keys: Mapping[str, str]) -> Iterator[None]:
   try:
     yield
   except ValueError as error:
-    words = "|".join(names)
-    pattern = rf"(?<![\w.])(?:{words})(?= is | \d|: | to )"
+    arguments = "|".join(names)
+    pattern = rf"(?<![\w.])(?:{arguments})(?= is | \d|: | to |,)"
     text = str(error)
     text = text.replace(
       "give one with chat_template=...",
       "give a file of one with tokenizer.chat_template",
     )
-    if "unusable" not in keys:  # no key of this job asks for that
+    if "unusable" not in keys:  # this job has no key for it
       text = text.replace(', or set unusable to "drop"', "")
     text = re.sub(pattern, lambda match: names[match[0]], text)
     raise ValueError(text) from error
@@ -70,15 +74,18 @@ def naming(keys: Mapping[str, str]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunData:
-  """What a run trains and evaluates on.
+  """The data that a run trains and evaluates on.
 
   Attributes:
-    train: yields micro-batches.
-    eval: yields batches, anew for every evaluation; None: there is no evaluation.
-    reports: what the scan of "train" and "eval" found, see `tunix.data.scan`.
-    scans: reports as JSON, each with the key of what it depends on.
-    fingerprints: SHA-256 of files, tokenizer, chat template and base model.
-    num_steps: optimizer steps until the run ends; None: not known beforehand.
+    train: iterable of batches for training; micro-batches, or batches of prompts in RL.
+    eval: iterable of batches, started anew for every evaluation; None without
+      evaluation.
+    reports: report of the scan of "train" and "eval", see `tunix.data.scan`.
+    scans: the reports as JSON, each with a digest of everything it depends on. Empty in
+      RL, where the prompts are read again at every start.
+    fingerprints: SHA-256 of files, tokenizer, chat template, models and reward
+      functions.
+    num_steps: optimizer steps until the run ends; None if not known in advance.
   """
 
   train: Iterable[Any]
@@ -89,155 +96,243 @@ class RunData:
   num_steps: int | None
 
 
-def open_records(config: StreamRun) -> dict[str, Records]:
-  """What `data.train` and `data.eval` name, opened and not checked yet.
+def open_records(config: RunSettings) -> dict[str, Records]:
+  """Opens the sources of `data.train` and `data.eval` without checking the records.
 
   Raises:
-    ValueError: nothing was named.
-    FileNotFoundError, ImportError, ValueError, TypeError, RuntimeError: see
+    ValueError: data.train is not set.
+    FileNotFoundError, ImportError, ValueError, TypeError, RuntimeError: as for
       `data_sources.open_records`.
   """
   return {
     name: data_sources.open_records(
-      names, config.kind(training=name == "train"), how, config.data.columns
+      names, config.kind(training=name == "train"), weights, config.data.columns
     )
-    for name, names, how in config.data.sources()
+    for name, names, weights in config.data.sources()
   }
 
 
 def scan_records(
-  config: StreamRun, tokenizer: TokenizerAdapter, records: dict[str, Records]
+  config: RunSettings,
+  tokenizer: TokenizerAdapter,
+  records: dict[str, Records],
+  kept: dict[str, dict[int, Any]] | None = None,
 ) -> dict[str, Any]:
-  """Checks the structure of every record, then renders and tokenises them, as far as
-  `data.scan_limit` asks for.
+  """Checks the fields of every record, then renders and tokenises the records.
+
+  Rendering stops after `data.scan_limit` records where the job has this key.
+
+  Args:
+    config: settings of the run.
+    tokenizer: tokenizer of the run.
+    records: opened records of "train" and "eval".
+    kept: receives the rows of prompts by name and record number, see `scan.scan`.
+
+  Returns:
+    A report for each name.
 
   Raises:
-    ValueError: a record is wrong or cannot be trained on (its line is named).
+    ValueError: a record is wrong or cannot be trained on (its place is named), or a
+      reward function needs a column that the prompts lack.
   """
   for part in records.values():
     part.validate()
+    if part.kind is PROMPT_ROWS:
+      first = part.kind.read(part[0], part.where(0))
+      rewards.check(_reward(config), list(first.extra))
   reports = {}
   for name, part in records.items():
+    holds_rows = kept is not None and part.kind is PROMPT_ROWS
+    rows = kept.setdefault(name, {}) if kept is not None and holds_rows else None
     with naming(config.row_keys(part.kind)):
       source = _source(config, tokenizer, part)
-      reports[name] = scan(source, config.data.scan_limit)
+      limit = getattr(config.data, "scan_limit", None)
+      reports[name] = scan(source, limit, kept=rows)
   return reports
 
 
 def build_data(
-  config: StreamRun, tokenizer: TokenizerAdapter, known: Mapping[str, Any] | None = None
+  config: RunSettings,
+  tokenizer: TokenizerAdapter,
+  known: Mapping[str, Any] | None = None,
 ) -> RunData:
   """Opens, checks and scans the records, and makes batches of them.
 
   Args:
-    config: of the run.
-    tokenizer: of the run.
-    known: `RunData.scans` of an earlier start; what they cover is not scanned again.
+    config: settings of the run.
+    tokenizer: tokenizer of the run.
+    known: `RunData.scans` of an earlier start, whose records are not scanned again.
 
   Raises:
-    FileNotFoundError, ValueError: see `open_records` and `scan_records`.
+    FileNotFoundError, ValueError: as for `open_records` and `scan_records`.
   """
   records = open_records(config)
   prints = fingerprints.of_inputs(config, tokenizer, records)
-  keys = {name: _scan_key(config, part, prints) for name, part in records.items()}
-  reports = _known_reports(known or {}, keys)
-  rest = {name: part for name, part in records.items() if name not in reports}
-  reports |= scan_records(config, tokenizer, rest)
+  scan_keys = {
+    name: _scan_key(config, part, prints)
+    for name, part in records.items()
+    if isinstance(config, StreamRun)
+  }
+  reports = _known_reports(known or {}, scan_keys)
+  unknown = {name: part for name, part in records.items() if name not in reports}
+  kept: dict[str, dict[int, Any]] = {}
+  reports |= scan_records(config, tokenizer, unknown, kept)
   reports = {name: reports[name] for name in records}
-  held_out = None
-  if "eval" in records:
-    held_out = batches(config, tokenizer, records["eval"], training=False)
+  iterables = {
+    name: batches(
+      config, tokenizer, part, training=name == "train", kept=kept.get(name)
+    )
+    for name, part in records.items()
+  }
+  prints |= fingerprints.of_config(config)
+  if not isinstance(config, StreamRun):
+    prints |= {"reward_functions": rewards.digest(_reward(config))}
   return RunData(
-    train=batches(config, tokenizer, records["train"], training=True),
-    eval=held_out,
+    train=iterables["train"],
+    eval=iterables.get("eval"),
     reports=reports,
     scans={
-      name: {"key": keys[name], "report": dataclasses.asdict(report)}
-      for name, report in reports.items()
+      name: {"key": key, "report": dataclasses.asdict(reports[name])}
+      for name, key in scan_keys.items()
     },
-    fingerprints=prints | fingerprints.of_base(config),
+    fingerprints=prints,
     num_steps=count_steps(config, reports["train"]),
   )
 
 
+def _reward(config: Any) -> rewards.RewardSettings:
+  return config.reward
+
+
 def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> str:
-  """A digest of all that a scan's report depends on."""
+  """Returns a digest of everything that the report of a scan depends on."""
   source = config.data
   fields = [field.name for field in dataclasses.fields(Report)]
   form = (tunix.__version__, part.kind.name, part.kind.expected, fields)
   inputs = (part.fingerprint, prints["tokenizer"], prints["chat_template"])
-  place = part.name  # the report names its longest record by it
+  place = part.name  # the report names the longest record by its place
   settings = list(_row_settings(config, part.kind).values())
   limits = (settings, source.overlong, source.chat, source.template_args)
-  if isinstance(part, mixture.Mixture):
+  if isinstance(part, Mixture):
     limits = (*limits, part.weights)
   return fingerprints.digest((form, inputs, place, limits, source.scan_limit))
 
 
-def _known_reports(known: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+def _known_reports(
+  known: Mapping[str, Any], scan_keys: Mapping[str, str]
+) -> dict[str, Any]:
   return {
     name: Report(**known[name]["report"])
-    for name, key in keys.items()
+    for name, key in scan_keys.items()
     if name in known and known[name]["key"] == key
   }
 
 
 def batches(
-  config: StreamRun,
+  config: RunSettings,
   tokenizer: TokenizerAdapter,
   records: Records,
   *,
   training: bool,
   whole: bool = False,
+  kept: Mapping[int, Any] | None = None,
 ) -> Iterable[Any]:
-  """Micro-batches for training (shuffled, for all epochs) or evaluation (once): this
-  process's share of each, or the `whole` of it."""
-  keys = config.data
+  """Returns batches for training (shuffled, all epochs) or evaluation (one pass).
+
+  Args:
+    config: settings of the run.
+    tokenizer: tokenizer of the run.
+    records: opened records.
+    training: True for training, False for evaluation.
+    whole: True gives this process the whole of every batch, not its share. Batches of
+      prompts are always whole.
+    kept: rows of the prompts that a scan kept; None scans the prompts here.
+  """
+  if records.kind is PROMPT_ROWS:
+    if kept is None:
+      scan(_source(config, tokenizer, records), kept=(kept := {}))
+    return _prompt_batches(config, records, kept, training=training)
+  assert isinstance(config, StreamRun)
+  data = config.data
   number, count = (0, 1) if whole else mesh_axes.process_part(config.mesh)
-  stream = {
+  options = {
     "batch_size": config.training.micro_rows if training else config.training.eval_rows,
-    "shuffle": keys.shuffle and training,
+    "shuffle": data.shuffle and training,
     "seed": config.seed,
     "num_epochs": epochs(config) if training else 1,
     "process_index": number,
     "process_count": count,
-    "num_threads": keys.num_threads,
+    "num_threads": data.num_threads,
   }
-  source = _source(config, tokenizer, records)
-  if records.kind is SFT and isinstance(keys, RowSettings):
-    stream |= {"packing": keys.packing, "length_buckets": keys.length_buckets}
-  return pipeline.build_batches(source, **stream)
+  if records.kind is SFT and isinstance(data, RowSettings):
+    options |= {"packing": data.packing, "length_buckets": data.length_buckets}
+  return pipeline.build_batches(_source(config, tokenizer, records), **options)
 
 
-def _packs(config: StreamRun) -> bool:
-  return isinstance(config.data, RowSettings) and config.data.packing
-
-
-def settle(config: RunSettings) -> RunSettings:
-  """The configuration with the number of epochs written out."""
-  data = dataclasses.replace(config.data, num_epochs=epochs(config))
-  return dataclasses.replace(config, data=data)
+def _prompt_batches(
+  config: RunSettings, records: Records, kept: Mapping[int, Any], *, training: bool
+) -> PromptBatches:
+  rows, sizes = list(kept.values()), config.training
+  if not training:
+    return PromptBatches(rows, sizes.eval_rows, seed=None, epochs=1)
+  options: dict[str, Any] = {}
+  if isinstance(records, Mixture) and records.weights is not None:
+    # Shares count the prompts that are left, since dropped ones are never drawn.
+    options = {"sizes": records.count_by_part(kept), "weights": records.weights}
+  seed = config.seed if config.data.shuffle else None
+  return PromptBatches(
+    rows, sizes.global_batch_size, seed=seed, epochs=epochs(config), **options
+  )
 
 
 def epochs(config: RunSettings) -> int | None:
-  """Passes over the data; None: as many as `training.max_steps` needs."""
+  """Returns the passes over the data; None: as many as `training.max_steps` needs."""
   if config.data.num_epochs is None and config.training.max_steps is None:
     return 1
   return config.data.num_epochs
 
 
-def count_steps(config: StreamRun, report: Report) -> int | None:
-  """Optimizer steps of a run; None when packing or an incomplete scan hides them."""
+def count_steps(config: RunSettings, report: Report) -> int | None:
+  """Returns the number of optimizer steps of a run; None if not known in advance.
+
+  Packing, an incomplete scan with dropped records, and dynamic sampling hide it.
+
+  Args:
+    config: settings of the run.
+    report: report of the training data.
+  """
   limit, passes = config.training.max_steps, epochs(config)
-  if passes is None:
-    return limit
-  countable = report.scanned == report.records or not config.drops
+  count = _count_steps if isinstance(config, StreamRun) else _count_updates
+  steps = None if passes is None else count(config, report, passes)
+  if steps is None or limit is None:
+    return steps if limit is None else limit
+  return min(steps, limit)
+
+
+def _count_steps(config: Any, report: Report, passes: int) -> int | None:
+  """Returns the steps of a run on given completions."""
+  all_scanned = report.scanned == report.records
+  countable = all_scanned or not config.drops
   if config.data.weights and report.kept < report.records:
-    countable = False  # how often those left out are drawn was not looked up
-  if _packs(config) or not countable:
-    return limit
-  kept = report.kept if report.scanned == report.records else report.records
+    countable = False  # dropped records are drawn as well, an unknown number of times
+  if not countable or (isinstance(config.data, RowSettings) and config.data.packing):
+    return None
+  kept = report.kept if all_scanned else report.records
   # Both divisions round up: the last batch and the last step may be smaller.
   micro_batches = -(-kept * passes // config.training.micro_rows)
-  steps = -(-micro_batches // config.training.micro_batches)
-  return steps if limit is None else min(steps, limit)
+  return -(-micro_batches // config.training.micro_batches)
+
+
+def _count_updates(config: Any, report: Report, passes: int) -> int | None:
+  """Returns the updates of an RL run, at most.
+
+  The learner skips mini-batches whose weights are all 0, so that there may be fewer.
+  """
+  if getattr(config.algorithm, "dynamic_sampling", False):
+    return None
+  size = config.training.global_batch_size
+  whole, rest = divmod(report.kept, size)
+  # If its size is not set, a mini-batch is as large as the largest batch.
+  mini = config.rl.mini_batch_size or min(size, report.kept)
+  updates = whole * -(-size // mini) + -(-rest // mini)
+  return updates * passes * config.algorithm.num_iterations

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import build, data as build_data, prompts as build_prompts
-from tunix.cli.build.data import RunData
+from tunix.cli.build import data as build_data, loading
 from tunix.cli.commands import data_file
-from tunix.cli.settings.run import StreamRun
 from tunix.data import show
 from tunix.rl.pipeline import PROMPTS
 
@@ -56,15 +54,15 @@ def _show(argv: list[str]) -> None:
   config = config_lib.load(
     [*arguments.files, *(f"--{key}={text}" for key, text in others)]
   )
-  tokenizer = build.build_tokenizer(config)
-  if not isinstance(config, StreamRun):
-    _show_prompts(build_prompts.build_prompts(config, tokenizer), rows)
-    return
+  tokenizer = loading.build_tokenizer(config)
   records = build_data.open_records(config)["train"]
   records.validate()
   with build_data.naming(config.row_keys(records.kind)):
     batch = next(iter(build_data.batches(config, tokenizer, records, training=True)))
   colour = sys.stdout.isatty()
+  if PROMPTS in batch:
+    print(show.describe_prompts(batch, rows=rows))
+    return
   if "prompt_ids" in batch:
     print(show.describe_completions(batch, tokenizer, rows=rows, colour=colour))
     return
@@ -74,25 +72,11 @@ def _show(argv: list[str]) -> None:
 
 def _scan(argv: list[str]) -> None:
   config = config_lib.load(argv)
-  tokenizer = build.build_tokenizer(config)
-  reports: Mapping[str, object]
-  if isinstance(config, StreamRun):
-    records = build_data.open_records(config)
-    reports = build_data.scan_records(config, tokenizer, records)
-  else:
-    reports = build_prompts.build_prompts(config, tokenizer).reports
+  tokenizer = loading.build_tokenizer(config)
+  records = build_data.open_records(config)
+  reports = build_data.scan_records(config, tokenizer, records)
   for name, report in reports.items():
     print(f"{name}: {report}")
-
-
-def _show_prompts(data: RunData, rows: int) -> None:
-  """Prints the first prompts as the model receives them, and their columns."""
-  batch = next(iter(data.train))
-  columns = [name for name in batch if name != PROMPTS]
-  for number, prompt in enumerate(batch[PROMPTS][:rows]):
-    print(f"--- {number}\n{prompt}")
-    for name in columns:
-      print(f"{name}: {batch[name][number]}")
 
 
 def _rows(arguments: config_lib.Arguments) -> int:

@@ -10,20 +10,13 @@ from typing import Any
 
 from tunix.cli import config as config_lib
 from tunix.cli.build import data_sources, loading
+from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import yaml_text
 from tunix.data import files, render, show
 from tunix.data.recognise import Recognised, recognise
-from tunix.data.records import LABELLED, PAIRS, PROMPTS, SFT
+from tunix.data.records import PROMPTS, SFT, Kind
 from tunix.data.stored import Records
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-
-# The jobs that train on a kind of record.
-JOBS_OF = {
-  SFT: "the jobs sft and distill (grpo and ppo take its prompt)",
-  PAIRS: "the jobs dpo, orpo and reward",
-  LABELLED: "the job kto",
-  PROMPTS: "the jobs grpo and ppo",
-}
 
 _DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", *files.ARRAY_RECORD)
 # A configuration is small; a file of records may be larger than memory.
@@ -160,7 +153,19 @@ def _recognised(record: object, where: str) -> Recognised:
 def _describe(known: Recognised) -> str:
   keys = ", ".join(f'"{key}"' for key in known.keys)
   form = known.library or "tunix"
-  return f"keys {keys}: the form of {form}, for {JOBS_OF[known.kind]}"
+  return f"keys {keys}: the form of {form}, for {_jobs_of(known.kind)}"
+
+
+def _jobs_of(kind: Kind) -> str:
+  """Names the jobs that train on records of a kind, such as "the jobs dpo and orpo"."""
+  jobs = _names_of_jobs(kind)
+  text = f"the job{'s' * (' ' in jobs)} {jobs}"
+  return f"{text} ({_names_of_jobs(PROMPTS)} take its prompt)" if kind is SFT else text
+
+
+def _names_of_jobs(kind: Kind) -> str:
+  *others, last = [name for name, job in JOBS.items() if kind in job.records]
+  return f"{', '.join(others)} and {last}" if others else last
 
 
 def _shortened(record: object) -> str:

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Sequence
 
 import tunix
-from tunix.cli.build import build
+from tunix.cli.build import export as build_export, loading
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.rl import RLRun
 from tunix.cli.run.folder import RunFolder
@@ -39,10 +39,10 @@ def main(argv: Sequence[str]) -> None:
   _check_step(run, step)
   if args.push_to_hub is not None:  # fails early if the user may not write there
     hub.create(args.push_to_hub, private=args.private)
-  model = build.build_model(config, None)
+  model = loading.build_model(config, None)
   step = restore(model, run, step, lora_only=config.lora is not None)
   kind = config.export_kind
-  build.export(config, model, kind, pathlib.Path(args.to))
+  build_export.export(config, model, kind, pathlib.Path(args.to))
   print(f"step {step} of {run.path} is exported to {args.to} ({kind})")
   if args.push_to_hub is not None:
     message = f"Step {step} of a run of tunix {tunix.__version__}"

@@ -16,6 +16,8 @@ from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import keys, reference, yaml_text
 from tunix.utils import io
 
+# Keys that every job has and most people set first, with values to start from. A job
+# adds its own as `Job.first_values`.
 _FIRST = {
   "output_dir": "out",
   "model.path": "my-model",
@@ -25,24 +27,6 @@ _FIRST = {
   "training.global_batch_size": 8,
   "training.learning_rate": 2e-4,
   "checkpoint.save_every_n_steps": 50,
-}
-_ROWS = {"data.max_length": 1024}
-_PAIRS = {"preference.max_prompt_length": 512, "preference.max_response_length": 512}
-_RL = {
-  "reward.functions": ["exact_match"],
-  "rollout.max_prompt_length": 256,
-  "rollout.max_tokens_to_generate": 256,
-  "training.learning_rate": 1e-5,
-}
-_OF_JOB = {
-  "sft": _ROWS,
-  "dpo": _PAIRS,
-  "orpo": _PAIRS,
-  "kto": _PAIRS,
-  "reward": _PAIRS,
-  "distill": {**_ROWS, "distill.teacher": "my-teacher"},
-  "grpo": _RL,
-  "ppo": _RL,
 }
 
 _HEAD = """\
@@ -93,8 +77,8 @@ def parser() -> Parser:
 
 def _values(job: str, overrides: Mapping[str, str]) -> dict[str, Any]:
   """Returns the keys to set first with their values, checked as `tunix train` does."""
-  first = {"job": job, **_FIRST, **_OF_JOB[job]}
-  texts = {key: yaml_text.inline(value) for key, value in first.items()} | overrides
+  first = {"job": job, **_FIRST, **JOBS[job].first_values}
+  texts = {key: yaml_text.inline(x) for key, x in first.items()} | dict(overrides)
   config = config_lib.load([f"--{key}={text}" for key, text in texts.items()])
   settings, values = keys.as_plain(config), {}
   shown = {".".join(x.path) for x in reference.listing(job) if not x.is_section}

@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import re
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,18 +17,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import (
-  build,
-  data as build_data,
-  mesh as mesh_axes,
-  optimizer,
-  precision,
-)
+from tunix.cli.build import loading, mesh as mesh_axes, optimizer
 from tunix.cli.commands import plan_fit
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.rl import RLRun
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run import folder as run_folder
+from tunix.cli.run.settle import settle_values
 from tunix.cli.settings.run import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.perf import programs
@@ -140,21 +136,40 @@ def plan(
   made = where.mesh(mesh or config.mesh or {"fsdp": -1})
   config = settled(config, {axis: int(size) for axis, size in made.shape.items()})
   job.check(config)
-  with contextlib.nullcontext() if ship is None else shipped.compiled_afresh():
+  with contextlib.ExitStack() as held:
+    if ship is not None:
+      cache = held.enter_context(tempfile.TemporaryDirectory())
+      held.enter_context(shipped.cache_in(cache))
     trainer = _trainer(config, made)
     noted = _noted(config, trainer, made)
-    planned = _planned(config, noted, made, where.chip)
+    out = _described(config, trainer, noted, made, where)
+    if ship is not None:
+      message = _ship(ship, cache, config, trainer, made, noted, out.fits)
+      out = dataclasses.replace(out, shipped=message)
+  return dataclasses.replace(out, advice=advise(config, made, out)) if fit else out
+
+
+def _described(
+  config: RunSettings,
+  trainer: Any,
+  noted: dict[str, Noted],
+  mesh: Mesh,
+  where: topology_lib.Topology,
+) -> Plan:
+  """Compiles the programs of a step and collects the figures of the run."""
+  planned = _planned(config, noted, mesh, where.chip)
+  job = JOBS[config.job]
   rows, length = job.sequences(config), job.length(config)[1]
-  sizes, of_roles = build.sizes_of_model(config), _trainers(trainer)
+  sizes, of_roles = loading.sizes_of_model(config), _trainers(trainer)
   updates = max(one.calls for name, one in noted.items() if name in of_roles)
   loop = planned.get(LOOP)
   steps = config.training.max_steps
-  out = Plan(
+  return Plan(
     job=config.job,
     model=_words(config, of_roles[min(of_roles)].model),
     topology=where.name,
     mesh=dict(config.mesh),
-    devices=made.size,
+    devices=mesh.size,
     chip=where.chip,
     memory_bytes=where.memory_bytes,
     programs=[*planned.values()],
@@ -166,30 +181,30 @@ def plan(
     rollouts=loop
     and rollout.of_loop(noted[LOOP], loop, where.memory_bytes, noted.get(OPENING)),
   )
-  if ship is not None:
-    with shipped.compiled_afresh():  # programs of other shapes are compiled here
-      said = _ship(ship, config, trainer, made, noted, out.fits)
-    out = dataclasses.replace(out, shipped=said)
-  return dataclasses.replace(out, advice=advise(config, made, out)) if fit else out
 
 
 def _ship(
   folder: str,
+  cache: str,
   config: RunSettings,
   trainer: Any,
   mesh: Mesh,
   noted: dict[str, Noted],
   fits: bool | None,
 ) -> str:
-  """Writes the programs, and those of shorter prompts; returns what was done."""
+  """Writes the compiled programs, and those of shorter prompts; returns a summary."""
   if fits is False:
     return "nothing is shipped of a run that does not fit"
   with programs.noted(noted):
     for batch in JOBS[config.job].shorter(config):
       _lower(trainer, batch, mesh)
-  entries = shipped.write(folder, mesh, noted)
-  size = sum(entry["bytes"] for entry in entries)
-  return f"shipped: {len(entries)} programs, {size / 2**20:,.1f} MiB, in {folder}"
+  names = []
+  for name, first in noted.items():
+    for one in (first, *first.others):
+      _ = one.compiled  # fills the cache
+      names.append(name)
+  size = shipped.write(folder, cache, mesh, names)
+  return f"shipped: {len(names)} programs, {size / 2**20:,.1f} MiB, in {folder}"
 
 
 def _lower(trainer: Any, batch: Any, mesh: Mesh) -> None:
@@ -242,7 +257,7 @@ def _trainer(config: RunSettings, mesh: Mesh) -> Any:
   with mesh_lib.use_mesh(mesh), programs.noted():
     loaded = Loaded(
       config=config,
-      model=build.shapes_of_model(config, mesh),
+      model=loading.build_model(config, mesh, of_shapes=True),
       tokenizer=TokenizerAdapter(rollout.NoText()),
       optimizer=tx,
       mesh=mesh,
@@ -285,8 +300,7 @@ def settled(config: RunSettings, mesh: dict[str, int]) -> RunSettings:
   mesh_axes.check(mesh, config.training.batch_rows)
   mesh_axes.check_length(mesh, *JOBS[config.job].length(config))
   config = dataclasses.replace(config, mesh=mesh)
-  config = precision.settle(build.settle_lora(build_data.settle(config)))
-  return optimizer.settle(config, config.training.max_steps or _SCHEDULED)
+  return settle_values(config, config.training.max_steps or _SCHEDULED)
 
 
 def _words(config: RunSettings, model: nnx.Module) -> str:

@@ -1,4 +1,4 @@
-"""The jobs dpo, orpo, kto and reward: learning from preferences."""
+"""The jobs dpo, orpo and reward: training on pairs of completions."""
 
 from __future__ import annotations
 
@@ -9,33 +9,25 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from tunix.cli.build import data as build_data
-from tunix.cli.build.data import RunData
 from tunix.cli.jobs.job import Job, Loaded, length_of
-from tunix.cli.run import fingerprints
 from tunix.cli.settings.run import StreamRun
-from tunix.data.records import LABELLED, PAIRS, Kind
-from tunix.data.scan import Report
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.data.records import PAIRS, Kind
 from tunix.models.transformer.model import Transformer
-from tunix.sft.config import TrainingConfig
 from tunix.sft.dpo.dpo_trainer import DPOTrainer, ORPOTrainer
-from tunix.sft.dpo.kto_trainer import KTOTrainer
 from tunix.sft.dpo.precomputed import PrecomputedLogps
-from tunix.sft.dpo.preference_config import (
-  DPOTrainingConfig,
-  KTOConfig,
-  ORPOTrainingConfig,
-  RewardConfig,
-)
-from tunix.sft.dpo.reward_trainer import RewardTrainer
+from tunix.sft.dpo.preference_config import CompletionsConfig, DPOTrainingConfig
+from tunix.sft.dpo.reward_trainer import RewardConfig, RewardTrainer
+from tunix.utils.setting import setting, shared_values
 
-# n_D desirable_weight / (n_U undesirable_weight), arXiv:2402.01306, section 4.2.
-_BALANCE = (1.0, 4 / 3)
+Unusable = Literal["error", "drop"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResponseSettings:
-  """Which completions are trained on.
+  """Settings of every job on prompts with completions.
+
+  Each job's section declares `unusable` after the keys of its loss, which is the order
+  in saved configurations.
 
   Attributes:
     max_prompt_length: most tokens of a prompt; data.overlong says what happens to
@@ -44,33 +36,62 @@ class ResponseSettings:
     unusable: what happens to records with an empty completion, or with two equal ones.
   """
 
-  # The section `training` has the trainer's other settings.
-  hidden: ClassVar[tuple[str, ...]] = (
-    *(field.name for field in dataclasses.fields(TrainingConfig)),
-    "bad_rows",
-  )
+  # The trainer's config, which has the section's fields that concern the loss.
+  config_class: ClassVar[type[CompletionsConfig]] = CompletionsConfig
 
   max_prompt_length: int = 512
   max_response_length: int = 512
-  unusable: Literal["error", "drop"] = "error"
+
+  def __post_init__(self):
+    self.trainer_config()
+
+  def trainer_config(self, **options: Any) -> Any:
+    """Returns the trainer's config with the values of this section.
+
+    Args:
+      **options: further fields of the config.
+
+    Raises:
+      ValueError: A value is out of range; the message begins with its key.
+    """
+    return self.config_class(**{**shared_values(self.config_class, self), **options})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DPOSettings(ResponseSettings, DPOTrainingConfig):
-  """DPOTrainingConfig, with places of the reference.
+class DPOSettings(ResponseSettings):
+  """Settings of the job dpo.
 
   Attributes:
     loss: sigmoid, hinge, ipo, simpo, cpo, ...: docs/guides/preference.md has them all.
+    beta: strength of the pull towards the reference.
+    label_smoothing: probability that a preference label is wrong, for losses that take
+      it.
+    options: further options of the loss, such as {"gamma": 1.0} of simpo; no key of
+      this section.
+    reference_free: replace the reference's log-probabilities by 0 in a loss that has a
+      reference.
+    shared_prompt: compute a pair's prompt once for both completions. The gradient is
+      the same up to rounding, and long prompts train faster.
     reference: folder of the reference. null: the model itself before the training (with
       adapters the same weights without them, else a second copy).
-    reference_logps: folder of the reference's log-probabilities, which are computed
-      once, before the training, and read from then on: no second model is held.
+    reference_logps: folder of the reference's log-probabilities. They are computed
+      once, before the training, and later runs read them. No second model is held in
+      memory.
   """
 
-  hidden: ClassVar[tuple[str, ...]] = ("algorithm", "lambda_orpo")
+  config_class = DPOTrainingConfig
 
-  reference: str | None = None
-  reference_logps: str | None = None
+  loss: str = "sigmoid"
+  beta: float = 0.1
+  label_smoothing: float = 0.0
+  options: dict[str, Any] = dataclasses.field(default_factory=dict)
+  reference_free: bool = False
+  shared_prompt: bool = False
+  unusable: Unusable = "error"
+  reference: str | None = setting(
+    None, path="read", names_model=True, may_change=True, fingerprint="reference"
+  )
+  reference_logps: str | None = setting(None, path="written", may_change=True)
 
   def __post_init__(self):
     super().__post_init__()
@@ -79,45 +100,53 @@ class DPOSettings(ResponseSettings, DPOTrainingConfig):
         continue
       if self.reference_free:
         raise ValueError(
-          f"{name} is {value!r} and preference.reference_free true: nothing would be "
-          "compared with it; leave one of them out"
+          f"{name} is {value!r} and preference.reference_free is true, which compares "
+          "with no reference. Leave one of them out."
         )
-      if not self.spec.needs_reference:
+      if not self.trainer_config().spec.needs_reference:
         raise ValueError(
-          f"{name} is {value!r} and the loss {self.loss!r} has no reference: leave it "
-          "out"
+          f"{name} is {value!r} and preference.loss is {self.loss!r}, which has no "
+          f"reference. Leave {name} out."
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ORPOSettings(ResponseSettings, ORPOTrainingConfig):
-  """ORPOTrainingConfig."""
-
-  hidden: ClassVar[tuple[str, ...]] = (
-    *("algorithm", "loss", "beta", "label_smoothing", "options", "reference_free"),
-  )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KTOSettings(ResponseSettings, KTOConfig):
-  """KTOConfig, with the place of the reference.
+class ORPOSettings(ResponseSettings):
+  """Settings of the job orpo.
 
   Attributes:
-    reference: folder of the reference. null: the model itself before the training (with
-      adapters the same weights without them, else a second copy).
+    shared_prompt: compute a pair's prompt once for both completions. The gradient is
+      the same up to rounding, and long prompts train faster.
+    lambda_orpo: weight of the odds ratio in the loss.
   """
 
-  reference: str | None = None
+  config_class = DPOTrainingConfig
+
+  shared_prompt: bool = False
+  lambda_orpo: float = 0.1
+  unusable: Unusable = "error"
+
+  def trainer_config(self, **options: Any) -> DPOTrainingConfig:
+    return super().trainer_config(loss="orpo", **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardModelSettings(ResponseSettings, RewardConfig):
-  """RewardConfig."""
+class RewardModelSettings(ResponseSettings):
+  """Settings of the job reward.
+
+  Attributes:
+    centering: weight of a term that pulls the sum of a pair's two rewards to 0.
+  """
+
+  config_class = RewardConfig
+
+  centering: float = 0.0
+  unusable: Unusable = "error"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceRun(StreamRun):
-  """What the jobs that learn from preferences share.
+  """Settings of a run that learns from preferences.
 
   Attributes:
     preference: how completions are compared (docs/guides/preference.md).
@@ -129,15 +158,15 @@ class PreferenceRun(StreamRun):
 
   records: ClassVar[Kind] = PAIRS
 
-  preference: ResponseSettings = ResponseSettings()
+  preference: Any
 
   def kind(self, *, training: bool) -> Kind:
-    """Pairs or labelled completions, always."""
+    """Returns pairs or labelled completions, for training and evaluation alike."""
     del training
     return self.records
 
   def row_keys(self, kind: Kind) -> dict[str, str]:
-    """Prompt and completion have a length each."""
+    """Returns the keys of the two lengths and of `unusable`."""
     del kind
     return {
       "max_prompt_length": "preference.max_prompt_length",
@@ -147,13 +176,13 @@ class PreferenceRun(StreamRun):
 
   @property
   def drops(self) -> bool:
-    """Whether records may be left out."""
+    """True if records may be left out."""
     return super().drops or self.preference.unusable == "drop"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPORun(PreferenceRun):
-  """DPO, and the other losses of pairs."""
+  """Settings of a run of the job dpo: DPO, and the other losses of pairs."""
 
   job: Literal["dpo"] = "dpo"
   preference: DPOSettings = DPOSettings()
@@ -161,25 +190,15 @@ class DPORun(PreferenceRun):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ORPORun(PreferenceRun):
-  """ORPO."""
+  """Settings of a run of the job orpo."""
 
   job: Literal["orpo"] = "orpo"
   preference: ORPOSettings = ORPOSettings()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KTORun(PreferenceRun):
-  """KTO."""
-
-  records: ClassVar[Kind] = LABELLED
-
-  job: Literal["kto"] = "kto"
-  preference: KTOSettings = KTOSettings()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardRun(PreferenceRun):
-  """A reward model: a head of scores."""
+  """Settings of a run of the job reward: a model with a head of scores."""
 
   fits_adapter: ClassVar[bool] = False
 
@@ -187,67 +206,13 @@ class RewardRun(PreferenceRun):
   preference: RewardModelSettings = RewardModelSettings()
 
 
-def trainer_config(section: Any, options: dict[str, Any]) -> Any:
-  """The section as its trainer takes it."""
-  return dataclasses.replace(section, **options)
-
-
-def build_compared_data(
-  config: Any, tokenizer: TokenizerAdapter, known: Any = None
-) -> RunData:
-  """The data, with the reference among the fingerprints.
-
-  Raises:
-    FileNotFoundError, ValueError: see `build_data.build_data`, or there is no such
-      reference.
-  """
-  data = build_data.build_data(config, tokenizer, known)
-  data.fingerprints.update(
-    fingerprints.of_models({"reference": config.preference.reference})
-  )
-  return data
-
-
-def build_labelled_data(
-  config: Any, tokenizer: TokenizerAdapter, known: Any = None
-) -> RunData:
-  """The data of the job kto.
-
-  Raises:
-    FileNotFoundError, ValueError: see `build_data.build_data`; or all completions have
-      one label, from which KTO learns nothing but to raise or to lower all of them.
-  """
-  data = build_compared_data(config, tokenizer, known)
-  report: Report = data.reports["train"]
-  if not report.desirable or not report.undesirable:
-    label = "true" if report.desirable else "false"
-    raise ValueError(
-      f"{config.data.train}: all {report.kept} completions have the label {label}, and "
-      "KTO compares both kinds: add the other, or use the job sft for good ones alone"
-    )
-  return data
-
-
-def balance_note(config: KTORun, report: Report) -> str | None:
-  """What to do about labels of which one kind outweighs the other; None: nothing."""
-  made = config.preference
-  assert report.desirable
-  share = report.desirable / report.undesirable
-  ratio = made.desirable_weight * share / made.undesirable_weight
-  low, high = _BALANCE
-  if low <= ratio <= high:
-    return None
-  name = "undesirable_weight" if share > 1 else "desirable_weight"
-  value = share if share > 1 else 1 / share
-  return (
-    f"note: desirable completions weigh {ratio:.2f} times what undesirable ones do: "
-    f"KTO's paper keeps to 1 to 1.33: preference.{name}={value:.3g} (and the other "
-    "weight 1) makes it 1"
-  )
+def trainer_config(run: Loaded) -> Any:
+  """Returns the config of the run's trainer."""
+  return run.config.preference.trainer_config(**run.training_options())
 
 
 def _build_dpo(run: Loaded) -> DPOTrainer:
-  options, places = _options(run), run.config.preference
+  options, places = trainer_config(run), run.config.preference
   reference, logps = None, None
   if places.reference_logps is not None:
     logps, reference = _logps(run, options)
@@ -265,31 +230,21 @@ def _build_dpo(run: Loaded) -> DPOTrainer:
 
 def _build_orpo(run: Loaded) -> ORPOTrainer:
   return ORPOTrainer(
-    run.model, None, run.optimizer, _options(run), metrics_logger=run.logger()
-  )
-
-
-def _build_kto(run: Loaded) -> KTOTrainer:
-  reference = run.reference(run.config.preference.reference)
-  return KTOTrainer(
-    run.model, reference, run.optimizer, _options(run), metrics_logger=run.logger()
+    run.model, None, run.optimizer, trainer_config(run), metrics_logger=run.logger()
   )
 
 
 def _build_reward(run: Loaded) -> RewardTrainer:
   return RewardTrainer(
-    run.model, run.optimizer, _options(run), metrics_logger=run.logger()
+    run.model, run.optimizer, trainer_config(run), metrics_logger=run.logger()
   )
-
-
-def _options(run: Loaded) -> Any:
-  return trainer_config(run.config.preference, run.training_options())
 
 
 def _logps(
   run: Loaded, options: DPOTrainingConfig
 ) -> tuple[PrecomputedLogps, Transformer | None]:
-  """The reference's log-probabilities, and the reference if it is not the model."""
+  """Returns the reference's log-probabilities, and the reference if it is a second
+  model."""
   places = run.config.preference
   reference = None if places.reference is None else run.reference(places.reference)
   if (written := _written(places.reference_logps)) is not None:
@@ -298,117 +253,100 @@ def _logps(
     build_data.batches(run.config, run.tokenizer, records, training=False, whole=True)
     for records in build_data.open_records(run.config).values()
   )
-  # The model has not learnt anything yet: it is put back by the trainer.
+  # The model is untrained here: the trainer restores its checkpoint later.
   source = run.model if reference is None else reference
   logps = PrecomputedLogps.write(places.reference_logps, source, batches, options)
   return logps, reference
 
 
 def _written(folder: str) -> PrecomputedLogps | None:
-  """What an earlier run has written. A writer that was killed leaves a file of another
-  name, which is none."""
+  """Returns the log-probabilities that an earlier run wrote; None if there are none.
+
+  An interrupted run leaves a folder without the mark of completeness, which is as none.
+  """
   try:
     return PrecomputedLogps(folder)
   except FileNotFoundError:
     return None
 
 
-def _batch(config: PreferenceRun) -> str:
+def describe_batch(config: PreferenceRun) -> str:
+  """Returns the sizes of a global batch in words."""
   sizes, limits = config.training, config.preference
-  what = "labelled completions" if config.job == "kto" else "pairs"
   return (
-    f"{config.job}: {sizes.global_batch_size} {what} of at most "
+    f"{config.job}: {sizes.global_batch_size} {config.records.noun} of at most "
     f"{limits.max_prompt_length} + {limits.max_response_length} tokens, "
     f"in {sizes.micro_batches} micro-batches"
   )
 
 
-def _balance(config: KTORun, data: RunData) -> list[str]:
-  note = balance_note(config, data.reports["train"])
-  return [] if note is None else [note]
-
-
 def _example(config: Any) -> dict[str, np.ndarray]:
-  """A global batch of pairs of full length.
+  """Returns a global batch of pairs of full length, for `tunix plan`.
 
   Raises:
-    ValueError: the loss needs the scores of one micro-batch before the step of another.
+    ValueError: The loss compares the pairs of several micro-batches.
   """
   training, limits = config.training, config.preference
-  spec = getattr(limits, "spec", None)
+  spec = getattr(limits.trainer_config(), "spec", None)
   if spec is not None and spec.coupled and training.micro_batches > 1:
     raise ValueError(
       f"preference.loss is {limits.loss!r}, which compares the pairs of several "
-      "micro-batches: that is not planned yet; plan it with one micro-batch"
+      "micro-batches and cannot be planned yet. Plan it with one micro-batch."
     )
   rows = training.global_batch_size
   batch: dict[str, np.ndarray] = {"weights": np.ones(rows, np.float32)}
   lengths = {"prompt": limits.max_prompt_length}
   lengths |= dict.fromkeys(("chosen", "rejected"), limits.max_response_length)
-  for token, (name, length) in enumerate(lengths.items()):  # equal pairs are refused
+  # A different token for each column, because equal completions are refused.
+  for token, (name, length) in enumerate(lengths.items()):
     batch[f"{name}_ids"] = np.full((rows, length), token, np.int32)
     batch[f"{name}_mask"] = np.ones((rows, length), np.int32)
   return batch
 
 
-def _labelled_example(config: KTORun) -> dict[str, np.ndarray]:
-  """A global batch of labelled completions of full length."""
-  limits, rows = config.preference, config.training.global_batch_size
-  lengths = {
-    "prompt": limits.max_prompt_length,
-    "completion": limits.max_response_length,
-  }
-  batch = {
-    "labels": np.arange(rows) % 2 == 0,
-    "weights": np.ones(rows, np.float32),
-  }
-  for name, length in lengths.items():
-    batch[f"{name}_ids"] = np.zeros((rows, length), np.int32)
-    batch[f"{name}_mask"] = np.ones((rows, length), np.int32)
-  return batch
-
-
 _PAIRS = {"loss": "loss", "accuracy": "rewards/accuracy"}
-_LENGTH = length_of("preference", "max_prompt_length", "max_response_length")
+LENGTH = length_of("preference", "max_prompt_length", "max_response_length")
+FIRST_VALUES = {
+  "preference.max_prompt_length": 512,
+  "preference.max_response_length": 512,
+}
 
-# A pair is two.
+# A pair is two sequences.
 _PAIR_SEQUENCES = lambda config: 2 * config.training.global_batch_size
 
 DPO = Job(
+  summary="DPO and the other losses of pairs; preference.loss chooses one",
+  records=(PAIRS,),
+  first_values=FIRST_VALUES,
   settings=DPORun,
-  data=build_compared_data,
   build=_build_dpo,
   results=_PAIRS,
-  batch=_batch,
-  length=_LENGTH,
+  batch=describe_batch,
+  length=LENGTH,
   example=_example,
   sequences=_PAIR_SEQUENCES,
 )
 ORPO = Job(
+  summary="ORPO, from pairs and without a reference model",
+  records=(PAIRS,),
+  first_values=FIRST_VALUES,
   settings=ORPORun,
   build=_build_orpo,
   results=_PAIRS,
-  batch=_batch,
-  length=_LENGTH,
+  batch=describe_batch,
+  length=LENGTH,
   example=_example,
   sequences=_PAIR_SEQUENCES,
 )
-KTO = Job(
-  settings=KTORun,
-  data=build_labelled_data,
-  build=_build_kto,
-  results={"loss": "loss", "margin": "rewards/margin"},
-  batch=_batch,
-  length=_LENGTH,
-  notes=_balance,
-  example=_labelled_example,
-)
 REWARD = Job(
+  summary="a reward model from pairs",
+  records=(PAIRS,),
+  first_values=FIRST_VALUES,
   settings=RewardRun,
   build=_build_reward,
   results=_PAIRS,
-  batch=_batch,
-  length=_LENGTH,
+  batch=describe_batch,
+  length=LENGTH,
   example=_example,
   sequences=_PAIR_SEQUENCES,
 )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tunix.cli.jobs import distill, preference, rl, sft
+from tunix.cli.jobs import distill, kto, preference, rl, sft
 from tunix.cli.jobs.job import Job
 
 JOBS: dict[str, Job] = {
   "sft": sft.SFT,
   "dpo": preference.DPO,
   "orpo": preference.ORPO,
-  "kto": preference.KTO,
+  "kto": kto.KTO,
   "reward": preference.REWARD,
   "distill": distill.DISTILL,
   "grpo": rl.GRPO,

@@ -1,4 +1,4 @@
-"""DPOTrainer: learns from pairs of completions, with any loss of ops.preference."""
+"""DPOTrainer: trains on pairs of completions, with any loss of `ops.preference`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import numpy as np
 from flax import nnx
 
 from tunix.data import batches
-from tunix.data.batches import PAIR, TextOptions
-from tunix.generate import tokenizer_adapter
+from tunix.data.batches import PAIR, Rows
 from tunix.ops import preference
 from tunix.ops.pair_losses import PairScores
 from tunix.ops.preference import PairLossSpec
 from tunix.ops.reductions import WeightedSum
 from tunix.perf.trace import NoopTracer
 from tunix.sft.dpo import completions
-from tunix.sft.dpo.completions import BatchReader, Read, completion_logps, weigh
-from tunix.sft.dpo.pairs import DataInput, Limits, TrainingInput
+from tunix.sft.dpo.completions import completion_logps, weigh
+from tunix.sft.dpo.pairs import DataInput, TrainingInput
 from tunix.sft.dpo.precomputed import PrecomputedLogps
 from tunix.sft.dpo.preference_config import (
+  CompletionsConfig,
   DPOTrainingConfig,
   ORPOTrainingConfig,
   PreferenceConfig,
@@ -46,6 +46,7 @@ __all__ = [
   "OrpoTrainer",
   "OrpoTrainingConfig",
   "PrecomputedLogps",
+  "PreferenceConfig",
   "PreferenceTrainer",
   "TrainingInput",
   "process_dpo_record",
@@ -55,76 +56,80 @@ _log = logging.getLogger(__name__)
 
 
 class DPOTrainer(PeftTrainer):
-  """Trains a language model on chosen and rejected completions: by default with direct
-  preference optimisation (Rafailov et al. 2023, arXiv:2305.18290).
+  """Trains a language model on pairs of a chosen and a rejected completion.
 
-  Batches are `DataInput`s (text), `TrainingInput`s (token ids), or dicts with the
-  fields of one; the chosen and the rejected completions of a batch run in one forward
-  pass, and logits are computed for their tokens alone. The loss is a mean over pairs,
-  of the global batch however it is cut; the losses that compare a pair with the others
-  (aot, aot_unpaired, bco_pair) take a second forward pass to be so when there are
-  several micro-batches. (That pass has no dropout: with dropout in the policy their
-  gradient then is that of the pairs' standing without it.)
+  The default loss is direct preference optimisation (Rafailov et al. 2023,
+  arXiv:2305.18290); `training_config.loss` chooses another one. Batches are
+  `DataInput`s (text), `TrainingInput`s (token ids), or dicts with the fields of one of
+  them. Both completions of a pair run in one forward pass, and logits are computed for
+  completion tokens only.
+
+  The loss is the mean over the pairs of a global batch and does not depend on the
+  number of micro-batches. The losses aot, aot_unpaired and bco_pair compare a pair with
+  the other pairs of the global batch. With several micro-batches they need a second
+  forward pass, which has no dropout: the gradient is then taken at the comparison
+  without dropout.
 
   Metrics: see `tunix.ops.preference.pair_loss`.
 
   Args:
-    model: the policy; with adapters in it only they are trained.
-    ref_model: the reference; it is not changed. None: with adapters, the same weights
-      without them (no second copy); else the loss must need none (simpo, cpo, orpo),
-      or the config say `reference_free=True`, or `reference_logps` be given.
+    model: the policy. If it has adapters, only the adapters are trained.
+    ref_model: the reference, which is not changed. None: a model with adapters is
+      compared with its own frozen weights, without a second copy. A model without
+      adapters then needs `reference_logps`, `reference_free=True` in the config, or a
+      loss without a reference (simpo, cpo, orpo).
     optimizer: see PeftTrainer.
-    training_config: a PreferenceConfig: the loss is its.
-    tokenizer: needed for text.
-    reference_logps: the reference's log-probabilities from disk, instead of computing
-      them. They are checked against `ref_model`, else against what lies below the
-      adapters, else against the model as it is passed in.
+    training_config: settings, the loss among them; None: a DPOTrainingConfig.
+    tokenizer: tokenizer of text batches.
+    reference_logps: the reference's log-probabilities from disk. Their model stamp is
+      compared with `ref_model`, or, without one, with the model below its adapters.
     metrics_logger, perf_tracer: see PeftTrainer.
 
   Raises:
-    TypeError: the config is no PreferenceConfig.
-    ValueError: a reference is needed and missing, or is the policy itself, or the
-      log-probabilities are another model's.
+    TypeError: The config is no DPOTrainingConfig.
+    ValueError: The loss needs a reference and there is none; the reference is the
+      policy itself; or the log-probabilities belong to another model.
   """
 
-  training_config: PreferenceConfig
+  training_config: DPOTrainingConfig
 
   def __init__(
     self,
     model: nnx.Module,
     ref_model: nnx.Module | None = None,
     optimizer: Any = None,
-    training_config: PreferenceConfig | None = None,
+    training_config: DPOTrainingConfig | None = None,
     tokenizer: Any = None,
     *,
     reference_logps: PrecomputedLogps | None = None,
     metrics_logger: MetricsLogger | None = None,
     perf_tracer: NoopTracer | None = None,
   ):
-    config = completions.checked_config(
-      training_config, PreferenceConfig, DPOTrainingConfig
-    )
+    config = completions.checked_config(training_config, DPOTrainingConfig)
     self._logps = reference_logps if config.spec.needs_reference else None
     self._reference = _reference(config, model, ref_model, self._logps)
-    # The spec, not the name: without its reference a loss has no kl to report.
+    # A loss given by name reports the metric kl, which is wrong without a reference:
+    # `reference_free` therefore passes the changed spec.
     self._pair_loss: preference.Loss = config.chosen_loss
     if config.reference_free:
       self._pair_loss = config.spec
     self._pair_options = config.loss_options
-    options = completions.options_of(config, tokenizer)
-    self._reader = BatchReader(batches.read_pairs, options)
+    self._reader = functools.partial(
+      batches.read_pairs, options=config.text_options(tokenizer)
+    )
     super().__init__(model, optimizer, config, metrics_logger, perf_tracer)
 
   def with_loss_fn(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
-    """Replaces the loss of the config by one of pairs: `loss_fn(scores, *, beta)`.
+    """Replaces the config's loss by a function of pairs: `loss_fn(scores, *, beta)`.
 
     Args:
-      loss_fn: takes PairScores, and by name those of `beta` and `label_smoothing` that
-        it asks for; gives a value for each pair, [B].
-      has_aux: it gives a pair of that and a dict of metrics, [B] each.
+      loss_fn: takes PairScores, and the keywords `beta` and `label_smoothing` if its
+        signature has them; returns a value for each pair, [B].
+      has_aux: True if `loss_fn` returns a pair of the values and a dict of metrics,
+        [B] each.
 
     Raises:
-      ValueError: the config sets label_smoothing, and it takes none.
+      ValueError: The config sets label_smoothing, and `loss_fn` does not take it.
     """
     super().with_loss_fn(loss_fn, has_aux)
     compares = self._logps is not None or self._reference is not None
@@ -136,11 +141,7 @@ class DPOTrainer(PeftTrainer):
     self._pair_loss, self._pair_options = spec, options
     return self
 
-  def _read(self, batch: Any) -> Read:
-    return self._reader.read(batch, self._loss.input_fn)
-
-  def _prepare_inputs(self, batch: Any) -> Any:
-    pairs = self._read(batch).rows
+  def _prepare_inputs(self, pairs: Rows) -> Any:
     rows = completions.token_columns(pairs)
     out = {"rows": rows, "weights": pairs["weights"]}
     if self._logps is not None:
@@ -153,7 +154,12 @@ class DPOTrainer(PeftTrainer):
     return out
 
   def _prepare_window(self, batches: list[Any]) -> list[Any]:
-    """Adds each pair's share of a loss that is coupled over several micro-batches."""
+    """Adds the coefficients of a coupled loss to each micro-batch.
+
+    A coupled loss compares all pairs of the global batch. Its gradient is linear in
+    log-probabilities with coefficients that need all pairs, so they are computed here,
+    before the micro-batches are trained one after the other.
+    """
     coupled = preference.pair_loss_spec(self._pair_loss).coupled
     if not coupled or len(batches) == 1:
       return batches
@@ -180,7 +186,7 @@ class DPOTrainer(PeftTrainer):
     )
 
   def _score(self, model: nnx.Module, batch: Any) -> PairScores:
-    """The policy's log-probabilities beside the reference's."""
+    """Returns the policy's and the reference's log-probabilities of each pair."""
     rows = batch["rows"]
     logps = completion_logps(model, rows, PAIR, self.training_config.shared_prompt)
     reference = batch.get("reference", jnp.zeros_like(logps))
@@ -204,14 +210,18 @@ PreferenceTrainer = DPOTrainer
 
 
 class ORPOTrainer(DPOTrainer):
-  """Odds-ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691): the
-  likelihood of the chosen completion and the odds of it against the rejected one,
-  without a reference; log-probabilities are averaged over a completion's tokens.
+  """A DPOTrainer with the loss orpo (Hong et al. 2024, arXiv:2403.07691).
 
-  Args, Raises: see DPOTrainer.
+  The loss adds the likelihood of the chosen completion and its odds against the
+  rejected one. It has no reference, and averages log-probabilities over tokens.
+
+  Args:
+    model, ref_model, optimizer, tokenizer: see DPOTrainer.
+    training_config: settings; None: an ORPOTrainingConfig.
+    **more: further arguments of DPOTrainer.
 
   Raises:
-    ValueError: the config's loss is another.
+    ValueError: The config has another loss.
   """
 
   def __init__(
@@ -221,27 +231,15 @@ class ORPOTrainer(DPOTrainer):
     optimizer: Any = None,
     training_config: DPOTrainingConfig | None = None,
     tokenizer: Any = None,
-    *,
-    metrics_logger: MetricsLogger | None = None,
-    perf_tracer: NoopTracer | None = None,
+    **more: Any,
   ):
-    config = completions.checked_config(
-      training_config, DPOTrainingConfig, ORPOTrainingConfig
-    )
-    if config.algorithm != "orpo":
+    config = ORPOTrainingConfig() if training_config is None else training_config
+    if isinstance(config, DPOTrainingConfig) and config.chosen_loss != "orpo":
       raise ValueError(
-        f"ORPOTrainer with algorithm {config.algorithm!r}: use ORPOTrainingConfig, or "
-        "DPOTrainer for the other losses"
+        f"training_config.loss is {config.chosen_loss!r}; expected 'orpo'. Use "
+        "ORPOTrainingConfig, or DPOTrainer for other losses."
       )
-    super().__init__(
-      model,
-      ref_model,
-      optimizer,
-      config,
-      tokenizer,
-      metrics_logger=metrics_logger,
-      perf_tracer=perf_tracer,
-    )
+    super().__init__(model, ref_model, optimizer, config, tokenizer, **more)
 
 
 DpoTrainer, DpoTrainingConfig = DPOTrainer, DPOTrainingConfig
@@ -251,23 +249,25 @@ OrpoTrainer, OrpoTrainingConfig = ORPOTrainer, ORPOTrainingConfig
 def process_dpo_record(
   record: Any, tokenizer: Any, max_prompt_length: int, max_response_length: int
 ) -> TrainingInput:
-  """Token rows of a pair, or of a batch of pairs: for a map over a dataset.
+  """Tokenizes one pair, or a batch of pairs; for a map over a dataset.
 
   Args:
-    record: DataInput, or a dict with prompts (or prompt), chosen_responses (chosen),
-      rejected_responses (rejected) and maybe margins (margin); each of one pair, or
-      lists of B.
-    tokenizer: a TokenizerAdapter, or what one can be made of.
-    max_prompt_length, max_response_length: tokens; see CompletionsConfig.
+    record: a DataInput, or a dict with prompts (or prompt), chosen_responses (chosen),
+      rejected_responses (rejected) and optionally margins (margin). The values are
+      those of one pair, or lists of B.
+    tokenizer: a TokenizerAdapter, or an object that it can wrap.
+    max_prompt_length, max_response_length: most tokens; see CompletionsConfig.
 
   Returns:
-    NumPy arrays [B, tokens]; of one pair without the first axis.
+    NumPy arrays [B, tokens]; [tokens] for one pair.
 
   Raises:
-    ValueError: a completion is empty, both are equal, or a field is missing.
+    ValueError: A completion is empty, both are equal, or a field is missing.
   """
-  limits = Limits(max_prompt_length, max_response_length)
-  options = TextOptions(tokenizer=tokenizer_adapter.adapted(tokenizer), limits=limits)
+  lengths = CompletionsConfig(
+    max_prompt_length=max_prompt_length, max_response_length=max_response_length
+  )
+  options = lengths.text_options(tokenizer)
   columns = batch_fields(record)
   if not batches.is_one_pair(columns):
     return TrainingInput(**batches.read_pairs(columns, options))
@@ -277,12 +277,12 @@ def process_dpo_record(
 
 
 def _reference(
-  config: PreferenceConfig,
+  config: DPOTrainingConfig,
   model: nnx.Module,
   ref_model: nnx.Module | None,
   logps: PrecomputedLogps | None,
 ) -> ReferenceModel | None:
-  """What computes the reference's log-probabilities; None: nothing has to."""
+  """Returns the model that computes reference log-probabilities; None if none must."""
   if not config.spec.needs_reference:
     if ref_model is not None:
       _log.warning("the loss has no reference: ref_model is not used")

@@ -1,7 +1,11 @@
-"""KTOTrainer: learns from single completions, each marked as good or bad."""
+"""KTOTrainer: trains on single completions that are labelled desirable or not.
+
+The settings and the batches of KTO are here too, beside the trainer that reads them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -12,16 +16,16 @@ import numpy as np
 from flax import nnx
 
 from tunix.data import batches as reading
-from tunix.data.batches import SINGLE
+from tunix.data.batches import SINGLE, Rows
+from tunix.data.records import Text
 from tunix.ops import kto
 from tunix.ops.reductions import WeightedSum
 from tunix.perf import programs
 from tunix.perf.trace import NoopTracer
 from tunix.sft import sharding_utils
 from tunix.sft.dpo import completions
-from tunix.sft.dpo.completions import BatchReader, Read, completion_logps, weigh
-from tunix.sft.dpo.pairs import KTODataInput, KTOTrainingInput
-from tunix.sft.dpo.preference_config import KTOConfig
+from tunix.sft.dpo.completions import completion_logps, weigh
+from tunix.sft.dpo.preference_config import CompletionsConfig
 from tunix.sft.dpo.reference import ReferenceModel, reference_for
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
@@ -29,29 +33,96 @@ from tunix.sft.peft_trainer import PeftTrainer
 __all__ = ["KTOConfig", "KTODataInput", "KTOTrainer", "KTOTrainingInput"]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KTODataInput:
+  """A batch of B labelled completions as text.
+
+  Attributes:
+    prompts, completions: as `DataInput.prompts` and its responses.
+    labels: True for a desirable completion.
+  """
+
+  prompts: Sequence[Text]
+  completions: Sequence[Text]
+  labels: Sequence[bool]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KTOTrainingInput:
+  """A batch of B labelled completions as token ids, or one without the first axis.
+
+  Attributes:
+    prompt_ids, prompt_mask: [B, P], padded on the left.
+    completion_ids, completion_mask: [B, R], padded on the right, without BOS.
+    labels: bool [B], True for a desirable completion.
+    weights: float [B], as in `TrainingInput`.
+  """
+
+  prompt_ids: Any
+  prompt_mask: Any
+  completion_ids: Any
+  completion_mask: Any
+  labels: Any
+  weights: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KTOConfig(CompletionsConfig):
+  """Settings of KTOTrainer.
+
+  Attributes:
+    beta: strength of the pull towards the reference.
+    desirable_weight, undesirable_weight: weights of the two labels in the loss. With
+      n_D desirable and n_U undesirable completions, the paper recommends a ratio
+      desirable_weight n_D / (undesirable_weight n_U) between 1 and 4/3.
+  """
+
+  beta: float = 0.1
+  desirable_weight: float = 1.0
+  undesirable_weight: float = 1.0
+
+  def __post_init__(self):
+    super().__post_init__()
+    # The loss checks its options; tracing it here raises the error at construction.
+    row = jax.ShapeDtypeStruct((1,), jnp.float32)
+    label = jax.ShapeDtypeStruct((1,), bool)
+    jax.eval_shape(
+      lambda x, y: kto.kto_loss(x, x, y, x, kl=0.0, **self.loss_options), row, label
+    )
+
+  @property
+  def loss_options(self) -> dict[str, float]:
+    """The keyword arguments of the loss."""
+    names = ("beta", "desirable_weight", "undesirable_weight")
+    return {name: getattr(self, name) for name in names}
+
+
 class KTOTrainer(PeftTrainer):
   """Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306).
 
-  Batches are `KTODataInput`s (text), `KTOTrainingInput`s (token ids) or dicts with the
-  fields of one; completions need no partner. How far the policy is from its reference
-  (z0) is estimated once for a global batch, however it is cut: each prompt of it with
-  the completion of the row before, under both models, without gradient and dropout.
+  Batches are `KTODataInput`s (text), `KTOTrainingInput`s (token ids), or dicts with the
+  fields of one of them. A completion needs no partner. The distance z0 between policy
+  and reference is estimated once for a global batch, whatever the number of
+  micro-batches: each prompt is scored with the completion of the row before it, under
+  both models, without gradient and dropout. In a global batch of one row z0 is 0.
 
-  A global batch in which all completions are good, or all bad, is trained, but learns
-  to raise (or lower) everything it sees: the first is warned of, then the tenth, the
-  hundredth ... In one of a single row z0 is 0.
+  A global batch whose completions are all desirable, or all undesirable, is trained:
+  the policy then raises, or lowers, the probability of every completion. A warning is
+  logged for the first such batch, the tenth, the hundredth and so on.
 
-  Metrics: rewards/chosen and rewards/rejected (of good and of bad completions; 0 where
-  there are none), rewards/margin, log_probs/chosen, log_probs/rejected, kl (z0).
+  Metrics: rewards/chosen and rewards/rejected (means over desirable and undesirable
+  completions; 0 if there are none), rewards/margin, log_probs/chosen,
+  log_probs/rejected, kl (z0).
 
   Args:
-    model, ref_model, optimizer, tokenizer, metrics_logger, perf_tracer: see
-      PreferenceTrainer.
-    training_config: a KTOConfig.
+    model, ref_model, optimizer, tokenizer, metrics_logger, perf_tracer: see DPOTrainer.
+    training_config: settings; None: a KTOConfig.
 
   Raises:
-    TypeError: the config is no KTOConfig.
-    ValueError: no reference: see PreferenceTrainer.
+    TypeError: The config is no KTOConfig.
+    ValueError: There is no reference; see DPOTrainer.
   """
 
   training_config: KTOConfig
@@ -67,7 +138,7 @@ class KTOTrainer(PeftTrainer):
     metrics_logger: MetricsLogger | None = None,
     perf_tracer: NoopTracer | None = None,
   ):
-    config = completions.checked_config(training_config, KTOConfig, KTOConfig)
+    config = completions.checked_config(training_config, KTOConfig)
     self._reference: ReferenceModel = reference_for(
       "kto", model, ref_model, config.data_sharding_axis
     )
@@ -75,42 +146,41 @@ class KTOTrainer(PeftTrainer):
       kto.kto_loss, **config.loss_options
     )
     self._means: Callable[[dict[str, Any]], dict[str, Any]] = kto.kto_metrics
-    options = completions.options_of(config, tokenizer)
-    self._reader = BatchReader(reading.read_labelled, options)
+    options = config.text_options(tokenizer)
+    self._tally = options.tally
+    self._reader = functools.partial(reading.read_labelled, options=options)
     super().__init__(model, optimizer, config, metrics_logger, perf_tracer)
 
   def with_loss_fn(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
     """Replaces the loss: `loss_fn(logps, ref_logps, labels, weights, *, kl)`.
 
     Args:
-      loss_fn: takes log-probabilities, labels and weights of B completions, and the
-        z0 of the global batch; gives a value for each, [B].
-      has_aux: it gives a pair of that and a dict of metrics, [B] each.
+      loss_fn: takes log-probabilities, labels and weights of B completions, and z0 of
+        the global batch as `kl`; returns a value for each completion, [B].
+      has_aux: True if `loss_fn` returns a pair of the values and a dict of metrics,
+        [B] each.
     """
     super().with_loss_fn(loss_fn, has_aux)
     self._kto_loss = completions.as_pair_loss(loss_fn, has_aux)
-    self._means = lambda aux: aux  # its metrics are not split by label
+    # Only the metrics of `kto_loss` are split by label.
+    self._means = lambda aux: aux
     return self
-
-  def _read(self, batch: Any) -> Read:
-    return self._reader.read(batch, self._loss.input_fn)
 
   def _ref_logps(self, rows: dict[str, Any]) -> jax.Array:
     logps = self._reference.logps(self._module, self._state.mesh, rows, SINGLE)
     return programs.call("first column", _first_column, logps)
 
-  def _prepare_inputs(self, batch: Any) -> Any:
-    read = self._read(batch).rows
-    rows = completions.token_columns(read)
+  def _prepare_inputs(self, batch: Rows) -> Any:
+    rows = completions.token_columns(batch)
     return {
       "rows": rows,
-      "labels": read["labels"],
-      "weights": read["weights"],
+      "labels": batch["labels"],
+      "weights": batch["weights"],
       "reference": self._ref_logps(rows),
     }
 
   def _prepare_window(self, batches: list[Any]) -> list[Any]:
-    """Adds z0 of the global batch."""
+    """Adds z0 of the global batch to each micro-batch."""
     self._warn_of_one_label(batches)
     kl = self._kl(_mismatched(batches))
     return [{**batch, "kl": kl} for batch in batches]
@@ -120,7 +190,7 @@ class KTOTrainer(PeftTrainer):
     if len(seen) != 1:
       return
     kind = "desirable" if seen.pop() else "undesirable"
-    self._reader.options.tally.add(
+    self._tally.add(
       "global batches with completions of one kind",
       f"all {kind}: shuffle the data, or make batches larger",
     )
@@ -164,14 +234,17 @@ class KTOTrainer(PeftTrainer):
 
 
 _estimate = jax.jit(kto.kl_estimate)
-# Operations that run between programs, as what a plan can note.
+# Small operations between programs are jitted so that `tunix plan` can list them.
 _join = jax.jit(jnp.concatenate)
 _first_column = jax.jit(lambda logps: logps[:, 0])
 
 
 def _mismatched(batches: Sequence[Any]) -> list[Any]:
-  """The batches with every real row's completion replaced by that of the real row
-  before it in the global batch; rows without weight, and a row alone, get none."""
+  """Replaces each completion by the one of the row before it in the global batch.
+
+  Rows of weight 0 are skipped. They get an empty completion and weight 0, and so does a
+  row that is alone in its global batch.
+  """
   width = max(batch["rows"]["completion_ids"].shape[1] for batch in batches)
 
   def together(name: str) -> np.ndarray:

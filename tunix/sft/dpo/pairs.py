@@ -1,9 +1,9 @@
-"""Batches of preference data: pairs and labelled completions, as text and as tokens.
+"""Batches of pairs, as text and as token ids.
 
-A prompt and its completions are tokenised as fine-tuning data is (tunix.data.chat):
-text as it stands, with BOS in front of the prompt and EOS behind a completion; lists of
-messages through the tokenizer's chat template, where the completion is what the model
-would have generated, its closing token with it. `tunix.data.batches` reads them.
+A prompt and its completions are tokenized like fine-tuning data (see tunix.data.chat).
+Text is taken unchanged, with BOS before the prompt and EOS after a completion. Lists of
+messages go through the tokenizer's chat template; a completion is then the text that
+the model would generate, including its closing token. `tunix.data.batches` reads both.
 """
 
 from __future__ import annotations
@@ -16,28 +16,22 @@ import jax
 
 from tunix.data.batches import BadRow
 from tunix.data.records import Text
-from tunix.data.rows import SideBySide
 
-__all__ = [
-  "BadRow",
-  "DataInput",
-  "KTODataInput",
-  "KTOTrainingInput",
-  "Limits",
-  "TrainingInput",
-]
+__all__ = ["BadRow", "DataInput", "TrainingInput"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DataInput:
-  """B pairs as text.
+  """A batch of B pairs as text.
 
   Attributes:
-    prompts: texts, or lists of messages.
-    chosen_responses, rejected_responses: a text each; beside a list of messages also
-      the assistant's message, a list of that alone, or the whole conversation.
-    margins: how much better the chosen one is, for losses that ask (RewardTrainer).
+    prompts: B texts, or B lists of messages.
+    chosen_responses, rejected_responses: B texts. If the prompt is a list of messages,
+      a response may also be the assistant's message, a list of that one message, or the
+      whole conversation.
+    margins: least difference between the rewards of a pair, for losses that read it
+      (RewardTrainer).
   """
 
   prompts: Sequence[Text]
@@ -49,15 +43,15 @@ class DataInput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainingInput:
-  """B pairs as tokens, or one pair without the first axis.
+  """A batch of B pairs as token ids, or one pair without the first axis.
 
   Attributes:
     prompt_ids, prompt_mask: [B, P], padded on the left.
-    chosen_ids, chosen_mask: [B, R], padded on the right, no BOS.
-    rejected_ids, rejected_mask: [B, R] likewise, of the same or another width.
-    margins: [B], see DataInput.
-    weights: [B], 1 for a pair and 0 for padding; None: rows without any token are
-      padding.
+    chosen_ids, chosen_mask: [B, R], padded on the right, without BOS.
+    rejected_ids, rejected_mask: [B, R'], padded on the right, without BOS.
+    margins: float [B], as in `DataInput`.
+    weights: float [B], 1 for a pair and 0 for a padding row; None: rows without any
+      token are padding.
   """
 
   prompt_ids: Any
@@ -68,43 +62,3 @@ class TrainingInput:
   rejected_mask: Any
   margins: Any = None
   weights: Any = None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KTODataInput:
-  """B single answers as text, each good or bad.
-
-  Attributes:
-    prompts, completions: as DataInput's prompts and responses.
-    labels: True for a desirable answer.
-  """
-
-  prompts: Sequence[Text]
-  completions: Sequence[Text]
-  labels: Sequence[bool]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KTOTrainingInput:
-  """B single answers as tokens, or one without the first axis.
-
-  Attributes:
-    prompt_ids, prompt_mask: [B, P], padded on the left.
-    completion_ids, completion_mask: [B, R], padded on the right, no BOS.
-    labels: bool [B].
-    weights: [B], see TrainingInput.
-  """
-
-  prompt_ids: Any
-  prompt_mask: Any
-  completion_ids: Any
-  completion_mask: Any
-  labels: Any
-  weights: Any = None
-
-
-def Limits(prompt: int, response: int) -> SideBySide:
-  """Most tokens of a prompt and of a completion."""
-  return SideBySide(max_prompt_length=prompt, max_completion_length=response)

@@ -1,4 +1,4 @@
-"""Settings of preference training."""
+"""Settings of DPO and ORPO, and the settings that all preference trainers share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-import jax
-import jax.numpy as jnp
-
-from tunix.data.batches import BadRows
+from tunix.data.batches import BadRows, TextOptions
 from tunix.data.rows import SideBySide
-from tunix.ops import kto, preference
+from tunix.generate import tokenizer_adapter
+from tunix.ops import preference
 from tunix.sft.config import TrainingConfig
 from tunix.utils import checks
 
@@ -20,14 +18,17 @@ Algorithm = Literal["dpo", "orpo"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionsConfig(TrainingConfig):
-  """Settings of every trainer that reads prompts with completions.
+  """Settings that all trainers on prompts with completions share.
 
   Attributes:
-    max_prompt_length: tokens; a longer prompt keeps its end (behind BOS, if it began
-      with one). Needed for text; token ids come as they are.
-    max_response_length: tokens; a longer completion loses its end, and learns no EOS.
-    bad_rows: an empty completion, or a chosen one equal to the rejected: "error" raises
-      ValueError and names the row, "skip" gives it no weight and warns with a count.
+    max_prompt_length: most tokens of a prompt. A longer prompt keeps its end, and BOS
+      in front of it if the prompt began with BOS. Required for batches of text; batches
+      of token ids are not cut.
+    max_response_length: most tokens of a completion. A longer completion loses its end,
+      and with it the EOS token.
+    bad_rows: treatment of a row with an empty completion, or with equal chosen and
+      rejected completions. "error" raises a ValueError that names the row; "skip" gives
+      the row weight 0 and logs a warning with the count.
   """
 
   max_prompt_length: int | None = None
@@ -36,57 +37,86 @@ class CompletionsConfig(TrainingConfig):
 
   def __post_init__(self):
     super().__post_init__()
-    lengths = ("max_prompt_length", "max_response_length")
-    checks.fields(self, **dict.fromkeys(lengths, checks.COUNT))
-    if len({getattr(self, name) is None for name in lengths}) > 1:
-      raise ValueError(f"set both of {' and '.join(lengths)}, or neither (token ids)")
+    checks.fields(
+      self, max_prompt_length=checks.COUNT, max_response_length=checks.COUNT
+    )
+    if (self.max_prompt_length is None) != (self.max_response_length is None):
+      raise ValueError(
+        f"max_prompt_length is {self.max_prompt_length} and max_response_length "
+        f"{self.max_response_length}; expected two numbers, or None twice. Set both "
+        "for batches of text, and neither for token ids."
+      )
     if self.bad_rows not in get_args(BadRows):
       raise ValueError(
-        f"bad_rows is {self.bad_rows!r}: use one of {list(get_args(BadRows))}"
+        f"bad_rows is {self.bad_rows!r}; expected one of {list(get_args(BadRows))}"
       )
 
-  @property
-  def limits(self) -> SideBySide | None:
-    """The two lengths, None where they are not set."""
-    if self.max_prompt_length is None or self.max_response_length is None:
-      return None
-    return SideBySide(
-      max_prompt_length=self.max_prompt_length,
-      max_completion_length=self.max_response_length,
-    )
+  def text_options(self, tokenizer: Any) -> TextOptions:
+    """Returns the options that turn batches of text into rows of tokens.
+
+    Args:
+      tokenizer: a TokenizerAdapter, an object that it can wrap, or None for batches of
+        token ids.
+    """
+    limits = None
+    if self.max_prompt_length is not None and self.max_response_length is not None:
+      limits = SideBySide(
+        max_prompt_length=self.max_prompt_length,
+        max_completion_length=self.max_response_length,
+      )
+    adapted = None if tokenizer is None else tokenizer_adapter.adapted(tokenizer)
+    return TextOptions(tokenizer=adapted, limits=limits, bad_rows=self.bad_rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreferenceConfig(CompletionsConfig):
-  """Settings of PreferenceTrainer.
+class DPOTrainingConfig(CompletionsConfig):
+  """Settings of DPOTrainer.
 
   Attributes:
+    algorithm: "dpo" trains `loss`, by default the loss of Rafailov et al. 2023,
+      arXiv:2305.18290. "orpo" is short for `loss="orpo"` (Hong et al. 2024,
+      arXiv:2403.07691).
     loss: a name of `tunix.ops.preference.PAIR_LOSSES`, a PairLossSpec, or a function
       (PairScores, *, options) -> values [B].
-    beta: strength of the reference.
-    label_smoothing: chance that a label is wrong, of the losses that take it.
-    options: further options of the loss, such as {"gamma": 1.0} of simpo; none that is
-      a setting here.
-    reference_free: leave the reference out of a loss that has one (all of its
-      log-probabilities count as 0).
-    shared_prompt: compute a pair's prompt once for both completions. The same gradient
-      up to rounding; it pays where prompts are long. Our decoder only.
+    beta: strength of the pull towards the reference.
+    label_smoothing: probability that a preference label is wrong, for losses that
+      take it.
+    lambda_orpo: weight of the odds ratio in the loss "orpo"; other losses ignore it.
+    options: further options of the loss, such as {"gamma": 1.0} of simpo. A field of
+      this class must not be repeated here.
+    reference_free: replace the reference's log-probabilities by 0 in a loss that has a
+      reference.
+    shared_prompt: compute a pair's prompt once for both completions. The gradient is
+      the same up to rounding, and long prompts train faster. Only for our decoder.
   """
 
+  algorithm: Algorithm = "dpo"
   loss: preference.Loss = "sigmoid"
   beta: float = 0.1
   label_smoothing: float = 0.0
+  lambda_orpo: float = 0.1
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   reference_free: bool = False
   shared_prompt: bool = False
 
   def __post_init__(self):
     super().__post_init__()
-    fields = {field.name for field in dataclasses.fields(self)}
-    if twice := sorted(fields & self.options.keys()):
+    checks.fields(self, lambda_orpo=checks.POSITIVE)
+    if self.algorithm not in get_args(Algorithm):
       raise ValueError(
-        f"options hold {twice[0]!r}, which is a setting of its own: set {twice[0]}="
-        f"{self.options[twice[0]]!r} instead"
+        f"algorithm is {self.algorithm!r}; expected one of "
+        f"{list(get_args(Algorithm))}. Choose any other loss with loss=."
+      )
+    if self.algorithm == "orpo" and self.loss not in ("sigmoid", "orpo"):
+      raise ValueError(
+        f"algorithm is 'orpo' and loss is {self.loss!r}; expected one of them. Leave "
+        "the other one out."
+      )
+    fields = {field.name for field in dataclasses.fields(self)}
+    if repeated := sorted(fields & self.options.keys()):
+      raise ValueError(
+        f"options hold {repeated[0]!r}, which is a setting of its own. Set "
+        f"{repeated[0]}={self.options[repeated[0]]!r} instead."
       )
     for name, value in self.options.items():
       if not isinstance(value, bool):
@@ -95,19 +125,21 @@ class PreferenceConfig(CompletionsConfig):
     spec = preference.pair_loss_spec(self.chosen_loss)
     if self.reference_free and not spec.needs_reference:
       raise ValueError(
-        f"reference_free with loss {self.chosen_loss!r}, which has no reference: "
-        "leave it out"
+        f"reference_free is True and loss is {self.chosen_loss!r}, which has no "
+        "reference. Leave reference_free out."
       )
 
   @property
   def chosen_loss(self) -> preference.Loss:
-    """The loss that is trained."""
-    return self.loss
+    """The loss that is trained: "orpo" for that algorithm, else `loss`."""
+    return "orpo" if self.algorithm == "orpo" else self.loss
 
   @property
   def loss_options(self) -> dict[str, Any]:
-    """Everything that the loss is called with."""
+    """The keyword arguments of the loss."""
+    orpo = {"lambda_orpo": self.lambda_orpo} if self.chosen_loss == "orpo" else {}
     return {
+      **orpo,
       "beta": self.beta,
       "label_smoothing": self.label_smoothing,
       **self.options,
@@ -115,95 +147,18 @@ class PreferenceConfig(CompletionsConfig):
 
   @property
   def spec(self) -> preference.PairLossSpec:
-    """What the loss needs."""
+    """The loss function with its needs: a reference, other pairs of the batch."""
     spec = preference.pair_loss_spec(self.chosen_loss)
     return spec._replace(needs_reference=False) if self.reference_free else spec
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DPOTrainingConfig(PreferenceConfig):
-  """Settings of DPOTrainer.
+PreferenceConfig = DPOTrainingConfig
 
-  Attributes:
-    algorithm: "dpo" trains `loss` (Rafailov et al. 2023, arXiv:2305.18290, unless
-      another is named); "orpo" Hong et al. 2024, arXiv:2403.07691.
-    lambda_orpo: weight of orpo's odds ratio; the other losses do not read it.
+
+def ORPOTrainingConfig(**settings: Any) -> DPOTrainingConfig:
+  """Returns a DPOTrainingConfig with `algorithm="orpo"`.
+
+  Args:
+    **settings: fields of DPOTrainingConfig.
   """
-
-  algorithm: Algorithm = "dpo"
-  lambda_orpo: float = 0.1
-
-  def __post_init__(self):
-    checks.fields(self, lambda_orpo=checks.POSITIVE)
-    if self.algorithm not in get_args(Algorithm):
-      raise ValueError(
-        f"algorithm is {self.algorithm!r}: use one of {list(get_args(Algorithm))}, or "
-        "name another loss with loss="
-      )
-    if self.algorithm == "orpo" and self.loss not in ("sigmoid", "orpo"):
-      raise ValueError(
-        f"algorithm 'orpo' with loss {self.loss!r}: leave one of them out"
-      )
-    super().__post_init__()
-
-  @property
-  def chosen_loss(self) -> preference.Loss:
-    """The loss that is trained."""
-    return "orpo" if self.algorithm == "orpo" else self.loss
-
-  @property
-  def loss_options(self) -> dict[str, Any]:
-    """Everything that the loss is called with."""
-    orpo = {"lambda_orpo": self.lambda_orpo} if self.chosen_loss == "orpo" else {}
-    return {**orpo, **super().loss_options}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ORPOTrainingConfig(DPOTrainingConfig):
-  """DPOTrainingConfig with ORPO for its algorithm."""
-
-  algorithm: Algorithm = "orpo"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class KTOConfig(CompletionsConfig):
-  """Settings of KTOTrainer.
-
-  Attributes:
-    beta: strength of the reference.
-    desirable_weight, undesirable_weight: of the two kinds of completions. The paper
-      wants desirable_weight n_D / (undesirable_weight n_U) between 1 and 4/3.
-  """
-
-  beta: float = 0.1
-  desirable_weight: float = 1.0
-  undesirable_weight: float = 1.0
-
-  def __post_init__(self):
-    super().__post_init__()
-    row = jax.ShapeDtypeStruct((1,), jnp.float32)
-    label = jax.ShapeDtypeStruct((1,), bool)
-    jax.eval_shape(  # refuses what the loss would refuse
-      lambda x, y: kto.kto_loss(x, x, y, x, kl=0.0, **self.loss_options), row, label
-    )
-
-  @property
-  def loss_options(self) -> dict[str, float]:
-    """What the loss is called with."""
-    names = ("beta", "desirable_weight", "undesirable_weight")
-    return {name: getattr(self, name) for name in names}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardConfig(CompletionsConfig):
-  """Settings of RewardTrainer.
-
-  Attributes:
-    centering: weight of a term that draws a pair's rewards to a sum of 0.
-  """
-
-  centering: float = 0.0
-
-  def __post_init__(self):
-    super().__post_init__()
-    checks.fields(self, centering=checks.NOT_NEGATIVE)
+  return DPOTrainingConfig(**{"algorithm": "orpo", **settings})

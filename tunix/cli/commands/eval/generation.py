@@ -12,10 +12,13 @@ import numpy as np
 from tunix.cli.commands.eval import results, scores
 from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Task
-from tunix.data.prompts import read_prompts
+from tunix.data.jsonl import JsonlRecords
+from tunix.data.prompts import PROMPTS, PromptText
+from tunix.data.records import PROMPT_ROWS
+from tunix.data.scan import scan
+from tunix.data.source import Source
 from tunix.generate.sampler import Sampler
 from tunix.rl.evaluation import pass_at_k
-from tunix.rl.pipeline import PROMPTS
 from tunix.rl.rewards import RewardManager, RewardOutput
 from tunix.utils import coordination
 
@@ -70,11 +73,18 @@ def evaluate(
       option is invalid.
     TypeError: a function needs a column that the file lacks.
   """
-  records = read_prompts(task.path)
-  rows = records.rows
-  prompts = records.texts(
-    task.tokenizer, chat=task.chat, template_kwargs=task.template_args
+  source = Source(
+    records=JsonlRecords(task.path, PROMPT_ROWS),
+    kind=PROMPT_ROWS,
+    tokenizer=task.tokenizer,
+    layout=PromptText(),
+    chat=task.chat,
+    template_kwargs=task.template_args,
   )
+  kept: dict[int, dict[str, Any]] = {}
+  scan(source, kept=kept)
+  rows = list(kept.values())
+  prompts = [row[PROMPTS] for row in rows]
   text, tokens, reasons = _sample(task, prompts, options)
   size = len(text) // len(rows)
   scored = None

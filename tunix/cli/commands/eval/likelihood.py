@@ -11,7 +11,7 @@ from tunix.cli.commands.eval import scores
 from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Row, Task
 from tunix.data import chat as chats
-from tunix.data.chat import Example
+from tunix.data.chat import Rendered
 from tunix.data.jsonl import JsonlRecords
 from tunix.data.rows import fit_row
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -97,7 +97,7 @@ def metrics(logps: np.ndarray, tokens: np.ndarray) -> list[Metric]:
 
 
 def _group(
-  example: Example, logp: float, tokenizer: TokenizerAdapter
+  example: Rendered, logp: float, tokenizer: TokenizerAdapter
 ) -> dict[str, Any]:
   start, count = example.prompt_length, int(example.mask.sum())
   text = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)

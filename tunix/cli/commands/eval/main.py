@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 import tunix
-from tunix.cli.build import build, loading, rewards
+from tunix.cli.build import loading, rewards
 from tunix.cli.commands import arguments
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.commands.eval import generation, likelihood, pairs, results
@@ -21,7 +21,8 @@ from tunix.cli.commands.eval.scores import Task
 from tunix.cli.run import fingerprints, folder as run_folder, processes as several
 from tunix.cli.settings import keys
 from tunix.cli.settings.run import DistributedSettings
-from tunix.data.prompts import read_prompts
+from tunix.data.jsonl import JsonlRecords
+from tunix.data.records import PROMPT_ROWS
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import adapter_files
 from tunix.models.transformer.model import Transformer
@@ -53,12 +54,15 @@ def main(argv: Sequence[str]) -> None:
   manager = rewards.build_manager(args.reward, args.weights, args.workers or 0)
   try:
     if manager is not None:
-      rewards.check_columns(manager, read_prompts(args.prompts).columns)
+      records = JsonlRecords(args.prompts, PROMPT_ROWS)
+      records.validate()
+      first = PROMPT_ROWS.read(records[0], records.where(0))
+      rewards.check_columns(manager, list(first.extra))
     tokenizer = loading.load_tokenizer(
       args.model, args.adapter, args.tokenizer, name="MODEL"
     )
     model = loading.load_model(args.model, args.adapter, args.dtype)
-    build.check_vocabulary(model, tokenizer)
+    loading.check_vocabulary(model, tokenizer)
     _check_model(args, model)
     sections = _evaluate(args, model, tokenizer, manager, ks)
   finally:

@@ -10,9 +10,9 @@ from tunix.cli.commands.eval import results, scores
 from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Row, Task
 from tunix.data import render
+from tunix.data.chat import Rendered
 from tunix.data.jsonl import JsonlRecords
 from tunix.data.records import PAIRS
-from tunix.data.render import Rendered
 from tunix.data.rows import fit_apart
 from tunix.models.transformer.model import Transformer
 

@@ -1,0 +1,122 @@
+"""Checks of the fields of one record: types, messages and tools.
+
+Every check raises ValueError with a message that begins with the record's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def describe(record: Mapping[str, Any]) -> str:
+  """Returns the names of a record's fields, for error messages."""
+  return "fields " + ", ".join(map(repr, record)) if record else "no fields"
+
+
+def check_mapping(record: Any, where: str, expected: str) -> None:
+  """Refuses a record that is no object.
+
+  Args:
+    record: a record of a file.
+    where: place of the record.
+    expected: end of the message, `Kind.expected`.
+
+  Raises:
+    ValueError: the record has another type.
+  """
+  if not isinstance(record, Mapping):
+    raise ValueError(f"{where}: found a {_type_name(record)}, {expected}")
+
+
+def check_tools(record: Mapping[str, Any], where: str) -> None:
+  """Refuses a record whose "tools" are no list of JSON schemas.
+
+  Raises:
+    ValueError: "tools" or one of them has another type.
+  """
+  tools = record.get("tools")
+  if not isinstance(tools, list | None):
+    wrong = f"is a {_type_name(tools)}"
+  else:
+    others = [tool for tool in tools or [] if not isinstance(tool, Mapping)]
+    wrong = f"holds a {_type_name(others[0])}" if others else None
+  if wrong:
+    raise ValueError(f'{where}: "tools" {wrong}, expected a list of JSON schemas')
+
+
+def check_string(
+  record: Mapping[str, Any], field: str, where: str, alternative: str = ""
+) -> None:
+  """Refuses a field that is no string.
+
+  Args:
+    record: a record that has the field.
+    field: name of the field.
+    where: place of the record.
+    alternative: other accepted types, for the message.
+
+  Raises:
+    ValueError: the field has another type.
+  """
+  if not isinstance(record[field], str):
+    raise ValueError(
+      f'{where}: "{field}" is a {_type_name(record[field])}, expected a string'
+      f"{alternative}"
+    )
+
+
+def check_text(record: Mapping[str, Any], field: str, where: str) -> None:
+  """Refuses a field that is neither a string nor a list of messages.
+
+  Raises:
+    ValueError: the field or one of its messages has another type.
+  """
+  if isinstance(record[field], list):
+    check_messages(record[field], f'{where}: "{field}"')
+  else:
+    check_string(record, field, where, " or a list of messages")
+
+
+def check_messages(messages: Any, where: str) -> None:
+  """Refuses a value that is no list of messages, or an empty list.
+
+  Raises:
+    ValueError: the value or one of its messages has the wrong form.
+  """
+  if not isinstance(messages, list) or not messages:
+    problem = "an empty list" if messages == [] else f"a {_type_name(messages)}"
+    raise ValueError(f"{where} is {problem}, expected a list of messages")
+  for number, message in enumerate(messages):
+    _check_message(message, f"{where}[{number}]")
+
+
+def _check_message(message: Any, where: str) -> None:
+  if not isinstance(message, Mapping):
+    raise ValueError(
+      f'{where} is a {_type_name(message)}, expected {{"role": ..., "content": ...}}'
+    )
+  role, content = message.get("role"), message.get("content")
+  if not isinstance(role, str):
+    raise ValueError(
+      f'{where}: "role" is {_type_name(role)}, expected a string such as "user"'
+    )
+  # A turn that only calls tools may have no text.
+  calls_tools = content is None and message.get("tool_calls")
+  if not isinstance(content, str) and not calls_tools:
+    raise ValueError(
+      f'{where}: "content" is {_type_name(content)}, expected a string (images and '
+      "other parts are not supported)"
+    )
+  if message.get("weight", 1) not in (0, 1):
+    raise ValueError(
+      f'{where}: "weight" is {message["weight"]!r}, expected 0 (do not train) or 1'
+    )
+  if not isinstance(message.get("train", True), bool):
+    raise ValueError(
+      f'{where}: "train" is {message["train"]!r}, expected true or false'
+    )
+
+
+def _type_name(value: Any) -> str:
+  return "missing" if value is None else type(value).__name__
