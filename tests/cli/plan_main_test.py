@@ -145,7 +145,7 @@ def test_the_command(made, monkeypatch, capsys):
     ([*TINY, "--topology=cpu:8", "--json", "--markdown"], "two forms of one plan"),
     (
       [*PAIRS, "--preference.loss=aot", "--topology", "cpu:8", "--mesh", "fsdp=4,tp=2"],
-      "not planned yet; plan it with one micro-batch",
+      "preference.loss is 'aot'",
     ),
   ],
 )

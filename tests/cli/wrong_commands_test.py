@@ -56,7 +56,7 @@ WRONG = {
   SFT + "--config={d}/none.yaml": "no such file; give a YAML file",
   SFT + "--config={d}/twice.yaml": "twice.yaml:1: invalid YAML (the key 'seed'",
   SFT + "--config={d}/open.yaml": "open.yaml:3: invalid YAML",
-  GRPO: "reward.functions is empty and reward.model not set",
+  GRPO: "reward.functions is empty and reward.model",
   GRPO + "--reward.functions=exact_mach": "did you mean exact_match?",
   GRPO + "--reward.functions={d}/broken.py:f": "broken.py:2: '(' was never closed",
   GRPO + "--reward.functions={d}/asks.py:f": "needs 'solution', which is no column",
@@ -77,8 +77,8 @@ WRONG = {
   "train --help optimiser": "did you mean optimizer?",
   "trian": "did you mean train?",
   "data shw": "use show or scan",
-  "init sfft": "use one of sft, dpo",
-  "init sft --output {d}/file": "is not overwritten: give another file",
+  "init sfft": "job is 'sfft'",
+  "init sft --output {d}/file": "which exists",
   "completion tcsh": "use bash or zsh or fish",
 }
 

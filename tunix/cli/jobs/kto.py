@@ -133,7 +133,7 @@ def _example(config: KTORun) -> dict[str, np.ndarray]:
 
 
 KTO = Job(
-  summary="KTO, from completions labelled good or bad",
+  summary="KTO, which trains on completions labelled good or bad",
   records=(LABELLED,),
   first_values=preference.FIRST_VALUES,
   settings=KTORun,

@@ -315,7 +315,7 @@ FIRST_VALUES = {
 _PAIR_SEQUENCES = lambda config: 2 * config.training.global_batch_size
 
 DPO = Job(
-  summary="DPO and the other losses of pairs; preference.loss chooses one",
+  summary="DPO and the other losses of pairs (see preference.loss)",
   records=(PAIRS,),
   first_values=FIRST_VALUES,
   settings=DPORun,
@@ -327,7 +327,7 @@ DPO = Job(
   sequences=_PAIR_SEQUENCES,
 )
 ORPO = Job(
-  summary="ORPO, from pairs and without a reference model",
+  summary="ORPO, which needs no reference model",
   records=(PAIRS,),
   first_values=FIRST_VALUES,
   settings=ORPORun,

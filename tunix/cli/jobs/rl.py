@@ -349,7 +349,7 @@ def _sequences(config: RLRun) -> int:
 
 
 GRPO = Job(
-  summary="reinforcement learning without a critic; algorithm.name chooses a variant",
+  summary="RL without a critic, with its variants (see algorithm.name)",
   records=(PROMPTS,),
   first_values={
     "reward.functions": ["exact_match"],
@@ -368,6 +368,4 @@ GRPO = Job(
   shorter=_shorter,
   sequences=_sequences,
 )
-PPO = dataclasses.replace(
-  GRPO, summary="reinforcement learning with a critic", settings=PPORun
-)
+PPO = dataclasses.replace(GRPO, summary="RL with a critic", settings=PPORun)
