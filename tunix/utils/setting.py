@@ -64,6 +64,19 @@ def setting(
   return dataclasses.field(default=default, metadata=metadata)
 
 
+def model_setting(fingerprint: str) -> Any:
+  """Returns the field of an optional model folder or hub id.
+
+  A resumed run may have another path, if the content is the same.
+
+  Args:
+    fingerprint: see `Facts`.
+  """
+  return setting(
+    None, path="read", names_model=True, may_change=True, fingerprint=fingerprint
+  )
+
+
 def facts_of(field: dataclasses.Field[Any]) -> Facts:
   """Returns the facts of a field; those of a plain field are all at their defaults."""
   return field.metadata.get(_KEY, _NONE)

@@ -17,7 +17,7 @@ from tunix.sft.dpo.dpo_trainer import DPOTrainer, ORPOTrainer
 from tunix.sft.dpo.precomputed import PrecomputedLogps
 from tunix.sft.dpo.preference_config import CompletionsConfig, DPOTrainingConfig
 from tunix.sft.dpo.reward_trainer import RewardConfig, RewardTrainer
-from tunix.utils.setting import setting, shared_values
+from tunix.utils.setting import model_setting, setting, shared_values
 
 Unusable = Literal["error", "drop"]
 
@@ -88,9 +88,7 @@ class DPOSettings(ResponseSettings):
   reference_free: bool = False
   shared_prompt: bool = False
   unusable: Unusable = "error"
-  reference: str | None = setting(
-    None, path="read", names_model=True, may_change=True, fingerprint="reference"
-  )
+  reference: str | None = model_setting("reference")
   reference_logps: str | None = setting(None, path="written", may_change=True)
 
   def __post_init__(self):
