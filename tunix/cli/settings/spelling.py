@@ -38,10 +38,12 @@ _FOREIGN = {
   "training.micro_batch_size (rows over all devices)": (
     "per_device_train_batch_size ppo_micro_batch_size micro_batch_size"
   ),
-  "training.global_batch_size (rows of an optimizer step)": "batch_size train_batch_size",
+  "training.global_batch_size (rows of an optimizer step)": (
+    "batch_size train_batch_size"
+  ),
   (
-    "training.micro_batch_size: global_batch_size / micro_batch_size micro-batches make "
-    "a step"
+    "training.micro_batch_size: global_batch_size / micro_batch_size micro-batches "
+    "make a step"
   ): "gradient_accumulation_steps",
   "training.eval_batch_size (rows over all devices)": "per_device_eval_batch_size",
   "model.dtype": "precision bf16 fp16 torch_dtype mixed_precision",
