@@ -126,7 +126,7 @@ def test_data_names_the_keys_that_the_job_has(action, settings, tmp_path, capsys
   file.write_text('{"prompt": "a", "response": ""}\n')
   on_policy = ["--distill.teacher=t", "--distill.on_policy_fraction=0.5"]
   error = refused(capsys, *words, "--job=distill", *on_policy)
-  assert "the answer is empty" in error
+  assert "the answer is empty" in error and error.endswith("correct the record\n")
 
 
 def test_data_show_refuses_bad_records_and_rows(settings, tmp_path, capsys):
@@ -230,7 +230,7 @@ def test_export_refuses_what_is_not_there(run, tmp_path, capsys):
   error = refused(capsys, "export", "--run", run, "--step", 9, *to)
   assert "lacks the checkpoint of step 9: it has those of steps [1, 2]" in error
   error = refused(capsys, "export", "--run", run, "--kind", "full", *to)
-  assert "export.kind is 'full'" in error
+  assert "use 'merged'" in error
   error = refused(capsys, "export", "--checkpoint", run, *to)
   assert "is no checkpoint: give OUTPUT_DIR/checkpoints/STEP" in error
   assert "is required" in refused(capsys, "export", *to)

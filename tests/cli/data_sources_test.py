@@ -166,7 +166,7 @@ def test_places_are_written_out(tmp_path, monkeypatch):
       {"data__columns": "{prompt: question}"},
       "'question' for 'prompt'; the record has 'text'",
     ),
-    ({"data__train": "[]"}, "an empty list of files"),
+    ({"data__train": "[]"}, "the list of files is empty"),
     (
       {"data__length_buckets": "[40, 20]"},
       "data.length_buckets .40, 20.: expected asc",

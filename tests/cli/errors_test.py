@@ -85,7 +85,7 @@ def test_a_prompt_longer_than_the_maximum_names_its_line(refused, tmp_path):
   file.write_text(file.read_text() + json.dumps(record) + "\n")
   error = refused(data__train=file)
   assert f"{file}:4: the prompt has" in error
-  assert "data.max_length" in error
+  assert "raise data.max_length" in error
 
 
 def test_a_record_without_trained_text_names_its_line(refused, tmp_path):

@@ -249,7 +249,7 @@ def test_a_second_process_is_refused_and_names_the_first(keys, capsys):
   out = keys["output_dir"]
   before = (out / "logs" / "metrics.jsonl").read_bytes()
   code = (
-    "import pathlib, sys, time\nfrom tunix.cli import run_lock\n"
+    "import pathlib, sys, time\nfrom tunix.cli.run import lock as run_lock\n"
     "with run_lock.hold(pathlib.Path(sys.argv[1])):\n"
     "  print('held', flush=True); time.sleep(600)"
   )

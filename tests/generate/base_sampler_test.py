@@ -60,19 +60,19 @@ def test_what_would_do_nothing_is_no_reason_to_refuse(echoing):
   # Nothing is drawn at temperature 0, so a seed says nothing.
   assert echoing(["3 1"], 5, seed=3).text == ["3 1"]
   plain = SamplingOptions(max_generation_steps=1)
-  assert plain.asked == {"max_generation_steps"}
+  assert plain.active == {"max_generation_steps"}
   same = SamplingOptions(
     max_generation_steps=1, forbidden_tokens=[], eos_tokens=(), num_samples=1, seed=4
   )
-  assert same.asked == plain.asked
+  assert same.active == plain.active
   asked = SamplingOptions(
     max_generation_steps=1, forbidden_tokens=np.array([1]), echo=True, temperature=1.0
-  ).asked
+  ).active
   assert asked == {"max_generation_steps", "forbidden_tokens", "echo", "temperature"}
   # A batch in parts is no other without draws; filters that keep all are none.
   assert echoing(["3 1"], 5, first_prompt=2, engine_options=None).text == ["3 1"]
   off = {"top_p": 1.0, "min_p": 0.0, "temperature": 1.0, "engine_options": None}
-  assert SamplingOptions(max_generation_steps=1, **off).asked == {
+  assert SamplingOptions(max_generation_steps=1, **off).active == {
     "max_generation_steps",
     "temperature",
   }

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from tunix.generate import completions, outputs
-from tunix.generate.completions import Completions
+from tunix.generate.completions import RowReader
 from tunix.generate.options import SamplingOptions
-from tunix.generate.outputs import Row
 
 TEXT = "the end. The end of it"
 
@@ -61,16 +60,14 @@ def test_a_stop_string_is_found_where_it_is_complete(stops, tokens, text, known)
     return
   assert outputs.find_stop(letters, ids(TEXT), stops, known) == tokens
   if tokens is not None:
-    row = Row(tokens=ids(TEXT)[:tokens], finish_reason="stop")
-    assert row.text(letters, stops) == text
+    assert outputs.text_of(letters, ids(TEXT)[:tokens], "stop", stops) == text
 
 
 def test_a_token_may_hold_more_than_the_stop_string():
   words = ["Yes", ". And", " so on"]
   decode = lambda tokens: "".join(words[i] for i in tokens)
   assert outputs.find_stop(decode, np.arange(3), ["."]) == 2
-  row = Row(tokens=np.arange(2), finish_reason="stop")
-  assert row.text(decode, ["."]) == "Yes"
+  assert outputs.text_of(decode, np.arange(2), "stop", ["."]) == "Yes"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +92,7 @@ def grown(decode, tokens, stops, steps, **end):
     stop_strings=stops,
     include_eos=end.pop("include_eos", False),
   )
-  rows = Completions(decode, 1, options)
+  rows = RowReader(decode, 1, options)
   parts = []
   for count in steps:
     last = count == steps[-1]
@@ -104,13 +101,20 @@ def grown(decode, tokens, stops, steps, **end):
   return rows, parts
 
 
+def text_of_row(rows, stops, prompt=None):
+  """The text of the one row of a reader."""
+  columns = rows.columns()
+  end = columns["tokens"][0], columns["finish_reasons"][0]
+  return outputs.text_of(letters, *end, stops, prompt)
+
+
 @pytest.mark.parametrize("every", [1, 3, 22])
 def test_increments_make_up_the_whole(every):
   steps = [*range(every, 22, every), 22]
   rows, parts = grown(letters, ids(TEXT), ["end of"], steps, done=True)
   parts = [part for part in parts if part]
   assert "".join(p.text for p in parts) == "the end. The "
-  assert rows.row(0).text(letters, ["end of"]) == "the end. The "
+  assert text_of_row(rows, ["end of"]) == "the end. The "
   assert letters(np.concatenate([p.tokens for p in parts])) == "the end. The end of"
   assert [p.finish_reason for p in parts] == [None] * (len(parts) - 1) + ["stop"]
   np.testing.assert_array_equal(
@@ -135,9 +139,8 @@ def test_held_back_text_comes_at_the_end():
 def test_reasons_and_lengths():
   def read(text, stops, **end):
     rows, parts = grown(letters, ids(text), stops, [len(text)], **end)
-    row = rows.row(0)
     count = sum(len(part.tokens) for part in parts)
-    return rows, (row.finish_reason, count, row.text(letters, stops))
+    return rows, (rows.finish_reason(0), count, text_of_row(rows, stops))
 
   end = {"done": True, "stopped": True}
   assert read("abc!", [], **end)[1] == ("eos", 3, "abc")
@@ -147,9 +150,9 @@ def test_reasons_and_lengths():
   assert stopped == ("stop", 2, "a")
   assert rows.limits(np.asarray([9])).tolist() == [2]
   rows, parts = grown(letters, ids("abc"), [], [2])
-  assert rows.row(0).finish_reason is None and parts[-1].finish_reason is None
+  assert rows.finish_reason(0) is None and parts[-1].finish_reason is None
 
 
 def test_the_prompt_in_front():
   rows, _ = grown(letters, ids("abcd"), ["c"], [4], done=True)
-  assert rows.row(0).text(letters, ["c"], ids("xy")) == "xyab"
+  assert text_of_row(rows, ["c"], ids("xy")) == "xyab"

@@ -8,7 +8,7 @@ from flax import nnx
 
 from tests import toys
 from tests.generate import toy_ids
-from tunix.generate import batching, decode, recompute
+from tunix.generate import batching, cached, decode, recompute
 from tunix.generate.sampler import Sampler
 from tunix.models import lora
 from tunix.models.automodel import AutoModel
@@ -37,8 +37,8 @@ def test_cached_steps_equal_full_forward(changes):
   tokens, mask = batching.left_padded(prompts, 3, 12, 0)
   following = np.random.default_rng(1).integers(0, toys.VOCAB, (3, 5))
   graph, state = nnx.split(model)
-  prefill = jax.jit(lambda s, *a: decode.prefill(nnx.merge(graph, s), *a, 20))
-  step = jax.jit(lambda s, *a: decode.step(nnx.merge(graph, s), *a))
+  prefill = jax.jit(lambda s, *a: cached.prefill(nnx.merge(graph, s), *a, 20))
+  step = jax.jit(lambda s, *a: cached.step(nnx.merge(graph, s), *a))
   logits, memory = prefill(state, tokens, mask)
   found = [logits]
   for column in following.T[:-1]:
@@ -132,7 +132,7 @@ def test_a_model_with_its_own_cache():
 
 def test_bfloat16():
   model = toys.model(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
-  logits, memory = decode.prefill(
+  logits, memory = cached.prefill(
     model, jnp.ones((1, 4), int), jnp.ones((1, 4), bool), 8
   )
   assert logits.dtype == jnp.float32 and memory.cache.k[0].dtype == jnp.bfloat16

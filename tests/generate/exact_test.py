@@ -66,7 +66,7 @@ def test_padded_output(sampler):
 
 
 def test_refusals(sampler):
-  with pytest.raises(ValueError, match="return_logprobs=True"):
+  with pytest.raises(ValueError, match="return_logprobs is False"):
     exact(sampler, PROMPTS, return_logprobs=False)
-  with pytest.raises(ValueError, match="leave top_k"):
+  with pytest.raises(ValueError, match="exact is True"):
     exact(sampler, PROMPTS, top_k=3)

@@ -10,6 +10,7 @@ from tests import toys
 from tests.generate import toy_ids
 from tunix.generate import (
   batching,
+  cached,
   decode,
   memory as memory_lib,
   sampler as sampler_lib,
@@ -99,9 +100,9 @@ def test_stop_strings_end_rows(kind):
 
 def test_a_row_that_a_stop_string_ended_costs_few_steps_more(sampler, monkeypatch):
   steps = []
-  read = sampler_lib.Completions.read
+  read = sampler_lib.RowReader.read
   spy = lambda rows, out: (steps.append(int(out.steps)), read(rows, out))
-  monkeypatch.setattr(sampler_lib.Completions, "read", spy)
+  monkeypatch.setattr(sampler_lib.RowReader, "read", spy)
   free = sampler([[5, 6, 7]], 200, **DRAW)
   assert steps.pop() == 200 and not steps
   sampler([[5, 6, 7]], 200, stop_strings=[f" {free.tokens[0][30]} "], **DRAW)
@@ -148,9 +149,9 @@ def test_a_stream_is_the_call_in_parts(sampler, options, every):
 
 
 def test_streams_refuse_at_once(sampler):
-  with pytest.raises(ValueError, match="a stream does not honour beam_size and echo"):
+  with pytest.raises(ValueError, match=r"a stream .* beam_size and echo"):
     sampler.stream("1", 4, echo=True, beam_size=2)
-  with pytest.raises(ValueError, match="a stream does not honour exact"):
+  with pytest.raises(ValueError, match=r"a stream .* exact"):
     sampler.stream("1", 4, exact=True, return_logprobs=True)
   with pytest.raises(ValueError, match="every is 0"):
     sampler.stream("1", 4, every=0)
@@ -220,11 +221,11 @@ def test_a_row_admitted_late_is_as_alone(kind):
 
   @jax.jit
   def prefill(tokens, mask):
-    return decode.prefill(model, tokens, mask, slots)
+    return cached.prefill(model, tokens, mask, slots)
 
   @jax.jit
   def step(tokens, memory):
-    return decode.step(model, tokens, memory)
+    return cached.step(model, tokens, memory)
 
   @jax.jit
   def admit(memory, newcomer, row):

@@ -287,7 +287,7 @@ def test_cache_config_is_checked_against_the_model():
     (["1"], {"top_p": 0.9}, ValueError, "top_p is 0.9 and nothing is drawn"),
     (["1"], {"top_k": 3}, ValueError, "top_k is 3 and nothing is drawn"),
     (["1"], {"stop_strings": [3]}, TypeError, r"stop_strings\[0\] is 3"),
-    (["1"], {"stop_strings": [""]}, ValueError, "a stop string is empty"),
+    (["1"], {"stop_strings": [""]}, ValueError, "stop_strings has an empty string"),
     (["1"], {"length_penalty": 2.0}, ValueError, "length_penalty is 2.0 and only"),
     (["1"], {"beam_size": 0}, ValueError, "beam_size is 0"),
     (["1"], {"beam_size": 2, "num_samples": 3}, ValueError, "num_samples is 3 of 2"),

@@ -90,8 +90,8 @@ def test_dropout_is_refused():
   rows = scored.batch(PAIRS[:4])
   scoring.score_completions(model, *rows, tile_rows=2)  # off
   model.train()
-  with pytest.raises(ValueError, match="cannot score with dropout"):
+  with pytest.raises(ValueError, match="dropout"):
     scoring.score_completions(model, *rows, tile_rows=2)
   theirs = toys.TokensOnly(nnx.Rngs(0), rate=0.5)
-  with pytest.raises(ValueError, match="cannot score with dropout"):
+  with pytest.raises(ValueError, match="dropout"):
     scoring.score_completions(theirs, *rows, tile_rows=2)

@@ -148,7 +148,7 @@ def test_what_the_engine_does_not_honour_is_refused(options, name):
   [
     ({"text": "a", "meta_info": {}}, "without output_token_logprobs"),
     ([], "without output_token_logprobs"),
-    (completion([1], {"type": "abort"}), "ended a completion with {'type': 'abort'}"),
+    (completion([1], {"type": "abort"}), "{'type': 'abort'}"),
     (500, r"failed \(500\)"),
   ],
 )
@@ -161,7 +161,7 @@ def test_a_model_that_does_not_generate_is_refused():
   classifier = {"/get_model_info": {"is_generation": False, "model_path": "toy"}}
   with (
     engine(**classifier) as server,
-    pytest.raises(ValueError, match="toy, which gen"),
+    pytest.raises(ValueError, match="serves toy"),
   ):
     sampler_of(server)
 
@@ -183,7 +183,7 @@ def test_new_weights_need_a_restart(tmp_path):
       logits.append(loaded(np.ones((1, 4), np.int32))[0])
       return new.url
 
-    with pytest.raises(ValueError, match="give SglangJaxSampler a restart function"):
+    with pytest.raises(ValueError, match="restart is None"):
       sampler_of(old).update_weights(model)
     sampler = sampler_of(old, restart=restart, weights_dir=tmp_path)
     assert sampler([[5]], 3).tokens[0].tolist() == WORDS

@@ -214,7 +214,7 @@ def test_what_vllm_does_not_honour_is_refused(options, name):
   ("call", "message"),
   [
     (lambda s: s([], 3), "no prompts"),
-    (lambda s: s([[5, 6]], 3, 1), "2 tokens, max_prompt_length is 1"),
+    (lambda s: s([[5, 6]], 3, 1), "max_prompt_length is 1"),
     (lambda s: s([[5]], 0), "max_generation_steps is 0"),
     (lambda s: s([[5]], 3, engine_options={"n": 2}), r"engine_options has \['n'\]"),
   ],

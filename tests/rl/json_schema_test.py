@@ -97,7 +97,7 @@ def test_keywords(schema, good, bad):
     ({"contentEncoding": "base64"}, "contentEncoding"),
     ({"pattern": "("}, r"at \$\.pattern: '\(' is not a 'regex'"),
     ({"type": "int"}, r"at \$\.type: 'int' is not"),
-    ([], "a schema is an object"),
+    ([], "schema is"),
   ],
 )
 def test_what_would_go_unchecked_is_refused(schema, message):

@@ -276,7 +276,7 @@ def test_a_run_goes_on_from_its_own_base_only(tmp_path):
   learner = make(0)
   learner.train(clusters.prompts(1))
   learner.close()
-  with pytest.raises(ValueError, match="the frozen weights are not those"):
+  with pytest.raises(ValueError, match="frozen weights"):
     make(1)
 
 
@@ -324,7 +324,7 @@ def test_settings_out_of_range_fail_before_anything_is_sampled():
     ({"epsilon_c": 1.1}, "above the upper clip"),
     ({"epsilon_low": 1.5}, "epsilon_low is 1.5"),
     ({"loss_algo": "rloo"}, "ratio of its whole row"),
-    ({"kl_corrected": True, "beta": 0.0}, "kl_corrected corrects"),
+    ({"kl_corrected": True, "beta": 0.0}, "kl_corrected"),
   ):
     with pytest.raises(ValueError, match=message):
       GRPOConfig(**options)
@@ -396,7 +396,7 @@ def test_nothing_but_failures_is_an_error_with_a_name():
 
 def test_a_prompt_that_is_too_long_is_named():
   data = [{"prompts": [" ".join(["5"] * 9)]}]
-  with pytest.raises(ValueError, match="9 tokens, max_prompt_length is 8"):
+  with pytest.raises(ValueError, match="max_prompt_length"):
     clusters.grpo().train(data)
 
 
@@ -421,16 +421,16 @@ def test_reward_workers_end_although_the_last_checkpoint_is_not_written(
 
 
 def test_no_prompts_is_an_error():
-  with pytest.raises(ValueError, match="gave no batch"):
+  with pytest.raises(ValueError, match="training data"):
     clusters.grpo().train([])
 
 
 def test_refusals():
   with pytest.raises(ValueError, match="reference"):
     clusters.grpo({"beta": 0.1})
-  with pytest.raises(ValueError, match="temperature is 0"):
+  with pytest.raises(ValueError, match="temperature"):
     clusters.grpo(rollout={"temperature": 0.0})
-  with pytest.raises(ValueError, match="shared_prompt=True"):
+  with pytest.raises(ValueError, match="shared_prompt is True"):
     clusters.grpo({"shared_prompt": True}, actor=trainers.tokens_only())
   with pytest.raises(ValueError, match="at least 2"):
     GRPOConfig(num_generations=1)

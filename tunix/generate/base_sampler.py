@@ -1,4 +1,4 @@
-"""What every sampler takes and gives: our own, and the adapters of engines."""
+"""Base class and output of every sampler: our own, and those of external engines."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ Prompt = str | Sequence[int] | np.ndarray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplerOutput:
-  """The completions of one call, one entry a row: the samples of the first prompt,
-  then those of the second, and so on.
+  """The completions of one call, one entry for each row.
+
+  Rows are ordered by prompt: the samples of the first prompt, then of the second, ...
 
   Attributes:
-    text: the completions as text, without end-of-sequence tokens and up to a stop
-      string; after the prompt with `echo`.
-    tokens: int32 ids, one array a row, of its own length; one [B, N] array when
-      padded output was asked for.
-    padded_prompt_tokens: int32 [B, P], the rows' prompts, padded on the left.
-    logits: float32 [length, V] a row, the model's own, or None if not asked for.
-    logprobs: float32 [length] a row, in nats: of each generated token under the
-      model's own distribution (temperature 1, nothing forbidden or filtered), or None.
-    sampling_logprobs: the same under the distribution that the token was drawn from,
-      after temperature, forbidden tokens and filters; 0 where nothing was drawn.
-    finish_reasons: why each row ended: "eos", "stop" (a stop string) or "length".
+    text: completions as text, without end-of-sequence tokens, up to the stop string.
+      With `echo` each begins with its prompt.
+    tokens: int32 ids, one array of the row's length for each row; with `pad_output`
+      one array [B, N].
+    padded_prompt_tokens: int32 [B, P], prompt of each row, padded on the left.
+    logits: float32 [length, V] for each row, the model's own; None without
+      `return_logits`.
+    logprobs: float32 [length] for each row, in nats: log-probability of each generated
+      token under the model's own distribution (temperature 1, no token forbidden or
+      filtered); or None.
+    sampling_logprobs: float32 [length] for each row, in nats: the same under the
+      distribution that the token was drawn from, after forbidden tokens, temperature
+      and filters. 0 at temperature 0, where nothing is drawn; or None.
+    finish_reasons: "eos", "stop" (a stop string) or "length" for each row.
   """
 
   text: list[str]
@@ -44,22 +48,23 @@ class SamplerOutput:
 
 
 class BaseSampler:
-  """Turns prompts into completions.
+  """A callable that turns prompts into completions.
 
-  Subclasses write `_sample`, which is given checked options and token ids; a sampler
+  Subclasses write `_sample`, which receives token ids and checked options. A sampler
   with other options writes `__call__` itself.
 
   Attributes:
-    tokenizer: encodes string prompts and decodes completions.
-    name: for messages.
-    not_honoured: options that a call is refused for.
+    tokenizer: adapter that encodes string prompts and decodes completions.
+    name: name of the sampler in messages.
+    not_honoured: options that the sampler does not support; a call with one of them is
+      refused.
   """
 
   name: ClassVar[str] = "this sampler"
   not_honoured: ClassVar[frozenset[str]] = frozenset()
 
   def __init__(self, tokenizer: Any):
-    """Takes a TokenizerAdapter, or anything that one can wrap."""
+    """Stores the tokenizer: a TokenizerAdapter, or any object that one can wrap."""
     self.tokenizer = adapted(tokenizer)
 
   def __call__(
@@ -92,83 +97,69 @@ class BaseSampler:
 
     Args:
       input_strings: prompts, each a string or a sequence of token ids (see
-        `tokenize`); one string alone is one prompt.
-      max_generation_steps: most tokens to generate a row; one int, or one a prompt.
+        `tokenize`). One string alone is one prompt.
+      max_generation_steps: most tokens to generate in a row: one int, or one int for
+        each prompt.
       max_prompt_length: pad prompts to this many tokens instead of a power of two.
-      echo: `text` and `tokens` begin with the prompt; logits and log-probs never do.
-      return_logits: return float32 logits before temperature and forbidden tokens;
-        the device holds them for all rows and tokens.
-      eos_tokens: ids that end a row; None: all of the tokenizer's; empty: none.
+      echo: begin `text` and `tokens` with the prompt; logits and log-probs never do.
+      return_logits: return float32 logits before temperature and forbidden tokens.
+        The device holds them for all rows and tokens.
+      eos_tokens: ids that end a row. None: all of the tokenizer's; empty: none.
       forbidden_tokens: ids that are never generated.
-      temperature: 0 takes the most likely token; above, draws from
+      temperature: 0 takes the most likely token; above 0, tokens are drawn from
         softmax(logits / temperature).
-      top_p, top_k, min_p: leave out unlikely tokens, see `filters.keep`; None is off.
+      top_p: keep the most likely tokens with this total probability, see
+        `filters.keep`; None: all.
+      top_k: keep this many of the most likely tokens, see `filters.keep`; None: all.
       beam_size: search with this many beams instead, see `beam_search.search`.
-      seed: an int or a jax.random key. What a row draws depends on it, on the row's
-        number, and on nothing else. None: another one every call.
+      seed: an int or a jax.random key. A row's draws depend on the seed and the row's
+        number only. None: a new seed every call.
       pad_output: return arrays instead of lists: tokens [B, max_generation_steps]
-        filled up with the padding id (behind `padded_prompt_tokens` with `echo`),
-        log-probs and logits filled up with 0.
-      num_samples: completions a prompt, which is prefilled once for all of them; with
-        `beam_size` the best of its beams, best first.
-      stop_strings: texts that end a row. Its text ends before, its tokens with the
-        one that completes the string.
-      return_logprobs: return the generated tokens' log-probs, of both kinds.
-      include_eos: tokens, log-probs and logits keep the end-of-sequence token that
-        ended a row; text never does.
-      length_penalty: a beam's score is its log-probability / tokens ** length_penalty.
-      exact: score the sampled tokens once more, each row by itself (see exact.py): the
-        bits of its log-probs then depend on no other row, and are those that a trainer
-        computes in exact mode at the same widths.
-      first_prompt: number of the first prompt, for its rows' draws: a batch that is
-        sampled in parts draws what it would draw at once.
-      engine_options: more fields of an engine's requests, by the engine's own names.
+        padded with the padding id, log-probs and logits padded with 0. With `echo` the
+        tokens begin with `padded_prompt_tokens`.
+      min_p: keep tokens at least this likely relative to the most likely one, see
+        `filters.keep`; None: all.
+      num_samples: completions of each prompt, which is prefilled once for all of them.
+        With `beam_size`: the best of its beams, best first.
+      stop_strings: texts that end a row. The row's text ends before the stop string;
+        its tokens end with the one that completes the stop string.
+      return_logprobs: return both kinds of log-probs of the generated tokens.
+      include_eos: keep the end-of-sequence token that ended a row in tokens, log-probs
+        and logits; text never has it.
+      length_penalty: exponent p of a beam's score, log-probability / tokens ** p.
+      exact: score the sampled tokens once more, each row by itself (see exact.py). The
+        bits of a row's log-probs then depend on no other row, and equal the ones that a
+        trainer computes in exact mode at the same widths.
+      first_prompt: number of the first prompt. A batch that is sampled in parts then
+        draws the same tokens as in one call.
+      engine_options: further fields of an engine's requests, by the engine's names.
 
     Raises:
-      TypeError: a prompt, the seed, or a stop string of another kind.
-      ValueError: no prompts, an empty prompt, one longer than `max_prompt_length`,
-        ids outside the vocabulary, an option out of its range or against another (see
-        `SamplingOptions`), one that this sampler does not honour, or more tokens than
-        it holds.
+      TypeError: a prompt, the seed or a stop string has another type.
+      ValueError: no prompts; an empty prompt; one longer than `max_prompt_length`; ids
+        outside the vocabulary; an option out of range, in conflict with another (see
+        `SamplingOptions`) or not honoured by this sampler; or more tokens than the
+        sampler holds.
     """
-    options = SamplingOptions(
-      max_generation_steps=max_generation_steps,
-      max_prompt_length=max_prompt_length,
-      echo=echo,
-      return_logits=return_logits,
-      eos_tokens=eos_tokens,
-      forbidden_tokens=forbidden_tokens,
-      temperature=temperature,
-      top_p=top_p,
-      top_k=top_k,
-      beam_size=beam_size,
-      seed=seed,
-      pad_output=pad_output,
-      min_p=min_p,
-      num_samples=num_samples,
-      stop_strings=stop_strings,
-      return_logprobs=return_logprobs,
-      include_eos=include_eos,
-      length_penalty=length_penalty,
-      exact=exact,
-      first_prompt=first_prompt,
-      engine_options=engine_options or {},
-    )
+    # Every parameter but the prompts is an option of the same name.
+    arguments: dict[str, Any] = {**locals(), "engine_options": engine_options or {}}
+    names = [field.name for field in dataclasses.fields(SamplingOptions)]
+    options = SamplingOptions(**{name: arguments[name] for name in names})
     return self._sample(self._token_ids(input_strings, options), options)
 
   def _sample(
     self, prompts: list[np.ndarray], options: SamplingOptions
   ) -> SamplerOutput:
-    """Completions of P prompts, int32 ids each; returns when all rows are done."""
+    """Returns the completions of P prompts, int32 ids each, when all rows are done."""
     raise TypeError(f"{type(self).__name__} has neither _sample nor __call__")
 
   def _token_ids(
     self, inputs: str | Sequence[Prompt], options: SamplingOptions
   ) -> list[np.ndarray]:
-    """The token ids of every prompt of a call that this sampler takes.
+    """Checks a call and returns the token ids of its prompts.
 
     Raises:
-      ValueError: an option that is not honoured, no prompts, or one longer than
+      ValueError: an option that is not honoured, no prompts, or a prompt longer than
         `max_prompt_length`.
     """
     options.refuse(
@@ -181,28 +172,28 @@ class BaseSampler:
     ]
     if not prompts:
       raise ValueError("there are no prompts: give at least one")
-    longest, most = max(map(len, prompts)), options.max_prompt_length
-    if most is not None and longest > most:
+    longest, limit = max(map(len, prompts)), options.max_prompt_length
+    if limit is not None and longest > limit:
       raise ValueError(
-        f"a prompt has {longest} tokens, max_prompt_length is {most}: shorten the "
+        f"a prompt has {longest} tokens, max_prompt_length is {limit}: shorten the "
         "prompt or raise max_prompt_length"
       )
     return prompts
 
   def _eos_ids(self, options: SamplingOptions) -> list[int]:
-    """The ids that end a row."""
-    stated = options.eos_tokens
-    return [int(i) for i in (self.tokenizer.eos_ids() if stated is None else stated)]
+    """Returns the ids that end a row: the call's, or the tokenizer's."""
+    ids = options.eos_tokens
+    return [int(i) for i in (self.tokenizer.eos_ids() if ids is None else ids)]
 
   def tokenize(self, prompt: Prompt) -> np.ndarray:
-    """The ids of one prompt, int32 [T].
+    """Returns the ids of one prompt, int32 [T].
 
-    A string gets the tokenizer's BOS, if it has one and the text does not begin with
-    it (chat templates write their own). Ids are taken as they are.
+    A string is encoded behind the tokenizer's BOS, unless the text itself begins with
+    the BOS, as the texts of chat templates do. Ids are used unchanged.
 
     Raises:
-      TypeError: neither a string nor a flat sequence of integers.
-      ValueError: no tokens.
+      TypeError: the prompt is neither a string nor a flat sequence of integers.
+      ValueError: the prompt has no tokens.
     """
     if isinstance(prompt, str):
       ids = self.tokenizer.tokenize(prompt, add_eos=False)
@@ -215,7 +206,7 @@ class BaseSampler:
         )
     if ids.size == 0:
       raise ValueError(
-        f"the prompt {prompt!r} has no tokens: there is nothing to go on from; give "
-        "at least one token, such as BOS"
+        f"the prompt {prompt!r} has no tokens, expected at least 1: give one, such as "
+        "the BOS token"
       )
     return ids.astype(np.int32)

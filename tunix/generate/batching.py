@@ -1,5 +1,7 @@
-"""From ragged requests to the few fixed shapes that programs are compiled for: host
-arrays in, host arrays out."""
+"""Pads ragged requests to the few fixed shapes that programs are compiled for.
+
+Every function here takes and returns host arrays.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Stands for no token in lists of ids that are filled up to a fixed length.
+# Padding of id lists: no vocabulary has this id, and scatters drop it as out of range.
 NO_TOKEN = 2**31 - 1
-_LEAST_IDS = 8
-MIN_TOKENS = 16  # smallest space for a prompt, and for new tokens
+_MIN_IDS = 8  # shortest padded id list, so that 1 to 8 ids share a program
+MIN_TOKENS = 16  # smallest bucket for a prompt, and for new tokens
 
 
 @dataclasses.dataclass(frozen=True, order=True, kw_only=True)
 class Shape:
-  """What the programs of a request are compiled for: prefill for all of it, decoding
-  for `rows`, `slots` and `columns`.
+  """The sizes that the programs of a request are compiled for.
+
+  Prefill is compiled for all five sizes, the token loop for `decode`.
 
   Attributes:
     prompts: P, prompts in the prefill.
     width: W, tokens of a padded prompt.
     rows: B, completions.
-    slots: S, tokens of a row, prompt and completion.
+    slots: S, tokens of a row, prompt and completion together.
     columns: N, new tokens of a row.
   """
 
@@ -39,19 +42,19 @@ class Shape:
 
   @property
   def decode(self) -> tuple[int, int, int]:
-    """What the token loop is compiled for."""
+    """Sizes that the token loop is compiled for: (rows, slots, columns)."""
     return self.rows, self.slots, self.columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """What a sampler's requests must keep to.
+  """The bounds of a sampler's requests.
 
   Attributes:
-    cache_size: most tokens of a row, or None.
-    movable: prompts can be moved inside the cache once they are in it, so that their
-      padding costs no slots. Else the padding shrinks where it would not fit.
-    shards: over how many devices rows are spread.
+    cache_size: most tokens of a row; None: no bound.
+    movable: True if a prompt can be moved inside the cache after the prefill, so that
+      its padding costs no slots in the end. If False, the padding shrinks to fit.
+    shards: number of devices that split the rows.
   """
 
   cache_size: int | None = None
@@ -67,19 +70,19 @@ class Limits:
     stated: int | None,
     beams: int | None = None,
   ) -> Shape:
-    """The fixed shape that holds a request.
+    """Returns the fixed shape that holds a request.
 
     Args:
-      prompts: how many.
-      samples: completions a prompt.
+      prompts: number of prompts.
+      samples: completions of each prompt.
       longest: tokens of the longest prompt.
       steps: most new tokens of a row.
-      stated: the width that the caller wants instead of a power of two; no less than
-        the longest.
-      beams: a prompt's rows instead of the samples, for its filling as well.
+      stated: width of the prompts, at least `longest`; None: a power of two.
+      beams: rows of each prompt in beam search, where prompts that only fill the batch
+        have beams too; None: no beam search.
 
     Raises:
-      ValueError: it does not fit.
+      ValueError: the request does not fit into the cache.
     """
     width = bucket(longest, MIN_TOKENS) if stated is None else stated
     columns = bucket(steps, MIN_TOKENS)
@@ -106,26 +109,35 @@ class Limits:
     )
 
   def _rows(self, count: int) -> int:
+    """Returns a power of two, rounded up to a multiple of the devices."""
     rows = bucket(count)
     return rows + -rows % self.shards
 
   def shapes(
     self, prompts: int, samples: int, longest: int, steps: int, stated: int | None
   ) -> list[Shape]:
-    """All shapes of requests that are at most as large in every respect."""
+    """Returns the shapes of all requests up to the given sizes, sorted.
+
+    Args:
+      prompts: most prompts.
+      samples: most completions of each prompt.
+      longest: most tokens of the longest prompt.
+      steps: most new tokens of a row.
+      stated: width of the prompts; None: a power of two.
+    """
     counts = {(p, n) for p in range(1, prompts + 1) for n in range(1, samples + 1)}
     shapes = {
       self.shape(p, n, tokens, new, stated)
       for p, n in counts
-      for tokens in ([1] if stated is not None else least_of_buckets(longest))
-      for new in least_of_buckets(steps)
+      for tokens in ([1] if stated is not None else bucket_minima(longest))
+      for new in bucket_minima(steps)
       if self.cache_size is None or (stated or tokens) + new <= self.cache_size
     }
     return sorted(shapes)
 
 
-def least_of_buckets(size: int) -> list[int]:
-  """The smallest size in every bucket of tokens up to that of `size`."""
+def bucket_minima(size: int) -> list[int]:
+  """Returns the smallest size of every bucket of tokens, up to the bucket of `size`."""
   ends = [0]
   while max(MIN_TOKENS, 2 * ends[-1]) < size:
     ends.append(max(MIN_TOKENS, 2 * ends[-1]))
@@ -133,19 +145,27 @@ def least_of_buckets(size: int) -> list[int]:
 
 
 def bucket(size: int, least: int = 1) -> int:
-  """The power of two, from `least` up, that holds `size`."""
+  """Returns the smallest power of two that is at least `size` and `least`."""
   return max(least, 1 << (size - 1).bit_length())
 
 
 def left_padded(
   prompts: Sequence[np.ndarray], rows: int, width: int, fill: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """int32 [rows, width] tokens and their bool mask.
+  """Pads prompts on the left.
 
-  Rows without a prompt hold one token, so that every row has something to look at.
+  Args:
+    prompts: ids of each prompt.
+    rows: B, number of rows; those behind the prompts only fill the batch.
+    width: W, tokens of a row.
+    fill: padding id.
+
+  Returns:
+    int32 [B, W] tokens and bool [B, W] mask, True on the prompts' tokens.
   """
   tokens = np.full((rows, width), fill, np.int32)
   mask = np.zeros((rows, width), bool)
+  # A row without a prompt has one visible token: softmax over no key would be NaN.
   mask[:, -1] = True
   for row, prompt in enumerate(prompts):
     tokens[row, width - len(prompt) :] = prompt
@@ -156,7 +176,7 @@ def left_padded(
 def right_padded(
   rows: Sequence[np.ndarray], width: int, dtype: np.typing.DTypeLike, fill: int = 0
 ) -> np.ndarray:
-  """[rows, width, ...], filled up with `fill` on the right."""
+  """Returns an array [B, width, ...] of the rows, padded with `fill` on the right."""
   deeper = np.shape(rows[0])[1:] if len(rows) else ()
   out = np.full((len(rows), width, *deeper), fill, dtype)
   for target, row in zip(out, rows):
@@ -165,19 +185,22 @@ def right_padded(
 
 
 def id_list(ids: Sequence[int]) -> np.ndarray:
-  """int32 ids, filled up with NO_TOKEN to a power of two from 8 up."""
-  out = np.full(bucket(max(len(ids), 1), _LEAST_IDS), NO_TOKEN, np.int32)
+  """Returns int32 ids, padded with NO_TOKEN to a power of two of at least 8."""
+  out = np.full(bucket(max(len(ids), 1), _MIN_IDS), NO_TOKEN, np.int32)
   out[: len(ids)] = ids
   return out
 
 
 def random_key(seed: int | jax.Array | None) -> jax.Array:
-  """The key of a call: of an int, a key (typed or raw), or a fresh one for None.
+  """Returns the random key of a call.
+
+  Args:
+    seed: an int, a typed or raw `jax.random` key, or None for a random one.
 
   Raises:
-    TypeError: the seed is of another kind.
-    ValueError: an int outside [0, 2**32), which JAX would cut to 32 bits; None with
-      several processes.
+    TypeError: the seed has another type.
+    ValueError: the seed is an int outside [0, 2**32), which JAX would cut to 32 bits;
+      or None with several processes.
   """
   if seed is None:
     if jax.process_count() > 1:
@@ -195,8 +218,8 @@ def random_key(seed: int | jax.Array | None) -> jax.Array:
     number = operator.index(seed)
   except TypeError as error:
     raise TypeError(
-      f"seed of type {type(seed).__name__} is neither an int nor a jax.random key"
+      f"seed has type {type(seed).__name__}, expected an int or a jax.random key"
     ) from error
   if not 0 <= number < 2**32:
-    raise ValueError(f"seed is {number}, it must be from 0 to 2**32 - 1")
+    raise ValueError(f"seed is {number}, expected an int from 0 to 2**32 - 1")
   return jax.random.key(number)

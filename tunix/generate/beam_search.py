@@ -1,7 +1,8 @@
-"""Beam search: the completions of highest probability that a beam finds.
+"""Beam search: finds likely completions by growing K candidates of each prompt.
 
-A beam's score is the sum of its tokens' log-probabilities over its length to the power
-of a length penalty (in the place of the one of Wu et al. 2016, arXiv:1609.08144).
+The score of an ended beam is the sum of its tokens' log-probabilities divided by
+`length ** length_penalty`. (Wu et al. 2016, arXiv:1609.08144, divide by another
+function of the length.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from tunix.generate import decode, sampling
+from tunix.generate import decode, decoders, sampling
 from tunix.generate.decode import Generated, Leaf, Plan, Prompts, Rules
 from tunix.utils import mesh as mesh_lib
 
@@ -27,11 +28,12 @@ class Beams:
 
   Attributes:
     tokens: int32 [P, K, N].
-    logps: float32 [P, K, N], of the tokens under the model's own distribution.
-    scores: float32 [P, K]: sums of log-probabilities while a beam goes on, over
-      length ** penalty once it has ended; -inf where there is no beam yet.
-    lengths: int32 [P, K], tokens, an end-of-sequence token included.
-    stopped: bool [P, K], whether one came.
+    logps: float32 [P, K, N], log-probability of each token under the model's own
+      distribution.
+    scores: float32 [P, K]. Sum of log-probabilities of a live beam; the same divided by
+      length ** penalty of an ended one; -inf in a place without a beam.
+    lengths: int32 [P, K], tokens, with the end-of-sequence token.
+    stopped: bool [P, K], True if an end-of-sequence token ended the beam.
   """
 
   tokens: Int[Array, "P K N"]
@@ -41,7 +43,7 @@ class Beams:
   stopped: Bool[Array, "P K"]
 
   def pick(self, index: jax.Array) -> Beams:
-    """Beams index[p, k] of every prompt."""
+    """Returns the beams with numbers `index` [P, C] of every prompt."""
 
     def take(x):
       places = index.reshape(*index.shape, *[1] * (x.ndim - 2))
@@ -60,48 +62,63 @@ def search(
   beams: int,
   length_penalty: Leaf,
 ) -> Generated:
-  """The `beams` best completions of every prompt, best first: rows [P * beams].
+  """Returns the best completions of every prompt, best first, as rows [P * K].
 
-  In every step the best continuations of a prompt's beams are taken. Those of the
-  first `beams` that end, by an end-of-sequence token or at the prompt's limit, join
-  the ended ones, of which the best are kept; the best of the others go on. A prompt is
-  done when its best beam, at its present length, scores no better than the worst of
-  `beams` ended ones, or at its limit. What it finds depends on no other prompt.
+  Each step takes the best continuations of a prompt's live beams, best first:
+
+  1. Continuations among the first K that end, by an end-of-sequence token or at the
+     prompt's limit, join the ended beams. The best K ended beams are kept.
+  2. The best K continuations that do not end become the live beams.
+  3. The prompt is done if its best live beam, scored at its present length, is no
+     better than the worst of K ended beams; or at its limit.
+
+  The result of a prompt depends on no other prompt.
 
   Args:
-    graph, state: see `decode.opened`.
-    prompts, rules, plan: as for `decode.start`, with `beams` rows a prompt. Forbidden
-      tokens never come; probabilities are not made larger for that.
+    graph: graph definition, from `decode.opened`.
+    state: state of the module, from `decode.opened`.
+    prompts: as for `decode.start`, with K rows for each prompt.
+    rules: as for `decode.start`. Forbidden tokens are left out without raising the
+      probabilities of the others.
+    plan: as for `decode.start`.
     beams: K.
-    length_penalty: float32 scalar; above 0 longer ones gain, below 0 they lose.
+    length_penalty: float32 scalar. Above 0 it favours long beams, below 0 short ones.
   """
+  # One program, unlike `start` and `advance`: no row can be shown before the end.
   model = nnx.merge(graph, state)
   logits, memory = decode.prefilled(model, prompts, plan)
   limits = rules.limits.reshape(-1, beams)[:, 0]
-  empty = _nothing(limits.shape[0], beams, plan.columns)
-  first = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)  # all are equal as yet
+  empty = _empty(limits.shape[0], beams, plan.columns)
+  # The K rows of a prompt are equal at first: only one of them may continue, or every
+  # beam would be the same.
+  first = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
   live = dataclasses.replace(empty, scores=jnp.broadcast_to(first, empty.scores.shape))
-  way = decode.way_of(model)
+  decoder = decoders.decoder_of(model)
 
   def choose(logits, live, ended, done, steps):
+    # Continuations come sorted by their sums, so the first K columns are the best K.
     grown, source, ends = _grow(logits, live, rules, limits, steps)
     score = grown.scores / (steps + 1.0) ** length_penalty
     score = jnp.where(ends & ~done[:, None], score, -jnp.inf)[:, :beams]
-    new = dataclasses.replace(grown.pick(_first(grown, beams)), scores=score)
+    top = jax.tree.map(lambda x: x[:, :beams], grown)
+    new = dataclasses.replace(top, scores=score)
     ended = _best(jax.tree.map(lambda *x: jnp.concatenate(x, 1), ended, new), beams)[0]
-    going = jnp.where(ends, -jnp.inf, grown.scores)
-    live, index = _best(dataclasses.replace(grown, scores=going), beams)
+    open_scores = jnp.where(ends, -jnp.inf, grown.scores)
+    live, index = _best(dataclasses.replace(grown, scores=open_scores), beams)
     source = jnp.take_along_axis(source, index, axis=1)
+    # A heuristic, as in transformers: with a length penalty above 0 a live beam could
+    # still pass the worst ended one when it grows.
     reachable = live.scores[:, 0] / (steps + 1.0) ** length_penalty
     done = done | (reachable <= ended.scores[:, -1]) | (steps + 1 >= limits)
     return live, ended, done, steps + 1, source
 
   def body(carry):
     memory, live, ended, done, steps, source = carry
+    # Each beam takes over the cache row of the beam that it continues.
     rows = (jnp.arange(limits.shape[0])[:, None] * beams + source).reshape(-1)
-    memory = way.repeat(model, memory, rows)
+    memory = decoder.repeat(model, memory, rows)
     last = jax.lax.dynamic_index_in_dim(live.tokens, steps - 1, 2, keepdims=False)
-    logits, memory = way.step(nnx.merge(graph, state), last.reshape(-1), memory)
+    logits, memory = decoder.step(nnx.merge(graph, state), last.reshape(-1), memory)
     return memory, *choose(logits, live, ended, done, steps)
 
   start = choose(logits, live, empty, limits <= 0, jnp.zeros((), jnp.int32))
@@ -110,8 +127,12 @@ def search(
 
 
 def _grow(logits, live: Beams, rules: Rules, limits, steps):
-  """The best continuations [P, C] of the live beams, the beam that each continues, and
-  whether it ends. C is large enough for K that go on, whatever the others do."""
+  """Returns the best C continuations of each prompt's live beams.
+
+  Returns:
+    The continuations as Beams [P, C], the beam that each one continues, int32 [P, C],
+    and bool [P, C], True if it ends.
+  """
   prompts, beams = live.scores.shape
   logps = jax.nn.log_softmax(logits)
   allowed = logps
@@ -119,6 +140,8 @@ def _grow(logits, live: Beams, rules: Rules, limits, steps):
     allowed = sampling.forbid(logps, rules.draw.forbidden)
   vocab = logits.shape[-1]
   sums = live.scores[:, :, None] + allowed.reshape(prompts, beams, vocab)
+  # Of each beam at most E continuations end, one for each end-of-sequence id. So among
+  # the best K * (1 + E) at least K do not end.
   count = min(beams * (1 + rules.eos.shape[0]), beams * vocab)
   scores, index = jax.lax.top_k(sums.reshape(prompts, -1), count)
   source, tokens = index // vocab, (index % vocab).astype(jnp.int32)
@@ -138,19 +161,14 @@ def _grow(logits, live: Beams, rules: Rules, limits, steps):
   return grown, source, stopped | (steps + 1 >= limits)[:, None]
 
 
-def _first(beams: Beams, count: int) -> jax.Array:
-  """The places of the first `count`, for `pick`."""
-  return jnp.broadcast_to(jnp.arange(count), (beams.scores.shape[0], count))
-
-
 def _best(beams: Beams, count: int) -> tuple[Beams, jax.Array]:
-  """The `count` beams of the highest scores, best first, and their places."""
+  """Returns the `count` beams with the highest scores, best first, and their index."""
   index = jax.lax.top_k(beams.scores, count)[1]
   return beams.pick(index), index
 
 
-def _nothing(prompts: int, beams: int, columns: int) -> Beams:
-  """No beams."""
+def _empty(prompts: int, beams: int, columns: int) -> Beams:
+  """Returns places without a beam."""
   shape = (prompts, beams)
   return Beams(
     tokens=jnp.zeros((*shape, columns), jnp.int32),
@@ -162,7 +180,7 @@ def _nothing(prompts: int, beams: int, columns: int) -> Beams:
 
 
 def _generated(ended: Beams, steps: jax.Array, plan: Plan) -> Generated:
-  """The ended beams as rows."""
+  """Returns the ended beams as rows [P * K]."""
   flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), ended)
   out = Generated(
     tokens=flat.tokens,

@@ -1,5 +1,4 @@
-"""What memory holds, by arithmetic: sizes that cannot fit are refused before anything
-is allocated, with the largest that can."""
+"""Refuses sizes that cannot fit into memory, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import jax
 
 from tunix.perf import programs
 
-# Limits of a container (cgroup v2 and v1), where there are any.
+# Files with the memory limit of a container (cgroup v2 and v1).
 _CONTAINER = (
   "/sys/fs/cgroup/memory.max",
   "/sys/fs/cgroup/memory/memory.limit_in_bytes",
@@ -19,7 +18,7 @@ _CONTAINER = (
 
 
 def memory_bytes() -> int:
-  """Of all devices of the run together; of the hosts where devices do not say."""
+  """Returns the memory of all devices together; of the hosts if devices tell none."""
   stats = jax.local_devices()[0].memory_stats() or {}
   if limit := stats.get("bytes_limit"):
     return limit * jax.device_count()
@@ -31,26 +30,26 @@ def memory_bytes() -> int:
 
 
 def require(
-  name: str, value: int, bytes_of: Callable[[int], int], what: str, least: int = 1
+  name: str, value: int, bytes_of: Callable[[int], int], subject: str
 ) -> None:
-  """Refuses a size whose arrays cannot fit into memory, however it is laid out.
+  """Refuses a size whose arrays cannot fit into memory with any layout.
 
   Args:
-    name: of the size, for the message.
-    value: the size.
-    bytes_of: size -> bytes that it takes at least; grows with it.
-    what: takes them, for the message.
-    least: the smallest size that makes sense.
+    name: name of the size, first word of the message.
+    value: the size, at least 1.
+    bytes_of: lower bound of the bytes that a size takes; grows with the size.
+    subject: the arrays that take them, for the message.
 
   Raises:
-    ValueError: it does not fit; says the largest that does.
+    ValueError: the size does not fit; the message names the largest that does.
   """
-  if programs.are_noted():  # nothing is allocated, and least of all here
+  if programs.are_noted():  # A plan allocates nothing, and may be for other devices.
     return
   memory, needed = memory_bytes(), bytes_of(value)
   if needed <= memory:
     return
-  fits, low, high = 0, least, value - 1
+  # Bisection for the largest size that fits; 0 if none does.
+  fits, low, high = 0, 1, value - 1
   while low <= high:
     middle = (low + high) // 2
     if bytes_of(middle) <= memory:
@@ -59,6 +58,6 @@ def require(
       high = middle - 1
   remedy = f"at most {fits} fits" if fits else "not even the smallest fits"
   raise ValueError(
-    f"{name} is {value}: {what} would take {needed / 2**30:,.1f} GiB and there are "
+    f"{name} is {value}: {subject} would take {needed / 2**30:,.1f} GiB and there are "
     f"{memory / 2**30:,.1f} GiB of memory; {remedy}"
   )

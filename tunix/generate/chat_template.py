@@ -1,8 +1,8 @@
 """Renders Hugging Face chat templates with jinja2 alone.
 
-The dialect is the one `transformers` gives its templates: a sandbox, trimmed blocks,
-`raise_exception`, `strftime_now`, a `tojson` that leaves HTML characters alone,
-`{% break %}`, and `{% generation %}` blocks, which render as their content.
+The dialect is that of `transformers`: a sandbox, trimmed blocks, `raise_exception`,
+`strftime_now`, a `tojson` that keeps HTML characters, `{% break %}`, and
+`{% generation %}` blocks, which render as their content.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from typing import Any
 
 Message = Mapping[str, Any]
 
-# Names under which data sets carry a message's reasoning. Templates read the first,
+# Keys under which data sets store a message's reasoning. Most templates read the first,
 # some older ones the second.
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
-
-# Names that a rendering sets itself, here or in the functions that lead here.
+# Names that `render` or its callers set in every rendering.
 RESERVED_NAMES = (
   *("messages", "add_generation_prompt", "tokenize", "now", "template", "self"),
   *("strftime_now", "raise_exception"),
 )
 
+_TOOL_SCHEMA = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+
 
 class ChatTemplateError(ValueError):
-  """A template is malformed, or refuses the conversation it was given."""
+  """A template is malformed, or fails on a conversation."""
 
 
 def check_variables(variables: Mapping[str, Any], key: str) -> None:
-  """Refuses further names for a template that cannot be passed on.
+  """Refuses template variables that `render` cannot pass on.
 
   Args:
     variables: as for `render`.
-    key: what the user knows them as, for the message.
+    key: configuration key of the variables, for the message.
 
   Raises:
-    ValueError: a name that rendering sets itself, or tools that are no schemas.
+    ValueError: a reserved name, or tools that are no schemas.
   """
   for name in variables:
     if name in RESERVED_NAMES:
@@ -49,12 +50,10 @@ def check_variables(variables: Mapping[str, Any], key: str) -> None:
         f"{', '.join(RESERVED_NAMES)}: give the template's variable another name"
       )
   tools = variables.get("tools") or []
-  if not isinstance(tools, list | tuple) or not all(
-    isinstance(tool, Mapping) for tool in tools
-  ):
+  if not isinstance(tools, list | tuple) or not all(map(_is_schema, tools)):
     raise ValueError(
       f"{key}.tools is {tools!r}, expected a list of JSON schemas: give "
-      '[{"type": "function", "function": {"name": ..., "parameters": ...}}]'
+      f"[{_TOOL_SCHEMA}]"
     )
 
 
@@ -68,17 +67,17 @@ def render(
   now: datetime.datetime | None = None,
   **variables: Any,
 ) -> str:
-  """The conversation as the text that a model reads.
+  """Renders a conversation to the text that a model reads.
 
   Args:
     template: jinja source, as in a tokenizer's `chat_template`.
-    messages: dicts with "role", "content" and whatever else the template reads;
+    messages: dicts with "role", "content" and further keys that the template reads;
       keys with the value None are left out.
     add_generation_prompt: end with the header of the assistant's next turn.
     tools: JSON schemas of the tools that the model may call.
     documents: dicts with "title" and "text", for templates that quote them.
-    now: the time that `strftime_now` shows; the clock's when None. Training data is
-      rendered at a fixed time, or its tokens would depend on the day of the run.
+    now: time that `strftime_now` shows; None: the clock's. Training data is rendered at
+      a fixed time, or its tokens would depend on the day of the run.
     **variables: further names for the template (`bos_token`, `enable_thinking`, ...).
 
   Raises:
@@ -88,27 +87,26 @@ def render(
   import jinja2
 
   for tool in tools or ():
-    if not isinstance(tool, Mapping):
+    if not _is_schema(tool):
       raise TypeError(
-        f"tools must be JSON schemas (dicts), got {type(tool).__name__}; pass "
-        '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+        f"tools has a {type(tool).__name__}, expected JSON schemas (dicts): pass "
+        f"{_TOOL_SCHEMA}"
       )
-  clock = functools.partial(_strftime, now)
   try:
     return _compiled(template).render(
       messages=[_clean(message) for message in messages],
       add_generation_prompt=add_generation_prompt,
       tools=tools,
       documents=documents,
-      strftime_now=clock,
+      strftime_now=lambda form: (now or datetime.datetime.now()).strftime(form),
       **variables,
     )
   except jinja2.TemplateError as error:
     raise ChatTemplateError(
       f"the chat template refuses this conversation: {error}"
     ) from error
-  # The template is a program of the user's: it may fail with any error of Python's
-  # (adding text to a number, an index out of range).
+  # A template is a user's program: it may fail with any Python error, such as adding
+  # text to a number.
   except Exception as error:
     raise ChatTemplateError(
       f"the chat template fails on this conversation ({_place(error)}"
@@ -116,18 +114,19 @@ def render(
     ) from error
 
 
+def _is_schema(tool: Any) -> bool:
+  return isinstance(tool, Mapping)
+
+
 def _place(error: Exception) -> str:
-  """'line 3, ' of the template, as far as jinja says it."""
+  """Returns "line 3, " if jinja tells the line of the template, else ""."""
   frames = traceback.extract_tb(error.__traceback__)
   lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
   return f"line {lines[-1]}, " if lines else ""
 
 
-def _strftime(now: datetime.datetime | None, form: str) -> str:
-  return (now or datetime.datetime.now()).strftime(form)
-
-
 def _clean(message: Message) -> dict[str, Any]:
+  """Drops keys with the value None, and stores reasoning under both common names."""
   cleaned = {key: value for key, value in message.items() if value is not None}
   for key in _REASONING_KEYS:
     if key in cleaned:
@@ -149,15 +148,17 @@ def _compiled(template: str) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _environment() -> Any:
-  import jinja2
   import jinja2.ext
   import jinja2.sandbox
 
   class GenerationBlock(jinja2.ext.Extension):
-    """{% generation %}...{% endgeneration %}: marks the assistant's text in some
-    templates. Our masks come from rendering, so the block is only its content."""
+    """The tag {% generation %}...{% endgeneration %}, rendered as its content.
 
-    tags = {"generation"}  # noqa: RUF012 (jinja's own form)
+    Some templates mark the assistant's text with it. Loss masks come from rendering
+    prefixes of the conversation, which needs no mark.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's form)
 
     def parse(self, parser: Any) -> Any:
       next(parser.stream)
@@ -166,27 +167,15 @@ def _environment() -> Any:
   def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
+  def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    # jinja2's own filter escapes <, >, & and ', which tool schemas may hold.
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
   environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True,
     lstrip_blocks=True,
     extensions=[GenerationBlock, jinja2.ext.loopcontrols],
   )
-  environment.filters["tojson"] = _to_json
+  environment.filters["tojson"] = to_json
   environment.globals["raise_exception"] = raise_exception
   return environment
-
-
-def _to_json(
-  value: Any,
-  ensure_ascii: bool = False,
-  indent: int | None = None,
-  separators: tuple[str, str] | None = None,
-  sort_keys: bool = False,
-) -> str:
-  return json.dumps(
-    value,
-    ensure_ascii=ensure_ascii,
-    indent=indent,
-    separators=separators,
-    sort_keys=sort_keys,
-  )

@@ -1,31 +1,32 @@
-"""Rows as the host sees them while they grow: text, stop strings, why a row ended."""
+"""Rows of a running request as the host reads them: ends, stop strings, increments."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from tunix.generate import outputs
 from tunix.generate.decode import Generated
 from tunix.generate.options import SamplingOptions
-from tunix.generate.outputs import Decode, Row, find_stop
+from tunix.generate.outputs import Decode
 
-_UNFINISHED = (
-  "\ufffd"  # what decoders show for a character whose bytes are not all there
-)
+_UNFINISHED = "\ufffd"  # Decoders show this for a character with missing bytes.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Increment:
-  """What a row has got since its last increment.
+  """The new part of a row since its last increment.
 
   Attributes:
     row: number of the row, as in the output of a call.
-    text: the new text. The texts of a row put together are the text of a call.
-    tokens: int32 [n], the new tokens.
-    logprobs, sampling_logprobs: float32 [n], as in SamplerOutput, or None.
-    finish_reason: as in SamplerOutput in a row's last increment, None before.
+    text: new text. The texts of a row, concatenated, are the text of a call.
+    tokens: int32 [n], new tokens.
+    logprobs: float32 [n] or None, as in SamplerOutput.
+    sampling_logprobs: float32 [n] or None, as in SamplerOutput.
+    finish_reason: as in SamplerOutput in the last increment of a row; None before.
   """
 
   row: int
@@ -37,8 +38,11 @@ class Increment:
 
 
 def settled(text: str, stops: Sequence[str]) -> str:
-  """The part of a growing text that stays, whatever comes: without a character that
-  is not complete, and without what may be the beginning of a stop string."""
+  """Returns the part of a growing text that no further token can change.
+
+  An incomplete character at the end, and an end that may begin a stop string, are
+  left out.
+  """
   text = text.rstrip(_UNFINISHED)
   longest = max(map(len, stops), default=1) - 1
   for size in range(min(longest, len(text)), 0, -1):
@@ -47,83 +51,108 @@ def settled(text: str, stops: Sequence[str]) -> str:
   return text
 
 
-class Completions:
-  """The first rows of a request, read as they grow."""
+class RowReader:
+  """Reads the first rows of a request while they grow.
+
+  The completions themselves stay in `Generated`. This class adds what only the host
+  knows: the ends by stop strings, and the part of each row that a stream has given.
+
+  Args:
+    decode: token ids to text.
+    rows: number of rows to read; the rows behind them only fill the batch.
+    options: options of the call.
+  """
 
   def __init__(self, decode: Decode, rows: int, options: SamplingOptions):
     self._decode = decode
     self._options = options
-    self._stops: dict[int, int] = {}  # row -> tokens up to a stop string
-    self._looked = [0] * rows
-    self._sent = [(0, 0) for _ in range(rows)]  # tokens, characters
+    self._stops: dict[int, int] = {}  # row -> tokens up to its stop string
+    self._searched = [0] * rows  # tokens of each row without a stop string
+    self._sent = [(0, 0) for _ in range(rows)]  # (tokens, characters) of a stream
     self._over: set[int] = set()
     self._out: Generated | None = None
 
   def read(self, out: Generated) -> None:
-    """Takes what the device has written so far, and looks for stop strings."""
+    """Takes the newest state of all rows and searches it for stop strings."""
     self._out = out
-    for row in range(len(self._looked)) if self._options.stops else ():
+    for row in range(len(self._searched)) if self._options.stops else ():
       if row in self._stops:
         continue
-      words = self.row(row).words
-      end = find_stop(self._decode, words, self._options.stops, self._looked[row])
-      self._looked[row] = len(words)
+      # Only tokens since the last read are searched; the text before them is decoded
+      # again, because a stop string may begin in it.
+      ids = outputs.text_tokens(self._tokens(row), self.finish_reason(row))
+      end = outputs.find_stop(
+        self._decode, ids, self._options.stops, self._searched[row]
+      )
+      self._searched[row] = len(ids)
       if end is not None:
         self._stops[row] = end
 
   def limits(self, limits: np.ndarray) -> np.ndarray:
-    """The same limits, but for rows that a stop string has ended."""
+    """Returns the limits, lowered for the rows that a stop string has ended."""
     limits = limits.copy()
     for row, end in self._stops.items():
       limits[row] = min(limits[row], end)
     return limits
 
-  def _reason(self, row: int, out: Generated) -> str | None:
-    """Why the row ended, None while it has not."""
+  def finish_reason(self, row: int) -> str | None:
+    """Returns "stop", "eos" or "length"; None while the row grows."""
+    out = self._generated()
     if row in self._stops:
       return "stop"
     if out.stopped[row]:
       return "eos"
     return "length" if out.done[row] else None
 
-  def row(self, row: int) -> Row:
-    """The row as it was last read, views of what was read."""
-    out = self._out
-    assert out is not None
-    length = self._stops.get(row, int(out.lengths[row]))
-    first = lambda x: None if x is None else np.asarray(x[row, :length])
-    return Row(
-      tokens=np.asarray(out.tokens[row, :length]),
-      finish_reason=self._reason(row, out),
-      logits=first(out.logits),
-      logprobs=first(out.logps),
-      sampling_logprobs=first(out.sampling_logps),
-    )
-
-  def rows(self) -> list[Row]:
-    """All rows as they were last read."""
-    return [self.row(row) for row in range(len(self._looked))]
+  def columns(self) -> dict[str, Any]:
+    """Returns all rows as last read: the columns of `outputs.sampler_output`."""
+    out, rows = self._generated(), range(len(self._searched))
+    cut = lambda x: None if x is None else [self._cut(x, row) for row in rows]
+    return {
+      "tokens": cut(out.tokens),
+      "finish_reasons": [self.finish_reason(row) or "length" for row in rows],
+      "logits": cut(out.logits),
+      "logprobs": cut(out.logps),
+      "sampling_logprobs": cut(out.sampling_logps),
+    }
 
   def increment(self, row: int) -> Increment | None:
-    """What the row has got since the last time; None for nothing."""
+    """Returns the new part of a row since the last call; None if there is none."""
     if row in self._over:
       return None
-    now, options = self.row(row), self._options
-    length, text = len(now.kept(options)), now.text(self._decode, options.stops)
-    if now.finish_reason is None:
+    out, options, reason = self._generated(), self._options, self.finish_reason(row)
+    ids = self._tokens(row)
+    text = outputs.text_of(self._decode, ids, reason, options.stops)
+    length = len(outputs.kept_tokens(ids, reason, options))
+    if reason is None:
       text = settled(text, options.stops)
     else:
       self._over.add(row)
+    # Characters are counted as well as tokens: text that was held back may settle
+    # without a new token, and a token may add no character.
     tokens, characters = self._sent[row]
-    if now.finish_reason is None and length == tokens and len(text) <= characters:
+    if reason is None and length == tokens and len(text) <= characters:
       return None
     self._sent[row] = length, max(characters, len(text))
-    new = lambda x: None if x is None else x[tokens:length].copy()
+    # Copies: a view would keep the buffers of all rows alive.
+    new = lambda x: None if x is None else self._cut(x, row)[tokens:length].copy()
     return Increment(
       row=row,
       text=text[characters:],
-      tokens=now.tokens[tokens:length].copy(),
-      logprobs=new(now.logprobs),
-      sampling_logprobs=new(now.sampling_logprobs),
-      finish_reason=now.finish_reason,
+      tokens=ids[tokens:length].copy(),
+      logprobs=new(out.logps),
+      sampling_logprobs=new(out.sampling_logps),
+      finish_reason=reason,
     )
+
+  def _generated(self) -> Generated:
+    assert self._out is not None
+    return self._out
+
+  def _tokens(self, row: int) -> np.ndarray:
+    return self._cut(self._generated().tokens, row)
+
+  def _cut(self, column: Any, row: int) -> np.ndarray:
+    """Returns one row of a field up to the row's end, as a view."""
+    length = self._stops.get(row, int(self._generated().lengths[row]))
+    return np.asarray(column[row, :length])

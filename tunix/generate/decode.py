@@ -1,49 +1,46 @@
-"""Prefill, one decode step, and the token loop: pure functions over a split module.
+"""The token loop: two jitted programs over a module that is split for decoding.
 
-A request runs as two programs, and `opened` before them. `start` runs the prompts and
-takes each row's first token, `advance` goes on until every row is done or a number of
-steps is reached; a caller may look at the rows in between. A scheduler that owns the
-decode slots needs `prefill`, `step` and `memory.admit` only.
+`opened` prepares the module once a request. `start` runs the prompts and chooses each
+row's first token. `advance` decodes until every row is done or a number of columns is
+written; the caller may look at the rows between two calls of it. Functions that depend
+on the kind of model (prefill, step, ...) come from `decoders.decoder_of`.
+
+A scheduler that owns the decode slots calls those functions and `memory.admit` itself.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from tunix.generate import (
+  decoders,
   layout as layout_lib,
   memory as memory_lib,
-  recompute,
   sampling,
 )
 from tunix.generate.layout import Layout
-from tunix.generate.memory import Memory
 from tunix.generate.sampling import Draw, Leaf
-from tunix.models import calling
-from tunix.ops import masks
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-  """What programs are compiled for, besides the shapes of their rows.
+  """The static sizes and options that programs are compiled for.
 
   Attributes:
-    slots: S, prompt and generated tokens together.
-    columns: N, room for generated tokens.
-    copies: rows of each prompt, one after the other, where `Prompts.source` does not
-      say.
-    return_logits: keep [B, N, V] logits.
-    return_logps: compute the chosen tokens' log-probabilities.
+    slots: S, slots of a row for prompt and generated tokens together.
+    columns: N, most generated tokens of a row.
+    copies: rows of each prompt, one after the other; read if `Prompts.source` is None.
+    return_logits: keep the logits [B, N, V].
+    return_logps: compute the log-probabilities of the chosen tokens.
   """
 
   slots: int
@@ -56,14 +53,14 @@ class Plan:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prompts:
-  """What `start` reads.
+  """The prompts of a request, as arrays.
 
   Attributes:
     tokens: int32 [P, W], padded on the left.
-    mask: bool [P, W], True on the prompt's tokens.
-    source: int32 [B], the prompt of each row; None: `Plan.copies` rows a prompt.
-    shift: int32 scalar, slots that every prompt leaves free in front and that are
-      needed at the end; None: there are enough.
+    mask: bool [P, W], True on the prompts' tokens.
+    source: int32 [B], the prompt of each row; None: each prompt has `Plan.copies` rows.
+    shift: int32 scalar, slots of padding in front of every prompt that the generated
+      tokens need at the end. None: the cache has room for padding and tokens.
   """
 
   tokens: Leaf
@@ -75,12 +72,12 @@ class Prompts:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-  """How tokens are chosen, and when a row ends.
+  """The choice of tokens, and the end of rows.
 
   Attributes:
-    limits: int32 [B], most tokens to generate, 0 for rows that only fill the batch.
-    eos: int32 [E], ids that end a row; filled up (`batching.id_list`).
-    draw: the choice.
+    limits: int32 [B], most tokens to generate; 0 for rows that only fill the batch.
+    eos: int32 [E], ids that end a row, padded by `batching.id_list`.
+    draw: the choice of the next token.
   """
 
   limits: Leaf
@@ -91,16 +88,16 @@ class Rules:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generated:
-  """What the loop has written so far; on the host once fetched.
+  """The completions of a request: written on the device, read on the host.
 
   Attributes:
-    tokens: int32 [B, N]; columns from `lengths` on mean nothing.
-    lengths: int32 [B], tokens generated, the end-of-sequence token included.
-    stopped: bool [B], whether an end-of-sequence token came.
-    done: bool [B], stopped or at the row's limit.
+    tokens: int32 [B, N]; columns at and behind a row's length are meaningless.
+    lengths: int32 [B], generated tokens, with the end-of-sequence token.
+    stopped: bool [B], True if an end-of-sequence token ended the row.
+    done: bool [B], True if the row stopped or has reached its limit.
     steps: int32 scalar, columns written.
-    logps: float32 [B, N] or None; under the model's own distribution.
-    sampling_logps: float32 [B, N] or None; under the distribution drawn from.
+    logps: float32 [B, N] or None, in nats, under the model's own distribution.
+    sampling_logps: float32 [B, N] or None, under the distribution drawn from.
     logits: float32 [B, N, V] or None.
   """
 
@@ -115,20 +112,23 @@ class Generated:
 
 
 class Opened(NamedTuple):
-  """A module split for decoding."""
+  """A module split for decoding: graph definition and state."""
 
   graph: Any
   state: Any
 
 
 def opened(graph: Any, state: Any, layout: Layout | None = None) -> Opened:
-  """The split of a module with one module a layer, made once a request: slices of a
-  stack would be taken in every step. Leaves that stay as they are are not copied.
+  """Prepares a split module for decoding: one module a layer, weights laid out.
 
   Args:
-    graph, state: of the module.
-    layout: where weights are to lie, see `layout.for_decoding`.
+    graph: graph definition of the module.
+    state: its state. Leaves that do not change are returned themselves, not copied.
+    layout: new shardings of weights, see `layout.for_decoding`. None: unchanged.
   """
+  # A model that scans its layers stores them stacked, [L, ...]. Each decode step would
+  # slice the stack once a layer, which copies all weights a step; here they are sliced
+  # once a request.
   structure, places, changed = programs.call("unstack", _open, graph, layout, state)
   stored = jax.tree.leaves(state)
   fresh = iter(changed)
@@ -139,20 +139,24 @@ def opened(graph: Any, state: Any, layout: Layout | None = None) -> Opened:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Static:
-  """A value that a program returns from its tracing."""
+  """A Python value that a jitted function computes while it is traced."""
 
   value: Any
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _open(graph, layout, state):
+  """Returns the new structure, the source of each leaf, and the changed leaves only.
+
+  A jitted function copies what it returns. An unchanged leaf (embedding, last norm,
+  head) is therefore named by its number in `state`; a changed one has the entry None.
+  """
   arrays = state if layout is None else _laid_out(state, layout)
   model = nnx.merge(graph, arrays)
   if layout is not None and layout.step:
     layout_lib.split_products(model, layout.step)
-  model.eval()  # whatever its owner is at: no dropout in what is sampled
-  if hasattr(model, "unstack"):
-    model = model.unstack()
+  model.eval()  # No dropout in sampled text, even while the owner trains the model.
+  model = decoders.unstacked(model)
   numbers = {id(leaf): i for i, leaf in enumerate(jax.tree.leaves(state))}
   leaves, structure = jax.tree.flatten(tuple(nnx.split(model)))
   places = tuple(numbers.get(id(leaf)) for leaf in leaves)
@@ -172,17 +176,25 @@ def _laid_out(state, layout):
 def start(
   graph: Any, state: Any, prompts: Prompts, rules: Rules, plan: Plan
 ) -> tuple[Generated, Any]:
-  """Runs the prompts, each once, and takes the first token of every row.
+  """Runs every prompt once and chooses the first token of every row.
+
+  Compiled once for each `plan` and each set of shapes.
 
   Args:
-    graph, state: see `opened`. A model with `init_cache` is decoded through its cache,
-      any other by running the whole sequence for every token.
-    prompts, rules, plan: compiled once for each of their shapes and each plan.
+    graph: graph definition, from `opened`.
+    state: state of the module, from `opened`.
+    prompts: the prompts.
+    rules: the choice of tokens and the rows' limits.
+    plan: static sizes and options.
+
+  Returns:
+    The rows with one token each, and the state for `advance`.
   """
-  # Merged anew in every traced body, so that a model may write to itself in a call.
+  # Each traced body merges the module anew: a model may write to itself in a call,
+  # which must not leak a tracer of one body into another.
   logits, memory = prefilled(nnx.merge(graph, state), prompts, plan)
-  out = _emit(_nothing(rules, plan, logits.shape[-1]), logits, rules)
-  # Every process reads the whole result.
+  out = _emit(_empty(rules, plan, logits.shape[-1]), logits, rules)
+  # Replicated, because every process reads the whole result.
   return jax.tree.map(mesh_lib.constrain, out), memory
 
 
@@ -190,135 +202,86 @@ def start(
 def advance(
   graph: Any, state: Any, rules: Rules, out: Generated, memory: Any, until: Leaf
 ) -> tuple[Generated, Any]:
-  """Goes on until every row is done, or `until` columns are written.
+  """Decodes until every row is done or `until` columns are written.
 
   Args:
-    graph, state: see `opened`.
-    rules: limits may be lower than they were: a row at its limit is done.
-    out, memory: of `start` or of this; they are used up.
+    graph: graph definition, from `opened`.
+    state: state of the module, from `opened`.
+    rules: as in `start`. A limit may be lowered between two calls: a row that has
+      reached its new limit is done.
+    out: rows from `start` or from this function; donated.
+    memory: decoding state from the same call; donated.
     until: int32 scalar.
   """
-  way = way_of(nnx.merge(graph, state))
+  decoder = decoders.decoder_of(nnx.merge(graph, state))
 
   def body(carry):
     out, memory = carry
+    # The cache holds every token but the last one, which was chosen and not yet run.
     last = jax.lax.dynamic_index_in_dim(out.tokens, out.steps - 1, 1, keepdims=False)
-    logits, memory = way.step(nnx.merge(graph, state), last, memory)
+    logits, memory = decoder.step(nnx.merge(graph, state), last, memory)
     return _emit(out, logits, rules), memory
 
-  def goes_on(carry):
+  def continues(carry):
     return ~jnp.all(carry[0].done) & (carry[0].steps < until)
 
   out = dataclasses.replace(out, done=out.done | (out.lengths >= rules.limits))
+  # A while_loop, because its length is data: the loop ends with the last row instead
+  # of running all N columns. `until` is an argument, so no value of it recompiles.
   with jax.named_scope("decode"):
-    out, memory = jax.lax.while_loop(goes_on, body, (out, memory))
+    out, memory = jax.lax.while_loop(continues, body, (out, memory))
   return jax.tree.map(mesh_lib.constrain, out), memory
-
-
-class Way(NamedTuple):
-  """How a model goes from token to token; see the functions of these names."""
-
-  prefill: Callable[..., Any]
-  repeat: Callable[..., Any]
-  step: Callable[..., Any]
-
-
-def way_of(model: Any) -> Way:
-  """Through the model's cache where it has one, else by running the whole sequence for
-  every token."""
-  if hasattr(model, "init_cache"):
-    return Way(prefill, memory_lib.repeat, step)
-  return Way(recompute.prefill, recompute.repeat, recompute.step)
 
 
 def prefilled(
   model: Any, prompts: Prompts, plan: Plan
 ) -> tuple[Float[Array, "B V"], Any]:
-  """Runs every prompt once: the logits of all its rows, and what they go on from."""
-  way = way_of(model)
+  """Runs every prompt once and expands the result to all rows.
+
+  Returns:
+    The logits of each row's first token, and the state for the decoder's `step`.
+  """
+  decoder = decoders.decoder_of(model)
   with jax.named_scope("prefill"):
-    logits, memory = way.prefill(model, prompts.tokens, prompts.mask, plan.slots)
+    logits, memory = decoder.prefill(model, prompts.tokens, prompts.mask, plan.slots)
     if prompts.shift is not None:
-      memory = memory_lib.shift(memory, prompts.shift)
+      assert decoder.shift is not None
+      memory = decoder.shift(memory, prompts.shift)
+    # After the prefill, one cache row a prompt becomes one a completion: samples share
+    # the computation of their prompt, not its memory.
     source = plan.copies if prompts.source is None else prompts.source
     if not isinstance(source, int) or source > 1:
-      memory = way.repeat(model, memory, source)
+      memory = decoder.repeat(model, memory, source)
       logits = memory_lib.rows_of(logits, source)
   return logits, memory
 
 
-def prefill(
-  model: Any, tokens: Int[Array, "B P"], mask: Bool[Array, "B P"], slots: int
-) -> tuple[Float[Array, "B V"], Memory]:
-  """Runs the prompts, padded on the left, into a fresh cache of `slots` tokens.
-
-  Returns: logits after each prompt's last token, and what `step` goes on from.
-  """
-  batch, width = tokens.shape
-  cache = memory_lib.pinned(model, model.init_cache(batch, slots))
-  positions = masks.positions_from_mask(mask)
-  visible = jnp.pad(mask, ((0, 0), (0, slots - width)), constant_values=True)
-  causal = masks.causal_mask(jnp.arange(width), jnp.arange(slots))
-  logits, cache = _last_logits(
-    model, tokens, positions, cache, causal & visible[:, None]
-  )
-  return logits, Memory(
-    cache=cache,
-    visible=visible,
-    positions=positions[:, -1] + 1,
-    slot=jnp.asarray(width, jnp.int32),
-  )
-
-
-def step(
-  model: Any, tokens: Int[Array, " B"], memory: Memory
-) -> tuple[Float[Array, "B V"], Memory]:
-  """Runs one token a row through the cache.
-
-  Returns: the logits after it, and what the next step goes on from.
-  """
-  seen = jnp.arange(memory.visible.shape[1]) <= memory.slot
-  logits, cache = _last_logits(
-    model,
-    tokens[:, None],
-    memory.positions[:, None],
-    memory.cache,
-    (memory.visible & seen)[:, None],
-  )
-  return logits, dataclasses.replace(
-    memory, cache=cache, positions=memory.positions + 1, slot=memory.slot + 1
-  )
-
-
-def _last_logits(model, tokens, positions, cache, mask):
-  """float32 [B, V] of the last position, unembedding no other where the model can."""
-  adapted = calling.adapt(model)
-  hidden = {} if adapted.builds_logits else {"return_hidden": True}
-  states, cache = model(tokens, positions, cache, mask, **hidden)
-  return adapted.unembed(states[:, -1:])[:, 0].astype(jnp.float32), cache
-
-
-def _nothing(rules: Rules, plan: Plan, vocab: int) -> Generated:
-  """An empty result."""
+def _empty(rules: Rules, plan: Plan, vocab: int) -> Generated:
+  """Returns buffers without a token."""
   batch = rules.limits.shape[0]
   shape = (batch, plan.columns)
-  scores = lambda wanted: jnp.zeros(shape, jnp.float32) if wanted else None
+  logps = lambda: jnp.zeros(shape, jnp.float32) if plan.return_logps else None
   return Generated(
     tokens=jnp.zeros(shape, jnp.int32),
     lengths=jnp.zeros(batch, jnp.int32),
     stopped=jnp.zeros(batch, bool),
     done=rules.limits <= 0,
     steps=jnp.zeros((), jnp.int32),
-    logps=scores(plan.return_logps),
-    sampling_logps=scores(plan.return_logps),
+    logps=logps(),
+    sampling_logps=logps(),
     logits=jnp.zeros((*shape, vocab), jnp.float32) if plan.return_logits else None,
   )
 
 
 def _emit(out: Generated, logits: jax.Array, rules: Rules) -> Generated:
-  """Chooses every row's next token and writes one column."""
+  """Chooses every row's next token and writes one column.
+
+  Rows that are done get a column too: a column is one slice of the buffer, and the host
+  cuts every row at its length.
+  """
   tokens, drawn_from = sampling.choose(logits, rules.draw, out.lengths)
 
+  # All rows write the same column, so a write is one slice and no scatter.
   def write(buffer, column):
     at = (0, out.steps) + (0,) * (buffer.ndim - 2)
     return jax.lax.dynamic_update_slice(buffer, column[:, None], at)
@@ -326,10 +289,12 @@ def _emit(out: Generated, logits: jax.Array, rules: Rules) -> Generated:
   logps, sampled, kept = out.logps, out.sampling_logps, out.logits
   if logps is not None:
     logps = write(logps, sampling.token_logps(logits, tokens))
+  # Greedy choice draws from nothing: its sampling log-probs keep the 0 they began with.
   if sampled is not None and drawn_from is not None:
     sampled = write(sampled, sampling.token_logps(drawn_from, tokens))
   if kept is not None:
     kept = write(kept, logits)
+  # A row counts this token unless it was done before; its end-of-sequence token counts.
   lengths = out.lengths + ~out.done
   stopped = out.stopped | (~out.done & sampling.is_in(tokens, rules.eos))
   return Generated(

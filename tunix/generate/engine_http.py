@@ -1,4 +1,4 @@
-"""JSON over HTTP, bounded in time, with errors that say what to do."""
+"""JSON over HTTP with a time limit, and errors that name a remedy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 from tunix.generate.engine_rows import EngineError
 from tunix.utils import checks
 
-_AT_ONCE = 256  # requests; the engine queues what it cannot run
+_MAX_CONCURRENT = 256  # requests; the engine queues the ones that it cannot run yet
 
 
 class Refused(ValueError):
-  """The server understood, and will not do it.
+  """The server understood a request and refused it.
 
   Attributes:
-    status: of HTTP, 400 to 499.
+    status: HTTP status, 400 to 499.
   """
 
   def __init__(self, message: str, status: int):
@@ -29,27 +29,35 @@ class Refused(ValueError):
 
 
 class Client:
-  """Asks one server. Safe to use from several threads: each call has a connection."""
+  """A client of one server. Threads can share it: each call opens its own connection.
+
+  Attributes:
+    url: address of the server, without a slash at the end.
+  """
 
   def __init__(self, url: str, timeout_s: float):
-    """Takes "http://host:port" and the most seconds that an answer may take.
+    """Checks the address; no connection is opened yet.
+
+    Args:
+      url: "http://host:port" or "https://host:port".
+      timeout_s: most seconds to wait for an answer.
 
     Raises:
-      ValueError: another kind of address.
+      ValueError: the address has another form.
     """
     checks.number("timeout_s", timeout_s, checks.POSITIVE)
     parts = urllib.parse.urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-      raise ValueError(f"the engine's address is {url!r}: give http://host:port")
+      raise ValueError(f"url is {url!r}, expected an address: give http://host:port")
     self.url = url.rstrip("/")
     self._parts = parts
     self._timeout_s = timeout_s
 
   def ask(self, method: str, path: str, body: Any = None) -> Any:
-    """The parsed answer; None for an empty one.
+    """Sends one request and returns the parsed JSON; None for an empty answer.
 
     Raises:
-      Refused: the server refuses the request, with its own words.
+      Refused: the server refuses the request; its message is quoted.
       EngineError: no server, no answer in time, an error inside the server, or an
         answer that is not JSON.
     """
@@ -68,11 +76,14 @@ class Client:
     return answer
 
   def ask_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
-    """POSTs all of them at once; the answers in the order of `bodies`.
+    """POSTs all bodies concurrently and returns the answers in the same order.
 
-    Raises: as `ask`, when all have an answer.
+    Raises:
+      Refused: see `ask`; raised when every request has ended.
+      EngineError: see `ask`; raised when every request has ended.
     """
-    with concurrent.futures.ThreadPoolExecutor(min(len(bodies), _AT_ONCE)) as threads:
+    workers = min(len(bodies), _MAX_CONCURRENT)
+    with concurrent.futures.ThreadPoolExecutor(workers) as threads:
       return list(threads.map(lambda body: self.ask("POST", path, body), bodies))
 
   def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
@@ -85,6 +96,8 @@ class Client:
       place = self._parts.path.rstrip("/") + path
       connection.request(method, place, data, {"Content-Type": "application/json"})
       response = connection.getresponse()
+      # The socket's timeout is for one read. A server that sends a byte now and then
+      # would never meet it, so the whole answer has a deadline as well.
       parts = []
       while part := response.read1(1 << 20):
         parts.append(part)
@@ -106,7 +119,7 @@ class Client:
 
 
 def _message(answer: Any) -> str:
-  """The words of an error as vLLM and FastAPI write them."""
+  """Returns the message of an error answer, in the form of vLLM or FastAPI."""
   if isinstance(answer, dict):
     error = answer.get("error", answer.get("detail", answer))
     return str(error.get("message", error) if isinstance(error, dict) else error)

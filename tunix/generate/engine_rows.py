@@ -1,4 +1,4 @@
-"""What the adapters of engines share."""
+"""Functions that the samplers of external engines share."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
-from tunix.generate import batching
+from tunix.generate import batching, outputs
+from tunix.generate.base_sampler import SamplerOutput
 from tunix.generate.options import SamplingOptions
-from tunix.generate.outputs import Row
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import safetensors_saver
 from tunix.models.transformer.model import Transformer
 
-# Which distribution an engine's log-probs are under: the model's own, or the one drawn
-# from, after temperature and filters.
+# The distribution of an engine's log-probs. "raw": the model's own. "processed": the
+# one that tokens are drawn from, after temperature and filters.
 LogprobKind = Literal["raw", "processed"]
+
+
+# One completion: its token ids with the one that ended it; one log-prob a token, in
+# nats (empty if the call does not ask for them); and "eos", "stop" or "length".
+Answer = tuple[np.ndarray, Sequence[float], str]
 
 
 class EngineError(RuntimeError):
@@ -31,9 +37,13 @@ class EngineError(RuntimeError):
 def weights_folder(
   source: Transformer | str | os.PathLike[str], parent: str | os.PathLike[str] | None
 ) -> Iterator[pathlib.Path]:
-  """A folder with weights for an engine to read, absolute: `source` itself if it is
-  one, else a temporary one under `parent` that the model is written to, with its
-  adapters merged."""
+  """Yields the absolute path of a folder with weights that an engine can read.
+
+  Args:
+    source: a folder, which is yielded itself; or a model, which is written to a
+      temporary folder with its adapters merged.
+    parent: folder of the temporary folder; None: the system's.
+  """
   if isinstance(source, (str, os.PathLike)):
     yield pathlib.Path(source).absolute()
     return
@@ -44,17 +54,23 @@ def weights_folder(
 
 
 def check_engine_options(options: SamplingOptions, reserved: Iterable[str]) -> None:
-  """Refuses fields of a request that the sampler writes itself.
+  """Refuses engine options that the sampler itself writes into a request.
 
   Raises:
     ValueError: `engine_options` has one of `reserved`.
   """
   if taken := sorted(set(reserved) & set(options.engine_options)):
-    raise ValueError(f"engine_options has {taken}: use the sampler's own arguments")
+    raise ValueError(
+      f"engine_options has {taken}, expected fields that the sampler does not write. "
+      "Use the sampler's own arguments for these"
+    )
 
 
 def seeds(options: SamplingOptions, prompts: int) -> list[int]:
-  """One seed a prompt below 2**62, from the call's seed as our sampler takes it."""
+  """Returns one seed for each prompt, below 2**62, from the seed of the call.
+
+  The seed of prompt i depends on the call's seed and on `first_prompt + i` only.
+  """
   words = np.asarray(jax.random.key_data(batching.random_key(options.seed)))
   first = options.first_prompt
   made = np.random.SeedSequence(words.tolist()).generate_state(
@@ -63,33 +79,38 @@ def seeds(options: SamplingOptions, prompts: int) -> list[int]:
   return [int(x >> 2) for x in made[first:]]
 
 
-def row(
-  tokens: Sequence[int],
-  logprobs: Sequence[float] | None,
-  reason: str,
+def sampler_output(
+  tokenizer: TokenizerAdapter,
+  prompts: Sequence[np.ndarray],
   options: SamplingOptions,
+  rows: Sequence[Answer],
   kind: LogprobKind,
-) -> Row:
-  """A completion as an engine gave it, in the form of our own sampler's.
+) -> SamplerOutput:
+  """Builds the output of a call from an engine's answers.
 
   Args:
-    tokens: all generated ids, with the end-of-sequence token that ended the row.
-    logprobs: one a token, in nats; not used unless the call asks for them.
-    reason: "eos", "stop" or "length".
-    options: of the call.
-    kind: of the log-probs. The other kind is derived where nothing lies between the
-      two, and None where it cannot be.
+    tokenizer: turns ids into text.
+    prompts: P prompts, int32 ids each.
+    options: options of the call.
+    rows: P * num_samples answers, the samples of a prompt next to each other.
+    kind: distribution of the log-probs. The other kind is derived if both are equal by
+      definition, and None otherwise.
   """
-  raw, drawn = None, None
-  if options.return_logprobs:
-    raw = drawn = np.asarray(() if logprobs is None else logprobs, np.float32)
-    if options.temperature == 0:  # nothing is drawn
-      drawn = np.zeros_like(raw)
-    elif options.temperature != 1 or options.filters:
-      raw, drawn = (raw, None) if kind == "raw" else (None, drawn)
-  return Row(
-    tokens=np.asarray(tokens, np.int32),
-    finish_reason=reason,
-    logprobs=raw,
-    sampling_logprobs=drawn,
+  tokens, logprobs, reasons = zip(*rows)
+  columns = _logprob_columns(logprobs, options, kind) if options.return_logprobs else {}
+  return outputs.sampler_output(
+    tokenizer, prompts, options, tokens=tokens, finish_reasons=reasons, **columns
   )
+
+
+def _logprob_columns(
+  logprobs: Sequence[Sequence[float]], options: SamplingOptions, kind: LogprobKind
+) -> dict[str, Any]:
+  """Returns the `logprobs` and `sampling_logprobs` of an output."""
+  given = [np.asarray(row, np.float32) for row in logprobs]
+  if options.temperature == 0:  # Nothing is drawn: 0 by definition of SamplerOutput.
+    drawn = [np.zeros_like(row) for row in given]
+    return {"logprobs": given, "sampling_logprobs": drawn}
+  if options.temperature == 1 and not options.filters:  # One and the same distribution.
+    return {"logprobs": given, "sampling_logprobs": given}
+  return {"logprobs" if kind == "raw" else "sampling_logprobs": given}

@@ -1,8 +1,8 @@
-"""Log-probs of sampled tokens whose bits depend on nothing but their row.
+"""Exact log-probs of sampled tokens: their bits depend on no other row.
 
-Decoding through a cache rounds by the shapes of a batch. Here each row is scored once
-more, alone in a tile whose width follows from the row's own lengths, by the scorer that
-trainers use in exact mode.
+The rounding of decoding through a cache depends on the shapes of the batch. Here each
+row is scored once more, alone in a tile whose width follows from the row's own lengths,
+by the scorer that trainers use in exact mode.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ def logps(
   completions: Sequence[np.ndarray],
   temperature: float,
 ) -> list[np.ndarray]:
-  """float32 [length] a row, in nats, of softmax(logits / temperature).
-
-  Rows of equal widths share a program; as many are scored at once as a power of two
-  holds, one after the other.
+  """Returns the log-probs of each row under softmax(logits / temperature).
 
   Args:
-    model: as for `scoring.score_completions`, in eval mode or not.
-    prompts, completions: int32 ids; an empty completion has no log-probs.
+    model: as for `scoring.score_completions`; scored in eval mode.
+    prompts: int32 ids of each row's prompt.
+    completions: int32 ids of each row's completion; an empty one has no log-probs.
     temperature: above 0.
+
+  Returns:
+    float32 [length] for each row, in nats.
   """
+  # Rows of equal bucket widths share a program, whose number of rows is a power of two.
+  # Inside it, tiles of one row run one after the other.
   groups = collections.defaultdict(list)
   for row, (prompt, completion) in enumerate(zip(prompts, completions)):
     widths = (

@@ -1,18 +1,22 @@
-"""How a model's weights lie while tokens are drawn.
+"""Layout of a model's weights while tokens are generated.
 
-In training every weight is split by the axes of the batch too, and gathered where it is
-used: little beside the products of thousands of tokens. A decode step has one token a
-row, so that gathering would be most of what it does. Weights are therefore laid out
-once a request (`decode.opened`), so that no step gathers them: whole along those axes;
-or, where that takes too much, split along their other dimension, so that a device
-computes its share of every product for all rows, and activations are what moves. The
-cache's rows, and attention over them, stay where they are.
+In training, every weight is sharded over the batch axes (fsdp) too, and all-gathered
+where it is used. That costs little beside the products of thousands of tokens. A decode
+step has one token a row: the all-gathers would be most of its work. So weights are laid
+out anew once a request (`decode.opened`), in one of two ways that gather nothing in a
+step:
+
+- whole: each device holds the weights without the batch axes;
+- split: if whole weights take too much memory, the batch axes split the weights along
+  their other dimension. A device then computes its share of every product for all rows,
+  and activations move between devices instead of weights.
+
+The rows of the KV cache, and attention over them, stay on their devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 from collections.abc import Callable
@@ -22,34 +26,35 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tunix.generate import decoders
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.model import Transformer
 from tunix.perf.chips import chip_of
 from tunix.utils import mesh as mesh_lib
 
-# Of a device's memory, what weights laid out anew may take unasked: beside them are the
-# weights as they are trained, the optimizer's state and the cache.
+# Share of a device's memory that new weights may take by default. The same memory holds
+# the weights as they are trained, the optimizer's state and the cache.
 _SHARE = 0.25
 
-# Columns (or rows) of a split weight that a device has at the least; of a narrower
-# weight, such as an adapter's, it has all.
-_NARROWEST = 8
+# Fewest columns (or rows) of a split weight on a device. A narrower weight, such as an
+# adapter's, is kept whole: splitting it would save little memory.
+_MIN_WIDTH = 8
 
-# Of `Sampler` and RolloutConfig, see `for_decoding`.
+# Option of `Sampler` and RolloutConfig, see `for_decoding`.
 GatherWeights = bool | Literal["split"] | None
 
-_Entries = list[tuple[str, ...]]  # of a PartitionSpec
+_Entries = list[tuple[str, ...]]  # the mesh axes of each dimension of a PartitionSpec
 
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-  """Where weights go before the token loop.
+  """The shardings of a model's weights in the token loop.
 
   Attributes:
-    leaves: of each leaf of the model's state; None where it stays as it is.
-    step: axes that split the products of a step; empty: none do.
+    leaves: new sharding of each leaf of the model's state; None: unchanged.
+    step: mesh axes that split the products of a step; empty if none does.
   """
 
   leaves: tuple[NamedSharding | None, ...]
@@ -57,35 +62,39 @@ class Layout:
 
 
 def check(gather: GatherWeights) -> None:
-  """Refuses what names no layout.
+  """Refuses a value that names no layout.
 
   Raises:
-    ValueError: see `for_decoding`.
+    ValueError: `gather` is none of the values of `for_decoding`.
   """
   if gather not in (None, True, False, "split"):
     raise ValueError(
-      f"gather_weights is {gather!r}: use true, false or 'split', or leave it out"
+      f"gather_weights is {gather!r}, expected true, false or 'split': correct it, or "
+      "leave it out"
     )
 
 
 def for_decoding(model: Any, state: Any, gather: GatherWeights) -> Layout | None:
-  """How the leaves of `state` are to lie.
+  """Returns the layout of a model's weights in the token loop.
 
   Args:
-    model: whose `config.sharding` names the axes of the batch; others stay as they are.
-    state: of its split, arrays or shapes.
-    gather: True: weights are whole along those axes; "split": they split products by
-      them (our own decoder; others stay as they are); False: they stay as they are;
-      None: the first of these whose weights take at most a quarter of a device's
-      memory, which CPUs do not tell.
+    model: the model. Its `config.sharding` names the batch axes; without it nothing
+      changes.
+    state: state of the model, arrays or shapes.
+    gather: True: whole weights. "split": split weights (our own decoder only; the
+      weights of other models stay unchanged). False: unchanged. None: the first of
+      True and "split" whose new weights take at most a quarter of a device's memory,
+      else unchanged. CPUs report no memory, so None leaves them unchanged there.
 
-  Returns: None where nothing changes.
+  Returns:
+    The layout; None if nothing changes.
   """
-  rules = getattr(getattr(model, "config", None), "sharding", None)
+  rules = decoders.sharding_rules(model)
   if rules is None or gather is False:
     return None
   leaves = jax.tree.leaves(state)
-  whole, split = _whole(rules, leaves), _split(model, rules, leaves)
+  can_split = decoders.decoder_of(model).can_split_products
+  whole, split = _whole(rules, leaves), _split(rules, leaves) if can_split else None
   if whole is None:
     return None
   light = (made for made in (whole, split) if made and _is_light(leaves, made))
@@ -95,7 +104,7 @@ def for_decoding(model: Any, state: Any, gather: GatherWeights) -> Layout | None
 
 
 def words(layout: Layout | None) -> str:
-  """Which layout it is, for logs and plans."""
+  """Describes a layout in logs and plans."""
   if layout is None:
     return "as they are trained"
   if not layout.step:
@@ -104,8 +113,10 @@ def words(layout: Layout | None) -> str:
 
 
 def split_products(model: nnx.Module, axes: tuple[str, ...]) -> None:
-  """Has the modules of a decoder, in place, move activations instead of weights in a
-  step; see `ShardingRules.step`."""
+  """Sets the axes that split products in all modules of our decoder, in place.
+
+  The modules then move activations instead of weights; see `ShardingRules.step`.
+  """
   for _, node in nnx.iter_graph(model):
     rules = getattr(node, "rules", None)
     if isinstance(rules, ShardingRules):
@@ -116,30 +127,29 @@ def split_products(model: nnx.Module, axes: tuple[str, ...]) -> None:
 
 
 def _whole(rules: ShardingRules, leaves: list[Any]) -> Layout | None:
-  """Weights without the batch's axes."""
-  without = functools.partial(_without, _axes(rules))
-  out = tuple(_moved(leaf, without) for leaf in leaves)
+  """Returns the layout without the batch axes; None if nothing changes."""
+  axes = _axes(rules)
+  out = tuple(_moved(leaf, lambda _, x: _without(axes, x)) for leaf in leaves)
   return None if _stays(out) else Layout(leaves=out)
 
 
-def _split(model: Any, rules: ShardingRules, leaves: list[Any]) -> Layout | None:
-  """Weights whose batch axes split their other dimension."""
-  if not isinstance(model, Transformer):
-    return None
+def _split(rules: ShardingRules, leaves: list[Any]) -> Layout | None:
+  """Returns the layout with the batch axes on the other dimension of each matrix."""
   axes = _used(_axes(rules), leaves)
 
   def turned(leaf: Any, entries: _Entries) -> _Entries:
     out = _turned(axes, entries)
     mesh = leaf.sharding.mesh
+    # A dimension must divide over its axes, and leave each device enough columns.
     fits = all(
       size % mesh_lib.axes_size(mesh, names) == 0
       and (
         not set(names) & set(axes)
-        or size // mesh_lib.axes_size(mesh, names) >= _NARROWEST
+        or size // mesh_lib.axes_size(mesh, names) >= _MIN_WIDTH
       )
       for size, names in zip(leaf.shape, out)
     )
-    return out if fits else _without(axes, leaf, entries)
+    return out if fits else _without(axes, entries)
 
   out = tuple(_moved(leaf, turned) for leaf in leaves)
   if _stays(out):
@@ -148,27 +158,30 @@ def _split(model: Any, rules: ShardingRules, leaves: list[Any]) -> Layout | None
 
 
 def _axes(rules: ShardingRules) -> tuple[str, ...]:
-  """Those that split weights for training alone."""
+  """Returns the mesh axes that split weights in training only."""
   return tuple(dict.fromkeys((*rules.batch_axes, *rules.weight_axes)))
 
 
 def _used(axes: tuple[str, ...], leaves: list[Any]) -> tuple[str, ...]:
-  """Those of the axes that split a weight."""
+  """Returns the axes that split at least one weight."""
   names = {name for leaf in leaves for entry in _entries(leaf) or () for name in entry}
   return tuple(axis for axis in axes if axis in names)
 
 
-def _without(axes: tuple[str, ...], leaf: Any, entries: _Entries) -> _Entries:
-  """Without those axes, but for what lies before a matrix's dimensions: experts."""
-  del leaf
+def _without(axes: tuple[str, ...], entries: _Entries) -> _Entries:
+  """Removes axes from the last two dimensions, the ones of a matrix.
+
+  Dimensions before them keep their axes: experts stay split over the devices.
+  """
+  # Two empty entries in front make a vector, or a scalar, look like a matrix.
   *lead, rows, columns = [(), (), *entries]
   left = [tuple(name for name in e if name not in axes) for e in (rows, columns)]
   return [*lead, *left][2:]
 
 
 def _turned(axes: tuple[str, ...], entries: _Entries) -> _Entries:
-  """The axes moved to the other one of a matrix's dimensions, the last two."""
-  left = _without(axes, None, entries)
+  """Moves axes to the other of a matrix's two dimensions, which are the last two."""
+  left = _without(axes, entries)
   if len(left) < 2:
     return left
   *lead, rows, columns = left
@@ -181,7 +194,12 @@ def _turned(axes: tuple[str, ...], entries: _Entries) -> _Entries:
 def _moved(
   leaf: Any, change: Callable[[Any, _Entries], _Entries]
 ) -> NamedSharding | None:
-  """The leaf's layout with its entries changed; None where that is the present one."""
+  """Returns the leaf's sharding with changed entries; None if it stays the same.
+
+  Args:
+    leaf: array or shape with a sharding.
+    change: `(leaf, entries) -> entries`, see `_entries`.
+  """
   entries = _entries(leaf)
   if entries is None:
     return None
@@ -191,35 +209,35 @@ def _moved(
 
 
 def _entries(leaf: Any) -> _Entries | None:
-  """Of its PartitionSpec, one a dimension; None where nothing splits it."""
-  where = getattr(leaf, "sharding", None)
-  if not isinstance(where, NamedSharding) or where.is_fully_replicated:
+  """Returns the mesh axes of each dimension; None if no axis splits the leaf."""
+  sharding = getattr(leaf, "sharding", None)
+  if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
     return None
-  spec = [*where.spec, *(None,) * (leaf.ndim - len(where.spec))]
+  spec = [*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec))]
   return [(x,) if isinstance(x, str) else tuple(x or ()) for x in spec]
 
 
 def _stays(leaves: tuple[NamedSharding | None, ...]) -> bool:
-  return all(where is None for where in leaves)
+  return all(sharding is None for sharding in leaves)
 
 
 def _is_light(leaves: list[Any], layout: Layout) -> bool:
-  """Whether what is laid out anew takes little of a device's memory."""
-  moved = [
-    (leaf, where) for leaf, where in zip(leaves, layout.leaves) if where is not None
-  ]
+  """Returns True if the changed weights take at most a quarter of a device's memory."""
+  moved = [(leaf, new) for leaf, new in zip(leaves, layout.leaves) if new is not None]
   mesh = moved[0][1].mesh
-  assert isinstance(mesh, Mesh)  # of devices, not an abstract one
+  assert isinstance(mesh, Mesh)  # Not an abstract mesh: its devices are known.
   memory = _memory_of(mesh.devices.flat[0])
   sizes = (
-    math.prod(where.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    for leaf, where in moved
+    math.prod(new.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf, new in moved
   )
   return memory is not None and sum(sizes) <= _SHARE * memory
 
 
 def _memory_of(device: Any) -> float | None:
-  """Bytes; by the table first, which knows chips that are only compiled for."""
+  """Returns the bytes of a device's memory, or None.
+
+  The table of chips comes first: it also knows devices that are only compiled for.
+  """
   chip = chip_of(device)
   if chip is not None and chip.memory_bytes is not None:
     return chip.memory_bytes

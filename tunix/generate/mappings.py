@@ -1,7 +1,7 @@
-"""The names that other engines know a model's weights by, from the family's one table.
+"""Hugging Face names of a model's parameters, from the family's one name table.
 
-For code that moves weights into an engine by itself; ours does it through folders
-(`VllmSampler.update_weights`).
+This is for user code that copies weights into an engine itself. Our samplers write a
+folder instead (`VllmSampler.update_weights`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from tunix.utils import tree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MappingConfig:
-  """Where each parameter of a model goes in a Hugging Face checkpoint.
+  """The Hugging Face tensors of each parameter of a model.
 
   Attributes:
-    to_hf_mappings: dotted parameter path -> the tensors it is made of, one, or one a
-      layer (and expert) of a stacked parameter, in the order of its leading axes.
-    to_hf_transpose_keys: path -> the order of a tensor's two axes, where it is the
-      other way round.
-    lora_to_hf_mappings: path of a LoRA parameter -> the tensors that it adapts.
+    to_hf_mappings: dotted parameter path -> names of its tensors. A parameter is one
+      tensor; a stacked one is a tensor for each layer (and expert), in the order of
+      its leading axes.
+    to_hf_transpose_keys: path -> order of a tensor's two axes, for parameters that are
+      stored transposed.
+    lora_to_hf_mappings: path of a LoRA parameter -> names of the tensors it adapts.
   """
 
   to_hf_mappings: dict[str, tuple[str, ...]]
@@ -35,11 +36,11 @@ class MappingConfig:
 
   @classmethod
   def from_model(cls, model: Any, family: Family | None = None) -> Self:
-    """The mappings of a model of ours, or of a family of one's own.
+    """Returns the mappings of a model.
 
     Args:
-      model: has a `config`.
-      family: None: found by the config's class.
+      model: a model with a `config`.
+      family: family of the model. None: the one of the config's class.
 
     Raises:
       ValueError: a parameter has no name in the family's table.

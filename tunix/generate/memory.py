@@ -1,9 +1,9 @@
-"""What a model with a cache carries from token to token, and how its rows move.
+"""The state that a model with a cache carries from step to step, and moves of its rows.
 
-All rows write to one slot at a time, which is what a model's own cache can be asked
-for; which slots are a row's, and at which position it stands, is each row's own. So a
-scheduler can let a row in while others decode (`admit`), and make room when the slots
-run out (`shift`).
+All rows write to the same slot in a step, because a model's own cache accepts one slot
+for the whole batch. Each row has its own visible slots and its own position. So a
+scheduler can admit a row while others decode (`admit`), and free slots at the end when
+they run out (`shift`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tunix.utils import mesh as mesh_lib
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-  """What the next step goes on from.
+  """The state between two decode steps of B rows with S slots each.
 
   Attributes:
-    cache: the model's own.
-    visible: bool [B, S], slots that hold a token of the row, or will.
-    positions: int32 [B], position of the next token.
-    slot: int32 scalar, where the next token goes.
+    cache: the model's KV cache.
+    visible: bool [B, S], False at padding and at slots that the row must not see.
+    positions: int32 [B], position of each row's next token.
+    slot: int32 scalar, the slot of the next token, the same for all rows.
   """
 
   cache: Any
@@ -39,37 +39,58 @@ class Memory:
 
 
 def repeat(model: Any, memory: Memory, source: Int[Array, " B"] | int) -> Memory:
-  """Row b of the result is row `source[b]` of `memory`: one prefill, many rows; with a
-  number each row comes so often, see `rows_of`."""
-  rows, _ = _axes(model, memory.visible.shape[1])
+  """Returns the state whose row b is row `source[b]` of `memory`.
+
+  The samples of a prompt thus share one prefill, and beams continue other beams.
+
+  Args:
+    model: the module that made the cache.
+    memory: the state.
+    source: row numbers; or an int, the copies of every row (see `rows_of`).
+  """
+  row_axes, _ = _axes(model, memory.visible.shape[1])
   take = lambda x, axis: x if axis is None else rows_of(x, source, axis)
   return dataclasses.replace(
     memory,
-    cache=pinned(model, _map(take, memory.cache, rows)),
+    cache=pinned(model, _map(take, memory.cache, row_axes)),
     visible=rows_of(memory.visible, source),
     positions=rows_of(memory.positions, source),
   )
 
 
 def rows_of(x: jax.Array, source: Int[Array, " B"] | int, axis: int = 0) -> jax.Array:
-  """The rows of these numbers; or all of them, each so often, one after the other. On a
-  mesh a device then copies its own rows, where numbers that come as data would have all
-  rows of all devices gathered first."""
+  """Takes rows of an array by their numbers, or repeats every row.
+
+  Args:
+    x: the array.
+    source: row numbers [B]; or an int k, for k copies of each row, one after the other.
+    axis: the axis of the rows.
+  """
   if isinstance(source, int):
+    # On a mesh each device repeats its own rows. Row numbers are data, so that a take
+    # would first all-gather the rows of all devices.
     return jnp.repeat(x, source, axis=axis)
   return jnp.take(x, source, axis=axis)
 
 
 def shift(memory: Memory, by: Int[Array, ""]) -> Memory:
-  """Moves every row `by` slots to the left, so that as many come free at the end.
+  """Moves every row `by` slots to the left, which frees `by` slots at the end.
 
-  The first `by` slots must be visible to no row. For our own cache only: another
-  model's knows by itself where its next token goes.
+  Keys hold the position of their token, not its slot, so a moved row decodes the same
+  tokens. Only our own cache can be moved.
+
+  Args:
+    memory: the state; its first `by` slots are visible to no row.
+    by: number of slots.
   """
   cache = memory.cache
   assert isinstance(cache, KVCache)
-  roll = lambda x: jnp.roll(x, -by, axis=2)  # a ring turns by as much
+  # Axis 2 of keys and values is the slot. A sliding-window layer stores its slots in a
+  # ring, where a rotation by the same number moves every token by `by` slots too.
+  roll = lambda x: jnp.roll(x, -by, axis=2)
   visible = jnp.roll(memory.visible, -by, axis=1)
+  # The roll carries hidden padding to the end, where the next tokens will be written:
+  # every slot from the new `slot` on becomes visible.
   visible |= _from(memory.visible, memory.slot - by)
   return dataclasses.replace(
     memory,
@@ -85,21 +106,24 @@ def shift(memory: Memory, by: Int[Array, ""]) -> Memory:
 
 
 def admit(model: Any, memory: Memory, newcomer: Memory, row: Int[Array, ""]) -> Memory:
-  """Puts the one row of `newcomer` (of `prefill`) in the place of row `row`.
-
-  Its tokens are moved so that they end where the others' do: windows count in slots,
-  and distances stay as they are.
+  """Replaces row `row` by the one row of `newcomer`, while the other rows decode on.
 
   Args:
-    memory: rows that are being decoded; at least as many slots used as the newcomer
-      has tokens.
-    newcomer: one row, with as many slots.
-    row: its place.
+    model: the module that made both caches.
+    memory: rows that are being decoded; they must have used at least as many slots as
+      the newcomer has tokens.
+    newcomer: one row after its prefill, with the same number of slots.
+    row: number of the row to replace.
   """
+  # The newcomer's tokens move so that they end at the common slot. Sliding windows
+  # count in slots, so the distances inside the row must stay the same: all of its
+  # tokens move by the same number.
   by = memory.slot - newcomer.slot
-  rows, slots = _axes(model, memory.visible.shape[1])
-  if isinstance(memory.cache, KVCache):  # a ring has as many slots in a longer cache
-    slots = [None if axis is None else 2 for axis in rows]
+  row_axes, slot_axes = _axes(model, memory.visible.shape[1])
+  if isinstance(memory.cache, KVCache):
+    # `_axes` compares caches of S and S + 1 slots. The ring of a window is equally
+    # long in both, so that its slot axis does not show: in our cache it is always 2.
+    slot_axes = [None if axis is None else 2 for axis in row_axes]
 
   def place(old, new, row_axis, slot_axis):
     if row_axis is None:
@@ -111,16 +135,20 @@ def admit(model: Any, memory: Memory, newcomer: Memory, row: Int[Array, ""]) -> 
 
   used = newcomer.visible & ~_from(newcomer.visible, newcomer.slot)
   visible = jnp.roll(used, by, axis=1) | _from(used, memory.slot)
+  cache = _map(place, memory.cache, newcomer.cache, row_axes, slot_axes)
   return dataclasses.replace(
     memory,
-    cache=pinned(model, _map(place, memory.cache, newcomer.cache, rows, slots)),
+    cache=pinned(model, cache),
     visible=memory.visible.at[row].set(visible[0]),
     positions=memory.positions.at[row].set(newcomer.positions[0]),
   )
 
 
 def pinned(model: Any, cache: Any) -> Any:
-  """Our cache split like the activations: rows by the batch axes, heads by tp."""
+  """Shards our cache like the activations: rows over the batch axes, heads over `tp`.
+
+  Another model's cache is returned as it is.
+  """
   if not isinstance(cache, KVCache):
     return cache
   rules = model.config.sharding
@@ -129,14 +157,24 @@ def pinned(model: Any, cache: Any) -> Any:
   return dataclasses.replace(cache, k=pin(cache.k), v=pin(cache.v))
 
 
+def cache_bytes(model: Any, slots: int) -> int:
+  """Returns the bytes of one row's cache with `slots` slots; allocates nothing."""
+  cache = jax.eval_shape(lambda: model.init_cache(1, slots))
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+
+
 def _from(like: jax.Array, slot: jax.Array) -> jax.Array:
-  """bool [1, S], True from `slot` on."""
+  """Returns bool [1, S], True from `slot` on."""
   return (jnp.arange(like.shape[1]) >= slot)[None]
 
 
 def _axes(model: Any, slots: int) -> tuple[list[int | None], list[int | None]]:
-  """The axis of the rows, and of the slots, of every leaf of the model's cache; None
-  where a leaf has none. Read off the shapes of caches of other sizes."""
+  """Finds the row axis and the slot axis of every leaf of the model's cache.
+
+  The cache of another model is an unknown tree. Its axes are found by comparing the
+  shapes of caches with (1, S), (2, S) and (1, S + 1) rows and slots: the axis that
+  differs is the one. An entry is None for a leaf without that axis, such as a counter.
+  """
   shapes = lambda *size: [
     x.shape for x in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(*size)))
   ]
@@ -151,8 +189,15 @@ def _axes(model: Any, slots: int) -> tuple[list[int | None], list[int | None]]:
   return differing(shapes(2, slots)), differing(shapes(1, slots + 1))
 
 
-def _map(function: Any, tree: Any, *beside: Any) -> Any:
-  """tree.map over the leaves of caches and lists with an entry a leaf."""
+def _map(function: Any, tree: Any, *columns: Any) -> Any:
+  """Maps `function` over the leaves of a cache.
+
+  Args:
+    function: takes one leaf and one entry of each column.
+    tree: the cache.
+    *columns: caches of the same structure, or lists with one entry a leaf (of which
+      some are None, which `jax.tree.map` would take for an empty subtree).
+  """
   leaves, structure = jax.tree.flatten(tree)
-  columns = [x if isinstance(x, list) else jax.tree.leaves(x) for x in beside]
-  return structure.unflatten([function(*x) for x in zip(leaves, *columns)])
+  flat = [x if isinstance(x, list) else jax.tree.leaves(x) for x in columns]
+  return structure.unflatten([function(*x) for x in zip(leaves, *flat)])

@@ -1,4 +1,4 @@
-"""The options of a call of a sampler, checked in one place."""
+"""Options of a sampler's call, checked in one place."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import numpy as np
 
 from tunix.utils import checks
 
-_COLDEST = 1e-10
+# float32 ends at 3e38. Logits that are 1e4 apart reach 1e14 when divided by 1e-10, and
+# infinity when divided by 1e-38.
+_LOWEST_TEMPERATURE = 1e-10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-  """What a call asks for; `BaseSampler.__call__` says what each option means.
+  """The options of one call; `BaseSampler.__call__` describes each of them.
 
   Raises:
-    TypeError: a value that is no number, stop strings that are no strings.
-    ValueError: a number out of range, or options that exclude each other.
+    TypeError: a number or a stop string has another type.
+    ValueError: a number is out of range, or two options exclude each other.
   """
 
   max_generation_steps: int | Sequence[int]
@@ -49,8 +51,8 @@ class SamplingOptions:
     steps = np.asarray(self.max_generation_steps)
     if steps.dtype.kind not in "iu" or steps.ndim > 1 or np.any(steps < 1):
       raise ValueError(
-        f"max_generation_steps is {self.max_generation_steps}, it must be at least 1: "
-        "an int, or one int a prompt"
+        f"max_generation_steps is {self.max_generation_steps}, expected at least 1: "
+        "give an int, or one int for each prompt"
       )
     checks.fields(
       self,
@@ -66,15 +68,17 @@ class SamplingOptions:
     )
     self._check_draw()
     if "" in self.stops:
-      raise ValueError("a stop string is empty: every text would stop at once")
+      raise ValueError(
+        "stop_strings has an empty string: every row would stop at once, leave it out"
+      )
     self._check_exact()
     self._check_beams()
 
   def _check_draw(self) -> None:
-    if 0 < self.temperature < _COLDEST:
+    if 0 < self.temperature < _LOWEST_TEMPERATURE:
       raise ValueError(
-        f"temperature is {self.temperature}: below {_COLDEST:g} logits overflow when "
-        "they are divided by it; 0 is greedy"
+        f"temperature is {self.temperature}, expected 0 (greedy) or at least "
+        f"{_LOWEST_TEMPERATURE:g}: logits overflow when they are divided by less"
       )
     if self.temperature == 0 and self.filters:
       name, value = next(iter(self.filters.items()))
@@ -87,10 +91,13 @@ class SamplingOptions:
     if not self.exact:
       return
     if not self.return_logprobs:
-      raise ValueError("exact is about log-probs: give return_logprobs=True as well")
+      raise ValueError(
+        "exact is True and return_logprobs is False: exact changes log-probs only. "
+        "Give return_logprobs=True as well"
+      )
     if self.filters or self.forbidden_tokens:
       raise ValueError(
-        "exact log-probs are those of softmax(logits / temperature): leave top_k, "
+        "exact is True, which scores under softmax(logits / temperature): leave top_k, "
         "top_p, min_p and forbidden_tokens out"
       )
 
@@ -111,68 +118,70 @@ class SamplingOptions:
       "stop_strings": bool(self.stops),
       "return_logits": self.return_logits,
     }
-    for name, is_asked in excluded.items():
-      if is_asked:
+    for name, is_used in excluded.items():
+      if is_used:
         raise ValueError(f"{name} cannot be combined with beam_size: leave one out")
 
   @property
-  def asked(self) -> set[str]:
-    """Names of the options that would change what comes back."""
+  def active(self) -> set[str]:
+    """Names of the options that change the output."""
     names = {
       field.name
       for field in dataclasses.fields(self)
       if not _is_default(getattr(self, field.name), field.default)
     }
     idle = {"top_k", "top_p", "min_p"} - self.filters.keys()
-    if self.temperature == 0:  # nothing is drawn
+    if self.temperature == 0:  # Nothing is drawn.
       idle |= {"seed", "first_prompt"}
     return names - idle
 
-  def refuse(self, names: Collection[str], who: str, instead: str) -> None:
-    """Refuses a call that asks for one of `names`.
+  def refuse(self, names: Collection[str], sampler: str, remedy: str) -> None:
+    """Refuses a call that uses an option which the sampler does not honour.
 
     Args:
       names: options that are not honoured.
-      who: does not honour them, and instead: what to do; both for the message.
+      sampler: subject of the message.
+      remedy: end of the message: what to do besides leaving the option out.
 
     Raises:
-      ValueError: it does.
+      ValueError: one of the options is active.
     """
-    if refused := sorted(self.asked & set(names)):
+    if refused := sorted(self.active & set(names)):
       raise ValueError(
-        f"{who} does not honour {' and '.join(refused)}: leave that out, or {instead}"
+        f"{sampler} does not honour {' and '.join(refused)}: leave that out, or "
+        f"{remedy}"
       )
 
   @property
   def stops(self) -> tuple[str, ...]:
-    """The stop strings; one string alone is one."""
+    """Stop strings as a tuple; one string alone counts as one."""
     one = isinstance(self.stop_strings, str)
     return (str(self.stop_strings),) if one else tuple(self.stop_strings)
 
   @property
   def filters(self) -> dict[str, float | int]:
-    """The filters that leave something out."""
+    """Filters that can exclude a token, by name (a `top_p` of 1 cannot)."""
     filters = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
     off = {"top_p": self.top_p is not None and self.top_p >= 1, "min_p": not self.min_p}
     return {k: v for k, v in filters.items() if v is not None and not off.get(k)}
 
   def limits(self, prompts: int) -> np.ndarray:
-    """int32 [P], most new tokens of each prompt's rows.
+    """Returns int32 [P], the most new tokens of each prompt's rows.
 
     Raises:
-      ValueError: another number of limits than of prompts.
+      ValueError: the number of limits is not the number of prompts.
     """
     steps = np.asarray(self.max_generation_steps, np.int32)
     if steps.ndim and len(steps) != prompts:
       raise ValueError(
         f"max_generation_steps has {len(steps)} entries for {prompts} prompts: give "
-        "one int, or one a prompt"
+        "one int, or one int for each prompt"
       )
     return np.broadcast_to(steps, (prompts,))
 
 
 def _is_default(value: Any, default: Any) -> bool:
-  """Whether an option says nothing; so do None and an empty sequence."""
+  """Returns True for the default, None and empty sequences."""
   if value is None:
     return True
   if isinstance(value, Sequence | Mapping | np.ndarray):

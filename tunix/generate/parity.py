@@ -1,8 +1,8 @@
-"""How far the log-probs of decoding are from those of scoring the same tokens.
+"""Difference between the log-probs of decoding and of scoring the same tokens.
 
-Decoding goes token by token through a cache, scoring over whole rows: the same function
-in another order of additions. The difference is what an RL update mistakes for a change
-of the policy; a large one means that one of the two is broken.
+Decoding runs token by token through a cache, scoring over whole rows: the same function
+with another order of additions. An RL update takes the difference for a change of the
+policy. A large difference means that decoding or scoring is broken.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ def mismatch(
   *,
   threshold: float = 0.1,
 ) -> dict[str, Any]:
-  """What separates two sets of log-probs of the same tokens; float32 scalars.
+  """Compares two sets of log-probs of the same tokens.
 
   Args:
-    logps: of the policy that is trained, nats.
-    rollout_logps: of the engine that sampled.
-    mask: true on the tokens that count.
-    threshold: nats beyond which a token is counted as apart.
+    logps: log-probs under the policy that is trained, in nats.
+    rollout_logps: log-probs from the engine that sampled, in nats.
+    mask: True on the tokens that count.
+    threshold: nats; a token with a larger difference counts as apart.
 
-  Returns: by name, with d = logps - rollout_logps over the tokens that count:
-    "max_abs" and "mean_abs" of d, "share_apart" (of tokens with |d| > threshold), and
-    "mean_ratio" (of exp(d): 1 if the tokens come from what they are weighted against).
-    Values that are not finite count as they are: they must show. 0 without a token.
+  Returns:
+    float32 scalars by name, of d = logps - rollout_logps over the tokens that count:
+    "max_abs" and "mean_abs" of d; "share_apart", share of tokens with |d| > threshold;
+    "mean_ratio", mean of exp(d), which is 1 if the tokens are drawn from the policy.
+    NaN and infinity are not left out. All are 0 without a token.
   """
   mask = mask.astype(bool)
   apart = jnp.where(mask, (logps - rollout_logps).astype(jnp.float32), 0.0)
@@ -50,7 +51,7 @@ def mismatch(
   return {
     "max_abs": jnp.max(size, initial=0.0),
     "mean_abs": mean(size),
-    # "not within", so that NaN is apart.
+    # NaN <= threshold is False, so that NaN counts as apart.
     "share_apart": mean((~(size <= threshold)).astype(jnp.float32)),
     "mean_ratio": mean(jnp.exp(apart)),
   }
@@ -58,14 +59,17 @@ def mismatch(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parity:
-  """What `measure` found.
+  """The result of `measure`.
 
   Attributes:
-    tokens: sampled tokens compared.
-    max_abs, mean_abs, share_apart, mean_ratio: see `mismatch`.
-    greedy_tokens: greedily decoded tokens looked at.
-    top1_flips: how many of them scoring does not rank first.
-    threshold: nats.
+    tokens: number of sampled tokens that are compared.
+    max_abs: see `mismatch`.
+    mean_abs: see `mismatch`.
+    share_apart: see `mismatch`.
+    mean_ratio: see `mismatch`.
+    greedy_tokens: number of greedily decoded tokens.
+    top1_flips: number of greedy tokens that scoring does not rank first.
+    threshold: nats, see `passed`.
   """
 
   tokens: int
@@ -79,7 +83,7 @@ class Parity:
 
   @property
   def passed(self) -> bool:
-    """Whether no token differs by more than the threshold, or is not a number."""
+    """True if every sampled token differs by at most the threshold (NaN does not)."""
     return self.max_abs <= self.threshold
 
   def __str__(self) -> str:
@@ -100,20 +104,20 @@ def measure(
   seed: int,
   threshold: float,
 ) -> Parity:
-  """Samples at temperature 1 and greedily, and scores what came.
+  """Samples at temperature 1 and greedily, and scores both completions.
 
   Args:
-    sampler: holds the model.
+    sampler: sampler of the model.
     prompts: strings or sequences of token ids.
-    tokens: to generate a prompt; end-of-sequence tokens end nothing.
-    seed: of the sampled tokens.
-    threshold: nats that no sampled token may differ by.
+    tokens: tokens to generate for each prompt; end-of-sequence tokens end no row.
+    seed: seed of the sampled tokens.
+    threshold: most nats by which a sampled token may differ.
 
   Raises:
-    ValueError: see `Sampler`; or a threshold that is negative.
+    ValueError: `threshold` is negative; or see `Sampler`.
   """
   if not threshold >= 0:
-    raise ValueError(f"threshold is {threshold}, it must not be negative")
+    raise ValueError(f"threshold is {threshold}, expected at least 0 nats")
 
   def decode(temperature: float) -> Any:
     return sampler(
@@ -152,7 +156,7 @@ def measure(
 
 
 def _rows(out: Any, lengths: np.ndarray) -> tuple[np.ndarray, ...]:
-  """A sampler's output as `scoring` takes it; all its tokens count."""
+  """Returns a sampler's output as the arrays of `scoring`; all tokens count."""
   prompts, tokens = out.padded_prompt_tokens, np.asarray(out.tokens)
   width = prompts.shape[1]
   mask = np.arange(width) >= width - lengths[:, None]
@@ -160,9 +164,9 @@ def _rows(out: Any, lengths: np.ndarray) -> tuple[np.ndarray, ...]:
 
 
 def _most_likely(model: Any, *rows: Any) -> jax.Array:
-  """int32 [B, R]: the token that scoring would choose in each one's place.
+  """Returns int32 [B, R], the token that scoring ranks first at each place.
 
-  Row by row, so that the logits of one row are alive.
+  Rows run one after the other, so that only one row's logits [R, V] are in memory.
   """
 
   def one(row):

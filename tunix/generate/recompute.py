@@ -1,7 +1,7 @@
-"""Decoding for models without a cache: every token runs the whole sequence again.
+"""Prefill and decode step for models without a cache: each token reruns the sequence.
 
-Slow, and right for any causal model: rows are padded on the right, where a causal model
-never looks, so that neither masks nor positions have to be told to it.
+This path is slow, and right for any causal model. Rows are padded on the right, where a
+causal model never looks, so the model needs neither a mask nor positions.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ Memory = tuple[jax.Array, jax.Array]  # int32 [B, S] tokens, int32 [B] lengths
 def prefill(
   model: Any, tokens: Int[Array, "B P"], mask: Bool[Array, "B P"], slots: int
 ) -> tuple[Float[Array, "B V"], Memory]:
-  """Like `decode.prefill`: prompts come padded on the left."""
+  """Runs the prompts, which are padded on the left; see `cached.prefill`."""
   lengths = jnp.sum(mask, axis=1, dtype=jnp.int32)
   width = tokens.shape[1]
+  # Rotates each row so that its prompt starts at slot 0 and its padding is behind it.
   source = (jnp.arange(width) + width - lengths[:, None]) % width
   moved = jnp.take_along_axis(tokens, source, axis=1)
   buffer = jnp.pad(moved, ((0, 0), (0, slots - width)))
@@ -33,20 +34,20 @@ def prefill(
 def step(
   model: Any, tokens: Int[Array, " B"], memory: Memory
 ) -> tuple[Float[Array, "B V"], Memory]:
-  """Like `decode.step`."""
+  """Appends one token a row and reruns the rows; see `cached.step`."""
   buffer, lengths = memory
   buffer = buffer.at[jnp.arange(buffer.shape[0]), lengths].set(tokens)
   return _logits_at(model, buffer, lengths), (buffer, lengths + 1)
 
 
 def repeat(model: Any, memory: Memory, source: Int[Array, " B"] | int) -> Memory:
-  """Like `memory.repeat`."""
-  del model  # what is carried is ours
+  """Copies or reorders rows; see `memory.repeat`."""
+  del model  # The state is two plain arrays, whatever the model.
   return rows_of(memory[0], source), rows_of(memory[1], source)
 
 
 def _logits_at(model: Any, tokens: jax.Array, index: jax.Array) -> jax.Array:
-  """float32 [B, V] of position `index` of each row."""
+  """Returns float32 [B, V] logits at position `index` of each row."""
   adapted = calling.adapt(model)
   states = adapted.states(calling.Sequences(tokens))
   picked = jnp.take_along_axis(states, index[:, None, None], axis=1)

@@ -1,4 +1,4 @@
-"""From checked options and prompts to what the programs of a request read."""
+"""Prepares a request: prompts and checked options become arrays of fixed shapes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tunix.generate import batching, capacity, decode, layout
-from tunix.generate.batching import Limits
+from tunix.generate import batching, capacity, decode, decoders, layout
+from tunix.generate.batching import Limits, Shape
 from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.models import calling
-from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
-_LONG = 2**20  # slots of a row
+_LONG_ROW = 2**20  # slots, see `_check_memory`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,12 +30,13 @@ class Request:
   """Prompts and options in their fixed shape.
 
   Attributes:
-    options: what was asked for.
+    options: options of the call.
     prompts: token ids of each prompt.
-    start: what prefill reads.
-    rules, plan: of decoding.
-    opened: the model's split.
-    mesh: of the model, or the surrounding one.
+    start: arrays of the prompts, for the prefill.
+    rules: choice of tokens and limits of the rows.
+    plan: static sizes and options of the programs.
+    opened: the module, split for decoding.
+    mesh: mesh of the weights, or the surrounding one; None: no mesh.
   """
 
   options: SamplingOptions
@@ -49,7 +49,7 @@ class Request:
 
   @property
   def rows(self) -> int:
-    """Completions that the caller gets."""
+    """Number of completions that the caller receives."""
     return len(self.prompts) * self.options.num_samples
 
   @property
@@ -66,16 +66,25 @@ def prepare(
   cache_size: int | None,
   gather_weights: GatherWeights = None,
 ) -> Request:
-  """The request in its fixed shape; `gather_weights` as in `layout.for_decoding`.
+  """Checks a call against the model and pads it to its fixed shape.
+
+  Args:
+    model: the module that decodes.
+    prompts: int32 ids of each prompt.
+    options: options of the call.
+    eos_ids: ids that end a row.
+    cache_size: most tokens of a row; None: no bound.
+    gather_weights: layout of the weights, see `layout.for_decoding`.
 
   Raises:
-    TypeError: a seed of another kind.
+    TypeError: the seed has another type.
     ValueError: ids outside the vocabulary, or more tokens than fit.
   """
   vocab_size = calling.vocab_size(model)
   for prompt in prompts:
     _check_ids(prompt, "a prompt", vocab_size)
-  # The tokenizer's own may lie outside the model's vocabulary: they never come.
+  # Only the call's own ids are checked. A tokenizer may name an end-of-sequence id
+  # outside the model's vocabulary, which is then never generated.
   if options.eos_tokens is not None:
     _check_ids(options.eos_tokens, "eos_tokens", vocab_size)
   count, samples = len(prompts), options.beam_size or options.num_samples
@@ -85,37 +94,28 @@ def prepare(
   each = options.limits(count)
   longest, steps = max(map(len, prompts)), int(each.max())
   _check_positions(model, longest, steps)
-  limit = limits_of(model, mesh, cache_size)
-  _check_memory(model, limit, options, count, longest, steps)
-  shape = limit.shape(
+  bounds = limits_of(model, mesh, cache_size)
+  _check_memory(model, bounds, options, count, longest, steps)
+  shape = bounds.shape(
     count, samples, longest, steps, options.max_prompt_length, options.beam_size
   )
+  # On a mesh, if every prompt has the same number of rows, each device repeats its own
+  # prompts (`memory.rows_of`). On one device it makes no difference.
+  is_regular = bounds.shards > 1 and shape.rows == shape.prompts * samples
+  copies = samples if is_regular else 1
   limits = np.zeros(shape.rows, np.int32)
   limits[: count * samples] = np.repeat(each, samples)
-  # With 0, and not the tokenizer's padding id, which may lie outside the model's
-  # vocabulary.
-  tokens, mask = batching.left_padded(prompts, shape.prompts, shape.width, 0)
-  source = np.minimum(np.arange(shape.rows) // samples, shape.prompts - 1)
-  regular = limit.shards > 1 and shape.rows == shape.prompts * samples
-  copies = samples if regular else 1  # on one device it would make no difference
-  tight = shape.slots < shape.width + shape.columns and isinstance(model, Transformer)
-  over = np.int32(max(0, shape.width + steps - shape.slots))
-  make_key = _key(options)
+  make_key = _key_maker(options)
   with mesh_lib.use_mesh(mesh):
-    # Devices that are only compiled for hold no key.
+    # Devices that are only compiled for (`tunix plan`) cannot hold a key.
     key = _planned_key(make_key, mesh) if programs.are_noted() else make_key()
     draw = _draw(options, shape.rows, vocab_size, key)
-    where = layout.for_decoding(model, state, gather_weights)
-    opened = decode.opened(graph, state, where)
+    weights = layout.for_decoding(model, state, gather_weights)
+    opened = decode.opened(graph, state, weights)
   return Request(
     options=options,
     prompts=prompts,
-    start=decode.Prompts(
-      tokens=tokens,
-      mask=mask,
-      source=source.astype(np.int32) if samples > copies else None,
-      shift=over if tight else None,
-    ),
+    start=_prompts(model, prompts, shape, samples, copies, steps),
     rules=decode.Rules(limits=limits, eos=batching.id_list(eos_ids), draw=draw),
     plan=decode.Plan(
       slots=shape.slots,
@@ -129,8 +129,33 @@ def prepare(
   )
 
 
+def _prompts(
+  model: nnx.Module,
+  prompts: Sequence[np.ndarray],
+  shape: Shape,
+  samples: int,
+  copies: int,
+  steps: int,
+) -> decode.Prompts:
+  """Returns the arrays of the prompts, with `samples` rows for each prompt."""
+  # Padded with 0: the tokenizer's padding id may lie outside the model's vocabulary.
+  tokens, mask = batching.left_padded(prompts, shape.prompts, shape.width, 0)
+  source = np.minimum(np.arange(shape.rows) // samples, shape.prompts - 1)
+  # A cache of fewer slots than padded prompt and new tokens need still holds the tokens
+  # themselves: prompts are moved over their padding by the slots that are missing.
+  is_tight = shape.slots < shape.width + shape.columns
+  can_shift = decoders.decoder_of(model).shift is not None
+  missing = np.int32(max(0, shape.width + steps - shape.slots))
+  return decode.Prompts(
+    tokens=tokens,
+    mask=mask,
+    source=source.astype(np.int32) if samples > copies else None,
+    shift=missing if is_tight and can_shift else None,
+  )
+
+
 def _check_positions(model: nnx.Module, longest: int, steps: int) -> None:
-  most = getattr(getattr(model, "config", None), "max_position", None)
+  most = decoders.max_positions(model)
   if most is not None and longest + steps > most:
     raise ValueError(
       f"{longest} prompt tokens and max_generation_steps={steps} make "
@@ -141,86 +166,86 @@ def _check_positions(model: nnx.Module, longest: int, steps: int) -> None:
 
 def _check_memory(
   model: nnx.Module,
-  limits: Limits,
+  bounds: Limits,
   options: SamplingOptions,
   prompts: int,
   longest: int,
   steps: int,
 ) -> None:
-  """Refuses rows whose tokens and keys and values memory cannot hold. What a row takes
-  is read off the shapes of its cache."""
-  slot = 4 + 1  # a token, and whether it is visible
+  """Refuses a request whose tokens and cache no memory can hold."""
+  token_bytes = 4 + 1  # the token, and whether it is visible
+  cache_bytes = decoders.decoder_of(model).cache_bytes
 
   @functools.cache
-  def row(slots: int) -> int:
-    if not hasattr(model, "init_cache"):
-      return slots * slot
-    if slots > _LONG:  # which no array could have; from here on it grows evenly
-      return row(_LONG) + (slots - _LONG) * (row(_LONG) - row(_LONG - 1))
-    cache = jax.eval_shape(lambda: model.init_cache(1, slots))
-    sizes = (x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    return slots * slot + sum(sizes)
+  def row_bytes(slots: int) -> int:
+    # A cache of 1e9 slots overflows the size of an array even as a shape. From 2**20
+    # slots on, a cache grows by the same number of bytes with every slot.
+    if slots > _LONG_ROW:
+      of_slot = row_bytes(_LONG_ROW) - row_bytes(_LONG_ROW - 1)
+      return row_bytes(_LONG_ROW) + (slots - _LONG_ROW) * of_slot
+    return slots * token_bytes + cache_bytes(model, slots)
 
-  def needed(rows: int, new: int) -> int:
-    shape = limits.shape(
-      prompts, rows, longest, new, options.max_prompt_length, options.beam_size and rows
-    )
-    return shape.rows * row(shape.slots)
+  def needed(samples: int, new: int) -> int:
+    beams = options.beam_size and samples
+    stated = options.max_prompt_length
+    shape = bounds.shape(prompts, samples, longest, new, stated, beams)
+    return shape.rows * row_bytes(shape.slots)
 
-  what = "the tokens and the cache of all rows"
-  rows = "num_samples" if options.beam_size is None else "beam_size"
-  count = getattr(options, rows)
-  capacity.require(rows, count, lambda n: needed(n, 1), what)
-  capacity.require("max_generation_steps", steps, lambda n: needed(count, n), what)
+  subject = "the tokens and the cache of all rows"
+  name = "num_samples" if options.beam_size is None else "beam_size"
+  samples = getattr(options, name)
+  capacity.require(name, samples, lambda n: needed(n, 1), subject)
+  capacity.require("max_generation_steps", steps, lambda n: needed(samples, n), subject)
 
 
 def limits_of(model: nnx.Module, mesh: Mesh | None, cache_size: int | None) -> Limits:
-  """What the model's requests must keep to."""
-  # Only our cache is known to take its prompts elsewhere; see `memory.shift`.
-  is_foreign = hasattr(model, "init_cache") and not isinstance(model, Transformer)
-  rules = getattr(getattr(model, "config", None), "sharding", None)
+  """Returns the bounds of the model's requests."""
+  rules = decoders.sharding_rules(model)
   shards = 1
   if mesh is not None and rules is not None:
     shards = math.prod(mesh.shape.get(axis, 1) for axis in rules.batch_axes)
-  return Limits(cache_size=cache_size, movable=not is_foreign, shards=shards)
+  is_movable = decoders.decoder_of(model).shift is not None
+  return Limits(cache_size=cache_size, movable=is_movable, shards=shards)
 
 
 def mesh_of(state: Any) -> Mesh | None:
-  """The mesh that the weights lie on, else the surrounding one."""
+  """Returns the mesh of the weights, or else the surrounding one."""
   mesh = mesh_lib.mesh_of(state)
   return mesh_lib.current_mesh() if mesh is None else mesh
 
 
-def _key(options: SamplingOptions) -> Callable[[], jax.Array]:
-  """What makes the call's key, under the mesh that draws. A key that was made under
-  another mesh is of that mesh; its numbers are of none."""
-  greedy = options.temperature == 0
-  key = batching.random_key(0 if options.seed is None and greedy else options.seed)
+def _key_maker(options: SamplingOptions) -> Callable[[], jax.Array]:
+  """Returns a function that makes the call's random key.
+
+  A key array belongs to the mesh under which it is made, which may not be the mesh that
+  draws. So the caller's key is reduced to its host words here, and made anew under the
+  mesh of the request.
+  """
+  is_greedy = options.temperature == 0
+  key = batching.random_key(0 if options.seed is None and is_greedy else options.seed)
   words, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
   return lambda: jax.random.wrap_key_data(jnp.asarray(words), impl=kind)
 
 
 def _planned_key(make: Callable[[], jax.Array], mesh: Mesh | None) -> Any:
-  """The key as a shape, laid out as it is where it is made."""
+  """Returns the shape of the key, replicated over the mesh like the key itself."""
   key = jax.eval_shape(make)
-  where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-  return key if where is None else mesh_lib.put(key, where)
+  sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+  return key if sharding is None else mesh_lib.put(key, sharding)
 
 
 def _draw(
-  options: SamplingOptions,
-  rows: int,
-  vocab_size: int | None,
-  key: jax.Array,
+  options: SamplingOptions, rows: int, vocab_size: int | None, key: jax.Array
 ) -> decode.Draw:
-  """How rows choose; what is off is not there."""
-  greedy = options.temperature == 0
+  """Returns the choice of tokens for all rows; unused filters are None."""
+  is_greedy = options.temperature == 0
   first = options.first_prompt * options.num_samples
-  rules = {} if greedy else {"temperature": options.temperature, **options.filters}
+  rules = {} if is_greedy else {"temperature": options.temperature, **options.filters}
   return decode.Draw(
     rows=np.arange(first, first + rows, dtype=np.int32),
     key=key,
     forbidden=_forbidden(options.forbidden_tokens, vocab_size),
+    # One value a row, as an array: another temperature or filter compiles nothing new.
     **{
       name: np.full(rows, value, np.int32 if name == "top_k" else np.float32)
       for name, value in rules.items()
@@ -239,13 +264,13 @@ def _forbidden(
   return batching.id_list(tokens)
 
 
-def _check_ids(ids: Any, what: str, vocab_size: int | None) -> None:
+def _check_ids(ids: Any, subject: str, vocab_size: int | None) -> None:
   ids = np.asarray(ids)
   size = batching.NO_TOKEN if vocab_size is None else vocab_size
   wrong = ids[(ids < 0) | (ids >= size)]
   if wrong.size:
     known = "0 or more" if vocab_size is None else f"from 0 to {vocab_size - 1}"
     raise ValueError(
-      f"{what} has token id {wrong[0]}, the model's ids are {known}: does the "
+      f"{subject} has token id {wrong[0]}, the model's ids are {known}: does the "
       "tokenizer belong to this model?"
     )

@@ -1,8 +1,8 @@
-"""Sampler: prompts in, completions out, with our own decoder or any other module.
+"""Sampler of a model in this process: our own decoder or any other module.
 
-Requests are filled up to a few fixed shapes, so that few programs are compiled: rows
-to a power of two, prompts to a power of two from 16 up (or to `max_prompt_length`),
-and the space for new tokens likewise. `Sampler.buckets` lists them.
+Requests are padded to a few fixed shapes, so that few programs are compiled: rows to a
+power of two; prompts to a power of two of at least 16, or to `max_prompt_length`; the
+space for new tokens to a power of two of at least 16. `Sampler.buckets` lists them.
 """
 
 from __future__ import annotations
@@ -26,29 +26,32 @@ from tunix.generate import (
 )
 from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
 from tunix.generate.batching import Shape
-from tunix.generate.completions import Completions, Increment
+from tunix.generate.completions import Increment, RowReader
 from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
-from tunix.generate.outputs import Row
 from tunix.generate.requests import Request
 from tunix.perf import programs
 from tunix.utils import checks, mesh as mesh_lib
 
-# What there is at the end alone.
+# Options whose result exists only when all rows have ended.
 NOT_STREAMED = frozenset({"echo", "pad_output", "return_logits", "beam_size", "exact"})
-STOP_STEPS = 16  # a row that a stop string has ended costs at most so many steps more
+# Decode steps between two searches for stop strings, each of which waits for the device
+# and copies all rows to the host. A row that a stop string ends costs at most 16 steps
+# more than it returns.
+STOP_STEPS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheConfig:
-  """How much a sampler may remember.
+  """The bounds of a sampler's KV cache.
 
   Attributes:
-    cache_size: most tokens of a row, prompt (with its padding, where
-      `max_prompt_length` states it) and completion. A call that needs less gets a
-      smaller cache.
-    num_layers, num_kv_heads, head_dim: of the model; checked against its config when
-      given.
+    cache_size: most tokens of a row, prompt and completion together. The padding of a
+      prompt counts if `max_prompt_length` is given. A call that needs fewer tokens
+      gets a smaller cache.
+    num_layers: layers of the model; compared with its config. None: not compared.
+    num_kv_heads: key-value heads of the model; compared with its config.
+    head_dim: dimensions of a head of the model; compared with its config.
   """
 
   cache_size: int
@@ -62,21 +65,22 @@ class CacheConfig:
 
 
 class Sampler(BaseSampler):
-  """Samples from a model that this process holds.
+  """A sampler whose model lives in this process.
 
-  Each call reads the model's current weights. Models are called as
-  `(tokens, positions, cache, attention_mask) -> (logits, cache)` when they have
-  `init_cache(batch_size, cache_size)`; others are run over the whole sequence for
-  every token, with those arguments or with tokens alone.
+  Each call reads the current weights of the model. A model with
+  `init_cache(batch_size, cache_size)` is called as
+  `(tokens, positions, cache, attention_mask) -> (logits, cache)`. Any other model runs
+  over the whole sequence for every token, with those arguments or with tokens alone.
 
   Attributes:
     transformer: the model.
-    cache_config: the limit, or None: as large as a call needs.
-    gather_weights: what becomes of weights that are split by the batch's axes (fsdp).
-      True: gather them once a request, instead of in every step; "split": lay them out
-      once so that they split the products of a step, and activations are what moves
-      (our own decoder); False: leave them; None: the first of these that takes at most
-      a quarter of a device's memory, which CPUs do not tell.
+    cache_config: bounds of the cache; None: each call gets the cache that it needs.
+    gather_weights: layout of weights that are sharded over the batch axes (fsdp) while
+      tokens are generated, see `layout.for_decoding`. True: all-gather them once a
+      request instead of in every step. "split": reshard them once a request so that
+      the devices share the matrix products of a step (our own decoder only). False:
+      leave them. None: the first of True and "split" whose weights take at most a
+      quarter of a device's memory, else False; always False on CPUs.
   """
 
   def __init__(
@@ -86,10 +90,11 @@ class Sampler(BaseSampler):
     cache_config: CacheConfig | None = None,
     gather_weights: GatherWeights = None,
   ):
-    """Takes a model, a tokenizer (see BaseSampler), and a limit.
+    """Stores the model, its tokenizer (see BaseSampler) and the options.
 
     Raises:
-      ValueError: the cache config describes another model, or there is no such layout.
+      ValueError: `cache_config` describes another model, or `gather_weights` is none of
+        the values above.
     """
     layout.check(gather_weights)
     super().__init__(tokenizer)
@@ -98,12 +103,12 @@ class Sampler(BaseSampler):
     self.gather_weights: GatherWeights = gather_weights
     config = getattr(transformer, "config", None)
     for name in ("num_layers", "num_kv_heads", "head_dim"):
-      stated = getattr(cache_config, name, None)
-      actual = getattr(config, name, stated)
-      if stated is not None and stated != actual:
+      expected = getattr(cache_config, name, None)
+      actual = getattr(config, name, expected)
+      if expected is not None and expected != actual:
         raise ValueError(
-          f"CacheConfig.{name} is {stated}, the model has {actual}: give the model's, "
-          "or leave it out"
+          f"CacheConfig.{name} is {expected}, the model has {actual}: give the "
+          "model's, or leave it out"
         )
     self._cache_size = None if cache_config is None else cache_config.cache_size
 
@@ -114,17 +119,19 @@ class Sampler(BaseSampler):
     self, prompts: list[np.ndarray], options: SamplingOptions
   ) -> SamplerOutput:
     request = self._prepare(prompts, options)
-    completions = self._completions(request)
+    reader = self._reader(request)
     if options.beam_size is None:
       every = STOP_STEPS if options.stops else None
-      for out in self._decode(request, completions, every):
-        completions.read(out)
+      for out in self._decode(request, reader, every):
+        reader.read(out)
     else:
-      completions.read(self._search(request, options.beam_size))
-    rows = completions.rows()
+      reader.read(self._search(request, options.beam_size))
+    columns = reader.columns()
     if options.exact:
-      rows = self._exact(request, rows)
-    return outputs.sampler_output(self.tokenizer, prompts, rows, options, request.width)
+      columns |= self._exact_logps(request, columns)
+    return outputs.sampler_output(
+      self.tokenizer, prompts, options, width=request.width, **columns
+    )
 
   def stream(
     self,
@@ -134,31 +141,35 @@ class Sampler(BaseSampler):
     every: int = 8,
     **options: Any,
   ) -> Iterator[Increment]:
-    """Completes prompts and gives what there is as it comes.
+    """Completes prompts and yields the completions while they grow.
 
     Args:
-      input_strings, max_generation_steps: as in `__call__`.
-      every: decode steps between two looks at the rows; the first token comes alone.
-      **options: of `__call__`, but those of NOT_STREAMED.
+      input_strings: prompts, as in `__call__`.
+      max_generation_steps: most tokens of a row, as in `__call__`.
+      every: decode steps between two increments; the first token comes alone.
+      **options: options of `__call__`, except those in NOT_STREAMED.
 
-    Returns: the increments of all rows. Put together they are what `__call__` returns;
-      text that may yet turn out to begin a stop string is held back. Abandoning the
-      iterator ends the decoding.
+    Returns:
+      An iterator over the increments of all rows. The increments of a row, joined, are
+      the row that `__call__` returns. Text that may be the beginning of a stop string
+      is held back. Decoding ends if the iterator is dropped.
 
-    Raises: as `__call__`, at once, and ValueError for options that it does not take.
+    Raises:
+      TypeError: see `__call__`; raised by `stream` itself, not by the iterator.
+      ValueError: see `__call__`; or an option in NOT_STREAMED, or `every` below 1.
     """
     if every < 1:
-      raise ValueError(f"every is {every}, it must be at least 1 decode step")
-    asked = SamplingOptions(max_generation_steps=max_generation_steps, **options)
-    asked.refuse(NOT_STREAMED, "a stream", "call the sampler")
-    request = self._prepare(self._token_ids(input_strings, asked), asked)
-    rows = self._completions(request)
+      raise ValueError(f"every is {every}, expected at least 1 decode step")
+    checked = SamplingOptions(max_generation_steps=max_generation_steps, **options)
+    checked.refuse(NOT_STREAMED, "a stream", "call the sampler")
+    request = self._prepare(self._token_ids(input_strings, checked), checked)
+    reader = self._reader(request)
 
     def increments():
-      for out in self._decode(request, rows, every):
-        rows.read(out)
+      for out in self._decode(request, reader, every):
+        reader.read(out)
         for row in range(request.rows):
-          if (new := rows.increment(row)) is not None:
+          if (new := reader.increment(row)) is not None:
             yield new
 
     return increments()
@@ -172,13 +183,19 @@ class Sampler(BaseSampler):
     num_samples: int = 1,
     max_prompt_length: int | None = None,
   ) -> list[Shape]:
-    """All shapes that programs are compiled for, in requests of up to so many prompts,
-    tokens of the longest prompt, new tokens and samples a prompt.
+    """Returns all shapes that programs are compiled for, in requests up to given sizes.
 
-    Prefill is compiled once for each, the token loop once for each different
-    `Shape.decode`; and both anew for another kind of request: greedy or drawn, with
-    other filters on, with forbidden tokens, logits or log-probs, with samples that
-    share a prompt, or with more than 8 ids in a list.
+    Prefill is compiled once for each shape, the token loop once for each different
+    `Shape.decode`. Both are compiled again for another kind of request: greedy or
+    drawn, other filters in use, forbidden tokens, logits or log-probs, samples that
+    share a prompt, or more than 8 ids in a list.
+
+    Args:
+      prompts: most prompts.
+      longest: most tokens of the longest prompt.
+      max_generation_steps: most new tokens of a row.
+      num_samples: most completions of each prompt.
+      max_prompt_length: width of the prompts, as in `__call__`.
     """
     mesh = requests.mesh_of(nnx.state(self.transformer))
     limits = requests.limits_of(self.transformer, mesh, self._cache_size)
@@ -187,7 +204,7 @@ class Sampler(BaseSampler):
     )
 
   def _prepare(self, prompts: list[np.ndarray], options: SamplingOptions) -> Request:
-    """The request in its fixed shape."""
+    """Returns the request in its fixed shape."""
     eos_ids = self._eos_ids(options)
     return requests.prepare(
       self.transformer,
@@ -199,12 +216,15 @@ class Sampler(BaseSampler):
     )
 
   def _decode(
-    self, request: Request, rows: Completions, every: int | None
+    self, request: Request, reader: RowReader, every: int | None
   ) -> Iterator[decode.Generated]:
-    """Runs the programs, and gives what they have written after each `every` steps;
-    with None once, at the end.
+    """Runs the programs and yields the rows, copied to the host.
 
-    Logits stay on the device until the end.
+    Args:
+      request: the request.
+      reader: reader of the yielded rows, whose stop strings end them.
+      every: decode steps between two copies; None: one copy at the end. Logits are
+        copied at the end only: 16 steps of 32 rows and 152,000 tokens are 300 MB.
     """
     graph, state = request.opened
     rules = request.rules
@@ -225,7 +245,7 @@ class Sampler(BaseSampler):
     while True:
       seen = mesh_lib.to_host(dataclasses.replace(out, logits=None))
       yield seen
-      rules = dataclasses.replace(rules, limits=rows.limits(rules.limits))
+      rules = dataclasses.replace(rules, limits=reader.limits(rules.limits))
       if np.all(seen.done | (seen.lengths >= rules.limits)):
         break
       out, memory = advance(out, memory, int(seen.steps) + every)
@@ -233,7 +253,7 @@ class Sampler(BaseSampler):
       yield mesh_lib.to_host(out)
 
   def _search(self, request: Request, beams: int) -> decode.Generated:
-    """The best beams of every prompt."""
+    """Returns the best `num_samples` beams of every prompt."""
     with mesh_lib.use_mesh(request.mesh):
       out = beam_search.search(
         *request.opened,
@@ -243,28 +263,31 @@ class Sampler(BaseSampler):
         beams,
         np.float32(request.options.length_penalty),
       )
+    # Rows come as [prompts, beams], best first, including prompts that fill the batch.
     best = request.options.num_samples
     chosen = np.arange(out.lengths.shape[0]).reshape(-1, beams)[:, :best].reshape(-1)
     pick = lambda x: x[chosen] if x.ndim else x
     return jax.tree.map(pick, mesh_lib.to_host(out))
 
-  def _completions(self, request: Request) -> Completions:
-    return Completions(self.tokenizer.decode, request.rows, request.options)
+  def _reader(self, request: Request) -> RowReader:
+    return RowReader(self.tokenizer.decode, request.rows, request.options)
 
-  def _exact(self, request: Request, rows: list[Row]) -> list[Row]:
-    """The rows with raw log-probs, and those under the temperature (0 where nothing was
-    drawn), of the tokens that the caller gets."""
+  def _exact_logps(self, request: Request, columns: dict[str, Any]) -> dict[str, Any]:
+    """Returns both kinds of log-probs of the tokens that the caller receives.
+
+    Args:
+      request: the request, without filters and forbidden tokens.
+      columns: `tokens` and `finish_reasons` of all rows.
+    """
     options = request.options
     prompts = [p for p in request.prompts for _ in range(options.num_samples)]
-    tokens = [row.kept(options) for row in rows]
+    rows = zip(columns["tokens"], columns["finish_reasons"])
+    tokens = [outputs.kept_tokens(*row, options) for row in rows]
     with mesh_lib.use_mesh(request.mesh):
       score = functools.partial(exact_lib.logps, self.transformer, prompts, tokens)
       raw = score(1.0)
-      if options.temperature == 0:
+      if options.temperature == 0:  # Nothing is drawn.
         drawn = [np.zeros_like(row) for row in raw]
       else:
         drawn = raw if options.temperature == 1 else score(float(options.temperature))
-    return [
-      dataclasses.replace(row, logprobs=row_raw, sampling_logprobs=row_drawn)
-      for row, row_raw, row_drawn in zip(rows, raw, drawn)
-    ]
+    return {"logprobs": raw, "sampling_logprobs": drawn}

@@ -1,10 +1,10 @@
-"""Choosing the next token: logits and keys in, tokens out.
+"""Choice of the next token from logits: greedy or drawn.
 
-Both choices look at the vocabulary in blocks. A draw first picks a block by its total
-probability and then a token inside it, which is the same distribution with
-V / 256 + 256 random numbers a row instead of V: 0.9 ms against 23 for 32 rows of
-32,000 tokens on two CPU cores, half a decode step. Greedy choice in blocks vectorises
-where one long argmax does not (3.9 ms).
+Both choices go through the vocabulary in blocks of 256 tokens. A draw first picks a
+block by its total probability, then a token inside it. That is the same distribution
+with V / 256 + 256 random numbers a row instead of V. For 32 rows of 32,000 tokens on
+two CPU cores it takes 0.9 ms instead of 23 ms, which was half a decode step. Greedy
+choice by blocks vectorises; one argmax over the vocabulary (3.9 ms) does not.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from tunix.generate import filters
 
-_BLOCK = 256
 Leaf = Any  # a traced array inside a program, a host array where it is called
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
-  """How every row chooses its tokens. What is None is not compiled.
+  """The rules by which every row chooses its tokens. A rule that is None costs nothing.
 
   Attributes:
-    rows: int32 [B], each row's number, for its randomness.
-    key: the call's random key.
-    temperature: float32 [B], above 0; None takes the most likely tokens.
-    top_k: int32 [B]; see `filters.keep`, like the next two.
-    top_p, min_p: float32 [B].
-    forbidden: int32 [F], ids that never come; filled up (`batching.id_list`).
+    rows: int32 [B], number of each row in the call, for its random keys.
+    key: random key of the call.
+    temperature: float32 [B], above 0; None: greedy choice.
+    top_k: int32 [B], see `filters.keep`.
+    top_p: float32 [B], see `filters.keep`.
+    min_p: float32 [B], see `filters.keep`.
+    forbidden: int32 [F], ids that are never chosen, padded by `batching.id_list`.
   """
 
   rows: Leaf
@@ -48,13 +48,16 @@ class Draw:
 def choose(
   logits: Float[Array, "B V"], draw: Draw, positions: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], Float[Array, "B V"] | None]:
-  """Every row's next token, and the logits that it was drawn from, with -inf at what
-  could not come; None where nothing was drawn.
+  """Returns every row's next token, and the logits that it was drawn from.
 
   Args:
-    logits: the model's.
+    logits: the model's logits.
     draw: the rules.
     positions: number of the token in its completion.
+
+  Returns:
+    int32 [B] tokens; and logits after all rules, with -inf at excluded tokens. The
+    logits are None for greedy choice, which draws from nothing.
   """
   if draw.forbidden is not None:
     logits = forbid(logits, draw.forbidden)
@@ -72,11 +75,11 @@ def choose(
 def row_keys(
   key: Key[Array, ""], rows: Int[Array, " B"], positions: Int[Array, " B"]
 ) -> Key[Array, " B"]:
-  """One key a row, from the call's key, the row's number among the call's rows and
-  the number of the token in its completion.
+  """Returns one random key a row.
 
-  So what a row draws depends on no other row: neither on their number nor on where
-  they stop.
+  A row's key is made of the call's key, the row's number in the call and the number of
+  the token in its completion. So a row's draws depend neither on the number of other
+  rows nor on their ends.
   """
 
   def one(row, position):
@@ -86,44 +89,47 @@ def row_keys(
 
 
 def greedy(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-  """The most likely token, the first of equals; int32."""
-  blocks = _blocks(logits)
+  """Returns the most likely token of each row, int32; of equal tokens the first."""
+  blocks = filters.blocks(logits, -jnp.inf)
   block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
   inside = jnp.argmax(_pick(blocks, block), axis=-1)
-  return (block * _BLOCK + inside).astype(jnp.int32)
+  return (block * filters.BLOCK + inside).astype(jnp.int32)
 
 
 def scale(
   logits: Float[Array, "B V"], temperature: Float[Array, " B"]
 ) -> Float[Array, "B V"]:
-  """logits / temperature, float32, moved so that each row's best is 0: a tiny
-  temperature then divides no large number to inf - inf."""
+  """Returns (logits - best) / temperature in float32, with each row's best at 0.
+
+  The best logit is subtracted first: divided by a tiny temperature, two large logits
+  would both become inf, and their difference NaN.
+  """
   logits = logits.astype(jnp.float32)
   best = jnp.max(logits, axis=-1, keepdims=True)
-  # Smaller numbers count as 0 on some devices.
+  # Some devices flush denormal numbers to 0, which must not be divided by.
   temperature = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
   return (logits - best) / temperature[:, None]
 
 
 def sample(keys: Key[Array, " B"], logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-  """Draws from softmax(logits), each row with its own key; int32.
+  """Draws one token a row from softmax(logits); int32.
 
   Args:
-    keys: see `row_keys`.
-    logits: -inf for tokens that must not come.
+    keys: one key a row, see `row_keys`.
+    logits: -inf excludes a token.
   """
-  blocks = _blocks(logits)
+  blocks = filters.blocks(logits, -jnp.inf)
   first, second = jnp.unstack(jax.vmap(jax.random.split)(keys), axis=1)
   draw = jax.vmap(jax.random.categorical)
   block = draw(first, jax.nn.logsumexp(blocks, axis=-1))
   inside = draw(second, _pick(blocks, block))
-  return (block * _BLOCK + inside).astype(jnp.int32)
+  return (block * filters.BLOCK + inside).astype(jnp.int32)
 
 
 def token_logps(
   logits: Float[Array, "B V"], tokens: Int[Array, " B"]
 ) -> Float[Array, " B"]:
-  """log softmax(logits)[token], in nats, float32."""
+  """Returns log softmax(logits)[token] in nats, float32."""
   logits = logits.astype(jnp.float32)
   chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
   return chosen - jax.nn.logsumexp(logits, axis=-1)
@@ -132,22 +138,15 @@ def token_logps(
 def forbid(
   logits: Float[Array, "B V"], forbidden: Int[Array, " F"]
 ) -> Float[Array, "B V"]:
-  """-inf at the forbidden ids; ids past the vocabulary are ignored."""
+  """Sets the logits of forbidden ids to -inf; ids past the vocabulary are ignored."""
   return logits.at[:, forbidden].set(-jnp.inf, mode="drop")
 
 
 def is_in(tokens: Int[Array, " B"], ids: Int[Array, " E"]) -> Bool[Array, " B"]:
-  """Whether each token is one of `ids`."""
+  """Returns True for each token that is one of `ids`."""
   return jnp.any(tokens[:, None] == ids, axis=-1)
 
 
-def _blocks(logits: jax.Array) -> jax.Array:
-  """[B, V] -> [B, ceil(V / block), block], filled up with -inf."""
-  padding = -logits.shape[-1] % _BLOCK
-  padded = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf)
-  return padded.reshape(logits.shape[0], -1, _BLOCK)
-
-
 def _pick(blocks: jax.Array, index: jax.Array) -> jax.Array:
-  """blocks[b, index[b]]."""
+  """Returns blocks[b, index[b]] for every row b."""
   return jnp.take_along_axis(blocks, index[:, None, None], axis=1)[:, 0]

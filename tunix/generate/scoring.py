@@ -1,9 +1,10 @@
-"""Scores of completions that exist: log-probabilities, values, rewards.
+"""Scores of given completions: log-probabilities, values, rewards.
 
-Everything here is traced, pure and differentiable. Rows come as a rollout leaves them:
-prompts padded on the left, completions on the right. They are moved together before
-the model runs, so that a row's tokens stand where they would stand alone; causal models
-never look at what follows. Logits are computed only where they are scored.
+Every function here is pure, can be traced and is differentiable. Rows come as a rollout
+returns them, with prompts padded on the left and completions on the right. Before the
+model runs, the padding between prompt and completion is removed: a row's tokens then
+have the positions that they have alone, and a causal model never looks at the padding
+behind them. Logits are computed only for the tokens that are scored.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
+from tunix.generate import decoders
+from tunix.generate.scored_rows import Ids, Mask, Rows
 from tunix.models import calling
 from tunix.models.calling import Sequences
 from tunix.models.transformer import dropout, sharding
@@ -23,29 +26,17 @@ from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.ops import masks
 from tunix.ops.logprobs import TokenScores
 
-Ids = Int[Array, "B T"]
-Mask = Bool[Array, "B T"] | Int[Array, "B T"]
-
 
 class Scores(NamedTuple):
-  """Of completion tokens, float32 in nats; 0 outside the completions.
+  """The scores of completion tokens, float32 in nats; 0 outside the completions.
 
   Attributes:
-    logps: [B, R] log-probability of each token given what precedes it.
-    entropy: [B, R] of the distribution that each token is drawn from, or None.
+    logps: [B, R], log-probability of each token given the tokens before it.
+    entropy: [B, R], entropy of the distribution of each token, or None.
   """
 
   logps: Any
   entropy: Any
-
-
-class _Rows(NamedTuple):
-  """Prompts [B, P] and completions [B, R], padding set to token 0."""
-
-  prompts: jax.Array
-  prompt_mask: jax.Array
-  completions: jax.Array
-  completion_mask: jax.Array
 
 
 def score_completions(
@@ -61,40 +52,42 @@ def score_completions(
   tile_rows: int | None = None,
   tile_tokens: int | None = None,
 ) -> Scores:
-  """Log-probabilities, and entropies, of completions under softmax(logits /
-  temperature).
+  """Scores completions under softmax(logits / temperature).
 
-  Exact mode (`tile_rows`): the rows are computed in tiles of a fixed shape, one after
-  the other, and again in the backward pass. A row's bits then depend on its own tokens,
-  the weights, `tile_rows`, P, R, the program's dtypes and the compiler for its device:
-  not on the number or order of the other rows, nor on how the prompt is padded within
-  P, nor on whether gradients are taken. Keep P and R fixed for a run, or give
-  `tile_tokens`: then the bits depend on it instead of P and R. With one row a tile this
-  holds by construction; with more the compiled products must treat all rows of a tile
-  alike, which is tested on CPUs. docs/guides/scoring.md has the cost.
+  Exact mode (`tile_rows`) computes the rows in tiles of a fixed shape, one after the
+  other, and again in the backward pass. The bits of a row's scores then depend on the
+  row's tokens, the weights, `tile_rows`, P, R, the dtypes and the compiler of the
+  device. They do not depend on the number or order of other rows, on the padding of the
+  prompt within P, or on whether gradients are taken. Keep P and R fixed during a run;
+  or give `tile_tokens`, which then takes their place. With one row a tile this holds by
+  construction. With more rows the compiled products must treat all rows of a tile
+  alike, which is tested on CPUs only. docs/guides/scoring.md has the cost.
 
   Args:
-    model: our decoder, or a user's model in the form (tokens, positions, cache,
-      attention_mask) or of tokens alone, whose logits are then computed everywhere.
-    prompt_ids, prompt_mask: [B, P], padded on the left, at least one token a row.
-    completion_ids, completion_mask: [B, R]. Tokens before the last one of the mask are
-      seen by those after them even where they are not scored themselves; what comes
-      after it is padding, whatever its ids.
-    group_size: G: the rows come G by G with the same prompt, and each prompt is
+    model: our decoder; or a user's model in the form (tokens, positions, cache,
+      attention_mask) or of tokens alone, whose logits are computed at every position.
+    prompt_ids: [B, P], padded on the left, at least one token a row.
+    prompt_mask: [B, P], True on the prompts' tokens.
+    completion_ids: [B, R], padded on the right.
+    completion_mask: [B, R], True on the tokens to score. Tokens before the last True
+      are part of the row even if they are not scored, such as the answers of a tool.
+      Tokens behind the last True are padding, whatever their ids.
+    group_size: G, rows with the same prompt that stand together. Each prompt is then
       computed once, in the forward and the backward pass; B must be a multiple of G.
-      Rows whose prompts differ within a group become NaN. Equal to G = 1 up to
-      rounding. Our decoder only.
+      A group whose prompts differ scores NaN. Results equal those of G = 1 up to
+      rounding. Only our decoder supports G above 1.
     temperature: above 0.
-    entropy: whether to compute it.
-    tile_rows: rows of a tile; None: all rows at once. Not with a group size.
+    entropy: compute the entropy as well.
+    tile_rows: rows of a tile in exact mode; None: all rows at once. Not with a
+      `group_size` above 1.
     tile_tokens: tokens of a tile's row, at least P + R; logits are then computed at all
       of them. Only with `tile_rows`.
 
   Raises:
-    ValueError: shapes or options that contradict each other, dropout in exact mode, or
-      a model that gives scores instead of logits.
+    ValueError: shapes or options contradict each other, exact mode with dropout, or the
+      model returns scores instead of logits.
   """
-  rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   _check_tiles(model, rows, group_size, tile_rows, tile_tokens)
 
   def scores(model: Any, states: jax.Array, targets: jax.Array) -> TokenScores:
@@ -103,12 +96,16 @@ def score_completions(
         states, targets, temperature=temperature, entropy=entropy
       )
 
-  def one(model: Any, rows: _Rows) -> Scores:
+  def one(model: Any, rows: Rows) -> Scores:
+    # Three paths to the same numbers: tokens split over devices (`cp`), one prompt for
+    # a group, and plain rows.
     if group_size == 1 and _splits_tokens(model):
       out = _scored_in_place(model, rows, scores, tile_tokens)
     else:
       scored = _states(model, rows, group_size, tile_tokens)
       targets = rows.completions
+      # `tile_tokens` positions are scored instead of R, so that R shapes no product.
+      # The extra scores are cut off below.
       if tile_tokens is not None:
         short = tile_tokens - targets.shape[1]
         targets = jnp.pad(targets, ((0, 0), (0, short)))
@@ -131,20 +128,20 @@ def completion_hidden(
   *,
   group_size: int = 1,
 ) -> Float[Array, "B R D"]:
-  """Final hidden states at the positions that predict the completion tokens.
+  """Returns the final hidden states at the positions that predict completion tokens.
 
-  Args: see `score_completions`.
+  The arguments are those of `score_completions`.
 
   Raises:
-    ValueError: a model that does not offer its hidden states, or shapes that contradict
-      each other.
+    ValueError: the model does not offer its hidden states, or shapes contradict each
+      other.
   """
   if calling.adapt(model).builds_logits:
     raise ValueError(
       f"{type(model).__name__} does not offer its hidden states (return_hidden= and "
       "unembedding()): use its logits"
     )
-  rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   return _states(model, rows, group_size)
 
 
@@ -157,14 +154,12 @@ def completion_logits(
   *,
   group_size: int = 1,
 ) -> Float[Array, "B R V"]:
-  """Logits at the positions that predict the completion tokens, of any model.
+  """Returns the logits at the positions that predict completion tokens, of any model.
 
-  For what needs the whole distribution (exact KL, distillation): the memory grows with
-  the vocabulary.
-
-  Args, Raises: see `score_completions`.
+  Exact KL and distillation need this whole distribution. It takes memory for B * R * V
+  numbers. Arguments and errors are those of `score_completions`.
   """
-  rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   states = _states(model, rows, group_size)
   return calling.adapt(model).unembed(states)
 
@@ -178,19 +173,19 @@ def score_values(
   *,
   group_size: int = 1,
 ) -> Float[Array, "B R"]:
-  """A critic's value at the position that predicts each completion token, that is
-  before the token is chosen; float32, 0 outside the completions.
+  """Returns a critic's value before each completion token is chosen.
+
+  The value of a token is the critic's score at the position that predicts it; float32,
+  0 outside the completions.
 
   Args:
     critic: a model with one score a position (`heads.with_scores`), or a user's model
-      that gives [B, T, 1].
-    prompt_ids, prompt_mask, completion_ids, completion_mask, group_size: see
-      `score_completions`.
+      that returns [B, T, 1]. The other arguments are those of `score_completions`.
 
   Raises:
-    ValueError: the model gives more than one number a position.
+    ValueError: the model returns more than one number a position.
   """
-  rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   values = _one_score(critic, _states(critic, rows, group_size))
   return jnp.where(rows.completion_mask, values, 0.0)
 
@@ -202,62 +197,34 @@ def score_sequences(
   completion_ids: Ids,
   completion_mask: Mask,
 ) -> Float[Array, " B"]:
-  """A reward model's score at the last token of each row, the prompt's if the
-  completion is empty; float32.
+  """Returns a reward model's score at the last token of each row, float32.
 
-  Args: see `score_values`.
+  If a completion is empty, that is the last token of its prompt. The arguments are
+  those of `score_values`.
 
   Raises:
-    ValueError: the model gives more than one number a position.
+    ValueError: the model returns more than one number a position.
   """
-  rows = _rows(prompt_ids, prompt_mask, completion_ids, completion_mask)
-  lengths = jnp.sum(rows.prompt_mask, axis=1) + jnp.sum(_extent(rows), axis=1)
+  rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
+  lengths = jnp.sum(rows.prompt_mask, axis=1) + jnp.sum(rows.extent, axis=1)
   last = (lengths - 1)[:, None]
-  return _one_score(reward_model, _run(reward_model, _joined(rows), last))[:, 0]
-
-
-def _rows(prompt_ids, prompt_mask, completion_ids, completion_mask) -> _Rows:
-  """Checked rows, cleared of whatever ids stand for padding."""
-  shapes = [x.shape for x in (prompt_ids, prompt_mask)]
-  shapes += [x.shape for x in (completion_ids, completion_mask)]
-  two = shapes[0] == shapes[1] and shapes[2] == shapes[3]
-  if not (
-    two and len(shapes[0]) == len(shapes[2]) == 2 and shapes[0][0] == shapes[2][0]
-  ):
-    raise ValueError(
-      f"prompts {shapes[0]}, their mask {shapes[1]}, completions {shapes[2]}, their "
-      f"mask {shapes[3]}: expected [B, P] twice and [B, R] twice"
-    )
-  arrays = map(jnp.asarray, (prompt_ids, prompt_mask, completion_ids, completion_mask))
-  prompts, prompt_mask, completions, completion_mask = arrays
-  rows = _Rows(
-    prompts, prompt_mask.astype(bool), completions, completion_mask.astype(bool)
-  )
-  return rows._replace(
-    prompts=jnp.where(rows.prompt_mask, prompts, 0),
-    completions=jnp.where(_extent(rows), completions, 0),
-  )
-
-
-def _extent(rows: _Rows) -> jax.Array:
-  """True up to the last token of each completion: a mask may have holes before it."""
-  seen = rows.completion_mask.astype(jnp.int32)
-  return jax.lax.cummax(seen, axis=1, reverse=True) > 0
+  return _one_score(reward_model, _run(reward_model, rows.joined(), last))[:, 0]
 
 
 def _check_tiles(model, rows, group_size, tile_rows, tile_tokens) -> None:
   if tile_rows is None:
     if tile_tokens is not None:
       raise ValueError(
-        f"tile_tokens is {tile_tokens} and tile_rows is None: it is for exact mode only"
+        f"tile_tokens is {tile_tokens} and tile_rows is None: only exact mode has "
+        "tiles, give tile_rows or leave it out"
       )
     return
   if tile_rows < 1:
-    raise ValueError(f"tile_rows is {tile_rows}, it must be at least 1")
+    raise ValueError(f"tile_rows is {tile_rows}, expected at least 1")
   if group_size != 1:
     raise ValueError(
-      f"tile_rows={tile_rows} with group_size={group_size}: in exact mode every row is "
-      "computed by itself; leave one of them out"
+      f"tile_rows is {tile_rows} and group_size is {group_size}: exact mode computes "
+      "every row by itself, leave one of them out"
     )
   width = rows.prompts.shape[1] + rows.completions.shape[1]
   if tile_tokens is not None and tile_tokens < width:
@@ -266,115 +233,116 @@ def _check_tiles(model, rows, group_size, tile_rows, tile_tokens) -> None:
     )
   if dropout.is_on(model):
     raise ValueError(
-      "exact mode cannot score with dropout: call model.eval() before, or leave "
-      "tile_rows out"
+      f"tile_rows is {tile_rows}, and exact mode cannot score with dropout: call "
+      "model.eval() before, or leave tile_rows out"
     )
 
 
 def _by_tiles(
-  model: Any, one: Callable[[Any, _Rows], Scores], rows: _Rows, size: int
+  model: Any, one: Callable[[Any, Rows], Scores], rows: Rows, size: int
 ) -> Scores:
-  """`one`, tile by tile: every tile runs the same compiled program."""
+  """Runs `one` over tiles of `size` rows, all by the same compiled program."""
   graph, state = nnx.split(model)
   count = rows.prompts.shape[0]
 
+  # The last tile is filled with empty rows, whose scores are dropped.
   def cut(x):
     filled = jnp.pad(x, ((0, -count % size), (0, 0)))
     return filled.reshape(-1, size, x.shape[1])
 
-  # Without the checkpoint the compiler fuses the forward pass with what it keeps for
-  # the backward pass, and its bits change when gradients are taken.
+  # Without the checkpoint, a program with gradients also stores intermediate results of
+  # the forward pass. The compiler then fuses it differently, which changes its bits.
   tile = jax.checkpoint(lambda rows: one(nnx.merge(graph, state), rows))
   out = jax.lax.map(tile, jax.tree.map(cut, rows))
   return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1])[:count], out)
 
 
 def _states(
-  model: Any, rows: _Rows, group_size: int, tile_tokens: int | None = None
+  model: Any, rows: Rows, group_size: int, tile_tokens: int | None = None
 ) -> jax.Array:
-  """What the model says where completion tokens are predicted: hidden states [B, R, D],
-  or a user's logits [B, R, V]; tile_tokens of them in the place of R if given."""
+  """Runs the model and picks the positions that predict completion tokens.
+
+  Returns:
+    Hidden states [B, R, D], or logits [B, R, V] of a model without them; with
+    `tile_tokens` that number of positions instead of R.
+  """
   if group_size != 1:
     return _shared_states(model, rows, group_size)
-  return _run(model, _joined(rows, tile_tokens), _before(rows, tile_tokens))
-
-
-def _before(rows: _Rows, count: int | None = None) -> jax.Array:
-  """[B, R], the slots of `_joined` that predict the completion tokens; `count` of them
-  in the place of R if given."""
-  lengths = jnp.sum(rows.prompt_mask, axis=1)
-  return lengths[:, None] - 1 + jnp.arange(count or rows.completions.shape[1])
+  return _run(model, rows.joined(tile_tokens), rows.predicting_slots(tile_tokens))
 
 
 def _splits_tokens(model: Any) -> bool:
-  """Whether the tokens of a row lie on several devices (the mesh axis cp)."""
-  rules = getattr(getattr(model, "config", None), "sharding", None)
+  """Returns True if the mesh axis `cp` splits the tokens of a row over devices."""
+  rules = decoders.sharding_rules(model)
   return rules is not None and sharding.token_axis(rules) is not None
 
 
 def _scored_in_place(
   model: Any,
-  rows: _Rows,
+  rows: Rows,
   scores: Callable[[Any, jax.Array, jax.Array], TokenScores],
   tile_tokens: int | None,
 ) -> TokenScores:
-  """Scores of all tokens where they lie, those of the completions picked afterwards:
-  numbers travel between the devices, and no hidden states."""
-  tokens = _joined(rows, tile_tokens)
+  """Scores all tokens on their devices, then picks the scores of the completions.
+
+  With `cp`, the tokens of a row are on several devices. Picking scores moves one number
+  a token between them; picking hidden states would move D numbers a token.
+  """
+  tokens = rows.joined(tile_tokens)
   states = calling.adapt(model).states(Sequences(tokens))
   out = scores(model, states, masks.next_token_targets(tokens))
-  at = jnp.clip(_before(rows), 0, tokens.shape[1] - 1)
+  at = jnp.clip(rows.predicting_slots(), 0, tokens.shape[1] - 1)
   return jax.tree.map(lambda x: jnp.take_along_axis(x, at, axis=1), out)
 
 
-def _joined(rows: _Rows, width: int | None = None) -> jax.Array:
-  """[B, width]: each prompt's tokens from slot 0, then the completion's, then 0."""
-  both = jnp.concatenate([rows.prompts, rows.completions], axis=1)
-  padding = rows.prompts.shape[1] - jnp.sum(rows.prompt_mask, axis=1)
-  source = padding[:, None] + jnp.arange(width or both.shape[1])
-  return jnp.take_along_axis(both, source, axis=1, mode="fill", fill_value=0)
-
-
 def _run(model: Any, tokens: jax.Array, at: jax.Array) -> jax.Array:
-  """Hidden states, or logits, of the slots `at` [B, R]; those out of range are the
-  nearest."""
+  """Returns hidden states, or logits, at the slots `at` [B, R].
+
+  A slot out of range is replaced by the nearest; its scores are masked by the caller.
+  """
   out = calling.adapt(model).states(Sequences(tokens))
   at = jnp.clip(at, 0, tokens.shape[1] - 1)
   return jnp.take_along_axis(out, at[..., None], axis=1)
 
 
-def _shared_states(model: Any, rows: _Rows, group_size: int) -> jax.Array:
-  """`_states` of rows that come G by G with one prompt, which runs once."""
+def _shared_states(model: Any, rows: Rows, group_size: int) -> jax.Array:
+  """Returns `_states` of rows in groups of G with one prompt, which runs once."""
   count, width = rows.prompts.shape
   if group_size < 1 or count % group_size:
     raise ValueError(
-      f"group_size is {group_size}, it must be at least 1 and divide the {count} rows"
+      f"group_size is {group_size}, expected at least 1 and a divisor of the {count} "
+      "rows"
     )
   language_model = calling.adapt(model)
   if not language_model.shares_prompts:
     raise ValueError(
-      f"{type(model).__name__} cannot run rows with a shared prompt, which our decoder "
-      "can: score with group_size=1"
+      f"group_size is {group_size}, and {type(model).__name__} cannot run rows with a "
+      "shared prompt, which our decoder can: score with group_size=1"
     )
   layout = SharedPrompt(width, group_size)
   prompts, mask = rows.prompts[::group_size], rows.prompt_mask[::group_size]
+  # One row a group: the prompt, then its G completions. Segment 0 is the padding of the
+  # prompt, segment 1 everything else.
   tokens = layout.rows(prompts, rows.completions)
   valid = layout.rows(mask, jnp.ones_like(rows.completions, bool))
   segments, extra = valid.astype(jnp.int32), {"shared_prompt": layout}
   out = language_model.states(Sequences(tokens, segment_ids=segments, extra=extra))
-  # Each completion's states, the prompt's last before them and their own last dropped.
+  # Each sequence is P prompt states and R completion states. The last prompt state
+  # predicts the first completion token; the last completion state predicts nothing.
   out = layout.sequences(out)[:, width - 1 : -1]
+  # Shapes are static, contents are not: a group with different prompts cannot raise
+  # here, so it scores NaN instead of numbers that look right.
   alike = lambda x, first: jnp.all(x == jnp.repeat(first, group_size, axis=0), axis=1)
   same = alike(rows.prompts, prompts) & alike(rows.prompt_mask, mask)
   return jnp.where(same[:, None, None], out, jnp.nan)
 
 
 def _one_score(model: Any, states: jax.Array) -> jax.Array:
-  """float32 [B, R] of what `_states` gives."""
+  """Returns float32 [B, R] scores of `_states`."""
   scores = calling.adapt(model).unembed(states)
   if scores.shape[-1] != 1:
     raise ValueError(
-      f"{type(model).__name__} gives {scores.shape[-1]} numbers a position, a critic "
-      "or reward model gives 1: see heads.with_scores"
+      f"{type(model).__name__} returns {scores.shape[-1]} numbers a position, a critic "
+      "or reward model returns 1: see heads.with_scores"
     )
   return scores[..., 0].astype(jnp.float32)

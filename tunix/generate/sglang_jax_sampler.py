@@ -1,9 +1,9 @@
-"""Samples with an SGLang-JAX server, over its native HTTP interface.
+"""Sampler for an SGLang-JAX server, over its native HTTP interface.
 
-Written for sglang-jax 0.0.1.post1, which pins other versions of JAX and Flax than ours:
-the server has an environment of its own, and nothing of it is imported. Tested against
-a fake of that interface, not against the engine. Every completion is one request; the
-server shares the prefix of those of one prompt.
+This file is written for sglang-jax 0.0.1.post1, which pins other versions of JAX and
+Flax than ours: the server runs in its own environment, and SGLang-JAX is not imported.
+The tests use a fake of its interface, not the engine. Each completion is one request;
+the server shares the prefix of the requests of one prompt.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import numpy as np
 from tunix.generate import engine_rows, outputs
 from tunix.generate.base_sampler import BaseSampler, SamplerOutput
 from tunix.generate.engine_http import Client
-from tunix.generate.engine_rows import EngineError
+from tunix.generate.engine_rows import Answer, EngineError
 from tunix.generate.options import SamplingOptions
-from tunix.generate.outputs import Row, find_stop
 from tunix.models.transformer.model import Transformer
 
 
@@ -36,21 +35,21 @@ class SglangJaxSampler(BaseSampler):
     restart: Callable[[pathlib.Path], str] | None = None,
     weights_dir: str | os.PathLike[str] | None = None,
   ):
-    """Asks the server whether it generates.
+    """Connects to the server and checks that its model generates text.
 
     Args:
       url: http://host:port.
-      tokenizer: the model's (see BaseSampler).
-      timeout_s: seconds that any answer may take.
-      restart: for `update_weights`: ends the server, starts it on a model's folder, and
-        gives its address when it is ready. This release of the engine has no other way
-        to take new weights.
-      weights_dir: where `update_weights` writes; the server must see the same folder.
-        None: the system's temporary one.
+      tokenizer: the model's tokenizer (see BaseSampler).
+      timeout_s: most seconds to wait for an answer.
+      restart: function for `update_weights`. It ends the server, starts it on the
+        folder of a model, and returns its address when it is ready. This release of
+        the engine cannot take new weights while it runs.
+      weights_dir: folder for the weights of `update_weights`; the server must see the
+        same folder. None: the system's temporary folder.
 
     Raises:
       EngineError: no server answers.
-      ValueError: its model does not generate text.
+      ValueError: the server's model does not generate text.
     """
     super().__init__(tokenizer)
     self._timeout_s = timeout_s
@@ -69,16 +68,19 @@ class SglangJaxSampler(BaseSampler):
   def _sample(
     self, prompts: list[np.ndarray], options: SamplingOptions
   ) -> SamplerOutput:
-    """`engine_options` are more of the engine's sampling parameters, such as
-    {"regex": "[0-9]+"}. An empty list of `eos_tokens` is honoured, other ids are not.
+    """Sends one request a completion and collects the answers.
 
-    Returns: as `Sampler`. The engine's log-probs are under softmax(logits /
+    `engine_options` are further sampling parameters of the engine, such as
+    {"regex": "[0-9]+"}. An empty list of `eos_tokens` is honoured; other ids are not.
+
+    Returns:
+      The output, as from `Sampler`. The engine's log-probs are under softmax(logits /
       temperature): at another temperature than 1 `logprobs` is None.
 
     Raises:
-      ValueError: log-probs of filtered draws at another temperature than 1; or what the
-        server refuses, in its words.
-      EngineError: the server is dead, late, or answers what cannot be used.
+      ValueError: log-probs of filtered draws at another temperature than 1; or the
+        server refuses the request, and its message is quoted.
+      EngineError: the server is dead or late, or its answer cannot be used.
     """
     is_scaled = options.temperature not in (0, 1)
     if options.return_logprobs and is_scaled and options.filters:
@@ -87,18 +89,19 @@ class SglangJaxSampler(BaseSampler):
         f"{', '.join(options.filters)} at temperature {options.temperature}: leave the "
         "filters out, or sample at temperature 1"
       )
-    bodies = self._bodies(prompts, options)
-    answers = self._client.ask_all("/generate", bodies)
+    answers = self._client.ask_all("/generate", self._bodies(prompts, options))
     rows = [self._row(answer, options) for answer in answers]
-    return outputs.sampler_output(self.tokenizer, prompts, rows, options)
+    # The engine takes its log-probs after the temperature and before the filters.
+    kind = "raw" if options.temperature == 1 else "processed"
+    return engine_rows.sampler_output(self.tokenizer, prompts, options, rows, kind)
 
   def update_weights(self, source: Transformer | str | os.PathLike[str]) -> None:
     """Restarts the server with other weights.
 
     Args:
-      source: a model, which is written to a folder first (adapters merged); or a
-        model's folder. The folder of a model holds no tokenizer: `restart` must give
-        the server one.
+      source: a model, which is written to a folder first with its adapters merged; or
+        the folder of a model. The written folder holds no tokenizer: `restart` must
+        give the server one.
 
     Raises:
       ValueError: the sampler was made without `restart`.
@@ -106,8 +109,8 @@ class SglangJaxSampler(BaseSampler):
     """
     if self._restart is None:
       raise ValueError(
-        "this release of SGLang-JAX takes no new weights while it runs: give "
-        "SglangJaxSampler a restart function"
+        "restart is None, expected a function: this release of SGLang-JAX takes no new "
+        "weights while it runs. Give SglangJaxSampler a restart function"
       )
     with engine_rows.weights_folder(source, self._weights_dir) as folder:
       self._connect(self._restart(folder))
@@ -121,11 +124,9 @@ class SglangJaxSampler(BaseSampler):
       )
 
   def _bodies(
-    self,
-    prompts: Sequence[np.ndarray],
-    options: SamplingOptions,
+    self, prompts: Sequence[np.ndarray], options: SamplingOptions
   ) -> list[dict[str, Any]]:
-    """A request a row."""
+    """Returns the JSON body of each completion's request."""
     filters = options.filters
     common = {
       "temperature": options.temperature,
@@ -133,9 +134,10 @@ class SglangJaxSampler(BaseSampler):
       "top_k": filters.get("top_k", -1),
       "min_p": filters.get("min_p", 0.0),
       "stop": list(options.stops),
-      # ignore_eos would switch these off too: the model's own ids always count.
+      # `ignore_eos` would switch these ids off too. So the model's own ids end a row
+      # unless `eos_tokens` is given; then it is empty, as other ids are refused.
       "stop_token_ids": self._eos_ids(options),
-      "ignore_eos": options.eos_tokens is not None,  # it is empty: others are refused
+      "ignore_eos": options.eos_tokens is not None,
     }
     engine_rows.check_engine_options(options, (*common, "max_new_tokens", "n"))
     return [
@@ -146,36 +148,38 @@ class SglangJaxSampler(BaseSampler):
           **options.engine_options,
           "max_new_tokens": int(limit),
         },
-        # The ids come with the log-probs only.
+        # The engine gives token ids together with log-probs only.
         "return_logprob": True,
       }
       for prompt, limit in zip(prompts, options.limits(len(prompts)))
       for _ in range(options.num_samples)
     ]
 
-  def _row(self, answer: Any, options: SamplingOptions) -> Row:
+  def _row(self, answer: Any, options: SamplingOptions) -> Answer:
     meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
-    known = meta.get("output_token_logprobs")
-    if not known:
+    found = meta.get("output_token_logprobs")
+    if not found:
       raise EngineError(
         f"SGLang-JAX answered {str(answer)[:200]}, without output_token_logprobs"
       )
-    logprobs, tokens = [x[0] for x in known], [int(x[1]) for x in known]
+    logprobs = [entry[0] for entry in found]
+    tokens = np.array([entry[1] for entry in found], np.int32)
     finish = meta.get("finish_reason") or {}
     if finish.get("type") not in ("stop", "length"):
       raise EngineError(f"SGLang-JAX ended a completion with {finish}")
-    if finish["type"] == "stop":
-      reason = "stop" if isinstance(finish.get("matched"), str) else "eos"
-    else:
-      reason = self._at_the_limit(tokens, options)
-    # Before filters, but after the temperature.
-    kind = "raw" if options.temperature == 1 else "processed"
-    return engine_rows.row(tokens, logprobs, reason, options, kind)
+    if finish["type"] == "length":
+      return tokens, logprobs, self._reason_at_limit(tokens, options)
+    # `matched` is the stop string, or the id of the end-of-sequence token.
+    is_text = isinstance(finish.get("matched"), str)
+    return tokens, logprobs, "stop" if is_text else "eos"
 
-  def _at_the_limit(self, tokens: Sequence[int], options: SamplingOptions) -> str:
-    """The engine says "length" also when the last token that it may is an end."""
+  def _reason_at_limit(self, tokens: np.ndarray, options: SamplingOptions) -> str:
+    """Returns the finish reason of a row for which the engine says "length".
+
+    The engine looks at the limit first: it says "length" even if the last token is an
+    end-of-sequence token or completes a stop string.
+    """
     if tokens[-1] in self._eos_ids(options):
       return "eos"
-    ids = np.asarray(tokens, np.int32)
-    end = find_stop(self.tokenizer.decode, ids, options.stops)
+    end = outputs.find_stop(self.tokenizer.decode, tokens, options.stops)
     return "length" if end is None else "stop"

@@ -1,8 +1,8 @@
 """One interface over every kind of tokenizer.
 
-`TokenizerAdapter` is what samplers and data pipelines talk to. Folders that hold a
-`tokenizer.json` are read with `tokenizers` and `jinja2` alone; `transformers` is asked
-only for folders without one and for model ids.
+Samplers and data pipelines use `TokenizerAdapter`. Folders with a `tokenizer.json` are
+read with `tokenizers` and `jinja2` alone; `transformers` is needed only for folders
+without that file and for model ids without it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from tunix.generate import (
 )
 from tunix.generate.tokenizer_backends import Backend, Token, choose
 
-# Text in front of a continuation while it is encoded (see encode_continuation). A
-# line break merges with no letter in any tokenizer that needs the detour.
+# Text in front of a continuation while it is encoded, see `encode_continuation`. No
+# tokenizer that needs an anchor merges a line break with the letter behind it.
 _ANCHOR = "\n"
 
 
 class TokenizerAdapter:
-  """Encodes, decodes and renders chats, whatever the tokenizer is.
+  """A tokenizer of any kind that encodes, decodes and renders chats.
 
-  The tokenizer is never changed. Id 0 is an id like any other.
+  The wrapped tokenizer is never changed. Id 0 is an id like any other.
 
   Attributes:
-    add_bos, add_eos: whether `tokenize` begins with BOS, and may end with EOS.
+    add_bos: `tokenize` begins with the BOS token.
+    add_eos: `tokenize` may end with the EOS token.
   """
 
   add_bos: bool = True
@@ -55,28 +56,30 @@ class TokenizerAdapter:
     Args:
       tokenizer: a transformers tokenizer, a `tokenizers.Tokenizer`, a tiktoken
         encoding, another adapter, or an object with encode, decode, bos_id, eos_id
-        and pad_id (a SentencePiece processor is one).
-      chat_template: jinja source (or sources by name) instead of the tokenizer's own.
-      bos_token, eos_token, pad_token: the text of special tokens, where the
-        tokenizer does not know or should not be asked; "" says there is none.
+        and pad_id, such as a SentencePiece processor.
+      chat_template: jinja source, or sources by name. None: the tokenizer's.
+      bos_token: text of the BOS token; "": there is none; None: the tokenizer's.
+      eos_token: text of the EOS token; "": there is none; None: the tokenizer's.
+      pad_token: text of the padding token; "": there is none; None: the tokenizer's.
       eos_ids: further end-of-sequence ids, as in a model's generation_config.json.
 
     Raises:
-      ValueError: the object lacks methods (they are named), or a token is unknown.
+      ValueError: the object lacks methods, which the message names; or it has no token
+        of a given text.
     """
-    stated = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
-    self._stated: dict[str, Token] = {}
+    given = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
+    self._given_roles: dict[str, Token] = {}
     if isinstance(tokenizer, TokenizerAdapter):
       self._backend: Backend = tokenizer._backend
-      self._stated |= tokenizer._stated
-      chat_template = chat_template or tokenizer._stated_template
-      eos_ids = (*eos_ids, *tokenizer._stated_eos_ids)
+      self._given_roles |= tokenizer._given_roles
+      chat_template = chat_template or tokenizer._given_template
+      eos_ids = (*eos_ids, *tokenizer._given_eos_ids)
     else:
       self._backend = choose(tokenizer)
-    self._stated_template, self._stated_eos_ids = chat_template, tuple(eos_ids)
-    for role, text in stated.items():
+    self._given_template, self._given_eos_ids = chat_template, tuple(eos_ids)
+    for role, text in given.items():
       if text is not None:
-        self._stated[role] = self._backend.named(role, text) if text else Token()
+        self._given_roles[role] = self._backend.named(role, text) if text else Token()
 
   @classmethod
   def from_pretrained(
@@ -86,54 +89,69 @@ class TokenizerAdapter:
     chat_template: tokenizer_files.ChatTemplates | None = None,
     revision: str | None = None,
   ) -> TokenizerAdapter:
-    """The tokenizer of a Hugging Face folder, a `tokenizer.json`, or a model id.
+    """Loads the tokenizer of a Hugging Face folder, a `tokenizer.json` or a model id.
 
     Args:
-      path: of the folder or file, or a hub id "owner/name".
-      chat_template: instead of its own.
-      revision: of a hub id: a commit, tag or branch; None: its newest commit.
+      path: the folder, the file, or a model id "owner/name".
+      chat_template: jinja source, or sources by name. None: the tokenizer's.
+      revision: commit, tag or branch of a model id; None: its newest commit.
 
     Raises:
-      FileNotFoundError: there is no such folder, or no tokenizer in it.
-      ImportError: the folder has no `tokenizer.json` and transformers is missing.
-      ValueError: a file of the folder is damaged, or it is given a revision.
+      FileNotFoundError: the path does not exist, or has no tokenizer.
+      ImportError: the folder has no `tokenizer.json`, and transformers is missing.
+      ValueError: a file is damaged, or a folder is given a revision.
     """
     tokenizer = tokenizer_loading.load_pretrained(path, revision)
     return TokenizerAdapter(tokenizer, chat_template=chat_template)
 
   @property
   def tokenizer(self) -> Any:
-    """The object that was wrapped."""
+    """The wrapped object."""
     return self._backend.raw
 
   def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-    """Token ids of `text`; special tokens written in the text are recognised."""
+    """Returns the token ids of `text`.
+
+    Special tokens that are written in the text become their ids.
+
+    Args:
+      text: the text.
+      add_special_tokens: add the tokens that the tokenizer puts around a text, or the
+        BOS token if the tokenizer cannot.
+    """
     ids = self._backend.encode(text, add_special_tokens)
     if add_special_tokens and not self._backend.adds_special:
       return [*self._bos(), *ids]
     return ids
 
   def encode_continuation(self, text: str) -> list[int]:
-    """Token ids of text that goes on where other text ended.
+    """Returns the token ids of a text that continues another text.
 
-    SentencePiece-style tokenizers put a space before every text that they encode;
-    here it would stand in the middle of a sentence. Ids of two parts, encoded with
-    `encode` and with this, decode to the parts' concatenation.
+    SentencePiece-style tokenizers put a space before every text that they encode, which
+    would be wrong inside a sentence. The ids of a first part from `encode` and those of
+    a second part from this function together decode to the joined parts.
     """
     if not text or not self._adds_prefix:
       return self.encode(text)
+    # Behind an anchor the text gets no space; the ids of the anchor are then removed.
     anchor, ids = self.encode(_ANCHOR), self.encode(_ANCHOR + text)
     return ids[len(anchor) :] if ids[: len(anchor)] == anchor else self.encode(text)
 
   @functools.cached_property
   def _adds_prefix(self) -> bool:
+    """True if the tokenizer encodes a letter alone and behind a text differently."""
     alone, after = self.encode("a"), self.encode(_ANCHOR + "a")
     return after[-len(alone) :] != alone
 
   def decode(
     self, ids: Sequence[int] | np.ndarray | int, skip_special_tokens: bool = True
   ) -> str:
-    """The text of token ids (a sequence, an array, or one id)."""
+    """Returns the text of token ids.
+
+    Args:
+      ids: a sequence or an array of ids, or one id.
+      skip_special_tokens: leave out the texts of special tokens.
+    """
     plain = [int(i) for i in np.atleast_1d(np.asarray(ids, dtype=np.int64))]
     if skip_special_tokens and not self._backend.drops_special:
       dropped = {token.id for token in self._backend.roles().values()}
@@ -142,8 +160,8 @@ class TokenizerAdapter:
     return self._backend.decode(plain, skip_special_tokens)
 
   def _roles(self) -> dict[str, Token]:
-    """Special tokens by role: those of the tokenizer, but for what was stated."""
-    return {**self._backend.roles(), **self._stated}
+    """Returns the special tokens by role; given ones replace the tokenizer's."""
+    return {**self._backend.roles(), **self._given_roles}
 
   def _role(self, name: str) -> Token:
     return self._roles().get(name, Token())
@@ -156,40 +174,40 @@ class TokenizerAdapter:
     return [] if bos is None else [bos]
 
   def bos_id(self) -> int | None:
-    """Id of the beginning-of-sequence token, None when there is none."""
+    """Returns the id of the beginning-of-sequence token; None if there is none."""
     return self._role("bos_token").id
 
   def eos_id(self) -> int | None:
-    """Id of the end-of-sequence token, None when there is none."""
+    """Returns the id of the end-of-sequence token; None if there is none."""
     return self._role("eos_token").id
 
   def pad_id(self) -> int | None:
-    """Id of the padding token; the end-of-sequence id where no token is for that."""
+    """Returns the id of the padding token, or else of the end-of-sequence token."""
     pad = self._role("pad_token").id
     return self.eos_id() if pad is None else pad
 
   def eos_ids(self) -> tuple[int, ...]:
-    """Every id that ends a sequence, the tokenizer's own first.
+    """Returns every id that ends a sequence, `eos_id` first.
 
-    Llama 3 and Qwen end a turn and a text with different tokens; the further ids
-    come from the folder's generation_config.json and config.json.
+    Llama 3 and Qwen end a turn and a text with different tokens. The further ids come
+    from the folder's generation_config.json and config.json.
     """
-    every = [self.eos_id(), *self._stated_eos_ids, *self._backend.eos_ids]
+    every = [self.eos_id(), *self._given_eos_ids, *self._backend.eos_ids]
     return tuple(dict.fromkeys(i for i in every if i is not None))
 
   @property
   def bos_token(self) -> str | None:
-    """Text of the beginning-of-sequence token."""
+    """Text of the beginning-of-sequence token; None if there is none."""
     return self._role("bos_token").text or None
 
   @property
   def eos_token(self) -> str | None:
-    """Text of the end-of-sequence token."""
+    """Text of the end-of-sequence token; None if there is none."""
     return self._role("eos_token").text or None
 
   @property
   def vocab_size(self) -> int:
-    """Number of ids, added tokens included."""
+    """Number of ids, with those of added tokens."""
     return self._backend.vocab_size()
 
   @functools.cached_property
@@ -197,11 +215,11 @@ class TokenizerAdapter:
     return self._backend.special_tokens()
 
   def special_tokens(self) -> dict[str, int]:
-    """Text -> id of the special tokens whose text is known."""
+    """Returns text -> id of the special tokens whose text is known."""
     return dict(self._special_tokens)
 
   def special_ids(self) -> frozenset[int]:
-    """Ids that stand for no text: begin, end, padding, turn markers."""
+    """Returns the ids without text of their own: begin, end, padding, turn markers."""
     in_roles = (self.bos_id(), self.pad_id(), *self.eos_ids())
     ids = (*self._special_tokens.values(), *in_roles)
     return frozenset(i for i in ids if i is not None)
@@ -209,12 +227,19 @@ class TokenizerAdapter:
   def tokenize(
     self, text: str, prefix: str = "", suffix: str = "", add_eos: bool = True
   ) -> np.ndarray:
-    """`prefix + text + suffix` as int32 [T], BOS first when there is one.
+    """Returns the ids of `prefix + text + suffix` behind the BOS token, int32 [T].
 
-    A BOS that the text already begins with is not doubled.
+    The BOS token is left out if the tokenizer has none, if `add_bos` is False, or if
+    the text already begins with it.
+
+    Args:
+      text: the text.
+      prefix: text in front of it.
+      suffix: text behind it.
+      add_eos: end with the EOS token, unless the adapter's `add_eos` is False.
 
     Raises:
-      ValueError: `add_eos` with a tokenizer that has no end-of-sequence token.
+      ValueError: an EOS token is needed and the tokenizer has none.
     """
     ids = self.encode(prefix + text + suffix)
     bos, eos, add_eos = self._bos(), self.eos_id(), add_eos and self.add_eos
@@ -229,18 +254,18 @@ class TokenizerAdapter:
 
   @property
   def chat_template(self) -> tokenizer_files.ChatTemplates | None:
-    """Jinja source of the chat template (or sources by name), None without one."""
-    return self._stated_template or self._backend.chat_template
+    """Jinja source of the chat template, or sources by name; None if there is none."""
+    return self._given_template or self._backend.chat_template
 
   def has_chat_template(self) -> bool:
-    """Whether `apply_chat_template` can work."""
+    """Returns True if `apply_chat_template` has a template or a renderer."""
     return bool(self.chat_template) or self._renderer() is not None
 
   def _renderer(self) -> Callable[..., Any] | None:
-    """The tokenizer's own renderer, where it keeps no template that we can read."""
+    """Returns the object's own renderer, for objects without a readable template."""
     renderer = getattr(self.tokenizer, "apply_chat_template", None)
     base = getattr(type(self.tokenizer), "apply_chat_template", None)
-    # transformers' stock renderer needs a template, and there is none.
+    # transformers' standard renderer needs a template, and there is none.
     stock = getattr(base, "__module__", "") == "transformers.tokenization_utils_base"
     return None if stock else renderer
 
@@ -253,16 +278,16 @@ class TokenizerAdapter:
     now: datetime.datetime | None = None,
     **kwargs: Any,
   ) -> Any:
-    """The conversation as text, or as token ids with `tokenize`.
+    """Renders a conversation to text, or to token ids with `tokenize`.
 
     Args:
       messages: dicts with "role" and "content".
       add_generation_prompt: end with the header of the assistant's next turn.
-      tokenize: return list[int] instead of str; no special token is added to those
+      tokenize: return list[int] instead of str. No special tokens are added to those
         that the template writes.
-      now: the time that templates with a date show, the clock's when None. (An
-        object that renders without a jinja template follows its own clock.)
-      **kwargs: `tools`, `documents`, and names that the template reads
+      now: time that templates with a date show; None: the clock's. An object that
+        renders without a jinja template uses its own clock.
+      **kwargs: `tools`, `documents`, and variables of the template
         (`enable_thinking=False`, ...).
 
     Raises:
@@ -270,14 +295,12 @@ class TokenizerAdapter:
     """
     template = self.chat_template
     if template:
-      source = _select(template, kwargs.get("tools"))
-      variables = {**self._texts(), **kwargs}
       text = chat_templates.render(
-        source,
+        _select(template, kwargs.get("tools")),
         messages,
         add_generation_prompt=add_generation_prompt,
         now=now,
-        **variables,
+        **{**self._texts(), **kwargs},
       )
       return self.encode(text) if tokenize else text
     renderer = self._renderer()
@@ -290,14 +313,14 @@ class TokenizerAdapter:
       messages, add_generation_prompt=add_generation_prompt, tokenize=tokenize, **kwargs
     )
 
-  # Refuses names that `apply_chat_template` cannot hand to a template.
+  # Refuses variables that `apply_chat_template` cannot pass to a template.
   check_template_variables = staticmethod(chat_templates.check_variables)
 
   def save(self, folder: str | os.PathLike[str]) -> None:
-    """Writes the tokenizer so that `from_pretrained` and AutoTokenizer read it back.
+    """Writes a folder that `from_pretrained` and AutoTokenizer can read.
 
     Raises:
-      TypeError: a user's own tokenizer object, which only its owner can write.
+      TypeError: the tokenizer is an object without `save_pretrained`.
       OSError: the folder cannot be written.
     """
     target = pathlib.Path(folder)
@@ -307,13 +330,13 @@ class TokenizerAdapter:
 
 
 def adapted(tokenizer: Any) -> TokenizerAdapter:
-  """The tokenizer wrapped; itself where it is an adapter."""
+  """Returns the tokenizer in an adapter; an adapter is returned itself."""
   is_adapter = isinstance(tokenizer, TokenizerAdapter)
   return tokenizer if is_adapter else TokenizerAdapter(tokenizer)
 
 
 class Tokenizer(TokenizerAdapter):
-  """A tokenizer by path, with fixed choices for BOS and EOS."""
+  """A tokenizer that is loaded from a path, with fixed choices for BOS and EOS."""
 
   def __init__(
     self,
@@ -326,25 +349,26 @@ class Tokenizer(TokenizerAdapter):
 
     Args:
       tokenizer_type: "huggingface" (folder, `tokenizer.json` or model id) or
-        "sentencepiece" (a `.model` file; needs the sentencepiece package).
-      tokenizer_path: where it is.
-      add_bos: `tokenize` begins with BOS, when there is one.
-      add_eos: `tokenize` ends with EOS.
+        "sentencepiece" (`.model` file; needs the sentencepiece package).
+      tokenizer_path: path of the tokenizer, or model id.
+      add_bos: `tokenize` begins with the BOS token, if there is one.
+      add_eos: `tokenize` ends with the EOS token.
 
     Raises:
-      ValueError: an unknown type.
-      FileNotFoundError: nothing at the path.
+      ValueError: the type is unknown.
+      FileNotFoundError: the path has no tokenizer.
     """
     loaders = tokenizer_loading.LOADERS
     if tokenizer_type not in loaders:
       raise ValueError(
-        f"tokenizer_type {tokenizer_type!r} is unknown; use one of {sorted(loaders)}"
+        f"tokenizer_type is {tokenizer_type!r}, expected one of {sorted(loaders)}"
       )
     super().__init__(loaders[tokenizer_type](tokenizer_path))
     self.add_bos, self.add_eos = add_bos, add_eos
 
 
 def _select(template: tokenizer_files.ChatTemplates, tools: Any) -> str:
+  """Returns the source for a conversation with or without tools."""
   if isinstance(template, str):
     return template
   name = "tool_use" if tools and "tool_use" in template else "default"

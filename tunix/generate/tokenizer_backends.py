@@ -1,8 +1,8 @@
-"""One face for four kinds of tokenizer; no tokenizer package is imported here.
+"""One interface over four kinds of tokenizer; this file imports no tokenizer package.
 
-A backend wraps the user's object, never changes it, and says what that object says of
-itself; what a caller states besides is kept by the adapter. `choose` picks the backend
-by what the object is or can do.
+A backend wraps the user's tokenizer without changing it. It tells what the tokenizer
+itself knows; the adapter stores what its caller gives in addition. `choose` returns the
+backend of an object.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tunix.generate import tokenizer_files
 _REQUIRED = ("encode", "decode", "bos_id", "eos_id", "pad_id")
 _TIKTOKEN = ("encode", "decode", "n_vocab", "special_tokens_set", "encode_single_token")
 
-# A bare tokenizers.Tokenizer, or a tiktoken encoding, does not say which token plays
-# which role. Names by convention, most specific first; explicit names win.
+# A bare tokenizers.Tokenizer or a tiktoken encoding does not know the roles of its
+# special tokens. These usual names give them, the most specific first.
 _CONVENTION = {
   "bos_token": ("<|begin_of_text|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>"),
   "eos_token": (
@@ -32,21 +32,21 @@ _CONVENTION = {
 
 
 class Token(NamedTuple):
-  """A special token, as far as it is known; of neither id nor text: there is none."""
+  """A special token. Id and text are None if unknown; both None: there is no token."""
 
   id: int | None = None
   text: str | None = None
 
 
 class Backend(abc.ABC):
-  """What the adapter needs of a tokenizer.
+  """The part of a tokenizer that the adapter needs.
 
   Attributes:
     raw: the user's object.
-    eos_ids: ids that end a sequence besides the tokenizer's own.
-    adds_special: whether `encode` can add special tokens, and drops_special: whether
-      `decode` can leave them out. The adapter does what a backend cannot.
-    unknown: what is wrong with a text that has no id, for the message.
+    eos_ids: ids that end a sequence, in addition to the id in the role "eos_token".
+    adds_special: True if `encode` can add special tokens. If False, the adapter does.
+    drops_special: True if `decode` can drop special tokens. If False, the adapter does.
+    unknown: end of the message for a token text without an id.
   """
 
   adds_special: bool = True
@@ -63,7 +63,7 @@ class Backend(abc.ABC):
 
   @property
   def chat_template(self) -> tokenizer_files.ChatTemplates | None:
-    """Jinja source, or sources by name, as the object has it at this moment."""
+    """Jinja source, or sources by name, that the object has at present."""
     return getattr(self.raw, "chat_template", None)
 
   @abc.abstractmethod
@@ -74,36 +74,36 @@ class Backend(abc.ABC):
 
   @abc.abstractmethod
   def id_of(self, text: str) -> int | None:
-    """Id of a token that may be given a role; None: there is none of that text."""
+    """Returns the id of a token that may have a role; None if there is none."""
 
   def named(self, role: str, text: str) -> Token:
-    """The token that is wanted in a role.
+    """Returns the token with that text.
 
     Raises:
-      ValueError: there is none of that text.
+      ValueError: no token has that text; the message begins with the role.
     """
     if (number := self.id_of(text)) is None:
       raise ValueError(f"{role} {text!r} {self.unknown}")
     return Token(number, text)
 
   def roles(self) -> Mapping[str, Token]:
-    """Special tokens by role ("bos_token", "eos_token", "pad_token", ...)."""
+    """Returns the special tokens by role ("bos_token", "eos_token", ...)."""
     return self._roles
 
   @abc.abstractmethod
   def special_tokens(self) -> dict[str, int]:
-    """Text -> id of every special token whose text is known."""
+    """Returns text -> id of every special token whose text is known."""
 
   @abc.abstractmethod
   def vocab_size(self) -> int: ...
 
   def save(self, folder: pathlib.Path, tokens: Mapping[str, str]) -> None:
-    """Writes all but the chat template; `tokens` are the texts by role.
+    """Writes everything but the chat template; `tokens` are the texts by role.
 
     Raises:
-      TypeError: only its owner can write the object.
+      TypeError: the object cannot write itself.
     """
-    del tokens  # the object knows its own
+    del tokens  # The object writes its own.
     if not hasattr(self.raw, "save_pretrained"):
       raise TypeError(
         f"a {type(self.raw).__name__} cannot be written as tokenizer.json; copy its "
@@ -114,16 +114,19 @@ class Backend(abc.ABC):
 
 
 def choose(tokenizer: Any) -> Backend:
-  """The backend for `tokenizer`: a transformers tokenizer, a `tokenizers.Tokenizer`, a
-  tiktoken encoding (or what has its methods), a backend, or any object with encode,
-  decode, bos_id, eos_id, pad_id (methods or attributes).
+  """Returns the backend of an object.
+
+  Args:
+    tokenizer: a transformers tokenizer, a `tokenizers.Tokenizer`, a tiktoken encoding
+      or an object with its methods, a backend, or any object with encode, decode,
+      bos_id, eos_id and pad_id (the ids as methods or as attributes).
 
   Raises:
     ValueError: the object lacks methods.
   """
   if isinstance(tokenizer, Backend):
     return tokenizer
-  # By name: an isinstance would import packages that may not be installed.
+  # Compares names, because isinstance would import packages that may be missing.
   lineage = {(c.__module__.split(".")[0], c.__name__) for c in type(tokenizer).__mro__}
   if ("transformers", "PreTrainedTokenizerBase") in lineage:
     return HuggingFaceBackend(tokenizer)
@@ -142,7 +145,7 @@ def choose(tokenizer: Any) -> Backend:
 
 
 class TokenizersBackend(Backend):
-  """Over `tokenizers.Tokenizer` (Rust), alone or with what its folder says of it."""
+  """A `tokenizers.Tokenizer` (Rust), alone or with the other files of its folder."""
 
   def __init__(
     self, tokenizer: Any, files: tokenizer_files.TokenizerFiles | None = None
@@ -151,7 +154,8 @@ class TokenizersBackend(Backend):
     self._files = files
     self._rust = tokenizer
     if tokenizer.truncation is not None or tokenizer.padding is not None:
-      # Both would silently change every row. The user's object keeps its settings.
+      # Both would silently change every row. The user's object keeps its settings, and
+      # a copy without them encodes.
       self._rust = type(tokenizer).from_str(tokenizer.to_str())
       self._rust.no_truncation()
       self._rust.no_padding()
@@ -184,16 +188,15 @@ class TokenizersBackend(Backend):
     return self._rust.get_vocab_size(with_added_tokens=True)
 
   def save(self, folder: pathlib.Path, tokens: Mapping[str, str]) -> None:
+    source = self._rust.to_str(pretty=True)
+    config = {} if self._files is None else self._files.config
     tokenizer_files.write_folder(
-      folder,
-      tokenizer_json=self._rust.to_str(pretty=True),
-      config={} if self._files is None else self._files.config,
-      tokens=tokens,
+      folder, tokenizer_json=source, config=config, tokens=tokens
     )
 
 
 class HuggingFaceBackend(Backend):
-  """Over a transformers tokenizer, fast or slow."""
+  """A transformers tokenizer, fast or slow."""
 
   def encode(self, text: str, add_special_tokens: bool) -> list[int]:
     return list(self.raw.encode(text, add_special_tokens=add_special_tokens))
@@ -202,15 +205,12 @@ class HuggingFaceBackend(Backend):
     return self.raw.decode(ids, skip_special_tokens=skip_special_tokens)
 
   def roles(self) -> Mapping[str, Token]:
-    texts = self.raw.special_tokens_map
-    return {
-      role: Token(self.raw.convert_tokens_to_ids(texts[role]), texts[role])
-      for role in tokenizer_files.TOKEN_NAMES
-      if texts.get(role)
-    }
+    texts, number = self.raw.special_tokens_map, self.raw.convert_tokens_to_ids
+    names = [name for name in tokenizer_files.TOKEN_NAMES if texts.get(name)]
+    return {name: Token(number(texts[name]), texts[name]) for name in names}
 
   def id_of(self, text: str) -> int | None:
-    # convert_tokens_to_ids would give the unknown token's id.
+    # convert_tokens_to_ids would return the id of the unknown token.
     return self.raw.get_vocab().get(text)
 
   def special_tokens(self) -> dict[str, int]:
@@ -223,7 +223,7 @@ class HuggingFaceBackend(Backend):
 
 
 class TiktokenBackend(Backend):
-  """Over `tiktoken.Encoding`, and objects with its methods."""
+  """A `tiktoken.Encoding`, or an object with its methods."""
 
   adds_special = drops_special = False
   unknown = "is no special token of the encoding"
@@ -233,7 +233,7 @@ class TiktokenBackend(Backend):
     self._roles = _by_convention(self.special_tokens())
 
   def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-    # By default tiktoken refuses texts that hold special tokens.
+    # By default tiktoken refuses texts with special tokens.
     return list(self.raw.encode(text, allowed_special="all"))
 
   def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -251,7 +251,7 @@ class TiktokenBackend(Backend):
 
 
 class ObjectBackend(Backend):
-  """Over anything with encode, decode, bos_id, eos_id and pad_id."""
+  """Any object with encode, decode, bos_id, eos_id and pad_id."""
 
   unknown = (
     "is given for a tokenizer whose ids come from its own bos_id, eos_id and pad_id; "
@@ -264,20 +264,19 @@ class ObjectBackend(Backend):
     self.drops_special = _accepts(tokenizer.decode, "skip_special_tokens")
 
   def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-    asked = {"add_special_tokens": add_special_tokens} if self.adds_special else {}
-    return [int(i) for i in self.raw.encode(text, **asked)]
+    options = {"add_special_tokens": add_special_tokens} if self.adds_special else {}
+    return [int(i) for i in self.raw.encode(text, **options)]
 
   def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-    asked = {"skip_special_tokens": skip_special_tokens} if self.drops_special else {}
-    return self.raw.decode(ids, **asked)
+    options = {"skip_special_tokens": skip_special_tokens} if self.drops_special else {}
+    return self.raw.decode(ids, **options)
 
   def roles(self) -> Mapping[str, Token]:
     return {role: self._role(role) for role in _CONVENTION}
 
   def _role(self, role: str) -> Token:
-    number = getattr(self.raw, role.replace("_token", "_id"))
-    number = number() if callable(number) else number
-    # SentencePiece says -1 for "there is none".
+    number = _value(getattr(self.raw, role.replace("_token", "_id")))
+    # SentencePiece returns -1 for a token that it does not have.
     number = None if number is None or int(number) < 0 else int(number)
     text = getattr(self.raw, role, None)
     pieces = getattr(self.raw, "id_to_piece", None)
@@ -293,13 +292,17 @@ class ObjectBackend(Backend):
     return {t.text: t.id for t in known if t.text and t.id is not None}
 
   def vocab_size(self) -> int:
-    size: Any = getattr(self.raw, "vocab_size", None)
-    size = size() if callable(size) else size
+    size: Any = _value(getattr(self.raw, "vocab_size", None))
     return int(len(self.raw) if size is None else size)
 
 
+def _value(member: Any) -> Any:
+  """Returns the value of an attribute or of a method without arguments."""
+  return member() if callable(member) else member
+
+
 def _by_convention(known: Mapping[str, int]) -> dict[str, Token]:
-  """The roles of special tokens that bear a usual name."""
+  """Returns the roles of the special tokens that have a usual name."""
   usual = {
     role: next((name for name in candidates if name in known), None)
     for role, candidates in _CONVENTION.items()
@@ -309,7 +312,6 @@ def _by_convention(known: Mapping[str, int]) -> dict[str, Token]:
 
 def _accepts(function: Any, argument: str) -> bool:
   try:
-    parameters = inspect.signature(function).parameters
+    return argument in inspect.signature(function).parameters
   except (TypeError, ValueError):
-    return False  # a C function without a signature
-  return argument in parameters
+    return False  # A C function has no signature.

@@ -1,7 +1,7 @@
 """Finds and builds the tokenizer at a path.
 
-A `tokenizer.json` is read by the `tokenizers` package alone; `transformers` and
-`sentencepiece` are asked for what only they can read.
+The package `tokenizers` alone reads a `tokenizer.json`. The packages `transformers` and
+`sentencepiece` are needed only for other formats.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from tunix.generate import tokenizer_files
@@ -17,22 +17,25 @@ from tunix.generate.tokenizer_backends import TokenizersBackend
 from tunix.models import hub
 from tunix.utils import optional
 
-_NAME = re.compile(r"[\w.-]+")  # of the hub's oldest models: "gpt2"
+_NAME = re.compile(r"[\w.-]+")  # The hub's oldest models have no owner: "gpt2".
 
 Path = str | os.PathLike[str]
 
 
 def load_pretrained(path: Path, revision: str | None = None) -> Any:
-  """What an adapter wraps: of a Hugging Face folder, a `tokenizer.json`, or a model id.
+  """Returns the tokenizer of a Hugging Face folder, a `tokenizer.json` or a model id.
 
   Args:
-    path: of the folder or file, or "owner/name".
-    revision: of a model id: a commit, tag or branch; None: its newest commit.
+    path: the folder, the file, or a model id "owner/name".
+    revision: commit, tag or branch of a model id; None: its newest commit.
+
+  Returns:
+    An object that TokenizerAdapter wraps.
 
   Raises:
-    FileNotFoundError: there is no such folder, or no tokenizer in it.
-    ImportError: the folder has no `tokenizer.json` and transformers is missing.
-    ValueError: a file of the folder is damaged, or it is given a revision.
+    FileNotFoundError: the path does not exist, or has no tokenizer.
+    ImportError: the folder has no `tokenizer.json`, and transformers is missing.
+    ValueError: a file is damaged, or a folder is given a revision.
   """
   source = pathlib.Path(path).expanduser()
   if source.is_file() and source.name != "tokenizer.json":
@@ -63,10 +66,10 @@ def _download(name: str, revision: str | None) -> pathlib.Path:
 
 
 def load_sentencepiece(path: Path) -> Any:
-  """A SentencePiece `.model` file.
+  """Returns the processor of a SentencePiece `.model` file.
 
   Raises:
-    FileNotFoundError: no such file.
+    FileNotFoundError: the file does not exist.
     ImportError: the sentencepiece package is missing.
   """
   if not pathlib.Path(path).is_file():
@@ -79,35 +82,34 @@ LOADERS = {"huggingface": load_pretrained, "sentencepiece": load_sentencepiece}
 
 
 def _load_fast(files: tokenizer_files.TokenizerFiles) -> TokenizersBackend:
+  """Builds a `tokenizers.Tokenizer` and adds the special tokens of the config."""
   import tokenizers
 
   try:
     rust = tokenizers.Tokenizer.from_file(str(files.tokenizer_json))
-  except Exception as error:  # tokenizers raises the bare Exception for a bad file
+  except Exception as error:  # tokenizers raises a bare Exception for a bad file.
     raise ValueError(
       f"{files.tokenizer_json} is no tokenizer ({error}); download the folder again"
     ) from error
   rust.no_truncation()
   rust.no_padding()
+  fields = ("content", *tokenizer_files.ADDED_TOKEN_FLAGS)
+  # In order of their ids: tokenizers gives a new token the next free id.
   for number, item in sorted(files.added_tokens.items()):
     text = item["content"]
     if rust.token_to_id(text) is None:
-      rust.add_tokens([tokenizers.AddedToken(**_added_token_fields(item))])
+      known = {name: item[name] for name in fields if name in item}
+      rust.add_tokens([tokenizers.AddedToken(**known)])
     if rust.token_to_id(text) != number:
       raise ValueError(
         f"tokenizer_config.json gives {text!r} the id {number}, tokenizer.json "
         f"{rust.token_to_id(text)}; the files are of two models, download them again"
       )
-  # A role makes a token special even where tokenizer.json has it as plain text.
+  # A token with a role is special even if tokenizer.json stores it as plain text.
   known = {token.content for token in rust.get_added_tokens_decoder().values()}
-  roles = dict.fromkeys([*files.tokens.values(), *files.extra_tokens])
-  rust.add_special_tokens([text for text in roles if text not in known])
+  special = dict.fromkeys([*files.tokens.values(), *files.extra_tokens])
+  rust.add_special_tokens([text for text in special if text not in known])
   return TokenizersBackend(rust, files)
-
-
-def _added_token_fields(item: Mapping[str, Any]) -> dict[str, Any]:
-  fields = ("content", *tokenizer_files.ADDED_TOKEN_FLAGS)
-  return {name: item[name] for name in fields if name in item}
 
 
 def _load_with_transformers(name: str, revision: str) -> Any:
@@ -126,7 +128,7 @@ def _load_with_transformers(name: str, revision: str) -> Any:
 
 
 def of_bytes(special: Sequence[str]) -> Any:
-  """A `tokenizers.Tokenizer` whose tokens are the special ones, and then the bytes."""
+  """Returns a `tokenizers.Tokenizer` over the special tokens and the 256 bytes."""
   import tokenizers
   from tokenizers import decoders, models, pre_tokenizers
 

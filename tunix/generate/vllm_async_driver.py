@@ -1,7 +1,7 @@
-"""Requests to a vLLM server that do not wait: each gives a future.
+"""Asynchronous requests to a vLLM server: each request returns a future.
 
-The server batches what is under way; this keeps it supplied from one thread a request
-that is under way, and no more.
+The server batches the requests that it has; the driver keeps it supplied, with one
+thread for each running request.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tunix.utils import checks
 
 
 class VllmAsyncDriver:
-  """Submits prompts one by one to a VllmSampler's server.
+  """Submits prompts one by one to the server of a VllmSampler.
 
   Args:
-    sampler: speaks with the server.
-    max_inflight: requests under way at once; the others wait their turn here.
+    sampler: sampler of the server.
+    max_inflight: most requests that run at once; the others wait in this process.
 
   Raises:
-    ValueError: `max_inflight` below 1.
+    ValueError: `max_inflight` is below 1.
   """
 
   def __init__(self, sampler: VllmSampler, *, max_inflight: int = 64):
@@ -33,14 +33,16 @@ class VllmAsyncDriver:
   def submit(
     self, prompt: Prompt, max_generation_steps: int, **options: Any
   ) -> Future[SamplerOutput]:
-    """A future of the completion of one prompt.
+    """Submits one prompt and returns the future of its completion.
 
     Args:
       prompt: text, or token ids.
-      max_generation_steps, options: of `VllmSampler.__call__`.
+      max_generation_steps: most tokens to generate.
+      **options: options of `VllmSampler.__call__`.
 
-    Returns: a future; its `cancel()` takes back a request that has not begun, its
-      `result()` raises what the call raised.
+    Returns:
+      A future. Its `cancel()` withdraws a request that has not begun; its `result()`
+      raises the errors of the call.
 
     Raises:
       RuntimeError: the driver is shut down.
@@ -48,7 +50,11 @@ class VllmAsyncDriver:
     return self._pool.submit(self.sampler, [prompt], max_generation_steps, **options)
 
   def shutdown(self, *, cancel: bool = False) -> None:
-    """Waits for what is under way; `cancel`: what has not begun is taken back."""
+    """Waits for the running requests.
+
+    Args:
+      cancel: withdraw the requests that have not begun.
+    """
     self._pool.shutdown(cancel_futures=cancel)
 
   def __enter__(self) -> VllmAsyncDriver:

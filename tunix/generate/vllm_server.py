@@ -1,7 +1,7 @@
-"""Starts a vLLM server on this machine, and ends it.
+"""A vLLM server as a child process of this one.
 
-vLLM and our own dependencies do not fit into one environment: give the Python of the
-other one.
+vLLM and tunix cannot share an environment, because their dependencies conflict. The
+server therefore runs with the Python interpreter of its own environment.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from tunix.generate.engine_http import Client, Refused
 from tunix.generate.engine_rows import EngineError
 from tunix.utils import env, processes
 
-_TAIL = 2000  # characters of the log that an error shows
+_TAIL = 2000  # characters of the log that an error quotes
 
 
 class VllmServer:
-  """A vLLM process and its address. A context manager that ends it.
+  """A vLLM process and its address; as a context manager it ends the process.
 
   Attributes:
     url: http://127.0.0.1:port.
-    log: the file with everything that the server says.
+    log: file with the output of the server.
+    process: the running process.
   """
 
   def __init__(
@@ -41,37 +42,40 @@ class VllmServer:
     environment: Mapping[str, str] | None = None,
     start_timeout_s: float = 600.0,
   ):
-    """Starts the server, and returns when it is ready.
+    """Starts the server and returns when it is ready.
 
     Args:
-      folder: a Hugging Face folder, such as `safetensors_saver` writes.
-      log: a file for what the server says.
-      python: the interpreter that has vLLM.
-      arguments: more of vLLM's, such as ["--dtype", "float32"].
-      environment: variables beside this process's own, such as VLLM_CPU_KVCACHE_SPACE.
-      start_timeout_s: most seconds until it is ready.
+      folder: Hugging Face folder of the model and its tokenizer.
+      log: file for the output of the server.
+      python: interpreter of the environment that has vLLM.
+      arguments: further arguments of vLLM, such as ["--dtype", "float32"].
+      environment: environment variables, added to those of this process, such as
+        VLLM_CPU_KVCACHE_SPACE.
+      start_timeout_s: most seconds until the server is ready.
 
     Raises:
-      EngineError: it ended, or was not ready in time; with the end of its log.
+      EngineError: the server ended or was not ready in time. The message quotes the
+        end of its log.
     """
     port = _free_port()
     self.url = f"http://127.0.0.1:{port}"
     self.log = pathlib.Path(log)
     command = [python, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(folder), "--host", "127.0.0.1", "--port", str(port)]
-    self._file: IO[Any] = open(self.log, "wb")  # noqa: SIM115 - the server's, till close
+    self._file: IO[Any] = open(self.log, "wb")  # noqa: SIM115 - open until close
     self.process = subprocess.Popen(
       [*command, *arguments],
       stdin=subprocess.DEVNULL,
       stdout=self._file,
       stderr=subprocess.STDOUT,
-      # Development mode is what takes new weights.
+      # Only development mode has the paths that `update_weights` calls.
       env=env.inherited({"VLLM_SERVER_DEV_MODE": "1", **(environment or {})}),
-      start_new_session=True,  # its engine is a process of its own: one group to end
+      # The server starts an engine process. One process group ends both.
+      start_new_session=True,
     )
     try:
       self._wait(start_timeout_s)
-    except BaseException:  # Ctrl-C as well: no server may outlive this
+    except BaseException:  # Ctrl-C too: no server may outlive a failed start.
       self.close()
       raise
 

@@ -1,8 +1,9 @@
-"""What PEFT's `adapter_config.json` says, and whether we do exactly that.
+"""Reader of PEFT's `adapter_config.json`, which refuses settings it cannot reproduce.
 
-Every field of PEFT 0.21's `LoraConfig` stands in one of three groups: read, without a
-meaning for the function, or accepted only where it changes nothing. A field of another
-version is accepted only where it is empty: what nobody here knows may change numbers.
+Every field of PEFT 0.21's `LoraConfig` is in one of three groups: fields that are read,
+fields that do not affect the adapter's function, and fields that are accepted only with
+a value that changes nothing. A field of another PEFT version is accepted only if it is
+empty, because an unknown field may change numbers.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from tunix.utils import checks
 
 _log = logging.getLogger(__name__)
 
-# `require_exact` and adapter_files.py read these.
+# Fields that this module and adapter_files.py read.
 READ = frozenset(
   ("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
   + ("rank_pattern", "alpha_pattern", "init_lora_weights")
   + ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
   + ("modules_to_save",)
 )
-# Bookkeeping, and settings of a field that is refused or of a draw that is over.
+# Bookkeeping, settings of fields that are refused, and settings of the initial draw.
 WITHOUT_MEANING = frozenset(
   ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision")
   + ("inference_mode", "runtime_config", "megatron_core", "qalora_group_size")
@@ -33,7 +34,8 @@ WITHOUT_MEANING = frozenset(
   + ("lora_ga_config",)
 )
 
-# A draw of A and B leaves the base alone; these took A B out of its weights first.
+# Values of `init_lora_weights` that only draw A and B. The methods of the pattern also
+# subtract the initial A B from the base weights.
 _DRAWS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _OF_ANOTHER_BASE = re.compile(r"(pissa|olora|corda|lora_ga)", re.IGNORECASE)
 
@@ -44,14 +46,14 @@ _MERGE = (
 
 
 def require_exact(path: pathlib.Path, peft: Mapping[str, Any]) -> None:
-  """Refuses an adapter that would compute something else here than in PEFT.
+  """Refuses an adapter whose output would differ from PEFT's.
 
   Args:
-    path: of the file, for messages.
+    path: the path of `adapter_config.json`, for messages.
     peft: its contents.
 
   Raises:
-    ValueError: names the field, its value and the way out.
+    ValueError: a field has an unsupported value; the message gives both and a remedy.
   """
   if peft.get("peft_type", "LORA") != "LORA":
     raise ValueError(f"{path}: peft_type is {peft['peft_type']!r}, expected 'LORA'")
@@ -61,12 +63,14 @@ def require_exact(path: pathlib.Path, peft: Mapping[str, Any]) -> None:
   for field, value in peft.items():
     if field in READ | WITHOUT_MEANING or not value or value == "none":
       continue
-    way = "only PEFT and engines that know it run such an adapter"
-    if field != "alora_invocation_tokens":  # its weights depend on the prompt
-      way = _MERGE
+    remedy = "only PEFT and engines that know it run such an adapter"
+    if (
+      field != "alora_invocation_tokens"
+    ):  # aLoRA cannot be merged: it depends on the prompt
+      remedy = _MERGE
     raise ValueError(
-      f"{path}: {field} is {value!r}, which is not done here, and without it the "
-      f"adapter gives other numbers: {way}"
+      f"{path}: {field} is {value!r}, which is not supported, and without it the "
+      f"adapter computes other numbers: {remedy}"
     )
   if peft.get("init_lora_weights") == "mica":
     _log.warning(
@@ -77,31 +81,31 @@ def require_exact(path: pathlib.Path, peft: Mapping[str, Any]) -> None:
 
 
 def _require_same_base(path: pathlib.Path, init: Any) -> None:
-  """A and B must belong to the weights of the base as it is published."""
+  """Refuses an adapter that belongs to changed base weights, not the published ones."""
   if init in _DRAWS:
     return
-  way = _MERGE
+  remedy = _MERGE
   if isinstance(init, str) and _OF_ANOTHER_BASE.match(init):
-    way = (
+    remedy = (
       "convert it to plain LoRA with PEFT (save_pretrained(folder, "
       "path_initial_model_for_weight_conversion=the adapter before training)), or "
       + _MERGE
     )
   raise ValueError(
     f"{path}: init_lora_weights is {init!r}: the base's weights were changed before "
-    f"training, so the adapter does not belong to the published ones; {way}"
+    f"training, so the adapter does not belong to the published ones; {remedy}"
   )
 
 
 def rank_alpha(peft: Mapping[str, Any], name: str) -> tuple[int, float]:
-  """r and alpha of one module.
+  """Returns the rank and alpha of one module.
 
   Args:
-    peft: the config.
-    name: of the module, as PEFT's tensors spell it.
+    peft: the contents of `adapter_config.json`.
+    name: the module's name as PEFT's tensors spell it.
 
   Raises:
-    ValueError: a value that is missing or no number in range.
+    ValueError: a value is missing or is no number in range.
   """
   rank = _by_pattern(peft, "rank_pattern", "r", name, hf_config.integer)
   alpha = _by_pattern(peft, "alpha_pattern", "lora_alpha", name, hf_config.number)
@@ -112,7 +116,10 @@ def rank_alpha(peft: Mapping[str, Any], name: str) -> tuple[int, float]:
 def _by_pattern(
   peft: Mapping[str, Any], patterns: str, field: str, name: str, read: Any
 ) -> Any:
-  """PEFT takes the first pattern that the end of a module's name matches."""
+  """Returns the value of the first pattern that matches the end of a module's name.
+
+  Without a match it is the value of `field`. This is PEFT's rule.
+  """
   values = peft.get(patterns) or {}
   for pattern in values:
     if re.match(rf"(.*\.)?({pattern})$", name):
@@ -121,11 +128,17 @@ def _by_pattern(
 
 
 def require_targeted(peft: Mapping[str, Any], name: str) -> None:
-  """PEFT drops the tensors of modules that its config does not name; so they are
-  a mistake of whoever made the folder, in one place or the other.
+  """Refuses tensors of a module that the configuration does not select.
+
+  PEFT ignores these tensors without a message, so either the configuration or the
+  tensors of the folder are wrong.
+
+  Args:
+    peft: the contents of `adapter_config.json`.
+    name: the module's name as PEFT's tensors spell it.
 
   Raises:
-    ValueError: names the module.
+    ValueError: the configuration does not select the module.
   """
   targets, indices = peft.get("target_modules"), peft.get("layers_to_transform")
   chosen = targets is None or targets == "all-linear" or _named(targets, name)
@@ -145,8 +158,10 @@ def require_targeted(peft: Mapping[str, Any], name: str) -> None:
 
 
 def _named(targets: str | list[str], name: str) -> bool:
-  """Whether PEFT takes a module for one of those named: by its end, or by a regular
-  expression for all of it."""
+  """Returns True if PEFT's `targets` select a module.
+
+  A list holds ends of names; a string is a regular expression for a whole name.
+  """
   if isinstance(targets, str):
     return re.fullmatch(targets, name) is not None
   return any(name == x or name.endswith(f".{x}") for x in targets)

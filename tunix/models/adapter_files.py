@@ -1,10 +1,8 @@
-"""Adapters as PEFT folders: `adapter_config.json` and one safetensors file.
+"""Reader and writer of PEFT folders: `adapter_config.json` and one safetensors file.
 
-PEFT keeps one adapter for each tensor of the checkpoint (each layer, each expert); our
-modules may be stacked. A tensor without an adapter becomes zeros in its place of the
-stack, and one of a smaller rank is padded with zeros: both get no gradient, and are
-left out again when the adapter is saved. Modules that are trained whole lie beside the
-adapters, under the names that they have in the checkpoint.
+PEFT has one adapter per tensor of the checkpoint; adapter_stacks.py converts between
+these and the adapters of stacked modules. Modules that are trained whole are stored
+beside the adapters, under their names in the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,14 +29,14 @@ from tunix.models import (
   whole_files,
   whole_modules,
 )
+from tunix.models.adapter_stacks import TensorAdapter, stacked, unstacked
 from tunix.models.families import Family
 from tunix.models.lora_modules import Adapter
 from tunix.models.tensor_files import NewTensor, StoredTensor
-from tunix.models.transformer import hf_config, params
+from tunix.models.transformer import params
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.models.whole_files import PREFIX, read_tensor
-from tunix.utils import mesh as mesh_lib
 
 _log = logging.getLogger(__name__)
 
@@ -48,24 +46,11 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _MAGNITUDE = "lora_magnitude_vector"
 
 
-class _TensorAdapter(NamedTuple):
-  """The adapter of one tensor of the checkpoint.
-
-  Attributes:
-    name: of the module in Hugging Face's words.
-    a, b, magnitude: [in, r], [r, out], [out] or None.
-    scale: of A B.
-  """
-
-  name: str
-  a: np.ndarray
-  b: np.ndarray
-  magnitude: np.ndarray | None
-  scale: float
-
-
 def _names(model: Transformer, family: Family, path: str) -> list[str]:
-  """The Hugging Face modules that one of ours is made of, in its stack's order."""
+  """Returns Hugging Face's names of the modules in one of our modules.
+
+  A stacked module has several names, in the order of its stack.
+  """
   place = params.place(family.names, f"{path}.kernel", model.config)
   return [key.removesuffix(".weight") for key in place.keys]
 
@@ -83,19 +68,20 @@ def save_adapter(
 ) -> None:
   """Writes the adapters, and modules that are trained whole, as a PEFT folder.
 
-  Adapters on some of the experts' projections but not on all three are logged as a
-  warning: PEFT 0.21 reads them wrongly (docs/limits.md), this package does not.
+  If only one or two of the experts' three projections have adapters, a warning is
+  logged: PEFT 0.21 reads such a folder wrongly (docs/limits.md), this package reads it
+  correctly.
 
   Args:
-    model: adapted; unchanged.
-    folder: where to; see `tensor_files.staged_folder`.
-    base: name or folder of the base model, recorded for readers.
-    revision: of `base` at the hub, recorded likewise.
-    family: the kind of model; None: found by the config's class.
+    model: a model with adapters. It is unchanged.
+    folder: the folder to write, see `tensor_files.staged_folder`.
+    base: name or folder of the base model, recorded in the file.
+    revision: the base model's revision on the hub, recorded in the file.
+    family: the kind of model; None selects it by the class of the configuration.
 
   Raises:
-    ValueError: the model has no adapters, or they differ in what PEFT has one value
-      for: dropout, and whether there are magnitudes.
+    ValueError: the model has no adapters. Or its adapters differ in a setting for which
+      PEFT has one value: dropout, or the use of DoRA.
     OSError: the disk is full or not writable.
   """
   lora_modules.require_adapters(model)
@@ -105,7 +91,7 @@ def save_adapter(
   use_dora = _common(adapters, "use_dora", lambda x: x.lora_magnitude is not None)
   rslora = all(x.lora_rslora for x in adapters.values())
   parts = {
-    path: list(_tensor_adapters(linear, _names(model, family, path)))
+    path: list(unstacked(linear, _names(model, family, path)))
     for path, linear in adapters.items()
   }
   whole = whole_modules.of(model)
@@ -145,24 +131,7 @@ def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
   return values.pop()
 
 
-def _tensor_adapters(linear: Linear, names: list[str]) -> Iterable[_TensorAdapter]:
-  """The adapters of a module, tensor by tensor, without the padding."""
-  a, b = (mesh_lib.to_host(x) for x in lora_modules.pair_of(linear))
-  a, b = (x.reshape(-1, *x.shape[-2:]) for x in (a, b))
-  magnitude = lora_modules.magnitude_of(linear)
-  magnitudes = None
-  if magnitude is not None:
-    magnitudes = mesh_lib.to_host(magnitude).reshape(-1, magnitude.shape[-1])
-  for i, name in enumerate(names):
-    used = np.flatnonzero(np.any(a[i] != 0, axis=0) | np.any(b[i] != 0, axis=1))
-    m = None if magnitudes is None else magnitudes[i]
-    if not used.size and (m is None or not np.any(m)):
-      continue
-    rank = int(used[-1]) + 1 if used.size else a.shape[-1]
-    yield _TensorAdapter(name, a[i][:, :rank], b[i][:rank], m, linear.lora_scale)
-
-
-def _tensors(part: _TensorAdapter) -> list[NewTensor]:
+def _tensors(part: TensorAdapter) -> list[NewTensor]:
   name = PREFIX + part.name
   out = [
     NewTensor(
@@ -178,8 +147,11 @@ def _tensors(part: _TensorAdapter) -> list[NewTensor]:
   return out
 
 
-def _sizes(parts: list[_TensorAdapter], rslora: bool) -> dict[str, Any]:
-  """PEFT's r and lora_alpha, the most common ones, and patterns for the others."""
+def _sizes(parts: list[TensorAdapter], rslora: bool) -> dict[str, Any]:
+  """Returns the fields r and lora_alpha, the most common values, and the patterns.
+
+  The patterns hold the values of the other modules.
+  """
   if not parts:
     raise ValueError("every adapter is zero throughout: there is nothing to save")
   ranks = {part.name: part.b.shape[0] for part in parts}
@@ -200,8 +172,10 @@ def _sizes(parts: list[_TensorAdapter], rslora: bool) -> dict[str, Any]:
 
 
 def _patterns(values: dict[str, Any], common: Any) -> dict[str, Any]:
-  """What differs from the common value: by last name where it is the same in all
-  layers, else by full name."""
+  """Returns the values that differ from the common one, by name.
+
+  The name is a module's last part if all layers share the value, else its full name.
+  """
   by_name: dict[str, set[Any]] = {}
   for name, value in values.items():
     by_name.setdefault(name.rpartition(".")[2], set()).add(value)
@@ -216,10 +190,12 @@ def _patterns(values: dict[str, Any], common: Any) -> dict[str, Any]:
 
 
 def _peft_targets(
-  model: Transformer, family: Family, parts: Mapping[str, list[_TensorAdapter]]
+  model: Transformer, family: Family, parts: Mapping[str, list[TensorAdapter]]
 ) -> list[str]:
-  """PEFT's target_modules: last parts, or full names when only some layers have
-  an adapter."""
+  """Returns the field target_modules.
+
+  It holds last parts of names, or full names if only some layers have an adapter.
+  """
   full = {part.name for group in parts.values() for part in group}
   short = {name.rpartition(".")[2] for name in full}
   for path in lora_modules.adaptable(model):
@@ -233,8 +209,11 @@ def _peft_targets(
 
 
 def _warn_of_experts(adapters: Mapping[str, Linear]) -> None:
-  """Says what PEFT cannot read: transformers 5 fuses the gates of experts with their
-  ups, and PEFT finds the fused pair only inside that of the downs."""
+  """Logs a warning about adapters of experts that PEFT cannot read.
+
+  transformers 5 fuses the gate and up projections of experts, and PEFT finds the fused
+  pair only if the down projection has an adapter too.
+  """
   every = {"gate_proj", "up_proj", "down_proj"}
   names = {path.rsplit(".", 1)[1] for path in adapters if ".experts." in path}
   if names & {"gate_proj", "up_proj"} and names != every:
@@ -253,22 +232,23 @@ def load_adapter(
   seed: int = 0,
   family: Family | None = None,
 ) -> Transformer:
-  """A model with the adapters of a PEFT folder, sharing the weights of `model`.
+  """Returns a model with the adapters of a PEFT folder.
 
-  The folder may adapt some of the layers only, have ranks and alphas by pattern, and
-  bring modules that were trained whole, which take the place of the model's.
+  It shares the weights of `model`. The folder may adapt only some of the layers, may
+  have ranks and alphas by pattern, and may hold modules that were trained whole, which
+  replace the model's.
 
   Args:
-    model: not adapted yet; unchanged.
-    folder: what `save_adapter` or PEFT wrote.
-    seed: of the dropout masks, when the adapter is trained on.
-    family: the kind of model; None: found by the config's class.
+    model: a model without adapters. It is unchanged.
+    folder: a folder that `save_adapter` or PEFT wrote.
+    seed: seed of the dropout masks, used if training continues.
+    family: the kind of model; None selects it by the class of the configuration.
 
   Raises:
-    FileNotFoundError: no such folder, or one of its files is missing.
-    ValueError: an option of PEFT that the decoder does not do, a tensor that is
-      missing, has another shape or names a module that cannot be adapted, or a model
-      that has adapters already.
+    FileNotFoundError: the folder or one of its two files does not exist.
+    ValueError: PEFT's settings cannot be reproduced, see `adapter_config`. Or a tensor
+      is missing, has another shape, or names a module that cannot be adapted. Or the
+      model has adapters already.
   """
   path = pathlib.Path(folder)
   if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
@@ -280,7 +260,7 @@ def load_adapter(
   peft = tensor_files.read_json(path / CONFIG_FILE)
   adapter_config.require_exact(path / CONFIG_FILE, peft)
   family = family or families.of_config(model.config)
-  # PEFT's patterns are of PEFT's names, so the modules' own spelling is kept.
+  # The patterns of the configuration match names as PEFT spells them in the file.
   tensors, spelled = {}, {}
   for key, tensor in tensor_files.read_header(path / WEIGHTS_FILE).items():
     raw = key.removeprefix(PREFIX)
@@ -290,14 +270,14 @@ def load_adapter(
   adapters = _read(model, family, tensors, spelled, peft)
   key = jax.random.fold_in(jax.random.key(seed), 1)
   out = lora_modules.attach(model, lora_modules.placed(model, adapters), key)
-  whole_modules.mark(out, {whole_files.owner(path) for path in whole})
+  whole_modules.mark(out, {whole_files.module_of(path) for path in whole})
   for path, variable in whole_modules.of(out).items():
     variable.set_value(jax.device_put(whole[path], variable.get_value().sharding))
   return out
 
 
 def _module(key: str) -> str:
-  """The module of an adapter's tensor."""
+  """Returns the name of the module of an adapter's tensor."""
   return re.sub(rf"\.(lora_[AB]\.weight|{_MAGNITUDE})$", "", key)
 
 
@@ -308,7 +288,15 @@ def _read(
   spelled: Mapping[str, str],
   peft: dict[str, Any],
 ) -> dict[str, Adapter]:
-  """The adapter of every module that the tensors name."""
+  """Returns the adapters by path of the module.
+
+  Args:
+    model: the model that the adapter is loaded into.
+    family: the kind of model.
+    tensors: the tensors of the file, under the names of the family's table.
+    spelled: maps the table's name of a module to its name in the file.
+    peft: the contents of `adapter_config.json`.
+  """
   out: dict[str, Adapter] = {}
   used: set[str] = set()
   modules = lora_modules.adaptable(model)
@@ -322,10 +310,10 @@ def _read(
       adapter_config.require_targeted(peft, spelled[name])
       sizes = adapter_config.rank_alpha(peft, spelled[name])
       shape = linear.kernel.shape[-2:]
-      stack.append(_read_tensor_adapter(name, shape, sizes, tensors, peft))
+      stack.append(_read_tensor_adapter(name, keys, shape, sizes, tensors, peft))
       used.update(keys)
     if any(part is not None for part in stack):
-      out[path] = _stacked(stack, linear.kernel.shape, peft)
+      out[path] = stacked(stack, linear.kernel.shape, peft)
   unused = sorted(tensors.keys() - used)
   if unused or not out:
     if f"{PREFIX}score.weight" in unused:
@@ -347,49 +335,16 @@ def _keys(name: str, use_dora: bool) -> list[str]:
 
 def _read_tensor_adapter(
   name: str,
+  keys: list[str],
   shape: tuple[int, ...],
   sizes: tuple[int, float],
   tensors: Mapping[str, StoredTensor],
   peft: dict[str, Any],
-) -> _TensorAdapter:
+) -> TensorAdapter:
   (rank, alpha), (rows, columns) = sizes, shape
-  keys = _keys(name, bool(peft.get("use_dora")))
   a, b, *magnitude = (
     read_tensor(tensors, key, expected)
     for key, expected in zip(keys, ((rank, rows), (columns, rank), (columns,)))
   )
   scale = alpha / (math.sqrt(rank) if peft.get("use_rslora") else rank)
-  return _TensorAdapter(name, a.T, b.T, magnitude[0] if magnitude else None, scale)
-
-
-def _stacked(
-  parts: list[_TensorAdapter | None], shape: tuple[int, ...], peft: dict[str, Any]
-) -> Adapter:
-  """The parts in their places of the stack, padded to the largest rank."""
-  present = [part for part in parts if part is not None]
-  rank = max(part.b.shape[0] for part in present)
-  scale = present[0].scale
-  *stack, rows, columns = shape
-  dtype = present[0].a.dtype
-  a = np.zeros((len(parts), rows, rank), dtype)
-  b = np.zeros((len(parts), rank, columns), dtype)
-  m = None
-  if (magnitude := present[0].magnitude) is not None:
-    m = np.zeros((len(parts), columns), magnitude.dtype)
-  for i, part in enumerate(parts):
-    if part is None:
-      continue
-    used = part.b.shape[0]
-    a[i, :, :used] = part.a
-    # One scale for the stack: B takes what is different.
-    b[i, :used] = part.b if part.scale == scale else part.b * (part.scale / scale)
-    if m is not None:
-      m[i] = part.magnitude
-  return Adapter(
-    a=a.reshape(*stack, rows, rank),
-    b=b.reshape(*stack, rank, columns),
-    magnitude=None if m is None else m.reshape(*stack, columns),
-    scale=scale,
-    dropout=hf_config.number(peft, "lora_dropout", 0.0),
-    rslora=bool(peft.get("use_rslora")),
-  )
+  return TensorAdapter(name, a.T, b.T, magnitude[0] if magnitude else None, scale)

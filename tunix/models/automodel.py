@@ -1,4 +1,4 @@
-"""Models from folders, from hub ids and from presets."""
+"""Constructors of models from folders, hub ids and presets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HUB_FILES = ("*.safetensors", *hub.TOKENIZER_FILES)
 
 
 class AutoModel:
-  """Makes models; never instantiated."""
+  """Namespace of the constructors; never instantiated."""
 
   @staticmethod
   def from_pretrained(
@@ -48,28 +48,27 @@ class AutoModel:
     """Loads a Hugging Face folder: `config.json` and safetensors or torch weights.
 
     Args:
-      folder: the folder; or a hub id "owner/name", which is downloaded once.
-      mesh: where the weights go, each device reading only its part; None: the mesh of
-        the context, or the default device.
-      revision: of a hub id: a commit, tag or branch; None: its newest commit.
-      dtype: of computation, and of the weights unless `param_dtype` says otherwise;
-        None: the checkpoint's own.
-      param_dtype: of the weights; None: `dtype`.
+      folder: the folder, or a hub id "owner/name", which is downloaded once.
+      mesh: the mesh of the weights; each device reads only its part. None uses the mesh
+        of the context, or the default device.
+      revision: a commit, tag or branch of a hub id; None for the newest commit.
+      dtype: dtype of the computation, and of the weights if `param_dtype` is None;
+        None for the checkpoint's dtype.
+      param_dtype: dtype of the weights; None for `dtype`.
       remat, scan_layers, attention, sharding: see `TransformerConfig`; None keeps its
         default.
-      num_scores: make a critic or a reward model of it: the unembedding is replaced by
-        a head of this many scores, fresh unless the checkpoint has one; None: what the
-        checkpoint is.
-      quantise: store the layers' kernels as "nf4", "int4" or "int8" (or a
-        `QuantisationConfig`), each quantised when it is read, so that adapters can be
-        trained on them.
-      family: the kind of model; None: found by `model_type`.
+      num_scores: if not None, the model is a critic or a reward model: a head of this
+        many scores replaces the unembedding. The head is drawn unless the checkpoint
+        has one. None keeps the checkpoint's kind.
+      quantise: "nf4", "int4", "int8" or a `QuantisationConfig`: the layers' kernels are
+        quantised when they are read, as a base for training adapters.
+      family: the kind of model; None selects it by `model_type`.
 
     Raises:
-      FileNotFoundError: no such folder or revision, no `config.json`, or weights are
-        missing.
-      ValueError: an unknown family or setting, a revision of a folder, damaged files,
-        or a tensor that is missing, has another shape, or has no place in the model.
+      FileNotFoundError: the folder, the revision, `config.json` or weights are missing.
+      ValueError: the family or a setting is unknown, a folder was given a revision,
+        files are damaged, or a tensor is missing, has another shape, or has no place in
+        the model.
     """
     path = resolve_folder(folder, revision)
     config_file = path / "config.json"
@@ -113,23 +112,23 @@ class AutoModel:
     num_scores: int | None = None,
     family: Family | None = None,
   ) -> Transformer:
-    """A model with fresh weights, drawn on the devices that hold them.
+    """Makes a model with fresh weights, drawn on the devices that hold them.
 
-    The weights depend on the seed, not on the mesh.
+    The weights depend on the seed and not on the mesh.
 
     Args:
-      config: a family's ModelConfig, or the name of a preset ("qwen3_0p6b").
+      config: a family's ModelConfig, or the name of a preset such as "qwen3_0p6b".
       mesh: see `from_pretrained`.
-      seed: of the weights.
-      rngs: the source of the weights' key instead of `seed`.
-      dtype: of computation, and of the weights unless `param_dtype` says otherwise;
+      seed: seed of the weights.
+      rngs: source of the weights' key, used instead of `seed`.
+      dtype: dtype of the computation, and of the weights if `param_dtype` is None;
         None keeps the config's.
       param_dtype, remat, scan_layers, attention, sharding, num_scores: override the
-        config.
-      family: the kind of model; None: found by the config's class.
+        config's fields if not None.
+      family: the kind of model; None selects it by the class of the configuration.
 
     Raises:
-      ValueError: an unknown preset, or a config of no family.
+      ValueError: the preset is unknown, or the config belongs to no family.
     """
     if isinstance(config, str):
       preset_family, preset = families.preset(config)
@@ -158,16 +157,18 @@ def of_shapes(
   mesh: Mesh,
   change: Callable[[Transformer], Transformer] = lambda model: model,
 ) -> Transformer:
-  """A model whose arrays are shapes, laid out on a mesh: nothing is drawn or read, and
-  the mesh may be of devices that are not there. Programs can be lowered with it.
+  """Makes a model whose arrays are shapes with shardings, for lowering programs.
+
+  Nothing is drawn or read. The devices of the mesh need not exist on this machine.
 
   Args:
     config: a family's ModelConfig.
-    mesh: its layout.
-    change: makes the model what it is to be: adapters, quantisation.
+    mesh: the mesh of the shardings.
+    change: applied to the model before it is laid out, for example to add adapters or
+      to quantise it.
 
   Raises:
-    ValueError: a config of no family.
+    ValueError: the config belongs to no family.
   """
   family = families.of_config(config)
   graph, shapes = sharding_lib.abstract(
@@ -180,12 +181,13 @@ def of_shapes(
 def config_of_folder(
   folder: str | os.PathLike[str], revision: str | None = None
 ) -> TransformerConfig:
-  """The ModelConfig that the `config.json` of a Hugging Face folder describes; its
-  weights are not looked at, and may be missing.
+  """Returns the ModelConfig that the `config.json` of a Hugging Face folder describes.
+
+  The weights are not read and may be missing.
 
   Raises:
-    FileNotFoundError: no such folder, or no `config.json`.
-    ValueError: an unknown family or setting.
+    FileNotFoundError: the folder or its `config.json` does not exist.
+    ValueError: the family or a setting is unknown.
   """
   config_file = resolve_folder(folder, revision) / "config.json"
   hf = tensor_files.read_json(config_file)
@@ -203,16 +205,17 @@ def config_of_folder(
 def sizes_of(
   name: str | os.PathLike[str], revision: str | None = None
 ) -> TransformerConfig:
-  """The ModelConfig of a folder or a hub id, for which nothing is downloaded where a
-  preset is made like it (`naming.ModelNaming`); it is in bfloat16 then, as those are
-  at the hub.
+  """Returns the ModelConfig of a folder or a hub id.
+
+  If a preset matches the hub id (`naming.ModelNaming`), nothing is downloaded, and the
+  config's dtypes are bfloat16, the dtype of these checkpoints on the hub.
 
   Raises:
     FileNotFoundError, ValueError: see `config_of_folder`.
   """
   path = pathlib.Path(name).expanduser()
-  here = path.exists() or hub.is_cached(str(name), "config.json", revision)
-  if here or not hub.is_id(str(name)):
+  is_local = path.exists() or hub.is_cached(str(name), "config.json", revision)
+  if is_local or not hub.is_id(str(name)):
     return config_of_folder(name, revision)
   try:
     preset = naming.ModelNaming(model_id=str(name)).model_config_id
@@ -225,16 +228,15 @@ def sizes_of(
 def resolve_folder(
   name: str | os.PathLike[str], revision: str | None = None
 ) -> pathlib.Path:
-  """The local folder of a model: `name` itself, or its download if it is a hub id.
+  """Returns the local folder of a model: `name` itself, or the download of a hub id.
 
   Args:
-    name: a folder, or "owner/name".
-    revision: of a hub id: a commit, tag or branch; None: its newest commit.
+    name: a folder, or a hub id "owner/name".
+    revision: a commit, tag or branch of a hub id; None for the newest commit.
 
   Raises:
-    FileNotFoundError: there is no such folder and it is no hub id, or the download
-      failed.
-    ValueError: a revision of a folder.
+    FileNotFoundError: `name` is neither a folder nor a hub id, or the download failed.
+    ValueError: a folder was given a revision.
   """
   path = pathlib.Path(name).expanduser()
   if path.is_dir():
@@ -255,7 +257,7 @@ def resolve_folder(
 
 
 def _canonical(tensors: dict[str, Any], family: Family) -> dict[str, Any]:
-  """The tensors under the names of the family's table."""
+  """Renames the tensors to the names of the family's table."""
   out: dict[str, Any] = {}
   for key, tensor in tensors.items():
     name = family.canonical_key(key)
@@ -269,7 +271,7 @@ def _canonical(tensors: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _stored_dtype(hf: dict[str, Any], family: Family, tensors: Any) -> Any:
-  """The checkpoint's dtype: what config.json says, else its first weight's."""
+  """Returns the checkpoint's dtype: the one in config.json, else its first weight's."""
   named = hf.get("dtype") or hf.get("torch_dtype")
   if named is not None:
     try:
@@ -284,45 +286,36 @@ def _stored_dtype(hf: dict[str, Any], family: Family, tensors: Any) -> Any:
 
 
 def with_options(config: Any, **options: Any) -> Any:
-  """The config with the options that were chosen.
+  """Returns the configuration with those options replaced that are not None.
+
+  A dtype is skipped if the configuration of a user's model has no field for it.
 
   Raises:
-    ValueError: a config of one's own has no field for one of them.
+    ValueError: the configuration has no field for another option.
   """
-  if not isinstance(config, TransformerConfig):
-    return _with_own_options(config, options)
-  for name in ("dtype", "param_dtype"):
-    if options[name] is not None:
-      options[name] = jnp.dtype(options[name])
-  chosen = {name: value for name, value in options.items() if value is not None}
-  return dataclasses.replace(config, **chosen)
-
-
-def _with_own_options(config: Any, options: dict[str, Any]) -> Any:
-  """A user's config; what it does not say about dtypes is its own affair."""
   fields = {f.name for f in dataclasses.fields(config)}
-  chosen = {}
+  replaced = {}
   for name, value in options.items():
-    if value is None:
+    is_dtype = name in ("dtype", "param_dtype")
+    if value is None or (is_dtype and name not in fields):
       continue
-    if name in fields:
-      is_dtype = name in ("dtype", "param_dtype")
-      chosen[name] = jnp.dtype(value) if is_dtype else value
-    elif name not in ("dtype", "param_dtype"):
+    if name not in fields:
       raise ValueError(
         f"{name} is {value!r}, and {type(config).__name__} has no such field: leave it "
         "out, or give the config one"
       )
-  return dataclasses.replace(config, **chosen)
+    replaced[name] = jnp.dtype(value) if is_dtype else value
+  return dataclasses.replace(config, **replaced)
 
 
-# Compiling the draws costs seconds; a program that makes several equal models (a policy
-# and its critic) pays once.
 @functools.lru_cache(maxsize=8)
 def _initialiser(
   model_class: Callable[..., Transformer], config: TransformerConfig, mesh: Mesh
 ) -> tuple[Any, Callable[[jax.Array], Any]]:
-  """(graph, function from a key to the weights, drawn where they belong)."""
+  """Returns the graph, and a compiled function that draws the weights from a key.
+
+  The function draws each weight on the devices that hold it.
+  """
 
   def build(key: jax.Array) -> Transformer:
     return model_class(config, rngs=nnx.Rngs(key))

@@ -1,4 +1,4 @@
-"""Models that share their weights: an adapted one and what lies below its adapters."""
+"""Models that share weights: an adapted model and the base model below its adapters."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from tunix.utils import tree
 
 
 def share_backbone(adapted: nnx.Module, reference: nnx.Module) -> bool:
-  """Whether all parameters of `adapted` but its adapters are, array for array, those of
-  `reference`: the same memory, not the same numbers."""
-  ours, theirs = _frozen(adapted), _frozen(reference)
-  return ours.keys() == theirs.keys() and all(
-    same_memory(x, theirs[path]) for path, x in ours.items()
+  """Returns True if the two models hold the same arrays, adapters left out.
+
+  Arrays are the same if they share memory; equal numbers do not count.
+  """
+  first, second = _frozen(adapted), _frozen(reference)
+  return first.keys() == second.keys() and all(
+    same_memory(x, second[path]) for path, x in first.items()
   )
 
 
 def share_variables(variables: Iterable[nnx.Variable], model: nnx.Module) -> bool:
-  """Whether a module holds one of the Variables: it then changes as they do, whatever
-  object stands around it. Other Variables of the same arrays are not the same."""
+  """Returns True if a module holds one of the Variables, and so changes with it.
+
+  Other Variables of the same arrays do not count.
+  """
   held = {
     id(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)
   }
@@ -37,7 +41,7 @@ def _frozen(model: nnx.Module) -> dict[str, jax.Array]:
 
 
 def same_memory(a: jax.Array, b: jax.Array) -> bool:
-  """Whether two arrays are one, whatever the objects that stand for it."""
+  """Returns True if two `jax.Array` objects refer to the same buffers."""
   if a is b:
     return True
   places = [
@@ -49,18 +53,18 @@ def same_memory(a: jax.Array, b: jax.Array) -> bool:
 
 
 def reference_of(model: Any) -> Any:
-  """The model below a model's adapters, as a module of its own that shares its arrays.
+  """Returns the base model below a model's adapters, which shares its arrays.
 
-  It costs no memory, in eval mode, and stays what it is while that one trains: frozen
-  arrays are never donated. Adapters that this package did not attach (qwix's, on any
-  module) are replaced by zeros, which adds their size.
+  The result is a separate module in eval mode that costs no memory. Training `model`
+  does not change it, because frozen arrays are never donated. Adapters that this
+  package did not attach (qwix's, on any module) are replaced by zeros of their size.
 
   Args:
-    model: an adapted model; unchanged.
+    model: an adapted model. It is unchanged.
 
   Raises:
-    ValueError: it has no adapters, so that training would change the reference too; or
-      modules that are trained whole, below which nothing is kept.
+    ValueError: the model has no adapters, so training would change the reference too.
+      Or some modules are trained whole, and their original weights are not kept.
   """
   if not nnx.state(model, nnx.LoRAParam):
     raise ValueError(

@@ -1,12 +1,12 @@
-"""Models of any make, adapted once at the door: `adapt(model)`.
+"""One interface to models of any kind: `adapt(model)` returns a `LanguageModel`.
 
-Whoever runs a model over whole sequences asks its `LanguageModel` for `states`, picks
-the positions that count, and hands them back to be scored. Of a model that offers its
-final hidden states these are the states, and no array [B, T, V] is built; of any other
-they are its logits. Callers do not ask which.
+Code that runs a model over whole sequences calls `states`, selects the positions that
+count, and passes their states back to be scored. If the model offers its final hidden
+states, the states are these, and no array [B, T, V] is built. For any other model the
+states are its logits. Callers do not need to know which.
 
-An adapter holds no arrays of its own: make one where the model is at hand, inside a
-traced function too.
+A `LanguageModel` holds no arrays besides the module's. It can be made anywhere, also
+inside a traced function.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from tunix.ops.distill import TopK, top_k
 from tunix.ops.distill_hidden import hidden_top_k
 from tunix.ops.logprobs import TokenScores
 from tunix.ops.reductions import WeightedSum, weighted_sum
-from tunix.ops.vocab_chunks import Layout, chunk_logits
+from tunix.ops.vocab_softmax import Layout, chunk_logits
 
 Parameters = Mapping[str, inspect.Parameter]
 
 
 class Unembedded(NamedTuple):
-  """Logits that are not built.
+  """Logits in the form of hidden states and an unembedding, not built.
 
   Attributes:
-    hidden: [B, T, D] final hidden states.
-    table, layout: what turns them into logits, see `Transformer.unembedding`.
+    hidden: final hidden states, [B, T, D].
+    table, layout: the unembedding and its layout, see `Transformer.unembedding`.
   """
 
   hidden: Any
@@ -48,15 +48,15 @@ class Unembedded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sequences:
-  """What a model is run over: right-padded or packed rows.
+  """The input of a model: right-padded or packed rows.
 
   Attributes:
-    tokens: int [B, T].
-    positions: int [B, T]; None: counted from 0, in every segment.
-    segment_ids: int [B, T], the example of a packed row that a token belongs to; None:
-      one example a row.
-    attention_mask: bool [B, T, T], True where a query may look; None: causal, inside
-      segments. It stands for the segments too, where both are given.
+    tokens: token ids, int [B, T].
+    positions: int [B, T]; None counts from 0 in every segment.
+    segment_ids: int [B, T], number of the example in a packed row that each token
+      belongs to; None for one example per row.
+    attention_mask: bool [B, T, T], True where a query may look at a key; None for a
+      causal mask inside segments. If it is given, `segment_ids` do not restrict it.
     extra: further arguments of the model's call, by name.
   """
 
@@ -69,24 +69,26 @@ class Sequences:
 
 @runtime_checkable
 class Unembeds(Protocol):
-  """A model whose unembedding is known; with `return_hidden=` in its call it offers its
-  final hidden states."""
+  """A model with an accessible unembedding.
+
+  If its call has a parameter `return_hidden`, the final hidden states are used.
+  """
 
   def unembedding(self) -> tuple[Any, Layout]:
-    """The table [V, D] or [D, V], and how it is stored."""
+    """Returns the table [V, D] or [D, V], and its layout."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModel(abc.ABC):
-  """A model as losses and scores see it; made by `adapt`.
+  """The interface of a model to losses and scores; made by `adapt`.
 
   Attributes:
-    model: the module itself. Its `__call__` is the one entry: what wraps modules (qwix,
-      captured layers) sees nothing else.
-    parameters: of that call, without self.
-    remedy: what a user can do about a call of another form.
-    builds_logits: whether `states` are logits: their memory grows with the vocabulary.
+    model: the module. Only its `__call__` is used, because wrappers of modules (qwix,
+      captured layers) intercept nothing else.
+    parameters: the parameters of that call, without self.
+    remedy: text for messages: what to do if the call has another form.
+    builds_logits: True if `states` are logits, whose memory grows with the vocabulary.
   """
 
   builds_logits: ClassVar[bool]
@@ -97,30 +99,30 @@ class LanguageModel(abc.ABC):
 
   @property
   def name(self) -> str:
-    """Of the model's call, for messages."""
+    """The name of the model's call, for messages."""
     return f"{type(self.model).__name__}.__call__"
 
   def accepts(self, name: str) -> bool:
-    """Whether a call may name this argument."""
+    """Returns True if the model's call has a parameter of this name."""
     return takes(self.parameters, name)
 
   @property
   def shares_prompts(self) -> bool:
-    """Whether a prompt can be computed once for a group of completions."""
+    """True if a prompt can be computed once for a group of completions."""
     return not self.builds_logits and self.accepts("shared_prompt")
 
   @abc.abstractmethod
   def states(self, rows: Sequences) -> Float[Array, "B T _"]:
-    """Runs the model: final hidden states [B, T, D], or logits [B, T, V].
+    """Runs the model and returns hidden states [B, T, D], or logits [B, T, V].
 
     Raises:
-      TypeError: the model's call has another form, or cannot be told of the mask.
+      TypeError: the model's call has an unsupported form, or no parameter for a mask.
     """
 
   def full_logits(self, rows: Sequences) -> Float[Array, "B T V"]:
-    """What the model's plain call gives, all of it: logits, or the first of a tuple.
+    """Returns the logits of the model's call, or the first part of a returned tuple.
 
-    The call is (tokens, positions, cache, attention_mask), or of tokens alone.
+    The call takes (tokens, positions, cache, attention_mask), or tokens alone.
 
     Raises:
       TypeError: see `states`.
@@ -138,11 +140,11 @@ class LanguageModel(abc.ABC):
 
   @abc.abstractmethod
   def unembed(self, states: Float[Array, "*B _"]) -> Float[Array, "*B V"]:
-    """What `states` stand for, built; a head's scores where the model has one."""
+    """Returns the logits of states, or the scores of a model with a score head."""
 
   @abc.abstractmethod
   def output(self, states: Float[Array, "*B _"]) -> Unembedded | Float[Array, "*B V"]:
-    """The same, not built where the model allows it."""
+    """Returns the logits of states, in the form `Unembedded` if the model allows it."""
 
   @abc.abstractmethod
   def token_logps(
@@ -153,7 +155,7 @@ class LanguageModel(abc.ABC):
     temperature: float = 1.0,
     entropy: bool = False,
   ) -> TokenScores:
-    """Log-probabilities of the targets, in nats; see `ops.logprobs`."""
+    """Returns log-probabilities of the targets in nats, see `ops.logprobs`."""
 
   @abc.abstractmethod
   def cross_entropy(
@@ -162,11 +164,11 @@ class LanguageModel(abc.ABC):
     targets: Int[Array, "*B"],
     weights: Float[Array, "*B"],
   ) -> WeightedSum:
-    """Sum of -log p of the targets by their weights, in nats, and the weights'."""
+    """Returns the weighted sum of -log p of the targets in nats, and of the weights."""
 
   @abc.abstractmethod
   def top_k(self, states: Float[Array, "*B _"], k: int, temperature: float) -> TopK:
-    """The k most likely words of every position."""
+    """Returns the k most likely tokens at every position."""
 
   def _with_cache(self, rows: Sequences) -> Any:
     positions, mask, segments = rows.positions, rows.attention_mask, rows.segment_ids
@@ -181,7 +183,7 @@ class LanguageModel(abc.ABC):
     return self.model(rows.tokens, positions, None, mask, **rows.extra)
 
   def _tokens_alone(self, rows: Sequences) -> Any:
-    """Whatever else is known is named where the call has a parameter for it."""
+    """Calls a model with tokens, and all other input that it has parameters for."""
     mask, segments, taken = rows.attention_mask, rows.segment_ids, self.parameters
     if mask is None and segments is not None and "segment_ids" not in taken:
       mask = _dense_mask(rows.tokens, segments)
@@ -199,7 +201,7 @@ class LanguageModel(abc.ABC):
 
 
 class _FromHidden(LanguageModel):
-  """A model with the seam: logits are built a chunk of the vocabulary at a time."""
+  """A model that offers hidden states; its logits are built in vocabulary chunks."""
 
   builds_logits = False
 
@@ -207,7 +209,7 @@ class _FromHidden(LanguageModel):
     extra = {**rows.extra, "return_hidden": True}
     if not self.accepts("segment_ids"):
       return self.full_logits(dataclasses.replace(rows, extra=extra))
-    # It reads segments by itself: no mask [B, T, T] is built of them.
+    # The model restricts attention to segments itself, without a mask [B, T, T].
     mask = rows.attention_mask
     segments = None if mask is not None else rows.segment_ids
     named = {"segment_ids": segments, **extra}
@@ -215,7 +217,7 @@ class _FromHidden(LanguageModel):
 
   def unembed(self, states):
     logits = getattr(self.model, "logits", None)
-    if logits is not None:  # a head of scores has no table to go by
+    if logits is not None:  # a score head has no unembedding table
       return logits(states)
     table, layout = self.model.unembedding()
     flat = chunk_logits(states.reshape(-1, states.shape[-1]), table, layout)
@@ -230,7 +232,7 @@ class _FromHidden(LanguageModel):
     return logprobs.token_logps(states, table, targets, layout, **options)
 
   def cross_entropy(self, states, targets, weights):
-    # Its backward pass holds no log-probability of a token, unlike `token_logps`.
+    # Unlike that of `token_logps`, its backward pass stores no log-probabilities.
     table, layout = self.model.unembedding()
     total = logprobs.weighted_nll(states, table, targets, weights, layout)
     return WeightedSum(total, jnp.sum(weights))
@@ -241,7 +243,7 @@ class _FromHidden(LanguageModel):
 
 
 class _FromLogits(LanguageModel):
-  """Any other model: its logits are its states."""
+  """A model that offers only logits, which are its states."""
 
   builds_logits = True
 
@@ -266,42 +268,42 @@ class _FromLogits(LanguageModel):
 
 
 def adapt(model: nnx.Module, remedy: str = "") -> LanguageModel:
-  """A model of any make as losses and scores see it.
+  """Returns the interface of a model to losses and scores.
 
   Args:
     model: a module.
     remedy: see LanguageModel.
   """
   parameters = call_parameters(model)
-  seam = takes(parameters, "return_hidden") and isinstance(model, Unembeds)
-  return (_FromHidden if seam else _FromLogits)(model, parameters, remedy)
+  offers_hidden = takes(parameters, "return_hidden") and isinstance(model, Unembeds)
+  return (_FromHidden if offers_hidden else _FromLogits)(model, parameters, remedy)
 
 
 def vocab_size(model: Any) -> int | None:
-  """Words that a model says it has; None: it does not say."""
+  """Returns the size of a model's vocabulary; None if the model does not state it."""
   stated = getattr(model, "vocab_size", None)
   return stated or getattr(getattr(model, "config", None), "vocab_size", None)
 
 
 def call_parameters(model: nnx.Module) -> Parameters:
-  """Parameters of the model's `__call__`, without self."""
+  """Returns the parameters of the model's `__call__`, without self."""
   return _parameters(type(model).__call__)
 
 
-# By the function, not the type: qwix makes a new subclass for every model.
+# Cached by function and not by type: qwix makes a new subclass for every model.
 @functools.lru_cache(maxsize=256)
 def _parameters(call: Callable[..., Any]) -> Parameters:
   return dict(list(inspect.signature(call).parameters.items())[1:])
 
 
 def takes(accepted: Parameters, name: str) -> bool:
-  """Whether a call may name this argument."""
+  """Returns True if a call with these parameters accepts the argument."""
   anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
   return anything or name in accepted
 
 
 def _dense_mask(tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
-  """Causal and inside segments, bool [B, T, T]."""
+  """Returns the causal mask inside segments, bool [B, T, T]."""
   index = jnp.arange(tokens.shape[1])
   mask = masks.causal_mask(index, index, segments, segments)
   return jnp.broadcast_to(mask, (tokens.shape[0], *mask.shape[1:]))

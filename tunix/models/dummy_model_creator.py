@@ -1,4 +1,4 @@
-"""Models with random weights, made where they belong: for tests and measurements."""
+"""Models with random weights, drawn on their devices, for tests and measurements."""
 
 from __future__ import annotations
 
@@ -23,23 +23,22 @@ def create_dummy_model(
   random_seed: int = 0,
   scale: float = 0.02,
 ) -> Any:
-  """A model whose floating-point parameters are all normal draws times `scale`.
+  """Makes a model whose floating-point parameters are all normal draws times `scale`.
 
-  Unlike `AutoModel.from_config` it takes any class, draws norms and biases too, and
-  never runs the class's own initialisation.
+  Unlike `AutoModel.from_config` it accepts any class, draws norms and biases too, and
+  never runs the initialisation of the class.
 
   Args:
-    model_class: called as `model_class(config, rngs=...)`, without being run.
-    config: of the model.
-    mesh: where the weights go, drawn shard by shard; None: the mesh of the context, or
-      the default device.
-    dtype: of the floating-point parameters; None: the model's own.
-    random_seed: of the draws; they do not depend on the mesh.
-    scale: standard deviation.
+    model_class: traced as `model_class(config, rngs=...)`, for its shapes only.
+    config: the configuration of the model.
+    mesh: the mesh of the weights, which are drawn shard by shard; None for the mesh of
+      the context, or the default device.
+    dtype: dtype of the floating-point parameters; None keeps the model's.
+    random_seed: seed of the draws, which do not depend on the mesh.
+    scale: standard deviation of the draws.
 
   Raises:
-    ValueError: the model has state besides parameters and random keys that a draw
-      cannot stand for.
+    ValueError: the model has state that is neither a number nor a random key.
   """
   given = mesh
   mesh = mesh_lib.current_mesh() if given is None else mesh_lib.auto(given)

@@ -1,7 +1,7 @@
-"""Critics and reward models: a language model's body under a head of scores.
+"""Critics and reward models: language models with a score head.
 
-`AutoModel.from_pretrained(folder, num_scores=1)` loads one; `with_scores` makes one of
-a model in memory, tied embeddings or not.
+`AutoModel.from_pretrained(folder, num_scores=1)` loads one. `with_scores` makes one
+from a model in memory, with or without tied embeddings.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from tunix.models.transformer import sharding
+from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
@@ -23,17 +24,17 @@ from tunix.utils import mesh as mesh_lib
 def with_scores(
   model: Transformer, num_scores: int = 1, *, seed: int = 0
 ) -> Transformer:
-  """A model whose call gives float32 scores [B, T, num_scores] instead of logits.
+  """Returns a model whose call gives float32 scores [B, T, num_scores], not logits.
 
-  It shares the weights of `model` besides the unembedding, and its adapters.
+  It shares all weights of `model` except the unembedding, and its adapters.
 
   Args:
-    model: a language model; unchanged.
-    num_scores: 1 for a critic or a reward model.
-    seed: of the head, drawn like every other weight.
+    model: a language model. It is unchanged.
+    num_scores: scores per position; 1 for a critic or a reward model.
+    seed: seed of the head, which is drawn like every other weight.
 
   Raises:
-    ValueError: `num_scores` is below 1, or the model has such a head already.
+    ValueError: `num_scores` is below 1, or the model has a score head already.
   """
   if model.score is not None:
     raise ValueError(
@@ -42,14 +43,12 @@ def with_scores(
   out = nnx.clone(model)
   out.config = dataclasses.replace(model.config, num_scores=num_scores)
   c = out.config
-  make = lambda: Linear(
-    c.embed_dim,
-    num_scores,
-    spec=sharding.weight_spec("router", c.sharding, False),
-    param_dtype=c.param_dtype,
-    rngs=nnx.Rngs(seed),
-  )
-  # Of a model of shapes the head is one too: its devices may not be there.
+
+  def make() -> Linear:
+    layers = LayerMaker(c.sharding, c.param_dtype, nnx.Rngs(seed))
+    return layers.linear(c.embed_dim, num_scores, "router")
+
+  # The head of a model of shapes is a shape too: its devices may not exist here.
   head = nnx.merge(*sharding.abstract(make)) if programs.are_noted() else make()
   mesh = mesh_lib.mesh_of(nnx.state(model))
   if mesh is not None:
@@ -63,9 +62,9 @@ def with_scores(
 def last_scores(
   scores: Float[Array, "B T n"], mask: Int[Array, "B T"] | Bool[Array, "B T"]
 ) -> Float[Array, "B n"]:
-  """The scores at each row's last valid token: what a reward model says of the row.
+  """Returns the scores at each row's last valid token: a reward model's output.
 
-  Rows without a valid token get the scores of their first position.
+  A row without a valid token gets the scores of its first position.
   """
   length = mask.shape[1]
   last = jnp.max(jnp.where(mask.astype(bool), jnp.arange(length), 0), axis=1)

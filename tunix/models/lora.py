@@ -1,8 +1,8 @@
 """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) on the decoder's layers.
 
-y = x W + (alpha / r) x A B, with A [in, r] drawn and B [r, out] zero, so that a fresh
-adapter changes nothing. A and B are `nnx.LoRAParam`s beside the kernel that they
-adapt; the trainer finds them by that type. The base weights are shared, not copied.
+y = x W + (alpha / r) x A B, where A [in, r] is drawn and B [r, out] is zero, so that a
+fresh adapter changes nothing. A and B are `nnx.LoRAParam`s beside the kernel that they
+adapt, and trainers find them by that type. The base weights are shared, not copied.
 PEFT's folders are read and written by adapter_files.py.
 """
 
@@ -27,7 +27,7 @@ from tunix.models.lora_modules import Adapter, CastError
 from tunix.models.transformer import sharding
 from tunix.models.transformer.layers import param
 from tunix.models.transformer.model import Transformer
-from tunix.utils import checks
+from tunix.utils import checks, mesh as mesh_lib
 
 __all__ = [
   "ALL_LINEAR",
@@ -56,27 +56,28 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-  """Which modules get adapters, and of what size.
+  """The modules that get adapters, and the adapters' size and kind.
 
   Attributes:
-    rank: of the adapters, r.
-    alpha: the adapter's output is scaled by alpha / rank; None means rank.
-    targets: the adapted modules; by default (in the command also "all-linear") every
-      linear layer of attention and feed-forward, experts too, but no router, embedding
-      or head. Each is the last parts of a module's path ("q_proj", "attn.q_proj") or a
-      regular expression for all of it (r"layers\\..*_proj"); each must match.
-    dtype: of A and B; float32 by default also on a bfloat16 base, because small
-      updates are lost in bfloat16.
+    rank: rank r of the adapters.
+    alpha: the adapter's output is scaled by alpha / rank; None means alpha = rank.
+    targets: the adapted modules. The default ("all-linear" in the command) is every
+      linear layer of attention and feed-forward, experts included, and no router,
+      embedding or head. Each target is the last parts of a module's path ("q_proj",
+      "attn.q_proj") or a regular expression for a whole path (r"layers\\..*_proj").
+      Each target must match a module.
+    dtype: dtype of A and B. It is float32 by default on a bfloat16 base too, because
+      bfloat16 loses small updates.
     dropout: probability that an element of A's input is dropped in training.
-    use_rslora: scale by alpha / sqrt(rank), which keeps the size of updates at large
-      ranks (Kalajdzievski 2023, arXiv:2312.03732).
-    use_dora: train a magnitude for every output beside the direction W + scale A B
-      (DoRA, Liu et al. 2024, arXiv:2402.09353).
-    rank_pattern, alpha_pattern: other values for some of the targets, by patterns like
-      `targets`; the first that matches a module counts, each must match one.
-    modules_to_save: modules that are trained whole beside the adapters, in `dtype`,
-      and saved with them: names like `targets`, such as "score", "lm_head",
-      "embed_tokens" or "norm". null: the head of scores, of a model that has one.
+    use_rslora: if True, the scale is alpha / sqrt(rank), which keeps the size of
+      updates at large ranks (Kalajdzievski 2023, arXiv:2312.03732).
+    use_dora: if True, a magnitude per output is trained beside the direction
+      W + scale A B (DoRA, Liu et al. 2024, arXiv:2402.09353).
+    rank_pattern, alpha_pattern: other values for some of the targets, by patterns as in
+      `targets`. The first pattern that matches a module applies. Each must match one.
+    modules_to_save: modules that are trained whole beside the adapters, in `dtype`, and
+      saved with them, by names as in `targets`: "score", "lm_head", "embed_tokens",
+      "norm". null selects the score head of a model that has one.
   """
 
   rank: int
@@ -118,15 +119,15 @@ class LoraConfig:
 
   @property
   def scale(self) -> float:
-    """alpha / rank (alpha / sqrt(rank) with `use_rslora`) where no pattern matches."""
+    """Factor of A B where no pattern matches: alpha / rank, or alpha / sqrt(rank)."""
     return self.scale_of("")
 
   def rank_of(self, path: str) -> int:
-    """The rank of one module."""
+    """Returns the rank of one module, given its path."""
     return _by_pattern(self.rank_pattern, path, self.rank)
 
   def scale_of(self, path: str) -> float:
-    """What one module's A B is multiplied by."""
+    """Returns the factor of one module's A B, given its path."""
     rank = self.rank_of(path)
     alpha = _by_pattern(self.alpha_pattern, path, self.alpha)
     alpha = rank if alpha is None else alpha
@@ -145,24 +146,24 @@ def apply(
   seed: int = 0,
   rngs: nnx.Rngs | None = None,
 ) -> Transformer:
-  """A model with fresh adapters that shares the base weights of `model`.
+  """Returns a model with fresh adapters that shares the base weights of `model`.
 
-  A is uniform in +-1/sqrt(in), B is zero, a magnitude is the norm of its column of the
-  kernel. The adapters lie on the base's mesh, split like the dimension of the kernel
-  that they touch.
+  A is uniform in +-1/sqrt(in), B is zero, and a magnitude is the norm of its column of
+  the kernel. The adapters are on the base's mesh, sharded like the dimension of the
+  kernel that they touch.
 
   Args:
-    model: not adapted yet; unchanged. Stacked, or unstacked to adapt single layers.
-      Its kernels may be quantised.
+    model: a model without adapters. It is unchanged. It may be stacked, or unstacked to
+      adapt single layers, and its kernels may be quantised.
     config: ranks, scales, targets and kind.
-    seed: of A and of the dropout masks; the draw of a module depends on the seed and
-      its name only.
-    rngs: the source of the key instead of `seed`.
+    seed: seed of A and of the dropout masks. The draw of a module depends only on the
+      seed and on the module's name.
+    rngs: source of the key, used instead of `seed`.
 
   Raises:
-    ValueError: a target or pattern matches nothing that can be adapted (the message
-      lists the modules), the model has adapters already, or a module is to be adapted
-      and trained whole.
+    ValueError: a target or pattern matches no module that can be adapted (the message
+      lists the modules), the model has adapters already, or a module is named both in
+      `targets` and in `modules_to_save`.
   """
   chosen = match(model, config.targets)
   _check_patterns(config, chosen)
@@ -173,23 +174,21 @@ def apply(
     )
   key = jax.random.key(seed) if rngs is None else rngs.params()
   modules = lora_modules.linears(model)
-  shapes = {}
+  mesh = mesh_lib.mesh_of(nnx.state(model))
+  adapters = {}
   for path in chosen:
     *stack, rows, columns = modules[path].kernel.shape
     rank = config.rank_of(path)
-    shapes[path] = (*stack, rows, rank), (*stack, rank, columns)
-  where = lora_modules.pair_shardings(model, shapes)
-  adapters = {}
-  for path, (shape_a, shape_b) in shapes.items():
+    where = lora_modules.adapter_shardings(modules[path], rank, mesh)
     path_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-    draw = jax.jit(_uniform, static_argnums=(1, 2), out_shardings=where[path][0])
+    draw = jax.jit(_uniform, static_argnums=(1, 2), out_shardings=where[0])
     magnitude = None
     if config.use_dora:
-      # In float32 always: rounded to bfloat16 it would change a fresh model.
-      magnitude = lora_modules.fresh_magnitude(modules[path])
+      # Always float32: a magnitude rounded to bfloat16 would change a fresh model.
+      magnitude = lora_modules.fresh_magnitude(modules[path], where[2])
     adapters[path] = Adapter(
-      a=draw(path_key, shape_a, jnp.dtype(config.dtype)),
-      b=jnp.zeros(shape_b, config.dtype, device=where[path][1]),
+      a=draw(path_key, (*stack, rows, rank), jnp.dtype(config.dtype)),
+      b=jnp.zeros((*stack, rank, columns), config.dtype, device=where[1]),
       magnitude=magnitude,
       scale=config.scale_of(path),
       dropout=config.dropout,
@@ -218,21 +217,21 @@ def _uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def merge(
   model: Transformer, *, report: Callable[[CastError], None] | None = None
 ) -> Transformer:
-  """A model without adapters, W + scale A B (and DoRA's magnitudes), computed in
-  float32 and rounded to the kernel's dtype.
+  """Returns a model whose adapters are merged into its kernels.
 
-  Quantised kernels become arrays again. Weights that had no adapter are otherwise
+  A merged kernel is W + scale A B, with DoRA's magnitudes, computed in float32 and
+  rounded to the kernel's dtype. Quantised kernels become arrays. All other weights are
   shared with `model`.
 
   Args:
-    model: adapted; unchanged.
-    report: is told for each module what the rounding cost; None: the worst is logged.
+    model: a model with adapters. It is unchanged.
+    report: called with the rounding error of each module; None logs the largest one.
 
   Raises:
     ValueError: the model has no adapters.
   """
   lora_modules.require_adapters(model)
-  out = lora_modules.copy(model)
+  out = nnx.clone(model)
   errors = []
   for path, linear in lora_modules.linears(out).items():
     if linear.lora_a is None:
@@ -244,12 +243,12 @@ def merge(
     lora_modules.detach(linear)
     errors.append(error)
   whole_modules.unmark(out)
-  lora_modules.tell(errors, report, _log)
+  lora_modules.report_errors(errors, report, _log)
   return out
 
 
 def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
-  """The modules that the targets name, in the model's order.
+  """Returns the paths of the modules that the targets select, in the model's order.
 
   Raises:
     ValueError: see `apply`.
@@ -259,7 +258,7 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
 
 
 def describe(model: Transformer) -> str:
-  """A table of what is adapted, and how much of the model that is.
+  """Returns a table of the adapted modules and the share of trained parameters.
 
   Raises:
     ValueError: the model has no adapters.
@@ -269,7 +268,7 @@ def describe(model: Transformer) -> str:
   for path, linear in lora_modules.adapted(model).items():
     leaves = jax.tree.leaves(nnx.state(linear, nnx.LoRAParam))
     size = sum(leaf.size for leaf in leaves)
-    assert linear.lora_a is not None  # it is adapted
+    assert linear.lora_a is not None
     rank = linear.lora_a.shape[-1]
     shape = " x ".join(map(str, linear.kernel.shape))
     lines.append(f"{path:32} {shape:24} rank {rank:<4} {size:>12,}")

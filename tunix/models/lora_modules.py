@@ -1,4 +1,4 @@
-"""The decoder's linear maps and their adapters: what `lora` and the saver share."""
+"""Linear maps of the decoder and their adapters, for `lora` and the saver."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.quantised import QuantisedKernel
 from tunix.utils import mesh as mesh_lib
 
-Pair = tuple[Any, Any]
+Shardings = tuple[NamedSharding | None, NamedSharding | None, NamedSharding | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adapter:
-  """What one module is adapted with; see `Linear`.
+  """The adapter of one module; see `Linear`.
 
   Attributes:
-    a, b: [*stack, in, r] and [*stack, r, out].
-    magnitude: [*stack, out], or None without DoRA.
-    scale: of A B.
-    dropout: of A's input.
-    rslora: whether the scale is alpha / sqrt(r), for the record.
+    a, b: the factors [*stack, in, r] and [*stack, r, out].
+    magnitude: DoRA's magnitudes [*stack, out], or None.
+    scale: factor of A B.
+    dropout: probability that an element of A's input is dropped.
+    rslora: True if the scale is alpha / sqrt(r); recorded when saved.
   """
 
   a: Any
@@ -46,13 +46,13 @@ class Adapter:
 
 
 class CastError(NamedTuple):
-  """What a merged kernel lost when it was rounded to its dtype.
+  """The error of rounding a merged kernel to its dtype.
 
   Attributes:
-    module: its path.
-    of_kernel: norm of the rounding error over the norm of the merged kernel.
-    of_update: the same over the norm of what the adapter changes; near 1 the update is
-      lost, inf when there is none.
+    module: path of the module.
+    of_kernel: norm of the error divided by the norm of the merged kernel.
+    of_update: norm of the error divided by the norm of the adapter's change of the
+      kernel. Near 1 the change is lost; inf if the adapter changes nothing.
   """
 
   module: str
@@ -61,16 +61,18 @@ class CastError(NamedTuple):
 
 
 def hits(target: str, path: str) -> bool:
-  """Whether a name or pattern stands for a module: the last parts of its path, or a
-  regular expression for all of it."""
+  """Returns True if a target selects a module.
+
+  A target is the last parts of a module's path, or a regular expression for the path.
+  """
   return f".{path}".endswith(f".{target}") or bool(re.fullmatch(target, path))
 
 
 def select(model: Transformer, targets: Iterable[str]) -> list[str]:
-  """The modules that the targets name, in the model's order.
+  """Returns the paths of the modules that the targets select, in the model's order.
 
   Raises:
-    ValueError: a target matches nothing that can be adapted; the message lists the
+    ValueError: a target matches no module that can be adapted; the message lists the
       modules.
   """
   paths = list(adaptable(model))
@@ -86,7 +88,7 @@ def select(model: Transformer, targets: Iterable[str]) -> list[str]:
 
 
 def linears(model: Transformer) -> dict[str, Linear]:
-  """The model's linear maps by dotted module path."""
+  """Returns the model's linear maps by dotted path."""
   return {
     ".".join(map(str, path)): module
     for path, module in nnx.iter_modules(model)
@@ -95,35 +97,38 @@ def linears(model: Transformer) -> dict[str, Linear]:
 
 
 def adaptable(model: Transformer) -> dict[str, Linear]:
-  """Those that can carry an adapter: the layers'. The losses read the unembedding
-  beside the layers, so an adapter on it or on the embedding would train nobody."""
+  """Returns the linear maps that can have an adapter: those of the layers.
+
+  An adapter on the embedding or unembedding would not be trained: losses use the
+  unembedding's kernel and not its call.
+  """
   return {p: m for p, m in linears(model).items() if p.startswith("layers.")}
 
 
 def adapted(model: Transformer) -> dict[str, Linear]:
-  """Those linear maps that carry an adapter."""
+  """Returns the linear maps that have an adapter, by path."""
   return {p: m for p, m in linears(model).items() if m.lora_a is not None}
 
 
 def pair_of(linear: Linear) -> tuple[jax.Array, jax.Array]:
-  """(A, B) of an adapted module."""
+  """Returns A and B of an adapted module."""
   assert linear.lora_a is not None and linear.lora_b is not None
   return linear.lora_a[...], linear.lora_b[...]
 
 
 def magnitude_of(linear: Linear) -> jax.Array | None:
-  """m of a module adapted with DoRA, else None."""
+  """Returns the magnitudes of a module adapted with DoRA, else None."""
   return None if linear.lora_magnitude is None else linear.lora_magnitude[...]
 
 
 def require_adapters(model: Transformer) -> None:
-  """Raises ValueError for a model without adapters."""
+  """Refuses a model without adapters with a ValueError."""
   if not adapted(model):
     raise ValueError("the model has no adapters: call lora.apply first")
 
 
 def require_bare(model: Transformer) -> None:
-  """Raises ValueError for a model with adapters."""
+  """Refuses a model with adapters with a ValueError."""
   if adapted(model):
     raise ValueError(
       "the model has adapters already: merge them first, or adapt the base model"
@@ -131,12 +136,12 @@ def require_bare(model: Transformer) -> None:
 
 
 def is_quantised(linear: Linear) -> bool:
-  """Whether the kernel is stored in 4 or 8 bits."""
+  """Returns True if the kernel is stored in 4 or 8 bits."""
   return isinstance(linear.kernel, QuantisedKernel)
 
 
 def kernel_sharding(linear: Linear) -> NamedSharding | None:
-  """Where the kernel lies, or would lie at full size; None without a mesh."""
+  """Returns the sharding of the kernel at full size; None without a mesh."""
   kernel = linear.kernel
   if not isinstance(kernel, QuantisedKernel):
     where = kernel[...].sharding
@@ -149,7 +154,7 @@ def kernel_sharding(linear: Linear) -> NamedSharding | None:
 
 
 def dense_kernel(linear: Linear, dtype: DTypeLike) -> jax.Array:
-  """The kernel without its adapter, laid out like it."""
+  """Returns the kernel without its adapter as an array, sharded like the kernel."""
   compute = jax.jit(
     lambda w: w[...].astype(dtype), out_shardings=kernel_sharding(linear)
   )
@@ -159,8 +164,10 @@ def dense_kernel(linear: Linear, dtype: DTypeLike) -> jax.Array:
 def merged_kernel(
   path: str, linear: Linear, dtype: DTypeLike
 ) -> tuple[jax.Array, CastError]:
-  """The kernel of one adapted module with its adapter added, laid out like it, and
-  what rounding it to `dtype` cost."""
+  """Returns the kernel of an adapted module with its adapter added, and its error.
+
+  The result is sharded like the kernel. The error is that of rounding to `dtype`.
+  """
   where = kernel_sharding(linear)
   outs = None if where is None else (where, None, None)
   merged = jax.jit(_merged, static_argnums=(4, 5), out_shardings=outs)
@@ -191,80 +198,75 @@ def _merged(kernel, a, b, magnitude, scale, dtype):
   )
 
 
-def copy(model: Transformer) -> Transformer:
-  """New modules around the same arrays."""
-  return nnx.clone(model)
-
-
 def _specs(linear: Linear) -> tuple[tuple[Any, ...], ...]:
-  """Axes of A, B and m: those of the kernel's dimension that each touches."""
+  """Returns the PartitionSpec entries of A, B and m.
+
+  Each is sharded like the dimensions of the kernel that it touches; r is not sharded.
+  """
   *stack, rows, columns = linear.kernel.get_metadata()["out_sharding"]
   return (*stack, rows, None), (*stack, None, columns), (*stack, columns)
 
 
-def pair_shardings(
-  model: Transformer, shapes: dict[str, Pair]
-) -> dict[str, tuple[NamedSharding | None, NamedSharding | None]]:
-  """Where (A, B) of each module lie: on the base's mesh, None without one."""
-  mesh = mesh_lib.mesh_of(nnx.state(model))
+def adapter_shardings(linear: Linear, rank: int, mesh: Mesh | None) -> Shardings:
+  """Returns the shardings of A, B and the magnitudes of a module; None without a mesh.
+
+  Args:
+    linear: the module.
+    rank: r of its adapter.
+    mesh: the mesh of the base model.
+  """
   if mesh is None:
-    return dict.fromkeys(shapes, (None, None))
-  modules = linears(model)
-
-  def place(spec: tuple[Any, ...], shape: tuple[int, ...]) -> NamedSharding:
-    return NamedSharding(mesh, mesh_lib.fit_spec(spec, shape, mesh))
-
-  where = {}
-  for path, (shape_a, shape_b) in shapes.items():
-    spec_a, spec_b, _ = _specs(modules[path])
-    where[path] = place(spec_a, shape_a), place(spec_b, shape_b)
-  return where
+    return None, None, None
+  *stack, rows, columns = linear.kernel.shape
+  a, b, m = (
+    mesh_lib.sharding_of_spec(spec, shape, mesh)
+    for spec, shape in zip(
+      _specs(linear), ((*stack, rows, rank), (*stack, rank, columns), (*stack, columns))
+    )
+  )
+  return a, b, m
 
 
 def placed(model: Transformer, adapters: dict[str, Adapter]) -> dict[str, Adapter]:
-  """Adapters of host arrays, put where the base lies."""
-  pairs = {path: (x.a, x.b) for path, x in adapters.items()}
-  shapes = {path: (a.shape, b.shape) for path, (a, b) in pairs.items()}
-  where = pair_shardings(model, shapes)
-  modules = linears(model)
-  out = {}
+  """Copies adapters of host arrays to the devices of the base model."""
+  mesh, modules, out = mesh_lib.mesh_of(nnx.state(model)), linears(model), {}
   for path, adapter in adapters.items():
-    a, b = jax.device_put(pairs[path], where[path])
-    magnitude = adapter.magnitude
-    if magnitude is not None:
-      place = _magnitude_sharding(modules[path])
-      magnitude = jax.device_put(magnitude, place)
+    arrays = adapter.a, adapter.b, adapter.magnitude
+    where = adapter_shardings(modules[path], adapter.a.shape[-1], mesh)
+    a, b, magnitude = (
+      None if x is None else jax.device_put(x, sharding)
+      for x, sharding in zip(arrays, where)
+    )
     out[path] = dataclasses.replace(adapter, a=a, b=b, magnitude=magnitude)
   return out
 
 
-def _magnitude_sharding(linear: Linear) -> NamedSharding | None:
-  """On the mesh like the outputs."""
-  where = kernel_sharding(linear)
-  if where is None:
-    return None
-  *stack, _, columns = linear.kernel.shape
-  mesh = mesh_lib.mesh_of(nnx.state(linear)) or where.mesh
-  assert isinstance(mesh, Mesh)
-  return mesh_lib.sharding_of_spec(_specs(linear)[2], (*stack, columns), mesh)
+def fresh_magnitude(linear: Linear, where: NamedSharding | None) -> jax.Array:
+  """Returns ||W|| of each output, with which a fresh DoRA adapter changes nothing.
 
-
-def fresh_magnitude(linear: Linear) -> jax.Array:
-  """||W|| of each output, so that a fresh DoRA adapter changes nothing; it lies on the
-  mesh like the outputs."""
+  Args:
+    linear: the module.
+    where: sharding of the result.
+  """
 
   def norms(kernel):
     return jnp.linalg.norm(kernel[...].astype(jnp.float32), axis=-2)
 
-  return jax.jit(norms, out_shardings=_magnitude_sharding(linear))(linear.kernel)
+  return jax.jit(norms, out_shardings=where)(linear.kernel)
 
 
 def attach(
   model: Transformer, adapters: dict[str, Adapter], key: jax.Array
 ) -> Transformer:
-  """A copy of the model whose modules carry the adapters; `key` seeds their dropout."""
+  """Returns a copy of the model with the adapters attached.
+
+  Args:
+    model: a model without adapters. It is unchanged, and its arrays are shared.
+    adapters: the adapters by path of the module.
+    key: random key of the dropout masks.
+  """
   require_bare(model)
-  out = copy(model)
+  out = nnx.clone(model)
   modules = linears(out)
   for path, adapter in adapters.items():
     linear = modules[path]
@@ -291,7 +293,7 @@ def attach(
 
 
 def detach(linear: Linear) -> None:
-  """Takes a module's adapter away."""
+  """Removes a module's adapter, in place."""
   linear.lora_a, linear.lora_b = nnx.data(None), nnx.data(None)
   linear.lora_magnitude, linear.lora_rng = nnx.data(None), nnx.data(None)
   linear.lora_scale, linear.lora_dropout = 1.0, 0.0
@@ -299,7 +301,7 @@ def detach(linear: Linear) -> None:
 
 
 def count(model: Transformer) -> int:
-  """Parameters of the model; a quantised kernel counts as its numbers, not bytes."""
+  """Returns the number of parameters; a quantised kernel counts at its full size."""
   total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
   for linear in linears(model).values():
     if is_quantised(linear):
@@ -308,12 +310,12 @@ def count(model: Transformer) -> int:
   return total
 
 
-def tell(
+def report_errors(
   errors: list[CastError],
   report: Callable[[CastError], None] | None,
   log: logging.Logger,
 ) -> None:
-  """Hands errors to `report`, or logs the worst."""
+  """Passes rounding errors to `report`, or logs the largest one if it is None."""
   if report is not None:
     for error in errors:
       report(error)

@@ -1,4 +1,4 @@
-"""From the name of a checkpoint on the hub to our family and preset.
+"""Derives the family and the preset from the name of a checkpoint on the hub.
 
 "meta-llama/Llama-3.1-8B" -> name "llama-3.1-8b", family "llama3p1", version "8b",
 category "llama3" (the package that has it), config id "llama3p1_8b" (the preset).
@@ -14,34 +14,26 @@ from tunix.models import families
 
 # A family's letters and version number; "2b" and "270m" are sizes, no versions.
 _FAMILY = re.compile(r"([a-z]+)-?(\d+(?:\.\d+)?)?(?![\d.]*[bm]\b)(?:-|$)(.*)")
-# What makers put before the family's name.
+# Makers' names that some repositories put before the family's name.
 _PREFIXES = ("meta-", "mistralai-")
-# What does not change a model's shape; tried last, so that presets of their own win.
+# Endings that do not change a model's shape. They are removed only if no preset has the
+# full name, so that a preset such as qwen3_4b_instruct_2507 is found first.
 _VARIANTS = ("_instruct", "_it", "_pt", "_base", "_chat", "_hf")
-# Names that do not say their size, or say a date before it.
-_IRREGULAR = {
-  "mistral-nemo-base-2407": "mistral_nemo_12b",
-  "mistral-nemo-instruct-2407": "mistral_nemo_12b",
-  "olmo-2-0425-1b": "olmo2_1b",
-  "olmo-2-1124-7b": "olmo2_7b",
-  "olmo-2-1124-13b": "olmo2_13b",
-  "olmo-2-0325-32b": "olmo2_32b",
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelNaming:
-  """All the names of a model, from one of them.
+  """All names of a model, derived from `model_id` or from `model_name`.
 
   Attributes:
-    model_id: of the hub, "owner/name"; or a preset's name.
-    model_name: the lower-case name without its owner; given, or taken from `model_id`.
-    model_family, model_version: the two parts of the name, dots written as "p".
-    model_config_category: the package under `tunix.models` that has the family.
-    model_config_id: the preset.
+    model_id: the id on the hub, "owner/name", or the name of a preset.
+    model_name: the lower-case name without its owner; taken from `model_id` if None.
+    model_family, model_version: the two parts of the name, with dots written as "p".
+    model_config_category: the package under `tunix.models` that holds the family.
+    model_config_id: the name of the preset.
 
   Raises:
-    ValueError: neither name was given, they contradict each other, or no preset fits.
+    ValueError: both names are None, they contradict each other, or no preset matches.
   """
 
   model_id: str | None = None
@@ -76,10 +68,12 @@ class ModelNaming:
 
 
 def get_model_name_from_model_id(model_id: str) -> str:
-  """ "meta-llama/Llama-3.1-8B" -> "llama-3.1-8b"; presets' names go through as well.
+  """Turns "meta-llama/Llama-3.1-8B" into "llama-3.1-8b".
+
+  The name of a preset is returned unchanged.
 
   Raises:
-    ValueError: it is empty or ends in a slash.
+    ValueError: the id is empty or ends in a slash.
   """
   name = model_id.rpartition("/")[2].lower()
   if not name:
@@ -90,7 +84,7 @@ def get_model_name_from_model_id(model_id: str) -> str:
 
 
 def get_model_family_and_version(model_name: str) -> tuple[str, str]:
-  """ "llama-3.1-8b" -> ("llama3p1", "8b")."""
+  """Splits "llama-3.1-8b" into ("llama3p1", "8b")."""
   match = _FAMILY.fullmatch(model_name.lower())
   if match is None:
     family, _, version = model_name.lower().partition("_")
@@ -100,28 +94,31 @@ def get_model_family_and_version(model_name: str) -> tuple[str, str]:
 
 
 def get_model_config_id(model_name: str) -> str:
-  """The preset of a name.
+  """Returns the name of the preset for a model's name.
 
   Raises:
-    ValueError: none fits; the message has the nearest ones.
+    ValueError: no preset matches; the message lists the most similar ones.
   """
   name = model_name.lower()
-  known = [preset for family in families.FAMILIES.values() for preset in family.presets]
-  family, version = get_model_family_and_version(name)
-  wanted = _IRREGULAR.get(name) or f"{family}_{version}".rstrip("_")
-  for candidate in (wanted, *(wanted.removesuffix(end) for end in _VARIANTS)):
+  known: list[str] = []
+  for family in families.FAMILIES.values():
+    if name in family.hub_names:
+      return family.hub_names[name]
+    known += family.presets
+  preset = "_".join(filter(None, get_model_family_and_version(name)))
+  for candidate in (preset, *(preset.removesuffix(end) for end in _VARIANTS)):
     if candidate in known:
       return candidate
-  near = difflib.get_close_matches(wanted, known, 3) or sorted(known)
+  near = difflib.get_close_matches(preset, known, 3) or sorted(known)
   raise ValueError(
-    f"no preset is called {wanted!r} (from {model_name!r}); near are "
+    f"no preset is called {preset!r} (from {model_name!r}); near are "
     f"{', '.join(near)}: load the folder with AutoModel.from_pretrained, which reads "
     "its config.json"
   )
 
 
 def get_model_config_category(model_name: str) -> str:
-  """The family's package, "llama3" of "llama-3.1-8b".
+  """Returns the name of the family's package: "llama3" for "llama-3.1-8b".
 
   Raises:
     ValueError: see `get_model_config_id`.

@@ -1,10 +1,10 @@
-"""A model whose layers' kernels take 4 or 8 bits: the base of QLoRA.
+"""Models whose layers' kernels are stored in 4 or 8 bits: the base of QLoRA.
 
     small = quantisation.quantise(model, "nf4")
     adapted = lora.apply(small, lora.LoraConfig(rank=16))
 
 QLoRA: Dettmers et al. 2023, arXiv:2305.14314. Embedding, unembedding, norms and biases
-keep their dtype. What a kernel becomes is in transformer/quantised.py.
+keep their dtype. The storage of a kernel is in transformer/quantised.py.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ __all__ = ["QuantisationConfig", "dequantise", "is_quantised", "quantise"]
 
 
 def as_config(config: QuantisationConfig | str) -> QuantisationConfig:
-  """A method's name ("nf4", "int4", "int8") stands for its defaults.
+  """Returns the configuration of a method's name ("nf4", "int4", "int8").
+
+  A configuration is returned unchanged.
 
   Raises:
-    ValueError: an unknown name.
+    ValueError: the name is unknown.
   """
   return QuantisationConfig(method=config) if isinstance(config, str) else config
 
@@ -40,16 +42,16 @@ def quantise(
   *,
   targets: tuple[str, ...] | None = None,
 ) -> Transformer:
-  """A model with quantised kernels that shares all else with `model`.
+  """Returns a model with quantised kernels that shares all else with `model`.
 
-  One kernel is converted at a time. `AutoModel.from_pretrained(..., quantise=)` does it
-  while reading, and never holds the whole model at full size.
+  One kernel is converted at a time. `AutoModel.from_pretrained(..., quantise=)`
+  quantises while reading, and never holds the whole model at full size.
 
   Args:
-    model: without adapters, its kernels not quantised yet; unchanged.
-    config: the method, or all of it.
-    targets: names or patterns as in `LoraConfig.targets`; None: every linear map of
-      the layers but the routers of experts, which are small and decide much.
+    model: a model without adapters and without quantised kernels. It is unchanged.
+    config: the name of a method, or the whole configuration.
+    targets: names or patterns as in `LoraConfig.targets`. None selects every linear map
+      of the layers except the routers of experts, which are small and sensitive.
 
   Raises:
     ValueError: a target matches nothing, blocks do not divide a kernel, or the model
@@ -59,7 +61,7 @@ def quantise(
   lora_modules.require_bare(model)
   if is_quantised(model):
     raise ValueError("the model is quantised already: call quantisation.dequantise")
-  out = lora_modules.copy(model)
+  out = nnx.clone(model)
   modules = lora_modules.adaptable(out)
   chosen = [path for path in modules if not _is_router(path)]
   for path in chosen if targets is None else lora_modules.select(model, targets):
@@ -73,10 +75,15 @@ def quantise(
 def quantise_kernel(
   kernel: jax.Array, spec: tuple[Any, ...], config: QuantisationConfig
 ) -> QuantisedKernel:
-  """One kernel, [*stack, in, out], quantised on the devices that hold it.
+  """Quantises one kernel [*stack, in, out] on the devices that hold it.
+
+  Args:
+    kernel: the kernel.
+    spec: its PartitionSpec entries.
+    config: the method, block and dtype of the scales.
 
   Raises:
-    ValueError: blocks do not divide it.
+    ValueError: blocks do not divide the kernel's inputs.
   """
   block = config.block_of(kernel.shape[-2])
   static = config.method, block, jnp.dtype(config.scale_dtype)
@@ -92,14 +99,14 @@ def quantise_kernel(
 
 
 def dequantise(model: Transformer) -> Transformer:
-  """A model whose kernels are arrays again, adapters kept; shares all else.
+  """Returns a model whose kernels are arrays; it keeps adapters and shares all else.
 
   Raises:
     ValueError: no kernel is quantised.
   """
   if not is_quantised(model):
     raise ValueError("the model is not quantised: there is nothing to dequantise")
-  out = lora_modules.copy(model)
+  out = nnx.clone(model)
   for linear in lora_modules.linears(out).values():
     dequantise_kernel(linear)
   return out
@@ -114,7 +121,7 @@ def dequantise_kernel(linear: Linear) -> None:
 
 
 def is_quantised(model: Transformer) -> bool:
-  """Whether a kernel of the model is stored in 4 or 8 bits."""
+  """Returns True if any kernel of the model is stored in 4 or 8 bits."""
   return any(map(lora_modules.is_quantised, lora_modules.linears(model).values()))
 
 
@@ -123,12 +130,14 @@ def _is_router(path: str) -> bool:
 
 
 class OnLoad:
-  """Quantises kernels as they are read: the peak is the quantised model and one
-  parameter. `packed` stands between a loader and each array, `finish` ends the load.
+  """Quantiser of kernels that are being loaded.
+
+  The loader passes each array through `packed`, and the loaded model through `finish`.
+  The peak of memory is the quantised model and one parameter at full size.
 
   Args:
-    config: the method, or all of it.
-    model: of shapes, as it is about to be loaded.
+    config: the name of a method, or the whole configuration.
+    model: the model that is loaded, with shapes for arrays.
   """
 
   def __init__(self, config: QuantisationConfig | str, model: Transformer):
@@ -141,17 +150,20 @@ class OnLoad:
     self.kernels: dict[str, QuantisedKernel] = {}
 
   def packed(self, path: str, value: jax.Array) -> jax.Array:
-    """The array, or a small one that stands for it until `finish`."""
+    """Quantises a kernel and returns its scales as a placeholder until `finish`.
+
+    An array that is not to be quantised is returned unchanged.
+    """
     if path not in self.specs:
       return value
     kernel = quantise_kernel(value, self.specs[path], self.config)
-    # Else reading runs ahead of the device, which then holds several full parameters.
+    # Without waiting, reading runs ahead, and the device holds several full parameters.
     jax.block_until_ready(kernel.codes[...])
     self.kernels[path.removesuffix(".kernel")] = kernel
     return kernel.scales[...]
 
   def finish(self, model: Transformer) -> Transformer:
-    """The loaded model with its quantised kernels."""
+    """Replaces the placeholders in the loaded model by the quantised kernels."""
     modules = lora_modules.linears(model)
     for path, kernel in self.kernels.items():
       modules[path].kernel = nnx.data(kernel)

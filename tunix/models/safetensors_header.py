@@ -1,53 +1,30 @@
-"""The JSON header of a safetensors file, checked before a byte is mapped.
+"""Parser of the JSON header of a safetensors file, checked before a byte is mapped.
 
-Every tensor's bytes must be accounted for: in the order of their offsets they fill the
-file without overlap or gap, so no two names share bytes and nothing hides between them.
+In the order of their offsets the tensors must fill the file without overlap or gap. So
+no two names share bytes, and no bytes hide between two tensors.
 """
 
 from __future__ import annotations
 
-import math
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-
-from tunix.models.stored_tensor import StoredTensor, brief, sizes, strict_json
-
-DTYPES: Mapping[str, Any] = {
-  "F64": np.float64,
-  "F32": np.float32,
-  "F16": np.float16,
-  "BF16": jnp.bfloat16,
-  "F8_E4M3": jnp.float8_e4m3fn,
-  "F8_E5M2": jnp.float8_e5m2,
-  "I64": np.int64,
-  "I32": np.int32,
-  "I16": np.int16,
-  "I8": np.int8,
-  "U64": np.uint64,
-  "U32": np.uint32,
-  "U16": np.uint16,
-  "U8": np.uint8,
-  "BOOL": np.bool_,
-}
+from tunix.models.stored_tensor import DTYPES, StoredTensor, brief, sizes, strict_json
 
 
 def parse(
   file: pathlib.Path, raw: bytes, start: int, size: int
 ) -> dict[str, StoredTensor]:
-  """The tensors that a header describes.
+  """Returns the tensors that a header describes, by name.
 
   Args:
-    file: it belongs to.
+    file: the file of the header.
     raw: the header.
-    start: of the tensors' bytes in the file.
-    size: of the file, in bytes.
+    start: position of the first tensor's first byte in the file.
+    size: size of the file in bytes.
 
   Raises:
-    ValueError: it is no header, or not that of a file of this size.
+    ValueError: `raw` is no header, or not the header of a file of this size.
   """
   header = strict_json(raw)
   if not isinstance(header, dict):
@@ -59,11 +36,11 @@ def parse(
     raise ValueError("__metadata__ is not an object of strings")
   tensors = {name: _tensor(file, name, entry, start) for name, entry in header.items()}
   end = start
-  for tensor in sorted(tensors.values(), key=lambda t: (t.offset, _nbytes(t))):
+  for tensor in sorted(tensors.values(), key=lambda t: (t.offset, t.nbytes)):
     if tensor.offset != end:
       kind = "overlaps" if tensor.offset < end else "leaves a gap after"
       raise ValueError(f"tensor {brief(tensor.name)} {kind} the one before it")
-    end += _nbytes(tensor)
+    end += tensor.nbytes
   if end != size:
     raise ValueError(f"{size} bytes, {end} expected")
   return tensors
@@ -77,17 +54,13 @@ def _tensor(file: pathlib.Path, name: str, entry: Any, start: int) -> StoredTens
   code = entry["dtype"]
   if not isinstance(code, str) or code not in DTYPES:
     raise ValueError(f"tensor {brief(name)} has the unknown dtype {brief(code)}")
-  dtype = np.dtype(DTYPES[code])
   shape = sizes(entry["shape"], f"tensor {brief(name)}: shape")
   offsets = sizes(entry["data_offsets"], f"tensor {brief(name)}: data_offsets")
-  nbytes = math.prod(shape) * dtype.itemsize
-  if len(offsets) != 2 or offsets[1] - offsets[0] != nbytes:
+  first, end = offsets if len(offsets) == 2 else (0, -1)  # no tensor has -1 bytes
+  tensor = StoredTensor(name, file, DTYPES[code], shape, start + first)
+  if end - first != tensor.nbytes:
     raise ValueError(
-      f"tensor {brief(name)} of shape {shape} and {dtype} needs {nbytes} bytes, "
-      f"data_offsets are {list(offsets)}"
+      f"tensor {brief(name)} of shape {shape} and {tensor.dtype} needs "
+      f"{tensor.nbytes} bytes, data_offsets are {list(offsets)}"
     )
-  return StoredTensor(name, file, dtype, shape, start + offsets[0])
-
-
-def _nbytes(tensor: StoredTensor) -> int:
-  return math.prod(tensor.shape) * tensor.dtype.itemsize
+  return tensor

@@ -1,7 +1,8 @@
-"""Stored tensors -> a model whose weights are read straight to where they belong.
+"""Loader that builds a model from stored tensors.
 
-Each device gets the slice it holds; a stacked parameter is put together from its
-layers' tensors. The peak is the model, its largest slice and some megabytes.
+Each device is given only the slice it holds, read directly from the files. A stacked
+parameter is assembled from the tensors of its layers. The peak of the host's memory is
+the model, its largest slice and some megabytes.
 """
 
 from __future__ import annotations
@@ -37,16 +38,15 @@ def load_model(
   mesh: Mesh | None = None,
   quantise: QuantisationConfig | str | None = None,
 ) -> Transformer:
-  """Builds a model and fills it.
+  """Builds a model and fills it with the tensors of a checkpoint.
 
   Args:
-    tensors: of the checkpoint, see `tensor_files.open_folder`.
-    config: what the family's class is built with; of ours, shapes, dtypes and sharding
-      rules.
-    family: the class and the name table.
-    mesh: where the weights go; None: the default device.
-    quantise: how the layers' kernels are stored, each quantised when it is read; None:
-      as they are.
+    tensors: the tensors of the checkpoint, see `tensor_files.open_folder`.
+    config: the configuration that the family's class is built with.
+    family: the class and the table of tensor names.
+    mesh: the mesh that the weights are laid out on; None for the default device.
+    quantise: the method that stores the layers' kernels in 4 or 8 bits, each quantised
+      when it is read; None keeps their dtype.
 
   Raises:
     ValueError: a tensor is missing, has another shape, or has no place in the model.
@@ -92,12 +92,12 @@ def load_model(
 
 
 def _is_fresh(place: params.Placement, tensors: Mapping[str, StoredTensor]) -> bool:
-  """Whether it is a score head that a language model's checkpoint lacks."""
+  """Returns True for a score head that the checkpoint of a language model lacks."""
   return place.path == "score.kernel" and place.keys[0] not in tensors
 
 
 def _draw(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding | None) -> jax.Array:
-  """A fresh head; always the same one, so that processes agree."""
+  """Draws a score head from a fixed key, so that all processes get the same one."""
   _log.warning("the checkpoint has no score head: it is drawn")
   value = fresh_weights(jax.random.key(0), leaf.shape).astype(leaf.dtype)
   return value if where is None else jax.device_put(value, where)
@@ -125,19 +125,20 @@ def _check(
 
 
 def _check_extra(extra: Iterable[str], config: Any, family: Family) -> None:
-  """Every tensor must have a place, or be known as harmless."""
+  """Refuses tensors that have no place in the model and are not harmless."""
   harmless = list(family.harmless)
   ours = isinstance(config, TransformerConfig)
   unneeded = ours and (config.tie_embeddings or config.num_scores is not None)
   if unneeded and "lm_head.kernel" in family.names:
-    # Some writers store the tied table twice; transformers ignores the copy too.
+    # Some writers store a tied embedding table twice. As in transformers, the copy is
+    # ignored.
     harmless.append(re.escape(family.names["lm_head.kernel"].key))
   unknown = sorted(
     key for key in extra if not any(re.fullmatch(p, key) for p in harmless)
   )
   if unknown:
-    more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+    rest = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
     raise ValueError(
-      f"the checkpoint holds {', '.join(map(repr, unknown[:3]))}{more}, which a "
+      f"the checkpoint holds {', '.join(map(repr, unknown[:3]))}{rest}, which a "
       f"{family.name} model of this config has no place for: check config.json"
     )

@@ -1,4 +1,4 @@
-"""A model -> a Hugging Face folder that `transformers` loads back."""
+"""Writer of a model as a Hugging Face folder, which `transformers` can load."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tunix.models.families import Family
 from tunix.models.lora_modules import CastError
 from tunix.models.tensor_files import NewTensor
 from tunix.models.transformer import params
-from tunix.models.transformer.config import TransformerConfig, canonical
+from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib, tree
@@ -33,7 +33,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 _log = logging.getLogger(__name__)
 
-# What else a Hugging Face folder needs to be used: copied from the model's source.
+# Files that a user of the folder needs besides the weights; copied from the source.
 _COMPANIONS = (
   "added_tokens.json",
   "chat_template.jinja",
@@ -63,22 +63,22 @@ def save_pretrained(
 ) -> None:
   """Writes `config.json`, safetensors and the source's tokenizer files.
 
-  Adapters are merged into their weights, in float32, one parameter at a time, and what
-  the rounding to `dtype` cost is logged. Quantised kernels are written dequantised.
-  Nothing is left behind after an error; see `tensor_files.staged_folder` for a folder
-  that exists. A model that is spread over several processes is saved by all of them,
-  each writing its part of the files into a folder that they share; one parameter at a
-  time is whole in every process.
+  Adapters are merged into their weights in float32, one parameter at a time, and the
+  error of rounding to `dtype` is logged. Quantised kernels are written dequantised.
+  After an error no files are left behind; `tensor_files.staged_folder` describes saving
+  into an existing folder. A model that is spread over several processes must be saved
+  by all of them, into a folder that they share. Each process writes its part of the
+  files and holds one whole parameter at a time.
 
   Args:
-    model: stacked or unstacked, adapted or not; unchanged.
-    folder: where to; its parents are made.
-    source: folder whose tokenizer, chat template, generation config and token ids are
-      taken over, usually the one the model was loaded from.
-    dtype: of the weights written; None keeps the model's.
-    max_shard_bytes: largest file, in bytes; a single larger tensor gets its own.
-    hf_fields: more fields of `config.json`, for example {"eos_token_id": 2}.
-    family: the kind of model; None: found by the config's class.
+    model: the model, stacked or unstacked, with or without adapters. It is unchanged.
+    folder: the folder to write; its parents are created.
+    source: a folder whose tokenizer, chat template, generation config and token ids
+      are copied, usually the folder that the model was loaded from.
+    dtype: dtype of the written weights; None keeps the model's.
+    max_shard_bytes: largest size of a file in bytes; a larger tensor gets its own file.
+    hf_fields: further fields of `config.json`, for example {"eos_token_id": 2}.
+    family: the kind of model; None selects it by the class of the configuration.
 
   Raises:
     FileNotFoundError: `source` is no folder.
@@ -109,27 +109,51 @@ def save_pretrained(
         if origin is not None and (origin / name).is_file():
           shutil.copyfile(origin / name, staging / name)
       (staging / "config.json").write_text(json.dumps(hf, indent=2) + "\n")
-  lora_modules.tell(errors, None, _log)
+  lora_modules.report_errors(errors, None, _log)
 
 
 def _check_complete(
   config: TransformerConfig, hf: Mapping[str, Any], family: Family
 ) -> None:
-  """Refuses a model that the family's `config.json` cannot describe: it would be read
-  back as another one.
+  """Refuses a model that the family's `config.json` cannot describe.
+
+  The file would be read back as another model.
 
   Raises:
-    ValueError: names the field and its value.
+    ValueError: a field is read back with another value; the message names both.
   """
-  back = canonical(family.config_from_hf(hf))
-  for name, value in vars(canonical(config)).items():
+  back = _canonical(family.config_from_hf(hf))
+  for name, value in vars(_canonical(config)).items():
     reread = getattr(back, name)
     close = isinstance(value, float) and isinstance(reread, float)
     if value != reread and not (close and math.isclose(value, reread, rel_tol=1e-6)):
       raise ValueError(
-        f"{name} is {value!r}, which a config.json of {family.name} cannot say (it "
+        f"{name} is {value!r}, which a config.json of {family.name} cannot express (it "
         f"would be read as {reread!r}): save the model as another family, see family="
       )
+
+
+def _canonical(config: Any) -> Any:
+  """Returns a configuration that compares equal for equal mathematical functions.
+
+  Fields that do not change the function, such as dtypes and sharding, are reset.
+  """
+  slides = config.layer_types is not None and "sliding" in config.layer_types
+  moe = config.moe and dataclasses.replace(config.moe, implementation="ragged")
+  return dataclasses.replace(
+    config,
+    layer_types=config.layer_types if slides else None,
+    sliding_window=config.sliding_window if slides else None,
+    local_rope=(config.local_rope or config.rope) if slides else None,
+    query_scale=config.query_scale or config.head_dim**-0.5,
+    moe=moe,
+    param_dtype=jnp.float32,
+    dtype=jnp.float32,
+    remat="none",
+    attention="auto",
+    scan_layers=None,
+    sharding=ShardingRules(),
+  )
 
 
 def _token_ids(origin: pathlib.Path | None) -> dict[str, Any]:
@@ -145,60 +169,57 @@ def _tensors(
   dtype: DTypeLike | None,
   errors: list[CastError],
 ) -> Iterator[NewTensor]:
-  """The model's tensors, parameter by parameter, each fetched when written; what
-  merging cost is added to `errors` then."""
+  """Yields the model's tensors, parameter by parameter.
+
+  A parameter is fetched when its first tensor is written. The rounding error of a
+  merged adapter is appended to `errors` at that time.
+  """
   linears = lora_modules.linears(model)
   for path, value in tree.flatten(nnx.state(model, nnx.Param)).items():
     module, _, field = path.rpartition(".")
     if field.startswith("lora_") or field == "scales":
       continue
-    if field == "codes":  # and the scales: one quantised kernel
+    if field == "codes":  # codes and scales together are one quantised kernel
       path, (module, _, field) = module, module.rpartition(".")
     linear = linears.get(module) if field == "kernel" else None
-    shape, held = value.shape, value.dtype
-    if linear is not None:
-      shape, held = linear.kernel.shape, linear.kernel.dtype
+    parameter = value if linear is None else linear.kernel
     place = params.place(family.names, path, model.config)
-    target = np.dtype(held if dtype is None else jnp.dtype(dtype))
-    leaf = _Leaf(path, value, linear, target, errors)
+    target = np.dtype(parameter.dtype if dtype is None else jnp.dtype(dtype))
+    leaf = _Leaf(path, value, linear, place, target, errors)
+    shape = place.tensor_shape(parameter.shape)
     for i, key in enumerate(place.keys):
-      yield NewTensor(
-        key,
-        target,
-        place.tensor_shape(shape),
-        functools.partial(
-          leaf.read,
-          tuple(map(int, np.unravel_index(i, place.lead))) if place.lead else (),
-          place.transpose,
-          i + 1 == len(place.keys),
-        ),
-      )
+      yield NewTensor(key, target, shape, functools.partial(leaf.read, i))
 
 
 class _Leaf:
-  """One parameter, brought to the host once for all of its tensors."""
+  """One parameter, copied to the host once for all of its tensors."""
 
   def __init__(
     self,
     path: str,
     value: jax.Array,
     linear: Linear | None,
+    place: params.Placement,
     dtype: np.dtype,
     errors: list[CastError],
   ):
     self.errors = errors
+    self.place = place
     self.path = path
     self.value = value
     self.linear = linear
     self.dtype = dtype
-    self.host: np.ndarray | None = None
+    self.host: list[np.ndarray] | None = None
 
-  def read(self, at: tuple[int, ...], transpose: bool, last: bool) -> np.ndarray:
+  def read(self, number: int) -> np.ndarray:
+    """Returns the tensor `place.keys[number]`; the last one frees the host's copy.
+
+    Tensors are read in order, see `tensor_files.write_file`.
+    """
     if self.host is None:
-      self.host = self._fetch()
-    out = self.host[at]
-    out = np.ascontiguousarray(out.T if transpose else out, self.dtype)
-    if last:
+      self.host = self.place.split(self._fetch())
+    out = np.ascontiguousarray(self.host[number], self.dtype)
+    if number + 1 == len(self.host):
       self.host = None
     return out
 
@@ -212,8 +233,8 @@ class _Leaf:
       value = lora_modules.dense_kernel(linear, linear.kernel.dtype)
     if not value.is_fully_addressable:
       return mesh_lib.to_host(value)
-    # A new jax.Array around the same buffers: the one of the model would keep its
-    # host copy for as long as it lives.
+    # A new jax.Array around the same buffers: the model's own array would keep its host
+    # copy for as long as the model exists.
     parts = [shard.data for shard in value.addressable_shards]
     return np.asarray(
       jax.make_array_from_single_device_arrays(value.shape, value.sharding, parts)

@@ -1,4 +1,4 @@
-"""A tensor that lies in a file, and the checks that every format's reader shares."""
+"""Tensors that lie in a file, and the checks that the readers of all formats share."""
 
 from __future__ import annotations
 
@@ -6,14 +6,34 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 MAX_JSON = 100_000_000  # bytes; the largest published index has 20 MB
 _MAX_AXES = 32
-_MAX_REASON = 200
+_MAX_REASON = 200  # characters of a foreign file in a message
+
+# Safetensors' codes of the dtypes. torch's names of them are "torch." and NumPy's name.
+DTYPES: Mapping[str, np.dtype] = {
+  "F64": np.dtype(np.float64),
+  "F32": np.dtype(np.float32),
+  "F16": np.dtype(np.float16),
+  "BF16": np.dtype(jnp.bfloat16),
+  "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+  "F8_E5M2": np.dtype(jnp.float8_e5m2),
+  "I64": np.dtype(np.int64),
+  "I32": np.dtype(np.int32),
+  "I16": np.dtype(np.int16),
+  "I8": np.dtype(np.int8),
+  "U64": np.dtype(np.uint64),
+  "U32": np.dtype(np.uint32),
+  "U16": np.dtype(np.uint16),
+  "U8": np.dtype(np.uint8),
+  "BOOL": np.dtype(np.bool_),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +41,12 @@ class StoredTensor:
   """One tensor of a file, not read yet.
 
   Attributes:
-    name: its key. file: where it lies. offset: of its first byte.
-    strides: elements between neighbours of each axis; None: row by row.
+    name: its key in the file.
+    file: the file.
+    dtype, shape: those of the stored numbers.
+    offset: position of its first byte in the file.
+    strides: distance in elements between neighbours of each axis; None for a tensor
+      that lies row by row.
   """
 
   name: str
@@ -32,9 +56,14 @@ class StoredTensor:
   offset: int
   strides: tuple[int, ...] | None = None
 
+  @property
+  def nbytes(self) -> int:
+    """Size of the elements in bytes."""
+    return math.prod(self.shape) * self.dtype.itemsize
+
   def map(self) -> np.ndarray:
-    """A read-only view of the file; bytes are read when touched."""
-    if math.prod(self.shape) == 0:
+    """Returns a read-only view of the file, whose bytes are read when touched."""
+    if self.nbytes == 0:  # nothing can be mapped
       return np.empty(self.shape, self.dtype)
     if self.strides is None:
       return np.memmap(self.file, self.dtype, "r", self.offset, self.shape)
@@ -44,19 +73,33 @@ class StoredTensor:
     return np.lib.stride_tricks.as_strided(flat, self.shape, steps, writeable=False)
 
 
-def sizes(values: Any, what: str) -> tuple[int, ...]:
-  """The values as axis sizes, offsets or strides.
+def check_file(path: pathlib.Path) -> None:
+  """Refuses a path that exists and is no file.
 
   Raises:
-    ValueError: not a short list of whole numbers >= 0, or so large that an array of
+    ValueError: the path is a folder or a device.
+  """
+  if path.exists() and not path.is_file():
+    raise ValueError(f"{path} is a folder or a device, expected a file")
+
+
+def sizes(values: Any, what: str) -> tuple[int, ...]:
+  """Returns axis sizes, offsets or strides of a foreign file as a tuple.
+
+  Args:
+    values: the value that was read.
+    what: name of the value, for messages.
+
+  Raises:
+    ValueError: `values` is no list of at most 32 whole numbers >= 0, or an array of
       that shape cannot be addressed.
   """
   if not isinstance(values, (list, tuple)) or len(values) > _MAX_AXES:
     raise ValueError(f"{what} is no list of at most {_MAX_AXES} numbers")
-  # True is an int to Python, and 2.0 equals one.
+  # Compared by type: True is an int to Python, and 2.0 equals one.
   if any(type(value) is not int or value < 0 for value in values):
     raise ValueError(f"{what} {brief(list(values))} are not all whole numbers >= 0")
-  # Also where one axis is 0: NumPy computes the product of the others.
+  # Axes of size 0 are left out: NumPy computes the product of the others all the same.
   if math.prod(value for value in values if value) >= 2**60:
     raise ValueError(f"{what} {brief(list(values))} is larger than any file")
   return tuple(values)
@@ -66,7 +109,7 @@ def strict_json(raw: bytes) -> Any:
   """Parses UTF-8 JSON in which no object names a key twice.
 
   Raises:
-    ValueError: it is none; also for nesting deeper than Python's stack.
+    ValueError: the bytes are not such JSON, or are nested deeper than Python's stack.
   """
   try:
     return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)
@@ -84,7 +127,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def brief(value: Any) -> str:
-  """The value for a message: of a foreign file, so escaped and cut."""
+  """Returns a value of a foreign file for a message, escaped and cut to one line."""
   text = value if isinstance(value, Exception) else repr(value)
   line = " ".join(str(text).split())
   return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + "..."

@@ -1,9 +1,9 @@
-"""The weight files of a model folder: read through a memory map, written as a stream.
+"""Reader and writer of the weight files of a model folder.
 
-Safetensors is an 8-byte length, a JSON header {name: dtype, shape, data_offsets}, and
-the raw bytes. The package `safetensors` is not used, for two reasons: its NumPy
-slices copy and know no float8; its writer wants all tensors in
-memory at once, ours holds one at a time.
+A safetensors file is an 8-byte length, a JSON header {name: dtype, shape, data_offsets}
+and the raw bytes. It is read through a memory map and written as a stream. The package
+`safetensors` is not used, for two reasons: its NumPy slices copy and lack float8, and
+its writer needs all tensors in memory at once, where this one holds one at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ import numpy as np
 from flax import nnx
 
 from tunix.models import safetensors_header, torch_files
-from tunix.models.stored_tensor import MAX_JSON, StoredTensor, brief, strict_json
+from tunix.models.stored_tensor import (
+  DTYPES,
+  MAX_JSON,
+  StoredTensor,
+  brief,
+  check_file,
+  strict_json,
+)
 from tunix.utils import coordination, io
 
 INDEX = "model.safetensors.index.json"
@@ -32,12 +39,18 @@ SINGLE = "model.safetensors"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 TORCH_SINGLE = "pytorch_model.bin"
 
-_CODES = {np.dtype(kind): code for code, kind in safetensors_header.DTYPES.items()}
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class NewTensor:
-  """One tensor to be written; `read` is called once, when its turn comes."""
+  """One tensor to write.
+
+  Attributes:
+    name: its key in the file.
+    dtype, shape: those of the array that `read` returns.
+    read: returns the array. It is called once, just before the array is written.
+  """
 
   name: str
   dtype: np.dtype
@@ -46,21 +59,22 @@ class NewTensor:
 
   @property
   def nbytes(self) -> int:
+    """Size of the elements in bytes."""
     return math.prod(self.shape) * self.dtype.itemsize
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:
-  """A JSON object; in it and below no object may name a key twice.
+  """Reads a JSON object in which no object, at any depth, names a key twice.
 
   Raises:
-    FileNotFoundError: no such file.
-    ValueError: the file is not a JSON object.
+    FileNotFoundError: the file does not exist.
+    ValueError: the file does not hold a JSON object.
   """
   if not path.exists():
     raise FileNotFoundError(
       f"{path.parent} has no {path.name}: it is not a Hugging Face model folder"
     )
-  _check_file(path)
+  check_file(path)
   if path.stat().st_size > MAX_JSON:
     raise ValueError(f"{path} has more than {MAX_JSON} bytes: it is no settings file")
   try:
@@ -74,21 +88,16 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
   return value
 
 
-def _check_file(path: pathlib.Path) -> None:
-  if not path.is_file():
-    raise ValueError(f"{path} is a folder or a device, expected a file")
-
-
 def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
-  """The tensors of one safetensors file.
+  """Returns the tensors of one safetensors file, by name.
 
   Raises:
-    FileNotFoundError: no such file.
-    ValueError: the file is truncated, no safetensors file, or its header contradicts
+    FileNotFoundError: the file does not exist.
+    ValueError: the file is truncated, is no safetensors file, or its header contradicts
       itself (see `safetensors_header`).
   """
   size = file.stat().st_size
-  _check_file(file)
+  check_file(file)
   with file.open("rb") as stream:
     length = int.from_bytes(stream.read(8), "little")
     if size < 8 or length > min(size - 8, MAX_JSON):
@@ -106,26 +115,22 @@ def _damaged(file: pathlib.Path, what: str) -> ValueError:
   )
 
 
-def _read_torch(file: pathlib.Path) -> dict[str, StoredTensor]:
-  _check_file(file)
-  return torch_files.read_file(file)
-
-
 _Read = Callable[[pathlib.Path], dict[str, StoredTensor]]
 
 
 def open_folder(folder: pathlib.Path) -> dict[str, StoredTensor]:
-  """The tensors of a model folder: one file, or several with an index.
+  """Returns the tensors of a model folder, by name.
 
-  Files of torch (`pytorch_model*.bin`) are read when there are none of safetensors.
+  The folder holds one weight file, or several with or without an index. torch's files
+  (`pytorch_model*.bin`) are read if the folder has no safetensors files.
 
   Raises:
-    FileNotFoundError: no weights, or a file that the index names is missing.
-    ValueError: a damaged file or index, or a tensor that two files hold.
+    FileNotFoundError: the folder has no weights, or lacks a file that its index names.
+    ValueError: a file or the index is damaged, or two files hold the same tensor.
   """
   kinds: tuple[tuple[str, str, str, _Read], ...] = (
     (SINGLE, INDEX, "model*.safetensors", read_header),
-    (TORCH_SINGLE, TORCH_INDEX, "pytorch_model*.bin", _read_torch),
+    (TORCH_SINGLE, TORCH_INDEX, "pytorch_model*.bin", torch_files.read_file),
   )
   for single, index, pattern, read in kinds:
     if (folder / single).exists():
@@ -172,8 +177,13 @@ def _open_index(index: pathlib.Path, read: _Read) -> dict[str, StoredTensor]:
 
 
 def _beside(index: pathlib.Path, name: str) -> pathlib.Path:
-  """The file that an index names."""
-  # By name, not by where a link leads: hub caches link their files elsewhere.
+  """Returns the path of a file that an index names.
+
+  Raises:
+    FileNotFoundError: there is no such file beside the index.
+    ValueError: the name is no plain file name.
+  """
+  # The name is checked, not the target of a link: hub caches link to other folders.
   plain = name.isprintable() and len(name) <= 255 and name not in ("", ".", "..")
   if not plain or pathlib.PurePath(name).name != name:
     raise ValueError(
@@ -190,17 +200,18 @@ def _beside(index: pathlib.Path, name: str) -> pathlib.Path:
 def write_file(
   path: pathlib.Path, tensors: Sequence[NewTensor], *, mine: bool = True
 ) -> None:
-  """Writes and syncs one file.
+  """Writes one file and flushes it to the disk.
 
   Args:
-    path, tensors: the file and what is in it.
-    mine: False: another process writes it, and this one takes part in the reading, for
-      tensors that are spread over both.
+    path: the file.
+    tensors: its contents.
+    mine: if False, another process writes the file, and this process only reads the
+      tensors. Reading a tensor that is spread over processes needs all of them.
 
   Raises:
     OSError: the disk is full or not writable.
   """
-  # Large elements first, so that every tensor starts at a multiple of its own size.
+  # Large elements first, so that every tensor starts at a multiple of its element size.
   tensors = sorted(tensors, key=lambda t: -t.dtype.itemsize)
   header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
   at = 0
@@ -212,7 +223,7 @@ def write_file(
     }
     at += tensor.nbytes
   raw = json.dumps(header, separators=(",", ":")).encode()
-  raw += b" " * (-len(raw) % 8)
+  raw += b" " * (-len(raw) % 8)  # the tensors start at a multiple of 8 bytes
   if not mine:
     for tensor in tensors:
       tensor.read()
@@ -234,8 +245,14 @@ def write_shards(
   *,
   together: bool = False,
 ) -> None:
-  """Writes `model.safetensors`, or numbered files and their index; `together`: all
-  processes of the run, each its part of the files."""
+  """Writes `model.safetensors`, or numbered files and their index.
+
+  Args:
+    folder: an existing folder.
+    tensors: the contents, in the order of the files.
+    max_shard_bytes: largest size of a file in bytes; a larger tensor gets its own file.
+    together: if True, all processes call this and each writes its share of the files.
+  """
   writers, me = (jax.process_count(), jax.process_index()) if together else (1, 0)
   if together:
     share = -(-sum(tensor.nbytes for tensor in tensors) // writers)
@@ -266,7 +283,10 @@ _WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 def is_spread(model: nnx.Module) -> bool:
-  """Whether a module lies on several processes, which then have to save it together."""
+  """Returns True if the module's arrays are spread over several processes.
+
+  All of these processes must then take part in saving it.
+  """
   leaves = jax.tree.leaves(nnx.state(model))
   return not all(x.is_fully_addressable for x in leaves if isinstance(x, jax.Array))
 
@@ -275,16 +295,17 @@ def is_spread(model: nnx.Module) -> bool:
 def staged_folder(
   folder: pathlib.Path, *, together: bool = False
 ) -> Iterator[pathlib.Path]:
-  """A temporary folder beside `folder` that takes its place when all went well.
+  """Yields a temporary folder that replaces `folder` if the block raises no error.
 
-  A new folder appears whole or not at all. In one that exists, files are replaced one
-  by one after everything was written, weight files of an earlier save are removed, and
-  other files stay. After an error (a full disk) the folder is as it was.
+  A new folder appears whole or not at all. If the folder exists, its files are replaced
+  one by one after everything was written. Weight files of an earlier save are then
+  removed, and other files stay. After an error, such as a full disk, the folder is
+  unchanged.
 
   Args:
-    folder: where to.
-    together: all processes of the run write into it, on a file system that they share;
-      the first one makes it and puts it in place.
+    folder: the final folder.
+    together: if True, all processes write into one temporary folder on a shared file
+      system. The first process makes the folder and moves it into place.
 
   Raises:
     NotADirectoryError: `folder` is a file.

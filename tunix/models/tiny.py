@@ -1,4 +1,4 @@
-"""A family's smallest member: everything a model has, at a size for a test."""
+"""Tiny configurations with all features of a model, for tests and trial runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from tunix.models.transformer.config import TransformerConfig
 
-# Divisible by eight devices, and by the groups of quantised weights.
+# Divisible by eight devices, and by the blocks of quantised kernels (64 inputs).
 _SIZES = {"embed_dim": 64, "hidden_dim": 128, "num_heads": 8, "head_dim": 16}
 _KV_HEADS = 4
 _EXPERTS = {"num_experts": 8, "experts_per_token": 2, "hidden_dim": 64}
@@ -16,26 +16,28 @@ _WINDOW = 16
 
 
 def shrink(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
-  """The configuration at a size for a test: two layers, one of each kind that it has,
-  and whatever else makes its family what it is (norms, caps, biases, experts, tower).
+  """Returns a tiny configuration with two layers and all features of the given one.
+
+  It keeps norms, soft caps and biases, and both kinds of layer, experts or a vision
+  tower if the configuration has them.
 
   Args:
-    config: of any family.
+    config: a configuration of any family.
     vocab_size: V of the result.
   """
   kinds = tuple(dict.fromkeys(config.layer_types or ()))
   grouped = config.num_kv_heads < config.num_heads
-  more: dict[str, Any] = {
+  fields: dict[str, Any] = {
     "num_layers": 2,
     "vocab_size": vocab_size,
     "num_kv_heads": _KV_HEADS if grouped else _SIZES["num_heads"],
     "layer_types": (kinds * 2)[:2] or None,
   }
   if config.sliding_window is not None:
-    more["sliding_window"] = min(config.sliding_window, _WINDOW)
+    fields["sliding_window"] = min(config.sliding_window, _WINDOW)
   if config.moe is not None:
-    more["moe"] = dataclasses.replace(config.moe, **_EXPERTS)
-  tower = getattr(config, "vision", None)  # of the families that take images
+    fields["moe"] = dataclasses.replace(config.moe, **_EXPERTS)
+  tower = getattr(config, "vision", None)  # families that take images
   if tower is not None:
-    more["vision"] = dataclasses.replace(tower, **_TOWER)
-  return dataclasses.replace(config, **_SIZES, **more)
+    fields["vision"] = dataclasses.replace(tower, **_TOWER)
+  return dataclasses.replace(config, **_SIZES, **fields)

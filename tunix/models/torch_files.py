@@ -1,8 +1,9 @@
-"""`pytorch_model.bin` without torch: mapped where it lies, nothing in it executed.
+"""Reader of `pytorch_model.bin` that needs no torch and executes nothing in the file.
 
-Such a file is a zip archive that is not compressed: `<name>/data.pkl` describes the
-tensors and `<name>/data/<number>` are their bytes, so a tensor is a place in the file
-as in safetensors. Files from before PyTorch 1.6 are bare pickles and are refused.
+The file is an uncompressed zip archive: `<name>/data.pkl` describes the tensors and
+`<name>/data/<number>` are their bytes. A tensor is therefore a range of the file, as in
+safetensors, and is read through a memory map. Files from before PyTorch 1.6 are bare
+pickles, which are refused.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ import zipfile
 from typing import BinaryIO
 
 from tunix.models import torch_pickle
-from tunix.models.stored_tensor import StoredTensor, brief
-from tunix.models.torch_pickle import Storage
+from tunix.models.stored_tensor import StoredTensor, brief, check_file
 
-_LOCAL_HEADER = 30  # bytes, before the member's name
-_ENCRYPTED = 1
+_LOCAL_HEADER = 30  # bytes of a member's header, before its name
+_ENCRYPTED = 1  # bit of a member's flags
 _REMEDY = (
   "save the model as safetensors (save_pretrained of transformers does), or download "
   "it in that format"
@@ -24,13 +24,14 @@ _REMEDY = (
 
 
 def read_file(file: pathlib.Path) -> dict[str, StoredTensor]:
-  """The tensors of one file that `torch.save` wrote from a state dict.
+  """Returns the tensors of a file that `torch.save` wrote from a state dict, by name.
 
   Raises:
-    FileNotFoundError: no such file.
-    ValueError: it is damaged, of the old format, or holds anything but tensors;
-      nothing was executed.
+    FileNotFoundError: the file does not exist.
+    ValueError: the file is damaged, is in the format from before PyTorch 1.6, or holds
+      anything but tensors. Nothing in the file was executed.
   """
+  check_file(file)
   with file.open("rb") as stream:
     if stream.read(4) != b"PK\3\4":
       raise ValueError(
@@ -51,7 +52,7 @@ def read_file(file: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 class _Archive:
-  """The members of a zip file and where their bytes lie."""
+  """The members of a zip file and the ranges of their bytes."""
 
   def __init__(self, file: pathlib.Path, stream: BinaryIO):
     self.file = file
@@ -71,44 +72,23 @@ class _Archive:
     ]
     if len(folders) != 1:
       raise ValueError(f"{len(folders)} members are named */data.pkl, expected one")
-    order = f"{folders[0]}/byteorder"
+    (folder,) = folders
+    order = f"{folder}/byteorder"
     if order in self.members and self._read(order, 16) != b"little":
       raise ValueError("its byte order is not little-endian")
-    raw = self._read(f"{folders[0]}/data.pkl", torch_pickle.MAX_BYTES)
-    views = torch_pickle.read_tensors(raw)
-    starts = {
-      storage: self._storage(folders[0], storage)
-      for storage in {view.storage for view in views.values()}
-    }
-    return {
-      name: StoredTensor(
-        name,
-        self.file,
-        view.dtype,
-        view.shape,
-        starts[view.storage] + view.start * view.dtype.itemsize,
-        None if _is_plain(view) else view.strides,
-      )
-      for name, view in views.items()
-    }
-
-  def _storage(self, folder: str, storage: Storage) -> int:
-    start, size = self._place(f"{folder}/data/{storage.key}")
-    if size != storage.nbytes:
-      raise ValueError(
-        f"storage {storage.key} has {size} bytes, {storage.nbytes} expected"
-      )
-    return start
+    pickled = self._read(f"{folder}/data.pkl", torch_pickle.MAX_BYTES)
+    locate = lambda key: self._range(f"{folder}/data/{key}")
+    return torch_pickle.read_tensors(pickled, self.file, locate)
 
   def _read(self, name: str, limit: int) -> bytes:
-    start, size = self._place(name)
+    start, size = self._range(name)
     if size > limit:
       raise ValueError(f"{brief(name)} has {size} bytes, at most {limit} are read")
     self.stream.seek(start)
     return self.stream.read(size)
 
-  def _place(self, name: str) -> tuple[int, int]:
-    """(first byte in the file, size) of a member."""
+  def _range(self, name: str) -> tuple[int, int]:
+    """Returns a member's first byte in the file and its size in bytes."""
     member = self.members.get(name)
     if member is None:
       raise ValueError(f"{brief(name)} is not in it")
@@ -123,24 +103,18 @@ class _Archive:
     return start, member.file_size
 
   def _after_header(self, member: zipfile.ZipInfo) -> int:
-    """Where the bytes begin: only the header before them knows its own length."""
-    at = member.header_offset
-    if not 0 <= at <= self.size - _LOCAL_HEADER:
+    """Returns the offset of a member's first byte, behind its header.
+
+    The index at the end of the archive gives the header's offset only. The lengths of
+    the name and of the extra field stand in the header itself, at bytes 26 and 28.
+    """
+    offset = member.header_offset
+    if not 0 <= offset <= self.size - _LOCAL_HEADER:
       raise ValueError(f"{brief(member.filename)} lies outside the file")
-    self.stream.seek(at)
+    self.stream.seek(offset)
     header = self.stream.read(_LOCAL_HEADER)
     name, extra = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
-    stored = self.stream.read(name)
-    if header[:4] != b"PK\3\4" or stored != member.orig_filename.encode():
+    stored_name = self.stream.read(name)
+    if header[:4] != b"PK\3\4" or stored_name != member.orig_filename.encode():
       raise ValueError(f"{brief(member.filename)} does not lie where the index says")
-    return at + _LOCAL_HEADER + name + extra
-
-
-def _is_plain(view: torch_pickle.View) -> bool:
-  """Whether the elements lie row by row; the stride of an axis of 1 does not count."""
-  step = 1
-  for size, stride in zip(reversed(view.shape), reversed(view.strides)):
-    if size != 1 and stride != step:
-      return False
-    step *= size
-  return True
+    return offset + _LOCAL_HEADER + name + extra

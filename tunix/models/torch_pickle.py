@@ -1,9 +1,9 @@
-"""The pickle inside a torch file, read as data: nothing named in it is imported or run.
+"""Reader of the pickle inside a torch file: no name in it is imported or called.
 
-`pickle.Unpickler` calls what a stream names and sets attributes on what it gets back,
-however few names `find_class` lets through, and its C version allocates a table as long
-as the largest memo number. So this is a stack machine of its own, for the thirty
-instructions that a dictionary of tensors is written with.
+`pickle.Unpickler` is not used. However few names its `find_class` lets through, it
+calls the functions that a stream names and sets attributes on their results, and its C
+version allocates a table as long as the largest memo number. This module is a stack
+machine for the thirty instructions that a dictionary of tensors is written with.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import pathlib
 import pickletools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,31 +19,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tunix.models.stored_tensor import brief, sizes
+from tunix.models.stored_tensor import DTYPES, StoredTensor, brief, sizes
 
 MAX_BYTES = 16_000_000
-# A tensor takes about 30 instructions; one builds at most some hundred bytes.
+# A tensor takes about 30 instructions; each of them builds at most some hundred bytes.
 _MAX_STEPS = 2_000_000
 
-_NUMBERS: Mapping[str, Any] = {
-  "float64": np.float64,
-  "float32": np.float32,
-  "float16": np.float16,
-  "bfloat16": jnp.bfloat16,
-  "float8_e4m3fn": jnp.float8_e4m3fn,
-  "float8_e5m2": jnp.float8_e5m2,
-  "int64": np.int64,
-  "int32": np.int32,
-  "int16": np.int16,
-  "int8": np.int8,
-  "uint64": np.uint64,
-  "uint32": np.uint32,
-  "uint16": np.uint16,
-  "uint8": np.uint8,
-  "bool": np.bool_,
-}
-_DTYPES = {f"torch.{name}": np.dtype(kind) for name, kind in _NUMBERS.items()}
-_UNTYPED = "torch.storage.UntypedStorage"
+_DTYPES = {f"torch.{dtype.name}": dtype for dtype in DTYPES.values()}
 _STORAGES: Mapping[str, np.dtype] = {
   "torch.DoubleStorage": np.dtype(np.float64),
   "torch.FloatStorage": np.dtype(np.float32),
@@ -54,65 +37,56 @@ _STORAGES: Mapping[str, np.dtype] = {
   "torch.CharStorage": np.dtype(np.int8),
   "torch.ByteStorage": np.dtype(np.uint8),
   "torch.BoolStorage": np.dtype(np.bool_),
-  _UNTYPED: np.dtype(np.uint8),
+  "torch.storage.UntypedStorage": np.dtype(np.uint8),
 }
 
-
-@dataclasses.dataclass(frozen=True)
-class Storage:
-  """A member of the archive: `count` elements of `dtype`."""
-
-  key: str
-  dtype: np.dtype
-  count: int
-
-  @property
-  def nbytes(self) -> int:
-    return self.count * self.dtype.itemsize
+# Maps the key of a storage to (first byte in the file, size in bytes).
+Locate = Callable[[str], tuple[int, int]]
 
 
-@dataclasses.dataclass(frozen=True)
-class View:
-  """A tensor: part of a storage. `start` and `strides` count elements of `dtype`."""
-
-  storage: Storage
-  dtype: np.dtype
-  start: int
-  shape: tuple[int, ...]
-  strides: tuple[int, ...]
+class Storage(StoredTensor):
+  """The elements of one member of the archive; tensors are views of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Name:
-  """A class or function that the stream names: a word, never looked up."""
+  """The name of a class or function in the stream. It is never looked up."""
 
   name: str
 
 
-def read_tensors(raw: bytes) -> dict[str, View]:
-  """The tensors of a pickled state dict.
+def read_tensors(
+  raw: bytes, file: pathlib.Path, locate: Locate
+) -> dict[str, StoredTensor]:
+  """Returns the tensors of a pickled state dict, by name.
+
+  Args:
+    raw: the pickle.
+    file: the archive that the pickle is a member of.
+    locate: finds the bytes of a storage in `file`; raises ValueError if there are none.
 
   Raises:
-    ValueError: it is damaged or holds anything else, which the message names.
+    ValueError: the pickle is damaged or holds anything but tensors. The message names
+      the first value that is none.
   """
   if len(raw) > MAX_BYTES:
     raise ValueError(f"its pickle has {len(raw)} bytes, at most {MAX_BYTES} are read")
   try:
-    state = _run(raw)
+    state = _run(raw, _Machine(file, locate))
   except (IndexError, KeyError, TypeError) as error:
     raise ValueError(f"its pickle is damaged: {type(error).__name__}") from error
   if not isinstance(state, dict):
     raise ValueError(f"it holds {type(state).__name__}, expected a dict of tensors")
   for key, value in state.items():
-    if not isinstance(value, View):
+    if type(value) is not StoredTensor:  # a Storage is none
       raise ValueError(
         f"{brief(key)} is of type {type(value).__name__}, expected a tensor"
       )
-  return state
+  return {key: dataclasses.replace(value, name=key) for key, value in state.items()}
 
 
-def _run(raw: bytes) -> Any:
-  machine, stream = _Machine(), io.BytesIO(raw)
+def _run(raw: bytes, machine: _Machine) -> Any:
+  stream = io.BytesIO(raw)
   for _ in range(_MAX_STEPS):
     operation = _OPERATIONS.get(stream.read(1))
     if operation is None:
@@ -120,22 +94,30 @@ def _run(raw: bytes) -> Any:
     if operation.name == "STOP":
       return machine.pop()
     action = _ACTIONS.get(operation.name)
-    if action is None:  # before its argument is read
+    if action is None:  # refused before its argument is read
       raise ValueError(f"its pickle uses {operation.name}, which no tensor needs")
     action(machine, _argument(operation, stream))
   raise ValueError(f"its pickle has more than {_MAX_STEPS} instructions")
 
 
 def _argument(operation: pickletools.OpcodeInfo, stream: io.BytesIO) -> Any:
-  if operation.name == "GLOBAL":  # whose own reader interprets backslashes
+  if operation.name == "GLOBAL":  # the reader of pickletools interprets backslashes
     return [stream.readline().removesuffix(b"\n").decode("ascii") for _ in range(2)]
   return operation.arg.reader(stream) if operation.arg else None
 
 
 class _Machine:
-  """The stack of a pickle, cut at the marks, and its memo."""
+  """The state of a running pickle.
 
-  def __init__(self) -> None:
+  Attributes:
+    file, locate: see `read_tensors`.
+    stack: the values since the last mark; `below` holds the stacks before each mark.
+    memo: values that the stream numbered for later use.
+  """
+
+  def __init__(self, file: pathlib.Path, locate: Locate) -> None:
+    self.file = file
+    self.locate = locate
     self.stack: list[Any] = []
     self.below: list[list[Any]] = []
     self.memo: dict[int, Any] = {}
@@ -164,7 +146,7 @@ class _Machine:
   def set_items(self, values: list[Any]) -> None:
     target = self.stack[-1]
     if not isinstance(target, dict) or len(values) % 2:
-      raise ValueError("its pickle sets items of what is no dict")
+      raise ValueError("its pickle sets items of a value that is no dict")
     for key, value in zip(values[::2], values[1::2]):
       # Hashing a tuple of tuples that share their parts takes exponential time.
       if not isinstance(key, str):
@@ -175,7 +157,7 @@ class _Machine:
 
   def append(self, values: list[Any]) -> None:
     if not isinstance(self.stack[-1], list):
-      raise ValueError("its pickle appends to what is no list")
+      raise ValueError("its pickle appends to a value that is no list")
     self.stack[-1].extend(values)
 
   def name(self, module: Any, name: Any) -> None:
@@ -187,36 +169,40 @@ class _Machine:
   def stack_name(self, _: Any) -> None:
     name, module = self.pop(), self.pop()
     if not isinstance(name, str) or not isinstance(module, str):
-      raise ValueError("its pickle names something by what is no string")
+      raise ValueError("its pickle has a module or function name that is no string")
     self.name(module, name)
 
   def reduce(self, _: Any) -> None:
-    arguments, made = self.pop(), self.pop()
-    if not isinstance(made, _Name) or made.name not in _CALLS:
-      raise ValueError("its pickle calls what is no function")
+    arguments, function = self.pop(), self.pop()
+    if not isinstance(function, _Name) or function.name not in _CALLS:
+      raise ValueError("its pickle calls a value that is no function")
     if not isinstance(arguments, tuple):
-      raise ValueError(f"{made.name} has {type(arguments).__name__} as arguments")
-    self.push(_CALLS[made.name](*arguments))
+      raise ValueError(f"{function.name} has {type(arguments).__name__} as arguments")
+    self.push(_CALLS[function.name](*arguments))
 
   def build(self, _: Any) -> None:
-    """Modules leave their version numbers as an attribute of the dict: not needed."""
+    """Drops the attributes of a dict: modules store their version numbers there."""
     state = self.pop()
     if not isinstance(self.stack[-1], dict) or not isinstance(state, dict):
-      raise ValueError("its pickle sets attributes of what is no dict")
+      raise ValueError("its pickle sets attributes of a value that is no dict")
 
   def storage(self, _: Any) -> None:
-    word, kind, key, _, count = self.pop()
-    if word != "storage" or not isinstance(kind, _Name) or kind.name not in _STORAGES:
-      raise ValueError("its pickle refers to what is no storage")
+    tag, kind, key, _, count = self.pop()
+    if tag != "storage" or not isinstance(kind, _Name) or kind.name not in _STORAGES:
+      raise ValueError("its pickle refers to a value that is no storage")
     if not isinstance(key, str) or not (key.isascii() and key.isdigit()):
-      raise ValueError(f"the storage {brief(key)} has no number for a name")
-    (count,) = sizes([count], "the size of a storage")
-    self.push(Storage(key, _STORAGES[kind.name], count))
+      raise ValueError(f"the name of storage {brief(key)} is no number")
+    shape = sizes([count], "the size of a storage")
+    start, nbytes = self.locate(key)
+    storage = Storage(key, self.file, _STORAGES[kind.name], shape, start)
+    if nbytes != storage.nbytes:
+      raise ValueError(f"storage {key} has {nbytes} bytes, {storage.nbytes} expected")
+    self.push(storage)
 
 
 def _tensor(
   storage: Any, start: Any, shape: Any, strides: Any, *rest: Any, dtype: Any = None
-) -> View:
+) -> StoredTensor:
   if not isinstance(storage, Storage) or len(rest) not in (2, 3):
     raise ValueError("a tensor has no storage")
   if len(rest) == 3 and rest[2]:
@@ -224,19 +210,20 @@ def _tensor(
   dtype = dtype or storage.dtype
   (start,) = sizes([start], "the start of a tensor")
   shape, strides = sizes(shape, "shape"), sizes(strides, "strides")
-  room = storage.nbytes // dtype.itemsize
+  room = storage.nbytes // dtype.itemsize  # elements of the storage
   last = start + sum((n - 1) * step for n, step in zip(shape, strides) if n)
-  # Not more elements than are stored: a stride of 0 could claim any size.
+  # No more elements than the storage holds: a stride of 0 could claim any size.
   count = math.prod(shape)
   if len(shape) != len(strides) or (count and (last >= room or count > room)):
     raise ValueError(
       f"a tensor of shape {shape}, strides {strides} from {start} leaves its storage "
       f"of {room} elements, or repeats some"
     )
-  return View(storage, dtype, start, shape, strides)
+  offset = storage.offset + start * dtype.itemsize
+  return StoredTensor("", storage.file, dtype, shape, offset, strides)
 
 
-def _typed_tensor(*parts: Any) -> View:
+def _typed_tensor(*parts: Any) -> StoredTensor:
   storage, start, shape, strides, grad, hooks, kind, *rest = parts
   if not isinstance(kind, _Name) or kind.name not in _DTYPES:
     raise ValueError("a tensor has an unknown dtype")
@@ -244,8 +231,8 @@ def _typed_tensor(*parts: Any) -> View:
   return _tensor(storage, start, shape, strides, grad, hooks, *rest, dtype=dtype)
 
 
-def _parameter(tensor: Any, *_: Any) -> View:
-  if not isinstance(tensor, View):
+def _parameter(tensor: Any, *_: Any) -> StoredTensor:
+  if type(tensor) is not StoredTensor:
     raise ValueError("a parameter holds no tensor")
   return tensor
 
@@ -256,7 +243,7 @@ def _empty_dict(*items: Any) -> dict[str, Any]:
   return {}
 
 
-# What the names admitted stand for: functions of ours.
+# The functions of this module that stand for the names a stream may call.
 _CALLS: Mapping[str, Callable[..., Any]] = {
   "collections.OrderedDict": _empty_dict,
   "torch.Size": lambda values: sizes(values, "shape"),

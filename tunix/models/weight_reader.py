@@ -1,8 +1,8 @@
-"""Parameters put together from slices of stored tensors, on the devices they belong to.
+"""Reader that assembles parameters from slices of stored tensors, on their devices.
 
-A slice is read while the device still copies the one before it, so never more than two
-wait in the host's memory; on CPU the slice itself becomes the array. Nothing refers to
-the files afterwards: they may be changed, and weights may be donated.
+A slice is read while the device still copies the previous one, so the host's memory
+holds at most two slices. On a CPU the slice itself becomes the array. The arrays do not
+refer to the files: files may be changed afterwards, and weights may be donated.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from tunix.models.transformer.params import Placement
 
 Index = tuple[slice, ...]
 
-# Rows turned at a time: below 256 the inner loops of a transposed copy are too short
-# (32 rows: half the speed), all rows at once fall out of the cache (a quarter).
+# Rows of one transposed copy. With 32 rows the inner loops are too short (half the
+# speed); all rows at once do not fit the processor's cache (a quarter of the speed).
 _ROWS = 256
-# Bytes that one thread maps at a time, so that what is resident is bounded, and the
-# embedding is read by several threads too.
+# Bytes that one thread maps at a time. It bounds the resident pages of the files, and
+# lets several threads read one large tensor, such as the embedding table.
 _BLOCK = 4 << 20
 _THREADS = 8
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes; JAX adopts host memory with this alignment
 
 
 class WeightReader:
-  """Reads the parameters of one checkpoint; close it, or use it in a `with`."""
+  """Reader of the parameters of one checkpoint, to be used as a context manager.
+
+  Args:
+    tensors: the tensors of the checkpoint by name.
+  """
 
   def __init__(self, tensors: Mapping[str, StoredTensor]):
     self._tensors = tensors
@@ -47,20 +51,20 @@ class WeightReader:
     self._pool.shutdown()
 
   def settle(self) -> None:
-    """Waits for the last copy and lets go of it, so that it can be freed."""
+    """Waits for the last copy to a device and drops it, so that it can be freed."""
     jax.block_until_ready(self._copying)
     self._copying = []
 
   def load(
     self, place: Placement, shape: tuple[int, ...], dtype: Any, where: Sharding | None
   ) -> jax.Array:
-    """One parameter: every slice that this process's devices hold is read once.
+    """Reads one parameter; each slice that this process's devices hold is read once.
 
     Args:
-      place: its tensors, whose shapes were checked.
-      shape: of the whole parameter.
-      dtype: it is cast to.
-      where: its sharding; None: the default device.
+      place: the parameter's tensors, whose shapes were checked.
+      shape: shape of the whole parameter.
+      dtype: dtype of the result.
+      where: sharding of the result; None for the default device.
     """
     if where is None:
       everything = tuple(slice(0, n) for n in shape)
@@ -77,12 +81,12 @@ class WeightReader:
     return jax.make_array_from_single_device_arrays(shape, where, parts, dtype=dtype)
 
   def read(self, place: Placement, index: Index, dtype: Any) -> np.ndarray:
-    """One slice of a parameter, cast.
+    """Reads one slice of a parameter and casts it.
 
     Args:
-      place: its tensors.
+      place: the parameter's tensors.
       index: slices with a start and a stop for every axis of the parameter.
-      dtype: of the result.
+      dtype: dtype of the result.
     """
     out = _array([s.stop - s.start for s in index], np.dtype(dtype))
     lead = len(place.lead)
@@ -93,7 +97,7 @@ class WeightReader:
       for key, target in zip(keys, out.reshape(len(keys), *out.shape[lead:]))
       for job in _jobs(self._tensors[key], target, inner, place.transpose)
     ]
-    for job in jobs:  # copies release the interpreter's lock
+    for job in jobs:  # NumPy's copies release the interpreter's lock
       job.result()
     return out
 
@@ -104,11 +108,11 @@ class WeightReader:
 
 
 def _array(shape: list[int], dtype: np.dtype) -> np.ndarray:
-  """New host memory, at a multiple of 64 bytes.
+  """Allocates host memory at a multiple of 64 bytes.
 
-  JAX's CPU backend adopts memory that is so aligned and that nobody else holds; a copy
-  would double the time to load. The price: XLA does not reuse adopted memory for its
-  results, so the first step that a donated weight goes through makes a new one.
+  JAX's CPU backend adopts memory with this alignment if nothing else refers to it; a
+  copy would double the time of loading. In return, XLA does not reuse adopted memory
+  for its results: the first step that is given a donated weight allocates a new array.
   """
   size = math.prod(shape) * dtype.itemsize
   memory = np.empty(size + _ALIGNMENT, np.uint8)
@@ -118,14 +122,14 @@ def _array(shape: list[int], dtype: np.dtype) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-  """Copies some rows of a stored tensor; `out` has the tensor's order of axes."""
+  """A copy of some rows of a stored tensor; `out` has the tensor's order of axes."""
 
   tensor: StoredTensor
   out: np.ndarray
   index: Index
 
   def run(self) -> None:
-    # Mapped here and let go after the copy, with the pages that it touched.
+    # Mapped here, so that the pages are released with the map after the copy.
     source = self.tensor.map()[self.index]
     if self.out.ndim < 2 or self.out.flags.c_contiguous:
       self.out[...] = source

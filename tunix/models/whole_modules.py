@@ -1,7 +1,7 @@
 """Modules that are trained whole beside adapters: PEFT's `modules_to_save`.
 
-Their parameters are `nnx.LoRAParam`s, by which trainers and checkpoints find what is
-trained of an adapted model.
+Their parameters are `nnx.LoRAParam`s. Trainers and checkpoints find the trained
+parameters of an adapted model by this type.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tunix.models.transformer.model import Transformer
 
 
 def of(model: nnx.Module) -> dict[str, nnx.LoRAParam]:
-  """The parameters that are trained whole, by dotted path."""
+  """Returns the parameters that are trained whole, by dotted path."""
   return {
     ".".join(map(str, path)): node
     for path, node in nnx.iter_graph(model)
@@ -27,15 +27,17 @@ def of(model: nnx.Module) -> dict[str, nnx.LoRAParam]:
 
 
 def choose(model: Transformer, names: Iterable[str] | None) -> list[str]:
-  """The modules that the names stand for, each as `LoraConfig.targets` are read.
+  """Returns the paths of the modules that the names select.
 
   Args:
-    names: None: the head of scores, of a model that has one: it is fresh, and left
-      frozen it would predict nothing.
+    model: the model.
+    names: names or patterns, matched as in `LoraConfig.targets`. None selects the score
+      head of a model that has one: the head is freshly drawn, and if it stayed frozen
+      its scores would mean nothing.
 
   Raises:
-    ValueError: a name matches no module with parameters of its own, or one that
-      cannot be trained whole; the message lists the modules.
+    ValueError: a name matches no module that can be trained whole; the message lists
+      the modules. Or it selects an embedding table that is tied to the unembedding.
   """
   if names is None:
     return [] if model.score is None else ["score"]
@@ -61,24 +63,24 @@ def choose(model: Transformer, names: Iterable[str] | None) -> list[str]:
 def mark(
   model: Transformer, modules: Iterable[str], dtype: DTypeLike | None = None
 ) -> None:
-  """Has modules trained whole, in place.
+  """Marks modules as trained whole, in place.
 
   Args:
-    model: a copy that is the caller's own.
-    modules: paths, as `choose` gives them.
-    dtype: of their parameters from now on; None: as they are.
+    model: a model that shares no modules with another one.
+    modules: paths, as `choose` returns them.
+    dtype: the new dtype of their parameters; None keeps it.
   """
   _retype(model, set(modules), nnx.LoRAParam, dtype)
 
 
 def unmark(model: Transformer) -> None:
-  """Makes parameters like all others of them, in place."""
+  """Turns all parameters that are trained whole into ordinary ones, in place."""
   modules = {path.rpartition(".")[0] for path in of(model)}
   _retype(model, modules, nnx.Param, None)
 
 
 def _modules(model: Transformer) -> Iterator[tuple[str, nnx.Module]]:
-  """Modules that hold parameters themselves."""
+  """Yields the modules that hold parameters directly, with their paths."""
   for path, module in nnx.iter_modules(model):
     if isinstance(module, nnx.Module) and any(_parameters(module)):
       yield ".".join(map(str, path)), module
@@ -86,7 +88,7 @@ def _modules(model: Transformer) -> Iterator[tuple[str, nnx.Module]]:
 
 def _parameters(module: nnx.Module) -> Iterator[tuple[str, nnx.Param]]:
   for name, value in vars(module).items():
-    # Codes and scales are of a quantised kernel, A, B and m of an adapter.
+    # Codes and scales belong to a quantised kernel, lora_* to an adapter.
     if name.startswith(("codes", "scales", "lora_")):
       continue
     if isinstance(value, nnx.Param):

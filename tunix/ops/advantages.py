@@ -1,9 +1,9 @@
-"""Advantages: how much better a completion, or a token, was than expected.
+"""Advantages: the reward of a completion, or a token, relative to a baseline.
 
-Rewards of a group (the G completions of one prompt) are [P, G]. `where` marks the
-members that have a valid reward: the others get advantage 0 and take no part in any
-mean or deviation, so their reward may be NaN. A group without two valid members has
-nothing to compare and gets 0; so does a group of equal rewards, exactly.
+Rewards are [P, G], a group being the G completions of one prompt. `where` marks the
+members with a valid reward. Other members get advantage 0 and take no part in any mean
+or deviation, so that their reward may be NaN. A group with fewer than two valid members
+gets advantage 0. A group of equal rewards gets exactly 0.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Where = Bool[Array, "P G"]
 
 
 class _Centered(NamedTuple):
-  values: jax.Array  # minus the mean; 0 where not valid
-  count: jax.Array  # of valid ones, with the reduced axes kept
-  deviation: jax.Array  # of the sample, shaped like count; 0 of fewer than two
+  values: jax.Array  # rewards minus their mean; 0 if not valid
+  count: jax.Array  # number of valid rewards, with the reduced axes kept
+  deviation: jax.Array  # sample deviation, shaped like count; 0 for fewer than two
 
 
 def group_normalized(
   rewards: Rewards, epsilon: float = 1e-6, *, where: Where | None = None
 ) -> Rewards:
-  """(r - group mean) / (group deviation + epsilon): GRPO (arXiv:2402.03300).
+  """Returns (r - group mean) / (group deviation + epsilon): GRPO (arXiv:2402.03300).
 
-  The deviation is the sample's (divided by G - 1), as in the libraries of the field;
-  the paper does not say. Dividing by it weighs prompts by their difficulty.
+  The deviation is that of the sample (divided by G - 1), as in other libraries; the
+  paper leaves it open. Dividing by it weighs prompts by their difficulty.
 
   Raises:
-    ValueError: groups of one.
+    ValueError: the groups have one member.
   """
   _check_groups(rewards)
   centered = _center(rewards, where, axis=1)
@@ -44,26 +44,27 @@ def group_normalized(
 
 
 def group_centered(rewards: Rewards, *, where: Where | None = None) -> Rewards:
-  """r - group mean: Dr. GRPO (arXiv:2503.20783).
+  """Returns r - group mean: Dr. GRPO (arXiv:2503.20783).
 
-  A member is part of its own baseline, so the expected gradient is (G - 1) / G of the
-  true one.
+  The mean includes the member itself, so that the expected gradient is (G - 1) / G of
+  the true gradient.
 
   Raises:
-    ValueError: groups of one.
+    ValueError: the groups have one member.
   """
   _check_groups(rewards)
   return _center(rewards, where, axis=1).values
 
 
 def leave_one_out(rewards: Rewards, *, where: Where | None = None) -> Rewards:
-  """r - mean of the other members: RLOO (arXiv:2402.14740), unbiased.
+  """Returns r - mean of the other members: RLOO (arXiv:2402.14740), unbiased.
 
   Raises:
-    ValueError: groups of one.
+    ValueError: the groups have one member.
   """
   _check_groups(rewards)
   centered = _center(rewards, where, axis=1)
+  # r_i - (S - r_i) / (n - 1) = (r_i - S / n) n / (n - 1), with S the sum of n rewards.
   others = jnp.maximum(centered.count - 1, 1)
   return centered.values * centered.count / others
 
@@ -71,8 +72,10 @@ def leave_one_out(rewards: Rewards, *, where: Where | None = None) -> Rewards:
 def batch_normalized(
   rewards: Rewards, epsilon: float = 1e-6, *, where: Where | None = None
 ) -> Rewards:
-  """(r - mean) / (deviation + epsilon) over the whole batch: REINFORCE++
-  (arXiv:2501.03262). Groups may have one member."""
+  """Returns (r - mean) / (deviation + epsilon) over the batch: REINFORCE++.
+
+  See arXiv:2501.03262. Groups may have one member.
+  """
   centered = _center(rewards, where, axis=None)
   return safe_divide(centered.values, centered.deviation + epsilon)
 
@@ -80,12 +83,13 @@ def batch_normalized(
 def batch_scaled(
   rewards: Rewards, epsilon: float = 1e-6, *, where: Where | None = None
 ) -> Rewards:
-  """(r - group mean) / (deviation of the batch's rewards + epsilon).
+  """Returns (r - group mean) / (deviation of the batch + epsilon).
 
-  A group's own baseline without the weight by its difficulty (arXiv:2508.08221).
+  The baseline is that of the group, without GRPO's weight by difficulty
+  (arXiv:2508.08221).
 
   Raises:
-    ValueError: groups of one.
+    ValueError: the groups have one member.
   """
   deviation = _center(rewards, where, axis=None).deviation
   return safe_divide(group_centered(rewards, where=where), deviation + epsilon)
@@ -98,22 +102,24 @@ def decoupled(
   *,
   where: Where | None = None,
 ) -> Rewards:
-  """Of several rewards, each compared by itself before they are added up: the sum of
-  weight_k * estimate(rewards_k), normalised over the batch. With `group_normalized`
-  this is GDPO (arXiv:2601.05242): in a sum of rewards one with a large spread decides
-  alone, and different mixtures of rewards come to equal advantages.
+  """Returns sum_k weight_k * estimate(rewards_k), normalised over the batch.
+
+  Each reward gets advantages of its own before they are added. If rewards are added
+  first, a reward with a large spread dominates the others, and different combinations
+  of rewards can give equal advantages. With `group_normalized` this is GDPO
+  (arXiv:2601.05242).
 
   Args:
-    estimate: one of the functions above.
-    rewards: one array [P, G] a reward.
-    weights: one a reward.
+    estimate: a function of `ADVANTAGES`.
+    rewards: one array [P, G] for each reward.
+    weights: one number for each reward.
     where: members whose rewards are all valid.
   """
   parts = [w * estimate(r, where=where) for r, w in zip(rewards, weights, strict=True)]
   return batch_normalized(jnp.sum(jnp.stack(parts), axis=0), where=where)
 
 
-# By name; the second line has names that users of other libraries know.
+# Name -> function. The second line has the names that other libraries use.
 ADVANTAGES: dict[str, Callable[..., jax.Array]] = {
   "group_normalized": group_normalized,
   "group_centered": group_centered,
@@ -132,22 +138,23 @@ def gae(
   gamma: float,
   lam: float,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-  """Generalised advantage estimation (arXiv:1506.02438).
+  """Returns advantages by generalised advantage estimation (arXiv:1506.02438).
 
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1}
 
-  where t + 1 is the row's next token of the mask; after the last one V and A are 0.
+  where t + 1 is the next token of the row with mask 1. After the last one, V and A are
+  0.
 
   Args:
-    rewards: reward received at each token; ignored where the mask is off.
+    rewards: reward received at each token; ignored where the mask is 0.
     values: the critic's estimate before each token.
-    mask: 1 on completion tokens; it may have holes (tokens of a tool), over which
-      time does not pass.
-    gamma: discount a token, in [0, 1].
-    lam: 0 trusts the critic (one step), 1 the rewards (Monte Carlo).
+    mask: 1 on completion tokens. Tokens of a tool between them are 0 and count as no
+      time steps.
+    gamma: discount per token, in [0, 1].
+    lam: 0 uses the critic after one step, 1 the rewards alone (Monte Carlo).
 
   Returns:
-    (advantages, returns = advantages + values), 0 where the mask is off.
+    (advantages, returns), with returns = advantages + values; 0 where the mask is 0.
   """
   valid = mask != 0
   rewards, values = keep(rewards, valid), keep(values, valid)
@@ -169,9 +176,9 @@ def gae(
 def whiten(
   x: Float[Array, "B T"], mask: Shaped[Array, "B T"], epsilon: float = 1e-6
 ) -> Float[Array, "B T"]:
-  """(x - mean) / (sample deviation + epsilon) over the mask, 0 elsewhere.
+  """Returns (x - mean) / (sample deviation + epsilon) over the mask, 0 elsewhere.
 
-  Of the whole batch: whiten before it is cut into micro-batches.
+  Call it with the whole batch, before the split into micro-batches.
   """
   return batch_normalized(x, epsilon, where=mask != 0)
 
@@ -186,11 +193,12 @@ def _check_groups(rewards: jax.Array) -> None:
 
 
 def _center(rewards: jax.Array, where: jax.Array | None, axis: int | None) -> _Centered:
-  """Rewards minus their mean along the axis (None: all)."""
+  """Returns rewards minus their mean along the axis; None for all axes."""
   where = jnp.ones(rewards.shape, bool) if where is None else where
   kept = keep(rewards, where)
-  # The mean of equal numbers may miss them by a rounding error, which dividing by a
-  # deviation as small would blow up: counted from the least reward they are zeros.
+  # The mean of equal numbers may differ from them by a rounding error. Divided by an
+  # equally small deviation it would give advantages near 1. After subtracting the
+  # smallest reward, equal rewards are exactly 0.
   least = jnp.min(
     jnp.where(where, kept, jnp.inf), axis=axis, keepdims=True, initial=jnp.inf
   )

@@ -1,87 +1,118 @@
-"""Compiled programs in a folder: written where a run is planned, loaded where it runs.
+"""Programs that a plan compiled, kept as entries of JAX's compilation cache.
 
-A program is known by its text as it is lowered, which holds all that a run decides:
-shapes, layouts, the optimizer's constants. The run lowers what it is about to call
-(which takes no compiler), and where the folder has a program of that text and was made
-for the devices at hand, its executable is loaded and not compiled.
+`tunix plan --ship FOLDER` writes the entries and a manifest, `shipped.json`. A run with
+`compilation_cache: FOLDER` leaves loading to JAX, whose keys hold the program, the
+version of jaxlib, the compiler flags and the kind of device. The manifest adds what JAX
+does not tell: why no entry can match this run, and whether a file is damaged.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tunix.perf import programs
-from tunix.perf.programs import Noted
 from tunix.utils import io
 
 NAME = "shipped.json"
-_FORMAT = 1
+_FORMAT = 2
+_ENTRIES = "*-cache"  # JAX's file names
 # Flags that change no program.
 _IDLE_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump")
+_REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
+_HIT = "/jax/compilation_cache/cache_hits"
+
+
+def use_cache(folder: str | os.PathLike[str]) -> None:
+  """Keeps JAX's compilation cache in a folder from now on."""
+  _apply(_cache_settings(folder, is_portable=is_in(folder)))
+
+
+@contextlib.contextmanager
+def cache_in(folder: str | os.PathLike[str]) -> Iterator[None]:
+  """Keeps JAX's compilation cache in a folder whose entries are to be shipped."""
+  with _jax_settings(_cache_settings(folder, is_portable=True)):
+    # JAX writes no entry for a program that this process has compiled already.
+    jax.clear_caches()
+    yield
+
+
+def _cache_settings(
+  folder: str | os.PathLike[str], *, is_portable: bool
+) -> dict[str, Any]:
+  settings: dict[str, Any] = {
+    "jax_enable_compilation_cache": True,
+    "jax_compilation_cache_dir": str(folder),
+    # JAX skips programs that compile within a second. A resumed run has many of them.
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+  }
+  if is_portable:
+    # XLA's own caches put the folder's path into the compile options, and so into JAX's
+    # keys: entries that were moved to another path would never be found.
+    settings["jax_persistent_cache_enable_xla_caches"] = "none"
+  return settings
+
+
+def _apply(settings: dict[str, Any]) -> None:
+  for name, value in settings.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()  # JAX remembers the folder of its first program
+
+
+@contextlib.contextmanager
+def _jax_settings(settings: dict[str, Any]) -> Iterator[None]:
+  before = {name: getattr(jax.config, name) for name in settings}
+  _apply(settings)
+  try:
+    yield
+  finally:
+    _apply(before)
 
 
 def write(
-  folder: str | os.PathLike[str], mesh: Mesh, noted: Mapping[str, Noted]
-) -> list[dict[str, Any]]:
-  """Writes the executables of programs, and the list of them.
+  folder: str | os.PathLike[str],
+  entries: str | os.PathLike[str],
+  mesh: Mesh,
+  names: Sequence[str],
+) -> int:
+  """Copies cache entries into a folder, and writes their manifest.
 
   Args:
-    folder: made where there is none; a list that it has is replaced.
-    mesh: that the programs are for.
-    noted: {name: program}, compiled inside `compiled_afresh`.
+    folder: created if missing; replaces the manifest of an earlier call.
+    entries: folder of `cache_in`, in which the programs were compiled.
+    mesh: devices that the programs were compiled for.
+    names: of the programs.
 
-  Returns: the entries of the list: name, text, file, sha256, bytes.
+  Returns: bytes written, without the manifest.
 
   Raises:
     OSError: the folder cannot be written.
   """
-  root = pathlib.Path(folder)
-  root.mkdir(parents=True, exist_ok=True)
-  entries: dict[str, dict[str, Any]] = {}
-  for name, first in noted.items():
-    for one in (first, *first.others):
-      text = _digest(one.lowered)
-      data, _, _ = serialize_executable.serialize(one.compiled)
-      file = f"{name.replace(' ', '_')}-{text[:16]}.program"
-      io.write_atomic(root / file, data)
-      entries[text] = {
-        **{"name": name, "text": text, "file": file, "bytes": len(data)},
-        "sha256": hashlib.sha256(data).hexdigest(),
-      }
-  listed = list(entries.values())
-  # Last, so that what it lists is there.
-  io.write_json(root / NAME, {"format": _FORMAT, **_made_for(mesh), "programs": listed})
-  return listed
-
-
-@contextlib.contextmanager
-def compiled_afresh() -> Iterator[None]:
-  """Inside, nothing comes from JAX's cache of compiled programs: what XLA has loaded
-  from there for a CPU it writes without the functions it calls."""
-  before = jax.config.jax_enable_compilation_cache
-  jax.config.update("jax_enable_compilation_cache", False)
-  compilation_cache.reset_cache()  # it remembers whether it is used
-  try:
-    yield
-  finally:
-    jax.config.update("jax_enable_compilation_cache", before)
-    compilation_cache.reset_cache()
+  root, digests, size = pathlib.Path(folder), {}, 0
+  for file in sorted(pathlib.Path(entries).glob(_ENTRIES)):
+    data = file.read_bytes()
+    io.write_atomic(root / file.name, data)
+    digests[file.name] = hashlib.sha256(data).hexdigest()
+    size += len(data)
+  # The manifest comes last, so that every file it lists exists.
+  listed = {"programs": list(names), "files": digests}
+  io.write_json(root / NAME, {"format": _FORMAT, **_origin(mesh), **listed})
+  return size
 
 
 def is_in(folder: str | os.PathLike[str]) -> bool:
-  """Whether programs were shipped to a folder."""
+  """Returns whether programs were shipped to a folder."""
   return (pathlib.Path(folder) / NAME).is_file()
 
 
@@ -89,122 +120,73 @@ def is_in(folder: str | os.PathLike[str]) -> bool:
 def loaded(
   folder: str | os.PathLike[str], mesh: Mesh | None, say: Callable[[str], None]
 ) -> Iterator[None]:
-  """Inside, programs that the folder has are loaded instead of compiled.
+  """Reports, inside the `with` block, which programs come from a shipped folder.
+
+  If a shipped file is damaged, JAX's compilation cache is off inside the block.
 
   Args:
-    folder: of `write`.
-    mesh: of the run.
-    say: is told what was loaded, and why something was not.
+    folder: in use as JAX's compilation cache, with a manifest.
+    mesh: mesh of the run; None: one device.
+    say: receives one line for each program, or one line for a folder that is refused.
   """
   root = pathlib.Path(folder)
   try:
-    made: Any = json.loads((root / NAME).read_text())
+    manifest: Any = json.loads((root / NAME).read_text())
   except (OSError, ValueError) as error:
-    made = f"unreadable: {error}"
-  if (reason := _differs(made, mesh)) is not None:
+    manifest = f"unreadable: {error}"
+  if (reason := _mismatch(manifest, mesh)) is not None:
     say(f"programs shipped to {root} are not used, all is compiled here: {reason}")
     yield
-    return
-  with programs.replaced(_Shipped(root, made["programs"], mesh, say).call):
-    yield
+  elif (reason := _damage(root, manifest["files"])) is not None:
+    say(f"programs shipped to {root} are not used, all is compiled here: {reason}")
+    with _jax_settings({"jax_enable_compilation_cache": False}):
+      yield
+  else:
+    with _reported(root, say):
+      yield
 
 
-class _Shipped:
-  """The programs of a folder, each loaded when it is first called."""
+@contextlib.contextmanager
+def _reported(root: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
+  """Says of each program, when JAX first needs it, whether the folder had it."""
+  events: collections.Counter[str] = collections.Counter()
 
-  def __init__(
-    self,
-    root: pathlib.Path,
-    entries: Iterable[dict[str, Any]],
-    mesh: Mesh | None,
-    say: Callable[[str], None],
-  ):
-    self._root, self._say, self._mesh = root, say, mesh
-    self._entries = {entry["text"]: entry for entry in entries}
-    # {(function, form of its arguments): what runs it}
-    self._known: dict[Any, Callable[..., Any]] = {}
+  def count(event: str, **_: Any) -> None:
+    events[event] += 1
 
-  def call(self, name: str, jitted: Any, args: tuple[Any, ...]) -> Any:
-    """`jitted(*args)`, by the executable of the folder where it has one."""
-    key = jitted, programs.form(args)
-    if (run := self._known.get(key)) is None:
-      run = self._known[key] = self._ready(name, jitted, args)
-    return run(*args)
+  def call(name: str, jitted: Any, args: tuple[Any, ...]) -> Any:
+    before = events.copy()
+    out = jitted(*args)  # without an event JAX had the program in memory
+    if requests := events[_REQUEST] - before[_REQUEST]:
+      if events[_HIT] - before[_HIT] == requests:
+        say(f"{name}: loaded from {root}")
+      else:
+        say(
+          f"{name}: not among the programs shipped to {root}, compiled here (the plan "
+          "had other settings, or other shapes of data)"
+        )
+    return out
 
-  def _ready(self, name: str, jitted: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
-    lowered = jitted.lower(*args)
-    entry = self._entries.get(_digest(lowered))
-    if entry is None:
-      self._say(
-        f"{name}: not among the programs shipped to {self._root}, compiled here (it "
-        "was shipped by other settings, or for other shapes of data)"
-      )
-      return jitted
-    try:
-      compiled = self._load(entry, lowered)
-    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
-      self._say(f"{name}: {entry['file']} cannot be loaded, compiled here: {error}")
-      return jitted
-    self._say(f"{entry['name']}: loaded from {self._root / entry['file']}")
-    places = _dynamic(lowered, args)
-    return lambda *args: compiled(*(args[i] for i in places))
-
-  def _load(
-    self, entry: dict[str, Any], lowered: jax.stages.Lowered
-  ) -> jax.stages.Compiled:
-    data = (self._root / entry["file"]).read_bytes()
-    if (found := hashlib.sha256(data).hexdigest()) != entry["sha256"]:
-      raise ValueError(
-        f"damaged: it has {len(data)} bytes with SHA-256 {found[:16]}, and was written "
-        f"with {entry['bytes']} and {entry['sha256'][:16]}; ship it again"
-      )
-    devices = _devices(self._mesh)
-    return serialize_executable.deserialize_and_load(
-      data,
-      lowered.in_tree,
-      lowered.out_tree,
-      backend=devices[0].client,
-      execution_devices=devices,
-    )
+  jax.monitoring.register_event_listener(count)
+  try:
+    with programs.replaced(call):
+      yield
+  finally:
+    jax.monitoring.unregister_event_listener(count)
 
 
-def _digest(lowered: jax.stages.Lowered) -> str:
-  return hashlib.sha256(lowered.as_text().encode()).hexdigest()
-
-
-def _dynamic(lowered: jax.stages.Lowered, args: tuple[Any, ...]) -> list[int]:
-  """Places of the arguments that are not static: those an executable takes."""
-  wanted = list(lowered.in_tree.children()[0].children())
-  places: list[int] = []
-  for place, arg in enumerate(args):
-    left = wanted[len(places) :]
-    if left and jax.tree.structure(arg) == left[0]:
-      places.append(place)
-  if len(places) != len(wanted):
-    raise TypeError(
-      f"{len(args)} arguments, and the program takes {len(wanted)} others"
-    )
-  return places
-
-
-def _devices(mesh: Mesh | None) -> list[Any]:
-  return jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
-
-
-def _made_for(mesh: Mesh | None) -> dict[str, Any]:
-  """What executables depend on besides their text."""
-  devices = _devices(mesh)
-  client, packages = devices[0].client, ["tunix", "jax", "jaxlib"]
-  if client.platform == "tpu":
+def _origin(mesh: Mesh | None) -> dict[str, Any]:
+  """Returns what programs depend on besides their text."""
+  device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+  packages = ["tunix", "jax", "jaxlib"]
+  if device.platform == "tpu":
     packages.append("libtpu")
   versions = {name: importlib.metadata.version(name) for name in packages}
-  if client.platform == "gpu":
-    versions["CUDA"] = client.platform_version
+  if device.platform == "gpu":
+    versions["CUDA"] = device.client.platform_version
   return {
-    "platform": client.platform,
-    "kind": devices[0].device_kind,
-    # Where each position of the mesh lies: the executable's assignment of devices.
-    "devices": [[one.id, *getattr(one, "coords", ())] for one in devices],
+    "platform": device.platform,
+    "kind": device.device_kind,
     "mesh": {} if mesh is None else dict(mesh.shape),
     "versions": versions,
     "flags": sorted(
@@ -216,15 +198,27 @@ def _made_for(mesh: Mesh | None) -> dict[str, Any]:
   }
 
 
-def _differs(made: Any, mesh: Mesh | None) -> str | None:
-  """Why what was made elsewhere cannot be used here."""
-  form = made.get("format") if isinstance(made, dict) else made
+def _mismatch(manifest: Any, mesh: Mesh | None) -> str | None:
+  """Returns why no program of a manifest can match this run; None: some may."""
+  form = manifest.get("format") if isinstance(manifest, dict) else manifest
   if form != _FORMAT:
     return f"{NAME} is of format {form!r}, this version reads {_FORMAT}"
-  here = _made_for(mesh)
-  for what in ("platform", "kind", "versions", "flags", "mesh"):
-    if made.get(what) != here[what]:
-      return f"{what} {made.get(what)} when they were made, {here[what]} here"
-  if made.get("devices") != here["devices"]:
-    return "the devices of the mesh have other numbers or places than those planned for"
+  for key, value in _origin(mesh).items():
+    if manifest.get(key) != value:
+      return f"{key} {manifest.get(key)} when they were made, {value} here"
+  return None
+
+
+def _damage(root: pathlib.Path, digests: dict[str, str]) -> str | None:
+  """Returns which shipped file is missing or changed; None: all are whole."""
+  for name, digest in digests.items():
+    try:
+      data = (root / name).read_bytes()
+    except OSError as error:
+      return f"{name} cannot be read ({error}); ship it again"
+    if (found := hashlib.sha256(data).hexdigest()) != digest:
+      return (
+        f"{name} is damaged: it has {len(data)} bytes with SHA-256 {found[:16]}, and "
+        f"was written with {digest[:16]}; ship it again"
+      )
   return None

@@ -167,6 +167,10 @@ class Rollouts:
 _ROW_ARRAYS = (*TOKEN_ARRAYS, "rollout_logps")
 
 
+# The containers that models score: both have TOKEN_ARRAYS and a group size.
+Rows = Rollouts | TrainExample
+
+
 def joined(parts: Sequence[Rollouts]) -> Rollouts:
   """Concatenates batches of rollouts, padded to the longest of them."""
   arrays = {
@@ -225,6 +229,7 @@ def rollouts_of(
     prompt_ids=prompt_ids,
     prompt_mask=prompt_mask,
     completion_ids=batching.right_padded(out.tokens, space, np.int32),
+    # Not ids != 0: the padding id 0 can also be a token.
     completion_mask=np.arange(space) < lengths[:, None],
     rollout_logps=batching.right_padded(out.logprobs, space, np.float32),
     group_size=group_size,
@@ -232,6 +237,7 @@ def rollouts_of(
 
 
 def _width(rows: Sequence[np.ndarray], limit: int, bucketed: bool) -> int:
+  """Returns the width of an array that holds the rows."""
   longest = max(map(len, rows))
   if longest > limit:
     raise ValueError(

@@ -17,7 +17,7 @@ import numpy as np
 from tunix.ops import kl
 from tunix.rl import common, metrics, setup
 from tunix.rl.algorithm_config import AlgorithmConfig, resolve
-from tunix.rl.common import Rollouts, TrainExample
+from tunix.rl.common import Rollouts, Rows, TrainExample
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rewards import RewardOutput
@@ -86,6 +86,7 @@ class Experience:
     with self.phases("rollout", "rollout"):
       key = jax.random.fold_in(jax.random.key(config.seed), batch.number)
       if is_training:
+        # Prompts that were put back are sampled again under the same batch number.
         key = jax.random.fold_in(key, number)
       out = cluster.generate(batch.prompts, mode=mode, num_generations=group, seed=key)
     bucketed = cluster.cluster_config.training_config.bucketed_lengths
@@ -143,6 +144,7 @@ class Experience:
       **fields: further fields of the example.
     """
     config = self._config
+    # Rows without a reward stay in the batch with weight 0: its shape must not change.
     mask = rollouts.completion_mask & rollouts.valid.reshape(-1, 1)
     if config.mask_truncated:
       mask &= ~rollouts.truncated[:, None]
@@ -182,10 +184,10 @@ class Experience:
     self.measured.append({"rewards/kl": Mean(float(divergence.sum() / count), count)})
     return old, divergence
 
-  def _ref_logps(self, rows: Rollouts | TrainExample) -> np.ndarray:
+  def _ref_logps(self, rows: Rows) -> np.ndarray:
     return self._cluster.get_ref_per_token_logps(rows, **self._scoring)
 
-  def _old_logps(self, rows: Rollouts | TrainExample) -> np.ndarray:
+  def _old_logps(self, rows: Rows) -> np.ndarray:
     return self._cluster.get_old_per_token_logps(rows, **self._scoring)
 
   @property

@@ -25,9 +25,6 @@ class InferenceWorker:
     models: modules by role.
     data_sharding_axis: mesh axes that split the rows.
     offload: if True, the models are kept in host memory between calls.
-
-  Raises:
-    ValueError: a role is not CRITIC, REFERENCE or REWARD.
   """
 
   def __init__(
@@ -36,11 +33,6 @@ class InferenceWorker:
     data_sharding_axis: tuple[str, ...] = ("fsdp",),
     offload: bool = False,
   ):
-    known = (Role.CRITIC, Role.REFERENCE, Role.REWARD)
-    if wrong := [role for role in models if role not in known]:
-      raise ValueError(
-        f"role is {wrong[0]}: expected one of {[r.value for r in known]}"
-      )
     self._models = dict(models)
     self._axes = data_sharding_axis
     self._offload = offload

@@ -17,14 +17,15 @@ from typing import Any
 
 Number = Fraction | float
 
-MAX_CHARACTERS = 1000
-MAX_DEPTH = 40
+MAX_CHARACTERS = 1000  # of a text; longer texts are not parsed
+MAX_DEPTH = 40  # nested brackets and exponents, far below Python's recursion limit
 MAX_BITS = 4096  # bits of a numerator or denominator; larger numbers become floats
 
 _TOKEN = re.compile(
   r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?)"
   r"|(?P<name>\\?[a-zA-Z]+)|(?P<sign>\*\*|[-+*/^(){}\[\]%π√]))"
 )
+# Commas between groups of three digits: 1,250 but not 1,25 or 0.1,234.
 _THOUSANDS = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:,[0-9]{3})+)(?![0-9,])")
 # Spellings of the same thing and their replacement, applied in this order.
 _SPELLINGS = (
@@ -90,6 +91,7 @@ def same(
     return _plain(a) == _plain(b) != ""
   if isinstance(x, Fraction) and isinstance(y, Fraction):
     return x == y
+  # The absolute tolerance is for values that should be 0, such as sqrt(2)^2 - 2.
   return math.isclose(float(x), float(y), rel_tol=relative, abs_tol=1e-12)
 
 
@@ -229,6 +231,8 @@ class _Parser:
   def _mixed(self, token: str) -> Number:
     """Reads a numeral, or a mixed number such as 1\\frac{1}{2}."""
     number = _numeral(token)
+    # Only a fraction of two integers makes a mixed number: 2\\frac{\\pi}{3} is a
+    # product.
     match self._tokens[self._place : self._place + 7]:
       case ["\\frac", "{", a, "}", "{", b, "}"]:
         plain = (token + a + b).isdigit()
@@ -269,6 +273,7 @@ def power(base: Number, exponent: Number) -> Number:
     raise NotANumber(f"0 to the power of {exponent}")
   whole = isinstance(exponent, Fraction) and exponent.denominator == 1
   if whole and isinstance(base, Fraction):
+    # The bound on the bits is known before the power is computed: 9^9^9 never runs.
     if abs(exponent) * _bits(base) <= MAX_BITS:
       return base ** int(exponent)
   elif not whole and isinstance(exponent, Fraction) and base > 0:
@@ -300,7 +305,7 @@ def _whole_root(n: int, degree: int) -> int | None:
   """Returns the integer whose power `degree` is n; None if there is none."""
   if n < 2 or degree == 1:
     return n
-  if degree > n.bit_length():
+  if degree > n.bit_length():  # 2**degree is larger than n already
     return None
   try:
     near = math.isqrt(n) if degree == 2 else round(n ** (1 / degree))
@@ -311,6 +316,7 @@ def _whole_root(n: int, degree: int) -> int | None:
 
 
 def _numeral(token: str) -> Number:
+  # A decimal digit has 3.3 bits.
   if sum(c.isdigit() for c in token) * 4 > MAX_BITS:
     raise NotANumber(f"a number of {len(token)} digits")
   mantissa, _, exponent = token.lower().partition("e")

@@ -10,8 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tunix.perf import trace
+from tunix.perf.metrics import PerfMetricsConfig, PerfMetricsOptions
 from tunix.perf.trace import NoopTracer
 from tunix.rl.common import Rollouts
+from tunix.rl.config import RLTrainingConfig
 
 
 class Mean(NamedTuple):
@@ -129,3 +132,23 @@ class Phases:
     out = {f"perf/{name}_sec": value for name, value in self._seconds.items()}
     self._seconds = {}
     return out
+
+
+def make_tracer(
+  config: RLTrainingConfig, perf_config: PerfMetricsConfig | None
+) -> NoopTracer:
+  """Returns the tracer of a run; it records nothing unless tracing is configured.
+
+  Raises:
+    TypeError: `perf_config` is not a PerfMetricsConfig.
+  """
+  if perf_config is not None and not isinstance(perf_config, PerfMetricsConfig):
+    raise TypeError(
+      f"perf_config is a {type(perf_config).__name__}: expected a "
+      "tunix.perf.metrics.PerfMetricsConfig, or None"
+    )
+  options = config.perf_metrics_options
+  if perf_config is None:
+    return trace.make_tracer(options, config.log_dir)
+  options, export_fn = options or PerfMetricsOptions(), perf_config.custom_export_fn
+  return trace.make_tracer(options, config.log_dir, export_fn)

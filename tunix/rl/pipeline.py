@@ -126,6 +126,8 @@ class PromptSource:
 
   def has_more(self) -> bool:
     """Returns whether `take` has another batch."""
+    # The batch that is drawn here is not committed. A checkpoint that is saved before
+    # `take` does not count it, and a resumed run draws it again.
     if self._next is None and not self._ended:
       self._next = self._draw()
     return self._next is not None
@@ -141,6 +143,7 @@ class PromptSource:
     self._ended = True
 
   def _draw(self) -> PromptBatch | None:
+    # Pending prompts were counted when they were drawn, so they do not advance `drawn`.
     if self.pending:
       rows, self.pending = self.pending, []
       names = rows[0]
@@ -165,6 +168,7 @@ class PromptSource:
   def commit(self) -> dict[str, Any]:
     """Marks the batches drawn so far as trained; returns their number for `state`."""
     self._source.mark()
+    # A copy, because `take` empties and `give_back` extends the list.
     self._committed = self._source.drawn, list(self.pending)
     return {"drawn": self._source.drawn}
 

@@ -5,7 +5,7 @@ These are helpers: rl_cluster.py decides which role is placed where.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -68,7 +68,7 @@ def offload(model: Any) -> Any:
   Returns:
     `model`, which cannot run until `onload`.
   """
-  for variable in _parameters(model):
+  for variable in _by_path(model).values():
     value = variable.get_value()
     if isinstance(value, np.ndarray):
       continue
@@ -92,7 +92,7 @@ def onload(model: Any) -> Any:
   Returns:
     `model`.
   """
-  for variable in _parameters(model):
+  for variable in _by_path(model).values():
     value = variable.get_value()
     sharding = variable.get_metadata().get(_SHARDING)
     if sharding is not None:
@@ -103,10 +103,6 @@ def onload(model: Any) -> Any:
       sharding = value.sharding.with_memory_kind(kind)
       variable.set_value(jax.device_put(value, sharding))
   return model
-
-
-def _parameters(model: nnx.Module) -> list[nnx.Variable]:
-  return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)]
 
 
 def _host_kind(x: jax.Array) -> str | None:
@@ -153,7 +149,7 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
 
   Only parameters whose content differs are sent, cast to the target's dtypes. For a
   LoRA actor and a target with the same frozen weights these are the adapters. Content
-  stamps compare the parameters that arrived with those that were sent, so that a
+  stamps compare the parameters before and after the transfer, so that a
   transport which loses an update is an error. Both models are read once, which takes
   about as long as reading their weights from memory; arrays that they share are not
   read.
@@ -173,15 +169,17 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
   """
   if sync_needs(source, target) == "merged":
     source = _merged(source)
-  held = _parameter_arrays(target)
-  arrays = _matched(_parameter_arrays(source), held)
-  new, old = stamp.leaf_stamps(arrays), _stamps_of(held, arrays)
+  variables = _by_path(target)
+  held = _arrays(variables)
+  # Arrays that both models share are left out here: they need no stamp.
+  arrays = _matched(_arrays(_by_path(source)), held)
+  new = stamp.leaf_stamps(arrays)
+  old = stamp.leaf_stamps({path: held[path] for path in arrays})
   sent = {path: x for path, x in arrays.items() if new[path] != old[path]}
   if not sent:
     return 0
   moved = reshard(sent, {path: held[path].sharding for path in sent})
   _check_arrival({path: new[path] for path in sent}, stamp.leaf_stamps(moved), old)
-  variables = _by_path(target)
   for path, value in moved.items():
     variables[path].set_value(value)
   return tree.size_bytes(moved)
@@ -204,12 +202,8 @@ def _by_path(model: nnx.Module) -> dict[str, nnx.Variable]:
   }
 
 
-def _parameter_arrays(model: nnx.Module) -> dict[str, jax.Array]:
-  return {path: variable.get_value() for path, variable in _by_path(model).items()}
-
-
-def _stamps_of(arrays: dict[str, jax.Array], paths: Iterable[str]) -> dict[str, str]:
-  return stamp.leaf_stamps({path: arrays[path] for path in paths})
+def _arrays(variables: dict[str, nnx.Variable]) -> dict[str, jax.Array]:
+  return {path: variable.get_value() for path, variable in variables.items()}
 
 
 def _matched(
@@ -231,6 +225,7 @@ def _matched(
         f"parameter {path!r} has shape {x.shape} in the source and "
         f"{held[path].shape} in the target: they are models of different sizes"
       )
+    # Cast before stamping: a bfloat16 target never equals float32 weights bit by bit.
     if not backbone.same_memory(x, held[path]):
       out[path] = x.astype(held[path].dtype)
   return out
@@ -239,7 +234,7 @@ def _matched(
 def _check_arrival(
   sent: dict[str, str], received: dict[str, str], old: dict[str, str]
 ) -> None:
-  """Compares the content stamps of the sent parameters with those that arrived."""
+  """Compares the content stamps of parameters before and after the transfer."""
   wrong = sorted(path for path in sent if received.get(path) != sent[path])
   if not wrong:
     return

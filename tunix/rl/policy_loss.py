@@ -70,6 +70,7 @@ def policy_loss(
   if config.beta and example.ref_per_token_logps is not None:
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = estimate(logps, example.ref_per_token_logps)
+    # The gradient of the plain k1 estimate is 0 in expectation; the ratio corrects it.
     if config.kl_corrected:
       ratio = policy_gradient.log_ratio(logps, old, mask, "token")
       divergence = kl.corrected(divergence, ratio)

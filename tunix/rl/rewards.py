@@ -151,7 +151,10 @@ class RewardManager:
     self._functions = [reward_fns] if callable(reward_fns) else list(reward_fns)
     _check_functions(self._functions)
     self.names = _names(self._functions, names)
-    self._weights = _checked_weights(weights, len(self._functions))
+    count = len(self._functions)
+    weights = [1.0] * count if weights is None else weights
+    _check_count("weights", weights, float, count)
+    self._weights = [float(weight) for weight in weights]
     checks.number(
       "rows_per_call", rows_per_call, checks.COUNT, whole=True, optional=True
     )
@@ -315,28 +318,22 @@ def _check_functions(functions: Sequence[Any]) -> None:
 
 
 def _names(functions: Sequence[RewardFn], names: Sequence[str] | None) -> list[str]:
-  if names is not None:
-    checks.listed("names", names, str)
-  if names is not None and len(names) != len(functions):
-    raise ValueError(f"{len(names)} names for {len(functions)} reward functions")
-  labels = [reward_outcomes.name_of(f) for f in functions] if names is None else names
-  repeated = [name for name, n in collections.Counter(labels).items() if n > 1]
+  if names is None:
+    names = [reward_outcomes.name_of(function) for function in functions]
+  _check_count("names", names, str, len(functions))
+  repeated = [name for name, n in collections.Counter(names).items() if n > 1]
   if repeated:
     raise ValueError(
       f"several reward functions are called {repeated[0]!r}: give each of them another "
       "name with names=[...]"
     )
-  return list(labels)
+  return list(names)
 
 
-def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
-  weights = [1.0] * count if weights is None else weights
-  checks.listed("weights", weights, float)
-  if len(weights) != count:
-    raise ValueError(
-      f"weights is {weights}: give {count} numbers, one per reward function"
-    )
-  return [float(weight) for weight in weights]
+def _check_count(name: str, values: Sequence[Any], kind: type, count: int) -> None:
+  checks.listed(name, values, kind)
+  if len(values) != count:
+    raise ValueError(f"{name} is {values}: give {count}, one per reward function")
 
 
 def _check_limits(

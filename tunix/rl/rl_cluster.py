@@ -16,10 +16,9 @@ from flax import nnx
 from tunix.generate import tokenizer_adapter
 from tunix.models import backbone
 from tunix.models.automodel import AutoModel
-from tunix.perf import trace
-from tunix.perf.metrics import PerfMetricsConfig, PerfMetricsOptions
-from tunix.rl import inference_worker, placement, reshard, utils
-from tunix.rl.common import TOKEN_ARRAYS, Rollouts, TrainExample
+from tunix.perf.metrics import PerfMetricsConfig
+from tunix.rl import inference_worker, metrics, placement, reshard, utils
+from tunix.rl.common import TOKEN_ARRAYS, Rows, TrainExample
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
 from tunix.rl.inference_worker import InferenceWorker
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutOutput
@@ -81,7 +80,7 @@ class RLCluster:
     self.reward = self._placed(Role.REWARD, reward)
     utils.check_roles(self.actor, self._others())
     self.logger = MetricsLogger(train.metrics_logging_options)
-    self.perf = _tracer(train, perf_config)
+    self.perf = metrics.make_tracer(train, perf_config)
     self.actor_trainer = Trainer(
       self.actor, train.actor_optimizer, train, "actor", self.logger, self.perf
     )
@@ -116,23 +115,20 @@ class RLCluster:
 
   def _others(self) -> dict[Role, nnx.Module]:
     """Returns the models of all roles except the actor."""
-    roles = {
-      Role.CRITIC: self.critic,
-      Role.REFERENCE: self.reference,
-      Role.REWARD: self.reward,
-    }
-    return {role: model for role, model in roles.items() if model is not None}
+    roles = (Role.CRITIC, Role.REFERENCE, Role.REWARD)
+    models = {role: getattr(self, role.value) for role in roles}
+    return {role: model for role, model in models.items() if model is not None}
 
   def _make_critic_trainer(self, config: RLTrainingConfig) -> Trainer | None:
-    if self.critic is None:
-      if config.critic_optimizer is not None:
-        raise ValueError("critic_optimizer is set and there is no critic: give both")
+    critic, optimizer = self.critic, config.critic_optimizer
+    if (critic is None) != (optimizer is None):
+      state = (
+        "set and there is no critic" if critic is None else "None and there is one"
+      )
+      raise ValueError(f"critic_optimizer is {state}: give a critic and an optimizer")
+    if optimizer is None:
       return None
-    if config.critic_optimizer is None:
-      raise ValueError("critic_optimizer is None and there is a critic: give both")
-    return Trainer(
-      self.critic, config.critic_optimizer, config, "critic", self.logger, self.perf
-    )
+    return Trainer(critic, optimizer, config, "critic", self.logger, self.perf)
 
   def _make_rollout(self) -> BaseRollout:
     engine: Any = self.cluster_config.rollout_engine
@@ -147,6 +143,7 @@ class RLCluster:
     model: Any = self.actor
     rollout_mesh = self._mesh(Role.ROLLOUT)
     actor_mesh = mesh_lib.mesh_of(nnx.state(self.actor))
+    # On the same mesh the engine samples from the actor's arrays and needs no copy.
     if rollout_mesh is not None and mesh_lib.auto(rollout_mesh) != actor_mesh:
       model = reshard.reshard_model_to_mesh(nnx.clone(self.actor), rollout_mesh)
     return engine(model, self.tokenizer, self.cluster_config.widest_rollout())
@@ -197,7 +194,9 @@ class RLCluster:
       )
       for start in range(0, len(texts), size)
     ]
-    for part in parts:
+    for (
+      part
+    ) in parts:  # an engine in another process reports the version it sampled with
       self._sync.check(part.version)
     return parts[0].joined(parts[1:])
 
@@ -255,11 +254,12 @@ class RLCluster:
       ):
         return self.critic_trainer.update(train_ds, micro_batches, skip_jit)
     finally:
+      # Offloading replaced the arrays of the module.
       self.critic_trainer.after_move()
 
   def get_ref_per_token_logps(
     self,
-    rows: Rollouts | TrainExample,
+    rows: Rows,
     *,
     shared_prompt: bool = False,
     tile_rows: int | None = None,
@@ -279,7 +279,7 @@ class RLCluster:
 
   def get_old_per_token_logps(
     self,
-    rows: Rollouts | TrainExample,
+    rows: Rows,
     *,
     shared_prompt: bool = False,
     tile_rows: int | None = None,
@@ -294,7 +294,7 @@ class RLCluster:
       return self._score(Role.ACTOR, score, rows, micro_batch_size)
 
   def get_values(
-    self, rows: Rollouts | TrainExample, *, micro_batch_size: int | None = None
+    self, rows: Rows, *, micro_batch_size: int | None = None
   ) -> np.ndarray:
     """Returns the critic's value before each completion token, float32 [B, R]."""
     with self.perf.span("values", "critic"):
@@ -305,7 +305,7 @@ class RLCluster:
     return values
 
   def get_rewards(
-    self, rows: Rollouts | TrainExample, *, micro_batch_size: int | None = None
+    self, rows: Rows, *, micro_batch_size: int | None = None
   ) -> np.ndarray:
     """Returns the reward model's scores, float32 [B]."""
     with self.perf.span("reward_model", "reward"):
@@ -354,13 +354,11 @@ class RLCluster:
     """
     try:
       model = self.rollout.model()
-    except TypeError:
+    except TypeError:  # BaseRollout.model of an engine in another process
       return None
     return self.actor_trainer.model if model is self.actor else model
 
-  def _logps(
-    self, rows: Rollouts | TrainExample, shared: bool, tile_rows: int | None
-  ) -> Score:
+  def _logps(self, rows: Rows, shared: bool, tile_rows: int | None) -> Score:
     temperature = self.cluster_config.rollout(Mode.TRAIN).temperature
     group = rows.group_size if shared else 1
     return inference_worker.logps_of(group, temperature, tile_rows)
@@ -369,7 +367,7 @@ class RLCluster:
     self,
     role: Role,
     score: Score,
-    rows: Rollouts | TrainExample,
+    rows: Rows,
     micro_batch_size: int | None,
   ) -> np.ndarray:
     """Returns `score` of all rows by the model of a role; float32 on the host."""
@@ -392,21 +390,6 @@ class RLCluster:
   @property
   def _axes(self) -> tuple[str, ...]:
     return self._training.data_sharding_axis
-
-
-def _tracer(
-  config: RLTrainingConfig, perf_config: PerfMetricsConfig | None
-) -> trace.NoopTracer:
-  if perf_config is not None and not isinstance(perf_config, PerfMetricsConfig):
-    raise TypeError(
-      f"perf_config is a {type(perf_config).__name__}: expected a "
-      "tunix.perf.metrics.PerfMetricsConfig, or None"
-    )
-  options = config.perf_metrics_options
-  if perf_config is None:
-    return trace.make_tracer(options, config.log_dir)
-  options, made = options or PerfMetricsOptions(), perf_config.custom_export_fn
-  return trace.make_tracer(options, config.log_dir, made)
 
 
 def _check_no_evaluation(eval_ds: None) -> None:

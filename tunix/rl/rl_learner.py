@@ -84,7 +84,7 @@ class RLLearner(BaseTrainer):
     self._shuffle_seed = data_shuffle_seed
     rl_cluster.actor_trainer.with_role_loss(self._compute_policy_loss)
     self._identity = learner_state.identity(rl_cluster)
-    self._torn = False  # True during an update, and after one that failed
+    self._is_mid_update = False  # True during an update, and after one that failed
     self._run = Run(self, self._config, rl_cluster.perf)
     self.restore_checkpoint()
 
@@ -142,12 +142,6 @@ class RLLearner(BaseTrainer):
     number = self._progress.rollouts
     return self._experience.rollouts(batch, mode, number, self._shape_rewards)
 
-  def _kl_penalty(
-    self, rollouts: Rollouts
-  ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Calls `Experience.kl_penalty`."""
-    return self._experience.kl_penalty(rollouts)
-
   def _example(
     self,
     rollouts: Rollouts,
@@ -199,7 +193,7 @@ class RLLearner(BaseTrainer):
       ValueError: there are no prompts, or a prompt is too long.
       RuntimeError: an earlier update failed, and the models are between two states.
     """
-    if self._torn:
+    if self._is_mid_update:
       raise RuntimeError(
         "an update failed half-way, and nothing was saved since then: build the "
         "models, the cluster and the learner again; the run resumes from the last "
@@ -257,17 +251,18 @@ class RLLearner(BaseTrainer):
         source.end()
         return
       self._update(example, skip_jit)
+    # Only now the batch counts as trained: an interrupted step is sampled again.
     self._log_rollouts()
     self._progress.rollouts += 1
     self._progress.data_state = source.commit()
     self._progress.pending = source.pending
-    self._torn = False
+    self._is_mid_update = False
 
   def _update(self, example: TrainExample, skip_jit: bool) -> None:
     """Makes all updates on one batch of rollouts, then sends weights to the engine."""
     cluster, minis = self.rl_cluster, self._mini_batches(example)
     parts = self._micro_batches(minis[0].rows)
-    self._torn = True  # until `_learn` has counted this batch
+    self._is_mid_update = True  # until `_learn` has counted this batch
     with self._phases("update"):
       if cluster.critic_trainer is not None:
         cluster.update_critic(minis, skip_jit=skip_jit, micro_batches=parts)
@@ -352,7 +347,7 @@ class RLLearner(BaseTrainer):
       logger.log(prefix, name, value, mode, self.train_steps)
 
   def _run_state(self, places: Places) -> RunState | None:
-    if self._torn:
+    if self._is_mid_update:
       step = self.train_steps
       _log.warning("step %d is incomplete and is not saved", step)
       return None

@@ -96,8 +96,8 @@ def groups_of(
     most: number of groups.
 
   Returns: `group`, `prompt`, `columns`, `batch_reward` (the mean over the whole batch),
-  and `completions` with `text`, `reward` (the total), `score` (after shaping), `rewards`
-  by function, `advantage`, `tokens`, `finish_reason`.
+  and `completions` with `text`, `reward` (the total), `score` (after shaping),
+  `rewards` by function, `advantage`, `tokens`, `finish_reason`.
   """
   size, batch = rollouts.group_size, rollouts.batch
   mean = _by_row(np.asarray(advantages, np.float64), rollouts.completion_mask)

@@ -34,10 +34,7 @@ class PolicyVersion:
   stamp: str
 
   def __post_init__(self):
-    if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 0:
-      raise ValueError(
-        f"step is {self.step!r}: expected a number of updates of at least 0"
-      )
+    checks.fields(self, step=checks.NOT_NEGATIVE)
     if not isinstance(self.stamp, str) or not self.stamp:
       raise ValueError(f"stamp is {self.stamp!r}: expected a content stamp")
 
@@ -60,6 +57,7 @@ class PolicyVersion:
 
 def policy_stamp(model: nnx.Module) -> str:
   """Returns the content stamp of a module's parameters, without its random state."""
+  # Dropout counters differ between the trainer and the engine; parameters must not.
   return content_stamp(nnx.state(model, nnx.Param))
 
 
@@ -105,6 +103,7 @@ class WeightSync:
         f"step is {step}, below the published step {self.current.step}: make a new "
         "WeightSync for a restored run"
       )
+    # Publishing unchanged weights again must not push an older version out of `known`.
     if version != self.current:
       self._known.append(version)
     return version
@@ -131,6 +130,8 @@ class WeightSync:
       UnknownWeightsError: the weights were changed after they were published.
     """
     stamp = policy_stamp(model)
+    # The same weights can have several versions, with different steps: the latest
+    # counts.
     for known in reversed(self._known):
       if known.stamp == stamp:
         return known

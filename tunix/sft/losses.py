@@ -57,7 +57,7 @@ def next_token_loss(
   loss_weights: jax.Array | None = None,
   **extra: Any,
 ) -> WeightedSum:
-  """Returns the cross-entropy of each trained token given the tokens before it, in nats.
+  """Returns the cross-entropy of each trained token given earlier tokens, in nats.
 
   If the model can return its final hidden states (`return_hidden=` and
   `unembedding()`), the loss never builds logits [B, T, V]. Other models are called for

@@ -113,7 +113,7 @@ def named_metrics(aux: Any) -> dict[str, Any]:
     )
   if taken := sorted(_RESERVED_METRICS & aux.keys()):
     raise ValueError(
-      f"the loss's aux has {taken[0]!r}, the name of a metric of the trainer. Rename it."
+      f"the loss's aux has {taken[0]!r}, a name of the trainer's own metric. Rename it."
     )
   for name, value in aux.items():
     if not jax.tree_util.all_leaves([value]) or np.size(value) != 1:

@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import re
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -135,21 +136,40 @@ def plan(
   made = where.mesh(mesh or config.mesh or {"fsdp": -1})
   config = settled(config, {axis: int(size) for axis, size in made.shape.items()})
   job.check(config)
-  with contextlib.nullcontext() if ship is None else shipped.compiled_afresh():
+  with contextlib.ExitStack() as held:
+    if ship is not None:
+      cache = held.enter_context(tempfile.TemporaryDirectory())
+      held.enter_context(shipped.cache_in(cache))
     trainer = _trainer(config, made)
     noted = _noted(config, trainer, made)
-    planned = _planned(config, noted, made, where.chip)
+    out = _described(config, trainer, noted, made, where)
+    if ship is not None:
+      message = _ship(ship, cache, config, trainer, made, noted, out.fits)
+      out = dataclasses.replace(out, shipped=message)
+  return dataclasses.replace(out, advice=advise(config, made, out)) if fit else out
+
+
+def _described(
+  config: RunSettings,
+  trainer: Any,
+  noted: dict[str, Noted],
+  mesh: Mesh,
+  where: topology_lib.Topology,
+) -> Plan:
+  """Compiles the programs of a step and collects the figures of the run."""
+  planned = _planned(config, noted, mesh, where.chip)
+  job = JOBS[config.job]
   rows, length = job.sequences(config), job.length(config)[1]
   sizes, of_roles = loading.sizes_of_model(config), _trainers(trainer)
   updates = max(one.calls for name, one in noted.items() if name in of_roles)
   loop = planned.get(LOOP)
   steps = config.training.max_steps
-  out = Plan(
+  return Plan(
     job=config.job,
     model=_words(config, of_roles[min(of_roles)].model),
     topology=where.name,
     mesh=dict(config.mesh),
-    devices=made.size,
+    devices=mesh.size,
     chip=where.chip,
     memory_bytes=where.memory_bytes,
     programs=[*planned.values()],
@@ -161,30 +181,30 @@ def plan(
     rollouts=loop
     and rollout.of_loop(noted[LOOP], loop, where.memory_bytes, noted.get(OPENING)),
   )
-  if ship is not None:
-    with shipped.compiled_afresh():  # programs of other shapes are compiled here
-      said = _ship(ship, config, trainer, made, noted, out.fits)
-    out = dataclasses.replace(out, shipped=said)
-  return dataclasses.replace(out, advice=advise(config, made, out)) if fit else out
 
 
 def _ship(
   folder: str,
+  cache: str,
   config: RunSettings,
   trainer: Any,
   mesh: Mesh,
   noted: dict[str, Noted],
   fits: bool | None,
 ) -> str:
-  """Writes the programs, and those of shorter prompts; returns what was done."""
+  """Writes the compiled programs, and those of shorter prompts; returns a summary."""
   if fits is False:
     return "nothing is shipped of a run that does not fit"
   with programs.noted(noted):
     for batch in JOBS[config.job].shorter(config):
       _lower(trainer, batch, mesh)
-  entries = shipped.write(folder, mesh, noted)
-  size = sum(entry["bytes"] for entry in entries)
-  return f"shipped: {len(entries)} programs, {size / 2**20:,.1f} MiB, in {folder}"
+  names = []
+  for name, first in noted.items():
+    for one in (first, *first.others):
+      _ = one.compiled  # fills the cache
+      names.append(name)
+  size = shipped.write(folder, cache, mesh, names)
+  return f"shipped: {len(names)} programs, {size / 2**20:,.1f} MiB, in {folder}"
 
 
 def _lower(trainer: Any, batch: Any, mesh: Mesh) -> None:

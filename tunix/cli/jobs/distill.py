@@ -370,7 +370,7 @@ def _example(config: DistillRun) -> Any:
 def _shorter(config: DistillRun) -> list[Any]:
   if not config.is_on_policy:
     return []
-  lengths = batching.least_of_buckets(config.rollout.max_prompt_length)
+  lengths = batching.bucket_minima(config.rollout.max_prompt_length)
   return [_prompts(config, length) for length in lengths[:-1]]
 
 

@@ -332,7 +332,7 @@ def _example(config: RLRun) -> dict[str, Any]:
 
 
 def _shorter(config: RLRun) -> list[dict[str, Any]]:
-  lengths = batching.least_of_buckets(config.rollout.max_prompt_length)
+  lengths = batching.bucket_minima(config.rollout.max_prompt_length)
   return [_prompts(config, length) for length in lengths[:-1]]
 
 

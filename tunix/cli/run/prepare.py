@@ -8,7 +8,6 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from tunix.cli.build import loading, mesh as mesh_axes, optimizer
@@ -21,6 +20,7 @@ from tunix.cli.settings.run import RunSettings
 from tunix.generate import capacity
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
+from tunix.plan import shipped
 from tunix.sft.config import Schedule
 
 
@@ -63,7 +63,8 @@ def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
   folder = run_folder.open_folder(config)
   if join:
     if config.compilation_cache is not None:
-      _keep_compiled_programs(config.compilation_cache)
+      cache = pathlib.Path(config.compilation_cache).expanduser()
+      shipped.use_cache(cache.absolute())
     processes.start(config)
   mesh = None
   if join or config.distributed.coordinator is None:
@@ -120,13 +121,3 @@ def check_model(run: Prepared, model: Transformer) -> None:
         f"data has {longest} tokens: the model has {positions} positions, so that at "
         f"most {max(positions - longest, 0)} new tokens fit"
       )
-
-
-def _keep_compiled_programs(folder: str) -> None:
-  path = pathlib.Path(folder).expanduser().absolute()
-  jax.config.update("jax_compilation_cache_dir", str(path))
-  # By default JAX leaves out programs that compile within a second, of which a resumed
-  # run has many.
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-  # A program that was compiled before has fixed the cache's folder.
-  compilation_cache.reset_cache()

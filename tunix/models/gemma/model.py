@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from flax import nnx
-
 from tunix.models.transformer.config import Activation, TransformerConfig, sizes
 from tunix.models.transformer.model import Transformer
 
@@ -84,6 +82,3 @@ class Gemma(Transformer):
   """A Gemma 1 or 2 model; see `Transformer`."""
 
   config: ModelConfig
-
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    super().__init__(config, rngs=rngs)

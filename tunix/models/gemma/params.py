@@ -1,18 +1,17 @@
-"""Gemma 1 and 2 in Hugging Face's words."""
+"""Gemma 1 and 2 checkpoints: `config.json`, tensor names and the family."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tunix.models.gemma.model import ModelConfig
-from tunix.models.transformer import hf_config, params
+from tunix.models.family import Family, presets_of
+from tunix.models.gemma.model import Gemma, ModelConfig
+from tunix.models.transformer import hf_config
 from tunix.models.transformer.config import TransformerConfig
-
-NAMES: params.NameTable = params.DECODER
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
-  """`ModelConfig` of a `config.json` with model_type "gemma" or "gemma2".
+  """Returns the `ModelConfig` of a `config.json` with model_type "gemma" or "gemma2".
 
   Raises:
     ValueError: see `hf_config.decoder_fields`.
@@ -22,7 +21,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
     return ModelConfig(**gemma2_fields(hf, lambda i: i % 2 == 0))
   hf = {"num_key_value_heads": 16} | dict(hf)
   if hf.get("hidden_act") in (None, "gelu"):
-    # Gemma 1 says "gelu" and was trained with the tanh form of it.
+    # Gemma 1's files name "gelu", but the models were trained with its tanh form.
     hf["hidden_act"] = "gelu_pytorch_tanh"
   return ModelConfig(**hf_config.decoder_fields(hf, head_dim=256, tied=True))
 
@@ -30,7 +29,12 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
 def gemma2_fields(
   hf: hf_config.HfConfig, sliding: hf_config.IsSliding
 ) -> dict[str, Any]:
-  """Arguments of a configuration with norms on both sides and soft caps.
+  """Returns the arguments of a configuration with double norms and soft caps.
+
+  Args:
+    hf: the parsed `config.json`.
+    sliding: returns True if layer i has a sliding window, used if `layer_types` is
+      absent.
 
   Raises:
     ValueError: see `hf_config.decoder_fields`.
@@ -39,16 +43,16 @@ def gemma2_fields(
   named = dict(hf) | {"hidden_act": activation}
   fields = hf_config.decoder_fields(named, head_dim=256, tied=True, sliding=sliding)
   scalar = hf_config.number(hf, "query_pre_attn_scalar", 256.0)
-  for ours, theirs in _CAPS.items():
-    if hf.get(theirs) is not None:
-      fields[ours] = hf_config.number(hf, theirs)
+  for field, hf_field in _CAPS.items():
+    if hf.get(hf_field) is not None:
+      fields[field] = hf_config.number(hf, hf_field)
   return fields | {
     "norms": "both",
     "query_scale": scalar**-0.5,
   }
 
 
-# What absent fields mean; null means that there is none.
+# transformers' values of absent fields; null means no cap and no window.
 _GEMMA2_DEFAULTS = {
   "num_key_value_heads": 4,
   "sliding_window": 4096,
@@ -62,7 +66,7 @@ _CAPS = {
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
-  """The `config.json` of a Gemma model: Gemma 2 when it has norms on both sides."""
+  """Returns the `config.json` of a Gemma model; norms="both" means Gemma 2."""
   if config.norms == "both":
     hf = hf_config.write_decoder(config, "gemma2", "Gemma2ForCausalLM")
     return hf | gemma2_to_hf(config)
@@ -71,7 +75,7 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
 
 
 def gemma2_to_hf(config: TransformerConfig) -> dict[str, Any]:
-  """The fields that Gemma 2 and 3 have besides."""
+  """Returns the fields that Gemma 2 and 3 have beyond Gemma 1's."""
   scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
   scalar = scale**-2
   return {
@@ -81,3 +85,14 @@ def gemma2_to_hf(config: TransformerConfig) -> dict[str, Any]:
     "final_logit_softcapping": config.final_softcap,
     **hf_config.write_layers(config),
   }
+
+
+FAMILY = Family(
+  name="gemma",
+  model_types=("gemma", "gemma2"),
+  config_class=ModelConfig,
+  model_class=Gemma,
+  config_from_hf=config_from_hf,
+  config_to_hf=config_to_hf,
+  presets=presets_of(ModelConfig),
+)

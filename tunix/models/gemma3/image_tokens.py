@@ -1,9 +1,9 @@
-"""Images inside a row of tokens: expanding the prompt, merging, who sees whom.
+"""Images inside a row of tokens: expansion of the prompt, merging and groups.
 
-An image is one token <start_of_image> in the prompt. Expanded it is newlines,
-<start_of_image>, S soft tokens, <end_of_image>, newlines; the soft tokens' embeddings
-are the projector's vectors, put in as they are: Gemma scales the text's embeddings by
-sqrt(D) and not the images'.
+In a prompt an image is one token <start_of_image>. Expanded it is newlines,
+<start_of_image>, S soft tokens, <end_of_image> and newlines. The projector's vectors
+replace the embeddings of the soft tokens without scaling: Gemma scales only the
+embeddings of text by sqrt(D).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tunix.utils import checks
 
-# "\n" is 107 in Gemma 3's vocabulary, and runs of up to 31 have the ids after it.
+# Token ids of 1 to 31 newlines in a row in Gemma 3's vocabulary.
 GEMMA3_NEWLINES = tuple(range(107, 138))
 
 
@@ -28,12 +28,12 @@ class ImageTokens:
   """The ids around an image; the defaults are Gemma 3's.
 
   Attributes:
-    start: <start_of_image>, in the prompt and before the soft tokens.
-    soft: stands for one soft token; its embedding is replaced.
-    end: <end_of_image>.
-    per_image: soft tokens of an image.
-    newlines: ids of one, two, three, ... newlines in a row: the tokenizer makes one
-      token of a run, so an image after a newline gets a token of three.
+    start: id of <start_of_image>, in the prompt and before the soft tokens.
+    soft: id of a soft token, whose embedding is replaced.
+    end: id of <end_of_image>.
+    per_image: number of soft tokens of an image.
+    newlines: ids of one, two, three, ... newlines in a row. The tokenizer makes one
+      token of a run, so an image after one newline gets the token of three.
   """
 
   start: int = 255_999
@@ -60,17 +60,17 @@ class ImageTokens:
 def expand_images(ids: Iterable[int], tokens: ImageTokens) -> list[int]:
   r"""Replaces each <start_of_image> by its expansion.
 
-  The result is what tokenizing "\n\n<start_of_image>...<end_of_image>\n\n" in place
-  gives: newlines beside an image join its own into one token. (Google's own code puts
-  a separate "\n\n" there; Hugging Face's processor, which checkpoints are used with,
-  works on the text.)
+  The result equals tokenizing "\n\n<start_of_image>...<end_of_image>\n\n" in the text:
+  newlines of the prompt beside an image join the image's newlines into one token.
+  Hugging Face's processor, which the checkpoints are used with, works on the text.
+  Google's code inserts a separate "\n\n" instead.
 
   Args:
-    ids: of the prompt, one `tokens.start` an image.
-    tokens: the ids.
+    ids: token ids of the prompt, with one `tokens.start` per image.
+    tokens: the ids around an image.
 
   Returns:
-    The ids with images expanded.
+    The token ids with all images expanded.
 
   Raises:
     ValueError: the prompt holds soft or end tokens, so it is expanded already.
@@ -85,7 +85,7 @@ def expand_images(ids: Iterable[int], tokens: ImageTokens) -> list[int]:
   lengths = {token: n for n, token in enumerate(tokens.newlines, 1)}
   image = [tokens.start, *[tokens.soft] * tokens.per_image, tokens.end]
   out: list[int] = []
-  trailing = 0  # newlines that stand last in `out` and may still grow
+  trailing = 0  # newlines that end the prompt so far and are not yet in `out`
   for token in ids:
     if token == tokens.start:
       if not trailing and out and out[-1] in lengths:
@@ -102,7 +102,7 @@ def expand_images(ids: Iterable[int], tokens: ImageTokens) -> list[int]:
 
 
 def _newlines(count: int, ids: Sequence[int]) -> list[int]:
-  """A run of newlines, in the longest tokens first."""
+  """Returns the tokens of a run of newlines, the longest tokens first."""
   whole, rest = divmod(count, len(ids))
   return [ids[-1]] * whole + ([ids[rest - 1]] if rest else [])
 
@@ -115,16 +115,17 @@ def check_images(
 ) -> None:
   """Refuses a batch whose soft tokens and images do not match.
 
-  For host arrays, before the jitted step; inside it `scatter_images` answers with NaN.
+  It takes host arrays and is called before the jitted step. Inside the step
+  `scatter_images` cannot raise and writes NaN.
 
   Args:
-    tokens: int [B, T].
-    num_images: images that come with the batch, or with each row; without blank ones.
-    image_token_id: the soft token.
-    per_image: soft tokens of an image.
+    tokens: token ids, int [B, T].
+    num_images: number of images of the batch, or of each row; blank images not counted.
+    image_token_id: id of a soft token.
+    per_image: number of soft tokens of an image.
 
   Raises:
-    ValueError: names the counts.
+    ValueError: the counts do not match; the message lists them.
   """
   counts = np.sum(np.asarray(tokens) == image_token_id, axis=-1)
   for row, count in enumerate(counts):
@@ -133,11 +134,11 @@ def check_images(
         f"row {row} holds {count} image tokens, expected a multiple of {per_image}: "
         "do not cut a row inside an image"
       )
-  wanted = counts // per_image
+  places = counts // per_image
   per_row = np.ndim(num_images) > 0
-  if not np.array_equal(wanted if per_row else wanted.sum(), num_images):
+  if not np.array_equal(places if per_row else places.sum(), num_images):
     raise ValueError(
-      f"the rows hold {counts.tolist()} image tokens, places for {wanted.tolist()} "
+      f"the rows hold {counts.tolist()} image tokens, places for {places.tolist()} "
       f"images of {per_image}, but {num_images} images were given: give one image for "
       "each place"
     )
@@ -149,25 +150,24 @@ def scatter_images(
   image_features: Float[Array, "n S D"] | Float[Array, "B M S D"],
   image_token_id: int,
 ) -> Float[Array, "B T D"]:
-  """Puts the images' vectors in the places of the soft tokens, in order.
+  """Replaces the embeddings of the soft tokens by the images' vectors, in order.
 
-  [n, S, D]: the first S soft tokens of the batch, row by row, get the first image, and
-  so on. [B, M, S, D]: each row has its own M images, which stay with it when a batch
-  is cut into micro-batches or spread over devices.
+  Features [n, S, D] belong to the batch: the first S soft tokens, row by row, get the
+  first image, and so on. Features [B, M, S, D] belong to rows: the M images of a row
+  stay with it when a batch is cut into micro-batches or spread over devices.
 
-  Features that are left over are not used (blank images that keep shapes equal). When
-  there are too few, every soft token (of that row) becomes NaN: nothing can raise
-  inside a jitted step, and vectors of a wrong image would pass unseen. See
-  `check_images`.
+  Surplus features are not used: blank images keep shapes equal. If there are too few,
+  every soft token (of that row) becomes NaN. Nothing can raise inside a jitted step,
+  and the vectors of a wrong image would stay unnoticed. See `check_images`.
 
   Args:
-    embeddings: of the tokens, scaled as the family does.
-    tokens: ids.
-    image_features: unscaled; cast to the embeddings' dtype.
-    image_token_id: the soft token.
+    embeddings: embeddings of the tokens, scaled as the family does.
+    tokens: token ids.
+    image_features: vectors of the images, unscaled; cast to the embeddings' dtype.
+    image_token_id: id of a soft token.
 
   Raises:
-    ValueError: images by row, of another number of rows.
+    ValueError: features by row have another number of rows than the tokens.
   """
   rows, _, dim = embeddings.shape
   is_image = tokens == image_token_id
@@ -191,8 +191,8 @@ def _fill(
   is_image: Bool[Array, " T"],
   features: Float[Array, "K D"],
 ) -> Float[Array, "T D"]:
-  """The k-th feature at the k-th place; NaN there if places outnumber features."""
-  if features.shape[0] == 0:  # nothing that a gather could clip to
+  """Puts the k-th feature at the k-th soft token, or NaN if there are too few."""
+  if features.shape[0] == 0:  # a gather would have no row to clip to
     return jnp.where(is_image[:, None], jnp.nan, embeddings)
   order = jnp.cumsum(is_image) - 1
   taken = features[jnp.clip(order, 0, features.shape[0] - 1)]
@@ -201,11 +201,11 @@ def _fill(
 
 
 def image_groups(tokens: Int[Array, "B T"], image_token_id: int) -> Int[Array, "B T"]:
-  """Numbers each row's runs of soft tokens 1, 2, ...; 0 elsewhere; int32.
+  """Returns the number of each soft token's run in its row, 1, 2, ..., else 0; int32.
 
-  `Visibility` opens each run to itself in both directions. Two images that touch are
-  one run. Expanded prompts never have that: an end token
-  and newlines stand between.
+  `Visibility` lets the tokens of a run attend to each other in both directions. Two
+  adjacent images would be one run. Expanded prompts have none: an end token and
+  newlines separate images.
   """
   is_image = tokens == image_token_id
   before = jnp.pad(is_image, ((0, 0), (1, 0)))[:, :-1]

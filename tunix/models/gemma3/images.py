@@ -1,8 +1,8 @@
-"""Pictures -> the pixels that the vision tower reads.
+"""Conversion of pictures to the pixels that the vision tower reads.
 
-As the processor of the published Gemma 3 checkpoints is set: resized to a square with
-an antialiased bilinear filter whatever the shape was, x / 127.5 - 1, no cropping ("pan
-and scan" is off there and not offered here).
+It follows the settings of the published Gemma 3 processors. Every picture is resized to
+a square with an antialiased bilinear filter and scaled by x / 127.5 - 1. Nothing is
+cropped: "pan and scan" is off in these settings and not implemented here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, UInt8
 
-_ONE = 2.0**22
+_ONE = 2.0**22  # fixed-point 1 of Pillow's weights
 
 
 def preprocess(
@@ -22,15 +22,16 @@ def preprocess(
 ) -> Float[np.ndarray, "n Y X C"]:
   """Resizes and scales pictures.
 
-  The resize is Pillow's, in NumPy, so that the result does not depend on what is
-  installed. Against `Gemma3ImageProcessorPil` of transformers 5.23 with Pillow 13 every
-  grey level was equal, on noise of ten shapes from 9x7 to 1900x1200. Older Pillows
-  always begin with the width: up to one level of 255 apart on a quarter of the values
-  of pictures that shrink more in height. torchvision's resize was not measured.
+  The resize is Pillow's, written in NumPy, so that the result does not depend on
+  installed packages. Every grey level equalled that of `Gemma3ImageProcessorPil` of
+  transformers 5.23 with Pillow 13, on noise of ten shapes from 9x7 to 1900x1200. Older
+  Pillows always resize the width first: for pictures that shrink more in height, a
+  quarter of the values differ by one level of 255. torchvision's resize was not
+  measured.
 
   Args:
     images: uint8 arrays [height, width, 3], or Pillow images of any mode.
-    image_size: edge of the result, in pixels.
+    image_size: edge of the result in pixels.
 
   Returns:
     float32 in [-1, 1].
@@ -47,7 +48,7 @@ def preprocess(
 
 
 def _as_array(image: Any, number: int) -> np.ndarray:
-  if hasattr(image, "convert"):  # Pillow, without importing it
+  if hasattr(image, "convert"):  # a Pillow image, recognised without importing Pillow
     image = image.convert("RGB")
   array = np.asarray(image)
   if array.ndim != 3 or array.shape[-1] != 3 or 0 in array.shape:
@@ -66,10 +67,10 @@ def _as_array(image: Any, number: int) -> np.ndarray:
 def resize(
   image: UInt8[np.ndarray, "Y X C"], height: int, width: int
 ) -> UInt8[np.ndarray, "y x C"]:
-  """Antialiased bilinear resize, rounded to whole grey levels after each axis.
+  """Resizes bilinearly with antialiasing, and rounds to grey levels after each axis.
 
-  The order of the axes shows in the last bit. As in Pillow 13 the width comes first,
-  unless the height shrinks, and by more than the width does.
+  The order of the axes changes the last bit. As in Pillow 13 the width is resized
+  first, unless the height shrinks, and by more than the width.
   """
   shrinks = height / image.shape[0]
   if shrinks < 1 and shrinks < width / image.shape[1]:
@@ -93,14 +94,17 @@ def _round(x: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache(maxsize=32)
 def _filter(size: int, new_size: int) -> Float[np.ndarray, "o i"]:
-  """Weights of the old pixels in each new one: a triangle around the new pixel's
-  centre, one old pixel wide to each side, or one new pixel when shrinking."""
+  """Returns the weights of the old pixels in each new one.
+
+  They form a triangle around the new pixel's centre that reaches one old pixel to each
+  side, or one new pixel if the picture shrinks.
+  """
   ratio = size / new_size
   reach = max(ratio, 1.0)
   centres = (np.arange(new_size) + 0.5) * ratio
   distance = np.abs(np.arange(size) + 0.5 - centres[:, None])
   weights = np.maximum(0.0, 1.0 - distance / reach)
   weights = weights / weights.sum(axis=1, keepdims=True)
-  # Pillow's weights have 22 bits after the point. In float64 they are summed exactly,
-  # so that sums half way between two levels round as Pillow's do.
+  # Pillow's weights have 22 fractional bits. float64 sums them exactly, so that sums
+  # half way between two grey levels round as in Pillow.
   return np.floor(weights * _ONE + 0.5) / _ONE

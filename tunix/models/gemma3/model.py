@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from flax import nnx
-
 from tunix.models.transformer.config import (
   Activation,
   RopeConfig,
@@ -14,6 +12,9 @@ from tunix.models.transformer.config import (
   sizes,
 )
 from tunix.models.transformer.model import Transformer
+
+# Prefixes of the presets whose checkpoints are text models; the others take images.
+TEXT_SIZES = ("gemma3_270m", "gemma3_1b")
 
 _GLOBAL = RopeConfig(theta=1_000_000.0)
 _LOCAL = RopeConfig(theta=10_000.0)
@@ -80,7 +81,7 @@ class ModelConfig(TransformerConfig):
 
 
 def _pattern(layers: int, window: int) -> dict[str, Any]:
-  """Five sliding layers, one full, and again."""
+  """Returns the kinds of the layers: five sliding layers, then a full one, repeated."""
   types = tuple("sliding" if (i + 1) % 6 else "full" for i in range(layers))
   return {"layer_types": types, "sliding_window": window}
 
@@ -89,6 +90,3 @@ class Gemma3(Transformer):
   """A Gemma 3 text model; see `Transformer`."""
 
   config: ModelConfig
-
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    super().__init__(config, rngs=rngs)

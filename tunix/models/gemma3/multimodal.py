@@ -16,28 +16,25 @@ from tunix.models.gemma3.vision import Projector, VisionConfig, VisionTower
 from tunix.models.transformer import explicit
 from tunix.models.transformer.cache import KVCache
 
-# The sizes whose checkpoints see.
-SIZES = ("gemma3_4b", "gemma3_12b", "gemma3_27b")
-
 _VISION = VisionConfig()
 _TOKENS = ImageTokens()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultimodalConfig(ModelConfig):
-  """`ModelConfig` of a Gemma 3 that takes images; its class methods are those from 4B.
+  """`ModelConfig` of a Gemma 3 with images, for the sizes from 4B.
 
   Attributes:
-    vision: shape of the tower. Its dtypes, remat, scanning and sharding are those of
-      this configuration.
-    image_tokens: the ids around an image.
+    vision: shape of the vision tower. Its dtypes, remat, scanning and sharding are
+      replaced by those of this configuration.
+    image_tokens: the token ids around an image.
   """
 
   vision: VisionConfig = _VISION
   image_tokens: ImageTokens = _TOKENS
 
   def layers_of(self, path: str) -> int:
-    """Layers in the stack that holds the parameter `path`."""
+    """Returns the number of layers in the stack that holds the parameter `path`."""
     in_tower = path.startswith("vision_tower.")
     return self.vision.num_layers if in_tower else self.num_layers
 
@@ -46,7 +43,7 @@ class MultimodalGemma3(Gemma3):
   """A Gemma 3 model with images; see `Transformer`.
 
   Attributes:
-    vision_tower, multi_modal_projector: pixels -> soft tokens.
+    vision_tower, multi_modal_projector: turn pixels into soft tokens.
   """
 
   config: MultimodalConfig
@@ -64,7 +61,7 @@ class MultimodalGemma3(Gemma3):
     self.vision_tower = VisionTower(vision, rngs=rngs)
     self.multi_modal_projector = Projector(vision, config.embed_dim, rngs=rngs)
 
-  @explicit.auto_inside(explicit.of_call)
+  @explicit.auto_inside(explicit.call_specs)
   def __call__(
     self,
     input_tokens: Int[Array, "B T"],
@@ -76,18 +73,20 @@ class MultimodalGemma3(Gemma3):
     images: jax.Array | None = None,
     **options: Any,
   ) -> tuple[jax.Array, KVCache | None]:
-    """`Transformer.__call__` with images.
+    """Runs `Transformer.__call__` with images.
 
     Args:
-      input_tokens, positions, cache, attention_mask, segment_ids, options: as there.
+      input_tokens, positions, cache, attention_mask, segment_ids, options: see
+        `Transformer.__call__`. With a cache, a call must hold all tokens of its images.
       images: pixels in [-1, 1] (see `images.preprocess`): [n, S, S, 3] in the order of
-        the batch's soft tokens, or [B, M, S, S, 3] by row, which stays right when a
-        batch is cut. None: soft tokens are looked up like any other token.
-        `image_tokens.check_images` finds rows and images that do not match; here such
-        rows become NaN. With a cache: the prefill, with all of each image in it.
+        the batch's soft tokens, or [B, M, S, S, 3] by row. Images by row stay with
+        their rows when a batch is cut. Rows whose images do not match their soft tokens
+        become NaN; `image_tokens.check_images` finds them before the call. None looks
+        soft tokens up like any other token.
 
     Raises:
-      ValueError: see `Transformer`; or images beside `input_embeddings` or `groups`.
+      ValueError: see `Transformer.__call__`; or images are combined with
+        `input_embeddings` or `groups`.
     """
     if images is not None:
       if {"input_embeddings", "groups"} & options.keys():
@@ -96,7 +95,7 @@ class MultimodalGemma3(Gemma3):
           "from them"
         )
       soft = self.config.image_tokens.soft
-      # The soft token may lie outside the vocabulary; its embedding is replaced.
+      # The id of a soft token may exceed the vocabulary. Its embedding is replaced.
       x = self.embed(jnp.where(input_tokens == soft, 0, input_tokens))
       features = self.image_features(images)
       options["input_embeddings"] = scatter_images(x, input_tokens, features, soft)
@@ -111,7 +110,7 @@ class MultimodalGemma3(Gemma3):
     )
 
   def image_features(self, images: Float[Array, "*n S S 3"]) -> Float[Array, "*n K D"]:
-    """Soft tokens of images."""
+    """Returns the vectors of the images' soft tokens, K per image."""
     with jax.named_scope("vision"):
       lead, flat = images.shape[:-3], images.reshape(-1, *images.shape[-3:])
       features = self.multi_modal_projector(self.vision_tower(flat))

@@ -1,27 +1,27 @@
-"""Gemma 3 with images in Hugging Face's words."""
+"""Checkpoints of Gemma 3 with images: `config.json`, tensor names and the family."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+from tunix.models.family import Family, presets_of
 from tunix.models.gemma3 import params as text_params, vision_params
-from tunix.models.gemma3.multimodal import MultimodalConfig
+from tunix.models.gemma3.multimodal import MultimodalConfig, MultimodalGemma3
 from tunix.models.transformer import hf_config, params
 from tunix.models.transformer.config import TransformerConfig
 
 NAMES: params.NameTable = {
   **vision_params.VISION,
-  **vision_params.nested_text(text_params.NAMES),
-  "score.kernel": text_params.NAMES["score.kernel"],
+  **vision_params.nested_text(params.DECODER),
+  "score.kernel": params.DECODER["score.kernel"],
 }
 HARMLESS = (
   *vision_params.HARMLESS_VISION,
   *(re.escape("language_model.") + pattern for pattern in params.HARMLESS),
 )
-canonical_key = vision_params.canonical_key
 
-# What an absent field of text_config means (transformers' Gemma3TextConfig).
+# Values of absent fields of text_config, those of transformers' Gemma3TextConfig.
 _TEXT_DEFAULTS = {
   "vocab_size": 262_208,
   "hidden_size": 2304,
@@ -36,7 +36,7 @@ _TEXT_DEFAULTS = {
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> MultimodalConfig:
-  """`MultimodalConfig` of a `config.json` with model_type "gemma3".
+  """Returns the `MultimodalConfig` of a `config.json` with model_type "gemma3".
 
   Raises:
     ValueError: see `hf_config.decoder_fields` and `vision_params`.
@@ -49,9 +49,27 @@ def config_from_hf(hf: hf_config.HfConfig) -> MultimodalConfig:
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
-  """The `config.json` of a Gemma 3 with images."""
+  """Returns the `config.json` of a Gemma 3 with images."""
   assert isinstance(config, MultimodalConfig)
   text = text_params.config_to_hf(config)
   scores = hf_config.write_scores(config, "Gemma3ForCausalLM")
   hf = vision_params.config_to_hf(config.vision, config.image_tokens, text)
   return hf if config.num_scores is None else hf | scores
+
+
+FAMILY = Family(
+  name="gemma3_multimodal",
+  model_types=("gemma3",),
+  config_class=MultimodalConfig,
+  model_class=MultimodalGemma3,
+  names=NAMES,
+  config_from_hf=config_from_hf,
+  config_to_hf=config_to_hf,
+  harmless=HARMLESS,
+  presets={
+    name: make
+    for name, make in presets_of(MultimodalConfig).items()
+    if name not in text_params.FAMILY.presets
+  },
+  canonical_key=vision_params.canonical_key,
+)

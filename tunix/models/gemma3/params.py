@@ -1,25 +1,25 @@
-"""Gemma 3 in Hugging Face's words."""
+"""Gemma 3 checkpoints: `config.json`, tensor names and the family."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from tunix.models.family import Family, presets_of
 from tunix.models.gemma import params as gemma_params
-from tunix.models.gemma3.model import ModelConfig
-from tunix.models.transformer import hf_config, params
+from tunix.models.gemma3.model import TEXT_SIZES, Gemma3, ModelConfig
+from tunix.models.transformer import hf_config
 from tunix.models.transformer.config import RopeConfig, TransformerConfig
 
-NAMES: params.NameTable = params.DECODER
-
-# Rotary settings come by kind of layer; transformers' Gemma 3 does not apply the cap.
+# Fields that gemma's reader must not see: rotary settings are given per kind of layer,
+# and transformers' Gemma 3 does not apply the cap.
 _READ_HERE = ("rope_parameters", "rope_scaling", "attn_logit_softcapping")
 
 _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
-  """`ModelConfig` of a `config.json` with model_type "gemma3_text".
+  """Returns the `ModelConfig` of a `config.json` with model_type "gemma3_text".
 
   Raises:
     ValueError: see `hf_config.decoder_fields`.
@@ -28,7 +28,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
 
 
 def fields_from_hf(hf: hf_config.HfConfig) -> dict[str, Any]:
-  """Arguments of a `ModelConfig`.
+  """Returns the arguments of a `ModelConfig`.
 
   Raises:
     ValueError: see `hf_config.decoder_fields`.
@@ -44,7 +44,7 @@ def fields_from_hf(hf: hf_config.HfConfig) -> dict[str, Any]:
 
 
 def _read_ropes(hf: hf_config.HfConfig) -> tuple[RopeConfig, RopeConfig]:
-  """Rotary settings of the full and of the sliding layers, in either spelling."""
+  """Returns the rotary settings of full and of sliding layers, in either spelling."""
   both = hf.get("rope_parameters") or {}
   if not isinstance(both, Mapping):
     raise ValueError(f"rope_parameters is {both!r}, expected a table by kind of layer")
@@ -59,7 +59,7 @@ def _read_ropes(hf: hf_config.HfConfig) -> tuple[RopeConfig, RopeConfig]:
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
-  """The `config.json` of a Gemma 3 text model."""
+  """Returns the `config.json` of a Gemma 3 text model."""
   hf = hf_config.write_decoder(config, "gemma3_text", "Gemma3ForCausalLM")
   local = config.local_rope or config.rope
   scaling = hf_config.scaling_fields
@@ -72,3 +72,14 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
     | gemma_params.gemma2_to_hf(config)
     | {"rope_parameters": by_kind, "rope_local_base_freq": local.theta}
   )
+
+
+FAMILY = Family(
+  name="gemma3",
+  model_types=("gemma3_text",),
+  config_class=ModelConfig,
+  model_class=Gemma3,
+  config_from_hf=config_from_hf,
+  config_to_hf=config_to_hf,
+  presets=presets_of(ModelConfig, *TEXT_SIZES),
+)

@@ -1,14 +1,15 @@
-"""The vision tower of Gemma 3 and the projector into the text model's space.
+"""The vision tower of Gemma 3, and the projector into the text model's space.
 
 The tower is the encoder of SigLIP (Zhai et al. 2023, arXiv:2303.15343) without its
-pooling head: a plain ViT whose patches all see each other. Gemma 3 (arXiv:2503.19786)
-pools its 64x64 patches to 16x16 soft tokens an image. Which tokens they replace:
-image_tokens.py; where the weights lie in a checkpoint: vision_params.py.
+pooling head: a plain ViT in which every patch attends to every patch. Gemma 3
+(arXiv:2503.19786) pools its 64x64 patches to 16x16 soft tokens per image. The tokens
+that they replace are in image_tokens.py, the names of the weights in vision_params.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
@@ -20,13 +21,15 @@ from jaxtyping import Array, Float
 
 from tunix.models.transformer import sharding
 from tunix.models.transformer.config import REMAT_POLICIES, ShardingRules, scans
-from tunix.models.transformer.layers import Embedding, Linear, RMSNorm, fresh, param
+from tunix.models.transformer.layer_maker import LayerMaker
+from tunix.models.transformer.layers import Linear, fresh, param
+from tunix.models.transformer.unstack import layer_states
 from tunix.utils import checks
 
 CHANNELS = 3
 
-# Scores of one block of queries against all keys: 16 heads x 1024 x 4096 in float32
-# are 256 MiB an image, where all 4096 queries at once would be 1 GiB.
+# Queries of one block of scores: 16 heads x 1024 queries x 4096 keys in float32 take
+# 256 MiB per image, all 4096 queries at once would take 1 GiB.
 QUERY_BLOCK = 1024
 
 _RULES = ShardingRules()
@@ -37,18 +40,20 @@ class VisionConfig:
   """Shape and options of the vision tower; the defaults are Gemma 3's (4B to 27B).
 
   Attributes:
-    num_layers: L. embed_dim: Dv, width of the tower. hidden_dim: F of its MLP.
-    num_heads: N, must divide embed_dim.
-    patch_size, image_size: edges in pixels; the first divides the second.
+    num_layers: number of layers L.
+    embed_dim: width Dv of the tower.
+    hidden_dim: width F of the MLP.
+    num_heads: number of heads N, which must divide embed_dim.
+    patch_size, image_size: edges in pixels; patch_size must divide image_size.
     norm_eps: epsilon of the layer norms and of the projector's RMS norm.
-    tokens_per_image: soft tokens S an image becomes, a square number whose root
-      divides the patches of an edge.
+    tokens_per_image: soft tokens S per image, a square number whose root divides the
+      number of patches along an edge.
     param_dtype: dtype of the weights.
-    dtype: dtype of the computation; norms, softmax and pooling are float32 always.
-    remat: what the backward pass recomputes, as in `TransformerConfig`; by
-      "offload" as by "block".
+    dtype: dtype of the computation; norms, softmax and pooling are always float32.
+    remat: the results that the backward pass recomputes, as in `TransformerConfig`;
+      "offload" works like "block".
     scan_layers: as in `TransformerConfig`.
-    sharding: mesh axes.
+    sharding: mesh axes of the weights and activations.
   """
 
   num_layers: int = 27
@@ -89,7 +94,7 @@ class VisionConfig:
   moe = None  # see `params.Stacks`
 
   def layers_of(self, path: str) -> int:
-    """Layers in the stack that holds the parameter `path`."""
+    """Returns the number of layers in the stack that holds the parameter `path`."""
     del path
     return self.num_layers
 
@@ -105,7 +110,7 @@ class VisionConfig:
 
   @property
   def scanned(self) -> bool:
-    """Whether the layers run by `lax.scan`."""
+    """True if the layers run in `lax.scan`, see `config.scans`."""
     return scans(self.scan_layers, self.num_layers)
 
 
@@ -133,12 +138,19 @@ class LayerNorm(nnx.Module):
     return y.astype(x.dtype)
 
 
+def _layer_norm(c: VisionConfig, make: LayerMaker) -> LayerNorm:
+  spec = make.spec("norm")
+  return LayerNorm(
+    c.embed_dim, c.norm_eps, stack=make.stack, spec=spec, param_dtype=c.param_dtype
+  )
+
+
 class PatchEmbedding(nnx.Module):
-  """The convolution with stride = kernel, as one matrix product over patches.
+  """A convolution whose stride is its kernel size, as one product over patches.
 
   Attributes:
-    kernel: [width, height, channel, Dv]: the checkpoint's [Dv, channel, height, width]
-      with all axes reversed, so that loading is the one transpose there is.
+    kernel: [width, height, channel, Dv], the checkpoint's [Dv, channel, height, width]
+      with all axes reversed: the loader's transpose reverses all axes.
     bias: [Dv].
   """
 
@@ -165,10 +177,10 @@ def attend_all(
   value: Float[Array, "n P N H"],
   block: int = QUERY_BLOCK,
 ) -> Float[Array, "n P N H"]:
-  """softmax(q k^T / sqrt(H)) v where everything sees everything.
+  """Returns softmax(q k^T / sqrt(H)) v without a mask.
 
-  Scores and softmax in float32, for at most `block` queries at a time and recomputed
-  in the backward pass, so that no [P, P] array is held.
+  Scores and softmax are float32. They are computed for at most `block` queries at a
+  time and recomputed in the backward pass, so that no [P, P] array is held.
   """
   n, patches, heads, head_dim = query.shape
   size = max(d for d in range(1, min(block, patches) + 1) if patches % d == 0)
@@ -212,7 +224,7 @@ class VisionAttention(nnx.Module):
 
 
 class VisionMLP(nnx.Module):
-  """fc2(gelu(fc1(x))), gelu in its tanh form (arXiv:1606.08415)."""
+  """fc2(gelu(fc1(x))), with the tanh form of gelu (arXiv:1606.08415)."""
 
   def __init__(self, fc1: Linear, fc2: Linear):
     self.fc1, self.fc2 = fc1, fc2
@@ -225,37 +237,20 @@ class VisionLayer(nnx.Module):
   """Attention and MLP, each after a layer norm and added to the residual stream."""
 
   def __init__(self, config: VisionConfig, stack: tuple[int, ...], rngs: nnx.Rngs):
-    c, rules = config, config.sharding
-
-    def linear(in_dim, out_dim, kind):
-      return Linear(
-        in_dim,
-        out_dim,
-        stack=stack,
-        spec=sharding.weight_spec(kind, rules, bool(stack)),
-        use_bias=True,
-        param_dtype=c.param_dtype,
-        rngs=rngs,
-      )
-
-    def norm():
-      spec = sharding.weight_spec("norm", rules, bool(stack))
-      return LayerNorm(
-        c.embed_dim, c.norm_eps, stack=stack, spec=spec, param_dtype=c.param_dtype
-      )
-
-    d, f = c.embed_dim, c.hidden_dim
-    self.layer_norm1 = norm()
+    d, f = config.embed_dim, config.hidden_dim
+    make = LayerMaker(config.sharding, config.param_dtype, rngs, stack)
+    linear = functools.partial(make.linear, bias=True)
+    self.layer_norm1 = _layer_norm(config, make)
     self.attn = VisionAttention(
       linear(d, d, "in_out"),
       linear(d, d, "in_out"),
       linear(d, d, "in_out"),
       linear(d, d, "out_in"),
-      num_heads=c.num_heads,
+      num_heads=config.num_heads,
     )
-    self.layer_norm2 = norm()
+    self.layer_norm2 = _layer_norm(config, make)
     self.mlp = VisionMLP(linear(d, f, "in_out"), linear(f, d, "out_in"))
-    self.rules = rules
+    self.rules = config.sharding
 
   def __call__(self, x: Float[Array, "n P Dv"]) -> Float[Array, "n P Dv"]:
     with jax.named_scope("attn"):
@@ -266,32 +261,21 @@ class VisionLayer(nnx.Module):
 
 
 class VisionTower(nnx.Module):
-  """Pixels -> one vector a patch.
+  """Encoder of images, which returns one vector per patch.
 
   Attributes:
     config: shape and options.
-    patch_embedding, position_embedding, layers, post_layernorm: the weights; `layers`
+    patch_embedding, position_embedding, layers, post_layernorm: the modules; `layers`
       is one module of stacked weights [L, ...].
   """
 
   def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
-    c, rules = config, config.sharding
-    self.config = config
+    c = self.config = config
+    make = LayerMaker(c.sharding, c.param_dtype, rngs)
     self.patch_embedding = PatchEmbedding(c, rngs)
-    self.position_embedding = Embedding(
-      c.grid**2,
-      c.embed_dim,
-      spec=sharding.weight_spec("out_in", rules, False),
-      param_dtype=c.param_dtype,
-      rngs=rngs,
-    )
+    self.position_embedding = make.embedding(c.grid**2, c.embed_dim)
     self.layers = VisionLayer(c, (c.num_layers,), rngs)
-    self.post_layernorm = LayerNorm(
-      c.embed_dim,
-      c.norm_eps,
-      spec=sharding.weight_spec("norm", rules, False),
-      param_dtype=c.param_dtype,
-    )
+    self.post_layernorm = _layer_norm(c, make)
 
   def __call__(self, pixels: Float[Array, "n Y X C"]) -> Float[Array, "n P Dv"]:
     """Encodes images.
@@ -300,7 +284,7 @@ class VisionTower(nnx.Module):
       pixels: float, scaled to [-1, 1] (see `images.preprocess`), Y = X = image_size.
 
     Returns:
-      The patches' vectors, row by row from the upper left, in the compute dtype.
+      Vectors of the patches in the compute dtype, row by row from the upper left.
 
     Raises:
       ValueError: the images have another shape.
@@ -321,7 +305,7 @@ class VisionTower(nnx.Module):
       return self.post_layernorm(x)
 
   def _run(self, x: jax.Array) -> jax.Array:
-    """All layers, scanned or unrolled."""
+    """Runs all layers, scanned or unrolled."""
     graph, state = nnx.split(self.layers)
 
     def call(state, x):
@@ -332,45 +316,30 @@ class VisionTower(nnx.Module):
     if self.config.scanned:
       with jax.named_scope("layers"):
         return jax.lax.scan(lambda x, s: (call(s, x), None), x, state)[0]
-    leaves, treedef = jax.tree.flatten(state)
-    # As in the decoder: one split, whose transpose is one concatenation.
-    parts = [jax.lax.split(leaf, (1,) * leaf.shape[0]) for leaf in leaves]
-    for i in range(self.config.num_layers):
+    for i, one in enumerate(layer_states(state)):
       with jax.named_scope(f"layer_{i}"):
-        x = call(treedef.unflatten([p[i].squeeze(0) for p in parts]), x)
+        x = call(one, x)
     return x
 
 
 class Projector(nnx.Module):
-  """Patches -> the soft tokens that stand for an image in the text model.
+  """Projector of patches to the soft tokens of an image in the text model.
 
   Attributes:
-    mm_soft_emb_norm: RMS norm over Dv whose stored scale is offset by one.
-    mm_input_projection: kernel [Dv, D], stored so in checkpoints too.
+    mm_soft_emb_norm: RMS norm over Dv that multiplies by 1 + scale.
+    mm_input_projection: kernel [Dv, D], which checkpoints store untransposed.
   """
 
   def __init__(self, config: VisionConfig, text_dim: int, *, rngs: nnx.Rngs):
-    c, rules = config, config.sharding
-    self.config = config
-    self.mm_soft_emb_norm = RMSNorm(
-      c.embed_dim,
-      c.norm_eps,
-      offset=1.0,
-      spec=sharding.weight_spec("norm", rules, False),
-      param_dtype=c.param_dtype,
-    )
-    self.mm_input_projection = Linear(
-      c.embed_dim,
-      text_dim,
-      spec=sharding.weight_spec("in_out", rules, False),
-      param_dtype=c.param_dtype,
-      rngs=rngs,
-    )
+    c = self.config = config
+    make = LayerMaker(c.sharding, c.param_dtype, rngs)
+    self.mm_soft_emb_norm = make.norm(c.embed_dim, c.norm_eps, offset=1.0)
+    self.mm_input_projection = make.linear(c.embed_dim, text_dim, "in_out")
 
   def __call__(self, patches: Float[Array, "n P Dv"]) -> Float[Array, "n S D"]:
-    """Averages squares of patches, normalises, projects.
+    """Averages squares of patches, normalises the averages and projects them.
 
-    They are *not* to be scaled by sqrt(D) as the text's embeddings are.
+    The result is not to be scaled by sqrt(D), as the text's embeddings are.
     """
     c = self.config
     n, _, dim = patches.shape

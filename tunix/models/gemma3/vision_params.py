@@ -1,15 +1,16 @@
-"""The vision side of a Gemma 3 checkpoint: tensor names and `config.json`.
+"""The vision part of a Gemma 3 checkpoint: tensor names and `config.json`.
 
-Checkpoints come in four spellings, all of which transformers 5.23 reads, writing each
-back as it came. For the tensor "post_layernorm.weight" they are
+Checkpoints spell their tensors in four ways. transformers 5.23 reads all of them and
+writes each back in its spelling. For the tensor "post_layernorm.weight" they are
 
-  vision_tower.vision_model.     the published checkpoints (and what we write)
+  vision_tower.vision_model.     the published checkpoints (this package writes it)
   vision_tower.                  transformers 5, a model made from a config
-  model.vision_tower.            as its modules are called in memory
+  model.vision_tower.            the names of its modules in memory
   model.vision_tower.vision_model.
 
-with `language_model.model.` in the first two and `model.language_model.` in the others.
-`canonical_key` turns all into the first, so that one name table does.
+The text model's tensors begin with `language_model.model.` in the first two and with
+`model.language_model.` in the others. `canonical_key` turns every spelling into the
+first, so that one name table is enough.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ import jax.numpy as jnp
 
 from tunix.models.gemma3.image_tokens import ImageTokens
 from tunix.models.gemma3.vision import CHANNELS, VisionConfig
-from tunix.models.transformer.hf_config import HfConfig, integer, number
+from tunix.models.transformer.hf_config import (
+  HfConfig,
+  check_supported,
+  integer,
+  number,
+)
 from tunix.models.transformer.params import HfName, NameTable
 
 _TOWER = "vision_tower.vision_model."
@@ -30,26 +36,26 @@ _PROJECTOR = "multi_modal_projector."
 _TEXT = "language_model."
 
 
-def _pair(ours: str, theirs: str, weight: str, *, transpose: bool) -> NameTable:
-  """A weight and its bias."""
-  key = _TOWER + theirs
+def _pair(module: str, hf_module: str, weight: str, *, transpose: bool) -> NameTable:
+  """Returns the entries of a weight and its bias."""
+  key = _TOWER + hf_module
   return {
-    f"vision_tower.{ours}.{weight}": HfName(f"{key}.weight", transpose),
-    f"vision_tower.{ours}.bias": HfName(f"{key}.bias"),
+    f"vision_tower.{module}.{weight}": HfName(f"{key}.weight", transpose),
+    f"vision_tower.{module}.bias": HfName(f"{key}.bias"),
   }
 
 
 def _linear(module: str) -> NameTable:
-  theirs = "encoder.layers.{i}." + module.replace("attn.", "self_attn.")
-  return _pair(f"layers.{module}", theirs, "kernel", transpose=True)
+  hf_module = "encoder.layers.{i}." + module.replace("attn.", "self_attn.")
+  return _pair(f"layers.{module}", hf_module, "kernel", transpose=True)
 
 
 def _norm(module: str) -> NameTable:
-  theirs = "encoder.layers.{i}." + module
-  return _pair(f"layers.{module}", theirs, "scale", transpose=False)
+  hf_module = "encoder.layers.{i}." + module
+  return _pair(f"layers.{module}", hf_module, "scale", transpose=False)
 
 
-# Our path, of a model that holds `vision_tower` and `multi_modal_projector`. A
+# Parameters of a model that holds `vision_tower` and `multi_modal_projector`. A
 # transposed tensor has all axes reversed: the patch kernel has four.
 VISION: NameTable = {
   **_pair("patch_embedding", "embeddings.patch_embedding", "kernel", transpose=True),
@@ -88,10 +94,10 @@ _SPELLINGS = (
 
 
 def canonical_key(key: str) -> str:
-  """A tensor's name in the spelling of the published checkpoints.
+  """Returns a tensor's name in the spelling of the published checkpoints.
 
-  Names of a text-only checkpoint ("model.layers...") come back as they are, but for
-  an untied "lm_head": apply it to checkpoints with images only.
+  It is meant for checkpoints with images. Names of a text model ("model.layers...") are
+  returned unchanged, except "lm_head".
   """
   for pattern, prefix in _SPELLINGS:
     key, replaced = pattern.subn(prefix, key)
@@ -101,13 +107,13 @@ def canonical_key(key: str) -> str:
 
 
 def nested_text(names: NameTable) -> NameTable:
-  """A text family's table for its weights inside a multimodal checkpoint."""
+  """Returns a text family's name table for a checkpoint that nests the text model."""
   return {
     path: HfName(_TEXT + name.key, name.transpose) for path, name in names.items()
   }
 
 
-# What an absent field of vision_config means (transformers' SiglipVisionConfig).
+# Field -> (field of vision_config, its default in transformers' SiglipVisionConfig).
 _VISION_FIELDS = {
   "num_layers": ("num_hidden_layers", 12),
   "embed_dim": ("hidden_size", 768),
@@ -125,26 +131,21 @@ _VISION_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 def vision_config_from_hf(hf: HfConfig, **options: Any) -> VisionConfig:
-  """`VisionConfig` of a `config.json` with model_type "gemma3".
+  """Returns the `VisionConfig` of a `config.json` with model_type "gemma3".
 
   Args:
     hf: the whole parsed file.
-    options: fields that it does not hold (dtypes, remat, sharding).
+    options: fields that the file does not hold (dtypes, remat, sharding).
 
   Raises:
-    ValueError: there is no `vision_config`, or it asks for something that the tower
-      does not do.
+    ValueError: `vision_config` is missing, or has a setting that the tower does not
+      support.
   """
   vision = _section(hf, "vision_config")
-  for field, accepted in _VISION_SUPPORTED.items():
-    if field in vision and vision[field] not in accepted:
-      raise ValueError(
-        f"vision_config.{field} is {vision[field]!r}, supported is only "
-        f"{accepted[0]!r}: this tower would compute something else"
-      )
+  check_supported(vision, _VISION_SUPPORTED, "vision_config.")
   sizes = {
-    ours: integer({theirs: default, **vision}, theirs)
-    for ours, (theirs, default) in _VISION_FIELDS.items()
+    field: integer({hf_field: default, **vision}, hf_field)
+    for field, (hf_field, default) in _VISION_FIELDS.items()
   }
   return VisionConfig(
     **sizes,
@@ -155,15 +156,15 @@ def vision_config_from_hf(hf: HfConfig, **options: Any) -> VisionConfig:
 
 
 def image_tokens_from_hf(hf: HfConfig, **options: Any) -> ImageTokens:
-  """The ids around an image; absent ones are Gemma 3's.
+  """Returns the token ids around an image; absent ids are Gemma 3's.
 
   Args:
     hf: the whole parsed `config.json`. Both `image_token_index` and the newer
       `image_token_id` are read.
-    options: `newlines`, where the vocabulary is not Gemma's.
+    options: further fields of `ImageTokens`: `newlines` for another vocabulary.
 
   Raises:
-    ValueError: an id is no whole number, or two are equal.
+    ValueError: an id is no whole number, or two ids are equal.
   """
   default = ImageTokens()
   ids = {"boi": default.start, "image": default.soft, "eoi": default.end}
@@ -182,17 +183,18 @@ def image_tokens_from_hf(hf: HfConfig, **options: Any) -> ImageTokens:
 
 
 def text_config(hf: HfConfig) -> dict[str, Any]:
-  """The `text_config` section, with what stands above it where it is silent.
+  """Returns the `text_config` section, completed by fields of the whole file.
 
-  Published files give few fields there; the rest are the text family's defaults (those
-  of transformers' Gemma3TextConfig).
+  Published files give few fields in the section. The other fields are the text family's
+  defaults (those of transformers' Gemma3TextConfig).
 
   Raises:
-    ValueError: there is no such section.
+    ValueError: the section is missing.
   """
   above = ("torch_dtype", "dtype", "quantization_config")
   inherited = {name: hf[name] for name in above if name in hf}
-  # Whether the table is tied is said above alone: transformers writes its default here.
+  # transformers writes the default of tie_word_embeddings into the section; only the
+  # whole file's value counts.
   tied = {"tie_word_embeddings": hf.get("tie_word_embeddings", True)}
   return {**inherited, **_section(hf, "text_config"), **tied}
 
@@ -200,16 +202,16 @@ def text_config(hf: HfConfig) -> dict[str, Any]:
 def config_to_hf(
   vision: VisionConfig, tokens: ImageTokens, text: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """The `config.json` of a multimodal model.
+  """Returns the `config.json` of a multimodal model.
 
   Args:
-    vision: the tower.
-    tokens: the ids.
-    text: the text model's own `config.json`, with model_type "gemma3_text".
+    vision: the configuration of the tower.
+    tokens: the token ids around an image.
+    text: the text model's `config.json`, with model_type "gemma3_text".
   """
   dtype = jnp.dtype(vision.param_dtype).name
   sizes = {
-    theirs: getattr(vision, ours) for ours, (theirs, _) in _VISION_FIELDS.items()
+    hf_field: getattr(vision, field) for field, (hf_field, _) in _VISION_FIELDS.items()
   }
   return {
     "architectures": ["Gemma3ForConditionalGeneration"],

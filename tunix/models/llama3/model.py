@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from flax import nnx
-
 from tunix.models.transformer.config import RopeConfig, TransformerConfig, sizes
 from tunix.models.transformer.model import Transformer
 
@@ -14,9 +12,9 @@ _THETA = 500_000.0
 _UNSCALED = RopeConfig(theta=_THETA)
 
 
-def _scaled(factor: float) -> RopeConfig:
-  """Rotary settings of Llama 3.1 and later: from 8,192 to 131,072 tokens."""
-  return RopeConfig(
+def _long(factor: float) -> dict[str, Any]:
+  """Fields of Llama 3.1 and later: rotary scaling from 8,192 to 131,072 tokens."""
+  rope = RopeConfig(
     theta=_THETA,
     scaling="llama3",
     factor=factor,
@@ -24,6 +22,7 @@ def _scaled(factor: float) -> RopeConfig:
     high_freq_factor=4.0,
     original_max_position=8192,
   )
+  return {"rope": rope, "max_position": 131_072}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,65 +52,29 @@ class ModelConfig(TransformerConfig):
   @classmethod
   def llama3p1_8b(cls, **overrides: Any) -> ModelConfig:
     """Llama 3.1 8B: Llama 3 with a longer context."""
-    return cls.llama3_8b(
-      **({"rope": _scaled(8.0), "max_position": 131_072} | overrides)
-    )
+    return cls.llama3_8b(**(_long(8.0) | overrides))
 
   @classmethod
   def llama3p1_70b(cls, **overrides: Any) -> ModelConfig:
     """Llama 3.1 70B; Llama 3.3 70B has the same sizes."""
-    return cls.llama3_70b(
-      **({"rope": _scaled(8.0), "max_position": 131_072} | overrides)
-    )
+    return cls.llama3_70b(**(_long(8.0) | overrides))
 
   @classmethod
   def llama3p1_405b(cls, **overrides: Any) -> ModelConfig:
     """Llama 3.1 405B."""
-    return cls(
-      **(
-        sizes(126, 16384, 53248, 128, 8, rope=_scaled(8.0), max_position=131_072)
-        | overrides
-      )
-    )
+    return cls(**(sizes(126, 16384, 53248, 128, 8) | _long(8.0) | overrides))
 
   @classmethod
   def llama3p2_1b(cls, **overrides: Any) -> ModelConfig:
     """Llama 3.2 1B."""
-    return cls(
-      **(
-        sizes(
-          16,
-          2048,
-          8192,
-          32,
-          8,
-          head_dim=64,
-          tie_embeddings=True,
-          rope=_scaled(32.0),
-          max_position=131_072,
-        )
-        | overrides
-      )
-    )
+    fields = sizes(16, 2048, 8192, 32, 8, head_dim=64, tie_embeddings=True)
+    return cls(**(fields | _long(32.0) | overrides))
 
   @classmethod
   def llama3p2_3b(cls, **overrides: Any) -> ModelConfig:
     """Llama 3.2 3B."""
-    return cls(
-      **(
-        sizes(
-          28,
-          3072,
-          8192,
-          24,
-          8,
-          tie_embeddings=True,
-          rope=_scaled(32.0),
-          max_position=131_072,
-        )
-        | overrides
-      )
-    )
+    fields = sizes(28, 3072, 8192, 24, 8, tie_embeddings=True)
+    return cls(**(fields | _long(32.0) | overrides))
 
   llama3p2_1b_instruct = llama3p2_1b
   llama3p2_3b_instruct = llama3p2_3b
@@ -122,6 +85,3 @@ class Llama3(Transformer):
   """A Llama 3 model; see `Transformer`."""
 
   config: ModelConfig
-
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    super().__init__(config, rngs=rngs)

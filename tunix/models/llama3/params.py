@@ -1,18 +1,17 @@
-"""Llama 3 in Hugging Face's words."""
+"""Llama 3 checkpoints: `config.json`, tensor names and the family."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tunix.models.llama3.model import ModelConfig
-from tunix.models.transformer import hf_config, params
+from tunix.models.family import Family, presets_of
+from tunix.models.llama3.model import Llama3, ModelConfig
+from tunix.models.transformer import hf_config
 from tunix.models.transformer.config import TransformerConfig
-
-NAMES: params.NameTable = params.DECODER
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
-  """`ModelConfig` of a `config.json` with model_type "llama".
+  """Returns the `ModelConfig` of a `config.json` with model_type "llama".
 
   Raises:
     ValueError: see `hf_config.decoder_fields`.
@@ -21,6 +20,17 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
-  """The `config.json` of a Llama model."""
+  """Returns the `config.json` of a Llama model."""
   hf = hf_config.write_decoder(config, "llama", "LlamaForCausalLM")
   return hf | {"mlp_bias": False}
+
+
+FAMILY = Family(
+  name="llama3",
+  model_types=("llama",),
+  config_class=ModelConfig,
+  model_class=Llama3,
+  config_from_hf=config_from_hf,
+  config_to_hf=config_to_hf,
+  presets=presets_of(ModelConfig),
+)

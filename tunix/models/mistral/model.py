@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from flax import nnx
-
 from tunix.models.transformer.config import RopeConfig, TransformerConfig, sizes
 from tunix.models.transformer.model import Transformer
 
@@ -54,6 +52,3 @@ class Mistral(Transformer):
   """A Mistral model; see `Transformer`."""
 
   config: ModelConfig
-
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    super().__init__(config, rngs=rngs)

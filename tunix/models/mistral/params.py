@@ -1,35 +1,34 @@
-"""Mistral in Hugging Face's words."""
+"""Mistral checkpoints: `config.json`, tensor names and the family."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tunix.models.mistral.model import ModelConfig
-from tunix.models.transformer import hf_config, params
+from tunix.models.family import Family, presets_of
+from tunix.models.mistral.model import Mistral, ModelConfig
+from tunix.models.transformer import hf_config
 from tunix.models.transformer.config import TransformerConfig
-
-NAMES: params.NameTable = params.DECODER
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
-  """`ModelConfig` of a `config.json` with model_type "mistral".
+  """Returns the `ModelConfig` of a `config.json` with model_type "mistral".
 
-  A `sliding_window` holds in every layer; null means that there is none.
+  A `sliding_window` applies to every layer; null means no window.
 
   Raises:
     ValueError: see `hf_config.decoder_fields`.
   """
-  # What absent fields mean.
+  # transformers' values of absent fields.
   hf = {"sliding_window": 4096, "num_key_value_heads": 8} | dict(hf)
   windowed = hf["sliding_window"] is not None
   return ModelConfig(**hf_config.decoder_fields(hf, sliding=lambda i: windowed))
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
-  """The `config.json` of a Mistral model.
+  """Returns the `config.json` of a Mistral model.
 
   Raises:
-    ValueError: some layers slide and others do not, which this format cannot say.
+    ValueError: the layers have different windows, which this format cannot express.
   """
   hf = hf_config.write_decoder(config, "mistral", "MistralForCausalLM")
   windows = {kind.window for kind in config.kinds}
@@ -39,3 +38,18 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
       f"{config.layer_types}: save it as another family"
     )
   return hf | {"sliding_window": windows.pop()}
+
+
+FAMILY = Family(
+  name="mistral",
+  model_types=("mistral",),
+  config_class=ModelConfig,
+  model_class=Mistral,
+  config_from_hf=config_from_hf,
+  config_to_hf=config_to_hf,
+  presets=presets_of(ModelConfig),
+  hub_names={
+    "mistral-nemo-base-2407": "mistral_nemo_12b",
+    "mistral-nemo-instruct-2407": "mistral_nemo_12b",
+  },
+)

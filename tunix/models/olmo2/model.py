@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from flax import nnx
-
 from tunix.models.transformer.config import RopeConfig, TransformerConfig, sizes
 from tunix.models.transformer.model import Transformer
 
@@ -53,6 +51,3 @@ class Olmo2(Transformer):
   """An OLMo 2 model; see `Transformer`."""
 
   config: ModelConfig
-
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    super().__init__(config, rngs=rngs)

@@ -1,18 +1,17 @@
-"""OLMo 2 in Hugging Face's words."""
+"""OLMo 2 checkpoints: `config.json`, tensor names and the family."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tunix.models.olmo2.model import ModelConfig
-from tunix.models.transformer import hf_config, params
+from tunix.models.family import Family, presets_of
+from tunix.models.olmo2.model import ModelConfig, Olmo2
+from tunix.models.transformer import hf_config
 from tunix.models.transformer.config import TransformerConfig
-
-NAMES: params.NameTable = params.DECODER
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
-  """`ModelConfig` of a `config.json` with model_type "olmo2".
+  """Returns the `ModelConfig` of a `config.json` with model_type "olmo2".
 
   Raises:
     ValueError: see `hf_config.decoder_fields`.
@@ -21,5 +20,23 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
-  """The `config.json` of an OLMo 2 model."""
+  """Returns the `config.json` of an OLMo 2 model."""
   return hf_config.write_decoder(config, "olmo2", "Olmo2ForCausalLM")
+
+
+FAMILY = Family(
+  name="olmo2",
+  model_types=("olmo2",),
+  config_class=ModelConfig,
+  model_class=Olmo2,
+  config_from_hf=config_from_hf,
+  config_to_hf=config_to_hf,
+  presets=presets_of(ModelConfig),
+  # These names have a date before the size.
+  hub_names={
+    "olmo-2-0425-1b": "olmo2_1b",
+    "olmo-2-1124-7b": "olmo2_7b",
+    "olmo-2-1124-13b": "olmo2_13b",
+    "olmo-2-0325-32b": "olmo2_32b",
+  },
+)

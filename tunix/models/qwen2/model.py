@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from flax import nnx
-
 from tunix.models.transformer.config import RopeConfig, TransformerConfig, sizes
 from tunix.models.transformer.model import Transformer
 
@@ -73,7 +71,7 @@ class ModelConfig(TransformerConfig):
 
   @classmethod
   def deepseek_r1_distill_qwen_1p5b(cls, **overrides: Any) -> ModelConfig:
-    """DeepSeek-R1-Distill-Qwen 1.5B: Qwen2.5-Math with an unembedding of its own."""
+    """DeepSeek-R1-Distill-Qwen 1.5B: Qwen2.5-Math, untied, 131,072 tokens."""
     fields = {
       "rope": _SHORT_ROPE,
       "max_position": 131_072,
@@ -91,6 +89,3 @@ class Qwen2(Transformer):
   """A Qwen 2 or 2.5 model; see `Transformer`."""
 
   config: ModelConfig
-
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    super().__init__(config, rngs=rngs)

@@ -1,18 +1,17 @@
-"""Qwen 2 in Hugging Face's words."""
+"""Qwen 2 checkpoints: `config.json`, tensor names and the family."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tunix.models.qwen2.model import ModelConfig
-from tunix.models.transformer import hf_config, params
+from tunix.models.family import Family, presets_of
+from tunix.models.qwen2.model import ModelConfig, Qwen2
+from tunix.models.transformer import hf_config
 from tunix.models.transformer.config import TransformerConfig
-
-NAMES: params.NameTable = params.DECODER
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
-  """`ModelConfig` of a `config.json` with model_type "qwen2".
+  """Returns the `ModelConfig` of a `config.json` with model_type "qwen2".
 
   Raises:
     ValueError: see `hf_config.decoder_fields`.
@@ -23,7 +22,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
 
 
 def qwen_sliding(hf: hf_config.HfConfig) -> hf_config.IsSliding | None:
-  """Sliding windows as Qwen's configs say it: off, or on from some layer upwards.
+  """Returns which layers slide in Qwen's files: none, or all from some layer upwards.
 
   Raises:
     ValueError: `max_window_layers` is no whole number.
@@ -35,7 +34,7 @@ def qwen_sliding(hf: hf_config.HfConfig) -> hf_config.IsSliding | None:
 
 
 def qwen_layers_to_hf(config: TransformerConfig) -> dict[str, Any]:
-  """The same, written."""
+  """Returns the fields of Qwen's files that describe sliding windows."""
   layers = hf_config.write_layers(config)
   sliding = [kind != "full_attention" for kind in layers["layer_types"]]
   return layers | {
@@ -45,6 +44,17 @@ def qwen_layers_to_hf(config: TransformerConfig) -> dict[str, Any]:
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
-  """The `config.json` of a Qwen 2 model."""
+  """Returns the `config.json` of a Qwen 2 model."""
   hf = hf_config.write_decoder(config, "qwen2", "Qwen2ForCausalLM")
   return hf | qwen_layers_to_hf(config)
+
+
+FAMILY = Family(
+  name="qwen2",
+  model_types=("qwen2",),
+  config_class=ModelConfig,
+  model_class=Qwen2,
+  config_from_hf=config_from_hf,
+  config_to_hf=config_to_hf,
+  presets=presets_of(ModelConfig),
+)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from flax import nnx
-
 from tunix.models.transformer.config import (
   MoEConfig,
   RopeConfig,
@@ -81,6 +79,3 @@ class Qwen3(Transformer):
   """A Qwen 3 model, dense or a mixture of experts; see `Transformer`."""
 
   config: ModelConfig
-
-  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-    super().__init__(config, rngs=rngs)

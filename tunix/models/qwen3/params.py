@@ -1,19 +1,19 @@
-"""Qwen 3 in Hugging Face's words."""
+"""Qwen 3 checkpoints: `config.json`, tensor names and the family."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+from tunix.models.family import Family, Preset, presets_of
 from tunix.models.qwen2 import params as qwen2_params
-from tunix.models.qwen3.model import ModelConfig
-from tunix.models.transformer import hf_config, params
+from tunix.models.qwen3.model import ModelConfig, Qwen3
+from tunix.models.transformer import hf_config
 from tunix.models.transformer.config import MoEConfig, TransformerConfig
-
-NAMES: params.NameTable = params.DECODER
 
 
 def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
-  """`ModelConfig` of a `config.json` with model_type "qwen3" or "qwen3_moe".
+  """Returns the `ModelConfig` of model_type "qwen3" or "qwen3_moe".
 
   Raises:
     ValueError: see `hf_config.decoder_fields`; or some of the layers of a mixture are
@@ -21,11 +21,13 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   """
   moe = hf.get("model_type") == "qwen3_moe"
   if moe:
-    hf = {"num_key_value_heads": 4} | dict(hf)  # what an absent field means
+    hf = {"num_key_value_heads": 4} | dict(
+      hf
+    )  # transformers' value of the absent field
   sliding = qwen2_params.qwen_sliding(hf)
-  if moe and sliding is not None:  # all layers, whatever the file says of them
+  if moe and sliding is not None:  # all layers slide; layer_types is ignored
     hf, sliding = dict(hf) | {"layer_types": None}, lambda i: True
-  # The two kinds differ in what an absent head_dim means.
+  # An absent head_dim is 128 in dense models and hidden_size / heads in mixtures.
   fields = hf_config.decoder_fields(hf, head_dim=None if moe else 128, sliding=sliding)
   if moe:
     fields["moe"] = _read_moe(hf)
@@ -40,7 +42,7 @@ def _read_moe(hf: hf_config.HfConfig) -> MoEConfig:
         f"{field} is {hf[field]!r}: supported are mixtures in which every layer has "
         "experts"
       )
-  # transformers 5 writes the newer of the two names, hub folders have the older one.
+  # transformers 5 writes num_local_experts; folders on the hub have num_experts.
   newer = hf.get("num_local_experts") is not None
   return MoEConfig(
     num_experts=hf_config.integer(hf, "num_local_experts" if newer else "num_experts"),
@@ -51,7 +53,7 @@ def _read_moe(hf: hf_config.HfConfig) -> MoEConfig:
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
-  """The `config.json` of a Qwen 3 model, dense or a mixture."""
+  """Returns the `config.json` of a Qwen 3 model, dense or a mixture."""
   layers = qwen2_params.qwen_layers_to_hf(config)
   if config.moe is None:
     return hf_config.write_decoder(config, "qwen3", "Qwen3ForCausalLM") | layers
@@ -68,3 +70,23 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
       "mlp_only_layers": [],
     }
   )
+
+
+def _presets() -> dict[str, Preset]:
+  presets = presets_of(ModelConfig)
+  # The base checkpoints have the same weights' shapes and a shorter context.
+  for size in ("0p6b", "1p7b", "4b", "8b", "14b"):
+    make = presets[f"qwen3_{size}"]
+    presets[f"qwen3_{size}_base"] = functools.partial(make, max_position=32_768)
+  return presets
+
+
+FAMILY = Family(
+  name="qwen3",
+  model_types=("qwen3", "qwen3_moe"),
+  config_class=ModelConfig,
+  model_class=Qwen3,
+  config_from_hf=config_from_hf,
+  config_to_hf=config_to_hf,
+  presets=_presets(),
+)

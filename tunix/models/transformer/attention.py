@@ -24,13 +24,13 @@ class Attention(nnx.Module):
   """Self-attention of one layer.
 
   Attributes:
-    q_proj, k_proj, v_proj, o_proj: [D, N*H], [D, K*H], [D, K*H], [N*H, D].
+    q_proj, k_proj, v_proj, o_proj: linear maps [D, N*H], [D, K*H], [D, K*H], [N*H, D].
     q_norm, k_norm: RMS norms of queries and keys, or None.
-    head_dim: H.
-    scale, softcap, implementation, rules: as in `attention_paths.attend`.
-    windows: by kind of layer, keys that a query sees; None: all before it.
-    wide_norm: the norms are over all heads together, N*H and K*H (OLMo 2), not over
-      each head's H (Qwen 3, Gemma 3).
+    head_dim: size H of a head.
+    scale, softcap, implementation, rules: see `attention_paths.attend`.
+    windows: the window of each kind of layer, see `attention_paths.attend`.
+    wide_norm: if True, the norms are over all heads together, N*H and K*H (OLMo 2).
+      If False, they are over the H of each head (Qwen 3, Gemma 3).
   """
 
   def __init__(
@@ -69,16 +69,18 @@ class Attention(nnx.Module):
     cached: KeysValues | None = None,
     kind: Kind = 0,
   ) -> tuple[Float[Array, "B T D"], KeysValues]:
-    """Returns the output, and keys and values: [B, T, K, H], or the cache's buffers.
+    """Returns the output, and the keys and values.
+
+    Keys and values are [B, T, K, H], or the cache's new buffers.
 
     Args:
       x: normalised input of the layer.
-      sin_cos: rotary angles of its positions.
-      visible: who may look where. The layer's window is laid over it, counted in
-        slots; without a cache `query_index` must count from 0.
-      cached: [B, K, S, H] buffers that the new keys and values are written into at
-        `visible.query_index[0]`; a sliding layer's may be a ring.
-      kind: number of the layer's window; traced when the layers are scanned.
+      sin_cos: rotary angles of the positions.
+      visible: the keys that each query attends to, before the layer's window, which is
+        counted in slots. Without a cache `query_index` must count from 0.
+      cached: buffers [B, K, S, H] that the new keys and values are written into, at
+        slot `visible.query_index[0]`. The buffers of a sliding layer may be a ring.
+      kind: number of the layer's window; traced if the layers are scanned.
     """
     query, key, value = self._project(x)
     with jax.named_scope("rope"):
@@ -88,7 +90,7 @@ class Attention(nnx.Module):
       fresh = _swap(key), _swap(value)
       if ring.is_ring(cached[0], visible):
         window = self.windows[kind]  # with a cache the layers are not scanned
-        assert window is not None
+        assert window is not None  # only sliding layers have a ring
         keys_values, seen, visible = ring.extend(cached, fresh, visible, window)
       else:
         at = (0, 0, visible.query_index[0], 0)
@@ -105,7 +107,7 @@ class Attention(nnx.Module):
       return self.o_proj(out), keys_values
 
   def _project(self, x):
-    """Queries, keys and values by heads, the first two normalised."""
+    """Returns queries, keys and values by heads; queries and keys are normalised."""
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope("qkv_matmul"):
       query, key, value = (
@@ -119,8 +121,11 @@ class Attention(nnx.Module):
     return query.reshape(heads), key.reshape(heads), value.reshape(heads)
 
   def _attend(self, query, key, value, visible: Visibility, kind: Kind) -> jax.Array:
-    """Attention within the window of the layer's kind. Each kind is compiled for
-    itself, so that a path can leave out what no query of it sees."""
+    """Computes attention within the window of the layer's kind.
+
+    Each kind of layer is compiled separately, so that a path can skip the blocks that
+    no query of this kind attends to.
+    """
 
     def within(window: int | None):
       return functools.partial(
@@ -140,5 +145,5 @@ class Attention(nnx.Module):
 
 
 def _swap(x: jax.Array) -> jax.Array:
-  """[B, T, K, H] to [B, K, T, H], and back."""
+  """Swaps [B, T, K, H] and [B, K, T, H]."""
   return x.swapaxes(1, 2)

@@ -1,7 +1,7 @@
-"""Ways to compute attention, what each can do, and the choice between them.
+"""The implementations of attention, their features and the choice between them.
 
-No path is taken that cannot do what a call asks for: a path named by the caller
-refuses, "auto" takes another. docs/attention.md has the table and the figures.
+A path never runs a call that it does not support: a path named by the caller raises an
+error, and "auto" chooses another one. docs/attention.md has the table and measurements.
 """
 
 from __future__ import annotations
@@ -20,56 +20,48 @@ from tunix.models.transformer.split_tokens import Split
 from tunix.models.transformer.visibility import Visibility
 from tunix.utils import mesh as mesh_lib
 
-# Finite, so that a row that may look nowhere gives numbers and no NaN gradients.
+# Score of a hidden key. It is finite, so that a query without a visible key has finite
+# outputs and gradients.
 NEVER = -1e30
 
-# Most scores of one head and row (T * S) that "auto" computes at once. Measured on a
-# CPU, where blocks win from 256 x 256 on; 512 x 512 elsewhere is not measured.
+# Largest number of scores of one head and row (T * S) that "auto" computes at once. On
+# a CPU blocks are faster above 256 x 256; 512 x 512 elsewhere is not measured.
 PLAIN_SCORES = {"cpu": 256 * 256}
 PLAIN_SCORES_ELSEWHERE = 512 * 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
-  """What one call asks of a path.
+  """The features of one call of attention.
 
   Attributes:
-    platform: where it will run.
-    dtype: of the queries.
+    platform: platform that the program runs on.
+    dtype: dtype of the queries.
     head_dim: H.
-    scores: T * S.
-    softcap, window, segments, mask, groups: whether it has them.
-    cache: the keys are not the tokens that the queries are.
-    shared: the rows are a prompt and several completions of it.
-    split: the tokens of a row are split over devices.
+    scores: number of scores per head and row, T * S.
+    features: the names in `FEATURES` of what the call has.
   """
 
   platform: str
   dtype: str
   head_dim: int
   scores: int
-  softcap: bool
-  window: bool
-  segments: bool
-  mask: bool
-  groups: bool
-  cache: bool
-  shared: bool
-  split: bool
+  features: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Path:
-  """One way to compute attention.
+  """An implementation of attention.
 
   Attributes:
-    run: (query, key, value, visible, scale, softcap, window, rules) -> output; of the
-      share of one device with a `Split` in the place of the rules.
-    lacks: names of `Call`'s options that it cannot honour.
-    platforms: where it runs; None: everywhere.
-    dtypes: of queries, keys and values; None: all.
-    head_multiple, head_most: what the head dimension must be a multiple of, and not
-      exceed.
+    run: called with (query, key, value, visible, scale, softcap, window, rules),
+      returns the output. If the tokens are split over devices, the arrays are those of
+      one device, and a `Split` replaces the rules.
+    lacks: names in `FEATURES` that it does not support.
+    platforms: platforms that it runs on; None for all.
+    dtypes: supported dtypes of queries, keys and values; None for all.
+    head_multiple, head_most: the head dimension must be a multiple of the first and at
+      most the second.
   """
 
   run: Callable[..., jax.Array]
@@ -80,8 +72,8 @@ class Path:
   head_most: int | None = None
 
   def refusals(self, call: Call) -> list[str]:
-    """What keeps this path from answering the call; empty if nothing does."""
-    out = [_SAID[name] for name in self.lacks if getattr(call, name)]
+    """Returns the unsupported features of a call; empty if the path can run it."""
+    out = [FEATURES[name] for name in self.lacks if name in call.features]
     if self.platforms is not None and call.platform not in self.platforms:
       out.append(f"platform {call.platform} (it runs on {', '.join(self.platforms)})")
     if self.dtypes is not None and call.dtype not in self.dtypes:
@@ -93,7 +85,8 @@ class Path:
     return out
 
 
-_SAID = {
+# Optional features of a call, with their names in messages.
+FEATURES = {
   "softcap": "a soft cap",
   "window": "a window",
   "segments": "segment ids",
@@ -117,31 +110,33 @@ def attend(
   implementation: str = "auto",
   rules: ShardingRules | None = None,
 ) -> Float[Array, "B T N H"]:
-  """softmax(scale * q k^T) v over the keys that each query may look at.
+  """Returns softmax(scale * q k^T) v over the visible keys of each query.
 
-  Scores and softmax are float32. What a query that may look nowhere gets is not
-  defined, only finite, as are its gradients.
+  Scores and softmax are float32. The output of a query without a visible key is not
+  defined; it is finite, and so are its gradients.
 
   Args:
     query, key, value: N must be a multiple of K; query heads n * N/K to (n + 1) * N/K
       - 1 share key head n.
-    visible: who may look where; an array means just that, slots counted from 0.
-    scale: factor of the scores; None: H ** -0.5.
-    softcap: c: scores become c * tanh(scores / c) before the mask (Gemma 2,
-      arXiv:2408.00118).
-    window: a query sees its own slot and the `window - 1` before it.
+    visible: the keys that each query attends to; an array is a mask, with slots counted
+      from 0.
+    scale: factor of the scores; None for H ** -0.5.
+    softcap: a number c; scores become c * tanh(scores / c) before the mask (Gemma 2,
+      arXiv:2408.00118). None for no cap.
+    window: number of keys that a query attends to: its own slot and the `window - 1`
+      before it. None for no limit.
     implementation: "auto", or a name in `PATHS`.
-    rules: mesh axes of rows and heads, for the fused paths, and of tokens.
+    rules: mesh axes of rows, heads and tokens.
 
   Raises:
-    ValueError: the named path cannot do what the call asks for, or the arguments
-      contradict each other.
+    ValueError: the named path does not support the call, or the arguments contradict
+      each other.
   """
   if not isinstance(visible, Visibility):
     visible = _from_array(visible, window)
   _check(query, key, visible, softcap, window)
   rules = ShardingRules() if rules is None else rules
-  split = split_tokens.of(query, visible, window, rules)
+  split = split_tokens.split_of(query, visible, window, rules)
   call = _describe(query, key, visible, softcap, window, split)
   name = choose(call, implementation)
   if visible.shared is not None:
@@ -158,13 +153,20 @@ def attend(
   scale = query.shape[-1] ** -0.5 if scale is None else scale
   if split is None:
     return path.run(query, key, value, visible, scale, softcap, window, rules)
-  run = lambda *share: path.run(*share, scale, softcap, window, split)
+  run = lambda *local: path.run(*local, scale, softcap, window, split)
   return split_tokens.attend(run, query, key, value, visible, split, rules)
 
 
 def _by_parts(part, query, key, value, visible: Visibility) -> jax.Array:
-  """Rows with a shared prompt: the prompt on itself, then every completion on the
-  prompt and itself. Each part takes the path that suits it."""
+  """Runs attention on rows with a shared prompt.
+
+  The prompt attends to itself, and every completion attends to the prompt and to
+  itself. The path is chosen for each part separately.
+
+  Args:
+    part: `attend` with all options set.
+    query, key, value, visible: see `attend`.
+  """
   shared = visible.shared
   assert shared is not None
   with jax.named_scope("prompt"):
@@ -178,10 +180,14 @@ def _by_parts(part, query, key, value, visible: Visibility) -> jax.Array:
 
 
 def choose(call: Call, implementation: str = "auto") -> str:
-  """The name of the path for a call.
+  """Returns the name of the path for a call.
+
+  Args:
+    call: the features of the call.
+    implementation: "auto", or the name of a path.
 
   Raises:
-    ValueError: an unknown name, or a path that cannot do what the call asks for.
+    ValueError: the name is unknown, or the named path does not support the call.
   """
   if implementation == "auto":
     limit = PLAIN_SCORES.get(call.platform, PLAIN_SCORES_ELSEWHERE)
@@ -214,7 +220,7 @@ def plain(
   window: int | None,
   rules: ShardingRules | Split,
 ) -> jax.Array:
-  """All scores at once, [B, N, T, S]."""
+  """Computes all scores at once, [B, N, T, S]; see `Path.run` for the arguments."""
   del rules
   b, t, n, h = query.shape
   mask = visible.dense(key.shape[1], window)
@@ -231,15 +237,21 @@ def plain(
 
 
 def _scores(query: jax.Array, key: jax.Array) -> jax.Array:
-  """[B, T, K, G, H] and [B, S, K, H] to [B, K, G, T, S], float32."""
+  """Returns q k^T, float32 [B, K, G, T, S], of [B, T, K, G, H] and [B, S, K, H]."""
   return jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32)
 
 
 def _values(weights: jax.Array, value: jax.Array) -> jax.Array:
-  """[B, K, G, T, S] and [B, S, K, H] to [B, T, K, G, H]."""
+  """Returns weights times values, [B, T, K, G, H].
+
+  Args:
+    weights: [B, K, G, T, S].
+    value: [B, S, K, H].
+  """
   if weights.shape[-2] == 1 and mesh_lib.context_platform() == "cpu":
-    # One token a row: a product would have XLA for CPUs lay the whole cache out anew
-    # in every step; this reads it as it lies, in half the time.
+    # One token per row, a decode step. For a matrix product XLA's CPU backend would
+    # copy the whole cache into another layout in every step. This sum reads it in its
+    # layout and takes half the time.
     heads_first = value.swapaxes(1, 2)[:, :, None]
     by_slot = weights[:, :, :, 0, :, None]
     out = jnp.sum(by_slot * heads_first, axis=3, dtype=jnp.float32)
@@ -249,7 +261,7 @@ def _values(weights: jax.Array, value: jax.Array) -> jax.Array:
 
 def _blockwise(query, key, value, visible, scale, softcap, window, rules):
   del rules
-  most = 256 if mesh_lib.context_platform() == "cpu" else 512
+  largest = 256 if mesh_lib.context_platform() == "cpu" else 512
   return blockwise.attend(
     query,
     key,
@@ -258,8 +270,8 @@ def _blockwise(query, key, value, visible, scale, softcap, window, rules):
     scale=scale,
     softcap=softcap,
     window=window,
-    query_block=most,
-    key_block=most,
+    query_block=largest,
+    key_block=largest,
   )
 
 
@@ -271,12 +283,12 @@ PATHS = {
   ),
   "cudnn": Path(
     run=fused.cudnn,
-    # Segments would need a bias of T * S numbers, which nobody has run.
+    # Segments would need a bias of T * S numbers, which is not tested.
     lacks=("softcap", "segments", "mask", "groups", "cache", "shared", "split"),
     platforms=("gpu",),
     dtypes=("bfloat16", "float16"),
     head_multiple=8,
-    head_most=128,  # 256 on some chips only
+    head_most=128,  # some chips support 256
   ),
 }
 
@@ -284,8 +296,8 @@ PATHS = {
 def _from_array(mask: jax.Array, window: int | None) -> Visibility:
   if window is not None and mask.shape[1] != mask.shape[2]:
     raise ValueError(
-      f"a mask of shape {mask.shape} does not tell the queries' slots, which a window "
-      "counts from: pass Visibility(query_index, mask)"
+      f"mask has shape {mask.shape}, which does not give the queries' slots that a "
+      "window counts from: pass Visibility(query_index, mask)"
     )
   index = jnp.arange(mask.shape[1], dtype=jnp.int32)
   return Visibility(index, mask)
@@ -310,17 +322,20 @@ def _check(query, key, visible, softcap, window):
 
 
 def _describe(query, key, visible, softcap, window, split) -> Call:
+  has = {
+    "softcap": softcap is not None,
+    "window": window is not None,
+    "segments": visible.segment_ids is not None,
+    "mask": visible.mask is not None,
+    "groups": visible.groups is not None,
+    "cache": not visible.aligned,
+    "shared": visible.shared is not None,
+    "split": split is not None,
+  }
   return Call(
     platform=mesh_lib.context_platform(),
     dtype=str(query.dtype),
     head_dim=query.shape[-1],
     scores=query.shape[1] * key.shape[1],
-    softcap=softcap is not None,
-    window=window is not None,
-    segments=visible.segment_ids is not None,
-    mask=visible.mask is not None,
-    groups=visible.groups is not None,
-    cache=not visible.aligned,
-    shared=visible.shared is not None,
-    split=split is not None,
+    features=frozenset(name for name in FEATURES if has[name]),
   )

@@ -1,13 +1,13 @@
-"""Attention whose memory is linear in the length: one block of scores at a time.
+"""Attention with memory linear in the length: one block of scores at a time.
 
-The recurrences of FlashAttention (Dao et al. 2022, arXiv:2205.14135) in plain XLA, so
-they run everywhere: for each block of queries a loop over the key blocks within its
-reach keeps the running maximum and the running sum of the softmax; the backward pass
-computes every block of scores again from the saved log-sum-exp. Key blocks that nobody
-in the block of queries may look at (future, out of the window, of other segments,
-closed by the mask) are not visited: the loops' bounds are computed from the indices.
+It follows FlashAttention (Dao et al. 2022, arXiv:2205.14135) in plain XLA, so it runs
+on every platform. For each block of queries a loop over key blocks keeps the running
+maximum and the running sum of the softmax. The backward pass recomputes every block of
+scores from the saved log-sum-exp. Key blocks that no query of the block attends to
+(later ones, those outside the window, of other segments, or closed by the mask) are
+skipped: the bounds of the loops are computed from the indices.
 
-Forward-mode differentiation (jvp, Hessians) is not defined: the plain path has it.
+Forward-mode differentiation (jvp, Hessians) is not defined; the plain path has it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tunix.models.transformer.visibility import Tokens, Visibility, may_look, reach
+from tunix.models.transformer.visibility import Tokens, Visibility, is_visible, reach
 
-# Scores of hidden keys, and what the running maximum starts from: above the first, so
-# that a row that has seen nothing yet weighs hidden keys exp(HIDDEN - FLOOR) = 0.
+# Score of a hidden key, and initial value of the running maximum. The second is larger,
+# so that in a row without a visible key yet a hidden key has the weight
+# exp(_HIDDEN - _FLOOR) = 0 and not exp(0) = 1.
 _HIDDEN = -1e30
 _FLOOR = -1e29
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rule:
-  """What is fixed when a program is traced."""
+class _Options:
+  """Options that are static when a program is traced."""
 
   scale: float
   softcap: float | None
@@ -40,14 +41,14 @@ class _Rule:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Where:
-  """What the masks are made from; `first` and `last` bound each query block's keys."""
+class _BlockIndex:
+  """Indices from which the mask of each block is computed."""
 
-  queries: Tokens  # cut into blocks: index [n, q], the others [n, B, q]
-  keys: Tokens
+  queries: Tokens  # cut into n blocks: index [n, q], the others [n, B, q]
+  keys: Tokens  # cut into m blocks
   mask: jax.Array | None  # [B, n * q, m * k]
-  first: jax.Array
-  last: jax.Array
+  first: jax.Array  # [n], the first key block of each query block
+  last: jax.Array  # [n], the key block after its last one
 
 
 def attend(
@@ -62,39 +63,43 @@ def attend(
   query_block: int = 256,
   key_block: int = 256,
 ) -> Float[Array, "B T N H"]:
-  """softmax(scores) v with memory of order B N (T H + query_block * key_block).
+  """Returns softmax(scores) v with memory of order B N (T H + query_block * key_block).
 
   Args:
-    scale, softcap, window: as in `attention_paths.attend`.
-    query_block, key_block: most queries and keys of a block of scores.
+    query, key, value, visible, scale, softcap, window: see `attention_paths.attend`.
+    query_block, key_block: largest numbers of queries and keys in a block of scores.
 
-  Returns: the values looked at, in value's dtype; 0 in rows that may look nowhere.
+  Returns:
+    The output in value's dtype; 0 for a query without a visible key.
   """
   b, t, n, h = query.shape
   s, k = key.shape[1:3]
   sizes = block_size(t, query_block), block_size(s, key_block)
-  rule = _Rule(scale, softcap, window, sizes)
-  where = _cut_visibility(visible, rule, s)
+  options = _Options(scale, softcap, window, sizes)
+  index = _cut_visibility(visible, options, s)
   blocks = _cut(query, sizes[0], 1)  # [n, B, q, N, H]
   queries = blocks.reshape(*blocks.shape[:3], k, n // k, h).transpose(0, 1, 3, 4, 2, 5)
   keys, values = (_cut(x, sizes[1], 1).swapaxes(2, 3) for x in (key, value))
-  out: jax.Array = _attend(rule, queries, keys, values, where)
+  out: jax.Array = _attend(options, queries, keys, values, index)
   out = out.transpose(1, 0, 4, 2, 3, 5).reshape(b, -1, n, h)
   return out[:, :t]
 
 
-def block_size(length: int, most: int) -> int:
-  """The size of equal blocks, at most `most` each, so that little is padded.
+def block_size(length: int, largest: int) -> int:
+  """Returns the size of equal blocks that need little padding.
 
-  A multiple of 128 (a TPU's lanes) where `most` is one and the length exceeds it.
+  Args:
+    length: number of elements to cut.
+    largest: largest size of a block. If it is a multiple of 128, a TPU's lanes, and the
+      length exceeds 128, the result is a multiple of 128 too.
   """
-  count = math.ceil(length / most)
-  multiple = 128 if most % 128 == 0 and length > 128 else 1
-  return min(most, math.ceil(length / count / multiple) * multiple)
+  count = math.ceil(length / largest)
+  multiple = 128 if largest % 128 == 0 and length > 128 else 1
+  return min(largest, math.ceil(length / count / multiple) * multiple)
 
 
 def _cut(x: jax.Array, size: int, axis: int, mode: str = "constant") -> jax.Array:
-  """Pads an axis and cuts it into blocks, which come first."""
+  """Pads an axis and cuts it into blocks; the axis of blocks comes first."""
   short = -x.shape[axis] % size
   x = jnp.pad(x, [(0, short if i == axis else 0) for i in range(x.ndim)], mode=mode)
   shape = (*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
@@ -103,36 +108,37 @@ def _cut(x: jax.Array, size: int, axis: int, mode: str = "constant") -> jax.Arra
 
 def _cut_tokens(tokens: Tokens, size: int) -> Tokens:
   cut = lambda x: None if x is None else _cut(x, size, 1)
-  # "edge": padded queries must not widen what their block looks at.
+  # "edge" repeats the last slot, so that padding does not widen its block's range.
   index = _cut(tokens.index, size, 0, "edge")
   return Tokens(index, cut(tokens.segments), cut(tokens.groups))
 
 
-def _cut_visibility(visible: Visibility, rule: _Rule, keys: int) -> _Where:
-  """Cuts the indices into blocks and bounds the keys that each block looks at."""
-  size, key_size = rule.sizes
+def _cut_visibility(visible: Visibility, options: _Options, keys: int) -> _BlockIndex:
+  """Cuts the indices into blocks, and computes the range of keys of each block."""
+  size, key_size = options.sizes
   key_tokens = visible.keys(keys)
-  first, last = reach(visible.queries(), key_tokens, rule.window)
+  first, last = reach(visible.queries(), key_tokens, options.window)
   low = jnp.min(_cut(first, size, 1, "edge"), axis=(1, 2)) // key_size
   high = jnp.max(_cut(last, size, 1, "edge"), axis=(1, 2)) // key_size + 1
   mask = visible.mask
   if mask is not None:
     short = (0, 0), (0, -mask.shape[1] % size), (0, -mask.shape[2] % key_size)
     mask = jnp.pad(mask.astype(bool), short)
-    open_low, open_high = _bounds(mask, rule.sizes)
+    open_low, open_high = _bounds(mask, options.sizes)
     if visible.groups is None:
       low, high = jnp.maximum(low, open_low), open_high
-    else:  # a group opens what the mask closes
+    else:  # a group opens pairs that the mask closes, so only the upper bound is used
       high = jnp.maximum(high, open_high)
-  # Slots beyond the last key are nobody's: later than every query, in no group.
+  # Padded keys get slots after every query, and group 0, so no query attends to them.
   key_tokens = _cut_tokens(key_tokens, key_size)
   slots = jnp.arange(key_tokens.index.size, dtype=jnp.int32)
   key_tokens = dataclasses.replace(key_tokens, index=slots.reshape(-1, key_size))
-  return _Where(_cut_tokens(visible.queries(), size), key_tokens, mask, low, high)
+  queries = _cut_tokens(visible.queries(), size)
+  return _BlockIndex(queries, key_tokens, mask, low, high)
 
 
 def _bounds(mask: jax.Array, sizes: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-  """The range of key blocks in which the mask leaves anything open, by query block."""
+  """Returns the range of key blocks with an open pair of the mask, per query block."""
   b, t, s = mask.shape
   blocks = mask.reshape(b, t // sizes[0], sizes[0], s // sizes[1], sizes[1])
   used = jnp.any(blocks, axis=(0, 2, 4))
@@ -141,83 +147,98 @@ def _bounds(mask: jax.Array, sizes: tuple[int, int]) -> tuple[jax.Array, jax.Arr
   return first, jnp.max(jnp.where(used, numbers + 1, 0), axis=1)
 
 
-def _allowed(rule: _Rule, where: _Where, i: jax.Array, j: jax.Array) -> jax.Array:
-  """bool [B, 1, 1, q, k]: the mask of one block of scores."""
-  queries = jax.tree.map(lambda x: x[i], where.queries)
-  keys = jax.tree.map(lambda x: x[j], where.keys)
-  mask = where.mask
+def _block_mask(
+  options: _Options, index: _BlockIndex, i: jax.Array, j: jax.Array
+) -> jax.Array:
+  """Returns the mask of one block of scores, bool [B, 1, 1, q, k]."""
+  queries = jax.tree.map(lambda x: x[i], index.queries)
+  keys = jax.tree.map(lambda x: x[j], index.keys)
+  mask = index.mask
   if mask is not None:
-    at = (0, i * rule.sizes[0], j * rule.sizes[1])
-    mask = jax.lax.dynamic_slice(mask, at, (mask.shape[0], *rule.sizes))
-  return may_look(queries, keys, mask, rule.window)[:, None, None]
+    at = (0, i * options.sizes[0], j * options.sizes[1])
+    mask = jax.lax.dynamic_slice(mask, at, (mask.shape[0], *options.sizes))
+  return is_visible(queries, keys, mask, options.window)[:, None, None]
 
 
-def _scores(rule, query, key, allowed):
-  """float32 [B, K, G, q, k], hidden keys at _HIDDEN; and the soft cap's slope."""
+def _scores(options, query, key, mask):
+  """Returns scores, float32 [B, K, G, q, k], and the derivative of the soft cap.
+
+  Hidden keys have the score _HIDDEN. Without a soft cap the derivative is None.
+  """
   with jax.named_scope("scores"):
     raw = jnp.einsum(
       "bkgth,bksh->bkgts", query, key, preferred_element_type=jnp.float32
     )
-    raw, slope = raw * rule.scale, None
-    if rule.softcap is not None:
-      bent = jnp.tanh(raw / rule.softcap)
-      raw, slope = bent * rule.softcap, 1 - bent * bent
-    return jnp.where(allowed, raw, _HIDDEN), slope
+    raw, slope = raw * options.scale, None
+    if options.softcap is not None:
+      tanh = jnp.tanh(raw / options.softcap)
+      raw, slope = tanh * options.softcap, 1 - tanh * tanh
+    return jnp.where(mask, raw, _HIDDEN), slope
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(rule, query, key, value, where):
-  return _forward(rule, query, key, value, where)[0]
+def _attend(options, query, key, value, index):
+  return _forward(options, query, key, value, index)[0]
 
 
-def _forward(rule, query, key, value, where):
-  """Outputs [n, B, K, G, q, H] and the log-sum-exp of every query's scores."""
+def _forward(options, query, key, value, index):
+  """Returns outputs [n, B, K, G, q, H] and the log-sum-exp of every query's scores.
+
+  With the running maximum m and sum s, a key block with scores x gives
+  m' = max(m, x), s' = s exp(m - m') + sum exp(x - m'), and the output is rescaled by
+  exp(m - m') in the same way. The division by s follows after the last block.
+  """
 
   def query_block(i):
     q = query[i]
 
     def key_block(j, carry):
       top, total, out = carry
-      scores, _ = _scores(rule, q, key[j], _allowed(rule, where, i, j))
+      scores, _ = _scores(options, q, key[j], _block_mask(options, index, i, j))
       new_top = jnp.maximum(top, jnp.max(scores, axis=-1))
       weights = jnp.exp(scores - new_top[..., None])
       shrink = jnp.exp(top - new_top)
       total = total * shrink + jnp.sum(weights, axis=-1)
       with jax.named_scope("values"):
-        more = _product("bkgts,bksh->bkgth", weights.astype(value.dtype), value[j])
-      return new_top, total, out * shrink[..., None] + more
+        added = _product("bkgts,bksh->bkgth", weights.astype(value.dtype), value[j])
+      return new_top, total, out * shrink[..., None] + added
 
-    none = jnp.zeros(q.shape[:-1], jnp.float32)
-    start = none + _FLOOR, none, jnp.zeros(q.shape, jnp.float32)
-    top, total, out = jax.lax.fori_loop(where.first[i], where.last[i], key_block, start)
+    zeros = jnp.zeros(q.shape[:-1], jnp.float32)
+    start = zeros + _FLOOR, zeros, jnp.zeros(q.shape, jnp.float32)
+    top, total, out = jax.lax.fori_loop(index.first[i], index.last[i], key_block, start)
     safe = jnp.where(total > 0, total, 1.0)
-    # 0 where nothing was seen: there the backward pass weighs exp(_HIDDEN - 0) = 0.
+    # 0 for a query without a visible key: its weights in the backward pass are then
+    # exp(_HIDDEN - 0) = 0, and its gradient is finite.
     norm = jnp.where(total > 0, top + jnp.log(safe), 0.0)
     return (out / safe[..., None]).astype(value.dtype), norm
 
   return jax.lax.map(query_block, jnp.arange(query.shape[0]))
 
 
-def _save(rule, query, key, value, where):
-  out, norm = _forward(rule, query, key, value, where)
-  return out, (query, key, value, where, out, norm)
+def _save(options, query, key, value, index):
+  out, norm = _forward(options, query, key, value, index)
+  return out, (query, key, value, index, out, norm)
 
 
-def _backward(rule, saved, d_out):
-  """Gradients by queries, keys and values; those of keys and values grow in place."""
-  query, key, value, where, out, norm = saved
+def _backward(options, saved, d_out):
+  """Returns the gradients of queries, keys and values.
 
-  def query_block(grown, i):
+  With weights w = exp(x - logsumexp), dv = w^T do and dx = w (do v^T - sum(do o)). The
+  gradients of keys and values are accumulated in place, over the query blocks.
+  """
+  query, key, value, index, out, norm = saved
+
+  def query_block(accumulated, i):
     q, d_o = query[i], d_out[i]
-    pull = jnp.sum(d_o.astype(jnp.float32) * out[i].astype(jnp.float32), axis=-1)
+    row_sum = jnp.sum(d_o.astype(jnp.float32) * out[i].astype(jnp.float32), axis=-1)
 
     def key_block(j, carry):
       d_q, d_key, d_value = carry
-      scores, slope = _scores(rule, q, key[j], _allowed(rule, where, i, j))
+      scores, slope = _scores(options, q, key[j], _block_mask(options, index, i, j))
       weights = jnp.exp(scores - norm[i][..., None])
       d_v = _product("bkgts,bkgth->bksh", weights.astype(value.dtype), d_o)
       d_weights = _product("bkgth,bksh->bkgts", d_o, value[j])
-      d_scores = weights * (d_weights - pull[..., None]) * rule.scale
+      d_scores = weights * (d_weights - row_sum[..., None]) * options.scale
       if slope is not None:
         d_scores = d_scores * slope
       d_scores = d_scores.astype(query.dtype)
@@ -225,10 +246,10 @@ def _backward(rule, saved, d_out):
       d_k = _product("bkgts,bkgth->bksh", d_scores, q)
       return d_q, d_key.at[j].add(d_k), d_value.at[j].add(d_v)
 
-    start = jnp.zeros(q.shape, jnp.float32), *grown
-    bounds = where.first[i], where.last[i]
-    d_q, *grown = jax.lax.fori_loop(*bounds, key_block, start)
-    return tuple(grown), d_q.astype(query.dtype)
+    start = jnp.zeros(q.shape, jnp.float32), *accumulated
+    bounds = index.first[i], index.last[i]
+    d_q, *accumulated = jax.lax.fori_loop(*bounds, key_block, start)
+    return tuple(accumulated), d_q.astype(query.dtype)
 
   empty = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
   numbers = jnp.arange(query.shape[0])
@@ -240,5 +261,5 @@ _attend.defvjp(_save, _backward)
 
 
 def _product(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-  """An einsum that adds up in float32."""
+  """Returns an einsum with float32 accumulation and result."""
   return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)

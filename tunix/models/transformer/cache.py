@@ -1,4 +1,4 @@
-"""Key-value cache for decoding: one buffer a layer, written at one index."""
+"""The key-value cache of decoding: one buffer per layer, written at one index."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from jax.typing import DTypeLike
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-  """Keys and values of the tokens seen so far.
+  """The keys and values of the tokens so far.
 
   Attributes:
-    k, v: one [B, K, S, H] buffer a layer, of a sliding layer with no more slots than
-      its window (see ring.py). Heads before slots, as the products of a
-      token want them: the other way round XLA for CPUs copies the cache at every step.
-      Separate buffers, because slicing a stacked one in the token loop copies it too.
-    index: int32 scalar, the slot that the next token is written to. All rows share
-      it: shorter prompts are padded on the left and masked.
-    slots: S; None: that of the first layer's buffers.
+    k, v: one buffer [B, K, S, H] per layer. The buffer of a sliding layer has at most
+      as many slots as its window (see ring.py).
+    index: slot of the next token, int32 scalar. All rows share it: shorter prompts are
+      padded on the left and masked.
+    slots: number of slots S of a row; None for that of the first layer's buffer.
   """
+
+  # Heads come before slots, the layout that the products of one token need. With slots
+  # first, XLA's CPU backend copies the cache in every step. Each layer has a separate
+  # buffer, because slicing a stacked one in the token loop copies it too.
 
   k: tuple[jax.Array, ...]
   v: tuple[jax.Array, ...]
@@ -32,7 +34,7 @@ class KVCache:
 
   @property
   def size(self) -> int:
-    """S, the number of slots: most tokens of a row."""
+    """Number of slots S, the largest number of tokens of a row."""
     return self.k[0].shape[2] if self.slots is None else self.slots
 
 
@@ -45,7 +47,16 @@ def init_cache(
   head_dim: int,
   dtype: DTypeLike,
 ) -> KVCache:
-  """An empty cache of layers with these windows."""
+  """Returns an empty cache.
+
+  Args:
+    windows: the window of each layer; None for a layer without one.
+    batch_size: number of rows B.
+    cache_size: number of slots S.
+    num_kv_heads: number of key heads K.
+    head_dim: size H of a head.
+    dtype: dtype of the buffers.
+  """
   sizes = [min(cache_size, window or cache_size) for window in windows]
 
   def buffers() -> tuple[jax.Array, ...]:

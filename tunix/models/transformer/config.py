@@ -1,4 +1,4 @@
-"""The configuration of the decoder; a family only changes defaults."""
+"""The configuration of the decoder. A family only changes its defaults."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ Axes = str | tuple[str, ...] | None
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 LayerType = Literal["full", "sliding"]
 
-# Names of attention paths, see attention_paths.py.
+# Values of `attention`: "auto" and the names in `attention_paths.PATHS`.
 ATTENTION = ("auto", "plain", "blockwise", "splash", "cudnn")
 
-# Unrolled layers are the default on a CPU up to here: scanning 8 of them costs about
-# 7 % of a train step. Deeper stacks, and other platforms at any depth, are scanned:
-# the TPU compiler took 317 s for 8 unrolled layers of an 8B model, 52 s for 32 scanned.
+# On a CPU stacks with fewer layers are unrolled by default: scanning 8 layers costs
+# about 7 % of a train step. Deeper stacks, and all stacks on other platforms, are
+# scanned: the TPU compiler took 317 s for 8 unrolled layers of an 8B model, and 52 s
+# for 32 scanned.
 UNROLL_BELOW_LAYERS = 24
 
-# Name of a layer's input for the policy "offload", which keeps nothing else.
+# Checkpoint name of a layer's input, the only array that the policy "offload" keeps.
 LAYER_INPUT = "layer_input"
 
-# What the backward pass keeps of a layer, by the names of `remat` but "none".
+# The arrays that the backward pass keeps of a layer, by value of `remat`. "none" keeps
+# all and has no policy.
 REMAT_POLICIES = {
   "block": None,
   "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -40,8 +42,13 @@ REMAT_POLICIES = {
 
 
 def scans(scan_layers: bool | None, num_layers: int) -> bool:
-  """Whether a stack runs by `lax.scan`: as its option says, else by its depth and the
-  platform traced for, which is not this machine's where a plan is made."""
+  """Returns True if a stack of layers runs in `lax.scan`.
+
+  Args:
+    scan_layers: the option; if it is None, depth and platform decide. The platform is
+      the one that the program is traced for. A plan may trace for another machine.
+    num_layers: number of layers in the stack.
+  """
   if scan_layers is not None:
     return scan_layers
   return mesh_lib.context_platform() != "cpu" or num_layers >= UNROLL_BELOW_LAYERS
@@ -53,19 +60,22 @@ class RopeConfig:
 
   Attributes:
     theta: base of the frequencies.
-    scaling: None, "linear" (all frequencies divided by `factor`), "llama3" (Llama 3.1:
-      low frequencies divided, high ones kept, a ramp between) or "yarn" (the same by
-      turns within the original context, and longer vectors; arXiv:2309.00071).
-    factor: how much longer the context becomes.
-    low_freq_factor: "llama3": wavelengths above original / this are divided.
-    high_freq_factor: "llama3": wavelengths below original / this are kept.
-    original_max_position: "llama3" and "yarn": the context length before scaling, in
-      tokens.
-    beta_fast: "yarn": frequencies with more turns than this are kept.
-    beta_slow: "yarn": frequencies with fewer turns than this are divided.
-    attention_factor: "yarn": queries and keys are multiplied by this; None means
+    scaling: None for no scaling; "linear" divides all frequencies by `factor`; "llama3"
+      (Llama 3.1) divides low frequencies, keeps high ones and blends between them;
+      "yarn" blends by the number of turns within the original context, and scales
+      queries and keys too (arXiv:2309.00071).
+    factor: ratio of the new context length to the original one.
+    low_freq_factor: "llama3" divides frequencies whose wavelength exceeds
+      original_max_position / low_freq_factor.
+    high_freq_factor: "llama3" keeps frequencies whose wavelength is below
+      original_max_position / high_freq_factor.
+    original_max_position: context length before scaling in tokens, for "llama3" and
+      "yarn".
+    beta_fast: "yarn" keeps frequencies with more turns than this.
+    beta_slow: "yarn" divides frequencies with fewer turns than this.
+    attention_factor: "yarn" multiplies queries and keys by this; None means
       0.1 ln(factor) + 1.
-    truncate: "yarn": round the ends of the ramp to whole dimensions.
+    truncate: if True, "yarn" rounds the ends of its ramp to whole dimensions.
   """
 
   theta: float = 10_000.0
@@ -109,16 +119,16 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-  """A mixture of experts in the place of the MLP (Shazeer et al. 2017).
+  """A mixture of experts in place of the MLP (Shazeer et al. 2017).
 
   Attributes:
-    num_experts: E.
-    experts_per_token: k, how many of them see a token.
-    hidden_dim: F of one expert.
-    normalise: the k weights are divided by their sum.
-    implementation: "ragged" (tokens sorted by expert, one grouped product: work grows
-      with k) or "dense" (every expert sees every token: work grows with E; the plain
-      form that the other is checked against).
+    num_experts: number of experts E.
+    experts_per_token: number of experts k that each token uses.
+    hidden_dim: hidden width F of one expert.
+    normalise: if True, the k weights are divided by their sum.
+    implementation: "ragged" sorts tokens by expert and runs one grouped product, with
+      work proportional to k. "dense" runs every expert on every token, with work
+      proportional to E; it is the reference that "ragged" is tested against.
   """
 
   num_experts: int
@@ -142,18 +152,19 @@ class MoEConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-  """Which mesh axes split what. Axes that a mesh lacks, or that do not divide a
-  dimension, are dropped where they are used.
+  """The mesh axes that split weights and activations.
+
+  An axis that the mesh lacks, or that does not divide a dimension, is ignored there.
 
   Attributes:
-    fsdp: axis that splits every weight along its model dimension.
+    fsdp: axis or axes that split every weight along its model dimension.
     tp: axis that splits heads, hidden units and the vocabulary.
-    ep: axis that splits the experts of a mixture, and the batch and all other weights
-      together with fsdp.
-    cp: axis that splits the tokens of every row, and weights together with fsdp.
+    ep: axis that splits the experts of a mixture. It also splits the batch and, with
+      fsdp, all other weights.
+    cp: axis that splits the tokens of every row and, with fsdp, the weights.
     batch: axes that split the batch; None means ("dp", fsdp, ep).
-    step: axes that split products instead of rows and weights where a row has one
-      token; for decoding alone, see `generate.layout`.
+    step: axes that split the products of a decode step in place of its rows; set by
+      `generate.layout`.
   """
 
   fsdp: Axes = "fsdp"
@@ -165,15 +176,17 @@ class ShardingRules:
 
   @property
   def batch_axes(self) -> tuple[str, ...]:
-    """Axes of the batch dimension of activations."""
+    """Mesh axes of the batch dimension of activations."""
     if self.batch is not None:
       return self.batch
     return tuple(dict.fromkeys(("dp", *self._fsdp, *_named(self.ep))))
 
   @property
   def weight_axes(self) -> tuple[str, ...]:
-    """Axes of the model dimension of weights: devices that share the tokens of a row
-    share the weights too, or long rows would cost a copy of the model each."""
+    """Mesh axes of the model dimension of weights.
+
+    cp is among them: otherwise every device along cp would hold a copy of the weights.
+    """
     return (*self._fsdp, *_named(self.ep), *_named(self.cp))
 
   @property
@@ -186,10 +199,11 @@ def _named(axis: str | None) -> tuple[str, ...]:
 
 
 class LayerKind(NamedTuple):
-  """What a kind of layer has of its own: all else is equal in all layers.
+  """The settings in which kinds of layer differ.
 
   Attributes:
-    window: keys that a query sees, its own included; None: all before it.
+    window: number of keys that a query attends to, its own included; None for all keys
+      before it.
     rope: rotary embedding.
   """
 
@@ -202,40 +216,48 @@ class TransformerConfig:
   """Shape and options of a decoder-only transformer.
 
   Attributes:
-    num_layers: L. vocab_size: V. embed_dim: D. hidden_dim: F, of the gated MLP.
-    num_heads: N query heads. num_kv_heads: K, must divide N. head_dim: H.
+    num_layers: number of layers L.
+    vocab_size: size of the vocabulary V.
+    embed_dim: model width D.
+    hidden_dim: hidden width F of the gated MLP.
+    num_heads: number of query heads N.
+    num_kv_heads: number of key heads K, which must divide N.
+    head_dim: size H of a head.
     norm_eps: epsilon of the RMS norms.
-    norm_offset: the norms multiply by offset + scale (Gemma: 1).
-    norms: where a layer has RMS norms: "pre" (before attention and MLP), "post" (on
-      their outputs, OLMo 2), "both" (Gemma 2 and 3).
-    activation: of the gated MLP.
+    norm_offset: the norms multiply by norm_offset + scale; 1 in Gemma.
+    norms: positions of a layer's RMS norms: "pre" before attention and MLP, "post" on
+      their outputs (OLMo 2), or "both" (Gemma 2 and 3).
+    activation: activation function of the gated MLP.
     rope: rotary embedding.
-    layer_types: "full" or "sliding" attention, one a layer; None: all are full.
-    sliding_window: keys that a query of a "sliding" layer sees, its own included.
-    local_rope: rotary embedding of the sliding layers; None: `rope`.
-    query_scale: factor of the attention scores; None: head_dim ** -0.5.
-    attention_softcap: scores s become c tanh(s / c) (Gemma 2).
+    layer_types: "full" or "sliding" attention per layer; None for full attention in
+      all.
+    sliding_window: number of keys that a query of a "sliding" layer attends to, its own
+      included.
+    local_rope: rotary embedding of the sliding layers; None for `rope`.
+    query_scale: factor of the attention scores; None for head_dim ** -0.5.
+    attention_softcap: a number c; scores s become c tanh(s / c) (Gemma 2). None for no
+      cap.
     final_softcap: the same for the logits.
-    tie_embeddings: the unembedding is the embedding table.
-    scale_embeddings: embeddings are multiplied by sqrt(D) (Gemma).
-    qk_norm: RMS norm of queries and keys: None, "head" (each head by itself: Qwen 3,
-      Gemma 3) or "all" (all heads together: OLMo 2).
-    qkv_bias, o_bias: biases of the attention's projections.
-    moe: a mixture of experts instead of the MLP.
-    num_scores: None: a language model. Otherwise the unembedding is replaced by a head
-      that gives every position this many scores: 1 for a critic or a reward model.
-    max_position: longest context the checkpoint names, in tokens; recorded and written
-      back, not enforced.
+    tie_embeddings: if True, the unembedding is the embedding table.
+    scale_embeddings: if True, embeddings are multiplied by sqrt(D) (Gemma).
+    qk_norm: RMS norm of queries and keys: None, "head" for each head separately (Qwen
+      3, Gemma 3) or "all" for all heads together (OLMo 2).
+    qkv_bias, o_bias: if True, the attention's projections have biases.
+    moe: a mixture of experts in place of the MLP, or None.
+    num_scores: None for a language model. Otherwise a head replaces the unembedding and
+      gives every position this many scores: 1 for a critic or a reward model.
+    max_position: longest context in tokens that the checkpoint states. It is written
+      back and not enforced.
     param_dtype: dtype of the weights.
-    dtype: dtype of the computation; norms, softmax and logits are float32 always.
-    remat: what the backward pass recomputes: "none", "block" (each layer from its
-      input), "dots" (each layer, keeping the results of its matrix products), "offload"
-      (each layer from its input, which waits in the host's memory meanwhile).
-    attention: how attention is computed: "auto", or a name in `attention_paths.PATHS`,
-      which refuses what it cannot do.
-    scan_layers: run the stacked layers by `lax.scan` (True) or unrolled (False);
-      None: unrolled on a CPU up to 23 layers, else scanned.
-    sharding: mesh axes.
+    dtype: dtype of the computation; norms, softmax and logits are always float32.
+    remat: the results that the backward pass recomputes. "none" recomputes nothing,
+      "block" each layer from its input, and "dots" all results of a layer except its
+      matrix products. "offload" is "block" with the inputs kept in the host's memory.
+    attention: implementation of attention: "auto", or a name in
+      `attention_paths.PATHS`, which refuses unsupported calls.
+    scan_layers: True runs the stacked layers in `lax.scan`, False unrolled. None scans
+      them, except on a CPU with fewer than 24 layers.
+    sharding: mesh axes of weights and activations.
   """
 
   num_layers: int
@@ -301,7 +323,7 @@ class TransformerConfig:
     self._check_layer_types()
 
   def layers_of(self, path: str) -> int:
-    """Layers in the stack that holds the parameter `path`."""
+    """Returns the number of layers in the stack that holds the parameter `path`."""
     del path
     return self.num_layers
 
@@ -317,13 +339,13 @@ class TransformerConfig:
       raise ValueError(f"layer_types has {sorted(unknown)}, known: 'full', 'sliding'")
     if "sliding" in self.layer_types and (self.sliding_window or 0) < 1:
       raise ValueError(
-        f"there are sliding layers, but sliding_window is {self.sliding_window}: give "
-        "the number of keys that a query sees"
+        f"sliding_window is {self.sliding_window} and layer_types has sliding layers; "
+        "expected the number of keys that a query attends to, at least 1"
       )
 
   @property
   def kinds(self) -> tuple[LayerKind, ...]:
-    """The kinds of layer there are."""
+    """The kinds of layer of this configuration."""
     full = LayerKind(None, self.rope)
     if self.layer_types is None:
       return (full,)
@@ -333,47 +355,26 @@ class TransformerConfig:
 
   @property
   def layer_kinds(self) -> tuple[int, ...]:
-    """The kind of each layer, as its number in `kinds`."""
+    """The kind of each layer, as an index into `kinds`."""
     names = self.layer_types or ("full",) * self.num_layers
     order = list(dict.fromkeys(names))
     return tuple(order.index(name) for name in names)
 
   @property
   def scanned(self) -> bool:
-    """Whether the layers run by `lax.scan`."""
+    """True if the layers run in `lax.scan`, see `scans`."""
     return scans(self.scan_layers, self.num_layers)
 
 
 def sizes(
-  layers: int, dim: int, hidden: int, heads: int, kv_heads: int, **more: Any
+  layers: int, dim: int, hidden: int, heads: int, kv_heads: int, **fields: Any
 ) -> dict[str, Any]:
-  """Fields of a preset, by position."""
+  """Returns the fields of a preset; the five sizes are positional."""
   return {
     "num_layers": layers,
     "embed_dim": dim,
     "hidden_dim": hidden,
     "num_heads": heads,
     "num_kv_heads": kv_heads,
-    **more,
+    **fields,
   }
-
-
-def canonical(config: Any) -> Any:
-  """The configuration with what does not change the function set to one value, so that
-  equal functions compare equal."""
-  slides = config.layer_types is not None and "sliding" in config.layer_types
-  moe = config.moe and dataclasses.replace(config.moe, implementation="ragged")
-  return dataclasses.replace(
-    config,
-    layer_types=config.layer_types if slides else None,
-    sliding_window=config.sliding_window if slides else None,
-    local_rope=(config.local_rope or config.rope) if slides else None,
-    query_scale=config.query_scale or config.head_dim**-0.5,
-    moe=moe,
-    param_dtype=jnp.float32,
-    dtype=jnp.float32,
-    remat="none",
-    attention="auto",
-    scan_layers=None,
-    sharding=ShardingRules(),
-  )

@@ -1,4 +1,4 @@
-"""One layer of the decoder, or a stack of equal ones, made from the configuration."""
+"""One layer of the decoder, or a stack of layers, made from the configuration."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from jaxtyping import Array, Float
 
 from tunix.models.transformer import sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
-from tunix.models.transformer.config import MoEConfig, TransformerConfig
-from tunix.models.transformer.layers import ACTIVATIONS, GatedMLP, Linear, RMSNorm
+from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.layer_maker import LayerMaker
+from tunix.models.transformer.layers import ACTIVATIONS, GatedMLP
 from tunix.models.transformer.moe import MoE
 from tunix.models.transformer.visibility import Visibility
 
@@ -19,20 +20,24 @@ from tunix.models.transformer.visibility import Visibility
 class DecoderLayer(nnx.Module):
   """Attention and MLP (or experts), each added to the residual stream.
 
-  The RMS norms carry the names that Hugging Face gives them: with "pre" norms the one
-  before the MLP is called `post_attention_layernorm`.
+  The RMS norms have Hugging Face's names. With norms "pre" this name of the norm before
+  the MLP is `post_attention_layernorm`.
+
+  Args:
+    config: shape and options of the decoder.
+    stack: (L,) for a stack of L layers, () for one layer.
+    rngs: source of the weights' keys.
   """
 
   def __init__(self, config: TransformerConfig, stack: tuple[int, ...], rngs: nnx.Rngs):
     c = config
-    make = _Maker(config, stack, rngs)
-    names = _NORMS[c.norms]
-    for name in names:
+    make = LayerMaker(c.sharding, c.param_dtype, rngs, stack)
+    self.norms = _NORMS[c.norms]
+    for name in self.norms:
       if name is not None:
-        setattr(self, name, make.norm(c.embed_dim))
-    self.norms = names
-    self.attn = make.attention()
-    self.mlp = make.gated_mlp(c.hidden_dim) if c.moe is None else make.experts(c.moe)
+        setattr(self, name, make.norm(c.embed_dim, c.norm_eps, c.norm_offset))
+    self.attn = _attention(c, make)
+    self.mlp = _mlp(c, make)
     self.rules = c.sharding
 
   def __call__(
@@ -43,14 +48,14 @@ class DecoderLayer(nnx.Module):
     cached: KeysValues | None = None,
     kind: Kind = 0,
   ) -> tuple[Float[Array, "B T D"], KeysValues]:
-    """Returns the new residual stream and the keys and values.
+    """Returns the new residual stream, and the keys and values of its attention.
 
     Args:
       x: the residual stream.
-      sin_cos: rotary angles, with a leading axis for the kinds of layer.
-      visible: who may look where.
+      sin_cos: rotary angles, with a leading axis over the kinds of layer.
+      visible: the keys that each query attends to.
       cached: see `Attention`.
-      kind: the layer's kind, see `TransformerConfig.kinds`.
+      kind: number of the layer's kind, see `TransformerConfig.kinds`.
     """
     attn_in, attn_out, mlp_in, mlp_out = (self._norm(name) for name in self.norms)
     with jax.named_scope("attn"):
@@ -80,79 +85,47 @@ _NORMS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = {
 }
 
 
-class _Maker:
-  """Makes the modules of one layer, or of a stack of them."""
+def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
+  d, q_dim, kv_dim = c.embed_dim, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+  widths = {None: None, "head": (c.head_dim, c.head_dim), "all": (q_dim, kv_dim)}
+  norms = widths[c.qk_norm]
+  norm = lambda width: make.norm(width, c.norm_eps, c.norm_offset)
+  return Attention(
+    make.linear(d, q_dim, "in_out", bias=c.qkv_bias),
+    make.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
+    make.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
+    make.linear(q_dim, d, "out_in", bias=c.o_bias),
+    head_dim=c.head_dim,
+    q_norm=norms and norm(norms[0]),
+    k_norm=norms and norm(norms[1]),
+    wide_norm=c.qk_norm == "all",
+    scale=c.query_scale,
+    softcap=c.attention_softcap,
+    windows=tuple(kind.window for kind in c.kinds),
+    implementation=c.attention,
+    rules=c.sharding,
+  )
 
-  def __init__(self, config: TransformerConfig, stack: tuple[int, ...], rngs: nnx.Rngs):
-    self.config = config
-    self.stack = stack
-    self.rngs = rngs
 
-  def linear(
-    self, in_dim: int, out_dim: int, kind: str, *, bias: bool = False, experts: int = 0
-  ) -> Linear:
-    rules, stacked = self.config.sharding, bool(self.stack)
-    return Linear(
-      in_dim,
-      out_dim,
-      stack=self.stack + ((experts,) if experts else ()),
-      spec=sharding.weight_spec(kind, rules, stacked, experts=bool(experts)),
-      use_bias=bias,
-      param_dtype=self.config.param_dtype,
-      rngs=self.rngs,
-    )
+def _mlp(c: TransformerConfig, make: LayerMaker) -> GatedMLP | MoE:
+  if c.moe is None:
+    return _gated_mlp(c, make, c.hidden_dim)
+  return MoE(
+    make.linear(c.embed_dim, c.moe.num_experts, "router"),
+    _gated_mlp(c, make, c.moe.hidden_dim, c.moe.num_experts),
+    experts_per_token=c.moe.experts_per_token,
+    normalise=c.moe.normalise,
+    implementation=c.moe.implementation,
+    rules=c.sharding,
+  )
 
-  def norm(self, dim: int) -> RMSNorm:
-    c = self.config
-    return RMSNorm(
-      dim,
-      c.norm_eps,
-      offset=c.norm_offset,
-      stack=self.stack,
-      spec=sharding.weight_spec("norm", c.sharding, bool(self.stack)),
-      param_dtype=c.param_dtype,
-    )
 
-  def attention(self) -> Attention:
-    c = self.config
-    d, q_dim, kv_dim = (
-      c.embed_dim,
-      c.num_heads * c.head_dim,
-      c.num_kv_heads * c.head_dim,
-    )
-    widths = {None: None, "head": (c.head_dim, c.head_dim), "all": (q_dim, kv_dim)}
-    norms = widths[c.qk_norm]
-    return Attention(
-      self.linear(d, q_dim, "in_out", bias=c.qkv_bias),
-      self.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
-      self.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
-      self.linear(q_dim, d, "out_in", bias=c.o_bias),
-      head_dim=c.head_dim,
-      q_norm=norms and self.norm(norms[0]),
-      k_norm=norms and self.norm(norms[1]),
-      wide_norm=c.qk_norm == "all",
-      scale=c.query_scale,
-      softcap=c.attention_softcap,
-      windows=tuple(kind.window for kind in c.kinds),
-      implementation=c.attention,
-      rules=c.sharding,
-    )
-
-  def gated_mlp(self, hidden_dim: int, experts: int = 0) -> GatedMLP:
-    d = self.config.embed_dim
-    return GatedMLP(
-      self.linear(d, hidden_dim, "in_out", experts=experts),
-      self.linear(d, hidden_dim, "in_out", experts=experts),
-      self.linear(hidden_dim, d, "out_in", experts=experts),
-      ACTIVATIONS[self.config.activation],
-    )
-
-  def experts(self, moe: MoEConfig) -> MoE:
-    return MoE(
-      self.linear(self.config.embed_dim, moe.num_experts, "router"),
-      self.gated_mlp(moe.hidden_dim, moe.num_experts),
-      experts_per_token=moe.experts_per_token,
-      normalise=moe.normalise,
-      implementation=moe.implementation,
-      rules=self.config.sharding,
-    )
+def _gated_mlp(
+  c: TransformerConfig, make: LayerMaker, hidden_dim: int, experts: int = 0
+) -> GatedMLP:
+  return GatedMLP(
+    make.linear(c.embed_dim, hidden_dim, "in_out", experts=experts),
+    make.linear(c.embed_dim, hidden_dim, "in_out", experts=experts),
+    make.linear(hidden_dim, c.embed_dim, "out_in", experts=experts),
+    ACTIVATIONS[c.activation],
+  )

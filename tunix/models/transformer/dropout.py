@@ -1,11 +1,13 @@
-"""Dropout masks that a restarted run draws again, however its batch is cut.
+"""Dropout masks that do not depend on restarts or on the size of micro-batches.
 
-The state of a module is uint32 [*stack, 2]: a seed of its own, and the number of rows
-that it has seen. Row b of a call draws from (seed, rows + b), so micro-batches of
-another size give each row of the global batch the same mask, and longer padding does
-not change it. The state is a variable of the model: it is saved and restored with the
-other random state, and the model, not the layer, counts (`advance`), because a layer
-inside a scan or a remat is a temporary copy.
+The state of a module is uint32 [*stack, 2]: the module's seed, and the number of rows
+that it has processed. Row b of a call draws from (seed, rows + b), so each row of the
+global batch gets the same mask with every size of micro-batch. Longer padding does not
+change the mask either.
+
+The state is a variable of the model and is saved and restored with the other random
+state. The model counts the rows (`advance`) and not the layer, because a layer inside a
+scan or a remat is a temporary copy.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from flax import nnx
 
 
 def new_state(key: jax.Array, stack: tuple[int, ...]) -> nnx.RngState:
-  """A variable with a seed for every layer of a stack, at row 0."""
+  """Returns a state variable with a seed per layer of a stack, at row 0."""
   seeds = jax.random.bits(key, stack, jnp.uint32)
   value = jnp.stack([seeds, jnp.zeros_like(seeds)], axis=-1)
   spec = (None,) * value.ndim
@@ -29,9 +31,9 @@ def apply(x: jax.Array, state: jax.Array, rate: float) -> jax.Array:
   """Sets elements to 0 with probability `rate` and divides the others by 1 - rate.
 
   Args:
-    x: [B, T, ...], masked row by row; [M, ...] of sorted rows gets one mask.
-    state: uint32 [..., 2] of one layer; of several experts the first one's.
-    rate: in [0, 1).
+    x: [B, T, ...] with a mask per row, or sorted rows [M, ...] with one mask.
+    state: state of one layer, uint32 [..., 2]; of several experts the first is used.
+    rate: probability of dropping an element, in [0, 1).
   """
   seed, rows = state.reshape(-1, 2)[0]
   key = jax.random.key(seed)
@@ -45,7 +47,7 @@ def apply(x: jax.Array, state: jax.Array, rate: float) -> jax.Array:
 
 
 def advance(layers: Any, rows: int) -> None:
-  """Counts the rows of a call in the layers whose dropout is on."""
+  """Adds the rows of a call to the count of every layer whose dropout is on."""
   for _, module in nnx.iter_modules(layers):
     state = getattr(module, "lora_rng", None)
     if state is not None and not getattr(module, "deterministic", True):
@@ -53,7 +55,7 @@ def advance(layers: Any, rows: int) -> None:
 
 
 def is_on(model: Any) -> bool:
-  """Whether a call would drop something, in our layers or in flax's."""
+  """Returns True if a call would drop elements, in adapters or in flax's layers."""
   for _, module in nnx.iter_modules(model):
     rate = getattr(module, "lora_dropout", 0.0) or getattr(module, "rate", 0.0)
     if rate and getattr(module, "deterministic", True) is False:

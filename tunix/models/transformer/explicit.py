@@ -1,9 +1,10 @@
-"""Our decoder inside a mesh with Explicit axes, as `jax.make_mesh` makes them.
+"""Calls of the decoder inside a mesh with Explicit axes, as `jax.make_mesh` makes.
 
-There every operation has to say how its result is laid out where that does not follow
-from its arguments, which the decoder's do not: XLA lays them out (Auto axes), guided by
-the weights' layouts and a few pins. So a call under Explicit axes runs under the same
-axes as Auto ones, and what it returns is laid out as stated here.
+Under Explicit axes an operation must state the sharding of its result wherever it does
+not follow from its arguments. The decoder does not do that: XLA chooses the shardings
+(Auto axes), guided by those of the weights and a few constraints. A call under Explicit
+axes therefore runs with the same axes as Auto ones, and only its result gets a stated
+sharding.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from tunix.utils import mesh as mesh_lib
 Method = Callable[..., Any]
 
 
-def auto_inside(layout: Callable[..., Any]) -> Callable[[Method], Method]:
+def auto_inside(specs: Callable[..., Any]) -> Callable[[Method], Method]:
   """Lets a module's method be called, jitted and differentiated under Explicit axes.
 
   Args:
-    layout: (module, *the method's arguments by name) -> PartitionSpecs of its result.
+    specs: called with the module and the method's arguments by name; returns the
+      PartitionSpecs of the method's result.
   """
 
   def decorate(method: Method) -> Method:
@@ -38,7 +40,7 @@ def auto_inside(layout: Callable[..., Any]) -> Callable[[Method], Method]:
       mesh = jax.sharding.get_abstract_mesh()
       if mesh.empty or not mesh_lib.is_explicit(mesh):
         return method(self, *args, **kwargs)
-      return _run(method, layout, self, signature.bind(self, *args, **kwargs))
+      return _run(method, specs, self, signature.bind(self, *args, **kwargs))
 
     return call
 
@@ -47,61 +49,70 @@ def auto_inside(layout: Callable[..., Any]) -> Callable[[Method], Method]:
 
 def _run(
   method: Method,
-  layout: Callable[..., Any],
+  specs: Callable[..., Any],
   module: nnx.Module,
   bound: inspect.BoundArguments,
 ) -> Any:
   graph, params, rest = nnx.split(module, nnx.Param, ...)
   leaves, form = jax.tree.flatten((bound.args[1:], bound.kwargs))
-  # What is no array is an option, and stays outside of the traced call.
+  # Leaves that are no arrays are options. They stay outside of the traced call.
   places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
 
   def inside(params, rest, arrays):
-    given = list(leaves)
+    inputs = list(leaves)
     for place, array in zip(places, arrays):
-      given[place] = array
-    args, kwargs = form.unflatten(given)
+      inputs[place] = array
+    args, kwargs = form.unflatten(inputs)
     inner = nnx.merge(graph, params, rest)
     result = method(inner, *args, **kwargs)
-    return result, nnx.split(inner, nnx.Param, ...)[2]  # dropout counts its calls
+    # State that is no parameter is returned too: dropout counts the rows of its calls.
+    return result, nnx.split(inner, nnx.Param, ...)[2]
 
-  where = layout(module, **{k: v for k, v in bound.arguments.items() if k != "self"})
+  out = specs(module, **{k: v for k, v in bound.arguments.items() if k != "self"})
   auto_axes: Any = jax.sharding.auto_axes  # typed as a decorator alone
-  call = auto_axes(inside, out_sharding=(where, PartitionSpec()))
+  call = auto_axes(inside, out_sharding=(out, PartitionSpec()))
   result, rest = call(params, rest, [leaves[place] for place in places])
   nnx.update(module, rest)
   return result
 
 
-def rows(model: Any, *shape: int, last: str | None = None) -> PartitionSpec:
-  """An array [B, T, ...] of that shape, split as activations are, and `last` along its
-  end."""
+def row_spec(model: Any, *shape: int, last: str | None = None) -> PartitionSpec:
+  """Returns the spec of an array [B, T, ...] that is split as activations are.
+
+  Args:
+    model: the decoder, whose sharding rules apply.
+    shape: shape of the array; axes that do not divide it are dropped.
+    last: mesh axis of the last dimension.
+  """
   mesh, rules = jax.sharding.get_abstract_mesh(), model.config.sharding
   return mesh_lib.fit_spec((sharding.batch_axes(rules), rules.cp, last), shape, mesh)
 
 
-def of_hidden(model: Any, tokens: Any) -> PartitionSpec:
-  """Of [B, T, D] for tokens [B, T]."""
-  return rows(model, *tokens.shape[:2], model.config.embed_dim)
+def hidden_spec(model: Any, tokens: Any) -> PartitionSpec:
+  """Returns the spec of hidden states [B, T, D] for tokens [B, T]."""
+  return row_spec(model, *tokens.shape[:2], model.config.embed_dim)
 
 
-def of_logits(model: Any, hidden: Any) -> PartitionSpec:
-  """Of [B, T, V], or of scores [B, T, n]: the vocabulary is split as its matrix is."""
+def logits_spec(model: Any, hidden: Any) -> PartitionSpec:
+  """Returns the spec of logits [B, T, V], or of scores [B, T, n].
+
+  The vocabulary is split like the unembedding's, over tp.
+  """
   c = model.config
   if c.num_scores is not None:
-    return rows(model, *hidden.shape[:2], c.num_scores)
-  return rows(model, *hidden.shape[:2], c.vocab_size, last=c.sharding.tp)
+    return row_spec(model, *hidden.shape[:2], c.num_scores)
+  return row_spec(model, *hidden.shape[:2], c.vocab_size, last=c.sharding.tp)
 
 
-def of_call(model: Any, input_tokens: Any, **arguments: Any) -> Any:
-  """Of what a decoder's `__call__` returns."""
+def call_specs(model: Any, input_tokens: Any, **arguments: Any) -> Any:
+  """Returns the specs of the result of a decoder's `__call__`: (output, cache)."""
   arguments |= arguments.pop("options", {})
-  wanted = of_hidden if arguments.get("return_hidden") else of_logits
+  output_spec = hidden_spec if arguments.get("return_hidden") else logits_spec
   cache = arguments.get("cache")
   if cache is None:
-    return wanted(model, input_tokens), None
+    return output_spec(model, input_tokens), None
   mesh, rules = jax.sharding.get_abstract_mesh(), model.config.sharding
   entries = (sharding.batch_axes(rules), rules.tp, None, None)
   split = mesh_lib.fit_spec(entries, cache.k[0].shape, mesh)
   specs = jax.tree.map(lambda x: split if x.ndim else PartitionSpec(), cache)
-  return wanted(model, input_tokens), specs
+  return output_spec(model, input_tokens), specs

@@ -1,8 +1,9 @@
-"""Attention by the platform's own kernels, each device on its own rows and heads.
+"""Attention by the kernels of a platform, each device on its own rows and heads.
 
-Both are causal self-attention without a cache; `attention_paths` says what else they
-can do and refuses the rest. Checked on a CPU (splash in the Pallas interpreter, cuDNN's
-arguments through XLA) and, splash, with the TPU compiler; no TPU or GPU has run them.
+Both kernels compute causal self-attention without a cache. `attention_paths` lists
+their other features and refuses unsupported calls. They were checked on CPUs: splash in
+the Pallas interpreter and with the TPU compiler, cuDNN's arguments through XLA. No TPU
+or GPU has run them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tunix.models.transformer.split_tokens import Split
 from tunix.models.transformer.visibility import Visibility
 from tunix.utils import mesh as mesh_lib
 
-# Most queries and keys of a splash block; not measured.
+# Largest number of queries and keys in a splash block; not measured.
 _SPLASH_BLOCK = 512
 
 
@@ -38,15 +39,17 @@ def splash(
   rules: ShardingRules | Split,
   interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-  """JAX's splash attention for TPUs: causal, windows, soft cap, segments.
+  """Runs JAX's splash attention for TPUs: causal, windows, soft cap, segments.
 
   Args:
-    interpret: run the kernel in the Pallas interpreter, which any platform has.
+    query, key, value, visible, scale, softcap, window, rules: see
+      `attention_paths.Path.run`.
+    interpret: if True, the kernel runs in the Pallas interpreter, on any platform.
   """
 
   def rows(query, key, value, *segments):
     t, n = query.shape[1:3]
-    size = max(128, blockwise.block_size(t, _SPLASH_BLOCK))
+    size = max(128, blockwise.block_size(t, _SPLASH_BLOCK))  # a TPU's lanes are 128
     options = {"size": size, "softcap": softcap, "window": window}
     options["interpret"] = interpret
     if isinstance(rules, Split):
@@ -54,7 +57,8 @@ def splash(
     else:
       slots = np.arange(t + -t % size, dtype=np.int32)
       kernel = _splash_kernel(n, slots, slots.size, **options)
-    # [B, heads, T, H]; keys that fill up the last block come after every query.
+    # The kernel takes [B, heads, T, H]. Padded keys come after every query, so the
+    # causal mask hides them.
     heads_first = lambda x: _fill(x, size).swapaxes(1, 2)
     arrays = heads_first(_scaled(query, scale)), heads_first(key), heads_first(value)
     if segments:
@@ -80,17 +84,19 @@ def cudnn(
   rules: ShardingRules,
   backend: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "B T N H"]:
-  """cuDNN's attention through `jax.nn.dot_product_attention`: causal, windows.
+  """Runs cuDNN's attention through `jax.nn.dot_product_attention`: causal, windows.
 
   Args:
-    backend: "xla" computes the same without cuDNN.
+    query, key, value, visible, scale, softcap, window, rules: see
+      `attention_paths.Path.run`.
+    backend: "xla" computes the same function without cuDNN.
   """
-  del visible, softcap  # causal, no cap: the path refuses everything else
+  del visible, softcap  # the path refuses calls that are not plainly causal, or capped
   rows = functools.partial(
     jax.nn.dot_product_attention,
     scale=scale,
     is_causal=True,
-    # JAX counts the slots before the query's own.
+    # JAX counts the slots before the query's slot, which `window` includes.
     local_window_size=None if window is None else (window - 1, 0),
     implementation=backend,
   )
@@ -100,16 +106,21 @@ def cudnn(
 def _per_shard(
   rows: Callable[..., jax.Array], rules: ShardingRules, *arrays: jax.Array
 ) -> jax.Array:
-  """Runs (query, key, value[, segments]) by shards of rows and of heads.
+  """Runs a kernel on shards of rows and heads.
 
-  A kernel is opaque to XLA's partitioner, which would gather its operands. Axes that
-  do not divide the rows or the KEY heads are dropped.
+  XLA's partitioner cannot split a kernel and would all-gather its operands. Mesh axes
+  that do not divide the rows or the key heads are dropped.
+
+  Args:
+    rows: the kernel, a function of (query, key, value) and optionally segment ids.
+    rules: mesh axes of rows and heads.
+    arrays: the kernel's arguments.
   """
   mesh = mesh_lib.context_mesh()
   if mesh is None:
     return rows(*arrays)
-  wanted = (sharding.batch_axes(rules), None, rules.tp, None)
-  spec = mesh_lib.fit_spec(wanted, arrays[1].shape, mesh)
+  entries = (sharding.batch_axes(rules), None, rules.tp, None)
+  spec = mesh_lib.fit_spec(entries, arrays[1].shape, mesh)
   specs = (spec,) * 3 + (PartitionSpec(spec[0]),) * (len(arrays) - 3)
   return jax.shard_map(
     rows, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False
@@ -127,16 +138,18 @@ def _splash_kernel(
   interpret: bool,
   shards: int = 1,
 ) -> Any:
-  """The kernel for [N, T, H] queries; its tables of blocks are made while tracing.
+  """Makes the kernel for queries [N, T, H]; its block tables are made while tracing.
 
   Args:
-    heads: N.
-    slots: int32 [T], of the queries of all shards, one shard's after the other's.
-    keys: S, whole blocks.
-    size: queries, and keys, of a block.
-    shards: parts that the queries are split into, whole blocks each.
+    heads: number of query heads N.
+    slots: slots of the queries of all shards, int32 [T], shard after shard.
+    keys: number of keys S, a multiple of `size`.
+    size: number of queries and of keys in a block.
+    softcap, window: see `attention_paths.attend`.
+    interpret: see `splash`.
+    shards: number of parts of the queries, each a multiple of `size`.
   """
-  # Here, because Pallas takes a second to import and few programs need it.
+  # Imported here, because Pallas takes a second to import and few programs need it.
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
   from tunix.models.transformer.splash_mask import ReachMask
@@ -163,47 +176,59 @@ def _splash_kernel(
 def _share_of_kernel(
   heads: int, keys: int, split: Split, options: dict[str, Any]
 ) -> Any:
-  """The kernel for the queries of this device, of those that `split` names."""
-  slots, size = split.slots(), options["size"]
-  # What fills up a device's last block looks where its last query does.
+  """Makes the kernel for this device's queries.
+
+  The tables are made for the queries of all devices, because they are computed on the
+  host while tracing. Each device then takes its part of them by its index in the mesh.
+
+  Args:
+    heads: number of query heads N.
+    keys: number of keys S.
+    split: assigns the queries to devices.
+    options: further arguments of `_splash_kernel`.
+  """
+  slots, size = split.slots(), options["size"]  # slots [n, T/n]
+  # Padded queries of a device repeat the slot of its last query.
   slots = np.pad(slots, ((0, 0), (0, -slots.shape[1] % size)), "edge")
   kernel = _splash_kernel(
     heads, slots.reshape(-1), keys + -keys % size, **options, shards=split.shards
   )
   rank = jax.lax.axis_index(split.axis)
 
-  def mine(table, axis):
+  def shard(table, axis):
     if table is None:
       return None
     count = table.shape[axis] // split.shards
     return jax.lax.dynamic_slice_in_dim(table, rank * count, count, axis)
 
-  def share(info):  # as `manual_sharding_spec` of the kernel would have it split
+  def shard_tables(info):  # the axes follow the kernel's `manual_sharding_spec`
     return info._replace(
-      data_next=mine(info.data_next, 1),
-      mask_next=mine(info.mask_next, 1),
-      block_mask=mine(info.block_mask, 1),
-      q_sequence=mine(info.q_sequence, 0),
+      data_next=shard(info.data_next, 1),
+      mask_next=shard(info.mask_next, 1),
+      block_mask=shard(info.block_mask, 1),
+      q_sequence=shard(info.q_sequence, 0),
     )
 
   tables = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
-  return type(kernel)(*map(share, tables), **kernel.kwargs)
+  return type(kernel)(*map(shard_tables, tables), **kernel.kwargs)
 
 
 def _with_segments(kernel: Any) -> Callable[..., jax.Array]:
-  """Of queries, keys, values and the ids of the queries, then of the keys if they are
-  others."""
+  """Returns a kernel that takes segment ids after the queries, keys and values.
+
+  One array of ids is for queries and keys; of two arrays the second is the keys'.
+  """
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
   return lambda q, k, v, *ids: kernel(q, k, v, lib.SegmentIds(ids[0], ids[-1]))
 
 
 def _scaled(query: jax.Array, scale: float) -> jax.Array:
-  """The kernel has no factor of its own."""
+  """Scales the queries: the kernel has no argument for the factor of the scores."""
   return (query.astype(jnp.float32) * scale).astype(query.dtype)
 
 
 def _fill(x: jax.Array, size: int) -> jax.Array:
-  """Zeros after the last token up to a whole block."""
+  """Pads the tokens with zeros to a multiple of the block size."""
   short = -x.shape[1] % size
   return jnp.pad(x, [(0, short if axis == 1 else 0) for axis in range(x.ndim)])

@@ -1,7 +1,7 @@
-"""Hugging Face `config.json` <-> the decoder's configuration.
+"""Reader and writer of the decoder's configuration as Hugging Face's `config.json`.
 
-Fields that would change the mathematics in a way the decoder does not have are
-errors; all others (bookkeeping of other libraries) are ignored.
+A field that asks for mathematics the decoder lacks is an error. All unknown fields
+(bookkeeping of other libraries) are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tunix.models.transformer.config import (
 HfConfig = Mapping[str, Any]
 IsSliding = Callable[[int], bool]
 
-# Field -> the values that mean "as the decoder does it"; absent is always fine.
+# Field -> the values that the decoder supports. An absent field is always accepted.
 SUPPORTED: Mapping[str, tuple[Any, ...]] = {
   "mlp_bias": (False, None),
   "attention_dropout": (0, None),
@@ -31,7 +31,8 @@ SUPPORTED: Mapping[str, tuple[Any, ...]] = {
   "quantization_config": (None,),
 }
 
-# Their names of activations and of kinds of layer -> ours; the first is what we write.
+# Hugging Face's names of activations and kinds of layer. If two names have one meaning,
+# the first one is written.
 _ACTIVATIONS: Mapping[str, Activation] = {
   "silu": "silu",
   "swish": "silu",
@@ -46,41 +47,50 @@ _LAYER_TYPES: Mapping[str, LayerType] = {
 _DEFAULT_THETA = 10_000.0
 
 
-def check_supported(hf: HfConfig) -> None:
-  """Refuses what the decoder cannot do.
+def check_supported(
+  hf: HfConfig,
+  supported: Mapping[str, tuple[Any, ...]] = SUPPORTED,
+  prefix: str = "",
+) -> None:
+  """Refuses fields with an unsupported value.
+
+  Args:
+    hf: the parsed `config.json`, or a section of it.
+    supported: the accepted values by field.
+    prefix: name of the section in messages, with a dot.
 
   Raises:
-    ValueError: names the field, its value and the supported values.
+    ValueError: a field has another value; the message names it and the supported one.
   """
-  for field, accepted in SUPPORTED.items():
+  for field, accepted in supported.items():
     if field in hf and hf[field] not in accepted:
       raise ValueError(
-        f"{field} is {hf[field]!r}, supported is only {accepted[0]!r}: this decoder "
-        "would compute something else than the checkpoint means"
+        f"{prefix}{field} is {hf[field]!r}, supported is only {accepted[0]!r}: the "
+        "model would compute something else than the checkpoint means"
       )
 
 
-def read_activation(hf: HfConfig, field: str = "hidden_act") -> Activation:
-  """The MLP's activation; absent means "silu".
+def read_activation(hf: HfConfig) -> Activation:
+  """Returns the MLP's activation; an absent field means "silu".
 
   Raises:
-    ValueError: one that the decoder does not have.
+    ValueError: the decoder does not have this activation.
   """
-  name = hf.get(field) or "silu"
+  name = hf.get("hidden_act") or "silu"
   if not isinstance(name, str) or name not in _ACTIVATIONS:
-    raise ValueError(f"{field} is {name!r}, supported are {sorted(_ACTIVATIONS)}")
+    raise ValueError(f"hidden_act is {name!r}, supported are {sorted(_ACTIVATIONS)}")
   return _ACTIVATIONS[name]
 
 
 def read_layers(hf: HfConfig, sliding: IsSliding) -> dict[str, Any]:
-  """`layer_types` and `sliding_window` of a config.
+  """Returns the fields `layer_types` and `sliding_window`; none if no layer slides.
 
   Args:
     hf: the parsed `config.json`.
-    sliding: whether layer i slides, where `layer_types` does not say it.
+    sliding: returns True if layer i slides; used if the file has no `layer_types`.
 
   Raises:
-    ValueError: an unknown type of layer, or sliding layers without a window.
+    ValueError: a type of layer is unknown, or sliding layers have no window.
   """
   count = integer(hf, "num_hidden_layers")
   named = hf.get("layer_types")
@@ -105,17 +115,19 @@ def decoder_fields(
   tied: bool = False,
   sliding: IsSliding | None = None,
 ) -> dict[str, Any]:
-  """Arguments of a `TransformerConfig`; absent fields get transformers' defaults.
+  """Returns the arguments of a `TransformerConfig`.
+
+  Absent fields get transformers' defaults.
 
   Args:
     hf: the parsed `config.json`.
-    head_dim: what an absent `head_dim` means; None: hidden_size / heads.
-    tied: what an absent `tie_word_embeddings` means.
-    sliding: see `read_layers`; None: the family has no sliding layers.
+    head_dim: value of an absent `head_dim`; None for hidden_size / heads.
+    tied: value of an absent `tie_word_embeddings`.
+    sliding: see `read_layers`; None for a family without sliding layers.
 
   Raises:
-    ValueError: a field is missing, of the wrong kind, or asks for something that the
-      decoder does not do.
+    ValueError: a field is missing, of the wrong kind, or has a value that the decoder
+      does not support.
   """
   check_supported(hf)
   dim, heads = integer(hf, "hidden_size"), integer(hf, "num_attention_heads")
@@ -161,24 +173,26 @@ _SCORING = "ForSequenceClassification"
 
 
 def read_scores(hf: HfConfig) -> int | None:
-  """Scores of a sequence classifier (a reward model); None for a language model.
+  """Returns the number of scores of a sequence classifier, such as a reward model.
+
+  The result is None for a language model.
 
   Raises:
-    ValueError: its labels are no table.
+    ValueError: `id2label` is no table.
   """
   names = hf.get("architectures") or [""]
   if not str(names[0]).endswith(_SCORING):
     return None
   if hf.get("num_labels") is not None:
     return integer(hf, "num_labels")
-  labels = hf.get("id2label", {"0": "", "1": ""})  # what absent labels mean
+  labels = hf.get("id2label", {"0": "", "1": ""})  # transformers' default: two labels
   if not isinstance(labels, Mapping) or not labels:
     raise ValueError(f"id2label is {labels!r}, expected a table of labels")
   return len(labels)
 
 
 def write_scores(config: TransformerConfig, architecture: str) -> dict[str, Any]:
-  """The architecture's name and the labels of a model with scores."""
+  """Returns the fields of the architecture, and of a score head's labels."""
   if config.num_scores is None:
     return {"architectures": [architecture]}
   labels = {str(i): f"LABEL_{i}" for i in range(config.num_scores)}
@@ -190,14 +204,14 @@ def write_scores(config: TransformerConfig, architecture: str) -> dict[str, Any]
 
 
 def read_rope(hf: HfConfig) -> RopeConfig:
-  """Rotary settings in either spelling.
+  """Returns the rotary settings, from either spelling.
 
-  `rope_parameters` (transformers 5) holds everything; `rope_scaling` with a
-  `rope_theta` beside it is the older one. Where both stand, `rope_scaling` wins, as in
-  transformers.
+  `rope_parameters` (transformers 5) is one table of all settings. The older spelling is
+  `rope_scaling` with a separate `rope_theta`. If a file has both, `rope_scaling` wins,
+  as in transformers.
 
   Raises:
-    ValueError: an unknown kind of scaling, or one of its numbers is missing.
+    ValueError: the kind of scaling is unknown, or one of its numbers is missing.
   """
   values = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
   if not isinstance(values, Mapping) or any(
@@ -212,10 +226,14 @@ def read_rope(hf: HfConfig) -> RopeConfig:
 
 
 def rope_of(values: Mapping[str, Any], theta: float) -> RopeConfig:
-  """The settings of one flat table.
+  """Returns the rotary settings of one flat table.
+
+  Args:
+    values: the table.
+    theta: base of the frequencies.
 
   Raises:
-    ValueError: an unknown kind of scaling, or one of its numbers is missing.
+    ValueError: the kind of scaling is unknown, or one of its numbers is missing.
   """
   if values.get("partial_rotary_factor") not in (None, 1):
     raise ValueError(
@@ -230,8 +248,9 @@ def rope_of(values: Mapping[str, Any], theta: float) -> RopeConfig:
       f"rope_type {kind!r} is not supported: it must be 'default' or one of "
       f"{sorted(_ROPE_READERS)}"
     )
-  more = _ROPE_READERS[kind](values)
-  return RopeConfig(theta=theta, scaling=kind, factor=number(values, "factor"), **more)
+  fields = _ROPE_READERS[kind](values)
+  factor = number(values, "factor")
+  return RopeConfig(theta=theta, scaling=kind, factor=factor, **fields)
 
 
 def _read_llama3(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -267,7 +286,7 @@ _ROPE_READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
 
 
 def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
-  """The scaling of rotary frequencies, without their base."""
+  """Returns the fields of rotary scaling, without the base of the frequencies."""
   scaling: dict[str, Any] = {"rope_type": rope.scaling or "default"}
   if rope.scaling is not None:
     scaling["factor"] = rope.factor
@@ -284,7 +303,7 @@ def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
-  """Rotary settings in both spellings, so that old and new readers find them."""
+  """Returns the rotary settings in both spellings, for old and new readers."""
   scaling = scaling_fields(rope)
   return {
     "rope_parameters": scaling | {"rope_theta": rope.theta},
@@ -294,8 +313,8 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
 
 
 def write_layers(config: TransformerConfig) -> dict[str, Any]:
-  """`layer_types` and `sliding_window`."""
-  names = {ours: theirs for theirs, ours in _LAYER_TYPES.items()}
+  """Returns the fields `layer_types` and `sliding_window`."""
+  names = {kind: name for name, kind in _LAYER_TYPES.items()}
   types = config.layer_types or ("full",) * config.num_layers
   hf: dict[str, Any] = {"layer_types": [names[kind] for kind in types]}
   if config.sliding_window is not None:  # transformers takes no null here
@@ -304,15 +323,15 @@ def write_layers(config: TransformerConfig) -> dict[str, Any]:
 
 
 def write_activation(config: TransformerConfig) -> str:
-  """Their name of the activation."""
-  names = {ours: theirs for theirs, ours in reversed(list(_ACTIVATIONS.items()))}
+  """Returns Hugging Face's name of the activation."""
+  names = {kind: name for name, kind in reversed(list(_ACTIVATIONS.items()))}
   return names[config.activation]
 
 
 def write_decoder(
   config: TransformerConfig, model_type: str, architecture: str
 ) -> dict[str, Any]:
-  """The `config.json` of a model; token ids are the caller's to add."""
+  """Returns the `config.json` of a model, without token ids."""
   dtype = jnp.dtype(config.param_dtype).name
   hf = {
     **write_scores(config, architecture),
@@ -338,10 +357,10 @@ def write_decoder(
 
 
 def integer(hf: Mapping[str, Any], field: str) -> int:
-  """A whole number that must be there.
+  """Returns a field that must be a whole number.
 
   Raises:
-    ValueError: it is missing or something else.
+    ValueError: the field is missing or has another kind of value.
   """
   value = _present(hf, field)
   if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
@@ -350,10 +369,10 @@ def integer(hf: Mapping[str, Any], field: str) -> int:
 
 
 def number(hf: Mapping[str, Any], field: str, default: float | None = None) -> float:
-  """A number; `default` when absent or null.
+  """Returns a field that must be a number, or `default` if it is absent or null.
 
   Raises:
-    ValueError: it is missing without a default, or something else.
+    ValueError: the field is missing and has no default, or has another kind of value.
   """
   if default is not None and hf.get(field) is None:
     return default

@@ -1,7 +1,7 @@
-"""Linear, RMSNorm, Embedding and the gated MLP: layers that take values, not configs.
+"""The layers Linear, RMSNorm, Embedding and gated MLP, which take sizes, not configs.
 
-Weights may carry a leading layer axis L (`stack`): a stacked module holds the weights
-of all layers, and running it needs one layer's slice (see model.py).
+Weights may have a leading layer axis L (`stack`). A stacked module holds the weights of
+all layers, and only the slice of one layer can be called (see model.py).
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 def param(value: jax.Array, spec: tuple[Any, ...]) -> nnx.Param:
-  """A parameter that remembers its PartitionSpec and is not placed when built."""
+  """Makes a parameter that stores its PartitionSpec and is not moved to a mesh yet."""
   return nnx.Param(value, out_sharding=spec, eager_sharding=False)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def fresh(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-  """Newly drawn float32 weights: the same bits inside a larger jit and outside."""
+  """Draws float32 weights, with the same bits inside a larger jit and outside."""
   return jax.random.normal(key, shape, jnp.float32) * INIT_STDDEV
 
 
 class Linear(nnx.Module):
-  """y = x @ kernel (+ bias), with a low-rank adapter beside the kernel once adapted.
+  """A linear map y = x @ kernel (+ bias), optionally with a low-rank adapter.
 
-  With experts the kernel has one axis more, [*stack, E, in, out], and a slice of the
-  stack is called through `grouped` or `per_expert`. The adapter adds
-  scale * dropout(x) A B; with magnitudes m (DoRA, Liu et al. 2024, arXiv:2402.09353)
-  the sum is multiplied by m / ||W + scale A B|| per output, the norm held constant in
-  the gradient. Dropout (drawn for A's input only) needs `train()`; it is off until
-  then.
+  With experts the kernel is [*stack, E, in, out], and a slice of the stack is called
+  through `grouped` or `per_expert`. The adapter adds scale * dropout(x) A B. With
+  magnitudes m (DoRA, Liu et al. 2024, arXiv:2402.09353) the sum is multiplied by
+  m / ||W + scale A B|| per output; the gradient treats the norm as a constant. Dropout
+  applies to A's input only. It is off until `train()` is called.
 
   Attributes:
-    kernel: [*stack, in, out], a parameter or a `QuantisedKernel`.
+    kernel: a parameter [*stack, in, out], or a `QuantisedKernel`.
     bias: [*stack, out] or None.
-    lora_a, lora_b: [*stack, in, r] and [*stack, r, out] once adapted, else None.
+    lora_a, lora_b: factors [*stack, in, r] and [*stack, r, out] of the adapter, or
+      None.
     lora_magnitude: [*stack, out] or None; 0 marks an output without an adapter.
-    lora_scale: alpha / r, or alpha / sqrt(r) when `lora_rslora`.
+    lora_scale: alpha / r, or alpha / sqrt(r) if `lora_rslora`.
     lora_dropout: probability that an element of A's input is dropped.
-    lora_rng: where the masks stand (see dropout.py), or None.
-    deterministic: whether dropout is off; `train()` and `eval()` set it.
+    lora_rng: state of the dropout masks (see dropout.py), or None.
+    deterministic: True if dropout is off; set by `train()` and `eval()`.
   """
 
   def __init__(
@@ -92,16 +92,16 @@ class Linear(nnx.Module):
     self.deterministic = True
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """[..., in] -> [..., out]."""
-    # An einsum, not `@`: qwix intercepts it where it can still add its parameters.
+    """Maps [..., in] to [..., out]."""
+    # An einsum and not `@`: qwix intercepts einsums where it can add its parameters.
     return self._apply(x, lambda x, w: jnp.einsum("...i,io->...o", x, w), lambda v: v)
 
   def grouped(self, x: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    """Rows sorted by expert: [M, in] -> [M, out].
+    """Maps rows sorted by expert, [M, in] to [M, out].
 
     Args:
-      x: the first `group_sizes[0]` rows belong to expert 0, and so on.
-      group_sizes: int32 [E], which add up to M.
+      x: rows, of which the first `group_sizes[0]` belong to expert 0, and so on.
+      group_sizes: number of rows per expert, int32 [E], with the sum M.
     """
     return self._apply(
       x,
@@ -110,7 +110,7 @@ class Linear(nnx.Module):
     )
 
   def per_expert(self, x: jax.Array) -> jax.Array:
-    """[E, ..., in] -> [E, ..., out]."""
+    """Maps rows per expert, [E, ..., in] to [E, ..., out]."""
     return self._apply(
       x,
       lambda x, w: jnp.einsum("e...i,eio->e...o", x, w),
@@ -118,7 +118,13 @@ class Linear(nnx.Module):
     )
 
   def _apply(self, x: jax.Array, product: Product, spread: Spread) -> jax.Array:
-    """Kernel, adapter and bias; `spread` lays [.., out] vectors along the rows."""
+    """Applies kernel, adapter and bias.
+
+    Args:
+      x: the input.
+      product: multiplies the input by a matrix.
+      spread: broadcasts vectors [..., out] to the rows of the output.
+    """
     if isinstance(self.kernel, QuantisedKernel):
       y = self.kernel.product(x, product)
     else:
@@ -146,17 +152,17 @@ class Linear(nnx.Module):
     )
 
   def dense(self) -> jax.Array:
-    """The kernel as an array, dequantised if need be."""
+    """Returns the kernel as an array, dequantised if it is quantised."""
     return self.kernel[...]
 
 
 def column_norms(
   kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float
 ) -> jax.Array:
-  """||W + scale A B|| over the input axis, float32 [.., out].
+  """Returns ||W + scale A B|| over the input axis, float32 [..., out].
 
-  Expanded into ||W||^2 + 2 scale <W, A B> + scale^2 ||A B||^2, whose parts need no
-  [in, out] product: it costs no memory of the kernel's size.
+  It is computed as ||W||^2 + 2 scale <W, A B> + scale^2 ||A B||^2, whose parts need no
+  [in, out] product and so no memory of the kernel's size.
   """
   w, a, b = (x.astype(jnp.float32) for x in (kernel, a, b))
   dot = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
@@ -167,14 +173,17 @@ def column_norms(
 
 
 def magnitude_ratio(magnitude: jax.Array, norms: jax.Array) -> jax.Array:
-  """m / norm, and 1 where m is 0: outputs without an adapter stay as they are, and
-  their m gets no gradient."""
+  """Returns magnitude / norm, and 1 where the magnitude is 0.
+
+  A magnitude of 0 marks an output without an adapter, which stays unchanged and whose
+  magnitude gets no gradient.
+  """
   used = magnitude != 0
   return jnp.where(used, magnitude / jnp.where(used & (norms > 0), norms, 1.0), 1.0)
 
 
 class RMSNorm(nnx.Module):
-  """x / rms(x) * (offset + scale), in float32 (Zhang and Sennrich 2019)."""
+  """The norm x / rms(x) * (offset + scale) in float32 (Zhang and Sennrich 2019)."""
 
   def __init__(
     self,
@@ -198,7 +207,7 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-  """Token embedding table [V, D]; rows are multiplied by `scale`."""
+  """An embedding table [V, D]; looked-up rows are multiplied by `scale` if given."""
 
   def __init__(
     self,
@@ -216,7 +225,7 @@ class Embedding(nnx.Module):
 
   def __call__(self, tokens: jax.Array, dtype: DTypeLike) -> jax.Array:
     x = self.embedding[...][tokens].astype(dtype)
-    # The factor in the compute dtype, as the checkpoints were trained with it.
+    # The factor is rounded to the compute dtype, as in the training of the checkpoints.
     return x if self.scale is None else x * jnp.asarray(self.scale, dtype)
 
 

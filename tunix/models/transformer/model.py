@@ -1,8 +1,8 @@
-"""The decoder that every family shares.
+"""The decoder that all families share.
 
-Equal layers are stored stacked ([L, ...]) and run by `lax.scan` or unrolled; with a
-cache they always run unrolled. `unstack` gives the same model with one module a layer,
-so that a decode loop takes the slices once, outside the loop.
+The weights of all layers are stacked ([L, ...]). The layers run in `lax.scan` or
+unrolled, and always unrolled with a cache. `unstack` returns the same model with one
+module per layer, so that a decode loop takes the slices once, outside the loop.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from tunix.models.transformer.config import (
   TransformerConfig,
 )
 from tunix.models.transformer.decoder_layer import DecoderLayer
-from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
+from tunix.models.transformer.layer_maker import LayerMaker
+from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.shared_prompt import SharedPrompt
-from tunix.models.transformer.unstack import unstack
+from tunix.models.transformer.unstack import layer_states
 from tunix.models.transformer.visibility import Visibility
 from tunix.ops.masks import positions_from_segments
-from tunix.ops.vocab_chunks import Layout, soft_cap
+from tunix.ops.vocab_softmax import Layout, soft_cap
 from tunix.utils import mesh as mesh_lib
 
 
@@ -45,46 +46,27 @@ class Transformer(nnx.Module):
 
   Attributes:
     config: shape and options.
-    embed_tokens, layers, norm, lm_head, score: the weights; `lm_head` is None when tied
-      or when there is a `score` head, see `TransformerConfig.num_scores`.
-      `layers` is one module of stacked weights, or a list after `unstack`.
+    embed_tokens, layers, norm, lm_head, score: the modules. `layers` is one module of
+      stacked weights, or a list after `unstack`. `lm_head` is None if the embeddings
+      are tied or if there is a `score` head, see `TransformerConfig.num_scores`.
   """
 
   def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-    c, rules = config, config.sharding
-    self.config = config
-    self.embed_tokens = Embedding(
-      c.vocab_size,
-      c.embed_dim,
-      spec=sharding.weight_spec("out_in", rules, False),
-      scale=c.embed_dim**0.5 if c.scale_embeddings else None,
-      param_dtype=c.param_dtype,
-      rngs=rngs,
-    )
+    c = self.config = config
+    make = LayerMaker(c.sharding, c.param_dtype, rngs)
+    scale = c.embed_dim**0.5 if c.scale_embeddings else None
+    self.embed_tokens = make.embedding(c.vocab_size, c.embed_dim, scale)
     self.layers = nnx.data(DecoderLayer(c, (c.num_layers,), rngs))
-    self.norm = RMSNorm(
-      c.embed_dim,
-      c.norm_eps,
-      offset=c.norm_offset,
-      spec=sharding.weight_spec("norm", rules, False),
-      param_dtype=c.param_dtype,
-    )
+    self.norm = make.norm(c.embed_dim, c.norm_eps, c.norm_offset)
+    lm_head: Linear | None = None
+    score: Linear | None = None
+    if c.num_scores is not None:
+      score = make.linear(c.embed_dim, c.num_scores, "router")
+    elif not c.tie_embeddings:
+      lm_head = make.linear(c.embed_dim, c.vocab_size, "in_out")
+    self.lm_head, self.score = nnx.data(lm_head), nnx.data(score)
 
-    def head(width: int, kind: str) -> Linear:
-      return Linear(
-        c.embed_dim,
-        width,
-        spec=sharding.weight_spec(kind, rules, False),
-        param_dtype=c.param_dtype,
-        rngs=rngs,
-      )
-
-    untied = not c.tie_embeddings and c.num_scores is None
-    self.lm_head = nnx.data(head(c.vocab_size, "in_out") if untied else None)
-    scores = head(c.num_scores, "router") if c.num_scores is not None else None
-    self.score = nnx.data(scores)
-
-  @explicit.auto_inside(explicit.of_call)
+  @explicit.auto_inside(explicit.call_specs)
   def __call__(
     self,
     input_tokens: Int[Array, "B T"],
@@ -102,28 +84,30 @@ class Transformer(nnx.Module):
 
     Args:
       input_tokens: token ids.
-      positions: rotary positions; None counts from 0 (from the cache's index, or
-        restarting with each segment).
-      cache: keys and values so far; T tokens are added at its index.
-      attention_mask: True where a query may look at a key; S is T, or the cache's
-        size. None means causal, by slot, within segments.
-      segment_ids: packed rows: attention stays inside a segment. Not with a cache.
-      input_embeddings: instead of the embedded tokens, scaled as the family scales
-        them; see `embed`.
-      groups: tokens of one nonzero group see each other whatever their order (the parts
-        of an image); see `Visibility`.
-      shared_prompt: the rows are a prompt and several completions of it, none of which
-        sees another; `segment_ids` are then 0 on padding and 1 on tokens. Not with a
-        cache, a mask or groups.
-      return_hidden: stop before the unembedding (see `unembedding`), so that a loss
-        never holds [B, T, V].
+      positions: rotary positions. None counts from the cache's index, or from 0 in
+        every segment.
+      cache: keys and values of earlier tokens; the T tokens are added at its index.
+      attention_mask: True where a query attends to a key; S is T, or the cache's size.
+        None for a causal mask by slot, inside segments.
+      segment_ids: segment of each token in packed rows; attention stays inside a
+        segment. Not with a cache or a mask.
+      input_embeddings: embeddings that replace those of the tokens, scaled as the
+        family scales them; see `embed`.
+      groups: group of each token; tokens of one nonzero group attend to each other in
+        both directions (the parts of an image). See `Visibility`.
+      shared_prompt: layout of rows that hold a prompt and several completions of it.
+        A completion does not attend to another one. `segment_ids` are then 0 on padding
+        and 1 on tokens. Not with a cache, a mask or groups.
+      return_hidden: if True, the unembedding is left out (see `unembedding`), so that a
+        loss never holds [B, T, V].
 
     Returns:
-      (float32 logits, or the final normalised hidden states; the new cache or None).
+      The logits in float32, or the final normalised hidden states; and the new cache,
+      or None.
 
     Raises:
-      ValueError: segment ids together with a cache or a mask, a shared prompt with
-        what it excludes, or a mask of another number of dimensions.
+      ValueError: arguments that exclude each other were given, or the mask has another
+        number of dimensions.
     """
     c = self.config
     _check_call(cache, attention_mask, segment_ids, groups, shared_prompt)
@@ -148,19 +132,19 @@ class Transformer(nnx.Module):
       x = self.norm(x)
     return (x if return_hidden else self.logits(x)), cache
 
-  @explicit.auto_inside(explicit.of_hidden)
+  @explicit.auto_inside(explicit.hidden_spec)
   def embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """Embedded tokens, as the first layer takes them."""
+    """Returns the embeddings of tokens, the input of the first layer."""
     with jax.named_scope("embed"):
       rules = self.config.sharding
       x = self.embed_tokens(sharding.pin_lookup(tokens, rules), self.config.dtype)
       return sharding.pin_lookup(x, rules)
 
   def _run(self, x, sin_cos, visible):
-    """All layers, without a cache."""
+    """Runs all layers without a cache."""
     kinds = self.config.layer_kinds
-    adding = qwix_seam.is_initialising(self)
-    if adding and isinstance(self.layers, DecoderLayer):
+    qwix_adds = qwix_seam.is_initialising(self)
+    if qwix_adds and isinstance(self.layers, DecoderLayer):
       one = lambda layer, x: layer(x, sin_cos, visible)[0]
       return qwix_seam.run_apart(self.layers, self.config.num_layers, one, x)
 
@@ -174,10 +158,11 @@ class Transformer(nnx.Module):
 
     if self.config.remat != "none":
       policy = REMAT_POLICIES[self.config.remat]
-      scanned = isinstance(self.layers, DecoderLayer) and self.config.scanned
-      fixed = (0,) if scanned else (0, 1)
-      call = jax.checkpoint(call, policy=policy, static_argnums=fixed)
-    if isinstance(self.layers, DecoderLayer) and self.config.scanned:
+      # A scanned layer's kind is traced; the graph, and other layers' kinds, are
+      # static.
+      static = (0,) if self._is_scanned else (0, 1)
+      call = jax.checkpoint(call, policy=policy, static_argnums=static)
+    if self._is_scanned:
       graph, state = nnx.split(self.layers)
       with jax.named_scope("layers"):
         steps = (jnp.asarray(kinds, jnp.int32), state) if any(kinds) else (None, state)
@@ -187,18 +172,22 @@ class Transformer(nnx.Module):
           steps,
         )
       return x
-    plain = adding or self.config.remat == "none"
+    calls_module = qwix_adds or self.config.remat == "none"
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
-        if plain:  # the module itself, so that qwix finds it
+        if calls_module:  # qwix adds its parameters to this very module
           x = layer(x, sin_cos, visible, kind=kinds[i])[0]
         else:
           graph, state = nnx.split(layer)
           x = call(graph, kinds[i], state, x)
     return x
 
+  @property
+  def _is_scanned(self) -> bool:
+    return isinstance(self.layers, DecoderLayer) and self.config.scanned
+
   def _run_cached(self, x, sin_cos, visible, cache):
-    """All layers, unrolled, each writing its own buffers."""
+    """Runs all layers unrolled; each one writes its buffers of the cache."""
     written, visible = [], dataclasses.replace(visible, slots=cache.size)
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
@@ -211,21 +200,16 @@ class Transformer(nnx.Module):
     return x, dataclasses.replace(cache, k=keys, v=values, index=index)
 
   def _layer_list(self) -> list[DecoderLayer]:
-    """One module a layer: slices of the stack."""
+    """Returns one module per layer, with slices of the stack."""
     if not isinstance(self.layers, DecoderLayer):
       return list(self.layers)
     graph, state = nnx.split(self.layers)
-    leaves, treedef = jax.tree.flatten(state)
-    parts = [unstack(leaf) for leaf in leaves]
-    return [
-      nnx.merge(graph, treedef.unflatten([p[i].squeeze(0) for p in parts]))
-      for i in range(self.config.num_layers)
-    ]
+    return [nnx.merge(graph, one) for one in layer_states(state)]
 
   def unstack(self) -> Transformer:
-    """The same model with a list of layer modules, which runs unrolled.
+    """Returns the same model with a list of layer modules, which runs unrolled.
 
-    Call it inside `jax.jit`, outside a decode loop. The slices are copies.
+    The slices are copies: call it inside `jax.jit`, outside of a decode loop.
     """
     if not isinstance(self.layers, DecoderLayer):
       return self
@@ -235,9 +219,9 @@ class Transformer(nnx.Module):
     model.layers = nnx.data(nnx.List(layers))
     return model
 
-  @explicit.auto_inside(explicit.of_logits)
+  @explicit.auto_inside(explicit.logits_spec)
   def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """Unembeds hidden states; float32. With a `score` head: the scores, [B, T, n]."""
+    """Returns the float32 logits of hidden states, or the scores [B, T, n]."""
     if self.score is not None:
       with jax.named_scope("score"):
         return self.score(hidden.astype(jnp.float32))
@@ -255,11 +239,12 @@ class Transformer(nnx.Module):
       return out if layout.softcap is None else soft_cap(out, layout.softcap)
 
   def unembedding(self) -> tuple[jax.Array, Layout]:
-    """The matrix that turns hidden states into logits, and how it is laid out:
-    [D, V], or the embedding table [V, D] when tied.
+    """Returns the matrix that turns hidden states into logits, and its layout.
+
+    The matrix is [D, V], or the embedding table [V, D] if the embeddings are tied.
 
     Raises:
-      ValueError: the model scores and has none.
+      ValueError: the model has a score head and no unembedding.
     """
     if self.score is not None:
       raise ValueError(
@@ -269,7 +254,7 @@ class Transformer(nnx.Module):
     head = self.lm_head
     tied = head is None
     variable = self.embed_tokens.embedding if head is None else head.kernel
-    table = variable.get_value()  # also of shapes, which have no index
+    table = variable.get_value()  # variable[...] fails for a model of shapes
     mesh, rules = mesh_lib.context_mesh(), self.config.sharding
     if mesh is None:
       return table, Layout(transposed=tied, softcap=self.config.final_softcap)
@@ -286,15 +271,23 @@ class Transformer(nnx.Module):
     )
 
   def get_model_input(self) -> dict[str, jax.Array]:
-    """Small arguments of a call, for `qwix.apply_lora_to_model(model, provider,
-    **model.get_model_input())`: qwix traces the call (see qwix_seam.py)."""
+    """Returns small arguments of a call, which qwix traces (see qwix_seam.py).
+
+    Use: `qwix.apply_lora_to_model(model, provider, **model.get_model_input())`.
+    """
     tokens = jnp.zeros((1, 2), jnp.int32)
     return {"input_tokens": tokens, "positions": tokens}
 
   def init_cache(
     self, batch_size: int, cache_size: int, dtype: DTypeLike | None = None
   ) -> KVCache:
-    """An empty cache of `cache_size` tokens; `dtype` defaults to the compute dtype."""
+    """Returns an empty cache.
+
+    Args:
+      batch_size: number of rows.
+      cache_size: largest number of tokens of a row.
+      dtype: dtype of keys and values; None for the compute dtype.
+    """
     c = self.config
     return cache_lib.init_cache(
       windows=[c.kinds[kind].window for kind in c.layer_kinds],
@@ -307,16 +300,19 @@ class Transformer(nnx.Module):
 
 
 def _check_offload() -> None:
-  """Refuses a backend that cannot keep arrays in the host's memory; of topologies,
-  which are not here, the compiler knows."""
+  """Refuses a backend that cannot keep arrays in pinned host memory.
+
+  A platform that this process does not run on (a topology of a plan) is not checked:
+  its compiler raises an error itself.
+  """
   platform = mesh_lib.context_platform()
   if platform != jax.default_backend():
     return
   kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
   if "pinned_host" not in kinds:
     raise ValueError(
-      f"remat 'offload' keeps what layers are given in pinned host memory, {platform} "
-      f"devices here have {', '.join(sorted(kinds))} only: use remat 'block'"
+      f"remat is 'offload', which needs pinned host memory, and the {platform} devices "
+      f"have only {', '.join(sorted(kinds))}: use remat 'block'"
     )
 
 
@@ -333,16 +329,16 @@ def _check_call(cache, attention_mask, segment_ids, groups, shared_prompt) -> No
       "where a query may look at a key; None means causal"
     )
   excluded = {"a cache": cache, "an attention_mask": attention_mask, "groups": groups}
-  met = [name for name, value in excluded.items() if value is not None]
-  if shared_prompt is not None and met:
+  present = [name for name, value in excluded.items() if value is not None]
+  if shared_prompt is not None and present:
     raise ValueError(
-      f"a shared_prompt cannot be combined with {' or '.join(met)} (images make "
+      f"a shared_prompt cannot be combined with {' or '.join(present)} (images make "
       "groups): give every completion a row of its own"
     )
 
 
 def _positions(index, tokens, segment_ids, shared_prompt) -> jax.Array:
-  """Of tokens whose positions nobody gave."""
+  """Returns the default positions of tokens."""
   if shared_prompt is not None:
     valid = jnp.ones(tokens.shape, bool) if segment_ids is None else segment_ids != 0
     return shared_prompt.positions(valid)

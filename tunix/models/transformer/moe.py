@@ -1,6 +1,7 @@
-"""Mixture of experts: a router and E gated MLPs of which each token uses k.
+"""Mixture of experts: a router, and E gated MLPs of which each token uses k.
 
-(Shazeer et al. 2017, arXiv:1701.06538; softmax before top-k as in Qwen 3.)
+See Shazeer et al. 2017, arXiv:1701.06538. The softmax comes before the top-k, as in
+Qwen 3.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tunix.utils import mesh as mesh_lib
 
 
 def _names(spec: PartitionSpec) -> set[str]:
-  """Mesh axes of a spec."""
+  """Returns the mesh axes of a spec."""
   entries = ((x,) if isinstance(x, str) else x or () for x in spec)
   return {name for names in entries for name in names}
 
@@ -35,7 +36,7 @@ def _of_router(path: tuple[Any, ...], _: Any) -> bool:
 
 
 def active_share(model: nnx.Module) -> float:
-  """The share of its experts that a token meets, k / E; 1 without experts."""
+  """Returns the share of the experts that each token uses, k / E; 1 without experts."""
   for _, node in nnx.iter_graph(model):
     if isinstance(node, MoE):
       return node.experts_per_token / node.router.kernel.shape[-1]
@@ -43,13 +44,13 @@ def active_share(model: nnx.Module) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-  """The experts that a device has.
+class ExpertShard:
+  """The experts of one device.
 
   Attributes:
-    total: experts of the layer.
-    axis: mesh axis that splits them; None: all are here.
-    parts: into how many.
+    total: number of experts of the layer.
+    axis: mesh axis that splits the experts; None if every device has all of them.
+    parts: size of this axis.
   """
 
   total: int
@@ -58,16 +59,21 @@ class Share:
 
   @property
   def count(self) -> int:
+    """Number of experts on the device."""
     return self.total // self.parts
 
   @property
   def first(self) -> Any:
-    """Number of the first expert that is here."""
+    """Number of the device's first expert, traced inside `shard_map`."""
     return 0 if self.axis is None else jax.lax.axis_index(self.axis) * self.count
 
-  def told(self, k: int) -> Any:
-    """Writes onto grouped products which part of their rows counts, on average: there
-    is room for all that tokens with k experts can send. `perf.hlo_flops` reads it."""
+  def row_annotation(self, k: int) -> Any:
+    """Returns a context that annotates products with the used share of their rows.
+
+    A product has rows for min(k, count) experts per token, the most that tokens can
+    send to a device. On average k / parts of them are used. `perf.hlo_flops` reads the
+    share from the compiled program.
+    """
     if self.axis is None:
       return contextlib.nullcontext()
     part = k / self.parts / min(k, self.count)
@@ -75,11 +81,13 @@ class Share:
 
 
 class MoE(nnx.Module):
-  """sum over the token's k experts of weight * expert(x).
+  """The sum of weight * expert(x) over the k experts of each token.
 
   Attributes:
-    router: [D, E]; its softmax in float32 gives the weights.
-    experts: a gated MLP whose kernels carry the axis of the experts, [E, in, out].
+    router: linear map [D, E]; its softmax in float32 gives the weights.
+    experts: a gated MLP whose kernels have an axis of experts, [E, in, out].
+    experts_per_token, normalise, implementation: see `MoEConfig`.
+    rules: mesh axes of rows, tokens and experts.
   """
 
   def __init__(
@@ -101,26 +109,32 @@ class MoE(nnx.Module):
 
   def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     mesh = mesh_lib.context_mesh()
-    ours = self.implementation == "ragged" and not self._adds_or_drops()
-    if mesh is not None and ours and not self._is_left_to_xla(mesh, x):
+    can_shard = self.implementation == "ragged" and not self._needs_whole_batch()
+    if mesh is not None and can_shard and not self._is_left_to_xla(mesh, x):
       return self._on_mesh(mesh, x)
     weights, chosen = self.route(x)
     with jax.named_scope("experts"):
       if self.implementation == "dense":
         return self._dense(x, weights, chosen)
-      return self._grouped(self.experts, Share(self._count), x, weights, chosen)
+      return self._grouped(self.experts, ExpertShard(self._count), x, weights, chosen)
 
   def _is_left_to_xla(self, mesh: Mesh | AbstractMesh, x: jax.Array) -> bool:
-    """Whether XLA finds the better way: of a single token a row weights are more than
-    tokens, and it moves the latter; but the weights of experts that ep splits, unless
-    they split the products of a step besides."""
+    """Returns True if XLA's partitioner chooses the better program.
+
+    That is the case for rows of one token. The weights are then larger than the tokens,
+    and XLA moves the tokens. The exception are experts that ep splits: their weights
+    would be moved, unless `rules.step` splits the products of a decode step.
+    """
     return x.shape[1] == 1 and (
       bool(self.rules.step) or self.rules.ep not in mesh.shape
     )
 
-  def _adds_or_drops(self) -> bool:
-    """Whether qwix adds parameters in this call, or adapters draw masks, which would be
-    the same on every device."""
+  def _needs_whole_batch(self) -> bool:
+    """Returns True if the call cannot be split over devices by `shard_map`.
+
+    qwix adds parameters during its first call. Dropout would draw the same mask on
+    every device.
+    """
     return qwix_seam.is_initialising(self) or dropout.is_on(self)
 
   @property
@@ -130,16 +144,16 @@ class MoE(nnx.Module):
   def route(
     self, tokens: Float[Array, "... D"]
   ) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
-    """(weights, numbers) of each token's experts, the most likely first."""
+    """Returns weights and numbers of each token's experts, the most likely first."""
     with jax.named_scope("router"):
       probabilities = jax.nn.softmax(self.router(tokens).astype(jnp.float32), axis=-1)
       weights, chosen = jax.lax.top_k(probabilities, self.experts_per_token)
-      if self.normalise:
+      if self.normalise:  # Qwen 3 renormalises the k weights to the sum 1
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
       return weights.astype(tokens.dtype), chosen
 
   def _dense(self, x, weights, chosen):
-    """Every expert on every token; most of it is weighted with zero."""
+    """Runs every expert on every token; the unused ones get weight 0."""
     tokens = x.reshape(-1, x.shape[-1])
     weights, chosen = (y.reshape(-1, y.shape[-1]) for y in (weights, chosen))
     rows = jnp.arange(tokens.shape[0])[:, None]
@@ -150,67 +164,78 @@ class MoE(nnx.Module):
     return jnp.einsum("emd,me->md", out, table).reshape(x.shape)
 
   def _on_mesh(self, mesh: Mesh | AbstractMesh, x: jax.Array) -> jax.Array:
-    """Each device on its own tokens and, along ep, its own experts.
+    """Runs each device on its own tokens and, along ep, on its own experts.
 
-    Left to XLA, the tokens of all devices are sorted together, and every device has all
-    of them. Here the tokens of the devices along ep are gathered, each gives what its
-    experts make of them, and the sums go back to whose tokens they are. As many bytes
-    travel as in an exchange of single tokens where ep is at most k, and no expert has a
-    capacity: no token is dropped.
+    XLA's partitioner would sort the tokens of all devices together, on every device.
+    Here the tokens of the devices along ep are all-gathered, each device computes the
+    outputs of its experts, and a reduce-scatter returns the sums to the tokens'
+    devices. If ep is at most k, this moves no more bytes than an exchange of single
+    tokens. No expert has a capacity, so no token is dropped.
     """
-    share = Share(self._count)
+    shard = ExpertShard(self._count)
     ep = self.rules.ep if self.rules.ep in mesh.shape else None
     if ep is not None and self._count % mesh.shape[ep] == 0:
-      share = Share(self._count, ep, mesh.shape[ep])
+      shard = ExpertShard(self._count, ep, mesh.shape[ep])
     tokens = sharding.tokens_everywhere(x.shape, mesh, self.rules)
-    gathers = share.axis is not None and share.axis in _names(tokens)
+    # If ep does not split the tokens (it does not divide them), each device along ep
+    # has all of them already, and the outputs are added up by a psum.
+    gathers = shard.axis is not None and shard.axis in _names(tokens)
     graph, router, rest = nnx.split(self, _of_router, ...)
 
     def local(router, rest, x):
       moe = nnx.merge(graph, router, rest)
+      # Routed before the all-gather: k weights and numbers per token travel with it.
       weights, chosen = moe.route(x)
       flat = [y.reshape(-1, y.shape[-1]) for y in (x, weights, chosen)]
       with jax.named_scope("experts"):
         if gathers:
-          flat = [jax.lax.all_gather(y, share.axis, tiled=True) for y in flat]
-        out = moe._grouped(moe.experts, share, *flat)
+          flat = [jax.lax.all_gather(y, shard.axis, tiled=True) for y in flat]
+        out = moe._grouped(moe.experts, shard, *flat)
         if gathers:
-          out = jax.lax.psum_scatter(out, share.axis, tiled=True)
-        elif share.axis is not None:
-          out = jax.lax.psum(out, share.axis)
+          out = jax.lax.psum_scatter(out, shard.axis, tiled=True)
+        elif shard.axis is not None:
+          out = jax.lax.psum(out, shard.axis)
       return out.reshape(x.shape)
 
-    lies = lambda y: PartitionSpec(
-      share.axis if y.shape[:1] == (self._count,) else None
+    # Arrays with a leading axis of E are kernels and adapters of the experts.
+    spec = lambda y: PartitionSpec(
+      shard.axis if y.shape[:1] == (self._count,) else None
     )
     return jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(PartitionSpec(), jax.tree.map(lies, rest), tokens),
+      in_specs=(PartitionSpec(), jax.tree.map(spec, rest), tokens),
       out_specs=tokens,
       check_vma=False,
     )(router, rest, x)
 
-  def _grouped(self, experts: GatedMLP, share: Share, x, weights, chosen):
-    """What the experts that are here add to each token. Rows are sorted by expert, so
-    that each expert's are one block of a product; behind them those of others."""
+  def _grouped(self, experts: GatedMLP, shard: ExpertShard, x, weights, chosen):
+    """Returns the sum over the device's experts for each token.
+
+    There is a row for each (token, expert) pair. Rows are sorted by expert, so that the
+    rows of one expert are one block of a grouped product. Rows for experts of other
+    devices come last.
+    """
     k = self.experts_per_token
     tokens = x.reshape(-1, x.shape[-1])
-    number = chosen.reshape(-1) - share.first
-    is_here = (number >= 0) & (number < share.count)
-    number = jnp.where(is_here, number, share.count)
+    number = chosen.reshape(-1) - shard.first
+    is_local = (number >= 0) & (number < shard.count)
+    number = jnp.where(is_local, number, shard.count)
     order = jnp.argsort(number, stable=True)
-    sizes = jnp.bincount(number, length=share.count + 1)[:-1].astype(jnp.int32)
-    most = tokens.shape[0] * min(k, share.count)  # if every token chose only these
+    sizes = jnp.bincount(number, length=shard.count + 1)[:-1].astype(jnp.int32)
+    # The static number of rows: as many as if every token chose only local experts.
+    rows_max = tokens.shape[0] * min(k, shard.count)
 
     def product(linear: Linear, rows: jax.Array) -> jax.Array:
-      with share.told(k):
+      with shard.row_annotation(k):
         return linear.grouped(rows, sizes)
 
-    out = self._experts(experts, tokens[order[:most] // k], product)
-    if share.axis is not None:
-      out = jnp.where(jnp.arange(most)[:, None] < jnp.sum(sizes), out, 0)
-    back = jnp.argsort(order)  # by a gather: adding rows up by a scatter has no order
+    out = self._experts(experts, tokens[order[:rows_max] // k], product)
+    if shard.axis is not None:  # rows of other devices' experts hold no valid numbers
+      out = jnp.where(jnp.arange(rows_max)[:, None] < jnp.sum(sizes), out, 0)
+    # Each pair reads its row back by a gather. A scatter-add has no fixed order of
+    # additions, so its sums would differ between runs.
+    back = jnp.argsort(order)
     out = out.at[back].get(mode="fill", fill_value=0)
     out = out.reshape(tokens.shape[0], k, -1)
     weights = weights.reshape(-1, k)

@@ -1,25 +1,27 @@
-"""Where the decoder's parameters live in a Hugging Face checkpoint.
+"""Table of the decoder's parameters and their tensors in a Hugging Face checkpoint.
 
 One table per family serves the loader, the saver, LoRA adapters and the rollout
-engines. A family whose names differ changes entries of `DECODER`; it writes no code.
+engines. A family whose names differ changes entries of `DECODER` and writes no code.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from tunix.models.transformer.config import MoEConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class HfName:
-  """One parameter's tensor in a Hugging Face checkpoint.
+  """The tensor of one parameter in a Hugging Face checkpoint.
 
   Attributes:
     key: name of the tensor; `{i}` stands for the layer, `{e}` for the expert.
-    transpose: the tensor is [out, in] where ours is [in, out].
+    transpose: True if the tensor is [out, in] and the parameter is [in, out].
   """
 
   key: str
@@ -30,11 +32,16 @@ NameTable = Mapping[str, HfName]
 
 
 def _linears(prefix: str, modules: Mapping[str, str]) -> dict[str, HfName]:
-  """Kernels and biases: our module path -> theirs, below `prefix`."""
+  """Returns the entries of kernels and biases.
+
+  Args:
+    prefix: beginning of the tensor names.
+    modules: maps our module path to Hugging Face's.
+  """
   names = {}
-  for ours, theirs in modules.items():
-    names[f"layers.{ours}.kernel"] = HfName(f"{prefix}{theirs}.weight", transpose=True)
-    names[f"layers.{ours}.bias"] = HfName(f"{prefix}{theirs}.bias")
+  for module, hf in modules.items():
+    names[f"layers.{module}.kernel"] = HfName(f"{prefix}{hf}.weight", transpose=True)
+    names[f"layers.{module}.bias"] = HfName(f"{prefix}{hf}.bias")
   return names
 
 
@@ -53,8 +60,8 @@ _MOE = {"mlp.router": "mlp.gate"} | {
   f"mlp.experts.{x}_proj": f"mlp.experts.{{e}}.{x}_proj" for x in ("gate", "up", "down")
 }
 
-# Our dotted parameter path, without layer numbers -> its tensor. It has entries for
-# everything that the decoder may have; a model uses those of the parameters it has.
+# Maps a dotted parameter path, without layer numbers, to its tensor. It has an entry
+# for every parameter that a decoder can have; a model uses those of its parameters.
 DECODER: NameTable = {
   "embed_tokens.embedding": HfName("model.embed_tokens.weight"),
   **{f"layers.{k}.scale": HfName(f"{_LAYER}{v}.weight") for k, v in _NORMS.items()},
@@ -64,7 +71,7 @@ DECODER: NameTable = {
   "score.kernel": HfName("score.weight", transpose=True),
 }
 
-# Buffers that old writers stored and that are computed from the config.
+# Buffers that old writers stored. The decoder computes them from the configuration.
 HARMLESS = (
   r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
   r"model\.rotary_emb\.inv_freq",
@@ -73,13 +80,13 @@ HARMLESS = (
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-  """The tensors that one of our parameters is made of.
+  """The tensors that one parameter consists of.
 
   Attributes:
-    path: our dotted parameter path.
-    keys: one tensor; or one a layer, one an expert, one an expert of each layer, in the
-      order of the parameter's leading axes.
-    lead: those leading axes: (), (L,), (E,) or (L, E).
+    path: the dotted path of the parameter.
+    keys: names of the tensors: one, one per layer, one per expert, or one per expert of
+      each layer, in the order of the parameter's leading axes.
+    lead: sizes of these leading axes: (), (L,), (E,) or (L, E).
     transpose: see `HfName`.
   """
 
@@ -89,14 +96,27 @@ class Placement:
   transpose: bool
 
   def tensor_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Shape of each tensor, from the shape of our parameter."""
+    """Returns the shape of each tensor, given the shape of the parameter."""
     one = shape[len(self.lead) :]
     return one[::-1] if self.transpose else one
 
+  def split(self, value: np.ndarray) -> list[np.ndarray]:
+    """Returns the parameter's tensors, views in the order of `keys`."""
+    parts = value.reshape(len(self.keys), *value.shape[len(self.lead) :])
+    return [part.T if self.transpose else part for part in parts]
+
+  def join(self, tensors: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the parameter of this shape, given its tensors in the order of `keys`."""
+    parts = [part.T if self.transpose else part for part in tensors]
+    return np.stack(parts).reshape(shape)
+
 
 def numbered(path: str) -> tuple[str, int | None]:
-  """'blocks.3.attn.q' -> ('blocks.{i}.attn.q', 3): how a model of one's own names its
-  layers in its table. The first number counts."""
+  """Turns 'blocks.3.attn.q' into ('blocks.{i}.attn.q', 3).
+
+  The table of a user's model names its layers in this form. The first number is the
+  layer's; a path without a number is returned with None.
+  """
   parts = path.split(".")
   for at, part in enumerate(parts):
     if part.isdigit():
@@ -104,17 +124,8 @@ def numbered(path: str) -> tuple[str, int | None]:
   return path, None
 
 
-def split_layer(path: str) -> tuple[str, int | None]:
-  """'layers.3.mlp.up_proj' -> ('layers.mlp.up_proj', 3); the layer is None for a
-  stacked module and outside the layers."""
-  parts = path.split(".")
-  if parts[0] == "layers" and len(parts) > 1 and parts[1].isdigit():
-    return ".".join([parts[0], *parts[2:]]), int(parts[1])
-  return path, None
-
-
 class Stacks(Protocol):
-  """What a configuration says of stacked parameters."""
+  """The fields of a configuration that describe stacked parameters."""
 
   @property
   def moe(self) -> MoEConfig | None: ...
@@ -123,27 +134,30 @@ class Stacks(Protocol):
 
 
 def place(names: NameTable, path: str, config: Any) -> Placement:
-  """The tensors of one parameter, of a stacked or an unstacked model.
+  """Returns the tensors of one parameter of a stacked or unstacked model.
 
   Args:
-    names: the family's table.
-    path: of the parameter, dotted. A model of one's own has one entry a parameter, by
-      its path with `{i}` for the layer's number.
-    config: of the model; `Stacks` where it has stacked parameters.
+    names: the family's table. For a user's model it has one entry per parameter, whose
+      path has `{i}` in place of the layer's number.
+    path: the dotted path of the parameter.
+    config: the model's configuration; for stacked parameters it must match `Stacks`.
 
   Raises:
     ValueError: the table has no entry for the parameter.
   """
-  own, number = numbered(path)
-  if number is not None and own in names:
-    key = names[own].key.replace("{i}", str(number))
-    return Placement(path, (key,), (), names[own].transpose)
-  generic, layer = split_layer(path)
+  pattern, number = numbered(path)
+  if number is not None and pattern in names:
+    key = names[pattern].key.replace("{i}", str(number))
+    return Placement(path, (key,), (), names[pattern].transpose)
+  # The decoder's table has no number in its paths, for stacked and unstacked layers.
+  in_layers = pattern.startswith("layers.{i}.")
+  generic = pattern.replace(".{i}", "") if in_layers else path
+  layer = number if in_layers else None
   entry = names.get(generic)
   if entry is None:
     raise ValueError(
-      f"parameter {path!r} has no Hugging Face name: add {generic!r} (or {own!r}) to "
-      "the family's name table"
+      f"parameter {path!r} has no Hugging Face name: add {generic!r} (or {pattern!r}) "
+      "to the family's name table"
     )
   if "{" not in entry.key:
     return Placement(path, (entry.key,), (), entry.transpose)

@@ -1,12 +1,12 @@
-"""Kernels in 4 or 8 bits: how a number becomes a code, and back.
+"""Kernels in 4 or 8 bits: encoding, decoding and the module that stores them.
 
 - nf4: the 16 quantiles of a normal distribution (QLoRA, Dettmers et al. 2023,
   arXiv:2305.14314, appendix E) times the largest absolute value of a block of inputs.
 - int4, int8: whole numbers in +-7 or +-127, times a scale per block or per output.
 
-Two 4-bit codes share a byte. That is why this is not qwix's `QArray`, which holds them
-as uint4 and int4: orbax cannot save uint4, and the CPU backend gives each a whole byte
-(65,536 bytes for a [2, 256, 128] kernel, 32,768 here). Its error is the same.
+Two 4-bit codes share a byte. qwix's `QArray` is not used, because it stores 4-bit codes
+as uint4 and int4. orbax cannot save uint4, and the CPU backend gives each code a whole
+byte (65,536 bytes for a [2, 256, 128] kernel, 32,768 here). The error is the same.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ _NF4 = (
   *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
   *(0.7229568362236023, 1.0),
 )
+# Largest absolute code by method, which the largest number of a block is mapped to.
 _LARGEST = {"nf4": 1.0, "int4": 7.0, "int8": 127.0}
+# Default number of inputs that share a scale; None for all inputs of a kernel.
 _BLOCKS = {"nf4": 64, "int4": 64, "int8": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantisationConfig:
-  """How kernels are stored.
+  """The storage of quantised kernels.
 
   Attributes:
     method: "nf4", "int4" or "int8".
-    block: inputs that share a scale; None: 64 for 4 bits, all inputs for int8. A
-      kernel with fewer inputs is one block.
-    scale_dtype: of the scales: float32, or bfloat16 for 0.25 bit less a weight in
-      blocks of 64.
+    block: number of inputs that share a scale; None for 64 with 4 bits, and for all
+      inputs with int8. A kernel with fewer inputs is one block.
+    scale_dtype: dtype of the scales: float32, or bfloat16, which takes 0.25 bit less
+      per weight in blocks of 64.
   """
 
   method: str = "nf4"
@@ -65,7 +67,7 @@ class QuantisationConfig:
       raise ValueError(f"scale_dtype is {self.scale_dtype}: use float32 or bfloat16")
 
   def block_of(self, rows: int) -> int:
-    """Inputs that share a scale in a kernel of `rows` inputs.
+    """Returns the number of inputs that share a scale in a kernel of `rows` inputs.
 
     Raises:
       ValueError: blocks do not divide the inputs, or 4-bit codes do not pair up.
@@ -83,19 +85,31 @@ class QuantisationConfig:
 def encode(
   kernel: jax.Array, method: str, block: int, scale_dtype: Any
 ) -> tuple[jax.Array, jax.Array]:
-  """[.., in, out] -> (codes, scales): codes are int8 [.., in, out] for int8, else
-  uint8 [.., in / 2, out]; scales [.., in / block, out]."""
+  """Quantises a kernel and returns its codes and scales.
+
+  Args:
+    kernel: the kernel [..., in, out].
+    method: "nf4", "int4" or "int8".
+    block: number of inputs that share a scale.
+    scale_dtype: dtype of the scales.
+
+  Returns:
+    Codes, int8 [..., in, out] for int8 and uint8 [..., in / 2, out] for 4 bits; and
+    scales [..., in / block, out].
+  """
   *lead, rows, columns = kernel.shape
   blocks = kernel.astype(jnp.float32).reshape(*lead, rows // block, block, columns)
   scales = jnp.max(jnp.abs(blocks), axis=-2) / _LARGEST[method]
   scales = scales.astype(scale_dtype)
+  # Divided by the rounded scale, the one that decoding multiplies by.
   divisor = scales.astype(jnp.float32)[..., None, :]
   x = blocks / jnp.where(divisor > 0, divisor, 1.0)
   x = x.reshape(*lead, rows, columns)
   if method == "nf4":
     table = np.asarray(_NF4, np.float32)
-    # The nearest entry is the number of midpoints below; a sum of comparisons fuses,
-    # where an argmin over 16 distances would hold 16 kernels.
+    # The nearest entry's number is the number of midpoints below x. XLA fuses this sum
+    # of comparisons; an argmin over 16 distances would take 16 times the kernel's
+    # memory.
     codes = jnp.zeros(x.shape, jnp.uint8)
     for middle in (table[1:] + table[:-1]) / 2:
       codes = codes + (x > middle).astype(jnp.uint8)
@@ -104,11 +118,11 @@ def encode(
   whole = jnp.clip(jnp.round(x), -largest, largest).astype(jnp.int8)
   if method == "int8":
     return whole, scales
-  return _pack((whole + 8).astype(jnp.uint8)), scales
+  return _pack((whole + 8).astype(jnp.uint8)), scales  # codes 1 to 15, 8 for zero
 
 
 def decode(codes: jax.Array, scales: jax.Array, method: str, dtype: Any) -> jax.Array:
-  """The kernel that `encode` stored, [.., in, out]."""
+  """Returns the kernel [..., in, out] of codes and scales that `encode` returned."""
   if method == "int8":
     values = codes.astype(jnp.float32)
   elif method == "int4":
@@ -122,7 +136,7 @@ def decode(codes: jax.Array, scales: jax.Array, method: str, dtype: Any) -> jax.
 
 
 def _pack(codes: jax.Array) -> jax.Array:
-  """Neighbouring inputs share a byte, so that a shard of inputs is a shard of bytes."""
+  """Packs two neighbouring inputs into a byte: a shard of inputs is one of bytes."""
   return codes[..., 0::2, :] | (codes[..., 1::2, :] << 4)
 
 
@@ -132,12 +146,12 @@ def _unpack(codes: jax.Array) -> jax.Array:
 
 
 class QuantisedKernel(nnx.Module):
-  """What stands in a `Linear` in place of its kernel; never trained.
+  """The kernel of a quantised `Linear`, which is never trained.
 
   Attributes:
     codes, scales: see `encode`.
     method: "nf4", "int4" or "int8".
-    dtype: of the kernel that was quantised, and is given back.
+    dtype: dtype of the original kernel, and of the dequantised one.
   """
 
   def __init__(
@@ -150,23 +164,26 @@ class QuantisedKernel(nnx.Module):
 
   @property
   def shape(self) -> tuple[int, ...]:
-    """Of the kernel, [*stack, in, out]."""
+    """Shape of the dequantised kernel, [*stack, in, out]."""
     *lead, rows, columns = self.codes.shape
     return (*lead, rows if self.method == "int8" else 2 * rows, columns)
 
   def get_metadata(self, name: str | None = None) -> Any:
-    """The codes' metadata: `out_sharding` has an entry for each axis of the kernel."""
+    """Returns the codes' metadata; `out_sharding` has an entry per kernel axis."""
     return self.codes.get_metadata() if name is None else self.codes.get_metadata(name)
 
   def __getitem__(self, _: Any) -> jax.Array:
-    """The whole kernel, dequantised."""
+    """Returns the whole kernel, dequantised; the index is ignored."""
     return decode(self.codes[...], self.scales[...], self.method, self.dtype)
 
   def product(
     self, x: jax.Array, product: Callable[[jax.Array, jax.Array], jax.Array]
   ) -> jax.Array:
-    """product(x, kernel). The backward pass dequantises again: kept from the forward
-    pass, the kernels of all layers would lie in memory at full size."""
+    """Returns product(x, kernel).
+
+    The backward pass dequantises again. Kernels kept from the forward pass would take
+    the memory of all layers at full size.
+    """
     method = self.method
 
     @jax.checkpoint

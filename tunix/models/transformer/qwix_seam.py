@@ -1,11 +1,11 @@
-"""How `qwix.apply_lora_to_model` gets at stacked layers. Needs no qwix.
+"""Support for `qwix.apply_lora_to_model` on stacked layers; it does not import qwix.
 
-qwix adds parameters while it traces one call of the model: to the module whose method
-multiplies by a weight. Inside a scan or a remat that module is a temporary copy, and
-what is added to it would be lost. So during that one call, which qwix marks on every
-module, the layers run one by one as modules of their own; what was added to them is
-then stacked and kept in the stack. Later calls scan as ever: each layer's slice holds
-its own slice of the additions, where qwix looks for them.
+qwix traces one call of the model and adds parameters to each module whose method
+multiplies by a weight. Inside a scan or a remat this module is a temporary copy, and
+added parameters would be lost. During this one call, which qwix marks on every module,
+the layers therefore run one by one as separate modules. Their added parameters are then
+stacked and stored in the stack. Later calls scan as usual: the slice of each layer
+holds its slice of the added parameters, where qwix expects them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Additions = dict[tuple[tuple[Any, ...], str], Any]
 
 
 def is_initialising(model: nnx.Module) -> bool:
-  """Whether this call is the one in which qwix adds its parameters."""
+  """Returns True during the call in which qwix adds its parameters."""
   return bool(getattr(model, "disable_quant_stats_update", False))
 
 
@@ -31,18 +31,19 @@ def run_apart(
   call: Callable[[Any, jax.Array], jax.Array],
   x: jax.Array,
 ) -> jax.Array:
-  """Runs the layers of a stack one by one, and stacks what is added to them.
+  """Runs the layers of a stack one by one, and stacks the parameters added to them.
 
   Args:
-    stack: modules whose arrays carry a leading axis of `layers`; changed.
-    layers: how many.
-    call: (layer, x) -> x.
+    stack: a module whose arrays have a leading axis of `layers`. It is changed.
+    layers: number of layers.
+    call: runs one layer, (layer, x) -> x.
     x: input of the first layer.
 
-  Returns: output of the last.
+  Returns:
+    The output of the last layer.
   """
   rngs = getattr(stack, "qwix_rngs", None)
-  # Shared by all modules and without a layer axis: it cannot be sliced.
+  # qwix's random streams are shared by all modules and have no layer axis to slice.
   stack.set_attributes(qwix_rngs=None, raise_if_not_found=False)
   graph, state = nnx.split(stack)
   added: list[Additions] = []
@@ -50,10 +51,12 @@ def run_apart(
     layer = nnx.merge(graph, jax.tree.map(lambda leaf, i=i: leaf[i], state))
     drop_layer_axis(layer)
     layer.set_attributes(qwix_rngs=rngs, raise_if_not_found=False)
+    # Attributes that are new, or were replaced by another object, are qwix's.
     before = _attributes(layer)
     x = call(layer, x)
     after = _attributes(layer)
     added.append({k: v for k, v in after.items() if v is not before.get(k)})
+  # All layers are equal, so the first layer's additions name those of every layer.
   modules = dict(nnx.iter_modules(stack))
   for path, name in added[0]:
     values = [additions[path, name] for additions in added]
@@ -62,7 +65,7 @@ def run_apart(
 
 
 def drop_layer_axis(layer: Any) -> None:
-  """Takes the layer's entry out of the specs of variables that were sliced."""
+  """Removes the layer axis from the specs of variables that were sliced, in place."""
   for _, variable in nnx.iter_graph(layer):
     if isinstance(variable, nnx.Variable):
       spec = variable.get_metadata("out_sharding")
@@ -70,7 +73,10 @@ def drop_layer_axis(layer: Any) -> None:
 
 
 def _attributes(layer: nnx.Module) -> Additions:
-  """What the modules hold, but for nnx's and qwix's own notes and sub-modules."""
+  """Returns the attributes of all modules by (path, name).
+
+  Sub-modules and the bookkeeping of nnx and qwix are left out.
+  """
   return {
     (path, name): value
     for path, module in nnx.iter_modules(layer)
@@ -80,9 +86,10 @@ def _attributes(layer: nnx.Module) -> Additions:
 
 
 def _stacked(values: list[Any]) -> Any:
-  """One attribute of every layer, as the stack's."""
+  """Returns the stack's attribute, given that attribute of every layer."""
   if isinstance(values[0], nnx.Variable):
     return _stacked_variable(*values)
+  # Options such as a rank are equal in all layers and are stored once.
   if isinstance(values[0], str | int | float | bool | tuple | None):
     return values[0]
   is_variable = lambda x: isinstance(x, nnx.Variable)

@@ -1,8 +1,8 @@
-"""A sliding layer's cache: as many slots as its window, written round and round.
+"""The ring cache of a sliding layer: as many slots as its window, overwritten in turn.
 
-The token at index i of the row lies in slot i mod R, so that the next one takes the
-place of the oldest, which nobody will look at again. Which token a slot holds follows
-from how many were written; nothing is stored of it.
+The token at index i of a row lies in slot i mod R, so the next token replaces the
+oldest one, which has left every later query's window. The index of the token in each
+slot follows from the number of tokens written and is not stored.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from tunix.models.transformer.visibility import Tokens, Visibility, may_look
+from tunix.models.transformer.visibility import Tokens, Visibility, is_visible
 
 Pair = tuple[jax.Array, jax.Array]
 
 
 def is_ring(buffer: jax.Array, visible: Visibility) -> bool:
-  """Whether a layer's buffer [B, K, R, H] is shorter than the row whose cache it is."""
+  """Returns True if a layer's buffer [B, K, R, H] has fewer slots than the row."""
   return visible.slots is not None and buffer.shape[2] < visible.slots
 
 
@@ -27,14 +27,14 @@ def extend(
   """Adds T tokens at `visible.query_index[0]`.
 
   Args:
-    buffers: keys and values [B, K, R, H], R no less than the window.
-    fresh: of the new tokens, [B, K, T, H].
-    visible: as without a cache of this kind: its mask has a column for each slot of the
-      row.
-    window: of the layer.
+    buffers: cached keys and values [B, K, R, H]; R is at least the window.
+    fresh: keys and values of the new tokens, [B, K, T, H].
+    visible: the visibility in the whole row; its mask has a column per slot of the row.
+    window: the layer's window in slots.
 
-  Returns: the buffers after it; keys and values to look at, [B, K, _, H]; and who may
-  look at which of them, the window included.
+  Returns:
+    The new buffers; the keys and values to attend to, [B, K, _, H]; and the visibility
+    of these keys, whose mask includes the window.
   """
   size, count = buffers[0].shape[2], fresh[0].shape[2]
   start = visible.query_index[0]
@@ -42,25 +42,29 @@ def extend(
   if count == 1:
     at = (0, 0, start % size, 0)
     write = lambda buffer, new: jax.lax.dynamic_update_slice(buffer, new, at)
-    written = looked_at = write(buffers[0], fresh[0]), write(buffers[1], fresh[1])
-    index = _held(start + 1, size)
+    written = attended = write(buffers[0], fresh[0]), write(buffers[1], fresh[1])
+    index = _slot_index(start + 1, size)
   else:
-    # The first of the new tokens look at old ones whose slots the last of them take.
+    # The first new tokens attend to old tokens whose slots the last new tokens take. So
+    # attention sees the old buffer followed by the new tokens, before anything is lost.
     join = lambda buffer, new: jnp.concatenate([buffer, new], axis=2)
-    looked_at = join(buffers[0], fresh[0]), join(buffers[1], fresh[1])
-    index = jnp.concatenate([_held(start, size), visible.query_index])
-    last = min(count, size)
+    attended = join(buffers[0], fresh[0]), join(buffers[1], fresh[1])
+    index = jnp.concatenate([_slot_index(start, size), visible.query_index])
+    last = min(count, size)  # of more than R tokens only the last R are stored
     slots = visible.query_index[-last:] % size
     write = lambda buffer, new: buffer.at[:, :, slots].set(new[:, :, -last:])
     written = write(buffers[0], fresh[0]), write(buffers[1], fresh[1])
   mask = _mask(visible, index, window)
-  # Index 0 for every query: no window is laid over the mask once more, by places that
-  # say nothing of distance here.
-  return written, looked_at, Visibility(jnp.zeros_like(visible.query_index), mask)
+  # All queries get index 0, so that no window is applied a second time: the order of
+  # the slots in a ring is not the order of the tokens.
+  return written, attended, Visibility(jnp.zeros_like(visible.query_index), mask)
 
 
-def _held(count: jax.Array, size: int) -> Int[Array, " R"]:
-  """The index of the token in each slot when `count` are written; negative: none."""
+def _slot_index(count: jax.Array, size: int) -> Int[Array, " R"]:
+  """Returns the row index of the token in each slot after `count` tokens.
+
+  It is the largest i < count with i mod R = slot; negative for an empty slot.
+  """
   last = count - 1
   return last - (last - jnp.arange(size, dtype=jnp.int32)) % size
 
@@ -68,12 +72,13 @@ def _held(count: jax.Array, size: int) -> Int[Array, " R"]:
 def _mask(
   visible: Visibility, index: Int[Array, " S"], window: int
 ) -> Bool[Array, "B T S"]:
-  """Who may look at the tokens of these indices."""
+  """Returns the mask of the queries on the tokens with these row indices."""
   mask, groups, start = visible.mask, visible.groups, visible.query_index[0]
   if mask is not None:
     mask = jnp.take(mask.astype(bool), jnp.maximum(index, 0), axis=2)
   if groups is not None:
+    # Groups are known for the new tokens only; cached tokens get group 0.
     place = jnp.clip(index - start, 0, groups.shape[1] - 1)
     groups = jnp.where(index >= start, jnp.take(groups, place, axis=1), 0)
-  seen = may_look(visible.queries(), Tokens(index, None, groups), mask, window)
+  seen = is_visible(visible.queries(), Tokens(index, None, groups), mask, window)
   return seen & (index >= 0)

@@ -13,26 +13,27 @@ from tunix.models.transformer.config import RopeConfig
 
 
 def frequencies(head_dim: int, config: RopeConfig) -> Float[Array, " H/2"]:
-  """Angular frequencies in radians per token, float32, scaled as the config says.
+  """Returns the angular frequencies in radians per token, float32, scaled.
 
-  "linear" is position interpolation (Chen et al. 2023, arXiv:2306.15595); "llama3" is
-  the rule of the Llama 3.1 checkpoints: frequencies whose wavelength exceeds
-  original_max_position / low_freq_factor are divided by `factor`, those shorter than
-  original_max_position / high_freq_factor are kept, and between the two the divided
-  and the kept frequency are blended linearly in original_max_position / wavelength;
-  "yarn" blends them linearly in the number of the dimension (Peng et al. 2023,
-  arXiv:2309.00071, section 3.2).
+  - "linear" is position interpolation (Chen et al. 2023, arXiv:2306.15595).
+  - "llama3" is the rule of the Llama 3.1 checkpoints. Frequencies whose wavelength
+    exceeds original_max_position / low_freq_factor are divided by `factor`. Those whose
+    wavelength is below original_max_position / high_freq_factor are kept. Between them
+    the two are blended linearly in original_max_position / wavelength.
+  - "yarn" blends the two linearly in the number of the dimension (Peng et al. 2023,
+    arXiv:2309.00071, section 3.2).
 
-  Scaled ones are computed on the host, operation by operation as transformers does in
-  float32: checkpoints were trained with those numbers, and a last bit of a frequency is
-  2e-4 radians at position 2,048. Unscaled ones are left to XLA, within as much of the
-  formula: other bits would part resumed runs from their past.
+  Scaled frequencies are computed on the host, with transformers' operations in float32:
+  checkpoints were trained with these numbers, and the last bit of a frequency is 2e-4
+  radians at position 2,048. Unscaled frequencies are computed by XLA. Computing them on
+  the host would change their last bits, and with them the results of resumed runs.
   """
   if config.scaling is None:
     exponent = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
     return 1.0 / (config.theta**exponent)
   exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-  # The power in float64, rounded once: float32 powers differ between libraries.
+  # The power is computed in float64 and rounded once: float32 powers differ between
+  # libraries.
   waves = np.power(config.theta, exponents.astype(np.float64)).astype(np.float32)
   factor = np.float32(config.factor)
   if config.scaling == "linear":
@@ -44,11 +45,11 @@ def frequencies(head_dim: int, config: RopeConfig) -> Float[Array, " H/2"]:
 
 
 def _llama3(base: np.ndarray, config: RopeConfig) -> np.ndarray:
-  """float32 [H/2] of the undivided frequencies."""
+  """Returns the scaled frequencies, float32 [H/2], of the unscaled ones."""
   low, width = config.low_freq_factor, config.high_freq_factor - config.low_freq_factor
   low, width, factor = np.float32(low), np.float32(width), np.float32(config.factor)
   context = np.float32(config.original_max_position)
-  # As a product with the reciprocal, which is how torch divides a number by a tensor.
+  # Computed as a product with the reciprocal: torch divides a number by a tensor so.
   waves = 1 / base * np.float32(2 * math.pi)
   keep = np.clip((1 / waves * context - low) / width, 0, 1)
   return np.where(
@@ -57,11 +58,13 @@ def _llama3(base: np.ndarray, config: RopeConfig) -> np.ndarray:
 
 
 def _yarn_keep(head_dim: int, config: RopeConfig) -> np.ndarray:
-  """float32 [H/2], how much of each undivided frequency YaRN keeps: 1 to 0 over the
-  ramp."""
+  """Returns the share of each unscaled frequency that YaRN keeps, float32 [H/2].
+
+  The share is 1 for fast frequencies and falls linearly to 0 for slow ones.
+  """
 
   def dimension(turns: float) -> float:
-    """The (fractional) pair that turns this often within the original context."""
+    """Returns the fractional pair with this many turns in the original context."""
     wavelength = config.original_max_position / (turns * 2 * math.pi)
     return head_dim * math.log(wavelength) / (2 * math.log(config.theta))
 
@@ -69,15 +72,16 @@ def _yarn_keep(head_dim: int, config: RopeConfig) -> np.ndarray:
   if config.truncate:
     low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, head_dim - 1)
-  # A ramp without a width is a step. One that ends before the first pair (a context
-  # shorter than the slowest turns) falls backwards and keeps all, as in transformers.
+  # A ramp of width 0 becomes a step. If the ramp ends before the first pair (a context
+  # shorter than the slowest turns), its width is negative and all frequencies are kept,
+  # as in transformers.
   width = np.float32(high - low if high != low else 1e-3)
   pairs = np.arange(head_dim // 2, dtype=np.float32)
   return 1 - np.clip((pairs - np.float32(low)) / width, 0, 1)
 
 
 def length_factor(config: RopeConfig) -> float:
-  """What queries and keys are multiplied by, besides being turned (YaRN)."""
+  """Returns YaRN's factor of queries and keys; 1 for other kinds of scaling."""
   if config.scaling != "yarn":
     return 1.0
   if config.attention_factor is not None:
@@ -88,8 +92,10 @@ def length_factor(config: RopeConfig) -> float:
 def angles(
   positions: Int[Array, "B T"], head_dim: int, config: RopeConfig
 ) -> tuple[Float[Array, "B T 1 H/2"], Float[Array, "B T 1 H/2"]]:
-  """(sin, cos) for every position, float32, times `length_factor`; computed once for
-  all layers of a kind."""
+  """Returns the sines and cosines of every position, float32, times `length_factor`.
+
+  They are computed once for all layers of a kind.
+  """
   angle = positions[..., None].astype(jnp.float32) * frequencies(head_dim, config)
   factor = length_factor(config)
   return factor * jnp.sin(angle)[:, :, None], factor * jnp.cos(angle)[:, :, None]
@@ -98,7 +104,7 @@ def angles(
 def rotate(
   x: Float[Array, "B T N H"], sin_cos: tuple[jax.Array, jax.Array]
 ) -> Float[Array, "B T N H"]:
-  """Rotates the pairs (x[i], x[i + H/2]); computed in float32, returned as x.dtype."""
+  """Rotates the pairs (x[i], x[i + H/2]) in float32, and returns x's dtype."""
   sin, cos = sin_cos
   first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   turned = jnp.concatenate(

@@ -1,4 +1,4 @@
-"""PartitionSpecs of the decoder's weights and activations."""
+"""PartitionSpecs of the decoder's weights, and constraints on its activations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from tunix.models.transformer.config import ShardingRules
 from tunix.utils import mesh as mesh_lib
 
-# Along which of a weight's last two dimensions each axis lies.
+# Mesh axes of the last dimensions of a weight, by its kind. `dim` are the axes of the
+# model dimension (fsdp, ep, cp), `tp` is the axis of heads, hidden units and
+# vocabulary.
 _KINDS = {
   "in_out": lambda dim, tp: (dim, tp),  # q, k, v, gate, up, lm_head: [D, out]
   "out_in": lambda dim, tp: (tp, dim),  # o, down: [in, D]; embedding: [V, D]
@@ -24,68 +26,93 @@ _KINDS = {
 def weight_spec(
   kind: str, rules: ShardingRules, stacked: bool, *, experts: bool = False
 ) -> tuple[Any, ...]:
-  """PartitionSpec entries of a weight; stacked layers are never split along L."""
+  """Returns the PartitionSpec entries of a weight.
+
+  The axis L of stacked layers is never split.
+
+  Args:
+    kind: "in_out", "out_in", "router" or "norm", see `_KINDS`.
+    rules: mesh axes.
+    stacked: True if the weight has a leading axis of layers.
+    experts: True if the weight has an axis of experts, which ep splits.
+  """
+  # Experts are split by ep along E, so ep cannot split their model dimension too.
   lead = ((None,) if stacked else ()) + ((rules.ep,) if experts else ())
   dim = tuple(a for a in rules.weight_axes if not (experts and a == rules.ep))
   return lead + _KINDS[kind](dim, rules.tp)
 
 
 def pin_activations(x: jax.Array, rules: ShardingRules) -> jax.Array:
-  """Pins [B, T, D] to the batch axes, and T to cp, on the current mesh.
+  """Constrains [B, T, D] to the batch axes, and T to cp, on the current mesh.
 
-  Without it XLA may replicate the batch and split D instead, which multiplies the
-  temporary memory of a sharded step (1033 MB a device against 373 at 8-way FSDP of a
-  58M model).
+  Without the constraint XLA may replicate the batch and split D instead. With 8-way
+  FSDP of a 58M model that took 1033 MB of temporary memory per device instead of 373.
   """
   return mesh_lib.constrain(x, _rows(x, rules), rules.cp)
 
 
 def pin_lookup(x: jax.Array, rules: ShardingRules) -> jax.Array:
-  """Pins token ids [B, T], and then their rows [B, T, D] of the embedding table, to how
-  the table lies: D along fsdp and ep, which are the batch's as well, and cp.
+  """Constrains the input and output of an embedding lookup to the table's sharding.
 
-  So ids are gathered, which are small, and the rows' batch axes move from D to B in one
-  exchange, and cp from D to T in another. Left to itself, XLA replicates all rows on a
-  mesh of dp, fsdp and tp ("Involuntary full rematerialization"), and their gradient
-  once more. In a step whose products are split, the table lies by words, and what they
-  give is added up.
+  The table's dimension D is split over fsdp, ep and cp; fsdp and ep split the batch
+  too. The lookup therefore all-gathers the token ids, which are small, and its result
+  [B, T, D] is split along D. Afterwards one all-to-all moves the batch axes from D to
+  B, and another one moves cp from D to T. Without the constraints XLA replicates the
+  result and its gradient on a mesh of dp, fsdp and tp ("Involuntary full
+  rematerialization").
+
+  In a decode step whose products are split (`rules.step`), the table is split along the
+  vocabulary, and the partial results are added up.
+
+  Args:
+    x: token ids [B, T], or the looked-up rows [B, T, D].
+    rules: mesh axes.
   """
   if _splits_products(x, rules):
     return pin_activations(x, rules)
   rows = tuple(axis for axis in batch_axes(rules) if axis not in rules.weight_axes)
   x = mesh_lib.constrain(x, *(rows, None, rules.weight_axes)[: x.ndim])
-  if x.ndim == 3 and token_axis(rules) is not None:  # one axis after the other
+  # Axes move one after the other: XLA has no single exchange for both moves.
+  if x.ndim == 3 and token_axis(rules) is not None:
     others = tuple(axis for axis in rules.weight_axes if axis != rules.cp)
     x = mesh_lib.constrain(x, rows, rules.cp, others)
   return x
 
 
 def pin_rows(x: jax.Array, rules: ShardingRules) -> jax.Array:
-  """Pins queries, keys, values or logits [B, T, _] to the rows of the cache, which is
-  too large to move, where a step's products are split; otherwise nothing is said. This
-  is done before they are cut into heads: devices may share one."""
+  """Constrains queries, keys, values or logits [B, T, _] to the rows of the cache.
+
+  It applies only to a decode step whose products are split; otherwise `x` is returned.
+  The cache is too large to move, so attention runs where its rows are. The constraint
+  is set before the split into heads, because several devices may share one head.
+  """
   if not _splits_products(x, rules):
     return x
   return mesh_lib.constrain(x, batch_axes(rules), None, rules.tp)
 
 
 def pin_features(x: jax.Array, rules: ShardingRules) -> jax.Array:
-  """Pins [B, T, _] as a product gives it or takes it where a step's products are split;
-  otherwise nothing is said. Between products and rows both sides are pinned, or XLA has
-  one reach across and gathers the kernel, or the cache."""
+  """Constrains the input or output [B, T, _] of a split product to its features.
+
+  It applies only to a decode step whose products are split; otherwise `x` is returned.
+  `pin_rows` and this function are called in pairs. With one constraint alone XLA moves
+  the other side to it, and all-gathers the kernel or the cache.
+  """
   if not _splits_products(x, rules):
     return x
   return mesh_lib.constrain(x, _rows(x, rules), None, (rules.tp, *rules.step))
 
 
 def _splits_products(x: jax.Array, rules: ShardingRules) -> bool:
-  """Whether moving these activations is cheaper than moving weights: one token a row,
-  of a model that was laid out for it."""
+  """Returns True for a decode step (one token per row) of a model laid out for it.
+
+  Moving the activations is then cheaper than moving the weights.
+  """
   return bool(rules.step) and x.shape[1] == 1
 
 
 def _rows(x: jax.Array, rules: ShardingRules) -> tuple[str, ...]:
-  """The axes that split the rows of activations between products."""
+  """Returns the mesh axes of the rows of activations between two products."""
   axes = batch_axes(rules)
   if not _splits_products(x, rules):
     return axes
@@ -93,13 +120,13 @@ def _rows(x: jax.Array, rules: ShardingRules) -> tuple[str, ...]:
 
 
 def batch_axes(rules: ShardingRules) -> tuple[str, ...]:
-  """The batch axes that the context's mesh has."""
+  """Returns the batch axes that the context's mesh has."""
   mesh = mesh_lib.context_mesh()
   return tuple(a for a in rules.batch_axes if mesh is not None and a in mesh.shape)
 
 
 def token_axis(rules: ShardingRules) -> str | None:
-  """The axis of each row's tokens, if the context's mesh has it."""
+  """Returns the mesh axis of the tokens of a row; None if the mesh lacks it."""
   mesh = mesh_lib.context_mesh()
   return rules.cp if mesh is not None and rules.cp in mesh.shape else None
 
@@ -107,11 +134,15 @@ def token_axis(rules: ShardingRules) -> str | None:
 def tokens_everywhere(
   shape: tuple[int, ...], mesh: Mesh | AbstractMesh, rules: ShardingRules
 ) -> PartitionSpec:
-  """Spec of [B, T, ...] by which no two devices work on one token, as far as the axes
-  divide: rows along the batch axes, the tokens of a row along cp and all others."""
+  """Returns a spec of [B, T, ...] that gives every token to one device only.
+
+  Rows are split over the batch axes, and the tokens of a row over cp and all other
+  axes. Axes that do not divide the tokens are left out, so their devices share tokens.
+  """
   batch = batch_axes(rules)
   rows = mesh_lib.fit_spec((batch,), shape, mesh)[0]
   others, parts = [], 1
+  # cp first, so that a device keeps tokens of its own shard of the row.
   for axis in sorted(mesh.shape, key=lambda axis: axis != rules.cp):
     size = mesh.shape[axis]
     if axis not in batch and shape[1] % (parts * size) == 0:
@@ -121,7 +152,7 @@ def tokens_everywhere(
 
 
 def named_shardings(state: Any, mesh: Mesh) -> Any:
-  """NamedShardings for a state, from the `out_sharding` metadata of its variables."""
+  """Returns the NamedShardings of a state, from its variables' `out_sharding`."""
 
   def one(variable):
     spec = variable.get_metadata().get("out_sharding")
@@ -132,8 +163,15 @@ def named_shardings(state: Any, mesh: Mesh) -> Any:
 
 
 def on_users_mesh(model: Any, given: Mesh | None = None) -> Any:
-  """A model that was laid out on an Auto mesh, as arrays on the mesh that the user
-  gave, or has set, if its axes are Explicit: inside it no others are computed with."""
+  """Returns the model with its arrays on the user's mesh if its axes are Explicit.
+
+  Models are laid out on a mesh of Auto axes. Inside a mesh of Explicit axes JAX
+  computes only with arrays of that mesh.
+
+  Args:
+    model: the model, updated in place.
+    given: the mesh that the user gave; None for the mesh of the context.
+  """
   home = mesh_lib.explicit_mesh(()) if given is None else given
   if home is not None and mesh_lib.is_explicit(home):
     nnx.update(model, mesh_lib.onto(nnx.state(model), home))
@@ -141,12 +179,12 @@ def on_users_mesh(model: Any, given: Mesh | None = None) -> Any:
 
 
 def abstract(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
-  """(graph, state of shapes) of a model that is not built.
+  """Returns the graph and the state of shapes of a model, without building it.
 
-  `nnx.eval_shape` would check every spec against the context's mesh, which may lack
-  some of the axes.
+  `nnx.eval_shape` is not used: it checks every spec against the context's mesh, which
+  may lack some of the axes.
   """
-  graphs = []
+  graphs = []  # eval_shape returns arrays only, so the graph leaves by this list
 
   def split():
     graph, state = nnx.split(build())

@@ -1,9 +1,9 @@
-"""Rows in which several completions of one prompt follow it: what is computed of the
-prompt is computed once.
+"""Rows that hold one prompt and several completions of it.
 
-Everything but attention takes such a row as it is. Attention runs in two parts: the
-prompt on itself, and each completion on the prompt and itself, as if it stood alone
-behind it.
+The prompt is computed once for all of its completions. All parts of the decoder except
+attention treat the row like any other. Attention runs in two parts: the prompt attends
+to itself, and each completion attends to the prompt and to itself, as if no other
+completion existed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class SharedPrompt:
   """The layout [prompt | completion 1 | ... | completion G] of every row.
 
   Attributes:
-    prompt: P, tokens of the prompt, padded on the left, so that a distance in slots is
-      one in positions; at least 1.
-    copies: G, completions of R tokens each, padded on the right; at least 1.
+    prompt: number of prompt tokens P >= 1. Prompts are padded on the left, so that a
+      distance in slots is a distance in positions.
+    copies: number of completions G >= 1, of R tokens each, padded on the right.
   """
 
   prompt: int
@@ -37,10 +37,10 @@ class SharedPrompt:
         raise ValueError(f"SharedPrompt.{name} is {value}, it must be at least 1")
 
   def completion(self, tokens: int) -> int:
-    """R, of rows with `tokens` tokens.
+    """Returns the length R of a completion in rows of `tokens` tokens.
 
     Raises:
-      ValueError: they hold no whole completions.
+      ValueError: the tokens behind the prompt do not divide by G.
     """
     size, rest = divmod(tokens - self.prompt, self.copies)
     if size < 1 or rest:
@@ -51,7 +51,13 @@ class SharedPrompt:
     return size
 
   def positions(self, valid: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-    """Each completion's go on from the prompt's, which count its valid tokens."""
+    """Returns the positions of all tokens.
+
+    The positions of a prompt count its valid tokens, and those of every completion
+    continue them.
+    """
+    # Padding is on the left, so the number of valid prompt tokens is the position of
+    # the first completion token.
     prompt = valid[:, : self.prompt]
     places = jnp.arange(self.completion(valid.shape[1]), dtype=jnp.int32)
     after = jnp.sum(prompt, axis=1, dtype=jnp.int32)[:, None] + places
@@ -60,23 +66,24 @@ class SharedPrompt:
     )
 
   def prompts(self, x: jax.Array) -> jax.Array:
-    """[B, T, ...] -> [B, P, ...]."""
+    """Returns the prompts of rows [B, T, ...] as [B, P, ...]."""
     return x[:, : self.prompt]
 
   def completions(self, x: jax.Array) -> jax.Array:
-    """[B, T, ...] -> [B * G, R, ...]."""
+    """Returns the completions of rows [B, T, ...] as [B * G, R, ...]."""
     return x[:, self.prompt :].reshape(
       x.shape[0] * self.copies, self.completion(x.shape[1]), *x.shape[2:]
     )
 
   def sequences(self, x: jax.Array) -> jax.Array:
-    """[B, T, ...] -> [B * G, P + R, ...]: every completion behind its prompt."""
+    """Returns each completion behind its prompt, [B, T, ...] as [B * G, P + R, ...]."""
+    # The prompt's keys and values are repeated G times here; queries never are.
     prompts = self.prompts(x)[:, None]
     spread = (x.shape[0], self.copies, *prompts.shape[2:])
     prompts = jnp.broadcast_to(prompts, spread).reshape(-1, *prompts.shape[2:])
     return jnp.concatenate([prompts, self.completions(x)], axis=1)
 
   def rows(self, prompts: jax.Array, completions: jax.Array) -> jax.Array:
-    """[B, P, ...] and [B * G, R, ...] -> [B, T, ...]."""
+    """Joins [B, P, ...] and [B * G, R, ...] to rows [B, T, ...]."""
     b, rest = prompts.shape[0], completions.shape[2:]
     return jnp.concatenate([prompts, completions.reshape(b, -1, *rest)], axis=1)

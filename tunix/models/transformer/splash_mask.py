@@ -1,8 +1,8 @@
-"""Splash attention's causal and windowed mask, quick to cut into blocks.
+"""The causal and windowed mask of splash attention, with a fast test of whole blocks.
 
-The kernel's tables are made on the host from every block of the mask, which is work of
-T * T: 90 seconds of tracing for 131,072 tokens. Of a block that is open or closed
-altogether one number says as much. (Importing this file imports Pallas.)
+The kernel's tables are made on the host from every block of the mask, which takes T * T
+work: 90 seconds of tracing for 131,072 tokens. A block that is open or closed
+throughout is described by one number here. Importing this file imports Pallas.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
 
 class ReachMask(lib.LocalMask):
-  """A query sees its own slot and the `window - 1` before it; None: all before it."""
+  """The mask of queries that attend to their slot and the `window - 1` before it."""
 
   def __init__(self, slots: np.ndarray, keys: int, window: int | None):
-    """Args:
-    slots: int32 [T], of the queries, in any order.
-    keys: S.
-    window: see above.
+    """Makes the mask.
+
+    Args:
+      slots: slots of the queries, int32 [T], in any order.
+      keys: number of keys S.
+      window: number of keys that a query attends to; None for all keys up to its slot.
     """
     self._before = keys if window is None else window - 1
     before = None if window is None else window - 1
@@ -26,11 +28,14 @@ class ReachMask(lib.LocalMask):
     self.q_sequence = slots
 
   def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
-    """bool [t, s]; [1, 1] where all of it is alike."""
+    """Returns a block, bool [t, s], or [1, 1] for a block of equal entries."""
     queries, keys = self.q_sequence[idx[0]], idx[1]
     low, high = queries.min(), queries.max()
+    # Closed throughout: all keys come after every query, or before every window.
     if high < keys.start or low - self._before >= keys.stop:
       return np.zeros((1, 1), np.bool_)
+    # Open throughout: all keys come up to the first query, inside the last one's
+    # window.
     if low >= keys.stop - 1 and high - self._before <= keys.start:
       return np.ones((1, 1), np.bool_)
     return super().__getitem__(idx)

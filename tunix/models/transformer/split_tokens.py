@@ -1,13 +1,15 @@
-"""Attention on rows whose tokens are split over devices, by the mesh axis `cp`.
+"""Attention on rows whose tokens are split over devices by the mesh axis `cp`.
 
-Every device has the queries of its own tokens and gathers the keys and values of all of
-them: of a layer's arrays those alone are ever whole, which grouped heads make narrow.
-The gather's transpose adds up their gradients where the tokens are.
+Each device holds the queries of its own tokens and all-gathers the keys and values of
+all tokens. These are the only arrays of a layer that are whole on a device; grouped
+heads keep them narrow. The transpose of the all-gather is a reduce-scatter of their
+gradients.
 
-A later token looks at more keys, so that pieces in order would give the last device
-twice the mean of the work. Where that is so, each device exchanges queries for a piece
-from the front and one from the back, and their outputs return the same way: half of
-the queries travel, less than the keys and values that every device is sent anyway.
+Under a causal mask a later token attends to more keys. With contiguous shards the last
+of many devices would do twice the mean work. In that case each device exchanges its
+queries for a piece from the front and a piece from the back of the row, and the outputs
+return the same way. Half of the queries travel, which is less than the keys and values
+that are gathered anyway.
 """
 
 from __future__ import annotations
@@ -32,14 +34,15 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
-  """Which tokens each device has the queries of.
+  """The assignment of a row's queries to devices.
 
   Attributes:
-    axis: the mesh axis. shards: its size n.
-    tokens: T, of all devices.
-    folded: of 2 n pieces in order, device i has number i and number 2 n - 1 - i (which
-      of them comes first depends on i), so that all have the same work under a causal
-      mask; otherwise device i has the i-th of n.
+    axis: the mesh axis that splits the tokens.
+    shards: its size n.
+    tokens: number of tokens T in the whole row.
+    folded: if True, the row is cut into 2 n pieces, and device i computes pieces i and
+      2 n - 1 - i, so that all devices have the same work under a causal mask. If False,
+      device i computes the i-th of n contiguous pieces.
   """
 
   axis: str
@@ -48,11 +51,12 @@ class Split:
   folded: bool
 
   def slots(self) -> np.ndarray:
-    """int32 [n, T / n], the slots of every device's queries, in its order."""
+    """Returns the slots of every device's queries, in its order, int32 [n, T/n]."""
     slots = np.arange(self.tokens, dtype=np.int32)
     if not self.folded:
       return slots.reshape(self.shards, -1)
     pieces = slots.reshape(2 * self.shards, -1)
+    # sources[device, half] is the piece that a device receives in each exchange.
     sources = np.empty((self.shards, 2), np.int32)
     for half in (0, 1):
       for source, target in self.moves(half):
@@ -60,18 +64,33 @@ class Split:
     return pieces[sources].reshape(self.shards, -1)
 
   def moves(self, half: int) -> list[tuple[int, int]]:
-    """(from, to) of the first (0) or second (1) half of each device's tokens: their
-    numbers are even, or odd, and no two of them go to one device."""
+    """Returns the (source, target) devices of one half of every device's tokens.
+
+    Device i holds pieces 2 i (half 0) and 2 i + 1 (half 1) of the contiguous row. Piece
+    p belongs to device min(p, 2 n - 1 - p). Pieces p and 2 n - 1 - p are one even and
+    one odd number, so each half sends exactly one piece to each device, as a
+    permutation must.
+    """
     last = 2 * self.shards - 1
     numbers = ((i, 2 * i + half) for i in range(self.shards))
     return [(i, min(number, last - number)) for i, number in numbers]
 
 
-def of(
+def split_of(
   query: jax.Array, visible: Visibility, window: int | None, rules: ShardingRules
 ) -> Split | None:
-  """How the context's mesh splits the queries [B, T, N, H]; None: it does not, or does
-  not divide them, which is said once where they are whole rows."""
+  """Returns the split of queries [B, T, N, H] on the context's mesh.
+
+  The result is None if the mesh does not split tokens, or if its axis does not divide
+  T. In the second case a warning is logged once, unless the queries are those of a step
+  with a cache, which are few.
+
+  Args:
+    query: the queries.
+    visible: the keys that each query attends to.
+    window: the layer's window, or None.
+    rules: names the mesh axis.
+  """
   mesh, tokens = mesh_lib.context_mesh(), query.shape[1]
   shards = 1 if mesh is None or rules.cp is None else mesh.shape.get(rules.cp, 1)
   if tokens % shards and tokens > shards and visible.aligned:
@@ -81,7 +100,7 @@ def of(
     )
   if shards == 1 or tokens % shards:
     return None
-  # A window gives all tokens the same work, and of a mask nothing is known.
+  # With a window every token has the same work, and the work of a mask is unknown.
   is_causal = visible.aligned and visible.mask is None and window is None
   folded = is_causal and tokens % (2 * shards) == 0
   return Split(axis=str(rules.cp), shards=shards, tokens=tokens, folded=folded)
@@ -96,22 +115,32 @@ def attend(
   split: Split,
   rules: ShardingRules,
 ) -> jax.Array:
-  """`run(query, key, value, visible)` of the queries of one device on all keys; see
-  `attention_paths.attend` for the arguments.
+  """Runs attention on each device, for the device's queries and all keys.
 
-  Axes that do not divide the rows, the KEY heads or the keys are dropped.
+  Mesh axes that do not divide the rows, the key heads or the keys are dropped.
+
+  Args:
+    run: computes attention from the device's queries, all keys, all values and their
+      visibility.
+    query, key, value, visible, rules: see `attention_paths.attend`.
+    split: assigns the queries to devices.
+
+  Returns:
+    The output in the order of `query`.
   """
   mesh = mesh_lib.context_mesh()
   assert mesh is not None
   rows, axis = sharding.batch_axes(rules), split.axis
-  wanted = (rows, axis, rules.tp, None)
-  keys = mesh_lib.fit_spec(wanted, key.shape, mesh)
+  # The number of key heads decides how heads are split: it divides the query heads.
+  keys = mesh_lib.fit_spec((rows, axis, rules.tp, None), key.shape, mesh)
+  # cp divides the queries (see `split_of`), but not always the keys of a cache.
   queries = PartitionSpec(keys[0], axis, keys[2], None)
-  visible = _of_queries(visible, key.shape[1], split)
+  visible = _separate_keys(visible, key.shape[1], split)
 
   def spec(x, *entries):
     return None if x is None else mesh_lib.fit_spec(entries, x.shape, mesh)
 
+  # Arrays about queries are split like the queries, arrays about keys are whole.
   specs = dataclasses.replace(
     visible,
     query_index=PartitionSpec(axis),
@@ -125,7 +154,7 @@ def attend(
   def local(query, key, value, visible):
     if split.folded:
       query = _exchange(query, split)
-    if keys[1] is not None:
+    if keys[1] is not None:  # the keys are split too: cp divides their number
       with jax.named_scope("gather_keys"):
         key = jax.lax.all_gather(key, axis, axis=1, tiled=True)
       with jax.named_scope("gather_values"):
@@ -147,25 +176,40 @@ def _warn_once(message: str) -> None:
   _log.warning("%s", message)
 
 
-def _of_queries(visible: Visibility, keys: int, split: Split) -> Visibility:
-  """With what the keys bear said apart from what the queries do, and the queries in the
-  order in which the devices hold them."""
+def _separate_keys(visible: Visibility, keys: int, split: Split) -> Visibility:
+  """Returns the visibility with separate arrays for queries and keys.
+
+  On one device both share `segment_ids` and `groups`. Here a device has some of the
+  queries and all keys, so the keys get `key_segments` and `key_groups`, whole and in
+  the row's order. The arrays of the queries are reordered by `split.slots()`, so that
+  splitting them gives each device the entries of its own queries.
+
+  Args:
+    visible: the visibility of whole rows.
+    keys: number of keys S.
+    split: assigns the queries to devices.
+  """
   tokens = visible.keys(keys)
   order = split.slots().reshape(-1)
-  put = lambda x: x if x is None or not split.folded else x[..., order]
+  reorder = lambda x: x if x is None or not split.folded else x[..., order]
   return dataclasses.replace(
     visible,
-    query_index=put(visible.query_index),
-    segment_ids=put(visible.segment_ids),
-    groups=put(visible.groups),
+    query_index=reorder(visible.query_index),
+    segment_ids=reorder(visible.segment_ids),
+    groups=reorder(visible.groups),
     key_segments=tokens.segments,
     key_groups=tokens.groups,
-    aligned=False,
+    aligned=False,  # query i is no longer key i
   )
 
 
 def _exchange(x: jax.Array, split: Split, *, back: bool = False) -> jax.Array:
-  """[B, T / n, ...] in order becomes as `Split` says, or the other way round."""
+  """Moves [B, T/n, ...] from contiguous shards to folded ones, or back.
+
+  Each half of the tokens is one permutation of the devices, see `Split.moves`.
+  """
+  # Going back reverses source and target of the same permutations, so that each half
+  # returns to its place in the contiguous shard.
   halves = jnp.split(x, 2, axis=1)
   for half in (0, 1):
     moves = split.moves(half)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 # Elements per layer up to which a slice is cut by `_opaque`: norm scales, biases and
 # small adapters. Larger slices feed matrix products, which XLA does not fuse with.
 _SMALL = 2**14
+
+
+def layer_states(state: Any) -> list[Any]:
+  """Returns the state of each layer of a stack, whose arrays are `[L, ...]`."""
+  leaves, treedef = jax.tree.flatten(state)
+  layers = zip(*(unstack(leaf) for leaf in leaves))
+  return [treedef.unflatten([x.squeeze(0) for x in layer]) for layer in layers]
 
 
 def unstack(stack: jax.Array) -> tuple[jax.Array, ...]:

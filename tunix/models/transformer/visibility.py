@@ -1,7 +1,8 @@
-"""Who may look where in self-attention, kept as indices for as long as possible.
+"""The keys that each query of self-attention attends to, stored as indices.
 
-Rows are padded on the left and all rows share their slots, so that a distance in slots
-is the distance in positions: windows are counted in slots, with a cache and without.
+A mask [B, T, S] is built only where it is needed, from these indices. Rows are padded
+on the left and all rows share their slots, so a distance in slots is a distance in
+positions. Windows are therefore counted in slots, with and without a cache.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from tunix.ops import masks
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """What a mask needs to know of some queries or some keys.
+  """The indices of queries or of keys, from which a mask is computed.
 
   Attributes:
-    index: int32 [T], their slots.
-    segments: int32 [B, T] or None.
-    groups: int32 [B, T] or None.
+    index: slots of the tokens, int32 [T].
+    segments: segment ids, int32 [B, T], or None.
+    groups: group numbers, int32 [B, T], or None.
   """
 
   index: jax.Array
@@ -35,23 +36,25 @@ class Tokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Visibility:
-  """Which keys each query may look at, in the cheapest form there is.
+  """The keys that each query attends to.
 
   Attributes:
-    query_index: int32 [T], the slot of each query.
-    mask: bool [B, T, S], who may look at whom, instead of the causal order; or None.
+    query_index: slot of each query, int32 [T].
+    mask: bool [B, T, S], True where a query attends to a key; it replaces the causal
+      order. None for the causal order.
     segment_ids: int32 [B, T] of packed rows, or None; only without a cache.
-    groups: int32 [B, T] or None: tokens of one nonzero group see each other in both
-      directions (the patches of an image). A group must lie within the T tokens; it
-      also opens what `mask` closes, so padding belongs to group 0.
-    key_segments, key_groups: int32 [B, S], segment ids and groups of the keys where
-      those are not the queries'; or None.
-    aligned: the keys are the tokens that the queries are, and `query_index` counts
-      from 0: no cache.
-    slots: S of the row whose cache the keys are; a sliding layer's may have fewer.
-      None: all layers' have as many.
-    shared: the rows are a prompt and several completions of it; or None. What is said
-      above is then meant for a completion that stands alone behind its prompt.
+    groups: int32 [B, T], or None. Tokens of one nonzero group attend to each other in
+      both directions (the patches of an image). A group must lie within the T tokens.
+      It also opens pairs that `mask` closes, so padding must have group 0.
+    key_segments, key_groups: segment ids and groups of the keys, int32 [B, S], if they
+      differ from the queries'; else None.
+    aligned: True if the keys are the same tokens as the queries and `query_index`
+      counts from 0: there is no cache.
+    slots: number of slots S of the row's cache; the cache of a sliding layer may have
+      fewer. None if the caches of all layers have the same number.
+    shared: layout of rows that hold a prompt and several completions of it, or None.
+      With it, the attributes above describe each completion as if it followed the
+      prompt directly.
   """
 
   query_index: jax.Array
@@ -67,14 +70,14 @@ class Visibility:
   )
 
   def queries(self) -> Tokens:
-    """What the mask needs to know of the queries."""
+    """Returns the indices of the queries."""
     return Tokens(self.query_index, self.segment_ids, self.groups)
 
   def keys(self, count: int) -> Tokens:
-    """The same of the `count` slots that they look at.
+    """Returns the indices of the keys in `count` slots.
 
     Raises:
-      ValueError: segment ids with more slots than tokens.
+      ValueError: there are segment ids and more slots than tokens.
     """
     groups, segments = self.groups, self.segment_ids
     if self.key_segments is not None:
@@ -87,23 +90,27 @@ class Visibility:
         "be combined with a cache; put them into the mask instead"
       )
     if groups is not None and groups.shape[1] != count:
+      # The call's tokens lie at their slots; all other slots of the cache have group 0.
       slots = jnp.zeros((groups.shape[0], count), groups.dtype)
       at = (0, self.query_index[0])
       groups = jax.lax.dynamic_update_slice(slots, groups, at)
     return Tokens(jnp.arange(count, dtype=jnp.int32), segments, groups)
 
   def dense(self, keys: int, window: int | None = None) -> Bool[Array, "B T S"]:
-    """The mask as an array; built inside the layer, so that XLA can fuse it.
+    """Returns the mask as an array.
+
+    Layers call it themselves, so that XLA can fuse the mask into the scores.
 
     Args:
-      keys: S, the number of slots.
-      window: a query sees its own slot and the `window - 1` before it; None: no limit.
+      keys: number of slots S.
+      window: number of keys that a query attends to, its own slot included; None for no
+        limit.
     """
     mask = None if self.mask is None else self.mask.astype(bool)
-    return may_look(self.queries(), self.keys(keys), mask, window)
+    return is_visible(self.queries(), self.keys(keys), mask, window)
 
   def of_prompt(self) -> Visibility:
-    """Of a shared prompt's tokens, which look at each other only."""
+    """Returns the visibility of a shared prompt's tokens among themselves."""
     assert self.shared is not None
     ids = self.segment_ids
     return Visibility(
@@ -113,11 +120,15 @@ class Visibility:
     )
 
   def of_completions(self) -> Visibility:
-    """Of the completions of a shared prompt, one a row, which look at it and at
-    themselves."""
+    """Returns the visibility of the completions of shared prompts, one per row.
+
+    A completion attends to its prompt and to itself.
+    """
     shared, ids = self.shared, self.segment_ids
     assert shared is not None
     size = shared.completion(self.query_index.size)
+    # In a sequence [prompt | completion] the completion's slots start at P. The keys
+    # are P + R slots, so queries and keys are not aligned.
     return Visibility(
       shared.prompt + jnp.arange(size, dtype=jnp.int32),
       segment_ids=None if ids is None else shared.completions(ids),
@@ -125,20 +136,23 @@ class Visibility:
     )
 
 
-def may_look(
+def is_visible(
   queries: Tokens,
   keys: Tokens,
   mask: Bool[Array, "B T S"] | None = None,
   window: int | None = None,
 ) -> Bool[Array, "B T S"]:
-  """(mask, or causal order, or same group) and window and same segment.
+  """Returns the mask of queries and keys.
 
-  The window limits the past only: a group's later members stay visible, as Gemma 3
-  defines it for images in its sliding layers.
+  A pair is open if (the mask opens it, or without a mask the causal order, or both
+  tokens are in one group), and the key is inside the window, and both tokens are in one
+  segment. The window limits only the past: later members of a group stay visible, as in
+  the sliding layers of Gemma 3.
 
-  Returns: bool [B, T, S], or [1, T, S] where all rows are alike.
+  Returns: bool [B, T, S], or [1, T, S] if all rows have the same mask.
   """
   seen = masks.causal_mask(queries.index, keys.index) if mask is None else mask
+  # Groups open pairs, so they come before segments and windows, which close pairs.
   if queries.groups is not None and keys.groups is not None:
     same = queries.groups[:, :, None] == keys.groups[:, None, :]
     seen = seen | (same & (queries.groups != 0)[:, :, None])
@@ -153,11 +167,15 @@ def may_look(
 def reach(
   queries: Tokens, keys: Tokens, window: int | None = None
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-  """The first and the last slot that each query may look at, without a mask: nothing
-  outside is visible, something inside may be hidden.
+  """Returns the first and the last slot that each query attends to, without a mask.
 
-  Returns: two int32 [B, T], or [1, T] where all rows are alike.
+  All visible keys lie between the two slots. Keys between them may be hidden, so the
+  result is a bound for skipping blocks and no mask.
+
+  Returns: two int32 [B, T], or [1, T] if all rows have the same bounds.
   """
+  # The causal range [0, own slot], which segments and windows shorten. Groups extend it
+  # to the last member of the query's group.
   first = jnp.zeros_like(queries.index)[None]
   last = queries.index[None]
   if window is not None:
@@ -174,10 +192,11 @@ def reach(
 def _ends(
   queries: jax.Array, keys: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """The first and the last slot that bears each query's id, by a table with one entry
-  an id.
+  """Returns the first and the last slot whose key has each query's id.
 
-  Ids beyond the table share its last entry, which only widens what they get.
+  It scatters the keys into a table with one entry per id, which takes B (S + 1) numbers
+  where a comparison of all pairs would take B T S. Ids of at least S + 1 share the last
+  entry; this only widens their bounds.
   """
   size = keys.shape[1] + 1
   entry = lambda ids: jnp.clip(jnp.abs(ids), 0, size - 1)

@@ -38,7 +38,7 @@ class RLOOLearner(GRPOLearner):
 
   def _generate_and_compute_advantage(self, batch: PromptBatch) -> TrainExample:
     rollouts, config = self._rollouts(batch), self.algo_config
-    old, divergence = self._kl_penalty(rollouts)
+    old, divergence = self._experience.kl_penalty(rollouts)
     if divergence is not None:
       penalty = config.beta * divergence.sum(1, dtype=np.float64)
       scores = rollouts.scores - penalty.reshape(rollouts.scores.shape)

@@ -91,7 +91,7 @@ class PPOLearner(RLLearner):
     mask = rollouts.completion_mask
     with self._phases("scoring"):
       values = self.rl_cluster.get_values(rollouts)
-    old, divergence = self._kl_penalty(rollouts)
+    old, divergence = self._experience.kl_penalty(rollouts)
     estimated, returns = advantages.gae(
       jnp.asarray(self._token_rewards(rollouts, divergence)),
       jnp.asarray(values),

@@ -1,1 +1,1 @@
-"""What turns prompts into completions while a policy is trained."""
+"""Rollout engines: they turn prompts into completions while a policy is trained."""

@@ -1,4 +1,4 @@
-"""What every rollout engine takes and gives."""
+"""Base class, settings and output of every rollout engine."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from tunix.utils import checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-  """How completions are sampled.
+  """The settings by which completions are sampled.
 
   Attributes:
-    max_tokens_to_generate: most tokens of a completion, end-of-sequence included.
-    max_prompt_length: most tokens of a prompt; a longer one is an error.
-    temperature: logits are divided by it, in sampling and in scoring alike; 0 is
-      greedy, for evaluation only.
-    top_p: draw from the likeliest tokens that have this probability together.
-    top_k: draw from so many of the likeliest tokens.
-    min_p: draw from tokens at least this probable, relative to the likeliest.
-    seed: of the run; every step, prompt and sample draws differently from it.
+    max_tokens_to_generate: most tokens of a completion, with its end-of-sequence token.
+    max_prompt_length: most tokens of a prompt; a longer prompt is an error.
+    temperature: divisor of the logits, in sampling and in scoring alike. 0 is greedy,
+      for evaluation only.
+    top_p: draw from the most likely tokens with this total probability; None: all.
+    top_k: draw from this many of the most likely tokens; None: all.
+    min_p: draw from tokens at least this probable relative to the most likely one;
+      None: all.
+    seed: seed of the run. Every step, prompt and sample draws its own tokens from it.
     eos_tokens: ids that end a completion; None: the tokenizer's.
     stop_strings: texts that end a completion.
-    kv_cache_size: most tokens of prompt and completion; None: their maxima.
-    gather_weights: on a mesh, true: gather our own sampler's weights along the batch's
-      axes once a batch, instead of in every decode step; "split": lay them out once so
-      that they split the products of a step, and activations are what moves; false:
-      leave them; None: the first of these that takes at most a quarter of a device's
-      memory, which CPUs do not tell.
-    engine_options: passed on to the engine as they are (structured output, ...); our
-      own sampler has none and refuses them.
+    kv_cache_size: most tokens of prompt and completion; None: the sum of their maxima.
+    gather_weights: layout of our own sampler's weights that are sharded over the batch
+      axes. true: all-gather them once a batch instead of in every decode step. "split":
+      reshard them once a batch so that the devices share the products of a step and
+      activations move. false: leave them. None: the first of true and "split" whose
+      weights take at most a quarter of a device's memory, else false; CPUs report no
+      memory and leave them.
+    engine_options: options that are passed on to the engine unchanged (address,
+      structured output, ...). Our own sampler has none and refuses them.
   """
 
   max_tokens_to_generate: int = 64
@@ -62,7 +64,7 @@ class RolloutConfig:
       kv_cache_size=checks.COUNT,
       seed=checks.SEED,
     )
-    # What a sampler refuses is refused here: its first call comes late in a run.
+    # A sampler would refuse these options only in its first call, late in a run.
     SamplingOptions(
       max_generation_steps=self.max_tokens_to_generate, **self.sampling_options
     )
@@ -70,12 +72,13 @@ class RolloutConfig:
     if self.kv_cache_size is not None and self.kv_cache_size < need:
       raise ValueError(
         f"kv_cache_size is {self.kv_cache_size}: prompts of {self.max_prompt_length} "
-        f"and completions of {self.max_tokens_to_generate} tokens need {need}"
+        f"and completions of {self.max_tokens_to_generate} tokens need {need}. Raise "
+        "it, or leave it out"
       )
 
   @property
   def sampling_options(self) -> dict[str, Any]:
-    """What it says of a draw and of an end, as a sampler takes it."""
+    """Options of a sampler's call: the choice of tokens and the end of rows."""
     names = ("temperature", "top_p", "top_k", "min_p", "eos_tokens")
     options = {name: getattr(self, name) for name in names}
     return {**options, "stop_strings": self.stop_strings or ()}
@@ -83,15 +86,15 @@ class RolloutConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutOutput:
-  """Completions, group by group: those of the first prompt, then of the second, ...
+  """The completions of a batch, B rows ordered by prompt.
 
   Attributes:
     text: B completions without their end-of-sequence tokens.
-    tokens: B int32 arrays, the end-of-sequence token included where one came.
-    prompt_tokens: int32 ids of the B rows' prompts (equal within a group).
-    logprobs: B float32 arrays, in nats, under the distribution that was drawn from.
+    tokens: B int32 arrays, each with the end-of-sequence token that ended its row.
+    prompt_tokens: B int32 arrays, prompt of each row (equal within a group).
+    logprobs: B float32 arrays, in nats, under the distribution drawn from.
     finish_reasons: B of "eos", "stop", "length".
-    version: of the weights that sampled, as the engine was told (see WeightSync).
+    version: version of the weights that sampled, from `update_params`.
   """
 
   text: list[str]
@@ -102,7 +105,7 @@ class RolloutOutput:
   version: Any = None
 
   def joined(self, others: Iterable[RolloutOutput]) -> RolloutOutput:
-    """With the rows of other outputs, by the same weights, behind its own."""
+    """Returns these rows and then those of `others`, all of the same version."""
     names = [f.name for f in dataclasses.fields(self) if f.name != "version"]
     every = [self, *others]
     rows = {name: [x for out in every for x in getattr(out, name)] for name in names}
@@ -117,14 +120,14 @@ class RolloutOutput:
 
 
 class BaseRollout(abc.ABC):
-  """An engine that samples from the policy.
+  """An engine that samples completions from the policy.
 
-  Subclasses write `generate` and `update_params`; the first is called with prompts of a
-  batch, the second after every update of the policy. They are made as
-  `Class(model, tokenizer, rollout_config)`.
+  Subclasses write `generate`, which is called with the prompts of a batch, and
+  `update_params`, which is called after every update of the policy. The cluster makes
+  an engine as `Class(model, tokenizer, rollout_config)`.
 
   Attributes:
-    version: of the weights it holds; None before the first `update_params`.
+    version: version of the engine's weights; None before the first `update_params`.
   """
 
   version: Any = None
@@ -139,28 +142,33 @@ class BaseRollout(abc.ABC):
     seed: Any = None,
     first_prompt: int = 0,
   ) -> RolloutOutput:
-    """`num_generations` completions of each prompt (a string or token ids).
+    """Returns `num_generations` completions of each prompt.
 
-    Prompts are numbered from `first_prompt`: a batch that is sampled in parts, under
-    one seed, draws what it would draw at once.
+    Args:
+      prompts: strings or sequences of token ids.
+      rollout_config: settings of this call.
+      num_generations: completions of each prompt.
+      seed: an int or a jax.random key; None: the seed of `rollout_config`.
+      first_prompt: number of the first prompt. A batch that is sampled in parts with
+        one seed then draws the same tokens as in one call.
     """
 
   @abc.abstractmethod
   def update_params(self, model: Any, version: Any) -> None:
-    """Takes the weights of `model`, which are known as `version` from here on."""
+    """Takes the weights of `model` and stores their `version`."""
 
   @abc.abstractmethod
   def pad_id(self) -> int:
-    """The padding token."""
+    """Returns the id of the padding token."""
 
   @abc.abstractmethod
   def eos_id(self) -> int:
-    """The end-of-sequence token."""
+    """Returns the id of the end-of-sequence token."""
 
   def model(self) -> Any:
-    """The module that samples.
+    """Returns the module that samples.
 
     Raises:
-      TypeError: the weights live in another process.
+      TypeError: the weights are in another process.
     """
     raise TypeError(f"{type(self).__name__} holds no nnx.Module")

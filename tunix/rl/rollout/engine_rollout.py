@@ -1,5 +1,7 @@
-"""What rollouts by an engine outside this process have in common: weights are sent,
-and whether they arrived is seen in what the engine says."""
+"""Base class of rollouts by an engine outside this process.
+
+Weights are sent to the engine. A change of its log-probs shows that they have arrived.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,25 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.sampler_rollout import SamplerRollout
 
 URL = 'the address of a running server, such as "http://localhost:8000"'
+# Prompts of `fingerprint`. Small ids are in every vocabulary.
 _PROBES = ((1, 2, 3, 4), (4, 3, 2, 1), (2, 2, 2, 2))
 _PROBE_TOKENS = 8
 
 
 class EngineRollout(SamplerRollout):
-  """A sampler with `update_weights(model)`, in another process."""
+  """Rollouts by a sampler with `update_weights(model)`, whose model is elsewhere.
+
+  Args:
+    sampler: the sampler.
+    options: further options of each of its calls.
+  """
 
   def __init__(self, sampler: BaseSampler, options: Mapping[str, Any] | None = None):
     super().__init__(sampler, options)
     self._last = ""
 
   def update_params(self, model: Any, version: Any) -> None:
-    """Sends the weights.
+    """Sends the weights, unless the engine has that version already.
 
     Raises:
       WeightSyncError: the policy changed, and the engine answers as before.
@@ -43,7 +51,7 @@ class EngineRollout(SamplerRollout):
     self.version = version
 
   def fingerprint(self) -> str:
-    """Log-probs of what the engine says to a few fixed prompts."""
+    """Returns the engine's tokens and log-probs for a few fixed prompts, as a text."""
     out = self._sampler(
       [list(probe) for probe in _PROBES],
       _PROBE_TOKENS,
@@ -61,16 +69,16 @@ def take_options(
   required: Mapping[str, str],
   optional: Sequence[str],
 ) -> dict[str, Any]:
-  """The `engine_options` of a config, which the caller may change.
+  """Returns a copy of a config's `engine_options`, after a check of their names.
 
   Args:
-    config: holds them.
-    engine: for messages.
-    required: what each option is that must be there, for the message.
-    optional: names of the others.
+    config: the config.
+    engine: name of the engine, for messages.
+    required: name and description of each option that must be there.
+    optional: names of the other options.
 
   Raises:
-    ValueError: one that the engine does not have, or one that is missing.
+    ValueError: the engine does not know an option, or a required one is missing.
   """
   options, known = dict(config.engine_options), (*required, *optional)
   if unknown := sorted(options.keys() - set(known)):
@@ -80,5 +88,7 @@ def take_options(
     )
   for name, meaning in required.items():
     if name not in options:
-      raise ValueError(f"{engine} needs engine_options[{name!r}]: {meaning}")
+      raise ValueError(
+        f"engine_options has no {name!r}, which {engine} needs: give {meaning}"
+      )
   return options

@@ -1,4 +1,4 @@
-"""A rollout engine over any sampler."""
+"""Rollout engine over any sampler."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOut
 
 
 class SamplerRollout(BaseRollout):
-  """Calls a sampler and reads its output; subclasses say how weights get there.
+  """Rollouts by a sampler. Subclasses write `update_params`.
 
   Args:
-    sampler: of the kind of BaseSampler.
-    options: passed to each of its calls besides what RolloutConfig says.
+    sampler: a BaseSampler, or an object with its call.
+    options: options of each call, in addition to those of RolloutConfig.
   """
 
   def __init__(self, sampler: BaseSampler, options: Mapping[str, Any] | None = None):
@@ -31,15 +31,15 @@ class SamplerRollout(BaseRollout):
     seed: Any = None,
     first_prompt: int = 0,
   ) -> RolloutOutput:
-    """`num_generations` completions of each prompt.
+    """Returns `num_generations` completions of each prompt; see `BaseRollout.generate`.
 
     Raises:
-      ValueError: a prompt longer than `max_prompt_length`, or an engine that does not
-        say the log-probs of the distribution it drew from.
+      ValueError: a prompt is longer than `max_prompt_length`, or the engine does not
+        give log-probs of the distribution it drew from.
     """
     c = rollout_config
     draws = {"seed": c.seed if seed is None else seed, "first_prompt": first_prompt}
-    if "seed" in self._sampler.not_honoured:  # its draws cannot be repeated
+    if "seed" in self._sampler.not_honoured:  # The engine's draws cannot be repeated.
       draws = {}
     ids = [self._sampler.tokenize(prompt) for prompt in prompts]
     longest = max(map(len, ids), default=0)
@@ -60,8 +60,8 @@ class SamplerRollout(BaseRollout):
     )
     if out.sampling_logprobs is None:
       raise ValueError(
-        "the engine reports raw log-probs, which are not those of the distribution it "
-        f"drew from (temperature {c.temperature}, or a filter): start it with "
+        f"temperature is {c.temperature}, or a filter is used, and the engine gives "
+        "raw log-probs, which are not of the distribution it drew from: start it with "
         "processed ones (vLLM: --logprobs-mode processed_logprobs), or sample at "
         "temperature 1 without filters"
       )

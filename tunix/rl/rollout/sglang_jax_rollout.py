@@ -1,4 +1,4 @@
-"""Rollouts by an SGLang-JAX server. Written against its API, never run on it."""
+"""Rollouts by an SGLang-JAX server; tested against a fake of its API only."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ from tunix.generate.sglang_jax_sampler import SglangJaxSampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.engine_rollout import URL, EngineRollout, take_options
 
-_REQUIRED = {"url": URL, "restart": "restart(folder) -> address, for new weights"}
+_REQUIRED = {
+  "url": URL,
+  "restart": "a function restart(folder) -> address, for new weights",
+}
 _OPTIONAL = ("timeout_s", "weights_dir", "request")
 
 
 class SglangJaxRollout(EngineRollout):
-  """Samples by HTTP, see `SglangJaxSampler`. The engine draws by no seed of ours, so
-  that a resumed run samples other completions.
+  """Rollouts over HTTP, see `SglangJaxSampler`.
+
+  The engine takes no seed, so a resumed run samples other completions.
 
   Args:
-    model: not used: the weights are sent by `update_params`.
-    tokenizer: of the model.
-    rollout_config: `engine_options` has "url" of a running server, and "restart", a
-      function that starts it anew on a folder: this engine takes new weights no other
-      way. Besides, what else SglangJaxSampler takes, and "request": further sampling
-      parameters, such as {"regex": "[0-9]+"}.
+    model: not used; `update_params` sends the weights.
+    tokenizer: tokenizer of the model.
+    rollout_config: its `engine_options` must have "url", the address of a running
+      server, and "restart", a function that restarts the server on a folder: this
+      engine has no other way to take new weights. They may have "timeout_s" and
+      "weights_dir" (see SglangJaxSampler), and "request": further sampling parameters,
+      such as {"regex": "[0-9]+"}.
 
   Raises:
-    ValueError: "url" or "restart" is missing, or an option that it does not know.
+    ValueError: "url" or "restart" is missing, or an option is unknown.
     EngineError: no server answers.
   """
 

@@ -1,4 +1,4 @@
-"""Rollouts by our own sampler, from weights that this process holds."""
+"""Rollouts by our own sampler, from weights in this process."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tunix.rl.rollout.sampler_rollout import SamplerRollout
 
 
 class VanillaRollout(SamplerRollout):
-  """Samples from a module, as it stands at each call.
+  """Rollouts from a module; each call reads its current weights.
 
   Args:
-    model: the module; colocated, it is the actor itself.
+    model: the module. On the actor's own mesh it is the actor itself.
     tokenizer: see `Sampler`.
-    rollout_config: its `kv_cache_size` bounds the cache, `gather_weights` lays the
-      weights out.
+    rollout_config: its `kv_cache_size` bounds the cache; its `gather_weights` chooses
+      the layout of the weights.
 
   Raises:
-    ValueError: engine_options, of which there are none here.
+    ValueError: `rollout_config` has engine options.
   """
 
   def __init__(self, model: nnx.Module, tokenizer: Any, rollout_config: RolloutConfig):
@@ -33,15 +33,15 @@ class VanillaRollout(SamplerRollout):
     )
 
   def update_params(self, model: Any, version: Any) -> None:
-    """Samples as `version` from here on.
+    """Stores the version; the weights are in the module already.
 
     Raises:
       ValueError: `model` is not the module that this engine was made with.
     """
     if model is not self.model():
       raise ValueError(
-        "the vanilla rollout samples from the module it was made with: copy weights "
-        "into it (placement.copy_weights) instead of handing another one over"
+        "model is another module than the one that the vanilla rollout was made with: "
+        "copy weights into that one (placement.copy_weights)"
       )
     self.version = version
 
@@ -50,13 +50,13 @@ class VanillaRollout(SamplerRollout):
 
 
 def check_options(rollout_config: RolloutConfig) -> None:
-  """Refuses what our own sampler would not read.
+  """Refuses engine options, which our own sampler does not have.
 
   Raises:
-    ValueError: engine_options.
+    ValueError: `rollout_config` has engine options.
   """
   if rollout_config.engine_options:
     raise ValueError(
-      f"engine_options {sorted(rollout_config.engine_options)} are for other "
-      "engines: the vanilla rollout has none, leave them out"
+      f"engine_options has {sorted(rollout_config.engine_options)}, expected none: "
+      "they are for other engines than vanilla, leave them out"
     )

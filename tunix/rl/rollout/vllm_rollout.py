@@ -12,17 +12,18 @@ _OPTIONAL = ("model", "logprob_kind", "timeout_s", "weights_dir", "request")
 
 
 class VllmRollout(EngineRollout):
-  """Samples by HTTP, see `VllmSampler`.
+  """Rollouts over HTTP, see `VllmSampler`.
 
   Args:
-    model: not used: the weights are sent by `update_params`.
-    tokenizer: of the model.
-    rollout_config: `engine_options` has "url" of a running server (how to start one:
-      docs/guides/engines.md), what else VllmSampler takes, and "request": further
-      fields of each request, such as {"structured_outputs": {...}}.
+    model: not used; `update_params` sends the weights.
+    tokenizer: tokenizer of the model.
+    rollout_config: its `engine_options` must have "url", the address of a running
+      server (docs/guides/engines.md shows how to start one). They may have "model",
+      "logprob_kind", "timeout_s" and "weights_dir" (see VllmSampler), and "request":
+      further fields of each request, such as {"structured_outputs": {...}}.
 
   Raises:
-    ValueError: there is no "url", or an option that vLLM does not know.
+    ValueError: "url" is missing, or an option is unknown.
     EngineError: no server answers.
   """
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.models import attention_cases as cases
+from tests.models.transformer import attention_cases as cases
 from tunix.models.transformer import blockwise
 from tunix.models.transformer.visibility import Visibility, reach
 
@@ -73,9 +73,9 @@ def test_visited_blocks():
   # block before, two slots of it. Segments of 8 start at block 2.
   def visited(window=None, segments=None, groups=None, mask=None):
     visible = Visibility(jnp.arange(16), mask, segments, groups)
-    rule = blockwise._Rule(1.0, None, window, (4, 4))
-    where = blockwise._cut_visibility(visible, rule, 16)
-    return list(zip(where.first.tolist(), where.last.tolist()))
+    options = blockwise._Options(1.0, None, window, (4, 4))
+    index = blockwise._cut_visibility(visible, options, 16)
+    return list(zip(index.first.tolist(), index.last.tolist()))
 
   assert visited() == [(0, 1), (0, 2), (0, 3), (0, 4)]
   assert visited(window=3) == [(0, 1), (0, 2), (1, 3), (2, 4)]

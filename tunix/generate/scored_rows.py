@@ -1,0 +1,86 @@
+"""Rows of prompts and completions as scoring reads them, without padding between."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+Ids = Int[Array, "B T"]
+Mask = Bool[Array, "B T"] | Int[Array, "B T"]
+
+
+class Rows(NamedTuple):
+  """The prompts [B, P] and completions [B, R] of a batch, padded with token 0.
+
+  Attributes:
+    prompts: ids, padded on the left.
+    prompt_mask: True on the prompts' tokens.
+    completions: ids, padded on the right.
+    completion_mask: True on the tokens to score.
+  """
+
+  prompts: jax.Array
+  prompt_mask: jax.Array
+  completions: jax.Array
+  completion_mask: jax.Array
+
+  @classmethod
+  def checked(cls, *arrays: Any) -> Rows:
+    """Checks the shapes of four arrays, in the order of the attributes.
+
+    The ids that pad rows can lie outside the model's vocabulary; they are set to 0.
+    """
+    shapes = [x.shape for x in arrays]
+    are_pairs = shapes[0] == shapes[1] and shapes[2] == shapes[3]
+    if not (
+      are_pairs
+      and len(shapes[0]) == len(shapes[2]) == 2
+      and shapes[0][0] == shapes[2][0]
+    ):
+      raise ValueError(
+        f"prompts {shapes[0]}, their mask {shapes[1]}, completions {shapes[2]}, their "
+        f"mask {shapes[3]}: expected [B, P] twice and [B, R] twice"
+      )
+    prompts, prompt_mask, completions, completion_mask = map(jnp.asarray, arrays)
+    rows = cls(
+      prompts, prompt_mask.astype(bool), completions, completion_mask.astype(bool)
+    )
+    return rows._replace(
+      prompts=jnp.where(rows.prompt_mask, prompts, 0),
+      completions=jnp.where(rows.extent, completions, 0),
+    )
+
+  @property
+  def extent(self) -> jax.Array:
+    """bool [B, R], True up to the last scored token of each completion.
+
+    The mask itself may have holes before that token.
+    """
+    # A running maximum from the right stays 1 from the last scored token to the start.
+    seen = self.completion_mask.astype(jnp.int32)
+    return jax.lax.cummax(seen, axis=1, reverse=True) > 0
+
+  def joined(self, width: int | None = None) -> jax.Array:
+    """Removes the padding between prompts and completions.
+
+    Returns:
+      [B, width]: each prompt's tokens from slot 0, then the completion's, then 0.
+      `width` is P + R unless given.
+    """
+    # Each row moves to the left by the padding of its prompt.
+    both = jnp.concatenate([self.prompts, self.completions], axis=1)
+    padding = self.prompts.shape[1] - jnp.sum(self.prompt_mask, axis=1)
+    source = padding[:, None] + jnp.arange(width or both.shape[1])
+    return jnp.take_along_axis(both, source, axis=1, mode="fill", fill_value=0)
+
+  def predicting_slots(self, count: int | None = None) -> jax.Array:
+    """Returns [B, R], the slots of `joined` that predict the completion tokens.
+
+    `count` replaces R. Slots behind the end of a row may be out of range.
+    """
+    # Token i of a completion is in slot length + i, and predicted by the slot before.
+    lengths = jnp.sum(self.prompt_mask, axis=1)
+    return lengths[:, None] - 1 + jnp.arange(count or self.completions.shape[1])

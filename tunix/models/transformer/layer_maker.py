@@ -1,0 +1,77 @@
+"""Factory of layers whose weights have the decoder's sharding and dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flax import nnx
+from jax.typing import DTypeLike
+
+from tunix.models.transformer import sharding
+from tunix.models.transformer.config import ShardingRules
+from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerMaker:
+  """Makes layers for one sharding, dtype and stack.
+
+  Attributes:
+    rules: sharding rules of the weights.
+    param_dtype: dtype of the weights.
+    rngs: source of the weights' keys. Each linear map and each embedding takes one.
+    stack: leading axes of all weights: (L,) for a stack of layers, else ().
+  """
+
+  rules: ShardingRules
+  param_dtype: DTypeLike
+  rngs: nnx.Rngs
+  stack: tuple[int, ...] = ()
+
+  def spec(self, kind: str, experts: int = 0) -> tuple:
+    """Returns the PartitionSpec entries of a weight, see `sharding.weight_spec`."""
+    stacked = bool(self.stack)
+    return sharding.weight_spec(kind, self.rules, stacked, experts=bool(experts))
+
+  def linear(
+    self, in_dim: int, out_dim: int, kind: str, *, bias: bool = False, experts: int = 0
+  ) -> Linear:
+    """Makes a linear map, or one per expert if `experts` is not 0.
+
+    Args:
+      in_dim, out_dim: sizes of the kernel.
+      kind: kind of the kernel, see `sharding.weight_spec`.
+      bias: if True, the map has a bias.
+      experts: E; the kernel is [*stack, E, in, out].
+    """
+    return Linear(
+      in_dim,
+      out_dim,
+      stack=self.stack + ((experts,) if experts else ()),
+      spec=self.spec(kind, experts),
+      use_bias=bias,
+      param_dtype=self.param_dtype,
+      rngs=self.rngs,
+    )
+
+  def norm(self, dim: int, eps: float, offset: float = 0.0) -> RMSNorm:
+    """Makes an RMS norm that multiplies by offset + scale."""
+    return RMSNorm(
+      dim,
+      eps,
+      offset=offset,
+      stack=self.stack,
+      spec=self.spec("norm"),
+      param_dtype=self.param_dtype,
+    )
+
+  def embedding(self, count: int, dim: int, scale: float | None = None) -> Embedding:
+    """Makes a table [count, dim]; `scale` is a factor of its rows, if given."""
+    return Embedding(
+      count,
+      dim,
+      spec=self.spec("out_in"),
+      scale=scale,
+      param_dtype=self.param_dtype,
+      rngs=self.rngs,
+    )
