@@ -12,7 +12,7 @@ import yaml
 from tests.cli import runs
 from tunix.cli import config as config_lib
 from tunix.cli.build import loading
-from tunix.cli.commands import completion as completion_main, init as init_main
+from tunix.cli.commands import init as init_main
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run import dry_run
 from tunix.models.automodel import AutoModel
@@ -120,14 +120,16 @@ def test_help_of_a_section(capsys):
   assert "\ndistill:\n" in capsys.readouterr().out
 
 
-def test_completions_know_commands_and_keys(tmp_path):
-  for made in completion_main.SHELLS.values():
-    text = made()
-    assert "training.max_steps" in text
-    assert "quickstart" in text
+def test_completions_know_commands_options_and_keys(tmp_path, capsys):
+  for shell in ("zsh", "fish", "bash"):
+    assert runs.tunix("completion", shell) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("training.max_steps", "quickstart", "top_p"))
   file = tmp_path / "tunix.sh"
-  file.write_text(completion_main.SHELLS["bash"]())
-  word = "COMP_WORDS=(tunix train --training.max_s); COMP_CWORD=2; _tunix 2> /dev/null"
-  script = f'source {file}; {word}; echo "${{COMPREPLY[@]}}"'
+  file.write_text(text)
+  script = f"source {file}"
+  for words in ("train --training.max_s", "qui", "train a.yaml --job gr", "eval --sh"):
+    script += f"; COMP_WORDS=(tunix {words}); COMP_CWORD={len(words.split())}"
+    script += '; COMPREPLY=(); _shtab_tunix; echo "${COMPREPLY[@]}"'
   done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-  assert done.stdout == "--training.max_steps=\n"
+  assert done.stdout.split() == ["--training.max_steps", "quickstart", "grpo", "--show"]
