@@ -16,7 +16,7 @@ _KEY = "tunix"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-  """What the command must know about a field besides its type and meaning.
+  """Facts that the command needs about a field, besides its type and meaning.
 
   Attributes:
     path: "read" if the value is a file, a folder or a hub id that exists before the
