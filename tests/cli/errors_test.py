@@ -189,25 +189,8 @@ def test_a_batch_that_does_not_divide_the_mesh(refused):
   assert "training.micro_batch_size is 4" in error
 
 
-def test_unknown_key(refused):
-  assert "did you mean training.learning_rate" in refused(training__lerning_rate=1)
-
-
-def test_negative_learning_rate(refused):
-  assert "training.learning_rate is -0.1" in refused(training__learning_rate=-0.1)
-
-
-def test_lora_targets_that_match_nothing(refused):
-  error = refused(lora__rank=2, lora__targets="[query]")
-  assert "layers.attn.k_proj" in error
-
-
 def test_no_output_dir(refused):
   assert "output_dir " in refused(output_dir="null")
-
-
-def test_unknown_optimizer(refused):
-  assert "did you mean adamw" in refused(optimizer__name="adamww")
 
 
 def test_an_output_folder_that_is_a_file(settings, tmp_path, capsys):

@@ -51,7 +51,12 @@ def main(argv: Sequence[str]) -> None:
   several.join(settings)
   if jax.process_count() > 1:
     _compare(args, settings)
-  manager = rewards.build_manager(args.reward, args.weights, args.workers or 0)
+  rewarded = rewards.RewardSettings(
+    functions=tuple(args.reward),
+    weights=args.weights and tuple(args.weights),
+    workers=args.workers or 0,
+  )
+  manager = rewards.build_rewards(rewarded)
   try:
     if manager is not None:
       records = JsonlRecords(args.prompts, PROMPT_ROWS)
