@@ -173,7 +173,7 @@ def test_places_are_written_out(tmp_path, monkeypatch):
     ),
     (
       {"data__length_buckets": "[20]", "data__packing": "true"},
-      "data.length_buckets .20. and data.packing are set",
+      "data.length_buckets is .20. and data.packing",
     ),
   ],
 )

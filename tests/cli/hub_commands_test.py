@@ -79,10 +79,10 @@ def test_an_export_is_uploaded(hub, settings, tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(export_main, "restore", restore)
   words = ["export", "--run", run.path, "--to", tmp_path / "a", "--push-to-hub"]
   assert runs.tunix(*words, "ORG/new") == 2
-  assert "without logging in: set HF_TOKEN" in capsys.readouterr().err
+  assert "HF_TOKEN" in capsys.readouterr().err
   monkeypatch.setenv("HF_TOKEN", hub_stand_in.TOKEN)
   assert runs.tunix(*words, "ELSE/new") == 2
-  assert "cannot be written with this token" in capsys.readouterr().err
+  assert "ELSE" in capsys.readouterr().err
   assert not loaded and not (tmp_path / "a").exists() and len(hub.models) == 1
   assert runs.tunix(*words, "ORG/new", "--private") == 0
   made = hub.models["ORG/new"]
@@ -95,9 +95,9 @@ def test_an_export_is_uploaded(hub, settings, tmp_path, monkeypatch, capsys):
 def test_a_revision_belongs_to_a_hub_id(hub, settings, capsys):
   words = runs.arguments(**settings)
   for more, says in (
-    ([], "model.revision is 'v2' and "),
-    (["--model.path=ORG/tiny"], "the model 'ORG/tiny' has no revision 'v2'"),
-    (["--model.name=qwen3_0p6b", "--model.path=null"], "model.path is not set"),
+    ([], "model.revision is 'v2'"),
+    (["--model.path=ORG/tiny"], "'v2'"),
+    (["--model.name=qwen3_0p6b", "--model.path=null"], "model.path"),
   ):
     assert runs.tunix("train", *words, "--model.revision=v2", *more) == 2
     error = capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_weights_changed_in_place_are_noticed(keys, model, tmp_path, name, at):
     byte = stream.read(1)[0]
     stream.seek(-1, 1)
     stream.write(bytes([byte ^ 1]))
-  with pytest.raises(ValueError, match=r"the model in model\.path is another"):
+  with pytest.raises(ValueError, match=r"model\.path"):
     check(keys, model__path=copy)
 
 
@@ -109,19 +109,19 @@ def test_another_tokenizer_cannot_resume(keys, model, tmp_path):
   source = json.loads((other / "tokenizer.json").read_text())
   source["model"]["merges"].pop()
   (other / "tokenizer.json").write_text(json.dumps(source))
-  with pytest.raises(ValueError, match="the tokenizer is another"):
+  with pytest.raises(ValueError, match=r"tokenizer\.path"):
     check(keys, tokenizer__path=other)
   shutil.copyfile(model / "tokenizer.json", other / "tokenizer.json")
   config = json.loads((other / "tokenizer_config.json").read_text())
   config["eos_token"] = "<eos>"
   (other / "tokenizer_config.json").write_text(json.dumps(config))
-  with pytest.raises(ValueError, match="the tokenizer is another"):
+  with pytest.raises(ValueError, match=r"tokenizer\.path"):
     check(keys, tokenizer__path=other)
 
 
 def test_other_evaluation_data_cannot_resume_but_may_be_left_out(keys, tmp_path):
   other = runs.write_records(tmp_path / "other.jsonl", 6, start=1)
-  with pytest.raises(ValueError, match=r"the content of data\.eval is another"):
+  with pytest.raises(ValueError, match=r"data\.eval"):
     check(keys, data__eval=other)
   check(keys, data__eval="null")
 
@@ -131,14 +131,14 @@ def test_another_chat_template_cannot_resume(keys, model, tmp_path):
   file.write_text((model / "chat_template.jinja").read_text())
   check(keys, tokenizer__chat_template=file)
   file.write_text(file.read_text() + " ")
-  with pytest.raises(ValueError, match="the content of the chat template is another"):
+  with pytest.raises(ValueError, match="chat_template"):
     check(keys, tokenizer__chat_template=file)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "data.json"])
 def test_without_its_records_a_run_cannot_resume(keys, name):
   (keys["output_dir"] / name).unlink()
-  with pytest.raises(ValueError, match=rf"its {name} is gone"):
+  with pytest.raises(ValueError, match=name):
     check(keys)
 
 

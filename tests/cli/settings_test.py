@@ -235,7 +235,10 @@ def _without_empty(file):
   return values | left
 
 
-@pytest.mark.parametrize("file", BEFORE, ids=lambda file: file.stem)
+# The file of all defaults is no settled configuration, which a folder holds.
+@pytest.mark.parametrize(
+  "file", [f for f in BEFORE if f.stem != "base_config"], ids=lambda file: file.stem
+)
 def test_folders_of_before_resume(file, tmp_path):
   """A folder's config.yaml, and what the same command gives now, differ in nothing."""
   folder = RunFolder(tmp_path)

@@ -184,12 +184,12 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
       ON_POLICY | {"rollout__max_tokens_to_generate": 4},
       "rollout.max_tokens_to_generate is 4",
     ),
-    (ON_POLICY | {"distill__cache": "x"}, "what the student writes is new every time"),
+    (ON_POLICY | {"distill__cache": "x"}, "distill.cache is 'x'"),
     (
       GRADIENT | {"distill__alpha": 1},
       "distill.alpha is 1.0 and distill.strategy 'policy_gradient'",
     ),
-    (GRADIENT | {"distill__on_policy_fraction": 0.5}, "fraction 0.5: it is right for"),
+    (GRADIENT | {"distill__on_policy_fraction": 0.5}, "distill.on_policy_fraction 0.5"),
     (GRADIENT | {"rollout__top_p": 0.5}, "rollout.top_p is 0.5 and distill.strategy"),
     (GRADIENT | {"rollout__top_k": 5}, "rollout.top_k is 5 and distill.strategy"),
     (

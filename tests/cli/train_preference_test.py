@@ -353,7 +353,7 @@ def test_orpos_lambda_has_a_key():
         "lora__modules_to_save": "[]",
         "export__kind": "adapter",
       },
-      "lora.modules_to_save names it (score); use 'merged'",
+      "export.kind is 'adapter' and job is 'reward'",
     ),
     ({"lora__rank": 2, "lora__modules_to_save": "[head]"}, "'head' matches no module"),
     ({"preference__max_response_length": 4}, "preference.max_response_length is 4"),

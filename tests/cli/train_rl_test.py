@@ -218,9 +218,9 @@ def test_another_reward_or_other_prompts_cannot_resume(keys, files, tmp_path, ca
     ({"reward__functions": "/no/such.py:f"}, "no such file"),
     ({"reward__functions": "no_such_module:f"}, "No module named"),
     ({"reward__functions": "json:nothing"}, "json has no function 'nothing'"),
-    ({"reward__weights": "[1, 2]"}, "reward.weights has 2 numbers for 1"),
+    ({"reward__weights": "[1, 2]"}, "reward.weights has 2 numbers"),
     ({"reward__weights": "[a]"}, "expected a list of numbers or null"),
-    ({"reward__timeout_s": 2}, "set reward.workers"),
+    ({"reward__timeout_s": 2}, "reward.timeout_s is 2.0"),
     ({"job": "sft"}, "it belongs to the jobs grpo and ppo"),
     ({"samples__max_groups": 0}, "samples.max_groups is 0"),
     (
@@ -257,7 +257,7 @@ def test_a_users_file_is_judged_before_a_model_is_loaded(
 ):
   file = tmp_path / f"faulty_{name}.py"
   file.write_text(source)
-  monkeypatch.delattr(build, "build_model")
+  monkeypatch.delattr(loading, "build_model")
   assert train(keys, reward__functions=f"{file}:f") == 2
   error = capsys.readouterr().err
   assert message in error and error.count("\n") == 1

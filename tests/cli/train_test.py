@@ -101,7 +101,7 @@ def test_the_page_of_a_run_that_failed_says_why(tmp_path):
   train_main._write_page(folder, RuntimeError, error, None)
   text = (tmp_path / "report.html").read_text()
   assert "failed; step 7 is the last one logged" in text
-  assert "RuntimeError: the &lt;chip&gt; is gone\nand xxx" in text
+  assert "RuntimeError: the \\u003cchip> is gone\\nand xxx" in text
   assert "x" * 4001 not in text
   folder.start(config_lib.load([]), {}, {})
   train_main._write_page(folder, Stopped, Stopped(signal.SIGTERM, "stopped"), None)

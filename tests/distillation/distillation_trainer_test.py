@@ -286,7 +286,7 @@ def test_wrong_kinds_are_refused():
 
 
 def test_vocabularies_that_differ_are_refused():
-  with pytest.raises(ValueError, match="96.*90"):
+  with pytest.raises(ValueError, match=r"96.*90"):
     trainers.trainer(known=trainers.teacher(vocab_size=90))
 
 

@@ -171,7 +171,7 @@ def test_too_many_words_leave_no_folder(tmp_path, known):
 
 
 def test_another_vocabulary_is_refused(filled):
-  with pytest.raises(ValueError, match="90.*96"):
+  with pytest.raises(ValueError, match=r"90.*96"):
     DistillationTrainer(
       toys.model(vocab_size=90), TeacherCache(filled), strategy(), optax.sgd(0.1)
     )

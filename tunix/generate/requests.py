@@ -108,7 +108,7 @@ def prepare(
   make_key = _key_maker(options)
   with mesh_lib.use_mesh(mesh):
     # Devices that are only compiled for (`tunix plan`) cannot hold a key.
-    key = _planned_key(make_key, mesh) if programs.are_noted() else make_key()
+    key = _planned_key(make_key, mesh) if programs.is_recording() else make_key()
     draw = _draw(options, shape.rows, vocab_size, key)
     weights = layout.for_decoding(model, state, gather_weights)
     opened = decode.opened(graph, state, weights)

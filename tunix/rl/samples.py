@@ -95,9 +95,9 @@ def groups_of(
     advantages: [P * G] or [P * G, R].
     most: number of groups.
 
-  Returns: `group`, `prompt`, `columns`, `batch_reward` (the mean over the whole batch),
-  and `completions` with `text`, `reward` (the total), `score` (after shaping),
-  `rewards` by function, `advantage`, `tokens`, `finish_reason`.
+  Returns: groups with `group`, `prompt`, `columns`, `batch_reward` (the mean over the
+  whole batch), `completions`. A completion has `text`, `reward` (the total), `score`
+  (after shaping), `rewards` by function, `advantage`, `tokens`, `finish_reason`.
   """
   size, batch = rollouts.group_size, rollouts.batch
   mean = _by_row(np.asarray(advantages, np.float64), rollouts.completion_mask)

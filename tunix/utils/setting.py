@@ -16,7 +16,7 @@ _KEY = "tunix"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-  """What the command must know about a field besides its type and meaning.
+  """Facts that the command needs about a field, besides its type and meaning.
 
   Attributes:
     path: "read" if the value is a file, a folder or a hub id that exists before the
@@ -62,6 +62,19 @@ def setting(
   if default_factory is not dataclasses.MISSING:
     return dataclasses.field(default_factory=default_factory, metadata=metadata)
   return dataclasses.field(default=default, metadata=metadata)
+
+
+def model_setting(fingerprint: str) -> Any:
+  """Returns the field of an optional model folder or hub id.
+
+  A resumed run may have another path, if the content is the same.
+
+  Args:
+    fingerprint: see `Facts`.
+  """
+  return setting(
+    None, path="read", names_model=True, may_change=True, fingerprint=fingerprint
+  )
 
 
 def facts_of(field: dataclasses.Field[Any]) -> Facts:

@@ -14,7 +14,7 @@ from tunix.cli.utils.call_strings import CallString
 from tunix.rl import reward_fns, reward_outcomes
 from tunix.rl.rewards import RewardManager
 from tunix.utils import checks
-from tunix.utils.setting import setting
+from tunix.utils.setting import model_setting, setting
 
 # The ready set: functions of rl.reward_fns that make a reward function.
 READY = {
@@ -50,9 +50,7 @@ class RewardSettings:
     (), path="function", fingerprint="reward_functions"
   )
   weights: tuple[float, ...] | None = None
-  model: str | None = setting(
-    None, path="read", names_model=True, may_change=True, fingerprint="reward"
-  )
+  model: str | None = model_setting("reward")
   workers: int = setting(0, may_change=True)
   timeout_s: float | None = setting(None, may_change=True)
 
@@ -81,36 +79,14 @@ def build_rewards(settings: RewardSettings) -> RewardManager | None:
   Raises:
     FileNotFoundError, ImportError, ValueError: a function does not exist.
   """
-  return build_manager(
-    settings.entries, settings.weights, settings.workers, settings.timeout_s
-  )
-
-
-def build_manager(
-  entries: Sequence[str],
-  weights: Sequence[float] | None = None,
-  workers: int = 0,
-  timeout_s: float | None = None,
-) -> RewardManager | None:
-  """Builds the manager that calls reward functions; None without functions.
-
-  Args:
-    entries: functions as in `RewardSettings.functions`.
-    weights: weight of each function; None: all 1.
-    workers: processes that run the functions.
-    timeout_s: seconds that a call in a worker may take; None: 60.
-
-  Raises:
-    FileNotFoundError, ImportError, ValueError: a function does not exist.
-  """
-  if not entries:
+  if not settings.entries:
     return None
-  functions = [function(text) for text in entries]
+  functions = [function(text) for text in settings.entries]
   return RewardManager(
     functions,
-    weights,
-    workers=workers,
-    timeout_s=timeout_s or TIMEOUT_S if workers else None,
+    settings.weights,
+    workers=settings.workers,
+    timeout_s=settings.timeout_s or TIMEOUT_S if settings.workers else None,
     names=_names(functions),
   )
 

@@ -44,18 +44,10 @@ def main(argv: Sequence[str]) -> None:
   Raises:
     ValueError: an unknown job, key or value, or a file that exists.
   """
-  parser = Parser("tunix init", "writes a configuration with comments to start from")
-  parser.add_argument("job", metavar="JOB", help=", ".join(JOBS))
-  parser.add_argument("--output", metavar="FILE", help="default: JOB.yaml")
-  parser.add_argument(
-    "--KEY.SUB=VALUE", dest="_", action="append", help="a key of `tunix train` to set"
-  )
-  args, rest = parser.parse_known_args(argv)
+  args, rest = parser().parse_known_args(argv)
   arguments = config_lib.parse_arguments(rest)
   if arguments.files:
-    parser.error(f"unrecognized arguments: {' '.join(arguments.files)}")
-  if args.job not in JOBS:
-    raise ValueError(f"job is {args.job!r}; expected one of {', '.join(JOBS)}")
+    raise ValueError(f"unrecognized arguments: {' '.join(arguments.files)}")
   file = pathlib.Path(args.output or f"{args.job}.yaml").expanduser()
   if file.exists():
     raise ValueError(f"--output is {file}, which exists; give the name of a new file")
@@ -71,10 +63,22 @@ def main(argv: Sequence[str]) -> None:
   print(f"wrote {file}: {next_step}")
 
 
+def parser() -> Parser:
+  """Returns the parser of the arguments that are no keys."""
+  made = Parser(
+    "tunix init",
+    "writes a configuration with comments to start from; further arguments set keys of "
+    "`tunix train`, such as --training.max_steps=500",
+  )
+  made.add_argument("job", choices=list(JOBS))
+  made.add_argument("--output", metavar="FILE", help="default: JOB.yaml")
+  return made
+
+
 def _values(job: str, overrides: Mapping[str, str]) -> dict[str, Any]:
   """Returns the keys to set first with their values, checked as `tunix train` does."""
   first = {"job": job, **_FIRST, **JOBS[job].first_values}
-  texts = {key: yaml_text.inline(value) for key, value in first.items()} | overrides
+  texts = {key: yaml_text.inline(x) for key, x in first.items()} | dict(overrides)
   config = config_lib.load([f"--{key}={text}" for key, text in texts.items()])
   settings, values = keys.as_plain(config), {}
   shown = {".".join(x.path) for x in reference.listing(job) if not x.is_section}

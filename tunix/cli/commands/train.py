@@ -116,8 +116,8 @@ def look(config: RunSettings) -> None:
   mesh = prepared.mesh or jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
   model = loading.build_model(prepared.config, mesh, of_shapes=True)
   check_model(prepared, model)
-  _say(about.describe(prepared, model))
-  _say(dry_run.describe(prepared, model))
+  _say(about.describe_run(prepared, model))
+  _say(dry_run.describe_start(prepared, model))
 
 
 def run(config: RunSettings) -> Result:
@@ -140,7 +140,7 @@ def run(config: RunSettings) -> Result:
     check_model(prepared, model)
     if jax.process_index() == 0:
       _start(prepared, model, stack)
-    _say(about.describe(prepared, model))
+    _say(about.describe_run(prepared, model))
     if (cache := config.compilation_cache) is not None and shipped.is_in(cache):
       stack.enter_context(shipped.loaded(cache, mesh, _say))
     loaded = Loaded(

@@ -31,7 +31,7 @@ from tunix.generate.layout import GatherWeights
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.utils import checks
-from tunix.utils.setting import setting
+from tunix.utils.setting import model_setting, setting
 
 # Keys of the section -> arguments of the strategy.
 _STRATEGY = {
@@ -74,9 +74,7 @@ class DistillSettings:
       computed once. Without distill.teacher the folder is only read.
   """
 
-  teacher: str | None = setting(
-    None, path="read", names_model=True, may_change=True, fingerprint="teacher"
-  )
+  teacher: str | None = model_setting("teacher")
   strategy: Literal["logit", "policy_gradient"] | None = None
   on_policy_fraction: float | None = None
   teacher_dtype: Dtype | None = None

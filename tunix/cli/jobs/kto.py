@@ -16,7 +16,7 @@ from tunix.data.records import LABELLED, Kind
 from tunix.data.scan import Report
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.sft.dpo.kto_trainer import KTOConfig, KTOTrainer
-from tunix.utils.setting import setting
+from tunix.utils.setting import model_setting
 
 # The range of n_D desirable_weight / (n_U undesirable_weight) that the paper recommends
 # (arXiv:2402.01306, section 4.2).
@@ -42,9 +42,7 @@ class KTOSettings(ResponseSettings):
   desirable_weight: float = 1.0
   undesirable_weight: float = 1.0
   unusable: Unusable = "error"
-  reference: str | None = setting(
-    None, path="read", names_model=True, may_change=True, fingerprint="reference"
-  )
+  reference: str | None = model_setting("reference")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +131,7 @@ def _example(config: KTORun) -> dict[str, np.ndarray]:
 
 
 KTO = Job(
-  summary="KTO, from completions labelled good or bad",
+  summary="KTO, which trains on completions labelled good or bad",
   records=(LABELLED,),
   first_values=preference.FIRST_VALUES,
   settings=KTORun,

@@ -17,7 +17,7 @@ from tunix.sft.dpo.dpo_trainer import DPOTrainer, ORPOTrainer
 from tunix.sft.dpo.precomputed import PrecomputedLogps
 from tunix.sft.dpo.preference_config import CompletionsConfig, DPOTrainingConfig
 from tunix.sft.dpo.reward_trainer import RewardConfig, RewardTrainer
-from tunix.utils.setting import setting, shared_values
+from tunix.utils.setting import model_setting, setting, shared_values
 
 Unusable = Literal["error", "drop"]
 
@@ -88,9 +88,7 @@ class DPOSettings(ResponseSettings):
   reference_free: bool = False
   shared_prompt: bool = False
   unusable: Unusable = "error"
-  reference: str | None = setting(
-    None, path="read", names_model=True, may_change=True, fingerprint="reference"
-  )
+  reference: str | None = model_setting("reference")
   reference_logps: str | None = setting(None, path="written", may_change=True)
 
   def __post_init__(self):
@@ -315,7 +313,7 @@ FIRST_VALUES = {
 _PAIR_SEQUENCES = lambda config: 2 * config.training.global_batch_size
 
 DPO = Job(
-  summary="DPO and the other losses of pairs; preference.loss chooses one",
+  summary="DPO and the other losses of pairs (see preference.loss)",
   records=(PAIRS,),
   first_values=FIRST_VALUES,
   settings=DPORun,
@@ -327,7 +325,7 @@ DPO = Job(
   sequences=_PAIR_SEQUENCES,
 )
 ORPO = Job(
-  summary="ORPO, from pairs and without a reference model",
+  summary="ORPO, which needs no reference model",
   records=(PAIRS,),
   first_values=FIRST_VALUES,
   settings=ORPORun,

@@ -30,7 +30,7 @@ from tunix.rl.samples import Samples
 from tunix.rl.utils import create_critic_model
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import checks
-from tunix.utils.setting import setting, shared_values
+from tunix.utils.setting import model_setting, setting, shared_values
 
 # Metric of the mean reward.
 REWARD = "rewards/score/mean"
@@ -86,9 +86,7 @@ class RLSettings(PromptSizes):
       uses.
   """
 
-  reference: str | None = setting(
-    None, path="read", names_model=True, may_change=True, fingerprint="reference"
-  )
+  reference: str | None = model_setting("reference")
   shuffle_seed: int | None = None
   offload_to_cpu: bool = setting(False, may_change=True)
 
@@ -107,9 +105,7 @@ class CriticSettings(RLSettings):
       its schedule.
   """
 
-  critic: str | None = setting(
-    None, path="read", names_model=True, may_change=True, fingerprint="critic"
-  )
+  critic: str | None = model_setting("critic")
   critic_learning_rate: float | None = None
 
   def __post_init__(self):
@@ -349,7 +345,7 @@ def _sequences(config: RLRun) -> int:
 
 
 GRPO = Job(
-  summary="reinforcement learning without a critic; algorithm.name chooses a variant",
+  summary="RL without a critic, with its variants (see algorithm.name)",
   records=(PROMPTS,),
   first_values={
     "reward.functions": ["exact_match"],
@@ -368,6 +364,4 @@ GRPO = Job(
   shorter=_shorter,
   sequences=_sequences,
 )
-PPO = dataclasses.replace(
-  GRPO, summary="reinforcement learning with a critic", settings=PPORun
-)
+PPO = dataclasses.replace(GRPO, summary="RL with a critic", settings=PPORun)

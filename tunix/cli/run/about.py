@@ -20,7 +20,7 @@ from tunix.models.transformer.model import Transformer
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def describe(run: Prepared, model: Transformer) -> str:
+def describe_run(run: Prepared, model: Transformer) -> str:
   """Describes model, data, steps and devices, for the user to check.
 
   Args:

@@ -25,7 +25,7 @@ from tunix.rl.pipeline import PROMPTS
 _ANSWERS = ("answer", "response", "solution", "completion")
 
 
-def describe(run: Prepared, model: Transformer) -> str:
+def describe_start(run: Prepared, model: Transformer) -> str:
   """Describes the start of a run, without starting it.
 
   Args:

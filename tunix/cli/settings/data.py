@@ -96,7 +96,7 @@ class StreamSettings(DataSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSettings(StreamSettings):
-  """Records that become rows of one length.
+  """The records, and how they become rows.
 
   Attributes:
     max_length: tokens of a row.

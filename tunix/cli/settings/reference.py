@@ -25,9 +25,9 @@ _HEAD = """\
 #
 #   tunix train --config mine.yaml --training.max_steps=500
 #
-# Later files and arguments override key by key. `null` means "not set". The names
-# before a colon are the jobs (or algorithms) that have a key, if not all have it.
-# `tunix train --help --job=JOB` shows the keys of one job.
+# Later files and arguments override key by key. `null` means "not set". If only some
+# jobs (or algorithms) have a key, their names stand before a colon. `tunix train --help
+# --job=JOB` shows the keys of one job.
 # Made by `python -m tunix.cli.settings.reference`.
 """
 
@@ -233,8 +233,9 @@ def _meaning(entry: Entry, all_have_it: int, default: Any) -> str:
 
   Args:
     entry: the key.
-    all_have_it: number of jobs that could have the key; fewer jobs are named.
-    default: the default that is shown; None: the defaults are told in words.
+    all_have_it: number of jobs that could have the key; if fewer have it, the text
+      names them.
+    default: the default that is shown; None: the text gives the defaults.
   """
   text = next((key.meaning for key in entry.keys.values() if key.meaning), "")
   kind = section_of(entry.key.hint)

@@ -19,7 +19,7 @@ from tunix.data.records import Kind
 from tunix.models.lora import LoraConfig
 from tunix.sft.config import CheckpointOptions, TrainingConfig
 from tunix.utils import checks
-from tunix.utils.setting import setting
+from tunix.utils.setting import model_setting, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,7 @@ class ModelSettings:
     quantise: stores the frozen weights below adapters in 4 or 8 bits (QLoRA).
   """
 
-  path: str | None = setting(
-    None, path="read", names_model=True, may_change=True, fingerprint="model"
-  )
+  path: str | None = model_setting("model")
   revision: str | None = setting(None, may_change=True)
   name: str | None = None
   args: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -333,7 +331,7 @@ class RunSettings(abc.ABC):
     if self.model.quantise is not None and self.lora is None:
       raise ValueError(
         f"model.quantise is {self.model.quantise!r} and lora.rank is not set; "
-        "quantised weights are frozen. Set lora.rank (8, for example)"
+        "quantised weights are not trained. Set lora.rank (8, for example)"
       )
     export_settings.check(self)
     self._check_best()

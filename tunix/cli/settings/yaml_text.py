@@ -61,17 +61,17 @@ def _place(name: str) -> pathlib.Path:
 
 
 def parse(text: str, origin: str) -> Any:
-  """What a text of YAML holds.
+  """Parses a text of YAML to plain values.
 
   Args:
-    text: a file's, or a value's.
-    origin: where it stands, for error messages.
+    text: text of a file, or of one value.
+    origin: file or argument of the text, for error messages.
 
   Raises:
     ValueError: invalid YAML, or a key written twice; begins with `origin`.
   """
   try:
-    # A SafeLoader: it builds plain values only.
+    # Our loader extends SafeLoader, which builds plain values only.
     return yaml.load(text, Loader=_Loader)
   except RecursionError as error:
     raise ValueError(f"{origin}: nested too deeply: flatten it") from error
