@@ -74,7 +74,7 @@ def measure(words: list[str], topology: str) -> tuple[int, int]:
     trainer = JOBS[config.job].build(
       Loaded(
         config=config,
-        model=loading.build_model(config, mesh),
+        model=loading.ModelLoader(config, mesh).model(),
         tokenizer=TokenizerAdapter(rollout.NoText()),
         optimizer=optimizer.build_optimizer(config, rate),
         mesh=mesh,

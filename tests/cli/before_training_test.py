@@ -62,7 +62,7 @@ def test_memory_counts_modules_that_are_trained_whole(monkeypatch):
   def sizes(*words):
     config = config_lib.load(["--model.name=qwen3_8b", "--lora.rank=2", *words])
     said = dry_run._memory(
-      config, loading.build_model(config, mesh, of_shapes=True), optax.adam(1)
+      config, loading.ModelLoader(config, mesh, of_shapes=True).model(), optax.adam(1)
     )
     return [int(x) for x in re.findall(r"(?:gradients|optimizer) (\d+)", said)]
 

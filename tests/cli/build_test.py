@@ -35,11 +35,11 @@ def test_model_keys_reach_the_model(settings):
     model__remat="block",
     model__scan_layers="true",
   )
-  model = loading.build_model(keys, None)
+  model = loading.ModelLoader(keys, None).model()
   assert model.config.dtype == jnp.bfloat16
   assert model.config.param_dtype == jnp.float32
   assert (model.config.remat, model.config.scan_layers) == ("block", True)
-  plain = loading.build_model(config(settings), None)
+  plain = loading.ModelLoader(config(settings), None).model()
   assert (plain.config.dtype, plain.config.remat) == (jnp.float32, "none")
 
 
@@ -48,7 +48,7 @@ def test_a_preset_starts_from_scratch_with_the_seed():
   args += "num_kv_heads: 1, head_dim: 4}"
   keys = {"model__name": "qwen3_0p6b", "model__args": args}
   first, again, other = (
-    loading.build_model(config(keys, seed=seed), None) for seed in (1, 1, 2)
+    loading.ModelLoader(config(keys, seed=seed), None).model() for seed in (1, 1, 2)
   )
   assert first.config.num_layers == 1
   a, b, c = (
@@ -60,15 +60,19 @@ def test_a_preset_starts_from_scratch_with_the_seed():
 
 def test_presets_and_their_fields_are_checked():
   with pytest.raises(ValueError, match="preset 'qwen9' is unknown"):
-    loading.check_model(config(model__name="qwen9"))
+    loading.ModelLoader(config(model__name="qwen9")).check()
   with pytest.raises(ValueError, match=r"--model\.path=google/gemma-2b"):
-    loading.check_model(config(model__name="google/gemma-2b"))
+    loading.ModelLoader(config(model__name="google/gemma-2b")).check()
   with pytest.raises(ValueError, match="did you mean num_layers"):
-    loading.check_model(config(model__name="qwen3_0p6b", model__args__num_layer=2))
+    loading.ModelLoader(
+      config(model__name="qwen3_0p6b", model__args__num_layer=2)
+    ).check()
   with pytest.raises(ValueError, match=r"model\.args: num_layers is 0"):
-    loading.check_model(config(model__name="qwen3_0p6b", model__args__num_layers=0))
+    loading.ModelLoader(
+      config(model__name="qwen3_0p6b", model__args__num_layers=0)
+    ).check()
   with pytest.raises(ValueError, match=r"--model\.name=PRESET"):
-    loading.check_model(config())
+    loading.ModelLoader(config()).check()
 
 
 def test_lora_keys_reach_the_adapters(settings):
@@ -79,19 +83,19 @@ def test_lora_keys_reach_the_adapters(settings):
     lora__targets="[q_proj]",
     lora__dtype="bfloat16",
   )
-  adapted = lora_modules.adapted(loading.build_model(keys, None))
+  adapted = lora_modules.adapted(loading.ModelLoader(keys, None).model())
   assert list(adapted) == ["layers.attn.q_proj"]
   (linear,) = adapted.values()
   assert linear.lora_a.shape[-1] == 3
   assert linear.lora_a.dtype == jnp.bfloat16
   assert linear.lora_scale == 4.0
-  everything = loading.build_model(config(settings, lora__rank=3), None)
+  everything = loading.ModelLoader(config(settings, lora__rank=3), None).model()
   assert len(lora_modules.adapted(everything)) == 7
 
 
 def test_adapters_depend_on_the_seed(settings):
   def draw(seed):
-    model = loading.build_model(config(settings, lora__rank=2, seed=seed), None)
+    model = loading.ModelLoader(config(settings, lora__rank=2, seed=seed), None).model()
     return np.asarray(lora_modules.adapted(model)["layers.attn.q_proj"].lora_a[...])
 
   np.testing.assert_array_equal(draw(1), draw(1))
@@ -101,7 +105,7 @@ def test_adapters_depend_on_the_seed(settings):
 def test_lora_targets_that_match_nothing_name_the_modules(settings):
   keys = config(settings, lora__rank=2, lora__targets="[query]")
   with pytest.raises(ValueError, match=r"lora: target 'query'.*layers.attn.q_proj"):
-    loading.build_model(keys, None)
+    loading.ModelLoader(keys, None).model()
 
 
 # The tokenizer.
@@ -110,29 +114,33 @@ def test_lora_targets_that_match_nothing_name_the_modules(settings):
 def test_tokenizer_path_and_chat_template(settings, tmp_path):
   template = tmp_path / "mine.jinja"
   template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
-  plain = loading.build_tokenizer(config(settings))
-  changed = loading.build_tokenizer(config(settings, tokenizer__chat_template=template))
+  plain = loading.ModelLoader(config(settings)).tokenizer()
+  changed = loading.ModelLoader(
+    config(settings, tokenizer__chat_template=template)
+  ).tokenizer()
   turn = [{"role": "user", "content": "hi"}]
   assert changed.apply_chat_template(turn) == "[hi]"
   assert plain.apply_chat_template(turn) != "[hi]"
   elsewhere = config(model__name="qwen3_0p6b", tokenizer__path=settings["model__path"])
-  assert loading.build_tokenizer(elsewhere).vocab_size == plain.vocab_size
+  assert loading.ModelLoader(elsewhere).tokenizer().vocab_size == plain.vocab_size
 
 
 def test_tokenizers_that_are_not_there(settings):
   with pytest.raises(ValueError, match=r"tokenizer\.path is not set"):
-    loading.build_tokenizer(config(model__name="qwen3_0p6b"))
+    loading.ModelLoader(config(model__name="qwen3_0p6b")).tokenizer()
   with pytest.raises(FileNotFoundError, match="no such file"):
-    loading.build_tokenizer(config(settings, tokenizer__chat_template="none.jinja"))
+    loading.ModelLoader(
+      config(settings, tokenizer__chat_template="none.jinja")
+    ).tokenizer()
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(settings):
-  tokenizer = loading.build_tokenizer(config(settings))
+  tokenizer = loading.ModelLoader(config(settings)).tokenizer()
   args = "{num_layers: 1, vocab_size: 40, embed_dim: 8, hidden_dim: 8, num_heads: 2, "
   args += "num_kv_heads: 1, head_dim: 4}"
-  small = loading.build_model(
+  small = loading.ModelLoader(
     config({"model__name": "qwen3_0p6b", "model__args": args}), None
-  )
+  ).model()
   with pytest.raises(ValueError, match=r"514 ids and the model has 40"):
     loading.check_vocabulary(small, tokenizer)
 
@@ -152,7 +160,7 @@ def plain_records(tmp_path):
 def draw(settings, **keys):
   """(configuration, all batches of training)."""
   made = config(settings, **keys)
-  tokenizer = loading.build_tokenizer(made)
+  tokenizer = loading.ModelLoader(made).tokenizer()
   data = build_data.build_data(made, tokenizer)
   return data, list(data.train)
 
@@ -247,7 +255,7 @@ def test_evaluation_is_in_order_and_once(settings, eval_file):
 )
 def test_steps_of_a_run(settings, keys, steps):
   made = config(settings | {"training__max_steps": "null"}, keys)
-  tokenizer = loading.build_tokenizer(made)
+  tokenizer = loading.ModelLoader(made).tokenizer()
   data = build_data.build_data(made, tokenizer)
   assert data.num_steps == steps
   if build_data.epochs(made) is not None and steps is not None and steps < 30:

@@ -41,7 +41,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(hub, settings, tmp_path):
   (folder.checkpoints / "4").mkdir(parents=True)
   folder.write_result({"steps": 4})
   build_export.export(
-    config, loading.build_model(config, None), "adapter", folder.export
+    config, loading.ModelLoader(config, None).model(), "adapter", folder.export
   )
   written = json.loads((folder.export / "adapter_config.json").read_text())
   assert (written["base_model_name_or_path"], written["revision"]) == (

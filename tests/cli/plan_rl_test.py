@@ -38,7 +38,7 @@ def test_the_programs_are_those_of_the_run(monkeypatch):
     ran.setdefault(name, lowered.as_text())
     return lowered
 
-  model = loading.build_model(config, mesh)
+  model = loading.ModelLoader(config, mesh).model()
   learner = trainer_of(config, model, mesh, of_shapes=False)
   monkeypatch.setattr(programs, "call", noted_call)
   monkeypatch.setattr(programs, "lower", noted_lower)

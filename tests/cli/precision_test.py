@@ -35,7 +35,7 @@ def half(model, tmp_path_factory):
 def built(**keys):
   """(settled configuration, its model)."""
   config = settle_values(config_lib.load(runs.arguments(**keys)), None)
-  return config, loading.build_model(config, None)
+  return config, loading.ModelLoader(config, None).model()
 
 
 def dtypes(folder):

@@ -192,7 +192,7 @@ def test_a_scan_is_done_again_for_another_place_or_a_damaged_file(
 def test_every_setting_of_a_scan_is_part_of_its_key(begun, scanned, changed):
   def data(known, **more):
     config = config_lib.load(runs.arguments(**(begun | more)))
-    return build_data.build_data(config, loading.build_tokenizer(config), known)
+    return build_data.build_data(config, loading.ModelLoader(config).tokenizer(), known)
 
   first = data(None)
   scanned.clear()

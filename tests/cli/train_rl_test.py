@@ -257,7 +257,7 @@ def test_a_users_file_is_judged_before_a_model_is_loaded(
 ):
   file = tmp_path / f"faulty_{name}.py"
   file.write_text(source)
-  monkeypatch.delattr(loading, "build_model")
+  monkeypatch.delattr(loading.ModelLoader, "model")
   assert train(keys, reward__functions=f"{file}:f") == 2
   error = capsys.readouterr().err
   assert message in error and error.count("\n") == 1
@@ -267,7 +267,7 @@ def test_prompts_that_are_too_long_can_be_dropped(keys, files, tmp_path):
   file = tmp_path / "p.jsonl"
   file.write_text('{"prompt": "How"}\n' + json.dumps({"prompt": "days " * 90}) + "\n")
   config = loaded(keys, data__train=file, data__overlong="drop")
-  data = build_data.build_data(config, loading.build_tokenizer(config))
+  data = build_data.build_data(config, loading.ModelLoader(config).tokenizer())
   assert str(data.reports["train"]).startswith("2 prompts")
   assert "1 dropped" in str(data.reports["train"])
 
@@ -281,7 +281,7 @@ def test_prompts_of_several_files_are_mixed(keys, tmp_path):
   files = json.dumps([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"])
   mixed = {"data__weights": "[1, 3]", "data__overlong": "drop", "data__num_epochs": 4}
   config = loaded(keys, data__train=files, **mixed)
-  data = build_data.build_data(config, loading.build_tokenizer(config))
+  data = build_data.build_data(config, loading.ModelLoader(config).tokenizer())
   assert "75.0% from" in str(data.reports["train"])
   assert data.train.sizes == (6, 2)
   who = [name for batch in data.train for name in batch["who"]]
@@ -312,7 +312,7 @@ def test_every_variant_has_its_learner(keys, name):
 def test_the_number_of_steps_is_known(keys, more, steps):
   keys = keys | {"training__max_steps": "null"}
   config = loaded(keys, **more)
-  data = build_data.build_data(config, loading.build_tokenizer(config))
+  data = build_data.build_data(config, loading.ModelLoader(config).tokenizer())
   assert data.num_steps == steps
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tunix.cli.build import loading
+from tunix.cli.build.loading import ModelLoader
 from tunix.cli.settings.run import RunSettings, TokenizerSettings
 from tunix.models import automodel, lora, safetensors_saver, tensor_files
 from tunix.models.transformer.model import Transformer
@@ -34,7 +34,7 @@ def export(
     lora.save_adapter(model, folder, base=config.model.path, revision=revision)
   else:
     if config.model.path is not None:
-      source = loading.model_folder(config)
+      source = ModelLoader(config).folder()
     else:
       assert config.tokenizer.path is not None  # a preset brings no tokenizer
       source = automodel.resolve_folder(config.tokenizer.path)
@@ -43,7 +43,7 @@ def export(
     if config.tokenizer == TokenizerSettings():
       return  # the tokenizer was copied from `source`
   if jax.process_index() == 0:
-    loading.build_tokenizer(config).save(folder)
+    ModelLoader(config).tokenizer().save(folder)
 
 
 def export_dtype(config: RunSettings, model: Transformer) -> Any:

@@ -34,29 +34,189 @@ _ADAPTER_NEEDS_BASE = (
 )
 
 
-# The tokenizer of a configuration.
+@dataclasses.dataclass(frozen=True)
+class ModelLoader:
+  """Loads the models and the tokenizer that a configuration names.
 
-
-def build_tokenizer(config: RunSettings) -> TokenizerAdapter:
-  """Loads the tokenizer, with the chat template of the configuration if it names one.
-
-  Raises:
-    FileNotFoundError: there is no such folder or template file.
-    ValueError: no folder is named, its files are damaged, or the template is no text.
+  Attributes:
+    config: settings of the run.
+    mesh: devices of the models; None: one device. Shapes need a mesh.
+    of_shapes: makes shapes in place of weights. Of a folder only `config.json` is read,
+      and a hub id is not downloaded (see `automodel.sizes_of`).
   """
-  source = config.tokenizer.path or config.model.path
-  if source is None:
-    raise ValueError(
-      "tokenizer.path is not set. model.name starts from scratch, so name the folder "
-      "of a tokenizer"
-      if config.model.name
-      else _NO_MODEL
+
+  config: RunSettings
+  mesh: Mesh | None = None
+  of_shapes: bool = False
+
+  def check(self) -> None:
+    """Refuses a model that does not exist, before anything takes time.
+
+    A hub id is downloaded.
+
+    Raises:
+      FileNotFoundError: there is no such folder or hub id.
+      ValueError: no model is named, or an unknown preset or field of a preset.
+    """
+    source = self.config.model
+    if source.name is not None:
+      self._preset()
+    elif source.path is not None:
+      check_model_folder("model.path", source.path)
+      self.folder()
+    else:
+      raise ValueError(_NO_MODEL)
+
+  def folder(self) -> pathlib.Path:
+    """Returns the folder of `model.path`; a hub id is downloaded.
+
+    Raises:
+      FileNotFoundError: there is no such folder, hub id or revision.
+      ValueError: a revision is given for a folder.
+    """
+    source = self.config.model
+    assert source.path is not None
+    try:
+      return automodel.resolve_folder(source.path, source.revision)
+    except ValueError as error:
+      raise ValueError(f"model.{error}") from error
+
+  def tokenizer(self) -> TokenizerAdapter:
+    """Loads the tokenizer, with the chat template of the configuration if it names one.
+
+    Raises:
+      FileNotFoundError: there is no such folder or template file.
+      ValueError: no folder is named, its files are damaged, or the template is no text.
+    """
+    settings, model = self.config.tokenizer, self.config.model
+    source = settings.path or model.path
+    if source is None:
+      raise ValueError(
+        "tokenizer.path is not set. model.name starts from scratch, so name the folder "
+        "of a tokenizer"
+        if model.name
+        else _NO_MODEL
+      )
+    options = {}
+    if settings.chat_template is not None:
+      options["chat_template"] = _read_template(settings.chat_template)
+    revision = model.revision if source == model.path else None
+    return named_tokenizer("tokenizer.path", source, revision=revision, **options)
+
+  def sizes(self) -> Any:
+    """Returns the ModelConfig of the model, with the options of the configuration.
+
+    Raises:
+      FileNotFoundError, ValueError: as for `model`.
+    """
+    source = self.config.model
+    if source.name is not None:
+      sizes = self._preset()
+    elif source.path is not None:
+      sizes = automodel.sizes_of(source.path, source.revision)
+    else:
+      raise ValueError(_NO_MODEL)
+    return _with_options(sizes, self._options())
+
+  def model(self) -> Transformer:
+    """Loads the model that is trained, or makes a fresh one, and adds the adapters.
+
+    Raises:
+      FileNotFoundError, ValueError: as for `AutoModel` and `lora.apply`.
+    """
+    source = self.config.model
+    if self.of_shapes:
+      assert self.mesh is not None
+      change = lambda model: self._adapted(self._quantised(model))
+      return automodel.of_shapes(self.sizes(), self.mesh, change)
+    options = self._options()
+    if source.name is not None:
+      seed = self.config.seed
+      model = AutoModel.from_config(self._preset(), self.mesh, seed=seed, **options)
+      return self._adapted(self._quantised(model))
+    options |= {"revision": source.revision, "quantise": source.quantise}
+    return self._adapted(
+      AutoModel.from_pretrained(source.path or "", self.mesh, **options)
     )
-  options = {}
-  if config.tokenizer.chat_template is not None:
-    options["chat_template"] = _read_template(config.tokenizer.chat_template)
-  revision = config.model.revision if source == config.model.path else None
-  return named_tokenizer("tokenizer.path", source, revision=revision, **options)
+
+  def reference(self, path: str | None) -> Any:
+    """Loads the reference model of the policy.
+
+    Args:
+      path: folder of the reference; None: the policy before its first step, also when
+        the run is resumed.
+
+    Returns:
+      The model; None if the policy without its adapters is the reference.
+
+    Raises:
+      FileNotFoundError, ValueError: as for `AutoModel`.
+    """
+    if path is not None:
+      return self.load(path, dtype=self.config.model.dtype)
+    # Modules that are trained whole overwrite the weights that a reference needs.
+    if self.config.lora is not None and not self.config.lora.modules_to_save:
+      return None
+    return self.model()
+
+  def load(self, path: str, **options: Any) -> Transformer:
+    """Loads a further model: a reference, a teacher, a critic or a reward model.
+
+    Args:
+      path: folder or hub id.
+      **options: options of AutoModel.
+
+    Raises:
+      FileNotFoundError, ValueError: as for `AutoModel`.
+    """
+    if not self.of_shapes:
+      return AutoModel.from_pretrained(path, self.mesh, **options)
+    assert self.mesh is not None
+    sizes = _with_options(automodel.sizes_of(path), options)
+    return automodel.of_shapes(sizes, self.mesh)
+
+  def _preset(self) -> Any:
+    """Returns the preset `model.name` with the fields of `model.args`.
+
+    Raises:
+      ValueError: an unknown preset, an unknown field, or a field out of range.
+    """
+    name, args = self.config.model.name, self.config.model.args
+    assert name is not None
+    if "/" in name:
+      raise ValueError(
+        f"model.name is {name!r}, a hub id or a folder; expected a preset, which "
+        f"starts from scratch. Give --model.path={name}"
+      )
+    family, preset = families.preset(name)
+    known = [field.name for field in dataclasses.fields(family.config_class)]
+    for arg in args:
+      if arg not in known:
+        remedy = did_you_mean(arg, known, f"fields are {', '.join(known)}")
+        raise ValueError(f"model.args.{arg} is no field of {name}: {remedy}")
+    try:
+      return preset(**args)
+    except (TypeError, ValueError) as error:
+      raise ValueError(f"model.args: {error}; correct that field") from error
+
+  def _options(self) -> dict[str, Any]:
+    names = ("dtype", "param_dtype", "remat", "scan_layers", "attention")
+    options: dict[str, Any] = {n: getattr(self.config.model, n) for n in names}
+    # The job reward trains a head of one score.
+    options["num_scores"] = None if self.config.fits_adapter else 1
+    return options
+
+  def _quantised(self, model: Transformer) -> Transformer:
+    method = self.config.model.quantise
+    return model if method is None else quantisation.quantise(model, method)
+
+  def _adapted(self, model: Transformer) -> Transformer:
+    if self.config.lora is None:
+      return model
+    try:
+      return lora.apply(model, self.config.lora, seed=self.config.seed)
+    except ValueError as error:
+      raise ValueError(f"lora: {error}; change its targets or patterns") from error
 
 
 def _read_template(name: str) -> str:
@@ -74,186 +234,11 @@ def _read_template(name: str) -> str:
     ) from error
 
 
-# The model of a configuration.
-
-
-def check_model(config: RunSettings) -> None:
-  """Refuses a model that does not exist, before anything takes time.
-
-  A hub id is downloaded.
-
-  Raises:
-    FileNotFoundError: there is no such folder or hub id.
-    ValueError: no model is named, or an unknown preset or field of a preset.
-  """
-  if config.model.name is not None:
-    preset_config(config)
-  elif config.model.path is not None:
-    check_model_folder("model.path", config.model.path)
-    model_folder(config)
-  else:
-    raise ValueError(_NO_MODEL)
-
-
-def model_folder(config: RunSettings) -> pathlib.Path:
-  """Returns the folder of `model.path`; a hub id is downloaded.
-
-  Raises:
-    FileNotFoundError: there is no such folder, hub id or revision.
-    ValueError: a revision is given for a folder.
-  """
-  assert config.model.path is not None
-  try:
-    return automodel.resolve_folder(config.model.path, config.model.revision)
-  except ValueError as error:
-    raise ValueError(f"model.{error}") from error
-
-
-def preset_config(config: RunSettings) -> Any:
-  """Returns the preset `model.name` with the fields of `model.args`.
-
-  Raises:
-    ValueError: an unknown preset, an unknown field, or a field out of range.
-  """
-  name, args = config.model.name, config.model.args
-  assert name is not None
-  if "/" in name:
-    raise ValueError(
-      f"model.name is {name!r}, a hub id or a folder; expected a preset, which starts "
-      f"from scratch. Give --model.path={name}"
-    )
-  family, preset = families.preset(name)
-  known = [field.name for field in dataclasses.fields(family.config_class)]
-  for arg in args:
-    if arg not in known:
-      remedy = did_you_mean(arg, known, f"fields are {', '.join(known)}")
-      raise ValueError(f"model.args.{arg} is no field of {name}: {remedy}")
-  try:
-    return preset(**args)
-  except (TypeError, ValueError) as error:
-    raise ValueError(f"model.args: {error}; correct that field") from error
-
-
-def build_model(
-  config: RunSettings, mesh: Mesh | None, *, of_shapes: bool = False
-) -> Transformer:
-  """Loads the model that is trained, or makes a fresh one, and adds the adapters.
-
-  Args:
-    config: settings of the run.
-    mesh: devices of the model; None: one device. Shapes need a mesh.
-    of_shapes: makes shapes in place of weights. Of a folder only `config.json` is read,
-      and a hub id is not downloaded (see `automodel.sizes_of`).
-
-  Raises:
-    FileNotFoundError, ValueError: as for `AutoModel` and `lora.apply`.
-  """
-  source = config.model
-  quantise = lambda model: (
-    model if source.quantise is None else quantisation.quantise(model, source.quantise)
-  )
-  if of_shapes:
-    assert mesh is not None
-    change = lambda model: _adapted(quantise(model), config)
-    return automodel.of_shapes(sizes_of_model(config), mesh, change)
-  options = _model_options(config)
-  if source.name is not None:
-    preset = preset_config(config)
-    model = quantise(AutoModel.from_config(preset, mesh, seed=config.seed, **options))
-  else:
-    options |= {"revision": source.revision, "quantise": source.quantise}
-    model = AutoModel.from_pretrained(source.path or "", mesh, **options)
-  return _adapted(model, config)
-
-
-def sizes_of_model(config: RunSettings) -> Any:
-  """Returns the ModelConfig of the model, with the options of the configuration.
-
-  Raises:
-    FileNotFoundError, ValueError: as for `build_model`.
-  """
-  if config.model.name is not None:
-    sizes = preset_config(config)
-  elif config.model.path is not None:
-    sizes = automodel.sizes_of(config.model.path, config.model.revision)
-  else:
-    raise ValueError(_NO_MODEL)
-  return _with_options(sizes, _model_options(config))
-
-
-def _model_options(config: RunSettings) -> dict[str, Any]:
-  names = ("dtype", "param_dtype", "remat", "scan_layers", "attention")
-  options: dict[str, Any] = {name: getattr(config.model, name) for name in names}
-  # The job reward trains a head of one score.
-  options["num_scores"] = None if config.fits_adapter else 1
-  return options
-
-
 def _with_options(sizes: Any, options: dict[str, Any]) -> Any:
   """Returns a ModelConfig with options as AutoModel applies them to a checkpoint."""
   if options.get("param_dtype") is None:
     options = {**options, "param_dtype": options.get("dtype")}
   return automodel.with_options(sizes, **options)
-
-
-def _adapted(model: Transformer, config: RunSettings) -> Transformer:
-  if config.lora is None:
-    return model
-  try:
-    return lora.apply(model, config.lora, seed=config.seed)
-  except ValueError as error:
-    raise ValueError(f"lora: {error}; change its targets or patterns") from error
-
-
-def build_reference(
-  config: RunSettings,
-  path: str | None,
-  mesh: Mesh | None,
-  *,
-  of_shapes: bool = False,
-) -> Any:
-  """Loads the reference model of a policy.
-
-  Args:
-    config: settings of the run.
-    path: folder of the reference; None: the policy before its first step, also when the
-      run is resumed.
-    mesh: devices of the policy.
-    of_shapes: as for `build_model`.
-
-  Returns:
-    The model; None if the policy without its adapters is the reference.
-
-  Raises:
-    FileNotFoundError, ValueError: as for `AutoModel`.
-  """
-  if path is not None:
-    return load(path, mesh, of_shapes=of_shapes, dtype=config.model.dtype)
-  # Modules that are trained whole overwrite the weights that a reference needs.
-  if config.lora is not None and not config.lora.modules_to_save:
-    return None
-  return build_model(config, mesh, of_shapes=of_shapes)
-
-
-def load(
-  path: str, mesh: Mesh | None, *, of_shapes: bool = False, **options: Any
-) -> Transformer:
-  """Loads a model besides the one that is trained: a reference, teacher or critic.
-
-  Args:
-    path: folder or hub id.
-    mesh: devices of the model; None: one device. Shapes need a mesh.
-    of_shapes: as for `build_model`.
-    **options: options of AutoModel.
-
-  Raises:
-    FileNotFoundError, ValueError: as for `AutoModel`.
-  """
-  if not of_shapes:
-    return AutoModel.from_pretrained(path, mesh, **options)
-  assert mesh is not None
-  sizes = _with_options(automodel.sizes_of(path), options)
-  return automodel.of_shapes(sizes, mesh)
 
 
 def check_vocabulary(model: Transformer, tokenizer: TokenizerAdapter) -> None:

@@ -54,7 +54,7 @@ def _show(argv: list[str]) -> None:
   config = config_lib.load(
     [*arguments.files, *(f"--{key}={text}" for key, text in others)]
   )
-  tokenizer = loading.build_tokenizer(config)
+  tokenizer = loading.ModelLoader(config).tokenizer()
   records = build_data.open_records(config)["train"]
   records.validate()
   with build_data.naming(config.row_keys(records.kind)):
@@ -72,7 +72,7 @@ def _show(argv: list[str]) -> None:
 
 def _scan(argv: list[str]) -> None:
   config = config_lib.load(argv)
-  tokenizer = loading.build_tokenizer(config)
+  tokenizer = loading.ModelLoader(config).tokenizer()
   records = build_data.open_records(config)
   reports = build_data.scan_records(config, tokenizer, records)
   for name, report in reports.items():

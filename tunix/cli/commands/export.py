@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
   _check_step(run, step)
   if args.push_to_hub is not None:  # fails early if the user may not write there
     hub.create(args.push_to_hub, private=args.private)
-  model = loading.build_model(config, None)
+  model = loading.ModelLoader(config, None).model()
   step = restore(model, run, step, lora_only=config.lora is not None)
   kind = config.export_kind
   build_export.export(config, model, kind, pathlib.Path(args.to))

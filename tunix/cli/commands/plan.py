@@ -164,7 +164,7 @@ def _estimate(
   planned = _planned(config, records, mesh, where.chip)
   job = JOBS[config.job]
   rows, length = job.sequences(config), job.length(config)[1]
-  sizes, of_roles = loading.sizes_of_model(config), _trainers(trainer)
+  sizes, of_roles = loading.ModelLoader(config).sizes(), _trainers(trainer)
   updates = max(one.calls for name, one in records.items() if name in of_roles)
   loop = planned.get(LOOP)
   steps = config.training.max_steps
@@ -261,7 +261,7 @@ def _trainer(config: RunSettings, mesh: Mesh) -> Any:
   with mesh_lib.use_mesh(mesh), programs.recording():
     loaded = Loaded(
       config=config,
-      model=loading.build_model(config, mesh, of_shapes=True),
+      model=loading.ModelLoader(config, mesh, of_shapes=True).model(),
       tokenizer=TokenizerAdapter(rollout.NoText()),
       optimizer=tx,
       mesh=mesh,

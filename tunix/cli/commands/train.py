@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import export as build_export, loading
+from tunix.cli.build import export as build_export
+from tunix.cli.build.loading import ModelLoader
 from tunix.cli.commands import export as export_command, report
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
@@ -114,7 +115,7 @@ def look(config: RunSettings) -> None:
   prepared = prepare(config, join=False)
   # Shapes need a mesh too.
   mesh = prepared.mesh or jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
-  model = loading.build_model(prepared.config, mesh, of_shapes=True)
+  model = ModelLoader(prepared.config, mesh, of_shapes=True).model()
   check_model(prepared, model)
   _say(about.describe_run(prepared, model))
   _say(dry_run.describe_start(prepared, model))
@@ -136,7 +137,7 @@ def run(config: RunSettings) -> Result:
     return _finished(prepared, Result.from_json(values))
   run_folder.check_writable("output_dir", folder.path)
   with mesh_lib.use_mesh(mesh), contextlib.ExitStack() as stack:
-    model = loading.build_model(config, mesh)
+    model = ModelLoader(config, mesh).model()
     check_model(prepared, model)
     if jax.process_index() == 0:
       _start(prepared, model, stack)

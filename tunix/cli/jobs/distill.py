@@ -307,7 +307,7 @@ def _build(run: Loaded) -> DistillationTrainer:
   section, compared = config.distill, strategy(config)
   teacher: Any = None
   if section.teacher is not None:
-    teacher = run.load(section.teacher, dtype=section.teacher_dtype)
+    teacher = run.models.load(section.teacher, dtype=section.teacher_dtype)
   if section.cache is not None:
     if run.of_shapes:
       raise ValueError(

@@ -10,8 +10,9 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from tunix.cli.build import data as build_data, loading, training
+from tunix.cli.build import data as build_data, training
 from tunix.cli.build.data import RunData
+from tunix.cli.build.loading import ModelLoader
 from tunix.cli.settings.run import RunSettings
 from tunix.data.records import Kind
 from tunix.models.transformer.model import Transformer
@@ -52,15 +53,10 @@ class Loaded:
     """Builds the logger of the run."""
     return training.build_logger(self.config, self.output_dir)
 
-  def reference(self, path: str | None) -> Any:
-    """Loads the reference model; see `loading.build_reference`."""
-    return loading.build_reference(
-      self.config, path, self.mesh, of_shapes=self.of_shapes
-    )
-
-  def load(self, path: str, **options: Any) -> Any:
-    """Loads a further model of a folder; `options` are AutoModel's."""
-    return loading.load(path, self.mesh, of_shapes=self.of_shapes, **options)
+  @property
+  def models(self) -> ModelLoader:
+    """The loader of further models: a reference, a teacher, a critic."""
+    return ModelLoader(self.config, self.mesh, self.of_shapes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

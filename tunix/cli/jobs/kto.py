@@ -106,7 +106,7 @@ def _notes(config: KTORun, data: RunData) -> list[str]:
 def _build(run: Loaded) -> KTOTrainer:
   return KTOTrainer(
     run.model,
-    run.reference(run.config.preference.reference),
+    run.models.reference(run.config.preference.reference),
     run.optimizer,
     preference.trainer_config(run),
     metrics_logger=run.logger(),

@@ -215,7 +215,7 @@ def _build_dpo(run: Loaded) -> DPOTrainer:
   if places.reference_logps is not None:
     logps, reference = _logps(run, options)
   elif options.spec.needs_reference:
-    reference = run.reference(places.reference)
+    reference = run.models.reference(places.reference)
   return DPOTrainer(
     run.model,
     reference,
@@ -244,7 +244,9 @@ def _logps(
   """Returns the reference's log-probabilities, and the reference if it is a second
   model."""
   places = run.config.preference
-  reference = None if places.reference is None else run.reference(places.reference)
+  reference = (
+    None if places.reference is None else run.models.reference(places.reference)
+  )
   if (written := _written(places.reference_logps)) is not None:
     return written, reference
   batches = itertools.chain.from_iterable(

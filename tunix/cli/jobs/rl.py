@@ -221,7 +221,7 @@ def build_learner(run: Loaded) -> RLLearner:
   algorithm, roles = config.algorithm, config.rl
   models: dict[str, Any] = {"reference": None}
   if algorithm.beta:
-    models["reference"] = run.reference(roles.reference)
+    models["reference"] = run.models.reference(roles.reference)
   more: dict[str, Any] = {}
   if isinstance(config, PPORun):
     models["critic"] = _critic(run)
@@ -295,7 +295,7 @@ def _critic(run: Loaded) -> Transformer:
 
 def _scorer(run: Loaded, path: str, **dtypes: Any) -> Any:
   """Loads a critic or reward model: one score for each position."""
-  return run.load(path, num_scores=1, **dtypes)
+  return run.models.load(path, num_scores=1, **dtypes)
 
 
 def _batch(config: RLRun) -> str:

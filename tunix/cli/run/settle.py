@@ -10,8 +10,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.cli.build import data as build_data, data_sources, loading, optimizer
+from tunix.cli.build import data as build_data, data_sources, optimizer
 from tunix.cli.build.data import RunData
+from tunix.cli.build.loading import ModelLoader
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import keys
 from tunix.cli.settings.run import RunSettings
@@ -45,14 +46,14 @@ def settle(
     ValueError, FileNotFoundError: something about model, tokenizer or data is wrong.
   """
   config = absolute_paths(config)
-  loading.check_model(config)
+  ModelLoader(config).check()
   path = config.model.path
   if path is not None and not pathlib.Path(path).expanduser().is_dir():
-    commit = hub.commit_of(loading.model_folder(config))
+    commit = hub.commit_of(ModelLoader(config).folder())
     config = keys.with_value(config, "model.revision", commit)
   job = JOBS[config.job]
   job.check(config)
-  tokenizer = loading.build_tokenizer(config)
+  tokenizer = ModelLoader(config).tokenizer()
   data = job.data(config, tokenizer, known_scans)
   return settle_values(config, data.num_steps), tokenizer, data
 

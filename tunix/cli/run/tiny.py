@@ -18,7 +18,8 @@ from typing import Any
 import jax
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import loading, mesh as mesh_axes
+from tunix.cli.build import mesh as mesh_axes
+from tunix.cli.build.loading import ModelLoader
 from tunix.cli.jobs.rl import PromptSettings
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import keys
@@ -126,7 +127,7 @@ def write_model(config: RunSettings, folder: pathlib.Path) -> pathlib.Path:
   tokenizer = make_tokenizer()
   # A multiple of 64, so that eight devices divide the vocabulary.
   vocab_size = -(-tokenizer.vocab_size // 64) * 64
-  sizes = tiny_models.shrink(loading.sizes_of_model(config), vocab_size)
+  sizes = tiny_models.shrink(ModelLoader(config).sizes(), vocab_size)
   sizes = dataclasses.replace(sizes, num_scores=None, attention="auto")
   model = AutoModel.from_config(sizes, seed=config.seed, dtype=sizes.dtype)
   ids = {
