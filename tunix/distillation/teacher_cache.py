@@ -150,7 +150,7 @@ class TeacherCache:
     return TopK(*(self._rows.take(keys, part) for part in _PARTS))
 
   def _compute(self, inputs: Inputs, keys: list[str]) -> None:
-    """Computes all rows of the batch with one compiled program, and adds the new ones."""
+    """Computes all rows of the batch by one program, and adds the new ones."""
     if self._teacher is None:
       missing = sum(key not in self._rows for key in keys)
       raise ValueError(

@@ -109,14 +109,9 @@ def prepare(
   limits[: count * samples] = np.repeat(each, samples)
   make_key = _key_maker(options)
   with mesh_lib.use_mesh(mesh):
-<<<<<<< HEAD
-    # Devices that are only compiled for (`tunix plan`) cannot hold a key.
-    key = _planned_key(make_key, mesh) if programs.is_recording() else make_key()
-=======
     # `tunix plan` compiles for devices that this machine does not have. They cannot
     # hold a key, so its shape takes its place.
-    key = _planned_key(make_key, mesh) if programs.are_noted() else make_key()
->>>>>>> r-code
+    key = _planned_key(make_key, mesh) if programs.is_recording() else make_key()
     draw = _draw(options, shape.rows, vocab_size, key)
     weights = layout.for_decoding(model, state, gather_weights)
     opened = decode.opened(graph, state, weights)
