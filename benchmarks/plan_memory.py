@@ -56,7 +56,7 @@ def measure(words: list[str], topology: str) -> tuple[int, int]:
   import jax
 
   from tunix.cli import config as config_lib
-  from tunix.cli.build import build, optimizer
+  from tunix.cli.build import loading, optimizer
   from tunix.cli.commands import plan as plan_main
   from tunix.cli.jobs.job import Loaded
   from tunix.cli.jobs.table import JOBS
@@ -74,7 +74,7 @@ def measure(words: list[str], topology: str) -> tuple[int, int]:
     trainer = JOBS[config.job].build(
       Loaded(
         config=config,
-        model=build.build_model(config, mesh),
+        model=loading.ModelLoader(config, mesh).model(),
         tokenizer=TokenizerAdapter(rollout.NoText()),
         optimizer=optimizer.build_optimizer(config, rate),
         mesh=mesh,

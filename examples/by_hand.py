@@ -1,11 +1,11 @@
-"""A training loop of one's own, of the parts that the trainers are made of.
+"""A custom training loop from the parts that the trainers use.
 
-    python examples/by_hand.py --output out           # again: goes on where it stopped
+    python examples/by_hand.py --output out           # again: resumes
     python examples/by_hand.py --output out --steps 8 # seconds
 
-`PeftTrainer.train` does all of this, and resumes to the same bytes. Where a loop must
-be written by hand, its parts serve alone: batches on a mesh (`shard_input`),
-checkpoints, metrics, a profile of some steps, and what a step computes and holds.
+`PeftTrainer.train` does all of this, and resumes to the same bytes. A loop of your own
+can use its parts: batches on a mesh (`shard_input`), checkpoints, metrics, a profile of
+some steps, and the FLOPs and memory of a step.
 """
 
 import time
@@ -30,10 +30,10 @@ from tunix.sft.system_metrics_calculator import (
 from tunix.utils.mesh import create_mesh
 
 
-# nnx.jit and not jax.jit, which would throw the changes of model and optimizer away.
+# nnx.jit, because jax.jit would discard the changes of model and optimizer.
 @nnx.jit
 def train_step(model, optimizer, batch):
-  """One update; the loss before it, over the answers' tokens."""
+  """Applies one update; returns the loss before it, over the answers' tokens."""
 
   def loss_fn(model):
     tokens, mask = batch["input_tokens"], batch["input_mask"][:, 1:]
@@ -47,8 +47,8 @@ def train_step(model, optimizer, batch):
 
 
 def run(output, steps):
-  """Trains on all devices; returns the step it began with, and the logger."""
-  model = new_model(seed=0)  # on the mesh that is set: laid out by its own rules
+  """Trains on all devices; returns the step it started from, and the logger."""
+  model = new_model(seed=0)  # sharded over the current mesh by its ShardingRules
   optimizer = nnx.Optimizer(model, optax.adam(2e-3), wrt=nnx.Param)
   checkpoints = CheckpointManager(
     output / "checkpoints", CheckpointOptions(save_every_n_steps=4, max_to_keep=2)
@@ -56,7 +56,7 @@ def run(output, steps):
   first, _ = checkpoints.maybe_restore(model, optimizer)
   logger = MetricsLogger(MetricsLoggerOptions(output / "logs"))
   options = ProfilerOptions(output / "profile", skip_first_n_steps=2, profiler_steps=2)
-  # Data are made of a seed here: those of the steps before are passed over.
+  # The data follows from a seed, so a resumed run skips the batches of earlier steps.
   data = list(batches(steps, seed=0))[first:]
   with Profiler(first, None, options) as profiler:
     for step, batch in enumerate(data, first + 1):
@@ -75,21 +75,21 @@ def run(output, steps):
         custom_metadata={"loss": float(loss)},
       )
   if data:
-    say_speed(model, optimizer, batch)
+    print_speed(model, optimizer, batch)
   checkpoints.close()
   logger.close()
   return first, logger
 
 
 def describe(model, optimizer, batch):
-  """What a step computes, and what the devices hold before it."""
+  """Prints the FLOPs of a step and the device memory before the first step."""
   work = measure_tflops_per_step(train_step, model, optimizer, batch)
   print(f"{work * 1e6:.1f} MFLOPs a step")
-  utils.show_hbm_usage("before the first step")  # on TPUs and GPUs
+  utils.show_hbm_usage("before the first step")  # prints on TPUs and GPUs
 
 
-def say_speed(model, optimizer, batch):
-  """One more step, timed: JAX is asynchronous, and a clock must wait for the result."""
+def print_speed(model, optimizer, batch):
+  """Times one more step. JAX is asynchronous, so the clock waits for the result."""
   start = time.perf_counter()
   jax.block_until_ready(train_step(model, optimizer, batch))
   seconds = time.perf_counter() - start
@@ -103,13 +103,13 @@ def main():
   with jax.set_mesh(create_mesh({"fsdp": jax.device_count()})):
     first, logger = run(args.output, args.steps)
   if first:
-    print(f"went on after step {first}")
+    print(f"resumed after step {first}")
   if first < args.steps:
     losses = logger.get_metric_history("", "loss", Mode.TRAIN)
     print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 
 
 if __name__ == "__main__":
-  # Before the first array: where there is only a CPU, it is seen as eight devices.
+  # Before the first array. A machine with only a CPU simulates eight devices.
   jax.config.update("jax_num_cpu_devices", 8)
   main()

@@ -1,13 +1,13 @@
-"""Data parallel training, from a sum of two arrays to a trainer, with exercises.
+"""Data-parallel training, from a sum of two arrays to a trainer, with exercises.
 
     python examples/data_parallel.py            # eight simulated devices on a CPU
     python examples/data_parallel.py --steps 5  # seconds
 
-Two ways to write it. `jax.jit` with arrays that are split: the program is that of one
-device, and XLA finds out what devices must say to each other. `jax.shard_map`: the
-program is that of each device with its part, and says so itself (`psum`, `pmean`). Both
-replace `jax.pmap`, whose programs have the devices as a dimension of every array.
-PeftTrainer goes the first way. The exercises are at the end, with their solutions.
+There are two ways to write it. With `jax.jit` and sharded arrays, you write the program
+for one device, and XLA inserts the communication. With `jax.shard_map` you write the
+program of each device for its shard, with explicit communication (`psum`, `pmean`).
+Both replace `jax.pmap`, in which every array has a dimension for the devices.
+PeftTrainer uses `jax.jit`. The exercises with solutions are at the end.
 """
 
 import argparse
@@ -26,8 +26,8 @@ RATE = 1.0
 
 
 def new_mesh():
-  # A Mesh is devices with names for their axes. `mesh_utils.create_device_mesh` makes
-  # the array of devices alone: it has no names, and NamedSharding does not take it.
+  # A Mesh is an array of devices with named axes. `mesh_utils.create_device_mesh`
+  # returns only the array, without names; NamedSharding does not take it.
   return Mesh(np.asarray(jax.devices()), ("data",))
 
 
@@ -35,14 +35,14 @@ def new_mesh():
 
 
 def add(x, y):
-  # Printed once, when the function is traced for all devices together, and not once a
-  # device: what each of them holds is shown by jax.debug.print inside a shard_map.
+  # Printed once, when the function is traced for all devices. jax.debug.print inside a
+  # shard_map prints once for each device.
   print(f"  tracing add for {x.shape}")
   return x + y
 
 
 def parallel_add(mesh, x, y):
-  """x + y, each device on its rows; any number of rows that the devices divide."""
+  """Returns x + y; each device adds its rows. The devices must divide the rows."""
   x, y = jax.device_put((x, y), NamedSharding(mesh, P("data")))
   return jax.jit(add)(x, y)
 
@@ -59,17 +59,20 @@ def squared_error(params, x, y):
 
 
 def step(params, x, y):
-  """The step of one device. It is that of eight as well when x and y are split."""
+  """Applies one step. The program is for one device; x and y may be sharded."""
   loss, grads = jax.value_and_grad(squared_error)(params, x, y)
   return jax.tree.map(lambda p, g: p - RATE * g, params, grads), loss
 
 
 def step_of_each_device(params, x, y):
-  """The same on a device's own rows: the mean of the devices' means is the mean of all,
-  as long as they have equally many rows."""
-  # Each device has parameters of its own from here on. Without that they are known to
-  # be equal everywhere, and shard_map adds up their gradients by itself: pmean would
-  # find the sum in place of a part.
+  """Applies one step on the rows of a device.
+
+  The mean of the devices' means is the mean of all rows, because all devices have the
+  same number of rows.
+  """
+  # pcast marks the parameters as different on each device. Otherwise they are
+  # replicated, shard_map sums their gradients itself, and pmean would average eight
+  # equal sums.
   mine = jax.lax.pcast(params, "data", to="varying")
   loss, grads = jax.value_and_grad(squared_error)(mine, x, y)
   loss, grads = jax.lax.pmean((loss, grads), "data")
@@ -93,7 +96,7 @@ def by_shard_map(mesh):
 
 
 def batches(steps, rows=64):
-  """Batches of a task that a linear model can learn."""
+  """Yields batches of a task that a linear model can learn."""
   rng = np.random.default_rng(0)
   right = rng.normal(size=(10, 10)) / 3
   for _ in range(steps):
@@ -102,7 +105,7 @@ def batches(steps, rows=64):
 
 
 def train(one_step, steps):
-  """Losses of all steps."""
+  """Trains with a step function; returns the losses of all steps."""
   params, losses = new_params(), []
   for batch in batches(steps):
     params, loss = one_step(params, batch["x"], batch["y"])
@@ -110,7 +113,7 @@ def train(one_step, steps):
   return losses
 
 
-# 3. The same by the trainer: no step to write, and checkpoints, metrics and resuming.
+# 3. The same with the trainer, which has the step, checkpoints, metrics and resume.
 
 
 class Linear(nnx.Module):
@@ -122,7 +125,7 @@ class Linear(nnx.Module):
 
 
 def by_trainer(mesh, steps):
-  """Losses of all steps."""
+  """Trains with the trainer; returns the losses of all steps."""
   logger = MetricsLogger()
   config = TrainingConfig(data_sharding_axis=("data",), pbar_description=None)
   with jax.set_mesh(mesh):
@@ -133,8 +136,9 @@ def by_trainer(mesh, steps):
   return list(logger.get_metric_history("", "loss", Mode.TRAIN))
 
 
-# Exercise 1: means of rows, [N, D] -> [N], for any N: three rows on eight devices too.
-# Devices hold equally many rows, so rows are added and taken off again.
+# Exercise 1: means of rows, [N, D] -> [N], for any N, such as three rows on eight
+# devices. All devices hold the same number of rows, so rows are added and removed
+# again.
 
 
 def row_means(mesh, x):
@@ -144,9 +148,9 @@ def row_means(mesh, x):
   return means(jax.device_put(padded, NamedSharding(mesh, P("data"))))[: len(x)]
 
 
-# Exercise 2: the mean of all elements of rows that do not divide. The mean of the
-# devices' means would be wrong, for they have different numbers of rows: sum, and
-# divide once.
+# Exercise 2: the mean of all elements if the devices do not divide the rows. The mean
+# of the devices' means would be wrong, because they have different numbers of rows. Sum
+# over the devices, then divide once.
 
 
 def mean_of_all(mesh, x):
@@ -163,8 +167,8 @@ def mean_of_all(mesh, x):
   return jax.jit(sharded)(np.pad(x, ((0, padding), (0, 0))), weights)
 
 
-# Exercise 3: which rows has each device? In a shard_map, jax.debug.print speaks once a
-# device.
+# Exercise 3: which rows does each device have? In a shard_map, jax.debug.print prints
+# once for each device.
 
 
 def show_rows(mesh, x):
@@ -186,9 +190,7 @@ def main():
 
   x = np.arange(2 * mesh.size * 5, dtype=np.float32).reshape(2 * mesh.size, 5)
   total = parallel_add(mesh, x, np.ones_like(x))
-  print(
-    f"x + 1: {total.shape}, of which a device has {total.sharding.shard_shape(x.shape)}"
-  )
+  print(f"x + 1: {total.shape}, on each device {total.sharding.shard_shape(x.shape)}")
 
   runs = {
     "one device": train(jax.jit(step), args.steps),
@@ -207,6 +209,6 @@ def main():
 
 
 if __name__ == "__main__":
-  # Before the first array: where there is only a CPU, it is seen as eight devices.
+  # Before the first array. A machine with only a CPU simulates eight devices.
   jax.config.update("jax_num_cpu_devices", 8)
   main()

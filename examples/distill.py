@@ -1,10 +1,10 @@
-"""Distillation with tunix: a small model learns what a trained one says.
+"""Distillation with tunix: a fresh model learns from the outputs of a trained one.
 
     python examples/distill.py --output out
 
-A teacher first learns to put two digits in order (examples/rl_loop.py has the task).
-The student then sees the same rows, and for each token all that the teacher holds for
-possible, not the right one alone. `tunix train --job=distill` does it from a file.
+A teacher first learns to sort two digits (the task of examples/rl_loop.py). The student
+then trains on the same rows, with the teacher's probabilities of all tokens as targets
+in addition to the right token. `tunix train --job=distill` trains on files.
 """
 
 import optax

@@ -1,12 +1,12 @@
-"""DPO with tunix: a small model learns which of two answers is the better one.
+"""DPO with tunix: a small model learns which of two answers is better.
 
     python examples/dpo.py --output out
 
-It sees two digits and two answers, the digits in order and the digits as they stand,
-and learns to prefer the first. Nothing is sampled: the pairs are data. The same command
-again goes on where it was stopped. A model of yours is loaded with
-AutoModel.from_pretrained(folder); with adapters (lora.apply) it needs no second model
-for the reference. `tunix train --job=dpo` does all of this from a file of pairs.
+A record has two digits and two answers: the sorted digits, and the digits unchanged.
+  The model learns to prefer the sorted ones. DPO samples nothing; the pairs are data.
+  The same command resumes an interrupted run. For a model of yours use
+  AutoModel.from_pretrained(folder); with adapters (lora.apply) it needs no second model
+  as reference. `tunix train --job=dpo` trains on a file of pairs.
 """
 
 import argparse
@@ -20,18 +20,18 @@ from tunix.sft.config import CheckpointOptions
 from tunix.sft.dpo.dpo_trainer import DataInput, DPOTrainer, DPOTrainingConfig
 from tunix.sft.metrics_logger import MetricsLogger, MetricsLoggerOptions, Mode
 
-PAIRS = 32  # of a batch
+PAIRS = 32  # in a batch
 
 
 class Text(Characters):
-  """A tokenizer of any text: characters without an id of their own share the first."""
+  """A tokenizer of any text; unknown characters have the id 0."""
 
   def encode(self, text, **_):
     return [max(0, self.letters.find(letter)) for letter in text]
 
 
 def questions(count, seed):
-  """Batches of (digits as they stand, digits in order), which differ."""
+  """Yields batches of (unsorted digits, sorted digits)."""
   rng = np.random.default_rng(seed)
   for _ in range(count):
     high = rng.integers(1, 10, PAIRS)
@@ -40,7 +40,7 @@ def questions(count, seed):
 
 
 def batches(count, seed):
-  """Batches of pairs as text."""
+  """Yields batches of pairs as text."""
   for shown, ordered in questions(count, seed):
     yield DataInput(
       prompts=[f"{digits}=" for digits in shown],
@@ -50,7 +50,7 @@ def batches(count, seed):
 
 
 def options(output, steps):
-  """What all trainers are told."""
+  """Returns the settings of all preference trainers."""
   return {
     "max_steps": steps,
     "eval_every_n_steps": 20,
@@ -63,11 +63,11 @@ def options(output, steps):
 
 
 def run(trainer, train, held_out, logger, metric="rewards/accuracy"):
-  """Trains, and tells what was learnt on data that was held out."""
+  """Trains, and prints a metric on held-out data before and after."""
   trainer.train(train, held_out)
-  found = logger.get_metric_history("", metric, Mode.EVAL)
+  values = logger.get_metric_history("", metric, Mode.EVAL)
   trainer.close()
-  print(f"held-out {metric} {found[0]:.2f} -> {found[-1]:.2f}")
+  print(f"held-out {metric} {values[0]:.2f} -> {values[-1]:.2f}")
 
 
 def log(output):
@@ -86,7 +86,7 @@ def main():
   logger = log(args.output)
   trainer = DPOTrainer(
     new_model(seed=0),
-    new_model(seed=0),  # the reference: what the model was before
+    new_model(seed=0),  # the reference: the model before training
     optax.adam(1e-3),
     DPOTrainingConfig(beta=0.1, **options(args.output, args.steps)),
     Text(),

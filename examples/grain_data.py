@@ -1,9 +1,9 @@
-"""Data of one's own: transformations on Grain, a module by name, a share per process.
+"""Custom data with Grain: transformations, a module by name, a shard per process.
 
     python examples/grain_data.py
 
-A trainer takes whatever yields batches. A Grain data set does so in an order given by a
-seed, and knows its place as a number: a run that is resumed goes on behind the last
+A trainer takes any iterable of batches. A Grain dataset yields them in an order that a
+seed determines, and its position is a number, so a resumed run continues after the last
 batch it used.
 """
 
@@ -28,7 +28,7 @@ class Tokenize(grain.transforms.Map):
 
   def map(self, element):
     tokens = self.tokenizer.encode(element["text"])[: self.width]
-    # Rows of a batch are equally long: np.stack refuses others.
+    # Rows of a batch need the same length for np.stack.
     padding = [self.tokenizer.pad_id()] * (self.width - len(tokens))
     return {
       "input_tokens": np.asarray(tokens + padding, np.int32),
@@ -38,19 +38,22 @@ class Tokenize(grain.transforms.Map):
 
 
 def pipeline(records, batch_size, num_epochs):
-  """By `MapDataset`: each transformation is a method."""
+  """Returns batches by `MapDataset`, whose methods are the transformations."""
   data = grain.MapDataset.source(records).shuffle(seed=42).repeat(num_epochs)
   data = data.map(Tokenize(Characters()))
   return data.batch(batch_size, drop_remainder=True).to_iter_dataset()
 
 
 def loader(records, batch_size, num_epochs, shard=None):
-  """By `DataLoader`: a sampler of indices, and a list of transformations.
+  """Returns batches by `DataLoader`, from index sampler and list of transforms.
 
   Args:
-    shard: which records are this process's; None: by number of the JAX process. Each
-      has a run of neighbours (of 100 records and 4 processes, the second has 25 to
-      49), in an order of its own.
+    records: all records.
+    batch_size: rows of a batch of this process.
+    num_epochs: number of passes; None: endless.
+    shard: the records of this process; None: chosen by the index of the JAX process. A
+      shard is a range (of 100 records, the second of 4 processes has 25 to 49) in a
+      shuffled order.
   """
   return grain.DataLoader(
     data_source=records,
@@ -69,7 +72,7 @@ def loader(records, batch_size, num_epochs, shard=None):
 
 
 def create_dataset(count=3, add=2):
-  """Prompts for reinforcement learning, found by the name of this file or module."""
+  """Returns prompts for RL; the command finds this function by its file's name."""
   records = [
     {
       "prompt": [{"role": "user", "content": f"What is {n} + {add}?"}],
@@ -81,7 +84,7 @@ def create_dataset(count=3, add=2):
 
 
 class Chat(Characters):
-  """With a chat template, which real tokenizers bring along."""
+  """A tokenizer with a chat template, as real tokenizers have."""
 
   def apply_chat_template(self, messages, **_):
     return "".join(f"{m['role']}: {m['content']}\n" for m in messages)
@@ -96,7 +99,7 @@ def main():
   batches.set_state(place)
   print(f"the same batch again: {(next(batches)['label'] == second['label']).all()}")
 
-  for number in range(4):  # as four processes would, one after the other
+  for number in range(4):  # the batches of four processes, one after the other
     shard = grain.sharding.ShardOptions(number, 4, drop_remainder=True)
     rows = next(iter(loader(RECORDS, 5, 1, shard)))["input_tokens"]
     print(f"process {number} of 4:", [Characters().decode(row) for row in rows])

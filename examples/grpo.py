@@ -1,12 +1,11 @@
-"""GRPO with tunix.rl: a small model learns to put digits in order.
+"""GRPO with tunix.rl: a small model learns to sort digits.
 
     python examples/grpo.py --output out
 
-The same task as examples/rl_loop.py, with what a real run needs: evaluation on prompts
-that are never trained on, checkpoints (the same command again goes on where it was
-stopped), metrics, and a page of samples. To train a model of yours, load it with
-AutoModel.from_pretrained(folder) and its tokenizer; `tunix train --job=grpo` does all
-of this from a file.
+The task of examples/rl_loop.py with the parts of a real run: evaluation on held-out
+prompts, checkpoints (the same command resumes an interrupted run), metrics, and a page
+of samples. To train a model of yours, load it with AutoModel.from_pretrained(folder)
+and its tokenizer. `tunix train --job=grpo` trains on files.
 """
 
 import argparse
@@ -25,22 +24,22 @@ from tunix.rl.samples import Samples
 from tunix.sft.config import CheckpointOptions
 from tunix.sft.metrics_logger import MetricsLoggerOptions, Mode
 
-PROMPTS = 32  # of a batch of rollouts
+PROMPTS = 32  # in a batch of rollouts
 
 
 def places(prompts, completions, right):
-  """The share of places with the right digit; `right` is a column of the data."""
+  """Returns the share of right digits; `right` is a column of the data."""
   del prompts
   return [
-    sum(a == b for a, b in zip(text, wanted)) / len(wanted)
-    if len(text) == len(wanted)
+    sum(a == b for a, b in zip(text, answer)) / len(answer)
+    if len(text) == len(answer)
     else 0.0
-    for text, wanted in zip(completions, right)
+    for text, answer in zip(completions, right)
   ]
 
 
 def batches(count, seed):
-  """Batches of prompts with the column that the reward reads."""
+  """Yields batches of prompts with the column that the reward function reads."""
   rng = np.random.default_rng(seed)
   for _ in range(count):
     digits = [f"{a}{b}" for a, b in rng.integers(0, 10, (PROMPTS, 2))]
@@ -49,7 +48,7 @@ def batches(count, seed):
 
 
 def cluster(steps, output, **models):
-  """The policy, other models by role, and how all of them are run."""
+  """Returns a cluster of the policy and further models by role."""
   sampling = RolloutConfig(max_prompt_length=4, max_tokens_to_generate=3)
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
   return RLCluster(
@@ -76,14 +75,14 @@ def cluster(steps, output, **models):
 
 
 def run(learner, steps, output):
-  """Trains, and tells what was learnt; returns greedy accuracy before and after."""
+  """Trains; returns the greedy accuracy on held-out prompts before and after."""
   learner.with_samples(Samples(output / "samples", every_n_rollouts=20))
   learner.train(batches(steps, seed=0), list(batches(2, seed=1)))
   logger = learner.rl_cluster.logger
   accuracy = logger.get_metric_history("", "pass@1", Mode.EVAL)
   learner.close()
   print(f"greedy accuracy {accuracy[0]:.2f} -> {accuracy[-1]:.2f}")
-  print(f"look at {output / 'samples' / 'index.html'}")
+  print(f"samples are in {output / 'samples' / 'index.html'}")
   return accuracy[0], accuracy[-1]
 
 

@@ -1,9 +1,9 @@
-"""KTO with tunix: answers that are good or bad, one at a time.
+"""KTO with tunix: learning from single answers with a label, good or bad.
 
     python examples/kto.py --output out
 
-The task of examples/dpo.py from single answers: of each question the model sees one,
-with a label. `tunix train --job=kto` does it from a file.
+The task of examples/dpo.py with one labelled answer to each question. `tunix train
+--job=kto` trains on a file.
 """
 
 import optax
@@ -14,7 +14,7 @@ from tunix.sft.dpo.kto_trainer import KTOConfig, KTODataInput, KTOTrainer
 
 
 def batches(count, seed):
-  """Batches of answers, every second of which is right."""
+  """Yields batches of answers; every second answer is right."""
   for shown, ordered in questions(count, seed):
     labels = [row % 2 == 0 for row in range(len(shown))]
     answers = [b if good else a for a, b, good in zip(shown, ordered, labels)]

@@ -1,11 +1,10 @@
-"""LoRA with tunix: a model gets a new habit, and its own weights stay as they are.
+"""LoRA with tunix: adapters change the behaviour of a model, its weights stay the same.
 
     python examples/lora.py --output out
 
-The model of examples/sft.py puts digits in order. Adapters of rank 8 then teach it to
-repeat them as they stand. They are saved as a folder of PEFT, loaded again onto the
-untouched base, and merged into it. `tunix train --job=sft --lora.rank=8` does it from a
-file.
+The model of examples/sft.py sorts digits. Adapters of rank 8 then teach it to repeat
+the digits unchanged. The adapters are saved as a PEFT folder, loaded onto the unchanged
+base, and merged into it. `tunix train --job=sft --lora.rank=8` trains on a file.
 """
 
 import jax
@@ -13,27 +12,27 @@ import optax
 from dpo import arguments, log
 from flax import nnx
 from rl_loop import new_model
-from sft import accuracy, as_they_stand, train
+from sft import accuracy, train, unchanged
 
 from tunix.models import lora, safetensors_saver
 
 
 def base_model(output, steps):
-  """A model that puts digits in order."""
+  """Returns a model that sorts digits."""
   model = new_model(seed=0)
   train(model, optax.adam(2e-3), output / "base", 4 * steps, log(output / "base"))
   return model
 
 
 def learn(adapted, output, steps):
-  """Trains the adapters alone: a trainer that finds some leaves all else as it is."""
+  """Trains the adapters; the trainer freezes the other weights by itself."""
   return train(
     adapted,
-    optax.adam(1e-2),  # adapters take, and need, larger steps than whole models
-    output / "checkpoints",  # of the adapters: small
+    optax.adam(1e-2),  # adapters need a higher learning rate than full training
+    output / "checkpoints",  # they hold only the adapters
     4 * steps,
     log(output),
-    as_they_stand,
+    unchanged,
   )
 
 
@@ -47,19 +46,18 @@ def main():
 
   lora.save_adapter(adapted, args.output / "adapter")
   again = lora.load_adapter(base, args.output / "adapter")
-  merged = lora.merge(again)  # full weights: no adapter is computed any more
+  merged = lora.merge(again)  # full weights without adapters
   safetensors_saver.save_pretrained(merged, args.output / "merged")
   models = {"base": base, "adapted": adapted, "loaded": again, "merged": merged}
   for name, model in models.items():
     print(
-      f"{name:8} in order {accuracy(model):4.0%}   "
-      f"as they stand {accuracy(model, as_they_stand):4.0%}"
+      f"{name:8} sorted {accuracy(model):4.0%}   "
+      f"unchanged {accuracy(model, unchanged):4.0%}"
     )
   frozen = jax.tree.leaves(nnx.state(adapted, nnx.Not(nnx.LoRAParam)))
-  own = {id(x) for x in jax.tree.leaves(nnx.state(base))}
-  print(
-    f"{sum(id(x) in own for x in frozen)} of the base's {len(own)} arrays are shared"
-  )
+  arrays = {id(x) for x in jax.tree.leaves(nnx.state(base))}
+  shared = sum(id(x) in arrays for x in frozen)
+  print(f"{shared} of the base's {len(arrays)} arrays are shared")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""A miniGPT of your own: pretraining, generation, LoRA and a profile, in one file.
+"""A custom miniGPT: pretraining, generation, LoRA and a profile, in one file.
 
     python examples/minigpt.py --output out          # some minutes on a laptop's CPU
     python examples/minigpt.py --output out --tiny   # seconds
 
-The model is plain `flax.nnx`, nothing of it is ours: PeftTrainer trains it by a loss
-and an input function that are written here. It learns little stories, which this script
-makes up itself; then adapters (qwix) teach it to speak like a play. On eight devices
-(a TPU, or a CPU with XLA_FLAGS=--xla_force_host_platform_device_count=8) batches are
-split four ways and matrices two ways.
+The model is plain `flax.nnx` without code of tunix. PeftTrainer trains it with the loss
+and the input function of this file. The model learns short stories that the script
+generates; then adapters (qwix) teach it the style of a play. On eight devices (a TPU,
+or a CPU with XLA_FLAGS=--xla_force_host_platform_device_count=8) batches are split four
+ways and matrices two ways.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from tunix.sft.profiler import ProfilerOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-  """Sizes of the model, the data and the two trainings."""
+  """The sizes of the model, the data and the two trainings."""
 
   text_bytes: int = 1_000_000  # of the stories, and of the play
   num_transformer_blocks: int = 4
@@ -69,7 +69,7 @@ TINY = Settings(
   lora_batch_size=16,
 )
 
-# The text. Two ways to speak, so that it shows when adapters have changed the one.
+# The text. Two styles, so that a change of style by the adapters is visible.
 
 NAMES = ["Tom", "Lily", "Sam", "Mia", "Ben", "Anna", "Max", "Sue"]
 ANIMALS = ["cat", "dog", "bird", "fox", "rabbit", "frog"]
@@ -98,7 +98,7 @@ def speech(rng):
 
 
 def texts(make, size, seed):
-  """Texts of `size` characters together."""
+  """Returns texts of `size` characters in total."""
   rng, out = random.Random(seed), []
   while size > 0:
     out.append(make(rng))
@@ -107,18 +107,20 @@ def texts(make, size, seed):
 
 
 class Words:
-  """A tokenizer of whole words. It knows both ways to speak: adapters change what a
-  model says, not which words there are."""
+  """A tokenizer of whole words.
+
+  It has the words of both styles, because adapters do not change the vocabulary.
+  """
 
   def __init__(self):
-    known = set()
+    vocabulary = set()
     for make in (story, speech):
       for text in texts(make, 50_000, seed=0):
-        known.update(text.split())
-    self.words = ["<end>", *sorted(known)]
+        vocabulary.update(text.split())
+    self.words = ["<end>", *sorted(vocabulary)]
     self.ids = {word: i for i, word in enumerate(self.words)}
-    # GPT-2's 50257 words, for one, do not divide by two devices: rounded up, the
-    # unembedding does. The words that are too many are never trained nor right.
+    # Two devices do not divide a vocabulary such as GPT-2's 50257. A multiple of 64
+    # can be split; the additional tokens are never a target.
     self.vocab_size = -(-len(self.words) // 64) * 64
 
   def encode(self, text, **_):
@@ -140,9 +142,9 @@ class Words:
 
 
 def rows(tokenizer, lines, batch_size, maxlen, num_epochs):
-  """Batches of one text a row: int32 tokens [B, maxlen], and a mask of what is text.
+  """Returns batches of one text a row: int32 tokens [B, maxlen] and a mask of the text.
 
-  A Grain data set whose place is a number: a checkpoint keeps that, and not the data.
+  The position of the Grain dataset is one number, which a checkpoint saves.
   """
 
   def row(line):
@@ -157,9 +159,9 @@ def rows(tokenizer, lines, batch_size, maxlen, num_epochs):
   return data.batch(batch_size, drop_remainder=True).to_iter_dataset()
 
 
-# The model. What lies where is said beside each kernel: `split(None, "model")` is cut
-# in columns over the mesh axis "model". A second matrix is cut in rows, so that what
-# lies between the two never leaves its device.
+# The model. Each kernel declares its sharding: `split(None, "model")` splits the
+# columns over the mesh axis "model". A following matrix is split in rows, so that the
+# activations between the two stay on their device.
 
 
 def split(*axes, init=None):
@@ -169,8 +171,8 @@ def split(*axes, init=None):
 class TransformerBlock(nnx.Module):
   def __init__(self, embed_dim, num_heads, ff_dim, *, rngs, rate=0.1):
     zeros = nnx.initializers.zeros_init()
-    # These kernels have three dimensions, [D, N, H] and [N, H, D], and so have their
-    # specs: qwix reads one entry a dimension.
+    # These kernels have three dimensions, [D, N, H] and [N, H, D]. Their specs need
+    # three entries, because qwix reads one entry for each dimension.
     self.mha = nnx.MultiHeadAttention(
       num_heads=num_heads,
       in_features=embed_dim,
@@ -201,17 +203,17 @@ class TransformerBlock(nnx.Module):
 
 
 class MiniGPT(nnx.Module):
-  """Tokens int32 [B, T] to logits [B, T, V].
+  """A decoder from tokens, int32 [B, T], to logits [B, T, V].
 
-  Dropout is on after `model.train()` and off after `model.eval()`, which the trainer
-  calls: a `training` argument is not needed.
+  The trainer calls `model.train()` and `model.eval()`, which switch dropout on and off,
+  so `__call__` needs no `training` argument.
   """
 
   def __init__(self, settings, vocab_size, *, rngs):
     s = settings
     self.token_emb = nnx.Embed(vocab_size, s.embed_dim, rngs=rngs)
     self.pos_emb = nnx.Embed(s.maxlen, s.embed_dim, rngs=rngs)
-    self.transformer_blocks = nnx.List(  # a plain list is refused by nnx
+    self.transformer_blocks = nnx.List(  # nnx refuses a plain list
       TransformerBlock(s.embed_dim, s.num_heads, s.feed_forward_dim, rngs=rngs)
       for _ in range(s.num_transformer_blocks)
     )
@@ -226,34 +228,37 @@ class MiniGPT(nnx.Module):
     return self.output_layer(x)
 
   def get_model_input(self):
-    """What qwix runs the model on to find its matrices."""
+    """Returns the input with which qwix traces the model to find its matrices."""
     return {"inputs": jnp.zeros((1, 4), jnp.int32)}
 
 
-# How it is trained: two functions, and the trainer does the rest.
+# The training: two functions for the trainer.
 
 
 def gen_model_input_fn(batch):
-  """A batch as arguments of the loss."""
+  """Returns the loss's arguments from a batch."""
   return {"inputs": batch["input_tokens"], "mask": batch["input_mask"]}
 
 
 def loss_fn(model, inputs, mask):
-  """Next-token cross-entropy. A weighted sum, not a mean: the rows have different
-  lengths, and a mean over all places would count the padding."""
+  """Returns the next-token cross-entropy.
+
+  It is a weighted sum and not a mean, because a mean over all positions would count the
+  padding of rows of different lengths.
+  """
   logits = model(inputs[:, :-1])
   nll = optax.softmax_cross_entropy_with_integer_labels(logits, inputs[:, 1:])
   return weighted_sum(nll, mask[:, 1:])
 
 
 def train(model, optimizer, data, label=None, **options):
-  """Trains the model in place; returns losses and seconds of the steps."""
+  """Trains the model; returns losses and seconds of the steps."""
   logger = MetricsLogger()
   config = TrainingConfig(
     data_sharding_axis=("batch",), pbar_description=label, **options
   )
-  # No `nnx.jit` nor `jax.jit` here: the trainer compiles its step. A `jax.jit` around a
-  # step that changes a module would throw the changes away.
+  # The trainer compiles its step, so there is neither `nnx.jit` nor `jax.jit` here. A
+  # `jax.jit` around a step that changes a module would discard the changes.
   trainer = PeftTrainer(model, optimizer, config, logger)
   trainer.with_gen_model_input_fn(gen_model_input_fn).with_loss_fn(loss_fn)
   trainer.train(data)
@@ -263,9 +268,9 @@ def train(model, optimizer, data, label=None, **options):
 
 
 def add_lora(model, settings):
-  """The model with adapters in attention and MLP, whose weights it shares."""
-  # qwix compares whole paths, such as transformer_blocks/0/mha/query: ".*mha" matches
-  # no matrix of the attention, ".*mha.*" all four.
+  """Returns the model with adapters in attention and MLP; base weights are shared."""
+  # qwix matches whole paths, such as transformer_blocks/0/mha/query. ".*mha" matches no
+  # matrix of the attention, ".*mha.*" matches all four.
   provider = qwix.LoraProvider(
     module_path=".*mha.*|.*linear1|.*linear2",
     rank=settings.lora_rank,
@@ -280,10 +285,10 @@ def add_lora(model, settings):
 
 
 def generate(model, tokenizer, settings, start):
-  """A text that begins with `start`. Any causal model can be sampled."""
+  """Samples a text that begins with `start`. Any causal model can be sampled."""
   model.eval()
   prompt = tokenizer.encode(start)
-  # Rows are made as long as a few fixed sizes, so that few programs are compiled; this
+  # The sampler pads rows to a few fixed lengths, so that it compiles few programs. This
   # model has no positions beyond maxlen.
   limit = CacheConfig(cache_size=settings.maxlen)
   out = Sampler(model, tokenizer, limit)(
@@ -298,37 +303,37 @@ def generate(model, tokenizer, settings, start):
 
 
 def share_of_play(text):
-  """The share of words that only the play has."""
-  plain = set(re.findall(r"\S+", " ".join(texts(story, 50_000, seed=0))))
+  """Returns the share of words that only the play has."""
+  story_words = set(re.findall(r"\S+", " ".join(texts(story, 50_000, seed=0))))
   words = text.split()
-  return sum(word not in plain for word in words) / len(words)
+  return sum(word not in story_words for word in words) / len(words)
 
 
-# Where it runs.
+# The devices.
 
 
 def new_mesh(model_axis=2):
-  """All devices, some of them side by side along "model"."""
+  """Returns a mesh of all devices, `model_axis` of them along "model"."""
   count = jax.device_count()
   width = model_axis if count % model_axis == 0 else 1
-  # `jax.make_mesh` alone makes Explicit axes, on which lookups in split tables and
-  # concatenations need shardings written out; Auto axes leave those to XLA.
+  # By default `jax.make_mesh` makes Explicit axes, on which lookups in split tables and
+  # concatenations need explicit shardings. With Auto axes XLA chooses them.
   kinds = (AxisType.Auto,) * 2
   return jax.make_mesh((count // width, width), ("batch", "model"), axis_types=kinds)
 
 
 def inside(mesh, form):
-  """The mesh as a context: `jax.set_mesh(mesh)`, or the older `with mesh:`."""
+  """Returns the mesh as a context: `jax.set_mesh(mesh)`, or the older `with mesh:`."""
   stack = contextlib.ExitStack()
   stack.enter_context(jax.set_mesh(mesh) if form == "set_mesh" else mesh)
-  # A new nnx variable asks for the mesh of `jax.set_mesh` and knows no other: what is
-  # made under `with mesh:`, or without a mesh, is laid out later, by the trainer.
+  # A new nnx variable is sharded only under `jax.set_mesh`. The trainer shards
+  # variables that are created under `with mesh:` or without a mesh.
   stack.enter_context(nnx.use_eager_sharding(False))
   return stack
 
 
 def run(settings, output, mesh, form="set_mesh"):
-  """The whole tutorial; returns what was measured."""
+  """Runs the whole tutorial; returns losses, texts and models."""
   s, tokenizer, start = settings, Words(), "Once upon a time"
   stories = texts(story, s.text_bytes, seed=1)
   play = texts(speech, s.text_bytes, seed=1)
@@ -339,12 +344,12 @@ def run(settings, output, mesh, form="set_mesh"):
       model,
       optax.adam(s.learning_rate),
       rows(tokenizer, stories, s.batch_size, s.maxlen, s.num_epochs),
-      # Steps 5 to 7, when everything is compiled; XProf and TensorBoard read them.
+      # Steps 5 to 7, after compilation; XProf and TensorBoard read the profile.
       profiler_options=ProfilerOptions(
         output / "profile", skip_first_n_steps=5, profiler_steps=3
       ),
     )
-    told = generate(model, tokenizer, s, start)
+    story_text = generate(model, tokenizer, s, start)
     adapted = add_lora(model, s)
     lora, _ = train(
       adapted,
@@ -352,11 +357,11 @@ def run(settings, output, mesh, form="set_mesh"):
       rows(tokenizer, play, s.lora_batch_size, s.maxlen, s.lora_num_epochs),
       max_steps=s.lora_max_steps,
     )
-    played = generate(adapted, tokenizer, s, start)
+    play_text = generate(adapted, tokenizer, s, start)
   return {
     "pretrained": pretrained,
     "lora": lora,
-    "texts": {"before": before, "pretrained": told, "lora": played},
+    "texts": {"before": before, "pretrained": story_text, "lora": play_text},
     "model": model,
     "adapted": adapted,
   }

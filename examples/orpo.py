@@ -2,8 +2,8 @@
 
     python examples/orpo.py --output out
 
-The task of examples/dpo.py, without a reference: the chosen answer is made likelier,
-and its odds against the rejected one are raised. `tunix train --job=orpo` does it from
+The task of examples/dpo.py without a reference: training raises the likelihood of the
+chosen answer and its odds against the rejected one. `tunix train --job=orpo` trains on
 a file of pairs.
 """
 

@@ -2,9 +2,10 @@
 
     python examples/ppo.py --output out
 
-GRPO compares the answers to one prompt with each other. PPO asks a critic how much
-reward is to be expected before every token, and learns from the surprise; the critic is
-trained along with the policy. One completion a prompt is enough.
+GRPO compares the answers to one prompt with each other. In PPO a critic predicts the
+expected reward before every token, and the policy learns from the difference to the
+real reward. The critic is trained together with the policy. One completion of each
+prompt is enough.
 """
 
 from grpo import arguments, cluster, places, run

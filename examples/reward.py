@@ -1,10 +1,10 @@
-"""A reward model with tunix: a score for an answer, learnt from pairs.
+"""A reward model with tunix: it learns to score answers from pairs of them.
 
     python examples/reward.py --output out
 
-The pairs of examples/dpo.py teach a model with a head of one score. What comes out is
-what `RLCluster(reward=model)` takes, and `tunix eval` judges by `--pairs`. `tunix train
---job=reward` does it from a file of pairs.
+A model with a head of one score trains on the pairs of examples/dpo.py. The result fits
+`RLCluster(reward=model)`, and `tunix eval --pairs` evaluates it. `tunix train
+--job=reward` trains on a file of pairs.
 """
 
 import optax

@@ -1,16 +1,16 @@
-"""GRPO in one file: our model, sampler, scoring and ops, and a loop to read.
+"""GRPO in one file: the sampler, scoring and ops of tunix, and a readable loop.
 
     python examples/rl_loop.py
 
-A small model that knows nothing learns to put digits in order. It sees two digits,
-answers with what it likes, and is told how many of its digits stand in the right place:
+A model with random weights learns to sort two digits. The reward of an answer is the
+share of digits in the right place:
 
     73=     37
 
-Each prompt is answered several times; what did better than the other answers to the
-same prompt becomes likelier (Shao et al. 2024, arXiv:2402.03300). About a minute on a
-laptop's CPU. `tunix.rl` has the same loop with checkpoints, evaluation, several models
-and meshes: see examples/grpo.py.
+The model answers each prompt several times. Answers that are better than the others to
+the same prompt become more likely (Shao et al. 2024, arXiv:2402.03300). The script
+takes about a minute on a laptop's CPU. `tunix.rl` has the same loop with checkpoints,
+evaluation, several models and meshes; see examples/grpo.py.
 """
 
 import argparse
@@ -27,19 +27,19 @@ from tunix.models.automodel import AutoModel
 from tunix.models.llama3.model import ModelConfig
 from tunix.ops import advantages, kl, policy_gradient, reductions
 
-PROMPTS = 32  # of one step
+PROMPTS = 32  # in one step
 GROUP = 8  # completions of each prompt
-UPDATES = 2  # by the same completions
+UPDATES = 2  # with the same completions
 PROMPT_TOKENS, NEW_TOKENS = 4, 3
 TEMPERATURE = 1.0
-CLIP = 0.2  # the ratio to the policy that sampled stays within 1 - CLIP and 1 + CLIP
-BETA = 0.001  # weight of the divergence from the reference
+CLIP = 0.2  # the ratio to the sampling policy is clipped to 1 - CLIP and 1 + CLIP
+BETA = 0.001  # weight of the KL divergence from the reference
 
 
 class Characters:
-  """A tokenizer: the sampler needs no more than this."""
+  """A tokenizer with the methods that the sampler needs."""
 
-  letters = "<>=0123456789"  # "<" begins, ">" ends; both are single characters here
+  letters = "<>=0123456789"  # "<" is BOS, ">" is EOS
 
   def encode(self, text, **_):
     return [self.letters.index(letter) for letter in text]
@@ -58,7 +58,7 @@ class Characters:
 
 
 def new_model(seed):
-  """Two layers, 13 characters."""
+  """Returns a model of two layers and 13 tokens."""
   config = ModelConfig(
     num_layers=2,
     vocab_size=len(Characters.letters),
@@ -73,13 +73,13 @@ def new_model(seed):
 
 
 def new_prompts(rng):
-  """Digits to be sorted, each followed by "="."""
+  """Returns prompts of two random digits and "="."""
   digits = rng.integers(0, 10, (PROMPTS, 2))
   return [f"{a}{b}=" for a, b in digits]
 
 
 def reward(prompt, completion):
-  """The share of places with the right digit; 0 for an answer of another length."""
+  """Returns the share of right digits; 0 for an answer of another length."""
   right = "".join(sorted(prompt.rstrip("=")))
   if len(completion) != len(right):
     return 0.0
@@ -87,7 +87,7 @@ def reward(prompt, completion):
 
 
 def as_rows(token_lists, width, *, left):
-  """(ids, mask), int32 and bool [B, width], padded on one side."""
+  """Returns ids and mask, int32 and bool [B, width], padded on one side."""
   ids = np.zeros((len(token_lists), width), np.int32)
   mask = np.zeros((len(token_lists), width), bool)
   for i, tokens in enumerate(token_lists):
@@ -97,8 +97,10 @@ def as_rows(token_lists, width, *, left):
 
 
 def log_probs(model, rows):
-  """Of the completions' tokens, float32 [B, R]. The prompt of a group is computed once
-  for all its rows."""
+  """Returns the log-probabilities of the completions' tokens, float32 [B, R].
+
+  The prompt of a group is computed once for all its rows.
+  """
   names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
   return scoring.score_completions(
     model, *(rows[n] for n in names), group_size=GROUP, temperature=TEMPERATURE
@@ -106,7 +108,7 @@ def log_probs(model, rows):
 
 
 def loss_fn(model, rows):
-  """What GRPO minimises, over the tokens of all completions."""
+  """Returns the loss of GRPO, a mean over the tokens of all completions."""
   logps, mask = log_probs(model, rows), rows["completion_mask"]
   ratio = policy_gradient.log_ratio(logps, rows["old_logps"], mask)
   clipped = policy_gradient.clipped_loss(
@@ -118,15 +120,15 @@ def loss_fn(model, rows):
 
 
 def rollout(sampler, prompts, seed):
-  """Completions of every prompt: texts, and rows for the update (group by group)."""
+  """Samples completions; returns texts and the rows of the update, group by group."""
   out = sampler(
     prompts,
     NEW_TOKENS,
     PROMPT_TOKENS,
     temperature=TEMPERATURE,
-    num_samples=GROUP,  # one prefill a prompt
+    num_samples=GROUP,  # with one prefill for each prompt
     seed=seed,
-    include_eos=True,  # the end is learnt as well
+    include_eos=True,  # EOS is trained too
     return_logprobs=True,
   )
   prompt_tokens = [sampler.tokenize(p) for p in prompts for _ in range(GROUP)]
@@ -144,8 +146,8 @@ def rollout(sampler, prompts, seed):
   }
 
 
-def train(steps, seed=0, learning_rate=2e-3, say=print):
-  """Returns the mean reward of every step."""
+def train(steps, seed=0, learning_rate=2e-3, log=print):
+  """Trains; returns the mean reward of every step."""
   model, reference = new_model(seed), new_model(seed)
   sampler = Sampler(model, Characters())
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
@@ -164,9 +166,9 @@ def train(steps, seed=0, learning_rate=2e-3, say=print):
   for step in range(steps):
     prompts = new_prompts(rng)
     texts, rows = rollout(sampler, prompts, jax.random.key(step))
-    asked = [prompt for prompt in prompts for _ in range(GROUP)]
-    rewards = jnp.asarray([reward(p, text) for p, text in zip(asked, texts)])
-    # Better than the other answers to the same prompt, in standard deviations.
+    repeated = [prompt for prompt in prompts for _ in range(GROUP)]
+    rewards = jnp.asarray([reward(p, text) for p, text in zip(repeated, texts)])
+    # The reward minus the mean of the group, in standard deviations of the group.
     relative = advantages.group_normalized(rewards.reshape(PROMPTS, GROUP))
     rows["advantages"] = relative.reshape(-1)
     rows["ref_logps"] = score(reference, rows)
@@ -174,7 +176,7 @@ def train(steps, seed=0, learning_rate=2e-3, say=print):
       _, opt_state = update(model, opt_state, rows)
     curve.append(float(rewards.mean()))
     if step % 20 == 0 or step == steps - 1:
-      say(f"step {step:4}  reward {curve[-1]:.3f}  {asked[0]}{texts[0]}")
+      log(f"step {step:4}  reward {curve[-1]:.3f}  {prompts[0]}{texts[0]}")
   return curve
 
 

@@ -3,10 +3,10 @@
     python examples/several_processes.py HOST:PORT 2 0 --output out   # on one host
     python examples/several_processes.py HOST:PORT 2 1 --output out   # on the other
 
-`auto` in place of the three reads them from the environment: Slurm, Open MPI, GKE, TPU
-VMs. On one machine `localhost:PORT` will do, with XLA_FLAGS=
---xla_force_host_platform_device_count=4. Each process reads its share of the data; all
-of them train one model, save together, and the first one writes the log.
+`auto` instead of the three arguments reads them from the environment (Slurm, Open MPI,
+GKE, TPU VMs). On one machine use `localhost:PORT` and XLA_FLAGS=
+--xla_force_host_platform_device_count=4. Each process reads its shard of the data. All
+processes train one model and save together; the first one writes the log.
 """
 
 import argparse
@@ -27,13 +27,13 @@ RECORDS = [{"text": f"{a}{b}=", "label": 0} for a in range(10) for b in range(10
 
 
 def gen_model_input_fn(batch):
-  """The default loss's arguments: it refuses columns that nobody would look at."""
+  """Returns the arguments of the default loss, which refuses unknown columns."""
   return {name: batch[name] for name in ("input_tokens", "input_mask")}
 
 
 def train(output, steps):
-  """The losses of all steps: the same ones in every process."""
-  count = jax.device_count()  # of all processes
+  """Trains; returns the losses of all steps, which are the same in every process."""
+  count = jax.device_count()  # over all processes
   width = 2 if count % 2 == 0 else 1
   with jax.set_mesh(create_mesh({"fsdp": count // width, "tp": width})):
     logger = MetricsLogger(MetricsLoggerOptions(output / "logs"))
@@ -46,8 +46,8 @@ def train(output, steps):
     )
     trainer = PeftTrainer(new_model(seed=0), optax.adam(2e-3), config, logger)
     trainer.with_gen_model_input_fn(gen_model_input_fn)
-    # Rows of this process; together they are a batch of 16. `save` is called in every
-    # process, and waits for all of them: no `if process_index() == 0`, no barrier.
+    # The rows of all processes together are a batch of 16. Saving is collective: every
+    # process calls it, so there is no `if process_index() == 0` and no barrier.
     trainer.train(loader(RECORDS, 16 // jax.process_count(), None))
     trainer.close()
   return logger.get_metric_history("", "loss", Mode.TRAIN)

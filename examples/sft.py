@@ -1,11 +1,11 @@
-"""Fine-tuning with tunix: a small model learns to answer, all its weights trained.
+"""Full fine-tuning with tunix: a small model learns to sort digits.
 
     python examples/sft.py --output out
 
-It sees two digits and is shown the answer, the digits in order: "<73=37>". What
-follows "=" is learnt. The same command again goes on where it was stopped; the result
-is a Hugging Face folder. `tunix train --job=sft` does it from a file of conversations,
-by the model's own tokenizer and chat template.
+A row is two digits and the sorted digits, "<73=37>". The tokens after "=" are trained.
+The same command resumes an interrupted run. The result is a Hugging Face folder. `tunix
+train --job=sft` trains on a file of conversations with the model's tokenizer and chat
+template.
 """
 
 import numpy as np
@@ -24,12 +24,12 @@ def in_order(shown, ordered):
   return ordered
 
 
-def as_they_stand(shown, ordered):
+def unchanged(shown, ordered):
   return shown
 
 
 def batches(count, seed, answer=in_order):
-  """Rows "<73=37>" as token ids; what follows "=" is learnt."""
+  """Yields batches of rows "<73=37>"; the mask is 1 after "="."""
   for shown, ordered in questions(count, seed):
     answers = map(answer, shown, ordered)
     rows = [f"<{a}={b}>" for a, b in zip(shown, answers)]
@@ -40,7 +40,7 @@ def batches(count, seed, answer=in_order):
 
 
 def options(folder, steps):
-  """What all trainers are told."""
+  """Returns the settings of all trainers."""
   return {
     "max_steps": steps,
     "eval_every_n_steps": 20,
@@ -51,7 +51,7 @@ def options(folder, steps):
 
 
 def accuracy(model, answer=in_order):
-  """The share of held-out questions that are answered as `answer` does."""
+  """Returns the share of held-out questions with the answer of `answer`."""
   ((shown, ordered),) = questions(1, seed=1)
   prompts = [f"{digits}=" for digits in shown]
   out = Sampler(model, Characters())(prompts, 3, 4)
@@ -60,7 +60,7 @@ def accuracy(model, answer=in_order):
 
 
 def train(model, optimizer, folder, steps, logger, answer=in_order):
-  """Trains in place; returns held-out losses before and after."""
+  """Trains the model; returns the held-out losses before and after."""
   trainer = PeftTrainer(
     model, optimizer, TrainingConfig(**options(folder, steps)), logger
   )
@@ -82,7 +82,7 @@ def main():
     log(args.output),
   )
   print(f"held-out loss {first:.2f} -> {last:.2f}")
-  print(f"answers in order: {accuracy(model):.0%}")
+  print(f"sorted answers: {accuracy(model):.0%}")
   safetensors_saver.save_pretrained(model, args.output / "model")
 
 

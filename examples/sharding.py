@@ -1,11 +1,11 @@
-"""One training on many devices with tunix: meshes, layouts, and moving between them.
+"""The same training on several meshes with tunix, and moving a model between meshes.
 
     python examples/sharding.py --output out
 
-The training of examples/sft.py on one device, and on eight (simulated on a CPU) by
-FSDP, by FSDP and tensor parallelism, and by data parallelism: the losses are the same.
-Then the model moves from eight devices to four and back without changing a bit.
-examples/tensor_parallel.py shows how a model of your own says what is cut.
+The training of examples/sft.py runs on one device, and on eight devices (simulated on a
+CPU) with FSDP, with FSDP and tensor parallelism, and with data parallelism. The losses
+are the same. Then the model moves from eight devices to four and back, bit for bit.
+examples/tensor_parallel.py shows how a custom model declares its sharding.
 """
 
 import jax
@@ -25,15 +25,15 @@ MESHES = {"fsdp": {"fsdp": 8}, "fsdp x tp": {"fsdp": 4, "tp": 2}, "dp": {"dp": 8
 
 
 def train(mesh, output, steps):
-  """(model, losses) of a training on a mesh; None: on one device.
+  """Trains on a mesh, or on one device if it is None; returns model and losses.
 
-  The model is laid out by its own rules (ShardingRules): matrices along `fsdp` and
-  `tp`, as far as the mesh has these axes. Rows are split over the axes named here.
+  The model's ShardingRules split matrices along `fsdp` and `tp` if the mesh has these
+  axes. Rows of a batch are split over all axes but `tp`.
   """
   if mesh is None:
     return fit(new_model(seed=0), (), output, steps)
   rows = tuple(axis for axis in mesh.shape if axis != "tp")
-  with jax.set_mesh(mesh):  # `with mesh:` and Explicit axes work as well
+  with jax.set_mesh(mesh):  # `with mesh:` and Explicit axes work too
     return fit(new_model(seed=0), rows, output, steps)
 
 
@@ -49,7 +49,7 @@ def fit(model, rows, output, steps):
 
 
 def describe(model):
-  """Where a matrix lies, and what of the whole model one device holds."""
+  """Returns the sharding of a matrix and the bytes of the model on one device."""
   kernel = model.layers.mlp.up_proj.kernel[...]
   leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
   held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
@@ -59,13 +59,13 @@ def describe(model):
 
 def main():
   args = arguments()
-  model, wanted = train(None, args.output / "one", args.steps)
+  model, expected = train(None, args.output / "one", args.steps)
   print(
-    f"{'one device':10} loss {wanted[0]:.4f} -> {wanted[-1]:.4f}  {describe(model)}"
+    f"{'one device':10} loss {expected[0]:.4f} -> {expected[-1]:.4f}  {describe(model)}"
   )
   for name, axes in MESHES.items():
     model, losses = train(create_mesh(axes), args.output / name, args.steps)
-    off = np.max(np.abs(losses - wanted) / wanted)
+    off = np.max(np.abs(losses - expected) / expected)
     print(
       f"{name:10} loss {losses[0]:.4f} -> {losses[-1]:.4f}, largest difference "
       f"{off:.0e}  {describe(model)}"
@@ -78,10 +78,10 @@ def main():
     print(f"moved to {count} devices: {describe(model)}")
   after = jax.tree.leaves(nnx.state(model))
   same = all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-  print("not a bit has changed" if same else "the weights have changed!")
+  print("the weights are bit-identical" if same else "the weights have changed!")
 
 
 if __name__ == "__main__":
-  # Before the first array: where there is only a CPU, it is seen as eight devices.
+  # Before the first array. A machine with only a CPU simulates eight devices.
   jax.config.update("jax_num_cpu_devices", 8)
   main()

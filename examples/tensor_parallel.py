@@ -1,12 +1,12 @@
-"""Data, FSDP and tensor parallelism on eight devices, and what they say to each other.
+"""Data, FSDP and tensor parallelism on eight devices, and their collectives.
 
     python examples/tensor_parallel.py            # eight simulated devices on a CPU
     python examples/tensor_parallel.py --steps 3  # seconds
 
-An MLP that fits a parabola and a small transformer are trained by PeftTrainer on five
-meshes. The code of the models and of the training is the same each time: what differs
-is which mesh axis a dimension is cut along. The losses are equal; what a device holds,
-and which collectives XLA puts into the compiled step, are not. A table shows both.
+PeftTrainer trains an MLP that fits a parabola and a small transformer on five meshes.
+The code of the models and the training is the same on every mesh; only the mesh axes
+that split each dimension differ. The losses are equal. A table shows the bytes on a
+device and the collectives of the compiled step, which differ.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from tunix.utils.mesh import constrain, create_mesh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Layout:
-  """A mesh, and the mesh axes that each kind of dimension is cut along.
+  """A mesh, and the mesh axes that split each kind of dimension.
 
   Attributes:
     axes: sizes of the mesh by axis.
     batch: axes that split the rows of a batch.
-    embed: the axis that splits what runs along the residual stream.
+    embed: the axis that splits the width of the residual stream.
     inner: the axis that splits heads and hidden units.
   """
 
@@ -45,13 +45,13 @@ class Layout:
 
 LAYOUTS = {
   "one": Layout(axes={"data": 1}),
-  # Whole weights everywhere, rows apart: gradients are summed over all devices.
+  # Replicated weights, split rows: gradients are summed over all devices.
   "data": Layout(axes={"data": 8}, batch=("data",)),
-  # Weights in eighths: gathered before they are used, gradients in eighths again.
+  # Split weights and rows: weights are gathered before use, gradients are scattered.
   "fsdp": Layout(axes={"fsdp": 8}, batch=("fsdp",), embed="fsdp"),
-  # Whole rows everywhere, heads and hidden units apart: activations are summed.
+  # Replicated rows, split heads and hidden units: activations are summed.
   "tensor": Layout(axes={"tp": 8}, inner="tp"),
-  # Both, as large models are trained.
+  # Both, the usual layout of large models.
   "fsdp x tensor": Layout(
     axes={"fsdp": 2, "tp": 4}, batch=("fsdp",), embed="fsdp", inner="tp"
   ),
@@ -59,18 +59,19 @@ LAYOUTS = {
 
 
 def weight(rngs, shape, *axes):
-  """A matrix that is cut along `axes`, one for each of its dimensions."""
+  """Returns a matrix that is split along `axes`, one for each dimension."""
   init = nnx.initializers.lecun_normal()(rngs.params(), (shape[0], np.prod(shape[1:])))
-  # eager_sharding=False: the trainer lays it out, on whatever mesh is set.
+  # eager_sharding=False: the trainer shards the matrix over the current mesh.
   return nnx.Param(init.reshape(shape), out_sharding=axes, eager_sharding=False)
 
 
 class MLP(nnx.Module):
-  """x [B, 1] -> y [B, 1]. It has no wide stream that FSDP could cut."""
+  """An MLP from x [B, 1] to y [B, 1]. Its input is too narrow for FSDP to split."""
 
   def __init__(self, layout, *, hidden=32, rngs):
-    # Columns of the first, rows of the second: one sum at the end is all that devices
-    # say to each other. Cutting the columns of both, w2 [32, 1] could not even be cut.
+    # Columns of the first matrix and rows of the second are split, so that one sum at
+    # the end is the only communication. The single column of w2 [32, 1] cannot be
+    # split.
     self.w1 = weight(rngs, (1, hidden), None, layout.inner)
     self.b1 = nnx.Param(
       jnp.zeros(hidden), out_sharding=(layout.inner,), eager_sharding=False
@@ -81,14 +82,15 @@ class MLP(nnx.Module):
     return nnx.relu(x @ self.w1 + self.b1) @ self.w2
 
 
-# What XLA writes for such a pair can be written by hand, as the program of one device.
+# The program that XLA makes of such a pair, written by hand for one device.
 
 
 def mlp_of_each_device(x, w1, w2):
-  """x [B, D/8], w1 [D, F/8], w2 [F/8, D] -> [B, D/8], of the axis "tp"."""
+  """Computes x [B, D/8], w1 [D, F/8], w2 [F/8, D] -> [B, D/8] over the axis "tp"."""
   whole = jax.lax.all_gather(x, "tp", axis=1, tiled=True)
-  hidden = nnx.relu(whole @ w1)  # columns of w1: nothing to say to each other
-  # Rows of w2: every device has a part of every sum, and keeps the sums of its columns.
+  hidden = nnx.relu(whole @ w1)  # columns of w1: no communication
+  # Rows of w2: each device has one term of every sum, and keeps the sums of its
+  # columns.
   return jax.lax.psum_scatter(hidden @ w2, "tp", scatter_dimension=1, tiled=True)
 
 
@@ -100,7 +102,7 @@ def mlp_by_hand(mesh):
 
 
 class Block(nnx.Module):
-  """Causal attention and an MLP, cut as Megatron does (arXiv:1909.08053)."""
+  """Causal attention and an MLP, split as in Megatron (arXiv:1909.08053)."""
 
   def __init__(self, layout, *, width, heads, rngs):
     d, n, h, f = width, heads, width // heads, 4 * width
@@ -113,8 +115,8 @@ class Block(nnx.Module):
     self.norm2 = nnx.RMSNorm(d, rngs=rngs)
 
   def __call__(self, x):
-    # Rows stay apart, and what runs between the blocks is whole in each row. An axis
-    # can cut one dimension only: P("x", None, "x") would be refused.
+    # Between blocks, rows are split and each row is whole. An axis can split only one
+    # dimension: P("x", None, "x") would be an error.
     x = constrain(x, self.layout.batch, None, None)
     q, k, v = jnp.einsum("btd,dknh->kbtnh", self.norm1(x), self.qkv[...])
     attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -123,7 +125,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-  """Tokens int32 [B, T] -> logits [B, T, V]; the embedding is tied."""
+  """A decoder from tokens, int32 [B, T], to logits [B, T, V], with a tied embedding."""
 
   def __init__(self, layout, *, vocab=64, width=64, heads=8, layers=2, rngs):
     self.embedding = weight(rngs, (vocab, width), None, layout.embed)
@@ -138,11 +140,11 @@ class Transformer(nnx.Module):
     return x @ self.embedding[...].T
 
 
-# Two tasks. A batch may be any pytree when the loss says how to read it.
+# Two tasks. A batch may be any pytree that the loss can read.
 
 
 def parabola(steps, rows=32):
-  """Batches of y = 0.8 x^2 + 0.1 and some noise."""
+  """Yields batches of y = 0.8 x^2 + 0.1 with noise."""
   rng = np.random.default_rng(0)
   for _ in range(steps):
     x = rng.uniform(-2, 2, (rows, 1)).astype(np.float32)
@@ -155,7 +157,7 @@ def squared_error(model, x, y):
 
 
 def counting(steps, rows=16, length=32, vocab=64):
-  """Batches of tokens that count up in steps of their own."""
+  """Yields batches of tokens that count up, each row with another stride."""
   rng = np.random.default_rng(0)
   for _ in range(steps):
     start, stride = rng.integers(1, vocab, (2, rows, 1))
@@ -175,10 +177,10 @@ TASKS = {
 
 
 def collectives(hlo):
-  """How often each collective stands in a compiled program's text.
+  """Counts each collective in the text of a compiled program.
 
-  On a CPU, XLA makes no reduce-scatter of its own accord: it writes an all-reduce of
-  which each device keeps its part. On TPUs and GPUs it does.
+  On TPUs and GPUs, XLA uses reduce-scatter. On a CPU it uses an all-reduce, and each
+  device keeps its part.
   """
   names = r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
   return collections.Counter(re.findall(rf" {names}(?:-start)?\(", hlo))
@@ -190,7 +192,7 @@ def bytes_on_a_device(model):
 
 
 def run(task, layout, steps):
-  """Trains on one mesh; returns what was measured, model and optimizer."""
+  """Trains on one mesh; returns measurements, model and optimizer."""
   make, data, loss_fn = TASKS[task]
   devices = jax.devices()[: np.prod(list(layout.axes.values()))]
   with jax.set_mesh(create_mesh(layout.axes, devices)):
@@ -221,14 +223,15 @@ def main():
     for name, layout in LAYOUTS.items():
       out = run(task, layout, args.steps)
       first, last = out["losses"][0], out["losses"][-1]
-      said = ", ".join(f"{n} {kind}" for kind, n in sorted(out["collectives"].items()))
+      counts = sorted(out["collectives"].items())
+      found = ", ".join(f"{n} {kind}" for kind, n in counts)
       losses = f"{first:.4f} -> {last:.4f}"
-      print(f"{name:14} {losses:>16} {out['bytes']:13,}  {said or 'none'}")
-  print("\nthe last mesh, and where a matrix of the MLP in a block lies on it:")
+      print(f"{name:14} {losses:>16} {out['bytes']:13,}  {found or 'none'}")
+  print("\nthe sharding of a matrix of a block's MLP on the last mesh:")
   jax.debug.visualize_array_sharding(out["model"].blocks[0].up[...])
 
 
 if __name__ == "__main__":
-  # Before the first array: where there is only a CPU, it is seen as eight devices.
+  # Before the first array. A machine with only a CPU simulates eight devices.
   jax.config.update("jax_num_cpu_devices", 8)
   main()

@@ -159,7 +159,8 @@ def worker(job: str) -> Callable[[pathlib.Path], list[str]]:
 def gradients(trainer: Any, micro_batches: Sequence[Any]) -> dict[str, np.ndarray]:
   """The gradient that one update by these micro-batches would hand to the optimizer."""
   with trainer._session():
-    window = trainer._window(list(micro_batches), None)
+    read = [trainer._read(batch) for batch in micro_batches]
+    window = trainer._window(read, None)
     step = train_step.make_gradient(trainer._module.skeleton, trainer._train_step)
     state = trainer._module
     out = jax.jit(step)(state.params, state.rest, state.frozen, window.groups)

@@ -1,13 +1,13 @@
 # %% [markdown]
-# # Data parallel training
+# # Data-parallel training
 # From a sum of two arrays to a trainer, on eight devices, with exercises. There are two
-# ways to write it. `jax.jit` with arrays that are split: the program is that of one
-# device, and XLA finds out what the devices must say to each other. `jax.shard_map`:
-# the program is that of each device with its part, and says so itself. Both replace
-# `jax.pmap`. Where there is only a CPU, it is seen as eight devices. It takes `pip
-# install 'tunix[notebooks]'`.
+# ways to write it. With `jax.jit` and sharded arrays, you write the program for one
+# device and XLA inserts the communication. With `jax.shard_map` you write the program
+# of each device for its shard, with explicit communication. Both replace `jax.pmap`. A
+# machine with only a CPU simulates eight devices. This notebook needs `pip install
+# 'tunix[notebooks]'`.
 #
-# Most cells are quoted from `examples/data_parallel.py`.
+# Most cells quote `examples/data_parallel.py`.
 
 # %%
 import jax
@@ -43,27 +43,27 @@ print(
 jax.debug.visualize_array_sharding(total)
 
 # %% [markdown]
-# Any number of rows that the devices divide will do; no dimension is added for the
-# devices, as `jax.pmap` wants it.
+# The number of rows may be any multiple of the number of devices. The arrays have no
+# dimension for the devices, which `jax.pmap` needs.
 #
 # ## A training step, in two ways
-# The model is `y = x w + b`, whole on every device; rows of a batch are apart.
+# The model is `y = x w + b`, replicated on every device; the rows of a batch are split.
 
 # %% quote data_parallel: RATE new_params squared_error batches
 
 # %% [markdown]
-# The step of one device, which becomes that of eight when its rows are split:
+# The step of one device. With sharded rows it runs on eight devices:
 
 # %% quote data_parallel: step by_jit
 
 # %% [markdown]
-# And the step of each device, which says itself that gradients are averaged:
+# The step of each device, which averages the gradients explicitly:
 
 # %% quote data_parallel: step_of_each_device by_shard_map
 
 # %% [markdown]
-# ## The same by the trainer
-# No step to write, and checkpoints, metrics and resuming come with it.
+# ## The same with the trainer
+# The trainer has the step, and checkpoints, metrics and resume.
 
 # %% quote data_parallel: train Linear by_trainer
 
@@ -86,8 +86,8 @@ plot("loss", **losses)
 
 # %% [markdown]
 # ## Exercise 1: means of rows
-# `x.mean(-1)`, the rows spread over the devices, for any number of rows: three as well.
-# Try it before you read on.
+# Compute `x.mean(-1)` with rows split over the devices, for any number of rows, such as
+# three. Try it before you read on.
 
 # %% quote data_parallel: row_means
 
@@ -97,7 +97,8 @@ print(row_means(mesh, three))
 
 # %% [markdown]
 # ## Exercise 2: the mean of everything
-# Of rows that do not divide, too. What is wrong with the mean of the devices' means?
+# The devices need not divide the number of rows. Why is the mean of the devices' means
+# wrong?
 
 # %% quote data_parallel: mean_of_all
 
@@ -105,7 +106,7 @@ print(row_means(mesh, three))
 print(mean_of_all(mesh, three), three.mean())
 
 # %% [markdown]
-# ## Exercise 3: who has which rows?
+# ## Exercise 3: which rows does each device have?
 
 # %% quote data_parallel: show_rows
 
@@ -114,18 +115,16 @@ shown = show_rows(mesh, x)
 jax.effects_barrier()
 
 # %% [markdown]
-# ## Forms that no longer hold
-# Lines that stand in older texts and fail today, or say something else than they seem
-# to.
+# ## Code that no longer works
+# Older tutorials have lines that fail today, or that do not do what they seem to do.
 #
-# - `create_device_mesh` gives an array of devices and no Mesh: it has no axis names.
-# - `jax.pmap` wants a dimension for the devices in every argument, parameters too, and
-#   `print` in it speaks once, when it is traced. `jax.debug.print` speaks on each
-#   device.
-# - Rows that do not divide are refused by both ways: pad, as in exercise 1.
-# - In a `jax.shard_map` gradients by parameters that are whole on every device have
-#   been added up already: `pmean` of them is the sum, eight times too much. `pcast`
-#   first, as in `step_of_each_device`.
+# - `create_device_mesh` returns an array of devices without axis names, and no Mesh.
+# - `jax.pmap` needs a dimension for the devices in every argument, also in parameters.
+#   `print` in it prints once, during tracing; `jax.debug.print` prints on each device.
+# - Both ways refuse rows that the devices do not divide: pad, as in exercise 1.
+# - In a `jax.shard_map`, gradients of replicated parameters are already summed over the
+#   devices. `pmean` of them is the sum, eight times too large. Call `pcast` first, as
+#   in `step_of_each_device`.
 
 # %% quote notebooks/minigpt: attempt
 

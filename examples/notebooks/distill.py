@@ -1,14 +1,13 @@
 # %% [markdown]
 # # Distillation
-# A student learns what a teacher says of every token, all of its words with their
-# probabilities, and not only the word that came. It takes
-# `pip install 'tunix[notebooks]'`.
+# A student learns from the teacher's probabilities of all tokens at every position, and
+# not only from the right token. This notebook needs `pip install 'tunix[notebooks]'`.
 
 # %% include start
 
 # %% [markdown]
 # ## Teacher and student
-# They must number their tokens alike; sizes are free.
+# Both must have the same vocabulary. Their sizes may differ.
 
 # %%
 from tunix.distillation.distillation_trainer import (
@@ -24,8 +23,9 @@ print(f"teacher {accuracy(teacher):.0%} right, student {accuracy(student):.0%}")
 
 # %% [markdown]
 # ## Training
-# The teacher runs outside the student's step, without gradient, in its own dtype. Of
-# the loss, `alpha` is the divergence from what it says, the rest the right tokens.
+# The teacher runs outside the student's step, without gradient, in its own dtype. The
+# loss is `alpha` times the divergence from the teacher, plus the rest times the
+# cross-entropy of the right tokens.
 
 # %%
 data = pipeline.build_dataset(
@@ -50,8 +50,8 @@ trainer.train(data, list(held_out))
 trainer.close()
 
 # %% [markdown]
-# ## What was learnt
-# The divergence is in nats a token, at the temperature.
+# ## Results
+# The divergence is in nats per token, at the temperature of the strategy.
 
 # %%
 plot("nats", divergence=logger.get_metric_history("", "distill/kl_div", Mode.TRAIN))

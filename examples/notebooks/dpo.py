@@ -1,15 +1,15 @@
 # %% [markdown]
 # # DPO
-# Which of two answers is the better one: pairs are all that is learnt from
-# ([2305.18290](https://arxiv.org/abs/2305.18290)). It takes
+# The model learns from pairs of answers which of the two is better
+# ([2305.18290](https://arxiv.org/abs/2305.18290)). This notebook needs
 # `pip install 'tunix[notebooks]'`.
 
 # %% include start
 
 # %% [markdown]
 # ## Pairs
-# Two answers that are right, of which the short one is preferred. Conversations are
-# rendered by the model's own chat template.
+# Both answers of a pair are right, and the short one is preferred. The model's chat
+# template renders conversations.
 
 # %%
 import re
@@ -40,7 +40,7 @@ list(zip(example.prompts, example.chosen_responses, example.rejected_responses))
 
 # %% [markdown]
 # ## The base
-# The small model is taught to answer in either way; a real one is taken as it is.
+# The small model first learns both forms of answers. A real model needs no preparation.
 
 # %%
 if TINY:
@@ -52,7 +52,7 @@ else:
 
 
 def short(model):
-  """The share of answers that are a number in brackets and nothing else."""
+  """Returns the share of answers that are only a number in brackets."""
   texts = answers(model)
   return sum(bool(re.fullmatch(r"\[[0-9]+\]", text)) for text in texts) / len(texts)
 
@@ -62,8 +62,8 @@ answers(base)[:6]
 
 # %% [markdown]
 # ## Training
-# The reference is the model as it was: with adapters that is the model without them,
-# and no second one is held in memory.
+# The reference is the model before training. With adapters it is the model without
+# them, so there is no second model in memory.
 
 # %%
 adapted = lora.apply(base, lora.LoraConfig(rank=16, alpha=32.0))
@@ -83,12 +83,12 @@ trainer.train(batches(STEPS), [pairs(HELD_OUT)])
 trainer.close()
 
 # %% [markdown]
-# ## What was learnt
-# The margin is how much more the chosen answer has gained than the rejected one, in
-# nats times beta. Accuracy is the share of held-out pairs with a positive one.
-# DPO sees that difference alone: trained for too long, it makes both answers unlikely,
-# and what is neither comes up (`[1[5]`). Fewer steps, a larger beta, or the likelihood
-# of the chosen answer in the loss (`docs/guides/preference.md`) hold against it.
+# ## Results
+# The margin is the gain of the chosen answer minus the gain of the rejected one, in
+# nats times beta. Accuracy is the share of held-out pairs with a positive margin. DPO
+# optimizes only this difference. After too many steps both answers become unlikely, and
+# other outputs appear (`[1[5]`). Fewer steps, a larger beta, or the likelihood of the
+# chosen answer in the loss (`docs/guides/preference.md`) prevent it.
 
 # %%
 margins = logger.get_metric_history("", "rewards/margin", Mode.TRAIN)

@@ -1,15 +1,17 @@
 # %% [markdown]
 # # GRPO on arithmetic
-# The model answers each question several times, and what did better than the other
-# answers to the same question becomes likelier ([2402.03300](
-# https://arxiv.org/abs/2402.03300)). It takes `pip install 'tunix[notebooks]'`.
+# The model answers each question several times. Answers that are better than the others
+# to the same question become more likely
+# ([2402.03300](https://arxiv.org/abs/2402.03300)). This notebook needs `pip install
+# 'tunix[notebooks]'`.
 
 # %% include start
 
 # %% [markdown]
 # ## A reward
-# Any function of prompts, completions and the data's columns. The right number counts
-# one, the form alone a little: it shows a model that says anything else where to go.
+# A reward is any function of prompts, completions and the columns of the data. The
+# right number gives 1, the right form with a wrong number 0.1, so that a model that is
+# always wrong still learns the form.
 
 # %%
 import re
@@ -22,10 +24,10 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 
 def reward(prompts, completions, answer):
-  found = [re.fullmatch(r"\[([0-9]+)\]", text.strip()) for text in completions]
+  matches = [re.fullmatch(r"\[([0-9]+)\]", text.strip()) for text in completions]
   return [
-    0.0 if match is None else 1.0 if int(match[1]) == wanted else 0.1
-    for match, wanted in zip(found, answer)
+    0.0 if match is None else 1.0 if int(match[1]) == number else 0.1
+    for match, number in zip(matches, answer)
   ]
 
 
@@ -38,8 +40,9 @@ def batches(steps, size=32 if TINY else 8):
 reward([], ["[16]", "[15]", "16"], [16, 16, 16])
 
 # %% [markdown]
-# ## A policy that half knows
-# A real model is trained by adapters. No reference is held: `beta` is 0.
+# ## The policy
+# The small model gives some right answers before RL. A real model is trained with
+# adapters. There is no reference model, because `beta` is 0.
 
 # %%
 base = base_model(200)
@@ -73,9 +76,9 @@ learner.train(batches(STEPS))
 learner.close()
 
 # %% [markdown]
-# ## What was learnt
-# A group whose answers are all equal teaches nothing: their share grows as the model
-# learns.
+# ## Results
+# A group with equal rewards has no gradient. The share of these groups grows while the
+# model learns.
 
 # %%
 log = cluster.logger

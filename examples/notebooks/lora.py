@@ -1,7 +1,7 @@
 # %% [markdown]
 # # LoRA
-# A model learns another way to answer, `[[08]]` in place of `[8]`, by adapters alone:
-# its own weights stay as they are. It takes `pip install 'tunix[notebooks]'`.
+# Adapters teach a model another form of answer, `[[08]]` instead of `[8]`. The weights
+# of the model stay the same. This notebook needs `pip install 'tunix[notebooks]'`.
 
 # %% include start
 
@@ -16,7 +16,8 @@ dict(zip(HELD_OUT[:4], answers(base)))
 
 # %% [markdown]
 # ## Adapters
-# Each of rank 8, on all matrices of the layers. The base is shared, not copied.
+# The adapters have rank 8 and are on all matrices of the layers. The adapted model
+# shares the weights of the base.
 
 # %%
 adapted = lora.apply(base, lora.LoraConfig(rank=8, alpha=16.0))
@@ -34,8 +35,8 @@ losses = fine_tune(adapted, optimizer, STEPS, doubled, "LoRA")
 plot("loss", LoRA=losses)
 
 # %% [markdown]
-# ## Two habits
-# The same weights answer in two ways, with the adapters and without.
+# ## Two forms of answers
+# The same weights give one form with the adapters, and the other form without.
 
 # %%
 for name, model in (("base", base), ("adapted", adapted)):
@@ -46,7 +47,7 @@ dict(zip(HELD_OUT[:4], answers(adapted)))
 
 # %% [markdown]
 # ## Saved, loaded, merged
-# The folder is one of PEFT. Merged, the model computes no adapters any more.
+# The folder has PEFT's format. A merged model has no adapters.
 
 # %%
 lora.save_adapter(adapted, OUTPUT / "adapter")

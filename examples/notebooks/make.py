@@ -1,10 +1,10 @@
-"""Makes the notebooks of their sources: python examples/notebooks/make.py [name ...]
+"""Makes the notebooks from their sources: python examples/notebooks/make.py [name ...]
 
-A source is a script with cells, `# %%` and `# %% [markdown]`; `# %% include start` is
-replaced by the cells of start.py, and `# %% quote minigpt: story texts` by a cell with
-what has these names in examples/minigpt.py. Notebooks are executed, in a process each,
-and written with their outputs. It takes `pip install 'tunix[notebooks]'`; tests run the
-cells without.
+A source is a script with cells, `# %%` and `# %% [markdown]`. The cells of start.py
+replace `# %% include start`. The definitions of `story` and `texts` in
+examples/minigpt.py replace `# %% quote minigpt: story texts`. Each notebook runs in a
+separate process and is written with its outputs. This needs
+`pip install 'tunix[notebooks]'`; the tests run the cells without it.
 """
 
 import ast
@@ -30,14 +30,16 @@ class Cell(NamedTuple):
 
 
 def cells(name: str) -> list[Cell]:
-  """The cells of a source, those that it includes among them.
+  """Returns the cells of a source, with the cells that it includes.
 
   Raises:
-    FileNotFoundError: there is no such source, or it includes one that is not there.
+    FileNotFoundError: the source, or a source that it includes, does not exist.
   """
   out = []
   text = (HERE / f"{name}.py").read_text()
-  for part in re.split(r"^# %%", text, flags=re.M)[1:]:  # what stands before is a note
+  for part in re.split(r"^# %%", text, flags=re.M)[
+    1:
+  ]:  # text before the first is a note
     head, _, body = part.partition("\n")
     if head.startswith(" include "):
       out += cells(head.removeprefix(" include ").strip())
@@ -53,11 +55,10 @@ def cells(name: str) -> list[Cell]:
 
 
 def quoted(script: str, names: list[str]) -> str:
-  """What is defined under these names in an example, in their order, with the comments
-  that stand right above: a notebook and its script cannot come apart.
+  """Returns definitions of an example, in order, with the comments directly above.
 
   Raises:
-    KeyError: the script does not define such a name.
+    KeyError: the script does not define a name.
   """
   text = (HERE.parent / f"{script}.py").read_text()
   lines, pieces = text.splitlines(), {}
@@ -73,28 +74,28 @@ def quoted(script: str, names: list[str]) -> str:
 
 
 def notebook(name: str):
-  """The source as a notebook that has not run."""
+  """Returns the notebook of a source, without outputs."""
   from nbformat import v4
 
   made = v4.new_notebook()
   made.metadata.kernelspec = {"name": "python3", "display_name": "Python 3"}
   for number, cell in enumerate(cells(name)):
     new = v4.new_code_cell if cell.kind == "code" else v4.new_markdown_cell
-    # A number in place of a random id: a notebook that is made again differs where
-    # its outputs do.
+    # A number instead of a random id, so that a new version differs only in its
+    # outputs.
     made.cells.append(new(cell.text, id=f"cell-{number}"))
   return made
 
 
 def execute(made) -> None:
-  """Runs all cells and keeps what they show, as a reader can read it.
+  """Runs all cells and keeps their outputs in a readable form.
 
   Raises:
     CellExecutionError: a cell failed.
   """
   from nbclient import NotebookClient
 
-  # The notebooks choose their devices themselves.
+  # The notebooks set the number of their devices.
   os.environ.pop("XLA_FLAGS", None)
   NotebookClient(made, timeout=1200, kernel_name="python3").execute()
   for cell in made.cells:
@@ -104,8 +105,7 @@ def execute(made) -> None:
 
 
 def tidy(outputs: list) -> list:
-  """Streams in one piece, each progress bar as it stood at the end, no warnings of
-  packages that are not here."""
+  """Joins streams, keeps the last state of progress bars, drops foreign warnings."""
   out: list = []
   for output in outputs:
     if output.output_type == "stream" and out and out[-1].get("name") == output.name:
@@ -119,7 +119,7 @@ def tidy(outputs: list) -> list:
 
 
 def last_states(text: str) -> str:
-  """The lines of a stream, of each progress bar the last one."""
+  """Returns the lines of a stream, with only the last line of each progress bar."""
   lines, bars = list[str](), dict[str, int]()
   for line in re.split(r"[\r\n]+", text.replace("\x1b[A", "")):  # A: a line up
     if not line.strip() or _NOISE.search(line):
@@ -137,7 +137,7 @@ def write(name: str) -> pathlib.Path:
   """Makes, runs and writes one notebook.
 
   Raises:
-    ValueError: it is larger than a repository should hold.
+    ValueError: the notebook has more than MAX_BYTES bytes.
   """
   import nbformat
 
@@ -146,8 +146,8 @@ def write(name: str) -> pathlib.Path:
   text = nbformat.writes(made)
   if len(text) > MAX_BYTES:
     raise ValueError(
-      f"{name}.ipynb takes {len(text):,} bytes, the limit is {MAX_BYTES:,}: show less, "
-      "or smaller plots"
+      f"{name}.ipynb has {len(text):,} bytes; expected at most {MAX_BYTES:,}. Print "
+      "less, or make the plots smaller"
     )
   path = HERE / f"{name}.ipynb"
   path.write_text(text + "\n")

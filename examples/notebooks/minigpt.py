@@ -1,12 +1,12 @@
 # %% [markdown]
-# # A miniGPT of your own
-# A small language model in plain `flax.nnx`: its data, its pretraining, text from it,
-# adapters (LoRA, by qwix) that change how it speaks, and a profile. Model, loss and
-# input function are written here; tunix trains and samples them. It takes
-# `pip install 'tunix[notebooks]'` and nothing to download. Where there is only a CPU,
-# it is seen as eight devices, and the whole takes some minutes.
+# # A custom miniGPT
+# A small language model in plain `flax.nnx`: data, pretraining, generation, adapters
+# (LoRA, by qwix) that change its style, and a profile. The notebook defines the model,
+# the loss and the input function; tunix trains and samples the model. It needs
+# `pip install 'tunix[notebooks]'` and no download. A machine with only a CPU simulates
+# eight devices and takes some minutes.
 #
-# Most cells are quoted from `examples/minigpt.py`, which does the same in a terminal.
+# Most cells quote `examples/minigpt.py`, which does the same in a terminal.
 
 # %%
 import jax
@@ -48,9 +48,9 @@ print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
 settings = Settings()  # TINY runs in seconds
 
 # %% [markdown]
-# ## Where it runs
-# Batches are split four ways over the axis `batch`, matrices two ways over `model`.
-# The mesh is made the context in one of two forms, and both are used below.
+# ## Devices
+# Batches are split four ways over the axis `batch`, matrices two ways over `model`. Two
+# forms make the mesh the context; the notebook uses both.
 
 # %% quote minigpt: new_mesh inside
 
@@ -60,7 +60,7 @@ print(dict(mesh.shape), mesh.axis_types)
 
 # %% [markdown]
 # ## Text
-# Two ways to speak, a megabyte of each: little stories to learn from first, and a play.
+# Two styles, one megabyte of each: short stories for pretraining, and a play.
 
 # %% quote minigpt: NAMES ANIMALS THINGS PLACES KINGS story speech texts
 
@@ -72,8 +72,8 @@ for lines in (stories, play):
 
 # %% [markdown]
 # ## Tokens and batches
-# Grain shuffles, repeats and batches. The place in the data is one number, so that a
-# checkpoint holds that and no text.
+# Grain shuffles, repeats and batches. The position in the data is one number, which a
+# checkpoint saves.
 
 # %% quote minigpt: Words rows
 
@@ -97,12 +97,12 @@ print(f"{count:,} weights")
 
 # %% [markdown]
 # ## Pretraining
-# What a batch is to the model, and what is to be made small: two functions.
+# Two functions: the model's input from a batch, and the loss.
 
 # %% quote minigpt: gen_model_input_fn loss_fn train
 
 # %% [markdown]
-# Text before anything is learnt:
+# Text before training:
 
 # %% quote minigpt: generate
 
@@ -111,7 +111,8 @@ with inside(mesh, "set_mesh"):
   print(generate(model, tokenizer, settings, START))
 
 # %% [markdown]
-# Under `jax.set_mesh(mesh)`. Three steps are traced once everything is compiled.
+# The training runs under `jax.set_mesh(mesh)`. The profile has three steps after
+# compilation.
 
 # %%
 with inside(mesh, "set_mesh"):
@@ -124,8 +125,8 @@ with inside(mesh, "set_mesh"):
       OUTPUT / "profile", skip_first_n_steps=5, profiler_steps=3
     ),
   )
-  told = generate(model, tokenizer, settings, START)
-print(told)
+  story_text = generate(model, tokenizer, settings, START)
+print(story_text)
 
 
 # %% quote notebooks/start: plot
@@ -134,7 +135,7 @@ print(told)
 plot("loss", pretraining=pretrained)
 
 # %% [markdown]
-# The trainer has laid the matrices out as they asked: the heads of a query lie apart.
+# The trainer has sharded the matrices as declared; the heads of a query are split.
 
 # %%
 query = model.transformer_blocks[0].mha.query.kernel[...]
@@ -144,8 +145,8 @@ jax.debug.visualize_sharding(
 
 # %% [markdown]
 # ## LoRA
-# The base stays as it is, and shares its weights with the adapted model; what is learnt
-# are the adapters. This part runs under `with mesh:`, the older form.
+# The adapted model shares the weights of the base, which stay the same. Only the
+# adapters are trained. This part runs under `with mesh:`, the older form.
 
 # %% quote minigpt: add_lora share_of_play
 
@@ -165,25 +166,24 @@ with inside(mesh, "with"):
     "LoRA",
     max_steps=settings.lora_max_steps,
   )
-  played = generate(adapted, tokenizer, settings, START)
-  still = generate(model, tokenizer, settings, START)
-for name, text in {"before": told, "LoRA": played, "base": still}.items():
+  play_text = generate(adapted, tokenizer, settings, START)
+  base_text = generate(model, tokenizer, settings, START)
+for name, text in {"before": story_text, "LoRA": play_text, "base": base_text}.items():
   print(f"{name} ({share_of_play(text):.0%} words of the play)\n{text}\n")
 plot("loss", LoRA=lora)
 
 # %% [markdown]
 # ## Profiles
-# `tensorboard --logdir` on this folder, with the plugin `xprof`, shows what was traced.
+# `tensorboard --logdir` with the plugin `xprof` shows the profile in this folder.
 
 # %%
 for file in sorted((OUTPUT / "profile").rglob("*.*")):
   print(f"{file.stat().st_size:10,} bytes  {''.join(file.suffixes)}")
 
 # %% [markdown]
-# What a step takes answers two questions of a first day: how large a batch, and which
-# mesh? On a TPU larger batches fill the devices better, until a step takes as much
-# longer as it has more texts. Simulated devices share one processor: here the figures
-# show how to ask, and not what to choose.
+# The time of a step helps to choose the batch size and the mesh. On a TPU, larger
+# batches use the devices better, up to a size from which the time grows with the batch.
+# Simulated devices share one processor, so these figures only show how to measure.
 
 # %%
 STEPS = 8
@@ -207,21 +207,22 @@ for width, batch_size in ((2, small), (2, large), (1, small)):
   print(f"{dict(each.shape)!s:26} batch {batch_size:4}: {took:6.2f} ms a text")
 
 # %% [markdown]
-# ## Forms that no longer hold
-# Texts about such a model, older ones most of all, have lines that fail today, or that
-# do nothing and say nothing. The right form of each is used above; here the other is
-# tried.
+# ## Code that no longer works
+# Older tutorials have lines that fail today, or that silently do nothing. The cells
+# above use the right form; the cell below shows the errors.
 #
-# - `jax.make_mesh(shape, names)` makes Explicit axes. Where XLA shall find out what
-#   lies where, say `axis_types=(AxisType.Auto, ...)`.
-# - qwix compares whole paths: `.*mha` is no attention's matrix, `.*mha.*` is all four.
-# - GPT-2's 50257 words do not divide by two devices: round up to a multiple of 64.
-# - `jax.jit` of a step that changes a module throws the changes away. `nnx.jit` keeps
+# - `jax.make_mesh(shape, names)` makes Explicit axes. Pass
+#   `axis_types=(AxisType.Auto, ...)` if XLA shall choose the shardings.
+# - qwix matches whole paths: `.*mha` matches no matrix of the attention, `.*mha.*`
+#   matches all four.
+# - Two devices do not divide GPT-2's vocabulary of 50257: round up to a multiple of 64.
+# - `jax.jit` of a step that changes a module discards the changes. `nnx.jit` keeps
 #   them, and a trainer compiles its step itself.
-# - nnx refuses modules in a plain list: `nnx.List`.
-# - The kernels of `MultiHeadAttention` have three dimensions, and so have their specs.
-# - `144 * jax.device_count() / 2` is a float, which is no batch size: `//`.
-# - Where padding is a target too, a model learns to pad: a mask says what counts.
+# - nnx refuses modules in a plain list; use `nnx.List`.
+# - The kernels of `MultiHeadAttention` have three dimensions, so their specs need three
+#   entries.
+# - `144 * jax.device_count() / 2` is a float and no batch size; use `//`.
+# - If padding is a target, a model learns to pad; use a mask.
 
 
 # %%

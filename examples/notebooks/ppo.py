@@ -1,8 +1,8 @@
 # %% [markdown]
 # # PPO on arithmetic
-# A critic says how much reward is to be expected before every token, and the policy
-# learns from the surprise ([1707.06347](https://arxiv.org/abs/1707.06347)). The critic
-# is trained along with it. It takes `pip install 'tunix[notebooks]'`.
+# A critic predicts the expected reward before every token, and the policy learns from
+# the difference to the real reward ([1707.06347](https://arxiv.org/abs/1707.06347)).
+# Both are trained together. This notebook needs `pip install 'tunix[notebooks]'`.
 
 # %% include start
 
@@ -21,10 +21,10 @@ from tunix.rl.utils import create_critic_model
 
 
 def reward(prompts, completions, answer):
-  found = [re.fullmatch(r"\[([0-9]+)\]", text.strip()) for text in completions]
+  matches = [re.fullmatch(r"\[([0-9]+)\]", text.strip()) for text in completions]
   return [
-    0.0 if match is None else 1.0 if int(match[1]) == wanted else 0.1
-    for match, wanted in zip(found, answer)
+    0.0 if match is None else 1.0 if int(match[1]) == number else 0.1
+    for match, number in zip(matches, answer)
   ]
 
 
@@ -36,14 +36,14 @@ def batches(steps, size=64 if TINY else 32):
 
 # %% [markdown]
 # ## Policy and critic
-# The critic is the policy's body with a head of one value. A real model's is shared:
-# adapters and a head are all that it has of its own.
+# The critic is the policy's decoder with a head of one value. The critic of a real
+# model shares the policy's weights, and has only separate adapters and a head.
 
 # %%
 base = base_model(200)
 before = accuracy(base)
 actor = base if TINY else lora.apply(base, lora.LoraConfig(rank=16, alpha=32.0))
-STEPS = 160  # two updates a batch of rollouts
+STEPS = 160  # two updates for each batch of rollouts
 
 
 def optimizer(rate):
@@ -70,7 +70,7 @@ print(f"{before:.0%} of the answers are right")
 
 # %% [markdown]
 # ## Training
-# One completion a prompt is enough: the critic is the baseline.
+# One completion of each prompt is enough, because the critic is the baseline.
 
 # %%
 learner = PPOLearner(
@@ -80,7 +80,7 @@ learner.train(batches(STEPS // 2))
 learner.close()
 
 # %% [markdown]
-# ## What was learnt
+# ## Results
 
 # %%
 log = cluster.logger

@@ -1,15 +1,15 @@
 # %% [markdown]
 # # QLoRA
-# The matrices of the base take four bits a weight ([2305.14314](
-# https://arxiv.org/abs/2305.14314)); adapters in float32 are trained on them. It takes
-# `pip install 'tunix[notebooks]'`.
+# The matrices of the base have four bits per weight ([2305.14314](
+# https://arxiv.org/abs/2305.14314)); the trained adapters have float32 weights. This
+# notebook needs `pip install 'tunix[notebooks]'`.
 
 # %% include start
 
 # %% [markdown]
-# ## A base in four bits
-# A folder is read straight into four bits, one matrix at a time: the whole model is
-# never in memory. The small model is converted where it lies.
+# ## A 4-bit base
+# A folder is quantized while it is read, one matrix at a time, so the full-precision
+# model is never in memory. The small model is quantized in memory.
 
 # %%
 from flax import nnx
@@ -26,8 +26,8 @@ else:
 print(f"nf4: {accuracy(base):.0%} right, {size_bytes(nnx.state(base)):,} bytes")
 
 # %% [markdown]
-# ## Adapters on top
-# Another way to answer, `[[08]]`. Adapters are what has a gradient here.
+# ## Adapters
+# They learn another form of answer, `[[08]]`. Only the adapters have gradients.
 
 
 # %%
@@ -47,8 +47,8 @@ print(f"{after:.0%} of the answers are right, for example")
 dict(zip(HELD_OUT[:4], answers(adapted)))
 
 # %% [markdown]
-# ## Full weights again
-# Merged and without quantisation, as any other program reads them.
+# ## Export
+# The merged model has no quantization, so that other programs can read it.
 
 # %%
 from tunix.models import safetensors_saver

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # One training on many devices
-# The same model, data and trainer on several meshes: what differs is what each device
-# holds, and what they say to each other. Where there is only a CPU, it is seen as eight
-# devices. It takes `pip install 'tunix[notebooks]'`.
+# The same model, data and trainer run on several meshes. The bytes on each device and
+# the collectives differ. A machine with only a CPU simulates eight devices. This
+# notebook needs `pip install 'tunix[notebooks]'`.
 
 # %%
 import jax
@@ -12,10 +12,10 @@ jax.config.update("jax_num_cpu_devices", 8)  # before the first array
 # %% include start
 
 # %% [markdown]
-# ## Where weights lie
-# Matrices are cut along `fsdp` and `tp`, as far as a mesh has these axes; rows of a
-# batch over the axes that are no `tp`. A model is made on the mesh: no device ever
-# holds it whole.
+# ## Sharding of weights
+# Matrices are split along `fsdp` and `tp` if a mesh has these axes, rows of a batch
+# along all axes but `tp`. A model is created on the mesh, so no device ever holds all
+# of it.
 
 # %%
 import collections
@@ -34,7 +34,7 @@ MESHES = {
 
 
 def held(model):
-  """Bytes of the weights on one device."""
+  """Returns the bytes of the weights on one device."""
   leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
   return sum(x.addressable_shards[0].data.nbytes for x in leaves)
 
@@ -54,8 +54,8 @@ jax.debug.visualize_sharding(kernel.shape[1:], layout)
 
 # %% [markdown]
 # ## The same losses, other collectives
-# The step can be compiled without being run: its text has the collectives, and its
-# memory plan what a device needs.
+# The step can be compiled without running it. The text of the program has the
+# collectives, and its memory plan has the bytes that a device needs.
 
 # %%
 STEPS = 10
@@ -79,18 +79,18 @@ for name, axes in MESHES.items():
     trainer.close()
   curves[name] = logger.get_metric_history("", "loss", Mode.TRAIN)
   kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
-  said = collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", step.as_text()))
+  found = collections.Counter(re.findall(rf" ({kinds})(?:-start)?\(", step.as_text()))
   temporary = step.memory_analysis().temp_size_in_bytes
   print(
-    f"{name:10} {temporary:12,} bytes besides the weights;", dict(sorted(said.items()))
+    f"{name:10} {temporary:12,} bytes besides the weights;", dict(sorted(found.items()))
   )
 off = max(np.abs(curve / curves["dp"] - 1).max() for curve in curves.values())
 print(f"largest relative difference of the losses: {off:.0e}")
 plot("loss", **{name.replace(" ", "_"): curve for name, curve in curves.items()})
 
 # %% [markdown]
-# ## From one mesh to another
-# Between two jobs, or from training to sampling: shard by shard, the same bits.
+# ## Moving to another mesh
+# A model moves shard by shard, bit for bit, for example from training to sampling.
 
 # %%
 from tunix.rl.reshard import reshard_model_to_mesh

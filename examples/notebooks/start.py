@@ -1,9 +1,9 @@
-# What the notebooks begin with; make.py puts it where they say `# %% include start`.
+# The first cells of the notebooks; make.py inserts them at `# %% include start`.
 
 # %% [markdown]
-# `TINY` runs everything in a minute on a CPU, with a model made on the spot. Set it to
-# `False` for a real model on a TPU or a GPU: eight free TPU cores of Kaggle, say, or a
-# GPU of Colab. Nothing else changes.
+# With `TINY` everything runs in a minute on a CPU, with a fresh small model. Set it to
+# `False` for a real model on a TPU or a GPU, for example eight free TPU cores of Kaggle
+# or a GPU of Colab. Nothing else changes.
 
 # %%
 TINY = True
@@ -28,20 +28,21 @@ from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 from tunix.utils.mesh import create_mesh
 
-# Every device has its part of the weights and of each batch. On one it changes nothing.
+# Weights and batches are split over all devices. With one device nothing is split.
 jax.set_mesh(create_mesh({"fsdp": jax.device_count()}))
 OUTPUT = pathlib.Path(tempfile.mkdtemp())
 print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
 
 # %% [markdown]
-# The task is adding up, answered in brackets: `[16]`. Every eighth sum is held out.
+# The task is addition, with the answer in brackets: `[16]`. Every eighth sum is held
+# out.
 
 # %%
 TERMS = range(10) if TINY else range(100)
 
 
 def question(a, b):
-  """As the model is asked: a bare sum, or a turn of a chat."""
+  """Returns the prompt of a sum: plain text, or a chat turn."""
   if TINY:
     return f"{a}+{b}="
   text = f"What is {a} + {b}? Answer with the number in brackets, like [7]."
@@ -62,12 +63,12 @@ def records(sums, answer=right):
 
 
 # %% [markdown]
-# A model, its tokenizer, and what is needed to train and to ask it.
+# The tokenizer, and functions that make, train and evaluate a model.
 
 
 # %%
 def folder(model):
-  """Where a model lies; one of the hub is fetched."""
+  """Returns the folder of a model; a model of the hub is downloaded."""
   import huggingface_hub
 
   path = pathlib.Path(model)
@@ -83,7 +84,7 @@ ROWS, LENGTH = (32, 16) if TINY else (16, 128)
 
 
 def small_model(seed=0, layers=2):
-  """Fresh weights, a hundred thousand of them."""
+  """Returns a model with about 100,000 random weights."""
   config = ModelConfig(
     num_layers=layers,
     vocab_size=tokenizer.vocab_size,
@@ -98,7 +99,7 @@ def small_model(seed=0, layers=2):
 
 
 def fine_tune(model, optimizer, steps, answer=right, label="fine-tuning"):
-  """Trains in place; returns the loss of every step."""
+  """Trains the model; returns the loss of every step."""
   data = pipeline.build_dataset(
     records(LEARNT, answer),
     tokenizer,
@@ -115,15 +116,14 @@ def fine_tune(model, optimizer, steps, answer=right, label="fine-tuning"):
 
 
 def load(model=None):
-  """MODEL, or another: computed in bfloat16 from weights in float32."""
+  """Loads a model (default: MODEL) with float32 weights and bfloat16 computation."""
   return AutoModel.from_pretrained(
     folder(model or MODEL), dtype="bfloat16", param_dtype="float32"
   )
 
 
 def base_model(steps):
-  """What a notebook begins with: a small model that has learnt to answer in so many
-  steps, or MODEL, which can answer as it is."""
+  """Returns MODEL, or with TINY a small model that is trained for `steps` steps."""
   if not TINY:
     return load()
   model = small_model()
@@ -132,7 +132,7 @@ def base_model(steps):
 
 
 def answers(model, sums=HELD_OUT):
-  """Greedy answers."""
+  """Returns greedy answers."""
   prompts = [question(*s) for s in sums]
   if not TINY:
     prompts = [tokenizer.apply_chat_template(p, tokenize=False) for p in prompts]
@@ -141,13 +141,13 @@ def answers(model, sums=HELD_OUT):
 
 
 def accuracy(model, answer=right):
-  """The share of held-out sums that are answered as `answer` does."""
+  """Returns the share of held-out sums with the answer of `answer`."""
   pairs = zip(answers(model), HELD_OUT)
   return sum(text == answer(*s) for text, s in pairs) / len(HELD_OUT)
 
 
 def plot(unit, **curves):
-  """Curves of training, side by side on one axis."""
+  """Plots training curves on one axis."""
   _, axes = plt.subplots(figsize=(5, 2.4), dpi=80)
   for name, values in curves.items():
     axes.plot(values, label=name.replace("_", " "))

@@ -1,12 +1,11 @@
 # %% [markdown]
 # # FSDP and tensor parallelism
-# An MLP and a small transformer of one's own on eight devices. Their code, and that of
-# the training, is the same on every mesh: what differs is along which axis a dimension
-# is cut, what a device holds, and what the devices say to each other. Where there is
-# only a CPU, it is seen as eight devices. It takes `pip install 'tunix[notebooks]'`.
+# A custom MLP and a small transformer on eight devices. The code of the models and the
+# training is the same on every mesh. The axes that split each dimension, the bytes on a
+# device and the collectives differ. A machine with only a CPU simulates eight devices.
+# This notebook needs `pip install 'tunix[notebooks]'`.
 #
-# Most cells are quoted from `examples/tensor_parallel.py`, which prints the same
-# tables.
+# Most cells quote `examples/tensor_parallel.py`, which prints the same tables.
 
 # %%
 import jax
@@ -34,8 +33,9 @@ print(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
 
 # %% [markdown]
 # ## One MLP, by hand
-# `x [B, D]`, `w1 [D, F]`, `w2 [F, D]`, all cut over the axis `tp`. Columns of the first
-# matrix and rows of the second: what lies between the two never leaves its device.
+# `x [B, D]`, `w1 [D, F]` and `w2 [F, D]` are split over the axis `tp`, the first matrix
+# by columns and the second by rows. The activations between the two stay on their
+# device.
 
 # %% quote tensor_parallel: mlp_of_each_device mlp_by_hand collectives
 
@@ -47,18 +47,18 @@ arrays = [jax.random.normal(k, s) / 8 for k, s in zip(keys, shapes, strict=True)
 forward = jax.jit(mlp_by_hand(mesh))
 backward = jax.jit(jax.grad(lambda *a: jnp.sum(forward(*a) ** 2), argnums=(0, 1, 2)))
 for name, function in {"forward": forward, "and backward": backward}.items():
-  said = collectives(function.lower(*arrays).compile().as_text())
-  print(f"{name:13} {dict(sorted(said.items()))}")
+  found = collectives(function.lower(*arrays).compile().as_text())
+  print(f"{name:13} {dict(sorted(found.items()))}")
 x, w1, w2 = arrays
 print("off by", np.max(np.abs(forward(x, w1, w2) - np.maximum(x @ w1, 0) @ w2)))
 
 # %% [markdown]
-# Backwards each collective turns into the other: a gather's gradient is a scattered
-# sum.
+# In the backward pass each collective becomes the other one: the gradient of a gather
+# is a scattered sum.
 #
 # ## Five meshes
-# Nobody has to write that. A parameter says along which axes it is cut, and XLA finds
-# out what has to be said. These are the ways to cut that are compared:
+# You need not write this by hand. A parameter declares the axes that split it, and XLA
+# inserts the collectives. The notebook compares these layouts:
 
 # %% quote tensor_parallel: Layout LAYOUTS
 
@@ -71,15 +71,15 @@ print("off by", np.max(np.abs(forward(x, w1, w2) - np.maximum(x @ w1, 0) @ w2)))
 
 # %% [markdown]
 # ## Two tasks
-# A parabola with some noise, and tokens that count up. A batch may be any tree of
-# arrays when the loss says how to read it.
+# A parabola with noise, and tokens that count up. A batch may be any pytree that the
+# loss can read.
 
 # %% quote tensor_parallel: parabola squared_error counting next_token TASKS
 
 # %% [markdown]
 # ## The training
-# `lower_train_step` gives the compiled step without running it: its text has the
-# collectives.
+# `lower_train_step` compiles the step without running it. The text of the program has
+# the collectives.
 
 # %% quote tensor_parallel: bytes_on_a_device run
 
@@ -90,22 +90,22 @@ for task in TASKS:
   print(f"{task:14} {'loss':>16} {'bytes/device':>13}  collectives of a step")
   for name, layout in LAYOUTS.items():
     out = runs[task, name] = run(task, layout, STEPS)
-    said = ", ".join(f"{n} {kind}" for kind, n in sorted(out["collectives"].items()))
+    found = ", ".join(f"{n} {kind}" for kind, n in sorted(out["collectives"].items()))
     losses = f"{out['losses'][0]:.4f} -> {out['losses'][-1]:.4f}"
-    print(f"{name:14} {losses:>16} {out['bytes']:13,}  {said or 'none'}")
+    print(f"{name:14} {losses:>16} {out['bytes']:13,}  {found or 'none'}")
   print()
 
 # %% [markdown]
-# - `data`: gradients are added up, every device holds everything.
-# - `fsdp`: weights are gathered where they are used. The MLP, one number in and one
-#   out, has no wide stream that could be cut: nothing changes for it.
-# - `tensor`: activations are added up, once behind attention and once behind the MLP of
-#   each block, forwards and backwards.
-# - Both: each gather and each sum goes among fewer devices.
+# - `data`: gradients are summed; every device holds all weights.
+# - `fsdp`: weights are gathered before use. The MLP has one input and one output, so
+#   nothing of it can be split.
+# - `tensor`: activations are summed, once after attention and once after the MLP of
+#   each block, in the forward and the backward pass.
+# - Both: each gather and each sum involves fewer devices.
 #
-# On TPUs and GPUs XLA makes a reduce-scatter of an all-reduce of which each device
-# keeps its part; on a CPU it does not. What is added up in the MLP's step under
-# `tensor`: the outputs `[32, 1]`, and the squares of three gradients, for their norm.
+# On TPUs and GPUs, XLA replaces an all-reduce by a reduce-scatter if each device keeps
+# only its part; on a CPU it does not. The sums in the MLP's step under `tensor` are the
+# outputs `[32, 1]`, and the squares of three gradients for their norm.
 
 # %%
 for line in runs["mlp", "tensor"]["program"].splitlines():
@@ -114,7 +114,7 @@ for line in runs["mlp", "tensor"]["program"].splitlines():
 
 # %% [markdown]
 # ## The same losses
-# Five curves each, one upon the other; beside them what a device holds.
+# Five curves in each plot lie on each other. The last plot shows the bytes on a device.
 
 # %%
 figure, panels = plt.subplots(1, 3, figsize=(10, 2.6), dpi=80)
@@ -131,14 +131,14 @@ panels[2].set(title="transformer", ylabel="KiB on a device")
 figure.tight_layout()
 plt.show()
 for task in TASKS:
-  wanted = runs[task, "one"]["losses"]
-  off = max(np.max(np.abs(runs[task, n]["losses"] / wanted - 1)) for n in LAYOUTS)
+  one = runs[task, "one"]["losses"]
+  off = max(np.max(np.abs(runs[task, n]["losses"] / one - 1)) for n in LAYOUTS)
   print(f"{task:12} largest relative difference of the losses: {off:.0e}")
 
 # %% [markdown]
-# ## Where things lie
-# A matrix of the last mesh, and its mean of gradients in Adam: the optimizer's state is
-# cut as the weights are, without a word.
+# ## Sharding
+# A matrix on the last mesh, and the mean of its gradients in Adam: the state of the
+# optimizer has the sharding of the weights.
 
 # %%
 out = runs["transformer", "fsdp x tensor"]
@@ -151,7 +151,7 @@ means = {
 means
 
 # %% [markdown]
-# The fit, by the MLP that lies on eight devices:
+# The fit of the MLP that is split over eight devices:
 
 # %%
 _, axes = plt.subplots(figsize=(5, 2.4), dpi=80)
@@ -164,20 +164,20 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# ## Forms that no longer hold
-# Lines that stand in older texts and fail today, or say something else than they seem
-# to. The right form of each is used above.
+# ## Code that no longer works
+# Older tutorials have lines that fail today, or that do not do what they seem to do.
+# The cells above use the right form.
 #
-# - `P("x", None, "x")`: an axis can cut one dimension only.
-# - `w2 [32, 1]` cut in columns: one column does not divide. Cut in rows, it needs one
-#   sum fewer besides.
-# - `nnx.Optimizer.update(grads)`: it takes the model as well.
-# - Layers in a plain list: `nnx.List`.
-# - `.value` of a variable is deprecated: `variable[...]`, or the variable itself.
-# - `create_device_mesh` gives an array of devices: `Mesh` makes a mesh of it.
-# - `jax.make_mesh` makes Explicit axes, under which XLA finds out nothing by itself:
+# - `P("x", None, "x")`: an axis can split only one dimension.
+# - `w2 [32, 1]` split in columns: one column cannot be split. Split in rows, it also
+#   needs one sum less.
+# - `nnx.Optimizer.update(grads)`: `update` also takes the model.
+# - Layers in a plain list: use `nnx.List`.
+# - `.value` of a variable is deprecated: use `variable[...]`, or the variable.
+# - `create_device_mesh` returns an array of devices: `Mesh` makes a mesh of it.
+# - `jax.make_mesh` makes Explicit axes, on which XLA chooses no shardings: use
 #   `tunix.utils.mesh.create_mesh`, or `axis_types=(AxisType.Auto, ...)`.
-# - Attention without a mask sees the token that it is to foretell: `is_causal=True`.
+# - Attention without a mask sees the token that it predicts: use `is_causal=True`.
 
 # %% quote notebooks/minigpt: attempt
 

@@ -11,8 +11,8 @@ import yaml
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import build
-from tunix.cli.commands import completion as completion_main, init as init_main
+from tunix.cli.build import loading
+from tunix.cli.commands import init as init_main
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run import dry_run
 from tunix.models.automodel import AutoModel
@@ -61,12 +61,30 @@ def test_memory_counts_modules_that_are_trained_whole(monkeypatch):
 
   def sizes(*words):
     config = config_lib.load(["--model.name=qwen3_8b", "--lora.rank=2", *words])
-    said = dry_run._memory(config, build.shapes_of_model(config, mesh), optax.adam(1))
+    said = dry_run._memory(
+      config, loading.ModelLoader(config, mesh, of_shapes=True).model(), optax.adam(1)
+    )
     return [int(x) for x in re.findall(r"(?:gradients|optimizer) (\d+)", said)]
 
   bare, whole = sizes(), sizes("--lora.modules_to_save=[lm_head]")
   head = 4096 * 151_936 * 4
   assert [b - a for a, b in zip(bare, whole)] == [head, 2 * head]
+
+
+def test_init_sets_keys(tmp_path, capsys):
+  file = tmp_path / "mine.yaml"
+  words = ["init", "sft", f"--output={file}", "--lora.rank=null"]
+  keys = ["--optimizer.args.b2=0.5", "--data.packing=true", "--training.max_steps", "7"]
+  assert runs.tunix(*words, *keys) == 0
+  set_keys = yaml.safe_load(file.read_text())
+  assert set_keys["optimizer"] == {"args": {"b2": 0.5}}
+  assert set_keys["data"]["packing"] is True and "lora" not in set_keys
+  assert set_keys["training"]["max_steps"] == 7
+  assert set_keys["training"]["global_batch_size"] == 8  # not given: the first value
+  for key in ("--training.max_steps=many", "--traning.max_steps=1"):
+    assert runs.tunix("init", "sft", f"--output={tmp_path / 'other.yaml'}", key) == 2
+    assert "training.max_steps" in capsys.readouterr().err
+  assert not (tmp_path / "other.yaml").exists()
 
 
 def test_init_has_every_key_of_the_job():
@@ -118,14 +136,16 @@ def test_help_of_a_section(capsys):
   assert "\ndistill:\n" in capsys.readouterr().out
 
 
-def test_completions_know_commands_and_keys(tmp_path):
-  for made in completion_main.SHELLS.values():
-    text = made()
-    assert "training.max_steps" in text
-    assert "quickstart" in text
+def test_completions_know_commands_options_and_keys(tmp_path, capsys):
+  for shell in ("zsh", "fish", "bash"):
+    assert runs.tunix("completion", shell) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("training.max_steps", "quickstart", "top_p"))
   file = tmp_path / "tunix.sh"
-  file.write_text(completion_main.SHELLS["bash"]())
-  word = "COMP_WORDS=(tunix train --training.max_s); COMP_CWORD=2; _tunix 2> /dev/null"
-  script = f'source {file}; {word}; echo "${{COMPREPLY[@]}}"'
+  file.write_text(text)
+  script = f"source {file}"
+  for words in ("train --training.max_s", "qui", "train a.yaml --job gr", "eval --sh"):
+    script += f"; COMP_WORDS=(tunix {words}); COMP_CWORD={len(words.split())}"
+    script += '; COMPREPLY=(); _shtab_tunix; echo "${COMPREPLY[@]}"'
   done = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
-  assert done.stdout == "--training.max_steps=\n"
+  assert done.stdout.split() == ["--training.max_steps", "quickstart", "grpo", "--show"]

@@ -11,7 +11,8 @@ from flax import nnx
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import build, data as build_data, mesh as mesh_axes
+from tunix.cli.build import data as build_data, loading, mesh as mesh_axes, training
+from tunix.cli.run import settle
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora_modules
 from tunix.sft import metrics_logger as metrics
@@ -34,11 +35,11 @@ def test_model_keys_reach_the_model(settings):
     model__remat="block",
     model__scan_layers="true",
   )
-  model = build.build_model(keys, None)
+  model = loading.ModelLoader(keys, None).model()
   assert model.config.dtype == jnp.bfloat16
   assert model.config.param_dtype == jnp.float32
   assert (model.config.remat, model.config.scan_layers) == ("block", True)
-  plain = build.build_model(config(settings), None)
+  plain = loading.ModelLoader(config(settings), None).model()
   assert (plain.config.dtype, plain.config.remat) == (jnp.float32, "none")
 
 
@@ -47,7 +48,7 @@ def test_a_preset_starts_from_scratch_with_the_seed():
   args += "num_kv_heads: 1, head_dim: 4}"
   keys = {"model__name": "qwen3_0p6b", "model__args": args}
   first, again, other = (
-    build.build_model(config(keys, seed=seed), None) for seed in (1, 1, 2)
+    loading.ModelLoader(config(keys, seed=seed), None).model() for seed in (1, 1, 2)
   )
   assert first.config.num_layers == 1
   a, b, c = (
@@ -59,15 +60,19 @@ def test_a_preset_starts_from_scratch_with_the_seed():
 
 def test_presets_and_their_fields_are_checked():
   with pytest.raises(ValueError, match="preset 'qwen9' is unknown"):
-    build.check_model(config(model__name="qwen9"))
+    loading.ModelLoader(config(model__name="qwen9")).check()
   with pytest.raises(ValueError, match=r"--model\.path=google/gemma-2b"):
-    build.check_model(config(model__name="google/gemma-2b"))
+    loading.ModelLoader(config(model__name="google/gemma-2b")).check()
   with pytest.raises(ValueError, match="did you mean num_layers"):
-    build.check_model(config(model__name="qwen3_0p6b", model__args__num_layer=2))
+    loading.ModelLoader(
+      config(model__name="qwen3_0p6b", model__args__num_layer=2)
+    ).check()
   with pytest.raises(ValueError, match=r"model\.args: num_layers is 0"):
-    build.check_model(config(model__name="qwen3_0p6b", model__args__num_layers=0))
+    loading.ModelLoader(
+      config(model__name="qwen3_0p6b", model__args__num_layers=0)
+    ).check()
   with pytest.raises(ValueError, match=r"--model\.name=PRESET"):
-    build.check_model(config())
+    loading.ModelLoader(config()).check()
 
 
 def test_lora_keys_reach_the_adapters(settings):
@@ -78,19 +83,19 @@ def test_lora_keys_reach_the_adapters(settings):
     lora__targets="[q_proj]",
     lora__dtype="bfloat16",
   )
-  adapted = lora_modules.adapted(build.build_model(keys, None))
+  adapted = lora_modules.adapted(loading.ModelLoader(keys, None).model())
   assert list(adapted) == ["layers.attn.q_proj"]
   (linear,) = adapted.values()
   assert linear.lora_a.shape[-1] == 3
   assert linear.lora_a.dtype == jnp.bfloat16
   assert linear.lora_scale == 4.0
-  everything = build.build_model(config(settings, lora__rank=3), None)
+  everything = loading.ModelLoader(config(settings, lora__rank=3), None).model()
   assert len(lora_modules.adapted(everything)) == 7
 
 
 def test_adapters_depend_on_the_seed(settings):
   def draw(seed):
-    model = build.build_model(config(settings, lora__rank=2, seed=seed), None)
+    model = loading.ModelLoader(config(settings, lora__rank=2, seed=seed), None).model()
     return np.asarray(lora_modules.adapted(model)["layers.attn.q_proj"].lora_a[...])
 
   np.testing.assert_array_equal(draw(1), draw(1))
@@ -100,7 +105,7 @@ def test_adapters_depend_on_the_seed(settings):
 def test_lora_targets_that_match_nothing_name_the_modules(settings):
   keys = config(settings, lora__rank=2, lora__targets="[query]")
   with pytest.raises(ValueError, match=r"lora: target 'query'.*layers.attn.q_proj"):
-    build.build_model(keys, None)
+    loading.ModelLoader(keys, None).model()
 
 
 # The tokenizer.
@@ -109,31 +114,35 @@ def test_lora_targets_that_match_nothing_name_the_modules(settings):
 def test_tokenizer_path_and_chat_template(settings, tmp_path):
   template = tmp_path / "mine.jinja"
   template.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
-  plain = build.build_tokenizer(config(settings))
-  changed = build.build_tokenizer(config(settings, tokenizer__chat_template=template))
+  plain = loading.ModelLoader(config(settings)).tokenizer()
+  changed = loading.ModelLoader(
+    config(settings, tokenizer__chat_template=template)
+  ).tokenizer()
   turn = [{"role": "user", "content": "hi"}]
   assert changed.apply_chat_template(turn) == "[hi]"
   assert plain.apply_chat_template(turn) != "[hi]"
   elsewhere = config(model__name="qwen3_0p6b", tokenizer__path=settings["model__path"])
-  assert build.build_tokenizer(elsewhere).vocab_size == plain.vocab_size
+  assert loading.ModelLoader(elsewhere).tokenizer().vocab_size == plain.vocab_size
 
 
 def test_tokenizers_that_are_not_there(settings):
   with pytest.raises(ValueError, match=r"tokenizer\.path is not set"):
-    build.build_tokenizer(config(model__name="qwen3_0p6b"))
+    loading.ModelLoader(config(model__name="qwen3_0p6b")).tokenizer()
   with pytest.raises(FileNotFoundError, match="no such file"):
-    build.build_tokenizer(config(settings, tokenizer__chat_template="none.jinja"))
+    loading.ModelLoader(
+      config(settings, tokenizer__chat_template="none.jinja")
+    ).tokenizer()
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(settings):
-  tokenizer = build.build_tokenizer(config(settings))
+  tokenizer = loading.ModelLoader(config(settings)).tokenizer()
   args = "{num_layers: 1, vocab_size: 40, embed_dim: 8, hidden_dim: 8, num_heads: 2, "
   args += "num_kv_heads: 1, head_dim: 4}"
-  small = build.build_model(
+  small = loading.ModelLoader(
     config({"model__name": "qwen3_0p6b", "model__args": args}), None
-  )
+  ).model()
   with pytest.raises(ValueError, match=r"514 ids and the model has 40"):
-    build.check_vocabulary(small, tokenizer)
+    loading.check_vocabulary(small, tokenizer)
 
 
 # The data.
@@ -151,7 +160,7 @@ def plain_records(tmp_path):
 def draw(settings, **keys):
   """(configuration, all batches of training)."""
   made = config(settings, **keys)
-  tokenizer = build.build_tokenizer(made)
+  tokenizer = loading.ModelLoader(made).tokenizer()
   data = build_data.build_data(made, tokenizer)
   return data, list(data.train)
 
@@ -246,7 +255,7 @@ def test_evaluation_is_in_order_and_once(settings, eval_file):
 )
 def test_steps_of_a_run(settings, keys, steps):
   made = config(settings | {"training__max_steps": "null"}, keys)
-  tokenizer = build.build_tokenizer(made)
+  tokenizer = loading.ModelLoader(made).tokenizer()
   data = build_data.build_data(made, tokenizer)
   assert data.num_steps == steps
   if build_data.epochs(made) is not None and steps is not None and steps < 30:
@@ -271,7 +280,7 @@ def test_training_and_checkpoint_keys_reach_the_trainer(settings, eval_file, tmp
     mesh="{tp: 1, fsdp: 2, dp: 1}",
     logging__progress_bar="false",
   )
-  made = TrainingConfig(**build.training_options(keys, tmp_path, 0.5))
+  made = TrainingConfig(**training.training_options(keys, tmp_path, 0.5))
   assert (made.max_steps, made.eval_every_n_steps) == (4, 3)
   assert made.gradient_accumulation_steps == 2
   assert made.checkpoint_root_directory == str(tmp_path / "checkpoints")
@@ -285,7 +294,7 @@ def test_training_and_checkpoint_keys_reach_the_trainer(settings, eval_file, tmp
   assert made.data_sharding_axis == ("dp", "fsdp")
   assert (made.learning_rate, made.pbar_description) == (0.5, None)
   timed = TrainingConfig(
-    **build.training_options(
+    **training.training_options(
       config(settings, checkpoint__min_interval_secs=5), tmp_path, 0.5
     )
   )
@@ -298,7 +307,7 @@ def test_a_trace_lies_beside_the_metrics_unless_a_folder_is_named(settings, tmp_
   def options(**more):
     more = {f"training__perf_metrics_options__{k}": v for k, v in more.items()}
     keys = config(settings, **more)
-    made = TrainingConfig(**build.training_options(keys, tmp_path, 0.5))
+    made = TrainingConfig(**training.training_options(keys, tmp_path, 0.5))
     return made.perf_metrics_options
 
   assert options() is None
@@ -312,7 +321,7 @@ def test_a_trace_lies_beside_the_metrics_unless_a_folder_is_named(settings, tmp_
 
 def test_logging_keys_choose_the_backends(settings, tmp_path, capsys):
   def log(**keys):
-    logger = build.build_logger(config(settings, **keys), tmp_path)
+    logger = training.build_logger(config(settings, **keys), tmp_path)
     logger.log("", "loss", 1.5, metrics.Mode.TRAIN, 1)
     logger.close()
     return sorted(p.name.split(".")[0] for p in (tmp_path / "logs").iterdir())
@@ -330,7 +339,7 @@ def test_wandb_is_asked_for_by_key_or_environment(settings, tmp_path, monkeypatc
   keys = {"logging__project_name": "proj", "logging__run_name": "named"}
 
   def runs_of(**more):
-    logger = build.build_logger(config(settings, keys, **more), tmp_path)
+    logger = training.build_logger(config(settings, keys, **more), tmp_path)
     logger.log("", "loss", 1.5, metrics.Mode.TRAIN, 1)
     logger.close()
     return len(list((tmp_path / "logs").glob("wandb/offline-run-*")))
@@ -381,7 +390,7 @@ def test_paths_become_absolute_and_hub_ids_stay(settings, monkeypatch, tmp_path)
     output_dir="out",
     compilation_cache="cache",
   )
-  made = build.absolute_paths(keys)
+  made = settle.absolute_paths(keys)
   assert made.model.path == "owner/name"
   assert made.tokenizer.path == str(tmp_path / "folder")
   assert made.output_dir == str(tmp_path / "out")

@@ -56,7 +56,7 @@ def test_ctrl_c_ends_the_reply_and_keeps_it(model, replies, monkeypatch, capsys)
 def test_a_conversation_beyond_the_positions(model, replies, monkeypatch, capsys):
   assert chat(monkeypatch, model, "sea " * 300 + "\nThe sea\n") == 0
   output = capsys.readouterr()
-  assert "/reset, or say less" in output.err and output.out == "reply 1\n"
+  assert "/reset" in output.err and output.out == "reply 1\n"
 
 
 def test_the_default_is_what_fits():
@@ -99,9 +99,9 @@ def test_generate_reads_prompts_and_writes_json(model, monkeypatch, tmp_path, ca
   assert runs.tunix(*words, file) == 0
   assert json.loads(capsys.readouterr().out)["prompt"] == "is five"
   for text, message in (
-    ("", "holds no prompt"),
-    ("{", "prompts.jsonl:1 is no JSON"),
-    ('{"text": "a"}', 'prompts.jsonl:1 is no {"prompt": "text"}'),
+    ("", "--prompt_file is"),
+    ("{", "prompts.jsonl:1 is not JSON"),
+    ('{"text": "a"}', 'prompts.jsonl:1 is not {"prompt": "text"}'),
   ):
     file.write_text(text)
     assert runs.tunix(*words, file) == 2

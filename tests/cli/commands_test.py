@@ -46,8 +46,8 @@ def test_version(capsys):
 
 
 def test_unknown_commands_name_the_nearest(capsys):
-  assert "did you mean train?" in refused(capsys, "trian")
-  assert "use one of train, generate" in refused(capsys, "xyzzy")
+  assert "train?" in refused(capsys, "trian")
+  assert "train, generate" in refused(capsys, "xyzzy")
 
 
 def test_debug_lets_errors_through(capsys):
@@ -121,12 +121,11 @@ def test_data_names_the_keys_that_the_job_has(action, settings, tmp_path, capsys
   words = ["data", action, *runs.arguments(**settings)]
   file.write_text('{"prompt": "a", "completion": "", "label": true}\n')
   error = refused(capsys, *words, "--job=kto")
-  assert '"completion" is empty' in error
-  assert 'set preference.unusable to "drop"' in error
+  assert "preference.unusable" in error
   file.write_text('{"prompt": "a", "response": ""}\n')
   on_policy = ["--distill.teacher=t", "--distill.on_policy_fraction=0.5"]
   error = refused(capsys, *words, "--job=distill", *on_policy)
-  assert "the answer is empty, which teaches nothing; correct the record\n" in error
+  assert f"{file}:1: " in error and "preference" not in error
 
 
 def test_data_show_refuses_bad_records_and_rows(settings, tmp_path, capsys):
@@ -226,14 +225,14 @@ def test_export_merged_adds_the_adapter_and_casts(run, model, tmp_path):
 
 def test_export_refuses_what_is_not_there(run, tmp_path, capsys):
   to = ["--to", tmp_path / "x"]
-  assert "no config.yaml" in refused(capsys, "export", "--run", tmp_path, *to)
+  assert "config.yaml" in refused(capsys, "export", "--run", tmp_path, *to)
   error = refused(capsys, "export", "--run", run, "--step", 9, *to)
-  assert "lacks the checkpoint of step 9: it has those of steps [1, 2]" in error
+  assert "step 9" in error and "[1, 2]" in error
   error = refused(capsys, "export", "--run", run, "--kind", "full", *to)
-  assert "use 'merged'" in error
+  assert "'merged'" in error
   error = refused(capsys, "export", "--checkpoint", run, *to)
-  assert "is no checkpoint: give OUTPUT_DIR/checkpoints/STEP" in error
-  assert "is required" in refused(capsys, "export", *to)
+  assert "OUTPUT_DIR/checkpoints/STEP" in error
+  assert "--run" in refused(capsys, "export", *to)
   assert not (tmp_path / "x").exists()
 
 
@@ -406,19 +405,19 @@ def test_peft_loads_an_adapter_with_its_tokenizer(run, model):
   [
     (["--max_new_tokens", "0"], "--max_new_tokens is 0"),
     (["--temperature", "-1"], "--temperature is -1.0"),
-    (["--seed", "1"], "nothing is drawn at --temperature 0"),
+    (["--seed", "1"], "--seed is 1"),
     (["--max_new_tokens", "many"], "invalid int value"),
     (["--adapter", "/no/such"], "/no/such lacks"),
-    (["--top_k", "3"], "top_k is 3 and nothing is drawn"),
-    (["--length_penalty", "2"], "only beams are compared by length"),
-    (["--stream", "--num_samples", "2"], "--stream prints one completion"),
-    (["--stream", "--beam_size", "2"], "--stream cannot show beams"),
+    (["--top_k", "3"], "--top_k is 3"),
+    (["--length_penalty", "2"], "--length_penalty is 2.0"),
+    (["--stream", "--num_samples", "2"], "--stream "),
+    (["--stream", "--beam_size", "2"], "--beam_size"),
   ],
 )
 def test_generate_refuses_nonsense(model, capsys, words, message):
   words = ["generate", "--model", model, "--prompt", "hi", *words]
   assert message in refused(capsys, *words)
-  assert "there is no folder" in refused(
+  assert "/no/such/model" in refused(
     capsys,
     "generate",
     "--model",

@@ -34,24 +34,23 @@ def test_a_file_is_shown_without_a_configuration(tmp_path, capsys):
   file = write(tmp_path / "a.jsonl", ALPACA, CHAT, PAIR, PAIR)
   assert shown(capsys, file, "--rows", 3).splitlines() == [
     f"{file}: JSON lines, 4 records",
-    'by "instruction", "output": a record of Alpaca, for the jobs sft and distill '
+    'keys "instruction", "output": the form of Alpaca, for the jobs sft and distill '
     "(grpo and ppo take its prompt)",
     f"--- {file}:1",
     json.dumps(ALPACA),
     *("prompt:", "Add.", "", "2 3", "completion:", "«Five.»"),
-    'by "messages": a record of our own form, for the jobs sft and distill '
+    'keys "messages": the form of tunix, for the jobs sft and distill '
     "(grpo and ppo take its prompt)",
     f"--- {file}:2",
     json.dumps(CHAT),
     *("completion:", "[user] Hi", "[assistant] Yes?", "[user] Who runs?"),
     "[assistant] «The river.»",
-    'by "chosen", "rejected": a record of our own form, for the jobs dpo, orpo and '
-    "reward",
+    'keys "chosen", "rejected": the form of tunix, for the jobs dpo, orpo and reward',
     f"--- {file}:3",
     json.dumps(PAIR),
     *("prompt:", "a", "chosen:", "«b»", "rejected:", "«c»", "margin: 2.0"),
     "... 1 more",
-    "with --model=FOLDER (or --tokenizer=FOLDER): the tokens of each",
+    "--model=FOLDER or --tokenizer=FOLDER shows the tokens of each record",
   ]
 
 
@@ -70,7 +69,7 @@ def test_formats_and_columns(tmp_path, capsys):
   table.write_text("question,answer\nq,a\n")
   columns = "--columns={prompt: question, response: answer}"
   text = shown(capsys, table, columns)
-  assert text.startswith(f'{table}: CSV, 1 record\nby "prompt", "response": a')
+  assert text.startswith(f'{table}: CSV, 1 record\nkeys "prompt", "response": ')
   array = tmp_path / "a.json"
   array.write_text(json.dumps([ALPACA]))
   assert shown(capsys, array).startswith(f"{array}: a JSON array, 1 record\n")
@@ -94,12 +93,12 @@ def test_a_configuration_of_json_is_none_of_records(tmp_path):
     ("{d}/gone.jsonl", "no such file; give a file of JSON lines"),
     ("{d}/bad.jsonl", "bad.jsonl:1: invalid JSON"),
     ("{d}/odd.jsonl", "odd.jsonl:1: found fields 'question', expected chosen with"),
-    ("{d}/odd.jsonl", "are mapped by --columns='{prompt: THEIRS, response: THEIRS}'"),
-    ("{d}/odd.jsonl --columns=question", "--columns is 'question': expected names of"),
+    ("{d}/odd.jsonl", "--columns="),
+    ("{d}/odd.jsonl --columns=question", "--columns is 'question'"),
     ("{d}/odd.jsonl --columns '{{prompt: q}}'", "there is no column 'q'"),
-    ("{d}/odd.jsonl --seed=1", "keys of a run go with --data.train="),
+    ("{d}/odd.jsonl --seed=1", "--data.train="),
     ("{d}/odd.jsonl --model=/none", "no tokenizer folder '/none'"),
-    ("{d}/odd.jsonl,{d}/a.yaml", "a.yaml is no file of records as "),
+    ("{d}/odd.jsonl,{d}/a.yaml", "a.yaml is a configuration"),
   ],
 )
 def test_refusals_are_one_line(tmp_path, capsys, words, says):

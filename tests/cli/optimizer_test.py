@@ -10,6 +10,7 @@ from flax import nnx
 from tests import toys
 from tunix.cli import config as config_lib
 from tunix.cli.build import optimizer
+from tunix.cli.run.settle import settle_values
 from tunix.models import lora
 from tunix.models.automodel import AutoModel
 from tunix.utils import tree
@@ -38,7 +39,7 @@ def assert_same(tx, expected):
 
 
 def test_default_is_adamw_behind_clipping():
-  settled = optimizer.settle(config(), 10)
+  settled = settle_values(config(), 10)
   assert settled.training.learning_rate == 1e-5
   rate = optimizer.build_schedule(settled)
   expected = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-5))
@@ -114,7 +115,7 @@ def test_muon_sees_the_same_in_a_tree_and_takes_its_arguments():
 
 
 def test_lora_has_its_own_default_rate():
-  assert optimizer.settle(config(lora__rank=2), 10).training.learning_rate == 2e-4
+  assert settle_values(config(lora__rank=2), 10).training.learning_rate == 2e-4
 
 
 def test_schedule_takes_rate_and_length_from_the_run():
@@ -123,7 +124,7 @@ def test_schedule_takes_rate_and_length_from_the_run():
     schedule__args__warmup_steps=2,
     training__learning_rate=0.1,
   )
-  settled = optimizer.settle(keys, 10)
+  settled = settle_values(keys, 10)
   schedule = optimizer.build_schedule(settled)
   expected = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)
   for step in range(12):
@@ -133,7 +134,7 @@ def test_schedule_takes_rate_and_length_from_the_run():
 
 def test_a_linear_schedule_ends_at_zero_unless_told():
   keys = config(schedule__name="linear_schedule", training__learning_rate=0.4)
-  schedule = optimizer.build_schedule(optimizer.settle(keys, 4))
+  schedule = optimizer.build_schedule(settle_values(keys, 4))
   np.testing.assert_allclose([schedule(i) for i in range(5)], [0.4, 0.3, 0.2, 0.1, 0])
 
 
@@ -143,13 +144,13 @@ def test_the_schedule_may_bring_the_rate():
     schedule__args__init_value=0.3,
     schedule__args__decay_steps=7,
   )
-  settled = optimizer.settle(keys, None)
+  settled = settle_values(keys, None)
   assert settled.training.learning_rate == 0.3
-  assert optimizer.settle(settled, None) == settled
+  assert settle_values(settled, None) == settled
 
 
 def test_constant_without_a_schedule():
-  settled = optimizer.settle(config(training__learning_rate=0.2), None)
+  settled = settle_values(config(training__learning_rate=0.2), None)
   assert optimizer.build_schedule(settled) == 0.2
 
 
@@ -179,7 +180,7 @@ def test_constant_without_a_schedule():
 )
 def test_schedules_that_cannot_be_made(keys, message):
   with pytest.raises(ValueError, match=message):
-    optimizer.settle(config(**keys), None)
+    settle_values(config(**keys), None)
 
 
 def test_values_that_a_schedule_refuses():
@@ -187,7 +188,7 @@ def test_values_that_a_schedule_refuses():
     schedule__name="warmup_cosine_decay_schedule", schedule__args__warmup_steps=20
   )
   with pytest.raises(ValueError, match=r"correct schedule\.args"):
-    optimizer.build_schedule(optimizer.settle(keys, 10))
+    optimizer.build_schedule(settle_values(keys, 10))
 
 
 @pytest.mark.parametrize(

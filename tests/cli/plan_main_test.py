@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tunix.cli import config as config_lib, main
-from tunix.cli.build import build, optimizer
+from tunix.cli.build import loading, optimizer
 from tunix.cli.commands import plan as plan_main, plan_fit
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.table import JOBS
@@ -72,14 +72,16 @@ def trainer_of(config, model, mesh, *, of_shapes):
 def test_the_programs_are_those_of_the_run(words, scored, tmp_path):
   mesh = topology.find("cpu:8").mesh(MESH)
   if "--job=distill" in words:
-    teacher = build.build_model(config_lib.load(TINY), None)
+    teacher = loading.ModelLoader(config_lib.load(TINY), None).model()
     safetensors_saver.save_pretrained(teacher, tmp_path)
     words = (*words, f"--distill.teacher={tmp_path}")
   config = plan_main.settled(config_lib.load(words), MESH)
   batch = JOBS[config.job].example(config)
   with mesh_lib.use_mesh(mesh):
-    real = trainer_of(config, build.build_model(config, mesh), mesh, of_shapes=False)
-    shapes = build.shapes_of_model(config, mesh)
+    real = trainer_of(
+      config, loading.ModelLoader(config, mesh).model(), mesh, of_shapes=False
+    )
+    shapes = loading.ModelLoader(config, mesh, of_shapes=True).model()
     made = trainer_of(config, shapes, mesh, of_shapes=True)
     planned = training.of_trainer(made, batch)
     text = planned["train step"].lowered.as_text()
@@ -98,7 +100,9 @@ def test_arguments_are_the_shards_of_the_run(made):
   mesh = topology.find("cpu:8").mesh(MESH)
   config = plan_main.settled(config_lib.load(TINY), MESH)
   with mesh_lib.use_mesh(mesh):
-    real = trainer_of(config, build.build_model(config, mesh), mesh, of_shapes=False)
+    real = trainer_of(
+      config, loading.ModelLoader(config, mesh).model(), mesh, of_shapes=False
+    )
   arrays = jax.tree.leaves((real._module.params, real._state.opt_state))
   size = sum(x.addressable_shards[0].data.nbytes for x in arrays)
   batch = sum(x.nbytes for x in jax.tree.leaves(JOBS["sft"].example(config))) // 4
@@ -161,7 +165,7 @@ def test_a_step_needs_its_memory():
   config = plan_main.settled(config_lib.load(TINY), MESH)
   mesh = topology.find("cpu:8").mesh(MESH)
   with mesh_lib.use_mesh(mesh):
-    model = build.shapes_of_model(config, mesh)
+    model = loading.ModelLoader(config, mesh, of_shapes=True).model()
     trainer_of(config, model, mesh, of_shapes=True)
   assert not [x for x in jax.live_arrays() if id(x) not in before and np.size(x) > 64]
 

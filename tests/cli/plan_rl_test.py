@@ -4,7 +4,7 @@ import pytest
 
 from tests.cli.plan_main_test import MESH, TINY, trainer_of
 from tunix.cli import config as config_lib
-from tunix.cli.build import build
+from tunix.cli.build import loading
 from tunix.cli.commands import plan as plan_main
 from tunix.cli.jobs.table import JOBS
 from tunix.perf import programs
@@ -38,7 +38,7 @@ def test_the_programs_are_those_of_the_run(monkeypatch):
     ran.setdefault(name, lowered.as_text())
     return lowered
 
-  model = build.build_model(config, mesh)
+  model = loading.ModelLoader(config, mesh).model()
   learner = trainer_of(config, model, mesh, of_shapes=False)
   monkeypatch.setattr(programs, "call", noted_call)
   monkeypatch.setattr(programs, "lower", noted_lower)

@@ -11,7 +11,8 @@ from flax import nnx
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import build, precision
+from tunix.cli.build import export as build_export, loading
+from tunix.cli.run.settle import settle_values
 from tunix.models import safetensors_saver, tensor_files
 from tunix.models.automodel import AutoModel
 
@@ -33,8 +34,8 @@ def half(model, tmp_path_factory):
 
 def built(**keys):
   """(settled configuration, its model)."""
-  config = precision.settle(config_lib.load(runs.arguments(**keys)))
-  return config, build.build_model(config, None)
+  config = settle_values(config_lib.load(runs.arguments(**keys)), None)
+  return config, loading.ModelLoader(config, None).model()
 
 
 def dtypes(folder):
@@ -63,18 +64,18 @@ def test_dtypes_of_a_bfloat16_checkpoint(half, keys, weights, computation, expor
   assert jnp.dtype(model.config.dtype) == computation
   leaves = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.LoRAParam)))
   assert {str(leaf.dtype) for leaf in leaves} == {weights}
-  assert str(precision.of_export(config, model)) == export
-  text = precision.describe(config, model)
+  assert str(build_export.export_dtype(config, model)) == export
+  text = build_export.describe_precision(config, model)
   assert f"weights {weights}, computation {computation}, export {export}" in text
 
 
 def test_a_float32_checkpoint_stays_float32(model):
   config, loaded = built(model__path=model)
   assert jnp.dtype(loaded.config.param_dtype) == jnp.float32
-  assert precision.of_export(config, loaded) == jnp.float32
+  assert build_export.export_dtype(config, loaded) == jnp.float32
   config, loaded = built(model__path=model, model__dtype="bfloat16")
   assert (loaded.config.dtype, loaded.config.param_dtype) == (jnp.bfloat16, jnp.float32)
-  assert precision.of_export(config, loaded) == jnp.float32
+  assert build_export.export_dtype(config, loaded) == jnp.float32
 
 
 def test_a_checkpoint_that_names_no_dtype_has_that_of_its_weights(half, tmp_path):
@@ -86,13 +87,13 @@ def test_a_checkpoint_that_names_no_dtype_has_that_of_its_weights(half, tmp_path
   hf = {key: value for key, value in hf.items() if key not in named}
   (folder / "config.json").write_text(json.dumps(hf))
   config, model = built(model__path=folder, model__dtype="float32")
-  assert precision.of_export(config, model) == jnp.bfloat16
+  assert build_export.export_dtype(config, model) == jnp.bfloat16
 
 
 def test_from_scratch_weights_are_float32_and_written_as_computed():
   config, model = built(**PRESET, model__dtype="bfloat16")
   assert (model.config.dtype, model.config.param_dtype) == (jnp.bfloat16, jnp.float32)
-  assert precision.of_export(config, model) == jnp.bfloat16
+  assert build_export.export_dtype(config, model) == jnp.bfloat16
 
 
 def test_small_updates_are_kept_and_the_folder_stays_bfloat16(half, settings, capsys):

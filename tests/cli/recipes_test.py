@@ -56,7 +56,7 @@ def test_each_says_how_it_is_planned(file):
     sizes *= size
   assert sizes == chips
   mesh_axes.check(config.mesh, config.training.batch_rows)
-  assert tiny.build.sizes_of_model(config).num_layers > 2  # a preset is like it
+  assert loading.ModelLoader(config).sizes().num_layers > 2  # a preset is like it
 
 
 def test_the_page_has_every_recipe():

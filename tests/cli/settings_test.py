@@ -12,17 +12,18 @@ import yaml
 
 from tests.cli import runs
 from tunix.cli import config as config_lib
-from tunix.cli.build import build
+from tunix.cli.build import training
 from tunix.cli.jobs import rl
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run.folder import RunFolder
+from tunix.cli.run.settle import settle_values
 from tunix.cli.settings import keys, reference, spelling, yaml_text
 from tunix.cli.settings.convert import Choice, convert, options, plain, section_of
-from tunix.cli.settings.run import values_for
 from tunix.rl.config import PromptSizes
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import Mode
+from tunix.utils.setting import shared_values
 
 BEFORE = sorted((pathlib.Path(__file__).parent / "before").glob("*.yaml"))
 
@@ -176,12 +177,12 @@ def test_sections_are_what_the_library_is_given(job, section, kind, tmp_path):
     values["rl.mini_batch_size"], values["rl.train_micro_batch_size"] = 6, 2
   config = config_lib.from_layers([("here", layer(values))])
   given = {
-    "training": lambda: build.training_options(config, tmp_path, 0.1),
+    "training": lambda: training.training_options(config, tmp_path, 0.1),
     "rollout": lambda: vars(next(iter(rl.rollout_configs(config).values()))),
-    "rl": lambda: values_for(PromptSizes, config.rl),
+    "rl": lambda: shared_values(PromptSizes, config.rl),
   }[section]()
   asked = {f.name for f in dataclasses.fields(kind)} - set(skipped)
-  wanted = values_for(kind, getattr(config, section))
+  wanted = shared_values(kind, getattr(config, section))
   assert {n: plain(given[n]) for n in asked} == {n: plain(wanted[n]) for n in asked}
 
 
@@ -198,7 +199,7 @@ def test_filters_are_of_draws_and_not_of_greedy_evaluations():
 @pytest.mark.parametrize("job", ["dpo", "orpo", "kto", "reward"])
 def test_a_preference_trainer_is_given_its_section(job, tmp_path):
   config = config_lib.from_layers([("here", {"job": job})])
-  options = build.training_options(config, tmp_path, 0.1)
+  options = training.training_options(config, tmp_path, 0.1)
   made = config.preference.trainer_config(**options)
   assert isinstance(made, TrainingConfig)
   assert made.checkpointing_options is config.checkpoint
@@ -234,7 +235,10 @@ def _without_empty(file):
   return values | left
 
 
-@pytest.mark.parametrize("file", BEFORE, ids=lambda file: file.stem)
+# The file of all defaults is no settled configuration, which a folder holds.
+@pytest.mark.parametrize(
+  "file", [f for f in BEFORE if f.stem != "base_config"], ids=lambda file: file.stem
+)
 def test_folders_of_before_resume(file, tmp_path):
   """A folder's config.yaml, and what the same command gives now, differ in nothing."""
   folder = RunFolder(tmp_path)
@@ -244,7 +248,7 @@ def test_folders_of_before_resume(file, tmp_path):
   # The command left these sections out: its folder said `{}` of them, and a file that
   # says so now asks for their defaults.
   (tmp_path / "given.yaml").write_text(yaml.dump(_without_empty(file)))
-  config = config_lib.load([str(tmp_path / "given.yaml")])
+  config = settle_values(config_lib.load([str(tmp_path / "given.yaml")]), None)
   folder.check_resume(config, {})
   # What is written now says the same as what was written before.
   (tmp_path / "now.yaml").write_text(config_lib.dump(config))

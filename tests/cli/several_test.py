@@ -226,7 +226,7 @@ def test_others_that_do_not_come(files, tmp_path):
   [
     (
       {"coordinator": "localhost:1"},
-      "num_processes None and process_id None: give all",
+      "num_processes None and process_id None",
     ),
     ({"num_processes": 2}, "coordinator is None, num_processes 2"),
     ({"coordinator": "auto", "process_id": 1}, "or coordinator=auto alone"),

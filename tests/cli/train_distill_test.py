@@ -161,7 +161,7 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
   turns = [{"role": "user", "content": "How"}] * 2
   (tmp_path / "d.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
   assert train(keys | ON_POLICY, data__train=tmp_path / "d.jsonl") == 2
-  assert "d.jsonl:1: the last message is of the role 'user'" in capsys.readouterr().err
+  assert "d.jsonl:1: the last message has the role 'user'" in capsys.readouterr().err
   (tmp_path / "d.jsonl").write_text('{"text": "a"}\n')
   assert train(keys | ON_POLICY, data__train=tmp_path / "d.jsonl") == 2
   assert 'd.jsonl:1: expected {"prompt"' in capsys.readouterr().err
@@ -182,14 +182,14 @@ def test_records_that_end_with_no_answer(keys, tmp_path, capsys):
     (ON_POLICY | {"distill__on_policy_fraction": 2}, "on_policy_fraction is 2.0"),
     (
       ON_POLICY | {"rollout__max_tokens_to_generate": 4},
-      "rollout.max_tokens_to_generate is 4: raise it, or set data.overlong",
+      "rollout.max_tokens_to_generate is 4",
     ),
-    (ON_POLICY | {"distill__cache": "x"}, "what the student writes is new every time"),
+    (ON_POLICY | {"distill__cache": "x"}, "distill.cache is 'x'"),
     (
       GRADIENT | {"distill__alpha": 1},
       "distill.alpha is 1.0 and distill.strategy 'policy_gradient'",
     ),
-    (GRADIENT | {"distill__on_policy_fraction": 0.5}, "fraction 0.5: it is right for"),
+    (GRADIENT | {"distill__on_policy_fraction": 0.5}, "distill.on_policy_fraction 0.5"),
     (GRADIENT | {"rollout__top_p": 0.5}, "rollout.top_p is 0.5 and distill.strategy"),
     (GRADIENT | {"rollout__top_k": 5}, "rollout.top_k is 5 and distill.strategy"),
     (

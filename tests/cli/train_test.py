@@ -87,9 +87,9 @@ def test_a_run_leaves_its_page(finished):
 def test_a_page_that_cannot_be_written_hides_nothing(tmp_path, caplog):
   folder = RunFolder(tmp_path / "run")
   (folder.path / "report.html").mkdir(parents=True)
-  train_main._leave_page(folder, KeyboardInterrupt, KeyboardInterrupt(), None)
+  train_main._write_page(folder, KeyboardInterrupt, KeyboardInterrupt(), None)
   assert not caplog.messages
-  train_main._leave_page(folder, None, None, None)
+  train_main._write_page(folder, None, None, None)
   assert "report.html" in caplog.messages[0]
 
 
@@ -98,13 +98,13 @@ def test_the_page_of_a_run_that_failed_says_why(tmp_path):
   (tmp_path / "logs").mkdir()
   (tmp_path / "logs" / "metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
   error = RuntimeError("the <chip> is gone\nand " + "x" * 9999)
-  train_main._leave_page(folder, RuntimeError, error, None)
+  train_main._write_page(folder, RuntimeError, error, None)
   text = (tmp_path / "report.html").read_text()
   assert "failed; step 7 is the last one logged" in text
-  assert "RuntimeError: the &lt;chip&gt; is gone\nand xxx" in text
+  assert "RuntimeError: the \\u003cchip> is gone\\nand xxx" in text
   assert "x" * 4001 not in text
   folder.start(config_lib.load([]), {}, {})
-  train_main._leave_page(folder, Stopped, Stopped(signal.SIGTERM, "stopped"), None)
+  train_main._write_page(folder, Stopped, Stopped(signal.SIGTERM, "stopped"), None)
   assert "not finished; step 7" in (tmp_path / "report.html").read_text()
 
 

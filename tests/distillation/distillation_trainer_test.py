@@ -193,7 +193,7 @@ def test_teacher_output_of_the_batch_is_taken():
   np.testing.assert_allclose(
     sft.history(t, "loss"), sft.history(want, "loss"), rtol=1e-5
   )
-  with pytest.raises(ValueError, match="there is no teacher"):
+  with pytest.raises(ValueError, match="teacher_model is None"):
     t.train([batch])
   beside = trainers.trainer(known=trainers.teacher(seed=5))  # with a teacher too
   beside.train([TrainingInput(**batch, teacher_output=logits)])
@@ -245,7 +245,7 @@ def test_the_teacher_does_not_drop_out():
   known = sft.tokens_only(1, rate=0.5)
   known.train()
   t = trainers.trainer(student=sft.tokens_only(0), known=known)
-  asked = [t._ask(sft.small(0)) for _ in range(2)]
+  asked = [t._teacher_output(sft.small(0)) for _ in range(2)]
   np.testing.assert_array_equal(*asked)
 
 
@@ -286,13 +286,13 @@ def test_wrong_kinds_are_refused():
 
 
 def test_vocabularies_that_differ_are_refused():
-  with pytest.raises(ValueError, match="96 words and the teacher 90"):
+  with pytest.raises(ValueError, match=r"96.*90"):
     trainers.trainer(known=trainers.teacher(vocab_size=90))
 
 
 def test_a_failure_in_the_constructor_leaves_the_student_as_it_was():
   student = toys.model()
-  with pytest.raises(ValueError, match="no optimizer"):
+  with pytest.raises(ValueError, match="optimizer"):
     DistillationTrainer(student, trainers.teacher(), LogitStrategy())
   assert not hasattr(student, "teacher_table")
 
@@ -300,7 +300,7 @@ def test_a_failure_in_the_constructor_leaves_the_student_as_it_was():
 def test_nothing_to_train_on_is_refused():
   batch = toys.batch(0)
   batch["input_mask"][:] = 0
-  with pytest.raises(ValueError, match="no trained token"):
+  with pytest.raises(ValueError, match="trained"):
     trainers.trainer().train([batch])
 
 

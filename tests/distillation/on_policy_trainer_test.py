@@ -129,11 +129,11 @@ def test_every_step_draws_anew_with_the_weights_of_that_step():
 def test_lambda_is_the_share_of_steps():
   t = trainers.on_policy(LogitStrategy(**GKD), on_policy_fraction=0.3)
   batches = [t._prepare_inputs(trainers.prompts())]
-  share = np.mean([t._writes(step, batches) for step in range(400)])
+  share = np.mean([t._is_sampled(step, batches) for step in range(400)])
   assert 0.23 < share < 0.37
   again = trainers.on_policy(LogitStrategy(**GKD), on_policy_fraction=0.3)
-  assert [again._writes(s, batches) for s in range(50)] == [
-    t._writes(s, batches) for s in range(50)
+  assert [again._is_sampled(s, batches) for s in range(50)] == [
+    t._is_sampled(s, batches) for s in range(50)
   ]
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tunix.distillation import outputs
 from tunix.distillation.outputs import Labels, Unembedded
-from tunix.ops.vocab_chunks import Layout
+from tunix.ops.vocab_softmax import Layout
 
 LOGITS = jnp.log(jnp.asarray([[[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]]))
 
@@ -44,9 +44,9 @@ def test_hidden_states_are_scored_as_their_logits():
 
 
 def test_labels_of_other_shapes_are_refused():
-  with pytest.raises(ValueError, match="one for every position"):
+  with pytest.raises(ValueError, match="one label for each position"):
     outputs.task_loss(LOGITS, jnp.asarray([[1, 2, 0]]))
-  with pytest.raises(ValueError, match="every position and word"):
+  with pytest.raises(ValueError, match="each position and token"):
     outputs.task_loss(LOGITS, jnp.zeros((1, 2, 4)))
 
 

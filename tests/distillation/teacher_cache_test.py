@@ -79,7 +79,7 @@ def test_other_weights_are_refused(filled):
 
 
 def test_other_settings_are_refused(filled, tmp_path):
-  with pytest.raises(ValueError, match="wants the top 6 words"):
+  with pytest.raises(ValueError, match="the top 6 tokens"):
     TeacherCache(filled, top_k=6)
   with pytest.raises(ValueError, match=r"at temperature 2\.0"):
     trainers.trainer(LogitStrategy(), known=TeacherCache(filled))
@@ -165,13 +165,13 @@ def test_rows_are_told_apart_by_all_that_the_teacher_sees(tmp_path):
 
 def test_too_many_words_leave_no_folder(tmp_path, known):
   folder = tmp_path / "new"
-  with pytest.raises(ValueError, match="top_k is 97 and the teacher has 96 words"):
+  with pytest.raises(ValueError, match="top_k is 97"):
     TeacherCache(folder, known, top_k=97)
   TeacherCache(folder, known, top_k=K)
 
 
 def test_another_vocabulary_is_refused(filled):
-  with pytest.raises(ValueError, match="90 words and the teacher 96"):
+  with pytest.raises(ValueError, match=r"90.*96"):
     DistillationTrainer(
       toys.model(vocab_size=90), TeacherCache(filled), strategy(), optax.sgd(0.1)
     )

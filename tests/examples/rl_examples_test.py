@@ -44,7 +44,7 @@ def test_the_old_log_probs_are_those_of_the_policy(rl_loop):
 @pytest.mark.ci
 def test_the_loop_learns(rl_loop):
   """0.68 at step 40 with these settings; random answers get 0.01."""
-  curve = rl_loop.train(45, say=lambda _: None)
+  curve = rl_loop.train(45, log=lambda _: None)
   assert np.mean(curve[:5]) < 0.1
   assert np.mean(curve[-5:]) > 0.4
 

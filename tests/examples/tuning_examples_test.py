@@ -38,7 +38,7 @@ def test_adapters_change_the_habit_and_not_the_base(taught, tmp_path):
   shares = {
     name: (int(ordered), int(stands))
     for name, ordered, stands in re.findall(
-      r"^(\w+) +in order +(\d+)% +as they stand +(\d+)%", out, re.M
+      r"^(\w+) +sorted +(\d+)% +unchanged +(\d+)%", out, re.M
     )
   }
   assert shares["base"][0] > 80 and shares["base"][1] < 20

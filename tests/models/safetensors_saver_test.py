@@ -140,7 +140,9 @@ def test_parameter_without_a_name(tmp_path):
 def test_what_config_json_cannot_say_is_not_saved(changes, tmp_path):
   model = AutoModel.from_config(llama3.ModelConfig(**SIZES, **changes))
   name = next(iter(changes))
-  with pytest.raises(ValueError, match=f"{name} is .*config.json of llama3 cannot say"):
+  with pytest.raises(
+    ValueError, match=f"{name} is .*config.json of llama3 cannot express"
+  ):
     save_pretrained(model, tmp_path / "out")
   assert not (tmp_path / "out").exists()
 

@@ -153,9 +153,9 @@ def test_nonsense_is_refused(how, says):
 
 
 def test_different_vocabularies_are_refused():
-  with pytest.raises(ValueError, match="student has 3 words and the teacher 4"):
+  with pytest.raises(ValueError, match=r"student has 3 tokens .*teacher 4"):
     distill.divergence(jnp.zeros(3), jnp.zeros(4), Divergence())
-  with pytest.raises(ValueError, match="from 1 to the 3 words"):
+  with pytest.raises(ValueError, match="k is 4"):
     distill.top_k(jnp.zeros((1, 1, 3)), 4)
 
 

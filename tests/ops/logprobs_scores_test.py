@@ -8,7 +8,7 @@ from jax.extend.core import jaxprs_in_params
 
 from tunix.ops import vocab_chunks
 from tunix.ops.logprobs import logits_logps, token_logps
-from tunix.ops.vocab_chunks import Layout
+from tunix.ops.vocab_softmax import Layout
 
 B, T, D, V = 8, 40, 16, 64
 CHUNKED = Layout(chunk_bytes=1)  # 64 tokens a chunk: 320 tokens make 5 chunks
@@ -131,7 +131,7 @@ def test_words_are_shared_where_they_are_more_than_tokens(inputs, mesh_fsdp4_tp2
   hidden, unembed, targets, pulls = inputs
   few = hidden[:, :8], unembed, targets[:, :8], pulls[:, :, :8]
   layout = Layout(False, mesh_fsdp4_tp2, ("fsdp",), "tp", 2.0, 1)
-  assert vocab_chunks.shares_words(layout, B * 8, D, V)
+  assert vocab_chunks.splits_vocabulary(layout, B * 8, D, V)
   score = lambda *a: token_logps(*a, layout, entropy=used[1] > 0, temperature=1.5)
   want = pulled(lambda *a: plain(*a, softcap=2.0, temperature=1.5), few, used)
   (logps, entropy), gradients = pulled(score, few, used)

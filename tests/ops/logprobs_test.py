@@ -7,7 +7,7 @@ import pytest
 
 from tunix.ops import vocab_chunks
 from tunix.ops.logprobs import weighted_nll
-from tunix.ops.vocab_chunks import Layout
+from tunix.ops.vocab_softmax import Layout
 
 B, T, D, V = 8, 40, 16, 64
 # 64 tokens a chunk, the least there is: 320 tokens make 5 chunks.
@@ -200,7 +200,7 @@ def test_words_are_shared_where_they_are_more_than_tokens(axes, vocab_axis, tran
   mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
   batch = tuple(axis for axis in axes if axis != "tp")
   layout = Layout(transposed, mesh, batch, vocab_axis, chunk_bytes=1)
-  assert vocab_chunks.shares_words(layout, targets.size, D, vocab)
+  assert vocab_chunks.splits_vocabulary(layout, targets.size, D, vocab)
   table = unembed.T if transposed else unembed
   step = jax.jit(
     jax.value_and_grad(lambda *a: weighted_nll(*a, layout), argnums=(0, 1, 3))

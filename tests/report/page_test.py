@@ -121,9 +121,9 @@ def test_a_configuration_that_cannot_be_read_is_said_on_the_page(tmp_path):
 def test_the_command_refuses_what_is_no_run(tmp_path, capsys):
   run = write_run(tmp_path / "run")
   for argv, key in (
-    ([tmp_path / "none"], "none is no folder: give the output_dir of a `tunix train`"),
+    ([tmp_path / "none"], "none is not a folder"),
     ([tmp_path], "holds no run"),
-    ([run, "--output", tmp_path], "a folder: name a file in it"),
+    ([run, "--output", tmp_path], "--output is"),
     ([run] * 9, "runs are 9"),
   ):
     assert report(*argv) == 2, argv

@@ -124,7 +124,7 @@ def test_the_reference_of_a_users_model():
 
 def test_who_shares_nothing():
   actor = fresh()
-  with pytest.raises(ValueError, match="has no adapters, all of its weights"):
+  with pytest.raises(ValueError, match="no adapters"):
     backbone.reference_of(actor)
   assert not backbone.share_backbone(adapted(actor), toys.model())  # equal numbers
   one = adapted(actor)
@@ -253,7 +253,7 @@ def test_a_transport_that_loses_the_update():
   wrong = lambda sent, where: jax.tree.map(
     lambda x, w: jax.device_put(x.at[(0,) * x.ndim].add(1), w), sent, where
   )
-  with pytest.raises(WeightSyncError, match="has something else"):
+  with pytest.raises(WeightSyncError, match="has other content"):
     copy_weights(source, target, wrong)
   assert stamp_of(target) == before
   assert copy_weights(source, target) > 0
@@ -267,9 +267,9 @@ def test_models_that_do_not_fit():
     copy_weights(base, toys.model(hidden_dim=32))
   with pytest.raises(ValueError, match="only the source has the parameter"):
     copy_weights(base, quantisation.quantise(base, "nf4"))
-  with pytest.raises(ValueError, match=r"source's adapters \(none\) are not"):
+  with pytest.raises(ValueError, match=r"source has adapters \(none\)"):
     copy_weights(base, adapted(base))
-  with pytest.raises(ValueError, match="scaled differently"):
+  with pytest.raises(ValueError, match="scales differ"):
     copy_weights(adapted(base, alpha=2.0), adapted(base, alpha=3.0))
 
 
@@ -278,7 +278,7 @@ def test_adapters_of_another_make_are_not_merged():
   source.first[...] = 3 * source.first[...]
   assert copy_weights(source, target) == 3 * 4
   np.testing.assert_array_equal(target(jnp.arange(3.0)), source(jnp.arange(3.0)))
-  with pytest.raises(ValueError, match=r"adapters of Adapted are not of lora\.apply"):
+  with pytest.raises(ValueError, match="adapters of Adapted"):
     copy_weights(source, nnx.Linear(3, 2, rngs=nnx.Rngs(0)))
 
 

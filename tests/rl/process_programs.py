@@ -129,7 +129,7 @@ def main() -> None:
     try:
       learner(job, folder / "nowhere", 4)
     except ValueError as error:
-      part = f"the actor lies on devices of 1 of {count} processes"
+      part = f"the actor is on devices of 1 of {count} processes"
       assert part in str(error), error
     else:
       raise AssertionError("models on one device were taken")

@@ -50,7 +50,7 @@ def test_numeric_tolerances():
   assert score(reward_fns.numeric_match(absolute=5), texts, right) == [1.0, 0.0]
   assert score(reward_fns.numeric_match(relative=0.05), texts, right) == [1.0, 0.0]
   assert score(reward_fns.numeric_match(relative=0.1), texts, right) == [1.0, 1.0]
-  with pytest.raises(ValueError, match="tolerances are 0 or more"):
+  with pytest.raises(ValueError, match="absolute is"):
     reward_fns.numeric_match(absolute=-1)
 
 
@@ -88,7 +88,7 @@ def test_length_in_characters():
   assert score(reward_fns.length(target=4), texts) == [0.0, 0.5, 1.0, 0.5, 0.0]
   assert score(reward_fns.length(maximum=4), texts) == [1.0, 1.0, 1.0, 0.0, 0.0]
   for wrong in ({}, {"target": 1, "maximum": 1}, {"target": 0}):
-    with pytest.raises(ValueError, match="give one of target and maximum"):
+    with pytest.raises(ValueError, match="target and maximum are"):
       reward_fns.length(**wrong)
 
 

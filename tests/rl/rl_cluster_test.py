@@ -120,9 +120,9 @@ def test_refused_roles():
     clusters.cluster(model, reference=model)
   with pytest.raises(ValueError, match="vocabulary of 97 tokens, the actor one of 96"):
     clusters.cluster(reference=clusters.model(vocab_size=97))
-  with pytest.raises(ValueError, match="critic_optimizer and no critic"):
+  with pytest.raises(ValueError, match="critic_optimizer is set"):
     clusters.cluster(critic_optimizer=optax.adam(1e-3))
-  with pytest.raises(ValueError, match="trains none"):
+  with pytest.raises(ValueError, match="does not use"):
     GRPOLearner(clusters.cluster(critic=True), GRPOConfig(beta=0.0), clusters.even)
   with pytest.raises(ValueError, match="beta is 0 and there is a reference"):
     clusters.grpo(reference=clusters.model(seed=1))

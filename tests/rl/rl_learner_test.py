@@ -11,7 +11,6 @@ from tests.sft import trainers
 from tunix.models import heads
 from tunix.ops import advantages
 from tunix.rl.algorithm_config import RolloutCorrection
-from tunix.rl.common import Tokens
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner, OverlongBuffer
 from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
@@ -192,7 +191,7 @@ def test_an_update_that_breaks_off_is_not_saved(tmp_path, where, monkeypatch):
   monkeypatch.setattr(owner, name, broken)
   with pytest.raises(ConnectionError):
     learner.train(data)
-  with pytest.raises(RuntimeError, match="an update broke off"):
+  with pytest.raises(RuntimeError, match="an update failed"):
     learner.train(data)
   learner.close()
   again = saving(tmp_path, mini_batch_size=2)
@@ -277,7 +276,7 @@ def test_a_run_goes_on_from_its_own_base_only(tmp_path):
   learner = make(0)
   learner.train(clusters.prompts(1))
   learner.close()
-  with pytest.raises(ValueError, match="the frozen weights are not those"):
+  with pytest.raises(ValueError, match="frozen weights"):
     make(1)
 
 
@@ -310,17 +309,9 @@ def test_rloo_s_kl_is_part_of_the_reward():
 
   (plain, _), (kept, learner) = example(0.0), example(0.5)
   assert kept.ref_per_token_logps is None  # not in the loss
-  tokens = Tokens(
-    **{
-      name: getattr(kept, name)
-      for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    },
-    rollout_logps=kept.rollout_per_token_logps,
-    truncated=np.zeros(kept.rows, bool),
-    group_size=4,
-  )
+  rows = dataclasses.replace(kept, group_size=4)
   gap = (
-    kept.old_per_token_logps - learner._experience._ref_logps(tokens)
+    kept.old_per_token_logps - learner._experience._ref_logps(rows)
   ) * kept.completion_mask
   penalty = 0.5 * gap.sum(1).reshape(-1, 4)
   others = (penalty.sum(1, keepdims=True) - penalty) / 3
@@ -331,13 +322,13 @@ def test_rloo_s_kl_is_part_of_the_reward():
 def test_settings_out_of_range_fail_before_anything_is_sampled():
   for options, message in (
     ({"epsilon_c": 1.1}, "above the upper clip"),
-    ({"epsilon_low": 1.5}, "the lower clip is 1.5"),
+    ({"epsilon_low": 1.5}, "epsilon_low is 1.5"),
     ({"loss_algo": "rloo"}, "ratio of its whole row"),
-    ({"kl_corrected": True, "beta": 0.0}, "kl_corrected corrects"),
+    ({"kl_corrected": True, "beta": 0.0}, "kl_corrected"),
   ):
     with pytest.raises(ValueError, match=message):
       GRPOConfig(**options)
-  with pytest.raises(ValueError, match="must lie on both sides"):
+  with pytest.raises(ValueError, match="low is"):
     RolloutCorrection(kind="mask", low=1.0, high=1.0)
   with pytest.raises(ValueError, match="level is"):
     RolloutCorrection(level="row")
@@ -405,7 +396,7 @@ def test_nothing_but_failures_is_an_error_with_a_name():
 
 def test_a_prompt_that_is_too_long_is_named():
   data = [{"prompts": [" ".join(["5"] * 9)]}]
-  with pytest.raises(ValueError, match="9 tokens, max_prompt_length is 8"):
+  with pytest.raises(ValueError, match="max_prompt_length"):
     clusters.grpo().train(data)
 
 
@@ -430,16 +421,16 @@ def test_reward_workers_end_although_the_last_checkpoint_is_not_written(
 
 
 def test_no_prompts_is_an_error():
-  with pytest.raises(ValueError, match="gave no batch"):
+  with pytest.raises(ValueError, match="training data"):
     clusters.grpo().train([])
 
 
 def test_refusals():
   with pytest.raises(ValueError, match="reference"):
     clusters.grpo({"beta": 0.1})
-  with pytest.raises(ValueError, match="temperature is 0"):
+  with pytest.raises(ValueError, match="temperature"):
     clusters.grpo(rollout={"temperature": 0.0})
-  with pytest.raises(ValueError, match="shared_prompt=True"):
+  with pytest.raises(ValueError, match="shared_prompt is True"):
     clusters.grpo({"shared_prompt": True}, actor=trainers.tokens_only())
   with pytest.raises(ValueError, match="at least 2"):
     GRPOConfig(num_generations=1)
@@ -533,19 +524,7 @@ def test_lora_actor_and_its_reference_share_the_backbone():
 def test_exact_scoring_gives_the_same_bits_again():
   learner = clusters.grpo({"exact_tile_rows": 4, "num_iterations": 2})
   example = learner._collect(PromptSource(clusters.prompts(1)))
-  tokens = Tokens(
-    prompt_ids=example.prompt_ids,
-    prompt_mask=example.prompt_mask,
-    completion_ids=example.completion_ids,
-    completion_mask=example.completion_mask,
-    rollout_logps=example.rollout_per_token_logps,
-    truncated=np.zeros(example.rows, bool),
-    group_size=4,
-  )
-  part = dataclasses.replace(
-    tokens, **{name: x[4:8] for name, x in tokens.arrays().items()}
-  )
-  again = learner._experience._old_logps(part)
+  again = learner._experience._old_logps(example.take(range(4, 8)))
   assert np.array_equal(again, example.old_per_token_logps[4:8])
 
 

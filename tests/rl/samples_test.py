@@ -8,7 +8,7 @@ import pytest
 from tests.report import dom
 from tests.rl import clusters
 from tunix.rl import samples
-from tunix.rl.common import Rollouts, Tokens
+from tunix.rl.common import Rollouts
 from tunix.rl.pipeline import prompt_batch
 from tunix.rl.rewards import RewardManager
 from tunix.rl.samples import Samples
@@ -33,15 +33,12 @@ def rollouts(texts, group=2, prompts=None):
     batch=batch,
     text=texts,
     finish_reasons=["eos"] * (count - 1) + ["length"],
-    tokens=Tokens(
-      prompt_ids=np.ones((count, 2), np.int32),
-      prompt_mask=np.ones((count, 2), bool),
-      completion_ids=np.ones((count, 3), np.int32),
-      completion_mask=masks,
-      rollout_logps=np.zeros((count, 3), np.float32),
-      truncated=np.zeros(count, bool),
-      group_size=group,
-    ),
+    prompt_ids=np.ones((count, 2), np.int32),
+    prompt_mask=np.ones((count, 2), bool),
+    completion_ids=np.ones((count, 3), np.int32),
+    completion_mask=masks,
+    rollout_logps=np.zeros((count, 3), np.float32),
+    group_size=group,
     rewards=rewards,
     scores=rewards.total.reshape(-1, group) - 1.0,
   )

@@ -126,7 +126,7 @@ def test_a_corrected_k3_has_the_gradient_of_k2():
   drills.assert_same_gradients(gradients(kl_corrected=True), want, tolerance=1e-5)
   with pytest.raises(AssertionError):
     drills.assert_same_gradients(gradients(), want, tolerance=1e-2)
-  with pytest.raises(ValueError, match="kl_corrected corrects a gradient, and beta is"):
+  with pytest.raises(ValueError, match="kl_corrected is True and beta is 0"):
     AlgorithmConfig(beta=0.0, kl_corrected=True)
 
 

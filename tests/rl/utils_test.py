@@ -67,9 +67,9 @@ def test_a_critic_of_every_family(name):
 
 
 def test_what_no_critic_is_made_of():
-  with pytest.raises(TypeError, match="made of TokensOnly"):
+  with pytest.raises(TypeError, match="TokensOnly"):
     utils.create_critic_model(toys.TokensOnly(nnx.Rngs(0)))
-  with pytest.raises(ValueError, match=r"head of 1 score\(s\) already"):
+  with pytest.raises(ValueError, match="score"):
     utils.create_critic_model(heads.with_scores(toys.model()))
 
 

@@ -115,7 +115,7 @@ def test_a_generator_cannot_go_back_to_an_older_checkpoint():
   source = BatchSource(iter([1, 2, 3]))
   source.take(1)
   source.take(2)
-  with pytest.raises(ValueError, match=r"stands behind 0 micro-batches, .* given 3"):
+  with pytest.raises(ValueError, match=r"consumed 0 micro-batches, .* given 3"):
     source.go_back(0)
   source.go_back(1)
   assert drain(source) == [2, 3]

@@ -72,7 +72,7 @@ def test_patience_and_the_record_to_go_on_with():
     ({"min_delta": 0.1}, "min_delta is 0.1 and patience is not set"),
     (
       {"metric": "accuracy"},
-      "'accuracy' and greater_is_better is not set: say whether",
+      "'accuracy' and greater_is_better is not set",
     ),
     ({"greater_is_better": True}, "greater_is_better is True and metric is not set"),
   ],
@@ -84,9 +84,9 @@ def test_nonsense_is_refused(values, message):
 
 def test_a_metric_that_is_not_measured_is_named():
   record = Best(metric="acuracy", greater_is_better=True)
-  with pytest.raises(ValueError, match=r"not give: it gives accuracy, loss$"):
+  with pytest.raises(ValueError, match=r"best\.metric is .*: accuracy, loss$"):
     value_of(record, {"loss": 1.0, "accuracy": 0.5, "perf/rollout_sec": 1.0})
-  with pytest.raises(TypeError, match="best is a dict: expected a tunix"):
+  with pytest.raises(TypeError, match="best is a dict"):
     TrainingConfig(best={})  # pyright: ignore[reportArgumentType]
 
 
@@ -172,7 +172,7 @@ def test_a_run_that_has_stopped_stays_stopped_until_patience_is_raised(stopped):
 
 def test_without_data_to_evaluate_nothing_is_trained():
   t = trainers.trainer(best=BestOptions())
-  with pytest.raises(ValueError, match="best loss and there is nothing to evaluate on"):
+  with pytest.raises(ValueError, match="'loss', and there is no evaluation data"):
     t.train(trainers.smalls(2))
   assert t.train_steps == 0
   plain = trainers.trainer(max_steps=1)

@@ -132,7 +132,7 @@ def test_an_nnx_optimizer_goes_around(tmp_path):
 
 def test_numbers_and_states_are_no_optimizers_to_restore(tmp_path):
   m = manager(tmp_path)
-  with pytest.raises(TypeError, match=r"optimizer is 3: expected an nnx\.Opt"):
+  with pytest.raises(TypeError, match=r"optimizer is 3; expected an nnx\.Opt"):
     m.save(1, Plain(), 3)
   m.save(1, Plain(), optax.adam(0.1).init({"w": jnp.ones(2)}))
   for wrong in (3, optax.adam(0.1).init({"w": jnp.ones(2)})):
@@ -156,7 +156,7 @@ def test_strict_restore_and_a_closed_manager(tmp_path):
   m.close()
   m.close()
   for use in (lambda: m.save(1, Plain(), force=True), lambda: m.maybe_restore(Plain())):
-    with pytest.raises(RuntimeError, match="is closed: make a new one"):
+    with pytest.raises(RuntimeError, match="is closed"):
       use()
   with pytest.raises(TypeError, match="options is a dict"):
     CheckpointManager(tmp_path, {})  # pyright: ignore[reportArgumentType]
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_another_model_is_refused_and_left_alone(tmp_path):
   m.save(1, Pair(1.0))
   with pytest.raises(ValueError, match=r"base is float32\[8, 2\] in it and float32\["):
     m.maybe_restore(Pair(width=16))
-  with pytest.raises(ValueError, match="it has lora besides"):
+  with pytest.raises(ValueError, match="it also has lora"):
     m.maybe_restore(Plain())
   model = Pair()
   optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)

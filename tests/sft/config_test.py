@@ -24,7 +24,7 @@ from tunix.sft.config import CheckpointOptions, TrainingConfig, TrainingInput
     ({"learning_rate": math.nan}, "learning_rate is nan"),
     ({"data_sharding_axis": "fsdp"}, r"must be a list, such as \['fsdp'\]"),
     ({"max_inflight_computations": -1}, "max_inflight_computations is -1"),
-    ({"max_steps": 3, "num_train_steps": 4}, "max_steps 3 and num_train_steps 4"),
+    ({"max_steps": 3, "num_train_steps": 4}, "max_steps is 3 and num_train_steps is 4"),
   ],
 )
 def test_nonsense_is_refused(values, message):

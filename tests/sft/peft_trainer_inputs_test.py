@@ -40,17 +40,17 @@ def test_learning_rate_alone_gives_adamw():
   for each in (t, want):
     each.train(smalls(2))
   assert trainers.equal(trainers.leaves(t.model), trainers.leaves(want.model))
-  with pytest.raises(ValueError, match=r"no optimizer: pass .* or learning_rate="):
+  with pytest.raises(ValueError, match=r"no optimizer: pass .*learning_rate="):
     PeftTrainer(trainers.tokens_only())
 
 
 def test_arguments_of_the_wrong_kind():
   model = trainers.tokens_only()
-  with pytest.raises(TypeError, match=r"is a TrainingConfig, .*PeftTrainer\(model,"):
+  with pytest.raises(TypeError, match=r"is a TrainingConfig; .*PeftTrainer\(model,"):
     PeftTrainer(TrainingConfig())  # pyright: ignore[reportArgumentType]
   with pytest.raises(TypeError, match=r"training_config is a dict"):
     PeftTrainer(model, optax.sgd(1), {"max_steps": 3})  # pyright: ignore
-  with pytest.raises(TypeError, match="optimizer is a float, expected an optax"):
+  with pytest.raises(TypeError, match="optimizer is a float"):
     PeftTrainer(model, 1e-3)
   t = trainer(model)
   for wrong in ((model, trainers.small(0)), (model,)):
@@ -68,7 +68,7 @@ def test_an_nnx_optimizer_is_unwrapped_or_refused():
   assert trainers.equal(trainers.leaves(t.model), trainers.leaves(want.model))
   gradient = nnx.grad(lambda m: jnp.sum(m.out.kernel[...]))(model)
   fresh.update(model, gradient)
-  with pytest.raises(ValueError, match="has done 1 updates, whose state would be lost"):
+  with pytest.raises(ValueError, match="has made 1 updates"):
     trainer(model, fresh)
 
 
@@ -118,7 +118,7 @@ def test_aux_is_a_dict_whose_names_are_all_kept():
   t.train(smalls(2))
   assert history(t, "weight") == [7, 7] and history(t, "extra") == [3, 3]
   t = trainer().with_loss_fn(lambda model, **b: loss(model, jnp.float32(1), **b), True)
-  with pytest.raises(TypeError, match="aux is a ArrayImpl: it must be a dict"):
+  with pytest.raises(TypeError, match="aux is a ArrayImpl"):
     t.train_step(trainers.small(0))
   for value, form in [
     (jnp.ones(3), r"ArrayImpl of shape \(3,\)"),

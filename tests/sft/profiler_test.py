@@ -57,7 +57,7 @@ def test_exactly_the_steps_asked_for(tmp_path, before_increment):
 def test_a_run_that_ends_first_leaves_a_trace(tmp_path, caplog):
   run(Profiler(0, 6, options(tmp_path, 4, 5)), range(6))
   assert traced_steps(tmp_path) == [4, 5]
-  assert "it has 2 steps" in caplog.text
+  assert "has 2 steps" in caplog.text
 
 
 def test_a_run_that_fails_leaves_a_trace_and_the_next_can_trace(tmp_path):

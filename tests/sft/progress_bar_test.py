@@ -41,7 +41,7 @@ def test_metrics_are_looked_up_in_the_logger_and_are_no_means():
 
 
 def test_a_bar_without_a_logger_says_so():
-  with pytest.raises(ValueError, match="no metrics_logger"):
+  with pytest.raises(ValueError, match="metrics_logger is None"):
     ProgressBar().update_metrics(["loss"], Mode.TRAIN)
 
 

@@ -200,9 +200,9 @@ def test_saving_and_restoring_by_hand(tmp_path):
     ),
     (
       {"model": lambda: toys.FourArguments(nnx.Rngs(0))},
-      r"\(model_rest\): it has dropout",
+      r"\(model_rest\): it also has dropout",
     ),
-    ({"tx": lambda: optax.sgd(1.0)}, r"\(optimizer_state\): it has 0.count besides"),
+    ({"tx": lambda: optax.sgd(1.0)}, r"\(optimizer_state\): it also has 0.count"),
     (
       {"tx": lambda: optax.sgd(1.0, momentum=0.9)},
       r"\(optimizer_state\): 0.trace.* not in it",

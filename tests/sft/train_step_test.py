@@ -203,7 +203,7 @@ def test_what_a_loss_may_return():
   # The mean over no example is NaN, and must not reach what it is added to.
   (total, weight), _ = weigh(jnp.float32(np.nan), {"x": np.ones((0, 2))})
   assert (float(total), float(weight)) == (0, 0)
-  with pytest.raises(TypeError, match=r"array of shape \(2,\): return a scalar mean"):
+  with pytest.raises(TypeError, match=r"array of shape \(2,\)"):
     weigh(jnp.ones(2), data)
   with pytest.raises(TypeError, match="returned 3 values"):
     weigh((1.0, 2.0, 3.0), data)

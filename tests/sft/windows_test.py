@@ -38,7 +38,7 @@ def test_a_dataclass_that_jax_does_not_know_becomes_a_dict():
 
 @pytest.mark.parametrize("batch", ["text", {"a": "text"}, [], None])
 def test_a_batch_without_arrays_is_refused(batch):
-  with pytest.raises(TypeError, match="holds no arrays: yield a TrainingInput"):
+  with pytest.raises(TypeError, match="holds no arrays"):
     windows.as_pytree(batch)
 
 
@@ -79,7 +79,7 @@ def test_positions_that_a_model_does_not_take():
   counted = {**rows(2), "positions": np.tile(np.arange(3), (2, 1))}
   windows.check_positions([counted, rows(2)], ["tokens"])
   other = {**counted, "positions": counted["positions"] + 1}
-  with pytest.raises(ValueError, match="takes no positions: give it that argument"):
+  with pytest.raises(ValueError, match="takes no positions"):
     windows.check_positions([other], ["tokens"])
   windows.check_positions([other], ["tokens", "positions"])
   padding = {**other, "segment_ids": np.zeros((2, 3), np.int32)}

@@ -1,7 +1,7 @@
-"""From YAML files and the command line to the settings of a job.
+"""Reads the settings of a job from YAML files and the command line.
 
-Later files override earlier ones key by key, the command line overrides files. A key
-that nobody knows, or a value of the wrong type, is an error that says where it stands.
+Later files override earlier ones key by key, and the command line overrides files. An
+unknown key or a value of the wrong type is an error that names the file or argument.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from tunix.cli.settings.convert import (
   plain,
   section_of,
   takes_null,
+  without_text,
 )
 from tunix.cli.settings.run import RunSettings
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-  """A command line taken apart.
+  """The parts of a command line.
 
   Attributes:
     files: names of configuration files, in order.
-    overrides: (key, value as it was typed), in order.
+    overrides: (key, typed text of the value), in order.
   """
 
   files: tuple[str, ...] = ()
   overrides: tuple[tuple[str, str], ...] = ()
 
 
-# Names before a value that are no keys.
-_OWN = ("config", "rows", "model", "tokenizer", "columns")
+# Options of subcommands that take a value and are no keys.
+_OPTIONS = ("config", "rows", "model", "tokenizer", "columns")
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
@@ -63,7 +64,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
     key, equals, text = word[2:].partition("=")
     if not equals:
       if not rest or rest[0].startswith("--"):
-        if key not in (*known_keys(), *spelling.ALIASES, *spelling.RENAMED, *_OWN):
+        if key not in (*known_keys(), *spelling.ALIASES, *spelling.RENAMED, *_OPTIONS):
           raise ValueError(f"{word}: {_unknown(key)}")
         raise ValueError(f"{word} has no value: write {word}=VALUE")
       text = rest.pop(0)
@@ -80,12 +81,12 @@ def load(
   *,
   last: tuple[str, Mapping[str, Any]] | None = None,
 ) -> RunSettings:
-  """The settings that a command line describes, of the class that its `job` has.
+  """Returns the settings of a command line, of the class of its job.
 
   Args:
     argv: files and overrides.
-    origins: is filled, see `from_layers`.
-    last: a layer (where it stands, nested keys) over all of them.
+    origins: filled as by `from_layers`.
+    last: a layer (origin, nested keys) that overrides all others.
 
   Raises:
     FileNotFoundError: no such file.
@@ -96,10 +97,10 @@ def load(
 
 
 def job_of(argv: Sequence[str]) -> str:
-  """The job that a command line is about; its other keys are not looked at.
+  """Returns the job of a command line without checking any other key.
 
   Raises:
-    FileNotFoundError, ValueError: see `load`.
+    FileNotFoundError, ValueError: as for `load`.
   """
   values: dict[str, Any] = {}
   for origin, layer in _layers(argv):
@@ -123,22 +124,23 @@ def from_layers(
   note: Callable[[str], None] = lambda text: None,
   origins: dict[str, str] | None = None,
 ) -> RunSettings:
-  """Settings from (where it stands, nested keys), later ones overriding.
+  """Returns the settings of several layers, of which later ones override earlier ones.
 
   Args:
-    layers: files and arguments, in order.
-    note: is told of keys in an old spelling.
-    origins: is filled with the layer that set each dotted key last; None: nobody asks.
+    layers: (origin, nested keys) of files and arguments, in order. The origin is the
+      name of the file, or the argument.
+    note: function that is called with a sentence about every key in an old spelling.
+    origins: filled with {dotted key: origin of the last layer that set it}.
 
   Raises:
-    ValueError: see `load`.
+    ValueError: as for `load`.
   """
   values: dict[str, Any] = {}
   origins = {} if origins is None else origins
   for origin, layer in layers:
     _merge(values, layer, "", origin, origins)
   try:
-    spelling.settle(values, origins, note)
+    spelling.rename_old_keys(values, origins, note)
     job = _job_of(values)
     return _build(JOBS[job].settings, values, "", _Place(job))
   except ValueError as error:
@@ -147,13 +149,16 @@ def from_layers(
 
 
 def dump(config: RunSettings) -> str:
-  """YAML that `load` reads back to the same settings."""
+  """Returns YAML that `load` reads back to the same settings."""
   return yaml_text.lines(keys.as_plain(config))
 
 
 @functools.cache
 def known_keys() -> dict[str, list[tuple[str, str | None, keys.Key]]]:
-  """{dotted key: (job, choice or None, key) of all that have it}, sections included."""
+  """Returns {dotted key: (job, choice or None, key) of each job that has it}.
+
+  Sections are included.
+  """
   owners: dict[str, list[tuple[str, str | None, keys.Key]]] = {}
   for name, job in JOBS.items():
     for dotted, chosen, key in keys.walk(job.settings):
@@ -165,13 +170,13 @@ def known_keys() -> dict[str, list[tuple[str, str | None, keys.Key]]]:
 
 
 def _names(choice: Choice) -> Any:
-  """The type of the key `name` that chooses."""
+  """Returns the type of the key `name` of a choice."""
   return Literal[tuple(choice.classes)]  # pyright: ignore
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-  """Where keys are read: by a job, and by what a key `name` chose in it."""
+  """The job, and the name chosen in it, that read the keys of a section."""
 
   job: str
   chosen: str | None = None
@@ -182,7 +187,7 @@ def _say(text: str) -> None:
 
 
 def _origin(message: str, origins: Mapping[str, str]) -> str | None:
-  """Where the key was set that a message begins with, or names as "the key 'x'"."""
+  """Returns the origin of the key that a message begins with, as in "the key 'x'"."""
   named = re.match(r"(?:the key ')?([\w.]+)", message)
   return None if named is None else origins.get(named[1])
 
@@ -194,25 +199,28 @@ def _merge(
   origin: str,
   origins: dict[str, str],
 ) -> None:
-  """Writes a layer's keys over `values`; types are looked at when all are merged,
-  because the job and the algorithm, which say what keys there are, may come last."""
+  """Writes the keys of a layer over `values`, in place.
+
+  Types are checked when all layers are merged: the job and the algorithm, which decide
+  what keys exist, may come last.
+  """
   for key, value in layer.items():
     dotted = f"{prefix}{key}"
     origins[dotted] = origin
-    inner = (
-      value.value if isinstance(value, Argument) and _holds_keys(dotted) else value
-    )
+    # "{a: 1}" typed for a section is a mapping; typed for a text key it is a text.
+    is_mapping = isinstance(value, Argument) and _holds_keys(dotted)
+    inner = value.value if is_mapping else value
     if isinstance(inner, dict):
       old = values.get(key)
       values[key] = dict(old) if isinstance(old, dict) else {}
       _merge(values[key], inner, f"{dotted}.", origin, origins)
-    elif _plain(value) is not None or not _is_section(dotted):
+    elif without_text(value) is not None or not _is_section(dotted):
       values[key] = value
-    # else a section without keys ("lora:"), which says nothing
+    # else a section without keys ("lora:"), which sets nothing
 
 
 def _holds_keys(dotted: str) -> bool:
-  """Whether "{a: 1}" and "a: 1", typed for this key, are a mapping and not a text."""
+  """Returns True for sections, for mappings with free keys, and for unknown keys."""
   known = known_keys().get(dotted, ())
   return not known or any(
     section_of(key.hint) is not None or is_open(key.hint) for _, _, key in known
@@ -226,7 +234,7 @@ def _is_section(dotted: str) -> bool:
 
 
 def _job_of(values: Mapping[str, Any]) -> str:
-  job = _plain(values.get("job"))
+  job = without_text(values.get("job"))
   if job is None:
     return next(iter(JOBS))
   if not isinstance(job, str) or job not in JOBS:
@@ -234,31 +242,25 @@ def _job_of(values: Mapping[str, Any]) -> str:
   return job
 
 
-def _plain(value: Any) -> Any:
-  if isinstance(value, Argument):
-    return value.value
-  if isinstance(value, dict):
-    return {key: _plain(entry) for key, entry in value.items()}
-  return value
-
-
 def _build(section: type, values: Mapping[str, Any], prefix: str, place: _Place) -> Any:
-  """The dataclass `section` with these values; null where a field does not take it
-  means that it is not set."""
+  """Returns the dataclass `section` with these values.
+
+  A null leaves the key at its default if the field does not take null.
+  """
   known, arguments = keys.of(section), {}
   for name, value in values.items():
     dotted = f"{prefix}{name}"
     if name not in known and isinstance(value, dict) and dotted not in known_keys():
-      # A misspelt section: what was meant is seen by the key below it.
+      # A misspelt section: the key below it shows which section was meant.
       dotted = next((f"{dotted}.{below}" for below in value), dotted)
     if name not in known:
-      _check_foreign(dotted, _plain(value), place)
+      _check_foreign(dotted, without_text(value), place)
       continue
     hint = known[name].hint
     if section_of(hint) is not None:
       arguments[name] = _build_section(hint, value, dotted, place)
-    elif _plain(value) is not None or takes_null(hint):
-      typed = value if isinstance(value, Argument) else _plain(value)
+    elif without_text(value) is not None or takes_null(hint):
+      typed = value if isinstance(value, Argument) else without_text(value)
       arguments[name] = convert(typed, hint, dotted)
   with keys.under(prefix[:-1], section):
     return section(**arguments)
@@ -267,51 +269,60 @@ def _build(section: type, values: Mapping[str, Any], prefix: str, place: _Place)
 def _build_section(hint: Any, value: Any, dotted: str, place: _Place) -> Any:
   kind, values = section_of(hint), value
   if not isinstance(values, dict):
-    if _plain(value) is None:
+    if without_text(value) is None:
       if takes_null(hint):
         return None
       values = {}
     else:
-      inner = describe(_plain(value))
+      inner = describe(without_text(value))
       raise ValueError(f"{dotted} is {inner}, expected keys below it")
   if isinstance(kind, Choice):
-    # Null means the default of the one that is chosen, also where that takes null.
-    values = {name: v for name, v in values.items() if _plain(v) is not None}
+    # Null means the default of the chosen class, also for fields that take null.
+    values = {name: v for name, v in values.items() if without_text(v) is not None}
     named = convert(values.pop("name", kind.first), _names(kind), f"{dotted}.name")
     place, kind = _Place(place.job, named), kind.classes[named]
   assert isinstance(kind, type)
-  if takes_null(hint) and not _is_asked_for(kind, values, dotted):
+  if takes_null(hint) and not _is_present(kind, values, dotted):
     return None
   return _build(kind, values, f"{dotted}.", place)
 
 
-def _is_asked_for(section: type, values: Mapping[str, Any], dotted: str) -> bool:
-  """Whether a section that may be left out is there: some of its keys are set, and all
-  of those that it cannot do without; or it is `{}`, which asks for the defaults."""
+def _is_present(section: type, values: Mapping[str, Any], dotted: str) -> bool:
+  """Returns True if an optional section is configured.
+
+  Some of its keys are set, and all required ones; or it is `{}`, which means its
+  defaults.
+
+  Raises:
+    ValueError: a key is set and a required one is not.
+  """
   known = keys.of(section)
   required = [name for name, key in known.items() if key.default is keys.REQUIRED]
-  missing = [name for name in required if _plain(values.get(name)) is None]
+  missing = [name for name in required if without_text(values.get(name)) is None]
   if not missing:
     return bool(required or not values) or any(
-      _plain(v) is not None for v in values.values()
+      without_text(v) is not None for v in values.values()
     )
   for name, value in values.items():
     if name not in known:
       raise ValueError(_unknown(f"{dotted}.{name}"))
-    if not _says_nothing(_plain(value), known[name]):
+    if not _is_default(without_text(value), known[name]):
       raise ValueError(
-        f"{dotted}.{name} is set and {dotted}.{missing[0]} is not, so nothing would "
-        f"read it: set {dotted}.{missing[0]}, or leave it out"
+        f"{dotted}.{name} is set and {dotted}.{missing[0]} is not, so nothing reads "
+        f"{dotted}.{name}: set {dotted}.{missing[0]}, or leave it out"
       )
   return False
 
 
-def _says_nothing(value: Any, key: keys.Key) -> bool:
+def _is_default(value: Any, key: keys.Key) -> bool:
   return value in (None, {}, []) or value == plain(key.default)
 
 
 def _check_foreign(dotted: str, value: Any, place: _Place) -> None:
-  """Refuses a key that is not read here; one of another job may say its default."""
+  """Refuses a key that this job does not read.
+
+  A key of another job passes with its default, so that files with all keys load.
+  """
   owners = known_keys().get(dotted)
   if owners is None:
     raise ValueError(_unknown(dotted))
@@ -319,54 +330,53 @@ def _check_foreign(dotted: str, value: Any, place: _Place) -> None:
     for name, entry in value.items():
       _check_foreign(f"{dotted}.{name}", entry, place)
     return
-  # What an algorithm does by default (DAPO samples dynamically) is no default of the
-  # others: only null says nothing of it.
+  # The default of one algorithm (dynamic sampling of DAPO) would be a change in
+  # another one, so for the keys of an algorithm only null passes.
   if value in (None, {}, []) or any(
     chosen is None and value == plain(key.default) for _, chosen, key in owners
   ):
     return
   chosen = [c for job, c, _ in owners if c is not None and job == place.job]
   if chosen:
-    who, names = f"the algorithm {place.chosen!r}", chosen
+    what, reader, names = "algorithm", place.chosen, chosen
   else:
-    who, names = f"the job {place.job!r}", [job for job, _, _ in owners]
+    what, reader, names = "job", place.job, [job for job, _, _ in owners]
   names = list(dict.fromkeys(names))
-  what = who.split()[1]
   remedy = JOBS[place.job].settings.instead.get(
     dotted, f"it belongs to the {what}{'s' * (len(names) > 1)} {' and '.join(names)}"
   )
-  raise ValueError(f"{dotted} is {value!r}, and {who} does not read it: {remedy}")
+  raise ValueError(
+    f"{dotted} is {value!r}, and the {what} {reader!r} does not read it: {remedy}"
+  )
 
 
 def _unknown(key: str) -> str:
+  return f"the key {key!r} is unknown: {_advice(key)}"
+
+
+def _advice(key: str) -> str:
+  """Returns the advice about an unknown key, usually the nearest known one."""
   known = [name for name in known_keys() if not _is_section(name)]
-  last = key.rpartition(".")[2]
-  section, _, _ = key.rpartition(".")
+  section, _, last = key.rpartition(".")
   sections = list(dict.fromkeys(n.partition(".")[0] for n in known if "." in n))
-  near_section = difflib.get_close_matches(section, sections, n=1)
-  if near_section:  # first where it was looked for: --traning.max_stps
-    below = [n for n in known if n.startswith(f"{near_section[0]}.")]
-    near = difflib.get_close_matches(
-      f"{near_section[0]}.{last}", below, n=1, cutoff=0.8
-    )
-    if near:
-      return f"the key {key!r} is unknown: did you mean {near[0]}?"
+  for near in difflib.get_close_matches(section, sections, n=1):
+    # In the section that is meant: --traning.max_stps.
+    below = [name for name in known if name.startswith(f"{near}.")]
+    for found in difflib.get_close_matches(f"{near}.{last}", below, n=1, cutoff=0.8):
+      return f"did you mean {found}?"
   if (ours := spelling.ELSEWHERE.get(last)) is not None:
-    told = (
-      f"did you mean {ours}?" if "." in key and ours in known else f"here it is {ours}"
-    )
-    return f"the key {key!r} is unknown: {told}"
-  same = [name for name in known if name.rpartition(".")[2] == last]
-  near = same[:1] or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-  if not near:
-    tails = {name.rpartition(".")[2]: name for name in known}
-    near = [tails[t] for t in difflib.get_close_matches(last, tails, n=1, cutoff=0.5)]
-  remedy = f"did you mean {near[0]}?" if near else "see `tunix train --help`"
-  return f"the key {key!r} is unknown: {remedy}"
+    is_ours = "." in key and ours in known
+    return f"did you mean {ours}?" if is_ours else f"here it is {ours}"
+  tails = {name.rpartition(".")[2]: name for name in reversed(known)}
+  if last in tails:  # the right name in another section
+    return f"did you mean {tails[last]}?"
+  near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+  near += [tails[t] for t in difflib.get_close_matches(last, tails, n=1, cutoff=0.5)]
+  return f"did you mean {near[0]}?" if near else "see `tunix train --help`"
 
 
 def _typed(text: str) -> Argument:
-  """A value of the command line; what is no YAML ("a: b: c") is text."""
+  """Returns a value of the command line; invalid YAML ("a: b: c") is a text."""
   try:
     return Argument(yaml_text.parse(text, "an argument"), text)
   except ValueError:

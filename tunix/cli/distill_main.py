@@ -1,22 +1,11 @@
-"""`python -m tunix.cli.distill_main ...`: `tunix train --job=distill ...`."""
+"""`python -m tunix.cli.distill_main ...` runs `tunix train --job=distill ...`."""
 
-from __future__ import annotations
-
+import functools
 import sys
-from collections.abc import Sequence
 
-from tunix.cli import main as command
+from tunix.cli.main import train_job
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-  """Runs the job; returns the exit code, as `tunix.cli.main.main`.
-
-  Args:
-    argv: arguments of `tunix train`; None: those of the process.
-  """
-  words = sys.argv[1:] if argv is None else argv
-  return command.main(["train", "--job=distill", *words])
-
+main = functools.partial(train_job, "distill")
 
 if __name__ == "__main__":
   sys.exit(main())

@@ -1,4 +1,4 @@
-"""The `tunix` command: finds the subcommand, and says in one line what went wrong."""
+"""The `tunix` command: runs a subcommand, and prints an error as one line."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from typing import Any
 
 import tunix
 
-# Name -> (module with main(argv), what the command does). Modules are imported when
-# their command is called; a leading dot means the package tunix.cli.commands.
+# Name -> (module with main(argv), summary). A module is imported when its command runs;
+# a leading dot stands for the package tunix.cli.commands.
 COMMANDS = {
-  "train": (".train", "fine-tune a model; again: resume"),
+  "train": (".train", "train a model; the same command again resumes"),
   "generate": (".generate", "continue prompts with a model"),
-  "chat": (".chat", "talk with a model"),
-  "parity": (".parity", "compare log-probs of decoding with scored ones"),
+  "chat": (".chat", "talk to a model"),
+  "parity": (".parity", "compare log-probabilities of decoding and scoring"),
   "eval": (".eval.main", "measure a model on files of data"),
   "export": (".export", "write a run's model or adapter to a folder"),
-  "plan": (".plan", "compile a run for chips that need not be here"),
-  "doctor": (".doctor", "look whether this machine can train"),
-  "report": (".report", "show runs as a page: curves, settings, samples"),
-  "data": (".data", "show what a run would train on, and check it"),
+  "plan": (".plan", "compile a run for devices that this machine lacks"),
+  "doctor": (".doctor", "check whether this machine can train"),
+  "report": (".report", "write runs as a page: curves, settings, samples"),
+  "data": (".data", "show and check the data of a run"),
   "init": (".init", "write a configuration to start from"),
-  "completion": (".completion", "print completions for bash, zsh or fish"),
+  "completion": (".completion", "print a completion script for a shell"),
   "quickstart": (
     "tunix.examples.quickstart.main",
-    "the whole way, without a download",
+    "train a small model on sums, without a download",
   ),
 }
 
 BAD_INPUT = 2
 FAILED = 1
 
-# What a user can cause; the rest are our faults and keep their traceback.
+# Errors that users cause. Other errors are faults of tunix and keep their traceback.
 _INPUT_ERRORS = (
   ValueError,
   FileNotFoundError,
@@ -56,8 +56,11 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def main(argv: Sequence[str] | None = None) -> int:
   """Runs a subcommand; returns the exit code.
 
-  0: done. 2: bad input. 1: a failure during the run. 130 and 143: stopped by Ctrl-C
-  and SIGTERM. `--debug` lets errors through with their traceback.
+  Args:
+    argv: the arguments; None: those of the process. `--debug` shows tracebacks.
+
+  Returns: 0: done. 2: bad input. 1: a failure during the run. 130 and 143: stopped by
+    Ctrl-C and SIGTERM.
   """
   words = list(sys.argv[1:] if argv is None else argv)
   debug = "--debug" in words
@@ -73,19 +76,29 @@ def main(argv: Sequence[str] | None = None) -> int:
   with contextlib.ExitStack() as quiet:
     code = _guarded(words[0], words[1:], quiet)
     if code in (FAILED, BAD_INPUT) and argv is None:
-      # Threads of a save that failed, or that read data ahead, are still at work for
-      # nothing, and would be heard of while the interpreter shuts down.
+      # Threads of a failed save, or that read data ahead, still run. They would print
+      # errors while the interpreter shuts down.
       sys.stdout.flush()
       sys.stderr.flush()
       os._exit(code)
   return code
 
 
+def train_job(job: str, argv: Sequence[str] | None = None) -> int:
+  """Runs `tunix train --job=JOB`; returns the exit code, as `main`.
+
+  Args:
+    job: name of the job.
+    argv: arguments of `tunix train`; None: those of the process.
+  """
+  return main(["train", f"--job={job}", *(sys.argv[1:] if argv is None else argv)])
+
+
 def usage() -> str:
-  """The help text."""
+  """Returns the help text."""
   lines = ["usage: tunix COMMAND ...", ""]
-  lines += [f"  {name:12}{what}" for name, (_, what) in COMMANDS.items()]
-  lines += ["", "tunix COMMAND --help says more; --debug shows tracebacks"]
+  lines += [f"  {name:12}{summary}" for name, (_, summary) in COMMANDS.items()]
+  lines += ["", "tunix COMMAND --help explains a command; --debug shows tracebacks"]
   return "\n".join(lines)
 
 
@@ -98,23 +111,23 @@ def _load(command: str) -> ModuleType:
 
 
 def _guarded(command: str, argv: list[str], quiet: contextlib.ExitStack) -> int:
-  """Runs a command; what a user can cause becomes one line on standard error."""
+  """Runs a command; an error that a user caused becomes one line on standard error."""
   try:
     module = _load(command)
-    # Only now: absl must have made its logger itself.
+    # After the import, because absl must create its logger first.
     quiet.enter_context(_quiet_orbax())
     return module.main(argv) or 0
   except BrokenPipeError:
-    # The reader of our output went away (`| head`): nothing to say, nowhere to say it.
+    # The reader of the output has ended (`| head`), so nothing can be printed.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED
   except KeyboardInterrupt as stop:
     signum = getattr(stop, "signum", signal.SIGINT)
-    what = f"{stop}; the same command resumes" if str(stop) else "stopped"
-    print(f"tunix: {what}", file=sys.stderr)
+    message = f"{stop}; the same command resumes" if str(stop) else "stopped"
+    print(f"tunix: {message}", file=sys.stderr)
     return 128 + int(signum)
   except _INPUT_ERRORS as error:
-    _complain(_said(error))
+    _complain(_message(error))
     return BAD_INPUT
   except _RUN_ERRORS as error:
     _complain(_with_remedy(error))
@@ -123,9 +136,11 @@ def _guarded(command: str, argv: list[str], quiet: contextlib.ExitStack) -> int:
 
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
-  """Silences what orbax tells about a save that fails, besides raising it to us: the
-  traceback in every thread that it passes, in absl's log, and one for every write that
-  tensorstore finishes after the first failed, through sys.unraisablehook."""
+  """Silences the tracebacks that orbax prints for a save that fails.
+
+  orbax raises the error, and also logs it through absl in each thread. tensorstore
+  reports every write that ends after the first failure to sys.unraisablehook.
+  """
   logger = logging.getLogger("absl")
   level, hook = logger.level, sys.unraisablehook
 
@@ -146,16 +161,16 @@ def _complain(message: str) -> None:
   print("tunix: error: " + " ".join(message.split()), file=sys.stderr)
 
 
-def _said(error: Exception) -> str:
-  """What an error says, without the number that Python puts before it."""
+def _message(error: Exception) -> str:
+  """Returns the message of an error, without the errno of an OSError."""
   if isinstance(error, OSError) and error.filename and error.strerror:
-    remedy = ": name a place that can be written" if error.errno in _CLOSED else ""
+    remedy = ": choose a place that is writable" if error.errno in _CLOSED else ""
     return f"{error.filename}: {error.strerror}{remedy}"
   return str(error)
 
 
 def _with_remedy(error: Exception) -> str:
-  text = _said(error)
+  text = _message(error)
   if getattr(error, "errno", None) in _NO_SPACE:
     return f"{text}: make room and run the same command again"
   if "RESOURCE_EXHAUSTED" in text:

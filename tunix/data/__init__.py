@@ -1,1 +1,1 @@
-"""From records on disk to batches of tokens."""
+"""Records on disk, and batches of tokens made from them."""

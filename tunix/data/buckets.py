@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
+from typing import Any
 
 import grain
 from grain.experimental import FlatMapIterDataset
@@ -88,7 +89,7 @@ class _Cut(grain.experimental.FlatMapTransform):
     self, lengths: list[int], batch_size: int, pad_id: int, first: int, count: int
   ):
     self._lengths, self._size, self._pad_id = lengths, batch_size, pad_id
-    self._part = {"first": first, "count": count, "pad_id": pad_id}
+    self._part: dict[str, Any] = {"first": first, "count": count, "pad_id": pad_id}
 
   def flat_map(self, element: list[Row]) -> list[Row]:
     tokens = [len(row["input_tokens"]) for row in element]

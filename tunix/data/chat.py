@@ -62,7 +62,9 @@ class Rendered(NamedTuple):
     return np.concatenate([np.zeros_like(self.prompt), mask])
 
 
-def rendered_row(tokens: Sequence[int], mask: Sequence[int]) -> Rendered:
+def rendered_row(
+  tokens: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray
+) -> Rendered:
   """Splits a row of tokens in front of its first trained token.
 
   The first token of a row is never trained: no token precedes it that could predict it.
@@ -91,7 +93,7 @@ def render(
 
   In a conversation, the assistant's turns are trained, each with the token that ends
   it. Of a prompt and a response, the response and its end are trained; of a text,
-  everything. Text is tokenised piece by piece between these borders, as it is when a
+  everything. The text between these borders is tokenised piece by piece, as when a
   model continues a prompt.
 
   Args:
@@ -120,7 +122,7 @@ def render(
 
 def render_completion(
   prompt: str | Sequence[Message],
-  completion: str | Sequence[Message],
+  completion: str | Sequence[Message] | None,
   tokenizer: TokenizerAdapter,
   *,
   where: str = "record",
@@ -132,44 +134,27 @@ def render_completion(
   Args:
     prompt: text, or the messages before the answer; may be empty.
     completion: text of the answer, or messages, of which the assistant's are trained.
+      None returns the prompt alone, with the same tokens as before a completion.
     tokenizer, where, chat, template_kwargs: as for `render`.
 
   Raises:
     ValueError: as for `render`.
   """
   chat = tokenizer.has_chat_template() if chat is None else chat
+  is_plain = isinstance(prompt, str) and not chat
+  text = ""
+  if completion is None:
+    text = prompt_text(
+      prompt, tokenizer, where=where, chat=chat, template_kwargs=template_kwargs
+    )
   try:
+    if completion is None:
+      prefix = [Segment(text, False)]
+      return _tokenise(prefix, tokenizer, add_eos=False, add_bos=is_plain)
     if isinstance(prompt, str) and isinstance(completion, str) and not chat:
       return _plain([Segment(prompt, False), Segment(completion, True)], tokenizer)
     _check_template(tokenizer, chat)
     return _chat(_conversation(prompt, completion), tokenizer, template_kwargs or {})
-  except ValueError as error:
-    raise ValueError(f"{where}: {error}") from error
-
-
-def render_prompt(
-  prompt: str | Sequence[Message],
-  tokenizer: TokenizerAdapter,
-  *,
-  where: str = "record",
-  chat: bool | None = None,
-  template_kwargs: Mapping[str, Any] | None = None,
-) -> Rendered:
-  """Returns the tokens of a prompt alone, the same as in `render_completion`.
-
-  Args:
-    prompt, tokenizer, where, chat, template_kwargs: as for `render_completion`.
-
-  Raises:
-    ValueError: as for `render`.
-  """
-  chat = tokenizer.has_chat_template() if chat is None else chat
-  text = prompt_text(
-    prompt, tokenizer, where=where, chat=chat, template_kwargs=template_kwargs
-  )
-  is_plain = isinstance(prompt, str) and not chat
-  try:
-    return _tokenise([Segment(text, False)], tokenizer, add_eos=False, add_bos=is_plain)
   except ValueError as error:
     raise ValueError(f"{where}: {error}") from error
 

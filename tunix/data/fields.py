@@ -85,8 +85,8 @@ def check_messages(messages: Any, where: str) -> None:
     ValueError: the value or one of its messages has the wrong form.
   """
   if not isinstance(messages, list) or not messages:
-    found = "an empty list" if messages == [] else f"a {_type_name(messages)}"
-    raise ValueError(f"{where} is {found}, expected a list of messages")
+    problem = "an empty list" if messages == [] else f"a {_type_name(messages)}"
+    raise ValueError(f"{where} is {problem}, expected a list of messages")
   for number, message in enumerate(messages):
     _check_message(message, f"{where}[{number}]")
 

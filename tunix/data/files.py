@@ -67,7 +67,7 @@ class JsonArrayRecords(FileRecords):
       # All borders first: a file without an end is refused before it is hashed.
       borders = list(_borders(text, self.name))
       digest.update(text)
-      # An entry has no line of its own; `where` counts entries.
+      # `where` counts entries instead of lines.
       yield from ((a, b, 0) for a, b in borders if text[a:b].strip())
 
   def where(self, index: int) -> str:

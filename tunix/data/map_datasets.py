@@ -1,7 +1,8 @@
-"""Random-access datasets (`grain.MapDataset`) of records, cut into batches of columns.
+"""Random-access datasets (`grain.MapDataset`) of records, and batches of their columns.
 
-For programs that bring their own dataset; runs of the command read files, see
-pipeline.py. Everything here keeps random access, so that a run's place is a number.
+Programs with their own dataset use this module; the command reads files through
+`tunix.data.pipeline`. All functions keep random access, so that the place of a run in
+its data is one integer.
 """
 
 from __future__ import annotations
@@ -11,10 +12,14 @@ from typing import Any
 
 import grain
 
+from tunix.data.prompts import as_columns
+
 
 class Chosen:
-  """Some records of a source, by their indices: what filtering with random access is
-  (a filtered MapDataset has holes, and Grain does not batch over them)."""
+  """Selected records of a source, in random access.
+
+  `MapDataset.filter` leaves holes instead, and Grain does not batch over holes.
+  """
 
   def __init__(self, source: Any, indices: Sequence[int]):
     self._source, self._indices = source, indices
@@ -25,31 +30,36 @@ class Chosen:
   def __getitem__(self, index: int) -> Any:
     return self._source[self._indices[index]]
 
-  def __repr__(self) -> str:  # Grain writes it into the state of a loader
+  def __repr__(self) -> str:  # Grain saves it in the state of a loader
     return f"Chosen({len(self)} records)"
 
 
 def as_map_dataset(source: Any) -> Any:
-  """A MapDataset of anything with a length and items.
+  """Returns a MapDataset of any object with a length and items.
 
   Raises:
-    TypeError: it has none.
+    TypeError: `source` has no length or no items.
   """
   if isinstance(source, grain.MapDataset):
     return source
   if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
     raise TypeError(
-      f"a dataset is a {type(source).__name__}: give a grain.MapDataset, or anything "
-      "with a length and items (a list, a datasets.Dataset)"
+      f"a dataset is a {type(source).__name__}; expected a grain.MapDataset, or an "
+      "object with a length and items (a list, a datasets.Dataset)"
     )
   return grain.MapDataset.source(source)
 
 
 def kept(dataset: Any, keep: Callable[[Any], bool], why: str) -> Any:
-  """The records for which `keep` holds; looks at all of them, once.
+  """Returns the records for which `keep` is True; reads every record once.
+
+  Args:
+    dataset: records in random access.
+    keep: condition on a record.
+    why: end of the error message "none of N records ...".
 
   Raises:
-    ValueError: there are none; `why` says what was asked of them.
+    ValueError: no record is kept.
   """
   indices = [i for i in range(len(dataset)) if keep(dataset[i])]
   if not indices:
@@ -60,16 +70,16 @@ def kept(dataset: Any, keep: Callable[[Any], bool], why: str) -> Any:
 def batches(
   dataset: Any, batch_size: int, num_batches: int | None, num_epochs: int | None = 1
 ) -> Any:
-  """Whole batches {column: list}; the remainder is dropped.
+  """Returns full batches {column: list}; the remainder is dropped.
 
   Args:
     dataset: a MapDataset of dicts with equal keys.
     batch_size: records of a batch.
-    num_batches: at most so many; None: all.
-    num_epochs: passes; None: without end.
+    num_batches: largest number of batches; None for all.
+    num_epochs: passes over the records; None never ends.
 
   Raises:
-    ValueError: a count below 1, or fewer records than a batch.
+    ValueError: a count is below 1, or there are fewer records than a batch has.
   """
   counts = {"batch_size": batch_size, "num_batches": num_batches}
   for name, value in {**counts, "num_epochs": num_epochs}.items():
@@ -79,12 +89,8 @@ def batches(
     dataset = dataset.repeat(num_epochs)
   if len(dataset) < batch_size:
     raise ValueError(
-      f"there are {len(dataset)} records and batch_size is {batch_size}: not one whole "
-      "batch; make it smaller"
+      f"there are {len(dataset)} records and batch_size is {batch_size}; expected at "
+      "least one full batch. Lower batch_size"
     )
-  dataset = dataset.batch(batch_size, drop_remainder=True, batch_fn=_columns)
+  dataset = dataset.batch(batch_size, drop_remainder=True, batch_fn=as_columns)
   return dataset if num_batches is None else dataset[:num_batches]
-
-
-def _columns(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-  return {name: [record[name] for record in records] for name in records[0]}

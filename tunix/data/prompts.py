@@ -88,8 +88,12 @@ class PromptText:
   ) -> dict[str, list[Any]]:
     """Returns a list for each column of rows `first` to `first + count`."""
     del names, pad_id
-    part = elements[first : None if count is None else first + count]
-    return {name: [row[name] for row in part] for name in elements[0]}
+    return as_columns(elements[first : None if count is None else first + count])
+
+
+def as_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
+  """Returns {column: list of its values} of rows with equal columns."""
+  return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 class PromptBatches:
@@ -168,7 +172,7 @@ class _Batches(Iterator[dict[str, list[Any]]]):
     places = range(start, min(start + source.size, len(source.rows)))
     batch = [source.rows[self._order[place]] for place in places]
     self._drawn += 1
-    return PromptText().stack(batch)
+    return as_columns(batch)
 
   def get_state(self) -> dict[str, int]:
     return {"drawn": self._drawn}

@@ -1,15 +1,17 @@
-"""Questions with answers for scripts of reinforcement learning: GSM8K and its kind."""
+"""Questions with answers for scripts of reinforcement learning, such as GSM8K."""
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from tunix.data import map_datasets as maps
+from tunix.data import fields, map_datasets as maps
+from tunix.data.jsonl import JsonlRecords
+from tunix.data.records import Kind, Record
+from tunix.data.stored import HeldRecords, Records
 from tunix.utils import optional
 
 Extract = Callable[[str], str | None]
@@ -24,34 +26,30 @@ def get_dataset(
   answer_extractor: Extract,
   dataset_name: str = "gsm8k",
 ) -> Any:
-  """Questions in a seeded order.
+  """Returns questions in an order determined by the seed.
 
   Args:
-    path: a file of JSON lines {"question", "answer"}, or a folder with one called
-      `{split}.jsonl`; else where `tensorflow_datasets` keeps its data.
-    split: of the dataset.
-    seed: of the order.
-    system_prompt: goes before each question, in the user's turn (some models know no
-      other one); may be empty.
-    answer_extractor: a reference solution -> its final answer; a record for which it
-      gives None is left out.
-    dataset_name: of `tensorflow_datasets`, where `path` holds no file.
+    path: file of JSON lines {"question", "answer"}, or a folder with such a file named
+      `{split}.jsonl`; any other path is the data folder of `tensorflow_datasets`.
+    split: split of the data set.
+    seed: seed of the order.
+    system_prompt: text before each question, within the user's turn, because some
+      models have no system turn; may be empty.
+    answer_extractor: reference solution -> final answer. None leaves the record out.
+    dataset_name: name in `tensorflow_datasets`, used if `path` has no file.
 
-  Returns: a `grain.MapDataset` of {"prompts": messages, "question", "answer"}.
+  Returns:
+    A `grain.MapDataset` of {"prompts": messages, "question", "answer"}.
 
   Raises:
-    ImportError: there is no file, and the package is missing.
+    FileNotFoundError: a path that ends with .json or .jsonl does not exist.
+    ImportError: there is no file, and `tensorflow_datasets` is missing.
     ValueError: no question is left, or a record has other columns.
   """
   records = _records(pathlib.Path(path), split, dataset_name)
   rows = []
   for index in np.random.default_rng(seed).permutation(len(records)):
-    record = {name: _text(value) for name, value in records[int(index)].items()}
-    if not {"question", "answer"} <= record.keys():
-      raise ValueError(
-        f"record {index} of {path} has the columns {sorted(record)}: expected "
-        '"question" and "answer"'
-      )
+    record = records[int(index)]
     answer = answer_extractor(record["answer"])
     if answer is None:
       continue
@@ -61,8 +59,7 @@ def get_dataset(
     rows.append({"prompts": prompt, "question": question, "answer": answer})
   if not rows:
     raise ValueError(
-      f"none of {len(records)} records of {path} has an answer that answer_extractor "
-      "finds"
+      f"answer_extractor finds no answer in any of the {len(records)} records of {path}"
     )
   return maps.as_map_dataset(rows)
 
@@ -80,21 +77,22 @@ def get_train_and_eval_datasets(
   answer_extractor: Extract,
   dataset_name: str = "gsm8k",
 ) -> tuple[Any, Any]:
-  """Training and evaluation batches of one split, with no question in both.
+  """Returns training and evaluation batches of one split, with disjoint questions.
 
   Args:
-    data_path, split, seed, system_prompt, answer_extractor, dataset_name: see
+    data_path, split, seed, system_prompt, answer_extractor, dataset_name: as for
       `get_dataset`.
     batch_size: questions of a batch; a remainder is dropped.
-    num_batches: at most so many of each; None: all.
-    train_fraction: of the questions, after they were put in order; in (0, 1].
-    num_epochs: passes over the training part; None: one.
+    num_batches: largest number of batches of each part; None for all.
+    train_fraction: share of the ordered questions that is for training, in (0, 1].
+    num_epochs: passes over the training part; None for one.
 
-  Returns: (training, evaluation) batches {"prompts": [...], "question", "answer"}; the
-    second is None with `train_fraction` 1.
+  Returns:
+    (training, evaluation) batches {"prompts": [...], "question", "answer"}; the second
+    is None if `train_fraction` is 1.
 
   Raises:
-    ValueError: a value out of range, or not one whole batch in a part.
+    ValueError: a value is out of range, or a part has no full batch.
   """
   if not 0 < train_fraction <= 1:
     raise ValueError(
@@ -115,34 +113,30 @@ def get_train_and_eval_datasets(
   return train, maps.batches(every[count:], batch_size, num_batches)
 
 
-def _records(path: pathlib.Path, split: str, dataset_name: str) -> Any:
+def _records(path: pathlib.Path, split: str, dataset_name: str) -> Records:
   file = path / f"{split}.jsonl" if path.is_dir() else path
-  if file.is_file():
-    return _read(file)
-  if path.suffix in (".json", ".jsonl"):
-    raise FileNotFoundError(f"there is no file {path}: give a file of JSON lines")
+  if file.is_file() or path.suffix in (".json", ".jsonl"):
+    return JsonlRecords(file, QUESTIONS)
   tfds = optional.require(
     "tensorflow_datasets",
     f"reading {dataset_name!r} ({path} holds no {split}.jsonl)",
     "tensorflow-datasets",
   )
-  return tfds.data_source(dataset_name, split=split, data_dir=str(path))
+  source = tfds.data_source(dataset_name, split=split, data_dir=str(path))
+  return HeldRecords(source, QUESTIONS, name=dataset_name)
 
 
-def _read(file: pathlib.Path) -> list[Any]:
-  records = []
-  for number, line in enumerate(file.read_text().splitlines(), start=1):
-    if not line.strip():
-      continue
-    try:
-      record = json.loads(line)
-    except ValueError as error:
-      raise ValueError(f"{file}:{number}: it is no JSON ({error})") from error
-    if not isinstance(record, dict):
-      raise ValueError(f"{file}:{number}: expected an object, found {line[:40]!r}")
-    records.append(record)
-  return records
+def _read(record: Any, where: str) -> Record:
+  fields.check_mapping(record, where, QUESTIONS.expected)
+  if not {"question", "answer"} <= record.keys():
+    raise ValueError(f"{where}: found {fields.describe(record)}, {QUESTIONS.expected}")
+  return Record("question", record["question"], {"answer": record["answer"]}, {}, None)
 
 
-def _text(value: Any) -> Any:
-  return value.decode() if isinstance(value, bytes) else value
+QUESTIONS = Kind(
+  name="question",
+  expected='expected {"question": text, "answer": text}',
+  read=_read,
+  completions=("answer",),
+  noun="questions",
+)

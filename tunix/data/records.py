@@ -117,17 +117,14 @@ def read_pair(record: Any, where: str) -> Record:
   Raises:
     ValueError: a field is missing or wrong; begins with `where`.
   """
-  record = foreign.convert(record, where, *PAIRS.forms)
-  completions = _completions(record, where, PAIRS)
-  extra = {}
-  if record.get("margin") is not None:
-    margin = record["margin"]
-    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
-    if not is_number or not math.isfinite(margin):
-      raise ValueError(f'{where}: "margin" is {margin!r}, expected a finite number')
-    extra["margin"] = float(margin)
-  prompt, completions = split(record.get("prompt"), completions, where)
-  return Record("pair", prompt, completions, extra, record.get("tools"))
+  converted, read = _read_completions(record, where, PAIRS)
+  margin = converted.get("margin")
+  if margin is None:
+    return read
+  is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+  if not is_number or not math.isfinite(margin):
+    raise ValueError(f'{where}: "margin" is {margin!r}, expected a finite number')
+  return read._replace(extra={"margin": float(margin)})
 
 
 def read_labelled(record: Any, where: str) -> Record:
@@ -136,17 +133,14 @@ def read_labelled(record: Any, where: str) -> Record:
   Raises:
     ValueError: a field is missing or wrong; begins with `where`.
   """
-  record = foreign.convert(record, where, *LABELLED.forms)
-  completions = _completions(record, where, LABELLED)
-  label = _LABELS.get(str(record.get("label")).lower())
+  converted, read = _read_completions(record, where, LABELLED)
+  value = converted.get("label")
+  label = _LABELS.get(str(value).lower())
   if label is None:
     raise ValueError(
-      f'{where}: "label" is {record.get("label")!r}, expected true (a good answer) or '
-      "false"
+      f'{where}: "label" is {value!r}, expected true (a good answer) or false'
     )
-  prompt, completions = split(record.get("prompt"), completions, where)
-  extra = {"label": label}
-  return Record("labelled", prompt, completions, extra, record.get("tools"))
+  return read._replace(extra={"label": label})
 
 
 def read_answered(record: Any, where: str) -> Record:
@@ -250,8 +244,11 @@ def _only_field(record: Any, names: Sequence[str], where: str, expected: str) ->
   return known[0]
 
 
-def _completions(record: Any, where: str, kind: Kind) -> dict[str, Text]:
-  """Returns the completions of a record; checks them and the prompt."""
+def _read_completions(
+  record: Any, where: str, kind: Kind
+) -> tuple[Mapping[str, Any], Record]:
+  """Returns the converted record, and its prompt and completions without `extra`."""
+  record = foreign.convert(record, where, *kind.forms)
   fields.check_mapping(record, where, kind.expected)
   if not all(name in record for name in kind.completions):
     raise ValueError(f"{where}: found {fields.describe(record)}, {kind.expected}")
@@ -259,7 +256,9 @@ def _completions(record: Any, where: str, kind: Kind) -> dict[str, Text]:
   for name in (*kind.completions, "prompt"):
     if name in record:
       fields.check_text(record, name, where)
-  return {name: record[name] for name in kind.completions}
+  completions = {name: record[name] for name in kind.completions}
+  prompt, completions = split(record.get("prompt"), completions, where)
+  return record, Record(kind.name, prompt, completions, {}, record.get("tools"))
 
 
 def split(

@@ -96,10 +96,10 @@ def tokenise(
   options: Any = {"where": where, "chat": chat, "template_kwargs": template_kwargs}
   source: Any = prompt
   texts: Any = completions
-  rendered = [
-    chats.render_completion(source, text, tokenizer, **options) for text in texts
+  rows = [
+    chats.render_completion(source, text, tokenizer, **options)
+    for text in texts or [None]
   ]
-  rows = rendered or [chats.render_prompt(source, tokenizer, **options)]
   is_plain = isinstance(prompt, str) and not (
     tokenizer.has_chat_template() if chat is None else chat
   )
@@ -113,11 +113,12 @@ def tokenise(
   if any(not np.array_equal(row.prompt, rows[0].prompt) for row in rows[1:]):
     raise ValueError(f"{where}: {_why_prompts_differ(completions)}")
   # Templates may print text after the last trained token; it is no part of the answer.
-  ends = [int(np.flatnonzero(row.masks[0])[-1]) + 1 for row in rendered]
+  answers = [row for row in rows if row.masks[0].any()]  # none after a prompt alone
+  ends = [int(np.flatnonzero(row.masks[0])[-1]) + 1 for row in answers]
   return Rendered(
     rows[0].prompt,
-    tuple(row.completions[0][:end] for row, end in zip(rendered, ends)),
-    tuple(row.masks[0][:end] for row, end in zip(rendered, ends)),
+    tuple(row.completions[0][:end] for row, end in zip(answers, ends)),
+    tuple(row.masks[0][:end] for row, end in zip(answers, ends)),
   )
 
 

@@ -347,7 +347,7 @@ def _too_long(length: int, prompt_length: int, max_length: int) -> str:
 
 
 def pad_row(element: Row, *, max_length: int, pad_id: int) -> Row:
-  """Returns one example padded to a row of its own."""
+  """Returns one example, padded to a row."""
   length = len(element["input_tokens"])
   row = empty_row(max_length, pad_id)
   row["input_tokens"][:length] = element["input_tokens"]

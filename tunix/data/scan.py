@@ -108,7 +108,7 @@ class PromptReport(Report):
   """Counts over prompts with columns.
 
   Attributes:
-    columns: names of the columns besides the prompt, the same in every record.
+    columns: names of the columns without the prompt, the same in every record.
   """
 
   columns: Sequence[str] = ()

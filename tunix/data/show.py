@@ -246,6 +246,6 @@ def _field(batch: Any, name: str, required: bool = True) -> Any:
   is_mapping = isinstance(batch, Mapping)
   value = batch.get(name) if is_mapping else getattr(batch, name, None)
   if value is None and required:
-    found = f"keys {', '.join(batch)}" if is_mapping else type(batch).__name__
-    raise ValueError(f"the batch has no {name} (found {found}); give it one, [B, T]")
+    fields = f"keys {', '.join(batch)}" if is_mapping else type(batch).__name__
+    raise ValueError(f"the batch has no {name} (found {fields}); give it one, [B, T]")
   return None if value is None else np.asarray(value)

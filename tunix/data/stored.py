@@ -5,14 +5,13 @@ from __future__ import annotations
 import abc
 import array
 import collections
-import contextlib
 import functools
 import hashlib
 import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -149,20 +148,14 @@ class FileRecords(Records):
     """
     start, stop, _ = map(int, self._index[index])
     # Opening again costs microseconds and needs no lock between threads.
-    with self.opened() as file:
-      file.seek(start)
-      return file.read(stop - start)
-
-  @contextlib.contextmanager
-  def opened(self) -> Iterator[BinaryIO]:
-    """Opens the file for reading; raises as `text` does."""
     with self.path.open("rb") as file:
       if _stamp(file.fileno()) != self._stamp:
         raise ValueError(
           f"{self.name} was changed while it was read; leave the file unchanged during "
           "a run, and start the run again"
         )
-      yield file
+      file.seek(start)
+      return file.read(stop - start)
 
 
 class Renamed(Records):

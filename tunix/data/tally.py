@@ -1,4 +1,4 @@
-"""Counts of what goes on and should be known, without a line for every one."""
+"""Counters of repeated events that warn rarely instead of every time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ _log = logging.getLogger(__name__)
 
 
 class Tally:
-  """Counts by name; warns at the first, the tenth, the hundredth ...
+  """Counts events by name, and warns at the first, 10th, 100th and so on.
 
   Attributes:
-    counts: so far.
+    counts: number of events so far, by name.
   """
 
   def __init__(self):
     self.counts: collections.Counter[str] = collections.Counter()
 
-  def add(self, what: str, detail: str = "") -> None:
-    """One more of it."""
-    self.counts[what] += 1
-    total = self.counts[what]
+  def add(self, name: str, detail: str = "") -> None:
+    """Counts one event; `detail` is printed with the warning."""
+    self.counts[name] += 1
+    total = self.counts[name]
     if total == 10 ** (len(str(total)) - 1):
-      _log.warning("%s so far: %d%s", what, total, f" ({detail})" if detail else "")
+      _log.warning("%s so far: %d%s", name, total, f" ({detail})" if detail else "")

@@ -1,1 +1,1 @@
-"""Distillation: a student learns from what a teacher says of every token."""
+"""Distillation: trains a student on the token distributions of a teacher."""

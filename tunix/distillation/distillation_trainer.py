@@ -1,4 +1,4 @@
-"""DistillationTrainer: a student learns from a teacher, by a strategy.
+"""DistillationTrainer: trains a student on a teacher's outputs with a strategy.
 
 trainer = DistillationTrainer(
   student, teacher, LogitStrategy(temperature=2.0, alpha=0.5),
@@ -37,48 +37,49 @@ from tunix.sft.peft_trainer import PeftTrainer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig(_TrainingConfig):
-  """Settings of a distillation: those of every training."""
+  """Settings of a distillation, the same as those of every trainer."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainingInput(_TrainingInput):
-  """One micro-batch, with what the teacher says of it if that is known already.
+  """One micro-batch, optionally with the teacher's output.
 
   Attributes:
-    teacher_output: as `BaseStrategy.get_teacher_outputs` gives it; None: the teacher is
-      asked.
+    teacher_output: a result of `BaseStrategy.get_teacher_outputs`; None runs the
+      teacher.
   """
 
   teacher_output: Any = None
 
 
-class Taught(NamedTuple):
-  """A user's batch, untouched, and what the teacher says of it."""
+class BatchWithTeacher(NamedTuple):
+  """An unchanged batch of the user and the teacher's output for it."""
 
   batch: Any
   teacher_output: Any
 
 
 class DistillationTrainer(PeftTrainer):
-  """Trains a student on what a teacher says of the same tokens.
+  """Trains a student to match a teacher on the same tokens.
 
-  The teacher runs in eval mode, without gradient, outside the student's step: on the
-  mesh or the device, and in the dtype, that it has. Subclasses may override
-  `get_train_loss` and `get_eval_loss`; a new way to compare the two is a strategy.
+  The teacher runs in eval mode and without gradient, outside the student's step, on its
+  own mesh or device and in its own dtype. Subclasses may override `get_train_loss` and
+  `get_eval_loss`. A new comparison of student and teacher is a strategy.
 
   Args:
-    student_model: any module; with LoRA parameters only those are trained. Until
-      `close` it may hold what the strategy put into it.
-    teacher_model: any module; a TeacherCache; or None, when the batches bring
+    student_model: any module; if it has LoRA parameters, only those are trained. Until
+      `close` the strategy may add modules or arrays to it.
+    teacher_model: any module, a TeacherCache, or None if the batches have
       `teacher_output`.
-    strategy: what is compared.
+    strategy: the comparison and its loss.
     optimizer, training_config, metrics_logger, perf_tracer: see PeftTrainer.
-    tokenizers: of the student and of the teacher; refused if they differ.
+    tokenizers: the tokenizers of student and teacher, which are compared; None skips
+      the check.
 
   Raises:
-    TypeError: the strategy's methods take other arguments than strategies' do.
-    ValueError: vocabularies or tokenizers that differ, or see PeftTrainer.
+    TypeError: a method of the strategy has another signature.
+    ValueError: the vocabularies or tokenizers differ, or see PeftTrainer.
   """
 
   def __init__(
@@ -99,14 +100,15 @@ class DistillationTrainer(PeftTrainer):
       vocabulary.check_tokenizers(*tokenizers)
     student, teacher = strategy.pre_process_models(student_model, teacher_model)
     self.strategy = strategy
-    # What prepared the models puts them back, whatever loss is given meanwhile.
+    # `with_loss_fn` replaces `strategy`; the one that prepared the models restores
+    # them.
     self._prepared_by = strategy
     self.teacher_model = teacher
-    self._student: nnx.Module | None = None  # as it was given; after `close`
+    self._student: nnx.Module | None = None  # the restored student, after `close`
     self._evaluating = False
     try:
       super().__init__(student, optimizer, training_config, metrics_logger, perf_tracer)
-    except BaseException:  # whatever it was: the models go back as they were given
+    except BaseException:  # the caller must get the models back unchanged
       strategy.post_process_models(student, teacher)
       raise
     self._teacher_score = self._make_teacher_score()
@@ -114,15 +116,14 @@ class DistillationTrainer(PeftTrainer):
   def with_loss_fn(
     self, loss_fn: Callable[..., Any], has_aux: bool = False
   ) -> DistillationTrainer:
-    """Replaces the strategy's `compute_loss`, as an override would: call it before
-    training.
+    """Replaces the strategy's `compute_loss`; call it before training.
 
     Args:
       loss_fn: `loss_fn(student_output, teacher_output, labels)`; traced.
-      has_aux: whether it returns a pair of the loss and a dict of scalars to log.
+      has_aux: True if it returns a pair of the loss and a dict of scalars to log.
 
     Raises:
-      TypeError: it takes other arguments.
+      TypeError: `loss_fn` has another signature.
     """
     self.strategy = self.strategy.with_loss(loss_fn, has_aux)
     self._state.forget_steps()
@@ -130,8 +131,12 @@ class DistillationTrainer(PeftTrainer):
     return self
 
   def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> DistillationTrainer:
-    """`fn(batch)` gives the fields, by name, that the forward functions and labels_fn
-    of the strategy are called with; traced."""
+    """Sets the function that converts a batch to inputs; returns the trainer.
+
+    Args:
+      fn: `fn(batch)` returns the fields by name that the strategy's forward functions
+        and labels_fn receive; traced.
+    """
     super().with_gen_model_input_fn(fn)
     self._teacher_score = self._make_teacher_score()
     return self
@@ -139,23 +144,26 @@ class DistillationTrainer(PeftTrainer):
   def get_train_loss(
     self, model: nnx.Module, teacher_output: Any, inputs: Inputs
   ) -> Any:
-    """The loss of one micro-batch; traced."""
+    """Computes the loss of one micro-batch; traced."""
     return self.strategy.get_train_loss(model, teacher_output, inputs)
 
   def get_eval_loss(
     self, model: nnx.Module, teacher_output: Any, inputs: Inputs
   ) -> Any:
-    """The same in evaluations; `teacher_output` is None if the strategy needs none."""
+    """Computes the evaluation's loss of one micro-batch; traced.
+
+    `teacher_output` is None if the strategy evaluates without the teacher.
+    """
     return self.strategy.get_eval_loss(model, inputs, teacher_output)
 
   @property
   def model(self) -> nnx.Module:
-    """The student with its current weights; until `close` as the strategy needs it."""
+    """The student with its current weights, prepared by the strategy until `close`."""
     current = super().model
     return current if self._student is None else self._student
 
   def close(self) -> None:
-    """Saves what is not saved yet; hands the models back as they were given."""
+    """Saves unsaved updates and restores the models as they were passed in."""
     super().close()
     if self._student is None:
       self._student, self.teacher_model = self._prepared_by.post_process_models(
@@ -165,27 +173,27 @@ class DistillationTrainer(PeftTrainer):
   def _prepare_inputs(self, batch: Any) -> Any:
     if self._student is not None:
       raise RuntimeError(
-        "the trainer is closed and its models are as they were before: build another "
-        "DistillationTrainer to go on"
+        "the trainer is closed and has restored its models: build another "
+        "DistillationTrainer to continue"
       )
     batch = windows.as_pytree(batch)
     teacher_output = windows.field(batch, "teacher_output")
     if self._evaluating and not self.strategy.evaluates_with_teacher:
       teacher_output = None
     elif teacher_output is None:
-      teacher_output = self._ask(batch)
-    return Taught(_without_teacher(batch), teacher_output)
+      teacher_output = self._teacher_output(batch)
+    return BatchWithTeacher(_without_teacher(batch), teacher_output)
 
   def _prepare_window(self, batches: list[Any]) -> list[Any]:
     if self.strategy.labels_fn is None and not self._evaluating:
       windows.check_trained([self._loss.input_fn(b.batch) for b in batches])
     return batches
 
-  def _train_step(self, model: nnx.Module, batch: Taught) -> Any:
+  def _train_step(self, model: nnx.Module, batch: BatchWithTeacher) -> Any:
     inputs = self._loss.input_fn(batch.batch)
     return self.get_train_loss(model, batch.teacher_output, inputs)
 
-  def _eval_step(self, model: nnx.Module, batch: Taught) -> Any:
+  def _eval_step(self, model: nnx.Module, batch: BatchWithTeacher) -> Any:
     inputs = self._loss.input_fn(batch.batch)
     return self.get_eval_loss(model, batch.teacher_output, inputs)
 
@@ -196,29 +204,30 @@ class DistillationTrainer(PeftTrainer):
     finally:
       self._evaluating = False
 
-  def _ask(self, batch: Any) -> Any:
-    """What the teacher says, on the student's devices."""
+  def _teacher_output(self, batch: Any) -> Any:
+    """Returns the teacher's output for a batch, on the student's devices."""
     teacher = self.teacher_model
     if teacher is None:
       raise ValueError(
-        "there is no teacher, and a batch without teacher_output: give a "
-        "teacher_model, or batches that bring it"
+        "teacher_model is None and a batch has no teacher_output: give a "
+        "teacher_model, or add teacher_output to the batches"
       )
     if isinstance(teacher, TeacherCache):
       return teacher.look_up(self._loss.input_fn(batch))
     axes = self.training_config.data_sharding_axis
-    said = inference.apply(teacher, self._teacher_score, {"batch": batch}, axes)
+    out = inference.apply(teacher, self._teacher_score, {"batch": batch}, axes)
+    # On a mesh, the step places the teacher's output like the rest of the batch.
     device = None if self._state.mesh is not None else self._state.devices()[0]
-    return jax.tree.map(lambda x: to_device(x, device), said)
+    return jax.tree.map(lambda x: to_device(x, device), out)
 
   def _make_teacher_score(self) -> Callable[..., Any]:
-    """What the teacher computes: one object, so that it compiles once."""
+    """Returns the teacher's function; one object, so that JAX compiles it once."""
     input_fn, strategy = self._loss.input_fn, self.strategy
     return lambda model, batch: strategy.get_teacher_outputs(model, input_fn(batch))
 
 
 def _without_teacher(batch: Any) -> Any:
-  """The batch for functions that know of no teacher."""
+  """Returns the batch without `teacher_output`."""
   if isinstance(batch, TrainingInput):
     return dataclasses.replace(batch, teacher_output=None)
   if isinstance(batch, Mapping):
@@ -227,12 +236,12 @@ def _without_teacher(batch: Any) -> Any:
 
 
 def _check_models(student: Any, teacher: Any) -> None:
-  """Refuses what is no student or teacher.
+  """Checks the types of student and teacher, and that they share no trained weights.
 
   Raises:
-    TypeError: it is of another kind.
-    ValueError: the teacher holds Variables of the student that are trained: it would
-      be taught by what it is becoming.
+    TypeError: a model has another type.
+    ValueError: the teacher holds trained Variables of the student, and would change
+      when the student does.
   """
   if not isinstance(student, nnx.Module):
     raise TypeError(
@@ -242,14 +251,13 @@ def _check_models(student: Any, teacher: Any) -> None:
   if teacher is not None and not isinstance(teacher, nnx.Module | TeacherCache):
     raise TypeError(
       f"teacher_model is a {type(teacher).__name__}, expected an nnx.Module, a "
-      "TeacherCache, or None with batches that bring teacher_output"
+      "TeacherCache, or None with batches that have teacher_output"
     )
   if not isinstance(teacher, nnx.Module):
     return
   if share_variables(trained_variables(student).values(), teacher):
     raise ValueError(
       "student_model and teacher_model are one object or share trained Variables, so "
-      "that the teacher would change as the student learns: give it as "
-      "nnx.clone(student) or load it anew, or backbone.reference_of(student) for "
-      "adapters"
+      "that the teacher would change with the student: pass nnx.clone(student), load "
+      "the teacher separately, or pass backbone.reference_of(student) for adapters"
     )

@@ -1,9 +1,10 @@
-"""On-policy distillation: the student writes, the teacher judges every token.
+"""On-policy distillation: the student samples, and the teacher scores every token.
 
-A batch is prompts; the student completes them with the weights that it has at that
-step, and the rows train it like any others. With `LogitStrategy(divergence="jsd",
-beta=..., alpha=1.0)` this is GKD (arXiv:2306.13649), its lambda is
-`on_policy_fraction`; `PolicyGradientStrategy` is the other form.
+A batch is a batch of prompts. The student samples completions with its weights at that
+step, and is trained on them as on any other rows. With `LogitStrategy(divergence="jsd",
+beta=..., alpha=1.0)` this is GKD (arXiv:2306.13649), whose lambda is
+`on_policy_fraction`. `PolicyGradientStrategy` computes the reverse KL by its policy
+gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tunix.sft.losses import batch_fields
 from tunix.sft.metrics_logger import MetricsLogger
 from tunix.utils import checks
 
-_EVALUATION = 2**32 - 1  # the "step" whose draws evaluations make
+_EVALUATION = 2**32 - 1  # the step number that seeds the samples of evaluations
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,15 +35,16 @@ class OnPolicyConfig(TrainingConfig):
   """Settings of an on-policy distillation.
 
   Attributes:
-    max_prompt_length: tokens; of a longer prompt the end is kept, behind its BOS.
-    max_completion_length: most tokens that the student writes, and that are kept of a
-      given completion.
-    on_policy_fraction: share of the steps whose completions the student writes, drawn
-      step by step (GKD's lambda); the others take those of the batch.
-    sampling_temperature: above 0.
+    max_prompt_length: most tokens of a prompt. Of a longer prompt the end is kept,
+      after its BOS.
+    max_completion_length: most tokens that the student samples, and most tokens that
+      are kept of a completion in the batch.
+    on_policy_fraction: probability that the student samples the completions of a step
+      (GKD's lambda). The other steps use the completions of the batch.
+    sampling_temperature: sampling temperature, above 0.
     top_p, top_k: see `Sampler`; None is off.
-    seed: of the draws; with the step it decides them all, so that a resumed run draws
-      the same.
+    seed: seed of all samples. They depend only on the seed and the step, so that a
+      resumed run samples the same completions.
   """
 
   max_prompt_length: int
@@ -60,7 +62,7 @@ class OnPolicyConfig(TrainingConfig):
       max_prompt_length=checks.COUNT,
       max_completion_length=checks.COUNT,
       on_policy_fraction=checks.SHARE,
-      # The most likely tokens alone are no sample of the student.
+      # At temperature 0 the completions would not be samples of the student.
       sampling_temperature=checks.POSITIVE,
       top_k=checks.COUNT,
       top_p=checks.Range(0, 1, beyond=True),
@@ -69,11 +71,11 @@ class OnPolicyConfig(TrainingConfig):
 
 
 class Prompts(NamedTuple):
-  """A batch as `data.rows.columns` lays it out, int32; completions may be missing.
+  """A batch of prompts in the layout of `data.rows.columns`; completions are optional.
 
   Attributes:
-    prompt_ids, prompt_mask: [B, P], filled up on the left.
-    completion_ids, completion_mask: [B, C], filled up on the right.
+    prompt_ids, prompt_mask: int32 [B, P], padded on the left.
+    completion_ids, completion_mask: int32 [B, C], padded on the right, or None.
   """
 
   prompt_ids: np.ndarray
@@ -83,23 +85,26 @@ class Prompts(NamedTuple):
 
 
 class OnPolicyDistillationTrainer(DistillationTrainer):
-  """Distils on completions that the student writes itself.
+  """Distils on completions that the student samples.
 
-  Batches are dicts with "prompts" (texts or lists of ids) and, where on_policy_fraction
-  is below 1, "completions" (texts, which end with an EOS, or ids; ids for prompts of
-  ids). Texts become the tokens that fine-tuning trains; ids are taken as they are.
-  Evaluations use the completions of their batches, or the student's if there are none.
+  A batch is a dict with "prompts" (texts or lists of token ids). If
+  `on_policy_fraction` is below 1, it also has "completions": texts, or token ids if the
+  prompts are ids. Texts become the same tokens as in fine-tuning, with an EOS at the
+  end; ids are used unchanged. Evaluations use the completions of their batches, or
+  sample them if there are none.
 
   Args:
     student_model, teacher_model, strategy, optimizer: see DistillationTrainer.
     training_config: an OnPolicyConfig.
     metrics_logger, perf_tracer: see DistillationTrainer.
-    tokenizer: of both models: a TokenizerAdapter, or what one can wrap.
+    tokenizer: tokenizer of both models: a TokenizerAdapter, or a tokenizer that one can
+      wrap.
+    tokenizers: see DistillationTrainer.
 
   Raises:
-    TypeError: a config of another kind.
-    ValueError: a PolicyGradientStrategy with tokens that the student did not draw from
-      its own distribution, or see DistillationTrainer.
+    TypeError: `training_config` is not an OnPolicyConfig.
+    ValueError: a PolicyGradientStrategy gets tokens that are not samples of the
+      student's distribution, or see DistillationTrainer.
   """
 
   def __init__(
@@ -147,7 +152,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     fields = batch_fields(batch)
     if "prompts" not in fields:
       raise ValueError(
-        f"the batch has {sorted(fields)}, without prompts: give texts or token ids "
+        f"the batch has {sorted(fields)}, without prompts: add texts or token ids "
         'under "prompts"'
       )
     prompts, completions = fields["prompts"], fields.get("completions")
@@ -160,50 +165,52 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
         "give one for each"
       )
     pairs = enumerate(zip(prompts, completions))
-    read = [self._rendered(*pair, where=f"row {n}") for n, pair in pairs]
-    return Prompts(**rows.columns(read, names, self._limits, pad_id=0))
+    rendered = [self._rendered(*pair, where=f"row {n}") for n, pair in pairs]
+    return Prompts(**rows.columns(rendered, names, self._limits, pad_id=0))
 
   def _rendered(self, prompt: Any, completion: Any, *, where: str) -> Rendered:
-    """A prompt with its completion, or with none, as tokens within the limits."""
+    """Tokenizes a prompt and its optional completion, within the limits."""
     tokenizer, texts = self.sampler.tokenizer, (prompt, completion)
     if all(isinstance(text, str) for text in texts):
       row = render.tokenise(prompt, [completion], tokenizer, where=where, chat=False)
-    else:  # ids are taken as they are
+    else:  # the prompt is ids, or there is no completion
       ids = self.sampler.tokenize(prompt)
       completions = [] if completion is None else [completion]
       row = render.tokenise(ids, completions, tokenizer, where=where)
     fitted = self._limits.fit(row, "truncate", tokenizer.bos_id())
-    assert fitted is not None  # nothing is dropped
+    assert fitted is not None  # "truncate" drops no rows
     return fitted
 
   def _prepare_window(self, batches: list[Prompts]) -> list[Any]:
     step = _EVALUATION if self._evaluating else self.train_steps
-    writes = self._writes(step, batches)
+    is_sampled = self._is_sampled(step, batches)
     first, out = 0, []
     for batch in batches:
-      if writes:
-        batch = self._written(batch, step, first)
+      if is_sampled:
+        batch = self._sampled(batch, step, first)
       first += len(batch.prompt_ids)
       out.append(super()._prepare_inputs(_joined(batch)))
     return super()._prepare_window(out)
 
-  def _writes(self, step: int, batches: list[Prompts]) -> bool:
-    """Whether the student writes the completions of this step."""
+  def _is_sampled(self, step: int, batches: list[Prompts]) -> bool:
+    """Returns whether the student samples the completions of this step."""
     have_completions = all(batch.completion_ids is not None for batch in batches)
     if self._evaluating:
       return not have_completions
     share = self.on_policy.on_policy_fraction
     if share < 1 and not have_completions:
       raise ValueError(
-        f"on_policy_fraction is {share}, and a batch has no completions for the other "
-        'steps: give them under "completions", or set the fraction to 1'
+        f"on_policy_fraction is {share} and a batch has no completions for the other "
+        'steps: add them under "completions", or set the fraction to 1'
       )
+    # All processes must decide alike, and a resumed run as before: the choice follows
+    # from the seed and the step.
     return np.random.default_rng((self.on_policy.seed, step)).random() < share
 
-  def _written(self, batch: Prompts, step: int, first: int) -> Prompts:
-    """The student's completions of prompts `first`, `first + 1`, ... of the step."""
+  def _sampled(self, batch: Prompts, step: int, first: int) -> Prompts:
+    """Adds the student's completions to a batch; `first` numbers its first prompt."""
     config = self.on_policy
-    self._module.hand_back()  # the sampler reads the caller's module
+    self._module.hand_back()  # the sampler reads the weights of the caller's module
     pairs = zip(batch.prompt_ids, batch.prompt_mask)
     out = self.sampler(
       [ids[mask > 0] for ids, mask in pairs],
@@ -224,7 +231,11 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
 
 
 def _joined(batch: Prompts) -> dict[str, np.ndarray]:
-  """Prompt and completion behind each other from slot 0; the completion is trained."""
+  """Returns the tokens of each row without gaps; the completion is trained.
+
+  Prompts are padded on the left and completions on the right. A stable sort by padding
+  moves the tokens of both to the front of the row and keeps their order.
+  """
   assert batch.completion_ids is not None and batch.completion_mask is not None
   mask = np.concatenate([batch.prompt_mask, batch.completion_mask], axis=1)
   ids = mask * np.concatenate([batch.prompt_ids, batch.completion_ids], axis=1)
@@ -244,7 +255,7 @@ def _check_policy(strategy: Any, config: OnPolicyConfig) -> None:
     raise ValueError(
       f"PolicyGradientStrategy(temperature={strategy.temperature}) with "
       f"on_policy_fraction={drawn[0]}, sampling_temperature={drawn[1]}, top_p="
-      f"{config.top_p}, top_k={config.top_k}: its gradient is right for tokens drawn "
-      "from the student's distribution at that temperature alone; set the fraction to "
-      "1, the temperatures equal, and no filter"
+      f"{config.top_p}, top_k={config.top_k}: its gradient is correct only for tokens "
+      "sampled from the student's distribution at that temperature; set the fraction "
+      "to 1, the temperatures equal, and no filter"
     )

@@ -1,7 +1,8 @@
-"""What a model says of a batch, and what would be right: for models of any make.
+"""Outputs of a model on a batch, labels, and the cross-entropy between them.
 
-Functions of the user's are called with the fields of the batch that they take; left
-out, the model is called by what its `__call__` takes, as `PeftTrainer` does.
+The functions accept any model. If the user gives a forward function, it receives the
+fields of the batch that its signature names. Otherwise the model receives the fields
+that its `__call__` names, as in `PeftTrainer`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from tunix.ops.distill import TopK
 
 Inputs = Mapping[str, Any]
 
-# Fields that mean the same to every model; the others are its own, if it takes them.
+# Fields with the same meaning for every model. A model receives further fields if its
+# `__call__` names them.
 _FIELDS = ("input_tokens", "positions", "segment_ids", "attention_mask")
 
 
 class Labels(NamedTuple):
-  """The right tokens.
+  """The tokens to predict.
 
   Attributes:
     targets: int32 [B, T], the token to predict at each position.
-    weights: float32 [B, T], 0 on padding and on whatever is not trained.
+    weights: float32 [B, T], 0 on padding and on positions that are not trained.
   """
 
   targets: Any
@@ -37,16 +39,16 @@ class Labels(NamedTuple):
 
 
 def next_tokens(inputs: Inputs) -> Labels:
-  """Labels of a `TrainingInput`'s fields.
+  """Returns the labels of a `TrainingInput`: the next token at each position.
 
   Raises:
-    ValueError: there are no input_tokens and input_mask.
+    ValueError: input_tokens or input_mask is missing.
   """
   missing = {"input_tokens", "input_mask"} - inputs.keys()
   if missing:
     raise ValueError(
-      f"the inputs are {sorted(inputs)}, without {sorted(missing)}: give them under "
-      "these names (with_gen_model_input_fn), or a labels_fn that makes labels of them"
+      f"the inputs are {sorted(inputs)}, without {sorted(missing)}. Add fields of "
+      "these names with with_gen_model_input_fn, or give a labels_fn that makes the labels"
     )
   tokens, mask = jnp.asarray(inputs["input_tokens"]), jnp.asarray(inputs["input_mask"])
   if (weights := inputs.get("loss_weights")) is not None:
@@ -58,44 +60,48 @@ def next_tokens(inputs: Inputs) -> Labels:
 
 
 def call(fn: Callable[..., Any], *args: Any, inputs: Inputs) -> Any:
-  """`fn(*args, **inputs)`, with those of the inputs that it takes."""
+  """Calls `fn(*args, **inputs)` with the inputs that its signature names.
+
+  If the signature has `**kwargs`, the function receives all inputs.
+  """
   parameters = inspect.signature(fn).parameters
   if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
     return fn(*args, **inputs)
+  # `args` fill the first parameters, so inputs may only fill the others.
   free = list(parameters)[len(args) :]
   return fn(*args, **{name: inputs[name] for name in free if name in inputs})
 
 
 def states(model: Any, inputs: Inputs) -> jax.Array:
-  """Final hidden states, or the logits of a model that gives nothing else."""
+  """Returns the final hidden states, or logits if the model has no hidden states."""
   return _adapted(model).states(_sequences(model, inputs))
 
 
 def output(model: Any, inputs: Inputs) -> Unembedded | jax.Array:
-  """What a model says, `Unembedded` where it allows that, else logits [B, T, V]."""
+  """Returns `Unembedded` hidden states if the model has them, else logits [B, T, V]."""
   return _adapted(model).output(states(model, inputs))
 
 
 def logits(model: Any, inputs: Inputs) -> jax.Array:
-  """A model's logits [B, T, V], built."""
+  """Returns the logits [B, T, V] as one array."""
   return _adapted(model).full_logits(_sequences(model, inputs))
 
 
 def token_logps(
   model: Any, inputs: Inputs, targets: jax.Array, temperature: float
 ) -> jax.Array:
-  """[B, T] log-probabilities of the targets, float32 in nats."""
-  said = states(model, inputs)
-  return _adapted(model).token_logps(said, targets, temperature=temperature).logps
+  """Returns the log-probabilities of the targets, float32 [B, T] in nats."""
+  hidden = states(model, inputs)
+  return _adapted(model).token_logps(hidden, targets, temperature=temperature).logps
 
 
-def top_words(model: Any, inputs: Inputs, k: int, temperature: float) -> TopK:
-  """A model's k most likely words of every position."""
+def top_tokens(model: Any, inputs: Inputs, k: int, temperature: float) -> TopK:
+  """Returns the k most likely tokens at each position, with log-probabilities."""
   return _adapted(model).top_k(states(model, inputs), k, temperature)
 
 
 def fields_of(model: Any) -> tuple[str, ...]:
-  """Names of the fields that a model is called with, where a batch has them."""
+  """Returns the names of the fields that a model receives if a batch has them."""
   return (*_FIELDS, *_further_fields(model))
 
 
@@ -110,8 +116,8 @@ def _adapted(model: Any) -> LanguageModel:
 def _sequences(model: Any, inputs: Inputs) -> Sequences:
   if "input_tokens" not in inputs:
     raise ValueError(
-      f"the inputs are {sorted(inputs)}, without input_tokens: name them so "
-      "(with_gen_model_input_fn), or give the strategy forward functions"
+      f"the inputs are {sorted(inputs)}, without input_tokens. Add this field with "
+      "with_gen_model_input_fn, or give the strategy forward functions"
     )
   extra = {name: inputs[name] for name in _further_fields(model) if name in inputs}
   known = (inputs.get(name) for name in _FIELDS[1:])
@@ -119,22 +125,23 @@ def _sequences(model: Any, inputs: Inputs) -> Sequences:
 
 
 class Scored(NamedTuple):
-  """Cross-entropy by position, float32 in nats, and its weights."""
+  """The cross-entropy of each position, float32 in nats, and its weight."""
 
   nll: jax.Array
   weights: jax.Array
 
 
 def task_loss(output: Any, labels: Any) -> Scored:
-  """Cross-entropy of what a model says against the labels.
+  """Computes the cross-entropy of a model's output and the labels.
 
   Args:
     output: `Unembedded`, or logits [..., V].
-    labels: `Labels`; integers [...], negative where nothing is to be predicted; or
-      probabilities [..., V] (one-hot, smoothed), all 0 where nothing is.
+    labels: `Labels`; or integers [...], negative at positions without a label; or
+      probabilities [..., V] (one-hot or smoothed), all 0 at positions without a label.
+      The weight of a position is then the sum of its probabilities.
 
   Raises:
-    ValueError: labels of another shape.
+    ValueError: the labels have another shape.
   """
   if isinstance(output, Unembedded):
     hard = checked_labels(labels, output.hidden.shape[:-1])
@@ -149,33 +156,36 @@ def task_loss(output: Any, labels: Any) -> Scored:
     return Scored(-picked, hard.weights)
   if labels.shape != logps.shape:
     raise ValueError(
-      f"labels have shape {labels.shape} and logits {logps.shape}: give labels for "
-      "every position and word, or integers for every position"
+      f"labels have shape {labels.shape} and logits {logps.shape}: give a probability "
+      "for each position and token, or an integer for each position"
     )
   weights = jnp.sum(labels, axis=-1).astype(jnp.float32)
+  # The product of a label 0 and a log-probability -inf (a forbidden token) is NaN, so
+  # labels of 0 are masked.
   total = -jnp.sum(jnp.where(labels != 0, labels * logps, 0.0), axis=-1)
+  # The loss multiplies by the weight again; a position without a label divides by 1.
   return Scored(total / jnp.where(weights == 0, 1.0, weights), weights)
 
 
 def checked_labels(labels: Any, shape: tuple[int, ...]) -> Labels:
-  """Labels by position, of the given shape.
+  """Converts labels to `Labels` and checks their shape.
 
   Raises:
-    ValueError: they have another.
+    ValueError: the shape differs from `shape`.
   """
   if not isinstance(labels, Labels):
     valid = labels >= 0
     labels = Labels(jnp.where(valid, labels, 0), valid.astype(jnp.float32))
   if labels.targets.shape != shape:
     raise ValueError(
-      f"labels have shape {labels.targets.shape}, the model speaks of {shape}: give "
-      "one for every position"
+      f"labels have shape {labels.targets.shape} and the model's positions {shape}: "
+      "give one label for each position"
     )
   return labels
 
 
 def label_weights(labels: Any) -> jax.Array:
-  """Weight of every position that the labels speak of; see `task_loss`."""
+  """Returns the weight of each position; see `task_loss`."""
   if isinstance(labels, Labels):
     return labels.weights
   if jnp.issubdtype(labels.dtype, jnp.integer):

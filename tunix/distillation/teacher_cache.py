@@ -1,9 +1,10 @@
-"""A teacher's most likely words of every token, on disk: written once, read often.
+"""A cache on disk of the teacher's most likely tokens at each position.
 
-A row is found by its content (every field that the teacher is called with), whatever
-batch it comes in (`tunix.data.store`): a fill that was killed goes on where it was, and
-several runs may fill one folder. The processes of one run ask together, each with its
-rows of a batch, and the first writes what one process would.
+The key of a row is a hash of all its fields that the teacher receives (see
+`tunix.data.store`). The key does not depend on the batch of the row, so an interrupted
+fill can continue, and several runs can fill one folder. The processes of one run
+compute missing rows together, each with its part of the batch, and process 0 writes the
+results.
 """
 
 from __future__ import annotations
@@ -35,18 +36,22 @@ _PARTS = ("ids", "logps")
 class TeacherCache:
   """The top-k log-probabilities of a teacher, in a folder.
 
-  Given to a trainer in the teacher's place; without `teacher` in memory it only reads.
+  A trainer accepts a cache in place of the teacher. A cache without `teacher` only
+  reads.
 
   Args:
-    folder: where the files are, or will be.
-    teacher: fills the cache; must be the model that began it.
-    top_k: words kept a token; None: as the folder says.
-    temperature: of the log-probabilities; None: as the folder says, or 1.
+    folder: folder of the files.
+    teacher: the model that computes missing rows. Its weights must be those of the
+      model that created the folder.
+    top_k: number of tokens that are kept for each position; None reads it from the
+      folder.
+    temperature: temperature of the log-probabilities; None reads it from the folder, or
+      is 1 for a new folder.
     data_sharding_axis: axes of the teacher's mesh that split a batch.
 
   Raises:
-    ValueError: the folder holds another teacher's words, or other ones than asked for,
-      or nothing and there is no teacher or top_k.
+    ValueError: the folder has another teacher, `top_k` or temperature; or the folder is
+      new, and `teacher` or `top_k` is missing.
   """
 
   def __init__(
@@ -61,59 +66,64 @@ class TeacherCache:
     self._folder = pathlib.Path(folder)
     self._teacher = teacher
     self._axes = data_sharding_axis
-    about = self._folder / "teacher.json"
-    if about.exists():
-      self._about = json.loads(about.read_text())
-      self._check_about(top_k, temperature)
+    header = self._folder / "teacher.json"
+    if header.exists():
+      self._header = json.loads(header.read_text())
+      self._check_header(top_k, temperature)
     else:
-      self._about = self._described(top_k, temperature)
+      self._header = self._new_header(top_k, temperature)
       if jax.process_index() == 0:
-        write_json(about, self._about)
+        write_json(header, self._header)
     self._rows = RowStore(self._folder)
 
   @property
   def top_k(self) -> int:
-    """Words kept a token."""
-    return self._about["top_k"]
+    """The number of tokens that are kept for each position."""
+    return self._header["top_k"]
 
   @property
   def temperature(self) -> float:
-    """Of the log-probabilities."""
-    return self._about["temperature"]
+    """The temperature of the log-probabilities."""
+    return self._header["temperature"]
 
   @property
   def vocab_size(self) -> int | None:
-    """Words of the teacher, if it says so."""
-    return self._about["vocab_size"]
+    """The vocabulary size of the teacher; None if it is unknown."""
+    return self._header["vocab_size"]
 
   def __len__(self) -> int:
-    """Rows there are."""
+    """Returns the number of cached rows."""
     return len(self._rows)
 
   def check(self, top_k: int, temperature: float) -> None:
-    """Refuses to serve what it does not hold.
+    """Checks that the cache has the values that a strategy needs.
+
+    Args:
+      top_k: number of tokens; 0 accepts any number.
+      temperature: temperature of the log-probabilities.
 
     Raises:
-      ValueError: another number of words (0: any), or another temperature.
+      ValueError: the cache has another number of tokens or another temperature.
     """
-    wanted = top_k or self.top_k, temperature
-    if wanted != (self.top_k, self.temperature):
+    needed = top_k or self.top_k, temperature
+    if needed != (self.top_k, self.temperature):
       raise ValueError(
-        f"the strategy wants the top {wanted[0]} words at temperature {wanted[1]}, the "
-        f"cache {self._folder} holds {self.top_k} at {self.temperature}: set the "
-        "strategy so, or fill a cache in another folder"
+        f"the strategy needs the top {needed[0]} tokens at temperature {needed[1]}, "
+        f"and the cache {self._folder} has {self.top_k} at {self.temperature}: change "
+        "the strategy, or fill a cache in another folder"
       )
 
   def fill(self, batches: Iterable[Any]) -> int:
-    """Asks the teacher for the rows of these batches that are not there yet.
+    """Computes the rows of batches that are not cached yet.
 
     Args:
-      batches: what will be trained on, or its inputs as dicts.
+      batches: batches of the training, or dicts of its inputs.
 
-    Returns: how many rows it asked for.
+    Returns:
+      The number of new rows.
 
     Raises:
-      ValueError: there is no teacher.
+      ValueError: a row is missing and there is no teacher.
     """
     before = len(self)
     for batch in batches:
@@ -121,119 +131,127 @@ class TeacherCache:
     return len(self) - before
 
   def look_up(self, inputs: Inputs) -> TopK:
-    """The words of every row, as numpy arrays.
+    """Returns the tokens of all rows as NumPy arrays; computes missing rows.
 
     Args:
       inputs: fields of a batch on the host, with input_tokens [B, T].
 
     Raises:
-      ValueError: a row is missing and there is no teacher to ask.
+      ValueError: a row is missing and there is no teacher.
     """
-    keys = row_keys(inputs, self._about["fields"])
+    keys = row_keys(inputs, self._header["fields"])
     missing = any(key not in self._rows for key in keys)
-    if self._teacher is not None:  # one that misses a row needs all to ask with it
+    if self._teacher is not None:
+      # The teacher runs on all processes together: if one of them misses a row, all of
+      # them must take part.
       missing = any(coordination.gather("rows without a teacher's words", missing))
     if missing:
-      self._ask(inputs, keys)
+      self._compute(inputs, keys)
     return TopK(*(self._rows.take(keys, part) for part in _PARTS))
 
-  def _ask(self, inputs: Inputs, keys: list[str]) -> None:
-    """All rows of the batch, so that one program does; keeps the new ones."""
+  def _compute(self, inputs: Inputs, keys: list[str]) -> None:
+    """Computes all rows of the batch by one program, and adds the new ones."""
     if self._teacher is None:
       missing = sum(key not in self._rows for key in keys)
       raise ValueError(
         f"{missing} of {len(keys)} rows are not in the cache {self._folder} of "
-        f"{len(self)} rows: fill it with the batches as they are trained on (the same "
-        "tokens, padded alike), or give it the teacher"
+        f"{len(self)} rows: fill it with the batches of the training (the same tokens "
+        "and the same padding), or give it the teacher"
       )
     rows = {k: x for k, x in inputs.items() if hasattr(x, "shape")}
     score = _score(self.top_k, self.temperature)
-    # The keys take the way of the rows, which puts the processes' parts in order.
+    # The keys pass through the same program as the rows, so that keys and rows of all
+    # processes come back in the same order.
+    # JAX arrays cannot hold strings, so each key becomes a row of int32 numbers.
     digests = np.asarray([np.frombuffer(bytes.fromhex(key), np.int32) for key in keys])
-    asked = {"inputs": rows, "digests": digests}
-    answer = inference.apply(self._teacher, score, asked, self._axes)
-    (ids, logps), digests = mesh_lib.to_host(answer)
-    every = [digest.tobytes().hex() for digest in np.asarray(digests, np.int32)]
-    new = {key: row for row, key in enumerate(every) if key not in self._rows}
-    chosen = np.asarray(list(new.values()))
-    self._rows.add({"ids": ids[chosen], "logps": logps[chosen]}, list(new))
+    arrays = {"inputs": rows, "digests": digests}
+    out = inference.apply(self._teacher, score, arrays, self._axes)
+    (ids, logps), digests = mesh_lib.to_host(out)
+    all_keys = [digest.tobytes().hex() for digest in np.asarray(digests, np.int32)]
+    # A dict, because equal rows of a batch have one key and are stored once.
+    new = {key: row for row, key in enumerate(all_keys) if key not in self._rows}
+    index = np.asarray(list(new.values()))
+    self._rows.add({"ids": ids[index], "logps": logps[index]}, list(new))
 
-  def _described(self, top_k: int | None, temperature: float | None) -> dict[str, Any]:
+  def _new_header(self, top_k: int | None, temperature: float | None) -> dict[str, Any]:
     if self._teacher is None or top_k is None:
       raise ValueError(
         f"there is no teacher cache in {self._folder}: give the teacher and top_k to "
-        "begin one"
+        "create one"
       )
     checks.number("top_k", top_k, checks.COUNT, whole=True)
     size = calling.vocab_size(self._teacher)
-    if size is not None and top_k > size:  # before a folder of no use is begun
-      raise ValueError(
-        f"top_k is {top_k} and the teacher has {size} words: it must be at most that"
-      )
+    if size is not None and top_k > size:  # checked before the folder is created
+      raise ValueError(f"top_k is {top_k}: expected at most the vocabulary size {size}")
     return {
       "format": _FORMAT,
       "teacher": _stamp(self._teacher),
       "top_k": top_k,
       "temperature": 1.0 if temperature is None else float(temperature),
       "vocab_size": size,
-      "fields": list(outputs.fields_of(self._teacher)),  # of readers without it too
+      # A cache without the teacher needs these names to compute the keys of rows.
+      "fields": list(outputs.fields_of(self._teacher)),
     }
 
-  def _check_about(self, top_k: int | None, temperature: float | None) -> None:
-    if (form := self._about["format"]) != _FORMAT:
+  def _check_header(self, top_k: int | None, temperature: float | None) -> None:
+    if (form := self._header["format"]) != _FORMAT:
       raise ValueError(
-        f"the teacher cache {self._folder} has format {form}, this version reads "
-        f"{_FORMAT}: fill another folder"
+        f"the teacher cache {self._folder} has format {form} and this version reads "
+        f"{_FORMAT}: fill a cache in another folder"
       )
     self.check(top_k or 0, self.temperature if temperature is None else temperature)
-    if self._teacher is not None and _stamp(self._teacher) != self._about["teacher"]:
+    if self._teacher is not None and _stamp(self._teacher) != self._header["teacher"]:
       raise ValueError(
         f"the teacher cache {self._folder} was filled by a model with other weights "
-        f"(content stamp {self._about['teacher']}): give that model, or another folder"
+        f"(content stamp {self._header['teacher']}): give that model, or another folder"
       )
 
 
 @functools.cache
 def _score(top_k: int, temperature: float) -> Any:
-  """One object a setting, so that it compiles once."""
+  """Returns the scoring function for these settings.
+
+  It returns the same object for equal settings, so that JAX compiles it once.
+  """
   return lambda model, inputs, digests: (
-    outputs.top_words(model, inputs, top_k, temperature),
+    outputs.top_tokens(model, inputs, top_k, temperature),
     digests,
   )
 
 
 def row_keys(inputs: Inputs, fields: Collection[str]) -> list[str]:
-  """A name for each row by what a model sees of it.
+  """Returns a key for each row, computed from all fields that the model receives.
 
   Args:
     inputs: fields of a batch on the host.
-    fields: those that the model is called with, see `outputs.fields_of`.
+    fields: names of the fields that the model receives, see `outputs.fields_of`.
 
   Raises:
-    ValueError: there are no input_tokens.
+    ValueError: input_tokens is missing.
   """
   if "input_tokens" not in inputs:
     raise ValueError(
-      f"the inputs are {sorted(inputs)}, without input_tokens: a teacher cache finds "
-      "rows by their tokens"
+      f"the inputs are {sorted(inputs)}; expected input_tokens, which a teacher cache "
+      "needs to find rows. Add input_tokens"
     )
   tokens = np.asarray(inputs["input_tokens"])
   arrays = {n: x for n, x in inputs.items() if n in fields and hasattr(x, "shape")}
-  seen = [(n, _plain(x)) for n, x in sorted({**arrays, "input_tokens": tokens}.items())]
+  arrays = {**arrays, "input_tokens": tokens}
+  plain = [(name, _plain(x)) for name, x in sorted(arrays.items())]
   rows = len(tokens)
   keys = []
   for row in range(rows):
     parts = []
-    for name, array in seen:
-      seen_by_row = array[row] if array.shape[:1] == (rows,) else array
-      about = f"{name}{seen_by_row.shape}{seen_by_row.dtype}"
-      parts += [about.encode(), seen_by_row.tobytes()]
+    for name, array in plain:
+      # An array without a row axis, such as a table of positions, is part of each key.
+      value = array[row] if array.shape[:1] == (rows,) else array
+      parts += [f"{name}{value.shape}{value.dtype}".encode(), value.tobytes()]
     keys.append(row_key(parts))
   return keys
 
 
 def _plain(array: Any) -> np.ndarray:
-  """The same bytes for the same numbers, whatever their width."""
+  """Converts to int32 or float32, so that equal numbers have equal bytes."""
   array = np.asarray(array)
   return array.astype(np.int32 if array.dtype.kind in "biu" else np.float32)
 

@@ -1,8 +1,9 @@
-"""The teacher's unembedding beside the student's weights.
+"""Attaches the teacher's unembedding table to the student.
 
-It is needed in every step, for the divergence from hidden states, and must not travel
-with the batches. A `FrozenParam` of the student is neither trained nor donated nor
-saved, and leaves the names of the student's own parameters as they are.
+Every step needs the table to compute the divergence from hidden states. The table is
+too large to be a part of each batch, so it becomes a `FrozenParam` of the student: it
+is not trained, donated or saved, and does not change the names of the student's
+parameters.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from tunix.ops.vocab_chunks import Layout
+from tunix.ops.vocab_softmax import Layout
 from tunix.sft.module_state import FrozenParam
 from tunix.utils import mesh as mesh_lib
 
@@ -21,16 +22,17 @@ _NAME = "teacher_table"
 
 
 def attach(student: Any, teacher: Any) -> Layout:
-  """Gives the student the teacher's table (the same memory where both lie on one
-  device); returns how it is stored.
+  """Attaches the teacher's table to the student; returns the layout of the table.
+
+  On one device student and teacher share the memory of the table.
 
   Raises:
-    ValueError: the student has something of that name.
+    ValueError: the student has an attribute of the same name.
   """
   if hasattr(student, _NAME):
     raise ValueError(
-      f"the student has an attribute {_NAME!r} already: another trainer distills into "
-      "it and is not closed; call its close()"
+      f"the student has an attribute {_NAME!r} already: another trainer that distills "
+      "into it is still open; call its close()"
     )
   table, layout = teacher.unembedding()
   placed = to_device(table, _device(student))
@@ -41,19 +43,24 @@ def attach(student: Any, teacher: Any) -> Layout:
 
 
 def detach(student: Any) -> None:
-  """Takes it away again, where it is."""
+  """Removes the table from the student, if it is attached."""
   if hasattr(student, _NAME):
     delattr(student, _NAME)
 
 
 def of(student: Any) -> jax.Array:
-  """The table."""
+  """Returns the attached table."""
   return getattr(student, _NAME)[...]
 
 
 def to_device(x: Any, device: Any) -> Any:
-  """An array of a teacher's on the student's device; None: the student has a mesh, and
-  lays out its parameters and batches by itself."""
+  """Moves an array of the teacher to a device.
+
+  Args:
+    x: an array, or another value, which is returned unchanged.
+    device: device of the student; None if the student has a mesh, which places its
+      parameters and batches.
+  """
   if device is None or not isinstance(x, jax.Array) or x.devices() == {device}:
     return x
   return jax.device_put(x, device)

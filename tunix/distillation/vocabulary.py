@@ -1,4 +1,4 @@
-"""Whether two models mean the same by a token's id."""
+"""Checks that two models have the same token ids."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 from tunix.generate.tokenizer_adapter import TokenizerAdapter, adapted
 from tunix.models import calling
-from tunix.ops.distill import check_same_words
+from tunix.ops.distill import check_same_vocabulary
 
-# Texts that tokenizers of different make split differently.
+# Texts that tokenizers of different families split differently.
 _TEXTS = (
   "The quick brown fox, 12345 + 67890 = 80235?",
   "  def f(x):\n\treturn x ** 2  # naïve",
@@ -17,85 +17,87 @@ _TEXTS = (
 
 
 def check_sizes(student: Any, teacher: Any) -> None:
-  """Refuses models that say how many words they have, and differ.
+  """Checks the vocabulary sizes of two models, if both are known.
 
   Raises:
-    ValueError: they differ.
+    ValueError: the sizes differ.
   """
-  ours, theirs = calling.vocab_size(student), calling.vocab_size(teacher)
-  if ours is not None and theirs is not None:
-    check_same_words(ours, theirs)
+  sizes = calling.vocab_size(student), calling.vocab_size(teacher)
+  if sizes[0] is not None and sizes[1] is not None:
+    check_same_vocabulary(sizes[0], sizes[1])
 
 
 def check_tokenizers(student: Any, teacher: Any) -> None:
-  """Refuses tokenizers that split a text differently, or read an id differently.
+  """Checks that two tokenizers split texts into the same ids.
 
-  Whole vocabularies are compared where both tokenizers give theirs (`get_vocab`), else
-  the special tokens that are known.
+  The whole vocabularies are compared if both tokenizers have `get_vocab`, otherwise the
+  special tokens that are known.
 
   Args:
-    student, teacher: TokenizerAdapters, or what one can wrap.
+    student, teacher: TokenizerAdapters, or tokenizers that one can wrap.
 
   Raises:
-    ValueError: they differ; the message has the first text, role or token.
+    ValueError: the tokenizers differ. The message has the first text, role or token.
   """
-  ours, theirs = adapted(student), adapted(teacher)
+  pair = adapted(student), adapted(teacher)
   for text in _TEXTS:
-    pair = [list(map(int, t.encode(text))) for t in (ours, theirs)]
-    if pair[0] != pair[1]:
-      raise _differ(repr(text), *(f"{ids[:8]}..." for ids in pair))
-  for role in ("bos_id", "eos_id"):  # padding is never scored
-    pair = getattr(ours, role)(), getattr(theirs, role)()
-    if pair[0] != pair[1]:
-      raise _differ(role, *pair)
-  _check_words(ours, theirs)
+    ids = [list(map(int, tokenizer.encode(text))) for tokenizer in pair]
+    if ids[0] != ids[1]:
+      raise _difference(repr(text), *(f"{row[:8]}..." for row in ids))
+  # Padding may differ, because it is never scored.
+  for role in ("bos_id", "eos_id"):
+    ids = [getattr(tokenizer, role)() for tokenizer in pair]
+    if ids[0] != ids[1]:
+      raise _difference(role, *ids)
+  _check_tokens(*pair)
 
 
-def _check_words(ours: TokenizerAdapter, theirs: TokenizerAdapter) -> None:
-  """Refuses words of different ids, but for padding, which is never scored."""
-  padding = {_padding(t) for t in (ours, theirs)}
-  words = [
-    {text: i for text, i in known.items() if text not in padding}
-    for known in _known_words(ours, theirs)
+def _check_tokens(student: TokenizerAdapter, teacher: TokenizerAdapter) -> None:
+  """Compares the ids of all tokens except padding."""
+  padding = {_padding(student), _padding(teacher)}
+  tables = [
+    {text: i for text, i in table.items() if text not in padding}
+    for table in _comparable_tokens(student, teacher)
   ]
-  different = sorted(words[0].items() ^ words[1].items(), key=lambda x: (x[1], x[0]))
+  different = sorted(tables[0].items() ^ tables[1].items(), key=lambda x: (x[1], x[0]))
   if different:
     text = different[0][0]
-    raise _differ(f"the token {text!r}", *(w.get(text, "unknown") for w in words))
+    ids = (table.get(text, "unknown") for table in tables)
+    raise _difference(f"the token {text!r}", *ids)
 
 
-def _differ(what: str, ours: Any, theirs: Any) -> ValueError:
+def _difference(subject: str, student: Any, teacher: Any) -> ValueError:
   return ValueError(
-    f"the tokenizers differ: {what} is {ours} to the student and {theirs} to the "
-    "teacher, so that probabilities of one id are of different words. Take a teacher "
-    "with the student's tokenizer"
+    f"the tokenizers differ: {subject} is {student} to the student and {teacher} to "
+    "the teacher, so that one id means different tokens. Use a teacher with the "
+    "student's tokenizer"
   )
 
 
-def _known_words(*tokenizers: TokenizerAdapter) -> list[dict[str, int]]:
-  """Text -> id of as many tokens as can be compared."""
-  whole = [_vocabulary(t) for t in tokenizers]
-  special = [t.special_tokens() for t in tokenizers]
-  if all(words is None for words in whole):
+def _comparable_tokens(*tokenizers: TokenizerAdapter) -> list[dict[str, int]]:
+  """Returns {text: id} of the tokens of each tokenizer that can be compared."""
+  whole = [_vocabulary(tokenizer) for tokenizer in tokenizers]
+  special = [tokenizer.special_tokens() for tokenizer in tokenizers]
+  if all(table is None for table in whole):
     return special
-  # Where one vocabulary alone is known, it must have the other's special tokens.
-  asked = [tokens for tokens, words in zip(special, whole) if words is None]
+  # If only one vocabulary is known, it is compared on the other's special tokens.
+  limits = [tokens for tokens, table in zip(special, whole) if table is None]
   return [
     tokens
-    if words is None
-    else {t: i for t, i in words.items() if all(t in x for x in asked)}
-    for tokens, words in zip(special, whole)
+    if table is None
+    else {t: i for t, i in table.items() if all(t in limit for limit in limits)}
+    for tokens, table in zip(special, whole)
   ]
 
 
 def _vocabulary(tokenizer: TokenizerAdapter) -> dict[str, int] | None:
-  """Text -> id of every token, added ones included; None where it is not given."""
+  """Returns {text: id} of all tokens, with added tokens; None without `get_vocab`."""
   get_vocab = getattr(tokenizer.tokenizer, "get_vocab", None)
   return None if get_vocab is None else get_vocab()
 
 
 def _padding(tokenizer: TokenizerAdapter) -> str | None:
-  """The text of a token for padding alone."""
+  """Returns the text of the padding token if it has no other role, else None."""
   pad = tokenizer.pad_id()
   if pad in (tokenizer.bos_id(), *tokenizer.eos_ids()):
     return None

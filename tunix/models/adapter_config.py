@@ -69,8 +69,8 @@ def require_exact(path: pathlib.Path, peft: Mapping[str, Any]) -> None:
     ):  # aLoRA cannot be merged: it depends on the prompt
       remedy = _MERGE
     raise ValueError(
-      f"{path}: {field} is {value!r}, which is not done here, and without it the "
-      f"adapter gives other numbers: {remedy}"
+      f"{path}: {field} is {value!r}, which is not supported, and without it the "
+      f"adapter computes other numbers: {remedy}"
     )
   if peft.get("init_lora_weights") == "mica":
     _log.warning(

@@ -1,10 +1,8 @@
 """Reader and writer of PEFT folders: `adapter_config.json` and one safetensors file.
 
-PEFT has one adapter per tensor of the checkpoint (per layer, per expert), and a module
-of the decoder may be a stack of them. In the stack a tensor without an adapter gets
-zeros, and an adapter of a smaller rank is padded with zeros. Zeros get no gradient and
-are left out when the adapter is saved. Modules that are trained whole are stored beside
-the adapters, under their names in the checkpoint.
+PEFT has one adapter per tensor of the checkpoint; adapter_stacks.py converts between
+these and the adapters of stacked modules. Modules that are trained whole are stored
+beside the adapters, under their names in the checkpoint.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,14 +29,14 @@ from tunix.models import (
   whole_files,
   whole_modules,
 )
+from tunix.models.adapter_stacks import TensorAdapter, stacked, unstacked
 from tunix.models.families import Family
 from tunix.models.lora_modules import Adapter
 from tunix.models.tensor_files import NewTensor, StoredTensor
-from tunix.models.transformer import hf_config, params
+from tunix.models.transformer import params
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.models.whole_files import PREFIX, read_tensor
-from tunix.utils import mesh as mesh_lib
 
 _log = logging.getLogger(__name__)
 
@@ -46,23 +44,6 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _MAGNITUDE = "lora_magnitude_vector"
-
-
-class _TensorAdapter(NamedTuple):
-  """The adapter of one tensor of the checkpoint.
-
-  Attributes:
-    name: Hugging Face's name of the module.
-    a, b: the factors [in, r] and [r, out].
-    magnitude: DoRA's magnitude [out], or None.
-    scale: factor of A B.
-  """
-
-  name: str
-  a: np.ndarray
-  b: np.ndarray
-  magnitude: np.ndarray | None
-  scale: float
 
 
 def _names(model: Transformer, family: Family, path: str) -> list[str]:
@@ -110,7 +91,7 @@ def save_adapter(
   use_dora = _common(adapters, "use_dora", lambda x: x.lora_magnitude is not None)
   rslora = all(x.lora_rslora for x in adapters.values())
   parts = {
-    path: list(_tensor_adapters(linear, _names(model, family, path)))
+    path: list(unstacked(linear, _names(model, family, path)))
     for path, linear in adapters.items()
   }
   whole = whole_modules.of(model)
@@ -150,24 +131,7 @@ def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
   return values.pop()
 
 
-def _tensor_adapters(linear: Linear, names: list[str]) -> Iterable[_TensorAdapter]:
-  """Yields the adapters of a module, tensor by tensor, without the padding."""
-  a, b = (mesh_lib.to_host(x) for x in lora_modules.pair_of(linear))
-  a, b = (x.reshape(-1, *x.shape[-2:]) for x in (a, b))
-  magnitude = lora_modules.magnitude_of(linear)
-  magnitudes = None
-  if magnitude is not None:
-    magnitudes = mesh_lib.to_host(magnitude).reshape(-1, magnitude.shape[-1])
-  for i, name in enumerate(names):
-    used = np.flatnonzero(np.any(a[i] != 0, axis=0) | np.any(b[i] != 0, axis=1))
-    m = None if magnitudes is None else magnitudes[i]
-    if not used.size and (m is None or not np.any(m)):
-      continue
-    rank = int(used[-1]) + 1 if used.size else a.shape[-1]
-    yield _TensorAdapter(name, a[i][:, :rank], b[i][:rank], m, linear.lora_scale)
-
-
-def _tensors(part: _TensorAdapter) -> list[NewTensor]:
+def _tensors(part: TensorAdapter) -> list[NewTensor]:
   name = PREFIX + part.name
   out = [
     NewTensor(
@@ -183,7 +147,7 @@ def _tensors(part: _TensorAdapter) -> list[NewTensor]:
   return out
 
 
-def _sizes(parts: list[_TensorAdapter], rslora: bool) -> dict[str, Any]:
+def _sizes(parts: list[TensorAdapter], rslora: bool) -> dict[str, Any]:
   """Returns the fields r and lora_alpha, the most common values, and the patterns.
 
   The patterns hold the values of the other modules.
@@ -226,7 +190,7 @@ def _patterns(values: dict[str, Any], common: Any) -> dict[str, Any]:
 
 
 def _peft_targets(
-  model: Transformer, family: Family, parts: Mapping[str, list[_TensorAdapter]]
+  model: Transformer, family: Family, parts: Mapping[str, list[TensorAdapter]]
 ) -> list[str]:
   """Returns the field target_modules.
 
@@ -349,7 +313,7 @@ def _read(
       stack.append(_read_tensor_adapter(name, keys, shape, sizes, tensors, peft))
       used.update(keys)
     if any(part is not None for part in stack):
-      out[path] = _stacked(stack, linear.kernel.shape, peft)
+      out[path] = stacked(stack, linear.kernel.shape, peft)
   unused = sorted(tensors.keys() - used)
   if unused or not out:
     if f"{PREFIX}score.weight" in unused:
@@ -376,50 +340,11 @@ def _read_tensor_adapter(
   sizes: tuple[int, float],
   tensors: Mapping[str, StoredTensor],
   peft: dict[str, Any],
-) -> _TensorAdapter:
+) -> TensorAdapter:
   (rank, alpha), (rows, columns) = sizes, shape
   a, b, *magnitude = (
     read_tensor(tensors, key, expected)
     for key, expected in zip(keys, ((rank, rows), (columns, rank), (columns,)))
   )
   scale = alpha / (math.sqrt(rank) if peft.get("use_rslora") else rank)
-  return _TensorAdapter(name, a.T, b.T, magnitude[0] if magnitude else None, scale)
-
-
-def _stacked(
-  parts: list[_TensorAdapter | None], shape: tuple[int, ...], peft: dict[str, Any]
-) -> Adapter:
-  """Returns the adapter of a stack, with all parts padded to the largest rank.
-
-  Args:
-    parts: one adapter per place of the stack; None for a place without one.
-    shape: shape of the kernel, [*stack, in, out].
-    peft: the contents of `adapter_config.json`.
-  """
-  present = [part for part in parts if part is not None]
-  rank = max(part.b.shape[0] for part in present)
-  scale = present[0].scale
-  *stack, rows, columns = shape
-  dtype = present[0].a.dtype
-  a = np.zeros((len(parts), rows, rank), dtype)
-  b = np.zeros((len(parts), rank, columns), dtype)
-  m = None
-  if (magnitude := present[0].magnitude) is not None:
-    m = np.zeros((len(parts), columns), magnitude.dtype)
-  for i, part in enumerate(parts):
-    if part is None:
-      continue
-    used = part.b.shape[0]
-    a[i, :, :used] = part.a
-    # A stack has one scale, the first part's. The difference goes into B.
-    b[i, :used] = part.b if part.scale == scale else part.b * (part.scale / scale)
-    if m is not None:
-      m[i] = part.magnitude
-  return Adapter(
-    a=a.reshape(*stack, rows, rank),
-    b=b.reshape(*stack, rank, columns),
-    magnitude=None if m is None else m.reshape(*stack, columns),
-    scale=scale,
-    dropout=hf_config.number(peft, "lora_dropout", 0.0),
-    rslora=bool(peft.get("use_rslora")),
-  )
+  return TensorAdapter(name, a.T, b.T, magnitude[0] if magnitude else None, scale)

@@ -28,7 +28,7 @@ from tunix.ops.distill import TopK, top_k
 from tunix.ops.distill_hidden import hidden_top_k
 from tunix.ops.logprobs import TokenScores
 from tunix.ops.reductions import WeightedSum, weighted_sum
-from tunix.ops.vocab_chunks import Layout, chunk_logits
+from tunix.ops.vocab_softmax import Layout, chunk_logits
 
 Parameters = Mapping[str, inspect.Parameter]
 

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: the only file that talks to it."""
+"""Downloads from and uploads to the Hugging Face hub; no other file connects to it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tunix.utils import optional
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _TOKEN = "set HF_TOKEN to a token of that account (or `hf auth login`)"
 
+# Patterns of a tokenizer's files and of configurations.
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
-"""Of a tokenizer, and configurations."""
 
 
 def is_id(name: str) -> bool:
-  """Whether a name may be a hub id.
+  """Returns True if a name can be a hub id "owner/name".
 
-  "models/typo" next to a folder "models" is a mistyped path: asking the network for it
-  would take long and end in a message about ids.
+  If a folder "models" exists, "models/typo" counts as a mistyped path: looking it up on
+  the hub would take long and end in a message about hub ids.
   """
   return bool(_ID.fullmatch(name)) and not pathlib.Path(name).parent.is_dir()
 
@@ -31,15 +31,17 @@ def is_id(name: str) -> bool:
 def download(
   name: str, files: Sequence[str], revision: str | None = None
 ) -> pathlib.Path:
-  """The folder in the hub's cache that holds a model, downloaded where it does not yet.
+  """Downloads files of a model, and returns its folder in the hub's cache.
+
+  Files that are in the cache already are not downloaded again.
 
   Args:
-    name: "owner/name".
-    files: patterns of names; what else the folder holds was downloaded before.
-    revision: a commit, tag or branch; None: the newest commit of the main branch.
+    name: the hub id "owner/name".
+    files: patterns of the names of the files.
+    revision: a commit, tag or branch; None for the newest commit of the main branch.
 
   Raises:
-    FileNotFoundError: it cannot be had; says why.
+    FileNotFoundError: the model cannot be downloaded; the message gives the reason.
   """
   hub = optional.require("huggingface_hub", f"downloading {name!r}", "huggingface_hub")
   from huggingface_hub import errors
@@ -71,19 +73,18 @@ def download(
 
 
 def commit_of(folder: pathlib.Path) -> str | None:
-  """The commit whose files a folder of the hub's cache holds; None: it is another
-  folder."""
+  """Returns the commit of a folder in the hub's cache; None for any other folder."""
   return folder.name if folder.parent.name == "snapshots" else None
 
 
 def is_cached(hub_id: str, file: str, revision: str | None = None) -> bool:
-  """Whether a file of a repository was downloaded before."""
+  """Returns True if a file of a repository is in the hub's cache."""
   if importlib.util.find_spec("huggingface_hub") is None:
     return False
   import huggingface_hub
 
-  found = huggingface_hub.try_to_load_from_cache(hub_id, file, revision=revision)
-  return isinstance(found, str)
+  path = huggingface_hub.try_to_load_from_cache(hub_id, file, revision=revision)
+  return isinstance(path, str)
 
 
 def push(
@@ -93,19 +94,19 @@ def push(
   private: bool = False,
   message: str = "Upload",
 ) -> str:
-  """Uploads the files of a folder as one commit; files that were there stay.
+  """Uploads the files of a folder as one commit; other files of the repository stay.
 
   Args:
-    folder: such as an export.
-    name: "owner/name", made where it is not there yet.
-    private: whether others may not see it.
-    message: of the commit.
+    folder: the folder, for example an export.
+    name: the hub id "owner/name", which is created if it does not exist.
+    private: if True, a new repository is private.
+    message: message of the commit.
 
   Returns:
     The address of the commit.
 
   Raises:
-    FileNotFoundError: there is no such folder.
+    FileNotFoundError: the folder does not exist.
     ValueError, OSError: see `create` and `upload`.
   """
   if not pathlib.Path(folder).is_dir():
@@ -115,16 +116,16 @@ def push(
 
 
 def create(name: str, *, private: bool = False) -> None:
-  """Makes a model at the hub, without files, where there is none of that name.
+  """Creates an empty model repository on the hub, if it does not exist.
 
   Args:
-    name: "owner/name".
-    private: whether others may not see it.
+    name: the hub id "owner/name".
+    private: if True, the repository is private.
 
   Raises:
-    ValueError: it is no name, nobody is logged in, that account may not write there, or
-      it is to be private and is there already and public.
-    OSError: the hub cannot be reached, or refuses it.
+    ValueError: the name is no hub id, no account is logged in, the account may not
+      write to the repository, or the repository must be private and exists publicly.
+    OSError: the hub cannot be reached, or refuses the request.
   """
   if not _ID.fullmatch(name):
     raise ValueError(f"{name!r} is no name of the hub: give 'owner/name'")
@@ -140,7 +141,7 @@ def create(name: str, *, private: bool = False) -> None:
 
 
 def upload(folder: str | os.PathLike[str], name: str, *, message: str) -> str:
-  """`push`, to a model that is there.
+  """Uploads the files of a folder to an existing repository, see `push`.
 
   Raises:
     ValueError, OSError: see `create`.
@@ -162,7 +163,8 @@ def _api(name: str) -> Any:
 def _writing(name: str) -> Iterator[None]:
   from huggingface_hub import errors
 
-  # Of the HTTP client that huggingface_hub uses: which one differs by its version.
+  # The base class is an error of the HTTP client, which differs between versions of
+  # huggingface_hub.
   client_error: type[Exception] = errors.HfHubHTTPError.__bases__[0]  # pyright: ignore
   try:
     yield

@@ -27,7 +27,7 @@ from tunix.models.lora_modules import Adapter, CastError
 from tunix.models.transformer import sharding
 from tunix.models.transformer.layers import param
 from tunix.models.transformer.model import Transformer
-from tunix.utils import checks
+from tunix.utils import checks, mesh as mesh_lib
 
 __all__ = [
   "ALL_LINEAR",
@@ -174,23 +174,21 @@ def apply(
     )
   key = jax.random.key(seed) if rngs is None else rngs.params()
   modules = lora_modules.linears(model)
-  shapes = {}
+  mesh = mesh_lib.mesh_of(nnx.state(model))
+  adapters = {}
   for path in chosen:
     *stack, rows, columns = modules[path].kernel.shape
     rank = config.rank_of(path)
-    shapes[path] = (*stack, rows, rank), (*stack, rank, columns)
-  where = lora_modules.pair_shardings(model, shapes)
-  adapters = {}
-  for path, (shape_a, shape_b) in shapes.items():
+    where = lora_modules.adapter_shardings(modules[path], rank, mesh)
     path_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
-    draw = jax.jit(_uniform, static_argnums=(1, 2), out_shardings=where[path][0])
+    draw = jax.jit(_uniform, static_argnums=(1, 2), out_shardings=where[0])
     magnitude = None
     if config.use_dora:
       # Always float32: a magnitude rounded to bfloat16 would change a fresh model.
-      magnitude = lora_modules.fresh_magnitude(modules[path])
+      magnitude = lora_modules.fresh_magnitude(modules[path], where[2])
     adapters[path] = Adapter(
-      a=draw(path_key, shape_a, jnp.dtype(config.dtype)),
-      b=jnp.zeros(shape_b, config.dtype, device=where[path][1]),
+      a=draw(path_key, (*stack, rows, rank), jnp.dtype(config.dtype)),
+      b=jnp.zeros((*stack, rank, columns), config.dtype, device=where[1]),
       magnitude=magnitude,
       scale=config.scale_of(path),
       dropout=config.dropout,

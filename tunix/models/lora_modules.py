@@ -22,7 +22,7 @@ from tunix.models.transformer.model import Transformer
 from tunix.models.transformer.quantised import QuantisedKernel
 from tunix.utils import mesh as mesh_lib
 
-Pair = tuple[Any, Any]
+Shardings = tuple[NamedSharding | None, NamedSharding | None, NamedSharding | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,68 +207,52 @@ def _specs(linear: Linear) -> tuple[tuple[Any, ...], ...]:
   return (*stack, rows, None), (*stack, None, columns), (*stack, columns)
 
 
-def pair_shardings(
-  model: Transformer, shapes: dict[str, Pair]
-) -> dict[str, tuple[NamedSharding | None, NamedSharding | None]]:
-  """Returns the shardings of A and B of each module; None without a mesh.
+def adapter_shardings(linear: Linear, rank: int, mesh: Mesh | None) -> Shardings:
+  """Returns the shardings of A, B and the magnitudes of a module; None without a mesh.
 
   Args:
-    model: the base model, whose mesh is used.
-    shapes: shapes of A and B by path.
+    linear: the module.
+    rank: r of its adapter.
+    mesh: the mesh of the base model.
   """
-  mesh = mesh_lib.mesh_of(nnx.state(model))
   if mesh is None:
-    return dict.fromkeys(shapes, (None, None))
-  modules = linears(model)
-
-  def place(spec: tuple[Any, ...], shape: tuple[int, ...]) -> NamedSharding:
-    return NamedSharding(mesh, mesh_lib.fit_spec(spec, shape, mesh))
-
-  where = {}
-  for path, (shape_a, shape_b) in shapes.items():
-    spec_a, spec_b, _ = _specs(modules[path])
-    where[path] = place(spec_a, shape_a), place(spec_b, shape_b)
-  return where
+    return None, None, None
+  *stack, rows, columns = linear.kernel.shape
+  a, b, m = (
+    mesh_lib.sharding_of_spec(spec, shape, mesh)
+    for spec, shape in zip(
+      _specs(linear), ((*stack, rows, rank), (*stack, rank, columns), (*stack, columns))
+    )
+  )
+  return a, b, m
 
 
 def placed(model: Transformer, adapters: dict[str, Adapter]) -> dict[str, Adapter]:
   """Copies adapters of host arrays to the devices of the base model."""
-  pairs = {path: (x.a, x.b) for path, x in adapters.items()}
-  shapes = {path: (a.shape, b.shape) for path, (a, b) in pairs.items()}
-  where = pair_shardings(model, shapes)
-  modules = linears(model)
-  out = {}
+  mesh, modules, out = mesh_lib.mesh_of(nnx.state(model)), linears(model), {}
   for path, adapter in adapters.items():
-    a, b = jax.device_put(pairs[path], where[path])
-    magnitude = adapter.magnitude
-    if magnitude is not None:
-      place = _magnitude_sharding(modules[path])
-      magnitude = jax.device_put(magnitude, place)
+    arrays = adapter.a, adapter.b, adapter.magnitude
+    where = adapter_shardings(modules[path], adapter.a.shape[-1], mesh)
+    a, b, magnitude = (
+      None if x is None else jax.device_put(x, sharding)
+      for x, sharding in zip(arrays, where)
+    )
     out[path] = dataclasses.replace(adapter, a=a, b=b, magnitude=magnitude)
   return out
 
 
-def _magnitude_sharding(linear: Linear) -> NamedSharding | None:
-  """Returns the sharding of the magnitudes, that of the kernel's outputs."""
-  where = kernel_sharding(linear)
-  if where is None:
-    return None
-  *stack, _, columns = linear.kernel.shape
-  mesh = mesh_lib.mesh_of(nnx.state(linear)) or where.mesh
-  assert isinstance(mesh, Mesh)
-  return mesh_lib.sharding_of_spec(_specs(linear)[2], (*stack, columns), mesh)
+def fresh_magnitude(linear: Linear, where: NamedSharding | None) -> jax.Array:
+  """Returns ||W|| of each output, with which a fresh DoRA adapter changes nothing.
 
-
-def fresh_magnitude(linear: Linear) -> jax.Array:
-  """Returns ||W|| of each output, sharded like the outputs.
-
-  With these magnitudes a fresh DoRA adapter changes nothing.
+  Args:
+    linear: the module.
+    where: sharding of the result.
   """
 
   def norms(kernel):
     return jnp.linalg.norm(kernel[...].astype(jnp.float32), axis=-2)
 
-  return jax.jit(norms, out_shardings=_magnitude_sharding(linear))(linear.kernel)
+  return jax.jit(norms, out_shardings=where)(linear.kernel)
 
 
 def attach(

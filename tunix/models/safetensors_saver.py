@@ -24,7 +24,7 @@ from tunix.models.families import Family
 from tunix.models.lora_modules import CastError
 from tunix.models.tensor_files import NewTensor
 from tunix.models.transformer import params
-from tunix.models.transformer.config import TransformerConfig, canonical
+from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib, tree
@@ -122,15 +122,38 @@ def _check_complete(
   Raises:
     ValueError: a field is read back with another value; the message names both.
   """
-  back = canonical(family.config_from_hf(hf))
-  for name, value in vars(canonical(config)).items():
+  back = _canonical(family.config_from_hf(hf))
+  for name, value in vars(_canonical(config)).items():
     reread = getattr(back, name)
     close = isinstance(value, float) and isinstance(reread, float)
     if value != reread and not (close and math.isclose(value, reread, rel_tol=1e-6)):
       raise ValueError(
-        f"{name} is {value!r}, which a config.json of {family.name} cannot say (it "
+        f"{name} is {value!r}, which a config.json of {family.name} cannot express (it "
         f"would be read as {reread!r}): save the model as another family, see family="
       )
+
+
+def _canonical(config: Any) -> Any:
+  """Returns a configuration that compares equal for equal mathematical functions.
+
+  Fields that do not change the function, such as dtypes and sharding, are reset.
+  """
+  slides = config.layer_types is not None and "sliding" in config.layer_types
+  moe = config.moe and dataclasses.replace(config.moe, implementation="ragged")
+  return dataclasses.replace(
+    config,
+    layer_types=config.layer_types if slides else None,
+    sliding_window=config.sliding_window if slides else None,
+    local_rope=(config.local_rope or config.rope) if slides else None,
+    query_scale=config.query_scale or config.head_dim**-0.5,
+    moe=moe,
+    param_dtype=jnp.float32,
+    dtype=jnp.float32,
+    remat="none",
+    attention="auto",
+    scan_layers=None,
+    sharding=ShardingRules(),
+  )
 
 
 def _token_ids(origin: pathlib.Path | None) -> dict[str, Any]:

@@ -146,7 +146,7 @@ class _Machine:
   def set_items(self, values: list[Any]) -> None:
     target = self.stack[-1]
     if not isinstance(target, dict) or len(values) % 2:
-      raise ValueError("its pickle sets items of what is no dict")
+      raise ValueError("its pickle sets items of a value that is no dict")
     for key, value in zip(values[::2], values[1::2]):
       # Hashing a tuple of tuples that share their parts takes exponential time.
       if not isinstance(key, str):
@@ -157,7 +157,7 @@ class _Machine:
 
   def append(self, values: list[Any]) -> None:
     if not isinstance(self.stack[-1], list):
-      raise ValueError("its pickle appends to what is no list")
+      raise ValueError("its pickle appends to a value that is no list")
     self.stack[-1].extend(values)
 
   def name(self, module: Any, name: Any) -> None:
@@ -169,13 +169,13 @@ class _Machine:
   def stack_name(self, _: Any) -> None:
     name, module = self.pop(), self.pop()
     if not isinstance(name, str) or not isinstance(module, str):
-      raise ValueError("its pickle names something by what is no string")
+      raise ValueError("its pickle has a module or function name that is no string")
     self.name(module, name)
 
   def reduce(self, _: Any) -> None:
     arguments, function = self.pop(), self.pop()
     if not isinstance(function, _Name) or function.name not in _CALLS:
-      raise ValueError("its pickle calls what is no function")
+      raise ValueError("its pickle calls a value that is no function")
     if not isinstance(arguments, tuple):
       raise ValueError(f"{function.name} has {type(arguments).__name__} as arguments")
     self.push(_CALLS[function.name](*arguments))
@@ -184,14 +184,14 @@ class _Machine:
     """Drops the attributes of a dict: modules store their version numbers there."""
     state = self.pop()
     if not isinstance(self.stack[-1], dict) or not isinstance(state, dict):
-      raise ValueError("its pickle sets attributes of what is no dict")
+      raise ValueError("its pickle sets attributes of a value that is no dict")
 
   def storage(self, _: Any) -> None:
     tag, kind, key, _, count = self.pop()
     if tag != "storage" or not isinstance(kind, _Name) or kind.name not in _STORAGES:
-      raise ValueError("its pickle refers to what is no storage")
+      raise ValueError("its pickle refers to a value that is no storage")
     if not isinstance(key, str) or not (key.isascii() and key.isdigit()):
-      raise ValueError(f"the storage {brief(key)} has no number for a name")
+      raise ValueError(f"the name of storage {brief(key)} is no number")
     shape = sizes([count], "the size of a storage")
     start, nbytes = self.locate(key)
     storage = Storage(key, self.file, _STORAGES[kind.name], shape, start)

@@ -1,9 +1,10 @@
-"""Advantages: how much better a completion, or a token, was than expected.
+"""Advantages: the reward of a completion, or a token, relative to a baseline.
 
-Rewards of a group (the G completions of one prompt) are [P, G]. `where` marks the
-members that have a valid reward: the others get advantage 0 and take no part in any
-mean or deviation, so their reward may be NaN. A group without two valid members has
-nothing to compare and gets 0; so does a group of equal rewards, exactly.
+Rewards are [P, G]. The G completions of one prompt are a group, and each of them is a
+member. `where` is True for members with a valid reward. Other members get advantage 0
+and are left out of every mean and deviation, so their reward may be NaN. Functions with
+a group mean give exactly 0 to all members of a group that has equal rewards, or fewer
+than two valid ones.
 """
 
 from __future__ import annotations
@@ -22,21 +23,23 @@ Where = Bool[Array, "P G"]
 
 
 class _Centered(NamedTuple):
-  values: jax.Array  # minus the mean; 0 where not valid
-  count: jax.Array  # of valid ones, with the reduced axes kept
-  deviation: jax.Array  # of the sample, shaped like count; 0 of fewer than two
+  values: jax.Array  # rewards minus their mean; 0 if not valid
+  count: jax.Array  # number of valid rewards, with the reduced axes kept
+  deviation: jax.Array  # sample deviation, shaped like count; 0 for fewer than two
 
 
 def group_normalized(
   rewards: Rewards, epsilon: float = 1e-6, *, where: Where | None = None
 ) -> Rewards:
-  """(r - group mean) / (group deviation + epsilon): GRPO (arXiv:2402.03300).
+  """Returns (r - group mean) / (group deviation + epsilon): GRPO (arXiv:2402.03300).
 
-  The deviation is the sample's (divided by G - 1), as in the libraries of the field;
-  the paper does not say. Dividing by it weighs prompts by their difficulty.
+  The deviation is the sample standard deviation (divisor G - 1), as in other libraries;
+  the paper does not specify the divisor. Dividing by it weights prompts by difficulty:
+  a prompt that nearly always succeeds or nearly always fails has a small deviation and
+  gets large advantages.
 
   Raises:
-    ValueError: groups of one.
+    ValueError: the groups have one member.
   """
   _check_groups(rewards)
   centered = _center(rewards, where, axis=1)
@@ -44,26 +47,29 @@ def group_normalized(
 
 
 def group_centered(rewards: Rewards, *, where: Where | None = None) -> Rewards:
-  """r - group mean: Dr. GRPO (arXiv:2503.20783).
+  """Returns r - group mean: Dr. GRPO (arXiv:2503.20783).
 
-  A member is part of its own baseline, so the expected gradient is (G - 1) / G of the
-  true one.
+  The mean includes the member itself, so the expected gradient is (G - 1) / G times the
+  true gradient.
 
   Raises:
-    ValueError: groups of one.
+    ValueError: the groups have one member.
   """
   _check_groups(rewards)
   return _center(rewards, where, axis=1).values
 
 
 def leave_one_out(rewards: Rewards, *, where: Where | None = None) -> Rewards:
-  """r - mean of the other members: RLOO (arXiv:2402.14740), unbiased.
+  """Returns r - mean of the other members: RLOO (arXiv:2402.14740).
+
+  The baseline does not depend on the member itself, so the gradient is unbiased.
 
   Raises:
-    ValueError: groups of one.
+    ValueError: the groups have one member.
   """
   _check_groups(rewards)
   centered = _center(rewards, where, axis=1)
+  # r_i - (S - r_i) / (n - 1) = (r_i - S / n) n / (n - 1), with S the sum of n rewards.
   others = jnp.maximum(centered.count - 1, 1)
   return centered.values * centered.count / others
 
@@ -71,8 +77,10 @@ def leave_one_out(rewards: Rewards, *, where: Where | None = None) -> Rewards:
 def batch_normalized(
   rewards: Rewards, epsilon: float = 1e-6, *, where: Where | None = None
 ) -> Rewards:
-  """(r - mean) / (deviation + epsilon) over the whole batch: REINFORCE++
-  (arXiv:2501.03262). Groups may have one member."""
+  """Returns (r - mean) / (deviation + epsilon) over the batch: REINFORCE++.
+
+  See arXiv:2501.03262. Groups may have one member.
+  """
   centered = _center(rewards, where, axis=None)
   return safe_divide(centered.values, centered.deviation + epsilon)
 
@@ -80,12 +88,13 @@ def batch_normalized(
 def batch_scaled(
   rewards: Rewards, epsilon: float = 1e-6, *, where: Where | None = None
 ) -> Rewards:
-  """(r - group mean) / (deviation of the batch's rewards + epsilon).
+  """Returns (r - group mean) / (deviation of the batch + epsilon).
 
-  A group's own baseline without the weight by its difficulty (arXiv:2508.08221).
+  The baseline is the group mean, as in GRPO. One deviation for the whole batch avoids
+  GRPO's weighting by difficulty (arXiv:2508.08221).
 
   Raises:
-    ValueError: groups of one.
+    ValueError: the groups have one member.
   """
   deviation = _center(rewards, where, axis=None).deviation
   return safe_divide(group_centered(rewards, where=where), deviation + epsilon)
@@ -98,22 +107,24 @@ def decoupled(
   *,
   where: Where | None = None,
 ) -> Rewards:
-  """Of several rewards, each compared by itself before they are added up: the sum of
-  weight_k * estimate(rewards_k), normalised over the batch. With `group_normalized`
-  this is GDPO (arXiv:2601.05242): in a sum of rewards one with a large spread decides
-  alone, and different mixtures of rewards come to equal advantages.
+  """Returns sum_k weight_k * estimate(rewards_k), normalised over the batch.
+
+  Advantages are computed for each reward separately and then added. If the rewards were
+  added first, a reward with a large spread would dominate the others, and different
+  combinations of rewards could give equal advantages. With `group_normalized` this is
+  GDPO (arXiv:2601.05242).
 
   Args:
-    estimate: one of the functions above.
-    rewards: one array [P, G] a reward.
-    weights: one a reward.
-    where: members whose rewards are all valid.
+    estimate: a function from `ADVANTAGES`.
+    rewards: one array [P, G] for each reward.
+    weights: one number for each reward.
+    where: bool [P, G], True for members whose rewards are all valid; None for all.
   """
   parts = [w * estimate(r, where=where) for r, w in zip(rewards, weights, strict=True)]
   return batch_normalized(jnp.sum(jnp.stack(parts), axis=0), where=where)
 
 
-# By name; the second line has names that users of other libraries know.
+# Name -> function. The last line has the names that other libraries use.
 ADVANTAGES: dict[str, Callable[..., jax.Array]] = {
   "group_normalized": group_normalized,
   "group_centered": group_centered,
@@ -132,26 +143,30 @@ def gae(
   gamma: float,
   lam: float,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-  """Generalised advantage estimation (arXiv:1506.02438).
+  """Returns advantages by generalised advantage estimation (arXiv:1506.02438).
 
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1}
 
-  where t + 1 is the row's next token of the mask; after the last one V and A are 0.
+  where t + 1 is the next token of the row with mask 1. After the last such token, V and
+  A are 0.
 
   Args:
-    rewards: reward received at each token; ignored where the mask is off.
+    rewards: reward received at each token; ignored where the mask is 0.
     values: the critic's estimate before each token.
-    mask: 1 on completion tokens; it may have holes (tokens of a tool), over which
-      time does not pass.
-    gamma: discount a token, in [0, 1].
-    lam: 0 trusts the critic (one step), 1 the rewards (Monte Carlo).
+    mask: 1 on completion tokens. Tokens of a tool's output have mask 0 and are skipped:
+      they are not time steps.
+    gamma: discount per token, in [0, 1].
+    lam: lambda, in [0, 1]. With 0, A is the one-step error delta. With 1, A is the
+      discounted sum of rewards minus V (Monte Carlo).
 
   Returns:
-    (advantages, returns = advantages + values), 0 where the mask is off.
+    (advantages, returns), with returns = advantages + values; 0 where the mask is 0.
   """
   valid = mask != 0
   rewards, values = keep(rewards, valid), keep(values, valid)
 
+  # The scan runs over tokens from the last to the first. At a token with mask 0 the
+  # carry stays the same, so the token before it sees the next token with mask 1.
   def step(carry, column):
     next_value, next_advantage = carry
     reward, value, on = column
@@ -169,9 +184,10 @@ def gae(
 def whiten(
   x: Float[Array, "B T"], mask: Shaped[Array, "B T"], epsilon: float = 1e-6
 ) -> Float[Array, "B T"]:
-  """(x - mean) / (sample deviation + epsilon) over the mask, 0 elsewhere.
+  """Returns (x - mean) / (sample deviation + epsilon), and 0 where the mask is 0.
 
-  Of the whole batch: whiten before it is cut into micro-batches.
+  Mean and deviation are over tokens with mask 1. Call it with the whole batch, before
+  the split into micro-batches, so that all micro-batches share them.
   """
   return batch_normalized(x, epsilon, where=mask != 0)
 
@@ -179,18 +195,25 @@ def whiten(
 def _check_groups(rewards: jax.Array) -> None:
   if rewards.ndim != 2 or rewards.shape[1] < 2:
     raise ValueError(
-      f"rewards of shape {rewards.shape} must be [prompts, completions of a prompt] "
-      "with at least 2 completions to compare: set num_generations, or use "
+      f"rewards have shape {rewards.shape}; expected [prompts, completions per prompt] "
+      "with at least 2 completions to compare. Raise num_generations, or use "
       "batch_normalized"
     )
 
 
 def _center(rewards: jax.Array, where: jax.Array | None, axis: int | None) -> _Centered:
-  """Rewards minus their mean along the axis (None: all)."""
+  """Returns rewards minus their mean, with their number and sample deviation.
+
+  Args:
+    rewards: rewards [P, G].
+    where: True for valid rewards; None if all are valid.
+    axis: axis of the mean; None for all axes.
+  """
   where = jnp.ones(rewards.shape, bool) if where is None else where
   kept = keep(rewards, where)
-  # The mean of equal numbers may miss them by a rounding error, which dividing by a
-  # deviation as small would blow up: counted from the least reward they are zeros.
+  # The mean of equal numbers may differ from them by a rounding error. Dividing this
+  # error by an equally small deviation would give advantages near 1. The smallest
+  # reward is therefore subtracted first: equal rewards then are exactly 0.
   least = jnp.min(
     jnp.where(where, kept, jnp.inf), axis=axis, keepdims=True, initial=jnp.inf
   )
@@ -199,4 +222,5 @@ def _center(rewards: jax.Array, where: jax.Array | None, axis: int | None) -> _C
   mean = safe_divide(jnp.sum(shifted, axis=axis, keepdims=True), count)
   values = jnp.where(where, shifted - mean, 0.0)
   squares = jnp.sum(jnp.square(values), axis=axis, keepdims=True)
+  # The divisor is count - 1 (sample deviation), and 1 for fewer than two rewards.
   return _Centered(values, count, jnp.sqrt(squares / jnp.maximum(count - 1, 1)))

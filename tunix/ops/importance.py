@@ -1,13 +1,14 @@
-"""Correction for completions drawn by something other than the policy that is trained.
+"""Importance weights for completions that another engine or older weights sampled.
 
-An engine's log-probabilities differ from ours (other kernels, precision, weights that
-lag behind). The loss of a token is multiplied by a bounded weight made from
+The log-probabilities of a rollout engine differ from the trainer's: its kernels and
+precision differ, and its weights may be older. The loss of a token is multiplied by a
+bounded weight made from
 
   w = exp(logps - rollout_logps)
 
-with `logps` those of the policy at the start of the update, computed by us. Bounding
-costs bias and saves variance: `truncated` keeps all tokens, `masked` drops those where
-the two disagree too much. Levels are those of `policy_gradient.log_ratio`.
+where `logps` are the trainer's log-probabilities at the start of the update. A bound
+adds bias and reduces variance: `truncated` keeps all tokens, `masked` drops tokens
+where both engines disagree too much. Levels are those of `policy_gradient.log_ratio`.
 """
 
 from __future__ import annotations
@@ -28,24 +29,26 @@ def truncated(
   level: str = "token",
   cap: float = 2.0,
 ) -> Float[Array, "B T"]:
-  """min(w, cap): truncated importance sampling (Ionides 2008; for engines,
-  https://fengyao.notion.site/off-policy-rl).
+  """Returns min(w, cap): truncated importance sampling (Ionides 2008).
+
+  Its use for rollout engines is described at
+  https://fengyao.notion.site/off-policy-rl.
 
   Args:
-    logps: ours, before the update.
-    rollout_logps: as the engine reported them when it drew the tokens.
+    logps: log-probabilities of the trainer before the update, in nats.
+    rollout_logps: log-probabilities that the engine reported, in nats.
     mask: 1 on completion tokens.
-    level: one of `policy_gradient.LEVELS`.
-    cap: the greatest weight, > 0.
+    level: a name of `policy_gradient.LEVELS`.
+    cap: largest weight, > 0.
 
   Returns:
-    Constant weights, 0 outside the mask.
+    Weights without gradient, 0 outside the mask.
 
   Raises:
-    ValueError: an unknown level, or cap <= 0.
+    ValueError: the level is unknown, or cap <= 0.
   """
   if cap <= 0:
-    raise ValueError(f"cap={cap} must be positive: it is the greatest weight")
+    raise ValueError(f"cap={cap} must be positive: it is the largest weight")
   weights = _weights(logps, rollout_logps, mask, level)
   return jnp.minimum(weights, cap)
 
@@ -59,11 +62,20 @@ def masked(
   low: float = 0.5,
   high: float = 5.0,
 ) -> Float[Array, "B T"]:
-  """w where low <= w <= high, else 0: masked importance sampling (IcePop,
-  arXiv:2510.18855, with token level).
+  """Returns w where low <= w <= high, else 0: masked importance sampling.
 
-  Args, Returns and Raises as for `truncated`; 0 <= low < high. A dropped token still
-  counts in the weight of its aggregation.
+  At token level it is IcePop (arXiv:2510.18855). A token of weight 0 still counts in
+  the weight of its aggregation.
+
+  Args:
+    logps, rollout_logps, mask, level: as for `truncated`.
+    low, high: smallest and largest weight, 0 <= low < high.
+
+  Returns:
+    Weights without gradient, 0 outside the mask.
+
+  Raises:
+    ValueError: the level is unknown, or the bounds are out of range.
   """
   if not 0 <= low < high:
     raise ValueError(

@@ -1,18 +1,18 @@
 """Kullback-Leibler divergence of the trained policy from a reference, in nats.
 
-The estimators look at the sampled tokens alone (http://joschu.net/blog/kl-approx.html).
-With log r = logps - ref_logps at a token drawn from the policy:
+The estimators use only the sampled tokens (http://joschu.net/blog/kl-approx.html). With
+log r = logps - ref_logps of a token sampled from the policy:
 
   k1 = log r                   unbiased, may be negative
   k2 = (log r)^2 / 2           biased, never negative
   k3 = 1/r - 1 + log r         unbiased, never negative
 
-As part of the REWARD (no gradient through it) k1 gives the gradient of the divergence;
-k2 and k3 do not. As part of the LOSS it is the other way round: the expected gradient
-of k1 is zero, that of k2 is the gradient of KL(policy || reference) at every prefix and
-that of k3 the gradient of KL(reference || policy), both without the effect of a token
-on later prefixes; `corrected` turns k1 and k3 into k2 there.
-tests/ops/true_gradient_test.py has the proofs in numbers.
+As part of the REWARD, which is not differentiated, k1 gives the gradient of the
+divergence; k2 and k3 do not. As part of the LOSS, the expected gradient of k1 is 0. The
+gradient of k2 is that of KL(policy || reference) at every prefix, and the gradient of
+k3 that of KL(reference || policy). Both ignore the effect of a token on later prefixes.
+`corrected` gives k1 and k3 the gradient of k2 in the loss.
+tests/ops/true_gradient_test.py checks these statements with numbers.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from tunix.ops.reductions import MAX_EXPONENT, safe_exp
 def k1(
   logps: Float[Array, "B T"], ref_logps: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
-  """log r: for the reward. As a loss it only adds noise."""
+  """Returns log r, for the reward. In the loss its expected gradient is 0."""
   return logps - ref_logps
 
 
 def k2(
   logps: Float[Array, "B T"], ref_logps: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
-  """(log r)^2 / 2: for the loss, where its gradient is that of the reverse KL."""
+  """Returns (log r)^2 / 2, for the loss; its gradient is that of the reverse KL."""
   return jnp.square(logps - ref_logps) / 2
 
 
 def k3(
   logps: Float[Array, "B T"], ref_logps: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
-  """1/r - 1 + log r: GRPO's term of the loss (arXiv:2402.03300, equation 4).
+  """Returns 1/r - 1 + log r: GRPO's term of the loss (arXiv:2402.03300, equation 4).
 
-  log r is cut at -20 from below, so that one token far from the reference cannot make
-  a loss infinite; beyond the cut there is no gradient.
+  log r is clipped at -20 from below, so that one token far from the reference cannot
+  make a loss infinite. Below -20 the gradient is 0.
   """
   log_r = jnp.maximum(logps - ref_logps, -MAX_EXPONENT)
   # Near 0 the terms cancel; expm1 loses half as many digits as exp.
@@ -56,15 +56,15 @@ def k3(
 def corrected(
   values: Float[Array, "B T"], log_ratio: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
-  """An estimate times the ratio of the policies, for the loss (arXiv:2512.02556).
+  """Returns values times the ratio of the policies, for the loss (arXiv:2512.02556).
 
-  The ratio is differentiated: where it is 1 the value stays as it is, and the gradient
-  of k1 and k3 becomes that of KL(policy || reference) at every prefix. Off-policy it
-  weighs the tokens as the new policy would draw them.
+  The ratio is differentiated. Where it is 1, the value does not change, but the
+  gradient of k1 and k3 becomes that of KL(policy || reference) at every prefix.
+  Off-policy, the ratio weighs each token by its probability under the new policy.
 
   Args:
-    values: k1 or k3.
-    log_ratio: from `policy_gradient.log_ratio`, token level.
+    values: `k1` or `k3` of each token.
+    log_ratio: log-ratio at token level, from `policy_gradient.log_ratio`.
   """
   return safe_exp(log_ratio) * values
 
@@ -72,9 +72,13 @@ def corrected(
 def exact(
   logits: Float[Array, "*B V"], ref_logits: Float[Array, "*B V"]
 ) -> Float[Array, "*B"]:
-  """sum_v p(v) (log p(v) - log q(v)) over the vocabulary, at given prefixes.
+  """Returns sum_v p(v) (log p(v) - log q(v)) over the vocabulary, per prefix.
 
-  Words of p = 0 (logit -inf) count 0, as in the limit.
+  A token v with p(v) = 0 (logit -inf) contributes 0, which is the limit.
+
+  Args:
+    logits: logits of the policy.
+    ref_logits: logits of the reference.
   """
   logps = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, "float32")))
   ref = jax.nn.log_softmax(ref_logits.astype(logps.dtype))
@@ -85,7 +89,7 @@ def exact(
 
 Estimator = Callable[[jax.Array, jax.Array], jax.Array]
 
-# By name; the second line has names that users of other libraries know.
+# Name -> estimator. The second line has the names that other libraries use.
 ESTIMATORS: dict[str, Estimator] = {
   **{"k1": k1, "k2": k2, "k3": k3},
   **{"kl": k1, "mse_kl": k2, "low_var_kl": k3},

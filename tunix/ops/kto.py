@@ -1,4 +1,4 @@
-"""KTO: a loss from single responses that are desirable or not (arXiv:2402.01306)."""
+"""KTO: a loss of single responses labelled desirable or not (arXiv:2402.01306)."""
 
 from __future__ import annotations
 
@@ -21,27 +21,32 @@ def kto_loss(
   desirable_weight: float = 1.0,
   undesirable_weight: float = 1.0,
 ) -> PairLoss:
-  """w_D (1 - s(beta (r - z0))) of a desirable response, w_U (1 - s(beta (z0 - r))) of
-  another: KTO (arXiv:2402.01306), with r = log pi - log pi_0.
+  """Returns the KTO loss of each response (arXiv:2402.01306).
+
+    w_D (1 - s(beta (r - z0)))   for a desirable response
+    w_U (1 - s(beta (z0 - r)))   for another
+
+  with r = log pi - log pi_0 and s the logistic function.
 
   Args:
-    logps: of the responses, summed over tokens, in nats; differentiated.
-    ref_logps: likewise under the reference; constants.
-    desirable: which responses are good.
-    weights: 1 for an example, 0 for a row that only fills the batch up.
-    kl: z0, from `kl_estimate`; no gradient passes.
-    beta: > 0.
+    logps: log-probabilities of the responses, summed over tokens, in nats;
+      differentiated.
+    ref_logps: the same under the reference; not differentiated.
+    desirable: True for desirable responses.
+    weights: 1 for an example, 0 for a row of padding.
+    kl: z0, from `kl_estimate`; not differentiated.
+    beta: strength of the reference, > 0.
     desirable_weight, undesirable_weight: w_D and w_U, >= 0, not both 0. The paper keeps
       w_D n_D / (w_U n_U) between 1 and 4/3 for n_D and n_U examples of each.
 
   Returns:
     Values [B], to be averaged over all examples, and metrics [B]: `kl` is z0;
     rewards/chosen (beta r where desirable, else 0), rewards/rejected, log_probs/chosen,
-    log_probs/rejected, chosen_share (1 where desirable). After averaging,
-    `kto_metrics` makes means over each kind of them.
+    log_probs/rejected, chosen_share (1 where desirable). After averaging, `kto_metrics`
+    turns them into means over desirable and undesirable examples.
 
   Raises:
-    ValueError: beta or weights out of range.
+    ValueError: beta or a weight is out of range.
   """
   _check(beta, desirable_weight, undesirable_weight)
   logps, ref_logps = keep(logps, weights), keep(ref_logps, weights)
@@ -66,29 +71,30 @@ def kl_estimate(
   ref_logps: Float[Array, " B"],
   weights: Shaped[Array, " B"],
 ) -> Float[Array, ""]:
-  """z0 = max(0, mean of log pi(y'|x) - log pi_0(y'|x)).
+  """Returns z0 = max(0, mean of log pi(y'|x) - log pi_0(y'|x)).
 
   Args:
-    logps, ref_logps: of prompts x with the response y' of ANOTHER example, summed over
-      tokens; of the whole global batch, so that a split does not change it.
-    weights: 0 where a row does not count.
+    logps, ref_logps: log-probabilities of prompts x with the response y' of ANOTHER
+      example, summed over tokens, in nats. They are those of the global batch, so that
+      its split into micro-batches does not change z0.
+    weights: 0 for rows of padding.
 
   Returns:
-    A constant >= 0, in nats; 0 without rows.
+    A number >= 0 in nats, without gradient; 0 without rows.
   """
   gap = keep(logps, weights) - keep(ref_logps, weights)
   return jax.lax.stop_gradient(jnp.maximum(weighted_sum(gap, weights).mean(), 0.0))
 
 
 def kto_metrics(means: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """Averages over each kind of example, from averages over all.
+  """Returns means over desirable and undesirable examples, from means over all.
 
   Args:
-    means: the metrics of `kto_loss`, each averaged with the examples' weights.
+    means: metrics of `kto_loss`, averaged with the weights of the examples.
 
   Returns:
-    The same names without `chosen_share`, and rewards/margin. 0 for a kind that has no
-    example.
+    The same names without `chosen_share`, and rewards/margin. A mean over no example
+    is 0.
   """
   share = means["chosen_share"]
   out = {name: x for name, x in means.items() if name != "chosen_share"}

@@ -1,12 +1,16 @@
-"""Log-probabilities of tokens whose memory follows the tokens, not the vocabulary.
+"""Log-probabilities of tokens from hidden states, without logits of all tokens at once.
 
-Both functions go over chunks of tokens (vocab_chunks.py). `weighted_nll` knows its
-cotangents beforehand and computes the gradients in the forward pass: a backward pass
-that recomputes the logits would cost one more product with the unembedding (about 9 %
-of the step of a small model). `token_logps` hands out every token's value, so that its
-cotangents come later: it recomputes, unless the unembedding is frozen (as in LoRA
-training). Where all tokens are one chunk, XLA finds that the logits are computed twice
-and merges them.
+Both functions iterate over chunks of tokens (vocab_chunks.py), so that memory grows
+with the number of tokens and not with tokens times vocabulary.
+
+`weighted_nll` returns one number, and the weights that its gradients need are known in
+advance. So the forward pass computes the gradients too. A backward pass would recompute
+the logits, one more product with the unembedding, about 9 % of a step of a small model.
+
+`token_logps` returns a value per token, whose cotangents are unknown until the backward
+pass. So the backward pass recomputes the logits, unless the unembedding is frozen (as
+in LoRA training). If all tokens fit one chunk, XLA merges both computations of the
+logits.
 """
 
 from __future__ import annotations
@@ -19,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tunix.ops import vocab_chunks
-from tunix.ops.vocab_chunks import ONE_DEVICE, Layout, Outputs, Pulls, Rule
+from tunix.ops import vocab_chunks, vocab_softmax
+from tunix.ops.vocab_softmax import ONE_DEVICE, Layout, Outputs, Pulls, Rule
 
 
 def weighted_nll(
@@ -30,24 +34,26 @@ def weighted_nll(
   weights: Float[Array, "B T"],
   layout: Layout = ONE_DEVICE,
 ) -> Float[Array, ""]:
-  """Sum over tokens of `weights * -log p(target | hidden)`, in nats.
+  """Returns the sum over tokens of `weights * -log p(target | hidden)`, in nats.
 
-  Equals the plain form `weights * (logsumexp(hidden @ unembed) - logit of target)`;
-  logits and the sum are float32 whatever the inputs are. Differentiable in `hidden`,
-  `unembed` and `weights`; the gradient in `unembed` is only computed when asked for
-  (not in LoRA training).
+  The result equals `weights * (logsumexp(hidden @ unembed) - logit of target)`. Logits
+  and the sum are float32 for all input dtypes. It is differentiable in `hidden`,
+  `unembed` and `weights`; the gradient in `unembed` is only computed if it is needed
+  (it is not in LoRA training).
 
   Args:
     hidden: final hidden states.
-    unembed: [D, V], or [V, D] with `layout.transposed`.
-    targets: the token to predict at each position, in [0, V).
-    weights: 0 where nothing is predicted.
+    unembed: unembedding [D, V], or [V, D] with `layout.transposed`.
+    targets: next token of each position, in [0, V).
+    weights: weight of each token; 0 if the position predicts nothing.
     layout: sharding and chunk size.
   """
   layout = vocab_chunks.for_batch(layout, hidden.shape)
   return _weighted_nll(hidden, unembed, targets, weights, layout)
 
 
+# custom_vjp with symbolic zeros: `perturbed` tells which inputs are differentiated, so
+# that no other gradient is computed.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _weighted_nll(hidden, unembed, targets, weights, layout):
   part = vocab_chunks.run(hidden, unembed, targets, Pulls(), Rule(layout))
@@ -63,23 +69,22 @@ def _forward(hidden, unembed, targets, weights, layout):
 
 def _backward(layout, part: Outputs, cotangent):
   del layout
-  cotangent = _materialised(cotangent, ())
-
-  def scaled(gradient):
-    return None if gradient is None else (gradient * cotangent).astype(gradient.dtype)
-
-  return scaled(part.d_hidden), scaled(part.d_unembed), None, -part.logps * cotangent
+  cotangent = vocab_softmax.materialised(cotangent)
+  d_hidden, d_unembed = (
+    vocab_softmax.scaled(x, cotangent) for x in (part.d_hidden, part.d_unembed)
+  )
+  return d_hidden, d_unembed, None, -part.logps * cotangent
 
 
 _weighted_nll.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 class TokenScores(NamedTuple):
-  """What `token_logps` says of each token, float32, in nats.
+  """Log-probability and entropy of each token, float32, in nats.
 
   Attributes:
-    logps: [B, T] log-probability of the target.
-    entropy: [B, T] of the distribution that the target is drawn from, or None.
+    logps: log-probability of the target, [B, T].
+    entropy: entropy of the distribution over the vocabulary, [B, T], or None.
   """
 
   logps: Any
@@ -95,20 +100,20 @@ def token_logps(
   temperature: float = 1.0,
   entropy: bool = False,
 ) -> TokenScores:
-  """log softmax(logits / temperature)[target] of every token, and the entropy
-  -sum p log p of that distribution, with logits = hidden @ unembed.
+  """Returns log softmax(logits / temperature)[target] and the entropy of every token.
 
-  Float32 whatever the inputs are. Differentiable in `hidden` and `unembed`; only the
-  gradients asked for are computed. The backward pass computes a chunk's logits again
-  unless `unembed` is not differentiated and no entropy is wanted.
+  With logits = hidden @ unembed and p their softmax, the entropy is -sum p log p. The
+  results are float32 for all input dtypes and differentiable in `hidden` and `unembed`;
+  a gradient is only computed if it is needed. The backward pass recomputes the logits
+  of each chunk, unless `unembed` is not differentiated and `entropy` is False.
 
   Args:
     hidden: final hidden states.
-    unembed: [D, V], or [V, D] with `layout.transposed`.
-    targets: the token to score at each position, in [0, V).
+    unembed: unembedding [D, V], or [V, D] with `layout.transposed`.
+    targets: token to score at each position, in [0, V).
     layout: sharding and chunk size.
-    temperature: above 0.
-    entropy: whether to compute it.
+    temperature: temperature of the softmax, above 0.
+    entropy: True computes the entropy, False returns None for it.
 
   Raises:
     ValueError: the temperature is not a positive number.
@@ -125,8 +130,7 @@ def logits_logps(
   temperature: float = 1.0,
   entropy: bool = False,
 ) -> TokenScores:
-  """`token_logps` of logits that exist already, such as those of a model that gives
-  nothing else."""
+  """Returns `token_logps` from whole logits, for models that return only logits."""
   _check_temperature(temperature)
   every = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature)
   logps = jnp.take_along_axis(every, targets[..., None], axis=-1)[..., 0]
@@ -138,8 +142,8 @@ def logits_logps(
 def _check_temperature(temperature: float) -> None:
   if not (math.isfinite(temperature) and temperature > 0):
     raise ValueError(
-      f"temperature is {temperature}, it must be a positive number; what was chosen "
-      "greedily is scored at 1"
+      f"temperature is {temperature}, it must be a positive number; use 1 for tokens "
+      "that were chosen greedily"
     )
 
 
@@ -150,71 +154,67 @@ def _scores(hidden, unembed, targets, rule: Rule):
 
 
 class _Saved(NamedTuple):
-  """What the backward pass of `_scores` goes on from; arrays or None only.
+  """The input of the backward pass of `_scores`, a tree of arrays and None.
 
   Attributes:
-    arrays: hidden, unembed, targets.
-    wanted: () for each of hidden and unembed whose gradient is wanted, else None.
-    slope: [B, T, D] gradient of each token's log-probability in its hidden state, where
-      no other is wanted: what is left is to multiply it.
+    arrays: hidden, unembed and targets.
+    needed: () if the gradient in hidden, and in unembed, is needed; else None.
+    slope: [B, T, D] gradient of each token's log-probability in its hidden state, if no
+      other gradient is needed. The backward pass multiplies it by the cotangents.
   """
 
   arrays: Any
-  wanted: Any
+  needed: Any
   slope: Any
 
 
 def _scores_forward(hidden, unembed, targets, rule: Rule):
   arrays = hidden.value, unembed.value, targets.value
-  wanted = tuple(() if x.perturbed else None for x in (hidden, unembed))
+  needed = tuple(() if x.perturbed else None for x in (hidden, unembed))
   pulls = Pulls()
+  # The hidden state of a token only affects its own log-probability. So its gradient is
+  # known now, up to the cotangent: computed with cotangent 1, it is scaled later.
   if hidden.perturbed and not unembed.perturbed and not rule.entropy:
     pulls = Pulls(jnp.ones(targets.value.shape, jnp.float32))
     rule = rule._replace(hidden=True)
   part = vocab_chunks.run(*arrays, pulls=pulls, rule=rule)
-  saved = _Saved(arrays, wanted, part.d_hidden)
+  saved = _Saved(arrays, needed, part.d_hidden)
   return TokenScores(part.logps, part.entropy), saved
 
 
 def _scores_backward(rule: Rule, saved: _Saved, cotangents: TokenScores):
   hidden, unembed, targets = saved.arrays
   logps, entropy = cotangents
-  pulls = Pulls(_materialised(logps, targets.shape), _array_or_none(entropy))
+  pulls = Pulls(
+    vocab_softmax.materialised(logps, targets.shape),
+    entropy if isinstance(entropy, jax.Array) else None,  # a symbolic zero: unused
+  )
   if saved.slope is not None:
     pull = pulls.logps[..., None]
-    # Not 0 * inf, where float16 cannot hold a slope that nobody asks for.
+    # A slope beyond the range of float16 is inf; where its cotangent is 0, 0 * inf
+    # would be NaN.
     d_hidden = jnp.where(pull == 0, 0.0, saved.slope * pull)
     return d_hidden.astype(hidden.dtype), None, None
   rule = rule._replace(
     entropy=False,
-    hidden=saved.wanted[0] is not None,
-    unembed=saved.wanted[1] is not None,
+    hidden=saved.needed[0] is not None,
+    unembed=saved.needed[1] is not None,
   )
   size = None
   if hidden.dtype == jnp.float16:
-    # A mean over many tokens has cotangents below 6e-8, where float16 ends.
+    # A mean over many tokens has cotangents below 6e-8, the smallest float16. So they
+    # are divided by the largest of them, and the gradients multiplied by it.
     size = functools.reduce(
       jnp.maximum, [jnp.max(jnp.abs(x)) for x in jax.tree.leaves(pulls)]
     )
     size = jnp.where(size > 0, size, 1.0)
     pulls = jax.tree.map(lambda x: x / size, pulls)
   part = vocab_chunks.run(hidden, unembed, targets, pulls, rule)
-
-  def scaled(gradient):
-    if gradient is None or size is None:
-      return gradient
-    return (gradient * size).astype(gradient.dtype)
-
-  return scaled(part.d_hidden), scaled(part.d_unembed), None
+  d_hidden, d_unembed = (
+    x if size is None else vocab_softmax.scaled(x, size)
+    for x in (part.d_hidden, part.d_unembed)
+  )
+  return d_hidden, d_unembed, None
 
 
 _scores.defvjp(_scores_forward, _scores_backward, symbolic_zeros=True)
-
-
-def _array_or_none(cotangent: Any) -> Any:
-  """None for a symbolic zero: nobody uses that output."""
-  return cotangent if isinstance(cotangent, jax.Array) else None
-
-
-def _materialised(cotangent: Any, shape: tuple[int, ...]) -> jax.Array:
-  return cotangent if isinstance(cotangent, jax.Array) else jnp.zeros(shape)

@@ -1,13 +1,15 @@
-"""Losses of a pair of responses that look at no other pair; to be minimised.
+"""Losses of preference pairs, each computed from one pair alone; to be minimised.
 
-Each takes `PairScores` and gives a value per pair. With x the prompt, c the chosen and
-r the rejected response, pi the policy and pi_0 the reference, in natural logarithms:
+Each function takes `PairScores` and returns a value per pair. Let x be the prompt, c
+the chosen and r the rejected response, pi the policy and pi_0 the reference. In natural
+logarithms, summed over tokens:
 
-  C = log pi(c|x) - log pi_0(c|x)      R = log pi(r|x) - log pi_0(r|x)
+  C = log pi(c|x) - log pi_0(c|x)      R = log pi(r|x) - log pi_0(r|x)      D = C - R
 
-summed over tokens; D = C - R. s is the logistic function. `preference.PAIR_LOSSES` has
-the names and `preference.pair_loss` is the way to call them: it checks options and
-keeps padding out. Losses that look at all pairs are in `pair_losses_coupled`.
+|c| and |r| are numbers of tokens, and s is the logistic function. Call these losses
+through `preference.pair_loss`, which finds them by name (`preference.PAIR_LOSSES`),
+checks the options and removes padding. Losses that need all pairs of the batch are in
+`pair_losses_coupled`.
 """
 
 from __future__ import annotations
@@ -21,20 +23,20 @@ from jaxtyping import Array, Float
 
 from tunix.ops.reductions import keep, safe_exp
 
-# Mean log-probabilities above this count as this in ORPO: the odds of probability 1 are
-# infinite. log(1 - exp(-1e-6)) is -13.8.
+# Upper bound of mean log-probabilities in ORPO, because probability 1 has infinite
+# odds. At the bound log(1 - P) is log(1 - exp(-1e-6)) = -13.8.
 MAX_MEAN_LOGP = -1e-6
 
 
 class PairScores(NamedTuple):
-  """What a pair loss knows, float32 [B] each.
+  """The input of a pair loss, float32 [B] each.
 
   Attributes:
     chosen, rejected: log-probabilities of the responses under the policy, summed over
       tokens, in nats; differentiated.
-    ref_chosen, ref_rejected: likewise under the reference; 0 where there is none.
-    chosen_tokens, rejected_tokens: lengths of the responses.
-    weights: 1 for a pair, 0 for a row that only fills the batch up.
+    ref_chosen, ref_rejected: the same under the reference; 0 without a reference.
+    chosen_tokens, rejected_tokens: lengths of the responses, in tokens.
+    weights: 1 for a pair, 0 for a row of padding.
   """
 
   chosen: jax.Array
@@ -47,11 +49,12 @@ class PairScores(NamedTuple):
 
 
 class PairLoss(NamedTuple):
-  """A loss per pair.
+  """Losses and metrics of pairs.
 
   Attributes:
-    values: float32 [B], differentiable.
-    metrics: float32 [B] each, constants; average them with the pairs' weights.
+    values: losses, float32 [B], differentiable.
+    metrics: float32 [B] each, without gradient; average them with the weights of the
+      pairs.
   """
 
   values: jax.Array
@@ -61,18 +64,18 @@ class PairLoss(NamedTuple):
 def masked(
   values: jax.Array, metrics: dict[str, jax.Array], weights: jax.Array
 ) -> PairLoss:
-  """PairLoss with 0 where the weight is 0 and no gradient through the metrics."""
+  """Returns a PairLoss that is 0 where the weight is 0; metrics have no gradient."""
   kept = {name: keep(x, weights) for name, x in metrics.items()}
   return PairLoss(keep(values, weights), jax.lax.stop_gradient(kept))
 
 
 def log_ratios(scores: PairScores) -> tuple[jax.Array, jax.Array]:
-  """(C, R) of the pairs, [B] each."""
+  """Returns (C, R) of the pairs, [B] each."""
   return scores.chosen - scores.ref_chosen, scores.rejected - scores.ref_rejected
 
 
 def mean_log_ratios(scores: PairScores) -> tuple[jax.Array, jax.Array]:
-  """(C / |c|, R / |r|) of the pairs, [B] each: per token."""
+  """Returns (C / |c|, R / |r|) of the pairs, [B] each: means per token."""
   chosen, rejected = log_ratios(scores)
   return chosen / scores.chosen_tokens, rejected / scores.rejected_tokens
 
@@ -80,33 +83,37 @@ def mean_log_ratios(scores: PairScores) -> tuple[jax.Array, jax.Array]:
 def smoothed_logistic(
   logits: Float[Array, " B"], label_smoothing: float
 ) -> Float[Array, " B"]:
-  """-(1 - e) log s(z) - e log s(-z), with e the probability that a label is wrong.
+  """Returns -(1 - e) log s(z) - e log s(-z), where e is `label_smoothing`.
+
+  Args:
+    logits: z of each pair.
+    label_smoothing: probability e that a pair is the wrong way round.
 
   Raises:
-    ValueError: e outside [0, 0.5).
+    ValueError: e is not in [0, 0.5).
   """
   check_smoothing(label_smoothing)
-  keep, flip = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
-  return -(1 - label_smoothing) * keep - label_smoothing * flip
+  right, flipped = jax.nn.log_sigmoid(logits), jax.nn.log_sigmoid(-logits)
+  return -(1 - label_smoothing) * right - label_smoothing * flipped
 
 
 def check_smoothing(label_smoothing: float) -> None:
-  """Refuses what cannot be the share of wrong labels.
+  """Refuses an invalid share of wrong labels.
 
   Raises:
-    ValueError: not in [0, 0.5).
+    ValueError: the share is not in [0, 0.5).
   """
   if not 0 <= label_smoothing < 0.5:
     raise ValueError(
       f"label_smoothing={label_smoothing} must be in [0, 0.5): it is the probability "
-      "that a pair is the wrong way round, and at 0.5 nothing can be learnt"
+      "that a pair is the wrong way round, and at 0.5 the loss has no gradient"
     )
 
 
 def sigmoid(
   scores: PairScores, *, beta: float, label_smoothing: float = 0.0
 ) -> Float[Array, " B"]:
-  """-log s(beta D): DPO (arXiv:2305.18290, equation 7).
+  """Returns -log s(beta D): DPO (arXiv:2305.18290, equation 7).
 
   With `label_smoothing` e it is cDPO (https://ericmitchell.ai/cdpo.pdf):
   -(1 - e) log s(beta D) - e log s(-beta D).
@@ -116,18 +123,20 @@ def sigmoid(
 
 
 def hinge(scores: PairScores, *, beta: float) -> Float[Array, " B"]:
-  """max(0, 1 - beta D): SLiC (arXiv:2305.10425) with log-ratios, as in RSO
-  (arXiv:2309.06657)."""
+  """Returns max(0, 1 - beta D): SLiC with log-ratios.
+
+  SLiC is arXiv:2305.10425; RSO (arXiv:2309.06657) introduced the log-ratios.
+  """
   chosen, rejected = log_ratios(scores)
   return jax.nn.relu(1 - beta * (chosen - rejected))
 
 
 def ipo(scores: PairScores, *, beta: float, average: bool = True) -> Float[Array, " B"]:
-  """(C / |c| - R / |r| - 1 / (2 beta))^2: IPO (arXiv:2310.12036, equation 17).
+  """Returns (C / |c| - R / |r| - 1 / (2 beta))^2: IPO (arXiv:2310.12036, equation 17).
 
-  Beta is the paper's tau. The paper's formula has the sums C - R (`average=False`); the
-  means per token are what its authors ran, as TRL reports, and what makes the target
-  1 / (2 beta) mean the same for responses of all lengths.
+  Beta is the paper's tau. The paper's formula has the sums C - R (`average=False`).
+  According to TRL, its authors used means per token, with which the target 1 / (2 beta)
+  has the same meaning for responses of all lengths.
   """
   chosen, rejected = (mean_log_ratios if average else log_ratios)(scores)
   return jnp.square(chosen - rejected - 1 / (2 * beta))
@@ -136,11 +145,12 @@ def ipo(scores: PairScores, *, beta: float, average: bool = True) -> Float[Array
 def exo_pair(
   scores: PairScores, *, beta: float, label_smoothing: float = 0.0
 ) -> Float[Array, " B"]:
-  """KL(p || q) of p = (s(beta D), s(-beta D)) from q = (1 - e, e): EXO for pairs
-  (arXiv:2402.00856, equation 16).
+  """Returns KL(p || q) for p = (s(beta D), s(-beta D)), q = (1 - e, e): EXO for pairs.
+
+  See arXiv:2402.00856, equation 16; e is `label_smoothing`.
 
   Raises:
-    ValueError: `label_smoothing` not in (0, 0.5): at 0 the divergence is infinite.
+    ValueError: e is not in (0, 0.5); at 0 the divergence is infinite.
   """
   if not 0 < label_smoothing < 0.5:
     raise ValueError(
@@ -155,8 +165,10 @@ def exo_pair(
 
 
 def nca_pair(scores: PairScores, *, beta: float) -> Float[Array, " B"]:
-  """-log s(beta C) - log s(-beta C) / 2 - log s(-beta R) / 2: NCA for pairs
-  (arXiv:2402.05369)."""
+  """Returns -log s(beta C) - log s(-beta C) / 2 - log s(-beta R) / 2: NCA for pairs.
+
+  See arXiv:2402.05369.
+  """
   chosen, rejected = log_ratios(scores)
   lost = jax.nn.log_sigmoid(-beta * chosen) + jax.nn.log_sigmoid(-beta * rejected)
   return -jax.nn.log_sigmoid(beta * chosen) - lost / 2
@@ -165,11 +177,11 @@ def nca_pair(scores: PairScores, *, beta: float) -> Float[Array, " B"]:
 def robust(
   scores: PairScores, *, beta: float, label_smoothing: float = 0.0
 ) -> Float[Array, " B"]:
-  """(-(1 - e) log s(beta D) + e log s(-beta D)) / (1 - 2 e): robust DPO
-  (arXiv:2403.00409).
+  """Returns (-(1 - e) log s(beta D) + e log s(-beta D)) / (1 - 2 e): robust DPO.
 
-  In expectation over labels flipped with probability e it is DPO on the clean ones.
-  Like the paper's it has no lower bound: it falls for ever with D.
+  See arXiv:2403.00409; e is `label_smoothing`. If labels are flipped with probability
+  e, its expectation is the DPO loss of the correct labels. As in the paper it has no
+  lower bound: it decreases without end as D grows.
   """
   check_smoothing(label_smoothing)
   chosen, rejected = log_ratios(scores)
@@ -180,23 +192,29 @@ def robust(
 
 
 def sppo_hard(scores: PairScores, *, beta: float) -> Float[Array, " B"]:
-  """(C - 1 / (2 beta))^2 + (R + 1 / (2 beta))^2: SPPO (arXiv:2405.00675, equation 4.7)
-  with the probability of winning 1 for chosen and 0 for rejected; 1 / beta is the
-  paper's eta."""
+  """Returns (C - 1 / (2 beta))^2 + (R + 1 / (2 beta))^2: SPPO.
+
+  See arXiv:2405.00675, equation 4.7, with a probability of winning of 1 for the chosen
+  and 0 for the rejected response. 1 / beta is the paper's eta.
+  """
   chosen, rejected = log_ratios(scores)
   return jnp.square(chosen - 0.5 / beta) + jnp.square(rejected + 0.5 / beta)
 
 
 def apo_zero(scores: PairScores, *, beta: float) -> Float[Array, " B"]:
-  """(1 - s(beta C)) + s(beta R): APO-zero (arXiv:2408.06266, equation 7), for chosen
-  responses that are better than the model."""
+  """Returns (1 - s(beta C)) + s(beta R): APO-zero (arXiv:2408.06266, equation 7).
+
+  Use it if the chosen responses are better than those of the model.
+  """
   chosen, rejected = log_ratios(scores)
   return jax.nn.sigmoid(-beta * chosen) + jax.nn.sigmoid(beta * rejected)
 
 
 def apo_down(scores: PairScores, *, beta: float) -> Float[Array, " B"]:
-  """s(beta C) + (1 - s(beta D)): APO-down (arXiv:2408.06266, equation 8), for chosen
-  responses that are worse than the model."""
+  """Returns s(beta C) + (1 - s(beta D)): APO-down (arXiv:2408.06266, equation 8).
+
+  Use it if the chosen responses are worse than those of the model.
+  """
   chosen, rejected = log_ratios(scores)
   return jax.nn.sigmoid(beta * chosen) + jax.nn.sigmoid(-beta * (chosen - rejected))
 
@@ -204,8 +222,10 @@ def apo_down(scores: PairScores, *, beta: float) -> Float[Array, " B"]:
 def discopop(
   scores: PairScores, *, beta: float, tau: float = 0.05
 ) -> Float[Array, " B"]:
-  """-(1 - m) log s(z) + m exp(-z) with z = beta D and m = s(z / tau): the discovered
-  log-ratio modulated loss (arXiv:2406.08414, equation 5).
+  """Returns -(1 - m) log s(z) + m exp(-z) with z = beta D and m = s(z / tau).
+
+  It is the discovered log-ratio modulated loss, DiscoPOP (arXiv:2406.08414, equation
+  5).
 
   Raises:
     ValueError: tau <= 0.
@@ -215,15 +235,17 @@ def discopop(
   chosen, rejected = log_ratios(scores)
   logits = beta * (chosen - rejected)
   logistic = jax.nn.sigmoid(-logits / tau) * -jax.nn.log_sigmoid(logits)
-  # m exp(-z) in one exponential: alone exp(-z) is infinite where m is 0.
+  # m exp(-z) as one exponential: for very negative z, m is 0 and exp(-z) infinite.
   return logistic + safe_exp(jax.nn.log_sigmoid(logits / tau) - logits)
 
 
 def sigmoid_norm(
   scores: PairScores, *, beta: float, label_smoothing: float = 0.0
 ) -> Float[Array, " B"]:
-  """-log s(beta (C / |c| - R / |r|)): length-normalised DPO (Tulu 3,
-  arXiv:2411.15124); `label_smoothing` as for `sigmoid`."""
+  """Returns -log s(beta (C / |c| - R / |r|)): length-normalised DPO.
+
+  See Tulu 3, arXiv:2411.15124; `label_smoothing` is as for `sigmoid`.
+  """
   chosen, rejected = mean_log_ratios(scores)
   return smoothed_logistic(beta * (chosen - rejected), label_smoothing)
 
@@ -235,17 +257,17 @@ def simpo(
   gamma: float = 0.5,
   label_smoothing: float = 0.0,
 ) -> Float[Array, " B"]:
-  """-log s(beta log pi(c) / |c| - beta log pi(r) / |r| - gamma): SimPO
-  (arXiv:2405.14734, equation 6), without a reference.
+  """Returns -log s(beta log pi(c) / |c| - beta log pi(r) / |r| - gamma): SimPO.
 
-  The paper's beta is 2 to 2.5, far above DPO's; `gamma` >= 0 is in units of reward, 0.3
-  to 1.6 there. `label_smoothing` as for `sigmoid`.
+  See arXiv:2405.14734, equation 6; it needs no reference. The paper's beta is 2 to 2.5,
+  far above that of DPO. `gamma` >= 0 is in units of reward, 0.3 to 1.6 in the paper.
+  `label_smoothing` is as for `sigmoid`.
 
   Raises:
     ValueError: gamma < 0.
   """
   if gamma < 0:
-    raise ValueError(f"gamma={gamma} must be >= 0: it is the margin that is asked for")
+    raise ValueError(f"gamma={gamma} must be >= 0: it is the required margin")
   chosen, rejected = _mean_logps(scores)
   return smoothed_logistic(beta * (chosen - rejected) - gamma, label_smoothing)
 
@@ -257,17 +279,17 @@ def cpo(
   cpo_alpha: float = 1.0,
   label_smoothing: float = 0.0,
 ) -> PairLoss:
-  """-log s(beta (log pi(c) - log pi(r))) - cpo_alpha log pi(c) / |c|: CPO
-  (arXiv:2401.08417), without a reference.
+  """Returns -log s(beta (log pi(c) - log pi(r))) - cpo_alpha log pi(c) / |c|: CPO.
 
-  The likelihood term is the mean over a response's tokens, then over pairs; metric
-  `sft_loss` has it. `label_smoothing` as for `sigmoid`.
+  See arXiv:2401.08417; it needs no reference. The metric `sft_loss` is the second term
+  without its factor, a mean over the tokens of a response. `label_smoothing` is as for
+  `sigmoid`.
 
   Raises:
     ValueError: cpo_alpha < 0.
   """
   if cpo_alpha < 0:
-    raise ValueError(f"cpo_alpha={cpo_alpha} must be >= 0: it weighs the likelihood")
+    raise ValueError(f"cpo_alpha={cpo_alpha} must be >= 0: it is a weight")
   preferred = smoothed_logistic(
     beta * (scores.chosen - scores.rejected), label_smoothing
   )
@@ -276,13 +298,13 @@ def cpo(
 
 
 def orpo(scores: PairScores, *, lambda_orpo: float = 0.1) -> PairLoss:
-  """-log P(c) - lambda_orpo log s(log odds(c) - log odds(r)): ORPO (arXiv:2403.07691,
-  equations 3 to 7), without a reference.
+  """Returns -log P(c) - lambda_orpo log s(log odds(c) - log odds(r)): ORPO.
 
-  log P is the mean log-probability per token and odds = P / (1 - P).
-  Metrics: `sft_loss` the first term, `or_loss` the second without its weight,
-  `odds_ratio` the difference of the log odds. Mean log-probabilities above -1e-6 count
-  as -1e-6, where 1 - P has no gradient any more.
+  See arXiv:2403.07691, equations 3 to 7; it needs no reference. log P is the mean
+  log-probability per token, and odds = P / (1 - P). The metric `sft_loss` is the first
+  term, `or_loss` the second without its weight, and `odds_ratio` the difference of the
+  log odds. Mean log-probabilities above -1e-6 count as -1e-6, and 1 - P has no gradient
+  there.
 
   Raises:
     ValueError: lambda_orpo <= 0.
@@ -290,7 +312,7 @@ def orpo(scores: PairScores, *, lambda_orpo: float = 0.1) -> PairLoss:
   if lambda_orpo <= 0:
     raise ValueError(
       f"lambda_orpo={lambda_orpo} must be positive: without the odds ratio the loss is "
-      "that of supervised training"
+      "that of fine-tuning"
     )
   chosen, rejected = _mean_logps(scores)
   odds = chosen - rejected - (_log1mexp(chosen) - _log1mexp(rejected))
@@ -307,10 +329,12 @@ def _mean_logps(scores: PairScores) -> tuple[jax.Array, jax.Array]:
 
 
 def _log1mexp(logps: jax.Array) -> jax.Array:
-  """log(1 - exp(x)) for x < 0: each half where it keeps its digits."""
+  """Returns log(1 - exp(x)) for x < 0, by two formulas that meet at -log 2."""
+  # Near 0, 1 - exp(x) cancels and expm1 keeps the digits. Far below 0, log1p keeps
+  # them.
   x = jnp.minimum(logps, MAX_MEAN_LOGP)
   likely = x > -math.log(2)
-  # The half that is not used sees -1, so that its gradient is finite.
+  # The unused formula gets -1, so that its gradient is finite.
   near = jnp.log(-jnp.expm1(jnp.where(likely, x, -1.0)))
   far = jnp.log1p(-jnp.exp(jnp.where(likely, -1.0, x)))
   return jnp.where(likely, near, far)

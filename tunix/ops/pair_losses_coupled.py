@@ -1,7 +1,8 @@
-"""Pair losses whose value of one pair depends on the other pairs of the global batch.
+"""Pair losses that compare all pairs of the global batch with each other.
 
-They take the arrays of the whole global batch; `preference.coupled_coefficients` cuts
-them into micro-batches. Symbols as in `pair_losses`.
+The value of one pair depends on the other pairs, so that these functions need the
+arrays of the global batch. `preference.coupled_coefficients` computes their gradient
+over micro-batches. `pair_losses` explains the symbols.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from tunix.ops.reductions import weighted_sum
 def bco_pair(
   scores: PairScores, *, beta: float, shift: float | None = None
 ) -> Float[Array, " B"]:
-  """-log s(beta C - d) - log s(-(beta R - d)): BCO on pairs (arXiv:2404.04656).
+  """Returns -log s(beta C - d) - log s(-(beta R - d)): BCO on pairs (arXiv:2404.04656).
 
-  The shift d is a constant: the mean of beta C and beta R over the batch, (E[beta C] +
-  E[beta R]) / 2, where the paper has a moving average of it.
+  The shift d is (E[beta C] + E[beta R]) / 2 over the batch, without gradient. The paper
+  uses a moving average of it.
 
   Args:
-    shift: a number to be used instead of the batch's mean.
+    scores: scores of the global batch.
+    beta: strength of the reference.
+    shift: value of d; None computes it from the batch.
   """
   chosen, rejected = (beta * ratio for ratio in log_ratios(scores))
   if shift is None:
@@ -37,38 +40,46 @@ def bco_pair(
 def aot(
   scores: PairScores, *, beta: float, label_smoothing: float = 0.0
 ) -> Float[Array, " B"]:
-  """-log s(beta (u_(i) - v_(i))) over sorted u and v: AOT on pairs (arXiv:2406.05882).
+  """Returns -log s(beta (u_(i) - v_(i))): AOT on pairs (arXiv:2406.05882).
 
-  u = log pi(c) - log pi(r) and v the same of the reference, each sorted over the batch:
-  the i-th smallest margins are compared, so that the distribution of the policy's
-  dominates the reference's. `label_smoothing` as for `sigmoid`. A pair's value is that
-  of the rank which its u has.
+  u = log pi(c) - log pi(r) are the margins of the policy and v those of the reference.
+  u_(i) and v_(i) are the i-th smallest of each over the batch. So the loss makes the
+  distribution of the policy's margins dominate that of the reference. The value at
+  position j belongs to the rank of u_j. `label_smoothing` is as for `sigmoid`.
   """
   margins = scores.chosen - scores.rejected
   reference = scores.ref_chosen - scores.ref_rejected
-  behind = _of_same_rank(margins, reference, scores.weights)
-  return smoothed_logistic(beta * (margins - behind), label_smoothing)
+  matched = _match_ranks(margins, reference, scores.weights)
+  return smoothed_logistic(beta * (margins - matched), label_smoothing)
 
 
 def aot_unpaired(
   scores: PairScores, *, beta: float, label_smoothing: float = 0.0
 ) -> Float[Array, " B"]:
-  """-log s(beta (C_(i) - R_(i))) over sorted C and R: AOT on unpaired responses
-  (arXiv:2406.05882).
+  """Returns -log s(beta (C_(i) - R_(i))): AOT on unpaired responses (arXiv:2406.05882).
 
-  `label_smoothing` as for `sigmoid`. A pair's value is that of the rank which its C
-  has: the R compared with it may be another pair's.
+  C_(i) and R_(i) are the i-th smallest log-ratios over the batch, so that the R
+  compared with a C may come from another pair. The value at position j belongs to the
+  rank of C_j. `label_smoothing` is as for `sigmoid`.
   """
   chosen, rejected = log_ratios(scores)
-  behind = _of_same_rank(chosen, rejected, scores.weights)
-  return smoothed_logistic(beta * (chosen - behind), label_smoothing)
+  matched = _match_ranks(chosen, rejected, scores.weights)
+  return smoothed_logistic(beta * (chosen - matched), label_smoothing)
 
 
-def _of_same_rank(x: jax.Array, y: jax.Array, weights: jax.Array) -> jax.Array:
-  """For each x[i] the y that has among the y the rank of x[i] among the x.
+def _match_ranks(x: jax.Array, y: jax.Array, weights: jax.Array) -> jax.Array:
+  """Reorders y [B] so that position j holds the y with the same rank as x[j].
 
-  Padding ranks last on both sides and so meets padding alone.
+  Example: x = (5, 1, 3) has the ranks (2, 0, 1), so that y = (20, 30, 10) becomes
+  (30, 10, 20).
+
+  Args:
+    x: values whose ranks are matched.
+    y: values to reorder.
+    weights: 0 for rows of padding, which rank last in both x and y.
   """
-  last = lambda a: jnp.where(weights != 0, a, jnp.inf)
-  ranks = jnp.argsort(jnp.argsort(last(x)))
-  return y[jnp.argsort(last(y))][ranks]
+  padding_last = lambda values: jnp.where(weights != 0, values, jnp.inf)
+  # argsort lists positions by rank; the argsort of that list gives each position's
+  # rank.
+  ranks = jnp.argsort(jnp.argsort(padding_last(x)))
+  return y[jnp.argsort(padding_last(y))][ranks]

@@ -1,10 +1,10 @@
-"""Losses of a policy (and a critic) per token, from log-probabilities and advantages.
+"""Losses of a policy and of a critic per token, from log-probabilities and advantages.
 
-Every loss is "B T" and to be minimised; `ops.reductions.aggregate` makes one number of
-it. Advantages are data (no gradient passes), one per row "B" or one per token "B T".
-The ratio of the policies comes in as its logarithm, from `log_ratio`, so that an
-algorithm is ratio x loss x advantage x aggregation. Entropy is a term that the caller
-subtracts.
+Every loss is [B, T] and is minimised; `ops.reductions.aggregate` reduces it to one
+number. Advantages have no gradient. They are [B], one per row, or [B, T], one per
+token. Losses take the logarithm of the ratio w = pi / pi_old of two policies, from
+`log_ratio`. An algorithm is therefore a choice of ratio, loss, advantage and
+aggregation. The caller subtracts an entropy term.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Advantages = Float[Array, " B"] | Float[Array, "B T"]
 
 
 class PolicyLoss(NamedTuple):
-  """A loss per token and where it was clipped.
+  """A loss per token.
 
   Attributes:
-    values: float [B, T].
-    clipped: bool [B, T], for metrics: the bound and not the ratio made the value.
+    values: losses, float [B, T].
+    clipped: bool [B, T], True where a bound replaced the ratio; for metrics.
   """
 
   values: jax.Array
@@ -39,28 +39,30 @@ def log_ratio(
   mask: Shaped[Array, "B T"],
   level: str = "token",
 ) -> Float[Array, "B T"]:
-  """Logarithm of the ratio pi / pi_old that a token's loss is weighted with.
+  """Returns the logarithm of the ratio pi / pi_old for each token.
 
   Levels, with d_t = logps_t - old_logps_t over the n tokens of a row:
 
     token              d_t (PPO, GRPO)
-    sequence           sum_t d_t / n for all tokens: GSPO (arXiv:2507.18071), in its
-                       token form: the value is the sequence's, the gradient at token t
-                       that of logps_t alone. Under sequence-mean-token-mean that is
-                       the paper's gradient, and advantages may differ by token.
-    sequence-product   sum_t d_t for all tokens, the true ratio of two completions
-                       (RLOO). Each token carries the whole gradient: aggregate with
-                       sequence-mean-token-mean.
+    sequence           sum_t d_t / n at every token: GSPO (arXiv:2507.18071) in its
+                       token form. Every token has the same value, but the gradient at
+                       token t is only that of logps_t. With the aggregation
+                       sequence-mean-token-mean this is the gradient of the paper, and
+                       advantages may differ by token.
+    sequence-product   sum_t d_t at every token, the logarithm of the ratio of the
+                       probabilities of the whole completion (RLOO). Every token has
+                       the gradient of the whole sum, so only the aggregation
+                       sequence-mean-token-mean counts this gradient once.
 
   Args:
-    logps: under the policy being trained.
-    old_logps: under the policy that the update started from; None: the same as
-      `logps` (the ratio is exactly 1, its gradient is not 0).
-    mask: 1 on completion tokens; 0 is returned elsewhere.
-    level: one of `LEVELS`.
+    logps: log-probabilities under the trained policy, in nats.
+    old_logps: log-probabilities under the policy before the update. None uses the value
+      of `logps` without gradient: the ratio is exactly 1, and its gradient is not 0.
+    mask: 1 on completion tokens; the result is 0 elsewhere.
+    level: a name from `LEVELS`.
 
   Raises:
-    ValueError: an unknown level.
+    ValueError: the level is unknown.
   """
   if level not in LEVELS:
     raise ValueError(f"unknown level {level!r}: use one of {list(LEVELS)}")
@@ -71,6 +73,8 @@ def log_ratio(
 def _sequence(difference: jax.Array, mask: jax.Array) -> jax.Array:
   total = jnp.sum(difference, axis=1, keepdims=True)
   mean = safe_divide(total, jnp.sum(mask, axis=1, keepdims=True).astype(total.dtype))
+  # The value is 0 and the derivative is that of the token's own log-probability. Added
+  # to the mean without gradient, it gives the token form of GSPO.
   only_gradient = difference - jax.lax.stop_gradient(difference)
   return keep(jax.lax.stop_gradient(mean) + only_gradient, mask)
 
@@ -80,7 +84,7 @@ def _sequence_product(difference: jax.Array, mask: jax.Array) -> jax.Array:
   return keep(jnp.broadcast_to(total, mask.shape), mask)
 
 
-# What a level makes of the differences [B, T] (0 outside the mask).
+# Level -> (differences d [B, T], 0 outside the mask; mask) -> log-ratios [B, T].
 LEVELS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
   "token": lambda difference, mask: difference,
   "sequence": _sequence,
@@ -96,22 +100,22 @@ def clipped_loss(
   clip_high: float = 0.2,
   dual_clip: float | None = None,
 ) -> PolicyLoss:
-  """-min(w A, clip(w, 1 - clip_low, 1 + clip_high) A): PPO (arXiv:1707.06347).
+  """Returns -min(w A, clip(w, 1 - clip_low, 1 + clip_high) A): PPO (arXiv:1707.06347).
 
-  So w counts up to 1 + clip_high where A >= 0 and from 1 - clip_low up where A < 0.
-  With clip_high > clip_low it is DAPO's clip-higher (arXiv:2503.14476). The ratio is
-  cut at exp(20).
+  If A >= 0, w is bounded from above by 1 + clip_high. If A < 0, w is bounded from below
+  by 1 - clip_low. With clip_high > clip_low this is the clip-higher of DAPO
+  (arXiv:2503.14476). `safe_exp` bounds w by exp(20), so that the loss stays finite.
 
   Args:
-    log_ratio: log w.
-    advantages: "B" or "B T".
-    clip_low: how far below 1 the ratio may fall before it stops paying, in [0, 1].
-    clip_high: how far above 1, >= 0.
-    dual_clip: the largest ratio that counts where A < 0 (arXiv:1912.09729; 3 is
-      usual), above 1 + clip_high; None: no bound.
+    log_ratio: log w of each token.
+    advantages: A, [B] or [B, T].
+    clip_low: distance of the lower bound from 1, in [0, 1].
+    clip_high: distance of the upper bound from 1, >= 0.
+    dual_clip: upper bound of w if A < 0 (arXiv:1912.09729; usually 3). It must be above
+      1 + clip_high. None for no bound.
 
   Raises:
-    ValueError: bounds out of these ranges.
+    ValueError: a bound is out of range.
   """
   _check_clip(clip_low, clip_high)
   if dual_clip is not None and dual_clip <= 1 + clip_high:
@@ -120,13 +124,16 @@ def clipped_loss(
       "the ratio of tokens with negative advantage"
     )
   ratio, advantages = safe_exp(log_ratio), _per_token(advantages)
-  most = jnp.inf if dual_clip is None else dual_clip
+  upper = jnp.inf if dual_clip is None else dual_clip
   good = advantages >= 0
+  # The minimum of the two products keeps the smaller ratio if A >= 0 and the larger one
+  # if A < 0, so each sign of A has one bound.
   counted = jnp.where(
-    good, jnp.minimum(ratio, 1 + clip_high), jnp.clip(ratio, 1 - clip_low, most)
+    good, jnp.minimum(ratio, 1 + clip_high), jnp.clip(ratio, 1 - clip_low, upper)
   )
   too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
-  clipped = jnp.where(good, too_high, too_low | (ratio > most))
+  clipped = jnp.where(good, too_high, too_low | (ratio > upper))
+  # A token with advantage 0 has no gradient that the clip could remove.
   return PolicyLoss(-counted * advantages, clipped & (advantages != 0))
 
 
@@ -138,26 +145,26 @@ def cispo_loss(
   clip_low: float = 1.0,
   clip_high: float = 4.0,
 ) -> PolicyLoss:
-  """-stop_gradient(clip(w, 1 - clip_low, 1 + clip_high)) A logps: CISPO
-  (arXiv:2506.13585).
+  """Returns -stop_gradient(clip(w, 1 - clip_low, 1 + clip_high)) A logps: CISPO.
 
-  The weight is bounded, no token's gradient is dropped. Bounds are relative to 1 as
-  in `clipped_loss`: the defaults let w be in [0, 5].
+  See arXiv:2506.13585. The weight w is bounded, but every token keeps the gradient of
+  its log-probability, while `clipped_loss` removes it. Bounds are distances from 1 as
+  in `clipped_loss`: the defaults keep w in [0, 5].
 
   Args:
-    log_ratio: log w.
-    logps: differentiated.
-    advantages: "B" or "B T".
-    clip_low: in [0, 1]; 1: no lower bound.
-    clip_high: >= 0.
+    log_ratio: log w of each token.
+    logps: log-probabilities under the trained policy, differentiated.
+    advantages: A, [B] or [B, T].
+    clip_low: distance of the lower bound from 1, in [0, 1]; 1 for no lower bound.
+    clip_high: distance of the upper bound from 1, >= 0.
 
   Raises:
-    ValueError: bounds out of these ranges.
+    ValueError: a bound is out of range.
   """
   _check_clip(clip_low, clip_high)
   ratio = safe_exp(log_ratio)
   weight = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
-  # A constant factor of the advantage, and so outside of the gradient.
+  # `reinforce_loss` stops the gradient of advantages, and so that of the weight.
   values = reinforce_loss(logps, weight * _per_token(advantages))
   return PolicyLoss(values, weight != ratio)
 
@@ -165,7 +172,7 @@ def cispo_loss(
 def reinforce_loss(
   logps: Float[Array, "B T"], advantages: Advantages
 ) -> Float[Array, "B T"]:
-  """-A logps: the policy gradient itself, on samples of the policy (Williams 1992)."""
+  """Returns -A logps: REINFORCE (Williams 1992), for samples of the trained policy."""
   return -_per_token(advantages) * logps
 
 
@@ -175,19 +182,20 @@ def value_loss(
   old_values: Float[Array, "B T"] | None = None,
   clip: float | None = None,
 ) -> PolicyLoss:
-  """(V - R)^2 / 2, or with a clip the greater of it and that of the clipped V.
+  """Returns (V - R)^2 / 2, or with a clip the larger of this and the clipped loss.
 
-  The clipped V is within +-clip of `old_values`, so that one update cannot move the
-  critic far for one batch (the form of PPO's reference implementation).
+  The clipped loss is (V' - R)^2 / 2, where V' is V clipped to within +-clip of
+  `old_values`, so that one batch cannot move the critic far. PPO's reference
+  implementation has the same form.
 
   Args:
-    values: the critic's estimates, differentiated.
-    returns: what they should be, from `advantages.gae`.
-    old_values: the estimates that the returns were made with.
-    clip: in units of reward, > 0.
+    values: V, the critic's estimates, differentiated.
+    returns: R, the targets, from `advantages.gae`.
+    old_values: estimates that the returns were computed from; None without a clip.
+    clip: bound in units of reward, > 0; None without a clip.
 
   Raises:
-    ValueError: one of `old_values` and `clip` without the other, or clip <= 0.
+    ValueError: only one of `old_values` and `clip` is given, or clip <= 0.
   """
   returns = jax.lax.stop_gradient(returns)
   plain = jnp.square(values - returns) / 2

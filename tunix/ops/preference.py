@@ -1,11 +1,11 @@
-"""Losses from pairs of responses by name, with the metrics people watch.
+"""Losses of preference pairs by name, with metrics.
 
   scores = PairScores(chosen, rejected, ref_chosen, ref_rejected, ..., weights)
   loss = pair_loss("sigmoid", scores, beta=0.1)
   weighted_sum(loss.values, scores.weights)
 
-`PAIR_LOSSES` lists them; formulas and papers are in `pair_losses` and
-`pair_losses_coupled`. KTO, from single responses, is in `kto`.
+`PAIR_LOSSES` has the names. Formulas and papers are in `pair_losses` and
+`pair_losses_coupled`. KTO, a loss of single responses, is in `kto`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tunix.ops.reductions import keep, safe_divide, weighted_sum
 
 
 class PairLossSpec(NamedTuple):
-  """A pair loss and what a trainer must know of it.
+  """A pair loss with the properties that a trainer must know.
 
   Attributes:
-    function: (PairScores, *, options) -> values [B] or PairLoss (whose metrics are
-      added); what it is called with has 0 in padding rows.
-    needs_reference: it reads ref_chosen and ref_rejected.
-    coupled: a pair's value depends on the other pairs: it must be given the global
-      batch, or be split by `coupled_coefficients`.
-    averaged: its rewards are per token, and so are those of the metrics.
+    function: (PairScores, *, options) -> values [B], or a PairLoss with further
+      metrics. Its scores are 0 in rows of padding.
+    needs_reference: True if it reads ref_chosen and ref_rejected.
+    coupled: True if the value of a pair depends on the other pairs. Then it needs the
+      global batch, or `coupled_coefficients` over micro-batches.
+    averaged: True if its rewards, and those of the metrics, are means per token.
   """
 
   function: Callable[..., Any]
@@ -41,7 +41,7 @@ class PairLossSpec(NamedTuple):
 
   @property
   def options(self) -> tuple[str, ...]:
-    """Names of the options, `beta` and `label_smoothing` among them if taken."""
+    """Names of all options, including `beta` and `label_smoothing` if it takes them."""
     return tuple(inspect.signature(self.function).parameters)[1:]
 
 
@@ -69,12 +69,12 @@ Loss = str | PairLossSpec | Callable[..., Any]
 
 
 class CoupledCoefficients(NamedTuple):
-  """A coupled loss, linear in the log-probabilities of the pairs; [B] each, constants.
+  """Linearisation of a coupled loss in the log-probabilities; [B] each, no gradient.
 
   Attributes:
-    values: of the pairs.
-    chosen: derivative of sum(weights * values) in the log-probability of the chosen.
-    rejected: likewise of the rejected.
+    values: losses of the pairs.
+    chosen: derivative of sum(weights * values) in the chosen log-probabilities.
+    rejected: derivative of sum(weights * values) in the rejected log-probabilities.
   """
 
   values: jax.Array
@@ -83,12 +83,15 @@ class CoupledCoefficients(NamedTuple):
 
 
 def pair_loss_spec(loss: Loss) -> PairLossSpec:
-  """The entry of `PAIR_LOSSES`, or one made of a user's function (with a reference,
-  not coupled, rewards of sums; pass a PairLossSpec to say otherwise).
+  """Returns the specification of a pair loss.
+
+  Args:
+    loss: a name of `PAIR_LOSSES`, a PairLossSpec, or a function. A function gets the
+      defaults of PairLossSpec: it has a reference, is not coupled and sums over tokens.
 
   Raises:
-    ValueError: an unknown name.
-    TypeError: neither a name nor callable.
+    ValueError: the name is unknown.
+    TypeError: `loss` is neither a name nor callable.
   """
   if isinstance(loss, PairLossSpec):
     return loss
@@ -112,54 +115,52 @@ def pair_loss(
   label_smoothing: float = 0.0,
   **options: Any,
 ) -> PairLoss:
-  """A loss of every pair, and metrics.
+  """Returns the loss of every pair, and metrics.
 
-  Metrics (constants; of the losses with `averaged` the rewards are per token):
+  The metrics have no gradient. If the loss is `averaged`, rewards are means per token:
 
     rewards/chosen, rewards/rejected   beta (log pi - log pi_0)
     rewards/margin                     their difference
-    rewards/accuracy                   1 where the margin is positive, 1/2 where it is 0
-                                       (a policy that still is its reference is at
-                                       chance; TRL counts it as wrong)
-    log_probs/chosen, log_probs/rejected   sums over tokens, of the policy
+    rewards/accuracy                   1 if the margin is positive, 1/2 if it is 0, as
+                                       before the first update (TRL counts this as 0)
+    log_probs/chosen, log_probs/rejected   log-probabilities, summed over tokens
     kl                                 with a reference: k2, (log pi - log pi_0)^2 / 2,
-                                       mean of the two responses. It is small exactly
-                                       where the policy is near the reference; for
-                                       responses that it would draw itself it estimates
-                                       the divergence.
+                                       mean of both responses. It is near 0 if and only
+                                       if the policy is near the reference; for samples
+                                       of the policy it estimates the divergence
 
-  and those of cpo (sft_loss) and orpo (odds_ratio, sft_loss, or_loss).
+  cpo adds sft_loss, and orpo adds odds_ratio, sft_loss and or_loss.
 
   Args:
     loss: a name of `PAIR_LOSSES`, a PairLossSpec, or a function of scores and options.
-    scores: [B]; a coupled loss needs the whole global batch. Rows of weight 0 may hold
-      anything.
-    beta: strength of the reference (its inverse is a temperature), > 0. orpo takes
-      none: there it scales the metrics' rewards alone.
-    label_smoothing: of the losses that take it; others refuse a value other than 0.
-    **options: those of the loss.
+    scores: scores of B pairs; a coupled loss needs the global batch. Rows of weight 0
+      may have any values.
+    beta: strength of the reference (an inverse temperature), > 0. In orpo it scales
+      only the rewards of the metrics.
+    label_smoothing: share of wrong labels; losses that do not take it accept 0 only.
+    **options: further options of the loss.
 
   Returns:
-    PairLoss of [B]; 0 where the weight is 0.
+    Values and metrics [B], 0 where the weight is 0.
 
   Raises:
-    ValueError: an unknown loss or option, or an option out of its range.
+    ValueError: the loss or an option is unknown, or an option is out of range.
   """
   spec = pair_loss_spec(loss)
   options = _checked(loss, spec, beta, label_smoothing, options)
   scores = _clean(scores)
   out = spec.function(scores, **options)
-  values, more = out if isinstance(out, PairLoss) else (out, {})
-  return masked(values, {**_metrics(spec, scores, beta), **more}, scores.weights)
+  values, extra = out if isinstance(out, PairLoss) else (out, {})
+  return masked(values, {**_metrics(spec, scores, beta), **extra}, scores.weights)
 
 
 def check_pair_loss(
   loss: Loss, *, beta: float = 0.1, label_smoothing: float = 0.0, **options: Any
 ) -> None:
-  """Refuses what `pair_loss` would refuse, without scores: for a config.
+  """Refuses what `pair_loss` refuses, without scores; for settings.
 
   Raises:
-    ValueError, TypeError: as `pair_loss` and `pair_loss_spec`.
+    ValueError, TypeError: as for `pair_loss` and `pair_loss_spec`.
   """
   row: Any = jax.ShapeDtypeStruct((2,), jnp.float32)
   options = {"beta": beta, "label_smoothing": label_smoothing, **options}
@@ -174,15 +175,19 @@ def coupled_coefficients(
   label_smoothing: float = 0.0,
   **options: Any,
 ) -> CoupledCoefficients:
-  """First of two passes of a coupled loss over micro-batches: its exact gradient.
+  """Returns the linearisation of a coupled loss, the first of two passes.
 
-  A loss of the global batch has, in the log-probabilities of each pair, a derivative
-  that depends on all pairs. It is taken here from the scores of all, which need no
-  gradient; `coupled_loss` then gives every micro-batch its share.
+  The derivative of the loss in the log-probability of one pair depends on all pairs.
+  This pass computes it from the scores of the global batch, which need no gradient.
+  Then `coupled_loss` gives every micro-batch its exact share of the gradient.
 
-  Args and Raises as `pair_loss`; `scores` are the whole global batch's.
+  Args:
+    loss, beta, label_smoothing, **options: as for `pair_loss`.
+    scores: scores of the global batch.
+
+  Raises:
+    ValueError: as for `pair_loss`.
   """
-
   options = {"beta": beta, "label_smoothing": label_smoothing, **options}
 
   def total(chosen, rejected):
@@ -198,17 +203,18 @@ def coupled_coefficients(
 def coupled_loss(
   loss: Loss, coefficients: CoupledCoefficients, scores: PairScores, beta: float = 0.1
 ) -> PairLoss:
-  """Second pass: the pairs' values, whose gradient is that of the global batch's loss.
+  """Returns losses of a micro-batch with the gradient of the global loss, second pass.
 
   Args:
     loss, beta: as for `coupled_coefficients`.
-    coefficients: the rows of this micro-batch.
-    scores: of this micro-batch, differentiated.
+    coefficients: rows of this micro-batch.
+    scores: scores of this micro-batch, differentiated.
 
   Returns:
-    As `pair_loss`: weight it with the pairs' weights.
+    Values and metrics as from `pair_loss`; weight them with the weights of the pairs.
   """
   spec, scores = pair_loss_spec(loss), _clean(scores)
+  # x - stop_gradient(x) is 0 with derivative 1: it adds gradients, not values.
   change = lambda x: x - jax.lax.stop_gradient(x)
   slope = coefficients.chosen * change(scores.chosen)
   slope += coefficients.rejected * change(scores.rejected)
@@ -217,14 +223,14 @@ def coupled_loss(
 
 
 def accuracy(margins: jax.Array) -> jax.Array:
-  """1 where a margin is positive, 1/2 where it is 0, 0 where it is negative."""
+  """Returns 1 for a positive margin, 1/2 for 0 and 0 for a negative one."""
   return (jnp.sign(margins) + 1) / 2
 
 
 def _checked(
   loss: Loss, spec: PairLossSpec, beta: float, label_smoothing: float, options: dict
 ) -> dict[str, Any]:
-  """The options to call the function with."""
+  """Returns the checked options of the function."""
   if not beta > 0:
     raise ValueError(f"beta={beta} must be positive; 0.1 is usual for DPO")
   name, known = loss if isinstance(loss, str) else "this function", spec.options
@@ -240,7 +246,7 @@ def _checked(
 
 
 def _clean(scores: PairScores) -> PairScores:
-  """Float32, with nothing in padding rows; lengths of 0 become 1."""
+  """Returns float32 scores with 0 in rows of padding; lengths of 0 become 1."""
   kept = PairScores(*(keep(x, scores.weights) for x in scores))
   one = lambda tokens: jnp.maximum(tokens, 1)
   return kept._replace(

@@ -1,4 +1,4 @@
-"""The loss that a reward model learns preferences with."""
+"""The loss of a reward model on preference pairs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def bradley_terry(
   margin: Float[Array, " B"] | None = None,
   centering: float = 0.0,
 ) -> PairLoss:
-  """-log s(chosen - rejected - margin) + centering (chosen + rejected)^2.
+  """Returns -log s(chosen - rejected - margin) + centering (chosen + rejected)^2.
 
-  The Bradley-Terry likelihood of a preference (arXiv:2203.02155, equation 1), with a
-  margin that grows with how clear the preference is (Llama 2, arXiv:2307.09288,
-  equation 2) and a term that draws the rewards, which the first leaves free up to a
-  constant, to a mean of 0 (arXiv:2312.09244).
+  s is the logistic function. The first term is the Bradley-Terry likelihood of a
+  preference (arXiv:2203.02155, equation 1). Its margin is larger for clearer
+  preferences (Llama 2, arXiv:2307.09288, equation 2). It leaves rewards free up to a
+  constant, which the second term draws to a mean of 0 (arXiv:2312.09244).
 
   Args:
     chosen, rejected: rewards of the responses, differentiated.
-    margin: how far apart they should be, a constant; None: 0.
-    centering: weight >= 0 of the last term; 0.01 is usual.
+    margin: required difference of the rewards, not differentiated; None for 0.
+    centering: weight >= 0 of the second term; 0.01 is usual.
 
   Returns:
     Values and metrics [B]: rewards/chosen, rewards/rejected, rewards/margin (their
@@ -36,12 +36,14 @@ def bradley_terry(
     ValueError: centering < 0.
   """
   if centering < 0:
-    raise ValueError(f"centering={centering} must be >= 0: it weighs a square")
+    raise ValueError(
+      f"centering={centering} must be >= 0: it is the weight of a square"
+    )
   wide = jnp.promote_types(chosen.dtype, jnp.float32)
   chosen, rejected = chosen.astype(wide), rejected.astype(wide)
   gap = chosen - rejected
-  wanted = 0.0 if margin is None else jax.lax.stop_gradient(margin)
-  values = -jax.nn.log_sigmoid(gap - wanted)
+  shift = 0.0 if margin is None else jax.lax.stop_gradient(margin)
+  values = -jax.nn.log_sigmoid(gap - shift)
   values += centering * jnp.square(chosen + rejected)
   metrics = {
     "rewards/chosen": chosen,

@@ -1,4 +1,4 @@
-"""Rewards shaped by the length of a completion, in tokens."""
+"""Rewards that depend on the length of a completion, in tokens."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ def overlong_penalty(
   buffer_tokens: int,
   penalty: float = 1.0,
 ) -> Float[Array, " B"]:
-  """What to add to the reward of completions that come near the limit (<= 0).
+  """Returns a term <= 0 that is added to the rewards of long completions.
 
-  0 up to `max_tokens - buffer_tokens`, then linear down to -penalty at `max_tokens`,
-  and -penalty beyond: the soft overlong punishment of DAPO (arXiv:2503.14476).
+  It is 0 up to `max_tokens - buffer_tokens`, falls linearly to -penalty at
+  `max_tokens`, and is -penalty beyond: the soft overlong punishment of DAPO
+  (arXiv:2503.14476).
 
   Args:
-    lengths: completion lengths, in tokens (not characters).
-    max_tokens: the length with the full penalty.
-    buffer_tokens: over how many tokens the penalty grows, in [1, max_tokens].
-    penalty: the largest penalty, in units of reward.
+    lengths: lengths of the completions, in tokens (not characters).
+    max_tokens: length with the full penalty.
+    buffer_tokens: number of tokens over which the penalty grows, in [1, max_tokens].
+    penalty: largest penalty, in units of reward.
 
   Raises:
-    ValueError: a buffer that does not fit, or a negative penalty.
+    ValueError: `buffer_tokens` is out of range, or `penalty` is negative.
   """
   if not 1 <= buffer_tokens <= max_tokens:
     raise ValueError(

@@ -1,7 +1,19 @@
 """Log-probabilities and entropies of tokens, and their gradients, chunk by chunk.
 
-`run` scans over chunks of tokens, so that only [chunk, V] logits are alive. One pass
-gives the values, the gradients for cotangents that are known, or both.
+`run` scans over chunks of tokens, so that memory holds only one [chunk, V] block of
+logits at a time. One pass gives the values, the gradients for known cotangents, or
+both.
+
+On a mesh, a pass is distributed in one of two ways, which `splits_vocabulary` chooses:
+
+  own tokens         each device computes all logits of its tokens. The unembedding is
+                     all-gathered once, and its gradient is reduced once (`_local_pass`)
+  own columns        each device computes its columns of the vocabulary for the tokens
+                     of all devices. Hidden states are sent between devices, not the
+                     unembedding (`_shared_pass`)
+
+With either of them, `Layout.vocab_axis` may split the unembedding by vocabulary (tensor
+parallelism). Each softmax then needs a maximum and sums over this axis (`across`).
 """
 
 from __future__ import annotations
@@ -9,119 +21,32 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-# Bytes of one float32 [chunk, V] block of logits. One or two such blocks live at a
-# time; smaller ones make the products with the unembedding less efficient.
-CHUNK_BYTES = 256 * 2**20
-MIN_CHUNK = 64
+from tunix.ops.vocab_softmax import (
+  Layout,
+  Outputs,
+  Pulls,
+  Rule,
+  across,
+  chunk_pass,
+  vocabulary_size,
+)
 
-
-class Layout(NamedTuple):
-  """How the tokens are spread over devices, and how the unembedding is stored.
-
-  Attributes:
-    transposed: the unembedding is [V, D] (a tied embedding table) instead of [D, V].
-    mesh: the device mesh, or None for one device.
-    batch_axes: mesh axes that split the batch.
-    vocab_axis: mesh axis that splits the vocabulary, or None; inside a pass that shares
-      the words, several.
-    softcap: logits x become c tanh(x / c) (Gemma 2); None: they stay as they are.
-    chunk_bytes: bytes of one block of logits on one device.
-    token_axis: mesh axis that splits the tokens of every row, or None.
-  """
-
-  transposed: bool = False
-  mesh: Mesh | AbstractMesh | None = None
-  batch_axes: tuple[str, ...] = ()
-  vocab_axis: str | tuple[str, ...] | None = None
-  softcap: float | None = None
-  chunk_bytes: int = CHUNK_BYTES
-  token_axis: str | None = None
-
-  @property
-  def axes(self) -> tuple[str, ...]:
-    """All axes that tokens are spread over."""
-    return (*self.batch_axes, *((self.token_axis,) if self.token_axis else ()))
-
-  @property
-  def tokens(self) -> PartitionSpec:
-    """How arrays [B, T, ...] are split."""
-    return PartitionSpec(self.batch_axes or None, self.token_axis)
-
-  @property
-  def shards(self) -> int:
-    """Parts that the tokens are split into."""
-    if self.mesh is None:
-      return 1
-    return math.prod(self.mesh.shape[axis] for axis in self.axes)
-
-
-ONE_DEVICE = Layout()
-
-
-class Rule(NamedTuple):
-  """What a pass computes; fixed when it is traced.
-
-  Attributes:
-    layout: see `Layout`.
-    temperature: the distribution is softmax(logits / temperature).
-    entropy: whether its entropy is wanted.
-    hidden, unembed: whether their gradients are wanted.
-  """
-
-  layout: Layout
-  temperature: float = 1.0
-  entropy: bool = False
-  hidden: bool = False
-  unembed: bool = False
-
-
-class Pulls(NamedTuple):
-  """Cotangents, float32 [B, T] each; None: there is none."""
-
-  logps: Any = None
-  entropy: Any = None
-
-
-class Outputs(NamedTuple):
-  """What a pass over the tokens gives; None where nobody asked.
-
-  Attributes:
-    logps, entropy: [B, T] float32, in nats.
-    d_hidden, d_unembed: sums over the tokens of cotangent times gradient.
-  """
-
-  logps: Any
-  entropy: Any
-  d_hidden: Any
-  d_unembed: Any
-
-
-class _Softmax(NamedTuple):
-  """The distribution of a chunk, its target kept apart: exact where p is nearly 1."""
-
-  capped: jax.Array  # [C, V] logits before the temperature
-  centred: jax.Array  # [C, V] logits / temperature, less their maximum
-  column: jax.Array  # [C] of the target; V where another shard holds it
-  at_target: jax.Array  # [C] of `centred`
-  others: jax.Array  # [C, V] exp(centred), 0 at the target
-  rest: jax.Array  # [C] their sum
-  normaliser: jax.Array  # [C]
-
-
-def soft_cap(x: jax.Array, cap: float) -> jax.Array:
-  """cap * tanh(x / cap): close to x when small, never beyond the cap."""
-  return cap * jnp.tanh(x / cap)
+MIN_CHUNK = 64  # tokens; smaller chunks make the matrix products inefficient
 
 
 def for_batch(layout: Layout, shape: tuple[int, ...]) -> Layout:
-  """The layout for a batch [B, T, ...]: replicated along what its axes do not divide,
-  and without axes on a mesh of one device, where there is nothing to add up."""
+  """Returns the layout that fits a batch [B, T, ...].
+
+  An axis whose size does not divide its dimension is removed, so the dimension is
+  replicated. A mesh of one device becomes None, because a single device has nothing to
+  reduce.
+  """
   if layout.mesh is None or layout.mesh.size == 1:
     return layout._replace(mesh=None, batch_axes=(), token_axis=None, vocab_axis=None)
   if shape[1] % layout._replace(batch_axes=()).shards:
@@ -131,19 +56,15 @@ def for_batch(layout: Layout, shape: tuple[int, ...]) -> Layout:
   return layout
 
 
-def words_in(unembed: jax.Array, layout: Layout) -> int:
-  """Words that an unembedding gives logits of."""
-  return unembed.shape[0 if layout.transposed else 1]
-
-
 def on_mesh(
   local: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-  """`local`, which sees the tokens of one device, for those of all of them.
+  """Returns a function of global arrays that runs `local` on every device.
 
-  Each device works on its own tokens with all words, which gathers the unembedding once
-  and reduces its gradient once (`reduced`), not once a chunk; or on its own words
-  (`shares_words`).
+  Args:
+    local: function of the arrays of one device.
+    layout: layout with the mesh; without one, `local` itself is returned.
+    in_specs, out_specs: PartitionSpecs of its arguments and results.
   """
   if layout.mesh is None:
     return local
@@ -155,14 +76,14 @@ def on_mesh(
 def run(
   hidden: jax.Array, unembed: jax.Array, targets: jax.Array, pulls: Pulls, rule: Rule
 ) -> Outputs:
-  """One pass over all tokens, on one device or under shard_map.
+  """Runs one pass over all tokens, on one device or under shard_map.
 
   Args:
-    hidden: [B, T, D].
-    unembed: [D, V] or [V, D].
-    targets: [B, T] in [0, V).
-    pulls: what the gradients are weighted with.
-    rule: what is wanted; its layout fits the batch (`for_batch`).
+    hidden: hidden states [B, T, D].
+    unembed: unembedding, [D, V] or [V, D].
+    targets: target of each token, [B, T], in [0, V).
+    pulls: cotangents of the results, which the gradients are multiplied by.
+    rule: results to compute. Its layout must fit the batch (`for_batch`).
   """
   layout = rule.layout
   batch, table = layout.tokens, table_spec(layout)
@@ -172,8 +93,8 @@ def run(
     batch if rule.hidden else None,
     gradient_spec(layout, unembed.shape) if rule.unembed else None,
   )
-  shared = shares_words(
-    layout, targets.size, hidden.shape[-1], words_in(unembed, layout)
+  shared = splits_vocabulary(
+    layout, targets.size, hidden.shape[-1], vocabulary_size(unembed, layout)
   )
   if shared:
     table = gradient_spec(layout, unembed.shape)
@@ -183,31 +104,39 @@ def run(
 
 
 def table_spec(layout: Layout, columns: Any = None) -> PartitionSpec:
-  """How the unembedding is split: its vocabulary, and D over `columns`."""
+  """Returns the PartitionSpec of the unembedding, with D over the axes `columns`."""
   vocab = layout.vocab_axis
   entries = (vocab, columns) if layout.transposed else (columns, vocab)
   return PartitionSpec(*entries)
 
 
 def gradient_spec(layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
-  """How `reduced` leaves the gradient of an unembedding of this shape."""
+  """Returns the PartitionSpec of the unembedding's gradient, as `reduced` returns it.
+
+  Args:
+    layout: sharding and storage of the unembedding.
+    shape: shape of the unembedding.
+  """
   dim = shape[1 if layout.transposed else 0]
   return table_spec(layout, scatter_axes(layout, dim) or None)
 
 
 def scatter_axes(layout: Layout, dim: int) -> tuple[str, ...]:
-  """Axes over which the gradient of the unembedding is reduce-scattered along D."""
+  """Returns the mesh axes that reduce-scatter the unembedding's gradient along D.
+
+  The tuple is empty without a mesh, or if the token shards do not divide D.
+  """
   if layout.mesh is None or dim % layout.shards:
     return ()
   return layout.axes
 
 
 def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
-  """The tokens of one device, chunk by chunk."""
+  """Computes the tokens of one device, chunk by chunk."""
   layout = rule.layout
 
   def chunk(*xs):
-    part = _chunk_pass(unembed, *xs, rule=rule)
+    part = chunk_pass(unembed, *xs, rule=rule)
     return part._replace(d_unembed=None), part.d_unembed
 
   start = jnp.zeros(unembed.shape, jnp.float32) if rule.unembed else None
@@ -215,7 +144,7 @@ def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
     chunk,
     (hidden, targets, pulls),
     targets.shape,
-    words_in(unembed, layout),
+    vocabulary_size(unembed, layout),
     start,
     layout,
   )
@@ -223,12 +152,18 @@ def _local_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
   return Outputs(logps, entropy, *reduced(d_hidden, d_unembed, hidden, unembed, layout))
 
 
-def shares_words(layout: Layout, tokens: int, dim: int, vocab: int) -> bool:
-  """Whether each device computes its share of the words for all tokens, and not all
-  words for its tokens.
+def splits_vocabulary(layout: Layout, tokens: int, dim: int, vocab: int) -> bool:
+  """Returns True if each device computes its columns of the logits for all tokens.
 
-  Then the hidden states travel, [tokens, D], and neither the unembedding nor its
-  gradient is ever whole on a device; it is done where the vocabulary is the larger.
+  Otherwise each device computes all columns for its own tokens. Split columns send the
+  hidden states [tokens, D] between devices, and no device holds the whole unembedding
+  or its gradient, [D, V]. The hidden states are the smaller array if tokens <= vocab.
+
+  Args:
+    layout: sharding of the tokens and of the vocabulary.
+    tokens: number of tokens B * T of all devices.
+    dim: size D of the hidden states.
+    vocab: size V of the vocabulary.
   """
   if layout.mesh is None or not scatter_axes(layout, dim):
     return False
@@ -239,19 +174,25 @@ def shares_words(layout: Layout, tokens: int, dim: int, vocab: int) -> bool:
 
 
 def _shared_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
-  """The words of one device, for the tokens of all of them, chunk by chunk."""
+  """Computes one device's columns for the tokens of all devices, chunk by chunk."""
   layout = rule.layout
+  # `dims` are the dimensions (D, V) of the unembedding. `alone` does not split tokens,
+  # because every device computes all of them; `spread` splits the vocabulary over the
+  # token axes instead, in addition to `vocab_axis`.
   axes, dims = layout.axes, ((1, 0) if layout.transposed else (0, 1))
   alone = layout._replace(batch_axes=(), token_axis=None)
-  words = (*((layout.vocab_axis,) if layout.vocab_axis else ()), *axes)
-  spread = rule._replace(layout=alone._replace(vocab_axis=words))
-  # From [D / n, V] to [D, V / n]: each device sends the others their words.
+  vocab_axes = (*((layout.vocab_axis,) if layout.vocab_axis else ()), *axes)
+  spread = rule._replace(layout=alone._replace(vocab_axis=vocab_axes))
+  # From [D / n, V] to [D, V / n] on each of the n devices: each device sends the others
+  # their columns of its rows.
   table = jax.lax.all_to_all(unembed, axes, dims[1], dims[0], tiled=True)
 
   def chunk(*xs):
     size = xs[1].shape[0]
-    everyones = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, tiled=True), xs)
-    part = _chunk_pass(table, *everyones, rule=spread)
+    gathered = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, tiled=True), xs)
+    part = chunk_pass(table, *gathered, rule=spread)
+    # All devices have the values of all tokens; each keeps those of its own tokens. The
+    # gradient in the hidden states is a sum over columns, hence the reduce-scatter.
     first = jax.lax.axis_index(axes) * size
     mine = functools.partial(
       jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=size
@@ -263,12 +204,15 @@ def _shared_pass(hidden, unembed, targets, pulls, *, rule: Rule) -> Outputs:
     return Outputs(mine(part.logps), entropy, d_hidden, None), part.d_unembed
 
   start = jnp.zeros(table.shape, jnp.float32) if rule.unembed else None
-  # A block of logits has the tokens of all devices, and as many words fewer.
-  vocab = words_in(table, layout) * layout.shards
+  # A block of logits has n C tokens and V / n columns, where C is the number of tokens
+  # that one device adds to a chunk. These are C V numbers, so `over_tokens`, which
+  # chooses C, needs the whole V.
+  vocab = vocabulary_size(table, layout) * layout.shards
   (logps, entropy, d_hidden, _), d_table = over_tokens(
     chunk, (hidden, targets, pulls), targets.shape, vocab, start, layout
   )
-  # What is left is to add up over the words.
+  # Every device has processed all tokens, so nothing is summed over the token axes;
+  # `alone` leaves only the sum over `vocab_axis`.
   d_hidden, d_table = reduced(d_hidden, d_table, hidden, table, alone)
   if d_table is not None:
     d_table = jax.lax.all_to_all(d_table, axes, dims[0], dims[1], tiled=True)
@@ -283,21 +227,24 @@ def over_tokens(
   start: Any,
   layout: Layout,
 ) -> tuple[Any, Any]:
-  """`chunk` over the tokens, as many at a time as the layout's bytes allow.
+  """Applies `chunk` to chunks of tokens, of the size that `layout.chunk_bytes` allows.
 
   Args:
-    chunk: arrays [C, ...] -> (values by token [C, ...], something to add up or None).
-    arrays: what is cut, [B, T, ...] each; what fills up the last chunk is 0.
+    chunk: arrays [C, ...] -> (values of each token [C, ...], a term to sum or None).
+    arrays: tree of arrays [B, T, ...] to cut into chunks.
     shape: (B, T).
-    vocab: columns of a chunk's logits on this device.
-    start: zeros to add to, or None.
-    layout: bytes of a chunk.
+    vocab: number of columns of a block of logits.
+    start: zeros with the shape of the sum, or None if there is no sum.
+    layout: gives the bytes of a chunk.
 
-  Returns: (values [B, T, ...], the sum).
+  Returns:
+    (values [B, T, ...], sum of the terms over all chunks).
   """
   tokens = math.prod(shape)
   count, size = _chunks(tokens, vocab, layout.chunk_bytes)
 
+  # The last chunk is filled with zeros. Their cotangents are 0 too, so they add nothing
+  # to a gradient, and `join` cuts off their values.
   def split(x):
     flat = x.reshape(tokens, *x.shape[2:])
     padding = [(0, count * size - tokens)] + [(0, 0)] * (flat.ndim - 1)
@@ -307,7 +254,7 @@ def over_tokens(
     return x.reshape(count * size, *x.shape[2:])[:tokens].reshape(*shape, *x.shape[2:])
 
   parts = jax.tree.map(split, arrays)
-  if count == 1:
+  if count == 1:  # without a scan, XLA can fuse the chunk with the code around it
     by_token, total = chunk(*jax.tree.map(lambda x: x[0], parts))
     return jax.tree.map(lambda x: join(x[None]), by_token), total
 
@@ -322,8 +269,12 @@ def over_tokens(
 def reduced(
   d_hidden: Any, d_unembed: Any, hidden: jax.Array, unembed: jax.Array, layout: Layout
 ) -> tuple[Any, Any]:
-  """The devices' parts of both gradients (None: not wanted), added up, in the dtypes of
-  what they are the gradients of."""
+  """Adds up the devices' parts of both gradients; None stays None.
+
+  Returns:
+    Gradients in the dtypes of `hidden` and `unembed`. The gradient of the unembedding
+    has the sharding of `gradient_spec`.
+  """
   if d_hidden is not None:
     d_hidden = across(jax.lax.psum, d_hidden, layout).astype(hidden.dtype)
   if d_unembed is not None:
@@ -343,126 +294,11 @@ def _reduced_table(total: jax.Array, layout: Layout, dim: int) -> jax.Array:
 
 
 def _chunks(tokens: int, vocab: int, chunk_bytes: int) -> tuple[int, int]:
-  """(number of chunks, tokens a chunk): as few as the byte limit allows."""
+  """Returns the smallest number of chunks that the byte limit allows, and their size.
+
+  Chunks have equal sizes, so that the last one needs little padding.
+  """
+  # A logit in float32 has 4 bytes.
   limit = max(MIN_CHUNK, chunk_bytes // (4 * vocab))
   count = max(1, math.ceil(tokens / limit))
   return count, math.ceil(tokens / count)
-
-
-def _chunk_pass(unembed, hidden, targets, pulls, *, rule: Rule) -> Outputs:
-  """Values and gradients of one chunk: hidden [C, D], targets and cotangents [C]."""
-  soft = _softmax(unembed, hidden, targets, rule)
-  logps = soft.at_target - jnp.log(soft.normaliser)
-  needs_entropy = rule.entropy or pulls.entropy is not None
-  entropy = _entropy(soft, rule.layout) if needs_entropy else None
-  d_hidden = d_unembed = None
-  if rule.hidden or rule.unembed:
-    factor, d_logits = _pull_logits(soft, pulls, entropy, rule, hidden.dtype)
-    wanted = rule.hidden, rule.unembed
-    d_hidden, d_unembed = gradients(
-      d_logits, factor, hidden, unembed, rule.layout, wanted
-    )
-  return Outputs(logps, entropy if rule.entropy else None, d_hidden, d_unembed)
-
-
-def gradients(
-  d_logits: jax.Array,
-  factor: jax.Array,
-  hidden: jax.Array,
-  unembed: jax.Array,
-  layout: Layout,
-  wanted: tuple[bool, bool],
-) -> tuple[Any, Any]:
-  """Gradients of a chunk: [C, D] in its hidden states, and that of the unembedding;
-  None for what is not wanted.
-
-  The cotangent of the logits is `factor` [C, 1] times `d_logits` [C, V], which has the
-  dtype of the hidden states: a row's factor goes onto the narrow side of the products.
-  """
-  d_hidden = d_unembed = None
-  if wanted[0]:
-    from_logits = "cv,vd->cd" if layout.transposed else "cv,dv->cd"
-    d_hidden = factor * dot(from_logits, d_logits, unembed)
-  if wanted[1]:
-    to_table = "cv,cd->vd" if layout.transposed else "cv,cd->dv"
-    d_unembed = dot(to_table, d_logits, (factor * hidden).astype(hidden.dtype))
-  return d_hidden, d_unembed
-
-
-def chunk_logits(hidden: jax.Array, unembed: jax.Array, layout: Layout) -> jax.Array:
-  """float32 [C, V] of hidden [C, D], soft-capped."""
-  to_logits = "cd,vd->cv" if layout.transposed else "cd,dv->cv"
-  logits = dot(to_logits, hidden, unembed)
-  return logits if layout.softcap is None else soft_cap(logits, layout.softcap)
-
-
-def _softmax(unembed, hidden, targets, rule: Rule) -> _Softmax:
-  layout = rule.layout
-  capped = chunk_logits(hidden, unembed, layout)
-  logits = capped / rule.temperature
-  rows, vocab, offset = jnp.arange(targets.size), logits.shape[-1], 0
-  if layout.vocab_axis is not None:
-    offset = jax.lax.axis_index(layout.vocab_axis) * vocab
-  column = targets - offset
-  held = (column >= 0) & (column < vocab)  # whether this shard has the target
-  top = across(jax.lax.pmax, jnp.max(logits, axis=-1), layout)
-  at_target = logits[rows, jnp.clip(column, 0, vocab - 1)]
-  at_target = across(jax.lax.psum, jnp.where(held, at_target, 0.0), layout) - top
-  hit = jnp.arange(vocab)[None, :] == column[:, None]
-  centred = logits - top[:, None]
-  others = jnp.where(hit, 0.0, jnp.exp(centred))
-  rest = across(jax.lax.psum, jnp.sum(others, axis=-1), layout)
-  column = jnp.where(held, column, vocab)
-  normaliser = rest + jnp.exp(at_target)
-  return _Softmax(capped, centred, column, at_target, others, rest, normaliser)
-
-
-def across(reduce: Any, x: jax.Array, layout: Layout) -> jax.Array:
-  """Reduces over the shards of the vocabulary."""
-  return x if layout.vocab_axis is None else reduce(x, layout.vocab_axis)
-
-
-def _entropy(soft: _Softmax, layout: Layout) -> jax.Array:
-  """log of the normaliser, less the mean of the centred logits; [C]."""
-  mean = across(jax.lax.psum, jnp.sum(soft.others * soft.centred, axis=-1), layout)
-  mean = (mean + jnp.exp(soft.at_target) * soft.at_target) / soft.normaliser
-  return jnp.log(soft.normaliser) - mean
-
-
-def _pull_logits(
-  soft: _Softmax, pulls: Pulls, entropy: jax.Array | None, rule: Rule, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-  """(factor [C, 1], d_logits [C, V] in `dtype`), whose product is the cotangent of
-  the logits: the factor of a row goes onto the narrow side of the products.
-
-  With a, b the cotangents of log-probability and entropy H it is
-  a (onehot - p) - b p (log p + H), all over the temperature. At the target 1 - p is
-  rest / normaliser: no cancellation where p is nearly 1.
-  """
-  norm = soft.normaliser
-  if pulls.entropy is None or entropy is None:
-    size, d_logits, d_target = pulls.logps.astype(jnp.float32), soft.others, -soft.rest
-  else:
-    # Relative to the larger of the two, so that a narrow dtype holds what follows.
-    size = jnp.maximum(jnp.abs(pulls.logps), jnp.abs(pulls.entropy))
-    safe = jnp.where(size > 0, size, 1.0)
-    a, b = pulls.logps / safe, pulls.entropy / safe
-    shift = entropy - jnp.log(norm)
-    d_logits = soft.others * (a[:, None] + b[:, None] * (soft.centred + shift[:, None]))
-    d_target = jnp.exp(soft.at_target) * b * (soft.at_target + shift) - a * soft.rest
-  factor = (-size / (norm * rule.temperature))[:, None]
-  rows = jnp.arange(norm.size)
-  # A column out of range, of a target that another shard holds, is dropped.
-  d_logits = d_logits.at[rows, soft.column].set(
-    d_target, mode="drop", unique_indices=True
-  )
-  if dtype == jnp.float16:  # `rest` may pass 65504, where float16 ends
-    d_logits, factor = d_logits / norm[:, None], factor * norm[:, None]
-  if rule.layout.softcap is not None:
-    d_logits *= 1 - jnp.square(soft.capped / rule.layout.softcap)
-  return factor, d_logits.astype(dtype)
-
-
-def dot(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
-  """einsum that adds up in float32."""
-  return jnp.einsum(spec, x, y.astype(x.dtype), preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""What an algorithm is, as values: ratio x clip x advantage x reduction x KL."""
+"""An algorithm as values: ratio, clip, advantage, reduction and KL divergence."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from tunix.ops.policy_gradient import LEVELS
 from tunix.ops.reductions import AGGREGATIONS
 from tunix.utils import checks
 
-# How the ratio to the policy before the update enters the loss.
+# The ways that the ratio to the policy before the update enters the loss.
 LOSS_ALGOS = ("grpo", "gspo", "cispo", "rloo", "reinforce")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutCorrection:
-  """Weights for what the sampler's log-probs and the trainer's differ by.
+  """Importance weights between the log-probabilities of the trainer and of the engine.
 
   Attributes:
-    kind: "truncate" (weights min(ratio, high)) or "mask" (0 outside [low, high]).
-    level: "token"; "sequence-product": the ratio of whole completions, which is exact
-      where nothing is bounded (TRL's and verl's "sequence"); or "sequence", its
-      geometric mean over tokens.
-    low, high: bounds of the ratio; `low` only masks.
+    kind: "truncate" (weights min(ratio, high)) or "mask" (weight 0 outside [low,
+      high]).
+    level: "token"; "sequence-product", the ratio of whole completions ("sequence" in
+      TRL and verl), which is exact without bounds; or "sequence", the geometric mean of
+      that ratio over tokens.
+    low, high: bounds of the ratio; `low` is used only by "mask".
   """
 
   kind: str = "truncate"
@@ -39,8 +40,8 @@ class RolloutCorrection:
     _choose("level", self.level, LEVELS)
     if not 0 <= self.low <= 1 <= self.high or self.low == self.high:
       raise ValueError(
-        f"low {self.low} and high {self.high} must lie on both sides of 1, where the "
-        "sampler and the trainer agree"
+        f"low is {self.low} and high is {self.high}: expected low <= 1 <= high; the "
+        "ratio is 1 where the engine and the trainer agree"
       )
 
 
@@ -49,36 +50,42 @@ class AlgorithmConfig:
   """Settings that the policy-gradient algorithms share.
 
   Attributes:
-    num_generations: completions of one prompt.
-    num_iterations: times that a batch of rollouts is trained on.
-    beta: weight of the KL divergence from the reference; 0: no reference is needed.
-    kl_method: its estimator, a name of `ops.kl.ESTIMATORS` or a function.
-    kl_corrected: multiply the estimate by the ratio (see `ops.kl.corrected`): with k1
-      and k3 its gradient is then that of the reverse KL. For a KL in the loss.
+    num_generations: completions of each prompt.
+    num_iterations: how many times a batch of rollouts is trained on.
+    beta: weight of the KL divergence from the reference model; 0 needs no reference.
+    kl_method: estimator of the KL divergence, a name in `ops.kl.ESTIMATORS` or a
+      function.
+    kl_corrected: if True, the estimate is multiplied by the ratio (see
+      `ops.kl.corrected`), so that k1 and k3 have the gradient of the reverse KL. Only
+      for algorithms with the KL divergence in the loss.
     epsilon: the ratio is clipped to [1 - epsilon, 1 + epsilon].
-    epsilon_low, epsilon_high: the same for each side alone; None: epsilon.
-    epsilon_c: dual clip: bounds the loss of negative advantages at epsilon_c times
-      them; above 1 + the upper clip, or None.
-    loss_algo: "grpo" (ratio by token), "gspo" (by sequence, normalised by length),
-      "rloo" (of whole sequences), "cispo" (clipped weight on the log-prob), "reinforce"
-      (no ratio; one update by each rollout).
-    loss_agg_mode: from tokens to one number, a name of `ops.reductions.AGGREGATIONS`.
-    advantage_estimator: a name of `ops.advantages.ADVANTAGES`, or a function of rewards
+    epsilon_low, epsilon_high: the clip of one side; None uses epsilon.
+    epsilon_c: dual clip: the loss of a negative advantage is at most epsilon_c times
+      its size. It must be above 1 + epsilon_high; None is no dual clip.
+    loss_algo: "grpo" (ratio of each token), "gspo" (ratio of the sequence, normalised
+      by its length), "rloo" (ratio of the whole sequence), "cispo" (clipped weight on
+      the log-probability) or "reinforce" (no ratio; one update on each batch of
+      rollouts).
+    loss_agg_mode: reduction of the token losses, a name in
+      `ops.reductions.AGGREGATIONS`.
+    advantage_estimator: a name in `ops.advantages.ADVANTAGES`, or a function of rewards
       [P, G] and `where` [P, G].
-    entropy_coef: weight of the entropy that is rewarded; None or 0: it is not computed.
-    rollout_correction: weights for the sampler's inexact log-probs; None: none.
-    mask_truncated: leave completions that met their limit out of the loss.
-    shared_prompt: compute the prompt of a group once for all its completions; None:
-      where the model can.
-    exact_tile_rows: score by fixed tiles of this many rows, so that the bits of a
-      log-prob depend on nothing but its row, and the ratio of the first update is
-      exactly 1; None: by whole batches. Excludes shared prompts.
-    eval_num_generations: completions of a prompt in evaluation.
-    pass_threshold: a completion passes when its reward is at least this; None: no
-      pass@k is reported.
+    entropy_coef: weight of the entropy bonus; None or 0 does not compute the entropy.
+    rollout_correction: importance weights for log-probabilities of the engine that
+      differ from the trainer's; None is off.
+    mask_truncated: if True, completions that reached their token limit are left out of
+      the loss.
+    shared_prompt: if True, the prompt of a group is computed once for all its
+      completions; None does so if the models can.
+    exact_tile_rows: number of rows of a fixed tile for scoring. The bits of a
+      log-probability then depend only on its row, and the ratio of the first update is
+      exactly 1. None scores whole batches. Excludes shared prompts.
+    eval_num_generations: completions of each prompt in evaluations.
+    pass_threshold: reward from which a completion passes; None reports no pass@k.
   """
 
-  kl_in_loss: ClassVar[bool] = True  # or in the rewards
+  # True: the KL divergence is a part of the loss. False: it is subtracted from rewards.
+  kl_in_loss: ClassVar[bool] = True
 
   num_generations: int = 1
   num_iterations: int = 1
@@ -109,9 +116,10 @@ class AlgorithmConfig:
       **dict.fromkeys(weights.split(), checks.NOT_NEGATIVE),
     )
     if self.clip_low > 1:
+      name = "epsilon" if self.epsilon_low is None else "epsilon_low"
       raise ValueError(
-        f"the lower clip is {self.clip_low}: ratios are never below 0, so that all "
-        "above 1.0 clips nothing; 1.0 says that"
+        f"{name} is {self.clip_low}: expected at most 1.0, which clips nothing because "
+        "a ratio is never below 0"
       )
     if self.epsilon_c is not None and self.epsilon_c <= 1 + self.clip_high:
       raise ValueError(
@@ -124,33 +132,35 @@ class AlgorithmConfig:
       mode := "sequence-mean-token-mean"
     ):
       raise ValueError(
-        f'loss_agg_mode is {self.loss_agg_mode!r} and loss_algo "rloo": every token '
-        f"carries the ratio of its whole row, whose mean is {mode!r}; set that"
+        f'loss_agg_mode is {self.loss_agg_mode!r} and loss_algo "rloo", in which every '
+        f"token has the ratio of its whole row: set loss_agg_mode to {mode!r}"
       )
     if self.loss_algo == "reinforce" and self.num_iterations > 1:
       raise ValueError(
-        f"num_iterations is {self.num_iterations}: without a ratio later updates would "
-        "be off-policy; choose a loss_algo that has one"
+        f'num_iterations is {self.num_iterations} and loss_algo "reinforce" has no '
+        "ratio "
+        "to correct later updates: set num_iterations to 1 or choose another loss_algo"
       )
     if self.loss_algo in ("cispo", "reinforce") and self.epsilon_c is not None:
       raise ValueError(
-        f"epsilon_c has no meaning with loss_algo {self.loss_algo!r}: leave it out"
+        f"epsilon_c is {self.epsilon_c} and loss_algo {self.loss_algo!r} has no dual "
+        "clip: leave epsilon_c out"
       )
     if self.exact_tile_rows is not None and self.shared_prompt:
       raise ValueError(
-        "exact_tile_rows scores every row by itself, shared_prompt groups them: "
-        "choose one"
+        f"exact_tile_rows is {self.exact_tile_rows} and shared_prompt is True: the "
+        "first scores each row separately, the second in groups; set one of them"
       )
     resolve("kl_method", self.kl_method, kl.ESTIMATORS)
     if self.kl_corrected and not (self.beta and self.kl_in_loss):
-      where = "is 0" if self.kl_in_loss else "weighs a KL in the rewards"
+      why = "beta is 0" if self.kl_in_loss else "the KL is a part of the rewards"
       raise ValueError(
-        f"kl_corrected corrects a gradient, and beta {where}: leave it out"
+        f"kl_corrected is True and {why}, so the loss has no KL: leave kl_corrected out"
       )
     self._check_advantages()
 
   def _check_advantages(self) -> None:
-    """Algorithms with other advantages than groups' replace it."""
+    """Checks the estimator; algorithms without group advantages override it."""
     resolve("advantage_estimator", self.advantage_estimator, advantages.ADVANTAGES)
 
   @property
@@ -165,10 +175,10 @@ class AlgorithmConfig:
 
 
 def resolve(field: str, value: Any, table: Mapping[str, Callable[..., Any]]) -> Any:
-  """A function, given itself or by its name in `table`.
+  """Returns `value` if it is a function, else the function of that name in `table`.
 
   Raises:
-    ValueError: there is no such name.
+    ValueError: `table` has no such name.
   """
   if callable(value):
     return value

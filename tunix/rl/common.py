@@ -1,34 +1,49 @@
-"""What passes between rollouts and updates: examples, and how they are made."""
+"""The two containers of RL data: `Rollouts` (sampled) and `TrainExample` (trained on).
+
+An engine returns a `RolloutOutput`. `rollouts_of` turns it into `Rollouts`, arrays with
+the rewards of their rows, and `Experience.example` turns these into a `TrainExample`,
+which has what a loss needs.
+
+Axes: P prompts, G completions of each prompt, B = P * G rows, T prompt tokens, R
+completion tokens. The rows of one prompt (a group) are adjacent.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from tunix.generate import batching
+from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
+
+_PROMPT_ARRAYS = ("prompt_ids", "prompt_mask")
+TOKEN_ARRAYS = (*_PROMPT_ARRAYS, "completion_ids", "completion_mask")
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainExample:
-  """Rollouts with what an update needs; B rows, group by group.
+  """A batch of rollouts with everything that an update needs.
 
   Attributes:
-    prompt_ids, prompt_mask: int32 and bool [B, P], padded on the left.
-    completion_ids, completion_mask: int32 and bool [B, R], padded on the right; the
-      mask is on the tokens that are trained.
+    prompt_ids, prompt_mask: int32 and bool [B, T], padded on the left.
+    completion_ids, completion_mask: int32 and bool [B, R], padded on the right. The
+      mask is True on tokens that are trained.
     advantages: float32 [B] or [B, R].
-    ref_per_token_logps: float32 [B, R] of the reference model, or None.
-    old_per_token_logps: of the policy before the update; None: it is the policy itself.
-    rollout_per_token_logps: as the sampler reported them, or None.
+    ref_per_token_logps: float32 [B, R] log-probabilities of the reference model, or
+      None.
+    old_per_token_logps: float32 [B, R] log-probabilities of the policy before the
+      update. None: the policy does not change between the rollouts and the update.
+    rollout_per_token_logps: float32 [B, R] log-probabilities that the engine reported,
+      or None.
     returns, old_values: float32 [B, R], for a critic.
-    group_size: rows that have one prompt and stand together.
+    group_size: number of adjacent rows with the same prompt that are computed together.
   """
 
   prompt_ids: Any
@@ -45,15 +60,15 @@ class TrainExample:
 
   @property
   def rows(self) -> int:
-    """B."""
+    """The number of rows, B."""
     return self.completion_ids.shape[0]
 
   def take(self, rows: Sequence[int] | np.ndarray) -> TrainExample:
-    """Some of the rows, on the host."""
+    """Returns the given rows as NumPy arrays."""
     return jax.tree.map(lambda x: np.asarray(x)[rows], self)
 
   def padded_to(self, rows: int) -> TrainExample:
-    """With rows that weigh nothing (copies of the first whose masks are empty)."""
+    """Adds copies of the first row with empty masks, which have no weight in a loss."""
     if (missing := rows - self.rows) <= 0:
       return self
     out = self.take(np.concatenate([np.arange(self.rows), np.zeros(missing, int)]))
@@ -63,155 +78,206 @@ class TrainExample:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tokens:
-  """The rows of rollouts as arrays; see TrainExample.
+class Rollouts:
+  """The completions of a batch of prompts, with their rewards.
 
   Attributes:
-    truncated: bool [B], completions that met their limit.
-    rollout_logps: float32 [B, R], 0 behind a completion's end.
-    group_size: G, completions of each prompt; they stand together.
+    batch: the P prompts and their columns.
+    text: B completions.
+    finish_reasons: B values, each "eos", "stop" or "length".
+    prompt_ids, prompt_mask: int32 and bool [B, T], padded on the left.
+    completion_ids, completion_mask: int32 and bool [B, R], padded on the right.
+    rollout_logps: float32 [B, R] log-probabilities that the engine reported, 0 on
+      padding.
+    group_size: G.
+    rewards: rewards of the B rows by function; empty before they are computed.
+    scores: float64 [P, G], the rewards that the algorithm learns from: totals, plus
+      what the algorithm adds to them. NaN for a row without a reward.
   """
 
+  batch: PromptBatch
+  text: list[str]
+  finish_reasons: list[str]
   prompt_ids: np.ndarray
   prompt_mask: np.ndarray
   completion_ids: np.ndarray
   completion_mask: np.ndarray
   rollout_logps: np.ndarray
-  truncated: np.ndarray
   group_size: int = 1
+  rewards: RewardOutput = dataclasses.field(default_factory=RewardOutput)
+  scores: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 1)))
 
   @property
   def lengths(self) -> np.ndarray:
     """Tokens of each completion, int64 [B]."""
     return self.completion_mask.sum(1)
 
-  def arrays(self) -> dict[str, Any]:
-    """The fields that have a row a completion."""
-    fields = dataclasses.fields(self)
-    return {f.name: getattr(self, f.name) for f in fields if f.name != "group_size"}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rollouts:
-  """Completions of a batch of prompts, with their rewards.
-
-  Attributes:
-    batch: the prompts, P of them (see pipeline.PromptBatch).
-    text: B = P * G completions, group by group.
-    finish_reasons: B of "eos", "stop", "length".
-    tokens: the completions as arrays.
-    rewards: by function and in total; a total is NaN where a function gave no value.
-    scores: float64 [P, G], the totals, shaped if the algorithm shapes them.
-  """
-
-  batch: Any
-  text: list[str]
-  finish_reasons: list[str]
-  tokens: Tokens
-  rewards: RewardOutput
-  scores: np.ndarray
+  @property
+  def truncated(self) -> np.ndarray:
+    """Bool [B]: True for a completion that reached its token limit."""
+    return np.array([reason == "length" for reason in self.finish_reasons])
 
   @property
   def valid(self) -> np.ndarray:
-    """bool [P, G]: rows that have a reward."""
+    """Bool [P, G]: True for a row that has a reward."""
     return np.isfinite(self.scores)
 
   @property
-  def raw(self) -> np.ndarray:
-    """float64 [P, G]: the totals, before any shaping."""
+  def totals(self) -> np.ndarray:
+    """Float64 [P, G]: total rewards, without what the algorithm adds to them."""
     return self.rewards.total.reshape(self.scores.shape)
 
+  @property
+  def row_prompts(self) -> PromptBatch:
+    """The prompt and the columns of each of the B rows."""
+    return self.batch.take(
+      np.repeat(np.arange(len(self.batch.prompts)), self.group_size)
+    )
+
   def reward_parts(self) -> tuple[list[np.ndarray], list[float]]:
-    """The functions' rewards, float64 [P, G] each, and their weights; last what the
-    algorithm added to their sum, if it did."""
+    """Returns the summands of `scores`, float64 [P, G] each, and their weights.
+
+    The last summand is what the algorithm added to the total rewards, if it is not 0.
+    """
     shape, weights = self.scores.shape, self.rewards.weights
     named = self.rewards.by_function
     parts = [np.nan_to_num(values).reshape(shape) for values in named.values()]
     factors = [weights.get(name, 1.0) for name in named]
-    shaping = np.nan_to_num(self.scores - self.raw)
+    shaping = np.nan_to_num(self.scores - self.totals)
     if shaping.any():
       parts, factors = [*parts, shaping], [*factors, 1.0]
     return parts, factors
 
   def take(self, groups: Sequence[int] | np.ndarray) -> Rollouts:
-    """Some of the groups, in that order."""
-    size, groups = self.tokens.group_size, np.asarray(groups, int)
-    rows = (groups[:, None] * size + np.arange(size)).ravel()
-    tokens: dict[str, Any] = {name: x[rows] for name, x in self.tokens.arrays().items()}
-    return Rollouts(
+    """Returns the given groups, in that order."""
+    groups = np.asarray(groups, int)
+    rows = (groups[:, None] * self.group_size + np.arange(self.group_size)).ravel()
+    arrays = {name: getattr(self, name)[rows] for name in _ROW_ARRAYS}
+    return dataclasses.replace(
+      self,
       batch=self.batch.take(groups),
       text=[self.text[row] for row in rows],
       finish_reasons=[self.finish_reasons[row] for row in rows],
-      tokens=dataclasses.replace(self.tokens, **tokens),
       rewards=self.rewards.take(rows),
       scores=self.scores[groups],
+      **arrays,
     )
 
 
+_ROW_ARRAYS = (*TOKEN_ARRAYS, "rollout_logps")
+
+
+# The containers that models score: both have TOKEN_ARRAYS and a group size.
+Rows = Rollouts | TrainExample
+
+
 def joined(parts: Sequence[Rollouts]) -> Rollouts:
-  """Several batches of rollouts as one, at the widths of the widest."""
-  arrays = [part.tokens.arrays() for part in parts]
-  merged: dict[str, Any] = {}
-  for name in arrays[0]:
-    pieces = [piece[name] for piece in arrays]
-    if pieces[0].ndim == 2:
-      width = max(piece.shape[1] for piece in pieces)
-      left = name.startswith("prompt")
-      pieces = [_widened(piece, width, left) for piece in pieces]
-    merged[name] = np.concatenate(pieces)
-  return Rollouts(
-    batch=parts[0].batch.joined([part.batch for part in parts[1:]]),
+  """Concatenates batches of rollouts, padded to the longest of them."""
+  arrays = {
+    name: _stacked([getattr(p, name) for p in parts], name) for name in _ROW_ARRAYS
+  }
+  first, others = parts[0], parts[1:]
+  return dataclasses.replace(
+    first,
+    batch=first.batch.joined([part.batch for part in others]),
     text=[text for part in parts for text in part.text],
     finish_reasons=[reason for part in parts for reason in part.finish_reasons],
-    tokens=dataclasses.replace(parts[0].tokens, **merged),
-    rewards=parts[0].rewards.joined([part.rewards for part in parts[1:]]),
+    rewards=first.rewards.joined([part.rewards for part in others]),
     scores=np.concatenate([part.scores for part in parts]),
+    **arrays,
   )
 
 
-def _widened(x: np.ndarray, width: int, left: bool) -> np.ndarray:
-  missing = width - x.shape[1]
-  return np.pad(x, ((0, 0), (missing, 0) if left else (0, missing)))
+def _stacked(arrays: Sequence[np.ndarray], name: str) -> np.ndarray:
+  width = max(x.shape[1] for x in arrays)
+  # Prompts are padded on the left, so that every prompt ends where completions start.
+  sides = (1, 0) if name in _PROMPT_ARRAYS else (0, 1)
+  padding = [[side * (width - x.shape[1]) for side in sides] for x in arrays]
+  return np.concatenate([np.pad(x, ((0, 0), p)) for x, p in zip(arrays, padding)])
 
 
-def repeated(batch: Any, copies: int) -> tuple[list[Any], dict[str, list[Any]]]:
-  """(prompts, columns) of a PromptBatch, each value `copies` times in a row."""
-  again = lambda values: [value for value in values for _ in range(copies)]
-  return again(batch.prompts), {name: again(x) for name, x in batch.columns.items()}
-
-
-def tokens_of(
-  out: RolloutOutput, config: RolloutConfig, *, group_size: int, bucketed: bool
-) -> Tokens:
-  """Rollouts as arrays of fixed widths.
+def rollouts_of(
+  out: RolloutOutput,
+  batch: PromptBatch,
+  config: RolloutConfig,
+  *,
+  group_size: int,
+  bucketed: bool,
+) -> Rollouts:
+  """Pads the output of an engine to arrays of fixed widths; rewards are still missing.
 
   Args:
-    out: the rollouts.
-    config: its maxima are the widths.
+    out: the completions.
+    batch: the prompts that were sampled from.
+    config: its token limits are the widths.
     group_size: completions of each prompt.
-    bucketed: powers of two that hold the longest instead, where they are smaller.
+    bucketed: use the smallest power of two that holds the longest row as the width,
+      where that is below the limit.
+
+  Raises:
+    ValueError: a prompt or completion is longer than the limit.
   """
   width = _width(out.prompt_tokens, config.max_prompt_length, bucketed)
   space = _width(out.tokens, config.max_tokens_to_generate, bucketed)
   rows = len(out.tokens)
   prompt_ids, prompt_mask = batching.left_padded(out.prompt_tokens, rows, width, 0)
   lengths = np.array([len(row) for row in out.tokens])
-  return Tokens(
+  return Rollouts(
+    batch=batch,
+    text=out.text,
+    finish_reasons=out.finish_reasons,
     prompt_ids=prompt_ids,
     prompt_mask=prompt_mask,
     completion_ids=batching.right_padded(out.tokens, space, np.int32),
+    # Not ids != 0: the padding id 0 can also be a token.
     completion_mask=np.arange(space) < lengths[:, None],
     rollout_logps=batching.right_padded(out.logprobs, space, np.float32),
-    truncated=np.array([reason == "length" for reason in out.finish_reasons]),
     group_size=group_size,
   )
 
 
-def _width(rows: Sequence[np.ndarray], most: int, bucketed: bool) -> int:
+def _width(rows: Sequence[np.ndarray], limit: int, bucketed: bool) -> int:
+  """Returns the width of an array that holds the rows."""
   longest = max(map(len, rows))
-  if longest > most:
+  if longest > limit:
     raise ValueError(
-      f"the engine returned a row of {longest} tokens where at most {most} were asked "
-      "for: it does not honour the limits of RolloutConfig"
+      f"the engine returned a row of {longest} tokens, the limit is {limit}: the "
+      "engine must respect max_prompt_length and max_tokens_to_generate of "
+      "RolloutConfig"
     )
-  return min(most, batching.bucket(longest, batching.MIN_TOKENS)) if bucketed else most
+  if not bucketed:
+    return limit
+  return min(limit, batching.bucket(longest, batching.MIN_TOKENS))
+
+
+def mini_batches(
+  example: TrainExample,
+  *,
+  group: int,
+  rows: int,
+  iterations: int,
+  shuffle: tuple[int, ...] | None,
+) -> Iterator[TrainExample]:
+  """Yields mini-batches of equal size, for each iteration over the same rollouts.
+
+  The last mini-batch of an iteration is padded with rows of weight 0, so that no
+  program is compiled again and no rollout is dropped. A mini-batch in which every row
+  has weight 0 is skipped: its update would still move an optimizer that has momentum.
+
+  Args:
+    example: the rollouts, group by group.
+    group: rows of a group; a group is never split.
+    rows: rows of a mini-batch, a multiple of `group`.
+    iterations: how many times the rollouts are used.
+    shuffle: seed of the order of the groups, which differs in each iteration. None
+      keeps the order of the prompts.
+  """
+  for iteration in range(iterations):
+    order = np.arange(example.rows // group)
+    if shuffle is not None:
+      order = np.random.default_rng((*shuffle, iteration)).permutation(order)
+    index = (order[:, None] * group + np.arange(group)).ravel()
+    for start in range(0, len(index), rows):
+      mini = example.take(index[start : start + rows]).padded_to(rows)
+      if mini.completion_mask.any():
+        yield mini

@@ -1,4 +1,4 @@
-"""What a cluster is told: roles, sizes, engines."""
+"""Settings of a cluster: roles, batch sizes, engines."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
 from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import checks
+from tunix.utils.setting import setting
 
 
 class Role(enum.Enum):
-  """What a model does in a run."""
+  """The role of a model in a run."""
 
   ACTOR = "actor"
   CRITIC = "critic"
@@ -28,22 +29,23 @@ class Role(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSizes:
-  """Sizes in PROMPTS; each has `num_generations` completions.
+  """Batch sizes in PROMPTS, each with `num_generations` completions.
 
   Attributes:
-    mini_batch_size: prompts of one update; None: the whole batch of rollouts.
+    mini_batch_size: prompts of one update; None is the whole batch of rollouts.
     train_micro_batch_size: prompts whose gradients are computed at once; must divide
-      `mini_batch_size`. None: the whole mini-batch.
-    rollout_micro_batch_size: prompts that are sampled at once; None: all.
-    compute_logps_micro_batch_size: prompts that are scored at once; None: all.
-    bucketed_lengths: pad to the power of two (from 16) that holds the longest prompt,
-      and the longest completion, of a batch, instead of to the maxima: less work on
-      short completions, one more program for every new pair of lengths.
+      `mini_batch_size`. None is the whole mini-batch.
+    rollout_micro_batch_size: prompts that are sampled at once; None is all.
+    compute_logps_micro_batch_size: prompts that are scored at once; None is all.
+    bucketed_lengths: if True, a batch is padded to the smallest power of two (at least
+      16) that holds its longest prompt and its longest completion, instead of to the
+      limits. Short completions then cost less; each new pair of lengths compiles one
+      more program.
   """
 
   mini_batch_size: int | None = None
   train_micro_batch_size: int | None = None
-  rollout_micro_batch_size: int | None = None
+  rollout_micro_batch_size: int | None = setting(None, may_change=True)
   compute_logps_micro_batch_size: int | None = None
   bucketed_lengths: bool = False
 
@@ -58,8 +60,8 @@ class PromptSizes:
     mini, micro = self.mini_batch_size, self.train_micro_batch_size
     if mini is not None and micro is not None and mini % micro:
       raise ValueError(
-        f"mini_batch_size {mini} is no multiple of train_micro_batch_size {micro}: "
-        "choose one that divides it"
+        f"mini_batch_size is {mini}: expected a multiple of train_micro_batch_size "
+        f"{micro}"
       )
 
 
@@ -67,12 +69,12 @@ class PromptSizes:
 class RLTrainingConfig(PromptSizes, TrainingConfig):
   """Settings of an RL run.
 
-  `max_steps`, `eval_every_n_steps` and `save_every_n_steps` count updates of the actor;
-  evaluations and checkpoints fall between rollouts.
+  `max_steps`, `eval_every_n_steps` and `save_every_n_steps` count updates of the actor.
+  Evaluations and checkpoints are made between rollouts.
 
   Attributes:
-    actor_optimizer: an optax transformation.
-    critic_optimizer: likewise; needed with a critic.
+    actor_optimizer: an optax transformation for the actor.
+    critic_optimizer: an optax transformation for the critic; required with a critic.
   """
 
   actor_optimizer: optax.GradientTransformation
@@ -84,22 +86,24 @@ class RLTrainingConfig(PromptSizes, TrainingConfig):
     if self.gradient_accumulation_steps is not None:
       raise ValueError(
         f"gradient_accumulation_steps is {self.gradient_accumulation_steps}: an RL run "
-        "derives it; give mini_batch_size and train_micro_batch_size"
+        "computes it; set mini_batch_size and train_micro_batch_size instead"
       )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-  """Where the roles of a run live and what engine samples.
+  """The placement of the roles of a run, the engine, and the training settings.
 
   Attributes:
-    role_to_mesh: meshes by role; a role that is not named shares the actor's. None, or
-      without the actor: the arrays stay where they are.
-    rollout_engine: "vanilla" (our sampler), "vllm", "sglang_jax", or a class of the
-      kind of BaseRollout.
-    offload_to_cpu: keep reference, reward model and critic in host memory between uses.
-    training_config: sizes, optimizers, cadence.
-    rollout_config: how to sample; or by Mode, with Mode.TRAIN in it.
+    role_to_mesh: the mesh of each role. A missing role uses the actor's mesh; if that
+      is missing too, or this is None, the arrays of the role stay where they are.
+    rollout_engine: "vanilla" (our sampler), "vllm", "sglang_jax", or a subclass of
+      BaseRollout.
+    offload_to_cpu: if True, reference, reward model and critic are kept in host memory
+      between uses.
+    training_config: batch sizes, optimizers, checkpoints and evaluations.
+    rollout_config: sampling settings, or sampling settings by Mode; Mode.TRAIN is then
+      required.
   """
 
   role_to_mesh: Mapping[Role, Mesh] | None = None
@@ -113,19 +117,18 @@ class ClusterConfig:
       self.rollout_config
     ):
       raise ValueError(
-        f"rollout_config has the modes {sorted(self.rollout_config)}: Mode.TRAIN must "
-        "be one of them"
+        f"rollout_config has the modes {sorted(self.rollout_config)}: add Mode.TRAIN"
       )
     train = self.rollout(Mode.TRAIN).engine_options
     if any(c.engine_options not in ({}, train) for c in self._modes()):
       raise ValueError(
-        "engine_options differ between modes: there is one engine for all of them, "
-        "which is made with those of Mode.TRAIN; leave the others out"
+        "engine_options differ between modes, which share one engine: set them in "
+        "Mode.TRAIN only"
       )
     unknown = [role for role in self.role_to_mesh or () if not isinstance(role, Role)]
     if unknown:
       raise ValueError(
-        f"role_to_mesh has the key {unknown[0]!r}: use Role, such as Role.ACTOR"
+        f"role_to_mesh has the key {unknown[0]!r}: expected a Role, such as Role.ACTOR"
       )
 
   def _modes(self) -> list[RolloutConfig]:
@@ -133,15 +136,14 @@ class ClusterConfig:
     return list(config.values()) if isinstance(config, Mapping) else [config]
 
   def widest_rollout(self) -> RolloutConfig:
-    """What the engine is made with: Mode.TRAIN's, with a cache for every mode."""
+    """Returns Mode.TRAIN's config with a KV cache that fits all modes."""
     sizes = [c.kv_cache_size for c in self._modes()]
-    most = None if None in sizes else max(filter(None, sizes))
-    return dataclasses.replace(self.rollout(Mode.TRAIN), kv_cache_size=most)
+    largest = None if None in sizes else max(filter(None, sizes))
+    return dataclasses.replace(self.rollout(Mode.TRAIN), kv_cache_size=largest)
 
   def rollout(self, mode: Mode) -> RolloutConfig:
-    """How to sample in a mode; evaluation samples as training does unless it is
-    told otherwise."""
+    """Returns the sampling settings of a mode; Mode.TRAIN's for a missing mode."""
     config: Any = self.rollout_config
-    return (
-      config.get(mode, config[Mode.TRAIN]) if isinstance(config, Mapping) else (config)
-    )
+    if not isinstance(config, Mapping):
+      return config
+    return config.get(mode, config[Mode.TRAIN])

@@ -12,14 +12,14 @@ from tunix.rl.common import Rollouts
 
 
 def pass_at_k(passed: np.ndarray, k: int) -> float:
-  """Mean over prompts of the chance that k of its completions hold one that passes.
+  """Estimates the probability that at least one of k completions of a prompt passes.
 
-  1 - C(n - c, k) / C(n, k) with c of n passing, the unbiased estimator of Chen et al.
-  2021 (arXiv:2107.03374).
+  The result is the mean over prompts of 1 - C(n - c, k) / C(n, k), where c of the n
+  completions pass. It is the unbiased estimator of Chen et al. 2021 (arXiv:2107.03374).
 
   Args:
     passed: bool [P, n].
-    k: at most n.
+    k: from 1 to n.
 
   Raises:
     ValueError: k is out of range.
@@ -27,31 +27,36 @@ def pass_at_k(passed: np.ndarray, k: int) -> float:
   n = passed.shape[1]
   if not 1 <= k <= n:
     raise ValueError(f"k is {k}: it must be from 1 to the {n} completions of a prompt")
+  # Integers of any size: C(n, k) exceeds a float from about n = 1000 on.
   whole = math.comb(n, k)
   missed = [math.comb(n - int(c), k) / whole for c in passed.sum(1)]
   return 1.0 - math.fsum(missed) / len(missed)
 
 
 def summary(batches: Iterable[Rollouts], threshold: float | None) -> dict[str, float]:
-  """Metrics over all batches: those of rollouts, pass@1, pass@2, pass@4, ...
+  """Computes the metrics of all batches: those of rollouts, pass@1, pass@2, pass@4, ...
 
-  Prompts with a completion whose reward failed are left out of pass@k, and counted in
-  rewards/failed.
+  A prompt with a completion whose reward failed is left out of pass@k. The metric
+  rewards/failed counts it.
+
+  Args:
+    batches: the rollouts of the evaluation.
+    threshold: reward from which a completion passes; None computes no pass@k.
 
   Raises:
-    ValueError: there were no batches.
+    ValueError: there are no batches.
   """
-  if not (every := list(batches)):
+  if not (rollouts := list(batches)):
     raise ValueError(
-      "the evaluation data gave no batch: pass something that can be iterated anew "
-      "(a list, a Grain dataset), not a spent generator"
+      "the evaluation data has no batches: pass data that can be iterated more than "
+      "once (a list, a Grain dataset), not a generator that is used up"
     )
-  out = metrics.mean_of([metrics.of_rollouts(rollouts) for rollouts in every])
-  scores = np.concatenate([rollouts.raw for rollouts in every])
-  scores = scores[np.isfinite(scores).all(1)]
-  if threshold is not None and len(scores):
+  out = metrics.mean_of([metrics.of_rollouts(batch) for batch in rollouts])
+  totals = np.concatenate([batch.totals for batch in rollouts])
+  totals = totals[np.isfinite(totals).all(1)]
+  if threshold is not None and len(totals):
     k = 1
-    while k <= scores.shape[1]:
-      out[f"pass@{k}"] = pass_at_k(scores >= threshold, k)
+    while k <= totals.shape[1]:
+      out[f"pass@{k}"] = pass_at_k(totals >= threshold, k)
       k *= 2
   return out

@@ -1,10 +1,11 @@
-"""Experience: prompts become completions with rewards, and those an example to learn.
+"""Rollouts: samples completions, computes their rewards, and makes training examples.
 
-What a learner holds to make its examples with; the loop around it is rl_learner.py.
+The loop around these calls is in rl_learner.py.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from tunix.ops import kl
 from tunix.rl import common, metrics, setup
 from tunix.rl.algorithm_config import AlgorithmConfig, resolve
-from tunix.rl.common import Rollouts, Tokens, TrainExample
+from tunix.rl.common import Rollouts, Rows, TrainExample
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rewards import RewardOutput
@@ -29,27 +30,27 @@ _log = logging.getLogger(__name__)
 # (prompts, completions, rewards, **columns) -> scalars by name
 MetricFn = Callable[..., Mapping[str, Any]]
 
-# (tokens, totals [B], most tokens of a completion) -> rewards [B] to learn from
-ShapeRewards = Callable[[Tokens, np.ndarray, int], np.ndarray]
+# (rollouts, most tokens of a completion) -> scores [P, G] to learn from
+ShapeRewards = Callable[[Rollouts, int], np.ndarray]
 
 
 class Experience:
-  """Samples, rewards and scores completions, by the models of a cluster.
+  """Samples completions and computes their rewards and log-probabilities.
 
   Args:
     cluster: the models.
-    config: the algorithm's settings.
+    config: settings of the algorithm.
     reward_fns: see RLLearner.
     metric_fns: see RLLearner.
 
   Attributes:
-    shared_prompts: whether a prompt is computed once for all its completions.
-    phases: seconds by phase since they were last taken.
-    measured: metrics of every collection of rollouts since they were last cleared.
+    shared_prompts: True if a prompt is computed once for all its completions.
+    phases: seconds by phase since the last `take`.
+    measured: metrics of every batch of rollouts since the list was last cleared.
 
   Raises:
-    ValueError: there is neither a reward function nor a reward model, or prompts should
-      be shared and cannot.
+    ValueError: there is neither a reward function nor a reward model, or
+      `shared_prompt` is True and a model cannot share prompts.
   """
 
   def __init__(
@@ -68,14 +69,14 @@ class Experience:
   def rollouts(
     self, batch: PromptBatch, mode: Mode, number: int, shape_rewards: ShapeRewards
   ) -> Rollouts:
-    """Samples and rewards the completions of every prompt.
+    """Samples the completions of every prompt and computes their rewards.
 
     Args:
       batch: the prompts.
-      mode: in training their metrics are kept in `measured`.
-      number: of rollouts that were learnt from before; what is drawn in training
-        depends on it, on the batch's own number and on the seed, and on nothing else.
-      shape_rewards: what the algorithm makes of the totals.
+      mode: in training, the metrics are added to `measured`.
+      number: batches of rollouts that were trained on before. In training, samples
+        depend only on `number`, on `batch.number` and on the seed.
+      shape_rewards: computes the scores from the rollouts.
     """
     cluster, algo = self._cluster, self._config
     is_training = mode is Mode.TRAIN
@@ -85,54 +86,42 @@ class Experience:
     with self.phases("rollout", "rollout"):
       key = jax.random.fold_in(jax.random.key(config.seed), batch.number)
       if is_training:
+        # Prompts that were put back are sampled again under the same batch number.
         key = jax.random.fold_in(key, number)
       out = cluster.generate(batch.prompts, mode=mode, num_generations=group, seed=key)
-    tokens = common.tokens_of(
-      out,
-      config,
-      group_size=group,
-      bucketed=cluster.cluster_config.training_config.bucketed_lengths,
+    bucketed = cluster.cluster_config.training_config.bucketed_lengths
+    rollouts = common.rollouts_of(
+      out, batch, config, group_size=group, bucketed=bucketed
     )
     with self.phases("rewards"):
-      rewards = self._reward(batch, out.text, tokens)
-    scores = shape_rewards(tokens, rewards.total, config.max_tokens_to_generate)
-    rollouts = Rollouts(
-      batch=batch,
-      text=out.text,
-      finish_reasons=out.finish_reasons,
-      tokens=tokens,
-      rewards=rewards,
-      scores=scores.reshape(-1, group),
+      rewards = self._reward(rollouts)
+    rollouts = dataclasses.replace(
+      rollouts, rewards=rewards, scores=rewards.total.reshape(-1, group)
     )
+    scores = shape_rewards(rollouts, config.max_tokens_to_generate)
+    rollouts = dataclasses.replace(rollouts, scores=scores)
     if is_training:
-      self.measured.append(
-        metrics.of_rollouts(rollouts) | self._users_metrics(rollouts)
-      )
+      self.measured.append(metrics.of_rollouts(rollouts) | self._user_metrics(rollouts))
     return rollouts
 
-  def _reward(
-    self, batch: PromptBatch, text: Sequence[str], tokens: Tokens
-  ) -> RewardOutput:
-    """By all functions and the reward model; what went wrong is logged by name."""
-    prompts, columns = common.repeated(batch, tokens.group_size)
-    rewards = RewardOutput(total=np.zeros(len(text)), by_function={}, outcomes={})
+  def _reward(self, rollouts: Rollouts) -> RewardOutput:
+    """Calls the reward functions and the reward model; logs failures by name."""
+    rewards, rows = RewardOutput(), rollouts.row_prompts
     if self._rewards is not None:
-      rewards = self._rewards.compute(prompts, list(text), columns)
+      rewards = self._rewards.compute(rows.prompts, rollouts.text, rows.columns)
     if self._cluster.reward is not None:
-      rewards = rewards.plus("reward_model", self._cluster.get_rewards(tokens))
+      rewards = rewards.plus("reward_model", self._cluster.get_rewards(rollouts))
     for line in rewards.problems():
       step = self._cluster.actor_trainer.train_steps
       _log.warning("step %d: no reward from %s", step, line)
     return rewards
 
-  def _users_metrics(self, rollouts: Rollouts) -> dict[str, Mean]:
-    prompts, columns = common.repeated(rollouts.batch, rollouts.tokens.group_size)
-    totals = rollouts.rewards.total
+  def _user_metrics(self, rollouts: Rollouts) -> dict[str, Mean]:
+    rows, text, totals = rollouts.row_prompts, rollouts.text, rollouts.rewards.total
     out: dict[str, Mean] = {}
     for fn in self._metric_fns:
-      named = fn(prompts=prompts, completions=rollouts.text, rewards=totals, **columns)
-      rows = len(rollouts.text)
-      out |= {name: Mean(float(value), rows) for name, value in named.items()}
+      named = fn(prompts=rows.prompts, completions=text, rewards=totals, **rows.columns)
+      out |= {name: Mean(float(value), len(text)) for name, value in named.items()}
     return out
 
   def example(
@@ -142,60 +131,71 @@ class Experience:
     old: np.ndarray | None,
     *,
     policy_moves: bool,
-    **more: Any,
+    **fields: Any,
   ) -> TrainExample:
-    """The example of rollouts and advantages [B] or [B, R].
-
-    What the loss needs of the reference and of the policy before the update is scored
-    here, unless it is given as `old`; `more` are further fields.
+    """Makes the training example of rollouts; scores what the loss needs.
 
     Args:
-      policy_moves: whether the policy moves between the first and the last update by
-        these rollouts; if not, the policy before the update is the policy.
+      rollouts: completions with rewards.
+      advantages: [B] or [B, R].
+      old: log-probabilities [B, R] of the policy before the update, if they are known.
+      policy_moves: True if the policy changes between the first and the last update on
+        these rollouts. Only then `old` is computed.
+      **fields: further fields of the example.
     """
-    tokens, config = rollouts.tokens, self._config
-    mask = tokens.completion_mask & rollouts.valid.reshape(-1, 1)
+    config = self._config
+    # Rows without a reward stay in the batch with weight 0: its shape must not change.
+    mask = rollouts.completion_mask & rollouts.valid.reshape(-1, 1)
     if config.mask_truncated:
-      mask &= ~tokens.truncated[:, None]
+      mask &= ~rollouts.truncated[:, None]
     with self.phases("scoring"):
-      ref = self._ref_logps(tokens) if config.beta and config.kl_in_loss else None
+      ref = self._ref_logps(rollouts) if config.beta and config.kl_in_loss else None
       if old is None and policy_moves:
-        old = self._old_logps(tokens)
+        old = self._old_logps(rollouts)
     return TrainExample(
-      prompt_ids=tokens.prompt_ids,
-      prompt_mask=tokens.prompt_mask,
-      completion_ids=tokens.completion_ids,
+      prompt_ids=rollouts.prompt_ids,
+      prompt_mask=rollouts.prompt_mask,
+      completion_ids=rollouts.completion_ids,
       completion_mask=mask,
       advantages=np.nan_to_num(advantages).astype(np.float32),
       ref_per_token_logps=ref,
       old_per_token_logps=old,
-      rollout_per_token_logps=tokens.rollout_logps,
-      **more,
+      rollout_per_token_logps=rollouts.rollout_logps,
+      **fields,
     )
 
-  def kl_penalty(self, tokens: Tokens) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """For a KL in the rewards: the policy's log-probs and estimates of the divergence
-    at every token, float32 [B, R], 0 outside completions; None both with beta 0."""
-    config, mask = self._config, tokens.completion_mask
+  def kl_penalty(
+    self, rollouts: Rollouts
+  ) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Computes the KL divergence for algorithms that subtract it from the rewards.
+
+    Returns:
+      The policy's log-probabilities and the estimated divergence of every token, both
+      float32 [B, R], the divergence 0 on padding. Both are None if `beta` is 0.
+    """
+    config, mask = self._config, rollouts.completion_mask
     if not config.beta:
       return None, None
     with self.phases("scoring"):
-      old, ref = self._old_logps(tokens), self._ref_logps(tokens)
+      old, ref = self._old_logps(rollouts), self._ref_logps(rollouts)
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = np.where(mask, np.asarray(estimate(old, ref)), 0.0)
     count = max(1, mask.sum())
     self.measured.append({"rewards/kl": Mean(float(divergence.sum() / count), count)})
     return old, divergence
 
-  def _ref_logps(self, tokens: Tokens) -> np.ndarray:
-    return self._cluster.get_ref_per_token_logps(
-      tokens, shared_prompt=self.shared_prompts, tile_rows=self._config.exact_tile_rows
-    )
+  def _ref_logps(self, rows: Rows) -> np.ndarray:
+    return self._cluster.get_ref_per_token_logps(rows, **self._scoring)
 
-  def _old_logps(self, tokens: Tokens) -> np.ndarray:
-    return self._cluster.get_old_per_token_logps(
-      tokens, shared_prompt=self.shared_prompts, tile_rows=self._config.exact_tile_rows
-    )
+  def _old_logps(self, rows: Rows) -> np.ndarray:
+    return self._cluster.get_old_per_token_logps(rows, **self._scoring)
+
+  @property
+  def _scoring(self) -> dict[str, Any]:
+    return {
+      "shared_prompt": self.shared_prompts,
+      "tile_rows": self._config.exact_tile_rows,
+    }
 
   def close(self) -> None:
     """Ends the reward workers."""
@@ -204,10 +204,10 @@ class Experience:
 
 
 def _check_same_prompts(batch: PromptBatch, mode: Mode) -> None:
-  """With several processes, that all of them were given the same batch.
+  """Checks that all processes have the same batch.
 
   Raises:
-    ValueError: they were not.
+    ValueError: a process has other prompts or columns.
   """
   if jax.process_count() > 1:
     text = repr([batch.prompts, sorted(batch.columns.items())])

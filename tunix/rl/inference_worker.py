@@ -1,4 +1,4 @@
-"""Scores rollouts with models that are not being trained, or not right now."""
+"""Scores rollouts with models that are not in a training step."""
 
 from __future__ import annotations
 
@@ -19,15 +19,12 @@ from tunix.sft.inference import Score
 
 
 class InferenceWorker:
-  """Runs forward passes over rollouts, some rows at a time.
+  """Runs forward passes over rollouts, a number of rows at a time.
 
   Args:
-    models: the modules by role.
-    data_sharding_axis: mesh axes that split rows.
-    offload: keep the models in host memory between calls.
-
-  Raises:
-    ValueError: a role that scores nothing.
+    models: modules by role.
+    data_sharding_axis: mesh axes that split the rows.
+    offload: if True, the models are kept in host memory between calls.
   """
 
   def __init__(
@@ -36,11 +33,6 @@ class InferenceWorker:
     data_sharding_axis: tuple[str, ...] = ("fsdp",),
     offload: bool = False,
   ):
-    known = (Role.CRITIC, Role.REFERENCE, Role.REWARD)
-    if wrong := [role for role in models if role not in known]:
-      raise ValueError(
-        f"role {wrong[0]} scores nothing: choose from {[r.value for r in known]}"
-      )
     self._models = dict(models)
     self._axes = data_sharding_axis
     self._offload = offload
@@ -49,10 +41,10 @@ class InferenceWorker:
         placement.offload(model)
 
   def get_model(self, role: Role) -> nnx.Module:
-    """The module of a role.
+    """Returns the module of a role.
 
     Raises:
-      ValueError: the cluster has none.
+      ValueError: the cluster has no model in this role.
     """
     if role not in self._models:
       raise ValueError(
@@ -62,7 +54,7 @@ class InferenceWorker:
 
   @contextlib.contextmanager
   def resident(self, role: Role) -> Iterator[nnx.Module]:
-    """The module, on its devices."""
+    """Yields the module of a role on its devices; offloads it afterwards."""
     model = self.get_model(role)
     if not self._offload:
       yield model
@@ -74,7 +66,7 @@ class InferenceWorker:
       placement.offload(model)
 
   def close(self) -> None:
-    """Brings every model back to its devices: they are the caller's."""
+    """Moves every model back to its devices, because the caller owns the models."""
     if self._offload:
       for model in self._models.values():
         placement.onload(model)
@@ -82,7 +74,14 @@ class InferenceWorker:
   def run(
     self, role: Role, score: Score, rows: Mapping[str, np.ndarray], at_once: int | None
   ) -> np.ndarray:
-    """`score` over rows with the model of a role; float32 on the host."""
+    """Returns `score` of all rows by the model of a role; float32 on the host.
+
+    Args:
+      role: the role.
+      score: `score(model, **rows)`.
+      rows: arrays with the rows first.
+      at_once: rows of one forward pass; None is all.
+    """
     with self.resident(role) as model:
       name = f"{role.value} scoring"
       return inference.run(model, score, rows, at_once, self._axes, name)
@@ -90,7 +89,11 @@ class InferenceWorker:
 
 @functools.lru_cache(maxsize=64)
 def logps_of(group_size: int, temperature: float, tile_rows: int | None) -> Score:
-  """Log-probs of completions [B, R]; one object a setting, so that it compiles once."""
+  """Returns a function that computes the log-probabilities of completions, [B, R].
+
+  The result is cached: the same function object for the same settings means that JAX
+  compiles it once.
+  """
 
   def score(model, **rows):
     out = scoring.score_completions(
@@ -106,10 +109,10 @@ def logps_of(group_size: int, temperature: float, tile_rows: int | None) -> Scor
 
 
 def values_of(model: nnx.Module, **rows: Any) -> jax.Array:
-  """A critic's value before each token [B, R]."""
+  """Returns the critic's value before each token, [B, R]."""
   return scoring.score_values(model, **rows)
 
 
 def rewards_of(model: nnx.Module, **rows: Any) -> jax.Array:
-  """A reward model's score of each row [B]."""
+  """Returns the reward model's score of each row, [B]."""
   return scoring.score_sequences(model, **rows)

@@ -1,7 +1,7 @@
-"""JSON against a schema, by `jsonschema`; what would go unchecked is refused.
+"""Checks JSON against a schema with `jsonschema`; refuses schemas it cannot check.
 
-The standard lets a validator pass over keywords and formats that it does not know, so a
-typing error would reward everything. Here the schema of schemas is made strict.
+The standard lets a validator ignore keywords and formats that it does not know, so that
+a misspelt keyword would reward everything. Here the schema of schemas is strict.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any
 Schema = Mapping[str, Any] | bool
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
-# Annotations to a validator: what they say of a text is never looked at.
+# Keywords that are only annotations: validators never check the text against them.
 _UNCHECKED = ["contentEncoding", "contentMediaType", "contentSchema"]
 
 
 def parse(text: str) -> Any:
-  """The JSON in `text`.
+  """Parses JSON.
 
   Raises:
-    ValueError: not JSON; NaN and Infinity are not. Nested deeper than Python goes.
+    ValueError: the text is not JSON (NaN and Infinity are not), or it is nested deeper
+      than Python's recursion limit.
   """
   try:
     return json.loads(text, parse_constant=_no_constant)
@@ -32,19 +33,21 @@ def parse(text: str) -> Any:
 
 
 def check_schema(schema: Any) -> None:
-  """Refuses what `matches` would not look at.
+  """Checks that `matches` can check every part of a schema.
 
   Raises:
-    ValueError: not a schema of draft 2020-12; a keyword or format that is not checked;
-      a reference to nowhere, to another document, or in a circle.
+    ValueError: the schema is not one of draft 2020-12, it has a keyword or format that
+      cannot be checked, or a reference that is missing, leads to another document or
+      is circular.
   """
   if not isinstance(schema, (Mapping, bool)):
-    raise ValueError(f"a schema is an object or a bool, not {schema!r}")
+    raise ValueError(f"schema is {schema!r}: expected an object or a bool")
   import referencing
   from referencing.jsonschema import DRAFT202012
 
   errors = _strict().iter_errors(schema)
-  # Whatever holds a fault is "unevaluated" as well: the innermost error is the cause.
+  # Each object around a fault is reported as "unevaluated" too. The innermost error,
+  # which has the longest path, is the cause.
   cause = max(errors, key=lambda e: len(e.absolute_path), default=None)
   if cause is not None:
     raise ValueError(
@@ -57,15 +60,15 @@ def check_schema(schema: Any) -> None:
     _validator(schema).is_valid(None)
   except RecursionError as error:
     raise ValueError(
-      "the schema refers to itself in a circle: it has no end"
+      "the schema has a reference that leads back to itself: remove the circle"
     ) from error
 
 
 def matches(value: Any, schema: Schema) -> bool:
-  """Whether parsed JSON conforms to a schema that `check_schema` accepts."""
+  """Returns whether parsed JSON conforms to a schema that `check_schema` accepts."""
   try:
     return _validator(schema).is_valid(value)
-  except RecursionError:  # a recursive schema follows the text as deep as it goes
+  except RecursionError:  # a recursive schema descends as deep as the text
     return False
 
 
@@ -75,12 +78,12 @@ def _no_constant(name: str) -> Any:
 
 @functools.cache
 def _dialect() -> Any:
-  """The validator's class, which takes part of a second to import."""
+  """Returns the validator class; importing jsonschema takes part of a second."""
   import jsonschema
   from jsonschema import validators
 
-  # Theirs divides floats exactly, so that 0.3 is no multiple of 0.1, and raises
-  # OverflowError for integers beyond all floats.
+  # The library's `multipleOf` divides floats exactly, so that 0.3 is no multiple of
+  # 0.1, and raises OverflowError for integers beyond 1.8e308.
   return validators.extend(
     jsonschema.Draft202012Validator, {"multipleOf": _multiple_of}
   )
@@ -98,7 +101,7 @@ def _validator(schema: Schema) -> Any:
 
 @functools.cache
 def _strict() -> Any:
-  """Validates schemas. `$dynamicAnchor` makes all schemas within a schema strict."""
+  """Returns a validator of schemas; `$dynamicAnchor` makes inner schemas strict too."""
   import jsonschema_specifications
 
   kind = _dialect()
@@ -119,7 +122,7 @@ def _strict() -> Any:
 
 
 def _check_references(resource: Any, resolver: Any) -> None:
-  """Looks up every reference of a schema and of those within it."""
+  """Looks up every reference of a schema and of the schemas inside it."""
   from referencing.exceptions import Unresolvable
 
   if isinstance(resource.contents, Mapping):
@@ -129,8 +132,7 @@ def _check_references(resource: Any, resolver: Any) -> None:
         resolver.lookup(reference)
       except Unresolvable as error:
         raise ValueError(
-          f"the schema refers to {reference!r}, which is not in it: put it into its "
-          '"$defs"'
+          f'the schema refers to {reference!r}, which is missing: add it to its "$defs"'
         ) from error
   for inner in resource.subresources():
     _check_references(inner, resolver.in_subresource(inner))
@@ -151,6 +153,6 @@ def _is_multiple(value: float, step: float) -> bool:
     return value % step == 0
   try:
     ratio = value / step
-  except OverflowError:  # an integer beyond all floats
+  except OverflowError:  # an integer beyond 1.8e308
     return False
   return math.isfinite(ratio) and math.isclose(ratio, round(ratio), rel_tol=1e-12)

@@ -1,4 +1,4 @@
-"""A run between two rollouts as one RunState, and back."""
+"""The state of an RL run between two rollouts, saved and restored as one RunState."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tunix.sft.run_state import ARRAYS, Position, RunState
 
 @dataclasses.dataclass
 class LearnerProgress(Position):
-  """Where a learner stands, besides its trainers; `data_state` is of the prompts.
+  """The counters of a learner; `data_state` is the position in the prompts.
 
   Attributes:
-    rollouts: batches of rollouts that were learnt from.
-    batch_rows: rows of the largest batch so far; smaller ones are filled up to it.
-    pending: prompts that were drawn and wait.
+    rollouts: batches of rollouts that were trained on.
+    batch_rows: rows of the largest batch so far; smaller batches are padded to it.
+    pending: prompts that were drawn and are not yet trained on, one dict each.
   """
 
   rollouts: int = 0
@@ -29,29 +29,29 @@ class LearnerProgress(Position):
   pending: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
   def rewind(self) -> None:
-    """The next call starts the prompts anew."""
+    """Restarts the prompts at the next call of `train`."""
     super().rewind()
     self.pending = []
 
   def to_json(self) -> dict[str, Any]:
-    """As JSON.
+    """Returns the counters as JSON.
 
     Raises:
-      TypeError: a waiting prompt has a column that JSON cannot hold.
+      TypeError: a pending prompt has a column that JSON cannot represent.
     """
     out = dataclasses.asdict(self)
     try:
       json.dumps(out["pending"])
     except TypeError as error:
       raise TypeError(
-        f"prompts wait to be sampled again and cannot be saved ({error}): use strings, "
-        "numbers, lists and dicts as columns of the data"
+        f"pending prompts cannot be saved as JSON ({error}): use strings, numbers, "
+        "lists and dicts in the columns of the data"
       ) from error
     return out
 
 
 def trainers(cluster: RLCluster) -> dict[str, Trainer]:
-  """The cluster's trainers by role."""
+  """Returns the trainers of the cluster by role."""
   roles = {"actor": cluster.actor_trainer, "critic": cluster.critic_trainer}
   return {role: trainer for role, trainer in roles.items() if trainer is not None}
 
@@ -59,7 +59,13 @@ def trainers(cluster: RLCluster) -> dict[str, Trainer]:
 def of_run(
   cluster: RLCluster, progress: LearnerProgress, identity: Mapping[str, Any]
 ) -> RunState:
-  """All of a run; `identity` says what must be the same when it is resumed."""
+  """Returns the whole state of a run.
+
+  Args:
+    cluster: the models and trainers.
+    progress: the counters of the learner.
+    identity: values that must be the same when the run is resumed.
+  """
   states, counters = {}, {}
   for role, trainer in trainers(cluster).items():
     trainer.flush()
@@ -78,7 +84,7 @@ def of_run(
 
 
 def form(cluster: RLCluster) -> RunState:
-  """The arrays of a run, for their shapes and layouts."""
+  """Returns the arrays of a run; a restore reads their shapes and shardings."""
   return RunState(
     **_nested({role: t.run_state()[0] for role, t in trainers(cluster).items()})
   )
@@ -87,10 +93,10 @@ def form(cluster: RLCluster) -> RunState:
 def load(
   cluster: RLCluster, step: int, state: RunState, identity: Mapping[str, Any]
 ) -> LearnerProgress:
-  """Puts the checkpoint of a step into the cluster; returns where the learner stands.
+  """Restores a checkpoint into the cluster; returns the counters of the learner.
 
   Raises:
-    ValueError: it belongs to other models, or what must be the same is not.
+    ValueError: the checkpoint belongs to other models or to another kind of run.
   """
   if (saved := state.progress) is None or "learner" not in saved:
     raise ValueError(
@@ -100,25 +106,27 @@ def load(
     value, before = identity.get(name), saved["identity"].get(name)
     if before != value:
       raise ValueError(
-        f"checkpoint {step} belongs to a run with {name} {before}, here it is "
-        f"{value}: resume with the models it was started with, or use another folder"
+        f"checkpoint {step} belongs to a run with {name} {before}, and this run has "
+        f"{value}: resume with the models of that run, or use another folder"
       )
   for role, trainer in trainers(cluster).items():
     part = {name: (getattr(state, name) or {}).get(role, {}) for name in ARRAYS}
     trainer.load_run_state(RunState(**part), saved["trainers"][role])
   cluster.logger.restore(saved["metrics"])
+  # The checkpoint holds only trained arrays. The stamp covers the frozen weights as
+  # well, so that a run cannot resume on another base model.
   version = cluster.sync_weights()
   if version != (before := PolicyVersion.from_json(saved["version"])):
     raise ValueError(
-      f"the policy restored from checkpoint {step} has the stamp {version.stamp}, it "
-      f"was saved with {before.stamp}: the frozen weights are not those that the run "
+      f"the policy restored from checkpoint {step} has the stamp {version.stamp}, but "
+      f"{before.stamp} was saved: the frozen weights differ from those that the run "
       "was started with, or the checkpoint is damaged; resume with the same model"
     )
   return LearnerProgress(**saved["learner"])
 
 
 def identity(cluster: RLCluster) -> dict[str, Any]:
-  """Content of the models that a run does not change."""
+  """Returns the content stamps of the models that a run does not change."""
   fixed = {"reference": cluster.reference, "reward model": cluster.reward}
   return {
     name: weight_sync.policy_stamp(model)
@@ -128,7 +136,7 @@ def identity(cluster: RLCluster) -> dict[str, Any]:
 
 
 def _nested(states: Mapping[str, RunState]) -> dict[str, Any]:
-  """{part: {role: arrays}}, empty ones left out."""
+  """Converts {role: state} to {part: {role: arrays}} without empty parts."""
   return {
     part: {
       role: arrays for role, state in states.items() if (arrays := getattr(state, part))

@@ -1,9 +1,9 @@
-"""Whether two written answers are the same number, without running any of them.
+"""Compares answers in text form as numbers, without executing them as code.
 
 `evaluate` reads numbers, fractions, + - * / ^, parentheses, percent, square and other
-roots and pi, in plain text or LaTeX. Rational results are exact; from the first
-irrational part on a result is a float. Size and nesting of the text and the bits of
-every intermediate number are bounded, so that hostile text costs microseconds to
+roots and pi, in plain text or LaTeX. Rational results are exact; a result with an
+irrational part is a float. The length and nesting of the text and the bits of every
+intermediate number are bounded, so that a text that is made to be slow takes at most
 milliseconds.
 """
 
@@ -18,16 +18,18 @@ from typing import Any
 
 Number = Fraction | float
 
-MAX_CHARACTERS = 1000
-MAX_DEPTH = 40
-MAX_BITS = 4096  # of a numerator or denominator; larger ones become floats
+MAX_CHARACTERS = 1000  # of a text; longer texts are not parsed
+MAX_DEPTH = 40  # nested brackets and exponents, far below Python's recursion limit
+MAX_BITS = 4096  # bits of a numerator or denominator; larger numbers become floats
 
 _TOKEN = re.compile(
   r"\s*(?:(?P<number>(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?)"
   r"|(?P<name>\\?[a-zA-Z]+)|(?P<sign>\*\*|[-+*/^(){}\[\]%π√]))"
 )
+# Commas between groups of three digits: 1,250 but not 1,25 or 0.1,234.
 _THOUSANDS = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:,[0-9]{3})+)(?![0-9,])")
-# What is written differently and means the same; the order matters.
+# (pattern, replacement) pairs that reduce different spellings to one. They are applied
+# in this order.
 _SPELLINGS = (
   (r"\\(?:left|right|displaystyle|,|!|;|:|quad|qquad)(?![a-zA-Z])", ""),
   (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
@@ -43,25 +45,26 @@ _SPELLINGS = (
 
 
 class NotANumber(ValueError):
-  """The text is no expression that `evaluate` reads, or has no finite value."""
+  """The text is not an expression for `evaluate`, or has no finite value."""
 
 
 def evaluate(text: str, *, ignore_percent: bool = False) -> Number:
-  """The value of an expression: a Fraction, or a float if it is irrational.
+  """Returns the value of an expression: a Fraction, or a float if it is irrational.
 
   Args:
-    text: such as "3/4", "1,250.5", "2^{10}", "-\\frac{1}{2}", "2\\sqrt{3}", "50%".
-      An integer before a fraction of integers is a mixed number: "1\\frac12" is 3/2.
-    ignore_percent: leave percent signs out instead of dividing by 100.
+    text: an expression such as "3/4", "1,250.5", "2^{10}", "-\\frac{1}{2}",
+      "2\\sqrt{3}", "50%". An integer before a fraction of integers is a mixed number:
+      "1\\frac12" is 3/2.
+    ignore_percent: if True, percent signs are dropped instead of dividing by 100.
 
   Raises:
-    NotANumber: anything else.
+    NotANumber: the text is not an expression, or has no finite value.
   """
   return _Parser(_normalised(text), ignore_percent).value()
 
 
 def last_boxed(text: str) -> str | None:
-  """What the last \\boxed{...} holds, None without one."""
+  """Returns the content of the last \\boxed{...}; None if there is none."""
   start = max(text.rfind("\\boxed{"), text.rfind("\\fbox{"))
   if start < 0:
     return None
@@ -77,11 +80,11 @@ def last_boxed(text: str) -> str | None:
 def same(
   a: str, b: str, *, relative: float = 1e-9, ignore_percent: bool = False
 ) -> bool:
-  """Whether two answers have the same value.
+  """Returns whether two answers have the same value.
 
-  Rational values must be equal exactly; if one is irrational they may differ by
-  `relative` of the larger. Answers that are no numbers are compared as text, without
-  white space and LaTeX's ornaments.
+  Rational values must be equal. If one value is irrational, the values may differ by
+  `relative` times the larger one, or by 1e-12. If an answer is not a number, both are
+  compared as text, without white space, case and LaTeX formatting.
   """
   try:
     x = evaluate(a, ignore_percent=ignore_percent)
@@ -90,6 +93,8 @@ def same(
     return _plain(a) == _plain(b) != ""
   if isinstance(x, Fraction) and isinstance(y, Fraction):
     return x == y
+  # The absolute tolerance is for values whose exact value is 0, such as sqrt(2)^2 - 2:
+  # a relative tolerance never accepts a difference from 0.
   return math.isclose(float(x), float(y), rel_tol=relative, abs_tol=1e-12)
 
 
@@ -97,7 +102,7 @@ def _normalised(text: str) -> str:
   inner = last_boxed(text)
   text = (text if inner is None else inner).strip()
   if len(text) > MAX_CHARACTERS:
-    raise NotANumber(f"{len(text)} characters, at most {MAX_CHARACTERS} are read")
+    raise NotANumber(f"{len(text)} characters; expected at most {MAX_CHARACTERS}")
   for pattern, replacement in _SPELLINGS:
     text = re.sub(pattern, replacement, text)
   text = re.sub(r"^\s*[a-zA-Z]\s*=", "", text)  # "x = 5"
@@ -106,7 +111,7 @@ def _normalised(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-  """Text for a comparison letter by letter."""
+  """Returns the text without formatting, in lower case."""
   inner = last_boxed(text)
   text = text if inner is None else inner
   text = re.sub(r"\\(?:text|mathrm|mbox|textbf|mathbf)\s*\{([^{}]*)\}", r"\1", text)
@@ -115,7 +120,7 @@ def _plain(text: str) -> str:
 
 
 class _Parser:
-  """Recursive descent over the tokens, with the value computed on the way."""
+  """A recursive-descent parser that computes the value while it parses."""
 
   def __init__(self, text: str, ignore_percent: bool):
     self._percent = Fraction(1, 1 if ignore_percent else 100)
@@ -170,13 +175,13 @@ class _Parser:
         self._next()
         divide = token == "/"
         result = (_quotient if divide else _times)(result, self._signed())
-      elif self._begins_factor(token):
+      elif self._begins_factor(token):  # a product without a sign, such as 2\\pi
         result = _times(result, self._power())
       else:
         return result
 
   def _begins_factor(self, token: str) -> bool:
-    """Whether `token` multiplies what stands before it: 2(3), 2\\pi, 2 sqrt(3)."""
+    """Returns whether `token` starts a factor: 2(3), 2\\pi, 2 sqrt(3)."""
     if token[:1].isdigit() or token.startswith("."):
       raise NotANumber(f"a second number, {token!r}, without a sign between")
     return token[:1].isalpha() or token[:1] in ("\\", "(", "{", "π", "√")
@@ -227,8 +232,10 @@ class _Parser:
     return self._mixed(token)
 
   def _mixed(self, token: str) -> Number:
-    """A numeral, with the fraction that follows an integer: 1\\frac{1}{2}."""
+    """Reads a numeral, or a mixed number such as 1\\frac{1}{2}."""
     number = _numeral(token)
+    # Only a fraction of two integers makes a mixed number: 2\\frac{\\pi}{3} is a
+    # product.
     match self._tokens[self._place : self._place + 7]:
       case ["\\frac", "{", a, "}", "{", b, "}"]:
         plain = (token + a + b).isdigit()
@@ -239,7 +246,7 @@ class _Parser:
     return _bounded(operator.add, number, self._atom()) if plain else number
 
   def _argument(self) -> Number:
-    """Of a LaTeX command: a group, or one digit of \\frac12."""
+    """Reads the argument of a LaTeX command: a group, or one digit of \\frac12."""
     token = self._peek()
     if token.isdigit() and len(token) > 1:
       self._tokens[self._place] = token[1:]
@@ -254,24 +261,28 @@ class _Parser:
       self._expect("]")
     if not (isinstance(degree, Fraction) and degree.denominator == 1 and degree > 0):
       raise NotANumber(f"a root of degree {degree}")
-    # \sqrt takes one digit of \sqrt12 as \frac does, but "√12" means all of it.
+    # In LaTeX, \sqrt12 is the root of 1 followed by 2, as \frac12 is 1/2. In plain
+    # text, "√12" is the root of 12.
     name = self._tokens[self._place - 1]
     return root(self._argument() if name == "\\sqrt" else self._atom(), int(degree))
 
 
 def power(base: Number, exponent: Number) -> Number:
-  """base ** exponent, exact where both are rational and the result is not too large.
+  """Returns base ** exponent, exact if it is rational and has at most MAX_BITS bits.
 
   Raises:
-    NotANumber: no finite real value.
+    NotANumber: there is no finite real value.
   """
   if base == 0 and exponent <= 0:
     raise NotANumber(f"0 to the power of {exponent}")
   whole = isinstance(exponent, Fraction) and exponent.denominator == 1
   if whole and isinstance(base, Fraction):
+    # The number of bits is bounded before the power is computed, so 9^9^9 is never
+    # computed exactly.
     if abs(exponent) * _bits(base) <= MAX_BITS:
       return base ** int(exponent)
   elif not whole and isinstance(exponent, Fraction) and base > 0:
+    # b^(n/d) is (d-th root of b)^n, exact if this root is rational: 8^(2/3) is 4.
     inner = root(base, exponent.denominator)
     if isinstance(inner, Fraction):
       return power(inner, Fraction(exponent.numerator))
@@ -279,10 +290,10 @@ def power(base: Number, exponent: Number) -> Number:
 
 
 def root(x: Number, degree: int) -> Number:
-  """The real root of degree `degree`, exact where it is rational.
+  """Returns the real root of degree `degree`, exact if it is rational.
 
   Raises:
-    NotANumber: an even root of a negative number.
+    NotANumber: the degree is even and x is negative.
   """
   if x < 0:
     if degree % 2 == 0:
@@ -297,20 +308,21 @@ def root(x: Number, degree: int) -> Number:
 
 
 def _whole_root(n: int, degree: int) -> int | None:
-  """The integer whose power `degree` is n, if there is one."""
+  """Returns the integer r with r ** degree == n; None if there is none."""
   if n < 2 or degree == 1:
     return n
-  if degree > n.bit_length():
+  if degree > n.bit_length():  # 2**degree is larger than n already
     return None
   try:
     near = math.isqrt(n) if degree == 2 else round(n ** (1 / degree))
   except OverflowError:
     return None
-  # A float has 53 bits: the root may be one beside.
+  # A float has 53 bits, so the rounded root may be off by one.
   return next((r for r in (near - 1, near, near + 1) if r**degree == n), None)
 
 
 def _numeral(token: str) -> Number:
+  # A decimal digit has log2(10) = 3.3 bits, rounded up to 4.
   if sum(c.isdigit() for c in token) * 4 > MAX_BITS:
     raise NotANumber(f"a number of {len(token)} digits")
   mantissa, _, exponent = token.lower().partition("e")
@@ -329,7 +341,10 @@ def _quotient(a: Number, b: Number) -> Number:
 
 
 def _bounded(operation: Callable[[Any, Any], Any], a: Number, b: Number) -> Number:
-  """Exact unless a side is not, or the result grows too large."""
+  """Applies an operation, exactly if both numbers are exact.
+
+  A result of more than MAX_BITS bits, or with an inexact operand, is a float.
+  """
   if isinstance(a, Fraction) and isinstance(b, Fraction):
     exact = operation(a, b)
     return exact if _bits(exact) <= MAX_BITS else _finite(lambda: float(exact))

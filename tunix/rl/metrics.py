@@ -1,4 +1,4 @@
-"""What is logged of rollouts, and how long each phase of a step takes."""
+"""Metrics of rollouts, and the seconds that each phase of a step takes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tunix.perf import trace
+from tunix.perf.metrics import PerfMetricsConfig, PerfMetricsOptions
 from tunix.perf.trace import NoopTracer
 from tunix.rl.common import Rollouts
+from tunix.rl.config import RLTrainingConfig
 
 
 class Mean(NamedTuple):
-  """A mean, and how much it is over: completions, tokens, groups."""
+  """A mean and the number of completions, tokens or groups that it covers."""
 
   value: float
   weight: float
 
 
-# What is no mean of a collection, and how several collections' come together.
+# Metrics that are combined over several batches by a function other than the mean.
 _EXTREMES: dict[str, Callable[..., float]] = {
   "rewards/score/max": max,
   "rewards/score/min": min,
@@ -31,39 +34,41 @@ _EXTREMES: dict[str, Callable[..., float]] = {
 
 
 def of_rollouts(rollouts: Rollouts) -> dict[str, Mean]:
-  """Rewards, lengths and how the groups look; NaN-free: what failed is counted.
+  """Computes the metrics of one batch of rollouts. No value is NaN.
 
   Names: rewards/score/{mean,max,min}, rewards/<function>, rewards/failed (share of
   rows without a reward), completions/{mean,max,min}_length, completions/truncated
-  (share), groups/all_equal (share of groups whose rewards are one number).
+  (share), groups/all_equal (share of groups whose rewards are all the same).
   """
-  total, lengths = rollouts.rewards.total, rollouts.tokens.lengths
+  total = rollouts.rewards.total
   out = _spread("rewards/score/{}", total[np.isfinite(total)])
   for name, values in rollouts.rewards.by_function.items():
     known = values[np.isfinite(values)]
     if known.size:
       out[f"rewards/{name}"] = _mean(known)
   out["rewards/failed"] = _mean(~np.isfinite(total))
-  out |= _spread("completions/{}_length", lengths)
-  out["completions/truncated"] = _mean(rollouts.tokens.truncated)
-  if rollouts.tokens.group_size > 1:
-    out["groups/all_equal"] = _mean(all_equal(rollouts.raw))
+  out |= _spread("completions/{}_length", rollouts.lengths)
+  out["completions/truncated"] = _mean(rollouts.truncated)
+  if rollouts.group_size > 1:
+    out["groups/all_equal"] = _mean(all_equal(rollouts.totals))
   return out
 
 
 def all_equal(scores: np.ndarray) -> np.ndarray:
-  """bool [P]: groups [P, G] from which nothing can be learnt: the valid scores are
-  one number, or there are fewer than two."""
+  """Returns bool [P]: True for a group in [P, G] that gives no gradient.
+
+  A group gives none if its valid scores are all the same, or if it has fewer than two.
+  """
   low = np.where(np.isfinite(scores), scores, np.inf).min(1)
   high = np.where(np.isfinite(scores), scores, -np.inf).max(1)
   return low >= high
 
 
 def mean_of(parts: Sequence[Mapping[str, Mean]]) -> dict[str, float]:
-  """Means over several collections of rollouts; extremes stay extremes.
+  """Combines the metrics of several batches: weighted means; extremes stay extremes.
 
   Args:
-    parts: what `of_rollouts` gave, and what else was measured.
+    parts: results of `of_rollouts` and other means by name.
   """
   out = {}
   for name in dict.fromkeys(name for part in parts for name in part):
@@ -91,12 +96,12 @@ def _spread(name: str, values: np.ndarray) -> dict[str, Mean]:
 
 
 class Phases:
-  """Seconds by phase since they were last taken: `with phases("rollout"): ...`.
+  """Measures seconds by phase: `with phases("rollout"): ...`.
 
-  Every run has these few; what a tracer notes besides is more, and is asked for.
+  Every run logs these few numbers. A tracer, which is optional, records more.
 
   Args:
-    tracer: notes the phases as well.
+    tracer: records the phases as spans.
   """
 
   def __init__(self, tracer: NoopTracer) -> None:
@@ -105,17 +110,45 @@ class Phases:
 
   @contextlib.contextmanager
   def __call__(self, name: str, role: str | None = None) -> Iterator[None]:
-    """Around a phase; `role` is whose devices do nothing but it."""
+    """Measures a phase.
+
+    Args:
+      name: the phase.
+      role: the role whose devices do nothing else in this phase.
+    """
     start = time.perf_counter()
     try:
       with self._tracer.span(name, role):
         yield
     finally:
-      spent = time.perf_counter() - start
-      self._seconds[name] = self._seconds.get(name, 0.0) + spent
+      seconds = time.perf_counter() - start
+      self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
   def take(self) -> dict[str, float]:
-    """perf/<phase>_sec, and all of them; what is nested counts twice."""
+    """Returns perf/<phase>_sec of every phase and starts anew.
+
+    A phase inside another one is counted in both.
+    """
     out = {f"perf/{name}_sec": value for name, value in self._seconds.items()}
     self._seconds = {}
     return out
+
+
+def make_tracer(
+  config: RLTrainingConfig, perf_config: PerfMetricsConfig | None
+) -> NoopTracer:
+  """Returns the tracer of a run; it records nothing unless tracing is configured.
+
+  Raises:
+    TypeError: `perf_config` is not a PerfMetricsConfig.
+  """
+  if perf_config is not None and not isinstance(perf_config, PerfMetricsConfig):
+    raise TypeError(
+      f"perf_config is a {type(perf_config).__name__}: expected a "
+      "tunix.perf.metrics.PerfMetricsConfig, or None"
+    )
+  options = config.perf_metrics_options
+  if perf_config is None:
+    return trace.make_tracer(options, config.log_dir)
+  options, export_fn = options or PerfMetricsOptions(), perf_config.custom_export_fn
+  return trace.make_tracer(options, config.log_dir, export_fn)

@@ -1,18 +1,17 @@
-"""WHEN things happen: prompts in, mini-batches out.
+"""Prompts of an RL run: batches, and the source that draws them.
 
-A producer that samples ahead of the learner would stand between `PromptSource` and
-`mini_batches`; here rollouts are made when they are needed, by the newest policy.
+Rollouts are sampled when a step needs them, by the newest policy. `PromptSource` only
+draws prompts; it does not sample ahead of the learner.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from tunix.rl.common import TrainExample
 from tunix.sft.batch_source import BatchSource
 
 PROMPTS = "prompts"
@@ -20,12 +19,12 @@ PROMPTS = "prompts"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptBatch:
-  """Prompts with the columns that reward functions see.
+  """A batch of prompts with the columns that reward functions receive.
 
   Attributes:
-    prompts: P strings, message lists or id lists.
-    columns: P values each.
-    number: batches drawn before it.
+    prompts: P prompts: strings, message lists or lists of token ids.
+    columns: P values for each column name.
+    number: number of batches that were drawn before this one.
   """
 
   prompts: list[Any]
@@ -33,13 +32,13 @@ class PromptBatch:
   number: int
 
   def rows(self) -> list[dict[str, Any]]:
-    """The batch prompt by prompt."""
+    """Returns one dict for each prompt."""
     names = [PROMPTS, *self.columns]
     return [dict(zip(names, row)) for row in zip(self.prompts, *self.columns.values())]
 
-  def take(self, keep: Iterable[int]) -> PromptBatch:
-    """Some of the prompts."""
-    index = list(keep)
+  def take(self, indices: Iterable[int]) -> PromptBatch:
+    """Returns the prompts at the given indices, which may repeat."""
+    index = list(indices)
     return dataclasses.replace(
       self,
       prompts=[self.prompts[i] for i in index],
@@ -47,33 +46,34 @@ class PromptBatch:
     )
 
   def joined(self, others: Iterable[PromptBatch]) -> PromptBatch:
-    """With the prompts of other batches behind its own.
+    """Appends the prompts of other batches.
 
     Raises:
-      ValueError: they have other columns.
+      ValueError: a batch has other columns.
     """
-    every = [self, *others]
-    if wrong := [b for b in every if b.columns.keys() != self.columns.keys()]:
-      raise ValueError(
-        f"batches with the columns {sorted(self.columns)} and "
-        f"{sorted(wrong[0].columns)} are put together: give all of them the same ones"
-      )
+    batches = [self, *others]
+    for batch in batches:
+      if batch.columns.keys() != self.columns.keys():
+        raise ValueError(
+          f"columns are {sorted(self.columns)} in one batch and "
+          f"{sorted(batch.columns)} in another: give all batches the same columns"
+        )
     return dataclasses.replace(
       self,
-      prompts=[prompt for batch in every for prompt in batch.prompts],
+      prompts=[prompt for batch in batches for prompt in batch.prompts],
       columns={
-        name: [value for batch in every for value in batch.columns[name]]
+        name: [value for batch in batches for value in batch.columns[name]]
         for name in self.columns
       },
     )
 
 
 def prompt_batch(batch: Mapping[str, Any], number: int = 0) -> PromptBatch:
-  """A batch of the user's data.
+  """Reads a batch of the user's data.
 
   Raises:
-    TypeError: no mapping with "prompts".
-    ValueError: columns of another length than the prompts.
+    TypeError: the batch is not a mapping with the key "prompts".
+    ValueError: there are no prompts, or a column has another length.
   """
   if not isinstance(batch, Mapping) or PROMPTS not in batch:
     form = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
@@ -81,31 +81,31 @@ def prompt_batch(batch: Mapping[str, Any], number: int = 0) -> PromptBatch:
       f'a batch is {form}: expected a dict {{"prompts": [...], column: [...]}}'
     )
   if isinstance(batch[PROMPTS], str):
-    raise TypeError('"prompts" is one string: give a batch, a list of prompts')
-  columns = {name: _listed(values) for name, values in batch.items()}
+    raise TypeError('"prompts" is one string: expected a list of prompts')
+  columns = {
+    name: values.tolist() if isinstance(values, np.ndarray) else list(values)
+    for name, values in batch.items()
+  }
   prompts = columns.pop(PROMPTS)
   if not prompts:
     raise ValueError('a batch has no "prompts": give at least one')
   for name, values in columns.items():
     if len(values) != len(prompts):
       raise ValueError(
-        f"the column {name!r} has {len(values)} values for {len(prompts)} prompts"
+        f"the column {name!r} has {len(values)} values for {len(prompts)} prompts: "
+        "give one value for each prompt"
       )
   return PromptBatch(prompts=prompts, columns=columns, number=number)
 
 
-def _listed(values: Any) -> list[Any]:
-  """Python values, also of numpy arrays."""
-  return values.tolist() if isinstance(values, np.ndarray) else list(values)
-
-
 class PromptSource:
-  """Draws batches of prompts, from a place that can be saved.
+  """Draws batches of prompts, and can save and restore its position in the data.
 
   Args:
-    dataset: yields batches.
-    place: what `state` gave; None at the start.
-    pending: prompts, row by row, that were drawn and go first.
+    dataset: an iterable of batches.
+    place: position that `state` returned; None at the start of a run.
+    pending: prompts that were drawn before but not trained, one dict per prompt. `take`
+      returns them first.
   """
 
   def __init__(
@@ -116,32 +116,36 @@ class PromptSource:
   ):
     self._source = BatchSource(dataset, saved=place)
     self.pending = list(pending)
-    self._next: PromptBatch | None = None  # drawn, and not taken yet
+    self._next: PromptBatch | None = None  # drawn by `has_more`, not taken yet
     self._ended = False
+    # (batches drawn, pending prompts) at the last `commit`, for `go_back`.
     self._committed = self._source.drawn, list(self.pending)
 
   @property
   def drawn(self) -> int:
-    """Batches drawn since the run began."""
+    """Number of batches drawn since the run began."""
     return self._source.drawn
 
   def has_more(self) -> bool:
-    """Whether `take` gives a batch."""
+    """Returns True if `take` has another batch."""
+    # The batch that is drawn here is not committed. A checkpoint that is saved before
+    # `take` does not count it, and a resumed run draws it again.
     if self._next is None and not self._ended:
       self._next = self._draw()
     return self._next is not None
 
   def take(self) -> PromptBatch | None:
-    """The next batch, of the prompts that wait if there are any; None at the end."""
+    """Returns the next batch, pending prompts first; None at the end."""
     batch = self._next if self.has_more() else None
     self._next = None
     return batch
 
   def end(self) -> None:
-    """Nothing more is taken of this source."""
+    """Ends the source: `take` returns None until `go_back` is called."""
     self._ended = True
 
   def _draw(self) -> PromptBatch | None:
+    # Pending prompts were counted when they were drawn, so they do not advance `drawn`.
     if self.pending:
       rows, self.pending = self.pending, []
       names = rows[0]
@@ -150,65 +154,34 @@ class PromptSource:
     return None if batch is None else prompt_batch(batch, self.drawn)
 
   def continues(self, dataset: Any) -> bool:
-    """Whether `dataset` is the very generator that this source draws from."""
+    """Returns True if `dataset` is the same generator that this source draws from."""
     return self._source.continues(dataset)
 
   def go_back(self) -> None:
-    """Gives what was drawn since `commit` once more."""
+    """Returns to the position of the last `commit`."""
     place, self.pending = self._committed
     self._next, self._ended = None, False
     self._source.go_back(place)
 
   def give_back(self, batch: PromptBatch) -> None:
-    """Prompts that go first the next time.
-
-    Raises:
-      TypeError: a column that cannot be saved as JSON.
-    """
+    """Puts prompts back, so that the next `take` returns them."""
     self.pending = [*batch.rows(), *self.pending]
 
   def commit(self) -> dict[str, Any]:
-    """What was drawn is learnt; returns how much that is, for `state` to find."""
+    """Marks the batches drawn so far as trained.
+
+    Returns:
+      {"drawn": number of these batches}, for `state`.
+    """
     self._source.mark()
+    # A copy, because `take` empties and `give_back` extends the list.
     self._committed = self._source.drawn, list(self.pending)
     return {"drawn": self._source.drawn}
 
   def remember(self) -> None:
-    """As BatchSource."""
+    """Keeps the present position for a later `state`; see `BatchSource.remember`."""
     self._source.remember()
 
   def state(self, drawn: int) -> dict[str, Any]:
-    """As BatchSource."""
+    """Returns the position after `drawn` batches; see `BatchSource.state`."""
     return self._source.state(drawn)
-
-
-def mini_batches(
-  example: TrainExample,
-  *,
-  group: int,
-  rows: int,
-  iterations: int,
-  shuffle: tuple[int, ...] | None,
-) -> Iterator[TrainExample]:
-  """Cuts rollouts into mini-batches of equal size, over and over.
-
-  The last one of an iteration is filled up with rows that weigh nothing, so that
-  nothing recompiles and no rollout is dropped; one that would weigh nothing at all is
-  left out (its update would still move an optimizer with momentum).
-
-  Args:
-    example: the rollouts, group by group.
-    group: rows of a group; groups stay together.
-    rows: of a mini-batch, a multiple of `group`.
-    iterations: how often all of them are given.
-    shuffle: seed of the order of groups, anew in each iteration; None: as they are.
-  """
-  for iteration in range(iterations):
-    order = np.arange(example.rows // group)
-    if shuffle is not None:
-      order = np.random.default_rng((*shuffle, iteration)).permutation(order)
-    index = (order[:, None] * group + np.arange(group)).ravel()
-    for start in range(0, len(index), rows):
-      mini = example.take(index[start : start + rows]).padded_to(rows)
-      if mini.completion_mask.any():
-        yield mini

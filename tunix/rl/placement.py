@@ -1,11 +1,12 @@
-"""Where the roles' weights lie, who shares them, and how they get to each other.
+"""Moves weights between the devices of roles, and between devices and host memory.
 
-Pure helpers: which role lives where is decided in rl_cluster.py.
+A role is one of the models of an RL run, such as the actor. `rl_cluster` decides which
+role uses which devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -23,11 +24,12 @@ Reshard = Callable[[Any, Any], Any]
 Needs = Literal["adapters", "merged", "weights"]
 
 _HOST_KINDS = ("pinned_host", "unpinned_host")
-_HOME = "offloaded_from"
+# Key of the metadata that keeps the sharding of a parameter while it is a NumPy array.
+_SHARDING = "offloaded_from"
 
 
 class WeightSyncError(RuntimeError):
-  """Weights did not arrive: the target does not hold what was sent."""
+  """The target model does not hold the weights that were sent to it."""
 
 
 def _adapters(model: nnx.Module) -> dict[str, jax.Array]:
@@ -35,12 +37,15 @@ def _adapters(model: nnx.Module) -> dict[str, jax.Array]:
 
 
 def check_devices(meshes: Mapping[str, Mesh]) -> None:
-  """What several processes ask of the meshes of roles: axes may differ, devices may
-  not. Arrays go from layout to layout by programs, which keep the devices and their
-  order; no process can send alone what lies on other devices.
+  """Checks, if there are several processes, that all roles use the same devices.
+
+  The order of the devices must be equal too; the axes of the meshes may differ. With
+  several processes, only a compiled program can change the layout of an array, and it
+  keeps the devices and their order. A single process cannot send the shards that are on
+  devices of other processes.
 
   Raises:
-    ValueError: two roles have other devices.
+    ValueError: two roles have different devices.
   """
   if not meshes or jax.process_count() == 1:
     return
@@ -49,60 +54,59 @@ def check_devices(meshes: Mapping[str, Mesh]) -> None:
     if list(other.devices.flat) != list(mesh.devices.flat):
       raise ValueError(
         f"the {role} has other devices than the {first}, or the same in another order: "
-        f"with {jax.process_count()} processes every role takes all devices, in one "
-        "order; give the mesh of each of them by create_mesh(axes), whose axes may "
+        f"with {jax.process_count()} processes every role needs all devices in the "
+        "same order; make the mesh of each role by create_mesh(axes), whose axes may "
         "differ, or run one process"
       )
 
 
 def offload(model: Any) -> Any:
-  """Moves a module's parameters to host memory, in place, until `onload`.
+  """Moves the parameters of a module to host memory, in place, until `onload`.
 
-  Pinned memory where the backend has it, else unpinned, else NumPy arrays. One array
-  moves at a time; what other modules share stays on the devices for them, and comes
-  back as a second copy.
+  The parameters go to pinned host memory if the backend has it, else to unpinned host
+  memory, else to NumPy arrays. One array moves at a time. If another module shares an
+  array, the array also stays on the devices for that module, and `onload` makes a
+  second copy there.
 
   Returns:
     `model`, which cannot run until `onload`.
   """
-  for variable in _parameters(model):
+  for variable in _by_path(model).values():
     value = variable.get_value()
     if isinstance(value, np.ndarray):
       continue
-    where = value.sharding
+    sharding = value.sharding
     kind = _host_kind(value)
     if kind is None:
       moved = np.asarray(value)
-      variable.set_metadata(_HOME, where)
+      variable.set_metadata(_SHARDING, sharding)
     else:
-      moved = jax.device_put(value, where.with_memory_kind(kind)).block_until_ready()
-    del value
+      moved = jax.device_put(value, sharding.with_memory_kind(kind)).block_until_ready()
+    del value  # otherwise the array stays on the device until the next iteration
     variable.set_value(moved)
   return model
 
 
 def onload(model: Any) -> Any:
-  """Brings back what `offload` moved: the same bits on the same devices, split as they
-  were. Parameters that are there already stay as they are.
+  """Moves the parameters of an offloaded module back to the devices, in place.
+
+  Bits, devices and shardings are the same as before `offload`. Parameters that are on
+  devices are unchanged.
 
   Returns:
     `model`.
   """
-  for variable in _parameters(model):
+  for variable in _by_path(model).values():
     value = variable.get_value()
-    home = variable.get_metadata().get(_HOME)
-    if home is not None:
-      variable.set_value(jax.device_put(value, home))
-      variable.del_metadata(_HOME)
+    sharding = variable.get_metadata().get(_SHARDING)
+    if sharding is not None:
+      variable.set_value(jax.device_put(value, sharding))
+      variable.del_metadata(_SHARDING)
     elif value.sharding.memory_kind in _HOST_KINDS:
       kind = next(iter(value.devices())).default_memory().kind
-      where = value.sharding.with_memory_kind(kind)
-      variable.set_value(jax.device_put(value, where))
+      sharding = value.sharding.with_memory_kind(kind)
+      variable.set_value(jax.device_put(value, sharding))
   return model
-
-
-def _parameters(model: nnx.Module) -> list[nnx.Variable]:
-  return [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)]
 
 
 def _host_kind(x: jax.Array) -> str | None:
@@ -112,22 +116,24 @@ def _host_kind(x: jax.Array) -> str | None:
 
 
 def sync_needs(source: nnx.Module, target: nnx.Module) -> Needs:
-  """What of `source` makes `target` the same policy.
+  """Returns which weights of `source` make `target` the same policy.
 
-  "adapters" where both are adapted alike and only these can differ after a first
-  sync, "merged" where only the source is adapted, "weights" where neither is.
+  Returns:
+    "adapters" if both have the same adapters, because after a first sync no other
+    weights can differ. "merged" if only the source has adapters. "weights" if neither
+    has adapters.
 
   Raises:
-    ValueError: only the target is adapted, or they are adapted differently.
+    ValueError: only the target has adapters, or the adapters differ.
   """
-  ours, theirs = _adapters(source), _adapters(target)
-  if not theirs:
-    return "merged" if ours else "weights"
-  if ours.keys() != theirs.keys() or _scales(source) != _scales(target):
+  sent, held = _adapters(source), _adapters(target)
+  if not held:
+    return "merged" if sent else "weights"
+  if sent.keys() != held.keys() or _scales(source) != _scales(target):
     raise ValueError(
-      f"the source's adapters ({_summary(ours)}) are not the target's "
-      f"({_summary(theirs)}), or are scaled differently: apply one LoraConfig to both, "
-      "or take the target's adapters away, which makes it get merged weights"
+      f"the source has adapters ({_summary(sent)}) and the target others "
+      f"({_summary(held)}), or their scales differ: apply one LoraConfig to both, or "
+      "remove the target's adapters so that it receives merged weights"
     )
   return "adapters"
 
@@ -144,38 +150,41 @@ def _scales(model: nnx.Module) -> dict[str, float]:
 
 
 def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) -> int:
-  """Gives `target` the policy of `source`, in place; see `sync_needs`.
+  """Copies the policy of `source` to `target`, in place; see `sync_needs`.
 
-  Only parameters whose content differs are sent: of a LoRA actor and a target with the
-  same frozen weights, the adapters. They are cast to the target's dtypes first. What
-  arrived is compared with what was sent by content stamps, so that a transport which
-  loses an update is noticed. Both models are read once (about as long as reading their
-  weights from memory); arrays that they share are not.
+  Only parameters whose content differs are sent, cast to the target's dtypes. For a
+  LoRA actor and a target with the same frozen weights, these are the adapters. Content
+  stamps (checksums) are compared before and after the transfer, so that a `reshard`
+  function that loses an update raises an error. Computing the stamps reads the weights
+  of both models once, except arrays that the models share.
 
   Args:
     source: the trained model; unchanged.
-    target: of the same architecture, on any mesh, with or without adapters; its dtypes
-      may differ.
-    reshard: called with a dict of arrays and one of shardings by the same names.
+    target: a model of the same architecture on any mesh, with or without adapters and
+      with any dtypes.
+    reshard: function that moves the arrays, from a dict of arrays and a dict of
+      shardings with the same keys to a dict of arrays.
 
   Returns:
-    Bytes that were sent, at their size in the target; 0 when nothing differs.
+    Number of bytes that were sent, in the dtypes of the target; 0 if nothing differs.
 
   Raises:
     ValueError: the models' parameters or adapters do not match.
-    WeightSyncError: the target does not hold what was sent.
+    WeightSyncError: the target does not hold the weights that were sent.
   """
   if sync_needs(source, target) == "merged":
     source = _merged(source)
-  held = _parameter_arrays(target)
-  arrays = _matched(_parameter_arrays(source), held)
-  want, before = stamp.leaf_stamps(arrays), _stamps_of(held, arrays)
-  sent = {path: x for path, x in arrays.items() if want[path] != before[path]}
+  variables = _by_path(target)
+  held = _arrays(variables)
+  # `_matched` leaves out arrays that both models share, so they need no stamp.
+  arrays = _matched(_arrays(_by_path(source)), held)
+  new = stamp.leaf_stamps(arrays)
+  old = stamp.leaf_stamps({path: held[path] for path in arrays})
+  sent = {path: x for path, x in arrays.items() if new[path] != old[path]}
   if not sent:
     return 0
   moved = reshard(sent, {path: held[path].sharding for path in sent})
-  _check_arrival({path: want[path] for path in sent}, stamp.leaf_stamps(moved), before)
-  variables = _by_path(target)
+  _check_arrival({path: new[path] for path in sent}, stamp.leaf_stamps(moved), old)
   for path, value in moved.items():
     variables[path].set_value(value)
   return tree.size_bytes(moved)
@@ -184,8 +193,8 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
 def _merged(source: Any) -> Any:
   if not isinstance(source, Transformer) or not lora_modules.adapted(source):
     raise ValueError(
-      f"the adapters of {type(source).__name__} are not of lora.apply and cannot be "
-      "merged here: give the target the same adapters"
+      f"the adapters of {type(source).__name__} were not made by lora.apply and cannot "
+      "be merged: give the target the same adapters"
     )
   return lora.merge(source)
 
@@ -198,24 +207,21 @@ def _by_path(model: nnx.Module) -> dict[str, nnx.Variable]:
   }
 
 
-def _parameter_arrays(model: nnx.Module) -> dict[str, jax.Array]:
-  return {path: variable.get_value() for path, variable in _by_path(model).items()}
-
-
-def _stamps_of(arrays: dict[str, jax.Array], paths: Iterable[str]) -> dict[str, str]:
-  return stamp.leaf_stamps({path: arrays[path] for path in paths})
+def _arrays(variables: dict[str, nnx.Variable]) -> dict[str, jax.Array]:
+  return {path: variable.get_value() for path, variable in variables.items()}
 
 
 def _matched(
   arrays: dict[str, jax.Array], held: dict[str, jax.Array]
 ) -> dict[str, jax.Array]:
-  """The source's arrays in the target's dtypes, without those that are the target's."""
-  odd = sorted(arrays.keys() ^ held.keys())
-  if odd:
-    side = "source" if odd[0] in arrays else "target"
+  """Returns the source's arrays in the target's dtypes, without shared arrays."""
+  unmatched = sorted(arrays.keys() ^ held.keys())
+  if unmatched:
+    side = "source" if unmatched[0] in arrays else "target"
     raise ValueError(
-      f"only the {side} has the parameter {odd[0]!r} ({len(odd)} such): weights go "
-      "between models of one architecture, stacked and quantised alike"
+      f"only the {side} has the parameter {unmatched[0]!r} ({len(unmatched)} "
+      "parameters do not match): the models need the same architecture, stacking and "
+      "quantisation"
     )
   out = {}
   for path, x in arrays.items():
@@ -224,22 +230,24 @@ def _matched(
         f"parameter {path!r} has shape {x.shape} in the source and "
         f"{held[path].shape} in the target: they are models of different sizes"
       )
+    # The cast comes before the stamps, because stamps compare bits: bfloat16 weights
+    # never have the bits of float32 weights.
     if not backbone.same_memory(x, held[path]):
       out[path] = x.astype(held[path].dtype)
   return out
 
 
 def _check_arrival(
-  want: dict[str, str], got: dict[str, str], before: dict[str, str]
+  sent: dict[str, str], received: dict[str, str], old: dict[str, str]
 ) -> None:
-  """Compares the stamps of what was sent with those of what is there now."""
-  wrong = sorted(path for path in want if got.get(path) != want[path])
+  """Compares the content stamps of parameters before and after the transfer."""
+  wrong = sorted(path for path in sent if received.get(path) != sent[path])
   if not wrong:
     return
   first = wrong[0]
-  there = {None: "got nothing", before[first]: "still has its old content"}
+  state = {None: "got nothing", old[first]: "still has its old content"}
   raise WeightSyncError(
-    f"{len(wrong)} of {len(want)} changed parameters did not arrive: the target "
-    f"{there.get(got.get(first), 'has something else')} for {first!r}; the transport "
-    "lost the update, and rollouts would be by another policy"
+    f"{len(wrong)} of {len(sent)} changed parameters did not arrive: the target "
+    f"{state.get(received.get(first), 'has other content')} for {first!r}; the "
+    "transport lost the update, and rollouts would come from another policy"
   )

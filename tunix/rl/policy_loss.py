@@ -1,4 +1,4 @@
-"""The losses of a policy and a critic on one micro-batch: traced, from ops alone."""
+"""The losses of a policy and a critic on one micro-batch, traced by the trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tunix.rl.common import TrainExample
 
 Aux = dict[str, WeightedSum]
 
-# Over what the ratio is taken; by token for the others.
+# The level of the ratio by `loss_algo`; all other algorithms use "token".
 _LEVELS = {"gspo": "sequence", "rloo": "sequence-product"}
 
 
@@ -27,17 +27,18 @@ def policy_loss(
   temperature: float,
   max_tokens: int,
 ) -> tuple[WeightedSum, Aux]:
-  """The objective that every learner here minimises.
+  """Computes the loss that every learner minimises.
 
   Args:
     model: the policy.
-    example: rollouts with their advantages.
-    config: which ratio, clip, KL and reduction.
-    temperature: at which the rollouts were sampled; log-probs are those of
+    example: rollouts with advantages.
+    config: ratio, clip, KL divergence and reduction.
+    temperature: sampling temperature of the rollouts; log-probabilities are those of
       softmax(logits / temperature).
-    max_tokens: most tokens of a completion, for reductions that divide by it.
+    max_tokens: the most tokens of a completion, for reductions that divide by it.
 
-  Returns: the loss, and token means of what there is to watch.
+  Returns:
+    The loss, and metrics as means over tokens.
   """
   scores = scoring.score_completions(
     model,
@@ -52,10 +53,15 @@ def policy_loss(
   )
   logps, mask = scores.logps, example.completion_mask.astype(jnp.float32)
   old = example.old_per_token_logps
+  # Without old log-probabilities, the policy has not changed since the rollouts. The
+  # ratio is then exactly 1, and its gradient is that of the log-probability.
   old = jax.lax.stop_gradient(logps) if old is None else old
   loss = surrogate(logps, old, example.advantages, mask, config)
   values, watched = loss.values, {"pg_clipfrac": loss.clipped.astype(jnp.float32)}
   if (reported := example.rollout_per_token_logps) is not None:
+    # The log-probabilities of the rollout engine differ from the trainer's, because it
+    # has other kernels and dtypes. On padding only one of the two is 0, so the gap is
+    # masked before exp.
     gap = jnp.where(mask > 0, jax.lax.stop_gradient(old) - reported, 0.0)
     watched["parity/abs_diff"] = jnp.abs(gap)
     watched["parity/ratio"] = jnp.exp(gap)
@@ -65,6 +71,8 @@ def policy_loss(
   if config.beta and example.ref_per_token_logps is not None:
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = estimate(logps, example.ref_per_token_logps)
+    # The gradient of the plain k1 estimate is 0 in expectation. Multiplied by the
+    # importance ratio, its expected gradient is that of the KL divergence.
     if config.kl_corrected:
       ratio = policy_gradient.log_ratio(logps, old, mask, "token")
       divergence = kl.corrected(divergence, ratio)
@@ -72,6 +80,8 @@ def policy_loss(
   if scores.entropy is not None:
     values = values - config.entropy_coef * scores.entropy
     watched["entropy"] = scores.entropy
+  # Dr. GRPO divides by the token limit. Dividing by the length of each completion would
+  # weaken the penalty of long wrong completions.
   scaled = config.loss_agg_mode == "sequence-mean-token-scale"
   limit = max_tokens if scaled else None
   total = aggregate(values, mask, config.loss_agg_mode, max_tokens=limit)
@@ -85,7 +95,7 @@ def surrogate(
   mask: jax.Array,
   config: AlgorithmConfig,
 ) -> PolicyLoss:
-  """Per-token loss of the ratio that `config.loss_algo` names."""
+  """Computes the loss of each token, [B, R], with the ratio of `config.loss_algo`."""
   if config.loss_algo == "reinforce":
     values = policy_gradient.reinforce_loss(logps, advantages)
     return PolicyLoss(values, jnp.zeros(values.shape, bool))
@@ -100,21 +110,30 @@ def surrogate(
 
 
 def correction(
-  logps: jax.Array, reported: jax.Array, mask: jax.Array, how: RolloutCorrection
+  logps: jax.Array, reported: jax.Array, mask: jax.Array, config: RolloutCorrection
 ) -> jax.Array:
-  """Importance weights [B, R] of what was sampled, constants."""
+  """Returns the importance weights of the sampled tokens, [B, R], without gradient."""
   logps = jax.lax.stop_gradient(logps)
-  if how.kind == "truncate":
-    return importance.truncated(logps, reported, mask, level=how.level, cap=how.high)
-  return importance.masked(
-    logps, reported, mask, level=how.level, low=how.low, high=how.high
-  )
+  arrays, level = (logps, reported, mask), config.level
+  if config.kind == "truncate":
+    return importance.truncated(*arrays, level=level, cap=config.high)
+  return importance.masked(*arrays, level=level, low=config.low, high=config.high)
 
 
 def critic_loss(
   critic: nnx.Module, example: TrainExample, *, clip: float | None
 ) -> tuple[WeightedSum, Aux]:
-  """Squared error of the critic's values against the returns, over tokens."""
+  """Computes the squared error between the critic's values and the returns.
+
+  Args:
+    critic: a model with one score per position.
+    example: rollouts with returns and `old_values`.
+    clip: bound of the change of a value, see `policy_gradient.value_loss`; None for no
+      clip.
+
+  Returns:
+    The loss as a mean over tokens, and metrics as means over tokens.
+  """
   values = scoring.score_values(
     critic,
     example.prompt_ids,
@@ -130,7 +149,7 @@ def critic_loss(
 
 
 def token_means(watched: dict[str, jax.Array], mask: jax.Array) -> Aux:
-  """Means over tokens, as sums and weights: micro-batches add up exactly."""
+  """Returns means over tokens as sums and weights, so that micro-batches add up."""
   return {
     name: aggregate(jax.lax.stop_gradient(value), mask)
     for name, value in watched.items()

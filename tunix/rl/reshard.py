@@ -1,11 +1,16 @@
 """Moves arrays and models between layouts and meshes.
 
-`jax.device_put` fetches an array to the host whole, and keeps it there, when the shards
-before and after differ. Here a new layout on the same devices is a compiled program,
-and between devices an array crosses in shards that both sides have: the source first
-gathers as much as a device of the target will hold (on an intermediate mesh whose axes
-are cut into `split` and `replica`, with `PartitionSpec(split)`), and any replica goes
-over; or the target takes narrower shards and puts them together.
+If the shards of source and target differ, `jax.device_put` copies the whole array to
+the host and keeps it there. This module avoids that copy. On the same devices, a
+compiled program changes the layout. Between different devices, an array is sent in
+shards that both sides can hold:
+
+- The source first gathers shards as large as those of the target. It does so on an
+  intermediate mesh of its own devices, whose axes are cut into two axes, `split` and
+  `replica`. An array with `PartitionSpec(split)` has equal replicas along `replica`,
+  and only one replica of each shard is sent.
+- If the source cannot form such shards, it sends smaller ones, and the target gathers
+  them.
 """
 
 from __future__ import annotations
@@ -29,18 +34,18 @@ _SPLIT, _REPLICA = "_intermediate_split", "_intermediate_replica"
 
 
 def reshard_pytree(source: Any, target: Any, *, donate_input: bool = False) -> Any:
-  """The arrays of `source`, laid out as `target` is.
+  """Returns the arrays of `source` with the shardings of `target`.
 
   Args:
     source: a pytree of arrays.
-    target: one sharding, a pytree of them, or of arrays (or shapes with shardings)
-      that lie where the result shall; it may be a prefix of `source`.
-    donate_input: delete each array as soon as it has arrived, but for those whose
-      memory the result uses.
+    target: a sharding; or a pytree of shardings, or of arrays or shapes that have
+      shardings. The pytree may be a prefix of `source`.
+    donate_input: if True, each source array is deleted when its copy has arrived,
+      unless the result uses the same memory.
 
   Raises:
-    ValueError: the trees do not match, or a layout does not divide a shape.
-    TypeError: a leaf of `target` says nothing of a layout.
+    ValueError: the trees do not match, or a sharding does not divide a shape.
+    TypeError: a leaf of `target` has no sharding.
   """
   return reshard_arrays(source, None, target, donate_input=donate_input)
 
@@ -48,20 +53,19 @@ def reshard_pytree(source: Any, target: Any, *, donate_input: bool = False) -> A
 def reshard_arrays(
   arrays: Any, source_sharding: Any, target_sharding: Any, *, donate_input: bool = False
 ) -> Any:
-  """`arrays` on the target's shardings, by way of an intermediate one where that
-  spares memory; see `route`.
+  """Returns arrays with the target shardings; see `route` for intermediate shardings.
 
-  Where pathwaysutils is installed and JAX runs through Pathways it does the moving.
-  Inside `jax.jit` the devices of all layouts must be the same.
+  If JAX runs through Pathways and pathwaysutils is installed, pathwaysutils moves the
+  arrays. Inside `jax.jit` all shardings must have the same devices.
 
   Args:
-    arrays: a pytree of arrays; NumPy arrays go straight to the target.
-    source_sharding: how they lie, one sharding or a pytree; None: as the arrays say
-      (in `jax.jit` they cannot).
+    arrays: a pytree of arrays; NumPy arrays are placed on the target directly.
+    source_sharding: the present sharding or a pytree of them; None reads it from the
+      arrays, which is not possible inside `jax.jit`.
     target_sharding, donate_input: see `reshard_pytree`.
 
   Raises:
-    ValueError: an array does not lie as `source_sharding` says; or see
+    ValueError: an array has another sharding than `source_sharding`; or see
       `reshard_pytree`.
     TypeError: see `reshard_pytree`.
   """
@@ -80,18 +84,19 @@ def reshard_arrays(
 def reshard_model_to_mesh(
   model: Any, mesh: Mesh | None, replicate: bool = False
 ) -> Any:
-  """Lays a module out on another mesh, in place.
+  """Moves the variables of a module to another mesh, in place.
 
-  A variable keeps its PartitionSpec as far as the mesh has those axes and they divide
-  its shape. What is whole now is split as its `out_sharding` metadata says, and so are
-  dimensions whose axes the present mesh lacks: to a smaller mesh and back changes
-  nothing. One variable moves at a time, and its old array is freed when nobody else
-  holds it; modules that shared it share nothing afterwards.
+  A variable keeps those axes of its PartitionSpec that the new mesh has and that divide
+  the shape. A dimension that is not split now may have axes in the variable's
+  `out_sharding` metadata. If the present mesh lacks these axes, they split the
+  dimension on the new mesh, so that moving to a smaller mesh and back restores the
+  layout. One variable moves at a time, and its old array is freed if nothing else
+  refers to it. Modules that shared an array before have separate arrays afterwards.
 
   Args:
     model: an nnx module.
-    mesh: where to; None leaves it where it is.
-    replicate: every device gets all of it.
+    mesh: the new mesh; None leaves the module unchanged.
+    replicate: if True, every device gets the whole module.
 
   Returns:
     `model`.
@@ -110,47 +115,53 @@ def reshard_model_to_mesh(
       return mesh_lib.sharding_of_spec(spec, x.shape, mesh)
 
     moved = reshard_pytree(value, jax.tree.map(place, value))
-    del value
+    del value  # the old array is freed here, before the next variable moves
     node.set_value(moved)
   return model
 
 
 def route(source: Any, target: Sharding, shape: Sequence[int]) -> list[Sharding]:
-  """The layouts that an array passes through, the last of them `target`.
+  """Returns the shardings that an array passes through; the last one is `target`.
 
-  On the way a device holds no more than it did or will; or, where the shards on the two
-  sides do not fit into each other, 1 / n of the array, n the common divisor of the
-  source's shards and the target's devices. A target of one device, or n = 1, is
-  reached directly: the one shard by shard, the other through the host.
+  If each shard of one side is a union of shards of the other, no device ever holds more
+  than before or after the move. Otherwise a device holds up to 1 / n of the array,
+  where n is the greatest common divisor of the number of source shards and the number
+  of target devices. For n = 1 the array goes through the host. A target with one device
+  needs no intermediate sharding: it receives the shards one after the other.
 
   Args:
-    source: how the array lies.
-    target: how it shall lie.
-    shape: its global shape.
+    source: present sharding of the array.
+    target: new sharding.
+    shape: global shape of the array.
   """
   if not (isinstance(source, NamedSharding) and isinstance(target, NamedSharding)):
     return [target]
   mesh = target.mesh
   if not (isinstance(source.mesh, Mesh) and isinstance(mesh, Mesh)):
     return [target]
-  have, want = _counts(source, len(shape)), _counts(target, len(shape))
-  if have == want or math.prod(have) == 1:
+  old, new = _counts(source, len(shape)), _counts(target, len(shape))
+  if old == new or math.prod(old) == 1:
     return [target]
-  if math.prod(want) > 1 and all(h % w == 0 for h, w in zip(have, want)):
-    gathered = _intermediate(source, want)
+  # If every target shard is a union of source shards, the source gathers first, and the
+  # array is sent in one step.
+  if math.prod(new) > 1 and all(o % n == 0 for o, n in zip(old, new)):
+    gathered = _intermediate(source, new)
     if gathered is not None:
       return [gathered, target]
-  if _order(source) == _order(target):
+  if _order(source) == _order(target):  # the same devices: one compiled program
     return [target]
-  shared = _shared_counts(have, mesh.size)
+  # Otherwise the array is sent in the largest number of shards that both sides can
+  # hold: `narrow` on the source's devices, `landing` on the target's.
+  shared = _shared_counts(old, mesh.size)
   narrow, landing = _intermediate(source, shared), _landing(mesh, shared)
   if (size := source.mesh.size) < mesh.size:
-    # The replicas will be on the target's side, where a program that moves shards
-    # between devices takes room for each: let the source do that, and the target cut.
-    wanted = _shared_counts(want, size)
-    uncut = _intermediate(target, wanted)
-    if uncut is not None and math.prod(wanted) >= math.prod(shared):
-      shared, narrow, landing = wanted, _landing(source.mesh, wanted), uncut
+    # The target has more devices than the source, and a gather there would need extra
+    # memory on each of them. If possible, the source therefore regroups the shards, and
+    # the target only cuts them.
+    regrouped = _shared_counts(new, size)
+    uncut = _intermediate(target, regrouped)
+    if uncut is not None and math.prod(regrouped) >= math.prod(shared):
+      shared, narrow, landing = regrouped, _landing(source.mesh, regrouped), uncut
   if narrow is None or math.prod(shared) == 1:
     return [target]
   return [narrow, landing, target]
@@ -168,78 +179,89 @@ def _one(
   stages = route(source, target, x.shape)
   out = x
   if traced:
-    for where in stages:
-      out = jax.lax.with_sharding_constraint(out, where)
+    for sharding in stages:
+      out = jax.lax.with_sharding_constraint(out, sharding)
     return out
   memory = _buffers(x) if donate else set()
-  for where in stages:
-    out = move(out, where)
+  for sharding in stages:
+    out = move(out, sharding)
     if donate or len(stages) > 1:
-      out.block_until_ready()  # or the stages of many arrays are alive at once
-    # Not at the end: with the source, two stages and their copies would be alive.
+      # Dispatch is asynchronous: without waiting, the stages of many arrays would be in
+      # memory at the same time.
+      out.block_until_ready()
+    # The source is deleted after the first stage. Deleted at the end, it would be in
+    # memory together with two stages.
     if donate and not x.is_deleted() and not memory & _buffers(out):
       x.delete()
   return out
 
 
-def _move(x: jax.Array, where: Sharding) -> jax.Array:
-  """One stage, eagerly."""
-  here = x.sharding
-  if here.is_equivalent_to(where, x.ndim) or here.memory_kind != where.memory_kind:
-    return jax.device_put(x, where)
-  if _order(here) is not None and _order(here) == _order(where):
-    # The mesh that the caller has set may be of other devices.
-    with mesh_lib.use_mesh(_mesh_of(where)):
-      return _lay_out(where)(x)
-  if len(where.device_set) > 1 or x.is_fully_replicated or not x.is_fully_addressable:
-    return jax.device_put(x, where)
-  with mesh_lib.use_mesh(_mesh_of(where)):
-    return _join(x, where)
+def _move(x: jax.Array, sharding: Sharding) -> jax.Array:
+  """Moves an array to a sharding, outside of `jax.jit`."""
+  present = x.sharding
+  equivalent = present.is_equivalent_to(sharding, x.ndim)
+  if equivalent or present.memory_kind != sharding.memory_kind:
+    return jax.device_put(x, sharding)
+  if _order(present) is not None and _order(present) == _order(sharding):
+    # jax.jit requires the devices of the mesh in the context, and the caller's mesh may
+    # have other devices than this array.
+    with mesh_lib.use_mesh(_mesh_of(sharding)):
+      return _lay_out(sharding)(x)
+  several = len(sharding.device_set) > 1
+  if several or x.is_fully_replicated or not x.is_fully_addressable:
+    return jax.device_put(x, sharding)
+  with mesh_lib.use_mesh(_mesh_of(sharding)):
+    return _join(x, sharding)
 
 
-def _mesh_of(where: Sharding) -> Mesh:
-  """The mesh of a layout; of one device without one, a mesh of it."""
-  mesh = getattr(where, "mesh", None)
-  return Mesh(np.array(list(where.device_set)), ("device",)) if mesh is None else mesh
+def _mesh_of(sharding: Sharding) -> Mesh:
+  """Returns the mesh of a sharding; a mesh of one device if it has none."""
+  mesh = getattr(sharding, "mesh", None)
+  return (
+    Mesh(np.array(list(sharding.device_set)), ("device",)) if mesh is None else mesh
+  )
 
 
-def _join(x: jax.Array, where: Sharding) -> jax.Array:
-  """All of `x` on one device, which holds no more than that and a shard."""
-  out = jnp.zeros(x.shape, x.dtype, device=where)
+def _join(x: jax.Array, sharding: Sharding) -> jax.Array:
+  """Gathers an array on one device, which holds the array and one more shard."""
+  out = jnp.zeros(x.shape, x.dtype, device=sharding)
   for shard in x.addressable_shards:
     if shard.replica_id == 0:
       start = [cut.start or 0 for cut in shard.index]
-      out = _write(where)(out, jax.device_put(shard.data, where), start)
-      out.block_until_ready()  # or all shards come at once
+      out = _write(sharding)(out, jax.device_put(shard.data, sharding), start)
+      out.block_until_ready()  # otherwise all shards would be in memory at once
   return out
 
 
 @functools.lru_cache(maxsize=1024)
-def _write(where: Sharding) -> Any:
-  return jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0, out_shardings=where)
+def _write(sharding: Sharding) -> Any:
+  return jax.jit(jax.lax.dynamic_update_slice, donate_argnums=0, out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=1024)
-def _lay_out(where: Sharding) -> Any:
-  return jax.jit(lambda x: x, out_shardings=where)
+def _lay_out(sharding: Sharding) -> Any:
+  return jax.jit(lambda x: x, out_shardings=sharding)
 
 
-def _order(where: Sharding) -> tuple[Any, ...] | None:
-  """The devices of a mesh in its order, which a program keeps."""
-  mesh = getattr(where, "mesh", None)
+def _order(sharding: Sharding) -> tuple[Any, ...] | None:
+  """Returns the devices of a sharding's mesh in order; None without a mesh.
+
+  A compiled program changes the layout only if these devices and their order are equal.
+  """
+  mesh = getattr(sharding, "mesh", None)
   return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
 
 
 def _check_source(x: jax.Array, source: Sharding | None) -> None:
   if source is not None and not x.sharding.is_equivalent_to(source, x.ndim):
     raise ValueError(
-      f"an array of shape {x.shape} lies on {x.sharding}, source_sharding says "
-      f"{source}: pass the layout that it has, or None"
+      f"source_sharding is {source} for an array of shape {x.shape} with sharding "
+      f"{x.sharding}: pass the sharding of the array, or None"
     )
 
 
 def _buffers(x: jax.Array) -> set[tuple[int, int]]:
-  """Which memory on which device an array uses here."""
+  """Returns the device and the address of each shard of this process."""
   return {
     (shard.device.id, shard.data.unsafe_buffer_pointer())
     for shard in x.addressable_shards
@@ -247,35 +269,37 @@ def _buffers(x: jax.Array) -> set[tuple[int, int]]:
 
 
 def _leafwise(layouts: Any, arrays: Any) -> list[Sharding]:
-  """One sharding for each leaf of `arrays`, from a tree that may be a prefix."""
-  is_layout = lambda x: isinstance(x, Sharding)
-  spread = jax.tree.broadcast(layouts, arrays, is_leaf=is_layout)
+  """Returns the sharding of each leaf of `arrays`, from a tree that may be a prefix."""
+  is_sharding = lambda x: isinstance(x, Sharding)
+  leaves = jax.tree.broadcast(layouts, arrays, is_leaf=is_sharding)
   out = []
-  for leaf in jax.tree.leaves(spread, is_leaf=is_layout):
-    where = leaf if is_layout(leaf) else getattr(leaf, "sharding", None)
-    if not isinstance(where, Sharding):
+  for leaf in jax.tree.leaves(leaves, is_leaf=is_sharding):
+    sharding = leaf if is_sharding(leaf) else getattr(leaf, "sharding", None)
+    if not isinstance(sharding, Sharding):
       raise TypeError(
-        f"a target of type {type(leaf).__name__} has no layout: give shardings, or "
-        "arrays that lie where the result shall"
+        f"a target is a {type(leaf).__name__}, which has no sharding: give shardings, "
+        "or arrays with the shardings of the result"
       )
-    out.append(where)
+    out.append(sharding)
   return out
 
 
 def _spec_of(x: Any, declared: Any) -> Any:
-  """The entries of the PartitionSpec that a variable's array keeps; see
-  `reshard_model_to_mesh`."""
-  where = getattr(x, "sharding", None)
+  """Returns the entries of the PartitionSpec that a variable keeps on any mesh.
+
+  See `reshard_model_to_mesh`.
+  """
+  sharding = getattr(x, "sharding", None)
   if isinstance(declared, NamedSharding):
     declared = declared.spec
   declared = tuple(declared or ())
-  if not isinstance(where, NamedSharding) or where.is_fully_replicated:
+  if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
     return declared
-  entries = list(where.spec) + [None] * (x.ndim - len(where.spec))
+  entries = list(sharding.spec) + [None] * (x.ndim - len(sharding.spec))
   used = {name for entry in entries for name in _names(entry)}
   for i, entry in enumerate(declared[: x.ndim]):
     names = set(_names(entry))
-    if entries[i] is None and not names & (used | set(where.mesh.axis_names)):
+    if entries[i] is None and not names & (used | set(sharding.mesh.axis_names)):
       entries[i] = entry
   return tuple(entries)
 
@@ -284,35 +308,45 @@ def _names(entry: Any) -> tuple[str, ...]:
   return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def _counts(where: NamedSharding, ndim: int) -> list[int]:
-  """Shards along each dimension."""
-  sizes = [mesh_lib.axes_size(where.mesh, entry) for entry in where.spec]
+def _counts(sharding: NamedSharding, ndim: int) -> list[int]:
+  """Returns the number of shards along each dimension."""
+  sizes = [mesh_lib.axes_size(sharding.mesh, entry) for entry in sharding.spec]
   return sizes + [1] * (ndim - len(sizes))
 
 
-def _shared_counts(have: Sequence[int], devices: int) -> list[int]:
-  """Shards along each dimension that are made of whole ones of `have` and that so many
-  devices can hold apart; as many as there can be, first where `have` has most."""
-  out = [1] * len(have)
-  for i in sorted(range(len(have)), key=lambda i: -have[i]):
-    out[i] = math.gcd(have[i], devices)
+def _shared_counts(counts: Sequence[int], devices: int) -> list[int]:
+  """Returns the largest number of shards per dimension that both sides can hold.
+
+  Each new shard is a union of the shards in `counts`, and the total number of new
+  shards divides `devices`. The dimension with the most shards gets its share first. For
+  example, counts [4, 2] and 6 devices give [2, 1].
+  """
+  out = [1] * len(counts)
+  for i in sorted(range(len(counts)), key=lambda i: -counts[i]):
+    out[i] = math.gcd(counts[i], devices)
     devices //= out[i]
   return out
 
 
-def _intermediate(where: NamedSharding, counts: Sequence[int]) -> NamedSharding | None:
-  """The same devices with fewer shards: every mesh axis that splits more than is
-  wanted is cut in two, and its `replica` part left out of the spec. None where an axis
-  cannot be cut so."""
-  assert isinstance(where.mesh, Mesh)
+def _intermediate(
+  sharding: NamedSharding, counts: Sequence[int]
+) -> NamedSharding | None:
+  """Returns a sharding of the same devices with the given, smaller numbers of shards.
+
+  Each mesh axis that gives too many shards is cut into two axes, `split` and `replica`,
+  and only `split` is in the spec. For example, if an axis of 8 devices must give 2
+  shards, it becomes axes of 2 and 4. The result is None if an axis cannot be cut so.
+  """
+  assert isinstance(sharding.mesh, Mesh)
   sizes: dict[str, tuple[int, ...]] = {
-    name: (size,) for name, size in where.mesh.shape.items()
+    name: (size,) for name, size in sharding.mesh.shape.items()
   }
   spec: list[Any] = []
-  for entry, count in zip(where.spec, counts):
+  for entry, count in zip(sharding.spec, counts):
     kept = []
+    # `count` is the number of shards that this axis and the axes after it must give.
     for name in _names(entry):
-      size = where.mesh.shape[name]
+      size = sharding.mesh.shape[name]
       if count % size == 0:
         kept.append(name)
         count //= size
@@ -330,12 +364,12 @@ def _intermediate(where: NamedSharding, counts: Sequence[int]) -> NamedSharding 
   for name, parts in sizes.items():
     names += [name] if len(parts) == 1 else [name + _SPLIT, name + _REPLICA]
     shape += parts
-  mesh = Mesh(where.mesh.devices.reshape(shape), tuple(names))
+  mesh = Mesh(sharding.mesh.devices.reshape(shape), tuple(names))
   return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def _landing(mesh: Mesh, counts: Sequence[int]) -> NamedSharding:
-  """The target's devices, holding so many shards along each dimension."""
+  """Returns a sharding of the mesh's devices with `counts` shards along dimensions."""
   rest = mesh.size // math.prod(counts)
   names = tuple(f"dim{i}{_SPLIT}" for i in range(len(counts)))
   devices = np.asarray(mesh.devices).reshape(*counts, rest)
@@ -343,7 +377,7 @@ def _landing(mesh: Mesh, counts: Sequence[int]) -> NamedSharding:
 
 
 def _pathways() -> Move | None:
-  """What moves arrays between slices under Pathways, None elsewhere."""
+  """Returns the function that moves arrays under Pathways; None without Pathways."""
   if not env.pathways_available():
     return None
   try:

@@ -1,12 +1,12 @@
 """Ready reward functions.
 
-Each call here makes a reward function `fn(prompts, completions, **columns)` that can be
-pickled, so that it runs in the workers of a RewardManager. Completions are strings.
+Each function here makes a reward function `fn(prompts, completions, **columns)`. The
+result can be pickled, so that it runs in the workers of a RewardManager. Completions
+are strings.
 
-`pattern`, where there is one, says where the answer stands in a completion: a regular
-expression, of whose last match the first group (or all of it) is the answer. A
-completion without one earns 0. Give patterns that cannot backtrack for ever, or run
-the function in a worker.
+The argument `pattern` is a regular expression that finds the answer in a completion:
+the first group of its last match, or the whole match if it has no group. A completion
+without a match earns 0. A pattern that can backtrack without end belongs in a worker.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from typing import Any
 
 from tunix.rl import json_schema as schemas, maths
 
-# A number as people write it: 1,234.5 or -3e-2.
+# A number as people write it, such as 1,234.5 or -3e-2.
 NUMBER = (
-  r"(?:(?<![0-9])[-+])?"  # in 5-3 it is no sign
+  r"(?:(?<![0-9])[-+])?"  # the minus of "5-3" is not a sign
   r"(?:[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class RowReward:
-  """A reward function over rows that are scored one by one.
+  """A reward function that scores each row independently.
 
   Attributes:
-    name: for metrics.
-    score: `score(completion, reference, **options) -> float`; the reference is None
-      without a column.
-    column: the dataset's column of references, or None.
-    options: passed on to every score.
+    name: name in metrics.
+    score: `score(completion, reference, **options) -> float`. The reference is None if
+      there is no column.
+    column: name of the dataset's column of references, or None.
+    options: keyword arguments of every call of `score`.
   """
 
   name: str
@@ -49,7 +49,7 @@ class RowReward:
 
   @property
   def __signature__(self) -> inspect.Signature:
-    """Names the column, so that a manager passes it or says that it is missing."""
+    """The signature with the column, which a RewardManager passes."""
     names = ["prompts", "completions", *([self.column] if self.column else [])]
     kind = inspect.Parameter.KEYWORD_ONLY
     return inspect.Signature([inspect.Parameter(name, kind) for name in names])
@@ -57,7 +57,7 @@ class RowReward:
   def __call__(
     self, prompts: Sequence[Any], completions: Sequence[str], **columns: Sequence[Any]
   ) -> list[float]:
-    """One reward a row."""
+    """Returns one reward per row."""
     references = columns[self.column] if self.column else [None] * len(completions)
     return [
       float(self.score(completion, reference, **self.options))
@@ -68,7 +68,7 @@ class RowReward:
 def exact_match(
   column: str = "answer", *, pattern: str | None = None, ignore_case: bool = False
 ) -> RowReward:
-  """1 if the answer is the column's text, white space at the ends aside; else 0."""
+  """Gives 1 if the answer is the column's text, except outer white space; else 0."""
   options = {"pattern": _compiled(pattern), "ignore_case": ignore_case}
   return RowReward("exact_match", _exact, column, options)
 
@@ -80,18 +80,19 @@ def numeric_match(
   absolute: float = 1e-6,
   relative: float = 0.0,
 ) -> RowReward:
-  """1 if the completion's last number is the column's; else 0.
+  """Gives 1 if the last number of the completion is the column's number, else 0.
 
   Args:
-    column: numbers, or texts that `rl.maths` can read. A row whose reference is no
-      number fails: it is the dataset's mistake.
-    pattern: where the number stands; the last one of the completion by default.
-    absolute, relative: how far off the number may be, whichever allows more; relative
-      to the reference.
+    column: name of a column of numbers, or of texts that `rl.maths` can read. A row
+      whose reference is no number fails, because the dataset is wrong.
+    pattern: regular expression of the number; by default the last number counts.
+    absolute, relative: largest difference that still counts as equal; the larger of
+      `absolute` and `relative` times the reference applies.
   """
   if not (absolute >= 0 and relative >= 0):
     raise ValueError(
-      f"absolute is {absolute} and relative {relative}; tolerances are 0 or more"
+      f"absolute is {absolute} and relative is {relative}: expected numbers of at "
+      "least 0"
     )
   options = {"pattern": _compiled(pattern), "absolute": absolute, "relative": relative}
   return RowReward("numeric_match", _numeric, column, options)
@@ -104,14 +105,15 @@ def maths_match(
   relative: float = 1e-9,
   ignore_percent: bool = False,
 ) -> RowReward:
-  """1 if the answer has the column's value, as `rl.maths.same` sees it; else 0.
+  """Gives 1 if the answer has the same value as the column, else 0; see `maths.same`.
 
   Args:
-    column: references, in plain text or LaTeX.
-    pattern: where the answer stands. None: in the last \\boxed{...}, and without one
-      the whole completion is the answer.
-    relative: how far irrational values may differ; rational ones must be equal.
-    ignore_percent: "50%" is also 50.
+    column: name of a column of references, in plain text or LaTeX.
+    pattern: regular expression of the answer. None takes the last \\boxed{...}, or the
+      whole completion if there is none.
+    relative: largest relative difference of irrational values; rational values must be
+      equal.
+    ignore_percent: if True, "50%" is equal to 50.
   """
   options = {"relative": relative, "ignore_percent": ignore_percent}
   options |= {"pattern": _compiled(pattern)}
@@ -119,12 +121,12 @@ def maths_match(
 
 
 def format_match(pattern: str, *, whole: bool = True) -> RowReward:
-  """1 if the completion has the form of a regular expression; else 0.
+  """Gives 1 if the completion matches a regular expression, else 0.
 
   Args:
-    pattern: "." matches line breaks too.
-    whole: the whole completion must match, white space at the ends aside; otherwise
-      any part of it.
+    pattern: regular expression; "." matches line breaks too.
+    whole: if True, the whole completion without outer white space must match; if False,
+      a part of it is enough.
   """
   options = {"pattern": re.compile(pattern, re.DOTALL), "whole": whole}
   return RowReward("format_match", _format, None, options)
@@ -133,37 +135,36 @@ def format_match(pattern: str, *, whole: bool = True) -> RowReward:
 def length(
   *, target: int | None = None, maximum: int | None = None, tokenizer: Any = None
 ) -> RowReward:
-  """A reward for the completion's length.
+  """Gives a reward for the length of the completion.
 
   Args:
-    target: 1 at this length, and less by the relative distance from it, down to 0.
-    maximum: 1 up to this length, 0 beyond. Exactly one of the two is given.
-    tokenizer: what lengths are counted in: its tokens (an object with
-      `encode(text) -> sequence`), or characters without one. With workers it must be
-      possible to pickle it.
+    target: length with reward 1; the reward falls by the relative distance, down to 0.
+    maximum: largest length with reward 1; longer completions get 0. Exactly one of
+      `target` and `maximum` is given.
+    tokenizer: object with `encode(text) -> sequence` whose tokens are counted; None
+      counts characters. With workers it must be picklable.
 
   Raises:
-    ValueError: both or none given, or a length below 1.
+    ValueError: both or none of the lengths are given, or a length is below 1.
   """
   limits = {"target": target, "maximum": maximum}
   lengths = [x for x in limits.values() if x is not None]
   if len(lengths) != 1 or lengths[0] < 1:
-    raise ValueError(f"give one of target and maximum, 1 or more; they are {limits}")
+    raise ValueError(f"target and maximum are {limits}: set one of them, to 1 or more")
   return RowReward("length", _length, None, limits | {"tokenizer": tokenizer})
 
 
 def json_schema(
   schema: schemas.Schema = True, *, pattern: str | None = None
 ) -> RowReward:
-  """1 if the answer is JSON that conforms to a schema; else 0.
+  """Gives 1 if the answer is JSON that conforms to a schema, else 0.
 
   Args:
-    schema: the common keywords of JSON Schema (see `rl.json_schema`); any JSON passes
-      by default.
-    pattern: where the JSON stands; the whole completion is JSON if None.
+    schema: a JSON Schema, see `rl.json_schema`; by default any JSON passes.
+    pattern: regular expression of the JSON text; None takes the whole completion.
 
   Raises:
-    ValueError: a keyword that is not checked.
+    ValueError: the schema has a keyword that cannot be checked.
   """
   schemas.check_schema(schema)
   options = {"schema": schema, "pattern": _compiled(pattern)}
@@ -175,7 +176,7 @@ def _compiled(pattern: str | None) -> re.Pattern[str] | None:
 
 
 def _answer(text: str, pattern: re.Pattern[str] | None) -> str | None:
-  """What the last match of the pattern holds; all of the text without a pattern."""
+  """Returns the answer that `pattern` finds; the whole text if it is None."""
   if pattern is None:
     return text
   last = None

@@ -1,7 +1,7 @@
-"""What a reward function can come to: a value, a failure, a time-out.
+"""Outcomes of reward functions: a value, a failure or a time-out for each row.
 
-Standard library only: the processes that run reward functions load this file, and
-should start quickly.
+The processes that run reward functions import this file. It imports only the standard
+library, so that they start quickly.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_LONGEST = 400  # characters of a message that are kept
+_MAX_MESSAGE = 400  # characters of an error message that are kept
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-  """The function gave this finite number for the row."""
+  """A finite number that the function returned for the row."""
 
   value: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Failed:
-  """The function raised, died, or gave something that is no reward."""
+  """The function raised, its process ended, or it returned something else."""
 
   error: str
 
 
 @dataclasses.dataclass(frozen=True)
 class TimedOut:
-  """The function did not answer within this many seconds, and was stopped."""
+  """The function did not return within `seconds` and was stopped."""
 
   seconds: float
 
@@ -45,7 +45,7 @@ Outcome = Value | Failed | TimedOut
 
 @dataclasses.dataclass(frozen=True)
 class PerRow:
-  """See `per_row`."""
+  """A reward function of a batch that calls `function` for each row."""
 
   function: Callable[..., Any]
 
@@ -55,7 +55,7 @@ class PerRow:
 
   @property
   def __signature__(self) -> inspect.Signature:
-    """That of the function, with the names that a whole batch is passed by."""
+    """The signature of `function` with the argument names of a batch."""
     singular = {"prompt": "prompts", "completion": "completions"}
     signature = inspect.signature(self.function)
     renamed = [
@@ -65,7 +65,7 @@ class PerRow:
     return signature.replace(parameters=renamed)
 
   def __call__(self, **columns: Any) -> Any:
-    """Rewards of all rows, or an awaitable of them."""
+    """Returns the rewards of all rows, or an awaitable of them."""
     names = [
       {"prompts": "prompt", "completions": "completion"}.get(c, c) for c in columns
     ]
@@ -77,18 +77,20 @@ class PerRow:
 
 
 def per_row(function: Callable[..., Any]) -> PerRow:
-  """Makes a reward function of one that takes one row.
+  """Makes a reward function from a function that takes one row.
+
+  A RewardManager calls it row by row, so that a row that fails or hangs costs no other
+  row its reward.
 
   Args:
-    function: `function(prompt, completion, **columns) -> float`, sync or async, with
-      the columns' entries for that row. A RewardManager calls it row by row, so a row
-      that fails or hangs costs no other row its reward.
+    function: `function(prompt, completion, **columns) -> float`, sync or async. It gets
+      the columns' entries for that row.
   """
   return PerRow(function)
 
 
 def name_of(function: Callable[..., Any]) -> str:
-  """What a reward function is called in metrics and messages."""
+  """Returns the name of a reward function in metrics and messages."""
   inner = getattr(function, "func", function)  # of a functools.partial
   return str(getattr(inner, "__name__", type(inner).__name__))
 
@@ -96,19 +98,19 @@ def name_of(function: Callable[..., Any]) -> str:
 def call(
   function: Callable[..., Any], arguments: Mapping[str, Any], count: int
 ) -> list[Value | Failed]:
-  """Calls a reward function in this process; `count` outcomes, whatever it does."""
+  """Calls a reward function in this process; always returns `count` outcomes."""
   try:
     result = function(**arguments)
     if inspect.isawaitable(result):
       result = _wait(result)
     return outcomes_of(result, count)
-  # The function is the user's: whatever it raises becomes an outcome.
+  # The function is user code: any exception becomes an outcome.
   except (Exception, SystemExit, asyncio.CancelledError) as error:
     return [Failed(describe(error))] * count
 
 
 def outcomes_of(result: Any, count: int) -> list[Value | Failed]:
-  """What a reward function returned, as one outcome for each of `count` rows."""
+  """Converts the result of a reward function to outcomes, one for each of the rows."""
   if hasattr(result, "tolist"):  # arrays, and scalars of numpy, JAX and torch
     result = result.tolist()
   if isinstance(result, (int, float)) and count == 1:
@@ -121,7 +123,7 @@ def outcomes_of(result: Any, count: int) -> list[Value | Failed]:
 
 
 def describe(error: BaseException) -> str:
-  """Kind, message and place of an exception, on one line."""
+  """Returns the type, message and file position of an exception, in one line."""
   try:
     message = str(error)
   except Exception:  # a user's __str__ may raise as well
@@ -129,7 +131,7 @@ def describe(error: BaseException) -> str:
   frames = traceback.extract_tb(error.__traceback__)
   place = f" ({pathlib.Path(frames[-1].filename).name}:{frames[-1].lineno})"
   text = f"{type(error).__name__}: {message}" if message else type(error).__name__
-  return " ".join(text[:_LONGEST].split()) + (place if frames else "")
+  return " ".join(text[:_MAX_MESSAGE].split()) + (place if frames else "")
 
 
 def _outcome(x: Any) -> Value | Failed:
@@ -146,7 +148,7 @@ def _outcome(x: Any) -> Value | Failed:
 
 def _shown(x: Any) -> str:
   if x is None or isinstance(x, (int, float)):
-    return str(x)[:_LONGEST]
+    return str(x)[:_MAX_MESSAGE]
   return f"a {type(x).__name__}"
 
 
@@ -159,7 +161,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def _wait(result: Any) -> Any:
-  """The result of an awaitable, also inside a running event loop (a notebook)."""
+  """Waits for an awaitable, also inside a running event loop (a notebook)."""
   try:
     asyncio.get_running_loop()
   except RuntimeError:

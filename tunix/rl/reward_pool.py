@@ -1,12 +1,13 @@
-"""Processes that run reward functions and can be killed.
+"""Worker processes that run reward functions and can be killed.
 
-A call has a deadline. A process that misses it, or dies, is killed with everything it
-started, and another takes its place: `RewardPool.run` comes back in bounded time
-whatever a function does. All reading and writing is non-blocking, in one thread.
+Each call has a deadline. A process that misses it, or ends, is killed together with its
+children, and a new process replaces it. `RewardPool.run` therefore returns in bounded
+time, even if a function hangs. One thread does all reading and writing, without
+blocking.
 
-The processes are started from nothing, never forked: the trainer's process has JAX's
-threads in it. They load `tunix.rl.reward_worker` and the functions' own modules, which
-is why a function must be importable from a file.
+The processes are new interpreters, because a fork is unsafe while the threads of JAX
+run in the trainer's process. They import `tunix.rl.reward_worker` and the modules of
+the functions, so a function must be importable from a file.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ from tunix.rl import reward_worker
 from tunix.rl.reward_outcomes import Failed, Outcome, TimedOut, describe, name_of
 from tunix.utils import processes
 
-START_TIMEOUT_S = 120.0  # to import what the functions need
-_TICK_S = 0.2  # how often dead processes are looked for
-_READS = 256  # of 64 KiB at once: one process must not keep us from the others
-_STARTS = 3  # a worker that is killed while it starts is started again so often
-# Bytes of an answer, and of one row of it; a process that sends more has gone wrong.
-_LARGEST = 1 << 16
-_LARGEST_ROW = 1 << 12
+START_TIMEOUT_S = 120.0  # for the imports of the functions' modules
+_TICK_S = 0.2  # interval of the checks for ended processes
+# Largest number of reads from one process in a row. 256 reads of 64 KiB are 16 MiB: a
+# process that writes without end must not keep the pool from reading the others.
+_READS = 256
+_STARTS = 3  # attempts to start a worker, if the system kills it while it starts
+# An answer has at most 64 KiB, plus 4 KiB per row: a number takes at most 25 bytes, and
+# an error message at most 400 characters.
+_MAX_ANSWER = 1 << 16
+_MAX_ROW = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +49,9 @@ class Call:
   """One call of a function.
 
   Attributes:
-    function: its index in the pool.
-    arguments: by name.
-    count: rows, which is how many outcomes there will be.
+    function: index of the function in the pool.
+    arguments: arguments by name.
+    count: number of rows, which is the number of outcomes.
   """
 
   function: int
@@ -56,9 +60,9 @@ class Call:
 
 
 class RewardPool:
-  """Runs calls of a fixed list of functions, `workers` at a time.
+  """Runs calls of a fixed list of functions in up to `workers` processes.
 
-  Processes start with the first `run` and stay until `close`.
+  Processes start at the first `run` and stay until `close`.
   """
 
   def __init__(
@@ -69,23 +73,23 @@ class RewardPool:
     timeout_s: float,
     memory_bytes: int | None = None,
   ):
-    """Takes the functions and the limits; starts nothing yet.
+    """Initializes the pool without starting a process.
 
     Args:
-      functions: picklable, which functions of a module are.
-      workers: processes.
-      timeout_s: seconds that a call may take.
-      memory_bytes: address space that a process may take beyond what it has once the
-        functions are loaded; None: no limit. Linux only.
+      functions: picklable functions, such as functions of a module.
+      workers: largest number of processes.
+      timeout_s: largest duration of a call in seconds.
+      memory_bytes: address space in bytes that a process may use in addition to what it
+        uses after loading its functions; None for no limit. Linux only.
 
     Raises:
       TypeError: a function cannot be pickled.
-      ValueError: a memory limit where it cannot be kept.
+      ValueError: `memory_bytes` is set on another platform than Linux.
     """
     if memory_bytes is not None and sys.platform != "linux":
       raise ValueError(
-        f"memory_bytes={memory_bytes} on {sys.platform}: only Linux keeps such a "
-        "limit; leave it out"
+        f"memory_bytes is {memory_bytes} on {sys.platform}: only Linux can enforce it; "
+        "leave it out"
       )
     self._names = [name_of(f) for f in functions]
     self._count = workers
@@ -104,30 +108,31 @@ class RewardPool:
     self._close = weakref.finalize(self, _kill_all, self._workers)
 
   def run(self, calls: Sequence[Call]) -> list[list[Outcome]]:
-    """The outcomes of each call, in the order of `calls`.
+    """Returns the outcomes of each call, in the order of `calls`.
 
-    Returns within about `timeout_s * ceil(len(calls) / workers)` seconds, and what
-    starting processes takes.
+    It takes at most about `timeout_s * ceil(len(calls) / workers)` seconds, plus the
+    time to start processes.
 
     Raises:
       TypeError: arguments cannot be pickled.
-      RuntimeError: a process does not get ready (the functions cannot be loaded).
+      RuntimeError: a process cannot load the functions.
     """
     with self._lock:
       try:
         return self._run(calls)
-      except BaseException:  # whatever it was, it goes on its way after the kill
-        # Calls may be running whose answers nobody waits for any more.
+      except BaseException:
+        # A worker may be inside a call whose answer this run will not read. A later run
+        # would read that answer as the answer to its own call.
         _kill_all(self._workers)
         raise
 
   def close(self) -> None:
-    """Ends the processes. A later `run` starts new ones."""
+    """Ends the processes; a later `run` starts new ones."""
     with self._lock:
       _kill_all(self._workers)
 
   def pids(self) -> list[int]:
-    """Process ids of the workers that are alive."""
+    """Returns the process ids of the running workers."""
     return [w.process.pid for w in self._workers]
 
   def _run(self, calls: Sequence[Call]) -> list[list[Outcome]]:
@@ -135,6 +140,8 @@ class RewardPool:
     done: dict[int, list[Outcome]] = {}
     starts = 0
     while len(done) < len(calls):
+      # Each round replaces ended workers, gives calls to idle ones, waits for data, and
+      # reads answers and missed deadlines.
       for worker in [w for w in self._workers if w.idle and w.exited()]:
         self._discard(worker)
       missing = min(self._count, len(calls) - len(done)) - len(self._workers)
@@ -143,46 +150,51 @@ class RewardPool:
       for worker in self._workers:
         if worker.idle and waiting:
           index = waiting.popleft()
-          worker.give(index, self._message(calls[index]), self._timeout_s)
+          worker.start(index, self._message(calls[index]), self._timeout_s)
       _exchange(self._workers)
       for worker in list(self._workers):
         index = worker.call
-        news = worker.news(self._largest(calls, index))
-        if news is None:
+        rows = 0 if index is None else calls[index].count
+        answer = worker.answer(_MAX_ANSWER + _MAX_ROW * rows)
+        if answer is None:
           continue
         if index is None:
-          starts = self._after_start(worker, news, starts)
+          starts = self._after_start(worker, answer, starts)
         else:
-          done[index] = self._after_call(worker, news, calls[index].count)
+          done[index] = self._after_call(worker, answer, rows)
     return [done[i] for i in range(len(calls))]
 
-  def _after_start(self, worker: _Worker, news: Any, starts: int) -> int:
-    """Makes a worker idle, or says why there is none."""
-    if news == {"ready": True}:
+  def _after_start(self, worker: _Worker, answer: Any, starts: int) -> int:
+    """Makes a started worker idle; returns the number of failed starts in a row.
+
+    Raises:
+      RuntimeError: the worker could not load the functions.
+    """
+    if answer == {"ready": True}:
       worker.finish()
       return 0
     exit_code = self._discard(worker)
-    if isinstance(news, Failed) and (exit_code or 0) < 0 and starts + 1 < _STARTS:
-      return starts + 1  # killed from outside; it had no part in it
-    if isinstance(news, TimedOut):
+    if isinstance(answer, Failed) and (exit_code or 0) < 0 and starts + 1 < _STARTS:
+      return starts + 1  # by a signal, for example from the out-of-memory killer
+    if isinstance(answer, TimedOut):
       why = f"it was not ready after {START_TIMEOUT_S:.0f} s"
     else:
-      why = news.error if isinstance(news, Failed) else news["error"]
+      why = answer.error if isinstance(answer, Failed) else answer["error"]
     raise RuntimeError(
       f"a reward worker cannot load {', '.join(self._names)}: {why}. Define reward "
-      "functions in a module that can be imported; in a script, everything that starts "
-      "the training belongs under `if __name__ == '__main__':`. workers=0 runs the "
+      "functions in a module that can be imported; in a script, put the code that "
+      "starts the training under `if __name__ == '__main__':`. workers=0 runs the "
       "functions in this process, without deadlines"
     )
 
-  def _after_call(self, worker: _Worker, news: Any, count: int) -> list[Outcome]:
-    if isinstance(news, list) and len(news) == count:
+  def _after_call(self, worker: _Worker, answer: Any, count: int) -> list[Outcome]:
+    if isinstance(answer, list) and len(answer) == count:
       worker.finish()
-      return [reward_worker.from_json(x) for x in news]
+      return [reward_worker.from_json(x) for x in answer]
     self._discard(worker)
-    if isinstance(news, (Failed, TimedOut)):
-      return [news] * count
-    return [Failed("its process answered what was not asked")] * count
+    if not isinstance(answer, (Failed, TimedOut)):
+      answer = Failed("its process sent an unexpected answer")
+    return [answer] * count
 
   def _discard(self, worker: _Worker) -> int | None:
     self._workers.remove(worker)
@@ -191,41 +203,41 @@ class RewardPool:
   def _message(self, call: Call) -> bytes:
     try:
       arguments = pickle.dumps(dict(call.arguments))
-    except Exception as error:  # objects may raise anything when pickled
+    except Exception as error:  # user objects may raise any exception here
       raise TypeError(
         f"the columns of {self._names[call.function]} cannot be sent to another "
-        f"process: {describe(error)}; give text and numbers, or workers=0"
+        f"process: {describe(error)}; use text and numbers, or workers=0"
       ) from error
     return pickle.dumps((call.function, call.count, arguments))
 
-  @staticmethod
-  def _largest(calls: Sequence[Call], index: int | None) -> int:
-    return _LARGEST + (0 if index is None else _LARGEST_ROW * calls[index].count)
-
 
 class _Worker:
-  """A process and our end of its socket: starting, idle, or in a call."""
+  """A worker process and the pool's end of its socket.
+
+  A worker is starting, idle or in a call. It has a deadline unless it is idle. Messages
+  consist of a header, the length in bytes, and the content.
+  """
 
   def __init__(self, hello: bytes):
     if reward_worker.MAIN_NAME in sys.modules:
       raise RuntimeError(
-        "a reward worker that loads this script is asked to compute rewards: put what "
-        "starts the training under `if __name__ == '__main__':`"
+        "a reward worker loads this script, which starts the training again: put the "
+        "code that starts it under `if __name__ == '__main__':`"
       )
-    ours, theirs = socket.socketpair()
-    with theirs:
+    pool_end, worker_end = socket.socketpair()
+    with worker_end:
       code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from tunix.rl import reward_worker; reward_worker.main({theirs.fileno()})"
+        f"from tunix.rl import reward_worker; reward_worker.main({worker_end.fileno()})"
       )
       self.process = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.DEVNULL,
-        pass_fds=[theirs.fileno()],
-        start_new_session=True,  # one group, killed with all that a function started
+        pass_fds=[worker_end.fileno()],
+        start_new_session=True,  # a process group, which is killed as a whole
       )
-    ours.setblocking(False)
-    self.socket = ours
+    pool_end.setblocking(False)
+    self.socket = pool_end
     self.call: int | None = None
     self.deadline: float | None = None  # on the monotonic clock
     self._seconds = 0.0
@@ -240,10 +252,10 @@ class _Worker:
 
   @property
   def interest(self) -> int:
-    """What to wait for on the socket."""
+    """The events of the socket to wait for."""
     return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
 
-  def give(self, call: int, message: bytes, seconds: float) -> None:
+  def start(self, call: int, message: bytes, seconds: float) -> None:
     self.call = call
     self._send(message, seconds)
 
@@ -251,7 +263,7 @@ class _Worker:
     self.call = self.deadline = None
 
   def exchange(self) -> None:
-    """Writes and reads what is possible without waiting."""
+    """Writes and reads without waiting."""
     try:
       if self._outbox:
         self._outbox = self._outbox[self.socket.send(self._outbox) :]
@@ -271,34 +283,37 @@ class _Worker:
     except OSError:
       self._ended = True
 
-  def news(self, largest: int) -> Any:
-    """An answer, Failed, TimedOut, or None: nothing yet."""
+  def answer(self, max_bytes: int) -> Any:
+    """Returns the parsed JSON of an answer of at most `max_bytes`, or its failure.
+
+    A failure is `Failed` or `TimedOut`. None: the worker may still answer.
+    """
     if self.deadline is None:
       return None
-    gone = self._ended or self.exited()
-    if gone:
-      self.exchange()  # what it wrote before it ended
+    ended = self._ended or self.exited()
+    if ended:
+      self.exchange()  # reads what the process wrote before it ended
     size = reward_worker.HEADER.size
     if len(self._inbox) >= size:
       (length,) = reward_worker.HEADER.unpack(self._inbox[:size])
-      if length > largest:
+      if length > max_bytes:
         return Failed(
           f"its process answered {length} bytes, which is no list of rewards"
         )
       if len(self._inbox) >= size + length:
-        return self._answer(size, length)
-    if gone:
-      return Failed(self._end())
+        return self._parsed(size, length)
+    if ended:
+      return Failed(self._exit_reason())
     if time.monotonic() >= self.deadline:
       return TimedOut(self._seconds)
     return None
 
   def exited(self) -> bool:
-    """Whether the process has ended; it keeps its id until `kill`."""
+    """Returns True if the process has ended. Its id is not reused before `kill`."""
     return processes.has_ended(self.process)
 
   def kill(self) -> int | None:
-    """Ends the process and its children; its exit code."""
+    """Ends the process and its children; returns its exit code."""
     self.socket.close()
     return processes.kill_group(self.process)
 
@@ -307,20 +322,20 @@ class _Worker:
     self._seconds = seconds
     self.deadline = time.monotonic() + seconds
 
-  def _answer(self, size: int, length: int) -> Any:
+  def _parsed(self, size: int, length: int) -> Any:
     text = bytes(self._inbox[size : size + length])
     del self._inbox[: size + length]
     try:
       return json.loads(text)
     except (ValueError, RecursionError):
-      return Failed("its process answered something that is no list of rewards")
+      return Failed("its process sent an answer that is no JSON")
 
-  def _end(self) -> str:
-    """How the process ended."""
+  def _exit_reason(self) -> str:
+    """Describes how the process ended."""
     for _ in range(50):
       if self.exited():
         break
-      time.sleep(0.01)  # the socket closes a little before the process is gone
+      time.sleep(0.01)  # the socket closes shortly before the process has ended
     else:
       return "its process closed the connection without an answer"
     code = self.kill() or 0
@@ -331,7 +346,7 @@ class _Worker:
 
 
 def _exchange(workers: Sequence[_Worker]) -> None:
-  """Waits for news from the workers in a call, not beyond the first deadline."""
+  """Waits for data of the busy workers, at most until the first deadline."""
   busy = [w for w in workers if w.deadline is not None]
   now = time.monotonic()
   wait = min([_TICK_S, *(w.deadline - now for w in busy if w.deadline is not None)])
@@ -351,9 +366,9 @@ def _pickled_functions(functions: Sequence[Callable[..., Any]]) -> bytes:
   for function in functions:
     try:
       payload = pickle.dumps(function)
-    except Exception as error:  # objects may raise anything when pickled
+    except Exception as error:  # user objects may raise any exception here
       raise TypeError(_unpicklable(function, describe(error))) from error
-    if b"__main__" in payload and _main_of(payload)[0] == "nothing":
+    if _main_of(payload)[0] == "nothing":
       raise TypeError(_unpicklable(function, "it is defined in an interactive session"))
   return pickle.dumps(list(functions))
 
@@ -362,12 +377,17 @@ def _unpicklable(function: Callable[..., Any], why: str) -> str:
   return (
     f"the reward function {name_of(function)} cannot be sent to a worker: {why}. "
     "Define it at the top level of a module (no lambda, no function inside a "
-    "function), or give workers=0 to run it in this process, without deadlines"
+    "function), or set workers=0 to run it in this process, without deadlines"
   )
 
 
 def _main_of(payload: bytes) -> tuple[str, str]:
-  """How a worker finds the script that pickled functions are defined in, if one is."""
+  """Returns how a worker finds the script in which pickled functions are defined.
+
+  Returns:
+    (kind, name or path). The kind is "none" if no function is defined in `__main__`,
+    "module" or "path" for a script, "nothing" for an interactive session.
+  """
   if b"__main__" not in payload:
     return "none", ""
   main = sys.modules["__main__"]

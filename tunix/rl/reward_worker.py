@@ -1,11 +1,10 @@
 """The process that runs reward functions for `reward_pool`.
 
-It is told what to load, says when it is ready, and then answers one call after the
-other. Answers are JSON, not pickles: whatever a reward function does to its process,
-the trainer reads numbers and text. This isolates faults; it is no sandbox against
-code that means harm.
+The process receives the functions, reports that it is ready, and then answers calls one
+by one. Answers are JSON, not pickles, so that the trainer reads only numbers and text.
+This isolates faults. It is not a sandbox against malicious code.
 
-Messages are eight bytes of length, most significant first, and as many bytes.
+A message is its length in eight bytes, most significant first, and then its bytes.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ from tunix.rl import reward_outcomes
 from tunix.rl.reward_outcomes import Failed, Value
 
 HEADER = struct.Struct(">Q")
-# What a user's script is called when a worker loads it for the functions in it.
+# The `__name__` of a user's script when a worker loads it for the functions in it.
 MAIN_NAME = "__reward_worker_main__"
-# A process that outlives its trainer is ended by its own alarm clock, this many
-# seconds after the trainer would have done it.
+# A process whose trainer is gone ends itself by SIGALRM, this many seconds after the
+# deadline at which the trainer would have killed it.
 GRACE_S = 10.0
 
 
 def main(descriptor: int) -> None:
-  """Serves the socket with this file descriptor until it is closed."""
-  # The trainer holds the accelerators.
+  """Serves the socket with the given file descriptor until it is closed."""
+  # The trainer holds the accelerators; a second process that opens them would fail.
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.set_inheritable(descriptor, False)
   connection = socket.socket(fileno=descriptor)
   hello = pickle.loads(_receive(connection))
   try:
     functions = _load(hello)
-  # The user's modules may raise anything; the trainer is told.
+  # The user's modules may raise any exception; the trainer receives it as text.
   except (Exception, SystemExit) as error:
     _send(connection, {"error": reward_outcomes.describe(error)})
     return
@@ -58,12 +57,12 @@ def main(descriptor: int) -> None:
 
 
 def to_json(outcome: Value | Failed) -> float | str:
-  """A number is a value, a text a failure."""
+  """Converts a value to a number and a failure to text."""
   return outcome.value if isinstance(outcome, Value) else outcome.error
 
 
 def from_json(message: Any) -> Value | Failed:
-  """The inverse of `to_json`."""
+  """Inverts `to_json`."""
   return Value(message) if isinstance(message, float) else Failed(str(message))
 
 
@@ -72,9 +71,9 @@ def _call(
 ) -> list[Value | Failed]:
   try:
     loaded = pickle.loads(arguments)
-  except Exception as error:  # the columns' own classes may raise anything
-    told = reward_outcomes.describe(error)
-    return [Failed(f"the columns cannot be loaded in a worker: {told}")] * count
+  except Exception as error:  # user classes may raise any exception here
+    message = reward_outcomes.describe(error)
+    return [Failed(f"the columns cannot be loaded in a worker: {message}")] * count
   return reward_outcomes.call(function, loaded, count)
 
 
@@ -86,21 +85,21 @@ def _load(hello: dict[str, Any]) -> list[Callable[..., Any]]:
 
 
 def _load_main(kind: str, where: str) -> None:
-  """Runs the trainer's script under another name, for the functions defined in it."""
+  """Runs the trainer's script under another name, to define its functions."""
   module = types.ModuleType(MAIN_NAME)
   sys.modules[MAIN_NAME] = sys.modules["__main__"] = module
   run = {"module": runpy.run_module, "path": runpy.run_path}[kind]
-  # The script puts its own name back when it is done.
+  # runpy restores `sys.modules` afterwards, so it is set again.
   names = run(where, run_name=MAIN_NAME)
   module.__dict__.update(names)
   sys.modules["__main__"] = module
 
 
 def _limit_memory(limit: int | None) -> None:
-  """Leaves `limit` bytes of address space beyond what is in use now."""
+  """Limits the address space to its present size plus `limit` bytes."""
   if limit is None:
     return
-  import resource  # not on every platform, and neither is /proc
+  import resource  # exists on Unix only, and /proc on Linux only
 
   with open("/proc/self/statm") as file:
     used = int(file.read().split()[0]) * resource.getpagesize()
@@ -122,7 +121,7 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
   while count:
     part = connection.recv(min(count, 1 << 20))
     if not part:
-      sys.exit(0)  # the trainer closed the socket, or is gone
+      sys.exit(0)  # the trainer closed the socket or has ended
     parts.append(part)
     count -= len(part)
   return b"".join(parts)

@@ -1,15 +1,17 @@
-"""Rewards: several functions with weights, each row's outcome known by name.
+"""Rewards: calls several functions, weights them, and keeps the outcome of each row.
 
 A reward function is `fn(prompts, completions, **columns) -> list of numbers`, sync or
-async; `per_row` makes one of a function that takes a single row. A row gets a value, a
-failure or a time-out from each function. A row with anything but values has no reward
-(nan): the learner leaves it out. It never counts as 0.
+async. `per_row` makes one from a function that takes a single row. For each row, a
+function gives a value, a failure or a time-out. A row has a reward only if all
+functions gave a value; otherwise its reward is NaN and the learner leaves the row out.
+A failure never counts as 0.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,77 +29,68 @@ from tunix.utils import checks, coordination
 RewardFn = Callable[..., Any]
 
 _OUTCOMES = {kind.__name__: kind for kind in (Value, Failed, TimedOut)}
-# Seconds that a process waits for the rewards of the others. The time-out of a reward
-# function is its own; here only a process that hangs outside of them ends the run.
-_PATIENCE_S = 3600
+# Seconds that a process waits for the rewards of the other processes. Reward functions
+# have their own time-out: only a process that hangs elsewhere ends the run by this
+# limit.
+_GATHER_TIMEOUT_S = 3600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardOutput:
-  """The rewards of one batch.
+  """The rewards of one batch of B rows.
 
   Attributes:
-    total: float64 [B], the weighted sum over functions; nan for a row with an outcome
-      that is not a value.
-    by_function: float64 [B] a function, unweighted; nan where not a value.
-    outcomes: a function's outcome for each row.
-    weights: of the functions in the total; 1 of those it lacks.
+    outcomes: the outcomes of the B rows for each function name.
+    weights: weight of each function in the total; 1 for a name that is missing.
   """
 
-  total: np.ndarray
-  by_function: dict[str, np.ndarray]
-  outcomes: dict[str, list[Outcome]]
+  outcomes: Mapping[str, Sequence[Outcome]] = dataclasses.field(default_factory=dict)
   weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+  @functools.cached_property
+  def by_function(self) -> dict[str, np.ndarray]:
+    """Float64 [B] for each function, without its weight; NaN where it gave no value."""
+    return {
+      name: np.array([x.value if isinstance(x, Value) else math.nan for x in rows])
+      for name, rows in self.outcomes.items()
+    }
+
+  @functools.cached_property
+  def total(self) -> np.ndarray:
+    """Float64 [B], the weighted sum; NaN for a row with an outcome that is no value."""
+    total = np.zeros(len(next(iter(self.outcomes.values()), ())))
+    for name, values in self.by_function.items():
+      total = total + self.weights.get(name, 1.0) * values
+    return total
 
   @property
   def valid(self) -> np.ndarray:
-    """Bool [B]: rows that have a reward."""
+    """Bool [B]: True for a row that has a reward."""
     return np.isfinite(self.total)
 
   def take(self, rows: np.ndarray) -> RewardOutput:
-    """Some of the rows, in that order."""
-    return RewardOutput(
-      total=self.total[rows],
-      by_function={name: values[rows] for name, values in self.by_function.items()},
-      outcomes={
-        name: [outcomes[row] for row in rows]
-        for name, outcomes in self.outcomes.items()
-      },
-      weights=self.weights,
-    )
+    """Returns the given rows, in that order."""
+    outcomes = {name: [x[row] for row in rows] for name, x in self.outcomes.items()}
+    return dataclasses.replace(self, outcomes=outcomes)
 
   def joined(self, others: Iterable[RewardOutput]) -> RewardOutput:
-    """With the rows of other batches, of the same functions, behind its own."""
-    every = [self, *others]
-    return RewardOutput(
-      total=np.concatenate([part.total for part in every]),
-      by_function={
-        name: np.concatenate([part.by_function[name] for part in every])
-        for name in self.by_function
-      },
-      outcomes={
-        name: [outcome for part in every for outcome in part.outcomes[name]]
-        for name in self.outcomes
-      },
-      weights=self.weights,
-    )
+    """Appends the rows of other batches that have the same functions."""
+    parts = [self, *others]
+    outcomes = {
+      name: [x for part in parts for x in part.outcomes[name]] for name in self.outcomes
+    }
+    return dataclasses.replace(self, outcomes=outcomes)
 
   def plus(self, name: str, values: np.ndarray) -> RewardOutput:
-    """With a function more, whose values [B] (a reward model's scores) are added."""
-    values = np.asarray(values, np.float64)
+    """Adds values [B], such as the scores of a reward model, as one more function."""
     outcomes: list[Outcome] = [
-      Value(float(x)) if math.isfinite(x) else Failed(f"the score is {x}")
-      for x in values
+      Value(x) if math.isfinite(x) else Failed(f"the score is {x}")
+      for x in np.asarray(values, np.float64).tolist()
     ]
-    return RewardOutput(
-      total=self.total + np.where(np.isfinite(values), values, np.nan),
-      by_function={**self.by_function, name: values},
-      outcomes={**self.outcomes, name: outcomes},
-      weights=self.weights,
-    )
+    return dataclasses.replace(self, outcomes={**self.outcomes, name: outcomes})
 
   def problems(self) -> list[str]:
-    """One line for each function and cause, with the rows that it cost."""
+    """Returns one line for each function and cause of failure, with its rows."""
     lines = []
     for name, outcomes in self.outcomes.items():
       rows = collections.defaultdict(list)
@@ -106,19 +99,19 @@ class RewardOutput:
           rows[f"no answer within {outcome.seconds:g} s"].append(row)
         elif not isinstance(outcome, Value):
           rows[outcome.error].append(row)
-      lines += [f"{name}: {_rows(where)}: {why}" for why, where in rows.items()]
+      lines += [f"{name}: {_rows(index)}: {why}" for why, index in rows.items()]
     return lines
 
 
-# A row that fails costs no other row its reward: they are called row by row.
+# Functions that are called row by row, so that a failing row costs only its own reward.
 _BY_ROW = (PerRow, RowReward)
 
 
 class RewardManager:
-  """Calls reward functions and adds their values up.
+  """Calls reward functions and adds their values.
 
   Attributes:
-    names: of the functions, in their order.
+    names: names of the functions, in their order.
   """
 
   def __init__(
@@ -132,33 +125,36 @@ class RewardManager:
     rows_per_call: int | None = None,
     memory_bytes: int | None = None,
   ):
-    """Takes the functions and how to run them.
+    """Initializes the manager; worker processes start at the first call.
 
-    With `workers=0` they run in this process, one after the other: nothing can stop
-    one that hangs. With workers they run in processes of their own, which are killed
-    at the deadline; each process has its own copy of the functions' modules.
+    With `workers=0` the functions run in this process, one after the other, and nothing
+    can stop one that hangs. With workers they run in separate processes, which are
+    killed at the deadline. Each process has its own copy of the functions' modules.
 
     Args:
-      reward_fns: one or several `fn(prompts, completions, **columns)`. Columns are
-        passed by what the signature names; `**kwargs` gets all of them.
-      weights: one a function; all 1 if not given.
-      timeout_s: seconds that one call may take; needed with workers.
-      workers: processes; 0 for none.
-      names: of the functions in metrics; their `__name__` if not given.
-      rows_per_call: most rows that a function gets in one call; a call that fails
-        costs all its rows. None: the whole batch, which functions that compare rows
-        need. Functions made by `per_row`, and the ready ones, get one row.
-      memory_bytes: what a worker may allocate, Linux only.
+      reward_fns: one or several `fn(prompts, completions, **columns)`. A function gets
+        the columns that its signature names; `**kwargs` gets all of them.
+      weights: one number per function; None is 1 for each.
+      timeout_s: seconds that one call may take; required with workers.
+      workers: number of processes; 0 runs the functions in this process.
+      names: names of the functions in metrics; None uses their `__name__`.
+      rows_per_call: the most rows that a function gets in one call. A call that fails
+        costs all its rows. None passes the whole batch, which functions that compare
+        rows need. Functions made by `per_row` and the ready ones always get one row.
+      memory_bytes: memory that a worker may allocate, Linux only.
 
     Raises:
-      TypeError: something is not callable, or cannot be sent to workers.
-      ValueError: counts that do not fit, equal names, weights that are not finite,
-        limits without workers.
+      TypeError: a function is not callable, or cannot be sent to workers.
+      ValueError: the number of weights or names differs from that of the functions,
+        names repeat, a weight is not finite, or limits are set without workers.
     """
     self._functions = [reward_fns] if callable(reward_fns) else list(reward_fns)
     _check_functions(self._functions)
     self.names = _names(self._functions, names)
-    self._weights = _checked_weights(weights, len(self._functions))
+    count = len(self._functions)
+    weights = [1.0] * count if weights is None else weights
+    _check_count("weights", weights, float, count)
+    self._weights = [float(weight) for weight in weights]
     checks.number(
       "rows_per_call", rows_per_call, checks.COUNT, whole=True, optional=True
     )
@@ -174,14 +170,14 @@ class RewardManager:
       )
 
   def check_columns(self, columns: Iterable[str]) -> None:
-    """Refuses functions that want a column that is not there, before any is called.
+    """Checks that the data has the columns that the functions need; calls none of them.
 
     Raises:
-      TypeError: names the function and the columns.
+      TypeError: a column is missing; the message names the function and the columns.
     """
     table = dict.fromkeys(["prompts", "completions", *columns])
     for function, name in zip(self._functions, self.names):
-      _chosen(function, name, table)
+      _arguments_of(function, name, table)
 
   def compute(
     self,
@@ -189,7 +185,7 @@ class RewardManager:
     completions: Sequence[Any],
     columns: Mapping[str, Sequence[Any]] | None = None,
   ) -> RewardOutput:
-    """The rewards of B rows.
+    """Computes the rewards of B rows.
 
     Args:
       prompts: B prompts.
@@ -197,16 +193,16 @@ class RewardManager:
       columns: further columns of the dataset, B entries each.
 
     Raises:
-      TypeError: a function wants a column that is not there, or columns cannot be
-        sent to workers.
-      ValueError: columns of another length, or with a reserved name.
+      TypeError: a column that a function needs is missing, or columns cannot be sent to
+        workers.
+      ValueError: a column has another length or a reserved name.
       RuntimeError: the workers cannot load the functions.
     """
     table = _table(prompts, completions, columns or {})
     count = len(prompts)
     calls, owners = [], []
     for i, function in enumerate(self._functions):
-      arguments = _chosen(function, self.names[i], table)
+      arguments = _arguments_of(function, self.names[i], table)
       size = 1 if isinstance(function, _BY_ROW) else self._rows_per_call or count
       for start in range(0, count, max(size, 1)):
         part = {k: v[start : start + size] for k, v in arguments.items()}
@@ -215,14 +211,8 @@ class RewardManager:
     outcomes: dict[str, list[Outcome]] = {name: [] for name in self.names}
     for name, part in zip(owners, self._run(calls)):
       outcomes[name] += part
-    values = {k: np.array([_value(x) for x in v], float) for k, v in outcomes.items()}
-    total = np.zeros(count)
-    for name, weight in zip(self.names, self._weights):
-      total = total + weight * values[name]
     weights = dict(zip(self.names, self._weights))
-    return RewardOutput(
-      total=total, by_function=values, outcomes=outcomes, weights=weights
-    )
+    return RewardOutput(outcomes=outcomes, weights=weights)
 
   def close(self) -> None:
     """Ends the worker processes."""
@@ -236,14 +226,14 @@ class RewardManager:
     self.close()
 
   def _run(self, calls: list[Call]) -> list[list[Outcome]]:
-    """Every call once, by one of the processes; all of them get what came of all."""
+    """Runs each call on exactly one process; all processes get all outcomes."""
     if jax.process_count() == 1:
       return [list(part) for part in self._run_here(calls)]
-    told = coordination.deal("rewards", calls, self._told, timeout_s=_PATIENCE_S)
-    return [[_OUTCOMES[kind](*fields) for kind, fields in part] for part in told]
+    parts = coordination.deal("rewards", calls, self._as_json, _GATHER_TIMEOUT_S)
+    return [[_OUTCOMES[kind](*fields) for kind, fields in part] for part in parts]
 
-  def _told(self, calls: Sequence[Call]) -> list[Any]:
-    """The outcomes of calls made here, as the other processes are told of them."""
+  def _as_json(self, calls: Sequence[Call]) -> list[Any]:
+    """Runs calls in this process; returns their outcomes as JSON."""
     with coordination.alone("its reward functions"):
       outcomes = self._run_here(list(calls))
     return [
@@ -259,10 +249,6 @@ class RewardManager:
     ]
 
 
-def _value(outcome: Outcome) -> float:
-  return outcome.value if isinstance(outcome, Value) else math.nan
-
-
 def _rows(rows: list[int]) -> str:
   if len(rows) == 1:
     return f"row {rows[0]}"
@@ -272,12 +258,12 @@ def _rows(rows: list[int]) -> str:
 def _table(
   prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """All columns, arrays of any kind as NumPy's, of equal length."""
+  """Returns all columns by name, arrays as NumPy arrays; checks their lengths."""
   reserved = {"prompts", "completions", "prompt", "completion"} & set(columns)
   if reserved:
     raise ValueError(
-      f"the columns {sorted(reserved)} have names that the prompts and completions of "
-      "a batch are passed by: rename them"
+      f"columns {sorted(reserved)} have reserved names, which reward functions receive "
+      "the prompts and completions by: rename the columns"
     )
   table = {"prompts": prompts, "completions": completions, **columns}
   for name, column in table.items():
@@ -286,14 +272,16 @@ def _table(
     if isinstance(column, str) or len(column) != len(prompts):
       raise ValueError(
         f"the column {name!r} has {len(column)} entries for {len(prompts)} prompts: "
-        "give a list with one entry a row"
+        "give a list with one entry per row"
       )
   return table
 
 
-def _chosen(function: RewardFn, name: str, table: dict[str, Any]) -> dict[str, Any]:
-  """The columns that the function's signature asks for."""
-  chosen = {}
+def _arguments_of(
+  function: RewardFn, name: str, table: dict[str, Any]
+) -> dict[str, Any]:
+  """Returns the columns that the signature of the function names."""
+  arguments = {}
   for parameter in inspect.signature(function).parameters.values():
     if parameter.kind is parameter.VAR_KEYWORD:
       return table
@@ -301,14 +289,14 @@ def _chosen(function: RewardFn, name: str, table: dict[str, Any]) -> dict[str, A
       continue
     named = parameter.kind is not parameter.POSITIONAL_ONLY
     if named and parameter.name in table:
-      chosen[parameter.name] = table[parameter.name]
+      arguments[parameter.name] = table[parameter.name]
     elif parameter.default is parameter.empty:
       raise TypeError(
         f"the reward function {name} needs {parameter.name!r}, which is no column of "
-        f"this dataset; there are {sorted(table)}: rename the argument, or a "
+        f"this dataset; its columns are {sorted(table)}: rename the argument, or a "
         "column with data.columns"
       )
-  return chosen
+  return arguments
 
 
 def _check_functions(functions: Sequence[Any]) -> None:
@@ -317,41 +305,35 @@ def _check_functions(functions: Sequence[Any]) -> None:
   for function in functions:
     if not callable(function):
       raise TypeError(
-        f"a reward function of type {type(function).__name__} cannot be called; give "
-        "fn(prompts, completions, **columns) -> list of numbers"
+        f"a reward function is a {type(function).__name__}, which cannot be called; "
+        "give fn(prompts, completions, **columns) -> list of numbers"
       )
     try:
       inspect.signature(function)
     except ValueError as error:
       raise TypeError(
-        f"{reward_outcomes.name_of(function)} does not say what it takes: wrap it in "
-        "a function of your own"
+        f"{reward_outcomes.name_of(function)} has no signature that can be read: wrap "
+        "it in a Python function"
       ) from error
 
 
 def _names(functions: Sequence[RewardFn], names: Sequence[str] | None) -> list[str]:
-  if names is not None:
-    checks.listed("names", names, str)
-  if names is not None and len(names) != len(functions):
-    raise ValueError(f"{len(names)} names for {len(functions)} reward functions")
-  labels = [reward_outcomes.name_of(f) for f in functions] if names is None else names
-  repeated = [name for name, n in collections.Counter(labels).items() if n > 1]
+  if names is None:
+    names = [reward_outcomes.name_of(function) for function in functions]
+  _check_count("names", names, str, len(functions))
+  repeated = [name for name, n in collections.Counter(names).items() if n > 1]
   if repeated:
     raise ValueError(
-      f"several reward functions are called {repeated[0]!r}: tell them apart with "
-      "names=[...]"
+      f"several reward functions are called {repeated[0]!r}: give each of them another "
+      "name with names=[...]"
     )
-  return list(labels)
+  return list(names)
 
 
-def _checked_weights(weights: Sequence[float] | None, count: int) -> list[float]:
-  weights = [1.0] * count if weights is None else weights
-  checks.listed("weights", weights, float)
-  if len(weights) != count:
-    raise ValueError(
-      f"weights is {weights}: give {count} numbers, one a reward function"
-    )
-  return [float(weight) for weight in weights]
+def _check_count(name: str, values: Sequence[Any], kind: type, count: int) -> None:
+  checks.listed(name, values, kind)
+  if len(values) != count:
+    raise ValueError(f"{name} is {values}: give {count}, one per reward function")
 
 
 def _check_limits(
@@ -362,13 +344,13 @@ def _check_limits(
   checks.number("memory_bytes", memory_bytes, checks.BYTES, whole=True, optional=True)
   if workers and timeout_s is None:
     raise ValueError(
-      f"workers={workers} without timeout_s: a function that hangs would stop the run; "
-      "say how many seconds a call may take"
+      f"workers is {workers} and timeout_s is not set: a function that hangs would "
+      "stop the run; set timeout_s to the seconds that a call may take"
     )
   limits = {"timeout_s": timeout_s, "memory_bytes": memory_bytes}
   for name, limit in limits.items():
     if limit is not None and not workers:
       raise ValueError(
         f"{name} is {limit} with workers=0: nothing can stop a function in this "
-        "process; give workers=1 or more"
+        "process; set workers to 1 or more"
       )

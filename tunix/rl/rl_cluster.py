@@ -1,6 +1,6 @@
-"""RLCluster: the models of an RL run by role, where they live, and what they can do.
+"""RLCluster: the models of an RL run, their devices, and the engine that samples.
 
-The learners say what is learnt; a cluster says where it runs and with which engine.
+Learners implement algorithms; a cluster runs their parts on the models of the roles.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from flax import nnx
 from tunix.generate import tokenizer_adapter
 from tunix.models import backbone
 from tunix.models.automodel import AutoModel
-from tunix.perf import trace
-from tunix.perf.metrics import PerfMetricsConfig, PerfMetricsOptions
-from tunix.rl import inference_worker, placement, reshard, utils
-from tunix.rl.common import Tokens, TrainExample
+from tunix.perf.metrics import PerfMetricsConfig
+from tunix.rl import inference_worker, metrics, placement, reshard, utils
+from tunix.rl.common import TOKEN_ARRAYS, Rows, TrainExample
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
 from tunix.rl.inference_worker import InferenceWorker
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutOutput
 from tunix.rl.trainer import Trainer
 from tunix.rl.weight_sync import PolicyVersion, WeightSync
 from tunix.sft import inference
+from tunix.sft.inference import Score
 from tunix.sft.metrics_logger import MetricsLogger, Mode
 from tunix.utils import mesh as mesh_lib
 
@@ -39,24 +39,24 @@ ENGINES = {
 
 
 class RLCluster:
-  """Models in their roles.
+  """The models of a run by role.
 
   Args:
-    actor: the policy that is trained: a module, or a folder for AutoModel.
-    critic: values, for PPO; any model with one score a token.
-    reference: what the policy is kept close to. None with a LoRA actor: the actor
-      without its adapters, which shares its weights.
-    reward: a reward model (one score).
-    tokenizer: of the actor.
-    cluster_config: meshes, engine, sizes.
-    perf_config: how metrics are made of what the run did when. Given, or with
-      `training_config.perf_metrics_options`, the run is traced.
+    actor: the policy that is trained: a module, or a model folder or hub id.
+    critic: the critic for PPO: any model with one score per token.
+    reference: the model that the policy is kept close to. If it is None and the actor
+      has LoRA adapters, the actor without its adapters is the reference.
+    reward: a reward model with one score.
+    tokenizer: tokenizer of the actor.
+    cluster_config: meshes, engine and batch sizes.
+    perf_config: conversion of the trace to metrics. If it is given, or
+      `training_config.perf_metrics_options` is set, the run is traced.
 
   Attributes:
     perf: the tracer.
 
   Raises:
-    ValueError: models that do not fit together, or a config for roles that are absent.
+    ValueError: the models do not match, or an optimizer is given for a missing role.
   """
 
   def __init__(
@@ -80,7 +80,7 @@ class RLCluster:
     self.reward = self._placed(Role.REWARD, reward)
     utils.check_roles(self.actor, self._others())
     self.logger = MetricsLogger(train.metrics_logging_options)
-    self.perf = _tracer(train, perf_config)
+    self.perf = metrics.make_tracer(train, perf_config)
     self.actor_trainer = Trainer(
       self.actor, train.actor_optimizer, train, "actor", self.logger, self.perf
     )
@@ -92,7 +92,7 @@ class RLCluster:
     )
     self.sync_weights()
 
-  # Building.
+  # Construction.
 
   def _placed(self, role: Role, model: nnx.Module | str | None) -> Any:
     mesh = self._mesh(role)
@@ -103,7 +103,7 @@ class RLCluster:
     return AutoModel.from_pretrained(model, mesh=mesh, num_scores=scores)
 
   def _meshes(self, actor: nnx.Module | str) -> dict[str, Any]:
-    """By role where it will lie, as far as somebody has said."""
+    """Maps each role to its mesh. Roles without a mesh are missing."""
     out = {role.value: self._mesh(role) for role in Role}
     if isinstance(actor, nnx.Module) and out[Role.ACTOR.value] is None:
       out[Role.ACTOR.value] = mesh_lib.mesh_of(nnx.state(actor))
@@ -114,24 +114,21 @@ class RLCluster:
     return meshes.get(role, meshes.get(Role.ACTOR))
 
   def _others(self) -> dict[Role, nnx.Module]:
-    """The models besides the actor."""
-    roles = {
-      Role.CRITIC: self.critic,
-      Role.REFERENCE: self.reference,
-      Role.REWARD: self.reward,
-    }
-    return {role: model for role, model in roles.items() if model is not None}
+    """Returns the models of all roles except the actor."""
+    roles = (Role.CRITIC, Role.REFERENCE, Role.REWARD)
+    models = {role: getattr(self, role.value) for role in roles}
+    return {role: model for role, model in models.items() if model is not None}
 
   def _make_critic_trainer(self, config: RLTrainingConfig) -> Trainer | None:
-    if self.critic is None:
-      if config.critic_optimizer is not None:
-        raise ValueError("there is a critic_optimizer and no critic: give both")
+    critic, optimizer = self.critic, config.critic_optimizer
+    if (critic is None) != (optimizer is None):
+      state = (
+        "set and there is no critic" if critic is None else "None and there is one"
+      )
+      raise ValueError(f"critic_optimizer is {state}: give a critic and an optimizer")
+    if optimizer is None:
       return None
-    if config.critic_optimizer is None:
-      raise ValueError("there is a critic and no critic_optimizer: give both")
-    return Trainer(
-      self.critic, config.critic_optimizer, config, "critic", self.logger, self.perf
-    )
+    return Trainer(critic, optimizer, config, "critic", self.logger, self.perf)
 
   def _make_rollout(self) -> BaseRollout:
     engine: Any = self.cluster_config.rollout_engine
@@ -139,18 +136,19 @@ class RLCluster:
       if engine not in ENGINES:
         raise ValueError(
           f"rollout_engine is {engine!r}: choose one of {', '.join(ENGINES)}, or give "
-          "a class of the kind of BaseRollout"
+          "a subclass of BaseRollout"
         )
       module, name = ENGINES[engine].split(":")
       engine = getattr(importlib.import_module(module), name)
     model: Any = self.actor
-    there = self._mesh(Role.ROLLOUT)
-    here = mesh_lib.mesh_of(nnx.state(self.actor))
-    if there is not None and mesh_lib.auto(there) != here:
-      model = reshard.reshard_model_to_mesh(nnx.clone(self.actor), there)
+    rollout_mesh = self._mesh(Role.ROLLOUT)
+    actor_mesh = mesh_lib.mesh_of(nnx.state(self.actor))
+    # On the same mesh the engine samples from the actor's arrays and needs no copy.
+    if rollout_mesh is not None and mesh_lib.auto(rollout_mesh) != actor_mesh:
+      model = reshard.reshard_model_to_mesh(nnx.clone(self.actor), rollout_mesh)
     return engine(model, self.tokenizer, self.cluster_config.widest_rollout())
 
-  # What it can do.
+  # Sampling, updates and scores.
 
   def generate(
     self,
@@ -162,29 +160,28 @@ class RLCluster:
     num_generations: int = 1,
     seed: Any = None,
   ) -> RolloutOutput:
-    """Completions of prompts: strings, message lists, or token ids.
+    """Samples completions of prompts.
 
     Args:
-      prompts: message lists are rendered by the tokenizer's chat template, and strings
-        with `apply_chat_template` as one user message.
-      apply_chat_template: see `prompts`.
-      mode: whose RolloutConfig is used.
-      micro_batch_size: prompts sampled at once; None: as the config says.
+      prompts: strings, lists of token ids, or message lists, which the chat template of
+        the tokenizer renders.
+      apply_chat_template: if True, a string is rendered as one user message.
+      mode: the mode whose RolloutConfig is used.
+      micro_batch_size: prompts that are sampled at once; None uses the config's.
       num_generations: completions of each prompt.
-      seed: of this call; None: the config's.
+      seed: seed or JAX key of this call; None uses the config's seed.
 
     Raises:
-      ValueError: no prompts, or weights that are not the policy's.
+      ValueError: there are no prompts.
+      UnknownWeightsError: the weights of the engine were changed and not published.
     """
     if not len(prompts):
-      raise ValueError("there are no prompts: give at least one")
-    config = self.cluster_config.rollout(mode)
+      raise ValueError("prompts is empty: give at least one")
+    config, training = self.cluster_config.rollout(mode), self._training
     texts = [self._rendered(prompt, apply_chat_template) for prompt in prompts]
-    size = (
-      micro_batch_size or self.cluster_config.training_config.rollout_micro_batch_size
-    )
-    size = size or len(texts)
-    self._check_weights()
+    size = micro_batch_size or training.rollout_micro_batch_size or len(texts)
+    if (model := self._sampling_model()) is not None:
+      self._sync.identify(model)
     key = config.seed if seed is None else seed
     key = jax.random.key(key) if isinstance(key, int) else key
     parts = [
@@ -197,7 +194,9 @@ class RLCluster:
       )
       for start in range(0, len(texts), size)
     ]
-    for part in parts:
+    for (
+      part
+    ) in parts:  # an engine in another process reports the version it sampled with
       self._sync.check(part.version)
     return parts[0].joined(parts[1:])
 
@@ -218,7 +217,14 @@ class RLCluster:
     *,
     micro_batches: int = 1,
   ) -> int:
-    """One update of the actor a mini-batch; returns their number."""
+    """Makes one update of the actor per mini-batch; returns their number.
+
+    Args:
+      train_ds: the mini-batches.
+      eval_ds: must be None; the learner evaluates.
+      skip_jit: if True, the updates run without `jax.jit`.
+      micro_batches: number of parts of a mini-batch whose gradients are added.
+    """
     _check_no_evaluation(eval_ds)
     with self.perf.span_group("actor_train"):
       return self.actor_trainer.update(train_ds, micro_batches, skip_jit)
@@ -231,7 +237,9 @@ class RLCluster:
     *,
     micro_batches: int = 1,
   ) -> int:
-    """One update of the critic a mini-batch; returns their number.
+    """Makes one update of the critic per mini-batch; returns their number.
+
+    The arguments are those of `update_actor`.
 
     Raises:
       ValueError: there is no critic.
@@ -246,71 +254,69 @@ class RLCluster:
       ):
         return self.critic_trainer.update(train_ds, micro_batches, skip_jit)
     finally:
+      # Offloading replaced the arrays of the module.
       self.critic_trainer.after_move()
 
   def get_ref_per_token_logps(
     self,
-    tokens: Tokens,
+    rows: Rows,
     *,
     shared_prompt: bool = False,
     tile_rows: int | None = None,
     micro_batch_size: int | None = None,
   ) -> np.ndarray:
-    """The reference's log-probs of completions, float32 [B, R]."""
-    score = self._logps(tokens, shared_prompt, tile_rows)
-    at_once = self._at_once(tokens, micro_batch_size)
+    """Returns the reference's log-probabilities of completions, float32 [B, R].
+
+    Args:
+      rows: prompts and completions.
+      shared_prompt: if True, the prompt of a group is computed once.
+      tile_rows: rows of a fixed tile, see `AlgorithmConfig.exact_tile_rows`.
+      micro_batch_size: prompts that are scored at once; None uses the config's.
+    """
+    score = self._logps(rows, shared_prompt, tile_rows)
     with self.perf.span("refer_inference", "reference"):
-      if self.reference is None:
-        model = backbone.reference_of(self.actor_trainer.model)
-        name = "reference scoring"
-        return inference.run(model, score, _rows(tokens), at_once, self._axes, name)
-      return self.inference_worker.run(Role.REFERENCE, score, _rows(tokens), at_once)
+      return self._score(Role.REFERENCE, score, rows, micro_batch_size)
 
   def get_old_per_token_logps(
     self,
-    tokens: Tokens,
+    rows: Rows,
     *,
     shared_prompt: bool = False,
     tile_rows: int | None = None,
     micro_batch_size: int | None = None,
   ) -> np.ndarray:
-    """The actor's log-probs as it stands, float32 [B, R]."""
+    """Returns the actor's log-probabilities with its current weights, float32 [B, R].
+
+    The arguments are those of `get_ref_per_token_logps`.
+    """
+    score = self._logps(rows, shared_prompt, tile_rows)
     with self.perf.span("old_logps", "actor"):
-      return inference.run(
-        self.actor_trainer.model,
-        self._logps(tokens, shared_prompt, tile_rows),
-        _rows(tokens),
-        self._at_once(tokens, micro_batch_size),
-        self._axes,
-        "actor scoring",
-      )
+      return self._score(Role.ACTOR, score, rows, micro_batch_size)
 
   def get_values(
-    self, tokens: Tokens, *, micro_batch_size: int | None = None
+    self, rows: Rows, *, micro_batch_size: int | None = None
   ) -> np.ndarray:
-    """The critic's values before each token of the completions, float32 [B, R]."""
-    at_once = self._at_once(tokens, micro_batch_size)
-    score = inference_worker.values_of
+    """Returns the critic's value before each completion token, float32 [B, R]."""
     with self.perf.span("values", "critic"):
-      values = self.inference_worker.run(Role.CRITIC, score, _rows(tokens), at_once)
+      score = inference_worker.values_of
+      values = self._score(Role.CRITIC, score, rows, micro_batch_size)
     if self.critic_trainer is not None:
       self.critic_trainer.after_move()
     return values
 
   def get_rewards(
-    self, tokens: Tokens, *, micro_batch_size: int | None = None
+    self, rows: Rows, *, micro_batch_size: int | None = None
   ) -> np.ndarray:
-    """The reward model's scores, float32 [B]."""
-    at_once = self._at_once(tokens, micro_batch_size)
-    score = inference_worker.rewards_of
+    """Returns the reward model's scores, float32 [B]."""
     with self.perf.span("reward_model", "reward"):
-      return self.inference_worker.run(Role.REWARD, score, _rows(tokens), at_once)
+      score = inference_worker.rewards_of
+      return self._score(Role.REWARD, score, rows, micro_batch_size)
 
   def sync_weights(self) -> PolicyVersion:
-    """Gives the rollout engine the actor's weights, under a new version.
+    """Sends the actor's weights to the rollout engine, under a new version.
 
     Raises:
-      RuntimeError: training changed the actor and nothing reached the engine.
+      WeightSyncError: the engine does not hold the weights that were sent.
     """
     actor, sampled = self.actor_trainer.model, self._sampling_model()
     if sampled is None:
@@ -323,11 +329,11 @@ class RLCluster:
 
   @property
   def version(self) -> PolicyVersion:
-    """Of the weights that the engine holds."""
+    """The version of the weights that the engine holds."""
     return self.rollout.version
 
   def close(self) -> None:
-    """Hands the models back and closes files."""
+    """Writes the weights to the caller's models and closes files."""
     for trainer in (self.actor_trainer, self.critic_trainer):
       if trainer is not None:
         trainer.close()
@@ -341,54 +347,51 @@ class RLCluster:
   def __exit__(self, *error: object) -> None:
     self.close()
 
-  def _check_weights(self) -> None:
-    """Refuses to sample from weights that were changed and not published."""
-    if (model := self._sampling_model()) is not None:
-      self._sync.identify(model)
-
   def _sampling_model(self) -> nnx.Module | None:
-    """The module that samples: the actor, with its current weights, or the engine's
-    copy; None: it is in another process."""
+    """Returns the module that samples; None if the engine is in another process.
+
+    It is the actor with its current weights, or the engine's copy of the actor.
+    """
     try:
       model = self.rollout.model()
-    except TypeError:
+    except TypeError:  # BaseRollout.model of an engine in another process
       return None
     return self.actor_trainer.model if model is self.actor else model
 
-  def _logps(self, tokens: Tokens, shared: bool, tile_rows: int | None) -> Any:
+  def _logps(self, rows: Rows, shared: bool, tile_rows: int | None) -> Score:
     temperature = self.cluster_config.rollout(Mode.TRAIN).temperature
-    group = tokens.group_size if shared else 1
+    group = rows.group_size if shared else 1
     return inference_worker.logps_of(group, temperature, tile_rows)
 
-  def _at_once(self, tokens: Tokens, stated: int | None) -> int | None:
-    size = stated or self.cluster_config.training_config.compute_logps_micro_batch_size
-    return None if size is None else size * tokens.group_size
+  def _score(
+    self,
+    role: Role,
+    score: Score,
+    rows: Rows,
+    micro_batch_size: int | None,
+  ) -> np.ndarray:
+    """Returns `score` of all rows by the model of a role; float32 on the host."""
+    size = micro_batch_size or self._training.compute_logps_micro_batch_size
+    at_once = None if size is None else size * rows.group_size
+    arrays = {name: getattr(rows, name) for name in TOKEN_ARRAYS}
+    if role is Role.ACTOR:
+      model = self.actor_trainer.model
+    elif role is Role.REFERENCE and self.reference is None:
+      model = backbone.reference_of(self.actor_trainer.model)
+    else:
+      return self.inference_worker.run(role, score, arrays, at_once)
+    name = f"{role.value} scoring"
+    return inference.run(model, score, arrays, at_once, self._axes, name)
+
+  @property
+  def _training(self) -> RLTrainingConfig:
+    return self.cluster_config.training_config
 
   @property
   def _axes(self) -> tuple[str, ...]:
-    return self.cluster_config.training_config.data_sharding_axis
-
-
-def _tracer(
-  config: RLTrainingConfig, perf_config: PerfMetricsConfig | None
-) -> trace.NoopTracer:
-  if perf_config is not None and not isinstance(perf_config, PerfMetricsConfig):
-    raise TypeError(
-      f"perf_config is a {type(perf_config).__name__}: expected a "
-      "tunix.perf.metrics.PerfMetricsConfig, or None"
-    )
-  options = config.perf_metrics_options
-  if perf_config is None:
-    return trace.make_tracer(options, config.log_dir)
-  options, made = options or PerfMetricsOptions(), perf_config.custom_export_fn
-  return trace.make_tracer(options, config.log_dir, made)
+    return self._training.data_sharding_axis
 
 
 def _check_no_evaluation(eval_ds: None) -> None:
   if eval_ds is not None:
-    raise ValueError("evaluation is the learner's: RLLearner.train(..., eval_ds)")
-
-
-def _rows(tokens: Tokens) -> dict[str, np.ndarray]:
-  names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-  return {name: getattr(tokens, name) for name in names}
+    raise ValueError("eval_ds is set: pass it to RLLearner.train, which evaluates")

@@ -1,13 +1,14 @@
-"""RLLearner: from prompts to a better policy. The page to read first.
+"""RLLearner: the training loop of reinforcement learning. Read this module first.
 
-    while prompts are left:
-      example = self._generate_and_compute_advantage(batch)  <- what an algorithm writes
+    while there are prompts:
+      example = self._generate_and_compute_advantage(batch)  <- written by an algorithm
       cluster.update_critic(mini-batches); cluster.update_actor(mini-batches)
       cluster.sync_weights()
 
-When it evaluates and saves is decided in sft/run.py, as for every trainer. All that a
-resumed run needs is one RunState (learner_state.py), saved between two rollouts. Random
-numbers need no state: they follow from the seed, the number of the rollout and the row.
+sft/run.py decides when a run evaluates and saves, as for every trainer. A resumed run
+needs one RunState (learner_state.py), which is saved between two rollouts. Random
+numbers need no state: they are computed from the seed, the number of the rollout and
+the row.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from flax import nnx
 from tunix.ops.reductions import WeightedSum
 from tunix.rl import evaluation, learner_state, metrics, policy_loss, setup
 from tunix.rl.algorithm_config import AlgorithmConfig
-from tunix.rl.common import Rollouts, Tokens, TrainExample
+from tunix.rl.common import Rollouts, TrainExample, mini_batches
 from tunix.rl.experience import Experience, MetricFn
 from tunix.rl.learner_state import LearnerProgress
-from tunix.rl.pipeline import PromptBatch, PromptSource, mini_batches, prompt_batch
+from tunix.rl.pipeline import PromptBatch, PromptSource, prompt_batch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.samples import Samples
 from tunix.sft.base_trainer import BaseTrainer
@@ -44,22 +45,22 @@ _log = logging.getLogger(__name__)
 class RLLearner(BaseTrainer):
   """Trains the actor of a cluster on rollouts.
 
-  Subclasses write `_generate_and_compute_advantage`, and may replace
+  Subclasses implement `_generate_and_compute_advantage`. They may override
   `_compute_policy_loss`, `_shape_rewards` and `_collect`.
 
   Args:
     rl_cluster: the models.
-    algo_config: the algorithm's settings.
-    reward_fns: `fn(prompts, completions, **columns) -> list[float]`, one or several, or
-      a RewardManager; None: the cluster's reward model alone.
-    metric_fns: `fn(prompts, completions, rewards, **columns)` -> scalars by name,
-      logged with every batch of rollouts; rewards are float64 [B], NaN where they
-      failed.
-    data_shuffle_seed: shuffle groups of rollouts before they are cut into mini-batches,
-      anew in every iteration; None: in the order of the prompts.
+    algo_config: settings of the algorithm.
+    reward_fns: one or several `fn(prompts, completions, **columns) -> list[float]`, or
+      a RewardManager. None uses only the cluster's reward model.
+    metric_fns: one or several `fn(prompts, completions, rewards, **columns)` that
+      return scalars by name, logged with every batch of rollouts. `rewards` is float64
+      [B], NaN where a reward failed.
+    data_shuffle_seed: seed that shuffles the groups of rollouts before they are cut
+      into mini-batches, in every iteration. None keeps the order of the prompts.
 
   Raises:
-    ValueError: settings that do not fit the cluster, or a checkpoint that does not.
+    ValueError: the settings or the newest checkpoint do not match the cluster.
   """
 
   uses_critic: ClassVar[bool] = False
@@ -83,12 +84,12 @@ class RLLearner(BaseTrainer):
     self._shuffle_seed = data_shuffle_seed
     rl_cluster.actor_trainer.with_role_loss(self._compute_policy_loss)
     self._identity = learner_state.identity(rl_cluster)
-    self._torn = False  # whether an update is under way, or broke off
+    self._is_mid_update = False  # True during an update, and after one that failed
     self._run = Run(self, self._config, rl_cluster.perf)
     self.restore_checkpoint()
 
   def with_samples(self, samples: Samples) -> Self:
-    """Shows some of the rollouts as files to look at; returns the learner."""
+    """Writes some of the rollouts to files; returns the learner."""
     self._samples = samples
     return self
 
@@ -102,17 +103,19 @@ class RLLearner(BaseTrainer):
     """Updates of the actor."""
     return self.rl_cluster.actor_trainer.train_steps
 
-  # What an algorithm writes.
+  # The extension points of an algorithm.
 
   @abc.abstractmethod
   def _generate_and_compute_advantage(self, batch: PromptBatch) -> TrainExample:
-    """Rollouts of a batch of prompts with what the update needs: `_rollouts`, then
-    advantages, then `_example`."""
+    """Samples a batch of prompts and returns what the update needs.
+
+    An implementation calls `_rollouts`, computes advantages and calls `_example`.
+    """
 
   def _compute_policy_loss(
     self, model: nnx.Module, example: TrainExample
   ) -> tuple[WeightedSum, policy_loss.Aux]:
-    """The loss of one micro-batch, and token means to watch; traced."""
+    """Computes the loss of one micro-batch and metrics, means over tokens; traced."""
     sampling = self.rl_cluster.cluster_config.rollout(Mode.TRAIN)
     return policy_loss.policy_loss(
       model,
@@ -123,46 +126,42 @@ class RLLearner(BaseTrainer):
     )
 
   def _collect(self, source: PromptSource) -> TrainExample | None:
-    """The rollouts of one step; None at the end of the prompts."""
+    """Returns the example of one step; None at the end of the prompts."""
     batch = source.take()
     return None if batch is None else self._generate_and_compute_advantage(batch)
 
-  def _shape_rewards(
-    self, tokens: Tokens, totals: np.ndarray, max_tokens: int
-  ) -> np.ndarray:
-    """Rewards [B] as they are learnt from; metrics show those before it."""
-    del tokens, max_tokens
-    return totals
+  def _shape_rewards(self, rollouts: Rollouts, max_tokens: int) -> np.ndarray:
+    """Returns the scores [P, G] to learn from; metrics show the rewards before it."""
+    del max_tokens
+    return rollouts.scores
 
-  # What it is made of.
+  # Helpers of the extension points.
 
   def _rollouts(self, batch: PromptBatch, mode: Mode = Mode.TRAIN) -> Rollouts:
-    """Samples and rewards the completions of every prompt."""
+    """Samples the completions of every prompt and computes their rewards."""
     number = self._progress.rollouts
     return self._experience.rollouts(batch, mode, number, self._shape_rewards)
-
-  def _kl_penalty(self, tokens: Tokens) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """See Experience."""
-    return self._experience.kl_penalty(tokens)
 
   def _example(
     self,
     rollouts: Rollouts,
     advantages: np.ndarray,
     old: np.ndarray | None = None,
-    **more: Any,
+    **fields: Any,
   ) -> TrainExample:
-    """The example of rollouts and advantages [B] or [B, R]; see Experience."""
+    """Makes the example of rollouts and advantages [B] or [B, R]; see Experience."""
     if self._samples is not None and jax.process_index() == 0:
       number = self._progress.rollouts
       step = self.train_steps
       shown = self._samples.add(rollouts, advantages, number=number, step=step)
       self.metrics_logger.log_samples(shown, step)
-    rows = len(rollouts.tokens.completion_mask)
-    # Several passes, or several mini-batches: the last is learnt by another policy.
+    rows = len(rollouts.text)
+    # With several iterations or mini-batches, the last update starts from another
+    # policy than the one that sampled, and the ratio needs the log-probabilities of the
+    # first.
     moves = self.algo_config.num_iterations > 1 or self._mini_rows(rows) < rows
     return self._experience.example(
-      rollouts, advantages, old, policy_moves=moves, **more
+      rollouts, advantages, old, policy_moves=moves, **fields
     )
 
   # The loop.
@@ -173,35 +172,41 @@ class RLLearner(BaseTrainer):
     eval_ds: Iterable[Mapping[str, Any]] | None = None,
     skip_jit: bool = False,
   ) -> TrainResult:
-    """Trains until prompts, `max_steps` or patience end; goes on from a checkpoint.
+    """Trains until the prompts, `max_steps` or the patience end; resumes a checkpoint.
 
-    A further call starts the prompts anew. A script that calls it several times resumes
-    in the call that was under way: those before it return at once.
+    Calling `train` again restarts the prompts; the step count continues. If a script
+    calls it several times and is resumed, the calls that were complete return at once
+    and the interrupted call continues.
 
     Args:
-      train_ds: yields batches {"prompts": [...], column: [...], ...}. A last batch that
-        is smaller is filled up with rows that weigh nothing.
-      eval_ds: batches as well, iterated anew for every evaluation.
-      skip_jit: run the updates without `jax.jit`, to debug a loss.
+      train_ds: yields batches {"prompts": [...], column: [...], ...}. A smaller last
+        batch is padded with rows of weight 0.
+      eval_ds: batches of held-out prompts, iterated from the start in every evaluation.
+      skip_jit: if True, updates run without `jax.jit`, to debug a loss.
 
-    Returns: updates of the actor, what ended them, and the best evaluation where it is
-      asked for.
+    Returns:
+      The number of updates of the actor, the reason why training ended, and the best
+      evaluation if `TrainingConfig.best` is set.
 
     Raises:
       Stopped: SIGINT or SIGTERM arrived; a checkpoint was saved.
-      ValueError: no prompts, or one that is too long.
-      RuntimeError: an update broke off before, and the models are between two states.
+      ValueError: there are no prompts, or a prompt is too long.
+      RuntimeError: an earlier update failed, and the models are between two states.
     """
-    if self._torn:
+    if self._is_mid_update:
       raise RuntimeError(
-        "an update broke off half-way, and nothing was saved since: make the learner "
-        "and its cluster anew, from the models; it resumes from the last checkpoint"
+        "an update failed half-way, and nothing was saved since then: build the "
+        "models, the cluster and the learner again; the run resumes from the last "
+        "checkpoint"
       )
     return self._run.train(train_ds, eval_ds, skip_jit)
 
   def lower_step(self, batch: Mapping[str, Any]) -> None:
-    """Goes through what `train` does on a batch of prompts, with models of shapes and
-    inside `programs.recording`, which has its programs afterwards."""
+    """Lowers the programs that `train` runs on a batch of prompts; runs none of them.
+
+    The models hold shapes instead of arrays. The caller collects the programs with
+    `programs.recording`.
+    """
     example = self._generate_and_compute_advantage(prompt_batch(batch))
     minis = self._mini_batches(example)
     parts = self._micro_batches(minis[0].rows)
@@ -226,7 +231,7 @@ class RLLearner(BaseTrainer):
     return PromptSource(train_ds, self._progress.data_state, self._progress.pending)
 
   def _begin(self) -> None:
-    """Forgets what a call that broke off had measured."""
+    """Clears the metrics of a call that was interrupted."""
     self._measured.clear()
     self._phases.take()
 
@@ -238,25 +243,26 @@ class RLLearner(BaseTrainer):
     return source if source.has_more() else None
 
   def _learn(self, source: PromptSource, skip_jit: bool) -> None:
-    """Rollouts of the next prompts, and all updates by them."""
+    """Samples the next prompts and makes all updates on the rollouts."""
     with self.rl_cluster.perf.span_group("global_step"):
-      with self._run.saved_on_failure():  # what was learnt before
+      with self._run.saved_on_failure():  # saves the updates before this step
         example = self._collect(source)
       if example is None:
         source.end()
         return
       self._update(example, skip_jit)
+    # Only now the batch counts as trained: an interrupted step is sampled again.
     self._log_rollouts()
     self._progress.rollouts += 1
     self._progress.data_state = source.commit()
     self._progress.pending = source.pending
-    self._torn = False
+    self._is_mid_update = False
 
   def _update(self, example: TrainExample, skip_jit: bool) -> None:
-    """All updates by one batch of rollouts, then new weights for the engine."""
+    """Makes all updates on one batch of rollouts, then sends weights to the engine."""
     cluster, minis = self.rl_cluster, self._mini_batches(example)
     parts = self._micro_batches(minis[0].rows)
-    self._torn = True  # until the progress says that this batch is learnt
+    self._is_mid_update = True  # until `_learn` has counted this batch
     with self._phases("update"):
       if cluster.critic_trainer is not None:
         cluster.update_critic(minis, skip_jit=skip_jit, micro_batches=parts)
@@ -267,29 +273,26 @@ class RLLearner(BaseTrainer):
       cluster.sync_weights()
 
   def _log_rollouts(self) -> None:
-    """What was measured of the rollouts and phases of a step."""
+    """Logs the metrics of the rollouts and the seconds of the phases of a step."""
     means = metrics.mean_of(self._measured)
     perf = self.rl_cluster.perf
-    # Waits for no device: the updates are over. The thread that notes it may be late.
+    # The updates are complete, so this waits for no device, only for the tracer's
+    # thread.
     perf.synchronize()
     self._log({**means, **self._phases.take(), **perf.export()}, Mode.TRAIN)
     self._measured.clear()
 
   def _mini_batches(self, example: TrainExample) -> list[TrainExample]:
-    """Mini-batches of all iterations, as many as `max_steps` leaves."""
-    config, limit = self.algo_config, self._config.max_steps
+    """Cuts the mini-batches of all iterations; no more than `max_steps` allows."""
+    group, limit = self.algo_config.num_generations, self._config.max_steps
+    shared, seed = self._experience.shared_prompts, self._shuffle_seed
     minis = list(
       mini_batches(
-        dataclasses.replace(
-          example,
-          group_size=config.num_generations if self._experience.shared_prompts else 1,
-        ),
-        group=config.num_generations,
+        dataclasses.replace(example, group_size=group if shared else 1),
+        group=group,
         rows=self._mini_rows(example.rows),
-        iterations=config.num_iterations,
-        shuffle=None
-        if self._shuffle_seed is None
-        else (self._shuffle_seed, self._progress.rollouts),
+        iterations=self.algo_config.num_iterations,
+        shuffle=None if seed is None else (seed, self._progress.rollouts),
       )
     )
     if not minis:
@@ -301,7 +304,11 @@ class RLLearner(BaseTrainer):
     return minis if limit is None else minis[: limit - self.train_steps]
 
   def _mini_rows(self, rows: int) -> int:
-    """Rows of a mini-batch; without a size, of the largest batch so far."""
+    """Returns the rows of a mini-batch; the largest batch so far if no size is set.
+
+    A smaller batch, such as the last one of the data, is padded to the largest so far:
+    its update then runs the program that is compiled already.
+    """
     group = self.algo_config.num_generations
     self._progress.batch_rows = max(self._progress.batch_rows, rows)
     if (mini := self._config.mini_batch_size) is not None:
@@ -318,7 +325,7 @@ class RLLearner(BaseTrainer):
   def _evaluate(
     self, eval_ds: Any, skip_jit: bool, signals: DeferredSignals
   ) -> dict[str, float] | None:
-    del skip_jit, signals  # it samples, and is asked to stop after it
+    del skip_jit, signals  # nothing is compiled here; a signal stops the run afterwards
     if eval_ds is None:
       return None
     with self.rl_cluster.perf.span_group("evaluation"):
@@ -327,7 +334,7 @@ class RLLearner(BaseTrainer):
     return values
 
   def evaluate(self, eval_ds: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Rewards and pass@k on held-out prompts, sampled as Mode.EVAL says."""
+    """Returns rewards and pass@k on held-out prompts, sampled as in Mode.EVAL."""
     rollouts = [
       self._rollouts(prompt_batch(batch, number), Mode.EVAL)
       for number, batch in enumerate(eval_ds)
@@ -340,9 +347,9 @@ class RLLearner(BaseTrainer):
       logger.log(prefix, name, value, mode, self.train_steps)
 
   def _run_state(self, places: Places) -> RunState | None:
-    if self._torn:
+    if self._is_mid_update:
       step = self.train_steps
-      _log.warning("step %d was not reached whole: nothing is saved of it", step)
+      _log.warning("step %d is incomplete and is not saved", step)
       return None
     if not self.train_steps:
       return None
@@ -359,10 +366,10 @@ class RLLearner(BaseTrainer):
     self._progress = learner_state.load(self.rl_cluster, *saved, self._identity)
 
   def close(self) -> None:
-    """Saves what is not saved, ends the reward workers, closes files.
+    """Saves unsaved updates, ends the reward workers, closes files.
 
     Raises:
-      OSError: the last checkpoint could not be written; all else is closed.
+      OSError: the last checkpoint could not be written; everything else is closed.
     """
     with contextlib.ExitStack() as stack:
       stack.callback(self.rl_cluster.close)

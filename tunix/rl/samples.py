@@ -95,12 +95,12 @@ def groups_of(
     advantages: [P * G] or [P * G, R].
     most: number of groups.
 
-  Returns: `group`, `prompt`, `columns`, `batch_reward` (the mean over the whole batch),
-  and `completions` with `text`, `reward` (the total), `score` (after shaping), `rewards`
-  by function, `advantage`, `tokens`, `finish_reason`.
+  Returns: groups with `group`, `prompt`, `columns`, `batch_reward` (the mean over the
+  whole batch), `completions`. A completion has `text`, `reward` (the total), `score`
+  (after shaping), `rewards` by function, `advantage`, `tokens`, `finish_reason`.
   """
-  size, batch = rollouts.tokens.group_size, rollouts.batch
-  mean = _by_row(np.asarray(advantages, np.float64), rollouts.tokens.completion_mask)
+  size, batch = rollouts.group_size, rollouts.batch
+  mean = _by_row(np.asarray(advantages, np.float64), rollouts.completion_mask)
   total, scores = rollouts.rewards.total, rollouts.scores.reshape(-1)
   valid = total[np.isfinite(total)]
 
@@ -112,7 +112,7 @@ def groups_of(
       "score": _number(scores[row]),
       "rewards": {name: _number(values[row]) for name, values in by_function},
       "advantage": _number(mean[row]),
-      "tokens": int(rollouts.tokens.lengths[row]),
+      "tokens": int(rollouts.lengths[row]),
       "finish_reason": rollouts.finish_reasons[row],
     }
 

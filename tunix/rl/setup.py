@@ -1,4 +1,4 @@
-"""Whether a learner's parts fit together, checked before anything is sampled."""
+"""Checks that the parts of a learner match, before anything is sampled."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tunix.utils import mesh as mesh_lib
 
 
 def reward_manager(reward_fns: Any, cluster: RLCluster) -> RewardManager | None:
-  """The manager of reward functions; None where the reward model is alone.
+  """Returns the manager of the reward functions; None if there is only a reward model.
 
   Raises:
-    ValueError: there is neither.
+    ValueError: there is neither a reward function nor a reward model.
   """
   if isinstance(reward_fns, RewardManager):
     return reward_fns
@@ -35,10 +35,10 @@ def reward_manager(reward_fns: Any, cluster: RLCluster) -> RewardManager | None:
 
 
 def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
-  """Whether the prompt of a group is computed once for all its completions.
+  """Returns whether the prompt of a group is computed once for all its completions.
 
   Raises:
-    ValueError: it should be, and cannot.
+    ValueError: `shared_prompt` is True and a model cannot share prompts.
   """
   models = [m for m in (cluster.actor, cluster.reference) if m is not None]
   can = (
@@ -48,32 +48,32 @@ def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
   )
   if config.shared_prompt and not can:
     raise ValueError(
-      "shared_prompt=True, but there is one completion a prompt, or the actor or the "
+      "shared_prompt is True, but each prompt has one completion, or the actor or the "
       "reference cannot share prompts (our text decoders can): leave it None"
     )
   return can if config.shared_prompt is None else config.shared_prompt
 
 
 def check_exploring(rollout: RolloutConfig) -> None:
-  """What training asks of the sampling.
+  """Checks that the rollouts of training are sampled, not greedy.
 
   Raises:
-    ValueError: it is greedy.
+    ValueError: the temperature is 0.
   """
   if rollout.temperature == 0:
     raise ValueError(
-      "temperature is 0: greedy rollouts do not explore and have no log-probs to "
-      "learn from; set it above 0 (evaluations may have 0: give Mode.EVAL a "
-      "RolloutConfig of its own, or set rollout.eval_temperature)"
+      "temperature is 0: greedy rollouts do not explore and have no log-probabilities "
+      "to learn from; set it above 0 (for greedy evaluations give Mode.EVAL another "
+      "RolloutConfig, or set rollout.eval_temperature)"
     )
 
 
 def _check_processes(cluster: RLCluster) -> None:
-  """What several processes ask of the cluster: they compute everything together, so
-  every role lies on all their devices.
+  """Checks a cluster of several processes, which compute every role together.
 
   Raises:
-    ValueError: a role lies elsewhere, or there is an engine of another kind.
+    ValueError: a role is not on the devices of all processes, or the engine is not
+      "vanilla".
   """
   count = jax.process_count()
   models = {"actor": cluster.actor, "critic": cluster.critic}
@@ -82,42 +82,43 @@ def _check_processes(cluster: RLCluster) -> None:
     if model is None:
       continue
     mesh = mesh_lib.mesh_of(nnx.state(model))
-    here = {d.process_index for d in mesh.devices.flat} if mesh is not None else set()
-    if len(here) != count:
+    devices = [] if mesh is None else mesh.devices.flat
+    present = {device.process_index for device in devices}
+    if len(present) != count:
       raise ValueError(
-        f"the {role} lies on devices of {max(1, len(here))} of {count} processes: with "
-        "several of them every role lies on a mesh over all their devices; set it with "
+        f"the {role} is on devices of {max(1, len(present))} of {count} processes: "
+        "with several processes every role needs a mesh over all devices; set it with "
         "jax.set_mesh(mesh) before the models are made, or by role_to_mesh"
       )
   if cluster.cluster_config.rollout_engine != "vanilla":
     raise ValueError(
-      f"rollout_engine is {cluster.cluster_config.rollout_engine!r}: {count} processes "
-      'sample together with "vanilla" alone'
+      f"rollout_engine is {cluster.cluster_config.rollout_engine!r}: with {count} "
+      'processes expected "vanilla"'
     )
 
 
 def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> None:
-  """What every learner asks of its cluster.
+  """Checks the cluster of a learner.
 
   Raises:
-    ValueError: processes that do not share every role, greedy rollouts, a role that is
-      missing, or one that nothing would use.
+    ValueError: a role is not on all processes, rollouts are greedy, a role is missing,
+      or a role would not be used.
   """
   if jax.process_count() > 1:
     _check_processes(cluster)
   check_exploring(cluster.cluster_config.rollout(Mode.TRAIN))
   if config.beta and cluster.reference is None and not is_lora(cluster.actor):
     raise ValueError(
-      f"beta is {config.beta}, and there is no reference model to keep close to: "
-      "pass reference= to RLCluster, train LoRA adapters, or set beta=0"
+      f"beta is {config.beta} and there is no reference model: pass reference= to "
+      "RLCluster, train LoRA adapters, or set beta=0"
     )
   if cluster.reference is not None and not config.beta:
     raise ValueError(
-      "beta is 0 and there is a reference, with which nothing would be compared: set "
-      "beta, or leave reference= out"
+      "beta is 0 and there is a reference model, which would not be used: set beta, or "
+      "leave reference= out"
     )
   if cluster.critic is not None and not uses_critic:
     raise ValueError(
-      "there is a critic, and this algorithm trains none: leave critic= out, or use "
+      "there is a critic, which this algorithm does not use: leave critic= out, or use "
       "PPOLearner"
     )

@@ -1,8 +1,7 @@
-"""Trains one role of a cluster: a PeftTrainer that is given mini-batches."""
+"""The trainer of one role of a cluster: a PeftTrainer that receives mini-batches."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,28 +19,30 @@ from tunix.sft.metrics_logger import MetricsLogger
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.sft.run_state import Progress, RunState
 from tunix.utils import mesh as mesh_lib
+from tunix.utils.setting import shared_values
 
-# (model, example) -> (weighted sum, means to watch)
+# (model, example) -> (weighted sum, metrics), or the weighted sum
 RoleLoss = Callable[[nnx.Module, TrainExample], Any]
 
 
 class Trainer(PeftTrainer):
-  """The actor's or the critic's updates.
+  """Makes the updates of the actor or of the critic.
 
-  It has no checkpoint folder and no cadence of its own: what is saved of several roles
-  must be of one moment, so the learner's run saves and restores them together, with the
+  The trainer has no checkpoint folder and makes no evaluations. A checkpoint must hold
+  all roles at the same step, so the learner saves and restores them together, with the
   logger that they share.
 
   Args:
-    model: the role's module.
+    model: the module of the role.
     optimizer: an optax transformation.
-    training_config: of the run.
-    role: goes before the metrics' names.
-    metrics_logger: shared by all roles of the run.
-    perf_tracer: likewise; the role's phases stand in a timeline of its own.
+    training_config: settings of the run.
+    role: name of the role, the prefix of its metrics.
+    metrics_logger: logger that all roles of the run share.
+    perf_tracer: tracer that all roles share; each role has its own timeline in it.
   """
 
-  _batches_are_whole = True  # rollouts are gathered: advantages need whole groups
+  # Every process has all rollouts: advantages are computed from whole groups.
+  _batches_are_whole = True
 
   def __init__(
     self,
@@ -58,8 +59,12 @@ class Trainer(PeftTrainer):
       super().__init__(model, optimizer, config, metrics_logger, tracer)
 
   def with_role_loss(self, loss: RoleLoss) -> Trainer:
-    """Sets the loss: (model, example) -> (weighted sum, means to watch), or the sum (or
-    a scalar mean over the examples) alone."""
+    """Sets the loss; returns the trainer.
+
+    Args:
+      loss: function of (model, example). It returns a WeightedSum, a scalar mean over
+        the examples, or a pair of one of these and metrics by name.
+    """
 
     def pair(model: nnx.Module, example: TrainExample):
       out = loss(model, example)
@@ -72,7 +77,13 @@ class Trainer(PeftTrainer):
   def update(
     self, mini_batches: Iterable[TrainExample], micro_batches: int, skip_jit: bool
   ) -> int:
-    """One update a mini-batch, each cut into `micro_batches`; returns their number."""
+    """Makes one update per mini-batch; returns their number.
+
+    Args:
+      mini_batches: the mini-batches.
+      micro_batches: number of parts of a mini-batch whose gradients are added.
+      skip_jit: if True, the update runs without `jax.jit`.
+    """
     done = self.train_steps
     with _own_mesh(self._module.model), self._session():
       for mini in mini_batches:
@@ -83,34 +94,37 @@ class Trainer(PeftTrainer):
   def lower_update(
     self, mini: TrainExample, micro_batches: int, name: str
   ) -> jax.stages.Lowered:
-    """The update by a mini-batch, lowered and not run; `name` is its in a plan."""
+    """Lowers the update of a mini-batch without running it; `name` is used in plans."""
     with _own_mesh(self._module.model), self._session():
       window = self._window(windows.cut(mini, micro_batches), None)
       return self._state.lower(window.groups, name)
 
   def flush(self) -> None:
-    """Logs what was dispatched; waits for the device."""
+    """Waits for the dispatched updates and logs their metrics."""
     self._reporter.flush()
 
   def run_state(self) -> tuple[RunState, dict[str, Any]]:
-    """(arrays, counters as JSON), for the checkpoint of the whole run."""
+    """Returns the arrays and the counters as JSON, for the checkpoint of the run."""
     return self._state.to_run_state(), self._progress.to_json([None])
 
   def load_run_state(self, state: RunState, progress: dict[str, Any]) -> None:
-    """Takes what `run_state` gave."""
+    """Restores the result of `run_state`."""
     self._state.load(state)
     self._progress = Progress.from_json(progress)
 
   def _load(self, saved: tuple[int, RunState] | None) -> None:
-    # It has no folder, and the place of the shared logger is not its to set.
+    # There is no checkpoint folder, and the learner restores the shared logger.
     assert saved is None
 
   def after_move(self) -> None:
-    """Lets go of arrays that the module no longer holds: it was moved."""
+    """Reads the arrays of the module again after it was moved."""
     self._module.refresh()
 
   def close(self) -> None:
-    """Hands the module back and ends the bar; the logger is the cluster's."""
+    """Writes the weights to the module and ends the progress bar.
+
+    The logger stays open, because the cluster owns it.
+    """
     self._module.hand_back()
     if not self._closed:
       self._closed = True
@@ -118,25 +132,22 @@ class Trainer(PeftTrainer):
 
 
 def _role_config(config: RLTrainingConfig, role: str) -> TrainingConfig:
-  """What one role is told of the run's settings."""
-  names = [field.name for field in dataclasses.fields(TrainingConfig)]
-  prefix = filter(None, (config.metrics_prefix, role))
-  is_actor = role == "actor"
-  return TrainingConfig(
-    **{
-      **{name: getattr(config, name) for name in names},
-      "checkpoint_root_directory": None,
-      "eval_every_n_steps": None,
-      "metrics_prefix": "/".join(prefix),
-      "pbar_description": config.pbar_description and role.capitalize(),
-      "perf_metrics_options": None,  # the run's tracer is given
-      # One profile a process.
-      "profiler_options": config.profiler_options if is_actor else None,
-    }
-  )
+  """Returns the settings of one role of the run."""
+  role_values = {
+    "checkpoint_root_directory": None,
+    "eval_every_n_steps": None,
+    "metrics_prefix": "/".join(filter(None, (config.metrics_prefix, role))),
+    "pbar_description": config.pbar_description and role.capitalize(),
+    "perf_metrics_options": None,  # the tracer of the run is passed to the trainer
+    # JAX records one profile per process at a time.
+    "profiler_options": config.profiler_options if role == "actor" else None,
+  }
+  return TrainingConfig(**shared_values(TrainingConfig, config) | role_values)
 
 
 def _own_mesh(model: nnx.Module) -> Any:
-  """The mesh that a role's weights lie on, whatever mesh surrounds the run: roles have
-  meshes of their own."""
+  """Returns a context with the mesh of a role's weights.
+
+  The roles may have different meshes, and none may be the mesh that surrounds the run.
+  """
   return mesh_lib.use_mesh(mesh_lib.mesh_of(nnx.state(model)))

@@ -1,4 +1,4 @@
-"""Critics made of actors, and what roles must have in common."""
+"""Critics made from actors, and checks that the models of the roles match."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from tunix.models.transformer.model import Transformer
 
 
 class VocabularyMismatchError(ValueError):
-  """Two roles number their tokens differently."""
+  """Two roles have different vocabularies."""
 
 
 def create_critic_model(
   actor: Transformer, seed: int = 0, *, share: bool = False
 ) -> Transformer:
-  """A critic of an actor's architecture and weights: one value a position.
+  """Makes a critic with the actor's architecture and weights, and one value per token.
 
-  With adapters on the actor the critic has them too and trains those and its head, on
-  the same frozen weights.
+  If the actor has adapters, the critic has them too. It then trains the adapters and
+  its head, on the same frozen weights.
 
   Args:
-    actor: a language model of any of our families; unchanged.
-    seed: of the head.
-    share: hold the actor's own arrays instead of copies. A trainer copies what it
-      trains, so sharing saves the memory of what stays frozen.
+    actor: a language model of one of our families; unchanged.
+    seed: seed of the new head.
+    share: if True, the critic holds the actor's arrays instead of copies. A trainer
+      copies the arrays that it trains, so sharing saves the memory of frozen weights.
 
   Raises:
-    TypeError: the actor is a model of somebody else's.
-    ValueError: it gives scores already.
+    TypeError: the actor is not a `Transformer`.
+    ValueError: the actor has a head for scores already.
   """
   if not isinstance(actor, Transformer):
     raise TypeError(
-      f"a critic cannot be made of {type(actor).__name__}, whose unembedding is not "
-      "known: pass a critic of your own that gives [B, T, 1]"
+      f"a critic cannot be made from a {type(actor).__name__}, whose unembedding is "
+      "unknown: pass another critic, whose output is [B, T, 1]"
     )
   critic = heads.with_scores(actor, 1, seed=seed)
   if lora_modules.adapted(critic):
-    # All else is frozen, and a head that stays as it was drawn predicts nothing.
+    # All other weights are frozen, and a random head that stays random predicts
+    # nothing.
     whole_modules.mark(critic, ["score"])
   if share:
     return critic
@@ -53,7 +54,7 @@ def create_critic_model(
 
 
 def check_roles(actor: nnx.Module, others: Mapping[Any, nnx.Module]) -> None:
-  """Checks that the models of a run fit the actor, and are no part of it.
+  """Checks that the other models match the actor and share no parameters with it.
 
   Args:
     actor: the policy.
@@ -61,7 +62,7 @@ def check_roles(actor: nnx.Module, others: Mapping[Any, nnx.Module]) -> None:
 
   Raises:
     VocabularyMismatchError: see `check_same_vocabulary`.
-    ValueError: a model holds parameters of the actor's own, and would train along.
+    ValueError: a model holds parameters of the actor, and training would change it too.
   """
   params = {
     id(node) for _, node in nnx.iter_graph(actor) if isinstance(node, nnx.Param)
@@ -71,27 +72,27 @@ def check_roles(actor: nnx.Module, others: Mapping[Any, nnx.Module]) -> None:
     if any(id(node) in params for _, node in nnx.iter_graph(model)):
       raise ValueError(
         f"the {getattr(role, 'value', role)} is the actor, or holds its parameters, "
-        "and would change as the actor trains: pass a copy, nnx.clone(model)"
+        "and would change when the actor trains: pass a copy, nnx.clone(model)"
       )
 
 
 def check_same_vocabulary(actor: Any, other: Any, role: Any) -> None:
-  """Checks that a model of another role reads the actor's tokens.
+  """Checks that a model has as many tokens in its vocabulary as the actor.
 
-  Models without `config.vocab_size`, as users may bring, are not checked.
+  Models without `config.vocab_size`, which users may pass, are not checked.
 
   Args:
     actor, other: models.
-    role: of the other, for the message: its name, or an enum's member.
+    role: name or enum member of the other model's role, for the message.
 
   Raises:
-    VocabularyMismatchError: their vocabularies are of different sizes.
+    VocabularyMismatchError: the sizes of the vocabularies differ.
   """
-  ours, theirs = calling.vocab_size(actor), calling.vocab_size(other)
-  if ours is None or theirs is None or ours == theirs:
+  actor_size, size = calling.vocab_size(actor), calling.vocab_size(other)
+  if actor_size is None or size is None or actor_size == size:
     return
   raise VocabularyMismatchError(
-    f"the {getattr(role, 'value', role)} has a vocabulary of {theirs} tokens, the "
-    f"actor one of {ours}: token ids mean something else to it; take a model of the "
-    "actor's family and tokenizer"
+    f"the {getattr(role, 'value', role)} has a vocabulary of {size} tokens, the actor "
+    f"one of {actor_size}, so their token ids differ: use a model with the actor's "
+    "tokenizer"
   )

@@ -1,4 +1,8 @@
-"""Which weights a rollout was drawn with: versions by content, not by trust."""
+"""Versions of the policy, computed from the content of its weights.
+
+A rollout carries the version of the weights that sampled it, so that a rollout of other
+weights is an error.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from tunix.utils import checks
 
 
 class UnknownWeightsError(RuntimeError):
-  """A rollout comes from weights that were not published, or too long ago."""
+  """A rollout comes from weights that were not published, or are no longer known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,40 +26,38 @@ class PolicyVersion:
   """The identity of a policy.
 
   Attributes:
-    step: optimizer updates when it was published.
-    stamp: of its parameters, see `tunix.sft.stamp.content_stamp`.
+    step: optimizer updates before the policy was published.
+    stamp: content stamp of its parameters, see `tunix.sft.stamp.content_stamp`.
   """
 
   step: int
   stamp: str
 
   def __post_init__(self):
-    if isinstance(self.step, bool) or not isinstance(self.step, int) or self.step < 0:
-      raise ValueError(
-        f"step is {self.step!r}, it must be a number of updates, 0 or up"
-      )
+    checks.fields(self, step=checks.NOT_NEGATIVE)
     if not isinstance(self.stamp, str) or not self.stamp:
-      raise ValueError(f"stamp is {self.stamp!r}, it must be a content stamp")
+      raise ValueError(f"stamp is {self.stamp!r}: expected a content stamp")
 
   def to_json(self) -> str:
-    """One line; `from_json` reads it."""
+    """Returns one line of JSON for `from_json`."""
     return json.dumps(dataclasses.asdict(self))
 
   @classmethod
   def from_json(cls, text: str) -> PolicyVersion:
-    """The version that `to_json` wrote.
+    """Reads the result of `to_json`.
 
     Raises:
-      ValueError: the text is something else.
+      ValueError: the text is not a version.
     """
     try:
       return cls(**json.loads(text))
     except (TypeError, json.JSONDecodeError) as error:
-      raise ValueError(f"{text!r} is no policy version in JSON: {error}") from error
+      raise ValueError(f"{text!r} is not a policy version in JSON: {error}") from error
 
 
 def policy_stamp(model: nnx.Module) -> str:
-  """The content stamp of a module's parameters; random state does not count."""
+  """Returns the content stamp of a module's parameters, without its random state."""
+  # Dropout counters differ between the trainer and the engine; parameters must not.
   return content_stamp(nnx.state(model, nnx.Param))
 
 
@@ -63,8 +65,8 @@ class WeightSync:
   """The versions that rollouts may come from.
 
   Args:
-    history: how many of the latest versions are known; with rollouts that lag behind
-      training, at least the lag plus 1.
+    history: number of the latest versions that are known. If rollouts lag behind
+      training, it must be at least the lag plus 1.
     known: versions of an earlier run, oldest first.
 
   Raises:
@@ -77,61 +79,65 @@ class WeightSync:
 
   @property
   def known(self) -> tuple[PolicyVersion, ...]:
-    """The versions, oldest first: what a run saves."""
+    """The known versions, oldest first, which a run saves."""
     return tuple(self._known)
 
   @property
   def current(self) -> PolicyVersion | None:
-    """The version published last."""
+    """The version that was published last; None before the first."""
     return self._known[-1] if self._known else None
 
   def publish(self, model: nnx.Module, step: int) -> PolicyVersion:
     """Stamps the model and makes it the current version.
 
     Args:
-      model: what rollouts will be drawn with.
+      model: the model that samples the next rollouts.
       step: optimizer updates so far.
 
     Raises:
-      ValueError: `step` is below that of the current version.
+      ValueError: `step` is below the step of the current version.
     """
     version = PolicyVersion(step, policy_stamp(model))
     if self.current is not None and step < self.current.step:
       raise ValueError(
-        f"step {step} is published after step {self.current.step}: give a restored run "
-        "a WeightSync of its own"
+        f"step is {step}, below the published step {self.current.step}: make a new "
+        "WeightSync for a restored run"
       )
+    # Publishing unchanged weights again must not push an older version out of `known`.
     if version != self.current:
       self._known.append(version)
     return version
 
   def check(self, version: PolicyVersion | None) -> int:
-    """How many publications old a rollout's version is; 0 is the current one.
+    """Returns the age of a version in publications; 0 is the current version.
 
     Raises:
-      UnknownWeightsError: it is not among the known ones.
+      UnknownWeightsError: the version is not known.
     """
     for age, known in enumerate(reversed(self._known)):
       if known == version:
         return age
     raise UnknownWeightsError(
-      f"a rollout comes from {_name(version)}, known are {self._names()}: sync the "
-      "weights before generating, or raise `history` if rollouts may lag that far"
+      f"a rollout comes from {_name(version)}; the known versions are {self._names()}: "
+      "sync the weights before generating, or raise `history` if rollouts may lag that "
+      "far"
     )
 
   def identify(self, model: nnx.Module) -> PolicyVersion:
-    """The latest known version that the model's weights are.
+    """Returns the latest known version with the same content as the model's weights.
 
     Raises:
-      UnknownWeightsError: somebody changed them after they were published.
+      UnknownWeightsError: the weights were changed after they were published.
     """
     stamp = policy_stamp(model)
+    # The same weights can have several versions, with different steps: the latest
+    # counts.
     for known in reversed(self._known):
       if known.stamp == stamp:
         return known
     raise UnknownWeightsError(
-      f"the model that generates has the stamp {stamp}, known are {self._names()}: its "
-      "weights changed after they were published; sync them again"
+      f"the model that generates has the stamp {stamp}; the known versions are "
+      f"{self._names()}: its weights changed after they were published; sync them again"
     )
 
   def _names(self) -> str:

@@ -1,4 +1,4 @@
-"""Micro-batches one by one, from a place in the data that can be saved."""
+"""BatchSource: draws micro-batches, and saves and restores its place in the data."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ _log = logging.getLogger(__name__)
 
 
 class BatchSource:
-  """Draws from a dataset, or from a function, and knows where it is.
+  """Draws micro-batches from a dataset or a function, and counts them.
 
-  Iterators with `get_state` and `set_state` (Grain's) are saved and restored by their
-  own state, any other by drawing and dropping what was consumed. Their state is read
-  when it is asked for, not at every batch: it can be as large as the data.
+  The place of an iterator with `get_state` and `set_state` (Grain's) is its state. The
+  place of another iterator is the number of batches; it is restored by drawing and
+  dropping as many. An iterator's state is read for a checkpoint only, not for every
+  batch, because it can be as large as the data.
 
   Args:
-    dataset: an iterable of micro-batches; may be None when there is a function.
-    draw: gives the next one, None at the end; it goes before the dataset.
-    saved: what `state` returned, None at the start of a run.
+    dataset: an iterable of micro-batches; may be None if `draw` is given.
+    draw: function that returns the next micro-batch, None at the end; it replaces the
+      dataset.
+    saved: a result of `state`; None at the start of a run.
   """
 
   def __init__(
@@ -31,8 +33,8 @@ class BatchSource:
     saved: dict[str, Any] | None = None,
   ):
     self._drawn = 0
-    self._taken: list[Any] = []  # since the last `mark`
-    self._again: list[Any] = []  # to be given once more
+    self._taken: list[Any] = []  # batches drawn since the last `mark`
+    self._returned: list[Any] = []  # batches that `go_back` has put back
     if draw is None and dataset is None:
       raise ValueError(
         "no training data: pass an iterable of micro-batches to train(), or data hooks "
@@ -47,46 +49,52 @@ class BatchSource:
 
   @property
   def drawn(self) -> int:
-    """Micro-batches drawn since the run began."""
+    """The number of micro-batches drawn since the run began."""
     return self._drawn
 
   def take(self, count: int) -> list[Any]:
-    """The next micro-batches: fewer at the end, none behind it."""
+    """Returns the next `count` micro-batches; fewer at the end of the data."""
     self.mark()
     while len(self._taken) < count and self.next() is not None:
       pass
     return self._taken
 
   def mark(self) -> None:
-    """`go_back` goes back to no place before this one."""
+    """Forgets the drawn batches, so that `go_back` cannot pass this place."""
     self._taken = []
 
   def continues(self, dataset: Any) -> bool:
-    """Whether drawing from `dataset` would go on with this very iterator: a generator,
-    which cannot be started anew and has no state to go back to."""
-    live = self._iterator is not None and self._iterator is dataset
-    return live and not hasattr(dataset, "get_state")
+    """Returns True if `dataset` is the generator that this source draws from.
+
+    A generator cannot be restarted and has no state to restore, so a further call of
+    `train` must continue with this source.
+    """
+    is_same = self._iterator is not None and self._iterator is dataset
+    return is_same and not hasattr(dataset, "get_state")
 
   def go_back(self, drawn: int) -> None:
-    """Gives what was drawn beyond `drawn`, since the last `take` or `mark`, anew.
+    """Puts the batches after the first `drawn` ones back, to be drawn again.
+
+    Only batches since the last `take` or `mark` can be put back.
 
     Raises:
-      ValueError: more was drawn since: an older checkpoint was restored.
+      ValueError: More batches were drawn since, because an older checkpoint was
+        restored.
     """
     unused = self._drawn - drawn
     if not 0 <= unused <= len(self._taken):
       raise ValueError(
-        f"the run stands behind {drawn} micro-batches, and the generator that it draws "
-        f"from has given {self._drawn}: pass data that can be iterated anew, or a "
-        "generator that begins at the first micro-batch"
+        f"the run has consumed {drawn} micro-batches, and the generator has given "
+        f"{self._drawn}. Pass data that can be iterated again, or a new generator that "
+        "starts at the first micro-batch."
       )
     kept = len(self._taken) - unused
-    self._again = [*self._taken[kept:], *self._again]
+    self._returned = [*self._taken[kept:], *self._returned]
     self._taken, self._drawn = self._taken[:kept], drawn
 
   def next(self) -> Any:
-    """The next micro-batch; None at the end."""
-    batch = self._again.pop(0) if self._again else self._draw()
+    """Returns the next micro-batch; None at the end of the data."""
+    batch = self._returned.pop(0) if self._returned else self._draw()
     if batch is not None:
       self._drawn += 1
       self._taken.append(batch)
@@ -94,29 +102,31 @@ class BatchSource:
 
   def _draw_from_iterator(self) -> Any:
     for batch in self._iterator:
-      if batch is None:  # it would pass for the end, and what is behind it be lost
+      if batch is None:  # None would be taken for the end of the data
         raise ValueError(
-          f"the training data yielded None after {self._drawn} micro-batches: leave "
-          "out what is no batch"
+          f"the training data yielded None after {self._drawn} micro-batches; expected "
+          "a batch. Leave the None out."
         )
       return batch
     return None
 
   def remember(self) -> None:
-    """Reads the iterator's own state here: `state` of this place, and of places behind
-    it, rests on it."""
+    """Reads the iterator's state; `state` derives this place and later ones from it."""
     self._known = self._drawn, iterator_state.read(self._iterator)
 
   def state(self, drawn: int | None = None) -> dict[str, Any]:
-    """The place after `drawn` micro-batches, as JSON.
+    """Returns the place after `drawn` micro-batches, as JSON.
 
     Args:
-      drawn: not before the last `remember`; None: all that were drawn.
+      drawn: number of micro-batches, not less than at the last `remember`; None: all
+        micro-batches drawn so far.
     """
     place: int = self._drawn if drawn is None else drawn
-    if place == self._drawn and not self._again:
+    if place == self._drawn and not self._returned:
       self.remember()
     at, known = self._known
+    # A later place than that of the iterator's state: a resumed run draws and drops the
+    # batches between the two.
     skip = {"skip": place - at} if known and place > at else {}
     return {"drawn": place, **known, **skip}
 

@@ -1,7 +1,8 @@
-"""Which evaluation was the best, and when to stop for want of a better one.
+"""The record of the best evaluation, and early stopping.
 
-Pure: `judge` makes the next record of the one before and a new value. A record is part
-of the run's position, so a resumed run judges as the one that was killed would have.
+The functions are pure: `judge` returns the next record from the last one and a new
+value. The record is part of the run's position, so a resumed run decides exactly as the
+interrupted run would have.
 """
 
 from __future__ import annotations
@@ -12,29 +13,29 @@ from collections.abc import Mapping
 
 from tunix.utils import checks
 
-# What is better when it is smaller, by the end of its name.
+# Ends of the names of metrics for which a smaller value is better.
 _SMALLER = ("loss", "perplexity")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BestOptions:
-  """Keeps the checkpoint of the best evaluation, and stops when none gets better.
+  """Keeps the checkpoint of the best evaluation, and stops a run without improvement.
 
-  An evaluation before the first step is of the model as it was given: it is no result
-  of the run and does not count.
+  The evaluation before the first step does not count, because it measures the given
+  model.
 
   Attributes:
-    metric: of the evaluation, as it is logged ("loss", "rewards/accuracy"); None: the
-      loss, in RL rewards/score/mean.
-    greater_is_better: of a metric that is named; None: not for names that end in loss
-      or perplexity, all others have to say.
-    patience: stop after so many evaluations in a row without an improvement; None:
-      never.
-    min_delta: what counts as an improvement for patience, in the metric's unit; the
-      best checkpoint is that of the best value, by however little.
+    metric: name of the logged metric that ranks evaluations, such as "loss" or
+      "rewards/accuracy"; None: the loss, and in RL rewards/score/mean.
+    greater_is_better: True if a larger value of `metric` is better. None: False for
+      names that end in "loss" or "perplexity"; required for other names.
+    patience: stop after this number of consecutive evaluations without an improvement;
+      None: never stop early.
+    min_delta: least change, in the unit of the metric, that counts as an improvement
+      for `patience`. The best checkpoint is always that of the best value.
 
   Raises:
-    ValueError: a value out of range, or a metric whose direction nobody says.
+    ValueError: A value is out of range, or `greater_is_better` is missing.
   """
 
   metric: str | None = None
@@ -46,35 +47,35 @@ class BestOptions:
     checks.fields(self, patience=checks.COUNT, min_delta=checks.NOT_NEGATIVE)
     if self.metric is None and self.greater_is_better is not None:
       raise ValueError(
-        f"greater_is_better is {self.greater_is_better} and metric is not set: name "
-        "the metric that it speaks of"
+        f"greater_is_better is {self.greater_is_better} and metric is not set. Name "
+        "the metric."
       )
     is_named = self.metric is not None and not self.metric.endswith(_SMALLER)
     if is_named and self.greater_is_better is None:
       raise ValueError(
-        f"metric is {self.metric!r} and greater_is_better is not set: say whether "
-        "more of it is better (true) or less (false)"
+        f"metric is {self.metric!r} and greater_is_better is not set. Set it to true "
+        "if a larger value is better, else to false."
       )
     if self.min_delta and self.patience is None:
       raise ValueError(
-        f"min_delta is {self.min_delta} and patience is not set, which alone reads it: "
-        "give patience, or leave min_delta out"
+        f"min_delta is {self.min_delta} and patience is not set, which is the only "
+        "user of min_delta. Set patience, or leave min_delta out."
       )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Best:
-  """The best evaluation so far; JSON in a checkpoint.
+  """The best evaluation so far; saved as JSON in a checkpoint.
 
   Attributes:
-    metric: what was compared.
-    greater_is_better: how.
-    step: of the best evaluation; None: none gave a finite value.
-    value: the metric there.
-    mark: the value that the next improvement is measured from. It moves with every
-      improvement of `min_delta` and not with smaller ones, so that many small steps
-      count once they add up to it.
-    waited: evaluations since then.
+    metric: name of the metric.
+    greater_is_better: True if a larger value is better.
+    step: step of the best evaluation; None if no value was finite.
+    value: the best value of the metric.
+    mark: the value that the next improvement is compared with. It changes with each
+      improvement of at least `min_delta` and not with smaller ones, so several small
+      improvements count once their sum reaches `min_delta`.
+    waited: number of evaluations since `mark` changed.
   """
 
   metric: str
@@ -93,12 +94,12 @@ class Best:
 def record_for(
   options: BestOptions, main: tuple[str, bool], saved: Best | None
 ) -> Best:
-  """The record to go on with: `saved`, or a new one where it speaks of another metric.
+  """Returns the saved record, or a new one if it is for another metric.
 
   Args:
-    options: what is asked for.
-    main: the metric of the job, and whether more of it is better.
-    saved: of a checkpoint, or of the evaluation before; None: there was none.
+    options: the settings.
+    main: the main metric of the job, and True if a larger value is better.
+    saved: the record of a checkpoint or of the last evaluation; None if there is none.
   """
   metric, greater = main
   if options.metric is not None:
@@ -109,29 +110,39 @@ def record_for(
 
 
 def value_of(record: Best, metrics: Mapping[str, float] | None) -> float:
-  """The record's metric of an evaluation.
+  """Returns the value of the record's metric.
+
+  Args:
+    record: the current record.
+    metrics: the metrics of an evaluation; None if there was no evaluation data.
 
   Raises:
-    ValueError: there was no evaluation, or it has no such metric.
+    ValueError: There was no evaluation data, or the metric is missing.
   """
   if metrics is None:
     raise ValueError(
-      f"best asks for the best {record.metric} and there is nothing to evaluate on: "
-      "give train an eval_ds, or leave best out of the settings"
+      f"best ranks evaluations by {record.metric!r}, and there is no evaluation data. "
+      "Pass eval_ds to train, or leave best out of the settings."
     )
   if record.metric not in metrics:
-    there = ", ".join(sorted(name for name in metrics if not name.startswith("perf/")))
+    known = ", ".join(sorted(name for name in metrics if not name.startswith("perf/")))
     raise ValueError(
-      f"best.metric is {record.metric!r}, which the evaluation does not give: it gives "
-      f"{there}"
+      f"best.metric is {record.metric!r}; expected a metric of the evaluation: {known}"
     )
   return float(metrics[record.metric])
 
 
 def judge(before: Best, options: BestOptions, step: int, value: float) -> Best:
-  """The record after an evaluation; its `step` is that evaluation's if it is the best.
+  """Returns the record after an evaluation.
 
-  What is not finite is never better: a diverged run waits, and then stops.
+  A value that is not finite is never better, so a diverged run stops after `patience`
+  evaluations.
+
+  Args:
+    before: the record before the evaluation.
+    options: the settings.
+    step: step of the evaluation.
+    value: value of the metric.
   """
 
   def gain(old: float | None) -> float:
@@ -150,5 +161,5 @@ def judge(before: Best, options: BestOptions, step: int, value: float) -> Best:
 
 
 def is_over(record: Best, options: BestOptions) -> bool:
-  """Whether patience is at its end."""
+  """Returns True if the run must stop early."""
   return options.patience is not None and record.waited >= options.patience

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, and whose fault it is."""
+"""Errors of reading and writing checkpoints, and their causes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any
 
 
 class MismatchError(ValueError):
-  """A checkpoint of another model: its files are sound, an older one fits no better."""
+  """A checkpoint of another model; older checkpoints of the run do not fit either."""
 
 
 def means_damage(error: Exception) -> bool:
-  """Whether an error speaks of the files, not of this machine or its network."""
+  """Returns True if an error comes from damaged files, not from the machine."""
   text = str(error)
   machine = ("RESOURCE_EXHAUSTED", "Out of memory", "out of memory", "bad_alloc")
   if isinstance(error, MemoryError) or any(word in text for word in machine):
@@ -19,7 +19,12 @@ def means_damage(error: Exception) -> bool:
 
 
 class named_failure:
-  """Turns what a failed write raises into one OSError that says what to do."""
+  """Context that turns the error of a failed write into one OSError with a remedy.
+
+  Args:
+    root: the folder of the checkpoints.
+    step: the step of the checkpoint; None if it is unknown.
+  """
 
   def __init__(self, root: str | None, step: int | None):
     self._what = f"checkpoint {step} in {root}" if step is not None else f"in {root}"
@@ -34,6 +39,6 @@ class named_failure:
     if error is not None and full:
       raise OSError(
         f"a checkpoint could not be written ({self._what}): "
-        f"{text.splitlines()[0][:300]}. Checkpoints written before are untouched: make "
+        f"{text.splitlines()[0][:300]}. Earlier checkpoints are unchanged: make "
         "room and start the same run again"
       ) from error

@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes of arrays in a checkpoint, compared with those asked for."""
+"""Comparison of a checkpoint with the arrays to restore: names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -12,48 +12,52 @@ from tunix.utils import tree
 
 
 def check(
-  where: str, in_it: Mapping[str, Any], here: Mapping[str, Any], partial: bool
+  subject: str, saved: Mapping[str, Any], target: Mapping[str, Any], partial: bool
 ) -> None:
-  """Compares what was saved with what is wanted, by name; nothing is read yet.
+  """Compares saved arrays with the arrays to restore, before anything is read.
 
   Args:
-    where: begins the message: which checkpoint does not fit.
-    in_it: arrays of the checkpoint.
-    here: arrays that are wanted.
-    partial: it may hold more.
+    subject: first words of the message, which name the checkpoint.
+    saved: metadata of the checkpoint's arrays, by name.
+    target: the arrays to restore, by name.
+    partial: the checkpoint may have further arrays.
 
   Raises:
-    MismatchError: names those that are missing, unexpected or of another form.
+    MismatchError: Arrays are missing, unexpected, or of another shape or dtype; the
+      message names them.
   """
-  saved = {k: _form(tuple(v.shape), v.dtype) for k, v in in_it.items()}
-  wanted = {k: _stored(v) for k, v in here.items()}
-  extra = set() if partial else saved.keys() - wanted.keys()
-  problems = [f"{k} is not in it" for k in sorted(wanted.keys() - saved.keys())]
-  problems += [f"it has {k} besides" for k in sorted(extra)]
+  theirs = {k: _form(tuple(v.shape), v.dtype) for k, v in saved.items()}
+  ours = {k: _stored(v) for k, v in target.items()}
+  extra = set() if partial else theirs.keys() - ours.keys()
+  problems = [f"{k} is not in it" for k in sorted(ours.keys() - theirs.keys())]
+  problems += [f"it also has {k}" for k in sorted(extra)]
   problems += [
-    f"{k} is {saved[k]} in it and {wanted[k]} here"
-    for k in sorted(wanted.keys() & saved.keys())
-    if wanted[k] != saved[k]
+    f"{k} is {theirs[k]} in it and {ours[k]} here"
+    for k in sorted(ours.keys() & theirs.keys())
+    if ours[k] != theirs[k]
   ]
   if problems:
     shown = "; ".join(problems[:4]) + ("; ..." if len(problems) > 4 else "")
     raise MismatchError(
-      f"{where}: {shown}. Resume with the model, LoRA and optimizer settings it was "
-      "made with, or use another folder"
+      f"{subject}: {shown}. Resume with the model, LoRA and optimizer settings that it "
+      "was written with, or use another folder."
     )
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-  """Form and layout of an array."""
+  """Returns the shape, dtype and sharding of an array."""
   sharding = leaf.sharding if isinstance(leaf, jax.Array) else None
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def of_metadata(metadata: Any) -> dict[str, Any]:
-  """Orbax's metadata of an item, by name.
+  """Returns the metadata of an item's arrays by name.
+
+  Args:
+    metadata: orbax's metadata of the item.
 
   Raises:
-    FileNotFoundError: it is gone.
+    FileNotFoundError: The metadata is missing.
   """
   if metadata is None:
     raise FileNotFoundError("the metadata of its arrays is missing")
@@ -65,7 +69,7 @@ def of_metadata(metadata: Any) -> dict[str, Any]:
 
 
 def _stored(leaf: Any) -> str:
-  """Dtype and shape on disk: random keys are stored as their data."""
+  """Returns dtype and shape as stored on disk; a random key is stored as its data."""
   if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
     leaf = jax.eval_shape(jax.random.key_data, leaf)
   return _form(tuple(leaf.shape), leaf.dtype)

@@ -1,8 +1,8 @@
-"""Checkpoints of a run on disk, through orbax.
+"""CheckpointManager: reads and writes checkpoints with orbax.
 
 A checkpoint is a RunState: `model_params`, `model_rest`, `optimizer_state` (arrays),
-`progress` and `custom_metadata` (JSON); parts that are absent are not written. Saving
-is collective: with several processes each of them calls it.
+`progress` and `custom_metadata` (JSON). Fields that are None are not written. Saving is
+collective: all processes of a run must call it.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ _log = logging.getLogger(__name__)
 
 _JSON = ("progress", "custom_metadata")
 
-# Orbax's managers that this process has open, by folder: a notebook cell run again
-# makes a second one while the first may still be writing, and nothing but the process
-# itself knows of both. The one table of its kind; `close` takes managers out of it.
+# The open orbax managers of this process, by folder. A notebook cell that is run again
+# makes a second manager of a folder while the first one may still be writing; the
+# second one waits for it. `close` removes a manager from this table.
 _OPEN: dict[str, Any] = {}
 
 
 class CheckpointManager:
-  """Saves and restores runs under one folder.
+  """Saves and restores runs in one folder.
 
   Args:
-    root_directory: the folder (or a gs:// address, where the extra packages for it are
-      installed); None: nothing is saved and nothing is found.
-    options: cadence and number of checkpoints; orbax's CheckpointManagerOptions are
-      translated.
-    kept: gives the step of a checkpoint that stays besides the newest; None: none does.
+    root_directory: the folder, or a gs:// address if the packages for it are installed;
+      None: nothing is saved and nothing is found.
+    options: cadence and number of checkpoints, as CheckpointOptions or orbax's
+      CheckpointManagerOptions.
+    kept: function that returns the step of a checkpoint that is kept in addition to the
+      newest ones, or None.
 
   Raises:
-    TypeError: options of another kind.
-    ValueError: orbax's options with a setting that has no counterpart here.
+    TypeError: The options are of another kind.
+    ValueError: A setting of orbax's options has no counterpart here.
   """
 
   def __init__(
@@ -79,31 +80,38 @@ class CheckpointManager:
   def _handlers(self) -> dict[str, Any]:
     import orbax.checkpoint as ocp
 
-    # Pathways cannot write the newer formats.
-    modern = not env.pathways_available()
+    # Pathways cannot write the formats OCDBT and Zarr 3.
+    newer = not env.pathways_available()
     handlers: dict[str, Any] = {
-      name: ocp.PyTreeCheckpointHandler(use_ocdbt=modern, use_zarr3=modern)
+      name: ocp.PyTreeCheckpointHandler(use_ocdbt=newer, use_zarr3=newer)
       for name in ARRAYS
     }
     return handlers | {name: ocp.JsonCheckpointHandler() for name in _JSON}
 
   @property
   def timeout_secs(self) -> int:
-    """How long processes wait for each other when saving."""
+    """Most seconds that a process waits for the others when saving."""
     return self._options.timeout_secs
 
   def should_save(self, step: int) -> bool:
-    """Whether the cadence asks for a checkpoint at this step."""
+    """Returns True if the cadence requires a checkpoint at this step."""
     return self._manager is not None and self._manager.should_save(step)
 
   def save_state(self, step: int, state: RunState, *, force: bool = False) -> bool:
-    """Saves a run; returns whether it was written (or is being written).
+    """Saves a run.
+
+    Args:
+      step: number of the checkpoint.
+      state: the run.
+      force: save even if the cadence does not require it.
+
+    Returns: True if the checkpoint was written, or is being written.
 
     Raises:
-      OSError: the disk is full or not writable. With asynchronous saving it may come
-        out of a later call, or of `close`; checkpoints written before are untouched.
-      TypeError: metadata, or the state of a data iterator, that is no JSON.
-      coordination.AbsentError: another process does not save.
+      OSError: The disk is full or not writable. Asynchronous saving may raise this
+        error in a later call, or in `close`. Earlier checkpoints are unchanged.
+      TypeError: The metadata, or the state of a data iterator, is no JSON.
+      coordination.AbsentError: Another process did not take part.
     """
     self.check_open()
     if self._manager is None or (not force and not self.should_save(step)):
@@ -124,26 +132,27 @@ class CheckpointManager:
   def restore_state(
     self, like: RunState, *, step: int | None = None, partial: bool = False
   ) -> tuple[int, RunState] | None:
-    """Restores the newest readable run, onto the shardings of `like`.
+    """Restores the newest readable checkpoint onto the shardings of `like`.
 
-    A checkpoint that turns out damaged is passed over; when one before it can be read,
-    the damaged ones are renamed to `<step>.damaged`, with a warning. What is being
-    written is waited for.
+    Damaged checkpoints are skipped. If an older checkpoint can be read, the damaged
+    ones are renamed to `<step>.damaged`, with a warning. The call first waits until a
+    save in the background is complete.
 
     Args:
-      like: which arrays to restore, with their shapes, dtypes and shardings. A part
-        that is None is left in the checkpoint; one without arrays must have none there.
-      step: this checkpoint and no other.
-      partial: parts of the checkpoint may hold more arrays than asked for.
+      like: the arrays to restore, with their shapes, dtypes and shardings. A field that
+        is None is not restored; an empty field must be empty in the checkpoint too.
+      step: step of the checkpoint; None: the newest readable one.
+      partial: the checkpoint may have more arrays than `like`.
 
-    Returns: (step, state), or None when there is no checkpoint.
+    Returns: (step, state), or None if there is no checkpoint.
 
     Raises:
-      ValueError: the checkpoint belongs to another model or optimizer: the arrays that
-        are missing, unexpected or of another shape are named.
-      FileNotFoundError: `step` was asked for and is not there.
-      RuntimeError: there are checkpoints, and none of them can be read; they stay.
-      MemoryError, OSError: this machine could not read, whatever the files are like.
+      ValueError: The checkpoint belongs to another model or optimizer. The message
+        names arrays that are missing, unexpected or of another shape.
+      FileNotFoundError: There is no checkpoint of `step`.
+      RuntimeError: There are checkpoints, and none can be read. They are not changed.
+      MemoryError, OSError: This machine cannot read files, for reasons other than
+        damage.
     """
     self.check_open()
     if self._manager is None:
@@ -153,7 +162,8 @@ class CheckpointManager:
     if step is not None:
       if step not in steps:
         raise FileNotFoundError(
-          f"no checkpoint of step {step} in {self._root}: there are {sorted(steps)}"
+          f"no checkpoint of step {step} in {self._root}; expected one of "
+          f"{sorted(steps)}"
         )
       return step, self._read(step, like, partial)
     damaged: list[tuple[int, str]] = []
@@ -168,23 +178,24 @@ class CheckpointManager:
     if damaged:
       raise RuntimeError(
         f"none of the checkpoints {sorted(steps)} in {self._root} can be read (the "
-        f"newest: {damaged[0][1]}): restore the folder from a copy, or start again "
-        "with another one; nothing in it was changed"
+        f"newest: {damaged[0][1]}). Restore the folder from a copy, or start again "
+        "with another folder; this one was not changed."
       )
     return None
 
   def _try(
     self, step: int, like: RunState, partial: bool
   ) -> tuple[RunState | None, str | None]:
-    """(the state, None), or (None, what is damaged) on every process alike."""
+    """Returns (state, None), or (None, the damage), the same on every process."""
     state, problem, failure = None, None, None
     try:
       state = self._read(step, like, partial)
-    except Exception as error:  # whatever a damaged file makes the readers raise
+    except Exception as error:  # a damaged file can raise any error in the readers
       if isinstance(error, errors.MismatchError) or not errors.means_damage(error):
         failure = error
       problem = f"{type(error).__name__}: {str(error)[:200]}".splitlines()[0]
-    # A process that gave up alone would leave the others waiting in the next restore.
+    # All processes must decide alike: if one of them tried an older checkpoint alone,
+    # the others would wait for it in the next collective read.
     everywhere = coordination.gather(
       f"reading checkpoint {step}", {"problem": problem, "fatal": failure is not None}
     )
@@ -207,8 +218,8 @@ class CheckpointManager:
         continue
       target = jax.tree.map(forms.abstract, part)
       saved = forms.of_metadata(metadata[name]) if name in written else {}
-      where = f"the checkpoint of step {step} in {self._root} does not fit ({name})"
-      forms.check(where, saved, tree.flatten(target), partial)
+      subject = f"the checkpoint of step {step} in {self._root} does not fit ({name})"
+      forms.check(subject, saved, tree.flatten(target), partial)
       if part:
         items[name] = ocp.args.PyTreeRestore(
           item=target,
@@ -222,10 +233,10 @@ class CheckpointManager:
     return RunState(**{name: restored[name] for name in items})
 
   def _written_items(self, step: int) -> set[str]:
-    """Names of the items that were saved.
+    """Returns the names of the saved items.
 
     Raises:
-      FileNotFoundError: one of them is not there any more.
+      FileNotFoundError: An item is missing on disk.
     """
     assert self._manager is not None
     written: set[str] = set(self._manager.metadata(step).item_handlers or {})
@@ -239,8 +250,8 @@ class CheckpointManager:
   def _set_aside(self, step: int, problem: str) -> None:
     assert self._manager is not None
     _log.warning(
-      "checkpoint %d in %s cannot be read (%s): it is renamed to %d.damaged and "
-      "the one before it is used",
+      "checkpoint %d in %s cannot be read (%s): it is renamed to %d.damaged, and "
+      "an older one is used",
       step,
       self._root,
       problem,
@@ -266,17 +277,17 @@ class CheckpointManager:
     force: bool = False,
     custom_metadata: dict[str, Any] | None = None,
   ) -> bool:
-    """Saves a module, and an optimizer's state if it is given.
+    """Saves a module and, if it is given, an optimizer's state.
 
     Args:
       step: number of the checkpoint.
-      model: its parameters and other variables are saved.
+      model: the module, with its parameters and other variables.
       optimizer: an nnx.Optimizer, or the state of an optax transformation.
-      save_only_lora_params: only the LoRA parameters.
-      force: save although the cadence does not ask for it.
-      custom_metadata: JSON, returned by `maybe_restore`.
+      save_only_lora_params: save only the LoRA parameters of the module.
+      force: save even if the cadence does not require it.
+      custom_metadata: JSON values, which `maybe_restore` returns.
 
-    Returns: whether it was saved (False also without a root directory).
+    Returns: True if the checkpoint was saved. False without a root directory.
     """
     self.check_open()
     if self._manager is None:
@@ -293,24 +304,25 @@ class CheckpointManager:
     step: int | None = None,
     restore_only_lora_params: bool = False,
   ) -> tuple[int, dict[str, Any]]:
-    """Restores into `model` (and an nnx.Optimizer) what `save` wrote.
+    """Restores a checkpoint of `save` into a module and an nnx.Optimizer, in place.
 
     Args:
-      model, optimizer: changed in place.
-      step: this checkpoint; None: the newest.
-      restore_only_lora_params: only the LoRA parameters, also of a checkpoint that
-        holds all parameters.
+      model: the module.
+      optimizer: an nnx.Optimizer; None: its state is not restored.
+      step: step of the checkpoint; None: the newest one.
+      restore_only_lora_params: restore only the LoRA parameters; the checkpoint may
+        have all parameters.
 
-    Returns: (step, custom metadata); (0, {}) when there is no checkpoint.
+    Returns: (step, custom metadata); (0, {}) if there is no checkpoint.
 
     Raises:
       TypeError: `optimizer` cannot be changed in place.
-      Others: as `restore_state`.
+      Others: See `restore_state`.
     """
     if optimizer is not None and not isinstance(optimizer, nnx.Optimizer):
       raise TypeError(
         f"optimizer is a {type(optimizer).__name__}, which cannot be restored in "
-        "place: expected an nnx.Optimizer; give a step number as step="
+        "place; expected an nnx.Optimizer. Give a step number as step=."
       )
     like = run_state.of_module(model, optimizer, restore_only_lora_params)
     saved = self.restore_state(like, step=step, partial=restore_only_lora_params)
@@ -334,32 +346,35 @@ class CheckpointManager:
     return self.maybe_restore(model, optimizer, **options)
 
   def latest_step(self) -> int | None:
-    """The newest complete checkpoint; None if there is none."""
+    """Returns the step of the newest complete checkpoint; None if there is none."""
     return None if self._manager is None else self._manager.latest_step()
 
   def wait(self) -> None:
-    """Waits until what is being written is on disk.
+    """Waits until a save in the background is complete.
 
     Raises:
-      OSError: it could not be written.
+      OSError: The checkpoint could not be written.
     """
     if self._manager is not None:
       with errors.named_failure(self._root, None):
         self._manager.wait_until_finished()
 
   def prune(self) -> None:
-    """Deletes the checkpoints beyond `max_to_keep`. A save does so itself; what was
-    killed before it had, and then has nothing more to save, leaves them."""
+    """Deletes checkpoints beyond `max_to_keep`.
+
+    A save deletes them too, but a run that was killed during the deletion, and has
+    nothing left to save after it resumed, would keep them.
+    """
     if self._manager is None:
       return
     steps = sorted(self._manager.all_steps())
-    stay = orbax_options.kept(steps, self._options.max_to_keep, self._kept())
-    for step, stays in zip(steps, stay):
-      if not stays:
+    keep = orbax_options.kept(steps, self._options.max_to_keep, self._kept())
+    for step, is_kept in zip(steps, keep):
+      if not is_kept:
         self._manager.delete(step)
 
   def close(self) -> None:
-    """Waits for the last save and closes; raises as `wait` does."""
+    """Waits for the last save, and closes; raises the errors of `wait`."""
     if self._manager is not None:
       manager, self._manager, self._closed = self._manager, None, True
       if _OPEN.get(str(self._root)) is manager:
@@ -368,20 +383,20 @@ class CheckpointManager:
         manager.close()
 
   def check_open(self) -> None:
-    """Raises RuntimeError once it is closed."""
+    """Raises RuntimeError if the manager is closed."""
     if self._closed:
       raise RuntimeError(
-        f"the checkpoint manager of {self._root} is closed: make a new one (or a new "
-        "trainer) to go on saving"
+        f"the checkpoint manager of {self._root} is closed. Make a new one, or a new "
+        "trainer, to save again."
       )
 
 
 def _check_json(name: str, value: Any) -> None:
-  # A background thread writes it: its error would come late, and name nothing.
+  # A background thread writes the JSON: its error would come late and without a name.
   try:
     json.dumps(value)
   except TypeError as error:
     raise TypeError(
-      f"{name} of a checkpoint cannot be written ({error}): metadata and the states of "
-      "data iterators hold strings, numbers, lists and dicts; convert arrays"
+      f"{name} of a checkpoint cannot be written ({error}); expected values that JSON "
+      "can hold. Convert arrays in metadata and in the state of data iterators."
     ) from error

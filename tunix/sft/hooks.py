@@ -1,7 +1,6 @@
-"""Where users step into the training loop.
+"""Hooks: methods of the user that a trainer calls during training.
 
-Both classes may be subclassed, or any object with some of the methods may be given:
-`callbacks` looks once what is there.
+A user subclasses one of the two classes, or passes any object with some of the methods.
 """
 
 from __future__ import annotations
@@ -11,57 +10,57 @@ from typing import Any
 
 
 class TrainingHooks:
-  """Called by the trainer, which passes itself. Override what you need.
+  """Methods that a trainer calls with itself as the argument; override some of them.
 
-  `trainer.model`, `trainer.optimizer` and the counters are readable in every hook.
+  In every hook `trainer.model`, `trainer.optimizer` and the counters are readable.
   """
 
   def on_train_start(self, trainer: Any) -> None:
-    """Before the first step, after a checkpoint was restored."""
+    """Called before the first step, after a checkpoint was restored."""
 
   def on_train_end(self, trainer: Any) -> None:
-    """After the last step, before the trainer closes its files."""
+    """Called after the last step, before the trainer closes its files."""
 
   def on_train_step_start(self, trainer: Any) -> None:
-    """Before an optimizer update is dispatched."""
+    """Called before an optimizer update is dispatched."""
 
   def on_train_step_end(self, trainer: Any, train_step: int, train_loss: Any) -> None:
-    """After an optimizer update was dispatched.
+    """Called after an optimizer update was dispatched.
 
     Args:
       trainer: the trainer.
-      train_step: updates done, this one included.
-      train_loss: device scalar, mean over the trained tokens; reading it waits for
-        the device.
+      train_step: number of updates, including this one.
+      train_loss: weighted mean of the loss, a device scalar; reading it waits for the
+        device.
     """
 
   def on_eval_step_start(self, trainer: Any) -> None:
-    """Before an evaluation."""
+    """Called before an evaluation."""
 
   def on_eval_step_end(self, trainer: Any, eval_loss: Any) -> None:
-    """After an evaluation; `eval_loss` is the mean over all its tokens."""
+    """Called after an evaluation; `eval_loss` is the weighted mean of its loss."""
 
 
 class DataHooks:
-  """Supplies batches in place of the datasets passed to `train`.
+  """Methods that supply batches instead of the datasets passed to `train`.
 
-  A method that is not overridden leaves the trainer with its own dataset.
+  If a method is not overridden, the trainer draws from the dataset.
   """
 
   def load_next_train_batch(self, trainer: Any) -> Any:
-    """The next micro-batch, None at the end of the data."""
+    """Returns the next micro-batch; None at the end of the data."""
 
   def load_next_eval_batch(self, trainer: Any) -> Any:
-    """The next batch of this evaluation, None at its end."""
+    """Returns the next batch of this evaluation; None at its end."""
 
 
 def callbacks(kind: type, hooks: Any) -> dict[str, Callable[..., Any] | None]:
-  """The methods of `hooks` by the names that `kind` has; None where there is none, or
-  the empty one of `kind`.
+  """Returns the methods of `hooks` for each name of `kind`; None for missing ones.
 
   Args:
     kind: TrainingHooks or DataHooks.
-    hooks: an instance of it, any object with some of its methods, or None.
+    hooks: an instance of `kind`, any object with some of its methods, or None. Methods
+      that are not overridden count as missing.
   """
   names = [name for name in vars(kind) if not name.startswith("_")]
   return {name: _callback(kind, hooks, name) for name in names}

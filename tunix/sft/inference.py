@@ -1,4 +1,4 @@
-"""Forward passes outside the step: reference models, teachers, critics."""
+"""Forward passes outside of a train step: of reference models, teachers and critics."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tunix.perf import programs
 from tunix.sft import sharding_utils
 from tunix.utils import mesh as mesh_lib
 
-# (model, **rows) -> array with the rows first; one object a setting, so that it
-# compiles once.
+# (model, **rows) -> array whose first axis is the rows. Pass the same function object
+# in every call: each object is compiled once.
 Score = Callable[..., jax.Array]
 
 
@@ -27,9 +27,15 @@ def run(
   axes: tuple[str, ...],
   name: str = "scoring",
 ) -> np.ndarray:
-  """`score(model, **rows)` for `at_once` rows at a time; the last part is filled up.
-  With several processes each of them has all the rows and gets all the results. `name`
-  is the program's in a plan."""
+  """Computes `score(model, **rows)` for some rows at a time, and gathers the results.
+
+  Args:
+    model, score, axes, name: see `apply`.
+    rows: arrays whose first axis is the rows. With several processes each of them
+      passes all rows, and gets all results.
+    at_once: rows of one forward pass; None: all. The last pass repeats the last row,
+      so that all passes have one shape.
+  """
   total = len(next(iter(rows.values())))
   size = min(at_once or total, total)
   parts = []
@@ -49,27 +55,27 @@ def apply(
   whole: bool = False,
   name: str = "scoring",
 ) -> Any:
-  """`score(model, **rows)` of all rows at once, left on the model's own devices: nobody
-  waits for it.
+  """Dispatches `score(model, **rows)` on the model's devices without waiting for it.
 
   Args:
-    model: runs in eval mode, on the mesh or the device that it lies on.
-    score: one object a setting, so that it compiles once; may return any pytree.
-    rows: pytrees of arrays, the rows first.
-    axes: split the rows, as far as the model's mesh has them.
+    model: a model, which runs in eval mode on its mesh or device.
+    score: a function that may return any pytree. Each function object is compiled once.
+    rows: pytrees of arrays whose first axis is the rows.
+    axes: mesh axes that split the rows; axes that the model's mesh lacks are ignored.
     whole: see `sharding_utils.shard_input`.
-    name: of the program, in a plan.
+    name: name of the program in a plan.
   """
   graph, state = nnx.split(model)
   state = mesh_lib.on_auto(state)
   mesh = mesh_lib.mesh_of(state)
   if mesh is None and mesh_lib.current_mesh() is not None:
-    # Another mesh surrounds the run, of a student: on its own device, one by one.
+    # The current mesh is that of another model (a student), and must not be used here:
+    # a mesh of one device replaces it.
     device = next(iter(jax.tree.leaves(state)[0].devices()))
     mesh = mesh_lib.create_mesh(dict.fromkeys(axes, 1), [device])
-  has = () if mesh is None else tuple(a for a in axes if a in mesh.shape)
+  known_axes = () if mesh is None else tuple(a for a in axes if a in mesh.shape)
   with mesh_lib.use_mesh(mesh):
-    placed = sharding_utils.shard_input(dict(rows), has, whole=whole)
+    placed = sharding_utils.shard_input(dict(rows), known_axes, whole=whole)
     return programs.call(name, _scored, graph, state, placed, score)
 
 

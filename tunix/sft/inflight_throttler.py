@@ -1,4 +1,4 @@
-"""Bounds the computations that are dispatched and not yet done."""
+"""InflightThrottler: limits the computations that are dispatched and not finished."""
 
 from __future__ import annotations
 
@@ -9,40 +9,41 @@ import jax
 
 
 class InflightThrottler:
-  """Lets a loop run ahead of the device by a fixed number of computations.
+  """Lets a loop run ahead of the device by at most a fixed number of computations.
 
   Args:
-    max_inflight: computations that may be under way; 0 means no bound.
+    max_inflight: most computations that are dispatched and not finished; 0: no limit.
 
   Raises:
-    ValueError: a negative number.
+    ValueError: The number is negative.
   """
 
   def __init__(self, max_inflight: int):
     if max_inflight < 0:
       raise ValueError(
-        f"max_inflight is {max_inflight}, it must be at least 0 (0 means no bound)"
+        f"max_inflight is {max_inflight}; expected at least 0 (0: no limit)"
       )
     self._max_inflight = max_inflight
     self._computations: collections.deque[Any] = collections.deque()
 
   def add_computation(self, computation: Any) -> None:
-    """Notes arrays that a dispatched computation returns.
+    """Adds a dispatched computation.
 
-    Give outputs that nothing donates later (a loss): a donated array cannot be waited
-    for.
+    Args:
+      computation: arrays that it returns and that are not donated later (a loss),
+        because a donated array cannot be waited for.
     """
-    # Without a bound only the newest is kept: a device runs what it gets in order.
+    # A device runs computations in order, so without a limit the newest one is enough.
     if not self._max_inflight:
       self._computations.clear()
     self._computations.append(computation)
 
   def wait_for_next(self) -> None:
-    """Waits for the oldest computations until there is room for one more."""
+    """Waits for the oldest computations until one more is allowed."""
     while self._max_inflight and len(self._computations) >= self._max_inflight:
       jax.block_until_ready(self._computations.popleft())
 
   def wait_for_all(self) -> None:
-    """Waits until nothing is under way."""
+    """Waits until all computations are finished."""
     while self._computations:
       jax.block_until_ready(self._computations.popleft())

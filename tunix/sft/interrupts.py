@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM that wait for a safe place."""
+"""Ctrl-C and SIGTERM that take effect between two steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-  """A run was asked to stop and did so at a step boundary.
+  """Tells that a signal has stopped a run, after a complete step.
 
   Attributes:
     signum: the signal, `signal.SIGINT` or `signal.SIGTERM`.
@@ -23,13 +23,17 @@ class Stopped(KeyboardInterrupt):
 
 
 class DeferredSignals:
-  """Remembers SIGINT and SIGTERM instead of raising in the middle of a step.
+  """Context that records SIGINT and SIGTERM instead of interrupting a step.
 
-  An exception between the return of a donating computation and the assignment of its
-  result would lose the state. A second signal acts at once: the old handlers are put
-  back by the first. A signal that nobody answered with an interrupt is delivered on
-  leaving the block. A signal that is ignored stays so. Outside the main thread, where
-  Python allows no handlers, nothing is deferred.
+  A KeyboardInterrupt between the end of a donating computation and the assignment of
+  its result would lose the arrays. The first signal is recorded, and restores the old
+  handlers, so that a second signal takes effect at once. If the block does not end with
+  a KeyboardInterrupt, the recorded signal is delivered at its end. Ignored signals stay
+  ignored. Outside the main thread nothing is deferred, because Python allows no
+  handlers there.
+
+  Attributes:
+    pending: the recorded signal; None if there is none.
   """
 
   def __init__(self) -> None:
@@ -39,7 +43,7 @@ class DeferredSignals:
   def __enter__(self) -> DeferredSignals:
     if threading.current_thread() is threading.main_thread():
       for signum in _SIGNALS:
-        if signal.getsignal(signum) is signal.SIG_IGN:  # by nohup, or a script's `&`
+        if signal.getsignal(signum) is signal.SIG_IGN:  # set by nohup or by `&`
           continue
         self._old[signum] = signal.signal(signum, self._remember)
     return self

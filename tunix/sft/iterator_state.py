@@ -1,8 +1,9 @@
-"""The state of a data iterator, as JSON of bounded size.
+"""The state of a data iterator as JSON of bounded size.
 
-Grain's loaders put the `repr` of the data into their state, to notice other data when
-they are restored. Where that prints the data themselves (a plain dataclass does), it is
-as large as they are: such texts are kept as a digest, and put back at restoring.
+Grain's loaders put the `repr` of their data into the state, to detect other data when
+the state is restored. The `repr` of a plain dataclass prints all of its data, and is as
+large as the data. A text of more than 4096 characters is therefore saved as its digest.
+Restoring replaces the digest by the text with this digest in the iterator's state.
 """
 
 from __future__ import annotations
@@ -15,19 +16,22 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 
-_LONGEST = 4096  # characters of a text that is kept as it is
+_LONGEST = 4096  # characters of a text that is saved unchanged
 _DIGEST = "sha256:"
 
 
 def read(iterator: Any, *, warn: bool = False) -> dict[str, Any]:
-  """`{"iterator": state}` or `{"iterator_bytes": text}`; {} where it has no state.
+  """Returns the state of an iterator, for JSON.
 
   Args:
-    iterator: has `get_state`, or not.
-    warn: about texts that are too long to be kept.
+    iterator: any iterator, with or without `get_state`.
+    warn: log a warning for each text that is saved as a digest.
+
+  Returns: {"iterator": state}, {"iterator_bytes": text} if the state is bytes, or {} if
+    the iterator has no state.
 
   Raises:
-    ValueError: the state is bytes that are no UTF-8 text.
+    ValueError: The state is bytes that are no UTF-8 text.
   """
   if not hasattr(iterator, "get_state"):
     return {}
@@ -39,8 +43,8 @@ def read(iterator: Any, *, warn: bool = False) -> dict[str, Any]:
   except UnicodeDecodeError as e:
     raise ValueError(
       f"get_state of the data iterator ({type(iterator).__name__}) gave bytes that are "
-      "no UTF-8 text, and checkpoints keep it as JSON: give a dict, or encode them "
-      "(base64, hex)"
+      "no UTF-8 text; expected values that JSON can hold. Return a dict, or encode the "
+      "bytes (base64, hex)."
     ) from e
   try:
     value = json.loads(text)
@@ -53,10 +57,16 @@ def read(iterator: Any, *, warn: bool = False) -> dict[str, Any]:
 
 
 def restore(iterator: Any, saved: dict[str, Any]) -> bool:
-  """Sets the state that `read` gave, among other keys; returns whether there was one.
+  """Restores the state of an iterator.
+
+  Args:
+    iterator: any iterator, with or without `set_state`.
+    saved: a dict with the keys of `read`; other keys are ignored.
+
+  Returns: True if a state was restored.
 
   Raises:
-    ValueError: the iterator is over other data.
+    ValueError: The iterator reads other data.
   """
   state = saved.get("iterator", saved.get("iterator_bytes"))
   if state is None or not hasattr(iterator, "set_state"):
@@ -68,23 +78,23 @@ def restore(iterator: Any, saved: dict[str, Any]) -> bool:
 
 
 def _completed(state: Any, iterator: Any, is_bytes: bool) -> Any:
-  """The saved state with the texts of this iterator in place of their digests."""
-  here: dict[str, str] = {}
+  """Returns the saved state with texts of this iterator in place of their digests."""
+  texts: dict[str, str] = {}  # the texts of this iterator by digest
 
   def note(text: str) -> str:
-    here[_shortened(text)] = text
+    texts[_shortened(text)] = text
     return text
 
   def whole(text: str) -> str:
     if not text.startswith(_DIGEST):
       return text
-    if text not in here:
+    if text not in texts:
       raise ValueError(
         "the training data is not what the run was started with: a description of it "
         "in the iterator's state has changed; resume with the same data, or use "
         "another folder"
       )
-    return here[text]
+    return texts[text]
 
   now = iterator.get_state()
   _map_texts(note, json.loads(now) if is_bytes else now)

@@ -1,7 +1,8 @@
-"""Several processes as one run: how they find each other, and who notices a loss.
+"""Start of a run with several processes, and detection of a lost process.
 
-JAX ends a process by a signal, with a stack of its own, when the coordinator does not
-answer or another process is gone. Here both are looked at first, and become one line.
+If the coordinator does not answer, or another process has ended, JAX aborts the process
+with a stack trace. This module detects both cases earlier, and reports them in one
+line.
 """
 
 from __future__ import annotations
@@ -38,21 +39,22 @@ def initialize(
   heartbeat_s: int = 30,
   stall_s: int = 3600,
 ) -> None:
-  """`jax.distributed.initialize`, with errors by name; call it before JAX is used.
+  """Calls `jax.distributed.initialize`, with clear errors; call it before using JAX.
 
   Args:
-    coordinator: "host:port" of process 0; None: all three arguments are read from the
-      environment (Slurm, Open MPI, GKE, TPU VMs), as JAX does.
-    num_processes, process_id: of the run, from 0 on.
-    timeout_s: seconds to wait for the other processes.
-    heartbeat_s: a process that is not heard of for so long ends the others; at least
-      10.
-    stall_s: a process that waits so long for one batch of its data, or for its share of
-      the calls of reward functions, ends all of them.
+    coordinator: "host:port" of process 0. None: JAX reads all three arguments from the
+      environment (Slurm, Open MPI, GKE, TPU VMs).
+    num_processes: number of processes of the run.
+    process_id: number of this process, from 0 to num_processes - 1.
+    timeout_s: most seconds to wait for the other processes.
+    heartbeat_s: seconds without a sign of life of a process after which the others end;
+      at least 10.
+    stall_s: most seconds that a process may wait for one batch of its data, or for its
+      share of reward calls; after that all processes end.
 
   Raises:
-    ValueError: arguments that do not fit together.
-    coordination.AbsentError: the coordinator does not answer.
+    ValueError: The arguments contradict each other.
+    coordination.AbsentError: The coordinator does not answer.
   """
   _check(coordinator, num_processes, process_id, timeout_s, heartbeat_s)
   checks.number("stall_s", stall_s, checks.COUNT)
@@ -74,7 +76,7 @@ def initialize(
       coordinator,
       num_processes=num_processes,
       process_id=process_id,
-      # JAX's own limits end the process without a word of ours: they come later.
+      # JAX's limits end the process without our message, so they must be longer.
       initialization_timeout=timeout_s + 30,
       heartbeat_timeout_seconds=heartbeat_s + 15,
       shutdown_timeout_seconds=heartbeat_s,
@@ -122,13 +124,15 @@ def _wait_for_port(coordinator: str, timeout_s: float) -> None:
 
 
 class Watch:
-  """A thread by which a process says that it lives and what it does alone, and looks
-  what others say.
+  """A thread that publishes this process's signs of life, and reads those of others.
+
+  A sign of life includes the longest `coordination.alone` block of the process.
 
   Args:
-    patience_s: seconds without a sign of life.
-    stall_s: seconds in one `coordination.alone`.
-    lost: called with what to say when a process is given up; does not return.
+    patience_s: most seconds without a sign of life.
+    stall_s: most seconds in one `coordination.alone` block.
+    lost: function that is called with a message when a process is lost; it does not
+      return.
   """
 
   def __init__(self, patience_s: float, stall_s: float, lost: Callable[[str], Any]):
@@ -139,8 +143,8 @@ class Watch:
 
   def start(self) -> None:
     self._thread.start()
-    # Before JAX's own end, which it registered before: a question that the coordinator
-    # leaves unanswered because it is going aborts the process that asked.
+    # Exit handlers run in reverse order, so this one ends the thread before JAX shuts
+    # down. A request to a coordinator that is shutting down would abort the process.
     atexit.register(self._end)
 
   def _end(self) -> None:
@@ -160,7 +164,7 @@ class Watch:
         client.key_value_set(me, sign, allow_overwrite=True)
         signs = client.key_value_dir_get(_ALIVE)
       except jax.errors.JaxRuntimeError:
-        return  # the coordinator is gone, or this process is shutting down: JAX sees it
+        return  # the coordinator or this process is shutting down, which JAX handles
       for key, sign in signs:
         number = int(key.rpartition("/")[2])
         if seen.get(number, ("", 0.0))[0] != sign:
@@ -179,7 +183,7 @@ class Watch:
     if seconds <= self._stall_s:
       return
     if jax.process_index() == 0:
-      # The coordinator goes with this process: first the others shall read the sign.
+      # The coordinator ends with this process. The others must read the sign before.
       self._ended.wait(2 * self._pause_s)
     self._lost(
       f"process {number} of {jax.process_count()} has been at {what} for {seconds:.0f} "
@@ -195,10 +199,10 @@ _RESTART = "Checkpoints written before are whole: start all processes again"
 
 @contextlib.contextmanager
 def named_loss() -> Iterator[None]:
-  """Says what is behind the errors by which devices notice that a process is gone.
+  """Context that explains the errors that devices raise when a process has ended.
 
   Raises:
-    coordination.AbsentError: in place of JAX's errors, with several processes.
+    coordination.AbsentError: With several processes, instead of JAX's errors.
   """
   try:
     yield
@@ -214,6 +218,6 @@ def named_loss() -> Iterator[None]:
 
 
 def _end(text: str) -> None:
-  """Ends the process from any thread: the main one may wait for a device for ever."""
+  """Ends the process from any thread; the main thread may wait for a device forever."""
   print(f"tunix: {text}", file=sys.stderr, flush=True)
   os._exit(EXIT_CODE)

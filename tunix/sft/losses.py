@@ -1,4 +1,4 @@
-"""The default loss: next-token cross-entropy on any model from tokens to logits."""
+"""The default loss: next-token cross-entropy of any model from tokens to logits."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from tunix.ops import masks
 from tunix.ops.reductions import WeightedSum
 
 _REMEDY = (
-  "give a loss with trainer.with_loss_fn(fn) and what it takes with "
+  "set a loss with trainer.with_loss_fn(fn), and its arguments with "
   "trainer.with_gen_model_input_fn(fn)"
 )
 
 
 def batch_fields(batch: Any) -> dict[str, Any]:
-  """A batch as keyword arguments: of a dict, a dataclass or a named tuple.
+  """Returns the fields of a batch by name, without fields that are None.
 
-  Fields that are None are left out.
+  Args:
+    batch: a dict, a dataclass or a named tuple.
 
   Raises:
-    TypeError: the batch has no named fields.
+    TypeError: The batch has no named fields.
   """
   if isinstance(batch, Mapping):
     fields = dict(batch)
@@ -41,7 +42,7 @@ def batch_fields(batch: Any) -> dict[str, Any]:
   else:
     raise TypeError(
       f"a batch of type {type(batch).__name__} has no named fields; the default loss "
-      f"needs a TrainingInput, a dict or a dataclass: {_REMEDY}"
+      f"expects a TrainingInput, a dict or a dataclass: {_REMEDY}"
     )
   return {name: value for name, value in fields.items() if value is not None}
 
@@ -56,30 +57,31 @@ def next_token_loss(
   loss_weights: jax.Array | None = None,
   **extra: Any,
 ) -> WeightedSum:
-  """Cross-entropy of every trained token given what precedes it, in nats.
+  """Returns the cross-entropy of each trained token given earlier tokens, in nats.
 
-  Models that offer their final hidden states (`return_hidden=` and `unembedding()`)
-  never build [B, T, V]; others are called for logits, by what their `__call__` takes:
-  `(tokens, positions, cache, attention_mask)`, or tokens alone.
+  If the model can return its final hidden states (`return_hidden=` and
+  `unembedding()`), the loss never builds logits [B, T, V]. Other models are called for
+  logits with the arguments that their `__call__` takes: `(tokens, positions, cache,
+  attention_mask)`, or tokens alone.
 
   Args:
-    model: maps [B, T] tokens to [B, T, V] logits, or to (logits, cache).
+    model: function from tokens [B, T] to logits [B, T, V], or to (logits, cache).
     input_tokens, input_mask: see TrainingInput.
     positions, segment_ids, loss_weights: optional, see TrainingInput.
-    attention_mask: bool [B, T, T], True where a query may look; None: causal.
-    **extra: other fields of the batch (images), for the model.
+    attention_mask: bool [B, T, T], True if the query may attend to the key; None:
+      causal attention.
+    **extra: further fields of the batch (images), as arguments of the model.
 
-  Returns: sum of -log p over the trained tokens, and their weight.
+  Returns: the sum of -log p over the trained tokens, and their weight.
 
   Raises:
-    TypeError: the model's `__call__` has another form, or does not take a field.
-    ValueError: an attention mask of another shape.
+    TypeError: The model's `__call__` has another signature, or does not take a field.
+    ValueError: The attention mask has another shape.
   """
   if attention_mask is not None and attention_mask.ndim != 3:
     raise ValueError(
       f"attention_mask has shape {attention_mask.shape}, expected [batch, tokens, "
-      "tokens], True where a query may look: for right-padded rows leave it out, the "
-      "default is causal"
+      "tokens]. For rows padded on the right leave it out: the default is causal."
     )
   targets = masks.next_token_targets(input_tokens)
   if loss_weights is not None:
@@ -95,7 +97,7 @@ def next_token_loss(
 
 
 def _check_taken(language_model: calling.LanguageModel, extra: Any) -> None:
-  """Refuses fields of a batch that nobody would look at."""
+  """Refuses fields of a batch that neither the loss nor the model takes."""
   known = list(inspect.signature(next_token_loss).parameters)[1:-1]
   for name in extra:
     if not language_model.accepts(name):
@@ -110,12 +112,12 @@ def _check_taken(language_model: calling.LanguageModel, extra: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LossCall:
-  """A loss and how a batch becomes its arguments: `call(model, batch)`.
+  """A loss of a model and a batch, made of two functions: `call(model, batch)`.
 
   Attributes:
-    loss_fn: called with the model and the arguments by name.
-    input_fn: batch -> arguments by name; traced.
-    has_aux: whether the loss returns a pair.
+    loss_fn: loss function of the model and of keyword arguments.
+    input_fn: function from a batch to the keyword arguments; it is traced.
+    has_aux: True if the loss returns a pair of the loss and aux.
   """
 
   loss_fn: Callable[..., Any] = next_token_loss
@@ -124,7 +126,7 @@ class LossCall:
 
   @property
   def is_default(self) -> bool:
-    """Whether batches mean what `next_token_loss` says they mean."""
+    """True for the default loss on the fields of the batch."""
     return (self.loss_fn, self.input_fn) == (next_token_loss, batch_fields)
 
   def __call__(self, model: nnx.Module, batch: Any) -> Any:
@@ -132,7 +134,8 @@ class LossCall:
     is_pair = isinstance(out, tuple) and not hasattr(out, "_fields")
     if is_pair != self.has_aux:
       raise TypeError(
-        f"the loss returned {'a tuple' if is_pair else 'no tuple'}, but has_aux is "
-        f"{self.has_aux}: say with_loss_fn(fn, has_aux={is_pair})"
+        f"has_aux is {self.has_aux}, and the loss returned "
+        f"{'a tuple' if is_pair else 'no tuple'}. Call with_loss_fn(fn, "
+        f"has_aux={is_pair})."
       )
     return out

@@ -1,4 +1,4 @@
-"""When to save and what to keep, in our words and in orbax's."""
+"""Translation of CheckpointOptions to and from orbax's options."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from tunix.sft.config import CheckpointOptions
 
 
 def from_any(options: Any) -> CheckpointOptions:
-  """CheckpointOptions as they are, or what says the same for orbax, translated.
+  """Returns CheckpointOptions for any accepted kind of options.
+
+  Args:
+    options: CheckpointOptions, orbax's CheckpointManagerOptions, or None.
 
   Raises:
-    TypeError: something else.
-    ValueError: a setting of orbax that has no counterpart here.
+    TypeError: The options are of another kind.
+    ValueError: A setting of orbax's options has no counterpart here.
   """
   if options is None:
     return CheckpointOptions()
@@ -24,11 +27,11 @@ def from_any(options: Any) -> CheckpointOptions:
 
   if not isinstance(options, ocp.CheckpointManagerOptions):
     raise TypeError(
-      f"options is a {type(options).__name__}: expected "
+      f"options is a {type(options).__name__}; expected "
       "tunix.sft.config.CheckpointOptions or orbax's CheckpointManagerOptions"
     )
-  policies, plain = ocp.checkpoint_managers, ocp.CheckpointManagerOptions()
-  understood = {
+  policies, defaults = ocp.checkpoint_managers, ocp.CheckpointManagerOptions()
+  supported = {
     "save_interval_steps",
     "max_to_keep",
     "enable_async_checkpointing",
@@ -36,14 +39,14 @@ def from_any(options: Any) -> CheckpointOptions:
     "create",
   }
   for field in dataclasses.fields(options):
-    value, default = getattr(options, field.name), getattr(plain, field.name)
-    if field.name not in understood and value != default:
-      remedy = "leave it out"
+    value, default = getattr(options, field.name), getattr(defaults, field.name)
+    if field.name not in supported and value != default:
+      remedy = "Leave it out."
       if field.name in ("best_fn", "best_mode"):
-        remedy = "TrainingConfig.best keeps the best checkpoint"
+        remedy = "Use TrainingConfig.best, which keeps the best checkpoint."
       raise ValueError(
         f"CheckpointManagerOptions.{field.name} is {value!r}, which has no counterpart "
-        f"in tunix.sft.config.CheckpointOptions: {remedy}"
+        f"in tunix.sft.config.CheckpointOptions. {remedy}"
       )
   cadence: dict[str, Any] = {"save_every_n_steps": options.save_interval_steps}
   policy: Any = options.save_decision_policy
@@ -53,8 +56,8 @@ def from_any(options: Any) -> CheckpointOptions:
     cadence = {"min_interval_secs": policy.minimum_interval_secs or 0}
   elif policy is not None:
     raise ValueError(
-      f"save_decision_policy is a {type(policy).__name__}: use FixedIntervalPolicy or "
-      "ContinuousCheckpointingPolicy"
+      f"save_decision_policy is a {type(policy).__name__}; expected a "
+      "FixedIntervalPolicy or a ContinuousCheckpointingPolicy"
     )
   return CheckpointOptions(
     max_to_keep=options.max_to_keep,
@@ -63,41 +66,54 @@ def from_any(options: Any) -> CheckpointOptions:
   )
 
 
-def kept(steps: Sequence[int], newest: int | None, besides: int | None) -> list[bool]:
-  """Which of the checkpoints, in order, stay: the newest (None: all), and one more."""
+def kept(steps: Sequence[int], newest: int | None, best: int | None) -> list[bool]:
+  """Tells for each checkpoint if it is kept.
+
+  Args:
+    steps: steps of the checkpoints, in ascending order.
+    newest: number of newest checkpoints to keep; None: all.
+    best: step of a further checkpoint to keep; None: no further one.
+  """
   first = 0 if newest is None else max(len(steps) - newest, 0)
-  return [place >= first or step == besides for place, step in enumerate(steps)]
+  return [index >= first or step == best for index, step in enumerate(steps)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Keep:
-  """Orbax's PreservationPolicy: asked at every save; what goes is deleted after the
-  new checkpoint is whole, so that a kill leaves too many of them and never too few."""
+  """The PreservationPolicy that orbax calls at every save.
+
+  Orbax deletes old checkpoints after the new one is complete. A kill in between leaves
+  too many checkpoints, never too few.
+  """
 
   newest: int | None
-  besides: Callable[[], int | None]
+  best: Callable[[], int | None]
 
   def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
     del context
-    return kept([info.step for info in checkpoints], self.newest, self.besides())
+    return kept([info.step for info in checkpoints], self.newest, self.best())
 
 
-def for_orbax(o: CheckpointOptions, besides: Callable[[], int | None]) -> Any:
-  """The CheckpointManagerOptions of orbax that mean the same; `besides` names a step
-  that stays, however old it is."""
+def for_orbax(options: CheckpointOptions, best: Callable[[], int | None]) -> Any:
+  """Returns the CheckpointManagerOptions of orbax with the same meaning.
+
+  Args:
+    options: our options.
+    best: function that returns the step of a checkpoint that is always kept, or None.
+  """
   import orbax.checkpoint as ocp
 
   policies = ocp.checkpoint_managers
-  if o.save_every_n_steps is not None:
-    decision = policies.FixedIntervalPolicy(interval=o.save_every_n_steps)
+  if options.save_every_n_steps is not None:
+    decision = policies.FixedIntervalPolicy(interval=options.save_every_n_steps)
   else:
     decision = policies.ContinuousCheckpointingPolicy(
-      minimum_interval_secs=int(o.interval_secs)
+      minimum_interval_secs=int(options.interval_secs)
     )
   return ocp.CheckpointManagerOptions(
     save_decision_policy=decision,
-    preservation_policy=_Keep(o.max_to_keep, besides),
-    enable_async_checkpointing=o.asynchronous,
-    async_options=ocp.AsyncOptions(timeout_secs=o.timeout_secs),
+    preservation_policy=_Keep(options.max_to_keep, best),
+    enable_async_checkpointing=options.asynchronous,
+    async_options=ocp.AsyncOptions(timeout_secs=options.timeout_secs),
     create=True,
   )

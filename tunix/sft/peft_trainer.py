@@ -1,7 +1,8 @@
-"""PeftTrainer: trains any nnx.Module, fully or by its LoRA parameters.
+"""PeftTrainer: trains any nnx.Module, all of its parameters or its LoRA parameters.
 
-Here stands what users call and what subclasses override. When things happen is in
-run.py, what a step computes in train_step.py, the arrays it works on in train_state.py.
+This file has the public API and the extension points. run.py decides when the trainer
+updates, evaluates and saves; train_step.py has the computation of a step;
+train_state.py holds the arrays.
 
     trainer = PeftTrainer(model, optax.adamw(1e-5), TrainingConfig(max_steps=100))
     trainer.train(micro_batches, eval_batches)
@@ -53,36 +54,41 @@ PeftTrainerConfig = TrainingConfig
 
 
 class PeftTrainer(BaseTrainer):
-  """Trains a module; subclasses change what a step computes.
+  """Trains a module with any loss.
 
-  Subclasses may override, each called as it says:
+  Subclasses may override these methods:
 
-    _read(batch)                  on the host, for a global batch that is to be cut
-    _prepare_inputs(batch)        on the host, for every micro-batch
-    _prepare_window(batches)      on the host, for those of a global batch together
-    _train_step(model, batch)     traced: the loss of one micro-batch, a scalar mean, a
-    _eval_step(model, batch)      WeightedSum, or either with aux
-    _post_process_train_step(aux) aux, averaged, as metrics by name
+    _read(batch)                  host: converts each batch, a global one before it is
+                                  cut into micro-batches
+    _prepare_inputs(batch)        host: prepares each micro-batch
+    _prepare_window(batches)      host: prepares the micro-batches of a global batch
+                                  together; an evaluation passes one batch at a time
+    _train_step(model, batch)     traced: returns the loss of a micro-batch (a scalar
+    _eval_step(model, batch)      mean or a WeightedSum), or a pair of it and aux
+    _post_process_train_step(aux) converts the means of aux into metrics by name
     _post_process_eval_step(aux)
-    custom_checkpoint_metadata()  JSON that is saved along
+    custom_checkpoint_metadata()  returns JSON values for each checkpoint
 
   Args:
-    model: any nnx.Module. With LoRA parameters in it only those are trained. The
-      object stays the caller's: after every call it holds the current weights.
+    model: any nnx.Module. If it has LoRA parameters, only these are trained. The
+      caller's object holds the current weights after every call of a method.
     optimizer: an optax transformation; None: AdamW at `training_config.learning_rate`.
-    training_config: the settings.
-    metrics_logger: None: one is made from `metrics_logging_options`.
-    perf_tracer: notes what is done when (tunix.perf.trace); None: as
-      `training_config.perf_metrics_options` says, and by default nothing does.
+    training_config: the settings; None: the defaults.
+    metrics_logger: receives the metrics; None: a logger is made from
+      `training_config.metrics_logging_options`.
+    perf_tracer: records the time of each phase (tunix.perf.trace); None: a tracer is
+      made from `training_config.perf_metrics_options`, which by default records
+      nothing.
 
   Raises:
-    TypeError: arguments of the wrong kind.
-    ValueError: no optimizer and no learning rate, or a checkpoint that does not fit.
-    RuntimeError: there are checkpoints, and none can be read.
+    TypeError: An argument has the wrong type.
+    ValueError: There is neither an optimizer nor a learning rate, or the checkpoint in
+      the folder does not fit.
+    RuntimeError: There are checkpoints, and none can be read.
   """
 
-  # With several processes: whether each of them is given all of a global batch, and not
-  # its part of it.
+  # True if, with several processes, each process passes the whole global batch instead
+  # of its shard.
   _batches_are_whole: ClassVar[bool] = False
   # A function of tunix.data that turns columns of text into rows of tokens. A subclass
   # sets it in its constructor; None: batches hold arrays already.
@@ -109,11 +115,11 @@ class PeftTrainer(BaseTrainer):
       offload_optimizer=config.offload_optimizer,
     )
     self._loss = LossCall()
-    # A subclass with a step of its own says itself what its batches mean: nothing in
-    # them is checked or filled up. Looked at once, here.
-    steps = ("_train_step", "_eval_step")
-    self._steps_are_ours = all(
-      getattr(type(self), name) is getattr(PeftTrainer, name) for name in steps
+    # The batches of a subclass with another step may have any meaning, so they are
+    # neither checked nor padded.
+    self._has_default_steps = all(
+      getattr(type(self), name) is getattr(PeftTrainer, name)
+      for name in ("_train_step", "_eval_step")
     )
     self._hooks = {
       **hooks_lib.callbacks(hooks_lib.TrainingHooks, None),
@@ -131,36 +137,42 @@ class PeftTrainer(BaseTrainer):
     self._run = Run(self, config, self.perf_tracer)
     self.restore_checkpoint()
 
-  # What users set.
+  # Settings.
 
   def with_loss_fn(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
-    """Replaces the loss: `loss_fn(model, **fields of the batch)`.
+    """Replaces the loss by `loss_fn(model, **fields of the batch)`.
 
-    It returns a scalar mean over the micro-batch (weighted by example), or a
-    WeightedSum; with `has_aux` a pair of that and a dict to log, of WeightedSums, each
-    a mean with weights of its own, or of scalars, weighted as the loss is.
+    Args:
+      loss_fn: returns a scalar mean over the examples of the micro-batch, or a
+        WeightedSum.
+      has_aux: True if `loss_fn` returns a pair of the loss and a dict of metrics. Each
+        metric is a WeightedSum, or a scalar with the weight of the loss.
     """
     self._loss = dataclasses.replace(self._loss, loss_fn=loss_fn, has_aux=has_aux)
     self._state.forget_steps()
     return self
 
   def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Self:
-    """Replaces how a batch becomes the loss's keyword arguments; traced."""
+    """Replaces the function from a batch to the loss's keyword arguments.
+
+    The function is traced, except in trainers that read text, where it runs on the
+    host.
+    """
     self._loss = dataclasses.replace(self._loss, input_fn=fn)
     self._state.forget_steps()
     return self
 
   def with_training_hooks(self, hooks: Any) -> Self:
-    """Calls `hooks` (see hooks.TrainingHooks) around steps and evaluations."""
+    """Calls the methods of `hooks` around steps; see hooks.TrainingHooks."""
     self._hooks |= hooks_lib.callbacks(hooks_lib.TrainingHooks, hooks)
     return self
 
   def with_data_hooks(self, hooks: Any) -> Self:
-    """Draws batches from `hooks` (see hooks.DataHooks)."""
+    """Draws batches from the methods of `hooks`; see hooks.DataHooks."""
     self._hooks |= hooks_lib.callbacks(hooks_lib.DataHooks, hooks)
     return self
 
-  # What subclasses override.
+  # Extension points of subclasses.
 
   def _read(self, batch: Any) -> Any:
     """Returns the batch as arrays, which, unlike texts, can be cut into micro-batches.
@@ -175,8 +187,10 @@ class PeftTrainer(BaseTrainer):
     return batch
 
   def _prepare_window(self, batches: list[Any]) -> list[Any]:
-    """Adds what only a whole global batch can say: its micro-batches, prepared, in and
-    out. An evaluation calls it batch by batch."""
+    """Returns prepared micro-batches with values that need the whole global batch.
+
+    An evaluation calls it for each batch alone.
+    """
     return batches
 
   def _train_step(self, model: nnx.Module, batch: Any) -> Any:
@@ -192,19 +206,19 @@ class PeftTrainer(BaseTrainer):
     return aux
 
   def custom_checkpoint_metadata(self) -> dict[str, Any]:
-    """JSON that goes into every checkpoint, as `custom_metadata`."""
+    """Returns JSON values for the `custom_metadata` of every checkpoint."""
     return {}
 
-  # What a caller may look at.
+  # State that a caller can read.
 
   @property
   def model(self) -> nnx.Module:
-    """The caller's module, with the current weights."""
+    """The caller's module with the current weights."""
     return self._module.hand_back()
 
   @property
   def optimizer(self) -> OptimizerView:
-    """The transformation, its current state and the number of updates."""
+    """The optax transformation, its current state and the number of updates."""
     return OptimizerView(self._state.tx, self._state.opt_state, self.train_steps)
 
   @property
@@ -214,15 +228,15 @@ class PeftTrainer(BaseTrainer):
 
   @property
   def train_steps(self) -> int:
-    """Optimizer updates done."""
+    """The number of optimizer updates."""
     return self._progress.train_steps
 
   @property
   def iter_steps(self) -> int:
-    """Micro-batches consumed."""
+    """The number of consumed micro-batches."""
     return self._progress.iter_steps
 
-  # What a caller may do.
+  # Actions.
 
   def train(
     self,
@@ -230,69 +244,81 @@ class PeftTrainer(BaseTrainer):
     eval_ds: Iterable[Any] | None = None,
     skip_jit: bool = False,
   ) -> TrainResult:
-    """Trains until data, `max_steps` or patience ends; goes on where a checkpoint, or a
-    call that was interrupted, left the data. Called again after the data ended, it
-    starts the data anew. A script that calls it several times resumes in the call that
-    was under way: those before it return at once.
+    """Trains until the data, `max_steps` or patience ends.
+
+    A resumed run continues at its place in the data. If the data has ended, calling
+    `train` again restarts the data; the step count continues towards `max_steps`. A
+    script with several calls resumes in the interrupted call: completed calls return at
+    once.
 
     Args:
-      train_ds: yields micro-batches; `gradient_accumulation_steps` of them make one
-        update, and what is left at the end makes a last, smaller one.
-      eval_ds: can be iterated anew for every evaluation.
+      train_ds: an iterable of micro-batches. `gradient_accumulation_steps` of them make
+        one update; the rest at the end of the data makes a last, smaller update.
+      eval_ds: an iterable that can be iterated again for each evaluation.
       skip_jit: run the steps without `jax.jit`, to debug a loss.
 
-    Returns: steps, what ended them, and the best evaluation where it is asked for.
+    Returns: the number of steps, the reason for the end, and the best evaluation if
+      `training_config.best` is set.
 
     Raises:
-      Stopped: SIGINT or SIGTERM arrived; the step was finished and a checkpoint saved.
-      ValueError: the data is empty, or nothing in a global batch is trained.
-      RuntimeError: the trainer is closed and could save nothing, or an update that
-        failed on the device took the weights with it.
+      Stopped: SIGINT or SIGTERM arrived. The step was finished and saved.
+      ValueError: The data is empty, or a global batch has no trained token.
+      RuntimeError: The trainer is closed and cannot save; or an update failed on the
+        device and deleted the weights.
     """
     return self._run.train(train_ds, eval_ds, skip_jit)
 
   def train_step(self, batch: Any, *unexpected: Any) -> jax.Array:
-    """One update by one global batch, cut into `gradient_accumulation_steps` parts.
+    """Makes one update by a global batch.
+
+    Args:
+      batch: the global batch, which is cut into `gradient_accumulation_steps`
+        micro-batches.
 
     Returns: the loss before the update, a device scalar.
 
     Raises:
-      TypeError: more than a batch was given, or it holds no arrays.
-      ValueError: its rows do not divide, or nothing in it is trained.
+      TypeError: There is more than one argument, or the batch has no arrays.
+      ValueError: The batch cannot be cut, or has no trained token.
     """
     if unexpected or isinstance(batch, nnx.Module):
-      raise TypeError("train_step takes a batch alone: trainer.train_step(batch)")
+      raise TypeError(
+        "train_step takes one argument, a batch. Call trainer.train_step(batch)."
+      )
     with self._session():
       return self._learn(self._whole(batch), skip_jit=False)
 
   def lower_train_step(self, batch: Any) -> jax.stages.Lowered:
-    """The train step for a global batch, lowered and not run: `.compile()` it to read
-    its memory plan and collectives. Arrays of the batch may be numpy, and those of the
-    model `jax.ShapeDtypeStruct`s (`automodel.of_shapes`)."""
+    """Lowers the train step for a global batch, without running it.
+
+    `.compile()` of the result gives the memory plan and the collectives. The arrays of
+    the batch may be NumPy arrays, and those of the model `jax.ShapeDtypeStruct`s
+    (`automodel.of_shapes`).
+    """
     with self._session():
       return self._state.lower(self._whole(batch).groups)
 
   def lower_eval_step(self, batch: Any) -> jax.stages.Lowered:
-    """The step of an evaluation for a batch of its data, likewise."""
+    """Lowers the evaluation step for a batch, without running it."""
     with self._session():
       (ready,), _ = self._ready([self._read(batch)], 0)
       axes = self.training_config.data_sharding_axis
       return self._state.lower_eval(sharding_utils.shard_input(ready, axes))
 
   def eval_step(self, batch: Any) -> dict[str, float]:
-    """Metrics of one batch: loss, perplexity, and what the loss adds.
+    """Returns the metrics of one batch: loss, perplexity, and those of the loss's aux.
 
     Raises:
-      ValueError: nothing in it is trained.
+      ValueError: The batch has no trained token.
     """
     with self._session() as signals:
       return self._eval_metrics([batch], False, signals)
 
   def close(self) -> None:
-    """Saves what is not saved yet and closes files; the model stays usable.
+    """Saves the last step if it is not saved, and closes files; the model stays usable.
 
     Raises:
-      OSError: the last checkpoint could not be written.
+      OSError: The last checkpoint could not be written.
     """
     self._module.hand_back()
     if self._closed:
@@ -311,7 +337,7 @@ class PeftTrainer(BaseTrainer):
 
   @contextlib.contextmanager
   def _session(self) -> Iterator[DeferredSignals]:
-    """The mesh is set, signals wait, and the caller's module is handed back."""
+    """Sets the mesh, defers signals, and hands the caller's module back at the end."""
     with DeferredSignals() as signals, self._state.at_work():
       try:
         yield signals
@@ -338,7 +364,7 @@ class PeftTrainer(BaseTrainer):
       return self._window(read, {"drawn": source.drawn})
 
   def _learn(self, window: Window, skip_jit: bool) -> jax.Array:
-    """Sends one update to the device, without waiting for it."""
+    """Dispatches one update to the device, without waiting for it."""
     self._call_hook("on_train_step_start")
     with (
       self._reporter.step(self.train_steps),
@@ -349,7 +375,7 @@ class PeftTrainer(BaseTrainer):
     self._progress.train_steps += 1
     self._progress.iter_steps += window.drawn
     self._progress.train_rows = max(self._progress.train_rows, window.rows)
-    if window.data_state is not None:  # of a batch that the user gave there is none
+    if window.data_state is not None:  # it is None for a batch of the caller
       self._progress.data_state = window.data_state
     aux = named_metrics(self._post_process_train_step(metrics.aux))
     self._reporter.put(self.train_steps, metrics, aux, window.tokens)
@@ -387,8 +413,8 @@ class PeftTrainer(BaseTrainer):
     step, state = saved
     if state.progress is None:
       raise ValueError(
-        f"checkpoint {step} was not written by a trainer (it has no counters): load "
-        "it with CheckpointManager.restore(model), and train into another folder"
+        f"checkpoint {step} was not written by a trainer (it has no counters). Load it "
+        "with CheckpointManager.restore(model), and train into another folder."
       )
     self._state.load(state)
     self._progress = Progress.from_json(state.progress)
@@ -398,14 +424,14 @@ class PeftTrainer(BaseTrainer):
     self._reporter.end()
     self._call_hook("on_train_end")
 
-  # Pieces of these.
+  # Helper methods.
 
   @property
   def _module(self) -> ModuleState:
     return self._state.module
 
   def _whole(self, batch: Any) -> Window:
-    """A global batch, cut into micro-batches."""
+    """Returns a global batch of the caller as a window."""
     parts = windows.cut(self._read(batch), self.training_config.micro_batches)
     return self._window(parts, None)
 
@@ -423,7 +449,7 @@ class PeftTrainer(BaseTrainer):
     )
 
   def _ready(self, batches: Iterable[Any], rows: int) -> tuple[list[Any], int]:
-    """Prepared micro-batches, and the rows they have now; see `pad_to_largest`."""
+    """Prepares micro-batches; returns them with their rows, see `pad_to_largest`."""
     ready = [windows.as_pytree(self._prepare_inputs(batch)) for batch in batches]
     ready = self._prepare_window(ready)
     if not self._reads_tokens:
@@ -433,14 +459,14 @@ class PeftTrainer(BaseTrainer):
 
   @property
   def _reads_tokens(self) -> bool:
-    """Whether batches mean what next_token_loss says they mean."""
-    return self._loss.is_default and self._steps_are_ours
+    """True if batches have the fields and the meaning of a TrainingInput."""
+    return self._loss.is_default and self._has_default_steps
 
   def _eval_metrics(
     self, batches: Iterable[Any], skip_jit: bool, signals: DeferredSignals
   ) -> dict[str, float]:
-    """Weighted means over all batches; they come home together."""
-    self._module.refresh()  # once: it walks the module
+    """Returns weighted means over all batches, in one transfer from the device."""
+    self._module.refresh()  # once for all batches, because it walks the module
     axes = self.training_config.data_sharding_axis
     parts, tokens, rows = [], 0, 0
     for batch in batches:
@@ -457,7 +483,7 @@ class PeftTrainer(BaseTrainer):
     )
 
   def _call_hook(self, name: str, *args: Any) -> Any:
-    """Calls a user's hook if there is one; it may look at the model."""
+    """Calls a hook of the user, if there is one; the hook can read the model."""
     if (hook := self._hooks[name]) is None:
       return None
     self._module.hand_back()

@@ -1,4 +1,4 @@
-"""Traces a few steps of a run with JAX's profiler."""
+"""Profiler: traces some steps of a run with JAX's profiler."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class ProfilerOptions:
-  """Which steps to trace, and how closely.
+  """The steps to trace, and the level of detail.
 
   Args:
-    log_dir: folder of the trace (read it with XProf or TensorBoard).
-    skip_first_n_steps: steps left out at the start, for compilation and warm-up.
+    log_dir: folder of the trace, which XProf and TensorBoard can read.
+    skip_first_n_steps: number of first steps that are not traced: compilation and
+      warm-up.
     profiler_steps: number of steps to trace.
-    set_profile_options: whether to set the two levels below; False leaves JAX's own.
-    host_tracer_level: 0 (off) to 3; 2 also shows memory.
+    set_profile_options: if True, set the two levels below; if False, keep JAX's levels.
+    host_tracer_level: 0 (off) to 3; from 2 on it includes memory.
     python_tracer_level: 0 (off) or 1.
 
   Raises:
-    ValueError: profiler_steps < 1, skip_first_n_steps < 0, or a level out of range.
+    ValueError: profiler_steps < 1, skip_first_n_steps < 0, or a level is out of range.
   """
 
   log_dir: str | os.PathLike[str]
@@ -50,21 +51,21 @@ class ProfilerOptions:
 
 
 class Profiler:
-  """Starts and stops one trace, around exactly `profiler_steps` steps.
+  """Starts and stops one trace of exactly `profiler_steps` steps.
 
   Call `maybe_activate(step)` before and `maybe_deactivate(step)` after every step, and
-  `close()` in any case (or use it as a context manager): a run that ends early or
-  fails still leaves a readable trace. Process 0 only; a process has one trace at a
-  time, a second one is skipped with a warning.
+  `close()` at the end, also after an error; or use the profiler as a context manager.
+  The trace is then readable even if the run ends early. Only process 0 traces. A
+  process can have one trace at a time; a second one is skipped with a warning.
 
   Args:
-    initial_step: steps done before this run.
-    max_step: step at which the run ends; None if open.
-    profiler_options: None traces nothing.
+    initial_step: number of steps before this run.
+    max_step: last step of the run; None: unknown.
+    profiler_options: the options; None: nothing is traced.
 
   Raises:
-    ValueError: the run ends before the first traced step. A resumed run only says
-      so: it was the earlier part that was to be traced.
+    ValueError: The run ends before the first traced step. A resumed run logs a warning
+      instead, because an earlier part of it may have been traced.
   """
 
   _lock = threading.Lock()
@@ -95,16 +96,16 @@ class Profiler:
 
   @property
   def active(self) -> bool:
-    """Whether a trace is running."""
+    """True while a trace is running."""
     return self._active
 
   def maybe_activate(self, step: int, *, wait_for: Any = None) -> None:
-    """Starts the trace if `step` is the first to be traced.
+    """Starts the trace before the first step to be traced.
 
     Args:
-      step: steps done so far.
-      wait_for: arrays of earlier steps, waited for just before the trace starts, so
-        that their computations do not run into it.
+      step: number of steps so far.
+      wait_for: arrays of earlier steps. The trace starts after they are computed, and
+        so does not contain their computations.
     """
     if not self._waiting or step < self._first:
       return
@@ -119,9 +120,9 @@ class Profiler:
     """Counts a traced step, and stops the trace after the last one.
 
     Args:
-      step: steps done so far.
-      wait_for: arrays that the traced steps compute, waited for before the trace
-        stops, so that it contains them.
+      step: number of steps so far.
+      wait_for: arrays of the traced steps. The trace stops after they are computed, and
+        so contains their computations.
     """
     if not self._active:
       return
@@ -132,10 +133,10 @@ class Profiler:
       _log.info("traced %d steps up to step %d", self._traced, step)
 
   def close(self) -> None:
-    """Stops a trace that still runs."""
+    """Stops a running trace."""
     if self._active:
       self._stop()
-      _log.warning("the run ended in the profile: it has %d steps", self._traced)
+      _log.warning("the run ended during the trace, which has %d steps", self._traced)
 
   def __enter__(self) -> Profiler:
     return self
@@ -153,7 +154,7 @@ class Profiler:
     try:
       jax.profiler.start_trace(str(self._options.log_dir), profiler_options=options)
     except RuntimeError as error:
-      # Somebody called jax.profiler.start_trace outside of this class.
+      # The user has called jax.profiler.start_trace.
       Profiler._lock.release()
       _log.warning("the profile is skipped: %s", error)
       return

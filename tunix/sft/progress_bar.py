@@ -1,4 +1,4 @@
-"""A progress bar; lines of text where nobody watches (a pipe, a log file, CI)."""
+"""ProgressBar: a bar in a terminal or notebook, lines of text elsewhere."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tunix.sft.metrics_logger import MetricsLogger, Mode
 
 
 class ProgressBar:
-  """Steps done, and the newest value of what is worth watching.
+  """Shows the number of steps and the newest values of some metrics.
 
-  Drawn by tqdm on standard error when that is a terminal, or in a notebook. Elsewhere
-  the first process writes a line there for the first step, for the last one and at most
-  every ten seconds between them.
+  In a terminal, or in a notebook, tqdm draws a bar on standard error. Elsewhere (a
+  pipe, a log file) the first process writes lines to standard error: for the first
+  step, for the last one, and between them at most one every ten seconds.
 
   Args:
-    metrics_logger: where `update_metrics` looks values up.
-    initial_steps: steps already done.
-    max_steps: steps in all; None shows a counter without an end.
-    description: text in front of the bar.
-    metrics_prefix: prefix under which the metrics are logged.
+    metrics_logger: the logger that `update_metrics` reads.
+    initial_steps: number of steps before this run.
+    max_steps: last step of the run; None: unknown.
+    description: text before the bar.
+    metrics_prefix: prefix of the logged metrics.
   """
 
   def __init__(
@@ -40,7 +40,7 @@ class ProgressBar:
     self._prefix = metrics_prefix
     self._shown: dict[str, str] = {}
     self._bar: Any = None
-    if not _watched():
+    if not _can_draw():
       self._bar = _Lines(initial_steps, max_steps, description or "step")
       return
     from tqdm import auto
@@ -55,11 +55,11 @@ class ProgressBar:
 
   @property
   def shown(self) -> dict[str, str]:
-    """What stands behind the bar, by name."""
+    """The values after the bar, by name."""
     return dict(self._shown)
 
   def say(self, text: str) -> None:
-    """A line where lines are written; a bar shows that it stands."""
+    """Writes a line of text, if lines replace the bar."""
     if isinstance(self._bar, _Lines):
       self._bar.say(text)
 
@@ -69,12 +69,12 @@ class ProgressBar:
     values: Mapping[str, float] | None = None,
     details: Mapping[str, float] | None = None,
   ) -> None:
-    """Moves on by `n` steps.
+    """Advances by `n` steps.
 
     Args:
-      n: steps.
-      values: shown from now on; they replace those of the same name.
-      details: told in lines alone.
+      n: number of steps.
+      values: values to show from now on, by name.
+      details: further values for lines of text; a bar does not show them.
     """
     for name, value in (values or {}).items():
       self._shown[name] = f"{float(value):.4g}"
@@ -82,8 +82,8 @@ class ProgressBar:
       return
     text = ", ".join(f"{name}={value}" for name, value in self._shown.items())
     if isinstance(self._bar, _Lines):
-      more = [f"{name}={value:.4g}" for name, value in (details or {}).items()]
-      self._bar.update(n, ", ".join(filter(None, [text, *more])))
+      further = [f"{name}={value:.4g}" for name, value in (details or {}).items()]
+      self._bar.update(n, ", ".join(filter(None, [text, *further])))
     else:
       self._bar.set_postfix_str(text, refresh=False)
       self._bar.update(n)
@@ -91,17 +91,20 @@ class ProgressBar:
   def update_metrics(
     self, metric_names: Sequence[str], mode: Mode | str, ndigits: int = 3
   ) -> None:
-    """Shows the newest logged values, rounded to `ndigits` after the point.
+    """Shows the newest logged values of some metrics.
 
-    Names that were not logged yet are left out.
+    Args:
+      metric_names: names of metrics; those that were not logged yet are skipped.
+      mode: train or eval.
+      ndigits: digits after the decimal point.
 
     Raises:
-      ValueError: the bar was made without a metrics logger.
+      ValueError: The bar has no metrics logger.
     """
     if self._logger is None:
       raise ValueError(
-        "this ProgressBar has no metrics_logger to look values up in: give it one, or "
-        "hand the values to update(n, values)"
+        "metrics_logger is None; expected a MetricsLogger. Pass it to ProgressBar, or "
+        "pass values to update(n, values)."
       )
     for name in metric_names:
       if self._logger.metric_exists(self._prefix, name, mode):
@@ -110,22 +113,22 @@ class ProgressBar:
         self._shown["_".join(filter(None, parts))] = f"{value:.{ndigits}f}"
 
   def close(self) -> None:
-    """Leaves the bar as it stands."""
+    """Ends the bar at its current step."""
     bar, self._bar = self._bar, None
     if bar is not None:
       bar.close()
 
 
 class _Lines:
-  """Progress as lines on standard error."""
+  """Writes progress as lines to standard error."""
 
   SECONDS = 10.0
 
   def __init__(self, initial: int, total: int | None, description: str):
     self._done, self._total, self._description = initial, total, description
     self._first, self._begin = initial, time.monotonic()
-    self._told = -1.0
-    self._newest: tuple[int, str] | None = None  # not told yet
+    self._written_at = -1.0  # time of the last line; negative before the first
+    self._newest: tuple[int, str] | None = None  # a step without a line so far
 
   def say(self, text: str) -> None:
     if jax.process_index() == 0:
@@ -136,18 +139,18 @@ class _Lines:
     self._done += n
     self._newest = self._done, text
     is_last = self._total is not None and self._done >= self._total
-    if self._told < 0:
-      # Compiling was most of the first step: what is left is reckoned without it.
+    if self._written_at < 0:
+      # The first step compiles. The remaining time is estimated from the later steps.
       self._first, self._begin = self._done, now
-    if self._told < 0 or is_last or now - self._told >= self.SECONDS:
-      self._tell(now)
+    if self._written_at < 0 or is_last or now - self._written_at >= self.SECONDS:
+      self._write(now)
 
-  def _tell(self, now: float) -> None:
+  def _write(self, now: float) -> None:
     if self._newest is None:
       return
-    (done, text), self._newest, self._told = self._newest, None, now
-    of = "" if self._total is None else f" of {self._total}"
-    parts = [f"step {done}{of}", text]
+    (done, text), self._newest, self._written_at = self._newest, None, now
+    total = "" if self._total is None else f" of {self._total}"
+    parts = [f"step {done}{total}", text]
     since = done - self._first
     if self._total is not None and since and done < self._total:
       seconds = (self._total - done) * (now - self._begin) / since
@@ -155,9 +158,9 @@ class _Lines:
     self.say(", ".join(filter(None, parts)))
 
   def close(self) -> None:
-    self._tell(time.monotonic())
+    self._write(time.monotonic())
 
 
-def _watched() -> bool:
-  # In a notebook standard error is no terminal, yet somebody looks at it.
+def _can_draw() -> bool:
+  # In a notebook standard error is no terminal, but tqdm draws a widget there.
   return sys.stderr.isatty() or "ipykernel" in sys.modules

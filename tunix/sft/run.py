@@ -358,7 +358,7 @@ class Run:
       raise
 
   def save(self) -> bool:
-    """Saves the run unless this step is saved; returns True if it wrote a checkpoint."""
+    """Saves the run unless this step is saved; returns True if it was written."""
     step = self._work.train_steps
     if self.config.checkpoint_root_directory is None or step == self.saved_step():
       return False

@@ -1,4 +1,4 @@
-"""Lays batches out on the current mesh."""
+"""Sharding of batches over the current mesh."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ _log = logging.getLogger(__name__)
 def shard_input(
   input_data: Any, data_sharding_axis: Sequence[str] | str, *, whole: bool = False
 ) -> Any:
-  """Splits the first dimension of every array over ALL the named mesh axes.
+  """Shards the first dimension of every array over the product of the named mesh axes.
 
-  In a run of several processes a numpy array is this process's part of the batch; the
-  parts are put together in the order of the mesh, and processes that share a part (a
-  `tp` axis that spans them) must pass the same rows. Without a mesh arrays go to the
-  default device. Arrays that are laid out rightly already are returned as they are,
-  and so is whatever is no array (strings, numbers, None).
+  With several processes a NumPy array is this process's shard of the batch. The shards
+  are joined in the order of the mesh; processes that share a shard (because an axis
+  such as `tp` spans them) must pass the same rows. Without a mesh, arrays go to the
+  default device. Arrays that already have the sharding are returned unchanged, and so
+  are values that are no arrays (strings, numbers, None).
 
   Args:
     input_data: a pytree of arrays whose first dimension is the batch.
     data_sharding_axis: names of mesh axes, such as ("dp", "fsdp").
-    whole: every process has all of the batch, the same one, and not its part of it.
+    whole: if True, each process passes the whole global batch instead of its shard.
 
   Returns:
     The same pytree with JAX arrays of the global shape.
 
   Raises:
-    ValueError: an axis that the mesh lacks; with several processes also a batch that
-      does not divide by the axes (one process replicates it and says so once).
+    ValueError: The mesh lacks an axis; or, with several processes, the batch is no
+      multiple of the axes' product. One process replicates such a batch, and logs one
+      warning for each shape.
   """
   names = (
     (data_sharding_axis,)
@@ -54,16 +55,18 @@ def shard_input(
 
 
 def process_part(mesh: Mesh | None, axes: Sequence[str]) -> tuple[int, int]:
-  """(number, count) of the parts of a batch: which one this process is to draw.
+  """Returns the part of each global batch that this process reads from the data.
 
-  Processes have a part in common where the axes that split no batch (tp, cp) span them.
+  Processes read the same part if axes that do not split the batch (tp, cp) span them.
 
   Args:
-    mesh: of the run; None: every process has a part of its own.
-    axes: those that split the batch.
+    mesh: the mesh of the run; None: every process reads a different part.
+    axes: the mesh axes that split the batch.
+
+  Returns: (index of the part, number of parts).
 
   Raises:
-    ValueError: processes have some rows in common and others not.
+    ValueError: Two processes have some of their rows in common, but not all.
   """
   count = jax.process_count()
   if mesh is None or count == 1:
@@ -76,24 +79,24 @@ def process_part(mesh: Mesh | None, axes: Sequence[str]) -> tuple[int, int]:
   parts = sorted({tuple(sorted(rows)) for rows in held.values()})
   if sum(map(len, parts)) != len(set().union(*parts)):
     raise ValueError(
-      f"on the mesh {dict(mesh.shape)} processes have some of their rows in common: "
-      "choose sizes so that the devices of a process have whole rows, or share them all"
+      f"on the mesh {dict(mesh.shape)} processes have some of their rows in common. "
+      "Choose sizes for which two processes have all of their rows in common, or none."
     )
-  if len(parts) == count:  # as they are counted, whatever the order of the mesh
+  if len(parts) == count:  # one part for each process, in the order of the processes
     return jax.process_index(), count
   return parts.index(tuple(sorted(held[jax.process_index()]))), len(parts)
 
 
 def get_sharding(x: Any, mesh: Mesh, pspec: PartitionSpec) -> NamedSharding:
-  """The sharding for `x`: `pspec`, or full replication where it does not fit.
+  """Returns the sharding `pspec` for `x`, or full replication if `x` does not fit.
 
-  Numbers, scalars, arrays with fewer dimensions than `pspec` and, on one process,
-  arrays that do not divide by the product of the named axes are replicated. An
-  array of one process out of several counts with the shape it has globally.
+  Replicated are numbers, scalars, arrays with fewer dimensions than `pspec` and, with
+  one process, arrays whose shape is no multiple of the named axes. With several
+  processes the global shape of an array counts, not that of the process's shard.
 
   Raises:
-    ValueError: an axis that the mesh lacks; with several processes, an array that
-      would have to be replicated: each would hold its own under one name.
+    ValueError: The mesh lacks an axis; or, with several processes, an array would be
+      replicated, and the processes would hold different data in one array.
   """
   _check_axes(mesh, pspec)
   replicated = NamedSharding(mesh, PartitionSpec())
@@ -133,7 +136,7 @@ def _place(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
 
 
 def _place_whole(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-  """An array that every process has: split if it divides, else on every device."""
+  """Shards an array that every process holds; replicates it if it does not divide."""
   if not _is_array(leaf) or not _is_local(leaf):
     return leaf
   _check_axes(mesh, spec)
@@ -149,7 +152,7 @@ def _to_default_device(leaf: Any) -> Any:
 
 
 def _is_array(x: Any) -> bool:
-  """Numeric arrays; arrays of strings or objects ride along untouched."""
+  """Returns True for numeric arrays; arrays of strings or objects are not sharded."""
   return isinstance(x, jax.Array | jax.ShapeDtypeStruct) or (
     isinstance(x, np.ndarray) and x.dtype.kind not in "OUSM"
   )
@@ -174,19 +177,19 @@ def _check_axes(mesh: Mesh, pspec: PartitionSpec) -> None:
 
 
 def _global_shape(x: Any, mesh: Mesh, pspec: PartitionSpec) -> tuple[int, ...]:
-  """The shape of the whole array of which `x` is this process's part."""
+  """Returns the global shape of an array of which `x` is this process's shard."""
   shape = tuple(x.shape)
   if not _is_local(x) or jax.process_count() == 1:
     return shape
   shares = [_process_share(mesh, entry) for entry in pspec]
   shares += [(1, 1)] * (len(shape) - len(shares))
-  # Not an integer if the part is no whole number of shards: round up and let the
-  # check of divisibility name the shape.
+  # Rounded up, because a wrong shape may give a fraction. The caller then checks that
+  # the shape is a multiple of the axes, and names it.
   return tuple(-(-size * all_ // here) for size, (here, all_) in zip(shape, shares))
 
 
 def _process_share(mesh: Mesh, entry: Any) -> tuple[int, int]:
-  """(shards of this process, shards in all) along one entry of a PartitionSpec."""
+  """Returns (shards of this process, all shards) along an entry of a PartitionSpec."""
   names = () if entry is None else (entry,) if isinstance(entry, str) else entry
   columns = [mesh.axis_names.index(name) for name in names]
   held = {
@@ -196,8 +199,8 @@ def _process_share(mesh: Mesh, entry: Any) -> tuple[int, int]:
   }
   if not held:
     raise ValueError(
-      f"process {jax.process_index()} has no device in the mesh {dict(mesh.shape)}: "
-      "shard inputs on the processes that take part"
+      f"process {jax.process_index()} has no device in the mesh {dict(mesh.shape)}. "
+      "Shard inputs on the processes of the mesh only."
     )
   return len(held), math.prod(mesh.shape[name] for name in names)
 

@@ -1,8 +1,8 @@
-"""What a tree of arrays holds, as a short string: equal content, equal stamp.
+"""Content stamps: short strings that are equal for equal trees of arrays.
 
-Every array is reduced to two 32-bit words where it lies, by integer sums that do not
-depend on how it is split; names, shapes, dtypes and words are hashed on the host. Made
-to notice mistakes (a lost update, a swapped leaf, a flipped bit), not forgeries.
+Each array is reduced on its devices to two 32-bit integers, by integer sums that do not
+depend on the sharding. Names, shapes, dtypes and these integers are hashed on the host.
+A stamp detects mistakes (a lost update, a swapped array, a flipped bit), not forgeries.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib, tree
 
-# Odd, so that multiplying by them loses nothing modulo 2^32.
+# Odd numbers, so that a multiplication modulo 2^32 is a bijection.
 _STRIDE, _FAR = 0x9E3779B1, 0xC2B2AE35
 _MIX = 0x7FEB352D, 0x846CA68B
 _AGAIN = 0x2C1B3C6D
 
 
 def content_stamp(arrays: Any) -> str:
-  """A 128-bit stamp, in hex, of the names, shapes, dtypes and bits of a pytree.
+  """Returns a 128-bit stamp, in hex, of the names, shapes, dtypes and bits of a pytree.
 
-  Changing one element always changes it; any other change is missed with a chance of
-  about 2^-64. It is the same for any layout on any number of devices, and for NumPy
-  and JAX arrays. -0.0 and 0.0 differ, and so do the many NaNs. It costs one reading of
-  the arrays, and no memory of their size but for arrays in host memory, which are
-  brought to their devices one at a time.
+  A change of one element always changes the stamp; another change is missed with a
+  probability of about 2^-64. The stamp is the same for every sharding and number of
+  devices, and for NumPy and JAX arrays. -0.0 and 0.0 differ, and so do NaNs with
+  different bits. The arrays are read once, without a copy; only arrays in host memory
+  are copied to their devices, one at a time.
 
   Args:
-    arrays: a pytree of JAX or NumPy arrays. Of arrays that span processes, each of
-      these processes calls this.
+    arrays: a pytree of JAX or NumPy arrays. If arrays span processes, all of these
+      processes must call this function.
 
   Raises:
-    TypeError: a leaf that is no array of numbers, or complex ones.
+    TypeError: A leaf is no array of real numbers.
   """
   leaves, _ = jax.tree_util.tree_flatten_with_path(arrays)
   named = [(tree.path_name(path), leaf) for path, leaf in leaves]
@@ -58,10 +58,10 @@ def content_stamp(arrays: Any) -> str:
 
 
 def leaf_stamps(arrays: Any) -> dict[str, str]:
-  """`content_stamp` of each leaf by its dotted path; the names are not part of them.
+  """Returns the stamp of each leaf, without its name, by dotted path.
 
   Raises:
-    TypeError: see `content_stamp`.
+    TypeError: See `content_stamp`.
   """
   flat = tree.flatten(arrays)
   for name, leaf in flat.items():
@@ -75,16 +75,16 @@ def leaf_stamps(arrays: Any) -> dict[str, str]:
 def _check(name: str, leaf: Any) -> None:
   if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
     raise TypeError(
-      f"leaf {name!r} is {type(leaf).__name__}, only arrays have a content stamp: "
-      "leave it out of the tree or make it an array"
+      f"leaf {name!r} is {type(leaf).__name__}, only arrays have a content stamp. "
+      "Leave it out of the tree, or make it an array."
     )
   if _is_key(leaf):
     return
   numbers = jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool
   if not numbers or jnp.issubdtype(leaf.dtype, jnp.complexfloating):
     raise TypeError(
-      f"leaf {name!r} holds {leaf.dtype}: content stamps know booleans, integers and "
-      "real floating-point numbers; stamp its real and imaginary parts, or leave it out"
+      f"leaf {name!r} holds {leaf.dtype}; expected booleans, integers or real floating-"
+      "point numbers. Stamp its real and imaginary parts, or leave it out."
     )
 
 
@@ -93,7 +93,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _words(leaves: Sequence[Any]) -> list[tuple[int, int]]:
-  """Two words for each leaf; one program for all leaves that share their devices."""
+  """Returns two integers for each leaf; leaves with equal devices share a program."""
   groups: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
     groups.setdefault(_group(i, leaf), []).append(i)
@@ -112,10 +112,11 @@ def _group(i: int, leaf: Any) -> Any:
     return None
   if _in_host_memory(leaf):
     return "host", i
-  mesh = getattr(leaf.sharding, "mesh", None)
-  if isinstance(mesh, Mesh):  # a program wants its devices in one order
+  sharding: Any = leaf.sharding
+  mesh: Any = getattr(sharding, "mesh", None)
+  if isinstance(mesh, Mesh):  # all inputs of a program need the same order of devices
     return tuple(mesh.devices.flat)
-  return frozenset(leaf.sharding.device_set)
+  return frozenset(sharding.device_set)
 
 
 def _in_host_memory(leaf: Any) -> bool:
@@ -133,7 +134,8 @@ def _program(leaves: list[Any]) -> jax.Array:
   inputs = [_as_input(leaf) for leaf in leaves]
   mesh = mesh_lib.mesh_of(inputs)
   where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-  # Under a surrounding mesh of other devices: the leaves' own, of their kinds of axes.
+  # The current mesh may have other devices: the program runs on the mesh of the leaves,
+  # with their kinds of axes.
   meshes = (getattr(getattr(x, "sharding", None), "mesh", None) for x in inputs)
   leaves_mesh = next((m for m in meshes if isinstance(m, Mesh)), None)
   with mesh_lib.use_mesh(leaves_mesh if mesh_lib.current_mesh() is not None else None):
@@ -148,7 +150,7 @@ def _compiled(where: NamedSharding | None) -> Any:
 
 
 def _as_input(leaf: Any) -> Any:
-  """The leaf as `jax.jit` may take it without changing a bit."""
+  """Returns the leaf in a form that `jax.jit` takes without changing a bit."""
   if isinstance(leaf, jax.ShapeDtypeStruct):
     return leaf
   if not isinstance(leaf, jax.Array):
@@ -162,12 +164,11 @@ def _as_input(leaf: Any) -> Any:
 
 
 def _reduce(x: jax.Array) -> jax.Array:
-  """uint32 [2]: sums over the elements of two mixtures of bits and position.
+  """Returns uint32 [2], two sums over hashes of each element's bits and position.
 
-  For one position both mixtures are bijections of the bits, so that no single change
-  is missed. The bits go through multiplications and shifts before they are added:
-  added plainly, the zeros in the low half of bfloat16 values kept in float32 would
-  leave 16 of 32 bits.
+  At one position both hashes are bijections of the bits, so no change of one element is
+  missed. Multiplications and shifts mix the bits before the sum. Without them, bfloat16
+  values in float32, whose low 16 bits are 0, would give sums with only 16 useful bits.
   """
   bits = _bits(x)
   h = bits ^ _positions(bits.shape)
@@ -175,8 +176,8 @@ def _reduce(x: jax.Array) -> jax.Array:
     h = (h ^ (h >> 16)) * jnp.uint32(constant)
   h = h ^ (h >> 15)
   again = (h ^ (h >> 12)) * jnp.uint32(_AGAIN)
-  # One reduction of two operands: as two sums, XLA would keep `h` for the second (on a
-  # CPU a temporary as large as the array, and 7 times the time).
+  # One reduction with two operands. For two sums XLA would store `h` for the second
+  # one: on a CPU a temporary as large as the array, and 7 times the time.
   zero = jnp.uint32(0)
   sums = jax.lax.reduce(
     (h, again ^ (again >> 15)), (zero, zero), _add_pairs, tuple(range(h.ndim))

@@ -1,4 +1,4 @@
-"""How much a training step computes, and how fast. Nothing here raises."""
+"""Estimates of the FLOPs of a training step; these functions never raise."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _log = logging.getLogger(__name__)
 def measure_tflops_per_step(
   train_step_fn: Any, model: Any, optimizer: Any, train_example: Any
 ) -> float | None:
-  """TFLOPs of one training step, on all devices together, without running it.
+  """Measures the TFLOPs of one training step on all devices, without running it.
 
-  Lowers (and does not compile) the step and adds up the matrix products and
-  convolutions of the program. XLA's cost analysis counts the body of a loop once,
-  which makes scanned layers look like one; here a body counts as often as its loop
-  runs, read from the loop's constants (`lax.scan`, `lax.fori_loop`). Recomputation
-  counts, hand-written kernels (Pallas, cuDNN) do not: for them and for MFU
-  use `perf.flops.train_flops`.
+  The step is lowered, not compiled, and the matrix products and convolutions of the
+  program are counted. XLA's cost analysis counts the body of a loop once, and so counts
+  scanned layers as one layer. This function multiplies a body by the number of its
+  iterations, which it reads from the loop's constants (`lax.scan`, `lax.fori_loop`).
+  Recomputation counts; hand-written kernels (Pallas, cuDNN) do not. For such kernels,
+  and for MFU, use `perf.flops.train_flops`.
 
   Args:
-    train_step_fn: a jitted function of the three other arguments; `nnx.jit` where it
-      changes a module. Under `jax.jit` such changes are lost: it is counted as under
-      `nnx.jit`, and a warning says so.
+    train_step_fn: a jitted function of the three other arguments. Use `nnx.jit` if it
+      changes a module: under `jax.jit` the changes are lost. A function under `jax.jit`
+      is counted as under `nnx.jit`, with a warning.
     model: its first argument.
     optimizer: its second argument.
     train_example: its third argument, a batch.
 
   Returns:
-    FLOPs / 1e12; None, with a warning in the log, where that cannot be told.
+    FLOPs / 1e12; None, with a warning in the log, if they cannot be measured.
   """
   if not hasattr(train_step_fn, "lower"):
     _log.warning(
@@ -48,24 +48,24 @@ def measure_tflops_per_step(
       as_given, counted = counted, hlo_flops.count_flops(kept.lower(*example))
       if counted.flops > as_given.flops:
         _log.warning(
-          "jax.jit drops what the step changes in the model, and XLA computes none of "
-          "it: the step as given does %.1f %% of the work that is reported here. Wrap "
-          "it in nnx.jit, which keeps the changes",
+          "jax.jit drops the step's changes of the model, and XLA does not compute "
+          "them: the given step does %.1f %% of the reported work. Wrap it in nnx.jit, "
+          "which keeps the changes",
           100 * as_given.flops / counted.flops,
         )
-  except Exception as error:  # a user's function may raise anything; runs go on
+  except Exception as error:  # a user's function can raise any error
     _log.warning("cannot measure FLOPs: %s: %s", type(error).__name__, error)
     return None
   if counted.unknown_loops:
     _log.warning(
-      "%d loops run for a number of times that depends on data: counted once",
+      "%d loops have a number of iterations that depends on data: each counts once",
       counted.unknown_loops,
     )
   return counted.flops / 1e12
 
 
 def _with_mutations_kept(step: Any, model: Any) -> Any:
-  """The function below `jax.jit` under `nnx.jit`; None where they are the same."""
+  """Returns a function of `jax.jit` under `nnx.jit`; None for other functions."""
   function: Any = getattr(step, "__wrapped__", None)
   if function is None or not isinstance(model, nnx.Module):
     return None
@@ -76,11 +76,11 @@ def _with_mutations_kept(step: Any, model: Any) -> Any:
 def approximate_tflops_per_second(
   total_model_params: int, global_batch_size: int, step_time_delta: float
 ) -> float:
-  """6 * parameters * tokens / seconds / 1e12, over all devices together.
+  """Returns 6 * parameters * tokens / seconds / 1e12, the TFLOP/s of all devices.
 
   Args:
-    total_model_params: trained parameters.
-    global_batch_size: TOKENS of a step, over all devices.
+    total_model_params: number of trained parameters.
+    global_batch_size: number of TOKENS of a step, over all devices.
     step_time_delta: seconds of the step.
 
   Returns:
@@ -88,7 +88,7 @@ def approximate_tflops_per_second(
   """
   if total_model_params <= 0 or global_batch_size <= 0 or step_time_delta <= 0:
     _log.warning(
-      "cannot tell TFLOP/s from %s parameters, %s tokens and %s seconds: all must be "
+      "cannot compute TFLOP/s of %s parameters, %s tokens and %s seconds: all must be "
       "positive",
       total_model_params,
       global_batch_size,

@@ -1,4 +1,4 @@
-"""What a trainer is called with: refused early, with the call that was meant."""
+"""Checks of a trainer's arguments, with errors that name the right call."""
 
 from __future__ import annotations
 
@@ -12,103 +12,114 @@ from flax import nnx
 from tunix.perf.trace import NoopTracer, make_tracer
 from tunix.sft.config import TrainingConfig
 
-_OWN_METRICS = {"loss", "grad_norm"}
+# Metrics that the trainer itself reports.
+_RESERVED_METRICS = {"loss", "grad_norm"}
 
 
 def check_kinds(model: Any, config: Any) -> None:
-  """Refuses arguments of the wrong kind with the call that was meant.
+  """Refuses a model and a config of the wrong type.
 
   Raises:
-    TypeError: `model` is no module, or `config` no TrainingConfig.
+    TypeError: `model` is no nnx.Module, or `config` is no TrainingConfig.
   """
   if isinstance(model, TrainingConfig) or not isinstance(model, nnx.Module):
     raise TypeError(
-      f"the first argument is a {type(model).__name__}, expected an nnx.Module: "
-      "PeftTrainer(model, optimizer, training_config)"
+      f"the first argument is a {type(model).__name__}; expected an nnx.Module. Call "
+      "PeftTrainer(model, optimizer, training_config)."
     )
   if not isinstance(config, TrainingConfig):
     raise TypeError(
-      f"training_config is a {type(config).__name__}, expected a TrainingConfig: "
-      "PeftTrainer(model, optimizer, training_config)"
+      f"training_config is a {type(config).__name__}; expected a TrainingConfig. Call "
+      "PeftTrainer(model, optimizer, training_config)."
     )
 
 
 def resolve_optimizer(
   optimizer: Any, config: TrainingConfig
 ) -> optax.GradientTransformation:
-  """The optax transformation to use; AdamW at the config's rate when none is given.
+  """Returns the optax transformation of a trainer.
+
+  Args:
+    optimizer: an optax transformation, an unused nnx.Optimizer, or None for AdamW with
+      the config's learning rate.
+    config: the trainer's settings.
 
   Raises:
-    TypeError: it is no optimizer.
-    ValueError: there is none and no rate, or an nnx.Optimizer has been used already.
+    TypeError: `optimizer` is of another kind.
+    ValueError: There is neither an optimizer nor a learning rate; or the nnx.Optimizer
+      has made updates.
   """
   if optimizer is None:
     if config.learning_rate is None:
       raise ValueError(
-        "no optimizer: pass an optax transformation, or learning_rate= in the config "
-        "for AdamW"
+        "no optimizer: pass an optax transformation, or set learning_rate= in the "
+        "config for AdamW"
       )
     return optax.adamw(config.learning_rate)
   if isinstance(optimizer, nnx.Optimizer):
     if int(optimizer.step[...]):
       raise ValueError(
-        f"the nnx.Optimizer has done {int(optimizer.step[...])} updates, whose state "
-        "would be lost: pass the optax transformation itself"
+        f"the nnx.Optimizer has made {int(optimizer.step[...])} updates, whose state "
+        "would be lost. Pass the optax transformation itself."
       )
     return optimizer.tx
   if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
     raise TypeError(
-      f"optimizer is a {type(optimizer).__name__}, expected an optax transformation "
+      f"optimizer is a {type(optimizer).__name__}; expected an optax transformation "
       "such as optax.adamw(1e-5)"
     )
   return optimizer
 
 
 def resolve_tracer(tracer: Any, config: TrainingConfig) -> NoopTracer:
-  """The tracer to use; what the config asks for when none is given.
+  """Returns the tracer of a trainer: the given one, or one made from the config.
 
   Raises:
-    TypeError: it is no tracer.
-    ValueError: the config asks for another one.
+    TypeError: `tracer` is no tracer.
+    ValueError: A tracer is given, and the config describes another one.
   """
   if tracer is None:
     return make_tracer(config.perf_metrics_options, config.log_dir)
   if not isinstance(tracer, NoopTracer):
     raise TypeError(
-      f"perf_tracer is a {type(tracer).__name__}: expected a PerfTracer or a "
+      f"perf_tracer is a {type(tracer).__name__}; expected a PerfTracer or a "
       "NoopTracer of tunix.perf.trace"
     )
   if config.perf_metrics_options is not None:
     raise ValueError(
-      "perf_tracer and perf_metrics_options both say how to trace: leave one out"
+      "perf_tracer and perf_metrics_options are both set. Leave one of them out."
     )
   return tracer
 
 
 def named_metrics(aux: Any) -> dict[str, Any]:
-  """Metrics by name, as a loss or a subclass gave them.
+  """Checks the metrics of a loss or of a subclass.
+
+  Args:
+    aux: a dict of scalars by name, or None.
+
+  Returns: the dict; {} for None.
 
   Raises:
-    TypeError: they are no dict, or one of them is no scalar.
-    ValueError: one has a name that the trainer needs.
+    TypeError: `aux` is no dict, or a value is no scalar.
+    ValueError: A name belongs to a metric of the trainer.
   """
   if aux is None:
     return {}
   if not isinstance(aux, dict):
     raise TypeError(
-      f"the loss's aux is a {type(aux).__name__}: it must be a dict of scalars by "
-      "name, or be made into one by _post_process_train_step and "
-      "_post_process_eval_step"
+      f"the loss's aux is a {type(aux).__name__}; expected a dict of scalars by name. "
+      "Return one, or make one in _post_process_train_step and _post_process_eval_step."
     )
-  if taken := sorted(_OWN_METRICS & aux.keys()):
+  if taken := sorted(_RESERVED_METRICS & aux.keys()):
     raise ValueError(
-      f"the loss's aux has {taken[0]!r}, a name of the trainer's own metric: rename it"
+      f"the loss's aux has {taken[0]!r}, a name of the trainer's own metric. Rename it."
     )
   for name, value in aux.items():
     if not jax.tree_util.all_leaves([value]) or np.size(value) != 1:
       raise TypeError(
         f"{name!r} in the loss's aux is a {type(value).__name__} of shape "
-        f"{np.shape(value)}: give a scalar, or make one of it in "
-        "_post_process_train_step and _post_process_eval_step"
+        f"{np.shape(value)}; expected a scalar. Return one, or make one in "
+        "_post_process_train_step and _post_process_eval_step."
       )
   return aux

@@ -1,4 +1,4 @@
-"""Small helpers around training: masks, memory, time."""
+"""Helper functions for users: attention masks, device memory, wall-clock time."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ _log = logging.getLogger(__name__)
 
 
 def make_causal_attn_mask(input_mask: jax.Array) -> jax.Array:
-  """Who attends to whom: causal, and no padding as a key.
+  """Returns a causal attention mask in which padding is never a key.
 
   Args:
-    input_mask: (B, T), true on tokens, false on padding.
+    input_mask: [B, T], True on tokens and False on padding.
 
   Returns:
-    (B, T, T) bool, [b, query, key].
+    bool [B, T, T]: True if the query (second axis) may attend to the key (third axis).
 
   Raises:
-    ValueError: the mask is not two-dimensional.
+    ValueError: The mask has another number of dimensions.
   """
   if input_mask.ndim != 2:
     raise ValueError(
-      f"input_mask has shape {input_mask.shape}, it must be (batch, tokens)"
+      f"input_mask has shape {input_mask.shape}; expected (batch, tokens)"
     )
   index = jnp.arange(input_mask.shape[1])
   return masks.causal_mask(index, index) & input_mask.astype(bool)[:, None, :]
 
 
 def build_positions_from_mask(input_mask: jax.Array) -> jax.Array:
-  """Positions that count tokens only: 0 at the first one, wherever it stands.
+  """Returns positions that count tokens and not padding; the first token has 0.
 
   Args:
-    input_mask: (B, T), true on tokens, false on padding.
+    input_mask: [B, T], True on tokens and False on padding.
 
   Returns:
-    (B, T) int32; padding has the position of the last token before it, or 0.
+    int32 [B, T]; padding has the position of the last token before it, or 0.
   """
   return masks.positions_from_mask(input_mask)
 
 
 def is_lora_enabled(model: nnx.Module) -> bool:
-  """Whether the model has LoRA parameters (`nnx.LoRAParam`)."""
+  """Returns True if the model has LoRA parameters (`nnx.LoRAParam`)."""
   return is_lora(model)
 
 
@@ -62,14 +62,14 @@ def is_lora_enabled(model: nnx.Module) -> bool:
 def time_measure(
   context: str = "", suppress_logging: bool = False
 ) -> Iterator[Callable[[], float]]:
-  """Measures the wall-clock time of a block.
+  """Measures the wall-clock time of a block, and logs it.
 
   Args:
-    context: what is measured, for the log.
-    suppress_logging: True keeps it out of the log.
+    context: name of the block, for the log.
+    suppress_logging: if True, nothing is logged.
 
   Yields:
-    A function that returns the seconds so far, and after the block those of the block.
+    A function that returns the seconds so far; after the block, the block's seconds.
   """
   start = time.perf_counter()
   end: float | None = None
@@ -82,11 +82,11 @@ def time_measure(
 
 
 def device_memory() -> dict[Any, tuple[int, int | None]]:
-  """Bytes in use and the limit of each local device.
+  """Returns (bytes in use, limit in bytes) of each local device.
 
-  From the device's own counters, or, where there are none (CPU, Pathways), from
-  the live arrays of this process: then a replicated array counts on every device
-  that holds a copy, and the limit is None.
+  The numbers come from the counters of the device. Devices without counters (CPU,
+  Pathways) get the bytes of this process's live arrays, and the limit None. A
+  replicated array counts on every device that holds a copy.
   """
   out: dict[Any, tuple[int, int | None]] = {}
   from_arrays: dict[Any, int] | None = None
@@ -102,10 +102,11 @@ def device_memory() -> dict[Any, tuple[int, int | None]]:
 
 
 def live_array_bytes() -> dict[Any, int]:
-  """Bytes of this process's live arrays on each device, every shard counted."""
+  """Returns the bytes of this process's live arrays on each device, by shards."""
   used: dict[Any, int] = collections.defaultdict(int)
   for array in jax.live_arrays():
-    # By its layout: looking at the shards' data makes arrays of them, which then live.
+    # Computed from the sharding, because reading a shard's data would create an array
+    # that is then live too.
     shard = math.prod(array.sharding.shard_shape(array.shape))
     size = array.nbytes * shard // array.size if array.size else 0
     for device in array.sharding.addressable_devices:

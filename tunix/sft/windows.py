@@ -18,14 +18,14 @@ from tunix.utils import mesh as mesh_lib
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-  """The micro-batches of one optimizer step.
+  """The micro-batches of one optimizer step: a global batch, prepared.
 
   Attributes:
-    groups: what the step takes.
-    drawn: micro-batches drawn for it (fewer than usual at the end of the data).
-    tokens: tokens in it, padding included; 0 when the batches hold none.
-    rows: that its micro-batches were padded to; 0: they were not.
-    data_state: the place in the data after it.
+    groups: the micro-batches, grouped by shape, on their devices.
+    drawn: number of micro-batches drawn from the data, fewer at the end of the data.
+    tokens: tokens of all micro-batches, padding included; 0 if they have no tokens.
+    rows: rows that each micro-batch was padded to; 0 if there is no padding.
+    data_state: place in the data after the window; None for a batch that is not drawn.
   """
 
   groups: tuple[Group, ...]
@@ -36,28 +36,28 @@ class Window:
 
 
 def field(batch: Any, name: str) -> Any:
-  """A field of a batch, None if it has none of that name."""
+  """Returns a field of a batch; None if the batch has no field of that name."""
   return batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
 
 
 def as_pytree(batch: Any) -> Any:
-  """A batch that `jax.jit` can take: dataclasses JAX does not know become dicts.
+  """Returns the batch as a pytree: a dataclass unknown to JAX becomes a dict.
 
   Raises:
-    TypeError: it holds no arrays.
+    TypeError: The batch has no arrays.
   """
   if _is_plain_dataclass(batch):
     batch = batch_fields(batch)
   if not any(hasattr(leaf, "shape") for leaf in jax.tree.leaves(batch)):
     raise TypeError(
-      f"a batch of type {type(batch).__name__} holds no arrays: yield a TrainingInput, "
-      "a dict or any pytree of arrays, or convert it in _prepare_inputs"
+      f"a batch of type {type(batch).__name__} holds no arrays; expected a "
+      "TrainingInput, a dict or another pytree. Convert the batch in _prepare_inputs."
     )
   return batch
 
 
 def _is_plain_dataclass(batch: Any) -> bool:
-  """Whether it is a dataclass that JAX takes for a leaf."""
+  """Returns True for a dataclass that JAX does not know as a pytree."""
   if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
     return False
   leaves = jax.tree.leaves(batch)
@@ -65,13 +65,13 @@ def _is_plain_dataclass(batch: Any) -> bool:
 
 
 def until_none(draw: Callable[[], Any]) -> Iterator[Any]:
-  """What a function gives, up to None."""
+  """Yields the results of a function until it returns None."""
   while (batch := draw()) is not None:
     yield batch
 
 
 def pad_rows(batch: Any, rows: int) -> Any:
-  """Appends rows of zeros (mask 0, segment 0) up to `rows`."""
+  """Appends rows of zeros (mask 0, segment 0) until the batch has `rows` rows."""
   missing = rows - examples_in(batch)
   if missing <= 0:
     return batch
@@ -85,10 +85,10 @@ def pad_rows(batch: Any, rows: int) -> Any:
 
 
 def split_rows(batch: Any, parts: int) -> list[Any]:
-  """Cuts a global batch into micro-batches of equally many rows.
+  """Cuts a batch into micro-batches with equal numbers of rows.
 
   Raises:
-    ValueError: the rows do not divide.
+    ValueError: The number of rows is no multiple of `parts`.
   """
   if _is_plain_dataclass(batch):
     fields = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
@@ -96,8 +96,8 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
   rows = examples_in(batch)
   if rows % parts:
     raise ValueError(
-      f"a global batch of {rows} rows cannot be cut into {parts} micro-batches: make "
-      "the rows a multiple of gradient_accumulation_steps"
+      f"a global batch of {rows} rows cannot be cut into {parts} micro-batches. Make "
+      "the rows a multiple of gradient_accumulation_steps."
     )
   size = rows // parts
 
@@ -110,10 +110,11 @@ def split_rows(batch: Any, parts: int) -> list[Any]:
 
 
 def cut(batch: Any, parts: int) -> list[Any]:
-  """A global batch as micro-batches of equally many rows.
+  """Cuts a global batch into micro-batches; a single one may be any object.
 
   Raises:
-    ValueError: the rows do not divide.
+    TypeError: The batch has no arrays.
+    ValueError: The number of rows is no multiple of `parts`.
   """
   return [batch] if parts == 1 else split_rows(as_pytree(batch), parts)
 
@@ -127,8 +128,14 @@ def make(
   rows: int = 0,
   whole: bool = False,
 ) -> Window:
-  """Prepared micro-batches as what a step takes, on their devices; `rows` as in
-  `Window`, `whole` as in `sharding_utils.shard_input`."""
+  """Moves prepared micro-batches to their devices, and groups them.
+
+  Args:
+    ready: the prepared micro-batches.
+    config: the trainer's settings.
+    drawn, data_state, rows: see `Window`.
+    whole: see `sharding_utils.shard_input`.
+  """
   axes = config.data_sharding_axis
   return Window(
     groups=group(
@@ -143,7 +150,12 @@ def make(
 
 
 def group(batches: Sequence[Any], size: int) -> tuple[Group, ...]:
-  """Groups micro-batches by shape; a short window is filled up with weight 0."""
+  """Groups micro-batches by shape, and adds fillers up to `size` micro-batches.
+
+  A train step is compiled for the shapes of its groups. At the end of the data fewer
+  than `size` micro-batches are left; copies of the last one with weight 0 complete the
+  number, so that the same program runs.
+  """
   filled = [*batches, *[batches[-1]] * (size - len(batches))]
   weights = [1.0] * len(batches) + [0.0] * (size - len(batches))
   by_shape: dict[Any, list[tuple[Any, float]]] = {}
@@ -151,7 +163,8 @@ def group(batches: Sequence[Any], size: int) -> tuple[Group, ...]:
     leaves, structure = jax.tree.flatten(batch)
     shapes = tuple((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)
     by_shape.setdefault((structure, shapes), []).append((batch, weight))
-  # In the order of the shapes, not of the data: fewer programs are compiled.
+  # Sorted by shape, not in the order of the data: otherwise the same shapes in another
+  # order would compile another program.
   return tuple(
     Group(tuple(b for b, _ in items), np.asarray([w for _, w in items], np.float32))
     for _, items in sorted(by_shape.items(), key=lambda item: str(item[0]))
@@ -159,11 +172,16 @@ def group(batches: Sequence[Any], size: int) -> tuple[Group, ...]:
 
 
 def pad_to_largest(batches: Sequence[Any], rows: int) -> tuple[list[Any], int]:
-  """Pads micro-batches to the rows of the largest of them, or to `rows` if that is
-  more, so that a smaller last one compiles nothing new. Those without an `input_mask`
-  stay as they are: nothing says what a row of zeros means in them.
+  """Pads micro-batches to equal numbers of rows, so that nothing new is compiled.
 
-  Returns: (batches, rows they have now).
+  Batches without an `input_mask` are not padded, because only the mask can mark a row
+  as padding.
+
+  Args:
+    batches: the micro-batches.
+    rows: the least number of rows, that of the largest micro-batch so far.
+
+  Returns: (padded micro-batches, their number of rows).
   """
   if any(field(batch, "input_mask") is None for batch in batches):
     return list(batches), rows
@@ -172,14 +190,14 @@ def pad_to_largest(batches: Sequence[Any], rows: int) -> tuple[list[Any], int]:
 
 
 def check_read(batches: Sequence[Any], accepted: Collection[str]) -> None:
-  """Refuses what a model would read otherwise than it is meant.
+  """Refuses batches that the model would misread.
 
   Args:
     batches: micro-batches on the host.
-    accepted: names that the model's `__call__` takes.
+    accepted: names of the arguments of the model's `__call__`.
 
   Raises:
-    ValueError: it would misread rows or positions.
+    ValueError: See `check_packed` and `check_positions`.
   """
   check_packed(batches, accepted)
   check_positions(batches, accepted)
@@ -189,7 +207,7 @@ def check_trained(batches: Sequence[Any]) -> None:
   """Refuses a global batch in which no token is trained.
 
   Raises:
-    ValueError: every mask is zero; the message says why that happens.
+    ValueError: Every mask is zero; the message lists possible reasons.
   """
   masks = [field(batch, "input_mask") for batch in batches]
   if not masks or any(mask is None for mask in masks) or jax.process_count() > 1:
@@ -200,22 +218,20 @@ def check_trained(batches: Sequence[Any]) -> None:
     rows = sum(np.shape(mask)[0] for mask in masks)
     raise ValueError(
       f"a global batch of {rows} rows has no trained token (input_mask is zero after "
-      "the first column): the records have no assistant text, their prompts fill the "
-      "maximum length, or the mask was built the wrong way round; look at a batch with "
-      "`tunix data show`"
+      "the first column). The records have no assistant text, their prompts fill the "
+      "maximum length, or the mask is inverted; look at a batch with `tunix data show`."
     )
 
 
 def check_packed(batches: Sequence[Any], accepted: Collection[str]) -> None:
-  """Refuses packed rows for a model that would look from one example into another.
+  """Refuses packed rows if the model would attend from one example to another.
 
   Args:
-    batches: micro-batches on the host.
-    accepted: names that the model's `__call__` takes.
+    batches, accepted: see `check_read`.
 
   Raises:
-    ValueError: a row holds several segments, and the model takes neither
-      `segment_ids` nor `attention_mask`.
+    ValueError: A row has several segments, and the model takes neither `segment_ids`
+      nor `attention_mask`.
   """
   if {"segment_ids", "attention_mask"} & set(accepted) or jax.process_count() > 1:
     return
@@ -223,17 +239,20 @@ def check_packed(batches: Sequence[Any], accepted: Collection[str]) -> None:
   if any(s is not None and np.max(np.asarray(s), initial=0) > 1 for s in segments):
     raise ValueError(
       "the rows are packed (segment_ids above 1), but the model takes neither "
-      "segment_ids nor attention_mask and would look from one example into another: "
-      "train it without packing, or give it one of these arguments"
+      "segment_ids nor attention_mask, and would attend from one example to another. "
+      "Train it without packing, or add one of these arguments to the model."
     )
 
 
 def check_positions(batches: Sequence[Any], accepted: Collection[str]) -> None:
-  """Refuses positions that a model does not take and would count differently.
+  """Refuses positions that the model does not take and would number differently.
+
+  Args:
+    batches, accepted: see `check_read`.
 
   Raises:
-    ValueError: they do not count 0, 1, 2, ... from the first column. A model that takes
-      segment_ids can count by itself.
+    ValueError: The positions are not 0, 1, 2, ... from the first column. A model that
+      takes `segment_ids` can number the positions itself.
   """
   if {"positions", "segment_ids"} & set(accepted) or jax.process_count() > 1:
     return
@@ -246,12 +265,12 @@ def check_positions(batches: Sequence[Any], accepted: Collection[str]) -> None:
     if np.any((np.asarray(positions) != counted) & real):
       raise ValueError(
         "the batch has positions that do not count from the first column, and the "
-        "model takes no positions: give it that argument, or pad on the right"
+        "model takes no positions. Add that argument to the model, or pad on the right."
       )
 
 
 def token_count(batches: Sequence[Any], axes: Sequence[str]) -> int:
-  """Tokens of all processes in a global batch, padding included."""
+  """Returns the number of tokens of a global batch over all processes, with padding."""
   tokens = [field(batch, "input_tokens") for batch in batches]
   _, parts = sharding_utils.process_part(mesh_lib.current_mesh(), axes)
   return sum(np.size(t) for t in tokens if t is not None) * parts

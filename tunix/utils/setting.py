@@ -16,23 +16,27 @@ _KEY = "tunix"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Facts:
-  """What the command must know about a field besides its type and meaning.
+  """Facts that the command needs about a field, besides its type and meaning.
 
   Attributes:
-    path: "read" if the value names files, folders or hub ids that exist before the run;
-      "written" if it names a folder that the run creates; None if it is no path.
-    names_model: the value names a model folder or hub id.
+    path: "read" if the value is a file, a folder or a hub id that exists before the
+      run; "written" if it is a folder that the run creates; "data" if it is a source of
+      records or a sequence of sources; "function" if it is a call string or a sequence
+      of call strings. None if the value is no path.
+    names_model: the value is a model folder or a hub id.
     may_change: a resumed run may have another value. On a field that holds a section,
       it covers every key of the section.
+    fingerprint: name in `data.json` of the digest of the content that the value names.
+      A resumed run must find the same content, under whatever path. None if the content
+      is not compared.
     python_only: the field is not a key of the command.
-    secret: the value must not appear in logs, pages or saved configurations.
   """
 
-  path: Literal["read", "written"] | None = None
+  path: Literal["read", "written", "data", "function"] | None = None
   names_model: bool = False
   may_change: bool = False
+  fingerprint: str | None = None
   python_only: bool = False
-  secret: bool = False
 
 
 _NONE = Facts()
@@ -58,6 +62,19 @@ def setting(
   if default_factory is not dataclasses.MISSING:
     return dataclasses.field(default_factory=default_factory, metadata=metadata)
   return dataclasses.field(default=default, metadata=metadata)
+
+
+def model_setting(fingerprint: str) -> Any:
+  """Returns the field of an optional model folder or hub id.
+
+  A resumed run may have another path, if the content is the same.
+
+  Args:
+    fingerprint: see `Facts`.
+  """
+  return setting(
+    None, path="read", names_model=True, may_change=True, fingerprint=fingerprint
+  )
 
 
 def facts_of(field: dataclasses.Field[Any]) -> Facts:

@@ -121,7 +121,7 @@ def test_pairs_of_a_policy(model, files, tmp_path, capsys):
   right = [c > r for c, r in expected[:2]]
   assert results(out)["accuracy"]["value"] == np.mean(right)
   assert results(out)["pairs"]["value"] == 2
-  assert "1 pairs of equal responses are left out" in capsys.readouterr().out
+  assert "1 pairs of equal responses" in capsys.readouterr().out
 
 
 def test_pairs_per_token_and_above_a_reference(model, files, tmp_path):
@@ -228,7 +228,7 @@ def test_results_do_not_depend_on_the_batches(model, train_file, tmp_path):
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ([], "there is nothing to evaluate"),
+    ([], "give --data, --pairs or --prompts"),
     (["--pairs", "{f}/none.jsonl"], "no such file"),
     (["--pairs", "{f}/prompts.jsonl"], "prompts.jsonl:1: found fields 'prompt', 'ans"),
     (["--data", "{f}/pairs.jsonl"], 'pairs.jsonl:1: "prompt" without "response"'),
@@ -237,14 +237,20 @@ def test_results_do_not_depend_on_the_batches(model, train_file, tmp_path):
     (["--prompts", "{f}/prompts.jsonl", "--pass_at", "1"], "without --reward"),
     (
       ["--prompts", "{f}/prompts.jsonl", "--reward", "exact_match", "--pass_at", "2"],
-      "--pass_at has 2: it must be from 1 to the 1 completions",
+      "--pass_at is 2",
     ),
     (["--prompts", "{f}/prompts.jsonl", "--reward", "exactmatch"], "did you mean"),
-    (["--prompts", "{f}/prompts.jsonl", "--num_samples", "2"], "all of them are equal"),
+    (["--prompts", "{f}/prompts.jsonl", "--num_samples", "2"], "--num_samples is 2"),
     (["--pairs", "{f}/pairs.jsonl", "--batch_size", "0"], "--batch_size is 0"),
     (["--pairs", "{f}/pairs.jsonl", "--max_length", "1"], "--max_length is 1"),
-    (["--pairs", "{f}/pairs.jsonl", "--template_args", "[]"], "no object of names"),
-    (["--prompts", "{f}/prompts.jsonl", "--max_length", "9"], "--max_length is given"),
+    (
+      ["--pairs", "{f}/pairs.jsonl", "--template_args", "[]"],
+      "--template_args: [] is list",
+    ),
+    (
+      ["--prompts", "{f}/prompts.jsonl", "--max_length", "9"],
+      "--max_length has no effect",
+    ),
   ],
 )
 def test_mistakes_are_one_line(model, files, arguments, message, capsys):
@@ -259,13 +265,13 @@ def test_mistakes_are_one_line(model, files, arguments, message, capsys):
   ("arguments", "message"),
   [
     (["--prompts", "{f}/prompts.jsonl"], "--prompts needs a language model"),
-    (["--pairs", "{f}/pairs.jsonl", "--per_token"], "--per_token is for the log-probs"),
+    (["--pairs", "{f}/pairs.jsonl", "--per_token"], "--per_token needs"),
   ],
 )
 def test_a_reward_model_writes_nothing(files, arguments, message, capsys):
   given = [text.format(f=files) for text in arguments]
   assert runs.tunix("eval", files / "reward", *given) == 2
-  assert message in capsys.readouterr().err.replace("log-probabilities", "log-probs")
+  assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("below", ["", "deeper/still"])

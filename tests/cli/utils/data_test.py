@@ -47,7 +47,7 @@ def test_arguments_are_literals():
   assert parse_call_string("(1, name='x', n=[2])") == ([1], {"name": "x", "n": [2]})
   assert parse_call_string("name='x'") == ([], {"name": "x"})
   assert parse_call_string("") == ([], {})
-  with pytest.raises(ValueError, match="cannot be read"):
+  with pytest.raises(ValueError, match="cannot be parsed"):
     parse_call_string("open('x')")
 
 
@@ -69,7 +69,7 @@ def test_a_function_by_file_name_and_arguments(file, monkeypatch):
   [
     (":broken", RuntimeError, "broken raised KeyError: 'no such column'"),
     (":nothing", TypeError, "a dataset is a int"),
-    (":absent", ValueError, "has no function 'absent': there are"),
+    (":absent", ValueError, "has no function 'absent'"),
   ],
 )
 def test_what_a_module_does_wrong_is_named(file, name, kind, part):
@@ -97,9 +97,9 @@ def test_modules_that_are_not_there(tmp_path):
 def test_columns_are_kept_and_prompts_needed():
   done = {"prompts": "x", "a": 1}
   assert apply_chat_template(done, None) is done
-  with pytest.raises(ValueError, match='no "prompt"'):
+  with pytest.raises(ValueError, match="question"):
     apply_chat_template({"question": "x"}, None)
-  with pytest.raises(ValueError, match="give a tokenizer"):
+  with pytest.raises(ValueError, match="tokenizer is None"):
     apply_chat_template({"prompt": [{"role": "user", "content": "x"}]}, None)
 
 

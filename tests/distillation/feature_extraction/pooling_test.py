@@ -35,9 +35,9 @@ def test_every_dimension():
 @pytest.mark.parametrize(
   ("target", "mode", "says"),
   [
-    ((2,), PaddingMode.VALID, "as many dimensions"),
+    ((2,), PaddingMode.VALID, "number of dimensions"),
     ((2, 5), PaddingMode.VALID, "may grow"),
-    ((2, 3), PaddingMode.SAME, "SAME windows make"),
+    ((2, 3), PaddingMode.SAME, "SAME windows"),
   ],
 )
 def test_shapes_that_cannot_be(target, mode, says):

@@ -121,7 +121,7 @@ def test_an_answer_of_several_turns_scores_the_assistants():
     ("hi", [" a", " \n"], "row 7: a completion is empty"),
     ("hi", [[{"role": "assistant", "content": "x"}], " b"], "the prompt is a text"),
     (None, ["a", "b"], 'row 7: no "prompt", and "chosen" and "rejected"'),
-    (ASK, [[*ASK, *ASK], "b"], '"chosen" is a whole conversation and'),
+    (ASK, [[*ASK, *ASK], "b"], '"chosen" is a whole conversation'),
     (ASK, [3, "b"], '"chosen" is a int, expected a text, a message or'),
     (
       ASK,
@@ -145,7 +145,7 @@ def test_bad_rows_are_named(prompt, answers, message):
 
 def test_an_empty_prompt_needs_bos():
   assert row("", [" a", " b"]).prompt == [TEXT.bos_id()]
-  with pytest.raises(ValueError, match="the prompt is empty, and"):
+  with pytest.raises(ValueError, match="the prompt is empty"):
     row("", ["a", "b"], toys_text.chat_tokenizer("chatml"))
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import tunix
 from tunix.cli.build import data_sources, mesh as mesh_axes, rewards
 from tunix.cli.run import fingerprints
-from tunix.cli.settings import keys
 from tunix.cli.settings.data import RowSettings
 from tunix.cli.settings.run import RunSettings, StreamRun
 from tunix.data import pipeline
@@ -185,12 +184,9 @@ def build_data(
     )
     for name, part in records.items()
   }
-  prints |= fingerprints.of_base(config)
+  prints |= fingerprints.of_config(config)
   if not isinstance(config, StreamRun):
-    # The order of the names in data.json, which older runs have as well.
-    prints = {k: prints[k] for k in ("chat_template", "tokenizer")} | prints
     prints |= {"reward_functions": rewards.digest(_reward(config))}
-    prints |= _other_models(config)
   return RunData(
     train=iterables["train"],
     eval=iterables.get("eval"),
@@ -230,19 +226,6 @@ def _known_reports(
     for name, key in scan_keys.items()
     if name in known and known[name]["key"] == key
   }
-
-
-def _other_models(config: RunSettings) -> dict[str, str]:
-  """Returns digests of the models of RL besides the policy."""
-  values = keys.flatten(config)
-  models = {
-    "reference": values.get("rl.reference"),
-    "critic": values.get("rl.critic"),
-    "reward": values.get("reward.model"),
-  }
-  if models["critic"] == "actor":  # the policy with a new head, and no folder
-    del models["critic"]
-  return fingerprints.of_models(models)
 
 
 def batches(
@@ -302,14 +285,8 @@ def _prompt_batches(
   )
 
 
-def settle(config: RunSettings) -> RunSettings:
-  """Returns the settings with the number of epochs filled in."""
-  data = dataclasses.replace(config.data, num_epochs=epochs(config))
-  return dataclasses.replace(config, data=data)
-
-
 def epochs(config: RunSettings) -> int | None:
-  """Returns the passes over the data; None for as many as `training.max_steps` needs."""
+  """Returns the passes over the data; None: as many as `training.max_steps` needs."""
   if config.data.num_epochs is None and config.training.max_steps is None:
     return 1
   return config.data.num_epochs

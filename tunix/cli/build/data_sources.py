@@ -1,12 +1,12 @@
-"""What `data.train` and `data.eval` name, as records.
+"""Opens the sources that `data.train` and `data.eval` name.
 
 data.jsonl                        JSON lines; also gs://bucket/data.jsonl
 data.json, data.csv, data.parquet a JSON array, CSV, parquet
 data.array_record                 ArrayRecord of JSON objects; also a-*.array_record
-hf:ORG/NAME                       a data set of the Hugging Face hub, its split "train"
+hf:ORG/NAME                       data set of the Hugging Face hub, its split "train"
 hf:ORG/NAME('main', split='test') further arguments of `datasets.load_dataset`
-tfds:NAME(split='test')           of `tensorflow_datasets.data_source`
-pkg.mod:fn, file.py:fn(name='x')  what a function returns: anything with a length and
+tfds:NAME(split='test')           arguments of `tensorflow_datasets.data_source`
+pkg.mod:fn, file.py:fn(name='x')  result of a function: any object with a length and
                                   items; without a name the function is `create_dataset`
 """
 
@@ -25,7 +25,7 @@ from tunix.data.records import Kind
 from tunix.data.stored import HeldRecords, Records, Renamed
 from tunix.utils import optional
 
-# Package and function behind a prefix, and what to install.
+# Prefix -> (package, function, what to install).
 _LIBRARIES = {
   "hf": ("datasets", "load_dataset", "tunix[data]"),
   "tfds": ("tensorflow_datasets", "data_source", "tunix[data]"),
@@ -40,23 +40,23 @@ def open_records(
   weights: Sequence[float] = (),
   columns: Mapping[str, str] | None = None,
 ) -> Records:
-  """The records of one source, or of several as a `Mixture`.
+  """Opens one source, or several as a `Mixture`.
 
   Args:
-    names: as at the top of this file.
-    kind: what their records are.
-    weights: of the sources, see `Mixture`; (): every record once a pass.
-    columns: our names of columns -> those of the sources.
+    names: names of sources, see the top of this file.
+    kind: kind of their records.
+    weights: weights of the sources, see `Mixture`; () visits every record once a pass.
+    columns: name that the kind expects -> name of the column in the sources.
 
   Raises:
-    FileNotFoundError, ImportError: a file, package or module that is not there.
-    ValueError: no records, or weights that do not fit.
-    TypeError, RuntimeError: a function that returns no records, or raises.
+    FileNotFoundError, ImportError: a file, package or module is missing.
+    ValueError: a source has no records, or the weights do not fit.
+    TypeError, RuntimeError: a function returns no records, or raises.
   """
-  several = (names,) if isinstance(names, str) else names
-  if not several:
-    raise ValueError("an empty list of files: name at least one")
-  parts = [_open(name, kind) for name in several]
+  sources = (names,) if isinstance(names, str) else names
+  if not sources:
+    raise ValueError("the list of files is empty; name at least one")
+  parts = [_open(name, kind) for name in sources]
   if columns:
     parts = [Renamed(part, columns) for part in parts]
   if len(parts) == 1 and not weights:
@@ -65,7 +65,7 @@ def open_records(
 
 
 def is_call(name: str) -> bool:
-  """Whether a source is a function, and no file."""
+  """Returns whether a name is that of a function, not of a file."""
   if is_address(name):
     return False
   if name.endswith(".py"):
@@ -74,17 +74,21 @@ def is_call(name: str) -> bool:
 
 
 def is_address(name: str) -> bool:
-  """Whether a source is a file of a bucket, or what a library gives."""
+  """Returns whether a name is that of a file in a bucket or of a library's data set."""
   return "://" in name or _LIBRARY.fullmatch(name) is not None
 
 
 def with_absolute_paths(names: str | Sequence[str]) -> str | tuple[str, ...]:
-  """The sources with the places of files written out, so that a run can be resumed from
-  anywhere. What does not exist stays as it is."""
+  """Returns the names with absolute paths of files.
+
+  So a run can be resumed from any folder. Names of missing files do not change.
+  """
   if not isinstance(names, str):
     return tuple(str(with_absolute_paths(name)) for name in names)
   path = pathlib.Path(names).expanduser()
-  if is_call(names) and not path.exists():  # a file alone is one of the paths below
+  if (
+    is_call(names) and not path.exists()
+  ):  # a .py file without a function is a path, see below
     return call_strings.with_absolute_path(names)
   is_pattern = "*" in names and "://" not in names
   return str(path.absolute()) if path.exists() or is_pattern else names
@@ -109,8 +113,10 @@ def _from_library(prefix: str, name: str, call: str | None) -> Any:
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-  """Says which source a library could not read, and keeps the kind of what it raised
-  where that is one that a user can act on."""
+  """Adds the name of the source to the error of a library.
+
+  An error of the operating system becomes FileNotFoundError, any other ValueError.
+  """
   try:
     yield
   except (ImportError, OSError, ValueError, TypeError, KeyError) as error:
@@ -120,16 +126,16 @@ def _named(name: str) -> Iterator[None]:
 
 
 def local_copy(address: str) -> pathlib.Path:
-  """A file of a bucket, copied once as long as it does not change there.
+  """Returns a local copy of a file in a bucket, in `~/.cache/tunix/data`.
 
-  Copies lie in `~/.cache/tunix/data`.
+  The file is copied again only if it changed in the bucket.
 
   Args:
-    address: such as gs://bucket/file; what `fsspec` reads.
+    address: URL that `fsspec` reads, such as gs://bucket/file.
 
   Raises:
-    ImportError: the package of that kind of bucket is missing.
-    FileNotFoundError: there is no such file, or nobody may read it.
+    ImportError: the package for this kind of bucket is missing.
+    FileNotFoundError: the file is missing or may not be read.
   """
   import filelock
 
@@ -138,12 +144,12 @@ def local_copy(address: str) -> pathlib.Path:
   folder.mkdir(parents=True, exist_ok=True)
   keep = {"cache_storage": str(folder), "check_files": True}
   try:
-    with filelock.FileLock(folder / "lock"):  # processes of one machine copy once
+    with filelock.FileLock(folder / "lock"):  # one process of a machine copies
       return pathlib.Path(fsspec.open_local(f"filecache::{address}", filecache=keep))
-  except ImportError as error:  # fsspec says which package
+  except ImportError as error:  # its message names the package
     raise ImportError(f"reading {address}: {error}; pip install tunix[data]") from error
   except (OSError, ValueError) as error:
     raise FileNotFoundError(
-      f"data file {address!r} cannot be read ({type(error).__name__}: {error}): check "
+      f"data file {address!r} cannot be read ({type(error).__name__}: {error}); check "
       "the address and your credentials"
     ) from error

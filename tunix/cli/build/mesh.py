@@ -1,4 +1,4 @@
-"""The axes of the key `mesh`: which there are, and the mesh over all devices."""
+"""The axes of the key `mesh`: their checks, and the mesh over all devices."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from jax.sharding import Mesh
 from tunix.sft import sharding_utils
 from tunix.utils import mesh as mesh_lib
 
-# Mesh axes that split a batch, and all axes that the decoder's sharding rules know.
+# Mesh axes that split a batch, and all axes of the decoder's sharding rules.
 DATA_AXES = ("dp", "fsdp", "ep")
 MESH_AXES = (*DATA_AXES, "tp", "cp")
 
 
 def data_axes(mesh: dict[str, int]) -> tuple[str, ...]:
-  """The axes of a mesh that split a batch."""
+  """Returns the axes of a mesh that split a batch."""
   return tuple(axis for axis in DATA_AXES if axis in mesh)
 
 
 def check(mesh: dict[str, int], batch_rows: dict[str, int]) -> None:
-  """Refuses axes that mean nothing, and batches that the data axes do not divide.
+  """Refuses unknown axes, and batches that the data axes do not divide.
+
+  A size of -1 (all devices that the other axes leave) counts as 1 here.
 
   Args:
     mesh: sizes by axis.
     batch_rows: rows of batches by key, see `TrainingSettings.batch_rows`.
 
-  A size of -1 (what the other axes leave) counts as 1 until devices are known.
-
   Raises:
-    ValueError: which axis or batch size, and what would do.
+    ValueError: names the axis or the batch size, and a value that fits.
   """
   for axis, size in mesh.items():
     if axis not in MESH_AXES:
       raise ValueError(
-        f"mesh.{axis} is no axis that splits anything: use {', '.join(MESH_AXES)}"
+        f"mesh.{axis} is no axis of the decoder's sharding: use {', '.join(MESH_AXES)}"
       )
     if size < 1 and size != -1:
       raise ValueError(
-        f"mesh.{axis} is {size}: it must be at least 1, or -1 for what is left"
+        f"mesh.{axis} is {size}; expected at least 1, or -1 for all remaining devices"
       )
   axes = data_axes(mesh)
   shards = math.prod(max(1, mesh[axis]) for axis in axes)
@@ -53,16 +53,17 @@ def check(mesh: dict[str, int], batch_rows: dict[str, int]) -> None:
 
 
 def check_length(mesh: dict[str, int], keys: str, tokens: int) -> None:
-  """Refuses rows whose tokens the axis cp does not divide: each of its devices would
-  compute, and hold, all of them.
+  """Refuses rows whose tokens the axis cp does not divide.
+
+  Without this check each device of the axis would hold and compute all tokens.
 
   Args:
     mesh: sizes by axis.
-    keys: what makes up the length of a row.
-    tokens: that length.
+    keys: keys that add up to the length of a row.
+    tokens: length of a row.
 
   Raises:
-    ValueError: the keys, and the lengths next to theirs that would do.
+    ValueError: names the keys, and the nearest lengths that fit.
   """
   shards = mesh.get("cp", 1)
   if shards > 1 and tokens % shards:
@@ -74,31 +75,32 @@ def check_length(mesh: dict[str, int], keys: str, tokens: int) -> None:
 
 
 def process_part(mesh: dict[str, int]) -> tuple[int, int]:
-  """(number, count) of the part of each batch that this process draws."""
-  # One process may look at the data of a run on more devices than it has.
+  """Returns (number, count) of the part of each batch that this process draws."""
+  # No mesh in a single process, which may show the data of a run on more devices.
   several = mesh and jax.process_count() > 1
-  made = mesh_lib.create_mesh(mesh) if several else None
-  return sharding_utils.process_part(made, data_axes(mesh))
+  device_mesh = mesh_lib.create_mesh(mesh) if several else None
+  return sharding_utils.process_part(device_mesh, data_axes(mesh))
 
 
 def build(
   mesh: dict[str, int], batch_rows: dict[str, int], length: tuple[str, int]
 ) -> Mesh | None:
-  """The mesh over all devices; None when none is asked for.
+  """Builds the mesh over all devices; None for an empty mesh.
 
   Args:
-    mesh, batch_rows: see `check`.
-    length: the keys, and the tokens, of `check_length`.
+    mesh: sizes by axis.
+    batch_rows: rows of batches by key, as for `check`.
+    length: keys and tokens of a row, as for `check_length`.
 
   Raises:
-    ValueError: its sizes do not fit the devices, or batches or rows do not divide over
-      it.
+    ValueError: the sizes do not fit the devices, or batches or rows do not divide over
+      the mesh.
   """
   if not mesh:
     return None
-  made = mesh_lib.create_mesh(mesh)
-  # What -1 stands for is known only now.
-  sizes = {axis: int(size) for axis, size in made.shape.items()}
+  device_mesh = mesh_lib.create_mesh(mesh)
+  # With -1 resolved, the batches are checked again.
+  sizes = {axis: int(size) for axis, size in device_mesh.shape.items()}
   check(sizes, batch_rows)
   check_length(sizes, *length)
-  return made
+  return device_mesh

@@ -1,9 +1,7 @@
-"""Optimizers and schedules by their optax names."""
+"""Builds optimizers and schedules of optax from their names and arguments."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,13 +11,15 @@ import jax.numpy as jnp
 import optax
 
 from tunix.cli.settings.run import RunSettings
+from tunix.cli.settings.spelling import did_you_mean
 from tunix.sft.config import Schedule
 from tunix.utils import tree
 
 FULL_RATE = 1e-5
 LORA_RATE = 2e-4
 
-# What a schedule calls the rate at its height, and its length.
+# Names of schedule arguments: the rate at its peak, the number of steps, and the first
+# and last rate.
 _RATES = ("peak_value", "init_value", "value")
 _LENGTHS = ("decay_steps", "transition_steps")
 _ZEROS = ("init_value", "end_value")
@@ -28,51 +28,53 @@ _ZEROS = ("init_value", "end_value")
 _MATRICES = ("kernel", "lora_a", "lora_b")
 
 
-def settle(config: RunSettings, num_steps: int | None) -> RunSettings:
-  """The configuration with learning rate and schedule arguments written out.
+def settle_rate(
+  config: RunSettings, num_steps: int | None
+) -> tuple[float, dict[str, Any]]:
+  """Returns the learning rate and the arguments of the schedule, with defaults.
 
-  A schedule's peak (or first) value is `training.learning_rate`, its length the run's,
-  and what it needs besides of first and last values is 0.
+  The peak (or first) value of a schedule is `training.learning_rate`, its length is the
+  length of the run, and required first and last values are 0.
 
   Args:
-    config: of the run.
-    num_steps: optimizer steps of the run; None: not known beforehand.
+    config: settings of the run.
+    num_steps: optimizer steps of the run; None if not known in advance.
 
   Raises:
-    ValueError: an unknown schedule or argument, or one that cannot be filled in.
+    ValueError: an unknown schedule or argument, or an argument without a default.
   """
   rate: Any = config.training.learning_rate
-  if config.schedule.name is None:
-    return _with_rate(config, _default_rate(config) if rate is None else rate)
+  default = FULL_RATE if config.lora is None else LORA_RATE
   name, args = config.schedule.name, dict(config.schedule.args)
-  parameters = inspect.signature(
-    _lookup("schedule.name", name, _schedules())
-  ).parameters
+  if name is None:
+    return default if rate is None else rate, args
+  make = _lookup("schedule.name", name, _schedules())
+  parameters = inspect.signature(make).parameters
   _check_names(f"schedule {name}", "schedule.args", args, parameters)
-  height = next(parameter for parameter in _RATES if parameter in parameters)
-  if rate is not None and args.setdefault(height, rate) != rate:
+  peak = next(parameter for parameter in _RATES if parameter in parameters)
+  if rate is not None and args.setdefault(peak, rate) != rate:
     raise ValueError(
-      f"training.learning_rate is {rate} and schedule.args.{height} {args[height]}, "
-      "two names of one setting: give one of them"
+      f"training.learning_rate is {rate} and schedule.args.{peak} is {args[peak]}, two "
+      "names of one setting. Give one of them"
     )
-  args.setdefault(height, _default_rate(config))
+  args.setdefault(peak, default)
   for parameter in _missing(parameters, args):
     if parameter in _ZEROS:
       args[parameter] = 0.0
     elif parameter in _LENGTHS and num_steps is not None:
       args[parameter] = num_steps
     else:
-      why = " (the number of steps is not known)" if parameter in _LENGTHS else ""
+      is_length = parameter in _LENGTHS
+      why = " (the number of steps is not known)" if is_length else ""
       raise ValueError(
         f"schedule {name} needs {parameter}{why}: give schedule.args.{parameter}"
-        + (", or training.max_steps" if why else "")
+        + (", or training.max_steps" if is_length else "")
       )
-  schedule = dataclasses.replace(config.schedule, args=args)
-  return _with_rate(dataclasses.replace(config, schedule=schedule), args[height])
+  return args[peak], args
 
 
 def build_schedule(config: RunSettings) -> float | Schedule:
-  """The learning rate of a settled configuration: a number or a function of the step.
+  """Returns the learning rate of a settled configuration: a number, or a schedule.
 
   Raises:
     ValueError: optax refuses the arguments.
@@ -95,11 +97,15 @@ def build_schedule(config: RunSettings) -> float | Schedule:
 def build_optimizer(
   config: RunSettings, learning_rate: float | Schedule
 ) -> optax.GradientTransformation:
-  """The optimizer, behind gradient clipping when that is asked for.
+  """Builds the optimizer, after gradient clipping if `training.max_grad_norm` is set.
+
+  Args:
+    config: settled settings of the run.
+    learning_rate: number or schedule.
 
   Raises:
-    ValueError: an unknown optimizer or argument, or one that needs more than gradients
-      (a closure of the loss, for example).
+    ValueError: an unknown optimizer or argument, or an optimizer that needs more than
+      gradients, such as the loss as a function.
   """
   name, args = config.optimizer.name, config.optimizer.args
   make = _lookup("optimizer.name", name, _optimizers())
@@ -128,11 +134,16 @@ def build_optimizer(
 def build_critic_optimizer(
   config: RunSettings, critic_rate: float | None
 ) -> optax.GradientTransformation:
-  """The same for a critic: at `critic_rate` (`rl.critic_learning_rate`) where that is
-  set, instead of `training.learning_rate`; a schedule is scaled as a whole.
+  """Builds the optimizer of a critic.
+
+  Args:
+    config: settled settings of the run.
+    critic_rate: learning rate that replaces `training.learning_rate`; a schedule is
+      scaled to it as a whole. None: the rate of the policy.
 
   Raises:
-    ValueError: see `build_optimizer`, or a schedule of rate 0 that cannot be scaled.
+    ValueError: as for `build_optimizer`; or the policy's rate is 0, so that its
+      schedule cannot be scaled.
   """
   rate = build_schedule(config)
   if critic_rate is None:
@@ -141,19 +152,22 @@ def build_critic_optimizer(
     return build_optimizer(config, critic_rate)
   if not config.training.learning_rate:
     raise ValueError(
-      f"rl.critic_learning_rate is {critic_rate} and the schedule's rate 0, which "
-      "cannot be scaled to it: give training.learning_rate"
+      f"rl.critic_learning_rate is {critic_rate} and the schedule's rate is 0, which "
+      "cannot be scaled. Give training.learning_rate"
     )
   scale = critic_rate / float(config.training.learning_rate)  # pyright: ignore[reportArgumentType]
   return build_optimizer(config, lambda step: scale * rate(step))
 
 
 def muon_matrices(params: Any) -> Any:
-  """For optax's Muon: which axes of each parameter are one matrix; None: use Adam.
+  """Returns, for optax's Muon, the axes of each parameter's matrix; None means Adam.
 
-  The kernels and adapters of the layers are matrices, each layer's on its own: they
-  lie stacked as [L, in, out]. Left to itself, optax goes by the number of dimensions
-  and would take the stacked norms [L, D], the embedding and the head instead.
+  The kernels and adapters of all layers are stacked as [L, in, out], and the last two
+  axes of each are a matrix. optax's default goes by the number of dimensions and would
+  choose the stacked norms [L, D], the embedding and the head instead.
+
+  Args:
+    params: parameters as a pytree.
   """
 
   def axes(path: Any, _: Any) -> Any:
@@ -165,24 +179,15 @@ def muon_matrices(params: Any) -> Any:
 
 
 def _rehearse(tx: optax.GradientTransformation) -> None:
-  """Traces one update as the trainer does it, so that misfits show at once."""
+  """Traces one update as the trainer does it, so that errors show before the run."""
 
   def update(params):
     return tx.update(params, tx.init(params), params)
 
-  # No arrays: a plan's mesh is of devices that are not here.
-  of = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
-  layers = {"q_proj": {"kernel": of(2, 3, 4)}, "norm": of(2, 3)}
-  jax.eval_shape(update, {"layers": layers, "embedding": of(5, 3)})
-
-
-def _default_rate(config: RunSettings) -> float:
-  return FULL_RATE if config.lora is None else LORA_RATE
-
-
-def _with_rate(config: RunSettings, rate: float) -> RunSettings:
-  training = dataclasses.replace(config.training, learning_rate=rate)
-  return dataclasses.replace(config, training=training)
+  # Shapes, because the devices of a plan's mesh need not exist.
+  shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+  layers = {"q_proj": {"kernel": shape(2, 3, 4)}, "norm": shape(2, 3)}
+  jax.eval_shape(update, {"layers": layers, "embedding": shape(5, 3)})
 
 
 def _missing(
@@ -196,26 +201,25 @@ def _missing(
 
 
 def _schedules() -> dict[str, Callable[..., Any]]:
-  """optax's schedules that have a rate among their arguments."""
-  functions = {
-    name: f for name, f in vars(optax.schedules).items() if inspect.isfunction(f)
-  }
+  """Returns optax's schedules with a rate among their arguments, by name."""
   return {
-    name: f
-    for name, f in functions.items()
-    if set(_RATES) & set(inspect.signature(f).parameters)
+    name: function
+    for name, function in vars(optax.schedules).items()
+    if inspect.isfunction(function)
+    and set(_RATES) & set(inspect.signature(function).parameters)
   }
 
 
 def _optimizers() -> dict[str, Callable[..., Any]]:
-  """optax's functions of a learning rate; its own before those of contrib."""
-  optimizers = {}
-  for module in (optax.contrib, optax):
-    for name, f in vars(module).items():
-      public = inspect.isfunction(f) and not name.startswith(("_", "scale_by_"))
-      if public and "learning_rate" in inspect.signature(f).parameters:
-        optimizers[name] = f
-  return optimizers
+  """Returns optax's functions of a learning rate; optax wins over optax.contrib."""
+  return {
+    name: function
+    for module in (optax.contrib, optax)
+    for name, function in vars(module).items()
+    if inspect.isfunction(function)
+    and not name.startswith(("_", "scale_by_"))
+    and "learning_rate" in inspect.signature(function).parameters
+  }
 
 
 def _lookup(
@@ -223,19 +227,15 @@ def _lookup(
 ) -> Callable[..., Any]:
   if name in known:
     return known[name]
-  near = difflib.get_close_matches(name, known, n=1)
-  remedy = (
-    f"did you mean {near[0]}?" if near else f"use one of {', '.join(sorted(known))}"
-  )
+  remedy = did_you_mean(name, known, f"use one of {', '.join(sorted(known))}")
   raise ValueError(f"{key} {name!r} is unknown to optax: {remedy}")
 
 
 def _check_names(
   owner: str, key: str, args: Mapping[str, Any], parameters: Mapping[str, Any]
 ) -> None:
+  known = [name for name in parameters if name != "learning_rate"]
   for name in args:
     if name not in parameters:
-      known = [p for p in parameters if p != "learning_rate"]
-      near = difflib.get_close_matches(name, known, n=1)
-      remedy = f"did you mean {near[0]}?" if near else f"it takes {', '.join(known)}"
+      remedy = did_you_mean(name, known, f"it takes {', '.join(known)}")
       raise ValueError(f"{key}.{name} is no argument of {owner}: {remedy}")

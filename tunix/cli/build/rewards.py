@@ -1,21 +1,22 @@
-"""The rewards of a run, by the keys `reward`."""
+"""Builds the reward functions of a run from the section `reward`."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tunix.cli.run.fingerprints import digest as digest_of
+from tunix.cli.settings.spelling import did_you_mean
 from tunix.cli.utils import call_strings
 from tunix.cli.utils.call_strings import CallString
 from tunix.rl import reward_fns, reward_outcomes
 from tunix.rl.rewards import RewardManager
 from tunix.utils import checks
+from tunix.utils.setting import model_setting, setting
 
-# Functions of rl.reward_fns, each of which makes a reward function.
+# The ready set: functions of rl.reward_fns that make a reward function.
 READY = {
   name: getattr(reward_fns, name)
   for name in (
@@ -33,93 +34,79 @@ TIMEOUT_S = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardSettings:
-  """Where rewards come from.
+  """The rewards of completions: weighted functions, and a reward model.
 
   Attributes:
-    functions: names of the ready set (exact_match, numeric_match(column=answer), ...),
-      functions of your own ("pkg.mod:fn", "/path/file.py:fn"), or calls that make one
-      ("pkg.mod:make(scale=2)").
-    weights: numbers, one a function; null: all 1.
-    model: folder of a reward model, whose score is added; null: none.
-    workers: processes that run the functions; 0: this one.
-    timeout_s: seconds that a call in such a process may take; null: 60.
+    functions: reward functions: names of the ready set (exact_match,
+      numeric_match(column=answer), ...), functions of your own ("pkg.mod:fn",
+      "/path/file.py:fn"), or calls that return a function ("pkg.mod:make(scale=2)").
+    weights: weight of each function; null: all 1.
+    model: folder of a reward model whose score is added to the rewards; null: none.
+    workers: processes that run the functions; 0: the training process itself.
+    timeout_s: seconds that a call in a worker may take; null: 60.
   """
 
-  functions: tuple[str, ...] | str = ()
+  functions: tuple[str, ...] | str = setting(
+    (), path="function", fingerprint="reward_functions"
+  )
   weights: tuple[float, ...] | None = None
-  model: str | None = None
-  workers: int = 0
-  timeout_s: float | None = None
+  model: str | None = model_setting("reward")
+  workers: int = setting(0, may_change=True)
+  timeout_s: float | None = setting(None, may_change=True)
 
   def __post_init__(self):
     if self.weights is not None and len(self.weights) != len(self.entries):
       raise ValueError(
-        f"weights has {len(self.weights)} numbers for {len(self.entries)} "
-        "reward.functions: give one a function"
+        f"weights has {len(self.weights)} numbers; expected {len(self.entries)}, one "
+        "for each of reward.functions"
       )
     checks.fields(self, workers=checks.NOT_NEGATIVE, timeout_s=checks.POSITIVE)
     if self.timeout_s is not None and not self.workers:
       raise ValueError(
-        f"timeout_s is {self.timeout_s} and reward.workers 0: only a process of its "
-        "own can be ended; set reward.workers"
+        f"timeout_s is {self.timeout_s} and reward.workers 0; only a call in a worker "
+        "can be ended. Set reward.workers"
       )
 
   @property
   def entries(self) -> tuple[str, ...]:
-    """`functions` as a sequence, also where a single one was given."""
+    """`functions` as a sequence, also if the key is a single text."""
     return (self.functions,) if isinstance(self.functions, str) else self.functions
 
 
 def build_rewards(settings: RewardSettings) -> RewardManager | None:
-  """What the learner calls; None: the reward model alone.
+  """Builds the manager of the functions; None if only the reward model scores.
 
   Raises:
-    FileNotFoundError, ImportError, ValueError: a function that is not there.
+    FileNotFoundError, ImportError, ValueError: a function does not exist.
   """
-  return build_manager(
-    settings.entries, settings.weights, settings.workers, settings.timeout_s
-  )
-
-
-def build_manager(
-  entries: Sequence[str],
-  weights: Sequence[float] | None = None,
-  workers: int = 0,
-  timeout_s: float | None = None,
-) -> RewardManager | None:
-  """What calls the functions that `entries` name; None without any.
-
-  Raises:
-    FileNotFoundError, ImportError, ValueError: a function that is not there.
-  """
-  if not entries:
+  if not settings.entries:
     return None
-  functions = [function(text) for text in entries]
+  functions = [function(text) for text in settings.entries]
   return RewardManager(
     functions,
-    weights,
-    workers=workers,
-    timeout_s=timeout_s or TIMEOUT_S if workers else None,
+    settings.weights,
+    workers=settings.workers,
+    timeout_s=settings.timeout_s or TIMEOUT_S if settings.workers else None,
     names=_names(functions),
   )
 
 
 def check(settings: RewardSettings, columns: Sequence[str]) -> None:
-  """Loads what the keys name, and forgets it.
+  """Loads the reward functions once, to refuse wrong settings before the run.
 
   Args:
-    settings: of the rewards.
-    columns: of the data, besides the prompts.
+    settings: section `reward`.
+    columns: columns of the data besides the prompts.
 
   Raises:
-    FileNotFoundError, ImportError, ValueError: see `build_rewards`; a function asks for
-      a column that is not there.
+    FileNotFoundError, ImportError, ValueError: as for `build_rewards`; or a function
+      needs a column that the data lacks.
   """
   if not settings.entries and settings.model is None:
     raise ValueError(
-      "reward.functions is empty and reward.model not set: name what rewards a "
-      f"completion, such as --reward.functions=exact_match ({', '.join(READY)}, or "
-      "pkg.mod:fn)"
+      "reward.functions is empty and reward.model is not set. Name a reward function, "
+      f"such as --reward.functions=exact_match ({', '.join(READY)}, or pkg.mod:fn), or "
+      "a reward model"
     )
   manager = build_rewards(settings)
   if manager is not None:
@@ -128,7 +115,7 @@ def check(settings: RewardSettings, columns: Sequence[str]) -> None:
 
 
 def check_columns(manager: RewardManager, columns: Sequence[str]) -> None:
-  """Refuses functions that ask for a column that is not there.
+  """Refuses functions that need a column that the data lacks.
 
   Raises:
     ValueError: names the function and the columns.
@@ -140,10 +127,10 @@ def check_columns(manager: RewardManager, columns: Sequence[str]) -> None:
 
 
 def function(text: str) -> Callable[..., Any]:
-  """The reward function that an entry of reward.functions names.
+  """Returns the reward function of an entry of reward.functions.
 
   Raises:
-    FileNotFoundError, ImportError, ValueError: there is none.
+    FileNotFoundError, ImportError, ValueError: the function does not exist.
   """
   call = call_strings.parse_call_string(text)
   if call.name is None:
@@ -152,11 +139,10 @@ def function(text: str) -> Callable[..., Any]:
     loaded = call_strings.load(call)
     return loaded if call.kwargs is None else _called(loaded, call, text)
   if call.name not in READY:
-    near = difflib.get_close_matches(call.name, READY, n=1)
-    remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(READY)}"
+    remedy = did_you_mean(call.name, READY, f"there are {', '.join(READY)}")
     raise ValueError(
-      f"reward.functions has {text!r}, which is none of the ready set: {remedy} "
-      "Functions of your own are pkg.mod:fn"
+      f"reward.functions has {text!r}, which is not in the ready set: {remedy} "
+      "Functions of your own are written pkg.mod:fn"
     )
   return _called(READY[call.name], call, text)
 
@@ -178,7 +164,7 @@ def _called(
 
 
 def _names(functions: list[Callable[..., Any]]) -> list[str]:
-  """Of the functions; a repeated one gets its number."""
+  """Returns the functions' names; a repeated name gets a number."""
   names: list[str] = []
   for made in functions:
     name = reward_outcomes.name_of(made)
@@ -187,6 +173,6 @@ def _names(functions: list[Callable[..., Any]]) -> list[str]:
 
 
 def digest(settings: RewardSettings) -> str:
-  """Of the files that the functions are defined in."""
+  """Returns the digest of the files that define the functions."""
   calls = [call_strings.parse_call_string(text) for text in settings.entries]
   return digest_of([call_strings.source_digest(call) for call in calls])

@@ -1,4 +1,4 @@
-"""argparse whose errors are exceptions, so that they come out as one line."""
+"""The argument parser of the subcommands, and the options of sampling."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _SAMPLING = (
 
 
 class Parser(argparse.ArgumentParser):
-  """An ArgumentParser that raises ValueError instead of exiting, and that takes no
-  abbreviations."""
+  """An ArgumentParser that raises ValueError instead of exiting.
+
+  It takes no abbreviations of options.
+  """
 
   def __init__(self, prog: str, description: str):
     super().__init__(prog=prog, description=description, allow_abbrev=False)
@@ -26,32 +28,32 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_sampling(parser: argparse.ArgumentParser, *, samples: bool = True) -> None:
-  """The arguments that say how completions are drawn; `samples`: several a prompt."""
-  parser.add_argument("--max_new_tokens", type=int, default=128, metavar="N")
-  parser.add_argument(
-    "--temperature", type=float, default=0.0, help="0, the default, is greedy"
-  )
-  parser.add_argument("--seed", type=int, help="repeats a sampled output")
-  parser.add_argument(
-    "--top_k", type=int, metavar="K", help="draw from the K most likely tokens"
-  )
-  parser.add_argument(
+  """Adds the options of sampling.
+
+  Args:
+    parser: the parser.
+    samples: whether a prompt may have several completions (`--num_samples`).
+  """
+  add = parser.add_argument
+  add("--max_new_tokens", type=int, metavar="N", help="tokens of a completion")
+  add("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+  add("--seed", type=int, help="makes sampled output repeatable")
+  add("--top_k", type=int, metavar="K", help="sample from the K most likely tokens")
+  add(
     "--top_p",
     type=float,
     metavar="P",
-    help="draw from the most likely tokens that make up the probability P",
+    help="sample from the most likely tokens with a total probability of P",
   )
-  parser.add_argument(
+  add(
     "--min_p",
     type=float,
     metavar="P",
-    help="draw from tokens at least P times as likely as the best",
+    help="sample from tokens at least P times as likely as the most likely one",
   )
   if samples:
-    parser.add_argument(
-      "--num_samples", type=int, metavar="N", help="completions a prompt"
-    )
-  parser.add_argument(
+    add("--num_samples", type=int, metavar="N", help="completions of each prompt")
+  add(
     "--stop",
     dest="stop_strings",
     metavar="TEXT",
@@ -61,17 +63,17 @@ def add_sampling(parser: argparse.ArgumentParser, *, samples: bool = True) -> No
 
 
 def check_sampling(args: argparse.Namespace) -> None:
-  """Refuses what the sampler's own options cannot see.
+  """Checks the options of sampling.
 
   Raises:
-    ValueError: a number out of range, or a seed with nothing drawn.
+    ValueError: a number out of range, or options that exclude each other.
   """
   if args.max_new_tokens is not None:
     checks.number("--max_new_tokens", args.max_new_tokens, checks.COUNT, whole=True)
   if args.seed is not None and not args.temperature:
     raise ValueError(
-      "--seed is given and nothing is drawn at --temperature 0: raise the temperature, "
-      "or leave the seed out"
+      f"--seed is {args.seed}, but --temperature 0 samples nothing; raise the "
+      "temperature, or omit the seed"
     )
   try:
     SamplingOptions(max_generation_steps=1, **sampling_options(args))
@@ -81,6 +83,6 @@ def check_sampling(args: argparse.Namespace) -> None:
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
-  """What was asked for of the sampler's options; `SamplingOptions` checks it."""
+  """Returns the sampling options that are set, by their names in `SamplingOptions`."""
   values = {name: getattr(args, name, None) for name in _SAMPLING}
   return {name: value for name, value in values.items() if value is not None}

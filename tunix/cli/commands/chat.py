@@ -1,19 +1,14 @@
-"""`tunix chat`: talks with a model; /reset forgets what was said, /exit ends."""
+"""`tunix chat`: a conversation with a model in the terminal."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tunix.cli.build import loading
-from tunix.cli.commands.arguments import (
-  Parser,
-  add_sampling,
-  check_sampling,
-  sampling_options,
-)
+from tunix.cli.commands import arguments
+from tunix.cli.commands.arguments import Parser
 from tunix.cli.run import folder as run_folder
 from tunix.generate.sampler import Sampler
 
@@ -21,36 +16,39 @@ Messages = list[dict[str, str]]
 
 
 def main(argv: Sequence[str]) -> None:
-  """Runs `tunix chat`. A line of standard input is a turn; replies go to standard
-  output as they come. Ctrl-C ends a reply, and the program between two replies.
+  """Runs `tunix chat`.
+
+  A line of standard input is a user's turn. Replies are streamed to standard output.
+  Ctrl-C ends a reply; between two replies it ends the program.
 
   Raises:
     FileNotFoundError: there is no such model or adapter.
     ValueError: a number out of range, or a tokenizer without a chat template.
   """
-  args = _parse(argv)
-  check_sampling(args)
+  args = parser().parse_args(argv)
+  arguments.check_sampling(args)
+  options = arguments.sampling_options(args)
   model, adapter = run_folder.export_of(args.model, args.adapter)
   tokenizer = loading.load_tokenizer(model, adapter, args.tokenizer)
   start: Messages = [{"role": "system", "content": args.system}] if args.system else []
-  # A missing template, or one that knows no system, is said before weights are read.
+  # Fails before the weights are read if there is no template, or no system turn in it.
   tokenizer.apply_chat_template([*start, {"role": "user", "content": "Hello"}])
   sampler = Sampler(loading.load_model(model, adapter, args.dtype), tokenizer)
-  said = list(start)
+  messages = list(start)
   for text in _turns():
     if text == "/exit":
       return
     if text == "/reset":
-      said = list(start)
+      messages = list(start)
       continue
     turn = {"role": "user", "content": text}
-    answer = _reply(sampler, [*said, turn], args.max_new_tokens, sampling_options(args))
+    answer = _reply(sampler, [*messages, turn], args.max_new_tokens, options)
     if answer is not None:
-      said += [turn, {"role": "assistant", "content": answer}]
+      messages += [turn, {"role": "assistant", "content": answer}]
 
 
 def _turns() -> Iterator[str]:
-  """What the user says, line by line; the prompt sign is for terminals."""
+  """Yields the lines of standard input that are not blank."""
   while True:
     if sys.stdin.isatty():
       print("> ", end="", file=sys.stderr, flush=True)
@@ -61,15 +59,18 @@ def _turns() -> Iterator[str]:
 
 
 def _reply(
-  sampler: Sampler, messages: Messages, most: int | None, options: dict[str, Any]
+  sampler: Sampler,
+  messages: Messages,
+  max_new_tokens: int | None,
+  options: dict[str, Any],
 ) -> str | None:
   """Prints the model's turn and returns it; None: the conversation is too long."""
   prompt = sampler.tokenizer.apply_chat_template(messages, tokenize=True)
-  steps = loading.new_tokens(sampler.transformer, [len(prompt)], most)
+  steps = loading.new_tokens(sampler.transformer, [len(prompt)], max_new_tokens)
   if steps < 1:
     print(
-      f"the conversation has {len(prompt)} tokens, more than the model has positions: "
-      "/reset, or say less",
+      f"the conversation has {len(prompt)} tokens, more than the model has positions; "
+      "type /reset or a shorter message",
       file=sys.stderr,
     )
     return None
@@ -79,15 +80,17 @@ def _reply(
       print(part.text, end="", flush=True)
       parts.append(part.text)
   except KeyboardInterrupt:
-    pass  # what was said until then stays in the conversation
+    pass  # the conversation keeps the part of the reply that was printed
   print(flush=True)
   return "".join(parts)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  parser = Parser("tunix chat", (__doc__ or "").split(":", 1)[1].strip())
-  loading.add_model(parser)
-  parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
-  add_sampling(parser, samples=False)
-  parser.set_defaults(max_new_tokens=None)
-  return parser.parse_args(argv)
+def parser() -> Parser:
+  """Returns the parser of the arguments."""
+  made = Parser(
+    "tunix chat", "talks to a model; /reset starts a new conversation, /exit ends"
+  )
+  loading.add_model(made)
+  made.add_argument("--system", metavar="TEXT", help="the system turn")
+  arguments.add_sampling(made, samples=False)
+  return made

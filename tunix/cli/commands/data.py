@@ -1,4 +1,4 @@
-"""`tunix data`: what a run would train on, without a model."""
+"""`tunix data`: shows and checks the data of a run, without a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import build, data as build_data
+from tunix.cli.build import data as build_data, loading
 from tunix.cli.commands import data_file
 from tunix.data import show
 from tunix.rl.pipeline import PROMPTS
@@ -17,14 +17,14 @@ usage: tunix data show RECORDS[,RECORDS] [--rows N] [--model FOLDER]
        tunix data show CONFIG[,CONFIG] [--rows N] [--KEY.SUB=VALUE ...]
        tunix data scan CONFIG[,CONFIG] [--KEY.SUB=VALUE ...]
 
-show: of a file of records (JSON, JSON lines, CSV, parquet, ArrayRecord, hf:ORG/NAME)
-      its format, the form of its records and the keys by which that is known, the jobs
-      that take them, and the first of them; with --model or --tokenizer as tokens.
-      Of a configuration the first batch as text; for dpo, orpo, kto and reward prompts
-      with their completions; for grpo and ppo the prompts, with the columns that reward
-      functions see. What is trained or scored stands between « and ».
-scan: checks and tokenises every record, and counts.
-Configurations and keys are those of `tunix train`; a model is never loaded."""
+show RECORDS: prints the format of a file (JSON, JSON lines, CSV, parquet, ArrayRecord,
+      hf:ORG/NAME), the form of its records with the keys that identify the form, the
+      jobs that take them, and the first records. --model or --tokenizer prints tokens.
+show CONFIG: prints the first batch as text. dpo, orpo, kto and reward show prompts with
+      their completions; grpo and ppo show prompts with the columns that reward
+      functions receive. Trained or scored text stands between « and ».
+scan CONFIG: checks and tokenizes every record, and prints counts.
+CONFIG and keys are those of `tunix train`; the weights of a model are never loaded."""
 
 _ROWS = 4
 
@@ -33,14 +33,14 @@ def main(argv: Sequence[str]) -> None:
   """Runs `tunix data show` and `tunix data scan`.
 
   Raises:
-    ValueError: an unknown action, or something is wrong with settings or records.
+    ValueError: an unknown action, or invalid settings or records.
   """
   if not argv or "--help" in argv or "-h" in argv:
     print(HELP)
     return
   action, rest = argv[0], list(argv[1:])
   if action not in _ACTIONS:
-    raise ValueError(f"`tunix data {action}` is unknown: use {' or '.join(_ACTIONS)}")
+    raise ValueError(f"`tunix data {action}` is unknown; use {' or '.join(_ACTIONS)}")
   _ACTIONS[action](rest)
 
 
@@ -54,7 +54,7 @@ def _show(argv: list[str]) -> None:
   config = config_lib.load(
     [*arguments.files, *(f"--{key}={text}" for key, text in others)]
   )
-  tokenizer = build.build_tokenizer(config)
+  tokenizer = loading.ModelLoader(config).tokenizer()
   records = build_data.open_records(config)["train"]
   records.validate()
   with build_data.naming(config.row_keys(records.kind)):
@@ -72,7 +72,7 @@ def _show(argv: list[str]) -> None:
 
 def _scan(argv: list[str]) -> None:
   config = config_lib.load(argv)
-  tokenizer = build.build_tokenizer(config)
+  tokenizer = loading.ModelLoader(config).tokenizer()
   records = build_data.open_records(config)
   reports = build_data.scan_records(config, tokenizer, records)
   for name, report in reports.items():
@@ -80,10 +80,10 @@ def _scan(argv: list[str]) -> None:
 
 
 def _rows(arguments: config_lib.Arguments) -> int:
-  """What --rows says."""
+  """Returns the value of --rows."""
   rows = [text for key, text in arguments.overrides if key == "rows"] or [str(_ROWS)]
   if not rows[-1].isdigit() or int(rows[-1]) < 1:
-    raise ValueError(f"--rows is {rows[-1]!r}: give a whole number from 1 up")
+    raise ValueError(f"--rows is {rows[-1]!r}; expected a whole number of at least 1")
   return int(rows[-1])
 
 

@@ -1,4 +1,4 @@
-"""`tunix data show` of a file of records: what it holds, without a configuration."""
+"""`tunix data show RECORDS`: the contents of a file, without a configuration."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 _DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", *files.ARRAY_RECORD)
 # A configuration is small; a file of records may be larger than memory.
 _LARGEST_CONFIG = 1 << 20
-_LONGEST = 300  # characters of a record as it lies in its file
+_LONGEST = 300  # characters of a record's JSON that are printed
 
-# Options, and the keys of a configuration that mean the same.
+# Options, and keys of a configuration with the same meaning.
 _OPTIONS = ("model", "tokenizer", "columns", "rows")
 _KEYS = {
   "model.path": "model",
@@ -33,10 +33,10 @@ _KEYS = {
 
 
 def is_data(name: str) -> bool:
-  """Whether a word names records rather than a configuration.
+  """Returns True if an argument names records, and False for a configuration.
 
-  The end of the name says it. JSON may be either: it is a configuration where it is one
-  object of our sections.
+  The suffix decides, except for JSON: a JSON file is a configuration if it holds one
+  object whose keys are sections of a configuration.
   """
   path = pathlib.Path(name).expanduser()
   if data_sources.is_address(name) or name.endswith(_DATA):
@@ -58,30 +58,34 @@ def is_data(name: str) -> bool:
 def show_files(
   names: Sequence[str], options: Sequence[tuple[str, str]], rows: int
 ) -> None:
-  """Prints what files hold: format, form, and their first records.
+  """Prints the format, the form and the first records of files.
 
   Args:
-    names: of files, as `data.train` takes them.
-    options: (name, value) as they were typed.
-    rows: records of each file.
+    names: names of files, as in `data.train`.
+    options: (name, text of the value), as on the command line.
+    rows: number of records of each file.
 
   Raises:
     FileNotFoundError, ImportError: no such file or tokenizer, or a package is missing.
     ValueError: an unknown option, or a record of no known form.
   """
-  asked = {_KEYS.get(name, name): text for name, text in options}
-  for name in asked:
+  values = {_KEYS.get(name, name): text for name, text in options}
+  for name in values:
     if name not in _OPTIONS:
       raise ValueError(
-        f"--{name} is no option for a file of records, which takes "
-        f"{', '.join(f'--{option}' for option in _OPTIONS)}: keys of a run go with "
-        f"--data.train={names[0]}"
+        f"--{name} is no option for a file of records; expected "
+        f"{', '.join(f'--{option}' for option in _OPTIONS)}. To show a run with this "
+        f"key, write --data.train={names[0]}"
       )
-  columns = _columns(asked.get("columns"))
-  tokenizer = _tokenizer(asked.get("model"), asked.get("tokenizer"))
+  columns = _columns(values.get("columns"))
+  tokenizer, source = None, values.get("tokenizer") or values.get("model")
+  if source is not None:
+    model = values.get("model") or source
+    tokenizer = loading.load_tokenizer(model, tokenizer=values.get("tokenizer"))
   if other := [name for name in names if not is_data(name)]:
     raise ValueError(
-      f"{other[0]} is no file of records as {names[0]} is: show it alone"
+      f"{other[0]} is a configuration and {names[0]} is a file of records; show one "
+      "of them"
     )
   for name in names:
     records = data_sources.open_records(name, SFT, columns=columns)
@@ -93,17 +97,10 @@ def _columns(text: str | None) -> Mapping[str, str]:
   value = yaml_text.parse(text, "--columns") if text else {}
   if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
     raise ValueError(
-      f"--columns is {text!r}: expected names of records and of columns, such as "
+      f"--columns is {text!r}; expected keys of records with names of columns, such as "
       "'{prompt: question, response: answer}'"
     )
   return value
-
-
-def _tokenizer(model: str | None, tokenizer: str | None) -> TokenizerAdapter | None:
-  source = tokenizer or model
-  if source is None:
-    return None
-  return loading.load_tokenizer(model or source, tokenizer=tokenizer)
 
 
 def _lines(
@@ -127,7 +124,7 @@ def _lines(
   if shown < count:
     yield f"... {count - shown:,} more"
   if tokenizer is None:
-    yield "with --model=FOLDER (or --tokenizer=FOLDER): the tokens of each"
+    yield "--model=FOLDER or --tokenizer=FOLDER shows the tokens of each record"
 
 
 def _rendered(
@@ -136,7 +133,8 @@ def _rendered(
   try:
     rendered = render.render_record(record, known.kind, tokenizer, where=where)
   except ValueError as error:
-    remedy = "name the folder of one that has with --tokenizer"
+    # The error is for Python callers; this command has an option instead.
+    remedy = "name a tokenizer that has one with --tokenizer"
     text = str(error).replace("give one with chat_template=...", remedy)
     raise ValueError(text) from error
   names, colour = known.kind.completions, sys.stdout.isatty()
@@ -148,15 +146,14 @@ def _recognised(record: object, where: str) -> Recognised:
     return recognise(record, where)
   except ValueError as error:
     raise ValueError(
-      f"{error}; other names are mapped by --columns='{{prompt: THEIRS, response: "
-      "THEIRS}'"
+      f"{error}; map other names by --columns='{{prompt: NAME, response: NAME}}'"
     ) from error
 
 
 def _describe(known: Recognised) -> str:
   keys = ", ".join(f'"{key}"' for key in known.keys)
-  form = f"a record of {known.library}" if known.library else "a record of our own form"
-  return f"by {keys}: {form}, for {_jobs_of(known.kind)}"
+  form = known.library or "tunix"
+  return f"keys {keys}: the form of {form}, for {_jobs_of(known.kind)}"
 
 
 def _jobs_of(kind: Kind) -> str:

@@ -1,4 +1,4 @@
-"""`tunix export`: a checkpoint of a run as a Hugging Face folder or a PEFT adapter."""
+"""`tunix export`: writes a checkpoint as a Hugging Face folder or a PEFT adapter."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pathlib
 from collections.abc import Sequence
 
 import tunix
-from tunix.cli.build import build
+from tunix.cli.build import export as build_export, loading
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.rl import RLRun
 from tunix.cli.run.folder import RunFolder
-from tunix.cli.settings.run import ExportSettings, RunSettings
+from tunix.cli.settings.run import ExportSettings
 from tunix.models import hub
 from tunix.models.transformer.model import Transformer
 from tunix.rl.config import Role
@@ -26,19 +26,23 @@ def main(argv: Sequence[str]) -> None:
 
   Raises:
     FileNotFoundError: there is no such run or checkpoint.
-    ValueError: the run has no such kind of export, or the hub lets nobody write there.
-    OSError: the disk is full; the target folder is as it was. Or the hub is away.
+    ValueError: the kind of export does not fit the run, or the hub refuses the upload.
+    OSError: the disk is full, and the target folder is unchanged; or the hub is down.
   """
-  args = _parse(argv)
+  args = parser().parse_args(argv)
+  if args.private and args.push_to_hub is None:
+    raise ValueError("--private is given, but nothing is uploaded; add --push-to-hub")
   run, step = _locate(args)
-  config = _with_export(run.read_config(), args.kind, args.dtype)
+  keys = ExportSettings(kind=args.kind, dtype=args.dtype)
+  # Without the run's mesh: its devices need not be on this machine.
+  config = dataclasses.replace(run.read_config(), export=keys, mesh={})
   _check_step(run, step)
-  if args.push_to_hub is not None:  # who may not is told before anything takes time
+  if args.push_to_hub is not None:  # fails early if the user may not write there
     hub.create(args.push_to_hub, private=args.private)
-  model = build.build_model(config, None)
+  model = loading.ModelLoader(config, None).model()
   step = restore(model, run, step, lora_only=config.lora is not None)
   kind = config.export_kind
-  build.export(config, model, kind, pathlib.Path(args.to))
+  build_export.export(config, model, kind, pathlib.Path(args.to))
   print(f"step {step} of {run.path} is exported to {args.to} ({kind})")
   if args.push_to_hub is not None:
     message = f"Step {step} of a run of tunix {tunix.__version__}"
@@ -46,11 +50,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def best_step(run: RunFolder) -> int | None:
-  """The step of a run's best evaluation, as its newest checkpoint knows it; None where
-  the run has no checkpoint.
+  """Returns the step of a run's best evaluation; None if the run has no checkpoint.
 
   Raises:
-    ValueError: it was not asked to look for one.
+    ValueError: the newest checkpoint knows of no best evaluation.
   """
   manager = CheckpointManager(run.checkpoints if run.steps() else None)
   saved = manager.restore_state(RunState())
@@ -62,8 +65,8 @@ def best_step(run: RunFolder) -> int | None:
   step = (position.get("best") or {}).get("step")
   if step is None:
     raise ValueError(
-      f"{run.path} knows of no best evaluation: it was trained without training.best, "
-      "or none was finite; give --step"
+      f"{run.path} has no best evaluation, because training.best was not set or no "
+      "evaluation was finite; give --step"
     )
   return step
 
@@ -71,7 +74,15 @@ def best_step(run: RunFolder) -> int | None:
 def restore(
   model: Transformer, run: RunFolder, step: int | None, *, lora_only: bool
 ) -> int:
-  """Puts a checkpoint's weights into `model`; returns its step (the newest for None).
+  """Loads a checkpoint's weights into a model.
+
+  Args:
+    model: the model, which is changed.
+    run: the folder of the run.
+    step: step of the checkpoint; None: the newest one.
+    lora_only: whether the checkpoint holds only the adapter.
+
+  Returns: the step of the checkpoint.
 
   Raises:
     FileNotFoundError: the run has no checkpoint, or none of that step.
@@ -90,20 +101,20 @@ def restore(
 def _check_step(run: RunFolder, step: int | None) -> None:
   steps = run.steps()
   if not steps or (step is not None and step not in steps):
-    found = f"it has those of steps {steps}" if steps else "it has none"
-    wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-    raise FileNotFoundError(f"{run.path} lacks {wanted}: {found}")
+    existing = f"it has those of steps {steps}" if steps else "it has none"
+    missing = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+    raise FileNotFoundError(f"{run.path} lacks {missing}: {existing}")
 
 
 def _restore_actor(
   model: Transformer, manager: CheckpointManager, step: int | None, lora_only: bool
 ) -> int:
-  """The policy's weights out of a checkpoint that holds several models."""
+  """Loads the policy's weights from a checkpoint of several models."""
   like = run_state.of_module(model, None, lora_only)
   role = Role.ACTOR.value
-  wanted = RunState(model_params={role: like.model_params})
-  restored = manager.restore_state(wanted, step=step, partial=True)
-  assert restored is not None  # `restore` has looked
+  request = RunState(model_params={role: like.model_params})
+  restored = manager.restore_state(request, step=step, partial=True)
+  assert restored is not None  # `_check_step` has found the checkpoint
   at, state = restored
   params = (state.model_params or {})[role]
   actor = dataclasses.replace(like, model_params=params)
@@ -111,42 +122,40 @@ def _restore_actor(
   return at
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  parser = Parser("tunix export", (__doc__ or "").split(":", 1)[1].strip())
-  source = parser.add_mutually_exclusive_group(required=True)
+def parser() -> Parser:
+  """Returns the parser of the arguments."""
+  made = Parser("tunix export", "writes a checkpoint as a model or an adapter")
+  source = made.add_mutually_exclusive_group(required=True)
   source.add_argument("--run", metavar="FOLDER", help="output_dir of a `tunix train`")
   source.add_argument(
     "--checkpoint", metavar="FOLDER", help="one checkpoint: OUTPUT_DIR/checkpoints/STEP"
   )
-  which = parser.add_mutually_exclusive_group()
-  which.add_argument("--step", type=int, help="with --run: this one, not the newest")
+  which = made.add_mutually_exclusive_group()
+  which.add_argument("--step", type=int, help="step of the run; default: the newest")
   which.add_argument(
-    "--best", action="store_true", help="with --run: that of the best evaluation"
+    "--best", action="store_true", help="the step of the run's best evaluation"
   )
-  parser.add_argument("--to", metavar="FOLDER", required=True, help="where to write")
-  parser.add_argument(
+  add = made.add_argument
+  add("--to", metavar="FOLDER", required=True, help="folder to write")
+  add(
     "--kind",
     choices=("auto", "full", "merged", "adapter"),
     default="auto",
-    help="the model; with LoRA the merged model or the adapter; auto: full or adapter",
+    help="full: the model; with LoRA, merged: the model with the adapter merged, or "
+    "adapter; auto, the default: adapter with LoRA, else full",
   )
-  parser.add_argument(
+  add(
     "--dtype",
     choices=("float32", "bfloat16", "float16"),
-    help="of the weights written; that of the run's model.path if not given",
+    help="dtype of the weights; default: that of the run's model.path",
   )
-  parser.add_argument(
+  add(
     "--push-to-hub",
     metavar="ORG/NAME",
-    help="uploads what was written; the model is made where it is not there yet",
+    help="upload the folder; the repository is created if it does not exist",
   )
-  parser.add_argument(
-    "--private", action="store_true", help="with --push-to-hub: others do not see it"
-  )
-  args = parser.parse_args(argv)
-  if args.private and args.push_to_hub is None:
-    raise ValueError("--private is given and nothing is uploaded: add --push-to-hub")
-  return args
+  add("--private", action="store_true", help="with --push-to-hub: a private repository")
+  return made
 
 
 def _locate(args: argparse.Namespace) -> tuple[RunFolder, int | None]:
@@ -156,18 +165,10 @@ def _locate(args: argparse.Namespace) -> tuple[RunFolder, int | None]:
   path = pathlib.Path(args.checkpoint).absolute()
   if args.step is not None or args.best:
     flag = "--best" if args.best else "--step"
-    raise ValueError(f"--checkpoint {path} is one step already: leave {flag} out")
+    raise ValueError(f"--checkpoint is {path}, which is one step; omit {flag}")
   if not path.is_dir() or not path.name.isdigit():
     raise FileNotFoundError(
-      f"{path} is no checkpoint: give OUTPUT_DIR/checkpoints/STEP, or --run OUTPUT_DIR"
+      f"--checkpoint is {path}, which is no checkpoint; give "
+      "OUTPUT_DIR/checkpoints/STEP, or --run OUTPUT_DIR"
     )
   return RunFolder(path.parent.parent), int(path.name)
-
-
-def _with_export(config: RunSettings, kind: str, dtype: str | None) -> RunSettings:
-  """The run's settings with another export; kinds that do not fit it are refused.
-
-  The mesh of the run is left out: its devices need not be here.
-  """
-  keys = ExportSettings(kind=kind, dtype=dtype)  # pyright: ignore[reportArgumentType]
-  return dataclasses.replace(config, export=keys, mesh={})

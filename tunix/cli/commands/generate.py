@@ -1,4 +1,4 @@
-"""`tunix generate`: continues prompts with a model, and an adapter if one is given."""
+"""`tunix generate`: continues prompts with a model and an optional adapter."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ import sys
 from collections.abc import Sequence
 
 from tunix.cli.build import loading
-from tunix.cli.commands.arguments import (
-  Parser,
-  add_sampling,
-  check_sampling,
-  sampling_options,
-)
+from tunix.cli.commands import arguments
+from tunix.cli.commands.arguments import Parser
 from tunix.cli.run import folder as run_folder
 from tunix.generate.sampler import Sampler
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 
 def main(argv: Sequence[str]) -> None:
@@ -27,34 +22,37 @@ def main(argv: Sequence[str]) -> None:
     FileNotFoundError: there is no such model or adapter.
     ValueError: a number out of range, or --chat without a chat template.
   """
-  args = _parse(argv)
+  args = parser().parse_args(argv)
   _check(args)
-  texts = args.prompt or _read_prompts(args.prompt_file)
+  options = arguments.sampling_options(args)
+  prompts = texts = args.prompt or _read_prompts(args.prompt_file)
   folder, adapter = run_folder.export_of(args.model, args.adapter)
   tokenizer = loading.load_tokenizer(folder, adapter, args.tokenizer)
-  if args.chat and not tokenizer.has_chat_template():
-    raise ValueError(
-      "--chat is given and the tokenizer has no chat template: leave it out, or put "
-      "a chat_template.jinja into the model's folder"
-    )
-  prompts = [_as_chat(text, tokenizer) if args.chat else text for text in texts]
+  if args.chat:
+    if not tokenizer.has_chat_template():
+      raise ValueError(
+        "--chat is given, but the tokenizer has no chat template; omit it, or put a "
+        "chat_template.jinja into the model's folder"
+      )
+    turns = [[{"role": "user", "content": text}] for text in texts]
+    prompts = [tokenizer.apply_chat_template(turn) for turn in turns]
   sampler = Sampler(loading.load_model(folder, adapter, args.dtype), tokenizer)
   steps = args.max_new_tokens
   if steps is None:
     lengths = [len(sampler.tokenize(prompt)) for prompt in prompts]
-    # 1 where nothing fits: the sampler says so.
+    # At least 1, so that the sampler reports prompts that are too long.
     steps = max(loading.new_tokens(sampler.transformer, lengths, None), 1)
   if args.stream:
-    for part in sampler.stream(prompts, steps, every=1, **sampling_options(args)):
+    for part in sampler.stream(prompts, steps, every=1, **options):
       print(part.text, end="", flush=True)
     print()
     return
-  output = sampler(prompts, max_generation_steps=steps, **sampling_options(args))
+  output = sampler(prompts, max_generation_steps=steps, **options)
   for row, text in enumerate(output.text):
     prompt = texts[row // (args.num_samples or 1)]
     if args.json:
-      ended = output.finish_reasons[row]
-      record = {"prompt": prompt, "completion": text, "finish_reason": ended}
+      reason = output.finish_reasons[row]
+      record = {"prompt": prompt, "completion": text, "finish_reason": reason}
       print(json.dumps(record, ensure_ascii=False))
       continue
     if len(output.text) > 1:
@@ -63,10 +61,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _read_prompts(name: str) -> list[str]:
-  """The prompts of a file, one a line; blank lines are none.
+  """Reads the prompts of a file, one in each line that is not blank.
+
+  Args:
+    name: a text file, a .jsonl file of {"prompt": text}, or "-" for standard input.
 
   Raises:
-    ValueError: there is none, or a line of a .jsonl file is no {"prompt": text}.
+    ValueError: there is no prompt, or a line of a .jsonl file is not {"prompt": text}.
     OSError: the file cannot be read.
   """
   if name == "-":
@@ -75,7 +76,7 @@ def _read_prompts(name: str) -> list[str]:
     text = pathlib.Path(name).expanduser().read_text("utf-8")
   lines = [(i, x) for i, x in enumerate(text.splitlines(), 1) if x.strip()]
   if not lines:
-    raise ValueError(f"--prompt_file {name} holds no prompt: write one a line")
+    raise ValueError(f"--prompt_file is {name}, which is empty; write a prompt a line")
   if not name.endswith(".jsonl"):
     return [line for _, line in lines]
   prompts = []
@@ -83,52 +84,46 @@ def _read_prompts(name: str) -> list[str]:
     try:
       record = json.loads(line)
     except json.JSONDecodeError as error:
-      raise ValueError(f"{name}:{number} is no JSON ({error}): correct it") from error
+      raise ValueError(f"{name}:{number} is not JSON ({error}); correct it") from error
     prompt = record.get("prompt") if isinstance(record, dict) else None
     if not isinstance(prompt, str):
-      raise ValueError(f'{name}:{number} is no {{"prompt": "text"}}: correct it')
+      raise ValueError(f'{name}:{number} is not {{"prompt": "text"}}; correct it')
     prompts.append(prompt)
   return prompts
 
 
-def _as_chat(text: str, tokenizer: TokenizerAdapter) -> str:
-  return tokenizer.apply_chat_template([{"role": "user", "content": text}])
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  parser = Parser("tunix generate", (__doc__ or "").split(":", 1)[1].strip())
-  loading.add_model(parser)
-  prompts = parser.add_mutually_exclusive_group(required=True)
-  prompts.add_argument("--prompt", metavar="TEXT", nargs="+", help="one or several")
+def parser() -> Parser:
+  """Returns the parser of the arguments."""
+  made = Parser("tunix generate", "continues prompts with a model")
+  loading.add_model(made)
+  prompts = made.add_mutually_exclusive_group(required=True)
+  prompts.add_argument(
+    "--prompt", metavar="TEXT", nargs="+", help="one prompt or several"
+  )
   prompts.add_argument(
     "--prompt_file",
     metavar="FILE",
-    help='a prompt a line; of a .jsonl file {"prompt": text}; - is standard input',
+    help='a prompt a line, or {"prompt": text} in a .jsonl file; - is standard input',
   )
-  parser.add_argument("--chat", action="store_true", help="prompts are a user's turns")
-  add_sampling(parser)
-  parser.set_defaults(max_new_tokens=None)
-  parser.add_argument(
-    "--beam_size", type=int, metavar="K", help="search with K beams, nothing is drawn"
-  )
-  parser.add_argument(
-    "--length_penalty", type=float, help="above 1, longer beams win more often"
-  )
-  parser.add_argument(
-    "--stream", action="store_true", help="print text as it comes; one completion"
-  )
-  parser.add_argument(
-    "--json", action="store_true", help="a JSON object a completion, one a line"
-  )
-  return parser.parse_args(argv)
+  add = made.add_argument
+  add("--chat", action="store_true", help="render each prompt as a user's turn")
+  arguments.add_sampling(made)
+  add("--beam_size", type=int, metavar="K", help="beam search with K beams")
+  add("--length_penalty", type=float, help="above 1, longer beams win more often")
+  add("--stream", action="store_true", help="print one completion token by token")
+  add("--json", action="store_true", help="print each completion as a line of JSON")
+  return made
 
 
 def _check(args: argparse.Namespace) -> None:
-  check_sampling(args)
-  many = args.prompt is None or len(args.prompt) > 1
-  if args.stream and (many or args.json or (args.num_samples or 1) > 1):
+  arguments.check_sampling(args)
+  is_one = args.prompt is not None and len(args.prompt) == 1
+  if args.stream and (not is_one or args.json or (args.num_samples or 1) > 1):
     raise ValueError(
-      "--stream prints one completion: give one prompt, no samples, no --json"
+      "--stream prints one completion; give one prompt, and omit --num_samples and "
+      "--json"
     )
   if args.stream and args.beam_size is not None:
-    raise ValueError("--stream cannot show beams, whose text changes to the end")
+    raise ValueError(
+      "--stream cannot print beams, whose text changes until the end; omit --beam_size"
+    )

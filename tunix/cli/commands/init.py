@@ -7,16 +7,17 @@ dataclasses. Only the values that most people set first are written here.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tunix.cli import config as config_lib
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.table import JOBS
-from tunix.cli.settings import reference, yaml_text
+from tunix.cli.settings import keys, reference, yaml_text
 from tunix.utils import io
 
-# Keys that every job has and a person sets first, with values to start from. A job adds
-# its own as `Job.first_values`.
+# Keys that every job has and most people set first, with values to start from. A job
+# adds its own as `Job.first_values`.
 _FIRST = {
   "output_dir": "out",
   "model.path": "my-model",
@@ -43,18 +44,10 @@ def main(argv: Sequence[str]) -> None:
   Raises:
     ValueError: an unknown job, key or value, or a file that exists.
   """
-  parser = Parser("tunix init", "writes a configuration with comments to start from")
-  parser.add_argument("job", metavar="JOB", help=", ".join(JOBS))
-  parser.add_argument("--output", metavar="FILE", help="default: JOB.yaml")
-  parser.add_argument(
-    "--KEY.SUB=VALUE", dest="_", action="append", help="a key of `tunix train` to set"
-  )
-  args, rest = parser.parse_known_args(argv)
+  args, rest = parser().parse_known_args(argv)
   arguments = config_lib.parse_arguments(rest)
   if arguments.files:
-    parser.error(f"unrecognized arguments: {' '.join(arguments.files)}")
-  if args.job not in JOBS:
-    raise ValueError(f"job is {args.job!r}; expected one of {', '.join(JOBS)}")
+    raise ValueError(f"unrecognized arguments: {' '.join(arguments.files)}")
   file = pathlib.Path(args.output or f"{args.job}.yaml").expanduser()
   if file.exists():
     raise ValueError(f"--output is {file}, which exists; give the name of a new file")
@@ -70,10 +63,52 @@ def main(argv: Sequence[str]) -> None:
   print(f"wrote {file}: {next_step}")
 
 
-def configuration(job: str, file: str) -> str:
-  """The text of a file for a job: keys to set first, the others as comments."""
+def parser() -> Parser:
+  """Returns the parser of the arguments that are no keys."""
+  made = Parser(
+    "tunix init",
+    "writes a configuration with comments to start from; further arguments set keys of "
+    "`tunix train`, such as --training.max_steps=500",
+  )
+  made.add_argument("job", choices=list(JOBS))
+  made.add_argument("--output", metavar="FILE", help="default: JOB.yaml")
+  return made
+
+
+def _values(job: str, overrides: Mapping[str, str]) -> dict[str, Any]:
+  """Returns the keys to set first with their values, checked as `tunix train` does."""
   first = {"job": job, **_FIRST, **JOBS[job].first_values}
-  active = {key.partition(".")[0] for key in first}
+  texts = {key: yaml_text.inline(x) for key, x in first.items()} | dict(overrides)
+  config = config_lib.load([f"--{key}={text}" for key, text in texts.items()])
+  settings, values = keys.as_plain(config), {}
+  shown = {".".join(x.path) for x in reference.listing(job) if not x.is_section}
+  for key in texts:
+    path = key
+    while path and path not in shown:  # a key of a mapping, such as optimizer.args.b2
+      path = path.rpartition(".")[0]
+    if not path:
+      raise ValueError(
+        f"{key} is a short spelling; give the key of `tunix train --help`"
+      )
+    value: Any = settings
+    for part in path.split("."):
+      value = (value or {}).get(part)
+    if value is not None:
+      values[path] = value
+  return values
+
+
+def configuration(job: str, file: str, values: Mapping[str, Any] | None = None) -> str:
+  """Returns the text of a configuration file.
+
+  Args:
+    job: name of the job.
+    file: name of the file, for its first lines.
+    values: keys that are set, with their values; the others become comments. None: the
+      keys that most people set first.
+  """
+  values = _values(job, {}) if values is None else values
+  active = {key.partition(".")[0] for key in values}
   lines = [_HEAD.format(job=job, file=file).rstrip()]
   for line in reference.listing(job):
     section, depth = line.path[0], len(line.path)

@@ -17,19 +17,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import (
-  build,
-  data as build_data,
-  mesh as mesh_axes,
-  optimizer,
-  precision,
-)
+from tunix.cli.build import loading, mesh as mesh_axes, optimizer
 from tunix.cli.commands import plan_fit
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.rl import RLRun
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run import folder as run_folder
+from tunix.cli.run.settle import settle_values
 from tunix.cli.settings.run import RunSettings
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.perf import programs
@@ -169,7 +164,7 @@ def _estimate(
   planned = _planned(config, records, mesh, where.chip)
   job = JOBS[config.job]
   rows, length = job.sequences(config), job.length(config)[1]
-  sizes, of_roles = build.sizes_of_model(config), _trainers(trainer)
+  sizes, of_roles = loading.ModelLoader(config).sizes(), _trainers(trainer)
   updates = max(one.calls for name, one in records.items() if name in of_roles)
   loop = planned.get(LOOP)
   steps = config.training.max_steps
@@ -266,7 +261,7 @@ def _trainer(config: RunSettings, mesh: Mesh) -> Any:
   with mesh_lib.use_mesh(mesh), programs.recording():
     loaded = Loaded(
       config=config,
-      model=build.shapes_of_model(config, mesh),
+      model=loading.ModelLoader(config, mesh, of_shapes=True).model(),
       tokenizer=TokenizerAdapter(rollout.NoText()),
       optimizer=tx,
       mesh=mesh,
@@ -310,8 +305,7 @@ def settled(config: RunSettings, mesh: dict[str, int]) -> RunSettings:
   mesh_axes.check(mesh, config.training.batch_rows)
   mesh_axes.check_length(mesh, *JOBS[config.job].length(config))
   config = dataclasses.replace(config, mesh=mesh)
-  config = precision.settle(build.settle_lora(build_data.settle(config)))
-  return optimizer.settle(config, config.training.max_steps or _SCHEDULED)
+  return settle_values(config, config.training.max_steps or _SCHEDULED)
 
 
 def _model(config: RunSettings, model: nnx.Module) -> str:

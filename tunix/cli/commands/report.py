@@ -1,4 +1,4 @@
-"""`tunix report`: runs as a page, and the page that every run leaves in its folder."""
+"""`tunix report`: the HTML page of one run or several, which each run also writes."""
 
 from __future__ import annotations
 
@@ -16,28 +16,19 @@ from tunix.report.page import Run
 from tunix.utils import io
 
 _DESCRIPTION = """\
-writes runs as one HTML page that needs nothing besides itself: curves, configuration,
-data, environment, samples; several runs are drawn over each other"""
+writes one HTML file with the curves, configuration, data, environment and samples of a
+run, or of several runs drawn over each other; the file works without a network"""
 
 
 def main(argv: Sequence[str]) -> None:
   """Runs `tunix report`.
 
   Raises:
-    FileNotFoundError: a folder is not there, or holds no run.
+    FileNotFoundError: a folder does not exist, or holds no run.
     ValueError: too many runs.
     OSError: the page cannot be written.
   """
-  parser = Parser("tunix report", _DESCRIPTION)
-  parser.add_argument(
-    "runs", nargs="+", metavar="RUN", help="output_dir of a run, or a trainer's log_dir"
-  )
-  parser.add_argument(
-    "--output",
-    metavar="FILE",
-    help=f"default: {page.NAME} in the folder of one run, here for several",
-  )
-  args = parser.parse_args(argv)
+  args = parser().parse_args(argv)
   folders = [pathlib.Path(name).expanduser() for name in args.runs]
   for folder in folders:
     _check(folder)
@@ -46,7 +37,7 @@ def main(argv: Sequence[str]) -> None:
   if args.output is not None:
     output = pathlib.Path(args.output).expanduser()
   if output.is_dir():
-    raise ValueError(f"--output is {str(output)!r}, a folder: name a file in it")
+    raise ValueError(f"--output is {str(output)!r}, a folder; name a file in it")
   names = _names(folders)
   write(output, [read(folder, name) for folder, name in zip(folders, names)])
   print(f"written to {output}")
@@ -56,14 +47,30 @@ def write(output: pathlib.Path, runs: Sequence[Run]) -> None:
   """Writes the page of some runs.
 
   Raises:
-    OSError: it cannot be written; a page of before is untouched.
+    OSError: the page cannot be written; an earlier page is unchanged.
   """
-  # A completion may hold half a surrogate pair, which UTF-8 has no bytes for.
-  io.write_atomic(output, page.render(runs).encode("utf-8", "replace"))
+  io.write_atomic(output, page.render(runs).encode())
+
+
+def parser() -> Parser:
+  """Returns the parser of the arguments."""
+  made = Parser("tunix report", _DESCRIPTION)
+  made.add_argument(
+    "runs",
+    nargs="+",
+    metavar="RUN",
+    help="output_dir of a run, or log_dir of a trainer",
+  )
+  made.add_argument(
+    "--output",
+    metavar="FILE",
+    help=f"default: {page.NAME}, in the run's folder for one run, else here",
+  )
+  return made
 
 
 def read(folder: pathlib.Path, name: str) -> Run:
-  """What a page says of a run's folder; what cannot be read is said there."""
+  """Reads a run's folder for its page; files that cannot be read become notes."""
   run, notes = RunFolder(folder), []
   settings, defaults = None, {}
   if run.config_file.is_file():
@@ -71,7 +78,7 @@ def read(folder: pathlib.Path, name: str) -> Run:
       config = run.read_config()
       settings, defaults = keys.flatten(config), keys.defaults(config)
     except (OSError, ValueError) as error:
-      notes.append(f"config.yaml cannot be read, so no configuration is shown: {error}")
+      notes.append(f"config.yaml cannot be read, so the page lacks it: {error}")
   return Run(
     name=name,
     folder=folder,
@@ -88,15 +95,15 @@ def read(folder: pathlib.Path, name: str) -> Run:
 def _check(folder: pathlib.Path) -> None:
   places = ("config.yaml", "logs/metrics.jsonl", "metrics.jsonl")
   if not any((folder / place).is_file() for place in places):
-    what = "holds no run" if folder.is_dir() else "is no folder"
+    problem = "holds no run" if folder.is_dir() else "is not a folder"
     raise FileNotFoundError(
-      f"{folder} {what}: give the output_dir of a `tunix train`, or a folder with "
+      f"{folder} {problem}; give the output_dir of a `tunix train`, or a folder with "
       "metrics.jsonl"
     )
 
 
 def _names(folders: Sequence[pathlib.Path]) -> list[str]:
-  """Short names of folders, each another."""
+  """Returns short names of the folders, all of them different."""
   names = [folder.resolve().name or str(folder) for folder in folders]
   if len(set(names)) < len(names):
     names = [str(folder) for folder in folders]
@@ -107,7 +114,7 @@ def _names(folders: Sequence[pathlib.Path]) -> list[str]:
 
 
 def _json(file: pathlib.Path) -> dict[str, Any]:
-  """A file's object; empty where it is missing or damaged."""
+  """Returns the JSON object of a file; {} if the file is missing or damaged."""
   with contextlib.suppress(OSError, ValueError):
     value = json.loads(file.read_bytes())
     return value if isinstance(value, dict) else {}
@@ -115,7 +122,7 @@ def _json(file: pathlib.Path) -> dict[str, Any]:
 
 
 def _ended(result: dict[str, Any]) -> str | None:
-  """How a run ended, in words: its result file says it; None: there is none."""
+  """Returns a phrase about how a run ended; None if the result file is missing."""
   if "steps" not in result:
     return None
   pairs = {k.replace("_", " "): v for k, v in result.items() if isinstance(v, list)}

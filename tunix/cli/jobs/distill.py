@@ -1,18 +1,17 @@
-"""The job distill: what a student learns from a teacher."""
+"""The job distill: a student model learns the distributions of a teacher."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
-from tunix.cli.build import build, data as build_data, mesh as mesh_axes
+from tunix.cli.build import data as build_data, mesh as mesh_axes
 from tunix.cli.build.data import RunData
 from tunix.cli.jobs import sft
 from tunix.cli.jobs.job import Job, Loaded, length_of
-from tunix.cli.run import fingerprints
 from tunix.cli.settings import keys
 from tunix.cli.settings.data import RowSettings
 from tunix.cli.settings.run import Dtype, StreamRun
@@ -28,9 +27,11 @@ from tunix.distillation.strategies.logit import LogitStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
 from tunix.distillation.teacher_cache import TeacherCache
 from tunix.generate import batching
+from tunix.generate.layout import GatherWeights
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.utils import checks
+from tunix.utils.setting import model_setting, setting
 
 # Keys of the section -> arguments of the strategy.
 _STRATEGY = {
@@ -47,33 +48,33 @@ _ON_POLICY = {
   "max_prompt_length": "rollout.max_prompt_length",
   "max_completion_length": "rollout.max_tokens_to_generate",
 }
-_JSD_BETA = 0.5  # neither model is preferred
+_JSD_BETA = 0.5  # weighs both models equally
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillSettings:
-  """What a student learns from a teacher, and how.
+  """The teacher, and the loss that compares it with the student.
 
   Attributes:
-    teacher: folder of the teacher, whose tokenizer must be the student's.
-    strategy: logit: the divergence of the two distributions, with cross-entropy;
-      policy_gradient: the reverse KL on what the student writes. null: logit.
-    on_policy_fraction: share of the steps whose completions the student writes, as
-      `rollout` says; the others take those of the data, which are prompts with one
-      completion each. 1: training reads the data's prompts alone. null: all rows are
-      the data's, as in sft.
-    teacher_dtype: of its computation; null: the checkpoint's.
-    temperature: of both distributions; null: 2 (policy_gradient: as
-      rollout.temperature).
-    alpha: share of the divergence in the loss, the rest is cross-entropy; null: 0.5.
-    top_k: compare the teacher's so many likeliest words; null: all of them.
-    divergence: null: forward_kl.
-    jsd_beta: of jsd, the teacher's share of the mixture; null: 0.5.
-    cache: folder that keeps the teacher's top_k words of every row, computed once;
-      without distill.teacher it is only read.
+    teacher: folder of the teacher. Its tokenizer must be the student's.
+    strategy: logit: divergence of the two distributions, with cross-entropy.
+      policy_gradient: reverse KL on completions of the student. null: logit.
+    on_policy_fraction: share of the steps in which the student writes the completions,
+      sampled as the section rollout says; other steps take the completions of the data,
+      whose records are prompts with one completion each. 1: training reads only the
+      prompts of the data. null: all rows come from the data, as in the job sft.
+    teacher_dtype: dtype of the teacher's computation; null: the checkpoint's.
+    temperature: temperature of both distributions; null: 2, with policy_gradient
+      rollout.temperature.
+    alpha: weight of the divergence in the loss, the rest is cross-entropy; null: 0.5.
+    top_k: compares only the teacher's top_k most probable tokens; null: all tokens.
+    divergence: divergence of the strategy logit; null: forward_kl.
+    jsd_beta: weight of the teacher in the mixture of jsd; null: 0.5.
+    cache: folder that keeps the teacher's top_k tokens of every row, so that they are
+      computed once. Without distill.teacher the folder is only read.
   """
 
-  teacher: str | None = None
+  teacher: str | None = model_setting("teacher")
   strategy: Literal["logit", "policy_gradient"] | None = None
   on_policy_fraction: float | None = None
   teacher_dtype: Dtype | None = None
@@ -82,7 +83,7 @@ class DistillSettings:
   top_k: int | None = None
   divergence: Literal["forward_kl", "reverse_kl", "jsd"] | None = None
   jsd_beta: float | None = None
-  cache: str | None = None
+  cache: str | None = setting(None, path="written", may_change=True)
 
   def __post_init__(self):
     checks.fields(
@@ -93,58 +94,59 @@ class DistillSettings:
       jsd_beta=checks.SHARE,
       temperature=checks.POSITIVE,
     )
-    on_policy = self.on_policy_fraction is not None
+    fraction = self.on_policy_fraction
     if self.strategy == "policy_gradient":
-      if self.on_policy_fraction != 1:
-        fraction = self.on_policy_fraction if on_policy else "not set"
+      if fraction != 1:
         raise ValueError(
           "strategy is 'policy_gradient' and distill.on_policy_fraction "
-          f"{fraction}: it is right for what the student writes alone; set that to 1"
+          f"{'not set' if fraction is None else fraction}; expected 1, because the "
+          "gradient is only right on completions of the student"
         )
       for name in ("alpha", "top_k", "divergence", "jsd_beta"):
         if getattr(self, name) is not None:
           raise ValueError(
             f"{name} is {getattr(self, name)!r} and distill.strategy "
-            "'policy_gradient', which does not read it: leave one of them out"
+            "'policy_gradient', which does not read it. Leave one of them out"
           )
-    if on_policy and self.cache is not None:
+    if fraction is not None and self.cache is not None:
       raise ValueError(
-        f"cache is {self.cache!r} and distill.on_policy_fraction "
-        f"{self.on_policy_fraction}: what the student writes is new every time; leave "
-        "one of them out"
+        f"cache is {self.cache!r} and distill.on_policy_fraction {fraction}; new "
+        "completions of the student are in no cache. Leave one of them out"
       )
     if self.teacher_dtype is not None and self.teacher is None:
       raise ValueError(
-        f"teacher_dtype is {self.teacher_dtype!r} and distill.teacher is not set: name "
+        f"teacher_dtype is {self.teacher_dtype!r} and distill.teacher is not set. Name "
         "the teacher's folder"
       )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StudentRollout(RolloutConfig):
-  """How the student writes.
+  """The sampling of the student's completions.
 
   Attributes:
-    seed: of the completions; null: as seed.
+    seed: seed of the sampling; null: the key seed.
   """
-
-  hidden: ClassVar[tuple[str, ...]] = (
-    *("min_p", "eos_tokens", "stop_strings", "kv_cache_size", "gather_weights"),
-    "engine_options",
-  )
 
   max_tokens_to_generate: int = 256
   max_prompt_length: int = 256
   seed: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+  # Options of RolloutConfig that the student's sampler has not.
+  min_p: float | None = setting(None, python_only=True)
+  eos_tokens: Sequence[int] | None = setting(None, python_only=True)
+  stop_strings: Sequence[str] | None = setting(None, python_only=True)
+  kv_cache_size: int | None = setting(None, python_only=True)
+  gather_weights: GatherWeights = setting(None, python_only=True)
+  engine_options: Mapping[str, Any] = setting(default_factory=dict, python_only=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistillRun(StreamRun):
-  """Distillation.
+  """Settings of a run of the job distill.
 
   Attributes:
-    distill: the teacher, and what is compared (docs/guides/distillation.md).
-    rollout: how completions are sampled; in distill those that the student writes.
+    distill: the teacher, and the loss (docs/guides/distillation.md).
+    rollout: sampling of completions; in distill the student's completions.
   """
 
   job: Literal["distill"] = "distill"
@@ -154,19 +156,19 @@ class DistillRun(StreamRun):
 
   @property
   def is_on_policy(self) -> bool:
-    """Whether the student writes completions that the teacher judges."""
+    """True if the student writes completions that the teacher scores."""
     return self.distill.on_policy_fraction is not None
 
   def kind(self, *, training: bool) -> Kind:
-    """Examples, or prompts that the student completes."""
+    """Returns the kind of the records: examples, or prompts for the student."""
     if not self.is_on_policy:
       return SFT
-    # Evaluation compares on the same completions every time: those of the data.
-    alone = training and self.distill.on_policy_fraction == 1
-    return PROMPTS if alone else ANSWERED
+    # Every evaluation compares on the same completions, those of the data.
+    prompts_only = training and self.distill.on_policy_fraction == 1
+    return PROMPTS if prompts_only else ANSWERED
 
   def row_keys(self, kind: Kind) -> dict[str, str]:
-    """Rows of one length, or as long as the student's."""
+    """Returns the keys of the row length, or of the student's lengths."""
     if kind is SFT:
       return {"max_length": "data.max_length"}
     return {
@@ -176,10 +178,10 @@ class DistillRun(StreamRun):
 
 
 def strategy(config: DistillRun) -> LogitStrategy | PolicyGradientStrategy:
-  """What is compared.
+  """Builds the strategy that compares student and teacher.
 
   Raises:
-    ValueError: an option out of its range.
+    ValueError: an option is out of its range.
   """
   values = {theirs: getattr(config.distill, ours) for ours, theirs in _STRATEGY.items()}
   options = {name: value for name, value in values.items() if value is not None}
@@ -196,69 +198,73 @@ def check(config: DistillRun) -> None:
   """Refuses settings that cannot train, before anything is loaded.
 
   Raises:
-    ValueError: see `strategy`; a policy gradient of what was sampled otherwise; or
-      there is neither teacher nor cache.
+    ValueError: as for `strategy`; a policy gradient with a changed sampling
+      distribution; keys that are not read; or neither teacher nor cache.
   """
   strategy(config)
-  wanted = config.distill
-  if wanted.strategy == "policy_gradient":
+  section = config.distill
+  if section.strategy == "policy_gradient":
     _check_sampling(config)
   if config.is_on_policy:
     _on_policy_options(config)
-    owner, defaults, remedy = config.data, RowSettings(), "rollout.max_prompt_length"
+    owner, defaults, reader = config.data, RowSettings(), "rollout.max_prompt_length"
     names, prefix = ("max_length", "packing"), "data"
   else:
-    owner, defaults, remedy = config.rollout, StudentRollout(), "data.max_length"
+    owner, defaults, reader = config.rollout, StudentRollout(), "data.max_length"
     names, prefix = list(keys.of(StudentRollout)), "rollout"
   for name in names:
     if getattr(owner, name) != getattr(defaults, name):
       raise ValueError(
         f"{prefix}.{name} is {getattr(owner, name)!r} and distill.on_policy_fraction "
-        f"{wanted.on_policy_fraction if config.is_on_policy else 'is not set'}: rows "
-        f"are as {remedy} says, leave it out"
+        f"{section.on_policy_fraction if config.is_on_policy else 'is not set'}: rows "
+        f"follow {reader}, leave {prefix}.{name} out"
       )
-  if wanted.teacher is None and wanted.cache is None:
+  if section.teacher is None and section.cache is None:
     raise ValueError(
-      "distill.teacher is not set: give --distill.teacher=FOLDER (or --distill.cache "
-      "with what a teacher has said)"
+      "distill.teacher is not set. Give --distill.teacher=FOLDER, or --distill.cache "
+      "with the outputs of a teacher"
     )
 
 
 def _check_sampling(config: DistillRun) -> None:
-  """Refuses a policy gradient on tokens that are no samples of what it compares."""
-  sampling, wanted = config.rollout, config.distill
+  """Refuses a policy gradient on completions of another distribution."""
+  sampling, temperature = config.rollout, config.distill.temperature
   for name in ("top_p", "top_k"):
     if (value := getattr(sampling, name)) is not None:
       raise ValueError(
-        f"rollout.{name} is {value} and distill.strategy 'policy_gradient', which is "
-        "right for the student's whole distribution alone: leave it out"
+        f"rollout.{name} is {value} and distill.strategy 'policy_gradient', which "
+        "needs samples of the student's whole distribution. Leave it out"
       )
-  if wanted.temperature not in (None, sampling.temperature):
+  if temperature not in (None, sampling.temperature):
     raise ValueError(
-      f"distill.temperature is {wanted.temperature}, rollout.temperature "
-      f"{sampling.temperature} and distill.strategy 'policy_gradient', which is right "
-      "at the temperature of the sampling alone: leave distill.temperature out"
+      f"distill.temperature is {temperature}, rollout.temperature "
+      f"{sampling.temperature} and distill.strategy 'policy_gradient', which needs the "
+      "temperature of the sampling. Leave distill.temperature out"
     )
 
 
 def _on_policy_options(config: DistillRun, **options: Any) -> OnPolicyConfig:
-  how = config.rollout
+  sampling = config.rollout
   with build_data.naming(_ON_POLICY):
     return OnPolicyConfig(
-      max_prompt_length=how.max_prompt_length,
-      max_completion_length=how.max_tokens_to_generate,
+      max_prompt_length=sampling.max_prompt_length,
+      max_completion_length=sampling.max_tokens_to_generate,
       on_policy_fraction=config.distill.on_policy_fraction or 0.0,
-      sampling_temperature=how.temperature,
-      top_p=how.top_p,
-      top_k=how.top_k,
-      seed=config.seed if how.seed is None else how.seed,
+      sampling_temperature=sampling.temperature,
+      top_p=sampling.top_p,
+      top_k=sampling.top_k,
+      seed=config.seed if sampling.seed is None else sampling.seed,
       **options,
     )
 
 
 def as_prompts(batch: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
-  """A batch of `rows.SideBySide` as the on-policy trainer takes it: token ids of
-  prompts, and of completions if there are any, without rows of padding."""
+  """Converts a batch of `rows.SideBySide` to the input of the on-policy trainer.
+
+  Returns:
+    Token ids of the prompts, and of the completions if the batch has some, without
+    padding and without rows of padding.
+  """
   real = np.flatnonzero(batch["weights"])
 
   def ids(name: str) -> list[np.ndarray]:
@@ -269,19 +275,18 @@ def as_prompts(batch: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
   return {ours: ids(name) for ours, name in names.items() if f"{name}_ids" in batch}
 
 
-def build_taught_data(
+def _build_data(
   config: DistillRun, tokenizer: TokenizerAdapter, known: Any = None
 ) -> RunData:
-  """The data, with the teacher among the fingerprints.
+  """Builds the data, and compares the tokenizers of student and teacher.
 
   Raises:
-    FileNotFoundError, ValueError: see `build_data.build_data`, or the teacher has
+    FileNotFoundError, ValueError: as for `build_data.build_data`, or the teacher has
       another tokenizer.
   """
   if (teacher := config.distill.teacher) is not None:
     vocabulary.check_tokenizers(tokenizer, TokenizerAdapter.from_pretrained(teacher))
   data = build_data.build_data(config, tokenizer, known)
-  data.fingerprints.update(fingerprints.of_models({"teacher": teacher}))
   if not config.is_on_policy:
     return data
   train, held_out = (
@@ -291,58 +296,60 @@ def build_taught_data(
   return dataclasses.replace(data, train=train, eval=held_out)
 
 
-def build_trainer(run: Loaded) -> DistillationTrainer:
-  """The trainer of a run, put back where its checkpoints stand; the tokenizers were
-  compared with the data.
+def _build(run: Loaded) -> DistillationTrainer:
+  """Builds the trainer and restores its checkpoint.
 
   Raises:
     FileNotFoundError, ValueError: the teacher is missing, does not fit the student, or
-      is another than the cache's.
+      is not the teacher of the cache.
   """
   config: DistillRun = run.config
-  wanted, how = config.distill, strategy(config)
+  section, compared = config.distill, strategy(config)
   teacher: Any = None
-  if wanted.teacher is not None:
-    teacher = build.load(
-      wanted.teacher, run.mesh, of_shapes=run.of_shapes, dtype=wanted.teacher_dtype
-    )
-  if wanted.cache is not None:
+  if section.teacher is not None:
+    teacher = run.models.load(section.teacher, dtype=section.teacher_dtype)
+  if section.cache is not None:
     if run.of_shapes:
       raise ValueError(
-        f"distill.cache is {wanted.cache!r}: what a cache holds is not planned; leave "
-        "it out, and the plan has the teacher's program that fills it"
+        f"distill.cache is {section.cache!r}, which a plan cannot read. Leave it out: "
+        "the plan then has the teacher's program that fills the cache"
       )
-    assert isinstance(how, LogitStrategy)  # DistillSettings has looked
+    assert isinstance(compared, LogitStrategy)  # checked by DistillSettings
     teacher = TeacherCache(
-      wanted.cache,
+      section.cache,
       teacher,
-      top_k=wanted.top_k,
-      temperature=how.how.temperature,
+      top_k=section.top_k,
+      temperature=compared.how.temperature,
       data_sharding_axis=mesh_axes.data_axes(config.mesh),
     )
   options, logger = run.training_options(), run.logger()
   if config.is_on_policy:
-    made = _on_policy_options(config, **options)
-    if run.of_shapes:  # the dearer kind of step
-      made = dataclasses.replace(made, on_policy_fraction=1.0)
+    on_policy = _on_policy_options(config, **options)
+    if run.of_shapes:  # steps in which the student writes take more memory and time
+      on_policy = dataclasses.replace(on_policy, on_policy_fraction=1.0)
     return OnPolicyDistillationTrainer(
-      run.model, teacher, how, run.optimizer, made, logger, tokenizer=run.tokenizer
+      run.model,
+      teacher,
+      compared,
+      run.optimizer,
+      on_policy,
+      logger,
+      tokenizer=run.tokenizer,
     )
   return DistillationTrainer(
-    run.model, teacher, how, run.optimizer, TrainingConfig(**options), logger
+    run.model, teacher, compared, run.optimizer, TrainingConfig(**options), logger
   )
 
 
 def _batch(config: DistillRun) -> str:
-  wanted = config.distill
+  section = config.distill
   if config.is_on_policy:
-    prompts, tokens = config.training.global_batch_size, config.rollout
     return (
-      f"{prompts} prompts a step; in {wanted.on_policy_fraction:.0%} of "
-      f"the steps the student writes, with at most {tokens.max_tokens_to_generate} "
-      f"tokens; taught by {wanted.teacher}"
+      f"{config.training.global_batch_size} prompts a step; in "
+      f"{section.on_policy_fraction:.0%} of the steps the student writes, with at most "
+      f"{config.rollout.max_tokens_to_generate} tokens; taught by {section.teacher}"
     )
-  source = wanted.teacher if wanted.teacher is not None else wanted.cache
+  source = section.teacher if section.teacher is not None else section.cache
   return f"{sft.rows(config)}, taught by {source}"
 
 
@@ -354,7 +361,7 @@ def _length(config: DistillRun) -> tuple[str, int]:
 
 
 def _example(config: DistillRun) -> Any:
-  """A global batch of full rows, or of prompts that the student completes."""
+  """Returns a global batch of full rows, or of prompts for the student."""
   if not config.is_on_policy:
     return sft.example(config)
   return _prompts(config, config.rollout.max_prompt_length)
@@ -363,12 +370,12 @@ def _example(config: DistillRun) -> Any:
 def _shorter(config: DistillRun) -> list[Any]:
   if not config.is_on_policy:
     return []
-  lengths = batching.least_of_buckets(config.rollout.max_prompt_length)
+  lengths = batching.bucket_minima(config.rollout.max_prompt_length)
   return [_prompts(config, length) for length in lengths[:-1]]
 
 
 def _prompts(config: DistillRun, length: int) -> Prompts:
-  """Left-padded, as the data gives them."""
+  """Returns a global batch of prompts of one length, padded on the left."""
   width = config.rollout.max_prompt_length
   ids = np.zeros((config.training.global_batch_size, width), np.int32)
   mask = np.broadcast_to(np.arange(width) >= width - length, ids.shape)
@@ -381,8 +388,8 @@ DISTILL = Job(
   first_values={"data.max_length": 1024, "distill.teacher": "my-teacher"},
   settings=DistillRun,
   check=check,
-  data=build_taught_data,
-  build=build_trainer,
+  data=_build_data,
+  build=_build,
   results={"loss": "loss"},
   batch=_batch,
   length=_length,

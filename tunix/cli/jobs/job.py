@@ -1,4 +1,4 @@
-"""What a job of `tunix train` is: its settings, and the functions that run it."""
+"""A job of `tunix train`: its settings, and the functions that run it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from tunix.cli.build import build, data as build_data
+from tunix.cli.build import data as build_data, training
 from tunix.cli.build.data import RunData
+from tunix.cli.build.loading import ModelLoader
 from tunix.cli.settings.run import RunSettings
 from tunix.data.records import Kind
 from tunix.models.transformer.model import Transformer
@@ -22,17 +23,17 @@ from tunix.sft.metrics_logger import MetricsLogger
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
-  """A run whose model is loaded: what its trainer is made of.
+  """A run with its model loaded: everything that its trainer is built from.
 
   Attributes:
-    config: settled; of the class that the job has.
-    model: what is trained.
-    tokenizer: of all models, a TokenizerAdapter; in a plan one that knows no text.
-    optimizer: the model's.
-    mesh: of all models; None: one device.
-    output_dir: of the run; None: nothing is written (a plan).
-    learning_rate: for the metric of that name.
-    of_shapes: the model is one of shapes, and so are all others (a plan).
+    config: settled settings, of the class of the job.
+    model: the model that is trained.
+    tokenizer: tokenizer of all models; in a plan one without a vocabulary.
+    optimizer: optimizer of the model.
+    mesh: mesh of all models; None: one device.
+    output_dir: folder of the run; None in a plan, which writes nothing.
+    learning_rate: rate or schedule, for the metric of that name.
+    of_shapes: if True, all models are shapes without weights (a plan).
   """
 
   config: Any
@@ -45,20 +46,17 @@ class Loaded:
   of_shapes: bool = False
 
   def training_options(self) -> dict[str, Any]:
-    """The arguments of a TrainingConfig."""
-    return build.training_options(self.config, self.output_dir, self.learning_rate)
+    """Returns the fields of a TrainingConfig."""
+    return training.training_options(self.config, self.output_dir, self.learning_rate)
 
   def logger(self) -> MetricsLogger:
-    """The metrics of the run."""
-    return build.build_logger(self.config, self.output_dir)
+    """Builds the logger of the run."""
+    return training.build_logger(self.config, self.output_dir)
 
-  def reference(self, path: str | None) -> Any:
-    """What the model is compared with, see `build.build_reference`."""
-    return build.build_reference(self.config, path, self.mesh, of_shapes=self.of_shapes)
-
-  def scores(self, path: str, **dtypes: Any) -> Any:
-    """A critic or reward model of a folder: one score a position."""
-    return build.load(path, self.mesh, of_shapes=self.of_shapes, num_scores=1, **dtypes)
+  @property
+  def models(self) -> ModelLoader:
+    """The loader of further models: a reference, a teacher, a critic."""
+    return ModelLoader(self.config, self.mesh, self.of_shapes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,22 +68,24 @@ class Job:
     records: kinds of record that the job trains on.
     first_values: {key: value} that a person sets first, with values to start from, for
       `tunix init`. Keys that every job has are in `tunix.cli.commands.init`.
-    settings: the dataclass of its keys.
-    check: refuses settings, before anything is loaded.
-    data: (config, tokenizer, earlier scans) -> the checked data.
-    count_steps: (config, report of the training data) -> optimizer steps, or None.
-    build: what trains, put back where its checkpoints stand. Raises FileNotFoundError,
-      ImportError or ValueError for models and functions that do not fit.
-    results: {name in the result: metric}, first and last value of which are told.
-    batch: what a step computes, in words.
-    length: (keys that make it up, most tokens of a row).
-    rollout: how the model that is trained writes rows itself; None: it writes none.
-    notes: (config, data) -> further lines for the user.
-    example: config -> a global batch as large as the data may give one, for
+    settings: dataclass of the job's keys.
+    check: function that refuses settings before anything is loaded.
+    data: function from (config, tokenizer, earlier scans) to the checked data.
+    build: function that builds the trainer and restores its checkpoint. It raises
+      FileNotFoundError, ImportError or ValueError for models and functions that do not
+      fit.
+    results: {name in result.json: metric} of the metrics whose first and last values
+      are reported.
+    batch: function that describes the batch of a step in words.
+    length: function that returns (keys of a row's length, most tokens of a row).
+    rollout: function that returns the sampling settings of rows that the trained model
+      writes; None if it writes none.
+    notes: function from (config, data) to further lines for the user.
+    example: function that returns a global batch of the largest shapes, for
       `tunix plan`.
-    shorter: config -> batches of prompts so short that rollouts are of another shape,
-      one for each shape, for `tunix plan --ship`.
-    sequences: config -> sequences of a step.
+    shorter: function that returns one batch for each shape of rollout that shorter
+      prompts have, for `tunix plan --ship`.
+    sequences: function that returns the sequences of a step.
   """
 
   summary: str
@@ -94,7 +94,6 @@ class Job:
   settings: type[RunSettings]
   check: Callable[[Any], None] = lambda config: None
   data: Callable[..., RunData] = build_data.build_data
-  count_steps: Callable[[Any, Any], int | None] = build_data.count_steps
   build: Callable[[Loaded], Any]
   results: Mapping[str, str]
   batch: Callable[[Any], str]
@@ -107,7 +106,7 @@ class Job:
 
 
 def length_of(section: str, *names: str) -> Callable[[Any], tuple[str, int]]:
-  """`Job.length` where a row is as long as these keys of a section say together."""
+  """Returns a `Job.length` that adds up these keys of a section."""
 
   def length(config: Any) -> tuple[str, int]:
     limits = getattr(config, section)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from tunix.cli.build import data as build_data
 from tunix.cli.build.data import RunData
 from tunix.cli.jobs import preference
 from tunix.cli.jobs.job import Job, Loaded
@@ -15,6 +16,7 @@ from tunix.data.records import LABELLED, Kind
 from tunix.data.scan import Report
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.sft.dpo.kto_trainer import KTOConfig, KTOTrainer
+from tunix.utils.setting import model_setting
 
 # The range of n_D desirable_weight / (n_U undesirable_weight) that the paper recommends
 # (arXiv:2402.01306, section 4.2).
@@ -40,7 +42,7 @@ class KTOSettings(ResponseSettings):
   desirable_weight: float = 1.0
   undesirable_weight: float = 1.0
   unusable: Unusable = "error"
-  reference: str | None = None
+  reference: str | None = model_setting("reference")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +59,11 @@ def _build_data(config: Any, tokenizer: TokenizerAdapter, known: Any = None) -> 
   """Builds the data, and refuses data with one label only.
 
   Raises:
-    FileNotFoundError, ValueError: See `preference.build_compared_data`; or all
+    FileNotFoundError, ValueError: As for `build_data.build_data`; or all
       completions have one label, from which KTO would only learn to raise, or to lower,
       the probability of every completion.
   """
-  data = preference.build_compared_data(config, tokenizer, known)
+  data = build_data.build_data(config, tokenizer, known)
   report: Report = data.reports["train"]
   if not report.desirable or not report.undesirable:
     label = "true" if report.desirable else "false"
@@ -104,7 +106,7 @@ def _notes(config: KTORun, data: RunData) -> list[str]:
 def _build(run: Loaded) -> KTOTrainer:
   return KTOTrainer(
     run.model,
-    run.reference(run.config.preference.reference),
+    run.models.reference(run.config.preference.reference),
     run.optimizer,
     preference.trainer_config(run),
     metrics_logger=run.logger(),
@@ -129,7 +131,7 @@ def _example(config: KTORun) -> dict[str, np.ndarray]:
 
 
 KTO = Job(
-  summary="KTO, from completions labelled good or bad",
+  summary="KTO, which trains on completions labelled good or bad",
   records=(LABELLED,),
   first_values=preference.FIRST_VALUES,
   settings=KTORun,

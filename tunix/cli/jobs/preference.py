@@ -9,18 +9,15 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from tunix.cli.build import data as build_data
-from tunix.cli.build.data import RunData
 from tunix.cli.jobs.job import Job, Loaded, length_of
-from tunix.cli.run import fingerprints
 from tunix.cli.settings.run import StreamRun
 from tunix.data.records import PAIRS, Kind
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.sft.dpo.dpo_trainer import DPOTrainer, ORPOTrainer
 from tunix.sft.dpo.precomputed import PrecomputedLogps
 from tunix.sft.dpo.preference_config import CompletionsConfig, DPOTrainingConfig
 from tunix.sft.dpo.reward_trainer import RewardConfig, RewardTrainer
-from tunix.utils.setting import shared_values
+from tunix.utils.setting import model_setting, setting, shared_values
 
 Unusable = Literal["error", "drop"]
 
@@ -91,8 +88,8 @@ class DPOSettings(ResponseSettings):
   reference_free: bool = False
   shared_prompt: bool = False
   unusable: Unusable = "error"
-  reference: str | None = None
-  reference_logps: str | None = None
+  reference: str | None = model_setting("reference")
+  reference_logps: str | None = setting(None, path="written", may_change=True)
 
   def __post_init__(self):
     super().__post_init__()
@@ -207,22 +204,6 @@ class RewardRun(PreferenceRun):
   preference: RewardModelSettings = RewardModelSettings()
 
 
-def build_compared_data(
-  config: Any, tokenizer: TokenizerAdapter, known: Any = None
-) -> RunData:
-  """Builds the data, and adds the reference to its fingerprints.
-
-  Raises:
-    FileNotFoundError, ValueError: See `build_data.build_data`, or the folder of the
-      reference does not exist.
-  """
-  data = build_data.build_data(config, tokenizer, known)
-  data.fingerprints.update(
-    fingerprints.of_models({"reference": config.preference.reference})
-  )
-  return data
-
-
 def trainer_config(run: Loaded) -> Any:
   """Returns the config of the run's trainer."""
   return run.config.preference.trainer_config(**run.training_options())
@@ -234,7 +215,7 @@ def _build_dpo(run: Loaded) -> DPOTrainer:
   if places.reference_logps is not None:
     logps, reference = _logps(run, options)
   elif options.spec.needs_reference:
-    reference = run.reference(places.reference)
+    reference = run.models.reference(places.reference)
   return DPOTrainer(
     run.model,
     reference,
@@ -263,7 +244,9 @@ def _logps(
   """Returns the reference's log-probabilities, and the reference if it is a second
   model."""
   places = run.config.preference
-  reference = None if places.reference is None else run.reference(places.reference)
+  reference = (
+    None if places.reference is None else run.models.reference(places.reference)
+  )
   if (written := _written(places.reference_logps)) is not None:
     return written, reference
   batches = itertools.chain.from_iterable(
@@ -332,11 +315,10 @@ FIRST_VALUES = {
 _PAIR_SEQUENCES = lambda config: 2 * config.training.global_batch_size
 
 DPO = Job(
-  summary="DPO and the other losses of pairs; preference.loss chooses one",
+  summary="DPO and the other losses of pairs (see preference.loss)",
   records=(PAIRS,),
   first_values=FIRST_VALUES,
   settings=DPORun,
-  data=build_compared_data,
   build=_build_dpo,
   results=_PAIRS,
   batch=describe_batch,
@@ -345,7 +327,7 @@ DPO = Job(
   sequences=_PAIR_SEQUENCES,
 )
 ORPO = Job(
-  summary="ORPO, from pairs and without a reference model",
+  summary="ORPO, which needs no reference model",
   records=(PAIRS,),
   first_values=FIRST_VALUES,
   settings=ORPORun,

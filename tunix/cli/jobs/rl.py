@@ -1,4 +1,4 @@
-"""The jobs grpo (with its variants) and ppo: learning from rewards."""
+"""The jobs grpo (with its variants) and ppo: reinforcement learning from rewards."""
 
 from __future__ import annotations
 
@@ -8,28 +8,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
-from tunix.cli.build import build, optimizer, rewards
+from tunix.cli.build import optimizer, rewards, training
 from tunix.cli.build.rewards import RewardSettings
 from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.settings import keys
 from tunix.cli.settings.convert import Choice
 from tunix.cli.settings.data import DataSettings
-from tunix.cli.settings.run import RunSettings, TrainingSettings, values_for
+from tunix.cli.settings.run import RunSettings, TrainingSettings
 from tunix.data.records import PROMPT_ROWS, PROMPTS, Kind
 from tunix.generate import batching, capacity
 from tunix.models.transformer.model import Transformer
-from tunix.rl import setup
+from tunix.rl import algorithms, setup
 from tunix.rl.config import ClusterConfig, PromptSizes, RLTrainingConfig, Role
-from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
-from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
-from tunix.rl.grpo.grpo_learner import (
-  CISPOConfig,
-  GRPOConfig,
-  GRPOLearner,
-  GSPOConfig,
-)
-from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
-from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.grpo.grpo_learner import GRPOConfig
+from tunix.rl.ppo.ppo_learner import PPOConfig
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rl_learner import RLLearner
 from tunix.rl.rollout import vanilla_rollout
@@ -38,50 +30,32 @@ from tunix.rl.samples import Samples
 from tunix.rl.utils import create_critic_model
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import checks
+from tunix.utils.setting import model_setting, setting, shared_values
 
-# The metric that RL raises.
+# Metric of the mean reward.
 REWARD = "rewards/score/mean"
 
-GRPO_VARIANTS = Choice(
-  {
-    "grpo": GRPOConfig,
-    "drgrpo": DrGRPOConfig,
-    "dapo": DAPOConfig,
-    "gspo": GSPOConfig,
-    "cispo": CISPOConfig,
-    "rloo": RLOOConfig,
-  }
-)
-PPO_ALONE = Choice({"ppo": PPOConfig})
-
-LEARNERS: dict[type, type[RLLearner]] = {
-  GRPOConfig: GRPOLearner,
-  DrGRPOConfig: DrGRPOLearner,
-  DAPOConfig: DAPOLearner,
-  GSPOConfig: GRPOLearner,
-  CISPOConfig: GRPOLearner,
-  RLOOConfig: RLOOLearner,
-  PPOConfig: PPOLearner,
-}
+GRPO_VARIANTS = Choice(algorithms.configs(uses_critic=False))
+PPO_ALONE = Choice(algorithms.configs(uses_critic=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptSettings(DataSettings):
-  """Prompts, all of which are checked before the training."""
+  """Prompts, which are all checked before the training."""
 
   overlong: Literal["error", "drop"] = "error"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutSettings(RolloutConfig):
-  """RolloutConfig, with the engine and what differs in evaluations.
+  """Sampling of the completions: RolloutConfig, the engine, evaluations.
 
   Attributes:
-    temperature: logits are divided by it, in sampling and in learning alike.
-    eval_temperature: of evaluations; 0: greedy, null: as temperature.
-    seed: of the completions; null: as seed.
-    engine: vanilla (our sampler), vllm or sglang_jax.
-    engine_options: passed on to other engines than vanilla.
+    temperature: divisor of the logits, in sampling and in training.
+    eval_temperature: temperature in evaluations; 0: greedy, null: rollout.temperature.
+    seed: seed of the sampling; null: the key seed.
+    engine: engine that samples; vanilla is the library's own sampler.
+    engine_options: options of vllm or sglang_jax, passed to them as they are.
   """
 
   max_tokens_to_generate: int = 256
@@ -101,19 +75,20 @@ class RolloutSettings(RolloutConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLSettings(PromptSizes):
-  """PromptSizes, and models besides the one that is trained.
+  """Sizes in prompts, and models besides the policy.
 
   Attributes:
-    reference: folder of the model that the policy is kept close to. null: the model
-      itself before the training, where algorithm.beta asks for one.
-    shuffle_seed: shuffle groups before they are cut into mini-batches; null: as they
-      come.
-    offload_to_cpu: keep reference, reward model and critic in host memory between uses.
+    reference: folder of the reference model, which the KL term compares with. null: the
+      policy before the training, if algorithm.beta is not 0.
+    shuffle_seed: seed that shuffles groups before they are cut into mini-batches; null:
+      they are not shuffled.
+    offload_to_cpu: keeps reference, reward model and critic in host memory between
+      uses.
   """
 
-  reference: str | None = None
+  reference: str | None = model_setting("reference")
   shuffle_seed: int | None = None
-  offload_to_cpu: bool = False
+  offload_to_cpu: bool = setting(False, may_change=True)
 
   def __post_init__(self):
     super().__post_init__()
@@ -125,11 +100,12 @@ class CriticSettings(RLSettings):
   """RLSettings with a critic.
 
   Attributes:
-    critic: folder of a critic, or "actor" (null as well): the model with a new head.
-    critic_learning_rate: null: as training.learning_rate (and its schedule).
+    critic: folder of a critic; "actor" or null: the policy's weights with a new head.
+    critic_learning_rate: learning rate of the critic; null: training.learning_rate with
+      its schedule.
   """
 
-  critic: str | None = None
+  critic: str | None = model_setting("critic")
   critic_learning_rate: float | None = None
 
   def __post_init__(self):
@@ -139,11 +115,11 @@ class CriticSettings(RLSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplesSettings:
-  """What is shown of the rollouts.
+  """Samples of the rollouts that are written to samples/.
 
   Attributes:
-    every_n_rollouts: write samples of one batch of rollouts in so many, as JSON lines
-      and a page in samples/; null: none.
+    every_n_rollouts: writes samples of every n-th batch of rollouts, as JSON lines and
+      as a page; null: never.
     max_groups: groups of a batch that are written.
   """
 
@@ -151,10 +127,10 @@ class SamplesSettings:
   max_groups: int = 8
 
   def __post_init__(self):
-    self.samples(pathlib.Path("samples"))  # which refuses what is no count
+    self.samples(pathlib.Path("samples"))  # its constructor checks the ranges
 
   def samples(self, folder: pathlib.Path) -> Samples | None:
-    """What writes them; None: nothing does."""
+    """Builds the writer of samples; None if no samples are written."""
     every = self.every_n_rollouts
     if every is None:
       return None
@@ -163,13 +139,13 @@ class SamplesSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLRun(RunSettings):
-  """What the jobs that learn from rewards share.
+  """The keys that grpo and ppo share.
 
   Attributes:
-    rollout: how completions are sampled; in distill those that the student writes.
-    rl: models besides the policy, and sizes in prompts.
-    reward: where rewards come from.
-    samples: what is shown of the rollouts.
+    rollout: sampling of completions; in distill the student's completions.
+    rl: sizes in prompts, and models besides the policy.
+    reward: the rewards of completions.
+    samples: samples of the rollouts that are written to samples/.
   """
 
   instead: ClassVar[dict[str, str]] = {
@@ -186,14 +162,14 @@ class RLRun(RunSettings):
   algorithm: Any = None
   rl: RLSettings = RLSettings()
   reward: RewardSettings = dataclasses.field(default=RewardSettings())
-  samples: SamplesSettings = SamplesSettings()
+  samples: SamplesSettings = setting(SamplesSettings(), may_change=True)
 
   def __post_init__(self):
     super().__post_init__()
     if self.rl.reference is not None and not self.algorithm.beta:
       raise ValueError(
-        f"rl.reference is {self.rl.reference!r} and algorithm.beta 0: nothing would be "
-        "compared with it; set algorithm.beta, or leave it out"
+        f"rl.reference is {self.rl.reference!r} and algorithm.beta 0, which compares "
+        "with no reference. Set algorithm.beta, or leave rl.reference out"
       )
 
   def kind(self, *, training: bool) -> Kind:
@@ -209,10 +185,11 @@ class RLRun(RunSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPORun(RLRun):
-  """GRPO and its variants.
+  """Settings of a run of the job grpo.
 
   Attributes:
-    algorithm: the variant by its name; null below it: the variant's own default.
+    algorithm: the variant, chosen by its name; null below it means the default of the
+      variant.
   """
 
   job: Literal["grpo"] = "grpo"
@@ -223,10 +200,10 @@ class GRPORun(RLRun):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PPORun(RLRun):
-  """PPO with a critic.
+  """Settings of a run of the job ppo.
 
   Attributes:
-    algorithm: null below it: the default.
+    algorithm: PPO; null below it means the default.
   """
 
   job: Literal["ppo"] = "ppo"
@@ -235,7 +212,7 @@ class PPORun(RLRun):
 
 
 def build_learner(run: Loaded) -> RLLearner:
-  """The learner of a run, put back where its checkpoints stand.
+  """Builds the learner of a run and restores its checkpoint.
 
   Raises:
     FileNotFoundError, ImportError, ValueError: models or rewards that do not fit.
@@ -244,7 +221,7 @@ def build_learner(run: Loaded) -> RLLearner:
   algorithm, roles = config.algorithm, config.rl
   models: dict[str, Any] = {"reference": None}
   if algorithm.beta:
-    models["reference"] = run.reference(roles.reference)
+    models["reference"] = run.models.reference(roles.reference)
   more: dict[str, Any] = {}
   if isinstance(config, PPORun):
     models["critic"] = _critic(run)
@@ -252,27 +229,27 @@ def build_learner(run: Loaded) -> RLLearner:
       config, config.rl.critic_learning_rate
     )
   if config.reward.model is not None:
-    models["reward"] = run.scores(config.reward.model, dtype=config.model.dtype)
+    models["reward"] = _scorer(run, config.reward.model, dtype=config.model.dtype)
   cluster = RLCluster(
     actor=run.model,
     tokenizer=run.tokenizer,
     cluster_config=ClusterConfig(
       role_to_mesh=None if run.mesh is None else {Role.ACTOR: run.mesh},
       rollout_engine=config.rollout.engine,
-      # A shape lies nowhere: a plan counts what is kept elsewhere by itself.
+      # Shapes cannot be moved: a plan counts offloaded models by itself.
       offload_to_cpu=roles.offload_to_cpu and not run.of_shapes,
       training_config=RLTrainingConfig(
         actor_optimizer=run.optimizer,
         **run.training_options()
-        | {"metrics_logging_options": build.logging_options(config, run.output_dir)},
-        **values_for(PromptSizes, roles),
+        | {"metrics_logging_options": training.logging_options(config, run.output_dir)},
+        **shared_values(PromptSizes, roles),
         **more,
       ),
       rollout_config=rollout_configs(config),
     ),
     **models,
   )
-  learner = LEARNERS[type(algorithm)](
+  learner = algorithms.learner_of(algorithm)(
     cluster,
     algorithm,
     _no_rewards if run.of_shapes else rewards.build_rewards(config.reward),
@@ -285,25 +262,25 @@ def build_learner(run: Loaded) -> RLLearner:
 
 
 def _no_rewards(prompts: list[Any], completions: list[str], **columns: Any):
-  """Of completions that a plan has not sampled."""
+  """Returns 0 for each completion of a plan, which samples none."""
   del prompts, columns
   return [0.0] * len(completions)
 
 
 def rollout_configs(config: RLRun) -> dict[Mode, RolloutConfig]:
-  """How to sample in training and in evaluation."""
-  how = config.rollout
-  options = values_for(RolloutConfig, how)
-  options["seed"] = config.seed if how.seed is None else how.seed
-  options["stop_strings"] = how.stop_strings or None
+  """Returns the sampling options of training, and of evaluation if they differ."""
+  section = config.rollout
+  options = shared_values(RolloutConfig, section)
+  options["seed"] = config.seed if section.seed is None else section.seed
+  options["stop_strings"] = section.stop_strings or None
   train = RolloutConfig(**options)
-  if how.eval_temperature is None:
+  if section.eval_temperature is None:
     return {Mode.TRAIN: train}
-  # Samplers refuse filters where nothing is drawn, and these are of the training.
-  filters = (
-    {} if how.eval_temperature else {"top_p": None, "top_k": None, "min_p": None}
+  # The filters belong to sampling in training; greedy decoding refuses them.
+  names = () if section.eval_temperature else ("top_p", "top_k", "min_p")
+  held_out = dataclasses.replace(
+    train, temperature=section.eval_temperature, **dict.fromkeys(names)
   )
-  held_out = dataclasses.replace(train, temperature=how.eval_temperature, **filters)
   return {Mode.TRAIN: train, Mode.EVAL: held_out}
 
 
@@ -313,7 +290,12 @@ def _critic(run: Loaded) -> Transformer:
   if path is None or path == "actor":
     return create_critic_model(run.model, config.seed, share=True)
   dtypes = {"dtype": config.model.dtype, "param_dtype": config.model.param_dtype}
-  return run.scores(path, **dtypes)
+  return _scorer(run, path, **dtypes)
+
+
+def _scorer(run: Loaded, path: str, **dtypes: Any) -> Any:
+  """Loads a critic or reward model: one score for each position."""
+  return run.models.load(path, num_scores=1, **dtypes)
 
 
 def _batch(config: RLRun) -> str:
@@ -335,22 +317,22 @@ def check(config: RLRun) -> None:
   """Refuses batches of rollouts that memory cannot hold.
 
   Raises:
-    ValueError: says how many completions of a prompt fit.
+    ValueError: gives the number of completions of a prompt that fit.
   """
   _, length = _LENGTH(config)
-  row = length * 12  # ids, masks and log-probs
+  row = length * 12  # bytes of a row's ids, mask and log-probabilities, 4 each
   prompts, size = config.training.global_batch_size, config.algorithm.num_generations
   what = f"the tokens of {prompts} prompts' completions"
   capacity.require("algorithm.num_generations", size, lambda n: prompts * n * row, what)
 
 
 def _example(config: RLRun) -> dict[str, Any]:
-  """Prompts as long as they may be."""
+  """Returns a global batch of prompts of the largest length."""
   return _prompts(config, config.rollout.max_prompt_length)
 
 
 def _shorter(config: RLRun) -> list[dict[str, Any]]:
-  lengths = batching.least_of_buckets(config.rollout.max_prompt_length)
+  lengths = batching.bucket_minima(config.rollout.max_prompt_length)
   return [_prompts(config, length) for length in lengths[:-1]]
 
 
@@ -363,7 +345,7 @@ def _sequences(config: RLRun) -> int:
 
 
 GRPO = Job(
-  summary="reinforcement learning without a critic; algorithm.name chooses a variant",
+  summary="RL without a critic, with its variants (see algorithm.name)",
   records=(PROMPTS,),
   first_values={
     "reward.functions": ["exact_match"],
@@ -382,6 +364,4 @@ GRPO = Job(
   shorter=_shorter,
   sequences=_sequences,
 )
-PPO = dataclasses.replace(
-  GRPO, summary="reinforcement learning with a critic", settings=PPORun
-)
+PPO = dataclasses.replace(GRPO, summary="RL with a critic", settings=PPORun)

@@ -1,4 +1,4 @@
-"""The job sft: fine-tuning on given completions."""
+"""The job sft: supervised fine-tuning on given completions."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from tunix.sft.peft_trainer import PeftTrainer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTRun(StreamRun):
-  """Supervised fine-tuning."""
+  """Settings of a run of the job sft."""
 
   job: Literal["sft"] = "sft"
   data: RowSettings = dataclasses.field(default=RowSettings())
 
   def kind(self, *, training: bool) -> Kind:
-    """Examples, always."""
+    """Returns the kind of the records: examples."""
     del training
     return records.SFT
 
   def row_keys(self, kind: Kind) -> dict[str, str]:
-    """Rows have one length."""
+    """Returns the key of the row length."""
     del kind
     return {"max_length": "data.max_length"}
 
@@ -40,7 +40,7 @@ def _build(run: Loaded) -> PeftTrainer:
 
 
 def rows(config: Any) -> str:
-  """A step of rows of one length, in words."""
+  """Describes the batch of a step in words."""
   sizes = config.training
   packed = ", packed" if config.data.packing else ""
   return (
@@ -53,7 +53,7 @@ row_length = length_of("data", "max_length")
 
 
 def example(config: Any) -> dict[str, np.ndarray]:
-  """A global batch of full rows."""
+  """Returns a global batch of full rows."""
   shape = config.training.global_batch_size, config.data.max_length
   ones = np.ones(shape, np.int32)
   positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)

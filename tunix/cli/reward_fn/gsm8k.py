@@ -1,9 +1,9 @@
 """Rewards for GSM8K with reasoning and answer in tags.
 
-The completion is to be `<reasoning>...</reasoning><answer>...</answer>`, the dataset's
-column `answer` the number. Together they lead a model from the tags to the number:
-first each tag counts, then the whole form, then a number in its place, then the right
-one.
+The expected completion is `<reasoning>...</reasoning><answer>...</answer>`; the column
+`answer` of the dataset holds the number. The functions reward each tag, the whole form,
+a number between the answer tags, and the right number, so a model learns one after the
+other.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _first_number = re.compile(r"<answer>[^<0-9.+-]*(" + reward_fns.NUMBER + ")")
 def match_format_exactly(
   prompts: Sequence[Any], completions: Sequence[str]
 ) -> list[float]:
-  """3 for the whole form and nothing beside it, else 0."""
+  """Returns 3 for a completion of exactly the expected form, else 0."""
   return [3.0 * x for x in _whole_form(prompts, completions)]
 
 
 def match_format_approximately(
   prompts: Sequence[Any], completions: Sequence[str]
 ) -> list[float]:
-  """0.5 for each tag that is there exactly once, -0.5 for each other: -2 to 2."""
+  """Returns -2 to 2: 0.5 for each tag that occurs exactly once, -0.5 for the others."""
   return [
     sum(0.5 if text.count(tag) == 1 else -0.5 for tag in TAGS) for text in completions
   ]
@@ -44,10 +44,10 @@ def match_format_approximately(
 def check_answer(
   prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any]
 ) -> list[float]:
-  """For what stands in the answer's tags.
+  """Scores the text between the answer tags.
 
-  3 for the right number, 0.5 within a tenth of it, 0.25 within a fifth, -1 for another
-  number or for text, 0 without the tags.
+  The reward is 3 for the right number, 0.5 within 10 % of it, 0.25 within 20 %, -1 for
+  another number or for text, and 0 without the tags.
   """
   return [_graded(text, right) for text, right in zip(completions, answer)]
 
@@ -55,12 +55,12 @@ def check_answer(
 def check_numbers(
   prompts: Sequence[Any], completions: Sequence[str], answer: Sequence[Any]
 ) -> list[float]:
-  """1.5 if the first number behind the answer's tag is right, whatever follows."""
+  """Returns 1.5 if the first number after `<answer>` is right, else 0."""
   rewards = []
   for text, right in zip(completions, answer):
     match = _first_number.search(text)
-    found = f"<answer>{match[1]}</answer>" if match else ""
-    rewards.append(1.5 * _same_number([None], [found], answer=[right])[0])
+    answer_text = f"<answer>{match[1]}</answer>" if match else ""
+    rewards.append(1.5 * _same_number([None], [answer_text], answer=[right])[0])
   return rewards
 
 

@@ -1,43 +1,83 @@
-"""What a run is on, for its page: model, data, devices, versions."""
+"""Describes a run: lines for the user before it starts, and JSON for its page."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
-from collections.abc import Mapping
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 import tunix
+from tunix.cli.build.export import describe_precision
+from tunix.cli.jobs.table import JOBS
+from tunix.cli.run.prepare import Prepared
+from tunix.models import lora
+from tunix.models.transformer.model import Transformer
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def describe(
-  model: str, reports: Mapping[str, Any], batch: str, mesh: Mesh | None
-) -> dict[str, Any]:
-  """As JSON.
+def describe_run(run: Prepared, model: Transformer) -> str:
+  """Describes model, data, steps and devices, for the user to check.
 
   Args:
-    model: its parameters and precision, in words.
-    reports: what the scan found of "train" and "eval"; their texts are kept.
-    batch: what a step computes, in words.
-    mesh: of the run; None: one device.
+    run: the prepared run.
+    model: the model, or its shapes.
   """
+  config, data, job = run.config, run.data, JOBS[run.config.job]
+  steps = "until the data ends" if data.num_steps is None else f"{data.num_steps} steps"
+  lines = [
+    _model(run, model),
+    *(f"{name} data: {report}" for name, report in data.reports.items()),
+    f"{job.batch(config)}; {steps}",
+    _devices(run.mesh),
+    f"everything is written to {config.output_dir}",
+  ]
+  positions, (key, length) = model.config.max_position, job.length(config)
+  if positions is not None and length > positions:
+    lines.append(
+      f"note: {key} {length} is beyond the {positions} positions that the model was "
+      "made for"
+    )
+  return "\n".join(lines + job.notes(config, data))
+
+
+def as_json(run: Prepared, model: Transformer) -> dict[str, Any]:
+  """Describes model, data, devices and versions as JSON types, for the run's page."""
   kinds = sorted({device.device_kind for device in jax.devices()})
-  used = 1 if mesh is None else mesh.size
+  used = 1 if run.mesh is None else run.mesh.size
+  axes = {} if run.mesh is None else run.mesh.shape
   versions = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
   return {
-    "data": {name: str(report) for name, report in reports.items()},
-    "model": model,
-    "step": batch,
+    "data": {name: str(report) for name, report in run.data.reports.items()},
+    "model": _model(run, model),
+    "step": JOBS[run.config.job].batch(run.config),
     "devices": f"{used} of {jax.device_count()}, {', '.join(kinds)}",
-    "mesh": {} if mesh is None else {str(k): v for k, v in mesh.shape.items()},
+    "mesh": {str(axis): size for axis, size in axes.items()},
     "processes": jax.process_count(),
     "tunix": tunix.__version__,
     "python": platform.python_version(),
     "packages": ", ".join(versions),
     "machine": platform.platform(),
   }
+
+
+def _model(run: Prepared, model: Transformer) -> str:
+  if run.config.lora is not None:
+    parameters = f"LoRA on:\n{lora.describe(model)}"
+  else:
+    total = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    parameters = f"trainable {total:,} of {total:,} parameters"
+  return f"{parameters}\n{describe_precision(run.config, model)}"
+
+
+def _devices(mesh: Mesh | None) -> str:
+  kind, count = jax.devices()[0].platform, jax.device_count()
+  if mesh is not None:
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return f"devices: {count} {kind} ({sizes})"
+  unused = f"; {count - 1} more stay idle, `mesh` spreads the run" if count > 1 else ""
+  return f"devices: 1 {kind}{unused}"

@@ -1,4 +1,4 @@
-"""`tunix train --dry-run`: the first batch, its rewards, the memory, the folder."""
+"""Describes memory, first batch, rewards and folder for `tunix train --dry-run`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import optax
 from flax import nnx
 
 from tunix.cli.build import rewards
-from tunix.cli.build.data import RunData
 from tunix.cli.jobs.rl import RLRun
 from tunix.cli.run.folder import RunFolder
+from tunix.cli.run.prepare import Prepared
 from tunix.cli.settings.run import RunSettings
 from tunix.data import show
 from tunix.generate import capacity
@@ -21,43 +21,34 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.rl.pipeline import PROMPTS
 
-# Columns that hold what a good completion says; the first that is there is rewarded.
+# Columns that may hold a right answer; the first one in the data is rewarded.
 _ANSWERS = ("answer", "response", "solution", "completion")
 
 
-def describe(
-  config: RunSettings,
-  model: Transformer,
-  tokenizer: TokenizerAdapter,
-  data: RunData,
-  optimizer: optax.GradientTransformation,
-  folder: RunFolder,
-) -> str:
-  """What a run would begin with, besides what it says itself.
+def describe_start(run: Prepared, model: Transformer) -> str:
+  """Describes the start of a run, without starting it.
 
   Args:
-    config: settled.
+    run: the prepared run; nothing is written into its folder.
     model: shapes in place of weights.
-    tokenizer, data, optimizer: of the run.
-    folder: of the run; nothing is written into it.
 
   Raises:
-    ValueError: a record that cannot be trained on.
+    ValueError: a record cannot be trained on.
     RuntimeError: a reward function fails on the first record.
   """
-  batch = next(iter(data.train))
-  lines = [_memory(config, model, optimizer), _first(batch, tokenizer)]
-  if isinstance(config, RLRun):
-    lines += _rewards(config, batch)
-  lines.append(_state(config, folder))
+  batch = next(iter(run.data.train))
+  lines = [_memory(run.config, model, run.optimizer), _first(batch, run.tokenizer)]
+  if isinstance(run.config, RLRun):
+    lines += _rewards(run.config, batch)
+  lines.append(_state(run.config, run.folder))
   return "\n".join(line for line in lines if line)
 
 
 def _memory(
   config: RunSettings, model: Transformer, optimizer: optax.GradientTransformation
 ) -> str:
-  """Of what is held all the time; activations depend on the compiler."""
-  # Modules that are trained whole beside adapters are of this type too.
+  """Describes the memory that is held all the time, without activations."""
+  # Modules that are trained whole beside adapters are LoRAParam as well.
   kind = nnx.Param if config.lora is None else nnx.LoRAParam
   trained = nnx.state(model, kind)
   moments = jax.eval_shape(optimizer.init, trained)
@@ -68,8 +59,8 @@ def _memory(
   }
   parts = ", ".join(f"{name} {_readable(size)}" for name, size in sizes.items())
   return (
-    f"memory: {parts}; on top come activations (`tunix plan` counts them) and other "
-    "models (references, teachers, critics); there are "
+    f"memory: {parts}; activations (`tunix plan` counts them) and other models "
+    "(references, teachers, critics) come on top; available: "
     f"{_readable(capacity.memory_bytes())}"
   )
 
@@ -84,7 +75,7 @@ def _readable(size: int) -> str:
 
 
 def _first(batch: Mapping[str, Any], tokenizer: TokenizerAdapter) -> str:
-  """The shapes of a micro-batch, and its first row as text."""
+  """Describes the shapes of a micro-batch, and its first row as text."""
   if PROMPTS in batch:
     return f"first prompt:\n{batch[PROMPTS][0]}"
   shapes = ", ".join(f"{name} {np.shape(x)}" for name, x in batch.items())
@@ -96,21 +87,21 @@ def _first(batch: Mapping[str, Any], tokenizer: TokenizerAdapter) -> str:
 
 
 def _rewards(config: RLRun, batch: Mapping[str, Any]) -> list[str]:
-  """The reward functions, called on one record."""
+  """Calls the reward functions on the first record, and describes the rewards."""
   manager = rewards.build_rewards(config.reward)
   if manager is None:
     return []
   row = {name: [values[0]] for name, values in batch.items() if name != PROMPTS}
-  said = next((str(row[name][0]) for name in _ANSWERS if name in row), "")
+  completion = next((str(row[name][0]) for name in _ANSWERS if name in row), "")
   with manager:
-    output = manager.compute([batch[PROMPTS][0]], [said], row)
+    output = manager.compute([batch[PROMPTS][0]], [completion], row)
   if problems := output.problems():
     raise RuntimeError(
-      f"reward.functions fail on the first record with the completion {said!r}: "
+      f"reward.functions fail on the first record with the completion {completion!r}: "
       f"{'; '.join(problems)}"
     )
   values = ", ".join(f"{name} {x[0]:g}" for name, x in output.by_function.items())
-  return [f"rewards of the completion {said!r}: {values}"]
+  return [f"rewards of the completion {completion!r}: {values}"]
 
 
 def _state(config: RunSettings, folder: RunFolder) -> str:

@@ -1,6 +1,6 @@
-"""What a run reads, as short digests that are compared when it is resumed.
+"""Digests of what a run reads; a resumed run must find the same ones.
 
-Contents count, not places: files that were moved or copied are the same.
+A digest depends on contents and not on paths, so files may be moved or copied.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from tunix.cli.settings import keys
 from tunix.cli.settings.run import RunSettings
 from tunix.data.stored import Records
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, tensor_files
 
-# Read at the start and at the end of each tensor. Whole files would take minutes;
-# training and merging change every number of a tensor that they change.
+# Bytes that are read at the start and at the end of each tensor. Whole files would take
+# minutes, and training or merging changes every number of a tensor.
 SAMPLE_BYTES = 4 * 1024
 
-# What defines a tokenizer besides its special tokens; the first that is there.
+# Files that define the vocabulary of a tokenizer; the first entry that exists counts.
 _VOCABULARIES = (
   ("tokenizer.json",),
   ("tokenizer.model",),
@@ -33,7 +34,7 @@ _VOCABULARIES = (
 def of_inputs(
   config: RunSettings, tokenizer: TokenizerAdapter, records: Mapping[str, Records]
 ) -> dict[str, str]:
-  """Digests of the data files, of the tokenizer and of the chat template."""
+  """Returns digests of the data files, of the tokenizer and of the chat template."""
   return {
     **{name: part.fingerprint for name, part in records.items()},
     "chat_template": digest(tokenizer.chat_template),
@@ -43,23 +44,29 @@ def of_inputs(
   }
 
 
-def of_base(config: RunSettings) -> dict[str, str]:
-  """{"model": digest of the checkpoint}; empty for a model from scratch.
+def of_config(config: RunSettings) -> dict[str, str]:
+  """Returns the digests of all models that the configuration names.
 
   Raises:
     FileNotFoundError, ValueError: weights are missing or damaged.
   """
-  path, revision = config.model.path, config.model.revision
-  if path is None:
-    return {}
-  return {"model": of_model(automodel.resolve_folder(path, revision))}
+  known, digests = keys.of_config(config), {}
+  for dotted, path in keys.models(config).items():
+    revision = config.model.revision if dotted == "model.path" else None
+    name = known[dotted].facts.fingerprint
+    assert name is not None
+    digests[name] = of_model(automodel.resolve_folder(path, revision))
+  return digests
 
 
 def of_models(paths: Mapping[str, str | None]) -> dict[str, str]:
-  """Digests of the models that are named, in folders or by hub ids.
+  """Returns the digests of models by name; names without a path are left out.
+
+  Args:
+    paths: folder or hub id by name.
 
   Raises:
-    FileNotFoundError, ValueError: see `of_model`.
+    FileNotFoundError, ValueError: weights are missing or damaged.
   """
   return {
     name: of_model(automodel.resolve_folder(path))
@@ -69,7 +76,9 @@ def of_models(paths: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def of_model(folder: pathlib.Path) -> str:
-  """Of config.json, and of every tensor's name, dtype, shape and samples.
+  """Returns the digest of config.json and of every tensor.
+
+  Of a tensor it covers name, dtype, shape and the first and last `SAMPLE_BYTES`.
 
   Raises:
     FileNotFoundError, ValueError: weights are missing or damaged.
@@ -81,24 +90,30 @@ def of_model(folder: pathlib.Path) -> str:
 
 
 def _of_tensor(tensor: tensor_files.StoredTensor) -> Any:
-  raw = tensor.map().reshape(-1).view(np.uint8)  # read where it is touched
+  raw = tensor.map().reshape(-1).view(np.uint8)  # mapped: only the samples are read
   samples = raw[:SAMPLE_BYTES].tobytes() + raw[-SAMPLE_BYTES:].tobytes()
   sample = hashlib.sha256(samples).hexdigest()
   return tensor.name, str(tensor.dtype), tensor.shape, sample
 
 
 def of_file(path: str) -> str:
-  """SHA-256 of a file.
+  """Returns the SHA-256 of a file.
 
   Raises:
-    FileNotFoundError: there is none.
+    FileNotFoundError: there is no such file.
   """
   with pathlib.Path(path).expanduser().open("rb") as file:
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def of_tokenizer(tokenizer: TokenizerAdapter, source: str) -> str:
-  """Of the vocabulary's files, where `source` is a folder, and the special tokens."""
+  """Returns the digest of a tokenizer: vocabulary files, size and special tokens.
+
+  Args:
+    tokenizer: the tokenizer.
+    source: folder or file that it was loaded from, or a hub id, whose files are left
+      out.
+  """
   place = pathlib.Path(source).expanduser()
   folder = place.parent if place.is_file() else place
   for names in _VOCABULARIES:
@@ -112,5 +127,5 @@ def of_tokenizer(tokenizer: TokenizerAdapter, source: str) -> str:
 
 
 def digest(value: Any) -> str:
-  """SHA-256 of a plain value."""
+  """Returns the SHA-256 of a plain value."""
   return hashlib.sha256(repr(value).encode("utf-8", "surrogatepass")).hexdigest()

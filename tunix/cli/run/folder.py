@@ -1,4 +1,4 @@
-"""The folder of a run: what it was started with, whether it may go on, how it ended."""
+"""The folder of a run: its files, the check before it is resumed, its result."""
 
 from __future__ import annotations
 
@@ -11,70 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import build
 from tunix.cli.settings import keys, yaml_text
 from tunix.cli.settings.run import RunSettings
 from tunix.models import automodel
 from tunix.utils import io
-
-# What may change between a run and its continuation: where things lie, how long and
-# how often, how fast, what is written. All else changes what is computed.
-FREE = (
-  "output_dir",
-  "compilation_cache",
-  "data.train",  # the files are compared by content
-  "data.eval",
-  "model.path",
-  "model.revision",
-  "tokenizer.path",
-  "tokenizer.chat_template",
-  "data.scan_limit",
-  "data.num_threads",
-  "training.max_steps",
-  "training.eval_batch_size",
-  "training.eval_every_n_steps",
-  "training.max_inflight_computations",
-  "training.offload_optimizer",
-  "model.remat",
-  "model.scan_layers",
-  "model.attention",
-  "rl.reference",
-  "rl.critic",
-  "rl.rollout_micro_batch_size",
-  "rl.offload_to_cpu",
-  "reward.model",
-  "preference.reference",
-  "preference.reference_logps",
-  "distill.teacher",
-  "distill.cache",
-  "reward.workers",
-  "reward.timeout_s",
-  "mesh",
-)
-FREE_SECTIONS = (
-  "checkpoint",
-  "logging",
-  "export",
-  "distributed",
-  "samples",
-  "training.best",
-  "training.profiler_options",
-  "training.perf_metrics_options",
-)
-
-# Fingerprints that must not change, and what they are of.
-_CONTENTS = {
-  "train": "the content of data.train",
-  "eval": "the content of data.eval",
-  "chat_template": "the content of the chat template",
-  "tokenizer": "the tokenizer",
-  "model": "the model in model.path",
-  "reward_functions": "the source of reward.functions",
-  "reference": "the reference model",
-  "teacher": "the model in distill.teacher",
-  "reward": "the model in reward.model",
-  "critic": "the model in rl.critic",
-}
 
 _HEADER = (
   "# Every key of this run as it was used; pass it to --config to run the same.\n"
@@ -82,15 +22,15 @@ _HEADER = (
 
 
 def check_writable(name: str, folder: pathlib.Path, *, is_read: bool = False) -> None:
-  """Refuses a folder that is none, or that cannot be made or written; changes nothing.
+  """Refuses a folder that cannot be created or written; changes nothing.
 
   Args:
-    name: of the setting, for the message.
-    folder: is there, or is to be made.
-    is_read: whether it may be there without being writable: it holds something.
+    name: setting that names the folder, for the message.
+    folder: folder that exists or will be created.
+    is_read: if True, an existing folder passes without write permission.
 
   Raises:
-    ValueError: says what stands in the way.
+    ValueError: gives the obstacle.
   """
   problem = None
   try:
@@ -108,9 +48,25 @@ def check_writable(name: str, folder: pathlib.Path, *, is_read: bool = False) ->
     )
 
 
+def open_folder(config: RunSettings) -> RunFolder:
+  """Returns the folder of a run; creates nothing.
+
+  Raises:
+    ValueError: output_dir is not set, or is no folder that can be used.
+  """
+  if config.output_dir is None:
+    raise ValueError(
+      "output_dir is not set. Give --output_dir=FOLDER for the run's files"
+    )
+  folder = RunFolder(pathlib.Path(config.output_dir).expanduser().absolute())
+  # A finished run is shown from a folder that cannot be written.
+  check_writable("output_dir", folder.path, is_read=True)
+  return folder
+
+
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-  """Names and contents of an output folder.
+  """Names and contents of the folder of a run.
 
   Attributes:
     path: the folder.
@@ -120,53 +76,53 @@ class RunFolder:
 
   @property
   def config_file(self) -> pathlib.Path:
-    """The settings, resolved."""
+    """Settled settings of the run."""
     return self.path / "config.yaml"
 
   @property
   def data_file(self) -> pathlib.Path:
-    """SHA-256 of data, model, tokenizer and chat template."""
+    """SHA-256 of data, models, tokenizer and chat template."""
     return self.path / "data.json"
 
   @property
   def scan_file(self) -> pathlib.Path:
-    """What the scan of the data found, so that a resumed run need not scan again."""
+    """Reports of the data's scan, so that a resumed run does not scan again."""
     return self.path / "scan.json"
 
   @property
   def about_file(self) -> pathlib.Path:
-    """What the newest start was on (model, data, devices, versions), in words."""
+    """Description of the last start: model, data, devices, versions."""
     return self.path / "about.json"
 
   @property
   def result_file(self) -> pathlib.Path:
-    """How the run ended; there only when it did."""
+    """Result of the run; exists only if the run has finished."""
     return self.path / "result.json"
 
   @property
   def failure_file(self) -> pathlib.Path:
-    """What ended the newest start, in its own words; there only when it failed."""
+    """Error of the last start; exists only if the last start failed."""
     return self.path / "failure.json"
 
   @property
   def checkpoints(self) -> pathlib.Path:
-    """The checkpoints' folder."""
+    """Folder of the checkpoints."""
     return self.path / "checkpoints"
 
   @property
   def export(self) -> pathlib.Path:
-    """The exported model's folder."""
+    """Folder of the exported model or adapter."""
     return self.path / "export"
 
   def steps(self) -> list[int]:
-    """Steps of the complete checkpoints, in order."""
+    """Returns the steps of the complete checkpoints, in order."""
     if not self.checkpoints.is_dir():
       return []
     names = [file.name for file in self.checkpoints.iterdir() if file.is_dir()]
     return sorted(int(name) for name in names if re.fullmatch(r"\d+", name))
 
   def read_config(self) -> RunSettings:
-    """The settings that the run was started with.
+    """Reads the settings of the last start.
 
     Raises:
       FileNotFoundError: the folder holds no run.
@@ -179,7 +135,7 @@ class RunFolder:
     config = config_lib.from_layers([(name, _known(yaml_text.read_file(name)))])
     if config.lora is None or config.lora.modules_to_save is not None:
       return config
-    # Written before there was such a key: only adapters were trained.
+    # The folder is older than this key: then only adapters were trained.
     bare = dataclasses.replace(config.lora, modules_to_save=())
     return dataclasses.replace(config, lora=bare)
 
@@ -189,7 +145,12 @@ class RunFolder:
     fingerprints: Mapping[str, str],
     scans: Mapping[str, Any],
   ) -> None:
-    """Records settings and data, each file whole; the run counts as not ended.
+    """Writes the settings and the fingerprints, and deletes the result of before.
+
+    Args:
+      config: settled settings.
+      fingerprints: SHA-256 of what the run reads, by name.
+      scans: `RunData.scans`.
 
     Raises:
       OSError: the folder cannot be written.
@@ -201,15 +162,23 @@ class RunFolder:
     self.failure_file.unlink(missing_ok=True)
 
   def scans(self) -> dict[str, Any]:
-    """What `start` was given; empty when the file is missing or damaged, which costs
-    a scan and nothing else."""
+    """Reads the scans of `start`; {} if the file is missing or damaged.
+
+    Without them the data is scanned again.
+    """
     try:
       return dict(json.loads(self.scan_file.read_bytes()))
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError):
       return {}
 
   def check_resume(self, config: RunSettings, fingerprints: Mapping[str, str]) -> None:
-    """Refuses to go on with other settings or data than the checkpoints were made with.
+    """Refuses settings or data other than those of the checkpoints in the folder.
+
+    Keys that are declared `may_change` may differ.
+
+    Args:
+      config: settled settings.
+      fingerprints: SHA-256 of what the run reads, by name.
 
     Raises:
       ValueError: names every key that differs, with both values.
@@ -221,83 +190,91 @@ class RunFolder:
     for file in (self.config_file, self.data_file):
       if not file.is_file():
         raise ValueError(
-          f"{where}: its {file.name} is gone, so what it was started with cannot be "
-          "compared; use another output_dir"
+          f"{where}: its {file.name} is missing, so that the settings cannot be "
+          "compared. Use another output_dir"
         )
-    now = build.settle_lora(config)
-    changed = _differences(self.read_config(), now) + self._other_data(fingerprints)
+    changed = _differences(self.read_config(), config)
+    changed += self._changed_contents(config, fingerprints)
     if changed:
       raise ValueError(
-        f"{where}: {'; '.join(changed)}. Use what the run was started with, or another "
-        "output_dir"
+        f"{where}: {'; '.join(changed)}. Use the settings and files of the first "
+        "start, or another output_dir"
       )
 
-  def _other_data(self, fingerprints: Mapping[str, str]) -> list[str]:
+  def _changed_contents(
+    self, config: RunSettings, fingerprints: Mapping[str, str]
+  ) -> list[str]:
     before = json.loads(self.data_file.read_text())["sha256"]
-    # Evaluation may be added or left out on the way; a model may be one from scratch.
-    both = before.keys() & fingerprints.keys()
+    # Names that both have: evaluation data may be added or left out.
+    changed = {
+      name
+      for name in before.keys() & fingerprints.keys()
+      if before[name] != fingerprints[name]
+    }
     return [
-      f"{what} is another"
-      for name, what in _CONTENTS.items()
-      if name in both and before[name] != fingerprints[name]
+      f"the content of {dotted} has changed"
+      for dotted, key in keys.of_config(config).items()
+      if key.facts.fingerprint in changed
     ]
 
   def result(self, config: RunSettings) -> dict[str, Any] | None:
-    """How the run ended, if it did under exactly these settings."""
+    """Returns the result of the run if it finished under exactly these settings."""
     if not self.result_file.is_file() or not self.steps():
       return None
-    same = _shared(self.read_config()) == _shared(build.settle_lora(config))
+    same = _shared(self.read_config()) == _shared(config)
     return json.loads(self.result_file.read_text()) if same else None
 
   def write_result(self, result: dict[str, Any]) -> None:
-    """Marks the run as ended."""
+    """Marks the run as finished."""
     io.write_json(self.result_file, result)
 
 
 def _shared(config: RunSettings) -> dict[str, Any]:
-  """The settings that all processes of a run have. The revision is left to the model's
-  fingerprint: a branch of the hub moves on where no weight changes."""
-  flat = keys.flatten(config)
+  """Returns the settings that a finished run must share with a new start.
+
+  The section `distributed` differs between processes. The revision is compared by the
+  model's fingerprint, because a branch of the hub moves without a change of weights.
+  """
   return {
     key: value
-    for key, value in flat.items()
+    for key, value in keys.flatten(config).items()
     if not key.startswith("distributed") and key != "model.revision"
   }
 
 
 def _differences(before: RunSettings, now: RunSettings) -> list[str]:
+  """Returns a phrase about each key whose value may not change and did."""
   old, new = keys.flatten(before), keys.flatten(now)
-  return [
-    f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
-    for key in _fixed(old, new)
-    if old.get(key) != new.get(key)
-  ]
-
-
-def _fixed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-  """The keys to compare. Where one side lacks a section (lora), its first key says so
-  for all of them."""
-  known = list(dict.fromkeys((*new, *old)))
-  fixed = [
-    key
-    for key in known
-    if key not in FREE
-    and not f"{key}.".startswith(tuple(f"{s}." for s in FREE_SECTIONS))
-  ]
-  compared: list[str] = []
+  free = _changeable(before) | _changeable(now)
+  fixed = [key for key in dict.fromkeys((*new, *old)) if key not in free]
+  sections = {key.rpartition(".")[0] for key in fixed}
+  differences, reported = [], set()
   for key in fixed:
     section = key.rpartition(".")[0]
-    whole = section and (section in old or section in new)
-    if any(other.startswith(f"{key}.") for other in fixed):
-      continue  # null on one side, a section on the other
-    if not whole or not any(f.rpartition(".")[0] == section for f in compared):
-      compared.append(key)
-  return compared
+    if key in sections:  # null on one side, a section on the other: told by its keys
+      continue
+    # Where one side lacks a whole section (lora), its first key stands for all of them.
+    is_whole = section in old or section in new
+    if (is_whole and section in reported) or old.get(key) == new.get(key):
+      continue
+    differences.append(f"{key} was {old.get(key)!r} and is {new.get(key)!r}")
+    reported.add(section)
+  return differences
+
+
+def _changeable(config: RunSettings) -> set[str]:
+  """Returns the keys that may change when a run is resumed."""
+  known = keys.of_config(config)
+  free = [key for key, entry in known.items() if entry.facts.may_change]
+  return {key for key in known for f in free if f"{key}.".startswith(f"{f}.")}
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-  """Settings of a file without the empty sections in it: those that are left out were
-  once written so, and `{}` asks for a section's defaults now."""
+  """Returns the values of a file without empty sections.
+
+  Older versions wrote `{}` for a section that is left out; today `{}` means the
+  section with its defaults.
+  """
   return {
     name: _known(value) if isinstance(value, dict) else value
     for name, value in values.items()
@@ -306,10 +283,12 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def export_of(folder: str, adapter: str | None) -> tuple[str, str | None]:
-  """(model, adapter): those of the export where `folder` is that of a run.
+  """Returns (model, adapter) of the export if `folder` is the folder of a run.
+
+  Any other folder is returned with `adapter` as given.
 
   Raises:
-    FileNotFoundError: the run has exported nothing.
+    FileNotFoundError: the run has no export.
   """
   run = RunFolder(pathlib.Path(folder).expanduser())
   if not run.config_file.is_file() or (run.path / "config.json").is_file():

@@ -1,8 +1,8 @@
-"""One process at a time in a run's folder.
+"""The lock of a run's folder: one process trains in it at a time.
 
-Two would write to the same metrics file and checkpoints. The lock is the operating
-system's, so it ends with its process, however that ends; the file `.lock` stays and
-means nothing by itself. What stands in it is the holder, for the others' message.
+Two processes would write to the same metrics file and checkpoints. The operating system
+holds the lock and releases it when the process ends for whatever reason. The file
+`.lock` stays and means nothing by itself; it holds the process id for error messages.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import filelock
 
 NAME = ".lock"
 
-# The look of another process at the lock takes it for a moment, which is no holder.
+# Seconds to wait for the lock: `check` of another process holds it for a moment.
 _PATIENCE_S = 0.5
-# Of file systems that cannot lock (some network mounts): there nothing is locked.
+# Errors of file systems without locks (some network mounts), where nothing is locked.
 _UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 
 
 def check(folder: pathlib.Path) -> None:
-  """Says at once that another process is at work there; changes nothing.
+  """Refuses a folder in which another process trains; changes nothing.
 
   Raises:
     RuntimeError: another process holds the lock.
   """
   if (folder / NAME).is_file():
-    # Only a look: a folder that cannot be written may hold a finished run.
+    # OSError passes: a folder that cannot be written may hold a finished run.
     with contextlib.suppress(OSError):
       _acquired(folder).release()
 
 
 @contextlib.contextmanager
 def hold(folder: pathlib.Path) -> Iterator[None]:
-  """Holds the lock of a folder, which is made if it is not there.
+  """Holds the lock of a folder during a `with` block; creates the folder if needed.
 
   Raises:
     RuntimeError: another process holds it.
@@ -54,7 +54,7 @@ def hold(folder: pathlib.Path) -> Iterator[None]:
 def _acquired(
   folder: pathlib.Path, on_acquired: Callable[[int], None] | None = None
 ) -> filelock.BaseFileLock:
-  # No soft lock in place of a missing one: it would outlive a killed process.
+  # No soft lock where the file system has none: it would outlive a killed process.
   lock = filelock.FileLock(
     folder / NAME, _PATIENCE_S, fallback_to_soft=False, on_acquired=on_acquired
   )
@@ -79,6 +79,6 @@ def _sign(descriptor: int) -> None:
 def _holder(folder: pathlib.Path) -> str:
   try:
     pid = (folder / NAME).read_text(errors="replace").strip()
-  except OSError:  # Windows lets nobody read a locked file
+  except OSError:  # Windows does not allow reading a locked file
     pid = ""
   return f"process {pid}" if pid else "another process"

@@ -1,4 +1,7 @@
-"""One run in several processes: they find each other, and are the same."""
+"""Joins the processes of a run, and checks that all of them run the same.
+
+A run in several processes is started with the same command in each of them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from typing import Any
 import jax
 
 import tunix
-from tunix.cli.build.data import RunData
 from tunix.cli.settings import keys
 from tunix.cli.settings.run import DistributedSettings, RunSettings
 from tunix.sft import launch
@@ -23,91 +25,103 @@ PREFIX = "distributed."  # of the keys that differ between processes
 
 
 def start(config: RunSettings) -> None:
-  """Joins the other processes, if the run has any; before JAX is used.
+  """Joins the other processes if the settings name a coordinator.
+
+  Call it before JAX is used.
 
   Raises:
-    ValueError: settings that do not fit together, or no mesh to share.
+    ValueError: settings that contradict each other, or no mesh over the processes.
     coordination.AbsentError: the coordinator does not answer.
   """
-  told = config.distributed
-  if told.coordinator is not None and not config.mesh and not _joined(told):
+  settings = config.distributed
+  if _must_join(settings) and not config.mesh:
     raise ValueError(
-      f"distributed.coordinator is {told.coordinator!r} and mesh is empty: every "
-      "process would train alone; spread the run with mesh, as in --mesh='{fsdp: -1}'"
+      f"distributed.coordinator is {settings.coordinator!r} and mesh is empty, so that "
+      "every process would train alone. Spread the run with mesh, as in "
+      "--mesh='{fsdp: -1}'"
     )
-  join(told)
+  join(settings)
 
 
-def join(told: DistributedSettings) -> None:
-  """Joins the other processes that `told` speaks of, if it speaks of any.
+def join(settings: DistributedSettings) -> None:
+  """Calls `jax.distributed.initialize` if the settings name a coordinator.
+
+  Does nothing if the process has joined already.
 
   Raises:
-    ValueError: settings that do not fit together.
+    ValueError: settings that contradict each other.
     coordination.AbsentError: the coordinator does not answer.
   """
-  if _joined(told):
-    return
-  detected = told.coordinator == "auto"
-  launch.initialize(
-    None if detected else told.coordinator,
-    told.num_processes,
-    told.process_id,
-    timeout_s=told.timeout_s,
-    heartbeat_s=told.heartbeat_s,
-    stall_s=told.stall_s,
-  )
-
-
-def _joined(told: DistributedSettings) -> bool:
-  """Whether there is nothing (more) to join."""
-  by_hand = told.coordinator not in (None, "auto")
-  if any((x is not None) != by_hand for x in (told.num_processes, told.process_id)):
-    raise ValueError(
-      f"distributed.coordinator is {told.coordinator!r}, num_processes "
-      f"{told.num_processes} and process_id {told.process_id}: give all three, or "
-      "coordinator=auto alone"
+  if _must_join(settings):
+    launch.initialize(
+      None if settings.coordinator == "auto" else settings.coordinator,
+      settings.num_processes,
+      settings.process_id,
+      timeout_s=settings.timeout_s,
+      heartbeat_s=settings.heartbeat_s,
+      stall_s=settings.stall_s,
     )
-  return told.coordinator is None or jax.distributed.is_initialized()
 
 
-def compare(config: RunSettings, data: RunData) -> None:
-  """Refuses processes that would not compute the same.
+def _must_join(settings: DistributedSettings) -> bool:
+  is_address = settings.coordinator not in (None, "auto")
+  numbers = (settings.num_processes, settings.process_id)
+  if any((number is not None) != is_address for number in numbers):
+    raise ValueError(
+      f"distributed.coordinator is {settings.coordinator!r}, num_processes "
+      f"{settings.num_processes} and process_id {settings.process_id}; expected all "
+      "three, or coordinator=auto alone"
+    )
+  return settings.coordinator is not None and not jax.distributed.is_initialized()
+
+
+def compare(config: RunSettings, fingerprints: Mapping[str, str]) -> None:
+  """Refuses processes whose settings or files differ.
+
+  Args:
+    config: settled settings of this process.
+    fingerprints: SHA-256 of what the run reads, by name.
 
   Raises:
     ValueError: names what differs, and on which process.
-    coordination.AbsentError: one of them did not come this far.
+    coordination.AbsentError: a process did not reach this point in time.
   """
   values = {
     key: str(value)
     for key, value in keys.flatten(config).items()
     if not key.startswith(PREFIX)
   }
-  agree(config.distributed, values, data.fingerprints)
+  agree(config.distributed, values, fingerprints)
 
 
 def agree(
-  told: DistributedSettings, values: Mapping[str, str], files: Mapping[str, Any]
+  settings: DistributedSettings, values: Mapping[str, str], files: Mapping[str, Any]
 ) -> None:
-  """Refuses processes with other versions, settings or content of files.
+  """Refuses processes with different versions, settings or contents of files.
+
+  Args:
+    settings: section `distributed`, for the time-out.
+    values: settings by key.
+    files: digests of files by name.
 
   Raises:
     ValueError: names what differs, and on which process.
-    coordination.AbsentError: one of them did not come this far.
+    coordination.AbsentError: a process did not reach this point in time.
   """
   if jax.process_count() == 1:
     return
-  wait = told.timeout_s
   versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
   versions |= {"python": platform.python_version(), "the code of tunix": _code()}
-  coordination.agree("versions", versions, "install the same on every machine", wait)
-  remedy = "give every process the same configuration"
-  coordination.agree("configuration", dict(values), remedy, wait)
-  remedy = "give every process the same files"
-  coordination.agree("files", dict(files), remedy, wait)
+  for what, entries, remedy in (
+    ("versions", versions, "install the same on every machine"),
+    ("configuration", dict(values), "give every process the same configuration"),
+    ("files", dict(files), "give every process the same files"),
+  ):
+    coordination.agree(what, entries, remedy, settings.timeout_s)
 
 
 def _code() -> str:
-  """A digest of this package's source."""
+  """Returns a digest of this package's source."""
   folder = pathlib.Path(tunix.__file__).parent
   digest = hashlib.sha256()
   for file in sorted(folder.rglob("*.py")):

@@ -1,64 +1,87 @@
-"""How a run of the command ended, in numbers and in words, and how to go on from it."""
+"""The result of a run, and the advice on how to train longer."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
+from tunix.cli.build import data as build_data
 from tunix.cli.build.data import RunData
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.settings import keys
 from tunix.cli.settings.run import RunSettings
 from tunix.sft.best import Best
+
+# "train_loss", "eval_loss", "train_accuracy", ...: the metrics of all jobs.
+_METRICS = tuple(
+  dict.fromkeys(
+    f"{mode}_{name}"
+    for job in JOBS.values()
+    for name in job.results
+    for mode in ("train", "eval")
+  )
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-  """How a run ended.
+  """The result of a finished run.
 
   Attributes:
-    steps: optimizer steps done.
-    ended_by: data, max_steps or early_stopping; None of runs of before.
-    best: the best evaluation: metric, step, value, and how long patience has waited;
-      None where training.best is not set.
-    train_loss: of the first and the last step, in sft nats per token; not in RL.
-    eval_loss: before the first and after the last step; None without evaluation data.
-    train_accuracy, eval_accuracy: likewise, the share of pairs of which the chosen
-      completion is preferred; dpo, orpo and reward only.
-    train_margin, eval_margin: likewise, between the rewards of good and of bad
-      completions; kto only.
-    train_reward, eval_reward: mean rewards likewise, of the first and the last batch of
-      rollouts; RL only.
+    steps: optimizer steps of the run.
+    ended_by: "data", "max_steps" or "early_stopping"; None in folders of old versions.
+    best: the best evaluation: metric, step, value, and evaluations since then; None if
+      training.best is not set.
+    metrics: {"train_loss": (first value, last value), "eval_loss": ..., ...} of the
+      job's metrics (`Job.results`). Training metrics are of the first and last step (in
+      RL, batch of rollouts), evaluation metrics of the first and last evaluation.
     export: folder of the exported model or adapter; None without an export.
-    export_step: whose weights they are.
+    export_step: step of the exported weights.
   """
 
   steps: int
   ended_by: str | None = None
   best: dict[str, Any] | None = None
-  train_loss: tuple[float, float] | None = None
-  eval_loss: tuple[float, float] | None = None
-  train_accuracy: tuple[float, float] | None = None
-  eval_accuracy: tuple[float, float] | None = None
-  train_margin: tuple[float, float] | None = None
-  eval_margin: tuple[float, float] | None = None
-  train_reward: tuple[float, float] | None = None
-  eval_reward: tuple[float, float] | None = None
+  metrics: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
   export: str | None
   export_step: int | None = None
 
+  @classmethod
+  def from_json(cls, values: Mapping[str, Any]) -> Result:
+    """Reads the values of `to_json`."""
+    metrics = {
+      name: tuple(pair)
+      for name, pair in values.items()
+      if name in _METRICS and pair is not None
+    }
+    rest = {name: value for name, value in values.items() if name not in _METRICS}
+    return cls(metrics=metrics, **rest)
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns the values of result.json; metrics of other jobs are None."""
+    return {
+      "steps": self.steps,
+      "ended_by": self.ended_by,
+      "best": self.best,
+      **{name: self.metrics.get(name) for name in _METRICS},
+      "export": self.export,
+      "export_step": self.export_step,
+    }
+
   def __str__(self) -> str:
     parts = [f"{self.steps} steps"]
-    for field in dataclasses.fields(self):
-      pair = getattr(self, field.name)
-      if field.name.startswith(("train_", "eval_")) and pair is not None:
-        what = field.name.replace("_", " ")
-        parts.append(f"{what} {pair[0]:.4f} -> {pair[1]:.4f}")
+    parts += [
+      f"{name.replace('_', ' ')} {first:.4f} -> {last:.4f}"
+      for name, (first, last) in self.metrics.items()
+    ]
     if self.best is not None:
       parts.append(str(Best(**self.best)))
-    if self.best is not None and self.ended_by == "early_stopping":
-      parts.append(f"stopped early: no better one in {self.best['waited']} evaluations")
+      if self.ended_by == "early_stopping":
+        waited = self.best["waited"]
+        parts.append(f"stopped early: no better one in {waited} evaluations")
     if self.export is not None:
       is_last = self.export_step in (None, self.steps)
       which = "" if is_last else f"step {self.export_step} "
@@ -66,36 +89,26 @@ class Result:
     return "; ".join(parts)
 
 
-def ends_of(job: str, file: pathlib.Path) -> dict[str, tuple[float, float]]:
-  """{"eval_loss": (first value, last value)} of what a job tells, off its metrics."""
-  return {
-    f"{mode}_{what}": pair
-    for what, name in JOBS[job].results.items()
-    for mode, pair in _first_and_last(file, name).items()
-  }
-
-
-def _first_and_last(file: pathlib.Path, name: str) -> dict[str, tuple[float, float]]:
-  """{mode: (first value, last value)} of a metrics file."""
+def read_metrics(job: str, file: pathlib.Path) -> dict[str, tuple[float, float]]:
+  """Reads `Result.metrics` of a job from its metrics file; {} without a file."""
+  names = {metric: name for name, metric in JOBS[job].results.items()}
   ends: dict[str, tuple[float, float]] = {}
   if not file.is_file():
     return ends
   with file.open() as lines:
     for line in lines:
-      if f'"{name}"' not in line:
-        continue
       record = json.loads(line)
-      if name in record:
-        value = float(record[name])
-        ends[record["mode"]] = (ends.get(record["mode"], (value,))[0], value)
-  return ends
+      for metric in names.keys() & record.keys():
+        name, value = f"{record['mode']}_{names[metric]}", float(record[metric])
+        ends[name] = (ends.get(name, (value,))[0], value)
+  return {name: ends[name] for name in _METRICS if name in ends}
 
 
-def how_to_go_on(config: RunSettings, data: RunData, result: Result) -> str:
-  """What trains longer than a run that is finished."""
+def how_to_train_longer(config: RunSettings, data: RunData, result: Result) -> str:
+  """Returns the advice on how to train longer than a finished run."""
   if result.ended_by == "early_stopping":
     return "raise training.best.patience to go on"
-  # A schedule's length is fixed when the run begins, and so are the epochs.
+  # The length of a schedule and the number of epochs are fixed when the run begins.
   if config.schedule.name is None and _ended_by_max_steps(config, data, result.steps):
     return "raise training.max_steps to go on"
   if result.export is None or config.export_kind == "adapter":
@@ -107,12 +120,11 @@ def how_to_go_on(config: RunSettings, data: RunData, result: Result) -> str:
 
 
 def _ended_by_max_steps(config: RunSettings, data: RunData, steps: int) -> bool:
-  """Whether there was more data when the run ended."""
+  """Returns True if training.max_steps ended the run before its data."""
   limit = config.training.max_steps
   if limit is None or steps < limit:
     return False
-  unlimited = dataclasses.replace(config.training, max_steps=None)
-  count = JOBS[config.job].count_steps
-  most = count(dataclasses.replace(config, training=unlimited), data.reports["train"])
+  unlimited = keys.with_value(config, "training.max_steps", None)
+  most = build_data.count_steps(unlimited, data.reports["train"])
   # With max_steps alone the data is repeated; without that key it would be read once.
   return config.data.num_epochs is None or most is None or most > steps

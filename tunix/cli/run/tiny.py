@@ -1,9 +1,9 @@
-"""`tunix train --tiny`: a configuration's own code path, at a size for this machine.
+"""`tunix train --tiny`: two steps of a configuration at a size for this machine.
 
 The model becomes the smallest of its family, saved as a checkpoint and loaded like the
-real one; lengths, batches, steps and mesh shrink with it, and the rate is constant.
-Data, reward functions, losses, adapters, precision and all else stay as they are, so
-that what would fail on the chips after an hour fails here within a minute.
+real one. Lengths, batches, steps and mesh shrink with it, and the learning rate is
+constant. Data, reward functions, losses, adapters, precision and all other settings
+stay, so that an error which would stop a long run after an hour shows within a minute.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from typing import Any
 import jax
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import build, mesh as mesh_axes
+from tunix.cli.build import mesh as mesh_axes
+from tunix.cli.build.loading import ModelLoader
 from tunix.cli.jobs.rl import PromptSettings
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import keys
@@ -30,92 +31,103 @@ from tunix.models.automodel import AutoModel
 from tunix.models.safetensors_saver import save_pretrained
 from tunix.rl.config import PromptSizes
 
-_DEVICES = 8  # simulated ones, where there is only a CPU
+_DEVICES = 8  # simulated devices on a machine with only a CPU
 _STEPS = 2
-_LENGTH = 256  # tokens, which are bytes, of a row or a prompt
+_LENGTH = 256  # most tokens of a row or a prompt; a token is a byte
 _NEW_TOKENS = 16
 _SPECIAL = ("<pad>", "<begin>", "<end>")
 _TEMPLATE = (
   "{% for m in messages %}<begin>{{ m['role'] }}\n{{ m['content'] }}<end>{% endfor %}"
   "{% if add_generation_prompt %}<begin>assistant\n{% endif %}"
 )
-# What names a model, besides model.path.
-_ROLES = ("rl.reference", "rl.critic", "reward.model", "distill.teacher")
-_PROMPTS = [field.name for field in dataclasses.fields(PromptSizes)]
+# Keys that limit lengths, with their largest values here.
+_LENGTHS = {
+  "data.max_length": _LENGTH,
+  "preference.max_prompt_length": _LENGTH // 2,
+  "preference.max_response_length": _LENGTH // 2,
+}
+_ROLLOUT_LENGTHS = {
+  "rollout.max_prompt_length": _LENGTH,
+  "rollout.max_tokens_to_generate": _NEW_TOKENS,
+}
 
 
 def load(argv: Sequence[str]) -> RunSettings:
-  """The settings that a command line describes, made tiny.
+  """Returns the settings of a command line, made tiny; writes the tiny model.
 
   Raises:
-    FileNotFoundError, ValueError: see `config.load` and `layer`.
+    FileNotFoundError, ValueError: as for `config.load` and `layer`.
     OSError: the folder cannot be written.
   """
   return config_lib.load(argv, last=("--tiny", layer(config_lib.load(argv))))
 
 
 def layer(config: RunSettings) -> dict[str, Any]:
-  """The keys that make a configuration tiny, to be laid over it; writes the model.
+  """Returns the nested keys that make a configuration tiny; writes the tiny model.
 
-  Returns: nested keys. The folder of the run is that of the configuration with "-tiny"
-    behind it, so that neither is taken for the other.
+  The run's folder gets the suffix "-tiny", so that it never mixes with the real run.
 
   Raises:
-    ValueError: no folder for the run, or a model whose sizes are not known.
+    ValueError: output_dir is not set, or the sizes of the model are not known.
     OSError: the folder cannot be written.
   """
   if config.output_dir is None:
-    raise ValueError("output_dir is not set: give --output_dir=FOLDER, for FOLDER-tiny")
-  _simulate()
+    raise ValueError("output_dir is not set. Give --output_dir=FOLDER, for FOLDER-tiny")
+  _simulate_devices()
   output = f"{config.output_dir.rstrip('/')}-tiny"
   model = str(write_model(config, pathlib.Path(output) / "model"))
   mesh = fitted_mesh(config.mesh, jax.device_count())
-  # Half a prompt is another question.
-  whole = isinstance(config.data, PromptSettings)
+  shards = _shards(mesh)
+  current = keys.flatten(config)
   values: dict[str, Any] = {
     "output_dir": output,
     "model": {"path": model, "name": None, "args": None, "attention": None},
     "tokenizer": {"path": None, "chat_template": None},
     "mesh": mesh,
-    "training": _training(config, _shards(mesh)),
-    "data": {"overlong": "drop" if whole else "truncate", "num_epochs": None},
-    # Its steps are those of a long run.
+    "training": _training(config, shards),
+    # RL does not cut prompts: half a prompt is another question.
+    "data": {
+      "overlong": "drop" if isinstance(config.data, PromptSettings) else "truncate",
+      "num_epochs": None,
+    },
+    # The schedule's lengths are those of a long run.
     "schedule": {"name": None, "args": None},
     "logging": {"wandb": False},
     "distributed": {"coordinator": None},
   }
-  limits = {
-    "data.max_length": _LENGTH,
-    "preference.max_prompt_length": _LENGTH // 2,
-    "preference.max_response_length": _LENGTH // 2,
-  }
+  limits = dict(_LENGTHS)
   if JOBS[config.job].rollout(config) is not None:
-    limits["rollout.max_prompt_length"] = _LENGTH
-    limits["rollout.max_tokens_to_generate"] = _NEW_TOKENS
-  for key, most in limits.items():
-    if (length := _value(config, key)) is not None:
-      _set(values, key, min(length, most))
-  for key in _ROLES:
-    if _value(config, key) not in (None, "actor"):
-      _set(values, key, model)
-  for name in _PROMPTS:
-    if name.endswith("_size") and _value(config, f"rl.{name}") is not None:
-      _set(values, f"rl.{name}", _shards(mesh))
+    limits |= _ROLLOUT_LENGTHS
+  changed = {
+    key: min(current[key], most) for key, most in limits.items() if key in current
+  }
+  changed |= {key: model for key in keys.models(config) if key != "model.path"}
+  sizes = [f"rl.{f.name}" for f in dataclasses.fields(PromptSizes)]
+  changed |= {
+    key: shards
+    for key in sizes
+    if key.endswith("_size") and current.get(key) is not None
+  }
+  for key, value in changed.items():
+    section, _, name = key.partition(".")
+    values.setdefault(section, {})[name] = value
   return values
 
 
 def write_model(config: RunSettings, folder: pathlib.Path) -> pathlib.Path:
-  """A checkpoint of the family's smallest model, whose tokens are bytes; the folder.
+  """Writes a checkpoint of the family's smallest model; returns its folder.
+
+  The tokens of the model are bytes.
 
   Raises:
-    ValueError: the sizes of the model are not known here: it is at the hub, and none of
-      the presets is made like it.
+    ValueError: the sizes of the model are not known: it is a hub id that is not
+      downloaded and resembles no preset.
     OSError: the folder cannot be written.
   """
   tokenizer = make_tokenizer()
-  # As many words as eight devices divide.
-  words = -(-tokenizer.vocab_size // 64) * 64
-  sizes = tiny_models.shrink(build.sizes_of_model(config), words)
+  # A multiple of 64, so that eight devices divide the vocabulary.
+  vocab_size = -(-tokenizer.vocab_size // 64) * 64
+  sizes = tiny_models.shrink(ModelLoader(config).sizes(), vocab_size)
   sizes = dataclasses.replace(sizes, num_scores=None, attention="auto")
   model = AutoModel.from_config(sizes, seed=config.seed, dtype=sizes.dtype)
   ids = {
@@ -130,7 +142,7 @@ def write_model(config: RunSettings, folder: pathlib.Path) -> pathlib.Path:
 
 
 def make_tokenizer() -> TokenizerAdapter:
-  """Every byte is a token, and so is each end of a turn; with a chat template."""
+  """Returns a tokenizer of bytes and special tokens, with a chat template."""
   pad, begin, end = _SPECIAL
   return TokenizerAdapter(
     tokenizer_loading.of_bytes(_SPECIAL),
@@ -142,9 +154,15 @@ def make_tokenizer() -> TokenizerAdapter:
 
 
 def fitted_mesh(mesh: Mapping[str, int], devices: int) -> dict[str, int]:
-  """The axes of a mesh, the largest halved until as many devices hold it; of devices
-  that are left over the first axis that splits batches takes its share, as an axis of
-  size -1 does."""
+  """Returns the mesh with its largest axes halved until it fits the devices.
+
+  The first axis that splits batches is multiplied by the devices that are left over,
+  unless an axis has the size -1, which takes them already.
+
+  Args:
+    mesh: sizes by axis.
+    devices: number of devices.
+  """
   sizes = dict(mesh)
   while (used := math.prod(max(1, size) for size in sizes.values())) > devices:
     largest = max(sizes, key=lambda axis: sizes[axis])
@@ -154,21 +172,24 @@ def fitted_mesh(mesh: Mapping[str, int], devices: int) -> dict[str, int]:
   return sizes
 
 
-def _simulate() -> None:
-  """As many CPU devices as the drills have, unless JAX runs, or was told, already."""
+def _simulate_devices() -> None:
+  """Makes one CPU count as 8 devices, unless JAX has started already."""
   with contextlib.suppress(RuntimeError):
     jax.config.update("jax_num_cpu_devices", _DEVICES)
 
 
 def _shards(mesh: Mapping[str, int]) -> int:
-  """Over how many devices a batch is split; those that -1 stands for counted."""
+  """Returns the number of devices that split the batch axis, with -1 resolved."""
   named = math.prod(size for size in mesh.values() if size > 0)
   sizes = {a: n if n > 0 else jax.device_count() // named for a, n in mesh.items()}
   return math.prod(sizes[axis] for axis in mesh_axes.data_axes(sizes))
 
 
 def _training(config: RunSettings, shards: int) -> dict[str, Any]:
-  """Two steps; one micro-batch of a row a device, two where there are several."""
+  """Returns the keys of two steps with one row per device in a micro-batch.
+
+  A step has two micro-batches if it has several in the configuration.
+  """
   training = config.training
   values: dict[str, Any] = {"max_steps": _STEPS, "global_batch_size": shards}
   if (rows := getattr(training, "micro_batch_size", None)) is not None:
@@ -178,13 +199,3 @@ def _training(config: RunSettings, shards: int) -> dict[str, Any]:
     if getattr(training, name) is not None:
       values[name] = shards if name == "eval_batch_size" else 1
   return values
-
-
-def _value(config: RunSettings, key: str) -> Any:
-  """What a dotted key is set to; None where the job has no such key."""
-  return keys.flatten(config).get(key)
-
-
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-  section, _, name = key.partition(".")
-  values.setdefault(section, {})[name] = value

@@ -1,4 +1,4 @@
-"""Values from YAML and argv as the types that the fields of a dataclass name."""
+"""Converts values of YAML and of the command line to the types of a dataclass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ _MAPPINGS = (dict, collections.abc.Mapping)
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-  """A value from the command line: as YAML reads it, and as it was typed."""
+  """A value of the command line.
+
+  Attributes:
+    value: the value that YAML reads from the text.
+    text: the text as it was typed.
+  """
 
   value: Any
   text: str
@@ -35,29 +40,33 @@ class Argument:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """Says of a field that its key `name` chooses the dataclass: Annotated[Base,
-  Choice({...})]. The first is taken where no name is given, and null below it means
-  what the chosen one has by default.
+  """Annotation of a section whose key `name` chooses its dataclass.
+
+  Used as `Annotated[Base, Choice({...})]`. Without a name the first class is taken. A
+  null below the section means the default of the chosen class.
 
   Attributes:
-    classes: by name.
+    classes: dataclass by name.
   """
 
   classes: Mapping[str, type]
 
   @property
   def first(self) -> str:
-    """The name that is taken where none is given."""
+    """The default name."""
     return next(iter(self.classes))
 
   def name_of(self, value: Any) -> str:
-    """The name that chooses the class of `value`."""
+    """Returns the name that chooses the class of `value`."""
     return next(name for name, cls in self.classes.items() if type(value) is cls)
 
 
 def options(hint: Any) -> list[Any]:
-  """What of a type a file can say: scalars, Literal, lists, mappings, dataclasses,
-  np.dtype. Functions, meshes and arrays can come from Python alone and are left out."""
+  """Returns the members of a type that a file can hold.
+
+  These are scalars, Literal, lists, mappings, dataclasses and np.dtype. Functions,
+  meshes and arrays only come from Python and are left out.
+  """
   members = _members(hint)
   if np.dtype in members:  # jax.typing.DTypeLike is a union of text, types and more
     return [np.dtype, *(m for m in members if m is type(None))]
@@ -65,7 +74,7 @@ def options(hint: Any) -> list[Any]:
 
 
 def section_of(hint: Any) -> type | Choice | None:
-  """The dataclass that a field holds, or the choice of one; None: it holds a value."""
+  """Returns the dataclass of a section, or its `Choice`; None for a field of values."""
   if typing.get_origin(hint) is typing.Annotated:
     marks = typing.get_args(hint)[1:]
     return next((mark for mark in marks if isinstance(mark, Choice)), None)
@@ -73,21 +82,23 @@ def section_of(hint: Any) -> type | Choice | None:
 
 
 def is_open(hint: Any) -> bool:
-  """Whether a field is a mapping whose keys are not listed anywhere."""
+  """Returns True for a mapping with free keys."""
   return any(typing.get_origin(option) in _MAPPINGS for option in options(hint))
 
 
 def takes_null(hint: Any) -> bool:
-  """Whether null is a value of the field, and not just the absence of one."""
+  """Returns True if null is a value of the field, and not only the absence of one."""
   return type(None) in options(hint)
 
 
 def convert(value: Any, hint: Any, key: str) -> Any:
-  """`value` as the type `hint`. Integers pass as floats; what was typed for a string
-  passes as it is, although YAML reads "17" as a number.
+  """Converts `value` to the type `hint`.
+
+  An integer passes as a float. The text of an `Argument` passes as a string, although
+  YAML reads 17 as a number.
 
   Raises:
-    ValueError: another type; begins with `key`, and says what was found and expected.
+    ValueError: the value has another type; begins with `key` and gives both types.
   """
   plain_value = value.value if isinstance(value, Argument) else value
   for option in options(hint):
@@ -99,8 +110,17 @@ def convert(value: Any, hint: Any, key: str) -> Any:
   raise ValueError(f"{key} is {describe(plain_value)}, expected {describe_type(hint)}")
 
 
+def without_text(value: Any) -> Any:
+  """Replaces each `Argument` in a nested value by its YAML value."""
+  if isinstance(value, Argument):
+    return value.value
+  if isinstance(value, dict):
+    return {key: without_text(entry) for key, entry in value.items()}
+  return value
+
+
 def plain(value: Any) -> Any:
-  """A value as YAML and JSON have it."""
+  """Converts a value to the types of YAML and JSON."""
   if isinstance(value, Mapping):
     return {key: plain(entry) for key, entry in value.items()}
   if isinstance(value, list | tuple):
@@ -111,7 +131,7 @@ def plain(value: Any) -> Any:
 
 
 def describe(value: Any) -> str:
-  """A value with its type, for messages."""
+  """Returns a value with its type, for messages."""
   if value is None:
     return "null"
   if isinstance(value, bool):
@@ -121,12 +141,12 @@ def describe(value: Any) -> str:
 
 
 def describe_type(hint: Any) -> str:
-  """What a field expects, in words."""
+  """Returns the types that a field takes, for messages."""
   return " or ".join(_name(option) for option in options(hint))
 
 
 def json_type(hint: Any) -> dict[str, Any]:
-  """The JSON Schema of a value."""
+  """Returns the JSON Schema of a type."""
   schemas = [_json_type(option) for option in options(hint)]
   return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
@@ -151,13 +171,13 @@ def _is_plain(option: Any) -> bool:
 
 
 def _as(value: Any, option: Any, key: str) -> tuple[bool, Any]:
-  """(whether the value is of this type, the value)."""
+  """Returns (True if the value has this type, the converted value)."""
   origin = typing.get_origin(option)
   if origin is Literal:
     return isinstance(value, str) and value in typing.get_args(option), value
   if option is np.dtype:
     known = isinstance(value, str) and value in DTYPES
-    # As Python code writes it, so that a value read back equals the default.
+    # jnp.float32, as in Python code, so that a value read back equals the default.
     return known, getattr(jnp, value) if known else None
   if origin in _LISTS:
     kind = typing.get_args(option)[0]

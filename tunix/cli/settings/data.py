@@ -1,4 +1,4 @@
-"""The section `data` of the jobs: which records, and how they become rows."""
+"""The section `data` of the jobs: the records, and how they become rows."""
 
 from __future__ import annotations
 
@@ -10,42 +10,44 @@ from tunix.data import mixture
 from tunix.data.rows import OneRow, check_buckets
 from tunix.generate import chat_template
 from tunix.utils import checks
+from tunix.utils.setting import setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSettings:
-  """Records, and how they are read.
+  """The records, and how they are read.
 
   Attributes:
-    train: JSON lines: {"prompt", "response"}, {"messages": [...]} or {"text"}. In RL
-      {"prompt"} (text or messages) with further columns, which reward functions see.
-      For dpo, orpo and reward {"prompt", "chosen", "rejected"} (or the last two as
-      whole conversations), for kto {"prompt", "completion", "label"}. Records as
-      Alpaca, ShareGPT, TRL and OpenAI have them are taken too. `dataset_name` is
-      another name of this key. A list of several is one after the other in a pass, or
-      mixed by data.weights. Also .json (an array), .csv, .parquet, a-*.array_record
-      (JSON objects), gs://BUCKET/FILE, hf:ORG/NAME(split='train'),
+    train: records to train on: a file of JSON lines, .json (an array), .csv, .parquet
+      or a-*.array_record (JSON objects), gs://BUCKET/FILE, hf:ORG/NAME(split='train'),
       tfds:NAME(split='train'), or a function that returns records, pkg.mod:fn or
-      file.py:fn(name='x').
-    eval: the same for evaluation before, during and after training; null: none.
-    weights: of the entries of data.train, in any unit: each is drawn from in this
-      proportion. A pass then has as many records as all entries together, and goes
-      through a small entry with a large weight more than once. []: every record once.
-    columns: names of records -> the columns that hold them: {prompt: question,
+      file.py:fn(name='x'). A list of several is read one after the other, or mixed by
+      data.weights. Records of Alpaca, ShareGPT, TRL and OpenAI are read as well.
+      `dataset_name` is another name of this key.
+    eval: records for the evaluations before, during and after the training, named as in
+      data.train; null: no evaluation.
+    weights: weight of each entry of data.train, in any unit; records are drawn from the
+      entries in these proportions. A pass then has as many records as all entries
+      together and repeats a small entry with a large weight. []: every record once.
+    columns: names of records with the columns that hold them: {prompt: question,
       response: answer}.
-    shuffle: a new order in every epoch; evaluation keeps the file's.
-    num_epochs: passes over the data; null: as many as training.max_steps needs, one
-      without it.
-    overlong: what happens to records that are too long: they are an error, cut, or
-      left out. RL has no truncate: half a prompt is another question.
-    chat: whether plain prompts are user turns of the chat template; null: when there is
-      one.
-    template_args: further names for the chat template, of records that bring none of
-      their own.
+    shuffle: a new order in every epoch. Evaluation keeps the order of the file.
+    num_epochs: passes over the data; null: as many as training.max_steps needs, or one
+      if training.max_steps is null.
+    overlong: what happens to records that are too long: error ends the command,
+      truncate cuts them, drop leaves them out. RL has no truncate, because half a
+      prompt is another question.
+    chat: true makes plain prompts user turns of the chat template, false leaves them as
+      they are; null: true if the tokenizer has a chat template.
+    template_args: further variables of the chat template, for records that bring none.
   """
 
-  train: tuple[str, ...] | str | None = None
-  eval: tuple[str, ...] | str | None = None
+  train: tuple[str, ...] | str | None = setting(
+    None, path="data", may_change=True, fingerprint="train"
+  )
+  eval: tuple[str, ...] | str | None = setting(
+    None, path="data", may_change=True, fingerprint="eval"
+  )
   weights: tuple[float, ...] = ()
   columns: dict[str, str] = dataclasses.field(default_factory=dict)
   shuffle: bool = True
@@ -62,13 +64,13 @@ class DataSettings:
       mixture.check_weights(self.weights, len(train))
 
   def sources(self) -> Iterator[tuple[str, tuple[str, ...] | str, tuple[float, ...]]]:
-    """("train" or "eval", what is named, weights) for what is set.
+    """Yields ("train" or "eval", sources, weights) for the keys that are set.
 
     Raises:
-      ValueError: nothing is named to train on.
+      ValueError: data.train is not set.
     """
     if self.train is None:
-      raise ValueError("data.train is not set: give a file of JSON lines")
+      raise ValueError("data.train is not set. Give a file of JSON lines")
     yield "train", self.train, self.weights
     if self.eval is not None:
       yield "eval", self.eval, ()
@@ -76,15 +78,16 @@ class DataSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamSettings(DataSettings):
-  """Records that are tokenised while the run goes on.
+  """Records that are tokenized during the training.
 
   Attributes:
-    scan_limit: records to tokenise and check before training; null: all of them.
-    num_threads: threads that tokenise ahead; 0: none. Batches do not depend on it.
+    scan_limit: records that are tokenized and checked before the training; null: all of
+      them.
+    num_threads: threads that tokenize ahead; 0: none. Batches do not depend on it.
   """
 
-  scan_limit: int | None = None
-  num_threads: int = 1
+  scan_limit: int | None = setting(None, may_change=True)
+  num_threads: int = setting(1, may_change=True)
 
   def __post_init__(self):
     super().__post_init__()
@@ -93,15 +96,15 @@ class StreamSettings(DataSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSettings(StreamSettings):
-  """Records that become rows of one length.
+  """The records, and how they become rows.
 
   Attributes:
     max_length: tokens of a row.
-    packing: several examples in a row, each seeing itself alone.
-    length_buckets: lengths below data.max_length, ascending. A row is as long as the
-      shortest of them that holds its record, a batch has rows of one length, and one
-      program is compiled for each. [256, 512] pads less than [], where every row has
-      data.max_length; packing pads least.
+    packing: puts several examples into a row; each attends only to itself.
+    length_buckets: row lengths below data.max_length, ascending. A row has the shortest
+      of these lengths that holds its record, all rows of a batch have one length, and
+      one program is compiled per length. [256, 512] pads less than [], where every row
+      has data.max_length tokens; packing pads least.
   """
 
   max_length: int = 1024
@@ -110,10 +113,10 @@ class RowSettings(StreamSettings):
 
   def __post_init__(self):
     super().__post_init__()
-    OneRow(max_length=self.max_length)  # which refuses what is no row
+    OneRow(max_length=self.max_length)  # its constructor checks the range
     check_buckets(self.length_buckets, self.max_length)
     if self.length_buckets and self.packing:
       raise ValueError(
-        f"length_buckets {list(self.length_buckets)} and data.packing are set, which "
-        "fills rows already: leave one of them out"
+        f"length_buckets is {list(self.length_buckets)} and data.packing is true, "
+        "which fills rows already. Leave one of them out"
       )

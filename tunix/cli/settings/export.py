@@ -1,4 +1,4 @@
-"""The section `export`, and what it asks of the others."""
+"""The section `export`, and its checks against other sections."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-  """What is written to export/ when training has ended.
+  """The model or adapter that is written to export/ at the end.
 
   Attributes:
-    kind: full (the trained model), merged (adapters merged into the model), adapter
-      (PEFT), none; auto: full, or adapter with LoRA.
-    dtype: of the weights written; null: the checkpoint's (from scratch: the
-      computation's).
-    checkpoint: whose weights: those of the last step, or of the best evaluation as
-      training.best says.
+    kind: full: the trained model; merged: the model with its adapters merged; adapter:
+      the adapter in PEFT's format; none: nothing. auto: full, or adapter with LoRA.
+    dtype: dtype of the written weights; null: the checkpoint's, or the computation's if
+      there is no checkpoint.
+    checkpoint: step of the written weights: the last step, or the step of the best
+      evaluation, which training.best defines.
   """
 
   kind: Literal["auto", "full", "merged", "adapter", "none"] = "auto"
@@ -28,46 +28,50 @@ class ExportSettings:
   def __post_init__(self):
     if self.kind == "none" and self.dtype is not None:
       raise ValueError(
-        f"dtype is {self.dtype!r} and export.kind 'none': nothing would be written"
+        f"dtype is {self.dtype!r} and export.kind 'none', which writes nothing. Leave "
+        "one of them out"
       )
     if self.kind == "none" and self.checkpoint == "best":
       raise ValueError(
-        "checkpoint is 'best' and export.kind 'none': nothing would be written"
+        "checkpoint is 'best' and export.kind 'none', which writes nothing. Leave one "
+        "of them out"
       )
 
 
 def check(config: Any) -> None:
-  """Refuses a RunSettings whose other sections do not fit its export.
+  """Refuses an export that contradicts other sections of the settings.
+
+  Args:
+    config: a RunSettings.
 
   Raises:
     ValueError: begins with the key.
   """
   if config.export.checkpoint == "best" and config.training.best is None:
     raise ValueError(
-      "export.checkpoint is 'best' and training.best is not set: say what is best, "
-      "such as --training.best.metric=loss"
+      "export.checkpoint is 'best' and training.best is not set. Name the metric, such "
+      "as --training.best.metric=loss"
     )
   needs_lora = config.export.kind in ("merged", "adapter")
   if needs_lora and config.lora is None:
     raise ValueError(
       f"export.kind is {config.export.kind!r} and lora.rank is not set, so there is no "
-      "adapter: use 'full', or train with LoRA"
+      "adapter. Use 'full', or train with LoRA"
     )
   if config.export.kind == "full" and config.lora is not None:
     raise ValueError(
-      "export.kind is 'full' and lora.rank is set: use 'merged' (a whole model) or "
+      "export.kind is 'full' and lora.rank is set. Use 'merged' (a whole model) or "
       "'adapter'"
     )
   whole = None if config.lora is None else config.lora.modules_to_save
   saves_head = config.fits_adapter or whole is None or "score" in whole
   if config.export.kind == "adapter" and not saves_head:
     raise ValueError(
-      f"export.kind is 'adapter' and job is {config.job!r}: the head of scores is a "
-      "part of an adapter only where lora.modules_to_save names it (score); use "
-      "'merged'"
+      f"export.kind is 'adapter' and job is {config.job!r}: an adapter holds the head "
+      "of scores only if lora.modules_to_save names it (score). Use 'merged'"
     )
   if config.export_kind == "adapter" and config.export.dtype is not None:
     raise ValueError(
-      f"export.dtype is {config.export.dtype!r} and an adapter keeps its own "
-      "(lora.dtype): set export.kind to 'merged', or leave it out"
+      f"export.dtype is {config.export.dtype!r} and an adapter is written in "
+      "lora.dtype. Set export.kind to 'merged', or leave export.dtype out"
     )

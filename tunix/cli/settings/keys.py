@@ -1,8 +1,8 @@
-"""The keys that the fields of dataclasses are: names, types, defaults, meanings.
+"""The keys of the command: the fields of the jobs' dataclasses, with their help.
 
-Everything that the command knows of its settings is read here, off the dataclasses of
-the jobs: what a file may say, and what `--help`, `base_config.yaml` and the JSON Schema
-tell about it.
+All that the command knows about a key is declared at the field: its name, type and
+default, its help under `Attributes:` of the docstring, and its `Facts`. What files may
+contain, `--help`, `base_config.yaml` and the JSON Schema follow from the declarations.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from tunix.cli.settings.convert import Choice, options, plain, section_of
+from tunix.utils.setting import Facts, facts_of
 
 REQUIRED = dataclasses.MISSING
 
-# "name, other: what they mean", at the depth of the section "Attributes:".
+# "name, other: meaning", at the indent of the section "Attributes:".
 _ENTRY = re.compile(r"^([a-z]\w*(?:, \w+)*): +(.*)$")
 
 
@@ -30,19 +31,24 @@ class Key:
 
   Attributes:
     hint: type of the field.
-    default: REQUIRED where there is none.
-    meaning: from the dataclass's "Attributes:"; "" if it says nothing.
+    default: default value; REQUIRED if the field has none.
+    meaning: text of the dataclass's "Attributes:"; "" without one.
+    facts: what else the command must know about the field.
   """
 
   hint: Any
   default: Any
   meaning: str
+  facts: Facts = dataclasses.field(default=Facts())
 
 
 @functools.cache
 def of(section: type) -> dict[str, Key]:
-  """The fields of a dataclass that a file can set, in order: not those of types that
-  only Python has, and none that its `hidden` lists."""
+  """Returns the keys of a dataclass, in order.
+
+  A field is no key if it is declared `python_only`, or if a file cannot hold any value
+  of its type, such as a function.
+  """
   hints = typing.get_type_hints(section, include_extras=True)
   meanings = _meanings(section)
   return {
@@ -50,20 +56,19 @@ def of(section: type) -> dict[str, Key]:
       hint=hints[field.name],
       default=_default(field),
       meaning=meanings.get(field.name, ""),
+      facts=facts_of(field),
     )
     for field in dataclasses.fields(section)
-    if field.name not in vars_of(section, "hidden")
+    if not facts_of(field).python_only
     and (options(hints[field.name]) or section_of(hints[field.name]))
   }
 
 
-def vars_of(section: type, name: str) -> tuple[str, ...]:
-  """What a dataclass and those that it extends list under `name`."""
-  return tuple(entry for cls in section.__mro__ for entry in vars(cls).get(name, ()))
-
-
 def walk(section: type, prefix: str = "") -> Iterator[tuple[str, str | None, Key]]:
-  """(dotted key, name of the choice that has it or None, key), sections included."""
+  """Yields (dotted key, name of the choice or None, key), sections included.
+
+  The name of the choice is set for keys that only one class of a `Choice` has.
+  """
   for name, key in of(section).items():
     dotted, inner = f"{prefix}{name}", section_of(key.hint)
     yield dotted, None, key
@@ -76,7 +81,7 @@ def walk(section: type, prefix: str = "") -> Iterator[tuple[str, str | None, Key
 
 
 def as_plain(section: Any) -> dict[str, Any]:
-  """The keys of a section with their values, as YAML and JSON have them."""
+  """Returns the keys of a section with their values, nested, as YAML and JSON types."""
   plain_values = {}
   for name, key in of(type(section)).items():
     value, inner = getattr(section, name), section_of(key.hint)
@@ -89,7 +94,7 @@ def as_plain(section: Any) -> dict[str, Any]:
 
 
 def flatten(config: Any) -> dict[str, Any]:
-  """{"training.max_steps": ...}; mappings whose keys nobody lists stay whole."""
+  """Returns {"training.max_steps": ...}; a mapping with free keys is one value."""
   flat: dict[str, Any] = {}
   for name, value in as_plain(config).items():
     inner = section_of(of(type(config))[name].hint)
@@ -102,23 +107,57 @@ def flatten(config: Any) -> dict[str, Any]:
   return flat
 
 
+def of_config(config: Any) -> dict[str, Key]:
+  """Returns the keys of a configuration, sections included, by dotted key.
+
+  Below a `Choice` these are the keys of the chosen class.
+  """
+  values = flatten(config)
+  return {
+    dotted: key
+    for dotted, chosen, key in walk(type(config))
+    if chosen is None or values.get(f"{dotted.rpartition('.')[0]}.name") == chosen
+  }
+
+
 def defaults(config: Any) -> dict[str, Any]:
-  """What the keys of `flatten(config)` are by default; None where they are required."""
-  values, found = flatten(config), {}
-  for dotted, chosen, key in walk(type(config)):
-    section = dotted.rpartition(".")[0]
-    if chosen is None or values.get(f"{section}.name") == chosen:
-      found[dotted] = None if key.default is REQUIRED else plain(key.default)
-  return {dotted: found.get(dotted) for dotted in values}
+  """Returns the defaults of the keys of `flatten(config)`; None for required keys."""
+  known = of_config(config)
+  found = {
+    dotted: known[dotted].default for dotted in flatten(config) if dotted in known
+  }
+  return {
+    dotted: None if found.get(dotted, REQUIRED) is REQUIRED else plain(found[dotted])
+    for dotted in flatten(config)
+  }
+
+
+def with_value(config: Any, key: str, value: Any) -> Any:
+  """Returns the settings with another value of a dotted key."""
+  name, _, below = key.partition(".")
+  if below:
+    value = with_value(getattr(config, name), below, value)
+  return dataclasses.replace(config, **{name: value})
+
+
+def models(config: Any) -> dict[str, str]:
+  """Returns {dotted key: folder or hub id} of all models that a configuration names."""
+  values = flatten(config)
+  return {
+    dotted: values[dotted]
+    for dotted, key in of_config(config).items()
+    # rl.critic may be "actor", which makes the critic from the policy.
+    if key.facts.names_model and values.get(dotted) not in (None, "actor")
+  }
 
 
 @contextlib.contextmanager
 def under(name: str, section: type) -> Iterator[None]:
-  """Says what a dataclass says of its fields of the keys that they are.
+  """Puts the key before the errors that a dataclass raises about its fields.
 
   Args:
-    name: key of the section; "": of the whole.
-    section: whose fields are spoken of.
+    name: key of the section; "" for the whole configuration.
+    section: the dataclass.
 
   Raises:
     ValueError: begins with the key.
@@ -126,7 +165,7 @@ def under(name: str, section: type) -> Iterator[None]:
   try:
     yield
   except (TypeError, ValueError) as error:
-    # Python's word for "not set", as files spell it.
+    # "Not set" is None in Python and null in files.
     message, prefix = re.sub(r"\bor None\b", "or null", str(error)), f"{name}."
     if not name or message.startswith(prefix):
       raise ValueError(message) from error
@@ -136,28 +175,29 @@ def under(name: str, section: type) -> Iterator[None]:
 
 
 def _default(field: dataclasses.Field) -> Any:
-  made = field.default_factory
-  return field.default if made is dataclasses.MISSING else made()
+  factory = field.default_factory
+  return field.default if factory is dataclasses.MISSING else factory()
 
 
 def _meanings(section: type) -> dict[str, str]:
   meanings: dict[str, str] = {}
   for cls in reversed(section.__mro__):
-    # A dataclass without a docstring is given its signature.
+    # `vars`, because a class without a docstring inherits none here, and a dataclass
+    # without one gets its signature.
     text = inspect.cleandoc(vars(cls).get("__doc__") or "")
     meanings |= _attributes(text)
   return meanings
 
 
 def _attributes(text: str) -> dict[str, str]:
-  """{name: meaning} of the section "Attributes:" (or "Args:") of a docstring."""
+  """Returns {name: meaning} of a docstring's section "Attributes:" or "Args:"."""
   meanings: dict[str, str] = {}
   names: list[str] = []
   _, _, body = re.sub(r"(?m)^Args:$", "Attributes:", text).partition("Attributes:\n")
   for line in body.splitlines():
     if line and not line.startswith(" "):
       break  # the next section
-    if line.startswith("    "):  # an entry goes on
+    if line.startswith("    "):  # a further line of an entry
       meanings |= {name: f"{meanings[name]} {line.strip()}" for name in names}
     elif entry := _ENTRY.match(line.strip()):
       names = entry[1].split(", ")

@@ -1,4 +1,4 @@
-"""`tunix train --print-config`: every value, and where it was set."""
+"""`tunix train --print-config`: shows every value, and where it was set."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ _OLD = {new: old for old, new in (spelling.ALIASES | spelling.RENAMED).items()}
 
 
 def describe(argv: Sequence[str]) -> str:
-  """The settings of a command line as YAML that `load` reads back, each value with its
-  origin behind it: `default`, `FILE:LINE` or the argument.
+  """Returns the settings of a command line as YAML with the origin of each value.
+
+  The origin is `default`, `FILE:LINE` or the argument, in a comment. `config.load`
+  reads the YAML back to the same settings.
 
   Raises:
-    FileNotFoundError, ValueError: see `config.load`.
+    FileNotFoundError, ValueError: as for `config.load`.
   """
   layers: dict[str, str] = {}
   config = config_lib.load(argv, layers)
@@ -28,22 +30,22 @@ def describe(argv: Sequence[str]) -> str:
 def _origins(
   layers: Mapping[str, str], lines: Mapping[str, Mapping[str, int]]
 ) -> dict[str, str]:
-  told = {}
+  origins = {}
   for key, layer in layers.items():
     known = lines.get(layer, {})
     line = known.get(key) or known.get(_OLD.get(key, ""))
-    told[key] = layer if line is None else f"{layer}:{line}"
-  return told
+    origins[key] = layer if line is None else f"{layer}:{line}"
+  return origins
 
 
 def _lines(
   values: Mapping[str, Any], prefix: str, origins: Mapping[str, str]
 ) -> Iterator[str]:
   indent = "  " * prefix.count(".")
-  sections = [key for key, _ in config_lib.known_keys().items()]
+  known = config_lib.known_keys()
   for name, value in values.items():
     dotted = f"{prefix}{name}"
-    if isinstance(value, dict) and any(k.startswith(f"{dotted}.") for k in sections):
+    if isinstance(value, dict) and any(k.startswith(f"{dotted}.") for k in known):
       yield f"{indent}{name}:"
       yield from _lines(value, f"{dotted}.", origins)
     else:

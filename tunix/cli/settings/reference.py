@@ -1,13 +1,12 @@
-"""What `tunix train` can be told, in three forms: help, YAML, JSON Schema.
+"""Writes the reference of the keys in three forms: help, YAML, JSON Schema.
 
-All of it is read off the dataclasses of the jobs (names, types, defaults, docstrings).
+Names, types, defaults and texts come from the dataclasses of the jobs.
 `python -m tunix.cli.settings.reference` writes `base_config()` to `base_config.yaml`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import textwrap
 from typing import Any
@@ -16,32 +15,32 @@ from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import keys, yaml_text
 from tunix.cli.settings.convert import Choice, json_type, plain, section_of, takes_null
 from tunix.cli.settings.keys import REQUIRED, Key
+from tunix.cli.settings.spelling import did_you_mean
 
 _WIDTH = 88
 _BOOL = "true|false"
 
 _HEAD = """\
-# Every key of a run, with its default. A file of yours needs only what differs:
+# Every key of a run, with its default. Your own file needs only the keys that differ:
 #
 #   tunix train --config mine.yaml --training.max_steps=500
 #
-# Files given later and arguments override key by key. `null` means "not set". Before a
-# colon stand the jobs (or algorithms) that have a key, where not all do; `tunix train
-# --help --job=JOB` shows those of one.
+# Later files and arguments override key by key. `null` means "not set". If only some
+# jobs (or algorithms) have a key, their names stand before a colon. `tunix train --help
+# --job=JOB` shows the keys of one job.
 # Made by `python -m tunix.cli.settings.reference`.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entry:
-  """A key of some jobs.
+  """A key with all jobs that have it.
 
   Attributes:
     path: names from the section down.
-    keys: by the jobs that have it, or, below an algorithm, by algorithms.
-    section: whether keys stand below it.
-    chosen: whether it stands below a choice, where null means what the one that is
-      chosen has by default.
+    keys: the key by job; below an algorithm, by algorithm.
+    section: True if the key is a section.
+    chosen: True below a choice, where null means the default of the chosen class.
   """
 
   path: tuple[str, ...]
@@ -51,12 +50,12 @@ class Entry:
 
   @property
   def key(self) -> Key:
-    """Of the first that has it."""
+    """The key of the first job."""
     return next(iter(self.keys.values()))
 
   @property
   def default(self) -> Any:
-    """As YAML has it; null where it is required, or differs."""
+    """The default as YAML has it; None if it is required or differs between jobs."""
     if self.path == ("job",):
       return next(iter(self.keys))
     values = [
@@ -67,7 +66,7 @@ class Entry:
 
 
 def entries(*jobs: str) -> list[Entry]:
-  """All keys of these jobs (of all, without any), section by section."""
+  """Returns all keys of these jobs (default: all jobs), section by section."""
   owners: dict[tuple[str, ...], dict[str, Key]] = {}
   below = set()
   for job in jobs or JOBS:
@@ -88,11 +87,11 @@ def entries(*jobs: str) -> list[Entry]:
 
 
 def describe_keys(job: str, section: str | None = None) -> str:
-  """The keys of a job, each with its type, default and meaning.
+  """Returns the keys of a job, each with its type, default and meaning.
 
   Args:
-    job: its name.
-    section: a section, or a key; None: all of them.
+    job: name of the job.
+    section: a section or a key; None: all keys.
 
   Raises:
     ValueError: the job has no such section or key.
@@ -118,21 +117,20 @@ def _below_section(listed: list[Entry], section: str, job: str) -> list[Entry]:
   if chosen:
     return chosen
   known = [".".join(entry.path) for entry in listed]
-  near = difflib.get_close_matches(section, known, n=1)
   top = ", ".join(e.path[0] for e in listed if e.section and len(e.path) == 1)
-  remedy = f"did you mean {near[0]}?" if near else f"its sections are {top}"
+  remedy = did_you_mean(section, known, f"its sections are {top}")
   raise ValueError(f"--help {section}: the job {job!r} has no such section: {remedy}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-  """A key as a file of YAML has it.
+  """A key as a YAML file has it.
 
   Attributes:
     path: names from the section down.
-    meaning: what it is, one paragraph.
-    value: its default.
-    is_section: whether keys stand below it; it has no value then.
+    meaning: help of the key, one paragraph.
+    value: default of the key.
+    is_section: True for a section, which has no value.
   """
 
   path: tuple[str, ...]
@@ -142,7 +140,7 @@ class Line:
 
 
 def base_config() -> str:
-  """All keys of all jobs with their defaults, as YAML with comments."""
+  """Returns all keys of all jobs with their defaults, as YAML with comments."""
   lines = [_HEAD.rstrip()]
   for line in listing():
     depth = len(line.path)
@@ -155,7 +153,7 @@ def base_config() -> str:
 
 
 def listing(*jobs: str) -> list[Line]:
-  """The keys of these jobs (of all, without any), in the order of a file."""
+  """Returns the keys of these jobs (default: all jobs), in the order of a file."""
   lines = []
   count = len(jobs or JOBS)
   shown = _shown(entries(*jobs))
@@ -163,7 +161,7 @@ def listing(*jobs: str) -> list[Line]:
   for entry in shown:
     depth = len(entry.path)
     all_have_it = owners.get(entry.path[:1], count) if depth > 1 else count
-    # A file with all keys must not say of one algorithm what another has by default.
+    # A file with all keys must not give one algorithm the default of another one.
     default = None if entry.chosen else entry.default
     meaning = f"{_meaning(entry, all_have_it, default)} {_choices(entry)}".strip()
     is_section = entry.section and depth == 1
@@ -178,7 +176,7 @@ def listing(*jobs: str) -> list[Line]:
 
 
 def json_schema(job: str) -> dict[str, Any]:
-  """The JSON Schema of a job's files, for editors."""
+  """Returns the JSON Schema of a job's files, for editors."""
   schema = _object(JOBS[job].settings)
   schema["properties"]["job"] = {"const": job, "description": "This job."}
   return {
@@ -220,7 +218,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
 
 
 def _shown(listed: list[Entry]) -> list[Entry]:
-  """Without what stands below a section in a section: that is one entry, a mapping."""
+  """Returns the entries without the keys of inner sections, which are mappings."""
   inner = {entry.path for entry in listed if entry.section and len(entry.path) > 1}
   return [e for e in listed if e.path in inner or e.path[:2] not in inner]
 
@@ -231,13 +229,21 @@ def _names(entry: Entry) -> list[str]:
 
 
 def _meaning(entry: Entry, all_have_it: int, default: Any) -> str:
-  """In one paragraph: who has it, what it means, what it can be, and which default
-  stands behind null."""
+  """Returns the help of a key: the jobs that have it, its meaning, and its defaults.
+
+  Args:
+    entry: the key.
+    all_have_it: number of jobs that could have the key; if fewer have it, the text
+      names them.
+    default: the default that is shown; None: the text gives the defaults.
+  """
   text = next((key.meaning for key in entry.keys.values() if key.meaning), "")
   kind = section_of(entry.key.hint)
   if not text and isinstance(kind, type):
     text = (kind.__doc__ or "").split("\n")[0]
   parts = [_sentence(text)] if text else []
+  if entry.path in _FROM_JOBS:
+    parts.append(_FROM_JOBS[entry.path]())
   if entry.section and len(entry.path) > 1:
     parts.append(_below(entry))
   elif default is None and not entry.section:
@@ -248,8 +254,26 @@ def _meaning(entry: Entry, all_have_it: int, default: Any) -> str:
   return text
 
 
+def _jobs() -> str:
+  return _sentence("; ".join(f"{name}: {job.summary}" for name, job in JOBS.items()))
+
+
+def _record_forms() -> str:
+  """Returns the forms of records, with the jobs that train on them."""
+  jobs: dict[str, list[str]] = {}
+  for name, job in JOBS.items():
+    for kind in job.records:
+      jobs.setdefault(kind.expected.removeprefix("expected "), []).append(name)
+  forms = [f"{form} ({', '.join(names)})" for form, names in jobs.items()]
+  return f"Records: {'; '.join(forms)}."
+
+
+# Keys with a part of their help that follows from the table of jobs.
+_FROM_JOBS = {("job",): _jobs, ("data", "train"): _record_forms}
+
+
 def _defaults(entry: Entry) -> list[str]:
-  """What null means."""
+  """Returns the default behind null, by job if it differs."""
   by: dict[str, list[str]] = {}
   for owner, key in entry.keys.items():
     if key.default is not REQUIRED:
@@ -258,18 +282,18 @@ def _defaults(entry: Entry) -> list[str]:
     return []
   if len(by) == 1:
     return [f"By default {next(iter(by))}."]
-  told = [f"{value} ({', '.join(owners)})" for value, owners in by.items()]
-  return [f"By default {', '.join(told)}."]
+  parts = [f"{value} ({', '.join(owners)})" for value, owners in by.items()]
+  return [f"By default {', '.join(parts)}."]
 
 
 def _below(entry: Entry) -> str:
   kind = section_of(entry.key.hint)
   assert isinstance(kind, type)
-  told = [
+  parts = [
     f"{name}: {_sentence(key.meaning)}" if key.meaning else f"{name}."
     for name, key in keys.of(kind).items()
   ]
-  return "A mapping. " + " ".join(told)
+  return "A mapping. " + " ".join(parts)
 
 
 def _choices(entry: Entry) -> str:
@@ -280,7 +304,7 @@ def _choices(entry: Entry) -> str:
 
 
 def _type(entry: Entry) -> str:
-  """As a placeholder: N, TEXT, a|b."""
+  """Returns a placeholder of the type: N, TEXT, a|b."""
   if entry.section:
     return "MAPPING"
   schema = json_type(entry.key.hint)
@@ -293,7 +317,10 @@ def _type(entry: Entry) -> str:
 
 
 def _sentence(text: str) -> str:
-  """Python's words as YAML's, from a capital (but not of a value) to a full stop."""
+  """Returns a sentence with YAML's names of values, a capital and a full stop.
+
+  The first word keeps its lower case if it is a value, as in "null: ...".
+  """
   for ours, theirs in (("None", "null"), ("True", "true"), ("False", "false")):
     text = re.sub(rf"\b{ours}\b", theirs, text)
   text = text.replace("`", "")
@@ -303,7 +330,7 @@ def _sentence(text: str) -> str:
 
 
 def wrap(text: str, indent: str) -> list[str]:
-  """The text in lines that begin with `indent`."""
+  """Wraps a text into lines that begin with `indent`."""
   return textwrap.wrap(
     text,
     _WIDTH,

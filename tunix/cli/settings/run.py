@@ -1,8 +1,8 @@
-"""The sections that every run has, and the settings that hold them.
+"""The sections that every run has, and the dataclass that holds them.
 
-A section is a dataclass of the library wherever it has one: LoraConfig, TrainingConfig,
-CheckpointOptions. What is added here is what a command line alone needs. A key of the
-command is a field; `Attributes:` is its help.
+A key of the command is a field of a dataclass, and the text under `Attributes:` is its
+help. A section is the library's own dataclass where one exists: LoraConfig,
+CheckpointOptions. The classes here add the keys that only a command line needs.
 """
 
 from __future__ import annotations
@@ -19,78 +19,81 @@ from tunix.data.records import Kind
 from tunix.models.lora import LoraConfig
 from tunix.sft.config import CheckpointOptions, TrainingConfig
 from tunix.utils import checks
-
-
-def values_for(kind: type, section: Any) -> dict[str, Any]:
-  """The values that a section has for the fields of `kind`."""
-  known = {field.name for field in dataclasses.fields(kind)}
-  shared = [f.name for f in dataclasses.fields(section) if f.name in known]
-  return {name: getattr(section, name) for name in shared}
+from tunix.utils.setting import model_setting, setting
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelSettings:
-  """Which model, and how it computes.
+  """The model, and how it computes.
 
   Attributes:
     path: a Hugging Face folder (config.json and safetensors), or a hub id "owner/name".
-    revision: of a hub id, and of its tokenizer: a commit, tag or branch; null: the
-      newest. The run keeps the commit that it means when the run begins.
-    name: or a preset to start from scratch, such as llama3p2_1b or qwen3_0p6b, ...
-    args: ... with fields of it to change: {num_layers: 4, embed_dim: 256, ...}.
-    dtype: of the computation; null: the checkpoint's.
-    param_dtype: of the weights, and so of the optimizer's moments. null: float32 when
-      the whole model is trained (bfloat16 rounds most updates away), as dtype below
-      adapters.
-    remat: what the backward pass recomputes to save memory.
-    scan_layers: compile one layer and scan over them (true), or every layer (false);
-      null: by depth.
-    attention: how it is computed: splash is for TPU, cudnn for GPU; one that cannot do
-      what the model needs is an error. null: auto.
-    quantise: store the frozen weights below adapters in fewer bits (QLoRA).
+    revision: commit, tag or branch of a hub id and of its tokenizer; null: the newest
+      commit. The run keeps the commit that it starts with.
+    name: a preset to train from scratch, such as llama3p2_1b or qwen3_0p6b; instead of
+      model.path.
+    args: fields of the preset to change: {num_layers: 4, embed_dim: 256, ...}.
+    dtype: dtype of the computation; null: the checkpoint's.
+    param_dtype: dtype of the weights, and so of the optimizer's moments. null: float32
+      when the whole model is trained, because bfloat16 rounds most updates to nothing;
+      with adapters the same as model.dtype.
+    remat: activations that the backward pass computes again instead of keeping them in
+      memory.
+    scan_layers: true compiles one layer and scans over all of them, false compiles
+      every layer; null: chosen by the number of layers.
+    attention: implementation of attention. splash needs a TPU, cudnn a GPU; an
+      implementation that cannot compute the model's attention is an error. null: auto.
+    quantise: stores the frozen weights below adapters in 4 or 8 bits (QLoRA).
   """
 
-  path: str | None = None
-  revision: str | None = None
+  path: str | None = model_setting("model")
+  revision: str | None = setting(None, may_change=True)
   name: str | None = None
   args: dict[str, Any] = dataclasses.field(default_factory=dict)
   dtype: Dtype | None = None
   param_dtype: Dtype | None = None
-  remat: Literal["none", "block", "dots", "offload"] | None = None
-  scan_layers: bool | None = None
-  attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] | None = None
+  remat: Literal["none", "block", "dots", "offload"] | None = setting(
+    None, may_change=True
+  )
+  scan_layers: bool | None = setting(None, may_change=True)
+  attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] | None = setting(
+    None, may_change=True
+  )
   quantise: Literal["nf4", "int4", "int8"] | None = None
 
   def __post_init__(self):
     if self.path is not None and self.name is not None:
       raise ValueError(
-        f"path is {self.path!r} and model.name {self.name!r}: give a checkpoint's "
-        "folder or a preset to start from scratch, not both"
+        f"path is {self.path!r} and model.name {self.name!r}; expected one of them. "
+        "Give a checkpoint's folder, or a preset to start from scratch"
       )
     if self.revision is not None and self.path is None:
       raise ValueError(
-        f"revision is {self.revision!r} and model.path is not set: it is of a hub id "
-        "'owner/name'"
+        f"revision is {self.revision!r} and model.path is not set; a revision belongs "
+        "to a hub id 'owner/name'. Set model.path"
       )
     if self.args and self.name is None:
       raise ValueError(
-        f"args {sorted(self.args)} change fields of a preset, and model.name is not "
-        "set: a checkpoint brings its own sizes"
+        f"args {sorted(self.args)} change fields of a preset and model.name is not "
+        "set. Leave model.args out: a checkpoint has its own sizes"
       )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenizerSettings:
-  """Text to tokens.
+  """The tokenizer and its chat template.
 
   Attributes:
-    path: folder or hub id; null: model.path.
-    chat_template: a file with the jinja chat template to use instead of the tokenizer's
-      own.
+    path: folder or hub id of the tokenizer; null: model.path.
+    chat_template: file with a jinja chat template that replaces the tokenizer's.
   """
 
-  path: str | None = None
-  chat_template: str | None = None
+  path: str | None = setting(
+    None, path="read", may_change=True, fingerprint="tokenizer"
+  )
+  chat_template: str | None = setting(
+    None, path="read", may_change=True, fingerprint="chat_template"
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,8 +101,8 @@ class OptimizerSettings:
   """An optax optimizer by name.
 
   Attributes:
-    name: a function of optax (or optax.contrib) that takes a learning rate. muon: each
-      layer's matrices are orthogonalised, the rest gets Adam.
+    name: a function of optax or optax.contrib that takes a learning rate. muon
+      orthogonalises the matrices of each layer; all other parameters get Adam.
     args: its other arguments: {b2: 0.95, weight_decay: 0.1}.
   """
 
@@ -108,17 +111,19 @@ class OptimizerSettings:
 
   def __post_init__(self):
     if "learning_rate" in self.args:
-      raise ValueError("args.learning_rate is set: give training.learning_rate instead")
+      raise ValueError("args.learning_rate is set. Give training.learning_rate instead")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleSettings:
-  """An optax schedule by name; without one the rate is constant.
+  """An optax schedule by name; without a name the learning rate is constant.
 
   Attributes:
-    name: a schedule of optax, such as warmup_cosine_decay_schedule; null: constant.
-    args: its arguments. The peak (or first) value is training.learning_rate, the number
-      of steps that of the run, first and last value 0, where not given here.
+    name: a schedule of optax, such as warmup_cosine_decay_schedule; null: a constant
+      rate.
+    args: arguments of the schedule. Defaults: the peak (or first) value is
+      training.learning_rate, the length is the number of steps of the run, and the
+      first and the last value are 0.
   """
 
   name: str | None = None
@@ -127,40 +132,30 @@ class ScheduleSettings:
   def __post_init__(self):
     if self.args and self.name is None:
       raise ValueError(
-        f"args {sorted(self.args)} are set and schedule.name is not: name the optax "
+        f"args {sorted(self.args)} are set and schedule.name is not. Name the optax "
         "schedule that takes them"
       )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingSettings(TrainingConfig):
-  """TrainingConfig, with the sizes of batches.
+  """Steps, sizes of batches, evaluation.
 
   Attributes:
-    learning_rate: null: 1e-5, and 2e-4 with LoRA.
+    learning_rate: learning rate; null: 1e-5, with adapters 2e-4.
     max_steps: optimizer steps; null: until data.num_epochs are over.
-    global_batch_size: rows of one optimizer step, over all devices. In RL prompts of
+    global_batch_size: rows of one optimizer step, over all devices. In RL, prompts of
       one batch of rollouts.
-    eval_batch_size: rows (in RL prompts) at a time when evaluating; null: as
+    eval_batch_size: rows (in RL prompts) that are evaluated at once; null: as
       micro_batch_size.
-    eval_every_n_steps: besides before the first and after the last step.
-    max_grad_norm: gradients are scaled down to this global norm; null: never.
+    eval_every_n_steps: evaluates after every n optimizer steps, in addition to the
+      evaluations before the first step and after the last.
+    max_grad_norm: largest global norm of the gradients, which are scaled down to it;
+      null: never scaled.
   """
 
-  # Follow from other keys, or are for Python alone.
-  hidden: ClassVar[tuple[str, ...]] = (
-    "gradient_accumulation_steps",
-    "checkpoint_root_directory",
-    "checkpointing_options",
-    "metrics_logging_options",
-    "data_sharding_axis",
-    "metrics_prefix",
-    "pbar_description",
-    "num_train_steps",
-  )
-
   global_batch_size: int = 8
-  eval_batch_size: int | None = None
+  eval_batch_size: int | None = setting(None, may_change=True)
   max_grad_norm: float | None = 1.0
 
   def __post_init__(self):
@@ -179,18 +174,21 @@ class TrainingSettings(TrainingConfig):
 
   @property
   def batch_rows(self) -> dict[str, int]:
-    """Rows of batches by key, where they are stated. In RL they follow from prompts and
-    completions of each, and the learner checks them."""
+    """Rows of batches by key, for keys that count rows.
+
+    Empty in RL, where the rows follow from prompts and completions of each, and the
+    learner checks them.
+    """
     return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MicroBatchSettings(TrainingSettings):
-  """TrainingSettings of a trainer that is given micro-batches.
+  """TrainingSettings for a trainer that draws micro-batches.
 
   Attributes:
-    micro_batch_size: rows computed at a time, over all devices; null: all. Results do
-      not depend on it.
+    micro_batch_size: rows that are computed at once, over all devices; null: the whole
+      global batch. It changes memory and speed, not results.
   """
 
   micro_batch_size: int | None = None
@@ -200,8 +198,8 @@ class MicroBatchSettings(TrainingSettings):
     checks.fields(self, micro_batch_size=checks.COUNT)
     if self.global_batch_size % self.micro_rows:
       raise ValueError(
-        f"global_batch_size {self.global_batch_size} is no multiple of "
-        f"training.micro_batch_size {self.micro_rows}: change one of them"
+        f"global_batch_size is {self.global_batch_size}; expected a multiple of "
+        f"training.micro_batch_size, which is {self.micro_rows}. Change one of them"
       )
 
   @property
@@ -230,14 +228,16 @@ class MicroBatchSettings(TrainingSettings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoggingSettings:
-  """Where metrics go besides logs/metrics.jsonl; speeds go to logs/timings.jsonl.
+  """Outputs of the metrics besides logs/metrics.jsonl and logs/timings.jsonl.
 
   Attributes:
-    tensorboard: event files in logs/.
-    wandb: Weights & Biases; null: when a WANDB_* variable asks for it.
-    console: a line per step on standard output.
-    progress_bar: on standard error; a line every ten seconds when that is no terminal.
-    project_name, run_name: of Weights & Biases.
+    tensorboard: writes event files to logs/.
+    wandb: logs to Weights & Biases; null: if a WANDB_* variable is set.
+    console: prints a line per step on standard output.
+    progress_bar: shows a bar on standard error, or one line every ten seconds if
+      standard error is no terminal.
+    project_name: project of Weights & Biases.
+    run_name: name of the run in Weights & Biases.
   """
 
   tensorboard: bool = True
@@ -250,17 +250,18 @@ class LoggingSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedSettings:
-  """Several processes as one run, each started with the same command.
+  """Several processes that train as one run, each started with the same command.
 
   Attributes:
-    coordinator: host:port of process 0; auto: all of this is read from the environment
+    coordinator: host:port of process 0. auto: this section is read from the environment
       (Slurm, Open MPI, GKE, TPU VMs). null: one process.
-    num_processes: of the run.
-    process_id: of this process, from 0 on.
+    num_processes: number of processes of the run.
+    process_id: number of this process, from 0.
     timeout_s: seconds to wait for the other processes at the start.
-    heartbeat_s: a process that is not heard of for so many seconds ends the others.
-    stall_s: a process that waits so many seconds for one batch of its data, or for its
-      share of the calls of reward functions, ends all of them.
+    heartbeat_s: seconds without a sign of life of one process after which the others
+      end.
+    stall_s: seconds that a process may wait for one batch of its data, or for its share
+      of the reward functions' calls; after them all processes end.
   """
 
   coordinator: str | None = None
@@ -283,34 +284,33 @@ class DistributedSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSettings(abc.ABC):
-  """All keys that every job has. Sections are checked alone, then against each other.
+  """The keys that every job has. Each section checks itself, this class the pairs.
 
   Attributes:
-    job: what is trained: sft (supervised fine-tuning), dpo (and the other losses of
-      pairs, see preference.loss), orpo, kto, reward (a reward model), distill (from a
-      teacher), grpo (with its variants, see algorithm.name) or ppo.
-    output_dir: folder of the run: config.yaml, checkpoints/, logs/, export/. Needed for
-      training. The same command again resumes what it finds there.
-    seed: of the data's order, of adapters, and of fresh weights; 0 to 2**32 - 1.
+    job: the training method.
+    output_dir: folder of the run with config.yaml, checkpoints/, logs/ and export/.
+      Needed for training. The same command again resumes the run in the folder.
+    seed: seed of the data's order, of adapters and of fresh weights; 0 to 2**32 - 1.
     lora: adapters; without a rank the whole model is trained.
-    mesh: devices by axis: {dp: 2, fsdp: 4, tp: 2}. dp, fsdp and ep split batches,
-      cp the tokens of each row, ep experts, and fsdp, cp, ep and tp all other weights;
-      one size may be -1, what the others leave. Empty: one device.
-    compilation_cache: folder that keeps compiled programs between runs, or has those of
-      `tunix plan --ship`; null: none are kept.
+    mesh: number of devices by axis: {dp: 2, fsdp: 4, tp: 2}. dp, fsdp and ep split
+      batches, cp splits the tokens of each row, ep splits experts, and fsdp, cp, ep and
+      tp split all other weights. One size may be -1: all devices that the other axes
+      leave. {}: one device.
+    compilation_cache: folder for compiled programs, which later runs load, or the
+      folder of `tunix plan --ship`; null: programs are not kept.
 
   Raises:
     ValueError: a value out of range, or keys that contradict each other; the message
       begins with the key.
   """
 
-  # Keys of other jobs, and what to use here instead.
+  # Keys of other jobs, and the advice for a person who gives one to this job.
   instead: ClassVar[dict[str, str]] = {}
-  # Whether adapters hold all that is trained.
+  # If False, adapters do not hold everything that the job trains.
   fits_adapter: ClassVar[bool] = True
 
   job: str
-  output_dir: str | None = None
+  output_dir: str | None = setting(None, path="written", may_change=True)
   seed: int = 0
   model: ModelSettings = ModelSettings()
   tokenizer: TokenizerSettings = TokenizerSettings()
@@ -319,26 +319,26 @@ class RunSettings(abc.ABC):
   optimizer: OptimizerSettings = OptimizerSettings()
   schedule: ScheduleSettings = ScheduleSettings()
   training: TrainingSettings = TrainingSettings()
-  mesh: dict[str, int] = dataclasses.field(default_factory=dict)
-  checkpoint: CheckpointOptions = dataclasses.field(default=CheckpointOptions())
-  logging: LoggingSettings = LoggingSettings()
-  export: ExportSettings = dataclasses.field(default=ExportSettings())
-  distributed: DistributedSettings = DistributedSettings()
-  compilation_cache: str | None = None
+  mesh: dict[str, int] = setting(default_factory=dict, may_change=True)
+  checkpoint: CheckpointOptions = setting(CheckpointOptions(), may_change=True)
+  logging: LoggingSettings = setting(LoggingSettings(), may_change=True)
+  export: ExportSettings = setting(ExportSettings(), may_change=True)
+  distributed: DistributedSettings = setting(DistributedSettings(), may_change=True)
+  compilation_cache: str | None = setting(None, path="written", may_change=True)
 
   def __post_init__(self):
     checks.fields(self, seed=checks.SEED)
     if self.model.quantise is not None and self.lora is None:
       raise ValueError(
-        f"model.quantise is {self.model.quantise!r} and lora.rank is not set: "
-        "quantised weights are not trained themselves, set lora.rank (8, for example)"
+        f"model.quantise is {self.model.quantise!r} and lora.rank is not set; "
+        "quantised weights are not trained. Set lora.rank (8, for example)"
       )
     export_settings.check(self)
     self._check_best()
     if self.training.eval_every_n_steps is not None and self.data.eval is None:
       raise ValueError(
         f"training.eval_every_n_steps is {self.training.eval_every_n_steps} and "
-        "data.eval is not set: name a file to evaluate on"
+        "data.eval is not set. Name a file to evaluate on"
       )
     mesh_axes.check(self.mesh, self.training.batch_rows)
 
@@ -348,17 +348,17 @@ class RunSettings(abc.ABC):
       return
     if self.data.eval is None:
       raise ValueError(
-        "training.best is set and data.eval is not: name a file to evaluate on"
+        "training.best is set and data.eval is not. Name a file to evaluate on"
       )
     if best.patience is not None and every is None:
       raise ValueError(
         f"training.best.patience is {best.patience} and training.eval_every_n_steps is "
-        "not set: the one evaluation after the last step has nothing to stop"
+        "not set, so the only evaluation is after the last step. Set it"
       )
 
   @property
   def export_kind(self) -> str:
-    """What is exported, "auto" decided."""
+    """The kind of export, with "auto" resolved."""
     if self.export.kind != "auto":
       return self.export.kind
     if self.lora is None:
@@ -381,7 +381,7 @@ class RunSettings(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamRun(RunSettings):
-  """A run on records that are given, of whatever kind its job trains on."""
+  """The keys of a job that trains on given completions, not on rollouts."""
 
   data: StreamSettings = dataclasses.field(default=StreamSettings())
   training: MicroBatchSettings = MicroBatchSettings()

@@ -1,4 +1,4 @@
-"""Text of YAML to plain values and back: the only file that imports yaml."""
+"""Reads and writes YAML; the only file that imports yaml."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ BASE_PATH = pathlib.Path(__file__).parents[1] / BASE_NAME
 
 
 def read_file(name: str) -> dict[str, Any]:
-  """The keys of a YAML file; "base_config.yaml" is ours where there is no other.
+  """Reads the keys of a YAML file.
+
+  The name "base_config.yaml" means the packaged file if there is no file of this name.
 
   Raises:
     FileNotFoundError: no such file.
@@ -39,7 +41,7 @@ def read_file(name: str) -> dict[str, Any]:
 
 
 def key_lines(name: str) -> dict[str, int]:
-  """{dotted key: line, from 1} of a file that `read_file` reads."""
+  """Returns {dotted key: line, from 1} of a file that `read_file` reads."""
   found: dict[str, int] = {}
   node = yaml.compose(_place(name).read_text(encoding="utf-8"), Loader=_Loader)
   _note_lines(node, "", found)
@@ -59,17 +61,17 @@ def _place(name: str) -> pathlib.Path:
 
 
 def parse(text: str, origin: str) -> Any:
-  """What a text of YAML holds.
+  """Parses a text of YAML to plain values.
 
   Args:
-    text: a file's, or a value's.
-    origin: where it stands, for error messages.
+    text: text of a file, or of one value.
+    origin: file or argument of the text, for error messages.
 
   Raises:
     ValueError: invalid YAML, or a key written twice; begins with `origin`.
   """
   try:
-    # A SafeLoader: it builds plain values only.
+    # Our loader extends SafeLoader, which builds plain values only.
     return yaml.load(text, Loader=_Loader)
   except RecursionError as error:
     raise ValueError(f"{origin}: nested too deeply: flatten it") from error
@@ -81,19 +83,21 @@ def parse(text: str, origin: str) -> Any:
 
 
 def lines(value: Any) -> str:
-  """A value as YAML, a line a key, in the order that it has."""
+  """Returns a value as YAML with one line per key, in the order of the value."""
   return yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
 
 
 def inline(value: Any) -> str:
-  """A value as YAML on one line."""
+  """Returns a value as YAML on one line."""
   text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True)
   return text.removesuffix("\n").removesuffix("\n...")
 
 
 class _Loader(yaml.SafeLoader):
-  """YAML 1.2's plain scalars: 1e-4 is a number, `no` and dates are text; a key written
-  twice in one mapping is an error."""
+  """Loader of YAML 1.2: 1e-4 is a number, `no` and dates are texts.
+
+  A key that is written twice in one mapping is an error.
+  """
 
   yaml_implicit_resolvers: typing.ClassVar[dict] = {}
 
@@ -102,7 +106,7 @@ class _Loader(yaml.SafeLoader):
     for key in keys:
       if keys.count(key) > 1:
         raise yaml.constructor.ConstructorError(
-          None, None, f"the key {key!r} stands there twice", node.start_mark
+          None, None, f"the key {key!r} is set twice", node.start_mark
         )
     return super().construct_mapping(node, deep=deep)
 

@@ -1,4 +1,4 @@
-"""Datasets of prompts from a module or file that the user names."""
+"""Datasets of prompts from a function in a user's module or file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ _DEFAULT = "create_dataset"
 
 
 def parse_call_string(text: str) -> tuple[list[Any], dict[str, Any]]:
-  """The arguments of a call, "(1, name='x')" or "1, name='x'": literals, read with
-  `ast`, never evaluated.
+  """Parses the arguments of a call, "(1, name='x')" or "1, name='x'".
+
+  Arguments are literals that `ast` parses; nothing is evaluated.
+
+  Returns: positional and keyword arguments.
 
   Raises:
-    ValueError: no arguments of a call, or one that is no literal.
+    ValueError: the text is no list of arguments, or an argument is not a literal.
   """
   inside = text.strip()
   if inside.startswith("(") and inside.endswith(")"):
@@ -28,18 +31,19 @@ def parse_call_string(text: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def get_dataset_from_module(specifier: str, tokenizer: Any) -> Any:
-  """The dataset that a function of the user's makes, with the chat template applied.
+  """Returns the dataset of a user's function, with the chat template applied.
 
   Args:
-    specifier: "pkg.mod", "pkg.mod:fn", "pkg.mod:fn(name='x')" or "/path/file.py:fn";
-      without a name the function is `create_dataset`. It returns anything with a length
-      and items, of records with "prompt", a text or a list of messages.
-    tokenizer: with a chat template, or None where prompts are texts.
+    specifier: "pkg.mod", "pkg.mod:fn", "pkg.mod:fn(name='x')" or "/path/file.py:fn".
+      Without a name the function is `create_dataset`. The function returns an object
+      with a length and items; an item is a record with "prompt", a string or a list of
+      messages.
+    tokenizer: a tokenizer with a chat template; None if all prompts are strings.
 
   Returns: a `grain.MapDataset` of {"prompts": text, further columns}.
 
   Raises:
-    TypeError: what it returns is no dataset.
+    TypeError: the function returns no dataset.
     FileNotFoundError, ImportError, ValueError, RuntimeError: see `call_dataset`.
   """
   render = functools.partial(apply_chat_template, tokenizer=_adapted(tokenizer))
@@ -47,12 +51,12 @@ def get_dataset_from_module(specifier: str, tokenizer: Any) -> Any:
 
 
 def call_dataset(specifier: str) -> Any:
-  """What a function of the user's returns, named as for `get_dataset_from_module`.
+  """Calls a user's function, named as for `get_dataset_from_module`.
 
   Raises:
     FileNotFoundError, ImportError: no such file or module, or it cannot be imported.
     ValueError: no such function.
-    RuntimeError: it raised.
+    RuntimeError: the function raises.
   """
   call = call_strings.parse_call_string(specifier)
   if call.source is None:
@@ -63,23 +67,24 @@ def call_dataset(specifier: str) -> Any:
   try:
     return function(*call.args, **(call.kwargs or {}))
   except Exception as error:  # the user's function may raise anything
-    what = f"{type(error).__name__}: {error}"
-    raise RuntimeError(f"{call.source}:{call.name} raised {what}") from error
+    message = f"{type(error).__name__}: {error}"
+    raise RuntimeError(f"{call.source}:{call.name} raised {message}") from error
 
 
 def apply_chat_template(x: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-  """A record with its "prompt" (a text or messages) rendered as "prompts", the
-  generation prompt added and nothing tokenised; other columns stay. A record that has
-  "prompts" already is given back as it is.
+  """Renders the "prompt" of a record, a string or messages, as the text "prompts".
+
+  The generation prompt is added and nothing is tokenized. Other columns are kept. A
+  record with "prompts" is returned unchanged.
 
   Raises:
-    ValueError: it has neither, or messages and no tokenizer.
+    ValueError: the record has neither column, or messages without a tokenizer.
   """
   if PROMPTS in x:
     return x
   if "prompt" not in x:
     raise ValueError(
-      f'a record has the columns {sorted(x)} and no "prompt": name its text so'
+      f'a record has the columns {sorted(x)}; expected "prompt" or "prompts" among them'
     )
   rest = {name: value for name, value in x.items() if name != "prompt"}
   return {PROMPTS: _rendered(x["prompt"], tokenizer), **rest}
@@ -94,25 +99,27 @@ def post_init_dataset(
   fraction: float = 1.0,
   num_epochs: int = 1,
 ) -> Any:
-  """Filter, then fraction, repeat, batch (the remainder dropped) and limit.
+  """Filters, shortens, repeats and batches a dataset, and limits the batches.
+
+  The steps run in this order. A last batch that is not full is dropped.
 
   Args:
-    dataset: records with "prompts" (or "prompt", which is rendered).
-    tokenizer: counts the tokens of a prompt, BOS among them.
-    batch_size: prompts of a batch.
-    num_batches: at most so many batches; None: all.
-    max_prompt_length: longer prompts are left out; None: none are.
-    fraction: of the records that are left, from the front; in (0, 1].
-    num_epochs: passes.
+    dataset: records with "prompts", or with "prompt", which is rendered.
+    tokenizer: tokenizer that measures prompts, including BOS.
+    batch_size: number of prompts of a batch.
+    num_batches: largest number of batches; None: no limit.
+    max_prompt_length: tokens; longer prompts are dropped. None: no limit.
+    fraction: share of the remaining records that is kept, from the front; in (0, 1].
+    num_epochs: number of passes.
 
-  Returns: a `grain.MapDataset` of batches {"prompts": [...], column: [...]}: random
-    access, and iterators with a state.
+  Returns: a `grain.MapDataset` of batches {"prompts": [...], column: [...]} with random
+    access and resumable iterators.
 
   Raises:
-    ValueError: a value out of range, or no whole batch is left.
+    ValueError: a value out of range, or no full batch remains.
   """
   if not 0 < fraction <= 1:
-    raise ValueError(f"fraction is {fraction}: it must be above 0 and at most 1")
+    raise ValueError(f"fraction is {fraction}; expected above 0 and at most 1")
   adapted = _adapted(tokenizer)
   dataset = maps.as_map_dataset(dataset).map(
     functools.partial(apply_chat_template, tokenizer=adapted)
@@ -136,5 +143,5 @@ def _rendered(prompt: Any, tokenizer: Any) -> str:
   if tokenizer is None and isinstance(prompt, str):
     return prompt
   if tokenizer is None:
-    raise ValueError("a prompt is a list of messages: give a tokenizer to render them")
+    raise ValueError("tokenizer is None; expected one to render a list of messages")
   return chat.prompt_text(prompt, _adapted(tokenizer), where="a record of the dataset")

@@ -1,4 +1,4 @@
-"""Features of layers: captured, pooled, projected."""
+"""Captures, pools and projects the outputs of layers."""
 
 from tunix.distillation.feature_extraction.pooling import (
   PaddingMode as PaddingMode,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 class PaddingMode(enum.Enum):
-  """How windows meet the edges: VALID stays inside, SAME pads with zeros."""
+  """The treatment of edges: VALID windows stay inside, SAME pads with zeros."""
 
   VALID = "VALID"
   SAME = "SAME"
@@ -22,32 +22,32 @@ def avg_pool_array_to_target_shape(
   padding_mode: PaddingMode = PaddingMode.VALID,
   count_include_pad_for_same_padding: bool = False,
 ) -> jax.Array:
-  """Means over windows, as many along every dimension as the target has.
+  """Averages an array over windows, to the target's size n -> m in each dimension.
 
-  VALID: windows start every n // m elements and are as long as covers all n of them.
-  SAME: windows of ceil(n / m) elements side by side, padded with zeros at both ends.
+  VALID: windows start every n // m elements and are just long enough to cover all n.
+  SAME: adjacent windows of ceil(n / m) elements, with zeros as padding at both ends.
 
   Args:
-    input_array: any shape.
-    target_shape: as many dimensions, none larger.
+    input_array: an array of any shape.
+    target_shape: the same number of dimensions, none larger than the input's.
     padding_mode: see above.
-    count_include_pad_for_same_padding: divide by the whole window, zeros
-      and all.
+    count_include_pad_for_same_padding: if True, a sum is divided by the whole window
+      with its padding.
 
   Raises:
-    ValueError: another number of dimensions, a dimension that is larger than the
-      input's, or one that SAME windows cannot give.
+    ValueError: the number of dimensions differs, a dimension is larger than the
+      input's, or SAME windows cannot give the target shape.
   """
   shape = input_array.shape
   if len(shape) != len(target_shape):
     raise ValueError(
-      f"an array of shape {shape} cannot be pooled to {target_shape}: give as many "
-      "dimensions"
+      f"an array of shape {shape} cannot be pooled to {target_shape}: use the same "
+      "number of dimensions"
     )
   if any(m > n or m < 1 for n, m in zip(shape, target_shape)):
     raise ValueError(
       f"an array of shape {shape} cannot be pooled to {target_shape}: no dimension may "
-      "grow; a projection can do that (FeatureProjectionStrategy)"
+      "grow; use a projection (FeatureProjectionStrategy)"
     )
   valid = padding_mode is PaddingMode.VALID
   if valid:
@@ -58,8 +58,8 @@ def avg_pool_array_to_target_shape(
     made = tuple(-(-n // s) for n, s in zip(shape, strides))
     if made != tuple(target_shape):
       raise ValueError(
-        f"SAME windows make {made} of {shape}, not {target_shape}: use VALID, or sizes "
-        "that divide"
+        f"SAME windows pool {shape} to {made}, not to {target_shape}: use VALID, or "
+        "sizes that divide"
       )
 
   def sums(x):

@@ -1,4 +1,4 @@
-"""A trained map from the student's features to the teacher's shape."""
+"""A trained projection of the student's features to the teacher's shape."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from tunix.sft.module_state import is_lora
 
 
 class ModelWithFeatureProjection(nnx.Module):
-  """A student and the map that its features go through.
+  """A student with a trained projection of its features.
 
-  Features are [B, L, ..., D]. Every layer's D goes through one matrix to the teacher's
-  D'; where the numbers of layers differ, L' mixtures of the layers are taken, which
-  begin as those at the same relative depth. (One matrix from all L D numbers to all
-  L' D' would be larger than the models.)
+  Features are [B, L, ..., D]. One matrix, the same for all layers, maps D to the
+  teacher's D'. If the numbers of layers differ, L' mixtures of the layers are taken,
+  which start as the layers at the same relative depth. (One matrix from L D to L' D'
+  numbers would be larger than the models.)
 
-  The maps are `nnx.Param`s, and LoRA parameters where the student is trained by its
-  LoRA parameters alone, so that they are trained too.
+  The projection is an `nnx.Param`. It is an `nnx.LoRAParam` if only the student's LoRA
+  parameters are trained, so that it is trained too.
 
   Args:
     model: the student.
-    feature_shape: its features' shape.
-    feature_target_shape: the teacher's, equal but for the layers and the last.
-    rngs: for the matrix.
+    feature_shape: shape of the student's features.
+    feature_target_shape: shape of the teacher's features; only the number of layers
+      (the second axis) and the last axis may differ.
+    rngs: random keys of the matrix.
 
   Raises:
-    ValueError: shapes that differ elsewhere.
+    ValueError: the shapes differ in another axis.
   """
 
   def __init__(
@@ -59,13 +60,15 @@ class ModelWithFeatureProjection(nnx.Module):
       self.mixture = nnx.data(kind(_same_depth(shape[1], target[1])))
 
   def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, jax.Array]:
-    """The model's output and its projected features; for a model whose layers were
-    wrapped (`setup_models_with_feature_projection`)."""
+    """Returns the model's output and its projected features.
+
+    The layers must be wrapped (`setup_models_with_feature_projection`).
+    """
     out = self.model(*args, **kwargs)
     return out, self.project(sowed_module.stacked_outputs(self.model))
 
   def project(self, features: jax.Array) -> jax.Array:
-    """[B, L, ..., D] -> [B, L', ..., D']."""
+    """Projects features [B, L, ..., D] to [B, L', ..., D']."""
     out = features @ self.projection[...].astype(features.dtype)
     if self.mixture is None:
       return out
@@ -74,7 +77,7 @@ class ModelWithFeatureProjection(nnx.Module):
 
 
 def _same_depth(layers: int, target: int) -> jax.Array:
-  """[L', L]: each row 1 at the layer of the same relative depth."""
+  """Returns [L', L], where each row is 1 at the layer of the same relative depth."""
   index = ((jnp.arange(target) + 0.5) * layers / target).astype(jnp.int32)
   return jax.nn.one_hot(index, layers)
 
@@ -92,11 +95,11 @@ def setup_models_with_feature_projection(
   """Wraps the layers of both models in place, and the student in a projection.
 
   Args:
-    student_model, teacher_model: models whose layers are modules of their own.
+    student_model, teacher_model: models whose layers are separate modules.
     student_layer_to_capture, teacher_layer_to_capture: types of their layers.
-    dummy_student_input, dummy_teacher_input: what they are called with: a dict of named
-      arguments, or the one argument. Shapes are what counts: nothing is computed.
-    rngs: for the projection.
+    dummy_student_input, dummy_teacher_input: inputs of the models: a dict of named
+      arguments, or the single argument. Only their shapes are used.
+    rngs: random keys of the projection.
 
   Raises:
     ValueError: see `sowed_module.wrap_model_with_sowed_modules`.
@@ -106,10 +109,10 @@ def setup_models_with_feature_projection(
     (student_model, student_layer_to_capture, dummy_student_input),
     (teacher_model, teacher_layer_to_capture, dummy_teacher_input),
   ):
-    one = lambda model, dummy=dummy: (
+    forward = lambda model, dummy=dummy: (
       model(**dummy) if isinstance(dummy, Mapping) else model(dummy)
     )
-    shapes.append(feature_shape(model, layer, one))
+    shapes.append(feature_shape(model, layer, forward))
     sowed_module.wrap_model_with_sowed_modules(model, [layer])
   projected = ModelWithFeatureProjection(student_model, *shapes, rngs=rngs)
   return projected, teacher_model
@@ -129,7 +132,7 @@ def remove_feature_projection_from_models(
 def feature_shape(
   model: nnx.Module, layer: type[nnx.Module], forward: Callable[[Any], Any]
 ) -> tuple[int, ...]:
-  """Shape of what `capture` would give; nothing is computed."""
+  """Returns the shape of the features that `capture` returns; computes nothing."""
   graph, state = nnx.split(model)
 
   def features(state):

@@ -1,11 +1,11 @@
-"""What layers of a type put out, kept while the model runs.
+"""Captures the outputs of all layers of a type while the model runs.
 
-`capture` is what the strategies use: it works inside a traced step, on stacked layers
-too, and leaves the model as it was. The other functions are its parts, for models whose
-layers are modules of their own.
+The strategies call `capture`. It works inside a traced step, also on stacked layers,
+and does not change the model. The other functions are its parts, for models whose
+layers are separate modules.
 
-nnx's own `sow` is deprecated outside of `nnx.capture`, which functions of a user's
-cannot be wrapped with one by one: a `SowedModule` keeps its outputs itself.
+A `SowedModule` stores its outputs itself. nnx's `sow` is deprecated outside of
+`nnx.capture`, which cannot wrap a user's forward function.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _TAG = "intermediate_output"
 
 
 class SowedOutput(nnx.Intermediate):
-  """The outputs of one module, one a call."""
+  """The outputs of one module, one per call."""
 
 
 class SowedModule(nnx.Module):
-  """A module that keeps what it puts out; of a tuple the first entry.
+  """A module that stores its outputs; of a tuple it stores the first entry.
 
   Attributes:
-    wrapped_model: the module itself.
+    wrapped_model: the wrapped module.
   """
 
   def __init__(self, model_to_wrap: nnx.Module):
@@ -41,32 +41,34 @@ class SowedModule(nnx.Module):
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     out = self.wrapped_model(*args, **kwargs)
-    kept = out[0] if isinstance(out, tuple) else out
-    before = getattr(self, _TAG, None)
-    before = () if before is None else before.get_value()
-    setattr(self, _TAG, SowedOutput((*before, kept)))
+    stored = out[0] if isinstance(out, tuple) else out
+    earlier = getattr(self, _TAG, None)
+    earlier = () if earlier is None else earlier.get_value()
+    setattr(self, _TAG, SowedOutput((*earlier, stored)))
     return out
 
 
 def wrap_model_with_sowed_modules(
   model: nnx.Module, modules_to_capture: Sequence[type[nnx.Module]]
 ) -> None:
-  """Wraps every module of these types inside `model`, in place.
+  """Wraps every module of the given types inside `model`, in place.
 
   Raises:
-    ValueError: the model itself is of such a type, has none of them, or runs them where
-      outputs cannot be kept (stacked or rematerialised layers).
+    ValueError: the model itself has one of the types, has no module of them, or its
+      layers are stacked or rematerialised, so that outputs cannot be stored.
   """
   types = tuple(modules_to_capture)
   names = ", ".join(kind.__name__ for kind in types)
   if isinstance(model, types):
     raise ValueError(
-      f"the model itself is a {type(model).__name__}: capture layers inside it, or put "
-      "it into a module"
+      f"the model itself is a {type(model).__name__}: capture layers inside it, or "
+      "wrap it in a module"
     )
   paths = [path for path, m in nnx.iter_modules(model) if isinstance(m, types)]
   if not paths:
-    raise ValueError(f"{type(model).__name__} has no layer of type {names}")
+    raise ValueError(
+      f"{type(model).__name__} has no layer of type {names}: give a type of its layers"
+    )
   _check_runs_alone(model)
   for path in sorted(paths, key=len, reverse=True):  # inner ones first
     _replace(model, path, SowedModule)
@@ -80,32 +82,33 @@ def unwrap_sowed_modules(model: nnx.Module) -> None:
 
 
 def pop_sowed_intermediate_outputs(model: nnx.Module) -> nnx.State:
-  """Takes out what the wrapped modules have kept: tuples, one entry a call, under the
-  modules' paths."""
+  """Removes and returns the stored outputs: a tuple of one entry per call for each
+  module path."""
   return nnx.pop(model, SowedOutput)
 
 
 def stacked_outputs(model: nnx.Module) -> jax.Array:
-  """What the wrapped modules have kept, taken out, as [B, L, ...]: the batch first, as
-  in every array that travels; L counts layers in the order of the model.
+  """Removes the stored outputs and returns them as one array, [B, L, ...].
+
+  L counts the layers in the order of the model.
 
   Raises:
-    ValueError: nothing was kept, or layers put out arrays of different shapes.
+    ValueError: no output was stored, or the outputs have different shapes.
   """
-  # Numbers of layers are sorted as numbers: nnx keeps them so.
-  kept = jax.tree.leaves(pop_sowed_intermediate_outputs(model))
-  if not kept:
+  # nnx sorts layer numbers as numbers, so layer 10 follows layer 9.
+  stored = jax.tree.leaves(pop_sowed_intermediate_outputs(model))
+  if not stored:
     raise ValueError(
-      f"the layers of {type(model).__name__} kept no outputs: they were not called, or "
-      "inside jax.checkpoint, nnx.remat or a scan, where copies of them run"
+      f"the layers of {type(model).__name__} stored no outputs: they were not called, "
+      "or copies of them ran inside jax.checkpoint, nnx.remat or a scan"
     )
-  shapes = {x.shape for x in kept}
+  shapes = {x.shape for x in stored}
   if len(shapes) > 1:
     raise ValueError(
-      f"layers of one type put out arrays of shapes {sorted(shapes)}, which cannot be "
-      "stacked: capture a type whose outputs are alike"
+      f"the outputs of the layers have shapes {sorted(shapes)}, which cannot be "
+      "stacked: capture a type whose outputs have one shape"
     )
-  return jnp.stack(kept, axis=1)
+  return jnp.stack(stored, axis=1)
 
 
 def capture(
@@ -113,11 +116,11 @@ def capture(
   layer: type[nnx.Module],
   forward: Callable[[Any], Any],
 ) -> tuple[Any, jax.Array]:
-  """`forward(model)` and what the layers of a type put out on the way, [B, L, ...].
+  """Returns `forward(model)` and the outputs of all layers of a type, [B, L, ...].
 
-  Our decoder, whose layers are stacked, runs as a copy with one module a layer,
-  unrolled and without rematerialisation: call it inside `jax.jit`, where the copy is a
-  view of the weights. What is captured is kept in memory for the backward pass.
+  Our decoder has stacked layers. It runs as a copy with one module per layer, unrolled
+  and without rematerialisation. Call it inside `jax.jit`, where the copy needs no
+  memory for weights. The outputs stay in memory for the backward pass.
 
   Raises:
     ValueError: see `wrap_model_with_sowed_modules` and `stacked_outputs`.
@@ -129,6 +132,8 @@ def capture(
     features = stacked_outputs(run)
   finally:
     unwrap_sowed_modules(run)
+  # Dropout masks follow from counters of rows. The copy advanced its own counters; the
+  # model's must advance too, or the next step would drop the same units.
   if run is not model and isinstance(model, Transformer):
     dropout.advance(model.layers, features.shape[0])
   return out, features
@@ -150,9 +155,9 @@ def _check_runs_alone(model: Any) -> None:
   if stacked or model.config.remat != "none":
     why = "stacked, one module for all" if stacked else "rematerialised as copies"
     raise ValueError(
-      f"the layers of this {type(model).__name__} are {why}, so that a wrapper inside "
-      "cannot keep their outputs: use sowed_module.capture (as the feature and "
-      "attention strategies do), or wrap model.unstack() with config.remat 'none'"
+      f"the layers of this {type(model).__name__} are {why}, so a wrapped layer cannot "
+      "store its outputs: use sowed_module.capture (as the feature and attention "
+      "strategies do), or wrap model.unstack() with config.remat 'none'"
     )
 
 

@@ -1,4 +1,4 @@
-"""Ways to compare a student with its teacher."""
+"""Strategies: comparisons of a student with its teacher."""
 
 from tunix.distillation.strategies.attention import (
   AttentionProjectionStrategy as AttentionProjectionStrategy,

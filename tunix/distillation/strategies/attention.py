@@ -1,7 +1,7 @@
-"""Outputs of attention layers: the feature strategies under the names of attention.
+"""Attention strategies: the feature strategies applied to attention layers.
 
-What is compared is what the layers put out. Attention weights are not: fused kernels
-never hold them.
+They compare the outputs of the layers. Attention weights cannot be compared, because
+fused kernels never store them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tunix.distillation.strategies.feature_projection import FeatureProjectionSt
 
 
 class AttentionTransferStrategy(FeaturePoolingStrategy):
-  """FeaturePoolingStrategy on `attention_layer`, with `attention_loss_fn`."""
+  """FeaturePoolingStrategy whose layer is `attention_layer`; see there."""
 
   def __init__(
     self,
@@ -42,7 +42,7 @@ class AttentionTransferStrategy(FeaturePoolingStrategy):
 
 
 class AttentionProjectionStrategy(FeatureProjectionStrategy):
-  """FeatureProjectionStrategy on `attention_layer`, with `attention_loss_fn`."""
+  """FeatureProjectionStrategy whose layer is `attention_layer`; see there."""
 
   def __init__(
     self,

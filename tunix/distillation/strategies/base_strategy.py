@@ -1,4 +1,4 @@
-"""The extension point of distillation: what is compared, and by which loss."""
+"""BaseStrategy, the extension point of distillation: a comparison and its loss."""
 
 from __future__ import annotations
 
@@ -19,18 +19,21 @@ Forward = Callable[..., Any]
 
 
 class BaseStrategy(abc.ABC):
-  """A way to learn from a teacher. Subclasses write `compute_loss`.
+  """Compares a student with a teacher. Subclasses implement `compute_loss`.
 
-  Called in this order: `pre_process_models` when the trainer is built;
-  `get_teacher_outputs` for every batch, on the teacher's devices and without gradient;
-  `get_train_loss` inside the step, which calls `get_student_outputs`, `get_labels` and
-  `compute_loss`; `get_eval_loss` in evaluations; `post_process_models` on `close`.
+  A trainer calls the methods in this order:
+
+  1. `pre_process_models` when the trainer is built.
+  2. `get_teacher_outputs` for every batch, on the teacher's devices, without gradient.
+  3. `get_train_loss` inside the step. It calls `get_student_outputs`, `get_labels` and
+     `compute_loss`. Evaluations call `get_eval_loss`.
+  4. `post_process_models` when the trainer is closed.
 
   Args:
-    student_forward_fn, teacher_forward_fn: `fn(model, **fields of the batch)` -> what
-      `compute_loss` is to see; None: logits [B, T, V], by what the model's call takes.
-    labels_fn: `fn(**fields of the batch)` -> labels; None: the next token of each, with
-      weights from input_mask (`outputs.Labels`).
+    student_forward_fn, teacher_forward_fn: `fn(model, **fields of the batch)`, whose
+      result `compute_loss` receives. None returns logits [B, T, V].
+    labels_fn: `fn(**fields of the batch)`, which returns labels. None returns the next
+      token of each position with weights from input_mask (`outputs.Labels`).
   """
 
   student_forward_fn: Forward | None = None
@@ -48,10 +51,12 @@ class BaseStrategy(abc.ABC):
     self.labels_fn = labels_fn
 
   def with_loss(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
-    """A copy whose `compute_loss` is `loss_fn`, for `DistillationTrainer.with_loss_fn`.
+    """Returns a copy with `loss_fn` as `compute_loss`.
+
+    `DistillationTrainer.with_loss_fn` calls it.
 
     Raises:
-      TypeError: it takes other arguments.
+      TypeError: `loss_fn` has another signature.
     """
     _check_arguments(loss_fn, (3,))
 
@@ -60,8 +65,8 @@ class BaseStrategy(abc.ABC):
       is_pair = isinstance(out, tuple) and not isinstance(out, WeightedSum)
       if is_pair != has_aux:
         raise TypeError(
-          f"the loss returned {'a tuple' if is_pair else 'no tuple'}, but has_aux is "
-          f"{has_aux}: say with_loss_fn(fn, has_aux={is_pair})"
+          f"has_aux is {has_aux} and the loss returned "
+          f"{'a tuple' if is_pair else 'no tuple'}: use has_aux={is_pair}"
         )
       return out
 
@@ -71,43 +76,50 @@ class BaseStrategy(abc.ABC):
 
   @abc.abstractmethod
   def compute_loss(self, student_output: Any, teacher_output: Any, labels: Any) -> Any:
-    """The loss of a micro-batch: a WeightedSum, or a scalar mean; or a pair of that and
-    a dict of scalars to log. A scalar counts by `loss_weight`."""
+    """Computes the loss of a micro-batch.
+
+    Returns:
+      A WeightedSum, or a scalar mean with the weight of `loss_weight`; or a pair of one
+      of these and a dict of scalars to log.
+    """
 
   def compute_eval_loss(self, student_output: Any, teacher_output: Any, labels: Any):
-    """The loss of an evaluation. An override may take (student_output, labels) alone:
-    then the teacher does not run in evaluations."""
+    """Computes the loss of an evaluation.
+
+    An override may take only (student_output, labels). The teacher then does not run in
+    evaluations.
+    """
     return self.compute_loss(student_output, teacher_output, labels)
 
   def loss_weight(self, labels: Any) -> jax.Array | None:
-    """What a scalar of `compute_loss` is the mean over; None: the batch's rows."""
+    """Returns the weight of a scalar of `compute_loss`; None is the number of rows."""
     del labels
     return None
 
   def pre_process_models(
     self, student_model: nnx.Module, teacher_model: Any
   ) -> tuple[nnx.Module, Any]:
-    """The models as the strategy needs them; undone by `post_process_models`."""
+    """Prepares the models for the strategy; `post_process_models` undoes it."""
     return student_model, teacher_model
 
   def post_process_models(
     self, student_model: nnx.Module, teacher_model: Any
   ) -> tuple[nnx.Module, Any]:
-    """The models as they were given."""
+    """Restores the models that `pre_process_models` prepared."""
     return student_model, teacher_model
 
   def get_teacher_outputs(self, teacher_model: nnx.Module, inputs: Inputs) -> Any:
-    """What travels to the student: arrays, the rows of the batch first."""
+    """Returns the teacher's output for the student: arrays with the rows first."""
     forward = self.teacher_forward_fn or _logits
     return jax.lax.stop_gradient(outputs.call(forward, teacher_model, inputs=inputs))
 
   def get_student_outputs(self, student_model: nnx.Module, inputs: Inputs) -> Any:
-    """What the student says, differentiable."""
+    """Returns the student's output, with gradient."""
     forward = self.student_forward_fn or _logits
     return outputs.call(forward, student_model, inputs=inputs)
 
   def get_labels(self, inputs: Inputs) -> Any:
-    """What would be right."""
+    """Returns the labels of a batch."""
     if self.labels_fn is None:
       return outputs.next_tokens(inputs)
     return outputs.call(self.labels_fn, inputs=inputs)
@@ -115,30 +127,32 @@ class BaseStrategy(abc.ABC):
   def get_train_loss(
     self, student_model: nnx.Module, teacher_output: Any, inputs: Inputs
   ) -> Any:
-    """The training loss, as `compute_loss` gives it but weighted."""
+    """Computes the training loss: `compute_loss` with its weight."""
     student = self.get_student_outputs(student_model, inputs)
     return self._compared(self.compute_loss, (student, teacher_output), inputs)
 
   def get_eval_loss(
     self, student_model: nnx.Module, inputs: Inputs, teacher_output: Any = None
   ) -> Any:
-    """The evaluation's loss; the teacher's output only if it is asked for."""
+    """Computes the evaluation's loss: `compute_eval_loss` with its weight."""
     student = self.get_student_outputs(student_model, inputs)
-    said = (student, teacher_output) if self.evaluates_with_teacher else (student,)
-    return self._compared(self.compute_eval_loss, said, inputs)
+    both = (student, teacher_output) if self.evaluates_with_teacher else (student,)
+    return self._compared(self.compute_eval_loss, both, inputs)
 
   @property
   def evaluates_with_teacher(self) -> bool:
-    """Whether `compute_eval_loss` takes the teacher's output."""
+    """True if `compute_eval_loss` takes the teacher's output."""
     return _fits(self.compute_eval_loss, 3)
 
   def _compared(
-    self, compare: Callable[..., Any], said: tuple[Any, ...], inputs: Inputs
+    self, compute: Callable[..., Any], model_outputs: tuple[Any, ...], inputs: Inputs
   ) -> Any:
-    """`compare` of what was said and what would be right; a mean as a sum with its
-    weight, so that micro-batches add up."""
+    """Calls `compute` with the labels; converts a mean to a sum with its weight.
+
+    Sums of micro-batches with different numbers of tokens add up; means would not.
+    """
     labels = self.get_labels(inputs)
-    return self._weighted(compare(*said, labels), labels)
+    return self._weighted(compute(*model_outputs, labels), labels)
 
   def _weighted(self, out: Any, labels: Any) -> Any:
     weight = self.loss_weight(labels)
@@ -150,10 +164,10 @@ class BaseStrategy(abc.ABC):
 
 
 def check(strategy: Any) -> None:
-  """Refuses what cannot be called as strategies are.
+  """Checks the type and the method signatures of a strategy.
 
   Raises:
-    TypeError: no strategy, or methods that take other arguments.
+    TypeError: it is not a BaseStrategy, or a method has another signature.
   """
   if not isinstance(strategy, BaseStrategy):
     raise TypeError(

@@ -1,4 +1,4 @@
-"""Features of layers: the teacher's, pooled to the student's shape."""
+"""Feature strategies; FeaturePoolingStrategy pools the teacher's features."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ FeatureLoss = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class FeatureStrategy(BaseStrategy):
-  """alpha x distance of features + (1 - alpha) x cross-entropy.
+  """Minimises alpha * distance of features + (1 - alpha) * cross-entropy.
 
-  What every instance of a layer type puts out is stacked to features [B, L, ...]. The
-  distance is averaged over the layers, and over the positions by the labels' weights,
-  so that padding is left out. Subclasses say how the features are made comparable
+  The outputs of all layers of one type are stacked to features [B, L, ...]. The
+  distance is averaged over the layers, and over the positions with the labels' weights,
+  so that padding does not count. Subclasses make the shapes of the features equal
   (`match`).
 
   Args:
-    student_forward_fn, teacher_forward_fn, labels_fn: see BaseStrategy. Left out, no
-      logits are built of models that give hidden states.
-    layer: the type whose outputs are compared. Of a tuple the first entry counts.
-    alpha: share of the features, in [0, 1].
-    distance: (student [B, L, ...], teacher [B, L, ...]) -> values that begin with
-      [B, L, *shape of the labels but B], or a scalar.
+    student_forward_fn, teacher_forward_fn, labels_fn: see BaseStrategy. Without them,
+      no logits are built if the models have hidden states.
+    layer: the layer type whose outputs are compared; of a tuple the first entry is
+      used.
+    alpha: weight of the features, in [0, 1].
+    distance: function of student and teacher features, both [B, L, ...]. It returns a
+      scalar, or values [B, L, *positions, ...] with the positions of the labels.
 
   Raises:
-    TypeError: no layer type.
-    ValueError: alpha out of its range.
+    TypeError: `layer` is not a module type.
+    ValueError: `alpha` is out of range.
   """
 
   def __init__(
@@ -53,7 +54,7 @@ class FeatureStrategy(BaseStrategy):
     super().__init__(student_forward_fn, teacher_forward_fn, labels_fn)
     if not (isinstance(layer, type) and issubclass(layer, nnx.Module)):
       raise TypeError(
-        f"the layer to capture is {layer!r}: give the type of a layer, such as "
+        f"the layer to capture is {layer!r}: expected the type of a layer, such as "
         "tunix.models.transformer.decoder_layer.DecoderLayer"
       )
     check_alpha(alpha)
@@ -62,23 +63,23 @@ class FeatureStrategy(BaseStrategy):
     self.distance = distance
 
   def match(self, student: jax.Array, teacher: jax.Array) -> tuple[Any, Any]:
-    """Both features in one shape."""
+    """Returns both features in the same shape."""
     return student, teacher
 
   def pre_process_models(
     self, student_model: nnx.Module, teacher_model: Any
   ) -> tuple[nnx.Module, Any]:
-    """Checks that both can be captured."""
+    """Checks that the features of both models can be captured."""
     if not isinstance(teacher_model, nnx.Module | None):
       raise TypeError(
-        f"the teacher is a {type(teacher_model).__name__}: features need a model, or "
+        f"teacher_model is a {type(teacher_model).__name__}: features need a model, or "
         "batches with teacher_output"
       )
     vocabulary.check_sizes(student_model, teacher_model)
     return student_model, teacher_model
 
   def get_teacher_outputs(self, teacher_model: nnx.Module, inputs: Inputs) -> Any:
-    """The teacher's features [B, L, ...]."""
+    """Returns the teacher's features [B, L, ...]."""
     forward = lambda model: self._forward(self.teacher_forward_fn, model, inputs)
     _, features = sowed_module.capture(teacher_model, self.layer, forward)
     return jax.lax.stop_gradient(features)
@@ -86,15 +87,15 @@ class FeatureStrategy(BaseStrategy):
   def get_student_outputs(
     self, student_model: nnx.Module, inputs: Inputs
   ) -> dict[str, Any]:
-    """ "logits" (or `Unembedded`) and "features"."""
+    """Returns a dict of "logits" (an array or `Unembedded`) and "features"."""
     forward = lambda model: self._forward(self.student_forward_fn, model, inputs)
-    said, features = sowed_module.capture(student_model, self.layer, forward)
-    return {"logits": said, "features": features}
+    logits, features = sowed_module.capture(student_model, self.layer, forward)
+    return {"logits": logits, "features": features}
 
   def compute_loss(
     self, student_output: dict[str, Any], teacher_output: Any, labels: Any
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mean over labelled positions, and its parts as metrics."""
+    """Returns the mean over labelled positions, and its two parts as metrics."""
     nll, weights = outputs.task_loss(student_output["logits"], labels)
     hard = weighted_sum(nll, weights).mean()
     pair = self.match(student_output["features"], teacher_output)
@@ -106,30 +107,30 @@ class FeatureStrategy(BaseStrategy):
   def compute_eval_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
     self, student_output: dict[str, Any], labels: Any
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Cross-entropy of the student alone, in nats."""
+    """Returns the student's cross-entropy, in nats, and no metrics."""
     nll, weights = outputs.task_loss(student_output["logits"], labels)
     return weighted_sum(nll, weights).mean(), {}
 
   def loss_weight(self, labels: Any) -> jax.Array:
-    """Labelled positions."""
+    """Returns the number of labelled positions."""
     return jnp.sum(outputs.label_weights(labels))
 
   def _forward(self, forward_fn: Forward | None, model: Any, inputs: Inputs) -> Any:
     if forward_fn is not None:
       return outputs.call(forward_fn, model, inputs=inputs)
-    # Labels of the user's may be probabilities of all words, which meet logits alone.
-    said = outputs.output if self.labels_fn is None else outputs.logits
-    return said(model, inputs)
+    # A user's labels may be probabilities of the whole vocabulary, which need logits.
+    output = outputs.output if self.labels_fn is None else outputs.logits
+    return output(model, inputs)
 
 
 class FeaturePoolingStrategy(FeatureStrategy):
-  """The teacher's features, averaged over neighbours to the student's shape.
+  """Averages the teacher's features over neighbours, to the student's shape.
 
   Args:
     student_forward_fn, teacher_forward_fn, labels_fn, feature_layer, alpha: see
       FeatureStrategy.
-    feature_loss_fn: a distance; None: 1 - cosine along `cosine_distance_axis`.
-    cosine_distance_axis: of features [B, L, ...].
+    feature_loss_fn: the distance; None is 1 - cosine along `cosine_distance_axis`.
+    cosine_distance_axis: axis of the features [B, L, ...].
   """
 
   def __init__(
@@ -158,14 +159,17 @@ class FeaturePoolingStrategy(FeatureStrategy):
     )
 
   def match(self, student: jax.Array, teacher: jax.Array) -> tuple[Any, Any]:
-    """Pools the teacher's."""
+    """Pools the teacher's features."""
     pooled = pooling.avg_pool_array_to_target_shape(teacher, student.shape)
     return student, pooled
 
 
 def _mean(values: jax.Array, weights: jax.Array) -> jax.Array:
-  """Mean of values [B, L, positions, ...] over all but the positions, and over these by
-  their weights; of values of another shape, over all of them."""
+  """Returns the mean of values [B, L, *positions, ...].
+
+  Positions count with their weights, and all other axes equally. Values of another
+  shape have a plain mean.
+  """
   if values.ndim == 0:
     return values
   shape = (values.shape[0], *values.shape[2 : 1 + weights.ndim])

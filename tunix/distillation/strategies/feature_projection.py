@@ -1,4 +1,4 @@
-"""Features of layers: the student's, projected to the teacher's shape."""
+"""FeatureProjectionStrategy: projects the student's features to the teacher's shape."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tunix.distillation.strategies.feature_pooling import FeatureLoss, FeatureSt
 
 
 class FeatureProjectionStrategy(FeatureStrategy):
-  """The student's features go through a trained projection to the teacher's shape.
+  """Projects the student's features to the teacher's shape by a trained matrix.
 
   Until `close` the trainer's model is a `ModelWithFeatureProjection`.
 
   Args:
     student_forward_fn, teacher_forward_fn, labels_fn, feature_layer, alpha: see
       FeatureStrategy.
-    dummy_input: inputs that the features' shapes are taken from: a dict of fields, or
-      the forward function's one argument beside the model; None: two tokens.
-    rngs: for the projection; None: seed 0.
-    feature_loss_fn: a distance; None: the mean square.
+    dummy_input: inputs that give the shapes of the features: a dict of fields, or the
+      single argument of the forward function after the model. None uses two tokens.
+    rngs: random keys of the projection; None uses seed 0.
+    feature_loss_fn: the distance; None is the squared difference.
   """
 
   def __init__(
@@ -56,12 +56,12 @@ class FeatureProjectionStrategy(FeatureStrategy):
   def pre_process_models(
     self, student_model: nnx.Module, teacher_model: Any
   ) -> tuple[nnx.Module, Any]:
-    """Puts the student into a ModelWithFeatureProjection."""
+    """Wraps the student in a ModelWithFeatureProjection."""
     super().pre_process_models(student_model, teacher_model)
     if teacher_model is None:
       raise ValueError(
-        "there is no teacher, whose features the projection takes its shape from: give "
-        "a teacher_model"
+        "teacher_model is None, and the projection needs the shape of the teacher's "
+        "features: give a teacher_model"
       )
     shapes = [
       projection.feature_shape(model, self.layer, lambda m, f=fn: self._dummy(f, m))
@@ -76,14 +76,14 @@ class FeatureProjectionStrategy(FeatureStrategy):
   def post_process_models(
     self, student_model: nnx.Module, teacher_model: Any
   ) -> tuple[nnx.Module, Any]:
-    """Takes it out again; the projection is dropped."""
+    """Unwraps the student; the projection is dropped."""
     assert isinstance(student_model, ModelWithFeatureProjection)
     return student_model.model, teacher_model
 
   def get_student_outputs(
     self, student_model: nnx.Module, inputs: Inputs
   ) -> dict[str, Any]:
-    """ "logits" (or `Unembedded`) and projected "features"."""
+    """Returns a dict of "logits" (or `Unembedded`) and projected "features"."""
     assert isinstance(student_model, ModelWithFeatureProjection)
     out = super().get_student_outputs(student_model.model, inputs)
     return {**out, "features": student_model.project(out["features"])}

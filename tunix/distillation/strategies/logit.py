@@ -1,7 +1,8 @@
-"""LogitStrategy: the student's distribution of every token comes to be the teacher's.
+"""LogitStrategy: matches the student's distribution of each token to the teacher's.
 
-With our models, or any that give hidden states and an unembedding, no logits are built:
-the teacher's hidden states travel, and its unembedding lies beside the student's.
+If both models have hidden states and an unembedding, as ours do, no logits [B, T, V]
+are built. The teacher's output is then its hidden states, and its unembedding table is
+attached to the student.
 """
 
 from __future__ import annotations
@@ -22,39 +23,41 @@ from tunix.ops import distill
 from tunix.ops.distill import Divergence, TopK
 from tunix.ops.distill_hidden import Distillation, States, weighted_distillation
 from tunix.ops.reductions import WeightedSum, weighted_sum
-from tunix.ops.vocab_chunks import Layout
+from tunix.ops.vocab_softmax import Layout
 from tunix.utils import checks
 
 Metrics = dict[str, jax.Array]
 
 
 class HiddenStates(NamedTuple):
-  """What a teacher says that has hidden states: told apart from logits by its type.
+  """The hidden states of a teacher; the type distinguishes them from logits.
 
   Attributes:
-    hidden: [B, T, D'] of its last layer.
+    hidden: hidden states of the last layer, [B, T, D'].
   """
 
   hidden: Any
 
 
 class LogitStrategy(BaseStrategy):
-  """alpha T^2 D(teacher, student) + (1 - alpha) cross-entropy, means over the labelled
-  tokens (arXiv:1503.02531; T^2 keeps the size of the gradients).
+  """Minimises alpha T^2 D(teacher, student) + (1 - alpha) cross-entropy.
+
+  Both terms are means over the labelled tokens. T^2 keeps the gradients of D at the
+  same size for every temperature (arXiv:1503.02531).
 
   Args:
-    student_forward_fn, teacher_forward_fn, labels_fn: see BaseStrategy. Any of them
-      given, the student's logits are built.
-    temperature: T, of both distributions in D.
-    alpha: share of the divergence, in [0, 1].
-    distill_top_k: compare the teacher's so many likeliest words and the rest as one
-      (`ops.distill.top_k_divergence`); 0: all words (with a TeacherCache: those it
-      holds).
+    student_forward_fn, teacher_forward_fn, labels_fn: see BaseStrategy. If one of them
+      is given, the student's logits are built.
+    temperature: T, the temperature of both distributions in D.
+    alpha: weight of the divergence, in [0, 1].
+    distill_top_k: number of the teacher's most likely tokens that are compared; all
+      other tokens count as one event (`ops.distill.top_k_divergence`). 0 compares the
+      whole vocabulary, or with a TeacherCache the cached tokens.
     divergence: "forward_kl", "reverse_kl" or "jsd", see `ops.distill`.
-    beta: of jsd.
+    beta: weight of the teacher in the mixture of "jsd", in [0, 1].
 
   Raises:
-    ValueError: an option out of its range.
+    ValueError: an option is out of range.
   """
 
   def __init__(
@@ -72,12 +75,12 @@ class LogitStrategy(BaseStrategy):
     super().__init__(student_forward_fn, teacher_forward_fn, labels_fn)
     self.how = distill.checked(Divergence(divergence, beta, temperature))
     check_alpha(alpha)
-    # 0: all words.
     checks.number("distill_top_k", distill_top_k, checks.NOT_NEGATIVE, whole=True)
     self.alpha = alpha
     self.distill_top_k = distill_top_k
-    # Decided at the door, in `pre_process_models`: whether steps and evaluations go
-    # from the student's hidden states, and (not None) whether the teacher's travel.
+    # `pre_process_models` sets these: whether steps and evaluations compute from the
+    # student's hidden states without logits, and the layout of the teacher's table if
+    # the teacher's output is hidden states.
     self._trains_unbuilt = False
     self._evaluates_unbuilt = False
     self._teacher_layout: Layout | None = None
@@ -85,7 +88,7 @@ class LogitStrategy(BaseStrategy):
   def pre_process_models(
     self, student_model: nnx.Module, teacher_model: Any
   ) -> tuple[nnx.Module, Any]:
-    """Puts the teacher's unembedding beside the student, where it is needed."""
+    """Attaches the teacher's unembedding to the student, if the strategy needs it."""
     vocabulary.check_sizes(student_model, teacher_model)
     if isinstance(teacher_model, TeacherCache):
       teacher_model.check(self.distill_top_k, self.how.temperature)
@@ -101,28 +104,28 @@ class LogitStrategy(BaseStrategy):
   def post_process_models(
     self, student_model: nnx.Module, teacher_model: Any
   ) -> tuple[nnx.Module, Any]:
-    """Takes it away."""
-    # What was decided stays: another trainer may still train by this strategy.
+    """Removes the teacher's unembedding from the student."""
+    # The settings stay: another trainer may still use this strategy.
     teacher_table.detach(student_model)
     return student_model, teacher_model
 
   def with_loss(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Self:
-    """See BaseStrategy. The function gets logits, or a teacher's top k."""
+    """See BaseStrategy. The function receives logits, or the teacher's TopK."""
     strategy = super().with_loss(loss_fn, has_aux)
-    # Whatever was decided when the models were prepared, logits travel now.
+    # A user's loss reads logits, also if the models were prepared for hidden states.
     strategy._trains_unbuilt = strategy._evaluates_unbuilt = False
     strategy._teacher_layout = None
     return strategy
 
   def get_teacher_outputs(self, teacher_model: nnx.Module, inputs: Inputs) -> Any:
-    """`HiddenStates`, logits, or the most likely words."""
+    """Returns `HiddenStates`, logits, or the teacher's TopK."""
     k = self.distill_top_k
     if self._teacher_layout is not None:
       out = HiddenStates(outputs.states(teacher_model, inputs))
     elif not k:
       out = super().get_teacher_outputs(teacher_model, inputs)
     elif self.teacher_forward_fn is None:
-      out = outputs.top_words(teacher_model, inputs, k, self.how.temperature)
+      out = outputs.top_tokens(teacher_model, inputs, k, self.how.temperature)
     else:
       logits = super().get_teacher_outputs(teacher_model, inputs)
       out = distill.top_k(logits, k, self.how.temperature)
@@ -136,7 +139,7 @@ class LogitStrategy(BaseStrategy):
       assert self._teacher_layout is not None
       table = teacher_table.of(student_model)
       teacher_output = Unembedded(teacher_output.hidden, table, self._teacher_layout)
-    # Logits come with the batch, of a teacher that is not here.
+    # A batch may bring logits that a teacher computed before the training.
     if not self._trains_unbuilt or not isinstance(teacher_output, Unembedded | TopK):
       return super().get_train_loss(student_model, teacher_output, inputs)
     student = outputs.output(student_model, inputs)
@@ -154,44 +157,44 @@ class LogitStrategy(BaseStrategy):
   def compute_loss(
     self, student_output: Any, teacher_output: Any, labels: Any
   ) -> tuple[jax.Array, Metrics]:
-    """The mean over labelled tokens, and metrics in nats.
+    """Returns the mean over labelled tokens, and metrics in nats.
 
     Args:
       student_output: logits [B, T, V], or `Unembedded`.
-      teacher_output: logits, a TopK, or `Unembedded` (with a student that is too).
+      teacher_output: logits, a TopK, or `Unembedded` if the student's is `Unembedded`.
       labels: see `outputs.task_loss`.
 
     Raises:
-      ValueError: vocabularies or shapes that do not fit.
+      ValueError: vocabularies or shapes do not match.
     """
     unbuilt = isinstance(student_output, Unembedded)
     compare = self._from_hidden if unbuilt else self._from_logits
-    said, weights = compare(student_output, teacher_output, labels)
+    result, weights = compare(student_output, teacher_output, labels)
     mean = lambda x: jax.lax.stop_gradient(weighted_sum(x, weights).mean())
-    gap = mean(said.divergence)
+    divergence = mean(result.divergence)
     metrics = {
-      "distill/kl_div": gap,
-      "distill/soft_loss": self.how.temperature**2 * gap,
-      "distill/hard_loss": mean(said.nll),
+      "distill/kl_div": divergence,
+      "distill/soft_loss": self.how.temperature**2 * divergence,
+      "distill/hard_loss": mean(result.nll),
     }
-    if said.teacher_nll is not None:
-      metrics["distill/teacher_loss"] = mean(said.teacher_nll)
-    return WeightedSum(said.total, jnp.sum(weights)).mean(), metrics
+    if result.teacher_nll is not None:
+      metrics["distill/teacher_loss"] = mean(result.teacher_nll)
+    return WeightedSum(result.total, jnp.sum(weights)).mean(), metrics
 
   def compute_eval_loss(  # pyright: ignore[reportIncompatibleMethodOverride]
     self, student_output: Any, labels: Any
   ) -> tuple[jax.Array, Metrics]:
-    """Cross-entropy of the student alone, in nats."""
+    """Returns the student's cross-entropy, in nats, and no metrics."""
     nll, weights = outputs.task_loss(student_output, labels)
     return weighted_sum(nll, weights).mean(), {}
 
   def loss_weight(self, labels: Any) -> jax.Array:
-    """Labelled tokens."""
+    """Returns the number of labelled tokens."""
     return jnp.sum(outputs.label_weights(labels))
 
   @property
   def _factors(self) -> tuple[float, float]:
-    """Of the divergence and of the cross-entropy."""
+    """The weights of the divergence and of the cross-entropy."""
     return self.alpha * self.how.temperature**2, 1 - self.alpha
 
   def _from_hidden(self, student, teacher, labels) -> tuple[Distillation, jax.Array]:
@@ -201,7 +204,7 @@ class LogitStrategy(BaseStrategy):
       layouts["teacher_layout"] = teacher.layout
       teacher = States(teacher.hidden, teacher.table)
     soft, hard = self._factors
-    said = weighted_distillation(
+    result = weighted_distillation(
       student.hidden,
       student.table,
       teacher,
@@ -211,7 +214,7 @@ class LogitStrategy(BaseStrategy):
       hard=hard,
       **layouts,
     )
-    return said, hard_labels.weights
+    return result, hard_labels.weights
 
   def _from_logits(self, student, teacher, labels) -> tuple[Distillation, jax.Array]:
     if isinstance(teacher, TopK):
@@ -226,29 +229,31 @@ class LogitStrategy(BaseStrategy):
     return Distillation(total, gaps, nll, teacher_nll), weights
 
   def _needs_no_logits(self, student: nnx.Module) -> bool:
-    """Whether the student has hidden states, and nothing of the user's reads logits."""
+    """Returns whether the student has hidden states and no user code reads logits."""
     methods = ["compute_loss", "get_labels", "get_train_loss"]
     methods += ["get_student_outputs", "get_teacher_outputs"]
-    if self.evaluates_with_teacher:  # else it sees the student alone: `get_eval_loss`
+    if self.evaluates_with_teacher:  # otherwise `_evaluates_unbuilt` covers the method
       methods.append("compute_eval_loss")
     functions = (self.student_forward_fn, self.labels_fn)
     ours = all(map(self._is_ours, methods)) and functions == (None, None)
     return ours and not calling.adapt(student).builds_logits
 
   def _is_ours(self, name: str) -> bool:
-    """Whether a method is LogitStrategy's: what a user put in its place, by a subclass
-    or by `with_loss`, was written for logits."""
+    """Returns whether a method is LogitStrategy's own.
+
+    A method of a subclass, or a loss of `with_loss`, was written for logits.
+    """
     method = getattr(getattr(self, name), "__func__", None)
     return method is getattr(LogitStrategy, name)
 
   def _has_states(self, teacher: Any) -> bool:
-    """Whether the teacher's hidden states say all that is compared."""
+    """Returns whether the teacher's hidden states are enough for the comparison."""
     model = isinstance(teacher, nnx.Module) and not calling.adapt(teacher).builds_logits
     return model and self.teacher_forward_fn is None and not self.distill_top_k
 
 
 def check_alpha(alpha: float) -> None:
-  """Refuses shares that are none.
+  """Checks the weight alpha.
 
   Raises:
     ValueError: alpha is not in [0, 1].

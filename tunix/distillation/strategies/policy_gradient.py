@@ -1,4 +1,4 @@
-"""The reverse KL by its policy gradient, on what the student itself wrote."""
+"""PolicyGradientStrategy: the reverse KL by its policy gradient, on student samples."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from tunix.ops.reductions import weighted_sum
 
 
 class PolicyGradientStrategy(BaseStrategy):
-  """-A_t log q(y_t) with A_t = log p(y_t) - log q(y_t), a constant, at each token.
+  """Minimises -A_t log q(y_t) at each token, with A_t = log p(y_t) - log q(y_t).
 
-  Where the student q drew the tokens, the expected gradient is that of the reverse KL
-  at every prefix, KL(q || p), without a token's effect on later prefixes. It needs the
-  teacher p at the drawn tokens alone. On tokens of anyone else's it is wrong: use it
-  with `OnPolicyDistillationTrainer` and on_policy_fraction 1.
+  A_t is a constant without gradient. If the student q sampled the tokens, the expected
+  gradient is that of the reverse KL at every prefix, KL(q || p), without the effect of
+  a token on later prefixes. The teacher p is needed only at the sampled tokens. On
+  tokens that the student did not sample the gradient is wrong: use the strategy with
+  `OnPolicyDistillationTrainer` and `on_policy_fraction` 1.
 
   Args:
-    temperature: of both distributions: that of the sampling.
+    temperature: temperature of both distributions, equal to the sampling temperature.
 
   Raises:
-    ValueError: a temperature that is not above 0.
+    ValueError: the temperature is not above 0.
   """
 
   def __init__(self, *, temperature: float = 1.0):
@@ -40,24 +41,25 @@ class PolicyGradientStrategy(BaseStrategy):
   def pre_process_models(
     self, student_model: nnx.Module, teacher_model: Any
   ) -> tuple[nnx.Module, Any]:
-    """Checks the vocabularies."""
+    """Checks the sizes of the vocabularies."""
     vocabulary.check_sizes(student_model, teacher_model)
     return student_model, teacher_model
 
   def get_teacher_outputs(self, teacher_model: nnx.Module, inputs: Inputs) -> Any:
-    """[B, T] log p of the right tokens."""
+    """Returns log p of the labels, [B, T]."""
     return jax.lax.stop_gradient(self._logps(teacher_model, inputs))
 
   def get_student_outputs(self, student_model: nnx.Module, inputs: Inputs) -> Any:
-    """[B, T] log q of the right tokens."""
+    """Returns log q of the labels, [B, T]."""
     return self._logps(student_model, inputs)
 
   def compute_loss(
     self, student_output: Any, teacher_output: Any, labels: Labels
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mean over labelled tokens; its value says nothing, its gradient does.
+    """Returns the mean over labelled tokens, and the metric `distill/reverse_kl`.
 
-    The metric `distill/reverse_kl` is the mean of log q - log p, in nats.
+    Only the gradient of the loss has a meaning, not its value. The metric is the mean
+    of log q - log p, in nats.
     """
     advantages = teacher_output - jax.lax.stop_gradient(student_output)
     values = reinforce_loss(student_output, advantages)
@@ -68,12 +70,12 @@ class PolicyGradientStrategy(BaseStrategy):
   def compute_eval_loss(
     self, student_output: Any, teacher_output: Any, labels: Labels
   ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The mean of log q - log p: of the student's own samples, its reverse KL."""
+    """Returns the mean of log q - log p, the reverse KL on the student's samples."""
     gaps = student_output - teacher_output
     return weighted_sum(gaps, labels.weights).mean(), {}
 
   def loss_weight(self, labels: Labels) -> jax.Array:
-    """Labelled tokens."""
+    """Returns the number of labelled tokens."""
     return jnp.sum(labels.weights)
 
   def _logps(self, model: Any, inputs: Inputs) -> jax.Array:

@@ -1,4 +1,4 @@
-"""English to French, for fine-tuning: two data sets by name, behind one template."""
+"""Fine-tuning data for translation from English to French: two named datasets."""
 
 from __future__ import annotations
 
@@ -31,41 +31,41 @@ def create_datasets(
   tfds_download: bool = True,
   input_template: Mapping[str, str] | None = None,
 ) -> tuple[Any, Any]:
-  """Training and evaluation batches of `TrainingInput`.
+  """Returns training and evaluation batches of `TrainingInput`.
 
-  The source is not trained on. Rows are padded to `max_target_length`; longer examples
-  are left out. Each of several processes gets its rows of every batch. A last batch
-  that is not whole is dropped.
+  Only the target is trained. Rows are padded to `max_target_length`; longer examples
+  are dropped. Each of several processes gets its rows of every batch. A last batch that
+  is not full is dropped.
 
   Args:
-    dataset_name: "mtnt/en-fr" (of `tensorflow_datasets`) or "Helsinki-NLP/opus-100" (of
-      `datasets`).
-    global_batch_size: rows of a batch, over all processes.
-    max_target_length: tokens of a row, source and target together.
-    num_train_epochs: passes over the training data; None: without end. The evaluation
-      makes one.
-    tokenizer: has `tokenize(text, prefix=, suffix=, add_eos=)` and `pad_id()`.
-    instruct_tuned: use the template of chat models.
-    tfds_download: whether `tensorflow_datasets` may download.
-    input_template: {"prefix", "suffix"} around the source; goes before the others.
+    dataset_name: "mtnt/en-fr" (from `tensorflow_datasets`) or "Helsinki-NLP/opus-100"
+      (from `datasets`).
+    global_batch_size: number of rows of a batch, over all processes.
+    max_target_length: number of tokens of a row, source and target together.
+    num_train_epochs: number of passes over the training data; None: endless. Evaluation
+      makes one pass.
+    tokenizer: an object with `tokenize(text, prefix=, suffix=, add_eos=)`, `pad_id()`.
+    instruct_tuned: if True, the default template is that of chat models.
+    tfds_download: if True, `tensorflow_datasets` may download.
+    input_template: {"prefix", "suffix"} around the source; None: the default template.
 
-  Returns: (training, evaluation): `grain.IterDataset`s, whose iterators have a state.
+  Returns: training and evaluation `grain.IterDataset`s with resumable iterators.
 
   Raises:
-    ImportError: the package of that data set is missing.
-    ValueError: an unknown name, a template without its two parts, or a batch that does
-      not divide among the processes.
+    ImportError: the package of the dataset is missing.
+    ValueError: an unknown name, a template without its two parts, or a batch size that
+      the number of processes does not divide.
   """
   if global_batch_size < 1 or global_batch_size % jax.process_count():
     raise ValueError(
-      f"global_batch_size is {global_batch_size}: it must be a positive multiple of "
-      f"the {jax.process_count()} processes"
+      f"global_batch_size is {global_batch_size}; expected a positive multiple of the "
+      f"{jax.process_count()} processes"
     )
   template = INPUT_TEMPLATE_IT if instruct_tuned else INPUT_TEMPLATE
   template = dict(template if input_template is None else input_template)
   if template.keys() != {"prefix", "suffix"}:
     raise ValueError(
-      f'input_template has {sorted(template)}: expected "prefix" and "suffix"'
+      f'input_template has {sorted(template)}; expected "prefix" and "suffix"'
     )
   row = functools.partial(
     _row, tokenizer=tokenizer, template=template, length=max_target_length
@@ -76,7 +76,7 @@ def create_datasets(
 
 
 def _sources(name: str, download: bool) -> tuple[Any, Any]:
-  purpose = f"the data set {name!r}"
+  purpose = f"the dataset {name!r}"
   if name == "mtnt/en-fr":
     tfds = optional.require("tensorflow_datasets", purpose, "tensorflow-datasets")
     return tfds.data_source(name, split=("train", "valid"), download=download)
@@ -85,14 +85,14 @@ def _sources(name: str, download: bool) -> tuple[Any, Any]:
     splits = ["train", "validation"]
     return tuple(hub.load_dataset(name, data_dir="en-fr", split=splits))
   raise ValueError(
-    f"dataset_name is {name!r}: known are 'mtnt/en-fr' and 'Helsinki-NLP/opus-100'; of "
-    "other data make JSON lines, see docs/guides/data.md"
+    f"dataset_name is {name!r}; expected 'mtnt/en-fr' or 'Helsinki-NLP/opus-100'. "
+    "Write other data as JSON lines, see docs/guides/data.md"
   )
 
 
 def _batches(source: Any, *, row: Any, size: int, epochs: int | None) -> Any:
   rows = maps.as_map_dataset(source).repeat(epochs).map(row)
-  # A filter has holes; what is left is a stream, which all processes walk alike.
+  # A filtered dataset has no random access; all processes read the same stream.
   stream = rows.filter(lambda x: x is not None).to_iter_dataset()
   return stream.batch(size, drop_remainder=True, batch_fn=_stacked)
 
@@ -100,7 +100,7 @@ def _batches(source: Any, *, row: Any, size: int, epochs: int | None) -> Any:
 def _row(
   record: Mapping[str, Any], *, tokenizer: Any, template: dict[str, str], length: int
 ) -> TrainingInput | None:
-  """A padded row; None where it does not fit."""
+  """Returns a padded row; None if the example is too long."""
   source, target = _pair(record)
   shown = tokenizer.tokenize(source, **template, add_eos=False)
   trained = tokenizer.tokenize(target, add_eos=True)
@@ -123,7 +123,7 @@ def _pair(record: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _stacked(rows: Any) -> TrainingInput:
-  """This process's rows of a batch."""
+  """Returns this process's rows of a batch."""
   count = len(rows) // jax.process_count()
   mine = rows[jax.process_index() * count :][:count]
   return TrainingInput(

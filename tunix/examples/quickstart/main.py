@@ -35,7 +35,10 @@ def main(argv: Sequence[str]) -> int:
     ValueError: an option out of range, or a folder with other files.
     OSError: the disk is full or not writable.
   """
-  args = _parse(argv)
+  args = parser().parse_args(argv)
+  checks.number("--seed", args.seed, checks.SEED, whole=True)
+  for name in ("sft_steps", "grpo_steps"):
+    checks.number(f"--{name}", getattr(args, name), checks.COUNT, whole=True)
   folder = pathlib.Path(args.output).expanduser()
   prepare_output(folder, overwrite=args.overwrite)
   try:
@@ -206,16 +209,17 @@ def prepare_output(folder: pathlib.Path, *, overwrite: bool) -> None:
   folder.mkdir(parents=True, exist_ok=True)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  parser = Parser(
+def parser() -> Parser:
+  """Returns the parser of the arguments."""
+  made = Parser(
     "tunix quickstart",
     "Fine-tunes a fresh small model on sums until it half knows them, reinforces right "
     "answers by GRPO, and reports. Takes some minutes and needs no download.",
   )
-  parser.add_argument(
+  made.add_argument(
     "--output", metavar="DIR", default="quickstart", help="default: %(default)s"
   )
-  parser.add_argument(
+  made.add_argument(
     "--overwrite", action="store_true", help="replace an earlier quickstart"
   )
   for name, default, meaning in (
@@ -223,18 +227,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     ("sft_steps", 150, "optimizer steps of fine-tuning; fewer are faster and worse"),
     ("grpo_steps", 100, "optimizer steps of GRPO; fewer are faster and worse"),
   ):
-    parser.add_argument(
+    made.add_argument(
       f"--{name}",
       type=int,
       metavar="N",
       default=default,
       help=f"{meaning}; default: %(default)s",
     )
-  args = parser.parse_args(argv)
-  for name, bounds in (
-    ("seed", checks.SEED),
-    ("sft_steps", checks.COUNT),
-    ("grpo_steps", checks.COUNT),
-  ):
-    checks.number(f"--{name}", getattr(args, name), bounds, whole=True)
-  return args
+  return made

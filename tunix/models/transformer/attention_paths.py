@@ -39,24 +39,14 @@ class Call:
     dtype: dtype of the queries.
     head_dim: H.
     scores: number of scores per head and row, T * S.
-    softcap, window, segments, mask, groups: True if the call has them.
-    cache: True if the keys are not the same tokens as the queries.
-    shared: True if rows hold a prompt and several completions of it.
-    split: True if the tokens of a row are split over devices.
+    features: the names in `FEATURES` of what the call has.
   """
 
   platform: str
   dtype: str
   head_dim: int
   scores: int
-  softcap: bool
-  window: bool
-  segments: bool
-  mask: bool
-  groups: bool
-  cache: bool
-  shared: bool
-  split: bool
+  features: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +57,7 @@ class Path:
     run: called with (query, key, value, visible, scale, softcap, window, rules),
       returns the output. If the tokens are split over devices, the arrays are those of
       one device, and a `Split` replaces the rules.
-    lacks: features of `Call` that it does not support.
+    lacks: names in `FEATURES` that it does not support.
     platforms: platforms that it runs on; None for all.
     dtypes: supported dtypes of queries, keys and values; None for all.
     head_multiple, head_most: the head dimension must be a multiple of the first and at
@@ -83,7 +73,7 @@ class Path:
 
   def refusals(self, call: Call) -> list[str]:
     """Returns the unsupported features of a call; empty if the path can run it."""
-    out = [_FEATURES[name] for name in self.lacks if getattr(call, name)]
+    out = [FEATURES[name] for name in self.lacks if name in call.features]
     if self.platforms is not None and call.platform not in self.platforms:
       out.append(f"platform {call.platform} (it runs on {', '.join(self.platforms)})")
     if self.dtypes is not None and call.dtype not in self.dtypes:
@@ -95,8 +85,8 @@ class Path:
     return out
 
 
-# Names of the features in messages.
-_FEATURES = {
+# Optional features of a call, with their names in messages.
+FEATURES = {
   "softcap": "a soft cap",
   "window": "a window",
   "segments": "segment ids",
@@ -306,8 +296,8 @@ PATHS = {
 def _from_array(mask: jax.Array, window: int | None) -> Visibility:
   if window is not None and mask.shape[1] != mask.shape[2]:
     raise ValueError(
-      f"a mask of shape {mask.shape} does not tell the queries' slots, which a window "
-      "counts from: pass Visibility(query_index, mask)"
+      f"mask has shape {mask.shape}, which does not give the queries' slots that a "
+      "window counts from: pass Visibility(query_index, mask)"
     )
   index = jnp.arange(mask.shape[1], dtype=jnp.int32)
   return Visibility(index, mask)
@@ -332,17 +322,20 @@ def _check(query, key, visible, softcap, window):
 
 
 def _describe(query, key, visible, softcap, window, split) -> Call:
+  has = {
+    "softcap": softcap is not None,
+    "window": window is not None,
+    "segments": visible.segment_ids is not None,
+    "mask": visible.mask is not None,
+    "groups": visible.groups is not None,
+    "cache": not visible.aligned,
+    "shared": visible.shared is not None,
+    "split": split is not None,
+  }
   return Call(
     platform=mesh_lib.context_platform(),
     dtype=str(query.dtype),
     head_dim=query.shape[-1],
     scores=query.shape[1] * key.shape[1],
-    softcap=softcap is not None,
-    window=window is not None,
-    segments=visible.segment_ids is not None,
-    mask=visible.mask is not None,
-    groups=visible.groups is not None,
-    cache=not visible.aligned,
-    shared=visible.shared is not None,
-    split=split is not None,
+    features=frozenset(name for name in FEATURES if has[name]),
   )

@@ -339,8 +339,8 @@ class TransformerConfig:
       raise ValueError(f"layer_types has {sorted(unknown)}, known: 'full', 'sliding'")
     if "sliding" in self.layer_types and (self.sliding_window or 0) < 1:
       raise ValueError(
-        f"there are sliding layers, but sliding_window is {self.sliding_window}: give "
-        "the number of keys that a query sees"
+        f"sliding_window is {self.sliding_window} and layer_types has sliding layers; "
+        "expected the number of keys that a query attends to, at least 1"
       )
 
   @property
@@ -378,26 +378,3 @@ def sizes(
     "num_kv_heads": kv_heads,
     **fields,
   }
-
-
-def canonical(config: Any) -> Any:
-  """Returns a configuration that compares equal for equal mathematical functions.
-
-  Fields that do not change the function, such as dtypes and sharding, are reset.
-  """
-  slides = config.layer_types is not None and "sliding" in config.layer_types
-  moe = config.moe and dataclasses.replace(config.moe, implementation="ragged")
-  return dataclasses.replace(
-    config,
-    layer_types=config.layer_types if slides else None,
-    sliding_window=config.sliding_window if slides else None,
-    local_rope=(config.local_rope or config.rope) if slides else None,
-    query_scale=config.query_scale or config.head_dim**-0.5,
-    moe=moe,
-    param_dtype=jnp.float32,
-    dtype=jnp.float32,
-    remat="none",
-    attention="auto",
-    scan_layers=None,
-    sharding=ShardingRules(),
-  )

@@ -70,15 +70,15 @@ def check_supported(
       )
 
 
-def read_activation(hf: HfConfig, field: str = "hidden_act") -> Activation:
+def read_activation(hf: HfConfig) -> Activation:
   """Returns the MLP's activation; an absent field means "silu".
 
   Raises:
     ValueError: the decoder does not have this activation.
   """
-  name = hf.get(field) or "silu"
+  name = hf.get("hidden_act") or "silu"
   if not isinstance(name, str) or name not in _ACTIVATIONS:
-    raise ValueError(f"{field} is {name!r}, supported are {sorted(_ACTIVATIONS)}")
+    raise ValueError(f"hidden_act is {name!r}, supported are {sorted(_ACTIVATIONS)}")
   return _ACTIVATIONS[name]
 
 

@@ -37,7 +37,7 @@ from tunix.models.transformer.shared_prompt import SharedPrompt
 from tunix.models.transformer.unstack import layer_states
 from tunix.models.transformer.visibility import Visibility
 from tunix.ops.masks import positions_from_segments
-from tunix.ops.vocab_chunks import Layout, soft_cap
+from tunix.ops.vocab_softmax import Layout, soft_cap
 from tunix.utils import mesh as mesh_lib
 
 
@@ -311,8 +311,8 @@ def _check_offload() -> None:
   kinds = {memory.kind for memory in jax.local_devices()[0].addressable_memories()}
   if "pinned_host" not in kinds:
     raise ValueError(
-      f"remat 'offload' keeps what layers are given in pinned host memory, {platform} "
-      f"devices here have {', '.join(sorted(kinds))} only: use remat 'block'"
+      f"remat is 'offload', which needs pinned host memory, and the {platform} devices "
+      f"have only {', '.join(sorted(kinds))}: use remat 'block'"
     )
 
 

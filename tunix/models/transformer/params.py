@@ -124,17 +124,6 @@ def numbered(path: str) -> tuple[str, int | None]:
   return path, None
 
 
-def split_layer(path: str) -> tuple[str, int | None]:
-  """Turns 'layers.3.mlp.up_proj' into ('layers.mlp.up_proj', 3).
-
-  The number is None for a stacked module and for a path outside the layers.
-  """
-  parts = path.split(".")
-  if parts[0] == "layers" and len(parts) > 1 and parts[1].isdigit():
-    return ".".join([parts[0], *parts[2:]]), int(parts[1])
-  return path, None
-
-
 class Stacks(Protocol):
   """The fields of a configuration that describe stacked parameters."""
 
@@ -160,7 +149,10 @@ def place(names: NameTable, path: str, config: Any) -> Placement:
   if number is not None and pattern in names:
     key = names[pattern].key.replace("{i}", str(number))
     return Placement(path, (key,), (), names[pattern].transpose)
-  generic, layer = split_layer(path)
+  # The decoder's table has no number in its paths, for stacked and unstacked layers.
+  in_layers = pattern.startswith("layers.{i}.")
+  generic = pattern.replace(".{i}", "") if in_layers else path
+  layer = number if in_layers else None
   entry = names.get(generic)
   if entry is None:
     raise ValueError(

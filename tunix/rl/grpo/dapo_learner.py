@@ -1,5 +1,5 @@
-"""DAPO: decoupled clip, dynamic sampling, token-level loss, soft punishment of overlong
-completions (Yu et al. 2025, arXiv:2503.14476)."""
+"""DAPO: decoupled clip, dynamic sampling, token-level loss, and a soft penalty for
+overlong completions (Yu et al. 2025, arXiv:2503.14476)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from tunix.ops import rewards as shaping
 from tunix.rl import common, metrics
-from tunix.rl.common import Rollouts, Tokens, TrainExample
+from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.metrics import Mean
 from tunix.rl.pipeline import PromptSource
@@ -22,11 +22,11 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlongBuffer:
-  """Soft punishment of long completions, in tokens.
+  """A penalty that grows linearly in the last tokens before the token limit.
 
   Attributes:
-    tokens: length of the zone before the limit in which the penalty grows.
-    penalty: subtracted from the reward at the limit.
+    tokens: length of the zone before the limit, in tokens.
+    penalty: amount that is subtracted from the reward at the limit.
   """
 
   tokens: int
@@ -38,14 +38,14 @@ class OverlongBuffer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DAPOConfig(GRPOConfig):
-  """GRPOConfig with the paper's settings.
+  """GRPOConfig with the settings of the paper.
 
   Attributes:
-    dynamic_sampling: groups whose rewards are all one number are replaced by those of
-      further prompts, until the batch is full.
-    max_refills: batches of prompts drawn for one step at most, beyond the first; then
-      the step makes do with the groups it has.
-    overlong_buffer: None: no punishment.
+    dynamic_sampling: if True, groups whose rewards are all the same are replaced by
+      groups of further prompts, until the batch is full.
+    max_refills: the most batches of prompts that one step draws beyond the first. Then
+      the step trains on the groups it has.
+    overlong_buffer: penalty for long completions; None is off.
   """
 
   beta: float = 0.0
@@ -65,49 +65,49 @@ class DAPOConfig(GRPOConfig):
 
 
 class DAPOLearner(GRPOLearner):
-  """GRPO that keeps sampling until every group has something to teach."""
+  """GRPO that samples until every group has rewards that differ."""
 
   algo_config: DAPOConfig
 
-  def _shape_rewards(
-    self, tokens: Tokens, totals: np.ndarray, max_tokens: int
-  ) -> np.ndarray:
+  def _shape_rewards(self, rollouts: Rollouts, max_tokens: int) -> np.ndarray:
     buffer = self.algo_config.overlong_buffer
     if buffer is None:
-      return totals
+      return rollouts.scores
     penalty = shaping.overlong_penalty(
-      jnp.asarray(tokens.lengths), max_tokens, buffer.tokens, buffer.penalty
+      jnp.asarray(rollouts.lengths), max_tokens, buffer.tokens, buffer.penalty
     )
-    return totals + np.asarray(penalty, np.float64)
+    scores = rollouts.scores
+    return scores + np.asarray(penalty, np.float64).reshape(scores.shape)
 
   def _collect(self, source: PromptSource) -> TrainExample | None:
-    """Samples until a batch of useful groups is full, the prompts end, or `max_refills`
-    are used up. Prompts of surplus groups are sampled anew in the next step, by the
-    policy of that step: no rollout is ever stale.
+    """Samples until a batch of useful groups is full, or the prompts or refills end.
+
+    Prompts of surplus groups are put back. The next step samples them again with its
+    own policy, so that no rollout is off-policy.
 
     Raises:
-      ValueError: no group was useful, and there were prompts left, or nothing was
-        learnt before.
+      ValueError: no group is useful although there are prompts left, or before the
+        first update.
     """
     if not self.algo_config.dynamic_sampling:
       return super()._collect(source)
     kept: list[Rollouts] = []
-    wanted = self._progress.batch_rows // self.algo_config.num_generations
+    needed = self._progress.batch_rows // self.algo_config.num_generations
     refills, groups = -1, 0
     while refills < self.algo_config.max_refills:
       if (batch := source.take()) is None:
         break
-      wanted = max(wanted, len(batch.prompts))
+      needed = max(needed, len(batch.prompts))
       rollouts = self._rollouts(batch)
       kept.append(rollouts.take(useful(rollouts)))
       refills, groups = refills + 1, groups + len(kept[-1].scores)
-      if groups >= wanted:
+      if groups >= needed:
         break
     if refills < 0:
       return None
     self._measured.append({"dynamic_sampling/refills": Mean(float(refills), 1)})
     if not groups and batch is None and self.train_steps:
-      _log.warning("the last prompts gave no group whose rewards differ: all done")
+      _log.warning("the last prompts gave no group whose rewards differ: training ends")
       return None
     if not groups:
       raise ValueError(
@@ -115,14 +115,16 @@ class DAPOLearner(GRPOLearner):
         "policy solves all of them or none; change the prompts or the reward, or set "
         "dynamic_sampling=False"
       )
-    whole = common.joined(kept)
-    if groups > wanted:
-      source.give_back(whole.batch.take(range(wanted, groups)))
-      whole = whole.take(range(wanted))
-    return self._with_advantages(whole)
+    collected = common.joined(kept)
+    if groups > needed:
+      source.give_back(collected.batch.take(range(needed, groups)))
+      collected = collected.take(range(needed))
+    return self._with_advantages(collected)
 
 
 def useful(rollouts: Rollouts) -> np.ndarray:
-  """Groups, by their raw rewards, that are not all equal: punishing length must not
-  make a group look useful."""
-  return np.flatnonzero(~metrics.all_equal(rollouts.raw))
+  """Returns the indices of the groups whose total rewards are not all the same.
+
+  The overlong penalty does not count: it must not make a group look useful.
+  """
+  return np.flatnonzero(~metrics.all_equal(rollouts.totals))

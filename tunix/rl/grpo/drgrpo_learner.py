@@ -1,4 +1,4 @@
-"""Dr.GRPO: GRPO without its biases by length and by the spread of a group's rewards
+"""Dr.GRPO: GRPO without its length bias and its bias by the spread of a group's rewards
 (Liu et al. 2025, arXiv:2503.20783)."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrGRPOConfig(GRPOConfig):
-  """Centred rewards; sums over tokens divided by the longest completion allowed."""
+  """GRPOConfig with centred rewards; losses are divided by the token limit."""
 
   beta: float = 0.0
   advantage_estimator: str = "group_centered"
@@ -18,6 +18,6 @@ class DrGRPOConfig(GRPOConfig):
 
 
 class DrGRPOLearner(GRPOLearner):
-  """GRPOLearner by the settings of DrGRPOConfig."""
+  """GRPOLearner with the settings of DrGRPOConfig."""
 
   algo_config: DrGRPOConfig

@@ -1,6 +1,8 @@
-"""GRPO: groups of completions are their own baseline (Shao et al. 2024, 2402.03300).
+"""GRPO: the other completions of a prompt are the baseline (Shao et al. 2024,
+arXiv:2402.03300).
 
-GSPO and CISPO are other ratios in the same loss: configurations of the same learner.
+GSPO and CISPO use other ratios in the same loss; the same learner runs them with
+another config.
 """
 
 from __future__ import annotations
@@ -19,16 +21,17 @@ from tunix.rl.rl_learner import RLLearner
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPOConfig(AlgorithmConfig):
-  """AlgorithmConfig with at least two completions a prompt.
+  """AlgorithmConfig with at least two completions for each prompt.
 
   Attributes:
-    decoupled_rewards: compare the rewards of each function by themselves, by
-      `advantage_estimator`, before they are added up with their weights (GDPO,
-      arXiv:2601.05242, see `ops.advantages.decoupled`): in a sum one that spreads far
-      drowns the others. What shapes the total (an overlong penalty) is one more.
+    decoupled_rewards: if True, `advantage_estimator` compares the rewards of each
+      function separately, before they are added with their weights (GDPO,
+      arXiv:2601.05242, see `ops.advantages.decoupled`). In a plain sum, a reward with a
+      wide spread hides the others. A penalty that the algorithm adds to the total (an
+      overlong penalty) counts as one more function.
 
   Raises:
-    ValueError: `num_generations` below 2: a group of one has no baseline.
+    ValueError: `num_generations` is below 2: a group of one has no baseline.
   """
 
   num_generations: int = 2
@@ -45,8 +48,8 @@ class GRPOConfig(AlgorithmConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GSPOConfig(GRPOConfig):
-  """GSPO (Zheng et al. 2025, arXiv:2507.18071): ratios of completions, normalised by
-  length, with the paper's clips."""
+  """GSPO (Zheng et al. 2025, arXiv:2507.18071): the ratio of a whole completion,
+  normalised by its length, with the clips of the paper."""
 
   beta: float = 0.0
   loss_algo: str = "gspo"
@@ -57,17 +60,17 @@ class GSPOConfig(GRPOConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CISPOConfig(GRPOConfig):
-  """CISPO (MiniMax-M1, arXiv:2506.13585): clipped weights on the log-probs, only from
-  above."""
+  """CISPO (MiniMax-M1, arXiv:2506.13585): weights on the log-probabilities, which are
+  clipped only from above."""
 
   beta: float = 0.0
   loss_algo: str = "cispo"
-  epsilon_low: float | None = 1.0
+  epsilon_low: float | None = 1.0  # a lower clip of 1 is ratio 0: it clips nothing
   epsilon_high: float | None = 4.0
 
 
 class GRPOLearner(RLLearner):
-  """Advantages from each group's own rewards; see RLLearner for the arguments."""
+  """Computes advantages from the rewards of each group; see RLLearner for arguments."""
 
   algo_config: GRPOConfig
 

@@ -16,8 +16,10 @@ from tunix.rl.pipeline import PromptBatch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLOOConfig(GRPOConfig):
-  """Leave-one-out advantages; the ratio is that of whole completions, and the KL
-  penalty, summed over a completion, part of its reward."""
+  """GRPOConfig with leave-one-out advantages and the ratio of whole completions.
+
+  The KL penalty, summed over a completion, is a part of its reward.
+  """
 
   kl_in_loss: ClassVar[bool] = False
 
@@ -25,17 +27,18 @@ class RLOOConfig(GRPOConfig):
   kl_method: str | Callable[..., Any] = "k1"
   advantage_estimator: str = "leave_one_out"
   loss_algo: str = "rloo"
-  loss_agg_mode: str = "sequence-mean-token-mean"  # a token carries its row's ratio
+  # Every token has the ratio of its whole row, so the mean over a row is that ratio.
+  loss_agg_mode: str = "sequence-mean-token-mean"
 
 
 class RLOOLearner(GRPOLearner):
-  """GRPOLearner by the settings of RLOOConfig."""
+  """GRPOLearner with the settings of RLOOConfig."""
 
   algo_config: RLOOConfig
 
   def _generate_and_compute_advantage(self, batch: PromptBatch) -> TrainExample:
     rollouts, config = self._rollouts(batch), self.algo_config
-    old, divergence = self._kl_penalty(rollouts.tokens)
+    old, divergence = self._experience.kl_penalty(rollouts)
     if divergence is not None:
       penalty = config.beta * divergence.sum(1, dtype=np.float64)
       scores = rollouts.scores - penalty.reshape(rollouts.scores.shape)

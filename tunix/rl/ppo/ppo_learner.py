@@ -26,11 +26,12 @@ class PPOConfig(AlgorithmConfig):
   """AlgorithmConfig with generalised advantage estimation.
 
   Attributes:
-    gamma: discount a token.
-    gae_lambda: between the critic's one-step errors (0) and whole returns (1).
-    clip_range_value: the critic moves at most this far from its old value in one
-      batch; None: no clip.
-    whiten_advantages: mean 0 and deviation 1 over the tokens of a batch of rollouts.
+    gamma: discount factor per token.
+    gae_lambda: weight between the critic's one-step errors (0) and whole returns (1).
+    clip_range_value: largest change of a critic's value in one batch of rollouts; None
+      is no clip.
+    whiten_advantages: if True, advantages are scaled to mean 0 and standard deviation 1
+      over the tokens of a batch of rollouts.
   """
 
   kl_in_loss: ClassVar[bool] = False
@@ -55,14 +56,15 @@ class PPOConfig(AlgorithmConfig):
     if self.advantage_estimator != "gae":
       raise ValueError(
         f"advantage_estimator is {self.advantage_estimator!r}: PPO has a critic and "
-        'estimates by "gae"; for advantages of groups use GRPOLearner'
+        'uses "gae"; for advantages from groups use GRPOLearner'
       )
 
 
 class PPOLearner(RLLearner):
-  """Actor and critic; see RLLearner for the arguments.
+  """Trains an actor and a critic; see RLLearner for the arguments.
 
-  A completion that met its limit counts as ended there: nothing is bootstrapped.
+  A completion that reached its token limit counts as ended there: no value is
+  bootstrapped behind it.
 
   Raises:
     ValueError: the cluster has no critic.
@@ -86,11 +88,10 @@ class PPOLearner(RLLearner):
 
   def _generate_and_compute_advantage(self, batch: PromptBatch) -> TrainExample:
     rollouts, config = self._rollouts(batch), self.algo_config
-    tokens = rollouts.tokens
-    mask = tokens.completion_mask
+    mask = rollouts.completion_mask
     with self._phases("scoring"):
-      values = self.rl_cluster.get_values(tokens)
-    old, divergence = self._kl_penalty(tokens)
+      values = self.rl_cluster.get_values(rollouts)
+    old, divergence = self._experience.kl_penalty(rollouts)
     estimated, returns = advantages.gae(
       jnp.asarray(self._token_rewards(rollouts, divergence)),
       jnp.asarray(values),
@@ -101,7 +102,7 @@ class PPOLearner(RLLearner):
     if config.whiten_advantages:
       valid = mask & rollouts.valid.reshape(-1, 1)
       if config.mask_truncated:
-        valid &= ~tokens.truncated[:, None]
+        valid &= ~rollouts.truncated[:, None]
       estimated = advantages.whiten(estimated, jnp.asarray(valid, jnp.float32))
     return self._example(
       rollouts,
@@ -114,10 +115,10 @@ class PPOLearner(RLLearner):
   def _token_rewards(
     self, rollouts: Rollouts, divergence: np.ndarray | None
   ) -> np.ndarray:
-    """float32 [B, R]: the score at the last token, minus beta times the KL estimate at
-    every token."""
-    lengths = rollouts.tokens.lengths
-    out = np.zeros(rollouts.tokens.completion_mask.shape, np.float32)
+    """Returns float32 [B, R]: the score at the last token of a completion, minus beta
+    times the KL estimate at every token."""
+    lengths = rollouts.lengths
+    out = np.zeros(rollouts.completion_mask.shape, np.float32)
     rows = np.flatnonzero(lengths)
     out[rows, lengths[rows] - 1] = np.nan_to_num(rollouts.scores.reshape(-1))[rows]
     return out if divergence is None else out - self.algo_config.beta * divergence

@@ -1,4 +1,4 @@
-"""Reference log-probabilities that were written once and are read in every run."""
+"""PrecomputedLogps: a reference's log-probabilities, computed once and kept on disk."""
 
 from __future__ import annotations
 
@@ -26,22 +26,25 @@ from tunix.utils.io import write_json
 
 _ABOUT = "reference.json"
 _FORMAT = 3
-_FILE = "reference_logps.npz"  # of format 2, one file for all; it is still read
+_FILE = "reference_logps.npz"  # the one file of format 2, which is still read
 _FILE_FORMAT = 2
 
 
 class PrecomputedLogps:
-  """Log-probabilities of a reference model, written once and read in every run.
+  """Log-probabilities of a reference model on disk.
 
-  They are found by the content of a prompt and its completion, whatever the order or
-  the padding, and belong to one model: its content stamp is written beside them.
+  They are stored by the content of a prompt and its completion, independent of order
+  and padding. They belong to one model, whose content stamp is stored with them.
 
     PrecomputedLogps.write(folder, reference, batches, config, tokenizer)
     DPOTrainer(model, None, tx, config, reference_logps=PrecomputedLogps(folder))
 
+  Args:
+    folder: the folder that `write` has written.
+
   Raises:
-    FileNotFoundError: nothing was written there, or not to the end.
-    ValueError: a file is damaged, or of another version's format.
+    FileNotFoundError: The folder has no log-probabilities, or not all of them.
+    ValueError: A file is damaged, or has the format of another version.
   """
 
   def __init__(self, folder: Any):
@@ -50,39 +53,44 @@ class PrecomputedLogps:
     if not about.get("complete"):
       raise FileNotFoundError(
         f"no reference log-probabilities in {str(folder)!r}, or not all of them: write "
-        "them with PrecomputedLogps.write, which goes on where it was"
+        "them with PrecomputedLogps.write, which continues an interrupted call"
       )
     self.model_stamp = about["model"]
     self._rows = _open(self.folder)
 
   def __len__(self) -> int:
-    """Completions that it knows."""
+    """Returns the number of stored completions."""
     return len(self._rows)
 
   def check(self, model: nnx.Module) -> None:
-    """Refuses another model.
+    """Refuses a model other than the one of the stored log-probabilities.
 
     Args:
-      model: the reference, or an adapted model: then what lies below its adapters.
+      model: the reference, or a model whose weights without adapters are the reference.
 
     Raises:
-      ValueError: its weights are not those that the folder was written with.
+      ValueError: The model has other weights.
     """
     _check(self.folder, self.model_stamp, model)
 
   def logps(self, rows: Mapping[str, Any], weights: np.ndarray) -> np.ndarray:
-    """float32 [B, 2] of pairs; 0 in rows without weight.
+    """Returns the log-probabilities of pairs, float32 [B, 2]; 0 in rows of weight 0.
+
+    Args:
+      rows: ids and masks of prompts and completions.
+      weights: weights of the rows, [B].
 
     Raises:
-      ValueError: a pair was not in the data that the folder was written from.
+      ValueError: A pair was not in the data of `write`.
     """
     out = np.zeros((len(weights), len(PAIR)), np.float32)
     for column, name in enumerate(PAIR):
       for row, key in _keys(rows, weights, name):
         if key not in self._rows:
           raise ValueError(
-            f"the {name} completion of row {row} of the batch is not in {self.folder}: "
-            "it was written from other data, another tokenizer or other maximum lengths"
+            f"the {name} completion of row {row} of the batch is not in {self.folder}, "
+            "which was written with other data, another tokenizer or other maximum "
+            "lengths"
           )
         [out[row, column]] = self._rows.take([key], "logps")
     return out
@@ -95,21 +103,22 @@ class PrecomputedLogps:
     config: DPOTrainingConfig | None = None,
     tokenizer: Any = None,
   ) -> PrecomputedLogps:
-    """Scores every pair of the data and writes what is not there yet.
+    """Scores all pairs of the data, and writes those that are not stored yet.
 
-    Several processes compute together, with a model on a mesh over all of them, and one
-    writes: the files are those of one process.
+    Several processes compute together, with a model on a mesh over all of them. The
+    first process writes the same files as a run of one process.
 
     Args:
-      folder: made if missing. What it holds of the same model is kept.
-      model: the reference; of an adapted model, what lies below its adapters.
-      batches: what `train` would be given; of several processes every one gives all of
-        each batch.
-      config: maximum lengths, and what to do with bad rows.
-      tokenizer: for text.
+      folder: the folder, which is made if missing. Its log-probabilities of the same
+        model are kept.
+      model: the reference; adapters of the model are left out.
+      batches: batches as for `train`. With several processes each of them passes whole
+        batches.
+      config: maximum lengths and the treatment of bad rows.
+      tokenizer: tokenizer of text batches.
 
     Raises:
-      ValueError: the folder belongs to another model; or see `batches.read_pairs`.
+      ValueError: The folder belongs to another model; or see `batches.read_pairs`.
     """
     config = DPOTrainingConfig() if config is None else config
     if is_lora(model):
@@ -117,14 +126,13 @@ class PrecomputedLogps:
     folder = pathlib.Path(folder)
     if about := _about(folder):
       _check(folder, about["model"], model)
-    # First of all whose rows these are; at last that they are all there.
+    # The model's stamp is written first. The mark of completeness is written last.
     about = {"format": _FORMAT, "model": model_stamp(model), "complete": False}
     store, score = _open(folder), logps_of(PAIR, False)
-    # All have looked before the first writes, and saw the same.
-    there = {"rows": str(len(store))}
+    # All processes must have counted the stored rows before the first process writes.
     coordination.agree(
       "reference log-probabilities on disk",
-      there,
+      {"rows": str(len(store))},
       "name a folder that all processes see",
     )
     _write_about(folder, about)
@@ -149,14 +157,14 @@ class PrecomputedLogps:
 
 
 def _write_about(folder: pathlib.Path, about: dict[str, Any]) -> None:
-  """By the first process; all go on when it stands."""
+  """Writes the description in the first process; all processes wait for it."""
   if jax.process_index() == 0:
     write_json(folder / _ABOUT, about)
   coordination.gather("reference log-probabilities", None)
 
 
 def model_stamp(model: nnx.Module) -> str:
-  """Content stamp of a model's parameters without its adapters."""
+  """Returns the content stamp of a model's parameters without its adapters."""
   base = nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
   return stamp.content_stamp(tree.flatten(base))
 
@@ -166,13 +174,13 @@ def _check(folder: pathlib.Path, written: str, model: nnx.Module) -> None:
   if ours != written:
     raise ValueError(
       f"{folder} holds log-probabilities of the model {written}, and the reference "
-      f"here is {ours} (other weights or another dtype): write them anew with this "
-      "model into another folder, or load the one they were written with"
+      f"here is {ours} (other weights or another dtype). Write them with this model "
+      "into another folder, or load the model that they were written with."
     )
 
 
 def _about(folder: pathlib.Path) -> dict[str, Any]:
-  """What the folder says of itself; {} of a folder without any."""
+  """Returns the folder's description; {} if there is none."""
   path = folder / _ABOUT
   if path.exists():
     about, expected = json.loads(path.read_text()), _FORMAT
@@ -183,14 +191,13 @@ def _about(folder: pathlib.Path) -> dict[str, Any]:
     return {}
   if (written := about.get("format", 1)) != expected:
     raise ValueError(
-      f"{path} has format {written}, and this version reads {expected}: delete it and "
-      "write it again"
+      f"{path} has format {written}; expected {expected}. Delete it and write it again."
     )
   return about
 
 
 def _open(folder: pathlib.Path) -> RowStore:
-  """The rows, those of a file of the format before among them."""
+  """Returns the stored rows, including those of a file of format 2."""
   store = RowStore(folder)
   if (folder / _FILE).exists():
     old = _old_file(folder / _FILE)
@@ -204,15 +211,17 @@ def _old_file(path: pathlib.Path) -> dict[str, np.ndarray]:
       return {name: saved[name] for name in ("about", "keys", "logps")}
   except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
     raise ValueError(
-      f"{path} is damaged ({error}): delete it and write it again"
+      f"{path} is damaged ({error}). Delete it and write it again."
     ) from error
 
 
 def _keys(
   rows: Mapping[str, Any], weights: np.ndarray, name: str
 ) -> Iterator[tuple[int, str]]:
-  """(row, key) of a completion in every row with weight: a hash of what its score
-  depends on, wherever the padding is."""
+  """Yields (row, key) for the named completion of each row whose weight is not 0.
+
+  The key is a hash of all tokens that the score depends on, without padding.
+  """
   for row in np.flatnonzero(weights):
     columns = [np.asarray(rows[f"{name}_{part}"][row]) for part in ("ids", "mask")]
     shown = np.asarray(rows["prompt_mask"][row]) != 0

@@ -1,4 +1,4 @@
-"""Reference models: a second one, or what lies below the adapters of the first."""
+"""Reference models: a second model, or the policy without its adapters."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class ReferenceModel:
   """A frozen model that scores completions.
 
   Args:
-    model: a second model; None: what lies below the adapters of the trained one.
-    axes: mesh axes that split rows.
+    model: a second model; None: the trained model without its adapters.
+    axes: mesh axes that split the rows of a batch.
   """
 
   def __init__(self, model: nnx.Module | None, axes: tuple[str, ...]):
     self._model = model
     self._axes = axes
     self._below: nnx.Module | None = None
-    self._shared: list[Any] = []  # the arrays that `_below` was made of
+    self._shared: list[Any] = []  # the frozen arrays that `_below` was made from
 
   def model(self, policy: ModuleState, mesh: Any) -> nnx.Module:
-    """The module, laid out on a mesh: its own, or the policy's if it has none."""
+    """Returns the reference on a mesh: its own mesh, or the policy's if it has none."""
     model = self._model
     if model is None:
       return self._below_adapters(policy)
@@ -47,7 +47,7 @@ class ReferenceModel:
     same = len(frozen) == len(self._shared)
     same = same and all(a is b for a, b in zip(frozen, self._shared))
     below = self._below
-    if below is None or not same:  # the first time, or laid out anew
+    if below is None or not same:  # the first call, or the policy has moved
       below = self._below = reference_of(policy.model)
       self._shared = frozen
     return below
@@ -60,7 +60,15 @@ class ReferenceModel:
     names: Sequence[str],
     shared: bool = False,
   ) -> jax.Array:
-    """[B, names], on the policy's devices, not waited for."""
+    """Dispatches log-probabilities [B, N], and moves them to the policy's devices.
+
+    Args:
+      policy: the trained model.
+      mesh: the policy's mesh; None: one device.
+      rows: ids and masks of B prompts and of their N completions.
+      names: names of the completions.
+      shared: compute each prompt once for all of its completions.
+    """
     model = self.model(policy, mesh)
     score = logps_of(tuple(names), shared)
     logps = inference.apply(model, score, rows, self._axes)
@@ -73,29 +81,29 @@ class ReferenceModel:
 def reference_for(
   loss: str, model: nnx.Module, ref_model: nnx.Module | None, axes: tuple[str, ...]
 ) -> ReferenceModel:
-  """The reference of a model that is to be trained.
+  """Returns the reference of a model before its training.
 
   Args:
-    loss: its name, for messages.
+    loss: name of the loss, for messages.
     model: the policy.
     ref_model: a second model, or None.
-    axes: mesh axes that split rows.
+    axes: mesh axes that split the rows of a batch.
 
   Raises:
-    ValueError: there is none, or it holds Variables of the policy that are trained.
+    ValueError: There is no reference, or it has trained Variables of the policy.
   """
   trained = trained_variables(model).values()
   if ref_model is not None and share_variables(trained, ref_model):
     raise ValueError(
-      "ref_model is the model itself or shares its trained Variables, so that training "
-      "would change both: pass nnx.clone(model) or load the reference anew, or leave "
-      "it out where the model has adapters"
+      "ref_model is the model itself or shares its trained Variables, so training "
+      "would change both. Pass nnx.clone(model), load the reference separately, or "
+      "leave ref_model out if the model has adapters."
     )
   if ref_model is None and not is_lora(model):
     raise ValueError(
-      f"the loss {loss!r} compares with a reference, and all weights of the model are "
-      "trained: pass ref_model=, or adapt the model (then the reference is what lies "
-      "below the adapters); the losses from pairs also take "
-      "reference_logps=PrecomputedLogps(folder), or reference_free=True in the config"
+      f"ref_model is None and the loss {loss!r} needs a reference, because all weights "
+      "of the model are trained: pass ref_model=, or add adapters to the model, whose "
+      "frozen weights are then the reference. Losses of pairs also take "
+      "reference_logps=PrecomputedLogps(folder), or reference_free=True in the config."
     )
   return ReferenceModel(ref_model, axes)

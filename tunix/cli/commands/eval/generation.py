@@ -1,4 +1,4 @@
-"""What a model answers, judged by scoring functions."""
+"""Completions of prompts, scored by reward functions: mean rewards and pass@k."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import numpy as np
 
 from tunix.cli.commands.eval import results, scores
 from tunix.cli.commands.eval.results import Metric, Section
+from tunix.cli.commands.eval.scores import Task
 from tunix.data.jsonl import JsonlRecords
 from tunix.data.prompts import PROMPTS, PromptText
 from tunix.data.records import PROMPT_ROWS
 from tunix.data.scan import scan
 from tunix.data.source import Source
 from tunix.generate.sampler import Sampler
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models.transformer.model import Transformer
 from tunix.rl.evaluation import pass_at_k
 from tunix.rl.rewards import RewardManager, RewardOutput
 from tunix.utils import coordination
@@ -26,15 +25,15 @@ from tunix.utils import coordination
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answers:
-  """Completions of P prompts, G each.
+  """Completions of P prompts, G of each.
 
   Attributes:
-    rows: of the file.
-    prompts: as the model saw them.
-    text: [P * G].
-    tokens: [P * G], counts.
+    rows: [P], the rows of the file.
+    prompts: [P], the rendered prompts.
+    text: [P * G], the completions.
+    tokens: [P * G], the numbers of tokens.
     finish_reasons: [P * G].
-    rewards: of all of them; None without scoring functions.
+    rewards: the rewards of all completions; None without reward functions.
   """
 
   rows: Sequence[dict[str, Any]]
@@ -46,61 +45,47 @@ class Answers:
 
   @property
   def size(self) -> int:
-    """G."""
+    """The number of completions of each prompt (G)."""
     return len(self.text) // len(self.prompts)
 
 
 def evaluate(
-  model: Transformer,
-  tokenizer: TokenizerAdapter,
-  path: str,
+  task: Task,
   *,
   rewards: RewardManager | None,
   threshold: float,
   ks: Sequence[int],
-  batch_size: int,
-  max_new_tokens: int,
   options: dict[str, Any],
-  chat: bool | None,
-  template_args: dict[str, Any],
-  shown: int,
 ) -> Section:
-  """Completions of a file of prompts, with their rewards and pass@k.
+  """Samples completions of a file of prompts, and measures rewards and pass@k.
 
-  Several processes share the batches; what is drawn is what one process draws.
+  Several processes share the batches, and sample what one process would sample.
 
   Args:
-    model: a language model.
-    tokenizer: of the model.
-    path: of the file: prompts with further columns, as for RL.
-    rewards: scoring functions; None: completions are only written down.
-    threshold: a completion passes when its reward is at least this.
-    ks: of pass@k; each at most the samples of a prompt.
-    batch_size: prompts at a time.
-    max_new_tokens: of a completion.
-    options: of the sampler.
-    chat, template_args: see `tunix.data.chat.prompt_text`.
-    shown: prompts on the page.
+    task: a language model and a file of prompts with further columns, as for RL.
+    rewards: reward functions; None: completions are written without rewards.
+    threshold: a completion passes if its reward is at least this.
+    ks: the k of pass@k; each at most the number of completions of a prompt.
+    options: options of the sampler, with `max_generation_steps`.
 
   Raises:
-    FileNotFoundError, ValueError: something about file or options is wrong.
+    FileNotFoundError, ValueError: the file is missing or has an invalid record, or an
+      option is invalid.
     TypeError: a function needs a column that the file lacks.
   """
   source = Source(
-    records=JsonlRecords(path, PROMPT_ROWS),
+    records=JsonlRecords(task.path, PROMPT_ROWS),
     kind=PROMPT_ROWS,
-    tokenizer=tokenizer,
+    tokenizer=task.tokenizer,
     layout=PromptText(),
-    chat=chat,
-    template_kwargs=template_args,
+    chat=task.chat,
+    template_kwargs=task.template_args,
   )
   kept: dict[int, dict[str, Any]] = {}
   scan(source, kept=kept)
   rows = list(kept.values())
   prompts = [row[PROMPTS] for row in rows]
-  text, tokens, reasons = _sample(
-    Sampler(model, tokenizer), prompts, batch_size, max_new_tokens, options
-  )
+  text, tokens, reasons = _sample(task, prompts, options)
   size = len(text) // len(rows)
   scored = None
   if rewards is not None:
@@ -120,30 +105,28 @@ def evaluate(
   measured = metrics(answers, threshold, ks)
   groups = groups_of(answers)
   return Section(
-    data=path,
+    data=task.path,
     kind="generation",
     metrics=measured,
     records=[{"record": i, **group} for i, group in enumerate(groups)],
-    groups=groups[:shown],
+    groups=groups[: task.shown],
     headline=_headline(answers, measured),
     notes=[] if scored is None else scored.problems(),
   )
 
 
 def _sample(
-  sampler: Sampler,
-  prompts: Sequence[str],
-  batch_size: int,
-  max_new_tokens: int,
-  options: dict[str, Any],
+  task: Task, prompts: Sequence[str], options: dict[str, Any]
 ) -> tuple[list[str], list[int], list[str]]:
+  """Returns texts, numbers of tokens and finish reasons of all completions."""
+  sampler, batch_size = Sampler(task.model, task.tokenizer), task.batch_size
+
   def answers(starts: Sequence[int]) -> list[Any]:
     drawn = []
     for start in starts:
       out = sampler(
         list(prompts[start : start + batch_size]),
-        max_generation_steps=max_new_tokens,
-        first_prompt=start,  # what is drawn does not depend on the size of a batch
+        first_prompt=start,  # samples do not depend on the size of a batch
         **options,
       )
       counts = [len(row) for row in out.tokens]
@@ -157,10 +140,10 @@ def _sample(
 
 
 def metrics(answers: Answers, threshold: float, ks: Sequence[int]) -> list[Metric]:
-  """Rewards by function, pass@k, lengths.
+  """Returns lengths, rewards by function and pass@k.
 
-  Standard errors are over prompts. Prompts with a completion that has no reward (its
-  function failed) are left out of rewards and pass@k.
+  Standard errors are over prompts. If a reward function fails on a completion, rewards
+  and pass@k ignore its prompt.
   """
   size = answers.size
   table = lambda values: np.asarray(values, np.float64).reshape(-1, size)
@@ -186,14 +169,14 @@ def metrics(answers: Answers, threshold: float, ks: Sequence[int]) -> list[Metri
     ]
   passed = total >= threshold
   for k in ks:
-    # pass@k is a mean over prompts; one prompt's is that of a table of one row.
+    # `pass_at_k` averages over prompts, so each prompt is a table of one row.
     by_prompt = np.asarray([pass_at_k(row[None], k) for row in passed])
     out.append(results.mean(f"pass@{k}", by_prompt))
   return out
 
 
 def groups_of(answers: Answers) -> list[dict[str, Any]]:
-  """Prompts with their completions, as `samples.page_of` shows them."""
+  """Returns prompts with their completions, as `tunix.report.samples` shows them."""
   size, rewards = answers.size, answers.rewards
 
   def completion(at: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How likely a model finds given answers."""
+"""Log-likelihood of given answers: nats per token and perplexity."""
 
 from __future__ import annotations
 
@@ -9,41 +9,25 @@ import numpy as np
 
 from tunix.cli.commands.eval import scores
 from tunix.cli.commands.eval.results import Metric, Section
-from tunix.cli.commands.eval.scores import Row
+from tunix.cli.commands.eval.scores import Row, Task
 from tunix.data import chat as chats
 from tunix.data.chat import Rendered
 from tunix.data.jsonl import JsonlRecords
 from tunix.data.rows import fit_row
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.models.transformer.model import Transformer
 
 
-def evaluate(
-  model: Transformer,
-  tokenizer: TokenizerAdapter,
-  path: str,
-  *,
-  batch_size: int,
-  max_length: int | None,
-  chat: bool | None,
-  template_args: dict[str, Any],
-  shown: int,
-) -> Section:
-  """Log-likelihood of the trained tokens of a file of fine-tuning records.
+def evaluate(task: Task, *, max_length: int | None) -> Section:
+  """Measures the log-likelihood of the trained tokens of fine-tuning records.
 
   Args:
-    model: a language model.
-    tokenizer: of the model.
-    path: of the file; see `tunix.data.records`.
-    batch_size: rows at a time.
+    task: a language model and a file of records; see `tunix.data.records`.
     max_length: tokens; longer examples are cut as in training. None: no limit.
-    chat, template_args: see `tunix.data.chat.render`.
-    shown: records on the page.
 
   Raises:
-    FileNotFoundError, ValueError: something about the file is wrong.
+    FileNotFoundError, ValueError: the file is missing, or has an invalid record.
   """
-  records = JsonlRecords(path)
+  tokenizer, records = task.tokenizer, JsonlRecords(task.path)
   records.validate()
   examples, cut = [], 0
   for index in range(len(records)):
@@ -51,8 +35,8 @@ def evaluate(
       records[index],
       tokenizer,
       where=records.where(index),
-      chat=chat,
-      template_kwargs=template_args,
+      chat=task.chat,
+      template_kwargs=task.template_args,
     )
     fitted = example
     if max_length is not None:
@@ -61,10 +45,10 @@ def evaluate(
     cut += fitted is not example
     examples.append(fitted)
   rows = [Row(e.tokens[:1], e.tokens[1:], e.mask[1:]) for e in examples]
-  logps = scores.score(model, scores.logps_of_rows, rows, batch_size)
+  logps = scores.score(task.model, scores.logps_of_rows, rows, task.batch_size)
   tokens = np.asarray([int(row.mask.sum()) for row in rows])
   return Section(
-    data=path,
+    data=task.path,
     kind="log-likelihood",
     metrics=metrics(logps, tokens),
     records=[
@@ -73,7 +57,7 @@ def evaluate(
     ],
     groups=[
       _group(example, float(logp), tokenizer)
-      for example, logp in list(zip(examples, logps))[:shown]
+      for example, logp in list(zip(examples, logps))[: task.shown]
     ],
     headline=("nats per token", -float(logps.sum()) / int(tokens.sum())),
     notes=[f"{cut} of {len(records)} records are cut at {max_length} tokens"]
@@ -83,14 +67,14 @@ def evaluate(
 
 
 def metrics(logps: np.ndarray, tokens: np.ndarray) -> list[Metric]:
-  """Counts, nats per token and perplexity.
+  """Returns counts, nats per token and perplexity.
 
-  The mean is over all tokens; its standard error is that of a ratio of sums over
-  records, which are drawn independently (tokens of one record are not).
+  The mean is over all tokens. Its standard error is that of a ratio of sums over
+  records, because records are independent and the tokens of a record are not.
 
   Args:
-    logps: [N] nats, of whole records.
-    tokens: [N] of each.
+    logps: [N] nats, one of each record.
+    tokens: [N] numbers of trained tokens.
   """
   logps, count = np.asarray(logps, np.float64), int(tokens.sum())
   nats = -float(logps.sum()) / count

@@ -1,4 +1,4 @@
-"""Whether a reward model, or a policy, prefers the chosen response of a pair."""
+"""Pairwise accuracy: how often a model prefers the chosen response of a pair."""
 
 from __future__ import annotations
 
@@ -8,68 +8,60 @@ import numpy as np
 
 from tunix.cli.commands.eval import results, scores
 from tunix.cli.commands.eval.results import Metric, Section
-from tunix.cli.commands.eval.scores import Row
+from tunix.cli.commands.eval.scores import Row, Task
 from tunix.data import render
 from tunix.data.chat import Rendered
 from tunix.data.jsonl import JsonlRecords
 from tunix.data.records import PAIRS
 from tunix.data.rows import fit_apart
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 
 
 def evaluate(
-  model: Transformer,
-  tokenizer: TokenizerAdapter,
-  path: str,
+  task: Task,
   *,
   reference: Transformer | None,
   per_token: bool,
-  batch_size: int,
   max_length: int | None,
-  chat: bool | None,
-  template_args: dict[str, Any],
-  shown: int,
 ) -> Section:
-  """Pairwise accuracy on a file of preference pairs.
+  """Measures the pairwise accuracy on a file of preference pairs.
 
-  A reward model's score is that of the whole row. A policy's is the log-probability of
-  the response, less the reference's where there is one (DPO's implicit reward up to
-  beta). A tie counts one half. Pairs of equal responses are left out and counted.
+  A reward model scores prompt and response together. A policy's score is the
+  log-probability of the response, minus the reference's if there is one (DPO's implicit
+  reward divided by beta). A tie counts one half. Pairs of equal responses are counted
+  and otherwise ignored.
 
   Args:
-    model: a language model, or a reward model (of one score).
-    tokenizer: of the model.
-    path: of the file; see `tunix.data.records`.
-    reference: a language model, for a policy.
-    per_token: divide a policy's score by the response's length.
-    batch_size: rows at a time.
-    max_length: tokens of prompt and response; longer responses lose their end, longer
-      prompts their beginning. None: no limit.
-    chat, template_args: see `tunix.data.render.tokenise`.
-    shown: pairs on the page.
+    task: a language model or a reward model of one score, and a file of pairs; see
+      `tunix.data.records`.
+    reference: a reference model of a policy; None: no reference.
+    per_token: if True, a policy's score is divided by the length of the response.
+    max_length: tokens of prompt and response. A longer response loses its end, a longer
+      prompt its beginning. None: no limit.
 
   Raises:
-    FileNotFoundError, ValueError: something about file or options is wrong.
+    FileNotFoundError, ValueError: the file is missing or has an invalid record, or the
+      options do not fit the model.
   """
+  model, path = task.model, task.path
   is_reward = model.config.num_scores is not None
   if is_reward and (reference is not None or per_token):
-    what = "--reference" if reference is not None else "--per_token"
+    option = "--reference" if reference is not None else "--per_token"
     raise ValueError(
-      f"{what} is for the log-probabilities of a policy, and this is a reward model: "
-      "leave it out"
+      f"{option} needs the log-probabilities of a policy, but MODEL is a reward model; "
+      "omit it"
     )
   records = JsonlRecords(path, PAIRS)
   records.validate()
-  read, cut = _read(records, tokenizer, max_length, chat, template_args)
+  read, cut = _read(records, task, max_length)
   used = [i for i, pair in enumerate(read) if not render.are_equal(pair)]
   if not used:
-    raise ValueError(f"{path}: the responses of every pair are equal")
+    raise ValueError(f"{path} has only pairs of equal responses; expected others")
   rows = [Row(a.prompt, r, m) for a in read for r, m in zip(a.completions, a.masks)]
   of = scores.rewards_of_rows if is_reward else scores.logps_of_rows
-  values = scores.score(model, of, rows, batch_size).astype(np.float64)
+  values = scores.score(model, of, rows, task.batch_size).astype(np.float64)
   if reference is not None:
-    values -= scores.score(reference, of, rows, batch_size)
+    values -= scores.score(reference, of, rows, task.batch_size)
   if per_token:
     values /= [max(1, int(row.mask.sum())) for row in rows]
   table = values.reshape(-1, 2)
@@ -85,14 +77,19 @@ def evaluate(
       {"record": i, "chosen": float(c), "rejected": float(r), "used": i in set(used)}
       for i, (c, r) in enumerate(table)
     ],
-    groups=[_group(read[i], table[i], what, tokenizer) for i in used[:shown]],
+    groups=[_group(read[i], table[i], what, task) for i in used[: task.shown]],
     headline=("accuracy", measured[1].value),
     notes=_notes(len(records) - len(used), cut, max_length),
   )
 
 
 def metrics(table: np.ndarray, what: str) -> list[Metric]:
-  """Accuracy and means of scores [N, 2] of chosen and rejected responses."""
+  """Returns accuracy and means of scores.
+
+  Args:
+    table: [N, 2], the scores of the chosen and the rejected responses.
+    what: name of the scores.
+  """
   margins = table[:, 0] - table[:, 1]
   return [
     Metric(name="pairs", value=len(margins)),
@@ -105,22 +102,18 @@ def metrics(table: np.ndarray, what: str) -> list[Metric]:
 
 
 def _read(
-  records: JsonlRecords,
-  tokenizer: TokenizerAdapter,
-  max_length: int | None,
-  chat: bool | None,
-  template_args: dict[str, Any],
+  records: JsonlRecords, task: Task, max_length: int | None
 ) -> tuple[list[Rendered], int]:
-  """The pairs within the limit, and how many of them were cut."""
+  """Returns the pairs, cut to the limit, and the number of pairs that were cut."""
   pairs, cut = [], 0
   for index in range(len(records)):
     full = render.render_record(
       records[index],
       PAIRS,
-      tokenizer,
+      task.tokenizer,
       where=records.where(index),
-      chat=chat,
-      template_kwargs=template_args,
+      chat=task.chat,
+      template_kwargs=task.template_args,
     )
     fitted = full
     if max_length is not None:
@@ -129,7 +122,7 @@ def _read(
         full,
         max_prompt_length=max_length - longest,
         max_completion_length=longest,
-        bos_id=tokenizer.bos_id(),
+        bos_id=task.tokenizer.bos_id(),
       )
     assert fitted is not None
     cut += fitted is not full
@@ -140,16 +133,14 @@ def _read(
 def _notes(equal: int, cut: int, max_length: int | None) -> list[str]:
   notes = []
   if equal:
-    notes.append(f"{equal} pairs of equal responses are left out")
+    notes.append(f"{equal} pairs of equal responses are ignored")
   if cut:
     notes.append(f"{cut} pairs are cut at {max_length} tokens")
   return notes
 
 
-def _group(
-  pair: Rendered, values: np.ndarray, what: str, tokenizer: TokenizerAdapter
-) -> dict[str, Any]:
-  text = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+def _group(pair: Rendered, values: np.ndarray, what: str, task: Task) -> dict[str, Any]:
+  text = lambda ids: task.tokenizer.decode(ids, skip_special_tokens=False)
   return {
     "prompt": text(pair.prompt),
     "columns": {},

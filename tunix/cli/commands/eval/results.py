@@ -1,4 +1,4 @@
-"""What an evaluation found, on the terminal and as files."""
+"""The results of an evaluation, on the terminal and as files."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _HEADER = ("data", "metric", "value", "standard error")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Metric:
-  """A number.
+  """One number of a result table.
 
   Attributes:
-    name: with its unit.
+    name: name with unit.
     value: the number.
-    error: its standard error over records; None for counts.
+    error: standard error over records; None for counts.
   """
 
   name: str
@@ -34,7 +34,7 @@ class Metric:
   error: float | None = None
 
   def cells(self) -> tuple[str, str, str]:
-    """Name, value and error as text."""
+    """Returns name, value and error as text."""
     error = "" if self.error is None else f"{self.error:.4f}"
     return self.name, _number(self.value), error
 
@@ -44,13 +44,13 @@ class Section:
   """The results on one file.
 
   Attributes:
-    data: the file's name.
-    kind: of the evaluation.
-    metrics: the table.
-    records: one object a record, in the order of the file.
-    groups: the first of them, for the page; see `tunix.report.samples`.
-    headline: (what, number) above the page.
-    notes: what was left out, and why.
+    data: name of the file.
+    kind: name of the kind of evaluation.
+    metrics: the rows of the table.
+    records: one JSON object for each record, in the order of the file.
+    groups: the first records, for the page; see `tunix.report.samples`.
+    headline: (name, number) above the page.
+    notes: sentences about records that were ignored or cut.
   """
 
   data: str
@@ -63,14 +63,14 @@ class Section:
 
 
 def mean(name: str, values: np.ndarray) -> Metric:
-  """The mean over records with its standard error."""
+  """Returns the mean over records with its standard error."""
   values = np.asarray(values, np.float64)
   error = values.std(ddof=1) / math.sqrt(len(values)) if len(values) > 1 else None
   return Metric(name=name, value=float(values.mean()), error=error)
 
 
 def terminal(sections: Sequence[Section]) -> str:
-  """The table for people."""
+  """Returns the tables as text for a terminal."""
   parts = []
   for section in sections:
     rows = [
@@ -89,9 +89,9 @@ def write(
   """Writes `results.json`, `table.md`, `table.csv`, `records.jsonl`, `samples.html`.
 
   Args:
-    folder: made if missing; files of an earlier evaluation are replaced.
+    folder: is made if it is missing; files of an earlier evaluation are replaced.
     sections: the results.
-    about: what was evaluated, and how.
+    about: the version, the arguments, and the digests of the files.
 
   Raises:
     OSError: the disk is full or not writable.

@@ -1,8 +1,9 @@
-"""A model's scores of rows of any length, in batches of few shapes."""
+"""The inputs of an evaluation, and a model's scores of rows of any length."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,20 +13,45 @@ import numpy as np
 from flax import nnx
 
 from tunix.generate import batching, scoring
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.transformer.model import Transformer
 from tunix.sft import inference
 from tunix.sft.inference import Score
 from tunix.utils import coordination
 
-_SHORTEST = 16  # shapes are powers of two from here up
-# Seconds to wait for processes whose rows are longer; one that ended is noticed before.
+_SHORTEST = 16  # tokens; widths of batches are powers of two from here up
+# Seconds to wait for processes with longer rows. A process that ends is noticed
+# earlier.
 PATIENCE_S = 24 * 3600
 
 
-class Row(NamedTuple):
-  """Tokens of a prompt, and of what is scored behind it; int32, not padded.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+  """One file to evaluate a model on, with the options of all kinds of evaluations.
 
   Attributes:
-    prompt: [P], at least one.
+    model: a language model, or a reward model for pairs.
+    tokenizer: tokenizer of the model.
+    path: the file of records.
+    batch_size: number of rows of a batch.
+    chat, template_args: see `tunix.data.chat.render`.
+    shown: number of records on the page.
+  """
+
+  model: Transformer
+  tokenizer: TokenizerAdapter
+  path: str
+  batch_size: int
+  chat: bool | None
+  template_args: dict[str, Any]
+  shown: int
+
+
+class Row(NamedTuple):
+  """The tokens of a prompt and of the completion to score, int32, without padding.
+
+  Attributes:
+    prompt: [P], at least one token.
     completion: [R].
     mask: [R], 1 on scored tokens.
   """
@@ -38,16 +64,16 @@ class Row(NamedTuple):
 def score(
   model: nnx.Module, of: Score, rows: Sequence[Row], batch_size: int
 ) -> np.ndarray:
-  """`of` every row, float32 [rows], in their order.
+  """Returns a score of every row, float32 [rows].
 
-  Rows of similar lengths run together, padded to powers of two. Several processes share
-  the batches: each is the one of a single process, and so are its numbers.
+  Rows of similar lengths share a batch, padded to powers of two. Several processes
+  share the batches. A batch has the same rows and scores as in a single process.
 
   Args:
-    model: what scores.
+    model: the model that scores.
     of: `logps_of_rows` or `rewards_of_rows`.
-    rows: what is scored.
-    batch_size: rows at a time.
+    rows: the rows, in any order of lengths.
+    batch_size: number of rows of a batch.
   """
   out = np.zeros(len(rows), np.float32)
   alike = collections.defaultdict(list)
@@ -61,10 +87,10 @@ def score(
   ]
 
   def values(mine: Sequence[tuple[tuple[int, int], list[int]]]) -> list[Any]:
-    # All are on their way before the first is waited for.
+    # All batches are dispatched before the first result is read.
     running = []
     for widths, indices in mine:
-      # One program a shape: the last rows are filled up, also of a single part.
+      # The last row fills up the batch, so that each shape is compiled once.
       chosen = [rows[i] for i in indices + indices[-1:] * (batch_size - len(indices))]
       running.append(inference.apply(model, of, _stacked(chosen, *widths), ()))
     return [np.asarray(part).tolist() for part in running]
@@ -87,10 +113,10 @@ def _stacked(rows: Sequence[Row], prompt: int, completion: int) -> dict[str, Any
 
 
 def logps_of_rows(model: nnx.Module, **rows: Any) -> jax.Array:
-  """Log-probability of each row's scored tokens, nats [B]."""
+  """Returns the log-probability of each row's scored tokens, nats [B]."""
   return jnp.sum(scoring.score_completions(model, **rows).logps, axis=1)
 
 
 def rewards_of_rows(model: nnx.Module, **rows: Any) -> jax.Array:
-  """A reward model's score of each row [B]."""
+  """Returns a reward model's score of each row [B]."""
   return scoring.score_sequences(model, **rows)

@@ -70,7 +70,9 @@ def test_offloading_needs_memory_on_the_host(model, monkeypatch):
     addressable_memories=lambda: [types.SimpleNamespace(kind="device")]
   )
   monkeypatch.setattr(jax, "local_devices", lambda: [device])
-  with pytest.raises(ValueError, match="pinned host memory, cpu devices here have dev"):
+  with pytest.raises(
+    ValueError, match="pinned host memory, and the cpu devices have only device"
+  ):
     with_config(model, remat="offload")(TOKENS)
 
 

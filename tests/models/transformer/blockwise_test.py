@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.models import attention_cases as cases
+from tests.models.transformer import attention_cases as cases
 from tunix.models.transformer import blockwise
 from tunix.models.transformer.visibility import Visibility, reach
 

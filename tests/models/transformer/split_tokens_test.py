@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from tests import toys
-from tests.models import attention_cases as cases
+from tests.models.transformer import attention_cases as cases
 from tunix.generate import layout, scoring
 from tunix.models import automodel
 from tunix.models.transformer import attention_paths, fused, split_tokens
@@ -113,7 +113,7 @@ def test_cudnn_refuses_split_tokens():
   case = cases.case("causal", 0, length=16)
   with (
     jax.set_mesh(make_mesh({"cp": 8})),
-    pytest.raises(ValueError, match="'cudnn' cannot do tokens split over devices"),
+    pytest.raises(ValueError, match="cudnn"),
   ):
     attention_paths.attend(
       case.query, case.key, case.value, case.visible, implementation="cudnn"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.models import attention_cases as cases
+from tests.models.transformer import attention_cases as cases
 from tunix.models.transformer import fused
 from tunix.models.transformer.config import ShardingRules
 from tunix.utils import mesh as mesh_lib
@@ -156,7 +156,7 @@ def compile_for_tpu():
 def test_splash_step_compiles_for_tpu_chips():
   if importlib.util.find_spec("libtpu") is None:
     pytest.skip("the TPU compiler is not installed: pip install 'jax[tpu]'")
-  code = "from tests.models import fused_test; fused_test.compile_for_tpu()"
+  code = "from tests.models.transformer import fused_test; fused_test.compile_for_tpu()"
   done = subprocess.run(
     [sys.executable, "-c", code],
     env={**os.environ, "JAX_PLATFORMS": "cpu"},

@@ -1,0 +1,87 @@
+"""Writes a trained model or adapter, and chooses the dtype of the written weights."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tunix.cli.build.loading import ModelLoader
+from tunix.cli.settings.run import RunSettings, TokenizerSettings
+from tunix.models import automodel, lora, safetensors_saver, tensor_files
+from tunix.models.transformer.model import Transformer
+
+
+def export(
+  config: RunSettings, model: Transformer, kind: str, folder: pathlib.Path
+) -> None:
+  """Writes a model (with adapters merged) or an adapter, with the tokenizer.
+
+  Args:
+    config: settings of the run.
+    model: the trained model.
+    kind: "full", "merged" or "adapter".
+    folder: folder to write.
+
+  Raises:
+    ValueError: `kind` does not fit the model.
+    OSError: the disk is full or not writable.
+  """
+  if kind == "adapter":
+    revision = config.model.revision
+    lora.save_adapter(model, folder, base=config.model.path, revision=revision)
+  else:
+    if config.model.path is not None:
+      source = ModelLoader(config).folder()
+    else:
+      assert config.tokenizer.path is not None  # a preset brings no tokenizer
+      source = automodel.resolve_folder(config.tokenizer.path)
+    dtype = export_dtype(config, model)
+    safetensors_saver.save_pretrained(model, folder, source=source, dtype=dtype)
+    if config.tokenizer == TokenizerSettings():
+      return  # the tokenizer was copied from `source`
+  if jax.process_index() == 0:
+    ModelLoader(config).tokenizer().save(folder)
+
+
+def export_dtype(config: RunSettings, model: Transformer) -> Any:
+  """Returns the dtype in which a whole model is written.
+
+  It is `export.dtype`; else the source checkpoint's, so that fine-tuning a bfloat16
+  folder gives a bfloat16 folder; without a checkpoint the dtype of the computation.
+
+  Raises:
+    FileNotFoundError, ValueError: the checkpoint's files are missing or damaged.
+  """
+  if config.export.dtype is not None:
+    return jnp.dtype(config.export.dtype)
+  source = config.model
+  # Without model.dtype the model computes in the checkpoint's dtype.
+  if source.path is None or source.dtype is None:
+    return jnp.dtype(model.config.dtype)
+  return _stored_dtype(automodel.resolve_folder(source.path, source.revision))
+
+
+def describe_precision(config: RunSettings, model: Transformer) -> str:
+  """Returns a line with the dtypes of weights, computation and export."""
+  frozen = config.lora is not None
+  weights = f"{'frozen ' if frozen else ''}weights {_name(model.config.param_dtype)}"
+  parts = [weights, f"computation {_name(model.config.dtype)}"]
+  if config.export_kind in ("full", "merged"):
+    parts.append(f"export {_name(export_dtype(config, model))}")
+  return "precision: " + ", ".join(parts)
+
+
+def _stored_dtype(folder: pathlib.Path) -> Any:
+  """Returns the dtype that config.json names, else the dtype of the first tensor."""
+  hf = tensor_files.read_json(folder / "config.json")
+  named = hf.get("dtype") or hf.get("torch_dtype")
+  if named is not None:
+    return jnp.dtype(named)
+  return next(iter(tensor_files.open_folder(folder).values())).dtype
+
+
+def _name(dtype: Any) -> str:
+  return jnp.dtype(dtype).name

@@ -1,0 +1,123 @@
+"""Prepares a run: checks all that can be checked before the model is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from tunix.cli.build import loading, mesh as mesh_axes, optimizer
+from tunix.cli.build.data import RunData
+from tunix.cli.jobs.table import JOBS
+from tunix.cli.run import folder as run_folder, lock, processes
+from tunix.cli.run.folder import RunFolder
+from tunix.cli.run.settle import settle
+from tunix.cli.settings.run import RunSettings
+from tunix.generate import capacity
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.transformer.model import Transformer
+from tunix.plan import shipped
+from tunix.sft.config import Schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+  """A checked run without its model.
+
+  Attributes:
+    config: settled settings.
+    folder: folder of the run.
+    mesh: mesh over all devices; None: one device, or a dry run of several processes.
+    tokenizer: tokenizer of the run.
+    data: checked data.
+    optimizer: optimizer of the model.
+    learning_rate: rate or schedule of the optimizer.
+  """
+
+  config: RunSettings
+  folder: RunFolder
+  mesh: Mesh | None
+  tokenizer: TokenizerAdapter
+  data: RunData
+  optimizer: optax.GradientTransformation
+  learning_rate: float | Schedule
+
+
+def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
+  """Checks folder, processes, mesh, model, data, optimizer, and the run in the folder.
+
+  Writes nothing. With several processes, every process must call it.
+
+  Args:
+    config: settings as loaded.
+    join: joins the other processes of the run; False in a dry run.
+
+  Raises:
+    ValueError, FileNotFoundError: something about settings, data or model is wrong.
+    RuntimeError: another process trains in the folder.
+  """
+  folder = run_folder.open_folder(config)
+  if join:
+    if config.compilation_cache is not None:
+      cache = pathlib.Path(config.compilation_cache).expanduser()
+      shipped.use_cache(cache.absolute())
+    processes.start(config)
+  mesh = None
+  if join or config.distributed.coordinator is None:
+    length = JOBS[config.job].length(config)
+    mesh = mesh_axes.build(config.mesh, config.training.batch_rows, length)
+  if jax.process_index() == 0:
+    lock.check(folder.path)
+  config, tokenizer, data = settle(config, folder.scans())
+  processes.compare(config, data.fingerprints)
+  rate = optimizer.build_schedule(config)
+  tx = optimizer.build_optimizer(config, rate)
+  folder.check_resume(config, data.fingerprints)
+  return Prepared(
+    config=config,
+    folder=folder,
+    mesh=mesh,
+    tokenizer=tokenizer,
+    data=data,
+    optimizer=tx,
+    learning_rate=rate,
+  )
+
+
+def check_model(run: Prepared, model: Transformer) -> None:
+  """Refuses a model that does not fit the tokenizer, the memory or the completions.
+
+  Args:
+    run: the prepared run.
+    model: the model, or its shapes.
+
+  Raises:
+    ValueError: the tokenizer has more ids than the model, the memory cannot hold the
+      rows, or prompts and completions exceed the model's positions.
+  """
+  loading.check_vocabulary(model, run.tokenizer)
+  config, sizes, job = run.config, model.config, JOBS[run.config.job]
+  key, length = job.length(config)
+  rows = config.training.batch_rows.get("training.micro_batch_size", 1)
+  # Bytes of a token: a backward pass keeps the hidden states of every layer at least.
+  token = sizes.num_layers * sizes.embed_dim * jnp.dtype(sizes.dtype).itemsize
+  capacity.require(
+    key, length, lambda n: rows * n * token, f"the hidden states of {rows} rows"
+  )
+  rollout, positions = job.rollout(config), sizes.max_position
+  if rollout is None or positions is None:
+    return
+  new = rollout.max_tokens_to_generate
+  for name, report in run.data.reports.items():
+    # Longer prompts were dropped.
+    longest = min(report.longest_prompt, rollout.max_prompt_length)
+    if longest + new > positions:
+      raise ValueError(
+        f"rollout.max_tokens_to_generate is {new} and the longest prompt of the {name} "
+        f"data has {longest} tokens: the model has {positions} positions, so that at "
+        f"most {max(positions - longest, 0)} new tokens fit"
+      )
