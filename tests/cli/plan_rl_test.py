@@ -26,7 +26,7 @@ def test_the_programs_are_those_of_the_run(monkeypatch):
     config_lib.load([*PPO, "--reward.functions=length(target=3)"]), MESH
   )
   mesh = topology.find("cpu:8").mesh(MESH)
-  planned = plan_main._noted(config, plan_main._trainer(config, mesh), mesh)
+  planned = plan_main._records(config, plan_main._trainer(config, mesh), mesh)
   ran, call, lower = {}, programs.call, programs.lower
 
   def noted_call(name, jitted, *args):

@@ -88,7 +88,7 @@ def test_a_report_says_what_the_figures_mean(plan):
   assert made.to_json()["programs"][0]["limited_by"] == "links"
 
 
-def test_programs_are_noted_and_not_run():
+def test_programs_are_recorded_and_not_run():
   ran = []
 
   def double(x):
