@@ -68,7 +68,7 @@ def sampler_of(args: argparse.Namespace) -> Sampler:
 
 
 def prefill_flops(sampler: Sampler, prompts: list[np.ndarray], options: dict) -> float:
-  """Of the program that runs the prompts and takes every row's first token."""
+  """Returns the FLOPs of the prefill, which gives the first token of every row."""
   request = requests.prepare(
     sampler.transformer,
     sampler.tokenizer,

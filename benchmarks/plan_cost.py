@@ -1,4 +1,4 @@
-"""What planning itself costs, by depth and by number of chips: CPU seconds, memory.
+"""Measures the CPU seconds and the memory of plans, by depth and by number of chips.
 
     python benchmarks/plan_cost.py
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-# (preset, layers, topology, chips); None: as many as the preset has.
+# (preset, layers, topology, chips); None: all layers of the preset.
 _PLANS = (
   ("llama3p1_8b", 8, "v5e:4x4", 16),
   ("llama3p1_8b", 16, "v5e:4x4", 16),
@@ -26,7 +26,7 @@ _PLANS = (
 
 
 def main() -> None:
-  """Plans one after the other."""
+  """Runs the plans one after the other."""
   for preset, layers, topology, chips in _PLANS:
     words = [f"--model.name={preset}", "--model.dtype=bfloat16", "--model.remat=block"]
     if layers is not None:
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def measure(words: list[str]) -> dict[str, float]:
-  """CPU seconds and the most memory of `tunix plan` with these words."""
+  """Returns CPU seconds and peak memory of `tunix plan` with these arguments."""
   command = [sys.executable, "-m", "tunix.cli.main", "plan", *words]
   start = time.perf_counter()
   process = subprocess.Popen(command, stdout=subprocess.DEVNULL)

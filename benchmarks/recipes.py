@@ -2,9 +2,9 @@
 
     python benchmarks/recipes.py [NAME ...]
 
-plans those that are named, or all (about a minute or two each, with the package libtpu
-and without a TPU), by the command that stands in their first lines. Figures are kept in
-docs/recipes.json with the versions and the date that they are of.
+plans the named recipes, or all of them, with the command in their first lines. A plan
+takes one or two minutes and needs the package libtpu, but no TPU. docs/recipes.json
+keeps the figures with their date and versions.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ _GIB = 2.0**30
 _HEAD = """\
 # Recipes
 
-Configurations to start from, each for a model and for the chips it was made for. A
-recipe is a file of `tunix train`, and what stands in it can be overridden:
+A recipe is a configuration file of `tunix train` for one model and certain chips. Start
+from the recipe that is nearest to your run, and override its keys:
 
 ```console
 tunix train examples/recipes/llama3p1_8b_sft_lora.yaml \\
   --data.train=mine.jsonl --output_dir=mine
 ```
 
-Before there are chips, `--dry-run` looks at data, settings and reward functions, `tunix
-plan` compiles it for them ([planning](guides/planning.md)), and `--tiny` runs two steps
-of it on this machine: the smallest model of the family, saved and loaded as a
-checkpoint, short rows, eight simulated devices, all else as it is.
+Before you have the chips, `--dry-run` checks data, settings and reward functions, and
+`tunix plan` compiles the run for the chips ([planning](guides/planning.md)). `--tiny`
+runs two steps on this machine, with the smallest model of the family, saved and loaded
+as a checkpoint, short rows and eight simulated devices. All other settings stay.
 
 ```console
 tunix train examples/recipes/llama3p1_8b_sft_lora.yaml --tiny --data.train=mine.jsonl
 ```
 
-The figures are planned, not measured: what the TPU compiler plans for one device, and
-the time below which no such chip can be (`tunix plan` says what it counts). *tokens/s*
-are of one device, padding included; in RL of prompts and completions together. Made by
-`python benchmarks/recipes.py`. No recipe has run on the chips that it names; each runs
-with `--tiny` in the tests. A `?` stands where the plan is older than the counting of
-what splash attention computes.
+The figures are planned, not measured. The peak is the TPU compiler's memory plan of one
+device, and the time is a lower bound for these chips
+([planning](guides/planning.md#what-the-figures-mean) describes what counts).
+*tokens/s* are those of one device, padding included; in RL prompts and completions
+together. `python benchmarks/recipes.py` made the table. No recipe has run on the chips
+that it names. The tests run each with `--tiny`.
 
 """
 _TABLE = """\
@@ -61,7 +61,7 @@ _TABLE = """\
 
 
 def main(names: list[str]) -> None:
-  """Plans, keeps the figures, writes the page."""
+  """Plans recipes, stores the figures, and writes the page."""
   figures = json.loads(FIGURES.read_text()) if FIGURES.is_file() else {}
   files = {file.stem: file for file in sorted(RECIPES.glob("*.yaml"))}
   for name in names or files:
@@ -73,32 +73,32 @@ def main(names: list[str]) -> None:
 
 
 def plan(file: pathlib.Path) -> dict[str, Any]:
-  """What `tunix plan` says of a recipe."""
+  """Returns the figures of `tunix plan` for a recipe."""
   command = [sys.executable, "-m", "tunix.cli.main", "plan", str(file)]
   command += ["--topology", topology(file), "--json"]
   done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
   if not done.stdout.startswith("{"):
     raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-  said = json.loads(done.stdout)
+  estimate = json.loads(done.stdout)
   names = ("memory_bytes", "peak_bytes", "fits", "step_seconds", "tokens_per_second")
   return {
-    **{name: said[name] for name in (*names, "mfu", "devices")},
-    "programs": {p["name"]: p["peak_bytes"] for p in said["programs"]},
+    **{name: estimate[name] for name in (*names, "mfu", "devices")},
+    "programs": {p["name"]: p["peak_bytes"] for p in estimate["programs"]},
     "date": datetime.date.today().isoformat(),
     **{name: importlib.metadata.version(name) for name in _VERSIONS},
   }
 
 
 def topology(file: pathlib.Path) -> str:
-  """The chips that a recipe is for."""
+  """Returns the topology that a recipe is for."""
   command = _COMMAND.search(file.read_text())
   if command is None:
-    raise ValueError(f"{file} does not begin with how it is planned")
+    raise ValueError(f"{file}: expected a line '#   tunix plan FILE --topology NAME'")
   return command[2]
 
 
 def page(files: dict[str, pathlib.Path], figures: dict[str, Any]) -> str:
-  """docs/recipes.md."""
+  """Returns the text of docs/recipes.md."""
   lines, notes = [], []
   for name, file in files.items():
     link = f"[{name}]({_link(file)})"

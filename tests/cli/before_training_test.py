@@ -71,6 +71,22 @@ def test_memory_counts_modules_that_are_trained_whole(monkeypatch):
   assert [b - a for a, b in zip(bare, whole)] == [head, 2 * head]
 
 
+def test_init_sets_keys(tmp_path, capsys):
+  file = tmp_path / "mine.yaml"
+  words = ["init", "sft", f"--output={file}", "--lora.rank=null"]
+  keys = ["--optimizer.args.b2=0.5", "--data.packing=true", "--training.max_steps", "7"]
+  assert runs.tunix(*words, *keys) == 0
+  set_keys = yaml.safe_load(file.read_text())
+  assert set_keys["optimizer"] == {"args": {"b2": 0.5}}
+  assert set_keys["data"]["packing"] is True and "lora" not in set_keys
+  assert set_keys["training"]["max_steps"] == 7
+  assert set_keys["training"]["global_batch_size"] == 8  # not given: the first value
+  for key in ("--training.max_steps=many", "--traning.max_steps=1"):
+    assert runs.tunix("init", "sft", f"--output={tmp_path / 'other.yaml'}", key) == 2
+    assert "training.max_steps" in capsys.readouterr().err
+  assert not (tmp_path / "other.yaml").exists()
+
+
 def test_init_has_every_key_of_the_job():
   text = init_main.configuration("grpo", "mine.yaml")
   lines = [line.lstrip("# ") for line in text.splitlines()]

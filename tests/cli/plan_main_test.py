@@ -141,11 +141,11 @@ def test_the_command(made, monkeypatch, capsys):
   ("words", "told"),
   [
     ([*TINY], "--topology is missing"),
-    ([*TINY, "--topology"], "--topology has no value"),
-    ([*TINY, "--topology", "cpu:8", "--mesh", "fsdp:8"], "write axes and sizes"),
-    ([*TINY, "--topology", "cpu:8", "--mesh", "fsdp=3"], "mesh fsdp 3 and cpu:8"),
+    ([*TINY, "--topology"], "--topology: expected one argument"),
+    ([*TINY, "--topology", "cpu:8", "--mesh", "fsdp:8"], "--mesh is 'fsdp:8'"),
+    ([*TINY, "--topology", "cpu:8", "--mesh", "fsdp=3"], "needs 3 devices"),
     ([*TINY, "--topology", "cpu:8", "--mesh", "data=8"], "mesh.data is no axis"),
-    ([*TINY, "--topology", "v5e:9"], "topology 'v5e:9' is none"),
+    ([*TINY, "--topology", "v5e:9"], "topology is 'v5e:9'"),
     ([*TINY, "--topology=cpu:8", "--json", "--markdown"], "two forms of one plan"),
     (
       [*PAIRS, "--preference.loss=aot", "--topology", "cpu:8", "--mesh", "fsdp=4,tp=2"],
@@ -212,7 +212,7 @@ def test_the_largest_micro_batch_that_fits():
 def test_fit_compiles_the_step_anew(made):
   config = plan_main.settled(config_lib.load(TINY), MESH)
   mesh = topology.find("cpu:8").mesh(MESH)
-  with pytest.raises(ValueError, match="is not known of cpu:8"):
+  with pytest.raises(ValueError, match="cpu:8"):
     plan_main.advise(config, mesh, made)
   known = made.__class__(**{**made.__dict__, "memory_bytes": made.peak_bytes})
   told = plan_main.advise(config, mesh, known)

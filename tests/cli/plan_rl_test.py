@@ -94,5 +94,5 @@ def test_fit_is_for_other_jobs(made):
   config = plan_main.settled(config_lib.load(GRPO), MESH)
   known = made.__class__(**{**made.__dict__, "memory_bytes": 1e9})
   mesh = topology.find("cpu:8").mesh(MESH)
-  with pytest.raises(ValueError, match=r"change rl\.train_micro_batch_size"):
+  with pytest.raises(ValueError, match=r"rl\.train_micro_batch_size"):
     plan_main.advise(config, mesh, known)

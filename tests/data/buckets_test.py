@@ -100,7 +100,7 @@ def test_processes_share_each_batch():
     ({"length_buckets": [16, 16]}, "expected ascending lengths from 2 to max_length"),
     ({"length_buckets": [1, 16]}, "from 2 to max_length 40"),
     ({"length_buckets": [16, 41]}, "from 2 to max_length 40"),
-    ({"packing": True}, "length_buckets are set and packing too"),
+    ({"packing": True}, "length_buckets and packing are both set"),
   ],
 )
 def test_nonsense_is_refused(arguments, message):

@@ -12,6 +12,7 @@ from tunix.generate import batching, decode, layout
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.config import MoEConfig
 from tunix.perf.chips import Chip
+from tunix.perf.hlo_text import Program
 from tunix.plan import collectives
 from tunix.utils import mesh as mesh_lib
 
@@ -46,9 +47,8 @@ def decoded(split, mesh, gather):
     lowered = decode.advance.lower(graph, state, rules, out, memory, until)
     compiled = lowered.compile()
     found = compiled(state, rules, out, memory, until)[0].tokens
-  return np.asarray(found), collectives.read(
-    compiled.as_text(), mesh.size if mesh else 1
-  )
+  program = Program(compiled.as_text(), is_compiled=True)
+  return np.asarray(found), collectives.read(program, mesh.size if mesh else 1)
 
 
 def of_weights(found):

@@ -265,7 +265,7 @@ def test_cache_config_is_checked_against_the_model():
     ([[]], {}, ValueError, "has no tokens"),
     ([1, 2, 3], {}, TypeError, "neither a string nor a flat sequence"),
     ([[0.5]], {}, TypeError, "neither a string nor a flat sequence"),
-    ([[96]], {}, ValueError, "token id 96, the model's ids are from 0 to 95"),
+    ([[96]], {}, ValueError, "token id 96; expected ids of the model, from 0 to 95"),
     ([[-1]], {}, ValueError, "token id -1"),
     (["1"], {"eos_tokens": [96]}, ValueError, "eos_tokens has token id 96"),
     (["1"], {"forbidden_tokens": [96]}, ValueError, "forbidden_tokens has token id"),

@@ -167,7 +167,7 @@ def test_hidden_states_make_the_scores():
     ({"group_size": 2, "tile_rows": 2}, "tile_rows is 2 and group_size is 2"),
     ({"tile_rows": 0}, "tile_rows is 0"),
     ({"tile_tokens": 64}, "tile_rows is None"),
-    ({"tile_rows": 2, "tile_tokens": 9}, "prompts and completions have 14"),
+    ({"tile_rows": 2, "tile_tokens": 9}, "tile_tokens is 9; expected at least 14"),
     ({"temperature": 0.0}, "temperature is 0.0"),
   ],
 )
@@ -182,7 +182,7 @@ def test_models_and_shapes_that_do_not_fit():
   model = scored.model("dense")
   with pytest.raises(ValueError, match=r"completions \(3, 6\)"):
     scoring.score_completions(model, *rows[:2], rows[2][:3], rows[3][:3])
-  with pytest.raises(ValueError, match="returns 96 numbers a position"):
+  with pytest.raises(ValueError, match="returns 96 numbers per position"):
     scoring.score_values(model, *rows)
   with pytest.raises(ValueError, match="no logits over the vocabulary"):
     scoring.score_completions(heads.with_scores(model), *rows)

@@ -67,7 +67,7 @@ def test_a_file_has_an_end(tmp_path, monkeypatch, caplog):
       writer.add("host", Span(f"s{n}", n, n + 0.5))
     writer.flush()
   assert len(events(tmp_path / "perf_trace.json")) == 4
-  assert caplog.text.count("it ends") == 1
+  assert caplog.text.count("is full") == 1
 
 
 def test_every_process_writes_its_own_file(tmp_path, monkeypatch):

@@ -190,7 +190,7 @@ def test_settings_choose_the_tracer(tmp_path, caplog):
     trace_dir=str(tmp_path / "there"), custom_export_fn_path="tests.perf.trace_test:one"
   )
   assert written(there, tmp_path / "logs") == (["logs", "there"], {"perf/one": 1})
-  with pytest.raises(ValueError, match="are both given"):
+  with pytest.raises(ValueError, match="custom_export_fn"):
     make_tracer(there, None, one)
 
 

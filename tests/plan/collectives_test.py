@@ -3,6 +3,7 @@
 
 import pytest
 
+from tunix.perf.hlo_text import Program
 from tunix.plan import collectives
 
 PROGRAM = """\
@@ -74,7 +75,7 @@ ENTRY %main.1_spmd (p: f32[8,4]) -> f32[8,4] {
 
 @pytest.fixture(scope="module")
 def found():
-  return collectives.read(PROGRAM, devices=8)
+  return collectives.read(Program(PROGRAM, is_compiled=True), devices=8)
 
 
 def test_loops_count_as_often_as_they_run_and_pieces_once(found):
@@ -86,6 +87,42 @@ def test_loops_count_as_often_as_they_run_and_pieces_once(found):
     "all-to-all": 3 + 1,  # as the compiler notes
     "collective-permute": 1,  # nobody knows how often
   }
+
+
+STEPPED = """\
+%cond (state: (u32[], f32[4])) -> pred[] {
+  %state = (u32[], f32[4]) parameter(0)
+  %i = u32[] get-tuple-element(%state), index=0
+  %limit = u32[] constant(9)
+  ROOT %lt = pred[] compare(%i, %limit), direction=LT
+}
+
+%body (state: (u32[], f32[4])) -> (u32[], f32[4]) {
+  %state.1 = (u32[], f32[4]) parameter(0)
+  %i.1 = u32[] get-tuple-element(%state.1), index=0
+  %two = u32[] constant(2)
+  %next = u32[] add(%i.1, %two)
+  %x = f32[4] get-tuple-element(%state.1), index=1
+  %y = f32[4] all-gather(%x), channel_id=1
+  ROOT %out = (u32[], f32[4]) tuple(%next, %y)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x.1 = f32[4] parameter(0)
+  %first = u32[] constant(START)
+  %init = (u32[], f32[4]) tuple(%first, %x.1)
+  %loop = (u32[], f32[4]) while(%init), condition=%cond, body=%body
+  ROOT %done = f32[4] get-tuple-element(%loop), index=1
+}
+"""
+
+
+@pytest.mark.parametrize(("start", "trips"), [(0, 5), (3, 3), (9, 0)])
+def test_a_loop_starts_anywhere_and_steps_by_more_than_one(start, trips):
+  """The TPU compiler steps by 2 through products that it cuts into windows."""
+  program = Program(STEPPED.replace("START", str(start)), is_compiled=True)
+  (gather,) = collectives.read(program, devices=2)
+  assert gather.count == trips
 
 
 def test_bytes_that_a_device_must_receive(found):

@@ -1,6 +1,7 @@
 """Bytes that move while nothing is computed, counted by hand."""
 # ruff: noqa: E501 (lines of a program)
 
+from tunix.perf.hlo_text import Program
 from tunix.plan import exposed
 
 PROGRAM = """\
@@ -76,4 +77,5 @@ def test_what_moves_without_a_product():
   near = ARRAY  # read, and written to the chip
   kept = 2 * ARRAY  # what is new is read and written, not the stack
   choice = 2 * ARRAY  # the cheaper branch
-  assert exposed.read(PROGRAM) == entry + 3 * (scaled + near + kept) + choice
+  program = Program(PROGRAM, is_compiled=True)
+  assert exposed.read(program) == entry + 3 * (scaled + near + kept) + choice

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from tunix.perf import programs
 from tunix.perf.chips import Chip
 from tunix.plan import program
-from tunix.plan.report import Plan
+from tunix.plan.report import RunEstimate
 
 CHIP = Chip(kind="toy", flops=1e6, memory_rate=1e4, link_rate=1e3, memory_bytes=4096)
 
@@ -22,7 +22,7 @@ def plan(mesh_fsdp8):
   shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=rows)
   product = jax.jit(jnp.dot, out_shardings=rows)
   lowered = product.lower(shape(16, 32), shape(32, 8))
-  return program.plan("product", programs.Noted(lowered, ()), 8, CHIP)
+  return program.estimate("product", programs.ProgramRecord(lowered, ()), 8, CHIP)
 
 
 def test_bytes_and_flops_are_those_of_the_shapes(plan):
@@ -61,7 +61,7 @@ def test_what_runs_alone_comes_on_top(plan):
 
 
 def test_a_report_says_what_the_figures_mean(plan):
-  made = Plan(
+  made = RunEstimate(
     job="sft",
     model="toy",
     topology="toy:8",
@@ -96,20 +96,20 @@ def test_programs_are_noted_and_not_run():
     return 2 * x
 
   jitted, shape = jax.jit(double), jax.ShapeDtypeStruct((3,), jnp.float32)
-  with programs.noted() as found:
+  with programs.recording() as found:
     out = programs.call("double", jitted, shape)
     programs.call("double", jitted, jax.ShapeDtypeStruct((4,), jnp.float32))
     programs.call("double", jitted, shape)
   assert (out.shape, out.dtype) == (shape.shape, shape.dtype) and not ran
   (noted,) = found.values()
   assert noted.lowered.in_avals[0][0].shape == (3,)  # the first of a name
-  assert noted.calls == 3 and not programs.are_noted()
+  assert noted.calls == 3 and not programs.is_recording()
   assert programs.call("double", jitted, jnp.ones(3)).tolist() == [2, 2, 2]
   jax.effects_barrier()
   assert ran
 
 
-class _TooLarge(programs.Noted):
+class _TooLarge(programs.ProgramRecord):
   """A program that the compiler gives up."""
 
   said = ""
@@ -132,12 +132,12 @@ def test_what_the_compiler_gives_up_does_not_fit(said, temporary, mesh_fsdp8):
   x = jax.ShapeDtypeStruct((32, 32), jnp.float32, sharding=rows)
   noted = _TooLarge(jax.jit(jnp.dot).lower(x, x), (x,))
   noted.said = said
-  made = program.plan("product", noted, 8, CHIP, beside_bytes=7)
+  made = program.estimate("product", noted, 8, CHIP, beside_bytes=7)
   assert (made.argument_bytes, made.temporary_bytes) == (512, temporary)
   assert made.peak_bytes == 512 + temporary == program.peak_of(noted)
   assert made.held_bytes == made.peak_bytes + 7 and made.seconds is None
   assert made.flops == 2 * 32**3
-  whole = Plan(
+  whole = RunEstimate(
     job="sft",
     model="",
     topology="",
@@ -169,4 +169,4 @@ def test_another_error_of_the_compiler_is_raised(mesh_fsdp8):
   noted = _TooLarge(jax.jit(jnp.dot).lower(x, x), (x,))
   noted.said = "INTERNAL: Mosaic failed"
   with pytest.raises(jax.errors.JaxRuntimeError, match="Mosaic"):
-    program.plan("product", noted, 8, CHIP)
+    program.estimate("product", noted, 8, CHIP)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from tunix.perf.programs import Noted
+from tunix.perf.programs import ProgramRecord
 from tunix.plan import residents
 
 
@@ -13,10 +13,10 @@ def test_what_others_are_given_and_none_has_made(mesh_fsdp8):
   shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=rows)
   weights, moments, other, sliced = shape(8, 16), shape(16, 16), shape(8, 4), shape(8)
   noted = {
-    "slice": Noted(None, (weights,), result=sliced),
-    "sample": Noted(None, (sliced, "static")),
-    "learn": Noted(None, (weights, {"moments": moments})),
-    "score": Noted(None, (other,)),
+    "slice": ProgramRecord(None, (weights,), result=sliced),
+    "sample": ProgramRecord(None, (sliced, "static")),
+    "learn": ProgramRecord(None, (weights, {"moments": moments})),
+    "score": ProgramRecord(None, (other,)),
   }
   assert residents.beside(noted) == {
     "slice": 2 * 2 * 16 + 2 * 4,

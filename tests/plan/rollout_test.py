@@ -9,7 +9,7 @@ import numpy as np
 from tunix.generate.layout import Layout
 from tunix.generate.memory import Memory
 from tunix.models.transformer.cache import init_cache
-from tunix.perf.programs import Noted
+from tunix.perf.programs import ProgramRecord
 from tunix.plan import rollout
 
 
@@ -29,7 +29,7 @@ def test_rows_that_fit_and_tokens_a_second():
     slot=jax.ShapeDtypeStruct((), jnp.int32),
   )
   rules = types.SimpleNamespace(limits=np.array([7, 7, 7, 0]))
-  decode = Noted(None, ("graph", "state", rules, "out", memory, 8))
+  decode = ProgramRecord(None, ("graph", "state", rules, "out", memory, 8))
   assert rollout.passes(decode) == 6
   token = 2 * 5 * 2 * 8 * 2 // 2  # keys and values, layers, heads, sizes, bytes
   planned = types.SimpleNamespace(held_bytes=4 * 10 * token + 1000, seconds=0.5)
@@ -38,6 +38,7 @@ def test_rows_that_fit_and_tokens_a_second():
   assert (said.most_rows, said.tokens_per_second) == (9, 8.0)
   assert "at most 9 such rows fit; at most 8 tokens/s" in str(said)
   assert "weights lie as they are trained" in str(said)
-  opening = Noted(None, ("graph", Layout(leaves=(None,), step=("fsdp",)), "state"))
+  split = Layout(leaves=(None,), step=("fsdp",))
+  opening = ProgramRecord(None, ("graph", split, "state"))
   laid_out = rollout.of_loop(decode, planned, 1000, opening)
   assert "weights lie split by fsdp" in str(laid_out)

@@ -52,7 +52,7 @@ def own_cache():
 
 def ship(mesh, cache, folder, *sizes):
   """Ships the program above for arrays of these numbers of rows."""
-  with shipped.cache_in(cache), programs.noted() as noted:
+  with shipped.cache_in(cache), programs.recording() as noted:
     for rows in sizes:
       programs.call("update", update, *arguments(mesh, rows, kind=None))
     names = ["update" for one in noted.values() for _ in (one, *one.others)]

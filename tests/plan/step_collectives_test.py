@@ -7,6 +7,7 @@ import optax
 from tests import toys
 from tunix.models import automodel
 from tunix.models.transformer.config import MoEConfig
+from tunix.perf.hlo_text import Program
 from tunix.plan import collectives
 from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig
 from tunix.utils import mesh as mesh_lib
@@ -31,7 +32,7 @@ def sent(axes, **changes):
     options = TrainingConfig(max_steps=1, data_sharding_axis=rows)
     trainer = PeftTrainer(model, optax.adamw(1e-3), options)
     text = trainer.lower_train_step(batch).compile().as_text()
-  found = collectives.read(text, mesh.size)
+  found = collectives.read(Program(text, is_compiled=True), mesh.size)
   assert {one.count for one in found} == {1, LAYERS}
   return [
     [one for one in found if (one.count == LAYERS) == inside]

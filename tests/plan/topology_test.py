@@ -18,8 +18,8 @@ def test_this_machines_devices_as_a_mesh():
 @pytest.mark.parametrize(
   ("name", "error", "match"),
   [
-    ("v5e:four", ValueError, "topology 'v5e:four' is none .* v5e:4x4"),
-    ("tpu", ValueError, "topology 'tpu' is none"),
+    ("v5e:four", ValueError, "topology is 'v5e:four'; .* v5e:4x4"),
+    ("tpu", ValueError, "topology is 'tpu'"),
     ("cpu:0", ValueError, "at least one device"),
     ("cpu:999", RuntimeError, "has 8 CPU devices .*device_count=999"),
     ("v5e:4x4", ImportError, r"pip install 'tunix\[tpu\]'"),
@@ -32,9 +32,9 @@ def test_what_cannot_be_compiled_for_is_refused(name, error, match, monkeypatch)
 
 
 def test_a_mesh_that_does_not_multiply_out():
-  with pytest.raises(ValueError, match=r"mesh fsdp 3 x tp 2 and cpu:8 has 8 devices"):
+  with pytest.raises(ValueError, match="needs 6 devices"):
     topology.find("cpu:8").mesh({"fsdp": 3, "tp": 2})
-  with pytest.raises(ValueError, match="mesh fsdp -1 x tp 3"):
+  with pytest.raises(ValueError, match="needs 6 devices"):
     topology.find("cpu:8").mesh({"fsdp": -1, "tp": 3})
 
 
@@ -45,7 +45,7 @@ def test_a_mesh_that_cannot_be_laid_over_a_slice(monkeypatch):
     raise NotImplementedError("Failed to find assignment for logical_axis_index 1")
 
   monkeypatch.setattr(jax, "make_mesh", make_mesh)
-  with pytest.raises(ValueError, match="fsdp 4 x tp 2 cannot be laid over cpu:8"):
+  with pytest.raises(ValueError, match="cannot lay over cpu:8"):
     where.mesh({"fsdp": 4, "tp": 2})
 
 

@@ -24,7 +24,7 @@ def values_of_all_come_in_order(rank):
 
 def who_does_not_come_is_named(rank):
   if rank == 0:
-    part = "alone: process 1 of 2 did not come within 0.5 s"
+    part = "alone: process 1 of 2 did not take part within 0.5 s"
     expect(coordination.AbsentError, part, coordination.gather, "alone", 1, 0.5)
   # The one that was left alone has lost nothing: the next meeting is about its own.
   assert coordination.gather("after it", rank, 20) == [0, 1]

@@ -43,7 +43,7 @@ def test_a_process_that_hangs_in_python_is_named():
 
 def test_drawing_data_is_done_alone():
   work: Any = types.SimpleNamespace(
-    steps=lambda: 0, draw=lambda source: coordination.longest_alone()
+    train_steps=0, _draw=lambda source: coordination.longest_alone()
   )
   run = Run(work, TrainingConfig(eval_every_n_steps=1), NoopTracer())
   what, seconds = run._draw(None)

@@ -15,13 +15,13 @@ from tunix.utils import checks
 
 
 class Mixture(Records):
-  """Concatenated sets of records, which are its parts.
+  """Several sets of records, the parts, concatenated.
 
-  Without weights, a pass visits every record of every part once. With weights, a pass
-  has as many draws as all parts have records, and part i gets the share
-  w_i / sum(w) of them, evenly spread. If that is more than the size of the part, its
-  records repeat within the pass, in a new order each time. If it is less, the next pass
-  continues where this one stopped.
+  Without weights, a pass visits every record of every part once. With weights, the
+  number of draws in a pass is the number of records of all parts together. Part i gets
+  the share w_i / sum(w) of these draws, evenly spread. If that is more than the size of
+  the part, its records repeat within the pass, in a new order each time. If it is less,
+  the next pass continues after the last record that this pass drew.
   """
 
   def __init__(
@@ -31,9 +31,10 @@ class Mixture(Records):
 
     Args:
       parts: `Records`, or other sequences of dicts, which need `kind`.
-      weights: one positive number a part; only their ratios matter.
-      kind: kind of parts that are no `Records` (see `tunix.data.records`); None takes
-        the kind of the first part that has one.
+      weights: one positive number per part; only their ratios matter. None visits every
+        record once per pass.
+      kind: kind of the parts that are not `Records` (see `tunix.data.records`). None
+        takes the kind of the first part that is.
 
     Raises:
       ValueError: there are no parts, their kinds differ, or the weights do not fit.
@@ -57,6 +58,7 @@ class Mixture(Records):
       )
     self.weights = None if weights is None else check_weights(weights, len(parts))
     self.name = ", ".join(part.name for part in self.parts)
+    # _ends[i] is one past the last record number of part i, for bisection.
     self._ends = list(itertools.accumulate(map(len, self.parts)))
 
   @property
@@ -84,7 +86,7 @@ class Mixture(Records):
     return part.where(position)
 
   def raw(self, index: int) -> Any:
-    """Returns record `index`; raises as the base class does."""
+    """Returns record `index` as stored; raises the errors of `Records.raw`."""
     part, position = self._locate(index)
     return part.raw(position)
 
@@ -109,23 +111,23 @@ def check_weights(weights: Sequence[float], count: int) -> tuple[float, ...]:
   """
   if len(weights) != count:
     raise ValueError(
-      f"weights {list(weights)} are {len(weights)} and there are {count} parts; give "
-      "one for each"
+      f"weights is {list(weights)}; expected {count} numbers, one for each part"
     )
   for number, weight in enumerate(weights):
     if weight == 0:
       raise ValueError(
-        f"weights[{number}] is 0: it must be above 0; leave out a part that should not "
-        "be used"
+        f"weights[{number}] is 0; expected a number above 0. Leave out a part that "
+        "should not be used"
       )
     checks.number(f"weights[{number}]", weight, checks.POSITIVE)
   return tuple(weights)
 
 
 def describe(records: Any) -> list[str]:
-  """Returns a line for each part of a weighted mixture: its share and its passes.
+  """Returns a line of text for each part of a weighted mixture.
 
-  Any other records give an empty list.
+  The line has the share of the part, and how often one pass of the mixture visits each
+  record of the part. Other records give an empty list.
   """
   if not isinstance(records, Mixture) or records.weights is None:
     return []

@@ -9,10 +9,10 @@ import numpy as np
 
 from tunix.data.rows import Row
 
-# Number of rows that are open at a time; an example goes into the first of them with
+# Number of rows that are open at a time. An example goes into the first open row with
 # enough room. More open rows waste fewer tokens, but a restored iterator must refill up
-# to this many. It is a constant, because the content of rows must not depend on the
-# batch size.
+# to 32 rows. The number is a constant, because the content of rows must not depend on
+# the batch size.
 OPEN_ROWS = 32
 
 
@@ -31,8 +31,9 @@ def pack(
     max_length: tokens of a row.
     pad_id: token id of padding.
     seed: seed of the shuffle.
-    shuffle: shuffle the rows that were open together. First-fit fills the first of them
-      best, so that unshuffled rows alternate between full and less full.
+    shuffle: if True, the 32 rows that were open together come out in random order.
+      First-fit fills the first open row best. Without a shuffle, every 32 rows would
+      begin with full rows and end with less full ones.
   """
   lengths = {"input_tokens": max_length, "input_mask": max_length}
   packed = grain.experimental.FirstFitPackIterDataset(
@@ -47,7 +48,11 @@ def pack(
 
 
 def _rename(packed: Mapping[str, np.ndarray]) -> Row:
-  """Renames the columns that Grain adds: positions and segment ids restart per row."""
+  """Renames the columns that Grain adds.
+
+  Segment ids count the examples of a row from 1 (0 is padding), and positions count the
+  tokens of an example from 0.
+  """
   return {
     "input_tokens": packed["input_tokens"],
     "input_mask": packed["input_mask"],

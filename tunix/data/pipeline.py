@@ -1,8 +1,8 @@
 """Batches of records: shuffle, repeat, render, pack or pad, stack.
 
-The pipeline consists of Grain datasets, so that the state of an iterator is a small
-JSON object from which it continues with the same batches. Tokens are not cached: memory
-holds only the examples that are rendered ahead.
+The pipeline consists of Grain datasets. The state of an iterator is a small JSON
+object, and an iterator restored from it continues with the same batches. Tokens are not
+cached: memory holds only the examples that are rendered ahead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tunix.data.source import Source
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.utils import checks
 
-# Examples rendered ahead by the threads: a few batches, a few MB.
+# Number of examples that threads render ahead. 64 are a few batches and take a few MB.
 _PREFETCHED_EXAMPLES = 64
 
 
@@ -42,10 +42,10 @@ def build_dataset(
   `positions` and `segment_ids` (0 on padding).
 
   Args:
-    records: dicts as `tunix.data.records` describes, in memory or as `Records` (a file,
-      a `tunix.data.mixture.Mixture`).
+    records: dicts as described in `tunix.data.records`: a sequence in memory, or
+      `Records` (a file, a `tunix.data.mixture.Mixture`).
     tokenizer: tokenizer with the chat template.
-    batch_size: rows of a batch over all processes.
+    batch_size: number of rows of a batch over all processes.
     max_length: tokens of a row.
     overlong: treatment of examples longer than `max_length`: "error" raises during the
       iteration, "truncate" cuts, "drop" leaves them out.
@@ -86,26 +86,28 @@ def build_batches(
 ) -> grain.IterDataset:
   """Returns batches of `batch_size / process_count` rows of any kind of record.
 
-  Every batch is a dict that the layout of the source stacks. A last, smaller batch is
-  filled with rows of padding. Iterators have `get_state()` and `set_state()`.
+  Every batch is a dict of arrays; the layout of the source names and stacks them. If
+  the last batch is smaller, rows of padding fill it. Iterators have `get_state()` and
+  `set_state()`.
 
-  Every process reads the same stream and takes its rows of each batch. So batches do
-  not depend on the number of processes, and all processes see the same number of them.
+  Every process reads the same stream and takes its rows of each batch. The batches
+  therefore do not depend on the number of processes, and all processes receive the same
+  number of batches.
 
   Args:
     source: records and their settings.
-    batch_size: rows of a batch over all processes.
-    packing: put several examples into a row; for OneRow.
-    length_buckets: shorter lengths of rows, see `tunix.data.buckets`; for OneRow. ()
-      gives every row `max_length` tokens.
-    shuffle: a new order in every epoch, determined by `seed`.
+    batch_size: number of rows of a batch over all processes.
+    packing: if True, a row holds several examples. Only for the layout `OneRow`.
+    length_buckets: row lengths below `max_length`, see `tunix.data.buckets`. With (),
+      every row has `max_length` tokens. Only for the layout `OneRow`.
+    shuffle: if True, every epoch has a new order, determined by `seed`.
     seed: 0 to 2**32 - 1.
-    num_epochs: passes over the records; None never ends.
-    process_index: number of this process.
+    num_epochs: number of passes over the records; None never ends.
+    process_index: index of this process, from 0.
     process_count: number of processes that share each batch.
-    num_threads: threads that render ahead; 0 renders in the thread of the caller. Above
-      1 the tokenizer must be thread-safe (`tokenizers` is). Batches do not depend on
-      it.
+    num_threads: number of threads that render ahead; 0 renders in the thread of the
+      caller. Above 1 the tokenizer must be thread-safe (`tokenizers` is). The batches
+      do not depend on it.
 
   Raises:
     ValueError: an argument is out of range. The iteration raises ValueError for records
@@ -120,8 +122,8 @@ def build_batches(
     if length_buckets:
       if packing:
         raise ValueError(
-          "length_buckets are set and packing too, which fills rows already; leave one "
-          "of them out"
+          "length_buckets and packing are both set; expected one of them, because "
+          "packed rows are full already. Leave one of them out"
         )
       return buckets.batch(stream, length_buckets, batch_size, **lengths, **part)
     if packing:
@@ -130,7 +132,9 @@ def build_batches(
       stream = stream.map(functools.partial(rows.pad_row, **lengths))
   elif packing or length_buckets:
     name = "packing is" if packing else "length_buckets are"
-    raise ValueError(f"{name} for rows of fine-tuning alone; leave it out")
+    raise ValueError(
+      f"{name} set; expected only for fine-tuning records (layout OneRow). Leave it out"
+    )
   stack = functools.partial(source.stack, **part)
   return stream.batch(batch_size, drop_remainder=False, batch_fn=stack)
 
@@ -148,10 +152,11 @@ def _elements(
   checks.number("num_epochs", num_epochs, checks.COUNT, whole=True, optional=True)
   checks.number("num_threads", num_threads, checks.NOT_NEGATIVE, whole=True)
   order = draws.draws(source.records, shuffle=shuffle, seed=seed, num_epochs=num_epochs)
-  # A run of dropped records this long contains a whole epoch: two epochs in different
-  # orders can drop at most 2 n - 2 records in a row if one of the n records is kept.
-  # Without this limit, an endless data set of dropped records would search forever and
-  # a finite one would end without any batch.
+  # If at least one of the n records is kept, two epochs in different orders drop at
+  # most 2 n - 2 records in a row: n - 1 at the end of one epoch and n - 1 at the start
+  # of the next. `patience` is one more (n with a single epoch), so reaching it proves
+  # that every record is dropped. Without this limit, an endless data set of dropped
+  # records would search forever, and a finite one would end without any batch.
   patience = len(source) if num_epochs == 1 else 2 * len(source) - 1
   return order.map(_Render(source, patience)).to_iter_dataset(
     grain.ReadOptions(
@@ -178,7 +183,12 @@ def _part(batch_size: int, process_index: int, process_count: int) -> dict[str, 
 
 
 class _Render:
-  """Maps a record number to an element, or to None, which Grain skips."""
+  """Maps a record number to an element, or to None, which Grain skips.
+
+  Args:
+    source: renders the records.
+    patience: number of dropped records in a row that raises ValueError.
+  """
 
   def __init__(self, source: Source, patience: int):
     self._source = source
@@ -195,5 +205,5 @@ class _Render:
     return element
 
 
-# Former name, of batches of preferences.
+# Old name of `build_batches` for preference records, kept for existing callers.
 build_answers = build_batches

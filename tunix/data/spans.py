@@ -5,12 +5,12 @@ contents of turns replaced by placeholders, and the text that differs is content
 works for templates that drop earlier thinking, trim white space or merge the system
 turn into the user's turn.
 
-The number of renderings does not depend on the length of the conversation. One
-rendering replaces all contents, and two more replace every second content: there, a
-kept turn stands between two placeholders, so that its text can be separated from the
-text that the template prints around it. The pieces, put together, must give the whole
+The number of renderings does not depend on the length of the conversation. The first
+rendering replaces all contents, and two more replace every second content. In these
+two, each kept turn is between two placeholders, so its content can be separated from
+the text that the template prints around it. The pieces, joined, must give the whole
 conversation. If they do not, because the template's text for one turn depends on the
-content of another, each turn is located by itself with three renderings.
+content of another, each turn is located separately, with three renderings per turn.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 Message = Mapping[str, Any]
 Renderer = Callable[[Sequence[Message], bool], str]
 
-# Private-use characters, which occur in no text. The two placeholders differ in their
-# first and in their last character, so that the common prefix and suffix of two
-# renderings end exactly at the content.
+# Private-use characters of Unicode, which do not occur in training text. The two
+# placeholders differ in their first and in their last character, so that the common
+# prefix and suffix of two renderings end exactly at the content.
 _PLACEHOLDERS = ("\ue000\ue001", "\ue002\ue003")
 _NUMBERED = re.compile("\ue000(\\d+)\ue001")
 _CONTENT_KEYS = ("content", "reasoning_content", "thinking", "reasoning")
@@ -37,9 +37,10 @@ class Content(NamedTuple):
 
   Attributes:
     start, stop: range of the content.
-    header: end of the text that the template prints before a placeholder. It is more
-      than `start` if the content begins with the same text, for example with a think
-      block where the template prints an empty one.
+    header: end of the text that the template prints before a placeholder. It is larger
+      than `start` if the content begins with the same text as the end of this header.
+      For example, the template prints an empty think block before a placeholder, and
+      the content begins with a think block.
   """
 
   start: int
@@ -64,9 +65,9 @@ def find_segments(
   """Cuts the rendered conversation where training starts and stops.
 
   The trained text of a turn begins where the generation prompt ends, so that an empty
-  think block that the template inserts there is trained as well. If the conversation
-  does not begin with that prompt, the trained text begins with the content. It ends
-  after the token that closes the turn.
+  think block that the template inserts after this prompt is trained as well. If the
+  rendered conversation does not begin with the rendered prompt, the trained text begins
+  with the content. The trained text ends after the token that closes the turn.
 
   Args:
     messages: the conversation.
@@ -84,6 +85,8 @@ def find_segments(
     each = {turn: _content_alone(messages, turn, full, render) for turn in turns}
     contents = {turn: content for turn, content in each.items() if content is not None}
   starts = _completion_starts(messages, contents, full, render)
+  # Longest token first: an alternation takes the first match, and one token may be a
+  # prefix of another.
   closing = re.compile("|".join(sorted(map(re.escape, end_tokens), key=len)[::-1]))
   segments: list[Segment] = []
   done, needs_eos = 0, False
@@ -91,6 +94,8 @@ def find_segments(
     start, end = max(done, starts[turn]), content.stop
     stop = _closing_stop(full, end, closing if end_tokens else None, messages[turn])
     if stop is None and turn == len(messages) - 1:
+      # The template closes the last turn by no token, so EOS must. White space that the
+      # template prints after the content would separate the content from EOS.
       needs_eos = True
       full = full.rstrip() if full[end:].strip() else full[:end]
       stop = len(full)
@@ -121,12 +126,16 @@ def _contents(
   joined, left = "", gaps[0]  # text so far, and the text after its last content
   for at, turn in enumerate(turns):
     before, after = gaps[at], gaps[at + 1]
-    # The text of this turn in the rendering that replaces its two neighbours.
+    # The text of this turn in the rendering that replaces its two neighbours. `first`
+    # replaces turns 0, 2, 4, ..., so it keeps the odd ones; `second` is the other way
+    # round.
     piece = (first if at % 2 else second)[(at + 1) // 2]
     start = _common_prefix(piece, before)
     stop = max(start, len(piece) - _common_prefix(piece[::-1], after[::-1]))
-    # The previous turn may change the beginning of the text between two turns, and this
-    # turn its end. The part that neither changes is the text between them.
+    # `before` is the template's text between the previous content and this one. The
+    # previous content may change its beginning, so only `before[cut:]` follows that
+    # content; this content may change its end, so only `before[:start]` precedes it.
+    # The text between the two contents is what both share, `before[cut:start]`.
     cut = len(before) - len(left)
     if start < cut:
       return None
@@ -141,9 +150,10 @@ def _contents(
 def _between(
   messages: Sequence[Message], turns: Sequence[int], render: Renderer
 ) -> list[str] | None:
-  """Returns the texts around the placeholders of the turns, one more than turns.
+  """Renders the turns as placeholders and returns the texts around the placeholders.
 
-  None if the placeholders are missing or in another order.
+  Returns:
+    len(turns) + 1 texts; None if placeholders are missing or in another order.
   """
   changed = list(messages)
   for turn in turns:
@@ -152,7 +162,9 @@ def _between(
   texts, places, done = [], [], 0
   for mark in _NUMBERED.finditer(text):
     turn = int(mark[1])
-    if places[-1:] == [turn]:  # thought and content of the same turn
+    # A turn has several placeholders in a row if it has a thought besides the content.
+    # All of them, and the text between them, count as one content.
+    if places[-1:] == [turn]:
       done = mark.end()
       continue
     places.append(turn)
@@ -191,10 +203,11 @@ def _completion_starts(
 ) -> dict[int, int]:
   """Returns where generation starts for each turn, in characters.
 
-  The text between a message and its answer depends on the role of the message. So the
-  generation prompt is rendered for the first and the last turn after each role. If a
-  prediction from two renderings gives the same positions, it is used for the turns in
-  between, and their prompts need no rendering.
+  The template's text between a message and its answer depends on the role of the
+  message. For each role, the generation prompt is rendered for the first and the last
+  turn after a message of this role. If a prediction from two renderings gives the same
+  two positions, it is used for all turns in between, whose prompts are then not
+  rendered.
   """
   starts = {turn: content.start for turn, content in contents.items()}
   behind: dict[str, list[int]] = {}
@@ -202,8 +215,8 @@ def _completion_starts(
     if turn:  # a first message has no generation prompt
       behind.setdefault(messages[turn - 1]["role"], []).append(turn)
   for role, turns in behind.items():
-    # With up to two turns there is nothing in between. After an answer, the text of a
-    # template may depend on which answer is the last.
+    # With up to two turns there is no turn in between to predict. After a message of
+    # the assistant, the template's text may depend on which answer is the last.
     predicts = len(turns) > 2 and role != "assistant"
     predicted = (
       _predicted_starts(messages, turns, contents, full, render) if predicts else {}
@@ -229,7 +242,11 @@ def _predicted_starts(
 ) -> dict[int, int]:
   """Returns where generation starts for turns after messages of one role.
 
-  Two renderings give all positions; {} if they do not suffice.
+  Two renderings give all positions: one has placeholders for the turns and the messages
+  before them, the other is the generation prompt of the last turn.
+
+  Returns:
+    {turn: position in characters}; {} if the placeholders are not found.
   """
   every = sorted({*turns, *(turn - 1 for turn in turns)})
   texts = _between(messages, every, render)
@@ -238,7 +255,8 @@ def _predicted_starts(
   if texts is None or prompt is None:
     return {}
   headers = dict(zip(every, texts))
-  question_end = prompt[1]  # end of the previous message, and the answer's header
+  # The text after the previous message's content: its end, and the answer's header.
+  question_end = prompt[1]
   starts = {}
   for turn in turns:
     content = contents[turn]
@@ -270,8 +288,9 @@ def _closing_stop(
 ) -> int | None:
   """Returns the end of the special token that closes the turn; None without one.
 
-  Only white space may separate it from the content. The call of a tool is rendered
-  after the content and belongs to the turn, so that any later token closes it.
+  Only white space may separate the token from the content. In a turn with tool calls,
+  the calls are rendered after the content and belong to the turn, so any text may
+  precede the token.
   """
   if closing is None:
     return None
@@ -287,6 +306,7 @@ def _common_prefix(a: str, b: str) -> int:
   """Returns the length of the longest common prefix.
 
   Bisection compares slices in C, which is faster than a Python loop over characters.
+  `low` is always the length of a common prefix, and `high` is never too small.
   """
   low, high = 0, min(len(a), len(b))
   while low < high:

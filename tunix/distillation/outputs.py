@@ -1,8 +1,8 @@
 """Outputs of a model on a batch, labels, and the cross-entropy between them.
 
-The functions accept any model. A user's forward function receives the fields of the
-batch that its signature names. Without one, the model receives the fields that its
-`__call__` names, as in `PeftTrainer`.
+The functions accept any model. If the user gives a forward function, it receives the
+fields of the batch that its signature names. Otherwise the model receives the fields
+that its `__call__` names, as in `PeftTrainer`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def next_tokens(inputs: Inputs) -> Labels:
   missing = {"input_tokens", "input_mask"} - inputs.keys()
   if missing:
     raise ValueError(
-      f"the inputs are {sorted(inputs)}, without {sorted(missing)}: add them under "
-      "these names (with_gen_model_input_fn), or give a labels_fn that makes labels"
+      f"the inputs are {sorted(inputs)}, without {sorted(missing)}. Add fields of "
+      "these names with with_gen_model_input_fn, or give a labels_fn that makes the labels"
     )
   tokens, mask = jnp.asarray(inputs["input_tokens"]), jnp.asarray(inputs["input_mask"])
   if (weights := inputs.get("loss_weights")) is not None:
@@ -60,10 +60,14 @@ def next_tokens(inputs: Inputs) -> Labels:
 
 
 def call(fn: Callable[..., Any], *args: Any, inputs: Inputs) -> Any:
-  """Calls `fn(*args, **inputs)` with the inputs that its signature names."""
+  """Calls `fn(*args, **inputs)` with the inputs that its signature names.
+
+  If the signature has `**kwargs`, the function receives all inputs.
+  """
   parameters = inspect.signature(fn).parameters
   if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
     return fn(*args, **inputs)
+  # `args` fill the first parameters, so inputs may only fill the others.
   free = list(parameters)[len(args) :]
   return fn(*args, **{name: inputs[name] for name in free if name in inputs})
 
@@ -92,7 +96,7 @@ def token_logps(
 
 
 def top_tokens(model: Any, inputs: Inputs, k: int, temperature: float) -> TopK:
-  """Returns the k most likely tokens at each position."""
+  """Returns the k most likely tokens at each position, with log-probabilities."""
   return _adapted(model).top_k(states(model, inputs), k, temperature)
 
 
@@ -112,8 +116,8 @@ def _adapted(model: Any) -> LanguageModel:
 def _sequences(model: Any, inputs: Inputs) -> Sequences:
   if "input_tokens" not in inputs:
     raise ValueError(
-      f"the inputs are {sorted(inputs)}, without input_tokens: use that name "
-      "(with_gen_model_input_fn), or give the strategy forward functions"
+      f"the inputs are {sorted(inputs)}, without input_tokens. Add this field with "
+      "with_gen_model_input_fn, or give the strategy forward functions"
     )
   extra = {name: inputs[name] for name in _further_fields(model) if name in inputs}
   known = (inputs.get(name) for name in _FIELDS[1:])
@@ -134,6 +138,7 @@ def task_loss(output: Any, labels: Any) -> Scored:
     output: `Unembedded`, or logits [..., V].
     labels: `Labels`; or integers [...], negative at positions without a label; or
       probabilities [..., V] (one-hot or smoothed), all 0 at positions without a label.
+      The weight of a position is then the sum of its probabilities.
 
   Raises:
     ValueError: the labels have another shape.
@@ -155,8 +160,10 @@ def task_loss(output: Any, labels: Any) -> Scored:
       "for each position and token, or an integer for each position"
     )
   weights = jnp.sum(labels, axis=-1).astype(jnp.float32)
-  # A label of 0 times a log-probability of -inf (a forbidden token) would be NaN.
+  # The product of a label 0 and a log-probability -inf (a forbidden token) is NaN, so
+  # labels of 0 are masked.
   total = -jnp.sum(jnp.where(labels != 0, labels * logps, 0.0), axis=-1)
+  # The loss multiplies by the weight again; a position without a label divides by 1.
   return Scored(total / jnp.where(weights == 0, 1.0, weights), weights)
 
 

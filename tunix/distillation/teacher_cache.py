@@ -1,9 +1,10 @@
 """A cache on disk of the teacher's most likely tokens at each position.
 
-The key of a row is its content: all fields that the teacher receives (see
-`tunix.data.store`). The batch of the row does not matter, so an interrupted fill can
-continue and several runs can fill one folder. The processes of one run compute missing
-rows together, each with its part of the batch, and process 0 writes the results.
+The key of a row is a hash of all its fields that the teacher receives (see
+`tunix.data.store`). The key does not depend on the batch of the row, so an interrupted
+fill can continue, and several runs can fill one folder. The processes of one run
+compute missing rows together, each with its part of the batch, and process 0 writes the
+results.
 """
 
 from __future__ import annotations
@@ -35,20 +36,22 @@ _PARTS = ("ids", "logps")
 class TeacherCache:
   """The top-k log-probabilities of a teacher, in a folder.
 
-  A trainer accepts a cache in place of the teacher. Without `teacher` it only reads.
+  A trainer accepts a cache in place of the teacher. A cache without `teacher` only
+  reads.
 
   Args:
     folder: folder of the files.
-    teacher: the model that computes missing rows. It must be the model that the folder
-      was begun with.
-    top_k: tokens that are kept for each position; None reads it from the folder.
+    teacher: the model that computes missing rows. Its weights must be those of the
+      model that created the folder.
+    top_k: number of tokens that are kept for each position; None reads it from the
+      folder.
     temperature: temperature of the log-probabilities; None reads it from the folder, or
-      is 1 for a new one.
+      is 1 for a new folder.
     data_sharding_axis: axes of the teacher's mesh that split a batch.
 
   Raises:
-    ValueError: the folder has another teacher, `top_k` or temperature, or it is empty
-      and `teacher` or `top_k` is missing.
+    ValueError: the folder has another teacher, `top_k` or temperature; or the folder is
+      new, and `teacher` or `top_k` is missing.
   """
 
   def __init__(
@@ -147,7 +150,7 @@ class TeacherCache:
     return TopK(*(self._rows.take(keys, part) for part in _PARTS))
 
   def _compute(self, inputs: Inputs, keys: list[str]) -> None:
-    """Computes all rows of the batch by one program; adds the new ones."""
+    """Computes all rows of the batch by one program, and adds the new ones."""
     if self._teacher is None:
       missing = sum(key not in self._rows for key in keys)
       raise ValueError(
@@ -159,11 +162,13 @@ class TeacherCache:
     score = _score(self.top_k, self.temperature)
     # The keys pass through the same program as the rows, so that keys and rows of all
     # processes come back in the same order.
+    # JAX arrays cannot hold strings, so each key becomes a row of int32 numbers.
     digests = np.asarray([np.frombuffer(bytes.fromhex(key), np.int32) for key in keys])
     arrays = {"inputs": rows, "digests": digests}
     out = inference.apply(self._teacher, score, arrays, self._axes)
     (ids, logps), digests = mesh_lib.to_host(out)
     all_keys = [digest.tobytes().hex() for digest in np.asarray(digests, np.int32)]
+    # A dict, because equal rows of a batch have one key and are stored once.
     new = {key: row for row, key in enumerate(all_keys) if key not in self._rows}
     index = np.asarray(list(new.values()))
     self._rows.add({"ids": ids[index], "logps": logps[index]}, list(new))
@@ -184,7 +189,7 @@ class TeacherCache:
       "top_k": top_k,
       "temperature": 1.0 if temperature is None else float(temperature),
       "vocab_size": size,
-      # A reader without the teacher needs these names to compute the keys of rows.
+      # A cache without the teacher needs these names to compute the keys of rows.
       "fields": list(outputs.fields_of(self._teacher)),
     }
 
@@ -204,8 +209,10 @@ class TeacherCache:
 
 @functools.cache
 def _score(top_k: int, temperature: float) -> Any:
-  """Returns the scoring function; the same object for the same settings, which JAX
-  compiles once."""
+  """Returns the scoring function for these settings.
+
+  It returns the same object for equal settings, so that JAX compiles it once.
+  """
   return lambda model, inputs, digests: (
     outputs.top_tokens(model, inputs, top_k, temperature),
     digests,
@@ -213,7 +220,7 @@ def _score(top_k: int, temperature: float) -> Any:
 
 
 def row_keys(inputs: Inputs, fields: Collection[str]) -> list[str]:
-  """Returns a key for each row, computed from everything that a model reads of it.
+  """Returns a key for each row, computed from all fields that the model receives.
 
   Args:
     inputs: fields of a batch on the host.
@@ -224,8 +231,8 @@ def row_keys(inputs: Inputs, fields: Collection[str]) -> list[str]:
   """
   if "input_tokens" not in inputs:
     raise ValueError(
-      f"the inputs are {sorted(inputs)}, without input_tokens, by which a teacher "
-      "cache finds rows: add input_tokens"
+      f"the inputs are {sorted(inputs)}; expected input_tokens, which a teacher cache "
+      "needs to find rows. Add input_tokens"
     )
   tokens = np.asarray(inputs["input_tokens"])
   arrays = {n: x for n, x in inputs.items() if n in fields and hasattr(x, "shape")}

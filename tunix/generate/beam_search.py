@@ -1,8 +1,9 @@
-"""Beam search: finds likely completions by growing K candidates of each prompt.
+"""Beam search: finds likely completions by extending K candidates of each prompt.
 
-The score of an ended beam is the sum of its tokens' log-probabilities divided by
-`length ** length_penalty`. (Wu et al. 2016, arXiv:1609.08144, divide by another
-function of the length.)
+The candidates are called beams. A beam is live until it ends, by an end-of-sequence
+token or at the prompt's limit. The score of an ended beam is the sum of its tokens'
+log-probabilities divided by `length ** length_penalty`. (Wu et al. 2016,
+arXiv:1609.08144, divide by another function of the length.)
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Beams:
     tokens: int32 [P, K, N].
     logps: float32 [P, K, N], log-probability of each token under the model's own
       distribution.
-    scores: float32 [P, K]. Sum of log-probabilities of a live beam; the same divided by
-      length ** penalty of an ended one; -inf in a place without a beam.
-    lengths: int32 [P, K], tokens, with the end-of-sequence token.
+    scores: float32 [P, K]. For a live beam, the sum of its log-probabilities; for an
+      ended beam, this sum divided by length ** penalty; -inf for an empty entry.
+    lengths: int32 [P, K], number of tokens, including the end-of-sequence token.
     stopped: bool [P, K], True if an end-of-sequence token ended the beam.
   """
 
@@ -66,37 +67,39 @@ def search(
 
   Each step takes the best continuations of a prompt's live beams, best first:
 
-  1. Continuations among the first K that end, by an end-of-sequence token or at the
-     prompt's limit, join the ended beams. The best K ended beams are kept.
+  1. Of the first K continuations, those that end (by an end-of-sequence token or at the
+     prompt's limit) join the ended beams. The best K ended beams are kept.
   2. The best K continuations that do not end become the live beams.
-  3. The prompt is done if its best live beam, scored at its present length, is no
-     better than the worst of K ended beams; or at its limit.
+  3. The prompt is done if it is at its limit, or if there are K ended beams and the
+     best live beam, scored at its present length, is no better than the worst of them.
 
-  The result of a prompt depends on no other prompt.
+  The result of a prompt does not depend on the other prompts of the batch.
 
   Args:
     graph: graph definition, from `decode.opened`.
     state: state of the module, from `decode.opened`.
     prompts: as for `decode.start`, with K rows for each prompt.
-    rules: as for `decode.start`. Forbidden tokens are left out without raising the
-      probabilities of the others.
+    rules: as for `decode.start`. Forbidden tokens are left out; the probabilities of
+      the other tokens are not renormalised.
     plan: as for `decode.start`.
-    beams: K.
+    beams: K, number of beams per prompt.
     length_penalty: float32 scalar. Above 0 it favours long beams, below 0 short ones.
   """
-  # One program, unlike `start` and `advance`: no row can be shown before the end.
+  # A single program, unlike `start` and `advance`: the caller cannot read any row
+  # before the end, because the best beam may still change.
   model = nnx.merge(graph, state)
   logits, memory = decode.prefilled(model, prompts, plan)
   limits = rules.limits.reshape(-1, beams)[:, 0]
   empty = _empty(limits.shape[0], beams, plan.columns)
-  # The K rows of a prompt are equal at first: only one of them may continue, or every
-  # beam would be the same.
+  # The K rows of a prompt are equal at first. Beams 1 to K - 1 start with score -inf,
+  # so that all continuations come from beam 0; otherwise all beams would be the same.
   first = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)
   live = dataclasses.replace(empty, scores=jnp.broadcast_to(first, empty.scores.shape))
   decoder = decoders.decoder_of(model)
 
   def choose(logits, live, ended, done, steps):
     # Continuations come sorted by their sums, so the first K columns are the best K.
+    # All have the same length, steps + 1, so this is also the order of their scores.
     grown, source, ends = _grow(logits, live, rules, limits, steps)
     score = grown.scores / (steps + 1.0) ** length_penalty
     score = jnp.where(ends & ~done[:, None], score, -jnp.inf)[:, :beams]
@@ -106,15 +109,16 @@ def search(
     open_scores = jnp.where(ends, -jnp.inf, grown.scores)
     live, index = _best(dataclasses.replace(grown, scores=open_scores), beams)
     source = jnp.take_along_axis(source, index, axis=1)
-    # A heuristic, as in transformers: with a length penalty above 0 a live beam could
-    # still pass the worst ended one when it grows.
+    # This stop is a heuristic, the same as in the library transformers: with a length
+    # penalty above 0, a live beam could still exceed the worst ended beam at a larger
+    # length.
     reachable = live.scores[:, 0] / (steps + 1.0) ** length_penalty
     done = done | (reachable <= ended.scores[:, -1]) | (steps + 1 >= limits)
     return live, ended, done, steps + 1, source
 
   def body(carry):
     memory, live, ended, done, steps, source = carry
-    # Each beam takes over the cache row of the beam that it continues.
+    # Each beam gets a copy of the cache row of the beam that it continues.
     rows = (jnp.arange(limits.shape[0])[:, None] * beams + source).reshape(-1)
     memory = decoder.repeat(model, memory, rows)
     last = jax.lax.dynamic_index_in_dim(live.tokens, steps - 1, 2, keepdims=False)
@@ -140,8 +144,8 @@ def _grow(logits, live: Beams, rules: Rules, limits, steps):
     allowed = sampling.forbid(logps, rules.draw.forbidden)
   vocab = logits.shape[-1]
   sums = live.scores[:, :, None] + allowed.reshape(prompts, beams, vocab)
-  # Of each beam at most E continuations end, one for each end-of-sequence id. So among
-  # the best K * (1 + E) at least K do not end.
+  # At most E continuations of each beam end, one for each end-of-sequence id. Of the
+  # best K * (1 + E) continuations, at most K * E end, so at least K do not.
   count = min(beams * (1 + rules.eos.shape[0]), beams * vocab)
   scores, index = jax.lax.top_k(sums.reshape(prompts, -1), count)
   source, tokens = index // vocab, (index % vocab).astype(jnp.int32)
@@ -168,7 +172,7 @@ def _best(beams: Beams, count: int) -> tuple[Beams, jax.Array]:
 
 
 def _empty(prompts: int, beams: int, columns: int) -> Beams:
-  """Returns places without a beam."""
+  """Returns K empty entries per prompt, all with score -inf."""
   shape = (prompts, beams)
   return Beams(
     tokens=jnp.zeros((*shape, columns), jnp.int32),

@@ -29,8 +29,9 @@ def prefill(
   batch, width = tokens.shape
   cache = pinned(model, model.init_cache(batch, slots))
   positions = masks.positions_from_mask(mask)
-  # Padding stays hidden for good. Slots behind the prompt count as visible at once;
-  # the causal mask, and later `step`, hide the ones that are still empty.
+  # Padding stays hidden for the whole request. Slots after the prompt are marked
+  # visible from the start; as long as they are empty, the causal mask hides them here,
+  # and `filled` hides them in `step`.
   visible = jnp.pad(mask, ((0, 0), (0, slots - width)), constant_values=True)
   causal = masks.causal_mask(jnp.arange(width), jnp.arange(slots))
   logits, cache = _last_logits(
@@ -47,11 +48,12 @@ def prefill(
 def step(
   model, tokens: Int[Array, " B"], memory: Memory
 ) -> tuple[Float[Array, "B V"], Memory]:
-  """Runs one token a row through the cache.
+  """Runs one token per row through the cache.
 
   Returns:
     The logits after that token, and the state for the next step.
   """
+  # The token of this step is written to `memory.slot` and attends to itself, hence <=.
   filled = jnp.arange(memory.visible.shape[1]) <= memory.slot
   logits, cache = _last_logits(
     model,
@@ -68,8 +70,9 @@ def step(
 def _last_logits(model, tokens, positions, cache, mask):
   """Returns float32 [B, V] logits of the last position, and the new cache."""
   adapted = calling.adapt(model)
-  # Prompts of 1,024 tokens and a vocabulary of 152,000 would make 600 MB of float32
-  # logits a row. If the model returns hidden states, only the last one is unembedded.
+  # With a prompt of 1,024 tokens and a vocabulary of 152,000, the float32 logits of one
+  # row would take 600 MB. If the model returns hidden states, only the hidden state of
+  # the last position is multiplied by the unembedding.
   hidden = {} if adapted.builds_logits else {"return_hidden": True}
   states, cache = model(tokens, positions, cache, mask, **hidden)
   return adapted.unembed(states[:, -1:])[:, 0].astype(jnp.float32), cache

@@ -43,7 +43,7 @@ def require(
   Raises:
     ValueError: the size does not fit; the message names the largest that does.
   """
-  if programs.are_noted():  # A plan allocates nothing, and may be for other devices.
+  if programs.is_recording():  # A plan allocates nothing, and may be for other devices.
     return
   memory, needed = memory_bytes(), bytes_of(value)
   if needed <= memory:

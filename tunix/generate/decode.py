@@ -1,11 +1,13 @@
 """The token loop: two jitted programs over a module that is split for decoding.
 
-`opened` prepares the module once a request. `start` runs the prompts and chooses each
-row's first token. `advance` decodes until every row is done or a number of columns is
-written; the caller may look at the rows between two calls of it. Functions that depend
-on the kind of model (prefill, step, ...) come from `decoders.decoder_of`.
+`opened` prepares the module once per request. `start` runs the prompts and chooses each
+row's first token. `advance` decodes until every row is done or a given number of
+columns is written, so the caller can read the rows between two calls of `advance`.
+Functions that depend on the kind of model (prefill, step, ...) come from
+`decoders.decoder_of`.
 
-A scheduler that owns the decode slots calls those functions and `memory.admit` itself.
+A scheduler that manages the decode slots itself calls the functions of `decoder_of` and
+`memory.admit` directly.
 """
 
 from __future__ import annotations
@@ -37,9 +39,10 @@ class Plan:
 
   Attributes:
     slots: S, slots of a row for prompt and generated tokens together.
-    columns: N, most generated tokens of a row.
-    copies: rows of each prompt, one after the other; read if `Prompts.source` is None.
-    return_logits: keep the logits [B, N, V].
+    columns: N, the largest number of generated tokens of a row.
+    copies: number of consecutive rows for each prompt; used if `Prompts.source` is
+      None.
+    return_logits: return the logits, float32 [B, N, V].
     return_logps: compute the log-probabilities of the chosen tokens.
   """
 
@@ -58,9 +61,11 @@ class Prompts:
   Attributes:
     tokens: int32 [P, W], padded on the left.
     mask: bool [P, W], True on the prompts' tokens.
-    source: int32 [B], the prompt of each row; None: each prompt has `Plan.copies` rows.
-    shift: int32 scalar, slots of padding in front of every prompt that the generated
-      tokens need at the end. None: the cache has room for padding and tokens.
+    source: int32 [B], index of each row's prompt; None if each prompt has
+      `Plan.copies` rows.
+    shift: int32 scalar, number of slots by which prompts are moved to the left, over
+      their padding, because the generated tokens need these slots. None if the cache
+      has room for padding and tokens.
   """
 
   tokens: Leaf
@@ -75,7 +80,8 @@ class Rules:
   """The choice of tokens, and the end of rows.
 
   Attributes:
-    limits: int32 [B], most tokens to generate; 0 for rows that only fill the batch.
+    limits: int32 [B], largest number of tokens to generate; 0 for rows that only fill
+      the batch.
     eos: int32 [E], ids that end a row, padded by `batching.id_list`.
     draw: the choice of the next token.
   """
@@ -91,8 +97,8 @@ class Generated:
   """The completions of a request: written on the device, read on the host.
 
   Attributes:
-    tokens: int32 [B, N]; columns at and behind a row's length are meaningless.
-    lengths: int32 [B], generated tokens, with the end-of-sequence token.
+    tokens: int32 [B, N]; only the first `lengths` columns of a row are valid.
+    lengths: int32 [B], number of generated tokens, including the end-of-sequence token.
     stopped: bool [B], True if an end-of-sequence token ended the row.
     done: bool [B], True if the row stopped or has reached its limit.
     steps: int32 scalar, columns written.
@@ -119,16 +125,17 @@ class Opened(NamedTuple):
 
 
 def opened(graph: Any, state: Any, layout: Layout | None = None) -> Opened:
-  """Prepares a split module for decoding: one module a layer, weights laid out.
+  """Prepares a split module for decoding: one module per layer, and new shardings.
 
   Args:
     graph: graph definition of the module.
-    state: its state. Leaves that do not change are returned themselves, not copied.
-    layout: new shardings of weights, see `layout.for_decoding`. None: unchanged.
+    state: its state. Leaves that do not change are returned without a copy.
+    layout: new shardings of weights, see `layout.for_decoding`; None leaves them
+      unchanged.
   """
   # A model that scans its layers stores them stacked, [L, ...]. Each decode step would
-  # slice the stack once a layer, which copies all weights a step; here they are sliced
-  # once a request.
+  # slice the stack once per layer, which copies all weights in every step. Here they
+  # are sliced once per request.
   structure, places, changed = programs.call("unstack", _open, graph, layout, state)
   stored = jax.tree.leaves(state)
   fresh = iter(changed)
@@ -148,8 +155,10 @@ class _Static:
 def _open(graph, layout, state):
   """Returns the new structure, the source of each leaf, and the changed leaves only.
 
-  A jitted function copies what it returns. An unchanged leaf (embedding, last norm,
-  head) is therefore named by its number in `state`; a changed one has the entry None.
+  A jitted function copies its results. An unchanged leaf (embedding, last norm, head)
+  is therefore not returned; `places` has its index in `state` instead, and None for a
+  changed leaf. While the function is traced, an unchanged leaf is the same Python
+  object as in `state`, so `id` identifies it.
   """
   arrays = state if layout is None else _laid_out(state, layout)
   model = nnx.merge(graph, arrays)
@@ -190,8 +199,8 @@ def start(
   Returns:
     The rows with one token each, and the state for `advance`.
   """
-  # Each traced body merges the module anew: a model may write to itself in a call,
-  # which must not leak a tracer of one body into another.
+  # Each traced body merges the module again: a model may change its own state in a
+  # call, which must not leak a tracer of one body into another.
   logits, memory = prefilled(nnx.merge(graph, state), prompts, plan)
   out = _emit(_empty(rules, plan, logits.shape[-1]), logits, rules)
   # Replicated, because every process reads the whole result.
@@ -211,13 +220,14 @@ def advance(
       reached its new limit is done.
     out: rows from `start` or from this function; donated.
     memory: decoding state from the same call; donated.
-    until: int32 scalar.
+    until: number of columns to stop at, int32 scalar.
   """
   decoder = decoders.decoder_of(nnx.merge(graph, state))
 
   def body(carry):
     out, memory = carry
-    # The cache holds every token but the last one, which was chosen and not yet run.
+    # The cache holds all tokens except the last one, which was chosen but has not been
+    # run. It is in column `steps - 1`.
     last = jax.lax.dynamic_index_in_dim(out.tokens, out.steps - 1, 1, keepdims=False)
     logits, memory = decoder.step(nnx.merge(graph, state), last, memory)
     return _emit(out, logits, rules), memory
@@ -226,8 +236,8 @@ def advance(
     return ~jnp.all(carry[0].done) & (carry[0].steps < until)
 
   out = dataclasses.replace(out, done=out.done | (out.lengths >= rules.limits))
-  # A while_loop, because its length is data: the loop ends with the last row instead
-  # of running all N columns. `until` is an argument, so no value of it recompiles.
+  # A while_loop, so that decoding stops when the last row is done and need not run all
+  # N columns. `until` is an array argument, so a new value does not recompile.
   with jax.named_scope("decode"):
     out, memory = jax.lax.while_loop(continues, body, (out, memory))
   return jax.tree.map(mesh_lib.constrain, out), memory
@@ -247,8 +257,9 @@ def prefilled(
     if prompts.shift is not None:
       assert decoder.shift is not None
       memory = decoder.shift(memory, prompts.shift)
-    # After the prefill, one cache row a prompt becomes one a completion: samples share
-    # the computation of their prompt, not its memory.
+    # The prefill has one cache row per prompt; decoding needs one per completion.
+    # Samples share the computation of their prompt, but each has its own copy in
+    # memory.
     source = plan.copies if prompts.source is None else prompts.source
     if not isinstance(source, int) or source > 1:
       memory = decoder.repeat(model, memory, source)
@@ -276,8 +287,8 @@ def _empty(rules: Rules, plan: Plan, vocab: int) -> Generated:
 def _emit(out: Generated, logits: jax.Array, rules: Rules) -> Generated:
   """Chooses every row's next token and writes one column.
 
-  Rows that are done get a column too: a column is one slice of the buffer, and the host
-  cuts every row at its length.
+  Rows that are done get a token too, because a column is written as one slice for all
+  rows. The host cuts every row at its length.
   """
   tokens, drawn_from = sampling.choose(logits, rules.draw, out.lengths)
 
@@ -289,12 +300,14 @@ def _emit(out: Generated, logits: jax.Array, rules: Rules) -> Generated:
   logps, sampled, kept = out.logps, out.sampling_logps, out.logits
   if logps is not None:
     logps = write(logps, sampling.token_logps(logits, tokens))
-  # Greedy choice draws from nothing: its sampling log-probs keep the 0 they began with.
+  # A greedy choice samples from no distribution, so its sampling log-probabilities keep
+  # their initial value 0.
   if sampled is not None and drawn_from is not None:
     sampled = write(sampled, sampling.token_logps(drawn_from, tokens))
   if kept is not None:
     kept = write(kept, logits)
-  # A row counts this token unless it was done before; its end-of-sequence token counts.
+  # The length grows if the row was not done before this step, so the end-of-sequence
+  # token is counted.
   lengths = out.lengths + ~out.done
   stopped = out.stopped | (~out.done & sampling.is_in(tokens, rules.eos))
   return Generated(

@@ -1,17 +1,17 @@
 """Layout of a model's weights while tokens are generated.
 
-In training, every weight is sharded over the batch axes (fsdp) too, and all-gathered
-where it is used. That costs little beside the products of thousands of tokens. A decode
-step has one token a row: the all-gathers would be most of its work. So weights are laid
-out anew once a request (`decode.opened`), in one of two ways that gather nothing in a
-step:
+In training, every weight is also sharded over the batch axes (fsdp), and all-gathered
+before it is used. The all-gathers take little time compared with matrix products over
+thousands of tokens. A decode step has one token per row, so they would take most of its
+time. The weights are therefore resharded once per request (`decode.opened`), in one of
+two ways that need no all-gather of weights in a step:
 
-- whole: each device holds the weights without the batch axes;
-- split: if whole weights take too much memory, the batch axes split the weights along
-  their other dimension. A device then computes its share of every product for all rows,
-  and activations move between devices instead of weights.
+- whole: each device holds the weights as if the batch axes were not in the spec;
+- split: the batch axes split the other dimension of each matrix, for models whose whole
+  weights take too much memory. A device then computes its part of every product for all
+  rows, and activations move between devices instead of weights.
 
-The rows of the KV cache, and attention over them, stay on their devices.
+In both cases the rows of the KV cache, and attention over them, stay on their devices.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tunix.models.transformer.model import Transformer
 from tunix.perf.chips import chip_of
 from tunix.utils import mesh as mesh_lib
 
-# Share of a device's memory that new weights may take by default. The same memory holds
-# the weights as they are trained, the optimizer's state and the cache.
+# Share of a device's memory that the resharded weights may take by default. The device
+# also holds the training copy of the weights, the optimizer state and the KV cache.
 _SHARE = 0.25
 
-# Fewest columns (or rows) of a split weight on a device. A narrower weight, such as an
-# adapter's, is kept whole: splitting it would save little memory.
+# Smallest number of columns (or rows) of a split weight on a device. A narrower weight,
+# such as that of an adapter, stays whole: splitting it would save little memory.
 _MIN_WIDTH = 8
 
 # Option of `Sampler` and RolloutConfig, see `for_decoding`.
@@ -53,8 +53,8 @@ class Layout:
   """The shardings of a model's weights in the token loop.
 
   Attributes:
-    leaves: new sharding of each leaf of the model's state; None: unchanged.
-    step: mesh axes that split the products of a step; empty if none does.
+    leaves: new sharding of each leaf of the model's state; None for an unchanged leaf.
+    step: mesh axes that split the products of a decode step; () if no axis does.
   """
 
   leaves: tuple[NamedSharding | None, ...]
@@ -78,13 +78,14 @@ def for_decoding(model: Any, state: Any, gather: GatherWeights) -> Layout | None
   """Returns the layout of a model's weights in the token loop.
 
   Args:
-    model: the model. Its `config.sharding` names the batch axes; without it nothing
-      changes.
+    model: the model. Its `config.sharding` names the batch axes; a model without it is
+      unchanged.
     state: state of the model, arrays or shapes.
-    gather: True: whole weights. "split": split weights (our own decoder only; the
-      weights of other models stay unchanged). False: unchanged. None: the first of
-      True and "split" whose new weights take at most a quarter of a device's memory,
-      else unchanged. CPUs report no memory, so None leaves them unchanged there.
+    gather: True uses whole weights. "split" uses split weights, for our own decoder
+      only; other models are unchanged. False leaves all weights unchanged. None takes
+      the first of True and "split" whose resharded weights take at most a quarter of a
+      device's memory, and else leaves them unchanged. The memory of a CPU is unknown,
+      so None leaves the weights unchanged there.
 
   Returns:
     The layout; None if nothing changes.
@@ -140,7 +141,8 @@ def _split(rules: ShardingRules, leaves: list[Any]) -> Layout | None:
   def turned(leaf: Any, entries: _Entries) -> _Entries:
     out = _turned(axes, entries)
     mesh = leaf.sharding.mesh
-    # A dimension must divide over its axes, and leave each device enough columns.
+    # Its axes must divide each dimension, and a newly split dimension must leave each
+    # device at least _MIN_WIDTH columns. Otherwise the weight is kept whole.
     fits = all(
       size % mesh_lib.axes_size(mesh, names) == 0
       and (
@@ -158,7 +160,7 @@ def _split(rules: ShardingRules, leaves: list[Any]) -> Layout | None:
 
 
 def _axes(rules: ShardingRules) -> tuple[str, ...]:
-  """Returns the mesh axes that split weights in training only."""
+  """Returns the batch axes and the weight axes: decoding removes or moves them."""
   return tuple(dict.fromkeys((*rules.batch_axes, *rules.weight_axes)))
 
 
@@ -169,18 +171,23 @@ def _used(axes: tuple[str, ...], leaves: list[Any]) -> tuple[str, ...]:
 
 
 def _without(axes: tuple[str, ...], entries: _Entries) -> _Entries:
-  """Removes axes from the last two dimensions, the ones of a matrix.
+  """Removes axes from the last two dimensions, which are those of a matrix.
 
   Dimensions before them keep their axes: experts stay split over the devices.
   """
-  # Two empty entries in front make a vector, or a scalar, look like a matrix.
+  # Two empty entries are put in front, so that a vector or a scalar has two last
+  # dimensions too. [2:] removes them again.
   *lead, rows, columns = [(), (), *entries]
   left = [tuple(name for name in e if name not in axes) for e in (rows, columns)]
   return [*lead, *left][2:]
 
 
 def _turned(axes: tuple[str, ...], entries: _Entries) -> _Entries:
-  """Moves axes to the other of a matrix's two dimensions, which are the last two."""
+  """Moves axes from the rows of a matrix to its columns, and the other way round.
+
+  Rows and columns are the last two dimensions. For example, with axes (fsdp,) the
+  entries [(fsdp,), (tp,)] become [(), (tp, fsdp)].
+  """
   left = _without(axes, entries)
   if len(left) < 2:
     return left

@@ -36,7 +36,7 @@ class Request:
     rules: choice of tokens and limits of the rows.
     plan: static sizes and options of the programs.
     opened: the module, split for decoding.
-    mesh: mesh of the weights, or the surrounding one; None: no mesh.
+    mesh: mesh of the weights, or else the mesh of the context; None if there is none.
   """
 
   options: SamplingOptions
@@ -54,7 +54,7 @@ class Request:
 
   @property
   def width(self) -> int:
-    """W, tokens of a padded prompt."""
+    """W, the number of tokens of a padded prompt."""
     return self.start.mask.shape[1]
 
 
@@ -73,18 +73,19 @@ def prepare(
     prompts: int32 ids of each prompt.
     options: options of the call.
     eos_ids: ids that end a row.
-    cache_size: most tokens of a row; None: no bound.
+    cache_size: largest number of tokens of a row, prompt included; None for no bound.
     gather_weights: layout of the weights, see `layout.for_decoding`.
 
   Raises:
-    TypeError: the seed has another type.
-    ValueError: ids outside the vocabulary, or more tokens than fit.
+    TypeError: the seed is not None, an integer or a key.
+    ValueError: an id is outside the vocabulary, or the tokens exceed the cache, the
+      model's positions or the memory.
   """
   vocab_size = calling.vocab_size(model)
   for prompt in prompts:
     _check_ids(prompt, "a prompt", vocab_size)
-  # Only the call's own ids are checked. A tokenizer may name an end-of-sequence id
-  # outside the model's vocabulary, which is then never generated.
+  # Only ids that the caller gave are checked. The tokenizer's end-of-sequence id may be
+  # outside the model's vocabulary; it is then never generated.
   if options.eos_tokens is not None:
     _check_ids(options.eos_tokens, "eos_tokens", vocab_size)
   count, samples = len(prompts), options.beam_size or options.num_samples
@@ -99,16 +100,18 @@ def prepare(
   shape = bounds.shape(
     count, samples, longest, steps, options.max_prompt_length, options.beam_size
   )
-  # On a mesh, if every prompt has the same number of rows, each device repeats its own
-  # prompts (`memory.rows_of`). On one device it makes no difference.
+  # If the batch is sharded and every prompt has the same number of rows, each device
+  # repeats its own prompts (`memory.rows_of`). Otherwise rows are taken by index, which
+  # on one device costs the same.
   is_regular = bounds.shards > 1 and shape.rows == shape.prompts * samples
   copies = samples if is_regular else 1
   limits = np.zeros(shape.rows, np.int32)
   limits[: count * samples] = np.repeat(each, samples)
   make_key = _key_maker(options)
   with mesh_lib.use_mesh(mesh):
-    # Devices that are only compiled for (`tunix plan`) cannot hold a key.
-    key = _planned_key(make_key, mesh) if programs.are_noted() else make_key()
+    # `tunix plan` compiles for devices that this machine does not have. They cannot
+    # hold a key, so its shape takes its place.
+    key = _planned_key(make_key, mesh) if programs.is_recording() else make_key()
     draw = _draw(options, shape.rows, vocab_size, key)
     weights = layout.for_decoding(model, state, gather_weights)
     opened = decode.opened(graph, state, weights)
@@ -138,11 +141,12 @@ def _prompts(
   steps: int,
 ) -> decode.Prompts:
   """Returns the arrays of the prompts, with `samples` rows for each prompt."""
-  # Padded with 0: the tokenizer's padding id may lie outside the model's vocabulary.
+  # Padded with 0, because the tokenizer's padding id may be outside the vocabulary.
   tokens, mask = batching.left_padded(prompts, shape.prompts, shape.width, 0)
   source = np.minimum(np.arange(shape.rows) // samples, shape.prompts - 1)
-  # A cache of fewer slots than padded prompt and new tokens need still holds the tokens
-  # themselves: prompts are moved over their padding by the slots that are missing.
+  # The cache may have fewer slots than a padded prompt and the new tokens need
+  # together, but enough for the tokens without padding. Prompts are then moved to the
+  # left, over their padding, by the number of missing slots.
   is_tight = shape.slots < shape.width + shape.columns
   can_shift = decoders.decoder_of(model).shift is not None
   missing = np.int32(max(0, shape.width + steps - shape.slots))
@@ -158,9 +162,9 @@ def _check_positions(model: nnx.Module, longest: int, steps: int) -> None:
   most = decoders.max_positions(model)
   if most is not None and longest + steps > most:
     raise ValueError(
-      f"{longest} prompt tokens and max_generation_steps={steps} make "
-      f"{longest + steps}, the model has {most} positions: generate at most "
-      f"{max(most - longest, 0)} tokens"
+      f"max_generation_steps is {steps} after a prompt of {longest} tokens, together "
+      f"{longest + steps}; expected at most {most}, the positions of the model. "
+      f"Generate at most {max(most - longest, 0)} tokens"
     )
 
 
@@ -172,14 +176,14 @@ def _check_memory(
   longest: int,
   steps: int,
 ) -> None:
-  """Refuses a request whose tokens and cache no memory can hold."""
-  token_bytes = 4 + 1  # the token, and whether it is visible
+  """Refuses a request whose tokens and cache are larger than the memory."""
+  token_bytes = 4 + 1  # an int32 id, and a bool that is True if the slot is visible
   cache_bytes = decoders.decoder_of(model).cache_bytes
 
   @functools.cache
   def row_bytes(slots: int) -> int:
-    # A cache of 1e9 slots overflows the size of an array even as a shape. From 2**20
-    # slots on, a cache grows by the same number of bytes with every slot.
+    # A cache of 1e9 slots has more elements than JAX can count, even in a shape. Above
+    # 2**20 slots, each slot adds the same number of bytes, so the size is extrapolated.
     if slots > _LONG_ROW:
       of_slot = row_bytes(_LONG_ROW) - row_bytes(_LONG_ROW - 1)
       return row_bytes(_LONG_ROW) + (slots - _LONG_ROW) * of_slot
@@ -217,14 +221,14 @@ def mesh_of(state: Any) -> Mesh | None:
 def _key_maker(options: SamplingOptions) -> Callable[[], jax.Array]:
   """Returns a function that makes the call's random key.
 
-  A key array belongs to the mesh under which it is made, which may not be the mesh that
-  draws. So the caller's key is reduced to its host words here, and made anew under the
-  mesh of the request.
+  A key array belongs to the mesh under which it is created, which may not be the mesh
+  of the request. The caller's key is therefore copied to the host as integers, and the
+  returned function creates a key from them under the mesh of the request.
   """
   is_greedy = options.temperature == 0
   key = batching.random_key(0 if options.seed is None and is_greedy else options.seed)
-  words, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
-  return lambda: jax.random.wrap_key_data(jnp.asarray(words), impl=kind)
+  data, kind = np.asarray(jax.random.key_data(key)), jax.random.key_impl(key)
+  return lambda: jax.random.wrap_key_data(jnp.asarray(data), impl=kind)
 
 
 def _planned_key(make: Callable[[], jax.Array], mesh: Mesh | None) -> Any:
@@ -245,7 +249,7 @@ def _draw(
     rows=np.arange(first, first + rows, dtype=np.int32),
     key=key,
     forbidden=_forbidden(options.forbidden_tokens, vocab_size),
-    # One value a row, as an array: another temperature or filter compiles nothing new.
+    # One value per row, as an array argument: a new value compiles no new program.
     **{
       name: np.full(rows, value, np.int32 if name == "top_k" else np.float32)
       for name, value in rules.items()
@@ -271,6 +275,6 @@ def _check_ids(ids: Any, subject: str, vocab_size: int | None) -> None:
   if wrong.size:
     known = "0 or more" if vocab_size is None else f"from 0 to {vocab_size - 1}"
     raise ValueError(
-      f"{subject} has token id {wrong[0]}, the model's ids are {known}: does the "
-      "tokenizer belong to this model?"
+      f"{subject} has token id {wrong[0]}; expected ids of the model, {known}. Check "
+      "that the tokenizer belongs to this model"
     )

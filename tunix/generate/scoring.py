@@ -1,10 +1,10 @@
 """Scores of given completions: log-probabilities, values, rewards.
 
-Every function here is pure, can be traced and is differentiable. Rows come as a rollout
-returns them, with prompts padded on the left and completions on the right. Before the
-model runs, the padding between prompt and completion is removed: a row's tokens then
-have the positions that they have alone, and a causal model never looks at the padding
-behind them. Logits are computed only for the tokens that are scored.
+All functions of this module are pure, traceable and differentiable. Rows have the form
+that a rollout returns, with prompts padded on the left and completions on the right.
+Before the model runs, the valid tokens of a row are moved to its start. They then have
+the same positions as in an unpadded row, and a causal model never attends to the
+padding after them. Logits are computed only for the tokens that are scored.
 """
 
 from __future__ import annotations
@@ -58,34 +58,36 @@ def score_completions(
   other, and again in the backward pass. The bits of a row's scores then depend on the
   row's tokens, the weights, `tile_rows`, P, R, the dtypes and the compiler of the
   device. They do not depend on the number or order of other rows, on the padding of the
-  prompt within P, or on whether gradients are taken. Keep P and R fixed during a run;
-  or give `tile_tokens`, which then takes their place. With one row a tile this holds by
-  construction. With more rows the compiled products must treat all rows of a tile
-  alike, which is tested on CPUs only. docs/guides/scoring.md has the cost.
+  prompt within P, or on whether gradients are taken. Keep P and R fixed during a run,
+  or give `tile_tokens`; the bits then depend on `tile_tokens` instead of P and R. With
+  one row per tile this holds by construction. With more rows, it holds if the compiled
+  products compute all rows of a tile in the same way, which is tested on CPUs only.
+  docs/guides/scoring.md has the cost.
 
   Args:
-    model: our decoder; or a user's model in the form (tokens, positions, cache,
-      attention_mask) or of tokens alone, whose logits are computed at every position.
-    prompt_ids: [B, P], padded on the left, at least one token a row.
+    model: our decoder; or a user's model that is called with (tokens, positions, cache,
+      attention_mask) or only with tokens. A user's model computes logits at every
+      position.
+    prompt_ids: [B, P], padded on the left, at least one token per row.
     prompt_mask: [B, P], True on the prompts' tokens.
     completion_ids: [B, R], padded on the right.
     completion_mask: [B, R], True on the tokens to score. Tokens before the last True
-      are part of the row even if they are not scored, such as the answers of a tool.
-      Tokens behind the last True are padding, whatever their ids.
-    group_size: G, rows with the same prompt that stand together. Each prompt is then
+      are part of the row even if they are not scored, such as the output of a tool.
+      Tokens after the last True are padding, whatever their ids.
+    group_size: G, number of consecutive rows with the same prompt. Each prompt is then
       computed once, in the forward and the backward pass; B must be a multiple of G.
-      A group whose prompts differ scores NaN. Results equal those of G = 1 up to
-      rounding. Only our decoder supports G above 1.
-    temperature: above 0.
-    entropy: compute the entropy as well.
-    tile_rows: rows of a tile in exact mode; None: all rows at once. Not with a
-      `group_size` above 1.
-    tile_tokens: tokens of a tile's row, at least P + R; logits are then computed at all
-      of them. Only with `tile_rows`.
+      The scores of a group whose prompts differ are NaN. Results equal those of G = 1
+      up to rounding. Only our decoder supports G above 1.
+    temperature: temperature of the softmax, above 0.
+    entropy: if True, the entropy is computed as well.
+    tile_rows: rows of a tile in exact mode; None computes all rows at once. It cannot
+      be combined with a `group_size` above 1.
+    tile_tokens: tokens per row of a tile, at least P + R. Logits are then computed at
+      all of these positions. Only with `tile_rows`.
 
   Raises:
-    ValueError: shapes or options contradict each other, exact mode with dropout, or the
-      model returns scores instead of logits.
+    ValueError: shapes or options contradict each other, dropout is on in exact mode, or
+      the model returns scores instead of logits.
   """
   rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   _check_tiles(model, rows, group_size, tile_rows, tile_tokens)
@@ -97,15 +99,15 @@ def score_completions(
       )
 
   def one(model: Any, rows: Rows) -> Scores:
-    # Three paths to the same numbers: tokens split over devices (`cp`), one prompt for
-    # a group, and plain rows.
+    # Three paths give the same numbers: for tokens split over devices (`cp`), for
+    # groups with a shared prompt, and for plain rows. `_states` has the last two.
     if group_size == 1 and _splits_tokens(model):
       out = _scored_in_place(model, rows, scores, tile_tokens)
     else:
       scored = _states(model, rows, group_size, tile_tokens)
       targets = rows.completions
-      # `tile_tokens` positions are scored instead of R, so that R shapes no product.
-      # The extra scores are cut off below.
+      # `tile_tokens` positions are scored instead of R, so that no matrix product has a
+      # shape, and therefore bits, that depend on R. The extra scores are cut off below.
       if tile_tokens is not None:
         short = tile_tokens - targets.shape[1]
         targets = jnp.pad(targets, ((0, 0), (0, short)))
@@ -156,8 +158,8 @@ def completion_logits(
 ) -> Float[Array, "B R V"]:
   """Returns the logits at the positions that predict completion tokens, of any model.
 
-  Exact KL and distillation need this whole distribution. It takes memory for B * R * V
-  numbers. Arguments and errors are those of `score_completions`.
+  Exact KL and distillation need the whole distribution of each token. It takes memory
+  for B * R * V numbers. Arguments and errors are those of `score_completions`.
   """
   rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   states = _states(model, rows, group_size)
@@ -179,11 +181,11 @@ def score_values(
   0 outside the completions.
 
   Args:
-    critic: a model with one score a position (`heads.with_scores`), or a user's model
+    critic: a model with one score per position (`heads.with_scores`), or a user's model
       that returns [B, T, 1]. The other arguments are those of `score_completions`.
 
   Raises:
-    ValueError: the model returns more than one number a position.
+    ValueError: the model returns more than one number per position.
   """
   rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   values = _one_score(critic, _states(critic, rows, group_size))
@@ -199,11 +201,11 @@ def score_sequences(
 ) -> Float[Array, " B"]:
   """Returns a reward model's score at the last token of each row, float32.
 
-  If a completion is empty, that is the last token of its prompt. The arguments are
-  those of `score_values`.
+  If a completion is empty, the last token of the row is that of its prompt. The
+  arguments are those of `score_values`.
 
   Raises:
-    ValueError: the model returns more than one number a position.
+    ValueError: the model returns more than one number per position.
   """
   rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   lengths = jnp.sum(rows.prompt_mask, axis=1) + jnp.sum(rows.extent, axis=1)
@@ -215,8 +217,8 @@ def _check_tiles(model, rows, group_size, tile_rows, tile_tokens) -> None:
   if tile_rows is None:
     if tile_tokens is not None:
       raise ValueError(
-        f"tile_tokens is {tile_tokens} and tile_rows is None: only exact mode has "
-        "tiles, give tile_rows or leave it out"
+        f"tile_tokens is {tile_tokens} and tile_rows is None; expected both for exact "
+        "mode, or neither. Give tile_rows, or leave tile_tokens out"
       )
     return
   if tile_rows < 1:
@@ -229,12 +231,13 @@ def _check_tiles(model, rows, group_size, tile_rows, tile_tokens) -> None:
   width = rows.prompts.shape[1] + rows.completions.shape[1]
   if tile_tokens is not None and tile_tokens < width:
     raise ValueError(
-      f"tile_tokens is {tile_tokens}, prompts and completions have {width}: raise it"
+      f"tile_tokens is {tile_tokens}; expected at least {width}, the tokens of prompt "
+      "and completion. Raise it"
     )
   if dropout.is_on(model):
     raise ValueError(
-      f"tile_rows is {tile_rows}, and exact mode cannot score with dropout: call "
-      "model.eval() before, or leave tile_rows out"
+      f"tile_rows is {tile_rows} and the model has dropout on; exact mode expects "
+      "dropout off. Call model.eval() before, or leave tile_rows out"
     )
 
 
@@ -286,7 +289,7 @@ def _scored_in_place(
   """Scores all tokens on their devices, then picks the scores of the completions.
 
   With `cp`, the tokens of a row are on several devices. Picking scores moves one number
-  a token between them; picking hidden states would move D numbers a token.
+  per token between devices; picking hidden states would move D numbers per token.
   """
   tokens = rows.joined(tile_tokens)
   states = calling.adapt(model).states(Sequences(tokens))
@@ -298,7 +301,8 @@ def _scored_in_place(
 def _run(model: Any, tokens: jax.Array, at: jax.Array) -> jax.Array:
   """Returns hidden states, or logits, at the slots `at` [B, R].
 
-  A slot out of range is replaced by the nearest; its scores are masked by the caller.
+  A slot out of range is replaced by the nearest valid slot, and the caller masks its
+  score.
   """
   out = calling.adapt(model).states(Sequences(tokens))
   at = jnp.clip(at, 0, tokens.shape[1] - 1)
@@ -316,22 +320,23 @@ def _shared_states(model: Any, rows: Rows, group_size: int) -> jax.Array:
   language_model = calling.adapt(model)
   if not language_model.shares_prompts:
     raise ValueError(
-      f"group_size is {group_size}, and {type(model).__name__} cannot run rows with a "
-      "shared prompt, which our decoder can: score with group_size=1"
+      f"group_size is {group_size}; expected 1 for {type(model).__name__}. Only our "
+      "decoder runs rows with a shared prompt. Set group_size=1"
     )
   layout = SharedPrompt(width, group_size)
   prompts, mask = rows.prompts[::group_size], rows.prompt_mask[::group_size]
-  # One row a group: the prompt, then its G completions. Segment 0 is the padding of the
-  # prompt, segment 1 everything else.
+  # One row per group: the prompt, then its G completions. Segment 0 is the padding of
+  # the prompt, segment 1 everything else.
   tokens = layout.rows(prompts, rows.completions)
   valid = layout.rows(mask, jnp.ones_like(rows.completions, bool))
   segments, extra = valid.astype(jnp.int32), {"shared_prompt": layout}
   out = language_model.states(Sequences(tokens, segment_ids=segments, extra=extra))
-  # Each sequence is P prompt states and R completion states. The last prompt state
-  # predicts the first completion token; the last completion state predicts nothing.
+  # Each sequence has P prompt states and R completion states. The last prompt state
+  # predicts the first completion token, and the last completion state predicts no
+  # token of the row.
   out = layout.sequences(out)[:, width - 1 : -1]
-  # Shapes are static, contents are not: a group with different prompts cannot raise
-  # here, so it scores NaN instead of numbers that look right.
+  # Inside a traced function the contents of arrays are unknown, so different prompts in
+  # a group cannot raise an error. Their scores are NaN instead of wrong numbers.
   alike = lambda x, first: jnp.all(x == jnp.repeat(first, group_size, axis=0), axis=1)
   same = alike(rows.prompts, prompts) & alike(rows.prompt_mask, mask)
   return jnp.where(same[:, None, None], out, jnp.nan)
@@ -342,7 +347,7 @@ def _one_score(model: Any, states: jax.Array) -> jax.Array:
   scores = calling.adapt(model).unembed(states)
   if scores.shape[-1] != 1:
     raise ValueError(
-      f"{type(model).__name__} returns {scores.shape[-1]} numbers a position, a critic "
-      "or reward model returns 1: see heads.with_scores"
+      f"{type(model).__name__} returns {scores.shape[-1]} numbers per position; "
+      "expected 1 for a critic or reward model. See heads.with_scores"
     )
   return scores[..., 0].astype(jnp.float32)

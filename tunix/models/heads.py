@@ -49,7 +49,7 @@ def with_scores(
     return layers.linear(c.embed_dim, num_scores, "router")
 
   # The head of a model of shapes is a shape too: its devices may not exist here.
-  head = nnx.merge(*sharding.abstract(make)) if programs.are_noted() else make()
+  head = nnx.merge(*sharding.abstract(make)) if programs.is_recording() else make()
   mesh = mesh_lib.mesh_of(nnx.state(model))
   if mesh is not None:
     state = nnx.state(head)

@@ -1,9 +1,10 @@
 """Advantages: the reward of a completion, or a token, relative to a baseline.
 
-Rewards are [P, G], a group being the G completions of one prompt. `where` marks the
-members with a valid reward. Other members get advantage 0 and take no part in any mean
-or deviation, so that their reward may be NaN. A group with fewer than two valid members
-gets advantage 0. A group of equal rewards gets exactly 0.
+Rewards are [P, G]. The G completions of one prompt are a group, and each of them is a
+member. `where` is True for members with a valid reward. Other members get advantage 0
+and are left out of every mean and deviation, so their reward may be NaN. Functions with
+a group mean give exactly 0 to all members of a group that has equal rewards, or fewer
+than two valid ones.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ def group_normalized(
 ) -> Rewards:
   """Returns (r - group mean) / (group deviation + epsilon): GRPO (arXiv:2402.03300).
 
-  The deviation is that of the sample (divided by G - 1), as in other libraries; the
-  paper leaves it open. Dividing by it weighs prompts by their difficulty.
+  The deviation is the sample standard deviation (divisor G - 1), as in other libraries;
+  the paper does not specify the divisor. Dividing by it weights prompts by difficulty:
+  a prompt that nearly always succeeds or nearly always fails has a small deviation and
+  gets large advantages.
 
   Raises:
     ValueError: the groups have one member.
@@ -46,8 +49,8 @@ def group_normalized(
 def group_centered(rewards: Rewards, *, where: Where | None = None) -> Rewards:
   """Returns r - group mean: Dr. GRPO (arXiv:2503.20783).
 
-  The mean includes the member itself, so that the expected gradient is (G - 1) / G of
-  the true gradient.
+  The mean includes the member itself, so the expected gradient is (G - 1) / G times the
+  true gradient.
 
   Raises:
     ValueError: the groups have one member.
@@ -57,7 +60,9 @@ def group_centered(rewards: Rewards, *, where: Where | None = None) -> Rewards:
 
 
 def leave_one_out(rewards: Rewards, *, where: Where | None = None) -> Rewards:
-  """Returns r - mean of the other members: RLOO (arXiv:2402.14740), unbiased.
+  """Returns r - mean of the other members: RLOO (arXiv:2402.14740).
+
+  The baseline does not depend on the member itself, so the gradient is unbiased.
 
   Raises:
     ValueError: the groups have one member.
@@ -85,8 +90,8 @@ def batch_scaled(
 ) -> Rewards:
   """Returns (r - group mean) / (deviation of the batch + epsilon).
 
-  The baseline is that of the group, without GRPO's weight by difficulty
-  (arXiv:2508.08221).
+  The baseline is the group mean, as in GRPO. One deviation for the whole batch avoids
+  GRPO's weighting by difficulty (arXiv:2508.08221).
 
   Raises:
     ValueError: the groups have one member.
@@ -104,22 +109,22 @@ def decoupled(
 ) -> Rewards:
   """Returns sum_k weight_k * estimate(rewards_k), normalised over the batch.
 
-  Each reward gets advantages of its own before they are added. If rewards are added
-  first, a reward with a large spread dominates the others, and different combinations
-  of rewards can give equal advantages. With `group_normalized` this is GDPO
-  (arXiv:2601.05242).
+  Advantages are computed for each reward separately and then added. If the rewards were
+  added first, a reward with a large spread would dominate the others, and different
+  combinations of rewards could give equal advantages. With `group_normalized` this is
+  GDPO (arXiv:2601.05242).
 
   Args:
-    estimate: a function of `ADVANTAGES`.
+    estimate: a function from `ADVANTAGES`.
     rewards: one array [P, G] for each reward.
     weights: one number for each reward.
-    where: members whose rewards are all valid.
+    where: bool [P, G], True for members whose rewards are all valid; None for all.
   """
   parts = [w * estimate(r, where=where) for r, w in zip(rewards, weights, strict=True)]
   return batch_normalized(jnp.sum(jnp.stack(parts), axis=0), where=where)
 
 
-# Name -> function. The second line has the names that other libraries use.
+# Name -> function. The last line has the names that other libraries use.
 ADVANTAGES: dict[str, Callable[..., jax.Array]] = {
   "group_normalized": group_normalized,
   "group_centered": group_centered,
@@ -142,16 +147,17 @@ def gae(
 
     delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1}
 
-  where t + 1 is the next token of the row with mask 1. After the last one, V and A are
-  0.
+  where t + 1 is the next token of the row with mask 1. After the last such token, V and
+  A are 0.
 
   Args:
     rewards: reward received at each token; ignored where the mask is 0.
     values: the critic's estimate before each token.
-    mask: 1 on completion tokens. Tokens of a tool between them are 0 and count as no
-      time steps.
+    mask: 1 on completion tokens. Tokens of a tool's output have mask 0 and are skipped:
+      they are not time steps.
     gamma: discount per token, in [0, 1].
-    lam: 0 uses the critic after one step, 1 the rewards alone (Monte Carlo).
+    lam: lambda, in [0, 1]. With 0, A is the one-step error delta. With 1, A is the
+      discounted sum of rewards minus V (Monte Carlo).
 
   Returns:
     (advantages, returns), with returns = advantages + values; 0 where the mask is 0.
@@ -159,6 +165,8 @@ def gae(
   valid = mask != 0
   rewards, values = keep(rewards, valid), keep(values, valid)
 
+  # The scan runs over tokens from the last to the first. At a token with mask 0 the
+  # carry stays the same, so the token before it sees the next token with mask 1.
   def step(carry, column):
     next_value, next_advantage = carry
     reward, value, on = column
@@ -176,9 +184,10 @@ def gae(
 def whiten(
   x: Float[Array, "B T"], mask: Shaped[Array, "B T"], epsilon: float = 1e-6
 ) -> Float[Array, "B T"]:
-  """Returns (x - mean) / (sample deviation + epsilon) over the mask, 0 elsewhere.
+  """Returns (x - mean) / (sample deviation + epsilon), and 0 where the mask is 0.
 
-  Call it with the whole batch, before the split into micro-batches.
+  Mean and deviation are over tokens with mask 1. Call it with the whole batch, before
+  the split into micro-batches, so that all micro-batches share them.
   """
   return batch_normalized(x, epsilon, where=mask != 0)
 
@@ -186,19 +195,25 @@ def whiten(
 def _check_groups(rewards: jax.Array) -> None:
   if rewards.ndim != 2 or rewards.shape[1] < 2:
     raise ValueError(
-      f"rewards of shape {rewards.shape} must be [prompts, completions of a prompt] "
-      "with at least 2 completions to compare: set num_generations, or use "
+      f"rewards have shape {rewards.shape}; expected [prompts, completions per prompt] "
+      "with at least 2 completions to compare. Raise num_generations, or use "
       "batch_normalized"
     )
 
 
 def _center(rewards: jax.Array, where: jax.Array | None, axis: int | None) -> _Centered:
-  """Returns rewards minus their mean along the axis; None for all axes."""
+  """Returns rewards minus their mean, with their number and sample deviation.
+
+  Args:
+    rewards: rewards [P, G].
+    where: True for valid rewards; None if all are valid.
+    axis: axis of the mean; None for all axes.
+  """
   where = jnp.ones(rewards.shape, bool) if where is None else where
   kept = keep(rewards, where)
-  # The mean of equal numbers may differ from them by a rounding error. Divided by an
-  # equally small deviation it would give advantages near 1. After subtracting the
-  # smallest reward, equal rewards are exactly 0.
+  # The mean of equal numbers may differ from them by a rounding error. Dividing this
+  # error by an equally small deviation would give advantages near 1. The smallest
+  # reward is therefore subtracted first: equal rewards then are exactly 0.
   least = jnp.min(
     jnp.where(where, kept, jnp.inf), axis=axis, keepdims=True, initial=jnp.inf
   )
@@ -207,4 +222,5 @@ def _center(rewards: jax.Array, where: jax.Array | None, axis: int | None) -> _C
   mean = safe_divide(jnp.sum(shifted, axis=axis, keepdims=True), count)
   values = jnp.where(where, shifted - mean, 0.0)
   squares = jnp.sum(jnp.square(values), axis=axis, keepdims=True)
+  # The divisor is count - 1 (sample deviation), and 1 for fewer than two rewards.
   return _Centered(values, count, jnp.sqrt(squares / jnp.maximum(count - 1, 1)))

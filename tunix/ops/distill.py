@@ -7,12 +7,12 @@ Let p be the teacher's and q the student's softmax(logits / temperature). Per to
   reverse_kl  KL(q || p): the student avoids tokens that the teacher would not produce
   jsd         beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q: the
               generalised Jensen-Shannon divergence of GKD (arXiv:2306.13649, section
-              2). Divided by beta it approaches the forward KL as beta goes to 0, and
-              divided by 1 - beta the reverse KL as beta goes to 1. At beta 0 and 1 it
-              is defined as these limits
+              2). Divided by beta, it approaches the forward KL as beta goes to 0.
+              Divided by 1 - beta, it approaches the reverse KL as beta goes to 1. At
+              beta 0 and 1 it is defined as these limits
 
-These functions take whole logits. `distill_hidden` computes the same from hidden states
-without ever holding all logits.
+These functions take whole logits. `distill_hidden` computes the same values from hidden
+states, with the logits of one chunk of tokens in memory at a time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# Smallest teacher probability outside its top k. It is computed as 1 minus a sum, which
-# float32 resolves no better than 2^-23.
+# Lower bound of the teacher's probability outside its top k. This probability is
+# computed as 1 minus a sum, and float32 numbers near 1 are 2^-23 apart.
 LEAST_REST = 2.0**-23
 
 
@@ -62,8 +62,8 @@ class Terms(NamedTuple):
 
   Attributes:
     values: terms whose sum is the divergence D.
-    pulls: q dD/dq, up to a multiple of q. The gradient in the student's logits is
-      pulls - q sum(pulls), in which a multiple of q cancels.
+    pulls: dD / d log q = q dD/dq, plus any multiple of q. The gradient in the student's
+      logits is pulls - q sum(pulls), in which a multiple of q cancels.
   """
 
   values: jax.Array
@@ -101,9 +101,9 @@ def divergence(
 ) -> Float[Array, "*B"]:
   """Returns the divergence at every position, float32; the teacher gets no gradient.
 
-  A token of probability 0 (logit -inf) contributes 0 if the limit is 0. Where the
-  divergence is infinite, because one side excludes a token that the other may produce,
-  the result is above 1e20.
+  A token of probability 0 (logit -inf) contributes 0 if the limit is 0. If one side
+  excludes a token that the other may produce, the divergence is infinite, and the
+  result is a finite number above 1e20.
 
   Args:
     student_logits: logits of the student.
@@ -141,10 +141,10 @@ def top_k_divergence(
 ) -> Float[Array, "B T"]:
   """Returns the divergence over K + 1 events, float32.
 
-  The events are the teacher's K tokens, and "any other token". So the student must give
-  all other tokens together the teacher's probability, and may distribute it freely. The
-  result never exceeds the divergence over the whole vocabulary and equals it at K = V.
-  No probability is discarded or rescaled.
+  The events are the teacher's K tokens, and "any other token". The divergence compares
+  the total probability of all other tokens; how the student distributes it among them
+  does not matter. The result never exceeds the divergence over the whole vocabulary and
+  equals it at K = V. No probability is discarded or rescaled.
 
   Args:
     student_logits: logits of the student.
@@ -201,7 +201,7 @@ def check_same_vocabulary(student: int, teacher: int) -> None:
 def _log_softmax(logits: jax.Array, temperature: float) -> jax.Array:
   """Returns log-probabilities; logits of -inf become -1e30.
 
-  Their probability is still 0, but no gradient becomes NaN.
+  The probability of these tokens is still 0, but no gradient becomes NaN.
   """
   logits = jnp.maximum(logits.astype(jnp.float32) / temperature, -1e30)
   return jax.nn.log_softmax(logits)
@@ -223,6 +223,8 @@ def _reverse(p_log: jax.Array, q_log: jax.Array, beta: float | None) -> Terms:
 
 def _jensen_shannon(p_log: jax.Array, q_log: jax.Array, beta: float | None) -> Terms:
   assert beta is not None
+  # dD/dq is (1 - beta) (log q - log m): the derivatives of m add up to 0. So the pulls
+  # are the terms of KL(q || m) alone.
   m_log = jnp.logaddexp(math.log(beta) + p_log, math.log1p(-beta) + q_log)
   from_student = (1 - beta) * jnp.exp(q_log) * _gap(q_log, m_log)
   from_teacher = beta * jnp.exp(p_log) * _gap(p_log, m_log)

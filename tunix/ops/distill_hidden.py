@@ -4,10 +4,10 @@ Logits [B, T, V] of student and teacher would take most of the memory: 8 x 2048 
 with a vocabulary of 150,000 are 10 GB each in float32. A pass over chunks of tokens
 (vocab_chunks.py) holds one block of logits of each at a time.
 
-The pass computes the loss and, as in `logprobs.weighted_nll`, also its gradients,
-because the weights of the tokens are known in advance. So a step multiplies with the
-student's unembedding three times (logits and two gradients) and with the teacher's
-once.
+The pass computes the loss together with its gradients, as `logprobs.weighted_nll` does,
+because the weights of the tokens are known in advance. A step then has three matrix
+products with the student's unembedding (logits and two gradients) and one with the
+teacher's.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class _Rule(NamedTuple):
   """Static settings of a pass, fixed when it is traced."""
 
   how: Divergence
-  soft: float
-  hard: float
-  layout: Layout
-  teacher: Layout
+  soft: float  # factor of the divergence
+  hard: float  # factor of the cross-entropy
+  layout: Layout  # of the student
+  teacher: Layout  # of the teacher
   hidden: bool = False  # True computes the gradient in the hidden states
   table: bool = False  # True computes the gradient in the unembedding
 
@@ -97,10 +97,10 @@ def weighted_distillation(
 ) -> Distillation:
   """Returns sum over tokens of weights (soft D(teacher, student) - hard log q(target)).
 
-  The result equals the formula on whole logits of both models. It is computed in
-  float32 for all input dtypes. It is differentiable in `hidden`, `table` and `weights`;
-  a gradient is only computed if it is needed (that of the table is not in LoRA
-  training).
+  The result equals the formula on whole logits of both models. Logits and losses are
+  float32 for all input dtypes. It is differentiable in `hidden`, `table` and `weights`.
+  A gradient is only computed if it is needed; LoRA training, for example, does not need
+  the gradient of the table.
 
   Args:
     hidden: final hidden states of the student.
@@ -110,8 +110,8 @@ def weighted_distillation(
     targets: next token of each position, in [0, V).
     weights: weight of each token; 0 on padding.
     how: divergence D and temperature.
-    soft, hard: factors. A factor T^2 in `soft` keeps the size of gradients at
-      temperature T.
+    soft, hard: factors of divergence and cross-entropy. At temperature T, gradients of
+      the divergence shrink by about 1 / T^2; a factor T^2 in `soft` restores them.
     layout: sharding, soft cap and chunk size of the student.
     teacher_layout: soft cap of the teacher, and whether its table is `transposed`.
 
@@ -122,7 +122,8 @@ def weighted_distillation(
     teacher_vocab = vocabulary_size(teacher.table, teacher_layout)
     distill.check_same_vocabulary(vocabulary_size(table, layout), teacher_vocab)
   layout = for_batch(layout, hidden.shape)
-  # One pass over both models: the teacher's vocabulary is split as the student's is.
+  # One pass computes both models, so tokens and vocabulary of the teacher are split as
+  # those of the student.
   spread = {
     f: getattr(layout, f) for f in ("mesh", "batch_axes", "token_axis", "vocab_axis")
   }
@@ -170,9 +171,9 @@ def hidden_top_k(
   return jax.lax.stop_gradient(out)
 
 
-# A custom derivative: the forward pass computes the gradients, since it knows the
-# weights of the tokens, and the backward pass only multiplies them by the cotangent of
-# the scalar loss. Automatic differentiation would save or recompute the logits of every
+# The custom derivative computes the gradients in the forward pass, where the weights of
+# the tokens are known. The backward pass only multiplies them by the cotangent of the
+# scalar loss. Automatic differentiation would save or recompute the logits of every
 # chunk.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _distillation(hidden, table, teacher, targets, weights, rule):
@@ -189,6 +190,8 @@ def _values(by_token, rule: _Rule) -> jax.Array:
 
 
 def _forward(hidden, table, teacher, targets, weights, rule: _Rule):
+  # With `symbolic_zeros`, each argument is a pair (value, perturbed). `perturbed` is
+  # False if nothing needs the gradient in this argument.
   rule = rule._replace(hidden=hidden.perturbed, table=table.perturbed)
   arrays = (hidden, table, teacher, targets, weights)
   plain = jax.tree.map(lambda x: x.value, arrays)
@@ -210,10 +213,12 @@ _distillation.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _run(hidden, table, teacher, targets, weights, rule: _Rule):
-  """Returns values by token, and the gradients of the weighted sum or None.
+  """Runs the pass over all tokens.
 
-  The values are (divergence, nll, teacher_nll); the gradients are those in `hidden` and
-  `table`.
+  Returns:
+    (values, d_hidden, d_table). `values` are (divergence, nll, teacher_nll), [B, T]
+    each. The gradients are those of the weighted sum in `hidden` and `table`, each None
+    if `rule` does not need it.
   """
   layout = rule.layout
   batch = layout.tokens
@@ -237,7 +242,8 @@ def _run(hidden, table, teacher, targets, weights, rule: _Rule):
 def _local(hidden, table, teacher, targets, weights, *, rule: _Rule):
   """Computes the tokens of one device, chunk by chunk."""
   layout = rule.layout
-  # The teacher's table is whole in every chunk; everything else is cut by token.
+  # Every chunk uses the teacher's whole table; all other arrays are cut into chunks of
+  # tokens.
   teacher_table = teacher.table if isinstance(teacher, States) else None
   by_row = teacher._replace(table=None) if isinstance(teacher, States) else teacher
 
@@ -258,9 +264,11 @@ def _local(hidden, table, teacher, targets, weights, *, rule: _Rule):
 
 
 def _chunk(hidden, table, teacher, teacher_table, targets, rule: _Rule):
-  """Returns values of one chunk of C tokens, and the gradient in its logits.
+  """Computes one chunk of C tokens.
 
-  The gradient [C, V] is that of soft D - hard log q(target) in the student's logits.
+  Returns:
+    The values (divergence, nll, teacher_nll), [C] each, and the gradient of
+    soft D - hard log q(target) in the student's logits, [C, V].
   """
   layout, temperature = rule.layout, rule.how.temperature
   column = _columns(targets[:, None], vocabulary_size(table, layout), layout)
@@ -282,8 +290,8 @@ def _chunk(hidden, table, teacher, teacher_table, targets, rule: _Rule):
   else:
     values, pulls, total = _top_k_pulls(student, teacher, rule)
     teacher_nll = None
-  # d log q_i / d logit_j = (i == j) - q_j, all over the temperature; see
-  # `distill.Terms`.
+  # d log q_i / d logit_j = ((i == j) - q_j) / temperature. Summed over i with the pulls
+  # this gives (pulls_j - q_j sum(pulls)) / temperature; see `distill.Terms`.
   d_logits = (rule.soft / temperature) * (pulls - jnp.exp(student) * total[:, None])
   if rule.hard:
     is_target = jnp.arange(capped.shape[-1]) == column
@@ -294,10 +302,12 @@ def _chunk(hidden, table, teacher, teacher_table, targets, rule: _Rule):
 
 
 def _top_k_pulls(student: jax.Array, teacher: TopK, rule: _Rule):
-  """Returns divergence [C], pulls [C, V] and the sum of the pulls [C], of K + 1 events.
+  """Computes the divergence over K + 1 events (see `distill.top_k_divergence`).
 
-  See `distill.top_k_divergence` for the events.
+  Returns:
+    The divergence [C], the pulls of the tokens [C, V], and the sum of the pulls [C].
   """
+  # `shard` is the number of columns on this device, `vocab` that of all devices.
   layout, shard = rule.layout, student.shape[-1]
   vocab = shard
   if layout.mesh is not None and layout.vocab_axis is not None:
@@ -305,7 +315,8 @@ def _top_k_pulls(student: jax.Array, teacher: TopK, rule: _Rule):
   columns = _columns(teacher.ids, shard, layout)
   events = _at(student, columns, layout)
   rows = jnp.arange(student.shape[0])[:, None]
-  # A column out of range belongs to a token of another shard, and is dropped.
+  # If another shard has the token, its column is `shard`, out of range, and mode="drop"
+  # writes nothing.
   others = student.at[rows, columns].set(-jnp.inf, mode="drop")
   has_rest = teacher.ids.shape[-1] < vocab
   if has_rest:
@@ -315,8 +326,8 @@ def _top_k_pulls(student: jax.Array, teacher: TopK, rule: _Rule):
   values, pulls = distill.terms(teacher_events, events, rule.how)
   if has_rest:
     # The pull of the event "any other token" is divided among these tokens in
-    # proportion to their probabilities, because d log(sum q_i) / d log q_i = q_i / sum
-    # q_i.
+    # proportion to their probabilities, because
+    # d log(sum_j q_j) / d log q_i = q_i / sum_j q_j.
     by_column = pulls[:, -1:] * jnp.exp(others - events[:, -1:])
     at_ids = pulls[:, :-1]
   else:
@@ -337,7 +348,11 @@ def _columns(ids: jax.Array, shard: int, layout: Layout) -> jax.Array:
 
 
 def _at(logps: jax.Array, columns: jax.Array, layout: Layout) -> jax.Array:
-  """Returns logps [C, V] at columns [C, K]; each comes from the shard that has it."""
+  """Returns the entries of logps [C, V] at the columns [C, K], as [C, K].
+
+  A column out of range gives 0, so the sum over shards is the entry of the shard that
+  has the token.
+  """
   picked = jnp.take_along_axis(logps, columns, axis=-1, mode="fill", fill_value=0.0)
   return across(jax.lax.psum, picked, layout)
 

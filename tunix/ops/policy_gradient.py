@@ -1,10 +1,10 @@
 """Losses of a policy and of a critic per token, from log-probabilities and advantages.
 
 Every loss is [B, T] and is minimised; `ops.reductions.aggregate` reduces it to one
-number. Advantages have no gradient; they are [B], one a row, or [B, T], one a token.
-Losses take the logarithm of the ratio of the policies, from `log_ratio`. So an
-algorithm is a choice of ratio, loss, advantage and aggregation. An entropy term is
-subtracted by the caller.
+number. Advantages have no gradient. They are [B], one per row, or [B, T], one per
+token. Losses take the logarithm of the ratio w = pi / pi_old of two policies, from
+`log_ratio`. An algorithm is therefore a choice of ratio, loss, advantage and
+aggregation. The caller subtracts an entropy term.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ def log_ratio(
 
     token              d_t (PPO, GRPO)
     sequence           sum_t d_t / n at every token: GSPO (arXiv:2507.18071) in its
-                       token form. The value is that of the sequence, and the gradient
-                       at token t is that of logps_t alone. With
+                       token form. Every token has the same value, but the gradient at
+                       token t is only that of logps_t. With the aggregation
                        sequence-mean-token-mean this is the gradient of the paper, and
                        advantages may differ by token.
-    sequence-product   sum_t d_t at every token, the ratio of the probabilities of the
-                       whole completion (RLOO). Every token has the whole gradient, so
-                       that it needs sequence-mean-token-mean.
+    sequence-product   sum_t d_t at every token, the logarithm of the ratio of the
+                       probabilities of the whole completion (RLOO). Every token has
+                       the gradient of the whole sum, so only the aggregation
+                       sequence-mean-token-mean counts this gradient once.
 
   Args:
     logps: log-probabilities under the trained policy, in nats.
-    old_logps: log-probabilities under the policy before the update. None stands for
-      `logps` themselves: the ratio is exactly 1, and its gradient is not 0.
+    old_logps: log-probabilities under the policy before the update. None uses the value
+      of `logps` without gradient: the ratio is exactly 1, and its gradient is not 0.
     mask: 1 on completion tokens; the result is 0 elsewhere.
-    level: a name of `LEVELS`.
+    level: a name from `LEVELS`.
 
   Raises:
     ValueError: the level is unknown.
@@ -72,7 +73,8 @@ def log_ratio(
 def _sequence(difference: jax.Array, mask: jax.Array) -> jax.Array:
   total = jnp.sum(difference, axis=1, keepdims=True)
   mean = safe_divide(total, jnp.sum(mask, axis=1, keepdims=True).astype(total.dtype))
-  # 0 with the derivative of the token's own log-probability.
+  # The value is 0 and the derivative is that of the token's own log-probability. Added
+  # to the mean without gradient, it gives the token form of GSPO.
   only_gradient = difference - jax.lax.stop_gradient(difference)
   return keep(jax.lax.stop_gradient(mean) + only_gradient, mask)
 
@@ -100,17 +102,17 @@ def clipped_loss(
 ) -> PolicyLoss:
   """Returns -min(w A, clip(w, 1 - clip_low, 1 + clip_high) A): PPO (arXiv:1707.06347).
 
-  So w is bounded by 1 + clip_high from above where A >= 0, and by 1 - clip_low from
-  below where A < 0. With clip_high > clip_low it is DAPO's clip-higher
-  (arXiv:2503.14476). The ratio never exceeds exp(20).
+  If A >= 0, w is bounded from above by 1 + clip_high. If A < 0, w is bounded from below
+  by 1 - clip_low. With clip_high > clip_low this is the clip-higher of DAPO
+  (arXiv:2503.14476). `safe_exp` bounds w by exp(20), so that the loss stays finite.
 
   Args:
     log_ratio: log w of each token.
     advantages: A, [B] or [B, T].
     clip_low: distance of the lower bound from 1, in [0, 1].
     clip_high: distance of the upper bound from 1, >= 0.
-    dual_clip: largest ratio where A < 0 (arXiv:1912.09729; 3 is usual), above
-      1 + clip_high; None for no bound.
+    dual_clip: upper bound of w if A < 0 (arXiv:1912.09729; usually 3). It must be above
+      1 + clip_high. None for no bound.
 
   Raises:
     ValueError: a bound is out of range.
@@ -124,11 +126,14 @@ def clipped_loss(
   ratio, advantages = safe_exp(log_ratio), _per_token(advantages)
   upper = jnp.inf if dual_clip is None else dual_clip
   good = advantages >= 0
+  # The minimum of the two products keeps the smaller ratio if A >= 0 and the larger one
+  # if A < 0, so each sign of A has one bound.
   counted = jnp.where(
     good, jnp.minimum(ratio, 1 + clip_high), jnp.clip(ratio, 1 - clip_low, upper)
   )
   too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
   clipped = jnp.where(good, too_high, too_low | (ratio > upper))
+  # A token with advantage 0 has no gradient that the clip could remove.
   return PolicyLoss(-counted * advantages, clipped & (advantages != 0))
 
 
@@ -142,8 +147,9 @@ def cispo_loss(
 ) -> PolicyLoss:
   """Returns -stop_gradient(clip(w, 1 - clip_low, 1 + clip_high)) A logps: CISPO.
 
-  See arXiv:2506.13585. The weight is bounded, and every token keeps a gradient. Bounds
-  are distances from 1 as in `clipped_loss`: the defaults keep w in [0, 5].
+  See arXiv:2506.13585. The weight w is bounded, but every token keeps the gradient of
+  its log-probability, while `clipped_loss` removes it. Bounds are distances from 1 as
+  in `clipped_loss`: the defaults keep w in [0, 5].
 
   Args:
     log_ratio: log w of each token.
@@ -166,7 +172,7 @@ def cispo_loss(
 def reinforce_loss(
   logps: Float[Array, "B T"], advantages: Advantages
 ) -> Float[Array, "B T"]:
-  """Returns -A logps: REINFORCE (Williams 1992), for samples of the policy itself."""
+  """Returns -A logps: REINFORCE (Williams 1992), for samples of the trained policy."""
   return -_per_token(advantages) * logps
 
 
@@ -176,10 +182,11 @@ def value_loss(
   old_values: Float[Array, "B T"] | None = None,
   clip: float | None = None,
 ) -> PolicyLoss:
-  """Returns (V - R)^2 / 2, or its maximum with that of a clipped V.
+  """Returns (V - R)^2 / 2, or with a clip the larger of this and the clipped loss.
 
-  The clipped V is within +-clip of `old_values`, so that one batch cannot move the
-  critic far. This is the form of PPO's reference implementation.
+  The clipped loss is (V' - R)^2 / 2, where V' is V clipped to within +-clip of
+  `old_values`, so that one batch cannot move the critic far. PPO's reference
+  implementation has the same form.
 
   Args:
     values: V, the critic's estimates, differentiated.

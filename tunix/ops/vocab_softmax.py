@@ -23,12 +23,12 @@ class Layout(NamedTuple):
   """Sharding of the tokens, and storage of the unembedding.
 
   Attributes:
-    transposed: True if the unembedding is [V, D], as a tied embedding table is; False
-      for [D, V].
+    transposed: True if the unembedding is [V, D], the shape of a tied embedding table;
+      False if it is [D, V].
     mesh: device mesh; None for one device.
     batch_axes: mesh axes that split the batch.
-    vocab_axis: mesh axis that splits the vocabulary, or None. Several axes inside
-      `_shared_pass`.
+    vocab_axis: mesh axis that splits the vocabulary, or None. Inside
+      `vocab_chunks._shared_pass` it is a tuple of several axes.
     softcap: c of the soft cap c tanh(x / c) of logits x (Gemma 2); None for no cap.
     chunk_bytes: bytes of one block of logits on one device.
     token_axis: mesh axis that splits the tokens of every row, or None.
@@ -82,7 +82,10 @@ class Rule(NamedTuple):
 
 
 class Pulls(NamedTuple):
-  """Cotangents of log-probabilities and entropies, float32 [B, T] each, or None."""
+  """Cotangents of log-probabilities and entropies, float32 [B, T] each, or None.
+
+  A gradient is the sum over tokens of cotangent * d result / d input.
+  """
 
   logps: Any = None
   entropy: Any = None
@@ -105,8 +108,9 @@ class Outputs(NamedTuple):
 class _Softmax(NamedTuple):
   """The softmax of a chunk of C tokens, with the target separate from all others.
 
-  With p = exp(at_target) / normaliser, 1 - p is rest / normaliser. This is exact where
-  p is nearly 1 and 1 - p in float32 would cancel.
+  The probability of the target is p = exp(at_target) / normaliser, and 1 - p is
+  computed as rest / normaliser. If p is nearly 1, this keeps its precision, while the
+  subtraction 1 - p in float32 would lose all digits.
   """
 
   capped: jax.Array  # [C, V] logits before the temperature
@@ -191,7 +195,7 @@ def _softmax(unembed, hidden, targets, rule: Rule) -> _Softmax:
     offset = jax.lax.axis_index(layout.vocab_axis) * vocab
   column = targets - offset
   held = (column >= 0) & (column < vocab)  # True if this shard has the target
-  # Subtracting the maximum over all shards keeps exp in [0, 1].
+  # Subtracting the maximum over all shards keeps exp in [0, 1]: no overflow.
   top = across(jax.lax.pmax, jnp.max(logits, axis=-1), layout)
   at_target = logits[rows, jnp.clip(column, 0, vocab - 1)]
   at_target = across(jax.lax.psum, jnp.where(held, at_target, 0.0), layout) - top
@@ -221,30 +225,36 @@ def _pull_logits(
 ) -> tuple[jax.Array, jax.Array]:
   """Returns factor [C, 1] and d_logits [C, V], whose product is the logits' cotangent.
 
-  Let a and b be the cotangents of log-probability and entropy H. The cotangent is
-  (a (onehot - p) - b p (log p + H)) / temperature. At the target, 1 - p is
-  rest / normaliser, which does not cancel where p is nearly 1. All entries have the
-  common factor -size / (normaliser * temperature).
+  Let a and b be the cotangents of the log-probability and of the entropy H. The
+  cotangent of the logits is (a (onehot - p) - b p (log p + H)) / temperature. With
+  p = exp(centred) / normaliser, all entries have the common factor
+  -size / (normaliser * temperature), where size is max(|a|, |b|), or a without an
+  entropy term. What remains of an entry is exp(centred) (a + b (log p + H)) / size, and
+  at the target (-a rest + b exp(at_target) (log p + H)) / size; see `_Softmax` for
+  `rest`.
   """
   norm = soft.normaliser
   if pulls.entropy is None or entropy is None:
     size, d_logits, d_target = pulls.logps.astype(jnp.float32), soft.others, -soft.rest
   else:
     # Both cotangents are divided by the larger one, so that d_logits stays within the
-    # range of a 16-bit dtype.
+    # range of a 16-bit dtype. If both are 0, the division is by 1.
     size = jnp.maximum(jnp.abs(pulls.logps), jnp.abs(pulls.entropy))
     safe = jnp.where(size > 0, size, 1.0)
     a, b = pulls.logps / safe, pulls.entropy / safe
-    shift = entropy - jnp.log(norm)
+    shift = entropy - jnp.log(norm)  # log p + H = centred + shift
     d_logits = soft.others * (a[:, None] + b[:, None] * (soft.centred + shift[:, None]))
     d_target = jnp.exp(soft.at_target) * b * (soft.at_target + shift) - a * soft.rest
   factor = (-size / (norm * rule.temperature))[:, None]
   rows = jnp.arange(norm.size)
-  # A column out of range belongs to a target of another shard, and is dropped.
+  # If another shard has the target, its column is V (`_softmax`), out of range, and
+  # mode="drop" writes nothing.
   d_logits = d_logits.at[rows, soft.column].set(
     d_target, mode="drop", unique_indices=True
   )
-  if dtype == jnp.float16:  # `rest` may exceed 65504, the largest float16
+  # `rest` may be as large as V, which can exceed 65504, the largest float16. Dividing
+  # by the normaliser first gives probabilities.
+  if dtype == jnp.float16:
     d_logits, factor = d_logits / norm[:, None], factor * norm[:, None]
   if rule.layout.softcap is not None:  # d c tanh(x / c) / dx = 1 - tanh(x / c)^2
     d_logits *= 1 - jnp.square(soft.capped / rule.layout.softcap)

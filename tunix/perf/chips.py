@@ -1,4 +1,4 @@
-"""What one JAX device can do: arithmetic, memory and links, from its makers' pages."""
+"""Peak rates of JAX devices as their makers publish them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-  """One JAX device.
+  """Peak rates of one JAX device.
 
   Attributes:
-    kind: how its `device_kind` begins.
+    kind: prefix of its `device_kind`.
     flops: dense bfloat16 FLOP/s.
-    memory_bytes: that a program may use; None: models of this kind differ.
-    memory_rate: bytes/s from and to its memory.
-    link_rate: bytes/s that it can send to other devices of its slice or host, over all
-      its links together, and as many that it can receive meanwhile.
+    memory_bytes: memory that a program may use; None: models of this kind differ.
+    memory_rate: memory bandwidth, bytes/s.
+    link_rate: bytes/s that the device can send to other devices of its slice or host,
+      over all its links together. It can receive as much at the same time.
   """
 
   kind: str
@@ -28,71 +28,51 @@ class Chip:
 
 # Matched against the start of `device.device_kind`, first match wins.
 # TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}: "peak compute per chip",
-# "HBM capacity" (v5e, v6e, v4: less what libtpu keeps, 0.25 GiB of 16), "HBM
-# bandwidth", "inter-chip interconnect bandwidth" (of Gbps an eighth; of what is given
-# as bidirectional the half). A JAX device is a chip; on tpu7x it is one of the chip's
-# two chiplets and has half of everything.
-# NVIDIA: data sheets of A100, H100, H200, HGX B200 and GB200; where they give the rate
-# "with sparsity", half of it, and half of NVLink's, which counts both directions.
-_GIB = 2.0**30
-CHIPS = (
+# "HBM capacity" (v5e, v6e, v4: minus the 0.25 GiB of 16 that libtpu keeps), "HBM
+# bandwidth", "inter-chip interconnect bandwidth" (Gbps divided by 8; bidirectional
+# figures divided by 2). A JAX device is a chip, except on tpu7x, where it is one of the
+# two chiplets of a chip and has half of everything.
+# NVIDIA: data sheets of A100, H100, H200, HGX B200 and GB200. Rates "with sparsity" are
+# divided by 2, and so are NVLink rates, which count both directions.
+_CHIPS: tuple[tuple[str, float, float | None, float | None, float | None], ...] = (
+  # kind, TFLOP/s, memory in GiB, memory and links in GB/s
+  ("TPU v4", 275, 31.75, 1228, 300),
+  ("TPU v5 lite", 197, 15.75, 819, 200),
+  ("TPU v5e", 197, 15.75, 819, 200),
+  ("TPU v5", 459, 95, 2765, 600),  # v5p; "TPU v5p" starts so, too
+  ("TPU v6 lite", 918, 31.25, 1640, 448),
+  ("TPU v6e", 918, 31.25, 1640, 448),
+  ("TPU7x", 2307 / 2, 94.75, 7380 / 2, 600 / 2),
+  ("TPU v7x", 2307 / 2, 94.75, 7380 / 2, 600 / 2),
+  ("NVIDIA A100", 312, None, None, 300),
+  ("NVIDIA H100 PCIe", 756, None, 2000, None),
+  ("NVIDIA H100 NVL", 835.5, None, 3900, 300),
+  ("NVIDIA H100", 989.4, None, 3350, 450),
+  ("NVIDIA H200 NVL", 835.5, None, 4800, 450),
+  ("NVIDIA H200", 989.4, None, 4800, 450),
+  ("NVIDIA B200", 2250, None, 8000, 900),
+  ("NVIDIA GB200", 2500, None, 8000, 900),
+)
+
+
+def _giga(value: float | None) -> float | None:
+  return None if value is None else value * 1e9
+
+
+CHIPS = tuple(
   Chip(
-    kind="TPU v4",
-    flops=275e12,
-    memory_bytes=31.75 * _GIB,
-    memory_rate=1228e9,
-    link_rate=300e9,
-  ),
-  *(
-    Chip(
-      kind=kind,
-      flops=197e12,
-      memory_bytes=15.75 * _GIB,
-      memory_rate=819e9,
-      link_rate=200e9,
-    )
-    for kind in ("TPU v5 lite", "TPU v5e")
-  ),
-  Chip(  # v5p; "TPU v5p" starts so, too
-    kind="TPU v5",
-    flops=459e12,
-    memory_bytes=95 * _GIB,
-    memory_rate=2765e9,
-    link_rate=600e9,
-  ),
-  *(
-    Chip(
-      kind=kind,
-      flops=918e12,
-      memory_bytes=31.25 * _GIB,
-      memory_rate=1640e9,
-      link_rate=448e9,
-    )
-    for kind in ("TPU v6 lite", "TPU v6e")
-  ),
-  *(
-    Chip(
-      kind=kind,
-      flops=2307e12 / 2,
-      memory_bytes=94.75 * _GIB,
-      memory_rate=7380e9 / 2,
-      link_rate=600e9 / 2,
-    )
-    for kind in ("TPU7x", "TPU v7x")
-  ),
-  Chip(kind="NVIDIA A100", flops=312e12, link_rate=300e9),
-  Chip(kind="NVIDIA H100 PCIe", flops=756e12, memory_rate=2000e9),
-  Chip(kind="NVIDIA H100 NVL", flops=835.5e12, memory_rate=3900e9, link_rate=300e9),
-  Chip(kind="NVIDIA H100", flops=989.4e12, memory_rate=3350e9, link_rate=450e9),
-  Chip(kind="NVIDIA H200 NVL", flops=835.5e12, memory_rate=4800e9, link_rate=450e9),
-  Chip(kind="NVIDIA H200", flops=989.4e12, memory_rate=4800e9, link_rate=450e9),
-  Chip(kind="NVIDIA B200", flops=2250e12, memory_rate=8000e9, link_rate=900e9),
-  Chip(kind="NVIDIA GB200", flops=2500e12, memory_rate=8000e9, link_rate=900e9),
+    kind=kind,
+    flops=tflops * 1e12,
+    memory_bytes=None if memory is None else memory * 2.0**30,
+    memory_rate=_giga(memory_rate),
+    link_rate=_giga(link_rate),
+  )
+  for kind, tflops, memory, memory_rate, link_rate in _CHIPS
 )
 
 
 def chip_of(device: Any) -> Chip | None:
-  """The chip of a device; None if it is not in the table (every CPU).
+  """Returns the chip of a device; None for a device not in the table, such as a CPU.
 
   Args:
     device: a `jax.Device`, or the text of its `device_kind`.

@@ -1,4 +1,4 @@
-"""Metrics of the spans of a step."""
+"""Functions that turn the spans of a step into metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tunix.perf.span import Span, busy_seconds
 EVALUATION = "evaluation"
 STEP = "global_step"
 
-# Names that users know -> (timeline, span). None: the host's.
+# {public metric name: (timeline, span name)}. None stands for the host's timeline.
 _PHASES: dict[str, tuple[str | None, str]] = {
   "rollout": (None, "rollout"),
   "refer_inference": (None, "refer_inference"),
@@ -24,11 +24,12 @@ _PHASES: dict[str, tuple[str | None, str]] = {
 
 
 def seconds(query: PerfSpanQuery) -> dict[str, float]:
-  """perf/<phase>_sec, as the host spent them, and perf/busy/<role>_sec, in which the
-  devices of a role were at work.
+  """Returns the seconds of each phase on the host and of each role on its devices.
 
-  What is nested counts in both. An evaluation's phases count as the evaluation alone:
-  a step's rollouts are not those of an evaluation before it.
+  `perf/<phase>_sec` is the host's time in a phase. `perf/busy/<role>_sec` is the time
+  in which the devices of a role were at work. A nested phase counts in its own metric
+  and in that of the phase around it. Phases inside an evaluation count only as
+  evaluation, so that its rollouts are not added to the rollouts of the step.
   """
   out: dict[str, float] = {}
   for id, root in query.timelines.items():
@@ -51,30 +52,32 @@ def _of_training(root: Span) -> list[Span]:
 
 
 class PerfMetricsExport:
-  """The metrics of a step of reinforcement learning, by the names that users know."""
+  """Factory of the metrics function for reinforcement learning."""
 
   @staticmethod
   def from_cluster_config(cluster_config: Any) -> MetricsExportFn:
-    """A function that makes them; see `step_metrics`.
+    """Returns `step_metrics` for the meshes of a cluster.
 
     Args:
-      cluster_config: a ClusterConfig: which roles share the rollout's devices.
+      cluster_config: a ClusterConfig. Its meshes determine which roles share devices
+        with the rollout.
     """
     meshes = {r.value: m for r, m in (cluster_config.role_to_mesh or {}).items()}
     return lambda query: step_metrics(query, meshes)
 
 
 def step_metrics(query: PerfSpanQuery, meshes: Mapping[str, Any]) -> dict[str, float]:
-  """Metrics of the steps since the last export, in seconds; {} when there was none.
+  """Returns metrics of the steps since the last export, in seconds.
 
-  perf/global_step_time, perf/weight_sync_time; perf/rollout_idle_time, in which the
-  rollout's devices did nothing for any role that lies on them; perf/sum/<phase>_time
-  and perf/mean/<phase>_time of rollout, refer_inference, actor_train, actor_train_step,
-  critic_train, critic_train_step, as far as the step has them.
+  The metrics are `perf/global_step_time`, `perf/weight_sync_time`,
+  `perf/rollout_idle_time` (the devices of the rollout work for no role), and
+  `perf/sum/<phase>_time` and `perf/mean/<phase>_time` for each phase that the steps
+  contain: rollout, refer_inference, actor_train, actor_train_step, critic_train,
+  critic_train_step. Without a step the result is {}.
 
   Args:
-    query: of the spans.
-    meshes: by role; a role without one lies with the actor.
+    query: query over the recorded spans.
+    meshes: {role: mesh}; a role without an entry uses the mesh of the actor.
   """
   steps = query().main().all_groups(STEP)
   if not steps.get():
@@ -97,18 +100,19 @@ def _idle(query: PerfSpanQuery, steps: list[Span], meshes: Mapping[str, Any]) ->
   def mesh_of(role: str) -> Any:
     return meshes.get(role, meshes.get("actor"))
 
-  here = [
+  neighbours = [
     role
     for role in query.timelines
     if not role.startswith(HOST) and mesh_of(role) == mesh_of("rollout")
   ]
-  busy = [span for role in here for span in query.timelines[role].inner]
-  within = [_cut(span, step) for step in steps for span in busy]
+  work = [span for role in neighbours for span in query.timelines[role].inner]
+  # Work outside of steps, such as the rollouts of an evaluation, does not count.
+  within = [_cut(span, step) for step in steps for span in work]
   return busy_seconds(steps) - busy_seconds([span for span in within if span])
 
 
 def _cut(span: Span, step: Span) -> Span | None:
-  """The part of a span that lies in a step: an evaluation's rollouts do not."""
+  """Returns the part of a span that lies in a step; None if they do not overlap."""
   assert span.end is not None and step.end is not None
   begin, end = max(span.begin, step.begin), min(span.end, step.end)
   return Span(span.name, begin, end) if begin < end else None

@@ -1,11 +1,9 @@
 """FLOPs of a lowered JAX program, loops counted as often as they run.
 
-XLA's own cost analysis counts the body of a loop once, so a model whose layers run
-under `lax.scan` seems to cost one layer. Here the StableHLO program is walked
-instead: matrix products, convolutions and splash attention's kernels, the body of
-every `while` times its trip count. `lax.scan` and `lax.fori_loop` lower to a counter
-that starts at a constant and is compared with another: their difference is the trip
-count.
+XLA's own cost analysis counts the body of a loop once, so that a model whose layers run
+under `lax.scan` seems to cost one layer. This module walks the HLO of the lowered
+program instead. It counts matrix products, convolutions and splash attention's kernels,
+and multiplies the body of every `while` by its trip count.
 """
 
 from __future__ import annotations
@@ -16,14 +14,16 @@ import math
 import re
 from typing import Any
 
+from tunix.perf.hlo_text import ENTRY, Operation, Program
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramFlops:
-  """What a program computes, over all devices together.
+  """Work of a program, on all devices together.
 
-  Args:
-    flops: floating-point operations, a multiply-add counted as two.
-    unknown_loops: loops whose trip count depends on data; counted once.
+  Attributes:
+    flops: floating-point operations; a multiply-add counts as two.
+    unknown_loops: loops whose trip count depends on data; each counts as one pass.
   """
 
   flops: float
@@ -36,6 +36,7 @@ class ProgramFlops:
     )
 
   def times(self, count: int) -> ProgramFlops:
+    """Returns the work of `count` runs."""
     return dataclasses.replace(self, flops=self.flops * count)
 
 
@@ -44,195 +45,149 @@ _NOTHING = ProgramFlops(flops=0.0)
 # Attribute of a grouped product: which part of its rows belongs to a group, on average.
 SHARE = "tunix_share"
 
+_SHARE = re.compile(rf'{SHARE}="([\d.e-]+)"')
+_CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
+_KERNEL_LABELS = re.compile(r"dim_labels=\w+?_(\w+)->")
+_MESHES = re.compile(r"xla\.sdy\.meshes=.*")
+_AXIS_SIZE = re.compile(r'"([^"\\]+)\\?"=(\d+)')
+_MANUAL_AXES = re.compile(r"manual_axes\{([^}]*)\}")
+_AXIS = re.compile(r'"([^"\\]+)\\?"')
+
 
 def count_flops(lowered: Any) -> ProgramFlops:
-  """FLOPs of the products of `jax.jit(f).lower(...)`: of matrices, of convolutions, of
-  splash attention.
+  """Counts the FLOPs of the products of `jax.jit(f).lower(...)`.
 
   Shapes are those before partitioning, so the count is that of all devices together.
-  What a rematerialised forward pass computes twice counts twice. Element-wise
-  operations and kernels other than splash (cuDNN) do not count. Of the branches of a
-  condition the dearest counts.
+  A forward pass that rematerialisation computes twice counts twice. Element-wise
+  operations and kernels other than splash attention (cuDNN) do not count. A
+  conditional counts as its most expensive branch.
 
   Args:
-    lowered: what `.lower(...)` of a jitted function returns (jax.jit or nnx.jit).
+    lowered: result of `.lower(...)` of a jitted function (jax.jit or nnx.jit).
   """
-  module = lowered.compiler_ir("stablehlo").operation
-  functions = {}
-  meshes: dict[str, int] = {}
-  for operation in _operations(module.regions[0]):
-    if operation.name == "func.func":
-      functions[operation.attributes["sym_name"].value] = operation
-    elif operation.name == "sdy.mesh":
-      sizes = re.findall(r'"([^"]+)"\s*=\s*(\d+)', str(operation.attributes["mesh"]))
-      meshes.update({name: int(size) for name, size in sizes})
-  return _Counter(functions, meshes).function("main")
+  # Debug information has the names of kernels; HLO keeps no other trace of them.
+  text = lowered.as_text(dialect="hlo", debug_info=True)
+  meshes = _MESHES.search(text)
+  axes = _AXIS_SIZE.findall(meshes[0]) if meshes else []
+  program = Program(text, is_compiled=False)
+  return _Counter(program, {name: int(size) for name, size in axes}).total(ENTRY)
 
 
 class _Counter:
-  """Walks operations; functions that are called often are counted once."""
+  """Walks operations; a computation that runs often is counted once."""
 
-  def __init__(self, functions: dict[str, Any], axes: dict[str, int]):
-    self._functions = functions
-    self._axes = axes
-    self.function = functools.cache(self._function)
+  def __init__(self, program: Program, axes: dict[str, int]):
+    self._program, self._axes = program, axes
+    self.total = functools.cache(self._total)
 
-  def _function(self, name: str) -> ProgramFlops:
-    return self._region(self._functions[name].regions[0])
+  def _total(self, name: str) -> ProgramFlops:
+    operations = self._program.computations[name]
+    shards = self._shards(operations)
+    return sum(
+      (
+        self._work(name, one, operations).times(shards.get(one.name, 1))
+        for one in operations.values()
+      ),
+      _NOTHING,
+    )
 
-  def _region(self, region: Any) -> ProgramFlops:
-    return sum(map(self._operation, _operations(region)), _NOTHING)
-
-  def _operation(self, operation: Any) -> ProgramFlops:
-    match operation.name:
-      case "stablehlo.dot_general":
-        return ProgramFlops(flops=_dot_flops(operation))
-      case "stablehlo.convolution":
-        return ProgramFlops(flops=_convolution_flops(operation))
-      case "chlo.ragged_dot":
-        return ProgramFlops(flops=_ragged_dot_flops(operation))
-      case "stablehlo.custom_call":
-        return ProgramFlops(flops=_kernel_flops(operation))
-      case "func.call":
-        return self.function(operation.attributes["callee"].value)
-      case "stablehlo.while":
-        body = self._region(operation.regions[1])
-        count = trip_count(operation)
+  def _work(
+    self, name: str, one: Operation, operations: dict[str, Operation]
+  ) -> ProgramFlops:
+    match one.opcode:
+      case "dot":
+        return ProgramFlops(flops=_dot_flops(one, operations))
+      case "convolution":
+        return ProgramFlops(flops=_convolution_flops(one, operations))
+      case "ragged-dot":
+        return ProgramFlops(flops=_ragged_dot_flops(one, operations))
+      case "custom-call":
+        return ProgramFlops(flops=_kernel_flops(one, operations))
+      case "call":
+        return sum(map(self.total, one.callees), _NOTHING)
+      case "while":
+        (body,) = map(self.total, one.callees)
+        count = self._program.trip_count(name, one)
         if count is not None:
           return body.times(count)
         return body + ProgramFlops(flops=0.0, unknown_loops=1 if body.flops else 0)
-      case "stablehlo.case" | "stablehlo.if":
-        branches = [self._region(region) for region in operation.regions]
-        return max(branches, key=lambda branch: branch.flops)
-      case "sdy.manual_computation":  # shard_map: shapes inside are those of a shard
-        axes = re.findall(r'"([^"]+)"', str(operation.attributes["manual_axes"]))
-        shards = math.prod(self._axes.get(axis, 1) for axis in axes)
-        return self._region(operation.regions[0]).times(shards)
+      case "conditional":
+        return max(map(self.total, one.callees), key=lambda branch: branch.flops)
       case _:
         return _NOTHING
 
+  def _shards(self, operations: dict[str, Operation]) -> dict[str, int]:
+    """Returns {call of a shard_map's body: shards}; shapes inside are those of a shard.
 
-def trip_count(loop: Any) -> int | None:
-  """How often a `stablehlo.while` of the form `i = a; while i < b: i += c` runs."""
-  condition = loop.regions[0].blocks[0]
-  compare = _definition(list(condition.operations)[-1].operation.operands[0])
-  if compare is None or compare.name != "stablehlo.compare":
-    return None
-  if "LT" not in str(compare.attributes["comparison_direction"]):
-    return None
-  counter, limit = compare.operands
-  index = _block_argument(counter, condition)
-  if index is None:
-    return None
-  body = loop.regions[1].blocks[0]
-  advanced = _definition(list(body.operations)[-1].operation.operands[index])
-  if advanced is None or advanced.name != "stablehlo.add":
-    return None
-  if _block_argument(advanced.operands[0], body) != index:
-    return None
-  last = _constant(_outside(limit, condition, loop))
-  first = _constant(loop.operands[index])
-  step = _constant(_outside(advanced.operands[1], body, loop))
-  if last is None or first is None or step is None or step < 1:
-    return None
-  return max(0, -(-(last - first) // step))
+    HLO notes the mesh axes of a `shard_map` where its results become global again.
+    """
+    out = {}
+    for one in operations.values():
+      if "xla.sdy.LocalToGlobalShape" not in one.text:
+        continue
+      axes = _MANUAL_AXES.search(one.text)
+      body = operations[one.operands[0]]
+      if body.index is not None:
+        body = operations[body.operands[0]]
+      names = _AXIS.findall(axes[1]) if axes else []
+      out[body.name] = math.prod(self._axes.get(axis, 1) for axis in names)
+    return out
 
 
-def _operations(region: Any) -> Any:
-  for block in region.blocks:
-    for operation in block.operations:
-      yield operation.operation
+def _dot_flops(dot: Operation, operations: dict[str, Operation]) -> float:
+  contracted = _CONTRACTED.search(dot.text)
+  lhs = operations[dot.operands[0]].sizes
+  axes = contracted[1].split(",") if contracted else []
+  terms = math.prod(lhs[int(axis)] for axis in axes if axis)
+  return 2.0 * math.prod(dot.sizes) * terms
 
 
-def _definition(value: Any) -> Any:
-  """The operation that computes a value; None for an argument of a block."""
-  owner = value.owner
-  return getattr(owner, "operation", None) if not hasattr(owner, "arguments") else None
-
-
-def _block_argument(value: Any, block: Any) -> int | None:
-  """The index of a value among the block's arguments; None if it is none of them."""
-  for index, argument in enumerate(block.arguments):
-    if argument == value:
-      return index
-  return None
-
-
-def _outside(value: Any, block: Any, loop: Any) -> Any:
-  """What a loop starts an argument with, for a value that is one."""
-  index = _block_argument(value, block)
-  return value if index is None else loop.operands[index]
-
-
-def _constant(value: Any) -> int | None:
-  operation = _definition(value)
-  if operation is None or operation.name != "stablehlo.constant":
-    return None
-  match = re.search(r"dense<(-?\d+)>", str(operation.attributes["value"]))
-  return int(match.group(1)) if match else None
-
-
-def _shape(value: Any) -> list[int]:
-  return list(value.type.shape)
-
-
-def _dot_flops(operation: Any) -> float:
-  numbers = str(operation.attributes["dot_dimension_numbers"])
-  match = re.search(r"lhs_contracting_dimensions = \[([\d, ]*)\]", numbers)
-  lhs = _shape(operation.operands[0])
-  contracted = [int(i) for i in match.group(1).split(",") if i.strip()] if match else []
-  terms = math.prod(lhs[i] for i in contracted)
-  return 2.0 * math.prod(_shape(operation.results[0])) * terms
-
-
-def _convolution_flops(operation: Any) -> float:
-  # "[b, 0, f]x[0, i, o]->[b, 0, f]": the kernel without its output features is what
-  # one output element sums over.
-  numbers = str(operation.attributes["dimension_numbers"])
-  kernel_axes = numbers.split("x[")[1].split("]")[0].replace(" ", "").split(",")
-  kernel = _shape(operation.operands[1])
-  terms = math.prod(kernel) / kernel[kernel_axes.index("o")]
-  return 2.0 * math.prod(_shape(operation.results[0])) * terms
+def _convolution_flops(one: Operation, operations: dict[str, Operation]) -> float:
+  # "b0f_0io->b0f": the kernel without its output features is what one element of the
+  # result sums over.
+  labels = _KERNEL_LABELS.search(one.text)
+  assert labels is not None, one.text
+  kernel = operations[one.operands[1]].sizes
+  terms = math.prod(kernel) / kernel[labels[1].index("o")]
+  return 2.0 * math.prod(one.sizes) * terms
 
 
 # FLOPs a pair of query and key of splash attention's kernels, in units of H: two for
-# each product that has the pair. The backward ones compute the scores again.
+# each product that has the pair. The backward kernels compute the scores again.
 _SPLASH = {"fwd": 4.0, "dq": 6.0, "dkv": 8.0}
 
 
-def _kernel_flops(operation: Any) -> float:
-  """Of splash attention with blocks of equal sides, causal or windowed: it computes
-  whole blocks, and skips those that no query looks into."""
-  known = operation.attributes
-  name = str(known["kernel_name"]) if "kernel_name" in known else ""
-  phase = re.search(r"splash_mha_(fwd|dq|dkv)", name)
-  if phase is None:
+def _kernel_flops(kernel: Operation, operations: dict[str, Operation]) -> float:
+  """Counts splash attention with blocks of equal sides, causal or windowed.
+
+  The kernels compute whole blocks, and skip blocks that no query looks into.
+  """
+  phase = re.search(r"splash_mha_(fwd|dq|dkv)", kernel.text)
+  if phase is None or "tpu_custom_call" not in kernel.text:
     return 0.0
-  # First come tables by blocks, [1 or N, own, other]: the other side is as long as the
-  # most blocks that one of its own meets. Then queries, [B, N, T, H], without a B of 1,
-  # and keys, [B, K, S, H].
-  table = _shape(operation.operands[0])
-  own, most = (table[2], table[1]) if phase[1] == "dkv" else (table[1], table[2])
-  floats = (x for x in operation.operands if "f" in str(x.type.element_type))
-  queries, keys = _shape(next(floats)), _shape(next(floats))
-  size = (keys if phase[1] == "dkv" else queries)[-2] // own
-  # Fewer than there are: a window. Queries are all of a row's, or the share of a device
-  # (the mesh axis cp), which has its share of the work.
+  # The first operands are tables of blocks, [1 or N, blocks, partners]: `partners` is
+  # the largest number of blocks of the other side that one block meets. The first float
+  # operands are queries, [B, N, T, H] without a B of 1, and keys, [B, K, S, H].
+  operands = [operations[name].arrays[0] for name in kernel.operands]
+  table = operands[0].sizes
+  is_dkv = phase[1] == "dkv"
+  count, partners = (table[2], table[1]) if is_dkv else (table[1], table[2])
+  floats = (x.sizes for x in operands if "f" in x.dtype)
+  queries, keys = next(floats), next(floats)
+  size = (keys if is_dkv else queries)[-2] // count
+  # Fewer than all blocks: a window. Queries are all of a row's, or a device's share of
+  # them (mesh axis cp), which costs its share of the work.
   blocks = keys[-2] // size
-  if most == (queries if phase[1] == "dkv" else keys)[-2] // size:
-    most = blocks
-  pairs = sum(min(i + 1, most) for i in range(blocks)) * size**2
+  if partners == (queries if is_dkv else keys)[-2] // size:
+    partners = blocks
+  pairs = sum(min(i + 1, partners) for i in range(blocks)) * size**2
   pairs *= queries[-2] / keys[-2]
   return _SPLASH[phase[1]] * math.prod(queries[:-2]) * queries[-1] * pairs
 
 
-def _ragged_dot_flops(operation: Any) -> float:
-  # Rows [m, k] each meet one of the [g, k, n] matrices; of the gradients of both the
+def _ragged_dot_flops(one: Operation, operations: dict[str, Operation]) -> float:
+  # Rows [m, k] each meet one of the [g, k, n] matrices. The gradients of both cost the
   # same: the left side's elements, each as often as the result has columns.
-  rows, out = _shape(operation.operands[0]), _shape(operation.results[0])
-  known, said = operation.attributes, None
-  if "mhlo.frontend_attributes" in known:
-    told = str(known["mhlo.frontend_attributes"])
-    said = re.search(rf'{SHARE} = "([\d.e-]+)"', told)
-  share = float(said[1]) if said else 1.0
-  return 2.0 * math.prod(rows) * out[-1] * share
+  rows, share = operations[one.operands[0]].sizes, _SHARE.search(one.text)
+  part = float(share[1]) if share else 1.0
+  return 2.0 * math.prod(rows) * one.sizes[-1] * part

@@ -1,9 +1,10 @@
-"""Spans as a trace file that opens in ui.perfetto.dev and chrome://tracing.
+"""Writer of trace files for ui.perfetto.dev and chrome://tracing.
 
-The format is Chrome's: a JSON array of events. A process of the run is a process of the
-trace, a timeline (the host, a role) one of its threads, a span a complete event ("X").
-Times are whole microseconds since the epoch, so that the files of several processes can
-be laid beside each other; rounding down keeps what is nested nested.
+The format is Chrome's trace format, a JSON array of events. A process of the run
+becomes a process of the trace, a timeline (the host or a role) becomes a thread, and a
+span becomes a complete event ("X"). Times are whole microseconds since the epoch, so
+that the files of several processes line up. Times are rounded down, which keeps a
+nested span inside the span around it.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from tunix.perf.span import Span
 
 _log = logging.getLogger(__name__)
 
-# About 150 bytes each: more than this no viewer opens.
+# An event takes about 150 bytes. Viewers do not open larger files.
 MOST_EVENTS = 1_000_000
 
 _END = b"\n]\n"
 
 
 class PerfettoTraceWriter:
-  """Writes one file; it is whole JSON after every `flush`.
+  """Writer of one trace file, which is valid JSON after every `flush`.
 
-  A file that is there is another run's, or this run's before it was resumed: it stays,
-  and the next free name is taken (perf_trace.json, perf_trace_2.json, ...).
+  An existing file is kept: it belongs to another run, or to this run before it was
+  resumed. The writer takes the next free name: perf_trace.json, perf_trace_2.json, ...
 
   Args:
-    export_dir: the folder, made if missing.
-    process: number of this process; all but 0 put it into the file's name.
-    epoch: seconds of the epoch when the spans' clock was 0.
+    export_dir: folder of the file; created if missing.
+    process: index of this process. The file name contains it if it is not 0.
+    epoch: Unix time, in seconds, at which the clock of the spans was 0.
 
   Attributes:
-    path: of the file; None before anything is written.
+    path: path of the file; None before the first write.
   """
 
   def __init__(
@@ -51,7 +52,7 @@ class PerfettoTraceWriter:
     self.path: pathlib.Path | None = None
 
   def add(self, timeline: str, span: Span) -> None:
-    """Takes a span that has ended; it is written at the next `flush`."""
+    """Queues an ended span, which the next `flush` writes."""
     begin = self._microseconds(span.begin)
     event = {
       "ph": "X",
@@ -66,15 +67,19 @@ class PerfettoTraceWriter:
     self._waiting.append(event)
 
   def flush(self) -> None:
-    """Writes what was taken since the last time.
+    """Writes the spans that were added since the last call.
 
     Raises:
-      OSError: the folder or the disk does not take it.
+      OSError: the file cannot be written.
     """
     events, self._waiting = self._waiting, []
     room = MOST_EVENTS - self._written
     if len(events) > room > 0:
-      _log.warning("the trace %s has %d events: it ends", self.path, MOST_EVENTS)
+      _log.warning(
+        "the trace %s is full with %d events: later spans are not written",
+        self.path,
+        MOST_EVENTS,
+      )
     if not (events := events[: max(0, room)]):
       return
     text = ",\n".join(json.dumps(event) for event in events).encode()
@@ -88,7 +93,7 @@ class PerfettoTraceWriter:
     self._written += len(events)
 
   def _place(self, timeline: str) -> dict[str, int]:
-    """Process and thread of a timeline; they get their names at their first event."""
+    """Returns process and thread of a timeline, and names both at their first event."""
     if not self._threads:
       self._name("process_name", f"process {self._process}", 0)
     if timeline not in self._threads:

@@ -1,9 +1,8 @@
-"""Compiled programs by name: run, by themselves or by what takes their place (see
-`tunix.plan.shipped`), or only noted, when their arguments are shapes.
+"""Named calls of compiled programs, which a plan can record instead of running them.
 
-A plan goes through the code that a run goes through, with `jax.ShapeDtypeStruct`s where
-the run has arrays; what would be computed is lowered instead, and kept. What comes home
-of it (`mesh.to_host`) are ones, so that the code around it goes on.
+A plan executes the Python code of a run with `jax.ShapeDtypeStruct`s in place of
+arrays. `call` then lowers the program and returns the shapes of its results. The values
+that the code brings to the host (`mesh.to_host`) are ones, so that it can continue.
 """
 
 from __future__ import annotations
@@ -19,36 +18,41 @@ import jax
 
 
 @dataclasses.dataclass
-class Noted:
+class ProgramRecord:
   """A program that was called and not run.
 
   Attributes:
-    lowered: by its first call.
-    args: of that call, static ones too.
-    calls: how often it was called.
-    result: the shapes of what it gives; None: nobody asked.
-    others: calls of the same name with arguments of other shapes, each form once.
+    lowered: the program, lowered by its first call.
+    args: arguments of the first call, static ones included.
+    calls: number of calls.
+    result: shapes of the result; None: not computed yet.
+    others: programs of the same name with arguments of other shapes, one for each form.
   """
 
   lowered: jax.stages.Lowered
   args: tuple[Any, ...]
   calls: int = 1
   result: Any = None
-  others: list[Noted] = dataclasses.field(default_factory=list)
+  others: list[ProgramRecord] = dataclasses.field(default_factory=list)
 
   @functools.cached_property
   def compiled(self) -> jax.stages.Compiled:
-    """The program, compiled once."""
+    """The program, compiled at the first access."""
     return self.lowered.compile()
 
   @property
   def gives_arrays(self) -> bool:
-    """Whether it computes anything: layers that lie apart need no unstacking."""
+    """True if the program computes anything.
+
+    The unstacking of layers that are not stacked, for example, computes nothing.
+    """
     return self.result is None or bool(shapes_in(self.result))
 
   def run(self) -> Any:
-    """The shapes of what it gives, laid out as the compiler does: the arguments of the
-    programs after it."""
+    """Returns the shapes of the result, with the layout that the compiler chose.
+
+    Later programs take them as arguments.
+    """
     if self.result is None:
       self.result = jax.tree.map(
         lambda out, where: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=where),
@@ -58,78 +62,83 @@ class Noted:
     return self.result
 
 
-# {name: program}, while programs are noted.
-_noted: contextvars.ContextVar[dict[str, Noted] | None] = contextvars.ContextVar(
-  "noted_programs", default=None
+# {name: record}, inside `recording`.
+_records: contextvars.ContextVar[dict[str, ProgramRecord] | None] = (
+  contextvars.ContextVar("program_records", default=None)
 )
 
-# (name, function, its arguments) -> what it gives, in place of a call.
-_Replacement = Callable[[str, Any, tuple[Any, ...]], Any]
-_replacement: contextvars.ContextVar[_Replacement | None] = contextvars.ContextVar(
-  "replacement_of_programs", default=None
+# (name, function, its arguments) -> result
+_Interceptor = Callable[[str, Any, tuple[Any, ...]], Any]
+_interceptor: contextvars.ContextVar[_Interceptor | None] = contextvars.ContextVar(
+  "program_interceptor", default=None
 )
 
 
 @contextlib.contextmanager
-def noted(known: dict[str, Noted] | None = None) -> Iterator[dict[str, Noted]]:
-  """Notes the programs that are called inside, by name, and runs none of them; `known`
-  has those that were noted before, and is added to."""
-  out: dict[str, Noted] = {} if known is None else known
-  token = _noted.set(out)
+def recording(
+  known: dict[str, ProgramRecord] | None = None,
+) -> Iterator[dict[str, ProgramRecord]]:
+  """Records the programs that are called inside the `with` block, and runs none.
+
+  Args:
+    known: {name: record} of an earlier block, which is extended; None: a new dict.
+  """
+  out: dict[str, ProgramRecord] = {} if known is None else known
+  token = _records.set(out)
   try:
     yield out
   finally:
-    _noted.reset(token)
+    _records.reset(token)
 
 
-def are_noted() -> bool:
-  """Whether programs are noted here instead of run."""
-  return _noted.get() is not None
+def is_recording() -> bool:
+  """Returns True inside `recording`."""
+  return _records.get() is not None
 
 
 @contextlib.contextmanager
-def replaced(replacement: _Replacement) -> Iterator[None]:
-  """Inside, programs are called by `replacement(name, jitted, args)`."""
-  token = _replacement.set(replacement)
+def intercepted(interceptor: _Interceptor) -> Iterator[None]:
+  """Calls `interceptor(name, jitted, args)` for each program inside the block."""
+  token = _interceptor.set(interceptor)
   try:
     yield
   finally:
-    _replacement.reset(token)
+    _interceptor.reset(token)
 
 
 def call(name: str, jitted: Callable[..., Any], *args: Any) -> Any:
-  """`jitted(*args)`; where programs are noted, the shapes that it would give."""
-  programs, replacement = _noted.get(), _replacement.get()
-  if programs is not None:
-    return _note(programs, name, jitted, args).run()
-  return jitted(*args) if replacement is None else replacement(name, jitted, args)
+  """Returns `jitted(*args)`; inside `recording` the shapes of that result."""
+  records, interceptor = _records.get(), _interceptor.get()
+  if records is not None:
+    return _record(records, name, jitted, args).run()
+  return jitted(*args) if interceptor is None else interceptor(name, jitted, args)
 
 
 def lower(name: str, jitted: Callable[..., Any], *args: Any) -> jax.stages.Lowered:
-  """`jitted.lower(*args)`, which is noted where programs are."""
-  programs = _noted.get()
-  if programs is None:
+  """Returns `jitted.lower(*args)`, and records it inside `recording`."""
+  records = _records.get()
+  if records is None:
     return jitted.lower(*args)  # type: ignore[attr-defined]
-  return _note(programs, name, jitted, args).lowered
+  return _record(records, name, jitted, args).lowered
 
 
-def _note(
-  programs: dict[str, Noted], name: str, jitted: Any, args: tuple[Any, ...]
-) -> Noted:
-  before = programs.get(name)
+def _record(
+  records: dict[str, ProgramRecord], name: str, jitted: Any, args: tuple[Any, ...]
+) -> ProgramRecord:
+  before = records.get(name)
   if before is None:
-    return programs.setdefault(name, Noted(jitted.lower(*args), args))
+    return records.setdefault(name, ProgramRecord(jitted.lower(*args), args))
   before.calls += 1
-  # Lowering anew what is known takes seconds for a large model.
+  # Lowering a large model takes seconds, so each form of arguments is lowered once.
   for known in (before, *before.others):
-    if form(known.args) == form(args):
+    if _form(known.args) == _form(args):
       return known
-  before.others.append(Noted(jitted.lower(*args), args))
+  before.others.append(ProgramRecord(jitted.lower(*args), args))
   return before.others[-1]
 
 
-def form(args: tuple[Any, ...]) -> Any:
-  """What arguments are lowered by: shapes and layouts of arrays, all else itself."""
+def _form(args: tuple[Any, ...]) -> Any:
+  """Returns what lowering depends on: shapes and layouts of arrays, other values."""
 
   def one(leaf: Any) -> Any:
     if not hasattr(leaf, "shape"):
@@ -142,7 +151,7 @@ def form(args: tuple[Any, ...]) -> Any:
 
 
 def shapes_in(tree: Any) -> list[jax.ShapeDtypeStruct]:
-  """The shapes of a pytree that stand for arrays of numbers."""
+  """Returns the shapes of a pytree that stand for arrays of numbers."""
   return [
     x
     for x in jax.tree.leaves(tree)

@@ -1,4 +1,4 @@
-"""A span: a phase with a name, a beginning, an end, and the phases inside it."""
+"""Spans: named phases with a beginning, an end, and phases inside them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass
 class Span:
-  """One phase; times are seconds of the tracer's clock.
+  """One phase of a run. Times are seconds of the tracer's clock.
 
   Attributes:
-    name: of the phase.
-    begin: when it began.
-    end: when it ended; None while it is open.
-    inner: the phases inside it that have ended, in the order in which they did.
-    devices: names of what it ran on, where that is known.
+    name: name of the phase.
+    begin: time of its beginning.
+    end: time of its end; None while the phase is open.
+    inner: ended phases inside it, in the order of their ends.
+    devices: names of the devices that it ran on, such as "tpu:0"; empty if unknown.
   """
 
   name: str
@@ -26,32 +26,32 @@ class Span:
 
   @property
   def ended(self) -> bool:
-    """Whether it is over."""
+    """True if the phase has ended."""
     return self.end is not None
 
   @property
   def duration(self) -> float:
-    """Seconds.
+    """Seconds from beginning to end.
 
     Raises:
-      ValueError: it is still open.
+      ValueError: the span is still open.
     """
     if self.end is None:
-      raise ValueError(f"the span {self.name!r} is open: it has no duration yet")
+      raise ValueError(f"span {self.name!r} is open: it has no duration yet")
     return self.end - self.begin
 
   def below(self) -> Iterator[Span]:
-    """Every span inside it, each before those that it holds."""
+    """Yields every span inside this one, outer spans before inner ones."""
     for span in self.inner:
       yield span
       yield from span.below()
 
   def find_all(self, name: str) -> list[Span]:
-    """The spans of a name inside it, at any depth."""
+    """Returns the spans called `name` inside this one, at any depth."""
     return [span for span in self.below() if span.name == name]
 
   def __str__(self) -> str:
-    """A line a span, indented, in milliseconds."""
+    """Returns one indented line for each span, with its milliseconds."""
     return "\n".join(self._lines(""))
 
   def _lines(self, indent: str) -> Iterator[str]:
@@ -61,12 +61,12 @@ class Span:
       yield from span._lines(indent + "  ")
 
 
-# Users know a span that holds others by this name.
+# Public name of a span that contains others.
 SpanGroup = Span
 
 
 def busy_seconds(spans: list[Span]) -> float:
-  """Seconds in which at least one of the spans was under way."""
+  """Returns the seconds during which at least one of the spans was open."""
   total, until = 0.0, float("-inf")
   for span in sorted(spans, key=lambda s: s.begin):
     end = span.begin + span.duration

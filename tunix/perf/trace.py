@@ -1,18 +1,19 @@
-"""Tracers: what a run did, and when, on the host and on the devices of every role.
+"""Tracers, which record the phases of a run on the host and on the devices of roles.
 
     tracer = PerfTracer(trace_dir="/tmp/run/logs")
-    with tracer.span_group("global_step"):       a phase of the host
-      with tracer.span("rollout", "rollout"):    of the host and of a role's devices:
-        texts = sample()                         it is over there when it returns
+    with tracer.span_group("global_step"):     # a phase of the host
+      with tracer.span("rollout", "rollout"):  # host and devices of the role "rollout";
+        texts = sample()                       # both end when the block ends
       with tracer.span("train_step", "actor") as span:
-        span.device_end(dispatch())              over there when these arrays are ready
+        span.device_end(dispatch())            # devices end when the arrays are ready
     metrics = tracer.export()
 
-Nothing here makes the run wait: a thread of its own waits for the arrays.
+A tracer never makes the run wait: separate threads wait for the arrays.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -35,15 +36,15 @@ from tunix.perf.span import Span
 
 _log = logging.getLogger(__name__)
 
-# The timeline of devices that nobody has named.
+# Timeline of spans with arrays but without named devices.
 DEVICES = "devices"
 
-# A role ("actor"), a mesh, or some of `jax.devices()`.
+# A role ("actor"), a mesh, or a sequence of `jax.Device`s.
 Devices = Any
 
 
 class NoopPhase:
-  """A phase that nobody notes."""
+  """A phase that is not recorded."""
 
   def __enter__(self) -> NoopPhase:
     return self
@@ -52,64 +53,70 @@ class NoopPhase:
     return None
 
   def device_end(self, waitlist: Any) -> None:
-    """Says which arrays the devices compute in this phase."""
+    """Names the arrays that the devices compute in this phase."""
 
 
 _NOTHING = NoopPhase()
 
 
 class NoopTracer:
-  """Notes nothing: no span is made, no clock read, nothing waited for."""
+  """A tracer that records nothing, reads no clock and waits for nothing."""
 
   def span(self, name: str, devices: Devices = None) -> NoopPhase:
-    """Around a phase.
+    """Returns a context manager that records a phase.
 
     Args:
-      name: of it.
-      devices: whose timeline it stands in, besides the host's: a role, a mesh, or
-        devices. None: the tracer's own, if `device_end` is called; else the host alone.
+      name: name of the phase.
+      devices: role, mesh or devices whose timeline also gets the phase; the timeline of
+        the host always does. None: the tracer's default timeline if `device_end` is
+        called, otherwise only the host's.
 
-    Returns: a context manager; its `device_end(arrays)` says when the devices will be
-      done. Without that they are done when the phase is.
+    Returns: a context manager. Call its `device_end(arrays)` with the results of the
+      phase: the devices end when these arrays are ready. Without a call the devices end
+      together with the block.
     """
     del name, devices
     return _NOTHING
 
   def span_group(self, name: str) -> NoopPhase:
-    """Around a phase that holds others, of the host alone."""
+    """Returns a context manager that records a phase around others, on the host."""
     del name
     return _NOTHING
 
   def on(self, role: str) -> NoopTracer:
-    """This tracer for one role: its spans stand in the role's timeline, and it exports
-    nothing, for the metrics are the whole run's."""
+    """Returns a view of this tracer whose spans go to the timeline of `role`.
+
+    The view exports nothing: metrics are those of the whole run.
+    """
     del role
     return self
 
   @property
   def all_devices(self) -> list[str]:
-    """The timelines besides the host's."""
+    """Names of the timelines of devices."""
     return []
 
   def synchronize(self) -> None:
-    """Waits until every phase is over on its devices; the trace file then has all."""
+    """Waits until all phases have ended on their devices, and writes the trace file."""
 
   def print(self) -> None:
-    """Prints the spans since the last export."""
+    """Prints the spans that ended since the last export."""
 
   def export(self) -> Mapping[str, float]:
-    """Metrics of the spans that have ended since the last export."""
+    """Returns metrics of the spans that ended since the last export."""
     return {}
 
 
 class PerfTracer(NoopTracer):
-  """Notes spans.
+  """A tracer that records spans.
 
   Args:
-    devices: where phases stand that name none (see `span`); None: "devices".
-    export_fn: makes metrics of a PerfSpanQuery; None: seconds by phase and role.
-    trace_dir: folder of a trace file for ui.perfetto.dev; None: none is written.
-    clock: gives seconds.
+    devices: default timeline of spans that name no devices (see `span`); None:
+      "devices".
+    export_fn: function that turns a PerfSpanQuery into metrics; None: seconds by phase
+      and role.
+    trace_dir: folder of a trace file for ui.perfetto.dev; None: no file.
+    clock: function that returns the time in seconds.
   """
 
   def __init__(
@@ -127,18 +134,21 @@ class PerfTracer(NoopTracer):
     if trace_dir is not None:
       epoch = time.time() - clock()
       self._writer = PerfettoTraceWriter(trace_dir, jax.process_index(), epoch)
+    self._role: str | None = None  # of a view; see `on`
     self._thread = threading.get_ident()
-    self._lock = threading.Lock()  # of all that follows
-    # By timeline the spans that are open, outermost first, below one that holds all.
+    self._lock = threading.Lock()  # guards everything below
+    # {timeline: open spans, outermost first}. The first one is the root of the timeline
+    # and never ends.
     self._open: dict[str, list[Span]] = {HOST: [Span(HOST, 0.0)]}
-    # Since when a timeline of devices has nothing to do, the thread that waits for
-    # them, and what it waits for last.
+    # For each timeline of devices: the time at which they became idle, the thread that
+    # waits for their arrays, and the last wait it was given.
     self._free: dict[str, float] = {}
     self._waiters: dict[str, futures.ThreadPoolExecutor] = {}
     self._last: dict[str, futures.Future[None]] = {}
 
   def span(self, name: str, devices: Devices = None) -> NoopPhase:
     """See NoopTracer."""
+    devices = self._role if devices is None else devices
     return _Phase(self, name, None if devices is None else _timeline(devices))
 
   def span_group(self, name: str) -> NoopPhase:
@@ -147,7 +157,9 @@ class PerfTracer(NoopTracer):
 
   def on(self, role: str) -> NoopTracer:
     """See NoopTracer."""
-    return _RoleTracer(self, role)
+    view = copy.copy(self)  # it shares the spans, the lock and the threads
+    view._role = role
+    return view
 
   @property
   def all_devices(self) -> list[str]:
@@ -178,6 +190,8 @@ class PerfTracer(NoopTracer):
     Raises:
       OSError: the trace file cannot be written.
     """
+    if self._role is not None:
+      return {}
     with self._lock:
       ended = self._ended()
       for stack in self._open.values():
@@ -189,7 +203,7 @@ class PerfTracer(NoopTracer):
     return {name: _scalar(value) for name, value in metrics.items()}
 
   def _ended(self) -> dict[str, Span]:
-    """By timeline what has ended, also inside of spans that are open."""
+    """Returns {timeline: root of ended spans}, also those inside of open spans."""
     return {
       id: Span(id, 0.0, inner=[inner for span in stack for inner in span.inner])
       for id, stack in self._open.items()
@@ -198,19 +212,20 @@ class PerfTracer(NoopTracer):
   # What a phase calls.
 
   def begin(self, name: str) -> Span:
-    """Opens a span of the thread that calls."""
+    """Opens a span on the timeline of the calling thread."""
     with self._lock:
-      stack = self._open.setdefault(here := self._host(), [Span(here, 0.0)])
+      host = self._host()
+      stack = self._open.setdefault(host, [Span(host, 0.0)])
       stack.append(span := Span(name, self._clock()))
     return span
 
   def end(self, span: Span, timeline: str | None, arrays: list[Any]) -> None:
-    """Closes it; the devices are done when `arrays` are ready."""
+    """Closes a span; the devices end when `arrays` are ready."""
     with self._lock:
-      here = self._host()
-      self._open[here].pop()
+      host = self._host()
+      self._open[host].pop()
       span.end = self._clock()
-      self._note(here, span)
+      self._add(host, span)
       if timeline is None and arrays:
         timeline = self._default
       if timeline is None:
@@ -218,7 +233,7 @@ class PerfTracer(NoopTracer):
       if timeline not in self._waiters:
         self._open[timeline] = [Span(timeline, 0.0)]
         self._waiters[timeline] = futures.ThreadPoolExecutor(1, f"trace-{timeline}")
-      # Also without arrays: a timeline's spans are noted in the order of their phases.
+      # Spans without arrays take the same path, so that a timeline keeps their order.
       self._last[timeline] = self._waiters[timeline].submit(
         self._device_end, span, timeline, arrays
       )
@@ -226,53 +241,27 @@ class PerfTracer(NoopTracer):
   def _device_end(self, span: Span, timeline: str, arrays: list[Any]) -> None:
     jax.block_until_ready(arrays)
     with self._lock:
-      # A device runs what it gets in order: a phase begins there when that before it
-      # is over, however early the host sent it.
+      # A device runs its work in order. A phase begins there when the phase before it
+      # has ended, however early the host dispatched it.
       begin = max(span.begin, self._free.get(timeline, span.begin))
       end = max(begin, self._clock() if arrays else span.begin + span.duration)
       self._free[timeline] = end
-      self._note(timeline, Span(span.name, begin, end, devices=_names(arrays)))
+      self._add(timeline, Span(span.name, begin, end, devices=_names(arrays)))
 
-  def _note(self, timeline: str, span: Span) -> None:
+  def _add(self, timeline: str, span: Span) -> None:
     self._open[timeline][-1].inner.append(span)
     if self._writer is not None:
       self._writer.add(timeline, span)
 
   def _host(self) -> str:
-    """The timeline of the thread that calls."""
+    """Returns the timeline of the calling thread."""
     if threading.get_ident() == self._thread:
       return HOST
     return f"{HOST}:{threading.current_thread().name}"
 
 
-class _RoleTracer(NoopTracer):
-  """A PerfTracer for one role; see `NoopTracer.on`."""
-
-  def __init__(self, tracer: PerfTracer, role: str):
-    self._tracer, self._role = tracer, role
-
-  def span(self, name: str, devices: Devices = None) -> NoopPhase:
-    return self._tracer.span(name, self._role if devices is None else devices)
-
-  def span_group(self, name: str) -> NoopPhase:
-    return self._tracer.span_group(name)
-
-  def on(self, role: str) -> NoopTracer:
-    return self._tracer.on(role)
-
-  @property
-  def all_devices(self) -> list[str]:
-    return self._tracer.all_devices
-
-  def synchronize(self) -> None:
-    self._tracer.synchronize()
-
-  def print(self) -> None:
-    self._tracer.print()
-
-
 class _Phase(NoopPhase):
-  """A phase that a PerfTracer notes."""
+  """A phase that a PerfTracer records."""
 
   def __init__(self, tracer: PerfTracer, name: str, timeline: str | None):
     self._tracer, self._name, self._timeline = tracer, name, timeline
@@ -296,23 +285,24 @@ def make_tracer(
   log_dir: str | os.PathLike[str] | None,
   export_fn: MetricsExportFn | None = None,
 ) -> NoopTracer:
-  """The tracer that settings ask for: None, or disabled, a NoopTracer.
+  """Returns the tracer for some settings.
 
   Args:
-    options: the settings.
-    log_dir: where the trace goes without `trace_dir`; None: nowhere, with a warning.
-    export_fn: instead of the options' own.
+    options: the settings; None, or disabled: the result is a NoopTracer.
+    log_dir: folder of the trace file if `options.trace_dir` is empty. If both are
+      missing, no file is written, and a warning says so.
+    export_fn: export function, in place of `options.custom_export_fn_path`.
 
   Raises:
-    ValueError: two export functions, or one that is not there.
+    ValueError: two export functions are given, or one that cannot be imported.
   """
   if options is None or not options.enable_perf_v1:
     return NoopTracer()
   named = options.export_fn()
   if named is not None and export_fn is not None:
     raise ValueError(
-      f"custom_export_fn_path {options.custom_export_fn_path!r} and custom_export_fn "
-      "are both given: leave one out"
+      f"custom_export_fn_path is {options.custom_export_fn_path!r} and "
+      "custom_export_fn is given, too: leave one out"
     )
   folder = options.trace_dir or log_dir
   if options.enable_trace_writer and not folder:
@@ -320,17 +310,17 @@ def make_tracer(
       "no trace file is written: set trace_dir, or metrics_logging_options with a "
       "log_dir, or enable_trace_writer=False"
     )
-  wanted = folder if options.enable_trace_writer else None
-  return PerfTracer(export_fn=named or export_fn, trace_dir=wanted or None)
+  trace_dir = folder if options.enable_trace_writer else None
+  return PerfTracer(export_fn=named or export_fn, trace_dir=trace_dir or None)
 
 
 def _scalar(value: Any) -> Any:
-  """Of a metric, or of a pair (metric, reducer)."""
+  """Returns a metric, or the metric of a pair (metric, reducer)."""
   return value[0] if isinstance(value, tuple) else value
 
 
 def _timeline(devices: Devices) -> str:
-  """The name of a role's, a mesh's or some devices' timeline."""
+  """Returns the name of the timeline of a role, a mesh, or devices."""
   if isinstance(devices, str):
     return devices
   if isinstance(devices, jax.sharding.Mesh):
@@ -339,7 +329,7 @@ def _timeline(devices: Devices) -> str:
 
 
 def _names(arrays: Sequence[Any]) -> tuple[str, ...]:
-  """Of this process's devices that arrays lie on."""
+  """Returns the names of this process's devices that hold the arrays."""
   on = {
     device
     for x in arrays

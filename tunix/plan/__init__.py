@@ -1,1 +1,1 @@
-"""Plans: what the programs of a run need, before there are chips to run them."""
+"""Memory and time of a run's programs, estimated before there are chips to run them."""

@@ -1,10 +1,13 @@
-"""What the devices of a compiled program send each other.
+"""Collectives of a compiled program: what its devices send each other.
 
 Read off the text of the optimised HLO: each collective with the bytes of its result,
-times as often as the loops around it run. The TPU compiler cuts a collective that runs
-beside other work into pieces (start, under way, done), which all carry its channel and
-its origin: they count once. A channel alone says too little, `shard_map` gives many the
-same. The compiler's reduce-scatters are an all-reduce and a slice in one computation.
+counted as often as the loops around it run.
+
+Two habits of the TPU compiler need care. It cuts a collective that runs beside other
+work into pieces (start, update, done). The pieces share a channel and an origin, and
+count once; the channel alone is not enough, because `shard_map` gives many collectives
+the same one. And it writes a reduce-scatter as a computation of an all-reduce and a
+slice.
 """
 
 from __future__ import annotations
@@ -15,18 +18,16 @@ import math
 import re
 from collections.abc import Sequence
 
-from tunix.plan import hlo_text
+from tunix.perf.hlo_text import COLLECTIVES, Operation, Program
 
-KINDS = hlo_text.COLLECTIVES
-_COLLECTIVE = re.compile(
-  rf"^\s*(?:ROOT )?%?[\w.-]+ = (.+?) ({'|'.join(KINDS)})(?:-start)?\("
-)
+KINDS = COLLECTIVES
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _ORIGIN = re.compile(r'op_name="([^"]*)"')
-_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 _MESH_GROUP = re.compile(r"replica_groups=@?mesh\[([^{]*)\{([^}]*)\}")
 _GROUP_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")  # the part of an axis, too
 _MESH_AXIS = re.compile(r"'([^']+)'=(\d+)")
+_TILED_GROUP = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
+_LISTED_GROUP = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,13 +36,13 @@ class Collective:
 
   Attributes:
     kind: one of KINDS.
-    shape: of its arrays, such as "bf16[4096,1024]".
-    bytes: of what a device has at its end.
+    shape: shape of its arrays, such as "bf16[4096,1024]".
+    bytes: bytes of its result on one device.
     group: devices that take part in it together.
-    count: how often a run of the program does it; loops whose length depends on data
-      count as one pass.
-    waits: nothing else runs meanwhile: it is not begun in one place and ended in
-      another, nor part of an operation that computes.
+    count: how often one run of the program executes it; a loop whose length depends on
+      data counts as one pass.
+    waits: True if nothing else runs meanwhile: it is not begun in one place and ended
+      in another, nor part of an operation that computes.
   """
 
   kind: str
@@ -53,8 +54,11 @@ class Collective:
 
   @property
   def received(self) -> float:
-    """Bytes that a device must receive in all, however it is done: of a gather what it
-    lacks, of a reduction as much for the sums, and again for handing them out."""
+    """Bytes that a device must receive in all, whatever the algorithm.
+
+    A gather must bring the parts that the device lacks. An all-reduce must bring as
+    much for the sums, and as much again to hand the sums out.
+    """
     others = (self.group - 1) / self.group if self.group else 0.0
     match self.kind:
       case "all-reduce":
@@ -68,70 +72,75 @@ class Collective:
     return self.bytes * share * self.count
 
 
-def read(text: str, devices: int) -> list[Collective]:
-  """The collectives of a program.
+def read(program: Program, devices: int) -> list[Collective]:
+  """Returns the collectives of a compiled program.
 
   Args:
-    text: `compiled.as_text()`.
-    devices: of the whole program; a group that is not written down has them all.
+    program: the program.
+    devices: devices of the whole program. A collective whose group is not written down
+      runs on all of them.
   """
-  computations = hlo_text.computations(text)
-  fused = set(hlo_text.FUSED.findall(text))
-  out: dict[str, Collective] = {}  # by channel and origin; without one each is its own
-  for name, times in hlo_text.runs(computations):
-    for number, line in enumerate(computations[name]):
-      found = _COLLECTIVE.match(line)
-      if found is None:
+  fused = {
+    callee
+    for operations in program.computations.values()
+    for one in operations.values()
+    if one.opcode not in ("while", "conditional")
+    for callee in one.callees
+  }
+  # Pieces of one collective share a key: channel and origin. Without a channel each
+  # operation is a collective of its own.
+  out: dict[str, Collective] = {}
+  for name, times in program.runs():
+    for one in program.computations[name].values():
+      kind = one.opcode.removesuffix("-start")
+      if kind not in KINDS:
         continue
-      is_start, sums = "-start(" in line, name.startswith("all-reduce-scatter")
-      waits = not is_start and (name not in fused or sums)
-      channel = _CHANNEL.search(line)
-      key = f"{name}, {times}, {number}"
-      if channel is not None:
-        origin = _ORIGIN.search(line)
+      is_start, is_scatter = kind != one.opcode, name.startswith("all-reduce-scatter")
+      waits = not is_start and (name not in fused or is_scatter)
+      key = f"{name}, {times}, {one.name}"
+      if (channel := _CHANNEL.search(one.text)) is not None:
+        origin = _ORIGIN.search(one.text)
         key = f"{channel[1]} {origin[1] if origin else ''}"
       if key in out:
         out[key] = dataclasses.replace(out[key], waits=out[key].waits and waits)
         continue
-      shape = _result(found[1], is_start=is_start)
-      size = sum(hlo_text.array_bytes(*array) for array in _ARRAY.findall(shape))
-      kind, group = found[2], _group(line, devices)
-      if kind == "all-reduce" and sums:
+      arrays = one.arrays
+      if is_start:  # (operands, results, scalars of its state)
+        arrays = [array for array in arrays if array.sizes]
+        arrays = arrays[len(arrays) // 2 :]
+      size, group = sum(array.bytes for array in arrays), _group(one, devices)
+      if kind == "all-reduce" and is_scatter:
         kind, size = "reduce-scatter", size // group
       out[key] = Collective(
-        kind=kind, shape=shape, bytes=size, group=group, count=times, waits=waits
+        kind=kind,
+        shape=", ".join(map(str, arrays)),
+        bytes=size,
+        group=group,
+        count=times,
+        waits=waits,
       )
   return list(out.values())
 
 
 def counts(collectives: Sequence[Collective]) -> dict[str, int]:
-  """{kind: how many a run of the program does}, without kinds that it lacks."""
+  """Returns {kind: executions in one run of the program}, without kinds of none."""
   out: collections.Counter[str] = collections.Counter()
   for one in collectives:
     out[one.kind] += one.count
   return {kind: out[kind] for kind in KINDS if out[kind]}
 
 
-def _result(shape: str, *, is_start: bool) -> str:
-  """The shape of what comes out: a start gives (operands, results, state)."""
-  arrays = [f"{kind}[{sizes}]" for kind, sizes in _ARRAY.findall(shape)]
-  if not is_start:
-    return ", ".join(arrays)
-  whole = [x for x in arrays if not x.endswith("[]")]
-  return ", ".join(whole[len(whole) // 2 :])
+def _group(one: Operation, devices: int) -> int:
+  """Returns the devices of a group, which HLO writes in one of three forms.
 
-
-def _group(line: str, devices: int) -> int:
-  """Devices that take part together: of `[groups,size]<=[..]`, `{{0,1},{2,3}}`, or
-  `mesh['a'=2,'b'=4] {'b'}`."""
-  if (named := _MESH_GROUP.search(line)) is not None:
+  `[groups,size]<=[..]`, `{{0,1},{2,3}}`, or `mesh['a'=2,'b'=4] {'b'}`.
+  """
+  if (named := _MESH_GROUP.search(one.text)) is not None:
     sizes = dict(_MESH_AXIS.findall(named[1]))
     axes = _GROUP_AXIS.findall(named[2])
     return math.prod(int(part or sizes[axis]) for axis, part in axes)
-  if (tiled := re.search(r"replica_groups=\[(\d+),(\d+)\]", line)) is not None:
+  if (tiled := _TILED_GROUP.search(one.text)) is not None:
     return int(tiled[2])
-  if (listed := re.search(r"replica_groups=\{\{([\d,]*)\}", line)) is not None:
+  if (listed := _LISTED_GROUP.search(one.text)) is not None:
     return len(listed[1].split(","))
-  if "source_target_pairs=" in line:
-    return 2
-  return devices
+  return 2 if "source_target_pairs=" in one.text else devices

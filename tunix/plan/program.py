@@ -1,4 +1,4 @@
-"""What one compiled program needs of each device, and how fast it can be at most."""
+"""The estimate of one compiled program: memory, FLOPs, traffic and time per device."""
 
 from __future__ import annotations
 
@@ -9,35 +9,37 @@ from typing import Any
 
 import jax
 
-from tunix.perf import hlo_flops, programs
+from tunix.perf import hlo_flops, hlo_text, programs
 from tunix.perf.chips import Chip
-from tunix.perf.programs import Noted
+from tunix.perf.programs import ProgramRecord
 from tunix.plan import collectives, exposed, residents
 from tunix.plan.collectives import Collective
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramPlan:
-  """One program of a run, for one device unless it says otherwise.
+class ProgramEstimate:
+  """Memory and time of one program. Figures are per device unless record.
 
   Attributes:
-    name: of the program.
-    argument_bytes, output_bytes, temporary_bytes: as the compiler lays them out; of
-      outputs what is not written over arguments.
-    peak_bytes: most that is alive at once.
-    host_bytes: of the host's memory, for each device: what is offloaded to it.
-    flops: of all devices together; matrix products, convolutions and splash attention,
-      what is computed twice (rematerialised) counted twice.
-    moved_bytes: that it writes to its memory or reads from it at the least: arguments
-      once and outputs once; of a pass through a loop of unknown length its arguments.
-    runs: how often a step runs it, or passes through its loop.
-    beside_bytes: that the run holds on a device besides the program's arguments.
-    collectives: what devices send each other.
-    compute_seconds, memory_seconds, link_seconds: what these take at the rates of the
-      chip, each by itself; None: the chip's rates are not known.
-    alone_memory_seconds, alone_link_seconds: what they take of it while nothing is
-      computed, because the compiler has ordered it so; None: not known, of programs
-      that are not a TPU's and of loops of unknown length.
+    name: name of the program.
+    argument_bytes: memory of the arguments.
+    output_bytes: memory of the results that do not reuse the memory of arguments.
+    temporary_bytes: memory of temporaries.
+    peak_bytes: most memory that is in use at once.
+    host_bytes: memory of the host, for each device, that offloading takes.
+    flops: FLOPs on all devices together: matrix products, convolutions and splash
+      attention. Rematerialised work counts twice.
+    moved_bytes: lower bound of the memory traffic: arguments are read once and results
+      written once. For one pass of a loop of unknown length: only its arguments.
+    runs: how often a step runs the program, or passes through its loop.
+    beside_bytes: memory that the run holds on a device besides the arguments.
+    collectives: communication between the devices.
+    compute_seconds, memory_seconds, link_seconds: duration of the FLOPs, the memory
+      traffic and the communication, each alone at the chip's peak rate; None: the rate
+      is not known.
+    alone_memory_seconds, alone_link_seconds: the part of memory traffic and
+      communication that the compiler has scheduled while nothing is computed; None:
+      not known, for programs of other chips than TPUs and loops of unknown length.
   """
 
   name: str
@@ -59,13 +61,16 @@ class ProgramPlan:
 
   @property
   def held_bytes(self) -> int:
-    """Of a device at the peak, with what the run holds besides."""
+    """Memory of a device at the peak, with all that the run holds beside."""
     return self.peak_bytes + self.beside_bytes
 
   @property
   def seconds(self) -> float | None:
-    """No run of the program takes less: its slowest part, all else hidden behind it but
-    what is known to run alone."""
+    """Lower bound of the duration of one run; None: not known.
+
+    The slowest part decides, because all else may be hidden behind it. Only traffic
+    that is known to run alone is added to the computation.
+    """
     if self.compute_seconds is None:
       return None
     in_order = math.fsum(self._in_order().values())
@@ -73,7 +78,7 @@ class ProgramPlan:
 
   @property
   def limited_by(self) -> str | None:
-    """What takes most of that time: "compute", "memory" or "links"."""
+    """The part that takes most of that time: "compute", "memory" or "links"."""
     if self.seconds is None:
       return None
     parts = self._in_order()
@@ -82,7 +87,7 @@ class ProgramPlan:
     return max(parts, key=lambda name: parts[name] or 0.0)
 
   def _in_order(self) -> dict[str, float]:
-    """Seconds of what runs one after the other."""
+    """Returns seconds of the parts that run one after the other."""
     return {
       "compute": self.compute_seconds or 0.0,
       "memory": self.alone_memory_seconds or 0.0,
@@ -90,7 +95,7 @@ class ProgramPlan:
     }
 
   def to_json(self) -> dict[str, Any]:
-    """Everything, for `--json`."""
+    """Returns all figures, for `--json`."""
     out = dataclasses.asdict(self)
     out["collectives"] = [
       {**dataclasses.asdict(one), "received_bytes": one.received}
@@ -100,33 +105,33 @@ class ProgramPlan:
     return {**out, **{name: getattr(self, name) for name in derived}}
 
 
-def plan(
+def estimate(
   name: str,
-  noted: Noted,
+  record: ProgramRecord,
   devices: int,
   chip: Chip | None,
   *,
   passes: int | None = None,
   beside_bytes: int = 0,
-) -> ProgramPlan:
-  """Compiles a program and reads what it needs.
+) -> ProgramEstimate:
+  """Compiles a program and estimates its memory and time.
 
   Args:
-    name: of the program.
-    noted: for the mesh it is to run on.
-    devices: of that mesh.
-    chip: each of them; None: not known.
-    passes: the program is a loop whose length is not in its text, that many passes
-      long: what is read of it is one pass.
-    beside_bytes: see ProgramPlan.
+    name: name of the program.
+    record: the program, lowered for the mesh it is to run on.
+    devices: number of devices of that mesh.
+    chip: rates of a device; None: not known.
+    passes: number of passes through the program's loop, if its length is not in the
+      text. The figures are of one pass then. None: the program runs once.
+    beside_bytes: see ProgramEstimate.
   """
-  flops = hlo_flops.count_flops(noted.lowered).flops
+  flops = hlo_flops.count_flops(record.lowered).flops
   try:
-    compiled = noted.compiled
+    compiled = record.compiled
   except jax.errors.JaxRuntimeError as error:
-    return _too_large(name, noted, flops, beside_bytes, error)
+    return _too_large(name, record, flops, beside_bytes, error)
   memory: Any = compiled.memory_analysis()
-  text = compiled.as_text() or ""
+  text = hlo_text.Program(compiled.as_text() or "", is_compiled=True)
   sent = collectives.read(text, devices)
   received = math.fsum(one.received for one in sent)
   written = memory.output_size_in_bytes
@@ -142,7 +147,7 @@ def plan(
       waited = math.fsum(one.received for one in sent if one.waits)
       seconds["alone_memory_seconds"] = _over(exposed.read(text), chip.memory_rate)
       seconds["alone_link_seconds"] = _over(waited, chip.link_rate)
-  return ProgramPlan(
+  return ProgramEstimate(
     name=name,
     argument_bytes=memory.argument_size_in_bytes,
     output_bytes=written - memory.alias_size_in_bytes,
@@ -151,7 +156,7 @@ def plan(
     flops=flops,
     moved_bytes=moved,
     collectives=tuple(sent),
-    runs=noted.calls * (passes or 1),
+    runs=record.calls * (passes or 1),
     beside_bytes=beside_bytes,
     host_bytes=memory.host_argument_size_in_bytes
     + memory.host_output_size_in_bytes
@@ -162,10 +167,12 @@ def plan(
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-  """Most that is alive at once on a device: the compiler's figure. XLA for CPUs gives
-  that of arguments and results alone, to which all temporaries are added then; and for
-  TPUs it counts what lies in the host's memory too, so that all it allocates may be
-  less."""
+  """Returns the peak memory of a device, in bytes, from the compiler's figures.
+
+  XLA for CPUs reports the peak of arguments and results alone; all temporaries are
+  added to it. XLA for TPUs also counts arrays in the host's memory, so the sum of what
+  it allocates on the device may be smaller, and is the bound.
+  """
   memory: Any = compiled.memory_analysis()
   live = (
     memory.argument_size_in_bytes
@@ -178,31 +185,33 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
   return allocated
 
 
-def peak_of(noted: Noted) -> int:
-  """The same of a program that may be too large to be compiled."""
+def peak_of(record: ProgramRecord) -> int:
+  """Returns the peak memory of a program, also of one too large to be compiled."""
   try:
-    return peak_bytes(noted.compiled)
+    return peak_bytes(record.compiled)
   except jax.errors.JaxRuntimeError as error:
-    return _too_large("", noted, 0.0, 0, error).peak_bytes
+    return _too_large("", record, 0.0, 0, error).peak_bytes
 
 
-# What the TPU compiler says of a program for which memory is short.
+# Messages of the TPU compiler about a program that does not fit into memory.
 _NEEDS = re.compile(r"HLO temporaries \(([\d.]+)([KMGT])\)|Used ([\d.]+)([KMGT]) of")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def _too_large(
-  name: str, noted: Noted, flops: float, beside_bytes: int, error: Exception
-) -> ProgramPlan:
-  """A program that the compiler has given up for want of memory: what it says it needs.
-  Of its collectives and its time nothing is known."""
+  name: str, record: ProgramRecord, flops: float, beside_bytes: int, error: Exception
+) -> ProgramEstimate:
+  """Returns the estimate of a program that the compiler gave up for lack of memory.
+
+  The memory comes from the compiler's message. Collectives and time are not known.
+  """
   needs = _NEEDS.search(str(error))
   if "RESOURCE_EXHAUSTED" not in str(error) or needs is None:
     raise error
-  given = sum(map(residents.shard_bytes, programs.shapes_in(noted.args)))
+  given = sum(map(residents.shard_bytes, programs.shapes_in(record.args)))
   size, unit = (needs[1], needs[2]) if needs[1] else (needs[3], needs[4])
   temporary = int(float(size) * _UNITS[unit]) - (0 if needs[1] else given)
-  return ProgramPlan(
+  return ProgramEstimate(
     name=name,
     argument_bytes=given,
     output_bytes=0,
@@ -211,7 +220,7 @@ def _too_large(
     flops=flops,
     moved_bytes=float(given),
     collectives=(),
-    runs=noted.calls,
+    runs=record.calls,
     beside_bytes=beside_bytes,
   )
 

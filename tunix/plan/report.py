@@ -1,4 +1,4 @@
-"""A plan of a run: its programs beside the chip they are for, as data and as text."""
+"""The estimate of a run: memory, time and communication, as data and as text."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from typing import Any
 
 from tunix.perf.chips import Chip
 from tunix.plan import collectives
-from tunix.plan.program import ProgramPlan
+from tunix.plan.program import ProgramEstimate
 from tunix.plan.rollout import Rollouts
 
 _GIB = 2.0**30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
-  """What a run needs, and how fast it can be at most.
+class RunEstimate:
+  """Memory that a run needs, and upper bounds of its speed.
 
   Attributes:
-    job: its name.
-    model: in words.
-    topology: as the user named it.
-    mesh: sizes by axis.
-    devices: of the mesh.
-    chip: each of them; None: its rates are not known.
-    memory_bytes: of a device, for programs; None: not known.
-    programs: of the job, the step first.
-    tokens: of a step, padding included.
-    model_flops: of a step by formula, on all devices together: no work counted twice.
-    steps: of the run; None: not known. In RL a step is a batch of rollouts with all
-      updates by it.
-    rollouts: how completions are sampled; None: there are none.
-    advice: how to fill the chips, or to fit into them; None: nobody looked.
-    shipped: which compiled programs were written, and where; None: nobody asked.
+    job: name of the job.
+    model: description of the model.
+    topology: name of the topology, as the user gave it.
+    mesh: {axis: size}.
+    devices: number of devices of the mesh.
+    chip: rates of a device; None: not known.
+    memory_bytes: memory of a device that programs may use; None: not known.
+    programs: estimates of the job's programs, the step first.
+    tokens: tokens of a step, padding included.
+    model_flops: FLOPs of a step by formula, on all devices together. Work that is
+      computed twice counts once.
+    steps: number of steps of the run; None: not known. In RL a step is a batch of
+      rollouts with all updates on it.
+    rollouts: estimate of sampling; None: the job does not sample.
+    advice: settings that fill the chips or make the run fit; None: not searched.
+    shipped: message about the compiled programs that were written; None: none were.
   """
 
   job: str
@@ -43,7 +44,7 @@ class Plan:
   devices: int
   chip: Chip | None
   memory_bytes: float | None
-  programs: Sequence[ProgramPlan]
+  programs: Sequence[ProgramEstimate]
   tokens: int
   model_flops: float
   steps: int | None = None
@@ -53,44 +54,44 @@ class Plan:
 
   @property
   def peak_bytes(self) -> int:
-    """Of a device, in the program that needs most, with what is held besides."""
+    """Peak memory of a device: the program that needs most, with all it runs beside."""
     return max(program.held_bytes for program in self.programs)
 
   @property
   def fits(self) -> bool | None:
-    """Whether every program fits into a device's memory; None: that is not known."""
+    """True if every program fits into a device's memory; None: not known."""
     return None if self.memory_bytes is None else self.peak_bytes <= self.memory_bytes
 
   @property
   def step_seconds(self) -> float | None:
-    """A step takes no less: its programs one after the other, as often as they run."""
+    """Lower bound of a step's duration: the sum over its programs and their runs."""
     parts = [(p.seconds, p.runs) for p in self.programs if p.name != "evaluation"]
     known = [seconds * runs for seconds, runs in parts if seconds is not None]
     return sum(known) if len(known) == len(parts) else None
 
   @property
   def mfu(self) -> float | None:
-    """Model FLOPs utilisation, at most."""
+    """Upper bound of the model FLOPs utilisation."""
     if self.chip is None or not self.step_seconds:
       return None
     return self.model_flops / (self.step_seconds * self.devices * self.chip.flops)
 
   @property
   def tokens_per_second(self) -> float | None:
-    """Of a device, at most."""
+    """Upper bound of the tokens per second of a device."""
     if not self.step_seconds:
       return None
     return self.tokens / self.step_seconds / self.devices
 
   @property
   def chip_hours(self) -> float | None:
-    """Of all steps, at the least."""
+    """Lower bound of the chip-hours of all steps."""
     if self.steps is None or not self.step_seconds:
       return None
     return self.steps * self.step_seconds * self.devices / 3600
 
   def to_json(self) -> dict[str, Any]:
-    """Everything, for `--json`."""
+    """Returns all figures, for `--json`."""
     derived = (
       *("peak_bytes", "fits", "step_seconds", "mfu", "tokens_per_second"),
       "chip_hours",
@@ -112,7 +113,7 @@ class Plan:
     return "\n".join([*self._head(), "", *parts, "", *self._tail()])
 
   def to_markdown(self) -> str:
-    """The same with its table and lists in Markdown."""
+    """Returns the text of `str()` with a Markdown table and lists."""
     title, where = self._head()
     head, *rows = (f"| {' | '.join(row)} |" for row in self._rows())
     line = "| --- |" + " ---: |" * (len(self._rows()[0]) - 1)
@@ -128,7 +129,7 @@ class Plan:
     ]
 
   def _rows(self) -> list[list[str]]:
-    """The table, its head first."""
+    """Returns the rows of the table, the heading first."""
     head = ["program", "runs", "arguments", "temporary", "peak", "beside"]
     head += ["TFLOP", "links", "least"]
     rows = [head]
@@ -150,7 +151,7 @@ class Plan:
     return rows
 
   def _sent(self) -> list[str]:
-    """What each program sends, in words."""
+    """Returns one line of collectives for each program that has some."""
     return [
       f"{p.name} sends: "
       + ", ".join(
@@ -161,7 +162,7 @@ class Plan:
     ]
 
   def _remedy(self) -> str:
-    """What to try first where it does not fit."""
+    """Returns what to try first if the run does not fit."""
     largest = max(self.programs, key=lambda program: program.held_bytes).name
     if self.job not in ("grpo", "ppo"):
       return "--fit looks for settings that do"
@@ -175,9 +176,9 @@ class Plan:
       lines.append(f"peak {_gib(self.peak_bytes)}; the memory of a device is not known")
     else:
       assert self.memory_bytes is not None
-      words = "fits" if self.fits else "does NOT fit"
+      verdict = "fits" if self.fits else "does NOT fit"
       lines.append(
-        f"{words}: {_gib(self.peak_bytes)} of {_gib(int(self.memory_bytes))} a device"
+        f"{verdict}: {_gib(self.peak_bytes)} of {_gib(int(self.memory_bytes))} a device"
         + ("" if self.fits or self.advice is not None else f"; {self._remedy()}")
       )
     host = max(program.host_bytes for program in self.programs)
@@ -196,11 +197,11 @@ class Plan:
         f"{self.steps:,} steps: at least {hours:,.1f} hours, {self.chip_hours:,.1f} "
         "chip-hours, without evaluations and checkpoints"
       )
-    return [*lines, *(said for said in (self.advice, self.shipped) if said is not None)]
+    return [*lines, *filter(None, (self.advice, self.shipped))]
 
 
 def _joined(row: list[str], widths: list[int]) -> str:
-  """Names to the left, figures to the right."""
+  """Returns a row as text: the name aligned left, figures aligned right."""
   name, *figures = (
     cell.rjust(width) if i else cell.ljust(width)
     for i, (cell, width) in enumerate(zip(row, widths))

@@ -1,8 +1,8 @@
-"""What stays in a device's memory while a program of the run works on something else.
+"""Arrays that stay in a device's memory while a program runs that does not use them.
 
-The compiler's plan of a program knows its own arguments. The optimizer's state stays
-where it is while completions are sampled, and so does a reference while the policy
-learns: whatever another program of the job is given, and no program has made.
+The compiler knows only the arguments of one program. The optimizer's state stays in
+memory while completions are sampled, and a reference model stays while the policy is
+updated. Such arrays are arguments of another program and the result of none.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from collections.abc import Collection, Mapping
 import jax
 
 from tunix.perf import programs
-from tunix.perf.programs import Noted
+from tunix.perf.programs import ProgramRecord
 from tunix.sft import offload
 
 
 def beside(
-  noted: Mapping[str, Noted], elsewhere: Collection[str] = ()
+  records: Mapping[str, ProgramRecord], elsewhere: Collection[str] = ()
 ) -> dict[str, int]:
-  """{program: bytes of a device that the run holds besides its arguments}.
+  """Returns {program: bytes that a device holds besides the program's arguments}.
 
   Args:
-    noted: all programs of a job.
-    elsewhere: programs whose arguments are kept in host memory between their runs.
+    records: {name: program} of a job, all of them.
+    elsewhere: names of programs whose arguments lie in host memory between their runs.
   """
-  made = {id(x) for one in noted.values() for x in programs.shapes_in(one.result)}
+  made = {id(x) for one in records.values() for x in programs.shapes_in(one.result)}
   taken = {
     name: {
       id(x): shard_bytes(x) for x in programs.shapes_in(one.args) if id(x) not in made
     }
-    for name, one in noted.items()
+    for name, one in records.items()
   }
   held: dict[int, int] = {}
   for name, leaves in taken.items():
@@ -43,7 +43,7 @@ def beside(
 
 
 def shard_bytes(x: jax.ShapeDtypeStruct) -> int:
-  """Of a device; what lies in its host's memory takes nothing of it."""
+  """Returns bytes of an array's shard on one device; 0 for an array in host memory."""
   if offload.is_on_host(x):
     return 0
   shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)

@@ -1,4 +1,4 @@
-"""The programs of a learner, from shapes alone."""
+"""Programs of an RL learner, lowered from shapes without data or weights."""
 
 from __future__ import annotations
 
@@ -6,30 +6,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.perf import programs
-from tunix.perf.programs import Noted
+from tunix.perf.programs import ProgramRecord
 from tunix.rl import learner_state
 from tunix.rl.rl_learner import RLLearner
 from tunix.rl.trainer import Trainer
 
-# Programs of models that rl.offload_to_cpu keeps in host memory.
+# Programs of the models that rl.offload_to_cpu keeps in host memory between runs.
 OTHERS = ("reference scoring", "reward scoring", "critic scoring", "critic update")
 
 
-def of_learner(learner: RLLearner, batch: Mapping[str, Any]) -> dict[str, Noted]:
-  """{name: program} of a learner whose models are shapes, in the order of a step:
-  rollouts (unstack, prefill, decode), scoring of the roles that score, updates, and the
-  stamp by which the engine knows its weights.
+def of_learner(
+  learner: RLLearner, batch: Mapping[str, Any]
+) -> dict[str, ProgramRecord]:
+  """Returns {name: program} of a step, in the order of their first calls.
+
+  The programs are those of rollouts (unstack, prefill, decode), of scoring, of the
+  updates, and of the stamp that tells the engine which weights it holds.
 
   Args:
-    learner: whose reward functions may be asked about completions that nobody sampled.
-    batch: a batch of prompts as its data gives one.
+    learner: a learner whose models are shapes. Its reward functions are called with
+      completions that were not sampled.
+    batch: a batch of prompts, as the learner's data source gives it.
   """
-  with programs.noted() as noted:
+  with programs.recording() as records:
     learner.lower_step(batch)
-  return noted
+  return records
 
 
 def trainers(learner: RLLearner) -> dict[str, Trainer]:
-  """What is trained, by the name of its update."""
+  """Returns {name of the update program: trainer}."""
   of_roles = learner_state.trainers(learner.rl_cluster)
   return {f"{role} update": trainer for role, trainer in of_roles.items()}

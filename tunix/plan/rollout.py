@@ -1,4 +1,4 @@
-"""What rollouts take: the cache of keys and values, rows that fit, tokens a second."""
+"""The estimate of rollouts: KV cache, rows that fit, tokens per second."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ import numpy as np
 
 from tunix.generate import layout
 from tunix.generate.memory import Memory
-from tunix.perf.programs import Noted
+from tunix.perf.programs import ProgramRecord
 from tunix.plan import residents
-from tunix.plan.program import ProgramPlan
+from tunix.plan.program import ProgramEstimate
 
-OPENING = "unstack"  # slices of stacked layers, and weights laid out anew
-LOOP = "decode"  # the program whose length is data: what is read of it is one pass
+OPENING = "unstack"  # slices stacked layers, and lays the weights out for decoding
+LOOP = "decode"  # a loop whose length depends on data; figures are of one pass
 
 
 class NoText:
-  """The tokenizer of a plan: nothing is read, and what nobody sampled says nothing."""
+  """The tokenizer of a plan, which reads no text and samples none."""
 
   def encode(self, text: str, **options: Any) -> list[int]:
-    """A token a letter, none of which is looked at."""
+    """Returns one id for each character; the ids are not used."""
     del options
     return [0] * len(text)
 
   def decode(self, ids: Sequence[int], **options: Any) -> str:
-    """Nothing."""
+    """Returns an empty text."""
     del ids, options
     return ""
 
   def bos_id(self) -> None:
-    """There is none."""
+    """Returns None: there is no such id."""
 
   def eos_id(self) -> int:
-    """The id that ends a row; which one is no part of a program."""
+    """Returns 0. Programs do not depend on which id ends a row."""
     return 0
 
   def pad_id(self) -> int:
-    """Likewise."""
+    """Returns 0. Programs do not depend on the id of padding."""
     return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollouts:
-  """How completions are sampled, as far as memory and its rate decide.
+  """Memory and speed of sampling, as far as memory and its bandwidth decide.
 
   Attributes:
-    rows: completions that are decoded together.
-    slots: tokens of a row's cache, prompt and completion.
-    cache_token_bytes: keys and values of a token, on all devices together.
-    cache_bytes: of a device, for all rows.
-    most_rows: that fit beside all else; None: the memory of a device is not known.
-    tokens_per_second: of all devices together, at most; None: their rates are not
+    rows: number of completions that are decoded together.
+    slots: tokens in the cache of a row, prompt and completion together.
+    cache_token_bytes: bytes of one token's keys and values, on all devices together.
+    cache_bytes: bytes of the cache on one device, for all rows.
+    most_rows: number of rows that fit beside all else; None: the memory of a device is
+      not known.
+    tokens_per_second: upper bound for all devices together; None: their rates are not
       known.
-    weights: how they lie in the loop; see `layout.for_decoding`.
+    weights: layout of the weights in the loop; see `layout.for_decoding`.
   """
 
   rows: int
@@ -81,26 +82,28 @@ class Rollouts:
     return "; ".join(lines)
 
 
-def passes(decode: Noted) -> int:
-  """Tokens of a row that a run of the loop adds: all but the first, which the prefill
-  gives."""
+def passes(decode: ProgramRecord) -> int:
+  """Returns the tokens that the loop adds to a row: all but the first one.
+
+  The prefill gives the first token.
+  """
   rules = decode.args[2]
   return max(1, int(np.max(rules.limits)) - 1)
 
 
 def of_loop(
-  decode: Noted,
-  planned: ProgramPlan,
+  decode: ProgramRecord,
+  planned: ProgramEstimate,
   memory_bytes: float | None,
-  opening: Noted | None = None,
+  opening: ProgramRecord | None = None,
 ) -> Rollouts | None:
-  """What the token loop says of rollouts; None where the model has no cache of ours.
+  """Estimates rollouts from the token loop; None if the model has no KV cache of ours.
 
   Args:
-    decode: the loop as it was noted.
-    planned: what one pass through it needs.
-    memory_bytes: of a device; None: not known.
-    opening: what lays the weights out before it; None: nothing does.
+    decode: the recorded loop.
+    planned: estimate of one pass through the loop.
+    memory_bytes: memory of a device; None: not known.
+    opening: program that lays the weights out before the loop; None: there is none.
   """
   memory = decode.args[4]
   if not isinstance(memory, Memory):

@@ -169,7 +169,7 @@ def _reported(root: pathlib.Path, say: Callable[[str], None]) -> Iterator[None]:
 
   jax.monitoring.register_event_listener(count)
   try:
-    with programs.replaced(call):
+    with programs.intercepted(call):
       yield
   finally:
     jax.monitoring.unregister_event_listener(count)

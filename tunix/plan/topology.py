@@ -1,7 +1,7 @@
-"""The devices a plan is for: of a TPU slice that is not here, or of this machine.
+"""Topologies that a plan compiles for: a TPU slice elsewhere, or this machine.
 
-v5e:4x4      a TPU slice, as Cloud TPU names its shapes; needs libtpu, and no TPU
-cpu:8        this machine's processor, as eight devices
+v5e:4x4      a TPU slice, as Cloud TPU names its shapes; needs libtpu, but no TPU
+cpu:8        the CPU of this machine as eight devices
 gpu          the GPUs of this machine
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,11 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from tunix.perf import chips
 from tunix.perf.chips import Chip
+from tunix.utils import mesh as mesh_lib
 
 _TPU = re.compile(r"(v4|v5e|v5p|v6e|tpu7x):(\d+x\d+(?:x\d+)?)")
 _NO_TPU = {
@@ -37,9 +37,9 @@ class Topology:
   """Devices that programs can be compiled for.
 
   Attributes:
-    name: as the user gave it.
-    devices: JAX devices, real ones or a topology's.
-    chip: what each of them can do; None: nobody said (CPUs).
+    name: name of the topology, as the user gave it.
+    devices: JAX devices, either real or of a topology description.
+    chip: rates of a device; None: not known (CPUs).
   """
 
   name: str
@@ -48,7 +48,7 @@ class Topology:
 
   @property
   def memory_bytes(self) -> float | None:
-    """Of one device, for programs; None: not known."""
+    """Memory of one device that programs may use; None: not known."""
     if self.chip is not None and self.chip.memory_bytes is not None:
       return self.chip.memory_bytes
     if self.devices[0].platform != "gpu":
@@ -56,44 +56,32 @@ class Topology:
     return (self.devices[0].memory_stats() or {}).get("bytes_limit")
 
   def mesh(self, axes: Mapping[str, int]) -> Mesh:
-    """A mesh over all of them; one size may be -1, what the others leave.
+    """Returns a mesh over all devices.
+
+    Args:
+      axes: {axis: size}. One size may be -1: all devices that the others leave.
 
     Raises:
-      ValueError: the sizes do not multiply out, or cannot be laid over the slice.
+      ValueError: the product of the sizes is not the number of devices, or JAX cannot
+        lay the mesh over the slice.
     """
-    sizes, count = dict(axes), len(self.devices)
-    open_ = [name for name, size in sizes.items() if size == -1]
-    known = math.prod(size for size in sizes.values() if size != -1)
-    if len(open_) == 1 and known and count % known == 0:
-      sizes[open_[0]] = count // known
-    words = " x ".join(f"{name} {size}" for name, size in axes.items())
-    if math.prod(sizes.values()) != count:
-      raise ValueError(
-        f"mesh {words} and {self.name} has {count} devices: choose sizes whose product "
-        f"is {count}, one of them -1 for what the others leave"
-      )
     try:
-      return jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=(AxisType.Auto,) * len(sizes),
-        devices=self.devices,
-      )
+      return mesh_lib.create_mesh(axes, self.devices)
     except NotImplementedError as error:
       raise ValueError(
-        f"mesh {words} cannot be laid over {self.name}: JAX gives each axis whole "
-        "sides of a slice, so choose sizes that are products of its sides"
+        f"mesh is {dict(axes)}, which JAX cannot lay over {self.name}: each axis takes "
+        "whole sides of a slice. Choose sizes that are products of its sides"
       ) from error
 
 
 def find(name: str) -> Topology:
-  """The devices of a name.
+  """Returns the topology of a name.
 
-  Call it before JAX is used where the name is "cpu:N": afterwards the number of CPU
-  devices is fixed.
+  Call it for "cpu:N" before JAX is used: the first use of JAX fixes the number of CPU
+  devices.
 
   Raises:
-    ValueError: no such topology.
+    ValueError: there is no such topology.
     ImportError: libtpu is missing.
     RuntimeError: this machine has no such devices.
   """
@@ -104,49 +92,50 @@ def find(name: str) -> Topology:
   if name == "gpu":
     devices = jax.devices("gpu")
     return Topology(name, devices, chips.chip_of(devices[0]))
-  raise ValueError(
-    f"topology {name!r} is none that can be compiled for: use one such as {_EXAMPLES}"
-  )
+  raise ValueError(f"topology is {name!r}; expected one such as {_EXAMPLES}")
 
 
 def _tpu(name: str, kind: str) -> Topology:
   if importlib.util.find_spec("libtpu") is None:
     raise ImportError(
-      f"planning for {name} needs the TPU compiler, which asks for no TPU: "
+      f"planning for {name} needs the TPU compiler, but no TPU: "
       "pip install 'tunix[tpu]'"
     )
-  # Else libtpu looks for the TPU of this machine, and complains on standard error.
+  # Without these libtpu looks for a TPU of this machine, and complains about none.
   for variable, value in _NO_TPU.items():
     os.environ.setdefault(variable, value)
-  # A JAX device of v4 is a chip of two cores; of a topology a core, without this.
+  # A JAX device of v4 is a chip of two cores. Without the option a device of a v4
+  # topology would be one core.
   options = {"chip_config_name": "megacore"} if kind == "v4" else {}
   try:
     found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
   except jax.errors.JaxRuntimeError as error:
     if "lockfile" in str(error):
       raise RuntimeError(
-        f"topology {name!r}: another process of this machine uses the TPU compiler; "
-        "wait for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1 where that one only plans too"
+        f"topology is {name!r}, and another process of this machine uses the TPU "
+        "compiler; wait for it. If it only plans, too, set "
+        "ALLOW_MULTIPLE_LIBTPU_LOAD=1"
       ) from error
     reason = str(error).partition(": ")[2].partition("\n")[0]
     raise ValueError(
-      f"topology {name!r}: the TPU compiler has none of this shape ({reason}); slices "
-      f"are such as {_EXAMPLES}"
+      f"topology is {name!r}, a shape that the TPU compiler does not know ({reason}); "
+      f"expected one such as {_EXAMPLES}"
     ) from error
   return Topology(name, found.devices, chips.chip_of(found.devices[0]))
 
 
 def _cpus(count: int) -> Sequence[Any]:
   if count < 1:
-    raise ValueError(f"topology 'cpu:{count}': give at least one device")
-  # Where XLA_FLAGS says how many, or JAX runs already: see what it has.
+    raise ValueError(f"topology is 'cpu:{count}'; expected at least one device")
+  # If XLA_FLAGS sets the number, or JAX runs already, it cannot be changed here.
   if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     with contextlib.suppress(RuntimeError):
       jax.config.update("jax_num_cpu_devices", count)
   devices = jax.devices("cpu")
   if len(devices) < count:
     raise RuntimeError(
-      f"topology 'cpu:{count}': this process has {len(devices)} CPU devices and JAX is "
-      f"running; set XLA_FLAGS=--xla_force_host_platform_device_count={count} before"
+      f"topology is 'cpu:{count}', but this process has {len(devices)} CPU devices and "
+      "JAX is running already; set "
+      f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before it starts"
     )
   return devices[:count]

@@ -1,4 +1,4 @@
-"""The programs of a trainer, from shapes alone."""
+"""Programs of a trainer, lowered from shapes without data or weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flax import nnx
 
 from tunix.models.transformer import moe
 from tunix.perf import flops, programs
-from tunix.perf.programs import Noted
+from tunix.perf.programs import ProgramRecord
 from tunix.sft.module_state import Skeleton
 from tunix.sft.peft_trainer import PeftTrainer
 from tunix.sft.step_metrics import matmul_params
@@ -19,41 +19,45 @@ from tunix.sft.train_step import examples_in
 STEP = "train step"
 
 
-def of_trainer(trainer: PeftTrainer, batch: Any) -> dict[str, Noted]:
-  """{name: program} of a trainer whose model may be shapes (`automodel.of_shapes`): the
-  step, the evaluation of one of its micro-batches, and what runs before the step on its
-  batch (a reference that scores it).
+def of_trainer(trainer: PeftTrainer, batch: Any) -> dict[str, ProgramRecord]:
+  """Returns {name: program} of a trainer.
+
+  The programs are the train step, programs that run before it on the same batch (such
+  as scoring by a reference model), and the evaluation of one micro-batch.
 
   Args:
-    trainer: on the mesh that the programs are for.
-    batch: a global batch as its data gives one; NumPy arrays.
+    trainer: a trainer on the mesh that the programs are for. Its model may be shapes
+      (`automodel.of_shapes`).
+    batch: a global batch of NumPy arrays, as the trainer's data source gives it.
   """
-  with programs.noted() as noted:
+  with programs.recording() as records:
     trainer.lower_train_step(batch)
-  with programs.noted() as held_out:
+  with programs.recording() as evaluation:
     first = examples_in(batch) // trainer.training_config.micro_batches
     part = jax.tree.map(lambda x: x[:first] if np.ndim(x) else x, batch)
     trainer.lower_eval_step(part)
   return {
-    STEP: noted.pop(STEP),
-    **noted,
-    "evaluation": held_out["evaluation"],
+    STEP: records.pop(STEP),
+    **records,
+    "evaluation": evaluation["evaluation"],
   }
 
 
 def parameters(model: nnx.Module) -> nnx.State:
-  """All parameters, trained or not."""
+  """Returns all parameters of a model, trained or not."""
   return nnx.state(model, nnx.Param)
 
 
 def model_flops(trainer: PeftTrainer, sizes: Any, rows: int, length: int) -> float:
-  """FLOPs of a step by formula (see `tunix.perf.flops`), on all devices together.
+  """Returns the FLOPs of a step by formula, on all devices together.
+
+  See `tunix.perf.flops` for the formula.
 
   Args:
-    trainer: with the model.
-    sizes: its TransformerConfig.
-    rows: sequences of a step, each counted whole.
-    length: their tokens.
+    trainer: the trainer with the model.
+    sizes: TransformerConfig of the model.
+    rows: number of sequences of a step, each of full length.
+    length: tokens of a sequence.
   """
   skeleton, model = Skeleton(trainer.model), trainer.model
   params, frozen, _ = skeleton.split(model)

@@ -1,9 +1,10 @@
-"""Compares written answers as numbers, without executing them as code.
+"""Compares answers in text form as numbers, without executing them as code.
 
 `evaluate` reads numbers, fractions, + - * / ^, parentheses, percent, square and other
 roots and pi, in plain text or LaTeX. Rational results are exact; a result with an
 irrational part is a float. The length and nesting of the text and the bits of every
-intermediate number are bounded, so that hostile text costs at most milliseconds.
+intermediate number are bounded, so that a text that is made to be slow takes at most
+milliseconds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _TOKEN = re.compile(
 )
 # Commas between groups of three digits: 1,250 but not 1,25 or 0.1,234.
 _THOUSANDS = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:,[0-9]{3})+)(?![0-9,])")
-# Spellings of the same thing and their replacement, applied in this order.
+# (pattern, replacement) pairs that reduce different spellings to one. They are applied
+# in this order.
 _SPELLINGS = (
   (r"\\(?:left|right|displaystyle|,|!|;|:|quad|qquad)(?![a-zA-Z])", ""),
   (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
@@ -81,8 +83,8 @@ def same(
   """Returns whether two answers have the same value.
 
   Rational values must be equal. If one value is irrational, the values may differ by
-  `relative` times the larger one. Answers that are not numbers are compared as text,
-  without white space and LaTeX formatting.
+  `relative` times the larger one, or by 1e-12. If an answer is not a number, both are
+  compared as text, without white space, case and LaTeX formatting.
   """
   try:
     x = evaluate(a, ignore_percent=ignore_percent)
@@ -91,7 +93,8 @@ def same(
     return _plain(a) == _plain(b) != ""
   if isinstance(x, Fraction) and isinstance(y, Fraction):
     return x == y
-  # The absolute tolerance is for values that should be 0, such as sqrt(2)^2 - 2.
+  # The absolute tolerance is for values whose exact value is 0, such as sqrt(2)^2 - 2:
+  # a relative tolerance never accepts a difference from 0.
   return math.isclose(float(x), float(y), rel_tol=relative, abs_tol=1e-12)
 
 
@@ -99,7 +102,7 @@ def _normalised(text: str) -> str:
   inner = last_boxed(text)
   text = (text if inner is None else inner).strip()
   if len(text) > MAX_CHARACTERS:
-    raise NotANumber(f"{len(text)} characters, at most {MAX_CHARACTERS} are read")
+    raise NotANumber(f"{len(text)} characters; expected at most {MAX_CHARACTERS}")
   for pattern, replacement in _SPELLINGS:
     text = re.sub(pattern, replacement, text)
   text = re.sub(r"^\s*[a-zA-Z]\s*=", "", text)  # "x = 5"
@@ -172,7 +175,7 @@ class _Parser:
         self._next()
         divide = token == "/"
         result = (_quotient if divide else _times)(result, self._signed())
-      elif self._begins_factor(token):
+      elif self._begins_factor(token):  # a product without a sign, such as 2\\pi
         result = _times(result, self._power())
       else:
         return result
@@ -258,7 +261,8 @@ class _Parser:
       self._expect("]")
     if not (isinstance(degree, Fraction) and degree.denominator == 1 and degree > 0):
       raise NotANumber(f"a root of degree {degree}")
-    # \sqrt takes one digit of \sqrt12 as \frac does, but "√12" means all of it.
+    # In LaTeX, \sqrt12 is the root of 1 followed by 2, as \frac12 is 1/2. In plain
+    # text, "√12" is the root of 12.
     name = self._tokens[self._place - 1]
     return root(self._argument() if name == "\\sqrt" else self._atom(), int(degree))
 
@@ -273,10 +277,12 @@ def power(base: Number, exponent: Number) -> Number:
     raise NotANumber(f"0 to the power of {exponent}")
   whole = isinstance(exponent, Fraction) and exponent.denominator == 1
   if whole and isinstance(base, Fraction):
-    # The bound on the bits is known before the power is computed: 9^9^9 never runs.
+    # The number of bits is bounded before the power is computed, so 9^9^9 is never
+    # computed exactly.
     if abs(exponent) * _bits(base) <= MAX_BITS:
       return base ** int(exponent)
   elif not whole and isinstance(exponent, Fraction) and base > 0:
+    # b^(n/d) is (d-th root of b)^n, exact if this root is rational: 8^(2/3) is 4.
     inner = root(base, exponent.denominator)
     if isinstance(inner, Fraction):
       return power(inner, Fraction(exponent.numerator))
@@ -302,7 +308,7 @@ def root(x: Number, degree: int) -> Number:
 
 
 def _whole_root(n: int, degree: int) -> int | None:
-  """Returns the integer whose power `degree` is n; None if there is none."""
+  """Returns the integer r with r ** degree == n; None if there is none."""
   if n < 2 or degree == 1:
     return n
   if degree > n.bit_length():  # 2**degree is larger than n already
@@ -316,7 +322,7 @@ def _whole_root(n: int, degree: int) -> int | None:
 
 
 def _numeral(token: str) -> Number:
-  # A decimal digit has 3.3 bits.
+  # A decimal digit has log2(10) = 3.3 bits, rounded up to 4.
   if sum(c.isdigit() for c in token) * 4 > MAX_BITS:
     raise NotANumber(f"a number of {len(token)} digits")
   mantissa, _, exponent = token.lower().partition("e")
@@ -335,7 +341,10 @@ def _quotient(a: Number, b: Number) -> Number:
 
 
 def _bounded(operation: Callable[[Any, Any], Any], a: Number, b: Number) -> Number:
-  """Returns the result: exact if both sides are exact and it is not too large."""
+  """Applies an operation, exactly if both numbers are exact.
+
+  A result of more than MAX_BITS bits, or with an inexact operand, is a float.
+  """
   if isinstance(a, Fraction) and isinstance(b, Fraction):
     exact = operation(a, b)
     return exact if _bits(exact) <= MAX_BITS else _finite(lambda: float(exact))

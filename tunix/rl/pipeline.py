@@ -1,7 +1,7 @@
 """Prompts of an RL run: batches, and the source that draws them.
 
-Rollouts are sampled when a step needs them, by the newest policy. A producer that
-samples ahead of the learner would stand behind `PromptSource`.
+Rollouts are sampled when a step needs them, by the newest policy. `PromptSource` only
+draws prompts; it does not sample ahead of the learner.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class PromptBatch:
   """A batch of prompts with the columns that reward functions receive.
 
   Attributes:
-    prompts: P strings, message lists or lists of token ids.
-    columns: P values for each name.
-    number: batches that were drawn before this one.
+    prompts: P prompts: strings, message lists or lists of token ids.
+    columns: P values for each column name.
+    number: number of batches that were drawn before this one.
   """
 
   prompts: list[Any]
@@ -99,12 +99,13 @@ def prompt_batch(batch: Mapping[str, Any], number: int = 0) -> PromptBatch:
 
 
 class PromptSource:
-  """Draws batches of prompts; its position in the data can be saved.
+  """Draws batches of prompts, and can save and restore its position in the data.
 
   Args:
     dataset: an iterable of batches.
     place: position that `state` returned; None at the start of a run.
-    pending: prompts that were drawn before and come first, one dict each.
+    pending: prompts that were drawn before but not trained, one dict per prompt. `take`
+      returns them first.
   """
 
   def __init__(
@@ -117,15 +118,16 @@ class PromptSource:
     self.pending = list(pending)
     self._next: PromptBatch | None = None  # drawn by `has_more`, not taken yet
     self._ended = False
+    # (batches drawn, pending prompts) at the last `commit`, for `go_back`.
     self._committed = self._source.drawn, list(self.pending)
 
   @property
   def drawn(self) -> int:
-    """Batches drawn since the run began."""
+    """Number of batches drawn since the run began."""
     return self._source.drawn
 
   def has_more(self) -> bool:
-    """Returns whether `take` has another batch."""
+    """Returns True if `take` has another batch."""
     # The batch that is drawn here is not committed. A checkpoint that is saved before
     # `take` does not count it, and a resumed run draws it again.
     if self._next is None and not self._ended:
@@ -139,7 +141,7 @@ class PromptSource:
     return batch
 
   def end(self) -> None:
-    """Ends the source: `take` returns None until `go_back`."""
+    """Ends the source: `take` returns None until `go_back` is called."""
     self._ended = True
 
   def _draw(self) -> PromptBatch | None:
@@ -152,7 +154,7 @@ class PromptSource:
     return None if batch is None else prompt_batch(batch, self.drawn)
 
   def continues(self, dataset: Any) -> bool:
-    """Returns whether `dataset` is the same generator that this source draws from."""
+    """Returns True if `dataset` is the same generator that this source draws from."""
     return self._source.continues(dataset)
 
   def go_back(self) -> None:
@@ -166,14 +168,18 @@ class PromptSource:
     self.pending = [*batch.rows(), *self.pending]
 
   def commit(self) -> dict[str, Any]:
-    """Marks the batches drawn so far as trained; returns their number for `state`."""
+    """Marks the batches drawn so far as trained.
+
+    Returns:
+      {"drawn": number of these batches}, for `state`.
+    """
     self._source.mark()
     # A copy, because `take` empties and `give_back` extends the list.
     self._committed = self._source.drawn, list(self.pending)
     return {"drawn": self._source.drawn}
 
   def remember(self) -> None:
-    """Calls `BatchSource.remember`."""
+    """Keeps the present position for a later `state`; see `BatchSource.remember`."""
     self._source.remember()
 
   def state(self, drawn: int) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Moves weights between the devices of roles, and between devices and host memory.
 
-These are helpers: rl_cluster.py decides which role is placed where.
+A role is one of the models of an RL run, such as the actor. `rl_cluster` decides which
+role uses which devices.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ def _adapters(model: nnx.Module) -> dict[str, jax.Array]:
 
 
 def check_devices(meshes: Mapping[str, Mesh]) -> None:
-  """Checks that with several processes all roles use the same devices in one order.
+  """Checks, if there are several processes, that all roles use the same devices.
 
-  The axes of the meshes may differ. Arrays change their layout by compiled programs,
-  which keep the devices and their order, and a single process cannot send arrays from
-  the devices of other processes.
+  The order of the devices must be equal too; the axes of the meshes may differ. With
+  several processes, only a compiled program can change the layout of an array, and it
+  keeps the devices and their order. A single process cannot send the shards that are on
+  devices of other processes.
 
   Raises:
     ValueError: two roles have different devices.
@@ -61,9 +63,10 @@ def check_devices(meshes: Mapping[str, Mesh]) -> None:
 def offload(model: Any) -> Any:
   """Moves the parameters of a module to host memory, in place, until `onload`.
 
-  The parameters go to pinned host memory if the backend has it, else to unpinned
-  memory, else to NumPy arrays. One array moves at a time. An array that another module
-  shares stays on the devices for that module; `onload` then makes a second copy.
+  The parameters go to pinned host memory if the backend has it, else to unpinned host
+  memory, else to NumPy arrays. One array moves at a time. If another module shares an
+  array, the array also stays on the devices for that module, and `onload` makes a
+  second copy there.
 
   Returns:
     `model`, which cannot run until `onload`.
@@ -79,15 +82,16 @@ def offload(model: Any) -> Any:
       variable.set_metadata(_SHARDING, sharding)
     else:
       moved = jax.device_put(value, sharding.with_memory_kind(kind)).block_until_ready()
-    del value  # or the array on the device would live until the next iteration
+    del value  # otherwise the array stays on the device until the next iteration
     variable.set_value(moved)
   return model
 
 
 def onload(model: Any) -> Any:
-  """Moves parameters back that `offload` moved: the same bits, devices and sharding.
+  """Moves the parameters of an offloaded module back to the devices, in place.
 
-  Parameters that are on devices are unchanged.
+  Bits, devices and shardings are the same as before `offload`. Parameters that are on
+  devices are unchanged.
 
   Returns:
     `model`.
@@ -115,8 +119,9 @@ def sync_needs(source: nnx.Module, target: nnx.Module) -> Needs:
   """Returns which weights of `source` make `target` the same policy.
 
   Returns:
-    "adapters" if both have the same adapters: after a first sync nothing else can
-    differ. "merged" if only the source has adapters, "weights" if neither has.
+    "adapters" if both have the same adapters, because after a first sync no other
+    weights can differ. "merged" if only the source has adapters. "weights" if neither
+    has adapters.
 
   Raises:
     ValueError: only the target has adapters, or the adapters differ.
@@ -148,20 +153,20 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
   """Copies the policy of `source` to `target`, in place; see `sync_needs`.
 
   Only parameters whose content differs are sent, cast to the target's dtypes. For a
-  LoRA actor and a target with the same frozen weights these are the adapters. Content
-  stamps compare the parameters before and after the transfer, so that a
-  transport which loses an update is an error. Both models are read once, which takes
-  about as long as reading their weights from memory; arrays that they share are not
-  read.
+  LoRA actor and a target with the same frozen weights, these are the adapters. Content
+  stamps (checksums) are compared before and after the transfer, so that a `reshard`
+  function that loses an update raises an error. Computing the stamps reads the weights
+  of both models once, except arrays that the models share.
 
   Args:
     source: the trained model; unchanged.
     target: a model of the same architecture on any mesh, with or without adapters and
       with any dtypes.
-    reshard: function of a dict of arrays and a dict of shardings with the same keys.
+    reshard: function that moves the arrays, from a dict of arrays and a dict of
+      shardings with the same keys to a dict of arrays.
 
   Returns:
-    Bytes that were sent, in the dtypes of the target; 0 if nothing differs.
+    Number of bytes that were sent, in the dtypes of the target; 0 if nothing differs.
 
   Raises:
     ValueError: the models' parameters or adapters do not match.
@@ -171,7 +176,7 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
     source = _merged(source)
   variables = _by_path(target)
   held = _arrays(variables)
-  # Arrays that both models share are left out here: they need no stamp.
+  # `_matched` leaves out arrays that both models share, so they need no stamp.
   arrays = _matched(_arrays(_by_path(source)), held)
   new = stamp.leaf_stamps(arrays)
   old = stamp.leaf_stamps({path: held[path] for path in arrays})
@@ -225,7 +230,8 @@ def _matched(
         f"parameter {path!r} has shape {x.shape} in the source and "
         f"{held[path].shape} in the target: they are models of different sizes"
       )
-    # Cast before stamping: a bfloat16 target never equals float32 weights bit by bit.
+    # The cast comes before the stamps, because stamps compare bits: bfloat16 weights
+    # never have the bits of float32 weights.
     if not backbone.same_memory(x, held[path]):
       out[path] = x.astype(held[path].dtype)
   return out

@@ -1,4 +1,4 @@
-"""The losses of a policy and a critic on one micro-batch; traced."""
+"""The losses of a policy and a critic on one micro-batch, traced by the trainer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tunix.rl.common import TrainExample
 
 Aux = dict[str, WeightedSum]
 
-# The level of the ratio; "token" for the other algorithms.
+# The level of the ratio by `loss_algo`; all other algorithms use "token".
 _LEVELS = {"gspo": "sequence", "rloo": "sequence-product"}
 
 
@@ -53,14 +53,15 @@ def policy_loss(
   )
   logps, mask = scores.logps, example.completion_mask.astype(jnp.float32)
   old = example.old_per_token_logps
-  # Without them the policy has not changed since the rollouts. The ratio is then
-  # exactly 1, and its gradient is that of the log-probability.
+  # Without old log-probabilities, the policy has not changed since the rollouts. The
+  # ratio is then exactly 1, and its gradient is that of the log-probability.
   old = jax.lax.stop_gradient(logps) if old is None else old
   loss = surrogate(logps, old, example.advantages, mask, config)
   values, watched = loss.values, {"pg_clipfrac": loss.clipped.astype(jnp.float32)}
   if (reported := example.rollout_per_token_logps) is not None:
-    # The engine's log-probabilities differ from the trainer's by rounding: by its own
-    # kernels and dtypes. Padding has 0 on one side only and is masked.
+    # The log-probabilities of the rollout engine differ from the trainer's, because it
+    # has other kernels and dtypes. On padding only one of the two is 0, so the gap is
+    # masked before exp.
     gap = jnp.where(mask > 0, jax.lax.stop_gradient(old) - reported, 0.0)
     watched["parity/abs_diff"] = jnp.abs(gap)
     watched["parity/ratio"] = jnp.exp(gap)
@@ -70,7 +71,8 @@ def policy_loss(
   if config.beta and example.ref_per_token_logps is not None:
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = estimate(logps, example.ref_per_token_logps)
-    # The gradient of the plain k1 estimate is 0 in expectation; the ratio corrects it.
+    # The gradient of the plain k1 estimate is 0 in expectation. Multiplied by the
+    # importance ratio, its expected gradient is that of the KL divergence.
     if config.kl_corrected:
       ratio = policy_gradient.log_ratio(logps, old, mask, "token")
       divergence = kl.corrected(divergence, ratio)
@@ -78,7 +80,8 @@ def policy_loss(
   if scores.entropy is not None:
     values = values - config.entropy_coef * scores.entropy
     watched["entropy"] = scores.entropy
-  # Dr.GRPO divides by the token limit, so that long completions are not favoured.
+  # Dr. GRPO divides by the token limit. Dividing by the length of each completion would
+  # weaken the penalty of long wrong completions.
   scaled = config.loss_agg_mode == "sequence-mean-token-scale"
   limit = max_tokens if scaled else None
   total = aggregate(values, mask, config.loss_agg_mode, max_tokens=limit)
@@ -120,7 +123,17 @@ def correction(
 def critic_loss(
   critic: nnx.Module, example: TrainExample, *, clip: float | None
 ) -> tuple[WeightedSum, Aux]:
-  """Computes the squared error of the critic's values from the returns, over tokens."""
+  """Computes the squared error between the critic's values and the returns.
+
+  Args:
+    critic: a model with one score per position.
+    example: rollouts with returns and `old_values`.
+    clip: bound of the change of a value, see `policy_gradient.value_loss`; None for no
+      clip.
+
+  Returns:
+    The loss as a mean over tokens, and metrics as means over tokens.
+  """
   values = scoring.score_values(
     critic,
     example.prompt_ids,

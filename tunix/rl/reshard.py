@@ -2,13 +2,15 @@
 
 If the shards of source and target differ, `jax.device_put` copies the whole array to
 the host and keeps it there. This module avoids that copy. On the same devices, a
-compiled program changes the layout. Between different devices, an array crosses in
-shards that both sides have:
+compiled program changes the layout. Between different devices, an array is sent in
+shards that both sides can hold:
 
 - The source first gathers shards as large as those of the target. It does so on an
-  intermediate mesh whose axes are cut into `split` and `replica`, with
-  `PartitionSpec(split)`; one replica of each shard then crosses.
-- Or narrower shards cross, and the target gathers them.
+  intermediate mesh of its own devices, whose axes are cut into two axes, `split` and
+  `replica`. An array with `PartitionSpec(split)` has equal replicas along `replica`,
+  and only one replica of each shard is sent.
+- If the source cannot form such shards, it sends smaller ones, and the target gathers
+  them.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ def reshard_pytree(source: Any, target: Any, *, donate_input: bool = False) -> A
 
   Args:
     source: a pytree of arrays.
-    target: a sharding, or a pytree of shardings, of arrays or of shapes with shardings.
-      It may be a prefix of `source`.
-    donate_input: if True, each source array is deleted when it has arrived, unless the
-      result uses its memory.
+    target: a sharding; or a pytree of shardings, or of arrays or shapes that have
+      shardings. The pytree may be a prefix of `source`.
+    donate_input: if True, each source array is deleted when its copy has arrived,
+      unless the result uses the same memory.
 
   Raises:
     ValueError: the trees do not match, or a sharding does not divide a shape.
@@ -84,11 +86,12 @@ def reshard_model_to_mesh(
 ) -> Any:
   """Moves the variables of a module to another mesh, in place.
 
-  A variable keeps its PartitionSpec as far as the mesh has its axes and they divide the
-  shape. A dimension that is not split now is split by the `out_sharding` metadata of
-  the variable, if the present mesh lacks those axes: moving to a smaller mesh and back
-  restores the layout. One variable moves at a time. Its old array is freed if nothing
-  else holds it; modules that shared the array share nothing afterwards.
+  A variable keeps those axes of its PartitionSpec that the new mesh has and that divide
+  the shape. A dimension that is not split now may have axes in the variable's
+  `out_sharding` metadata. If the present mesh lacks these axes, they split the
+  dimension on the new mesh, so that moving to a smaller mesh and back restores the
+  layout. One variable moves at a time, and its old array is freed if nothing else
+  refers to it. Modules that shared an array before have separate arrays afterwards.
 
   Args:
     model: an nnx module.
@@ -120,11 +123,11 @@ def reshard_model_to_mesh(
 def route(source: Any, target: Sharding, shape: Sequence[int]) -> list[Sharding]:
   """Returns the shardings that an array passes through; the last one is `target`.
 
-  On the way no device holds more than before or after the move, if the shards of one
-  side are unions of shards of the other. Otherwise a device holds 1 / n of the array,
-  where n is the greatest common divisor of the source's shards and the target's
-  devices. A target of one device is reached directly, shard by shard; for n = 1 the
-  array goes through the host.
+  If each shard of one side is a union of shards of the other, no device ever holds more
+  than before or after the move. Otherwise a device holds up to 1 / n of the array,
+  where n is the greatest common divisor of the number of source shards and the number
+  of target devices. For n = 1 the array goes through the host. A target with one device
+  needs no intermediate sharding: it receives the shards one after the other.
 
   Args:
     source: present sharding of the array.
@@ -139,20 +142,22 @@ def route(source: Any, target: Sharding, shape: Sequence[int]) -> list[Sharding]
   old, new = _counts(source, len(shape)), _counts(target, len(shape))
   if old == new or math.prod(old) == 1:
     return [target]
-  # Every target shard is a union of source shards: gather first, then cross once.
+  # If every target shard is a union of source shards, the source gathers first, and the
+  # array is sent in one step.
   if math.prod(new) > 1 and all(o % n == 0 for o, n in zip(old, new)):
     gathered = _intermediate(source, new)
     if gathered is not None:
       return [gathered, target]
   if _order(source) == _order(target):  # the same devices: one compiled program
     return [target]
-  # Otherwise the array crosses in the most shards that both sides can hold.
+  # Otherwise the array is sent in the largest number of shards that both sides can
+  # hold: `narrow` on the source's devices, `landing` on the target's.
   shared = _shared_counts(old, mesh.size)
   narrow, landing = _intermediate(source, shared), _landing(mesh, shared)
   if (size := source.mesh.size) < mesh.size:
-    # The target would gather on more devices, and each needs memory for the program
-    # that moves shards. So the source regroups its shards, and the target only cuts
-    # them.
+    # The target has more devices than the source, and a gather there would need extra
+    # memory on each of them. If possible, the source therefore regroups the shards, and
+    # the target only cuts them.
     regrouped = _shared_counts(new, size)
     uncut = _intermediate(target, regrouped)
     if uncut is not None and math.prod(regrouped) >= math.prod(shared):
@@ -182,9 +187,10 @@ def _one(
     out = move(out, sharding)
     if donate or len(stages) > 1:
       # Dispatch is asynchronous: without waiting, the stages of many arrays would be in
-      # memory at once.
+      # memory at the same time.
       out.block_until_ready()
-    # Deleting the source only at the end would keep it alive beside two stages.
+    # The source is deleted after the first stage. Deleted at the end, it would be in
+    # memory together with two stages.
     if donate and not x.is_deleted() and not memory & _buffers(out):
       x.delete()
   return out
@@ -197,7 +203,8 @@ def _move(x: jax.Array, sharding: Sharding) -> jax.Array:
   if equivalent or present.memory_kind != sharding.memory_kind:
     return jax.device_put(x, sharding)
   if _order(present) is not None and _order(present) == _order(sharding):
-    # The mesh that the caller has set may have other devices than this array.
+    # jax.jit requires the devices of the mesh in the context, and the caller's mesh may
+    # have other devices than this array.
     with mesh_lib.use_mesh(_mesh_of(sharding)):
       return _lay_out(sharding)(x)
   several = len(sharding.device_set) > 1
@@ -222,7 +229,7 @@ def _join(x: jax.Array, sharding: Sharding) -> jax.Array:
     if shard.replica_id == 0:
       start = [cut.start or 0 for cut in shard.index]
       out = _write(sharding)(out, jax.device_put(shard.data, sharding), start)
-      out.block_until_ready()  # without waiting, all shards would arrive at once
+      out.block_until_ready()  # otherwise all shards would be in memory at once
   return out
 
 
@@ -237,7 +244,10 @@ def _lay_out(sharding: Sharding) -> Any:
 
 
 def _order(sharding: Sharding) -> tuple[Any, ...] | None:
-  """Returns the devices of a mesh in order; a compiled program cannot change them."""
+  """Returns the devices of a sharding's mesh in order; None without a mesh.
+
+  A compiled program changes the layout only if these devices and their order are equal.
+  """
   mesh = getattr(sharding, "mesh", None)
   return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else None
 
@@ -305,10 +315,11 @@ def _counts(sharding: NamedSharding, ndim: int) -> list[int]:
 
 
 def _shared_counts(counts: Sequence[int], devices: int) -> list[int]:
-  """Returns the most shards along each dimension that both sides can hold.
+  """Returns the largest number of shards per dimension that both sides can hold.
 
-  Each new shard is a union of the shards in `counts`, and the number of all new shards
-  divides `devices`. The dimension with the most shards is cut first.
+  Each new shard is a union of the shards in `counts`, and the total number of new
+  shards divides `devices`. The dimension with the most shards gets its share first. For
+  example, counts [4, 2] and 6 devices give [2, 1].
   """
   out = [1] * len(counts)
   for i in sorted(range(len(counts)), key=lambda i: -counts[i]):
@@ -322,9 +333,9 @@ def _intermediate(
 ) -> NamedSharding | None:
   """Returns a sharding of the same devices with the given, smaller numbers of shards.
 
-  Each mesh axis that splits into too many shards is cut in two axes, `split` and
-  `replica`, and `replica` is left out of the spec. For example, an axis of 8 that shall
-  give 2 shards becomes axes of 2 and 4. The result is None if an axis cannot be cut.
+  Each mesh axis that gives too many shards is cut into two axes, `split` and `replica`,
+  and only `split` is in the spec. For example, if an axis of 8 devices must give 2
+  shards, it becomes axes of 2 and 4. The result is None if an axis cannot be cut so.
   """
   assert isinstance(sharding.mesh, Mesh)
   sizes: dict[str, tuple[int, ...]] = {
@@ -333,7 +344,7 @@ def _intermediate(
   spec: list[Any] = []
   for entry, count in zip(sharding.spec, counts):
     kept = []
-    # `count` is the number of shards that the axes behind this one still have to give.
+    # `count` is the number of shards that this axis and the axes after it must give.
     for name in _names(entry):
       size = sharding.mesh.shape[name]
       if count % size == 0:

@@ -1,13 +1,13 @@
 """Worker processes that run reward functions and can be killed.
 
 Each call has a deadline. A process that misses it, or ends, is killed together with its
-children, and a new process takes its place. `RewardPool.run` therefore returns in
-bounded time, even if a function hangs. One thread does all reading and writing, without
+children, and a new process replaces it. `RewardPool.run` therefore returns in bounded
+time, even if a function hangs. One thread does all reading and writing, without
 blocking.
 
-The processes are new interpreters, not forks: forking is unsafe because the trainer's
-process contains the threads of JAX. They import `tunix.rl.reward_worker` and the
-modules of the functions, so a function must be importable from a file.
+The processes are new interpreters, because a fork is unsafe while the threads of JAX
+run in the trainer's process. They import `tunix.rl.reward_worker` and the modules of
+the functions, so a function must be importable from a file.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from tunix.utils import processes
 
 START_TIMEOUT_S = 120.0  # for the imports of the functions' modules
 _TICK_S = 0.2  # interval of the checks for ended processes
-# Reads of 64 KiB in a row from one process, 16 MiB: a process that writes without end
-# must not keep the pool from the others.
+# Largest number of reads from one process in a row. 256 reads of 64 KiB are 16 MiB: a
+# process that writes without end must not keep the pool from reading the others.
 _READS = 256
-_STARTS = 3  # attempts to start a worker that is killed from outside while it starts
-# The largest answer in bytes is _MAX_ANSWER plus _MAX_ROW for each row. A number needs
-# at most 25 bytes and an error message 400 characters: a larger answer is an error.
+_STARTS = 3  # attempts to start a worker, if the system kills it while it starts
+# An answer has at most 64 KiB, plus 4 KiB per row: a number takes at most 25 bytes, and
+# an error message at most 400 characters.
 _MAX_ANSWER = 1 << 16
 _MAX_ROW = 1 << 12
 
@@ -77,10 +77,10 @@ class RewardPool:
 
     Args:
       functions: picklable functions, such as functions of a module.
-      workers: number of processes.
-      timeout_s: seconds that a call may take.
-      memory_bytes: address space in bytes that a process may add to what it uses when
-        its functions are loaded; None is no limit. Linux only.
+      workers: largest number of processes.
+      timeout_s: largest duration of a call in seconds.
+      memory_bytes: address space in bytes that a process may use in addition to what it
+        uses after loading its functions; None for no limit. Linux only.
 
     Raises:
       TypeError: a function cannot be pickled.
@@ -121,8 +121,8 @@ class RewardPool:
       try:
         return self._run(calls)
       except BaseException:
-        # Workers may be inside a call whose answer will never be read: a later run
-        # would take that answer for its own.
+        # A worker may be inside a call whose answer this run will not read. A later run
+        # would read that answer as the answer to its own call.
         _kill_all(self._workers)
         raise
 
@@ -140,6 +140,8 @@ class RewardPool:
     done: dict[int, list[Outcome]] = {}
     starts = 0
     while len(done) < len(calls):
+      # Each round replaces ended workers, gives calls to idle ones, waits for data, and
+      # reads answers and missed deadlines.
       for worker in [w for w in self._workers if w.idle and w.exited()]:
         self._discard(worker)
       missing = min(self._count, len(calls) - len(done)) - len(self._workers)
@@ -173,7 +175,7 @@ class RewardPool:
       return 0
     exit_code = self._discard(worker)
     if isinstance(answer, Failed) and (exit_code or 0) < 0 and starts + 1 < _STARTS:
-      return starts + 1  # killed from outside, for example by the out-of-memory killer
+      return starts + 1  # by a signal, for example from the out-of-memory killer
     if isinstance(answer, TimedOut):
       why = f"it was not ready after {START_TIMEOUT_S:.0f} s"
     else:
@@ -212,7 +214,8 @@ class RewardPool:
 class _Worker:
   """A worker process and the pool's end of its socket.
 
-  A worker is starting, idle or in a call. It has a deadline unless it is idle.
+  A worker is starting, idle or in a call. It has a deadline unless it is idle. Messages
+  consist of a header, the length in bytes, and the content.
   """
 
   def __init__(self, hello: bytes):
@@ -281,7 +284,10 @@ class _Worker:
       self._ended = True
 
   def answer(self, max_bytes: int) -> Any:
-    """Returns the JSON of an answer, Failed or TimedOut; None while there is none."""
+    """Returns the parsed JSON of an answer of at most `max_bytes`, or its failure.
+
+    A failure is `Failed` or `TimedOut`. None: the worker may still answer.
+    """
     if self.deadline is None:
       return None
     ended = self._ended or self.exited()
@@ -303,7 +309,7 @@ class _Worker:
     return None
 
   def exited(self) -> bool:
-    """Returns whether the process has ended; its id stays reserved until `kill`."""
+    """Returns True if the process has ended. Its id is not reused before `kill`."""
     return processes.has_ended(self.process)
 
   def kill(self) -> int | None:

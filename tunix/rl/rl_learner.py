@@ -205,7 +205,7 @@ class RLLearner(BaseTrainer):
     """Lowers the programs that `train` runs on a batch of prompts; runs none of them.
 
     The models hold shapes instead of arrays. The caller collects the programs with
-    `programs.noted`.
+    `programs.recording`.
     """
     example = self._generate_and_compute_advantage(prompt_batch(batch))
     minis = self._mini_batches(example)

@@ -113,7 +113,7 @@ def _group(i: int, leaf: Any) -> Any:
   if _in_host_memory(leaf):
     return "host", i
   sharding: Any = leaf.sharding
-  mesh = getattr(sharding, "mesh", None)
+  mesh: Any = getattr(sharding, "mesh", None)
   if isinstance(mesh, Mesh):  # all inputs of a program need the same order of devices
     return tuple(mesh.devices.flat)
   return frozenset(sharding.device_set)

@@ -1,7 +1,7 @@
-"""The one way in which numbers are checked at a public door: kind, range, finite.
+"""Checks of numbers in public settings and arguments: type, range, finiteness.
 
-A dataclass of settings calls `fields(self, ...)` first; the kinds of its numbers are
-read off its annotations. Arguments of a function go through `number` and `listed`.
+A dataclass of settings calls `fields(self, ...)` first, which reads the types off its
+annotations. Functions check their arguments with `number` and `listed`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Range(NamedTuple):
   """The numbers from `low` to `high`.
 
   Attributes:
-    low, high: the bounds; infinite ones bound nothing, as numbers are finite anyway.
-    beyond: `low` itself is left out.
-    below: `high` itself is left out.
+    low, high: the bounds. An infinite bound allows every finite number.
+    beyond: if True, `low` itself is excluded.
+    below: if True, `high` itself is excluded.
   """
 
   low: float = -math.inf
@@ -34,12 +34,12 @@ class Range(NamedTuple):
   below: bool = False
 
   def holds(self, value: Any) -> bool:
-    """Whether a number is in the range."""
+    """Returns True if a number is in the range."""
     over = value > self.low if self.beyond else value >= self.low
     return over and (value < self.high if self.below else value <= self.high)
 
   def words(self) -> str:
-    """Follows "a number"."""
+    """Returns the range as text that follows "a number", such as " above 0"."""
     if self.high == math.inf:
       if self.low == -math.inf:
         return ""
@@ -59,12 +59,12 @@ BYTES = Range(1, 2**63 - 1)
 
 
 class _Kind(NamedTuple):
-  """What an annotation says of a field's numbers.
+  """The values that the annotation of a field allows.
 
   Attributes:
-    whole: an int; None: the field holds no number.
-    items: the type of what a list of the field holds; None: it holds no list.
-    others: what the field may hold besides, such as None, a text or a function.
+    whole: True for int, False for float; None: the field holds no number.
+    items: type of the items of a list; None: the field holds no list.
+    others: other types of the annotation, such as None, str or a function type.
   """
 
   whole: bool | None
@@ -73,15 +73,17 @@ class _Kind(NamedTuple):
 
 
 def fields(config: Any, **ranges: Range) -> None:
-  """Checks every number, and every list, of a dataclass by its annotations.
+  """Checks every number and every list of a dataclass against its annotations.
 
   Args:
     config: the dataclass.
-    **ranges: of its fields; without one any finite number of the kind passes.
+    **ranges: {field: range}. A field without a range takes any finite number of its
+      type.
 
   Raises:
-    TypeError: no number, or no list; names the field, its value and what it must be.
-    ValueError: another number than it must be.
+    TypeError: a value is no number, or no list. The message has the field, its value
+      and the expectation.
+    ValueError: a number is out of range.
   """
   for name, kind in _kinds(type(config)).items():
     value = getattr(config, name)
@@ -101,7 +103,7 @@ def fields(config: Any, **ranges: Range) -> None:
 
 
 def _is_other(value: Any, kind: _Kind) -> bool:
-  """Whether a value is of the types that a field holds besides numbers."""
+  """Returns True if a value is of a type that a field allows besides numbers."""
   if isinstance(value, str):
     return str in kind.others
   return not isinstance(value, numbers.Number) and any(
@@ -117,18 +119,19 @@ def number(
   whole: bool = False,
   optional: bool = False,
 ) -> None:
-  """Refuses what is no number of the kind and in the range.
+  """Checks one number.
 
   Args:
-    name: for the message.
-    value: Python's or NumPy's number; true and false are none.
-    within: the range; a whole number without a bound must fit int32, as arrays have it.
-    whole: it must be an integer.
-    optional: None passes as well.
+    name: name of the value in the message.
+    value: a number of Python or NumPy. A bool is not a number here.
+    within: allowed range. A whole number without an upper bound must fit into int32,
+      the type of JAX's integer arrays.
+    whole: if True, the number must be an integer.
+    optional: if True, None is allowed.
 
   Raises:
-    TypeError: no number.
-    ValueError: another number; also one that is infinite or 0 in float32.
+    TypeError: the value is no number.
+    ValueError: the number is out of range, or infinite or 0 when rounded to float32.
   """
   if value is None and optional:
     return
@@ -136,7 +139,7 @@ def number(
   if is_number and (isinstance(value, numbers.Integral) or not whole):
     most = max(_INT32, within.high if within.high < math.inf else 0)
     size: Any = abs(typing.cast(Any, value))
-    # A denormal number divides as 0 does.
+    # Dividing by a denormal float32 gives infinity, as dividing by 0 does.
     fits = size <= (most if whole else _FLOAT32) and (size == 0 or size > 1e-37)
     if fits and within.holds(value):
       return
@@ -147,16 +150,16 @@ def number(
 
 
 def listed(name: str, value: Any, items: Any) -> None:
-  """Refuses what is no list, and lists of something else.
+  """Checks a list and its items.
 
   Args:
-    name: for the message.
-    value: any sequence, set or array; a text is one thing, not a list of letters.
-    items: what it holds: int and float (finite) and str are looked at.
+    name: name of the value in the message.
+    value: any sequence, set or array. A text is not a list.
+    items: type of the items. Items are checked if it is int, float (finite) or str.
 
   Raises:
-    TypeError: no list, or something else in it.
-    ValueError: a number in it that is not of the kind.
+    TypeError: the value is no list, or an item has another type.
+    ValueError: an item is a number out of range.
   """
   is_list = isinstance(value, collections.abc.Iterable) and not isinstance(
     value, str | bytes | collections.abc.Mapping
@@ -174,7 +177,7 @@ def listed(name: str, value: Any, items: Any) -> None:
 
 @functools.cache
 def _kinds(config: type) -> dict[str, _Kind]:
-  """The fields that hold numbers or lists. Strings are resolved once a class."""
+  """Returns {field: allowed values} of fields with numbers or lists, once per class."""
   hints = typing.get_type_hints(config)
   kinds = {
     field.name: _kind(hints[field.name])
@@ -195,5 +198,5 @@ def _kind(hint: Any) -> _Kind:
   lists = [member for member in members if typing.get_origin(member) in _LISTS]
   items = typing.get_args(lists[0])[0] if lists else None
   others = tuple(x for x in members if x not in numeric and x not in lists)
-  # "float" takes whole numbers too, so it decides where both are named.
+  # A float field takes whole numbers, too, so float wins if both are named.
   return _Kind(None if not numeric else float not in numeric, items, others)

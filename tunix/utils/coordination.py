@@ -1,8 +1,8 @@
-"""What the processes of one run tell each other, outside of what devices compute.
+"""Messages between the processes of one run, outside of the computation on devices.
 
-It goes through the key-value store of `jax.distributed`'s coordinator and not through a
-collective: a process that does not come is named after a while, where a collective
-would wait for it without an end and without a word.
+Messages go through the key-value store of `jax.distributed`'s coordinator, not through
+a collective. A collective would wait forever for a missing process; the store waits for
+a limited time, and the error names the process.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import Any
 
 import jax
 
-# The store lives as long as the processes, and so must the numbers that keep a second
-# meeting about the same thing apart from the first.
+# Number of calls of `gather` for each subject, which keeps their keys in the store
+# apart. The store lives as long as the processes, and so does the counter.
 _meetings: collections.Counter[str] = collections.Counter()
 _notices = itertools.count()
-# What this process does alone by now: {number: (what, since when)}.
+# Open `alone` blocks of this process: {number: (description, monotonic start)}.
 _alone: dict[int, tuple[str, float]] = {}
 _numbers = itertools.count()
 
 
 class AbsentError(RuntimeError):
-  """Another process did not do what all processes of a run do together."""
+  """Error: another process did not take part in an exchange of all processes."""
 
 
 def gather(what: str, value: Any, timeout_s: float = 600) -> list[Any]:
-  """A JSON value of every process, on every process, in the order of their numbers.
+  """Returns the values of all processes, in the order of the process indices.
 
   Args:
-    what: what it is about, the same words on every process; errors repeat them.
-    value: of this process.
-    timeout_s: seconds to wait for the others.
+    what: subject of the exchange, the same text on every process; part of errors.
+    value: JSON value of this process.
+    timeout_s: seconds to wait for each other process.
 
   Raises:
-    AbsentError: a process did not come.
+    AbsentError: a process did not take part in time.
   """
   if jax.process_count() == 1:
     return [value]
@@ -53,12 +53,13 @@ def gather(what: str, value: Any, timeout_s: float = 600) -> list[Any]:
       text = store.blocking_key_value_get(f"{folder}/{number}", int(1000 * timeout_s))
     except jax.errors.JaxRuntimeError as error:
       raise AbsentError(
-        f"{what}: process {number} of {jax.process_count()} did not come within "
-        f"{timeout_s:g} s. Every process has to take part, in the same step (leave out "
-        "an `if jax.process_index() == 0` around it); if it ended, its log says why"
+        f"{what}: process {number} of {jax.process_count()} did not take part within "
+        f"{timeout_s:g} s. Every process must call it in the same step (remove an "
+        "`if jax.process_index() == 0` around the call). If the process ended, its log "
+        "has the reason"
       ) from error
     out.append(json.loads(text))
-  # Who is here has read all of the meeting before.
+  # A process that arrives here has read all values of the exchange before.
   if (before := _meetings[what] - 1) > 0:
     store.key_value_delete(f"tunix/{what}/{before}/{jax.process_index()}")
   return out
@@ -70,16 +71,18 @@ def deal(
   work: Callable[[Sequence[Any]], list[Any]],
   timeout_s: float = 600,
 ) -> list[Any]:
-  """What `work` makes of every part, each made by one of the processes.
+  """Splits work over the processes and returns all results on every process.
 
   Args:
-    what: as in `gather`.
-    parts: the same ones on every process.
-    work: a JSON value of each of the parts that it is given.
-    timeout_s: seconds that a process waits for the others when its own are done.
+    what: subject of the exchange, as in `gather`.
+    parts: inputs of the work, the same on every process.
+    work: function that returns one JSON value for each part that it is given.
+    timeout_s: seconds that a process waits for the others after it has finished.
+
+  Returns: results in the order of `parts`.
 
   Raises:
-    AbsentError: as `gather`.
+    AbsentError: a process did not take part in time.
   """
   count = jax.process_count()
   done = gather(what, work(parts[jax.process_index() :: count]), timeout_s)
@@ -87,11 +90,17 @@ def deal(
 
 
 def agree(what: str, value: Any, remedy: str, timeout_s: float = 600) -> None:
-  """Compares a JSON dict of strings with that of every other process.
+  """Compares a dict of JSON values with those of all other processes.
+
+  Args:
+    what: subject of the exchange, as in `gather`.
+    value: {name: JSON value} of this process.
+    remedy: end of the error message.
+    timeout_s: seconds to wait for each other process.
 
   Raises:
-    ValueError: a process has another value under some key, or other keys.
-    AbsentError: as `gather`.
+    ValueError: a process has other keys, or another value for a key.
+    AbsentError: a process did not take part in time.
   """
   first, *others = gather(what, value, timeout_s)
   for number, other in enumerate(others, start=1):
@@ -105,11 +114,13 @@ def agree(what: str, value: Any, remedy: str, timeout_s: float = 600) -> None:
 
 @contextlib.contextmanager
 def alone(what: str) -> Iterator[None]:
-  """Around code of a user that may never return, while the other processes wait for
-  this one, perhaps in a collective, which has no limit; see `launch.Watch`.
+  """Marks a block of user code during which the other processes wait for this one.
+
+  Such code may never return, and the others may wait in a collective, which has no
+  time limit. `launch.Watch` ends all processes after a while.
 
   Args:
-    what: it does, as in "process 1 has been at WHAT for 600 s".
+    what: description of the block, as in "process 1 has been at WHAT for 600 s".
   """
   number = next(_numbers)
   _alone[number] = what, time.monotonic()
@@ -120,37 +131,41 @@ def alone(what: str) -> Iterator[None]:
 
 
 def longest_alone() -> tuple[str, float]:
-  """(what, for how many seconds) this process has been doing `alone` for longest."""
-  entries = list(_alone.values())  # at once: other threads write
+  """Returns (description, seconds) of the `alone` block that is open for longest."""
+  entries = list(_alone.values())  # a copy, because other threads write
   what, since = min(entries, key=lambda entry: entry[1], default=("", None))
   return what, 0.0 if since is None else time.monotonic() - since
 
 
 class StopNotice:
-  """Lets all processes stop after the same step when a signal reaches one of them.
+  """Agreement of all processes to stop after the same step.
+
+  A signal may reach only one process. It announces a step in the future at which all
+  processes stop.
 
   Args:
-    lag: steps that a process can be ahead of another one; what is dispatched to the
-      devices bounds it.
+    lag: number of steps that one process can be ahead of another. The number of
+      dispatched computations bounds it.
   """
 
   def __init__(self, lag: int):
     self._lag = lag
     self._folder = f"tunix/stop/{next(_notices)}"
-    self._told = False
+    self._is_announced = False
 
   def due(self, signum: int | None, step: int) -> int | None:
-    """The signal that this process, having done `step` steps, stops by now.
+    """Returns the signal to stop for after `step` steps; None: continue.
 
     Args:
-      signum: the signal that reached this process, if one has.
+      signum: signal that this process has received; None: none.
+      step: number of steps that this process has done.
     """
     if jax.process_count() == 1:
       return signum
     store = client()
-    if signum is not None and not self._told:
-      self._told = True
-      # In the future of every process, so that none of them has gone past it unaware.
+    if signum is not None and not self._is_announced:
+      self._is_announced = True
+      # A step that no process can have passed without reading the notice.
       notice = json.dumps([step + self._lag, signum])
       store.key_value_set(f"{self._folder}/{jax.process_index()}", notice)
     notices = [json.loads(text) for _, text in store.key_value_dir_get(self._folder)]
@@ -159,7 +174,7 @@ class StopNotice:
 
 
 def client() -> Any:
-  """The coordinator's client, which JAX has no public name for; Orbax gives it one."""
+  """Returns the client of JAX's coordinator; only Orbax has a public name for it."""
   from orbax.checkpoint import multihost
 
   return multihost.get_jax_distributed_client()

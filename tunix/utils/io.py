@@ -1,4 +1,4 @@
-"""Files that are either there whole or not at all."""
+"""Atomic writing of files: a file is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import shutil
 import socket
 from typing import Any
 
-# What is being written: its name, who writes it, a number of its own.
+# Name of an unfinished file: its final name, host and process id, a random number.
 _UNFINISHED = re.compile(r".+\.(?P<host>[^.]+)-(?P<pid>\d+)-[0-9a-f]{8}\.partial")
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
-  """Writes a file beside its name, syncs it, and renames it into place.
+  """Writes a file under a temporary name, syncs it, and renames it into place.
 
   Raises:
-    OSError: the disk is full or not writable; the old file, if any, is untouched.
+    OSError: the disk is full or not writable. An old file is unchanged.
   """
   target = pathlib.Path(path)
   target.parent.mkdir(parents=True, exist_ok=True)
@@ -37,15 +37,18 @@ def write_atomic(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def unfinished(name: str) -> str:
-  """A name for what will be called `name` when it is whole; `sweep` knows whose it is.
-  A name of the usual length stays within what file systems take."""
+  """Returns the temporary name of a file that will be called `name`.
+
+  `sweep` recognises the writing process by it. The name stays below the 255 bytes that
+  file systems allow.
+  """
   return f".{name[:160]}.{_host()}-{os.getpid()}-{secrets.token_hex(4)}.partial"
 
 
 def sweep(folder: str | os.PathLike[str]) -> None:
-  """Removes what killed processes of this machine left in a folder and below.
+  """Removes unfinished files of killed processes in a folder and its subfolders.
 
-  Files of processes that live, or of other machines, stay.
+  Files of running processes and of other machines stay.
   """
   for path in list(pathlib.Path(folder).rglob("*.partial")):
     writer = _UNFINISHED.fullmatch(path.name)
@@ -68,10 +71,10 @@ def _lives(pid: int) -> bool:
   except ProcessLookupError:
     return False
   except PermissionError:
-    pass  # somebody else's
+    pass  # the process exists and belongs to another user
   return True
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
-  """`value` as indented JSON, atomically."""
+  """Writes `value` as indented JSON, atomically."""
   write_atomic(path, (json.dumps(value, indent=2, sort_keys=False) + "\n").encode())

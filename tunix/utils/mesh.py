@@ -1,9 +1,10 @@
-"""Device meshes: the only file that asks JAX which mesh is current.
+"""Device meshes: creation, the current mesh, and placement of arrays.
 
-A run works with no mesh, under `jax.set_mesh(mesh)`, under the legacy `with mesh:`,
-and with Auto or Explicit axes. Explicit meshes are rebuilt as Auto: plain einsums
-and concatenations of a model raise on Explicit axes. Arrays change between the two
-without moving: `on_auto` and `onto` give other views of the same buffers.
+No other file asks JAX for the current mesh. A run works without a mesh, under
+`jax.set_mesh(mesh)` and under the legacy `with mesh:`, with Auto or Explicit axes.
+Meshes with Explicit axes are rebuilt with Auto axes, because plain einsums and
+concatenations of a model raise on Explicit axes. `on_auto` and `onto` convert arrays
+between both kinds of mesh. They return views of the same buffers.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 
 def to_host(tree: Any) -> Any:
-  """A pytree with its JAX arrays as NumPy's, whole on every process. All processes of a
-  run call it where the arrays are spread over them. Of a shape, whose numbers nobody
-  has computed (see `tunix.perf.programs`), ones."""
+  """Returns a pytree with its JAX arrays as NumPy arrays, whole on every process.
+
+  If arrays are spread over processes, all of these processes must call it. A
+  `ShapeDtypeStruct`, which stands for an array in a plan (see `tunix.perf.programs`),
+  becomes an array of ones.
+  """
   if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree)):
     return jax.tree.map(lambda x: np.ones(x.shape, x.dtype), tree)
   if all(getattr(x, "is_fully_addressable", True) for x in jax.tree.leaves(tree)):
@@ -44,11 +48,11 @@ def create_mesh(axes: Mapping[str, int], devices: Any = None) -> Mesh:
   """Builds a mesh with Auto axes from `{"fsdp": 4, "tp": 2}`.
 
   Args:
-    axes: sizes by axis name, in order. One size may be -1: what the others leave.
-    devices: the devices to use; all of `jax.devices()` when None.
+    axes: {axis: size} in order. One size may be -1: all devices that the others leave.
+    devices: the devices to use; None: all of `jax.devices()`.
 
   Raises:
-    ValueError: the sizes do not multiply to the number of devices.
+    ValueError: the product of the sizes is not the number of devices.
   """
   devices = list(jax.devices()) if devices is None else list(devices)
   sizes = dict(axes)
@@ -73,21 +77,23 @@ def create_mesh(axes: Mapping[str, int], devices: Any = None) -> Mesh:
 
 
 def auto(mesh: Mesh) -> Mesh:
-  """The same mesh with Auto axes."""
+  """Returns the same mesh with Auto axes."""
   if all(kind == AxisType.Auto for kind in mesh.axis_types):
     return mesh
   return Mesh(mesh.devices, mesh.axis_names)
 
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
-  """Whether an axis of the mesh is Explicit, as `jax.make_mesh` makes them."""
+  """Returns True if an axis is Explicit, the default kind of `jax.make_mesh`."""
   return AxisType.Explicit in mesh.axis_types
 
 
 def explicit_mesh(tree: Any) -> Mesh | None:
-  """The user's mesh with Explicit axes: the current one, or that of a pytree's arrays;
-  None if both are Auto or there is none."""
-  context = jax.sharding.get_abstract_mesh()  # which traced code may ask for, too
+  """Returns the current mesh, or else the mesh of a pytree's arrays, if Explicit.
+
+  The result is None if that mesh is Auto or if there is none.
+  """
+  context = jax.sharding.get_abstract_mesh()  # also valid in traced code
   if not context.empty:
     mesh = jax.sharding.get_mesh() if is_explicit(context) else None
     return mesh if isinstance(mesh, Mesh) else None
@@ -103,8 +109,10 @@ def _explicit_mesh_of(leaf: Any) -> Mesh | None:
 
 
 def on_auto(tree: Any) -> Any:
-  """The arrays of a pytree that lie on an Explicit mesh as arrays on the same mesh with
-  Auto axes; everything else as it is. Nothing is copied."""
+  """Converts arrays on an Explicit mesh to the same mesh with Auto axes.
+
+  Other leaves are returned unchanged. Nothing is copied.
+  """
 
   def one(leaf):
     mesh = _explicit_mesh_of(leaf)
@@ -114,13 +122,15 @@ def on_auto(tree: Any) -> Any:
 
 
 def onto(tree: Any, mesh: Mesh) -> Any:
-  """Arrays as arrays on `mesh`, which differs from theirs in the kinds of its axes
-  alone. Nothing is copied."""
+  """Converts arrays to a mesh that differs from theirs only in the kinds of its axes.
+
+  Nothing is copied.
+  """
 
   def one(leaf):
     if not isinstance(leaf, jax.Array) or not isinstance(leaf.sharding, NamedSharding):
       return leaf
-    # Under no other mesh: device_put compares it with the target.
+    # device_put raises if the current mesh differs from the target.
     with jax.set_mesh(mesh):
       return jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec))
 
@@ -128,9 +138,9 @@ def onto(tree: Any, mesh: Mesh) -> Any:
 
 
 def current_mesh() -> Mesh | None:
-  """The mesh set by `jax.set_mesh` or `with mesh:`, with Auto axes; None if none.
+  """Returns the mesh of `jax.set_mesh` or `with mesh:`, with Auto axes; None: none.
 
-  For code outside `jax.jit`; traced code asks `context_mesh`.
+  Only code outside `jax.jit` may call it. Traced code calls `context_mesh`.
   """
   mesh = jax.sharding.get_mesh()
   if isinstance(mesh, Mesh) and not mesh.empty:
@@ -139,8 +149,10 @@ def current_mesh() -> Mesh | None:
 
 
 def context_mesh() -> Mesh | AbstractMesh | None:
-  """The mesh that code being traced runs under: under `jax.set_mesh` only its shape
-  is known then; None if there is none or it has one device."""
+  """Returns the mesh of the code being traced; None: no mesh, or one device.
+
+  Under `jax.set_mesh` the result is an AbstractMesh, which has only a shape.
+  """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     mesh = _legacy_mesh()
@@ -148,10 +160,10 @@ def context_mesh() -> Mesh | AbstractMesh | None:
 
 
 def context_platform() -> str:
-  """ "cpu", "gpu" or "tpu": what the code being traced will run on.
+  """Returns the platform of the code being traced: "cpu", "gpu" or "tpu".
 
-  The platform of the context's mesh, which may be a topology that this machine does
-  not have; without a mesh, JAX's default backend.
+  It is the platform of the context's mesh, which may belong to a topology that this
+  machine does not have. Without a mesh it is JAX's default backend.
   """
   mesh = jax.sharding.get_abstract_mesh()
   device = None if mesh.empty else mesh.abstract_device
@@ -163,7 +175,7 @@ def context_platform() -> str:
 
 
 def _legacy_mesh() -> Mesh | None:
-  """The mesh of `with mesh:`, which JAX keeps apart."""
+  """Returns the mesh of `with mesh:`, which JAX stores separately; None: none."""
   with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     from jax.interpreters import pxla
@@ -173,7 +185,7 @@ def _legacy_mesh() -> Mesh | None:
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-  """The mesh that the arrays of a pytree are laid out on; None if on one device."""
+  """Returns the mesh of a pytree's arrays, with Auto axes; None: one device."""
   for leaf in jax.tree.leaves(tree):
     sharding = getattr(leaf, "sharding", None)
     if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
@@ -184,7 +196,7 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh | None) -> Iterator[None]:
-  """`jax.set_mesh(mesh)`, or nothing for None."""
+  """Applies `jax.set_mesh(mesh)` inside the block; None changes nothing."""
   if mesh is None:
     yield
   else:
@@ -193,7 +205,7 @@ def use_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 def axes_size(mesh: Mesh | AbstractMesh, axes: Any) -> int:
-  """Number of shards along one entry of a PartitionSpec (a name, names, or None)."""
+  """Returns the number of shards of a PartitionSpec entry (a name, names, or None)."""
   if axes is None:
     return 1
   names = (axes,) if isinstance(axes, str) else axes
@@ -203,8 +215,11 @@ def axes_size(mesh: Mesh | AbstractMesh, axes: Any) -> int:
 def fit_spec(
   spec: Any, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-  """`spec` without the axes that the mesh lacks, and of a dimension's axes those that
-  divide it together, from the first on."""
+  """Returns `spec` without the axes that cannot split an array of this shape.
+
+  Axes that the mesh lacks are dropped. If the axes of a dimension together do not
+  divide its size, the last of them are dropped until they do.
+  """
   out = []
   for size, entry in zip(shape, tuple(spec) + (None,) * (len(shape) - len(spec))):
     names = (entry,) if isinstance(entry, str) else tuple(entry or ())
@@ -216,10 +231,10 @@ def fit_spec(
 
 
 def constrain(x: jax.Array, *spec: Any) -> jax.Array:
-  """Pins `x` to a PartitionSpec on the context's mesh; the identity without one.
+  """Pins `x` to a PartitionSpec on the context's mesh; without a mesh does nothing.
 
-  Axes that the mesh lacks or that do not divide are dropped: pinning is a hint
-  about layout and never changes values.
+  Axes that the mesh lacks or that do not divide a dimension are dropped. Pinning is a
+  hint about layout and never changes values.
   """
   mesh = context_mesh()
   if mesh is None:
@@ -230,8 +245,11 @@ def constrain(x: jax.Array, *spec: Any) -> jax.Array:
 
 
 def put(x: Any, sharding: Any) -> Any:
-  """An array laid out; a shape, or an array that is to go to devices that programs are
-  only compiled for, as a shape."""
+  """Places an array with a sharding.
+
+  The result is a ShapeDtypeStruct if `x` is one, or if the devices of the sharding
+  belong to a topology that programs can only be compiled for.
+  """
   mesh = getattr(sharding, "mesh", None)
   if isinstance(x, jax.ShapeDtypeStruct) or (mesh is not None and is_planned(mesh)):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
@@ -239,15 +257,22 @@ def put(x: Any, sharding: Any) -> Any:
 
 
 def is_planned(mesh: Mesh) -> bool:
-  """Whether its devices are those of a topology (`jax.experimental.topologies`), which
-  can be compiled for and hold nothing."""
+  """Returns True if the devices belong to a topology and cannot hold arrays.
+
+  `jax.experimental.topologies` makes such devices, for compiling only.
+  """
   device = mesh.devices.flat[0]
   return device.client.runtime_type == "compile_only_runtime"
 
 
 def sharding_of_spec(spec: Any, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-  """`spec` (axis names by dimension, a PartitionSpec, a NamedSharding, or None) as a
-  sharding on `mesh`; axes that the mesh lacks or that do not divide are dropped."""
+  """Returns a sharding on `mesh`, without axes that cannot split the array.
+
+  Args:
+    spec: axis names by dimension, a PartitionSpec, a NamedSharding, or None.
+    shape: shape of the array.
+    mesh: the mesh; see `fit_spec` for the axes that are dropped.
+  """
   if isinstance(spec, NamedSharding):
     spec = spec.spec
   return NamedSharding(mesh, fit_spec(spec or (), shape, mesh))

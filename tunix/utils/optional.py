@@ -1,4 +1,4 @@
-"""Imports of packages that a plain installation may lack."""
+"""Import of optional packages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from types import ModuleType
 
 
 def require(module: str, purpose: str, install: str) -> ModuleType:
-  """Imports `module`, or says what it is for and how to get it.
+  """Imports a module of an optional package.
+
+  Args:
+    module: name of the module.
+    purpose: what needs it, for the message.
+    install: argument of `pip install`.
 
   Raises:
     ImportError: the package is missing; the message names the pip command.

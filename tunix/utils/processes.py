@@ -1,4 +1,4 @@
-"""Processes that we start in a session of their own, and end with all they started."""
+"""Child processes in sessions of their own, which end together with their children."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from typing import Any
 
 
 def has_ended(process: subprocess.Popen[Any]) -> bool:
-  """Whether it has ended. It keeps its id until `kill_group`: unlike `poll`, this does
-  not let the system give the id to another process."""
+  """Returns True if a process has ended, without releasing its id.
+
+  `poll` would let the system give the id to another process before `kill_group`.
+  """
   if process.returncode is not None:
     return True
   flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -19,13 +21,16 @@ def has_ended(process: subprocess.Popen[Any]) -> bool:
 
 
 def kill_group(process: subprocess.Popen[Any], wait_s: float = 5.0) -> int | None:
-  """Kills a process started with `start_new_session=True`, dead or alive, and those
-  that it started.
+  """Kills a process started with `start_new_session=True`, and all its children.
 
-  Returns: its exit code; None if the system has not ended it within `wait_s` seconds.
+  Args:
+    process: the process, which may have ended already.
+    wait_s: seconds to wait for its end.
+
+  Returns: its exit code; None: it has not ended within `wait_s` seconds.
   """
   if process.returncode is None:
-    # Nobody has waited for it yet, so the id is still this group's.
+    # The id still belongs to this group, because nothing has waited for the process.
     with contextlib.suppress(ProcessLookupError, PermissionError):
       os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):

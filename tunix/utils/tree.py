@@ -1,4 +1,4 @@
-"""Pytrees as flat `{path: leaf}` dicts, and back."""
+"""Conversion between pytrees and flat dicts `{path: leaf}`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import jax
 
 
 def path_name(path: Any) -> str:
-  """A JAX key path as 'layers.attn.q_proj.kernel'.
+  """Returns a JAX key path as text, such as 'layers.attn.q_proj.kernel'.
 
-  The last step into an nnx variable ('.value') is left out: the variable's own path
-  names it.
+  The last step into an nnx variable ('.value') is omitted.
   """
   parts = []
   for key in path:
@@ -26,13 +25,13 @@ def path_name(path: Any) -> str:
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-  """{dotted path: leaf} of a pytree, in its leaf order."""
+  """Returns {dotted path: leaf} of a pytree, in the order of its leaves."""
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {path_name(path): leaf for path, leaf in leaves}
 
 
 def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
-  """{'a.b': x} -> {'a': {'b': x}}."""
+  """Returns nested dicts: {'a.b': x} becomes {'a': {'b': x}}."""
   out: dict[str, Any] = {}
   for name, leaf in flat.items():
     *parents, last = name.split(".")
@@ -44,5 +43,5 @@ def nest(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def size_bytes(tree: Any) -> int:
-  """Bytes of all arrays of a pytree (global shapes)."""
+  """Returns the bytes of all arrays of a pytree, by their global shapes."""
   return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

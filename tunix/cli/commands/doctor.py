@@ -1,4 +1,4 @@
-"""`tunix doctor`: what this machine has, and whether the basic things work on it."""
+"""The command `tunix doctor`: versions, devices, and checks of basic operations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PACKAGES = (
   *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "qwix", "numpy"),
   *("tokenizers", "libtpu", "transformers", "torch"),
 )
-# Told as they are; of others only whether they are set.
+# Printed with their values. Of secrets only the presence is printed.
 _VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR", "HF_HOME")
 _SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 _DISTRIBUTION = "tunix"
@@ -39,12 +39,12 @@ _DISTRIBUTION = "tunix"
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-  """One line of the page.
+  """One line of the report.
 
   Attributes:
-    name: what was looked at.
-    text: what was found; of a failure, what to do.
-    ok: False: something does not work.
+    name: subject of the check.
+    text: result; for a failure with the remedy.
+    ok: False if something does not work.
   """
 
   name: str
@@ -53,7 +53,7 @@ class Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs `tunix doctor`; returns 1 where something does not work."""
+  """Runs `tunix doctor`; returns 1 if a check fails, else 0."""
   args = _parse(argv)
   findings = examine(pathlib.Path(args.folder) if args.folder else None)
   if args.json:
@@ -66,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def examine(folder: pathlib.Path | None = None) -> list[Finding]:
-  """All findings, in order.
+  """Runs all checks and returns their findings in order.
 
   Args:
-    folder: where a checkpoint is tried; None: a temporary one.
+    folder: folder in which a checkpoint is written; None: a temporary folder.
   """
   return [
     Finding("tunix", f"{tunix.__version__}, Python {platform.python_version()}"),
@@ -87,18 +87,18 @@ def examine(folder: pathlib.Path | None = None) -> list[Finding]:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
   parser = Parser(
     prog="tunix doctor",
-    description="One page about this machine, to look at or to add to a report of a "
-    "bug: versions, devices, a sum over all of them, a checkpoint written and read.",
+    description="Reports versions and devices of this machine, computes a sum over all "
+    "devices, and writes and reads a checkpoint. Add the output to a bug report.",
   )
   parser.add_argument("--folder", help="try the checkpoint in this folder")
   parser.add_argument("--json", action="store_true")
   return parser.parse_args(list(argv))
 
 
-def _checked(name: str, look: Callable[[], str]) -> list[Finding]:
-  """What a look at something found, or why it failed."""
+def _checked(name: str, check: Callable[[], str]) -> list[Finding]:
+  """Returns the finding of a check, or of its failure."""
   try:
-    return [Finding(name, look())]
+    return [Finding(name, check())]
   except (RuntimeError, ValueError, OSError) as error:
     reason = str(error).strip().partition("\n")[0]
     return [Finding(name, f"{type(error).__name__}: {reason}", ok=False)]
@@ -115,8 +115,10 @@ def _versions() -> list[str]:
 
 
 def _other_tunix() -> list[Finding]:
-  """Another library has our import name: both in one environment overwrite each other's
-  files."""
+  """Returns a failure if another distribution installs a package called `tunix`.
+
+  Both in one environment overwrite each other's files.
+  """
   owners = importlib.metadata.packages_distributions().get("tunix", [])
   others = sorted({name for name in owners if name.lower() != _DISTRIBUTION})
   if not others:
@@ -132,26 +134,26 @@ def _other_tunix() -> list[Finding]:
 
 
 def _extras() -> list[Finding]:
-  """Which optional packages are missing, by extra."""
+  """Returns one finding: which optional packages are missing, by extra."""
   try:
-    wanted = importlib.metadata.requires(_DISTRIBUTION) or []
+    requirements = importlib.metadata.requires(_DISTRIBUTION) or []
   except importlib.metadata.PackageNotFoundError:
     return [
       Finding("extras", "tunix is not installed here, but imported from a folder")
     ]
   missing: dict[str, list[str]] = {}
-  for line in wanted:
-    found = re.match(r"""([\w.-]+).*extra\s*==\s*["']([\w-]+)["']""", line)
-    if found is None or found[1].lower() in (_DISTRIBUTION, "jax"):
+  for line in requirements:
+    match = re.match(r"""([\w.-]+).*extra\s*==\s*["']([\w-]+)["']""", line)
+    if match is None or match[1].lower() in (_DISTRIBUTION, "jax"):
       continue
-    extra = missing.setdefault(found[2], [])
-    if not any(importlib.metadata.distributions(name=found[1])):
-      extra.append(found[1])
-  words = [
+    extra = missing.setdefault(match[2], [])
+    if not any(importlib.metadata.distributions(name=match[1])):
+      extra.append(match[1])
+  states = [
     f"{extra} ({', '.join(names)} missing)" if names else f"{extra} is complete"
     for extra, names in missing.items()
   ]
-  return [Finding("extras", "; ".join(words))]
+  return [Finding("extras", "; ".join(states))]
 
 
 def _environment() -> list[str]:
@@ -176,21 +178,23 @@ def _mesh() -> Mesh:
 
 
 def _collective() -> str:
-  """A sum over all devices."""
+  """Computes a sum over all devices."""
   mesh = _mesh()
   rows = NamedSharding(mesh, P("fsdp"))
   numbers = jax.jit(
     lambda: jnp.arange(mesh.size, dtype=jnp.float32), out_shardings=rows
   )
   total = float(jax.jit(jnp.sum)(numbers()))
-  wanted = mesh.size * (mesh.size - 1) / 2
-  if total != wanted:
-    raise RuntimeError(f"the sum over {mesh.size} devices is {total}, and not {wanted}")
+  expected = mesh.size * (mesh.size - 1) / 2
+  if total != expected:
+    raise RuntimeError(
+      f"the sum over {mesh.size} devices is {total}; expected {expected}"
+    )
   return f"fsdp {mesh.size}: a sum over all devices is right"
 
 
 def _checkpoint(folder: pathlib.Path | None) -> str:
-  """A checkpoint of an array over all devices, written and read."""
+  """Writes and reads a checkpoint of an array that all devices share."""
   mesh = _mesh()
   where = NamedSharding(mesh, P("fsdp"))
   saved = jax.device_put(np.arange(4.0 * mesh.size, dtype=np.float32), where)
@@ -206,6 +210,6 @@ def _checkpoint(folder: pathlib.Path | None) -> str:
     manager.close()
   params = {} if loaded is None else loaded[1].model_params or {}
   if not np.array_equal(params.get("x", ()), saved):
-    raise RuntimeError("what was read is not what was written")
+    raise RuntimeError("the array read differs from the array written")
   place = "a temporary folder" if folder is None else str(folder)
   return f"written and read in {place}, {free / 2**30:,.1f} GiB free there"

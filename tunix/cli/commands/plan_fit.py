@@ -1,4 +1,4 @@
-"""What makes a run fit into its chips, or fills them."""
+"""Search for settings that make a run fit into its chips, or that fill them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from typing import Any
 
 from tunix.models.lora import LoraConfig
 
-# Settings -> bytes of a device that the step takes at its peak; compiles it.
+# Settings -> peak bytes of a device in the train step. Each call compiles the step.
 Peak = Callable[[Any], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-  """Settings that fit, as words of the command, and the peak with them."""
+  """Settings that fit.
+
+  Attributes:
+    words: the settings as arguments of the command.
+    peak_bytes: peak memory of a device with them.
+  """
 
   words: tuple[str, ...]
   peak_bytes: int
@@ -23,13 +28,13 @@ class Fit:
 def largest_micro_batch(
   config: Any, shards: int, memory: float, peak: Peak
 ) -> Fit | None:
-  """The largest micro-batch that fits; None: not even the smallest.
+  """Returns the largest micro-batch that fits; None: not even the smallest fits.
 
   Args:
     config: settled settings.
-    shards: parts that the mesh cuts rows into.
-    memory: bytes of a device.
-    peak: of settings; more rows never take less.
+    shards: number of parts that the mesh splits rows into.
+    memory: memory of a device, bytes.
+    peak: peak memory as a function of the settings. It must not fall with more rows.
   """
   best, sizes = None, micro_batches(config, shards)
   while sizes:
@@ -44,10 +49,10 @@ def largest_micro_batch(
 
 
 def first_remedy(config: Any, shards: int, memory: float, peak: Peak) -> Fit | None:
-  """The first settings that fit, each step keeping those before it; None: none does.
+  """Returns the first settings that fit; None: none do.
 
-  In the order of what they cost: time first, then that the base is frozen, then its
-  digits.
+  Each attempt keeps the changes before it. The order is that of their costs: first
+  changes that cost time, then a frozen base model, then a base of fewer bits.
   """
   words: list[str] = []
   for word, config in _changes(config, shards):  # noqa: B020
@@ -58,13 +63,13 @@ def first_remedy(config: Any, shards: int, memory: float, peak: Peak) -> Fit | N
 
 
 def micro_batches(config: Any, shards: int) -> list[int]:
-  """Sizes of micro-batches that divide a step and divide over the mesh."""
+  """Returns micro-batch sizes that divide a global batch and split over the mesh."""
   rows = config.training.global_batch_size
   return [n for n in range(shards, rows + 1, shards) if rows % n == 0]
 
 
 def with_micro_batch(config: Any, rows: int) -> Any:
-  """The settings with micro-batches of that many rows, evaluations alike."""
+  """Returns the settings with `rows` rows in each training and evaluation batch."""
   training = dataclasses.replace(
     config.training, micro_batch_size=rows, eval_batch_size=rows
   )
@@ -72,7 +77,7 @@ def with_micro_batch(config: Any, rows: int) -> Any:
 
 
 def _changes(config: Any, shards: int) -> Iterator[tuple[str, Any]]:
-  """(word, settings with it and with all before it)."""
+  """Yields (argument, settings with it and with all arguments before it)."""
   if config.model.remat not in ("block", "offload"):
     config = _with_model(config, remat="block")
     yield "--model.remat=block", config
@@ -91,7 +96,7 @@ def _changes(config: Any, shards: int) -> Iterator[tuple[str, Any]]:
     return
   if config.lora is None:
     config = dataclasses.replace(config, lora=LoraConfig(rank=16))
-    # Which trained weights needed, and frozen ones do not.
+    # Trained weights may need float32, frozen ones do not.
     config = _with_model(config, param_dtype=config.model.dtype)
     yield "--lora.rank=16", config
   if config.model.quantise is None:

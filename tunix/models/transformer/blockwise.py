@@ -3,11 +3,13 @@
 It follows FlashAttention (Dao et al. 2022, arXiv:2205.14135) in plain XLA, so it runs
 on every platform. For each block of queries a loop over key blocks keeps the running
 maximum and the running sum of the softmax. The backward pass recomputes every block of
-scores from the saved log-sum-exp. Key blocks that no query of the block attends to
-(later ones, those outside the window, of other segments, or closed by the mask) are
-skipped: the bounds of the loops are computed from the indices.
+scores from the saved log-sum-exp. The bounds of the loop over key blocks are computed
+from the indices, so that it skips blocks before the first and after the last key that a
+query of the block attends to (later tokens, other segments, keys outside the window or
+closed by the mask).
 
-Forward-mode differentiation (jvp, Hessians) is not defined; the plain path has it.
+Forward-mode differentiation (jvp, Hessians) is not supported; the plain path supports
+it.
 """
 
 from __future__ import annotations
@@ -22,16 +24,16 @@ from jaxtyping import Array, Float
 
 from tunix.models.transformer.visibility import Tokens, Visibility, is_visible, reach
 
-# Score of a hidden key, and initial value of the running maximum. The second is larger,
-# so that in a row without a visible key yet a hidden key has the weight
-# exp(_HIDDEN - _FLOOR) = 0 and not exp(0) = 1.
+# Score of a hidden key, and initial value of the running maximum. The initial value is
+# larger. As long as a query has seen no visible key, a hidden key therefore gets the
+# weight exp(_HIDDEN - _FLOOR) = 0. With equal values the weight would be exp(0) = 1.
 _HIDDEN = -1e30
 _FLOOR = -1e29
 
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-  """Options that are static when a program is traced."""
+  """Options that are static: each combination compiles a new program."""
 
   scale: float
   softcap: float | None
@@ -63,7 +65,7 @@ def attend(
   query_block: int = 256,
   key_block: int = 256,
 ) -> Float[Array, "B T N H"]:
-  """Returns softmax(scores) v with memory of order B N (T H + query_block * key_block).
+  """Returns softmax(scores) v, with O(B N (T H + query_block * key_block)) memory.
 
   Args:
     query, key, value, visible, scale, softcap, window: see `attention_paths.attend`.
@@ -78,6 +80,8 @@ def attend(
   options = _Options(scale, softcap, window, sizes)
   index = _cut_visibility(visible, options, s)
   blocks = _cut(query, sizes[0], 1)  # [n, B, q, N, H]
+  # The N query heads become K groups of G = N / K, one group per key head:
+  # [n, B, K, G, q, H].
   queries = blocks.reshape(*blocks.shape[:3], k, n // k, h).transpose(0, 1, 3, 4, 2, 5)
   keys, values = (_cut(x, sizes[1], 1).swapaxes(2, 3) for x in (key, value))
   out: jax.Array = _attend(options, queries, keys, values, index)
@@ -87,6 +91,8 @@ def attend(
 
 def block_size(length: int, largest: int) -> int:
   """Returns the size of equal blocks that need little padding.
+
+  For example, 300 elements in blocks of at most 200 give 2 blocks of 150.
 
   Args:
     length: number of elements to cut.
@@ -108,7 +114,8 @@ def _cut(x: jax.Array, size: int, axis: int, mode: str = "constant") -> jax.Arra
 
 def _cut_tokens(tokens: Tokens, size: int) -> Tokens:
   cut = lambda x: None if x is None else _cut(x, size, 1)
-  # "edge" repeats the last slot, so that padding does not widen its block's range.
+  # "edge" repeats the last slot. Padding with 0 would widen the range of slots in the
+  # last block, and fewer key blocks could be skipped.
   index = _cut(tokens.index, size, 0, "edge")
   return Tokens(index, cut(tokens.segments), cut(tokens.groups))
 
@@ -118,6 +125,8 @@ def _cut_visibility(visible: Visibility, options: _Options, keys: int) -> _Block
   size, key_size = options.sizes
   key_tokens = visible.keys(keys)
   first, last = reach(visible.queries(), key_tokens, options.window)
+  # One range for all rows: the loop bounds of a block are scalars. `last` is included
+  # and `high` is not, hence + 1.
   low = jnp.min(_cut(first, size, 1, "edge"), axis=(1, 2)) // key_size
   high = jnp.max(_cut(last, size, 1, "edge"), axis=(1, 2)) // key_size + 1
   mask = visible.mask
@@ -125,11 +134,13 @@ def _cut_visibility(visible: Visibility, options: _Options, keys: int) -> _Block
     short = (0, 0), (0, -mask.shape[1] % size), (0, -mask.shape[2] % key_size)
     mask = jnp.pad(mask.astype(bool), short)
     open_low, open_high = _bounds(mask, options.sizes)
+    # The mask replaces the causal order, so its upper bound replaces the causal one.
     if visible.groups is None:
       low, high = jnp.maximum(low, open_low), open_high
-    else:  # a group opens pairs that the mask closes, so only the upper bound is used
+    else:  # a group opens pairs that the mask closes, so no bound may be narrowed
       high = jnp.maximum(high, open_high)
-  # Padded keys get slots after every query, and group 0, so no query attends to them.
+  # Padded keys get slots after every query, group 0, and False in the mask, so no query
+  # attends to them.
   key_tokens = _cut_tokens(key_tokens, key_size)
   slots = jnp.arange(key_tokens.index.size, dtype=jnp.int32)
   key_tokens = dataclasses.replace(key_tokens, index=slots.reshape(-1, key_size))
@@ -138,7 +149,12 @@ def _cut_visibility(visible: Visibility, options: _Options, keys: int) -> _Block
 
 
 def _bounds(mask: jax.Array, sizes: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-  """Returns the range of key blocks with an open pair of the mask, per query block."""
+  """Returns the range of key blocks that the mask opens for each query block.
+
+  Returns:
+    The first key block with a True entry and the block after the last one, int32 [n]
+    each; (m, 0) if the mask has no True entry for the query block.
+  """
   b, t, s = mask.shape
   blocks = mask.reshape(b, t // sizes[0], sizes[0], s // sizes[1], sizes[1])
   used = jnp.any(blocks, axis=(0, 2, 4))
@@ -223,8 +239,9 @@ def _save(options, query, key, value, index):
 def _backward(options, saved, d_out):
   """Returns the gradients of queries, keys and values.
 
-  With weights w = exp(x - logsumexp), dv = w^T do and dx = w (do v^T - sum(do o)). The
-  gradients of keys and values are accumulated in place, over the query blocks.
+  With scores x and weights w = exp(x - logsumexp), the gradients are dv = w^T do and
+  dx = w (do v^T - sum(do o)), where do is the cotangent of the output o. The gradients
+  of keys and values are accumulated in place, over the query blocks.
   """
   query, key, value, index, out, norm = saved
 

@@ -1,10 +1,10 @@
 """Calls of the decoder inside a mesh with Explicit axes, as `jax.make_mesh` makes.
 
-Under Explicit axes an operation must state the sharding of its result wherever it does
-not follow from its arguments. The decoder does not do that: XLA chooses the shardings
-(Auto axes), guided by those of the weights and a few constraints. A call under Explicit
-axes therefore runs with the same axes as Auto ones, and only its result gets a stated
-sharding.
+Under Explicit axes an operation must state the sharding of its result if the sharding
+does not follow from its arguments. The operations of the decoder state none. Under Auto
+axes XLA chooses the shardings, guided by those of the weights and a few constraints. A
+call under Explicit axes therefore runs with the same axes switched to Auto, and only
+its result gets an explicit sharding.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _run(
 ) -> Any:
   graph, params, rest = nnx.split(module, nnx.Param, ...)
   leaves, form = jax.tree.flatten((bound.args[1:], bound.kwargs))
-  # Leaves that are no arrays are options. They stay outside of the traced call.
+  # Leaves without a shape are options (numbers, strings, booleans). They must stay
+  # Python values, so only the arrays are arguments of the traced call.
   places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")]
 
   def inside(params, rest, arrays):
@@ -65,11 +66,12 @@ def _run(
     args, kwargs = form.unflatten(inputs)
     inner = nnx.merge(graph, params, rest)
     result = method(inner, *args, **kwargs)
-    # State that is no parameter is returned too: dropout counts the rows of its calls.
+    # State other than parameters changes during a call and is returned too: dropout
+    # counts the rows of its calls.
     return result, nnx.split(inner, nnx.Param, ...)[2]
 
   out = specs(module, **{k: v for k, v in bound.arguments.items() if k != "self"})
-  auto_axes: Any = jax.sharding.auto_axes  # typed as a decorator alone
+  auto_axes: Any = jax.sharding.auto_axes  # its type allows only the use as a decorator
   call = auto_axes(inside, out_sharding=(out, PartitionSpec()))
   result, rest = call(params, rest, [leaves[place] for place in places])
   nnx.update(module, rest)
@@ -106,12 +108,14 @@ def logits_spec(model: Any, hidden: Any) -> PartitionSpec:
 
 def call_specs(model: Any, input_tokens: Any, **arguments: Any) -> Any:
   """Returns the specs of the result of a decoder's `__call__`: (output, cache)."""
+  # `inspect.signature` binds the keyword arguments of `**options` under that name.
   arguments |= arguments.pop("options", {})
   output_spec = hidden_spec if arguments.get("return_hidden") else logits_spec
   cache = arguments.get("cache")
   if cache is None:
     return output_spec(model, input_tokens), None
   mesh, rules = jax.sharding.get_abstract_mesh(), model.config.sharding
+  # Buffers of the cache are [B, K, S, H]; its index is a scalar, which is replicated.
   entries = (sharding.batch_axes(rules), rules.tp, None, None)
   split = mesh_lib.fit_spec(entries, cache.k[0].shape, mesh)
   specs = jax.tree.map(lambda x: split if x.ndim else PartitionSpec(), cache)

@@ -49,7 +49,8 @@ def splash(
 
   def rows(query, key, value, *segments):
     t, n = query.shape[1:3]
-    size = max(128, blockwise.block_size(t, _SPLASH_BLOCK))  # a TPU's lanes are 128
+    # At least 128, the number of lanes of a TPU's vector registers.
+    size = max(128, blockwise.block_size(t, _SPLASH_BLOCK))
     options = {"size": size, "softcap": softcap, "window": window}
     options["interpret"] = interpret
     if isinstance(rules, Split):
@@ -91,12 +92,14 @@ def cudnn(
       `attention_paths.Path.run`.
     backend: "xla" computes the same function without cuDNN.
   """
-  del visible, softcap  # the path refuses calls that are not plainly causal, or capped
+  # `attention_paths` allows this kernel only for causal calls without mask, segments,
+  # groups or soft cap, so these two arguments hold no information here.
+  del visible, softcap
   rows = functools.partial(
     jax.nn.dot_product_attention,
     scale=scale,
     is_causal=True,
-    # JAX counts the slots before the query's slot, which `window` includes.
+    # `window` counts the query's own slot; JAX counts only the slots before it.
     local_window_size=None if window is None else (window - 1, 0),
     implementation=backend,
   )
@@ -188,7 +191,8 @@ def _share_of_kernel(
     options: further arguments of `_splash_kernel`.
   """
   slots, size = split.slots(), options["size"]  # slots [n, T/n]
-  # Padded queries of a device repeat the slot of its last query.
+  # Padded queries of a device repeat the slot of its last query, so that their blocks
+  # of the mask are no larger. Their outputs are cut off by `splash`.
   slots = np.pad(slots, ((0, 0), (0, -slots.shape[1] % size)), "edge")
   kernel = _splash_kernel(
     heads, slots.reshape(-1), keys + -keys % size, **options, shards=split.shards
@@ -216,7 +220,8 @@ def _share_of_kernel(
 def _with_segments(kernel: Any) -> Callable[..., jax.Array]:
   """Returns a kernel that takes segment ids after the queries, keys and values.
 
-  One array of ids is for queries and keys; of two arrays the second is the keys'.
+  One array of ids serves queries and keys. If there are two arrays, the first has the
+  ids of the queries and the second those of the keys.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 

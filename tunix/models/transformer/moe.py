@@ -70,9 +70,9 @@ class ExpertShard:
   def row_annotation(self, k: int) -> Any:
     """Returns a context that annotates products with the used share of their rows.
 
-    A product has rows for min(k, count) experts per token, the most that tokens can
-    send to a device. On average k / parts of them are used. `perf.hlo_flops` reads the
-    share from the compiled program.
+    A product has min(k, count) rows per token, the largest number of local experts that
+    one token can choose. On average k / parts of them are used. `perf.hlo_flops` reads
+    this share from the compiled program to count the useful FLOPs.
     """
     if self.axis is None:
       return contextlib.nullcontext()
@@ -121,9 +121,10 @@ class MoE(nnx.Module):
   def _is_left_to_xla(self, mesh: Mesh | AbstractMesh, x: jax.Array) -> bool:
     """Returns True if XLA's partitioner chooses the better program.
 
-    That is the case for rows of one token. The weights are then larger than the tokens,
-    and XLA moves the tokens. The exception are experts that ep splits: their weights
-    would be moved, unless `rules.step` splits the products of a decode step.
+    With one token per row, as in a decode step, the weights are larger than the tokens,
+    and XLA moves the tokens. If ep splits the experts, XLA would move their weights
+    instead, so this function returns False; but if `rules.step` splits the products of
+    a decode step, XLA moves the tokens in that case too.
     """
     return x.shape[1] == 1 and (
       bool(self.rules.step) or self.rules.ep not in mesh.shape
@@ -168,23 +169,24 @@ class MoE(nnx.Module):
 
     XLA's partitioner would sort the tokens of all devices together, on every device.
     Here the tokens of the devices along ep are all-gathered, each device computes the
-    outputs of its experts, and a reduce-scatter returns the sums to the tokens'
-    devices. If ep is at most k, this moves no more bytes than an exchange of single
-    tokens. No expert has a capacity, so no token is dropped.
+    outputs of its experts, and a reduce-scatter returns the sums to the devices of the
+    tokens. If the size of ep is at most k, this moves no more bytes than sending each
+    token to its k experts. Experts have no capacity limit, so no token is dropped.
     """
     shard = ExpertShard(self._count)
     ep = self.rules.ep if self.rules.ep in mesh.shape else None
     if ep is not None and self._count % mesh.shape[ep] == 0:
       shard = ExpertShard(self._count, ep, mesh.shape[ep])
     tokens = sharding.tokens_everywhere(x.shape, mesh, self.rules)
-    # If ep does not split the tokens (it does not divide them), each device along ep
-    # has all of them already, and the outputs are added up by a psum.
+    # If the size of ep does not divide T, ep does not split the tokens. Each device
+    # along ep then has all of them already, and a psum adds up the outputs.
     gathers = shard.axis is not None and shard.axis in _names(tokens)
     graph, router, rest = nnx.split(self, _of_router, ...)
 
     def local(router, rest, x):
       moe = nnx.merge(graph, router, rest)
-      # Routed before the all-gather: k weights and numbers per token travel with it.
+      # Routing comes before the all-gather, so that every token is routed only once.
+      # The gather then also moves k weights and k expert numbers per token.
       weights, chosen = moe.route(x)
       flat = [y.reshape(-1, y.shape[-1]) for y in (x, weights, chosen)]
       with jax.named_scope("experts"):
@@ -212,29 +214,40 @@ class MoE(nnx.Module):
   def _grouped(self, experts: GatedMLP, shard: ExpertShard, x, weights, chosen):
     """Returns the sum over the device's experts for each token.
 
-    There is a row for each (token, expert) pair. Rows are sorted by expert, so that the
-    rows of one expert are one block of a grouped product. Rows for experts of other
-    devices come last.
+    Each (token, expert) pair has one row. Rows are sorted by expert, so that the rows
+    of one expert are one block of a grouped product. Rows for experts of other devices
+    come last.
+
+    Args:
+      experts: the MLPs, kernels [count, in, out] on this device.
+      shard: the experts of this device.
+      x: tokens [..., D].
+      weights, chosen: weights and expert numbers from `route`, [..., k].
     """
     k = self.experts_per_token
     tokens = x.reshape(-1, x.shape[-1])
     number = chosen.reshape(-1) - shard.first
     is_local = (number >= 0) & (number < shard.count)
+    # Experts of other devices get the number `count`. It sorts after all local experts,
+    # and [:-1] removes its entry from the block sizes.
     number = jnp.where(is_local, number, shard.count)
     order = jnp.argsort(number, stable=True)
     sizes = jnp.bincount(number, length=shard.count + 1)[:-1].astype(jnp.int32)
-    # The static number of rows: as many as if every token chose only local experts.
+    # Shapes are static, so there must be rows for the case that every token chooses as
+    # many local experts as possible. Its k experts are different, hence the minimum.
     rows_max = tokens.shape[0] * min(k, shard.count)
 
     def product(linear: Linear, rows: jax.Array) -> jax.Array:
       with shard.row_annotation(k):
         return linear.grouped(rows, sizes)
 
+    # Pair i belongs to token i // k, because `chosen` was flattened from [tokens, k].
     out = self._experts(experts, tokens[order[:rows_max] // k], product)
     if shard.axis is not None:  # rows of other devices' experts hold no valid numbers
       out = jnp.where(jnp.arange(rows_max)[:, None] < jnp.sum(sizes), out, 0)
     # Each pair reads its row back by a gather. A scatter-add has no fixed order of
-    # additions, so its sums would differ between runs.
+    # additions, so its sums would differ between runs. Pairs beyond `rows_max` belong
+    # to experts of other devices and read 0.
     back = jnp.argsort(order)
     out = out.at[back].get(mode="fill", fill_value=0)
     out = out.reshape(tokens.shape[0], k, -1)

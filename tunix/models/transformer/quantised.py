@@ -32,7 +32,8 @@ _NF4 = (
   *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
   *(0.7229568362236023, 1.0),
 )
-# Largest absolute code by method, which the largest number of a block is mapped to.
+# Largest absolute code of each method. The largest absolute number of a block is mapped
+# to it. The codes -8 and -128 are unused, so that the range is symmetric around 0.
 _LARGEST = {"nf4": 1.0, "int4": 7.0, "int8": 127.0}
 # Default number of inputs that share a scale; None for all inputs of a kernel.
 _BLOCKS = {"nf4": 64, "int4": 64, "int8": None}
@@ -101,15 +102,16 @@ def encode(
   blocks = kernel.astype(jnp.float32).reshape(*lead, rows // block, block, columns)
   scales = jnp.max(jnp.abs(blocks), axis=-2) / _LARGEST[method]
   scales = scales.astype(scale_dtype)
-  # Divided by the rounded scale, the one that decoding multiplies by.
+  # The divisor is the scale after rounding to `scale_dtype`, because decoding
+  # multiplies by that one. A block of zeros has scale 0 and is divided by 1.
   divisor = scales.astype(jnp.float32)[..., None, :]
   x = blocks / jnp.where(divisor > 0, divisor, 1.0)
   x = x.reshape(*lead, rows, columns)
   if method == "nf4":
     table = np.asarray(_NF4, np.float32)
-    # The nearest entry's number is the number of midpoints below x. XLA fuses this sum
-    # of comparisons; an argmin over 16 distances would take 16 times the kernel's
-    # memory.
+    # The index of the nearest entry is the number of midpoints below x. XLA fuses this
+    # sum of 15 comparisons; an argmin over 16 distances would take 16 times the memory
+    # of the kernel.
     codes = jnp.zeros(x.shape, jnp.uint8)
     for middle in (table[1:] + table[:-1]) / 2:
       codes = codes + (x > middle).astype(jnp.uint8)
@@ -136,11 +138,16 @@ def decode(codes: jax.Array, scales: jax.Array, method: str, dtype: Any) -> jax.
 
 
 def _pack(codes: jax.Array) -> jax.Array:
-  """Packs two neighbouring inputs into a byte: a shard of inputs is one of bytes."""
+  """Packs inputs 2 i and 2 i + 1 into byte i, the first in the low 4 bits.
+
+  Neighbouring inputs share a byte, so a contiguous shard of the inputs is a contiguous
+  shard of the bytes.
+  """
   return codes[..., 0::2, :] | (codes[..., 1::2, :] << 4)
 
 
 def _unpack(codes: jax.Array) -> jax.Array:
+  """Returns the codes of all inputs, [..., in, out], from the bytes of `_pack`."""
   pairs = jnp.stack([codes & 15, codes >> 4], axis=-2)
   return pairs.reshape(*codes.shape[:-2], -1, codes.shape[-1])
 

@@ -1,11 +1,11 @@
 """Support for `qwix.apply_lora_to_model` on stacked layers; it does not import qwix.
 
 qwix traces one call of the model and adds parameters to each module whose method
-multiplies by a weight. Inside a scan or a remat this module is a temporary copy, and
-added parameters would be lost. During this one call, which qwix marks on every module,
-the layers therefore run one by one as separate modules. Their added parameters are then
-stacked and stored in the stack. Later calls scan as usual: the slice of each layer
-holds its slice of the added parameters, where qwix expects them.
+multiplies by a weight. Inside a scan or a remat such a module is a temporary copy, and
+added parameters would be lost. qwix marks all modules during this one call
+(`is_initialising`). The layers then run one by one as separate modules, and their added
+parameters are stacked and stored in the stacked module. Later calls scan as usual: the
+slice of each layer includes its slice of the added parameters, where qwix expects them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def run_apart(
     The output of the last layer.
   """
   rngs = getattr(stack, "qwix_rngs", None)
-  # qwix's random streams are shared by all modules and have no layer axis to slice.
+  # qwix stores its random streams on every module. They have no layer axis to slice, so
+  # they are removed from the stack and given to each layer whole.
   stack.set_attributes(qwix_rngs=None, raise_if_not_found=False)
   graph, state = nnx.split(stack)
   added: list[Additions] = []
@@ -56,7 +57,8 @@ def run_apart(
     x = call(layer, x)
     after = _attributes(layer)
     added.append({k: v for k, v in after.items() if v is not before.get(k)})
-  # All layers are equal, so the first layer's additions name those of every layer.
+  # All layers have the same structure, so the additions of the first layer have the
+  # same paths and names in every other layer.
   modules = dict(nnx.iter_modules(stack))
   for path, name in added[0]:
     values = [additions[path, name] for additions in added]
@@ -86,7 +88,11 @@ def _attributes(layer: nnx.Module) -> Additions:
 
 
 def _stacked(values: list[Any]) -> Any:
-  """Returns the stack's attribute, given that attribute of every layer."""
+  """Returns the attribute of the stack from the values that it has in the layers.
+
+  Args:
+    values: the value of one attribute in each layer.
+  """
   if isinstance(values[0], nnx.Variable):
     return _stacked_variable(*values)
   # Options such as a rank are equal in all layers and are stored once.

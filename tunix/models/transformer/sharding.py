@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from tunix.models.transformer.config import ShardingRules
 from tunix.utils import mesh as mesh_lib
 
-# Mesh axes of the last dimensions of a weight, by its kind. `dim` are the axes of the
-# model dimension (fsdp, ep, cp), `tp` is the axis of heads, hidden units and
-# vocabulary.
+# Maps each kind of weight to the mesh axes of its last dimensions. `dim` holds the axes
+# of the model dimension D (fsdp, ep, cp), and `tp` is the axis of heads, hidden units
+# and vocabulary.
 _KINDS = {
   "in_out": lambda dim, tp: (dim, tp),  # q, k, v, gate, up, lm_head: [D, out]
   "out_in": lambda dim, tp: (tp, dim),  # o, down: [in, D]; embedding: [V, D]
@@ -62,7 +62,8 @@ def pin_lookup(x: jax.Array, rules: ShardingRules) -> jax.Array:
   rematerialization").
 
   In a decode step whose products are split (`rules.step`), the table is split along the
-  vocabulary, and the partial results are added up.
+  vocabulary. Each device looks up the ids that it holds, and XLA adds the partial
+  results.
 
   Args:
     x: token ids [B, T], or the looked-up rows [B, T, D].
@@ -72,7 +73,9 @@ def pin_lookup(x: jax.Array, rules: ShardingRules) -> jax.Array:
     return pin_activations(x, rules)
   rows = tuple(axis for axis in batch_axes(rules) if axis not in rules.weight_axes)
   x = mesh_lib.constrain(x, *(rows, None, rules.weight_axes)[: x.ndim])
-  # Axes move one after the other: XLA has no single exchange for both moves.
+  # The axes move in two steps, because XLA has no single exchange for both. This first
+  # constraint moves cp to T and keeps the other axes on D; `pin_activations` then moves
+  # the others to B.
   if x.ndim == 3 and token_axis(rules) is not None:
     others = tuple(axis for axis in rules.weight_axes if axis != rules.cp)
     x = mesh_lib.constrain(x, rows, rules.cp, others)
@@ -82,9 +85,10 @@ def pin_lookup(x: jax.Array, rules: ShardingRules) -> jax.Array:
 def pin_rows(x: jax.Array, rules: ShardingRules) -> jax.Array:
   """Constrains queries, keys, values or logits [B, T, _] to the rows of the cache.
 
-  It applies only to a decode step whose products are split; otherwise `x` is returned.
-  The cache is too large to move, so attention runs where its rows are. The constraint
-  is set before the split into heads, because several devices may share one head.
+  It applies only to a decode step whose products are split (`rules.step`). Otherwise
+  `x` is returned unchanged. The cache is too large to move, so attention runs on the
+  devices that hold its rows. The constraint is set before the split into heads, because
+  several devices may share one head.
   """
   if not _splits_products(x, rules):
     return x
@@ -94,9 +98,10 @@ def pin_rows(x: jax.Array, rules: ShardingRules) -> jax.Array:
 def pin_features(x: jax.Array, rules: ShardingRules) -> jax.Array:
   """Constrains the input or output [B, T, _] of a split product to its features.
 
-  It applies only to a decode step whose products are split; otherwise `x` is returned.
-  `pin_rows` and this function are called in pairs. With one constraint alone XLA moves
-  the other side to it, and all-gathers the kernel or the cache.
+  It applies only to a decode step whose products are split (`rules.step`). Otherwise
+  `x` is returned unchanged. `pin_rows` and this function are called in pairs. With only
+  one of the two constraints, XLA extends it to the other array and all-gathers the
+  kernel or the cache.
   """
   if not _splits_products(x, rules):
     return x
@@ -104,15 +109,19 @@ def pin_features(x: jax.Array, rules: ShardingRules) -> jax.Array:
 
 
 def _splits_products(x: jax.Array, rules: ShardingRules) -> bool:
-  """Returns True for a decode step (one token per row) of a model laid out for it.
+  """Returns True for a decode step whose products are split over `rules.step`.
 
-  Moving the activations is then cheaper than moving the weights.
+  A call with one token per row counts as a decode step. Moving its activations is
+  cheaper than moving the weights.
   """
   return bool(rules.step) and x.shape[1] == 1
 
 
 def _rows(x: jax.Array, rules: ShardingRules) -> tuple[str, ...]:
-  """Returns the mesh axes of the rows of activations between two products."""
+  """Returns the mesh axes that split the rows of activations between two products.
+
+  In a split decode step, the axes `rules.step` split the features instead of the rows.
+  """
   axes = batch_axes(rules)
   if not _splits_products(x, rules):
     return axes
@@ -137,7 +146,8 @@ def tokens_everywhere(
   """Returns a spec of [B, T, ...] that gives every token to one device only.
 
   Rows are split over the batch axes, and the tokens of a row over cp and all other
-  axes. Axes that do not divide the tokens are left out, so their devices share tokens.
+  axes. An axis whose size does not divide the tokens is left out; the devices along it
+  then hold the same tokens.
   """
   batch = batch_axes(rules)
   rows = mesh_lib.fit_spec((batch,), shape, mesh)[0]
@@ -179,12 +189,14 @@ def on_users_mesh(model: Any, given: Mesh | None = None) -> Any:
 
 
 def abstract(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
-  """Returns the graph and the state of shapes of a model, without building it.
+  """Returns the graph definition and the abstract state of a model.
 
-  `nnx.eval_shape` is not used: it checks every spec against the context's mesh, which
-  may lack some of the axes.
+  The state has shapes in place of arrays, so no memory is allocated. `nnx.eval_shape`
+  is not used, because it checks every spec against the context's mesh, which may lack
+  some of the axes.
   """
-  graphs = []  # eval_shape returns arrays only, so the graph leaves by this list
+  # `jax.eval_shape` can return only arrays, so the graph is passed out by this list.
+  graphs = []
 
   def split():
     graph, state = nnx.split(build())

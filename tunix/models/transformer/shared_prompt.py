@@ -1,7 +1,7 @@
 """Rows that hold one prompt and several completions of it.
 
-The prompt is computed once for all of its completions. All parts of the decoder except
-attention treat the row like any other. Attention runs in two parts: the prompt attends
+The prompt is computed once for all of its completions. Attention is the only part of
+the decoder that treats these rows differently. It runs in two parts: the prompt attends
 to itself, and each completion attends to the prompt and to itself, as if no other
 completion existed.
 """
@@ -40,7 +40,7 @@ class SharedPrompt:
     """Returns the length R of a completion in rows of `tokens` tokens.
 
     Raises:
-      ValueError: the tokens behind the prompt do not divide by G.
+      ValueError: the number of tokens after the prompt is not a positive multiple of G.
     """
     size, rest = divmod(tokens - self.prompt, self.copies)
     if size < 1 or rest:
@@ -56,8 +56,8 @@ class SharedPrompt:
     The positions of a prompt count its valid tokens, and those of every completion
     continue them.
     """
-    # Padding is on the left, so the number of valid prompt tokens is the position of
-    # the first completion token.
+    # Positions count from 0 at the first valid token. The position of the first
+    # completion token is therefore the number of valid prompt tokens.
     prompt = valid[:, : self.prompt]
     places = jnp.arange(self.completion(valid.shape[1]), dtype=jnp.int32)
     after = jnp.sum(prompt, axis=1, dtype=jnp.int32)[:, None] + places

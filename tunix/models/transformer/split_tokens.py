@@ -8,8 +8,8 @@ gradients.
 Under a causal mask a later token attends to more keys. With contiguous shards the last
 of many devices would do twice the mean work. In that case each device exchanges its
 queries for a piece from the front and a piece from the back of the row, and the outputs
-return the same way. Half of the queries travel, which is less than the keys and values
-that are gathered anyway.
+return the same way (`Split.folded`). For this exchange a device sends at most T / n
+queries and T / n outputs; it receives the keys and values of all T tokens anyway.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ class Split:
   folded: bool
 
   def slots(self) -> np.ndarray:
-    """Returns the slots of every device's queries, in its order, int32 [n, T/n]."""
+    """Returns the slots (indices in the row) of each device's queries.
+
+    Returns:
+      int32 [n, T/n], in the order in which a device computes its queries.
+    """
     slots = np.arange(self.tokens, dtype=np.int32)
     if not self.folded:
       return slots.reshape(self.shards, -1)
@@ -67,9 +71,11 @@ class Split:
     """Returns the (source, target) devices of one half of every device's tokens.
 
     Device i holds pieces 2 i (half 0) and 2 i + 1 (half 1) of the contiguous row. Piece
-    p belongs to device min(p, 2 n - 1 - p). Pieces p and 2 n - 1 - p are one even and
-    one odd number, so each half sends exactly one piece to each device, as a
-    permutation must.
+    p belongs to device min(p, 2 n - 1 - p), so device i receives pieces i and
+    2 n - 1 - i. One of these two numbers is even and the other odd. Each half therefore
+    sends exactly one piece to each device, as `ppermute` requires. For n = 2, half 0
+    moves pieces 0 and 2 to devices 0 and 1, and half 1 moves pieces 1 and 3 to devices
+    1 and 0.
     """
     last = 2 * self.shards - 1
     numbers = ((i, 2 * i + half) for i in range(self.shards))
@@ -81,9 +87,9 @@ def split_of(
 ) -> Split | None:
   """Returns the split of queries [B, T, N, H] on the context's mesh.
 
-  The result is None if the mesh does not split tokens, or if its axis does not divide
-  T. In the second case a warning is logged once, unless the queries are those of a step
-  with a cache, which are few.
+  The result is None if the mesh does not split tokens, or if the size of its axis does
+  not divide T. In the second case a warning is logged once, except for calls with a KV
+  cache: their queries are few, so unsplit rows cost little.
 
   Args:
     query: the queries.
@@ -100,7 +106,8 @@ def split_of(
     )
   if shards == 1 or tokens % shards:
     return None
-  # With a window every token has the same work, and the work of a mask is unknown.
+  # With a window every token has the same work, and with a mask the work is unknown. In
+  # both cases folding would move queries without balancing anything.
   is_causal = visible.aligned and visible.mask is None and window is None
   folded = is_causal and tokens % (2 * shards) == 0
   return Split(axis=str(rules.cp), shards=shards, tokens=tokens, folded=folded)
@@ -131,7 +138,8 @@ def attend(
   mesh = mesh_lib.context_mesh()
   assert mesh is not None
   rows, axis = sharding.batch_axes(rules), split.axis
-  # The number of key heads decides how heads are split: it divides the query heads.
+  # The spec is fitted to the key heads. Their number divides the number of query heads,
+  # so an axis that divides the key heads divides the query heads too.
   keys = mesh_lib.fit_spec((rows, axis, rules.tp, None), key.shape, mesh)
   # cp divides the queries (see `split_of`), but not always the keys of a cache.
   queries = PartitionSpec(keys[0], axis, keys[2], None)
@@ -208,8 +216,8 @@ def _exchange(x: jax.Array, split: Split, *, back: bool = False) -> jax.Array:
 
   Each half of the tokens is one permutation of the devices, see `Split.moves`.
   """
-  # Going back reverses source and target of the same permutations, so that each half
-  # returns to its place in the contiguous shard.
+  # `back` swaps source and target of the same permutations, so that each half returns
+  # to its place in the contiguous shard.
   halves = jnp.split(x, 2, axis=1)
   for half in (0, 1):
     moves = split.moves(half)

@@ -1,8 +1,10 @@
 """The keys that each query of self-attention attends to, stored as indices.
 
-A mask [B, T, S] is built only where it is needed, from these indices. Rows are padded
-on the left and all rows share their slots, so a distance in slots is a distance in
-positions. Windows are therefore counted in slots, with and without a cache.
+A slot is the index of a token in its padded row; with a KV cache, the index counts from
+the first cached token. A mask [B, T, S] is built only where it is needed, from these
+indices. Rows are padded on the left and all rows share their slots, so the distance of
+two tokens in slots equals their distance in positions. Windows are therefore counted in
+slots, with and without a cache.
 """
 
 from __future__ import annotations
@@ -44,8 +46,9 @@ class Visibility:
       order. None for the causal order.
     segment_ids: int32 [B, T] of packed rows, or None; only without a cache.
     groups: int32 [B, T], or None. Tokens of one nonzero group attend to each other in
-      both directions (the patches of an image). A group must lie within the T tokens.
-      It also opens pairs that `mask` closes, so padding must have group 0.
+      both directions (the patches of an image). All tokens of a group must be in the
+      same call. A group also opens pairs that `mask` closes, so padding must have
+      group 0.
     key_segments, key_groups: segment ids and groups of the keys, int32 [B, S], if they
       differ from the queries'; else None.
     aligned: True if the keys are the same tokens as the queries and `query_index`
@@ -90,7 +93,8 @@ class Visibility:
         "be combined with a cache; put them into the mask instead"
       )
     if groups is not None and groups.shape[1] != count:
-      # The call's tokens lie at their slots; all other slots of the cache have group 0.
+      # The T tokens of this call are at consecutive slots, from query_index[0] on. All
+      # other slots of the cache have group 0.
       slots = jnp.zeros((groups.shape[0], count), groups.dtype)
       at = (0, self.query_index[0])
       groups = jax.lax.dynamic_update_slice(slots, groups, at)
@@ -144,12 +148,16 @@ def is_visible(
 ) -> Bool[Array, "B T S"]:
   """Returns the mask of queries and keys.
 
-  A pair is open if (the mask opens it, or without a mask the causal order, or both
-  tokens are in one group), and the key is inside the window, and both tokens are in one
-  segment. The window limits only the past: later members of a group stay visible, as in
-  the sliding layers of Gemma 3.
+  A query attends to a key if all of these hold:
 
-  Returns: bool [B, T, S], or [1, T, S] if all rows have the same mask.
+  - the mask allows it (without a mask: the causal order), or both tokens are in one
+    nonzero group;
+  - both tokens are in one segment;
+  - the key is inside the window. The window limits only the past, so later members of a
+    group stay visible, as in the sliding layers of Gemma 3.
+
+  Returns:
+    bool [B, T, S], or [1, T, S] if all rows have the same mask.
   """
   seen = masks.causal_mask(queries.index, keys.index) if mask is None else mask
   # Groups open pairs, so they come before segments and windows, which close pairs.
@@ -167,18 +175,21 @@ def is_visible(
 def reach(
   queries: Tokens, keys: Tokens, window: int | None = None
 ) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-  """Returns the first and the last slot that each query attends to, without a mask.
+  """Returns bounds of the slots that each query attends to, if there is no mask.
 
-  All visible keys lie between the two slots. Keys between them may be hidden, so the
-  result is a bound for skipping blocks and no mask.
+  All visible keys are from the first slot to the last, both included. Some keys between
+  them may be hidden, so the bounds can be used to skip blocks but not as a mask.
 
-  Returns: two int32 [B, T], or [1, T] if all rows have the same bounds.
+  Returns:
+    The first and the last slot, int32 [B, T] each, or [1, T] if all rows have the same
+    bounds.
   """
   # The causal range [0, own slot], which segments and windows shorten. Groups extend it
   # to the last member of the query's group.
   first = jnp.zeros_like(queries.index)[None]
   last = queries.index[None]
   if window is not None:
+    # The window counts the query's own slot, so it begins window - 1 slots before it.
     first = jnp.maximum(first, last - (window - 1))
   if queries.segments is not None and keys.segments is not None:
     ends = _ends(queries.segments, keys.segments, keys.index)
@@ -192,16 +203,18 @@ def reach(
 def _ends(
   queries: jax.Array, keys: jax.Array, slots: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the first and the last slot whose key has each query's id.
+  """Returns, for each query, the first and the last slot whose key has the query's id.
 
   It scatters the keys into a table with one entry per id, which takes B (S + 1) numbers
-  where a comparison of all pairs would take B T S. Ids of at least S + 1 share the last
-  entry; this only widens their bounds.
+  where a comparison of all pairs would take B T S. Ids of S or more share the last
+  entry, and a negative id shares the entry of its absolute value. Sharing only widens
+  the bounds.
   """
   size = keys.shape[1] + 1
   entry = lambda ids: jnp.clip(jnp.abs(ids), 0, size - 1)
   rows = jnp.arange(keys.shape[0])[:, None]
   shape = (keys.shape[0], size)
+  # An id without a key keeps the start values first = S and last = 0, an empty range.
   first = jnp.full(shape, keys.shape[1], slots.dtype).at[rows, entry(keys)].min(slots)
   last = jnp.zeros(shape, slots.dtype).at[rows, entry(keys)].max(slots)
   return first[rows, entry(queries)], last[rows, entry(queries)]

@@ -155,10 +155,8 @@ class DPOTrainingConfig(CompletionsConfig):
 PreferenceConfig = DPOTrainingConfig
 
 
-def ORPOTrainingConfig(**settings: Any) -> DPOTrainingConfig:
-  """Returns a DPOTrainingConfig with `algorithm="orpo"`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ORPOTrainingConfig(DPOTrainingConfig):
+  """A DPOTrainingConfig whose `algorithm` is "orpo": a name that users rely on."""
 
-  Args:
-    **settings: fields of DPOTrainingConfig.
-  """
-  return DPOTrainingConfig(**{"algorithm": "orpo", **settings})
+  algorithm: Algorithm = "orpo"
