@@ -12,9 +12,9 @@ from tunix.data import records, spans
 from tunix.data.spans import Segment
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
-# Chat templates that print today's date get this date instead: tokens must depend on
-# the data alone, or a run that is resumed after midnight would train on other tokens.
-# It is the date that Llama 3's templates fall back to.
+# Chat templates that print today's date get this fixed date. With the real date, a run
+# that is resumed on another day would train on other tokens. The templates of Llama 3
+# have the same default date.
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 
 # Keys of a message that the chat template must not see.
@@ -65,9 +65,9 @@ class Rendered(NamedTuple):
 def rendered_row(
   tokens: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray
 ) -> Rendered:
-  """Splits a row of tokens in front of its first trained token.
+  """Splits a row of tokens before its first trained token.
 
-  The first token of a row is never trained: no token precedes it that could predict it.
+  The first token of a row is never trained, because no token before it predicts it.
 
   Args:
     tokens: T token ids.
@@ -92,9 +92,9 @@ def render(
   """Returns tokens and mask of one record of fine-tuning.
 
   In a conversation, the assistant's turns are trained, each with the token that ends
-  it. Of a prompt and a response, the response and its end are trained; of a text,
-  everything. The text between these borders is tokenised piece by piece, as when a
-  model continues a prompt.
+  it. In a record with a prompt and a response, the response and its end are trained. In
+  a text, all tokens are trained. Trained and untrained pieces of text are tokenised
+  separately, because a model that continues a prompt sees the same boundary.
 
   Args:
     record: a record of the kind SFT, see `tunix.data.records`.
@@ -167,7 +167,9 @@ def prompt_text(
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-  """Returns the text that a model continues; in chats it ends with the answer's header.
+  """Returns the text that a model continues.
+
+  In chats the text ends with the header of the answer.
 
   Args:
     prompt, tokenizer, where, chat, template_kwargs: as for `render_completion`.

@@ -85,8 +85,8 @@ class OneRow:
   ) -> Row:
     """Stacks rows `first` to `first + count` of a batch.
 
-    Rows that a last, smaller batch lacks become padding, so that all batches have one
-    shape.
+    If the last batch has fewer rows, padding takes their place, so that all batches
+    have one shape.
 
     Args:
       elements: padded or packed rows of the whole batch.
