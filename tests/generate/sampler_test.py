@@ -240,7 +240,7 @@ def test_cache_sizes():
   own = Sampler(toy_ids.OwnCache(97), toy_ids.Ids(), CacheConfig(cache_size=30))
   assert own(prompts, 10).padded_prompt_tokens.shape == (1, 20)
   with pytest.raises(
-    ValueError, match=r"20 prompt tokens .* make 31, the cache holds 30"
+    ValueError, match=r"20 prompt tokens .* need 31 slots, and the cache has 30"
   ):
     tight(prompts, 11)
   with pytest.raises(ValueError, match=r"24 prompt tokens .*: raise CacheConfig"):
@@ -284,8 +284,8 @@ def test_cache_config_is_checked_against_the_model():
     (["1"], {"temperature": 1, "top_k": 0}, ValueError, "top_k is 0"),
     (["1"], {"temperature": 1, "top_p": 0.0}, ValueError, "top_p is 0.0"),
     (["1"], {"temperature": 1, "min_p": 1.5}, ValueError, "min_p is 1.5"),
-    (["1"], {"top_p": 0.9}, ValueError, "top_p is 0.9 and nothing is drawn"),
-    (["1"], {"top_k": 3}, ValueError, "top_k is 3 and nothing is drawn"),
+    (["1"], {"top_p": 0.9}, ValueError, "top_p is 0.9, and at temperature 0"),
+    (["1"], {"top_k": 3}, ValueError, "top_k is 3, and at temperature 0"),
     (["1"], {"stop_strings": [3]}, TypeError, r"stop_strings\[0\] is 3"),
     (["1"], {"stop_strings": [""]}, ValueError, "stop_strings has an empty string"),
     (["1"], {"length_penalty": 2.0}, ValueError, "length_penalty is 2.0 and only"),

@@ -217,9 +217,9 @@ def test_archives_that_no_torch_writes(file):
   # The central directory sends a storage to the place of another member.
   at = good.rindex(b"model/data/0") - 4
   file.write_bytes(good[:at] + bytes(4) + good[at + 4 :])
-  refused(file, "does not lie where the index says")
+  refused(file, "is not at the offset in the index")
   file.write_bytes(good[:at] + b"\xf0\xff\xff\x00" + good[at + 4 :])
-  refused(file, "lies outside the file")
+  refused(file, "is outside the file")
 
 
 def test_old_format(file):

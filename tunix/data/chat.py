@@ -221,7 +221,7 @@ def _conversation(
 
 
 def is_trained(message: Message) -> bool:
-  """Returns whether a turn of a conversation is trained."""
+  """Returns True if a turn of a conversation is trained."""
   return (
     message["role"] == "assistant"
     and message.get("train", True)
@@ -244,8 +244,8 @@ def _chat(
       some, add_generation_prompt, now=TEMPLATE_DATE, **variables
     )
 
-  # Any special token may close a turn, except BOS. Some tokenizers use one token for
-  # BOS and EOS, which then does close turns.
+  # Any special token except BOS may close a turn. If a tokenizer uses one token for BOS
+  # and EOS, this token closes turns too.
   bos = tokenizer.bos_token if tokenizer.bos_id() != tokenizer.eos_id() else None
   closing = [text for text in tokenizer.special_tokens() if text != bos]
   segments, needs_eos = spans.find_segments(_visible(messages), turns, apply, closing)
@@ -272,7 +272,7 @@ def _plain(segments: Sequence[Segment], tokenizer: TokenizerAdapter) -> Rendered
 
 
 def _check_text(text: str) -> None:
-  """Refuses half of a surrogate pair: JSON can write it, but it has no token."""
+  """Refuses text with half of a surrogate pair: JSON allows it, UTF-8 does not."""
   try:
     text.encode()
   except UnicodeEncodeError as error:
@@ -290,11 +290,12 @@ def _tokenise(
   add_eos: bool,
   add_bos: bool = False,
 ) -> Rendered:
-  """Returns the tokens of consecutive segments; adds BOS and EOS unless they are there.
+  """Returns the tokens of consecutive segments.
 
-  Each segment is encoded by itself. One encoding of the joined text could merge the
-  last character of a prompt and the first of an answer into one token, which no model
-  that continues the prompt would produce.
+  BOS and EOS are added, unless the text already has them. Each segment is encoded
+  separately. Encoding the joined text could merge the last character of a prompt and
+  the first character of an answer into one token, which a model that continues the
+  prompt never produces.
   """
   tokens: list[int] = []
   mask: list[int] = []
@@ -309,8 +310,8 @@ def _tokenise(
     tokens, mask = [bos, *tokens], [0, *mask]
   if add_eos and eos is None:
     raise ValueError(
-      "the tokenizer has no end-of-sequence token, so that the model could not learn "
-      "to stop; name one with eos_token=..."
+      "the tokenizer has no end-of-sequence token, which the model needs to learn to "
+      "stop; name one with eos_token=..."
     )
   if add_eos and eos is not None and (tokens[-1:], mask[-1:]) != ([eos], [1]):
     tokens, mask = [*tokens, eos], [*mask, 1]
