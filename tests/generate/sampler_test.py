@@ -298,7 +298,7 @@ def test_cache_config_is_checked_against_the_model():
       ["1 2 3"],
       {"max_prompt_length": 2},
       ValueError,
-      "3 tokens, max_prompt_length is 2",
+      "3 tokens and max_prompt_length is 2",
     ),
   ],
 )

@@ -396,7 +396,7 @@ def test_nothing_but_failures_is_an_error_with_a_name():
 
 def test_a_prompt_that_is_too_long_is_named():
   data = [{"prompts": [" ".join(["5"] * 9)]}]
-  with pytest.raises(ValueError, match="9 tokens, max_prompt_length is 8"):
+  with pytest.raises(ValueError, match="9 tokens and max_prompt_length is 8"):
     clusters.grpo().train(data)
 
 

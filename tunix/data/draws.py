@@ -43,7 +43,7 @@ def weighted_draws(
   Args:
     sizes: number of records of each part, at least 1.
     weights: weight of each part, above 0.
-    shuffle: shuffle each part anew on every pass through it.
+    shuffle: if True, each part has a new order in every pass through it.
     seed: seed of the shuffles; part i uses seed + i.
     num_epochs: number of passes of sum(sizes) draws each; None never ends.
   """

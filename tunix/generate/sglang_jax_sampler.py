@@ -176,7 +176,7 @@ class SglangJaxSampler(BaseSampler):
     return tokens, logprobs, "stop" if is_text else "eos"
 
   def _reason_at_limit(self, tokens: np.ndarray, options: SamplingOptions) -> str:
-    """Returns the finish reason of a row for which the engine says "length".
+    """Returns the finish reason of a row for which the engine returns "length".
 
     The engine checks the limit first. It returns "length" even if the last token is an
     end-of-sequence token or completes a stop string.

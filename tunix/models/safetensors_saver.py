@@ -33,7 +33,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 _log = logging.getLogger(__name__)
 
-# Files that a user of the folder needs besides the weights; copied from the source.
+# Files other than weights that a user of the folder needs; copied from the source.
 _COMPANIONS = (
   "added_tokens.json",
   "chat_template.jinja",

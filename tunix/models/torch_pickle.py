@@ -245,7 +245,7 @@ def _empty_dict(*items: Any) -> dict[str, Any]:
   return {}
 
 
-# The functions of this module that stand for the names a stream may call.
+# Maps each name that a stream may call to the function that this module runs instead.
 _CALLS: Mapping[str, Callable[..., Any]] = {
   "collections.OrderedDict": _empty_dict,
   "torch.Size": lambda values: sizes(values, "shape"),

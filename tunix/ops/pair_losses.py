@@ -105,8 +105,8 @@ def check_smoothing(label_smoothing: float) -> None:
   """
   if not 0 <= label_smoothing < 0.5:
     raise ValueError(
-      f"label_smoothing={label_smoothing}; expected a value in [0, 0.5), the "
-      "probability that chosen and rejected are swapped. At 0.5 the loss has no gradient"
+      f"label_smoothing={label_smoothing}; expected a probability in [0, 0.5) that "
+      "chosen and rejected are swapped. At 0.5 the loss has no gradient"
     )
 
 

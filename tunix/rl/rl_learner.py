@@ -176,7 +176,8 @@ class RLLearner(BaseTrainer):
   ) -> TrainResult:
     """Trains from the newest checkpoint until the prompts or `max_steps` end.
 
-    Training also ends early if evaluations do not improve (`TrainingConfig.best`).
+    Training also ends early if `TrainingConfig.best` has a `patience` and this number
+    of consecutive evaluations bring no improvement.
 
     Calling `train` again restarts the prompts; the step count continues. If a script
     calls it several times and is resumed, the calls that were complete return at once
@@ -303,7 +304,7 @@ class RLLearner(BaseTrainer):
       raise ValueError(
         "no completion of a whole batch has weight: every reward failed, or every "
         "completion was truncated under mask_truncated; look at rewards/failed and "
-        "completions/truncated, and at what the reward functions raise"
+        "completions/truncated, and at the errors of the reward functions"
       )
     return minis if limit is None else minis[: limit - self.train_steps]
 
