@@ -161,7 +161,7 @@ FUNCTION = archives.name("torch._utils._rebuild_tensor_v2")
     (b"\x95" + b"\xff" * 8 + b".", "damaged|FRAME|expected"),
     (b"].", "holds list"),
     (b"}" + archives.text("a") + b"K\x01s.", "'a' is of type int, expected a tensor"),
-    (b"}(" + archives.text("a") + b"N" + archives.text("a") + b"Nu.", "there twice"),
+    (b"}(" + archives.text("a") + b"N" + archives.text("a") + b"Nu.", "occurs twice"),
     (b"}K\x01Ns.", "int as a key"),
     (b"}(Nu.", "no dict"),
   ],

@@ -124,7 +124,7 @@ def test_the_reference_of_a_users_model():
 
 def test_who_shares_nothing():
   actor = fresh()
-  with pytest.raises(ValueError, match="has no adapters, all of its weights"):
+  with pytest.raises(ValueError, match="has no adapters, so all of its weights"):
     backbone.reference_of(actor)
   assert not backbone.share_backbone(adapted(actor), toys.model())  # equal numbers
   one = adapted(actor)
