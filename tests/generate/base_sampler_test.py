@@ -46,7 +46,7 @@ def test_a_sampler_is_given_ids_and_checked_options(echoing):
       {"temperature": 1.0, "top_k": 2, "seed": 3},
       "does not honour seed and top_k",
     ),
-    ({"max_prompt_length": 1}, "2 tokens, max_prompt_length is 1"),
+    ({"max_prompt_length": 1}, "2 tokens and max_prompt_length is 1"),
     ({"temperature": -1.0}, "temperature is -1"),
   ],
 )

@@ -187,7 +187,7 @@ def test_log_probs_are_given_as_what_they_are(mode, options, own, drawn):
 def test_the_kind_of_log_probs_must_be_known():
   silent = {"/server_info?config_format=json": 404}
   with engine(choice([1]), **silent) as server:
-    with pytest.raises(ValueError, match=r"give logprob_kind=.*DEV_MODE=1"):
+    with pytest.raises(ValueError, match=r"Give logprob_kind=.*DEV_MODE=1"):
       sampler_of(server)
     assert sampler_of(server, logprob_kind="processed").logprob_kind == "processed"
   with (
@@ -260,9 +260,9 @@ def test_what_the_server_refuses_is_said_in_its_words():
 def test_a_dead_engine_is_named():
   with engine(choice([1])) as server:
     sampler = sampler_of(server)
-  with pytest.raises(EngineError, match=r"gives no answer \(ConnectionRefused.*dead"):
+  with pytest.raises(EngineError, match=r"gives no answer \(ConnectionRefused"):
     sampler([[5]], 3)
-  with pytest.raises(EngineError, match="dead, or was never there"):
+  with pytest.raises(EngineError, match="that the engine is running"):
     sampler_of(server)
 
 
@@ -326,5 +326,8 @@ def test_weights_that_do_not_arrive_are_an_error(tmp_path):
     "/collective_rpc": {"results": [None]},
     "/reset_prefix_cache": {"success": False},
   }
-  with engine(**kept) as server, pytest.raises(EngineError, match="kept prompts of"):
+  with (
+    engine(**kept) as server,
+    pytest.raises(EngineError, match="prefix cache still has"),
+  ):
     sampler_of(server).update_weights(folder)

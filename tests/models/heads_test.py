@@ -54,7 +54,7 @@ def toys_lora():
 
 def test_what_a_scoring_model_is_not():
   critic = heads.with_scores(toys.model())
-  with pytest.raises(ValueError, match=r"gives 1 score\(s\) a position and no logits"):
+  with pytest.raises(ValueError, match="num_scores is 1, so the model has scores"):
     critic.unembedding()
   with pytest.raises(ValueError, match=r"has a head of 1 score\(s\) already"):
     heads.with_scores(critic)

@@ -161,7 +161,7 @@ FUNCTION = archives.name("torch._utils._rebuild_tensor_v2")
     (b"\x95" + b"\xff" * 8 + b".", "damaged|FRAME|expected"),
     (b"].", "holds list"),
     (b"}" + archives.text("a") + b"K\x01s.", "'a' is of type int, expected a tensor"),
-    (b"}(" + archives.text("a") + b"N" + archives.text("a") + b"Nu.", "there twice"),
+    (b"}(" + archives.text("a") + b"N" + archives.text("a") + b"Nu.", "occurs twice"),
     (b"}K\x01Ns.", "int as a key"),
     (b"}(Nu.", "no dict"),
   ],
@@ -217,9 +217,9 @@ def test_archives_that_no_torch_writes(file):
   # The central directory sends a storage to the place of another member.
   at = good.rindex(b"model/data/0") - 4
   file.write_bytes(good[:at] + bytes(4) + good[at + 4 :])
-  refused(file, "does not lie where the index says")
+  refused(file, "is not at the offset in the index")
   file.write_bytes(good[:at] + b"\xf0\xff\xff\x00" + good[at + 4 :])
-  refused(file, "lies outside the file")
+  refused(file, "is outside the file")
 
 
 def test_old_format(file):

@@ -18,7 +18,7 @@ from tunix.data.stored import Records
 class ArrayRecords(Records):
   """Records of one or more ArrayRecord files, each the UTF-8 text of a JSON object.
 
-  Grain reads them by position; memory holds the index of each file, no record.
+  Grain reads records by position; memory holds the index of each file, but no record.
   """
 
   noun = "ArrayRecord"

@@ -76,8 +76,8 @@ class TextOptions:
       BadRow: bad rows are errors.
     """
     if self.bad_rows == "error":
-      # The command passes token ids and names this option differently, so that only
-      # users who pass text read about `bad_rows`.
+      # The command line passes token ids and has another name for this option, so the
+      # message names `bad_rows` only to users who pass text.
       has_text = self.tokenizer is not None
       raise BadRow(message + (', or set bad_rows="skip"' if has_text else ""))
     name = "rows without weight (an empty completion, or two equal ones)"
@@ -130,7 +130,7 @@ def read_labelled(columns: Mapping[str, Any], options: TextOptions) -> Rows:
 
 
 def is_one_pair(columns: Mapping[str, Any]) -> bool:
-  """Returns whether a mapping holds the fields of one pair, not columns of a batch."""
+  """Returns True if a mapping has the fields of one pair, not columns of a batch."""
   names = _TEXTS[PAIR]
   values = [columns[n] for n in (*names["prompts"], *names["chosen"]) if n in columns]
   if not values or isinstance(values[0], str):
@@ -150,8 +150,8 @@ def tokenise_row(
   Args:
     prompt: a text or a list of messages. None or [] takes the common beginning of the
       completions, which are then whole conversations.
-    completions: one text each. After a prompt of messages also a message or a list of
-      messages, which may repeat the prompt.
+    completions: texts. After a prompt of messages, a completion may also be a message
+      or a list of messages, which may repeat the prompt.
     tokenizer: tokenizer with BOS, EOS and the chat template.
     where: place of the row, for messages.
 
@@ -327,7 +327,7 @@ def _check_shapes(read: Rows, completions: Sequence[str]) -> None:
 
 
 def _numbers(name: str, values: Any, count: int) -> np.ndarray:
-  """Returns a float32 copy of a column of numbers, one a row."""
+  """Returns a float32 copy of a column with one number per row."""
   column = np.array(values, np.float32)
   if column.shape != (count,):
     raise ValueError(
@@ -358,7 +358,7 @@ def _labels(values: Any, count: int) -> np.ndarray:
 
 
 def _equal_rows(read: Rows, completions: Sequence[str]) -> np.ndarray:
-  """Returns whether both completions of each row are equal, bool [B]."""
+  """Returns True for rows whose two completions are equal, bool [B]."""
   prompts = read["prompt_ids"]
   if len(completions) != 2:
     return np.zeros(len(prompts), bool)

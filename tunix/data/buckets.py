@@ -1,10 +1,10 @@
 """Length buckets: batches of rows of similar length, which need less padding.
 
 Records come in the order of training, in windows of 32 batches. Within a window, each
-record goes into the shortest bucket that holds it, and each bucket is cut into batches.
-Records that do not fill a batch move up into the next longer bucket. So all batches
-except the last of all are full, a record stays within its window, and a batch has one
-of a few shapes, each of which compiles one program.
+record goes into the shortest bucket that it fits, and each bucket is cut into batches.
+Records that do not fill a batch move into the next longer bucket. Therefore all batches
+except the last one are full, a record stays within its window, and a batch has one of a
+few shapes. Each shape compiles one program.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from grain.experimental import FlatMapIterDataset
 from tunix.data import rows
 from tunix.data.rows import OneRow, Row
 
-# Batches of a window: enough that few rows move up, few enough to hold in memory.
+# Batches in a window. More batches move fewer rows into longer buckets, but a window is
+# held in memory.
 WINDOW = 32
 
 
@@ -33,9 +34,10 @@ def batch(
   first: int,
   count: int,
 ) -> grain.IterDataset:
-  """Returns batches as `OneRow.stack` makes them, int32 [count, L], L one of `lengths`.
+  """Returns batches in the form of `OneRow.stack`, int32 [count, L].
 
-  The state of an iterator does not contain its window, which is read again instead.
+  L is one of `lengths`. The state of an iterator does not contain its window; a
+  restored iterator reads the window again.
 
   Args:
     stream: elements {"input_tokens", "input_mask"} of at most `max_length` tokens.
@@ -64,9 +66,9 @@ def cut(lengths: Sequence[int], at: Sequence[int], batch_size: int) -> list[list
     batch_size: elements of a batch.
 
   Returns:
-    Indices of elements, one list a batch. Batches come in the order in which they fill,
-    so that short and long ones alternate as the records do. If the window is no
-    multiple of `batch_size`, the last batch is smaller.
+    Indices of elements, one list per batch. Batches come in the order of their last
+    elements, so that short and long batches alternate as the records do. If the size of
+    the window is not a multiple of `batch_size`, the last batch is smaller.
   """
   by_bucket: list[list[int]] = [[] for _ in at]
   for index, length in enumerate(lengths):

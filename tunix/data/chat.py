@@ -12,9 +12,9 @@ from tunix.data import records, spans
 from tunix.data.spans import Segment
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
-# Chat templates that print today's date get this date instead: tokens must depend on
-# the data alone, or a run that is resumed after midnight would train on other tokens.
-# It is the date that Llama 3's templates fall back to.
+# Chat templates that print today's date get this fixed date. With the real date, a run
+# that is resumed on another day would train on other tokens. The templates of Llama 3
+# have the same default date.
 TEMPLATE_DATE = datetime.datetime(2024, 7, 26)
 
 # Keys of a message that the chat template must not see.
@@ -65,9 +65,9 @@ class Rendered(NamedTuple):
 def rendered_row(
   tokens: Sequence[int] | np.ndarray, mask: Sequence[int] | np.ndarray
 ) -> Rendered:
-  """Splits a row of tokens in front of its first trained token.
+  """Splits a row of tokens before its first trained token.
 
-  The first token of a row is never trained: no token precedes it that could predict it.
+  The first token of a row is never trained, because no token before it predicts it.
 
   Args:
     tokens: T token ids.
@@ -92,9 +92,9 @@ def render(
   """Returns tokens and mask of one record of fine-tuning.
 
   In a conversation, the assistant's turns are trained, each with the token that ends
-  it. Of a prompt and a response, the response and its end are trained; of a text,
-  everything. The text between these borders is tokenised piece by piece, as when a
-  model continues a prompt.
+  it. In a record with a prompt and a response, the response and its end are trained. In
+  a text, all tokens are trained. Trained and untrained pieces of text are tokenised
+  separately, because a model that continues a prompt sees the same boundary.
 
   Args:
     record: a record of the kind SFT, see `tunix.data.records`.
@@ -167,7 +167,9 @@ def prompt_text(
   chat: bool | None = None,
   template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-  """Returns the text that a model continues; in chats it ends with the answer's header.
+  """Returns the text that a model continues.
+
+  In chats the text ends with the header of the answer.
 
   Args:
     prompt, tokenizer, where, chat, template_kwargs: as for `render_completion`.
@@ -219,7 +221,7 @@ def _conversation(
 
 
 def is_trained(message: Message) -> bool:
-  """Returns whether a turn of a conversation is trained."""
+  """Returns True if a turn of a conversation is trained."""
   return (
     message["role"] == "assistant"
     and message.get("train", True)
@@ -242,8 +244,8 @@ def _chat(
       some, add_generation_prompt, now=TEMPLATE_DATE, **variables
     )
 
-  # Any special token may close a turn, except BOS. Some tokenizers use one token for
-  # BOS and EOS, which then does close turns.
+  # Any special token except BOS may close a turn. If a tokenizer uses one token for BOS
+  # and EOS, this token closes turns too.
   bos = tokenizer.bos_token if tokenizer.bos_id() != tokenizer.eos_id() else None
   closing = [text for text in tokenizer.special_tokens() if text != bos]
   segments, needs_eos = spans.find_segments(_visible(messages), turns, apply, closing)
@@ -270,7 +272,7 @@ def _plain(segments: Sequence[Segment], tokenizer: TokenizerAdapter) -> Rendered
 
 
 def _check_text(text: str) -> None:
-  """Refuses half of a surrogate pair: JSON can write it, but it has no token."""
+  """Refuses text with half of a surrogate pair: JSON allows it, UTF-8 does not."""
   try:
     text.encode()
   except UnicodeEncodeError as error:
@@ -288,11 +290,12 @@ def _tokenise(
   add_eos: bool,
   add_bos: bool = False,
 ) -> Rendered:
-  """Returns the tokens of consecutive segments; adds BOS and EOS unless they are there.
+  """Returns the tokens of consecutive segments.
 
-  Each segment is encoded by itself. One encoding of the joined text could merge the
-  last character of a prompt and the first of an answer into one token, which no model
-  that continues the prompt would produce.
+  BOS and EOS are added, unless the text already has them. Each segment is encoded
+  separately. Encoding the joined text could merge the last character of a prompt and
+  the first character of an answer into one token, which a model that continues the
+  prompt never produces.
   """
   tokens: list[int] = []
   mask: list[int] = []
@@ -307,8 +310,8 @@ def _tokenise(
     tokens, mask = [bos, *tokens], [0, *mask]
   if add_eos and eos is None:
     raise ValueError(
-      "the tokenizer has no end-of-sequence token, so that the model could not learn "
-      "to stop; name one with eos_token=..."
+      "the tokenizer has no end-of-sequence token, which the model needs to learn to "
+      "stop; name one with eos_token=..."
     )
   if add_eos and eos is not None and (tokens[-1:], mask[-1:]) != ([eos], [1]):
     tokens, mask = [*tokens, eos], [*mask, 1]

@@ -1,6 +1,6 @@
 """The order of records over all epochs, as Grain datasets of record numbers.
 
-Datasets have random access, so that a place in the order is one integer.
+The datasets have random access, so a position in the order is one integer.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def weighted_draws(
   Args:
     sizes: number of records of each part, at least 1.
     weights: weight of each part, above 0.
-    shuffle: shuffle each part anew on every pass through it.
+    shuffle: if True, each part has a new order in every pass through it.
     seed: seed of the shuffles; part i uses seed + i.
     num_epochs: number of passes of sum(sizes) draws each; None never ends.
   """
   parts, start = [], 0
   for number, size in enumerate(sizes):
     part = grain.MapDataset.range(start, start + size).seed((seed + number) % 2**32)
-    # Parts repeat without end: Grain's mixture stops where its first part stops.
+    # Parts repeat without end, because Grain's mixture ends when one part ends.
     parts.append((part.shuffle() if shuffle else part).repeat(None))
     start += size
   mixed = grain.MapDataset.mix(parts, list(weights))

@@ -24,7 +24,7 @@ _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{},]', re.DOTALL)
 def open_file(
   path: str | os.PathLike[str], kind: Kind = SFT, *, name: str | None = None
 ) -> Records:
-  """Opens a file of records; the end of its name tells the format.
+  """Opens a file of records, in the format that the ending of its name gives.
 
   A .json file is read as an array if it begins with `[`, else as JSON lines.
 
@@ -64,7 +64,8 @@ class JsonArrayRecords(FileRecords):
       self.path.open("rb") as file,
       mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
     ):
-      # All borders first: a file without an end is refused before it is hashed.
+      # All borders are found first, so that a truncated file is refused before it is
+      # hashed.
       borders = list(_borders(text, self.name))
       digest.update(text)
       # `where` counts entries instead of lines.
@@ -124,8 +125,8 @@ class CsvRecords(FileRecords):
 
   def _entries(self, digest: Any) -> Iterator[tuple[int, int, int]]:
     self._separator = "\t" if self.name.lower().endswith(".tsv") else ","
-    # A cell may hold a whole document. The limit of the csv module, 128 KiB by default,
-    # is one for the process.
+    # A cell may hold a whole document, which can exceed the default limit of 128 KiB.
+    # The csv module has one limit for the whole process.
     csv.field_size_limit(2**31 - 1)
     stop, line = 0, 1  # end of the bytes read so far, and the next line's number
 

@@ -52,7 +52,7 @@ class Form(NamedTuple):
 
 
 def convert(record: Any, where: str, *forms: Form) -> Any:
-  """Returns the record in our form, converted from the first of `forms` that it has.
+  """Converts a record to our form, from the first of `forms` that matches its keys.
 
   Args:
     record: a record of a file; anything but a mapping is returned unchanged.
@@ -73,7 +73,7 @@ def convert(record: Any, where: str, *forms: Form) -> Any:
 
 
 def find(record: Any, *forms: Form) -> Form | None:
-  """Returns the first of `forms` that the record has; None for our own form."""
+  """Returns the first of `forms` that matches the record; None for our own form."""
   if not isinstance(record, Mapping):
     return None
   keys = record.keys()

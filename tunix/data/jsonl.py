@@ -32,7 +32,7 @@ class JsonlRecords(FileRecords):
     return parsed(self.text(index), self.where(index), self.kind)
 
   def checked(self) -> Iterator[tuple[dict[str, Any], Record]]:
-    """Yields every record with its parts; opens the file once, not once a record."""
+    """Yields every record with its parts, and opens the file only once."""
     with self.path.open("rb") as file:
       for index, line in enumerate(line for line in file if line.strip()):
         where = self.where(index)

@@ -1,8 +1,8 @@
 """Random-access datasets (`grain.MapDataset`) of records, and batches of their columns.
 
-Programs with their own dataset use this module; the command reads files through
-`tunix.data.pipeline`. All functions keep random access, so that the place of a run in
-its data is one integer.
+Programs with their own dataset use this module; the command line reads files through
+`tunix.data.pipeline`. All functions keep random access, so the position of a run in its
+data is one integer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Chosen:
   def __getitem__(self, index: int) -> Any:
     return self._source[self._indices[index]]
 
-  def __repr__(self) -> str:  # Grain saves it in the state of a loader
+  def __repr__(self) -> str:  # Grain saves this text in the state of a loader
     return f"Chosen({len(self)} records)"
 
 

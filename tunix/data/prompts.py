@@ -25,8 +25,8 @@ PROMPTS = PROMPT_COLUMN
 class PromptText:
   """Layout of prompts that stay text, see `tunix.data.rows` for its methods.
 
-  A prompt is never cut, because half of a question is another question: "truncate"
-  drops it as "drop" does.
+  A prompt is never cut, because the cut prompt would be another question. "truncate"
+  therefore drops a prompt that is too long, as "drop" does.
 
   Attributes:
     max_prompt_length: tokens of a prompt, including BOS; None for no limit.
@@ -92,7 +92,7 @@ class PromptText:
 
 
 def as_columns(rows: Sequence[Row]) -> dict[str, list[Any]]:
-  """Returns {column: list of its values} of rows with equal columns."""
+  """Converts rows with equal columns to {column: list of its values}."""
   return {name: [row[name] for row in rows] for name in rows[0]}
 
 
@@ -109,7 +109,7 @@ class PromptBatches:
     epochs: number of passes; None never ends.
     sizes: number of rows of each part of a weighted mixture.
     weights: weight of each part, see `tunix.data.mixture.Mixture`; None visits every
-      row once a pass.
+      row once per pass.
 
   Raises:
     ValueError: a part with a weight has no row.
@@ -142,7 +142,7 @@ class PromptBatches:
       )
 
   def order(self, epoch: int) -> Any:
-    """Returns the row numbers of an epoch, which depend on seed and epoch alone."""
+    """Returns the row numbers of an epoch, which depend only on seed and epoch."""
     count = len(self.rows)
     if self._draws is not None:
       return self._draws[epoch * count : (epoch + 1) * count]

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from tunix.data import fields, forms
 from tunix.data.records import LABELLED, PAIRS, PROMPTS, SFT, Kind
 
-# Keys of each kind's own forms. The order matters: a pair has a "prompt" as well, so
-# that PROMPTS comes last.
+# Keys of each kind's own forms. The first kind that matches is taken. PROMPTS comes
+# last, because pairs also have a "prompt".
 _OWN_KEYS: tuple[tuple[Kind, tuple[tuple[str, ...], ...]], ...] = (
   (PAIRS, (("chosen", "rejected"),)),
   (LABELLED, (("completion", "label"),)),
@@ -18,11 +18,11 @@ _OWN_KEYS: tuple[tuple[Kind, tuple[tuple[str, ...], ...]], ...] = (
 
 
 class Recognised(NamedTuple):
-  """The kind of a record, and the evidence for it.
+  """The kind of a record, and the keys that it was recognised by.
 
   Attributes:
     kind: kind of the record.
-    keys: keys of the record that decided.
+    keys: keys of the record that determined the kind.
     library: name of the library whose form the record has; None for our own form.
   """
 
@@ -45,8 +45,8 @@ def recognise(record: Any, where: str) -> Recognised:
   for kind, own_forms in _OWN_KEYS:
     form = forms.find(record, *kind.forms)
     needed = next((keys for keys in own_forms if set(keys) <= record.keys()), ())
-    # The instruction of Alpaca is only another prompt of a pair or labelled completion,
-    # not evidence for these kinds.
+    # An Alpaca instruction is only another way to give the prompt of a pair or of a
+    # labelled completion, so it does not determine these kinds.
     if kind in (PAIRS, LABELLED) and form in (None, forms.ALPACA_PROMPT):
       known = {*needed, *(form.needs if form and needed else ())}
     else:

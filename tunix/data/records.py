@@ -1,7 +1,7 @@
 """Kinds of records: the fields that a record must have, and its parts.
 
-A record is a dict, one line of a data file. A `Kind` says which fields it needs; other
-fields are ignored.
+A record is a dict, for example one line of a data file. A `Kind` defines the fields
+that a record must have; other fields are ignored.
 
   SFT          {"prompt": text or [messages], "response": text}
                {"messages": [{"role": ..., "content": ...}, ...]}
@@ -49,7 +49,7 @@ class Record(NamedTuple):
 
   Attributes:
     form: name of the form within the record's kind.
-    prompt: text or messages; empty if everything is completion.
+    prompt: text or messages; empty if the record has only a completion.
     completions: name -> text or messages.
     extra: further fields: "margin" (float), "label" (bool), or all columns of
       PROMPT_ROWS.
@@ -216,7 +216,7 @@ def check_same_extra(
   A batch has one array, and a reward function one argument, for each field.
 
   Raises:
-    ValueError: a field is missing in one of both; begins with `where`.
+    ValueError: only one of the two records has a field; begins with `where`.
   """
   for name in sorted(extra.keys() ^ first.keys()):
     raise ValueError(
@@ -226,7 +226,7 @@ def check_same_extra(
 
 
 def is_empty(completion: Text) -> bool:
-  """Returns whether a completion has neither text nor calls of tools."""
+  """Returns True if a completion has neither text nor tool calls."""
   if isinstance(completion, str):
     return not completion.strip()
   return all(
@@ -236,7 +236,11 @@ def is_empty(completion: Text) -> bool:
 
 
 def _only_field(record: Any, names: Sequence[str], where: str, expected: str) -> str:
-  """Returns the one of `names` that the record has; refuses none and several."""
+  """Returns the only one of `names` that the record has.
+
+  Raises:
+    ValueError: the record has none or several of them; begins with `where`.
+  """
   fields.check_mapping(record, where, expected)
   known = [name for name in names if name in record]
   if len(known) != 1:

@@ -1,7 +1,8 @@
 """Renders records of every kind to tokens: a prompt, completions and their masks.
 
-`tunix.data.chat` decides where text ends and begins for every kind of record. So a
-completion has the same tokens in preference data as in fine-tuning and in sampling.
+`tunix.data.chat` sets the boundary between prompt and completion for every kind of
+record. A completion therefore has the same tokens in preference data, in fine-tuning
+and in sampling.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def render_record(
 ) -> Rendered:
   """Returns the tokens of a record.
 
-  In `extra`, a record of PROMPT_ROWS has its columns and the text of its prompt,
+  For a record of PROMPT_ROWS, `extra` has its columns and the text of its prompt,
   because samplers and reward functions take text.
 
   Args:
@@ -108,11 +109,12 @@ def tokenise(
       f"{where}: the prompt is empty and the tokenizer has no BOS, so that no token "
       "precedes the completion; drop the record"
     )
-  # All completions are compared after the same prompt. A template that prints a prompt
-  # differently for each of them would compare prompts instead.
+  # A loss compares completions of one prompt. If a template printed the prompt
+  # differently for each completion, the loss would compare prompts too.
   if any(not np.array_equal(row.prompt, rows[0].prompt) for row in rows[1:]):
     raise ValueError(f"{where}: {_why_prompts_differ(completions)}")
-  # Templates may print text after the last trained token; it is no part of the answer.
+  # Templates may print text after the last trained token. This text is not part of the
+  # answer and is cut off.
   answers = [row for row in rows if row.masks[0].any()]  # none after a prompt alone
   ends = [int(np.flatnonzero(row.masks[0])[-1]) + 1 for row in answers]
   return Rendered(
@@ -176,7 +178,7 @@ def seen_part(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def are_equal(pair: Rendered) -> bool:
-  """Returns whether both completions of a pair have equal tokens and equal masks.
+  """Returns True if both completions of a pair have equal tokens and equal masks.
 
   Tokens after the last scored one are ignored, see `seen_part`.
   """

@@ -85,8 +85,8 @@ class OneRow:
   ) -> Row:
     """Stacks rows `first` to `first + count` of a batch.
 
-    Rows that a last, smaller batch lacks become padding, so that all batches have one
-    shape.
+    If the last batch has fewer rows, padding takes their place, so that all batches
+    have one shape.
 
     Args:
       elements: padded or packed rows of the whole batch.
@@ -177,7 +177,8 @@ class SideBySide:
     part = list(elements[first : first + count])
     missing = count - len(part)
     batch = columns(part, names, self, pad_id, missing)
-    # Rows of padding get one prompt token: a model needs one to start from.
+    # Rows of padding get one prompt token, because a row without a token would have no
+    # key to attend to, and its softmax would be NaN.
     batch["prompt_mask"][len(part) :, -1] = 1
     batch["weights"] = np.asarray([1.0] * len(part) + [0.0] * missing, np.float32)
     if any("label" in row.extra for row in elements):
@@ -236,9 +237,9 @@ def check_buckets(lengths: Sequence[int], max_length: int) -> None:
 
 
 def _have_margins(rows: Sequence[Rendered]) -> bool:
-  """Returns whether the records have margins.
+  """Returns True if the records have margins.
 
-  `rows` is the whole batch, not the part of one process, so that all processes agree.
+  `rows` must be the whole batch, so that all processes get the same result.
   """
   known = ["margin" in row.extra for row in rows]
   if any(known) != all(known):
@@ -253,10 +254,10 @@ def fit_row(
 ) -> Rendered | None:
   """Returns the row in at most `max_length` tokens, or None if it is dropped.
 
-  "truncate" cuts the end. If the prompt alone fills the row, this would leave no token
-  to train. Then the prompt keeps its last tokens (after BOS, if it began with BOS) and
-  the completion keeps up to half of the row. A cut completion has no end token, so that
-  its end is not trained.
+  "truncate" cuts the end of the completion. If the prompt fills the whole row, this
+  would leave no token to train. In that case the prompt keeps its last tokens (after
+  BOS, if it began with BOS), and the completion keeps up to half of the row. A cut
+  completion has no end token, so the model does not learn to stop there.
 
   Args:
     row: prompt and completion; a row that fits is returned as the same object.

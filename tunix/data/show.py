@@ -22,10 +22,10 @@ _COLOUR = ("\033[32m«", "»\033[0m")
 
 
 def trained_targets(batch: Any) -> np.ndarray:
-  """Returns which tokens are predicted and trained, bool [B, T].
+  """Returns True for tokens that are predicted and trained, bool [B, T].
 
   A token is a target if its mask is 1 and the previous token belongs to the same
-  segment: the first token of a segment has no context that predicts it.
+  segment. The first token of a segment has no context that predicts it.
 
   Args:
     batch: as for `check_supervision`.
@@ -237,7 +237,7 @@ def _marked(
 
 
 def _segments(batch: Any) -> np.ndarray:
-  """Returns the segment ids; a batch without them has one segment a row."""
+  """Returns the segment ids; a batch without them has one segment per row."""
   segments = _field(batch, "segment_ids", required=False)
   return np.ones_like(_field(batch, "input_tokens")) if segments is None else segments
 

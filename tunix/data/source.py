@@ -1,4 +1,4 @@
-"""A source: records with the settings that turn each into an element of a batch."""
+"""A source: records with the settings that convert each record to a batch element."""
 
 from __future__ import annotations
 
@@ -131,7 +131,8 @@ class Source:
     fault, problem = None, ""
     if rendered.empty:
       name = rendered.empty[0]
-      # Files of fine-tuning name it "response", or have it as a message.
+      # Fine-tuning records have the field "response", or the answer is a message, so
+      # the name of the completion may not be a field of the record.
       field = f'"{name}"' if name in self.records[index] else "the answer"
       fault, problem = "empty", f"{field} is empty"
     elif self.kind is PAIRS and render.are_equal(fitted):

@@ -1,10 +1,10 @@
 """Rows of numbers on disk, found by a digest of the content they were computed from.
 
-A folder of files `rows-*.npy`. A file is written whole or not at all, is named by a
-digest of its keys, and never changes. So a writer that was killed continues where it
-stopped, and several processes may fill one folder. Files are memory-mapped when they
-are read, at most 64 at a time, because each map keeps its file open. Memory holds the
-keys.
+The rows are in files `rows-*.npy` of one folder. A file is written whole or not at all,
+is named by a digest of its keys, and never changes. A writer that was killed can
+therefore continue, and several processes may fill one folder. Files are memory-mapped
+when they are read, at most 64 at a time, because each map keeps its file open. Only the
+keys are held in memory.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RowStore:
 
 
 def _map(path: pathlib.Path) -> np.ndarray:
-  """Maps a file, of which the operating system reads the touched pages only."""
+  """Maps a file into memory; only the pages that are used are read from disk."""
   try:
     return np.load(path, mmap_mode="r")
   except (ValueError, OSError) as error:

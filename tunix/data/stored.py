@@ -87,7 +87,7 @@ class Records(Sequence[dict[str, Any]], abc.ABC):
 class FileRecords(Records):
   """Records of a text file, read on access.
 
-  Memory holds three integers a record (its first byte, its end and its line), not the
+  Memory holds three integers per record (its first byte, its end and its line), not the
   text. Instances may be shared between threads and pickled.
   """
 
@@ -115,7 +115,7 @@ class FileRecords(Records):
       )
     self._stamp = _stamp(self.path)
     digest = hashlib.sha256()
-    # A flat array of 24 bytes a record; lists of tuples would take 150.
+    # A flat array takes 24 bytes per record; a list of tuples would take about 150.
     flat = array.array("q")
     for entry in self._entries(digest):
       flat.extend(entry)
@@ -203,10 +203,11 @@ class Renamed(Records):
 
 
 class HeldRecords(Records):
-  """Records of an object with a length and items: a list, a `datasets.Dataset`, a
-  `tensorflow_datasets` data source or a `grain.MapDataset`.
+  """Records of an object with a length and items.
 
-  Values are converted to what JSON has: bytes to UTF-8 text, NumPy arrays to lists.
+  Such objects are a list, a `datasets.Dataset`, a `tensorflow_datasets` data source and
+  a `grain.MapDataset`. Values are converted to JSON types: bytes to UTF-8 text, NumPy
+  arrays to lists.
   """
 
   def __init__(self, items: Any, kind: Kind = SFT, *, name: str, noun: str = "records"):
@@ -270,7 +271,7 @@ def place(records: Sequence[Mapping[str, Any]], index: int) -> str:
 
 
 def _plain(value: Any, where: str) -> Any:
-  """Converts a value to what JSON has."""
+  """Converts a value to JSON types: bytes to UTF-8 text, NumPy arrays to lists."""
   if isinstance(value, bytes):
     try:
       return value.decode()

@@ -1,4 +1,4 @@
-"""Counters of repeated events that warn rarely instead of every time."""
+"""Counters of events that log a warning only at the first, 10th, 100th, ... event."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class DistillationTrainer(PeftTrainer):
 
   The teacher runs in eval mode and without gradient, outside the student's step, on its
   own mesh or device and in its own dtype. Subclasses may override `get_train_loss` and
-  `get_eval_loss`. A new comparison of student and teacher is a strategy.
+  `get_eval_loss`. To compare student and teacher in a new way, write a strategy.
 
   Args:
     student_model: any module; if it has LoRA parameters, only those are trained. Until
@@ -100,8 +100,8 @@ class DistillationTrainer(PeftTrainer):
       vocabulary.check_tokenizers(*tokenizers)
     student, teacher = strategy.pre_process_models(student_model, teacher_model)
     self.strategy = strategy
-    # `with_loss_fn` replaces `strategy`; the one that prepared the models restores
-    # them.
+    # `with_loss_fn` replaces `strategy`. The strategy that prepared the models must
+    # restore them in `close`, so it is kept here.
     self._prepared_by = strategy
     self.teacher_model = teacher
     self._student: nnx.Module | None = None  # the restored student, after `close`

@@ -35,9 +35,9 @@ class OnPolicyConfig(TrainingConfig):
   """Settings of an on-policy distillation.
 
   Attributes:
-    max_prompt_length: most tokens of a prompt. Of a longer prompt the end is kept,
-      after its BOS.
-    max_completion_length: most tokens that the student samples, and most tokens that
+    max_prompt_length: largest number of tokens of a prompt. A longer prompt keeps its
+      BOS and its last tokens.
+    max_completion_length: largest number of tokens that the student samples, and that
       are kept of a completion in the batch.
     on_policy_fraction: probability that the student samples the completions of a step
       (GKD's lambda). The other steps use the completions of the batch.
@@ -193,7 +193,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     return super()._prepare_window(out)
 
   def _is_sampled(self, step: int, batches: list[Prompts]) -> bool:
-    """Returns whether the student samples the completions of this step."""
+    """Returns True if the student samples the completions of this step."""
     have_completions = all(batch.completion_ids is not None for batch in batches)
     if self._evaluating:
       return not have_completions
@@ -203,8 +203,8 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
         f"on_policy_fraction is {share} and a batch has no completions for the other "
         'steps: add them under "completions", or set the fraction to 1'
       )
-    # All processes must decide alike, and a resumed run as before: the choice follows
-    # from the seed and the step.
+    # All processes must make the same choice, and so must a resumed run. The choice
+    # therefore depends only on the seed and the step.
     return np.random.default_rng((self.on_policy.seed, step)).random() < share
 
   def _sampled(self, batch: Prompts, step: int, first: int) -> Prompts:

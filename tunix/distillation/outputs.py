@@ -47,9 +47,8 @@ def next_tokens(inputs: Inputs) -> Labels:
   missing = {"input_tokens", "input_mask"} - inputs.keys()
   if missing:
     raise ValueError(
-      f"the inputs are {sorted(inputs)}, without {sorted(missing)}. Add fields of "
-      "these names with with_gen_model_input_fn, or give a labels_fn that makes "
-      "the labels"
+      f"the inputs are {sorted(inputs)}, without {sorted(missing)}. Add these fields "
+      "with with_gen_model_input_fn, or give a labels_fn that makes the labels"
     )
   tokens, mask = jnp.asarray(inputs["input_tokens"]), jnp.asarray(inputs["input_mask"])
   if (weights := inputs.get("loss_weights")) is not None:

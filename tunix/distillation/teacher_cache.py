@@ -142,15 +142,15 @@ class TeacherCache:
     keys = row_keys(inputs, self._header["fields"])
     missing = any(key not in self._rows for key in keys)
     if self._teacher is not None:
-      # The teacher runs on all processes together: if one of them misses a row, all of
-      # them must take part.
-      missing = any(coordination.gather("rows without a teacher's words", missing))
+      # The teacher runs on all processes together: if one process misses a row, all of
+      # them must run it. The text names this exchange in errors.
+      missing = any(coordination.gather("rows missing in the teacher cache", missing))
     if missing:
       self._compute(inputs, keys)
     return TopK(*(self._rows.take(keys, part) for part in _PARTS))
 
   def _compute(self, inputs: Inputs, keys: list[str]) -> None:
-    """Computes all rows of the batch by one program, and adds the new ones."""
+    """Computes all rows of the batch in one program, and adds the new ones."""
     if self._teacher is None:
       missing = sum(key not in self._rows for key in keys)
       raise ValueError(

@@ -80,7 +80,8 @@ def _comparable_tokens(*tokenizers: TokenizerAdapter) -> list[dict[str, int]]:
   special = [tokenizer.special_tokens() for tokenizer in tokenizers]
   if all(table is None for table in whole):
     return special
-  # If only one vocabulary is known, it is compared on the other's special tokens.
+  # If only one vocabulary is known, only the special tokens of the other tokenizer are
+  # compared.
   limits = [tokens for tokens, table in zip(special, whole) if table is None]
   return [
     tokens

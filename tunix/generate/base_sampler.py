@@ -98,22 +98,22 @@ class BaseSampler:
     Args:
       input_strings: prompts, each a string or a sequence of token ids (see
         `tokenize`). One string alone is one prompt.
-      max_generation_steps: most tokens to generate in a row: one int, or one int for
-        each prompt.
+      max_generation_steps: largest number of tokens to generate per row: one int, or
+        one int for each prompt.
       max_prompt_length: pad prompts to this many tokens instead of a power of two.
       echo: begin `text` and `tokens` with the prompt; logits and log-probs never do.
       return_logits: return float32 logits before temperature and forbidden tokens.
         The device holds them for all rows and tokens.
       eos_tokens: ids that end a row. None: all of the tokenizer's; empty: none.
       forbidden_tokens: ids that are never generated.
-      temperature: 0 takes the most likely token; above 0, tokens are drawn from
+      temperature: 0 takes the most likely token; above 0, tokens are sampled from
         softmax(logits / temperature).
       top_p: keep the most likely tokens with this total probability, see
         `filters.keep`; None: all.
       top_k: keep this many of the most likely tokens, see `filters.keep`; None: all.
       beam_size: search with this many beams instead, see `beam_search.search`.
-      seed: an int or a jax.random key. A row's draws depend on the seed and the row's
-        number only. None: a new seed every call.
+      seed: an int or a jax.random key. The random choices of a row depend only on the
+        seed and the row's number. None: a new seed in every call.
       pad_output: return arrays instead of lists: tokens [B, max_generation_steps]
         padded with the padding id, log-probs and logits padded with 0. With `echo` the
         tokens begin with `padded_prompt_tokens`.
@@ -127,11 +127,11 @@ class BaseSampler:
       include_eos: keep the end-of-sequence token that ended a row in tokens, log-probs
         and logits; text never has it.
       length_penalty: exponent p of a beam's score, log-probability / tokens ** p.
-      exact: score the sampled tokens once more, each row by itself (see exact.py). The
-        bits of a row's log-probs then depend on no other row, and equal the ones that a
-        trainer computes in exact mode at the same widths.
-      first_prompt: number of the first prompt. A batch that is sampled in parts then
-        draws the same tokens as in one call.
+      exact: score the sampled tokens again, each row separately (see exact.py). The
+        bits of a row's log-probs then do not depend on other rows, and equal those that
+        a trainer computes in exact mode at the same widths.
+      first_prompt: number of the first prompt. With it, a batch that is sampled in
+        several calls gets the same tokens as in one call.
       engine_options: further fields of an engine's requests, by the engine's names.
 
     Raises:
@@ -150,7 +150,12 @@ class BaseSampler:
   def _sample(
     self, prompts: list[np.ndarray], options: SamplingOptions
   ) -> SamplerOutput:
-    """Returns the completions of P prompts, int32 ids each, when all rows are done."""
+    """Returns the completions of all prompts when all rows are done.
+
+    Args:
+      prompts: P prompts, int32 ids each.
+      options: checked options of the call.
+    """
     raise TypeError(f"{type(self).__name__} has neither _sample nor __call__")
 
   def _token_ids(
@@ -175,8 +180,8 @@ class BaseSampler:
     longest, limit = max(map(len, prompts)), options.max_prompt_length
     if limit is not None and longest > limit:
       raise ValueError(
-        f"a prompt has {longest} tokens, max_prompt_length is {limit}: shorten the "
-        "prompt or raise max_prompt_length"
+        f"a prompt has {longest} tokens and max_prompt_length is {limit}. Shorten the "
+        "prompt, or raise max_prompt_length"
       )
     return prompts
 
@@ -188,8 +193,8 @@ class BaseSampler:
   def tokenize(self, prompt: Prompt) -> np.ndarray:
     """Returns the ids of one prompt, int32 [T].
 
-    A string is encoded behind the tokenizer's BOS, unless the text itself begins with
-    the BOS, as the texts of chat templates do. Ids are used unchanged.
+    The ids of a string begin with BOS. BOS is not added twice if the text itself begins
+    with it, as texts of chat templates do. Ids are used unchanged.
 
     Raises:
       TypeError: the prompt is neither a string nor a flat sequence of integers.

@@ -1,4 +1,4 @@
-"""Pads ragged requests to the few fixed shapes that programs are compiled for.
+"""Pads requests to a few fixed shapes, each of which compiles one program.
 
 Every function here takes and returns host arrays.
 """
@@ -51,9 +51,10 @@ class Limits:
   """The bounds of a sampler's requests.
 
   Attributes:
-    cache_size: most tokens of a row; None: no bound.
-    movable: True if a prompt can be moved inside the cache after the prefill, so that
-      its padding costs no slots in the end. If False, the padding shrinks to fit.
+    cache_size: largest number of tokens of a row; None for no bound.
+    movable: True if a prompt can be moved inside the cache after the prefill. New
+      tokens then overwrite its padding. If False, prompts get less padding, so that
+      padding and tokens fit.
     shards: number of devices that split the rows.
   """
 
@@ -92,9 +93,9 @@ class Limits:
       needed = longest if stated is None else stated
       if needed + steps > size:
         raise ValueError(
-          f"{needed} prompt tokens and max_generation_steps={steps} make "
-          f"{needed + steps}, the cache holds {size}: raise CacheConfig.cache_size or "
-          "generate fewer tokens"
+          f"{needed} prompt tokens and max_generation_steps={steps} need "
+          f"{needed + steps} slots, and the cache has {size}. Raise "
+          "CacheConfig.cache_size, or generate fewer tokens"
         )
       if not self.movable:
         width = min(width, size - steps)
@@ -165,7 +166,8 @@ def left_padded(
   """
   tokens = np.full((rows, width), fill, np.int32)
   mask = np.zeros((rows, width), bool)
-  # A row without a prompt has one visible token: softmax over no key would be NaN.
+  # A row without a prompt also gets one visible token, because a softmax over no key is
+  # NaN.
   mask[:, -1] = True
   for row, prompt in enumerate(prompts):
     tokens[row, width - len(prompt) :] = prompt

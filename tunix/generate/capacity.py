@@ -18,7 +18,10 @@ _CONTAINER = (
 
 
 def memory_bytes() -> int:
-  """Returns the memory of all devices together; of the hosts if devices tell none."""
+  """Returns the bytes of memory of all devices together.
+
+  If the devices report no memory, it is the memory of the hosts.
+  """
   stats = jax.local_devices()[0].memory_stats() or {}
   if limit := stats.get("bytes_limit"):
     return limit * jax.device_count()
@@ -43,7 +46,8 @@ def require(
   Raises:
     ValueError: the size does not fit; the message names the largest that does.
   """
-  if programs.is_recording():  # A plan allocates nothing, and may be for other devices.
+  # A plan allocates nothing, and may be for devices that this machine does not have.
+  if programs.is_recording():
     return
   memory, needed = memory_bytes(), bytes_of(value)
   if needed <= memory:

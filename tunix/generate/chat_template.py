@@ -76,8 +76,8 @@ def render(
     add_generation_prompt: end with the header of the assistant's next turn.
     tools: JSON schemas of the tools that the model may call.
     documents: dicts with "title" and "text", for templates that quote them.
-    now: time that `strftime_now` shows; None: the clock's. Training data is rendered at
-      a fixed time, or its tokens would depend on the day of the run.
+    now: time that `strftime_now` shows; None: the present time. Training data is
+      rendered with a fixed time, so that tokens do not depend on the day of the run.
     **variables: further names for the template (`bos_token`, `enable_thinking`, ...).
 
   Raises:
@@ -105,8 +105,8 @@ def render(
     raise ChatTemplateError(
       f"the chat template refuses this conversation: {error}"
     ) from error
-  # A template is a user's program: it may fail with any Python error, such as adding
-  # text to a number.
+  # A template is a program of the user and may raise any Python error, for example a
+  # TypeError for the sum of text and a number.
   except Exception as error:
     raise ChatTemplateError(
       f"the chat template fails on this conversation ({_place(error)}"
@@ -119,7 +119,7 @@ def _is_schema(tool: Any) -> bool:
 
 
 def _place(error: Exception) -> str:
-  """Returns "line 3, " if jinja tells the line of the template, else ""."""
+  """Returns "line 3, " if jinja reports the line of the template, else ""."""
   frames = traceback.extract_tb(error.__traceback__)
   lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
   return f"line {lines[-1]}, " if lines else ""

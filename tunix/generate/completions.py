@@ -13,7 +13,7 @@ from tunix.generate.decode import Generated
 from tunix.generate.options import SamplingOptions
 from tunix.generate.outputs import Decode
 
-_UNFINISHED = "\ufffd"  # Decoders show this for a character with missing bytes.
+_UNFINISHED = "\ufffd"  # Decoders return this character for incomplete bytes.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,11 @@ def settled(text: str, stops: Sequence[str]) -> str:
 
 
 class RowReader:
-  """Reads the first rows of a request while they grow.
+  """Reads the rows of a request while they grow.
 
-  The completions themselves stay in `Generated`. This class adds what only the host
-  knows: the ends by stop strings, and the part of each row that a stream has given.
+  The completions themselves stay in `Generated`. This class stores what only the host
+  knows: where a stop string ends a row, and which part of a row `increment` has already
+  returned.
 
   Args:
     decode: token ids to text.
@@ -73,7 +74,7 @@ class RowReader:
     self._out: Generated | None = None
 
   def read(self, out: Generated) -> None:
-    """Takes the newest state of all rows and searches it for stop strings."""
+    """Stores the newest state of all rows and searches new text for stop strings."""
     self._out = out
     for row in range(len(self._searched)) if self._options.stops else ():
       if row in self._stops:

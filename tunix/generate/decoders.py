@@ -1,8 +1,8 @@
-"""The one place that decides how each kind of model decodes.
+"""Selects the functions that decode each kind of model.
 
-Three kinds of model are known: our own decoder, another model that brings its own KV
-cache, and a causal model without a cache. `decoder_of` returns the functions for one
-kind; every other module of the sampler takes those functions and asks no further.
+There are three kinds: our own decoder, another model with its own KV cache, and a
+causal model without a cache. `decoder_of` returns the functions of one kind. All other
+modules of the sampler use only these functions and do not depend on the kind.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tunix.models.transformer.model import Transformer
 class Decoder(NamedTuple):
   """The functions that decode one kind of model, with or without a KV cache.
 
-  The "memory" of a request is the state that one decode step hands to the next.
+  The "memory" of a request is the state that a decode step passes to the next step.
 
   Attributes:
     prefill: `(model, tokens, mask, slots) -> (logits, memory)`; runs the prompts.
-    step: `(model, tokens, memory) -> (logits, memory)`; runs one token a row.
+    step: `(model, tokens, memory) -> (logits, memory)`; runs one token per row.
     repeat: `(model, memory, source) -> memory`; copies or reorders rows.
     shift: `(memory, by) -> memory`; moves every row `by` slots to the left, over the
       padding of its prompt. None if the model's cache cannot be moved.
     cache_bytes: `(model, slots) -> int`; bytes of one row's cache.
-    can_split_products: whether the devices of the batch axes can share the matrix
+    can_split_products: True if the devices of the batch axes can share the matrix
       products of a decode step (see `layout`).
   """
 
@@ -42,8 +42,8 @@ class Decoder(NamedTuple):
 _OWN_CACHE = Decoder(
   cached.prefill, cached.step, memory.repeat, None, memory.cache_bytes
 )
-# Only our cache is known well enough to move its slots: another model's cache may
-# count its tokens in a place that we cannot see.
+# Slots can be moved only in our own cache. Another model's cache may store its number
+# of tokens in a field that this package does not know.
 _OURS = _OWN_CACHE._replace(shift=memory.shift, can_split_products=True)
 # Without a cache, prompts start at slot 0: there is no padding to move them over.
 _NO_CACHE = Decoder(
@@ -68,7 +68,7 @@ def decoder_of(model: Any) -> Decoder:
 
 
 def unstacked(model: Any) -> Any:
-  """Returns the model with one module a layer, if it can store its layers stacked."""
+  """Returns the model with one module per layer; other models are unchanged."""
   return model.unstack() if hasattr(model, "unstack") else model
 
 
@@ -78,5 +78,8 @@ def sharding_rules(model: Any) -> ShardingRules | None:
 
 
 def max_positions(model: Any) -> int | None:
-  """Returns the most tokens of a row that the model's config allows; None: no limit."""
+  """Returns the largest number of tokens of a row, by the model's config.
+
+  The result is None if the config has no limit.
+  """
   return getattr(getattr(model, "config", None), "max_position", None)

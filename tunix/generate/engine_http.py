@@ -40,7 +40,7 @@ class Client:
 
     Args:
       url: "http://host:port" or "https://host:port".
-      timeout_s: most seconds to wait for an answer.
+      timeout_s: longest time to wait for an answer, in seconds.
 
     Raises:
       ValueError: the address has another form.
@@ -96,8 +96,8 @@ class Client:
       place = self._parts.path.rstrip("/") + path
       connection.request(method, place, data, {"Content-Type": "application/json"})
       response = connection.getresponse()
-      # The socket's timeout is for one read. A server that sends a byte now and then
-      # would never meet it, so the whole answer has a deadline as well.
+      # The timeout of the socket applies to one read. A server that sends one byte at a
+      # time would never reach it, so the whole answer has a deadline too.
       parts = []
       while part := response.read1(1 << 20):
         parts.append(part)
@@ -106,13 +106,13 @@ class Client:
       return response.status, b"".join(parts)
     except TimeoutError as error:
       raise EngineError(
-        f"{self.url}{path} did not answer within {self._timeout_s:g} s: the engine "
-        "hangs, or raise timeout_s"
+        f"{self.url}{path} did not answer within {self._timeout_s:g} s. Check that the "
+        "engine does not hang, or raise timeout_s"
       ) from error
     except (OSError, http.client.HTTPException) as error:
       raise EngineError(
-        f"{self.url} gives no answer ({type(error).__name__}: {error}): the engine is "
-        "dead, or was never there"
+        f"{self.url} gives no answer ({type(error).__name__}: {error}). Check the "
+        "address, and that the engine is running"
       ) from error
     finally:
       connection.close()

@@ -19,18 +19,18 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import safetensors_saver
 from tunix.models.transformer.model import Transformer
 
-# The distribution of an engine's log-probs. "raw": the model's own. "processed": the
-# one that tokens are drawn from, after temperature and filters.
+# The distribution of an engine's log-probs. "raw" is the model's own. "processed" is
+# the distribution that tokens are sampled from, after temperature and filters.
 LogprobKind = Literal["raw", "processed"]
 
 
-# One completion: its token ids with the one that ended it; one log-prob a token, in
-# nats (empty if the call does not ask for them); and "eos", "stop" or "length".
+# One completion: its token ids, including the one that ended it; one log-prob per
+# token, in nats (empty without return_logprobs); and "eos", "stop" or "length".
 Answer = tuple[np.ndarray, Sequence[float], str]
 
 
 class EngineError(RuntimeError):
-  """An engine is dead, late, or gave an answer that cannot be used."""
+  """An engine does not run, does not answer in time, or gave an unusable answer."""
 
 
 @contextlib.contextmanager
@@ -40,9 +40,9 @@ def weights_folder(
   """Yields the absolute path of a folder with weights that an engine can read.
 
   Args:
-    source: a folder, which is yielded itself; or a model, which is written to a
-      temporary folder with its adapters merged.
-    parent: folder of the temporary folder; None: the system's.
+    source: a folder, whose path is yielded; or a model, which is written to a temporary
+      folder with its adapters merged.
+    parent: folder that holds the temporary folder; None uses the system's.
   """
   if isinstance(source, (str, os.PathLike)):
     yield pathlib.Path(source).absolute()
@@ -93,8 +93,8 @@ def sampler_output(
     prompts: P prompts, int32 ids each.
     options: options of the call.
     rows: P * num_samples answers, the samples of a prompt next to each other.
-    kind: distribution of the log-probs. The other kind is derived if both are equal by
-      definition, and None otherwise.
+    kind: distribution of the log-probs. The log-probs of the other kind are filled in
+      if the settings determine them, and are None otherwise.
   """
   tokens, logprobs, reasons = zip(*rows)
   columns = _logprob_columns(logprobs, options, kind) if options.return_logprobs else {}
@@ -108,9 +108,11 @@ def _logprob_columns(
 ) -> dict[str, Any]:
   """Returns the `logprobs` and `sampling_logprobs` of an output."""
   given = [np.asarray(row, np.float32) for row in logprobs]
-  if options.temperature == 0:  # Nothing is drawn: 0 by definition of SamplerOutput.
+  # At temperature 0 no token is sampled, and SamplerOutput defines these as 0.
+  if options.temperature == 0:
     drawn = [np.zeros_like(row) for row in given]
     return {"logprobs": given, "sampling_logprobs": drawn}
-  if options.temperature == 1 and not options.filters:  # One and the same distribution.
+  # At temperature 1 without filters both kinds have the same distribution.
+  if options.temperature == 1 and not options.filters:
     return {"logprobs": given, "sampling_logprobs": given}
   return {"logprobs" if kind == "raw" else "sampling_logprobs": given}

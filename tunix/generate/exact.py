@@ -1,8 +1,8 @@
-"""Exact log-probs of sampled tokens: their bits depend on no other row.
+"""Exact log-probs of sampled tokens, whose bits do not depend on other rows.
 
-The rounding of decoding through a cache depends on the shapes of the batch. Here each
-row is scored once more, alone in a tile whose width follows from the row's own lengths,
-by the scorer that trainers use in exact mode.
+The rounding errors of decoding with a cache depend on the shapes of the batch. This
+module scores each row again, alone in a tile, by the scorer that trainers use in exact
+mode. The width of the tile depends only on the lengths of the row.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def logps(
   Returns:
     float32 [length] for each row, in nats.
   """
-  # Rows of equal bucket widths share a program, whose number of rows is a power of two.
-  # Inside it, tiles of one row run one after the other.
+  # Rows of equal bucket widths share a compiled program, whose number of rows is a
+  # power of two. Inside the program, tiles of one row run one after the other.
   groups = collections.defaultdict(list)
   for row, (prompt, completion) in enumerate(zip(prompts, completions)):
     widths = (

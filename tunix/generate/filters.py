@@ -1,13 +1,13 @@
-"""Filters of a draw: top-k, top-p and min-p, applied in this order.
+"""Filters of sampling: top-k, top-p and min-p, applied in this order.
 
-Each filter is a bound on the depth of a token, the distance of its logit below the best
-logit of the row. Tokens of equal logits are kept or dropped together, so no filter
-depends on how a sort breaks ties.
+The depth of a token is (best logit of the row - logit of the token), >= 0. Each filter
+computes a bound and keeps tokens up to this depth. Tokens of equal logits are kept or
+dropped together, so the result does not depend on the order of ties in a sort.
 
-The bound of a row is nearly always among its 256 best tokens, where `lax.top_k` finds
-it. A deeper bound is found by bisection over the bits of a float32, which is exact and
-needs no sort of the vocabulary. Times for 8 rows of 152,000 tokens on two CPU cores:
-5 ms with the 256 best, 80 ms with bisection, 370 ms for one sort.
+The bound of a row is nearly always the depth of one of its 256 best tokens, which
+`lax.top_k` finds. A deeper bound is found by bisection over the bits of a float32,
+which is exact and needs no sort of the vocabulary. Times for 8 rows of 152,000 tokens
+on two CPU cores: 5 ms with the 256 best, 80 ms with bisection, 370 ms for one sort.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-_HEAD = 256  # best tokens of a row that are sorted
-BLOCK = 256  # tokens of a block; sums by blocks vectorise, and round less
+_HEAD = 256  # number of best tokens of a row that are sorted
+BLOCK = 256  # tokens of a block; sums by blocks vectorise and have smaller errors
 _INFINITY_BITS = 0x7F800000  # the bits of float32 infinity
 
 Rule = Float[Array, " B"]
@@ -47,7 +47,7 @@ def keep(
   bound = jnp.full(scaled.shape[0], jnp.inf)
   if top_k is not None or top_p is not None:
     head = -jax.lax.top_k(scaled, min(_HEAD, scaled.shape[1]))[0]
-    head = jnp.abs(head)  # -0 becomes 0: bisection compares bits.
+    head = jnp.abs(head)  # -0 becomes 0, because bisection compares bits
     if top_k is not None:
       bound = _top_k(depth, head, top_k)
     if top_p is not None:
@@ -82,10 +82,11 @@ def _top_p(
   reached = jnp.cumsum(jnp.exp(-head), axis=1) >= threshold[:, None]
   place = jnp.argmax(reached, axis=1)
   quick = jnp.take_along_axis(head, place[:, None], axis=1)[:, 0]
-  # The head can hold tokens deeper than top-k's bound, so the bound caps the result.
+  # The head can hold tokens that top-k drops, so the result is at most its bound.
   quick = jnp.minimum(quick, bound)
-  # If the head does not reach the threshold, the bound lies beyond it; unless the head
-  # holds all kept tokens and only rounding keeps the sum below the threshold.
+  # If the sum over the head does not reach the threshold, the depth is beyond the head
+  # and needs the search. The exception is a head that holds all kept tokens: then only
+  # rounding keeps the sum below the threshold.
   beyond = ~reached[:, -1] & (head[:, -1] < bound)
   quick = jnp.where(reached[:, -1], quick, bound)
   return _where_beyond(beyond, quick, lambda: _bisect(depth, mass, threshold))
@@ -96,8 +97,8 @@ def _where_beyond(
 ) -> jax.Array:
   """Returns the searched bound for rows beyond the head, and `quick` for the others.
 
-  The choice is made for each row: the two bounds can differ by a rounding, and a row's
-  bound must not depend on whether another row needs the search.
+  The choice is made for each row. The two bounds can differ by a rounding error, and
+  the bound of a row must not depend on another row that needs the search.
   """
   searched = jax.lax.cond(jnp.any(beyond), search, lambda: quick)
   return jnp.where(beyond, searched, quick)
@@ -106,9 +107,9 @@ def _where_beyond(
 def _bisect(depth: jax.Array, weights: jax.Array, threshold: jax.Array) -> jax.Array:
   """Returns the smallest depth [B] down to which the weights reach the threshold.
 
-  The bits of positive float32 numbers, read as integers, are in the order of the
-  numbers: 31 halvings of the integer range find the exact depth. The result is infinite
-  if the weights never reach the threshold.
+  The bits of float32 numbers >= 0, read as integers, have the same order as the
+  numbers. The range of these integers is below 2^31, so 31 halvings find the exact
+  depth. The result is infinite if the weights never reach the threshold.
   """
   bits = blocks(jax.lax.bitcast_convert_type(depth, jnp.int32), _INFINITY_BITS)
   weights = blocks(weights)

@@ -100,7 +100,7 @@ def for_decoding(model: Any, state: Any, gather: GatherWeights) -> Layout | None
     return None
   light = (made for made in (whole, split) if made and _is_light(leaves, made))
   chosen = {True: whole, "split": split, None: next(light, None)}[gather]
-  _log.info("weights while tokens are drawn: %s", words(chosen))
+  _log.info("weights during decoding: %s", words(chosen))
   return chosen
 
 

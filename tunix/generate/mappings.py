@@ -1,7 +1,7 @@
-"""Hugging Face names of a model's parameters, from the family's one name table.
+"""Hugging Face names of a model's parameters, from the name table of its family.
 
-This is for user code that copies weights into an engine itself. Our samplers write a
-folder instead (`VllmSampler.update_weights`).
+They are for user code that copies weights into an engine. Our samplers write a folder
+instead (`VllmSampler.update_weights`).
 """
 
 from __future__ import annotations

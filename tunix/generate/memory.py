@@ -1,9 +1,9 @@
-"""The state that a model with a cache carries from step to step, and moves of its rows.
+"""The decoding state of a model with a cache, and functions that move its rows.
 
-All rows write to the same slot in a step, because a model's own cache accepts one slot
-for the whole batch. Each row has its own visible slots and its own position. So a
-scheduler can admit a row while others decode (`admit`), and free slots at the end when
-they run out (`shift`).
+All rows write to the same slot in a step, because the cache of a model accepts one slot
+for the whole batch. Each row has its own visible slots and its own position. Therefore
+a scheduler can add a row while others decode (`admit`), and can free slots at the end
+of the cache when all are used (`shift`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Memory:
 def repeat(model: Any, memory: Memory, source: Int[Array, " B"] | int) -> Memory:
   """Returns the state whose row b is row `source[b]` of `memory`.
 
-  The samples of a prompt thus share one prefill, and beams continue other beams.
+  It copies the prefill of a prompt to all of its samples, and the cache rows of beams
+  to the beams that continue them.
 
   Args:
     model: the module that made the cache.
@@ -67,8 +68,8 @@ def rows_of(x: jax.Array, source: Int[Array, " B"] | int, axis: int = 0) -> jax.
     axis: the axis of the rows.
   """
   if isinstance(source, int):
-    # On a mesh each device repeats its own rows. Row numbers are data, so that a take
-    # would first all-gather the rows of all devices.
+    # On a mesh each device repeats its own rows. A take by row numbers, which are
+    # unknown to the compiler, would first all-gather the rows of all devices.
     return jnp.repeat(x, source, axis=axis)
   return jnp.take(x, source, axis=axis)
 
@@ -85,12 +86,12 @@ def shift(memory: Memory, by: Int[Array, ""]) -> Memory:
   """
   cache = memory.cache
   assert isinstance(cache, KVCache)
-  # Axis 2 of keys and values is the slot. A sliding-window layer stores its slots in a
-  # ring, where a rotation by the same number moves every token by `by` slots too.
+  # Axis 2 of keys and values is the slot. In the ring of a sliding layer with R slots,
+  # token i is in slot i mod R, so the same roll moves each token by `by` there too.
   roll = lambda x: jnp.roll(x, -by, axis=2)
   visible = jnp.roll(memory.visible, -by, axis=1)
-  # The roll carries hidden padding to the end, where the next tokens will be written:
-  # every slot from the new `slot` on becomes visible.
+  # The roll moves entries of padding, which are False, to the end, where the next
+  # tokens are written. All slots from the new `slot` on must be visible.
   visible |= _from(memory.visible, memory.slot - by)
   return dataclasses.replace(
     memory,
@@ -106,7 +107,7 @@ def shift(memory: Memory, by: Int[Array, ""]) -> Memory:
 
 
 def admit(model: Any, memory: Memory, newcomer: Memory, row: Int[Array, ""]) -> Memory:
-  """Replaces row `row` by the one row of `newcomer`, while the other rows decode on.
+  """Replaces row `row` by the only row of `newcomer`; other rows are unchanged.
 
   Args:
     model: the module that made both caches.
@@ -115,14 +116,14 @@ def admit(model: Any, memory: Memory, newcomer: Memory, row: Int[Array, ""]) -> 
     newcomer: one row after its prefill, with the same number of slots.
     row: number of the row to replace.
   """
-  # The newcomer's tokens move so that they end at the common slot. Sliding windows
-  # count in slots, so the distances inside the row must stay the same: all of its
-  # tokens move by the same number.
+  # The newcomer's tokens move so that they end at the common slot. All of them move by
+  # the same number of slots, because sliding windows are counted in slots.
   by = memory.slot - newcomer.slot
   row_axes, slot_axes = _axes(model, memory.visible.shape[1])
   if isinstance(memory.cache, KVCache):
-    # `_axes` compares caches of S and S + 1 slots. The ring of a window is equally
-    # long in both, so that its slot axis does not show: in our cache it is always 2.
+    # `_axes` compares caches of S and S + 1 slots. The ring of a sliding layer has the
+    # same length in both, so `_axes` does not find its slot axis. In our cache it is
+    # always axis 2.
     slot_axes = [None if axis is None else 2 for axis in row_axes]
 
   def place(old, new, row_axis, slot_axis):
@@ -147,7 +148,7 @@ def admit(model: Any, memory: Memory, newcomer: Memory, row: Int[Array, ""]) -> 
 def pinned(model: Any, cache: Any) -> Any:
   """Shards our cache like the activations: rows over the batch axes, heads over `tp`.
 
-  Another model's cache is returned as it is.
+  The cache of another model is returned unchanged.
   """
   if not isinstance(cache, KVCache):
     return cache
@@ -172,8 +173,9 @@ def _axes(model: Any, slots: int) -> tuple[list[int | None], list[int | None]]:
   """Finds the row axis and the slot axis of every leaf of the model's cache.
 
   The cache of another model is an unknown tree. Its axes are found by comparing the
-  shapes of caches with (1, S), (2, S) and (1, S + 1) rows and slots: the axis that
-  differs is the one. An entry is None for a leaf without that axis, such as a counter.
+  shapes of caches with (1, S), (2, S) and (1, S + 1) rows and slots. The axis whose
+  size differs is the row axis or the slot axis. The entry of a leaf without such an
+  axis, such as a counter, is None.
   """
   shapes = lambda *size: [
     x.shape for x in jax.tree.leaves(jax.eval_shape(lambda: model.init_cache(*size)))
@@ -195,8 +197,8 @@ def _map(function: Any, tree: Any, *columns: Any) -> Any:
   Args:
     function: takes one leaf and one entry of each column.
     tree: the cache.
-    *columns: caches of the same structure, or lists with one entry a leaf (of which
-      some are None, which `jax.tree.map` would take for an empty subtree).
+    *columns: caches of the same structure, or lists with one entry per leaf. Entries
+      may be None, which `jax.tree.map` would treat as an empty subtree.
   """
   leaves, structure = jax.tree.flatten(tree)
   flat = [x if isinstance(x, list) else jax.tree.leaves(x) for x in columns]

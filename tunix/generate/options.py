@@ -11,8 +11,8 @@ import numpy as np
 
 from tunix.utils import checks
 
-# float32 ends at 3e38. Logits that are 1e4 apart reach 1e14 when divided by 1e-10, and
-# infinity when divided by 1e-38.
+# Logits are divided by the temperature. A difference of 1e4 becomes 1e14 with 1e-10,
+# and with 1e-38 it would exceed 3e38, the largest float32.
 _LOWEST_TEMPERATURE = 1e-10
 
 
@@ -83,7 +83,7 @@ class SamplingOptions:
     if self.temperature == 0 and self.filters:
       name, value = next(iter(self.filters.items()))
       raise ValueError(
-        f"{name} is {value} and nothing is drawn at temperature 0: raise the "
+        f"{name} is {value}, and at temperature 0 no token is sampled. Raise the "
         f"temperature, or leave {name} out"
       )
 
@@ -131,7 +131,7 @@ class SamplingOptions:
       if not _is_default(getattr(self, field.name), field.default)
     }
     idle = {"top_k", "top_p", "min_p"} - self.filters.keys()
-    if self.temperature == 0:  # Nothing is drawn.
+    if self.temperature == 0:  # no token is sampled, so these options have no effect
       idle |= {"seed", "first_prompt"}
     return names - idle
 
@@ -166,7 +166,7 @@ class SamplingOptions:
     return {k: v for k, v in filters.items() if v is not None and not off.get(k)}
 
   def limits(self, prompts: int) -> np.ndarray:
-    """Returns int32 [P], the most new tokens of each prompt's rows.
+    """Returns the largest number of new tokens for the rows of each prompt, int32 [P].
 
     Raises:
       ValueError: the number of limits is not the number of prompts.

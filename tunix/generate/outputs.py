@@ -46,8 +46,8 @@ def text_of(
   text = decode(ids)
   cut = len(text) - _stop_place(text, stops) if finish_reason == "stop" else 0
   if prompt is not None:
-    # Prompt and completion are decoded in one piece: SentencePiece, for example, drops
-    # the space in front of a text's first word.
+    # Prompt and completion are decoded together. Decoded alone, the completion could
+    # lose its first space, which SentencePiece drops at the start of a text.
     text = decode(np.concatenate([prompt, ids]))
   return text[: len(text) - cut]
 
@@ -58,10 +58,11 @@ def find_stop(
   """Returns the number of tokens whose text first holds a stop string, or None.
 
   Args:
-    decode: ids to text. A text that holds a stop string still holds it when it grows.
+    decode: ids to text. If a text contains a stop string, longer texts of the same row
+      must contain it too.
     tokens: ids of a row, without end-of-sequence tokens.
     stops: stop strings.
-    known: number of first tokens that are known to hold no stop string.
+    known: number of tokens at the start that are known to contain no stop string.
   """
 
   def holds(count: int) -> bool:
@@ -71,8 +72,8 @@ def find_stop(
   low, high = known, len(tokens)
   if low >= high or not holds(high):
     return None
-  # Bisection: the first `low` tokens hold no stop string, the first `high` hold one.
-  # 16 new tokens take 5 decodings instead of 16.
+  # Bisection: the first `low` tokens contain no stop string, the first `high` contain
+  # one. 16 new tokens take 5 decodings instead of 16.
   while high - low > 1:
     middle = (low + high) // 2
     low, high = (low, middle) if holds(middle) else (middle, high)
@@ -136,7 +137,7 @@ def sampler_output(
   def column(values, fill=0):
     if values is None:
       return None
-    # Copies: a view would keep the buffers of all rows alive.
+    # Copies, because a view would keep the buffers of all rows in memory.
     cut = [x[:length].copy() for x, length in zip(values, lengths)]
     if not options.pad_output:
       return cut

@@ -1,8 +1,9 @@
 """Difference between the log-probs of decoding and of scoring the same tokens.
 
-Decoding runs token by token through a cache, scoring over whole rows: the same function
-with another order of additions. An RL update takes the difference for a change of the
-policy. A large difference means that decoding or scoring is broken.
+Decoding runs token by token through a cache, and scoring runs over whole rows. Both
+compute the same function, but add numbers in another order. An RL update treats the
+difference as a change of the policy. A large difference means that decoding or scoring
+is broken.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def mismatch(
     logps: log-probs under the policy that is trained, in nats.
     rollout_logps: log-probs from the engine that sampled, in nats.
     mask: True on the tokens that count.
-    threshold: nats; a token with a larger difference counts as apart.
+    threshold: bound of the difference in nats; tokens above it are in "share_apart".
 
   Returns:
     float32 scalars by name, of d = logps - rollout_logps over the tokens that count:
@@ -51,7 +52,7 @@ def mismatch(
   return {
     "max_abs": jnp.max(size, initial=0.0),
     "mean_abs": mean(size),
-    # NaN <= threshold is False, so that NaN counts as apart.
+    # NaN <= threshold is False, so NaN counts as a large difference.
     "share_apart": mean((~(size <= threshold)).astype(jnp.float32)),
     "mean_ratio": mean(jnp.exp(apart)),
   }
@@ -111,7 +112,7 @@ def measure(
     prompts: strings or sequences of token ids.
     tokens: tokens to generate for each prompt; end-of-sequence tokens end no row.
     seed: seed of the sampled tokens.
-    threshold: most nats by which a sampled token may differ.
+    threshold: largest allowed difference of a sampled token in nats.
 
   Raises:
     ValueError: `threshold` is negative; or see `Sampler`.

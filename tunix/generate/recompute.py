@@ -1,7 +1,7 @@
 """Prefill and decode step for models without a cache: each token reruns the sequence.
 
-This path is slow, and right for any causal model. Rows are padded on the right, where a
-causal model never looks, so the model needs neither a mask nor positions.
+This path is slow, but correct for any causal model. Rows are padded on the right. A
+causal model does not attend to later tokens, so it needs neither a mask nor positions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def prefill(
 def step(
   model: Any, tokens: Int[Array, " B"], memory: Memory
 ) -> tuple[Float[Array, "B V"], Memory]:
-  """Appends one token a row and reruns the rows; see `cached.step`."""
+  """Appends one token per row and reruns the rows; see `cached.step`."""
   buffer, lengths = memory
   buffer = buffer.at[jnp.arange(buffer.shape[0]), lengths].set(tokens)
   return _logits_at(model, buffer, lengths), (buffer, lengths + 1)
@@ -42,7 +42,7 @@ def step(
 
 def repeat(model: Any, memory: Memory, source: Int[Array, " B"] | int) -> Memory:
   """Copies or reorders rows; see `memory.repeat`."""
-  del model  # The state is two plain arrays, whatever the model.
+  del model  # The state has the same two arrays for every model.
   return rows_of(memory[0], source), rows_of(memory[1], source)
 
 

@@ -46,9 +46,9 @@ class CacheConfig:
   """The bounds of a sampler's KV cache.
 
   Attributes:
-    cache_size: most tokens of a row, prompt and completion together. The padding of a
-      prompt counts if `max_prompt_length` is given. A call that needs fewer tokens
-      gets a smaller cache.
+    cache_size: largest number of tokens of a row, prompt and completion together. The
+      padding of a prompt counts if `max_prompt_length` is given. A call that needs
+      fewer tokens gets a smaller cache.
     num_layers: layers of the model; compared with its config. None: not compared.
     num_kv_heads: key-value heads of the model; compared with its config.
     head_dim: dimensions of a head of the model; compared with its config.
@@ -65,7 +65,7 @@ class CacheConfig:
 
 
 class Sampler(BaseSampler):
-  """A sampler whose model lives in this process.
+  """A sampler whose model is in this process.
 
   Each call reads the current weights of the model. A model with
   `init_cache(batch_size, cache_size)` is called as
@@ -75,11 +75,11 @@ class Sampler(BaseSampler):
   Attributes:
     transformer: the model.
     cache_config: bounds of the cache; None: each call gets the cache that it needs.
-    gather_weights: layout of weights that are sharded over the batch axes (fsdp) while
-      tokens are generated, see `layout.for_decoding`. True: all-gather them once a
-      request instead of in every step. "split": reshard them once a request so that
-      the devices share the matrix products of a step (our own decoder only). False:
-      leave them. None: the first of True and "split" whose weights take at most a
+    gather_weights: layout, during decoding, of weights that are sharded over the batch
+      axes (fsdp), see `layout.for_decoding`. True: all-gather them once per request
+      instead of in every step. "split": reshard them once per request so that the
+      devices share the matrix products of a step (our own decoder only). False: leave
+      them unchanged. None: the first of True and "split" whose weights take at most a
       quarter of a device's memory, else False; always False on CPUs.
   """
 
@@ -145,14 +145,15 @@ class Sampler(BaseSampler):
 
     Args:
       input_strings: prompts, as in `__call__`.
-      max_generation_steps: most tokens of a row, as in `__call__`.
-      every: decode steps between two increments; the first token comes alone.
+      max_generation_steps: largest number of new tokens, as in `__call__`.
+      every: number of decode steps between two increments; the first increment has one
+        token.
       **options: options of `__call__`, except those in NOT_STREAMED.
 
     Returns:
       An iterator over the increments of all rows. The increments of a row, joined, are
       the row that `__call__` returns. Text that may be the beginning of a stop string
-      is held back. Decoding ends if the iterator is dropped.
+      is not yielded yet. Decoding ends if the iterator is deleted.
 
     Raises:
       TypeError: see `__call__`; raised by `stream` itself, not by the iterator.
@@ -183,18 +184,18 @@ class Sampler(BaseSampler):
     num_samples: int = 1,
     max_prompt_length: int | None = None,
   ) -> list[Shape]:
-    """Returns all shapes that programs are compiled for, in requests up to given sizes.
+    """Returns all shapes that requests up to the given sizes compile programs for.
 
     Prefill is compiled once for each shape, the token loop once for each different
-    `Shape.decode`. Both are compiled again for another kind of request: greedy or
-    drawn, other filters in use, forbidden tokens, logits or log-probs, samples that
-    share a prompt, or more than 8 ids in a list.
+    `Shape.decode`. Both are compiled again if the kind of request changes: greedy or
+    sampled, the set of filters, forbidden tokens, logits or log-probs, several samples
+    per prompt, or more than 8 ids in a list.
 
     Args:
-      prompts: most prompts.
-      longest: most tokens of the longest prompt.
-      max_generation_steps: most new tokens of a row.
-      num_samples: most completions of each prompt.
+      prompts: largest number of prompts.
+      longest: largest number of tokens of a prompt.
+      max_generation_steps: largest number of new tokens of a row.
+      num_samples: largest number of completions of each prompt.
       max_prompt_length: width of the prompts, as in `__call__`.
     """
     mesh = requests.mesh_of(nnx.state(self.transformer))
@@ -263,7 +264,8 @@ class Sampler(BaseSampler):
         beams,
         np.float32(request.options.length_penalty),
       )
-    # Rows come as [prompts, beams], best first, including prompts that fill the batch.
+    # Rows are [prompts, beams], best beam first. The last prompts may only fill the
+    # batch, and are cut off.
     best = request.options.num_samples
     chosen = np.arange(out.lengths.shape[0]).reshape(-1, beams)[:, :best].reshape(-1)
     pick = lambda x: x[chosen] if x.ndim else x
@@ -286,7 +288,7 @@ class Sampler(BaseSampler):
     with mesh_lib.use_mesh(request.mesh):
       score = functools.partial(exact_lib.logps, self.transformer, prompts, tokens)
       raw = score(1.0)
-      if options.temperature == 0:  # Nothing is drawn.
+      if options.temperature == 0:  # no token is sampled, so these are 0
         drawn = [np.zeros_like(row) for row in raw]
       else:
         drawn = raw if options.temperature == 1 else score(float(options.temperature))

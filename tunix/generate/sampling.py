@@ -1,10 +1,11 @@
-"""Choice of the next token from logits: greedy or drawn.
+"""Choice of the next token from logits: greedy or sampled.
 
-Both choices go through the vocabulary in blocks of 256 tokens. A draw first picks a
-block by its total probability, then a token inside it. That is the same distribution
-with V / 256 + 256 random numbers a row instead of V. For 32 rows of 32,000 tokens on
-two CPU cores it takes 0.9 ms instead of 23 ms, which was half a decode step. Greedy
-choice by blocks vectorises; one argmax over the vocabulary (3.9 ms) does not.
+Both choices process the vocabulary in blocks of 256 tokens. Sampling first picks a
+block by its total probability, then a token inside the block. This gives the same
+distribution with V / 256 + 256 random numbers per row instead of V. For 32 rows of
+32,000 tokens on two CPU cores it takes 0.9 ms instead of 23 ms, which was half of a
+decode step. The greedy choice in blocks vectorises; one argmax over the vocabulary
+(3.9 ms) does not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Leaf = Any  # a traced array inside a program, a host array where it is called
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Draw:
-  """The rules by which every row chooses its tokens. A rule that is None costs nothing.
+  """The rules by which every row chooses its tokens; None switches a rule off.
 
   Attributes:
     rows: int32 [B], number of each row in the call, for its random keys.
@@ -57,7 +58,7 @@ def choose(
 
   Returns:
     int32 [B] tokens; and logits after all rules, with -inf at excluded tokens. The
-    logits are None for greedy choice, which draws from nothing.
+    logits are None for the greedy choice, which does not sample.
   """
   if draw.forbidden is not None:
     logits = forbid(logits, draw.forbidden)
@@ -75,11 +76,11 @@ def choose(
 def row_keys(
   key: Key[Array, ""], rows: Int[Array, " B"], positions: Int[Array, " B"]
 ) -> Key[Array, " B"]:
-  """Returns one random key a row.
+  """Returns one random key per row.
 
-  A row's key is made of the call's key, the row's number in the call and the number of
-  the token in its completion. So a row's draws depend neither on the number of other
-  rows nor on their ends.
+  The key of a row is computed from the key of the call, the row's number in the call
+  and the number of the token in its completion. Therefore the samples of a row depend
+  neither on the number of other rows nor on their lengths.
   """
 
   def one(row, position):
@@ -89,7 +90,7 @@ def row_keys(
 
 
 def greedy(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-  """Returns the most likely token of each row, int32; of equal tokens the first."""
+  """Returns the most likely token of each row, int32; the first one if several tie."""
   blocks = filters.blocks(logits, -jnp.inf)
   block = jnp.argmax(jnp.max(blocks, axis=-1), axis=-1)
   inside = jnp.argmax(_pick(blocks, block), axis=-1)
@@ -101,21 +102,21 @@ def scale(
 ) -> Float[Array, "B V"]:
   """Returns (logits - best) / temperature in float32, with each row's best at 0.
 
-  The best logit is subtracted first: divided by a tiny temperature, two large logits
-  would both become inf, and their difference NaN.
+  The best logit is subtracted before the division. Otherwise a small temperature could
+  make two large logits inf, and their difference NaN.
   """
   logits = logits.astype(jnp.float32)
   best = jnp.max(logits, axis=-1, keepdims=True)
-  # Some devices flush denormal numbers to 0, which must not be divided by.
+  # Some devices replace denormal numbers by 0, and a division by 0 must not happen.
   temperature = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
   return (logits - best) / temperature[:, None]
 
 
 def sample(keys: Key[Array, " B"], logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-  """Draws one token a row from softmax(logits); int32.
+  """Samples one token per row from softmax(logits), int32.
 
   Args:
-    keys: one key a row, see `row_keys`.
+    keys: one key per row, see `row_keys`.
     logits: -inf excludes a token.
   """
   blocks = filters.blocks(logits, -jnp.inf)

@@ -1,4 +1,4 @@
-"""Rows of prompts and completions as scoring reads them, without padding between."""
+"""Prompts and completions in the form that scoring reads, without padding between."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Rows(NamedTuple):
   def checked(cls, *arrays: Any) -> Rows:
     """Checks the shapes of four arrays, in the order of the attributes.
 
-    The ids that pad rows can lie outside the model's vocabulary; they are set to 0.
+    Padding ids may be outside the model's vocabulary, so they are replaced by 0.
     """
     shapes = [x.shape for x in arrays]
     are_pairs = shapes[0] == shapes[1] and shapes[2] == shapes[3]
@@ -79,8 +79,8 @@ class Rows(NamedTuple):
   def predicting_slots(self, count: int | None = None) -> jax.Array:
     """Returns [B, R], the slots of `joined` that predict the completion tokens.
 
-    `count` replaces R. Slots behind the end of a row may be out of range.
+    `count` replaces R. Slots after the end of a row may be out of range.
     """
-    # Token i of a completion is in slot length + i, and predicted by the slot before.
+    # Token i of a completion is in slot length + i; the slot before it predicts it.
     lengths = jnp.sum(self.prompt_mask, axis=1)
     return lengths[:, None] - 1 + jnp.arange(count or self.completions.shape[1])

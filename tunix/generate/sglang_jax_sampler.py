@@ -1,9 +1,9 @@
 """Sampler for an SGLang-JAX server, over its native HTTP interface.
 
-This file is written for sglang-jax 0.0.1.post1, which pins other versions of JAX and
-Flax than ours: the server runs in its own environment, and SGLang-JAX is not imported.
-The tests use a fake of its interface, not the engine. Each completion is one request;
-the server shares the prefix of the requests of one prompt.
+This file is written for sglang-jax 0.0.1.post1, which needs other versions of JAX and
+Flax than this package. The server therefore runs in its own environment, and SGLang-JAX
+is not imported. The tests use a fake server, not the engine. Each completion is one
+request; the server computes the common prefix of the requests of one prompt once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tunix.models.transformer.model import Transformer
 
 
 class SglangJaxSampler(BaseSampler):
-  """A sampler whose model lives in an SGLang-JAX server."""
+  """A sampler whose model is in an SGLang-JAX server."""
 
   def __init__(
     self,
@@ -40,7 +40,7 @@ class SglangJaxSampler(BaseSampler):
     Args:
       url: http://host:port.
       tokenizer: the model's tokenizer (see BaseSampler).
-      timeout_s: most seconds to wait for an answer.
+      timeout_s: longest time to wait for an answer, in seconds.
       restart: function for `update_weights`. It ends the server, starts it on the
         folder of a model, and returns its address when it is ready. This release of
         the engine cannot take new weights while it runs.
@@ -68,7 +68,7 @@ class SglangJaxSampler(BaseSampler):
   def _sample(
     self, prompts: list[np.ndarray], options: SamplingOptions
   ) -> SamplerOutput:
-    """Sends one request a completion and collects the answers.
+    """Sends one request per completion and collects the answers.
 
     `engine_options` are further sampling parameters of the engine, such as
     {"regex": "[0-9]+"}. An empty list of `eos_tokens` is honoured; other ids are not.
@@ -78,9 +78,10 @@ class SglangJaxSampler(BaseSampler):
       temperature): at another temperature than 1 `logprobs` is None.
 
     Raises:
-      ValueError: log-probs of filtered draws at another temperature than 1; or the
-        server refuses the request, and its message is quoted.
-      EngineError: the server is dead or late, or its answer cannot be used.
+      ValueError: the call has `return_logprobs` with filters at another temperature
+        than 1; or the server refuses the request, and its message is quoted.
+      EngineError: the server does not run or does not answer in time, or its answer
+        cannot be used.
     """
     is_scaled = options.temperature not in (0, 1)
     if options.return_logprobs and is_scaled and options.filters:
@@ -91,7 +92,7 @@ class SglangJaxSampler(BaseSampler):
       )
     answers = self._client.ask_all("/generate", self._bodies(prompts, options))
     rows = [self._row(answer, options) for answer in answers]
-    # The engine takes its log-probs after the temperature and before the filters.
+    # The engine computes log-probs after the temperature and before the filters.
     kind = "raw" if options.temperature == 1 else "processed"
     return engine_rows.sampler_output(self.tokenizer, prompts, options, rows, kind)
 
@@ -109,8 +110,8 @@ class SglangJaxSampler(BaseSampler):
     """
     if self._restart is None:
       raise ValueError(
-        "restart is None, expected a function: this release of SGLang-JAX takes no new "
-        "weights while it runs. Give SglangJaxSampler a restart function"
+        "restart is None; expected a function, because this release of SGLang-JAX "
+        "cannot load weights while it runs. Give SglangJaxSampler a restart function"
       )
     with engine_rows.weights_folder(source, self._weights_dir) as folder:
       self._connect(self._restart(folder))
@@ -134,8 +135,9 @@ class SglangJaxSampler(BaseSampler):
       "top_k": filters.get("top_k", -1),
       "min_p": filters.get("min_p", 0.0),
       "stop": list(options.stops),
-      # `ignore_eos` would switch these ids off too. So the model's own ids end a row
-      # unless `eos_tokens` is given; then it is empty, as other ids are refused.
+      # `ignore_eos` would switch these ids off too, so it is set only if no id may end
+      # a row. Without `eos_tokens`, the model's own ids also end a row. The only
+      # accepted `eos_tokens` is an empty list; other ids are refused.
       "stop_token_ids": self._eos_ids(options),
       "ignore_eos": options.eos_tokens is not None,
     }
@@ -148,7 +150,7 @@ class SglangJaxSampler(BaseSampler):
           **options.engine_options,
           "max_new_tokens": int(limit),
         },
-        # The engine gives token ids together with log-probs only.
+        # The engine returns token ids only together with log-probs.
         "return_logprob": True,
       }
       for prompt, limit in zip(prompts, options.limits(len(prompts)))
@@ -174,9 +176,9 @@ class SglangJaxSampler(BaseSampler):
     return tokens, logprobs, "stop" if is_text else "eos"
 
   def _reason_at_limit(self, tokens: np.ndarray, options: SamplingOptions) -> str:
-    """Returns the finish reason of a row for which the engine says "length".
+    """Returns the finish reason of a row for which the engine returns "length".
 
-    The engine looks at the limit first: it says "length" even if the last token is an
+    The engine checks the limit first. It returns "length" even if the last token is an
     end-of-sequence token or completes a stop string.
     """
     if tokens[-1] in self._eos_ids(options):

@@ -1,4 +1,4 @@
-"""One interface over every kind of tokenizer.
+"""One interface to every kind of tokenizer.
 
 Samplers and data pipelines use `TokenizerAdapter`. Folders with a `tokenizer.json` are
 read with `tokenizers` and `jinja2` alone; `transformers` is needed only for folders
@@ -23,15 +23,15 @@ from tunix.generate import (
 )
 from tunix.generate.tokenizer_backends import Backend, Token, choose
 
-# Text in front of a continuation while it is encoded, see `encode_continuation`. No
-# tokenizer that needs an anchor merges a line break with the letter behind it.
+# Text before a continuation while it is encoded, see `encode_continuation`. No
+# tokenizer that needs this anchor merges a line break with the next letter.
 _ANCHOR = "\n"
 
 
 class TokenizerAdapter:
   """A tokenizer of any kind that encodes, decodes and renders chats.
 
-  The wrapped tokenizer is never changed. Id 0 is an id like any other.
+  The wrapped tokenizer is never changed. Id 0 has no special meaning.
 
   Attributes:
     add_bos: `tokenize` begins with the BOS token.
@@ -133,13 +133,14 @@ class TokenizerAdapter:
     """
     if not text or not self._adds_prefix:
       return self.encode(text)
-    # Behind an anchor the text gets no space; the ids of the anchor are then removed.
+    # After an anchor the tokenizer adds no space. The ids of the anchor are removed
+    # again.
     anchor, ids = self.encode(_ANCHOR), self.encode(_ANCHOR + text)
     return ids[len(anchor) :] if ids[: len(anchor)] == anchor else self.encode(text)
 
   @functools.cached_property
   def _adds_prefix(self) -> bool:
-    """True if the tokenizer encodes a letter alone and behind a text differently."""
+    """True if a letter has other ids at the start of a text than after other text."""
     alone, after = self.encode("a"), self.encode(_ANCHOR + "a")
     return after[-len(alone) :] != alone
 
@@ -227,15 +228,15 @@ class TokenizerAdapter:
   def tokenize(
     self, text: str, prefix: str = "", suffix: str = "", add_eos: bool = True
   ) -> np.ndarray:
-    """Returns the ids of `prefix + text + suffix` behind the BOS token, int32 [T].
+    """Returns BOS and the ids of `prefix + text + suffix`, int32 [T].
 
     The BOS token is left out if the tokenizer has none, if `add_bos` is False, or if
     the text already begins with it.
 
     Args:
       text: the text.
-      prefix: text in front of it.
-      suffix: text behind it.
+      prefix: text before it.
+      suffix: text after it.
       add_eos: end with the EOS token, unless the adapter's `add_eos` is False.
 
     Raises:

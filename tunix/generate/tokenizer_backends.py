@@ -1,8 +1,8 @@
-"""One interface over four kinds of tokenizer; this file imports no tokenizer package.
+"""One interface to four kinds of tokenizer; this file imports no tokenizer package.
 
-A backend wraps the user's tokenizer without changing it. It tells what the tokenizer
-itself knows; the adapter stores what its caller gives in addition. `choose` returns the
-backend of an object.
+A backend wraps the user's tokenizer without changing it. It returns the properties of
+the tokenizer itself; the adapter stores settings that its caller adds. `choose` returns
+the backend of an object.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from tunix.generate import tokenizer_files
 _REQUIRED = ("encode", "decode", "bos_id", "eos_id", "pad_id")
 _TIKTOKEN = ("encode", "decode", "n_vocab", "special_tokens_set", "encode_single_token")
 
-# A bare tokenizers.Tokenizer or a tiktoken encoding does not know the roles of its
-# special tokens. These usual names give them, the most specific first.
+# A bare tokenizers.Tokenizer or a tiktoken encoding does not store the roles of its
+# special tokens. These are the usual names for each role, the most specific first.
 _CONVENTION = {
   "bos_token": ("<|begin_of_text|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>"),
   "eos_token": (
@@ -154,8 +154,8 @@ class TokenizersBackend(Backend):
     self._files = files
     self._rust = tokenizer
     if tokenizer.truncation is not None or tokenizer.padding is not None:
-      # Both would silently change every row. The user's object keeps its settings, and
-      # a copy without them encodes.
+      # Truncation or padding would change every row without an error. The user's object
+      # keeps these settings, and a copy without them encodes.
       self._rust = type(tokenizer).from_str(tokenizer.to_str())
       self._rust.no_truncation()
       self._rust.no_padding()

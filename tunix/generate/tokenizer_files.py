@@ -72,7 +72,7 @@ def read_folder(folder: pathlib.Path) -> TokenizerFiles:
 
 
 def read_eos_ids(folder: pathlib.Path) -> tuple[int, ...]:
-  """Returns the end-of-sequence ids of the model's configuration, each once, in order.
+  """Returns the end-of-sequence ids of the model's configuration, without duplicates.
 
   Chat models often have several: Llama 3 has one for the end of the text and one for
   the end of a turn. The tokenizer knows only one of them.
@@ -142,7 +142,10 @@ def _read_added_tokens(
 def _read_chat_template(
   folder: pathlib.Path, file: pathlib.Path, config: Mapping[str, Any]
 ) -> ChatTemplates | None:
-  """Returns the templates of the config and of the folder's jinja files, which win."""
+  """Returns the templates of the config and of the folder's jinja files.
+
+  A jinja file replaces a template of the same name in the config.
+  """
   source = config.get("chat_template")
   named: dict[str, str] = {}
   if isinstance(source, list):
@@ -194,7 +197,7 @@ def _expect(file: pathlib.Path, name: str, value: Any, kind: type, words: str) -
   """Returns `value` if it is a `kind`; true and false are no whole numbers.
 
   Raises:
-    ValueError: the value has another type; `words` says what was expected.
+    ValueError: the value has another type; `words` describes the expected one.
   """
   if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
     raise _misshapen(file, name, value, words)

@@ -1,7 +1,7 @@
 """Asynchronous requests to a vLLM server: each request returns a future.
 
-The server batches the requests that it has; the driver keeps it supplied, with one
-thread for each running request.
+The server batches its running requests. The driver has one thread for each request that
+runs, and starts the next request when one ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ class VllmAsyncDriver:
 
   Args:
     sampler: sampler of the server.
-    max_inflight: most requests that run at once; the others wait in this process.
+    max_inflight: largest number of requests that run at once; others wait in this
+      process.
 
   Raises:
     ValueError: `max_inflight` is below 1.

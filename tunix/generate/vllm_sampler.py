@@ -1,4 +1,4 @@
-"""Sampler for a vLLM server, over its OpenAI-compatible HTTP interface.
+"""Sampler for a vLLM server, through its OpenAI-compatible HTTP interface.
 
 vLLM is not imported: the server runs in its own environment. Each prompt is one
 request, with token ids in both directions; the server batches the requests.
@@ -23,7 +23,7 @@ from tunix.models.transformer.model import Transformer
 
 
 class VllmSampler(BaseSampler):
-  """A sampler whose model lives in a vLLM server.
+  """A sampler whose model is in a vLLM server.
 
   Attributes:
     model: name of the model on the server.
@@ -47,16 +47,16 @@ class VllmSampler(BaseSampler):
       tokenizer: the model's tokenizer (see BaseSampler).
       model: name of the model on the server. None: the only model it serves.
       logprob_kind: "raw" or "processed", as the server was started with
-        `--logprobs-mode raw_logprobs` or `processed_logprobs`. None: the server is
-        asked, which answers in development mode (VLLM_SERVER_DEV_MODE=1) only.
-      timeout_s: most seconds to wait for an answer.
+        `--logprobs-mode raw_logprobs` or `processed_logprobs`. None: the sampler reads
+        it from the server, which must run in development mode (VLLM_SERVER_DEV_MODE=1).
+      timeout_s: longest time to wait for an answer, in seconds.
       weights_dir: folder for the weights of `update_weights`; the server must see the
         same folder. None: the system's temporary folder.
 
     Raises:
       EngineError: no server answers.
-      ValueError: the server has no model of that name, or several and none was named,
-        or does not tell its kind of log-probs.
+      ValueError: the server has no model of that name, or has several and `model` is
+        None, or does not report its kind of log-probs.
     """
     super().__init__(tokenizer)
     self._client = Client(url, timeout_s)
@@ -70,19 +70,20 @@ class VllmSampler(BaseSampler):
   def _sample(
     self, prompts: list[np.ndarray], options: SamplingOptions
   ) -> SamplerOutput:
-    """Sends one request a prompt and collects the completions.
+    """Sends one request per prompt and collects the completions.
 
     `engine_options` are further fields of vLLM's request, such as
     {"structured_outputs": {"regex": "[0-9]+"}}.
 
     Returns:
-      The output, as from `Sampler`. A kind of log-probs that the server does not give
-      is None. Draws repeat with `seed` as far as the engine's do, and differ from the
-      draws of `Sampler`.
+      The output, as from `Sampler`. A kind of log-probs that the server does not return
+      is None. The same `seed` gives the same tokens only if the engine is
+      deterministic; they differ from the tokens of `Sampler`.
 
     Raises:
       ValueError: the server refuses the request; its message is quoted.
-      EngineError: the server is dead or late, or its answer has no token ids.
+      EngineError: the server does not run or does not answer in time, or its answer has
+        no token ids.
     """
     answers = self._client.ask_all("/v1/completions", self._bodies(prompts, options))
     choices = [x for answer in answers for x in self._choices(answer, options)]
@@ -107,7 +108,7 @@ class VllmSampler(BaseSampler):
       self._load(folder)
 
   def _load(self, folder: pathlib.Path) -> None:
-    # vLLM takes a missing folder for the name of a model at the hub, and dies.
+    # vLLM treats a missing folder as the name of a model on the hub, and then exits.
     if not any(folder.glob("*.safetensors")):
       raise FileNotFoundError(f"{folder} holds no safetensors: give a model's folder")
     call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
@@ -119,12 +120,13 @@ class VllmSampler(BaseSampler):
       if error.status != 404:  # Only development mode has these two paths.
         raise
       raise ValueError(
-        f"{self._client.url} takes no weights: start it with VLLM_SERVER_DEV_MODE=1"
+        f"{self._client.url} cannot load weights. Start it with VLLM_SERVER_DEV_MODE=1"
       ) from error
     if not (isinstance(cleared, dict) and cleared.get("success", True)):
       raise EngineError(
-        f"{self._client.url} has new weights and kept prompts of the old ones in its "
-        "cache: wait until its requests have ended, then update again"
+        f"{self._client.url} has new weights, but its prefix cache still has keys and "
+        "values of the old weights. Wait until its requests have ended, then update "
+        "again"
       )
 
   def _served(self, name: str | None) -> str:
@@ -142,7 +144,7 @@ class VllmSampler(BaseSampler):
       mode = info["vllm_config"]["model_config"]["logprobs_mode"]
     except (Refused, KeyError, TypeError) as error:
       raise ValueError(
-        f"{self._client.url} does not tell its kind of log-probs: give logprob_kind="
+        f"{self._client.url} does not report its kind of log-probs. Give logprob_kind="
         "'raw' or 'processed', as the server was started, or start it with "
         "VLLM_SERVER_DEV_MODE=1"
       ) from error
@@ -215,8 +217,8 @@ def _row(choice: dict[str, Any], options: SamplingOptions) -> Answer:
     raise EngineError(
       f"vLLM ended a completion with {reason!r}, neither stop nor length"
     )
-  # vLLM says "stop" for both; `stop_reason` is the stop string, or the id of the
-  # end-of-sequence token.
+  # vLLM returns "stop" for both a stop string and an end-of-sequence token.
+  # `stop_reason` is then the string, or the id of the token.
   if reason == "stop" and not isinstance(choice.get("stop_reason"), str):
     reason = "eos"
   logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []

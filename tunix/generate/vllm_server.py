@@ -51,7 +51,7 @@ class VllmServer:
       arguments: further arguments of vLLM, such as ["--dtype", "float32"].
       environment: environment variables, added to those of this process, such as
         VLLM_CPU_KVCACHE_SPACE.
-      start_timeout_s: most seconds until the server is ready.
+      start_timeout_s: longest time in seconds until the server is ready.
 
     Raises:
       EngineError: the server ended or was not ready in time. The message quotes the
@@ -75,7 +75,7 @@ class VllmServer:
     )
     try:
       self._wait(start_timeout_s)
-    except BaseException:  # Ctrl-C too: no server may outlive a failed start.
+    except BaseException:  # also Ctrl-C: the server must end if the start fails
       self.close()
       raise
 

@@ -26,7 +26,8 @@ READ = frozenset(
   + ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
   + ("modules_to_save",)
 )
-# Bookkeeping, settings of fields that are refused, and settings of the initial draw.
+# Fields that do not change the adapter's function: bookkeeping, settings of features
+# that are refused, and settings of the random initialisation.
 WITHOUT_MEANING = frozenset(
   ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision")
   + ("inference_mode", "runtime_config", "megatron_core", "qalora_group_size")
@@ -34,8 +35,8 @@ WITHOUT_MEANING = frozenset(
   + ("lora_ga_config",)
 )
 
-# Values of `init_lora_weights` that only draw A and B. The methods of the pattern also
-# subtract the initial A B from the base weights.
+# Values of `init_lora_weights` that only choose initial values of A and B. Other
+# methods also subtract the initial A B from the base weights.
 _DRAWS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 _OF_ANOTHER_BASE = re.compile(r"(pissa|olora|corda|lora_ga)", re.IGNORECASE)
 
@@ -74,8 +75,8 @@ def require_exact(path: pathlib.Path, peft: Mapping[str, Any]) -> None:
     )
   if peft.get("init_lora_weights") == "mica":
     _log.warning(
-      "%s: MiCA is read as plain LoRA, which computes the same; trained on, it "
-      "differs: PEFT freezes B",
+      "%s: MiCA is read as plain LoRA, which computes the same outputs. Further "
+      "training differs, because PEFT freezes B",
       path,
     )
 
@@ -92,8 +93,9 @@ def _require_same_base(path: pathlib.Path, init: Any) -> None:
       + _MERGE
     )
   raise ValueError(
-    f"{path}: init_lora_weights is {init!r}: the base's weights were changed before "
-    f"training, so the adapter does not belong to the published ones; {remedy}"
+    f"{path}: init_lora_weights is {init!r}: the weights of the base model were "
+    "changed before training, so the adapter does not fit the published weights; "
+    f"{remedy}"
   )
 
 

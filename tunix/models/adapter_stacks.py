@@ -1,9 +1,9 @@
 """Conversion between stacked adapters and PEFT's adapters of single tensors.
 
-PEFT has one adapter per tensor of the checkpoint (per layer, per expert), and a module
-of the decoder may be a stack of them. In the stack a tensor without an adapter gets
-zeros, and an adapter of a smaller rank is padded with zeros. Zeros get no gradient and
-are left out when the adapter is saved.
+PEFT has one adapter per tensor of the checkpoint (per layer, per expert). A module of
+the decoder may be a stack of several tensors. In the stack, a tensor without an adapter
+gets zeros, and an adapter of a smaller rank is padded with zeros. These zeros get no
+gradient and are left out when the adapter is saved.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ def stacked(
       continue
     used = part.b.shape[0]
     a[i, :, :used] = part.a
-    # A stack has one scale, the first part's. The difference goes into B.
+    # A stack has one scale, that of its first part. B of every other part is multiplied
+    # by the ratio of the two scales, so that scale * A B stays the same.
     b[i, :used] = part.b if part.scale == scale else part.b * (part.scale / scale)
     if m is not None:
       m[i] = part.magnitude

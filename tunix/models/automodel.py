@@ -57,9 +57,9 @@ class AutoModel:
       param_dtype: dtype of the weights; None for `dtype`.
       remat, scan_layers, attention, sharding: see `TransformerConfig`; None keeps its
         default.
-      num_scores: if not None, the model is a critic or a reward model: a head of this
-        many scores replaces the unembedding. The head is drawn unless the checkpoint
-        has one. None keeps the checkpoint's kind.
+      num_scores: if not None, the model is a critic or a reward model: a head with
+        `num_scores` outputs replaces the unembedding. The head is initialised randomly
+        unless the checkpoint has one. None keeps the checkpoint's kind.
       quantise: "nf4", "int4", "int8" or a `QuantisationConfig`: the layers' kernels are
         quantised when they are read, as a base for training adapters.
       family: the kind of model; None selects it by `model_type`.
@@ -112,7 +112,7 @@ class AutoModel:
     num_scores: int | None = None,
     family: Family | None = None,
   ) -> Transformer:
-    """Makes a model with fresh weights, drawn on the devices that hold them.
+    """Makes a model with random weights, each drawn on the devices that hold it.
 
     The weights depend on the seed and not on the mesh.
 
@@ -286,9 +286,9 @@ def _stored_dtype(hf: dict[str, Any], family: Family, tensors: Any) -> Any:
 
 
 def with_options(config: Any, **options: Any) -> Any:
-  """Returns the configuration with those options replaced that are not None.
+  """Returns the configuration with all options that are not None replaced.
 
-  A dtype is skipped if the configuration of a user's model has no field for it.
+  A dtype is ignored if the configuration of a user's model has no field for it.
 
   Raises:
     ValueError: the configuration has no field for another option.

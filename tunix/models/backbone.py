@@ -68,13 +68,13 @@ def reference_of(model: Any) -> Any:
   """
   if not nnx.state(model, nnx.LoRAParam):
     raise ValueError(
-      "the model has no adapters, all of its weights are trained: pass a reference "
-      "model of its own, or adapt the model (lora.apply)"
+      "the model has no adapters, so all of its weights are trained. Pass a separate "
+      "reference model, or adapt the model (lora.apply)"
     )
   if isinstance(model, Transformer) and (whole := whole_modules.of(model)):
     raise ValueError(
-      f"{', '.join(whole)} is trained whole (modules_to_save), so that the model below "
-      "the adapters is not in this one: pass a reference model of its own"
+      f"{', '.join(whole)} is trained whole (modules_to_save), so this model does not "
+      "have the original weights. Pass a separate reference model"
     )
   out = nnx.clone(model)
   if isinstance(out, Transformer):

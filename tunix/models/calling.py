@@ -1,9 +1,9 @@
 """One interface to models of any kind: `adapt(model)` returns a `LanguageModel`.
 
-Code that runs a model over whole sequences calls `states`, selects the positions that
-count, and passes their states back to be scored. If the model offers its final hidden
-states, the states are these, and no array [B, T, V] is built. For any other model the
-states are its logits. Callers do not need to know which.
+Code that runs a model over whole sequences calls `states`, selects some positions, and
+passes their states to a method such as `token_logps`. If the model can return its final
+hidden states, these are the states, and no array [B, T, V] is built. For any other
+model the states are its logits. Callers do not need to distinguish the two.
 
 A `LanguageModel` holds no arrays besides the module's. It can be made anywhere, also
 inside a traced function.
@@ -34,7 +34,7 @@ Parameters = Mapping[str, inspect.Parameter]
 
 
 class Unembedded(NamedTuple):
-  """Logits in the form of hidden states and an unembedding, not built.
+  """Logits in the form of hidden states and an unembedding, without the product.
 
   Attributes:
     hidden: final hidden states, [B, T, D].
@@ -55,8 +55,8 @@ class Sequences:
     positions: int [B, T]; None counts from 0 in every segment.
     segment_ids: int [B, T], number of the example in a packed row that each token
       belongs to; None for one example per row.
-    attention_mask: bool [B, T, T], True where a query may look at a key; None for a
-      causal mask inside segments. If it is given, `segment_ids` do not restrict it.
+    attention_mask: bool [B, T, T], True where a query may attend to a key; None for a
+      causal mask inside segments. If it is given, `segment_ids` have no effect.
     extra: further arguments of the model's call, by name.
   """
 
@@ -183,7 +183,7 @@ class LanguageModel(abc.ABC):
     return self.model(rows.tokens, positions, None, mask, **rows.extra)
 
   def _tokens_alone(self, rows: Sequences) -> Any:
-    """Calls a model with tokens, and all other input that it has parameters for."""
+    """Calls a model with tokens, and with other inputs that it has parameters for."""
     mask, segments, taken = rows.attention_mask, rows.segment_ids, self.parameters
     if mask is None and segments is not None and "segment_ids" not in taken:
       mask = _dense_mask(rows.tokens, segments)

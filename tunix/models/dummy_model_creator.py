@@ -1,4 +1,4 @@
-"""Models with random weights, drawn on their devices, for tests and measurements."""
+"""Models with random weights, for tests and measurements."""
 
 from __future__ import annotations
 

@@ -15,10 +15,10 @@ Preset = Callable[..., TransformerConfig]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-  """Everything that loading and saving need to know about one kind of model.
+  """The properties of one kind of model that loading and saving use.
 
-  The families of this package are built from it, and a user's family is built in the
-  same way. The model can be any module whose configuration is a dataclass.
+  Each family of this package is a `Family`, and users can define further ones. The
+  model can be any module whose configuration is a dataclass.
 
   Attributes:
     name: the family's name in messages and on the command line.

@@ -48,7 +48,8 @@ def with_scores(
     layers = LayerMaker(c.sharding, c.param_dtype, nnx.Rngs(seed))
     return layers.linear(c.embed_dim, num_scores, "router")
 
-  # The head of a model of shapes is a shape too: its devices may not exist here.
+  # If the model has shapes instead of arrays, the head gets shapes too, because its
+  # devices may not exist on this machine.
   head = nnx.merge(*sharding.abstract(make)) if programs.is_recording() else make()
   mesh = mesh_lib.mesh_of(nnx.state(model))
   if mesh is not None:

@@ -22,8 +22,9 @@ TOKENIZER_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 def is_id(name: str) -> bool:
   """Returns True if a name can be a hub id "owner/name".
 
-  If a folder "models" exists, "models/typo" counts as a mistyped path: looking it up on
-  the hub would take long and end in a message about hub ids.
+  If the first part is an existing folder, the name counts as a mistyped path, for
+  example "models/typo" with a folder "models". Looking it up on the hub would take long
+  and give a confusing message.
   """
   return bool(_ID.fullmatch(name)) and not pathlib.Path(name).parent.is_dir()
 

@@ -1,9 +1,9 @@
 """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685) on the decoder's layers.
 
-y = x W + (alpha / r) x A B, where A [in, r] is drawn and B [r, out] is zero, so that a
-fresh adapter changes nothing. A and B are `nnx.LoRAParam`s beside the kernel that they
-adapt, and trainers find them by that type. The base weights are shared, not copied.
-PEFT's folders are read and written by adapter_files.py.
+y = x W + (alpha / r) x A B, where A [in, r] is random and B [r, out] is zero at first,
+so that a new adapter changes nothing. A and B are `nnx.LoRAParam`s in the module whose
+kernel they adapt, and trainers find them by this type. The base weights are shared, not
+copied. adapter_files.py reads and writes folders of PEFT.
 """
 
 from __future__ import annotations
@@ -184,7 +184,8 @@ def apply(
     draw = jax.jit(_uniform, static_argnums=(1, 2), out_shardings=where[0])
     magnitude = None
     if config.use_dora:
-      # Always float32: a magnitude rounded to bfloat16 would change a fresh model.
+      # Magnitudes are always float32. Rounded to bfloat16, they would change the output
+      # of a model whose adapters are new.
       magnitude = lora_modules.fresh_magnitude(modules[path], where[2])
     adapters[path] = Adapter(
       a=draw(path_key, (*stack, rows, rank), jnp.dtype(config.dtype)),

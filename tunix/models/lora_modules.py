@@ -242,7 +242,7 @@ def placed(model: Transformer, adapters: dict[str, Adapter]) -> dict[str, Adapte
 
 
 def fresh_magnitude(linear: Linear, where: NamedSharding | None) -> jax.Array:
-  """Returns ||W|| of each output, with which a fresh DoRA adapter changes nothing.
+  """Returns ||W|| of each output, the magnitude of a DoRA adapter before training.
 
   Args:
     linear: the module.

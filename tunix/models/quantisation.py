@@ -157,7 +157,8 @@ class OnLoad:
     if path not in self.specs:
       return value
     kernel = quantise_kernel(value, self.specs[path], self.config)
-    # Without waiting, reading runs ahead, and the device holds several full parameters.
+    # Dispatch is asynchronous. Without waiting, the device would hold several
+    # parameters at full size.
     jax.block_until_ready(kernel.codes[...])
     self.kernels[path.removesuffix(".kernel")] = kernel
     return kernel.scales[...]

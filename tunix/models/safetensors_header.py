@@ -1,7 +1,7 @@
 """Parser of the JSON header of a safetensors file, checked before a byte is mapped.
 
-In the order of their offsets the tensors must fill the file without overlap or gap. So
-no two names share bytes, and no bytes hide between two tensors.
+In the order of their offsets, the tensors must fill the file without overlap or gap.
+Therefore no two names share bytes, and every byte belongs to a tensor.
 """
 
 from __future__ import annotations

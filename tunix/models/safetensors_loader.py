@@ -1,7 +1,7 @@
 """Loader that builds a model from stored tensors.
 
-Each device is given only the slice it holds, read directly from the files. A stacked
-parameter is assembled from the tensors of its layers. The peak of the host's memory is
+For each device, only the slice that it holds is read from the files. A stacked
+parameter is assembled from the tensors of its layers. On a CPU, the peak of memory is
 the model, its largest slice and some megabytes.
 """
 
@@ -98,7 +98,7 @@ def _is_fresh(place: params.Placement, tensors: Mapping[str, StoredTensor]) -> b
 
 def _draw(leaf: jax.ShapeDtypeStruct, where: jax.sharding.Sharding | None) -> jax.Array:
   """Draws a score head from a fixed key, so that all processes get the same one."""
-  _log.warning("the checkpoint has no score head: it is drawn")
+  _log.warning("the checkpoint has no score head: it is initialised randomly")
   value = fresh_weights(jax.random.key(0), leaf.shape).astype(leaf.dtype)
   return value if where is None else jax.device_put(value, where)
 
@@ -139,6 +139,6 @@ def _check_extra(extra: Iterable[str], config: Any, family: Family) -> None:
   if unknown:
     rest = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
     raise ValueError(
-      f"the checkpoint holds {', '.join(map(repr, unknown[:3]))}{rest}, which a "
-      f"{family.name} model of this config has no place for: check config.json"
+      f"the checkpoint has the tensors {', '.join(map(repr, unknown[:3]))}{rest}, "
+      f"which a {family.name} model of this config does not have. Check config.json"
     )

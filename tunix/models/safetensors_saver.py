@@ -33,7 +33,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 _log = logging.getLogger(__name__)
 
-# Files that a user of the folder needs besides the weights; copied from the source.
+# Files other than weights that a user of the folder needs; copied from the source.
 _COMPANIONS = (
   "added_tokens.json",
   "chat_template.jinja",
@@ -90,7 +90,7 @@ def save_pretrained(
   origin = None if source is None else pathlib.Path(source)
   if origin is not None and not origin.is_dir():
     raise FileNotFoundError(
-      f"there is no folder {origin}: give the folder that the tokenizer files lie in"
+      f"there is no folder {origin}: give the folder with the tokenizer files"
     )
   config = model.config
   if dtype is not None and isinstance(config, TransformerConfig):
@@ -233,8 +233,8 @@ class _Leaf:
       value = lora_modules.dense_kernel(linear, linear.kernel.dtype)
     if not value.is_fully_addressable:
       return mesh_lib.to_host(value)
-    # A new jax.Array around the same buffers: the model's own array would keep its host
-    # copy for as long as the model exists.
+    # A jax.Array caches its host copy as long as it exists. A new jax.Array with the
+    # same buffers is deleted after the copy, so the model's array caches nothing.
     parts = [shard.data for shard in value.addressable_shards]
     return np.asarray(
       jax.make_array_from_single_device_arrays(value.shape, value.sharding, parts)

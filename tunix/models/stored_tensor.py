@@ -1,4 +1,4 @@
-"""Tensors that lie in a file, and the checks that the readers of all formats share."""
+"""Tensors stored in a file, and the checks that the readers of all formats share."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class StoredTensor:
     file: the file.
     dtype, shape: those of the stored numbers.
     offset: position of its first byte in the file.
-    strides: distance in elements between neighbours of each axis; None for a tensor
-      that lies row by row.
+    strides: distance in elements between neighbours along each axis; None for
+      contiguous rows (C order).
   """
 
   name: str
@@ -62,7 +62,7 @@ class StoredTensor:
     return math.prod(self.shape) * self.dtype.itemsize
 
   def map(self) -> np.ndarray:
-    """Returns a read-only view of the file, whose bytes are read when touched."""
+    """Returns a read-only view of the file; bytes are read from disk on access."""
     if self.nbytes == 0:  # nothing can be mapped
       return np.empty(self.shape, self.dtype)
     if self.strides is None:
@@ -96,10 +96,10 @@ def sizes(values: Any, what: str) -> tuple[int, ...]:
   """
   if not isinstance(values, (list, tuple)) or len(values) > _MAX_AXES:
     raise ValueError(f"{what} is no list of at most {_MAX_AXES} numbers")
-  # Compared by type: True is an int to Python, and 2.0 equals one.
+  # The exact type is compared, because True is an int in Python, and 2.0 == 2.
   if any(type(value) is not int or value < 0 for value in values):
     raise ValueError(f"{what} {brief(list(values))} are not all whole numbers >= 0")
-  # Axes of size 0 are left out: NumPy computes the product of the others all the same.
+  # Axes of size 0 are left out, because NumPy multiplies the other sizes even then.
   if math.prod(value for value in values if value) >= 2**60:
     raise ValueError(f"{what} {brief(list(values))} is larger than any file")
   return tuple(values)
@@ -122,7 +122,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
   if len(values) < len(pairs):
     seen: set[str] = set()
     twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-    raise ValueError(f"{brief(twice)} is there twice")
+    raise ValueError(f"{brief(twice)} occurs twice")
   return values
 
 

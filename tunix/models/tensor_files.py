@@ -171,7 +171,8 @@ def _open_index(index: pathlib.Path, read: _Read) -> dict[str, StoredTensor]:
   for key, name in places.items():
     if key not in tensors or tensors[key].file.name != name:
       raise ValueError(
-        f"{index} says that {name} holds {brief(key)}, it does not: download both again"
+        f"{index} lists {brief(key)} in {name}, which does not have it. Download both "
+        "files again"
       )
   return tensors
 
@@ -192,7 +193,7 @@ def _beside(index: pathlib.Path, name: str) -> pathlib.Path:
     )
   if not (index.parent / name).exists():
     raise FileNotFoundError(
-      f"{index} names {name}, which is not there: download the folder again"
+      f"{index} names {name}, which does not exist. Download the folder again"
     )
   return index.parent / name
 

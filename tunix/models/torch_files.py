@@ -103,18 +103,18 @@ class _Archive:
     return start, member.file_size
 
   def _after_header(self, member: zipfile.ZipInfo) -> int:
-    """Returns the offset of a member's first byte, behind its header.
+    """Returns the offset of a member's first byte, after its header.
 
-    The index at the end of the archive gives the header's offset only. The lengths of
-    the name and of the extra field stand in the header itself, at bytes 26 and 28.
+    The index at the end of the archive has only the offset of the header. The lengths
+    of the name and of the extra field are in the header, at bytes 26 and 28.
     """
     offset = member.header_offset
     if not 0 <= offset <= self.size - _LOCAL_HEADER:
-      raise ValueError(f"{brief(member.filename)} lies outside the file")
+      raise ValueError(f"{brief(member.filename)} is outside the file")
     self.stream.seek(offset)
     header = self.stream.read(_LOCAL_HEADER)
     name, extra = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
     stored_name = self.stream.read(name)
     if header[:4] != b"PK\3\4" or stored_name != member.orig_filename.encode():
-      raise ValueError(f"{brief(member.filename)} does not lie where the index says")
+      raise ValueError(f"{brief(member.filename)} is not at the offset in the index")
     return offset + _LOCAL_HEADER + name + extra

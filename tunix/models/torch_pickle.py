@@ -1,9 +1,9 @@
 """Reader of the pickle inside a torch file: no name in it is imported or called.
 
-`pickle.Unpickler` is not used. However few names its `find_class` lets through, it
-calls the functions that a stream names and sets attributes on their results, and its C
-version allocates a table as long as the largest memo number. This module is a stack
-machine for the thirty instructions that a dictionary of tensors is written with.
+`pickle.Unpickler` is not used, even with a strict `find_class`. It calls the functions
+that a stream names and sets attributes on their results, and its C version allocates a
+table as long as the largest memo number in the stream. This module is a stack machine
+for the thirty instructions that `torch.save` uses for a dictionary of tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import numpy as np
 from tunix.models.stored_tensor import DTYPES, StoredTensor, brief, sizes
 
 MAX_BYTES = 16_000_000
-# A tensor takes about 30 instructions; each of them builds at most some hundred bytes.
+# Limit of instructions. A tensor takes about 30 of them, and each instruction allocates
+# at most some hundred bytes.
 _MAX_STEPS = 2_000_000
 
 _DTYPES = {f"torch.{dtype.name}": dtype for dtype in DTYPES.values()}
@@ -152,7 +153,7 @@ class _Machine:
       if not isinstance(key, str):
         raise ValueError(f"it has {type(key).__name__} as a key, expected a string")
       if key in target:
-        raise ValueError(f"{brief(key)} is there twice")
+        raise ValueError(f"{brief(key)} occurs twice")
       target[key] = value
 
   def append(self, values: list[Any]) -> None:
@@ -212,7 +213,8 @@ def _tensor(
   shape, strides = sizes(shape, "shape"), sizes(strides, "strides")
   room = storage.nbytes // dtype.itemsize  # elements of the storage
   last = start + sum((n - 1) * step for n, step in zip(shape, strides) if n)
-  # No more elements than the storage holds: a stride of 0 could claim any size.
+  # A tensor may not have more elements than its storage. With a stride of 0, a small
+  # file could otherwise describe a tensor of any size.
   count = math.prod(shape)
   if len(shape) != len(strides) or (count and (last >= room or count > room)):
     raise ValueError(
@@ -243,7 +245,7 @@ def _empty_dict(*items: Any) -> dict[str, Any]:
   return {}
 
 
-# The functions of this module that stand for the names a stream may call.
+# Maps each name that a stream may call to the function that this module runs instead.
 _CALLS: Mapping[str, Callable[..., Any]] = {
   "collections.OrderedDict": _empty_dict,
   "torch.Size": lambda values: sizes(values, "shape"),

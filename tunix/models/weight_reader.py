@@ -22,8 +22,9 @@ from tunix.models.transformer.params import Placement
 
 Index = tuple[slice, ...]
 
-# Rows of one transposed copy. With 32 rows the inner loops are too short (half the
-# speed); all rows at once do not fit the processor's cache (a quarter of the speed).
+# Number of rows that a transposed copy processes at once. With 32 rows the inner loops
+# are too short (half the speed), and all rows at once do not fit the processor's cache
+# (a quarter of the speed).
 _ROWS = 256
 # Bytes that one thread maps at a time. It bounds the resident pages of the files, and
 # lets several threads read one large tensor, such as the embedding table.
@@ -110,9 +111,10 @@ class WeightReader:
 def _array(shape: list[int], dtype: np.dtype) -> np.ndarray:
   """Allocates host memory at a multiple of 64 bytes.
 
-  JAX's CPU backend adopts memory with this alignment if nothing else refers to it; a
-  copy would double the time of loading. In return, XLA does not reuse adopted memory
-  for its results: the first step that is given a donated weight allocates a new array.
+  JAX's CPU backend uses memory with this alignment without a copy if nothing else
+  refers to it; a copy would double the time of loading. The disadvantage is that XLA
+  does not reuse this memory for results: the first step that donates such a weight
+  allocates a new array.
   """
   size = math.prod(shape) * dtype.itemsize
   memory = np.empty(size + _ALIGNMENT, np.uint8)
@@ -129,7 +131,7 @@ class _Job:
   index: Index
 
   def run(self) -> None:
-    # Mapped here, so that the pages are released with the map after the copy.
+    # The file is mapped here, so that the pages are released after this copy.
     source = self.tensor.map()[self.index]
     if self.out.ndim < 2 or self.out.flags.c_contiguous:
       self.out[...] = source

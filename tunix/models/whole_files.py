@@ -68,7 +68,7 @@ def read(
 ) -> dict[str, np.ndarray]:
   """Returns the parameters of the modules in `modules_to_save`, by path.
 
-  Names of modules that the model lacks are ignored, as PEFT does: it writes both names
+  Names of modules that the model lacks are ignored, as in PEFT, which writes both names
   that a score head can have.
 
   Args:

@@ -32,8 +32,8 @@ def choose(model: Transformer, names: Iterable[str] | None) -> list[str]:
   Args:
     model: the model.
     names: names or patterns, matched as in `LoraConfig.targets`. None selects the score
-      head of a model that has one: the head is freshly drawn, and if it stayed frozen
-      its scores would mean nothing.
+      head of a model that has one, because a random head that is not trained gives
+      meaningless scores.
 
   Raises:
     ValueError: a name matches no module that can be trained whole; the message lists

@@ -1,8 +1,8 @@
 """Importance weights for completions that another engine or older weights sampled.
 
-The log-probabilities of a rollout engine differ from the trainer's: its kernels and
-precision differ, and its weights may be older. The loss of a token is multiplied by a
-bounded weight made from
+The log-probabilities of a rollout engine differ from the trainer's: the engine has
+other kernels and another precision, and its weights may be older. The loss of a token
+is multiplied by a bounded weight computed from
 
   w = exp(logps - rollout_logps)
 
@@ -48,7 +48,7 @@ def truncated(
     ValueError: the level is unknown, or cap <= 0.
   """
   if cap <= 0:
-    raise ValueError(f"cap={cap} must be positive: it is the largest weight")
+    raise ValueError(f"cap={cap} is the largest weight; expected a number above 0")
   weights = _weights(logps, rollout_logps, mask, level)
   return jnp.minimum(weights, cap)
 
@@ -62,10 +62,10 @@ def masked(
   low: float = 0.5,
   high: float = 5.0,
 ) -> Float[Array, "B T"]:
-  """Returns w where low <= w <= high, else 0: masked importance sampling.
+  """Returns w if low <= w <= high, else 0: masked importance sampling.
 
-  At token level it is IcePop (arXiv:2510.18855). A token of weight 0 still counts in
-  the weight of its aggregation.
+  At token level it is IcePop (arXiv:2510.18855). A token of weight 0 is still counted
+  as a token when the loss is averaged.
 
   Args:
     logps, rollout_logps, mask, level: as for `truncated`.
@@ -79,7 +79,7 @@ def masked(
   """
   if not 0 <= low < high:
     raise ValueError(
-      f"low={low}, high={high}: weights are kept in [low, high], low < high"
+      f"low={low}, high={high}: expected 0 <= low < high, the bounds of kept weights"
     )
   weights = _weights(logps, rollout_logps, mask, level)
   return jnp.where((weights >= low) & (weights <= high), weights, 0.0)

@@ -49,7 +49,8 @@ def k3(
   make a loss infinite. Below -20 the gradient is 0.
   """
   log_r = jnp.maximum(logps - ref_logps, -MAX_EXPONENT)
-  # Near 0 the terms cancel; expm1 loses half as many digits as exp.
+  # If log r is near 0, the terms cancel, and the result is about (log r)^2 / 2. expm1
+  # loses half as many digits as exp here.
   return jnp.expm1(-log_r) + log_r
 
 
@@ -58,9 +59,10 @@ def corrected(
 ) -> Float[Array, "B T"]:
   """Returns values times the ratio of the policies, for the loss (arXiv:2512.02556).
 
-  The ratio is differentiated. Where it is 1, the value does not change, but the
-  gradient of k1 and k3 becomes that of KL(policy || reference) at every prefix.
-  Off-policy, the ratio weighs each token by its probability under the new policy.
+  The ratio is differentiated. If the ratio is 1, the value does not change, but the
+  gradient of k1 and k3 becomes that of KL(policy || reference) at every prefix. If the
+  samples come from an older policy, the ratio corrects for the changed probability of
+  each token.
 
   Args:
     values: `k1` or `k3` of each token.
@@ -89,7 +91,7 @@ def exact(
 
 Estimator = Callable[[jax.Array, jax.Array], jax.Array]
 
-# Name -> estimator. The second line has the names that other libraries use.
+# Name -> estimator. The last line has the names that other libraries use.
 ESTIMATORS: dict[str, Estimator] = {
   **{"k1": k1, "k2": k2, "k3": k3},
   **{"kl": k1, "mse_kl": k2, "low_var_kl": k3},

@@ -24,7 +24,7 @@ def kto_loss(
   """Returns the KTO loss of each response (arXiv:2402.01306).
 
     w_D (1 - s(beta (r - z0)))   for a desirable response
-    w_U (1 - s(beta (z0 - r)))   for another
+    w_U (1 - s(beta (z0 - r)))   for an undesirable response
 
   with r = log pi - log pi_0 and s the logistic function.
 
@@ -36,8 +36,9 @@ def kto_loss(
     weights: 1 for an example, 0 for a row of padding.
     kl: z0, from `kl_estimate`; not differentiated.
     beta: strength of the reference, > 0.
-    desirable_weight, undesirable_weight: w_D and w_U, >= 0, not both 0. The paper keeps
-      w_D n_D / (w_U n_U) between 1 and 4/3 for n_D and n_U examples of each.
+    desirable_weight, undesirable_weight: w_D and w_U, >= 0, not both 0. With n_D
+      desirable and n_U undesirable examples, the paper recommends
+      w_D n_D / (w_U n_U) between 1 and 4/3.
 
   Returns:
     Values [B], to be averaged over all examples, and metrics [B]: `kl` is z0;

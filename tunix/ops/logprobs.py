@@ -4,13 +4,14 @@ Both functions iterate over chunks of tokens (vocab_chunks.py), so that memory g
 with the number of tokens and not with tokens times vocabulary.
 
 `weighted_nll` returns one number, and the weights that its gradients need are known in
-advance. So the forward pass computes the gradients too. A backward pass would recompute
-the logits, one more product with the unembedding, about 9 % of a step of a small model.
+advance. The forward pass therefore computes the gradients too. A separate backward pass
+would recompute the logits, one more product with the unembedding, which is about 9 % of
+a step of a small model.
 
-`token_logps` returns a value per token, whose cotangents are unknown until the backward
-pass. So the backward pass recomputes the logits, unless the unembedding is frozen (as
-in LoRA training). If all tokens fit one chunk, XLA merges both computations of the
-logits.
+`token_logps` returns one value per token. The cotangents of these values are unknown
+until the backward pass, which therefore recomputes the logits. It does not if the
+unembedding is frozen (as in LoRA training). If all tokens fit one chunk, XLA merges the
+two computations of the logits.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def weighted_nll(
   return _weighted_nll(hidden, unembed, targets, weights, layout)
 
 
-# custom_vjp with symbolic zeros: `perturbed` tells which inputs are differentiated, so
-# that no other gradient is computed.
+# With `symbolic_zeros`, each input of the forward function has the attribute
+# `perturbed`, which is True if it is differentiated. No other gradient is computed.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _weighted_nll(hidden, unembed, targets, weights, layout):
   part = vocab_chunks.run(hidden, unembed, targets, Pulls(), Rule(layout))
@@ -172,8 +173,9 @@ def _scores_forward(hidden, unembed, targets, rule: Rule):
   arrays = hidden.value, unembed.value, targets.value
   needed = tuple(() if x.perturbed else None for x in (hidden, unembed))
   pulls = Pulls()
-  # The hidden state of a token only affects its own log-probability. So its gradient is
-  # known now, up to the cotangent: computed with cotangent 1, it is scaled later.
+  # The hidden state of a token only affects its own log-probability. Its gradient is
+  # therefore computed now with cotangent 1, and the backward pass multiplies it by the
+  # real cotangent.
   if hidden.perturbed and not unembed.perturbed and not rule.entropy:
     pulls = Pulls(jnp.ones(targets.value.shape, jnp.float32))
     rule = rule._replace(hidden=True)
@@ -191,8 +193,8 @@ def _scores_backward(rule: Rule, saved: _Saved, cotangents: TokenScores):
   )
   if saved.slope is not None:
     pull = pulls.logps[..., None]
-    # A slope beyond the range of float16 is inf; where its cotangent is 0, 0 * inf
-    # would be NaN.
+    # A slope beyond the range of float16 is inf. Its product with a cotangent 0 would
+    # be NaN.
     d_hidden = jnp.where(pull == 0, 0.0, saved.slope * pull)
     return d_hidden.astype(hidden.dtype), None, None
   rule = rule._replace(
@@ -202,8 +204,8 @@ def _scores_backward(rule: Rule, saved: _Saved, cotangents: TokenScores):
   )
   size = None
   if hidden.dtype == jnp.float16:
-    # A mean over many tokens has cotangents below 6e-8, the smallest float16. So they
-    # are divided by the largest of them, and the gradients multiplied by it.
+    # The mean over many tokens has cotangents below 6e-8, the smallest float16 above 0.
+    # They are divided by the largest cotangent, and the gradients are multiplied by it.
     size = functools.reduce(
       jnp.maximum, [jnp.max(jnp.abs(x)) for x in jax.tree.leaves(pulls)]
     )

@@ -87,7 +87,7 @@ def smoothed_logistic(
 
   Args:
     logits: z of each pair.
-    label_smoothing: probability e that a pair is the wrong way round.
+    label_smoothing: probability e that chosen and rejected are swapped by mistake.
 
   Raises:
     ValueError: e is not in [0, 0.5).
@@ -105,8 +105,8 @@ def check_smoothing(label_smoothing: float) -> None:
   """
   if not 0 <= label_smoothing < 0.5:
     raise ValueError(
-      f"label_smoothing={label_smoothing} must be in [0, 0.5): it is the probability "
-      "that a pair is the wrong way round, and at 0.5 the loss has no gradient"
+      f"label_smoothing={label_smoothing}; expected a probability in [0, 0.5) that "
+      "chosen and rejected are swapped. At 0.5 the loss has no gradient"
     )
 
 
@@ -235,7 +235,8 @@ def discopop(
   chosen, rejected = log_ratios(scores)
   logits = beta * (chosen - rejected)
   logistic = jax.nn.sigmoid(-logits / tau) * -jax.nn.log_sigmoid(logits)
-  # m exp(-z) as one exponential: for very negative z, m is 0 and exp(-z) infinite.
+  # m exp(-z) is computed as exp(log m - z). For very negative z, m is 0 and exp(-z)
+  # infinite, and their product would be NaN.
   return logistic + safe_exp(jax.nn.log_sigmoid(logits / tau) - logits)
 
 
@@ -330,11 +331,12 @@ def _mean_logps(scores: PairScores) -> tuple[jax.Array, jax.Array]:
 
 def _log1mexp(logps: jax.Array) -> jax.Array:
   """Returns log(1 - exp(x)) for x < 0, by two formulas that meet at -log 2."""
-  # Near 0, 1 - exp(x) cancels and expm1 keeps the digits. Far below 0, log1p keeps
-  # them.
+  # For x near 0, 1 - exp(x) loses digits by cancellation, and expm1 does not. For x far
+  # below 0, exp(x) is small, and log1p keeps its digits.
   x = jnp.minimum(logps, MAX_MEAN_LOGP)
   likely = x > -math.log(2)
-  # The unused formula gets -1, so that its gradient is finite.
+  # Both formulas are computed. The one that is not used gets x = -1, so that its
+  # gradient is finite.
   near = jnp.log(-jnp.expm1(jnp.where(likely, x, -1.0)))
   far = jnp.log1p(-jnp.exp(jnp.where(likely, -1.0, x)))
   return jnp.where(likely, near, far)

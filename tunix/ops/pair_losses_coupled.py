@@ -1,8 +1,8 @@
 """Pair losses that compare all pairs of the global batch with each other.
 
-The value of one pair depends on the other pairs, so that these functions need the
-arrays of the global batch. `preference.coupled_coefficients` computes their gradient
-over micro-batches. `pair_losses` explains the symbols.
+The value of one pair depends on the other pairs, so these functions need the arrays of
+the global batch. `preference.coupled_coefficients` computes their gradient over
+micro-batches. `pair_losses` explains the symbols.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ def aot(
   """Returns -log s(beta (u_(i) - v_(i))): AOT on pairs (arXiv:2406.05882).
 
   u = log pi(c) - log pi(r) are the margins of the policy and v those of the reference.
-  u_(i) and v_(i) are the i-th smallest of each over the batch. So the loss makes the
-  distribution of the policy's margins dominate that of the reference. The value at
-  position j belongs to the rank of u_j. `label_smoothing` is as for `sigmoid`.
+  u_(i) and v_(i) are the i-th smallest of each over the batch. The loss makes the
+  distribution of the policy's margins larger than that of the reference at every rank
+  (first-order stochastic dominance). The value at position j is that of the rank of
+  u_j. `label_smoothing` is as for `sigmoid`.
   """
   margins = scores.chosen - scores.rejected
   reference = scores.ref_chosen - scores.ref_rejected
@@ -58,9 +59,9 @@ def aot_unpaired(
 ) -> Float[Array, " B"]:
   """Returns -log s(beta (C_(i) - R_(i))): AOT on unpaired responses (arXiv:2406.05882).
 
-  C_(i) and R_(i) are the i-th smallest log-ratios over the batch, so that the R
-  compared with a C may come from another pair. The value at position j belongs to the
-  rank of C_j. `label_smoothing` is as for `sigmoid`.
+  C_(i) and R_(i) are the i-th smallest log-ratios over the batch, so a C may be
+  compared with the R of another pair. The value at position j is that of the rank of
+  C_j. `label_smoothing` is as for `sigmoid`.
   """
   chosen, rejected = log_ratios(scores)
   matched = _match_ranks(chosen, rejected, scores.weights)
@@ -70,7 +71,7 @@ def aot_unpaired(
 def _match_ranks(x: jax.Array, y: jax.Array, weights: jax.Array) -> jax.Array:
   """Reorders y [B] so that position j holds the y with the same rank as x[j].
 
-  Example: x = (5, 1, 3) has the ranks (2, 0, 1), so that y = (20, 30, 10) becomes
+  Example: x = (5, 1, 3) has the ranks (2, 0, 1), so y = (20, 30, 10) becomes
   (30, 10, 20).
 
   Args:

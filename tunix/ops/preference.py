@@ -27,10 +27,10 @@ class PairLossSpec(NamedTuple):
 
   Attributes:
     function: (PairScores, *, options) -> values [B], or a PairLoss with further
-      metrics. Its scores are 0 in rows of padding.
-    needs_reference: True if it reads ref_chosen and ref_rejected.
-    coupled: True if the value of a pair depends on the other pairs. Then it needs the
-      global batch, or `coupled_coefficients` over micro-batches.
+      metrics. The scores that it receives are 0 in rows of padding.
+    needs_reference: True if the function reads ref_chosen and ref_rejected.
+    coupled: True if the value of a pair depends on the other pairs. The loss then needs
+      the global batch, or `coupled_coefficients` over micro-batches.
     averaged: True if its rewards, and those of the metrics, are means per token.
   """
 
@@ -69,7 +69,7 @@ Loss = str | PairLossSpec | Callable[..., Any]
 
 
 class CoupledCoefficients(NamedTuple):
-  """Linearisation of a coupled loss in the log-probabilities; [B] each, no gradient.
+  """First-order approximation of a coupled loss; [B] each, without gradient.
 
   Attributes:
     values: losses of the pairs.
@@ -157,7 +157,7 @@ def pair_loss(
 def check_pair_loss(
   loss: Loss, *, beta: float = 0.1, label_smoothing: float = 0.0, **options: Any
 ) -> None:
-  """Refuses what `pair_loss` refuses, without scores; for settings.
+  """Checks the options of a pair loss, before there are any scores.
 
   Raises:
     ValueError, TypeError: as for `pair_loss` and `pair_loss_spec`.
@@ -175,11 +175,12 @@ def coupled_coefficients(
   label_smoothing: float = 0.0,
   **options: Any,
 ) -> CoupledCoefficients:
-  """Returns the linearisation of a coupled loss, the first of two passes.
+  """Computes the first of two passes of a coupled loss: its derivatives.
 
   The derivative of the loss in the log-probability of one pair depends on all pairs.
-  This pass computes it from the scores of the global batch, which need no gradient.
-  Then `coupled_loss` gives every micro-batch its exact share of the gradient.
+  This pass computes the derivatives from the scores of the global batch, which need no
+  gradient. The second pass, `coupled_loss`, gives every micro-batch its exact part of
+  the gradient.
 
   Args:
     loss, beta, label_smoothing, **options: as for `pair_loss`.
@@ -203,7 +204,7 @@ def coupled_coefficients(
 def coupled_loss(
   loss: Loss, coefficients: CoupledCoefficients, scores: PairScores, beta: float = 0.1
 ) -> PairLoss:
-  """Returns losses of a micro-batch with the gradient of the global loss, second pass.
+  """Computes the second pass: losses of a micro-batch with the global loss's gradient.
 
   Args:
     loss, beta: as for `coupled_coefficients`.

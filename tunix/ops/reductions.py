@@ -1,8 +1,8 @@
 """Weighted sums, and the means that losses make of them.
 
-A loss over a global batch must not depend on the split into micro-batches. So each
-micro-batch returns a sum and its weight, both are added up, and one division follows at
-the end.
+A loss over a global batch must not depend on the split into micro-batches. Each
+micro-batch therefore returns a sum and its weight. Sums and weights of all
+micro-batches are added, and one division at the end gives the mean.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# Bound of exponents. exp(20) is 4.9e8, far beyond any meaningful ratio of two policies,
-# and products with it stay finite in float32, where exp overflows at 88.
+# Bound of exponents. exp(20) is 4.9e8, which is larger than any useful ratio of two
+# policies, and products with it stay finite in float32, where exp overflows at 88.
 MAX_EXPONENT = 20.0
 
 
@@ -38,7 +38,8 @@ class WeightedSum(NamedTuple):
 def safe_divide(total: jax.Array, weight: jax.Array) -> jax.Array:
   """Returns total / weight, and 0 with gradient 0 where the weight is 0."""
   empty = weight == 0
-  # The inner `where` keeps the unused branch finite: its gradient would be NaN else.
+  # The inner `where` keeps the unused branch finite. Without it, the gradient would be
+  # NaN, because differentiation multiplies the infinite derivative by 0.
   return jnp.where(empty, 0.0, total / jnp.where(empty, 1.0, weight))
 
 
@@ -77,10 +78,10 @@ def aggregate(
   *,
   max_tokens: int | None = None,
 ) -> WeightedSum:
-  """Returns values per token as a weighted sum, by the name of a mean.
+  """Reduces values per token to a weighted sum whose `mean()` is the mean of this mode.
 
   The mean is over the global batch: add the sums of its micro-batches, then call
-  `mean()` once. With n_i tokens in sequence i:
+  `mean()` once. Modes, with n_i tokens in sequence i:
 
     token-mean                  sum_it x_it / sum_i n_i: all tokens count equally
                                 (DAPO, arXiv:2503.14476)
@@ -93,9 +94,9 @@ def aggregate(
 
   Args:
     values: a value per token; any value, even NaN, where the mask is 0.
-    mask: 1 on trained tokens. A row without any (padding, a dropped completion) is no
-      sequence and has no weight.
-    mode: a name of `AGGREGATIONS`.
+    mask: 1 on trained tokens. A row without trained tokens (padding, a dropped
+      completion) does not count as a sequence and has weight 0.
+    mode: a name from `AGGREGATIONS`.
     max_tokens: constant of sequence-mean-token-scale, usually the longest allowed
       completion; other modes take None.
 

@@ -18,10 +18,11 @@ def bradley_terry(
 ) -> PairLoss:
   """Returns -log s(chosen - rejected - margin) + centering (chosen + rejected)^2.
 
-  s is the logistic function. The first term is the Bradley-Terry likelihood of a
-  preference (arXiv:2203.02155, equation 1). Its margin is larger for clearer
-  preferences (Llama 2, arXiv:2307.09288, equation 2). It leaves rewards free up to a
-  constant, which the second term draws to a mean of 0 (arXiv:2312.09244).
+  s is the logistic function. The first term is the negative Bradley-Terry
+  log-likelihood of a preference (arXiv:2203.02155, equation 1). Its margin is larger
+  for clearer preferences (Llama 2, arXiv:2307.09288, equation 2). A constant that is
+  added to both rewards does not change the first term; the second term moves the mean
+  of the rewards towards 0 (arXiv:2312.09244).
 
   Args:
     chosen, rejected: rewards of the responses, differentiated.
@@ -37,7 +38,7 @@ def bradley_terry(
   """
   if centering < 0:
     raise ValueError(
-      f"centering={centering} must be >= 0: it is the weight of a square"
+      f"centering={centering} is the weight of a loss term; expected >= 0"
     )
   wide = jnp.promote_types(chosen.dtype, jnp.float32)
   chosen, rejected = chosen.astype(wide), rejected.astype(wide)

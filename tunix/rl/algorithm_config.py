@@ -1,4 +1,4 @@
-"""An algorithm as values: ratio, clip, advantage, reduction and KL divergence."""
+"""The settings of an algorithm: ratio, clip, advantage, reduction, KL divergence."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class RolloutCorrection:
   Attributes:
     kind: "truncate" (weights min(ratio, high)) or "mask" (weight 0 outside [low,
       high]).
-    level: "token"; "sequence-product", the ratio of whole completions ("sequence" in
-      TRL and verl), which is exact without bounds; or "sequence", the geometric mean of
-      that ratio over tokens.
+    level: "token"; "sequence-product", the ratio of the probabilities of whole
+      completions (called "sequence" in TRL and verl), which is unbiased without bounds;
+      or "sequence", the geometric mean of the tokens' ratios.
     low, high: bounds of the ratio; `low` is used only by "mask".
   """
 
@@ -137,9 +137,9 @@ class AlgorithmConfig:
       )
     if self.loss_algo == "reinforce" and self.num_iterations > 1:
       raise ValueError(
-        f'num_iterations is {self.num_iterations} and loss_algo "reinforce" has no '
-        "ratio "
-        "to correct later updates: set num_iterations to 1 or choose another loss_algo"
+        f'num_iterations is {self.num_iterations} and loss_algo is "reinforce", which '
+        "has no ratio to correct later updates. Set num_iterations to 1, or choose "
+        "another loss_algo"
       )
     if self.loss_algo in ("cispo", "reinforce") and self.epsilon_c is not None:
       raise ValueError(

@@ -211,8 +211,8 @@ def rollouts_of(
     batch: the prompts that were sampled from.
     config: its token limits are the widths.
     group_size: completions of each prompt.
-    bucketed: use the smallest power of two that holds the longest row as the width,
-      where that is below the limit.
+    bucketed: if True, the width is the smallest power of two that holds the longest
+      row, but at most the limit.
 
   Raises:
     ValueError: a prompt or completion is longer than the limit.
@@ -229,7 +229,7 @@ def rollouts_of(
     prompt_ids=prompt_ids,
     prompt_mask=prompt_mask,
     completion_ids=batching.right_padded(out.tokens, space, np.int32),
-    # Not ids != 0: the padding id 0 can also be a token.
+    # The mask comes from the lengths, because the padding id 0 can also be a token.
     completion_mask=np.arange(space) < lengths[:, None],
     rollout_logps=batching.right_padded(out.logprobs, space, np.float32),
     group_size=group_size,
@@ -241,7 +241,7 @@ def _width(rows: Sequence[np.ndarray], limit: int, bucketed: bool) -> int:
   longest = max(map(len, rows))
   if longest > limit:
     raise ValueError(
-      f"the engine returned a row of {longest} tokens, the limit is {limit}: the "
+      f"the engine returned a row of {longest} tokens; expected at most {limit}. The "
       "engine must respect max_prompt_length and max_tokens_to_generate of "
       "RolloutConfig"
     )

@@ -27,7 +27,7 @@ def pass_at_k(passed: np.ndarray, k: int) -> float:
   n = passed.shape[1]
   if not 1 <= k <= n:
     raise ValueError(f"k is {k}: it must be from 1 to the {n} completions of a prompt")
-  # Integers of any size: C(n, k) exceeds a float from about n = 1000 on.
+  # Python integers have no size limit; C(n, k) can exceed a float from n = 1030 on.
   whole = math.comb(n, k)
   missed = [math.comb(n - int(c), k) / whole for c in passed.sum(1)]
   return 1.0 - math.fsum(missed) / len(missed)

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 # (prompts, completions, rewards, **columns) -> scalars by name
 MetricFn = Callable[..., Mapping[str, Any]]
 
-# (rollouts, most tokens of a completion) -> scores [P, G] to learn from
+# (rollouts, token limit of a completion) -> scores [P, G] that advantages come from
 ShapeRewards = Callable[[Rollouts, int], np.ndarray]
 
 
@@ -140,7 +140,7 @@ class Experience:
       advantages: [B] or [B, R].
       old: log-probabilities [B, R] of the policy before the update, if they are known.
       policy_moves: True if the policy changes between the first and the last update on
-        these rollouts. Only then `old` is computed.
+        these rollouts. `old` is computed only in this case.
       **fields: further fields of the example.
     """
     config = self._config

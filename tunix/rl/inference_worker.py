@@ -1,4 +1,4 @@
-"""Scores rollouts with models that are not in a training step."""
+"""Scores rollouts with models, outside of training steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tunix.sft.inference import Score
 
 
 class InferenceWorker:
-  """Runs forward passes over rollouts, a number of rows at a time.
+  """Runs forward passes over rollouts, in parts of a given number of rows.
 
   Args:
     models: modules by role.

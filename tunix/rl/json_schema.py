@@ -1,7 +1,8 @@
 """Checks JSON against a schema with `jsonschema`; refuses schemas it cannot check.
 
-The standard lets a validator ignore keywords and formats that it does not know, so that
-a misspelt keyword would reward everything. Here the schema of schemas is strict.
+The standard lets a validator ignore keywords and formats that it does not know. A
+misspelt keyword would then give a reward to every text. Here schemas are checked
+against a strict meta-schema, which allows only known keywords and formats.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def check_schema(schema: Any) -> None:
   from referencing.jsonschema import DRAFT202012
 
   errors = _strict().iter_errors(schema)
-  # Each object around a fault is reported as "unevaluated" too. The innermost error,
-  # which has the longest path, is the cause.
+  # Every object that contains a wrong part is also reported, as "unevaluated". The
+  # error with the longest path is the innermost one, which is the cause.
   cause = max(errors, key=lambda e: len(e.absolute_path), default=None)
   if cause is not None:
     raise ValueError(
@@ -93,7 +94,7 @@ def _validator(schema: Schema) -> Any:
   import referencing
 
   kind = _dialect()
-  # An empty registry: the default one fetches references from the network.
+  # The registry is empty, because the default one downloads references.
   return kind(
     schema, registry=referencing.Registry(), format_checker=kind.FORMAT_CHECKER
   )

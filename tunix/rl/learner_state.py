@@ -113,8 +113,8 @@ def load(
     part = {name: (getattr(state, name) or {}).get(role, {}) for name in ARRAYS}
     trainer.load_run_state(RunState(**part), saved["trainers"][role])
   cluster.logger.restore(saved["metrics"])
-  # The checkpoint holds only trained arrays. The stamp covers the frozen weights as
-  # well, so that a run cannot resume on another base model.
+  # The checkpoint has only the trained arrays. The stamp covers the frozen weights too,
+  # so that a run cannot resume with another base model.
   version = cluster.sync_weights()
   if version != (before := PolicyVersion.from_json(saved["version"])):
     raise ValueError(

@@ -125,7 +125,7 @@ class Phases:
       self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
   def take(self) -> dict[str, float]:
-    """Returns perf/<phase>_sec of every phase and starts anew.
+    """Returns perf/<phase>_sec of every phase and resets all phases to 0.
 
     A phase inside another one is counted in both.
     """

@@ -1,4 +1,4 @@
-"""Ready reward functions.
+"""Reward functions that are ready to use.
 
 Each function here makes a reward function `fn(prompts, completions, **columns)`. The
 result can be pickled, so that it runs in the workers of a RewardManager. Completions

@@ -79,8 +79,8 @@ class PerRow:
 def per_row(function: Callable[..., Any]) -> PerRow:
   """Makes a reward function from a function that takes one row.
 
-  A RewardManager calls it row by row, so that a row that fails or hangs costs no other
-  row its reward.
+  A RewardManager calls it for each row separately, so that all other rows get a reward
+  if one row fails or hangs.
 
   Args:
     function: `function(prompt, completion, **columns) -> float`, sync or async. It gets

@@ -30,8 +30,8 @@ RewardFn = Callable[..., Any]
 
 _OUTCOMES = {kind.__name__: kind for kind in (Value, Failed, TimedOut)}
 # Seconds that a process waits for the rewards of the other processes. Reward functions
-# have their own time-out: only a process that hangs elsewhere ends the run by this
-# limit.
+# have their own time-out, so this limit is only reached if a process hangs outside of
+# them. It then ends the run.
 _GATHER_TIMEOUT_S = 3600
 
 
@@ -103,7 +103,7 @@ class RewardOutput:
     return lines
 
 
-# Functions that are called row by row, so that a failing row costs only its own reward.
+# Functions that are called for each row, so that a failure affects only its own row.
 _BY_ROW = (PerRow, RowReward)
 
 
@@ -138,10 +138,12 @@ class RewardManager:
       timeout_s: seconds that one call may take; required with workers.
       workers: number of processes; 0 runs the functions in this process.
       names: names of the functions in metrics; None uses their `__name__`.
-      rows_per_call: the most rows that a function gets in one call. A call that fails
-        costs all its rows. None passes the whole batch, which functions that compare
-        rows need. Functions made by `per_row` and the ready ones always get one row.
-      memory_bytes: memory that a worker may allocate, Linux only.
+      rows_per_call: largest number of rows that a function gets in one call. If a call
+        fails, all its rows have no reward. None passes the whole batch, which functions
+        that compare rows need. Functions made by `per_row` and those of `reward_fns`
+        always get one row.
+      memory_bytes: bytes of address space that a worker may use in addition to what it
+        uses after loading its functions; None for no limit. Linux only.
 
     Raises:
       TypeError: a function is not callable, or cannot be sent to workers.

@@ -1,6 +1,7 @@
 """RLCluster: the models of an RL run, their devices, and the engine that samples.
 
-Learners implement algorithms; a cluster runs their parts on the models of the roles.
+Learners implement algorithms. They call the cluster to sample, to score and to update
+the models.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class RLCluster:
     model: Any = self.actor
     rollout_mesh = self._mesh(Role.ROLLOUT)
     actor_mesh = mesh_lib.mesh_of(nnx.state(self.actor))
-    # On the same mesh the engine samples from the actor's arrays and needs no copy.
+    # On the actor's mesh, the engine samples with the actor's arrays and needs no copy.
     if rollout_mesh is not None and mesh_lib.auto(rollout_mesh) != actor_mesh:
       model = reshard.reshard_model_to_mesh(nnx.clone(self.actor), rollout_mesh)
     return engine(model, self.tokenizer, self.cluster_config.widest_rollout())

@@ -156,9 +156,9 @@ class RLLearner(BaseTrainer):
       shown = self._samples.add(rollouts, advantages, number=number, step=step)
       self.metrics_logger.log_samples(shown, step)
     rows = len(rollouts.text)
-    # With several iterations or mini-batches, the last update starts from another
-    # policy than the one that sampled, and the ratio needs the log-probabilities of the
-    # first.
+    # With several iterations or mini-batches, later updates start from another policy
+    # than the one that sampled. Their ratio then needs the log-probabilities of the
+    # policy before the first update.
     moves = self.algo_config.num_iterations > 1 or self._mini_rows(rows) < rows
     return self._experience.example(
       rollouts, advantages, old, policy_moves=moves, **fields
@@ -172,7 +172,10 @@ class RLLearner(BaseTrainer):
     eval_ds: Iterable[Mapping[str, Any]] | None = None,
     skip_jit: bool = False,
   ) -> TrainResult:
-    """Trains until the prompts, `max_steps` or the patience end; resumes a checkpoint.
+    """Trains from the newest checkpoint until the prompts or `max_steps` end.
+
+    Training also ends early if `TrainingConfig.best` has a `patience` and this number
+    of consecutive evaluations bring no improvement.
 
     Calling `train` again restarts the prompts; the step count continues. If a script
     calls it several times and is resumed, the calls that were complete return at once
@@ -276,8 +279,8 @@ class RLLearner(BaseTrainer):
     """Logs the metrics of the rollouts and the seconds of the phases of a step."""
     means = metrics.mean_of(self._measured)
     perf = self.rl_cluster.perf
-    # The updates are complete, so this waits for no device, only for the tracer's
-    # thread.
+    # The updates are complete, so this call waits only for the tracer's thread, not for
+    # a device.
     perf.synchronize()
     self._log({**means, **self._phases.take(), **perf.export()}, Mode.TRAIN)
     self._measured.clear()
@@ -299,15 +302,16 @@ class RLLearner(BaseTrainer):
       raise ValueError(
         "no completion of a whole batch has weight: every reward failed, or every "
         "completion was truncated under mask_truncated; look at rewards/failed and "
-        "completions/truncated, and at what the reward functions raise"
+        "completions/truncated, and at the errors of the reward functions"
       )
     return minis if limit is None else minis[: limit - self.train_steps]
 
   def _mini_rows(self, rows: int) -> int:
-    """Returns the rows of a mini-batch; the largest batch so far if no size is set.
+    """Returns the number of rows of a mini-batch.
 
-    A smaller batch, such as the last one of the data, is padded to the largest so far:
-    its update then runs the program that is compiled already.
+    If no size is set, it is the number of rows of the largest batch so far. A smaller
+    batch, such as the last one of the data, is padded to it, so that its update runs a
+    program that is already compiled.
     """
     group = self.algo_config.num_generations
     self._progress.batch_rows = max(self._progress.batch_rows, rows)

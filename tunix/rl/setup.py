@@ -35,7 +35,7 @@ def reward_manager(reward_fns: Any, cluster: RLCluster) -> RewardManager | None:
 
 
 def shares_prompts(cluster: RLCluster, config: AlgorithmConfig) -> bool:
-  """Returns whether the prompt of a group is computed once for all its completions.
+  """Returns True if the prompt of a group is computed once for all its completions.
 
   Raises:
     ValueError: `shared_prompt` is True and a model cannot share prompts.

@@ -42,8 +42,7 @@ def create_critic_model(
     )
   critic = heads.with_scores(actor, 1, seed=seed)
   if lora_modules.adapted(critic):
-    # All other weights are frozen, and a random head that stays random predicts
-    # nothing.
+    # All other weights are frozen. The new head is random, so it must be trained.
     whole_modules.mark(critic, ["score"])
   if share:
     return critic

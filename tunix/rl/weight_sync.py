@@ -1,7 +1,7 @@
 """Versions of the policy, computed from the content of its weights.
 
-A rollout carries the version of the weights that sampled it, so that a rollout of other
-weights is an error.
+A rollout stores the version of the weights that sampled it. A rollout of unknown
+weights raises an error.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class WeightSync:
         f"step is {step}, below the published step {self.current.step}: make a new "
         "WeightSync for a restored run"
       )
-    # Publishing unchanged weights again must not push an older version out of `known`.
+    # `known` has a limited length. Publishing unchanged weights again must not remove
+    # an older version from it.
     if version != self.current:
       self._known.append(version)
     return version
@@ -130,8 +131,8 @@ class WeightSync:
       UnknownWeightsError: the weights were changed after they were published.
     """
     stamp = policy_stamp(model)
-    # The same weights can have several versions, with different steps: the latest
-    # counts.
+    # The same weights can have several versions with different steps. The latest is
+    # returned.
     for known in reversed(self._known):
       if known.stamp == stamp:
         return known

@@ -1,9 +1,9 @@
 """Images inside a row of tokens: expansion of the prompt, merging and groups.
 
-In a prompt an image is one token <start_of_image>. Expanded it is newlines,
-<start_of_image>, S soft tokens, <end_of_image> and newlines. The projector's vectors
-replace the embeddings of the soft tokens without scaling: Gemma scales only the
-embeddings of text by sqrt(D).
+In a prompt, an image is one token <start_of_image>. `expand_images` replaces it by
+newlines, <start_of_image>, S soft tokens, <end_of_image> and newlines. The vectors of
+the projector replace the embeddings of the soft tokens. They are not scaled: Gemma
+multiplies only embeddings of text by sqrt(D).
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class ImageTokens:
     soft: id of a soft token, whose embedding is replaced.
     end: id of <end_of_image>.
     per_image: number of soft tokens of an image.
-    newlines: ids of one, two, three, ... newlines in a row. The tokenizer makes one
-      token of a run, so an image after one newline gets the token of three.
+    newlines: ids of one, two, three, ... consecutive newlines. The tokenizer encodes
+      consecutive newlines as one token. An image adds two, so after one newline in the
+      prompt it gets the token of three.
   """
 
   start: int = 255_999
@@ -46,8 +47,8 @@ class ImageTokens:
     checks.fields(self, per_image=checks.COUNT)
     if len(self.newlines) < 2:
       raise ValueError(
-        f"newlines are {self.newlines}, expected the ids of one, two, ... newlines: "
-        "an image stands between two pairs of them"
+        f"newlines are {self.newlines}; expected at least the ids of one and of two "
+        "newlines, because an image has two newlines on each side"
       )
     ids = (self.start, self.soft, self.end, *self.newlines)
     if len(set(ids)) < len(ids):

@@ -28,8 +28,8 @@ from tunix.utils import checks
 
 CHANNELS = 3
 
-# Queries of one block of scores: 16 heads x 1024 queries x 4096 keys in float32 take
-# 256 MiB per image, all 4096 queries at once would take 1 GiB.
+# Number of queries in a block of scores. With 16 heads and 4096 keys in float32, 1024
+# queries take 256 MiB per image; all 4096 queries would take 1 GiB.
 QUERY_BLOCK = 1024
 
 _RULES = ShardingRules()
@@ -339,7 +339,7 @@ class Projector(nnx.Module):
   def __call__(self, patches: Float[Array, "n P Dv"]) -> Float[Array, "n S D"]:
     """Averages squares of patches, normalises the averages and projects them.
 
-    The result is not to be scaled by sqrt(D), as the text's embeddings are.
+    Do not multiply the result by sqrt(D); only embeddings of text are scaled.
     """
     c = self.config
     n, _, dim = patches.shape

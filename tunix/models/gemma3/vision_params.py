@@ -193,8 +193,8 @@ def text_config(hf: HfConfig) -> dict[str, Any]:
   """
   above = ("torch_dtype", "dtype", "quantization_config")
   inherited = {name: hf[name] for name in above if name in hf}
-  # transformers writes the default of tie_word_embeddings into the section; only the
-  # whole file's value counts.
+  # transformers writes the default of tie_word_embeddings into the section, so only the
+  # value of the whole file is read.
   tied = {"tie_word_embeddings": hf.get("tie_word_embeddings", True)}
   return {**inherited, **_section(hf, "text_config"), **tied}
 

@@ -25,7 +25,8 @@ from tunix.utils import mesh as mesh_lib
 NEVER = -1e30
 
 # Largest number of scores of one head and row (T * S) that "auto" computes at once. On
-# a CPU blocks are faster above 256 x 256; 512 x 512 elsewhere is not measured.
+# a CPU blocks are faster above 256 x 256. The limit of 512 x 512 elsewhere is not
+# measured.
 PLAIN_SCORES = {"cpu": 256 * 256}
 PLAIN_SCORES_ELSEWHERE = 512 * 512
 
@@ -39,7 +40,7 @@ class Call:
     dtype: dtype of the queries.
     head_dim: H.
     scores: number of scores per head and row, T * S.
-    features: the names in `FEATURES` of what the call has.
+    features: names in `FEATURES` that apply to the call.
   """
 
   platform: str
@@ -249,9 +250,9 @@ def _values(weights: jax.Array, value: jax.Array) -> jax.Array:
     value: [B, S, K, H].
   """
   if weights.shape[-2] == 1 and mesh_lib.context_platform() == "cpu":
-    # One token per row, a decode step. For a matrix product XLA's CPU backend would
-    # copy the whole cache into another layout in every step. This sum reads it in its
-    # layout and takes half the time.
+    # With one token per row (a decode step), XLA's CPU backend would copy the whole
+    # cache into another layout for a matrix product. This sum reads the cache in its
+    # own layout and takes half the time.
     heads_first = value.swapaxes(1, 2)[:, :, None]
     by_slot = weights[:, :, :, 0, :, None]
     out = jnp.sum(by_slot * heads_first, axis=3, dtype=jnp.float32)

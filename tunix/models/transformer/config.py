@@ -141,8 +141,8 @@ class MoEConfig:
     checks.fields(self, num_experts=checks.COUNT, hidden_dim=checks.COUNT)
     if not 1 <= self.experts_per_token <= self.num_experts:
       raise ValueError(
-        f"experts_per_token {self.experts_per_token} must lie in "
-        f"1..{self.num_experts}, the number of experts"
+        f"experts_per_token is {self.experts_per_token}; expected 1 to "
+        f"{self.num_experts}, the number of experts"
       )
     if self.implementation not in ("ragged", "dense"):
       raise ValueError(
@@ -244,10 +244,10 @@ class TransformerConfig:
       3, Gemma 3) or "all" for all heads together (OLMo 2).
     qkv_bias, o_bias: if True, the attention's projections have biases.
     moe: a mixture of experts in place of the MLP, or None.
-    num_scores: None for a language model. Otherwise a head replaces the unembedding and
-      gives every position this many scores: 1 for a critic or a reward model.
-    max_position: longest context in tokens that the checkpoint states. It is written
-      back and not enforced.
+    num_scores: None for a language model. Otherwise the number of scores per position
+      of a head that replaces the unembedding: 1 for a critic or a reward model.
+    max_position: longest context of the checkpoint in tokens. It is saved with the
+      model and limits generation, but the decoder itself does not enforce it.
     param_dtype: dtype of the weights.
     dtype: dtype of the computation; norms, softmax and logits are always float32.
     remat: the results that the backward pass recomputes. "none" recomputes nothing,

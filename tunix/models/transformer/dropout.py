@@ -6,8 +6,8 @@ global batch gets the same mask with every size of micro-batch. Longer padding d
 change the mask either.
 
 The state is a variable of the model and is saved and restored with the other random
-state. The model counts the rows (`advance`) and not the layer, because a layer inside a
-scan or a remat is a temporary copy.
+state. The model counts the rows (`advance`), because a layer inside a scan or a remat
+is a temporary copy that cannot store a count.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reader and writer of the decoder's configuration as Hugging Face's `config.json`.
 
-A field that asks for mathematics the decoder lacks is an error. All unknown fields
+A field with a value that the decoder cannot compute is an error. All unknown fields
 (bookkeeping of other libraries) are ignored.
 """
 
@@ -66,7 +66,7 @@ def check_supported(
     if field in hf and hf[field] not in accepted:
       raise ValueError(
         f"{prefix}{field} is {hf[field]!r}, supported is only {accepted[0]!r}: the "
-        "model would compute something else than the checkpoint means"
+        "model would compute another function than the checkpoint's"
       )
 
 

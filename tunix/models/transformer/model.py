@@ -175,7 +175,7 @@ class Transformer(nnx.Module):
     calls_module = qwix_adds or self.config.remat == "none"
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
-        if calls_module:  # qwix adds its parameters to this very module
+        if calls_module:  # qwix adds its parameters to this module, not to a copy
           x = layer(x, sin_cos, visible, kind=kinds[i])[0]
         else:
           graph, state = nnx.split(layer)
@@ -248,8 +248,8 @@ class Transformer(nnx.Module):
     """
     if self.score is not None:
       raise ValueError(
-        f"the model gives {self.config.num_scores} score(s) a position and no logits "
-        "over the vocabulary: a loss on tokens needs a model without num_scores"
+        f"num_scores is {self.config.num_scores}, so the model has scores instead of "
+        "logits over the vocabulary. A loss on tokens needs a model without num_scores"
       )
     head = self.lm_head
     tied = head is None
@@ -326,7 +326,7 @@ def _check_call(cache, attention_mask, segment_ids, groups, shared_prompt) -> No
   if attention_mask is not None and attention_mask.ndim != 3:
     raise ValueError(
       f"attention_mask has shape {attention_mask.shape}, expected [B, T, S], True "
-      "where a query may look at a key; None means causal"
+      "where a query may attend to a key; None means causal"
     )
   excluded = {"a cache": cache, "an attention_mask": attention_mask, "groups": groups}
   present = [name for name, value in excluded.items() if value is not None]

@@ -1,7 +1,7 @@
 """Table of the decoder's parameters and their tensors in a Hugging Face checkpoint.
 
-One table per family serves the loader, the saver, LoRA adapters and the rollout
-engines. A family whose names differ changes entries of `DECODER` and writes no code.
+The loader, the saver, LoRA adapters and the rollout engines use the same table of a
+family. A family with other names only changes entries of `DECODER`.
 """
 
 from __future__ import annotations

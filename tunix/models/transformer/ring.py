@@ -1,8 +1,9 @@
-"""The ring cache of a sliding layer: as many slots as its window, overwritten in turn.
+"""The ring cache of a sliding layer, which has as many slots as its window.
 
-The token at index i of a row lies in slot i mod R, so the next token replaces the
-oldest one, which has left every later query's window. The index of the token in each
-slot follows from the number of tokens written and is not stored.
+The token at index i of a row is in slot i mod R, where R is the number of slots. The
+next token replaces the oldest one, which is outside the window of all later queries.
+The index of the token in each slot is computed from the number of tokens written and is
+not stored.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def extend(
     written = attended = write(buffers[0], fresh[0]), write(buffers[1], fresh[1])
     index = _slot_index(start + 1, size)
   else:
-    # The first new tokens attend to old tokens whose slots the last new tokens take. So
-    # attention sees the old buffer followed by the new tokens, before anything is lost.
+    # The last new tokens overwrite the slots of old tokens that the first new tokens
+    # attend to. Attention therefore reads the old buffer followed by the new tokens.
     join = lambda buffer, new: jnp.concatenate([buffer, new], axis=2)
     attended = join(buffers[0], fresh[0]), join(buffers[1], fresh[1])
     index = jnp.concatenate([_slot_index(start, size), visible.query_index])
@@ -55,8 +56,8 @@ def extend(
     write = lambda buffer, new: buffer.at[:, :, slots].set(new[:, :, -last:])
     written = write(buffers[0], fresh[0]), write(buffers[1], fresh[1])
   mask = _mask(visible, index, window)
-  # All queries get index 0, so that no window is applied a second time: the order of
-  # the slots in a ring is not the order of the tokens.
+  # The mask already includes the window. All queries get index 0, so that no window is
+  # applied again: in a ring, the order of the slots is not the order of the tokens.
   return written, attended, Visibility(jnp.zeros_like(visible.query_index), mask)
 
 

@@ -49,7 +49,8 @@ def _llama3(base: np.ndarray, config: RopeConfig) -> np.ndarray:
   low, width = config.low_freq_factor, config.high_freq_factor - config.low_freq_factor
   low, width, factor = np.float32(low), np.float32(width), np.float32(config.factor)
   context = np.float32(config.original_max_position)
-  # Computed as a product with the reciprocal: torch divides a number by a tensor so.
+  # torch computes number / tensor as a product with the reciprocal, and so does this
+  # line, to get the same bits.
   waves = 1 / base * np.float32(2 * math.pi)
   keep = np.clip((1 / waves * context - low) / width, 0, 1)
   return np.where(

@@ -1,8 +1,9 @@
 """The causal and windowed mask of splash attention, with a fast test of whole blocks.
 
-The kernel's tables are made on the host from every block of the mask, which takes T * T
-work: 90 seconds of tracing for 131,072 tokens. A block that is open or closed
-throughout is described by one number here. Importing this file imports Pallas.
+The tables of the kernel are computed on the host from every block of the mask. With
+whole blocks this takes T * T operations: 90 seconds of tracing for 131,072 tokens. Here
+a block whose entries are all equal is returned as one number. Importing this file
+imports Pallas.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ class ReachMask(lib.LocalMask):
     """Returns a block, bool [t, s], or [1, 1] for a block of equal entries."""
     queries, keys = self.q_sequence[idx[0]], idx[1]
     low, high = queries.min(), queries.max()
-    # Closed throughout: all keys come after every query, or before every window.
+    # All entries are False: all keys come after every query, or before every window.
     if high < keys.start or low - self._before >= keys.stop:
       return np.zeros((1, 1), np.bool_)
-    # Open throughout: all keys come up to the first query, inside the last one's
-    # window.
+    # All entries are True: no key comes after the first query, and all keys are inside
+    # the window of the last query.
     if low >= keys.stop - 1 and high - self._before <= keys.start:
       return np.ones((1, 1), np.bool_)
     return super().__getitem__(idx)

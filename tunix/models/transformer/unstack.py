@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# Elements per layer up to which a slice is cut by `_opaque`: norm scales, biases and
-# small adapters. Larger slices feed matrix products, which XLA does not fuse with.
+# Largest number of elements per layer of arrays that `_opaque` slices: norm scales,
+# biases and small adapters. Larger slices are inputs of matrix products, and XLA does
+# not fuse a slice into these.
 _SMALL = 2**14
 
 
@@ -40,10 +41,11 @@ def _slices(stack: jax.Array) -> tuple[jax.Array, ...]:
 
 @jax.custom_jvp
 def _opaque(stack: jax.Array) -> tuple[jax.Array, ...]:
-  """Computes `_slices` in a loop of one round, whose results are buffers of their own.
+  """Computes `_slices` in a loop with one iteration, so that XLA cannot fuse them.
 
-  XLA would unroll a loop that it can count. `first != first` is 0, or 1 for NaN, so
-  there is always one round, but the compiler must not assume it.
+  XLA would remove a loop whose number of iterations it knows. The number here depends
+  on `first != first`, which is False, or True for NaN. The loop always runs once, but
+  the compiler cannot derive this.
   """
   first = stack.reshape(-1)[0]
   rounds = 1 + jnp.minimum((first != first).astype(jnp.int32), 0)

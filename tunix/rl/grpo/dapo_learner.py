@@ -43,8 +43,8 @@ class DAPOConfig(GRPOConfig):
   Attributes:
     dynamic_sampling: if True, groups whose rewards are all the same are replaced by
       groups of further prompts, until the batch is full.
-    max_refills: the most batches of prompts that one step draws beyond the first. Then
-      the step trains on the groups it has.
+    max_refills: largest number of further batches of prompts that one step draws. After
+      that, the step trains on the groups that it has.
     overlong_buffer: penalty for long completions; None is off.
   """
 

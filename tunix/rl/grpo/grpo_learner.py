@@ -27,8 +27,8 @@ class GRPOConfig(AlgorithmConfig):
     decoupled_rewards: if True, `advantage_estimator` compares the rewards of each
       function separately, before they are added with their weights (GDPO,
       arXiv:2601.05242, see `ops.advantages.decoupled`). In a plain sum, a reward with a
-      wide spread hides the others. A penalty that the algorithm adds to the total (an
-      overlong penalty) counts as one more function.
+      large spread dominates the others. A penalty that the algorithm adds to the total
+      (an overlong penalty) is treated like the reward of one more function.
 
   Raises:
     ValueError: `num_generations` is below 2: a group of one has no baseline.

@@ -27,7 +27,8 @@ class RLOOConfig(GRPOConfig):
   kl_method: str | Callable[..., Any] = "k1"
   advantage_estimator: str = "leave_one_out"
   loss_algo: str = "rloo"
-  # Every token has the ratio of its whole row, so the mean over a row is that ratio.
+  # Every token has the ratio of its whole row, so the mean over the tokens of a row is
+  # this ratio.
   loss_agg_mode: str = "sequence-mean-token-mean"
 
 

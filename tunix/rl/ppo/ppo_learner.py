@@ -63,8 +63,8 @@ class PPOConfig(AlgorithmConfig):
 class PPOLearner(RLLearner):
   """Trains an actor and a critic; see RLLearner for the arguments.
 
-  A completion that reached its token limit counts as ended there: no value is
-  bootstrapped behind it.
+  A completion that reached its token limit counts as ended at its last token: the value
+  after this token is 0.
 
   Raises:
     ValueError: the cluster has no critic.
@@ -115,8 +115,11 @@ class PPOLearner(RLLearner):
   def _token_rewards(
     self, rollouts: Rollouts, divergence: np.ndarray | None
   ) -> np.ndarray:
-    """Returns float32 [B, R]: the score at the last token of a completion, minus beta
-    times the KL estimate at every token."""
+    """Returns the reward of each token, float32 [B, R].
+
+    It is the score of the completion at its last token, and minus beta times the KL
+    estimate at every token.
+    """
     lengths = rollouts.lengths
     out = np.zeros(rollouts.completion_mask.shape, np.float32)
     rows = np.flatnonzero(lengths)

@@ -17,29 +17,32 @@ from tunix.utils import checks
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-  """The settings by which completions are sampled.
+  """The settings of sampling completions.
 
   Attributes:
-    max_tokens_to_generate: most tokens of a completion, with its end-of-sequence token.
-    max_prompt_length: most tokens of a prompt; a longer prompt is an error.
-    temperature: divisor of the logits, in sampling and in scoring alike. 0 is greedy,
+    max_tokens_to_generate: largest number of tokens of a completion, including its
+      end-of-sequence token.
+    max_prompt_length: largest number of tokens of a prompt; a longer one is an error.
+    temperature: divisor of the logits, both in sampling and in scoring. 0 is greedy,
       for evaluation only.
-    top_p: draw from the most likely tokens with this total probability; None: all.
-    top_k: draw from this many of the most likely tokens; None: all.
-    min_p: draw from tokens at least this probable relative to the most likely one;
-      None: all.
-    seed: seed of the run. Every step, prompt and sample draws its own tokens from it.
+    top_p: sample from the most likely tokens with this total probability; None: all.
+    top_k: sample from this number of the most likely tokens; None: all.
+    min_p: sample from tokens with at least min_p times the probability of the most
+      likely one; None: all.
+    seed: seed of the run. The tokens of a completion depend on it, and on the numbers
+      of the step, the prompt and the sample.
     eos_tokens: ids that end a completion; None: the tokenizer's.
     stop_strings: texts that end a completion.
-    kv_cache_size: most tokens of prompt and completion; None: the sum of their maxima.
+    kv_cache_size: largest number of tokens of prompt and completion together; None: the
+      sum of the two limits.
     gather_weights: layout of our own sampler's weights that are sharded over the batch
-      axes. true: all-gather them once a batch instead of in every decode step. "split":
-      reshard them once a batch so that the devices share the products of a step and
-      activations move. false: leave them. None: the first of true and "split" whose
-      weights take at most a quarter of a device's memory, else false; CPUs report no
-      memory and leave them.
-    engine_options: options that are passed on to the engine unchanged (address,
-      structured output, ...). Our own sampler has none and refuses them.
+      axes. True: all-gather them once per batch instead of in every decode step.
+      "split": reshard them once per batch so that the devices share the products of a
+      step, and activations move instead of weights. False: leave them unchanged. None:
+      the first of True and "split" whose weights take at most a quarter of a device's
+      memory, else False; always False on CPUs.
+    engine_options: options that are passed to the engine unchanged (address, structured
+      output, ...). Our own sampler has none and refuses them.
   """
 
   max_tokens_to_generate: int = 64
@@ -92,7 +95,7 @@ class RolloutOutput:
     text: B completions without their end-of-sequence tokens.
     tokens: B int32 arrays, each with the end-of-sequence token that ended its row.
     prompt_tokens: B int32 arrays, prompt of each row (equal within a group).
-    logprobs: B float32 arrays, in nats, under the distribution drawn from.
+    logprobs: B float32 arrays, in nats, under the distribution that was sampled from.
     finish_reasons: B of "eos", "stop", "length".
     version: version of the weights that sampled, from `update_params`.
   """

@@ -1,6 +1,7 @@
 """Base class of rollouts by an engine outside this process.
 
-Weights are sent to the engine. A change of its log-probs shows that they have arrived.
+Weights are sent to the engine. Its log-probs of a few fixed prompts are compared before
+and after, because a change shows that the weights have arrived.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _PROBE_TOKENS = 8
 
 
 class EngineRollout(SamplerRollout):
-  """Rollouts by a sampler with `update_weights(model)`, whose model is elsewhere.
+  """Rollouts by a sampler with `update_weights(model)`, whose engine has the model.
 
   Args:
     sampler: the sampler.
@@ -45,8 +46,8 @@ class EngineRollout(SamplerRollout):
       if known is not None and self._last == before:
         raise WeightSyncError(
           f"training changed the policy (step {known.step} to {version.step}) "
-          "and the engine answers as before: the weights did not reach it, or its "
-          "dtype is too coarse for so small an update"
+          "and the engine answers as before: the weights did not reach it, or the "
+          "update is too small for its dtype"
         )
     self.version = version
 

@@ -39,14 +39,15 @@ class SamplerRollout(BaseRollout):
     """
     c = rollout_config
     draws = {"seed": c.seed if seed is None else seed, "first_prompt": first_prompt}
-    if "seed" in self._sampler.not_honoured:  # The engine's draws cannot be repeated.
+    if "seed" in self._sampler.not_honoured:  # the engine takes no seed
       draws = {}
     ids = [self._sampler.tokenize(prompt) for prompt in prompts]
     longest = max(map(len, ids), default=0)
     if longest > c.max_prompt_length:
       raise ValueError(
-        f"a prompt has {longest} tokens, max_prompt_length is {c.max_prompt_length}: "
-        "drop such prompts from the data or raise RolloutConfig.max_prompt_length"
+        f"a prompt has {longest} tokens and max_prompt_length is "
+        f"{c.max_prompt_length}. Drop longer prompts from the data, or raise "
+        "RolloutConfig.max_prompt_length"
       )
     out = self._sampler(
       ids,
@@ -61,9 +62,9 @@ class SamplerRollout(BaseRollout):
     if out.sampling_logprobs is None:
       raise ValueError(
         f"temperature is {c.temperature}, or a filter is used, and the engine gives "
-        "raw log-probs, which are not of the distribution it drew from: start it with "
-        "processed ones (vLLM: --logprobs-mode processed_logprobs), or sample at "
-        "temperature 1 without filters"
+        "raw log-probs, which are not those of the distribution that it sampled from. "
+        "Start it with processed log-probs (vLLM: --logprobs-mode processed_logprobs), "
+        "or sample at temperature 1 without filters"
       )
     return RolloutOutput(
       text=out.text,
