@@ -53,7 +53,7 @@ def test_a_model_and_an_adapter_of_many_files_and_tensors(tmp_path):
 
 
 def test_a_store_of_many_files(tmp_path, monkeypatch):
-  monkeypatch.setattr("tunix.data.store._MAPPED", 3)
+  monkeypatch.setattr("tunix.data.store._MAX_MAPPED", 3)
   names = [f"{i:032d}" for i in range(3 * SPARE)]
   with few_files():
     store = RowStore(tmp_path)
