@@ -61,6 +61,7 @@ HEAVY = {
   "torch": set(),
   "tokenizers": {"generate/tokenizer_loading.py", "examples/quickstart/task.py"},
   "jsonschema": {"rl/json_schema.py"},
+  "shtab": {"cli/commands/completion.py"},
   "filelock": {"cli/run/lock.py", "cli/build/data_sources.py"},
   "jinja2": {"generate/chat_template.py"},
   "yaml": {"cli/settings/yaml_text.py"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import importlib.metadata
 import json
@@ -54,7 +53,7 @@ class Finding:
 
 def main(argv: Sequence[str]) -> int:
   """Runs `tunix doctor`; returns 1 if a check fails, else 0."""
-  args = _parse(argv)
+  args = parser().parse_args(list(argv))
   findings = examine(pathlib.Path(args.folder) if args.folder else None)
   if args.json:
     print(json.dumps([dataclasses.asdict(one) for one in findings], indent=2))
@@ -84,15 +83,16 @@ def examine(folder: pathlib.Path | None = None) -> list[Finding]:
   ]
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  parser = Parser(
+def parser() -> Parser:
+  """Returns the parser of the arguments."""
+  made = Parser(
     prog="tunix doctor",
     description="Reports versions and devices of this machine, computes a sum over all "
     "devices, and writes and reads a checkpoint. Add the output to a bug report.",
   )
-  parser.add_argument("--folder", help="try the checkpoint in this folder")
-  parser.add_argument("--json", action="store_true")
-  return parser.parse_args(list(argv))
+  made.add_argument("--folder", help="try the checkpoint in this folder")
+  made.add_argument("--json", action="store_true", help="print the findings as JSON")
+  return made
 
 
 def _checked(name: str, check: Callable[[], str]) -> list[Finding]:
