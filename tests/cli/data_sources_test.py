@@ -160,7 +160,7 @@ def test_places_are_written_out(tmp_path, monkeypatch):
       {"data__weights": "[1, 0]"},
       r"data.weights\[1\] is 0",
     ),
-    ({"data__weights": "[1]"}, "data.weights .1.0. are 1 and there are 2 parts"),
+    ({"data__weights": "[1]"}, "data.weights is .1.0."),
     ({"data__weights": "much"}, "data.weights is the text 'much', expected a list"),
     (
       {"data__columns": "{prompt: question}"},
@@ -173,7 +173,7 @@ def test_places_are_written_out(tmp_path, monkeypatch):
     ),
     (
       {"data__length_buckets": "[20]", "data__packing": "true"},
-      "data.length_buckets .20. and data.packing are set",
+      "data.length_buckets is .20. and data.packing is true",
     ),
   ],
 )

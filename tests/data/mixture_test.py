@@ -111,12 +111,12 @@ def test_shares_hold_after_every_draw(parts, epochs):
 
 
 WRONG = [
-  ({"weights": [1, 0]}, r"weights\[1\] is 0: it must be above 0"),
+  ({"weights": [1, 0]}, r"weights\[1\] is 0; expected a number above 0"),
   ({"weights": [1, -1]}, r"weights\[1\] is -1"),
   ({"weights": [float("nan"), 1]}, r"weights\[0\] is nan"),
   ({"weights": [float("inf"), 1]}, r"weights\[0\] is inf"),
   ({"weights": [True, 1]}, r"weights\[0\] is True"),
-  ({"weights": [1]}, "weights .1. are 1 and there are 2 parts"),
+  ({"weights": [1]}, "weights is .1.; expected 2 numbers"),
   ({"parts": []}, "parts is empty"),
   ({"parts": [[{"text": "a"}]]}, "kind is None and no part has one"),
   (

@@ -185,7 +185,7 @@ def test_keys_tell_rows_apart():
   other = {**batch, "segment_ids": batch["segment_ids"] + 1}
   assert not set(keys) & set(row_keys(other, fields))
   assert keys == row_keys({**batch, "input_mask": batch["input_mask"] * 0}, fields)
-  with pytest.raises(ValueError, match="without input_tokens"):
+  with pytest.raises(ValueError, match="expected input_tokens"):
     row_keys({"words": batch["input_tokens"]}, fields)
 
 
