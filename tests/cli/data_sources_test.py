@@ -160,7 +160,7 @@ def test_places_are_written_out(tmp_path, monkeypatch):
       {"data__weights": "[1, 0]"},
       r"data.weights\[1\] is 0",
     ),
-    ({"data__weights": "[1]"}, "data.weights"),
+    ({"data__weights": "[1]"}, "data.weights is .1.0."),
     ({"data__weights": "much"}, "data.weights is the text 'much', expected a list"),
     (
       {"data__columns": "{prompt: question}"},
@@ -173,7 +173,7 @@ def test_places_are_written_out(tmp_path, monkeypatch):
     ),
     (
       {"data__length_buckets": "[20]", "data__packing": "true"},
-      "data.length_buckets is .20. and data.packing",
+      "data.length_buckets is .20. and data.packing is true",
     ),
   ],
 )
@@ -198,7 +198,7 @@ def test_a_run_on_a_mixture_in_buckets_goes_on_exactly(
     "data__num_epochs": "3",
   }
   config = config_lib.load(runs.arguments(**keys))
-  loaded = build_data.build_data(config, loading.ModelLoader(config).tokenizer())
+  loaded = build_data.build_data(config, loading.build_tokenizer(config))
   assert "75.0% from" in str(loaded.reports["train"])
   assert loaded.num_steps == 4  # of three passes of 19 records in fours: 15
   widths = {batch["input_tokens"].shape[1] for batch in loaded.train}

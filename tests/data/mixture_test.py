@@ -111,7 +111,7 @@ def test_shares_hold_after_every_draw(parts, epochs):
 
 
 WRONG = [
-  ({"weights": [1, 0]}, r"weights\[1\] is 0; expected"),
+  ({"weights": [1, 0]}, r"weights\[1\] is 0; expected a number above 0"),
   ({"weights": [1, -1]}, r"weights\[1\] is -1"),
   ({"weights": [float("nan"), 1]}, r"weights\[0\] is nan"),
   ({"weights": [float("inf"), 1]}, r"weights\[0\] is inf"),

@@ -138,7 +138,7 @@ def test_harmless_extra_tensors(tmp_path):
       "'model.layers.1.mlp.up_proj.weight' is missing",
     ),
     (lambda v: v.pop("lm_head.weight"), "lm_head.*tie_word_embeddings"),
-    (lambda v: v.update(odd=np.ones(1)), "holds 'odd', which a llama3 model"),
+    (lambda v: v.update(odd=np.ones(1)), "has the tensors 'odd', which a llama3 model"),
     (
       lambda v: v.update({"model.norm.weight": np.ones(15, np.float32)}),
       r"'model.norm.weight' in .* has shape \(15,\), norm.scale needs \(16,\)",
@@ -239,7 +239,7 @@ def test_index_that_cannot_be_trusted(llama):
       AutoModel.from_pretrained(llama)
     return str(caught.value)
 
-  assert "names model-9.safetensors, which is not there" in with_place(
+  assert "names model-9.safetensors, which does not exist" in with_place(
     "model-9.safetensors"
   )
   outside = pathlib.Path("..") / llama.name / good["weight_map"][key]

@@ -214,9 +214,9 @@ def refused(folder, error, match):
     ("a\0b", ValueError, r"'a\\x00b', which leaves the folder"),
     ("\ud800", ValueError, "is no file name"),
     ("x" * 300, ValueError, "is no file name"),
-    ("model.bin", FileNotFoundError, "names model.bin, which is not there"),
+    ("model.bin", FileNotFoundError, "names model.bin, which does not exist"),
     ("folder", ValueError, "folder is a folder or a device"),
-    ("model-00002-of-00002.safetensors", ValueError, "it does not"),
+    ("model-00002-of-00002.safetensors", ValueError, "which does not have it"),
   ],
 )
 def test_places_that_an_index_may_not_name(tmp_path, place, error, match):

@@ -66,7 +66,7 @@ def test_a_vast_ratio_is_finite():
 
 
 def test_bounds_are_checked():
-  with pytest.raises(ValueError, match="cap=0 must be positive"):
+  with pytest.raises(ValueError, match="cap=0 is the largest weight"):
     importance.truncated(LOGPS, ROLLOUT, MASK, cap=0)
   with pytest.raises(ValueError, match=r"low=2\.0, high=1\.0"):
     importance.masked(LOGPS, ROLLOUT, MASK, low=2.0, high=1.0)

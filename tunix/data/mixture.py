@@ -91,10 +91,12 @@ class Mixture(Records):
     return part.raw(position)
 
   def checked(self) -> Iterator[tuple[dict[str, Any], Record]]:
-    """Yields every record of every part with its parts."""
+    """Yields (record, its parsed fields) for every record, part after part."""
     return itertools.chain.from_iterable(part.checked() for part in self.parts)
 
   def _part_number(self, index: int) -> int:
+    # bisect_right counts the ends that are at most `index`. Record number _ends[i] is
+    # therefore the first record of part i + 1.
     return bisect.bisect_right(self._ends, index)
 
   def _locate(self, index: int) -> tuple[Records, int]:

@@ -198,6 +198,7 @@ class _Render:
 
   def __call__(self, index: int) -> Any:
     element = self._source.element(index)
+    # Several threads of Grain call this object at the same time.
     with self._lock:
       self._dropped_in_a_row = self._dropped_in_a_row + 1 if element is None else 0
       if self._dropped_in_a_row >= self._patience:

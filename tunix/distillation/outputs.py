@@ -150,6 +150,7 @@ def task_loss(output: Any, labels: Any) -> Scored:
     )
     return Scored(-scores.logps, hard.weights)
   logps = jax.nn.log_softmax(output.astype(jnp.float32))
+  # Labels with as many axes as the logits are probabilities, all others are token ids.
   if isinstance(labels, Labels) or jnp.ndim(labels) != logps.ndim:
     hard = checked_labels(labels, logps.shape[:-1])
     picked = jnp.take_along_axis(logps, hard.targets[..., None], axis=-1)[..., 0]

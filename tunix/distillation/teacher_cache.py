@@ -29,8 +29,8 @@ from tunix.sft.losses import batch_fields
 from tunix.utils import checks, coordination, mesh as mesh_lib
 from tunix.utils.io import write_json
 
-_FORMAT = 2
-_PARTS = ("ids", "logps")
+_FORMAT = 2  # version of the files; a folder of another version is refused
+_PARTS = ("ids", "logps")  # columns of the row store, in the order of TopK
 
 
 class TeacherCache:

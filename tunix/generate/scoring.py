@@ -209,6 +209,7 @@ def score_sequences(
   """
   rows = Rows.checked(prompt_ids, prompt_mask, completion_ids, completion_mask)
   lengths = jnp.sum(rows.prompt_mask, axis=1) + jnp.sum(rows.extent, axis=1)
+  # In `rows.joined` a row begins at slot 0, so its last token is in slot length - 1.
   last = (lengths - 1)[:, None]
   return _one_score(reward_model, _run(reward_model, rows.joined(), last))[:, 0]
 

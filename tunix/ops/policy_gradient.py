@@ -209,6 +209,7 @@ def value_loss(
   old_values = jax.lax.stop_gradient(old_values)
   near = old_values + jnp.clip(values - old_values, -clip, clip)
   bounded = jnp.square(near - returns) / 2
+  # If the clipped loss is larger, V was outside the bounds, and its gradient is 0.
   return PolicyLoss(jnp.maximum(plain, bounded), bounded > plain)
 
 

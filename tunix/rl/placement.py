@@ -103,6 +103,8 @@ def onload(model: Any) -> Any:
       variable.set_value(jax.device_put(value, sharding))
       variable.del_metadata(_SHARDING)
     elif value.sharding.memory_kind in _HOST_KINDS:
+      # The default memory is the accelerator's own memory. The rest of the sharding did
+      # not change in `offload`.
       kind = next(iter(value.devices())).default_memory().kind
       sharding = value.sharding.with_memory_kind(kind)
       variable.set_value(jax.device_put(value, sharding))
@@ -129,6 +131,7 @@ def sync_needs(source: nnx.Module, target: nnx.Module) -> Needs:
   sent, held = _adapters(source), _adapters(target)
   if not held:
     return "merged" if sent else "weights"
+  # Equal A and B with another scale (alpha / r) give another policy.
   if sent.keys() != held.keys() or _scales(source) != _scales(target):
     raise ValueError(
       f"the source has adapters ({_summary(sent)}) and the target others "
@@ -184,6 +187,7 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
   if not sent:
     return 0
   moved = reshard(sent, {path: held[path].sharding for path in sent})
+  # Checked before the target is changed, so that a failed transfer leaves it unchanged.
   _check_arrival({path: new[path] for path in sent}, stamp.leaf_stamps(moved), old)
   for path, value in moved.items():
     variables[path].set_value(value)

@@ -50,7 +50,7 @@ def test_expanded_prompts_are_refused():
   "changes, message",
   [
     ({"start": 1, "end": 1}, "must differ"),
-    ({"newlines": (11,)}, "one, two"),
+    ({"newlines": (11,)}, r"newlines are \(11,\)"),
     ({"per_image": 0}, "per_image is 0"),
   ],
 )

@@ -1,9 +1,9 @@
 """Attention on rows whose tokens are split over devices by the mesh axis `cp`.
 
 Each device holds the queries of its own tokens and all-gathers the keys and values of
-all tokens. These are the only arrays of a layer that are whole on a device; grouped
-heads keep them narrow. The transpose of the all-gather is a reduce-scatter of their
-gradients.
+all tokens. These are the only arrays of a layer that are whole on a device. With
+grouped heads they have only K of the N heads. In the backward pass, the transpose of
+the all-gather is a reduce-scatter of their gradients.
 
 Under a causal mask a later token attends to more keys. With contiguous shards the last
 of many devices would do twice the mean work. In that case each device exchanges its

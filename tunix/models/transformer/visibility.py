@@ -167,6 +167,8 @@ def is_visible(
   if queries.segments is not None and keys.segments is not None:
     seen = seen & (queries.segments[:, :, None] == keys.segments[:, None, :])
   if window is not None:
+    # Age 0 is the query's own slot, so a window of 1 leaves only this key of the past.
+    # Later keys have a negative age and stay visible.
     age = queries.index[:, None] - keys.index[None, :]
     seen = seen & (age < window)[None]
   return seen
