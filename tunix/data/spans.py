@@ -1,9 +1,10 @@
 """Finds the trained text in a conversation that a chat template rendered.
 
-The template itself is never inspected. The conversation is rendered again with the
-contents of turns replaced by placeholders, and the text that differs is content. This
-works for templates that drop earlier thinking, trim white space or merge the system
-turn into the user's turn.
+The template itself is never inspected. The conversation is rendered again with
+placeholders in place of a turn's payload: its content, its thinking and the arguments
+of its tool calls. The text that differs is payload, called content below. This works
+for templates that drop earlier thinking, trim white space, merge the system turn into
+the user's turn, or print the calls of a turn instead of its content.
 
 The number of renderings does not depend on the length of the conversation. The first
 rendering replaces all contents, and two more replace every second content. In these
@@ -28,7 +29,7 @@ Renderer = Callable[[Sequence[Message], bool], str]
 # prefix and suffix of two renderings end exactly at the content.
 _PLACEHOLDERS = ("\ue000\ue001", "\ue002\ue003")
 _NUMBERED = re.compile("\ue000(\\d+)\ue001")
-_CONTENT_KEYS = ("content", "reasoning_content", "thinking", "reasoning")
+_THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 _SPACE = re.compile(r"\s*")
 
 
@@ -65,9 +66,11 @@ def find_segments(
   """Cuts the rendered conversation where training starts and stops.
 
   The trained text of a turn begins where the generation prompt ends, so that an empty
-  think block that the template inserts after this prompt is trained as well. If the
-  rendered conversation does not begin with the rendered prompt, the trained text begins
-  with the content. The trained text ends after the token that closes the turn.
+  think block that the template inserts after this prompt is trained as well. The
+  rendered conversation may not begin with the rendered prompt, for example if the
+  template drops earlier thinking. Then the prompt's text after the previous message is
+  compared; if it differs as well, the trained text begins with the content. The trained
+  text ends after the token that closes the turn.
 
   Args:
     messages: the conversation.
@@ -78,6 +81,9 @@ def find_segments(
   Returns:
     The segments, whose texts join to the rendered conversation, and whether EOS must
     follow them. If no token closes the last turn, white space after it is removed.
+
+  Raises:
+    ValueError: the template prints no text of a turn that has content or tool calls.
   """
   full = render(messages, False)
   contents = _contents(messages, turns, full, render)
@@ -87,12 +93,18 @@ def find_segments(
   starts = _completion_starts(messages, contents, full, render)
   # Longest token first: an alternation takes the first match, and one token may be a
   # prefix of another.
-  closing = re.compile("|".join(sorted(map(re.escape, end_tokens), key=len)[::-1]))
+  # Without tokens, the pattern matches nothing.
+  tokens = sorted(map(re.escape, end_tokens), key=len)[::-1]
+  closing = re.compile("|".join(tokens) or "(?!)")
+  lost = [turn for turn in turns if turn not in contents and _payload(messages[turn])]
+  tails: list[str] = []
   segments: list[Segment] = []
   done, needs_eos = 0, False
   for turn, content in contents.items():
     start, end = max(done, starts[turn]), content.stop
-    stop = _closing_stop(full, end, closing if end_tokens else None, messages[turn])
+    if messages[turn].get("tool_calls"):
+      end += _tail_length(messages, turn, full[end:], closing, render, tails)
+    stop = _closing_stop(full, end, closing)
     if stop is None and turn == len(messages) - 1:
       # The template closes the last turn by no token, so EOS must. White space that the
       # template prints after the content would separate the content from EOS.
@@ -100,8 +112,16 @@ def find_segments(
       full = full.rstrip() if full[end:].strip() else full[:end]
       stop = len(full)
     stop = max(start, end if stop is None else stop)
+    if start == stop and _payload(messages[turn]):
+      lost.append(turn)
     segments += [Segment(full[done:start], False), Segment(full[start:stop], True)]
     done = stop
+  if lost:
+    places = ", ".join(f"messages[{t}] ({_payload(messages[t])})" for t in sorted(lost))
+    raise ValueError(
+      f"the chat template prints no text of the assistant's turns {places}; use a "
+      'template that prints them, or set "train": false in these turns'
+    )
   segments.append(Segment(full[done:], False))
   return [s for s in segments if s.text], needs_eos
 
@@ -191,8 +211,33 @@ def _content_alone(
 
 
 def _with_content(message: Message, text: str) -> dict[str, Any]:
-  changed = {k: text for k in _CONTENT_KEYS if isinstance(message.get(k), str)}
-  return {**message, **changed, "content": text}
+  """Replaces content, thinking and the arguments of tool calls by a placeholder.
+
+  A turn with tool calls and without content gets no content, because templates may
+  print or refuse a content next to calls.
+  """
+  keys = [key for key in _THOUGHT_KEYS if isinstance(message.get(key), str)]
+  calls = message.get("tool_calls")
+  if not calls:
+    return {**message, **dict.fromkeys([*keys, "content"], text)}
+  keys = [key for key in (*keys, "content") if message.get(key)]
+  changed = [_with_arguments(call, text) for call in calls]
+  return {**message, **dict.fromkeys(keys, text), "tool_calls": changed}
+
+
+def _with_arguments(call: Mapping[str, Any], text: str) -> dict[str, Any]:
+  """Replaces the arguments of a call, JSON in a string or a dict, by a placeholder."""
+  if isinstance(call.get("function"), Mapping):
+    return {**call, "function": _with_arguments(call["function"], text)}
+  is_text = isinstance(call.get("arguments"), str)
+  return {**call, "arguments": text if is_text else {text: text}}
+
+
+def _payload(message: Message) -> str:
+  """Returns what a template should print of a turn, in words; "" for an empty turn."""
+  has_text = isinstance(message.get("content"), str) and message["content"].strip()
+  names = ["content"] * bool(has_text) + ["tool calls"] * bool(message.get("tool_calls"))
+  return " and ".join(names)
 
 
 def _completion_starts(
@@ -212,7 +257,9 @@ def _completion_starts(
   starts = {turn: content.start for turn, content in contents.items()}
   behind: dict[str, list[int]] = {}
   for turn in contents:
-    if turn:  # a first message has no generation prompt
+    if not turn:  # a first message has no generation prompt
+      starts[turn] = _payload_start(messages, turn, full, render, contents[turn])
+    else:
       behind.setdefault(messages[turn - 1]["role"], []).append(turn)
   for role, turns in behind.items():
     # With up to two turns there is no turn in between to predict. After a message of
@@ -249,9 +296,12 @@ def _predicted_starts(
     {turn: position in characters}; {} if the placeholders are not found.
   """
   every = sorted({*turns, *(turn - 1 for turn in turns)})
-  texts = _between(messages, every, render)
   last = turns[-1]
-  prompt = _between(messages[:last], [last - 1], lambda some, _: render(some, True))
+  try:
+    texts = _between(messages, every, render)
+    prompt = _between(messages[:last], [last - 1], lambda some, _: render(some, True))
+  except ValueError:  # a template may refuse a conversation that ends here
+    return {}
   if texts is None or prompt is None:
     return {}
   headers = dict(zip(every, texts))
@@ -263,7 +313,7 @@ def _predicted_starts(
     place = content.header - len(headers[turn])
     stop = place + len(question_end)
     fits = full.startswith(question_end, place) and stop <= content.stop
-    starts[turn] = stop if fits else content.start
+    starts[turn] = stop if fits else _payload_start(messages, turn, full, render, content)
   return starts
 
 
@@ -278,27 +328,98 @@ def _prompt_end(
   try:
     prompt = render(messages[:turn], True)
   except ValueError:  # a template may refuse a conversation that ends here
+    return _payload_start(messages, turn, full, render, content)
+  if full.startswith(prompt) and len(prompt) <= content.stop:
+    return len(prompt)
+  found = _predicted_starts(messages, [turn], {turn: content}, full, render)
+  if turn in found:
+    return found[turn]
+  return _payload_start(messages, turn, full, render, content)
+
+
+def _payload_start(
+  messages: Sequence[Message],
+  turn: int,
+  full: str,
+  render: Renderer,
+  content: Content,
+) -> int:
+  """Returns where the template's text for a turn depends on its content or tool calls.
+
+  The content of a turn with tool calls begins with the first arguments at the latest.
+  The call itself begins where a rendering without it differs.
+  """
+  if not messages[turn].get("tool_calls"):
     return content.start
-  fits = full.startswith(prompt) and len(prompt) <= content.stop
-  return len(prompt) if fits else content.start
+  plain = {k: v for k, v in messages[turn].items() if k != "tool_calls"}
+  changed = [*messages[:turn], _with_content(plain, _PLACEHOLDERS[0])]
+  try:
+    text = render([*changed, *messages[turn + 1 :]], False)
+  except ValueError:  # a template may refuse tool results without a call
+    return content.start
+  return min(content.start, _common_prefix(full, text))
 
 
-def _closing_stop(
-  full: str, end: int, closing: re.Pattern[str] | None, message: Message
-) -> int | None:
+def _tail_length(
+  messages: Sequence[Message],
+  turn: int,
+  rest: str,
+  closing: re.Pattern[str],
+  render: Renderer,
+  tails: list[str],
+) -> int:
+  """Returns the length of the text between the last arguments and the turn's last token.
+
+  The conversation that ends with this turn shows the text. It may hold special tokens
+  that end a call and not the turn; the last special token closes the turn.
+
+  Args:
+    messages, turn, closing, render: as in `find_segments`.
+    rest: rendered conversation after the last arguments of the turn.
+    tails: texts that were found for earlier turns. The list is extended, so that turns
+      with an equal text need no rendering of their own.
+  """
+  for tail in tails:
+    length = _overlap(tail, rest, closing)
+    if length is not None:
+      return length
+  changed = _with_content(messages[turn], _PLACEHOLDERS[0])
+  try:
+    text = render([*messages[:turn], changed], False)
+  except ValueError:  # a template may refuse a conversation that ends here
+    text = ""
+  if _PLACEHOLDERS[0] in text:
+    tail = text.rpartition(_PLACEHOLDERS[0])[2].rstrip()
+    tails.append(tail)
+    length = _overlap(tail, rest, closing)
+    if length is not None:
+      return length
+  token = closing.search(rest)
+  return token.start() if token else 0
+
+
+def _overlap(tail: str, rest: str, closing: re.Pattern[str]) -> int | None:
+  """Returns the length of the text before the closing token, if `rest` begins with it.
+
+  The last argument may end with the same text as a placeholder, such as a brace, so that
+  the beginning of `tail` may be missing. A tail without tokens counts as a whole.
+  """
+  tokens = list(closing.finditer(tail))
+  last = tokens[-1].start() if tokens else len(tail)
+  stop = tokens[-1].end() if tokens else len(tail)
+  for start in range(last + bool(tokens)):
+    if rest.startswith(tail[start:stop]):
+      return last - start
+  return None
+
+
+def _closing_stop(full: str, end: int, closing: re.Pattern[str]) -> int | None:
   """Returns the end of the special token that closes the turn; None without one.
 
-  Only white space may separate the token from the content. In a turn with tool calls,
-  the calls are rendered after the content and belong to the turn, so any text may
-  precede the token.
+  Only white space may separate the token from the text of the turn.
   """
-  if closing is None:
-    return None
-  if message.get("tool_calls"):
-    token = closing.search(full, end)
-  else:
-    space = _SPACE.match(full, end)
-    token = closing.match(full, space.end() if space else end)
+  space = _SPACE.match(full, end)
+  token = closing.match(full, space.end() if space else end)
   return token.end() if token else None
 
 
