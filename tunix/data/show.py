@@ -10,6 +10,7 @@ import numpy as np
 
 from tunix.data import chat
 from tunix.data.chat import Rendered
+from tunix.data.payloads import THOUGHT_KEYS
 from tunix.data.prompts import PROMPTS
 from tunix.data.records import Record, Text
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -18,7 +19,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 COMPLETIONS = ("chosen", "rejected", "completion")
 _EXTRA = ("labels", "margins")
 # Keys of a message that templates print, in the order of display.
-_PARTS = ("reasoning_content", "thinking", "reasoning", "content", "tool_calls")
+_PARTS = (*THOUGHT_KEYS, "content", "tool_calls")
 
 _MARKS = ("«", "»")
 _COLOUR = ("\033[32m«", "»\033[0m")

@@ -18,19 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-Message = Mapping[str, Any]
-Renderer = Callable[[Sequence[Message], bool], str]
+from tunix.data import payloads, turn_ends
+from tunix.data.payloads import Message
+from tunix.data.turn_ends import Renderer
 
-# Private-use characters of Unicode, which do not occur in training text. The two
-# placeholders differ in their first and in their last character, so that the common
-# prefix and suffix of two renderings end exactly at the content.
-_PLACEHOLDERS = ("\ue000\ue001", "\ue002\ue003")
+# Placeholders with the number of their turn.
 _NUMBERED = re.compile("\ue000(\\d+)\ue001")
-_THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
-_SPACE = re.compile(r"\s*")
 
 
 class Content(NamedTuple):
@@ -92,19 +88,22 @@ def find_segments(
     contents = {turn: content for turn, content in each.items() if content is not None}
   starts = _completion_starts(messages, contents, full, render)
   # Longest token first: an alternation takes the first match, and one token may be a
-  # prefix of another.
-  # Without tokens, the pattern matches nothing.
+  # prefix of another. Without tokens, the pattern matches nothing.
   tokens = sorted(map(re.escape, end_tokens), key=len)[::-1]
   closing = re.compile("|".join(tokens) or "(?!)")
-  lost = [turn for turn in turns if turn not in contents and _payload(messages[turn])]
+  lost = [
+    turn
+    for turn in turns
+    if turn not in contents and payloads.described(messages[turn])
+  ]
   tails: list[str] = []
   segments: list[Segment] = []
   done, needs_eos = 0, False
   for turn, content in contents.items():
     start, end = max(done, starts[turn]), content.stop
     if messages[turn].get("tool_calls"):
-      end += _tail_length(messages, turn, full[end:], closing, render, tails)
-    stop = _closing_stop(full, end, closing)
+      end += turn_ends.tail_length(messages, turn, full[end:], closing, render, tails)
+    stop = turn_ends.closing_stop(full, end, closing)
     if stop is None and turn == len(messages) - 1:
       # The template closes the last turn by no token, so EOS must. White space that the
       # template prints after the content would separate the content from EOS.
@@ -112,12 +111,14 @@ def find_segments(
       full = full.rstrip() if full[end:].strip() else full[:end]
       stop = len(full)
     stop = max(start, end if stop is None else stop)
-    if start == stop and _payload(messages[turn]):
+    if start == stop and payloads.described(messages[turn]):
       lost.append(turn)
     segments += [Segment(full[done:start], False), Segment(full[start:stop], True)]
     done = stop
   if lost:
-    places = ", ".join(f"messages[{t}] ({_payload(messages[t])})" for t in sorted(lost))
+    places = ", ".join(
+      f"messages[{t}] ({payloads.described(messages[t])})" for t in sorted(lost)
+    )
     raise ValueError(
       f"the chat template prints no text of the assistant's turns {places}; use a "
       'template that prints them, or set "train": false in these turns'
@@ -177,7 +178,7 @@ def _between(
   """
   changed = list(messages)
   for turn in turns:
-    changed[turn] = _with_content(messages[turn], f"\ue000{turn}\ue001")
+    changed[turn] = payloads.replaced(messages[turn], f"\ue000{turn}\ue001")
   text = render(changed, False)
   texts, places, done = [], [], 0
   for mark in _NUMBERED.finditer(text):
@@ -199,45 +200,16 @@ def _content_alone(
   """Locates one content with two renderings; None if the template leaves it out."""
   one, two = (
     render(
-      [*messages[:turn], _with_content(messages[turn], s), *messages[turn + 1 :]], False
+      [*messages[:turn], payloads.replaced(messages[turn], s), *messages[turn + 1 :]],
+      False,
     )
-    for s in _PLACEHOLDERS
+    for s in payloads.PLACEHOLDERS
   )
   if one == two:
     return None
   start = min(_common_prefix(full, one), _common_prefix(full, two))
   tail = min(_common_prefix(full[::-1], other[::-1]) for other in (one, two))
   return Content(start, max(start, len(full) - tail), start)
-
-
-def _with_content(message: Message, text: str) -> dict[str, Any]:
-  """Replaces content, thinking and the arguments of tool calls by a placeholder.
-
-  A turn with tool calls and without content gets no content, because templates may
-  print or refuse a content next to calls.
-  """
-  keys = [key for key in _THOUGHT_KEYS if isinstance(message.get(key), str)]
-  calls = message.get("tool_calls")
-  if not calls:
-    return {**message, **dict.fromkeys([*keys, "content"], text)}
-  keys = [key for key in (*keys, "content") if message.get(key)]
-  changed = [_with_arguments(call, text) for call in calls]
-  return {**message, **dict.fromkeys(keys, text), "tool_calls": changed}
-
-
-def _with_arguments(call: Mapping[str, Any], text: str) -> dict[str, Any]:
-  """Replaces the arguments of a call, JSON in a string or a dict, by a placeholder."""
-  if isinstance(call.get("function"), Mapping):
-    return {**call, "function": _with_arguments(call["function"], text)}
-  is_text = isinstance(call.get("arguments"), str)
-  return {**call, "arguments": text if is_text else {text: text}}
-
-
-def _payload(message: Message) -> str:
-  """Returns what a template should print of a turn, in words; "" for an empty turn."""
-  has_text = isinstance(message.get("content"), str) and message["content"].strip()
-  names = ["content"] * bool(has_text) + ["tool calls"] * bool(message.get("tool_calls"))
-  return " and ".join(names)
 
 
 def _completion_starts(
@@ -313,7 +285,9 @@ def _predicted_starts(
     place = content.header - len(headers[turn])
     stop = place + len(question_end)
     fits = full.startswith(question_end, place) and stop <= content.stop
-    starts[turn] = stop if fits else _payload_start(messages, turn, full, render, content)
+    starts[turn] = (
+      stop if fits else _payload_start(messages, turn, full, render, content)
+    )
   return starts
 
 
@@ -351,76 +325,13 @@ def _payload_start(
   """
   if not messages[turn].get("tool_calls"):
     return content.start
-  plain = {k: v for k, v in messages[turn].items() if k != "tool_calls"}
-  changed = [*messages[:turn], _with_content(plain, _PLACEHOLDERS[0])]
+  plain = {"role": "assistant", "content": payloads.PLACEHOLDERS[0]}
+  changed = [*messages[:turn], plain]
   try:
     text = render([*changed, *messages[turn + 1 :]], False)
   except ValueError:  # a template may refuse tool results without a call
     return content.start
   return min(content.start, _common_prefix(full, text))
-
-
-def _tail_length(
-  messages: Sequence[Message],
-  turn: int,
-  rest: str,
-  closing: re.Pattern[str],
-  render: Renderer,
-  tails: list[str],
-) -> int:
-  """Returns the length of the text between the last arguments and the turn's last token.
-
-  The conversation that ends with this turn shows the text. It may hold special tokens
-  that end a call and not the turn; the last special token closes the turn.
-
-  Args:
-    messages, turn, closing, render: as in `find_segments`.
-    rest: rendered conversation after the last arguments of the turn.
-    tails: texts that were found for earlier turns. The list is extended, so that turns
-      with an equal text need no rendering of their own.
-  """
-  for tail in tails:
-    length = _overlap(tail, rest, closing)
-    if length is not None:
-      return length
-  changed = _with_content(messages[turn], _PLACEHOLDERS[0])
-  try:
-    text = render([*messages[:turn], changed], False)
-  except ValueError:  # a template may refuse a conversation that ends here
-    text = ""
-  if _PLACEHOLDERS[0] in text:
-    tail = text.rpartition(_PLACEHOLDERS[0])[2].rstrip()
-    tails.append(tail)
-    length = _overlap(tail, rest, closing)
-    if length is not None:
-      return length
-  token = closing.search(rest)
-  return token.start() if token else 0
-
-
-def _overlap(tail: str, rest: str, closing: re.Pattern[str]) -> int | None:
-  """Returns the length of the text before the closing token, if `rest` begins with it.
-
-  The last argument may end with the same text as a placeholder, such as a brace, so that
-  the beginning of `tail` may be missing. A tail without tokens counts as a whole.
-  """
-  tokens = list(closing.finditer(tail))
-  last = tokens[-1].start() if tokens else len(tail)
-  stop = tokens[-1].end() if tokens else len(tail)
-  for start in range(last + bool(tokens)):
-    if rest.startswith(tail[start:stop]):
-      return last - start
-  return None
-
-
-def _closing_stop(full: str, end: int, closing: re.Pattern[str]) -> int | None:
-  """Returns the end of the special token that closes the turn; None without one.
-
-  Only white space may separate the token from the text of the turn.
-  """
-  space = _SPACE.match(full, end)
-  token = closing.match(full, space.end() if space else end)
-  return token.end() if token else None
 
 
 def _common_prefix(a: str, b: str) -> int:
