@@ -11,6 +11,7 @@ from tests import toys_text
 from tests.toys_calls import TEMPLATES, raw_tokenizer, tokenizer_of
 from tunix.data import chat, show, spans
 from tunix.data.records import SFT
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 WITH_CALLS = [name for name, entry in TEMPLATES.items() if "no_calls" not in entry[3]]
 # What the variables of the templates print around the text of each assistant's turn.
@@ -158,7 +159,7 @@ def test_long_conversations_with_calls_are_rendered_a_fixed_number_of_times(name
   assert count(8) == count(16) <= 24
 
 
-def test_a_turn_of_which_nothing_is_printed_is_an_error():
+def test_a_call_that_is_not_printed_is_an_error():
   tokenizer = tokenizer_of("gemma3")
   call = {"function": {"name": "f", "arguments": {"n": 1}}}
   messages = [
@@ -167,15 +168,61 @@ def test_a_turn_of_which_nothing_is_printed_is_an_error():
     {"role": "user", "content": "c"},
     {"role": "assistant", "content": "", "tool_calls": [call]},
   ]
-  with pytest.raises(
-    ValueError,
-    match=r"d\.jsonl:3: the chat template prints no text.*messages\[3\] \(tool",
-  ):
-    chat.render({"messages": messages}, tokenizer, where="d.jsonl:3")
+  message = r"d\.jsonl:3: the chat template prints .* tool calls of messages\[3\]"
+  for content in ("", "let me see if"):
+    messages[3]["content"] = content
+    with pytest.raises(ValueError, match=message):
+      chat.render({"messages": messages}, tokenizer, where="d.jsonl:3")
   messages[3]["train"] = False
   assert runs(chat.render({"messages": messages}, tokenizer), tokenizer) == [
     "b<end_of_turn>"
   ]
+
+
+# Prints the results of tools, and then the content, inside the turn of the call. The
+# token that ends a call is another one if no result follows.
+NESTED = r"""
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '<|user|>' + message.content + '<|end|>' }}
+{%- elif message.role == 'assistant' %}
+{{- '<|assistant|>' if not (loop.previtem.role == 'tool') }}
+{%- for call in message.tool_calls or [] %}
+{{- '<|tool_call|>' + call.function.name }}{{ call.function.arguments | tojson }}
+{{- '<call_end>' }}
+{%- endfor %}
+{%- if message.tool_calls and not loop.last %}
+{{- '<output_begin>' + loop.nextitem.content + '<output_end>' }}
+{%- endif %}
+{{- message.content }}
+{{- '<|end|>' if loop.last or not message.tool_calls }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role == 'user' %}
+{{- '<|assistant|>' }}
+{%- endif %}
+"""
+
+
+def test_results_inside_of_a_turn_are_not_trained():
+  tokenizer = TokenizerAdapter(
+    raw_tokenizer(), chat_template=NESTED, eos_token="<|end|>"
+  )
+  call = {"function": {"name": "f", "arguments": {"n": 1}}}
+  messages = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "", "tool_calls": [call]},
+    {"role": "tool", "content": "17"},
+    {"role": "assistant", "content": "b"},
+  ]
+  row = chat.render({"messages": messages}, tokenizer)
+  # The token that begins the results stops the model.
+  call_text = '<|tool_call|>f{"n": 1}<call_end><output_begin>'
+  assert runs(row, tokenizer) == [call_text, "b<|end|>"]
+  messages[1]["content"] = "let me see"
+  with pytest.raises(
+    ValueError, match=r"the content of messages\[1\] after the results"
+  ):
+    chat.render({"messages": messages}, tokenizer)
 
 
 def test_a_conversation_that_begins_with_a_call():

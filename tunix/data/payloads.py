@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,10 +40,21 @@ def _with_arguments(call: Mapping[str, Any], text: str) -> dict[str, Any]:
   return {**call, "arguments": text if is_text else {text: text}}
 
 
-def described(message: Message) -> str:
-  """Returns what a template should print of a turn, in words; "" for an empty turn."""
-  has_text = isinstance(message.get("content"), str) and message["content"].strip()
-  names = ["content"] * bool(has_text) + ["tool calls"] * bool(
-    message.get("tool_calls")
+def missing(message: Message, text: str) -> str:
+  """Returns what the text of a turn lacks: "content", "tool calls" or "" for nothing.
+
+  A template may print content and thinking in another form, so that any text counts as
+  content. The name of each tool call must be there, as a word.
+  """
+  names = [
+    call.get("function", call).get("name", "")
+    for call in message.get("tool_calls") or []
+  ]
+  for name in set(names):
+    printed = re.findall(rf"(?<!\w){re.escape(name)}(?!\w)", text)
+    if len(printed) < names.count(name):
+      return "tool calls"
+  content = message.get("content")
+  return (
+    "" if text or not isinstance(content, str) or not content.strip() else "content"
   )
-  return " and ".join(names)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from tunix.data import payloads, turn_ends
 from tunix.data.payloads import Message
-from tunix.data.turn_ends import Renderer
+from tunix.data.turn_ends import Renderer, common_prefix
 
 # Placeholders with the number of their turn.
 _NUMBERED = re.compile("\ue000(\\d+)\ue001")
@@ -79,23 +79,21 @@ def find_segments(
     follow them. If no token closes the last turn, white space after it is removed.
 
   Raises:
-    ValueError: the template prints no text of a turn that has content or tool calls.
+    ValueError: the template prints no text of a turn that has content, leaves out tool
+      calls of a turn, or prints the content of a turn after the results of its calls.
   """
   full = render(messages, False)
   contents = _contents(messages, turns, full, render)
   if contents is None:
     each = {turn: _content_alone(messages, turn, full, render) for turn in turns}
     contents = {turn: content for turn, content in each.items() if content is not None}
+  _check_order(messages, turns, render)
   starts = _completion_starts(messages, contents, full, render)
   # Longest token first: an alternation takes the first match, and one token may be a
   # prefix of another. Without tokens, the pattern matches nothing.
   tokens = sorted(map(re.escape, end_tokens), key=len)[::-1]
   closing = re.compile("|".join(tokens) or "(?!)")
-  lost = [
-    turn
-    for turn in turns
-    if turn not in contents and payloads.described(messages[turn])
-  ]
+  lost = {turn: payloads.missing(messages[turn], "") for turn in turns}
   tails: list[str] = []
   segments: list[Segment] = []
   done, needs_eos = 0, False
@@ -111,17 +109,15 @@ def find_segments(
       full = full.rstrip() if full[end:].strip() else full[:end]
       stop = len(full)
     stop = max(start, end if stop is None else stop)
-    if start == stop and payloads.described(messages[turn]):
-      lost.append(turn)
+    lost[turn] = payloads.missing(messages[turn], full[start:stop])
     segments += [Segment(full[done:start], False), Segment(full[start:stop], True)]
     done = stop
-  if lost:
-    places = ", ".join(
-      f"messages[{t}] ({payloads.described(messages[t])})" for t in sorted(lost)
-    )
+  places = [f"{what} of messages[{turn}]" for turn, what in lost.items() if what]
+  if places:
     raise ValueError(
-      f"the chat template prints no text of the assistant's turns {places}; use a "
-      'template that prints them, or set "train": false in these turns'
+      f"the chat template prints no text of the assistant's turns: {', '.join(places)} "
+      'would not be trained; use a template that prints them, or set "train": false in '
+      "these turns"
     )
   segments.append(Segment(full[done:], False))
   return [s for s in segments if s.text], needs_eos
@@ -151,8 +147,8 @@ def _contents(
     # replaces turns 0, 2, 4, ..., so it keeps the odd ones; `second` is the other way
     # round.
     piece = (first if at % 2 else second)[(at + 1) // 2]
-    start = _common_prefix(piece, before)
-    stop = max(start, len(piece) - _common_prefix(piece[::-1], after[::-1]))
+    start = common_prefix(piece, before)
+    stop = max(start, len(piece) - common_prefix(piece[::-1], after[::-1]))
     # `before` is the template's text between the previous content and this one. The
     # previous content may change its beginning, so only `before[cut:]` follows that
     # content; this content may change its end, so only `before[:start]` precedes it.
@@ -207,9 +203,38 @@ def _content_alone(
   )
   if one == two:
     return None
-  start = min(_common_prefix(full, one), _common_prefix(full, two))
-  tail = min(_common_prefix(full[::-1], other[::-1]) for other in (one, two))
+  start = min(common_prefix(full, one), common_prefix(full, two))
+  tail = min(common_prefix(full[::-1], other[::-1]) for other in (one, two))
   return Content(start, max(start, len(full) - tail), start)
+
+
+def _check_order(
+  messages: Sequence[Message], turns: Sequence[int], render: Renderer
+) -> None:
+  """Refuses a template that prints a turn's content after the results of its calls.
+
+  The text from the call to the content would be one trained text, with the results.
+  """
+  mixed = [
+    turn
+    for turn in turns
+    if messages[turn].get("tool_calls") and messages[turn].get("content")
+  ]
+  mixed = [turn for turn in mixed if turn + 1 < len(messages)]
+  if not mixed:
+    return
+  changed = list(messages)
+  for turn in {*mixed, *(turn + 1 for turn in mixed)}:
+    changed[turn] = payloads.replaced(messages[turn], f"\ue000{turn}\ue001")
+  order = [int(mark[1]) for mark in _NUMBERED.finditer(render(changed, False))]
+  last = {turn: place for place, turn in enumerate(order)}
+  for turn in mixed:
+    if turn + 1 in last and last.get(turn, -1) > order.index(turn + 1):
+      raise ValueError(
+        f"the chat template prints the content of messages[{turn}] after the results "
+        "of its tool calls; move the content to a message of its own, or set "
+        '"train": false in this turn'
+      )
 
 
 def _completion_starts(
@@ -331,20 +356,4 @@ def _payload_start(
     text = render([*changed, *messages[turn + 1 :]], False)
   except ValueError:  # a template may refuse tool results without a call
     return content.start
-  return min(content.start, _common_prefix(full, text))
-
-
-def _common_prefix(a: str, b: str) -> int:
-  """Returns the length of the longest common prefix.
-
-  Bisection compares slices in C, which is faster than a Python loop over characters.
-  `low` is always the length of a common prefix, and `high` is never too small.
-  """
-  low, high = 0, min(len(a), len(b))
-  while low < high:
-    middle = (low + high + 1) // 2
-    if a[:middle] == b[:middle]:
-      low = middle
-    else:
-      high = middle - 1
-  return low
+  return min(content.start, common_prefix(full, text))

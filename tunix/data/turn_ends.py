@@ -41,14 +41,21 @@ def tail_length(
     text = render([*messages[:turn], changed], False)
   except ValueError:  # a template may refuse a conversation that ends here
     text = ""
-  if payloads.PLACEHOLDERS[0] in text:
-    tail = text.rpartition(payloads.PLACEHOLDERS[0])[2].rstrip()
-    tails.append(tail)
-    length = _overlap(tail, rest, closing)
-    if length is not None:
-      return length
-  token = closing.search(rest)
-  return token.start() if token else 0
+  if payloads.PLACEHOLDERS[0] not in text:
+    token = closing.search(rest)
+    return token.start() if token else 0
+  tail = text.rpartition(payloads.PLACEHOLDERS[0])[2].rstrip()
+  length = _overlap(tail, rest, closing)
+  if length is None:
+    # The template closes the turn differently if messages follow. The turn ends where
+    # both texts differ, but not inside of a token.
+    common = (common_prefix(tail[start:], rest) for start in range(len(tail)))
+    length = max(common, default=0)
+    for token in closing.finditer(rest):
+      if token.start() < length < token.end():
+        length = token.start()
+  tails.append(rest[: closing_stop(rest, length, closing) or length])
+  return length
 
 
 def _overlap(tail: str, rest: str, closing: re.Pattern[str]) -> int | None:
@@ -77,3 +84,19 @@ def closing_stop(full: str, end: int, closing: re.Pattern[str]) -> int | None:
   space = _SPACE.match(full, end)
   token = closing.match(full, space.end() if space else end)
   return token.end() if token else None
+
+
+def common_prefix(a: str, b: str) -> int:
+  """Returns the length of the longest common prefix.
+
+  Bisection compares slices in C, which is faster than a Python loop over characters.
+  `low` is always the length of a common prefix, and `high` is never too small.
+  """
+  low, high = 0, min(len(a), len(b))
+  while low < high:
+    middle = (low + high + 1) // 2
+    if a[:middle] == b[:middle]:
+      low = middle
+    else:
+      high = middle - 1
+  return low
