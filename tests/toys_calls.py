@@ -84,7 +84,7 @@ QWEN3 = r"""
 {%- endfor %}
 """ + QWEN3.lstrip("\n")
 
-# Switches a mode by the system turn, and shows thinking in every turn.
+# Shows the thinking of every turn.
 SMOLLM3 = QWEN25.replace(
   "{{ open }}{{ message.content }}",
   r"""{{ open }}

@@ -225,6 +225,15 @@ def test_results_inside_of_a_turn_are_not_trained():
     chat.render({"messages": messages}, tokenizer)
 
 
+@pytest.mark.parametrize("calls", ["f", {"name": "f"}, ["f"]])
+def test_calls_that_are_no_objects_are_refused(calls):
+  message = {"role": "assistant", "content": "", "tool_calls": calls}
+  with pytest.raises(
+    ValueError, match=r'w: "messages"\[0\]: "tool_calls" is .* expected a'
+  ):
+    SFT.read({"messages": [message]}, "w")
+
+
 def test_a_conversation_that_begins_with_a_call():
   tokenizer = tokenizer_of("llama32")
   call = {"function": {"name": "f", "arguments": {"n": 1}}}

@@ -34,10 +34,16 @@ def replaced(message: Message, text: str) -> dict[str, Any]:
 
 def _with_arguments(call: Mapping[str, Any], text: str) -> dict[str, Any]:
   """Replaces the arguments of a call, JSON in a string or a dict, by a placeholder."""
-  if isinstance(call.get("function"), Mapping):
-    return {**call, "function": _with_arguments(call["function"], text)}
+  function = _function(call)
+  if function is not call:
+    return {**call, "function": _with_arguments(function, text)}
   is_text = isinstance(call.get("arguments"), str)
   return {**call, "arguments": text if is_text else {text: text}}
+
+
+def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns the object with the name and the arguments of a call."""
+  return call["function"] if isinstance(call.get("function"), Mapping) else call
 
 
 def missing(message: Message, text: str) -> str:
@@ -46,15 +52,11 @@ def missing(message: Message, text: str) -> str:
   A template may print content and thinking in another form, so that any text counts as
   content. The name of each tool call must be there, as a word.
   """
-  names = [
-    call.get("function", call).get("name", "")
-    for call in message.get("tool_calls") or []
-  ]
+  calls = map(_function, message.get("tool_calls") or [])
+  names = [str(call.get("name", "")) for call in calls]
   for name in set(names):
     printed = re.findall(rf"(?<!\w){re.escape(name)}(?!\w)", text)
     if len(printed) < names.count(name):
       return "tool calls"
-  content = message.get("content")
-  return (
-    "" if text or not isinstance(content, str) or not content.strip() else "content"
-  )
+  has_content = bool((message.get("content") or "").strip())
+  return "content" if has_content and not text else ""
