@@ -108,6 +108,12 @@ def _check_message(message: Any, where: str) -> None:
       f'{where}: "content" is {_type_name(content)}, expected a string (images and '
       "other parts are not supported)"
     )
+  calls = message.get("tool_calls") or []
+  if not isinstance(calls, list) or not all(isinstance(c, Mapping) for c in calls):
+    raise ValueError(
+      f'{where}: "tool_calls" is {calls!r:.60}, expected a list of objects such as '
+      '{"function": {"name": ..., "arguments": ...}}'
+    )
   if message.get("weight", 1) not in (0, 1):
     raise ValueError(
       f'{where}: "weight" is {message["weight"]!r}, expected 0 (do not train) or 1'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from tunix.data import chat
 from tunix.data.chat import Rendered
+from tunix.data.payloads import THOUGHT_KEYS
 from tunix.data.prompts import PROMPTS
 from tunix.data.records import Record, Text
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -16,6 +18,8 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 # Names of completions in a batch, in the order of display.
 COMPLETIONS = ("chosen", "rejected", "completion")
 _EXTRA = ("labels", "margins")
+# Keys of a message that templates print, in the order of display.
+_PARTS = (*THOUGHT_KEYS, "content", "tool_calls")
 
 _MARKS = ("«", "»")
 _COLOUR = ("\033[32m«", "»\033[0m")
@@ -198,8 +202,12 @@ def _text(text: Text, marks: tuple[str, str]) -> str:
     return f"{marks[0]}{text}{marks[1]}"
   lines = []
   for turn in text:
-    content = turn.get("content") or turn.get("tool_calls")
+    parts = [turn[key] for key in _PARTS if turn.get(key)]
     opening, closing = marks if chat.is_trained(turn) else ("", "")
+    content = "\n".join(
+      part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+      for part in parts
+    )
     lines.append(f"[{turn['role']}] {opening}{content}{closing}")
   return "\n".join(lines)
 

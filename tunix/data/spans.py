@@ -1,9 +1,10 @@
 """Finds the trained text in a conversation that a chat template rendered.
 
-The template itself is never inspected. The conversation is rendered again with the
-contents of turns replaced by placeholders, and the text that differs is content. This
-works for templates that drop earlier thinking, trim white space or merge the system
-turn into the user's turn.
+The template itself is never inspected. The conversation is rendered again with
+placeholders in place of a turn's payload: its content, its thinking and the arguments
+of its tool calls. The text that differs is payload, called content below. This works
+for templates that drop earlier thinking, trim white space, merge the system turn into
+the user's turn, or print the calls of a turn instead of its content.
 
 The number of renderings does not depend on the length of the conversation. The first
 rendering replaces all contents, and two more replace every second content. In these
@@ -17,19 +18,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-Message = Mapping[str, Any]
-Renderer = Callable[[Sequence[Message], bool], str]
+from tunix.data import payloads, turn_ends
+from tunix.data.payloads import Message
+from tunix.data.turn_ends import Renderer, common_prefix
 
-# Private-use characters of Unicode, which do not occur in training text. The two
-# placeholders differ in their first and in their last character, so that the common
-# prefix and suffix of two renderings end exactly at the content.
-_PLACEHOLDERS = ("\ue000\ue001", "\ue002\ue003")
+# Placeholders with the number of their turn.
 _NUMBERED = re.compile("\ue000(\\d+)\ue001")
-_CONTENT_KEYS = ("content", "reasoning_content", "thinking", "reasoning")
-_SPACE = re.compile(r"\s*")
 
 
 class Content(NamedTuple):
@@ -65,9 +62,11 @@ def find_segments(
   """Cuts the rendered conversation where training starts and stops.
 
   The trained text of a turn begins where the generation prompt ends, so that an empty
-  think block that the template inserts after this prompt is trained as well. If the
-  rendered conversation does not begin with the rendered prompt, the trained text begins
-  with the content. The trained text ends after the token that closes the turn.
+  think block that the template inserts after this prompt is trained as well. The
+  rendered conversation may not begin with the rendered prompt, for example if the
+  template drops earlier thinking. Then the prompt's text after the previous message is
+  compared; if it differs as well, the trained text begins with the content. The trained
+  text ends after the token that closes the turn.
 
   Args:
     messages: the conversation.
@@ -78,21 +77,31 @@ def find_segments(
   Returns:
     The segments, whose texts join to the rendered conversation, and whether EOS must
     follow them. If no token closes the last turn, white space after it is removed.
+
+  Raises:
+    ValueError: the template prints no text of a turn that has content, leaves out tool
+      calls of a turn, or prints the content of a turn after the results of its calls.
   """
   full = render(messages, False)
   contents = _contents(messages, turns, full, render)
   if contents is None:
     each = {turn: _content_alone(messages, turn, full, render) for turn in turns}
     contents = {turn: content for turn, content in each.items() if content is not None}
+  _check_order(messages, turns, render)
   starts = _completion_starts(messages, contents, full, render)
   # Longest token first: an alternation takes the first match, and one token may be a
-  # prefix of another.
-  closing = re.compile("|".join(sorted(map(re.escape, end_tokens), key=len)[::-1]))
+  # prefix of another. Without tokens, the pattern matches nothing.
+  tokens = sorted(map(re.escape, end_tokens), key=len)[::-1]
+  closing = re.compile("|".join(tokens) or "(?!)")
+  lost = {turn: payloads.missing(messages[turn], "") for turn in turns}
+  tails: list[str] = []
   segments: list[Segment] = []
   done, needs_eos = 0, False
   for turn, content in contents.items():
     start, end = max(done, starts[turn]), content.stop
-    stop = _closing_stop(full, end, closing if end_tokens else None, messages[turn])
+    if messages[turn].get("tool_calls"):
+      end += turn_ends.tail_length(messages, turn, full[end:], closing, render, tails)
+    stop = turn_ends.closing_stop(full, end, closing)
     if stop is None and turn == len(messages) - 1:
       # The template closes the last turn by no token, so EOS must. White space that the
       # template prints after the content would separate the content from EOS.
@@ -100,8 +109,16 @@ def find_segments(
       full = full.rstrip() if full[end:].strip() else full[:end]
       stop = len(full)
     stop = max(start, end if stop is None else stop)
+    lost[turn] = payloads.missing(messages[turn], full[start:stop])
     segments += [Segment(full[done:start], False), Segment(full[start:stop], True)]
     done = stop
+  places = [f"{what} of messages[{turn}]" for turn, what in lost.items() if what]
+  if places:
+    raise ValueError(
+      f"the chat template prints no text of the assistant's turns: {', '.join(places)} "
+      'would not be trained; use a template that prints them, or set "train": false in '
+      "these turns"
+    )
   segments.append(Segment(full[done:], False))
   return [s for s in segments if s.text], needs_eos
 
@@ -130,8 +147,8 @@ def _contents(
     # replaces turns 0, 2, 4, ..., so it keeps the odd ones; `second` is the other way
     # round.
     piece = (first if at % 2 else second)[(at + 1) // 2]
-    start = _common_prefix(piece, before)
-    stop = max(start, len(piece) - _common_prefix(piece[::-1], after[::-1]))
+    start = common_prefix(piece, before)
+    stop = max(start, len(piece) - common_prefix(piece[::-1], after[::-1]))
     # `before` is the template's text between the previous content and this one. The
     # previous content may change its beginning, so only `before[cut:]` follows that
     # content; this content may change its end, so only `before[:start]` precedes it.
@@ -157,7 +174,7 @@ def _between(
   """
   changed = list(messages)
   for turn in turns:
-    changed[turn] = _with_content(messages[turn], f"\ue000{turn}\ue001")
+    changed[turn] = payloads.replaced(messages[turn], f"\ue000{turn}\ue001")
   text = render(changed, False)
   texts, places, done = [], [], 0
   for mark in _NUMBERED.finditer(text):
@@ -179,20 +196,45 @@ def _content_alone(
   """Locates one content with two renderings; None if the template leaves it out."""
   one, two = (
     render(
-      [*messages[:turn], _with_content(messages[turn], s), *messages[turn + 1 :]], False
+      [*messages[:turn], payloads.replaced(messages[turn], s), *messages[turn + 1 :]],
+      False,
     )
-    for s in _PLACEHOLDERS
+    for s in payloads.PLACEHOLDERS
   )
   if one == two:
     return None
-  start = min(_common_prefix(full, one), _common_prefix(full, two))
-  tail = min(_common_prefix(full[::-1], other[::-1]) for other in (one, two))
+  start = min(common_prefix(full, one), common_prefix(full, two))
+  tail = min(common_prefix(full[::-1], other[::-1]) for other in (one, two))
   return Content(start, max(start, len(full) - tail), start)
 
 
-def _with_content(message: Message, text: str) -> dict[str, Any]:
-  changed = {k: text for k in _CONTENT_KEYS if isinstance(message.get(k), str)}
-  return {**message, **changed, "content": text}
+def _check_order(
+  messages: Sequence[Message], turns: Sequence[int], render: Renderer
+) -> None:
+  """Refuses a template that prints a turn's content after the results of its calls.
+
+  The text from the call to the content would be one trained text, with the results.
+  """
+  mixed = [
+    turn
+    for turn in turns
+    if messages[turn].get("tool_calls") and messages[turn].get("content")
+  ]
+  mixed = [turn for turn in mixed if turn + 1 < len(messages)]
+  if not mixed:
+    return
+  changed = list(messages)
+  for turn in {*mixed, *(turn + 1 for turn in mixed)}:
+    changed[turn] = payloads.replaced(messages[turn], f"\ue000{turn}\ue001")
+  order = [int(mark[1]) for mark in _NUMBERED.finditer(render(changed, False))]
+  last = {turn: place for place, turn in enumerate(order)}
+  for turn in mixed:
+    if turn + 1 in last and last.get(turn, -1) > order.index(turn + 1):
+      raise ValueError(
+        f"the chat template prints the content of messages[{turn}] after the results "
+        "of its tool calls; move the content to a message of its own, or set "
+        '"train": false in this turn'
+      )
 
 
 def _completion_starts(
@@ -212,7 +254,9 @@ def _completion_starts(
   starts = {turn: content.start for turn, content in contents.items()}
   behind: dict[str, list[int]] = {}
   for turn in contents:
-    if turn:  # a first message has no generation prompt
+    if not turn:  # a first message has no generation prompt
+      starts[turn] = _payload_start(messages, turn, full, render, contents[turn])
+    else:
       behind.setdefault(messages[turn - 1]["role"], []).append(turn)
   for role, turns in behind.items():
     # With up to two turns there is no turn in between to predict. After a message of
@@ -249,9 +293,12 @@ def _predicted_starts(
     {turn: position in characters}; {} if the placeholders are not found.
   """
   every = sorted({*turns, *(turn - 1 for turn in turns)})
-  texts = _between(messages, every, render)
   last = turns[-1]
-  prompt = _between(messages[:last], [last - 1], lambda some, _: render(some, True))
+  try:
+    texts = _between(messages, every, render)
+    prompt = _between(messages[:last], [last - 1], lambda some, _: render(some, True))
+  except ValueError:  # a template may refuse a conversation that ends here
+    return {}
   if texts is None or prompt is None:
     return {}
   headers = dict(zip(every, texts))
@@ -263,7 +310,9 @@ def _predicted_starts(
     place = content.header - len(headers[turn])
     stop = place + len(question_end)
     fits = full.startswith(question_end, place) and stop <= content.stop
-    starts[turn] = stop if fits else content.start
+    starts[turn] = (
+      stop if fits else _payload_start(messages, turn, full, render, content)
+    )
   return starts
 
 
@@ -278,41 +327,33 @@ def _prompt_end(
   try:
     prompt = render(messages[:turn], True)
   except ValueError:  # a template may refuse a conversation that ends here
+    return _payload_start(messages, turn, full, render, content)
+  if full.startswith(prompt) and len(prompt) <= content.stop:
+    return len(prompt)
+  found = _predicted_starts(messages, [turn], {turn: content}, full, render)
+  if turn in found:
+    return found[turn]
+  return _payload_start(messages, turn, full, render, content)
+
+
+def _payload_start(
+  messages: Sequence[Message],
+  turn: int,
+  full: str,
+  render: Renderer,
+  content: Content,
+) -> int:
+  """Returns where the template's text for a turn depends on its content or tool calls.
+
+  The content of a turn with tool calls begins with the first arguments at the latest.
+  The call itself begins where a rendering without it differs.
+  """
+  if not messages[turn].get("tool_calls"):
     return content.start
-  fits = full.startswith(prompt) and len(prompt) <= content.stop
-  return len(prompt) if fits else content.start
-
-
-def _closing_stop(
-  full: str, end: int, closing: re.Pattern[str] | None, message: Message
-) -> int | None:
-  """Returns the end of the special token that closes the turn; None without one.
-
-  Only white space may separate the token from the content. In a turn with tool calls,
-  the calls are rendered after the content and belong to the turn, so any text may
-  precede the token.
-  """
-  if closing is None:
-    return None
-  if message.get("tool_calls"):
-    token = closing.search(full, end)
-  else:
-    space = _SPACE.match(full, end)
-    token = closing.match(full, space.end() if space else end)
-  return token.end() if token else None
-
-
-def _common_prefix(a: str, b: str) -> int:
-  """Returns the length of the longest common prefix.
-
-  Bisection compares slices in C, which is faster than a Python loop over characters.
-  `low` is always the length of a common prefix, and `high` is never too small.
-  """
-  low, high = 0, min(len(a), len(b))
-  while low < high:
-    middle = (low + high + 1) // 2
-    if a[:middle] == b[:middle]:
-      low = middle
-    else:
-      high = middle - 1
-  return low
+  plain = {"role": "assistant", "content": payloads.PLACEHOLDERS[0]}
+  changed = [*messages[:turn], plain]
+  try:
+    text = render([*changed, *messages[turn + 1 :]], False)
+  except ValueError:  # a template may refuse tool results without a call
+    return content.start
+  return min(content.start, common_prefix(full, text))

@@ -1,0 +1,275 @@
+"""Chat templates with tool calls, with the structure of those of many models.
+
+The templates are our own. The variables `open` and `close` stand around the text of
+each assistant's turn. They print nothing unless a test gives them a value, and then
+show what must be trained.
+"""
+
+from tests import toys_text
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+
+# Prints the call instead of the content, and ends it with a token of its own.
+LLAMA31 = r"""
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{%- if message.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{{ open }}
+{%- if call.name == 'search' %}
+{{- '<|python_tag|>' + call.name + '.call(' }}
+{%- for key, value in call.arguments | items %}
+{{- key + '="' ~ value ~ '"' }}{{ ', ' if not loop.last }}
+{%- endfor %}
+{{- ')' }}
+{%- else %}
+{{- '{"name": "' + call.name + '", "parameters": ' }}
+{{- call.arguments | tojson }}{{ '}' }}
+{%- endif %}
+{{- CALL_END }}{{ close }}
+{%- elif message.role == 'tool' %}
+{{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}
+{{- message.content | tojson }}{{ '<|eot_id|>' }}
+{%- else %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}
+{%- if message.role == 'assistant' %}{{ open }}{% endif %}
+{{- message.content | trim }}{{ '<|eot_id|>' }}
+{%- if message.role == 'assistant' %}{{ close }}{% endif %}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+LLAMA32 = LLAMA31.replace("CALL_END", "'<|eot_id|>'")
+LLAMA31 = LLAMA31.replace("CALL_END", "'<|eom_id|>'")
+
+# Prints the calls after the content; joins the results of tools in one turn.
+QWEN25 = r"""
+{%- if tools %}{{ '<|im_start|>system\n# Tools\n' }}{{ tools | tojson }}
+{{- '<|im_end|>\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.previtem.role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
+{%- elif message.role == 'assistant' %}
+{{- '<|im_start|>assistant\n' }}{{ open }}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\n' if message.content or not loop.first }}
+{{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{ '}\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>' }}{{ close }}{{ '\n' }}
+{%- else %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+# Shows the thinking of turns after the last question.
+QWEN3 = QWEN25.replace(
+  "{{ open }}{{ message.content }}",
+  r"""{{ open }}
+{%- if loop.index0 > ns.last and (loop.last or message.reasoning_content) %}
+{{- '<think>\n' }}{{ message.reasoning_content }}{{ '\n</think>\n\n' }}
+{%- endif %}
+{{- message.content }}""",
+)
+QWEN3 = r"""
+{%- set ns = namespace(last=-1) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+""" + QWEN3.lstrip("\n")
+
+# Shows the thinking of every turn.
+SMOLLM3 = QWEN25.replace(
+  "{{ open }}{{ message.content }}",
+  r"""{{ open }}
+{%- if message.reasoning_content %}
+{{- '<think>\n' + message.reasoning_content + '\n</think>\n' }}
+{%- endif %}
+{{- message.content | trim }}""",
+)
+
+PHI4 = r"""
+{%- for message in messages %}
+{{- '<|' + message.role + '|>' }}
+{%- if message.role == 'assistant' %}{{ open }}{% endif %}
+{%- if message.tool_calls %}
+{{- '<|tool_call|>' }}{{ message.tool_calls | tojson }}{{ '<|/tool_call|>' }}
+{%- else %}{{ message.content }}{% endif %}
+{{- '<|end|>' }}
+{%- if message.role == 'assistant' %}{{ close }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
+
+# Calls have ids, which the results repeat; refuses turns that do not alternate.
+MISTRAL = r"""
+{{- bos_token }}
+{%- set ns = namespace(count=0) %}
+{%- for message in messages %}
+{%- if message.role in ('user', 'assistant') and not message.tool_calls %}
+{%- if (message.role == 'user') != (ns.count % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}
+{%- endif %}
+{%- set ns.count = ns.count + 1 %}
+{%- endif %}
+{%- if message.role == 'user' %}
+{{- '[INST] ' + message.content + '[/INST]' }}
+{%- elif message.role == 'tool' %}
+{{- '[TOOL_RESULTS] {"content": ' }}{{ message.content }}{{ ', "call_id": "' }}
+{{- message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- elif message.tool_calls %}
+{{- open }}{{ '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception('ids have 9 letters') }}{% endif %}
+{%- set text = call.function | tojson %}
+{{- text[:-1] + ', "id": "' + call.id + '"}' }}{{ ', ' if not loop.last }}
+{%- endfor %}
+{{- ']' + eos_token }}{{ close }}
+{%- else %}
+{{- open }}{{ ' ' + message.content | trim + eos_token }}{{ close }}
+{%- endif %}
+{%- endfor %}
+"""
+
+# Channels. Thinking before an earlier final answer is dropped; results of tools need a
+# call before them and show its name; the last answer ends with another token.
+GPT_OSS = r"""
+{%- set ns = namespace(name='') %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls %}
+{%- if message.content and message.thinking %}
+{{- raise_exception('content and thinking') }}
+{%- endif %}
+{%- set later = namespace(final=false) %}
+{%- for other in messages[loop.index:] %}
+{%- if other.role == 'assistant' and not other.tool_calls %}
+{%- set later.final = true %}
+{%- endif %}
+{%- endfor %}
+{%- set thought = message.content or message.thinking %}
+{{- '<|start|>assistant' }}{{ open }}
+{%- if thought and not later.final %}
+{{- '<|channel|>analysis<|message|>' + thought + '<|end|><|start|>assistant' }}
+{%- endif %}
+{%- set call = message.tool_calls[0].function %}
+{%- set ns.name = call.name %}
+{{- ' to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+{{- call.arguments | tojson }}{{ '<|call|>' }}{{ close }}
+{%- elif message.role == 'assistant' %}
+{{- '<|start|>assistant' }}{{ open }}
+{%- if loop.last and message.thinking %}
+{{- '<|channel|>analysis<|message|>' + message.thinking }}
+{{- '<|end|><|start|>assistant' }}
+{%- endif %}
+{{- '<|channel|>final<|message|>' + message.content }}
+{{- '<|return|>' if loop.last else '<|end|>' }}{{ close }}
+{%- elif message.role == 'tool' %}
+{%- if not ns.name %}{{ raise_exception('no call before the result') }}{% endif %}
+{{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' }}
+{{- message.content | tojson }}{{ '<|end|>' }}
+{%- else %}
+{{- '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}
+"""
+
+# Special tokens end each call; the answer to a tool has no header.
+DEEPSEEK = r"""
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{{ '<User>' + message.content }}
+{%- elif message.role == 'system' %}{{ message.content }}
+{%- elif message.role == 'tool' %}
+{%- if loop.previtem.role != 'tool' %}{{ '<outputs_begin>' }}{% endif %}
+{{- '<output_begin>' + message.content + '<output_end>' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{ '<outputs_end>' }}{% endif %}
+{%- else %}
+{{- '<Assistant>' if loop.previtem.role != 'tool' }}{{ open }}
+{%- if message.tool_calls %}
+{{- message.content }}{{ '<calls_begin>' }}
+{%- for call in message.tool_calls %}
+{{- '<call_begin>function<call_sep>' + call.function.name + '\n```json\n' }}
+{{- call.function.arguments | tojson }}{{ '\n```<call_end>' }}
+{%- endfor %}
+{{- '<calls_end>' }}
+{%- else %}{{ message.content.split('</think>')[-1] }}
+{%- endif %}
+{{- eos_token }}{{ close }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'tool' %}
+{{- '<Assistant>' }}
+{%- endif %}
+"""
+
+# The header of the next turn ends a turn; EOS ends the last one.
+GLM4 = r"""
+{{- '[gMASK]<sop>' }}
+{%- for message in messages %}
+{%- set after = loop.previtem is defined and loop.previtem.role == 'assistant' %}
+{%- if message.role == 'tool' %}
+{%- if loop.previtem.role != 'tool' %}{{ '<|observation|>' }}{% endif %}
+{{- close if after }}{{ '\n<tool_response>' + message.content + '</tool_response>' }}
+{%- else %}
+{{- '<|' + message.role + '|>' }}{{ close if after }}
+{%- if message.role == 'assistant' %}{{ open }}{% endif %}
+{{- '\n' + message.content if message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\n<tool_call>' + call.function.name + '\n' }}
+{{- call.function.arguments | tojson }}{{ '\n</tool_call>' }}
+{%- endfor %}
+{{- close if loop.last and message.role == 'assistant' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+"""
+
+GEMMA3 = toys_text.GEMMA.replace(
+  "{{- message['content'] | trim }}{{ '<end_of_turn>\\n' }}",
+  "{{- open if role == 'model' }}{{ message['content'] | trim }}{{ '<end_of_turn>' }}"
+  "{{- close if role == 'model' }}{{ '\\n' }}",
+)
+
+# name -> template, BOS, EOS, what the template accepts
+TEMPLATES = {
+  "llama31": (LLAMA31, "<|begin_of_text|>", "<|eot_id|>", "system"),
+  "llama32": (LLAMA32, "<|begin_of_text|>", "<|eot_id|>", "system"),
+  "qwen25": (QWEN25, "", "<|im_end|>", "system parallel beside text"),
+  "qwen3": (QWEN3, "", "<|im_end|>", "system parallel beside text thinking"),
+  "smollm3": (SMOLLM3, "", "<|im_end|>", "system parallel beside text thinking"),
+  "phi4": (PHI4, "", "<|end|>", "system parallel beside text"),
+  "mistral": (MISTRAL, "<s>", "</s>", "parallel beside text"),
+  "gpt_oss": (GPT_OSS, "", "<|return|>", "system beside text thinking"),
+  "deepseek": (DEEPSEEK, "<s>", "</s>", "system parallel beside text"),
+  "glm4": (GLM4, "", "<|endoftext|>", "system parallel beside text"),
+  "gemma3": (GEMMA3, "<bos>", "<eos>", "system no_calls"),
+}
+SPECIAL = [
+  *("<|eom_id|>", "<|python_tag|>", "<|end|>", "<|user|>", "<|system|>", "<|tool|>"),
+  *("<|assistant|>", "<|tool_call|>", "<|/tool_call|>", "<|observation|>", "<|call|>"),
+  *("[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+  *("<|start|>", "<|channel|>", "<|message|>", "<|return|>", "<User>", "<Assistant>"),
+  *("<calls_begin>", "<call_begin>", "<call_sep>", "<call_end>", "<calls_end>"),
+  *("<outputs_begin>", "<output_begin>", "<output_end>", "<outputs_end>"),
+  *("[gMASK]", "<sop>"),
+]
+
+
+def raw_tokenizer():
+  raw = toys_text.bpe()
+  raw.add_special_tokens(SPECIAL)
+  return raw
+
+
+def tokenizer_of(name):
+  source, bos, eos, _ = TEMPLATES[name]
+  return TokenizerAdapter(
+    raw_tokenizer(), chat_template=source, bos_token=bos, eos_token=eos
+  )
