@@ -95,14 +95,21 @@ def test_the_command_writes_the_page_of_a_folder(tmp_path, capsys, monkeypatch):
   monkeypatch.chdir(tmp_path)
   run, other = write_run(tmp_path / "one"), write_run(tmp_path / "two" / "one")
   (run / "config.yaml").write_text("job: sft\ntraining: {max_steps: 3}\nseed: 4\n")
-  (run / "result.json").write_text('{"steps": 3, "train_loss": [2.0, 0.5]}')
+  note = "nothing was learned: the gradient was 0"
+  result = {"steps": 3, "train_loss": [2.0, 0.5], "notes": [note]}
+  (run / "result.json").write_text(json.dumps(result))
   (run / "about.json").write_text(
     '{"devices": "1 cpu", "data": {"train": "9 records"}}'
   )
   (run / "scan.json").write_text('{"train": {"key": "x", "report": {"records": 9}}}')
   assert report(run) == 0 and "report.html" in capsys.readouterr().out
   text = text_of((run / "report.html").read_text())
-  for phrase in ("finished after 3 steps; train loss 2 -> 0.5", "1 cpu", "9 records"):
+  for phrase in (
+    "finished after 3 steps; train loss 2 -> 0.5",
+    "1 cpu",
+    "9 records",
+    note,
+  ):
     assert phrase in text
   assert text.index("training.max_steps") < text.index("the other keys")
   assert report(run, other, "--output", "both.html") == 0

@@ -35,7 +35,7 @@ class Run:
     scans: counts of the data by "train" and "eval", as in `scan.json`.
     ended: a phrase about how the run ended; None: the run has not ended.
     failure: the error that ended the newest start; None: there was none.
-    notes: sentences about files that cannot be read.
+    notes: sentences about files that cannot be read, and warnings about the run.
   """
 
   name: str

@@ -222,6 +222,7 @@ def _finish(
     metrics=read_metrics(config.job, folder.path / "logs" / "metrics.jsonl"),
     export=None if kind == "none" else str(folder.export),
     export_step=None if kind == "none" else step,
+    notes=outcome.notes,
   )
   if jax.process_index() == 0:
     folder.write_result(result.to_json())
