@@ -117,7 +117,7 @@ def look(config: RunSettings) -> None:
   mesh = prepared.mesh or jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
   model = ModelLoader(prepared.config, mesh, of_shapes=True).model()
   check_model(prepared, model)
-  _say(about.describe_run(prepared, model))
+  _say(about.describe_run(prepared, model, is_dry=True))
   _say(dry_run.describe_start(prepared, model))
 
 
