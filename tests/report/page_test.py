@@ -57,6 +57,18 @@ def test_keys_that_differ_from_their_defaults_come_first(tmp_path):
   assert re.search("seed3 *0", text.replace("\n", ""))
 
 
+def test_a_name_that_is_the_job_is_said_once_and_decoding_is_explained(tmp_path):
+  metrics = {"rewards/score/mean": float}
+  settings = {"job": "grpo", "rollout.temperature": 1.0, "rollout.eval_temperature": 0}
+  folder = write_run(tmp_path / "grpo", metrics=metrics)
+  text = text_of(page.render([Run(name="grpo", folder=folder, settings=settings)]))
+  assert "grpo: not finished" in text and "grpo, grpo" not in text
+  assert "temperature 1 to explore, and evaluations decode greedily" in text
+  settings["rollout.eval_temperature"] = None
+  text = text_of(page.render([Run(name="a", folder=folder, settings=settings)]))
+  assert "a, grpo: not finished" in text and "to explore" not in text
+
+
 def test_runs_are_compared(tmp_path):
   runs = [
     Run(

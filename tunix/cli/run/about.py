@@ -71,8 +71,8 @@ def _unusual(run: Prepared, model: Transformer) -> Iterator[str]:
     )
   if report.blank:
     yield (
-      f"note: {report.blank:,} records of the train data have an empty answer; only its "
-      "end is trained. Remove them"
+      f"note: {report.blank:,} records of the train data have an empty answer; only "
+      "its end is trained. Remove them"
     )
 
 
