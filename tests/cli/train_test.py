@@ -80,7 +80,7 @@ def test_a_run_leaves_its_page(finished):
   out, stdout = finished[0]["output_dir"], finished[1]
   assert str(out / "report.html") in stdout
   text = (out / "report.html").read_text()
-  assert "finished after 6 steps" in text and text.count("<polyline") > 4
+  assert "finished after 6 steps" in text and text.count('"points"') > 4
   assert "16 records: 16 kept" in text and "training.max_steps" in text
   about = json.loads((out / "about.json").read_text())
   assert about["devices"].startswith("1 of ") and "jax " in about["packages"]

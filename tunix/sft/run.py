@@ -213,10 +213,7 @@ class Run:
       self._train(train_ds, eval_ds, skip_jit)
     finally:
       self._is_training = False
-    result = self._result()
-    for note in result.notes:
-      _log.warning("%s", note)
-    return result
+    return self._result()
 
   def _train(self, train_ds: Any, eval_ds: Any, skip_jit: bool) -> None:
     work = self._work
@@ -259,6 +256,8 @@ class Run:
         self.stop_if_signalled(signals)
       self._end_of_call()
       work._end()
+    for note in self._notes():
+      _log.warning("%s", note)
 
   @property
   def is_finished(self) -> bool:
