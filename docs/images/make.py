@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 IMAGES = pathlib.Path(__file__).parent
-WIDTH, HEIGHT = 1200, 460  # pixels: the title and the first row of curves
+WIDTH, HEIGHT = 1200, 470  # pixels: the title and the first row of curves
 
 
 def main() -> None:

@@ -109,8 +109,34 @@ def test_a_dry_run_calls_the_reward_functions(model, tmp_path, capsys):
   }
   assert runs.tunix("train", "--dry-run", *runs.arguments(**keys)) == 1
   error = capsys.readouterr().err
-  assert "reward.functions fail on the first record" in error
+  assert "reward.functions fail on two rows of the first record" in error
   assert error.count("\n") == 1
+  # One value for a batch of any size is right for one row only.
+  (tmp_path / "falls.py").write_text("def f(completions):\n  return [1.0]\n")
+  assert runs.tunix("train", "--dry-run", *runs.arguments(**keys)) == 1
+  assert "2" in capsys.readouterr().err
+
+
+def test_a_dry_run_warns_of_unusual_values(settings, tmp_path, capsys):
+  records = [{"prompt": "a", "response": text} for text in ("", "b", "c")]
+  file = tmp_path / "data.jsonl"
+  file.write_text("".join(json.dumps(record) + "\n" for record in records))
+  keys = settings | {"data__train": file, "training__learning_rate": "1e9"}
+  keys |= {"lora__rank": 64, "output_dir": tmp_path / "out"}
+  assert runs.tunix("train", "--dry-run", *runs.arguments(**keys)) == 0
+  said = capsys.readouterr().out
+  for note in (
+    "training.learning_rate is 1e+09",
+    "lora.rank is 64, above the 32 dimensions",
+    "training.global_batch_size is 4, and the train data has only 3 records",
+    "1 records of the train data have an empty answer",
+    f"everything would be written to {tmp_path / 'out'}",
+  ):
+    assert note in said
+  keys["output_dir"] = "/proc/x"
+  assert runs.tunix("train", "--dry-run", *runs.arguments(**keys)) == 2
+  error = capsys.readouterr().err
+  assert "output_dir is '/proc/x', and /proc cannot be written" in error
 
 
 def test_print_config_says_where_values_come_from(tmp_path, capsys):

@@ -107,6 +107,10 @@ def test_dataset_name_is_another_name_of_data_train():
     ("--optimiser.name=adam", "optimizer.name"),
     ("--training.lr=1", "training.learning_rate"),
     ("--max_step=1", "training.max_steps"),
+    ("--teacher.path=x", "distill.teacher"),
+    ("--training.checkpoint_every=1", "checkpoint.save_every_n_steps"),
+    ("--training.checkpoint_each_steps=1", "checkpoint.save_every_n_steps"),
+    ("--training.prompt_length=1", "rollout.max_prompt_length"),
   ],
 )
 def test_unknown_keys_name_the_nearest_known_one(argument, nearest):

@@ -321,3 +321,16 @@ def test_a_relative_reward_file_becomes_absolute(files, monkeypatch):
     f"{pathlib.Path(files)}/short_reward.py:short",
     "length(maximum=3)",
   )
+
+
+def test_equal_rewards_are_said_at_the_end_and_on_the_page(keys, files, capsys):
+  (files / "equal.py").write_text(
+    "def f(completions):\n  return [1.0] * len(completions)"
+  )
+  more = {"reward__functions": f"{files / 'equal.py'}:f", "algorithm__beta": 0.0}
+  assert train(keys, **more, training__max_steps=1) == 0
+  note = "nothing was learned: the gradient was 0 in all 1 steps"
+  assert note in capsys.readouterr().out
+  out = keys["output_dir"]
+  assert note in json.loads((out / "result.json").read_text())["notes"][0]
+  assert note in (out / "report.html").read_text()

@@ -1,5 +1,6 @@
 """`tunix train` from end to end: what is written, resuming, refusing."""
 
+import dataclasses
 import json
 import pathlib
 import signal
@@ -11,6 +12,7 @@ from tests.cli import runs
 from tunix.cli import config as config_lib
 from tunix.cli.commands import train as train_main
 from tunix.cli.run.folder import RunFolder
+from tunix.cli.run.result import Result
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora, lora_modules
 from tunix.models.automodel import AutoModel
@@ -78,7 +80,7 @@ def test_a_run_leaves_its_page(finished):
   out, stdout = finished[0]["output_dir"], finished[1]
   assert str(out / "report.html") in stdout
   text = (out / "report.html").read_text()
-  assert "finished after 6 steps" in text and "learning_rate" in text
+  assert "finished after 6 steps" in text and text.count('"points"') > 4
   assert "16 records: 16 kept" in text and "training.max_steps" in text
   about = json.loads((out / "about.json").read_text())
   assert about["devices"].startswith("1 of ") and "jax " in about["packages"]
@@ -267,3 +269,11 @@ def test_compiled_programs_are_kept(settings, tmp_path):
 def test_without_an_argument_the_help_is_shown(capsys):
   assert runs.tunix("train") == 0
   assert train_main.HELP.partition("{")[0] in capsys.readouterr().out
+
+
+def test_a_result_holds_the_warnings_of_the_run():
+  old = Result.from_json({"steps": 4, "export": None})
+  assert old.notes == ()
+  result = dataclasses.replace(old, notes=["nothing was learned"])
+  assert "nothing was learned" in str(result)
+  assert Result.from_json(result.to_json()) == result

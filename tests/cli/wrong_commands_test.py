@@ -41,7 +41,10 @@ WRONG = {
   SFT + "--training.max_steps=many": "'many'",
   SFT + "--training.learning_rate=-1": "training.learning_rate is -1",
   SFT + "--job=sfft": "sft, dpo",
-  SFT + "--job=dpo": "preference.max_prompt_length",
+  **{
+    SFT + f"--job={job}": "preference.max_prompt_length and preference.max_response_"
+    for job in ("dpo", "kto", "reward")
+  },
   SFT + "--mesh='{{fsdp: 3}}'": "multiple of 3",
   SFT + "--optimizer.name=adamm": "did you mean adam?",
   SFT + "--export.kind=adapter": "export.kind is 'adapter'",
@@ -68,6 +71,8 @@ WRONG = {
   "generate --model {d}/no_template --chat --prompt x": "--chat is given",
   "generate --model {d}/model --adapter {d}/run --prompt x": "adapter_config",
   "eval {d}/run --data {d}/train.jsonl": "MODEL is ",
+  "eval --data {d}/train.jsonl": "MODEL is missing",
+  "eval {d}/run --model {d}/model --data {d}/train.jsonl": "--model is ",
   "parity {d}/run": "/run/export",
   "data show {d}/prompts.jsonl --lr=1": "--lr ",
   "data show {d}/none.jsonl": "none.jsonl",

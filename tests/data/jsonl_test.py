@@ -37,6 +37,7 @@ def test_records_are_read_by_position_and_lines_are_counted(tmp_path):
     _ = records[6]
   assert jsonl.place(records, 0) == f"{path}:1"
   assert jsonl.place(GOOD, 3) == "record 3"
+  assert repr(records) == f"JsonlRecords('{path}', 6 records)"
 
 
 def test_a_byte_order_mark_and_windows_line_ends_do_no_harm(tmp_path):

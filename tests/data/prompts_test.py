@@ -114,3 +114,8 @@ def test_batches_of_prompts_are_mixed_too():
   assert list(second) == batches[5:]
   with pytest.raises(ValueError, match="part 1 of the mixture"):
     PromptBatches(rows, 4, seed=1, epochs=1, sizes=(12, 0), weights=(3, 1))
+
+
+def test_the_repr_is_short():
+  batches = PromptBatches([{"prompt": "a"}] * 3, 2, seed=None, epochs=1)
+  assert repr(batches) == "PromptBatches(3 prompts in batches of 2, 1 epochs)"

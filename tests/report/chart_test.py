@@ -38,11 +38,23 @@ def test_every_metric_has_its_section_and_chart():
 
 
 def test_extremes_are_the_band_of_their_mean():
-  names = [f"run/rewards/score/{kind}" for kind in ("mean", "min", "max")]
-  (measure,) = measures.arrange(names)["Rewards"]
+  names = [f"run/completions/{kind}_length" for kind in ("mean", "min", "max")]
+  (measure,) = measures.arrange(names)["Completions"]
   assert measure.name == names[0] and measure.spread == (names[1], names[2])
-  alone = measures.arrange(names[:2])["Rewards"]
-  assert [(m.name, m.spread) for m in alone] == [(names[0], None), (names[1], None)]
+  alone = measures.arrange(names[:2])["Completions"]
+  assert {(m.name, m.spread) for m in alone} == {(names[0], None), (names[1], None)}
+
+
+def test_extremes_of_rewards_come_last_and_are_no_band():
+  names = ["rewards/score/max", "rewards/score/min", "rewards/z", "rewards/score/mean"]
+  charts = measures.arrange(names)["Rewards"]
+  assert [m.title for m in charts] == [
+    "reward",
+    "rewards/z",
+    "highest reward",
+    "lowest reward",
+  ]
+  assert not any(m.spread for m in charts)
 
 
 def draw(*charts):
@@ -122,6 +134,8 @@ def test_ticks_are_round_and_numbers_short():
     ((0.0, 40_000.0), ["0", "20,000", "40,000"]),
     ((1.4e6, 3.4e6), ["2M", "3M"]),
     ((0.0, 1e-7), ["0", "5e-8", "1e-7"]),
+    ((1.0, 1.0), ["1"]),
+    ((0.0, 0.0), ["0"]),
   ):
     curves = Curves(by_name={"x": {"train": curve(*values)}})
     (figure,) = draw(chart.data(Measure("x", "x"), {"run": curves}))

@@ -57,6 +57,18 @@ def test_keys_that_differ_from_their_defaults_come_first(tmp_path):
   assert re.search("seed3 *0", text.replace("\n", ""))
 
 
+def test_a_name_that_is_the_job_is_said_once_and_decoding_is_explained(tmp_path):
+  metrics = {"rewards/score/mean": float}
+  settings = {"job": "grpo", "rollout.temperature": 1.0, "rollout.eval_temperature": 0}
+  folder = write_run(tmp_path / "grpo", metrics=metrics)
+  text = text_of(page.render([Run(name="grpo", folder=folder, settings=settings)]))
+  assert "grpo: not finished" in text and "grpo, grpo" not in text
+  assert "temperature 1 to explore, and evaluations decode greedily" in text
+  settings["rollout.eval_temperature"] = None
+  text = text_of(page.render([Run(name="a", folder=folder, settings=settings)]))
+  assert "a, grpo: not finished" in text and "to explore" not in text
+
+
 def test_runs_are_compared(tmp_path):
   runs = [
     Run(
@@ -95,14 +107,21 @@ def test_the_command_writes_the_page_of_a_folder(tmp_path, capsys, monkeypatch):
   monkeypatch.chdir(tmp_path)
   run, other = write_run(tmp_path / "one"), write_run(tmp_path / "two" / "one")
   (run / "config.yaml").write_text("job: sft\ntraining: {max_steps: 3}\nseed: 4\n")
-  (run / "result.json").write_text('{"steps": 3, "train_loss": [2.0, 0.5]}')
+  note = "nothing was learned: the gradient was 0"
+  result = {"steps": 3, "train_loss": [2.0, 0.5], "notes": [note]}
+  (run / "result.json").write_text(json.dumps(result))
   (run / "about.json").write_text(
     '{"devices": "1 cpu", "data": {"train": "9 records"}}'
   )
   (run / "scan.json").write_text('{"train": {"key": "x", "report": {"records": 9}}}')
   assert report(run) == 0 and "report.html" in capsys.readouterr().out
   text = text_of((run / "report.html").read_text())
-  for phrase in ("finished after 3 steps; train loss 2 -> 0.5", "1 cpu", "9 records"):
+  for phrase in (
+    "finished after 3 steps; train loss 2 -> 0.5",
+    "1 cpu",
+    "9 records",
+    note,
+  ):
     assert phrase in text
   assert text.index("training.max_steps") < text.index("the other keys")
   assert report(run, other, "--output", "both.html") == 0

@@ -182,3 +182,9 @@ def test_weights_that_were_changed_behind_its_back_are_not_sampled_from():
   kernel.set_value(kernel[...] + 1.0)
   with pytest.raises(RuntimeError, match="changed after they were published"):
     cluster.generate(["5 6"])
+
+
+def test_the_repr_is_short():
+  cluster = clusters.cluster(critic=True)
+  assert repr(cluster) == "RLCluster(actor, critic; step 0)"
+  assert repr(cluster.tokenizer) == "TokenizerAdapter(Words)"

@@ -233,15 +233,33 @@ def test_a_generator_goes_on_after_a_failure():
 
 
 @pytest.mark.parametrize("learner_class", [GRPOLearner, DrGRPOLearner, RLOOLearner])
-def test_equal_rewards_teach_nothing(learner_class):
+def test_equal_rewards_teach_nothing(learner_class, caplog):
   configs = {DrGRPOLearner: DrGRPOConfig, RLOOLearner: RLOOConfig}
   config = configs.get(learner_class, GRPOConfig)(num_generations=4, beta=0.0)
   learner = learner_class(
     clusters.cluster(), config, lambda prompts, completions, **c: [0.5] * len(prompts)
   )
   before = weights(learner)
-  learner.train(clusters.prompts(1))
+  result = learner.train(clusters.prompts(1))
   assert same(before, weights(learner))
+  (note,) = result.notes
+  assert "the gradient was 0 in all 1 steps" in note and "equal rewards" in note
+  assert note in caplog.text
+
+
+def test_the_bar_shows_the_reward_of_its_own_step(capsys):
+  batches = iter([0.25, 0.75])
+
+  def reward(prompts, completions, **columns):
+    mean = next(batches)
+    return [mean + (-1) ** row / 4 for row in range(len(prompts))]
+
+  learner = clusters.grpo(reward_fns=reward, pbar_description="Run", max_steps=2)
+  result = learner.train(clusters.prompts(2))
+  learner.close()
+  shown = [line for line in capsys.readouterr().err.splitlines() if "step" in line]
+  assert ["reward=0.25" in shown[0], "reward=0.75" in shown[1]] == [True, True]
+  assert not result.notes
 
 
 def test_prompts_that_are_all_solved_at_the_end_end_the_run():

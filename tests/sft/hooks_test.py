@@ -38,3 +38,24 @@ def test_an_attribute_of_the_object_counts():
 )
 def test_the_base_class_does_nothing(method, arguments):
   assert getattr(hooks.TrainingHooks(), method)("trainer", *arguments) is None
+
+
+@pytest.mark.parametrize(
+  ("kind", "name", "nearest"),
+  [
+    (hooks.TrainingHooks, "on_step_end", "on_eval_step_end"),
+    (hooks.TrainingHooks, "on_train_begin", "on_train_end"),
+    (hooks.DataHooks, "load_train_batch", "load_next_train_batch"),
+  ],
+)
+def test_a_misspelt_hook_is_refused_with_the_nearest_one(kind, name, nearest):
+  for base in (kind, object):
+    mine = type("Mine", (base,), {name: lambda self, trainer: None})()
+    with pytest.raises(ValueError, match=f"{name}, .* nearest hook is {nearest}"):
+      hooks.callbacks(kind, mine)
+
+
+def test_other_methods_are_fine():
+  methods = {"_on_flush": print, "load_state": print, "step": print, "on_top": 3}
+  mine = type("Mine", (hooks.TrainingHooks,), methods)()
+  assert not any(hooks.callbacks(hooks.TrainingHooks, mine).values())

@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -373,3 +374,16 @@ def test_the_metrics_logger_is_there_to_read():
   t = trainers.trainer(trainers.wide())
   t.train(trainers.smalls(2))
   assert len(t.metrics_logger.get_metric_history("", "loss", "train")) == 2
+
+
+def test_a_run_that_ends_before_max_steps_says_so(caplog):
+  result = trainers.trainer(max_steps=7).train(trainers.smalls(2))
+  (note,) = result.notes
+  assert "the data ended after 2 of max_steps 7" in note
+  assert note in str(result) and note in caplog.text
+
+
+def test_a_run_without_gradients_says_so():
+  t = trainers.trainer().with_loss_fn(lambda model, **batch: jnp.float32(1.0))
+  (note,) = t.train(trainers.smalls(2)).notes
+  assert "the gradient was 0 in all 2 steps" in note

@@ -94,3 +94,13 @@ def test_lines_need_no_tqdm():
     env=dict(os.environ, JAX_PLATFORMS="cpu"),
   )
   assert out.stderr == b"Training: step 1 of 3, loss=2\n" and out.stdout == b""
+
+
+def test_no_time_is_left_after_the_end_of_the_data(monkeypatch, capsys):
+  clock = iter([0.0, 100.0, 101.0, 102.0])
+  monkeypatch.setattr(progress_bar.time, "monotonic", lambda: next(clock))
+  bar = ProgressBar(max_steps=7, description="Tuning")
+  for _ in range(2):
+    bar.update(1)
+  bar.close()
+  assert capsys.readouterr().err.splitlines()[-1] == "Tuning: step 2 of 7"

@@ -42,8 +42,8 @@ def test_values_come_a_step_late_and_flush_brings_the_rest():
 
 def test_what_is_worth_watching_is_told_in_lines(capsys):
   names = {"metrics_prefix": "run/actor", "pbar_description": "Actor"}
-  logger, report = reporter(**names, max_steps=2, learning_rate=0.5)
-  logger.log("run", "rewards/score/mean", 0.25, "train", 1)  # the learner logs it
+  _, report = reporter(**names, max_steps=2, learning_rate=0.5)
+  report.run_values = {"rewards/score/mean": 0.25}  # the learner sets it
   for step in (1, 2):
     with report.step(step - 1):
       pass

@@ -368,9 +368,15 @@ def _advice(key: str) -> str:
     is_ours = "." in key and ours in known
     return f"did you mean {ours}?" if is_ours else f"here it is {ours}"
   tails = {name.rpartition(".")[2]: name for name in reversed(known)}
+  # A section that is the name of a key: --teacher.path.
+  ours = tails.get(section.rpartition(".")[2]) or spelling.ELSEWHERE.get(section)
+  if ours is not None and section not in sections:
+    return f"did you mean {ours}?"
   if last in tails:  # the right name in another section
     return f"did you mean {tails[last]}?"
-  near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+  near = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+  near += filter(None, [spelling.by_words(key, known)])
+  near += difflib.get_close_matches(key, known, n=1, cutoff=0.5)
   near += [tails[t] for t in difflib.get_close_matches(last, tails, n=1, cutoff=0.5)]
   return f"did you mean {near[0]}?" if near else "see `tunix train --help`"
 

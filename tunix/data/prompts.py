@@ -153,6 +153,12 @@ class PromptBatches:
   def __iter__(self) -> _Batches:
     return _Batches(self)
 
+  def __repr__(self) -> str:
+    epochs = "endless" if self.epochs is None else f"{self.epochs} epochs"
+    return (
+      f"PromptBatches({len(self.rows)} prompts in batches of {self.size}, {epochs})"
+    )
+
 
 class _Batches(Iterator[dict[str, list[Any]]]):
   def __init__(self, source: PromptBatches):

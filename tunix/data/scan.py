@@ -16,7 +16,9 @@ from tunix.data.records import (
   KINDS,
   PROMPT_COLUMN,
   PROMPT_ROWS,
+  SFT,
   check_same_extra,
+  is_empty,
 )
 from tunix.data.source import Source
 from tunix.utils import checks
@@ -46,6 +48,7 @@ class Report:
     desirable: number of kept completions with the label true; None without labels.
     mixed: one line for each part of a weighted mixture.
     forms: names of other libraries whose forms the records have.
+    blank: number of fine-tuning records with an empty answer, which are kept.
   """
 
   kind: str
@@ -63,6 +66,7 @@ class Report:
   desirable: int | None
   mixed: Sequence[str] = ()
   forms: Sequence[str] = ()
+  blank: int = 0
 
   @property
   def longest_prompt(self) -> int:
@@ -140,7 +144,7 @@ def scan(
   stride = 1 if limit is None else -(-len(source) // limit)
   indices = range(0, len(source), stride)
   names = ("kept", "dropped", "truncated", "empty", "equal", "tokens", "trained_tokens")
-  counts: dict[str, int] = dict.fromkeys((*names, "desirable"), 0)
+  counts: dict[str, int] = dict.fromkeys((*names, "desirable", "blank"), 0)
   longest: dict[str, tuple[int, int]] = {}
   extra, libraries = None, set()
   for index in indices:
@@ -198,4 +202,14 @@ def _counts(
     "tokens": source.layout.tokens(fitted),
     "trained_tokens": sum(int(mask.sum()) for mask in fitted.masks),
     "desirable": int(bool(fitted.extra.get("label", False))),
+    "blank": int(source.kind is SFT and _is_blank(source, index)),
   }
+
+
+def _is_blank(source: Source, index: int) -> bool:
+  """Returns True if an answer of a fine-tuning record is empty."""
+  record = source.kind.read(source.records[index], source.where(index))
+  completion = record.completions["completion"]
+  if isinstance(completion, str):
+    return is_empty(completion)
+  return any(is_empty([turn]) for turn in completion if turn["role"] == "assistant")

@@ -33,6 +33,9 @@ class Records(Sequence[dict[str, Any]], abc.ABC):
   name: str
   fingerprint: Any
 
+  def __repr__(self) -> str:
+    return f"{type(self).__name__}({self.name!r}, {len(self)} records)"
+
   def where(self, index: int) -> str:
     """Returns the place of record `index`, for messages."""
     return f"{self.name}, record {index}"

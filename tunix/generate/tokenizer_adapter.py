@@ -81,6 +81,9 @@ class TokenizerAdapter:
       if text is not None:
         self._given_roles[role] = self._backend.named(role, text) if text else Token()
 
+  def __repr__(self) -> str:
+    return f"TokenizerAdapter({type(self.tokenizer).__name__})"
+
   @classmethod
   def from_pretrained(
     cls,

@@ -1,7 +1,7 @@
 """The sections of a page, and the titles and bands of its charts.
 
 A chart shows one metric: its curves in training and evaluation, of one or several runs.
-Two metrics never share an axis. A mean has its extremes as a band.
+Two metrics never share an axis. A mean length has its extremes as a band.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ class Measure(NamedTuple):
 
 # Section -> patterns that match the ends of its metrics' names, in the page's order.
 _SECTIONS: dict[str, Sequence[str]] = {
-  "Rewards": (r"rewards/score/mean", r"pass@\d+", r"rewards/(?!failed).*", r"length"),
+  "Rewards": (
+    r"rewards/score/mean",
+    r"pass@\d+",
+    r"rewards/(?!failed|score/).*",
+    r"length",
+    r"rewards/score/.*",
+  ),
   "Loss": (r"loss", r"perplexity", r"[^/]*loss", r"distill/.*", r"odds_ratio"),
   "Policy": (
     r"kl",
@@ -54,7 +60,9 @@ _SECTIONS: dict[str, Sequence[str]] = {
 OTHERS = "Further metrics"
 
 _TITLES = {
-  "rewards/score/mean": "reward (band: lowest to highest)",
+  "rewards/score/mean": "reward",
+  "rewards/score/min": "lowest reward",
+  "rewards/score/max": "highest reward",
   "completions/mean_length": "completion length, tokens (band: shortest to longest)",
   "completions/truncated": "completions cut at the limit, share",
   "rewards/failed": "completions without a reward, share",
@@ -81,9 +89,9 @@ _TITLES = {
   "device_memory_bytes": "device memory, bytes",
 }
 
-# Line -> (lower, upper) bound of its band. The bounds get no separate chart.
+# Line -> (lower, upper) bound of its band. The bounds get no separate chart. Rewards
+# have no band: right and wrong answers are in every batch, so it would fill the chart.
 _SPREADS = {
-  "rewards/score/mean": ("rewards/score/min", "rewards/score/max"),
   "completions/mean_length": ("completions/min_length", "completions/max_length"),
 }
 

@@ -35,7 +35,7 @@ class Run:
     scans: counts of the data by "train" and "eval", as in `scan.json`.
     ended: a phrase about how the run ended; None: the run has not ended.
     failure: the error that ended the newest start; None: there was none.
-    notes: sentences about files that cannot be read.
+    notes: sentences about files that cannot be read, and warnings about the run.
   """
 
   name: str
@@ -82,7 +82,7 @@ def _heading(runs: Sequence[Run], curves: Sequence[Curves]) -> Part:
     state = "failed" if run.failure else "not finished"
     state = run.ended or f"{state}; step {read.last_step:,} is the last one logged"
     job = (run.settings or {}).get("job")
-    name = f"{run.name}, {job}" if job else run.name
+    name = f"{run.name}, {job}" if job not in (None, run.name) else run.name
     colour = number if is_comparison else None
     parts.append(document.text(f"{name}: {state}", colour=colour))
     for note in ([run.failure] if run.failure else []) + [*run.notes, *read.notes]:
@@ -103,11 +103,28 @@ def _charts(runs: Sequence[Run], curves: Sequence[Curves]) -> list[Part]:
     shown, left = charts[: max(left, 0)], left - len(charts)
     figures = [chart.data(measure, by_run) for measure in shown]
     if figures:
-      sections.append(document.section(label, {"kind": "charts", "charts": figures}))
+      notes = _decoding(runs) if label == "Rewards" else []
+      drawn = {"kind": "charts", "charts": figures}
+      sections.append(document.section(label, *notes, drawn))
   if left < 0:
     note = f"{-left:,} further metrics are only in logs/metrics.jsonl."
     sections[-1]["parts"].append(document.text(note, style="note"))
   return sections
+
+
+def _decoding(runs: Sequence[Run]) -> list[Part]:
+  """Explains why the rewards of training and of evaluations differ."""
+  keys = "rollout.temperature", "rollout.eval_temperature"
+  for run in runs:
+    train, held_out = ((run.settings or {}).get(key) for key in keys)
+    if None not in (train, held_out) and held_out != train:
+      how = f"at temperature {held_out:g}" if held_out else "greedily"
+      note = (
+        f"Training samples completions at temperature {train:g} to explore, and "
+        f"evaluations decode {how}. Their rewards therefore differ."
+      )
+      return [document.text(note, style="soft")]
+  return []
 
 
 def _configuration(runs: Sequence[Run]) -> list[Part]:

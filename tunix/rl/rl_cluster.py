@@ -93,6 +93,10 @@ class RLCluster:
     )
     self.sync_weights()
 
+  def __repr__(self) -> str:
+    roles = ", ".join(["actor", *(role.value for role in self._others())])
+    return f"RLCluster({roles}; step {self.actor_trainer.train_steps})"
+
   # Construction.
 
   def _placed(self, role: Role, model: nnx.Module | str | None) -> Any:
@@ -195,9 +199,8 @@ class RLCluster:
       )
       for start in range(0, len(texts), size)
     ]
-    for (
-      part
-    ) in parts:  # an engine in another process reports the version it sampled with
+    for part in parts:
+      # An engine in another process reports the version that it sampled with.
       self._sync.check(part.version)
     return parts[0].joined(parts[1:])
 

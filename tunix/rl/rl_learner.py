@@ -65,6 +65,10 @@ class RLLearner(BaseTrainer):
 
   uses_critic: ClassVar[bool] = False
   _main_metric = ("rewards/score/mean", True)
+  _cause_of_no_gradient = (
+    "probably all completions of a prompt have equal rewards; look at "
+    "groups/all_equal, at the reward functions and at the samples"
+  )
 
   def __init__(
     self,
@@ -224,6 +228,10 @@ class RLLearner(BaseTrainer):
   def _position(self) -> LearnerProgress:
     return self._progress
 
+  @property
+  def _had_no_gradient(self) -> bool:
+    return self.rl_cluster.actor_trainer.had_no_gradient
+
   def _session(self) -> DeferredSignals:
     return DeferredSignals()
 
@@ -266,6 +274,9 @@ class RLLearner(BaseTrainer):
     cluster, minis = self.rl_cluster, self._mini_batches(example)
     parts = self._micro_batches(minis[0].rows)
     self._is_mid_update = True  # until `_learn` has counted this batch
+    means = metrics.mean_of(self._measured)
+    for trainer in learner_state.trainers(cluster).values():
+      trainer.show(means)
     with self._phases("update"):
       if cluster.critic_trainer is not None:
         cluster.update_critic(minis, skip_jit=skip_jit, micro_batches=parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -102,6 +102,15 @@ class Trainer(PeftTrainer):
   def flush(self) -> None:
     """Waits for the dispatched updates and logs their metrics."""
     self._reporter.flush()
+
+  def show(self, values: Mapping[str, float]) -> None:
+    """Sets the metrics of the rollouts that the progress bar shows from now on."""
+    self._reporter.run_values = values
+
+  @property
+  def had_no_gradient(self) -> bool:
+    """True if the gradient was 0 in every update of the run."""
+    return self._had_no_gradient
 
   def run_state(self) -> tuple[RunState, dict[str, Any]]:
     """Returns the arrays and the counters as JSON, for the checkpoint of the run."""

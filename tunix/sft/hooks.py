@@ -5,7 +5,8 @@ A user subclasses one of the two classes, or passes any object with some of the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -61,9 +62,31 @@ def callbacks(kind: type, hooks: Any) -> dict[str, Callable[..., Any] | None]:
     kind: TrainingHooks or DataHooks.
     hooks: an instance of `kind`, any object with some of its methods, or None. Methods
       that are not overridden count as missing.
+
+  Raises:
+    ValueError: `hooks` has a public method whose name begins like a hook's and that is
+      no hook.
   """
   names = [name for name in vars(kind) if not name.startswith("_")]
+  _check_names(names, hooks)
   return {name: _callback(kind, hooks, name) for name in names}
+
+
+def _check_names(names: Sequence[str], hooks: Any) -> None:
+  """Refuses misspelt hooks, which would never be called.
+
+  Only names that begin with `on_` (with `load_` for DataHooks) are checked: the object
+  may have methods for other purposes.
+  """
+  prefix = names[0].partition("_")[0] + "_"
+  for name in dir(hooks):
+    known = name in names or not name.startswith(prefix)
+    if not known and callable(getattr(hooks, name, None)):
+      near = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
+      raise ValueError(
+        f"hooks has the method {name}, which no trainer calls; the nearest hook is "
+        f"{near}. Rename the method, or begin the name of a helper with _."
+      )
 
 
 def _callback(kind: type, hooks: Any, name: str) -> Callable[..., Any] | None:

@@ -335,6 +335,10 @@ class PeftTrainer(BaseTrainer):
   def _position(self) -> Progress:
     return self._progress
 
+  @property
+  def _had_no_gradient(self) -> bool:
+    return self._reporter.had_no_gradient
+
   @contextlib.contextmanager
   def _session(self) -> Iterator[DeferredSignals]:
     """Sets the mesh, defers signals, and hands the caller's module back at the end."""

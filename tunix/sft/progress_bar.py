@@ -145,20 +145,20 @@ class _Lines:
     if self._written_at < 0 or is_last or now - self._written_at >= self.SECONDS:
       self._write(now)
 
-  def _write(self, now: float) -> None:
+  def _write(self, now: float, is_end: bool = False) -> None:
     if self._newest is None:
       return
     (done, text), self._newest, self._written_at = self._newest, None, now
     total = "" if self._total is None else f" of {self._total}"
     parts = [f"step {done}{total}", text]
     since = done - self._first
-    if self._total is not None and since and done < self._total:
+    if not is_end and self._total is not None and since and done < self._total:
       seconds = (self._total - done) * (now - self._begin) / since
       parts.append(f"{datetime.timedelta(seconds=round(seconds))} left")
     self.say(", ".join(filter(None, parts)))
 
   def close(self) -> None:
-    self._write(time.monotonic())
+    self._write(time.monotonic(), is_end=True)
 
 
 def _can_draw() -> bool:

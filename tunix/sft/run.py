@@ -61,11 +61,14 @@ class TrainResult:
     ended_by: the reason for the end: "data" (no batch was left), "max_steps" or
       "early_stopping".
     best: the best evaluation of the run; None if `TrainingConfig.best` is None.
+    notes: warnings about the run: the gradient was 0 in every step, or the data ended
+      before `max_steps`.
   """
 
   steps: int
   ended_by: Literal["data", "max_steps", "early_stopping"]
   best: Best | None = None
+  notes: tuple[str, ...] = ()
 
   def __str__(self) -> str:
     parts = [f"{self.steps} steps"]
@@ -73,7 +76,7 @@ class TrainResult:
       parts.append(str(self.best))
     if self.best is not None and self.ended_by == "early_stopping":
       parts.append(f"stopped early: no better one in {self.best.waited} evaluations")
-    return "; ".join(parts)
+    return "; ".join([*parts, *self.notes])
 
 
 class Work(Protocol):
@@ -86,6 +89,10 @@ class Work(Protocol):
 
   # The metric that ranks evaluations, and True if a larger value is better.
   _main_metric: ClassVar[tuple[str, bool]] = ("loss", False)
+  # The likely cause of a gradient that is 0 in every step.
+  _cause_of_no_gradient: ClassVar[str] = (
+    "the loss does not depend on the trained parameters, or it is constant"
+  )
 
   @property
   @abc.abstractmethod
@@ -96,6 +103,11 @@ class Work(Protocol):
   @abc.abstractmethod
   def _position(self) -> Position:
     """The counters and the place in the data; `Run` writes some of its fields."""
+
+  @property
+  @abc.abstractmethod
+  def _had_no_gradient(self) -> bool:
+    """True if the gradient was 0 in every update so far."""
 
   @abc.abstractmethod
   def _session(self) -> Session:
@@ -244,6 +256,8 @@ class Run:
         self.stop_if_signalled(signals)
       self._end_of_call()
       work._end()
+    for note in self._notes():
+      _log.warning("%s", note)
 
   @property
   def is_finished(self) -> bool:
@@ -284,7 +298,19 @@ class Run:
       steps=self._work.train_steps,
       ended_by="early_stopping" if self._is_over else ended,
       best=self._record,
+      notes=tuple(self._notes()),
     )
+
+  def _notes(self) -> Iterator[str]:
+    steps, limit = self._work.train_steps, self.config.max_steps
+    if self._work._had_no_gradient:
+      cause = self._work._cause_of_no_gradient
+      yield f"nothing was learned: the gradient was 0 in all {steps} steps; {cause}"
+    if limit is not None and not self.is_finished:
+      yield (
+        f"the data ended after {steps} of max_steps {limit} steps; repeat the data, or "
+        "call train again, to reach max_steps"
+      )
 
   def _draw(self, source: Any) -> Any:
     if self.is_finished:

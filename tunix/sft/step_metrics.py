@@ -69,6 +69,9 @@ class StepReporter:
     self._tracer = tracer
     self._has_warned = False
     self._is_compiled = False
+    # Metrics of the run that belong to no trainer, such as the rewards of RL. The bar
+    # shows them beside the metrics of each step.
+    self.run_values: Mapping[str, float] = {}
     self._buffer = MetricsBuffer()
     self._throttler = InflightThrottler(config.max_inflight_computations)
     self._profiler: Profiler | None = None
@@ -155,19 +158,17 @@ class StepReporter:
       self._bar.update(1, self._watched(values), details)
 
   def _watched(self, values: Mapping[str, float]) -> dict[str, float]:
-    """Returns the metrics for the bar by label.
+    """Returns the metrics for the bar by label."""
+    found = {**self.run_values, **values}
+    return {label: found[name] for name, label in _WATCHED.items() if name in found}
 
-    In RL some metrics belong to the whole run: they are logged without the role that is
-    the last part of this trainer's prefix.
-    """
-    shown = {}
-    run, _, _ = self._config.metrics_prefix.rpartition("/")
-    for name, label in _WATCHED.items():
-      if name in values:
-        shown[label] = values[name]
-      elif self.logger.metric_exists(run, name, Mode.TRAIN):
-        shown[label] = self.logger.get_last_metric(run, name, Mode.TRAIN)
-    return shown
+  @property
+  def had_no_gradient(self) -> bool:
+    """True if the gradient was 0 in every logged step of the run."""
+    where = self._config.metrics_prefix, "grad_norm", Mode.TRAIN
+    # A mean of norms is 0 if all of them are. It includes the steps before a resume.
+    logger = self.logger
+    return logger.metric_exists(*where) and logger.get_metric(*where) == 0
 
   def _warn_if_not_finite(self, step: int, values: Mapping[str, float]) -> None:
     if self._has_warned or math.isfinite(values["loss"]):

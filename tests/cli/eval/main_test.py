@@ -104,7 +104,9 @@ def test_log_likelihood(model, files, tmp_path, capsys):
 
 
 def test_long_records_are_cut_and_counted(model, train_file, tmp_path, capsys):
-  assert runs.tunix("eval", model, "--data", train_file, "--max_length", 20) == 0
+  assert (
+    runs.tunix("eval", "--model", model, "--data", train_file, "--max_length", 20) == 0
+  )
   assert "records are cut at 20 tokens" in capsys.readouterr().out
 
 

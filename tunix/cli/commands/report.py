@@ -79,6 +79,7 @@ def read(folder: pathlib.Path, name: str) -> Run:
       settings, defaults = keys.flatten(config), keys.defaults(config)
     except (OSError, ValueError) as error:
       notes.append(f"config.yaml cannot be read, so the page lacks it: {error}")
+  result = _json(run.result_file)
   return Run(
     name=name,
     folder=folder,
@@ -86,9 +87,9 @@ def read(folder: pathlib.Path, name: str) -> Run:
     defaults=defaults,
     about=_json(run.about_file),
     scans={k: v for k, v in run.scans().items() if "report" in v},
-    ended=_ended(_json(run.result_file)),
+    ended=_ended(result),
     failure=_json(run.failure_file).get("error"),
-    notes=notes,
+    notes=[*notes, *map(str, result.get("notes") or ())],
   )
 
 
@@ -125,7 +126,8 @@ def _ended(result: dict[str, Any]) -> str | None:
   """Returns a phrase about how a run ended; None if the result file is missing."""
   if "steps" not in result:
     return None
-  pairs = {k.replace("_", " "): v for k, v in result.items() if isinstance(v, list)}
+  lists = {k: v for k, v in result.items() if isinstance(v, list) and k != "notes"}
+  pairs = {k.replace("_", " "): v for k, v in lists.items()}
   changes = [f"{k} {v[0]:.4g} -> {v[-1]:.4g}" for k, v in pairs.items()]
   early = ", stopped early" if result.get("ended_by") == "early_stopping" else ""
   return "; ".join([f"finished after {result['steps']:,} steps{early}", *changes])

@@ -117,7 +117,7 @@ def look(config: RunSettings) -> None:
   mesh = prepared.mesh or jax.sharding.Mesh(jax.devices()[:1], ("fsdp",))
   model = ModelLoader(prepared.config, mesh, of_shapes=True).model()
   check_model(prepared, model)
-  _say(about.describe_run(prepared, model))
+  _say(about.describe_run(prepared, model, is_dry=True))
   _say(dry_run.describe_start(prepared, model))
 
 
@@ -222,6 +222,7 @@ def _finish(
     metrics=read_metrics(config.job, folder.path / "logs" / "metrics.jsonl"),
     export=None if kind == "none" else str(folder.export),
     export_step=None if kind == "none" else step,
+    notes=outcome.notes,
   )
   if jax.process_index() == 0:
     folder.write_result(result.to_json())

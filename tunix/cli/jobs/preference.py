@@ -151,7 +151,9 @@ class PreferenceRun(StreamRun):
   """
 
   instead: ClassVar[dict[str, str]] = {
-    "data.max_length": "use preference.max_prompt_length and max_response_length",
+    "data.max_length": (
+      "use preference.max_prompt_length and preference.max_response_length"
+    ),
   }
 
   records: ClassVar[Kind] = PAIRS

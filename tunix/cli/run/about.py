@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,15 +18,17 @@ from tunix.cli.run.prepare import Prepared
 from tunix.models import lora
 from tunix.models.transformer.model import Transformer
 
+_HIGHEST_RATE = 1.0
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def describe_run(run: Prepared, model: Transformer) -> str:
+def describe_run(run: Prepared, model: Transformer, *, is_dry: bool = False) -> str:
   """Describes model, data, steps and devices, for the user to check.
 
   Args:
     run: the prepared run.
     model: the model, or its shapes.
+    is_dry: True if nothing is trained or written.
   """
   config, data, job = run.config, run.data, JOBS[run.config.job]
   steps = "until the data ends" if data.num_steps is None else f"{data.num_steps} steps"
@@ -34,7 +37,8 @@ def describe_run(run: Prepared, model: Transformer) -> str:
     *(f"{name} data: {report}" for name, report in data.reports.items()),
     f"{job.batch(config)}; {steps}",
     _devices(run.mesh),
-    f"everything is written to {config.output_dir}",
+    f"everything {'would be' if is_dry else 'is'} written to {config.output_dir}",
+    *_unusual(run, model),
   ]
   positions, (key, length) = model.config.max_position, job.length(config)
   if positions is not None and length > positions:
@@ -43,6 +47,33 @@ def describe_run(run: Prepared, model: Transformer) -> str:
       "made for"
     )
   return "\n".join(lines + job.notes(config, data))
+
+
+def _unusual(run: Prepared, model: Transformer) -> Iterator[str]:
+  """Yields notes about values that are possible and rarely meant."""
+  config, report = run.config, run.data.reports["train"]
+  rate, rows = config.training.learning_rate, config.training.global_batch_size
+  if isinstance(rate, float | int) and rate > _HIGHEST_RATE:
+    yield (
+      f"note: training.learning_rate is {rate:g}; usual values are 1e-6 to 1e-2, and "
+      f"above {_HIGHEST_RATE:g} the loss usually becomes nan"
+    )
+  if config.lora is not None and config.lora.rank > model.config.embed_dim:
+    yield (
+      f"note: lora.rank is {config.lora.rank}, above the {model.config.embed_dim} "
+      "dimensions of the hidden states (embed_dim); a higher rank adds memory only"
+    )
+  is_scanned = report.scanned == report.records
+  if rows > (kept := report.kept if is_scanned else report.records):
+    yield (
+      f"note: training.global_batch_size is {rows}, and the train data has only {kept} "
+      "records; lower it to take several steps in each epoch"
+    )
+  if report.blank:
+    yield (
+      f"note: {report.blank:,} records of the train data have an empty answer; only "
+      "its end is trained. Remove them"
+    )
 
 
 def as_json(run: Prepared, model: Transformer) -> dict[str, Any]:

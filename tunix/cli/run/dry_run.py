@@ -87,17 +87,22 @@ def _first(batch: Mapping[str, Any], tokenizer: TokenizerAdapter) -> str:
 
 
 def _rewards(config: RLRun, batch: Mapping[str, Any]) -> list[str]:
-  """Calls the reward functions on the first record, and describes the rewards."""
+  """Calls the reward functions on two completions of the first record.
+
+  With two, a function that returns one value for a whole batch is found.
+  """
   manager = rewards.build_rewards(config.reward)
   if manager is None:
     return []
   row = {name: [values[0]] for name, values in batch.items() if name != PROMPTS}
   completion = next((str(row[name][0]) for name in _ANSWERS if name in row), "")
   with manager:
-    output = manager.compute([batch[PROMPTS][0]], [completion], row)
+    both = {name: values * 2 for name, values in row.items()}
+    output = manager.compute([batch[PROMPTS][0]] * 2, [completion] * 2, both)
   if problems := output.problems():
     raise RuntimeError(
-      f"reward.functions fail on the first record with the completion {completion!r}: "
+      "reward.functions fail on two rows of the first record with the completion "
+      f"{completion!r}: "
       f"{'; '.join(problems)}"
     )
   values = ", ".join(f"{name} {x[0]:g}" for name, x in output.by_function.items())

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,10 +36,9 @@ def check_writable(name: str, folder: pathlib.Path, *, is_read: bool = False) ->
   problem = None
   try:
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    is_open = os.access(nearest, os.W_OK | os.X_OK) or (is_read and nearest == folder)
     if not nearest.is_dir():
       problem = f"{nearest} is a file"
-    elif not is_open:
+    elif not (is_read and nearest == folder) and not _is_open(nearest):
       problem = f"{nearest} cannot be written"
   except OSError as error:  # a name that is too long
     problem = (error.strerror or str(error)).lower()
@@ -62,6 +62,20 @@ def open_folder(config: RunSettings) -> RunFolder:
   # A finished run is shown from a folder that cannot be written.
   check_writable("output_dir", folder.path, is_read=True)
   return folder
+
+
+def _is_open(folder: pathlib.Path) -> bool:
+  """Returns True if files can be created in a folder.
+
+  Permissions alone do not tell: root may write everywhere, but not in /proc.
+  """
+  if not os.access(folder, os.W_OK | os.X_OK):
+    return False
+  try:
+    with tempfile.TemporaryFile(dir=folder):  # removed at once
+      return True
+  except OSError:
+    return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tunix.cli.build import data as build_data
@@ -40,6 +40,7 @@ class Result:
       RL, batch of rollouts), evaluation metrics of the first and last evaluation.
     export: folder of the exported model or adapter; None without an export.
     export_step: step of the exported weights.
+    notes: warnings about the run, see `TrainResult.notes`.
   """
 
   steps: int
@@ -48,6 +49,7 @@ class Result:
   metrics: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
   export: str | None
   export_step: int | None = None
+  notes: Sequence[str] = ()
 
   @classmethod
   def from_json(cls, values: Mapping[str, Any]) -> Result:
@@ -69,6 +71,7 @@ class Result:
       **{name: self.metrics.get(name) for name in _METRICS},
       "export": self.export,
       "export_step": self.export_step,
+      "notes": list(self.notes),
     }
 
   def __str__(self) -> str:
@@ -86,7 +89,7 @@ class Result:
       is_last = self.export_step in (None, self.steps)
       which = "" if is_last else f"step {self.export_step} "
       parts.append(f"{which}exported to {self.export}")
-    return "; ".join(parts)
+    return "; ".join([*parts, *self.notes])
 
 
 def read_metrics(job: str, file: pathlib.Path) -> dict[str, tuple[float, float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -66,7 +67,10 @@ _FOREIGN = {
     "gradient_checkpointing activation_checkpointing enable_activation_checkpointing"
   ),
   "model.quantise": "load_in_4bit load_in_8bit",
-  "checkpoint.save_every_n_steps": "save_steps save_freq",
+  "checkpoint.save_every_n_steps": (
+    "save_steps save_freq save_every save_interval checkpoint_every checkpoint_steps "
+    "checkpoint_interval"
+  ),
   "checkpoint.max_to_keep": "save_total_limit",
   "training.best.patience": "early_stopping_patience patience early_stopping",
   "training.best.min_delta": "early_stopping_threshold min_delta",
@@ -78,7 +82,10 @@ _FOREIGN = {
   "not needed: the same command resumes": "resume resume_from_checkpoint",
   "not there: give another output_dir": "overwrite_output_dir",
   "data.length_buckets, or data.packing": "group_by_length",
-  "data.max_length, in preferences preference.max_prompt_length": "max_length",
+  (
+    "data.max_length, in preferences preference.max_prompt_length and "
+    "preference.max_response_length"
+  ): "max_length",
   "not needed: unused columns are ignored": "remove_unused_columns",
   "data.eval, a file of its own": "val_set_size eval_split",
   "optimizer.args": "adam_beta1 adam_beta2 adam_epsilon",
@@ -93,11 +100,12 @@ _FOREIGN = {
   "algorithm.num_generations": "num_generations rollout_n",
   "algorithm.epsilon": "clip_ratio",
   "seed": "random_seed",
-  "training.eval_every_n_steps": "eval_steps test_freq",
+  "training.eval_every_n_steps": "eval_steps test_freq eval_every eval_interval",
   "the section logging": "logging_steps report_to",
   "rollout.max_prompt_length, in preferences preference.max_prompt_length": (
     "max_prompt_length"
   ),
+  "distill.teacher": "teacher_model teacher_model_name_or_path teacher_path",
   "rollout.max_tokens_to_generate": "max_completion_length max_new_tokens",
   "reward.functions": "reward_funcs reward_fn",
   "algorithm.beta, in preferences preference.beta": "beta kl_coef",
@@ -112,6 +120,19 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
   """Returns the advice about an unknown name: the nearest known one, or `otherwise`."""
   near = difflib.get_close_matches(name, known, n=1)
   return f"did you mean {near[0]}?" if near else otherwise
+
+
+def by_words(key: str, known: Iterable[str]) -> str | None:
+  """Returns the known key that shares the most words with `key`; None below two.
+
+  `training.checkpoint_every` is `checkpoint.save_every_n_steps`: a word of the name may
+  be the section, and the section itself is no evidence.
+  """
+  words = set(key.rpartition(".")[2].split("_"))
+  shared = {name: len(words & set(re.split(r"[._]", name))) for name in known}
+  # Of several keys, the one with the fewest further words.
+  best = max(shared, key=lambda name: (shared[name], -len(name)))
+  return best if shared[best] > 1 else None
 
 
 def rename_old_keys(

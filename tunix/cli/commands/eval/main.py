@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     ValueError: arguments that contradict each other, or an invalid record.
     OSError: the results cannot be written.
   """
-  args = parser().parse_args(argv)
+  args = _parsed(argv)
   _check(args)
   ks = _ks(args)
   settings = _processes(args)
@@ -80,6 +80,19 @@ def main(argv: Sequence[str]) -> None:
     folder = pathlib.Path(args.out)
     results.write(folder, sections, _about(args))
     print(f"\ntables and records are in {folder}, samples in {folder / results.PAGE}")
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+  """Returns the arguments; `--model` has replaced MODEL."""
+  args = parser().parse_args(argv)
+  named = vars(args).pop("named")
+  if (named is None) == (args.model is None):
+    found = "missing" if named is None else f"{args.model}, and --model is {named}"
+    raise ValueError(
+      f"MODEL is {found}; give one model folder, MODEL or --model FOLDER"
+    )
+  args.model = named or args.model
+  return args
 
 
 def _evaluate(
@@ -217,7 +230,9 @@ def parser() -> Parser:
   """Returns the parser of the arguments."""
   made = Parser("tunix eval", _DESCRIPTION)
   add = made.add_argument
-  add("model", metavar="MODEL", help="Hugging Face folder; a reward model for --pairs")
+  folder = "Hugging Face folder; a reward model for --pairs"
+  add("model", metavar="MODEL", nargs="?", help=folder)
+  add("--model", dest="named", metavar="FOLDER", help="another way to write MODEL")
   add("--adapter", metavar="FOLDER", help="PEFT folder")
   add("--tokenizer", metavar="FOLDER", help="default: the adapter's or the model's")
   add("--data", metavar="FILE", help="fine-tuning records: measures log-likelihood")
