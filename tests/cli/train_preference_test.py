@@ -341,7 +341,7 @@ def test_orpos_lambda_has_a_key():
     ({"job": "kto"}, "found fields 'prompt', 'chosen', 'rejected', expected"),
     ({"job": "sft"}, "it belongs to the jobs dpo and orpo and kto and reward"),
     ({"data__packing": "true"}, "data.packing is True, and the job 'dpo' does not"),
-    ({"data__max_length": 9}, "use preference.max_prompt_length and max_response"),
+    ({"data__max_length": 9}, "preference.max_prompt_length"),
     (
       {"algorithm__beta": 1},
       "and the job 'dpo' does not read it: it belongs to the jobs grpo and ppo",
