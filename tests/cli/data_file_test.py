@@ -109,3 +109,13 @@ def test_refusals_are_one_line(tmp_path, capsys, words, says):
   error = capsys.readouterr().err
   assert error.startswith("tunix: error: ") and error.count("\n") == 1
   assert says in error
+
+
+def test_escape_sequences_of_records_do_not_reach_a_terminal(
+  tmp_path, capsys, monkeypatch
+):
+  file = write(tmp_path / "a.jsonl", {"prompt": "\x1b[2J", "response": "\x1b]0;x\x07"})
+  assert "\n\x1b[2J\n" in shown(capsys, file)
+  monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+  text = shown(capsys, file)
+  assert "\n\\x1b[2J\n" in text and "\033[32m«\\x1b]0;x\\x07»\033[0m" in text

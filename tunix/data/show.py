@@ -12,13 +12,13 @@ from tunix.data.chat import Rendered
 from tunix.data.prompts import PROMPTS
 from tunix.data.records import Record, Text
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.utils import terminal
 
 # Names of completions in a batch, in the order of display.
 COMPLETIONS = ("chosen", "rejected", "completion")
 _EXTRA = ("labels", "margins")
 
 _MARKS = ("«", "»")
-_COLOUR = ("\033[32m«", "»\033[0m")
 
 
 def trained_targets(batch: Any) -> np.ndarray:
@@ -206,7 +206,7 @@ def _text(text: Text, marks: tuple[str, str]) -> str:
 
 def _marks(colour: bool) -> tuple[str, str]:
   """Returns the marks before and after trained text."""
-  return _COLOUR if colour else _MARKS
+  return terminal.COLOUR if colour else _MARKS
 
 
 def _summary(row: int, segments: np.ndarray, targets: np.ndarray) -> str:

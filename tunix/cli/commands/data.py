@@ -10,6 +10,7 @@ from tunix.cli.build import data as build_data, loading
 from tunix.cli.commands import data_file
 from tunix.data import show
 from tunix.rl.pipeline import PROMPTS
+from tunix.utils import terminal
 
 HELP = """\
 usage: tunix data show RECORDS[,RECORDS] [--rows N] [--model FOLDER]
@@ -61,12 +62,14 @@ def _show(argv: list[str]) -> None:
     batch = next(iter(build_data.batches(config, tokenizer, records, training=True)))
   colour = sys.stdout.isatty()
   if PROMPTS in batch:
-    print(show.describe_prompts(batch, rows=rows))
+    print(terminal.shown(show.describe_prompts(batch, rows=rows)))
     return
   if "prompt_ids" in batch:
-    print(show.describe_completions(batch, tokenizer, rows=rows, colour=colour))
+    text = show.describe_completions(batch, tokenizer, rows=rows, colour=colour)
+    print(terminal.shown(text))
     return
-  print(show.describe_batch(batch, tokenizer, rows=rows, colour=colour))
+  text = show.describe_batch(batch, tokenizer, rows=rows, colour=colour)
+  print(terminal.shown(text))
   show.check_supervision(batch)
 
 

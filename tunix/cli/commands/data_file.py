@@ -17,6 +17,7 @@ from tunix.data.recognise import Recognised, recognise
 from tunix.data.records import PROMPTS, SFT, Kind
 from tunix.data.stored import Records
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.utils import terminal
 
 _DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", *files.ARRAY_RECORD)
 # A configuration is small; a file of records may be larger than memory.
@@ -90,7 +91,7 @@ def show_files(
   for name in names:
     records = data_sources.open_records(name, SFT, columns=columns)
     for line in _lines(records, tokenizer, rows):
-      print(line)
+      print(terminal.shown(line))
 
 
 def _columns(text: str | None) -> Mapping[str, str]:
