@@ -52,6 +52,8 @@ def _show(argv: list[str]) -> None:
   if arguments.files and data_file.is_data(arguments.files[0]):
     data_file.show_files(arguments.files, others, rows)
     return
+  for name in arguments.files:
+    data_file.check_config(name)
   config = config_lib.load(
     [*arguments.files, *(f"--{key}={text}" for key, text in others)]
   )
