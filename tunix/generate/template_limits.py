@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 _MOST_STEPS = 5_000_000  # of one rendering: a few seconds
@@ -104,7 +104,7 @@ def check_operation(operator: str, left: Any, right: Any) -> None:
     _check_length((left.bit_length() + right.bit_length()) * 128)
   elif operator == "*":
     for items, count in ((left, right), (right, left)):
-      if isinstance(count, int) and hasattr(items, "__len__"):
+      if isinstance(count, int) and isinstance(items, Sized):
         _check_length(len(items) * max(count, 0))
 
 
