@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -373,6 +374,20 @@ def test_rows_must_divide_over_cp(settings):
   with pytest.raises(ValueError, match=r"data.max_length is 1001, .* 1000 or 1008"):
     build_mesh(keys)
   assert build_mesh(dataclasses.replace(keys, mesh={"tp": 8})) is not None
+
+
+@pytest.mark.parametrize(
+  ("mesh", "message"),
+  [
+    (math.nan, "mesh is nan; expected sizes by axis"),
+    ([2], "mesh is .2.; expected sizes by axis"),
+    ({"tp": math.nan}, "mesh.tp is nan: it must be a whole number"),
+    ({"tp": "2"}, "mesh.tp is '2': it must be a whole number"),
+  ],
+)
+def test_a_mesh_has_sizes_by_axis(settings, mesh, message):
+  with pytest.raises((TypeError, ValueError), match=message):
+    dataclasses.replace(config(settings), mesh=mesh)
 
 
 def test_a_mesh_needs_as_many_devices_as_there_are(settings):

@@ -106,3 +106,25 @@ def test_generate_reads_prompts_and_writes_json(model, monkeypatch, tmp_path, ca
     file.write_text(text)
     assert runs.tunix(*words, file) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["chat", "generate", "stream"])
+def test_escape_sequences_of_replies_do_not_reach_a_terminal(
+  model, monkeypatch, capsys, command
+):
+  reply = types.SimpleNamespace(text="a\x1b[2J\n", finish_reasons=["eos"])
+  drawn = types.SimpleNamespace(text=["a\x1b[2J\n"], finish_reasons=["eos"])
+  monkeypatch.setattr(Sampler, "stream", lambda *_, **__: iter([reply]))
+  monkeypatch.setattr(Sampler, "__call__", lambda *_, **__: drawn)
+
+  def output():
+    if command == "chat":
+      assert chat(monkeypatch, model, "The sea\n") == 0
+    else:
+      words = ["generate", "--model", model, "--prompt", "The sea"]
+      assert runs.tunix(*words, *["--stream"] * (command == "stream")) == 0
+    return capsys.readouterr().out
+
+  assert output() == "a\x1b[2J\n\n"
+  monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+  assert output() == "a\\x1b[2J\n\n"

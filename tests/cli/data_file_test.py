@@ -1,6 +1,7 @@
 """`tunix data show` of a file of records."""
 
 import json
+import os
 import shlex
 
 import pytest
@@ -99,13 +100,33 @@ def test_a_configuration_of_json_is_none_of_records(tmp_path):
     ("{d}/odd.jsonl --seed=1", "--data.train="),
     ("{d}/odd.jsonl --model=/none", "no tokenizer folder '/none'"),
     ("{d}/odd.jsonl,{d}/a.yaml", "a.yaml is a configuration"),
+    ("{d}/deep.json", "deep.json:1: the JSON is nested too deeply"),
+    ("{d}/page.html", "page.html is neither a file of records nor a configuration"),
+    ("{d}/model.safetensors", "model.safetensors is neither a file of records nor a"),
+    ("{d}/pipe", "a pipe or a device; give a YAML file"),
+    ("{d}/twice.yaml", "twice.yaml:4: invalid YAML (the key 'path' is set twice)"),
   ],
 )
 def test_refusals_are_one_line(tmp_path, capsys, words, says):
   write(tmp_path / "odd.jsonl", {"question": "a"})
   (tmp_path / "bad.jsonl").write_text("{\n")
+  (tmp_path / "deep.json").write_text('{"text": %s}' % ("[" * 10**4 + "]" * 10**4))
+  (tmp_path / "page.html").write_text("<html><body>a: b</body></html>")
+  (tmp_path / "model.safetensors").write_bytes(b"\x08\xff")
+  (tmp_path / "twice.yaml").write_text("model:\n  path: a\n  dtype: b\n  path: c\n")
+  os.mkfifo(tmp_path / "pipe")
   command = shlex.split(words.format(d=tmp_path))
   assert runs.tunix("data", "show", *command) == 2
   error = capsys.readouterr().err
   assert error.startswith("tunix: error: ") and error.count("\n") == 1
   assert says in error
+
+
+def test_escape_sequences_of_records_do_not_reach_a_terminal(
+  tmp_path, capsys, monkeypatch
+):
+  file = write(tmp_path / "a.jsonl", {"prompt": "\x1b[2J", "response": "\x1b]0;x\x07"})
+  assert "\n\x1b[2J\n" in shown(capsys, file)
+  monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+  text = shown(capsys, file)
+  assert "\n\\x1b[2J\n" in text and "\033[32m«\\x1b]0;x\\x07»\033[0m" in text

@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 import sys
 import types
@@ -68,6 +69,11 @@ def test_any_json_is_cut_where_its_entries_end(tmp_path_factory, values, ascii, 
       '[{"text": "a"}, {"text": }]',
       r"a\.json, record 1: invalid JSON .*, one object an entry",
     ),
+    ('[{"text": %s}]' % ("9" * 5000), r"a\.json, record 0: invalid JSON \(Exceeds"),
+    (
+      '[{"text": %s}]' % ("[" * 10**4 + "]" * 10**4),
+      "record 0: the JSON is nested too",
+    ),
   ],
 )
 def test_wrong_arrays_are_refused(tmp_path, text, message):
@@ -105,6 +111,8 @@ def test_csv(tmp_path, suffix, separator):
     (b"prompt,response\n", "is empty; expected"),
     (b"prompt,response\na\n", r"a\.csv:2: 1 cells, but the first line names 2 columns"),
     (b"prompt,response\na,\xff\n", r"a\.csv:2: no UTF-8 text"),
+    (b"prompt,response\rq,a\r", r"a\.csv:1 is no CSV \(.*convert the line ends"),
+    (b"a,text,a,\n,,,\n", r"a\.csv:1: the column 'a' is named twice; expected"),
     (b"question,answer\na,b\n", r"a\.csv:2: found fields 'question', 'answer'"),
   ],
 )
@@ -123,7 +131,7 @@ def test_a_long_cell_is_read(tmp_path):
 
 def test_parquet_is_read_by_datasets(tmp_path, monkeypatch):
   path = tmp_path / "a.parquet"
-  with pytest.raises(FileNotFoundError, match="no such file; give a parquet file"):
+  with pytest.raises(FileNotFoundError, match="no such file; give a file of parquet"):
     open_file(path)
   path.write_bytes(b"PAR1")
   calls = []
@@ -133,6 +141,25 @@ def test_parquet_is_read_by_datasets(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, "datasets", fake)
   assert list(open_file(path)) == [{"text": "a"}]
   assert calls == [(("parquet",), {"data_files": str(path), "split": "train"})]
+
+
+def test_a_broken_parquet_is_named(tmp_path, monkeypatch):
+  def load_dataset(*_, **__):
+    raise RuntimeError("generating failed") from OSError("no magic bytes\nat the end")
+
+  fake = types.SimpleNamespace(load_dataset=load_dataset)
+  monkeypatch.setitem(sys.modules, "datasets", fake)
+  path = tmp_path / "a.parquet"
+  path.write_bytes(b"PAR1")
+  with pytest.raises(ValueError, match=r"a\.parquet is no .* \(no magic bytes\); exp"):
+    open_file(path)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv", "a.jsonl", "a.parquet"])
+def test_a_pipe_is_no_file(tmp_path, name):
+  os.mkfifo(tmp_path / name)
+  with pytest.raises(FileNotFoundError, match=r"a pipe or a device; give a file of"):
+    open_file(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.csv", "a.jsonl"])

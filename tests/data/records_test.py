@@ -4,6 +4,7 @@ from tunix.data import jsonl, records as record_kinds
 from tunix.data.records import (
   LABELLED,
   PAIRS,
+  SFT,
   read_labelled,
   read_pair,
   read_prompt,
@@ -68,9 +69,9 @@ def test_a_prompt_that_the_conversations_repeat(prompt):
 
 
 def test_answers_as_messages_behind_a_prompt():
-  record = {"prompt": [user("q")], "chosen": [model("x")], "rejected": "y"}
+  record = {"prompt": [user("q")], "chosen": [model("x")], "rejected": [model("y")]}
   read = read_pair(record, "w")
-  assert read.completions == {"chosen": [model("x")], "rejected": "y"}
+  assert read.completions == {"chosen": [model("x")], "rejected": [model("y")]}
 
 
 def test_labelled():
@@ -183,3 +184,20 @@ def test_files_are_checked_by_their_form(tmp_path):
 )
 def test_what_says_nothing(response, empty):
   assert record_kinds.is_empty(response) is empty
+
+
+def test_a_pair_is_none_of_fine_tuning():
+  pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+  with pytest.raises(ValueError, match=r"^x: the record is a pair .* job dpo, orpo"):
+    SFT.read(pair, "x")
+  assert SFT.read({**pair, "response": "d"}, "x").completions == {"completion": "d"}
+
+
+def test_both_completions_of_a_pair_have_one_form():
+  answer = [{"role": "assistant", "content": "b"}]
+  for chosen, rejected in ((answer, "c"), ("c", answer)):
+    pair = {"prompt": "a", "chosen": chosen, "rejected": rejected}
+    with pytest.raises(
+      ValueError, match=r'^x: "chosen" is a .* and "rejected" is a .*; exp'
+    ):
+      PAIRS.read(pair, "x")

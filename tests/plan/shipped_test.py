@@ -2,6 +2,9 @@
 
 import functools
 import json
+import os
+import pathlib
+import stat as stat_lib
 
 import jax
 import jax.numpy as jnp
@@ -186,3 +189,60 @@ def test_files_are_the_same_when_made_again(mesh, folder, tmp_path):
   again = ship(mesh, tmp_path / "another", tmp_path / "again", 16, 8)
   names = [sorted(x.name for x in one.iterdir()) for one in (folder, again)]
   assert names[0] == names[1] and len(names[0]) == 3
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"programs": None},
+    {"programs": [{}]},
+    {"files": None},
+    {"files": "text"},
+    {"files": {"a-cache": None}},
+    {"files": {"a-cache": {"size": 1}}},
+    {"files": {"../a-cache": "0"}},
+  ],
+)
+def test_a_malformed_manifest_is_one_line(mesh, folder, change):
+  made = json.loads((folder / shipped.NAME).read_text())
+  (folder / shipped.NAME).write_text(json.dumps(made | change))
+  (got,), (line,) = run(folder, mesh, (update, *arguments(mesh)))
+  assert f"all is compiled here: {next(iter(change))} in shipped.json" in line
+  assert "; expected " in line and "\n" not in line
+  same(got, update(*arguments(mesh)))
+
+
+@pytest.mark.parametrize("what", ["folder", "entry"])
+@pytest.mark.parametrize(
+  ("mode", "group", "found"),
+  [
+    (0o757, 0, "can be written by every user"),
+    (0o775, 12345, "can be written by the group 12345"),
+    (0o755, None, "belongs to the user 12345"),
+  ],
+)
+def test_what_others_may_write_is_not_loaded(
+  folder, monkeypatch, what, mode, group, found
+):
+  folder.chmod(0o755)
+  path = folder if what == "folder" else next(folder.glob("*-cache"))
+  stat = pathlib.Path.stat
+
+  def shown(self, **options):
+    real = stat(self, **options)
+    if self != path:
+      return real
+    user = 12345 if group is None else real.st_uid
+    values = [stat_lib.S_IFMT(real.st_mode) | mode, *real[1:4], user, group or 0]
+    return os.stat_result([*values, *real[6:]])
+
+  monkeypatch.setattr(pathlib.Path, "stat", shown)
+  with pytest.raises(ValueError, match=rf"{path}, which {found}; expected .*pickles"):
+    shipped.use_cache(folder)
+
+
+def test_a_cache_of_this_user_is_used(tmp_path):
+  shipped.use_cache(tmp_path / "a" / "new")
+  assert (tmp_path / "a" / "new").stat().st_mode & 0o777 == 0o700
+  (tmp_path / "a" / "new" / "x-cache").touch(0o666)
+  shipped.use_cache(tmp_path / "a" / "new")

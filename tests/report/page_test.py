@@ -42,6 +42,13 @@ def test_samples_are_drawn(tmp_path):
   assert sides == ["side best", "side worst"]
 
 
+def test_a_folder_named_like_a_file_of_samples_is_skipped(tmp_path):
+  folder = write_run(tmp_path / "run", sample="a completion")
+  (folder / "samples" / "000001.jsonl").mkdir()
+  (folder / "samples" / "000002.jsonl").write_text("[" * 10**5)
+  assert "a completion" in text_of(page.render([Run(name="run", folder=folder)]))
+
+
 def test_keys_that_differ_from_their_defaults_come_first(tmp_path):
   settings = {"job": "sft", "seed": 3, "training.max_steps": 7}
   run = Run(

@@ -57,6 +57,7 @@ DAMAGE = [
   (b'{"step": "x"}\n{"loss": 1}\n{"step": 1, "a": [1]}\n', "3 lines of"),
   (b'{"step": 1, "a": null}\n', "1 lines of"),
   (b"x" * (3 << 20) + b"\n", "damaged"),
+  (b'{"step": %s, "loss": 1}\n{"step": -1, "loss": 1}\n' % (b"9" * 4000), "2 lines"),
 ]
 
 

@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import tunix
+from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.utils import checks
 
 # What a configuration cannot be made without.
@@ -138,3 +139,9 @@ def test_numbers_that_pass():
 def test_what_a_list_must_be(value, items, message):
   with pytest.raises((TypeError, ValueError), match=message):
     checks.listed("x", value, items)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1, 1.5, True, 5])
+def test_a_number_is_no_list(value):
+  with pytest.raises(TypeError, match=f"eos_tokens is {value}: it must be a list"):
+    RolloutConfig(eos_tokens=value)

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import tunix
+from tunix.utils import terminal
 
 # Name -> (module with main(argv), summary). A module is imported when its command runs;
 # a leading dot stands for the package tunix.cli.commands.
@@ -158,7 +159,8 @@ def _quiet_orbax() -> Iterator[None]:
 
 
 def _complain(message: str) -> None:
-  print("tunix: error: " + " ".join(message.split()), file=sys.stderr)
+  line = "tunix: error: " + " ".join(message.split())
+  print(terminal.shown(line, sys.stderr), file=sys.stderr)
 
 
 def _message(error: Exception) -> str:

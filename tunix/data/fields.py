@@ -91,6 +91,41 @@ def check_messages(messages: Any, where: str) -> None:
     _check_message(message, f"{where}[{number}]")
 
 
+def check_no_pair(record: Any, where: str, expected: str) -> None:
+  """Refuses a pair among records of fine-tuning.
+
+  Args:
+    record: a record of a file.
+    where: place of the record.
+    expected: expected forms, for the message.
+
+  Raises:
+    ValueError: the record has a chosen and a rejected completion, and no other text.
+  """
+  is_pair = isinstance(record, Mapping) and {"chosen", "rejected"} <= record.keys()
+  if is_pair and not record.keys() & {"response", "messages", "text"}:
+    raise ValueError(
+      f'{where}: the record is a pair ("chosen" and "rejected"); {expected}. Train on '
+      "pairs with the job dpo, orpo or reward."
+    )
+
+
+def check_one_form(completions: Mapping[str, Any], where: str) -> None:
+  """Refuses completions of which one is text and another a list of messages.
+
+  Raises:
+    ValueError: the forms differ; names the type of each.
+  """
+  if len({isinstance(value, str) for value in completions.values()}) > 1:
+    types = " and ".join(
+      f'"{name}" is a {_type_name(value)}' for name, value in completions.items()
+    )
+    raise ValueError(
+      f"{where}: {types}; expected two texts or two lists of messages. Write both in "
+      "one form."
+    )
+
+
 def _check_message(message: Any, where: str) -> None:
   if not isinstance(message, Mapping):
     raise ValueError(

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from tunix.data import jsonl
+from tunix.data import jsonl, stored
 from tunix.data.jsonl import JsonlRecords
 from tunix.data.records import SFT, Kind
 from tunix.data.stored import FileRecords, HeldRecords, Records
@@ -140,15 +140,27 @@ class CsvRecords(FileRecords):
 
     with self.path.open("rb") as file:
       rows = csv.reader(decoded(file), delimiter=self._separator)
-      self.columns = [name.strip() for name in next(rows, [])]
       try:
+        self.columns = [name.strip() for name in next(rows, [])]
+        self._check_columns()
         start, first_line = stop, line
         for row in rows:  # a row spans several lines if a cell has line breaks
           if row:
             yield start, stop, first_line
           start, first_line = stop, line
       except csv.Error as error:
-        raise ValueError(f"{self.name}:{line}: no CSV ({error})") from error
+        raise ValueError(
+          f"{self.name}:{max(line - 1, 1)} is no {self.noun} ({error}); expected rows "
+          "that end with a line feed. Correct that line, or convert the line ends."
+        ) from error
+
+  def _check_columns(self) -> None:
+    for name in filter(None, self.columns):
+      if self.columns.count(name) > 1:
+        raise ValueError(
+          f"{self.name}:1: the column {name!r} is named twice; expected different "
+          "names. Rename one of the columns."
+        )
 
   def _decode(self, line: bytes, number: int) -> str:
     try:
@@ -170,7 +182,13 @@ class CsvRecords(FileRecords):
 
 def _parquet(path: str) -> Any:
   file = pathlib.Path(path).expanduser()
-  if not file.is_file():
-    raise FileNotFoundError(f"data file {path!r}: no such file; give a parquet file")
+  stored.check_file(file, path, "parquet")
   datasets = optional.require("datasets", f"reading {path}", "tunix[data]")
-  return datasets.load_dataset("parquet", data_files=str(file), split="train")
+  try:
+    return datasets.load_dataset("parquet", data_files=str(file), split="train")
+  # The library raises errors of its own, which wrap those of Arrow.
+  except Exception as error:
+    cause = str(error.__cause__ or error).partition("\n")[0]
+    raise ValueError(
+      f"{path} is no readable parquet ({cause}); expected a whole file. Write it again."
+    ) from error

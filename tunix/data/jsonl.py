@@ -54,7 +54,7 @@ def parsed(text: bytes, where: str, kind: Kind, unit: str = "a line") -> Any:
   """
   try:
     return json.loads(text)
-  except (json.JSONDecodeError, UnicodeDecodeError) as error:
+  except ValueError as error:  # no JSON, no UTF-8, or a number of 4,300 digits
     raise ValueError(
       f"{where}: invalid JSON ({error}); {kind.expected}, one object {unit}"
     ) from error

@@ -91,6 +91,7 @@ def read_sft(record: Any, where: str) -> Record:
     ValueError: a field is missing or has the wrong type; begins with `where`.
   """
   record = foreign.convert(record, where, *SFT.forms)
+  fields.check_no_pair(record, where, SFT.expected)
   form = _only_field(record, ("prompt", "messages", "text"), where, SFT.expected)
   fields.check_tools(record, where)
   prompt: Text = ""
@@ -262,6 +263,7 @@ def _read_completions(
       fields.check_text(record, name, where)
   completions = {name: record[name] for name in kind.completions}
   prompt, completions = split(record.get("prompt"), completions, where)
+  fields.check_one_form(completions, where)
   return record, Record(kind.name, prompt, completions, {}, record.get("tools"))
 
 

@@ -14,6 +14,7 @@ from tunix.data.payloads import THOUGHT_KEYS
 from tunix.data.prompts import PROMPTS
 from tunix.data.records import Record, Text
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.utils import terminal
 
 # Names of completions in a batch, in the order of display.
 COMPLETIONS = ("chosen", "rejected", "completion")
@@ -22,7 +23,6 @@ _EXTRA = ("labels", "margins")
 _PARTS = (*THOUGHT_KEYS, "content", "tool_calls")
 
 _MARKS = ("«", "»")
-_COLOUR = ("\033[32m«", "»\033[0m")
 
 
 def trained_targets(batch: Any) -> np.ndarray:
@@ -214,7 +214,7 @@ def _text(text: Text, marks: tuple[str, str]) -> str:
 
 def _marks(colour: bool) -> tuple[str, str]:
   """Returns the marks before and after trained text."""
-  return _COLOUR if colour else _MARKS
+  return terminal.COLOUR if colour else _MARKS
 
 
 def _summary(row: int, segments: np.ndarray, targets: np.ndarray) -> str:

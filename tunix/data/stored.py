@@ -111,11 +111,7 @@ class FileRecords(Records):
     self.kind = kind
     self.path = pathlib.Path(path).expanduser()
     self.name = str(self.path) if name is None else name
-    if not self.path.is_file():
-      problem = "a folder" if self.path.is_dir() else "no such file"
-      raise FileNotFoundError(
-        f"data file {self.name!r}: {problem}; give a file of {self.noun}"
-      )
+    check_file(self.path, self.name, self.noun)
     self._stamp = _stamp(self.path)
     digest = hashlib.sha256()
     # A flat array takes 24 bytes per record; a list of tuples would take about 150.
@@ -259,6 +255,23 @@ class HeldRecords(Records):
       text = json.dumps(self.raw(index), sort_keys=True, default=repr)
       digest.update(f"{text}\n".encode())
     return digest.hexdigest()
+
+
+def check_file(path: pathlib.Path, name: str, noun: str) -> None:
+  """Refuses a path that is no regular file.
+
+  Args:
+    path: path of the file.
+    name: name of the file in messages.
+    noun: name of the expected format in messages.
+
+  Raises:
+    FileNotFoundError: the path is missing, a folder, a pipe or a device.
+  """
+  if not path.is_file():
+    problem = "a pipe or a device" if path.exists() else "no such file"
+    problem = "a folder" if path.is_dir() else problem
+    raise FileNotFoundError(f"data file {name!r}: {problem}; give a file of {noun}")
 
 
 def _stamp(file: pathlib.Path | int) -> tuple[int, int]:

@@ -3,6 +3,9 @@
 The dialect is that of `transformers`: a sandbox, trimmed blocks, `raise_exception`,
 `strftime_now`, a `tojson` that keeps HTML characters, `{% break %}`, and
 `{% generation %}` blocks, which render as their content.
+
+A template is a program that comes with a model. Its work is bounded: every round of a
+loop, call and operation takes one step of a budget, and long values take more.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ import json
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from tunix.generate import template_limits as limits
+from tunix.generate.template_limits import ChatTemplateError
 
 Message = Mapping[str, Any]
 
@@ -27,10 +33,6 @@ RESERVED_NAMES = (
 )
 
 _TOOL_SCHEMA = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
-
-
-class ChatTemplateError(ValueError):
-  """A template is malformed, or fails on a conversation."""
 
 
 def check_variables(variables: Mapping[str, Any], key: str) -> None:
@@ -92,6 +94,7 @@ def render(
         f"tools has a {type(tool).__name__}, expected JSON schemas (dicts): pass "
         f"{_TOOL_SCHEMA}"
       )
+  limits.BUDGET.steps = 0
   try:
     return _compiled(template).render(
       messages=[_clean(message) for message in messages],
@@ -101,6 +104,8 @@ def render(
       strftime_now=lambda form: (now or datetime.datetime.now()).strftime(form),
       **variables,
     )
+  except ChatTemplateError:
+    raise
   except jinja2.TemplateError as error:
     raise ChatTemplateError(
       f"the chat template refuses this conversation: {error}"
@@ -146,10 +151,113 @@ def _compiled(template: str) -> Any:
     ) from error
 
 
+def _bounded_filter(name: str, function: Any) -> Any:
+  """Returns a filter that takes steps for its value and its result."""
+
+  @functools.wraps(function)  # keeps jinja's mark of filters that take the context
+  def call(*args: Any, **kwargs: Any) -> Any:
+    skipped = int(hasattr(function, "jinja_pass_arg"))
+    given = args[skipped:]
+    if name == "join" and given:
+      given = (list(given[0]), *given[1:])
+      args = (*args[:skipped], *given)
+    if given:
+      limits.spend(given[0])
+      limits.check_call(name, (*given, *kwargs.values()))
+    return limits.spend(function(*args, **kwargs))
+
+  return call
+
+
+def _bound_tree(template: Any) -> None:
+  """Makes loops, `~`, `in` and literals of a parsed template take steps."""
+  import jinja2.nodes as nodes
+  import jinja2.visitor
+
+  def spending(node: Any, name: str) -> Any:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+  class Bounds(jinja2.visitor.NodeTransformer):
+    def visit_For(self, node: Any) -> Any:
+      self.generic_visit(node)
+      tick = nodes.EnvironmentAttribute("tick", lineno=node.lineno)
+      node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+      if node.test is not None:
+        node.test = nodes.And(tick, node.test, lineno=node.lineno)
+      return node
+
+    def visit_Operand(self, node: Any) -> Any:
+      self.generic_visit(node)
+      if node.op in ("in", "notin"):
+        node.expr = spending(node.expr, "_spend")
+      return node
+
+    def visit_Concat(self, node: Any) -> Any:
+      return spending(self.generic_visit(node), "_spend")
+
+    def visit_List(self, node: Any) -> Any:
+      self.generic_visit(node)
+      is_target = getattr(node, "ctx", "load") != "load"
+      return node if is_target else spending(node, "_spend_all")
+
+    visit_Tuple = visit_Dict = visit_List
+
+  Bounds().visit(template)
+
+
+@functools.lru_cache(maxsize=1)
+def _sandbox() -> Any:
+  """Returns the class of jinja's sandbox whose operations take steps."""
+  import jinja2.sandbox
+  import jinja2.utils
+
+  class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("+", "*", "**", "%"))
+
+    @property
+    def tick(self) -> bool:
+      limits.BUDGET.take(1)
+      return True
+
+    def _generate(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+      _bound_tree(source)
+      source.set_environment(self)
+      return super()._generate(source, *args, **kwargs)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+      if operator == "+":
+        return limits.spend(left + right)
+      limits.check_operation(operator, left, right)
+      return limits.spend(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+      owner = getattr(getattr(called, "__wrapped__", called), "__self__", None)
+      if isinstance(owner, str | bytes | int):
+        limits.check_call(called.__name__, (owner, *args, *kwargs.values()))
+      elif called is dict:
+        limits.spend_all((args, kwargs))
+      limits.BUDGET.take(limits.STEPS_OF_CALL)
+      return limits.spend(super().call(context, called, *args, **kwargs))
+
+  class Namespace(jinja2.utils.Namespace):
+    __repr__ = object.__repr__  # the text of namespaces within namespaces has no end
+
+  def build(**options: Any) -> Any:
+    environment = Sandbox(finalize=limits.spend, **options)
+    for name, function in environment.filters.items():
+      environment.filters[name] = _bounded_filter(name, function)
+    environment.filters["_spend"] = limits.spend
+    environment.filters["_spend_all"] = limits.spend_all
+    environment.globals["namespace"] = Namespace
+    del environment.globals["lipsum"]  # texts of any length
+    return environment
+
+  return build
+
+
 @functools.lru_cache(maxsize=1)
 def _environment() -> Any:
   import jinja2.ext
-  import jinja2.sandbox
 
   class GenerationBlock(jinja2.ext.Extension):
     """The tag {% generation %}...{% endgeneration %}, rendered as its content.
@@ -171,11 +279,11 @@ def _environment() -> Any:
     # jinja2's own filter escapes <, >, & and ', which tool schemas may hold.
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
-  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+  environment = _sandbox()(
     trim_blocks=True,
     lstrip_blocks=True,
     extensions=[GenerationBlock, jinja2.ext.loopcontrols],
   )
-  environment.filters["tojson"] = to_json
+  environment.filters["tojson"] = _bounded_filter("tojson", to_json)
   environment.globals["raise_exception"] = raise_exception
   return environment

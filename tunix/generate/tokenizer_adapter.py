@@ -21,6 +21,7 @@ from tunix.generate import (
   tokenizer_files,
   tokenizer_loading,
 )
+from tunix.generate.template_limits import ChatTemplateCostError
 from tunix.generate.tokenizer_backends import Backend, Token, choose
 
 # Text before a continuation while it is encoded, see `encode_continuation`. No
@@ -299,13 +300,17 @@ class TokenizerAdapter:
     """
     template = self.chat_template
     if template:
-      text = chat_templates.render(
-        _select(template, kwargs.get("tools")),
-        messages,
-        add_generation_prompt=add_generation_prompt,
-        now=now,
-        **{**self._texts(), **kwargs},
-      )
+      source = _select(template, kwargs.get("tools"))
+      options = {**self._texts(), **kwargs, "now": now}
+      try:
+        text = chat_templates.render(
+          source, messages, add_generation_prompt=add_generation_prompt, **options
+        )
+      except ChatTemplateCostError as error:
+        folder = None if self._given_template else self._backend.folder
+        if folder is None:
+          raise
+        raise type(error)(f"{folder}: {error}") from error
       return self.encode(text) if tokenize else text
     renderer = self._renderer()
     if renderer is None:

@@ -66,6 +66,11 @@ class Backend(abc.ABC):
     """Jinja source, or sources by name, that the object has at present."""
     return getattr(self.raw, "chat_template", None)
 
+  @property
+  def folder(self) -> str | None:
+    """Folder or model id that the object was loaded from; None if unknown."""
+    return getattr(self.raw, "name_or_path", None) or None
+
   @abc.abstractmethod
   def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
@@ -170,6 +175,11 @@ class TokenizersBackend(Backend):
   @property
   def chat_template(self) -> tokenizer_files.ChatTemplates | None:
     return super().chat_template if self._files is None else self._files.chat_template
+
+  @property
+  def folder(self) -> str | None:
+    file = None if self._files is None else self._files.tokenizer_json
+    return super().folder if file is None else str(file.parent)
 
   def encode(self, text: str, add_special_tokens: bool) -> list[int]:
     return self._rust.encode(text, add_special_tokens=add_special_tokens).ids

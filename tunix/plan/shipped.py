@@ -4,6 +4,10 @@
 `compilation_cache: FOLDER` leaves loading to JAX, whose keys hold the program, the
 version of jaxlib, the compiler flags and the kind of device. The manifest adds what JAX
 does not tell: why no entry can match this run, and whether a file is damaged.
+
+JAX unpickles an entry and runs the program in it. Whoever may write an entry may run
+code as the user, so `use_cache` refuses entries that other users may write. The digests
+of the manifest find damage; they are no signature.
 """
 
 from __future__ import annotations
@@ -35,8 +39,45 @@ _HIT = "/jax/compilation_cache/cache_hits"
 
 
 def use_cache(folder: str | os.PathLike[str]) -> None:
-  """Keeps JAX's compilation cache in a folder from now on."""
+  """Keeps JAX's compilation cache in a folder from now on.
+
+  Args:
+    folder: made if missing, for this user alone.
+
+  Raises:
+    ValueError: the folder or an entry in it belongs to another user, or others may
+      write it.
+    OSError: the folder cannot be made or read.
+  """
+  root = pathlib.Path(folder)
+  root.mkdir(mode=0o700, parents=True, exist_ok=True)
+  _check_writers(root)
+  if root.stat().st_mode & 0o011:  # else no other user reaches the entries
+    for entry in root.iterdir():
+      _check_writers(entry)
   _apply(_cache_settings(folder, is_portable=is_in(folder)))
+
+
+def _check_writers(path: pathlib.Path) -> None:
+  """Refuses a folder or an entry that another user than this one or root may write."""
+  try:
+    status = path.stat()
+  except FileNotFoundError:
+    return  # another process of the run has replaced it
+  found, remedy = None, f"Remove the right: `chmod go-w {path}`."
+  if status.st_uid not in (0, os.getuid()):
+    found = f"belongs to the user {status.st_uid}"
+    remedy = "Copy the files of somebody you trust into a folder of your own."
+  elif status.st_mode & 0o002:
+    found = "can be written by every user"
+  elif status.st_mode & 0o020 and status.st_gid not in (0, status.st_uid):
+    # A group with the number of its user is the user's own group.
+    found = f"can be written by the group {status.st_gid}"
+  if found is not None:
+    raise ValueError(
+      f"compilation_cache has {path}, which {found}; expected files that only this "
+      f"user may write, because entries hold pickles, which run code. {remedy}"
+    )
 
 
 @contextlib.contextmanager
@@ -132,12 +173,12 @@ def loaded(
   root = pathlib.Path(folder)
   try:
     manifest: Any = json.loads((root / NAME).read_text())
-  except (OSError, ValueError) as error:
+  except (OSError, ValueError, RecursionError) as error:
     manifest = f"unreadable: {error}"
   if (reason := _mismatch(manifest, mesh)) is not None:
     say(f"programs shipped to {root} are not used, all is compiled here: {reason}")
     yield
-  elif (reason := _damage(root, manifest["files"])) is not None:
+  elif (reason := _malformed(manifest) or _damage(root, manifest["files"])) is not None:
     say(f"programs shipped to {root} are not used, all is compiled here: {reason}")
     with _jax_settings({"jax_enable_compilation_cache": False}):
       yield
@@ -206,6 +247,22 @@ def _mismatch(manifest: Any, mesh: Mesh | None) -> str | None:
   for key, value in _origin(mesh).items():
     if manifest.get(key) != value:
       return f"{key} {manifest.get(key)} when they were made, {value} here"
+  return None
+
+
+def _malformed(manifest: dict[str, Any]) -> str | None:
+  """Returns which key of a manifest has a wrong value; None: all are right."""
+  names, files = manifest.get("programs"), manifest.get("files")
+  if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    return f"programs in {NAME} is {names!r:.60}; expected a list of names. Ship again."
+  if not isinstance(files, dict):
+    return f"files in {NAME} is {files!r:.60}; expected digests by name. Ship again."
+  for name, digest in files.items():
+    if not isinstance(digest, str) or name != pathlib.PurePath(name).name:
+      return (
+        f"files in {NAME} has {name!r:.60}: {digest!r:.60}; expected names of files in "
+        "the folder with their SHA-256. Ship again."
+      )
   return None
 
 

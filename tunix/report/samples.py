@@ -29,7 +29,8 @@ def files(folder: pathlib.Path) -> list[tuple[int, pathlib.Path]]:
   if not folder.is_dir():
     return []
   matches = [(_FILE.fullmatch(file.name), file) for file in folder.iterdir()]
-  return sorted((int(match[1]), file) for match, file in matches if match)
+  found = [(int(match[1]), file) for match, file in matches if match]
+  return sorted((number, file) for number, file in found if file.is_file())
 
 
 def read(file: pathlib.Path, most: int | None = None) -> dict[str, Any]:
@@ -49,7 +50,14 @@ def read(file: pathlib.Path, most: int | None = None) -> dict[str, Any]:
       try:
         group = json.loads(line)
         _shown(group, 1)
-      except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+      except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        RecursionError,
+      ):
         break
       groups.append(group)
   first = groups[0] if groups else {}

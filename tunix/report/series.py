@@ -18,6 +18,7 @@ from tunix.sft.metrics_records import decode
 
 # Bytes. A longer line is no record of metrics: a damaged file may lack line ends.
 _LONGEST_LINE = 1 << 20
+_LAST_STEP = 2**53  # a number of the page's script is exact up to it
 # Metric names that are read; a loss that logs a new name each step would fill memory.
 _MOST_NAMES = 400
 
@@ -169,6 +170,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
   try:
     record = json.loads(line)
     if not isinstance(record, dict) or type(record["step"]) is not int:
+      return None
+    if not 0 <= record["step"] <= _LAST_STEP:
       return None
     kept = {"step": record.pop("step"), "mode": record.pop("mode", None) or "train"}
     return kept | {name: float(decode(value)) for name, value in record.items()}

@@ -89,7 +89,11 @@ def fields(config: Any, **ranges: Range) -> None:
     value = getattr(config, name)
     if value is None and type(None) in kind.others:
       continue
-    is_list = kind.items is not None and not isinstance(value, numbers.Number)
+    # A number is a list for no field, but some fields take numbers besides lists.
+    is_number = isinstance(value, numbers.Number) and (
+      kind.whole is not None or type(value) in kind.others
+    )
+    is_list = kind.items is not None and not is_number
     if is_list and not (isinstance(value, str) and str in kind.others):
       listed(name, value, kind.items)
     elif kind.whole is not None and not _is_other(value, kind):

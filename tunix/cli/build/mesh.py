@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import jax
 from jax.sharding import Mesh
 
 from tunix.sft import sharding_utils
-from tunix.utils import mesh as mesh_lib
+from tunix.utils import checks, mesh as mesh_lib
 
 # Mesh axes that split a batch, and all axes of the decoder's sharding rules.
 DATA_AXES = ("dp", "fsdp", "ep")
@@ -30,13 +31,20 @@ def check(mesh: dict[str, int], batch_rows: dict[str, int]) -> None:
     batch_rows: rows of batches by key, see `TrainingSettings.batch_rows`.
 
   Raises:
+    TypeError: the mesh is no mapping, or a size is no number.
     ValueError: names the axis or the batch size, and a value that fits.
   """
+  if not isinstance(mesh, Mapping):
+    raise TypeError(
+      f"mesh is {mesh!r}; expected sizes by axis. Give a mapping such as "
+      "{'fsdp': 4, 'tp': 2}."
+    )
   for axis, size in mesh.items():
     if axis not in MESH_AXES:
       raise ValueError(
         f"mesh.{axis} is no axis of the decoder's sharding: use {', '.join(MESH_AXES)}"
       )
+    checks.number(f"mesh.{axis}", size, whole=True)
     if size < 1 and size != -1:
       raise ValueError(
         f"mesh.{axis} is {size}; expected at least 1, or -1 for all remaining devices"

@@ -11,6 +11,7 @@ from tunix.cli.commands import arguments
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.run import folder as run_folder
 from tunix.generate.sampler import Sampler
+from tunix.utils import terminal
 
 Messages = list[dict[str, str]]
 
@@ -77,7 +78,7 @@ def _reply(
   parts: list[str] = []
   try:
     for part in sampler.stream([prompt], steps, every=1, **options):
-      print(part.text, end="", flush=True)
+      print(terminal.shown(part.text), end="", flush=True)
       parts.append(part.text)
   except KeyboardInterrupt:
     pass  # the conversation keeps the part of the reply that was printed

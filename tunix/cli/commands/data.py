@@ -10,6 +10,7 @@ from tunix.cli.build import data as build_data, loading
 from tunix.cli.commands import data_file
 from tunix.data import show
 from tunix.rl.pipeline import PROMPTS
+from tunix.utils import terminal
 
 HELP = """\
 usage: tunix data show RECORDS[,RECORDS] [--rows N] [--model FOLDER]
@@ -51,6 +52,8 @@ def _show(argv: list[str]) -> None:
   if arguments.files and data_file.is_data(arguments.files[0]):
     data_file.show_files(arguments.files, others, rows)
     return
+  for name in arguments.files:
+    data_file.check_config(name)
   config = config_lib.load(
     [*arguments.files, *(f"--{key}={text}" for key, text in others)]
   )
@@ -61,12 +64,14 @@ def _show(argv: list[str]) -> None:
     batch = next(iter(build_data.batches(config, tokenizer, records, training=True)))
   colour = sys.stdout.isatty()
   if PROMPTS in batch:
-    print(show.describe_prompts(batch, rows=rows))
+    print(terminal.shown(show.describe_prompts(batch, rows=rows)))
     return
   if "prompt_ids" in batch:
-    print(show.describe_completions(batch, tokenizer, rows=rows, colour=colour))
+    text = show.describe_completions(batch, tokenizer, rows=rows, colour=colour)
+    print(terminal.shown(text))
     return
-  print(show.describe_batch(batch, tokenizer, rows=rows, colour=colour))
+  text = show.describe_batch(batch, tokenizer, rows=rows, colour=colour)
+  print(terminal.shown(text))
   show.check_supervision(batch)
 
 

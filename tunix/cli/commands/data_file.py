@@ -17,6 +17,7 @@ from tunix.data.recognise import Recognised, recognise
 from tunix.data.records import PROMPTS, SFT, Kind
 from tunix.data.stored import Records
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.utils import terminal
 
 _DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", *files.ARRAY_RECORD)
 # A configuration is small; a file of records may be larger than memory.
@@ -49,10 +50,34 @@ def is_data(name: str) -> bool:
     return False
   try:
     value = json.loads(text)
-  except ValueError:
+  except (ValueError, RecursionError):
     return True
-  sections = {key.partition(".")[0] for key in config_lib.known_keys()}
-  return not isinstance(value, dict) or not value.keys() <= sections
+  return not isinstance(value, dict) or not value.keys() <= _sections()
+
+
+def _sections() -> set[str]:
+  return {key.partition(".")[0] for key in config_lib.known_keys()}
+
+
+def check_config(name: str) -> None:
+  """Refuses a file that is no configuration, and that its name does not call YAML.
+
+  Raises:
+    ValueError: names the file and the formats that can be shown.
+  """
+  path = pathlib.Path(name).expanduser()
+  if path.suffix in (".yaml", ".yml") or not path.is_file():
+    return  # reading it as a configuration gives the error
+  cause, keys = None, None
+  try:
+    keys = yaml_text.read_file(name)
+  except ValueError as error:
+    cause = error
+  if keys is None or (keys and not keys.keys() & _sections()):
+    raise ValueError(
+      f"{name} is neither a file of records nor a configuration; expected "
+      f"{', '.join((*_DATA, '.json'))} or .yaml. Give a file in one of these formats."
+    ) from cause
 
 
 def show_files(
@@ -90,7 +115,7 @@ def show_files(
   for name in names:
     records = data_sources.open_records(name, SFT, columns=columns)
     for line in _lines(records, tokenizer, rows):
-      print(line)
+      print(terminal.shown(line))
 
 
 def _columns(text: str | None) -> Mapping[str, str]:

@@ -13,6 +13,7 @@ from tunix.cli.commands import arguments
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.run import folder as run_folder
 from tunix.generate.sampler import Sampler
+from tunix.utils import terminal
 
 
 def main(argv: Sequence[str]) -> None:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> None:
     steps = max(loading.new_tokens(sampler.transformer, lengths, None), 1)
   if args.stream:
     for part in sampler.stream(prompts, steps, every=1, **options):
-      print(part.text, end="", flush=True)
+      print(terminal.shown(part.text), end="", flush=True)
     print()
     return
   output = sampler(prompts, max_generation_steps=steps, **options)
@@ -53,11 +54,11 @@ def main(argv: Sequence[str]) -> None:
     if args.json:
       reason = output.finish_reasons[row]
       record = {"prompt": prompt, "completion": text, "finish_reason": reason}
-      print(json.dumps(record, ensure_ascii=False))
+      print(terminal.shown(json.dumps(record, ensure_ascii=False)))
       continue
     if len(output.text) > 1:
-      print(f"--- {prompt}")
-    print(text)
+      print(terminal.shown(f"--- {prompt}"))
+    print(terminal.shown(text))
 
 
 def _read_prompts(name: str) -> list[str]:

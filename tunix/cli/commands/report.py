@@ -116,7 +116,7 @@ def _names(folders: Sequence[pathlib.Path]) -> list[str]:
 
 def _json(file: pathlib.Path) -> dict[str, Any]:
   """Returns the JSON object of a file; {} if the file is missing or damaged."""
-  with contextlib.suppress(OSError, ValueError):
+  with contextlib.suppress(OSError, ValueError, RecursionError):
     value = json.loads(file.read_bytes())
     return value if isinstance(value, dict) else {}
   return {}

@@ -50,7 +50,8 @@ class Prepared:
 def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
   """Checks folder, processes, mesh, model, data, optimizer, and the run in the folder.
 
-  Writes nothing. With several processes, every process must call it.
+  Writes nothing, and makes the folder of the compilation cache. With several
+  processes, every process must call it.
 
   Args:
     config: settings as loaded.

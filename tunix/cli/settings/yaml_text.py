@@ -26,7 +26,8 @@ def read_file(name: str) -> dict[str, Any]:
   """
   path = _place(name)
   if not path.is_file():
-    what = "a folder" if path.is_dir() else "no such file"
+    what = "a pipe or a device" if path.exists() else "no such file"
+    what = "a folder" if path.is_dir() else what
     raise FileNotFoundError(f"config {name!r}: {what}; give a YAML file")
   try:
     text = path.read_text(encoding="utf-8")
@@ -102,12 +103,14 @@ class _Loader(yaml.SafeLoader):
   yaml_implicit_resolvers: typing.ClassVar[dict] = {}
 
   def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-    keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-    for key in keys:
-      if keys.count(key) > 1:
+    keys: list[Any] = []
+    for key_node, _ in node.value:
+      key = self.construct_object(key_node, deep=True)
+      if key in keys:
         raise yaml.constructor.ConstructorError(
-          None, None, f"the key {key!r} is set twice", node.start_mark
+          None, None, f"the key {key!r} is set twice", key_node.start_mark
         )
+      keys.append(key)
     return super().construct_mapping(node, deep=deep)
 
 

@@ -27,7 +27,7 @@ from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import adapter_files
 from tunix.models.transformer.model import Transformer
 from tunix.rl.rewards import RewardManager
-from tunix.utils import checks
+from tunix.utils import checks, terminal
 
 _SAMPLING = ("seed", "top_k", "top_p", "min_p", "num_samples", "stop_strings")
 
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
       manager.close()
   if jax.process_index() != 0:
     return  # all processes have the same results, and the first one writes them
-  print(results.terminal(sections))
+  print(terminal.shown(results.terminal(sections)))
   if args.out is not None:
     folder = pathlib.Path(args.out)
     results.write(folder, sections, _about(args))
