@@ -198,7 +198,7 @@ def test_a_run_on_a_mixture_in_buckets_goes_on_exactly(
     "data__num_epochs": "3",
   }
   config = config_lib.load(runs.arguments(**keys))
-  loaded = build_data.build_data(config, loading.build_tokenizer(config))
+  loaded = build_data.build_data(config, loading.ModelLoader(config).tokenizer())
   assert "75.0% from" in str(loaded.reports["train"])
   assert loaded.num_steps == 4  # of three passes of 19 records in fours: 15
   widths = {batch["input_tokens"].shape[1] for batch in loaded.train}

@@ -51,5 +51,5 @@ def test_small_slices_are_not_fused_into_their_readers():
   entry = text[text.index("ENTRY ") :]
   lines = [line for line in entry.splitlines() if " fusion(" in line]
   fusions = [line for line in lines if "sin" in line]
-  assert " while(" in entry
+  assert " while(" in text
   assert fusions and not any("f32[3,64]" in line for line in fusions)
