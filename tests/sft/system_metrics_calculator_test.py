@@ -31,8 +31,8 @@ def test_scanned_layers_count_as_often_as_they_run(unroll):
   step = nnx.jit(lambda m, o, b: train_step(m, o, b, unroll=unroll))
   batch = jnp.ones((4, 16))
   tflops = calculator.measure_tflops_per_step(step, model, optimizer, batch)
-  # Forward, input and weight gradients of 8 layers. Newer versions of JAX drop the input
-  # gradient of the first of the unrolled layers, which nothing reads.
+  # Forward, input and weight gradients of 8 layers. Newer versions of JAX drop the
+  # input gradient of the first of the unrolled layers, which nothing reads.
   products = (24, 23) if unroll == 8 else (24,)
   assert tflops in [count * 2 * 4 * 16 * 16 / 1e12 for count in products]
 
