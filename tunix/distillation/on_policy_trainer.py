@@ -1,4 +1,4 @@
-"""On-policy distillation: the student samples, and the teacher scores every token.
+"""Distillation on samples of the student; the teacher scores every token.
 
 A batch is a batch of prompts. The student samples completions with its weights at that
 step, and is trained on them as on any other rows. With `LogitStrategy(divergence="jsd",
