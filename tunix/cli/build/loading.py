@@ -97,7 +97,7 @@ class ModelLoader:
         if model.name
         else _NO_MODEL
       )
-    options = {}
+    options: dict[str, Any] = {"template_args": settings.template_args}
     if settings.chat_template is not None:
       options["chat_template"] = _read_template(settings.chat_template)
     revision = model.revision if source == model.path else None
@@ -320,7 +320,7 @@ def check_model_folder(name: str, folder: str) -> None:
     raise ValueError(f"{name} is {folder!r}, an adapter: {_ADAPTER_NEEDS_BASE}")
 
 
-def named_tokenizer(name: str, folder: str, **options: str | None) -> TokenizerAdapter:
+def named_tokenizer(name: str, folder: str, **options: Any) -> TokenizerAdapter:
   """Loads the tokenizer of a folder or hub id.
 
   Args:
