@@ -278,9 +278,7 @@ class TokenizerAdapter:
     template = self._given_template or self._backend.chat_template
     if not template or not self._template_args:
       return template
-    add = functools.partial(
-      chat_templates.with_defaults, variables=self._template_args
-    )
+    add = functools.partial(chat_templates.with_defaults, variables=self._template_args)
     if isinstance(template, str):
       return add(template)
     return {name: add(source) for name, source in template.items()}
