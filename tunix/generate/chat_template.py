@@ -19,6 +19,7 @@ from typing import Any
 
 from tunix.generate import template_limits as limits
 from tunix.generate.template_limits import ChatTemplateError
+from tunix.generate.tokenizer_files import ChatTemplates
 
 Message = Mapping[str, Any]
 
@@ -65,16 +66,20 @@ def check_variables(variables: Mapping[str, Any], key: str) -> None:
     )
 
 
-def with_defaults(template: str, variables: Mapping[str, Any]) -> str:
+def with_defaults(
+  template: ChatTemplates, variables: Mapping[str, Any]
+) -> ChatTemplates:
   """Returns a template that sets variables which a rendering leaves undefined.
 
   The variables become part of the source, so every program that reads the template of
   an exported model renders with them. A rendering that gives a variable overrides it.
 
   Args:
-    template: jinja source.
+    template: jinja source, or sources by name.
     variables: values of JSON by name, as `check_defaults` accepts them.
   """
+  if not isinstance(template, str):
+    return {name: f"{with_defaults(x, variables)}" for name, x in template.items()}
   # A copy through JSON makes lists of tuples. Literals of Python are literals of jinja.
   plain = json.loads(json.dumps(dict(variables)))
   lines = [

@@ -64,13 +64,12 @@ class TokenizerAdapter:
       eos_token: text of the EOS token; "": there is none; None: the tokenizer's.
       pad_token: text of the padding token; "": there is none; None: the tokenizer's.
       eos_ids: further end-of-sequence ids, as in a model's generation_config.json.
-      template_args: variables of the chat template that every rendering has unless it
-        gives them itself, such as {"enable_thinking": False}. They become part of
-        `chat_template`, and `save` writes them.
+      template_args: defaults of the chat template's variables, such as
+        {"enable_thinking": False}. They become part of `chat_template`.
 
     Raises:
-      ValueError: the object lacks methods, which the message names; or it has no token
-        of a given text; or an entry of `template_args` cannot be part of a template.
+      ValueError: the object lacks methods, which the message names; it has no token of
+        a given text; or a template cannot have an entry of `template_args`.
     """
     self._template_args = dict(template_args or {})
     chat_templates.check_defaults(self._template_args, "template_args")
@@ -112,8 +111,7 @@ class TokenizerAdapter:
     Raises:
       FileNotFoundError: the path does not exist, or has no tokenizer.
       ImportError: the folder has no `tokenizer.json`, and transformers is missing.
-      ValueError: a file is damaged, a folder is given a revision, or an entry of
-        `template_args` cannot be part of a template.
+      ValueError: a file is damaged, a folder has a revision, or as for the constructor.
     """
     tokenizer = tokenizer_loading.load_pretrained(path, revision)
     return TokenizerAdapter(
@@ -271,17 +269,9 @@ class TokenizerAdapter:
 
   @property
   def chat_template(self) -> tokenizer_files.ChatTemplates | None:
-    """Jinja source of the chat template, or sources by name; None if there is none.
-
-    The source begins with the variables of `template_args`.
-    """
+    """Jinja source of the chat template, or sources by name; None if there is none."""
     template = self._given_template or self._backend.chat_template
-    if not template or not self._template_args:
-      return template
-    add = functools.partial(chat_templates.with_defaults, variables=self._template_args)
-    if isinstance(template, str):
-      return add(template)
-    return {name: add(source) for name, source in template.items()}
+    return template and chat_templates.with_defaults(template, self._template_args)
 
   def has_chat_template(self) -> bool:
     """Returns True if `apply_chat_template` has a template or a renderer."""
@@ -339,12 +329,8 @@ class TokenizerAdapter:
         "this tokenizer has no chat template; pass chat_template=... (jinja source), "
         'or use {"prompt": "text", "response": "text"} records'
       )
-    return renderer(
-      messages,
-      add_generation_prompt=add_generation_prompt,
-      tokenize=tokenize,
-      **(self._template_args | kwargs),
-    )
+    kwargs = {**self._template_args, **kwargs, "tokenize": tokenize}
+    return renderer(messages, add_generation_prompt=add_generation_prompt, **kwargs)
 
   # Refuses variables that `apply_chat_template` cannot pass to a template.
   check_template_variables = staticmethod(chat_templates.check_variables)
