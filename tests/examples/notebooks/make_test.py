@@ -29,6 +29,7 @@ def run():
         if steps is not None:
           text = re.sub(r"^STEPS = \d+", f"STEPS = {steps}", text, flags=re.M)
           text = re.sub(r"base_model\(\d+\)", f"base_model({steps})", text)
+          text = re.sub(r"base\(steps=\d+", f"base(steps={steps}", text)
           text = re.sub(
             r"^settings = Settings\(\)", "settings = TINY", text, flags=re.M
           )
