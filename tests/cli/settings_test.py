@@ -66,6 +66,7 @@ NEEDS = {
   "model.revision": {"model.path": "owner/name"},
   "model.args": {"model.name": "qwen3_0p6b"},
   "model.quantise": {"lora.rank": 2},
+  "compilation_cache_key": {"compilation_cache": "programs"},
   "schedule.args": {"schedule.name": "cosine_decay_schedule"},
   "training.eval_every_n_steps": {"data.eval": "eval.jsonl"},
   "export.checkpoint": {"training.best": {"metric": "loss"}, "data.eval": "e.jsonl"},
