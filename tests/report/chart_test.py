@@ -63,7 +63,8 @@ def test_the_band_of_the_reward_is_the_middle_half_of_the_prompts():
     ({"Rewards": 2, "Loss": 3}, {"Rewards": 2, "Loss": 3}),
     ({"Rewards": 2, "Loss": 1, "Policy": 3}, {"Rewards": 2, "Loss and policy": 4}),
     ({"Loss": 3, "Policy": 1}, {"Loss and policy": 4}),
-    ({"Loss": 1, "Policy": 1, "Speed": 1}, {"Loss and policy and speed": 3}),
+    ({"Loss": 1, "Speed and memory": 3}, {"Loss, speed and memory": 4}),
+    ({"Loss": 1, "Policy": 1, "Speed": 1}, {"Loss, policy and speed": 3}),
   ],
 )
 def test_a_section_of_one_chart_shares_the_row_of_a_neighbour(counts, joined):

@@ -144,10 +144,17 @@ def without_single_charts(
     before, last = joined[-1] if joined else ("", [])
     is_last = label == [*sections][-1]
     if before and (len(last) == 1 or (is_last and len(charts) == 1)):
-      joined[-1] = f"{before} and {label[0].lower()}{label[1:]}", [*last, *charts]
+      heading = _enumeration(before, f"{label[0].lower()}{label[1:]}")
+      joined[-1] = heading, [*last, *charts]
     else:
       joined.append((label, charts))
   return dict(joined)
+
+
+def _enumeration(before: str, last: str) -> str:
+  """Returns "a, b and c" for the headings "a and b" and "c"."""
+  comma = ", " if " and " in last else " and "
+  return f"{before.replace(' and ', ', ')}{comma}{last}"
 
 
 def _place(name: str) -> tuple[int, int, str, str]:
