@@ -29,24 +29,24 @@ print(f"teacher: {task.accuracy(TEACHER):.0%} of the answers are right")
 # %% [markdown]
 # ## One call
 # The loss is `alpha` times the divergence from the teacher, plus the rest times the
-# cross-entropy of the right tokens. Both distributions are flattened by the temperature,
-# so that small probabilities count too.
+# cross-entropy of the right tokens. Both distributions are flattened by the
+# temperature, so that small probabilities count too.
 
 # %%
 STEPS = 300
-options = dict(
-  data=task.train,
-  eval_data=task.held_out,
-  max_steps=STEPS,
-  learning_rate=5e-3 if TINY else 1e-5,
-  global_batch_size=32,
-  max_length=task.max_length,
-  eval_every_n_steps=30,
+options = {
+  "data": task.train,
+  "eval_data": task.held_out,
+  "max_steps": STEPS,
+  "learning_rate": 5e-3 if TINY else 1e-5,
+  "global_batch_size": 32,
+  "max_length": task.max_length,
+  "eval_every_n_steps": 30,
   **task.options,
-)
+}
 result = tunix.distill(
   model=new_student(),
-  distill=dict(teacher=TEACHER, temperature=2.0, alpha=0.9),
+  distill={"teacher": TEACHER, "temperature": 2.0, "alpha": 0.9},
   **options,
 )
 plot("nats per token", divergence=result.history["train/distill/kl_div"])
@@ -71,9 +71,9 @@ print(f"student {after:.0%} right, alone {task.accuracy(alone.model):.0%}")
 
 # %% [markdown]
 # Both curves show the cross-entropy of held-out answers, so they can be compared. On
-# training rows a model without a teacher becomes ever more certain. On held-out sums this
-# certainty costs it dearly where it is wrong, and its curve may rise. The teacher's
-# distributions keep some doubt, so the student's curve stays lower.
+# training rows a model without a teacher becomes ever more certain. On held-out sums
+# this certainty costs it dearly where it is wrong, and its curve may rise. The
+# teacher's distributions keep some doubt, so the student's curve stays lower.
 
 # %% [markdown]
 # ## Below the call: the divergence of one token
@@ -99,7 +99,9 @@ p, q = distribution(task.load(TEACHER)), distribution(result.model)
 print(record["prompt"], record["response"])
 for token in jnp.argsort(-p)[:4].tolist():
   text = task.tokenizer.decode([token], skip_special_tokens=False)
-  print(f"{text!r:8} teacher {jnp.exp(p[token]):6.1%}  student {jnp.exp(q[token]):6.1%}")
+  print(
+    f"{text!r:8} teacher {jnp.exp(p[token]):6.1%}  student {jnp.exp(q[token]):6.1%}"
+  )
 print(f"divergence {float((jnp.exp(p) * (p - q)).sum()):.4f} nats")
 
 # %% [markdown]

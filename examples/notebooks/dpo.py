@@ -64,7 +64,7 @@ result = tunix.dpo(
   model=base,
   data=pairs(),
   eval_data=pairs(held_out=True),
-  lora=dict(rank=16, alpha=32),
+  lora={"rank": 16, "alpha": 32},
   beta=0.1,
   max_steps=STEPS,
   learning_rate=1e-3 if TINY else 5e-5,
@@ -100,9 +100,9 @@ task.show(result.model)
 
 # %% [markdown]
 # ## Below the call: the loss of a pair
-# A row of log-probabilities says how likely each token of an answer is. Their sum is the
-# log-probability of the answer. The loss of a pair is `-log sigmoid(margin)`, and 0.693
-# (`log 2`) if the policy is the reference.
+# A row of log-probabilities says how likely each token of an answer is. Their sum is
+# the log-probability of the answer. The loss of a pair is `-log sigmoid(margin)`, and
+# 0.693 (`log 2`) if the policy is the reference.
 
 # %%
 import jax.numpy as jnp
@@ -121,9 +121,10 @@ def log_probability(model, prompt, response):
 reference, pair = task.load(base), pairs(held_out=True)[0]
 gain = {}
 for name in ("chosen", "rejected"):
-  of = lambda model: log_probability(model, pair["prompt"], pair[name])
-  gain[name] = 0.1 * (of(result.model) - of(reference))
-  print(f"{name:8} {pair[name]:10} {of(reference):7.2f} -> {of(result.model):7.2f}")
+  models = (reference, result.model)
+  old, new = (log_probability(m, pair["prompt"], pair[name]) for m in models)
+  gain[name] = 0.1 * (new - old)
+  print(f"{name:8} {pair[name]:10} {old:7.2f} -> {new:7.2f}")
 margin = gain["chosen"] - gain["rejected"]
 print(f"margin {margin:.2f}, loss {float(-jax.nn.log_sigmoid(margin)):.3f}")
 
@@ -131,5 +132,5 @@ print(f"margin {margin:.2f}, loss {float(-jax.nn.log_sigmoid(margin)):.3f}")
 # ## Try this
 # - Set `STEPS = 200`. When do answers appear that are neither short nor long?
 # - Set `beta=0.5`. A larger beta keeps the policy nearer to the reference.
-# - Use `tunix.orpo` without a reference, or `preference=dict(loss="ipo", ...)`; the guide
-#   `docs/guides/preference.md` has the losses.
+# - Use `tunix.orpo` without a reference, or `preference={"loss": "ipo", ...}`; the
+#   guide `docs/guides/preference.md` has the losses.

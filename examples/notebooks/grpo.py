@@ -42,7 +42,8 @@ reward([], completions, [16] * 5)
 # ## One call
 # The model answers each prompt eight times. Answers that are better than the others to
 # the same prompt become more likely ([2402.03300](https://arxiv.org/abs/2402.03300)).
-# There is no reference model, because `beta` is 0. A real model is trained with adapters.
+# There is no reference model, because `beta` is 0. A real model is trained with
+# adapters.
 
 # %%
 base = task.base(steps=150)
@@ -53,13 +54,13 @@ result = tunix.grpo(
   data=task.train,
   eval_data=task.held_out,
   rewards=reward,
-  algorithm=dict(num_generations=8, beta=0.0, pass_threshold=1.0),
-  rollout=dict(
-    max_prompt_length=task.max_prompt_length,
-    max_tokens_to_generate=task.max_answer_length,
-    eval_temperature=0.0,
-  ),
-  lora=None if TINY else dict(rank=16, alpha=32),
+  algorithm={"num_generations": 8, "beta": 0.0, "pass_threshold": 1.0},
+  rollout={
+    "max_prompt_length": task.max_prompt_length,
+    "max_tokens_to_generate": task.max_answer_length,
+    "eval_temperature": 0.0,
+  },
+  lora=None if TINY else {"rank": 16, "alpha": 32},
   max_steps=STEPS,
   learning_rate=3e-4 if TINY else 1e-5,
   global_batch_size=32 if TINY else 8,
@@ -75,8 +76,9 @@ plot("share", groups_with_equal_rewards=history["train/groups/all_equal"])
 # %% [markdown]
 # The curve of rewards is noisy: each step has other prompts. Compare its beginning and
 # its end, not neighbouring steps. The second plot explains why progress slows down. A
-# group whose eight rewards are equal has no better answers, so it teaches nothing. Their
-# share grows while the model learns, because it answers easy prompts right every time.
+# group whose eight rewards are equal has no better answers, so it teaches nothing.
+# Their share grows while the model learns, because it answers easy prompts right every
+# time.
 
 # %%
 passed = history["eval/pass@1"].values
@@ -87,9 +89,10 @@ task.show(result.model)
 
 # %% [markdown]
 # ## Below the call: the advantages of a group
-# The next cell samples one group from the base and rewards it. The advantage of an answer
-# is its reward minus the mean of the group, divided by the group's standard deviation.
-# The gradient raises the log-probabilities of the tokens with positive advantages.
+# The next cell samples one group from the base and rewards it. The advantage of an
+# answer is its reward minus the mean of the group, divided by the group's standard
+# deviation. The gradient raises the log-probabilities of the tokens with positive
+# advantages.
 
 # %%
 import jax.numpy as jnp
@@ -106,15 +109,17 @@ group = sample(
 scores = jnp.array([reward([], group, [record["answer"]] * 8)])
 by_hand = (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6)
 ours = advantages.group_normalized(scores)
-print(record["prompt"], f"largest difference {float(jnp.abs(by_hand - ours).max()):.1e}")
+print(
+  record["prompt"], f"largest difference {float(jnp.abs(by_hand - ours).max()):.1e}"
+)
 for text, score, advantage in zip(group, scores[0], ours[0]):
   print(f"{text:12} reward {score:.1f}  advantage {advantage:5.2f}")
 
 # %% [markdown]
 # ## Try this
-# - Use the ready functions `rewards=["exact_match(column=response)"]`. What does the model
-#   lose without the reward of 0.1 for the form?
-# - Set `algorithm=dict(name="rloo", ...)` or `"dapo"`. DAPO leaves out groups with equal
+# - Use the ready functions `rewards=["exact_match(column=response)"]`. What does the
+#   model lose without the reward of 0.1 for the form?
+# - Set `algorithm={"name": "rloo", ...}` or `"dapo"`. DAPO leaves out groups with equal
 #   rewards.
-# - Start from `task.base(steps=20)`. A model that never finds a right answer has only the
-#   form to learn.
+# - Start from `task.base(steps=20)`. A model that never finds a right answer has only
+#   the form to learn.

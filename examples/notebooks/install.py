@@ -4,8 +4,8 @@
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{{path}}/blob/main/examples/notebooks/{{name}}.ipynb)
 # [![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src={{repository}}/blob/main/examples/notebooks/{{name}}.ipynb)
 #
-# The next cell installs tunix with the JAX of this machine: for an NVIDIA GPU, for a TPU,
-# or for the CPU. It does nothing where tunix is installed.
+# The next cell installs tunix with the JAX of this machine: for an NVIDIA GPU, for a
+# TPU, or for the CPU. It does nothing where tunix is installed.
 
 # %%
 import glob

@@ -22,8 +22,8 @@ task.show(base)
 
 # %% [markdown]
 # ## One call
-# The adapters learn the form `[[08]]`. The records have a prompt and a response, and only
-# the tokens of the response are trained. The rank is the width of an adapter.
+# The adapters learn the form `[[08]]`. The records have a prompt and a response, and
+# only the tokens of the response are trained. The rank is the width of an adapter.
 
 # %%
 import pathlib
@@ -40,9 +40,9 @@ result = tunix.sft(
   model=base,
   data=task.records(doubled),
   eval_data=task.records(doubled, held_out=True),
-  lora=dict(rank=8, alpha=16),
+  lora={"rank": 8, "alpha": 16},
   max_steps=STEPS,
-  learning_rate=5e-3 if TINY else 2e-4,
+  learning_rate=3e-3 if TINY else 2e-4,
   global_batch_size=32,
   max_length=task.max_length,
   eval_every_n_steps=20,
@@ -59,8 +59,8 @@ plot(
 
 # %% [markdown]
 # Read the plot from left to right. The loss is the mean surprise per trained token, in
-# nats. It begins high, because the base gives a second bracket almost no probability. It
-# falls within some dozens of steps: the new form is learnt, and the sums were known
+# nats. It begins high, because the base gives a second bracket almost no probability.
+# It falls within some dozens of steps: the new form is learnt, and the sums were known
 # before. Both curves fall together, so the adapters learnt a rule and not the records.
 # A held-out curve that turns upwards while the other falls is overfitting: stop there,
 # or lower the rank.
@@ -91,22 +91,26 @@ from tunix.models import lora
 
 linear = result.model.layers.attn.q_proj
 W, A, B = (x[...][0] for x in (linear.kernel, linear.lora_a, linear.lora_b))
-print(f"W {W.shape}, A {A.shape}, B {B.shape}, largest entry of B {jnp.abs(B).max():.2}")
+print(
+  f"W {W.shape}, A {A.shape}, B {B.shape}, largest entry of B {jnp.abs(B).max():.2}"
+)
 size = lambda x: float(jnp.linalg.norm(x))
 print(f"norm of W {size(W):.2f}, of the change {size(16 / 8 * A @ B):.2f}")
 print(lora.describe(result.model).splitlines()[-1])
 
 # %% [markdown]
 # ## Below the call: the trainer
-# `tunix.sft` tokenizes records, makes batches and gives them to a `PeftTrainer`. You can
-# do the same with a model in memory and any optimizer of optax.
+# `tunix.sft` tokenizes records, makes batches and gives them to a `PeftTrainer`. You
+# can do the same with a model in memory and any optimizer of optax.
 
 # %%
 import optax
 
 from tunix.data import pipeline
 
-other = lora.apply(task.load(base), lora.LoraConfig(rank=1, targets=("q_proj", "v_proj")))
+other = lora.apply(
+  task.load(base), lora.LoraConfig(rank=1, targets=("q_proj", "v_proj"))
+)
 rows = pipeline.build_dataset(
   task.records(doubled),
   task.tokenizer,
@@ -115,7 +119,7 @@ rows = pipeline.build_dataset(
   num_epochs=None,
 )
 settings = tunix.TrainingConfig(max_steps=STEPS)
-trainer = tunix.PeftTrainer(other, optax.adam(5e-3 if TINY else 2e-4), settings)
+trainer = tunix.PeftTrainer(other, optax.adam(3e-3 if TINY else 2e-4), settings)
 trainer.train(rows)
 trainer.close()
 plot("loss", rank_8=result.history["train/loss"], rank_1=trainer.history["train/loss"])
@@ -127,8 +131,8 @@ plot("loss", rank_8=result.history["train/loss"], rank_1=trainer.history["train/
 
 # %% [markdown]
 # ## Saved, loaded, merged
-# The run exported its adapters in PEFT's format. A merged model has no adapters, and any
-# program that reads Hugging Face folders can load it.
+# The run exported its adapters in PEFT's format. A merged model has no adapters, and
+# any program that reads Hugging Face folders can load it.
 
 # %%
 again = tunix.load_adapter(task.load(base), result.export)
@@ -140,6 +144,6 @@ print(f"merged: {task.accuracy(merged, doubled):.0%} of the answers are right")
 # %% [markdown]
 # ## Try this
 # - Set `rank=1` in the call. How many steps does it need for the same loss?
-# - Give the base another task: answers such as `[3+5=8]`. Which of the two learns faster,
-#   a new form or new sums?
+# - Give the base another task: answers such as `[3+5=8]`. Which of the two learns
+#   faster, a new form or new sums?
 # - Raise the learning rate tenfold, and find the step at which the loss explodes.

@@ -17,8 +17,8 @@
 # %% [markdown]
 # ## A reward
 # It is the reward of the GRPO notebook, made of two ready functions: 0.9 for the right
-# answer, and 0.1 for its form. `exact_match` reads the text after `</think>`, and so does
-# `format_match` with `reasoning=drop`.
+# answer, and 0.1 for its form. `exact_match` reads the text after `</think>`, and so
+# does `format_match` with `reasoning=drop`.
 
 # %%
 REWARDS = [
@@ -41,15 +41,20 @@ result = tunix.ppo(
   model=base,
   data=task.train,
   eval_data=task.held_out,
-  reward=dict(functions=REWARDS, weights=[0.9, 0.1]),
-  algorithm=dict(num_iterations=2, beta=0.0, gae_lambda=1.0, pass_threshold=0.9),
-  rollout=dict(
-    max_prompt_length=task.max_prompt_length,
-    max_tokens_to_generate=task.max_answer_length,
-    eval_temperature=0.0,
-  ),
-  rl=dict(critic_learning_rate=2e-3 if TINY else 1e-4),
-  lora=None if TINY else dict(rank=16, alpha=32),
+  reward={"functions": REWARDS, "weights": [0.9, 0.1]},
+  algorithm={
+    "num_iterations": 2,
+    "beta": 0.0,
+    "gae_lambda": 1.0,
+    "pass_threshold": 0.9,
+  },
+  rollout={
+    "max_prompt_length": task.max_prompt_length,
+    "max_tokens_to_generate": task.max_answer_length,
+    "eval_temperature": 0.0,
+  },
+  rl={"critic_learning_rate": 2e-3 if TINY else 1e-4},
+  lora=None if TINY else {"rank": 16, "alpha": 32},
   max_steps=STEPS,
   learning_rate=3e-4 if TINY else 1e-5,
   global_batch_size=64 if TINY else 32,
@@ -75,9 +80,10 @@ print(f"greedy answers that are right: {before:.0%} -> {after:.0%}")
 
 # %% [markdown]
 # ## Below the call: values and advantages
-# The critic reads a right and a wrong answer. A value is the reward that it expects before
-# a token. Where a token makes the answer wrong, the values after it fall. With `gae_lambda`
-# 1, the advantage of a token is the reward at the end minus the value before the token.
+# The critic reads a right and a wrong answer. A value is the reward that it expects
+# before a token. Where a token makes the answer wrong, the values after it fall. With
+# `gae_lambda` 1, the advantage of a token is the reward at the end minus the value
+# before the token.
 
 # %%
 import jax.numpy as jnp
@@ -98,14 +104,19 @@ for text, reward in ((record["response"], 1.0), (wrong, 0.1)):
   values = scoring.score_values(critic, *prompt, tokens[None], mask)
   rewards = jnp.zeros(mask.shape).at[0, -1].set(reward)
   ours, _ = advantages.gae(rewards, values, mask, gamma=1.0, lam=1.0)
-  print(record["prompt"], text, f"largest difference {jnp.abs(ours - (reward - values)).max():.1e}")
+  print(
+    record["prompt"],
+    text,
+    f"largest difference {jnp.abs(ours - (reward - values)).max():.1e}",
+  )
   for token, value, advantage in zip(tokens.tolist(), values[0], ours[0]):
     shown = task.tokenizer.decode([token], skip_special_tokens=False)
     print(f"  {shown:6} value {value:5.2f}  advantage {advantage:5.2f}")
 
 # %% [markdown]
 # ## Try this
-# - Set `gae_lambda=0.0`. The advantage then trusts the critic alone. When does this help?
+# - Set `gae_lambda=0.0`. The advantage then trusts the critic alone. When does this
+#   help?
 # - Set `critic_learning_rate` to the policy's. How many steps does the critic need now?
-# - Set `num_iterations=8`, and watch `history["train/actor/pg_clipfrac"]`: the clip of the
-#   ratio holds the policy back when a batch is used too often.
+# - Set `num_iterations=8`, and watch `history["train/actor/pg_clipfrac"]`: the clip of
+#   the ratio holds the policy back when a batch is used too often.

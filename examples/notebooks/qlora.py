@@ -2,8 +2,8 @@
 # # 2. QLoRA: adapters on a 4-bit base
 # Ten minutes. What you will learn:
 #
-# - to store the frozen weights in 4 bits ([2305.14314](https://arxiv.org/abs/2305.14314))
-#   and train adapters above them;
+# - to store the frozen weights in 4 bits
+#   ([2305.14314](https://arxiv.org/abs/2305.14314)) and train adapters above them;
 # - how many bytes this saves, and how much accuracy it costs;
 # - what a 4-bit matrix holds.
 #
@@ -17,7 +17,8 @@
 # ## One call
 # `quantise="nf4"` replaces the matrices of the base by 4-bit codes and a scale for each
 # block of weights. A folder is quantised while it is read, one matrix at a time, so the
-# whole model in full precision is never in memory. The adapters learn the form `[[08]]`.
+# whole model in full precision is never in memory. The adapters learn the form
+# `[[08]]`.
 
 # %%
 import pathlib
@@ -31,19 +32,19 @@ def doubled(a, b):
 base = task.base(steps=300)
 STEPS = 200
 OUTPUT = pathlib.Path(tempfile.mkdtemp()) / "qlora"
-options = dict(
-  data=task.records(doubled),
-  eval_data=task.records(doubled, held_out=True),
-  lora=dict(rank=8, alpha=16),
-  max_steps=STEPS,
-  learning_rate=5e-3 if TINY else 2e-4,
-  global_batch_size=32,
-  max_length=task.max_length,
-  eval_every_n_steps=20,
+options = {
+  "data": task.records(doubled),
+  "eval_data": task.records(doubled, held_out=True),
+  "lora": {"rank": 8, "alpha": 16},
+  "max_steps": STEPS,
+  "learning_rate": 3e-3 if TINY else 2e-4,
+  "global_batch_size": 32,
+  "max_length": task.max_length,
+  "eval_every_n_steps": 20,
   **task.options,
-)
+}
 result = tunix.sft(
-  model=dict(path=base, quantise="nf4"), output_dir=OUTPUT, **options
+  model={"path": base, "quantise": "nf4"}, output_dir=OUTPUT, **options
 )
 
 # %% [markdown]
@@ -72,14 +73,16 @@ for name, model in (("full", whole.model), ("4 bits", result.model)):
   matrices = nnx.state(model.layers, nnx.filterlib.Not(nnx.LoRAParam))
   print(f"{name:7} {size_bytes(matrices):12,} bytes of frozen weights in the layers")
 after = task.accuracy(result.model, doubled)
-print(f"accuracy: {task.accuracy(whole.model, doubled):.0%} full, {after:.0%} in 4 bits")
+print(
+  f"accuracy: {task.accuracy(whole.model, doubled):.0%} full, {after:.0%} in 4 bits"
+)
 task.show(result.model)
 
 # %% [markdown]
 # ## Below the call: a 4-bit matrix
-# `nf4` has 16 levels, which are the quantiles of a normal distribution. A block of weights
-# has one scale, and each weight the code of the nearest level. The next cell rounds one
-# matrix and measures the error.
+# `nf4` has 16 levels, which are the quantiles of a normal distribution. A block of
+# weights has one scale, and each weight the code of the nearest level. The next cell
+# rounds one matrix and measures the error.
 
 # %%
 import jax.numpy as jnp
@@ -111,4 +114,4 @@ sorted(path.name for path in (OUTPUT / "merged").iterdir())
 # ## Try this
 # - Compare `quantise="int8"` and `quantise="int4"`: errors, bytes and curves.
 # - Quantise a base that was trained for 100 steps. Does rounding cost it more answers?
-# - Set `lora=dict(rank=1)`. Is rank 1 still enough to correct the rounding?
+# - Set `lora={"rank": 1}`. Is rank 1 still enough to correct the rounding?

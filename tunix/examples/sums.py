@@ -1,4 +1,4 @@
-"""The task of the notebooks: sums with an answer in brackets, for small and real models.
+"""The task of the notebooks: sums with an answer in brackets.
 
     from tunix.examples.sums import Sums, plot
 
@@ -83,7 +83,7 @@ class Sums:
 
   @property
   def held_out(self) -> list[Record]:
-    """At most 64 records that `train` does not have: an eighth of all sums."""
+    """Records that `train` does not have: an eighth of all sums, 64 at most."""
     return self.records(held_out=True)
 
   def records(
@@ -183,9 +183,8 @@ class Sums:
     return str(folder)
 
   def load(self, folder: str) -> Transformer:
-    """Returns the model of a folder or hub id, for bfloat16 computation if it is real."""
-    options = {} if self.tiny else {"dtype": "bfloat16"}
-    return AutoModel.from_pretrained(folder, **options)
+    """Returns the model of a folder or hub id; a real one computes in bfloat16."""
+    return AutoModel.from_pretrained(folder, dtype=None if self.tiny else "bfloat16")
 
   def answers(
     self, model: Transformer | str, records: Sequence[Record] | None = None
