@@ -15,6 +15,49 @@ from tunix.perf.metrics import PerfMetricsConfig, PerfMetricsOptions
 from tunix.perf.trace import NoopTracer
 from tunix.rl.common import Rollouts
 from tunix.rl.config import RLTrainingConfig
+from tunix.utils.metric import SAME, Metric
+
+METRICS = (
+  Metric(
+    "rewards/score/mean",
+    "of the reward",
+    "mean reward of a completion, summed over the reward functions",
+    known_as="`rewards/score/mean`, `rewards/sum`",
+  ),
+  Metric("rewards/score/max", "of the reward", "highest reward", known_as=SAME),
+  Metric("rewards/score/min", "of the reward", "lowest reward", known_as=SAME),
+  Metric(
+    "rewards/<function>",
+    "of the reward",
+    "mean of one reward function; `reward_model` is the reward model",
+    known_as=SAME,
+  ),
+  Metric(
+    "rewards/failed", "share", "completions without a reward, which are not trained on"
+  ),
+  Metric(
+    "completions/mean_length",
+    "tokens",
+    "mean length of a completion, end token included",
+    known_as="`completions/mean_length`, in PPO `generation/completions/mean_length`",
+  ),
+  Metric("completions/max_length", "tokens", "longest completion", known_as=SAME),
+  Metric("completions/min_length", "tokens", "shortest completion", known_as=SAME),
+  Metric("completions/truncated", "share", "completions cut at the token limit"),
+  Metric(
+    "groups/all_equal",
+    "share",
+    "groups whose rewards are all equal, so that they give no gradient",
+    condition="if a prompt has several completions",
+  ),
+  Metric("perf/rollout_sec", "s", "sampling of the completions"),
+  Metric("perf/rewards_sec", "s", "reward functions and reward model"),
+  Metric(
+    "perf/scoring_sec", "s", "log-probabilities and values before the update", "train"
+  ),
+  Metric("perf/update_sec", "s", "all updates on the completions", "train"),
+  Metric("perf/sync_sec", "s", "transfer of the weights to the rollout", "train"),
+)
 
 
 class Mean(NamedTuple):

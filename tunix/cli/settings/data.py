@@ -28,7 +28,8 @@ class DataSettings:
       data.train; null: no evaluation.
     weights: weight of each entry of data.train, in any unit; records are drawn from the
       entries in these proportions. A pass then has as many records as all entries
-      together and repeats a small entry with a large weight. []: every record once.
+      together and repeats a small entry with a large weight. An entry with the weight 0
+      is left out. []: every record once.
     columns: names of records with the columns that hold them: {prompt: question,
       response: answer}.
     shuffle: a new order in every epoch. Evaluation keeps the order of the file.
