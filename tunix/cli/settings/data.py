@@ -43,10 +43,10 @@ class DataSettings:
   """
 
   train: tuple[str, ...] | str | None = setting(
-    None, path="data", may_change=True, fingerprint="train"
+    None, path="data", may_change=True, fingerprint="train", takes_object=True
   )
   eval: tuple[str, ...] | str | None = setting(
-    None, path="data", may_change=True, fingerprint="eval"
+    None, path="data", may_change=True, fingerprint="eval", takes_object=True
   )
   weights: tuple[float, ...] = ()
   columns: dict[str, str] = dataclasses.field(default_factory=dict)

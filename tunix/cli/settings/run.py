@@ -89,7 +89,7 @@ class TokenizerSettings:
   """
 
   path: str | None = setting(
-    None, path="read", may_change=True, fingerprint="tokenizer"
+    None, path="read", may_change=True, fingerprint="tokenizer", takes_object=True
   )
   chat_template: str | None = setting(
     None, path="read", may_change=True, fingerprint="chat_template"
