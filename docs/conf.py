@@ -145,7 +145,7 @@ def _read(app, name, source):
   if name == "index":
     source[0] += _toctree()
   elif name == "tutorials/index":
-    names = [page for page in _FILE_OF if page.startswith("tutorials/")]
+    names = [page for page in _FILE_OF if re.match(r"tutorials/\d", page)]
     listed = "\n".join(f"/{page}" for page in names)
     source[0] += f"\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
 

@@ -2,7 +2,7 @@
 
 Python blocks of a page share one namespace; `bash` blocks run in order in the same
 folder, where `my-model`, `chat.jsonl`, `eval.jsonl`, `pairs.jsonl` and `prompts.jsonl`
-stand for the reader's own.
+stand for the reader's own, and `quickstart` for the folder that `tunix quickstart` fills.
 README's first two blocks are the quickstart and this suite itself: they have their
 own tests.
 """
@@ -19,7 +19,13 @@ import pytest
 from tests import toys, toys_text
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+# Pages that the site makes (docs/pages.py) are not checked in; their sources have tests.
+MADE = ("examples", "tutorials")
+PAGES = sorted(
+  page
+  for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+  if page.parent.name not in MADE and page.name != "keys.md"
+)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 
 
@@ -56,6 +62,10 @@ def prepared(tmp_path_factory) -> pathlib.Path:
   for name, record in more.items():
     lines = "".join(json.dumps(record(i)) + "\n" for i in range(8))
     (folder / f"{name}.jsonl").write_text(lines)
+  quickstart = folder / "quickstart"
+  shutil.copytree(folder / "my-model", quickstart / "model")
+  shutil.copyfile(folder / "chat.jsonl", quickstart / "train.jsonl")
+  shutil.copyfile(folder / "eval.jsonl", quickstart / "eval.jsonl")
   return folder
 
 
