@@ -107,6 +107,12 @@ _LINK = re.compile(
 )
 _MADE_FROM = pages.made_from()  # the page of a file
 _FILE_OF = {page: path for path, page in _MADE_FROM.items()}
+# Pages that list made pages, with the names of those.
+_BELOW = {
+  "tutorials/index": r"tutorials/\d",
+  "examples/index": r"examples/(?!index)\w+$",
+  "recipes": "examples/recipes/",
+}
 
 
 def _toctree() -> str:
@@ -144,9 +150,8 @@ def _read(app, name, source):
   source[0] = _LINK.sub(_inside(name), source[0])
   if name == "index":
     source[0] += _toctree()
-  elif name == "tutorials/index":
-    names = [page for page in _FILE_OF if re.match(r"tutorials/\d", page)]
-    listed = "\n".join(f"/{page}" for page in names)
+  elif name in _BELOW:
+    listed = "\n".join(f"/{page}" for page in _FILE_OF if re.match(_BELOW[name], page))
     source[0] += f"\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
 
 

@@ -35,7 +35,7 @@ def made_from() -> dict[pathlib.Path, str]:
   for script in sorted((ROOT / "examples").glob("*.py")):
     pages[script] = f"examples/{script.stem}"
   for recipe in sorted((ROOT / "examples/recipes").glob("*.yaml")):
-    pages[recipe] = f"examples/recipe_{recipe.stem}"
+    pages[recipe] = f"examples/recipes/{recipe.stem}"
   return pages
 
 
@@ -51,12 +51,12 @@ def write() -> None:
     elif page == "tutorials/index":
       texts[page] = tutorials([p for p in pages if p.suffix == ".ipynb"])
     elif page == "examples/index":
-      texts[page] = gallery(path, [p for p in pages.values() if p.startswith("examples")])
+      texts[page] = gallery(path, [p for p in pages if p.suffix == ".py"])
     else:
       texts[page] = source(path)
   for page, text in texts.items():
     path = DOCS / f"{page}.md"
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
       path.write_text(text)
 
@@ -85,8 +85,8 @@ training:
 The type and the default stand behind each key. `null` means "not set". If only some jobs
 (or algorithms) have a key, their names stand before a colon. A key that is marked
 *free on resume* may change when a run continues in its folder; every other key must stay
-as it was. `tunix train --help --job=dpo` prints the keys of one job, and [the command
-line](../guides/command.md) explains files, arguments and their order.
+as it was. `tunix train --help --job=dpo` prints the keys of one job, and
+[the command](../../docs/guides/command.md) explains files, arguments and their order.
 """
 
 
@@ -105,7 +105,7 @@ def keys() -> str:
     # The meaning of a key with fixed values repeats them, for YAML; the type has them.
     meaning = line.meaning.removesuffix(f" ({line.type.replace('|', ', ')})")
     lines += [
-      f"`{dotted}`{{#{dotted}}}",
+      f"`{dotted}`{{#{dotted.replace('.', '-')}}}",
       f": {', '.join(facts)}",
       "",
       f"  {escaped(meaning)}",
@@ -190,18 +190,15 @@ def fenced(text: str, kind: str) -> str:
 # Examples and recipes.
 
 
-def gallery(readme: pathlib.Path, pages: list[str]) -> str:
+def gallery(readme: pathlib.Path, scripts: list[pathlib.Path]) -> str:
   """Returns examples/README.md with links to the pages of the scripts."""
-  text = readme.read_text()
-  links = {page.rpartition("/")[2]: page for page in pages}
+  names = {script.name for script in scripts}
   # Names in backticks become links; a link that the README has stays.
-  text = re.sub(
-    r"(?<!\[)`(\w+)\.py`(?!\])",
-    lambda m: f"[`{m[1]}.py`]({m[1]}.py)" if m[1] in links else m[0],
-    text,
+  return re.sub(
+    r"(?<!\[)`(\w+\.py)`(?!\])",
+    lambda m: f"[`{m[1]}`]({m[1]})" if m[1] in names else m[0],
+    readme.read_text(),
   )
-  inner = "\n".join(name for name in links if name != "index")
-  return f"{text}\n```{{toctree}}\n:hidden:\n\n{inner}\n```\n"
 
 
 def source(path: pathlib.Path) -> str:

@@ -172,7 +172,7 @@ def listing(*jobs: str) -> list[Line]:
       path=entry.path,
       meaning=meaning,
       value=default,
-      type=_type(entry),
+      type="|".join(entry.keys) if entry.path == ("job",) else _type(entry),
       may_change=entry.key.facts.may_change,
       is_section=entry.section and depth == 1,
     )
