@@ -47,6 +47,7 @@ copybutton_prompt_text = r">>> |\$ "
 copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_title = f"tunix {release}"
@@ -99,7 +100,7 @@ NAVIGATION = (
     ],
   ),
 )
-# A code block, which stays as it is, or a link to a file.
+# A code block, which does not change, or a link to a file.
 _LINK = re.compile(
   r"^(?P<fence>`{3,})[^\n]*\n.*?^(?P=fence)`*\s*$"
   r"|\[(?P<text>[^\]]+)\]\((?P<path>(?!https?:|#|data:)[^)#\s]+)(?P<anchor>#[^)]*)?\)",
@@ -192,7 +193,7 @@ def _skip(app, what, name, obj, skip, options):
 
 
 def _named(app, doctree):
-  """Diagrams are drawn from text, which nobody wants read aloud."""
+  """Gives diagrams a short text for screen readers, instead of their characters."""
   for image in doctree.findall(nodes.image):
     if "svgbob" in image:
       image["alt"] = "A diagram of what the text around it says."

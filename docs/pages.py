@@ -74,18 +74,19 @@ def _notebook_names() -> tuple[str, ...]:
 _KEYS = """\
 # Configuration keys
 
-These are all keys of `tunix train`, in files and as arguments: `--training.max_steps=500`
-or
+This page lists the keys of `tunix train`. A key is an argument
+(`--training.max_steps=500`), a line of a file, or a keyword of the functions in Python
+(`tunix.sft(..., max_steps=500)`):
 
 ```yaml
 training:
   max_steps: 500
 ```
 
-The type and the default stand behind each key. `null` means "not set". If only some jobs
-(or algorithms) have a key, their names stand before a colon. A key that is marked
-*free on resume* may change when a run continues in its folder; every other key must stay
-as it was. `tunix train --help --job=dpo` prints the keys of one job, and
+Each key has its type and its default. `null` means "not set". If only some jobs (or
+algorithms) have a key, the text begins with their names. A key that is marked *free on
+resume* may change when a run continues in its folder. Every other key must keep its
+value. `tunix train --help --job=dpo` prints the keys of one job, and
 [the command](../../docs/guides/command.md) explains files, arguments and their order.
 """
 
@@ -127,10 +128,8 @@ def tutorials(notebooks: list[pathlib.Path]) -> str:
   lines = [
     "# Tutorials",
     "",
-    "Each tutorial is a notebook that was run from top to bottom; the page shows its",
-    "outputs. They run on a laptop's CPU without a download, in the order of the list or",
-    "alone. The notebooks are in `examples/notebooks` of the repository and need",
-    "`pip install '.[notebooks]'`.",
+    "Each tutorial is a notebook with the outputs of its last run. The notebooks run on",
+    "a laptop's CPU and need `pip install '.[notebooks]'`. No notebook needs another one.",
     "",
   ]
   for number, path in enumerate(notebooks, 1):
@@ -160,8 +159,13 @@ def notebook(path: pathlib.Path, number: int) -> str:
       for output in cell["outputs"]:
         lines += [*shown(output), ""]
   page = "\n".join(lines).replace(f"# {title}", f"# {number}. {title}", 1)
+  return f"{page}\n---\n\nDownload the notebook: {download(path)}.\n"
+
+
+def download(path: pathlib.Path) -> str:
+  """Returns a link that downloads a file of the repository."""
   name = path.relative_to(ROOT)
-  return f"{page}\n---\n\nThe notebook of this page is `{name}`.\n"
+  return f"{{download}}`{name} </../{name}>`"
 
 
 def shown(output: dict) -> Iterator[str]:
@@ -206,5 +210,5 @@ def source(path: pathlib.Path) -> str:
   kind = "python" if path.suffix == ".py" else "yaml"
   return (
     f"# {path.stem if kind == 'yaml' else path.name}\n\n"
-    f"`{path.relative_to(ROOT)}`:\n\n{fenced(path.read_text(), kind)}\n"
+    f"Download: {download(path)}.\n\n{fenced(path.read_text(), kind)}\n"
   )

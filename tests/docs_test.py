@@ -2,7 +2,7 @@
 
 Python blocks of a page share one namespace; `bash` blocks run in order in the same
 folder, where `my-model`, `chat.jsonl`, `eval.jsonl`, `pairs.jsonl` and `prompts.jsonl`
-stand for the reader's own, and `quickstart` for the folder that `tunix quickstart` fills.
+stand for the reader's own, and `quickstart` for the folder of `tunix quickstart`.
 README's first two blocks are the quickstart and this suite itself: they have their
 own tests.
 """
@@ -19,7 +19,7 @@ import pytest
 from tests import toys, toys_text
 
 ROOT = pathlib.Path(__file__).parent.parent
-# Pages that the site makes (docs/pages.py) are not checked in; their sources have tests.
+# The site makes these pages (docs/pages.py). git ignores them; their sources have tests.
 MADE = ("examples", "tutorials")
 PAGES = sorted(
   page

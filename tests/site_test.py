@@ -98,7 +98,9 @@ def test_every_job_has_a_page_of_its_trainer():
 def test_install_names_every_extra():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   table = (DOCS / "install.md").read_text().partition("## Extras")[2]
-  named = {x for row in re.findall(r"^\| (`.*?) \|", table, re.M) for x in row.split(", ")}
+  named = {
+    x for row in re.findall(r"^\| (`.*?) \|", table, re.M) for x in row.split(", ")
+  }
   assert named == {f"`{extra}`" for extra in project["optional-dependencies"]}
 
 
