@@ -128,8 +128,9 @@ def tutorials(notebooks: list[pathlib.Path]) -> str:
   lines = [
     "# Tutorials",
     "",
-    "Each tutorial is a notebook with the outputs of its last run. The notebooks run on",
-    "a laptop's CPU and need `pip install '.[notebooks]'`. No notebook needs another one.",
+    "Each tutorial is a notebook with the outputs of its last run. The notebooks run",
+    "on a laptop's CPU and need `pip install '.[notebooks]'`. No notebook needs the",
+    "results of another one.",
     "",
   ]
   for number, path in enumerate(notebooks, 1):
