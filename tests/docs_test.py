@@ -63,7 +63,8 @@ def prepared(tmp_path_factory) -> pathlib.Path:
     lines = "".join(json.dumps(record(i)) + "\n" for i in range(8))
     (folder / f"{name}.jsonl").write_text(lines)
   quickstart = folder / "quickstart"
-  shutil.copytree(folder / "my-model", quickstart / "model")
+  for name in ("model", "sft/export"):
+    shutil.copytree(folder / "my-model", quickstart / name)
   shutil.copyfile(folder / "chat.jsonl", quickstart / "train.jsonl")
   shutil.copyfile(folder / "eval.jsonl", quickstart / "eval.jsonl")
   return folder
