@@ -87,8 +87,8 @@ NAVIGATION = (
   (
     "Reference",
     [
-      *("reference/keys", "algorithms", "api/training", "api/rl", "api/models"),
-      *("api/data", "contract"),
+      *("reference/keys", "metrics", "algorithms", "contract"),
+      *("api/training", "api/rl", "api/models", "api/data"),
     ],
   ),
   ("Coming from", ["migration/from_trl", "migration/from_google_tunix"]),
