@@ -14,6 +14,7 @@ import pytest
 
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import keys
+from tunix.ops.preference import PAIR_LOSSES
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -174,3 +175,25 @@ def test_messages_are_those_of_the_code():
   assert len(quoted) > 10
   missing = [text for text in quoted if text not in code]
   assert not missing, missing
+
+
+def test_metrics_of_the_trainers_pages_exist():
+  words = set(re.findall(r"`[^`\n]+`", (DOCS / "metrics.md").read_text()))
+  for page in [*(DOCS / "trainers").glob("*.md"), DOCS / "logs.md"]:
+    text = page.read_text()
+    part = text if page.name == "logs.md" else text.partition("## Metrics to watch")[2]
+    named = set(
+      re.findall(r"`((?:actor|critic|rewards|completions|groups)/\w[\w/]*)`", part)
+    )
+    named |= set(re.findall(r"`((?:distill|log_probs|perf)/\w+)`", part))
+    # Updates of both roles are listed once, without the role.
+    either = {name: re.sub(r"^(actor|critic)/", "", name) for name in named}
+    missing = {n for n in named if not {f"`{n}`", f"`{either[n]}`"} & words}
+    assert named and not missing, (page.name, missing)
+
+
+def test_every_pair_loss_is_on_the_page_of_dpo():
+  table = (DOCS / "trainers/dpo.md").read_text().partition("## Losses")[2]
+  table = table.partition("A loss is the mean")[0]
+  rows = "".join(line for line in table.splitlines() if line.startswith("| `"))
+  assert set(re.findall(r"`(\w+)`", rows)) == set(PAIR_LOSSES)
