@@ -70,6 +70,7 @@ TINY = Settings(
   lora_batch_size=16,
 )
 
+
 def rows(tokenizer, lines, batch_size, maxlen, num_epochs):
   """Returns batches of one text a row: int32 tokens [B, maxlen] and a mask of the text.
 

@@ -12,18 +12,27 @@ import random
 import re
 import string
 
-ANIMALS = "bear cat dog duck fox goat hare hen horse lamb mouse pig".split()
+
+def listed(text):
+  return text.split(", ")
+
+
+ANIMALS = listed("bear, cat, dog, duck, fox, goat, hare, hen, horse, lamb, mouse, pig")
 NAMES = {
-  "he": "Ben Finn Hugo Jack Leo Max Oscar Sam Tom Will".split(),
-  "she": "Anna Clara Daisy Ella Ivy Lily Mia Nora Rose Sue".split(),
+  "he": listed("Ben, Finn, Hugo, Jack, Leo, Max, Oscar, Sam, Tom, Will"),
+  "she": listed("Anna, Clara, Daisy, Ella, Ivy, Lily, Mia, Nora, Rose, Sue"),
 }
-TRAITS = "brave clever curious gentle hungry little proud shy silly sleepy".split()
-COLOURS = "blue golden green old red shiny tiny white".split()
-THINGS = "ball bell boat book button crown hat kite ring spoon".split()
-HOMES = "barn bridge castle forest garden hill mill river village windmill".split()
-DAYS = "morning afternoon evening".split()
-SKIES = "cloudy cold rainy snowy sunny windy".split()
-FOODS = "an apple,a cake,a cherry pie,a honey cake,some bread,some soup".split(",")
+TRAITS = listed(
+  "brave, clever, curious, gentle, hungry, little, proud, shy, silly, sleepy"
+)
+COLOURS = listed("blue, golden, green, old, red, shiny, tiny, white")
+THINGS = listed("ball, bell, boat, book, button, crown, hat, kite, ring, spoon")
+HOMES = listed(
+  "barn, bridge, castle, forest, garden, hill, mill, river, village, windmill"
+)
+DAYS = listed("morning, afternoon, evening")
+SKIES = listed("cloudy, cold, rainy, snowy, sunny, windy")
+FOODS = listed("an apple, a cake, a cherry pie, a honey cake, some bread, some soup")
 # How the thing is lost, and what the helpers of that place do.
 TROUBLES = (
   (
@@ -95,10 +104,10 @@ def story(rng):
   return " ".join((opening, love, loss, grief, help_, found, end))
 
 
-KINGS = "Duncan Edmund Harold Henry Oswald Richard".split()
-LORDS = "Bertram Cedric Godwin Hubert Lionel Percival".split()
-REALMS = "Albion Cornwall Kent Mercia Norland York".split()
-THIEVES = "fox magpie raven rat knave stable-boy".split()
+KINGS = listed("Duncan, Edmund, Harold, Henry, Oswald, Richard")
+LORDS = listed("Bertram, Cedric, Godwin, Hubert, Lionel, Percival")
+REALMS = listed("Albion, Cornwall, Kent, Mercia, Norland, York")
+THIEVES = listed("fox, magpie, raven, rat, knave, stable-boy")
 
 
 def speech(rng):
