@@ -77,9 +77,9 @@ print(dict(mesh.shape), mesh.axis_types)
 TEXT = None  # the stories, for example "stories.txt"
 STYLE = None  # what the adapters learn, for example "play.txt"
 
-# %% quote minigpt_text: listed ANIMALS NAMES TRAITS COLOURS THINGS HOMES DAYS SKIES FOODS
+# %% quote minigpt_text: listed ANIMALS NAMES TRAITS COLOURS THINGS HOMES DAYS SKIES
 
-# %% quote minigpt_text: TROUBLES MORALS story
+# %% quote minigpt_text: FOODS TROUBLES MORALS story
 
 # %% quote minigpt_text: KINGS LORDS REALMS THIEVES speech
 
