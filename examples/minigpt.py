@@ -49,11 +49,11 @@ class Settings:
   learning_rate: float = 2e-3
   top_k: int = 10
   lora_rank: int = 16
-  lora_alpha: float = 2.0
-  lora_max_steps: int = 100
+  lora_alpha: float = 16.0
+  lora_max_steps: int = 60
   lora_num_epochs: int = 10
   lora_batch_size: int = 32
-  lora_learning_rate: float = 1e-2
+  lora_learning_rate: float = 5e-3
 
 
 TINY = Settings(
@@ -202,11 +202,15 @@ def train(model, optimizer, data, label=None, **options):
 
 
 def add_lora(model, settings):
-  """Returns the model with adapters in attention and MLP; base weights are shared."""
+  """Returns the model with adapters; it shares the weights of the base.
+
+  The adapters are in attention, MLP and the output layer. Without the last, words that
+  no story has would remain unlikely.
+  """
   # qwix matches whole paths, such as transformer_blocks/0/mha/query. ".*mha" matches no
   # matrix of the attention, ".*mha.*" matches all four.
   provider = qwix.LoraProvider(
-    module_path=".*mha.*|.*linear1|.*linear2",
+    module_path=".*mha.*|.*linear1|.*linear2|output_layer",
     rank=settings.lora_rank,
     alpha=settings.lora_alpha,
   )
