@@ -17,9 +17,11 @@ import sys
 import pytest
 
 from tests import toys, toys_text
+from tunix.cli.settings import spelling
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+EXAMPLES = ROOT / "examples"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 
 
@@ -94,6 +96,25 @@ def test_readme_begins_with_the_two_commands():
   bash = [code for kind, code in BLOCK.findall((ROOT / "README.md").read_text())]
   assert bash[0].splitlines()[-1] == "tunix quickstart"
   assert bash[1].splitlines() == ["python -m pip install -e '.[test]'", "make check"]
+
+
+def test_pages_and_examples_use_no_old_spelling_of_a_key():
+  """Old names of keys are accepted, and taught nowhere."""
+  old = [key.split(".") for key in spelling.ALIASES | spelling.RENAMED if "." in key]
+  uses = "|".join(rf"{section}\.{name}|(?<!\w){name} ?[:=]" for section, name in old)
+  pattern = re.compile(rf"(?<![\w.])(?:{uses})(?!\w)")
+  assert pattern.search("checkpoint: {every_n_steps: 2}")
+  assert pattern.search("--checkpoint.every_n_steps=2")
+  examples = [
+    p for e in ("md", "py", "yaml", "ipynb") for p in EXAMPLES.rglob(f"*.{e}")
+  ]
+  help_texts = [ROOT / "tunix" / "cli" / "base_config.yaml"]
+  found = {
+    f"{path.relative_to(ROOT)}: {use[0]}"
+    for path in (*PAGES, *examples, *help_texts)
+    for use in pattern.finditer(path.read_text())
+  }
+  assert not found
 
 
 def test_links_between_pages_lead_somewhere():

@@ -44,8 +44,9 @@ def arguments(files, output, **keys):
   return ["train", *(f"--{name}={value}" for name, value in given.items())]
 
 
-def start(files, output, count=2, each=(), **keys):
-  """The processes of one run; `each`: further arguments of each of them."""
+def start(files, output, count=2, each=(), delays=(), **keys):
+  """The processes of one run; `each`: further arguments of each of them; `delays`:
+  seconds before each of them is started."""
   port = processes.free_port()
   out = []
   for rank in range(count):
@@ -56,6 +57,7 @@ def start(files, output, count=2, each=(), **keys):
       **(each[rank] if each else {}),
     }
     words = arguments(files, output, **{**keys, **told})
+    time.sleep(delays[rank] if delays else 0)
     out.append(processes.start(PROGRAM, 8 // count, *words))
   return out
 

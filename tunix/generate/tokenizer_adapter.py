@@ -266,6 +266,11 @@ class TokenizerAdapter:
     """Returns True if `apply_chat_template` has a template or a renderer."""
     return bool(self.chat_template) or self._renderer() is not None
 
+  def marks_generation(self, tools: Any = None) -> bool:
+    """Returns True if the template for these tools has `{% generation %}` blocks."""
+    template = self.chat_template
+    return bool(template) and chat_templates.marks_generation(_select(template, tools))
+
   def _renderer(self) -> Callable[..., Any] | None:
     """Returns the object's own renderer, for objects without a readable template."""
     renderer = getattr(self.tokenizer, "apply_chat_template", None)

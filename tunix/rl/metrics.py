@@ -79,8 +79,9 @@ _EXTREMES: dict[str, Callable[..., float]] = {
 def of_rollouts(rollouts: Rollouts) -> dict[str, Mean]:
   """Computes the metrics of one batch of rollouts. No value is NaN.
 
-  Names: rewards/score/{mean,max,min}, rewards/<function>, rewards/failed (share of
-  rows without a reward), completions/{mean,max,min}_length, completions/truncated
+  Names: rewards/score/{mean,max,min}, rewards/score/prompt_{p25,p75} (quartiles over
+  the prompts of the mean reward of a group), rewards/<function>, rewards/failed (share
+  of rows without a reward), completions/{mean,max,min}_length, completions/truncated
   (share), groups/all_equal (share of groups whose rewards are all the same).
   """
   total = rollouts.rewards.total
@@ -94,6 +95,7 @@ def of_rollouts(rollouts: Rollouts) -> dict[str, Mean]:
   out["completions/truncated"] = _mean(rollouts.truncated)
   if rollouts.group_size > 1:
     out["groups/all_equal"] = _mean(all_equal(rollouts.totals))
+    out |= _quartiles(rollouts.totals)
   return out
 
 
@@ -122,6 +124,21 @@ def mean_of(parts: Sequence[Mapping[str, Mean]]) -> dict[str, float]:
       total = math.fsum(mean.value * mean.weight for mean in means)
       out[name] = total / math.fsum(mean.weight for mean in means)
   return out
+
+
+def _quartiles(totals: np.ndarray) -> dict[str, Mean]:
+  """Returns the quartiles over prompts of the mean reward; {} below two prompts."""
+  known = np.isfinite(totals)
+  counts = known.sum(1)
+  means = np.where(known, totals, 0.0).sum(1)[counts > 0] / counts[counts > 0]
+  if means.size < 2:
+    return {}
+  return {
+    f"rewards/score/prompt_p{percent}": Mean(
+      float(np.percentile(means, percent)), means.size
+    )
+    for percent in (25, 75)
+  }
 
 
 def _mean(values: np.ndarray) -> Mean:

@@ -298,6 +298,9 @@ class RunSettings(abc.ABC):
       leave. {}: one device.
     compilation_cache: folder for compiled programs, which later runs load, or the
       folder of `tunix plan --ship`; null: programs are not kept.
+    compilation_cache_key: file with the key of `tunix plan --ship-key`. The run then
+      loads only programs that were signed with this key, and adds none to the folder.
+      null: the folder is not signed.
 
   Raises:
     ValueError: a value out of range, or keys that contradict each other; the message
@@ -325,6 +328,7 @@ class RunSettings(abc.ABC):
   export: ExportSettings = setting(ExportSettings(), may_change=True)
   distributed: DistributedSettings = setting(DistributedSettings(), may_change=True)
   compilation_cache: str | None = setting(None, path="written", may_change=True)
+  compilation_cache_key: str | None = setting(None, path="read", may_change=True)
 
   def __post_init__(self):
     checks.fields(self, seed=checks.SEED)
@@ -332,6 +336,11 @@ class RunSettings(abc.ABC):
       raise ValueError(
         f"model.quantise is {self.model.quantise!r} and lora.rank is not set; "
         "quantised weights are not trained. Set lora.rank (8, for example)"
+      )
+    if self.compilation_cache_key is not None and self.compilation_cache is None:
+      raise ValueError(
+        f"compilation_cache_key is {self.compilation_cache_key!r} and "
+        "compilation_cache is not set. Name the folder of `tunix plan --ship`"
       )
     export_settings.check(self)
     self._check_best()
