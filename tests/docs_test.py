@@ -86,9 +86,13 @@ def run(kind: str, code: str, folder: pathlib.Path) -> None:
   assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize(
-  "page", [p for p in PAGES if blocks(p)], ids=lambda p: p.stem.lower()
-)
+def page_id(page: pathlib.Path) -> str:
+  """The page's name; `extend/data` for a page of a folder of guides/."""
+  is_nested = page.parent.parent == ROOT / "docs" / "guides"
+  return f"{page.parent.name}/{page.stem}" if is_nested else page.stem.lower()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=page_id)
 def test_every_snippet_runs(page, prepared, tmp_path):
   shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
   python = "".join(code for kind, code in blocks(page) if kind == "python")
