@@ -71,7 +71,17 @@ NAVIGATION = (
     [
       *("guides/command", "guides/data", "guides/rewards", "guides/training"),
       *("guides/preference", "guides/distillation", "guides/rl", "guides/runs", "logs"),
-      *("guides/evaluation", "using_a_model", "guides/models", "guides/extend"),
+      *("guides/evaluation", "using_a_model", "guides/models"),
+    ],
+  ),
+  (
+    "Your own parts",
+    [
+      *("guides/extend", "guides/extend/reward", "guides/extend/data"),
+      *("guides/extend/model", "guides/extend/algorithm"),
+      *("guides/extend/preference_loss", "guides/extend/distillation_strategy"),
+      *("guides/extend/metrics_backend", "guides/extend/rollout_engine"),
+      "guides/extend/training_loop",
     ],
   ),
   (

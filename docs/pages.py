@@ -21,6 +21,7 @@ from tunix.cli.settings import reference, yaml_text
 DOCS = pathlib.Path(__file__).parent
 ROOT = DOCS.parent
 NOTEBOOKS = ROOT / "examples/notebooks"
+FOLDERS = ("tutorials", "examples")  # folders of docs with made pages only
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _MARKUP = re.compile(r"([\\*_<>|{}$~\[\]])")
 
@@ -29,8 +30,8 @@ def made_from() -> dict[pathlib.Path, str]:
   """Returns the page of each file that has one, in the order of the navigation."""
   pages = {ROOT / "tunix/cli/base_config.yaml": "reference/keys"}
   pages[NOTEBOOKS] = "tutorials/index"
-  for number, name in enumerate(_notebook_names(), 1):
-    pages[NOTEBOOKS / f"{name}.ipynb"] = f"tutorials/{number:02}_{name}"
+  for number, path in _numbered().items():
+    pages[path] = f"tutorials/{number:02}_{path.stem}"
   pages[ROOT / "examples/README.md"] = "examples/index"
   for script in sorted((ROOT / "examples").glob("*.py")):
     pages[script] = f"examples/{script.stem}"
@@ -40,7 +41,10 @@ def made_from() -> dict[pathlib.Path, str]:
 
 
 def write() -> None:
-  """Writes the pages into docs; a page that has not changed keeps its time stamp."""
+  """Writes the pages into docs and deletes the pages of files that are gone.
+
+  An unchanged page keeps its time stamp, so that Sphinx does not read it again.
+  """
   pages = made_from()
   texts = {}
   for path, page in pages.items():
@@ -54,11 +58,27 @@ def write() -> None:
       texts[page] = gallery(path, [p for p in pages if p.suffix == ".py"])
     else:
       texts[page] = source(path)
+  for folder in FOLDERS:
+    for old in (DOCS / folder).rglob("*.md"):
+      if old.relative_to(DOCS).with_suffix("").as_posix() not in texts:
+        old.unlink()
   for page, text in texts.items():
     path = DOCS / f"{page}.md"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
       path.write_text(text)
+
+
+def _numbered() -> dict[int, pathlib.Path]:
+  """Returns the notebooks by number, ascending.
+
+  The title of a notebook may begin with its number. The others get the free numbers.
+  """
+  paths = [NOTEBOOKS / f"{name}.ipynb" for name in _notebook_names()]
+  given = {number: path for path in paths if (number := heading(path)[0])}
+  free = iter(n for n in range(1, len(paths) + 1) if n not in given)
+  rest = {next(free): path for path in paths if path not in given.values()}
+  return dict(sorted((given | rest).items()))
 
 
 def _notebook_names() -> tuple[str, ...]:
@@ -124,7 +144,7 @@ def escaped(text: str) -> str:
 
 
 def tutorials(notebooks: list[pathlib.Path]) -> str:
-  """Returns the list of the tutorials: number, title and first sentences of each."""
+  """Returns the list of the tutorials: number, title and aims of each."""
   lines = [
     "# Tutorials",
     "",
@@ -134,22 +154,25 @@ def tutorials(notebooks: list[pathlib.Path]) -> str:
     "",
   ]
   for number, path in enumerate(notebooks, 1):
-    title, text = heading(path)
-    first = " ".join(text.split()).partition(". ")[0].rstrip(".")
-    lines.append(f"{number}. [{title}](notebooks/{path.name}): {first}.")
-  return "\n".join(lines) + "\n"
+    _, title, text = heading(path)
+    first, _, rest = text.partition("\n\n")
+    aims = rest.partition("\n\n")[0] if rest.startswith("- ") else ""
+    lines += [f"## {number}. [{title}](notebooks/{path.name})", "", first, "", aims, ""]
+  return "\n".join(lines)
 
 
-def heading(path: pathlib.Path) -> tuple[str, str]:
-  """Returns the title of a notebook and the text below the title."""
+def heading(path: pathlib.Path) -> tuple[int | None, str, str]:
+  """Returns the number and the title of a notebook, and the text below the title."""
   first = json.loads(path.read_text())["cells"][0]["source"]
-  title, _, text = "".join(first).partition("\n")
-  return title.removeprefix("# "), text.strip()
+  line, _, text = "".join(first).partition("\n")
+  found = re.fullmatch(r"# (?:(\d+)\. )?(.*)", line)
+  assert found is not None, f"{path} begins with {line!r}; expected a title"
+  return int(found[1]) if found[1] else None, found[2], text.strip()
 
 
 def notebook(path: pathlib.Path, number: int) -> str:
   """Returns a notebook as Markdown, with the outputs that are stored in it."""
-  title, _ = heading(path)
+  _, title, _ = heading(path)
   lines = []
   for cell in json.loads(path.read_text())["cells"]:
     text = "".join(cell["source"])
@@ -159,7 +182,7 @@ def notebook(path: pathlib.Path, number: int) -> str:
       lines += [fenced(text, "python"), ""]
       for output in cell["outputs"]:
         lines += [*shown(output), ""]
-  page = "\n".join(lines).replace(f"# {title}", f"# {number}. {title}", 1)
+  page = f"# {number}. {title}\n" + "\n".join(lines).partition("\n")[2]
   return f"{page}\n---\n\nDownload the notebook: {download(path)}.\n"
 
 
