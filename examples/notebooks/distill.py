@@ -3,7 +3,7 @@
 # Ten minutes. What you will learn:
 #
 # - to train a small model on a larger one by one call, `tunix.distill`;
-# - why whole distributions teach more than right answers;
+# - what a teacher's distributions add to right answers, and when they do not;
 # - to compare the student with one that had no teacher;
 # - to compute the divergence of one token by hand.
 
@@ -70,10 +70,14 @@ after = task.accuracy(result.model)
 print(f"student {after:.0%} right, alone {task.accuracy(alone.model):.0%}")
 
 # %% [markdown]
-# Both curves show the cross-entropy of held-out answers, so they can be compared. On
-# training rows a model without a teacher becomes ever more certain. On held-out sums
-# this certainty costs it dearly where it is wrong, and its curve may rise. The
-# teacher's distributions keep some doubt, so the student's curve stays lower.
+# Both curves show the cross-entropy of held-out answers, so they can be compared. Here
+# they fall together, and the student without a teacher ends lower. The reason is the
+# data: each training sum comes with its right answer, and no teacher knows more than
+# that. The student with a teacher copies the teacher's doubts as well, which the
+# temperature makes larger (see the next cell), and its curve is less steady.
+#
+# A teacher pays off where right answers are few, long or noisy: then its distribution
+# says more than one sampled text. The first exercise makes such data.
 
 # %% [markdown]
 # ## Below the call: the divergence of one token
@@ -106,6 +110,9 @@ print(f"divergence {float((jnp.exp(p) * (p - q)).sum()):.4f} nats")
 
 # %% [markdown]
 # ## Try this
-# - Set `alpha=0.0` and `alpha=1.0`. Does the student need the right tokens at all?
-# - Set `temperature=1.0`. The small probabilities of the teacher then hardly count.
+# - Make every third answer of `options["data"]` wrong, and keep the teacher. Which of
+#   the two students suffers more?
+# - Set `"alpha"` to 0.0 and to 1.0. Does the student need the right tokens at all?
+# - Set `"temperature"` to 1.0. The small probabilities of the teacher then hardly
+#   count.
 # - Train the teacher for 100 steps only. Can a student become better than its teacher?
