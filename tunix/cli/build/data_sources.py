@@ -95,6 +95,7 @@ def with_absolute_paths(names: str | Sequence[str]) -> str | tuple[str, ...]:
 
 
 def _open(name: str, kind: Kind) -> Records:
+  files.check_address("the name of a data source", name)
   if library := _LIBRARY.fullmatch(name):
     return HeldRecords(_from_library(*library.groups()), kind, name=name)
   if is_call(name):
