@@ -118,6 +118,7 @@ def a_full_disk_of_one_is_named(folder, rank):
     raise AssertionError("it was saved")
   assert time.monotonic() - begun < 300
   resource.setrlimit(kind, before)
+  coordination.gather("both have failed", None, 60)
   coordination.forget_failure()
   coordination.gather("there is room again", None, 60)
   t = make()
