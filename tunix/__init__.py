@@ -30,6 +30,8 @@ class _CallablePackage(types.ModuleType):
 
     return one_call.sft(model=model, data=data, **settings)
 
+  __call__.__qualname__ = "tunix.sft"  # what a TypeError about its arguments names
+
 
 _sft.__class__ = _CallablePackage
 
