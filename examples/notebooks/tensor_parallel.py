@@ -378,7 +378,7 @@ print("in trainer", theirs.up.sharding.spec, "and kv", theirs.kv.sharding.spec)
 
 # %% [markdown]
 # ## The fit
-# The MLP that is split over eight devices has learned the parabola:
+# The MLP that is split over eight devices has learned most of the parabola:
 
 # %%
 _, axes = plt.subplots(figsize=(5, 2.4), dpi=80)
@@ -391,8 +391,8 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The black line follows the dots; it has corners, because 32 relu units make it of
-# straight pieces.
+# The black line has the shape of the dots, but not yet their curvature: 32 relu units
+# make it of straight pieces, and 100 steps have not placed all of them.
 
 # %% [markdown]
 # ## Code that no longer works
