@@ -16,13 +16,18 @@ import numpy as np
 import optax
 from rl_loop import Characters, new_model
 
-from tunix.rl.config import ClusterConfig, RLTrainingConfig
-from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
-from tunix.rl.rl_cluster import RLCluster
-from tunix.rl.rollout.base_rollout import RolloutConfig
-from tunix.rl.samples import Samples
-from tunix.sft.config import CheckpointOptions
-from tunix.sft.metrics_logger import MetricsLoggerOptions, Mode
+from tunix import (
+  CheckpointOptions,
+  ClusterConfig,
+  GRPOConfig,
+  GRPOLearner,
+  MetricsLoggerOptions,
+  Mode,
+  RLCluster,
+  RLTrainingConfig,
+  RolloutConfig,
+  Samples,
+)
 
 PROMPTS = 32  # in a batch of rollouts
 

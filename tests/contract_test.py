@@ -7,6 +7,9 @@ import re
 
 import pytest
 
+import tunix
+from tests import metrics_table
+
 ROOT = pathlib.Path(__file__).parent.parent
 SECTION = re.compile(r"^## (.*)$")
 ROW = re.compile(r"^\| (.+) \| \[(tests/[^\]]*)\]\(\.\./(.*)\) \|$")
@@ -62,11 +65,31 @@ def test_a_name(package, name, arguments, test):
   if arguments:
     known = inspect.signature(value).parameters
     assert [a for a in arguments if a not in known] == []
-  assert sources(test)
+  text, last = sources(test), name.rpartition(".")[2]
+  assert text
+  if last.startswith("_") and not last.startswith("__"):
+    assert f"def {last}(" in text  # a method to override, and the test does
+
+
+def test_the_metrics_that_users_know_are_those_declared():
+  known = {
+    prefix + metric.name
+    for module, table, prefix in metrics_table.places()
+    for metric in metrics_table.declared(module, table)
+    if metric.known_as
+  }
+  listed = {name for package, name, _, _ in rows() if package == "Metrics"}
+  assert listed == known | {"tokens_per_sec"}
 
 
 @pytest.mark.parametrize(
-  ("name", "test"), [(n, t) for p, n, _, t in rows() if p == "Metrics"]
+  ("name", "base"),
+  [
+    ("ORPOTrainer", "DPOTrainer"),
+    *((f"{kind}Trainer", "PeftTrainer") for kind in ("DPO", "Distillation", "KTO")),
+    *((f"{kind}Learner", "GRPOLearner") for kind in ("DrGRPO", "DAPO")),
+    *((f"{kind}Learner", "RLLearner") for kind in ("GRPO", "PPO", "RLOO")),
+  ],
 )
-def test_a_metric_is_spoken_of(name, test):
-  assert name in sources(test)
+def test_a_class_is_of_the_kind_that_users_subclass(name, base):
+  assert issubclass(getattr(tunix, name), getattr(tunix, base))

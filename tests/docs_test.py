@@ -2,7 +2,7 @@
 
 Python blocks of a page share one namespace; `bash` blocks run in order in the same
 folder, where `my-model`, `chat.jsonl`, `eval.jsonl`, `pairs.jsonl` and `prompts.jsonl`
-stand for the reader's own.
+stand for the reader's own, and `quickstart` for the folder of `tunix quickstart`.
 README's first two blocks are the quickstart and this suite itself: they have their
 own tests.
 """
@@ -17,9 +17,17 @@ import sys
 import pytest
 
 from tests import toys, toys_text
+from tunix.cli.settings import spelling
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+# The site makes these pages (docs/pages.py). Their sources have tests of their own.
+MADE = ("docs/examples/", "docs/tutorials/", "docs/reference/keys.md")
+PAGES = sorted(
+  page
+  for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+  if not page.relative_to(ROOT).as_posix().startswith(MADE)
+)
+EXAMPLES = ROOT / "examples"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 
 
@@ -56,6 +64,11 @@ def prepared(tmp_path_factory) -> pathlib.Path:
   for name, record in more.items():
     lines = "".join(json.dumps(record(i)) + "\n" for i in range(8))
     (folder / f"{name}.jsonl").write_text(lines)
+  quickstart = folder / "quickstart"
+  for name in ("model", "sft/export"):
+    shutil.copytree(folder / "my-model", quickstart / name)
+  shutil.copyfile(folder / "chat.jsonl", quickstart / "train.jsonl")
+  shutil.copyfile(folder / "eval.jsonl", quickstart / "eval.jsonl")
   return folder
 
 
@@ -73,9 +86,13 @@ def run(kind: str, code: str, folder: pathlib.Path) -> None:
   assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize(
-  "page", [p for p in PAGES if blocks(p)], ids=lambda p: p.stem.lower()
-)
+def page_id(page: pathlib.Path) -> str:
+  """The page's name; `extend/data` for a page of a folder of guides/."""
+  is_nested = page.parent.parent == ROOT / "docs" / "guides"
+  return f"{page.parent.name}/{page.stem}" if is_nested else page.stem.lower()
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=page_id)
 def test_every_snippet_runs(page, prepared, tmp_path):
   shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
   python = "".join(code for kind, code in blocks(page) if kind == "python")
@@ -90,6 +107,25 @@ def test_readme_begins_with_the_two_commands():
   bash = [code for kind, code in BLOCK.findall((ROOT / "README.md").read_text())]
   assert bash[0].splitlines()[-1] == "tunix quickstart"
   assert bash[1].splitlines() == ["python -m pip install -e '.[test]'", "make check"]
+
+
+def test_pages_and_examples_use_no_old_spelling_of_a_key():
+  """Old names of keys are accepted, and taught nowhere."""
+  old = [key.split(".") for key in spelling.ALIASES | spelling.RENAMED if "." in key]
+  uses = "|".join(rf"{section}\.{name}|(?<!\w){name} ?[:=]" for section, name in old)
+  pattern = re.compile(rf"(?<![\w.])(?:{uses})(?!\w)")
+  assert pattern.search("checkpoint: {every_n_steps: 2}")
+  assert pattern.search("--checkpoint.every_n_steps=2")
+  examples = [
+    p for e in ("md", "py", "yaml", "ipynb") for p in EXAMPLES.rglob(f"*.{e}")
+  ]
+  help_texts = [ROOT / "tunix" / "cli" / "base_config.yaml"]
+  found = {
+    f"{path.relative_to(ROOT)}: {use[0]}"
+    for path in (*PAGES, *examples, *help_texts)
+    for use in pattern.finditer(path.read_text())
+  }
+  assert not found
 
 
 def test_links_between_pages_lead_somewhere():

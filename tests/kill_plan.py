@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 from tests import drills
@@ -35,6 +36,7 @@ class Task:
     log: file of the moments that there were, one a line.
     output: file of what the run prints.
     kill, number: the moment to end it at: its kind, and how many to let pass.
+    after_s: seconds after which it is killed, wherever it is; None: never.
   """
 
   argv: list[str]
@@ -43,10 +45,12 @@ class Task:
   output: str
   kill: Kind | None = None
   number: int = 0
+  after_s: float | None = None
 
 
 class KillPlan:
-  """Kills a run before, after and in the midst of each kind of change to its files.
+  """Kills a run before, after and in the midst of each kind of change to its files, or
+  at random instants.
 
   Args:
     argv: of the command, which writes below `root` alone: into `root/out`, and what it
@@ -92,6 +96,40 @@ class KillPlan:
     assert not wrong, f"{len(wrong)} of {kills}:\n{told}"
     return kills
 
+  def check_instants(self, rounds: int, kills: int = 2) -> None:
+    """Kills the run at random instants, `kills` times before it may end.
+
+    Args:
+      rounds: times that the run is begun in a new folder.
+      kills: most kills in a folder; fewer where a start reaches the end.
+
+    Raises:
+      AssertionError: names the instants after which something was different.
+    """
+    wrong: dict[str, str] = {}
+    with self._server() as server:
+      assert self._run(server) == 0, self.output.read_text()
+      shutil.rmtree(self.root)
+      begun = time.monotonic()
+      assert self._run(server) == 0, self.output.read_text()
+      seconds, want = time.monotonic() - begun, self._found()  # of compiled programs
+      for _ in range(rounds):
+        instants: list[float] = []
+        shutil.rmtree(self.root)
+        for _ in range(kills):
+          after_s = self.dice.uniform(0.1, 1.0) * seconds
+          while (code := self._run(server, after_s=after_s)) == 0 and not instants:
+            after_s /= 2  # the machine was busier when the time was taken
+            shutil.rmtree(self.root)
+          if code == 0:
+            break
+          assert code == -signal.SIGKILL, (instants, code, self.output.read_text())
+          instants.append(round(after_s, 3))
+        if problem := self._problem(server, want):
+          wrong[f"killed after {instants} s of {seconds:.1f}"] = problem
+    told = "\n".join(f"{k}: {v}" for k, v in wrong.items())
+    assert not wrong, f"{len(wrong)} of {rounds}:\n{told}"
+
   def _case(
     self, server: subprocess.Popen, kind: Kind, number: int, want: dict[str, str]
   ) -> str:
@@ -103,6 +141,10 @@ class KillPlan:
         return f"the moment did not come: {self.output.read_text()[-500:]}"
       number //= 2
       shutil.rmtree(self.root)
+    return self._problem(server, want)
+
+  def _problem(self, server: subprocess.Popen, want: dict[str, str]) -> str:
+    """What is wrong after the next start; empty: nothing."""
     if code := self._run(server):
       return f"the second start ended with {code}: {self.output.read_text()[-1500:]}"
     found = self._found()
@@ -142,11 +184,15 @@ class KillPlan:
     return found | drill.digest(self.root / "out")
 
   def _run(
-    self, server: subprocess.Popen, kill: Kind | None = None, number: int = 0
+    self,
+    server: subprocess.Popen,
+    kill: Kind | None = None,
+    number: int = 0,
+    after_s: float | None = None,
   ) -> int:
-    names = [str(path) for path in (self.root, self.log, self.output)]
+    root, log, output = map(str, (self.root, self.log, self.output))
     self.root.mkdir(exist_ok=True)
-    task = Task(self.argv, *names, kill, number)
+    task = Task(self.argv, root, log, output, kill, number, after_s)
     assert server.stdin and server.stdout
     server.stdin.write(json.dumps(dataclasses.asdict(task)) + "\n")
     server.stdin.flush()

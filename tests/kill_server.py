@@ -8,16 +8,18 @@ In a child every change to files below a folder is seen: BEFORE it by an audit h
 which hears of every one that Python code makes, whatever it calls; AFTER it, and in the
 midst of a file's first write (TORN), by functions put around those of `os` and `open`.
 What C++ writes (the arrays of checkpoints) is not seen: kills at random instants are
-for that (`KillDrill`).
+for that (`after_s` of a task, and `KillDrill`).
 """
 
 import io
 import json
+import math
 import os
 import re
 import shutil  # noqa: F401  before `os` is wrapped: it looks at what that can do
 import signal
 import sys
+import time
 from typing import Any
 
 # Audit event -> functions of `os` that end it. Of each the first argument is the path.
@@ -138,7 +140,7 @@ def _run(task: dict[str, Any]) -> int:
   """Forks a run and waits for it; returns its exit code, -9 when it was killed."""
   child = os.fork()
   if child:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return _ended(child, task["after_s"])
   code = 1
   try:
     output = os.open(task["output"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -152,6 +154,18 @@ def _run(task: dict[str, Any]) -> int:
     sys.stderr.flush()
   finally:
     os._exit(code)
+
+
+def _ended(child: int, after_s: float | None) -> int:
+  """Waits for a child; kills it after `after_s` seconds, if that is not None."""
+  end = math.inf if after_s is None else time.monotonic() + after_s
+  while time.monotonic() < end:
+    pid, status = os.waitpid(child, 0 if after_s is None else os.WNOHANG)
+    if pid:
+      return os.waitstatus_to_exitcode(status)
+    time.sleep(0.002)
+  os.kill(child, signal.SIGKILL)
+  return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def main() -> None:

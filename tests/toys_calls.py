@@ -231,6 +231,35 @@ GLM4 = r"""
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
 """
 
+# Two tokens close each turn of the assistant; the next header begins with a third.
+COMMAND = r"""
+{{- bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|turn|><|bot|>' }}{{ open }}
+{%- if message.tool_calls %}
+{%- if message.reasoning_content or message.content %}
+{{- '<|think|>' + (message.reasoning_content or message.content) + '<|/think|>' }}
+{%- endif %}
+{{- '<|action|>[' }}
+{%- for call in message.tool_calls %}
+{{- '{"tool_name": "' + call.function.name + '", "parameters": ' }}
+{{- call.function.arguments | tojson }}{{ '}' }}{{ ', ' if not loop.last }}
+{%- endfor %}
+{{- ']<|/action|><|/turn|>' }}
+{%- else %}
+{{- '<|response|>' + message.content + '<|/response|><|/turn|>' }}
+{%- endif %}
+{{- close }}
+{%- elif message.role == 'tool' %}
+{{- '<|turn|><|system|><|result|>' + message.content + '<|/result|><|/turn|>' }}
+{%- else %}
+{{- '<|turn|><|' + message.role + '|>' + message.content + '<|/turn|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|turn|><|bot|>' }}{% endif %}
+"""
+
 GEMMA3 = toys_text.GEMMA.replace(
   "{{- message['content'] | trim }}{{ '<end_of_turn>\\n' }}",
   "{{- open if role == 'model' }}{{ message['content'] | trim }}{{ '<end_of_turn>' }}"
@@ -249,6 +278,7 @@ TEMPLATES = {
   "gpt_oss": (GPT_OSS, "", "<|return|>", "system beside text thinking"),
   "deepseek": (DEEPSEEK, "<s>", "</s>", "system parallel beside text"),
   "glm4": (GLM4, "", "<|endoftext|>", "system parallel beside text"),
+  "command": (COMMAND, "<s>", "<|/turn|>", "system parallel beside text"),
   "gemma3": (GEMMA3, "<bos>", "<eos>", "system no_calls"),
 }
 SPECIAL = [
@@ -258,7 +288,16 @@ SPECIAL = [
   *("<|start|>", "<|channel|>", "<|message|>", "<|return|>", "<User>", "<Assistant>"),
   *("<calls_begin>", "<call_begin>", "<call_sep>", "<call_end>", "<calls_end>"),
   *("<outputs_begin>", "<output_begin>", "<output_end>", "<outputs_end>"),
-  *("[gMASK]", "<sop>"),
+  *(
+    "[gMASK]",
+    "<sop>",
+    "<|turn|>",
+    "<|/turn|>",
+    "<|bot|>",
+    "<|action|>",
+    "<|/action|>",
+  ),
+  *("<|response|>", "<|/response|>", "<|result|>", "<|/result|>"),
 ]
 
 

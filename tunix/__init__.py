@@ -9,9 +9,31 @@ from __future__ import annotations
 import ast
 import importlib
 import pathlib
+import types
 from typing import Any
 
+from tunix import sft as _sft  # an empty package; loads nothing
+
 __version__ = "0.1.0"
+
+
+class _CallablePackage(types.ModuleType):
+  """The package `tunix.sft`, whose name is also that of the job `tunix.sft(...)`.
+
+  Importing a module of the package sets the attribute `sft` of this module to the
+  package, so a function of the same name would be lost.
+  """
+
+  def __call__(self, *, model: Any, data: Any, **settings: Any) -> Any:
+    """Runs the job sft, see `tunix.cli.one_call`."""
+    from tunix.cli import one_call
+
+    return one_call.sft(model=model, data=data, **settings)
+
+  __call__.__qualname__ = "tunix.sft"  # what a TypeError about its arguments names
+
+
+_sft.__class__ = _CallablePackage
 
 # Name -> module. Type checkers and editors read the same file.
 _MODULES = {

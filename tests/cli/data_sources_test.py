@@ -156,10 +156,9 @@ def test_places_are_written_out(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ("more", "message"),
   [
-    (
-      {"data__weights": "[1, 0]"},
-      r"data.weights\[1\] is 0",
-    ),
+    ({"data__weights": "[0, 0]"}, r"data.weights is .0.0, 0.0.; expected a number abo"),
+    ({"data__weights": "[1, -1]"}, r"data.weights\[1\] is -1"),
+    ({"data__weights": "[1, .nan]"}, r"data.weights\[1\] is nan"),
     ({"data__weights": "[1]"}, "data.weights is .1.0."),
     ({"data__weights": "much"}, "data.weights is the text 'much', expected a list"),
     (
@@ -190,10 +189,11 @@ def test_a_run_on_a_mixture_in_buckets_goes_on_exactly(
 ):
   """The last loss of a run cut in two is, bit by bit, that of one run."""
   small = write_lines(tmp_path / "small.jsonl", [{"text": "The sea is wide."}] * 3)
+  unused = write_lines(tmp_path / "unused.jsonl", [{"text": "The mill"}] * 50)
   keys = {
     **settings,
-    "data__train": json.dumps([str(train_file), small]),
-    "data__weights": "[1, 3]",
+    "data__train": json.dumps([str(train_file), unused, small]),
+    "data__weights": "[1, 0, 3]",
     "data__length_buckets": "[16, 32]",
     "data__num_epochs": "3",
   }
@@ -215,4 +215,4 @@ def test_a_run_on_a_mixture_in_buckets_goes_on_exactly(
   train("parts", training__max_steps=2)
   assert train("parts")[4]["loss"] == whole[4]["loss"]
   with pytest.raises(ValueError, match=r"data\.weights"):
-    train("parts", data__weights="[1, 1]", training__max_steps=6)
+    train("parts", data__weights="[1, 1, 0]", training__max_steps=6)

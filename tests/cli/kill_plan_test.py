@@ -40,9 +40,30 @@ JOBS = {
   "grpo": PROMPTS,
   "ppo": {k: v for k, v in PROMPTS.items() if k != "algorithm__num_generations"},
 }
+# Kept apart, since they change no other files: killed at random instants.
+OTHERS = {
+  "sft, stopped early": {
+    "data__max_length": 48,
+    "training__eval_every_n_steps": 1,
+    "training__best__metric": "loss",
+    "training__best__greater_is_better": "true",  # step 1, long before the end
+    "training__best__patience": 6,
+    "export__checkpoint": "best",
+  },
+  "sft, offloaded": {"data__max_length": 48, "training__offload_optimizer": "true"},
+  "grpo, gdpo": PROMPTS
+  | {
+    "reward__functions": "[length(target=12), length(target=40)]",
+    "reward__weights": "[1, 3]",
+    "algorithm__decoupled_rewards": "true",
+    "algorithm__num_generations": 4,
+    "training__eval_every_n_steps": 2,
+  },
+}
+LONGER = {"training__max_steps": 12, "checkpoint__every_n_steps": 2}
 
 
-def plan(job, model, folder, **options):
+def plan(job, model, folder, changes=None, **options):
   """The plan of a job's run: four steps, a checkpoint after each."""
   records = []
   for i in range(16):
@@ -59,7 +80,8 @@ def plan(job, model, folder, **options):
   data.write_text("".join(json.dumps(x) + "\n" for x in records))
   root = folder / "root"
   name, _, keeps = job.partition(", ")
-  keys = {"job": name, "model__path": model, "data__train": data, **SHORT, **JOBS[job]}
+  keys = {"job": name, "model__path": model, "data__train": data, **SHORT}
+  keys |= {**JOBS, **OTHERS}[job] | (changes or {})
   if keeps:
     keys["data__eval"] = data
   if job == "distill":
@@ -80,3 +102,21 @@ def test_every_kind_of_change_may_be_the_last(job, model, tmp_path):
 @pytest.mark.ci
 def test_a_sample_of_them(model, tmp_path):
   assert plan("sft, the best", model, tmp_path, most=3, seed=1).check() == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["sft, the best", *OTHERS])
+def test_random_instants(job, model, tmp_path, rounds=8):
+  plan(job, model, tmp_path, changes=LONGER, seed=1).check_instants(rounds)
+  result = json.loads((tmp_path / "root/out/result.json").read_text())
+  if job == "sft, stopped early":
+    assert (result["ended_by"], result["steps"]) == ("early_stopping", 7)
+    assert result["best"]["step"] == result["export_step"] == 1
+  else:
+    assert result["steps"] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_sample_of_random_instants(model, tmp_path):
+  test_random_instants("sft, stopped early", model, tmp_path, rounds=2)

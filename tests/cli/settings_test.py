@@ -66,6 +66,7 @@ NEEDS = {
   "model.revision": {"model.path": "owner/name"},
   "model.args": {"model.name": "qwen3_0p6b"},
   "model.quantise": {"lora.rank": 2},
+  "compilation_cache_key": {"compilation_cache": "programs"},
   "schedule.args": {"schedule.name": "cosine_decay_schedule"},
   "training.eval_every_n_steps": {"data.eval": "eval.jsonl"},
   "export.checkpoint": {"training.best": {"metric": "loss"}, "data.eval": "e.jsonl"},
@@ -83,6 +84,10 @@ FIXED = {
   ("grpo", "cispo"): {"loss_algo", "epsilon_c"},
   ("ppo", "ppo"): {"advantage_estimator", "kl_corrected"},
 }
+
+
+# Parts of a row of the jobs on preferences.
+PARTS = "prompt", "response"
 
 
 def leaves():
@@ -223,6 +228,9 @@ def test_files_of_before_load_to_the_same_values(file):
       dotted = (spelling.ALIASES | spelling.RENAMED).get(dotted, dotted)
       if value not in (None, [], {}) and dotted in now:
         found = now[dotted]
+        if dotted == "data.max_length" and "preference.unusable" in now:
+          # It was a key of other jobs then.
+          value = sum(old["preference"][f"max_{name}_length"] for name in PARTS)
         if isinstance(value, dict) and isinstance(found, dict):
           found = {key: found[key] for key in value}  # others have their defaults
         assert found == ([value] if found == [value] else value), dotted
@@ -297,6 +305,62 @@ def test_a_section_that_may_be_absent(tmp_path):
   assert profiled.training.profiler_options.profiler_steps == 2
   with pytest.raises(ValueError, match=r"set training\.profiler_options\.log_dir"):
     config_lib.load(["--training.profiler_options.profiler_steps=2"])
+
+
+def lengths(*words, job="dpo"):
+  """(tokens of a row, of a prompt, of a response) that the jobs on preferences read."""
+  run = config_lib.load([f"--job={job}", *words])
+  limits = run.preference
+  return run.data.max_length, limits.max_prompt_length, limits.max_response_length
+
+
+@pytest.mark.parametrize("job", ["dpo", "orpo", "kto", "reward"])
+def test_one_key_sets_the_row_of_every_job_on_preferences(job):
+  row, prompt, response = (
+    "--data.max_length=65",
+    "--preference.max_prompt_length=40",
+    "--preference.max_response_length=16",
+  )
+  assert lengths(job=job) == (1024, 512, 512)
+  assert lengths(row, job=job) == (65, 32, 33)
+  assert lengths(row, prompt, job=job) == (65, 40, 25)
+  assert lengths(row, response, job=job) == (65, 49, 16)
+  # As before the key was there.
+  assert lengths(prompt, job=job) == (552, 40, 512)
+  assert lengths(prompt, response, job=job) == (56, 40, 16)
+  run = config_lib.load([f"--job={job}", row, prompt])
+  assert JOBS[job].length(run) == ("data.max_length", 65)
+  assert run.row_keys(run.kind(training=True))["max_prompt_length"] == (
+    "preference.max_prompt_length"
+  )
+
+
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    (
+      {"data.max_length": 9, "preference.max_prompt_length": 9},
+      r"preference.max_prompt_length is 9; expected at most 8, because data.max_length",
+    ),
+    (
+      {"data.max_length": 9, "preference.max_response_length": 12},
+      r"preference.max_response_length is 12; expected at most 8",
+    ),
+    (
+      {
+        "data.max_length": 9,
+        "preference.max_prompt_length": 4,
+        "preference.max_response_length": 4,
+      },
+      r"data.max_length is 9; expected 8, which is preference.max_prompt_length \+",
+    ),
+    ({"data.max_length": 1}, r"data.max_length is 1"),
+  ],
+  ids=str,
+)
+def test_lengths_that_contradict_each_other_are_refused(given, message):
+  with pytest.raises(ValueError, match=message):
+    lengths(*(f"--{key}={value}" for key, value in given.items()))
 
 
 def test_keys_of_other_jobs_are_refused_unless_they_say_their_default():

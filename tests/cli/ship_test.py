@@ -125,3 +125,27 @@ def test_a_folder_that_cannot_be_written_is_refused_before_compiling(
   flags = ("--topology", "cpu:8", "--ship", tmp_path / "file")
   assert runs.tunix("plan", *words, *flags) == 2
   assert "--ship is" in capsys.readouterr().err
+
+
+def test_a_signed_folder_needs_its_key(keys, tmp_path, own_cache, capsys):
+  keys, folder, key = keys("sft"), tmp_path / "programs", tmp_path / "key"
+  key.write_bytes(bytes(range(32)))
+  words = [*runs.arguments(**keys), "--topology", "cpu:8"]
+  assert runs.tunix("plan", *words, "--ship-key", key) == 2
+  assert "--ship is missing" in capsys.readouterr().err
+  flags = ("--ship", tmp_path, "--ship-key", key)
+  assert runs.tunix("plan", *words, *flags) == 2
+  assert "which is in the folder of --ship" in capsys.readouterr().err
+  flags = ("--ship", folder, "--ship-key", key)
+  assert runs.tunix("plan", *words, *flags) == 0
+  assert ", signed" in capsys.readouterr().out
+  assert train(keys, tmp_path / "out", compilation_cache=folder) == 2
+  assert "is signed; expected its key" in capsys.readouterr().err
+  with_key = {"compilation_cache": folder, "compilation_cache_key": key}
+  assert train(keys, tmp_path / "out", **with_key) == 0
+  assert "train step: loaded from" in capsys.readouterr().out
+  settings = (tmp_path / "out" / "config.yaml").read_text()
+  assert f"compilation_cache_key: {key}" in settings
+  # The same command finds the folder as it was, and resumes.
+  assert train(keys, tmp_path / "out", **with_key) == 0
+  assert "this run is finished" in capsys.readouterr().out

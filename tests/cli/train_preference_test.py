@@ -100,6 +100,17 @@ def test_a_run_trains_and_exports(keys, files, model, capsys):
   assert "this run is finished: 4 steps" in capsys.readouterr().out
 
 
+def test_a_row_length_trains_the_bytes_of_two_limits_and_resumes_them(keys, tmp_path):
+  assert train(keys, training__max_steps=2, data__num_epochs=2) == 0
+  one = {"preference__max_response_length": "null", "data__max_length": 48}
+  again = {"training__max_steps": 4, "data__num_epochs": 2}
+  # The folder was begun with two limits.
+  assert train(keys | one, **again) == 0
+  whole = keys | one | {"output_dir": tmp_path / "whole"}
+  assert train(whole, **again) == 0
+  assert everything(keys["output_dir"]) == everything(whole["output_dir"])
+
+
 @pytest.mark.parametrize(
   "changes",
   [
@@ -341,7 +352,7 @@ def test_orpos_lambda_has_a_key():
     ({"job": "kto"}, "found fields 'prompt', 'chosen', 'rejected', expected"),
     ({"job": "sft"}, "it belongs to the jobs dpo and orpo and kto and reward"),
     ({"data__packing": "true"}, "data.packing is True, and the job 'dpo' does not"),
-    ({"data__max_length": 9}, "preference.max_prompt_length"),
+    ({"data__max_length": 9}, "data.max_length is 9; expected 48, which is"),
     (
       {"algorithm__beta": 1},
       "and the job 'dpo' does not read it: it belongs to the jobs grpo and ppo",

@@ -272,8 +272,12 @@ def test_prompts_of_several_files_are_mixed(keys, tmp_path):
     records.append({"prompt": "days " * 90, "who": name})  # left out
     lines = "\n".join(map(json.dumps, records))
     (tmp_path / f"{name}.jsonl").write_text(lines)
-  files = json.dumps([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"])
-  mixed = {"data__weights": "[1, 3]", "data__overlong": "drop", "data__num_epochs": 4}
+  files = json.dumps([f"{tmp_path}/{name}.jsonl" for name in "aab"])
+  mixed = {
+    "data__weights": "[1, 0, 3]",
+    "data__overlong": "drop",
+    "data__num_epochs": 4,
+  }
   config = loaded(keys, data__train=files, **mixed)
   data = build_data.build_data(config, loading.ModelLoader(config).tokenizer())
   assert "75.0% from" in str(data.reports["train"])

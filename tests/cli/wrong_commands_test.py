@@ -42,8 +42,12 @@ WRONG = {
   SFT + "--training.learning_rate=-1": "training.learning_rate is -1",
   SFT + "--job=sfft": "sft, dpo",
   **{
-    SFT + f"--job={job}": "preference.max_prompt_length and preference.max_response_"
-    for job in ("dpo", "kto", "reward")
+    SFT + f"--job={job}": f"train.jsonl:1: found fields 'messages', expected {fields}"
+    for job, fields in (
+      ("dpo", '{{"prompt": ..., "chosen"'),
+      ("kto", '{{"prompt": ..., "completion"'),
+      ("reward", '{{"prompt": ..., "chosen"'),
+    )
   },
   SFT + "--mesh='{{fsdp: 3}}'": "multiple of 3",
   SFT + "--optimizer.name=adamm": "did you mean adam?",

@@ -72,9 +72,11 @@ def test_the_order_is_by_seed_and_new_each_time_through():
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_a_mixture_goes_on_exactly_and_is_shared_by_processes(packing):
+@pytest.mark.parametrize("weights", [(3, 1), (1, 0), (0.0, 1)])
+def test_a_mixture_goes_on_exactly_and_is_shared_by_processes(packing, weights):
   def make(**kwargs):
-    return build(mixed(), packing=packing, num_epochs=3, batch_size=4, **kwargs)
+    records = mixed(weights)
+    return build(records, packing=packing, num_epochs=3, batch_size=4, **kwargs)
 
   iterator = iter(make())
   states, batches = [json.dumps(iterator.get_state())], []
@@ -111,7 +113,8 @@ def test_shares_hold_after_every_draw(parts, epochs):
 
 
 WRONG = [
-  ({"weights": [1, 0]}, r"weights\[1\] is 0; expected a number above 0"),
+  ({"weights": [0, 0.0]}, r"weights is \[0, 0.0\]; expected a number above 0 among"),
+  ({"weights": [1, False]}, r"weights\[1\] is False"),
   ({"weights": [1, -1]}, r"weights\[1\] is -1"),
   ({"weights": [float("nan"), 1]}, r"weights\[0\] is nan"),
   ({"weights": [float("inf"), 1]}, r"weights\[0\] is inf"),
@@ -130,6 +133,21 @@ WRONG = [
 def test_nonsense_is_refused(arguments, message):
   with pytest.raises((TypeError, ValueError), match=message):
     Mixture(**{"parts": [part(0, 3), part(3, 2)]} | arguments)
+
+
+def test_a_part_with_the_weight_0_is_as_if_it_were_absent():
+  both, alone = mixed((0, 2)), Mixture([part(10, 2, "p1")], [2])
+  assert len(both) == both.sizes[0] == 2
+  assert both.fingerprint == alone.fingerprint
+  assert both.where(1) == "p1, record 1"
+  assert both.count_by_part([0, 1]) == (2,)
+  assert describe(both) == [
+    "100.0% from p1 (2 records, 1.00 times a pass)",
+    "nothing from p0 (its weight is 0)",
+  ]
+  drawn = list(prompts(build(both, num_epochs=3)))
+  assert drawn == list(prompts(build(alone, num_epochs=3)))
+  assert collections.Counter(drawn) == {10: 3, 11: 3}
 
 
 def test_the_fingerprint_is_of_the_parts_in_order():

@@ -179,6 +179,56 @@ def test_a_call_that_is_not_printed_is_an_error():
   ]
 
 
+def closings(template, messages, **tokens):
+  """Texts of the trained runs under a template with the tokens of `raw_tokenizer`."""
+  tokenizer = TokenizerAdapter(raw_tokenizer(), chat_template=template, **tokens)
+  return runs(chat.render({"messages": messages}, tokenizer), tokenizer)
+
+
+EACH = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+QA = [
+  {"role": "user", "content": "a"},
+  {"role": "assistant", "content": "b"},
+  {"role": "user", "content": "c"},
+  {"role": "assistant", "content": "d"},
+]
+
+
+@pytest.mark.parametrize(
+  ("template", "expected"),
+  [
+    # The token that ends the conversation closes no turn.
+    (EACH + "{% if not add_generation_prompt %}<|endoftext|>{% endif %}" + PROMPT, ""),
+    # The header of an answer is printed even where none is asked for.
+    (EACH + "<|assistant|>", ""),
+    # White space and further tokens before the next header belong to the turn.
+    (EACH.replace("<|end|>", "<|end|>\n<|return|>\n") + PROMPT, "\n<|return|>"),
+    # Every turn closes differently at the end of the conversation.
+    (
+      EACH.replace("<|end|>", "{{ '<|end|>' if loop.last else '<|return|>' }}")
+      + "<|endoftext|>",
+      None,
+    ),
+  ],
+)
+def test_only_tokens_that_close_every_turn_are_trained(template, expected):
+  tokens = {"eos_token": "<|end|>"}
+  ends = (
+    ["<|end|>" + expected] * 2 if expected is not None else ["<|return|>", "<|end|>"]
+  )
+  assert closings(template, QA, **tokens) == ["b" + ends[0], "d" + ends[1]]
+  assert closings(template, QA[:2], **tokens) == ["b" + ends[1]]
+
+
+def test_a_template_that_refuses_other_conversations_has_one_closing_token():
+  refuses = "{{ raise_exception('two only') if messages | length not in (1, 2) }}"
+  template = EACH.replace("<|end|>", "<|end|><|return|>") + PROMPT
+  tokens = {"eos_token": "<|return|>"}
+  assert closings(template, QA[:2], **tokens) == ["b<|end|><|return|>"]
+  assert closings(refuses + template, QA[:2], **tokens) == ["b<|end|>"]
+
+
 # Prints the results of tools, and then the content, inside the turn of the call. The
 # token that ends a call is another one if no result follows.
 NESTED = r"""

@@ -24,7 +24,7 @@ GKD = {"divergence": "jsd", "beta": 0.5, "alpha": 1.0, "temperature": 1.0}
 def rows_of(t, *batches):
   """The rows that a step would train on."""
   with t._session():
-    ready, _ = t._ready(list(batches), 0)
+    ready, _ = t._ready([t._read(batch) for batch in batches], 0)
   return [taught.batch for taught in ready]
 
 
@@ -45,7 +45,7 @@ def read(tokenizer, prompt, completion, **limits):
   t = trainers.on_policy(
     LogitStrategy(**GKD), on_policy_fraction=0.0, tokenizer=tokenizer, **lengths
   )
-  out = t._prepare_inputs({"prompts": [prompt], "completions": [completion]})
+  out = t._read({"prompts": [prompt], "completions": [completion]})
   assert out.completion_ids is not None and out.completion_mask is not None
   prompt, completion = (
     ids[mask > 0].tolist()
@@ -78,7 +78,26 @@ def test_texts_are_the_tokens_that_fine_tuning_trains():
 def test_as_many_completions_as_prompts():
   t = trainers.on_policy(LogitStrategy(**GKD))
   with pytest.raises(ValueError, match="2 prompts and 1 completions"):
-    t._prepare_inputs({"prompts": [[1], [2]], "completions": [[3]]})
+    t._read({"prompts": [[1], [2]], "completions": [[3]]})
+
+
+def test_a_subclass_prepares_every_micro_batch_once():
+  seen = []
+
+  class Counting(OnPolicyDistillationTrainer):
+    def _prepare_inputs(self, batch):
+      seen.append(type(batch).__name__)
+      return super()._prepare_inputs(batch)
+
+  t = trainers.on_policy(
+    LogitStrategy(**GKD),
+    kind=Counting,
+    on_policy_fraction=0.0,
+    gradient_accumulation_steps=2,
+  )
+  with t._session():
+    t._whole(trainers.prompts())
+  assert seen == ["Prompts"] * 2
 
 
 def test_the_student_writes_what_its_sampler_says():
@@ -128,7 +147,7 @@ def test_every_step_draws_anew_with_the_weights_of_that_step():
 
 def test_lambda_is_the_share_of_steps():
   t = trainers.on_policy(LogitStrategy(**GKD), on_policy_fraction=0.3)
-  batches = [t._prepare_inputs(trainers.prompts())]
+  batches = [t._read(trainers.prompts())]
   share = np.mean([t._is_sampled(step, batches) for step in range(400)])
   assert 0.23 < share < 0.37
   again = trainers.on_policy(LogitStrategy(**GKD), on_policy_fraction=0.3)

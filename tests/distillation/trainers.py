@@ -51,9 +51,14 @@ def prompts(seed: int = 0, rows: int = 4) -> dict[str, Any]:
 
 
 def on_policy(
-  strategy: Any, *, student: Any = None, tokenizer: Any = None, **config: Any
+  strategy: Any,
+  *,
+  student: Any = None,
+  tokenizer: Any = None,
+  kind: type[OnPolicyDistillationTrainer] = OnPolicyDistillationTrainer,
+  **config: Any,
 ):
-  return OnPolicyDistillationTrainer(
+  return kind(
     toys.model() if student is None else student,
     teacher(),
     strategy,

@@ -1,6 +1,7 @@
 """Compiled programs in a folder: loaded where they fit, compiled where they do not."""
 
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -53,13 +54,16 @@ def own_cache():
     yield
 
 
-def ship(mesh, cache, folder, *sizes):
+KEY = bytes(range(32))
+
+
+def ship(mesh, cache, folder, *sizes, key=None):
   """Ships the program above for arrays of these numbers of rows."""
   with shipped.cache_in(cache), programs.recording() as noted:
     for rows in sizes:
       programs.call("update", update, *arguments(mesh, rows, kind=None))
     names = ["update" for one in noted.values() for _ in (one, *one.others)]
-    assert shipped.write(folder, cache, mesh, names) > 0
+    assert shipped.write(folder, cache, mesh, names, key) > 0
   assert len(names) == len(sizes)
   return folder
 
@@ -83,11 +87,11 @@ def compiled():
   jax.monitoring.unregister_event_listener(watch)
 
 
-def run(folder, mesh, *calls):
+def run(folder, mesh, *calls, key=None):
   """(results, messages) of a new process's calls."""
   said = []
   jax.clear_caches()  # a plan of this process compiled in it
-  shipped.use_cache(folder)
+  shipped.use_cache(folder, key)
   with shipped.loaded(folder, mesh, said.append):
     out = [jax.device_get(programs.call("update", *call)) for call in calls]
   return out, said
@@ -246,3 +250,109 @@ def test_a_cache_of_this_user_is_used(tmp_path):
   assert (tmp_path / "a" / "new").stat().st_mode & 0o777 == 0o700
   (tmp_path / "a" / "new" / "x-cache").touch(0o666)
   shipped.use_cache(tmp_path / "a" / "new")
+
+
+@pytest.fixture
+def signed(mesh, tmp_path):
+  return ship(mesh, tmp_path / "cache", tmp_path / "signed", 8, 16, key=KEY)
+
+
+def contents(folder):
+  return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_a_signed_folder_is_loaded_with_its_key_and_stays_as_it_is(mesh, signed):
+  before = contents(signed)
+  assert KEY not in b"".join(before.values())
+  got, (line,) = run(signed, mesh, (update, *arguments(mesh)), key=KEY)
+  assert "update: loaded from" in line
+  same(got[0], update(*arguments(mesh)))
+  # A program that is compiled here would be an entry that nobody signed.
+  run(signed, mesh, (other, jnp.ones(3), 5.0), key=KEY)
+  assert contents(signed) == before
+
+
+def test_a_folder_is_signed_again_without_the_entries_of_before(mesh, signed, tmp_path):
+  (signed / "old-cache").write_bytes(b"entry of an earlier plan")
+  ship(mesh, tmp_path / "small", signed, 24, key=KEY)
+  assert len(list(signed.glob("*-cache"))) == 1
+  shipped.use_cache(signed, KEY)
+
+
+def change_manifest(folder, **values):
+  file = folder / shipped.NAME
+  file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def digest_and_entry(folder):
+  """Changes an entry together with its digest, as somebody without the key could."""
+  entry = next(folder.glob("*-cache"))
+  entry.write_bytes(b"another pickle")
+  files = json.loads((folder / shipped.NAME).read_text())["files"]
+  digest = hashlib.sha256(b"another pickle").hexdigest()
+  change_manifest(folder, files=files | {entry.name: digest})
+
+
+ATTACKS = {
+  "another key": (lambda folder: None, bytes(32), "was signed with another key, or ch"),
+  "no key": (
+    lambda folder: None,
+    None,
+    "is signed; expected its key. Set compilation_",
+  ),
+  "entry": (
+    lambda folder: next(folder.glob("*-cache")).write_bytes(b"another pickle"),
+    KEY,
+    r"is not as it was signed: .*-cache is damaged",
+  ),
+  "entry and digest": (
+    digest_and_entry,
+    KEY,
+    "was signed with another key, or changed",
+  ),
+  "versions": (
+    lambda folder: change_manifest(folder, versions={}),
+    KEY,
+    "was signed with another key, or changed",
+  ),
+  "no signature": (
+    lambda folder: change_manifest(folder, signature=None),
+    KEY,
+    "has no signed shipped.json; expected one",
+  ),
+  "no text": (
+    lambda folder: change_manifest(folder, signature="\ud800"),
+    KEY,
+    "was signed with another key, or changed",
+  ),
+  "no manifest": (
+    lambda folder: (folder / shipped.NAME).unlink(),
+    KEY,
+    "has no signed shipped.json; expected one",
+  ),
+  "further entry": (
+    lambda folder: (folder / "x-cache").write_bytes(b"a pickle"),
+    KEY,
+    r"has 'x-cache'; expected the files of shipped.json alone\. Remove it",
+  ),
+}
+
+
+@pytest.mark.parametrize(("attack", "key", "found"), ATTACKS.values(), ids=ATTACKS)
+def test_what_the_key_did_not_sign_is_refused(signed, attack, key, found):
+  attack(signed)
+  before = jax.config.jax_compilation_cache_dir
+  with pytest.raises(ValueError, match=found) as raised:
+    shipped.use_cache(signed, key)
+  assert "\n" not in str(raised.value)
+  assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_keys_that_are_none(tmp_path):
+  (tmp_path / "short").write_bytes(bytes(15))
+  for name, found in {
+    "short": "has 15 bytes; expected at least 16",
+    "no": "No such",
+  }.items():
+    with pytest.raises(ValueError, match=rf"^--ship-key is .*{name}.*{found}"):
+      shipped.read_key("--ship-key", tmp_path / name)

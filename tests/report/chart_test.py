@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from tests.report import dom
@@ -43,6 +45,63 @@ def test_extremes_are_the_band_of_their_mean():
   assert measure.name == names[0] and measure.spread == (names[1], names[2])
   alone = measures.arrange(names[:2])["Completions"]
   assert {(m.name, m.spread) for m in alone} == {(names[0], None), (names[1], None)}
+
+
+def test_the_band_of_the_reward_is_the_middle_half_of_the_prompts():
+  names = [f"rewards/score/{kind}" for kind in ("mean", "prompt_p25", "prompt_p75")]
+  (measure,) = measures.arrange(names)["Rewards"]
+  assert measure.spread == (names[1], names[2])
+  assert measure.title == "reward (band: middle half of the prompts)"
+  (older,) = measures.arrange(names[:1])["Rewards"]  # of an earlier version's run
+  assert older.spread is None and older.title == "reward"
+
+
+@pytest.mark.parametrize(
+  ("counts", "joined"),
+  [
+    ({"Rewards": 1}, {"Rewards": 1}),
+    ({"Rewards": 2, "Loss": 3}, {"Rewards": 2, "Loss": 3}),
+    ({"Rewards": 2, "Loss": 1, "Policy": 3}, {"Rewards": 2, "Loss and policy": 4}),
+    ({"Loss": 3, "Policy": 1}, {"Loss and policy": 4}),
+    ({"Loss": 1, "Speed and memory": 3}, {"Loss, speed and memory": 4}),
+    ({"Loss": 1, "Policy": 1, "Speed": 1}, {"Loss, policy and speed": 3}),
+  ],
+)
+def test_a_section_of_one_chart_shares_the_row_of_a_neighbour(counts, joined):
+  sections = {
+    label: [Measure(f"{label}{i}", "x") for i in range(count)]
+    for label, count in counts.items()
+  }
+  found = measures.without_single_charts(sections)
+  assert {label: len(charts) for label, charts in found.items()} == joined
+  assert [*itertools.chain(*found.values())] == [*itertools.chain(*sections.values())]
+
+
+@pytest.mark.parametrize(
+  ("name", "values", "is_noise"),
+  [
+    ("actor/loss", (3e-8, -6e-8, 1e-7), True),
+    ("kl", (0.0, 2e-7), True),
+    ("kl", (0.0, 2e-6), False),
+    ("kl", (0.0, 0.0), False),
+    ("learning_rate", (0.0, 1e-7), False),
+  ],
+)
+def test_rounding_errors_are_no_signal(name, values, is_noise):
+  (measure,) = next(iter(measures.arrange([name]).values()))
+  curves = Curves(by_name={name: {"train": curve(*values)}})
+  (figure,) = draw(chart.data(measure, {"run": curves}))
+  caption = dom.text(figure.find("figcaption"))
+  assert ("at rounding: no value is further from 0 than 1e-6" in caption) == is_noise
+  heights = [y for _, y in points(figure.find(".//polyline"))]
+  if is_noise:  # all on one line, the zero in the middle of the axis
+    assert max(heights) - min(heights) < 2 and abs(heights[0] - 96) < 2
+  elif any(values):
+    assert max(heights) - min(heights) > 100
+  # The numbers are still there.
+  assert any(cell.text.startswith("-6e-8") for cell in figure.iter("td")) == (
+    -6e-8 in values
+  )
 
 
 def test_extremes_of_rewards_come_last_and_are_no_band():

@@ -143,6 +143,8 @@ def test_the_sglang_rollout_draws_without_a_seed_of_ours():
     ({"top_k": 0}, "top_k is 0"),
     ({"min_p": 2.0}, "min_p is 2.0"),
     ({"stop_strings": [""]}, "stop_strings"),
+    ({"eos_tokens": (-1,)}, r"eos_tokens\[0\] is -1: .* whole number of at least 0"),
+    ({"eos_tokens": [2, 2**31]}, r"eos_tokens\[1\] is 2147483648"),
     ({"temperature": 0.0, "top_k": 3}, "top_k is 3"),
   ],
 )

@@ -1,5 +1,7 @@
 """How metrics of several batches come together."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -47,6 +49,26 @@ def test_a_mean_over_batches_is_that_of_all_rewards_that_were_given():
   means = metrics.mean_of([metrics.of_rollouts(part) for part in parts])
   assert means["rewards/score/mean"] == means["rewards/f"] == 0.2  # 1 of 5
   assert means["rewards/failed"] == 3 / 8
+
+
+def test_quartiles_are_those_of_the_prompts_and_not_of_the_completions():
+  one = rollouts(0.0, 1.0)
+  # Means of the four prompts: 0.5, 0 (one reward failed), 1, and none.
+  nan = np.nan
+  totals = np.array([[0.0, 1.0], [0.0, nan], [1.0, 1.0], [nan, nan]])
+  several = dataclasses.replace(
+    one,
+    batch=PromptBatch(prompts=list("abcd"), columns={}, number=0),
+    finish_reasons=["stop"] * 8,
+    completion_mask=np.ones((8, 1), bool),
+    scores=totals,
+    rewards=RewardOutput().plus("f", totals.ravel()),
+  )
+  found = metrics.of_rollouts(several)
+  assert found["rewards/score/prompt_p25"] == (0.25, 3)
+  assert found["rewards/score/prompt_p75"] == (0.75, 3)
+  # One prompt has no spread, and one completion says nothing of its prompt.
+  assert not any("prompt_p" in name for name in metrics.of_rollouts(one))
 
 
 def test_batches_of_other_columns_are_named():

@@ -207,9 +207,23 @@ def test_pathways_moves_when_it_is_there(monkeypatch):
   monkeypatch.setenv("JAX_PLATFORMS", "proxy,cpu")
   reshard.reshard_arrays(x, None, target)
   assert moved[-1] == target and len(moved) == 2
+
+
+def test_pathways_without_pathwaysutils_warns_once(monkeypatch, caplog):
+  x = jax.device_put(X, layout({"f": 8}, P("f")))
+  target = layout({"f": 4}, P("f"))
+  name = "pathwaysutils.experimental.reshard"
   monkeypatch.setitem(sys.modules, name, None)  # not installed
-  assert reshard.reshard_arrays(x, None, target).sharding == target
-  assert len(moved) == 2
+  reshard._warn_once.cache_clear()
+  reshard.reshard_arrays(x, None, target)
+  assert not caplog.records  # JAX does not run through Pathways
+  monkeypatch.setenv("JAX_PLATFORMS", "proxy,cpu")
+  for _ in range(2):
+    out = reshard.reshard_arrays(x, None, target)
+    assert out.sharding == target
+    np.testing.assert_array_equal(out, X)
+  [record] = caplog.records
+  assert "pip install pathwaysutils" in record.message
 
 
 def specs(model):

@@ -13,6 +13,7 @@ from tests.sft import trainers
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
+from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import mesh as mesh_lib
@@ -151,6 +152,16 @@ def modes(train=None, evaluate=None):
       Mode.EVAL: dataclasses.replace(config, **(evaluate or {})),
     },
   )
+
+
+def test_ids_beyond_the_vocabulary_are_refused_before_the_first_rollout():
+  for mode in Mode:
+    ids = {m: [95] if m is not mode else [2, 96] for m in Mode}
+    config = modes({"eos_tokens": ids[Mode.TRAIN]}, {"eos_tokens": ids[Mode.EVAL]})
+    with pytest.raises(ValueError, match=r"eos_tokens has token id 96; .* 0 to 95\."):
+      RLCluster(
+        actor=clusters.model(), tokenizer=clusters.Words(), cluster_config=config
+      )
 
 
 def test_one_engine_serves_every_mode():

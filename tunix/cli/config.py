@@ -332,7 +332,7 @@ def _check_foreign(dotted: str, value: Any, place: _Place) -> None:
     return
   # The default of one algorithm (dynamic sampling of DAPO) would be a change in
   # another one, so for the keys of an algorithm only null passes.
-  if value in (None, {}, []) or any(
+  if value in (None, {}, [], spelling.FORMER_DEFAULTS.get(dotted)) or any(
     chosen is None and value == plain(key.default) for _, chosen, key in owners
   ):
     return

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tunix.data import records, spans
+from tunix.data import marked, records, spans
 from tunix.data.spans import Segment
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
@@ -91,10 +91,12 @@ def render(
 ) -> Rendered:
   """Returns tokens and mask of one record of fine-tuning.
 
-  In a conversation, the assistant's turns are trained, each with the token that ends
-  it. In a record with a prompt and a response, the response and its end are trained. In
-  a text, all tokens are trained. Trained and untrained pieces of text are tokenised
-  separately, because a model that continues a prompt sees the same boundary.
+  In a conversation, the assistant's turns are trained, each with the tokens that close
+  it. If the chat template has `{% generation %}` blocks, the text in the blocks of
+  these turns is trained instead. In a record with a prompt and a response, the response
+  and its end are trained. In a text, all tokens are trained. Trained and untrained
+  pieces of text are tokenised separately, because a model that continues a prompt sees
+  the same boundary.
 
   Args:
     record: a record of the kind SFT, see `tunix.data.records`.
@@ -244,11 +246,20 @@ def _chat(
       some, add_generation_prompt, now=TEMPLATE_DATE, **variables
     )
 
-  # Any special token except BOS may close a turn. If a tokenizer uses one token for BOS
-  # and EOS, this token closes turns too.
-  bos = tokenizer.bos_token if tokenizer.bos_id() != tokenizer.eos_id() else None
-  closing = [text for text in tokenizer.special_tokens() if text != bos]
-  segments, needs_eos = spans.find_segments(_visible(messages), turns, apply, closing)
+  def mark(some: Sequence[Message], marks: tuple[str, str]) -> str:
+    return tokenizer.apply_chat_template(
+      some, False, now=TEMPLATE_DATE, generation_marks=marks, **variables
+    )
+
+  visible = _visible(messages)
+  if tokenizer.marks_generation(variables.get("tools")):
+    segments, needs_eos = marked.find_segments(visible, turns, apply, mark), False
+  else:
+    # Any special token except BOS may close a turn. If a tokenizer uses one token for
+    # BOS and EOS, this token closes turns too.
+    bos = tokenizer.bos_token if tokenizer.bos_id() != tokenizer.eos_id() else None
+    closing = [text for text in tokenizer.special_tokens() if text != bos]
+    segments, needs_eos = spans.find_segments(visible, turns, apply, closing)
   row = _tokenise(segments, tokenizer, add_eos=needs_eos)
   if not row.masks[0].any():
     raise ValueError(f"nothing to train: {_why_untrained(messages, turns)}")

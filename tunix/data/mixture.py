@@ -21,7 +21,12 @@ class Mixture(Records):
   number of draws in a pass is the number of records of all parts together. Part i gets
   the share w_i / sum(w) of these draws, evenly spread. If that is more than the size of
   the part, its records repeat within the pass, in a new order each time. If it is less,
-  the next pass continues after the last record that this pass drew.
+  the next pass continues after the last record that this pass drew. A part with the
+  weight 0 is left out: the mixture is the same as without it.
+
+  Attributes:
+    parts, weights: the parts that are drawn from, and their weights.
+    unused: names of the parts with the weight 0.
   """
 
   def __init__(
@@ -31,7 +36,7 @@ class Mixture(Records):
 
     Args:
       parts: `Records`, or other sequences of dicts, which need `kind`.
-      weights: one positive number per part; only their ratios matter. None visits every
+      weights: one number >= 0 per part; only their ratios matter. None visits every
         record once per pass.
       kind: kind of the parts that are not `Records` (see `tunix.data.records`). None
         takes the kind of the first part that is.
@@ -56,7 +61,12 @@ class Mixture(Records):
         f"parts are of the kinds {sorted({self.kind.name, *others})}; a mixture takes "
         "parts of one kind"
       )
-    self.weights = None if weights is None else check_weights(weights, len(parts))
+    self.weights, self.unused = None, ()
+    if weights is not None:
+      checked = check_weights(weights, len(parts))
+      self.unused = tuple(p.name for p, w in zip(self.parts, checked) if not w)
+      self.parts = tuple(part for part, w in zip(self.parts, checked) if w)
+      self.weights = tuple(filter(None, checked))
     self.name = ", ".join(part.name for part in self.parts)
     # _ends[i] is one past the last record number of part i, for bisection.
     self._ends = list(itertools.accumulate(map(len, self.parts)))
@@ -109,19 +119,20 @@ def check_weights(weights: Sequence[float], count: int) -> tuple[float, ...]:
 
   Raises:
     TypeError: a weight is no number.
-    ValueError: there are not `count` weights, or one is not positive and finite.
+    ValueError: there are not `count` weights, one is negative or not finite, or all of
+      them are 0.
   """
   if len(weights) != count:
     raise ValueError(
       f"weights is {list(weights)}; expected {count} numbers, one for each part"
     )
   for number, weight in enumerate(weights):
-    if weight == 0:
-      raise ValueError(
-        f"weights[{number}] is 0; expected a number above 0. Leave out a part that "
-        "should not be used"
-      )
-    checks.number(f"weights[{number}]", weight, checks.POSITIVE)
+    checks.number(f"weights[{number}]", weight, checks.NOT_NEGATIVE)
+  if not any(weights):
+    raise ValueError(
+      f"weights is {list(weights)}; expected a number above 0 among them. Give a part "
+      "that should be used a weight above 0"
+    )
   return tuple(weights)
 
 
@@ -141,4 +152,7 @@ def describe(records: Any) -> list[str]:
       f"{share:.1%} from {part.name} ({len(part):,} {records.kind.noun}, "
       f"{passes:.2f} times a pass)"
     )
-  return lines
+  return [
+    *lines,
+    *(f"nothing from {name} (its weight is 0)" for name in records.unused),
+  ]

@@ -66,7 +66,7 @@ def find_segments(
   rendered conversation may not begin with the rendered prompt, for example if the
   template drops earlier thinking. Then the prompt's text after the previous message is
   compared; if it differs as well, the trained text begins with the content. The trained
-  text ends after the token that closes the turn.
+  text ends after the tokens that close the turn.
 
   Args:
     messages: the conversation.
@@ -83,10 +83,7 @@ def find_segments(
       calls of a turn, or prints the content of a turn after the results of its calls.
   """
   full = render(messages, False)
-  contents = _contents(messages, turns, full, render)
-  if contents is None:
-    each = {turn: _content_alone(messages, turn, full, render) for turn in turns}
-    contents = {turn: content for turn, content in each.items() if content is not None}
+  contents = find_contents(messages, turns, full, render)
   _check_order(messages, turns, render)
   starts = _completion_starts(messages, contents, full, render)
   # Longest token first: an alternation takes the first match, and one token may be a
@@ -95,13 +92,17 @@ def find_segments(
   closing = re.compile("|".join(tokens) or "(?!)")
   lost = {turn: payloads.missing(messages[turn], "") for turn in turns}
   tails: list[str] = []
+  ends: dict[str, int] = {}
   segments: list[Segment] = []
   done, needs_eos = 0, False
   for turn, content in contents.items():
     start, end = max(done, starts[turn]), content.stop
     if messages[turn].get("tool_calls"):
       end += turn_ends.tail_length(messages, turn, full[end:], closing, render, tails)
-    stop = turn_ends.closing_stop(full, end, closing)
+      stop = turn_ends.closing_stop(full, end, closing)
+    else:
+      stop = turn_ends.closing_end(messages, turn, full[end:], closing, render, ends)
+      stop = None if stop is None else end + stop
     if stop is None and turn == len(messages) - 1:
       # The template closes the last turn by no token, so EOS must. White space that the
       # template prints after the content would separate the content from EOS.
@@ -112,15 +113,35 @@ def find_segments(
     lost[turn] = payloads.missing(messages[turn], full[start:stop])
     segments += [Segment(full[done:start], False), Segment(full[start:stop], True)]
     done = stop
-  places = [f"{what} of messages[{turn}]" for turn, what in lost.items() if what]
-  if places:
+  if places := lost_places(lost):
     raise ValueError(
-      f"the chat template prints no text of the assistant's turns: {', '.join(places)} "
-      'would not be trained; use a template that prints them, or set "train": false in '
-      "these turns"
+      f"the chat template prints no text of the assistant's turns: {places} would not "
+      'be trained; use a template that prints them, or set "train": false in these '
+      "turns"
     )
   segments.append(Segment(full[done:], False))
   return [s for s in segments if s.text], needs_eos
+
+
+def lost_places(lost: Mapping[int, str]) -> str:
+  """Returns what the trained text of each turn lacks, for messages; "" for nothing."""
+  return ", ".join(f"{what} of messages[{turn}]" for turn, what in lost.items() if what)
+
+
+def find_contents(
+  messages: Sequence[Message], turns: Sequence[int], full: str, render: Renderer
+) -> dict[int, Content]:
+  """Returns the positions of the contents of turns that the template prints.
+
+  Args:
+    messages, turns, render: as in `find_segments`.
+    full: the rendered conversation.
+  """
+  contents = _contents(messages, turns, full, render)
+  if contents is not None:
+    return contents
+  each = {turn: _content_alone(messages, turn, full, render) for turn in turns}
+  return {turn: content for turn, content in each.items() if content is not None}
 
 
 def _contents(

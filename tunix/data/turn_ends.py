@@ -1,4 +1,4 @@
-"""Finds the token that closes a turn of a rendered conversation."""
+"""Finds the tokens that close a turn of a rendered conversation."""
 
 from __future__ import annotations
 
@@ -74,6 +74,56 @@ def _overlap(tail: str, rest: str, closing: re.Pattern[str]) -> int | None:
     if rest.startswith(tail[start:stop]):
       return last - start
   return None
+
+
+def closing_end(
+  messages: Sequence[Message],
+  turn: int,
+  rest: str,
+  closing: re.Pattern[str],
+  render: Renderer,
+  known: dict[str, int],
+) -> int | None:
+  """Returns the length of `rest` up to the end of the turn; None if no token closes it.
+
+  The first special token after the content closes the turn. If more special tokens
+  follow, they may close it, too, such as the end of the response and the end of the
+  turn, or belong to the header of the next message. The template prints the tokens
+  that close a turn both at the end of a conversation and before a further message.
+
+  Args:
+    messages, turn, closing, render: as in `spans.find_segments`.
+    rest: text of the rendered conversation after the content of the turn.
+    known: {special tokens in a row: length of those that close a turn}, from earlier
+      turns. The dict is extended, so that equal rows need no rendering of their own.
+  """
+  ends: list[int] = []
+  while (end := closing_stop(rest, ends[-1] if ends else 0, closing)) is not None:
+    ends.append(end)
+  if len(ends) < 2:
+    return ends[0] if ends else None
+  row = rest[: ends[-1]]
+  if row not in known:
+    shared = common_prefix(row, _other_rest(messages, turn, render))
+    known[row] = max([end for end in ends if end <= shared], default=ends[0])
+  return known[row]
+
+
+def _other_rest(messages: Sequence[Message], turn: int, render: Renderer) -> str:
+  """Returns the text after the content of a turn in another conversation.
+
+  The conversation ends with the turn if messages follow it in `messages`, and goes on
+  with a question if none does. The text is empty if the template refuses that.
+  """
+  content, question = payloads.PLACEHOLDERS
+  changed = [*messages[:turn], payloads.replaced(messages[turn], content)]
+  if turn == len(messages) - 1:
+    changed.append({"role": "user", "content": question})
+  try:
+    before, _, after = render(changed, False).rpartition(content)
+  except ValueError:
+    return ""
+  return after if before else ""
 
 
 def closing_stop(full: str, end: int, closing: re.Pattern[str]) -> int | None:

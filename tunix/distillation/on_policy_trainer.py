@@ -144,9 +144,6 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     )
 
   def _read(self, batch: Any) -> Prompts:
-    return self._prepare_inputs(batch)
-
-  def _prepare_inputs(self, batch: Any) -> Prompts:
     if isinstance(batch, Prompts):
       return batch
     fields = batch_fields(batch)
@@ -167,6 +164,9 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     pairs = enumerate(zip(prompts, completions))
     rendered = [self._rendered(*pair, where=f"row {n}") for n, pair in pairs]
     return Prompts(**rows.columns(rendered, names, self._limits, pad_id=0))
+
+  def _prepare_inputs(self, batch: Prompts) -> Prompts:
+    return batch  # the teacher scores it in _prepare_window, with its completions
 
   def _rendered(self, prompt: Any, completion: Any, *, where: str) -> Rendered:
     """Tokenizes a prompt and its optional completion, within the limits."""

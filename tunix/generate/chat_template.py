@@ -2,7 +2,7 @@
 
 The dialect is that of `transformers`: a sandbox, trimmed blocks, `raise_exception`,
 `strftime_now`, a `tojson` that keeps HTML characters, `{% break %}`, and
-`{% generation %}` blocks, which render as their content.
+`{% generation %}` blocks, which mark the text that is trained.
 
 A template is a program that comes with a model. Its work is bounded: every round of a
 loop, call and operation takes one step of a budget, and long values take more.
@@ -19,6 +19,7 @@ from typing import Any
 
 from tunix.generate import template_limits as limits
 from tunix.generate.template_limits import ChatTemplateError
+from tunix.generate.tokenizer_files import ChatTemplates
 
 Message = Mapping[str, Any]
 
@@ -29,7 +30,13 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Names that `render` or its callers set in every rendering.
 RESERVED_NAMES = (
   *("messages", "add_generation_prompt", "tokenize", "now", "template", "self"),
-  *("strftime_now", "raise_exception"),
+  *("strftime_now", "raise_exception", "generation_marks"),
+)
+
+# Words of jinja's expressions, which cannot be the name of a variable.
+_JINJA_WORDS = (
+  *("true", "false", "none", "True", "False", "None"),
+  *("and", "or", "not", "in", "is", "if", "else"),
 )
 
 _TOOL_SCHEMA = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
@@ -59,6 +66,62 @@ def check_variables(variables: Mapping[str, Any], key: str) -> None:
     )
 
 
+def with_defaults(
+  template: ChatTemplates, variables: Mapping[str, Any]
+) -> ChatTemplates:
+  """Returns a template that sets variables which a rendering leaves undefined.
+
+  The variables become part of the source, so every program that reads the template of
+  an exported model renders with them. A rendering that gives a variable overrides it.
+
+  Args:
+    template: jinja source, or sources by name.
+    variables: values of JSON by name, as `check_defaults` accepts them.
+  """
+  if not isinstance(template, str):
+    return {name: f"{with_defaults(x, variables)}" for name, x in template.items()}
+  # A copy through JSON makes lists of tuples. Literals of Python are literals of jinja.
+  plain = json.loads(json.dumps(dict(variables)))
+  lines = [
+    f"{{% if {name} is not defined or {name} is none %}}"
+    f"{{% set {name} = {value!r} %}}{{% endif %}}\n"
+    for name, value in plain.items()
+  ]
+  return "".join(lines) + template  # jinja drops each line break after a block
+
+
+def check_defaults(variables: Mapping[str, Any], key: str) -> None:
+  """Refuses variables that `with_defaults` cannot write into a template.
+
+  Args:
+    variables: as for `with_defaults`.
+    key: configuration key or argument of the variables, for the message.
+
+  Raises:
+    ValueError: a reserved name, a name that jinja cannot set, tools or documents, or a
+      value that JSON does not have.
+  """
+  check_variables(variables, key)
+  for name, value in variables.items():
+    if name in ("tools", "documents"):
+      raise ValueError(
+        f"{key}.{name} is set; expected variables of the template such as "
+        f"enable_thinking. Give {name} with each record, or in data.template_args"
+      )
+    if not name.isidentifier() or name in _JINJA_WORDS:
+      raise ValueError(
+        f"{key} has the name {name!r}; expected the name of a jinja variable. Give "
+        "the name that the template reads"
+      )
+    try:
+      json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+      raise ValueError(
+        f"{key}.{name} is {value!r}; expected text, a number, true, false, null, or "
+        "lists and mappings of them. Change the value"
+      ) from error
+
+
 def render(
   template: str,
   messages: Sequence[Message],
@@ -67,6 +130,7 @@ def render(
   tools: Sequence[Mapping[str, Any]] | None = None,
   documents: Sequence[Mapping[str, Any]] | None = None,
   now: datetime.datetime | None = None,
+  generation_marks: tuple[str, str] = ("", ""),
   **variables: Any,
 ) -> str:
   """Renders a conversation to the text that a model reads.
@@ -80,6 +144,7 @@ def render(
     documents: dicts with "title" and "text", for templates that quote them.
     now: time that `strftime_now` shows; None: the present time. Training data is
       rendered with a fixed time, so that tokens do not depend on the day of the run.
+    generation_marks: texts to print before and after each `{% generation %}` block.
     **variables: further names for the template (`bos_token`, `enable_thinking`, ...).
 
   Raises:
@@ -102,6 +167,7 @@ def render(
       tools=tools,
       documents=documents,
       strftime_now=lambda form: (now or datetime.datetime.now()).strftime(form),
+      generation_marks=generation_marks,
       **variables,
     )
   except ChatTemplateError:
@@ -117,6 +183,25 @@ def render(
       f"the chat template fails on this conversation ({_place(error)}"
       f"{type(error).__name__}: {error}): correct the template or the record"
     ) from error
+
+
+def marks_generation(template: str) -> bool:
+  """Returns True if the template has `{% generation %}` blocks.
+
+  Raises:
+    ChatTemplateError: the template is no valid jinja.
+  """
+  _compiled(template)
+  return _has_blocks(template)
+
+
+@functools.lru_cache(maxsize=32)
+def _has_blocks(template: str) -> bool:
+  import jinja2.meta
+
+  # Only the blocks read this name: templates that call it themselves do not exist.
+  names = jinja2.meta.find_undeclared_variables(_environment().parse(template))
+  return "generation_marks" in names
 
 
 def _is_schema(tool: Any) -> bool:
@@ -258,19 +343,24 @@ def _sandbox() -> Any:
 @functools.lru_cache(maxsize=1)
 def _environment() -> Any:
   import jinja2.ext
+  import jinja2.nodes as nodes
 
   class GenerationBlock(jinja2.ext.Extension):
-    """The tag {% generation %}...{% endgeneration %}, rendered as its content.
-
-    Some templates mark the assistant's text with it. Loss masks come from rendering
-    prefixes of the conversation, which needs no mark.
-    """
+    """The tag {% generation %}...{% endgeneration %}, between `generation_marks`."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja's form)
 
     def parse(self, parser: Any) -> Any:
-      next(parser.stream)
-      return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+      def mark(place: int) -> Any:
+        marks = nodes.Name("generation_marks", "load", lineno=line)
+        text = nodes.Getitem(marks, nodes.Const(place), "load", lineno=line)
+        return nodes.Output([text], lineno=line)
+
+      # As in transformers, `set` inside the block has no effect outside.
+      return nodes.Scope([mark(0), *body, mark(1)], lineno=line)
 
   def raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)

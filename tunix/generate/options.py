@@ -65,6 +65,8 @@ class SamplingOptions:
       top_p=checks.Range(0, 1, beyond=True),
       min_p=checks.SHARE,
       seed=checks.SEED,
+      eos_tokens=checks.NOT_NEGATIVE,
+      forbidden_tokens=checks.NOT_NEGATIVE,
     )
     self._check_draw()
     if "" in self.stops:

@@ -83,11 +83,11 @@ def prepare(
   """
   vocab_size = calling.vocab_size(model)
   for prompt in prompts:
-    _check_ids(prompt, "a prompt", vocab_size)
+    check_ids(prompt, "a prompt", vocab_size)
   # Only ids that the caller gave are checked. The tokenizer's end-of-sequence id may be
   # outside the model's vocabulary; it is then never generated.
   if options.eos_tokens is not None:
-    _check_ids(options.eos_tokens, "eos_tokens", vocab_size)
+    check_ids(options.eos_tokens, "eos_tokens", vocab_size)
   count, samples = len(prompts), options.beam_size or options.num_samples
   graph, state = nnx.split(model)
   state = mesh_lib.on_auto(state)
@@ -262,13 +262,14 @@ def _forbidden(
 ) -> np.ndarray | None:
   if tokens is None or len(tokens) == 0:
     return None
-  _check_ids(tokens, "forbidden_tokens", vocab_size)
+  check_ids(tokens, "forbidden_tokens", vocab_size)
   if len(set(tokens)) == vocab_size:
     raise ValueError("forbidden_tokens names every token: leave at least one")
   return batching.id_list(tokens)
 
 
-def _check_ids(ids: Any, subject: str, vocab_size: int | None) -> None:
+def check_ids(ids: Any, subject: str, vocab_size: int | None) -> None:
+  """Refuses token ids outside a vocabulary; None stands for an unknown size."""
   ids = np.asarray(ids)
   size = batching.NO_TOKEN if vocab_size is None else vocab_size
   wrong = ids[(ids < 0) | (ids >= size)]

@@ -8,6 +8,20 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from tunix.ops.pair_losses import PairLoss, masked
 from tunix.ops.reductions import keep, safe_divide, weighted_sum
+from tunix.utils.metric import Metric
+
+METRICS = (
+  Metric("rewards/chosen", "nats", "beta (log pi - log pi_0) of desirable examples"),
+  Metric("rewards/rejected", "nats", "the same of undesirable examples"),
+  Metric("rewards/margin", "nats", "rewards/chosen - rewards/rejected"),
+  Metric(
+    "log_probs/chosen",
+    "nats",
+    "log-probability of desirable completions, summed over tokens",
+  ),
+  Metric("log_probs/rejected", "nats", "the same of undesirable completions"),
+  Metric("kl", "nats", "z0 of the formula, the estimated divergence of the batch"),
+)
 
 
 def kto_loss(

@@ -22,10 +22,31 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from tunix.ops.reductions import keep, safe_exp
+from tunix.utils.metric import SAME, Metric
 
 # Upper bound of mean log-probabilities in ORPO, because probability 1 has infinite
 # odds. At the bound log(1 - P) is log(1 - exp(-1e-6)) = -13.8.
 MAX_MEAN_LOGP = -1e-6
+
+
+METRICS = (
+  Metric(
+    "sft_loss",
+    "nats",
+    "negative log-probability of chosen: summed in `cpo`, per token in `orpo`",
+    condition="with the losses `cpo` and `orpo`",
+  ),
+  Metric(
+    "or_loss", "nats", "odds term without its weight", condition="with the loss `orpo`"
+  ),
+  Metric(
+    "odds_ratio",
+    "nats",
+    "difference of the log-odds of chosen and rejected",
+    condition="with the loss `orpo`",
+    known_as=SAME,
+  ),
+)
 
 
 class PairScores(NamedTuple):

@@ -20,6 +20,33 @@ import jax.numpy as jnp
 from tunix.ops import kl, pair_losses as pairs, pair_losses_coupled as coupled
 from tunix.ops.pair_losses import PairLoss, PairScores, masked
 from tunix.ops.reductions import keep, safe_divide, weighted_sum
+from tunix.utils.metric import SAME, Metric
+
+_NOT_ALWAYS = "if the loss has a reference model"
+METRICS = (
+  Metric("rewards/chosen", "nats", "beta (log pi - log pi_0) of chosen", known_as=SAME),
+  Metric("rewards/rejected", "nats", "the same of rejected", known_as=SAME),
+  Metric("rewards/margin", "nats", "rewards/chosen - rewards/rejected", known_as=SAME),
+  Metric(
+    "rewards/accuracy",
+    "share",
+    "pairs with a positive margin; a margin of 0 counts half",
+    known_as=SAME,
+  ),
+  Metric(
+    "log_probs/chosen",
+    "nats",
+    "log-probability of the chosen completion, summed over its tokens",
+    known_as=SAME,
+  ),
+  Metric("log_probs/rejected", "nats", "the same of rejected", known_as=SAME),
+  Metric(
+    "kl",
+    "nats^2",
+    "(log pi - log pi_0)^2 / 2 of a completion, mean of chosen and rejected",
+    condition=_NOT_ALWAYS,
+  ),
+)
 
 
 class PairLossSpec(NamedTuple):

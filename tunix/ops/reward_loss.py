@@ -8,6 +8,18 @@ from jaxtyping import Array, Float
 
 from tunix.ops.pair_losses import PairLoss
 from tunix.ops.preference import accuracy
+from tunix.utils.metric import Metric
+
+METRICS = (
+  Metric("rewards/chosen", "of the score", "score of the chosen completion"),
+  Metric("rewards/rejected", "of the score", "score of the rejected completion"),
+  Metric("rewards/margin", "of the score", "rewards/chosen - rewards/rejected"),
+  Metric(
+    "rewards/accuracy",
+    "share",
+    "pairs with a positive margin; a margin of 0 counts half",
+  ),
+)
 
 
 def bradley_terry(

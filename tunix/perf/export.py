@@ -8,6 +8,40 @@ from typing import Any
 
 from tunix.perf.metrics import HOST, MetricsExportFn, PerfSpanQuery
 from tunix.perf.span import Span, busy_seconds
+from tunix.utils.metric import SAME, Metric
+
+METRICS = (
+  Metric(
+    "perf/<phase>_sec",
+    "s",
+    "time of the host in a phase: global_step, data, prepare, train_step, device_wait, "
+    "evaluation, checkpoint, rollout, refer_inference, old_logps, values, ...",
+    "train",
+    "with `perf_metrics_options`",
+  ),
+  Metric(
+    "perf/busy/<role>_sec",
+    "s",
+    "time in which the devices of a role worked",
+    "train",
+    "with `perf_metrics_options`",
+  ),
+)
+_CLUSTER = "with `PerfMetricsExport.from_cluster_config`"
+STEP_METRICS = (
+  Metric("perf/global_step_time", "s", "the whole step", "train", _CLUSTER, SAME),
+  Metric("perf/weight_sync_time", "s", "weight transfer", "train", _CLUSTER, SAME),
+  Metric(
+    "perf/rollout_idle_time",
+    "s",
+    "time in which the devices of the rollout work for no role",
+    "train",
+    _CLUSTER,
+    SAME,
+  ),
+  Metric("perf/sum/<phase>_time", "s", "sum of a phase", "train", _CLUSTER, SAME),
+  Metric("perf/mean/<phase>_time", "s", "mean of a phase", "train", _CLUSTER, SAME),
+)
 
 EVALUATION = "evaluation"
 STEP = "global_step"

@@ -7,7 +7,8 @@ does not tell: why no entry can match this run, and whether a file is damaged.
 
 JAX unpickles an entry and runs the program in it. Whoever may write an entry may run
 code as the user, so `use_cache` refuses entries that other users may write. The digests
-of the manifest find damage; they are no signature.
+of the manifest find damage. With a key the manifest has an HMAC-SHA256, and so its
+digests prove who wrote the entries: somebody who has the key.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
+import hmac
 import importlib.metadata
 import json
 import os
@@ -31,6 +33,7 @@ from tunix.utils import io
 
 NAME = "shipped.json"
 _FORMAT = 2
+_KEY_BYTES = 16  # fewer could be guessed
 _ENTRIES = "*-cache"  # JAX's file names
 # Flags that change no program.
 _IDLE_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump")
@@ -38,15 +41,45 @@ _REQUEST = "/jax/compilation_cache/compile_requests_use_cache"
 _HIT = "/jax/compilation_cache/cache_hits"
 
 
-def use_cache(folder: str | os.PathLike[str]) -> None:
+def read_key(name: str, file: str | os.PathLike[str]) -> bytes:
+  """Returns the key in a file, which signs or verifies a shipped folder.
+
+  Args:
+    name: setting that names the file, for messages.
+    file: all its bytes are the key.
+
+  Raises:
+    ValueError: there is no such file, or it has fewer bytes than a key needs.
+  """
+  remedy = "`head -c 32 /dev/urandom > FILE` makes one"
+  try:
+    key = pathlib.Path(file).expanduser().read_bytes()
+  except OSError as error:
+    raise ValueError(
+      f"{name} is {str(file)!r}, which cannot be read ({error.strerror}); expected a "
+      f"file with a key. {remedy}"
+    ) from error
+  if len(key) < _KEY_BYTES:
+    raise ValueError(
+      f"{name} is {str(file)!r}, which has {len(key)} bytes; expected at least "
+      f"{_KEY_BYTES}. {remedy}"
+    )
+  return key
+
+
+def use_cache(folder: str | os.PathLike[str], key: bytes | None = None) -> None:
   """Keeps JAX's compilation cache in a folder from now on.
+
+  With a key nothing is added to the folder: the next run would refuse the entry, which
+  the manifest does not list.
 
   Args:
     folder: made if missing, for this user alone.
+    key: key that `write` signed the folder with; None: the folder is not signed.
 
   Raises:
     ValueError: the folder or an entry in it belongs to another user, or others may
-      write it.
+      write it; or the key and the folder do not belong together.
     OSError: the folder cannot be made or read.
   """
   root = pathlib.Path(folder)
@@ -55,7 +88,13 @@ def use_cache(folder: str | os.PathLike[str]) -> None:
   if root.stat().st_mode & 0o011:  # else no other user reaches the entries
     for entry in root.iterdir():
       _check_writers(entry)
-  _apply(_cache_settings(folder, is_portable=is_in(folder)))
+  settings = _cache_settings(folder, is_portable=is_in(folder))
+  # Others cannot write here after these checks: what JAX loads later has passed them.
+  if (problem := _distrust(root, key)) is not None:
+    raise ValueError(f"compilation_cache is {str(folder)!r}, {problem}")
+  if key is not None:
+    settings["jax_persistent_cache_min_compile_time_secs"] = float("inf")
+  _apply(settings)
 
 
 def _check_writers(path: pathlib.Path) -> None:
@@ -126,6 +165,7 @@ def write(
   entries: str | os.PathLike[str],
   mesh: Mesh,
   names: Sequence[str],
+  key: bytes | None = None,
 ) -> int:
   """Copies cache entries into a folder, and writes their manifest.
 
@@ -134,6 +174,8 @@ def write(
     entries: folder of `cache_in`, in which the programs were compiled.
     mesh: devices that the programs were compiled for.
     names: of the programs.
+    key: signs the manifest. All other entries are then removed from the folder, because
+      a run with the key refuses them. None: the folder is not signed.
 
   Returns: bytes written, without the manifest.
 
@@ -148,8 +190,59 @@ def write(
     size += len(data)
   # The manifest comes last, so that every file it lists exists.
   listed = {"programs": list(names), "files": digests}
-  io.write_json(root / NAME, {"format": _FORMAT, **_origin(mesh), **listed})
+  manifest = {"format": _FORMAT, **_origin(mesh), **listed}
+  if key is not None:
+    for entry in root.glob(_ENTRIES):
+      if entry.name not in digests:
+        entry.unlink()
+    manifest["signature"] = _signature(manifest, key)
+  io.write_json(root / NAME, manifest)
   return size
+
+
+def _signature(manifest: dict[str, Any], key: bytes) -> str:
+  """Returns the HMAC-SHA256 of a manifest, whose digests cover the entries."""
+  signed = {name: value for name, value in manifest.items() if name != "signature"}
+  return hmac.new(
+    key, json.dumps(signed, sort_keys=True).encode(), "sha256"
+  ).hexdigest()
+
+
+def _distrust(root: pathlib.Path, key: bytes | None) -> str | None:
+  """Returns why a folder must not be loaded with this key; None: it may be."""
+  manifest = _manifest(root)
+  signed = manifest.get("signature") if isinstance(manifest, dict) else None
+  if key is None:
+    if signed is None:
+      return None
+    return "which is signed; expected its key. Set compilation_cache_key to the file"
+  if not isinstance(signed, str):
+    return (
+      f"which has no signed {NAME}; expected one, because compilation_cache_key is "
+      "set. Ship with `tunix plan --ship FOLDER --ship-key FILE`"
+    )
+  if not hmac.compare_digest(
+    signed.encode(errors="replace"), _signature(manifest, key).encode()
+  ):
+    return (
+      f"whose {NAME} was signed with another key, or changed; expected the key of "
+      "compilation_cache_key. Ship again with this key"
+    )
+  if (reason := _malformed(manifest) or _damage(root, manifest["files"])) is not None:
+    return f"which is not as it was signed: {reason}"
+  known = {NAME, *manifest["files"]}
+  for entry in sorted(root.iterdir()):
+    if entry.name not in known:
+      return f"which has {entry.name!r}; expected the files of {NAME} alone. Remove it"
+  return None
+
+
+def _manifest(root: pathlib.Path) -> Any:
+  """Returns the manifest of a folder, or a text that says why there is none."""
+  try:
+    return json.loads((root / NAME).read_text())
+  except (OSError, ValueError, RecursionError) as error:
+    return f"unreadable: {error}"
 
 
 def is_in(folder: str | os.PathLike[str]) -> bool:
@@ -171,10 +264,7 @@ def loaded(
     say: receives one line for each program, or one line for a folder that is refused.
   """
   root = pathlib.Path(folder)
-  try:
-    manifest: Any = json.loads((root / NAME).read_text())
-  except (OSError, ValueError, RecursionError) as error:
-    manifest = f"unreadable: {error}"
+  manifest = _manifest(root)
   if (reason := _mismatch(manifest, mesh)) is not None:
     say(f"programs shipped to {root} are not used, all is compiled here: {reason}")
     yield

@@ -18,9 +18,10 @@ def data(measure: Measure, runs: Mapping[str, Curves]) -> dict[str, Any]:
     measure: the metric that is drawn as a line, its title and its band.
     runs: the curves of each run, by the run's name. At least one has the metric.
 
-  Returns: `title` and `lines`, ordered by run, training before evaluation. A line has
-  `label`, `colour`, `dashed` (an evaluation), `count`, `not_finite`, `points` and
-  `band` (points of its lower and its upper bound; None: no band).
+  Returns: `title`, `rounding` (a magnitude that no value exceeds, if all of them are
+  rounding errors; else None) and `lines`, ordered by run, training before evaluation. A
+  line has `label`, `colour`, `dashed` (an evaluation), `count`, `not_finite`, `points`
+  and `band` (points of its lower and its upper bound; None: no band).
   """
   lines, is_alone = [], len(runs) == 1
   for number, (run, curves) in enumerate(runs.items()):
@@ -43,7 +44,12 @@ def data(measure: Measure, runs: Mapping[str, Curves]) -> dict[str, Any]:
           "band": bands if len(bands) == 2 else None,
         }
       )
-  return {"title": measure.title, "lines": lines}
+  limit = measure.rounding
+  values = [abs(value) for line in lines for _, value in line["points"]]
+  # A metric that is 0 throughout is not computed with an error.
+  at_rounding = limit is not None and 0 < max(values, default=0) <= limit
+  rounding = limit if at_rounding else None
+  return {"title": measure.title, "rounding": rounding, "lines": lines}
 
 
 def _pairs(points: Sequence[Point]) -> list[tuple[int, float]]:

@@ -1,13 +1,14 @@
 """The sections of a page, and the titles and bands of its charts.
 
 A chart shows one metric: its curves in training and evaluation, of one or several runs.
-Two metrics never share an axis. A mean length has its extremes as a band.
+Two metrics never share an axis. A mean length has its extremes as a band, and the mean
+reward the middle half of the prompts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 
@@ -18,11 +19,14 @@ class Measure(NamedTuple):
     name: name of the metric that is drawn as a line.
     title: title of the chart.
     spread: names of the metrics that bound the band, (lowest, highest); None: no band.
+    rounding: largest magnitude of values that are rounding errors of float32; None: the
+      metric may be as small.
   """
 
   name: str
   title: str
   spread: tuple[str, str] | None = None
+  rounding: float | None = None
 
 
 # Section -> patterns that match the ends of its metrics' names, in the page's order.
@@ -58,12 +62,14 @@ _SECTIONS: dict[str, Sequence[str]] = {
   ),
 }
 OTHERS = "Further metrics"
+# Sections whose metrics are sums of terms around 1. float32 rounds 1 by up to 6e-8.
+_ROUNDED, _ROUNDING = ("Loss", "Policy"), 1e-6
 
 _TITLES = {
   "rewards/score/mean": "reward",
   "rewards/score/min": "lowest reward",
   "rewards/score/max": "highest reward",
-  "completions/mean_length": "completion length, tokens (band: shortest to longest)",
+  "completions/mean_length": "completion length, tokens",
   "completions/truncated": "completions cut at the limit, share",
   "rewards/failed": "completions without a reward, share",
   "groups/all_equal": "groups with equal rewards, share",
@@ -89,10 +95,16 @@ _TITLES = {
   "device_memory_bytes": "device memory, bytes",
 }
 
-# Line -> (lower, upper) bound of its band. The bounds get no separate chart. Rewards
-# have no band: right and wrong answers are in every batch, so it would fill the chart.
+# Line -> (lower, upper) bound of its band. The bounds get no separate chart. The lowest
+# and the highest reward are no band: right and wrong answers are in every batch.
 _SPREADS = {
   "completions/mean_length": ("completions/min_length", "completions/max_length"),
+  "rewards/score/mean": ("rewards/score/prompt_p25", "rewards/score/prompt_p75"),
+}
+# Line -> its band in the title.
+_BANDS = {
+  "completions/mean_length": "shortest to longest",
+  "rewards/score/mean": "middle half of the prompts",
 }
 
 
@@ -103,17 +115,46 @@ def arrange(names: Iterable[str]) -> dict[str, list[Measure]]:
   sections: dict[str, list[Measure]] = {}
   for name in sorted(known - _bounds(known), key=lambda n: (*places[n][:2], n)):
     section, _, prefix, base = places[name]
-    title = _TITLES.get(base, base)
+    label, title = [*_SECTIONS, OTHERS][section], _TITLES.get(base, base)
     spread = _SPREADS.get(base)
     ends = spread and (prefix + spread[0], prefix + spread[1])
+    ends = ends if ends and known.issuperset(ends) else None
+    if ends is not None:
+      title += f" (band: {_BANDS[base]})"
     measure = Measure(
       name,
       f"{prefix.rstrip('/')}: {title}" if prefix else title,
-      ends if ends and known.issuperset(ends) else None,
+      ends,
+      _ROUNDING if label in _ROUNDED else None,
     )
-    label = [*_SECTIONS, OTHERS][section]
     sections.setdefault(label, []).append(measure)
   return sections
+
+
+def without_single_charts(
+  sections: Mapping[str, list[Measure]],
+) -> dict[str, list[Measure]]:
+  """Joins every section of one chart with a neighbour, which fills its row.
+
+  Args:
+    sections: what `arrange` returns.
+  """
+  joined: list[tuple[str, list[Measure]]] = []
+  for label, charts in sections.items():
+    before, last = joined[-1] if joined else ("", [])
+    is_last = label == [*sections][-1]
+    if before and (len(last) == 1 or (is_last and len(charts) == 1)):
+      heading = _enumeration(before, f"{label[0].lower()}{label[1:]}")
+      joined[-1] = heading, [*last, *charts]
+    else:
+      joined.append((label, charts))
+  return dict(joined)
+
+
+def _enumeration(before: str, last: str) -> str:
+  """Returns "a, b and c" for the headings "a and b" and "c"."""
+  comma = ", " if " and " in last else " and "
+  return f"{before.replace(' and ', ', ')}{comma}{last}"
 
 
 def _place(name: str) -> tuple[int, int, str, str]:

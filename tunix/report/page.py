@@ -99,11 +99,11 @@ def _charts(runs: Sequence[Run], curves: Sequence[Curves]) -> list[Part]:
     name: None for name, by_mode in modes if any(c.count for c in by_mode.values())
   }
   sections, left = [], _MOST_CHARTS
-  for label, charts in measures.arrange(names).items():
+  for label, charts in measures.without_single_charts(measures.arrange(names)).items():
     shown, left = charts[: max(left, 0)], left - len(charts)
     figures = [chart.data(measure, by_run) for measure in shown]
     if figures:
-      notes = _decoding(runs) if label == "Rewards" else []
+      notes = _decoding(runs) if label.startswith("Rewards") else []
       drawn = {"kind": "charts", "charts": figures}
       sections.append(document.section(label, *notes, drawn))
   if left < 0:

@@ -135,6 +135,10 @@ class ClusterConfig:
     config: Any = self.rollout_config
     return list(config.values()) if isinstance(config, Mapping) else [config]
 
+  def eos_tokens(self) -> list[int]:
+    """Returns the ids that end a completion in any mode, without the tokenizer's."""
+    return [int(i) for c in self._modes() for i in c.eos_tokens or ()]
+
   def widest_rollout(self) -> RolloutConfig:
     """Returns Mode.TRAIN's config with a KV cache that fits all modes."""
     sizes = [c.kv_cache_size for c in self._modes()]

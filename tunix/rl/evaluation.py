@@ -9,6 +9,18 @@ import numpy as np
 
 from tunix.rl import metrics
 from tunix.rl.common import Rollouts
+from tunix.utils.metric import Metric
+
+METRICS = (
+  Metric(
+    "pass@<k>",
+    "share",
+    "prompts of which at least one of k completions passes (unbiased estimate), for k "
+    "of 1, 2, 4, ...",
+    "eval",
+    "if `algorithm.pass_threshold` is set",
+  ),
+)
 
 
 def pass_at_k(passed: np.ndarray, k: int) -> float:

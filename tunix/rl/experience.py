@@ -24,6 +24,7 @@ from tunix.rl.rewards import RewardOutput
 from tunix.rl.rl_cluster import RLCluster
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import coordination
+from tunix.utils.metric import Metric
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +33,18 @@ MetricFn = Callable[..., Mapping[str, Any]]
 
 # (rollouts, token limit of a completion) -> scores [P, G] that advantages come from
 ShapeRewards = Callable[[Rollouts, int], np.ndarray]
+
+
+METRICS = (
+  Metric(
+    "rewards/kl",
+    "nats",
+    "estimated divergence from the reference that is subtracted from the rewards",
+    "train",
+    "if `algorithm.beta` is not 0 and the reward has the divergence (PPO, RLOO, ...)",
+    "`rewards/reward_kl_penalty`",
+  ),
+)
 
 
 class Experience:

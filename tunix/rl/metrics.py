@@ -15,6 +15,62 @@ from tunix.perf.metrics import PerfMetricsConfig, PerfMetricsOptions
 from tunix.perf.trace import NoopTracer
 from tunix.rl.common import Rollouts
 from tunix.rl.config import RLTrainingConfig
+from tunix.utils.metric import SAME, Metric
+
+_SEVERAL = "if a batch has several prompts, each with several completions"
+METRICS = (
+  Metric(
+    "rewards/score/mean",
+    "of the reward",
+    "mean reward of a completion, summed over the reward functions",
+    known_as="`rewards/score/mean`, `rewards/sum`",
+  ),
+  Metric("rewards/score/max", "of the reward", "highest reward", known_as=SAME),
+  Metric("rewards/score/min", "of the reward", "lowest reward", known_as=SAME),
+  Metric(
+    "rewards/score/prompt_p25",
+    "of the reward",
+    "lower quartile over the prompts of a batch: mean reward of a prompt's completions",
+    condition=_SEVERAL,
+  ),
+  Metric(
+    "rewards/score/prompt_p75",
+    "of the reward",
+    "upper quartile over the prompts of a batch: mean reward of a prompt's completions",
+    condition=_SEVERAL,
+  ),
+  Metric(
+    "rewards/<function>",
+    "of the reward",
+    "mean of one reward function; `reward_model` is the reward model",
+    known_as=SAME,
+  ),
+  Metric(
+    "rewards/failed", "share", "completions without a reward, which are not trained on"
+  ),
+  Metric(
+    "completions/mean_length",
+    "tokens",
+    "mean length of a completion, end token included",
+    known_as="`completions/mean_length`, in PPO `generation/completions/mean_length`",
+  ),
+  Metric("completions/max_length", "tokens", "longest completion", known_as=SAME),
+  Metric("completions/min_length", "tokens", "shortest completion", known_as=SAME),
+  Metric("completions/truncated", "share", "completions cut at the token limit"),
+  Metric(
+    "groups/all_equal",
+    "share",
+    "groups whose rewards are all equal, so that they give no gradient",
+    condition="if a prompt has several completions",
+  ),
+  Metric("perf/rollout_sec", "s", "sampling of the completions"),
+  Metric("perf/rewards_sec", "s", "reward functions and reward model"),
+  Metric(
+    "perf/scoring_sec", "s", "log-probabilities and values before the update", "train"
+  ),
+  Metric("perf/update_sec", "s", "all updates on the completions", "train"),
+  Metric("perf/sync_sec", "s", "transfer of the weights to the rollout", "train"),
+)
 
 
 class Mean(NamedTuple):
@@ -36,7 +92,8 @@ _EXTREMES: dict[str, Callable[..., float]] = {
 def of_rollouts(rollouts: Rollouts) -> dict[str, Mean]:
   """Computes the metrics of one batch of rollouts. No value is NaN.
 
-  Names: rewards/score/{mean,max,min}, rewards/<function>, rewards/failed (share of
+  Names: rewards/score/{mean,max,min}, rewards/score/prompt_{p25,p75} (quartiles over
+  the prompts of a group's mean reward), rewards/<function>, rewards/failed (share of
   rows without a reward), completions/{mean,max,min}_length, completions/truncated
   (share), groups/all_equal (share of groups whose rewards are all the same).
   """
@@ -51,6 +108,7 @@ def of_rollouts(rollouts: Rollouts) -> dict[str, Mean]:
   out["completions/truncated"] = _mean(rollouts.truncated)
   if rollouts.group_size > 1:
     out["groups/all_equal"] = _mean(all_equal(rollouts.totals))
+    out |= _quartiles(rollouts.totals)
   return out
 
 
@@ -79,6 +137,21 @@ def mean_of(parts: Sequence[Mapping[str, Mean]]) -> dict[str, float]:
       total = math.fsum(mean.value * mean.weight for mean in means)
       out[name] = total / math.fsum(mean.weight for mean in means)
   return out
+
+
+def _quartiles(totals: np.ndarray) -> dict[str, Mean]:
+  """Returns the quartiles over prompts of the mean reward; {} below two prompts."""
+  known = np.isfinite(totals)
+  counts = known.sum(1)
+  means = np.where(known, totals, 0.0).sum(1)[counts > 0] / counts[counts > 0]
+  if means.size < 2:
+    return {}
+  return {
+    f"rewards/score/prompt_p{percent}": Mean(
+      float(np.percentile(means, percent)), means.size
+    )
+    for percent in (25, 75)
+  }
 
 
 def _mean(values: np.ndarray) -> Mean:

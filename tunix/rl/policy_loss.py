@@ -12,8 +12,60 @@ from tunix.ops.policy_gradient import PolicyLoss
 from tunix.ops.reductions import WeightedSum, aggregate
 from tunix.rl.algorithm_config import AlgorithmConfig, RolloutCorrection, resolve
 from tunix.rl.common import TrainExample
+from tunix.utils.metric import SAME, Metric
 
 Aux = dict[str, WeightedSum]
+
+METRICS = (
+  Metric(
+    "pg_clipfrac", "share", "tokens whose ratio was clipped", "train", known_as=SAME
+  ),
+  Metric(
+    "kl",
+    "nats",
+    "estimated divergence from the reference, by `algorithm.kl_method`",
+    "train",
+    "if `algorithm.beta` is not 0 and the loss has the divergence",
+    SAME,
+  ),
+  Metric(
+    "entropy",
+    "nats",
+    "entropy of the policy's distribution of the next token",
+    "train",
+    "if `algorithm.entropy_coef` is not 0",
+    "`entropy`, in PPO `loss/entropy`",
+  ),
+  Metric(
+    "parity/abs_diff",
+    "nats",
+    "absolute difference of the engine's and the trainer's log-probabilities",
+    "train",
+    "if the rollout engine returns log-probabilities",
+  ),
+  Metric(
+    "parity/ratio",
+    "1",
+    "exp(trainer's - engine's log-probability)",
+    "train",
+    "if the rollout engine returns log-probabilities",
+    "`is_ratio/*`",
+  ),
+  Metric(
+    "rollout_correction/weight",
+    "1",
+    "importance weight that corrects the difference",
+    "train",
+    "if `algorithm.rollout_correction` is set",
+    "`sampler_is/*`",
+  ),
+)
+CRITIC_METRICS = (
+  Metric("vpred_mean", "of the reward", "predicted value", "train", known_as=SAME),
+  Metric(
+    "vf_clipfrac", "share", "tokens whose value was clipped", "train", known_as=SAME
+  ),
+)
 
 # The level of the ratio by `loss_algo`; all other algorithms use "token".
 _LEVELS = {"gspo": "sequence", "rloo": "sequence-product"}

@@ -16,6 +16,7 @@ shards that both sides can hold:
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from tunix.utils import env, mesh as mesh_lib, optional
+
+_log = logging.getLogger(__name__)
 
 Move = Callable[[Any, Sharding], jax.Array]
 
@@ -56,7 +59,8 @@ def reshard_arrays(
   """Returns arrays with the target shardings; see `route` for intermediate shardings.
 
   If JAX runs through Pathways and pathwaysutils is installed, pathwaysutils moves the
-  arrays. Inside `jax.jit` all shardings must have the same devices.
+  arrays. Without pathwaysutils the first call logs a warning. Inside `jax.jit` all
+  shardings must have the same devices.
 
   Args:
     arrays: a pytree of arrays; NumPy arrays are placed on the target directly.
@@ -384,6 +388,12 @@ def _pathways() -> Move | None:
     module = optional.require(
       "pathwaysutils.experimental.reshard", "moving arrays on Pathways", "pathwaysutils"
     )
-  except ImportError:
+  except ImportError as error:
+    _warn_once(str(error))
     return None
   return module.reshard
+
+
+@functools.cache  # one line a process: every weight sync asks for `_pathways`
+def _warn_once(problem: str) -> None:
+  _log.warning("%s; JAX moves the arrays, perhaps through the host's memory", problem)

@@ -79,7 +79,7 @@ class RLCluster:
     self.critic = self._placed(Role.CRITIC, critic)
     self.reference = self._placed(Role.REFERENCE, reference)
     self.reward = self._placed(Role.REWARD, reward)
-    utils.check_roles(self.actor, self._others())
+    utils.check_roles(self.actor, self._others(), config.eos_tokens())
     self.logger = MetricsLogger(train.metrics_logging_options)
     self.perf = metrics.make_tracer(train, perf_config)
     self.actor_trainer = Trainer(

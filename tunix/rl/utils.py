@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from tunix.generate import requests
 from tunix.models import calling, heads, lora_modules, whole_modules
 from tunix.models.transformer.model import Transformer
 
@@ -52,17 +53,22 @@ def create_critic_model(
   return critic
 
 
-def check_roles(actor: nnx.Module, others: Mapping[Any, nnx.Module]) -> None:
+def check_roles(
+  actor: nnx.Module, others: Mapping[Any, nnx.Module], eos_tokens: Sequence[int] = ()
+) -> None:
   """Checks that the other models match the actor and share no parameters with it.
 
   Args:
     actor: the policy.
     others: models by role.
+    eos_tokens: ids that end a completion of the actor.
 
   Raises:
     VocabularyMismatchError: see `check_same_vocabulary`.
-    ValueError: a model holds parameters of the actor, and training would change it too.
+    ValueError: an id is outside the actor's vocabulary, or a model holds parameters of
+      the actor, and training would change it too.
   """
+  requests.check_ids(eos_tokens, "eos_tokens", calling.vocab_size(actor))
   params = {
     id(node) for _, node in nnx.iter_graph(actor) if isinstance(node, nnx.Param)
   }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 # Rows and columns that are displayed; the table keeps all of them.
 _ROWS, _COLUMNS = 12, 8
@@ -36,7 +37,7 @@ class History(Mapping[str, Column]):
   `metrics.jsonl`.
   """
 
-  def __init__(self, columns: Mapping[str, tuple[Sequence[int], Sequence[float]]]):
+  def __init__(self, columns: Mapping[str, tuple[ArrayLike, ArrayLike]]):
     self._columns = {
       event: Column(np.array(steps, np.int64), np.array(values, np.float64))
       for event, (steps, values) in columns.items()

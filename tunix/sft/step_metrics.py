@@ -23,8 +23,63 @@ from tunix.sft.profiler import Profiler
 from tunix.sft.progress_bar import ProgressBar
 from tunix.sft.train_step import StepMetrics, map_sums
 from tunix.utils import tree
+from tunix.utils.metric import SAME, Metric
 
 _log = logging.getLogger(__name__)
+
+_OF_TOKENS = "in supervised fine-tuning on tokens"
+METRICS = (
+  Metric("loss", "of the loss", "value that the job minimises", known_as=SAME),
+  Metric("perplexity", "1", "exp(loss)", "train, eval", _OF_TOKENS, SAME),
+  Metric("grad_norm", "1", "norm of the gradient, before clipping", "train", "", SAME),
+  Metric(
+    "learning_rate",
+    "1",
+    "learning rate of the update",
+    "train",
+    "if the settings or `optax.inject_hyperparams` show it",
+    SAME,
+  ),
+  Metric(
+    "trained_tokens", "tokens", "tokens that count in the loss", "train", _OF_TOKENS
+  ),
+  Metric(
+    "step_time_sec",
+    "s",
+    "time since the step before was logged, without evaluations",
+    "train",
+    known_as=SAME,
+  ),
+  Metric("steps_per_sec", "1/s", "1 / step_time_sec", "train", known_as=SAME),
+  Metric(
+    "tokens_per_sec",
+    "tokens/s",
+    "tokens of the global batch, padding included, by step_time_sec",
+    "train",
+    _OF_TOKENS,
+  ),
+  Metric(
+    "tflops_per_sec",
+    "TFLOP/s",
+    "work of the model's matrix products by formula, on all devices",
+    "train",
+    _OF_TOKENS,
+  ),
+  Metric(
+    "mfu",
+    "share",
+    "tflops_per_sec by the published peak of all devices",
+    "train",
+    "if the peak of the device is known (TPUs and several GPUs)",
+  ),
+  Metric(
+    "device_memory_bytes",
+    "bytes",
+    "memory in use on the first local device when the step is logged",
+    "train",
+    "if the device reports its memory (not on CPUs)",
+  ),
+)
 
 # Metrics that the progress bar shows, with their labels. A metric that the job does not
 # log is left out.

@@ -77,8 +77,8 @@ def fields(config: Any, **ranges: Range) -> None:
 
   Args:
     config: the dataclass.
-    **ranges: {field: range}. A field without a range takes any finite number of its
-      type.
+    **ranges: {field: range}, for a number or for each number of a list. A field without
+      a range takes any finite number of its type.
 
   Raises:
     TypeError: a value is no number, or no list. The message has the field, its value
@@ -95,7 +95,7 @@ def fields(config: Any, **ranges: Range) -> None:
     )
     is_list = kind.items is not None and not is_number
     if is_list and not (isinstance(value, str) and str in kind.others):
-      listed(name, value, kind.items)
+      listed(name, value, kind.items, ranges.get(name, ANY))
     elif kind.whole is not None and not _is_other(value, kind):
       number(
         name,
@@ -153,13 +153,14 @@ def number(
   raise error(f"{name} is {value!r}: it must be {what}{within.words()}{ending}")
 
 
-def listed(name: str, value: Any, items: Any) -> None:
+def listed(name: str, value: Any, items: Any, within: Range = ANY) -> None:
   """Checks a list and its items.
 
   Args:
     name: name of the value in the message.
     value: any sequence, set or array. A text is not a list.
     items: type of the items. Items are checked if it is int, float (finite) or str.
+    within: allowed range of items that are numbers.
 
   Raises:
     TypeError: the value is no list, or an item has another type.
@@ -174,7 +175,7 @@ def listed(name: str, value: Any, items: Any) -> None:
     return
   for i, item in enumerate(value):
     if items is not str:
-      number(f"{name}[{i}]", item, whole=items is int)
+      number(f"{name}[{i}]", item, within, whole=items is int)
     elif not isinstance(item, str):
       raise TypeError(f"{name}[{i}] is {item!r}: it must be a text")
 

@@ -30,6 +30,8 @@ class Facts:
       A resumed run must find the same content, under whatever path. None if the content
       is not compared.
     python_only: the field is not a key of the command.
+    takes_object: a Python program may give an object in place of the path: a model, a
+      tokenizer, records or a function.
   """
 
   path: Literal["read", "written", "data", "function"] | None = None
@@ -37,6 +39,7 @@ class Facts:
   may_change: bool = False
   fingerprint: str | None = None
   python_only: bool = False
+  takes_object: bool = False
 
 
 _NONE = Facts()
@@ -73,7 +76,12 @@ def model_setting(fingerprint: str) -> Any:
     fingerprint: see `Facts`.
   """
   return setting(
-    None, path="read", names_model=True, may_change=True, fingerprint=fingerprint
+    None,
+    path="read",
+    names_model=True,
+    may_change=True,
+    fingerprint=fingerprint,
+    takes_object=True,
   )
 
 

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tunix.cli.build import objects
 from tunix.cli.utils import call_strings, data
 from tunix.data import files
 from tunix.data.mixture import Mixture
@@ -66,7 +67,7 @@ def open_records(
 
 def is_call(name: str) -> bool:
   """Returns whether a name is that of a function, not of a file."""
-  if is_address(name):
+  if is_address(name) or objects.is_name(name):
     return False
   if name.endswith(".py"):
     return True
@@ -95,6 +96,9 @@ def with_absolute_paths(names: str | Sequence[str]) -> str | tuple[str, ...]:
 
 
 def _open(name: str, kind: Kind) -> Records:
+  if objects.is_name(name):
+    items = objects.get(name)
+    return items if isinstance(items, Records) else HeldRecords(items, kind, name=name)
   if library := _LIBRARY.fullmatch(name):
     return HeldRecords(_from_library(*library.groups()), kind, name=name)
   if is_call(name):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tunix.cli.build import objects
 from tunix.cli.build.loading import ModelLoader
 from tunix.cli.settings.run import RunSettings, TokenizerSettings
 from tunix.models import automodel, lora, safetensors_saver, tensor_files
@@ -29,15 +30,15 @@ def export(
     ValueError: `kind` does not fit the model.
     OSError: the disk is full or not writable.
   """
+  path = None if objects.is_name(config.model.path) else config.model.path
   if kind == "adapter":
-    revision = config.model.revision
-    lora.save_adapter(model, folder, base=config.model.path, revision=revision)
+    lora.save_adapter(model, folder, base=path, revision=config.model.revision)
   else:
-    if config.model.path is not None:
+    source, files = None, config.tokenizer.path
+    if path is not None:
       source = ModelLoader(config).folder()
-    else:
-      assert config.tokenizer.path is not None  # a preset brings no tokenizer
-      source = automodel.resolve_folder(config.tokenizer.path)
+    elif files is not None and not objects.is_name(files):
+      source = automodel.resolve_folder(files)
     dtype = export_dtype(config, model)
     safetensors_saver.save_pretrained(model, folder, source=source, dtype=dtype)
     if config.tokenizer == TokenizerSettings():
@@ -59,7 +60,7 @@ def export_dtype(config: RunSettings, model: Transformer) -> Any:
     return jnp.dtype(config.export.dtype)
   source = config.model
   # Without model.dtype the model computes in the checkpoint's dtype.
-  if source.path is None or source.dtype is None:
+  if source.path is None or source.dtype is None or objects.is_name(source.path):
     return jnp.dtype(model.config.dtype)
   return _stored_dtype(automodel.resolve_folder(source.path, source.revision))
 

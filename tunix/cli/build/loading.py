@@ -8,15 +8,18 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from flax import nnx
 from jax.sharding import Mesh
 
-from tunix.cli.settings.run import RunSettings
+from tunix.cli.build import objects
+from tunix.cli.settings.run import ModelSettings, RunSettings
 from tunix.cli.settings.spelling import did_you_mean
 from tunix.generate import tokenizer_files
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import automodel, families, lora, quantisation
 from tunix.models.automodel import AutoModel
 from tunix.models.transformer.model import Transformer
+from tunix.utils.setting import shared_values
 
 _TOKENIZER = "tokenizer.json"
 _ADAPTER = "adapter_config.json"
@@ -61,6 +64,8 @@ class ModelLoader:
     source = self.config.model
     if source.name is not None:
       self._preset()
+    elif objects.is_name(source.path):
+      self._check_object()
     elif source.path is not None:
       check_model_folder("model.path", source.path)
       self.folder()
@@ -97,9 +102,16 @@ class ModelLoader:
         if model.name
         else _NO_MODEL
       )
-    options = {}
+    if objects.is_name(source) and settings.path is None:
+      raise ValueError(
+        f"tokenizer.path is not set and model.path is {source}, an object, which has "
+        "no tokenizer. Give tokenizer=, a TokenizerAdapter or a folder"
+      )
+    options: dict[str, Any] = {"template_args": settings.template_args}
     if settings.chat_template is not None:
       options["chat_template"] = _read_template(settings.chat_template)
+    if objects.is_name(source):
+      return TokenizerAdapter(objects.get(source), **options)
     revision = model.revision if source == model.path else None
     return named_tokenizer("tokenizer.path", source, revision=revision, **options)
 
@@ -112,6 +124,8 @@ class ModelLoader:
     source = self.config.model
     if source.name is not None:
       sizes = self._preset()
+    elif objects.is_name(source.path):
+      return objects.get(source.path).config
     elif source.path is not None:
       sizes = automodel.sizes_of(source.path, source.revision)
     else:
@@ -134,6 +148,8 @@ class ModelLoader:
       seed = self.config.seed
       model = AutoModel.from_config(self._preset(), self.mesh, seed=seed, **options)
       return self._adapted(self._quantised(model))
+    if objects.is_name(source.path):
+      return self._adapted(objects.get(source.path))
     options |= {"revision": source.revision, "quantise": source.quantise}
     return self._adapted(
       AutoModel.from_pretrained(source.path or "", self.mesh, **options)
@@ -157,7 +173,9 @@ class ModelLoader:
     # Modules that are trained whole overwrite the weights that a reference needs.
     if self.config.lora is not None and not self.config.lora.modules_to_save:
       return None
-    return self.model()
+    # A second load is a copy; an object is trained in place.
+    model = self.model()
+    return nnx.clone(model) if objects.is_name(self.config.model.path) else model
 
   def load(self, path: str, **options: Any) -> Transformer:
     """Loads a further model: a reference, a teacher, a critic or a reward model.
@@ -169,11 +187,41 @@ class ModelLoader:
     Raises:
       FileNotFoundError, ValueError: as for `AutoModel`.
     """
+    if objects.is_name(path):
+      return objects.get(path)
     if not self.of_shapes:
       return AutoModel.from_pretrained(path, self.mesh, **options)
     assert self.mesh is not None
     sizes = _with_options(automodel.sizes_of(path), options)
     return automodel.of_shapes(sizes, self.mesh)
+
+  def _check_object(self) -> None:
+    """Refuses an object that is no model of ours, and settings that nothing reads.
+
+    Raises:
+      ValueError: names the key, and the call that makes the model.
+    """
+    source = self.config.model
+    assert source.path is not None
+    model = objects.get(source.path)
+    if not isinstance(model, Transformer):
+      raise ValueError(
+        f"model.path is {source.path}; expected a model of AutoModel. Train "
+        "a module of your own with PeftTrainer or RLCluster"
+      )
+    if source != ModelSettings(path=source.path):
+      changed = shared_values(ModelSettings, source)
+      unread = [n for n, v in changed.items() if v and n != "path"]
+      raise ValueError(
+        f"model.{unread[0]} is {changed[unread[0]]!r} and model.path is "
+        f"{source.path}, which is loaded already. Give it to "
+        "AutoModel.from_pretrained instead"
+      )
+    if not self.config.fits_adapter and model.config.num_scores != 1:
+      raise ValueError(
+        f"model.path is {source.path} without a head of one score. Load it with "
+        "AutoModel.from_pretrained(..., num_scores=1)"
+      )
 
   def _preset(self) -> Any:
     """Returns the preset `model.name` with the fields of `model.args`.
@@ -320,7 +368,7 @@ def check_model_folder(name: str, folder: str) -> None:
     raise ValueError(f"{name} is {folder!r}, an adapter: {_ADAPTER_NEEDS_BASE}")
 
 
-def named_tokenizer(name: str, folder: str, **options: str | None) -> TokenizerAdapter:
+def named_tokenizer(name: str, folder: str, **options: Any) -> TokenizerAdapter:
   """Loads the tokenizer of a folder or hub id.
 
   Args:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tunix.cli.build import objects
 from tunix.cli.run.fingerprints import digest as digest_of
 from tunix.cli.settings.spelling import did_you_mean
 from tunix.cli.utils import call_strings
@@ -40,6 +41,7 @@ class RewardSettings:
     functions: reward functions: names of the ready set (exact_match,
       numeric_match(column=answer), ...), functions of your own ("pkg.mod:fn",
       "/path/file.py:fn"), or calls that return a function ("pkg.mod:make(scale=2)").
+      Ready functions that compare an answer read the text after `</think>`.
     weights: weight of each function; null: all 1.
     model: folder of a reward model whose score is added to the rewards; null: none.
     workers: processes that run the functions; 0: the training process itself.
@@ -47,7 +49,7 @@ class RewardSettings:
   """
 
   functions: tuple[str, ...] | str = setting(
-    (), path="function", fingerprint="reward_functions"
+    (), path="function", fingerprint="reward_functions", takes_object=True
   )
   weights: tuple[float, ...] | None = None
   model: str | None = model_setting("reward")
@@ -132,6 +134,8 @@ def function(text: str) -> Callable[..., Any]:
   Raises:
     FileNotFoundError, ImportError, ValueError: the function does not exist.
   """
+  if objects.is_name(text):
+    return objects.get(text)
   call = call_strings.parse_call_string(text)
   if call.name is None:
     raise ValueError(f"reward.functions has {text!r}: name a function, {text}:FUNCTION")
@@ -174,5 +178,19 @@ def _names(functions: list[Callable[..., Any]]) -> list[str]:
 
 def digest(settings: RewardSettings) -> str:
   """Returns the digest of the files that define the functions."""
-  calls = [call_strings.parse_call_string(text) for text in settings.entries]
-  return digest_of([call_strings.source_digest(call) for call in calls])
+  return digest_of([_source_digest(text) for text in settings.entries])
+
+
+def _source_digest(text: str) -> str:
+  if not objects.is_name(text):
+    return call_strings.source_digest(call_strings.parse_call_string(text))
+  # A notebook edits the code of a function while its name stays.
+  code = getattr(objects.get(text), "__code__", None)
+  return (
+    "" if code is None else digest_of((code.co_code, code.co_names, _literals(code)))
+  )
+
+
+def _literals(code: Any) -> list[str]:
+  """Returns the constants of a code object, without those that hold addresses."""
+  return [repr(value) for value in code.co_consts if not hasattr(value, "co_code")]

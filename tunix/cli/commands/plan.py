@@ -49,7 +49,8 @@ from tunix.utils import mesh as mesh_lib
 
 HELP = """\
 usage: tunix plan CONFIG --topology NAME [--mesh AXIS=SIZE,...] [--fit]
-                  [--ship FOLDER] [--json | --markdown] [--KEY.SUB=VALUE ...]
+                  [--ship FOLDER [--ship-key FILE]] [--json | --markdown]
+                  [--KEY.SUB=VALUE ...]
 
 Compiles the programs of `tunix train CONFIG` for chips that need not be here, and
 prints the memory that each program takes on a chip and a lower bound of its time. No
@@ -66,6 +67,8 @@ config.json of a folder.
                    the run fit
   --ship FOLDER    also write the compiled programs: `tunix train CONFIG
                    --compilation_cache=FOLDER` loads them instead of compiling
+  --ship-key FILE  also sign FOLDER with the key in FILE, which `tunix train` then needs
+                   as --compilation_cache_key=FILE
   --json           print all figures, with every collective
   --markdown       print the table and the summary as Markdown
 
@@ -82,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     print(HELP)
     return 0
   parser = Parser("tunix plan", "")
-  for name in ("--topology", "--mesh", "--ship"):
+  for name in ("--topology", "--mesh", "--ship", "--ship-key"):
     parser.add_argument(name)
   for name in ("--fit", "--json", "--markdown"):
     parser.add_argument(name, action="store_true")
@@ -91,13 +94,18 @@ def main(argv: Sequence[str]) -> int:
     raise ValueError("--json and --markdown are two forms of one plan: give one")
   if args.topology is None:
     raise ValueError("--topology is missing: give one such as --topology v5e:4x4")
+  if args.ship_key is not None and args.ship is None:
+    raise ValueError(
+      f"--ship-key is {args.ship_key!r} and --ship is missing: give the folder to sign"
+    )
   mesh = None
   if args.mesh is not None and args.mesh.startswith("{"):  # as `tunix train` takes it
     words.append(f"--mesh={args.mesh}")
   elif args.mesh is not None:
     mesh = _axes(args.mesh)
   config = config_lib.load(words)
-  estimate = plan(config, args.topology, mesh, fit=args.fit, ship=args.ship)
+  shipping = {"ship": args.ship, "ship_key": args.ship_key}
+  estimate = plan(config, args.topology, mesh, fit=args.fit, **shipping)
   if args.json:
     print(json.dumps(estimate.to_json(), indent=2))
   else:
@@ -112,6 +120,7 @@ def plan(
   *,
   fit: bool = False,
   ship: str | None = None,
+  ship_key: str | None = None,
 ) -> RunEstimate:
   """Compiles the programs of a run for a topology.
 
@@ -123,18 +132,20 @@ def plan(
       the run fit. The step is compiled several more times.
     ship: folder for the compiled programs (see `tunix.plan.shipped`). Nothing is
       written if a program does not fit.
+    ship_key: file with the key that signs the folder; None: it is not signed.
 
   Returns: the estimate of the run.
 
   Raises:
-    ValueError: the topology does not exist, the mesh does not match its devices, or
-      settings contradict each other.
+    ValueError: the topology does not exist, the mesh does not match its devices,
+      settings contradict each other, or `ship_key` is no file with a key.
     ImportError: libtpu is missing.
     FileNotFoundError: there is no such model.
     OSError: `ship` cannot be written.
   """
   if ship is not None:
     run_folder.check_writable("--ship", pathlib.Path(ship))
+  key = None if ship_key is None else _ship_key(ship_key, ship)
   job = JOBS[config.job]
   where = topology_lib.find(topology)
   grid = where.mesh(mesh or config.mesh or {"fsdp": -1})
@@ -148,7 +159,7 @@ def plan(
     records = _records(config, trainer, grid)
     out = _estimate(config, trainer, records, grid, where)
     if ship is not None:
-      message = _ship(ship, cache, config, trainer, grid, records, out.fits)
+      message = _ship(ship, cache, config, trainer, grid, records, out.fits, key)
       out = dataclasses.replace(out, shipped=message)
   return dataclasses.replace(out, advice=advise(config, grid, out)) if fit else out
 
@@ -187,6 +198,17 @@ def _estimate(
   )
 
 
+def _ship_key(file: str, folder: str | None) -> bytes:
+  """Returns the key in a file, which must not be shipped itself."""
+  places = [pathlib.Path(x).expanduser().absolute() for x in (file, folder or "")]
+  if places[0].is_relative_to(places[1]) and folder is not None:
+    raise ValueError(
+      f"--ship-key is {file!r}, which is in the folder of --ship; expected a file "
+      "outside of it. Whoever has the key can sign"
+    )
+  return shipped.read_key("--ship-key", file)
+
+
 def _ship(
   folder: str,
   cache: str,
@@ -195,6 +217,7 @@ def _ship(
   mesh: Mesh,
   records: dict[str, ProgramRecord],
   fits: bool | None,
+  key: bytes | None,
 ) -> str:
   """Writes the compiled programs, and those of shorter prompts; returns a summary."""
   if fits is False:
@@ -207,8 +230,9 @@ def _ship(
     for one in (first, *first.others):
       _ = one.compiled  # fills the cache
       names.append(name)
-  size = shipped.write(folder, cache, mesh, names)
-  return f"shipped: {len(names)} programs, {size / 2**20:,.1f} MiB, in {folder}"
+  size = shipped.write(folder, cache, mesh, names, key)
+  signed = "" if key is None else ", signed"
+  return f"shipped: {len(names)} programs, {size / 2**20:,.1f} MiB, in {folder}{signed}"
 
 
 def _lower(trainer: Any, batch: Any, mesh: Mesh) -> None:

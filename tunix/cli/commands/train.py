@@ -25,16 +25,25 @@ from tunix.cli.jobs.table import JOBS
 from tunix.cli.run import about, dry_run, folder as run_folder, lock, tiny
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.prepare import Prepared, check_model, prepare
-from tunix.cli.run.result import Result, how_to_train_longer, read_metrics
+from tunix.cli.run.result import (
+  JobResult,
+  Result,
+  by_mode,
+  ends,
+  how_to_train_longer,
+  read_history,
+)
 from tunix.cli.settings import origins, reference, yaml_text
 from tunix.cli.settings.run import RunSettings
 from tunix.models.transformer.model import Transformer
 from tunix.plan import shipped
 from tunix.report import page
 from tunix.sft import launch
+from tunix.sft.history import History
 from tunix.sft.interrupts import Stopped
 from tunix.sft.run import TrainResult
 from tunix.utils import io, mesh as mesh_lib
+from tunix.utils.setting import shared_values
 
 _log = logging.getLogger(__name__)
 
@@ -121,8 +130,13 @@ def look(config: RunSettings) -> None:
   _say(dry_run.describe_start(prepared, model))
 
 
-def run(config: RunSettings) -> Result:
+def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
   """Trains from the beginning, or resumes the run in the folder.
+
+  Args:
+    config: settings as loaded.
+    keeps: False writes no checkpoints, logs and samples; output_dir is then a folder
+      that the caller deletes.
 
   Raises:
     ValueError, FileNotFoundError: something about settings, data or model is wrong;
@@ -136,12 +150,16 @@ def run(config: RunSettings) -> Result:
   if (values := folder.result(config)) is not None:
     return _finished(prepared, Result.from_json(values))
   run_folder.check_writable("output_dir", folder.path)
-  with mesh_lib.use_mesh(mesh), contextlib.ExitStack() as stack:
+  with (
+    mesh_lib.use_mesh(mesh),
+    contextlib.ExitStack() as stack,
+    launch.shared_failure(),
+  ):
     model = ModelLoader(config, mesh).model()
     check_model(prepared, model)
     if jax.process_index() == 0:
       _start(prepared, model, stack)
-    _say(about.describe_run(prepared, model))
+    _say(about.describe_run(prepared, model, keeps=keeps))
     if (cache := config.compilation_cache) is not None and shipped.is_in(cache):
       stack.enter_context(shipped.loaded(cache, mesh, _say))
     loaded = Loaded(
@@ -150,27 +168,34 @@ def run(config: RunSettings) -> Result:
       tokenizer=prepared.tokenizer,
       optimizer=prepared.optimizer,
       mesh=mesh,
-      output_dir=folder.path,
+      output_dir=folder.path if keeps else None,
       learning_rate=prepared.learning_rate,
     )
     trainer = JOBS[config.job].build(loaded)
     if trainer.train_steps:
       _say(f"resuming after step {trainer.train_steps}")
     try:
-      with launch.named_loss():
-        outcome = trainer.train(prepared.data.train, prepared.data.eval)
+      outcome = trainer.train(prepared.data.train, prepared.data.eval)
     except Stopped:
       trainer.close()  # writes the last lines of the metrics; the checkpoint is saved
       raise
     trainer.close()
-    result = _finish(config, model, folder, outcome)
+    history = read_history(folder.logs) if keeps else by_mode(trainer.history)
+    result = _finish(config, model, folder, outcome, history)
   _say(f"done: {result}")
-  if (folder.path / page.NAME).is_file():
+  if keeps and (folder.path / page.NAME).is_file():
     _say(f"curves, settings and samples: {folder.path / page.NAME}")
-  return result
+  return JobResult(
+    **shared_values(Result, result),
+    output_dir=str(folder.path) if keeps else None,
+    history=history,
+    tokenizer=prepared.tokenizer,
+    trainer=trainer,
+    trained=model,
+  )
 
 
-def _finished(run: Prepared, result: Result) -> Result:
+def _finished(run: Prepared, result: Result) -> JobResult:
   """Reports a run that is finished already."""
   folder = run.folder
   if jax.process_index() == 0 and not (folder.path / page.NAME).is_file():
@@ -179,7 +204,12 @@ def _finished(run: Prepared, result: Result) -> Result:
       _write_page(folder)
   advice = how_to_train_longer(run.config, run.data, result)
   _say(f"this run is finished: {result}; {advice}")
-  return result
+  return JobResult(
+    **shared_values(Result, result),
+    output_dir=str(folder.path),
+    history=read_history(folder.logs),
+    tokenizer=run.tokenizer,
+  )
 
 
 def _start(run: Prepared, model: Transformer, stack: contextlib.ExitStack) -> None:
@@ -201,7 +231,11 @@ def _start(run: Prepared, model: Transformer, stack: contextlib.ExitStack) -> No
 
 
 def _finish(
-  config: RunSettings, model: Transformer, folder: RunFolder, outcome: TrainResult
+  config: RunSettings,
+  model: Transformer,
+  folder: RunFolder,
+  outcome: TrainResult,
+  history: History,
 ) -> Result:
   """Exports the model, and writes the result, which marks the run as finished."""
   kind, step, best = config.export_kind, outcome.steps, outcome.best
@@ -219,7 +253,7 @@ def _finish(
     steps=outcome.steps,
     ended_by=outcome.ended_by,
     best=None if best is None else dataclasses.asdict(best),
-    metrics=read_metrics(config.job, folder.path / "logs" / "metrics.jsonl"),
+    metrics=ends(config.job, history),
     export=None if kind == "none" else str(folder.export),
     export_step=None if kind == "none" else step,
     notes=outcome.notes,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tunix.cli.build import data as build_data, mesh as mesh_axes
+from tunix.cli.build import data as build_data, mesh as mesh_axes, objects
 from tunix.cli.build.data import RunData
 from tunix.cli.jobs import sft
 from tunix.cli.jobs.job import Job, Loaded, length_of
@@ -145,7 +145,7 @@ class DistillRun(StreamRun):
   """Settings of a run of the job distill.
 
   Attributes:
-    distill: the teacher, and the loss (docs/guides/distillation.md).
+    distill: the teacher, and the loss (docs/trainers/distill.md).
     rollout: sampling of completions; in distill the student's completions.
   """
 
@@ -284,7 +284,8 @@ def _build_data(
     FileNotFoundError, ValueError: as for `build_data.build_data`, or the teacher has
       another tokenizer.
   """
-  if (teacher := config.distill.teacher) is not None:
+  teacher = config.distill.teacher
+  if teacher is not None and not objects.is_name(teacher):
     vocabulary.check_tokenizers(tokenizer, TokenizerAdapter.from_pretrained(teacher))
   data = build_data.build_data(config, tokenizer, known)
   if not config.is_on_policy:

@@ -31,7 +31,8 @@ class Loaded:
     tokenizer: tokenizer of all models; in a plan one without a vocabulary.
     optimizer: optimizer of the model.
     mesh: mesh of all models; None: one device.
-    output_dir: folder of the run; None in a plan, which writes nothing.
+    output_dir: folder of the run; None: nothing is written (a plan, or a call from
+      Python without a folder).
     learning_rate: rate or schedule, for the metric of that name.
     of_shapes: if True, all models are shapes without weights (a plan).
   """

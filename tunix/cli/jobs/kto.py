@@ -113,7 +113,7 @@ def _build(run: Loaded) -> KTOTrainer:
   )
 
 
-def _example(config: KTORun) -> dict[str, np.ndarray]:
+def _example(config: Any) -> dict[str, np.ndarray]:
   """Returns a global batch of labelled completions of full length, for `tunix plan`."""
   limits, rows = config.preference, config.training.global_batch_size
   lengths = {
@@ -139,7 +139,7 @@ KTO = Job(
   build=_build,
   results={"loss": "loss", "margin": "rewards/margin"},
   batch=preference.describe_batch,
-  length=preference.LENGTH,
+  length=preference.ROW_LENGTH,
   notes=_notes,
   example=_example,
 )

@@ -10,6 +10,7 @@ import numpy as np
 
 from tunix.cli.build import data as build_data
 from tunix.cli.jobs.job import Job, Loaded, length_of
+from tunix.cli.settings.data import CompletionSettings, RowSettings
 from tunix.cli.settings.run import StreamRun
 from tunix.data.records import PAIRS, Kind
 from tunix.models.transformer.model import Transformer
@@ -17,7 +18,10 @@ from tunix.sft.dpo.dpo_trainer import DPOTrainer, ORPOTrainer
 from tunix.sft.dpo.precomputed import PrecomputedLogps
 from tunix.sft.dpo.preference_config import CompletionsConfig, DPOTrainingConfig
 from tunix.sft.dpo.reward_trainer import RewardConfig, RewardTrainer
+from tunix.utils import checks
 from tunix.utils.setting import model_setting, setting, shared_values
+
+_HALF = 512  # tokens of a prompt, and of a response, where no key sets them
 
 Unusable = Literal["error", "drop"]
 
@@ -31,18 +35,22 @@ class ResponseSettings:
 
   Attributes:
     max_prompt_length: most tokens of a prompt; data.overlong says what happens to
-      longer ones.
-    max_response_length: most tokens of a response, its end included.
+      longer ones. null: half of data.max_length, or what
+      preference.max_response_length leaves of it.
+    max_response_length: most tokens of a response, its end included. null: what
+      preference.max_prompt_length leaves of data.max_length.
     unusable: what happens to records with an empty completion, or with two equal ones.
   """
 
   # The trainer's config, which has the section's fields that concern the loss.
   config_class: ClassVar[type[CompletionsConfig]] = CompletionsConfig
 
-  max_prompt_length: int = 512
-  max_response_length: int = 512
+  max_prompt_length: int | None = None
+  max_response_length: int | None = None
 
   def __post_init__(self):
+    length = checks.COUNT
+    checks.fields(self, max_prompt_length=length, max_response_length=length)
     self.trainer_config()
 
   def trainer_config(self, **options: Any) -> Any:
@@ -54,7 +62,11 @@ class ResponseSettings:
     Raises:
       ValueError: A value is out of range; the message begins with its key.
     """
-    return self.config_class(**{**shared_values(self.config_class, self), **options})
+    values = {**shared_values(self.config_class, self), **options}
+    lengths = "max_prompt_length", "max_response_length"
+    if None in map(values.get, lengths):  # the run has not set both yet
+      values |= dict.fromkeys(lengths)
+    return self.config_class(**values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +74,7 @@ class DPOSettings(ResponseSettings):
   """Settings of the job dpo.
 
   Attributes:
-    loss: sigmoid, hinge, ipo, simpo, cpo, ...: docs/guides/preference.md has them all.
+    loss: sigmoid, hinge, ipo, simpo, cpo, ...: docs/trainers/dpo.md has them all.
     beta: strength of the pull towards the reference.
     label_smoothing: probability that a preference label is wrong, for losses that take
       it.
@@ -147,18 +159,25 @@ class PreferenceRun(StreamRun):
   """Settings of a run that learns from preferences.
 
   Attributes:
-    preference: how completions are compared (docs/guides/preference.md).
+    preference: how completions are compared (docs/trainers/dpo.md).
   """
-
-  instead: ClassVar[dict[str, str]] = {
-    "data.max_length": (
-      "use preference.max_prompt_length and preference.max_response_length"
-    ),
-  }
 
   records: ClassVar[Kind] = PAIRS
 
+  data: CompletionSettings = dataclasses.field(default=CompletionSettings())
   preference: Any
+
+  def __post_init__(self):
+    super().__post_init__()
+    prompt, response = _lengths(self.data.max_length, self.preference)
+    lengths = {"max_prompt_length": prompt, "max_response_length": response}
+    # Every reader finds the three numbers, and a resumed run compares them, however
+    # they were given.
+    for name, section, values in (
+      ("data", self.data, {"max_length": prompt + response}),
+      ("preference", self.preference, lengths),
+    ):
+      object.__setattr__(self, name, dataclasses.replace(section, **values))
 
   def kind(self, *, training: bool) -> Kind:
     """Returns pairs or labelled completions, for training and evaluation alike."""
@@ -178,6 +197,37 @@ class PreferenceRun(StreamRun):
   def drops(self) -> bool:
     """True if records may be left out."""
     return super().drops or self.preference.unusable == "drop"
+
+
+def _lengths(row: int | None, limits: ResponseSettings) -> tuple[int, int]:
+  """Returns the most tokens of a prompt and of a response.
+
+  Args:
+    row: value of data.max_length.
+    limits: section with the two limits, of which either may be None.
+
+  Raises:
+    ValueError: one limit leaves no token of the row, or both do not add up to it.
+  """
+  prompt, response = limits.max_prompt_length, limits.max_response_length
+  if row is None:
+    return prompt or _HALF, response or _HALF
+  if prompt is not None and response is not None:
+    # Earlier versions wrote files of all keys, with the default of sft in this one.
+    if row not in (prompt + response, RowSettings.max_length):
+      raise ValueError(
+        f"data.max_length is {row}; expected {prompt + response}, which is "
+        "preference.max_prompt_length + max_response_length. Leave out one of the three"
+      )
+    return prompt, response
+  first = prompt or row - (response or row - row // 2)
+  if not 0 < first < row:
+    name, value = ("response", response) if prompt is None else ("prompt", prompt)
+    raise ValueError(
+      f"preference.max_{name}_length is {value}; expected at most {row - 1}, because "
+      f"data.max_length is {row}. Change one of them"
+    )
+  return first, row - first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -307,11 +357,8 @@ def _example(config: Any) -> dict[str, np.ndarray]:
 
 
 _PAIRS = {"loss": "loss", "accuracy": "rewards/accuracy"}
-LENGTH = length_of("preference", "max_prompt_length", "max_response_length")
-FIRST_VALUES = {
-  "preference.max_prompt_length": 512,
-  "preference.max_response_length": 512,
-}
+ROW_LENGTH = length_of("data", "max_length")
+FIRST_VALUES = {"data.max_length": 2 * _HALF}
 
 # A pair is two sequences.
 _PAIR_SEQUENCES = lambda config: 2 * config.training.global_batch_size
@@ -324,7 +371,7 @@ DPO = Job(
   build=_build_dpo,
   results=_PAIRS,
   batch=describe_batch,
-  length=LENGTH,
+  length=ROW_LENGTH,
   example=_example,
   sequences=_PAIR_SEQUENCES,
 )
@@ -336,7 +383,7 @@ ORPO = Job(
   build=_build_orpo,
   results=_PAIRS,
   batch=describe_batch,
-  length=LENGTH,
+  length=ROW_LENGTH,
   example=_example,
   sequences=_PAIR_SEQUENCES,
 )
@@ -348,7 +395,7 @@ REWARD = Job(
   build=_build_reward,
   results=_PAIRS,
   batch=describe_batch,
-  length=LENGTH,
+  length=ROW_LENGTH,
   example=_example,
   sequences=_PAIR_SEQUENCES,
 )

@@ -22,13 +22,16 @@ _HIGHEST_RATE = 1.0
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
-def describe_run(run: Prepared, model: Transformer, *, is_dry: bool = False) -> str:
+def describe_run(
+  run: Prepared, model: Transformer, *, is_dry: bool = False, keeps: bool = True
+) -> str:
   """Describes model, data, steps and devices, for the user to check.
 
   Args:
     run: the prepared run.
     model: the model, or its shapes.
     is_dry: True if nothing is trained or written.
+    keeps: False if the run writes nothing that stays.
   """
   config, data, job = run.config, run.data, JOBS[run.config.job]
   steps = "until the data ends" if data.num_steps is None else f"{data.num_steps} steps"
@@ -37,7 +40,9 @@ def describe_run(run: Prepared, model: Transformer, *, is_dry: bool = False) -> 
     *(f"{name} data: {report}" for name, report in data.reports.items()),
     f"{job.batch(config)}; {steps}",
     _devices(run.mesh),
-    f"everything {'would be' if is_dry else 'is'} written to {config.output_dir}",
+    f"everything {'would be' if is_dry else 'is'} written to {config.output_dir}"
+    if keeps
+    else "nothing is written: no output_dir is given",
     *_unusual(run, model),
   ]
   positions, (key, length) = model.config.max_position, job.length(config)

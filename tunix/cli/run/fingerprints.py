@@ -11,8 +11,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
+from flax import nnx
 
+from tunix.cli.build import objects
 from tunix.cli.settings import keys
 from tunix.cli.settings.run import RunSettings
 from tunix.data.stored import Records
@@ -55,7 +58,10 @@ def of_config(config: RunSettings) -> dict[str, str]:
     revision = config.model.revision if dotted == "model.path" else None
     name = known[dotted].facts.fingerprint
     assert name is not None
-    digests[name] = of_model(automodel.resolve_folder(path, revision))
+    if objects.is_name(path):
+      digests[name] = of_object(objects.get(path))
+    else:
+      digests[name] = of_model(automodel.resolve_folder(path, revision))
   return digests
 
 
@@ -87,6 +93,22 @@ def of_model(folder: pathlib.Path) -> str:
   tensors = tensor_files.open_folder(folder)
   weights = [_of_tensor(tensors[name]) for name in sorted(tensors)]
   return digest([json.dumps(config, sort_keys=True), weights])
+
+
+def of_object(model: Any) -> str:
+  """Returns the digest of a model in memory: a sample of every array.
+
+  Of an array it covers path, dtype, shape and the first `SAMPLE_BYTES`; of an array
+  that several processes hold, no values.
+  """
+  parts = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param)):
+    held = (jax.tree_util.keystr(path), str(leaf.dtype), leaf.shape)
+    if leaf.is_fully_addressable:
+      count = SAMPLE_BYTES // leaf.dtype.itemsize
+      held = (*held, np.asarray(leaf.reshape(-1)[:count]).tobytes())
+    parts.append(held)
+  return digest(parts)
 
 
 def _of_tensor(tensor: tensor_files.StoredTensor) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.cli import config as config_lib
+from tunix.cli.build import objects
 from tunix.cli.settings import keys, yaml_text
 from tunix.cli.settings.run import RunSettings
 from tunix.models import automodel
@@ -117,6 +118,11 @@ class RunFolder:
   def failure_file(self) -> pathlib.Path:
     """Error of the last start; exists only if the last start failed."""
     return self.path / "failure.json"
+
+  @property
+  def logs(self) -> pathlib.Path:
+    """Folder of the metrics."""
+    return self.path / "logs"
 
   @property
   def checkpoints(self) -> pathlib.Path:
@@ -310,6 +316,11 @@ def export_of(folder: str, adapter: str | None) -> tuple[str, str | None]:
   if (run.export / "config.json").is_file():
     return str(run.export), adapter
   source = run.read_config().model
+  if objects.is_name(source.path):
+    raise FileNotFoundError(
+      f"{folder} is the folder of a run whose model was an object of a Python program. "
+      f"Give the folder of that model, and {run.export} as the adapter"
+    )
   if source.path is None or not (run.export / "adapter_config.json").is_file():
     raise FileNotFoundError(
       f"{folder} is a run's folder and has no export: `tunix export --run {folder} "

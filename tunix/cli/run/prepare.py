@@ -65,7 +65,9 @@ def prepare(config: RunSettings, *, join: bool = True) -> Prepared:
   if join:
     if config.compilation_cache is not None:
       cache = pathlib.Path(config.compilation_cache).expanduser()
-      shipped.use_cache(cache.absolute())
+      file = config.compilation_cache_key
+      key = None if file is None else shipped.read_key("compilation_cache_key", file)
+      shipped.use_cache(cache.absolute(), key)
     processes.start(config)
   mesh = None
   if join or config.distributed.coordinator is None:

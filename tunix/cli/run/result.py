@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tunix.cli.build import data as build_data
+from tunix.cli.build import data as build_data, loading
 from tunix.cli.build.data import RunData
 from tunix.cli.jobs.table import JOBS
+from tunix.cli.run.folder import export_of
 from tunix.cli.settings import keys
 from tunix.cli.settings.run import RunSettings
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.transformer.model import Transformer
 from tunix.sft.best import Best
+from tunix.sft.history import History
+from tunix.sft.metrics_jsonl import METRICS_FILE, TIMINGS_FILE
+from tunix.sft.metrics_records import split_event
 
 # "train_loss", "eval_loss", "train_accuracy", ...: the metrics of all jobs.
 _METRICS = tuple(
@@ -92,19 +99,77 @@ class Result:
     return "; ".join([*parts, *self.notes])
 
 
-def read_metrics(job: str, file: pathlib.Path) -> dict[str, tuple[float, float]]:
-  """Reads `Result.metrics` of a job from its metrics file; {} without a file."""
-  names = {metric: name for name, metric in JOBS[job].results.items()}
-  ends: dict[str, tuple[float, float]] = {}
-  if not file.is_file():
-    return ends
-  with file.open() as lines:
-    for line in lines:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JobResult(Result):
+  """The result of a job, with the objects that a Python program goes on with.
+
+  Attributes:
+    output_dir: folder of the run; None if nothing was kept.
+    history: metrics of all steps by "mode/metric": `history["train/loss"].values`.
+    tokenizer: tokenizer of the run.
+    trainer: trainer or RL learner of the run, closed; None if the run in output_dir had
+      finished before.
+    trained: the trained model; None as for `trainer`. See `model`.
+  """
+
+  output_dir: str | None
+  history: History = dataclasses.field(repr=False)
+  tokenizer: TokenizerAdapter = dataclasses.field(repr=False)
+  trainer: Any = dataclasses.field(default=None, repr=False)
+  trained: Transformer | None = dataclasses.field(default=None, repr=False)
+
+  @functools.cached_property
+  def model(self) -> Transformer:
+    """The trained model; of a run that had finished before, the exported one.
+
+    Raises:
+      FileNotFoundError: the run had finished before, without an export.
+    """
+    if self.trained is not None:
+      return self.trained
+    assert self.output_dir is not None
+    return loading.load_model(*export_of(self.output_dir, None))
+
+
+def read_history(logs: pathlib.Path) -> History:
+  """Reads the metrics of all steps, also of earlier processes, from their JSON lines.
+
+  Args:
+    logs: folder of `metrics.jsonl` and `timings.jsonl`. Without these files (the run
+      has logged nothing) the history is empty.
+  """
+  columns: dict[str, tuple[list[int], list[float]]] = {}
+  for file in (logs / METRICS_FILE, logs / TIMINGS_FILE):
+    for line in file.read_text().splitlines() if file.is_file() else ():
       record = json.loads(line)
-      for metric in names.keys() & record.keys():
-        name, value = f"{record['mode']}_{names[metric]}", float(record[metric])
-        ends[name] = (ends.get(name, (value,))[0], value)
-  return {name: ends[name] for name in _METRICS if name in ends}
+      step, mode = record.pop("step"), record.pop("mode")
+      for metric, value in record.items():
+        steps, values = columns.setdefault(f"{mode}/{metric}", ([], []))
+        steps.append(step)
+        values.append(float(value))  # "NaN" too
+  return History(columns)
+
+
+def by_mode(history: History) -> History:
+  """Returns a trainer's history under the names of `JobResult.history`."""
+  named = {"/".join(filter(None, split_event(e))): history[e] for e in history}
+  return History(named)
+
+
+def ends(job: str, history: History) -> dict[str, tuple[float, float]]:
+  """Returns `Result.metrics` of a job.
+
+  Args:
+    job: name of the job.
+    history: metrics by "mode/metric".
+  """
+  found = {}
+  for name, metric in JOBS[job].results.items():
+    for mode in ("train", "eval"):
+      if (event := f"{mode}/{metric}") in history:
+        values = history[event].values
+        found[f"{mode}_{name}"] = float(values[0]), float(values[-1])
+  return {name: found[name] for name in _METRICS if name in found}
 
 
 def how_to_train_longer(config: RunSettings, data: RunData, result: Result) -> str:

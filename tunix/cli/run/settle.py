@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.cli.build import data as build_data, data_sources, optimizer
+from tunix.cli.build import data as build_data, data_sources, objects, optimizer
 from tunix.cli.build.data import RunData
 from tunix.cli.build.loading import ModelLoader
 from tunix.cli.jobs.table import JOBS
@@ -47,8 +47,7 @@ def settle(
   """
   config = absolute_paths(config)
   ModelLoader(config).check()
-  path = config.model.path
-  if path is not None and not pathlib.Path(path).expanduser().is_dir():
+  if _names_hub_id(config.model.path):
     commit = hub.commit_of(ModelLoader(config).folder())
     config = keys.with_value(config, "model.revision", commit)
   job = JOBS[config.job]
@@ -56,6 +55,12 @@ def settle(
   tokenizer = ModelLoader(config).tokenizer()
   data = job.data(config, tokenizer, known_scans)
   return settle_values(config, data.num_steps), tokenizer, data
+
+
+def _names_hub_id(path: str | None) -> bool:
+  if path is None or objects.is_name(path):
+    return False
+  return not pathlib.Path(path).expanduser().is_dir()
 
 
 def settle_values(config: RunSettings, num_steps: int | None) -> RunSettings:

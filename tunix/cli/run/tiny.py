@@ -101,6 +101,8 @@ def layer(config: RunSettings) -> dict[str, Any]:
   changed = {
     key: min(current[key], most) for key, most in limits.items() if key in current
   }
+  if "preference.max_prompt_length" in changed:
+    changed["data.max_length"] = None  # the sum of the two lengths
   changed |= {key: model for key in keys.models(config) if key != "model.path"}
   sizes = [f"rl.{f.name}" for f in dataclasses.fields(PromptSizes)]
   changed |= {

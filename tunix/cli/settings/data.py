@@ -28,7 +28,8 @@ class DataSettings:
       data.train; null: no evaluation.
     weights: weight of each entry of data.train, in any unit; records are drawn from the
       entries in these proportions. A pass then has as many records as all entries
-      together and repeats a small entry with a large weight. []: every record once.
+      together and repeats a small entry with a large weight. An entry with the weight 0
+      is left out. []: every record once.
     columns: names of records with the columns that hold them: {prompt: question,
       response: answer}.
     shuffle: a new order in every epoch. Evaluation keeps the order of the file.
@@ -43,10 +44,10 @@ class DataSettings:
   """
 
   train: tuple[str, ...] | str | None = setting(
-    None, path="data", may_change=True, fingerprint="train"
+    None, path="data", may_change=True, fingerprint="train", takes_object=True
   )
   eval: tuple[str, ...] | str | None = setting(
-    None, path="data", may_change=True, fingerprint="eval"
+    None, path="data", may_change=True, fingerprint="eval", takes_object=True
   )
   weights: tuple[float, ...] = ()
   columns: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -95,11 +96,31 @@ class StreamSettings(DataSettings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CompletionSettings(StreamSettings):
+  """Prompts with completions, which are padded apart.
+
+  Attributes:
+    max_length: most tokens of a row, which is a prompt with one response. Half of the
+      row is for the prompt; preference.max_prompt_length or
+      preference.max_response_length divides it otherwise. null: the sum of these two
+      keys, each of which is 512 unless it is set.
+  """
+
+  max_length: int | None = None
+
+  def __post_init__(self):
+    super().__post_init__()
+    checks.fields(self, max_length=checks.Range(2))  # a prompt and a completion
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSettings(StreamSettings):
   """The records, and how they become rows.
 
   Attributes:
-    max_length: tokens of a row.
+    max_length: most tokens of a row: a prompt with its answer, or several of them with
+      data.packing. In the jobs on preferences half of the row is for the prompt, unless
+      preference.max_prompt_length is set.
     packing: puts several examples into a row; each attends only to itself.
     length_buckets: row lengths below data.max_length, ascending. A row has the shortest
       of these lengths that holds its record, all rows of a batch have one length, and

@@ -16,6 +16,7 @@ from tunix.cli.settings import export as export_settings
 from tunix.cli.settings.data import DataSettings, StreamSettings
 from tunix.cli.settings.export import Dtype, ExportSettings
 from tunix.data.records import Kind
+from tunix.generate import chat_template
 from tunix.models.lora import LoraConfig
 from tunix.sft.config import CheckpointOptions, TrainingConfig
 from tunix.utils import checks
@@ -86,14 +87,23 @@ class TokenizerSettings:
   Attributes:
     path: folder or hub id of the tokenizer; null: model.path.
     chat_template: file with a jinja chat template that replaces the tokenizer's.
+    template_args: variables of the chat template that training rows, prompts, rollouts
+      and evaluations have: {enable_thinking: false} for answers without reasoning from
+      a model of Qwen3. They are written into the chat template of the export, so
+      `tunix chat` and other programs use them too. data.template_args and the records
+      override them.
   """
 
   path: str | None = setting(
-    None, path="read", may_change=True, fingerprint="tokenizer"
+    None, path="read", may_change=True, fingerprint="tokenizer", takes_object=True
   )
   chat_template: str | None = setting(
     None, path="read", may_change=True, fingerprint="chat_template"
   )
+  template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    chat_template.check_defaults(self.template_args, "template_args")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,6 +308,9 @@ class RunSettings(abc.ABC):
       leave. {}: one device.
     compilation_cache: folder for compiled programs, which later runs load, or the
       folder of `tunix plan --ship`; null: programs are not kept.
+    compilation_cache_key: file with the key of `tunix plan --ship-key`. The run then
+      loads only programs that were signed with this key, and adds none to the folder.
+      null: the folder is not signed.
 
   Raises:
     ValueError: a value out of range, or keys that contradict each other; the message
@@ -325,6 +338,7 @@ class RunSettings(abc.ABC):
   export: ExportSettings = setting(ExportSettings(), may_change=True)
   distributed: DistributedSettings = setting(DistributedSettings(), may_change=True)
   compilation_cache: str | None = setting(None, path="written", may_change=True)
+  compilation_cache_key: str | None = setting(None, path="read", may_change=True)
 
   def __post_init__(self):
     checks.fields(self, seed=checks.SEED)
@@ -332,6 +346,11 @@ class RunSettings(abc.ABC):
       raise ValueError(
         f"model.quantise is {self.model.quantise!r} and lora.rank is not set; "
         "quantised weights are not trained. Set lora.rank (8, for example)"
+      )
+    if self.compilation_cache_key is not None and self.compilation_cache is None:
+      raise ValueError(
+        f"compilation_cache_key is {self.compilation_cache_key!r} and "
+        "compilation_cache is not set. Name the folder of `tunix plan --ship`"
       )
     export_settings.check(self)
     self._check_best()

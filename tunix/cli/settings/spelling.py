@@ -21,6 +21,12 @@ RENAMED = {
   "lora.dora": "lora.use_dora",
 }
 
+# Defaults of earlier versions, which stand in files of all keys.
+FORMER_DEFAULTS = {
+  "preference.max_prompt_length": 512,
+  "preference.max_response_length": 512,
+}
+
 # Values of other libraries that mean the default of a key.
 _DEFAULTS = {"lora.targets": "all-linear"}
 
@@ -48,7 +54,7 @@ _FOREIGN = {
   ): "gradient_accumulation_steps",
   "training.eval_batch_size (rows over all devices)": "per_device_eval_batch_size",
   "model.dtype": "precision bf16 fp16 torch_dtype mixed_precision",
-  "data.max_length": "max_seq_length max_seq_len sequence_len cutoff_len",
+  "data.max_length": "max_length max_seq_length max_seq_len sequence_len cutoff_len",
   "data.packing": "sample_packing",
   "model.path": "model_name_or_path base_model pretrained",
   "data.train": (
@@ -82,10 +88,6 @@ _FOREIGN = {
   "not needed: the same command resumes": "resume resume_from_checkpoint",
   "not there: give another output_dir": "overwrite_output_dir",
   "data.length_buckets, or data.packing": "group_by_length",
-  (
-    "data.max_length, in preferences preference.max_prompt_length and "
-    "preference.max_response_length"
-  ): "max_length",
   "not needed: unused columns are ignored": "remove_unused_columns",
   "data.eval, a file of its own": "val_set_size eval_split",
   "optimizer.args": "adam_beta1 adam_beta2 adam_epsilon",
@@ -106,7 +108,10 @@ _FOREIGN = {
     "max_prompt_length"
   ),
   "distill.teacher": "teacher_model teacher_model_name_or_path teacher_path",
-  "rollout.max_tokens_to_generate": "max_completion_length max_new_tokens",
+  "rollout.max_tokens_to_generate": "max_new_tokens",
+  "rollout.max_tokens_to_generate, in preferences preference.max_response_length": (
+    "max_completion_length"
+  ),
   "reward.functions": "reward_funcs reward_fn",
   "algorithm.beta, in preferences preference.beta": "beta kl_coef",
   "mesh: {tp: ...}": "tensor_parallel_size",

@@ -16,6 +16,16 @@ from tunix.distillation.outputs import Inputs
 from tunix.distillation.strategies.base_strategy import BaseStrategy, Forward
 from tunix.distillation.strategies.logit import check_alpha
 from tunix.ops.reductions import safe_divide, weighted_sum
+from tunix.utils.metric import Metric
+
+METRICS = (
+  Metric(
+    "distill/feature_loss", "of the distance", "distance of the features", "train"
+  ),
+  Metric(
+    "distill/hard_loss", "nats", "student's cross-entropy with the labels", "train"
+  ),
+)
 
 FeatureLoss = Callable[[jax.Array, jax.Array], jax.Array]
 

@@ -25,6 +25,7 @@ from tunix.ops.distill_hidden import Distillation, States, weighted_distillation
 from tunix.ops.reductions import WeightedSum, weighted_sum
 from tunix.ops.vocab_softmax import Layout
 from tunix.utils import checks
+from tunix.utils.metric import SAME, Metric
 
 Metrics = dict[str, jax.Array]
 
@@ -37,6 +38,29 @@ class HiddenStates(NamedTuple):
   """
 
   hidden: Any
+
+
+METRICS = (
+  Metric("distill/kl_div", "nats", "divergence from the teacher", "train", "", SAME),
+  Metric(
+    "distill/soft_loss", "nats", "temperature^2 distill/kl_div", "train", "", SAME
+  ),
+  Metric(
+    "distill/hard_loss",
+    "nats",
+    "student's cross-entropy with the labels",
+    "train",
+    known_as=SAME,
+  ),
+  Metric(
+    "distill/teacher_loss",
+    "nats",
+    "teacher's cross-entropy with the labels",
+    "train",
+    "if the teacher's whole distribution is known",
+    SAME,
+  ),
+)
 
 
 class LogitStrategy(BaseStrategy):

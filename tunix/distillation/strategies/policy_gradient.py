@@ -15,6 +15,16 @@ from tunix.ops import distill
 from tunix.ops.distill import Divergence
 from tunix.ops.policy_gradient import reinforce_loss
 from tunix.ops.reductions import weighted_sum
+from tunix.utils.metric import Metric
+
+METRICS = (
+  Metric(
+    "distill/reverse_kl",
+    "nats",
+    "mean of log q - log p on the student's samples",
+    "train",
+  ),
+)
 
 
 class PolicyGradientStrategy(BaseStrategy):

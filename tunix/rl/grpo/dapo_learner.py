@@ -16,8 +16,19 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.metrics import Mean
 from tunix.rl.pipeline import PromptSource
 from tunix.utils import checks
+from tunix.utils.metric import Metric
 
 _log = logging.getLogger(__name__)
+
+METRICS = (
+  Metric(
+    "dynamic_sampling/refills",
+    "batches",
+    "batches of prompts drawn in addition, to replace groups with equal rewards",
+    "train",
+    "with DAPO and `algorithm.dynamic_sampling`",
+  ),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

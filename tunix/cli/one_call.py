@@ -1,0 +1,203 @@
+"""The jobs of `tunix train` as Python functions: `tunix.sft(model=..., data=...)`.
+
+Each function takes the keys of `tunix train`, runs the code of the command, and accepts
+objects where the command has paths: a model, a tokenizer, records, reward functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from tunix.cli import config as config_lib
+from tunix.cli.build import objects
+from tunix.cli.commands import train
+from tunix.cli.jobs.table import JOBS
+from tunix.cli.run.result import JobResult
+from tunix.cli.settings import keys
+from tunix.cli.settings.convert import Choice, plain, section_of
+from tunix.cli.settings.run import RunSettings
+from tunix.utils import mesh as mesh_lib
+from tunix.utils.setting import facts_of
+
+# Further names of keys; the first is the usual one in Python.
+_NAMES = {"eval_data": "data.eval", "rewards": "reward.functions"}
+
+
+class JobFunction:
+  """A job of `tunix train` as a function; `tunix.sft`, `tunix.grpo`, ... are instances.
+
+  Attributes:
+    job: name of the job.
+  """
+
+  def __init__(self, job: str):
+    self.job = job
+    self.__name__ = self.__qualname__ = job
+    self.__doc__ = f"Runs the job {job}: {JOBS[job].summary}.\n\n{_DOC}"
+
+  def __repr__(self) -> str:
+    return f"<function tunix.{self.job}(*, model, data, **settings)>"
+
+  def __call__(self, *, model: Any, data: Any, **settings: Any) -> JobResult:
+    """Trains; see the function's own docstring (`help(tunix.sft)`)."""
+    with contextlib.ExitStack() as stack:
+      stack.enter_context(objects.holding())
+      folder = settings.get("output_dir")
+      if folder is None:
+        _check_without_folder(settings)
+        scratch = tempfile.TemporaryDirectory(prefix="tunix-")
+        settings["output_dir"] = stack.enter_context(scratch)
+        settings = settings | {"export": {"kind": "none"}}
+      config = self.settings(model=model, data=data, **settings)
+      return train.run(config, keeps=folder is not None)
+
+  def settings(self, **settings: Any) -> RunSettings:
+    """Returns the settings of a call, as `tunix train` would read them from a file."""
+    layers: list[tuple[str, Mapping[str, Any]]] = [("", {"job": self.job})]
+    for name, value in settings.items():
+      key = self._key(name)
+      nested = _values(key, value, JOBS[self.job].settings)
+      for part in reversed(key.split(".")):
+        nested = {part: nested}
+      layers.append((f"tunix.{self.job}({name}=...)", nested))
+    if (axes := _axes(settings.get("model"))) and "mesh" not in settings:
+      layers.append(("the mesh of the model", {"mesh": axes}))
+    return config_lib.from_layers(layers)
+
+  def _key(self, name: str) -> str:
+    """Returns the dotted key of a keyword.
+
+    A keyword is a section or key of the job (`lora`, `seed`), the last part of a key of
+    the section `training`, or the last part of a key that only one section has.
+
+    Raises:
+      TypeError: several sections have the key.
+    """
+    section = JOBS[self.job].settings
+    if name in _NAMES or name in keys.of(section):
+      return _NAMES.get(name, name)
+    known = [dotted for dotted, _, _ in keys.walk(section)]
+    if f"training.{name}" in known:
+      return f"training.{name}"
+    found = list(dict.fromkeys(d for d in known if d.rpartition(".")[2] == name))
+    if len(found) > 1:
+      sections = " or ".join(f"{d.partition('.')[0]}=dict({name}=...)" for d in found)
+      raise TypeError(f"{name} is a key of several sections; give {sections}")
+    return found[0] if found else name  # an unknown key is refused with advice
+
+
+_DOC = """\
+The same code as `tunix train`, with its checks, messages and files.
+
+Args:
+  model: folder or hub id, {"name": preset, "args": {...}}, or a model of AutoModel. A
+    model is trained in place; with `lora` it is unchanged and shares its weights.
+  data: file, other source of `data.train`, a list of records, or any object with a
+    length and items; or a dict of keys of the section `data`.
+  eval_data: the same for evaluations.
+  tokenizer: folder, hub id, TokenizerAdapter or any tokenizer that it wraps. Needed if
+    `model` is an object.
+  output_dir: folder of the run, which the same call resumes. Without it nothing is kept
+    on disk: no checkpoints, no logs, no export.
+  **settings: keys of `tunix train --help`. A section is a dict, a dataclass
+    (`lora=LoraConfig(rank=8)`), or the value of its first key (`lora=8`,
+    `algorithm="dapo"`). A key may be given by its last part: `max_steps=20`,
+    `num_generations=8`. `rewards` is `reward.functions`, a function or several.
+
+Returns:
+  A JobResult: steps, metrics, history, trainer, model, tokenizer, export.
+
+Raises:
+  TypeError: a keyword that several sections have.
+  ValueError, FileNotFoundError: wrong settings, data or model; nothing was trained.
+"""
+
+
+def _check_without_folder(settings: Mapping[str, Any]) -> None:
+  """Refuses settings about files if there is no folder for them.
+
+  Raises:
+    ValueError: names the first of them.
+  """
+  for name in ("export", "checkpoint", "samples", "logging"):
+    value = settings.get(name)
+    if value is not None and value != {"progress_bar": False}:
+      raise ValueError(
+        f"{name} is set and output_dir is not, so nothing is written. Give output_dir, "
+        f"or leave {name} out"
+      )
+
+
+def _axes(model: Any) -> dict[str, int]:
+  """Returns the mesh axes of a model in memory; {} for one device or a path."""
+  mesh = mesh_lib.mesh_of(nnx.state(model)) if isinstance(model, nnx.Module) else None
+  return {} if mesh is None else {str(name): n for name, n in mesh.shape.items()}
+
+
+def _values(key: str, value: Any, section: Any) -> Any:
+  """Returns a value as a file would hold it; names stand for objects.
+
+  Args:
+    key: dotted key of the value.
+    value: value of a keyword.
+    section: dataclass of the whole configuration.
+  """
+  entry = next((e for dotted, _, e in keys.walk(section) if dotted == key), None)
+  inner = None if entry is None else section_of(entry.hint)
+  if entry is None or value is None:
+    return value
+  if inner is None:
+    return _objects(key, value) if entry.facts.takes_object else _plain(value)
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    value = _changed(inner, value)
+  if not isinstance(value, Mapping):
+    first = "name" if isinstance(inner, Choice) else next(iter(keys.of(inner)))
+    value = {first: value}
+  return {name: _values(f"{key}.{name}", v, section) for name, v in value.items()}
+
+
+def _changed(section: Any, value: Any) -> dict[str, Any]:
+  """Returns the fields of a dataclass that differ from their defaults."""
+  changed = {}
+  if isinstance(section, Choice):
+    changed["name"] = section.name_of(value)
+  for field in dataclasses.fields(value):
+    factory, default = field.default_factory, field.default
+    if factory is not dataclasses.MISSING:
+      default = factory()
+    current = getattr(value, field.name)
+    if not facts_of(field).python_only and (
+      default is dataclasses.MISSING or current != default
+    ):
+      changed[field.name] = current
+  return changed
+
+
+def _objects(key: str, value: Any) -> Any:
+  """Returns a path or source, or several; each object is replaced by its name."""
+  if isinstance(value, str | os.PathLike):
+    return os.fspath(value)
+  if isinstance(value, list | tuple) and value and all(map(_is_source, value)):
+    return [_objects(key, entry) for entry in value]
+  return objects.name_of(value, key)
+
+
+def _is_source(entry: Any) -> bool:
+  """Returns True for an entry of a list of sources, False for a record."""
+  is_sequence = hasattr(entry, "__len__") and not isinstance(entry, Mapping)
+  return is_sequence or callable(entry) or isinstance(entry, os.PathLike)
+
+
+def _plain(value: Any) -> Any:
+  return os.fspath(value) if isinstance(value, os.PathLike) else plain(value)
+
+
+sft, dpo, orpo, kto = map(JobFunction, ("sft", "dpo", "orpo", "kto"))
+reward, distill, grpo, ppo = map(JobFunction, ("reward", "distill", "grpo", "ppo"))
