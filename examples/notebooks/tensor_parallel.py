@@ -1,14 +1,18 @@
 # %% [markdown]
 # # 8. FSDP and tensor parallelism
-# **What you will learn.** How the weights of one model are split over devices; the five
-# forward and eight backward steps of a tensor-parallel block; how to count the
-# collectives of a compiled step; how to read a profile of it. The code of the models
-# and the training is the same on every mesh. It takes about 10 minutes. Notebook 7
-# explains data parallelism.
+# Ten minutes. What you will learn:
 #
-# A machine with only a CPU simulates eight devices. This notebook needs `pip install
-# 'tunix[notebooks]'`. Most cells quote `examples/tensor_parallel.py`, which prints the
-# same tables.
+# - the five forward and eight backward steps of a tensor-parallel block;
+# - to count the collectives of a compiled step, and to find their place in the model;
+# - to read three numbers out of a profile;
+# - what five meshes cost and save, also with fewer KV heads than devices;
+# - to write an optimizer with a sharded state, and to map logical axes by rules.
+#
+# The code of the models and the training is the same on every mesh. A machine with only
+# a CPU simulates eight devices. Most cells quote `examples/tensor_parallel.py`, which
+# prints the same tables. Notebook 7 explains data parallelism.
+
+# %% include install
 
 # %%
 import jax
