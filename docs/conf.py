@@ -61,7 +61,15 @@ NAVIGATION = (
     [
       *("guides/training", "guides/preference", "guides/distillation", "guides/rl"),
       *("guides/data", "guides/rewards", "guides/runs", "guides/evaluation"),
-      "guides/extend",
+    ],
+  ),
+  (
+    "Extend",
+    [
+      *("guides/extend", "guides/extend/algorithm", "guides/extend/preference_loss"),
+      *("guides/extend/reward", "guides/extend/data", "guides/extend/model"),
+      *("guides/extend/distillation_strategy", "guides/extend/rollout_engine"),
+      *("guides/extend/metrics_backend", "guides/extend/training_loop"),
     ],
   ),
   (
@@ -76,7 +84,7 @@ NAVIGATION = (
     "Reference",
     [
       *("algorithms", "api/training", "api/rl", "api/models", "api/data", "contract"),
-      *("troubleshooting", "limits"),
+      *("metrics", "troubleshooting", "limits"),
     ],
   ),
   (
