@@ -8,10 +8,12 @@ import sys
 from docutils import nodes
 
 DOCS = pathlib.Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent))
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import tunix  # noqa: E402 (found from here)
+import pages  # noqa: E402 (the import path is set above)
+
+import tunix  # noqa: E402
 
 project = "tunix"
 author = "the tunix authors"
@@ -28,6 +30,7 @@ extensions = [
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["_build"]
 myst_heading_anchors = 3  # pages link to each other's headings
+myst_enable_extensions = ["attrs_inline", "deflist", "colon_fence"]
 
 autodoc_member_order = "bysource"
 autodoc_default_options = {
@@ -44,82 +47,123 @@ copybutton_prompt_text = r">>> |\$ "
 copybutton_prompt_is_regexp = True
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
-html_css_files = ["diagrams.css"]
+html_css_files = ["site.css"]
 html_title = f"tunix {release}"
 html_copy_source = False
 html_show_sphinx = False
 
 # The navigation: (caption, pages). The pages are read as plain Markdown, too.
 NAVIGATION = (
+  ("Start", ["install", "quickstart", "choose"]),
+  ("Tutorials", ["tutorials/index", "examples/index"]),
   (
-    "Start",
-    ["tour", "guides/command", "guides/real_models", "guides/planning", "recipes"],
-  ),
-  (
-    "Train",
+    "Trainers",
     [
-      *("guides/training", "guides/preference", "guides/distillation", "guides/rl"),
-      *("guides/data", "guides/rewards", "guides/runs", "guides/evaluation"),
+      *("trainers/sft", "trainers/dpo", "trainers/orpo", "trainers/kto"),
+      *("trainers/reward", "trainers/distill", "trainers/on_policy_distill"),
+      *("trainers/grpo", "trainers/ppo"),
     ],
   ),
   (
-    "Extend",
+    "Guides",
     [
-      *("guides/extend", "guides/extend/algorithm", "guides/extend/preference_loss"),
-      *("guides/extend/reward", "guides/extend/data", "guides/extend/model"),
-      *("guides/extend/distillation_strategy", "guides/extend/rollout_engine"),
-      *("guides/extend/metrics_backend", "guides/extend/training_loop"),
+      *("guides/command", "guides/data", "guides/rewards", "guides/training"),
+      *("guides/preference", "guides/distillation", "guides/rl", "guides/runs", "logs"),
+      *("guides/evaluation", "using_a_model", "guides/models"),
     ],
   ),
   (
-    "Models and machines",
+    "Your own parts",
     [
-      *("guides/models", "guides/sizes", "guides/sampling", "guides/scoring"),
-      *("guides/engines", "guides/placement", "guides/multi_host", "attention"),
+      *("guides/extend", "guides/extend/reward", "guides/extend/data"),
+      *("guides/extend/model", "guides/extend/algorithm"),
+      *("guides/extend/preference_loss", "guides/extend/distillation_strategy"),
+      *("guides/extend/metrics_backend", "guides/extend/rollout_engine"),
+      "guides/extend/training_loop",
     ],
   ),
-  ("Come over", ["migration/from_trl", "migration/from_google_tunix"]),
+  (
+    "Chips and scale",
+    [
+      *("guides/real_models", "guides/planning", "guides/placement"),
+      *("guides/multi_host", "guides/engines", "guides/sampling", "guides/scoring"),
+      *("guides/sizes", "attention"),
+    ],
+  ),
+  ("Recipes", ["recipes"]),
+  ("Help", ["troubleshooting", "faq", "glossary"]),
   (
     "Reference",
     [
-      *("algorithms", "api/training", "api/rl", "api/models", "api/data", "contract"),
-      *("metrics", "troubleshooting", "limits"),
+      *("reference/keys", "metrics", "algorithms", "contract"),
+      *("api/training", "api/rl", "api/models", "api/data"),
     ],
   ),
+  ("Coming from", ["migration/from_trl", "migration/from_google_tunix"]),
   (
-    "How it is made",
-    ["performance", "testing", "design/architecture", "design/libraries"],
+    "Design and limits",
+    [
+      *("tour", "design/architecture", "design/libraries"),
+      *("performance", "testing", "limits"),
+    ],
   ),
 )
-_LINK = re.compile(r"\[([^\]]+)\]\(((?!https?:|#)[^)#\s]+)(#[^)]*)?\)")
+# A code block, which does not change, or a link to a file.
+_LINK = re.compile(
+  r"^(?P<fence>`{3,})[^\n]*\n.*?^(?P=fence)`*\s*$"
+  r"|\[(?P<text>[^\]]+)\]\((?P<path>(?!https?:|#|data:)[^)#\s]+)(?P<anchor>#[^)]*)?\)",
+  re.M | re.S,
+)
+_MADE_FROM = pages.made_from()  # the page of a file
+_FILE_OF = {page: path for path, page in _MADE_FROM.items()}
+# Pages that list made pages, with the names of those.
+_BELOW = {
+  "tutorials/index": r"tutorials/\d",
+  "examples/index": r"examples/(?!index)\w+$",
+  "recipes": "examples/recipes/",
+}
 
 
 def _toctree() -> str:
   trees = [
-    "```{toctree}\n:hidden:\n:caption: " + caption + "\n\n" + "\n".join(pages) + "\n```"
-    for caption, pages in NAVIGATION
+    "```{toctree}\n:hidden:\n:caption: " + caption + "\n\n" + "\n".join(names) + "\n```"
+    for caption, names in NAVIGATION
   ]
   return "\n\n" + "\n\n".join(trees) + "\n"
 
 
-def _inside(page: pathlib.Path):
-  """Links to files beside the docs (tests, examples) become names: a site has pages."""
+def _inside(name: str):
+  """Returns the replacement of the links of a page.
+
+  A link to a file that has a page becomes a link to this page. A link to another file
+  beside the docs becomes the name of the file, because a site has pages only.
+  """
+  page = DOCS / f"{name}.md"
+  written = _FILE_OF.get(name, page)
 
   def one(link: re.Match[str]) -> str:
-    target = (page.parent / link[2]).resolve()
-    if target.is_relative_to(DOCS):
+    if link["fence"]:
       return link[0]
-    return f"{link[1]}" if "`" in link[1] else f"`{link[1]}`"
+    target = (written.parent / link["path"]).resolve()
+    if target in _MADE_FROM:
+      target = DOCS / f"{_MADE_FROM[target]}.md"
+    if target.is_relative_to(DOCS):
+      path = os.path.relpath(target, page.parent)
+      return f"[{link['text']}]({path}{link['anchor'] or ''})"
+    return link["text"] if "`" in link["text"] else f"`{link['text']}`"
 
   return one
 
 
 def _read(app, name, source):
-  page = DOCS / f"{name}.md"
-  source[0] = _LINK.sub(_inside(page), source[0])
+  source[0] = _LINK.sub(_inside(name), source[0])
   if name == "index":
     source[0] += _toctree()
+  elif name in _BELOW:
+    listed = "\n".join(f"/{page}" for page in _FILE_OF if re.match(_BELOW[name], page))
+    source[0] += f"\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n"
 
 
 _SECTIONS = ("Args:", "Attributes:", "Raises:", "Returns:", "Yields:")
@@ -159,13 +203,14 @@ def _skip(app, what, name, obj, skip, options):
 
 
 def _named(app, doctree):
-  """Diagrams are drawn from text, which nobody wants read aloud."""
+  """Gives diagrams a short text for screen readers, instead of their characters."""
   for image in doctree.findall(nodes.image):
     if "svgbob" in image:
       image["alt"] = "A diagram of what the text around it says."
 
 
 def setup(app):
+  pages.write()
   app.connect("doctree-read", _named)
   app.connect("autodoc-skip-member", _skip)
   app.connect("source-read", _read)

@@ -2,7 +2,7 @@
 
 Python blocks of a page share one namespace; `bash` blocks run in order in the same
 folder, where `my-model`, `chat.jsonl`, `eval.jsonl`, `pairs.jsonl` and `prompts.jsonl`
-stand for the reader's own.
+stand for the reader's own, and `quickstart` for the folder of `tunix quickstart`.
 README's first two blocks are the quickstart and this suite itself: they have their
 own tests.
 """
@@ -20,7 +20,13 @@ from tests import toys, toys_text
 from tunix.cli.settings import spelling
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+# The site makes these pages (docs/pages.py). Their sources have tests of their own.
+MADE = ("docs/examples/", "docs/tutorials/", "docs/reference/keys.md")
+PAGES = sorted(
+  page
+  for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+  if not page.relative_to(ROOT).as_posix().startswith(MADE)
+)
 EXAMPLES = ROOT / "examples"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.M | re.S)
 
@@ -58,6 +64,11 @@ def prepared(tmp_path_factory) -> pathlib.Path:
   for name, record in more.items():
     lines = "".join(json.dumps(record(i)) + "\n" for i in range(8))
     (folder / f"{name}.jsonl").write_text(lines)
+  quickstart = folder / "quickstart"
+  for name in ("model", "sft/export"):
+    shutil.copytree(folder / "my-model", quickstart / name)
+  shutil.copyfile(folder / "chat.jsonl", quickstart / "train.jsonl")
+  shutil.copyfile(folder / "eval.jsonl", quickstart / "eval.jsonl")
   return folder
 
 

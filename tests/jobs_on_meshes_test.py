@@ -33,11 +33,27 @@ def test_devices(job):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
+def test_a_job_on_a_mesh():
+  check("grpo", jobs_on_meshes.learnt("grpo", "fsdp 4 x tp 2"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("job", ["sft", "dpo", "distill"])
 @pytest.mark.parametrize(
   ("count", "mesh"), [(2, "fsdp 8"), (2, "fsdp 4 x tp 2"), (4, "dp 8"), (2, "cp 8")]
 )
 def test_processes(job, count, mesh, tmp_path):
+  check_processes(job, count, mesh, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_four_processes_on_a_mesh(tmp_path):
+  check_processes("sft", 4, "fsdp 4 x tp 2", tmp_path)
+
+
+def check_processes(job, count, mesh, tmp_path):
   port, devices = processes.free_port(), 8 // count
   words = (port, count, tmp_path, job, mesh)
   processes.finish(

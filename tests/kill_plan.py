@@ -190,9 +190,9 @@ class KillPlan:
     number: int = 0,
     after_s: float | None = None,
   ) -> int:
-    names = [str(path) for path in (self.root, self.log, self.output)]
+    root, log, output = map(str, (self.root, self.log, self.output))
     self.root.mkdir(exist_ok=True)
-    task = Task(self.argv, *names, kill, number, after_s)
+    task = Task(self.argv, root, log, output, kill, number, after_s)
     assert server.stdin and server.stdout
     server.stdin.write(json.dumps(dataclasses.asdict(task)) + "\n")
     server.stdin.flush()

@@ -197,6 +197,7 @@ JOBS = {
     *(*RL, "tunix.rl.grpo.dapo_learner.METRICS", "tunix.perf.export.METRICS"),
     conditional=TRACE
     | PARITY
+    | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
     | {"groups/all_equal", "dynamic_sampling/refills", "pass@<k>"}
     | {"actor/kl", "actor/entropy", "actor/rollout_correction/weight"},
   ),

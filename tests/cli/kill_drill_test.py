@@ -190,7 +190,7 @@ def test_killed_runs_of_rl_resume_exactly(inputs, tmp_path, job):
 @pytest.mark.parametrize(
   "changes",
   [
-    pytest.param({"lora__rank": 8}, id="lora", marks=pytest.mark.ci),
+    pytest.param({"lora__rank": 8}, id="lora"),
     pytest.param({"preference__loss": "bco_pair"}, id="full-coupled"),
     pytest.param({"preference__reference_logps": "logps"}, id="logps"),
     pytest.param({"job": "kto"}, id="kto"),

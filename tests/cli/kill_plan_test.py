@@ -106,11 +106,17 @@ def test_a_sample_of_them(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["sft, the best", *OTHERS])
-def test_random_instants(job, model, tmp_path):
-  plan(job, model, tmp_path, changes=LONGER, seed=1).check_instants(8)
+def test_random_instants(job, model, tmp_path, rounds=8):
+  plan(job, model, tmp_path, changes=LONGER, seed=1).check_instants(rounds)
   result = json.loads((tmp_path / "root/out/result.json").read_text())
   if job == "sft, stopped early":
     assert (result["ended_by"], result["steps"]) == ("early_stopping", 7)
     assert result["best"]["step"] == result["export_step"] == 1
   else:
     assert result["steps"] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_sample_of_random_instants(model, tmp_path):
+  test_random_instants("sft, stopped early", model, tmp_path, rounds=2)

@@ -4,12 +4,14 @@ nothing that was saved is lost, and the run resumes."""
 import hashlib
 import os
 import resource
+import shutil
+import subprocess
 import time
 
 import pytest
 
 from tests import processes
-from tests.cli import runs, several_test as several
+from tests.cli import several_test as several
 from tests.cli.several_test import complaints, ends, files, start, undisturbed
 
 __all__ = ["files", "undisturbed"]  # fixtures
@@ -50,16 +52,50 @@ def test_a_full_disk_of_one(rank, undisturbed, files, tmp_path):
     assert all(p.popen.poll() is None for p in running), [p.texts() for p in running]
   resource.prlimit(running[rank].popen.pid, resource.RLIMIT_FSIZE, (45_000, 45_000))
   saved = contents(out / "checkpoints" / "2")
-  begun = time.monotonic()
   codes, errors = ends(*running, within=SECONDS)
-  print(codes, time.monotonic() - begun)
-  print(errors[0][-3000:], "\n=====\n", errors[1][-3000:])
   assert contents(out / "checkpoints" / "2") == saved
   assert codes == [1, 1], errors
   for error in errors:
     assert len(complaints(error)) == 1 and "Traceback" not in error, error
-  assert "make room" in errors[rank]
-  assert f"process {rank} of 2" in errors[1 - rank]
+  assert "File too large. Earlier checkpoints are unchanged: make room" in errors[rank]
+  assert f"process {rank} of 2 failed: " in errors[1 - rank]
+  assert "File too large" in errors[1 - rank]
+  processes.finish(*start(files, out))
+  assert_same_end(out, whole)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+  """A file system of 16 MB."""
+  folder = tmp_path / "disk"
+  folder.mkdir()
+  mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder]
+  if subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
+    pytest.skip("mounting needs root")
+  yield folder
+  subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_of_both(undisturbed, files, small_disk):
+  """From the first checkpoint on, the disk has 8 kB left."""
+  whole, _ = undisturbed
+  out, ballast = small_disk / "out", small_disk / "ballast"
+  running = start(files, out)
+  while not (out / "checkpoints" / "2").is_dir():
+    time.sleep(0.01)
+    assert all(p.popen.poll() is None for p in running), [p.texts() for p in running]
+  free = shutil.disk_usage(small_disk).free
+  with ballast.open("wb") as file:
+    os.posix_fallocate(file.fileno(), 0, free - 8192)
+  saved = contents(out / "checkpoints" / "2")
+  codes, errors = ends(*running, within=SECONDS)
+  assert contents(out / "checkpoints" / "2") == saved
+  assert codes == [1, 1], errors
+  for error in errors:
+    assert len(complaints(error)) == 1 and "Traceback" not in error, error
+  assert any("No space left on device" in error for error in errors), errors
+  ballast.unlink()
   processes.finish(*start(files, out))
   assert_same_end(out, whole)
 

@@ -1,5 +1,7 @@
 """examples/minigpt.py, as its readers run it, in seconds."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -16,17 +18,56 @@ def example():
   return loading.example("minigpt")
 
 
-def test_the_tokenizer_knows_both_ways_to_speak(example):
-  tokenizer = example.Words()
-  for make in (example.story, example.speech):
-    for text in example.texts(make, 2000, seed=5):
-      assert tokenizer.decode(tokenizer.encode(text)) == text
+@pytest.fixture(scope="module")
+def text():
+  return loading.example("minigpt_text")
+
+
+def test_the_tokenizer_gives_texts_back(text):
+  lines = [
+    *text.texts(text.story, 5000, seed=5),
+    *text.texts(text.speech, 5000, seed=5),
+  ]
+  tokenizer = text.Words(lines)
+  for line in [*lines, "Zebras, 42 of them!\nOne more."]:
+    assert tokenizer.decode(tokenizer.encode(line)) == line
+  assert tokenizer.decode(tokenizer.encode("a\N{SNOWMAN}b")) == "ab"
   assert tokenizer.vocab_size % 64 == 0
 
 
-def test_texts_have_the_size_that_was_asked_for(example):
-  size = sum(map(len, example.texts(example.story, 10_000, seed=0)))
+def test_rare_words_are_written_in_characters(text):
+  tokenizer = text.Words(["the cat and the hat"] * 3 + ["the dodo"], most=5)
+  assert len(tokenizer.encode("the cat")) == 2
+  assert len(tokenizer.encode("dodo")) == 4
+
+
+def test_texts_have_the_size_that_was_asked_for(text):
+  size = sum(map(len, text.texts(text.story, 10_000, seed=0)))
   assert 10_000 <= size < 10_500
+
+
+def test_stories_differ_and_their_helpers_fit_the_place(text):
+  stories = text.texts(text.story, 60_000, seed=0)
+  assert len(set(stories)) == len(stories)
+  for each in stories:
+    ponds = [helper in each for helper in ("frog", "otter")]
+    assert any(ponds) == ("into the pond" in each)
+
+
+@pytest.mark.parametrize("separator", ["\n\n", "\n \n\n", "<|endoftext|>\n"])
+def test_a_file_is_split_into_its_texts(text, tmp_path, separator):
+  path = tmp_path / "tales.txt"
+  path.write_text(separator.join(("A tale.\nOf two lines.", "Another.", "")))
+  assert text.read_texts(path) == ["A tale.\nOf two lines.", "Another."]
+
+
+def test_a_long_text_becomes_several_rows(example, text):
+  line = " ".join(["word"] * 25)
+  tokenizer = text.Words([line])
+  (batch,) = example.rows(tokenizer, [line], 3, 10, 1)
+  tokens = [t for row in batch["input_tokens"] for t in row]
+  assert sorted(batch["input_mask"].sum(1)) == [6, 10, 10]
+  assert tokens.count(tokenizer.encode(" word")[0]) == 24
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +91,7 @@ def runs(example, tmp_path_factory):
 
 def test_both_trainings_learn(runs):
   for out in runs[0].values():
-    assert out["pretrained"][0] > 4 and out["pretrained"][-1] < 0.7
+    assert out["pretrained"][0] > 4 and out["pretrained"][-1] < 1.2
     assert out["lora"][-1] < 0.6 * out["lora"][0]
 
 
@@ -76,14 +117,24 @@ def test_attention_is_adapted_and_the_base_is_shared(runs):
   adapters = nnx.to_flat_state(nnx.state(out["adapted"], nnx.LoRAParam))
   names = {".".join(map(str, path[2:])) for path, _ in adapters}
   assert {"mha.query.kernel_lora_a", "mha.out.kernel_lora_b"} <= names
-  assert len(adapters) == 2 * 6 * 2  # blocks, matrices, A and B
+  assert len(adapters) == (2 * 6 + 1) * 2  # blocks, matrices, output; A and B
 
 
-def test_the_texts_change_their_style(runs, example):
-  texts = runs[0]["one"]["texts"]
-  assert example.share_of_play(texts["pretrained"]) == 0
-  assert "there was a little" in texts["pretrained"]
-  assert example.share_of_play(texts["lora"]) > 0.2
+def test_the_texts_change_their_style(runs):
+  out = runs[0]["one"]
+  assert out["new"]["pretrained"] == 0 and out["new"]["lora"] > 0.2
+  assert "lived near the" in out["texts"]["pretrained"]
+
+
+def test_files_take_the_place_of_the_grammar(example, tmp_path):
+  tales, verse = tmp_path / "tales.txt", tmp_path / "verse.txt"
+  tales.write_text("\n\n".join(["Hop hop hop, said the frog."] * 64))
+  verse.write_text("\n\n".join(["Hop no more, o weary toad!"] * 64))
+  settings = dataclasses.replace(example.TINY, num_epochs=8, lora_max_steps=6)
+  out = example.run(settings, tmp_path, example.new_mesh(), text=tales, style=verse)
+  assert out["texts"]["pretrained"].startswith("Hop")
+  assert out["pretrained"][-1] < 0.5 * out["pretrained"][0]
+  assert out["lora"][-1] < out["lora"][0]
 
 
 def test_a_profile_is_written(runs):

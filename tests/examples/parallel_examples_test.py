@@ -1,8 +1,12 @@
 """The examples of parallel training, on the test world's eight devices."""
 
+import collections
+
 import jax
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from tests.examples import loading
 from tunix.utils.mesh import create_mesh
@@ -16,9 +20,10 @@ def tensor():
 
 
 @pytest.fixture(scope="module", params=["mlp", "transformer"])
-def layouts(request, tensor):
+def layouts(request, tensor, tmp_path_factory):
+  folder = tmp_path_factory.mktemp(request.param)
   runs = {
-    name: tensor.run(request.param, layout, STEPS)
+    name: tensor.run(request.param, layout, STEPS, folder / name)
     for name, layout in tensor.LAYOUTS.items()
   }
   return request.param, runs
@@ -37,7 +42,9 @@ def test_layouts_say_what_they_should_to_each_other(layouts):
   said = {name: set(run["collectives"]) for name, run in runs.items()}
   assert said["one"] == set()
   assert said["data"] == {"all-reduce"}
-  assert said["tensor"] == {"all-reduce"}
+  # Every device has the two KV heads; their gradients are summed and gathered.
+  shared = {"all-gather"} if task == "transformer" else set()
+  assert said["tensor"] == {"all-reduce"} | shared
   assert ("all-gather" in said["fsdp"]) == (task == "transformer")
 
 
@@ -49,6 +56,37 @@ def test_devices_hold_their_part(layouts):
   if task == "transformer":
     # All but the norms' scales: eight norms of 64 floats, none of them cut.
     assert held["fsdp"] < held["one"] / 7.5
+
+
+def test_kv_heads_stay_whole_where_the_axis_does_not_divide_them(layouts):
+  task, runs = layouts
+  if task == "transformer":
+    block = runs["fsdp x tensor"]["model"].blocks[0]
+    assert block.q.sharding.spec == P("fsdp", "tp", None)
+    assert block.kv.sharding.spec == P("fsdp", None, None, None)
+
+
+def test_a_profile_has_communication_if_devices_share_work(layouts):
+  _, runs = layouts
+  for name, run in runs.items():
+    step, communication, other = run["profile"]
+    assert (communication > 0) == (name != "one")
+    assert other > 0 and step >= communication + other
+
+
+def test_overlapping_operations_of_a_device_count_once(tensor):
+  spans = [(True, 0, 10, 20), (True, 0, 15, 18), (False, 0, 18, 25), (False, 1, 0, 4)]
+  assert tensor.covered(spans) == {0: 15, 1: 4}
+
+
+def test_collectives_are_listed_with_their_scope(layouts, tensor):
+  task, runs = layouts
+  if task == "transformer":
+    sent = tensor.senders(runs["tensor"]["program"])
+    counted = collections.Counter(kind for kind, _, _ in sent)
+    assert counted == runs["tensor"]["collectives"]
+    for part in ("block0)/attention", "block1)/mlp"):
+      assert any(part in scope for _, _, scope in sent)
 
 
 def test_collectives_are_counted_by_kind(tensor):
@@ -70,6 +108,20 @@ def test_an_mlp_written_by_hand_is_the_one_that_xla_writes(tensor):
   np.testing.assert_allclose(by_hand(x, w1, w2), wanted, rtol=1e-4, atol=1e-5)
   said = tensor.collectives(by_hand.lower(x, w1, w2).compile().as_text())
   assert said == {"all-gather": 1, "reduce-scatter": 1}
+
+
+def test_a_step_written_by_hand_has_the_gradients_of_one_device(tensor):
+  shapes = (8, 16), (16, 32), (32, 16), (8, 16)
+  keys = jax.random.split(jax.random.key(0), 4)
+  *arrays, gradient = (
+    jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)
+  )
+  out, backward = jax.vjp(lambda x, w1, w2: nnx.relu(x @ w1) @ w2, *arrays)
+  by_hand = jax.jit(tensor.step_by_hand(create_mesh({"tp": 8})))
+  for got, want in zip(by_hand(*arrays, gradient), (out, *backward(gradient))):
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+  said = tensor.collectives(by_hand.lower(*arrays, gradient).compile().as_text())
+  assert said == {"all-gather": 2, "reduce-scatter": 2}
 
 
 @pytest.fixture(scope="module")

@@ -132,3 +132,43 @@ def test_all_run_in_workers_and_get_the_column_they_name():
   assert list(here.total) == [6.0, 3.0]  # three of them look at the column
   with pytest.raises(TypeError, match="exact_match needs 'right'"):
     RewardManager(READY).compute([""], ["12"], {"answer": ["12"]})
+
+
+THOUGHT = "<think>\n3 or 4\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+  ("text", "answer"),
+  [
+    ("4", "4"),
+    (THOUGHT + "4", "\n\n4"),
+    ("3 or 4</think>4", "4"),  # the chat template opened the reasoning
+    (THOUGHT + "</think>4", "4"),
+    ("<think>3 or 4", None),
+    (THOUGHT + "4<think>", None),
+  ],
+)
+def test_the_answer_follows_the_reasoning(text, answer):
+  assert reward_fns.after_reasoning(text) == answer
+  columns = [text], ["4"]
+  right = float(answer is not None)
+  for make in (
+    reward_fns.exact_match,
+    reward_fns.numeric_match,
+    reward_fns.maths_match,
+  ):
+    assert score(make(), *columns) == [right]
+  assert score(reward_fns.json_schema(), [text]) == [right]
+
+
+def test_reasoning_is_kept_on_request_and_by_what_rewards_the_form():
+  texts, right = ["<think>3 or 4", THOUGHT + "4"], ["4", "4"]
+  assert score(reward_fns.numeric_match(reasoning="keep"), texts, right) == [1.0, 1.0]
+  assert score(reward_fns.exact_match(reasoning="keep"), texts, right) == [0.0, 0.0]
+  form = "<think>.+</think>.+"
+  assert score(reward_fns.format_match(form), texts) == [0.0, 1.0]
+  assert score(reward_fns.format_match("[0-9]", reasoning="drop"), texts) == [0.0, 1.0]
+  assert score(reward_fns.length(maximum=5), texts) == [0.0, 0.0]
+  assert score(reward_fns.length(maximum=5, reasoning="drop"), texts) == [0.0, 1.0]
+  with pytest.raises(ValueError, match="reasoning is 'skip'; expected 'drop' or"):
+    reward_fns.exact_match(reasoning="skip")  # pyright: ignore[reportArgumentType]

@@ -14,6 +14,7 @@ from tests.sft import trainers
 from tunix.sft import orbax_options
 from tunix.sft.checkpoint_manager import CheckpointManager
 from tunix.sft.config import CheckpointOptions
+from tunix.utils import coordination
 
 SYNC = CheckpointOptions(save_every_n_steps=1, asynchronous=False)
 
@@ -313,5 +314,11 @@ def test_failures_to_write_are_one_line(tmp_path):
     with raises as raised, named_failure("folder", 3):
       raise error
     assert "\n" not in str(raised.value) and "make room" in str(raised.value)
-  with pytest.raises(ValueError, match="unrelated"), named_failure("folder", 3):
-    raise ValueError("unrelated")
+  full = ValueError("RESOURCE_EXHAUSTED: f: 4: No space left [os_error_code='28']")
+  reason = r"\(in folder\): No space left\. Earlier"
+  with pytest.raises(OSError, match=reason), named_failure("folder", None):
+    raise full
+  for error in (ValueError("unrelated"), coordination.AbsentError("1: ENOSPC")):
+    with pytest.raises(type(error)) as same, named_failure("folder", 3):
+      raise error
+    assert same.value is error

@@ -171,6 +171,19 @@ def test_placing_follows_metadata_and_leaves_others_alive(mesh_fsdp8):
   assert trainers.equal(before, trainers.leaves(twin))
 
 
+@pytest.mark.parametrize("declared_by", ["context", "variable"])
+def test_placing_maps_logical_axes_by_the_rules_of_nnx(mesh_fsdp4_tp2, declared_by):
+  model, rules = trainers.tokens_only(), (("in", "tp"), ("vocab", "fsdp"))
+  model.out.kernel.set_metadata(out_sharding=("in", "vocab"))
+  context = rules if declared_by == "context" else ()
+  if declared_by == "variable":
+    model.out.kernel.set_metadata(sharding_rules=rules)
+  state = ModuleState(model)
+  with nnx.logical_axis_rules(context):
+    state.place(mesh_fsdp4_tp2)
+  assert state.params["out"]["kernel"].sharding.spec == P("tp", "fsdp")
+
+
 def test_an_explicit_layout_without_metadata_is_kept(mesh_fsdp8):
   explicit = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
   model = trainers.tokens_only()

@@ -5,8 +5,10 @@ python trainer_programs.py RANK PORT FOLDER
 
 import os
 import pathlib
+import resource
 import signal
 import sys
+import time
 
 import jax
 import numpy as np
@@ -94,6 +96,36 @@ def a_save_of_one_process_is_named(folder, rank):
   t.close()
 
 
+def a_full_disk_of_one_is_named(folder, rank):
+  """The other is told at once: `timeout_secs` is 10 minutes."""
+  make = lambda: resume_test.make(folder / "full", toys.model(), max_steps=3)
+  t = make()
+  t.train_step(part(toys.batch(0), rank))
+  assert t.save_checkpoint()
+  t.train_step(part(toys.batch(1), rank))
+  kind = resource.RLIMIT_FSIZE
+  before = resource.getrlimit(kind)
+  if rank == 1:
+    resource.setrlimit(kind, (1024, before[1]))
+  begun = time.monotonic()
+  try:
+    t.save_checkpoint()
+    t.close()
+  except (OSError, coordination.AbsentError) as error:
+    wanted = "File too large. Earlier" if rank else "process 1 of 2 failed: File too"
+    assert wanted in str(error), error
+  else:
+    raise AssertionError("it was saved")
+  assert time.monotonic() - begun < 300
+  resource.setrlimit(kind, before)
+  coordination.forget_failure()
+  coordination.gather("there is room again", None, 60)
+  t = make()
+  assert t.train_steps == 1
+  t.train_step(part(toys.batch(1), rank))
+  t.close()
+
+
 def main() -> None:
   rank, port, folder = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3])
   jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=rank)
@@ -106,6 +138,7 @@ def main() -> None:
       np.savez(folder / "weights.npz", **whole)
     a_signal_at_one_process_stops_all_after_the_same_step(folder, rank)
     a_save_of_one_process_is_named(folder, rank)
+    a_full_disk_of_one_is_named(folder, rank)
   print("done")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from tunix.generate import template_limits as limits
 from tunix.generate.template_limits import ChatTemplateError
+from tunix.generate.tokenizer_files import ChatTemplates
 
 Message = Mapping[str, Any]
 
@@ -30,6 +31,12 @@ _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 RESERVED_NAMES = (
   *("messages", "add_generation_prompt", "tokenize", "now", "template", "self"),
   *("strftime_now", "raise_exception", "generation_marks"),
+)
+
+# Words of jinja's expressions, which cannot be the name of a variable.
+_JINJA_WORDS = (
+  *("true", "false", "none", "True", "False", "None"),
+  *("and", "or", "not", "in", "is", "if", "else"),
 )
 
 _TOOL_SCHEMA = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
@@ -57,6 +64,62 @@ def check_variables(variables: Mapping[str, Any], key: str) -> None:
       f"{key}.tools is {tools!r}, expected a list of JSON schemas: give "
       f"[{_TOOL_SCHEMA}]"
     )
+
+
+def with_defaults(
+  template: ChatTemplates, variables: Mapping[str, Any]
+) -> ChatTemplates:
+  """Returns a template that sets variables which a rendering leaves undefined.
+
+  The variables become part of the source, so every program that reads the template of
+  an exported model renders with them. A rendering that gives a variable overrides it.
+
+  Args:
+    template: jinja source, or sources by name.
+    variables: values of JSON by name, as `check_defaults` accepts them.
+  """
+  if not isinstance(template, str):
+    return {name: f"{with_defaults(x, variables)}" for name, x in template.items()}
+  # A copy through JSON makes lists of tuples. Literals of Python are literals of jinja.
+  plain = json.loads(json.dumps(dict(variables)))
+  lines = [
+    f"{{% if {name} is not defined or {name} is none %}}"
+    f"{{% set {name} = {value!r} %}}{{% endif %}}\n"
+    for name, value in plain.items()
+  ]
+  return "".join(lines) + template  # jinja drops each line break after a block
+
+
+def check_defaults(variables: Mapping[str, Any], key: str) -> None:
+  """Refuses variables that `with_defaults` cannot write into a template.
+
+  Args:
+    variables: as for `with_defaults`.
+    key: configuration key or argument of the variables, for the message.
+
+  Raises:
+    ValueError: a reserved name, a name that jinja cannot set, tools or documents, or a
+      value that JSON does not have.
+  """
+  check_variables(variables, key)
+  for name, value in variables.items():
+    if name in ("tools", "documents"):
+      raise ValueError(
+        f"{key}.{name} is set; expected variables of the template such as "
+        f"enable_thinking. Give {name} with each record, or in data.template_args"
+      )
+    if not name.isidentifier() or name in _JINJA_WORDS:
+      raise ValueError(
+        f"{key} has the name {name!r}; expected the name of a jinja variable. Give "
+        "the name that the template reads"
+      )
+    try:
+      json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+      raise ValueError(
+        f"{key}.{name} is {value!r}; expected text, a number, true, false, null, or "
+        "lists and mappings of them. Change the value"
+      ) from error
 
 
 def render(

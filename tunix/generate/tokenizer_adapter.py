@@ -51,6 +51,7 @@ class TokenizerAdapter:
     eos_token: str | None = None,
     pad_token: str | None = None,
     eos_ids: Sequence[int] = (),
+    template_args: Mapping[str, Any] | None = None,
   ):
     """Wraps a tokenizer.
 
@@ -63,11 +64,15 @@ class TokenizerAdapter:
       eos_token: text of the EOS token; "": there is none; None: the tokenizer's.
       pad_token: text of the padding token; "": there is none; None: the tokenizer's.
       eos_ids: further end-of-sequence ids, as in a model's generation_config.json.
+      template_args: defaults of the chat template's variables, such as
+        {"enable_thinking": False}. They become part of `chat_template`.
 
     Raises:
-      ValueError: the object lacks methods, which the message names; or it has no token
-        of a given text.
+      ValueError: the object lacks methods, which the message names; it has no token of
+        a given text; or a template cannot have an entry of `template_args`.
     """
+    self._template_args = dict(template_args or {})
+    chat_templates.check_defaults(self._template_args, "template_args")
     given = {"bos_token": bos_token, "eos_token": eos_token, "pad_token": pad_token}
     self._given_roles: dict[str, Token] = {}
     if isinstance(tokenizer, TokenizerAdapter):
@@ -75,6 +80,7 @@ class TokenizerAdapter:
       self._given_roles |= tokenizer._given_roles
       chat_template = chat_template or tokenizer._given_template
       eos_ids = (*eos_ids, *tokenizer._given_eos_ids)
+      self._template_args = tokenizer._template_args | self._template_args
     else:
       self._backend = choose(tokenizer)
     self._given_template, self._given_eos_ids = chat_template, tuple(eos_ids)
@@ -92,6 +98,7 @@ class TokenizerAdapter:
     *,
     chat_template: tokenizer_files.ChatTemplates | None = None,
     revision: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
   ) -> TokenizerAdapter:
     """Loads the tokenizer of a Hugging Face folder, a `tokenizer.json` or a model id.
 
@@ -99,14 +106,17 @@ class TokenizerAdapter:
       path: the folder, the file, or a model id "owner/name".
       chat_template: jinja source, or sources by name. None: the tokenizer's.
       revision: commit, tag or branch of a model id; None: its newest commit.
+      template_args: variables of the chat template, see `TokenizerAdapter`.
 
     Raises:
       FileNotFoundError: the path does not exist, or has no tokenizer.
       ImportError: the folder has no `tokenizer.json`, and transformers is missing.
-      ValueError: a file is damaged, or a folder is given a revision.
+      ValueError: a file is damaged, a folder has a revision, or as for the constructor.
     """
     tokenizer = tokenizer_loading.load_pretrained(path, revision)
-    return TokenizerAdapter(tokenizer, chat_template=chat_template)
+    return TokenizerAdapter(
+      tokenizer, chat_template=chat_template, template_args=template_args
+    )
 
   @property
   def tokenizer(self) -> Any:
@@ -260,7 +270,8 @@ class TokenizerAdapter:
   @property
   def chat_template(self) -> tokenizer_files.ChatTemplates | None:
     """Jinja source of the chat template, or sources by name; None if there is none."""
-    return self._given_template or self._backend.chat_template
+    template = self._given_template or self._backend.chat_template
+    return template and chat_templates.with_defaults(template, self._template_args)
 
   def has_chat_template(self) -> bool:
     """Returns True if `apply_chat_template` has a template or a renderer."""
@@ -323,9 +334,8 @@ class TokenizerAdapter:
         "this tokenizer has no chat template; pass chat_template=... (jinja source), "
         'or use {"prompt": "text", "response": "text"} records'
       )
-    return renderer(
-      messages, add_generation_prompt=add_generation_prompt, tokenize=tokenize, **kwargs
-    )
+    kwargs = {**self._template_args, **kwargs, "tokenize": tokenize}
+    return renderer(messages, add_generation_prompt=add_generation_prompt, **kwargs)
 
   # Refuses variables that `apply_chat_template` cannot pass to a template.
   check_template_variables = staticmethod(chat_templates.check_variables)

@@ -126,8 +126,13 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
   return values
 
 
-def brief(value: Any) -> str:
-  """Returns a value of a foreign file for a message, escaped and cut to one line."""
+def brief(value: Any, most: int = _MAX_REASON) -> str:
+  """Returns a value of a foreign file for a message, escaped and cut to one line.
+
+  Args:
+    value: the value, or an error that names one.
+    most: largest number of characters.
+  """
   text = value if isinstance(value, Exception) else repr(value)
   line = " ".join(str(text).split())
-  return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + "..."
+  return line if len(line) <= most else line[:most] + "..."

@@ -39,6 +39,10 @@ SINGLE = "model.safetensors"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 TORCH_SINGLE = "pytorch_model.bin"
 
+# Bytes of a header, room for more than 200,000 tensors. Parsed, it takes up to 25 times
+# as many.
+_MAX_HEADER = 32_000_000
+
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -100,13 +104,17 @@ def read_header(file: pathlib.Path) -> dict[str, StoredTensor]:
   check_file(file)
   with file.open("rb") as stream:
     length = int.from_bytes(stream.read(8), "little")
-    if size < 8 or length > min(size - 8, MAX_JSON):
-      raise _damaged(file, f"{size} bytes, a header of {length} announced")
+    if size < 8 or length > min(size - 8, _MAX_HEADER):
+      raise _damaged(
+        file,
+        f"{size} bytes, a header of {length} announced; at most {_MAX_HEADER} are read",
+      )
     raw = stream.read(length)
   try:
     return safetensors_header.parse(file, raw, 8 + length, size)
   except ValueError as error:
-    raise _damaged(file, brief(error)) from error
+    # The error holds a name that was cut already, and what is wrong with it.
+    raise _damaged(file, brief(error, 500)) from error
 
 
 def _damaged(file: pathlib.Path, what: str) -> ValueError:

@@ -17,6 +17,7 @@ from tunix.rl.common import Rollouts
 from tunix.rl.config import RLTrainingConfig
 from tunix.utils.metric import SAME, Metric
 
+_SEVERAL = "if a batch has several prompts, each with several completions"
 METRICS = (
   Metric(
     "rewards/score/mean",
@@ -26,6 +27,18 @@ METRICS = (
   ),
   Metric("rewards/score/max", "of the reward", "highest reward", known_as=SAME),
   Metric("rewards/score/min", "of the reward", "lowest reward", known_as=SAME),
+  Metric(
+    "rewards/score/prompt_p25",
+    "of the reward",
+    "lower quartile over the prompts of a batch: mean reward of a prompt's completions",
+    condition=_SEVERAL,
+  ),
+  Metric(
+    "rewards/score/prompt_p75",
+    "of the reward",
+    "upper quartile over the prompts of a batch: mean reward of a prompt's completions",
+    condition=_SEVERAL,
+  ),
   Metric(
     "rewards/<function>",
     "of the reward",
@@ -80,8 +93,8 @@ def of_rollouts(rollouts: Rollouts) -> dict[str, Mean]:
   """Computes the metrics of one batch of rollouts. No value is NaN.
 
   Names: rewards/score/{mean,max,min}, rewards/score/prompt_{p25,p75} (quartiles over
-  the prompts of the mean reward of a group), rewards/<function>, rewards/failed (share
-  of rows without a reward), completions/{mean,max,min}_length, completions/truncated
+  the prompts of a group's mean reward), rewards/<function>, rewards/failed (share of
+  rows without a reward), completions/{mean,max,min}_length, completions/truncated
   (share), groups/all_equal (share of groups whose rewards are all the same).
   """
   total = rollouts.rewards.total

@@ -112,7 +112,7 @@ def reshard_model_to_mesh(
     if not isinstance(node, nnx.Variable):
       continue
     value = node.get_value()
-    declared = None if replicate else node.get_metadata().get("out_sharding")
+    declared = None if replicate else mesh_lib.declared_spec(node)
 
     def place(x: Any, declared: Any = declared) -> NamedSharding:
       spec = () if replicate else _spec_of(x, declared)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+from tunix.utils import coordination
 
 
 class MismatchError(ValueError):
@@ -16,6 +19,14 @@ def means_damage(error: Exception) -> bool:
   if isinstance(error, MemoryError) or any(word in text for word in machine):
     return False
   return isinstance(error, FileNotFoundError) or not isinstance(error, OSError)
+
+
+def describe(error: BaseException) -> str:
+  """Returns the reason of an error in one line, such as "No space left on device"."""
+  text = (str(error) or type(error).__name__).splitlines()[0]
+  # tensorstore names the file several times before the system's reason.
+  system = re.search(r": ([^:]+) \[os_error_code='\d+'\]", text)
+  return system[1] if system else text[:300]
 
 
 class named_failure:
@@ -33,12 +44,14 @@ class named_failure:
     return None
 
   def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-    text = str(error) or type(error).__name__
+    if error is None or isinstance(error, coordination.AbsentError):
+      return  # the failure of another process names that process
+    text = str(error)
     full = isinstance(error, OSError) or "No space left" in text or "ENOSPC" in text
     full = full or "RESOURCE_EXHAUSTED" in text or "File too large" in text
-    if error is not None and full:
+    if full:
       raise OSError(
         f"a checkpoint could not be written ({self._what}): "
-        f"{text.splitlines()[0][:300]}. Earlier checkpoints are unchanged: make "
+        f"{describe(error)}. Earlier checkpoints are unchanged: make "
         "room and start the same run again"
       ) from error

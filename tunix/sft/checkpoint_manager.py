@@ -126,7 +126,9 @@ class CheckpointManager:
       if (value := getattr(state, name)) is not None:
         _check_json(name, value)
         items[name] = ocp.args.JsonSave(value)
-    with errors.named_failure(self._root, step):
+    # A save in the background may report the failure of an earlier one.
+    named = None if self._options.asynchronous else step
+    with errors.named_failure(self._root, named):
       return self._manager.save(step, args=ocp.args.Composite(**items), force=force)
 
   def restore_state(

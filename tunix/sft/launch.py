@@ -123,6 +123,17 @@ def _wait_for_port(coordinator: str, timeout_s: float) -> None:
     time.sleep(min(1.0, timeout_s / 10))
 
 
+def _failure(failures: dict[int, str]) -> str:
+  """Returns the message about reported failures; that of this process comes first."""
+  me = jax.process_index()
+  if text := failures.get(me):
+    return f"{text}. {coordination.RESTART}"
+  number = min(failures, key=lambda number: (not failures[number], number))
+  return coordination.described_failure(
+    number, failures[number] or "it lost another one"
+  )
+
+
 class Watch:
   """A thread that publishes this process's signs of life, and reads those of others.
 
@@ -154,6 +165,7 @@ class Watch:
   def _run(self) -> None:
     client = coordination.client()
     seen: dict[int, tuple[str, float]] = {}
+    failed: dict[int, str] = {}
     count = 0
     while not self._ended.is_set():
       now = time.monotonic()
@@ -163,8 +175,12 @@ class Watch:
         sign = json.dumps([count, *coordination.longest_alone()])
         client.key_value_set(me, sign, allow_overwrite=True)
         signs = client.key_value_dir_get(_ALIVE)
+        failures = coordination.failures()
       except jax.errors.JaxRuntimeError:
         return  # the coordinator or this process is shutting down, which JAX handles
+      if failures and failures == failed and not _caught.is_set():
+        self._lost(_failure(failures))
+      failed = failures
       for key, sign in signs:
         number = int(key.rpartition("/")[2])
         if seen.get(number, ("", 0.0))[0] != sign:
@@ -175,7 +191,7 @@ class Watch:
         self._lost(
           f"process {silent[0]} of {jax.process_count()} has not been heard of for "
           f"{self._patience_s:g} s: it ended or hangs, and its own log may say why. "
-          f"{_RESTART}"
+          f"{coordination.RESTART}"
         )
       self._ended.wait(self._pause_s)
 
@@ -189,32 +205,80 @@ class Watch:
       f"process {number} of {jax.process_count()} has been at {what} for {seconds:.0f} "
       "s and the others wait for it: look what does not return there, or set "
       f"distributed.stall_s (now {self._stall_s:g}; stall_s of launch.initialize) "
-      f"higher if it takes so long. {_RESTART}"
+      f"higher if it takes so long. {coordination.RESTART}"
     )
 
 
 _ALIVE = "tunix/alive"
-_RESTART = "Checkpoints written before are whole: start all processes again"
 
 
 @contextlib.contextmanager
-def named_loss() -> Iterator[None]:
-  """Context that explains the errors that devices raise when a process has ended.
+def shared_failure() -> Iterator[None]:
+  """Context that tells the other processes of an error, so that they end and name it.
+
+  Does nothing in a run of one process.
 
   Raises:
-    coordination.AbsentError: With several processes, instead of JAX's errors.
+    coordination.AbsentError: instead of JAX's error if another process has ended.
+    RuntimeError: instead of JAX's error if a save in the background has failed.
   """
+  _caught.clear()
   try:
     yield
-  except jax.errors.JaxRuntimeError as error:
+  except Exception as error:  # reported, and raised again
     if jax.process_count() == 1:
       raise
-    text = (str(error) or type(error).__name__).splitlines()[0][:200]
-    raise coordination.AbsentError(
-      f"process {jax.process_index()} of {jax.process_count()} lost the others: one of "
-      f"them ended, and its own log says why ({text}). Checkpoints written before are "
-      "whole: start all processes again"
-    ) from error
+    _caught.set()
+    named = _named(error)
+    # Without a coordinator nobody can be told.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+      is_cause = not isinstance(named, coordination.AbsentError)
+      _report(f"{type(named).__name__}: {named}"[:_LONGEST] if is_cause else "")
+    if named is error:
+      raise
+    raise named from error
+
+
+_LONGEST = 300  # characters of a reported error
+# Seconds that the coordinator waits for the others to read its report: it ends their
+# connection, and JAX then aborts them.
+_FAREWELL_S = 15.0
+_caught = threading.Event()  # the main thread has this process's error
+
+
+def _named(error: Exception) -> Exception:
+  """Returns the error that explains JAX's error, or the error itself."""
+  if not isinstance(error, jax.errors.JaxRuntimeError):
+    return error
+  me, count = jax.process_index(), jax.process_count()
+  reported: dict[int, str] = {}
+  with contextlib.suppress(jax.errors.JaxRuntimeError):
+    reported = {
+      number: text for number, text in coordination.failures().items() if text
+    }
+  if me in reported:
+    return RuntimeError(f"{reported[me]}. {coordination.RESTART}")
+  for number, text in sorted(reported.items()):
+    return coordination.AbsentError(coordination.described_failure(number, text))
+  text = (str(error) or type(error).__name__).splitlines()[0][:200]
+  return coordination.AbsentError(
+    f"process {me} of {count} lost the others: one of them ended, and its own log says "
+    f"why ({text}). {coordination.RESTART}"
+  )
+
+
+def _report(text: str) -> None:
+  """Reports this process's failure; the coordinator waits until the others read it.
+
+  Args:
+    text: the error; empty if another process is the cause.
+  """
+  coordination.report_failure(" ".join(text.split()))
+  end = time.monotonic() + _FAREWELL_S
+  while jax.process_index() == 0 and time.monotonic() < end:
+    if len(coordination.failures()) == jax.process_count():
+      return
+    time.sleep(0.1)
 
 
 def _end(text: str) -> None:

@@ -205,8 +205,7 @@ class ModuleState:
     for _, node in nnx.iter_graph(model):
       if not isinstance(node, nnx.Variable):
         continue
-      spec = node.get_metadata().get("out_sharding")
-      value = node.get_value()
+      spec, value = mesh_lib.declared_spec(node), node.get_value()
       placed = jax.tree.map(lambda x, spec=spec: _on_mesh(x, spec, mesh), value)
       if any(
         a is not b for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(placed))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tunix.sft import checkpoint_barrier
 from tunix.sft.config import CheckpointOptions
 
 
@@ -114,6 +115,8 @@ def for_orbax(options: CheckpointOptions, best: Callable[[], int | None]) -> Any
     save_decision_policy=decision,
     preservation_policy=_Keep(options.max_to_keep, best),
     enable_async_checkpointing=options.asynchronous,
-    async_options=ocp.AsyncOptions(timeout_secs=options.timeout_secs),
+    async_options=ocp.AsyncOptions(
+      timeout_secs=options.timeout_secs, barrier_sync_fn=checkpoint_barrier.Barrier()
+    ),
     create=True,
   )

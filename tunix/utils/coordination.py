@@ -24,6 +24,8 @@ _notices = itertools.count()
 # Open `alone` blocks of this process: {number: (description, monotonic start)}.
 _alone: dict[int, tuple[str, float]] = {}
 _numbers = itertools.count()
+_FAILURES = "tunix/failures"
+RESTART = "Checkpoints written before are whole: start all processes again"
 
 
 class AbsentError(RuntimeError):
@@ -135,6 +137,36 @@ def longest_alone() -> tuple[str, float]:
   entries = list(_alone.values())  # a copy, because other threads write
   what, since = min(entries, key=lambda entry: entry[1], default=("", None))
   return what, 0.0 if since is None else time.monotonic() - since
+
+
+def report_failure(text: str) -> None:
+  """Tells the other processes why this one ends."""
+  me = f"{_FAILURES}/{jax.process_index()}"
+  client().key_value_set(me, text, allow_overwrite=True)
+
+
+def forget_failure() -> None:
+  """Removes the report of this process, before it starts another run."""
+  if jax.process_count() > 1:
+    client().key_value_delete(f"{_FAILURES}/{jax.process_index()}")
+
+
+def failures() -> dict[int, str]:
+  """Returns the reported failures by process index."""
+  entries = client().key_value_dir_get(_FAILURES)
+  return {int(key.rpartition("/")[2]): text for key, text in entries}
+
+
+def check_failures() -> None:
+  """Raises AbsentError if another process has reported a failure."""
+  for number, text in sorted(failures().items()):
+    if number != jax.process_index() and text:
+      raise AbsentError(described_failure(number, text))
+
+
+def described_failure(number: int, text: str) -> str:
+  """Returns the message about the failure of process `number`."""
+  return f"process {number} of {jax.process_count()} failed: {text}. {RESTART}"
 
 
 class StopNotice:

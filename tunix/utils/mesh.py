@@ -265,6 +265,20 @@ def is_planned(mesh: Mesh) -> bool:
   return device.client.runtime_type == "compile_only_runtime"
 
 
+def declared_spec(variable: Any) -> Any:
+  """Returns the sharding that an nnx.Variable declares in `out_sharding`; None: none.
+
+  If its names are logical axes, `nnx.logical_axis_rules` of the context or the
+  variable's own `sharding_rules` map them to mesh axes.
+  """
+  spec = variable.get_metadata().get("out_sharding")
+  if spec is None or isinstance(spec, NamedSharding):
+    return spec
+  from flax.nnx import spmd  # not above: commands that run no model do without flax
+
+  return spmd.get_var_pspec(variable)
+
+
 def sharding_of_spec(spec: Any, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
   """Returns a sharding on `mesh`, without axes that cannot split the array.
 

@@ -1,7 +1,13 @@
 """The notebooks' sources run at tiny size, and the notebooks are made of them."""
 
+import fnmatch
+import glob
+import importlib.util
 import json
 import re
+import shutil
+import subprocess
+import types
 
 import jax
 import pytest
@@ -29,6 +35,7 @@ def run():
         if steps is not None:
           text = re.sub(r"^STEPS = \d+", f"STEPS = {steps}", text, flags=re.M)
           text = re.sub(r"base_model\(\d+\)", f"base_model({steps})", text)
+          text = re.sub(r"base\(steps=\d+", f"base(steps={steps}", text)
           text = re.sub(
             r"^settings = Settings\(\)", "settings = TINY", text, flags=re.M
           )
@@ -57,8 +64,50 @@ def test_sources_are_cut_into_cells():
   kinds = [cell.kind for cell in make.cells("lora")]
   assert kinds[0] == "markdown" and "code" in kinds
   texts = [cell.text for cell in make.cells("lora")]
-  assert "TINY = True" in texts[2].splitlines()
+  assert any("TINY = True" in text.splitlines() for text in texts[:6])
   assert not any("# %%" in text for text in texts)
+
+
+def test_badges_and_the_install_cell_name_the_repository(monkeypatch):
+  monkeypatch.setattr(make, "repository", lambda: "https://github.com/me/mine")
+  _, badges, install, *rest = [cell.text for cell in make.cells("lora")]
+  file = "/blob/main/examples/notebooks/lora.ipynb)"
+  assert "colab.research.google.com/github/me/mine" + file in badges
+  assert "?src=https://github.com/me/mine" + file in badges
+  assert 'REPOSITORY = "https://github.com/me/mine"' in install.splitlines()
+  assert not any("{{" in text for text in (badges, install, *rest))
+
+
+@pytest.mark.parametrize(
+  ("programs", "files", "cuda", "extras"),
+  [
+    (["nvidia-smi"], [], "12.4", "notebooks,cuda12"),
+    (["nvidia-smi"], [], "13.0", "notebooks,cuda"),
+    ([], ["/dev/accel0"], "", "notebooks,tpu"),
+    ([], ["/dev/vfio/0"], "", "notebooks,tpu"),
+    ([], [], "", "notebooks"),
+  ],
+)
+def test_the_install_cell_takes_the_machines_jax(
+  monkeypatch, programs, files, cuda, extras
+):
+  [code] = [cell.text for cell in make.cells("install") if cell.kind == "code"]
+  calls = []
+
+  def run(command, **_):
+    calls.append(command)
+    return types.SimpleNamespace(stdout=f"| CUDA Version: {cuda} |")
+
+  monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+  found = lambda name: name if name in programs else None
+  monkeypatch.setattr(shutil, "which", found)
+  monkeypatch.setattr(glob, "glob", lambda pattern: fnmatch.filter(files, pattern))
+  monkeypatch.setattr(subprocess, "run", run)
+  exec(code, {})
+  assert calls[-1][1:4] == ["-m", "pip", "install"]
+  assert calls[-1][-1] == f"tunix[{extras}] @ git+{make.repository()}"
+  monkeypatch.undo()
+  assert exec(code, {"__name__": "again"}) is None  # tunix is there
 
 
 def test_a_script_is_quoted_with_its_comments():

@@ -16,7 +16,7 @@ from tests.models.transformer import attention_cases as cases
 from tunix.generate import layout, scoring
 from tunix.models import automodel
 from tunix.models.transformer import attention_paths, fused, split_tokens
-from tunix.models.transformer.config import ShardingRules
+from tunix.models.transformer.config import MoEConfig, ShardingRules
 from tunix.models.transformer.split_tokens import Split
 from tunix.sft.losses import next_token_loss
 from tunix.utils import mesh as mesh_lib, tree
@@ -151,6 +151,7 @@ FORMS = {
     "attention": "blockwise",
     "scan_layers": True,
   },
+  "experts": {"moe": MoEConfig(num_experts=8, experts_per_token=3, hidden_dim=24)},
 }
 
 
@@ -178,6 +179,10 @@ def learnt(form, axes):
     ("sliding", {"cp": 8}),
     ("sliding", {"fsdp": 2, "cp": 4}),
     ("sliding", {"dp": 2, "cp": 2, "tp": 2}),
+    ("experts", {"ep": 2, "cp": 4}),
+    ("experts", {"ep": 4, "cp": 2}),
+    ("experts", {"fsdp": 2, "ep": 2, "cp": 2}),
+    ("experts", {"cp": 2, "ep": 2, "tp": 2}),
   ],
   ids=str,
 )

@@ -107,7 +107,7 @@ class ModelLoader:
         f"tokenizer.path is not set and model.path is {source}, an object, which has "
         "no tokenizer. Give tokenizer=, a TokenizerAdapter or a folder"
       )
-    options = {}
+    options: dict[str, Any] = {"template_args": settings.template_args}
     if settings.chat_template is not None:
       options["chat_template"] = _read_template(settings.chat_template)
     if objects.is_name(source):
@@ -368,7 +368,7 @@ def check_model_folder(name: str, folder: str) -> None:
     raise ValueError(f"{name} is {folder!r}, an adapter: {_ADAPTER_NEEDS_BASE}")
 
 
-def named_tokenizer(name: str, folder: str, **options: str | None) -> TokenizerAdapter:
+def named_tokenizer(name: str, folder: str, **options: Any) -> TokenizerAdapter:
   """Loads the tokenizer of a folder or hub id.
 
   Args:

@@ -41,6 +41,7 @@ class RewardSettings:
     functions: reward functions: names of the ready set (exact_match,
       numeric_match(column=answer), ...), functions of your own ("pkg.mod:fn",
       "/path/file.py:fn"), or calls that return a function ("pkg.mod:make(scale=2)").
+      Ready functions that compare an answer read the text after `</think>`.
     weights: weight of each function; null: all 1.
     model: folder of a reward model whose score is added to the rewards; null: none.
     workers: processes that run the functions; 0: the training process itself.

@@ -150,7 +150,11 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
   if (values := folder.result(config)) is not None:
     return _finished(prepared, Result.from_json(values))
   run_folder.check_writable("output_dir", folder.path)
-  with mesh_lib.use_mesh(mesh), contextlib.ExitStack() as stack:
+  with (
+    mesh_lib.use_mesh(mesh),
+    contextlib.ExitStack() as stack,
+    launch.shared_failure(),
+  ):
     model = ModelLoader(config, mesh).model()
     check_model(prepared, model)
     if jax.process_index() == 0:
@@ -171,8 +175,7 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
     if trainer.train_steps:
       _say(f"resuming after step {trainer.train_steps}")
     try:
-      with launch.named_loss():
-        outcome = trainer.train(prepared.data.train, prepared.data.eval)
+      outcome = trainer.train(prepared.data.train, prepared.data.eval)
     except Stopped:
       trainer.close()  # writes the last lines of the metrics; the checkpoint is saved
       raise

@@ -145,7 +145,7 @@ class DistillRun(StreamRun):
   """Settings of a run of the job distill.
 
   Attributes:
-    distill: the teacher, and the loss (docs/guides/distillation.md).
+    distill: the teacher, and the loss (docs/trainers/distill.md).
     rollout: sampling of completions; in distill the student's completions.
   """
 

@@ -74,7 +74,7 @@ class DPOSettings(ResponseSettings):
   """Settings of the job dpo.
 
   Attributes:
-    loss: sigmoid, hinge, ipo, simpo, cpo, ...: docs/guides/preference.md has them all.
+    loss: sigmoid, hinge, ipo, simpo, cpo, ...: docs/trainers/dpo.md has them all.
     beta: strength of the pull towards the reference.
     label_smoothing: probability that a preference label is wrong, for losses that take
       it.
@@ -159,7 +159,7 @@ class PreferenceRun(StreamRun):
   """Settings of a run that learns from preferences.
 
   Attributes:
-    preference: how completions are compared (docs/guides/preference.md).
+    preference: how completions are compared (docs/trainers/dpo.md).
   """
 
   records: ClassVar[Kind] = PAIRS

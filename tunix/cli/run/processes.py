@@ -41,6 +41,7 @@ def start(config: RunSettings) -> None:
       "--mesh='{fsdp: -1}'"
     )
   join(settings)
+  coordination.forget_failure()
 
 
 def join(settings: DistributedSettings) -> None:

@@ -130,12 +130,16 @@ class Line:
     path: names from the section down.
     meaning: help of the key, one paragraph.
     value: default of the key.
+    type: placeholder of the value, as `--help` shows it.
+    may_change: a resumed run may have another value.
     is_section: True for a section, which has no value.
   """
 
   path: tuple[str, ...]
   meaning: str
   value: Any
+  type: str
+  may_change: bool
   is_section: bool
 
 
@@ -164,14 +168,19 @@ def listing(*jobs: str) -> list[Line]:
     # A file with all keys must not give one algorithm the default of another one.
     default = None if entry.chosen else entry.default
     meaning = f"{_meaning(entry, all_have_it, default)} {_choices(entry)}".strip()
-    is_section = entry.section and depth == 1
-    lines.append(
-      Line(path=entry.path, meaning=meaning, value=default, is_section=is_section)
+    line = Line(
+      path=entry.path,
+      meaning=meaning,
+      value=default,
+      type="|".join(entry.keys) if entry.path == ("job",) else _type(entry),
+      may_change=entry.key.facts.may_change,
+      is_section=entry.section and depth == 1,
     )
-    if is_section and isinstance(section_of(entry.key.hint), Choice):
-      names = f"One of {', '.join(_names(entry))}."
+    lines.append(line)
+    if line.is_section and isinstance(section_of(entry.key.hint), Choice):
+      more = {"meaning": f"One of {', '.join(_names(entry))}.", "type": "TEXT"}
       path = (*entry.path, "name")
-      lines.append(Line(path=path, meaning=names, value=None, is_section=False))
+      lines.append(dataclasses.replace(line, path=path, is_section=False, **more))
   return lines
 
 

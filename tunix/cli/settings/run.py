@@ -16,6 +16,7 @@ from tunix.cli.settings import export as export_settings
 from tunix.cli.settings.data import DataSettings, StreamSettings
 from tunix.cli.settings.export import Dtype, ExportSettings
 from tunix.data.records import Kind
+from tunix.generate import chat_template
 from tunix.models.lora import LoraConfig
 from tunix.sft.config import CheckpointOptions, TrainingConfig
 from tunix.utils import checks
@@ -86,6 +87,11 @@ class TokenizerSettings:
   Attributes:
     path: folder or hub id of the tokenizer; null: model.path.
     chat_template: file with a jinja chat template that replaces the tokenizer's.
+    template_args: variables of the chat template that training rows, prompts, rollouts
+      and evaluations have: {enable_thinking: false} for answers without reasoning from
+      a model of Qwen3. They are written into the chat template of the export, so
+      `tunix chat` and other programs use them too. data.template_args and the records
+      override them.
   """
 
   path: str | None = setting(
@@ -94,6 +100,10 @@ class TokenizerSettings:
   chat_template: str | None = setting(
     None, path="read", may_change=True, fingerprint="chat_template"
   )
+  template_args: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    chat_template.check_defaults(self.template_args, "template_args")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -74,8 +74,14 @@ def _write_jsonl(path: pathlib.Path, records: Iterable[Mapping[str, Any]]) -> No
   io.write_atomic(path, "".join(json.dumps(r) + "\n" for r in records).encode())
 
 
-def make_tokenizer() -> TokenizerAdapter:
-  """Returns a tokenizer whose tokens are the characters of the task."""
+def make_tokenizer(words: Sequence[str] = ()) -> TokenizerAdapter:
+  """Returns a tokenizer whose tokens are the characters of the task.
+
+  It has no chat template, so no completion of the quickstart has reasoning.
+
+  Args:
+    words: further tokens of several characters, which are plain text.
+  """
   import tokenizers
   from tokenizers import decoders, models
 
@@ -83,6 +89,7 @@ def make_tokenizer() -> TokenizerAdapter:
   vocabulary = {token: i for i, token in enumerate([*_SPECIAL, *ALPHABET])}
   rust = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token=unknown))
   rust.add_special_tokens(list(_SPECIAL))
+  rust.add_tokens(list(words))
   rust.decoder = decoders.Fuse()
   return TokenizerAdapter(rust, bos_token=begin, eos_token=end, pad_token=pad)
 

@@ -165,8 +165,7 @@ def named_shardings(state: Any, mesh: Mesh) -> Any:
   """Returns the NamedShardings of a state, from its variables' `out_sharding`."""
 
   def one(variable):
-    spec = variable.get_metadata().get("out_sharding")
-    shape = variable.get_value().shape
+    spec, shape = mesh_lib.declared_spec(variable), variable.get_value().shape
     return variable.replace(mesh_lib.sharding_of_spec(spec, shape, mesh))
 
   return jax.tree.map(one, state, is_leaf=lambda x: hasattr(x, "get_metadata"))
