@@ -39,7 +39,7 @@ class Settings:
   """The sizes of the model, the data and the two trainings."""
 
   text_bytes: int = 600_000  # of the stories, and of the play
-  num_transformer_blocks: int = 4
+  num_transformer_blocks: int = 3
   maxlen: int = 96
   embed_dim: int = 128
   num_heads: int = 8
@@ -58,7 +58,7 @@ class Settings:
 
 TINY = Settings(
   text_bytes=60_000,
-  num_transformer_blocks=2,
+  num_transformer_blocks=1,
   maxlen=32,
   embed_dim=32,
   num_heads=2,

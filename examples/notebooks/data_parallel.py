@@ -1,14 +1,18 @@
 # %% [markdown]
 # # 7. Data-parallel training
-# **What you will learn.** Why a model needs several devices, and how much memory each
-# of them needs; two ways to write a program for all of them; how a trainer does it; and
-# three exercises. It takes about 10 minutes.
+# Ten minutes. What you will learn:
+#
+# - why a model needs several devices, and how much memory each of them needs;
+# - two ways to write a program for all devices: `jax.jit` and `jax.shard_map`;
+# - how the trainer does the same;
+# - to solve three exercises on rows that the devices do not divide.
 #
 # With `jax.jit` and sharded arrays, you write the program for one device and XLA
 # inserts the communication. With `jax.shard_map` you write the program of each device
 # for its shard, with explicit communication. Both replace `jax.pmap`. A machine with
-# only a CPU simulates eight devices. This notebook needs `pip install
-# 'tunix[notebooks]'`. Most cells quote `examples/data_parallel.py`.
+# only a CPU simulates eight devices. Most cells quote `examples/data_parallel.py`.
+
+# %% include install
 
 # %%
 import jax

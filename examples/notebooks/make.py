@@ -4,8 +4,8 @@ A source is a script with cells, `# %%` and `# %% [markdown]`. The cells of inst
 replace `# %% include install`. `{{name}}`, `{{repository}}` and `{{path}}` stand
 for the name of the notebook, and for the address of the repository with and without
 its host. The definitions of `story` and `texts` in
-examples/minigpt.py replace `# %% quote minigpt: story texts`. Each notebook runs in a
-separate process and is written with its outputs. This needs
+examples/minigpt_text.py replace `# %% quote minigpt_text: story texts`. Each notebook
+runs in a separate process and is written with its outputs. This needs
 `pip install 'tunix[notebooks]'`; the tests run the cells without it.
 """
 

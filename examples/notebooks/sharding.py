@@ -1,12 +1,17 @@
 # %% [markdown]
 # # 9. One training on many devices
-# **What you will learn.** How the models of tunix are split over a mesh, how many bytes
-# each device needs for a training step, and how a model moves to another mesh. The same
-# model, data and trainer run on several meshes; only the mesh changes. It takes about
-# 10 minutes. Notebooks 7 and 8 explain data parallelism and tensor parallelism.
+# Ten minutes. What you will learn:
 #
-# A machine with only a CPU simulates eight devices. This notebook needs
-# `pip install 'tunix[notebooks]'`.
+# - how the models of tunix are split over a mesh;
+# - how many bytes each device needs for a training step, predicted and measured;
+# - which collectives each mesh needs;
+# - to move a model to another mesh.
+#
+# The same model, data and trainer run on several meshes; only the mesh changes. A
+# machine with only a CPU simulates eight devices. Notebooks 7 and 8 explain data
+# parallelism and tensor parallelism.
+
+# %% include install
 
 # %%
 import jax

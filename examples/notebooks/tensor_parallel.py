@@ -1,14 +1,18 @@
 # %% [markdown]
 # # 8. FSDP and tensor parallelism
-# **What you will learn.** How the weights of one model are split over devices; the five
-# forward and eight backward steps of a tensor-parallel block; how to count the
-# collectives of a compiled step; how to read a profile of it. The code of the models
-# and the training is the same on every mesh. It takes about 10 minutes. Notebook 7
-# explains data parallelism.
+# Ten minutes. What you will learn:
 #
-# A machine with only a CPU simulates eight devices. This notebook needs `pip install
-# 'tunix[notebooks]'`. Most cells quote `examples/tensor_parallel.py`, which prints the
-# same tables.
+# - the five forward and eight backward steps of a tensor-parallel block;
+# - to count the collectives of a compiled step, and to find their place in the model;
+# - to read three numbers out of a profile;
+# - what five meshes cost and save, also with fewer KV heads than devices;
+# - to write an optimizer with a sharded state, and to map logical axes by rules.
+#
+# The code of the models and the training is the same on every mesh. A machine with only
+# a CPU simulates eight devices. Most cells quote `examples/tensor_parallel.py`, which
+# prints the same tables. Notebook 7 explains data parallelism.
+
+# %% include install
 
 # %%
 import jax
@@ -378,7 +382,7 @@ print("in trainer", theirs.up.sharding.spec, "and kv", theirs.kv.sharding.spec)
 
 # %% [markdown]
 # ## The fit
-# The MLP that is split over eight devices has learned the parabola:
+# The MLP that is split over eight devices has learned most of the parabola:
 
 # %%
 _, axes = plt.subplots(figsize=(5, 2.4), dpi=80)
@@ -391,8 +395,8 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# The black line follows the dots; it has corners, because 32 relu units make it of
-# straight pieces.
+# The black line has the shape of the dots, but not yet their curvature: 32 relu units
+# make it of straight pieces, and 100 steps have not placed all of them.
 
 # %% [markdown]
 # ## Code that no longer works
