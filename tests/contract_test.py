@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pathlib
 import re
+from typing import Any
 
 import pytest
 
@@ -29,7 +30,7 @@ def rows():
   return out
 
 
-def found(name):
+def found(name) -> Any:
   parts = name.split(".")
   for count in range(len(parts), 0, -1):
     try:

@@ -85,11 +85,14 @@ plot(
 
 # %% [markdown]
 # The margin is the gain of the chosen answer minus the gain of the rejected one, both
-# against the reference. It begins at 0, where the policy is the reference, and grows.
-# The second plot shows why one number is not enough: the margin also grows if both
-# answers become less likely, and the rejected one falls faster. Watch the curve of the
-# chosen answer. If it falls as well, the probability goes to other texts, such as
-# `[1[5]`.
+# against the reference. It begins at 0, where the policy is the reference, and grows to
+# the end.
+#
+# The second plot shows what the margin hides. The chosen answer gains some nats in the
+# first five steps, and later gives a part of them back. The rejected one falls all the
+# time, so nearly the whole margin comes from it. DPO optimizes only the difference:
+# after too many steps other texts appear, such as `[110]`. Watch the curve of the
+# chosen answer, and stop where it turns down.
 
 # %%
 accuracy = result.history["eval/rewards/accuracy"].values

@@ -1,4 +1,4 @@
-# The first cells of the notebooks; make.py inserts them at `# %% include start`.
+# The first cells of sharding.py; make.py inserts them at `# %% include start`.
 
 # %% [markdown]
 # With `TINY` everything runs in a minute on a CPU, with a fresh small model. Set it to

@@ -38,6 +38,15 @@ def test_rows_prompts_and_answers_have_no_reasoning(task):
     assert len(row.tokens) <= task.max_length
 
 
+def test_rollouts_read_the_tokens_of_training_rows(task):
+  prompt = task.held_out[0]["prompt"]
+  turn = [{"role": "user", "content": prompt}]
+  text = task.tokenizer.apply_chat_template(turn)
+  ids = chat.render_completion(prompt, None, task.tokenizer).prompt
+  # A sampler begins the ids of a text with BOS, if the tokenizer has it.
+  np.testing.assert_array_equal(task.tokenizer.tokenize(text, add_eos=False), ids)
+
+
 def test_the_template_asks_for_reasoning_without_the_option(task):
   turn = [{"role": "user", "content": "1+1="}]
   text = task.tokenizer.apply_chat_template(turn, enable_thinking=True)

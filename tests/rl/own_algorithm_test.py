@@ -1,5 +1,7 @@
 """An algorithm of one's own: the two methods that a learner may override."""
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,7 +36,7 @@ class BestOfGroup(RLLearner):
 
 
 def test_both_methods_decide_what_is_learnt():
-  learner = clusters.grpo(learner=BestOfGroup, train_micro_batch_size=2)
+  learner: Any = clusters.grpo(learner=BestOfGroup, train_micro_batch_size=2)
   learner.train(clusters.prompts(1) * 2)
   first, second = learner.history["actor/train/loss"].values
   assert 0 < second != first > 0  # negative log-probabilities

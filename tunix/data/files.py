@@ -20,6 +20,34 @@ ARRAY_RECORD = (".array_record", ".arrayrecord")
 # A whole JSON string, or a character that opens, closes or separates values.
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{},]', re.DOTALL)
 
+# A password before the host, a signature or token in a query, or in a call's arguments.
+_SECRET = re.compile(
+  r"""://[^/?#\s]*:[^/?#\s]*@ | https?://[^/?#\s]*@
+  | [?&](x-amz-|x-goog-)?(sig|signature|(access_?)?token|api_?key|password|secret)=
+  | [(,]\s*\w*(token|password|api_?key|secret)\w*\s*=\s*["']""",
+  re.IGNORECASE | re.VERBOSE,
+)
+
+
+def check_address(key: str, name: str) -> None:
+  """Refuses the name of a source that holds a secret.
+
+  Logs, messages, reports and `config.yaml` show the names of sources.
+
+  Args:
+    key: configuration key, or what the name is of, for the message.
+    name: address, path or call of a source.
+
+  Raises:
+    ValueError: the name holds a secret; the message does not show it.
+  """
+  if _SECRET.search(name):
+    raise ValueError(
+      f"{key} holds a password, token or signature; expected an address without one, "
+      "because logs and files of a run show it. Keep the secret in the environment "
+      "(HF_TOKEN, or the settings of fsspec), or download the file"
+    )
+
 
 def open_file(
   path: str | os.PathLike[str], kind: Kind = SFT, *, name: str | None = None

@@ -114,7 +114,10 @@ class Sums:
     if not self.tiny:
       return TokenizerAdapter.from_pretrained(self.model, template_args=no_reasoning)
     plain = make_tokenizer(_WORDS)
-    return TokenizerAdapter(plain, chat_template=TEMPLATE, template_args=no_reasoning)
+    # As Qwen3's, the tokenizer has no BOS token.
+    return TokenizerAdapter(
+      plain, chat_template=TEMPLATE, bos_token="", template_args=no_reasoning
+    )
 
   @property
   def max_prompt_length(self) -> int:

@@ -12,14 +12,20 @@ from tunix.utils.metric import Metric
 
 METRICS = (
   Metric("rewards/chosen", "nats", "beta (log pi - log pi_0) of desirable examples"),
-  Metric("rewards/rejected", "nats", "the same of undesirable examples"),
+  Metric(
+    "rewards/rejected", "nats", "beta (log pi - log pi_0) of undesirable examples"
+  ),
   Metric("rewards/margin", "nats", "rewards/chosen - rewards/rejected"),
   Metric(
     "log_probs/chosen",
     "nats",
     "log-probability of desirable completions, summed over tokens",
   ),
-  Metric("log_probs/rejected", "nats", "the same of undesirable completions"),
+  Metric(
+    "log_probs/rejected",
+    "nats",
+    "log-probability of undesirable completions, summed over tokens",
+  ),
   Metric("kl", "nats", "z0 of the formula, the estimated divergence of the batch"),
 )
 

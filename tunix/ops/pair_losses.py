@@ -33,7 +33,8 @@ METRICS = (
   Metric(
     "sft_loss",
     "nats",
-    "negative log-probability of chosen: summed in `cpo`, per token in `orpo`",
+    "negative log-probability of the chosen completion: summed over its tokens in "
+    "`cpo`, their mean in `orpo`",
     condition="with the losses `cpo` and `orpo`",
   ),
   Metric(

@@ -22,10 +22,19 @@ from tunix.ops.pair_losses import PairLoss, PairScores, masked
 from tunix.ops.reductions import keep, safe_divide, weighted_sum
 from tunix.utils.metric import SAME, Metric
 
-_NOT_ALWAYS = "if the loss has a reference model"
 METRICS = (
-  Metric("rewards/chosen", "nats", "beta (log pi - log pi_0) of chosen", known_as=SAME),
-  Metric("rewards/rejected", "nats", "the same of rejected", known_as=SAME),
+  Metric(
+    "rewards/chosen",
+    "nats",
+    "beta (log pi - log pi_0) of the chosen completion",
+    known_as=SAME,
+  ),
+  Metric(
+    "rewards/rejected",
+    "nats",
+    "beta (log pi - log pi_0) of the rejected completion",
+    known_as=SAME,
+  ),
   Metric("rewards/margin", "nats", "rewards/chosen - rewards/rejected", known_as=SAME),
   Metric(
     "rewards/accuracy",
@@ -39,12 +48,17 @@ METRICS = (
     "log-probability of the chosen completion, summed over its tokens",
     known_as=SAME,
   ),
-  Metric("log_probs/rejected", "nats", "the same of rejected", known_as=SAME),
+  Metric(
+    "log_probs/rejected",
+    "nats",
+    "log-probability of the rejected completion, summed over its tokens",
+    known_as=SAME,
+  ),
   Metric(
     "kl",
     "nats^2",
     "(log pi - log pi_0)^2 / 2 of a completion, mean of chosen and rejected",
-    condition=_NOT_ALWAYS,
+    condition="if the loss has a reference model",
   ),
 )
 

@@ -29,8 +29,17 @@ METRICS = (
 )
 _CLUSTER = "with `PerfMetricsExport.from_cluster_config`"
 STEP_METRICS = (
-  Metric("perf/global_step_time", "s", "the whole step", "train", _CLUSTER, SAME),
-  Metric("perf/weight_sync_time", "s", "weight transfer", "train", _CLUSTER, SAME),
+  Metric(
+    "perf/global_step_time", "s", "duration of the steps", "train", _CLUSTER, SAME
+  ),
+  Metric(
+    "perf/weight_sync_time",
+    "s",
+    "transfer of the weights to the rollout",
+    "train",
+    _CLUSTER,
+    SAME,
+  ),
   Metric(
     "perf/rollout_idle_time",
     "s",
@@ -39,8 +48,22 @@ STEP_METRICS = (
     _CLUSTER,
     SAME,
   ),
-  Metric("perf/sum/<phase>_time", "s", "sum of a phase", "train", _CLUSTER, SAME),
-  Metric("perf/mean/<phase>_time", "s", "mean of a phase", "train", _CLUSTER, SAME),
+  Metric(
+    "perf/sum/<phase>_time",
+    "s",
+    "duration of a phase, summed over its runs in a step",
+    "train",
+    _CLUSTER,
+    SAME,
+  ),
+  Metric(
+    "perf/mean/<phase>_time",
+    "s",
+    "mean duration of a run of the phase",
+    "train",
+    _CLUSTER,
+    SAME,
+  ),
 )
 
 EVALUATION = "evaluation"

@@ -127,8 +127,7 @@ class CheckpointManager:
         _check_json(name, value)
         items[name] = ocp.args.JsonSave(value)
     # A save in the background may report the failure of an earlier one.
-    named = None if self._options.asynchronous else step
-    with errors.named_failure(self._root, named):
+    with errors.named_failure(self._root, None if self._options.asynchronous else step):
       return self._manager.save(step, args=ocp.args.Composite(**items), force=force)
 
   def restore_state(

@@ -232,8 +232,7 @@ def shared_failure() -> Iterator[None]:
     named = _named(error)
     # Without a coordinator nobody can be told.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-      is_cause = not isinstance(named, coordination.AbsentError)
-      _report(f"{type(named).__name__}: {named}"[:_LONGEST] if is_cause else "")
+      _report(f"{type(named).__name__}: {named}"[:_LONGEST])
     if named is error:
       raise
     raise named from error
@@ -271,9 +270,11 @@ def _report(text: str) -> None:
   """Reports this process's failure; the coordinator waits until the others read it.
 
   Args:
-    text: the error; empty if another process is the cause.
+    text: the error. It is not reported if another process has reported the cause.
   """
-  coordination.report_failure(" ".join(text.split()))
+  others = coordination.failures()
+  others.pop(jax.process_index(), None)
+  coordination.report_failure("" if any(others.values()) else " ".join(text.split()))
   end = time.monotonic() + _FAREWELL_S
   while jax.process_index() == 0 and time.monotonic() < end:
     if len(coordination.failures()) == jax.process_count():

@@ -96,6 +96,7 @@ def with_absolute_paths(names: str | Sequence[str]) -> str | tuple[str, ...]:
 
 
 def _open(name: str, kind: Kind) -> Records:
+  files.check_address("the name of a data source", name)
   if objects.is_name(name):
     items = objects.get(name)
     return items if isinstance(items, Records) else HeldRecords(items, kind, name=name)

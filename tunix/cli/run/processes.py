@@ -41,7 +41,6 @@ def start(config: RunSettings) -> None:
       "--mesh='{fsdp: -1}'"
     )
   join(settings)
-  coordination.forget_failure()
 
 
 def join(settings: DistributedSettings) -> None:
@@ -93,6 +92,7 @@ def compare(config: RunSettings, fingerprints: Mapping[str, str]) -> None:
     if not key.startswith(PREFIX)
   }
   agree(config.distributed, values, fingerprints)
+  coordination.forget_failure()  # of an earlier run; the others have read it
 
 
 def agree(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from tunix.data import mixture
+from tunix.data import files, mixture
 from tunix.data.rows import OneRow, check_buckets
 from tunix.generate import chat_template
 from tunix.utils import checks
@@ -60,6 +60,9 @@ class DataSettings:
   def __post_init__(self):
     checks.fields(self, num_epochs=checks.COUNT)
     chat_template.check_variables(self.template_args, "data.template_args")
+    for key, names in (("train", self.train), ("eval", self.eval)):
+      for name in (names,) if isinstance(names, str) else names or ():
+        files.check_address(f"data.{key}", name)
     if self.weights:
       train = self.train if isinstance(self.train, tuple) else (self.train,)
       mixture.check_weights(self.weights, len(train))
