@@ -71,17 +71,24 @@ def test_a_long_text_becomes_several_rows(example, text):
   assert tokens.count(tokenizer.encode(" word")[0]) == 24
 
 
-@pytest.fixture(scope="module")
-def runs(example, tmp_path_factory):
-  """What the tutorial gives on 4 x 2 devices under both forms, and on one device."""
-  folder = tmp_path_factory.mktemp("minigpt")
-  one = jax.make_mesh(
+def one_device():
+  return jax.make_mesh(
     (1, 1),
     ("batch", "model"),
     axis_types=(jax.sharding.AxisType.Auto,) * 2,
     devices=jax.devices()[:1],
   )
-  meshes = {"set_mesh": example.new_mesh(), "with": example.new_mesh(), "one": one}
+
+
+@pytest.fixture(scope="module")
+def runs(example, tmp_path_factory):
+  """What the tutorial gives on 4 x 2 devices under both forms, and on one device."""
+  folder = tmp_path_factory.mktemp("minigpt")
+  meshes = {
+    "set_mesh": example.new_mesh(),
+    "with": example.new_mesh(),
+    "one": one_device(),
+  }
   return {
     name: example.run(
       example.TINY, folder / name, mesh, "with" if name == "with" else "set_mesh"
@@ -133,7 +140,7 @@ def test_files_take_the_place_of_the_grammar(example, tmp_path):
   tales.write_text("\n\n".join(["Hop hop hop, said the frog."] * 64))
   verse.write_text("\n\n".join(["Hop no more, o weary toad!"] * 64))
   settings = dataclasses.replace(example.TINY, num_epochs=8, lora_max_steps=6)
-  out = example.run(settings, tmp_path, example.new_mesh(), text=tales, style=verse)
+  out = example.run(settings, tmp_path, one_device(), text=tales, style=verse)
   assert out["texts"]["pretrained"].startswith("Hop")
   assert out["pretrained"][-1] < 0.5 * out["pretrained"][0]
   assert out["lora"][-1] < out["lora"][0]
