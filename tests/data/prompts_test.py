@@ -1,13 +1,17 @@
+import dataclasses
+
 import pytest
 
 from tests import toys_text
 from tunix.data.jsonl import JsonlRecords
 from tunix.data.mixture import Mixture
 from tunix.data.prompts import PromptBatches, PromptText
-from tunix.data.records import PROMPT_ROWS
+from tunix.data.records import PROMPT_ROWS, SFT
+from tunix.data.render import render_record
 from tunix.data.scan import scan
 from tunix.data.source import Source
 from tunix.data.stored import HeldRecords
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 TOKENIZER = toys_text.chat_tokenizer(None)
 
@@ -119,3 +123,23 @@ def test_batches_of_prompts_are_mixed_too():
 def test_the_repr_is_short():
   batches = PromptBatches([{"prompt": "a"}] * 3, 2, seed=None, epochs=1)
   assert repr(batches) == "PromptBatches(3 prompts in batches of 2, 1 epochs)"
+
+
+def test_a_prompt_has_the_tokens_of_rows_if_its_template_prints_no_bos():
+  """Rows of conversations begin without BOS, as in transformers; texts with it."""
+  template = toys_text.TEMPLATES["chatml"][0]
+  tokenizer = TokenizerAdapter(
+    toys_text.bpe(), chat_template=template, bos_token="<s>", eos_token="<|im_end|>"
+  )
+  row = render_record({"prompt": "a sea", "response": "of"}, SFT, tokenizer)
+  record = {"prompt": "a sea", "answer": 3}
+  kept = {}
+  texts = dataclasses.replace(source([record]), tokenizer=tokenizer)
+  report = scan(texts, kept=kept)
+  ids = kept[0]["prompt_token_ids"]
+  assert ids == row.prompt.tolist()
+  assert tokenizer.tokenize(kept[0]["prompts"], add_eos=False).tolist() == [
+    tokenizer.bos_id(),
+    *ids,
+  ]
+  assert report.columns == ("answer",) and report.longest_prompt == len(ids)

@@ -1,5 +1,6 @@
 import pytest
 
+from tests.rl import clusters
 from tunix.rl.pipeline import PromptSource
 
 
@@ -57,3 +58,24 @@ def test_a_source_that_was_ended_gives_nothing_more_until_it_goes_back():
 def test_a_batch_that_makes_no_sense_is_refused_when_it_is_looked_at(batch):
   with pytest.raises(ValueError, match=r"at least one|2 values for 1"):
     PromptSource([batch]).has_more()
+
+
+def test_ids_beside_a_prompt_are_sampled_from_and_rewards_get_the_text():
+  seen = []
+
+  def reward(prompts, completions, **columns):
+    seen.append((prompts, columns))
+    return [0.0] * len(prompts)
+
+  learner = clusters.grpo(reward_fns=reward)
+  generate, given = learner.rl_cluster.generate, []
+
+  def spy(prompts, *args, **options):
+    given.append(prompts)
+    return generate(prompts, *args, **options)
+
+  learner.rl_cluster.generate = spy
+  batch = {"prompts": ["5 6"], "prompt_token_ids": [[7, 8, 9]], "number": [3]}
+  learner.train([batch])
+  assert given == [[[7, 8, 9]]]
+  assert seen == [(["5 6"] * 4, {"number": [3] * 4})]

@@ -178,13 +178,14 @@ def test_message_lists_are_rendered():
 
   def render(messages, add_generation_prompt, tokenize):
     seen.append((messages[0]["content"], add_generation_prompt, tokenize))
-    return messages[0]["content"]
+    return [9, 8]  # ids, so that no BOS is added to a text of the template
 
   cluster.tokenizer.apply_chat_template = render
-  cluster.generate([[{"role": "user", "content": "5 6"}], "7 8"])
-  assert seen == [("5 6", True, False)]
+  out = cluster.generate([[{"role": "user", "content": "5 6"}], "7 8"])
+  assert seen == [("5 6", True, True)]
+  assert out.prompt_tokens[0].tolist() == [9, 8]
   cluster.generate(["7 8"], apply_chat_template=True)
-  assert seen[1] == ("7 8", True, False)
+  assert seen[1] == ("7 8", True, True)
 
 
 def test_weights_that_were_changed_behind_its_back_are_not_sampled_from():

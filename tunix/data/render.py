@@ -15,7 +15,7 @@ import numpy as np
 
 from tunix.data import chat as chats, records
 from tunix.data.chat import Rendered
-from tunix.data.records import PROMPT_COLUMN, PROMPT_ROWS, SFT, Kind
+from tunix.data.records import PROMPT_COLUMN, PROMPT_IDS_COLUMN, PROMPT_ROWS, SFT, Kind
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 # Text, messages of a chat, or token ids.
@@ -51,8 +51,12 @@ def render_record(
   read = kind.read(record, where)
   if kind is PROMPT_ROWS:
     text = chats.prompt_text(read.prompt, tokenizer, **options)
-    ids = np.asarray(tokenizer.tokenize(text, add_eos=False), np.int32)
-    return Rendered(ids, (), (), extra={PROMPT_COLUMN: text, **read.extra})
+    # The tokens that rows of fine-tuning have before a completion.
+    prompt = chats.render_completion(read.prompt, None, tokenizer, **options).prompt
+    extra = {PROMPT_COLUMN: text, **read.extra}
+    if not np.array_equal(prompt, tokenizer.tokenize(text, add_eos=False)):
+      extra[PROMPT_IDS_COLUMN] = prompt.tolist()
+    return Rendered(prompt, (), (), extra=extra)
   options["template_kwargs"] = chats.with_tools(read.tools, template_kwargs)
   texts = read.completions
   rendered = tokenise(read.prompt, list(texts.values()), tokenizer, **options)

@@ -15,6 +15,7 @@ from tunix.data.mixture import describe
 from tunix.data.records import (
   KINDS,
   PROMPT_COLUMN,
+  PROMPT_IDS_COLUMN,
   PROMPT_ROWS,
   SFT,
   check_same_extra,
@@ -176,7 +177,8 @@ def scan(
   )
   if source.kind is not PROMPT_ROWS:
     return Report(**fields)
-  columns = tuple(name for name in extra or () if name != PROMPT_COLUMN)
+  ours = (PROMPT_COLUMN, PROMPT_IDS_COLUMN)
+  columns = tuple(name for name in extra or () if name not in ours)
   return PromptReport(**fields, columns=columns)
 
 

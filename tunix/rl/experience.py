@@ -101,7 +101,7 @@ class Experience:
       if is_training:
         # Prompts that were put back are sampled again under the same batch number.
         key = jax.random.fold_in(key, number)
-      out = cluster.generate(batch.prompts, mode=mode, num_generations=group, seed=key)
+      out = cluster.generate(batch.inputs, mode=mode, num_generations=group, seed=key)
     bucketed = cluster.cluster_config.training_config.bucketed_lengths
     rollouts = common.rollouts_of(
       out, batch, config, group_size=group, bucketed=bucketed
@@ -121,7 +121,7 @@ class Experience:
     """Calls the reward functions and the reward model; logs failures by name."""
     rewards, rows = RewardOutput(), rollouts.row_prompts
     if self._rewards is not None:
-      rewards = self._rewards.compute(rows.prompts, rollouts.text, rows.columns)
+      rewards = self._rewards.compute(rows.prompts, rollouts.text, rows.extra)
     if self._cluster.reward is not None:
       rewards = rewards.plus("reward_model", self._cluster.get_rewards(rollouts))
     for line in rewards.problems():
@@ -133,7 +133,7 @@ class Experience:
     rows, text, totals = rollouts.row_prompts, rollouts.text, rollouts.rewards.total
     out: dict[str, Mean] = {}
     for fn in self._metric_fns:
-      named = fn(prompts=rows.prompts, completions=text, rewards=totals, **rows.columns)
+      named = fn(prompts=rows.prompts, completions=text, rewards=totals, **rows.extra)
       out |= {name: Mean(float(value), len(text)) for name, value in named.items()}
     return out
 

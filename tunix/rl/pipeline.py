@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tunix.data.records import PROMPT_IDS_COLUMN
 from tunix.sft.batch_source import BatchSource
 
 PROMPTS = "prompts"
@@ -23,13 +24,24 @@ class PromptBatch:
 
   Attributes:
     prompts: P prompts: strings, message lists or lists of token ids.
-    columns: P values for each column name.
+    columns: P values for each column name. The column "prompt_token_ids" has the ids to
+      sample from, where the text of a prompt is only for reward functions.
     number: number of batches that were drawn before this one.
   """
 
   prompts: list[Any]
   columns: dict[str, list[Any]]
   number: int
+
+  @property
+  def inputs(self) -> list[Any]:
+    """The prompts as the rollout engine receives them."""
+    return self.columns.get(PROMPT_IDS_COLUMN, self.prompts)
+
+  @property
+  def extra(self) -> dict[str, list[Any]]:
+    """The columns that reward functions receive."""
+    return {n: x for n, x in self.columns.items() if n != PROMPT_IDS_COLUMN}
 
   def rows(self) -> list[dict[str, Any]]:
     """Returns one dict for each prompt."""

@@ -209,7 +209,7 @@ class RLCluster:
       prompt = [{"role": "user", "content": prompt}]
     if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
       return self.tokenizer.apply_chat_template(
-        list(prompt), add_generation_prompt=True, tokenize=False
+        list(prompt), add_generation_prompt=True, tokenize=True
       )
     return prompt
 

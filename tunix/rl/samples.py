@@ -120,7 +120,7 @@ def groups_of(
     {
       "group": group,
       "prompt": prompt,
-      "columns": {name: values[group] for name, values in batch.columns.items()},
+      "columns": {name: values[group] for name, values in batch.extra.items()},
       "batch_reward": _number(valid.mean()) if valid.size else None,
       "completions": [completion(group * size + i) for i in range(size)],
     }

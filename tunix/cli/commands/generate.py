@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> None:
         "chat_template.jinja into the model's folder"
       )
     turns = [[{"role": "user", "content": text}] for text in texts]
-    prompts = [tokenizer.apply_chat_template(turn) for turn in turns]
+    prompts = [tokenizer.apply_chat_template(turn, tokenize=True) for turn in turns]
   sampler = Sampler(loading.load_model(folder, adapter, args.dtype), tokenizer)
   steps = args.max_new_tokens
   if steps is None:

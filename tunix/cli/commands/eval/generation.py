@@ -14,7 +14,7 @@ from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Task
 from tunix.data.jsonl import JsonlRecords
 from tunix.data.prompts import PROMPTS, PromptText
-from tunix.data.records import PROMPT_ROWS
+from tunix.data.records import PROMPT_IDS_COLUMN, PROMPT_ROWS
 from tunix.data.scan import scan
 from tunix.data.source import Source
 from tunix.generate.sampler import Sampler
@@ -85,7 +85,8 @@ def evaluate(
   scan(source, kept=kept)
   rows = list(kept.values())
   prompts = [row[PROMPTS] for row in rows]
-  text, tokens, reasons = _sample(task, prompts, options)
+  inputs = [row.pop(PROMPT_IDS_COLUMN, row[PROMPTS]) for row in rows]
+  text, tokens, reasons = _sample(task, inputs, options)
   size = len(text) // len(rows)
   scored = None
   if rewards is not None:
@@ -116,7 +117,7 @@ def evaluate(
 
 
 def _sample(
-  task: Task, prompts: Sequence[str], options: dict[str, Any]
+  task: Task, prompts: Sequence[Any], options: dict[str, Any]
 ) -> tuple[list[str], list[int], list[str]]:
   """Returns texts, numbers of tokens and finish reasons of all completions."""
   sampler, batch_size = Sampler(task.model, task.tokenizer), task.batch_size
