@@ -218,6 +218,7 @@ def test_keywords_are_keys_of_the_command(model, train_file):
     ({"max_stps": 3}, ValueError, "max_steps"),
     ({"path": "x"}, TypeError, "model=dict"),
     ({"export": "merged"}, ValueError, "output_dir"),
+    ({"distributed": {"coordinator": "auto"}}, ValueError, "output_dir"),
     ({"max_steps": "many"}, ValueError, "max_steps"),
     ({"model": {"path": "x", "dtyp": "float32"}}, ValueError, "model.dtype"),
     ({"data": []}, ValueError, "empty"),

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from flax import nnx
 
 from tunix.cli import config as config_lib
@@ -46,7 +47,6 @@ class JobFunction:
     return f"<function tunix.{self.job}(*, model, data, **settings)>"
 
   def __call__(self, *, model: Any, data: Any, **settings: Any) -> JobResult:
-    """Trains; see the function's own docstring (`help(tunix.sft)`)."""
     with contextlib.ExitStack() as stack:
       stack.enter_context(objects.holding())
       folder = settings.get("output_dir")
@@ -121,11 +121,16 @@ Raises:
 
 
 def _check_without_folder(settings: Mapping[str, Any]) -> None:
-  """Refuses settings about files if there is no folder for them.
+  """Refuses settings that need a folder if there is none.
 
   Raises:
     ValueError: names the first of them.
   """
+  if settings.get("distributed") or jax.distributed.is_initialized():
+    raise ValueError(
+      "output_dir is not set and the run has several processes. Give a folder that all "
+      "of them share"
+    )
   for name in ("export", "checkpoint", "samples", "logging"):
     value = settings.get(name)
     if value is not None and value != {"progress_bar": False}:
@@ -199,5 +204,6 @@ def _plain(value: Any) -> Any:
   return os.fspath(value) if isinstance(value, os.PathLike) else plain(value)
 
 
+JobFunction.__call__.__doc__ = f"Runs the job.\n\n{_DOC}"
 sft, dpo, orpo, kto = map(JobFunction, ("sft", "dpo", "orpo", "kto"))
 reward, distill, grpo, ppo = map(JobFunction, ("reward", "distill", "grpo", "ppo"))

@@ -58,7 +58,8 @@ _FOREIGN = {
   "data.packing": "sample_packing",
   "model.path": "model_name_or_path base_model pretrained",
   "data.train": (
-    "dataset train_file data_path train_files datasets dataset_path data_files"
+    "dataset train_dataset train_file data_path train_files datasets dataset_path "
+    "data_files"
   ),
   "data.eval": "eval_dataset validation_file val_files",
   "lora.rank": "lora_r lora_rank r",
@@ -99,6 +100,7 @@ _FOREIGN = {
   "logging.project_name": "wandb_project",
   "model.attention": "attn_implementation flash_attention",
   "tokenizer.chat_template": "chat_template",
+  "tokenizer.path": "processing_class tokenizer_name_or_path",
   "algorithm.num_generations": "num_generations rollout_n",
   "algorithm.epsilon": "clip_ratio",
   "seed": "random_seed",
