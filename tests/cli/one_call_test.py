@@ -3,18 +3,25 @@
 import importlib
 import inspect
 import json
+import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 
 import jax
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 import tunix
 from tests.cli import runs
 from tunix.cli import one_call
+from tunix.cli.build import rewards
 from tunix.cli.jobs.table import JOBS
+from tunix.models import lora
+from tunix.rl import reward_fns
 from tunix.utils.mesh import create_mesh
 
 QUIET = {"progress_bar": False}
@@ -218,6 +225,14 @@ def test_keywords_are_keys_of_the_command(model, train_file):
     ({"max_stps": 3}, ValueError, "max_steps"),
     ({"path": "x"}, TypeError, "model=dict"),
     ({"export": "merged"}, ValueError, "output_dir"),
+    ({"save_every_n_steps": 1}, ValueError, "checkpoint.save_every_n_steps"),
+    ({"tensorboard": True}, ValueError, "logging.tensorboard"),
+    ({"optimizer": optax.adamw(1e-3)}, TypeError, "optimizer"),
+    (
+      {"training": {"max_steps": 3}, "max_steps": 1},
+      TypeError,
+      "both set training.max_steps",
+    ),
     ({"distributed": {"coordinator": "auto"}}, ValueError, "output_dir"),
     ({"max_steps": "many"}, ValueError, "max_steps"),
     ({"model": {"path": "x", "dtyp": "float32"}}, ValueError, "model.dtype"),
@@ -266,3 +281,104 @@ def test_a_list_holds_records_or_sources(train_file, records):
     mixed = one_call._objects("data.train", [train_file, records[:3]])
     assert mixed[0] == str(train_file)
     assert one_call.objects.get(mixed[1]) == records[:3]
+
+
+def test_a_model_with_adapters_trains_them(model, train_file, short, tmp_path, capsys):
+  first = tunix.sft(model=model, data=train_file, **short)
+  keywords = short | {"lora": None, "tokenizer": model, "output_dir": tmp_path / "out"}
+  best = {"metric": "loss", "greater_is_better": False}
+  capsys.readouterr()
+  again = tunix.sft(
+    model=first.model,
+    data=train_file,
+    eval_data=train_file,
+    export={"checkpoint": "best"},
+    training={"best": best, "eval_every_n_steps": 1},
+    checkpoint={"save_every_n_steps": 1},
+    **keywords,
+  )
+  assert "rank 4" in capsys.readouterr().out
+  assert again.model is first.model
+  assert (tmp_path / "out" / "export" / "adapter_model.safetensors").is_file()
+  assert again.trainer.training_config.learning_rate == 2e-4  # the default of adapters
+  with pytest.raises(ValueError, match=r"lora\.merge"):
+    tunix.sft(model=first.model, data=train_file, tokenizer=model, **short)
+
+
+@pytest.mark.parametrize(
+  "config",
+  [
+    tunix.LoraConfig(rank=3, alpha=6.0, targets=("q_proj", "up_proj"), dropout=0.1),
+    tunix.LoraConfig(rank=4, use_dora=True, use_rslora=True),
+    tunix.LoraConfig(rank=2, rank_pattern={"k_proj": 5}, alpha_pattern={"k_proj": 1.0}),
+  ],
+)
+def test_adapters_give_their_configuration(model, config):
+  base = loaded(model)
+  again = lora.apply(base, lora.config_of(lora.apply(base, config)))
+  adapted, expected = (lora.describe(x) for x in (again, lora.apply(base, config)))
+  assert adapted == expected
+  assert lora.config_of(again) == lora.config_of(lora.apply(base, config))
+  assert lora.config_of(base) is None
+
+
+def test_a_finished_run_of_an_object_is_returned_with_its_adapter(
+  model, train_file, short, tmp_path
+):
+  keywords = {"model": loaded(model), "tokenizer": model, "data": train_file}
+  keywords |= short | {"output_dir": tmp_path / "out"}
+  first, again = tunix.sft(**keywords), tunix.sft(**keywords)
+  state = [nnx.state(x.model, nnx.LoRAParam) for x in (first, again)]
+  jax.tree.map(np.testing.assert_array_equal, *state)
+
+
+def test_a_model_that_was_trained_since_does_not_resume(
+  model, train_file, short, tmp_path
+):
+  keywords = {"model": loaded(model), "tokenizer": model, "data": train_file}
+  keywords |= short | {"lora": None, "output_dir": tmp_path / "out", "export": "none"}
+  tunix.sft(**keywords)
+  with pytest.raises(ValueError, match="load it again"):
+    tunix.sft(**keywords | {"max_steps": 3})
+
+
+def test_a_column_of_ids_is_refused(model, rollouts):
+  data = [{"prompt": "a", "answer": 1, "prompt_token_ids": [5]}]
+  with pytest.raises(ValueError, match="prompt_token_ids"):
+    tunix.grpo(model=model, data=data, **rollouts)
+
+
+def digest(function):
+  with one_call.objects.holding():
+    name = one_call.objects.name_of(function, "reward.functions")
+    return rewards.digest(rewards.RewardSettings(functions=(name,)))
+
+
+def test_the_digest_of_a_reward_covers_its_code():
+  make = lambda scale: lambda completions: [scale * len(c) for c in completions]
+  other = lambda completions: [len(c) - 1 for c in completions]
+  same = [make(1), make(1)]
+  digests = [digest(f) for f in (*same, make(2), other, reward_fns.length(maximum=3))]
+  assert digests[0] == digests[1] and len(set(digests)) == 4
+  matches = [rewards.function(f"exact_match(column={name})") for name in "ab"]
+  assert digest(matches[0]) != digest(matches[1])
+
+
+def test_the_digest_of_a_reward_is_that_of_another_process():
+  program = """
+from tests.cli.one_call_test import digest
+print(digest(lambda completions: [float(c in {"a", "b", "c"}) for c in completions]))
+"""
+  found = set()
+  for seed in "12":
+    env = os.environ | {"PYTHONHASHSEED": seed}
+    out = subprocess.run(
+      [sys.executable, "-c", program],
+      env=env,
+      capture_output=True,
+      text=True,
+      cwd=runs.ROOT,
+    )
+    assert out.returncode == 0, out.stderr
+    found.add(out.stdout)
+  assert len(found) == 1

@@ -74,7 +74,6 @@ WRONG = {
   "generate --model {d}/bare --prompt x": "--tokenizer",
   "generate --model {d}/no_template --chat --prompt x": "--chat is given",
   "generate --model {d}/model --adapter {d}/run --prompt x": "adapter_config",
-  "eval {d}/run --data {d}/train.jsonl": "MODEL is ",
   "eval --data {d}/train.jsonl": "MODEL is missing",
   "eval {d}/run --model {d}/model --data {d}/train.jsonl": "--model is ",
   "parity {d}/run": "/run/export",

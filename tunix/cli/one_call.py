@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,11 +24,17 @@ from tunix.cli.run.result import JobResult
 from tunix.cli.settings import keys
 from tunix.cli.settings.convert import Choice, plain, section_of
 from tunix.cli.settings.run import RunSettings
+from tunix.models import lora
+from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
 from tunix.utils.setting import facts_of
 
-# Further names of keys; the first is the usual one in Python.
+# Names of keys that are usual in Python.
 _NAMES = {"eval_data": "data.eval", "rewards": "reward.functions"}
+
+
+# Sections about the files of a run.
+_OF_FILES = ("export", "checkpoint", "samples", "logging")
 
 
 class JobFunction:
@@ -51,25 +57,33 @@ class JobFunction:
       stack.enter_context(objects.holding())
       folder = settings.get("output_dir")
       if folder is None:
-        _check_without_folder(settings)
+        given = [leaf for _, layer in self._layers(settings) for leaf in _leaves(layer)]
+        _check_without_folder(settings, given)
         scratch = tempfile.TemporaryDirectory(prefix="tunix-")
         settings["output_dir"] = stack.enter_context(scratch)
-        settings = settings | {"export": {"kind": "none"}}
+        settings["export"] = {"kind": "none"}
       config = self.settings(model=model, data=data, **settings)
       return train.run(config, keeps=folder is not None)
 
   def settings(self, **settings: Any) -> RunSettings:
     """Returns the settings of a call, as `tunix train` would read them from a file."""
-    layers: list[tuple[str, Mapping[str, Any]]] = [("", {"job": self.job})]
+    layers = self._layers(settings)
+    _check_once(layers)
+    first = [("", {"job": self.job}), *_of_model(settings.get("model"), settings)]
+    return config_lib.from_layers([*first, *layers])
+
+  def _layers(self, settings: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Returns (origin, nested values) of each keyword that is not None."""
+    layers: list[tuple[str, dict[str, Any]]] = []
     for name, value in settings.items():
+      if value is None:
+        continue
       key = self._key(name)
       nested = _values(key, value, JOBS[self.job].settings)
       for part in reversed(key.split(".")):
         nested = {part: nested}
       layers.append((f"tunix.{self.job}({name}=...)", nested))
-    if (axes := _axes(settings.get("model"))) and "mesh" not in settings:
-      layers.append(("the mesh of the model", {"mesh": axes}))
-    return config_lib.from_layers(layers)
+    return layers
 
   def _key(self, name: str) -> str:
     """Returns the dotted key of a keyword.
@@ -101,10 +115,11 @@ Args:
     model is trained in place; with `lora` it is unchanged and shares its weights.
   data: file, other source of `data.train`, a list of records, or any object with a
     length and items; or a dict of keys of the section `data`.
-  eval_data: the same for evaluations.
+  eval_data: records for evaluations, as for `data`, and no dict.
   tokenizer: folder, hub id, TokenizerAdapter or any tokenizer that it wraps. Needed if
     `model` is an object.
-  output_dir: folder of the run, which the same call resumes. Without it nothing is kept
+  output_dir: folder of the run, which the same call resumes; a model that is an object
+    must then be loaded again, because training changes it. Without it nothing is kept
     on disk: no checkpoints, no logs, no export.
   **settings: keys of `tunix train --help`. A section is a dict, a dataclass
     (`lora=LoraConfig(rank=8)`), or the value of its first key (`lora=8`,
@@ -115,35 +130,83 @@ Returns:
   A JobResult: steps, metrics, history, trainer, model, tokenizer, export.
 
 Raises:
-  TypeError: a keyword that several sections have.
+  TypeError: a keyword that several sections have, or two keywords for one key.
   ValueError, FileNotFoundError: wrong settings, data or model; nothing was trained.
 """
 
 
-def _check_without_folder(settings: Mapping[str, Any]) -> None:
+def _check_without_folder(
+  settings: Mapping[str, Any], given: Iterable[tuple[str, Any]]
+) -> None:
   """Refuses settings that need a folder if there is none.
 
+  Args:
+    settings: keywords of the call.
+    given: (dotted key, value) of all of them.
+
   Raises:
-    ValueError: names the first of them.
+    ValueError: several processes, or the first key about files.
   """
   if settings.get("distributed") or jax.distributed.is_initialized():
     raise ValueError(
       "output_dir is not set and the run has several processes. Give a folder that all "
       "of them share"
     )
-  for name in ("export", "checkpoint", "samples", "logging"):
-    value = settings.get(name)
-    if value is not None and value != {"progress_bar": False}:
+  for key, value in given:
+    is_unwritten = key == "logging.progress_bar" or (key, value) == (
+      "export.kind",
+      "none",
+    )
+    if key.partition(".")[0] in _OF_FILES and not is_unwritten:
       raise ValueError(
-        f"{name} is set and output_dir is not, so nothing is written. Give output_dir, "
-        f"or leave {name} out"
+        f"{key} is set and output_dir is not, so nothing is written. Give output_dir, "
+        f"or leave {key} out"
       )
 
 
-def _axes(model: Any) -> dict[str, int]:
-  """Returns the mesh axes of a model in memory; {} for one device or a path."""
-  mesh = mesh_lib.mesh_of(nnx.state(model)) if isinstance(model, nnx.Module) else None
-  return {} if mesh is None else {str(name): n for name, n in mesh.shape.items()}
+def _check_once(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+  """Refuses two keywords that set one key to different values.
+
+  Raises:
+    TypeError: names the keywords and the key.
+  """
+  found: dict[str, tuple[str, Any]] = {}
+  for origin, nested in layers:
+    for key, value in _leaves(nested):
+      first, before = found.setdefault(key, (origin, value))
+      if before != value:
+        raise TypeError(f"{first} and {origin} both set {key}; give it once")
+
+
+def _leaves(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+  for name, value in nested.items():
+    if isinstance(value, Mapping) and value:
+      yield from _leaves(value, f"{prefix}{name}.")
+    else:
+      yield f"{prefix}{name}", value
+
+
+def _of_model(model: Any, settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
+  """Returns layers with the mesh and the adapters of a model in memory.
+
+  Raises:
+    ValueError: the model has adapters and `lora` is set.
+  """
+  model = model.get("path") if isinstance(model, Mapping) else model
+  layers: list[tuple[str, Any]] = []
+  if not isinstance(model, nnx.Module):
+    return layers
+  if (mesh := mesh_lib.mesh_of(nnx.state(model))) is not None:
+    axes = {str(name): size for name, size in mesh.shape.items()}
+    layers.append(("the mesh of the model", {"mesh": axes}))
+  if isinstance(model, Transformer) and (adapters := lora.config_of(model)) is not None:
+    if settings.get("lora") is not None:
+      raise ValueError(
+        "lora is set and the model has adapters already. Leave lora out to train them, "
+        "or give tunix.models.lora.merge(model)"
+      )
+    layers.append(("the model", {"lora": keys.as_plain(adapters)}))
+  return layers
 
 
 def _values(key: str, value: Any, section: Any) -> Any:
@@ -160,6 +223,11 @@ def _values(key: str, value: Any, section: Any) -> Any:
     return value
   if inner is None:
     return _objects(key, value) if entry.facts.takes_object else _plain(value)
+  if hasattr(value, "init") and hasattr(value, "update"):
+    raise TypeError(
+      f'{key} is an optax transformation; expected a name, as in optimizer="adamw" or '
+      "optimizer=dict(name=..., args=...). Trainer classes take transformations"
+    )
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
     value = _changed(inner, value)
   if not isinstance(value, Mapping):

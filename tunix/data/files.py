@@ -23,8 +23,9 @@ _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{},]', re.DOTALL)
 # A password before the host, a signature or token in a query, or in a call's arguments.
 _SECRET = re.compile(
   r"""://[^/?#\s]*:[^/?#\s]*@ | https?://[^/?#\s]*@
-  | [?&](x-amz-|x-goog-)?(sig|signature|(access_?)?token|api_?key|password|secret)=
-  | [(,]\s*\w*(token|password|api_?key|secret)\w*\s*=\s*["']""",
+  | [?&](x-amz-|x-goog-)?
+    (sig|signature|((access|security)[_-]?)?token|api_?key|password|secret)=
+  | [(,]\s*((hf|auth|access|use_auth)_)?(token|password|api_?key|secret)\s*=\s*["']""",
   re.IGNORECASE | re.VERBOSE,
 )
 

@@ -44,7 +44,7 @@ PROMPT_COLUMN = "prompts"
 # BOS: a chat template that prints no BOS, of a tokenizer that has one.
 PROMPT_IDS_COLUMN = "prompt_token_ids"
 # Reward functions receive the completions under these names.
-_RESERVED_COLUMNS = {"completion", "completions"}
+_RESERVED_COLUMNS = {"completion", "completions", PROMPT_IDS_COLUMN}
 
 
 class Record(NamedTuple):
@@ -202,8 +202,8 @@ def read_prompt_row(record: Any, where: str) -> Record:
   form = _only_field(record, ("prompt", PROMPT_COLUMN), where, PROMPT_ROWS.expected)
   if reserved := sorted(record.keys() & _RESERVED_COLUMNS):
     raise ValueError(
-      f"{where}: the column {reserved[-1]!r} has the name of an argument that every "
-      "reward function receives; rename it"
+      f"{where}: the column {reserved[-1]!r} has a reserved name, which stands for "
+      "completions or for the tokens of prompts; rename it"
     )
   fields.check_text(record, form, where)
   if not record[form]:

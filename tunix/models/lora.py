@@ -8,6 +8,7 @@ copied. adapter_files.py reads and writes folders of PEFT.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import math
@@ -246,6 +247,37 @@ def merge(
   whole_modules.unmark(out)
   lora_modules.report_errors(errors, report, _log)
   return out
+
+
+def config_of(model: Transformer) -> LoraConfig | None:
+  """Returns the configuration of a model's adapters; None without adapters.
+
+  `rank` and `alpha` are the most common ones; patterns of full paths hold the others.
+  """
+  adapters = lora_modules.adapted(model)
+  if not adapters:
+    return None
+  first = next(iter(adapters.values()))
+  rslora = all(linear.lora_rslora for linear in adapters.values())
+  ranks = {p: lora_modules.pair_of(x)[0].shape[-1] for p, x in adapters.items()}
+  alphas = {
+    path: linear.lora_scale * (math.sqrt(ranks[path]) if rslora else ranks[path])
+    for path, linear in adapters.items()
+  }
+  rank = collections.Counter(ranks.values()).most_common(1)[0][0]
+  alpha = collections.Counter(alphas.values()).most_common(1)[0][0]
+  return LoraConfig(
+    rank=rank,
+    alpha=alpha,
+    targets=tuple(dict.fromkeys(path.rpartition(".")[2] for path in adapters)),
+    dtype=lora_modules.pair_of(first)[0].dtype,
+    dropout=first.lora_dropout,
+    use_rslora=rslora,
+    use_dora=first.lora_magnitude is not None,
+    rank_pattern={re.escape(p): r for p, r in ranks.items() if r != rank},
+    alpha_pattern={re.escape(p): a for p, a in alphas.items() if a != alpha},
+    modules_to_save=tuple(p.rpartition(".")[0] for p in whole_modules.of(model)),
+  )
 
 
 def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:

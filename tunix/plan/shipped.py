@@ -8,7 +8,7 @@ does not tell: why no entry can match this run, and whether a file is damaged.
 JAX unpickles an entry and runs the program in it. Whoever may write an entry may run
 code as the user, so `use_cache` refuses entries that other users may write. The digests
 of the manifest find damage. With a key the manifest has an HMAC-SHA256, and so its
-digests prove who wrote the entries: somebody who has the key.
+digests prove that the writer of the entries has the key.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _signature(manifest: dict[str, Any], key: bytes) -> str:
 
 
 def _distrust(root: pathlib.Path, key: bytes | None) -> str | None:
-  """Returns why a folder must not be loaded with this key; None: it may be."""
+  """Returns the reason to refuse the folder with this key, or None."""
   manifest = _manifest(root)
   signed = manifest.get("signature") if isinstance(manifest, dict) else None
   if key is None:

@@ -69,7 +69,7 @@ def _report_failure() -> bool:
   """Reports the error that the calling thread handles; returns False without one."""
   error = sys.exc_info()[1]
   # orbax writes in threads of its own. In the main thread, a caller may save inside of
-  # an `except` block, which tells nothing about the write.
+  # an `except` block, which does not mean that the write failed.
   if error is None or threading.current_thread() is threading.main_thread():
     return False
   if not isinstance(error, coordination.AbsentError):

@@ -214,7 +214,7 @@ _ALIVE = "tunix/alive"
 
 @contextlib.contextmanager
 def shared_failure() -> Iterator[None]:
-  """Context that tells the other processes of an error, so that they end and name it.
+  """Context that reports an error to the other processes, so that they end and name it.
 
   Does nothing in a run of one process.
 
@@ -230,7 +230,7 @@ def shared_failure() -> Iterator[None]:
       raise
     _caught.set()
     named = _named(error)
-    # Without a coordinator nobody can be told.
+    # Without a coordinator no process can receive the report.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
       _report(f"{type(named).__name__}: {named}"[:_LONGEST])
     if named is error:

@@ -4,6 +4,7 @@ import csv
 import functools
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -101,6 +102,24 @@ def test_log_likelihood(model, files, tmp_path, capsys):
   assert [str(data), "tokens", str(count), ""] in table
   assert "| nats per token |" in (out / "table.md").read_text()
   assert "nats per token" in (out / "samples.html").read_text()
+
+
+def test_csv_files_and_folders_of_runs_are_read(model, tmp_path):
+  records = [{"prompt": "How many days", "response": "seven"}]
+  with (tmp_path / "chat.csv").open("w", newline="") as file:
+    writer = csv.DictWriter(file, ["prompt", "response"])
+    writer.writeheader()
+    writer.writerows(records)
+  run = tmp_path / "run"
+  shutil.copytree(model, run / "export")
+  (run / "config.yaml").write_text("job: sft\n")
+  found = []
+  for folder, name in ((model, "chat.jsonl"), (model, "chat.csv"), (run, "chat.csv")):
+    write(tmp_path / "chat.jsonl", records)
+    out = tmp_path / f"out{len(found)}"
+    assert runs.tunix("eval", folder, "--data", tmp_path / name, "--out", out) == 0
+    found.append(results(out))
+  assert found[0] == found[1] == found[2]
 
 
 def test_long_records_are_cut_and_counted(model, train_file, tmp_path, capsys):

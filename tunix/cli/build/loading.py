@@ -149,7 +149,8 @@ class ModelLoader:
       model = AutoModel.from_config(self._preset(), self.mesh, seed=seed, **options)
       return self._adapted(self._quantised(model))
     if objects.is_name(source.path):
-      return self._adapted(objects.get(source.path))
+      held = objects.get(source.path)
+      return held if lora.config_of(held) else self._adapted(held)
     options |= {"revision": source.revision, "quantise": source.quantise}
     return self._adapted(
       AutoModel.from_pretrained(source.path or "", self.mesh, **options)
@@ -170,12 +171,15 @@ class ModelLoader:
     """
     if path is not None:
       return self.load(path, dtype=self.config.model.dtype)
+    source = self.config.model.path
+    if objects.is_name(source) and lora.config_of(objects.get(source)):
+      return nnx.clone(objects.get(source))  # its adapters are part of the policy
     # Modules that are trained whole overwrite the weights that a reference needs.
     if self.config.lora is not None and not self.config.lora.modules_to_save:
       return None
     # A second load is a copy; an object is trained in place.
     model = self.model()
-    return nnx.clone(model) if objects.is_name(self.config.model.path) else model
+    return nnx.clone(model) if objects.is_name(source) else model
 
   def load(self, path: str, **options: Any) -> Transformer:
     """Loads a further model: a reference, a teacher, a critic or a reward model.
@@ -346,9 +350,15 @@ def check_model_folder(name: str, folder: str) -> None:
     folder: folder or hub id; a hub id passes.
 
   Raises:
+    FileNotFoundError: there is no such folder, and the name is no hub id.
     ValueError: the folder holds a run or an adapter.
   """
   path = pathlib.Path(folder).expanduser()
+  if not path.exists() and "/" not in folder:
+    raise FileNotFoundError(
+      f"{name} is {folder!r}, and there is no such folder. Give a folder with "
+      "config.json, or a hub id 'owner/name'"
+    )
   if not path.is_dir() or (path / "config.json").is_file():
     return
   if (path / "config.yaml").is_file():

@@ -38,7 +38,7 @@ def name_of(value: Any, key: str) -> str:
   assert held is not None
   text = getattr(value, "__name__", type(value).__name__).strip("<>")
   name = f"<{key}: {text}>"
-  if name in held:  # two functions called reward, two lists of records
+  if held.get(name, value) is not value:  # two functions called reward
     name = f"<{key}: {text} {len(held) + 1}>"
   held[name] = value
   return name

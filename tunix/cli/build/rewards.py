@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tunix.cli.build import objects
@@ -182,15 +184,41 @@ def digest(settings: RewardSettings) -> str:
 
 
 def _source_digest(text: str) -> str:
-  if not objects.is_name(text):
-    return call_strings.source_digest(call_strings.parse_call_string(text))
-  # A notebook edits the code of a function while its name stays.
-  code = getattr(objects.get(text), "__code__", None)
-  return (
-    "" if code is None else digest_of((code.co_code, code.co_names, _literals(code)))
-  )
+  if objects.is_name(text):
+    # A notebook edits the code of a function while its name stays.
+    return digest_of(_content(objects.get(text), 0))
+  return call_strings.source_digest(call_strings.parse_call_string(text))
 
 
-def _literals(code: Any) -> list[str]:
-  """Returns the constants of a code object, without those that hold addresses."""
-  return [repr(value) for value in code.co_consts if not hasattr(value, "co_code")]
+# Parts within parts of a function that its digest covers.
+_DEPTH = 8
+
+
+def _content(value: Any, depth: int) -> Any:
+  """Returns the code and the plain values of a function, equal in every process.
+
+  Values that are neither plain nor callable count by their type.
+  """
+  inner = functools.partial(_content, depth=depth + 1)
+  if value is None or isinstance(value, str | bytes | int | float) or depth > _DEPTH:
+    return repr(value) if depth <= _DEPTH else type(value).__qualname__
+  if isinstance(value, tuple | list):
+    return [inner(entry) for entry in value]
+  if isinstance(value, set | frozenset):  # its order depends on the process
+    return sorted(map(repr, map(inner, value)))
+  if isinstance(value, Mapping):
+    return [(repr(key), inner(entry)) for key, entry in value.items()]
+  if isinstance(value, types.CodeType):
+    return value.co_code.hex(), value.co_names, inner(value.co_consts)
+  if isinstance(value, types.FunctionType):
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    parts = value.__code__, value.__defaults__, value.__kwdefaults__, cells
+    return inner(list(parts))
+  if isinstance(value, functools.partial):
+    return inner([value.func, value.args, value.keywords])
+  name = type(value).__qualname__
+  return (name, inner(vars(value))) if callable(value) and _has_vars(value) else name
+
+
+def _has_vars(value: Any) -> bool:
+  return hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from tunix.cli import config as config_lib
-from tunix.cli.build import export as build_export
+from tunix.cli.build import export as build_export, objects
 from tunix.cli.build.loading import ModelLoader
 from tunix.cli.commands import export as export_command, report
 from tunix.cli.jobs.job import Loaded
@@ -35,6 +35,7 @@ from tunix.cli.run.result import (
 )
 from tunix.cli.settings import origins, reference, yaml_text
 from tunix.cli.settings.run import RunSettings
+from tunix.models import lora
 from tunix.models.transformer.model import Transformer
 from tunix.plan import shipped
 from tunix.report import page
@@ -180,7 +181,9 @@ def run(config: RunSettings, *, keeps: bool = True) -> JobResult:
       trainer.close()  # writes the last lines of the metrics; the checkpoint is saved
       raise
     trainer.close()
-    history = read_history(folder.logs) if keeps else by_mode(trainer.history)
+    # Only the first process has written its last metrics to the files by now.
+    reads = keeps and jax.process_index() == 0
+    history = read_history(folder.logs) if reads else by_mode(trainer.history)
     result = _finish(config, model, folder, outcome, history)
   _say(f"done: {result}")
   if keeps and (folder.path / page.NAME).is_file():
@@ -209,7 +212,17 @@ def _finished(run: Prepared, result: Result) -> JobResult:
     output_dir=str(folder.path),
     history=read_history(folder.logs),
     tokenizer=run.tokenizer,
+    trained=_of_object(run),
   )
+
+
+def _of_object(run: Prepared) -> Transformer | None:
+  """Returns the object `model.path` with the exported adapter; None for other runs."""
+  path, export = run.config.model.path, run.folder.export
+  if not objects.is_name(path) or not (export / "adapter_config.json").is_file():
+    return None
+  base = objects.get(path)
+  return None if lora.config_of(base) else lora.load_adapter(base, export)
 
 
 def _start(run: Prepared, model: Transformer, stack: contextlib.ExitStack) -> None:

@@ -231,8 +231,12 @@ class RunFolder:
       for name in before.keys() & fingerprints.keys()
       if before[name] != fingerprints[name]
     }
+    values = keys.flatten(config)
     return [
-      f"the content of {dotted} has changed"
+      f"the weights of {values[dotted]} have changed (training changes a model in "
+      "place; load it again)"
+      if key.facts.names_model and objects.is_name(values[dotted])
+      else f"the content of {dotted} has changed"
       for dotted, key in keys.of_config(config).items()
       if key.facts.fingerprint in changed
     ]

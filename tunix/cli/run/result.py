@@ -101,7 +101,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JobResult(Result):
-  """The result of a job, with the objects that a Python program goes on with.
+  """The result of a job, with objects for the rest of a Python program.
 
   Attributes:
     output_dir: folder of the run; None if nothing was kept.
@@ -120,7 +120,7 @@ class JobResult(Result):
 
   @functools.cached_property
   def model(self) -> Transformer:
-    """The trained model; of a run that had finished before, the exported one.
+    """The trained model, or the exported one if the run had finished before.
 
     Raises:
       FileNotFoundError: the run had finished before, without an export.

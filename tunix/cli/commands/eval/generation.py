@@ -12,7 +12,7 @@ import numpy as np
 from tunix.cli.commands.eval import results, scores
 from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Task
-from tunix.data.jsonl import JsonlRecords
+from tunix.data import files
 from tunix.data.prompts import PROMPTS, PromptText
 from tunix.data.records import PROMPT_IDS_COLUMN, PROMPT_ROWS
 from tunix.data.scan import scan
@@ -74,7 +74,7 @@ def evaluate(
     TypeError: a function needs a column that the file lacks.
   """
   source = Source(
-    records=JsonlRecords(task.path, PROMPT_ROWS),
+    records=files.open_file(task.path, PROMPT_ROWS),
     kind=PROMPT_ROWS,
     tokenizer=task.tokenizer,
     layout=PromptText(),

@@ -10,9 +10,8 @@ import numpy as np
 from tunix.cli.commands.eval import scores
 from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Row, Task
-from tunix.data import chat as chats
+from tunix.data import chat as chats, files
 from tunix.data.chat import Rendered
-from tunix.data.jsonl import JsonlRecords
 from tunix.data.rows import fit_row
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
@@ -27,7 +26,7 @@ def evaluate(task: Task, *, max_length: int | None) -> Section:
   Raises:
     FileNotFoundError, ValueError: the file is missing, or has an invalid record.
   """
-  tokenizer, records = task.tokenizer, JsonlRecords(task.path)
+  tokenizer, records = task.tokenizer, files.open_file(task.path)
   records.validate()
   examples, cut = [], 0
   for index in range(len(records)):

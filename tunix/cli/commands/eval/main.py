@@ -21,7 +21,7 @@ from tunix.cli.commands.eval.scores import Task
 from tunix.cli.run import fingerprints, folder as run_folder, processes as several
 from tunix.cli.settings import keys
 from tunix.cli.settings.run import DistributedSettings
-from tunix.data.jsonl import JsonlRecords
+from tunix.data import files
 from tunix.data.records import PROMPT_ROWS
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import adapter_files
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> None:
   manager = rewards.build_rewards(rewarded)
   try:
     if manager is not None:
-      records = JsonlRecords(args.prompts, PROMPT_ROWS)
+      records = files.open_file(args.prompts, PROMPT_ROWS)
       records.validate()
       first = PROMPT_ROWS.read(records[0], records.where(0))
       rewards.check_columns(manager, list(first.extra))
@@ -91,7 +91,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     raise ValueError(
       f"MODEL is {found}; give one model folder, MODEL or --model FOLDER"
     )
-  args.model = named or args.model
+  args.model, args.adapter = run_folder.export_of(named or args.model, args.adapter)
   return args
 
 
@@ -230,7 +230,7 @@ def parser() -> Parser:
   """Returns the parser of the arguments."""
   made = Parser("tunix eval", _DESCRIPTION)
   add = made.add_argument
-  folder = "Hugging Face folder; a reward model for --pairs"
+  folder = "Hugging Face folder or folder of a run; a reward model for --pairs"
   add("model", metavar="MODEL", nargs="?", help=folder)
   add("--model", dest="named", metavar="FOLDER", help="another way to write MODEL")
   add("--adapter", metavar="FOLDER", help="PEFT folder")

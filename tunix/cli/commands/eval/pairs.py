@@ -9,11 +9,11 @@ import numpy as np
 from tunix.cli.commands.eval import results, scores
 from tunix.cli.commands.eval.results import Metric, Section
 from tunix.cli.commands.eval.scores import Row, Task
-from tunix.data import render
+from tunix.data import files, render
 from tunix.data.chat import Rendered
-from tunix.data.jsonl import JsonlRecords
 from tunix.data.records import PAIRS
 from tunix.data.rows import fit_apart
+from tunix.data.stored import Records
 from tunix.models.transformer.model import Transformer
 
 
@@ -51,7 +51,7 @@ def evaluate(
       f"{option} needs the log-probabilities of a policy, but MODEL is a reward model; "
       "omit it"
     )
-  records = JsonlRecords(path, PAIRS)
+  records = files.open_file(path, PAIRS)
   records.validate()
   read, cut = _read(records, task, max_length)
   used = [i for i, pair in enumerate(read) if not render.are_equal(pair)]
@@ -102,7 +102,7 @@ def metrics(table: np.ndarray, what: str) -> list[Metric]:
 
 
 def _read(
-  records: JsonlRecords, task: Task, max_length: int | None
+  records: Records, task: Task, max_length: int | None
 ) -> tuple[list[Rendered], int]:
   """Returns the pairs, cut to the limit, and the number of pairs that were cut."""
   pairs, cut = [], 0
