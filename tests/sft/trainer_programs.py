@@ -140,8 +140,8 @@ def main() -> None:
       np.savez(folder / "weights.npz", **whole)
     a_signal_at_one_process_stops_all_after_the_same_step(folder, rank)
     a_full_disk_of_one_is_named(folder, rank)
-    # Last: the lonely save of step 1 is an exchange more on one process, so that a later
-    # save of step 1 would take the wrong partner.
+    # Last: one process saves step 1 alone. A later save of step 1 in this program would
+    # read that call of it as its partner.
     a_save_of_one_process_is_named(folder, rank)
   print("done")
 
