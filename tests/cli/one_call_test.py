@@ -160,6 +160,8 @@ def test_the_mesh_of_a_model_is_the_mesh_of_the_run(model, train_file, short):
   with one_call.objects.holding():
     assert config(model=policy, data=train_file, **short).mesh == {"fsdp": 2}
     assert config(model=str(model), data=train_file, **short).mesh == {}
+    given = config(model=policy, data=train_file, mesh={"dp": 2}, **short)
+    assert given.mesh == {"dp": 2}
 
 
 def test_rewards_are_functions_and_names(model, prompts, rollouts):

@@ -32,7 +32,6 @@ from tunix.utils.setting import facts_of
 # Names of keys that are usual in Python.
 _NAMES = {"eval_data": "data.eval", "rewards": "reward.functions"}
 
-
 # Sections about the files of a run.
 _OF_FILES = ("export", "checkpoint", "samples", "logging")
 
@@ -196,7 +195,9 @@ def _of_model(model: Any, settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
   layers: list[tuple[str, Any]] = []
   if not isinstance(model, nnx.Module):
     return layers
-  if (mesh := mesh_lib.mesh_of(nnx.state(model))) is not None:
+  mesh = mesh_lib.mesh_of(nnx.state(model))
+  # The axes of two layers would be joined.
+  if mesh is not None and settings.get("mesh") is None:
     axes = {str(name): size for name, size in mesh.shape.items()}
     layers.append(("the mesh of the model", {"mesh": axes}))
   if isinstance(model, Transformer) and (adapters := lora.config_of(model)) is not None:
