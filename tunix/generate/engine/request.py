@@ -1,0 +1,249 @@
+"""What the engine is asked, and what it answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from tunix.generate.options import SamplingOptions
+from tunix.utils import checks
+
+
+class Matcher(Protocol):
+  """The state of a constraint while one completion grows; see grammar.py."""
+
+  def mask(self) -> np.ndarray:
+    """Returns uint32 [ceil(V / 32)]: bit v % 32 of word v // 32 allows token v."""
+    ...
+
+  def accept(self, token: int) -> None:
+    """Takes the token that was drawn, which the last mask allowed."""
+    ...
+
+  @property
+  def is_over(self) -> bool:
+    """True if the completion is finished and only an end token may follow."""
+    ...
+
+
+class Constraint(Protocol):
+  """A set of allowed texts: a JSON schema, a regular expression or choices."""
+
+  def matcher(self) -> Matcher:
+    """Returns the state of a new completion."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineRequest:
+  """One prompt and the rules of its completions.
+
+  Attributes:
+    prompt: int32 [T], ids of the prompt; at least one.
+    max_tokens: largest number of new tokens of a completion, its end-of-sequence token
+      included.
+    num_samples: number of completions. They share the prefill of the prompt.
+    temperature: 0 takes the most likely token; above 0 tokens are sampled.
+    top_k, top_p, min_p: filters, see `filters.keep`; None: off.
+    seed: an int, or a jax.random key; None: the engine chooses one. A completion
+      depends on the seed and its number, and not on other requests.
+    first_row: number of the first completion under the seed, so that several requests
+      with one seed can differ.
+    stop_ids: ids that end a completion; None: those of the engine's tokenizer.
+    stop_strings: texts that end a completion.
+    logit_bias: number that is added to the logit of each id; -inf forbids an id.
+    logprobs: return the log-probabilities of the chosen tokens.
+    top_logprobs: number of most likely tokens whose log-probabilities are returned
+      with each chosen token; 0: none.
+    prompt_logprobs: return log-probabilities of the prompt's tokens, and those of
+      `top_logprobs` most likely tokens.
+    adapter: name of a loaded adapter; None: the model alone.
+    constraint: texts that a completion must belong to; None: all.
+    priority: requests with a lower number are admitted first.
+    id: name of the request in messages; None: the engine chooses one.
+
+  Raises:
+    TypeError: a number or a stop string has another type.
+    ValueError: the prompt is empty, or a number is out of range.
+  """
+
+  prompt: np.ndarray
+  max_tokens: int
+  num_samples: int = 1
+  temperature: float = 0.0
+  top_k: int | None = None
+  top_p: float | None = None
+  min_p: float | None = None
+  seed: int | jax.Array | None = None
+  first_row: int = 0
+  stop_ids: Sequence[int] | None = None
+  stop_strings: Sequence[str] = ()
+  logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+  logprobs: bool = False
+  top_logprobs: int = 0
+  prompt_logprobs: bool = False
+  adapter: str | None = None
+  constraint: Constraint | None = None
+  priority: int = 0
+  id: str | None = None
+
+  def __post_init__(self):
+    prompt = np.asarray(self.prompt)
+    if prompt.ndim != 1 or prompt.size == 0 or prompt.dtype.kind not in "iu":
+      raise ValueError(
+        f"prompt has shape {prompt.shape} and dtype {prompt.dtype}, expected at least "
+        "one token id in a flat array of integers"
+      )
+    object.__setattr__(self, "prompt", prompt.astype(np.int32))
+    checks.fields(
+      self,
+      max_tokens=checks.COUNT,
+      first_row=checks.NOT_NEGATIVE,
+      top_logprobs=checks.NOT_NEGATIVE,
+    )
+    # The rest is checked as a call of a sampler checks it.
+    self.sampling_options()
+
+  def sampling_options(self) -> SamplingOptions:
+    """Returns the same rules as options of a sampler's call."""
+    return SamplingOptions(
+      max_generation_steps=self.max_tokens,
+      num_samples=self.num_samples,
+      temperature=self.temperature,
+      top_k=self.top_k,
+      top_p=self.top_p,
+      min_p=self.min_p,
+      seed=self.seed,
+      eos_tokens=self.stop_ids,
+      stop_strings=self.stop_strings,
+      return_logprobs=self.logprobs,
+      include_eos=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopLogprobs:
+  """The most likely tokens at n positions.
+
+  Attributes:
+    ids: int32 [n, k], most likely first.
+    logprobs: float32 [n, k], in nats, under the model's own distribution.
+  """
+
+  ids: np.ndarray
+  logprobs: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Delta:
+  """The new part of one completion since its last delta.
+
+  Attributes:
+    sample: number of the completion in its request.
+    text: new text. The texts of a completion, joined, are its text; text that may begin
+      a stop string, or ends inside a character, waits for the next delta.
+    tokens: int32 [n], new tokens, the end-of-sequence token included.
+    logprobs: float32 [n] or None, in nats, under the model's own distribution.
+    sampling_logprobs: float32 [n] or None, in nats, under the distribution that the
+      token was drawn from; 0 where nothing was drawn.
+    top: the most likely tokens at each position, or None.
+    versions: int32 [n], number of the weights that drew each token.
+    finish_reason: "eos", "stop" (a stop string), "length", "cancelled" or "error" in
+      the last delta of a completion; None before.
+  """
+
+  sample: int
+  text: str
+  tokens: np.ndarray
+  logprobs: np.ndarray | None = None
+  sampling_logprobs: np.ndarray | None = None
+  top: TopLogprobs | None = None
+  versions: np.ndarray
+  finish_reason: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+  """One completion as a whole; the attributes are those of `Delta`."""
+
+  text: str
+  tokens: np.ndarray
+  logprobs: np.ndarray | None = None
+  sampling_logprobs: np.ndarray | None = None
+  top: TopLogprobs | None = None
+  versions: np.ndarray
+  finish_reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptScores:
+  """Log-probabilities of a prompt's tokens.
+
+  Attributes:
+    logprobs: float32 [T - 1], in nats: token i + 1 after the tokens up to i.
+    top: the most likely tokens at the same positions, or None.
+  """
+
+  logprobs: np.ndarray
+  top: TopLogprobs | None = None
+
+
+class RequestError(RuntimeError):
+  """A request that failed while it ran; other requests are not concerned."""
+
+
+class EngineDead(RuntimeError):
+  """The engine cannot run any more; its cause says why."""
+
+
+class Ticket:
+  """A submitted request: where its deltas arrive.
+
+  The engine's thread puts deltas in, any other thread takes them out.
+
+  Attributes:
+    id: name of the request.
+    request: the request.
+    prompt_scores: of the prompt, once it was prefilled; None if not asked for.
+    cached_tokens: number of the prompt's tokens that were found in the prefix cache.
+  """
+
+  def __init__(self, id: str, request: EngineRequest):
+    self.id = id
+    self.request = request
+    self.prompt_scores: PromptScores | None = None
+    self.cached_tokens = 0
+    self._deltas: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
+    self._listener: Any = None
+
+  def listen(self, listener: Any) -> None:
+    """Has `listener()` called, in the engine's thread, after each new delta."""
+    self._listener = listener
+
+  def put(self, item: Delta | BaseException) -> None:
+    """Adds a delta, or the exception that ended the request."""
+    self._deltas.put(item)
+    if self._listener is not None:
+      self._listener()
+
+  def get(self, timeout: float | None = None) -> Delta:
+    """Waits for the next delta.
+
+    Args:
+      timeout: seconds; 0 does not wait, None waits without a bound (only if this thread
+        itself, or a live driver, steps the engine).
+
+    Raises:
+      queue.Empty: no delta arrived in time.
+      RequestError: the request failed.
+      EngineDead: the engine failed.
+    """
+    item = self._deltas.get(timeout=timeout) if timeout != 0 else self._deltas.get(False)
+    if isinstance(item, BaseException):
+      raise item
+    return item
