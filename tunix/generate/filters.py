@@ -89,7 +89,10 @@ def _top_p(
   # rounding keeps the sum below the threshold.
   beyond = ~reached[:, -1] & (head[:, -1] < bound)
   quick = jnp.where(reached[:, -1], quick, bound)
-  return _where_beyond(beyond, quick, lambda: _bisect(depth, mass, threshold))
+  # The sum of a share of 1 can lack the last tokens by rounding.
+  is_off = p >= 1
+  quick = jnp.where(is_off, bound, quick)
+  return _where_beyond(beyond & ~is_off, quick, lambda: _bisect(depth, mass, threshold))
 
 
 def _where_beyond(

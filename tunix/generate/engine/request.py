@@ -1,4 +1,4 @@
-"""What the engine is asked, and what it answers."""
+"""Requests to the engine and their results."""
 
 from __future__ import annotations
 
@@ -218,6 +218,7 @@ class Ticket:
     self.request = request
     self.prompt_scores: PromptScores | None = None
     self.cached_tokens = 0
+    self.parts: list[list[np.ndarray]] = []  # scores of the prompt so far
     self._deltas: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
     self._listener: Any = None
 
@@ -243,7 +244,7 @@ class Ticket:
       RequestError: the request failed.
       EngineDead: the engine failed.
     """
-    item = self._deltas.get(timeout=timeout) if timeout != 0 else self._deltas.get(False)
+    item = self._deltas.get(block=timeout != 0, timeout=timeout or None)
     if isinstance(item, BaseException):
       raise item
     return item

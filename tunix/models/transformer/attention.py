@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from flax import nnx
@@ -16,7 +17,9 @@ from tunix.models.transformer.layers import Linear, RMSNorm
 from tunix.models.transformer.rope import rotate
 from tunix.models.transformer.visibility import Visibility
 
-KeysValues = tuple[jax.Array, jax.Array]
+# Keys and values, or the cache of one layer: buffers, or an object with `attend` (see
+# `cache.LayerCache`).
+KeysValues = Any
 Kind = int | jax.Array
 
 
@@ -79,13 +82,26 @@ class Attention(nnx.Module):
       visible: the keys that each query attends to, before the layer's window, which is
         counted in slots. Without a cache `query_index` must count from 0.
       cached: buffers [B, K, S, H] that the new keys and values are written into, at
-        slot `visible.query_index[0]`. The buffers of a sliding layer may be a ring.
+        slot `visible.query_index[0]`. The buffers of a sliding layer may be a ring. Or
+        the cache of one layer that attends itself, `cache.LayerCache`.
       kind: number of the layer's window; traced if the layers are scanned.
     """
     query, key, value = self._project(x)
     with jax.named_scope("rope"):
       query, key = rotate(query, sin_cos), rotate(key, sin_cos)
     keys_values = key, value
+    if cached is not None and not isinstance(cached, tuple):
+      out, keys_values = cached.attend(
+        query,
+        key,
+        value,
+        scale=self.scale,
+        softcap=self.softcap,
+        window=self.windows[kind],  # with a cache the layers are not scanned
+        implementation=self.implementation,
+        rules=self.rules,
+      )
+      return self._output(out), keys_values
     if cached is not None:
       fresh = _swap(key), _swap(value)
       if ring.is_ring(cached[0], visible):
@@ -101,10 +117,14 @@ class Attention(nnx.Module):
       key, value = map(_swap, seen)
     visible = dataclasses.replace(visible, aligned=cached is None)
     out = self._attend(query, key.astype(x.dtype), value.astype(x.dtype), visible, kind)
-    out = sharding.pin_rows(out.reshape(*x.shape[:2], -1), self.rules)
+    return self._output(out), keys_values
+
+  def _output(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+    """Maps the heads' outputs back to the residual stream."""
+    out = sharding.pin_rows(out.reshape(*out.shape[:2], -1), self.rules)
     out = sharding.pin_features(out, self.rules)
     with jax.named_scope("out_proj"):
-      return self.o_proj(out), keys_values
+      return self.o_proj(out)
 
   def _project(self, x):
     """Returns queries, keys and values by heads; queries and keys are normalised."""

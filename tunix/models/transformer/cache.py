@@ -4,10 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+
+class LayerCache(Protocol):
+  """The cache of one layer that writes new tokens and attends itself.
+
+  The cache of a call with such layers has the methods `layer` and `replaced`, and the
+  attributes `index` and `size`, of `KVCache`.
+  """
+
+  def attend(
+    self, query: jax.Array, key: jax.Array, value: jax.Array, **options: Any
+  ) -> tuple[jax.Array, Any]:
+    """Writes keys and values and returns the queries' outputs, and the new cache.
+
+    Args:
+      query: [B, T, N, H], rotated.
+      key, value: [B, T, K, H] of the same tokens.
+      **options: scale, softcap, window, implementation and rules, as in
+        `attention_paths.attend`.
+    """
+    ...
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +58,17 @@ class KVCache:
   def size(self) -> int:
     """Number of slots S, the largest number of tokens of a row."""
     return self.k[0].shape[2] if self.slots is None else self.slots
+
+  def layer(self, number: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the buffers of one layer."""
+    return self.k[number], self.v[number]
+
+  def replaced(
+    self, layers: Sequence[tuple[jax.Array, jax.Array]], tokens: int
+  ) -> KVCache:
+    """Returns the cache after a call that wrote `tokens` tokens to each layer."""
+    keys, values = zip(*layers)
+    return dataclasses.replace(self, k=keys, v=values, index=self.index + tokens)
 
 
 def init_cache(

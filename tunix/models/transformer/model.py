@@ -191,13 +191,10 @@ class Transformer(nnx.Module):
     written, visible = [], dataclasses.replace(visible, slots=cache.size)
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
-        pair = cache.k[i], cache.v[i]
         kind = self.config.layer_kinds[i]
-        x, pair = layer(x, sin_cos, visible, pair, kind)
-        written.append(pair)
-    keys, values = zip(*written)
-    index = cache.index + x.shape[1]
-    return x, dataclasses.replace(cache, k=keys, v=values, index=index)
+        x, one = layer(x, sin_cos, visible, cache.layer(i), kind)
+        written.append(one)
+    return x, cache.replaced(written, x.shape[1])
 
   def _layer_list(self) -> list[DecoderLayer]:
     """Returns one module per layer, with slices of the stack."""

@@ -1,0 +1,85 @@
+"""Sizes of an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tunix.utils import checks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+  """The sizes that an engine's programs and its cache are made for.
+
+  Attributes:
+    slots: number of completions that run at the same time.
+    max_tokens: largest number of tokens of a prompt and its completion together.
+    page_tokens: tokens of a page of the cache. Prompts share whole pages.
+    cache_tokens: tokens that all pages hold together, at least `max_tokens`; None:
+      slots * max_tokens, with which no completion ever waits for a page. Pages that no
+      running completion uses keep earlier prefixes.
+    rounds: largest number of tokens of a completion between two looks of the host. A
+      stream gets its text in parts of this size, and a finished completion keeps its
+      slot for at most this number of rounds.
+    prefill_tokens: prompt tokens of a round that also decodes. A multiple of
+      `page_tokens`.
+    draft_tokens: number of tokens that prompt lookup proposes for each completion in a
+      round; 0: no drafts. Drafts never change the tokens. They are used while they are
+      accepted often enough to be faster.
+    prefix_cache: keep pages of earlier requests for requests with the same prefix.
+    adapter_ranks: sum of the ranks of all adapters that can be loaded; 0: none.
+    max_top_logprobs: largest `top_logprobs` of a request.
+    attention: path of attention, see docs/guides/engine.md.
+
+  Raises:
+    ValueError: a number is out of range, or two contradict each other.
+  """
+
+  slots: int = 8
+  max_tokens: int = 2048
+  page_tokens: int = 16
+  cache_tokens: int | None = None
+  rounds: int = 16
+  prefill_tokens: int = 128
+  draft_tokens: int = 0
+  prefix_cache: bool = True
+  adapter_ranks: int = 0
+  max_top_logprobs: int = 20
+  attention: str = "auto"
+
+  def __post_init__(self):
+    checks.fields(
+      self,
+      slots=checks.COUNT,
+      max_tokens=checks.Range(2),
+      page_tokens=checks.COUNT,
+      cache_tokens=checks.COUNT,
+      rounds=checks.COUNT,
+      prefill_tokens=checks.COUNT,
+      draft_tokens=checks.NOT_NEGATIVE,
+      adapter_ranks=checks.NOT_NEGATIVE,
+      max_top_logprobs=checks.NOT_NEGATIVE,
+    )
+    if self.prefill_tokens % self.page_tokens:
+      raise ValueError(
+        f"prefill_tokens is {self.prefill_tokens}, expected a multiple of page_tokens, "
+        f"{self.page_tokens}: a round prefills whole pages"
+      )
+    if self.pages * self.page_tokens < self.max_tokens:
+      raise ValueError(
+        f"cache_tokens is {self.cache_tokens} and max_tokens {self.max_tokens}: the "
+        "pages must hold at least one completion. Raise cache_tokens, or lower "
+        "max_tokens"
+      )
+
+  @property
+  def pages(self) -> int:
+    """Number of pages, without the page that takes writes of idle rows."""
+    tokens = self.cache_tokens
+    # A completion that does not end on a page boundary fills its last page in part.
+    full = self.slots * self.pages_of(self.max_tokens) * self.page_tokens
+    return self.pages_of(full if tokens is None else tokens)
+
+  def pages_of(self, tokens: int) -> int:
+    """Returns the number of pages that hold `tokens` tokens."""
+    return -(-tokens // self.page_tokens)

@@ -1,0 +1,366 @@
+"""The device loop: rounds of a launch.
+
+In a round every slot that decodes runs its last token and draws the next one. `mixed`
+runs rounds that also prefill blocks of prompts; `decode` runs rounds that only decode,
+until every slot is done. Both append what they draw to `Out`, which the host reads once
+per launch. No shape depends on the load.
+
+With drafts, a slot runs its last token and D proposed ones at once. Each position draws
+its token with the key of that position, as it would without drafts, and the drawn
+tokens count up to the first that differs from its draft. Tokens are therefore the same
+with and without drafts, for any distribution (compare Leviathan et al. 2023,
+arXiv:2211.17192, where they only have the same distribution).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tunix.generate import sampling
+from tunix.generate.engine import choice, drafts
+from tunix.generate.engine.choice import Chosen, Rules
+from tunix.generate.engine.rows import Places
+from tunix.models import calling
+from tunix.utils import mesh as mesh_lib
+
+Leaf = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+  """The completions in the slots.
+
+  Attributes:
+    last: int32 [B], the token that each slot runs next.
+    position: int32 [B], its position.
+    index: int32 [B], number of the next drawn token in its completion.
+    limit: int32 [B], number of tokens at which a completion ends.
+    active: bool [B], True for slots that decode.
+    holds: bool [B], True for slots that draw a first token and wait for their pages.
+    stop_ids: int32 [B, E], ids that end it, padded by `batching.NO_TOKEN`.
+    history: int32 [B, M], all tokens, for drafts; [B, 0] without.
+  """
+
+  last: Leaf
+  position: Leaf
+  index: Leaf
+  limit: Leaf
+  active: Leaf
+  holds: Leaf
+  stop_ids: Leaf
+  history: Leaf
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Out:
+  """What a launch has drawn: written on the device, read on the host.
+
+  Attributes:
+    count: int32 [B], number of drawn tokens.
+    tokens: int32 [B, C].
+    logps, sampling_logps: float32 [B, C], see `Chosen`.
+    top_ids, top_logps: [B, C, t], see `Chosen`.
+    stopped: bool [B], True if one of `stop_ids` was drawn.
+    bad: bool [B], True if a logit was not finite; the token before is the last.
+    rounds: int32 scalar, number of rounds.
+    proposed, accepted: int32 scalars, drafts.
+  """
+
+  count: jax.Array
+  tokens: jax.Array
+  logps: jax.Array
+  sampling_logps: jax.Array
+  top_ids: jax.Array
+  top_logps: jax.Array
+  stopped: jax.Array
+  bad: jax.Array
+  rounds: jax.Array
+  proposed: jax.Array
+  accepted: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Blocks:
+  """The blocks of R rounds that prefill, N blocks of Q tokens each.
+
+  Attributes:
+    tokens: int32 [R, N, Q].
+    targets: int32 [R, N, Q], the token after each, whose log-prob may be wanted.
+    slots: int32 [R, N].
+    starts: int32 [R, N], position of the first token.
+    counts: int32 [R, N], number of tokens; 0 for a block that only fills the round.
+    draws: int32 [R, B], number in N * Q of the token after which the slot draws its
+      first token; -1: the slot draws none.
+    ends: int32 [R, B], position of that first token.
+    scores: bool scalar, log-probs of the targets are wanted.
+  """
+
+  tokens: Leaf
+  targets: Leaf
+  slots: Leaf
+  starts: Leaf
+  counts: Leaf
+  draws: Leaf
+  ends: Leaf
+  scores: Leaf
+
+
+class PromptOut(NamedTuple):
+  """Log-probs of the targets, [R, N * Q], and the most likely tokens, [R, N * Q, t]."""
+
+  logps: jax.Array
+  top_ids: jax.Array
+  top_logps: jax.Array
+
+
+def empty(slots: int, columns: int, tops: int) -> Out:
+  """Returns an `Out` without tokens."""
+  shape = (slots, columns)
+  floats = lambda *more: jnp.zeros((*shape, *more), jnp.float32)
+  number = lambda: jnp.zeros((), jnp.int32)
+  return Out(
+    count=jnp.zeros(slots, jnp.int32),
+    tokens=jnp.zeros(shape, jnp.int32),
+    logps=floats(),
+    sampling_logps=floats(),
+    top_ids=jnp.zeros((*shape, tops), jnp.int32),
+    top_logps=floats(tops),
+    stopped=jnp.zeros(slots, bool),
+    bad=jnp.zeros(slots, bool),
+    rounds=number(),
+    proposed=number(),
+    accepted=number(),
+  )
+
+
+class Round(NamedTuple):
+  """The state that a round passes on."""
+
+  slots: Slots
+  store: Any
+  out: Out
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def mixed(
+  graph: Any,
+  state: Any,
+  carry: Round,
+  rules: Rules,
+  bank: Any,
+  blocks: Blocks,
+  rounds: Leaf,
+  allowed: Leaf | None,
+) -> tuple[Round, PromptOut]:
+  """Runs `rounds` rounds, each with the blocks of its number.
+
+  Args:
+    graph, state: the module, from `decode.opened`.
+    carry: slots, cache and results; donated.
+    rules: choice of the tokens.
+    bank: the slots' adapters, or None.
+    blocks: the blocks.
+    rounds: int32 scalar, at most R.
+    allowed: see `choice.choose`.
+  """
+  size = blocks.tokens.shape[1] * blocks.tokens.shape[2]
+  tops = carry.out.top_ids.shape[2]
+  scores = PromptOut(
+    jnp.zeros((blocks.tokens.shape[0], size), jnp.float32),
+    jnp.zeros((blocks.tokens.shape[0], size, tops), jnp.int32),
+    jnp.zeros((blocks.tokens.shape[0], size, tops), jnp.float32),
+  )
+
+  def body(loop):
+    number, carry, scores = loop
+    slots, store, out = carry
+    here = jax.tree.map(lambda x: x[number] if x.ndim else x, blocks)
+    batch, offsets = slots.last.shape[0], jnp.arange(here.tokens.shape[1])
+    tokens = jnp.concatenate([slots.last, here.tokens.reshape(-1)])
+    places = Places(
+      jnp.concatenate(
+        [
+          jnp.where(slots.active, jnp.arange(batch), batch),
+          jnp.where(offsets < here.counts[:, None], here.slots[:, None], batch).reshape(
+            -1
+          ),
+        ]
+      ),
+      jnp.concatenate([slots.position, (here.starts[:, None] + offsets).reshape(-1)]),
+      here.slots,
+      1,
+      here.tokens.shape[1],
+    )
+    model = nnx.merge(graph, state)
+    hidden, store = _run(model, bank, store, tokens, places)
+    first = here.draws >= 0
+    picked = jnp.where(first, batch + here.draws, jnp.arange(batch))
+    logits = _logits(model, hidden[picked])
+    chosen = choice.choose(logits, rules, slots.index, allowed, tops)
+    was_active = slots.active
+    slots = dataclasses.replace(
+      slots,
+      active=was_active | first,
+      position=jnp.where(first, here.ends - 1, slots.position),
+    )
+    slots, out = _emit(slots, out, chosen)
+    slots = dataclasses.replace(slots, active=slots.active & ~slots.holds)
+    one = jax.lax.cond(
+      blocks.scores,
+      lambda: _prompt_scores(model, hidden[batch:], here.targets.reshape(-1), tops),
+      lambda: jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), scores),
+    )
+    scores = jax.tree.map(lambda x, y: x.at[number].set(y), scores, one)
+    out = dataclasses.replace(out, rounds=out.rounds + 1)
+    return number + 1, Round(slots, store, out), scores
+
+  with jax.named_scope("mixed"):
+    _, carry, scores = jax.lax.while_loop(
+      lambda loop: loop[0] < rounds, body, (jnp.zeros((), jnp.int32), carry, scores)
+    )
+  return _replicated(carry), jax.tree.map(mesh_lib.constrain, scores)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=2)
+def decode(
+  graph: Any,
+  state: Any,
+  carry: Round,
+  rules: Rules,
+  bank: Any,
+  until: Leaf,
+  allowed: Leaf | None,
+  draft_tokens: int = 0,
+) -> Round:
+  """Runs rounds until every slot is done.
+
+  Args:
+    graph, state, rules, bank, allowed: see `mixed`.
+    carry: slots, cache and results; donated.
+    until: int32 [2]: number of rounds of the launch, and number of slots that are free
+      or done at which the host wants to look.
+    draft_tokens: number D of drafts of each slot in a round.
+  """
+  batch, width = carry.slots.last.shape[0], 1 + draft_tokens
+
+  def body(carry):
+    slots, store, out = carry
+    proposed = drafts.propose(slots.history, slots.position, draft_tokens)
+    tokens = jnp.concatenate([slots.last[:, None], proposed], axis=1)
+    positions = slots.position[:, None] + jnp.arange(width)
+    is_run = slots.active[:, None] & (tokens >= 0)
+    numbers = jnp.where(is_run, jnp.arange(batch)[:, None], batch)
+    places = Places(
+      numbers.reshape(-1), positions.reshape(-1), jnp.zeros(0, jnp.int32), width, 1
+    )
+    model = nnx.merge(graph, state)
+    hidden, store = _run(model, bank, store, jnp.maximum(tokens, 0).reshape(-1), places)
+    # Every position draws its token at once; which of them count is seen afterwards.
+    index = slots.index[:, None] + jnp.arange(width)
+    chosen = choice.choose(
+      _logits(model, hidden),
+      choice.repeated(rules, width),
+      index.reshape(-1),
+      allowed,
+      out.top_ids.shape[2],
+    )
+    counts = slots.active
+    for i in range(width):
+      if i:
+        offered = slots.active & counts & is_run[:, i]
+        out = dataclasses.replace(out, proposed=out.proposed + jnp.sum(offered))
+        # The draft that was run here must be what the position before it drew.
+        counts = counts & slots.active & (tokens[:, i] == slots.last)
+        out = dataclasses.replace(out, accepted=out.accepted + jnp.sum(counts))
+      here = Chosen(*(x.reshape(batch, width, *x.shape[1:])[:, i] for x in chosen))
+      drawing = dataclasses.replace(slots, active=counts)
+      drawing, out = _emit(drawing, out, here)
+      over = counts & ~drawing.active
+      slots = dataclasses.replace(drawing, active=slots.active & ~over)
+    out = dataclasses.replace(out, rounds=out.rounds + 1)
+    return Round(slots, store, out)
+
+  def continues(carry):
+    idle = jnp.sum(~carry.slots.active)
+    return (
+      (carry.out.rounds < until[0]) & (idle < until[1]) & jnp.any(carry.slots.active)
+    )
+
+  with jax.named_scope("decode"):
+    return _replicated(jax.lax.while_loop(continues, body, carry))
+
+
+def _run(
+  model: Any, bank: Any, store: Any, tokens: jax.Array, places: Places
+) -> tuple[jax.Array, Any]:
+  """Returns the hidden states [T, D] of a round, and the store with its keys."""
+  del bank
+  hidden, cache = model(
+    tokens[:, None], places.positions[:, None], store.at(places), return_hidden=True
+  )
+  return hidden[:, 0], store.after(cache)
+
+
+def _logits(model: Any, hidden: jax.Array) -> jax.Array:
+  """Returns float32 logits [B, V] of hidden states [B, D]."""
+  return calling.adapt(model).unembed(hidden[:, None])[:, 0].astype(jnp.float32)
+
+
+def _emit(slots: Slots, out: Out, chosen: Chosen) -> tuple[Slots, Out]:
+  """Appends the chosen tokens of the active slots, and ends the slots that are done."""
+  bad = slots.active & ~chosen.is_finite
+  draws = slots.active & chosen.is_finite
+  rows = jnp.arange(draws.shape[0])
+  place = jnp.where(draws, out.count, out.tokens.shape[1])
+  write = lambda buffer, new: buffer.at[rows, place].set(new, mode="drop")
+  position = slots.position + 1
+  stops = draws & jnp.any(chosen.tokens[:, None] == slots.stop_ids, axis=1)
+  out = dataclasses.replace(
+    out,
+    count=out.count + draws,
+    tokens=write(out.tokens, chosen.tokens),
+    logps=write(out.logps, chosen.logps),
+    sampling_logps=write(out.sampling_logps, chosen.sampling_logps),
+    top_ids=write(out.top_ids, chosen.top_ids),
+    top_logps=write(out.top_logps, chosen.top_logps),
+    stopped=out.stopped | stops,
+    bad=out.bad | bad,
+  )
+  history = slots.history
+  if history.shape[1]:
+    at = jnp.where(draws, position, history.shape[1])
+    history = history.at[rows, at].set(chosen.tokens, mode="drop")
+  pick = lambda new, old: jnp.where(draws, new, old)
+  slots = dataclasses.replace(
+    slots,
+    last=pick(chosen.tokens, slots.last),
+    position=pick(position, slots.position),
+    index=slots.index + draws,
+    active=draws & ~stops & (position + 1 < slots.limit),
+    history=history,
+  )
+  return slots, out
+
+
+def _prompt_scores(
+  model: Any, hidden: jax.Array, targets: jax.Array, tops: int
+) -> PromptOut:
+  logits = _logits(model, hidden)
+  return PromptOut(
+    sampling.token_logps(logits, targets), *choice.most_likely(logits, tops)
+  )
+
+
+def _replicated(carry: Round) -> Round:
+  """Replicates what the host reads, because every process reads all of it."""
+  small = jax.tree.map(mesh_lib.constrain, (carry.slots, carry.out))
+  return Round(small[0], carry.store, small[1])

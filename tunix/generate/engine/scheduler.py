@@ -1,0 +1,268 @@
+"""The scheduler: which completions run, on which pages, and what a launch does.
+
+A launch is a few rounds on the device. Each round draws one token for every completion
+that decodes, and may prefill blocks of prompts besides. Between two launches `plan`:
+
+1. admits waiting completions, in the order of their rank, into free slots, as long as
+   there are pages for their tokens; pages of a known prefix are shared;
+2. cuts the tokens that are not computed yet into blocks, and blocks into rounds;
+3. takes the pages that the rounds will fill. If there are too few, the completion of
+   the last rank gives its pages up and waits; its tokens are kept and prefilled again.
+
+Nothing here touches the device, and nothing depends on time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterator
+
+from tunix.generate.engine import pages as pages_lib
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.pages import PagePool
+from tunix.generate.engine.sequence import Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+  """Consecutive tokens of one completion that a round prefills."""
+
+  sequence: Sequence
+  start: int
+  count: int
+
+  @property
+  def is_last(self) -> bool:
+    """True if the next token is drawn after this block."""
+    return self.start + self.count == self.sequence.length
+
+
+@dataclasses.dataclass(frozen=True)
+class Fork:
+  """A completion that draws its first token with the leader that prefilled for it.
+
+  Attributes:
+    leader, follower: the two completions.
+    copied: the leader's last page, if the prompt fills it in part; the follower's own
+      page becomes a copy of it.
+  """
+
+  leader: Sequence
+  follower: Sequence
+  copied: int | None
+
+
+@dataclasses.dataclass
+class Plan:
+  """What one launch does.
+
+  Attributes:
+    loads: completions that are new in their slots, which are filled from their pages.
+    copies: (from, to) pages that are copied before.
+    rounds: blocks of each round that prefills.
+    decode_rounds: number of rounds after them, which only decode.
+    forks: first tokens that are drawn for followers.
+  """
+
+  loads: list[Sequence] = dataclasses.field(default_factory=list)
+  copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+  rounds: list[list[Block]] = dataclasses.field(default_factory=list)
+  decode_rounds: int = 0
+  forks: list[Fork] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+  """Queue, slots and pages.
+
+  Attributes:
+    running: the completion in each slot, or None.
+    pool: the pages.
+    preemptions: how often a completion gave its pages up.
+    hit_tokens: number of prompt tokens that were found in the cache, or prefilled for
+      another completion of the request.
+  """
+
+  def __init__(self, config: EngineConfig):
+    self._config, self._size = config, config.page_tokens
+    self.pool = PagePool(config.pages)
+    self.running: list[Sequence | None] = [None] * config.slots
+    self.preemptions = 0
+    self.hit_tokens = 0
+    self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+    self._new: list[tuple[Sequence, int | None]] = []  # with a page to copy
+
+  @property
+  def waiting(self) -> int:
+    """Number of completions without a slot."""
+    return len(self._waiting)
+
+  def active(self) -> Iterator[Sequence]:
+    """Yields the completions that have a slot, earliest rank first."""
+    return iter(sorted((s for s in self.running if s), key=lambda s: s.rank))
+
+  def add(self, sequence: Sequence) -> None:
+    """Puts a completion into the queue."""
+    heapq.heappush(self._waiting, (sequence.rank, sequence))
+
+  def remove(self, sequence: Sequence) -> None:
+    """Takes a completion out, wherever it is, and gives its pages up."""
+    if sequence.slot is None:
+      self._waiting = [(r, s) for r, s in self._waiting if s is not sequence]
+      heapq.heapify(self._waiting)
+      return
+    for follower in self._followers(sequence):
+      self._requeue(follower)
+    self._leave(sequence)
+
+  def computed(self, sequence: Sequence, tokens: int) -> None:
+    """Records that `tokens` tokens of a completion have keys and values now."""
+    first, end = sequence.computed // self._size, tokens // self._size
+    sequence.computed = tokens
+    if self._config.prefix_cache:
+      pages_lib.extended(sequence.digests, sequence.known[:tokens], self._size)
+      for page in range(first, end):
+        self.pool.name(sequence.pages[page], sequence.digests[page + 1])
+
+  def queued(self) -> list[Sequence]:
+    """Returns the waiting completions, in no order."""
+    return [s for _, s in self._waiting]
+
+  def hold_back(self) -> list[Sequence]:
+    """Empties the queue and returns what was in it."""
+    out, self._waiting = self.queued(), []
+    return out
+
+  def preempt(self, sequence: Sequence) -> None:
+    """Takes slot and pages from a completion, which waits to be prefilled again."""
+    self.preemptions += 1
+    for one in (*self._followers(sequence), sequence):
+      self._requeue(one)
+
+  def plan(self, rounds: int) -> Plan:
+    """Returns the next launch, of at most `rounds` rounds."""
+    self._admit()
+    plan = Plan(rounds=self._blocks(rounds))
+    self._reserve(plan, rounds)
+    plan.decode_rounds = rounds - len(plan.rounds)
+    self._fork(plan)
+    for sequence, copied in self._new:
+      if sequence.slot is not None and sequence.computed:
+        plan.loads.append(sequence)
+        if copied is not None:
+          plan.copies.append((copied, sequence.pages[sequence.computed // self._size]))
+    self._new = []
+    return plan
+
+  def forked(self, fork: Fork) -> None:
+    """Records that a follower drew its first token; the next launch loads its slot."""
+    fork.follower.leader = None
+    self._new.append((fork.follower, fork.copied))
+
+  def _admit(self) -> None:
+    while self._waiting and None in self.running:
+      sequence = self._waiting[0][1]
+      leader = self._leader_of(sequence)
+      if leader is None and not self._find_pages(sequence):
+        return  # No later completion overtakes it, so that it is not starved.
+      heapq.heappop(self._waiting)
+      sequence.leader = leader
+      sequence.slot = self.running.index(None)
+      self.running[sequence.slot] = sequence
+      if leader is None:
+        self._new.append((sequence, None))
+
+  def _leader_of(self, sequence: Sequence) -> Sequence | None:
+    """Returns a running completion that prefills the same prompt for this one."""
+    if sequence.drawn or sequence.request.prompt_logprobs:
+      return None
+    same = (s for s in self.running if s is not None and s.ticket is sequence.ticket)
+    return next((s for s in same if s.leader is None and not s.drawn), None)
+
+  def _find_pages(self, sequence: Sequence) -> bool:
+    """Gives a completion pages for its tokens, shared ones first, if there are enough."""
+    size, shared = self._size, []
+    if self._config.prefix_cache and not sequence.request.prompt_logprobs:
+      pages_lib.extended(sequence.digests, sequence.known, size)
+      # The last token is always computed, because the next one is drawn from it.
+      most = (sequence.length - 1) // size
+      shared = self.pool.find(sequence.digests[1 : most + 1])
+    fresh = self._config.pages_of(sequence.length) - len(shared)
+    if fresh > self.pool.available - sum(map(self.pool.is_idle, shared)):
+      return False
+    self.pool.hold(shared)
+    sequence.pages = [*shared, *self.pool.take(fresh)]
+    sequence.computed = sequence.hits = len(shared) * size
+    if not sequence.drawn:
+      self._count_hits(sequence)
+    return True
+
+  def _blocks(self, rounds: int) -> list[list[Block]]:
+    """Cuts the tokens to prefill into blocks of a page, and blocks into rounds."""
+    size = self._size
+    blocks = [
+      Block(s, at, min(size, s.length - at))
+      for s in self.active()
+      if s.leader is None and not s.is_decoding
+      for at in range(s.computed, s.length, size)
+    ]
+    per_round = self._config.prefill_tokens // size
+    starts = range(0, len(blocks), per_round)
+    return [blocks[i : i + per_round] for i in starts][:rounds]
+
+  def _reserve(self, plan: Plan, rounds: int) -> None:
+    """Takes the pages that the rounds fill; preempts if there are too few."""
+    done = {b.sequence for blocks in plan.rounds for b in blocks if b.is_last}
+    tokens = rounds * (1 + self._config.draft_tokens)
+    for sequence in list(self.active()):
+      if not (sequence.is_decoding or sequence in done):
+        continue
+      while sequence.slot is not None:
+        most = min(sequence.length + tokens, sequence.limit)
+        lacking = self._config.pages_of(most) - len(sequence.pages)
+        if lacking <= self.pool.available:
+          sequence.pages += self.pool.take(max(lacking, 0))
+          break
+        self.preempt(max((s for s in self.active() if s.pages), key=lambda s: s.rank))
+    kept = lambda blocks: [b for b in blocks if b.sequence.slot is not None]
+    plan.rounds = [left for blocks in plan.rounds if (left := kept(blocks))]
+
+  def _fork(self, plan: Plan) -> None:
+    """Gives the followers of a prefilled leader its pages, and a last page of their own."""
+    for leader in [b.sequence for r in plan.rounds for b in r if b.is_last]:
+      full, rest = divmod(leader.length, self._size)
+      for follower in self._followers(leader):
+        if rest and not self.pool.available:
+          self._requeue(follower)
+          continue
+        self.pool.hold(leader.pages[:full])
+        own = self.pool.take(1 if rest else 0)
+        follower.pages = [*leader.pages[:full], *own]
+        follower.hits = leader.length
+        self._count_hits(follower)
+        copied = leader.pages[full] if rest else None
+        plan.forks.append(Fork(leader, follower, copied))
+    if plan.forks:
+      # A follower's slot is loaded after the leader's pages are written, which is the
+      # end of this launch; it would idle in further rounds.
+      plan.decode_rounds = 0
+
+  def _count_hits(self, sequence: Sequence) -> None:
+    self.hit_tokens += sequence.hits
+    ticket = sequence.ticket
+    if sequence.sample == 0:
+      ticket.cached_tokens = sequence.hits
+
+  def _followers(self, leader: Sequence) -> list[Sequence]:
+    return [s for s in self.running if s is not None and s.leader is leader]
+
+  def _requeue(self, sequence: Sequence) -> None:
+    self._leave(sequence)
+    self.add(sequence)
+
+  def _leave(self, sequence: Sequence) -> None:
+    assert sequence.slot is not None
+    self.running[sequence.slot] = None
+    self.pool.drop(sequence.pages)
+    sequence.slot, sequence.leader, sequence.pages = None, None, []
+    sequence.computed = 0

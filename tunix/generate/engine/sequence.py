@@ -1,0 +1,80 @@
+"""One completion while the engine works on it, as the host knows it."""
+
+from __future__ import annotations
+
+import dataclasses
+import numpy as np
+
+from tunix.generate.engine.request import EngineRequest, Matcher, Ticket
+from tunix.generate.engine.text import TextReader
+
+
+@dataclasses.dataclass(eq=False)
+class Sequence:
+  """One completion.
+
+  Attributes:
+    ticket: the request it belongs to.
+    sample: number of the completion in its request.
+    order: number of its submission, among all; earlier ones come first.
+    tokens: int32 buffer, prompt and drawn tokens; `length` of them are valid.
+    length: number of tokens so far.
+    computed: number of tokens whose keys and values are in `pages`.
+    limit: number of tokens at which it ends.
+    slot: the slot it runs in; None while it waits.
+    pages: pages of its tokens, in order.
+    digests: root digest and those of its full pages, see pages.py.
+    hits: number of computed tokens that it found in the cache when it was admitted.
+    leader: a completion of the same request that is prefilled for this one too.
+    key: data of the random key of the request, uint32 [2].
+    stop_ids: ids that end it.
+    filters: filters that can exclude a token, by name.
+    matcher: state of its constraint, or None.
+    versions: version of the weights of each drawn token.
+    reader: turns its tokens into text, see text.py.
+    finish_reason: why it ended; None before.
+  """
+
+  ticket: Ticket
+  sample: int
+  order: int
+  tokens: np.ndarray
+  length: int
+  limit: int
+  key: np.ndarray
+  stop_ids: tuple[int, ...]
+  filters: dict[str, float | int]
+  reader: TextReader
+  matcher: Matcher | None = None
+  computed: int = 0
+  slot: int | None = None
+  pages: list[int] = dataclasses.field(default_factory=list)
+  digests: list[bytes] = dataclasses.field(default_factory=list)
+  hits: int = 0
+  leader: Sequence | None = None
+  versions: list[int] = dataclasses.field(default_factory=list)
+  finish_reason: str | None = None
+
+  @property
+  def request(self) -> EngineRequest:
+    return self.ticket.request
+
+  @property
+  def drawn(self) -> int:
+    """Number of drawn tokens."""
+    return self.length - len(self.request.prompt)
+
+  @property
+  def is_decoding(self) -> bool:
+    """True if all tokens but the last are computed and at least one was drawn."""
+    return self.drawn > 0 and self.computed == self.length - 1
+
+  @property
+  def known(self) -> np.ndarray:
+    """int32 [length], prompt and drawn tokens."""
+    return self.tokens[: self.length]
+
+  @property
+  def rank(self) -> tuple[int, int]:
+    """Order of admission: priority, then age."""
+    return self.request.priority, self.order
