@@ -1,7 +1,9 @@
 """Constraints: masks by hand, and random walks that stay in the allowed texts."""
 
+import itertools
 import json
 import re
+import sys
 import threading
 
 import jsonschema
@@ -14,8 +16,6 @@ from tunix.generate.engine.grammar import Grammars
 from tunix.generate.engine.request import RequestError
 from tunix.generate.token_bytes import token_bytes
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
-
-pytest.importorskip("llguidance")
 
 
 class Letters:
@@ -230,6 +230,12 @@ def test_the_tokenizers_own_ids_of_an_allowed_text_are_allowed(kind):
     assert matcher.is_over
 
 
+def test_many_choices_and_one_that_no_token_writes():
+  grammar = letters().choice(["".join(p) for p in itertools.product("abc", repeat=8)])
+  assert after(grammar, [3, 3, 3, 1])[0] == [1, 2, 4, 5]
+  assert after(letters().choice(["x", "b"]), [])[0] == [2]
+
+
 def test_white_space_in_json_has_a_bound():
   tokenizer = TokenizerAdapter(KINDS["tiktoken-like"]())
   matcher = Grammars(tokenizer, 258, [256]).json_object().matcher()
@@ -262,7 +268,7 @@ def test_white_space_in_json_has_a_bound():
     (lambda g: g.choice([]), r"choice is \[\]; expected a list of at least one"),
     (lambda g: g.choice("ab"), "choice is 'ab'; expected a list"),
     (lambda g: g.choice(["a", 1]), "expected a list of at least one string"),
-    (lambda g: g.choice(["\ud800"]), "choice is "),
+    (lambda g: g.choice(["\ud800"]), "without surrogates"),
     (lambda g: g.regex("\ud800"), "expected a string without surrogates"),
   ],
 )
@@ -276,3 +282,9 @@ def test_end_tokens_are_checked():
     letters(eos_ids=())
   with pytest.raises(ValueError, match=r"eos_ids is \(12,\); .*from 0 to 9"):
     letters(eos_ids=(12,))
+
+
+def test_the_missing_package_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, "llguidance", None)
+  with pytest.raises(ImportError, match=r"pip install tunix\[grammar\]"):
+    letters()

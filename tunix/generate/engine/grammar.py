@@ -9,6 +9,7 @@ allowed text. Each `Grammars` builds the index of its tokens (a trie) once.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,11 @@ from tunix.utils import optional
 # White space between two parts of JSON, at most once each: a space, or a line break and
 # an indentation. Without a bound a model may write white space until `max_tokens`.
 _WHITE_SPACE = r" |\r?\n[ \t]{0,64}"
+
+_OTHER = re.compile(r"[^0-9A-Za-z]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_PLACE = re.compile(r"^at \d+\(\d+\): ")
+_ERROR_LINE = re.compile(r"^\s*error: (.*)$", re.MULTILINE)
 
 # By default llguidance encodes text that a grammar prescribes and allows only this
 # encoding. `no_forcing` allows every way to write the text, so that a mask does not
@@ -75,8 +81,8 @@ class Grammars:
   def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
     """Returns the constraint to JSON that conforms to a schema.
 
-    Properties are written in the order of the schema. Keywords that JSON Schema does
-    not define are ignored.
+    Properties are written in the order of the schema. Keys that the schema does not
+    name may repeat. Keywords that JSON Schema does not define are ignored.
 
     Args:
       schema: a schema of draft 2020-12 as an object, or the JSON text of one.
@@ -117,7 +123,7 @@ class Grammars:
     Raises:
       ValueError: the pattern is not valid, or no text matches it.
     """
-    if not isinstance(pattern, str) or _has_surrogate(pattern):
+    if not _is_text(pattern):
       raise ValueError(
         f"regex is {_shown(pattern)}; expected a string without surrogates. Pass a "
         "regular expression"
@@ -132,13 +138,14 @@ class Grammars:
       ValueError: there is no choice, or one is not a string.
     """
     is_list = isinstance(choices, Sequence) and not isinstance(choices, str)
-    if not is_list or not choices or not all(isinstance(c, str) for c in choices):
+    if not is_list or not choices or not all(map(_is_text, choices)):
       raise ValueError(
-        f"choice is {_shown(choices)}; expected a list of at least one string. Pass "
-        "the texts to choose from"
+        f"choice is {_shown(choices)}; expected a list of at least one string, without "
+        "surrogates. Pass the texts to choose from"
       )
-    source = " | ".join(json.dumps(text) for text in choices)
-    return self._compile(source, "choice", choices)
+    # One expression: as alternatives of a grammar, more than 2,000 texts pass a limit.
+    source = "|".join(_OTHER.sub(_escape, text) for text in choices)
+    return self._compile(f"/{source}/", "choice", choices)
 
   def _compile(self, source: str, kind: str, value: Any) -> Grammar:
     limits = self._library.LLParserLimits(verbose_errors=False)
@@ -240,8 +247,14 @@ def _mask_of(ids: Sequence[int], vocab_size: int) -> np.ndarray:
   return _words(np.packbits(bits, bitorder="little").tobytes(), count)
 
 
-def _has_surrogate(text: str) -> bool:
-  return any("\ud800" <= char <= "\udfff" for char in text)
+def _is_text(value: Any) -> bool:
+  """Returns True for a string that UTF-8 can encode."""
+  return isinstance(value, str) and not _SURROGATE.search(value)
+
+
+def _escape(match: re.Match[str]) -> str:
+  """Returns the character of a match as an escape of a regular expression."""
+  return f"\\x{{{ord(match[0]):X}}}"
 
 
 def _parse(text: str) -> Any:
@@ -255,13 +268,19 @@ def _parse(text: str) -> Any:
 
 def _cause(matcher: Any) -> str:
   """Returns the library's message without its print of the grammar."""
-  lines = [line.strip() for line in matcher.get_error().splitlines()]
-  kept = [line for line in lines if line and line != "<non-verbose/>"]
-  cut = next((n for n, line in enumerate(kept) if line.startswith("1 | ")), len(kept))
-  text = " ".join(kept[:cut]).rstrip(".")
-  return "no text is allowed" if text == "NoExtensionBias" else text
+  message = matcher.get_error()
+  if message.startswith("NoExtensionBias"):
+    return "no text is allowed"
+  # A message begins with a place in the grammar. For a regular expression it shows the
+  # expression in several lines before the error.
+  match = _ERROR_LINE.search(message)
+  text = match[1] if match else message.splitlines()[0]
+  return _shorten(_PLACE.sub("", text).rstrip("."))
 
 
 def _shown(value: Any) -> str:
-  text = repr(value)
+  return _shorten(repr(value))
+
+
+def _shorten(text: str) -> str:
   return text if len(text) <= 200 else f"{text[:200]}..."
