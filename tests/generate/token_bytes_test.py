@@ -58,6 +58,68 @@ def test_the_unknown_token_of_unigram_has_no_bytes():
   assert token_bytes(TokenizerAdapter(tokenizer)) == [None, b" a", b"b", b" "]
 
 
+class Processor:
+  """The methods of `SentencePieceProcessor` that tell the kind of a piece."""
+
+  PIECES = ("<unk>", "<s>", "</s>", "<unused>", "<0xC3>", "<0xA9>", "▁a", "b", "▁")
+
+  def encode(self, text):
+    ids = {"é": [4, 5], "a": [6], "b": [7], " ": [8]}
+    return [i for char in text for i in ids.get(char, [0])]
+
+  def decode(self, ids):
+    parts = {4: b"\xc3", 5: b"\xa9", 6: b" a", 7: b"b", 8: b" "}
+    return b"".join(parts.get(i, b"") for i in ids).decode(errors="replace").lstrip()
+
+  def bos_id(self):
+    return 1
+
+  def eos_id(self):
+    return 2
+
+  def pad_id(self):
+    return -1
+
+  def vocab_size(self):
+    return len(self.PIECES)
+
+  def id_to_piece(self, number):
+    return self.PIECES[number]
+
+  def is_unknown(self, number):
+    return number == 0
+
+  def is_control(self, number):
+    return number in (1, 2)
+
+  def is_unused(self, number):
+    return number == 3
+
+  def is_byte(self, number):
+    return number in (4, 5)
+
+
+def test_the_kinds_of_sentencepiece():
+  expected = [None] * 4 + [b"\xc3", b"\xa9", b" a", b"b", b" "]
+  assert token_bytes(TokenizerAdapter(Processor())) == expected
+
+
+class Encoding(KINDS["tiktoken-like"]):
+  """An encoding with a gap, as tiktoken's `cl100k_base` has."""
+
+  n_vocab = 260
+
+  def decode_single_token_bytes(self, number):
+    if number < 256:
+      return bytes([number])
+    raise KeyError(number)
+
+
+def test_gaps_of_tiktoken_have_no_bytes():
+  found = token_bytes(TokenizerAdapter(Encoding()))
+  assert found == [bytes([b]) for b in range(256)] + [None] * 4
+
+
 class Bytes:
   """The ids of ByT5: a byte is its value + 3, and decoding drops broken characters."""
 

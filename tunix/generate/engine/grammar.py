@@ -25,7 +25,7 @@ from tunix.utils import optional
 _WHITE_SPACE = r" |\r?\n[ \t]{0,64}"
 
 _OTHER = re.compile(r"[^0-9A-Za-z]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 _ERROR_LINE = re.compile(r"^\s*error: (.*)$", re.MULTILINE)
 
