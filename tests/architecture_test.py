@@ -64,6 +64,7 @@ HEAVY = {
   "torch": set(),
   "tokenizers": {"generate/tokenizer_loading.py", "examples/quickstart/task.py"},
   "jsonschema": {"rl/json_schema.py"},
+  "llguidance": {"generate/engine/grammar.py"},
   "shtab": {"cli/commands/completion.py"},
   "filelock": {"cli/run/lock.py", "cli/build/data_sources.py"},
   "jinja2": {"generate/chat_template.py"},
