@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from tests import toys
+from tests.models import checkpoints
 from tests.models.lora_test import widen
 from tunix.generate import decode
 from tunix.generate.engine.adapters import AdapterBank, with_bank
@@ -18,6 +19,7 @@ from tunix.models.lora_modules import Adapter
 from tunix.models.transformer.config import MoEConfig
 from tunix.utils import mesh as mesh_lib
 
+GOLDEN = checkpoints.GOLDEN / "llama3p1"
 ROWS = ("three", None, "eight", "two", "three", None)
 TOKENS = np.arange(1, 31, dtype=np.int32).reshape(6, 5)
 # Rank and alpha patterns, few targets, and scales of both kinds.
@@ -191,6 +193,15 @@ def test_folders_are_read_as_models_are(stacked, tmp_path):
   run = runner(base)
   found, expected = run(from_files, ROWS), run(bank, ROWS)
   np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_a_folder_of_peft_gives_what_load_adapter_gives():
+  base = AutoModel.from_pretrained(GOLDEN)
+  bank = AdapterBank(base, 8)
+  bank.load("peft", GOLDEN / "adapter")
+  logits = runner(base)(bank, ["peft", None] * 3)
+  expected = logits_of(lora.load_adapter(base, GOLDEN / "adapter"), TOKENS[::2])
+  np.testing.assert_allclose(logits[::2], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_unloading_frees_columns_and_nothing_compiles_again():
