@@ -60,6 +60,7 @@ def uses_of(request: EngineRequest) -> frozenset[str]:
     "biases": bool(request.logit_bias),
     "scores": request.logprobs,
     "tops": request.top_logprobs > 0,
+    "prompts": request.prompt_logprobs,
   }
   return frozenset(name for name, is_used in used.items() if is_used)
 

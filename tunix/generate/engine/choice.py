@@ -42,7 +42,8 @@ class Rules:
     biases: bool, some row has a bias.
     scores: bool, log-probabilities are wanted.
     tops: bool, the most likely tokens are wanted.
-    uses: names of the five flags that may be True.
+    uses: names of the flags that may be True; and "prompts" if log-probs of prompts are
+      wanted.
   """
 
   keys: Leaf
@@ -160,6 +161,8 @@ def most_likely(
   logits: Float[Array, "B V"], tops: int
 ) -> tuple[Int[Array, "B t"], Float[Array, "B t"]]:
   """Returns the most likely tokens and their log-probabilities, in nats."""
+  if not tops:
+    return _no_tops(logits[:, 0], 0)
   best, ids = jax.lax.top_k(logits, min(tops, logits.shape[1]))
   values = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
   missing = ((0, 0), (0, tops - best.shape[1]))  # a vocabulary of fewer tokens
