@@ -154,13 +154,12 @@ def test_nobody_overtakes_a_large_request_for_ever(make):
   large = engine.submit(
     EngineRequest(prompt=np.arange(1, 40), max_tokens=9, stop_ids=(), seed=1)
   )
-  for launches in range(60):
+  for _ in range(30):
     if large not in engine._open:
       break
     engine.submit(small())
     engine.submit(small())
     engine.step()
-  assert launches < 30
   check(large, engine.collect(large, timeout=0))
 
 
@@ -300,7 +299,7 @@ def test_new_weights(make, mode):
   ]
   engine.step()
   engine.step()
-  running = {s for s in engine._scheduler.active()}
+  running = set(engine._scheduler.active())
   drawn = {s: s.drawn for s in running}
   assert any(drawn.values())
   engine.update_weights(mode=mode, version=7)
