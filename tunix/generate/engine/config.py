@@ -21,7 +21,7 @@ class EngineConfig:
     rounds: largest number of tokens of a completion between two looks of the host. A
       stream gets its text in parts of this size, and a finished completion keeps its
       slot for at most this number of rounds.
-    prefill_tokens: prompt tokens of a round that also decodes. A multiple of
+    prefill_tokens: most prompt tokens of a round, which also decodes. A multiple of
       `page_tokens`.
     draft_tokens: number of tokens that prompt lookup proposes for each completion in a
       round; 0: no drafts. Drafts never change the tokens. They are used while they are
@@ -40,7 +40,7 @@ class EngineConfig:
   page_tokens: int = 16
   cache_tokens: int | None = None
   rounds: int = 16
-  prefill_tokens: int = 128
+  prefill_tokens: int = 512
   draft_tokens: int = 0
   prefix_cache: bool = True
   adapter_ranks: int = 0
@@ -71,6 +71,15 @@ class EngineConfig:
         "pages must hold at least one completion. Raise cache_tokens, or lower "
         "max_tokens"
       )
+
+  @property
+  def block_counts(self) -> tuple[int, ...]:
+    """Numbers of blocks (of a page) of a round that prefills; each is a program.
+
+    The largest is that of `prefill_tokens`; the others are a quarter and a sixteenth.
+    """
+    most = self.prefill_tokens // self.page_tokens
+    return tuple(sorted({max(min(2, most), most // part) for part in (1, 4, 16)}))
 
   @property
   def pages(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Sequence as Seq
 from typing import Any
 
@@ -23,10 +24,6 @@ from tunix.generate.layout import GatherWeights
 from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
-
-# Blocks of a round that has few tokens to prefill. A round costs at least the time to
-# read the weights, and more blocks than there are cost more.
-_FEW_BLOCKS = 2
 
 # Tokens of the narrowest row, and the least difference of two widths. Each width
 # compiles its own programs.
@@ -155,15 +152,13 @@ class Device:
     return (*self._opened, mesh)
 
   def _segments(self, rounds: list[list[Block]]) -> list[tuple[int, list[list[Block]]]]:
-    """Groups rounds by the number of their blocks: few, or as many as there can be."""
-    most = self._config.prefill_tokens // self._config.page_tokens
-    out: list[tuple[int, list[list[Block]]]] = []
-    for blocks in rounds:
-      width = most if len(blocks) > _FEW_BLOCKS else min(_FEW_BLOCKS, most)
-      if not out or out[-1][0] != width:
-        out.append((width, []))
-      out[-1][1].append(blocks)
-    return out
+    """Groups consecutive rounds that run in one program, with its number of blocks."""
+    width_of = lambda blocks: next(
+      n for n in self._config.block_counts if n >= len(blocks)
+    )
+    return [
+      (width, list(group)) for width, group in itertools.groupby(rounds, width_of)
+    ]
 
   def _fill(self, plan: Plan, running: list[Sequence | None]) -> None:
     """Makes the rows as wide as the launch needs, and loads completions into them."""

@@ -206,9 +206,15 @@ class Scheduler:
       if s.leader is None and not s.is_decoding
       for at in range(s.computed, s.length, size)
     ]
-    per_round = self._config.prefill_tokens // size
-    starts = range(0, len(blocks), per_round)
-    return [blocks[i : i + per_round] for i in starts][:rounds]
+    out = []
+    while blocks and len(out) < rounds:
+      # The largest round that is full. What is left rides on smaller rounds: they
+      # decode as well, and would be run anyway.
+      counts = self._config.block_counts
+      count = max((n for n in counts if n <= len(blocks)), default=counts[0])
+      out.append(blocks[:count])
+      blocks = blocks[count:]
+    return out
 
   def _reserve(self, plan: Plan, rounds: int) -> None:
     """Takes the pages that the rounds fill; preempts if there are too few."""
