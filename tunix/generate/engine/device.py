@@ -25,9 +25,12 @@ from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
-# Tokens of the narrowest row, and the least difference of two widths. Each width
-# compiles its own programs.
+# Tokens of the narrowest row.
 _NARROWEST = 64
+
+# Rows become narrower if they can lose this share. To fill new rows costs about one
+# round, and a launch has several.
+_SHRINK = 0.75
 
 
 class Device:
@@ -172,7 +175,7 @@ class Device:
       self._store = self._empty_store(width)
     have = self._store.rows_k[0].shape[2]
     loads = plan.loads
-    if width > have or width * 2 < have:
+    if width > have or width <= _SHRINK * have:
       empty = self._empty_rows(width)
       self._store = Store(*empty, self._store.pages_k, self._store.pages_v)
       loads = [s for s in running if s is not None and s.computed and s.pages]
@@ -241,11 +244,11 @@ def _width(tokens: int, config: EngineConfig) -> int:
   """Returns the tokens of a row that holds `tokens`: one of a few widths.
 
   Attention runs over whole rows, so a narrower one is faster; each width is a program.
-  Widths grow by a quarter to a half.
   """
-  most = config.pages_of(config.max_tokens) * config.page_tokens
-  step = config.pages_of(_NARROWEST) * config.page_tokens
-  width = step
-  while width < tokens:
-    width += max(step, (width // 4) // step * step)
-  return min(width, most)
+  page = config.page_tokens
+  least = config.pages_of(_NARROWEST) * page
+  most = config.pages_of(config.max_tokens) * page
+  # 1, 2, 3, 4, 6, 8, 12, 16, ... times the narrowest.
+  powers = [1 << i for i in range(most.bit_length())]
+  widths = sorted({least, *(least * n * k for n in powers for k in (2, 3))})
+  return min(most, next(width for width in widths if width >= tokens))

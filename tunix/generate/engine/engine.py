@@ -165,11 +165,16 @@ class Engine:
       self._cancelled.append(ticket)
 
   def run(self, requests: Seq[EngineRequest]) -> list[list[Completion]]:
-    """Completes requests in this thread; one list of completions for each."""
-    tickets = [self.submit(request, streams=False) for request in requests]
-    while any(ticket in self._open for ticket in tickets):
+    """Completes requests in this thread; one list of completions for each.
+
+    Requests with the largest `max_tokens` start first. A long completion that starts
+    last would run alone at the end, with the other slots empty.
+    """
+    longest_first = sorted(range(len(requests)), key=lambda i: -requests[i].max_tokens)
+    tickets = {i: self.submit(requests[i], streams=False) for i in longest_first}
+    while any(ticket in self._open for ticket in tickets.values()):
       self.step()
-    return [self.collect(ticket) for ticket in tickets]
+    return [self.collect(tickets[i]) for i in range(len(requests))]
 
   @staticmethod
   def collect(ticket: Ticket, timeout: float | None = None) -> list[Completion]:
@@ -386,6 +391,12 @@ class Engine:
     self._scheduler.pool.forget_all()
 
   # State.
+
+  @property
+  def is_busy(self) -> bool:
+    """True while a request is open."""
+    with self._lock:
+      return bool(self._open)
 
   def stats(self) -> EngineStats:
     """Returns counts and state."""
