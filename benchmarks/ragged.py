@@ -1,15 +1,13 @@
 """The engine beside the padded sampler, on several kinds of load.
 
-  python -m benchmarks.ragged                       # all cases
-  python -m benchmarks.ragged ragged host --passes 7
+  python -m benchmarks.ragged ragged host --passes 5     # without names: all cases
 
-Each case prints JSON lines. The model is a random Qwen 3 of 58 million parameters in
-float32, made in memory. The two jobs of a case run in turn in one process, with new
-prompts of the same lengths in each pass; the first passes compile and are not counted.
-A ratio is the seconds of the second job over those of the first, pass by pass: above 1,
-the first job is faster. A median that is closer to 1 than its spread is a tie.
+Each case prints JSON lines. The model is a random Qwen 3 of 58 million parameters,
+float32. The two jobs of a case run in turn in one process, with new prompts of the same
+lengths in each pass; the first passes compile and are not counted. A ratio is the
+seconds of the second job over those of the first, pass by pass: above 1, the first job
+is faster. A median that is closer to 1 than its spread is a tie.
 
-Cases:
   ragged  64 requests, prompts of 16-256 tokens, completions of 9-256 (mean about 60)
   equal   8 and 32 requests of 64 + 128 tokens; also the time until each has a token
   group   8 samples of a prompt of 512 tokens: tokens that were prefilled
@@ -21,10 +19,10 @@ Cases:
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import time
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,7 +38,7 @@ from tunix.models.automodel import AutoModel
 from tunix.models.qwen3.model import ModelConfig
 
 CASES = ("ragged", "equal", "group", "turns", "copy", "host")
-SIZES = dict(embed_dim=512, hidden_dim=1536, num_heads=8, num_kv_heads=4, head_dim=64)
+HEADS = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}
 WARM = 2  # passes that compile: the second meets the cache that the first left
 
 
@@ -62,9 +60,9 @@ def arguments() -> argparse.Namespace:
 
 
 def random_model(args: argparse.Namespace) -> Any:
-  sizes: Any = {"num_layers": args.layers, "vocab_size": args.vocab, **SIZES}
-  config = ModelConfig(**sizes, tie_embeddings=False)
-  return AutoModel.from_config(config, seed=0, dtype="float32")
+  sizes: Any = {"num_layers": args.layers, "vocab_size": args.vocab, **HEADS}
+  sizes |= {"embed_dim": 512, "hidden_dim": 1536, "tie_embeddings": False}
+  return AutoModel.from_config(ModelConfig(**sizes), seed=0, dtype="float32")
 
 
 def counting_model(args: argparse.Namespace) -> Any:
@@ -81,33 +79,26 @@ def engine_of(model: Any, slots: int, tokens: int, **options: Any) -> Engine:
 
 
 def spread(values: Any) -> dict[str, float]:
-  found = np.quantile(values, (0.5, 0, 1)).round(3).tolist()
-  return dict(zip(("median", "lowest", "highest"), found))
+  names, found = ("median", "lowest", "highest"), np.quantile(values, (0.5, 0, 1))
+  return dict(zip(names, found.round(3).tolist()))
 
 
 def compare(jobs: dict[str, Any], passes: int, tokens: int) -> dict[str, Any]:
-  """Runs two jobs, functions of the number of the pass, in turn and in changing order.
-
-  Args:
-    jobs: the jobs by name.
-    passes: passes that count.
-    tokens: useful tokens of a pass.
-  """
-  seconds: dict[str, list[np.ndarray]] = {name: [] for name in jobs}
+  """Runs two functions of the pass in turn; a pass has `tokens` useful tokens."""
+  times: dict[str, list[np.ndarray]] = {name: [] for name in jobs}
+  rows: dict[str, Any] = {}
   now = lambda: np.array([time.perf_counter(), time.process_time()])
   for number in range(WARM + passes):
     for name in list(jobs) if number % 2 else reversed(jobs):
       begun = now()
-      jobs[name](number)
-      seconds[name].append(now() - begun)
-  first, second = (np.array(rows[WARM:]) for rows in seconds.values())
-  ratios = dict(zip(("wall_ratio", "cpu_ratio"), map(spread, (second / first).T)))
-  medians = zip(jobs, np.median([first, second], axis=1))
-  return {name: in_figures(*times, tokens) for name, times in medians} | ratios
-
-
-def in_figures(wall: float, cpu: float, tokens: int) -> dict[str, float]:
-  return {"tokens_per_s": round(tokens / wall, 1), "cpu_s": round(cpu, 3)}
+      rows[name] = jobs[name](number)
+      times[name].append(now() - begun)
+  out: dict[str, Any] = {"equal_rows": sum(map(np.array_equal, *rows.values()))}
+  for name in jobs:
+    wall, cpu = np.median(times[name][WARM:], axis=0)
+    out[name] = {"tokens_per_s": round(tokens / wall, 1), "cpu_s": round(cpu, 3)}
+  first, second = (np.array(x[WARM:]) for x in times.values())
+  return out | dict(zip(("wall_ratio", "cpu_ratio"), map(spread, (second / first).T)))
 
 
 def random_prompts(args: argparse.Namespace, sizes: Any, seed: int) -> list[np.ndarray]:
@@ -122,30 +113,19 @@ def ragged_sizes(count: int) -> tuple[Any, Any]:
   return prompts, np.minimum(8 + rng.geometric(1 / 54, count), 256)
 
 
-def equal_rows(jobs: dict[str, Any]) -> str:
-  first, second = (job(0) for job in jobs.values())
-  return f"{sum(map(np.array_equal, first, second))} of {len(first)}"
-
-
 def engine_and_padded(
   args: argparse.Namespace, engine: Engine, sampler: Sampler, sizes: Any, lengths: Any
 ) -> dict[str, Any]:
-  slots, prompts = engine.config.slots, functools.partial(random_prompts, args, sizes)
-  return {
-    "engine": lambda n: complete(engine, prompts(n), lengths),
-    "padded": lambda n: complete_padded(sampler, prompts(n), lengths, slots),
-  }
+  slots, rows = engine.config.slots, partial(random_prompts, args, sizes)
+  padded = lambda n: complete_padded(sampler, rows(n), lengths, slots)
+  return {"engine": lambda n: complete(engine, rows(n), lengths), "padded": padded}
 
 
 def case_ragged(args: argparse.Namespace):
   model, (sizes, lengths) = random_model(args), ragged_sizes(args.requests)
   engine, sampler = engine_of(model, args.slots, 512), Sampler(model, Ids())
   jobs = engine_and_padded(args, engine, sampler, sizes, lengths)
-  figures = compare(jobs, args.passes, int(lengths.sum()))
-  parts = [lengths[i : i + args.slots] for i in range(0, len(lengths), args.slots)]
-  padded = sum(int(part.max()) * len(part) for part in parts)
-  tokens = {"useful_tokens": int(lengths.sum()), "padded_tokens": padded}
-  yield {**tokens, **figures, "equal_rows": equal_rows(jobs)}
+  yield compare(jobs, args.passes, int(lengths.sum()))
 
 
 def case_equal(args: argparse.Namespace):
@@ -154,42 +134,42 @@ def case_equal(args: argparse.Namespace):
     engine, sampler = engine_of(model, batch, 192), Sampler(model, Ids())
     jobs = engine_and_padded(args, engine, sampler, [64] * batch, [128] * batch)
     yield {"batch": batch, **compare(jobs, args.passes, 128 * batch)}
-    prompts = functools.partial(random_prompts, args, [64] * batch)
+    prompts = partial(random_prompts, args, [64] * batch)
     jobs = {
-      "engine": functools.partial(first_deltas, engine, prompts),
-      "padded": functools.partial(first_increments, sampler, prompts),
+      "engine": partial(first_deltas, engine, prompts),
+      "padded": partial(first_increments, sampler, prompts),
     }
-    figures = compare(jobs, args.passes, batch)
-    yield {"batch": batch, "until": "each row has a token", **figures}
+    yield {"first tokens of": batch, **compare(jobs, args.passes, batch)}
 
 
-def first_deltas(engine: Engine, prompts: Any, number: int) -> None:
-  """Steps until every request has a delta, and cancels them."""
-  arrived, tickets = set(), []
-  for prompt in prompts(1000 + number):  # not those of before, whose pages are kept
+def first_deltas(engine: Engine, prompts: Any, number: int) -> list[int]:
+  """Steps until every request has a delta; returns the first token of each."""
+  tickets, arrived = [], set()
+  for prompt in prompts(1000 + number):  # new ones: pages of earlier ones are kept
     request = EngineRequest(prompt=prompt, max_tokens=128, stop_ids=())
     tickets.append(engine.submit(request))
-    tickets[-1].listen(functools.partial(arrived.add, len(tickets)))
+    tickets[-1].listen(partial(arrived.add, len(tickets)))
   while len(arrived) < len(tickets):
     engine.step()
   for ticket in tickets:
     engine.cancel(ticket)
+  return [int(ticket.get(0).tokens[0]) for ticket in tickets]
 
 
-def first_increments(sampler: Sampler, prompts: Any, number: int) -> None:
-  rows = prompts(1000 + number)
-  stream = sampler.stream(rows, 128, eos_tokens=[])
-  for _ in rows:
-    next(stream)
+def first_increments(sampler: Sampler, prompts: Any, number: int) -> list[int]:
+  stream = sampler.stream(prompts(1000 + number), 128, eos_tokens=[])
+  found = {new.row: int(new.tokens[0]) for new, _ in zip(stream, prompts(0))}
+  return [found[row] for row in sorted(found)]
 
 
 def case_group(args: argparse.Namespace):
   model, options = random_model(args), {"num_samples": 8, "temperature": 1.0}
   engine, sampler = engine_of(model, 8, 576), Sampler(model, Ids())
-  prompts = functools.partial(random_prompts, args, [512])
+  sample = partial(sampler, max_generation_steps=16, eos_tokens=[], **options)
+  prompts = partial(random_prompts, args, [512])
   jobs = {
     "engine": lambda n: complete(engine, prompts(n), [16], seed=n, **options),
-    "padded": lambda n: sampler(prompts(n), 16, seed=n, eos_tokens=[], **options),
+    "padded": lambda n: sample(prompts(n), seed=n).tokens,
   }
   figures = compare(jobs, args.passes, 8 * 16)
   share = engine.stats().prefilled_tokens / (WARM + args.passes) / 512
@@ -197,28 +177,20 @@ def case_group(args: argparse.Namespace):
 
 
 def case_turns(args: argparse.Namespace):
-  engine, turns, question, answer = engine_of(random_model(args), 8, 1024), 8, 48, 64
-  text, sent = np.zeros(0, np.int32), 0
-  for turn in range(turns):
-    text = np.concatenate([text, *random_prompts(args, [question], turn)])
-    sent += len(text)
-    text = np.concatenate([text, *complete(engine, [text], [answer])])
-  prefilled = engine.stats().prefilled_tokens
-  yield {
-    "sent_tokens": sent,  # what is prefilled if nothing is kept
-    "distinct_tokens": len(text),
-    "question_tokens": turns * question,  # the rest was computed when it was drawn
-    "prefilled_tokens": prefilled,
-    "prefilled_over_distinct": round(prefilled / len(text), 3),
-    "prefilled_over_questions": round(prefilled / (turns * question), 3),
-  }
+  engine, text = engine_of(random_model(args), 8, 1024), np.zeros(0, np.int32)
+  for question in random_prompts(args, [48] * 8, 0):
+    text = np.concatenate([text, question])
+    text = np.concatenate([text, *complete(engine, [text], [64])])
+  prefilled = engine.stats().prefilled_tokens  # without answers: they were drawn
+  over = {"distinct": prefilled / len(text), "questions": prefilled / (8 * 48)}
+  yield {"prefilled_tokens": prefilled, "over": over}
 
 
 def case_copy(args: argparse.Namespace):
-  counting, new = counting_model(args), 128
+  new, sampled = 128, {"temperature": 1.0, "seed": 0}
   for text in ("copied", "edited", "misleading", "random"):
-    model = random_model(args) if text == "random" else counting
-    options = {"temperature": 1.0, "seed": 0} if text == "random" else {}
+    model = random_model(args) if text == "random" else counting_model(args)
+    options = sampled if text == "random" else {}
 
     def job(engine, number, text=text, options=options):
       rng = np.random.default_rng(number)
@@ -227,14 +199,10 @@ def case_copy(args: argparse.Namespace):
 
     lookup = engine_of(model, args.slots, 1024, draft_tokens=args.draft)
     off = engine_of(model, args.slots, 1024)
-    jobs = {
-      "lookup": functools.partial(job, lookup),
-      "off": functools.partial(job, off),
-    }
+    jobs = {"lookup": partial(job, lookup), "off": partial(job, off)}
     figures = compare(jobs, args.passes, new * args.slots)
-    stats = lookup.stats()
-    figures |= {"proposed": stats.draft_tokens, "accepted": stats.accepted_tokens}
-    yield {"text": text, **figures, "equal_rows": equal_rows(jobs)}
+    drafts = lookup.stats().draft_tokens, lookup.stats().accepted_tokens
+    yield {"text": text, "proposed_accepted": drafts, **figures}
 
 
 def copy_prompt(text: str, vocab: int, count: int, rng: Any) -> np.ndarray:
@@ -255,10 +223,10 @@ def copy_prompt(text: str, vocab: int, count: int, rng: Any) -> np.ndarray:
 
 
 def case_host(args: argparse.Namespace):
-  """Takes the CPU time of the thread that steps the engine: the programs run in other
-  threads, and this thread sleeps until they end."""
-  sizes, lengths = ragged_sizes(args.requests)
-  engine, rows = engine_of(random_model(args), args.slots, 512), []
+  """Measures the CPU time of the thread that steps the engine. The programs run in other
+  threads, while this one sleeps."""
+  (sizes, lengths), rows = ragged_sizes(args.requests), []
+  engine = engine_of(random_model(args), args.slots, 512)
   for number in range(WARM + args.passes):
     before, prompts = engine.stats().launches, random_prompts(args, sizes, number)
     wall, host = time.perf_counter(), time.thread_time()
@@ -267,16 +235,15 @@ def case_host(args: argparse.Namespace):
     rows.append(spent / (engine.stats().launches - before) * 1e3)
   wall, host = np.median(rows[WARM:], axis=0)
   share = spread([host / wall for wall, host in rows[WARM:]])
-  figures = {"launch_ms": round(wall, 2), "host_ms": round(host, 2), "share": share}
-  yield {"rounds": engine.config.rounds, **figures}
+  yield {"launch_ms": round(wall, 2), "host_ms": round(host, 2), "share": share}
 
 
 def main() -> None:
   args = arguments()
   for case in args.cases or CASES:
     for figures in globals()[f"case_{case}"](args):
-      load = round(os.getloadavg()[0], 2)
-      print(json.dumps({"case": case, **figures, "load": load}), flush=True)
+      row = {"case": case, **figures, "load": os.getloadavg()[0]}
+      print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
