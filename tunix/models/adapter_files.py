@@ -250,13 +250,42 @@ def load_adapter(
       is missing, has another shape, or names a module that cannot be adapted. Or the
       model has adapters already.
   """
+  lora_modules.require_bare(model)
+  adapters, whole = read_adapter(model, folder, family=family)
+  key = jax.random.fold_in(jax.random.key(seed), 1)
+  out = lora_modules.attach(model, lora_modules.placed(model, adapters), key)
+  whole_modules.mark(out, {whole_files.module_of(path) for path in whole})
+  for path, variable in whole_modules.of(out).items():
+    variable.set_value(jax.device_put(whole[path], variable.get_value().sharding))
+  return out
+
+
+def read_adapter(
+  model: Transformer,
+  folder: str | os.PathLike[str],
+  *,
+  family: Family | None = None,
+) -> tuple[dict[str, Adapter], dict[str, np.ndarray]]:
+  """Reads a PEFT folder into host memory.
+
+  Args:
+    model: the model that the adapter belongs to. It is unchanged, has no adapters, and
+      may be a model of shapes.
+    folder, family: see `load_adapter`.
+
+  Returns:
+    The adapters by path of the module, and the parameters of modules that were trained
+    whole by path of the parameter.
+
+  Raises:
+    FileNotFoundError, ValueError: see `load_adapter`.
+  """
   path = pathlib.Path(folder)
   if not (path / CONFIG_FILE).is_file() or not (path / WEIGHTS_FILE).is_file():
     raise FileNotFoundError(
       f"{path} lacks {CONFIG_FILE} or {WEIGHTS_FILE}: give a folder that save_adapter "
       "or PEFT wrote"
     )
-  lora_modules.require_bare(model)
   peft = tensor_files.read_json(path / CONFIG_FILE)
   adapter_config.require_exact(path / CONFIG_FILE, peft)
   family = family or families.of_config(model.config)
@@ -267,13 +296,7 @@ def load_adapter(
     tensors[PREFIX + family.canonical_key(raw)] = tensor
     spelled[_module(family.canonical_key(raw))] = _module(raw)
   whole = whole_files.read(model, family, tensors, peft)
-  adapters = _read(model, family, tensors, spelled, peft)
-  key = jax.random.fold_in(jax.random.key(seed), 1)
-  out = lora_modules.attach(model, lora_modules.placed(model, adapters), key)
-  whole_modules.mark(out, {whole_files.module_of(path) for path in whole})
-  for path, variable in whole_modules.of(out).items():
-    variable.set_value(jax.device_put(whole[path], variable.get_value().sharding))
-  return out
+  return _read(model, family, tensors, spelled, peft), whole
 
 
 def _module(key: str) -> str:

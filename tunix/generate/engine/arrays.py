@@ -60,7 +60,7 @@ def rules_of(running: Running, count: int, vocab_size: int) -> Rules:
     bias=np.zeros((count, BIASES), np.float32),
     **dict.fromkeys(("draws", "filters", "biases", "scores", "tops"), np.False_),
   )
-  on = {name: False for name in ("draws", "filters", "biases", "scores", "tops")}
+  on = dict.fromkeys(("draws", "filters", "biases", "scores", "tops"), False)
   for at, s in enumerate(running):
     if s is None:
       continue

@@ -13,6 +13,7 @@ from flax import nnx
 
 from tunix.generate import decode, layout
 from tunix.generate.engine import arrays, launch, rows
+from tunix.generate.engine.adapters import AdapterBank
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.launch import Out, PromptOut, Round
 from tunix.generate.engine.rows import Store
@@ -47,6 +48,7 @@ class Device:
     self._config, self._gather = config, gather_weights
     self._opened: decode.Opened | None = None
     self._store: Store | None = None
+    self._bank: AdapterBank | None = None
     self._load = jax.jit(rows.load, donate_argnums=0)
     self._write = jax.jit(rows.write_back, donate_argnums=0)
     self.set_model(model)
@@ -85,6 +87,7 @@ class Device:
         programs.call("engine empty", _empty, c.slots, width, c.max_top_logprobs),
       )
       self._store = None  # donated
+      bank = self._bank_of(running)
       rules = arrays.rules_of(running, c.slots, self._vocab_size)
       scored = []
       for blocks_width, rounds in self._segments(plan.rounds):
@@ -92,7 +95,7 @@ class Device:
         count = np.int32(len(rounds))
         carry, scores = programs.call(
           "engine mixed", launch.mixed,
-          graph, state, carry, rules, None, blocks, count, allowed,
+          graph, state, carry, rules, bank, blocks, count, allowed,
         )  # fmt: skip
         if blocks.scores:
           scored.append((rounds, mesh_lib.to_host(scores)))
@@ -102,7 +105,7 @@ class Device:
         )
         carry = programs.call(
           "engine decode", launch.decode,
-          graph, state, carry, rules, None, until, allowed, c.draft_tokens,
+          graph, state, carry, rules, bank, until, allowed, c.draft_tokens,
         )  # fmt: skip
       self._store = carry.store
       return mesh_lib.to_host(carry.out), scored
@@ -119,6 +122,21 @@ class Device:
     assert self._store is not None
     for part in self._batches(list(written), 3):
       self._store = programs.call("engine write", self._write, self._store, *part)
+
+  @property
+  def adapters(self) -> AdapterBank:
+    """The adapters; made, on the mesh of the weights, when they are first needed."""
+    if self._bank is None:
+      graph, state, mesh = self._weights()
+      with mesh_lib.use_mesh(mesh):
+        self._bank = AdapterBank(nnx.merge(graph, state), self._config.adapter_ranks)
+    return self._bank
+
+  def _bank_of(self, running: list[Sequence | None]) -> launch.Bank | None:
+    state = self.adapters.state
+    if state is None:
+      return None
+    return state, np.array([s.adapter if s else 0 for s in running], np.int32)
 
   def _weights(self) -> tuple[Any, Any, Any]:
     graph, state = nnx.split(self._model)

@@ -16,32 +16,26 @@ import collections
 import dataclasses
 import functools
 import itertools
-import secrets
 import threading
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
-from tunix.generate import batching, decoders, requests as requests_lib
-from tunix.generate.engine import arrays, pages as pages_lib
+from tunix.generate.engine import adapter_sources, arrival, pages as pages_lib, results
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import Device
-from tunix.generate.engine.launch import Out, PromptOut
+from tunix.generate.engine.launch import Out
 from tunix.generate.engine.request import (
   Completion,
   Delta,
   EngineDead,
   EngineRequest,
-  PromptScores,
   RequestError,
   Ticket,
-  TopLogprobs,
 )
-from tunix.generate.engine.scheduler import Block, Plan, Scheduler
+from tunix.generate.engine.scheduler import Plan, Scheduler
 from tunix.generate.engine.sequence import Sequence
-from tunix.generate.engine.text import TextReader
 from tunix.generate.layout import GatherWeights
 from tunix.generate.tokenizer_adapter import adapted
 from tunix.models.transformer.model import Transformer
@@ -148,7 +142,18 @@ class Engine:
     number = next(self._orders)
     name = f"request {number}" if request.id is None else request.id
     ticket = Ticket(name, request)
-    sequences = self._sequences(ticket, streams)
+    adapter = 0
+    if request.adapter is not None:
+      adapter = self._device.adapters.index(request.adapter)
+    sequences = arrival.sequences_of(
+      ticket,
+      self._model,
+      self.tokenizer,
+      self.config,
+      self._orders,
+      adapter,
+      streams,
+    )
     with self._lock:
       self._open[ticket] = sequences
       self._arrived.extend(sequences)
@@ -180,7 +185,7 @@ class Engine:
       delta = ticket.get(timeout)
       parts[delta.sample].append(delta)
       left -= delta.finish_reason is not None
-    return [_joined(deltas) for deltas in parts]
+    return [results.joined(deltas) for deltas in parts]
 
   # Launches.
 
@@ -218,7 +223,8 @@ class Engine:
       accepted_tokens=int(out.accepted),
       prefilled_tokens=sum(b.count for r in plan.rounds for b in r),
     )
-    self._score_prompts(scored)
+    for rounds_run, scores in scored:
+      results.score_prompts(rounds_run, scores, self.config.page_tokens)
     self._read(plan, running, out)
     return True
 
@@ -235,7 +241,8 @@ class Engine:
     for slot, s in enumerate(running):
       if s is None:
         continue
-      count, reason = self._drawn(s, out, slot)
+      count, reason = results.take(s, out, self.version)
+      self._counts["generated_tokens"] += count
       computed = s.length - 1 if count else ends.get(s, s.computed)
       self._scheduler.computed(s, computed)
       if s not in forked:
@@ -245,81 +252,10 @@ class Engine:
         over.append((s, "error"))
       elif reason is not None:
         over.append((s, reason))
-      self._hand_out(s, out, slot, count, reason if not out.bad[slot] else None)
+      results.hand_out(s, out, slot, count, None if out.bad[slot] else reason)
     self._device.write(written)
     for s, reason in over:
       self._end(s, reason)
-
-  def _drawn(self, s: Sequence, out: Out, slot: int) -> tuple[int, str | None]:
-    """Appends the drawn tokens; returns their number and why the completion ended."""
-    count = int(out.count[slot])
-    if not count:
-      return 0, None
-    drawn = out.tokens[slot, :count]
-    s.tokens[s.length : s.length + count] = drawn
-    stopped = bool(out.stopped[slot])
-    length = s.length + count
-    body = s.tokens[len(s.request.prompt) : length - stopped]
-    stop = s.reader.find_stop(body)
-    reason = "eos" if stopped else "length" if length >= s.limit else None
-    if stop is not None:
-      count = len(s.request.prompt) + stop - s.length
-      reason = "stop"
-    if s.matcher is not None and reason != "eos":
-      for token in drawn[:count]:
-        s.matcher.accept(int(token))
-    s.length += count
-    s.versions += [self.version] * count
-    self._counts["generated_tokens"] += count
-    return count, reason
-
-  def _hand_out(
-    self, s: Sequence, out: Out, slot: int, count: int, reason: str | None
-  ) -> None:
-    request = s.request
-    if not count and reason is None:
-      return
-    tokens = s.tokens[len(request.prompt) : s.length]
-    text = s.reader.text(tokens, reason)
-    cut = lambda x: x[slot, :count].copy()
-    top = None
-    if request.top_logprobs:
-      top = TopLogprobs(
-        ids=cut(out.top_ids)[:, : request.top_logprobs],
-        logprobs=cut(out.top_logps)[:, : request.top_logprobs],
-      )
-    s.ticket.put(
-      Delta(
-        sample=s.sample,
-        text=text,
-        tokens=tokens[len(tokens) - count :].copy(),
-        logprobs=cut(out.logps) if request.logprobs else None,
-        sampling_logprobs=cut(out.sampling_logps) if request.logprobs else None,
-        top=top,
-        versions=np.array(s.versions[len(s.versions) - count :], np.int32),
-        finish_reason=reason,
-      )
-    )
-
-  def _score_prompts(self, scored: list[tuple[list[list[Block]], PromptOut]]) -> None:
-    size = self.config.page_tokens
-    for rounds, out in scored:
-      for number, blocks in enumerate(rounds):
-        for n, block in enumerate(blocks):
-          if not block.sequence.request.prompt_logprobs or block.sequence.drawn:
-            continue
-          at = slice(n * size, n * size + block.count)
-          part = [x[number, at].copy() for x in out]
-          block.sequence.ticket.parts.append(part)
-          if block.is_last:
-            self._put_scores(block.sequence.ticket)
-
-  @staticmethod
-  def _put_scores(ticket: Ticket) -> None:
-    logps, ids, values = (np.concatenate(x)[:-1] for x in zip(*ticket.parts))
-    most = ticket.request.top_logprobs
-    top = TopLogprobs(ids=ids[:, :most], logprobs=values[:, :most]) if most else None
-    ticket.prompt_scores = PromptScores(logprobs=logps, top=top)
 
   def _end(self, s: Sequence, reason: str) -> None:
     self._scheduler.remove(s)
@@ -348,20 +284,12 @@ class Engine:
       # An arrived completion of a cancelled request must be in the queue to be removed.
       ending = [s for ticket in cancelled for s in self._open.get(ticket, ())]
     for s in arrived:
-      s.digests = [pages_lib.root_digest(self.version, s.request.adapter)]
+      s.digests = [pages_lib.root_digest(self.version, s.adapter)]
       self._counts["prompt_tokens"] += len(s.request.prompt)
       self._scheduler.add(s)
     for s in ending:
       self._scheduler.remove(s)
-      s.ticket.put(
-        Delta(
-          sample=s.sample,
-          text="",
-          tokens=np.zeros(0, np.int32),
-          versions=np.zeros(0, np.int32),
-          finish_reason="cancelled",
-        )
-      )
+      results.cancelled(s)
       self._close_ticket(s)
 
   # Weights and cache.
@@ -400,6 +328,33 @@ class Engine:
     self._device.set_model(model)
     self._forget(recompute=mode == "recompute")
 
+  @property
+  def adapters(self) -> tuple[str, ...]:
+    """Names of the loaded adapters."""
+    return self._device.adapters.names
+
+  def load_adapter(self, name: str, source: adapter_sources.Source) -> None:
+    """Loads an adapter for requests with its name; see `AdapterBank.load`."""
+    self._device.adapters.load(name, source)
+
+  def unload_adapter(self, name: str) -> None:
+    """Unloads an adapter.
+
+    Raises:
+      ValueError: no adapter of this name is loaded, or an open request uses it.
+    """
+    number = self._device.adapters.index(name)
+    with self._lock:
+      used = [
+        t.id for t, rows in self._open.items() for s in rows if s.adapter == number
+      ]
+    if used:
+      raise ValueError(
+        f"adapter {name!r} is used by {used[0]}, expected no open request: wait for "
+        "it, or cancel it"
+      )
+    self._device.adapters.unload(name)
+
   def sleep(self) -> None:
     """Frees the cache; `step` makes a new one. Running completions are recomputed."""
     self._forget(recompute=True)
@@ -427,7 +382,7 @@ class Engine:
       else:
         s.digests = []  # a mixture of versions, which no other completion may share
     for s in self._scheduler.queued():
-      s.digests = [root(s.request.adapter)]
+      s.digests = [root(s.adapter)]
     self._scheduler.pool.forget_all()
 
   # State.
@@ -467,58 +422,6 @@ class Engine:
       ticket.put(dead)
     self._device.release()
 
-  # Arrival of a request.
-
-  def _sequences(self, ticket: Ticket, streams: bool) -> list[Sequence]:
-    r, c = ticket.request, self.config
-    size = self._model.config.vocab_size
-    requests_lib.check_ids(r.prompt, "a prompt", size)
-    requests_lib.check_ids(list(r.logit_bias), "logit_bias", size)
-    limit = len(r.prompt) + r.max_tokens
-    most = decoders.max_positions(self._model)
-    most = c.max_tokens if most is None else min(most, c.max_tokens)
-    if limit > most:
-      raise ValueError(
-        f"{ticket.id}: a prompt of {len(r.prompt)} tokens and max_tokens="
-        f"{r.max_tokens} need {limit} tokens, and the engine has {most} for a "
-        "completion. Raise EngineConfig.max_tokens (at most the positions of the "
-        "model), or ask for fewer"
-      )
-    stop_ids = self.tokenizer.eos_ids() if r.stop_ids is None else r.stop_ids
-    self._check_lists(ticket, stop_ids)
-    key = _key_data(r.seed)
-    tokens = lambda: np.concatenate([r.prompt, np.zeros(r.max_tokens, np.int32)])
-    filters = r.sampling_options().filters
-    return [
-      Sequence(
-        ticket=ticket,
-        sample=sample,
-        order=next(self._orders),
-        tokens=tokens(),
-        length=len(r.prompt),
-        limit=limit,
-        key=key,
-        stop_ids=tuple(map(int, stop_ids)),
-        filters=filters,
-        reader=TextReader(self.tokenizer.decode, r.stop_strings, streams),
-        matcher=None if r.constraint is None else r.constraint.matcher(),
-      )
-      for sample in range(r.num_samples)
-    ]
-
-  def _check_lists(self, ticket: Ticket, stop_ids: Seq[int]) -> None:
-    r = ticket.request
-    bounds = {
-      "stop_ids": (len(stop_ids), arrays.STOP_IDS),
-      "logit_bias": (len(r.logit_bias), arrays.BIASES),
-      "top_logprobs": (r.top_logprobs, self.config.max_top_logprobs),
-    }
-    for name, (have, most) in bounds.items():
-      if have > most:
-        raise ValueError(
-          f"{ticket.id}: {name} is {have}, expected at most {most}: ask for fewer"
-        )
-
   # Constraints.
 
   def _next_is_constrained(self) -> bool:
@@ -534,47 +437,3 @@ class Engine:
       if s is not None and s.matcher is not None:
         allowed[slot] = s.matcher.mask()
     return allowed
-
-
-def _key_data(seed: Any) -> np.ndarray:
-  """Returns the data of a request's random key, uint32 [2]."""
-  if isinstance(seed, int):
-    return _int_key(seed)
-  key = batching.random_key(secrets.randbits(32) if seed is None else seed)
-  data = np.asarray(jax.random.key_data(key))
-  if data.shape != (2,):  # another kind of key, from which a default one is drawn
-    data = np.asarray(jax.random.bits(key, (2,), np.uint32))
-  return data
-
-
-@functools.lru_cache(maxsize=1024)
-def _int_key(seed: int) -> np.ndarray:
-  return np.asarray(jax.random.key_data(batching.random_key(seed)))
-
-
-def _joined(deltas: list[Delta]) -> Completion:
-  join = lambda name: (
-    None
-    if getattr(deltas[-1], name) is None and getattr(deltas[0], name) is None
-    else np.concatenate(
-      [getattr(d, name) for d in deltas if getattr(d, name) is not None]
-    )
-  )
-  tops = [d.top for d in deltas if d.top is not None]
-  top = None
-  if tops:
-    top = TopLogprobs(
-      ids=np.concatenate([t.ids for t in tops]),
-      logprobs=np.concatenate([t.logprobs for t in tops]),
-    )
-  reason = deltas[-1].finish_reason
-  assert reason is not None
-  return Completion(
-    text="".join(d.text for d in deltas),
-    tokens=np.concatenate([d.tokens for d in deltas]),
-    logprobs=join("logprobs"),
-    sampling_logprobs=join("sampling_logprobs"),
-    top=top,
-    versions=np.concatenate([d.versions for d in deltas]),
-    finish_reason=reason,
-  )

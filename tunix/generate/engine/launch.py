@@ -23,13 +23,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.generate import sampling
-from tunix.generate.engine import choice, drafts
+from tunix.generate.engine import adapters, choice, drafts
 from tunix.generate.engine.choice import Chosen, Rules
 from tunix.generate.engine.rows import Places
 from tunix.models import calling
 from tunix.utils import mesh as mesh_lib
 
 Leaf = Any
+# State of the adapters, and int32 [B], the number of each slot's adapter.
+Bank = tuple[adapters.BankState, Leaf]
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +158,7 @@ def mixed(
   state: Any,
   carry: Round,
   rules: Rules,
-  bank: Any,
+  bank: Bank | None,
   blocks: Blocks,
   rounds: Leaf,
   allowed: Leaf | None,
@@ -167,7 +169,7 @@ def mixed(
     graph, state: the module, from `decode.opened`.
     carry: slots, cache and results; donated.
     rules: choice of the tokens.
-    bank: the slots' adapters, or None.
+    bank: the loaded adapters, and the number of each slot's; None: there are none.
     blocks: the blocks.
     rounds: int32 scalar, at most R.
     allowed: see `choice.choose`.
@@ -236,7 +238,7 @@ def decode(
   state: Any,
   carry: Round,
   rules: Rules,
-  bank: Any,
+  bank: Bank | None,
   until: Leaf,
   allowed: Leaf | None,
   draft_tokens: int = 0,
@@ -300,10 +302,13 @@ def decode(
 
 
 def _run(
-  model: Any, bank: Any, store: Any, tokens: jax.Array, places: Places
+  model: Any, bank: Bank | None, store: Any, tokens: jax.Array, places: Places
 ) -> tuple[jax.Array, Any]:
   """Returns the hidden states [T, D] of a round, and the store with its keys."""
-  del bank
+  if bank is not None:
+    state, numbers = bank
+    # Tokens that no slot owns have the number behind the last slot.
+    model = adapters.with_bank(model, state, jnp.append(numbers, 0)[places.slots])
   hidden, cache = model(
     tokens[:, None], places.positions[:, None], store.at(places), return_hidden=True
   )

@@ -218,7 +218,6 @@ class Ticket:
     self.request = request
     self.prompt_scores: PromptScores | None = None
     self.cached_tokens = 0
-    self.parts: list[list[np.ndarray]] = []  # scores of the prompt so far
     self._deltas: queue.SimpleQueue[Delta | BaseException] = queue.SimpleQueue()
     self._listener: Any = None
 

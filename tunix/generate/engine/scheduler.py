@@ -180,7 +180,7 @@ class Scheduler:
     return next((s for s in same if s.leader is None and not s.drawn), None)
 
   def _find_pages(self, sequence: Sequence) -> bool:
-    """Gives a completion pages for its tokens, shared ones first, if there are enough."""
+    """Gives a completion pages, shared ones first; False if there are too few."""
     size, shared = self._size, []
     if self._config.prefix_cache and not sequence.request.prompt_logprobs:
       pages_lib.extended(sequence.digests, sequence.known, size)
@@ -228,7 +228,7 @@ class Scheduler:
     plan.rounds = [left for blocks in plan.rounds if (left := kept(blocks))]
 
   def _fork(self, plan: Plan) -> None:
-    """Gives the followers of a prefilled leader its pages, and a last page of their own."""
+    """Gives the followers of a prefilled leader its full pages."""
     for leader in [b.sequence for r in plan.rounds for b in r if b.is_last]:
       full, rest = divmod(leader.length, self._size)
       for follower in self._followers(leader):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+
 import numpy as np
 
 from tunix.generate.engine.request import EngineRequest, Matcher, Ticket
@@ -29,8 +30,10 @@ class Sequence:
     key: data of the random key of the request, uint32 [2].
     stop_ids: ids that end it.
     filters: filters that can exclude a token, by name.
+    adapter: number of its adapter, see `AdapterBank.index`; 0: none.
     matcher: state of its constraint, or None.
     versions: version of the weights of each drawn token.
+    scores: log-probs of the prompt's tokens so far, if they are asked for.
     reader: turns its tokens into text, see text.py.
     finish_reason: why it ended; None before.
   """
@@ -45,6 +48,7 @@ class Sequence:
   stop_ids: tuple[int, ...]
   filters: dict[str, float | int]
   reader: TextReader
+  adapter: int = 0
   matcher: Matcher | None = None
   computed: int = 0
   slot: int | None = None
@@ -53,6 +57,7 @@ class Sequence:
   hits: int = 0
   leader: Sequence | None = None
   versions: list[int] = dataclasses.field(default_factory=list)
+  scores: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
   finish_reason: str | None = None
 
   @property

@@ -62,6 +62,8 @@ class Linear(nnx.Module):
     lora_dropout: probability that an element of A's input is dropped.
     lora_rng: state of the dropout masks (see dropout.py), or None.
     deterministic: True if dropout is off; set by `train()` and `eval()`.
+    added: a map [..., in] to [..., out] whose output is added to y, or None. The engine
+      sets it while it traces (see generate/engine/adapters.py).
   """
 
   def __init__(
@@ -90,6 +92,7 @@ class Linear(nnx.Module):
     self.lora_dropout = 0.0
     self.lora_rslora = False
     self.deterministic = True
+    self.added: Spread | None = nnx.data(None)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., in] to [..., out]."""
@@ -135,6 +138,8 @@ class Linear(nnx.Module):
       y = y + product(low, b.astype(x.dtype)) * self.lora_scale
       if self.lora_magnitude is not None:
         y = y * spread(self._magnitude_ratio(a, b)).astype(x.dtype)
+    if self.added is not None:
+      y = y + self.added(x)
     if self.bias is not None:
       y = y + spread(self.bias[...]).astype(x.dtype)
     return y
