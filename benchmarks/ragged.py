@@ -223,8 +223,8 @@ def copy_prompt(text: str, vocab: int, count: int, rng: Any) -> np.ndarray:
 
 
 def case_host(args: argparse.Namespace):
-  """Measures the CPU time of the thread that steps the engine. The programs run in other
-  threads, while this one sleeps."""
+  """Measures the CPU time of the thread that steps the engine. Programs run in other
+  threads while this one sleeps."""
   (sizes, lengths), rows = ragged_sizes(args.requests), []
   engine = engine_of(random_model(args), args.slots, 512)
   for number in range(WARM + args.passes):
