@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -10,6 +11,7 @@ from tunix.generate import batching
 from tunix.generate.engine.choice import Rules
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.launch import Blocks, Slots
+from tunix.generate.engine.request import EngineRequest
 from tunix.generate.engine.scheduler import Block, Fork, Plan
 from tunix.generate.engine.sequence import Sequence
 
@@ -47,8 +49,33 @@ def slots_of(running: Running, plan: Plan, config: EngineConfig) -> Slots:
   return slots
 
 
-def rules_of(running: Running, count: int, vocab_size: int) -> Rules:
-  """Returns the rules of the slots."""
+FLAGS = ("draws", "filters", "biases", "scores", "tops")
+
+
+def uses_of(request: EngineRequest) -> frozenset[str]:
+  """Returns the flags of `choice.Rules` that a request needs."""
+  used = {
+    "draws": request.temperature > 0,
+    "filters": bool(request.sampling_options().filters),
+    "biases": bool(request.logit_bias),
+    "scores": request.logprobs,
+    "tops": request.top_logprobs > 0,
+    "prompts": request.prompt_logprobs,
+  }
+  return frozenset(name for name, is_used in used.items() if is_used)
+
+
+def rules_of(
+  running: Running, count: int, vocab_size: int, uses: frozenset[str]
+) -> Rules:
+  """Returns the rules of the slots.
+
+  Args:
+    running: the completion in each slot.
+    count: number of slots.
+    vocab_size: V.
+    uses: flags that the programs are compiled for.
+  """
   rules = Rules(
     keys=np.zeros((count, 2), np.uint32),
     rows=np.zeros(count, np.int32),
@@ -58,9 +85,10 @@ def rules_of(running: Running, count: int, vocab_size: int) -> Rules:
     min_p=np.zeros(count, np.float32),
     bias_ids=np.full((count, BIASES), batching.NO_TOKEN, np.int32),
     bias=np.zeros((count, BIASES), np.float32),
-    **dict.fromkeys(("draws", "filters", "biases", "scores", "tops"), np.False_),
+    **dict.fromkeys(FLAGS, np.False_),
+    uses=uses,
   )
-  on = dict.fromkeys(("draws", "filters", "biases", "scores", "tops"), False)
+  on: set[str] = set()
   for at, s in enumerate(running):
     if s is None:
       continue
@@ -72,14 +100,9 @@ def rules_of(running: Running, count: int, vocab_size: int) -> Rules:
     if r.logit_bias:
       rules.bias_ids[at, : len(r.logit_bias)] = list(r.logit_bias)
       rules.bias[at, : len(r.logit_bias)] = list(r.logit_bias.values())
-    on["draws"] |= r.temperature > 0
-    on["filters"] |= bool(s.filters)
-    on["biases"] |= bool(r.logit_bias)
-    on["scores"] |= r.logprobs
-    on["tops"] |= r.top_logprobs > 0
-  for name, value in on.items():
-    object.__setattr__(rules, name, np.bool_(value))
-  return rules
+    on |= s.uses
+  flags = {name: np.bool_(name in on) for name in FLAGS}
+  return dataclasses.replace(rules, **flags)
 
 
 def blocks_of(

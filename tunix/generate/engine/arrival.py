@@ -50,6 +50,7 @@ def sequences_of(
   stop_ids = tokenizer.eos_ids() if r.stop_ids is None else r.stop_ids
   _check_sizes(ticket, stop_ids, config)
   key, filters = _key_data(r.seed), r.sampling_options().filters
+  uses = arrays.uses_of(r)
   return [
     Sequence(
       ticket=ticket,
@@ -61,6 +62,7 @@ def sequences_of(
       key=key,
       stop_ids=tuple(map(int, stop_ids)),
       filters=filters,
+      uses=uses,
       reader=TextReader(tokenizer.decode, r.stop_strings, streams),
       adapter=adapter,
       matcher=None if r.constraint is None else r.constraint.matcher(),

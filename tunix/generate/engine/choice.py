@@ -7,6 +7,7 @@ uses costs nothing, and a row's token depends on its own rules only.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,11 @@ Leaf = Any  # a traced array inside a program, a host array where it is called
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-  """The rules of every slot; the flags say whether any slot uses a rule.
+  """The rules of every slot.
+
+  `uses` names what the program is compiled for, and the flags say what any slot uses
+  now: a program without filters compiles faster, and one with them runs faster while no
+  slot has a filter.
 
   Attributes:
     keys: uint32 [B, 2], data of the random key of each request.
@@ -37,6 +42,8 @@ class Rules:
     biases: bool, some row has a bias.
     scores: bool, log-probabilities are wanted.
     tops: bool, the most likely tokens are wanted.
+    uses: names of the flags that may be True; and "prompts" if log-probs of prompts are
+      wanted.
   """
 
   keys: Leaf
@@ -52,6 +59,13 @@ class Rules:
   biases: Leaf
   scores: Leaf
   tops: Leaf
+  uses: frozenset[str] = dataclasses.field(metadata={"static": True})
+
+  def when(self, name: str, then: Callable[[], Any], otherwise: Any) -> Any:
+    """Returns `then()` if the flag is True, and else `otherwise`."""
+    if name not in self.uses:
+      return otherwise
+    return jax.lax.cond(getattr(self, name), then, lambda: otherwise)
 
 
 def repeated(rules: Rules, count: int) -> Rules:
@@ -99,19 +113,18 @@ def choose(
       None: all tokens.
     tops: number t of most likely tokens.
   """
-  biased = jax.lax.cond(rules.biases, lambda: _biased(logits, rules), lambda: logits)
+  biased = rules.when("biases", lambda: _biased(logits, rules), logits)
   if allowed is not None:
     biased = jnp.where(_bits(allowed, logits.shape[1]), biased, -jnp.inf)
   best = sampling.greedy(biased)
-  tokens, drawn = jax.lax.cond(
-    rules.draws,
-    lambda: _drawn(biased, rules, index, best),
-    lambda: (best, _zeros(best)),
+  tokens, drawn = rules.when(
+    "draws", lambda: _drawn(biased, rules, index, best), (best, _zeros(best))
   )
-  logps, top_ids, top_logps = jax.lax.cond(
-    rules.scores | rules.tops,
-    lambda: _scores(logits, tokens, rules, tops),
-    lambda: (_zeros(best), *_no_tops(best, tops)),
+  logps = rules.when(
+    "scores", lambda: sampling.token_logps(logits, tokens), _zeros(best)
+  )
+  top_ids, top_logps = rules.when(
+    "tops", lambda: most_likely(logits, tops), _no_tops(best, tops)
   )
   at = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
   return Chosen(tokens, logps, drawn, top_ids, top_logps, jnp.isfinite(at))
@@ -129,39 +142,27 @@ def _drawn(
   is_sampled = rules.temperature > 0
   scaled = sampling.scale(logits, jnp.where(is_sampled, rules.temperature, 1))
   # A filter that is off must not cut a token of its row by a rounding error.
-  scaled = jax.lax.cond(
-    rules.filters,
-    lambda: filters.keep(
-      scaled, top_k=rules.top_k, top_p=rules.top_p, min_p=rules.min_p
-    ),
-    lambda: scaled,
+  filtered = lambda: filters.keep(
+    scaled, top_k=rules.top_k, top_p=rules.top_p, min_p=rules.min_p
   )
+  # A filter that is off must not cut a token of its row by a rounding error.
+  kept = rules.when("filters", filtered, scaled)
   keys = jax.vmap(jax.random.wrap_key_data)(rules.keys)
   fold = jax.vmap(jax.random.fold_in)
-  sampled = sampling.sample(fold(fold(keys, rules.rows), index), scaled)
-  logps = jax.lax.cond(
-    rules.scores,
-    lambda: sampling.token_logps(scaled, sampled),
-    lambda: _zeros(best),
+  sampled = sampling.sample(fold(fold(keys, rules.rows), index), kept)
+  logps = rules.when(
+    "scores", lambda: sampling.token_logps(kept, sampled), _zeros(best)
   )
   pick = lambda x, y: jnp.where(is_sampled, x, y)
   return pick(sampled, best), pick(logps, 0)
-
-
-def _scores(
-  logits: jax.Array, tokens: jax.Array, rules: Rules, tops: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  logps = sampling.token_logps(logits, tokens)
-  ids, values = jax.lax.cond(
-    rules.tops, lambda: most_likely(logits, tops), lambda: _no_tops(tokens, tops)
-  )
-  return logps, ids, values
 
 
 def most_likely(
   logits: Float[Array, "B V"], tops: int
 ) -> tuple[Int[Array, "B t"], Float[Array, "B t"]]:
   """Returns the most likely tokens and their log-probabilities, in nats."""
+  if not tops:
+    return _no_tops(logits[:, 0], 0)
   best, ids = jax.lax.top_k(logits, min(tops, logits.shape[1]))
   values = best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
   missing = ((0, 0), (0, tops - best.shape[1]))  # a vocabulary of fewer tokens

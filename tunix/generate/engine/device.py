@@ -45,10 +45,12 @@ class Device:
   def __init__(
     self, model: Transformer, config: EngineConfig, gather_weights: GatherWeights
   ):
-    self._config, self._gather = config, gather_weights
+    self._config = config
+    self._gather: GatherWeights = gather_weights
     self._opened: decode.Opened | None = None
     self._store: Store | None = None
     self._bank: AdapterBank | None = None
+    self._uses: frozenset[str] = frozenset()
     self._load = jax.jit(rows.load, donate_argnums=0)
     self._write = jax.jit(rows.write_back, donate_argnums=0)
     self.set_model(model)
@@ -77,6 +79,9 @@ class Device:
       of rounds whose prompts are to be scored.
     """
     c = self._config
+    # Once used, always compiled for: there are few kinds of programs in a life.
+    self._uses = self._uses.union(*(s.uses for s in running if s))
+    tops = c.max_top_logprobs if "tops" in self._uses else 0
     graph, state, mesh = self._weights()
     with mesh_lib.use_mesh(mesh):
       self._fill(plan, running)
@@ -84,11 +89,11 @@ class Device:
       carry = Round(
         arrays.slots_of(running, plan, c),
         self._store,
-        programs.call("engine empty", _empty, c.slots, width, c.max_top_logprobs),
+        programs.call("engine empty", _empty, c.slots, width, tops),
       )
       self._store = None  # donated
       bank = self._bank_of(running)
-      rules = arrays.rules_of(running, c.slots, self._vocab_size)
+      rules = arrays.rules_of(running, c.slots, self._vocab_size, self._uses)
       scored = []
       for blocks_width, rounds in self._segments(plan.rounds):
         blocks = arrays.blocks_of(rounds, plan.forks, blocks_width, c)
@@ -179,6 +184,7 @@ class Device:
     listed = [
       (s.slot, place, s.pages[place])
       for s in loads
+      if s.slot is not None
       for place in range(c.pages_of(s.computed))
     ]
     if not (plan.copies or listed):
@@ -231,7 +237,9 @@ class Device:
     return jax.jit(make)()
 
 
-_empty = functools.partial(jax.jit, static_argnums=(0, 1, 2))(launch.empty)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _empty(slots: int, columns: int, tops: int) -> Out:
+  return jax.tree.map(mesh_lib.constrain, launch.empty(slots, columns, tops))
 
 
 def _width(tokens: int, config: EngineConfig) -> int:

@@ -216,12 +216,14 @@ def mixed(
     )
     slots, out = _emit(slots, out, chosen)
     slots = dataclasses.replace(slots, active=slots.active & ~slots.holds)
-    one = jax.lax.cond(
-      blocks.scores,
-      lambda: _prompt_scores(model, hidden[batch:], here.targets.reshape(-1), tops),
-      lambda: jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), scores),
-    )
-    scores = jax.tree.map(lambda x, y: x.at[number].set(y), scores, one)
+    if "prompts" in rules.uses:
+      targets = here.targets.reshape(-1)
+      one = jax.lax.cond(
+        blocks.scores,
+        lambda: _prompt_scores(model, hidden[batch:], targets, tops),
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), scores),
+      )
+      scores = jax.tree.map(lambda x, y: x.at[number].set(y), scores, one)
     out = dataclasses.replace(out, rounds=out.rounds + 1)
     return number + 1, Round(slots, store, out), scores
 

@@ -85,7 +85,7 @@ def score_prompts(rounds: list[list[Block]], out: PromptOut, page_tokens: int) -
       if block.start == 0:  # also after a preemption
         s.scores = []
       at = slice(n * page_tokens, n * page_tokens + block.count)
-      s.scores.append([x[number, at].copy() for x in out])
+      s.scores.append([np.array(x[number, at]) for x in out])
       if block.is_last:
         logps, ids, values = (np.concatenate(x)[:-1] for x in zip(*s.scores))
         most = s.request.top_logprobs

@@ -30,6 +30,7 @@ class Sequence:
     key: data of the random key of the request, uint32 [2].
     stop_ids: ids that end it.
     filters: filters that can exclude a token, by name.
+    uses: flags of `choice.Rules` that it needs.
     adapter: number of its adapter, see `AdapterBank.index`; 0: none.
     matcher: state of its constraint, or None.
     versions: version of the weights of each drawn token.
@@ -47,6 +48,7 @@ class Sequence:
   key: np.ndarray
   stop_ids: tuple[int, ...]
   filters: dict[str, float | int]
+  uses: frozenset[str]
   reader: TextReader
   adapter: int = 0
   matcher: Matcher | None = None
