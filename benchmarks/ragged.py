@@ -182,7 +182,8 @@ def case_turns(args: argparse.Namespace):
     text = np.concatenate([text, question])
     text = np.concatenate([text, *complete(engine, [text], [64])])
   prefilled = engine.stats().prefilled_tokens  # without answers: they were drawn
-  over = {"distinct": prefilled / len(text), "questions": prefilled / (8 * 48)}
+  counts = {"distinct": len(text), "questions": 8 * 48}
+  over = {name: round(prefilled / tokens, 3) for name, tokens in counts.items()}
   yield {"prefilled_tokens": prefilled, "over": over}
 
 
@@ -242,7 +243,7 @@ def main() -> None:
   args = arguments()
   for case in args.cases or CASES:
     for figures in globals()[f"case_{case}"](args):
-      row = {"case": case, **figures, "load": os.getloadavg()[0]}
+      row = {"case": case, **figures, "load": round(os.getloadavg()[0], 2)}
       print(json.dumps(row), flush=True)
 
 
