@@ -182,9 +182,8 @@ def case_turns(args: argparse.Namespace):
     text = np.concatenate([text, question])
     text = np.concatenate([text, *complete(engine, [text], [64])])
   prefilled = engine.stats().prefilled_tokens  # without answers: they were drawn
-  counts = {"distinct": len(text), "questions": 8 * 48}
-  over = {name: round(prefilled / tokens, 3) for name, tokens in counts.items()}
-  yield {"prefilled_tokens": prefilled, "over": over}
+  figures = {"prefilled": prefilled, "questions": 8 * 48, "distinct": len(text)}
+  yield {**figures, "over_distinct": round(prefilled / len(text), 3)}
 
 
 def case_copy(args: argparse.Namespace):
