@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from tunix.generate import decode, layout
+from tunix.generate import batching, decode, layout
 from tunix.generate.engine import arrays, launch, rows
 from tunix.generate.engine.adapters import AdapterBank
 from tunix.generate.engine.config import EngineConfig
@@ -26,11 +26,11 @@ from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
 # Tokens of the narrowest row.
-_NARROWEST = 64
+_NARROWEST = 128
 
 # Rows become narrower if they can lose this share. To fill new rows costs about one
 # round, and a launch has several.
-_SHRINK = 0.75
+_SHRINK = 0.5
 
 
 class Device:
@@ -173,7 +173,7 @@ class Device:
     width = _width(most, c)
     if self._store is None:
       self._store = self._empty_store(width)
-    have = self._store.rows_k[0].shape[2]
+    have = self._store.rows_v[0].shape[2]
     loads = plan.loads
     if width > have or width <= _SHRINK * have:
       empty = self._empty_rows(width)
@@ -226,11 +226,13 @@ class Device:
     axis = m.sharding.tp
 
     def make():
-      shape = (first, m.num_kv_heads, tokens, m.head_dim)
-      zeros = lambda: mesh_lib.constrain(jnp.zeros(shape, m.dtype), None, axis)
-      return tuple(
-        tuple(zeros() for _ in range(m.num_layers)) for _ in ("keys", "values")
-      )
+      def zeros(*shape):
+        zero = lambda: jnp.zeros((first, m.num_kv_heads, *shape), m.dtype)
+        return tuple(
+          mesh_lib.constrain(zero(), None, axis) for _ in range(m.num_layers)
+        )
+
+      return zeros(m.head_dim, tokens), zeros(tokens, m.head_dim)
 
     return jax.jit(make)()
 
@@ -248,7 +250,4 @@ def _width(tokens: int, config: EngineConfig) -> int:
   page = config.page_tokens
   least = config.pages_of(_NARROWEST) * page
   most = config.pages_of(config.max_tokens) * page
-  # 1, 2, 3, 4, 6, 8, 12, 16, ... times the narrowest.
-  powers = [1 << i for i in range(most.bit_length())]
-  widths = sorted({least, *(least * n * k for n in powers for k in (2, 3))})
-  return min(most, next(width for width in widths if width >= tokens))
+  return min(most, least * batching.bucket(-(-tokens // least)))
