@@ -1,0 +1,67 @@
+"""Access: the API key, and requests that a web page sends behind its reader's back."""
+
+from __future__ import annotations
+
+import hmac
+import urllib.parse
+from collections.abc import Mapping
+
+from tunix.serve.errors import ApiError
+from tunix.serve.settings import ServeSettings
+
+# Probes of a load balancer and the page have no key. They tell nothing of requests.
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+def check(settings: ServeSettings, path: str, headers: Mapping[str, str]) -> None:
+  """Refuses a request without access.
+
+  Args:
+    settings: the server's settings.
+    path: path of the URL.
+    headers: headers with names in lower case.
+
+  Raises:
+    ApiError: 401 for a missing or wrong key; 403 for a foreign web page.
+  """
+  if settings.api_key is None:
+    _check_page(settings, headers)
+  elif path not in OPEN_PATHS:
+    _check_key(settings.api_key, headers.get("authorization", ""))
+
+
+def _check_key(key: str, header: str) -> None:
+  scheme, _, given = header.partition(" ")
+  is_same = hmac.compare_digest(given.strip().encode(), key.encode())
+  if scheme.lower() != "bearer" or not is_same:
+    raise ApiError(
+      401,
+      "the API key is missing or wrong: send the header Authorization: Bearer KEY",
+      code="invalid_api_key",
+      headers={"WWW-Authenticate": "Bearer"},
+    )
+
+
+def _check_page(settings: ServeSettings, headers: Mapping[str, str]) -> None:
+  """Refuses web pages of other sites, where no key keeps them out.
+
+  A browser on this machine reaches the server from any page. Pages of other origins
+  are told by the header Origin; names that an attacker points at 127.0.0.1, by Host.
+  """
+  host = headers.get("host", "")
+  name = urllib.parse.urlsplit(f"//{host}").hostname if host else None
+  if name is not None and name not in {*_LOCAL_NAMES, settings.host}:
+    raise ApiError(
+      403,
+      f"the header Host is {host[:100]!r}, expected localhost or 127.0.0.1: set an API "
+      "key to serve other names",
+      code="foreign_host",
+    )
+  origin = headers.get("origin")
+  if origin is not None and urllib.parse.urlsplit(origin).netloc != host:
+    raise ApiError(
+      403,
+      f"the request comes from a page of {origin[:100]!r}: set an API key to serve it",
+      code="foreign_origin",
+    )
