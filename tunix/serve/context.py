@@ -1,4 +1,4 @@
-"""What all routes share: the driver, the settings, limits and metrics."""
+"""The parts that all routes share: driver, settings, limits and metrics."""
 
 from __future__ import annotations
 

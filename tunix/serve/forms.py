@@ -32,7 +32,7 @@ def usage(tickets: Sequence[Ticket], completion_tokens: int) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-  """How an answer is sent.
+  """The form in which an answer is sent.
 
   Attributes:
     streams: as events while it grows.

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import queue
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,30 +102,33 @@ class Run:
     try:
       while self._open:
         wake.clear()
-        arrived = self._arrived()
-        for part in arrived:
+        # A dead engine puts nothing after its death, but it may have put deltas before.
+        is_dead = self._driver.failure is not None or not self._driver.alive
+        has_arrived = False
+        for part in self._arrived():
+          has_arrived = True
           yield part
-        if not arrived and self._open:
-          check_alive(self._driver)
+        if not has_arrived and self._open:
+          if is_dead:
+            check_alive(self._driver)
           await _wait(wake, min(_LOOK, clock.left()))
           clock.check()
     finally:
       self.cancel()
 
-  def _arrived(self) -> list[Part]:
-    parts = []
+  def _arrived(self) -> Iterator[Part]:
+    """Yields the deltas that are there; raises the error that follows them."""
     for number in list(self._open):
       while number in self._open:
         try:
           delta = self.tickets[number].get(timeout=0)
         except queue.Empty:
           break
-        parts.append(Part(request=number, delta=delta))
         if delta.finish_reason is not None:
           self._open[number] -= 1
           if not self._open[number]:
             del self._open[number]
-    return parts
+        yield Part(request=number, delta=delta)
 
 
 class Clock:
@@ -159,7 +162,10 @@ class Clock:
 
 
 class DrainDeadline:
-  """When a server that shuts down gives its requests up; `at` is None before."""
+  """The time at which a server that shuts down gives its requests up.
+
+  `at` is None before the shutdown begins.
+  """
 
   at: float | None = None
 
