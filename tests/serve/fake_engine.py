@@ -76,6 +76,7 @@ class FakeEngine:
     self.submitted: list[Any] = []
     self.cancelled: list[Ticket] = []
     self.broken: BaseException | None = None  # raised by the next step
+    self.hold_at: int | None = None  # tokens after which no completion goes on
     self.failing: str | None = None  # message of a RequestError for the next delta
     self.dead: BaseException | None = None
     self.models: list[Any] = []
@@ -117,7 +118,8 @@ class FakeEngine:
     with self.lock:
       for row in [r for r in self.rows if r.ticket in self.cancelled]:
         self._end(row, "cancelled")
-      rows = list(self.rows)
+      most = 2**30 if self.hold_at is None else self.hold_at
+      rows = [row for row in self.rows if row.given < most]
     for row in rows:
       self._advance(row)
     return bool(rows)

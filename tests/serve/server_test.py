@@ -6,6 +6,7 @@ import http.client
 import json
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -99,25 +100,21 @@ def test_the_openai_client_sync_and_async():
 
 def test_closed_connections_free_the_engine():
   engine = FakeEngine(rounds=1)
-  with listening(engine) as (address, driver, _):
+  with listening(engine) as (address, _, _):
     host = address.removeprefix("http://")
     for stream in (True, False):
-      driver.pause("keep")
+      engine.hold_at = 5 if stream else 0
       connection = http.client.HTTPConnection(host, timeout=20)
       body = {"prompt": [60], "max_tokens": 200, "stream": stream}
       headers = {"Content-Type": "application/json"}
       connection.request("POST", "/v1/completions", json.dumps(body), headers)
       _until(lambda: engine.rows)
       if stream:
-        driver.resume()
-        response = connection.getresponse()
-        response.read(10)
-        driver.pause("keep")
-      connection.sock.close() if not stream else response.close()
+        connection.getresponse().read(10)
+      connection.sock.shutdown(socket.SHUT_RDWR)
       connection.close()
-      _until(lambda: len(engine.cancelled) == 1)
-      driver.resume()
       _until(lambda: not engine.rows)
+      assert len(engine.cancelled) == 1
       engine.cancelled.clear()
 
 
