@@ -36,6 +36,12 @@ def test_tokenize_and_back(running):
     error_of(running.post(path, bad), 400)
 
 
+def test_what_clients_ask_of_the_tokenizer(running):
+  info = running.get("/tokenizer_info").json()
+  assert info["eos_token"] == "<|im_end|>" and info["bos_token"] is None
+  assert info["pad_token"] == "<pad>" and "im_start" in info["chat_template"]
+
+
 def test_tokens_in_and_out_as_the_renderers_client_reads_them(running):
   params = {
     "max_tokens": 4,

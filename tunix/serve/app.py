@@ -97,6 +97,7 @@ _ROUTES: dict[tuple[str, str], Route] = {
   ("POST", "/inference/v1/generate"): _generate,
   ("POST", "/tokenize"): _tokenize,
   ("POST", "/detokenize"): _detokenize,
+  ("GET", "/tokenizer_info"): tokens.tokenizer_info,
   ("POST", "/pause"): admin.pause,
   ("POST", "/resume"): admin.resume,
   ("GET", "/is_paused"): admin.is_paused,

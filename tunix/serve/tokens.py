@@ -1,4 +1,4 @@
-"""Routes of token ids: /tokenize, /detokenize and /inference/v1/generate."""
+"""Routes of token ids: tokenize, detokenize, and generate without texts."""
 
 from __future__ import annotations
 
@@ -60,6 +60,22 @@ def detokenize(call: Call, context: Context) -> Answer:
   except (IndexError, KeyError, OverflowError, ValueError) as error:
     raise bad("tokens", "tokens has ids that the tokenizer does not know") from error
   return Answer(content={"prompt": text}, headers=forms.ignored_header(fields))
+
+
+async def tokenizer_info(call: Call, context: Context) -> Answer:
+  """Returns the special tokens and the chat template, as lm-eval asks for them."""
+  tokenizer = context.tokenizer
+  pad = tokenizer.pad_id()
+  texts = {number: text for text, number in tokenizer.special_tokens().items()}
+  return Answer(
+    content={
+      "tokenizer_class": "TokenizerAdapter",
+      "bos_token": tokenizer.bos_token,
+      "eos_token": tokenizer.eos_token,
+      "pad_token": None if pad is None else texts.get(pad),
+      "chat_template": tokenizer.chat_template,
+    }
+  )
 
 
 class GenerateJob:
