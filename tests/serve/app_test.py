@@ -44,6 +44,8 @@ def test_foreign_pages_are_refused_where_there_is_no_key():
       {"Host": "evil.example"},
       {"Origin": "https://evil.example"},
       {"Origin": "null"},
+      {"Origin": "http://["},
+      {"Host": "[::1"},
     ):
       error_of(made.post(PATH, BODY, headers=headers), 403)
     # A page may send a form without asking the browser, but not this type.
@@ -89,6 +91,7 @@ def test_unknown_paths_methods_and_large_bodies():
   with server(max_body_bytes=100, max_prompt_tokens=3) as made:
     error_of(made.get("/v1/nothing"), 404)
     error_of(made.get("/../../etc/passwd"), 404)
+    error_of(made.get("/health/"), 404)
     error_of(made.get(PATH), 405)
     error_of(made.post(PATH, {"prompt": "x" * 200}), 413)
 

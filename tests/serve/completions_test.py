@@ -144,6 +144,12 @@ def test_fields_reach_the_engine(running):
   assert request.temperature == 0 and request.top_p is None and request.stop_ids == ()
 
 
+def test_the_default_number_of_tokens_fits(running):
+  for size, count in ((4, 16), (250, 6)):
+    body = complete(running, prompt=[1] * size, max_tokens=None)
+    assert body["usage"]["completion_tokens"] == count
+
+
 def test_stop_and_end_tokens():
   with server(FakeEngine(text="the sea is deep")) as made:
     whole = complete(made, max_tokens=50)["choices"][0]

@@ -169,25 +169,41 @@ def test_a_drain_is_bounded():
 
 
 PROGRAM = """
+import sys
 from tests.serve.fake_engine import FakeDriver, FakeEngine
 from tunix.serve.server import serve
 from tunix.serve.settings import ServeSettings
-driver = FakeDriver(FakeEngine(rounds=1))
-serve(driver, ServeSettings(port=0), on_start=lambda a: print(a, flush=True))
+engine = FakeEngine(rounds=1)
+engine.hold_at = int(sys.argv[2]) if len(sys.argv) > 2 else None
+driver = FakeDriver(engine)
+settings = ServeSettings(port=int(sys.argv[1]))
+serve(driver, settings, on_start=lambda a: print(a, flush=True))
 print("stopped" if not driver.alive else "alive", flush=True)
 """
+STREAM = {"prompt": [60], "max_tokens": 250, "stream": True}
+
+
+@contextlib.contextmanager
+def program(*arguments):
+  """Yields a process that serves, and its address."""
+  process = subprocess.Popen(
+    [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+    stdout=subprocess.PIPE,
+    text=True,
+    cwd=ROOT,
+  )
+  try:
+    yield process, process.stdout.readline().strip()
+  finally:
+    process.kill()
+    process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_process_after_the_running_requests(number):
-  process = subprocess.Popen(
-    [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, cwd=ROOT
-  )
-  try:
-    address = process.stdout.readline().strip()
-    body = {"prompt": [60], "max_tokens": 250, "stream": True}
+  with program(0) as (process, address):
     url = f"{address}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=20) as answer:
+    with httpx.stream("POST", url, json=STREAM, timeout=20) as answer:
       lines = answer.iter_lines()
       next(lines)
       process.send_signal(number)
@@ -195,9 +211,25 @@ def test_a_signal_ends_the_process_after_the_running_requests(number):
     assert rest[-1] == "data: [DONE]"
     assert process.stdout.readline().strip() == "stopped"
     assert process.wait(20) == 0
-  finally:
-    process.kill()
-    process.wait()
+
+
+def test_a_killed_server_ends_its_streams_and_starts_again():
+  with program(0, 5) as (process, address):
+    url = f"{address}/v1/completions"
+    with httpx.stream("POST", url, json=STREAM, timeout=20) as answer:
+      lines = answer.iter_lines()
+      next(lines)
+      process.kill()
+      with pytest.raises(httpx.TransportError):
+        list(lines)
+  port = int(address.rpartition(":")[2])
+  with program(port) as (_, again):
+    assert again == address
+    assert httpx.get(f"{address}/ready").status_code == 200
+    chosen = ServeSettings(port=port)
+    app = make_app(FakeDriver(FakeEngine()), chosen)
+    with pytest.raises(OSError, match=f"port {port}"):
+      server_lib.make_server(app, chosen)
 
 
 def _until(condition):

@@ -19,6 +19,8 @@ from tunix.serve.settings import ServeSettings
 from tunix.utils import optional
 
 _LOG = logging.getLogger(__name__)
+# Bytes from which on a body is parsed in a thread: 1 MiB takes about 10 ms.
+_LARGE_BODY = 2**20
 _CLIENT_GONE = 499  # nginx's status for it; it is only counted
 
 Route = Callable[[Call, Context], Awaitable[Answer | Stream]]
@@ -59,6 +61,7 @@ def make_app(
     for (method, path), route in _ROUTES.items()
   ]
   app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+  app.router.redirect_slashes = False
   app.state.context = context
   return app
 
@@ -140,8 +143,8 @@ class Endpoint:
   async def _race(self, scope: Any, receive: Any, sender: _Sender) -> None:
     try:
       call = await self._read(scope, receive)
-    except ApiError as error:
-      await sender.answer(_error_answer(error))
+    except Exception as error:  # each answer has OpenAI's form, also that of a bug
+      await self._fail(error, sender)
       return
     if call is None:
       return
@@ -181,7 +184,9 @@ class Endpoint:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a form of any web page has other types
       raise ApiError(415, f"Content-Type is {kind[:100]!r}, expected application/json")
-    return Call(body=read_json(data), query=query)
+    if len(data) < _LARGE_BODY:
+      return Call(body=read_json(data), query=query)
+    return Call(body=await asyncio.to_thread(read_json, data), query=query)
 
   async def _respond(self, call: Call, sender: _Sender) -> None:
     try:
@@ -193,12 +198,12 @@ class Endpoint:
           await answer.close()
       else:
         await sender.answer(answer)
-    except _ClientStuck:
-      return
-    except Exception as error:  # each answer has OpenAI's form, also that of a bug
+    except Exception as error:  # see `_race`
       await self._fail(error, sender)
 
   async def _fail(self, error: Exception, sender: _Sender) -> None:
+    if isinstance(error, _ClientStuck):
+      return
     problem = as_api_error(error)
     if problem is None:
       _LOG.exception("%s failed", self._path, exc_info=error)
@@ -276,7 +281,7 @@ async def _body(headers: Mapping[str, str], receive: Any, most: int) -> bytes | 
   """
   too_large = ApiError(413, f"the body is larger than {most} bytes", code="too_large")
   length = headers.get("content-length", "0")
-  if not length.isdigit() or int(length[:20]) > most:
+  if not (length.isascii() and length.isdigit()) or int(length[:20]) > most:
     raise too_large
   parts, size = [], 0
   while True:

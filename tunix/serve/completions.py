@@ -32,7 +32,7 @@ class CompletionJob:
     self._as_ids = fields.flag("return_tokens_as_token_ids")
     self._with_ids = fields.flag("return_token_ids")
     self.stream = forms.read_stream(fields)
-    max_tokens = fields.whole("max_tokens", _DEFAULT_TOKENS)
+    max_tokens = fields.whole("max_tokens")
     fields.neutral(suffix=("",), skip_special_tokens=(True,))
     self.id = fields.text("request_id") or new_id("cmpl")
     fields.end()
@@ -48,7 +48,7 @@ class CompletionJob:
     self.requests = [
       sampling.request(
         ids,
-        context.room(ids, max(1, max_tokens)),
+        self._room(ids, max_tokens),
         adapter=adapter,
         logprobs=self._top is not None,
         top_logprobs=max(self._top or 0, self._prompt_top or 0),
@@ -59,6 +59,12 @@ class CompletionJob:
     # State of a stream, by choice: characters sent, and whether it has begun.
     self._sent: dict[int, int] = {}
     self._tokens = 0
+
+  def _room(self, ids: list[int], max_tokens: int | None) -> int:
+    """Returns the number of tokens to ask the engine for."""
+    if max_tokens is None:
+      return min(_DEFAULT_TOKENS, self._context.room(ids, None))
+    return self._context.room(ids, max(1, max_tokens))
 
   def answer(self, run: Run, rows: list[list[Collected]]) -> Any:
     choices = []

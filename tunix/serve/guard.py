@@ -50,8 +50,8 @@ def _check_page(settings: ServeSettings, headers: Mapping[str, str]) -> None:
   are told by the header Origin; names that an attacker points at 127.0.0.1, by Host.
   """
   host = headers.get("host", "")
-  name = urllib.parse.urlsplit(f"//{host}").hostname if host else None
-  if name is not None and name not in {*_LOCAL_NAMES, settings.host}:
+  name = _parts(f"//{host}").hostname
+  if host and name not in {*_LOCAL_NAMES, settings.host}:
     raise ApiError(
       403,
       f"the header Host is {host[:100]!r}, expected localhost or 127.0.0.1: set an API "
@@ -59,9 +59,17 @@ def _check_page(settings: ServeSettings, headers: Mapping[str, str]) -> None:
       code="foreign_host",
     )
   origin = headers.get("origin")
-  if origin is not None and urllib.parse.urlsplit(origin).netloc != host:
+  if origin is not None and _parts(origin).netloc != host:
     raise ApiError(
       403,
       f"the request comes from a page of {origin[:100]!r}: set an API key to serve it",
       code="foreign_origin",
     )
+
+
+def _parts(url: str) -> urllib.parse.SplitResult:
+  """Returns the parts of a URL; none of one that is malformed."""
+  try:
+    return urllib.parse.urlsplit(url)
+  except ValueError:  # such as half of an IPv6 address
+    return urllib.parse.urlsplit("")

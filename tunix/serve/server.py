@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from tunix.utils import optional
 _GRACE = 5
 # Connections beyond the requests that run or wait: probes, metrics, idle clients.
 _SPARE_CONNECTIONS = 128
+_STOP = 30  # seconds that the engine's thread gets to finish its launch
 _KEEP_ALIVE = 30  # seconds until an idle connection is closed
 
 
@@ -36,15 +38,22 @@ def make_server(
 
   Raises:
     ImportError: the package uvicorn is missing.
+    OSError: the address cannot be used.
   """
   uvicorn: Any = optional.require("uvicorn", "the server", "tunix[serve]")
   context = app.state.context
 
+  listener = _listen(settings)
+
   class Server(uvicorn.Server):
+    def run(self, sockets: Any = None) -> None:
+      super().run(sockets=sockets or [listener])
+
     async def startup(self, sockets: Any = None) -> None:
+      address = _address(listener)
       await super().startup(sockets=sockets)
       if self.started and on_start is not None:
-        on_start(_address(self, settings))
+        on_start(address)
 
     async def shutdown(self, sockets: Any = None) -> None:
       context.start_drain()
@@ -53,8 +62,6 @@ def make_server(
   limit = settings.max_concurrent + settings.max_queue + _SPARE_CONNECTIONS
   config = uvicorn.Config(
     app,
-    host=settings.host.strip("[]"),
-    port=settings.port,
     http="h11",  # it bounds the size of headers
     ws="none",
     lifespan="off",
@@ -98,9 +105,7 @@ def serve(
     with _quiet_signals():
       server.run()
   finally:
-    driver.stop(timeout=settings.admin_timeout)
-  if not server.started:
-    raise OSError(f"the server cannot listen on {settings.host}:{settings.port}")
+    driver.stop(timeout=_STOP)
 
 
 @contextlib.contextmanager
@@ -122,7 +127,20 @@ def _quiet_signals() -> Iterator[None]:
       signal.signal(number, handler)
 
 
-def _address(server: Any, settings: ServeSettings) -> str:
-  port = server.servers[0].sockets[0].getsockname()[1]
+def _listen(settings: ServeSettings) -> socket.socket:
+  # uvicorn would exit the process if it could not bind.
   host = settings.host.strip("[]")
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  try:
+    return socket.create_server((host, settings.port), family=family)
+  except OSError as error:
+    raise OSError(
+      error.errno,
+      f"the server cannot listen on {host}, port {settings.port}: {error.strerror}. "
+      "Choose another port, or end the program that has it",
+    ) from error
+
+
+def _address(listener: socket.socket) -> str:
+  host, port = listener.getsockname()[:2]
   return f"http://{f'[{host}]' if ':' in host else host}:{port}"
