@@ -5,6 +5,7 @@ import pytest
 
 from tests.serve.fake_engine import FakeEngine
 from tests.serve.serving import error_of, server
+from tunix.serve import status
 from tunix.serve.guard import OPEN_PATHS
 
 PATH = "/v1/completions"
@@ -256,3 +257,124 @@ def test_metrics_count_requests_and_read_the_engine():
     assert "tunix_engine_generated_tokens_total 12.0" in text
     assert "tunix_engine_weights_version 7.0" in text
     assert "tunix_requests_running 0.0" in text
+
+
+SCOPE = {
+  "type": "http",
+  "method": "POST",
+  "path": PATH,
+  "raw_path": PATH.encode(),
+  "query_string": b"",
+  "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
+}
+
+
+def test_clients_that_stop_sending_or_taking_are_left():
+  with server(FakeEngine(rounds=1), client_timeout=0.1) as made:
+    sent = []
+
+    async def send(message):
+      sent.append(message)
+      if message.get("more_body"):
+        await asyncio.Event().wait()  # a client that reads no more
+
+    async def run(*incoming):
+      left = list(incoming)
+
+      async def receive():
+        return left.pop(0) if left else await asyncio.Event().wait()
+
+      async with asyncio.timeout(10):
+        await made.app(dict(SCOPE), receive, send)
+
+    half = {"type": "http.request", "body": b"{", "more_body": True}
+    asyncio.run(run(half))
+    assert [m.get("status") for m in sent] == [408, None]
+    sent.clear()
+    made.engine.hold_at = 5
+    body = json.dumps({**LONG, "stream": True}).encode()
+    asyncio.run(run({"type": "http.request", "body": body, "more_body": False}))
+    assert len(made.engine.cancelled) == 1 and made.context.gate.running == 0
+
+
+def test_a_client_that_leaves_the_queue_gives_its_place_up():
+  with server(max_concurrent=1) as made:
+    made.driver.pause("keep")
+
+    async def run():
+      async with made.client() as client:
+        first = asyncio.create_task(client.post(PATH, json=BODY))
+        await until(lambda: made.context.gate.running)
+        second = asyncio.create_task(client.post(PATH, json=BODY))
+        await until(lambda: made.context.gate.waiting)
+        second.cancel()
+        await until(lambda: not made.context.gate.waiting)
+        made.driver.resume()
+        return await first
+
+    assert asyncio.run(run()).status_code == 200
+    assert made.context.gate.running == 0 and len(made.engine.submitted) == 1
+
+
+def test_the_page_is_served_if_there_is_one(tmp_path, monkeypatch):
+  page = tmp_path / "page.html"
+  monkeypatch.setattr(status, "_PAGE", page)
+  with server(api_key="secret") as made:
+    error_of(made.get("/"), 404)
+    page.write_text("<p>hello</p>")
+    answer = made.get("/")
+    assert answer.text == "<p>hello</p>"
+    assert "connect-src 'self'" in answer.headers["content-security-policy"]
+
+
+NASTY = [
+  *(True, -1, 0, 1, 2**40, 2**70, 0.5, 1e300, "", "a", "1", "\0", "é" * 50),
+  *([], [""], [[]], [1], [-1], [2**40], [None], [{}], [[1], "a"], ["a", 1]),
+  *({}, {"a": 1}, {"1": 1}, {"type": 1}, {"type": "text"}, {"type": "json_schema"}),
+  *([{"role": "user", "content": 1}], [{"role": "user", "content": [{}]}]),
+  *([{"type": "function", "function": {"name": "a"}}], {"include_usage": 1}),
+]
+FIELDS = {
+  PATH: (
+    {"prompt": "a"},
+    "prompt max_tokens n temperature top_p top_k min_p seed stop stop_token_ids echo "
+    "logit_bias logprobs prompt_logprobs stream stream_options model request_id suffix "
+    "response_format structured_outputs ignore_eos priority add_special_tokens",
+  ),
+  "/v1/chat/completions": (
+    {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4},
+    "messages tools tool_choice max_tokens max_completion_tokens top_logprobs logprobs "
+    "chat_template_kwargs documents add_generation_prompt response_format n stop",
+  ),
+  "/inference/v1/generate": (
+    {"token_ids": [60], "sampling_params": {"max_tokens": 4}},
+    "token_ids sampling_params priority output_mode return_token_ids stream cache_salt",
+  ),
+  "/tokenize": ({}, "prompt messages tools add_special_tokens return_token_strs"),
+  "/detokenize": ({}, "tokens model"),
+  "/v1/load_lora_adapter": ({"lora_name": "a"}, "lora_name lora_path"),
+  "/update_weights": ({}, "path mode version"),
+}
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_no_value_of_a_field_is_a_server_error(path, tmp_path):
+  """Every field takes every value: the answer is 200 or says what is wrong."""
+  base, names = FIELDS[path]
+  with server(checkpoint_root=tmp_path, parts={"load_model": open}) as made:
+
+    async def run():
+      counts = {}
+      async with made.client() as client:
+        for name in names.split():
+          for value in NASTY:
+            answer = await client.post(path, json={**base, name: value})
+            code = answer.status_code
+            assert code == 200 or 400 <= code < 500, (name, value, answer.text)
+            assert code == 200 or answer.json()["error"]["message"]
+            counts[code] = counts.get(code, 0) + 1
+      return counts
+
+    counts = asyncio.run(run())
+    assert counts[400] > 10
+    assert made.get("/health").status_code == 200
