@@ -20,6 +20,7 @@ from tunix.serve.sampling import read_sampling, read_top
 # Fields of vLLM's sampling parameters about how its server works, not what it draws.
 _HARMLESS_PARAMS = HARMLESS | {
   *("flat_logprobs", "extra_args", "output_kind", "skip_clone"),
+  "routed_experts_prompt_start",  # verifiers' clients send it with each further turn
 }
 
 
