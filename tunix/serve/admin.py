@@ -23,15 +23,15 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 async def pause(call: Call, context: Context) -> Answer:
-  """Pauses the engine; `mode` says what becomes of running requests.
+  """Pauses the engine; `mode` says how running requests end.
 
   "abort" ends them, "wait" lets them finish, "keep" stops them until `/resume`.
   """
   check_alive(context.driver)
   fields = Fields({**call.query, **call.body})
   mode = fields.text("mode", "abort")
-  # vLLM's: drops kept prefixes. Ours belong to one version of the weights, so they are
-  # never stale.
+  # In vLLM it drops kept prefixes. Here a prefix belongs to one version of the weights,
+  # so it is never stale.
   fields.raw("clear_cache")
   fields.end(_NOTHING)
   if mode not in _MODES:
@@ -41,10 +41,10 @@ async def pause(call: Call, context: Context) -> Answer:
 
 
 async def resume(call: Call, context: Context) -> Answer:
-  """Lets the engine go on."""
+  """Ends a pause."""
   check_alive(context.driver)
   Fields({**call.query, **call.body}).end(_NOTHING)
-  # Not `_alone`: a pause that waits for requests can be taken back.
+  # Not `_alone`: it must be able to end a pause that waits for requests.
   await _bounded(context, context.driver.resume, "the resumption")
   return Answer(content={"status": "resumed"})
 

@@ -1,4 +1,4 @@
-"""The ASGI application. This is the one file that knows the web framework."""
+"""The ASGI application; the only file that imports the web framework."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def _refused(request: Any, error: Any) -> Any:
 class Endpoint:
   """An ASGI application for one route.
 
-  The answer and the client's disconnect race: a client that goes away ends its work.
+  If the client disconnects before the answer is complete, the work is cancelled.
   """
 
   def __init__(self, route: Route, path: str, context: Context):
@@ -215,7 +215,7 @@ class Endpoint:
 
 
 class _ClientStuck(Exception):
-  """The client takes nothing of its answer any more."""
+  """The client does not take its answer."""
 
 
 class _Sender:

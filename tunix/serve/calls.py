@@ -1,4 +1,4 @@
-"""The way of a generating call: read it, wait for a place, run it, answer it."""
+"""Steps of a call that generates: read, wait for a place, run, answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tunix.serve.forms import StreamOptions
 from tunix.serve.http import Answer, Call, Stream
 from tunix.serve.running import Clock, Collected, Part, Run, check_alive, collect
 
-# Seconds between two looks at the clock, which a shutdown may have moved.
+# Seconds between two checks of the clock: a shutdown shortens the limit.
 _LOOK = 1.0
 
 
@@ -52,8 +52,8 @@ async def serve(
   Args:
     context: the server.
     call: the call.
-    read: reads a call. It runs in another thread, as tokenizers, templates and grammars
-      take their time.
+    read: reads a call. It runs in another thread, because tokenizers, templates and
+      grammars can take seconds.
 
   Raises:
     ApiError: the call is malformed, or the server is full.
@@ -95,7 +95,7 @@ async def within(clock: Clock, work: Awaitable[Any]) -> Any:
   """Waits for work as long as the clock allows.
 
   Raises:
-    ApiError: the time is over. A thread goes on, and its result is dropped.
+    ApiError: the time is over. A thread runs to its end, and its result is dropped.
   """
   task = asyncio.ensure_future(work)
   try:

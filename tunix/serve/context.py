@@ -45,7 +45,7 @@ class Context:
     load_model: loads a checkpoint folder for `/update_weights`; None: the route is
       refused.
     gate: limits on running and waiting requests.
-    drain: when requests are given up.
+    drain: time at which a shutdown ends running requests.
     admin: held while the engine is paused, or its adapters or weights change.
     metrics: metrics of the server and the engine.
     created: time of the start, in seconds since 1970.

@@ -22,9 +22,10 @@ HARMLESS = frozenset(
 
 
 class Fields:
-  """The fields of a JSON object. Each field that a route knows is taken out once.
+  """The fields of a JSON object; a route takes each field that it knows.
 
-  A field with the value null counts as absent, as in OpenAI's API.
+  A field with the value null counts as absent, as in OpenAI's API. `end` refuses the
+  fields that were not taken.
   """
 
   def __init__(self, content: Mapping[str, Any], prefix: str = ""):
@@ -98,7 +99,7 @@ class Fields:
     return value if isinstance(value, dict) else self._refuse(field, value, "an object")
 
   def neutral(self, **values: Sequence[Any]) -> None:
-    """Takes fields that are not supported and refuses all but their neutral values."""
+    """Takes unsupported fields, and refuses values that would have an effect."""
     for field, allowed in values.items():
       value = self.raw(field, allowed[0])
       same = any(value == x and type(value) in _kinds(x) for x in allowed)
@@ -150,7 +151,7 @@ def shown(value: Any, most: int = 200) -> str:
 
 
 def _pieces(value: Any, most: int) -> Iterator[str]:
-  # A list of a million ids is not written out only to be cut.
+  # Cuts a list first: writing out a million ids takes a second.
   if isinstance(value, list | str) and len(value) > most:
     value = value[:most]
   yield repr(value)[: most + 1]

@@ -11,13 +11,13 @@ from tunix.serve.errors import ApiError, shutting_down
 
 
 class Gate:
-  """Lets a fixed number of requests in; a bounded number waits in order of arrival.
+  """Admits a fixed number of requests; a bounded number waits in order of arrival.
 
   All methods belong to the thread of the event loop.
 
   Attributes:
-    running: number of requests that are in.
-    is_draining: nothing enters any more.
+    running: number of admitted requests.
+    is_draining: new requests are refused.
   """
 
   def __init__(
@@ -36,7 +36,7 @@ class Gate:
 
   @contextlib.asynccontextmanager
   async def entered(self) -> AsyncIterator[None]:
-    """Waits for a place, and gives it back at the end.
+    """Waits for a place, and releases it at the end.
 
     Raises:
       ApiError: 429 if the queue is full or the wait too long; 503 while draining.
@@ -48,7 +48,7 @@ class Gate:
       self._leave()
 
   def drain(self) -> None:
-    """Refuses all requests that are not in."""
+    """Refuses waiting and new requests."""
     self.is_draining = True
     while self._waiting:
       place = self._waiting.popleft()
@@ -67,7 +67,7 @@ class Gate:
     self._waiting.append(place)
     try:
       async with asyncio.timeout(self._timeout):
-        await place  # whoever leaves passes its place on
+        await place  # `_leave` passes its place on
     except BaseException as error:
       if place in self._waiting:
         self._waiting.remove(place)

@@ -1,4 +1,4 @@
-"""Access: the API key, and requests that a web page sends behind its reader's back."""
+"""Access checks: the API key, and requests that come from foreign web pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from tunix.serve.errors import ApiError
 from tunix.serve.settings import ServeSettings
 
-# Probes of a load balancer and the page have no key. They tell nothing of requests.
+# Probes of a load balancer and the page need no key: they return no data of requests.
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -44,10 +44,10 @@ def _check_key(key: str, header: str) -> None:
 
 
 def _check_page(settings: ServeSettings, headers: Mapping[str, str]) -> None:
-  """Refuses web pages of other sites, where no key keeps them out.
+  """Refuses requests that a web page of another site sends.
 
-  A browser on this machine reaches the server from any page. Pages of other origins
-  are told by the header Origin; names that an attacker points at 127.0.0.1, by Host.
+  A browser on this machine can reach the server from any page. The header Origin names
+  the page's site. The header Host shows a name that an attacker resolves to 127.0.0.1.
   """
   host = headers.get("host", "")
   name = _parts(f"//{host}").hostname
@@ -62,7 +62,8 @@ def _check_page(settings: ServeSettings, headers: Mapping[str, str]) -> None:
   if origin is not None and _parts(origin).netloc != host:
     raise ApiError(
       403,
-      f"the request comes from a page of {origin[:100]!r}: set an API key to serve it",
+      f"the header Origin is {origin[:100]!r}, expected this server's own address: set "
+      "an API key to serve other pages",
       code="foreign_origin",
     )
 

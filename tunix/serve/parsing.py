@@ -1,7 +1,8 @@
 """Reasoning and tool calls in a model's text.
 
-Each reader takes the text as it grows and returns what is settled. Text that may yet
-become a tag is held back, so the pieces of a stream, joined, are the whole answer's.
+Each reader takes the text as it grows and returns the part that no further text can
+change. Text that may become a tag is held back. The pieces of a stream, joined, equal
+the result for the whole text.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ class Reader(Protocol):
   """A reader of growing text."""
 
   def push(self, text: str) -> Piece:
-    """Takes new text, returns what is settled."""
+    """Takes new text and returns the settled part."""
     ...
 
   def end(self) -> Piece:
-    """Returns what was held back, after the last text."""
+    """Returns the text that was held back, after the last `push`."""
     ...
 
 
@@ -100,8 +101,8 @@ class PlainReader:
 class ReasoningReader:
   """Splits reasoning off; another reader takes the rest.
 
-  The answer may begin with <think>, or a template has opened it in the prompt. A tag
-  further on is text. White space around the reasoning is dropped.
+  The reasoning begins with <think> at the start of the answer, or at the end of the
+  prompt. Later tags are text. White space around the reasoning is dropped.
   """
 
   def __init__(self, rest: Reader, is_open: bool):
@@ -175,7 +176,7 @@ class HermesReader:
     self._text = ""
     if not tag:
       return Piece(content=before if before.strip() else "")
-    # Models end with the end token instead of the closing tag at times.
+    # Some models write the end token instead of the closing tag.
     return self._block(before, body, "")
 
   def _settled(self) -> Piece:

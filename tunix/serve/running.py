@@ -1,7 +1,7 @@
 """Requests in the engine, as the event loop sees them.
 
-The engine's thread wakes the loop after each delta. Whatever ends the wait (the last
-delta, an error, a deadline, a client that is gone), a ticket that still runs is
+The engine's thread wakes the loop after each delta. When the wait ends (by the last
+delta, an error, a deadline or a disconnected client), every ticket that still runs is
 cancelled.
 """
 
@@ -26,7 +26,7 @@ from tunix.generate.engine.request import (
 )
 from tunix.serve.errors import ApiError, bad, shutting_down
 
-# Seconds between two looks at the driver, for an engine that died without a word.
+# Seconds between two checks of the driver, in case the engine ended without an error.
 _LOOK = 1.0
 
 
@@ -44,7 +44,7 @@ class Part:
 
 
 class Run:
-  """Some requests that belong to one call.
+  """The requests of one call.
 
   Attributes:
     tickets: the tickets, in the order of the requests.
@@ -56,7 +56,7 @@ class Run:
     Args:
       driver: the driver of the engine.
       requests: the requests.
-      streams: have text while completions grow, not only at their end.
+      streams: deltas carry text while completions grow, not only at their end.
 
     Raises:
       ApiError: 400 if the engine refuses a request.
@@ -77,7 +77,7 @@ class Run:
       raise
 
   def cancel(self) -> None:
-    """Cancels what still runs; afterwards nothing wakes the loop."""
+    """Cancels the tickets that still run; no ticket wakes the loop afterwards."""
     for number, ticket in enumerate(self.tickets):
       ticket.listen(None)
       if self._open.get(number):
@@ -88,7 +88,7 @@ class Run:
     """Yields deltas as they arrive, until every completion is over.
 
     Args:
-      clock: when the wait ends at the latest.
+      clock: time limit of the wait.
 
     Raises:
       RequestError: a request failed.
@@ -132,7 +132,7 @@ class Run:
 
 
 class Clock:
-  """The time that a call has.
+  """The time limit of a call.
 
   Attributes:
     drain_deadline: time at which a server that shuts down gives up, shared by all.
@@ -185,8 +185,8 @@ async def _wait(event: asyncio.Event, seconds: float) -> None:
 
 
 def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
-  # The engine's thread calls this, and nothing may be raised there.
-  with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
+  # An exception here would end the engine's thread.
+  with contextlib.suppress(RuntimeError):  # the loop is closed
     loop.call_soon_threadsafe(event.set)
 
 

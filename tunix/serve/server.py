@@ -112,8 +112,8 @@ def serve(
 def _quiet_signals() -> Iterator[None]:
   """Keeps the signal that ended uvicorn from ending the process.
 
-  uvicorn raises it again after its shutdown, for the handlers that were there before:
-  the driver has yet to be stopped.
+  uvicorn raises the signal again after its shutdown. The default handler would end the
+  process before the driver is stopped.
   """
   if threading.current_thread() is not threading.main_thread():
     yield
@@ -128,7 +128,7 @@ def _quiet_signals() -> Iterator[None]:
 
 
 def _listen(settings: ServeSettings) -> socket.socket:
-  # uvicorn would exit the process if it could not bind.
+  # uvicorn exits the process if it cannot bind.
   host = settings.host.strip("[]")
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
   try:

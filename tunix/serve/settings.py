@@ -25,9 +25,9 @@ class ServeSettings:
     checkpoint_root: folder below which `/update_weights` and `/v1/load_lora_adapter`
       may read; None: both routes are refused.
     tool_format: how the model writes tool calls. "auto": read off the chat template.
-    split_reasoning: return the text between <think> and </think> apart from the answer.
+    split_reasoning: return the text between <think> and </think> in a field of its own.
     max_body_bytes: largest body of a request.
-    max_prompt_tokens: longest prompt; None: what the engine has room for.
+    max_prompt_tokens: longest prompt; None: the limit of the engine.
     max_choices: largest number of completions of one request: prompts times `n`.
     max_concurrent: requests that the engine works on at the same time.
     max_queue: further requests that wait; beyond them the answer is 429.
