@@ -114,10 +114,9 @@ async def _refused(request: Any, error: Any) -> Any:
   """Returns the answer for an unknown path or a wrong method."""
   from starlette.responses import Response
 
-  messages = {404: "there is no such path", 405: "the path has another method"}
-  problem = ApiError(
-    error.status_code, f"{messages.get(error.status_code, error.detail)}: see docs"
-  )
+  messages = {404: "this server has no such path", 405: "the path has another method"}
+  text = messages.get(error.status_code, error.detail)
+  problem = ApiError(error.status_code, f"{text}: check the URL and the method")
   answer = Answer(status=problem.status, content=problem.body())
   return Response(answer.data(), problem.status, media_type=answer.media_type)
 
