@@ -76,10 +76,10 @@ class EngineConfig:
   def block_counts(self) -> tuple[int, ...]:
     """Numbers of blocks (of a page) of a round that prefills; each is a program.
 
-    The largest is that of `prefill_tokens`; the others are a quarter and a sixteenth.
+    They are 2, 8, 32, ... up to that of `prefill_tokens`.
     """
     most = self.prefill_tokens // self.page_tokens
-    return tuple(sorted({max(min(2, most), most // part) for part in (1, 4, 16)}))
+    return tuple(sorted({most, *(2 * 4**i for i in range(16) if 2 * 4**i < most)}))
 
   @property
   def pages(self) -> int:

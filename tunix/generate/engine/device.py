@@ -176,6 +176,7 @@ class Device:
     have = self._store.rows_v[0].shape[2]
     loads = plan.loads
     if width > have or width <= _SHRINK * have:
+      self._write_parts(s for s in running if s and s not in plan.loads)
       empty = self._empty_rows(width)
       self._store = Store(*empty, self._store.pages_k, self._store.pages_v)
       loads = [s for s in running if s is not None and s.computed and s.pages]
@@ -195,6 +196,15 @@ class Device:
     for i, part in enumerate(parts):
       first = copies[-1] if i == 0 else none
       self._store = programs.call("engine load", self._load, self._store, *first, *part)
+
+  def _write_parts(self, sequences: Iterable[Sequence]) -> None:
+    """Writes the pages that are in rows only, because they are not full yet."""
+    size = self._config.page_tokens
+    self.write(
+      (s.slot, s.computed // size, s.pages[s.computed // size])
+      for s in sequences
+      if s.slot is not None and s.computed % size
+    )
 
   def _batches(self, items: list[tuple[int, ...]], columns: int):
     """Yields lists of one fixed length, and how many of their entries are used."""

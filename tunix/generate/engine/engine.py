@@ -241,7 +241,8 @@ class Engine:
     for fork in plan.forks:
       self._scheduler.forked(fork)
     # The pages of a follower are its leader's, and a copy that the next launch makes.
-    forked = {fork.follower for fork in plan.forks}
+    followers = {fork.follower for fork in plan.forks}
+    leaders = {fork.leader for fork in plan.forks}
     written, over = [], []
     for slot, s in enumerate(running):
       if s is None:
@@ -250,9 +251,12 @@ class Engine:
       self._counts["generated_tokens"] += count
       computed = s.length - 1 if count else ends.get(s, s.computed)
       self._scheduler.computed(s, computed)
-      if s not in forked:
-        changed = range(before[slot] // size, -(-computed // size))
-        written += [(slot, page, s.pages[page]) for page in changed]
+      # A page is written when it is full. A part of one stays in its row, unless
+      # followers copy it.
+      end = -(-computed // size) if s in leaders else computed // size
+      if s not in followers:
+        pages = range(before[slot] // size, end)
+        written += [(slot, page, s.pages[page]) for page in pages]
       if out.bad[slot]:
         over.append((s, "error"))
       elif reason is not None:
