@@ -144,7 +144,8 @@ class EngineSampler(BaseSampler):
       finally:
         for ticket in tickets:
           engine.cancel(ticket)
-        engine.step()
+        if engine.is_alive:  # not after an interrupt
+          engine.step()
         self._rest()
 
     return increments()
@@ -182,9 +183,11 @@ class EngineSampler(BaseSampler):
       max_tokens=most if positions is None else min(most, positions),
       rounds=rounds,
     )
-    if self._engine is None or not _holds(self._engine.config, config):
+    have = self._engine
+    if have is None or not have.is_alive or not _holds(have.config, config):
       self._engine = Engine(model, self.tokenizer, config, self.gather_weights)
-    return self._engine
+      return self._engine
+    return have
 
   def _requests(
     self, prompts: list[np.ndarray], options: SamplingOptions
@@ -214,8 +217,9 @@ class EngineSampler(BaseSampler):
 
   def _rest(self) -> None:
     """Leaves nothing on the device, unless the weights are frozen."""
-    if self._engine is not None and not self._frozen:
-      self._engine.sleep()
+    engine = self._engine
+    if engine is not None and engine.is_alive and not self._frozen:
+      engine.sleep()
 
 
 def model_size(cache_config: CacheConfig | None) -> int | None:

@@ -17,8 +17,8 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections.abc import Sequence as Seq
-from typing import Any, Literal
+from collections.abc import Callable, Sequence as Seq
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from tunix.generate.tokenizer_adapter import adapted
 from tunix.models.transformer.model import Transformer
 
 UpdateMode = Literal["keep", "recompute", "drain"]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,6 +156,7 @@ class Engine:
       streams,
     )
     with self._lock:
+      self._check_alive()  # it may have failed since; nobody would answer
       self._open[ticket] = sequences
       self._arrived.extend(sequences)
     return ticket
@@ -170,8 +172,14 @@ class Engine:
     Requests with the largest `max_tokens` start first. A long completion that starts
     last would run alone at the end, with the other slots empty.
     """
-    longest_first = sorted(range(len(requests)), key=lambda i: -requests[i].max_tokens)
-    tickets = {i: self.submit(requests[i], streams=False) for i in longest_first}
+    tickets: dict[int, Ticket] = {}
+    try:
+      for i in sorted(range(len(requests)), key=lambda i: -requests[i].max_tokens):
+        tickets[i] = self.submit(requests[i], streams=False)
+    except Exception:  # one cannot run, and the others would run for nobody
+      for ticket in tickets.values():
+        self.cancel(ticket)
+      raise
     while any(ticket in self._open for ticket in tickets.values()):
       self.step()
     return [self.collect(tickets[i]) for i in range(len(requests))]
@@ -201,11 +209,20 @@ class Engine:
       EngineDead: the launch failed; every open request has received the error.
     """
     self._check_alive()
+    return self._or_die(self._take_and_step)
+
+  def _take_and_step(self) -> bool:
+    self._take_arrivals()
+    return self._step()
+
+  def _or_die(self, function: Callable[[], T]) -> T:
+    """Calls a function that launches; nobody waits for ever if it fails."""
     try:
-      self._take_arrivals()
-      return self._step()
-    except Exception as error:  # whatever it is, nobody may wait for ever
+      return function()
+    except BaseException as error:  # an interrupt loses the cache as well
       self._die(error)
+      if not isinstance(error, Exception):
+        raise
       raise EngineDead(f"the engine failed: {error}") from error
 
   def _step(self) -> bool:
@@ -289,7 +306,7 @@ class Engine:
   def _take_arrivals(self) -> None:
     with self._lock:
       arrived, self._arrived = self._arrived, collections.deque()
-      cancelled, self._cancelled = self._cancelled, []
+      cancelled, self._cancelled = dict.fromkeys(self._cancelled), []
       # An arrived completion of a cancelled request must be in the queue to be removed.
       ending = [s for ticket in cancelled for s in self._open.get(ticket, ())]
     for s in arrived:
@@ -331,7 +348,7 @@ class Engine:
         "the new model has another configuration than the engine's: make a new engine"
       )
     if mode == "drain":
-      self._drain()
+      self._or_die(self._drain)
     self.version = self.version + 1 if version is None else version
     self._model = model
     self._device.set_model(model)
@@ -378,7 +395,8 @@ class Engine:
 
   def _drain(self) -> None:
     waiting = self._scheduler.hold_back()
-    while any(self._scheduler.running):
+    # A completion that gives its pages up waits in the queue.
+    while any(self._scheduler.running) or self._scheduler.waiting:
       self._step()
     for s in waiting:
       self._scheduler.add(s)
@@ -386,15 +404,21 @@ class Engine:
   def _forget(self, recompute: bool) -> None:
     root = functools.partial(pages_lib.root_digest, self.version)
     for s in list(self._scheduler.active()):
-      if recompute:
+      if not recompute:
+        # A mixture of versions, which no other completion may share.
+        s.digests = [pages_lib.root_digest(f"{self.version} in {s.order}", s.adapter)]
+      elif s.slot is not None:  # a follower has left with its leader
         self._scheduler.preempt(s)
-      else:
-        s.digests = []  # a mixture of versions, which no other completion may share
     for s in self._scheduler.queued():
       s.digests = [root(s.adapter)]
     self._scheduler.pool.forget_all()
 
   # State.
+
+  @property
+  def is_alive(self) -> bool:
+    """False after a failed launch, an interrupted one, or `close`."""
+    return self._dead is None
 
   @property
   def is_busy(self) -> bool:

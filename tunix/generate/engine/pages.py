@@ -21,7 +21,7 @@ TRASH = 0  # the page that takes writes of idle and padded rows; it is never rea
 Digest = bytes
 
 
-def root_digest(version: int, adapter: int) -> Digest:
+def root_digest(version: int | str, adapter: int) -> Digest:
   """Returns the digest before the first page, of a version and an adapter's number."""
   return _hash(repr((version, adapter)).encode())
 
