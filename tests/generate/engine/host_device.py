@@ -205,8 +205,7 @@ class HostEngine(engine_lib.Engine):
     self.audit()
     device, size = self._device, self.config.page_tokens
     for s in self._scheduler.active():
-      copied = s in [new for new, page in self._scheduler._new if page is not None]
-      most = s.computed // size * size if copied else s.computed
+      most = s.computed // size * size  # the rest is in the row only
       held = [x for page in s.pages for x in device.pages[page]]
       for place in range(most):
         assert held[place] == device.entry(s.known[: place + 1]), (s.ticket.id, place)
