@@ -124,6 +124,8 @@ class Engine:
     self._open: dict[Ticket, list[Sequence]] = {}
     self._counts: collections.Counter[str] = collections.Counter()
     self._dead: BaseException | None = None
+    # Called after each submission, for a driver that waits for one.
+    self.on_submit: Callable[[], None] = lambda: None
 
   # Requests.
 
@@ -159,12 +161,23 @@ class Engine:
       self._check_alive()  # it may have failed since; nobody would answer
       self._open[ticket] = sequences
       self._arrived.extend(sequences)
+    self.on_submit()
     return ticket
 
   def cancel(self, ticket: Ticket) -> None:
     """Ends a request at the next launch; its open completions end as "cancelled"."""
     with self._lock:
       self._cancelled.append(ticket)
+
+  def cancel_all(self) -> None:
+    """Ends all open requests now."""
+    with self._lock:
+      self._cancelled = list(self._open)
+    self._take_arrivals()
+
+  def hold_back(self, is_held: bool) -> None:
+    """Stops or allows the start of waiting completions; running ones go on."""
+    self._scheduler.is_held = is_held
 
   def run(self, requests: Seq[EngineRequest]) -> list[list[Completion]]:
     """Completes requests in this thread; one list of completions for each.
@@ -391,7 +404,8 @@ class Engine:
 
   def close(self) -> None:
     """Frees the device; open requests receive EngineDead."""
-    self._die(EngineDead("the engine was closed"))
+    if self._dead is None:
+      self._die(EngineDead("the engine was closed"))
 
   def _drain(self) -> None:
     waiting = self._scheduler.hold_back()
@@ -419,6 +433,12 @@ class Engine:
   def is_alive(self) -> bool:
     """False after a failed launch, an interrupted one, or `close`."""
     return self._dead is None
+
+  @property
+  def has_arrivals(self) -> bool:
+    """True if requests or cancellations arrived since the last launch."""
+    with self._lock:
+      return bool(self._arrived or self._cancelled)
 
   @property
   def is_busy(self) -> bool:

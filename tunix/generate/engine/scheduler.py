@@ -78,6 +78,7 @@ class Scheduler:
   Attributes:
     running: the completion in each slot, or None.
     pool: the pages.
+    is_held: if True, no waiting completion starts.
     preemptions: how often a completion gave its pages up.
     hit_tokens: number of prompt tokens that were found in the cache, or prefilled for
       another completion of the request.
@@ -87,6 +88,7 @@ class Scheduler:
     self._config, self._size = config, config.page_tokens
     self.pool = PagePool(config.pages)
     self.running: list[Sequence | None] = [None] * config.slots
+    self.is_held = False
     self.preemptions = 0
     self.hit_tokens = 0
     self._waiting: list[tuple[tuple[int, int], Sequence]] = []
@@ -160,7 +162,7 @@ class Scheduler:
     self._new.append((fork.follower, fork.copied))
 
   def _admit(self) -> None:
-    while self._waiting and None in self.running:
+    while self._waiting and None in self.running and not self.is_held:
       sequence = self._waiting[0][1]
       leader = self._leader_of(sequence)
       if leader is None and not self._find_pages(sequence):
