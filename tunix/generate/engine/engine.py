@@ -331,6 +331,27 @@ class Engine:
       results.cancelled(s)
       self._close_ticket(s)
 
+  @property
+  def vocab_size(self) -> int:
+    """V, the number of ids of the model."""
+    return self._model.config.vocab_size
+
+  def warm_up(self) -> None:
+    """Compiles the programs of plain requests, greedy and sampled, with log-probs.
+
+    Filters, biases, lists of likely tokens and scores of prompts compile when they are
+    first asked for, and so do wider rows (see docs/guides/engine.md).
+    """
+    c = self.config
+    length = max(1, min(c.max_tokens // 2, c.prefill_tokens))
+    for size in {1, length}:
+      prompt = np.zeros(size, np.int32)
+      rules: dict[str, Any] = {"temperature": 1.0, "logprobs": True, "seed": 0}
+      most = min(c.rounds + 1, c.max_tokens - size)
+      self.run([EngineRequest(prompt=prompt, max_tokens=most, stop_ids=(), **rules)])
+    self._counts.clear()
+    self.sleep()
+
   # Weights and cache.
 
   def update_weights(
