@@ -154,7 +154,7 @@ def test_nobody_overtakes_a_large_request_for_ever(make):
   large = engine.submit(
     EngineRequest(prompt=np.arange(1, 40), max_tokens=9, stop_ids=(), seed=1)
   )
-  for launches in range(60):
+  for _ in range(60):
     if large not in engine._open:
       break
     engine.submit(small())

@@ -41,6 +41,8 @@ class RolloutConfig:
       step, and activations move instead of weights. False: leave them unchanged. None:
       the first of True and "split" whose weights take at most a quarter of a device's
       memory, else False; always False on CPUs.
+    slots: number of completions that our engine samples at the same time; None: all of
+      a batch, at most 64. The padded sampler always takes all.
     engine_options: options that are passed to the engine unchanged (address, structured
       output, ...). Our own sampler has none and refuses them.
   """
@@ -56,6 +58,7 @@ class RolloutConfig:
   stop_strings: Sequence[str] | None = None
   kv_cache_size: int | None = None
   gather_weights: GatherWeights = None
+  slots: int | None = None
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -65,6 +68,7 @@ class RolloutConfig:
       max_tokens_to_generate=checks.COUNT,
       max_prompt_length=checks.COUNT,
       kv_cache_size=checks.COUNT,
+      slots=checks.COUNT,
       seed=checks.SEED,
     )
     # A sampler would refuse these options only in its first call, late in a run.

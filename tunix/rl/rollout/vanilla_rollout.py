@@ -6,6 +6,7 @@ from typing import Any
 
 from flax import nnx
 
+from tunix.generate.engine_sampler import sampler_of
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.sampler_rollout import SamplerRollout
@@ -29,8 +30,16 @@ class VanillaRollout(SamplerRollout):
     size = rollout_config.kv_cache_size
     cache = None if size is None else CacheConfig(cache_size=size)
     super().__init__(
-      Sampler(model, tokenizer, cache, gather_weights=rollout_config.gather_weights)
+      self._make(
+        model,
+        tokenizer,
+        cache_config=cache,
+        gather_weights=rollout_config.gather_weights,
+        slots=rollout_config.slots,
+      )
     )
+
+  _make = staticmethod(sampler_of)
 
   def update_params(self, model: Any, version: Any) -> None:
     """Stores the version; the weights are in the module already.
@@ -47,6 +56,17 @@ class VanillaRollout(SamplerRollout):
 
   def model(self) -> nnx.Module:
     return self._sampler.transformer
+
+
+class PaddedRollout(VanillaRollout):
+  """Rollouts by the padded sampler, whatever the model is."""
+
+  @staticmethod
+  def _make(
+    model: nnx.Module, tokenizer: Any, *, slots: Any, **options: Any
+  ) -> Sampler:
+    del slots
+    return Sampler(model, tokenizer, **options)
 
 
 def check_options(rollout_config: RolloutConfig) -> None:
