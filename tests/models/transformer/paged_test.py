@@ -1,12 +1,20 @@
 """Pages against dense attention and against numbers computed by hand."""
 
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tunix.models.transformer import attention_paths, paged
+from tunix.models.transformer import attention_paths, paged, paged_kernels
 from tunix.models.transformer.visibility import Visibility
+from tunix.utils import mesh as mesh_lib
 
 PAGE, WIDTH, POOL = 4, 6, 32
 
@@ -32,8 +40,8 @@ class Case:
   first slot of a page) and two blocks of the third, the second of which has padding.
   """
 
-  def __init__(self, heads=4, kv_heads=2, head_dim=8, path="gather"):
-    pages = [9, 3, 14], [5, 1, 12, 7, 20], [2, 30, 8, 11]
+  def __init__(self, heads=4, kv_heads=2, head_dim=8, path="gather", **layout):
+    self.pages = pages = [9, 3, 14], [5, 1, 12, 7, 20], [2, 30, 8, 11]
     before, self.ends = [11, 16, 6], [12, 17, 13]
     self.kv = [
       draw(2, end, kv_heads, head_dim, seed=i) for i, end in enumerate(self.ends)
@@ -45,6 +53,7 @@ class Case:
       head_dim=head_dim,
       dtype=jnp.float32,
       path=path,
+      **layout,
     )
     past = group(pages, [0, 0, 0], before, 16)
     old = [
@@ -107,10 +116,41 @@ CASES = [
 def test_gather_equals_dense_attention(shape, options):
   case = Case(**shape)
   out = np.asarray(case.got(**options)[0][:, 0])
-  assert np.all(np.isfinite(out))
-  np.testing.assert_allclose(
-    out[case.valid], case.want(**options)[case.valid], atol=2e-6
+  np.testing.assert_allclose(out, case.want(**options), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+  "shape, options",
+  [
+    ({}, {"window": 3, "softcap": 2.0}),
+    # Heads of 256 numbers are in one array for each key head.
+    ({"head_dim": 130}, {"window": 6}),
+  ],
+)
+def test_arguments_of_the_tpu_kernel(shape, options):
+  # The kernel's own reference runs in its place: neither interpreter of Pallas runs it.
+  from jax.experimental.pallas.ops.tpu import ragged_paged_attention as lib
+
+  case = Case(path="ragged", **shape)
+  layer = paged.write(case.past, case.key, case.value, case.ragged)
+  given = {"scale": 0.3, "softcap": None, "window": None, **options}
+  kernel = lib.ref_ragged_paged_attention
+  run = paged_kernels.tpu
+  out = run(case.query[:, 0], layer.pages, case.ragged, **given, kernel=kernel)
+  assert len(layer.pages) == (2 if "head_dim" in shape else 1)
+  np.testing.assert_allclose(out[case.valid], case.want(**given)[case.valid], atol=2e-6)
+
+
+def test_gpu_kernel_in_the_interpreter(monkeypatch):
+  # Blocks of 2 pages, so that the 6 pages of the table are 3 parts.
+  monkeypatch.setattr(paged_kernels, "_GPU_KEYS", 2 * PAGE)
+  case = Case(head_dim=16, path="gpu_paged")
+  layer = paged.write(case.past, case.key, case.value, case.ragged)
+  out = paged_kernels.gpu(
+    case.query[:, 0], layer.pages, case.ragged, 0.3, 2.0, None, interpret=True
   )
+  want = case.want(scale=0.3, softcap=2.0)
+  np.testing.assert_allclose(out[case.valid], want[case.valid], atol=2e-6)
 
 
 def test_two_keys_by_hand():
@@ -125,3 +165,191 @@ def test_two_keys_by_hand():
   np.testing.assert_allclose(out.reshape(-1), [8, 5], rtol=1e-6)
   out = paged.attend(numbers(1, 1), layer, ragged, scale=1.0, window=1)
   np.testing.assert_allclose(out.reshape(-1), [8, 4], rtol=1e-6)
+
+
+@pytest.mark.parametrize("path", ["gather", "ragged"])
+def test_padding_is_written_nowhere(path):
+  case = Case(path=path)
+  layer = paged.write(case.past, case.key, case.value, case.ragged)
+  heads = np.asarray(layer.pages[0])
+  if path == "ragged":
+    heads = heads[:, :, 0::2, :8].transpose(2, 0, 1, 3)
+  assert np.count_nonzero(heads.any(axis=(0, 3))) == sum(case.ends)
+  assert not heads[:, 0].any()
+  # Position 11 of the second sequence is in slot 3 of its third page.
+  np.testing.assert_array_equal(heads[:, 12, 3], case.kv[1][0, 11])
+
+
+@pytest.mark.parametrize("path", ["gather", "ragged"])
+def test_a_nan_after_the_last_key_is_not_read(path):
+  from jax.experimental.pallas.ops.tpu import ragged_paged_attention as lib
+
+  case = Case(path=path)
+  written = paged.write(case.past, case.key, case.value, case.ragged)
+  unused = np.ones((POOL, PAGE), bool)
+  for pages, end in zip(case.pages, case.ends):
+    for position in range(end):
+      unused[pages[position // PAGE], position % PAGE] = False
+  unused[0] = False
+  mask = unused[:, :, None, None] if path == "ragged" else unused[None, :, :, None]
+  pages = tuple(jnp.where(mask, jnp.nan, x) for x in written.pages)
+  arguments = case.query[:, 0], pages, case.ragged, 0.3, None, 5
+  if path == "ragged":
+    out = paged_kernels.tpu(*arguments, kernel=lib.ref_ragged_paged_attention)
+  else:
+    out = paged_kernels.gather(*arguments)
+  want = case.want(scale=0.3, window=5)
+  np.testing.assert_allclose(out[case.valid], want[case.valid], atol=2e-6)
+
+
+@pytest.mark.parametrize("axes, share", [(("tp", "fsdp"), 1), (("tp",), 4), ((), 8)])
+def test_heads_are_split_over_a_mesh(axes, share, mesh_fsdp4_tp2):
+  one = Case(heads=16, kv_heads=8)
+  want = one.got(window=7)[0]
+  case = Case(heads=16, kv_heads=8, mesh=mesh_fsdp4_tp2, head_axes=axes)
+  assert case.past.pages[0].sharding.shard_shape((8, POOL, PAGE, 8))[0] == share
+  with jax.set_mesh(mesh_fsdp4_tp2):
+    out, layer = case.got(window=7)
+  np.testing.assert_allclose(out, want, atol=1e-6)
+  assert layer.pages[0].sharding.is_equivalent_to(case.past.pages[0].sharding, 4)
+
+
+def test_axes_that_do_not_divide_the_heads_are_dropped(mesh_fsdp4_tp2):
+  case = Case(kv_heads=2, mesh=mesh_fsdp4_tp2, head_axes=("tp", "fsdp"))
+  assert case.past.pages[0].sharding.shard_shape((2, POOL, PAGE, 8))[0] == 1
+
+
+def test_a_loop_changes_pages_in_place():
+  case = Case()
+  arrays = case.past, case.query, case.key, case.value, case.ragged
+  compiled = jax.jit(rounds, donate_argnums=0).lower(*arrays).compile()
+  assert copies(compiled.as_text(), case.past.pages[0].shape) == []
+  assert compiled.memory_analysis().alias_size_in_bytes == 2 * case.past.pages[0].nbytes
+
+
+def rounds(layer, query, key, value, ragged, **options):
+  """Four rounds of a launch."""
+
+  def body(loop):
+    number, layer, out = loop
+    layer = paged.write(layer, key + out[:, :, : key.shape[2]], value, ragged)
+    return number + 1, layer, paged.attend(query, layer, ragged, **options)
+
+  return jax.lax.while_loop(lambda loop: loop[0] < 4, body, (0, layer, query))
+
+
+def copies(text, shape):
+  """Returns the instructions of a program that copy an array of a shape."""
+  dims = ",".join(map(str, shape))
+  kinds = "copy|copy-start|transpose|all-gather|all-gather-start"
+  pattern = rf"= \(?\w+\[{dims}\]\S*(?:, \S+)* (?:{kinds})\("
+  return [line for line in text.splitlines() if re.search(pattern, line)]
+
+
+def call(**changes):
+  given = {"platform": "tpu", "dtype": "bfloat16", "head_dim": 128, "page_tokens": 16}
+  return paged.Call(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+  "changes, want",
+  [
+    ({"softcap": True, "window": True}, "ragged"),
+    ({"dtype": "float32", "head_dim": 64}, "ragged"),
+    ({"dtype": "float32", "head_dim": 256}, "gather"),
+    ({"dtype": "float16"}, "gather"),
+    ({"platform": "gpu", "softcap": True}, "gpu_paged"),
+    ({"platform": "gpu", "window": True}, "gather"),
+    ({"platform": "gpu", "head_dim": 96}, "gather"),
+    ({"platform": "cpu"}, "gather"),
+  ],
+)
+def test_auto_takes_a_kernel_that_can(changes, want):
+  assert paged.choose(call(**changes)) == want
+
+
+def test_refusals_name_what_is_missing_and_what_can():
+  with pytest.raises(ValueError, match=r"a window; page_tokens 24 .*\['gather'\]"):
+    paged.choose(call(platform="gpu", window=True, page_tokens=24), "gpu_paged")
+  with pytest.raises(ValueError, match="'flash' is unknown: use 'auto' or one of"):
+    paged.choose(call(), "flash")
+  case = Case(path="ragged")
+  with pytest.raises(ValueError, match=r"platform cpu \(it takes tpu\)"):
+    paged.attend(case.query, case.past, case.ragged)
+
+
+def compile_for_tpu(topology, axes, kv_heads, head_dim, **options):
+  """Compiles a launch for eight chips, and prints what the test compares."""
+  from jax.experimental import topologies
+  from jax.sharding import NamedSharding, PartitionSpec
+
+  chips = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+  mesh = mesh_lib.create_mesh(axes, chips)
+  layer = paged.empty(
+    pages=8192,
+    page_tokens=16,
+    kv_heads=kv_heads,
+    head_dim=head_dim,
+    dtype=jnp.bfloat16,
+    path="ragged",
+    head_axes=("tp", "fsdp"),
+    mesh=mesh,
+  )
+
+  def shape(dtype, *sizes, spec=()):
+    spec = mesh_lib.fit_spec(spec, sizes, mesh)
+    where = NamedSharding(mesh, PartitionSpec(*spec))
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=where)
+
+  def rows(count, tokens):
+    table = shape(jnp.int32, count, 128)
+    numbers = shape(jnp.int32, count)
+    return paged.Group(table=table, start=numbers, count=numbers, tokens=tokens)
+
+  ragged = paged.Ragged((rows(32, 1), rows(8, 16)))
+  split = (None, None, ("tp", "fsdp"))
+  heads = lambda n: shape(jnp.bfloat16, 160, 1, n, head_dim, spec=split)
+  launch = functools.partial(rounds, **options)
+  arrays = layer, heads(4 * kv_heads), heads(kv_heads), heads(kv_heads), ragged
+  with jax.set_mesh(mesh):
+    compiled = jax.jit(launch, donate_argnums=0).lower(*arrays).compile()
+  text, memory = compiled.as_text(), compiled.memory_analysis()
+  local = layer.pages[0].sharding.shard_shape(layer.pages[0].shape)
+  pages = len(layer.pages) * 2 * np.prod(local)
+  print(
+    f"{len(layer.pages)} arrays {local}:",
+    f"{text.count('tpu_custom_call')} kernels,",
+    f"{len(copies(text, local))} copies,",
+    f"{len(re.findall('all-gather|all-to-all|all-reduce|permute', text))} collectives,",
+    f"all pages aliased: {memory.alias_size_in_bytes == pages},",
+    f"little temporary memory: {memory.temp_size_in_bytes < pages / 50}",
+  )
+
+
+@pytest.mark.slow
+def test_launches_compile_for_tpu_chips():
+  if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("the TPU compiler is not installed: pip install 'jax[tpu]'")
+  code = """
+from tests.models.transformer.paged_test import compile_for_tpu as run
+run("v5e:2x4", {"tp": 8}, 8, 128)
+run("v6e:2x4", {"tp": 2, "fsdp": 4}, 8, 64, softcap=30.0, window=500)
+run("v5e:2x4", {"tp": 4, "fsdp": 2}, 8, 256, window=1024)
+run("v6e:2x4", {"tp": 2, "fsdp": 4}, 4, 256)
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", code],
+    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 0, done.stderr[-3000:]
+  clean = (
+    "0 copies, 0 collectives, all pages aliased: True, little temporary memory: True"
+  )
+  assert done.stdout.splitlines() == [
+    f"1 arrays (8192, 16, 2, 128): 1 kernels, {clean}",
+    f"1 arrays (8192, 16, 2, 128): 1 kernels, {clean}",
+    f"1 arrays (8192, 16, 2, 256): 1 kernels, {clean}",
+    f"2 arrays (8192, 16, 2, 256): 2 kernels, {clean}",
+  ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -34,7 +34,6 @@ class Call:
     platform: platform that the program runs on.
     dtype: dtype of queries, keys and values.
     head_dim: H.
-    kv_heads: number of key heads K of one device.
     page_tokens: number of tokens of a page.
     softcap, window: True if the layer has a soft cap, or a window.
   """
@@ -42,7 +41,6 @@ class Call:
   platform: str
   dtype: str
   head_dim: int
-  kv_heads: int
   page_tokens: int
   softcap: bool = False
   window: bool = False
@@ -56,15 +54,12 @@ class Path:
     run: called with (query, pages, ragged, scale, softcap, window) on the heads of one
       device, returns the output; see `paged_kernels.gather`.
     is_joint: layout of the pages. False: keys and values are two arrays
-      [K, P, page, H]. True: they are one array [P, page, 2K, H], in which head 2k holds
-      the keys of key head k and head 2k + 1 its values.
+      [K, P, page, H]. True: they are in the layout of `paged_kernels.tpu`.
     lacks: names of `Call`'s features that it does not support.
     platforms: platforms that it runs on; None for all.
     dtypes: supported dtypes of queries, keys and values; None for all.
     head_dims: supported head dimensions; None for all.
-    lanes: H of the pages is a multiple of this number.
-    head_tile: None, or a function of the dtype that returns a number; K must be a
-      multiple of it, or a power of two below it.
+    head_most: largest head dimension of a dtype.
     page_sizes: supported numbers of tokens of a page; None for all.
   """
 
@@ -74,8 +69,7 @@ class Path:
   platforms: tuple[str, ...] | None = None
   dtypes: tuple[str, ...] | None = None
   head_dims: tuple[int, ...] | None = None
-  lanes: int = 1
-  head_tile: Callable[[str], int] | None = None
+  head_most: Mapping[str, int] = dataclasses.field(default_factory=dict)
   page_sizes: tuple[int, ...] | None = None
 
   def refusals(self, call: Call) -> list[str]:
@@ -91,22 +85,13 @@ class Path:
       value = getattr(call, name)
       if allowed is not None and value not in allowed:
         out.append(f"{name} {value} (it takes {', '.join(map(str, allowed))})")
-    if self.head_tile is not None:
-      tile, heads = self.head_tile(call.dtype), call.kv_heads
-      if heads % tile and (heads > tile or heads & (heads - 1)):
-        out.append(
-          f"{heads} key heads on a device (a multiple of {tile}, or a power of two "
-          "below it)"
-        )
+    most = self.head_most.get(call.dtype)
+    if most is not None and call.head_dim > most:
+      out.append(f"head_dim {call.head_dim} of {call.dtype} (at most {most})")
     return out
 
 
 _FEATURES = {"softcap": "a soft cap", "window": "a window"}
-
-
-def _head_tile(dtype: str) -> int:
-  """Returns the number of key heads of a full tile: a tile has 8 rows of 32 bits."""
-  return 4 if dtype == "float32" else 8
 
 
 PATHS = {
@@ -116,8 +101,7 @@ PATHS = {
     is_joint=True,
     platforms=("tpu",),
     dtypes=("bfloat16", "float32"),
-    lanes=128,
-    head_tile=_head_tile,
+    head_most={"float32": 128},
   ),
   "gpu_paged": Path(
     run=paged_kernels.gpu,
@@ -165,7 +149,7 @@ class PagedLayer:
   """The pages of one layer.
 
   Attributes:
-    pages: one or two arrays, in the layout of the path (see `Path.is_joint`).
+    pages: arrays in the layout of the path (see `Path.is_joint`).
     path: name in `PATHS`.
     head_axes: mesh axes that split the key heads, for example ("tp",), or
       ("tp", "fsdp"). Axes at the end that do not divide them are dropped.
@@ -183,8 +167,9 @@ class PagedLayer:
   @property
   def kv_heads(self) -> int:
     """Number of key heads K of all devices."""
-    shape = self.pages[0].shape
-    return shape[2] // 2 if PATHS[self.path].is_joint else shape[0]
+    if PATHS[self.path].is_joint:
+      return sum(x.shape[2] for x in self.pages) // 2
+    return self.pages[0].shape[0]
 
 
 def empty(
@@ -211,17 +196,17 @@ def empty(
     mesh: mesh of the pages; None for one device. If the devices of the mesh can only
       be compiled for, the pages are `ShapeDtypeStruct`s.
   """
+  entry = None if mesh is None else _head_entry(kv_heads, head_axes, mesh)
   if PATHS[path].is_joint:
-    head_dim += -head_dim % PATHS[path].lanes
-    shape = (pages, page_tokens, 2 * kv_heads, head_dim)
+    local = kv_heads if mesh is None else kv_heads // mesh_lib.axes_size(mesh, entry)
+    arrays, head_dim = paged_kernels.joint_layout(local, head_dim, dtype)
+    shape = (pages, page_tokens, 2 * kv_heads // arrays, head_dim)
   else:
-    shape = (kv_heads, pages, page_tokens, head_dim)
-  arrays = 1 if PATHS[path].is_joint else 2
+    arrays, shape = 2, (kv_heads, pages, page_tokens, head_dim)
   if mesh is None:
     zeros = [jnp.zeros(shape, dtype) for _ in range(arrays)]
   else:
-    spec = _page_spec(path, _head_entry(kv_heads, head_axes, mesh))
-    where = NamedSharding(mesh, spec)
+    where = NamedSharding(mesh, _page_spec(path, entry))
     if mesh_lib.is_planned(mesh):
       make = lambda: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
     else:
@@ -243,20 +228,9 @@ def write(
 
   def rows(key, value, pages, ragged):
     page, slot = ragged.places(layer.page_tokens)
-    count = pages[0].shape[0 if is_joint else 1]
-    # Numbers past the last page are dropped. They differ, because the scatter is told
-    # that no place is written twice.
-    page = jnp.where(page > 0, page, count + jnp.arange(page.shape[0]))
-    options = {"mode": "drop", "unique_indices": True}
     if is_joint:
-      both = jnp.stack([key, value], axis=2)  # [T, K, 2, H]
-      both = both.reshape(key.shape[0], -1, key.shape[2]).astype(pages[0].dtype)
-      both = jnp.pad(both, ((0, 0), (0, 0), (0, pages[0].shape[3] - key.shape[2])))
-      return (pages[0].at[page, slot].set(both, **options),)
-    return tuple(
-      old.at[:, page, slot].set(new.swapaxes(0, 1).astype(old.dtype), **options)
-      for old, new in zip(pages, (key, value))
-    )
+      return paged_kernels.write_joint(key, value, pages, page, slot)
+    return paged_kernels.write_split(key, value, pages, page, slot)
 
   is_joint = PATHS[layer.path].is_joint
   heads, split, whole = _specs(layer)
@@ -278,7 +252,7 @@ def attend(
   """Returns attention of a round's tokens to their sequences.
 
   The keys and values of the round must have been written. A token attends to itself and
-  the tokens before it.
+  the tokens before it. The outputs of padding are 0.
 
   Args:
     query: queries in the order of `ragged`.
@@ -289,14 +263,10 @@ def attend(
   Raises:
     ValueError: the path of the layer does not support the call.
   """
-  mesh = mesh_lib.context_mesh()
-  entry = None if mesh is None else _head_entry(layer.kv_heads, layer.head_axes, mesh)
-  shards = 1 if mesh is None else mesh_lib.axes_size(mesh, entry)
   call = Call(
     platform=mesh_lib.context_platform(),
     dtype=str(query.dtype),
     head_dim=query.shape[3],
-    kv_heads=layer.kv_heads // shards,
     page_tokens=layer.page_tokens,
     softcap=softcap is not None,
     window=window is not None,
@@ -306,7 +276,8 @@ def attend(
   run = functools.partial(path.run, scale=scale, softcap=softcap, window=window)
   heads, split, whole = _specs(layer)
   specs = (heads, (split,) * len(layer.pages), whole)
-  return _per_shard(run, specs, heads)(query[:, 0], layer.pages, ragged)[:, None]
+  out = _per_shard(run, specs, heads)(query[:, 0], layer.pages, ragged)
+  return jnp.where(ragged.is_valid[:, None, None], out, 0)[:, None]
 
 
 def _per_shard(run: Callable[..., Any], specs: Any, out_specs: Any) -> Any:

@@ -15,17 +15,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer.paged_rows import Group, Ragged
 
-# Score of a hidden key. It is finite, so that the output of an idle row is finite.
+# Score of a hidden key. It is finite: an idle row sees no key.
 NEVER = -1e30
 
-# Number of keys and of queries that "ragged" reads into a TPU's vector memory at once;
-# not measured. The kernel's own table of sizes asks for a TPU on this machine.
-_RAGGED_KEYS = 512
-_RAGGED_QUERIES = 32
+# Largest number of keys, of queries, and of numbers of all heads of these queries that
+# "ragged" has in a TPU's vector memory at once. The speed of other sizes is not
+# measured. The kernel's own table of sizes needs a TPU on the machine that compiles.
+_TPU_KEYS = 512
+_TPU_QUERIES = 32
+_TPU_NUMBERS = 64 * 32 * 128  # twice as many do not fit a v5e
 
 # Number of keys of a block of "gpu_paged", and number of parts of a sequence that run
 # at the same time; not measured.
@@ -63,8 +66,11 @@ def _gather_group(query, keys, values, group: Group, scale, softcap, window):
   rows, n = group.start.shape[0], query.shape[1]
   table, first = within(group, size, window)
   copied = (heads, rows, table.shape[1] * size, head_dim)
-  key = keys[:, table].reshape(copied).astype(query.dtype)
-  value = values[:, table].reshape(copied).astype(query.dtype)
+  # One index for heads and pages: with two, XLA's TPU compiler copies all pages into
+  # another layout.
+  index = jnp.arange(heads)[:, None, None] * keys.shape[1] + table
+  take = lambda pages: pages.reshape(-1, size, head_dim)[index].reshape(copied)
+  key, value = take(keys).astype(query.dtype), take(values).astype(query.dtype)
 
   slot = first[:, None] * size + jnp.arange(copied[2])  # position of each key, [R, S]
   at = group.positions[:, :, None]  # position of each query, [R, Q, 1]
@@ -72,7 +78,7 @@ def _gather_group(query, keys, values, group: Group, scale, softcap, window):
   visible = (slot[:, None] <= at) & written[:, None]
   if window is not None:
     visible &= slot[:, None] > at - window
-  # The rest of a page may hold NaNs of an earlier sequence, and 0 * NaN is NaN.
+  # A page may hold NaNs of an earlier sequence after its last key, and 0 * NaN is NaN.
   value = jnp.where(jnp.any(visible, axis=1)[None, :, :, None], value, 0)
 
   query = query.reshape(rows, group.tokens, heads, n // heads, head_dim)
@@ -101,52 +107,85 @@ def tpu(
 ) -> Float[Array, "T N H"]:
   """Runs JAX's ragged paged attention for TPUs: all rows of a round in one kernel.
 
-  The kernel counts the position of a query from the end of its row's keys. A row
-  therefore has as many keys as if all its Q tokens were valid; only the queries of
-  padding attend to the additional keys. These keys must be finite.
-
   Args:
     query, ragged, scale, softcap, window: see `gather`.
-    pages: one array [P, page, 2K, H]: head 2k holds the keys of key head k, and head
-      2k + 1 its values. H may be larger than that of the queries; the rest is zero.
+    pages: see `joint_layout`.
     kernel: replaces the kernel; for tests.
   """
-  (both,) = pages
-  size, short = both.shape[1], both.shape[3] - query.shape[2]
-  tables, lengths = [], []
-  for group in ragged.groups:
+  size, short = pages[0].shape[1], pages[0].shape[3] - query.shape[2]
+  tables, lengths, tokens, queries = [], [], [0], []
+  for part, group in zip(ragged.split(query), ragged.groups):
     table, first = within(group, size, window)
     tables.append(table)
-    lengths.append(group.start + group.tokens - first * size)
+    # An idle row must have a key, because the kernel waits for a copy of every row.
+    length = jnp.where(group.count > 0, group.start + group.count - first * size, 1)
+    lengths.append(length)
+    tokens += [group.tokens] * group.rows
+    queries.append(_rolled(part, group, group.tokens - group.count))
   widest = max(table.shape[1] for table in tables)
   fill = lambda x: jnp.pad(x, ((0, 0), (0, widest - x.shape[1])))
-  tokens = [group.tokens for group in ragged.groups for _ in range(group.rows)]
-  out = (_ragged_kernel if kernel is None else kernel)(
-    jnp.pad(query, ((0, 0), (0, 0), (0, short))),
-    both,
+  rows = (
     jnp.concatenate(lengths).astype(jnp.int32),
     jnp.concatenate([fill(table) for table in tables]).astype(jnp.int32),
-    jnp.asarray(np.cumsum([0, *tokens]), jnp.int32),
-    jnp.asarray([len(tokens)], jnp.int32),
-    sm_scale=scale,
-    sliding_window=window,
-    soft_cap=softcap,
+    jnp.asarray(np.cumsum(tokens), jnp.int32),
+    jnp.asarray([len(tokens) - 1], jnp.int32),
   )
-  return out[..., : query.shape[2]]
+  options = {"sm_scale": scale, "sliding_window": window, "soft_cap": softcap}
+  kernel = _tpu_kernel if kernel is None else kernel
+  padded = jnp.pad(jnp.concatenate(queries), ((0, 0), (0, 0), (0, short)))
+  parts = zip(jnp.split(padded, len(pages), axis=1), pages)
+  out = jnp.concatenate([kernel(*pair, *rows, **options) for pair in parts], axis=1)
+  outs = zip(ragged.split(out[..., : query.shape[2]]), ragged.groups)
+  return jnp.concatenate([_rolled(x, group, group.count) for x, group in outs])
 
 
-def _ragged_kernel(query, both, lengths, table, *rows: Any, **options: Any):
+def _rolled(x: jax.Array, group: Group, by: jax.Array) -> jax.Array:
+  """Moves the tokens of each row of a group by a number of places, [R * Q, ...].
+
+  The TPU's kernel counts the position of a query from the end of its row's keys, so the
+  valid queries must be the last ones of a row. A roll by the number of paddings moves
+  them there, and a roll by their own number moves them back.
+  """
+  if group.tokens == 1:
+    return x
+  rows = x.reshape(group.rows, group.tokens, *x.shape[1:])
+  index = (jnp.arange(group.tokens) - by[:, None]) % group.tokens
+  return jnp.take_along_axis(rows, index[:, :, None, None], axis=1).reshape(x.shape)
+
+
+def joint_layout(kv_heads: int, head_dim: int, dtype: DTypeLike) -> tuple[int, int]:
+  """Returns the layout of joint pages: the number of arrays A, and their H.
+
+  Each array is [P, page, 2K / A, H] and holds K / A of the key heads of every device.
+  Its head 2k holds the keys of its key head k, and its head 2k + 1 the values.
+
+  Args:
+    kv_heads: number of key heads K of one device.
+    head_dim: size H of a head.
+    dtype: dtype of keys and values.
+  """
+  padded = head_dim + -head_dim % 128  # the kernel works on whole vector registers
+  # A tile has 8 rows of 32 bits. The kernel takes whole tiles, or a power of two below.
+  # It reads single heads of an array with several only if H is 128.
+  tile = 8 * 4 // (2 * jnp.dtype(dtype).itemsize)
+  fits = kv_heads % tile == 0 or (kv_heads < tile and kv_heads & (kv_heads - 1) == 0)
+  return (1 if fits and padded == 128 else kv_heads), padded
+
+
+def _tpu_kernel(query, both, lengths, table, *rows: Any, **options: Any):
   # Imported here, because Pallas takes a second to import and few programs need it.
   from jax.experimental.pallas.ops.tpu import ragged_paged_attention as lib
 
+  tokens, heads, head_dim = query.shape
+  queries = min(tokens, _TPU_QUERIES, max(1, _TPU_NUMBERS // (heads * head_dim)))
   return lib.ragged_paged_attention(
     query,
     both,
     lengths,
     table,
     *rows,
-    num_kv_pages_per_block=min(table.shape[1], max(1, _RAGGED_KEYS // both.shape[1])),
-    num_queries_per_block=min(query.shape[0], _RAGGED_QUERIES),
+    num_kv_pages_per_block=min(table.shape[1], max(1, _TPU_KEYS // both.shape[1])),
+    num_queries_per_block=queries,
     **options,
   )
 
@@ -170,12 +209,13 @@ def gpu(
     interpret: if True, the kernel runs in the Pallas interpreter, on any platform.
   """
   assert window is None  # `paged.PATHS` refuses it
+  keys, values = pages
   parts = []
   for part, group in zip(ragged.split(query), ragged.groups):
     if group.tokens == 1:
-      parts.append(_gpu_group(part, *pages, group, scale, softcap, interpret))
+      parts.append(_gpu_group(part, keys, values, group, scale, softcap, interpret))
     else:
-      parts.append(_gather_group(part, *pages, group, scale, softcap, None))
+      parts.append(_gather_group(part, keys, values, group, scale, softcap, None))
   return jnp.concatenate(parts).astype(query.dtype)
 
 
@@ -197,7 +237,7 @@ def _gpu_group(query, keys, values, group: Group, scale, softcap, interpret):
     keys,
     values,
     table,
-    (group.start + 1).astype(jnp.int32),
+    jnp.where(group.count > 0, group.start + 1, 0).astype(jnp.int32),
     attn_logits_soft_cap=softcap,
     pages_per_compute_block=block,
     k_splits=parts,
@@ -231,3 +271,62 @@ def within(
   first = jnp.maximum(group.start - window + 1, 0) // page_tokens
   columns = first[:, None] + jnp.arange(most)
   return jnp.take_along_axis(table, columns, axis=1, mode="clip"), first
+
+
+def write_split(
+  key: Float[Array, "T K H"],
+  value: Float[Array, "T K H"],
+  pages: tuple[jax.Array, ...],
+  page: Int[Array, "T"],
+  slot: Int[Array, "T"],
+) -> tuple[jax.Array, ...]:
+  """Writes tokens to pages of keys and pages of values, [K, P, page, H] each.
+
+  Args:
+    key, value: keys and values of the tokens.
+    pages: the pages.
+    page, slot: the place of each token; page 0 for tokens that are not written.
+  """
+  heads, count, size, head_dim = pages[0].shape
+  place = page * size + slot
+  # One index for heads, pages and slots, for the same reason as in `_gather_group`.
+  index = jnp.arange(heads)[:, None] * (count * size) + place
+  index = _dropped(index, page == 0, heads * count * size)
+
+  def one(pages, new):
+    flat = pages.reshape(-1, head_dim)
+    new = new.swapaxes(0, 1).astype(pages.dtype)
+    flat = flat.at[index].set(new, mode="drop", unique_indices=True)
+    return flat.reshape(pages.shape)
+
+  return one(pages[0], key), one(pages[1], value)
+
+
+def write_joint(
+  key: Float[Array, "T K H"],
+  value: Float[Array, "T K H"],
+  pages: tuple[jax.Array, ...],
+  page: Int[Array, "T"],
+  slot: Int[Array, "T"],
+) -> tuple[jax.Array, ...]:
+  """Writes tokens to joint pages; see `joint_layout`, and `write_split` for Args."""
+  count, size, _, head_dim = pages[0].shape
+  both = jnp.stack([key, value], axis=2).astype(pages[0].dtype)  # [T, K, 2, H]
+  both = jnp.pad(both, ((0, 0),) * 3 + ((0, head_dim - key.shape[2]),))
+  index = _dropped(page * size + slot, page == 0, count * size)
+  written = []
+  for old, new in zip(pages, jnp.split(both, len(pages), axis=1)):
+    flat = old.reshape(count * size, -1, head_dim)
+    new = new.reshape(new.shape[0], -1, head_dim)
+    flat = flat.at[index].set(new, mode="drop", unique_indices=True)
+    written.append(flat.reshape(old.shape))
+  return tuple(written)
+
+
+def _dropped(index: jax.Array, is_dropped: jax.Array, end: int) -> jax.Array:
+  """Replaces indices by numbers from `end` on, which a scatter drops.
+
+  The numbers differ, because the scatter is told that all indices do.
+  """
+  unused = end + jnp.arange(index.size, dtype=jnp.int32).reshape(index.shape)
+  return jnp.where(is_dropped, unused, index)

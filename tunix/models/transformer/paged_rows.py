@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 Leaf = Any
 
@@ -18,14 +18,14 @@ class Group:
   """R rows of Q consecutive tokens of one sequence each.
 
   Tokens after the first `count` of a row are padding. They are not written to a page,
-  and their outputs are finite but have no meaning.
+  and their outputs are 0.
 
   Attributes:
     table: int32 [R, N], the numbers of the pages of each row's sequence, in order. The
-      token at position p is in page `table[r, p // page_tokens]`. Entries of pages that
-      no token of the row is in or attends to are 0.
-    start: int32 [R], position of the first token.
-    count: int32 [R], number of valid tokens; 0 for an idle row, whose start is 0.
+      token at position p is in page `table[r, p // page_tokens]`. Entries that no
+      valid token of the row is in or attends to may be 0.
+    start: int32 [R], position of the first token, at least 0.
+    count: int32 [R], number of valid tokens; 0 for an idle row.
     tokens: number of tokens Q of each row.
   """
 
@@ -44,6 +44,11 @@ class Group:
     """Position of each token."""
     return self.start[:, None] + jnp.arange(self.tokens, dtype=jnp.int32)
 
+  @property
+  def is_valid(self) -> Bool[jax.Array, "R Q"]:
+    """False for padding."""
+    return jnp.arange(self.tokens) < self.count[:, None]
+
   def places(self, page_tokens: int) -> tuple[jax.Array, jax.Array]:
     """Returns the page of each token, 0 for padding, and its slot in it, int32 [R, Q].
 
@@ -53,8 +58,7 @@ class Group:
     positions = self.positions
     column = jnp.minimum(positions // page_tokens, self.table.shape[1] - 1)
     page = jnp.take_along_axis(self.table, column, axis=1)
-    is_valid = jnp.arange(self.tokens) < self.count[:, None]
-    return jnp.where(is_valid, page, 0), positions % page_tokens
+    return jnp.where(self.is_valid, page, 0), positions % page_tokens
 
 
 @jax.tree_util.register_dataclass
@@ -77,6 +81,11 @@ class Ragged:
   def positions(self) -> Int[jax.Array, "T"]:
     """Position of each token."""
     return jnp.concatenate([group.positions.reshape(-1) for group in self.groups])
+
+  @property
+  def is_valid(self) -> Bool[jax.Array, "T"]:
+    """False for padding."""
+    return jnp.concatenate([group.is_valid.reshape(-1) for group in self.groups])
 
   def places(self, page_tokens: int) -> tuple[jax.Array, jax.Array]:
     """Returns the page of each token, 0 for padding, and its slot in it, int32 [T]."""
