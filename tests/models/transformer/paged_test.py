@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tunix.models.transformer import attention_paths, paged, paged_kernels
+from tunix.models.transformer.paged_rows import Group, Ragged
 from tunix.models.transformer.visibility import Visibility
 from tunix.utils import mesh as mesh_lib
 
@@ -29,7 +30,7 @@ def group(tables, starts, counts, tokens):
   for row, numbers in enumerate(tables):
     table[row, : len(numbers)] = numbers
   as_ints = lambda x: jnp.asarray(x, jnp.int32)
-  return paged.Group(
+  return Group(
     table=as_ints(table), start=as_ints(starts), count=as_ints(counts), tokens=tokens
   )
 
@@ -62,10 +63,10 @@ class Case:
       for kv, n in zip(self.kv, before)
     ]
     old = jnp.asarray(np.concatenate(old, axis=1))[:, :, None]
-    self.past = paged.write(layer, old[0], old[1], paged.Ragged((past,)))
+    self.past = paged.write(layer, old[0], old[1], Ragged((past,)))
     decode = group([pages[0], [], pages[1]], [11, 0, 16], [1, 0, 1], 1)
     blocks = group([pages[2], pages[2]], [6, 10], [4, 3], 4)
-    self.ragged = paged.Ragged((decode, blocks))
+    self.ragged = Ragged((decode, blocks))
     # Sequence and position of each valid token; None for padding.
     self.at = [(0, 11), None, (1, 16), *((2, p) for p in range(6, 13)), None]
     new = [
@@ -159,7 +160,7 @@ def test_two_keys_by_hand():
   # 3/4; values 8 and 4 give 8/4 + 3 = 5. With a window of 1 only the value 4 is seen.
   layer = paged.empty(pages=3, page_tokens=1, kv_heads=1, head_dim=1, dtype=jnp.float32)
   numbers = lambda *x: jnp.asarray(x, jnp.float32).reshape(-1, 1, 1, 1)
-  ragged = paged.Ragged((group([[2, 1]], [0], [2], 2),))
+  ragged = Ragged((group([[2, 1]], [0], [2], 2),))
   layer = paged.write(layer, numbers(0, np.log(3)), numbers(8, 4), ragged)
   np.testing.assert_array_equal(layer.pages[1].reshape(-1), [0, 4, 8])
   out = paged.attend(numbers(1, 1), layer, ragged, scale=1.0)
@@ -290,6 +291,9 @@ def test_refusals_name_what_is_missing_and_what_can():
   with pytest.raises(ValueError, match="'flash' is unknown: use 'auto' or one of"):
     paged.choose(call(), "flash")
   case = Case(path="ragged")
+  half = case.query.astype(jnp.bfloat16)
+  with pytest.raises(ValueError, match="dtype bfloat16 over pages of float32"):
+    paged.attend(half, case.past, case.ragged)
   with pytest.raises(ValueError, match=r"platform cpu \(it takes tpu\)"):
     paged.attend(case.query, case.past, case.ragged)
 
@@ -319,9 +323,9 @@ def compile_for_tpu(topology, axes, kv_heads, head_dim, **options):
   def rows(count, tokens):
     table = shape(jnp.int32, count, 128)
     numbers = shape(jnp.int32, count)
-    return paged.Group(table=table, start=numbers, count=numbers, tokens=tokens)
+    return Group(table=table, start=numbers, count=numbers, tokens=tokens)
 
-  ragged = paged.Ragged((rows(32, 1), rows(8, 16)))
+  ragged = Ragged((rows(32, 1), rows(8, 16)))
   # Queries are split like the key heads, where fewer axes may fit.
   split = None, None, mesh_lib.fit_spec((("tp", "fsdp"),), (kv_heads,), mesh)[0]
   heads = lambda n: shape(jnp.bfloat16, 160, 1, n, head_dim, spec=split)

@@ -20,10 +20,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from tunix.models.transformer import paged_kernels
-from tunix.models.transformer.paged_rows import Group, Ragged
+from tunix.models.transformer.paged_rows import Ragged
 from tunix.utils import mesh as mesh_lib
-
-__all__ = ["Call", "Group", "PagedLayer", "Ragged", "attend", "choose", "write"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -263,9 +261,10 @@ def attend(
   Raises:
     ValueError: the path of the layer does not support the call.
   """
+  dtype, stored = str(query.dtype), str(layer.pages[0].dtype)
   call = Call(
     platform=mesh_lib.context_platform(),
-    dtype=str(query.dtype),
+    dtype=dtype if dtype == stored else f"{dtype} over pages of {stored}",
     head_dim=query.shape[3],
     page_tokens=layer.page_tokens,
     softcap=softcap is not None,
