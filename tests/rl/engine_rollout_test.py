@@ -79,7 +79,8 @@ def test_raw_log_probs_are_refused():
 
 
 # Checked before a call, or read when the engine is made.
-NOT_OF_A_CALL = {"slots", 
+NOT_OF_A_CALL = {
+  "slots",
   *("max_prompt_length", "kv_cache_size", "gather_weights", "engine_options"),
 }
 SETTINGS = {

@@ -261,7 +261,9 @@ def decode(
     proposed = drafts.propose(slots.history, slots.position, draft_tokens)
     tokens = jnp.concatenate([slots.last[:, None], proposed], axis=1)
     positions = slots.position[:, None] + jnp.arange(width)
-    is_run = slots.active[:, None] & (tokens >= 0)
+    # A draft behind the last token of a completion has no place in its pages.
+    is_inside = positions < slots.limit[:, None]
+    is_run = slots.active[:, None] & (tokens >= 0) & is_inside
     numbers = jnp.where(is_run, jnp.arange(batch)[:, None], batch)
     places = Places(
       numbers.reshape(-1), positions.reshape(-1), jnp.zeros(0, jnp.int32), width, 1
