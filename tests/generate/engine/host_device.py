@@ -68,7 +68,9 @@ class HostDevice:
   def look_at(self, idle):
     self.wanted = idle
 
-  def launch(self, plan, running, allowed):
+  width = 0
+
+  def launch(self, plan, running, allowed, draft_tokens=0):
     if self.fails:
       raise RuntimeError("the device is gone")
     c = self.config
@@ -99,7 +101,7 @@ class HostDevice:
       if not active or sum(s not in active for s in running) >= self.wanted:
         break
       for s in list(active):
-        most = 1 if allowed is not None else 1 + c.draft_tokens
+        most = 1 + (c.draft_tokens if allowed is None else 0)
         for _ in range(self.rng.integers(1, most + 1)):
           if s in active:
             self.draw(s, tokens, out, active, allowed)
@@ -119,8 +121,7 @@ class HostDevice:
       stopped=np.zeros(c.slots, bool),
       bad=np.zeros(c.slots, bool),
       rounds=ints(),
-      proposed=ints(),
-      accepted=ints(),
+      **{x: ints() for x in ("turns", "decoded", "proposed", "accepted", "predicted")},
     )
 
   def load(self, plan):

@@ -29,7 +29,7 @@ class EngineConfig:
     prefix_cache: keep pages of earlier requests for requests with the same prefix.
     adapter_ranks: sum of the ranks of all adapters that can be loaded; 0: none.
     max_top_logprobs: largest `top_logprobs` of a request.
-    attention: "auto"; "rows", which XLA runs on every device; or a name in `paged.PATHS`,
+    attention: "auto"; "rows", which every device runs; or a name in `paged.PATHS`,
       attention that reads pages. See docs/guides/engine.md.
 
   Raises:

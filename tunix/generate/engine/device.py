@@ -58,7 +58,11 @@ class Device:
     self._keeper = self._opened = None
 
   def launch(
-    self, plan: Plan, running: list[Sequence | None], allowed: np.ndarray | None
+    self,
+    plan: Plan,
+    running: list[Sequence | None],
+    allowed: np.ndarray | None,
+    draft_tokens: int = 0,
   ) -> tuple[Out, list[tuple[list[list[Block]], PromptOut]]]:
     """Runs a plan.
 
@@ -66,6 +70,7 @@ class Device:
       plan: the plan.
       running: the completion in each slot.
       allowed: bits of allowed tokens of each slot, see `choice.choose`; None: all.
+      draft_tokens: number of drafts of a slot in a round.
 
     Returns:
       What was drawn, on the host; and the log-probs of prompts' tokens for each group
@@ -104,7 +109,7 @@ class Device:
         )
         carry = programs.call(
           "engine decode", launch.decode,
-          graph, state, carry, rules, bank, until, allowed, c.draft_tokens,
+          graph, state, carry, rules, bank, until, allowed, draft_tokens,
         )  # fmt: skip
       keeper.store = carry.store
       return mesh_lib.to_host(carry.out), scored
@@ -115,6 +120,11 @@ class Device:
   def look_at(self, idle: int) -> None:
     """Ends the next launch when `idle` slots are free or done."""
     self._wanted = idle
+
+  @property
+  def width(self) -> int:
+    """Tokens of a row; 0 if attention reads pages."""
+    return 0 if self._keeper is None else self._keeper.width
 
   def write(self, written: Iterable[tuple[int, int, int]]) -> None:
     """Writes parts of rows to pages: (slot, page of the row, page number) each."""

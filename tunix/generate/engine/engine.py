@@ -17,14 +17,17 @@ import dataclasses
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence as Seq
 from typing import Any, Literal, TypeVar
 
+import jax
 import numpy as np
 
 from tunix.generate.engine import adapter_sources, arrival, pages as pages_lib, results
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import Device
+from tunix.generate.engine.draft_policy import DraftPolicy
 from tunix.generate.engine.launch import Out
 from tunix.generate.engine.request import (
   Completion,
@@ -117,6 +120,8 @@ class Engine:
     self._model = model
     self._device = Device(model, self.config, gather_weights)
     self._scheduler = Scheduler(self.config)
+    is_alone = jax.process_count() == 1
+    self._drafts = DraftPolicy(self.config.draft_tokens, measures=is_alone)
     self._orders = itertools.count()
     self._lock = threading.Lock()
     self._arrived: collections.deque[Sequence] = collections.deque()
@@ -250,7 +255,10 @@ class Engine:
     allowed = self._allowed(running)
     idle = self.config.slots - sum(s is not None for s in running)
     self._device.look_at(idle + 1 if scheduler.waiting else 2**30)
-    out, scored = self._device.launch(plan, running, allowed)
+    drafts = 0 if allowed is not None else self._drafts.choose()
+    start = time.perf_counter()
+    out, scored = self._device.launch(plan, running, allowed, drafts)
+    self._watch(plan, drafts, out, time.perf_counter() - start)
     self._counts.update(
       launches=1,
       rounds=int(out.rounds),
@@ -262,6 +270,12 @@ class Engine:
       results.score_prompts(rounds_run, scores, self.config.page_tokens)
     self._read(plan, running, out)
     return True
+
+  def _watch(self, plan: Plan, drafts: int, out: Out, seconds: float) -> None:
+    turns, drawn = int(out.turns), int(out.decoded)
+    self._drafts.record(drafts, turns, drawn, int(out.predicted))
+    if not plan.rounds and turns:
+      self._drafts.record_time(drafts, self._device.width, seconds / int(out.rounds))
 
   def _read(self, plan: Plan, running: list[Sequence | None], out: Out) -> None:
     """Takes what a launch drew, and hands it out."""

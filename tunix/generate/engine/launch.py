@@ -73,7 +73,11 @@ class Out:
     stopped: bool [B], True if one of `stop_ids` was drawn.
     bad: bool [B], True if a logit was not finite; the token before is the last.
     rounds: int32 scalar, number of rounds.
-    proposed, accepted: int32 scalars, drafts.
+    turns: int32 scalar, rounds of `decode`, summed over the slots that decoded in them.
+    decoded: int32 scalar, tokens that they drew.
+    proposed, accepted: int32 scalars, drafts that were run, and those that were right.
+    predicted: int32 scalar, tokens that a first draft would have predicted, in rounds
+      without drafts.
   """
 
   count: jax.Array
@@ -85,8 +89,11 @@ class Out:
   stopped: jax.Array
   bad: jax.Array
   rounds: jax.Array
+  turns: jax.Array
+  decoded: jax.Array
   proposed: jax.Array
   accepted: jax.Array
+  predicted: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -139,8 +146,11 @@ def empty(slots: int, columns: int, tops: int) -> Out:
     stopped=jnp.zeros(slots, bool),
     bad=jnp.zeros(slots, bool),
     rounds=number(),
+    turns=number(),
+    decoded=number(),
     proposed=number(),
     accepted=number(),
+    predicted=number(),
   )
 
 
@@ -258,7 +268,9 @@ def decode(
 
   def body(carry):
     slots, store, out = carry
-    proposed = drafts.propose(slots.history, slots.position, draft_tokens)
+    before, watches = out, int(slots.history.shape[1] > 0 and not draft_tokens)
+    proposed = drafts.propose(slots.history, slots.position, draft_tokens or watches)
+    guess, proposed = proposed[:, :watches], proposed[:, :draft_tokens]
     tokens = jnp.concatenate([slots.last[:, None], proposed], axis=1)
     positions = slots.position[:, None] + jnp.arange(width)
     # A draft behind the last token of a completion has no place in its pages.
@@ -279,7 +291,7 @@ def decode(
       allowed,
       out.top_ids.shape[2],
     )
-    counts = slots.active
+    counts = started = slots.active
     for i in range(width):
       if i:
         offered = slots.active & counts & is_run[:, i]
@@ -292,7 +304,14 @@ def decode(
       drawing, out = _emit(drawing, out, here)
       over = counts & ~drawing.active
       slots = dataclasses.replace(drawing, active=slots.active & ~over)
-    out = dataclasses.replace(out, rounds=out.rounds + 1)
+    right = started & jnp.any(guess == chosen.tokens[::width, None], axis=1)
+    out = dataclasses.replace(
+      out,
+      rounds=out.rounds + 1,
+      turns=out.turns + jnp.sum(started),
+      decoded=out.decoded + jnp.sum(out.count - before.count),
+      predicted=out.predicted + jnp.sum(right),
+    )
     return Round(slots, store, out)
 
   def continues(carry):

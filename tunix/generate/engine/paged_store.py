@@ -173,6 +173,8 @@ class PageKeeper:
     layers = tuple(make() for _ in range(model.num_layers))
     self.store: Any = PageStore(layers, np.zeros(0, np.int32))
 
+  width = 0  # there are no rows
+
   def prepare(self, plan: Plan, running: list[Sequence | None]) -> None:
     """Copies pages, and lists the pages of the slots."""
     c, size = self._config, max(64, self._config.slots)

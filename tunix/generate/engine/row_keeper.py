@@ -44,6 +44,11 @@ class RowKeeper:
     self._write = jax.jit(rows.write_back, donate_argnums=0)
     self.store: Any = None
 
+  @property
+  def width(self) -> int:
+    """Tokens of a row."""
+    return 0 if self.store is None else self.store.rows_v[0].shape[2]
+
   def write(self, written: Iterable[tuple[int, int, int]]) -> None:
     """Writes parts of rows to pages: (slot, page of the row, page number) each."""
     for part in self._batches(list(written), 3):
@@ -59,7 +64,7 @@ class RowKeeper:
     width = _width(most, c)
     if self.store is None:
       self.store = self._empty_store(width)
-    have = self.store.rows_v[0].shape[2]
+    have = self.width
     loads = plan.loads
     if width > have or width <= _SHRINK * have:
       self._write_parts(s for s in running if s and s not in plan.loads)
