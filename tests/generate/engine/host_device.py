@@ -121,7 +121,10 @@ class HostDevice:
       stopped=np.zeros(c.slots, bool),
       bad=np.zeros(c.slots, bool),
       rounds=ints(),
-      **{x: ints() for x in ("turns", "decoded", "proposed", "accepted", "predicted")},
+      **{
+        x: ints()
+        for x in ("turns", "decoded", "proposed", "accepted", "watched", "predicted")
+      },
     )
 
   def load(self, plan):

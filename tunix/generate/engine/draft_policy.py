@@ -35,21 +35,22 @@ class DraftPolicy:
     """Returns the number of drafts of the next launch."""
     return self._drafts if self._gain > self._cost() * _MARGIN else 0
 
-  def record(self, drafts: int, turns: int, drawn: int, hits: int) -> None:
+  def record(self, drafts: int, turns: int, drawn: int, hits: int, seen: int) -> None:
     """Takes what a launch showed.
 
     Args:
       drafts: number of drafts that it used.
       turns: number of rounds, summed over the completions in them.
       drawn: number of tokens that these rounds drew.
-      hits: without drafts: number of tokens that the first draft predicted.
+      hits: without drafts: number of tokens that a first draft predicted.
+      seen: without drafts: number of tokens that were compared with one.
     """
-    if not self._drafts or not turns:
+    if not self._drafts or not (turns if drafts else seen):
       return
     if drafts:
       gain = drawn / turns
     else:  # a draft counts if all before it are right
-      share = min(hits / turns, 1.0)
+      share = hits / seen
       gain = sum(share**i for i in range(self._drafts + 1))
     weight = 1 - math.exp(-drawn / _MEMORY_TOKENS)
     self._gain += weight * (gain - self._gain)

@@ -273,7 +273,8 @@ class Engine:
 
   def _watch(self, plan: Plan, drafts: int, out: Out, seconds: float) -> None:
     turns, drawn = int(out.turns), int(out.decoded)
-    self._drafts.record(drafts, turns, drawn, int(out.predicted))
+    hits, seen = int(out.predicted), int(out.watched)
+    self._drafts.record(drafts, turns, drawn, hits, seen)
     if not plan.rounds and turns:
       self._drafts.record_time(drafts, self._device.width, seconds / int(out.rounds))
 

@@ -76,8 +76,8 @@ class Out:
     turns: int32 scalar, rounds of `decode`, summed over the slots that decoded in them.
     decoded: int32 scalar, tokens that they drew.
     proposed, accepted: int32 scalars, drafts that were run, and those that were right.
-    predicted: int32 scalar, tokens that a first draft would have predicted, in rounds
-      without drafts.
+    watched, predicted: int32 scalars: turns in which a first draft was compared with the
+      token that was drawn without it, and those in which it was right.
   """
 
   count: jax.Array
@@ -93,6 +93,7 @@ class Out:
   decoded: jax.Array
   proposed: jax.Array
   accepted: jax.Array
+  watched: jax.Array
   predicted: jax.Array
 
 
@@ -150,6 +151,7 @@ def empty(slots: int, columns: int, tops: int) -> Out:
     decoded=number(),
     proposed=number(),
     accepted=number(),
+    watched=number(),
     predicted=number(),
   )
 
@@ -268,9 +270,8 @@ def decode(
 
   def body(carry):
     slots, store, out = carry
-    before, watches = out, int(slots.history.shape[1] > 0 and not draft_tokens)
-    proposed = drafts.propose(slots.history, slots.position, draft_tokens or watches)
-    guess, proposed = proposed[:, :watches], proposed[:, :draft_tokens]
+    before = out
+    proposed = drafts.propose(slots.history, slots.position, draft_tokens)
     tokens = jnp.concatenate([slots.last[:, None], proposed], axis=1)
     positions = slots.position[:, None] + jnp.arange(width)
     # A draft behind the last token of a completion has no place in its pages.
@@ -304,13 +305,13 @@ def decode(
       drawing, out = _emit(drawing, out, here)
       over = counts & ~drawing.active
       slots = dataclasses.replace(drawing, active=slots.active & ~over)
-    right = started & jnp.any(guess == chosen.tokens[::width, None], axis=1)
+    if not draft_tokens and slots.history.shape[1]:
+      out = _watched(carry.slots, out, chosen.tokens)
     out = dataclasses.replace(
       out,
       rounds=out.rounds + 1,
       turns=out.turns + jnp.sum(started),
       decoded=out.decoded + jnp.sum(out.count - before.count),
-      predicted=out.predicted + jnp.sum(right),
     )
     return Round(slots, store, out)
 
@@ -377,6 +378,20 @@ def _emit(slots: Slots, out: Out, chosen: Chosen) -> tuple[Slots, Out]:
     history=history,
   )
   return slots, out
+
+
+def _watched(slots: Slots, out: Out, tokens: jax.Array) -> Out:
+  """Compares the drawn tokens with first drafts, in every eighth round."""
+
+  def watch():
+    guess = drafts.propose(slots.history, slots.position, 1)[:, 0]
+    return jnp.sum(slots.active), jnp.sum(slots.active & (guess == tokens))
+
+  none = jnp.zeros((), jnp.int32)
+  seen, right = jax.lax.cond(out.rounds % 8 == 0, watch, lambda: (none, none))
+  return dataclasses.replace(
+    out, watched=out.watched + seen, predicted=out.predicted + right
+  )
 
 
 def _prompt_scores(

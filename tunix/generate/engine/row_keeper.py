@@ -148,4 +148,7 @@ def _width(tokens: int, config: EngineConfig) -> int:
   page = config.page_tokens
   least = config.pages_of(_NARROWEST) * page
   most = config.pages_of(config.max_tokens) * page
-  return min(most, least * batching.bucket(-(-tokens // least)))
+  double = least * batching.bucket(-(-tokens // least))
+  # Between a power of two and its half there is one more.
+  between = config.pages_of(3 * double // 4) * page
+  return min(most, between if tokens <= between and double > least else double)
