@@ -76,8 +76,8 @@ class Out:
     turns: int32 scalar, rounds of `decode`, summed over the slots that decoded in them.
     decoded: int32 scalar, tokens that they drew.
     proposed, accepted: int32 scalars, drafts that were run, and those that were right.
-    watched, predicted: int32 scalars: turns in which a first draft was compared with the
-      token that was drawn without it, and those in which it was right.
+    watched, predicted: int32 scalars: turns whose token was compared with the draft
+      that would have been its first, and those in which the draft was right.
   """
 
   count: jax.Array

@@ -135,9 +135,23 @@ class BaseRollout(abc.ABC):
 
   Attributes:
     version: version of the engine's weights; None before the first `update_params`.
+    sampler: name of the sampler that draws, for an engine that has several whose tokens
+      may differ; it is part of a checkpoint. None: there is one.
   """
 
   version: Any = None
+  sampler: str | None = None
+
+  def use_sampler(self, name: str) -> None:
+    """Draws with another sampler from now on: that of a run that is resumed.
+
+    Raises:
+      ValueError: the engine has no sampler of this name.
+    """
+    raise ValueError(
+      f"the run was begun with the sampler {name!r}, and {type(self).__name__} has only "
+      f"{self.sampler!r}: resume with the rollout engine of that run"
+    )
 
   @abc.abstractmethod
   def generate(
