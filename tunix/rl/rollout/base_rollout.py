@@ -149,8 +149,8 @@ class BaseRollout(abc.ABC):
       ValueError: the engine has no sampler of this name.
     """
     raise ValueError(
-      f"the run was begun with the sampler {name!r}, and {type(self).__name__} has only "
-      f"{self.sampler!r}: resume with the rollout engine of that run"
+      f"the run was begun with the sampler {name!r}, and {type(self).__name__} has "
+      f"only {self.sampler!r}: resume with the rollout engine of that run"
     )
 
   @abc.abstractmethod
