@@ -1,4 +1,4 @@
-"""Whether a launch uses drafts: only while they are faster."""
+"""Decides whether a launch uses drafts, which it does while they are faster."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Out:
-  """What a launch has drawn: written on the device, read on the host.
+  """The tokens that a launch has drawn: written on the device, read on the host.
 
   Attributes:
     count: int32 [B], number of drawn tokens.

@@ -30,7 +30,7 @@ Leaf = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Places:
-  """Where the T tokens of a round are: first those of all slots, then blocks.
+  """The places of the T tokens of a round: first those of all slots, then blocks.
 
   Attributes:
     slots: int32 [T], slot of each token; B for tokens that are not written.

@@ -55,7 +55,7 @@ class Fork:
 
 @dataclasses.dataclass
 class Plan:
-  """What one launch does.
+  """The work of one launch.
 
   Attributes:
     loads: completions that are new in their slots, which are filled from their pages.
