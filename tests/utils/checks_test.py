@@ -39,7 +39,15 @@ _NOT_SETTINGS = {"PolicyVersion", "SharedPrompt", "Source"}
 _NOT_SETTINGS |= {"RunSettings", "StreamRun", "RLRun", "PreferenceRun"}
 _NOT_SETTINGS |= {"Position", "Progress", "LearnerProgress"}
 # Below 0 there is a number of each of these; they are not a count, a size or a share.
-_SIGNED = {"pass_threshold", "length_penalty", "norm_offset", "start", "soft", "end"}
+_SIGNED = {
+  "priority",
+  "pass_threshold",
+  "length_penalty",
+  "norm_offset",
+  "start",
+  "soft",
+  "end",
+}
 
 
 def _configs():
