@@ -11,7 +11,7 @@ import numpy as np
 from tests import toys
 from tunix.generate.engine import engine as engine_lib
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.launch import Out, PromptOut
+from tunix.generate.engine.state import Out, PromptOut
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 VOCAB = toys.VOCAB

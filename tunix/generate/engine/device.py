@@ -13,14 +13,14 @@ import numpy as np
 from flax import nnx
 
 from tunix.generate import decode, layout
-from tunix.generate.engine import arrays, launch
+from tunix.generate.engine import arrays, launch, state as state_lib
 from tunix.generate.engine.adapters import AdapterBank
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.launch import Out, PromptOut, Round
 from tunix.generate.engine.paged_store import PageKeeper
+from tunix.generate.engine.plan import Block, Plan
 from tunix.generate.engine.row_keeper import RowKeeper
-from tunix.generate.engine.scheduler import Block, Plan
 from tunix.generate.engine.sequence import Sequence
+from tunix.generate.engine.state import Out, PromptOut, Round
 from tunix.generate.layout import GatherWeights
 from tunix.models.transformer import paged
 from tunix.models.transformer.model import Transformer
@@ -194,4 +194,4 @@ class Device:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _empty(slots: int, columns: int, tops: int) -> Out:
-  return jax.tree.map(mesh_lib.constrain, launch.empty(slots, columns, tops))
+  return jax.tree.map(mesh_lib.constrain, state_lib.empty(slots, columns, tops))

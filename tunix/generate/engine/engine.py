@@ -13,7 +13,6 @@ log-probs can differ in the last bits, as sums are rounded differently.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import itertools
 import threading
@@ -28,7 +27,7 @@ from tunix.generate.engine import adapter_sources, arrival, pages as pages_lib, 
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import Device
 from tunix.generate.engine.draft_policy import DraftPolicy
-from tunix.generate.engine.launch import Out
+from tunix.generate.engine.plan import Plan
 from tunix.generate.engine.request import (
   Completion,
   Delta,
@@ -37,47 +36,16 @@ from tunix.generate.engine.request import (
   RequestError,
   Ticket,
 )
-from tunix.generate.engine.scheduler import Plan, Scheduler
+from tunix.generate.engine.scheduler import Scheduler
 from tunix.generate.engine.sequence import Sequence
+from tunix.generate.engine.state import Out
+from tunix.generate.engine.stats import EngineStats
 from tunix.generate.layout import GatherWeights
 from tunix.generate.tokenizer_adapter import adapted
 from tunix.models.transformer.model import Transformer
 
 UpdateMode = Literal["keep", "recompute", "drain"]
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineStats:
-  """Counts since the engine was made, and its state now.
-
-  Attributes:
-    waiting, running: completions without and with a slot, now.
-    pages_total, pages_free, pages_cached: pages; those that nobody holds; and of these
-      the ones that keep a prefix.
-    prompt_tokens: tokens of admitted prompts.
-    prefix_hit_tokens: of these, tokens that were found in the cache.
-    prefilled_tokens: tokens that were prefilled, those of preempted completions again.
-    generated_tokens: tokens that were drawn.
-    preemptions: completions that gave their pages up and were prefilled again.
-    launches, rounds: launches, and their rounds.
-    draft_tokens, accepted_tokens: proposed drafts, and accepted ones.
-  """
-
-  waiting: int
-  running: int
-  pages_total: int
-  pages_free: int
-  pages_cached: int
-  prompt_tokens: int = 0
-  prefix_hit_tokens: int = 0
-  prefilled_tokens: int = 0
-  generated_tokens: int = 0
-  preemptions: int = 0
-  launches: int = 0
-  rounds: int = 0
-  draft_tokens: int = 0
-  accepted_tokens: int = 0
 
 
 class Engine:
@@ -453,7 +421,7 @@ class Engine:
 
   def _forget(self, recompute: bool) -> None:
     root = functools.partial(pages_lib.root_digest, self.version)
-    for s in list(self._scheduler.active()):
+    for s in self._scheduler.active():
       if not recompute:
         # A mixture of versions, which no other completion may share.
         s.digests = [pages_lib.root_digest(f"{self.version} in {s.order}", s.adapter)]

@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.plan import Plan
 from tunix.generate.engine.rows import Places
-from tunix.generate.engine.scheduler import Plan
 from tunix.generate.engine.sequence import Sequence
 from tunix.models.transformer import paged
 from tunix.models.transformer.config import TransformerConfig

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tunix.generate.engine.launch import Out, PromptOut
+from tunix.generate.engine.plan import Block
 from tunix.generate.engine.request import Completion, Delta, PromptScores, TopLogprobs
-from tunix.generate.engine.scheduler import Block
 from tunix.generate.engine.sequence import Sequence
+from tunix.generate.engine.state import Out, PromptOut
 
 
 def take(s: Sequence, out: Out, version: int) -> tuple[int, str | None]:

@@ -12,8 +12,8 @@ import numpy as np
 from tunix.generate import batching
 from tunix.generate.engine import rows
 from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.plan import Plan
 from tunix.generate.engine.rows import Store
-from tunix.generate.engine.scheduler import Plan
 from tunix.generate.engine.sequence import Sequence
 from tunix.models.transformer.config import TransformerConfig
 from tunix.perf import programs

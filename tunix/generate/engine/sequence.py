@@ -25,7 +25,6 @@ class Sequence:
     slot: the slot it runs in; None while it waits.
     pages: pages of its tokens, in order.
     digests: root digest and those of its full pages, see pages.py.
-    hits: number of computed tokens that it found in the cache when it was admitted.
     leader: a completion of the same request that is prefilled for this one too.
     key: data of the random key of the request, uint32 [2].
     stop_ids: ids that end it.
@@ -56,7 +55,6 @@ class Sequence:
   slot: int | None = None
   pages: list[int] = dataclasses.field(default_factory=list)
   digests: list[bytes] = dataclasses.field(default_factory=list)
-  hits: int = 0
   leader: Sequence | None = None
   versions: list[int] = dataclasses.field(default_factory=list)
   scores: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
@@ -85,3 +83,9 @@ class Sequence:
   def rank(self) -> tuple[int, int]:
     """Order of admission: priority, then age."""
     return self.request.priority, self.order
+
+  def hit(self, tokens: int) -> int:
+    """Records and returns the prompt tokens that it need not prefill."""
+    if self.sample == 0:
+      self.ticket.cached_tokens = tokens
+    return tokens
