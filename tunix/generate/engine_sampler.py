@@ -20,19 +20,24 @@ from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.transformer.model import Transformer
+from tunix.perf import programs
+from tunix.utils import mesh as mesh_lib
 
 # Most completions that run at the same time by default. More rows of a step share the
-# time to read the weights, until the products take longer than that.
-MOST_SLOTS = 64
+# time to read the weights, until the products take longer than that; on a CPU this is
+# so from 32 rows on. Elsewhere the number is not measured.
+MOST_SLOTS = {"cpu": 64}
+MOST_SLOTS_ELSEWHERE = 512
 
 
 def suits(model: Any) -> bool:
   """Returns True if the engine runs this model as well as the padded sampler does.
 
   A model whose batch is split over devices (fsdp) is not: the slots of an engine are
-  not split.
+  not split. A plan lowers the programs of the padded sampler, because the launches of
+  an engine follow what was drawn.
   """
-  if not isinstance(model, Transformer):
+  if not isinstance(model, Transformer) or programs.is_recording():
     return False
   return requests.limits_of(model, requests.mesh_of(nnx.state(model)), None).shards == 1
 
@@ -65,7 +70,8 @@ class EngineSampler(BaseSampler):
     tokenizer: see BaseSampler.
     cache_config: bounds of a row's tokens; None: those of each call.
     gather_weights: see `Sampler`.
-    slots: number of rows that run at the same time; None: all, at most 64.
+    slots: number of rows that run at the same time; None: all, at most 64 on a CPU and
+      512 elsewhere.
     frozen: if True, the weights do not change between calls. The engine then keeps its
       cache and its copy of the weights, and a prompt that begins as an earlier one is
       prefilled from there on. If False, each call reads the current weights and leaves
@@ -173,14 +179,13 @@ class EngineSampler(BaseSampler):
     stated = options.max_prompt_length
     bounds.shape(len(prompts), options.num_samples, longest, steps, stated)
     rows = len(prompts) * options.num_samples
-    slots = (
-      min(batching.bucket(rows), MOST_SLOTS) if self._slots is None else self._slots
-    )
+    most = MOST_SLOTS.get(mesh_lib.context_platform(), MOST_SLOTS_ELSEWHERE)
+    slots = min(batching.bucket(rows), most) if self._slots is None else self._slots
     positions = decoders.max_positions(model)
-    most = batching.bucket(longest + steps, 64)
+    tokens = batching.bucket(longest + steps, 64)
     config = EngineConfig(
       slots=slots,
-      max_tokens=most if positions is None else min(most, positions),
+      max_tokens=tokens if positions is None else min(tokens, positions),
       rounds=rounds,
     )
     have = self._engine

@@ -136,7 +136,9 @@ def test_a_failed_launch_ends_every_wait(driver, monkeypatch):
     raise RuntimeError("the chip is gone")
 
   monkeypatch.setattr(driver.engine._device, "launch", fail)
+  driver.pause("keep")  # so that all three arrive before the launch
   tickets = [driver.engine.submit(request(5)) for _ in range(3)]
+  driver.resume()
   for ticket in tickets:
     with pytest.raises(EngineDead, match="the chip is gone"):
       ticket.get(SOON)

@@ -39,7 +39,7 @@ from tunix.generate.engine.request import (
 from tunix.generate.engine.scheduler import Scheduler
 from tunix.generate.engine.sequence import Sequence
 from tunix.generate.engine.state import Out
-from tunix.generate.engine.stats import EngineStats
+from tunix.generate.engine.stats import COUNTED, EngineStats
 from tunix.generate.layout import GatherWeights
 from tunix.generate.tokenizer_adapter import adapted
 from tunix.models.transformer.model import Transformer
@@ -95,7 +95,8 @@ class Engine:
     self._arrived: collections.deque[Sequence] = collections.deque()
     self._cancelled: list[Ticket] = []
     self._open: dict[Ticket, list[Sequence]] = {}
-    self._counts: collections.Counter[str] = collections.Counter()
+    # All keys are there from the start, because other threads read the counts.
+    self._counts = collections.Counter(dict.fromkeys(COUNTED, 0))
     self._dead: BaseException | None = None
     # Called after each submission, for a driver that waits for one.
     self.on_submit: Callable[[], None] = lambda: None
@@ -332,7 +333,7 @@ class Engine:
       rules: dict[str, Any] = {"temperature": 1.0, "logprobs": True, "seed": 0}
       most = min(c.rounds + 1, c.max_tokens - size)
       self.run([EngineRequest(prompt=prompt, max_tokens=most, stop_ids=(), **rules)])
-    self._counts.clear()
+    self._counts.update({name: -n for name, n in self._counts.items()})
     self.sleep()
 
   # Weights and cache.

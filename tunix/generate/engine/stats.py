@@ -36,3 +36,10 @@ class EngineStats:
   rounds: int = 0
   draft_tokens: int = 0
   accepted_tokens: int = 0
+
+
+# Counts that the engine itself keeps.
+COUNTED = (
+  *("prompt_tokens", "prefilled_tokens", "generated_tokens"),
+  *("launches", "rounds", "draft_tokens", "accepted_tokens"),
+)

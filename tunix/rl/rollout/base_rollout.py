@@ -42,7 +42,7 @@ class RolloutConfig:
       the first of True and "split" whose weights take at most a quarter of a device's
       memory, else False; always False on CPUs.
     slots: number of completions that our engine samples at the same time; None: all of
-      a batch, at most 64. The padded sampler always takes all.
+      a batch, at most 64 on a CPU and 512 elsewhere. The padded sampler takes all.
     engine_options: options that are passed to the engine unchanged (address, structured
       output, ...). Our own sampler has none and refuses them.
   """
