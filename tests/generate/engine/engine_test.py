@@ -277,6 +277,40 @@ def test_a_nan_names_the_request_and_spares_the_others():
   engine.audit()
 
 
+class Broken:
+  """A constraint whose matcher fails at the third token."""
+
+  def __init__(self, where):
+    self.where, self.tokens, self.is_over = where, 0, False
+
+  def matcher(self):
+    return Broken(self.where)
+
+  def mask(self):
+    return self._checked("mask", np.full(-(-VOCAB // 32), 2**32 - 1, np.uint32))
+
+  def accept(self, token):
+    self.tokens += 1
+    self._checked("accept", None)
+
+  def _checked(self, where, answer):
+    if where == self.where and self.tokens == 3:
+      raise RequestError("no token may follow")
+    return answer
+
+
+@pytest.mark.parametrize("where", ["mask", "accept"])
+def test_a_constraint_that_fails_ends_its_request_only(engine, where):
+  bad = engine.submit(ask([1, 2, 3], 9, constraint=Broken(where)))
+  good = engine.submit(ask([1, 2, 3], 9))
+  while engine.step():
+    pass
+  with pytest.raises(RequestError, match="no token may follow"):
+    engine.collect(bad, 0)
+  assert len(engine.collect(good, 0)[0].tokens) == 9
+  engine.audit()
+
+
 def test_what_can_never_run_is_refused_at_once(engine, model):
   refused = [
     (ask(np.arange(1, 90), 20), "need 109 tokens, and the engine has 96"),

@@ -272,10 +272,12 @@ class Engine:
         pages = range(before[slot] // size, end)
         written += [(slot, page, s.pages[page]) for page in pages]
       if out.bad[slot]:
+        s.failure = _not_finite(s)
+      if s.failure is not None:
         over.append((s, "error"))
       elif reason is not None:
         over.append((s, reason))
-      results.hand_out(s, out, slot, count, None if out.bad[slot] else reason)
+      results.hand_out(s, out, slot, count, None if s.failure else reason)
     self._device.write(written)
     for s, reason in over:
       self._end(s, reason)
@@ -283,13 +285,8 @@ class Engine:
   def _end(self, s: Sequence, reason: str) -> None:
     self._scheduler.remove(s)
     s.finish_reason = reason
-    if reason == "error":
-      s.ticket.put(
-        RequestError(
-          f"{s.ticket.id}: the logits after token {s.length - 1} (completion "
-          f"{s.sample}) are not finite: check the weights of the model"
-        )
-      )
+    if s.failure is not None:
+      s.ticket.put(s.failure)
     self._close_ticket(s)
 
   def _close_ticket(self, s: Sequence) -> None:
@@ -499,5 +496,15 @@ class Engine:
     allowed = np.full((self.config.slots, words), 2**32 - 1, np.uint32)
     for slot, s in enumerate(running):
       if s is not None and s.matcher is not None:
-        allowed[slot] = s.matcher.mask()
+        try:
+          allowed[slot] = s.matcher.mask()
+        except RequestError as error:  # it ends this completion after the launch
+          s.failure = error
     return allowed
+
+
+def _not_finite(s: Sequence) -> RequestError:
+  return RequestError(
+    f"{s.ticket.id}: the logits after token {s.length - 1} (completion {s.sample}) are "
+    "not finite: check the weights of the model"
+  )

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from tunix.generate.engine.request import EngineRequest, Matcher, Ticket
+from tunix.generate.engine.request import EngineRequest, Matcher, RequestError, Ticket
 from tunix.generate.engine.text import TextReader
 
 
@@ -35,6 +35,7 @@ class Sequence:
     versions: version of the weights of each drawn token.
     scores: log-probs of the prompt's tokens so far, if they are asked for.
     reader: turns its tokens into text, see text.py.
+    failure: error of its constraint, with which it ends after the launch; None before.
     finish_reason: why it ended; None before.
   """
 
@@ -58,6 +59,7 @@ class Sequence:
   leader: Sequence | None = None
   versions: list[int] = dataclasses.field(default_factory=list)
   scores: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
+  failure: RequestError | None = None
   finish_reason: str | None = None
 
   @property
