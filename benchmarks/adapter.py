@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -99,8 +100,46 @@ def batch_of(ids: np.ndarray) -> dict[str, np.ndarray]:
   return {"input_tokens": ids, "input_mask": np.ones_like(ids)}
 
 
+def complete(
+  engine: Any,
+  prompts: Sequence[np.ndarray],
+  lengths: Sequence[int],
+  **options: Any,
+) -> list[np.ndarray]:
+  """Returns exactly `lengths[i]` tokens after prompt i, by the engine.
+
+  Args:
+    engine: the engine.
+    prompts: token ids of each prompt.
+    lengths: number of new tokens of each completion.
+    **options: options of the requests; greedy without any.
+  """
+  from tunix.generate.engine.request import EngineRequest
+
+  requests = [
+    EngineRequest(prompt=prompt, max_tokens=int(length), stop_ids=(), **options)
+    for prompt, length in zip(prompts, lengths)
+  ]
+  return [row.tokens for completions in engine.run(requests) for row in completions]
+
+
+def complete_padded(
+  sampler: Any, prompts: Sequence[np.ndarray], lengths: Sequence[int], slots: int
+) -> list[np.ndarray]:
+  """Returns the greedy ones by the padded sampler: batches of `slots`, by arrival."""
+  tokens = []
+  for at in range(0, len(prompts), slots):
+    rows = slice(at, at + slots)
+    limits = [int(length) for length in lengths[rows]]
+    tokens += sampler(list(prompts[rows]), limits, eos_tokens=[]).tokens
+  return tokens
+
+
 class Adapter:
   """The jobs of the harness."""
+
+  def __init__(self):
+    self._kept: dict[tuple[Any, ...], Any] = {}  # engines and samplers, by arguments
 
   def model(self, path: str, lora_rank: int = 0, mesh: Any = None) -> nnx.Module:
     from tunix.models.automodel import AutoModel
@@ -159,6 +198,46 @@ class Adapter:
       )
       clock.tick()
     return {**clock.summary(skip=1), "tokens": np.stack(out.tokens)}
+
+  def ragged(
+    self,
+    path: str,
+    prompts: Sequence[np.ndarray],
+    lengths: Sequence[int],
+    slots: int,
+    **options: Any,
+  ) -> list[list[int]]:
+    """Generates `lengths[i]` greedy tokens after prompt i, `slots` rows at a time."""
+    from tunix.generate.engine.config import EngineConfig
+    from tunix.generate.engine.engine import Engine
+    from tunix.generate.tokenizer_adapter import TokenizerAdapter
+
+    key = (path, slots, *sorted(options.items()))
+    if key not in self._kept:
+      config = EngineConfig(**{"slots": slots, "max_tokens": 512, **options})
+      tokenizer = TokenizerAdapter.from_pretrained(path)
+      self._kept[key] = Engine(self.model(path), tokenizer, config)
+    engine = self._kept[key]
+    # A repeated call has the same prompts. Their prefixes must not be kept.
+    engine.update_weights()
+    return [tokens.tolist() for tokens in complete(engine, prompts, lengths)]
+
+  def ragged_padded(
+    self,
+    path: str,
+    prompts: Sequence[np.ndarray],
+    lengths: Sequence[int],
+    slots: int,
+  ) -> list[list[int]]:
+    """Generates the tokens of `ragged` with the padded sampler."""
+    from tunix.generate.sampler import Sampler
+    from tunix.generate.tokenizer_adapter import TokenizerAdapter
+
+    if (path,) not in self._kept:
+      tokenizer = TokenizerAdapter.from_pretrained(path)
+      self._kept[(path,)] = Sampler(self.model(path), tokenizer)
+    rows = complete_padded(self._kept[(path,)], prompts, lengths, slots)
+    return [tokens.tolist() for tokens in rows]
 
   def dpo(
     self,

@@ -88,7 +88,8 @@ NAVIGATION = (
     "Chips and scale",
     [
       *("guides/real_models", "guides/planning", "guides/placement"),
-      *("guides/multi_host", "guides/engines", "guides/sampling", "guides/scoring"),
+      *("guides/multi_host", "guides/sampling", "guides/engine", "guides/serving"),
+      *("guides/engines", "guides/scoring"),
       *("guides/sizes", "attention"),
     ],
   ),

@@ -34,12 +34,15 @@ LAYERS = {
   "rl": 6,
   "distillation": 6,
   "plan": 6.5,
+  "serve": 7,  # beside cli, which may import it
   "cli": 7,
   "examples": 8,
 }
 
 # Sideways between packages of one layer: only what the design names.
 SIDEWAYS = {
+  ("cli", "tunix.serve.server"),
+  ("cli", "tunix.serve.settings"),
   ("data", "tunix.generate.tokenizer_adapter"),
   ("perf", "tunix.utils.metric"),
 }
@@ -70,6 +73,11 @@ HEAVY = {
   "jinja2": {"generate/chat_template.py"},
   "yaml": {"cli/settings/yaml_text.py"},
   "safetensors": set(),  # tests only: see models/tensor_files.py
+  "starlette": {"serve/app.py"},
+  "uvicorn": set(),  # by utils.optional, see serve/server.py
+  "prometheus_client": set(),  # likewise, see serve/metrics.py
+  "httpx": set(),
+  "openai": set(),
   "tqdm": {"sft/progress_bar.py"},
 }
 

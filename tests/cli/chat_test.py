@@ -9,7 +9,7 @@ import pytest
 from tests.cli import runs
 from tunix.cli.build import loading
 from tunix.cli.run import folder as run_folder
-from tunix.generate.sampler import Sampler
+from tunix.generate.engine_sampler import EngineSampler
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def replies(monkeypatch):
         raise KeyboardInterrupt
       yield types.SimpleNamespace(text=text)
 
-  monkeypatch.setattr(Sampler, "stream", stream)
+  monkeypatch.setattr(EngineSampler, "stream", stream)
   return asked
 
 
@@ -85,7 +85,7 @@ def test_generate_reads_prompts_and_writes_json(model, monkeypatch, tmp_path, ca
     rows = [f"{x}!" for x in prompts]
     return types.SimpleNamespace(text=rows, finish_reasons=["eos"] * len(rows))
 
-  monkeypatch.setattr(Sampler, "__call__", draw)
+  monkeypatch.setattr(EngineSampler, "__call__", draw)
   monkeypatch.setattr("sys.stdin", io.StringIO("How\n\nThe sea\n"))
   words = ["generate", "--model", model, "--json", "--prompt_file"]
   assert runs.tunix(*words, "-") == 0
@@ -114,8 +114,8 @@ def test_escape_sequences_of_replies_do_not_reach_a_terminal(
 ):
   reply = types.SimpleNamespace(text="a\x1b[2J\n", finish_reasons=["eos"])
   drawn = types.SimpleNamespace(text=["a\x1b[2J\n"], finish_reasons=["eos"])
-  monkeypatch.setattr(Sampler, "stream", lambda *_, **__: iter([reply]))
-  monkeypatch.setattr(Sampler, "__call__", lambda *_, **__: drawn)
+  monkeypatch.setattr(EngineSampler, "stream", lambda *_, **__: iter([reply]))
+  monkeypatch.setattr(EngineSampler, "__call__", lambda *_, **__: drawn)
 
   def output():
     if command == "chat":

@@ -15,7 +15,7 @@ from flax import nnx
 import tunix
 from tests.cli import runs
 from tunix.cli import main as cli
-from tunix.generate.sampler import Sampler
+from tunix.generate.base_sampler import BaseSampler
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models import lora, lora_modules
 from tunix.models.automodel import AutoModel
@@ -276,7 +276,7 @@ def test_generate_hands_options_to_the_sampler(model, capsys, monkeypatch):
     rows = len(prompts) * options.get("num_samples", 1)
     return types.SimpleNamespace(text=[f"row {i}" for i in range(rows)])
 
-  monkeypatch.setattr(Sampler, "__call__", draw)
+  monkeypatch.setattr(BaseSampler, "__call__", draw)
   words = ["--model", model, "--max_new_tokens", 12, "--prompt", "a", "b"]
   generated(capsys, *words)
   assert seen.pop() == {"max_generation_steps": 12, "temperature": 0.0}
@@ -371,7 +371,7 @@ def test_generate_takes_the_adapters_tokenizer_first(
     seen.append((texts, sampler.tokenizer.eos_ids()))
     return types.SimpleNamespace(text=texts)
 
-  monkeypatch.setattr(Sampler, "__call__", draw)
+  monkeypatch.setattr(BaseSampler, "__call__", draw)
   words = ["--model", base, "--prompt", "hi", "--chat"]
   adapter = ["--adapter", with_tokenizer]
   bare = tmp_path / "bare"

@@ -96,3 +96,9 @@ def test_fit_is_for_other_jobs(made):
   mesh = topology.find("cpu:8").mesh(MESH)
   with pytest.raises(ValueError, match=r"rl\.train_micro_batch_size"):
     plan_main.advise(config, mesh, known)
+
+
+def test_a_mesh_on_which_the_engine_would_draw_is_planned_too():
+  made = plan_main.plan(config_lib.load(GRPO), "cpu:2", {"tp": 2})
+  assert {"prefill", "decode"} <= {program.name for program in made.programs}
+  assert made.rollouts.rows == 16

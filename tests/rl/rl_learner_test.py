@@ -10,6 +10,7 @@ from tests.rl import clusters
 from tests.sft import trainers
 from tunix.models import heads
 from tunix.ops import advantages
+from tunix.rl import learner_state
 from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner, OverlongBuffer
 from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig, DrGRPOLearner
@@ -162,6 +163,36 @@ def test_resume_is_exact(tmp_path):
     (tmp_path / f / "logs" / "metrics.jsonl").read_bytes() for f in ("whole", "cut")
   ]
   assert lines[0] == lines[1]
+
+
+def test_a_run_goes_on_with_the_sampler_it_began_with(tmp_path, monkeypatch, caplog):
+  """A checkpoint of an earlier version names no sampler: the padded one drew."""
+
+  def run(folder, steps, **options):
+    made = saving(tmp_path / folder, max_steps=steps, **options)
+    made.train(clusters.prompts(4))
+    made.close()
+    return made
+
+  whole = run("whole", 4, rollout_engine="padded")
+  of_run = learner_state.of_run
+
+  def unnamed(*args):
+    state = of_run(*args)
+    del state.progress["sampler"]
+    return state
+
+  monkeypatch.setattr(learner_state, "of_run", unnamed)
+  run("cut", 2, rollout_engine="padded")
+  monkeypatch.undo()
+  again = run("cut", 4)
+  assert again.rl_cluster.rollout.sampler == "padded"
+  assert "begun with the padded sampler" in caplog.text
+  assert same(weights(whole), weights(again))
+  new = run("new", 2)
+  assert new.rl_cluster.rollout.sampler == "engine"
+  with pytest.raises(ValueError, match="begun with the sampler 'engine'"):
+    run("new", 4, rollout_engine="padded")
 
 
 def saving(folder, every=1, **options):

@@ -20,6 +20,7 @@ _REQUIRED = {
   "LoraConfig": {"rank": 2},
   "CacheConfig": {"cache_size": 8},
   "OneRow": {"max_length": 8},
+  "EngineRequest": {"prompt": [1], "max_tokens": 4},
   "SideBySide": {"max_prompt_length": 8, "max_completion_length": 8},
   "SamplingOptions": {"max_generation_steps": 4},
   "MoEConfig": {"num_experts": 4, "experts_per_token": 2, "hidden_dim": 8},
@@ -38,7 +39,15 @@ _NOT_SETTINGS = {"PolicyVersion", "SharedPrompt", "Source"}
 _NOT_SETTINGS |= {"RunSettings", "StreamRun", "RLRun", "PreferenceRun"}
 _NOT_SETTINGS |= {"Position", "Progress", "LearnerProgress"}
 # Below 0 there is a number of each of these; they are not a count, a size or a share.
-_SIGNED = {"pass_threshold", "length_penalty", "norm_offset", "start", "soft", "end"}
+_SIGNED = {
+  "priority",
+  "pass_threshold",
+  "length_penalty",
+  "norm_offset",
+  "start",
+  "soft",
+  "end",
+}
 
 
 def _configs():

@@ -23,6 +23,7 @@ COMMANDS = {
   "train": (".train", "train a model; the same command again resumes"),
   "generate": (".generate", "continue prompts with a model"),
   "chat": (".chat", "talk to a model"),
+  "serve": (".serve", "answer HTTP requests with a model"),
   "parity": (".parity", "compare log-probabilities of decoding and scoring"),
   "eval": (".eval.main", "measure a model on files of data"),
   "export": (".export", "write a run's model or adapter to a folder"),

@@ -21,7 +21,7 @@ from tunix.data.chat import Rendered
 from tunix.distillation.distillation_trainer import DistillationTrainer, TrainingConfig
 from tunix.distillation.strategies.base_strategy import BaseStrategy
 from tunix.distillation.strategies.policy_gradient import PolicyGradientStrategy
-from tunix.generate.sampler import Sampler
+from tunix.generate.engine_sampler import sampler_of
 from tunix.perf.trace import NoopTracer
 from tunix.sft.losses import batch_fields
 from tunix.sft.metrics_logger import MetricsLogger
@@ -131,7 +131,7 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
       max_prompt_length=training_config.max_prompt_length,
       max_completion_length=training_config.max_completion_length,
     )
-    self.sampler = Sampler(student_model, tokenizer)
+    self.sampler = sampler_of(student_model, tokenizer)
     super().__init__(
       student_model,
       teacher_model,

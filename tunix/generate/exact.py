@@ -9,15 +9,46 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
-from tunix.generate import batching, scoring
+from tunix.generate import batching, outputs, scoring
+from tunix.generate.options import SamplingOptions
 from tunix.utils import mesh as mesh_lib
+
+
+def columns(
+  model: nnx.Module,
+  prompts: Sequence[np.ndarray],
+  rows: Mapping[str, Any],
+  options: SamplingOptions,
+  mesh: Mesh | None,
+) -> dict[str, Any]:
+  """Returns both kinds of log-probs of the tokens that the caller receives.
+
+  Args:
+    model: the module.
+    prompts: ids of each prompt.
+    rows: `tokens` and `finish_reasons` of all rows.
+    options: options of the call, without filters and forbidden tokens.
+    mesh: mesh of the weights.
+  """
+  every = [p for p in prompts for _ in range(options.num_samples)]
+  pairs = zip(rows["tokens"], rows["finish_reasons"])
+  tokens = [outputs.kept_tokens(*pair, options) for pair in pairs]
+  with mesh_lib.use_mesh(mesh):
+    score = functools.partial(logps, model, every, tokens)
+    raw = score(1.0)
+    if options.temperature == 0:  # no token is sampled, so these are 0
+      drawn = [np.zeros_like(row) for row in raw]
+    else:
+      drawn = raw if options.temperature == 1 else score(float(options.temperature))
+  return {"logprobs": raw, "sampling_logprobs": drawn}
 
 
 def logps(

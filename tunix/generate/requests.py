@@ -22,7 +22,7 @@ from tunix.models import calling
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
-_LONG_ROW = 2**20  # slots, see `_check_memory`
+_LONG_ROW = 2**20  # slots, see `check_memory`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,21 +82,15 @@ def prepare(
       model's positions or the memory.
   """
   vocab_size = calling.vocab_size(model)
-  for prompt in prompts:
-    check_ids(prompt, "a prompt", vocab_size)
-  # Only ids that the caller gave are checked. The tokenizer's end-of-sequence id may be
-  # outside the model's vocabulary; it is then never generated.
-  if options.eos_tokens is not None:
-    check_ids(options.eos_tokens, "eos_tokens", vocab_size)
+  check(model, prompts, options, vocab_size)
   count, samples = len(prompts), options.beam_size or options.num_samples
   graph, state = nnx.split(model)
   state = mesh_lib.on_auto(state)
   mesh = mesh_of(state)
   each = options.limits(count)
   longest, steps = max(map(len, prompts)), int(each.max())
-  _check_positions(model, longest, steps)
   bounds = limits_of(model, mesh, cache_size)
-  _check_memory(model, bounds, options, count, longest, steps)
+  check_memory(model, bounds, options, count, longest, steps)
   shape = bounds.shape(
     count, samples, longest, steps, options.max_prompt_length, options.beam_size
   )
@@ -130,6 +124,27 @@ def prepare(
     opened=opened,
     mesh=mesh,
   )
+
+
+def check(
+  model: nnx.Module,
+  prompts: Sequence[np.ndarray],
+  options: SamplingOptions,
+  vocab_size: int | None,
+) -> None:
+  """Refuses ids outside the vocabulary, and more tokens than the model has positions.
+
+  Raises:
+    ValueError: see above.
+  """
+  for prompt in prompts:
+    check_ids(prompt, "a prompt", vocab_size)
+  # Only ids that the caller gave are checked. The tokenizer's end-of-sequence id may be
+  # outside the model's vocabulary; it is then never generated.
+  if options.eos_tokens is not None:
+    check_ids(options.eos_tokens, "eos_tokens", vocab_size)
+  steps = int(options.limits(len(prompts)).max())
+  _check_positions(model, max(map(len, prompts)), steps)
 
 
 def _prompts(
@@ -168,7 +183,7 @@ def _check_positions(model: nnx.Module, longest: int, steps: int) -> None:
     )
 
 
-def _check_memory(
+def check_memory(
   model: nnx.Module,
   bounds: Limits,
   options: SamplingOptions,
@@ -248,7 +263,7 @@ def _draw(
   return decode.Draw(
     rows=np.arange(first, first + rows, dtype=np.int32),
     key=key,
-    forbidden=_forbidden(options.forbidden_tokens, vocab_size),
+    forbidden=forbidden(options.forbidden_tokens, vocab_size),
     # One value per row, as an array argument: a new value compiles no new program.
     **{
       name: np.full(rows, value, np.int32 if name == "top_k" else np.float32)
@@ -257,9 +272,14 @@ def _draw(
   )
 
 
-def _forbidden(
+def forbidden(
   tokens: Sequence[int] | None, vocab_size: int | None
 ) -> np.ndarray | None:
+  """Returns ids that are never chosen, padded by `batching.id_list`, or None.
+
+  Raises:
+    ValueError: an id is outside the vocabulary, or every id is forbidden.
+  """
   if tokens is None or len(tokens) == 0:
     return None
   check_ids(tokens, "forbidden_tokens", vocab_size)

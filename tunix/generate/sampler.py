@@ -8,8 +8,7 @@ space for new tokens to a power of two of at least 16. `Sampler.buckets` lists t
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -115,6 +114,12 @@ class Sampler(BaseSampler):
   name = "Sampler"
   not_honoured = frozenset({"engine_options"})
 
+  def sample(
+    self, prompts: list[np.ndarray], options: SamplingOptions
+  ) -> SamplerOutput:
+    """Completes prompts that were checked already; see `BaseSampler._sample`."""
+    return self._sample(prompts, options)
+
   def _sample(
     self, prompts: list[np.ndarray], options: SamplingOptions
   ) -> SamplerOutput:
@@ -128,7 +133,9 @@ class Sampler(BaseSampler):
       reader.read(self._search(request, options.beam_size))
     columns = reader.columns()
     if options.exact:
-      columns |= self._exact_logps(request, columns)
+      columns |= exact_lib.columns(
+        self.transformer, prompts, columns, options, request.mesh
+      )
     return outputs.sampler_output(
       self.tokenizer, prompts, options, width=request.width, **columns
     )
@@ -159,10 +166,7 @@ class Sampler(BaseSampler):
       TypeError: see `__call__`; raised by `stream` itself, not by the iterator.
       ValueError: see `__call__`; or an option in NOT_STREAMED, or `every` below 1.
     """
-    if every < 1:
-      raise ValueError(f"every is {every}, expected at least 1 decode step")
-    checked = SamplingOptions(max_generation_steps=max_generation_steps, **options)
-    checked.refuse(NOT_STREAMED, "a stream", "call the sampler")
+    checked = stream_options(max_generation_steps, every, options)
     request = self._prepare(self._token_ids(input_strings, checked), checked)
     reader = self._reader(request)
 
@@ -274,22 +278,13 @@ class Sampler(BaseSampler):
   def _reader(self, request: Request) -> RowReader:
     return RowReader(self.tokenizer.decode, request.rows, request.options)
 
-  def _exact_logps(self, request: Request, columns: dict[str, Any]) -> dict[str, Any]:
-    """Returns both kinds of log-probs of the tokens that the caller receives.
 
-    Args:
-      request: the request, without filters and forbidden tokens.
-      columns: `tokens` and `finish_reasons` of all rows.
-    """
-    options = request.options
-    prompts = [p for p in request.prompts for _ in range(options.num_samples)]
-    rows = zip(columns["tokens"], columns["finish_reasons"])
-    tokens = [outputs.kept_tokens(*row, options) for row in rows]
-    with mesh_lib.use_mesh(request.mesh):
-      score = functools.partial(exact_lib.logps, self.transformer, prompts, tokens)
-      raw = score(1.0)
-      if options.temperature == 0:  # no token is sampled, so these are 0
-        drawn = [np.zeros_like(row) for row in raw]
-      else:
-        drawn = raw if options.temperature == 1 else score(float(options.temperature))
-    return {"logprobs": raw, "sampling_logprobs": drawn}
+def stream_options(
+  max_generation_steps: int | Sequence[int], every: int, options: Mapping[str, Any]
+) -> SamplingOptions:
+  """Returns the checked options of a stream; see `Sampler.stream`."""
+  if every < 1:
+    raise ValueError(f"every is {every}, expected at least 1 decode step")
+  checked = SamplingOptions(max_generation_steps=max_generation_steps, **options)
+  checked.refuse(NOT_STREAMED, "a stream", "call the sampler")
+  return checked

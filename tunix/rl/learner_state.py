@@ -78,6 +78,7 @@ def of_run(
       "metrics": cluster.logger.state(),
       "identity": dict(identity),
       "version": cluster.version.to_json(),
+      "sampler": cluster.rollout.sampler,
     },
     custom_metadata={},
   )
@@ -113,6 +114,9 @@ def load(
     part = {name: (getattr(state, name) or {}).get(role, {}) for name in ARRAYS}
     trainer.load_run_state(RunState(**part), saved["trainers"][role])
   cluster.logger.restore(saved["metrics"])
+  # Earlier versions had the padded sampler only, and named none.
+  if (sampler := saved.get("sampler", "padded")) and cluster.rollout.sampler:
+    cluster.rollout.use_sampler(sampler)
   # The checkpoint has only the trained arrays. The stamp covers the frozen weights too,
   # so that a run cannot resume with another base model.
   version = cluster.sync_weights()

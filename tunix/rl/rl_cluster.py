@@ -34,6 +34,7 @@ __all__ = ["ClusterConfig", "Mode", "RLCluster", "RLTrainingConfig", "Role"]
 
 ENGINES = {
   "vanilla": "tunix.rl.rollout.vanilla_rollout:VanillaRollout",
+  "padded": "tunix.rl.rollout.vanilla_rollout:PaddedRollout",
   "vllm": "tunix.rl.rollout.vllm_rollout:VllmRollout",
   "sglang_jax": "tunix.rl.rollout.sglang_jax_rollout:SglangJaxRollout",
 }

@@ -90,10 +90,10 @@ def _check_processes(cluster: RLCluster) -> None:
         "with several processes every role needs a mesh over all devices; set it with "
         "jax.set_mesh(mesh) before the models are made, or by role_to_mesh"
       )
-  if cluster.cluster_config.rollout_engine != "vanilla":
+  if cluster.cluster_config.rollout_engine not in ("vanilla", "padded"):
     raise ValueError(
       f"rollout_engine is {cluster.cluster_config.rollout_engine!r}: with {count} "
-      'processes expected "vanilla"'
+      'processes expected "vanilla" or "padded"'
     )
 
 

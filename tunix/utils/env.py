@@ -32,3 +32,8 @@ def wandb_requested() -> bool:
 def inherited(changes: Mapping[str, str]) -> dict[str, str]:
   """Returns the environment for a child process: that of this one, with changes."""
   return {**os.environ, **changes}
+
+
+def value(name: str) -> str | None:
+  """Returns a variable of the environment; None if it is not set or empty."""
+  return os.environ.get(name) or None

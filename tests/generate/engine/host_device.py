@@ -11,7 +11,7 @@ import numpy as np
 from tests import toys
 from tunix.generate.engine import engine as engine_lib
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.launch import Out, PromptOut
+from tunix.generate.engine.state import Out, PromptOut
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 
 VOCAB = toys.VOCAB
@@ -68,7 +68,9 @@ class HostDevice:
   def look_at(self, idle):
     self.wanted = idle
 
-  def launch(self, plan, running, allowed):
+  width = 0
+
+  def launch(self, plan, running, allowed, draft_tokens=0):
     if self.fails:
       raise RuntimeError("the device is gone")
     c = self.config
@@ -99,7 +101,7 @@ class HostDevice:
       if not active or sum(s not in active for s in running) >= self.wanted:
         break
       for s in list(active):
-        most = 1 if allowed is not None else 1 + c.draft_tokens
+        most = 1 + (c.draft_tokens if allowed is None else 0)
         for _ in range(self.rng.integers(1, most + 1)):
           if s in active:
             self.draw(s, tokens, out, active, allowed)
@@ -119,8 +121,10 @@ class HostDevice:
       stopped=np.zeros(c.slots, bool),
       bad=np.zeros(c.slots, bool),
       rounds=ints(),
-      proposed=ints(),
-      accepted=ints(),
+      **{
+        x: ints()
+        for x in ("turns", "decoded", "proposed", "accepted", "watched", "predicted")
+      },
     )
 
   def load(self, plan):
@@ -205,8 +209,7 @@ class HostEngine(engine_lib.Engine):
     self.audit()
     device, size = self._device, self.config.page_tokens
     for s in self._scheduler.active():
-      copied = s in [new for new, page in self._scheduler._new if page is not None]
-      most = s.computed // size * size if copied else s.computed
+      most = s.computed // size * size  # the rest is in the row only
       held = [x for page in s.pages for x in device.pages[page]]
       for place in range(most):
         assert held[place] == device.entry(s.known[: place + 1]), (s.ticket.id, place)

@@ -10,7 +10,7 @@ from tunix.cli.build import loading
 from tunix.cli.commands import arguments
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.run import folder as run_folder
-from tunix.generate.sampler import Sampler
+from tunix.generate.engine_sampler import sampler_of
 from tunix.utils import terminal
 
 Messages = list[dict[str, str]]
@@ -34,7 +34,9 @@ def main(argv: Sequence[str]) -> None:
   start: Messages = [{"role": "system", "content": args.system}] if args.system else []
   # Fails before the weights are read if there is no template, or no system turn in it.
   tokenizer.apply_chat_template([*start, {"role": "user", "content": "Hello"}])
-  sampler = Sampler(loading.load_model(model, adapter, args.dtype), tokenizer)
+  loaded = loading.load_model(model, adapter, args.dtype)
+  # The cache of the conversation is kept: a turn prefills only what is new.
+  sampler = sampler_of(loaded, tokenizer, frozen=True)
   messages = list(start)
   for text in _turns():
     if text == "/exit":
@@ -60,7 +62,7 @@ def _turns() -> Iterator[str]:
 
 
 def _reply(
-  sampler: Sampler,
+  sampler: Any,
   messages: Messages,
   max_new_tokens: int | None,
   options: dict[str, Any],

@@ -7,12 +7,13 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from tunix.cli.build import loading
 from tunix.cli.commands import arguments
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.run import folder as run_folder
-from tunix.generate.sampler import Sampler
+from tunix.generate.engine_sampler import sampler_of
 from tunix.utils import terminal
 
 
@@ -37,12 +38,13 @@ def main(argv: Sequence[str]) -> None:
       )
     turns = [[{"role": "user", "content": text}] for text in texts]
     prompts = [tokenizer.apply_chat_template(turn, tokenize=True) for turn in turns]
-  sampler = Sampler(loading.load_model(folder, adapter, args.dtype), tokenizer)
+  model = loading.load_model(folder, adapter, args.dtype)
+  sampler: Any = sampler_of(model, tokenizer, frozen=True)
   steps = args.max_new_tokens
   if steps is None:
     lengths = [len(sampler.tokenize(prompt)) for prompt in prompts]
     # At least 1, so that the sampler reports prompts that are too long.
-    steps = max(loading.new_tokens(sampler.transformer, lengths, None), 1)
+    steps = max(loading.new_tokens(model, lengths, None), 1)
   if args.stream:
     for part in sampler.stream(prompts, steps, every=1, **options):
       print(terminal.shown(part.text), end="", flush=True)

@@ -54,7 +54,8 @@ class RolloutSettings(RolloutConfig):
     temperature: divisor of the logits, in sampling and in training.
     eval_temperature: temperature in evaluations; 0: greedy, null: rollout.temperature.
     seed: seed of the sampling; null: the key seed.
-    engine: engine that samples; vanilla is the library's own sampler.
+    engine: engine that samples. vanilla is the library's own engine, or its padded
+      sampler for models that do not suit the engine; padded is always that sampler.
     engine_options: options of vllm or sglang_jax, passed to them as they are.
   """
 
@@ -63,13 +64,13 @@ class RolloutSettings(RolloutConfig):
   eval_temperature: float | None = None
   seed: int | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
   stop_strings: tuple[str, ...] = ()
-  engine: Literal["vanilla", "vllm", "sglang_jax"] = "vanilla"
+  engine: Literal["vanilla", "padded", "vllm", "sglang_jax"] = "vanilla"
 
   def __post_init__(self):
     super().__post_init__()
     checks.fields(self, eval_temperature=checks.NOT_NEGATIVE)
     setup.check_exploring(self)
-    if self.engine == "vanilla":
+    if self.engine in ("vanilla", "padded"):
       vanilla_rollout.check_options(self)
 
 

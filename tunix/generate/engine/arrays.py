@@ -10,10 +10,10 @@ import numpy as np
 from tunix.generate import batching
 from tunix.generate.engine.choice import Rules
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.launch import Blocks, Slots
+from tunix.generate.engine.plan import Block, Fork, Plan
 from tunix.generate.engine.request import EngineRequest
-from tunix.generate.engine.scheduler import Block, Fork, Plan
 from tunix.generate.engine.sequence import Sequence
+from tunix.generate.engine.state import Blocks, Slots
 
 STOP_IDS = 16  # most ids that end a completion
 BIASES = 320  # most ids with a bias; OpenAI's API allows 300

@@ -21,7 +21,7 @@ class EngineConfig:
     rounds: largest number of tokens of a completion between two looks of the host. A
       stream gets its text in parts of this size, and a finished completion keeps its
       slot for at most this number of rounds.
-    prefill_tokens: prompt tokens of a round that also decodes. A multiple of
+    prefill_tokens: most prompt tokens of a round, which also decodes. A multiple of
       `page_tokens`.
     draft_tokens: number of tokens that prompt lookup proposes for each completion in a
       round; 0: no drafts. Drafts never change the tokens. They are used while they are
@@ -29,7 +29,8 @@ class EngineConfig:
     prefix_cache: keep pages of earlier requests for requests with the same prefix.
     adapter_ranks: sum of the ranks of all adapters that can be loaded; 0: none.
     max_top_logprobs: largest `top_logprobs` of a request.
-    attention: path of attention, see docs/guides/engine.md.
+    attention: "auto"; "rows", which every device runs; or a name in `paged.PATHS`,
+      attention that reads pages. See docs/guides/engine.md.
 
   Raises:
     ValueError: a number is out of range, or two contradict each other.
@@ -40,7 +41,7 @@ class EngineConfig:
   page_tokens: int = 16
   cache_tokens: int | None = None
   rounds: int = 16
-  prefill_tokens: int = 128
+  prefill_tokens: int = 512
   draft_tokens: int = 0
   prefix_cache: bool = True
   adapter_ranks: int = 0
@@ -71,6 +72,15 @@ class EngineConfig:
         "pages must hold at least one completion. Raise cache_tokens, or lower "
         "max_tokens"
       )
+
+  @property
+  def block_counts(self) -> tuple[int, ...]:
+    """Numbers of blocks (of a page) of a round that prefills; each is a program.
+
+    They are 2, 8, 32, ... up to that of `prefill_tokens`.
+    """
+    most = self.prefill_tokens // self.page_tokens
+    return tuple(sorted({most, *(2 * 4**i for i in range(16) if 2 * 4**i < most)}))
 
   @property
   def pages(self) -> int:

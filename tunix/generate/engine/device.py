@@ -1,9 +1,10 @@
-"""What the engine keeps on the device: weights, pages and rows; and its launches."""
+"""Weights, cache and launches of an engine, on the device."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence as Seq
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,25 +13,19 @@ import numpy as np
 from flax import nnx
 
 from tunix.generate import decode, layout
-from tunix.generate.engine import arrays, launch, rows
+from tunix.generate.engine import arrays, launch, state as state_lib
 from tunix.generate.engine.adapters import AdapterBank
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.launch import Out, PromptOut, Round
-from tunix.generate.engine.rows import Store
-from tunix.generate.engine.scheduler import Block, Plan
+from tunix.generate.engine.paged_store import PageKeeper
+from tunix.generate.engine.plan import Block, Plan
+from tunix.generate.engine.row_keeper import RowKeeper
 from tunix.generate.engine.sequence import Sequence
+from tunix.generate.engine.state import Out, PromptOut, Round
 from tunix.generate.layout import GatherWeights
+from tunix.models.transformer import paged
 from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
-
-# Blocks of a round that has few tokens to prefill. A round costs at least the time to
-# read the weights, and more blocks than there are cost more.
-_FEW_BLOCKS = 2
-
-# Tokens of the narrowest row, and the least difference of two widths. Each width
-# compiles its own programs.
-_NARROWEST = 64
 
 
 class Device:
@@ -48,11 +43,9 @@ class Device:
     self._config = config
     self._gather: GatherWeights = gather_weights
     self._opened: decode.Opened | None = None
-    self._store: Store | None = None
+    self._keeper: RowKeeper | PageKeeper | None = None
     self._bank: AdapterBank | None = None
     self._uses: frozenset[str] = frozenset()
-    self._load = jax.jit(rows.load, donate_argnums=0)
-    self._write = jax.jit(rows.write_back, donate_argnums=0)
     self.set_model(model)
 
   def set_model(self, model: Transformer) -> None:
@@ -62,10 +55,14 @@ class Device:
 
   def release(self) -> None:
     """Frees the cache, and the copy of weights that decoding needs."""
-    self._store = self._opened = None
+    self._keeper = self._opened = None
 
   def launch(
-    self, plan: Plan, running: list[Sequence | None], allowed: np.ndarray | None
+    self,
+    plan: Plan,
+    running: list[Sequence | None],
+    allowed: np.ndarray | None,
+    draft_tokens: int = 0,
   ) -> tuple[Out, list[tuple[list[list[Block]], PromptOut]]]:
     """Runs a plan.
 
@@ -73,6 +70,7 @@ class Device:
       plan: the plan.
       running: the completion in each slot.
       allowed: bits of allowed tokens of each slot, see `choice.choose`; None: all.
+      draft_tokens: number of drafts of a slot in a round.
 
     Returns:
       What was drawn, on the host; and the log-probs of prompts' tokens for each group
@@ -84,14 +82,15 @@ class Device:
     tops = c.max_top_logprobs if "tops" in self._uses else 0
     graph, state, mesh = self._weights()
     with mesh_lib.use_mesh(mesh):
-      self._fill(plan, running)
+      keeper = self._kept(graph, state, mesh)
+      keeper.prepare(plan, running)
       width = c.rounds * (1 + c.draft_tokens)
       carry = Round(
         arrays.slots_of(running, plan, c),
-        self._store,
+        keeper.store,
         programs.call("engine empty", _empty, c.slots, width, tops),
       )
-      self._store = None  # donated
+      keeper.store = None  # donated
       bank = self._bank_of(running)
       rules = arrays.rules_of(running, c.slots, self._vocab_size, self._uses)
       scored = []
@@ -110,9 +109,9 @@ class Device:
         )
         carry = programs.call(
           "engine decode", launch.decode,
-          graph, state, carry, rules, bank, until, allowed, c.draft_tokens,
+          graph, state, carry, rules, bank, until, allowed, draft_tokens,
         )  # fmt: skip
-      self._store = carry.store
+      keeper.store = carry.store
       return mesh_lib.to_host(carry.out), scored
 
   # Number of slots that are free or done at which decoding ends before its last round.
@@ -122,11 +121,15 @@ class Device:
     """Ends the next launch when `idle` slots are free or done."""
     self._wanted = idle
 
+  @property
+  def width(self) -> int:
+    """Tokens of a row; 0 if attention reads pages."""
+    return 0 if self._keeper is None else self._keeper.width
+
   def write(self, written: Iterable[tuple[int, int, int]]) -> None:
     """Writes parts of rows to pages: (slot, page of the row, page number) each."""
-    assert self._store is not None
-    for part in self._batches(list(written), 3):
-      self._store = programs.call("engine write", self._write, self._store, *part)
+    assert self._keeper is not None
+    self._keeper.write(written)
 
   @property
   def adapters(self) -> AdapterBank:
@@ -143,6 +146,31 @@ class Device:
       return None
     return state, np.array([s.adapter if s else 0 for s in running], np.int32)
 
+  def _kept(self, graph: Any, state: Any, mesh: Any) -> RowKeeper | PageKeeper:
+    """Returns the keeper of the cache, which `attention` decides on."""
+    if self._keeper is None:
+      # The shardings of the opened model: those in which it decodes.
+      model, name = nnx.merge(graph, state).config, self._config.attention
+      calls = [
+        paged.Call(
+          platform=mesh_lib.context_platform(),
+          dtype=str(jnp.dtype(model.dtype)),
+          head_dim=model.head_dim,
+          page_tokens=self._config.page_tokens,
+          softcap=model.attention_softcap is not None,
+          window=kind.window is not None,
+        )
+        for kind in model.kinds
+      ]
+      paths = {paged.choose(call, name) for call in calls if name != "rows"}
+      # XLA gathers whole pages in every round; rows are gathered once.
+      uses_rows = name == "rows" or (name == "auto" and "gather" in paths)
+      if uses_rows:
+        self._keeper = RowKeeper(model, self._config)
+      else:
+        self._keeper = PageKeeper(model, self._config, paths.pop(), mesh)
+    return self._keeper
+
   def _weights(self) -> tuple[Any, Any, Any]:
     graph, state = nnx.split(self._model)
     state = mesh_lib.on_auto(state)
@@ -155,102 +183,15 @@ class Device:
     return (*self._opened, mesh)
 
   def _segments(self, rounds: list[list[Block]]) -> list[tuple[int, list[list[Block]]]]:
-    """Groups rounds by the number of their blocks: few, or as many as there can be."""
-    most = self._config.prefill_tokens // self._config.page_tokens
-    out: list[tuple[int, list[list[Block]]]] = []
-    for blocks in rounds:
-      width = most if len(blocks) > _FEW_BLOCKS else min(_FEW_BLOCKS, most)
-      if not out or out[-1][0] != width:
-        out.append((width, []))
-      out[-1][1].append(blocks)
-    return out
-
-  def _fill(self, plan: Plan, running: list[Sequence | None]) -> None:
-    """Makes the rows as wide as the launch needs, and loads completions into them."""
-    c = self._config
-    rounds = len(plan.rounds) + plan.decode_rounds
-    most = max(
-      min(s.limit, s.length + rounds * (1 + c.draft_tokens)) for s in running if s
+    """Groups consecutive rounds that run in one program, with its number of blocks."""
+    width_of = lambda blocks: next(
+      n for n in self._config.block_counts if n >= len(blocks)
     )
-    width = _width(most, c)
-    if self._store is None:
-      self._store = self._empty_store(width)
-    have = self._store.rows_k[0].shape[2]
-    loads = plan.loads
-    if width > have or width * 2 < have:
-      empty = self._empty_rows(width)
-      self._store = Store(*empty, self._store.pages_k, self._store.pages_v)
-      loads = [s for s in running if s is not None and s.computed and s.pages]
-    listed = [
-      (s.slot, place, s.pages[place])
-      for s in loads
-      if s.slot is not None
-      for place in range(c.pages_of(s.computed))
+    return [
+      (width, list(group)) for width, group in itertools.groupby(rounds, width_of)
     ]
-    if not (plan.copies or listed):
-      return
-    parts = list(self._batches(listed, 3)) or [(self._list([], 3), np.int32(0))]
-    none = (self._list([], 2), np.int32(0))
-    copies = list(self._batches(plan.copies, 2)) or [none]
-    for copied in copies[:-1]:
-      self._store = self._load(self._store, *copied, *(self._list([], 3), np.int32(0)))
-    for i, part in enumerate(parts):
-      first = copies[-1] if i == 0 else none
-      self._store = programs.call("engine load", self._load, self._store, *first, *part)
-
-  def _batches(self, items: list[tuple[int, ...]], columns: int):
-    """Yields lists of one fixed length, and how many of their entries are used."""
-    size = self._list_size
-    for at in range(0, len(items), size):
-      part = items[at : at + size]
-      yield self._list(part, columns), np.int32(len(part))
-
-  @property
-  def _list_size(self) -> int:
-    return max(64, self._config.slots * 4)
-
-  def _list(self, items: Seq[tuple[int, ...]], columns: int) -> np.ndarray:
-    out = np.zeros((self._list_size, columns), np.int32)
-    if items:
-      out[: len(items)] = items
-    return out
-
-  def _empty_store(self, width: int) -> Store:
-    c = self._config
-    return Store(*self._empty_rows(width), *self._zeros(c.pages + 1, c.page_tokens))
-
-  def _empty_rows(self, width: int) -> tuple[Any, Any]:
-    return self._zeros(self._config.slots, width)
-
-  def _zeros(self, first: int, tokens: int) -> tuple[Any, Any]:
-    """Returns zero keys and values of all layers, split over the mesh by heads."""
-    m = self._model.config
-    axis = m.sharding.tp
-
-    def make():
-      shape = (first, m.num_kv_heads, tokens, m.head_dim)
-      zeros = lambda: mesh_lib.constrain(jnp.zeros(shape, m.dtype), None, axis)
-      return tuple(
-        tuple(zeros() for _ in range(m.num_layers)) for _ in ("keys", "values")
-      )
-
-    return jax.jit(make)()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _empty(slots: int, columns: int, tops: int) -> Out:
-  return jax.tree.map(mesh_lib.constrain, launch.empty(slots, columns, tops))
-
-
-def _width(tokens: int, config: EngineConfig) -> int:
-  """Returns the tokens of a row that holds `tokens`: one of a few widths.
-
-  Attention runs over whole rows, so a narrower one is faster; each width is a program.
-  Widths grow by a quarter to a half.
-  """
-  most = config.pages_of(config.max_tokens) * config.page_tokens
-  step = config.pages_of(_NARROWEST) * config.page_tokens
-  width = step
-  while width < tokens:
-    width += max(step, (width // 4) // step * step)
-  return min(width, most)
+  return jax.tree.map(mesh_lib.constrain, state_lib.empty(slots, columns, tops))

@@ -13,19 +13,21 @@ log-probs can differ in the last bits, as sums are rounded differently.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence as Seq
 from typing import Any, Literal, TypeVar
 
+import jax
 import numpy as np
 
 from tunix.generate.engine import adapter_sources, arrival, pages as pages_lib, results
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import Device
-from tunix.generate.engine.launch import Out
+from tunix.generate.engine.draft_policy import DraftPolicy
+from tunix.generate.engine.plan import Plan
 from tunix.generate.engine.request import (
   Completion,
   Delta,
@@ -34,47 +36,16 @@ from tunix.generate.engine.request import (
   RequestError,
   Ticket,
 )
-from tunix.generate.engine.scheduler import Plan, Scheduler
+from tunix.generate.engine.scheduler import Scheduler
 from tunix.generate.engine.sequence import Sequence
+from tunix.generate.engine.state import Out
+from tunix.generate.engine.stats import COUNTED, EngineStats
 from tunix.generate.layout import GatherWeights
 from tunix.generate.tokenizer_adapter import adapted
 from tunix.models.transformer.model import Transformer
 
 UpdateMode = Literal["keep", "recompute", "drain"]
 T = TypeVar("T")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineStats:
-  """Counts since the engine was made, and its state now.
-
-  Attributes:
-    waiting, running: completions without and with a slot, now.
-    pages_total, pages_free, pages_cached: pages; those that nobody holds; and of these
-      the ones that keep a prefix.
-    prompt_tokens: tokens of admitted prompts.
-    prefix_hit_tokens: of these, tokens that were found in the cache.
-    prefilled_tokens: tokens that were prefilled, those of preempted completions again.
-    generated_tokens: tokens that were drawn.
-    preemptions: completions that gave their pages up and were prefilled again.
-    launches, rounds: launches, and their rounds.
-    draft_tokens, accepted_tokens: proposed drafts, and accepted ones.
-  """
-
-  waiting: int
-  running: int
-  pages_total: int
-  pages_free: int
-  pages_cached: int
-  prompt_tokens: int = 0
-  prefix_hit_tokens: int = 0
-  prefilled_tokens: int = 0
-  generated_tokens: int = 0
-  preemptions: int = 0
-  launches: int = 0
-  rounds: int = 0
-  draft_tokens: int = 0
-  accepted_tokens: int = 0
 
 
 class Engine:
@@ -117,13 +88,18 @@ class Engine:
     self._model = model
     self._device = Device(model, self.config, gather_weights)
     self._scheduler = Scheduler(self.config)
+    is_alone = jax.process_count() == 1
+    self._drafts = DraftPolicy(self.config.draft_tokens, measures=is_alone)
     self._orders = itertools.count()
     self._lock = threading.Lock()
     self._arrived: collections.deque[Sequence] = collections.deque()
     self._cancelled: list[Ticket] = []
     self._open: dict[Ticket, list[Sequence]] = {}
-    self._counts: collections.Counter[str] = collections.Counter()
+    # All keys are there from the start, because other threads read the counts.
+    self._counts = collections.Counter(dict.fromkeys(COUNTED, 0))
     self._dead: BaseException | None = None
+    # Called after each submission, for a driver that waits for one.
+    self.on_submit: Callable[[], None] = lambda: None
 
   # Requests.
 
@@ -159,6 +135,7 @@ class Engine:
       self._check_alive()  # it may have failed since; nobody would answer
       self._open[ticket] = sequences
       self._arrived.extend(sequences)
+    self.on_submit()
     return ticket
 
   def cancel(self, ticket: Ticket) -> None:
@@ -166,19 +143,33 @@ class Engine:
     with self._lock:
       self._cancelled.append(ticket)
 
+  def cancel_all(self) -> None:
+    """Ends all open requests now."""
+    with self._lock:
+      self._cancelled = list(self._open)
+    self._take_arrivals()
+
+  def hold_back(self, is_held: bool) -> None:
+    """Stops or allows the start of waiting completions; running ones go on."""
+    self._scheduler.is_held = is_held
+
   def run(self, requests: Seq[EngineRequest]) -> list[list[Completion]]:
-    """Completes requests in this thread; one list of completions for each."""
-    tickets: list[Ticket] = []
+    """Completes requests in this thread; one list of completions for each.
+
+    Requests with the largest `max_tokens` start first. A long completion that starts
+    last would run alone at the end, with the other slots empty.
+    """
+    tickets: dict[int, Ticket] = {}
     try:
-      for request in requests:
-        tickets.append(self.submit(request, streams=False))
+      for i in sorted(range(len(requests)), key=lambda i: -requests[i].max_tokens):
+        tickets[i] = self.submit(requests[i], streams=False)
     except Exception:  # one cannot run, and the others would run for nobody
-      for ticket in tickets:
+      for ticket in tickets.values():
         self.cancel(ticket)
       raise
-    while any(ticket in self._open for ticket in tickets):
+    while any(ticket in self._open for ticket in tickets.values()):
       self.step()
-    return [self.collect(ticket) for ticket in tickets]
+    return [self.collect(tickets[i]) for i in range(len(requests))]
 
   @staticmethod
   def collect(ticket: Ticket, timeout: float | None = None) -> list[Completion]:
@@ -233,7 +224,10 @@ class Engine:
     allowed = self._allowed(running)
     idle = self.config.slots - sum(s is not None for s in running)
     self._device.look_at(idle + 1 if scheduler.waiting else 2**30)
-    out, scored = self._device.launch(plan, running, allowed)
+    drafts = 0 if allowed is not None else self._drafts.choose()
+    start = time.perf_counter()
+    out, scored = self._device.launch(plan, running, allowed, drafts)
+    self._watch(plan, drafts, out, time.perf_counter() - start)
     self._counts.update(
       launches=1,
       rounds=int(out.rounds),
@@ -246,6 +240,13 @@ class Engine:
     self._read(plan, running, out)
     return True
 
+  def _watch(self, plan: Plan, drafts: int, out: Out, seconds: float) -> None:
+    turns, drawn = int(out.turns), int(out.decoded)
+    hits, seen = int(out.predicted), int(out.watched)
+    self._drafts.record(drafts, turns, drawn, hits, seen)
+    if not plan.rounds and turns:
+      self._drafts.record_time(drafts, self._device.width, seconds / int(out.rounds))
+
   def _read(self, plan: Plan, running: list[Sequence | None], out: Out) -> None:
     """Takes what a launch drew, and hands it out."""
     size = self.config.page_tokens
@@ -254,7 +255,8 @@ class Engine:
     for fork in plan.forks:
       self._scheduler.forked(fork)
     # The pages of a follower are its leader's, and a copy that the next launch makes.
-    forked = {fork.follower for fork in plan.forks}
+    followers = {fork.follower for fork in plan.forks}
+    leaders = {fork.leader for fork in plan.forks}
     written, over = [], []
     for slot, s in enumerate(running):
       if s is None:
@@ -263,14 +265,19 @@ class Engine:
       self._counts["generated_tokens"] += count
       computed = s.length - 1 if count else ends.get(s, s.computed)
       self._scheduler.computed(s, computed)
-      if s not in forked:
-        changed = range(before[slot] // size, -(-computed // size))
-        written += [(slot, page, s.pages[page]) for page in changed]
+      # A page is written when it is full. A part of one stays in its row, unless
+      # followers copy it.
+      end = -(-computed // size) if s in leaders else computed // size
+      if s not in followers:
+        pages = range(before[slot] // size, end)
+        written += [(slot, page, s.pages[page]) for page in pages]
       if out.bad[slot]:
+        s.failure = _not_finite(s)
+      if s.failure is not None:
         over.append((s, "error"))
       elif reason is not None:
         over.append((s, reason))
-      results.hand_out(s, out, slot, count, None if out.bad[slot] else reason)
+      results.hand_out(s, out, slot, count, None if s.failure else reason)
     self._device.write(written)
     for s, reason in over:
       self._end(s, reason)
@@ -278,13 +285,8 @@ class Engine:
   def _end(self, s: Sequence, reason: str) -> None:
     self._scheduler.remove(s)
     s.finish_reason = reason
-    if reason == "error":
-      s.ticket.put(
-        RequestError(
-          f"{s.ticket.id}: the logits after token {s.length - 1} (completion "
-          f"{s.sample}) are not finite: check the weights of the model"
-        )
-      )
+    if s.failure is not None:
+      s.ticket.put(s.failure)
     self._close_ticket(s)
 
   def _close_ticket(self, s: Sequence) -> None:
@@ -309,6 +311,27 @@ class Engine:
       self._scheduler.remove(s)
       results.cancelled(s)
       self._close_ticket(s)
+
+  @property
+  def vocab_size(self) -> int:
+    """V, the number of ids of the model."""
+    return self._model.config.vocab_size
+
+  def warm_up(self) -> None:
+    """Compiles the programs of plain requests, greedy and sampled, with log-probs.
+
+    Filters, biases, lists of likely tokens and scores of prompts compile when they are
+    first asked for, and so do wider rows (see docs/guides/engine.md).
+    """
+    c = self.config
+    length = max(1, min(c.max_tokens // 2, c.prefill_tokens))
+    for size in {1, length}:
+      prompt = np.zeros(size, np.int32)
+      rules: dict[str, Any] = {"temperature": 1.0, "logprobs": True, "seed": 0}
+      most = min(c.rounds + 1, c.max_tokens - size)
+      self.run([EngineRequest(prompt=prompt, max_tokens=most, stop_ids=(), **rules)])
+    self._counts.update({name: -n for name, n in self._counts.items()})
+    self.sleep()
 
   # Weights and cache.
 
@@ -383,7 +406,8 @@ class Engine:
 
   def close(self) -> None:
     """Frees the device; open requests receive EngineDead."""
-    self._die(EngineDead("the engine was closed"))
+    if self._dead is None:
+      self._die(EngineDead("the engine was closed"))
 
   def _drain(self) -> None:
     waiting = self._scheduler.hold_back()
@@ -395,7 +419,7 @@ class Engine:
 
   def _forget(self, recompute: bool) -> None:
     root = functools.partial(pages_lib.root_digest, self.version)
-    for s in list(self._scheduler.active()):
+    for s in self._scheduler.active():
       if not recompute:
         # A mixture of versions, which no other completion may share.
         s.digests = [pages_lib.root_digest(f"{self.version} in {s.order}", s.adapter)]
@@ -406,6 +430,23 @@ class Engine:
     self._scheduler.pool.forget_all()
 
   # State.
+
+  @property
+  def is_alive(self) -> bool:
+    """False after a failed launch, an interrupted one, or `close`."""
+    return self._dead is None
+
+  @property
+  def has_arrivals(self) -> bool:
+    """True if requests or cancellations arrived since the last launch."""
+    with self._lock:
+      return bool(self._arrived or self._cancelled)
+
+  @property
+  def is_busy(self) -> bool:
+    """True while a request is open."""
+    with self._lock:
+      return bool(self._open)
 
   def stats(self) -> EngineStats:
     """Returns counts and state."""
@@ -455,5 +496,15 @@ class Engine:
     allowed = np.full((self.config.slots, words), 2**32 - 1, np.uint32)
     for slot, s in enumerate(running):
       if s is not None and s.matcher is not None:
-        allowed[slot] = s.matcher.mask()
+        try:
+          allowed[slot] = s.matcher.mask()
+        except RequestError as error:  # it ends this completion after the launch
+          s.failure = error
     return allowed
+
+
+def _not_finite(s: Sequence) -> RequestError:
+  return RequestError(
+    f"{s.ticket.id}: the logits after token {s.length - 1} (completion {s.sample}) are "
+    "not finite: check the weights of the model"
+  )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,130 +26,13 @@ from tunix.generate import sampling
 from tunix.generate.engine import adapters, choice, drafts
 from tunix.generate.engine.choice import Chosen, Rules
 from tunix.generate.engine.rows import Places
+from tunix.generate.engine.state import Blocks, Out, PromptOut, Round, Slots
 from tunix.models import calling
 from tunix.utils import mesh as mesh_lib
 
 Leaf = Any
 # State of the adapters, and int32 [B], the number of each slot's adapter.
 Bank = tuple[adapters.BankState, Leaf]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Slots:
-  """The completions in the slots.
-
-  Attributes:
-    last: int32 [B], the token that each slot runs next.
-    position: int32 [B], its position.
-    index: int32 [B], number of the next drawn token in its completion.
-    limit: int32 [B], number of tokens at which a completion ends.
-    active: bool [B], True for slots that decode.
-    holds: bool [B], True for slots that draw a first token and wait for their pages.
-    stop_ids: int32 [B, E], ids that end it, padded by `batching.NO_TOKEN`.
-    history: int32 [B, M], all tokens, for drafts; [B, 0] without.
-  """
-
-  last: Leaf
-  position: Leaf
-  index: Leaf
-  limit: Leaf
-  active: Leaf
-  holds: Leaf
-  stop_ids: Leaf
-  history: Leaf
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Out:
-  """What a launch has drawn: written on the device, read on the host.
-
-  Attributes:
-    count: int32 [B], number of drawn tokens.
-    tokens: int32 [B, C].
-    logps, sampling_logps: float32 [B, C], see `Chosen`.
-    top_ids, top_logps: [B, C, t], see `Chosen`.
-    stopped: bool [B], True if one of `stop_ids` was drawn.
-    bad: bool [B], True if a logit was not finite; the token before is the last.
-    rounds: int32 scalar, number of rounds.
-    proposed, accepted: int32 scalars, drafts.
-  """
-
-  count: jax.Array
-  tokens: jax.Array
-  logps: jax.Array
-  sampling_logps: jax.Array
-  top_ids: jax.Array
-  top_logps: jax.Array
-  stopped: jax.Array
-  bad: jax.Array
-  rounds: jax.Array
-  proposed: jax.Array
-  accepted: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Blocks:
-  """The blocks of R rounds that prefill, N blocks of Q tokens each.
-
-  Attributes:
-    tokens: int32 [R, N, Q].
-    targets: int32 [R, N, Q], the token after each, whose log-prob may be wanted.
-    slots: int32 [R, N].
-    starts: int32 [R, N], position of the first token.
-    counts: int32 [R, N], number of tokens; 0 for a block that only fills the round.
-    draws: int32 [R, B], number in N * Q of the token after which the slot draws its
-      first token; -1: the slot draws none.
-    ends: int32 [R, B], position of that first token.
-    scores: bool scalar, log-probs of the targets are wanted.
-  """
-
-  tokens: Leaf
-  targets: Leaf
-  slots: Leaf
-  starts: Leaf
-  counts: Leaf
-  draws: Leaf
-  ends: Leaf
-  scores: Leaf
-
-
-class PromptOut(NamedTuple):
-  """Log-probs of the targets, [R, N * Q], and the most likely tokens, [R, N * Q, t]."""
-
-  logps: jax.Array
-  top_ids: jax.Array
-  top_logps: jax.Array
-
-
-def empty(slots: int, columns: int, tops: int) -> Out:
-  """Returns an `Out` without tokens."""
-  shape = (slots, columns)
-  floats = lambda *more: jnp.zeros((*shape, *more), jnp.float32)
-  number = lambda: jnp.zeros((), jnp.int32)
-  return Out(
-    count=jnp.zeros(slots, jnp.int32),
-    tokens=jnp.zeros(shape, jnp.int32),
-    logps=floats(),
-    sampling_logps=floats(),
-    top_ids=jnp.zeros((*shape, tops), jnp.int32),
-    top_logps=floats(tops),
-    stopped=jnp.zeros(slots, bool),
-    bad=jnp.zeros(slots, bool),
-    rounds=number(),
-    proposed=number(),
-    accepted=number(),
-  )
-
-
-class Round(NamedTuple):
-  """The state that a round passes on."""
-
-  slots: Slots
-  store: Any
-  out: Out
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -258,10 +141,13 @@ def decode(
 
   def body(carry):
     slots, store, out = carry
+    before = out
     proposed = drafts.propose(slots.history, slots.position, draft_tokens)
     tokens = jnp.concatenate([slots.last[:, None], proposed], axis=1)
     positions = slots.position[:, None] + jnp.arange(width)
-    is_run = slots.active[:, None] & (tokens >= 0)
+    # A draft behind the last token of a completion has no place in its pages.
+    is_inside = positions < slots.limit[:, None]
+    is_run = slots.active[:, None] & (tokens >= 0) & is_inside
     numbers = jnp.where(is_run, jnp.arange(batch)[:, None], batch)
     places = Places(
       numbers.reshape(-1), positions.reshape(-1), jnp.zeros(0, jnp.int32), width, 1
@@ -277,7 +163,7 @@ def decode(
       allowed,
       out.top_ids.shape[2],
     )
-    counts = slots.active
+    counts = started = slots.active
     for i in range(width):
       if i:
         offered = slots.active & counts & is_run[:, i]
@@ -290,7 +176,14 @@ def decode(
       drawing, out = _emit(drawing, out, here)
       over = counts & ~drawing.active
       slots = dataclasses.replace(drawing, active=slots.active & ~over)
-    out = dataclasses.replace(out, rounds=out.rounds + 1)
+    if not draft_tokens and slots.history.shape[1]:
+      out = _watched(carry.slots, out, chosen.tokens)
+    out = dataclasses.replace(
+      out,
+      rounds=out.rounds + 1,
+      turns=out.turns + jnp.sum(started),
+      decoded=out.decoded + jnp.sum(out.count - before.count),
+    )
     return Round(slots, store, out)
 
   def continues(carry):
@@ -356,6 +249,20 @@ def _emit(slots: Slots, out: Out, chosen: Chosen) -> tuple[Slots, Out]:
     history=history,
   )
   return slots, out
+
+
+def _watched(slots: Slots, out: Out, tokens: jax.Array) -> Out:
+  """Compares the drawn tokens with first drafts, in every eighth round."""
+
+  def watch():
+    guess = drafts.propose(slots.history, slots.position, 1)[:, 0]
+    return jnp.sum(slots.active), jnp.sum(slots.active & (guess == tokens))
+
+  none = jnp.zeros((), jnp.int32)
+  seen, right = jax.lax.cond(out.rounds % 8 == 0, watch, lambda: (none, none))
+  return dataclasses.replace(
+    out, watched=out.watched + seen, predicted=out.predicted + right
+  )
 
 
 def _prompt_scores(

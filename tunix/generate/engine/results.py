@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from tunix.generate.engine.launch import Out, PromptOut
-from tunix.generate.engine.request import Completion, Delta, PromptScores, TopLogprobs
-from tunix.generate.engine.scheduler import Block
+from tunix.generate.engine.plan import Block
+from tunix.generate.engine.request import (
+  Completion,
+  Delta,
+  PromptScores,
+  RequestError,
+  TopLogprobs,
+)
 from tunix.generate.engine.sequence import Sequence
+from tunix.generate.engine.state import Out, PromptOut
 
 
 def take(s: Sequence, out: Out, version: int) -> tuple[int, str | None]:
@@ -33,8 +39,11 @@ def take(s: Sequence, out: Out, version: int) -> tuple[int, str | None]:
   if stop is not None:  # what was drawn after it does not count
     count, reason = prompt + stop - s.length, "stop"
   if s.matcher is not None and reason != "eos":
-    for token in drawn[:count]:
-      s.matcher.accept(int(token))
+    try:
+      for token in drawn[:count]:
+        s.matcher.accept(int(token))
+    except RequestError as error:  # it concerns this completion only
+      s.failure = error
   s.length += count
   s.versions += [version] * count
   return count, reason

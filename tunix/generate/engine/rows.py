@@ -1,9 +1,12 @@
 """The cache on devices whose attention does not read pages: rows over pages.
 
 Every slot has a row of W tokens, in the layout that attention of one token needs. The
-pages hold the same keys and values for longer than a row: a completion that gets a slot
-is loaded from its pages, and a launch ends by writing the pages that it changed. A
-token is at the place of its position, so a row needs no padding and no mask of its own.
+keys are stored as [H, W]: a score is then a sum over rows of memory, which XLA's CPU
+backend vectorises (8 rows of 192 tokens: 1.2 ms a round instead of 2.1, 32 rows: 8 ms
+instead of 15). A token is at the place of its position, so a row needs no padding.
+
+The pages hold the same keys and values for longer than a row: a completion that gets a
+slot is loaded from its pages, and a launch ends by writing the pages that it changed.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from tunix.models.transformer import attention_paths
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.visibility import Visibility
+from tunix.utils import mesh as mesh_lib
 
 Leaf = Any
 
@@ -26,7 +30,7 @@ Leaf = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Places:
-  """Where the T tokens of a round are: first those of all slots, then blocks.
+  """The places of the T tokens of a round: first those of all slots, then blocks.
 
   Attributes:
     slots: int32 [T], slot of each token; B for tokens that are not written.
@@ -46,7 +50,13 @@ class Places:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowLayer:
-  """The rows of one layer: keys and values, [B, K, W, H] each."""
+  """The rows of one layer.
+
+  Attributes:
+    k: keys [B, K, H, W].
+    v: values [B, K, W, H].
+    places: where the tokens of a call are.
+  """
 
   k: jax.Array
   v: jax.Array
@@ -57,61 +67,102 @@ class RowLayer:
     query: Float[Array, "T 1 N H"],
     key: Float[Array, "T 1 K H"],
     value: Float[Array, "T 1 K H"],
-    *,
-    scale: float | None,
-    softcap: float | None,
-    window: int | None,
-    implementation: str,
-    rules: ShardingRules,
+    **options: Any,
   ) -> tuple[Float[Array, "T 1 N H"], RowLayer]:
-    """Writes the tokens' keys and values, and attends to those of their rows."""
+    """Writes the tokens' keys and values, and attends to those of their rows.
+
+    Args:
+      query, key, value: those of the tokens.
+      **options: see `cache.LayerCache.attend`.
+    """
     p = self.places
-    write = lambda rows, new: rows.at[p.slots, :, p.positions].set(
-      new[:, 0].astype(rows.dtype), mode="drop", unique_indices=True
-    )
-    k, v = write(self.k, key), write(self.v, value)
-
-    def attend(query, k, v, positions):
-      index = jnp.arange(k.shape[2])
-      seen = index <= positions[:, :, None]
-      if window is not None:
-        seen &= index > positions[:, :, None] - window
-      return attention_paths.attend(
-        query,
-        k.swapaxes(1, 2).astype(query.dtype),
-        v.swapaxes(1, 2).astype(query.dtype),
-        Visibility(jnp.zeros(query.shape[1], jnp.int32), seen),
-        scale=scale,
-        softcap=softcap,
-        implementation=implementation,
-        rules=rules,
-      )
-
+    new = lambda x, rows: x[:, 0].astype(rows.dtype)
+    how = {"mode": "drop", "unique_indices": True}
+    k = self.k.at[p.slots, :, :, p.positions].set(new(key, self.k), **how)
+    v = self.v.at[p.slots, :, p.positions].set(new(value, self.v), **how)
     slots, tail = k.shape[0], query.shape[2:]
     own, blocks = slots * p.width, p.block_slots.shape[0]
     out = []
     if p.width:
-      grouped = lambda x: x.reshape(slots, p.width, *x.shape[2:])
-      out.append(
-        attend(grouped(query[:own]), k, v, p.positions[:own].reshape(slots, -1))
-      )
+      queries = query[:own].reshape(slots, p.width, *tail)
+      at = p.positions[:own].reshape(slots, p.width)
+      out.append(_attend(queries, k, v, at, **options))
     if blocks:
-      grouped = lambda x: x.reshape(blocks, p.block_width, *x.shape[2:])
+      queries = query[own:].reshape(blocks, p.block_width, *tail)
+      at = p.positions[own:].reshape(blocks, p.block_width)
       take = lambda rows: jnp.take(rows, p.block_slots, axis=0, mode="clip")
-      positions = p.positions[own:].reshape(blocks, -1)
-      out.append(attend(grouped(query[own:]), take(k), take(v), positions))
+      out.append(_attend(queries, take(k), take(v), at, **options))
     flat = jnp.concatenate([x.reshape(-1, 1, *tail) for x in out])
     return flat, dataclasses.replace(self, k=k, v=v)
+
+
+def _attend(
+  query: Float[Array, "R Q N H"],
+  k: Float[Array, "R K H W"],
+  v: Float[Array, "R K W H"],
+  positions: Int[Array, "R Q"],
+  *,
+  scale: float | None,
+  softcap: float | None,
+  window: int | None,
+  implementation: str,
+  rules: ShardingRules,
+) -> Float[Array, "R Q N H"]:
+  """Returns attention of each query to its row, up to its position."""
+  (r, q, n, h), heads, width = query.shape, k.shape[1], k.shape[3]
+  index = jnp.arange(width)
+  seen = index <= positions[:, :, None]
+  if window is not None:
+    seen &= index > positions[:, :, None] - window
+  k, v = k.astype(query.dtype), v.astype(query.dtype)
+  if q * width > attention_paths.PLAIN_SCORES_ELSEWHERE:  # too many to hold at once
+    return attention_paths.attend(
+      query,
+      k.transpose(0, 3, 1, 2),
+      v.swapaxes(1, 2),
+      Visibility(jnp.zeros(q, jnp.int32), seen),
+      scale=scale,
+      softcap=softcap,
+      implementation=implementation,
+      rules=rules,
+    )
+  query = query.reshape(r, q, heads, n // heads, h)
+  on_cpu = mesh_lib.context_platform() == "cpu"
+  is_sum = q == 1 and on_cpu
+  with jax.named_scope("scores"):
+    if is_sum:
+      by_head = query[:, 0, :, :, :, None].astype(jnp.float32)
+      scores = jnp.sum(by_head * k[:, :, None], axis=3)[:, :, :, None]
+    else:
+      # XLA's CPU backend has no such product of two bfloat16 arrays in float32.
+      wide = [x.astype(jnp.float32) if on_cpu else x for x in (query, k)]
+      scores = jnp.einsum(
+        "rqkgh,rkhw->rkgqw", *wide, preferred_element_type=jnp.float32
+      )
+    scores *= h**-0.5 if scale is None else scale
+    if softcap is not None:
+      scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(seen[:, None, None], scores, attention_paths.NEVER)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  with jax.named_scope("values"):
+    if is_sum:
+      by_token = weights[:, :, :, 0, :, None]
+      out = jnp.sum(by_token * v[:, :, None], axis=3, dtype=jnp.float32)[:, None]
+      out = out.astype(v.dtype)
+    else:
+      out = jnp.einsum("rkgqw,rkwh->rqkgh", weights, v)
+  return out.reshape(r, q, n, h)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Store:
-  """Keys and values of all layers: rows [B, K, W, H] and pages [P, K, page, H].
+  """Keys and values of all layers.
 
   Attributes:
-    rows_k, rows_v: one array a layer.
-    pages_k, pages_v: one array a layer.
+    rows_k, rows_v: one array a layer, see `RowLayer`.
+    pages_k: keys [P, K, H, page], one array a layer.
+    pages_v: values [P, K, page, H], one array a layer.
   """
 
   rows_k: tuple[jax.Array, ...]
@@ -142,7 +193,7 @@ class RowCache:
   @property
   def size(self) -> int:
     """Number of tokens W of a row."""
-    return self.k[0].shape[2]
+    return self.v[0].shape[2]
 
   def layer(self, number: int) -> RowLayer:
     """Returns the cache of one layer."""
@@ -153,14 +204,6 @@ class RowCache:
     del tokens
     k, v = (tuple(getattr(x, name) for x in layers) for name in ("k", "v"))
     return dataclasses.replace(self, k=k, v=v)
-
-
-def empty_pages(
-  pages: int, page_tokens: int, layers: int, kv_heads: int, head_dim: int, dtype: Any
-) -> tuple[jax.Array, ...]:
-  """Returns zero pages of keys, or of values, of all layers."""
-  shape = (pages, kv_heads, page_tokens, head_dim)
-  return tuple(jnp.zeros(shape, dtype) for _ in range(layers))
 
 
 def load(store: Store, copies: Int[Array, "n 2"], count, loads, load_count) -> Store:
@@ -174,7 +217,7 @@ def load(store: Store, copies: Int[Array, "n 2"], count, loads, load_count) -> S
       are used.
     load_count: int32 scalar.
   """
-  size = store.pages_k[0].shape[2]
+  size = store.pages_v[0].shape[2]
 
   def copy(i, arrays):
     one = lambda pages: jax.lax.dynamic_update_index_in_dim(
@@ -187,10 +230,15 @@ def load(store: Store, copies: Int[Array, "n 2"], count, loads, load_count) -> S
 
   def fill(i, rows):
     slot, place, page = loads[i, 0], loads[i, 1], loads[i, 2]
-    one = lambda row, source: jax.lax.dynamic_update_slice(
+    keys = lambda row, source: jax.lax.dynamic_update_slice(
+      row, source[page][None], (slot, 0, 0, place * size)
+    )
+    values = lambda row, source: jax.lax.dynamic_update_slice(
       row, source[page][None], (slot, 0, place * size, 0)
     )
-    return jax.tree.map(one, rows, pages)
+    return jax.tree.map(keys, rows[0], pages[0]), jax.tree.map(
+      values, rows[1], pages[1]
+    )
 
   rows = store.rows_k, store.rows_v
   rows = jax.lax.fori_loop(0, load_count, fill, rows)
@@ -206,17 +254,26 @@ def write_back(store: Store, writes: Int[Array, "m 3"], count) -> Store:
       used.
     count: int32 scalar.
   """
-  size = store.pages_k[0].shape[2]
+  size = store.pages_v[0].shape[2]
 
   def write(i, pages):
     slot, place, page = writes[i, 0], writes[i, 1], writes[i, 2]
 
-    def one(target, row):
+    def keys(target, row):
+      part = jax.lax.dynamic_slice(
+        row, (slot, 0, 0, place * size), (1, *row.shape[1:3], size)
+      )
+      return jax.lax.dynamic_update_slice(target, part, (page, 0, 0, 0))
+
+    def values(target, row):
       shape = (1, row.shape[1], size, row.shape[3])
       part = jax.lax.dynamic_slice(row, (slot, 0, place * size, 0), shape)
       return jax.lax.dynamic_update_slice(target, part, (page, 0, 0, 0))
 
-    return jax.tree.map(one, pages, (store.rows_k, store.rows_v))
+    return (
+      jax.tree.map(keys, pages[0], store.rows_k),
+      jax.tree.map(values, pages[1], store.rows_v),
+    )
 
   pages = (store.pages_k, store.pages_v)
   pages = jax.lax.fori_loop(0, count, write, pages)

@@ -14,62 +14,13 @@ Nothing here touches the device, and nothing depends on time.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
-from collections.abc import Iterator
 
 from tunix.generate.engine import pages as pages_lib
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.pages import PagePool
+from tunix.generate.engine.plan import Fork, Plan, rounds_of
 from tunix.generate.engine.sequence import Sequence
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-  """Consecutive tokens of one completion that a round prefills."""
-
-  sequence: Sequence
-  start: int
-  count: int
-
-  @property
-  def is_last(self) -> bool:
-    """True if the next token is drawn after this block."""
-    return self.start + self.count == self.sequence.length
-
-
-@dataclasses.dataclass(frozen=True)
-class Fork:
-  """A completion that draws its first token with the leader that prefilled for it.
-
-  Attributes:
-    leader, follower: the two completions.
-    copied: the leader's last page, if the prompt fills it in part; the follower's own
-      page becomes a copy of it.
-  """
-
-  leader: Sequence
-  follower: Sequence
-  copied: int | None
-
-
-@dataclasses.dataclass
-class Plan:
-  """What one launch does.
-
-  Attributes:
-    loads: completions that are new in their slots, which are filled from their pages.
-    copies: (from, to) pages that are copied before.
-    rounds: blocks of each round that prefills.
-    decode_rounds: number of rounds after them, which only decode.
-    forks: first tokens that are drawn for followers.
-  """
-
-  loads: list[Sequence] = dataclasses.field(default_factory=list)
-  copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-  rounds: list[list[Block]] = dataclasses.field(default_factory=list)
-  decode_rounds: int = 0
-  forks: list[Fork] = dataclasses.field(default_factory=list)
 
 
 class Scheduler:
@@ -78,15 +29,16 @@ class Scheduler:
   Attributes:
     running: the completion in each slot, or None.
     pool: the pages.
+    is_held: if True, no waiting completion starts.
     preemptions: how often a completion gave its pages up.
-    hit_tokens: number of prompt tokens that were found in the cache, or prefilled for
-      another completion of the request.
+    hit_tokens: prompt tokens found in the cache, or prefilled for a leader.
   """
 
   def __init__(self, config: EngineConfig):
     self._config, self._size = config, config.page_tokens
     self.pool = PagePool(config.pages)
     self.running: list[Sequence | None] = [None] * config.slots
+    self.is_held = False
     self.preemptions = 0
     self.hit_tokens = 0
     self._waiting: list[tuple[tuple[int, int], Sequence]] = []
@@ -97,9 +49,9 @@ class Scheduler:
     """Number of completions without a slot."""
     return len(self._waiting)
 
-  def active(self) -> Iterator[Sequence]:
-    """Yields the completions that have a slot, earliest rank first."""
-    return iter(sorted((s for s in self.running if s), key=lambda s: s.rank))
+  def active(self) -> list[Sequence]:
+    """Returns the completions that have a slot, earliest rank first."""
+    return sorted((s for s in self.running if s), key=lambda s: s.rank)
 
   def add(self, sequence: Sequence) -> None:
     """Puts a completion into the queue."""
@@ -142,7 +94,7 @@ class Scheduler:
   def plan(self, rounds: int) -> Plan:
     """Returns the next launch, of at most `rounds` rounds."""
     self._admit()
-    plan = Plan(rounds=self._blocks(rounds))
+    plan = Plan(rounds=rounds_of(self.active(), self._config, rounds))
     self._reserve(plan, rounds)
     plan.decode_rounds = rounds - len(plan.rounds)
     self._fork(plan)
@@ -160,7 +112,7 @@ class Scheduler:
     self._new.append((fork.follower, fork.copied))
 
   def _admit(self) -> None:
-    while self._waiting and None in self.running:
+    while self._waiting and None in self.running and not self.is_held:
       sequence = self._waiting[0][1]
       leader = self._leader_of(sequence)
       if leader is None and not self._find_pages(sequence):
@@ -184,7 +136,7 @@ class Scheduler:
     size, shared = self._size, []
     if self._config.prefix_cache and not sequence.request.prompt_logprobs:
       pages_lib.extended(sequence.digests, sequence.known, size)
-      # The last token is always computed, because the next one is drawn from it.
+      # The last token is computed in any case: the next one is drawn from it.
       most = (sequence.length - 1) // size
       shared = self.pool.find(sequence.digests[1 : most + 1])
     fresh = self._config.pages_of(sequence.length) - len(shared)
@@ -192,29 +144,16 @@ class Scheduler:
       return False
     self.pool.hold(shared)
     sequence.pages = [*shared, *self.pool.take(fresh)]
-    sequence.computed = sequence.hits = len(shared) * size
+    sequence.computed = len(shared) * size
     if not sequence.drawn:
-      self._count_hits(sequence)
+      self.hit_tokens += sequence.hit(sequence.computed)
     return True
-
-  def _blocks(self, rounds: int) -> list[list[Block]]:
-    """Cuts the tokens to prefill into blocks of a page, and blocks into rounds."""
-    size = self._size
-    blocks = [
-      Block(s, at, min(size, s.length - at))
-      for s in self.active()
-      if s.leader is None and not s.is_decoding
-      for at in range(s.computed, s.length, size)
-    ]
-    per_round = self._config.prefill_tokens // size
-    starts = range(0, len(blocks), per_round)
-    return [blocks[i : i + per_round] for i in starts][:rounds]
 
   def _reserve(self, plan: Plan, rounds: int) -> None:
     """Takes the pages that the rounds fill; preempts if there are too few."""
     done = {b.sequence for blocks in plan.rounds for b in blocks if b.is_last}
     tokens = rounds * (1 + self._config.draft_tokens)
-    for sequence in list(self.active()):
+    for sequence in self.active():
       if not (sequence.is_decoding or sequence in done):
         continue
       while sequence.slot is not None:
@@ -238,20 +177,13 @@ class Scheduler:
         self.pool.hold(leader.pages[:full])
         own = self.pool.take(1 if rest else 0)
         follower.pages = [*leader.pages[:full], *own]
-        follower.hits = leader.length
-        self._count_hits(follower)
+        self.hit_tokens += follower.hit(leader.length)
         copied = leader.pages[full] if rest else None
         plan.forks.append(Fork(leader, follower, copied))
     if plan.forks:
       # A follower's slot is loaded after the leader's pages are written, which is the
       # end of this launch; it would idle in further rounds.
       plan.decode_rounds = 0
-
-  def _count_hits(self, sequence: Sequence) -> None:
-    self.hit_tokens += sequence.hits
-    ticket = sequence.ticket
-    if sequence.sample == 0:
-      ticket.cached_tokens = sequence.hits
 
   def _followers(self, leader: Sequence) -> list[Sequence]:
     return [s for s in self.running if s is not None and s.leader is leader]

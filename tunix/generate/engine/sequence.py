@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from tunix.generate.engine.request import EngineRequest, Matcher, Ticket
+from tunix.generate.engine.request import EngineRequest, Matcher, RequestError, Ticket
 from tunix.generate.engine.text import TextReader
 
 
@@ -25,7 +25,6 @@ class Sequence:
     slot: the slot it runs in; None while it waits.
     pages: pages of its tokens, in order.
     digests: root digest and those of its full pages, see pages.py.
-    hits: number of computed tokens that it found in the cache when it was admitted.
     leader: a completion of the same request that is prefilled for this one too.
     key: data of the random key of the request, uint32 [2].
     stop_ids: ids that end it.
@@ -36,6 +35,7 @@ class Sequence:
     versions: version of the weights of each drawn token.
     scores: log-probs of the prompt's tokens so far, if they are asked for.
     reader: turns its tokens into text, see text.py.
+    failure: error of its constraint, with which it ends after the launch; None before.
     finish_reason: why it ended; None before.
   """
 
@@ -56,10 +56,10 @@ class Sequence:
   slot: int | None = None
   pages: list[int] = dataclasses.field(default_factory=list)
   digests: list[bytes] = dataclasses.field(default_factory=list)
-  hits: int = 0
   leader: Sequence | None = None
   versions: list[int] = dataclasses.field(default_factory=list)
   scores: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
+  failure: RequestError | None = None
   finish_reason: str | None = None
 
   @property
@@ -85,3 +85,9 @@ class Sequence:
   def rank(self) -> tuple[int, int]:
     """Order of admission: priority, then age."""
     return self.request.priority, self.order
+
+  def hit(self, tokens: int) -> int:
+    """Records and returns the prompt tokens that it need not prefill."""
+    if self.sample == 0:
+      self.ticket.cached_tokens = tokens
+    return tokens

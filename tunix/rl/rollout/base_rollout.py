@@ -41,6 +41,8 @@ class RolloutConfig:
       step, and activations move instead of weights. False: leave them unchanged. None:
       the first of True and "split" whose weights take at most a quarter of a device's
       memory, else False; always False on CPUs.
+    slots: number of completions that our engine samples at the same time; None: all of
+      a batch, at most 64 on a CPU and 512 elsewhere. The padded sampler takes all.
     engine_options: options that are passed to the engine unchanged (address, structured
       output, ...). Our own sampler has none and refuses them.
   """
@@ -56,6 +58,7 @@ class RolloutConfig:
   stop_strings: Sequence[str] | None = None
   kv_cache_size: int | None = None
   gather_weights: GatherWeights = None
+  slots: int | None = None
   engine_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -65,6 +68,7 @@ class RolloutConfig:
       max_tokens_to_generate=checks.COUNT,
       max_prompt_length=checks.COUNT,
       kv_cache_size=checks.COUNT,
+      slots=checks.COUNT,
       seed=checks.SEED,
     )
     # A sampler would refuse these options only in its first call, late in a run.
@@ -131,9 +135,23 @@ class BaseRollout(abc.ABC):
 
   Attributes:
     version: version of the engine's weights; None before the first `update_params`.
+    sampler: name of the sampler that draws, for an engine that has several whose tokens
+      may differ; it is part of a checkpoint. None: there is one.
   """
 
   version: Any = None
+  sampler: str | None = None
+
+  def use_sampler(self, name: str) -> None:
+    """Draws with another sampler from now on: that of a run that is resumed.
+
+    Raises:
+      ValueError: the engine has no sampler of this name.
+    """
+    raise ValueError(
+      f"the run was begun with the sampler {name!r}, and {type(self).__name__} has "
+      f"only {self.sampler!r}: resume with the rollout engine of that run"
+    )
 
   @abc.abstractmethod
   def generate(

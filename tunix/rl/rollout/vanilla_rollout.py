@@ -1,18 +1,26 @@
-"""Rollouts by our own sampler, from weights in this process."""
+"""Rollouts by our own engine or padded sampler, from weights in this process."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from flax import nnx
 
+from tunix.generate import engine_sampler
+from tunix.generate.engine_sampler import EngineSampler
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.sampler_rollout import SamplerRollout
 
+_log = logging.getLogger(__name__)
+
 
 class VanillaRollout(SamplerRollout):
   """Rollouts from a module; each call reads its current weights.
+
+  The engine draws, or the padded sampler if the model does not suit the engine (see
+  `engine_sampler.suits`). A run that is resumed goes on with the sampler it began with.
 
   Args:
     model: the module. On the actor's own mesh it is the actor itself.
@@ -26,11 +34,33 @@ class VanillaRollout(SamplerRollout):
 
   def __init__(self, model: nnx.Module, tokenizer: Any, rollout_config: RolloutConfig):
     check_options(rollout_config)
-    size = rollout_config.kv_cache_size
+    self._arguments: tuple[Any, Any, RolloutConfig] = model, tokenizer, rollout_config
+    suiting = engine_sampler.suits(model)
+    self.sampler = "engine" if suiting and not self.is_always_padded else "padded"
+    super().__init__(self._made())
+
+  is_always_padded = False
+
+  def _made(self) -> Any:
+    model, tokenizer, config = self._arguments
+    size = config.kv_cache_size
     cache = None if size is None else CacheConfig(cache_size=size)
-    super().__init__(
-      Sampler(model, tokenizer, cache, gather_weights=rollout_config.gather_weights)
-    )
+    options = {"cache_config": cache, "gather_weights": config.gather_weights}
+    if self.sampler == "padded":
+      return Sampler(model, tokenizer, **options)
+    return EngineSampler(model, tokenizer, slots=config.slots, **options)
+
+  def use_sampler(self, name: str) -> None:
+    if name not in (("padded",) if self.is_always_padded else ("engine", "padded")):
+      super().use_sampler(name)
+    if name != self.sampler:
+      _log.warning(
+        "this run was begun with the %s sampler and goes on with it, because the %s "
+        "one rounds differently; a new run would use the latter",
+        *(name, self.sampler),
+      )
+      self.sampler = name
+      self._sampler = self._made()
 
   def update_params(self, model: Any, version: Any) -> None:
     """Stores the version; the weights are in the module already.
@@ -47,6 +77,12 @@ class VanillaRollout(SamplerRollout):
 
   def model(self) -> nnx.Module:
     return self._sampler.transformer
+
+
+class PaddedRollout(VanillaRollout):
+  """Rollouts by the padded sampler, whatever the model is."""
+
+  is_always_padded = True
 
 
 def check_options(rollout_config: RolloutConfig) -> None:

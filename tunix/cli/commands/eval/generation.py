@@ -17,7 +17,7 @@ from tunix.data.prompts import PROMPTS, PromptText
 from tunix.data.records import PROMPT_IDS_COLUMN, PROMPT_ROWS
 from tunix.data.scan import scan
 from tunix.data.source import Source
-from tunix.generate.sampler import Sampler
+from tunix.generate.engine_sampler import sampler_of
 from tunix.rl.evaluation import pass_at_k
 from tunix.rl.rewards import RewardManager, RewardOutput
 from tunix.utils import coordination
@@ -120,7 +120,8 @@ def _sample(
   task: Task, prompts: Sequence[Any], options: dict[str, Any]
 ) -> tuple[list[str], list[int], list[str]]:
   """Returns texts, numbers of tokens and finish reasons of all completions."""
-  sampler, batch_size = Sampler(task.model, task.tokenizer), task.batch_size
+  sampler = sampler_of(task.model, task.tokenizer, frozen=True)
+  batch_size = task.batch_size
 
   def answers(starts: Sequence[int]) -> list[Any]:
     drawn = []

@@ -1,0 +1,165 @@
+"""The engine's thread: calls, pauses, and its end."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests import toys, toys_text
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.driver import Driver
+from tunix.generate.engine.engine import Engine
+from tunix.generate.engine.request import EngineDead, EngineRequest
+
+SOON = 60.0  # seconds; a compilation on a busy machine is the longest part
+
+
+@pytest.fixture(scope="module")
+def model():
+  return toys.model(vocab_size=600)
+
+
+@pytest.fixture
+def driver(model):
+  config = EngineConfig(max_tokens=64, slots=4, prefill_tokens=32)
+  made = Driver(Engine(model, toys_text.chat_tokenizer(), config))
+  made.start()
+  yield made
+  made.stop(SOON)
+
+
+def request(tokens, **rules):
+  return EngineRequest(prompt=np.arange(1, 20), max_tokens=tokens, stop_ids=(), **rules)
+
+
+def finished(driver, ticket):
+  return driver.engine.collect(ticket, SOON)
+
+
+def test_requests_of_several_threads_are_answered(driver):
+  done = []
+
+  def ask(number):
+    ticket = driver.engine.submit(request(5 + number, num_samples=2))
+    done.append([len(c.tokens) for c in finished(driver, ticket)] == [5 + number] * 2)
+
+  threads = [threading.Thread(target=ask, args=(n,)) for n in range(6)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(SOON)
+  assert done == [True] * 6
+
+
+def test_an_idle_driver_does_not_spin(driver):
+  finished(driver, driver.engine.submit(request(3)))
+  launches = driver.engine.stats().launches
+  start = time.process_time()
+  time.sleep(0.5)
+  assert time.process_time() - start < 0.25
+  assert driver.engine.stats().launches == launches
+
+
+def test_a_call_runs_between_launches_and_returns_or_raises(driver):
+  assert driver.call(lambda engine: engine.config.slots, SOON) == 4
+  with pytest.raises(ZeroDivisionError):
+    driver.call(lambda engine: 1 / 0, SOON)
+  assert driver.alive
+
+
+def test_a_call_that_takes_too_long_says_what_it_waited_for(driver):
+  begun = threading.Event()
+  slow = lambda engine: (begun.set(), time.sleep(0.5))
+  waiting = threading.Thread(target=lambda: driver.call(slow, SOON))
+  waiting.start()
+  assert begun.wait(SOON)
+  with pytest.raises(TimeoutError, match=r"did not come to the call within 0\.05 s"):
+    driver.call(lambda engine: None, 0.05)
+  waiting.join(SOON)
+
+
+def test_keep_freezes_running_completions(driver):
+  ticket = driver.engine.submit(request(40))
+  driver.pause("keep")
+  assert driver.is_paused
+  drawn = driver.engine.stats().generated_tokens
+  late = driver.engine.submit(request(3))
+  time.sleep(0.2)
+  assert driver.engine.stats().generated_tokens == drawn
+  driver.resume()
+  assert not driver.is_paused
+  assert len(finished(driver, ticket)[0].tokens) == 40
+  assert len(finished(driver, late)[0].tokens) == 3
+
+
+def test_wait_ends_running_completions_and_starts_none(driver):
+  ticket = driver.engine.submit(request(40))
+  assert ticket.get(SOON).finish_reason is None  # it runs
+  driver.pause("wait")
+  assert driver.engine.stats().running == 0
+  assert len(finished_rest(ticket)) == 40
+  late = driver.engine.submit(request(3))
+  time.sleep(0.2)
+  assert driver.engine.stats().waiting == 1
+  driver.resume()
+  assert len(finished(driver, late)[0].tokens) == 3
+
+
+def finished_rest(ticket):
+  """Tokens of a request whose first delta was taken already (one launch of 16)."""
+  tokens = [0] * 16
+  while True:
+    delta = ticket.get(SOON)
+    tokens += list(delta.tokens)
+    if delta.finish_reason:
+      return tokens
+
+
+def test_abort_ends_all_requests(driver):
+  tickets = [driver.engine.submit(request(40)) for _ in range(6)]
+  driver.pause("abort")
+  for ticket in tickets:
+    assert finished(driver, ticket)[0].finish_reason in ("cancelled", "length")
+  assert driver.engine.stats().pages_free == driver.engine.stats().pages_total
+  driver.resume()
+  assert len(finished(driver, driver.engine.submit(request(3)))[0].tokens) == 3
+
+
+def test_an_unknown_pause_is_refused(driver):
+  with pytest.raises(ValueError, match="expected keep, abort or wait"):
+    driver.pause("stop")
+
+
+def test_a_failed_launch_ends_every_wait(driver, monkeypatch):
+  def fail(*args):
+    raise RuntimeError("the chip is gone")
+
+  monkeypatch.setattr(driver.engine._device, "launch", fail)
+  driver.pause("keep")  # so that all three arrive before the launch
+  tickets = [driver.engine.submit(request(5)) for _ in range(3)]
+  driver.resume()
+  for ticket in tickets:
+    with pytest.raises(EngineDead, match="the chip is gone"):
+      ticket.get(SOON)
+  driver._thread.join(SOON)
+  assert not driver.alive and "the chip is gone" in str(driver.failure)
+  with pytest.raises(EngineDead, match="the chip is gone"):
+    driver.engine.submit(request(5))
+  with pytest.raises(EngineDead, match="the chip is gone"):
+    driver.call(lambda engine: None, SOON)
+
+
+def test_stop_ends_open_requests(model):
+  config = EngineConfig(max_tokens=64, slots=4, prefill_tokens=32)
+  driver = Driver(Engine(model, toys_text.chat_tokenizer(), config))
+  driver.start()
+  driver.pause("keep")
+  ticket = driver.engine.submit(request(5))
+  driver.stop(SOON)
+  with pytest.raises(EngineDead, match="the engine was closed"):
+    ticket.get(SOON)
+  with pytest.raises(EngineDead):
+    driver.call(lambda engine: None, SOON)
+  with pytest.raises(RuntimeError, match="started already"):
+    driver.start()

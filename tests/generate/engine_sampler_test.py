@@ -1,0 +1,110 @@
+"""The sampler over the engine: the call of the padded sampler, and its answers."""
+
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests import toys, toys_text
+from tunix.generate import engine_sampler
+from tunix.generate.engine_sampler import EngineSampler
+from tunix.generate.sampler import CacheConfig, Sampler
+
+VOCAB = 600
+TOKENIZER = toys_text.chat_tokenizer()
+PROMPTS = ["the sea", [5, 6, 7], "a list of five"]
+
+
+@pytest.fixture(scope="module")
+def model():
+  return toys.model(vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def both(model):
+  return EngineSampler(model, TOKENIZER), Sampler(model, TOKENIZER)
+
+
+OPTIONS = {
+  "greedy": {},
+  "echo and padding": {"echo": True, "pad_output": True, "max_prompt_length": 20},
+  "samples": {"temperature": 1.0, "seed": 3, "num_samples": 2, "top_k": 50},
+  "part of a batch": {"temperature": 1.0, "seed": 3, "first_prompt": 4},
+  "log-probs": {"return_logprobs": True, "temperature": 0.8, "seed": 1},
+  "exact": {"return_logprobs": True, "exact": True, "temperature": 1.0, "seed": 1},
+  "forbidden": {"forbidden_tokens": [5, 6, 7], "include_eos": True},
+  "beams": {"beam_size": 2},
+  "logits": {"return_logits": True},
+  "a limit for each": {"max_generation_steps": [3, 9, 1]},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_answers_are_those_of_the_padded_sampler(both, name):
+  options = {"max_generation_steps": 8, **OPTIONS[name]}
+  ours, theirs = (sampler(PROMPTS, **options) for sampler in both)
+  assert ours.text == theirs.text and ours.finish_reasons == theirs.finish_reasons
+  for field in ("tokens", "padded_prompt_tokens"):
+    for a, b in zip(getattr(ours, field), getattr(theirs, field)):
+      np.testing.assert_array_equal(a, b)
+  for field in ("logprobs", "sampling_logprobs", "logits"):
+    a, b = getattr(ours, field), getattr(theirs, field)
+    assert (a is None) == (b is None)
+    for x, y in zip(a or (), b or ()):
+      if name == "exact":
+        np.testing.assert_array_equal(x, y)
+      else:
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_a_stream_joins_to_the_call(both):
+  ours, _ = both
+  whole = ours(PROMPTS, 12, temperature=1.0, seed=2)
+  parts = [""] * 3
+  for part in ours.stream(PROMPTS, 12, every=2, temperature=1.0, seed=2):
+    parts[part.row] += part.text
+  assert parts == whole.text
+
+
+def test_a_call_reads_the_current_weights_and_leaves_nothing():
+  model, other = (toys.model(seed=seed, vocab_size=VOCAB) for seed in (0, 1))
+  sampler = EngineSampler(model, TOKENIZER)
+  first = sampler(PROMPTS, 6)
+  nnx.update(model, nnx.state(other))
+  assert sampler(PROMPTS, 6).text == Sampler(other, TOKENIZER)(PROMPTS, 6).text
+  assert first.text != sampler(PROMPTS, 6).text
+  assert sampler._engine._device._keeper is None  # the cache
+
+
+def test_frozen_weights_keep_the_cache(model):
+  sampler = EngineSampler(model, TOKENIZER, frozen=True)
+  prompt = np.arange(1, 50)
+  sampler([prompt], 4)
+  sampler([np.concatenate([prompt, [7, 8]])], 4)
+  assert sampler._engine.stats().prefilled_tokens == 49 + 51 - 48
+
+
+def test_slots_bound_the_rows_that_run(model):
+  sampler = EngineSampler(model, TOKENIZER, slots=2)
+  out = sampler(PROMPTS, 6, num_samples=3)
+  assert len(out.text) == 9 and sampler._engine.config.slots == 2
+
+
+def test_what_does_not_fit_is_refused(both, model):
+  ours, _ = both
+  small = EngineSampler(model, TOKENIZER, CacheConfig(cache_size=16))
+  for call, message in (
+    (lambda: small(PROMPTS, 30), "Raise CacheConfig.cache_size"),
+    (lambda: ours([[VOCAB]], 3), f"token id {VOCAB}"),
+    (lambda: ours([], 3), "no prompts"),
+    (lambda: ours(PROMPTS, 3, engine_options={"a": 1}), "does not honour"),
+  ):
+    with pytest.raises(ValueError, match=message):
+      call()
+
+
+def test_models_that_do_not_suit_get_the_padded_sampler(model):
+  other = toys.TokensOnly(nnx.Rngs(0))
+  assert not engine_sampler.suits(other) and engine_sampler.suits(model)
+  assert isinstance(engine_sampler.sampler_of(other, TOKENIZER), Sampler)
+  made = engine_sampler.sampler_of(model, TOKENIZER, frozen=True)
+  assert isinstance(made, EngineSampler)

@@ -1,0 +1,123 @@
+import itertools
+import json
+
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from tunix.serve import parsing
+from tunix.serve.parsing import (
+  HermesReader,
+  Llama3Reader,
+  MistralReader,
+  Piece,
+  PlainReader,
+  ReasoningReader,
+)
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def read(reader, *parts):
+  piece = Piece()
+  for part in parts:
+    piece += reader.push(part)
+  return piece + reader.end()
+
+
+def calls(piece):
+  return [(call.name, json.loads(call.arguments)) for call in piece.calls]
+
+
+def test_reasoning_is_split_off():
+  piece = read(
+    ReasoningReader(PlainReader(), False), "\n<think>\na b\n</think>\n\nc d\n"
+  )
+  assert (piece.reasoning, piece.content) == ("a b", "c d\n")
+  opened = read(ReasoningReader(PlainReader(), True), "a b</think>c")
+  assert (opened.reasoning, opened.content) == ("a b", "c")
+  unclosed = read(ReasoningReader(PlainReader(), False), "<think>a b ")
+  assert (unclosed.reasoning, unclosed.content) == ("a b", "")
+
+
+def test_tags_inside_an_answer_are_text():
+  text = " so <think> is a tag, </think> too"
+  piece = read(ReasoningReader(PlainReader(), False), text)
+  assert (piece.reasoning, piece.content) == ("", text)
+
+
+def test_hermes_calls():
+  piece = read(HermesReader(), f"I add.\n{CALL}\n{CALL}")
+  assert piece.content == "I add."
+  assert calls(piece) == [("add", {"a": 1})] * 2
+  assert len({call.id for call in piece.calls}) == 2
+  unclosed = read(HermesReader(), CALL.removesuffix("</tool_call>"))
+  assert calls(unclosed) == [("add", {"a": 1})]
+
+
+@pytest.mark.parametrize(
+  "body", ['{"name": 3}', "no JSON", '{"name": "a", "arguments": 3}']
+)
+def test_hermes_blocks_that_are_no_calls_stay_text(body):
+  text = f"x <tool_call>{body}</tool_call>"
+  assert read(HermesReader(), text) == Piece(content=text)
+
+
+def test_llama3_calls():
+  one = '{"name": "add", "parameters": {"a": 1}}'
+  reader = lambda: Llama3Reader(["add"])
+  assert calls(read(reader(), f"<|python_tag|>{one}; {one}")) == [("add", {"a": 1})] * 2
+  other = one.replace("add", "sub")
+  assert read(reader(), other) == Piece(content=other)
+  assert read(reader(), "{a set}") == Piece(content="{a set}")
+  assert reader().push("so ").content == "so "  # text is not held back
+
+
+def test_mistral_calls():
+  old = 'x [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'
+  piece = read(MistralReader(), old)
+  assert piece.content == "x" and calls(piece) == [("add", {"a": 1})]
+  assert len(piece.calls[0].id) == 9  # what Mistral's templates demand
+  new = '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub{"b": {"c": 2}}'
+  assert calls(read(MistralReader(), new)) == [
+    ("add", {"a": 1}),
+    ("sub", {"b": {"c": 2}}),
+  ]
+  broken = "[TOOL_CALLS]add[ARGS]{"
+  assert read(MistralReader(), broken) == Piece(content=broken)
+
+
+TEXTS = st.lists(
+  st.sampled_from(
+    [
+      *("<think>", "</think>", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"),
+      *("<", "</th", "<tool", "[TOOL", "{", "}", "; ", "a b", "\n", " ", "é"),
+      '{"name": "add", "arguments": {"a": 1}}',
+      '[{"name": "add", "arguments": {}}]',
+      "<|python_tag|>",
+    ]
+  ),
+  max_size=8,
+).map("".join)
+
+
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+@hypothesis.given(TEXTS, st.lists(st.integers(0, 80), max_size=8), st.booleans())
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "mistral", "none"])
+def test_a_stream_gives_what_the_whole_text_gives(tool_format, text, cuts, is_open):
+  places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+  parts = [text[a:b] for a, b in itertools.pairwise(places)]
+
+  def reader():
+    return ReasoningReader(parsing.tool_reader(tool_format, ["add"]), is_open)
+
+  whole, stream = read(reader(), text), read(reader(), *parts)
+  assert (stream.reasoning, stream.content) == (whole.reasoning, whole.content)
+  assert calls(stream) == calls(whole)
+
+
+def test_formats_are_read_off_templates():
+  assert parsing.format_of("{{ '<tool_call>' }}") == "hermes"
+  assert parsing.format_of({"default": "", "tool_use": "[TOOL_CALLS]"}) == "mistral"
+  assert parsing.format_of('{"name": x, "parameters": y}') == "llama3"
+  assert parsing.format_of(None) == "none"

@@ -1,0 +1,148 @@
+"""`tunix serve`: answers OpenAI's and vLLM's HTTP requests with a model."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from tunix.cli.build import loading
+from tunix.cli.commands.arguments import Parser
+from tunix.cli.run import folder as run_folder
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.driver import Driver
+from tunix.generate.engine.engine import Engine
+from tunix.serve import server
+from tunix.serve.settings import TOOL_FORMATS, ServeSettings
+from tunix.utils import env, optional
+
+_KEY = "TUNIX_API_KEY"
+
+
+def main(argv: Sequence[str]) -> None:
+  """Runs `tunix serve` until SIGTERM or Ctrl-C.
+
+  Raises:
+    FileNotFoundError: there is no such model, adapter or key file.
+    ImportError: the extra `serve` is not installed.
+    ValueError: a number out of range; or an address that other machines can reach,
+      without an API key.
+  """
+  args = parser().parse_args(argv)
+  for package in ("starlette", "uvicorn", "prometheus_client"):
+    optional.require(package, "the server", "tunix[serve]")
+  settings = _settings(args)
+  adapters = dict(_named(text) for text in args.adapter or ())
+  config = _config(args, len(adapters))
+  folder, own = run_folder.export_of(args.model, None)
+  tokenizer = loading.load_tokenizer(folder, own, args.tokenizer)
+  engine = Engine(loading.load_model(folder, own, args.dtype), tokenizer, config)
+  for name, place in adapters.items():
+    engine.load_adapter(name, place)
+  print(f"compiling for {config.slots} slots of {config.max_tokens} tokens", flush=True)
+  engine.warm_up()
+  server.serve(
+    Driver(engine),
+    settings,
+    grammars=_grammars(engine, tokenizer),
+    load_model=lambda path: loading.load_model(str(path), None, args.dtype),
+    on_start=lambda address: print(f"serving {settings.model_name} at {address}"),
+  )
+
+
+def _settings(args: argparse.Namespace) -> ServeSettings:
+  root = args.checkpoint_root
+  return ServeSettings(
+    host=args.host,
+    port=args.port,
+    api_key=_key(args),
+    model_name=args.name or pathlib.Path(args.model).expanduser().name,
+    checkpoint_root=None if root is None else pathlib.Path(root).expanduser(),
+    tool_format=args.tool_format,
+    max_concurrent=args.max_concurrent,
+    max_queue=args.max_queue,
+    drain_timeout=args.drain_timeout,
+  )
+
+
+def _key(args: argparse.Namespace) -> str | None:
+  """Returns the API key of the file or the environment.
+
+  It is no argument of its own: every user of a machine can list arguments.
+  """
+  if args.api_key_file is None:
+    return env.value(_KEY)
+  return pathlib.Path(args.api_key_file).expanduser().read_text("utf-8").strip()
+
+
+def _named(text: str) -> tuple[str, str]:
+  name, _, folder = text.partition("=")
+  if not name or not folder:
+    raise ValueError(f"--adapter is {text!r}, expected NAME=FOLDER")
+  return name, folder
+
+
+def _config(args: argparse.Namespace, adapters: int) -> EngineConfig:
+  ranks = args.adapter_ranks
+  if ranks is None:
+    ranks = 64 if adapters else 0
+  return EngineConfig(
+    slots=args.slots,
+    max_tokens=args.max_tokens,
+    cache_tokens=args.cache_tokens,
+    rounds=args.rounds,
+    draft_tokens=args.draft_tokens,
+    adapter_ranks=ranks,
+  )
+
+
+def _grammars(engine: Engine, tokenizer: Any) -> Any:
+  """Returns the builder of constraints; None without the extra `grammar`."""
+  from tunix.generate.engine import grammar
+
+  try:
+    return grammar.Grammars(tokenizer, engine.vocab_size, tokenizer.eos_ids())
+  except ImportError:
+    return None
+
+
+def parser() -> Parser:
+  """Returns the parser of the arguments."""
+  made = Parser("tunix serve", "answers HTTP requests of OpenAI's and vLLM's form")
+  add = made.add_argument
+  add("model", metavar="MODEL", help="Hugging Face folder, or output_dir of a run")
+  add(
+    "--adapter",
+    metavar="NAME=FOLDER",
+    action="append",
+    help="PEFT folder; requests choose it as model NAME. May be given several times",
+  )
+  add("--tokenizer", metavar="FOLDER", help="default: the model's")
+  add("--dtype", choices=("float32", "bfloat16", "float16"))
+  add("--name", help="name of the model in requests; default: that of its folder")
+  add("--host", default="127.0.0.1", help="any other than a local one needs a key")
+  add("--port", type=int, default=8000, help="0: a free one, which is printed")
+  add(
+    "--api_key_file",
+    metavar="FILE",
+    help=f"file with the API key; default: the variable {_KEY}, else no key",
+  )
+  add("--slots", type=int, default=8, help="completions that run at the same time")
+  add(
+    "--max_tokens", type=int, default=2048, help="tokens of a prompt and its completion"
+  )
+  add("--cache_tokens", type=int, help="tokens of the cache; default: all slots full")
+  add(
+    "--rounds", type=int, default=16, help="most tokens between two parts of a stream"
+  )
+  add("--draft_tokens", type=int, default=0, help="drafts of prompt lookup; 0: none")
+  add("--adapter_ranks", type=int, help="ranks of all adapters together; default 64")
+  add("--tool_format", choices=TOOL_FORMATS, default="auto", help="form of tool calls")
+  add("--checkpoint_root", metavar="FOLDER", help="where new weights may be read")
+  add("--max_concurrent", type=int, default=64, help="requests that run")
+  add("--max_queue", type=int, default=256, help="requests that wait; then 429")
+  add(
+    "--drain_timeout", type=float, default=30.0, help="seconds to finish after SIGTERM"
+  )
+  return made

@@ -1,0 +1,197 @@
+"""A thread that steps an engine, so that other threads only submit and wait."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from tunix.generate.engine.engine import Engine
+from tunix.generate.engine.request import EngineDead
+
+PauseMode = Literal["abort", "wait", "keep"]
+T = TypeVar("T")
+
+
+class Driver:
+  """Steps an engine in a thread of its own, as long as there is something to do.
+
+  Args:
+    engine: the engine. From `start` to `stop` only `submit`, `cancel`, `stats` and
+      attributes may be used in other threads; everything else goes through `call`.
+
+  Attributes:
+    engine: the engine.
+    failure: exception that ended the thread; every open request has received
+      `EngineDead` before it is set. None while nothing failed.
+    is_paused: True between `pause` and `resume`.
+  """
+
+  def __init__(self, engine: Engine):
+    self.engine = engine
+    self.failure: BaseException | None = None
+    self._calls: list[tuple[Callable[[Engine], Any], concurrent.futures.Future]] = []
+    self._changed = threading.Condition()
+    self._thread: threading.Thread | None = None
+    self._stops = self._frozen = self._holds_back = False
+    engine.on_submit = self._wake
+
+  @property
+  def alive(self) -> bool:
+    """True while the thread runs."""
+    return self._thread is not None and self._thread.is_alive()
+
+  @property
+  def is_paused(self) -> bool:
+    return self._frozen or self._holds_back
+
+  def start(self) -> None:
+    """Starts the thread.
+
+    Raises:
+      RuntimeError: it was started already.
+    """
+    if self._thread is not None:
+      raise RuntimeError("the driver was started already: make a new one")
+    self._thread = threading.Thread(target=self._run, name="tunix engine", daemon=True)
+    self._thread.start()
+
+  def stop(self, timeout: float) -> None:
+    """Ends the thread, and the requests that are still open.
+
+    Args:
+      timeout: seconds to wait for the thread, which ends after its launch.
+
+    Raises:
+      TimeoutError: the launch did not end in time. The thread is a daemon, so it does
+        not keep the process alive.
+    """
+    with self._changed:
+      self._stops = True
+      self._changed.notify_all()
+    thread = self._thread
+    if thread is None:
+      return
+    thread.join(timeout)
+    if thread.is_alive():
+      raise TimeoutError(f"the engine did not end its launch within {timeout:g} s")
+
+  def call(self, function: Callable[[Engine], T], timeout: float) -> T:
+    """Runs `function(engine)` in the engine's thread, between two launches.
+
+    Args:
+      function: what to run; its result is returned, its exception raised.
+      timeout: seconds to wait.
+
+    Raises:
+      TimeoutError: it had no result in time. It may still run later.
+      EngineDead: the thread does not run.
+    """
+    future: concurrent.futures.Future = concurrent.futures.Future()
+    with self._changed:
+      self._check_alive()
+      self._calls.append((function, future))
+      self._changed.notify_all()
+    try:
+      return future.result(timeout)
+    except concurrent.futures.TimeoutError:
+      if future.done():  # the function itself raised it
+        raise
+      raise TimeoutError(
+        f"the engine did not come to the call within {timeout:g} s: its launch is not "
+        "over yet"
+      ) from None
+
+  def pause(self, mode: PauseMode = "keep", timeout: float = 600.0) -> None:
+    """Pauses the engine; requests that arrive meanwhile wait.
+
+    Args:
+      mode: "keep": running completions stop between two launches and go on later.
+        "abort": open requests end as "cancelled". "wait": running completions end
+        first, and waiting ones do not start.
+      timeout: seconds to wait until the engine is paused.
+
+    Raises:
+      TimeoutError: the engine was not paused in time; it goes on.
+      ValueError: the mode is unknown.
+      EngineDead: the thread does not run.
+    """
+    if mode not in ("keep", "abort", "wait"):
+      raise ValueError(f"mode is {mode!r}, expected keep, abort or wait")
+    until = time.monotonic() + timeout
+    if mode == "wait":
+      self.call(lambda engine: engine.hold_back(True), timeout)
+      self._holds_back = True
+      while self.call(lambda engine: engine.stats().running, timeout):
+        if time.monotonic() > until:
+          self.resume()
+          raise TimeoutError(
+            f"completions were still running after {timeout:g} s: pause with abort or "
+            "keep, or wait longer"
+          )
+        time.sleep(0.01)
+      return
+
+    def freeze(engine: Engine) -> None:
+      if mode == "abort":
+        engine.cancel_all()
+      self._frozen = True
+
+    self.call(freeze, timeout)
+
+  def resume(self) -> None:
+    """Goes on after `pause`."""
+
+    def thaw(engine: Engine) -> None:
+      engine.hold_back(False)
+
+    with self._changed:
+      self._check_alive()
+      self._frozen = self._holds_back = False
+      self._calls.append((thaw, concurrent.futures.Future()))
+      self._changed.notify_all()
+
+  def _wake(self) -> None:
+    with self._changed:
+      self._changed.notify_all()
+
+  def _check_alive(self) -> None:
+    if self.failure is not None:
+      raise EngineDead(f"the engine failed: {self.failure}") from self.failure
+    if not self.alive:
+      raise EngineDead("the engine's thread does not run: start the driver")
+
+  def _run(self) -> None:
+    try:
+      while self._once():
+        pass
+      self.engine.close()
+    except BaseException as error:
+      self.engine.close()  # nobody may wait for an engine without a thread
+      self.failure = error
+    with self._changed:
+      calls, self._calls = self._calls, []
+    for _, future in calls:
+      future.set_exception(EngineDead("the engine's thread has ended"))
+
+  def _once(self) -> bool:
+    """Runs what was called, and one launch; waits if there is nothing to do."""
+    with self._changed:
+      if self._stops:
+        return False
+      calls, self._calls = self._calls, []
+    for function, future in calls:
+      try:
+        future.set_result(function(self.engine))
+      except Exception as error:  # it belongs to the caller
+        future.set_exception(error)
+    if not self._frozen and self.engine.step():
+      return True
+    with self._changed:
+      is_idle = self._frozen or not self.engine.has_arrivals
+      if is_idle and not (self._calls or self._stops):
+        # Bounded, so that an arrival between the look and the wait is not missed.
+        self._changed.wait(timeout=0.05 if not self._frozen else 1.0)
+    return True

@@ -1,0 +1,197 @@
+"""The cache on devices whose attention reads pages, and the arrays of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence as Seq
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.plan import Plan
+from tunix.generate.engine.rows import Places
+from tunix.generate.engine.sequence import Sequence
+from tunix.models.transformer import paged
+from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.paged import PagedLayer
+from tunix.models.transformer.paged_rows import Group, Ragged
+from tunix.perf import programs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageLayer:
+  """The pages of one layer, and the tokens of a call."""
+
+  pages: PagedLayer
+  ragged: Ragged
+
+  def attend(
+    self,
+    query: Float[Array, "T 1 N H"],
+    key: Float[Array, "T 1 K H"],
+    value: Float[Array, "T 1 K H"],
+    *,
+    scale: float | None,
+    softcap: float | None,
+    window: int | None,
+    **others: Any,
+  ) -> tuple[Float[Array, "T 1 N H"], PageLayer]:
+    """Writes the tokens' keys and values, and attends; see `cache.LayerCache`."""
+    del others  # the path of attention belongs to the pages, as does their sharding
+    pages = paged.write(self.pages, key, value, self.ragged)
+    out = paged.attend(
+      query, pages, self.ragged, scale=scale, softcap=softcap, window=window
+    )
+    return out.astype(query.dtype), dataclasses.replace(self, pages=pages)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageCache:
+  """The cache argument of a call."""
+
+  layers: tuple[PageLayer, ...]
+
+  index = 0  # positions are given
+  size = 0  # masks are made by attention itself
+
+  def layer(self, number: int) -> PageLayer:
+    """Returns the cache of one layer."""
+    return self.layers[number]
+
+  def replaced(self, layers: Seq[PageLayer], tokens: int) -> PageCache:
+    """Returns the cache after a call that wrote `tokens` tokens to each layer."""
+    del tokens
+    return PageCache(tuple(layers))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageStore:
+  """The pages of all layers.
+
+  Attributes:
+    layers: one for each layer.
+    table: int32 [B, N], pages of each slot, in order; 0 behind them.
+  """
+
+  layers: tuple[PagedLayer, ...]
+  table: Any
+
+  def at(self, places: Places) -> PageCache:
+    """Returns the cache of a call of the model."""
+    slots, own = self.table.shape[0], self.table.shape[0] * places.width
+    groups = []
+    if places.width:
+      group = functools.partial(self._group, width=places.width)
+      groups.append(
+        group(self.table, places.positions[:own], places.slots[:own] < slots)
+      )
+    if places.block_slots.shape[0]:
+      group = functools.partial(self._group, width=places.block_width)
+      table = jnp.take(self.table, places.block_slots, axis=0, mode="clip")
+      groups.append(group(table, places.positions[own:], places.slots[own:] < slots))
+    ragged = Ragged(tuple(groups))
+    return PageCache(tuple(PageLayer(pages, ragged) for pages in self.layers))
+
+  def after(self, cache: PageCache) -> PageStore:
+    """Returns the store with the pages that a call of the model returned."""
+    layers = tuple(layer.pages for layer in cache.layers)
+    return dataclasses.replace(self, layers=layers)
+
+  @staticmethod
+  def _group(table: Any, positions: Any, is_valid: Any, *, width: int) -> Group:
+    """Returns rows of `width` tokens, of which the first ones are valid."""
+    rows = lambda x: x.reshape(-1, width)
+    return Group(
+      table=table,
+      start=rows(positions)[:, 0],
+      count=jnp.sum(rows(is_valid), axis=1, dtype=jnp.int32),
+      tokens=width,
+    )
+
+
+def copied(store: PageStore, copies: Int[Array, "n 2"], count: Any) -> PageStore:
+  """Copies pages.
+
+  Args:
+    store: donated.
+    copies: (from, to) page numbers; the first `count` are used.
+    count: int32 scalar.
+  """
+  axes = [0 if paged.PATHS[x.path].is_joint else 1 for x in store.layers]
+
+  def copy(i, layers):
+    def one(layer, axis):
+      move = lambda x: jax.lax.dynamic_update_slice_in_dim(
+        x,
+        jax.lax.dynamic_slice_in_dim(x, copies[i, 0], 1, axis),
+        copies[i, 1],
+        axis,
+      )
+      return jax.tree.map(move, layer)
+
+    return tuple(map(one, layers, axes))
+
+  layers = jax.lax.fori_loop(0, count, copy, store.layers)
+  return dataclasses.replace(store, layers=layers)
+
+
+class PageKeeper:
+  """Makes the pages, and prepares them for a launch.
+
+  Args:
+    model: sizes of the model.
+    config: sizes of the engine.
+    path: name in `paged.PATHS`.
+    mesh: mesh of the weights, or None.
+  """
+
+  def __init__(
+    self, model: TransformerConfig, config: EngineConfig, path: str, mesh: Mesh | None
+  ):
+    self._config = config
+    self._copy = jax.jit(copied, donate_argnums=0)
+    rules = model.sharding
+    make = lambda: paged.empty(
+      pages=config.pages + 1,
+      page_tokens=config.page_tokens,
+      kv_heads=model.num_kv_heads,
+      head_dim=model.head_dim,
+      dtype=model.dtype,
+      path=path,
+      head_axes=tuple(axis for axis in (rules.tp, *rules.step) if axis),
+      mesh=mesh,
+    )
+    layers = tuple(make() for _ in range(model.num_layers))
+    self.store: Any = PageStore(layers, np.zeros(0, np.int32))
+
+  width = 0  # there are no rows
+
+  def prepare(self, plan: Plan, running: list[Sequence | None]) -> None:
+    """Copies pages, and lists the pages of the slots."""
+    c, size = self._config, max(64, self._config.slots)
+    table = np.zeros((c.slots, c.pages_of(c.max_tokens)), np.int32)
+    for slot, s in enumerate(running):
+      if s is not None:
+        table[slot, : len(s.pages)] = s.pages
+    store = dataclasses.replace(self.store, table=table)
+    for at in range(0, len(plan.copies), size):
+      part = plan.copies[at : at + size]
+      copies = np.zeros((size, 2), np.int32)
+      copies[: len(part)] = part
+      store = programs.call(
+        "engine copy", self._copy, store, copies, np.int32(len(part))
+      )
+    self.store = store
+
+  def write(self, written: Iterable[tuple[int, int, int]]) -> None:
+    """Does nothing: launches write their pages themselves."""
+    del written

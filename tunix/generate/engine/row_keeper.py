@@ -1,0 +1,159 @@
+"""Makes rows and pages, fills the rows from pages, and writes pages from rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence as Seq
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tunix.generate import batching
+from tunix.generate.engine import rows
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.plan import Plan
+from tunix.generate.engine.rows import Store
+from tunix.generate.engine.sequence import Sequence
+from tunix.models.transformer.config import TransformerConfig
+from tunix.perf import programs
+from tunix.utils import mesh as mesh_lib
+
+# Tokens of the narrowest row.
+_NARROWEST = 128
+
+# Rows become narrower if they can lose this share. To fill new rows costs about one
+# round, and a launch has several.
+_SHRINK = 0.5
+
+
+class RowKeeper:
+  """Makes rows and pages, and prepares them for a launch.
+
+  Args:
+    model: sizes of the model.
+    config: sizes of the engine.
+
+  Attributes:
+    store: rows and pages; None until the first launch.
+  """
+
+  def __init__(self, model: TransformerConfig, config: EngineConfig):
+    self._model, self._config = model, config
+    self._load = jax.jit(rows.load, donate_argnums=0)
+    self._write = jax.jit(rows.write_back, donate_argnums=0)
+    self.store: Any = None
+
+  @property
+  def width(self) -> int:
+    """Tokens of a row."""
+    return 0 if self.store is None else self.store.rows_v[0].shape[2]
+
+  def write(self, written: Iterable[tuple[int, int, int]]) -> None:
+    """Writes parts of rows to pages: (slot, page of the row, page number) each."""
+    for part in self._batches(list(written), 3):
+      self.store = programs.call("engine write", self._write, self.store, *part)
+
+  def prepare(self, plan: Plan, running: list[Sequence | None]) -> None:
+    """Makes the rows as wide as the launch needs, and loads completions into them."""
+    c = self._config
+    rounds = len(plan.rounds) + plan.decode_rounds
+    most = max(
+      min(s.limit, s.length + rounds * (1 + c.draft_tokens)) for s in running if s
+    )
+    width = _width(most, c)
+    if self.store is None:
+      self.store = self._empty_store(width)
+    have = self.width
+    loads = plan.loads
+    if width > have or width <= _SHRINK * have:
+      self._write_parts(s for s in running if s and s not in plan.loads)
+      empty = self._empty_rows(width)
+      self.store = Store(*empty, self.store.pages_k, self.store.pages_v)
+      loads = [s for s in running if s is not None and s.computed and s.pages]
+    listed = [
+      (s.slot, place, s.pages[place])
+      for s in loads
+      if s.slot is not None
+      for place in range(c.pages_of(s.computed))
+    ]
+    if not (plan.copies or listed):
+      return
+    parts = list(self._batches(listed, 3)) or [(self._list([], 3), np.int32(0))]
+    none = (self._list([], 2), np.int32(0))
+    copies = list(self._batches(plan.copies, 2)) or [none]
+    for copied in copies[:-1]:
+      self.store = self._load(self.store, *copied, *(self._list([], 3), np.int32(0)))
+    for i, part in enumerate(parts):
+      first = copies[-1] if i == 0 else none
+      self.store = programs.call("engine load", self._load, self.store, *first, *part)
+
+  def _write_parts(self, sequences: Iterable[Sequence]) -> None:
+    """Writes the pages that are in rows only, because they are not full yet."""
+    size = self._config.page_tokens
+    self.write(
+      (s.slot, s.computed // size, s.pages[s.computed // size])
+      for s in sequences
+      if s.slot is not None and s.computed % size
+    )
+
+  def _batches(
+    self, items: list[tuple[int, ...]], columns: int
+  ) -> Iterator[tuple[np.ndarray, np.int32]]:
+    """Yields lists of one fixed length, and how many of their entries are used."""
+    size = self._list_size
+    for at in range(0, len(items), size):
+      part = items[at : at + size]
+      yield self._list(part, columns), np.int32(len(part))
+
+  @property
+  def _list_size(self) -> int:
+    return max(64, self._config.slots * 4)
+
+  def _list(self, items: Seq[tuple[int, ...]], columns: int) -> np.ndarray:
+    out = np.zeros((self._list_size, columns), np.int32)
+    if items:
+      out[: len(items)] = items
+    return out
+
+  def _empty_store(self, width: int) -> Store:
+    c = self._config
+    return Store(*self._empty_rows(width), *self._zeros(c.pages + 1, c.page_tokens))
+
+  def _empty_rows(self, width: int) -> tuple[Any, Any]:
+    return self._zeros(self._config.slots, width)
+
+  def _zeros(self, first: int, tokens: int) -> tuple[Any, Any]:
+    """Returns zero keys and values of all layers, split over the mesh by heads."""
+    m = self._model
+    sizes = first, m.num_kv_heads, m.head_dim, tokens
+    return _zeros(m.num_layers, sizes, jnp.dtype(m.dtype), m.sharding.tp)
+
+
+# One function for all engines: a new one would be compiled again in every rollout.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _zeros(
+  layers: int, sizes: tuple[int, int, int, int], dtype: Any, axis: str | None
+) -> tuple[Any, Any]:
+  first, heads, head_dim, tokens = sizes
+
+  def zeros(*shape: int) -> tuple[jax.Array, ...]:
+    zero = lambda: jnp.zeros((first, heads, *shape), dtype)
+    return tuple(mesh_lib.constrain(zero(), None, axis) for _ in range(layers))
+
+  return zeros(head_dim, tokens), zeros(tokens, head_dim)
+
+
+def _width(tokens: int, config: EngineConfig) -> int:
+  """Returns the tokens of a row that holds `tokens`: one of a few widths.
+
+  Attention runs over whole rows, so a narrower one is faster; each width is a program.
+  """
+  page = config.page_tokens
+  least = config.pages_of(_NARROWEST) * page
+  most = config.pages_of(config.max_tokens) * page
+  double = least * batching.bucket(-(-tokens // least))
+  # Between a power of two and its half there is one more.
+  between = config.pages_of(3 * double // 4) * page
+  return min(most, between if tokens <= between and double > least else double)

@@ -1,0 +1,260 @@
+"""Sampler over the engine: a call's rows share slots instead of one padded batch."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from tunix.generate import batching, decoders, exact, outputs, requests, sampler
+from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
+from tunix.generate.completions import Increment
+from tunix.generate.engine import arrays
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.engine import Engine
+from tunix.generate.engine.request import Delta, EngineRequest, Ticket
+from tunix.generate.layout import GatherWeights
+from tunix.generate.options import SamplingOptions
+from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.models.transformer.model import Transformer
+from tunix.perf import programs
+from tunix.utils import mesh as mesh_lib
+
+# Most completions that run at the same time by default. More rows of a step share the
+# time to read the weights, until the products take longer than that; on a CPU this is
+# so from 32 rows on. Elsewhere the number is not measured.
+MOST_SLOTS = {"cpu": 64}
+MOST_SLOTS_ELSEWHERE = 512
+
+
+def suits(model: Any) -> bool:
+  """Returns True if the engine runs this model as well as the padded sampler does.
+
+  A model whose batch is split over devices (fsdp) is not: the slots of an engine are
+  not split. A plan lowers the programs of the padded sampler, because the launches of
+  an engine follow what was drawn.
+  """
+  if not isinstance(model, Transformer) or programs.is_recording():
+    return False
+  return requests.limits_of(model, requests.mesh_of(nnx.state(model)), None).shards == 1
+
+
+def sampler_of(model: nnx.Module, tokenizer: Any, **options: Any) -> BaseSampler:
+  """Returns an `EngineSampler` for a model that suits it, and else a `Sampler`.
+
+  Args:
+    model: the model.
+    tokenizer: see BaseSampler.
+    **options: `cache_config`, `gather_weights`, and those of `EngineSampler`, which the
+      padded sampler does without.
+  """
+  if isinstance(model, Transformer) and suits(model):
+    return EngineSampler(model, tokenizer, **options)
+  common = {k: v for k, v in options.items() if k in ("cache_config", "gather_weights")}
+  return Sampler(model, tokenizer, **common)
+
+
+class EngineSampler(BaseSampler):
+  """A sampler whose rows run in the slots of an engine.
+
+  A row that ends makes room for the next one, so a call takes the time of its tokens
+  and not of its longest row. Tokens equal those of `Sampler`, as far as their logits
+  are equal: both draw with the same keys. Beams, logits, and more than 320 forbidden
+  tokens go to the padded sampler.
+
+  Args:
+    transformer: the model.
+    tokenizer: see BaseSampler.
+    cache_config: bounds of a row's tokens; None: those of each call.
+    gather_weights: see `Sampler`.
+    slots: number of rows that run at the same time; None: all, at most 64 on a CPU and
+      512 elsewhere.
+    frozen: if True, the weights do not change between calls. The engine then keeps its
+      cache and its copy of the weights, and a prompt that begins as an earlier one is
+      prefilled from there on. If False, each call reads the current weights and leaves
+      nothing on the device.
+
+  Attributes:
+    transformer, cache_config, gather_weights: as given.
+  """
+
+  name = "EngineSampler"
+  not_honoured = frozenset({"engine_options"})
+
+  def __init__(
+    self,
+    transformer: Transformer,
+    tokenizer: Any,
+    cache_config: CacheConfig | None = None,
+    gather_weights: GatherWeights = None,
+    *,
+    slots: int | None = None,
+    frozen: bool = False,
+  ):
+    super().__init__(tokenizer)
+    # It checks the arguments, too.
+    self._padded = Sampler(transformer, self.tokenizer, cache_config, gather_weights)
+    self.transformer = transformer
+    self.cache_config = cache_config
+    self.gather_weights: GatherWeights = gather_weights
+    self._slots, self._frozen = slots, frozen
+    self._engine: Engine | None = None
+
+  def _sample(
+    self, prompts: list[np.ndarray], options: SamplingOptions
+  ) -> SamplerOutput:
+    if self._is_for_padded(options):
+      return self._padded.sample(prompts, options)
+    engine = self._ready(prompts, options)
+    try:
+      done = engine.run(self._requests(prompts, options))
+    finally:
+      self._rest()
+    rows = [completion for each in done for completion in each]
+    columns: dict[str, Any] = {
+      "tokens": [row.tokens for row in rows],
+      "finish_reasons": [row.finish_reason for row in rows],
+    }
+    if options.return_logprobs:
+      columns["logprobs"] = [row.logprobs for row in rows]
+      columns["sampling_logprobs"] = [row.sampling_logprobs for row in rows]
+    if options.exact:
+      mesh = requests.mesh_of(nnx.state(self.transformer))
+      columns |= exact.columns(self.transformer, prompts, columns, options, mesh)
+    return outputs.sampler_output(self.tokenizer, prompts, options, **columns)
+
+  def stream(
+    self,
+    input_strings: str | Sequence[Prompt],
+    max_generation_steps: int | Sequence[int],
+    *,
+    every: int = 8,
+    **options: Any,
+  ) -> Iterator[Increment]:
+    """Completes prompts and yields the completions while they grow; see `Sampler`."""
+    checked = sampler.stream_options(max_generation_steps, every, options)
+    prompts = self._token_ids(input_strings, checked)
+    engine = self._ready(prompts, checked, rounds=every)
+    tickets = [engine.submit(r) for r in self._requests(prompts, checked)]
+
+    def increments():
+      try:
+        while engine.is_busy:
+          engine.step()
+          for number, ticket in enumerate(tickets):
+            first = number * checked.num_samples
+            yield from (_increment(first, x, checked) for x in _arrived(ticket))
+      finally:
+        for ticket in tickets:
+          engine.cancel(ticket)
+        if engine.is_alive:  # not after an interrupt
+          engine.step()
+        self._rest()
+
+    return increments()
+
+  def _is_for_padded(self, options: SamplingOptions) -> bool:
+    many = len(options.forbidden_tokens or ()) > arrays.BIASES
+    many |= len(self._eos_ids(options)) > arrays.STOP_IDS
+    return many or options.return_logits or options.beam_size is not None
+
+  def _ready(
+    self,
+    prompts: list[np.ndarray],
+    options: SamplingOptions,
+    rounds: int = EngineConfig.rounds,
+  ) -> Engine:
+    """Returns an engine with room for a call; checks the call."""
+    model, size = self.transformer, model_size(self.cache_config)
+    vocab_size = model.config.vocab_size
+    requests.check(model, prompts, options, vocab_size)
+    requests.forbidden(options.forbidden_tokens, vocab_size)
+    longest, steps = max(map(len, prompts)), int(options.limits(len(prompts)).max())
+    mesh = requests.mesh_of(nnx.state(model))
+    bounds = requests.limits_of(model, mesh, size)
+    requests.check_memory(model, bounds, options, len(prompts), longest, steps)
+    stated = options.max_prompt_length
+    bounds.shape(len(prompts), options.num_samples, longest, steps, stated)
+    rows = len(prompts) * options.num_samples
+    most = MOST_SLOTS.get(mesh_lib.context_platform(), MOST_SLOTS_ELSEWHERE)
+    slots = min(batching.bucket(rows), most) if self._slots is None else self._slots
+    positions = decoders.max_positions(model)
+    tokens = batching.bucket(longest + steps, 64)
+    config = EngineConfig(
+      slots=slots,
+      max_tokens=tokens if positions is None else min(tokens, positions),
+      rounds=rounds,
+    )
+    have = self._engine
+    if have is None or not have.is_alive or not _holds(have.config, config):
+      self._engine = Engine(model, self.tokenizer, config, self.gather_weights)
+      return self._engine
+    return have
+
+  def _requests(
+    self, prompts: list[np.ndarray], options: SamplingOptions
+  ) -> list[EngineRequest]:
+    seed = options.seed
+    if options.temperature > 0:
+      seed = batching.random_key(seed)
+    limits, samples = options.limits(len(prompts)), options.num_samples
+    return [
+      EngineRequest(
+        prompt=prompt,
+        max_tokens=int(limit),
+        num_samples=samples,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=seed,
+        first_row=(options.first_prompt + number) * samples,
+        stop_ids=self._eos_ids(options),
+        stop_strings=options.stops,
+        logit_bias=dict.fromkeys(map(int, options.forbidden_tokens or ()), -np.inf),
+        logprobs=options.return_logprobs,
+      )
+      for number, (prompt, limit) in enumerate(zip(prompts, limits))
+    ]
+
+  def _rest(self) -> None:
+    """Leaves nothing on the device, unless the weights are frozen."""
+    engine = self._engine
+    if engine is not None and engine.is_alive and not self._frozen:
+      engine.sleep()
+
+
+def model_size(cache_config: CacheConfig | None) -> int | None:
+  """Returns the largest number of tokens of a row, or None."""
+  return None if cache_config is None else cache_config.cache_size
+
+
+def _holds(have: EngineConfig, wanted: EngineConfig) -> bool:
+  """Returns True if an engine has room for what another one is wanted for."""
+  same = have.rounds == wanted.rounds
+  return same and have.slots >= wanted.slots and have.max_tokens >= wanted.max_tokens
+
+
+def _arrived(ticket: Ticket) -> Iterator[Delta]:
+  while True:
+    try:
+      yield ticket.get(0)
+    except queue.Empty:
+      return
+
+
+def _increment(first: int, delta: Delta, options: SamplingOptions) -> Increment:
+  """Returns a delta as an increment of row `first` + its sample."""
+  ended = delta.finish_reason == "eos" and not options.include_eos
+  cut = lambda x: x if x is None else x[: len(delta.tokens) - ended]
+  return Increment(
+    row=first + delta.sample,
+    text=delta.text,
+    tokens=delta.tokens[: len(delta.tokens) - ended],
+    logprobs=cut(delta.logprobs),
+    sampling_logprobs=cut(delta.sampling_logprobs),
+    finish_reason=delta.finish_reason,
+  )

@@ -1,0 +1,300 @@
+"""The ASGI application; the only file that imports the web framework."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from tunix.serve import admin, calls, status, tokens
+from tunix.serve.chat import ChatJob
+from tunix.serve.completions import CompletionJob
+from tunix.serve.context import Context, Grammars, LoadModel
+from tunix.serve.errors import ApiError, as_api_error
+from tunix.serve.guard import check
+from tunix.serve.http import LAST_EVENT, Answer, Call, Stream, event, read_json
+from tunix.serve.settings import ServeSettings
+from tunix.utils import optional
+
+_LOG = logging.getLogger(__name__)
+# Bytes from which on a body is parsed in a thread: 1 MiB takes about 10 ms.
+_LARGE_BODY = 2**20
+_CLIENT_GONE = 499  # nginx's status for it; it is only counted
+
+Route = Callable[[Call, Context], Awaitable[Answer | Stream]]
+
+
+def make_app(
+  driver: Any,
+  settings: ServeSettings | None = None,
+  *,
+  grammars: Grammars | None = None,
+  load_model: LoadModel | None = None,
+) -> Any:
+  """Returns the application of a server.
+
+  Args:
+    driver: a started driver; `driver.engine` is its engine.
+    settings: address, access and limits; None: the defaults.
+    grammars: builder of constraints, see `engine.grammar.Grammars`; None: requests with
+      `response_format` are refused.
+    load_model: loads the model of a checkpoint folder; None: `/update_weights` is
+      refused.
+
+  Returns:
+    A Starlette application. `app.state.context` is its `Context`.
+
+  Raises:
+    ImportError: a package of the extra `serve` is missing.
+  """
+  optional.require("starlette", "the server", "tunix[serve]")
+  from starlette.applications import Starlette
+  from starlette.exceptions import HTTPException
+  from starlette.routing import Route as Path
+
+  settings = ServeSettings() if settings is None else settings
+  context = Context(driver, settings, grammars, load_model)
+  routes = [
+    Path(path, Endpoint(route, path, context), methods=[method])
+    for (method, path), route in _ROUTES.items()
+  ]
+  app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+  app.router.redirect_slashes = False
+  app.state.context = context
+  return app
+
+
+async def _completions(call: Call, context: Context) -> Answer | Stream:
+  return await calls.serve(context, call, CompletionJob)
+
+
+async def _chat(call: Call, context: Context) -> Answer | Stream:
+  return await calls.serve(context, call, ChatJob)
+
+
+async def _generate(call: Call, context: Context) -> Answer | Stream:
+  return await calls.serve(context, call, tokens.GenerateJob)
+
+
+async def _tokenize(call: Call, context: Context) -> Answer:
+  work = asyncio.to_thread(tokens.tokenize, call, context)
+  return await calls.within(context.clock(), work)
+
+
+async def _detokenize(call: Call, context: Context) -> Answer:
+  work = asyncio.to_thread(tokens.detokenize, call, context)
+  return await calls.within(context.clock(), work)
+
+
+_ROUTES: dict[tuple[str, str], Route] = {
+  ("GET", "/"): status.page,
+  ("GET", "/health"): status.health,
+  ("GET", "/ready"): status.ready,
+  ("GET", "/metrics"): status.metrics,
+  ("GET", "/v1/models"): status.models,
+  ("GET", "/v1/models/{model:path}"): status.model,
+  ("POST", "/v1/completions"): _completions,
+  ("POST", "/v1/chat/completions"): _chat,
+  ("POST", "/inference/v1/generate"): _generate,
+  ("POST", "/tokenize"): _tokenize,
+  ("POST", "/detokenize"): _detokenize,
+  ("GET", "/tokenizer_info"): tokens.tokenizer_info,
+  ("POST", "/pause"): admin.pause,
+  ("POST", "/resume"): admin.resume,
+  ("GET", "/is_paused"): admin.is_paused,
+  ("POST", "/v1/load_lora_adapter"): admin.load_adapter,
+  ("POST", "/v1/unload_lora_adapter"): admin.unload_adapter,
+  ("POST", "/update_weights"): admin.update_weights,
+}
+
+
+async def _refused(request: Any, error: Any) -> Any:
+  """Returns the answer for an unknown path or a wrong method."""
+  from starlette.responses import Response
+
+  messages = {404: "this server has no such path", 405: "the path has another method"}
+  text = messages.get(error.status_code, error.detail)
+  problem = ApiError(error.status_code, f"{text}: check the URL and the method")
+  answer = Answer(status=problem.status, content=problem.body())
+  return Response(answer.data(), problem.status, media_type=answer.media_type)
+
+
+class Endpoint:
+  """An ASGI application for one route.
+
+  If the client disconnects before the answer is complete, the work is cancelled.
+  """
+
+  def __init__(self, route: Route, path: str, context: Context):
+    self._route, self._path, self._context = route, path, context
+    self._settings = context.settings
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    started, sender = time.monotonic(), _Sender(send, self._settings.client_timeout)
+    try:
+      await self._race(scope, receive, sender)
+    finally:
+      code = sender.status if sender.is_over else _CLIENT_GONE
+      self._context.metrics.answered(self._path, code, time.monotonic() - started)
+
+  async def _race(self, scope: Any, receive: Any, sender: _Sender) -> None:
+    try:
+      call = await self._read(scope, receive)
+    except Exception as error:  # each answer has OpenAI's form, also that of a bug
+      await self._fail(error, sender)
+      return
+    if call is None:
+      return
+    work = asyncio.ensure_future(self._respond(call, sender))
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+      await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+      gone.cancel()
+      work.cancel()  # without effect on finished work
+      await asyncio.gather(work, gone, return_exceptions=True)
+    if not work.cancelled():
+      work.result()
+
+  async def _read(self, scope: Any, receive: Any) -> Call | None:
+    """Reads a request; None if the client went away.
+
+    Raises:
+      ApiError: the request has no access, or a body that is refused.
+    """
+    from starlette.requests import Request
+
+    request = Request(scope)
+    check(self._settings, scope["path"], request.headers)
+    query = {**request.query_params, **request.path_params}
+    if scope["method"] != "POST":
+      return Call(query=query)
+    try:
+      async with asyncio.timeout(self._settings.client_timeout):
+        data = await _body(request.headers, receive, self._settings.max_body_bytes)
+    except TimeoutError as error:
+      raise ApiError(408, "the body did not arrive in time", code="timeout") from error
+    if data is None:
+      return None
+    if not data:
+      return Call(query=query)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a form of any web page has other types
+      raise ApiError(415, f"Content-Type is {kind[:100]!r}, expected application/json")
+    if len(data) < _LARGE_BODY:
+      return Call(body=read_json(data), query=query)
+    return Call(body=await asyncio.to_thread(read_json, data), query=query)
+
+  async def _respond(self, call: Call, sender: _Sender) -> None:
+    try:
+      answer = await self._route(call, self._context)
+      if isinstance(answer, Stream):
+        try:
+          await sender.stream(answer)
+        finally:
+          await answer.close()
+      else:
+        await sender.answer(answer)
+    except Exception as error:  # see `_race`
+      await self._fail(error, sender)
+
+  async def _fail(self, error: Exception, sender: _Sender) -> None:
+    if isinstance(error, _ClientStuck):
+      return
+    problem = as_api_error(error)
+    if problem is None:
+      _LOG.exception("%s failed", self._path, exc_info=error)
+      problem = ApiError(500, "the server failed: see its log", code="internal_error")
+    if sender.status == 0:
+      await sender.answer(_error_answer(problem))
+    else:  # a stream has begun: the error is its last event
+      await sender.last(event(problem.body()))
+
+
+class _ClientStuck(Exception):
+  """The client does not take its answer."""
+
+
+class _Sender:
+  """Sends one answer; each part has a bounded time.
+
+  Attributes:
+    status: status that was sent; 0: none yet.
+    is_over: all of the answer was sent.
+  """
+
+  def __init__(self, send: Any, timeout: float):
+    self._send, self._timeout = send, timeout
+    self.status, self.is_over = 0, False
+
+  async def answer(self, answer: Answer) -> None:
+    data = answer.data()
+    await self._start(answer.status, answer.media_type, answer.headers, len(data))
+    await self.last(data)
+
+  async def stream(self, stream: Stream) -> None:
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **stream.headers}
+    await self._start(200, "text/event-stream; charset=utf-8", headers)
+    async for content in stream.events:
+      await self._part(event(content), True)
+    await self.last(LAST_EVENT)
+
+  async def last(self, data: bytes) -> None:
+    await self._part(data, False)
+    self.is_over = True
+
+  async def _start(
+    self, code: int, kind: str, headers: Mapping[str, str], length: int | None = None
+  ) -> None:
+    pairs = {"Content-Type": kind, **headers}
+    if length is not None:
+      pairs["Content-Length"] = str(length)
+    raw = [(k.lower().encode(), v.encode("latin-1")) for k, v in pairs.items()]
+    message = {"type": "http.response.start", "status": code, "headers": raw}
+    self.status = code
+    await self._bounded(message)
+
+  async def _part(self, data: bytes, more: bool) -> None:
+    message = {"type": "http.response.body", "body": data, "more_body": more}
+    await self._bounded(message)
+
+  async def _bounded(self, message: Any) -> None:
+    try:
+      async with asyncio.timeout(self._timeout):
+        await self._send(message)
+    except (OSError, TimeoutError) as error:
+      raise _ClientStuck from error
+
+
+def _error_answer(error: ApiError) -> Answer:
+  return Answer(status=error.status, content=error.body(), headers=error.headers)
+
+
+async def _body(headers: Mapping[str, str], receive: Any, most: int) -> bytes | None:
+  """Reads a body; None if the client went away.
+
+  Raises:
+    ApiError: 413 if it is too large, before all of it is read.
+  """
+  too_large = ApiError(413, f"the body is larger than {most} bytes", code="too_large")
+  length = headers.get("content-length", "0")
+  if not (length.isascii() and length.isdigit()) or int(length[:20]) > most:
+    raise too_large
+  parts, size = [], 0
+  while True:
+    message = await receive()
+    if message["type"] == "http.disconnect":
+      return None
+    parts.append(message.get("body", b""))
+    size += len(parts[-1])
+    if size > most:
+      raise too_large
+    if not message.get("more_body", False):
+      return b"".join(parts)
+
+
+async def _disconnected(receive: Any) -> None:
+  while (await receive())["type"] != "http.disconnect":
+    pass

@@ -1,0 +1,174 @@
+"""The parts that all routes share: driver, settings, limits and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+import pathlib
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tunix.generate.engine.request import Constraint
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.serve.errors import ApiError, bad
+from tunix.serve.gate import Gate
+from tunix.serve.logprobs import TokenTexts
+from tunix.serve.metrics import Metrics
+from tunix.serve.running import Clock, DrainDeadline
+from tunix.serve.settings import ServeSettings
+
+
+class Grammars(Protocol):
+  """Builds constraints; each method raises ValueError for what cannot be enforced."""
+
+  def json_schema(self, schema: Mapping[str, Any] | str) -> Constraint: ...
+  def json_object(self) -> Constraint: ...
+  def regex(self, pattern: str) -> Constraint: ...
+  def choice(self, choices: Sequence[str]) -> Constraint: ...
+
+
+LoadModel = Callable[[pathlib.Path], Any]
+
+
+class Context:
+  """The parts of a server.
+
+  Attributes:
+    driver: the driver of the engine.
+    settings: the settings.
+    grammars: builder of constraints; None: requests with constraints are refused.
+    load_model: loads a checkpoint folder for `/update_weights`; None: the route is
+      refused.
+    gate: limits on running and waiting requests.
+    drain: time at which a shutdown ends running requests.
+    admin: held while the engine is paused, or its adapters or weights change.
+    metrics: metrics of the server and the engine.
+    created: time of the start, in seconds since 1970.
+  """
+
+  def __init__(
+    self,
+    driver: Any,
+    settings: ServeSettings,
+    grammars: Grammars | None = None,
+    load_model: LoadModel | None = None,
+  ):
+    self.driver, self.settings = driver, settings
+    self.grammars, self.load_model = grammars, load_model
+    self.gate = Gate(
+      settings.max_concurrent,
+      settings.max_queue,
+      settings.queue_timeout,
+      settings.retry_after,
+    )
+    self.drain = DrainDeadline()
+    self.admin = asyncio.Lock()
+    self.metrics = Metrics(self._gauges)
+    self.created = int(time.time())
+
+  @property
+  def engine(self) -> Any:
+    """The engine."""
+    return self.driver.engine
+
+  @property
+  def tokenizer(self) -> TokenizerAdapter:
+    """The tokenizer of the engine."""
+    return self.driver.engine.tokenizer
+
+  @functools.cached_property
+  def texts(self) -> TokenTexts:
+    """Texts of single tokens."""
+    return TokenTexts(self.tokenizer)
+
+  @property
+  def max_tokens(self) -> int:
+    """Largest number of tokens of a prompt and its completion."""
+    return self.engine.config.max_tokens
+
+  def _gauges(self) -> dict[str, float]:
+    """Returns the state that is read when metrics are scraped."""
+    stats = dataclasses.asdict(self.engine.stats())
+    return {
+      **{f"engine_{name}": value for name, value in stats.items()},
+      "engine_weights_version": self.engine.version,
+      "requests_running": self.gate.running,
+      "requests_waiting": self.gate.waiting,
+      "is_paused": int(self.driver.is_paused),
+    }
+
+  def clock(self) -> Clock:
+    """Returns the time of a call that begins now."""
+    settings = self.settings
+    return Clock(settings.request_timeout, self.drain, settings.retry_after)
+
+  def start_drain(self) -> None:
+    """Refuses new requests; those that run have `drain_timeout` left."""
+    if self.drain.at is None:
+      self.drain.at = time.monotonic() + self.settings.drain_timeout
+      self.gate.drain()
+
+  def adapter(self, model: str | None) -> str | None:
+    """Returns the adapter that a request's model names; None for the model itself.
+
+    Raises:
+      ApiError: 404 if there is no model of this name.
+    """
+    if model is None or model == self.settings.model_name:
+      return None
+    if model in self.engine.adapters:
+      return model
+    names = [self.settings.model_name, *self.engine.adapters]
+    raise ApiError(
+      404,
+      f"model is {model!r}, expected one of {names}",
+      param="model",
+      code="model_not_found",
+    )
+
+  def room(self, prompt: Sequence[int], max_tokens: int | None) -> int:
+    """Returns the largest number of new tokens after a prompt.
+
+    Args:
+      prompt: ids of the prompt.
+      max_tokens: what the client asks for; None: as many as fit.
+
+    Raises:
+      ApiError: the prompt is empty, or both together are too long.
+    """
+    limit, most = self.max_tokens, self.settings.max_prompt_tokens
+    if len(prompt) == 0:
+      raise bad("prompt", "the prompt has no tokens, expected at least one")
+    if most is not None and len(prompt) > most:
+      raise bad(
+        "prompt",
+        f"the prompt has {len(prompt)} tokens, and this server takes {most}. Send a "
+        "shorter one",
+        "context_length_exceeded",
+      )
+    left = limit - len(prompt)
+    wanted = max(1, left) if max_tokens is None else max_tokens
+    if wanted > left:
+      raise bad(
+        "max_tokens",
+        f"the prompt has {len(prompt)} tokens and max_tokens is {wanted}: the model's "
+        f"maximum context length is {limit} tokens. Shorten the prompt, or ask for "
+        "fewer tokens",
+        "context_length_exceeded",
+      )
+    return wanted
+
+
+def new_id(prefix: str) -> str:
+  """Returns a fresh id such as "cmpl-..."."""
+  return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def as_prompt(ids: Sequence[int]) -> np.ndarray:
+  """Returns token ids as int32 [T]."""
+  return np.asarray(ids, np.int32)

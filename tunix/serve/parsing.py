@@ -1,0 +1,346 @@
+"""Reasoning and tool calls in a model's text.
+
+Each reader takes the text as it grows and returns the part that no further text can
+change. Text that may become a tag is held back. The pieces of a stream, joined, equal
+the result for the whole text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import secrets
+import string
+from collections.abc import Collection
+from typing import Any, Protocol
+
+OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
+OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
+MISTRAL_CALLS, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
+PYTHON_TAG = "<|python_tag|>"
+
+_DECODER = json.JSONDecoder()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolCall:
+  """One call of a tool.
+
+  Attributes:
+    id: fresh id of the call.
+    name: name of the function.
+    arguments: its arguments as JSON text.
+  """
+
+  id: str
+  name: str
+  arguments: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+  """Settled text.
+
+  Attributes:
+    reasoning: text between <think> and </think>.
+    content: text of the answer.
+    calls: calls of tools.
+  """
+
+  reasoning: str = ""
+  content: str = ""
+  calls: tuple[ToolCall, ...] = ()
+
+  def __add__(self, other: Piece) -> Piece:
+    return Piece(
+      reasoning=self.reasoning + other.reasoning,
+      content=self.content + other.content,
+      calls=self.calls + other.calls,
+    )
+
+  def __bool__(self) -> bool:
+    return bool(self.reasoning or self.content or self.calls)
+
+
+class Reader(Protocol):
+  """A reader of growing text."""
+
+  def push(self, text: str) -> Piece:
+    """Takes new text and returns the settled part."""
+    ...
+
+  def end(self) -> Piece:
+    """Returns the text that was held back, after the last `push`."""
+    ...
+
+
+def held_back(text: str, tag: str) -> int:
+  """Returns the number of characters at the end that may begin a tag."""
+  for size in range(min(len(tag) - 1, len(text)), 0, -1):
+    if tag.startswith(text[-size:]):
+      return size
+  return 0
+
+
+def _trailing(text: str) -> int:
+  """Returns the number of characters of white space at the end."""
+  return len(text) - len(text.rstrip())
+
+
+class PlainReader:
+  """Takes all text as the answer."""
+
+  def push(self, text: str) -> Piece:
+    return Piece(content=text)
+
+  def end(self) -> Piece:
+    return Piece()
+
+
+class ReasoningReader:
+  """Splits reasoning off; another reader takes the rest.
+
+  The reasoning begins with <think> at the start of the answer, or at the end of the
+  prompt. Later tags are text. White space around the reasoning is dropped.
+  """
+
+  def __init__(self, rest: Reader, is_open: bool):
+    self._rest, self._text = rest, ""
+    self._state = "inside" if is_open else "before"
+    self._is_first = True
+
+  def push(self, text: str) -> Piece:
+    self._text += text
+    if self._state == "before":
+      self._look_for_open()
+    reasoning = self._inside() if self._state == "inside" else ""
+    if self._state == "gap":  # between </think> and the answer
+      self._text = self._text.lstrip()
+      self._state = "after" if self._text else "gap"
+    if self._state != "after":
+      return Piece(reasoning=reasoning)
+    text, self._text = self._text, ""
+    return Piece(reasoning=reasoning) + self._rest.push(text)
+
+  def end(self) -> Piece:
+    left, self._text = self._text, ""
+    if self._state == "inside":
+      return Piece(reasoning=left.rstrip()) + self._rest.end()
+    return self._rest.push(left) + self._rest.end()
+
+  def _look_for_open(self) -> None:
+    start = self._text.lstrip()
+    if start.startswith(OPEN_THINK):
+      self._state, self._text = "inside", start[len(OPEN_THINK) :]
+    elif not OPEN_THINK.startswith(start):
+      self._state = "after"
+
+  def _inside(self) -> str:
+    text = self._text.lstrip() if self._is_first else self._text
+    thought, tag, rest = text.partition(CLOSE_THINK)
+    if tag:
+      self._state, self._text = "gap", rest
+      return thought.rstrip()
+    held = held_back(text, CLOSE_THINK)
+    held += _trailing(text[: len(text) - held])
+    settled, self._text = text[: len(text) - held], text[len(text) - held :]
+    self._is_first = self._is_first and not settled
+    return settled
+
+
+class HermesReader:
+  """Reads <tool_call>{"name": ..., "arguments": {...}}</tool_call>.
+
+  A block that is no call stays text.
+  """
+
+  def __init__(self):
+    self._text = ""
+
+  def push(self, text: str) -> Piece:
+    self._text += text
+    piece = Piece()
+    while True:
+      before, tag, rest = self._text.partition(OPEN_CALL)
+      if not tag:
+        return piece + self._settled()
+      body, close, rest = rest.partition(CLOSE_CALL)
+      if not close:
+        return piece
+      piece += self._block(before, body, CLOSE_CALL)
+      self._text = rest
+
+  def end(self) -> Piece:
+    before, tag, body = self._text.partition(OPEN_CALL)
+    self._text = ""
+    if not tag:
+      return Piece(content=before if before.strip() else "")
+    # Some models write the end token instead of the closing tag.
+    return self._block(before, body, "")
+
+  def _settled(self) -> Piece:
+    held = held_back(self._text, OPEN_CALL)
+    held += _trailing(self._text[: len(self._text) - held])
+    size = len(self._text) - held
+    settled, self._text = self._text[:size], self._text[size:]
+    return Piece(content=settled)
+
+  @staticmethod
+  def _block(before: str, body: str, close: str) -> Piece:
+    call = _call(_parsed(body), new_call_id())
+    if call is None:
+      return Piece(content=f"{before}{OPEN_CALL}{body}{close}")
+    return Piece(content=before.rstrip(), calls=(call,))
+
+
+class Llama3Reader:
+  """Reads {"name": ..., "parameters": {...}} as the whole answer.
+
+  Several calls are separated by semicolons. JSON that names none of the tools is text.
+  """
+
+  def __init__(self, tools: Collection[str]):
+    self._tools, self._text, self._is_text = frozenset(tools), "", False
+
+  def push(self, text: str) -> Piece:
+    self._text += text
+    start = self._text.lstrip()
+    if not self._is_text and (
+      start.startswith(("{", PYTHON_TAG)) or PYTHON_TAG.startswith(start)
+    ):
+      return Piece()
+    self._is_text = True
+    text, self._text = self._text, ""
+    return Piece(content=text)
+
+  def end(self) -> Piece:
+    text, self._text = self._text, ""
+    calls = self._calls(text.strip().removeprefix(PYTHON_TAG).strip())
+    return Piece(calls=calls) if calls else Piece(content=text)
+
+  def _calls(self, text: str) -> tuple[ToolCall, ...]:
+    calls = []
+    while text:
+      try:
+        value, end = _DECODER.raw_decode(text)
+      except (ValueError, RecursionError):
+        return ()
+      call = _call(value, new_call_id())
+      if call is None or call.name not in self._tools:
+        return ()
+      calls.append(call)
+      text = text[end:].lstrip(" \n\t;")
+    return tuple(calls)
+
+
+class MistralReader:
+  """Reads [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...].
+
+  Newer models write [TOOL_CALLS]name[ARGS]{...} for each call, or name{...}.
+  """
+
+  def __init__(self):
+    self._text, self._is_inside = "", False
+
+  def push(self, text: str) -> Piece:
+    self._text += text
+    if self._is_inside:
+      return Piece()
+    before, tag, rest = self._text.partition(MISTRAL_CALLS)
+    if tag:
+      self._is_inside, self._text = True, rest
+      return Piece(content=before.rstrip())
+    held = held_back(self._text, MISTRAL_CALLS)
+    held += _trailing(self._text[: len(self._text) - held])
+    size = len(self._text) - held
+    settled, self._text = self._text[:size], self._text[size:]
+    return Piece(content=settled)
+
+  def end(self) -> Piece:
+    text, self._text = self._text, ""
+    if not self._is_inside:
+      return Piece(content=text if text.strip() else "")
+    calls = _listed_calls(text) or _named_calls(text)
+    return Piece(calls=calls) if calls else Piece(content=MISTRAL_CALLS + text)
+
+
+def _listed_calls(text: str) -> tuple[ToolCall, ...]:
+  values = _parsed(text)
+  if not isinstance(values, list):
+    return ()
+  calls = [_call(value, short_call_id()) for value in values]
+  return tuple(call for call in calls if call) if all(calls) else ()
+
+
+def _named_calls(text: str) -> tuple[ToolCall, ...]:
+  calls = []
+  for part in text.split(MISTRAL_CALLS):
+    name, _, body = part.partition("{")
+    name = name.replace(MISTRAL_ARGUMENTS, "").strip()
+    value = {"name": name, "arguments": _parsed("{" + body)}
+    call = _call(value, short_call_id())
+    if call is None or not re.fullmatch(r"[\w.\-]+", name):
+      return ()
+    calls.append(call)
+  return tuple(calls)
+
+
+def _call(value: Any, call_id: str) -> ToolCall | None:
+  """Returns the call that a JSON object stands for, or None."""
+  if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    return None
+  arguments = value.get("arguments", value.get("parameters", {}))
+  if isinstance(arguments, str):
+    arguments = _parsed(arguments)
+  if not isinstance(arguments, dict):
+    return None
+  text = json.dumps(arguments, ensure_ascii=False)
+  return ToolCall(id=call_id, name=value["name"], arguments=text)
+
+
+def _parsed(text: str) -> Any:
+  """Returns the JSON value of a text; None if it is none."""
+  try:
+    return json.loads(text)
+  except (ValueError, RecursionError):
+    return None
+
+
+def new_call_id() -> str:
+  """Returns a fresh id in the form of OpenAI's."""
+  return f"call_{secrets.token_hex(12)}"
+
+
+def short_call_id() -> str:
+  """Returns nine letters and digits; Mistral's templates refuse other ids."""
+  letters = string.ascii_letters + string.digits
+  return "".join(secrets.choice(letters) for _ in range(9))
+
+
+def tool_reader(tool_format: str, tools: Collection[str]) -> Reader:
+  """Returns the reader of a format, see `ServeSettings.tool_format`."""
+  readers = {
+    "hermes": HermesReader,
+    "llama3": lambda: Llama3Reader(tools),
+    "mistral": MistralReader,
+    "none": PlainReader,
+  }
+  return readers[tool_format]()
+
+
+def format_of(template: Any) -> str:
+  """Returns the format of tool calls that a chat template shows, or "none".
+
+  Args:
+    template: jinja source, or sources by name, or None.
+  """
+  source = template if isinstance(template, str) else "".join((template or {}).values())
+  marks = {MISTRAL_CALLS: "mistral", OPEN_CALL: "hermes", '"parameters":': "llama3"}
+  marks[PYTHON_TAG] = "llama3"
+  return next((name for mark, name in marks.items() if mark in source), "none")
+
+
+def opens_reasoning(prompt: str) -> bool:
+  """Returns True if the text of a prompt ends inside <think>."""
+  return prompt.rstrip().endswith(OPEN_THINK)

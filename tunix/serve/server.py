@@ -1,0 +1,146 @@
+"""Runs the application on a socket, until a signal ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tunix.serve.app import make_app
+from tunix.serve.context import Grammars, LoadModel
+from tunix.serve.settings import ServeSettings
+from tunix.utils import optional
+
+# Seconds after `drain_timeout` in which the last answers are sent.
+_GRACE = 5
+# Connections beyond the requests that run or wait: probes, metrics, idle clients.
+_SPARE_CONNECTIONS = 128
+_STOP = 30  # seconds that the engine's thread gets to finish its launch
+_KEEP_ALIVE = 30  # seconds until an idle connection is closed
+
+
+def make_server(
+  app: Any, settings: ServeSettings, on_start: Callable[[str], None] | None = None
+) -> Any:
+  """Returns a server whose `run()` serves until `should_exit` is True, or a signal.
+
+  After the signal it accepts no connection, lets running requests finish within
+  `drain_timeout`, and refuses the others.
+
+  Args:
+    app: the application of `make_app`.
+    settings: the settings of the application.
+    on_start: called with the address, such as "http://127.0.0.1:8000", once clients
+      can connect.
+
+  Raises:
+    ImportError: the package uvicorn is missing.
+    OSError: the address cannot be used.
+  """
+  uvicorn: Any = optional.require("uvicorn", "the server", "tunix[serve]")
+  context = app.state.context
+
+  listener = _listen(settings)
+
+  class Server(uvicorn.Server):
+    def run(self, sockets: Any = None) -> None:
+      super().run(sockets=sockets or [listener])
+
+    async def startup(self, sockets: Any = None) -> None:
+      address = _address(listener)
+      await super().startup(sockets=sockets)
+      if self.started and on_start is not None:
+        on_start(address)
+
+    async def shutdown(self, sockets: Any = None) -> None:
+      context.start_drain()
+      await super().shutdown(sockets=sockets)
+
+  limit = settings.max_concurrent + settings.max_queue + _SPARE_CONNECTIONS
+  config = uvicorn.Config(
+    app,
+    http="h11",  # it bounds the size of headers
+    ws="none",
+    lifespan="off",
+    log_config=None,
+    access_log=False,
+    server_header=False,
+    proxy_headers=False,
+    limit_concurrency=limit,
+    timeout_keep_alive=_KEEP_ALIVE,
+    timeout_graceful_shutdown=int(settings.drain_timeout) + _GRACE,
+  )
+  return Server(config)
+
+
+def serve(
+  driver: Any,
+  settings: ServeSettings,
+  *,
+  grammars: Grammars | None = None,
+  load_model: LoadModel | None = None,
+  on_start: Callable[[str], None] | None = None,
+) -> None:
+  """Serves until SIGTERM or SIGINT; starts and stops the driver.
+
+  Args:
+    driver: the driver of the engine.
+    settings: address, access and limits.
+    grammars: see `make_app`.
+    load_model: see `make_app`.
+    on_start: see `make_server`.
+
+  Raises:
+    ImportError: a package of the extra `serve` is missing.
+    OSError: the address cannot be used.
+  """
+  app = make_app(driver, settings, grammars=grammars, load_model=load_model)
+  server = make_server(app, settings, on_start)
+  if not driver.alive:
+    driver.start()
+  try:
+    with _quiet_signals():
+      server.run()
+  finally:
+    driver.stop(timeout=_STOP)
+
+
+@contextlib.contextmanager
+def _quiet_signals() -> Iterator[None]:
+  """Keeps the signal that ended uvicorn from ending the process.
+
+  uvicorn raises the signal again after its shutdown. The default handler would end the
+  process before the driver is stopped.
+  """
+  if threading.current_thread() is not threading.main_thread():
+    yield
+    return
+  ends = (signal.SIGTERM, signal.SIGINT)
+  before = {number: signal.signal(number, lambda *_: None) for number in ends}
+  try:
+    yield
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def _listen(settings: ServeSettings) -> socket.socket:
+  # uvicorn exits the process if it cannot bind.
+  host = settings.host.strip("[]")
+  family = socket.AF_INET6 if ":" in host else socket.AF_INET
+  try:
+    return socket.create_server((host, settings.port), family=family)
+  except OSError as error:
+    raise OSError(
+      error.errno,
+      f"the server cannot listen on {host}, port {settings.port}: {error.strerror}. "
+      "Choose another port, or end the program that has it",
+    ) from error
+
+
+def _address(listener: socket.socket) -> str:
+  host, port = listener.getsockname()[:2]
+  return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,0 +1,113 @@
+"""Settings of the HTTP server."""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import pathlib
+from typing import Literal
+
+from tunix.utils import checks
+
+ToolFormat = Literal["auto", "hermes", "llama3", "mistral", "none"]
+TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+  """Address, access and limits of the server.
+
+  Attributes:
+    host: address to listen on. Any address but a loopback one needs an API key.
+    port: TCP port; 0: the system chooses a free one.
+    api_key: text that clients send as `Authorization: Bearer KEY`; None: no key.
+    model_name: name of the model in requests and answers.
+    checkpoint_root: folder below which `/update_weights` and `/v1/load_lora_adapter`
+      may read; None: both routes are refused.
+    tool_format: how the model writes tool calls. "auto": read off the chat template.
+    split_reasoning: return the text between <think> and </think> in a field of its own.
+    max_body_bytes: largest body of a request.
+    max_prompt_tokens: longest prompt; None: the limit of the engine.
+    max_choices: largest number of completions of one request: prompts times `n`.
+    max_concurrent: requests that the engine works on at the same time.
+    max_queue: further requests that wait; beyond them the answer is 429.
+    queue_timeout: longest wait in that queue, in seconds; then the answer is 429.
+    retry_after: seconds in the header Retry-After of an answer 429 or 503.
+    client_timeout: longest time in which a client sends a body, or takes a part of an
+      answer, in seconds.
+    request_timeout: longest time of one request in the engine, in seconds.
+    admin_timeout: longest time of a pause, a change of adapters or of weights, in
+      seconds.
+    drain_timeout: time that running requests get to finish after SIGTERM, in seconds.
+
+  Raises:
+    TypeError: a value has another type.
+    ValueError: a number is out of range; or the address is no loopback address and
+      there is no API key.
+  """
+
+  host: str = "127.0.0.1"
+  port: int = 8000
+  api_key: str | None = dataclasses.field(default=None, repr=False)
+  model_name: str = "default"
+  checkpoint_root: pathlib.Path | None = None
+  tool_format: ToolFormat = "auto"
+  split_reasoning: bool = True
+  max_body_bytes: int = 16 * 2**20
+  max_prompt_tokens: int | None = None
+  max_choices: int = 128
+  max_concurrent: int = 64
+  max_queue: int = 256
+  queue_timeout: float = 60.0
+  retry_after: int = 1
+  client_timeout: float = 30.0
+  request_timeout: float = 3600.0
+  admin_timeout: float = 600.0
+  drain_timeout: float = 30.0
+
+  def __post_init__(self):
+    checks.fields(
+      self,
+      port=checks.Range(0, 65535),
+      max_body_bytes=checks.BYTES,
+      max_prompt_tokens=checks.COUNT,
+      max_choices=checks.COUNT,
+      max_concurrent=checks.COUNT,
+      max_queue=checks.NOT_NEGATIVE,
+      queue_timeout=checks.POSITIVE,
+      retry_after=checks.COUNT,
+      client_timeout=checks.POSITIVE,
+      request_timeout=checks.POSITIVE,
+      admin_timeout=checks.POSITIVE,
+      drain_timeout=checks.NOT_NEGATIVE,
+    )
+    if self.tool_format not in TOOL_FORMATS:
+      raise ValueError(
+        f"tool_format is {self.tool_format!r}, expected one of {TOOL_FORMATS}"
+      )
+    if not self.model_name:
+      raise ValueError("model_name is empty: give the name that clients send")
+    self._check_key()
+
+  def _check_key(self) -> None:
+    key = self.api_key
+    if key is not None and (not key.strip() or not key.isascii()):
+      raise ValueError(
+        "api_key is empty or has characters beyond ASCII, which no header can carry: "
+        "give another key, or None for none"
+      )
+    if key is None and not self.is_local:
+      raise ValueError(
+        f"host is {self.host!r}, which other machines can reach, and api_key is None: "
+        "set an API key, or listen on 127.0.0.1"
+      )
+
+  @property
+  def is_local(self) -> bool:
+    """True if only this machine can reach the address."""
+    if self.host == "localhost":
+      return True
+    try:
+      return ipaddress.ip_address(self.host.strip("[]")).is_loopback
+    except ValueError:  # a host name, which may stand for any address
+      return False
