@@ -86,7 +86,7 @@ def check_empty(engine):
   stats = engine.stats()
   assert stats.running == stats.waiting == 0
   assert stats.pages_free == stats.pages_total
-  assert not engine._open and not engine._scheduler._waiting
+  assert not engine._open and not len(engine._scheduler.waiting)
   assert engine._scheduler.running == [None] * engine.config.slots
 
 
