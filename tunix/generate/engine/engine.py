@@ -236,7 +236,7 @@ class Engine:
       return False
     allowed = self._allowed(running)
     idle = self.config.slots - sum(s is not None for s in running)
-    self._device.look_at(idle + 1 if scheduler.waiting else 2**30)
+    self._device.look_at(idle + 1 if scheduler.waiting.first else 2**30)
     drafts = 0 if allowed is not None else self._drafts.choose()
     start = time.perf_counter()
     out, scored = self._device.launch(plan, running, allowed, drafts)
@@ -286,11 +286,11 @@ class Engine:
         written += [(slot, page, s.pages[page]) for page in pages]
       if out.bad[slot] and reason is None:  # else a stop string came before it
         s.failure = _not_finite(s)
+      results.hand_out(s, out, slot, count, None if s.failure else reason)
       if s.failure is not None:
         over.append((s, "error"))
       elif reason is not None:
         over.append((s, reason))
-      results.hand_out(s, out, slot, count, None if s.failure else reason)
     self._device.write(written)
     for s, reason in over:
       self._end(s, reason)

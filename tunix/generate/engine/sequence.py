@@ -36,7 +36,7 @@ class Sequence:
     scores: log-probs of the prompt's tokens so far, if they are asked for.
     reader: turns its tokens into text, see text.py.
     is_started: it was admitted at least once.
-    failure: error of its constraint, with which it ends after the launch; None before.
+    failure: error with which it ends after the launch; None before.
     finish_reason: why it ended; None before.
   """
 
