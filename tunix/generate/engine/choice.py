@@ -84,8 +84,7 @@ class Chosen(NamedTuple):
     sampling_logps: float32 [B], under the distribution drawn from; 0 at temperature 0.
     top_ids: int32 [B, t], most likely tokens; 0 if not wanted.
     top_logps: float32 [B, t].
-    is_finite: bool [B], False if the logit of the token is NaN or infinite: the model's
-      own, or because no token is allowed.
+    is_finite: bool [B], False if a logit is NaN or +inf, or if no token is allowed.
   """
 
   tokens: jax.Array
@@ -127,7 +126,8 @@ def choose(
   top_ids, top_logps = rules.when(
     "tops", lambda: most_likely(logits, tops), _no_tops(best, tops)
   )
-  at = jnp.take_along_axis(biased, tokens[:, None], axis=1)[:, 0]
+  # The best logit is NaN if any is. A sampled token would not show it.
+  at = jnp.take_along_axis(biased, best[:, None], axis=1)[:, 0]
   return Chosen(tokens, logps, drawn, top_ids, top_logps, jnp.isfinite(at))
 
 
