@@ -6,7 +6,7 @@ import pytest
 from tests import toys
 from tests.generate.engine import host_device
 from tests.generate.engine.host_device import HostEngine
-from tunix.generate.engine.request import EngineDead, EngineRequest
+from tunix.generate.engine.request import EngineDead, EngineRequest, RequestError
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def request(rng, longest=48, **fields):
     "num_samples": int(rng.integers(1, 5)),
     "seed": int(rng.integers(0, 9)),
     "first_row": int(rng.integers(0, 3)),
-    "stop_ids": (host_device.END,) if rng.random() < 0.7 else (),
+    "stop_ids": [(host_device.END,), (host_device.END, 14, 23), ()][rng.integers(3)],
     "stop_strings": ("dab", "ccc") if rng.random() < 0.3 else (),
     "priority": int(rng.integers(0, 3)),
     "logprobs": bool(rng.random() < 0.5),
@@ -177,20 +177,26 @@ def test_priorities_are_admitted_first_and_then_the_eldest(make):
   assert list(dict.fromkeys(ends)) == [1, 3, 0, 4, 2]
 
 
-def test_a_group_is_prefilled_once(make):
+@pytest.mark.parametrize("prompt_logprobs", [False, True])
+def test_a_group_is_prefilled_once(make, prompt_logprobs):
   engine = make(slots=8, prefill_tokens=8)
   prompt = np.arange(1, 31)
-  out = engine.run(
-    [EngineRequest(prompt=prompt, max_tokens=9, num_samples=8, seed=3, stop_ids=())]
+  fields = {"prompt_logprobs": prompt_logprobs, "seed": 3, "stop_ids": ()}
+  ticket = engine.submit(
+    EngineRequest(prompt=prompt, max_tokens=9, num_samples=8, **fields)
   )
-  assert len({c.tokens.tobytes() for c in out[0]}) == 8
+  while engine.step():
+    pass
+  out = engine.collect(ticket, timeout=0)
+  check(ticket, out)
+  assert len({c.tokens.tobytes() for c in out}) == 8
   stats = engine.stats()
   assert stats.prefilled_tokens == 30
   assert stats.prefix_hit_tokens == 7 * 30
   # With fewer slots than samples, the later ones find whole pages: 28 tokens.
   engine = make(slots=3)
   ticket = engine.submit(
-    EngineRequest(prompt=prompt, max_tokens=9, num_samples=8, seed=3, stop_ids=())
+    EngineRequest(prompt=prompt, max_tokens=9, num_samples=8, **fields)
   )
   while engine.step():
     pass
@@ -211,8 +217,9 @@ def test_the_next_turn_prefills_what_is_new(make):
   assert engine.stats().prefilled_tokens == wanted < len(prompt)
 
 
-def test_a_preempted_completion_is_recomputed_and_counted(make):
-  engine = make(slots=2, cache_tokens=48, prefix_cache=False)
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_a_preempted_completion_is_recomputed_and_counted(make, prefix_cache):
+  engine = make(slots=2, cache_tokens=48, prefix_cache=prefix_cache)
   rows = [
     EngineRequest(prompt=np.full(8, n), max_tokens=36, seed=n, stop_ids=())
     for n in (1, 2)
@@ -225,6 +232,7 @@ def test_a_preempted_completion_is_recomputed_and_counted(make):
   stats = engine.stats()
   assert stats.preemptions == 1
   assert stats.prefilled_tokens > 16
+  assert stats.prefix_hit_tokens == 0  # its own tokens are not those of a prompt
   # The elder of the two is never the one that waits.
   assert stats.generated_tokens == 72
 
@@ -317,6 +325,48 @@ def test_new_weights(make, mode):
       s = next((s for s in running if s.ticket is ticket and s.sample == sample), None)
       old = 0 if s is None else len(c.tokens) if mode == "drain" else drawn[s]
       assert c.versions.tolist() == [0] * old + [7] * (len(c.tokens) - old)
+  check_empty(engine)
+
+
+def test_requests_that_waited_for_new_weights_share_their_pages(make):
+  engine = make()
+  prompt = np.arange(1, 18)
+  first = engine.submit(EngineRequest(prompt=prompt, max_tokens=2, stop_ids=(), seed=1))
+  engine._take_arrivals()
+  engine.update_weights()
+  while engine.step():
+    pass
+  check(first, engine.collect(first, timeout=0))
+  engine.run([EngineRequest(prompt=prompt, max_tokens=2, stop_ids=())])
+  assert engine.stats().prefix_hit_tokens == 16
+
+
+def test_logits_that_are_not_finite(make):
+  """The end of a completion counts if it came before; else the request fails."""
+  engine = make(rounds=16)
+  fields = {"prompt": [1, 2], "max_tokens": 16, "stop_ids": (), "seed": 5}
+  text = host_device.expected_text(
+    EngineRequest(**fields), *host_device.expected(EngineRequest(**fields), 0)
+  )
+  stopped = engine.submit(EngineRequest(**fields, stop_strings=(text[4:9],)))
+  failed = engine.submit(EngineRequest(**fields, id="chat 4"))
+  good = engine.submit(EngineRequest(**{**fields, "seed": 6}))
+  launch = engine._device.launch
+
+  def broken(*args):
+    out, scored = launch(*args)
+    for s in engine._scheduler.active():
+      if s.ticket in (stopped, failed):
+        out.bad[s.slot], out.count[s.slot] = True, 12
+    return out, scored
+
+  engine._device.launch = broken
+  while engine.step():
+    pass
+  for ticket in (stopped, good):
+    check(ticket, engine.collect(ticket, timeout=0))
+  with pytest.raises(RequestError, match=r"chat 4: the logits after token 13 \(compl"):
+    engine.collect(failed, timeout=0)
   check_empty(engine)
 
 

@@ -109,7 +109,7 @@ class Scheduler:
 
   def _leader_of(self, sequence: Sequence) -> Sequence | None:
     """Returns a running completion that prefills the same prompt for this one."""
-    if sequence.drawn or sequence.request.prompt_logprobs:
+    if sequence.drawn:
       return None
     same = (s for s in self.running if s is not None and s.ticket is sequence.ticket)
     return next((s for s in same if s.leader is None and not s.drawn), None)
@@ -117,7 +117,7 @@ class Scheduler:
   def _find_pages(self, sequence: Sequence) -> bool:
     """Gives a completion pages, shared ones first; False if there are too few."""
     size, shared = self._size, []
-    if self._config.prefix_cache and not sequence.request.prompt_logprobs:
+    if self._config.prefix_cache and not sequence.needs_scores:
       pages_lib.extended(sequence.digests, sequence.known, size)
       # The last token is computed in any case: the next one is drawn from it.
       most = (sequence.length - 1) // size

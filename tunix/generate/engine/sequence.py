@@ -79,6 +79,11 @@ class Sequence:
     return self.drawn > 0 and self.computed == self.length - 1
 
   @property
+  def needs_scores(self) -> bool:
+    """True if its whole prompt must be run, because nothing has scored it yet."""
+    return self.request.prompt_logprobs and self.ticket.prompt_scores is None
+
+  @property
   def known(self) -> np.ndarray:
     """int32 [length], prompt and drawn tokens."""
     return self.tokens[: self.length]
