@@ -51,6 +51,6 @@ def test_what_a_run_holds_is_flat(tmp_path, job, steps):
   assert after["files"] <= before["files"] + 3, (before, after)
   assert after["threads"] <= before["threads"] + 3, (before, after)
   # The middles of the thirds are a third of the steps apart. On two busy cores the mean
-  # of a third moved by up to 2.3 MB from run to run, with no trend over 3,000 steps.
+  # of a third moved by up to 2.3 MB between runs of the same code.
   most = 3_000_000 + MOST_PER_STEP[job] * steps / 3
   assert after["rss"] <= before["rss"] + most, (before, after)
