@@ -131,6 +131,21 @@ def test_families_draw_the_tokens_of_the_padded_sampler(name, attention):
     np.testing.assert_array_equal(row.tokens, tokens)
 
 
+@pytest.mark.parametrize("attention", ["rows", "gather"])
+def test_sixteen_bits(attention):
+  """Rounding decides between close tokens, so only the log-probs are compared."""
+  model = toys.model(vocab_size=VOCAB, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+  prompts, _ = load(3)
+  config = EngineConfig(**SIZES, attention=attention, draft_tokens=2)
+  engine = Engine(model, TOKENIZER, config)
+  engine._drafts.choose = lambda: 2
+  rows = engine.run([ask(prompt, 6, logprobs=True) for prompt in prompts])
+  for prompt, [row] in zip(prompts, rows):
+    dense = logps_of(model, np.concatenate([prompt, row.tokens]))[len(prompt) - 1 : -1]
+    picked = dense[np.arange(6), row.tokens]
+    np.testing.assert_allclose(row.logprobs, picked, atol=0.05)
+
+
 def test_models_with_adapters_and_on_a_mesh(model):
   prompts, lengths = load(2)
   adapted = toys.model(vocab_size=VOCAB, lora_rank=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence as Seq
 from typing import Any
 
@@ -126,18 +127,22 @@ class RowKeeper:
   def _zeros(self, first: int, tokens: int) -> tuple[Any, Any]:
     """Returns zero keys and values of all layers, split over the mesh by heads."""
     m = self._model
-    axis = m.sharding.tp
+    sizes = first, m.num_kv_heads, m.head_dim, tokens
+    return _zeros(m.num_layers, sizes, jnp.dtype(m.dtype), m.sharding.tp)
 
-    def make():
-      def zeros(*shape):
-        zero = lambda: jnp.zeros((first, m.num_kv_heads, *shape), m.dtype)
-        return tuple(
-          mesh_lib.constrain(zero(), None, axis) for _ in range(m.num_layers)
-        )
 
-      return zeros(m.head_dim, tokens), zeros(tokens, m.head_dim)
+# One function for all engines: a new one would be compiled again in every rollout.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _zeros(
+  layers: int, sizes: tuple[int, int, int, int], dtype: Any, axis: str | None
+) -> tuple[Any, Any]:
+  first, heads, head_dim, tokens = sizes
 
-    return jax.jit(make)()
+  def zeros(*shape: int) -> tuple[jax.Array, ...]:
+    zero = lambda: jnp.zeros((first, heads, *shape), dtype)
+    return tuple(mesh_lib.constrain(zero(), None, axis) for _ in range(layers))
+
+  return zeros(head_dim, tokens), zeros(tokens, head_dim)
 
 
 def _width(tokens: int, config: EngineConfig) -> int:

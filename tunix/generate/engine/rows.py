@@ -127,14 +127,17 @@ def _attend(
       rules=rules,
     )
   query = query.reshape(r, q, heads, n // heads, h)
-  is_sum = q == 1 and mesh_lib.context_platform() == "cpu"
+  on_cpu = mesh_lib.context_platform() == "cpu"
+  is_sum = q == 1 and on_cpu
   with jax.named_scope("scores"):
     if is_sum:
       by_head = query[:, 0, :, :, :, None].astype(jnp.float32)
       scores = jnp.sum(by_head * k[:, :, None], axis=3)[:, :, :, None]
     else:
+      # XLA's CPU backend has no such product of two bfloat16 arrays in float32.
+      wide = [x.astype(jnp.float32) if on_cpu else x for x in (query, k)]
       scores = jnp.einsum(
-        "rqkgh,rkhw->rkgqw", query, k, preferred_element_type=jnp.float32
+        "rqkgh,rkhw->rkgqw", *wide, preferred_element_type=jnp.float32
       )
     scores *= h**-0.5 if scale is None else scale
     if softcap is not None:
