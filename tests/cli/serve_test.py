@@ -55,9 +55,14 @@ class Server:
     self.headers = {"Authorization": "Bearer secret"}
 
   def _url(self):
-    for line in self.process.stdout:
-      if " at http" in line:
-        return line.split(" at ")[1].strip()
+    late = threading.Timer(SOON, self.process.kill)  # a pipe has no time limit
+    late.start()
+    try:
+      for line in self.process.stdout:
+        if " at http" in line:
+          return line.split(" at ")[1].strip()
+    finally:
+      late.cancel()
     raise AssertionError(f"the server ended with {self.process.wait(SOON)}")
 
   def post(self, path, /, **body):
