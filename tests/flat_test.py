@@ -50,6 +50,7 @@ def test_what_a_run_holds_is_flat(tmp_path, job, steps):
   # A checkpoint in the background holds files and threads for some steps.
   assert after["files"] <= before["files"] + 3, (before, after)
   assert after["threads"] <= before["threads"] + 3, (before, after)
-  # The middles of the thirds are a third of the steps apart.
-  most = 1_000_000 + MOST_PER_STEP[job] * steps / 3
+  # The middles of the thirds are a third of the steps apart. On two busy cores the mean
+  # of a third moved by up to 2.3 MB between runs of the same code.
+  most = 3_000_000 + MOST_PER_STEP[job] * steps / 3
   assert after["rss"] <= before["rss"] + most, (before, after)

@@ -1,29 +1,41 @@
-"""`tunix serve` as a process: answers, a drain, and a kill under load."""
+"""`tunix serve` as a process: answers, administration, a drain, a kill under load."""
 
+import contextlib
+import io
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import types
 
 import httpx
 import pytest
 
 from tests import toys, toys_text
+from tests.cli import runs
+from tunix.cli.build import loading
 from tunix.cli.commands import serve
-from tunix.models import safetensors_saver
+from tunix.cli.run import folder as run_folder
+from tunix.models import lora, safetensors_saver
 from tunix.utils import env
 
 SOON = 120  # seconds; compilation on a busy machine is the longest part
+PLAIN = {"ignore_eos": True, "temperature": 0}
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+def write_model(folder, seed=0):
+  tokenizer = toys_text.chat_tokenizer("chatml")
+  model = toys.model(seed, vocab_size=tokenizer.vocab_size, max_position=2048)
+  safetensors_saver.save_pretrained(model, folder)
+  tokenizer.save(folder)
+  return folder
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  made = tmp_path_factory.mktemp("serve") / "tiny"
-  tokenizer = toys_text.chat_tokenizer("chatml")
-  model = toys.model(vocab_size=tokenizer.vocab_size, max_position=4096)
-  safetensors_saver.save_pretrained(model, made)
-  tokenizer.save(made)
-  return made
+  return write_model(tmp_path_factory.mktemp("serve") / "tiny")
 
 
 class Server:
@@ -31,53 +43,194 @@ class Server:
 
   def __init__(self, folder, *words):
     command = [sys.executable, "-m", "tunix.cli.main", "serve", str(folder)]
-    sizes = ["--port", "0", "--slots", "2", "--max_tokens", "2048"]
+    # Unbuffered output would hide a line that is not flushed.
+    changes = {"TUNIX_API_KEY": "secret", "JAX_PLATFORMS": "cpu"}
     self.process = subprocess.Popen(
-      [*command, *sizes, *words],
+      [*command, "--port", "0", "--slots", "2", *map(str, words)],
       stdout=subprocess.PIPE,
       text=True,
-      env=env.inherited({"TUNIX_API_KEY": "secret", "JAX_PLATFORMS": "cpu"}),
+      env=env.inherited(changes | {"PYTHONUNBUFFERED": ""}),
     )
     self.url = self._url()
     self.headers = {"Authorization": "Bearer secret"}
 
   def _url(self):
-    for line in self.process.stdout:
-      if " at http" in line:
-        return line.split(" at ")[1].strip()
+    late = threading.Timer(SOON, self.process.kill)  # a pipe has no time limit
+    late.start()
+    try:
+      for line in self.process.stdout:
+        if " at http" in line:
+          return line.split(" at ")[1].strip()
+    finally:
+      late.cancel()
     raise AssertionError(f"the server ended with {self.process.wait(SOON)}")
+
+  def post(self, path, /, **body):
+    return httpx.post(
+      f"{self.url}{path}", json=body, headers=self.headers, timeout=SOON
+    )
 
   def ask(self, tokens, **more):
     body = {"model": "tiny", "prompt": "the sea", "max_tokens": tokens, **more}
-    return httpx.post(
-      f"{self.url}/v1/completions", json=body, headers=self.headers, timeout=SOON
+    return self.post("/v1/completions", **body)
+
+  def choices(self, **more):
+    return self.ask(5, **PLAIN, **more).json()["choices"]
+
+
+@contextlib.contextmanager
+def serving(folder, *words):
+  server = Server(folder, *words)
+  try:
+    yield server
+  finally:
+    server.process.kill()
+    server.process.wait(SOON)
+    server.process.stdout.close()
+
+
+def streamed(url):
+  """A reply as the openai package streams it."""
+  openai = pytest.importorskip("openai")
+  options = {"base_url": f"{url}/v1", "api_key": "secret", "max_retries": 0}
+  with openai.OpenAI(**options) as client:
+    stream = client.chat.completions.create(
+      model="tiny", messages=MESSAGES, max_tokens=40, temperature=0, stream=True
     )
+    chunks = list(stream)
+  assert chunks[-1].choices[0].finish_reason in ("stop", "length")
+  return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_a_server_answers_drains_and_starts_again_after_a_kill(folder):
-  first = Server(folder)
-  assert httpx.get(f"{first.url}/v1/models", timeout=SOON).status_code == 401
-  plain = {"ignore_eos": True, "temperature": 0}
-  answer = first.ask(5, **plain).json()
-  assert answer["usage"]["completion_tokens"] == 5
-  with pytest.raises(httpx.TransportError):
+def test_a_server_answers_starts_again_after_a_kill_and_drains(
+  folder, monkeypatch, capsys
+):
+  with serving(folder) as first:
+    assert httpx.get(f"{first.url}/v1/models", timeout=SOON).status_code == 401
+    assert "tunix" in httpx.get(first.url, timeout=SOON).text  # the page
+    assert first.ask(5, **PLAIN).json()["usage"]["completion_tokens"] == 5
+    choices = first.choices()
+    reply = streamed(first.url)
+    # Both ways to chat give the same tokens.
+    monkeypatch.setenv("KEY", "secret")
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
+    words = ["--api_key_env", "KEY", "--max_new_tokens", 40]
+    assert runs.tunix("chat", "--url", first.url, *words) == 0
+    assert capsys.readouterr().out == f"{reply}\n"
     threading.Timer(0.5, first.process.kill).start()
-    while True:  # under load
-      first.ask(1900, ignore_eos=True, n=2)
-  second = Server(folder)
-  assert second.ask(5, **plain).json()["choices"] == answer["choices"]
-  second.process.send_signal(signal.SIGTERM)
-  assert second.process.wait(SOON) == 0
+    with pytest.raises(httpx.TransportError):
+      while True:  # under load
+        first.ask(1900, ignore_eos=True, n=2)
+  with serving(folder) as second:
+    assert second.choices() == choices
+    body = {"prompt": "the sea", "max_tokens": 1900, "stream": True, **PLAIN}
+    body["stream_options"] = {"include_usage": True}
+    url = f"{second.url}/v1/completions"
+    options = {"json": body, "headers": second.headers, "timeout": SOON}
+    with httpx.stream("POST", url, **options) as answer:
+      lines = (line for line in answer.iter_lines() if line)
+      next(lines)
+      second.process.send_signal(signal.SIGTERM)
+      *_, usage, end = lines
+    assert end == "data: [DONE]" and '"completion_tokens":1900' in usage
+    assert second.process.wait(SOON) == 0
 
 
-def test_an_open_address_needs_a_key(folder, monkeypatch):
+@pytest.mark.slow
+@pytest.mark.ci
+def test_adapters_pauses_and_new_weights(folder, tmp_path):
+  tokenizer = toys_text.chat_tokenizer("chatml")
+  sizes = {"vocab_size": tokenizer.vocab_size, "max_position": 2048}
+  lora.save_adapter(toys.model(lora_rank=2, **sizes), tmp_path / "first")
+  lora.save_adapter(toys.model(lora_rank=4, **sizes), tmp_path / "second")
+  write_model(tmp_path / "new", seed=1)
+  words = ["--adapter", f"short={tmp_path / 'first'}", "--checkpoint_root", tmp_path]
+  with serving(folder, *words, "--adapter_ranks", 8) as server:
+    plain, short = server.choices(), server.choices(model="short")
+    assert plain != short
+
+    load = {"lora_name": "long", "lora_path": "second"}
+    assert server.post("/v1/load_lora_adapter", **load).status_code == 200
+    assert server.choices(model="long") not in (plain, short)
+    assert server.post("/v1/unload_lora_adapter", lora_name="long").status_code == 200
+    assert server.choices(model="short") == short
+
+    assert server.post("/pause", mode="keep").status_code == 200
+    assert httpx.get(f"{server.url}/ready", timeout=SOON).status_code == 503
+    answers = []
+    waiting = threading.Thread(target=lambda: answers.append(server.choices()))
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive() and not answers
+    assert server.post("/resume").status_code == 200
+    waiting.join(SOON)
+    assert answers == [plain]
+    assert httpx.get(f"{server.url}/ready", timeout=SOON).status_code == 200
+
+    assert server.post("/update_weights", path="new").json()["version"] == 1
+    assert server.choices() != plain
+    assert server.post("/update_weights", path="../tiny").status_code == 403
+
+
+@pytest.mark.parametrize(
+  ("words", "code", "message"),
+  [
+    (["--host", "0.0.0.0"], 2, r"set an API key"),
+    (["--adapter", "here"], 2, "expected NAME=FOLDER"),
+    (["--adapter", "a=."] * 2, 2, "'a' is the name of the model or of another"),
+    (["--adapter", "tiny=."], 2, "'tiny' is the name of the model or of another"),
+    (["--adapter", "a=/nowhere"], 2, "there is no such folder"),
+    (["--api_key_file", "/nowhere"], 2, "/nowhere"),
+    (["--slots", "0"], 2, "slots is 0"),
+  ],
+)
+def test_bad_arguments(folder, monkeypatch, capsys, words, code, message):
   monkeypatch.delenv("TUNIX_API_KEY", raising=False)
-  with pytest.raises(ValueError, match=r"host is '0\.0\.0\.0'.* set an API key"):
-    serve.main([str(folder), "--host", "0.0.0.0"])
+  # They are refused before anything is loaded.
+  monkeypatch.setattr(loading, "load_model", None)
+  monkeypatch.setattr(loading, "load_tokenizer", None)
+  assert runs.tunix("serve", folder, *words) == code
+  error = capsys.readouterr().err
+  assert message in error and error.count("\n") == 1
 
 
-def test_an_adapter_needs_a_name(folder):
-  with pytest.raises(ValueError, match="expected NAME=FOLDER"):
-    serve.main([str(folder), "--adapter", "here"])
+def test_an_address_in_use_is_found_before_the_model_is_read(
+  folder, monkeypatch, capsys
+):
+  monkeypatch.setattr(run_folder, "export_of", None)
+  with socket.create_server(("127.0.0.1", 0)) as other:
+    port = other.getsockname()[1]
+    assert runs.tunix("serve", folder, "--port", port) == 1
+  assert f"cannot listen on 127.0.0.1, port {port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["starlette", "uvicorn", "prometheus_client"])
+def test_the_extra_is_named(folder, monkeypatch, capsys, package):
+  monkeypatch.setitem(sys.modules, package, None)
+  assert runs.tunix("serve", folder) == 2
+  assert "pip install tunix[serve]" in capsys.readouterr().err
+
+
+def test_the_default_length_is_what_the_model_has(folder, monkeypatch):
+  model = types.SimpleNamespace(config=types.SimpleNamespace(max_position=300))
+
+  def most(*words):
+    args = serve.parser().parse_args([str(folder), *words])
+    config = serve._config(args, 0)
+    return serve._within_positions(config, args, model).max_tokens
+
+  assert most() == 300
+  assert most("--max_tokens", "200") == 200
+  with pytest.raises(ValueError, match="--max_tokens is 301, but the model has 300"):
+    most("--max_tokens", "301")
+  model.config.max_position = None
+  assert most() == 2048
+
+
+def test_the_name_is_that_of_the_folder(folder, monkeypatch):
+  monkeypatch.chdir(folder)
+  name = lambda model: serve._settings(serve.parser().parse_args([model])).model_name
+  assert name(".") == name(str(folder)) == "tiny"
+  assert name("ORG/NAME") == "NAME"

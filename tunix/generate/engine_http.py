@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import time
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tunix.generate.engine_rows import EngineError
@@ -35,12 +36,15 @@ class Client:
     url: address of the server, without a slash at the end.
   """
 
-  def __init__(self, url: str, timeout_s: float):
+  def __init__(
+    self, url: str, timeout_s: float, headers: Mapping[str, str] | None = None
+  ):
     """Checks the address; no connection is opened yet.
 
     Args:
       url: "http://host:port" or "https://host:port".
       timeout_s: longest time to wait for an answer, in seconds.
+      headers: further headers of each request.
 
     Raises:
       ValueError: the address has another form.
@@ -52,6 +56,7 @@ class Client:
     self.url = url.rstrip("/")
     self._parts = parts
     self._timeout_s = timeout_s
+    self._headers = {"Content-Type": "application/json", **(headers or {})}
 
   def ask(self, method: str, path: str, body: Any = None) -> Any:
     """Sends one request and returns the parsed JSON; None for an empty answer.
@@ -61,19 +66,36 @@ class Client:
       EngineError: no server, no answer in time, an error inside the server, or an
         answer that is not JSON.
     """
-    status, text = self._exchange(method, path, body)
-    try:
-      answer = json.loads(text) if text else None
-    except ValueError as error:
-      raise EngineError(
-        f"{self.url}{path} answered {text[:200]!r}, which is not JSON: is it the "
-        "engine's address?"
-      ) from error
-    if 400 <= status < 500:
-      raise Refused(f"{self.url}{path} refuses: {_message(answer)}", status)
-    if status >= 300:
-      raise EngineError(f"{self.url}{path} failed ({status}): {_message(answer)}")
-    return answer
+    status, data = self._exchange(method, path, body)
+    return self._parsed(path, status, data)
+
+  def events(self, path: str, body: Any) -> Iterator[Any]:
+    """POSTs a body and yields the server-sent events of the answer, parsed from JSON.
+
+    The time limit applies to each read. Closing the iterator closes the connection.
+
+    Raises:
+      Refused: see `ask`.
+      EngineError: see `ask`; also if an event is an error, or the answer ends before
+        its last event, [DONE].
+    """
+    with self._opened("POST", path, body) as response:
+      if response.status >= 300:
+        self._parsed(path, response.status, response.read())
+      for line in response:
+        name, _, data = line.partition(b":")
+        if name != b"data" or not data.strip():
+          continue
+        if data.strip() == b"[DONE]":
+          return
+        event = self._parsed(path, response.status, data)
+        if isinstance(event, dict) and event.get("error"):
+          raise EngineError(f"{self.url}{path} failed: {_message(event)}")
+        yield event
+    raise EngineError(
+      f"{self.url}{path} ended before its answer was complete. Check that the engine "
+      "is running"
+    )
 
   def ask_all(self, path: str, bodies: Sequence[Any]) -> list[Any]:
     """POSTs all bodies concurrently and returns the answers in the same order.
@@ -86,16 +108,23 @@ class Client:
     with concurrent.futures.ThreadPoolExecutor(workers) as threads:
       return list(threads.map(lambda body: self.ask("POST", path, body), bodies))
 
-  def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
-    secure = self._parts.scheme == "https"
-    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-    deadline = time.monotonic() + self._timeout_s
-    connection = kind(self._parts.netloc, timeout=self._timeout_s)
-    data = None if body is None else json.dumps(body).encode()
+  def _parsed(self, path: str, status: int, data: bytes) -> Any:
     try:
-      place = self._parts.path.rstrip("/") + path
-      connection.request(method, place, data, {"Content-Type": "application/json"})
-      response = connection.getresponse()
+      answer = json.loads(data) if data else None
+    except ValueError as error:
+      raise EngineError(
+        f"{self.url}{path} answered {data[:200]!r}, which is not JSON: is it the "
+        "engine's address?"
+      ) from error
+    if 400 <= status < 500:
+      raise Refused(f"{self.url}{path} refuses: {_message(answer)}", status)
+    if status >= 300:
+      raise EngineError(f"{self.url}{path} failed ({status}): {_message(answer)}")
+    return answer
+
+  def _exchange(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+    deadline = time.monotonic() + self._timeout_s
+    with self._opened(method, path, body) as response:
       # The timeout of the socket applies to one read. A server that sends one byte at a
       # time would never reach it, so the whole answer has a deadline too.
       parts = []
@@ -104,6 +133,20 @@ class Client:
         if time.monotonic() > deadline:
           raise TimeoutError
       return response.status, b"".join(parts)
+
+  @contextlib.contextmanager
+  def _opened(
+    self, method: str, path: str, body: Any
+  ) -> Iterator[http.client.HTTPResponse]:
+    """Sends a request; errors of the connection become EngineError."""
+    secure = self._parts.scheme == "https"
+    kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    connection = kind(self._parts.netloc, timeout=self._timeout_s)
+    data = None if body is None else json.dumps(body).encode()
+    try:
+      place = self._parts.path.rstrip("/") + path
+      connection.request(method, place, data, self._headers)
+      yield connection.getresponse()
     except TimeoutError as error:
       raise EngineError(
         f"{self.url}{path} did not answer within {self._timeout_s:g} s. Check that the "

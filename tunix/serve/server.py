@@ -108,6 +108,15 @@ def serve(
     driver.stop(timeout=_STOP)
 
 
+def check_address(settings: ServeSettings) -> None:
+  """Checks that the server can listen, before a program loads its model.
+
+  Raises:
+    OSError: the address cannot be used.
+  """
+  _listen(settings).close()
+
+
 @contextlib.contextmanager
 def _quiet_signals() -> Iterator[None]:
   """Keeps the signal that ended uvicorn from ending the process.

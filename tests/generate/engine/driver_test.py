@@ -1,5 +1,7 @@
 """The engine's thread: calls, pauses, and its end."""
 
+import contextlib
+import dataclasses
 import threading
 import time
 
@@ -68,15 +70,37 @@ def test_a_call_runs_between_launches_and_returns_or_raises(driver):
   assert driver.alive
 
 
-def test_a_call_that_takes_too_long_says_what_it_waited_for(driver):
-  begun = threading.Event()
-  slow = lambda engine: (begun.set(), time.sleep(0.5))
+@contextlib.contextmanager
+def occupied(driver):
+  """The engine's thread does not go on until the end of the block."""
+  begun, over = threading.Event(), threading.Event()
+  slow = lambda engine: (begun.set(), over.wait(SOON))
   waiting = threading.Thread(target=lambda: driver.call(slow, SOON))
   waiting.start()
   assert begun.wait(SOON)
-  with pytest.raises(TimeoutError, match=r"did not come to the call within 0\.05 s"):
-    driver.call(lambda engine: None, 0.05)
+  yield
+  over.set()
   waiting.join(SOON)
+
+
+def test_a_call_that_waits_too_long_is_dropped(driver):
+  ran = []
+  with occupied(driver):
+    with pytest.raises(TimeoutError, match=r"not come to the call within 0\.05 s"):
+      driver.call(ran.append, 0.05)
+    with pytest.raises(TimeoutError, match="not come to the call"):
+      driver.pause("keep", timeout=0.05)
+    with pytest.raises(TimeoutError, match="not come to the call"):
+      driver.pause("wait", timeout=0.05)
+  assert driver.call(lambda engine: not ran and not driver.is_paused, SOON)
+  with pytest.raises(TimeoutError, match=r"did not end within 0\.05 s. It runs on"):
+    driver.call(lambda engine: time.sleep(0.5), 0.05)
+
+
+def test_the_engines_thread_does_not_wait_for_itself(driver):
+  with pytest.raises(RuntimeError, match="this is that thread"):
+    driver.call(lambda engine: driver.call(lambda _: None, SOON), SOON)
+  assert driver.alive
 
 
 def test_keep_freezes_running_completions(driver):
@@ -104,6 +128,25 @@ def test_wait_ends_running_completions_and_starts_none(driver):
   assert driver.engine.stats().waiting == 1
   driver.resume()
   assert len(finished(driver, late)[0].tokens) == 3
+
+
+def test_a_wait_that_is_too_short_goes_on(driver, monkeypatch):
+  monkeypatch.setattr(driver.engine, "step", lambda: time.sleep(0.01) or True)
+  waiting = driver.engine.submit(request(40))
+  stats = dataclasses.replace(driver.engine.stats(), running=1)
+  monkeypatch.setattr(driver.engine, "stats", lambda: stats)
+  with pytest.raises(TimeoutError, match=r"still running after 0\.2 s"):
+    driver.pause("wait", timeout=0.2)
+  assert not driver.is_paused
+  paused = threading.Thread(target=lambda: driver.pause("wait", timeout=SOON))
+  paused.start()
+  while not driver.is_paused:
+    time.sleep(0.01)
+  driver.resume()  # ends the wait for completions, which would last for ever
+  paused.join(SOON / 6)
+  assert not paused.is_alive() and not driver.is_paused
+  monkeypatch.undo()
+  assert len(finished(driver, waiting)[0].tokens) == 40
 
 
 def finished_rest(ticket):
@@ -150,6 +193,21 @@ def test_a_failed_launch_ends_every_wait(driver, monkeypatch):
     driver.call(lambda engine: None, SOON)
 
 
+def test_an_engine_that_fails_in_a_pause_is_reported(driver, monkeypatch):
+  def fail(*args):
+    raise RuntimeError("the chip is gone")
+
+  monkeypatch.setattr(driver.engine._device, "launch", fail)
+  driver.pause("keep")
+  ticket = driver.engine.submit(request(5))
+  with pytest.raises(EngineDead, match="the chip is gone"):
+    driver.call(lambda engine: engine.step(), SOON)
+  driver._thread.join(SOON)
+  assert not driver.alive and "the chip is gone" in str(driver.failure)
+  with pytest.raises(EngineDead, match="the chip is gone"):
+    ticket.get(SOON)
+
+
 def test_stop_ends_open_requests(model):
   config = EngineConfig(max_tokens=64, slots=4, prefill_tokens=32)
   driver = Driver(Engine(model, toys_text.chat_tokenizer(), config))
@@ -159,7 +217,7 @@ def test_stop_ends_open_requests(model):
   driver.stop(SOON)
   with pytest.raises(EngineDead, match="the engine was closed"):
     ticket.get(SOON)
-  with pytest.raises(EngineDead):
+  with pytest.raises(EngineDead, match="was stopped"):
     driver.call(lambda engine: None, SOON)
   with pytest.raises(RuntimeError, match="started already"):
     driver.start()

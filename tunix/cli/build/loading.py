@@ -310,12 +310,12 @@ def check_vocabulary(model: Transformer, tokenizer: TokenizerAdapter) -> None:
 # Models and tokenizers of the arguments --model, --adapter and --tokenizer.
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
   """Adds the arguments that name a model."""
   parser.add_argument(
     "--model",
     metavar="FOLDER",
-    required=True,
+    required=required,
     help="Hugging Face folder, or output_dir of a run with an export",
   )
   parser.add_argument("--adapter", metavar="FOLDER", help="PEFT folder")

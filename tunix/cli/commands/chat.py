@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 from tunix.cli.build import loading
 from tunix.cli.commands import arguments
 from tunix.cli.commands.arguments import Parser
+from tunix.cli.commands.chat_server import (
+  ChatServer,
+  Messages,
+  Part,
+  Unanswered,
+  key_of,
+)
 from tunix.cli.run import folder as run_folder
+from tunix.generate.engine_rows import EngineError
 from tunix.generate.engine_sampler import sampler_of
 from tunix.utils import terminal
 
-Messages = list[dict[str, str]]
+# Streams the reply to a conversation.
+Replies = Callable[[Messages], Generator[Part, None, None]]
 
 
 def main(argv: Sequence[str]) -> None:
@@ -24,19 +34,14 @@ def main(argv: Sequence[str]) -> None:
 
   Raises:
     FileNotFoundError: there is no such model or adapter.
-    ValueError: a number out of range, or a tokenizer without a chat template.
+    ValueError: a number out of range, options that exclude each other, a tokenizer
+      without a chat template, or a server that refuses the key.
+    EngineError: the server of `--url` gives no answer.
   """
   args = parser().parse_args(argv)
-  arguments.check_sampling(args)
-  options = arguments.sampling_options(args)
-  model, adapter = run_folder.export_of(args.model, args.adapter)
-  tokenizer = loading.load_tokenizer(model, adapter, args.tokenizer)
+  _check(args)
   start: Messages = [{"role": "system", "content": args.system}] if args.system else []
-  # Fails before the weights are read if there is no template, or no system turn in it.
-  tokenizer.apply_chat_template([*start, {"role": "user", "content": "Hello"}])
-  loaded = loading.load_model(model, adapter, args.dtype)
-  # The cache of the conversation is kept: a turn prefills only what is new.
-  sampler = sampler_of(loaded, tokenizer, frozen=True)
+  replies = _local(args, start) if args.url is None else _remote(args)
   messages = list(start)
   for text in _turns():
     if text == "/exit":
@@ -45,9 +50,46 @@ def main(argv: Sequence[str]) -> None:
       messages = list(start)
       continue
     turn = {"role": "user", "content": text}
-    answer = _reply(sampler, [*messages, turn], args.max_new_tokens, options)
+    answer = _reply(replies, [*messages, turn])
     if answer is not None:
       messages += [turn, {"role": "assistant", "content": answer}]
+
+
+def _local(args: argparse.Namespace, start: Messages) -> Replies:
+  """Loads a model into this process."""
+  options = arguments.sampling_options(args)
+  model, adapter = run_folder.export_of(args.model, args.adapter)
+  tokenizer = loading.load_tokenizer(model, adapter, args.tokenizer)
+  # Fails before the weights are read if there is no template, or no system turn in it.
+  tokenizer.apply_chat_template([*start, {"role": "user", "content": "Hello"}])
+  loaded = loading.load_model(model, adapter, args.dtype)
+  # The cache of the conversation is kept: a turn prefills only what is new.
+  sampler: Any = sampler_of(loaded, tokenizer, frozen=True)
+
+  def replies(messages: Messages) -> Generator[Part, None, None]:
+    prompt = sampler.tokenizer.apply_chat_template(messages, tokenize=True)
+    steps = loading.new_tokens(sampler.transformer, [len(prompt)], args.max_new_tokens)
+    if steps < 1:
+      raise Unanswered(
+        f"the conversation has {len(prompt)} tokens, more than the model has "
+        "positions; type /reset or a shorter message"
+      )
+    for part in sampler.stream([prompt], steps, every=1, **options):
+      yield Part(part.text)
+
+  return replies
+
+
+def _remote(args: argparse.Namespace) -> Replies:
+  """Connects to a server."""
+  options = arguments.sampling_options(args)
+  if args.max_new_tokens is not None:
+    options["max_new_tokens"] = args.max_new_tokens
+  server = ChatServer(args.url, args.model, key_of(args.api_key_env), options)
+  if sys.stdin.isatty():
+    name = terminal.shown(server.model, sys.stderr)
+    print(f"talking to {name} at {args.url}", file=sys.stderr)
+  return server.stream
 
 
 def _turns() -> Iterator[str]:
@@ -61,31 +103,47 @@ def _turns() -> Iterator[str]:
       yield text
 
 
-def _reply(
-  sampler: Any,
-  messages: Messages,
-  max_new_tokens: int | None,
-  options: dict[str, Any],
-) -> str | None:
-  """Prints the model's turn and returns it; None: the conversation is too long."""
-  prompt = sampler.tokenizer.apply_chat_template(messages, tokenize=True)
-  steps = loading.new_tokens(sampler.transformer, [len(prompt)], max_new_tokens)
-  if steps < 1:
-    print(
-      f"the conversation has {len(prompt)} tokens, more than the model has positions; "
-      "type /reset or a shorter message",
-      file=sys.stderr,
-    )
-    return None
-  parts: list[str] = []
+def _reply(replies: Replies, messages: Messages) -> str | None:
+  """Prints the model's turn and returns it; None: there is none."""
+  content: list[str] = []
+  is_printed = False
+  parts = replies(messages)
   try:
-    for part in sampler.stream([prompt], steps, every=1, **options):
+    for part in parts:
       print(terminal.shown(part.text), end="", flush=True)
-      parts.append(part.text)
+      is_printed = True
+      if part.is_content:
+        content.append(part.text)
   except KeyboardInterrupt:
-    pass  # the conversation keeps the part of the reply that was printed
+    is_printed = True  # the conversation keeps the part of the reply that was printed
+  except (Unanswered, EngineError) as error:
+    if is_printed:
+      print(flush=True)
+    # A person can send the turn again; a script must see the failure.
+    if isinstance(error, EngineError) and not sys.stdin.isatty():
+      raise
+    print(terminal.shown(str(error), sys.stderr), file=sys.stderr)
+    return None
+  finally:
+    parts.close()  # so that a server learns of Ctrl-C
   print(flush=True)
-  return "".join(parts)
+  return "".join(content)
+
+
+def _check(args: argparse.Namespace) -> None:
+  arguments.check_sampling(args)
+  if args.url is None:
+    if args.model is None:
+      raise ValueError("--model is missing: give a folder, or a server with --url")
+    if args.api_key_env is not None:
+      raise ValueError("--api_key_env needs --url: a local model has no key")
+    return
+  for name in ("adapter", "tokenizer", "dtype"):
+    if getattr(args, name) is not None:
+      raise ValueError(
+        f"--{name} and --url exclude each other: the server has loaded its model. "
+        "Choose one of its models, or adapters, by --model NAME"
+      )
 
 
 def parser() -> Parser:
@@ -93,7 +151,14 @@ def parser() -> Parser:
   made = Parser(
     "tunix chat", "talks to a model; /reset starts a new conversation, /exit ends"
   )
-  loading.add_model(made)
-  made.add_argument("--system", metavar="TEXT", help="the system turn")
+  loading.add_model(made, required=False)
+  add = made.add_argument
+  add(
+    "--url",
+    help="server with OpenAI's routes, such as http://127.0.0.1:8000, in place of a "
+    "folder; --model is then a name on the server, by default its first",
+  )
+  add("--api_key_env", metavar="NAME", help="variable that has the server's API key")
+  add("--system", metavar="TEXT", help="the system turn")
   arguments.add_sampling(made, samples=False)
   return made

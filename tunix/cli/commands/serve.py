@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 from tunix.cli.build import loading
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.run import folder as run_folder
+from tunix.generate import decoders
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.engine import Engine
@@ -18,6 +21,7 @@ from tunix.serve.settings import TOOL_FORMATS, ServeSettings
 from tunix.utils import env, optional
 
 _KEY = "TUNIX_API_KEY"
+_MAX_TOKENS = 2048
 
 
 def main(argv: Sequence[str]) -> None:
@@ -25,29 +29,36 @@ def main(argv: Sequence[str]) -> None:
 
   Raises:
     FileNotFoundError: there is no such model, adapter or key file.
+    OSError: the address cannot be used.
     ImportError: the extra `serve` is not installed.
-    ValueError: a number out of range; or an address that other machines can reach,
-      without an API key.
+    ValueError: a number out of range, two adapters of one name; or an address that
+      other machines can reach, without an API key.
   """
   args = parser().parse_args(argv)
   for package in ("starlette", "uvicorn", "prometheus_client"):
     optional.require(package, "the server", "tunix[serve]")
   settings = _settings(args)
-  adapters = dict(_named(text) for text in args.adapter or ())
+  adapters = _adapters(args, settings.model_name)
   config = _config(args, len(adapters))
+  # All that can be wrong is found before the weights are read, which takes minutes.
+  server.check_address(settings)
   folder, own = run_folder.export_of(args.model, None)
   tokenizer = loading.load_tokenizer(folder, own, args.tokenizer)
-  engine = Engine(loading.load_model(folder, own, args.dtype), tokenizer, config)
+  model = loading.load_model(folder, own, args.dtype)
+  config = _within_positions(config, args, model)
+  engine = Engine(model, tokenizer, config)
   for name, place in adapters.items():
     engine.load_adapter(name, place)
   print(f"compiling for {config.slots} slots of {config.max_tokens} tokens", flush=True)
   engine.warm_up()
+  ready = f"serving {settings.model_name} at"
   server.serve(
     Driver(engine),
     settings,
     grammars=_grammars(engine, tokenizer),
     load_model=lambda path: loading.load_model(str(path), None, args.dtype),
-    on_start=lambda address: print(f"serving {settings.model_name} at {address}"),
+    # A program that starts the server reads this line from a pipe.
+    on_start=lambda address: print(ready, address, flush=True),
   )
 
 
@@ -57,7 +68,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
     host=args.host,
     port=args.port,
     api_key=_key(args),
-    model_name=args.name or pathlib.Path(args.model).expanduser().name,
+    model_name=args.name or _name_of(args.model),
     checkpoint_root=None if root is None else pathlib.Path(root).expanduser(),
     tool_format=args.tool_format,
     max_concurrent=args.max_concurrent,
@@ -76,11 +87,27 @@ def _key(args: argparse.Namespace) -> str | None:
   return pathlib.Path(args.api_key_file).expanduser().read_text("utf-8").strip()
 
 
-def _named(text: str) -> tuple[str, str]:
-  name, _, folder = text.partition("=")
-  if not name or not folder:
-    raise ValueError(f"--adapter is {text!r}, expected NAME=FOLDER")
-  return name, folder
+def _name_of(model: str) -> str:
+  """Returns the last part of a folder or a hub id, also of "." and ".."."""
+  return os.path.basename(os.path.abspath(os.path.expanduser(model)))
+
+
+def _adapters(args: argparse.Namespace, model_name: str) -> dict[str, pathlib.Path]:
+  """Returns the folder of each adapter."""
+  adapters: dict[str, pathlib.Path] = {}
+  for text in args.adapter or ():
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+      raise ValueError(f"--adapter is {text!r}, expected NAME=FOLDER")
+    if name in (model_name, *adapters):
+      raise ValueError(
+        f"--adapter is {text!r}, but {name!r} is the name of the model or of another "
+        "adapter: give each one its own name, or rename the model with --name"
+      )
+    adapters[name] = pathlib.Path(folder).expanduser()
+    if not adapters[name].is_dir():
+      raise FileNotFoundError(f"--adapter is {text!r}, and there is no such folder")
+  return adapters
 
 
 def _config(args: argparse.Namespace, adapters: int) -> EngineConfig:
@@ -89,12 +116,31 @@ def _config(args: argparse.Namespace, adapters: int) -> EngineConfig:
     ranks = 64 if adapters else 0
   return EngineConfig(
     slots=args.slots,
-    max_tokens=args.max_tokens,
+    max_tokens=_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
     cache_tokens=args.cache_tokens,
     rounds=args.rounds,
     draft_tokens=args.draft_tokens,
     adapter_ranks=ranks,
   )
+
+
+def _within_positions(
+  config: EngineConfig, args: argparse.Namespace, model: Any
+) -> EngineConfig:
+  """Lowers the default of `--max_tokens` to the positions of the model.
+
+  Raises:
+    ValueError: the number was given, and the model has fewer positions.
+  """
+  positions = decoders.max_positions(model)
+  if positions is None or config.max_tokens <= positions:
+    return config
+  if args.max_tokens is not None:
+    raise ValueError(
+      f"--max_tokens is {args.max_tokens}, but the model has {positions} positions: "
+      "lower it"
+    )
+  return dataclasses.replace(config, max_tokens=positions)
 
 
 def _grammars(engine: Engine, tokenizer: Any) -> Any:
@@ -130,7 +176,10 @@ def parser() -> Parser:
   )
   add("--slots", type=int, default=8, help="completions that run at the same time")
   add(
-    "--max_tokens", type=int, default=2048, help="tokens of a prompt and its completion"
+    "--max_tokens",
+    type=int,
+    help=f"tokens of a prompt and its completion; default: {_MAX_TOKENS}, or the "
+    "positions of the model",
   )
   add("--cache_tokens", type=int, help="tokens of the cache; default: all slots full")
   add(

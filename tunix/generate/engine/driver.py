@@ -86,9 +86,14 @@ class Driver:
       timeout: seconds to wait.
 
     Raises:
-      TimeoutError: it had no result in time. It may still run later.
+      TimeoutError: it had no result in time. If it had not begun, it never runs.
       EngineDead: the thread does not run.
+      RuntimeError: this is the engine's thread, which would wait for itself.
     """
+    if threading.current_thread() is self._thread:
+      raise RuntimeError(
+        "a call waits for the engine's thread, and this is that thread"
+      )
     future: concurrent.futures.Future = concurrent.futures.Future()
     with self._changed:
       self._check_alive()
@@ -97,11 +102,15 @@ class Driver:
     try:
       return future.result(timeout)
     except concurrent.futures.TimeoutError:
-      if future.done():  # the function itself raised it
-        raise
+      if future.cancel():
+        raise TimeoutError(
+          f"the engine did not come to the call within {timeout:g} s: its launch is "
+          "not over yet. The call was dropped"
+        ) from None
+      if future.done():  # the function itself raised it, or it has just ended
+        return future.result()
       raise TimeoutError(
-        f"the engine did not come to the call within {timeout:g} s: its launch is not "
-        "over yet"
+        f"the call did not end within {timeout:g} s. It runs on in the engine's thread"
       ) from None
 
   def pause(self, mode: PauseMode = "keep", timeout: float = 600.0) -> None:
@@ -110,7 +119,7 @@ class Driver:
     Args:
       mode: "keep": running completions stop between two launches and go on later.
         "abort": open requests end as "cancelled". "wait": running completions end
-        first, and waiting ones do not start.
+        first, and waiting ones do not start. A `resume` meanwhile ends the wait.
       timeout: seconds to wait until the engine is paused.
 
     Raises:
@@ -120,18 +129,8 @@ class Driver:
     """
     if mode not in ("keep", "abort", "wait"):
       raise ValueError(f"mode is {mode!r}, expected keep, abort or wait")
-    until = time.monotonic() + timeout
     if mode == "wait":
-      self.call(lambda engine: engine.hold_back(True), timeout)
-      self._holds_back = True
-      while self.call(lambda engine: engine.stats().running, timeout):
-        if time.monotonic() > until:
-          self.resume()
-          raise TimeoutError(
-            f"completions were still running after {timeout:g} s: pause with abort or "
-            "keep, or wait longer"
-          )
-        time.sleep(0.01)
+      self._pause_after_running(timeout)
       return
 
     def freeze(engine: Engine) -> None:
@@ -141,11 +140,34 @@ class Driver:
 
     self.call(freeze, timeout)
 
+  def _pause_after_running(self, timeout: float) -> None:
+    until = time.monotonic() + timeout
+
+    def hold(engine: Engine) -> None:
+      engine.hold_back(True)
+      self._holds_back = True
+
+    def running(engine: Engine) -> int:
+      return engine.stats().running
+
+    self.call(hold, timeout)
+    try:
+      while self._holds_back and self.call(running, max(0, until - time.monotonic())):
+        time.sleep(0.01)
+    except TimeoutError as error:
+      self.resume()
+      raise TimeoutError(
+        f"completions were still running after {timeout:g} s: pause with abort or "
+        "keep, or wait longer"
+      ) from error
+
   def resume(self) -> None:
     """Goes on after `pause`."""
 
     def thaw(engine: Engine) -> None:
       engine.hold_back(False)
+      # Again, as a pause may have waited for the engine's thread before this call.
+      self._frozen = self._holds_back = False
 
     with self._changed:
       self._check_alive()
@@ -160,6 +182,8 @@ class Driver:
   def _check_alive(self) -> None:
     if self.failure is not None:
       raise EngineDead(f"the engine failed: {self.failure}") from self.failure
+    if self._stops:
+      raise EngineDead("the engine's thread was stopped: make a new driver")
     if not self.alive:
       raise EngineDead("the engine's thread does not run: start the driver")
 
@@ -174,7 +198,8 @@ class Driver:
     with self._changed:
       calls, self._calls = self._calls, []
     for _, future in calls:
-      future.set_exception(EngineDead("the engine's thread has ended"))
+      if future.set_running_or_notify_cancel():
+        future.set_exception(EngineDead("the engine's thread has ended"))
 
   def _once(self) -> bool:
     """Runs what was called, and one launch; waits if there is nothing to do."""
@@ -183,11 +208,15 @@ class Driver:
         return False
       calls, self._calls = self._calls, []
     for function, future in calls:
+      if not future.set_running_or_notify_cancel():
+        continue  # its caller does not wait any more
       try:
         future.set_result(function(self.engine))
       except Exception as error:  # it belongs to the caller
         future.set_exception(error)
-    if not self._frozen and self.engine.step():
+    # A launch of one of the calls may have failed; `step` then raises, also in a pause.
+    is_frozen = self._frozen and self.engine.is_alive
+    if not is_frozen and self.engine.step():
       return True
     with self._changed:
       is_idle = self._frozen or not self.engine.has_arrivals
