@@ -86,7 +86,7 @@ def check_empty(engine):
   stats = engine.stats()
   assert stats.running == stats.waiting == 0
   assert stats.pages_free == stats.pages_total
-  assert not engine._open and not engine._scheduler._waiting
+  assert not engine._open and not len(engine._scheduler.waiting)
   assert engine._scheduler.running == [None] * engine.config.slots
 
 
@@ -338,6 +338,55 @@ def test_draining_waits_for_completions_that_were_preempted(make):
   while engine.step():
     pass
   assert set(engine.collect(waiting, timeout=0)[0].versions) == {1}
+
+
+@pytest.mark.parametrize("mode", ["pause", "drain"])
+def test_held_back_is_what_has_not_started(make, mode):
+  """A completion that gave its pages up has started: it ends while others wait."""
+  engine = make(slots=2, cache_tokens=48, prefix_cache=False, rounds=8)
+  rows = [
+    EngineRequest(prompt=np.full(8, n), max_tokens=36, seed=n, stop_ids=())
+    for n in (1, 2)
+  ]
+  tickets = [engine.submit(r) for r in rows]
+  engine.step()
+  engine.hold_back(True)
+  last = EngineRequest(prompt=[3], max_tokens=2, stop_ids=(), priority=-1, seed=0)
+  later = engine.submit(last)
+  if mode == "drain":
+    engine.update_weights(mode="drain")
+    assert engine.stats().waiting == 1 and not engine.has_work
+  else:
+    assert engine.has_work
+    while engine.step():
+      pass
+    assert not engine.has_work
+  assert engine.stats().preemptions
+  for ticket in tickets:
+    check(ticket, engine.collect(ticket, timeout=0))
+  with pytest.raises(RuntimeError, match="held back"):
+    engine.run([EngineRequest(prompt=[3], max_tokens=2, stop_ids=())])
+  assert later in engine._open
+  engine.hold_back(False)
+  while engine.step():
+    pass
+  check(later, engine.collect(later, timeout=0))
+  check_empty(engine)
+
+
+def test_a_held_request_may_be_cancelled(make):
+  engine = make(slots=1)
+  engine.hold_back(True)
+  tickets = [engine.submit(EngineRequest(prompt=[3], max_tokens=2)) for _ in range(3)]
+  assert not engine.step() and engine.stats().waiting == 3
+  engine.cancel(tickets[1])
+  assert not engine.step() and engine.stats().waiting == 2
+  engine.hold_back(False)
+  assert engine.step()
+  assert engine.collect(tickets[1], 0)[0].finish_reason == "cancelled"
+  while engine.step():
+    pass
+  check_empty(engine)
 
 
 def test_sleep_and_go_on(make):

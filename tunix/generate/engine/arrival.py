@@ -13,7 +13,7 @@ import numpy as np
 from tunix.generate import batching, decoders, requests as requests_lib
 from tunix.generate.engine import arrays
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.request import Ticket
+from tunix.generate.engine.request import Matcher, Ticket
 from tunix.generate.engine.sequence import Sequence
 from tunix.generate.engine.text import TextReader
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -65,7 +65,7 @@ def sequences_of(
       uses=uses,
       reader=TextReader(tokenizer.decode, r.stop_strings, streams),
       adapter=adapter,
-      matcher=None if r.constraint is None else r.constraint.matcher(),
+      matcher=_matcher(ticket, model.config.vocab_size),
     )
     for sample in range(r.num_samples)
   ]
@@ -97,6 +97,19 @@ def _check_sizes(ticket: Ticket, stop_ids: Seq[int], config: EngineConfig) -> No
       raise ValueError(
         f"{ticket.id}: {name} is {have}, expected at most {most}: ask for fewer"
       )
+
+
+def _matcher(ticket: Ticket, vocab_size: int) -> Matcher | None:
+  constraint = ticket.request.constraint
+  if constraint is None:
+    return None
+  matcher, words = constraint.matcher(), -(-vocab_size // 32)
+  if (shape := matcher.mask().shape) != (words,):
+    raise ValueError(
+      f"{ticket.id}: the constraint's masks have shape {shape}, expected ({words},) for "
+      f"{vocab_size} ids: make the constraint for the vocabulary of this model"
+    )
+  return matcher
 
 
 def _key_data(seed: Any) -> np.ndarray:

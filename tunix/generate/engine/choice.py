@@ -84,7 +84,7 @@ class Chosen(NamedTuple):
     sampling_logps: float32 [B], under the distribution drawn from; 0 at temperature 0.
     top_ids: int32 [B, t], most likely tokens; 0 if not wanted.
     top_logps: float32 [B, t].
-    is_finite: bool [B], False if a logit is NaN or infinite.
+    is_finite: bool [B], False if a logit is NaN or +inf, or if no token is allowed.
   """
 
   tokens: jax.Array
@@ -126,7 +126,8 @@ def choose(
   top_ids, top_logps = rules.when(
     "tops", lambda: most_likely(logits, tops), _no_tops(best, tops)
   )
-  at = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+  # The best logit is NaN if any is. A sampled token would not show it.
+  at = jnp.take_along_axis(biased, best[:, None], axis=1)[:, 0]
   return Chosen(tokens, logps, drawn, top_ids, top_logps, jnp.isfinite(at))
 
 
@@ -141,7 +142,6 @@ def _drawn(
   """Returns sampled tokens and their log-probs; the best token at temperature 0."""
   is_sampled = rules.temperature > 0
   scaled = sampling.scale(logits, jnp.where(is_sampled, rules.temperature, 1))
-  # A filter that is off must not cut a token of its row by a rounding error.
   filtered = lambda: filters.keep(
     scaled, top_k=rules.top_k, top_p=rules.top_p, min_p=rules.min_p
   )

@@ -150,8 +150,17 @@ class Engine:
     self._take_arrivals()
 
   def hold_back(self, is_held: bool) -> None:
-    """Stops or allows the start of waiting completions; running ones go on."""
-    self._scheduler.is_held = is_held
+    """Stops or allows the start of waiting completions; started ones go on."""
+    self._scheduler.waiting.hold_back(is_held)
+
+  @property
+  def has_work(self) -> bool:
+    """True if a completion runs or may start.
+
+    While waiting completions are held back: if one has started and has not ended. It
+    may wait as well, because it gave its pages up.
+    """
+    return self._scheduler.is_busy
 
   def run(self, requests: Seq[EngineRequest]) -> list[list[Completion]]:
     """Completes requests in this thread; one list of completions for each.
@@ -168,7 +177,11 @@ class Engine:
         self.cancel(ticket)
       raise
     while any(ticket in self._open for ticket in tickets.values()):
-      self.step()
+      if not self.step():
+        raise RuntimeError(
+          "waiting completions are held back, expected that they may start: call "
+          "hold_back(False) first"
+        )
     return [self.collect(tickets[i]) for i in range(len(requests))]
 
   @staticmethod
@@ -223,7 +236,7 @@ class Engine:
       return False
     allowed = self._allowed(running)
     idle = self.config.slots - sum(s is not None for s in running)
-    self._device.look_at(idle + 1 if scheduler.waiting else 2**30)
+    self._device.look_at(idle + 1 if scheduler.waiting.first else 2**30)
     drafts = 0 if allowed is not None else self._drafts.choose()
     start = time.perf_counter()
     out, scored = self._device.launch(plan, running, allowed, drafts)
@@ -271,13 +284,13 @@ class Engine:
       if s not in followers:
         pages = range(before[slot] // size, end)
         written += [(slot, page, s.pages[page]) for page in pages]
-      if out.bad[slot]:
+      if out.bad[slot] and reason is None:  # else a stop string came before it
         s.failure = _not_finite(s)
+      results.hand_out(s, out, slot, count, None if s.failure else reason)
       if s.failure is not None:
         over.append((s, "error"))
       elif reason is not None:
         over.append((s, reason))
-      results.hand_out(s, out, slot, count, None if s.failure else reason)
     self._device.write(written)
     for s, reason in over:
       self._end(s, reason)
@@ -306,7 +319,7 @@ class Engine:
     for s in arrived:
       s.digests = [pages_lib.root_digest(self.version, s.adapter)]
       self._counts["prompt_tokens"] += len(s.request.prompt)
-      self._scheduler.add(s)
+      self._scheduler.waiting.add(s)
     for s in ending:
       self._scheduler.remove(s)
       results.cancelled(s)
@@ -410,12 +423,11 @@ class Engine:
       self._die(EngineDead("the engine was closed"))
 
   def _drain(self) -> None:
-    waiting = self._scheduler.hold_back()
-    # A completion that gives its pages up waits in the queue.
-    while any(self._scheduler.running) or self._scheduler.waiting:
+    was_held = self._scheduler.waiting.is_held
+    self.hold_back(True)
+    while self.has_work:
       self._step()
-    for s in waiting:
-      self._scheduler.add(s)
+    self.hold_back(was_held)
 
   def _forget(self, recompute: bool) -> None:
     root = functools.partial(pages_lib.root_digest, self.version)
@@ -425,7 +437,7 @@ class Engine:
         s.digests = [pages_lib.root_digest(f"{self.version} in {s.order}", s.adapter)]
       elif s.slot is not None:  # a follower has left with its leader
         self._scheduler.preempt(s)
-    for s in self._scheduler.queued():
+    for s in self._scheduler.waiting:
       s.digests = [root(s.adapter)]
     self._scheduler.pool.forget_all()
 
@@ -454,7 +466,7 @@ class Engine:
     with self._lock:
       arrived = len(self._arrived)
     return EngineStats(
-      waiting=scheduler.waiting + arrived,
+      waiting=len(scheduler.waiting) + arrived,
       running=sum(s is not None for s in scheduler.running),
       pages_total=pool.size,
       pages_free=pool.available,
@@ -486,7 +498,7 @@ class Engine:
   # Constraints.
 
   def _next_is_constrained(self) -> bool:
-    return any(s.matcher is not None for s in self._scheduler.queued())
+    return any(s.matcher is not None for s in self._scheduler.waiting)
 
   def _allowed(self, running: list[Sequence | None]) -> np.ndarray | None:
     """Returns the allowed tokens of each slot; None if no completion is constrained."""
@@ -504,7 +516,12 @@ class Engine:
 
 
 def _not_finite(s: Sequence) -> RequestError:
-  return RequestError(
-    f"{s.ticket.id}: the logits after token {s.length - 1} (completion {s.sample}) are "
-    "not finite: check the weights of the model"
+  start = (
+    f"{s.ticket.id}: the logits after token {s.length - 1} (completion {s.sample})"
   )
+  if s.request.logit_bias or s.matcher is not None:
+    return RequestError(
+      f"{start} are not finite. Either no token is allowed by both logit_bias and the "
+      "constraint, or the weights of the model are not finite: check both"
+    )
+  return RequestError(f"{start} are not finite: check the weights of the model")

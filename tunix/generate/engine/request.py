@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 import queue
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -12,6 +14,8 @@ import numpy as np
 
 from tunix.generate.options import SamplingOptions
 from tunix.utils import checks
+
+_INT32, _FLOAT32 = 2**31 - 1, 3.4028234e38
 
 
 class Matcher(Protocol):
@@ -99,6 +103,11 @@ class EngineRequest:
         f"prompt has shape {prompt.shape} and dtype {prompt.dtype}, expected at least "
         "one token id in a flat array of integers"
       )
+    if prompt.min() < 0 or prompt.max() > _INT32:
+      raise ValueError(
+        f"prompt has ids from {prompt.min()} to {prompt.max()}, expected ids of a "
+        "vocabulary. Check the tokenizer"
+      )
     object.__setattr__(self, "prompt", prompt.astype(np.int32))
     checks.fields(
       self,
@@ -108,6 +117,33 @@ class EngineRequest:
     )
     # The rest is checked as a call of a sampler checks it.
     self.sampling_options()
+    if self.first_row > _INT32 - self.num_samples:
+      raise ValueError(
+        f"first_row is {self.first_row}, expected at most {_INT32 - self.num_samples}: "
+        f"the number of the last of {self.num_samples} completions must fit in 32 bits"
+      )
+    if self.constraint is not None and not hasattr(self.constraint, "matcher"):
+      raise TypeError(
+        f"constraint is {self.constraint!r}: it must be a constraint that `Grammars` "
+        "makes, or has its method `matcher`"
+      )
+    self._check_bias()
+
+  def _check_bias(self) -> None:
+    bias = self.logit_bias
+    if not isinstance(bias, Mapping):
+      raise TypeError(f"logit_bias is {bias!r}: it must map ids to numbers")
+    for id, value in bias.items():
+      is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+      if not isinstance(id, numbers.Integral) or not is_number:
+        raise TypeError(
+          f"logit_bias has {value!r} for {id!r}: it must map whole ids to numbers"
+        )
+      if not (-_FLOAT32 <= value <= _FLOAT32 or value == -math.inf):
+        raise ValueError(
+          f"logit_bias[{id}] is {value}: it must be a finite number, or -inf to forbid "
+          "the id"
+        )
 
   def sampling_options(self) -> SamplingOptions:
     """Returns the same rules as options of a sampler's call."""
@@ -228,8 +264,9 @@ class Ticket:
   def put(self, item: Delta | BaseException) -> None:
     """Adds a delta, or the exception that ended the request."""
     self._deltas.put(item)
-    if self._listener is not None:
-      self._listener()
+    listener = self._listener  # another thread may take it away meanwhile
+    if listener is not None:
+      listener()
 
   def get(self, timeout: float | None = None) -> Delta:
     """Waits for the next delta.

@@ -35,26 +35,34 @@ def take(s: Sequence, out: Out, version: int) -> tuple[int, str | None]:
   s.tokens[s.length : s.length + count] = drawn
   stopped, length = bool(out.stopped[s.slot]), s.length + count
   reason = "eos" if stopped else "length" if length >= s.limit else None
-  stop = s.reader.find_stop(s.tokens[prompt : length - stopped])
-  if stop is not None:  # what was drawn after it does not count
-    count, reason = prompt + stop - s.length, "stop"
-  if s.matcher is not None and reason != "eos":
-    try:
+  try:
+    stop = s.reader.find_stop(s.tokens[prompt : length - stopped])
+    if stop is not None:  # what was drawn after it does not count
+      count, reason = prompt + stop - s.length, "stop"
+    if s.matcher is not None and reason != "eos":
       for token in drawn[:count]:
         s.matcher.accept(int(token))
-    except RequestError as error:  # it concerns this completion only
-      s.failure = error
+  except RequestError as error:  # it concerns this completion only
+    s.failure = error
   s.length += count
   s.versions += [version] * count
   return count, reason
 
 
 def hand_out(s: Sequence, out: Out, slot: int, count: int, reason: str | None) -> None:
-  """Puts the last `count` tokens of a completion into its ticket."""
+  """Puts the last `count` tokens of a completion into its ticket.
+
+  If they have no text, the completion gets its `failure` instead.
+  """
   request = s.request
   if not count and reason is None:
     return
   tokens = s.tokens[len(request.prompt) : s.length]
+  try:
+    text = s.reader.text(tokens, reason)
+  except RequestError as error:
+    s.failure = error
+    return
   # Copies, because a view would keep the arrays of all slots alive.
   cut = lambda x: x[slot, :count].copy()
   top = None
@@ -64,7 +72,7 @@ def hand_out(s: Sequence, out: Out, slot: int, count: int, reason: str | None) -
   s.ticket.put(
     Delta(
       sample=s.sample,
-      text=s.reader.text(tokens, reason),
+      text=text,
       tokens=tokens[len(tokens) - count :].copy(),
       logprobs=cut(out.logps) if request.logprobs else None,
       sampling_logprobs=cut(out.sampling_logps) if request.logprobs else None,

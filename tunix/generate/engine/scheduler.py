@@ -14,13 +14,12 @@ Nothing here touches the device, and nothing depends on time.
 
 from __future__ import annotations
 
-import heapq
-
 from tunix.generate.engine import pages as pages_lib
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.pages import PagePool
 from tunix.generate.engine.plan import Fork, Plan, rounds_of
 from tunix.generate.engine.sequence import Sequence
+from tunix.generate.engine.waiting import Waiting
 
 
 class Scheduler:
@@ -29,7 +28,7 @@ class Scheduler:
   Attributes:
     running: the completion in each slot, or None.
     pool: the pages.
-    is_held: if True, no waiting completion starts.
+    waiting: the queue.
     preemptions: how often a completion gave its pages up.
     hit_tokens: prompt tokens found in the cache, or prefilled for a leader.
   """
@@ -38,30 +37,24 @@ class Scheduler:
     self._config, self._size = config, config.page_tokens
     self.pool = PagePool(config.pages)
     self.running: list[Sequence | None] = [None] * config.slots
-    self.is_held = False
+    self.waiting = Waiting()
     self.preemptions = 0
     self.hit_tokens = 0
-    self._waiting: list[tuple[tuple[int, int], Sequence]] = []
     self._new: list[tuple[Sequence, int | None]] = []  # with a page to copy
 
   @property
-  def waiting(self) -> int:
-    """Number of completions without a slot."""
-    return len(self._waiting)
+  def is_busy(self) -> bool:
+    """True if a completion runs, or may be admitted."""
+    return self.waiting.first is not None or any(self.running)
 
   def active(self) -> list[Sequence]:
     """Returns the completions that have a slot, earliest rank first."""
     return sorted((s for s in self.running if s), key=lambda s: s.rank)
 
-  def add(self, sequence: Sequence) -> None:
-    """Puts a completion into the queue."""
-    heapq.heappush(self._waiting, (sequence.rank, sequence))
-
   def remove(self, sequence: Sequence) -> None:
     """Takes a completion out, wherever it is, and gives its pages up."""
     if sequence.slot is None:
-      self._waiting = [(r, s) for r, s in self._waiting if s is not sequence]
-      heapq.heapify(self._waiting)
+      self.waiting.remove(sequence)
       return
     for follower in self._followers(sequence):
       self._requeue(follower)
@@ -75,15 +68,6 @@ class Scheduler:
       pages_lib.extended(sequence.digests, sequence.known[:tokens], self._size)
       for page in range(first, end):
         self.pool.name(sequence.pages[page], sequence.digests[page + 1])
-
-  def queued(self) -> list[Sequence]:
-    """Returns the waiting completions, in no order."""
-    return [s for _, s in self._waiting]
-
-  def hold_back(self) -> list[Sequence]:
-    """Empties the queue and returns what was in it."""
-    out, self._waiting = self.queued(), []
-    return out
 
   def preempt(self, sequence: Sequence) -> None:
     """Takes slot and pages from a completion, which waits to be prefilled again."""
@@ -112,13 +96,12 @@ class Scheduler:
     self._new.append((fork.follower, fork.copied))
 
   def _admit(self) -> None:
-    while self._waiting and None in self.running and not self.is_held:
-      sequence = self._waiting[0][1]
+    while (sequence := self.waiting.first) and None in self.running:
       leader = self._leader_of(sequence)
       if leader is None and not self._find_pages(sequence):
         return  # No later completion overtakes it, so that it is not starved.
-      heapq.heappop(self._waiting)
-      sequence.leader = leader
+      self.waiting.pop()
+      sequence.leader, sequence.is_started = leader, True
       sequence.slot = self.running.index(None)
       self.running[sequence.slot] = sequence
       if leader is None:
@@ -190,7 +173,7 @@ class Scheduler:
 
   def _requeue(self, sequence: Sequence) -> None:
     self._leave(sequence)
-    self.add(sequence)
+    self.waiting.add(sequence)
 
   def _leave(self, sequence: Sequence) -> None:
     assert sequence.slot is not None

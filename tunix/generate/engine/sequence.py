@@ -35,7 +35,8 @@ class Sequence:
     versions: version of the weights of each drawn token.
     scores: log-probs of the prompt's tokens so far, if they are asked for.
     reader: turns its tokens into text, see text.py.
-    failure: error of its constraint, with which it ends after the launch; None before.
+    is_started: it was admitted at least once.
+    failure: error with which it ends after the launch; None before.
     finish_reason: why it ended; None before.
   """
 
@@ -59,6 +60,7 @@ class Sequence:
   leader: Sequence | None = None
   versions: list[int] = dataclasses.field(default_factory=list)
   scores: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
+  is_started: bool = False
   failure: RequestError | None = None
   finish_reason: str | None = None
 

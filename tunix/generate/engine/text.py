@@ -12,6 +12,7 @@ import numpy as np
 
 from tunix.generate import outputs
 from tunix.generate.completions import settled
+from tunix.generate.engine.request import RequestError
 from tunix.generate.outputs import Decode
 
 # Tokens before the new ones that are decoded with them. A stop string may begin there,
@@ -26,10 +27,14 @@ class TextReader:
     decode: token ids to text.
     stops: stop strings.
     streams: return text while the completion grows, not only at its end.
+
+  Raises:
+    RequestError: from all methods: the tokenizer cannot decode the tokens.
   """
 
   def __init__(self, decode: Decode, stops: Sequence[str], streams: bool):
-    self._decode, self._stops, self._streams = decode, tuple(stops), streams
+    self._decode_any, self._stops, self._streams = decode, tuple(stops), streams
+    self._longest = max((len(stop.encode()) for stop in stops), default=0)
     self._searched = 0  # tokens whose text holds no stop string
     self._read = 0  # tokens whose text is in `_sent` or `_held`
     self._sent: list[str] = []
@@ -43,8 +48,8 @@ class TextReader:
     """
     if not self._stops:
       return None
-    # As many tokens as the longest stop string has characters hold it for sure.
-    first = max(0, self._searched - max(map(len, self._stops)) - _CONTEXT)
+    # As many tokens as the longest stop string has bytes hold it for sure.
+    first = max(0, self._searched - self._longest - _CONTEXT)
     known = self._searched - first
     end = outputs.find_stop(self._decode, tokens[first:], self._stops, known)
     self._searched = len(tokens)
@@ -75,3 +80,12 @@ class TextReader:
     self._held = self._held[len(new) :]
     self._sent.append(new)
     return new
+
+  def _decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+    try:
+      return self._decode_any(tokens)
+    except Exception as error:  # tokenizers raise many kinds for ids that they lack
+      raise RequestError(
+        f"the tokenizer cannot decode the completion: {error!r}. A model may have more "
+        "ids than its tokenizer: forbid them with logit_bias"
+      ) from error
