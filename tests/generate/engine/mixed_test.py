@@ -199,7 +199,6 @@ BAD = {
   "negative key": {"logit_bias": {-1: 1.0}},
   "beyond int32": {"first_row": 2**31 - 2, "num_samples": 3},
   "wide ids": {"prompt": np.array([2**32 + 5], np.uint64)},
-  "no constraint": {"constraint": object()},
   "stop id": {"stop_ids": (2**40,)},
   "priority": {"priority": "high"},
 }

@@ -106,8 +106,8 @@ def _matcher(ticket: Ticket, vocab_size: int) -> Matcher | None:
   matcher, words = constraint.matcher(), -(-vocab_size // 32)
   if (shape := matcher.mask().shape) != (words,):
     raise ValueError(
-      f"{ticket.id}: the masks of the constraint have shape {shape}, expected "
-      f"({words},) for {vocab_size} ids: make it for the vocabulary of this model"
+      f"{ticket.id}: the constraint's masks have shape {shape}, expected ({words},) "
+      f"for {vocab_size} ids: make the constraint for the vocabulary of this model"
     )
   return matcher
 

@@ -147,8 +147,8 @@ class Driver:
       engine.hold_back(True)
       self._holds_back = True
 
-    def running(engine: Engine) -> int:
-      return engine.stats().running
+    def running(engine: Engine) -> bool:
+      return engine.has_work  # those that gave their pages up included
 
     self.call(hold, timeout)
     try:

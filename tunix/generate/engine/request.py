@@ -122,11 +122,6 @@ class EngineRequest:
         f"first_row is {self.first_row}, expected at most {_INT32 - self.num_samples}: "
         f"the number of the last of {self.num_samples} completions must fit in 32 bits"
       )
-    if self.constraint is not None and not hasattr(self.constraint, "matcher"):
-      raise TypeError(
-        f"constraint is {self.constraint!r}: it must be a constraint that `Grammars` "
-        "makes, or has its method `matcher`"
-      )
     self._check_bias()
 
   def _check_bias(self) -> None:
