@@ -61,7 +61,7 @@ def requests():
     ask(common, 20, **drawn, num_samples=3, logprobs=True),
     ask([*common, 5], 25, **narrow, logprobs=True, top_logprobs=2),
     ask(other, 9, prompt_logprobs=True, top_logprobs=3),
-    ask([*other, *other, *other], 30, logprobs=True),
+    ask([*other, *other, *other], 31, logprobs=True),  # as many as there can be
     ask([1], 40, **drawn, stop_ids=ends),
     ask([1], 40, temperature=0.6, seed=8, stop_ids=ends, num_samples=2),
     ask(common, 40, **drawn, stop_strings=("e", "th"), num_samples=2),
@@ -160,6 +160,72 @@ def test_the_rules_are_honoured(alone):
     assert set(row.text) <= set("0123456789abc") and len(row.text) <= 20
     assert row.finish_reason == "length" or len(row.text) >= 6
   assert len({row.text for row in rows[10]}) == 2
+
+
+def test_drafts_of_sampled_tokens():
+  """A small vocabulary repeats itself, so that drafts are right by chance."""
+  tiny, requests = toys.model(vocab_size=6), []
+  for seed in range(8):
+    requests.append(ask([1, 2, 3, 4], 40, temperature=1.0, seed=seed, logprobs=True))
+  found = []
+  for draft_tokens in (0, 3):
+    config = EngineConfig(**SIZES, draft_tokens=draft_tokens)
+    engine = Engine(tiny, toy_ids.Ids(), config)
+    engine._drafts.choose = lambda drafts=draft_tokens: drafts
+    found.append(engine.run(requests))
+  assert engine.stats().accepted_tokens > 15
+  for [with_none], [with_some] in zip(*found):
+    np.testing.assert_array_equal(with_none.tokens, with_some.tokens)
+    check_close(with_none.sampling_logprobs, with_some.sampling_logprobs)
+
+
+def test_drafts_behind_the_end_are_written_nowhere(engine):
+  """A row's last page must not take keys of tokens behind the end of the row."""
+  # The bias draws 1, and "1 1 1" was followed by three tokens: the third one has no
+  # place in 64 tokens.
+  prompt = [1, 1, 1, 5, 6, 7, *range(10, 63), 1, 1]
+  request = ask(prompt, 3, logit_bias={1: 100.0}, logprobs=True)
+  pages = make(attention="gather", draft_tokens=3, page_tokens=8)
+  [[[row]], [[wanted]]] = pages.run([request]), engine.run([request])
+  assert len(prompt) == 61 and pages.stats().draft_tokens
+  assert row.tokens.tolist() == [1, 1, 1]
+  check_close(row.logprobs, wanted.logprobs)
+
+
+def test_rows_change_their_width_while_completions_run():
+  """128, 256 and 128 tokens again, with pages that are full in part."""
+  sizes = {"max_tokens": 256, "slots": 3, "rounds": 6}
+  short, wide = np.arange(1, 20), np.arange(40, 240)
+  wanted = [
+    ask(short, 90, temperature=0.7, seed=1),
+    ask(short[3:], 85),
+    ask(wide, 30, temperature=0.7, seed=2),
+  ]
+  engine = make(**sizes)
+  alone = [engine.run([request])[0][0] for request in wanted]
+  engine.sleep()
+  tickets = [engine.submit(request) for request in wanted[:2]]
+  engine.step()
+  engine.step()
+  widths = [engine._device.width]
+  tickets.append(engine.submit(wanted[2]))
+  while engine.step():
+    widths.append(engine._device.width)
+  assert list(dict.fromkeys(widths)) == [128, 256] and widths[-1] == 128
+  for ticket, row in zip(tickets, alone):
+    np.testing.assert_array_equal(engine.collect(ticket, 0)[0].tokens, row.tokens)
+
+
+def test_a_launch_ends_when_a_slot_is_free_for_a_waiting_request():
+  engine = make(slots=2)
+  tickets = [engine.submit(ask([n + 1], most)) for n, most in enumerate((3, 40, 40))]
+  engine.step()
+  assert engine.stats().rounds == 3 and tickets[0] not in engine._open
+  assert engine.stats().waiting == 1
+  engine.step()
+  assert engine.stats().waiting == 0
+  engine.step()
+  assert engine.stats().rounds >= 3 + 2 * 15  # nobody waits
 
 
 @pytest.mark.parametrize("name", ["llama3p1", "qwen3"])
