@@ -7,8 +7,6 @@ jail is not a virtual machine; docs/guides/tools.md lists what it protects from.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import dataclasses
 import json
 import logging
@@ -23,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import tunix
+from tunix.rl.env.tools.results import ToolResult
 from tunix.utils import processes
 
 Finish = Literal["ok", "timeout", "memory", "killed", "output_limit", "error"]
@@ -118,16 +117,21 @@ class JailResult:
   seconds: float
   protections: tuple[str, ...]
 
+  def answer(self) -> ToolResult:
+    """Returns the result as the model reads it: output, errors, and a bad finish."""
+    parts = [x.rstrip("\n") for x in (self.stdout, self.stderr) if x.strip()]
+    if self.finish != "ok":
+      parts.append(f"[{self.finish}: {self.reason}]")
+    return ToolResult(text="\n".join(parts) or "[no output]", finish=self.finish)
+
 
 class Jail:
   """Runs commands with the same limits, at most `settings.workers` at a time."""
 
   def __init__(self, settings: JailSettings | None = None):
     self.settings = settings or JailSettings()
-    self._workers = self.settings.workers or os.cpu_count() or 1
-    self._places = threading.BoundedSemaphore(self._workers)
-    self._lock = threading.Lock()
-    self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+    workers = self.settings.workers or os.cpu_count() or 1
+    self._places = threading.BoundedSemaphore(workers)
     self._has_warned = False
 
   def run(
@@ -161,20 +165,6 @@ class Jail:
       result = _monitored(request, self.settings.wall_s + _GRACE_S)
     self._report_missing(result)
     return result
-
-  async def run_async(
-    self,
-    argv: Sequence[str],
-    *,
-    stdin: str = "",
-    files: Mapping[str, str] | None = None,
-  ) -> JailResult:
-    """Does what `run` does without blocking the event loop."""
-    with self._lock:
-      if self._threads is None:
-        self._threads = concurrent.futures.ThreadPoolExecutor(self._workers, "jail")
-    call = self._threads.submit(self.run, argv, stdin=stdin, files=files)
-    return await asyncio.wrap_future(call)
 
   def protections(self) -> tuple[str, ...]:
     """Returns the protections that this system gives, from a call of a program."""
@@ -227,7 +217,7 @@ def _monitored(request: Mapping[str, Any], limit_s: float) -> JailResult:
       if pipe is not None:
         pipe.close()
   try:
-    facts = json.loads(answer)
+    facts: dict[str, Any] = json.loads(answer)
   except ValueError:
     message = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
     facts = _ended(f"the monitor of the jail ended with exit code {code}: {message}")
@@ -237,7 +227,8 @@ def _monitored(request: Mapping[str, Any], limit_s: float) -> JailResult:
       f"require has {refused}, which this system does not give to a jail. Allow user "
       "namespaces or run as root, or remove the names; see docs/guides/tools.md"
     )
-  return JailResult(**facts | {"protections": tuple(facts["protections"])})
+  facts["protections"] = tuple(facts["protections"])
+  return JailResult(**facts)
 
 
 def _ended(reason: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ class _Cell:
     os.chdir(work)
     for name, text in self._request["files"].items():
       os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-      with open(name, "w", encoding="utf-8") as file:
+      with open(name, "w", encoding="utf-8", errors="replace") as file:
         file.write(text)
     command = self._child(lambda: self._command(work))
     while True:
