@@ -256,6 +256,7 @@ def _python_folders() -> list[str]:
     if not os.path.islink(path):
       break
     path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
+  folders.append(os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
   return [x for x in dict.fromkeys(folders) if x != "/"]
 
 
