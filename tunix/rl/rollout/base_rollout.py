@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tunix.generate import batching, layout
+from tunix.generate.engine.engine import Engine
 from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.utils import checks
@@ -173,6 +175,20 @@ class BaseRollout(abc.ABC):
       first_prompt: number of the first prompt. A batch that is sampled in parts with
         one seed then draws the same tokens as in one call.
     """
+
+  def session(
+    self, rows: int, max_tokens: int
+  ) -> contextlib.AbstractContextManager[Engine | None]:
+    """Lends the engine of this process for requests that follow from each other.
+
+    Args:
+      rows: rows that may run at the same time.
+      max_tokens: most tokens of a row.
+
+    Returns: a context whose value is the engine, or None if there is none.
+    """
+    del rows, max_tokens
+    return contextlib.nullcontext(None)
 
   @abc.abstractmethod
   def update_params(self, model: Any, version: Any) -> None:

@@ -1,0 +1,134 @@
+"""Concurrent calls of the user's code, each with a deadline.
+
+A call runs in a thread of its own, and a coroutine in one event loop that all of them
+share, so that a client that was made in one call still works in the next. A thread
+cannot be stopped. One that misses its deadline is left alone: its answer is not read,
+and it does not count among the calls that may run at the same time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import functools
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tunix.rl.env.env import EnvError
+from tunix.rl.reward_outcomes import describe
+
+Id = tuple[str, int]  # kind of the call, and number of its episode or group
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+  id: Id
+  function: Callable[[], Any]
+  deadline: float = 0.0
+  future: Any = None
+
+
+class Calls:
+  """Runs calls and hands out their results in the order in which they end.
+
+  Args:
+    workers: calls that run at the same time.
+    timeout_s: most seconds of a call.
+  """
+
+  def __init__(self, workers: int, timeout_s: float):
+    self._workers, self._timeout_s = workers, timeout_s
+    self._waiting: collections.deque[_Call] = collections.deque()
+    self._running: set[_Call] = set()
+    self._done: queue.SimpleQueue[tuple[_Call, Any]] = queue.SimpleQueue()
+    self._loop: asyncio.AbstractEventLoop | None = None
+
+  @property
+  def open(self) -> int:
+    """Number of calls whose result `take` has not returned."""
+    return len(self._waiting) + len(self._running)
+
+  def start(self, id: Id, function: Callable[..., Any], *args: Any) -> None:
+    """Starts a call as soon as there is room; `take` returns its result under `id`."""
+    self._waiting.append(_Call(id, functools.partial(function, *args)))
+    self._fill()
+
+  def take(self, timeout: float) -> list[tuple[Id, Any]]:
+    """Waits for results.
+
+    Args:
+      timeout: most seconds to wait for the first one; 0 does not wait.
+
+    Returns:
+      (id, result) of each call that has ended. The result of a call that raised or
+      missed its deadline is an `EnvError`.
+    """
+    out: list[tuple[Id, Any]] = []
+    now = time.monotonic()
+    until = min([now + timeout, *(call.deadline for call in self._running)])
+    while True:
+      try:
+        wait = 0.0 if out else max(0.0, until - time.monotonic())
+        call, result = self._done.get(block=wait > 0, timeout=wait or None)
+      except queue.Empty:
+        break
+      if call in self._running:  # else it missed its deadline
+        self._running.remove(call)
+        out.append((call.id, result))
+    out += self._late()
+    self._fill()
+    return out
+
+  def close(self) -> None:
+    """Stops the event loop; running threads are left alone."""
+    if self._loop is not None:
+      self._loop.call_soon_threadsafe(self._loop.stop)
+      self._loop = None
+
+  def _late(self) -> list[tuple[Id, Any]]:
+    now = time.monotonic()
+    late = [call for call in self._running if call.deadline <= now]
+    for call in late:
+      self._running.remove(call)
+      if call.future is not None:
+        call.future.cancel()
+    error = f"no answer within {self._timeout_s:g} s"
+    return [(call.id, EnvError(error)) for call in late]
+
+  def _fill(self) -> None:
+    while self._waiting and len(self._running) < self._workers:
+      call = self._waiting.popleft()
+      call.deadline = time.monotonic() + self._timeout_s
+      self._running.add(call)
+      # A daemon, so that one that hangs does not keep the process from ending.
+      threading.Thread(
+        target=self._run, args=(call,), name="tunix environment", daemon=True
+      ).start()
+
+  def _run(self, call: _Call) -> None:
+    try:
+      result = call.function()
+      if inspect.iscoroutine(result):
+        call.future = asyncio.run_coroutine_threadsafe(result, self._event_loop())
+        result = call.future.result()
+    # The function is the user's, and may raise anything, also SystemExit.
+    except BaseException as error:
+      result = error if isinstance(error, EnvError) else EnvError(describe(error))
+    self._done.put((call, result))
+
+  def _event_loop(self) -> asyncio.AbstractEventLoop:
+    with _LOCK:
+      if self._loop is None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(
+          target=self._loop.run_forever, name="tunix environments", daemon=True
+        ).start()
+      return self._loop
+
+
+_LOCK = threading.Lock()
