@@ -18,6 +18,7 @@ import pytest
 from tests import metrics_table, toys
 from tests.distillation import trainers as distillation
 from tests.rl import clusters
+from tests.rl.env import toy_envs
 from tests.sft import trainers
 from tests.sft.dpo import preferences
 from tunix.distillation.strategies import (
@@ -120,6 +121,16 @@ def dapo(**options: Any) -> None:
   learner.close()
 
 
+def episodes(**options: Any) -> None:
+  learner = clusters.GRPOLearner(
+    clusters.cluster(**options),
+    clusters.GRPOConfig(num_generations=4, beta=0.0, eval_num_generations=2),
+    env=toy_envs.Echo,
+  )
+  learner.train(clusters.prompts(1), clusters.prompts(1, seed=1))
+  learner.close()
+
+
 def ppo(**options: Any) -> None:
   actor: Any = clusters.model()
   config = clusters.config(critic_optimizer=optax.adam(1e-3), **options)
@@ -200,6 +211,14 @@ JOBS = {
     | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
     | {"groups/all_equal", "dynamic_sampling/refills", "pass@<k>"}
     | {"actor/kl", "actor/entropy", "actor/rollout_correction/weight"},
+  ),
+  "episodes": job(
+    episodes,
+    *(*RL, "tunix.rl.episodes.METRICS"),
+    conditional=PARITY
+    | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
+    | {"groups/all_equal"}
+    | {metric.name for metric in metrics_table.declared("tunix.rl.episodes")},
   ),
   "ppo": job(
     ppo,

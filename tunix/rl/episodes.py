@@ -33,38 +33,42 @@ MakeEnv = Callable[..., Any]
 
 _WITH_ENV = "if completions are episodes in environments"
 METRICS = (
-  Metric("episodes/turns", "actions", "mean number of actions", condition=_WITH_ENV),
+  Metric("episodes/turns", "actions", "mean number of actions", "train", _WITH_ENV),
   Metric(
     "episodes/observation_tokens",
     "tokens",
     "mean number of tokens that environments added",
-    condition=_WITH_ENV,
+    "train",
+    _WITH_ENV,
   ),
   Metric(
-    "episodes/rows", "rows", "mean number of rows that are trained", condition=_WITH_ENV
+    "episodes/rows", "rows", "mean number of rows that are trained", "train", _WITH_ENV
   ),
   Metric(
     "episodes/malformed_calls",
     "share",
     "actions with a call of a tool that could not be read",
-    condition=_WITH_ENV,
+    "train",
+    _WITH_ENV,
   ),
   Metric(
     "episodes/finish/<reason>",
     "share",
-    "episodes that ended for this reason, see `Episode`",
-    condition=_WITH_ENV,
-  ),
-  Metric(
-    "episodes/waited_sec",
-    "s",
-    "time in which nothing was drawn, because all episodes waited for environments",
-    condition=_WITH_ENV,
+    "episodes that ended for this reason: done, turns, tokens, observation, failed",
+    "train",
+    _WITH_ENV,
   ),
   Metric(
     "env/<name>",
     "of the environment",
     "mean of a number that environments gave with their answers",
+    "train",
+    _WITH_ENV,
+  ),
+  Metric(
+    "perf/env_wait_sec",
+    "s",
+    "time in which nothing was drawn, because all episodes waited for environments",
     condition=_WITH_ENV,
   ),
 )
@@ -77,6 +81,9 @@ class Episodes:
     cluster: the models.
     make: makes the environments, see the module.
     config: limits; None: the defaults.
+
+  Attributes:
+    config: the limits.
 
   Raises:
     TypeError: `make` cannot be called.
@@ -103,6 +110,7 @@ class Episodes:
       )
     self._cluster, self._make = cluster, make
     self.config = EpisodeConfig() if config is None else config
+    self._waited_s = 0.0
 
   def check_columns(self, columns: Iterable[str]) -> None:
     """Checks that the data has the columns that `env` needs.
@@ -139,13 +147,17 @@ class Episodes:
     count = len(makers) * group
     with cluster.turns(mode, key, episodes=count, limit=limit) as policy:
       episodes = runner.run(makers, group, policy)
-    for episode in episodes:
-      episode.metrics["waited_sec"] = runner.waited_s
+    self._waited_s += runner.waited_s
     bucketed = cluster.cluster_config.training_config.bucketed_lengths
     widths = config.max_prompt_length, self.config.max_tokens
     return rollouts_of(
       episodes, batch, widths, group, self.config.max_rows, bucketed=bucketed
     )
+
+  def take_waited(self) -> float:
+    """Returns the seconds since the last call in which only environments worked."""
+    waited, self._waited_s = self._waited_s, 0.0
+    return waited
 
 
 class Copies:
@@ -318,7 +330,6 @@ def metrics_of(episodes: Sequence[Episode]) -> dict[str, Mean]:
     "episodes/turns": mean([len(episode.turns) for episode in episodes]),
     "episodes/observation_tokens": mean(observed),
     "episodes/rows": mean([len(each) for each in rows]),
-    "episodes/waited_sec": mean([e.metrics.get("waited_sec", 0.0) for e in episodes]),
   }
   if actions:
     out["episodes/malformed_calls"] = mean([a.problem is not None for a in actions])
@@ -327,8 +338,7 @@ def metrics_of(episodes: Sequence[Episode]) -> dict[str, Mean]:
     out[f"episodes/finish/{reason}"] = mean([r == reason for r in reasons])
   named: dict[str, list[float]] = collections.defaultdict(list)
   for episode in episodes:
-    own = {k: v for k, v in episode.metrics.items() if k != "waited_sec"}
-    for values in (own, *(turn.metrics for turn in episode.turns)):
+    for values in (episode.metrics, *(turn.metrics for turn in episode.turns)):
       for name, value in values.items():
         named[name].append(value)
   return out | {f"env/{name}": mean(values) for name, values in sorted(named.items())}

@@ -130,8 +130,10 @@ class Experience:
     self, batch: PromptBatch, mode: Mode, group: int, key: jax.Array
   ) -> Rollouts:
     """Returns the completions of a batch, without rewards."""
-    if self._episodes is not None:
-      return self._episodes.rollouts(batch, mode, group, key)
+    if (source := self._episodes) is not None:
+      rollouts = source.rollouts(batch, mode, group, key)
+      self.phases.add("env_wait", source.take_waited())
+      return rollouts
     cluster = self._cluster
     out = cluster.generate(batch.inputs, mode=mode, num_generations=group, seed=key)
     return common.rollouts_of(

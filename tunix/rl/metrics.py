@@ -194,8 +194,11 @@ class Phases:
       with self._tracer.span(name, role):
         yield
     finally:
-      seconds = time.perf_counter() - start
-      self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+      self.add(name, time.perf_counter() - start)
+
+  def add(self, name: str, seconds: float) -> None:
+    """Adds seconds that were measured elsewhere."""
+    self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
   def take(self) -> dict[str, float]:
     """Returns perf/<phase>_sec of every phase and resets all phases to 0.

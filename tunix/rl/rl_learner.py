@@ -89,6 +89,8 @@ class RLLearner(BaseTrainer):
     setup.check(rl_cluster, algo_config, uses_critic=self.uses_critic)
     self.rl_cluster, self.algo_config = rl_cluster, algo_config
     self._config = rl_cluster.cluster_config.training_config
+    if env is None and episodes is not None:
+      raise ValueError("episodes has limits and env is None: give env as well")
     source = None if env is None else Episodes(rl_cluster, env, episodes)
     self._experience = Experience(
       rl_cluster, algo_config, reward_fns, metric_fns, source
