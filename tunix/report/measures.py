@@ -49,6 +49,7 @@ _SECTIONS: dict[str, Sequence[str]] = {
     r"log_probs/.*",
   ),
   "Completions": (r"completions/.*", r"rewards/failed", r"groups/.*", r"dynamic_.*"),
+  "Episodes": (r"episodes/.*", r"env/.*"),
   "Optimisation": (r"learning_rate", r"grad_norm", r"trained_tokens"),
   "Speed and memory": (
     r"tokens_per_sec",

@@ -18,12 +18,13 @@ import numpy as np
 
 from tunix.generate import batching
 from tunix.rl.common import Rollouts
+from tunix.rl.env.adapters.trl import TRLEnvironment
 from tunix.rl.env.config import EpisodeConfig
-from tunix.rl.env.env import EnvError
+from tunix.rl.env.env import EnvError, EnvGroup
 from tunix.rl.env.episode import Episode, Row
 from tunix.rl.env.runner import Runner
 from tunix.rl.metrics import Mean
-from tunix.rl.pipeline import PromptBatch
+from tunix.rl.pipeline import PROMPTS, PromptBatch
 from tunix.rl.reward_outcomes import Failed, Outcome, Value
 from tunix.rl.rl_cluster import RLCluster
 from tunix.sft.metrics_logger import Mode
@@ -134,9 +135,9 @@ class Episodes:
     cluster, config = self._cluster, self._cluster.cluster_config.rollout(mode)
     makers = []
     for row in batch.rows():
-      values = {"prompt": row.pop("prompts"), **row}
-      bound = functools.partial(self._make, **arguments(self._make, values))
-      makers.append(functools.partial(Copies.of, bound, group))
+      values = {"prompt": row.pop(PROMPTS), **row}
+      arguments(self._make, values)  # a missing column is no fault of an environment
+      makers.append(functools.partial(group_of, self._make, values, group))
     runner = Runner(
       cluster.tokenizer,
       self.config,
@@ -160,40 +161,62 @@ class Episodes:
     return waited
 
 
-class Copies:
-  """A group whose environments are made one by one, by the same function."""
+class Copies(EnvGroup):
+  """A group whose environments are made one by one, by the same function.
+
+  Args:
+    make: makes an environment.
+    first: the first one.
+    count: number of environments.
+  """
 
   def __init__(self, make: Callable[[], Any], first: Any, count: int):
     self._make, self._first, self._count = make, first, count
 
-  @classmethod
-  def of(cls, make: Callable[[], Any], count: int) -> Any:
-    """Calls `make`; returns the group that it made, or a group of `count` of its kind.
+  def make_envs(self) -> list[Any]:
+    return [self._first, *(self._make() for _ in range(self._count - 1))]
 
-    Raises:
-      EnvError: it made no environment.
-    """
-    made = make()
+
+def group_of(make: MakeEnv, values: dict[str, Any], count: int) -> Any:
+  """Returns the environments of a prompt: a group that `make` made, or one of copies.
+
+  Args:
+    make: the user's function.
+    values: prompt and columns of a row of the data.
+    count: completions of the prompt.
+
+  Raises:
+    EnvError: it made no environment.
+  """
+
+  def one() -> Any:
+    made = make(**arguments(make, values))
     if hasattr(made, "make_envs"):
       return made
-    if not (hasattr(made, "initial_observation") and hasattr(made, "step")):
-      raise EnvError(
-        f"env returned a {type(made).__name__}; expected an environment with "
-        "initial_observation and step, or a group with make_envs"
-      )
-    return cls(make, made, count)
+    if hasattr(made, "initial_observation") and hasattr(made, "step"):
+      return made
+    if hasattr(made, "reset") and not hasattr(made, "step"):
+      columns = {name: x for name, x in values.items() if name != "prompt"}
+      return TRLEnvironment(made, values["prompt"], columns)
+    raise EnvError(
+      f"env returned a {type(made).__name__}; expected an environment with "
+      "initial_observation and step, a group with make_envs, or one of TRL with reset"
+    )
 
-  def make_envs(self) -> list[Any]:
-    """Returns the environments."""
-    return [self._first, *(self._make() for _ in range(self._count - 1))]
+  first = one()
+  return first if hasattr(first, "make_envs") else Copies(one, first, count)
 
 
 def arguments(make: MakeEnv, values: dict[str, Any]) -> dict[str, Any]:
   """Returns those of `values` that the signature of a function names.
 
+  Arguments that a `functools.partial` has bound already are left out.
+
   Raises:
     ValueError: an argument without a default is missing.
   """
+  bound = getattr(make, "keywords", {})
+  values = {name: x for name, x in values.items() if name not in bound}
   parameters = inspect.signature(make).parameters.values()
   if any(p.kind is p.VAR_KEYWORD for p in parameters):
     return values
@@ -313,6 +336,21 @@ def outcomes_of(episodes: Sequence[Episode]) -> list[Outcome]:
     Value(episode.reward) if episode.failure is None else Failed(episode.failure)
     for episode in episodes
   ]
+
+
+def columns_of(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
+  """Returns what reward functions receive of episodes besides the texts of answers.
+
+  `environments` has the environments (those of TRL as the user made them), and
+  `conversations` the messages.
+  """
+  if not episodes:
+    return {}
+  envs = [episode.environment for episode in episodes]
+  return {
+    "environments": [getattr(env, "environment", env) for env in envs],
+    "conversations": [episode.messages for episode in episodes],
+  }
 
 
 def metrics_of(episodes: Sequence[Episode]) -> dict[str, Mean]:

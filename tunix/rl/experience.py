@@ -148,7 +148,8 @@ class Experience:
     """Calls the reward functions and the reward model; logs failures by name."""
     rewards, rows = RewardOutput(), rollouts.row_prompts
     if self._rewards is not None:
-      rewards = self._rewards.compute(rows.prompts, rollouts.text, rows.extra)
+      columns = rows.extra | episodes_lib.columns_of(rollouts.episodes)
+      rewards = self._rewards.compute(rows.prompts, rollouts.text, columns)
     if rollouts.episodes:
       rewards = rewards.plus_outcomes(
         "environment", episodes_lib.outcomes_of(rollouts.episodes)

@@ -31,6 +31,9 @@ History = Literal["split", "keep"]
 
 # A private-use character of Unicode, which no answer contains.
 _PLACEHOLDER = "\ue000"
+# Characters at the end of an answer that must be there if its calls of tools are printed
+# in another form.
+_SAME_END = 4
 
 
 class Conversation:
@@ -56,7 +59,7 @@ class Conversation:
     self.messages: list[Message] = []
     self._ids: list[int] = []
     self._opened = False  # the prompt ends inside <think>
-    self._ended = False  # the last action ends with an end-of-sequence token
+    self._prompt_text = self._answer = ""  # of the last action, with special tokens
 
   def observe(self, observation: Observation) -> list[int]:
     """Takes an observation; returns the ids of the prompt of the next action.
@@ -80,10 +83,12 @@ class Conversation:
     """Takes the ids that were drawn; returns them as the environment receives them."""
     ids = [int(i) for i in ids]
     self._ids = [*self._ids, *ids]
-    ended = bool(ids) and ids[-1] in self._tokenizer.eos_ids()
+    ended = bool(ids) and ids[-1] in self._tokenizer.special_ids()
     kept = ids[:-1] if ended else ids
     # The marks of tool calls are special tokens in some vocabularies.
+    self._answer = self._tokenizer.decode(ids, skip_special_tokens=False)
     marked = self._tokenizer.decode(kept, skip_special_tokens=False)
+    marked = self._without_frame(marked)
     action = Action(ids)
     action.text = self._tokenizer.decode(kept)
     action.finish_reason = finish_reason
@@ -93,7 +98,6 @@ class Conversation:
       [_name(tool) for tool in self._tools or ()],
       opened=self._opened,
     )
-    self._ended = ended
     if self.messages:
       self.messages.append(action.message)
     return action
@@ -111,54 +115,82 @@ class Conversation:
       return list(map(int, self._tokenizer.tokenize(text, add_eos=False)))
     whole = self._rendered([*self.messages, *new], True)
     self._opened = tool_calls.opens_reasoning(whole)
+    before, self._prompt_text = self._prompt_text, whole
     if not self.messages:
       return self._tokenizer.encode(whole)
-    before = self._rendered(self.messages, False)
-    if not whole.startswith(before.rstrip()):
+    rest = self._after_answer(before, whole)
+    if rest is None:
       if self._history == "split":
         return self._tokenizer.encode(whole)
-      before, whole = self._without_answer(new)
-    return [
-      *self._ids,
-      *self._tokenizer.encode_continuation(self._bridge(before, whole)),
-    ]
+      rest = self._after_any_answer(new)
+    return [*self._ids, *self._tokenizer.encode_continuation(rest)]
 
-  def _without_answer(self, new: list[Message]) -> tuple[str, str]:
-    """Renders an answer that no template changes, and the same with new messages."""
+  def _without_frame(self, text: str) -> str:
+    """Removes what the template prints around every answer, such as a channel."""
+    if not self.messages or not self._tokenizer.has_chat_template():
+      return text
     plain = {"role": "assistant", "content": _PLACEHOLDER}
-    base = [*self.messages[:-1], plain]
-    texts = self._rendered(base, False), self._rendered([*base, *new], True)
-    # What is before the answer may differ as well; only what is after it counts.
-    before, whole = (text.rpartition(_PLACEHOLDER)[2] for text in texts)
-    return _PLACEHOLDER + before, _PLACEHOLDER + whole
+    shown = self._rendered([*self.messages, plain], False)
+    if not shown.startswith(self._prompt_text):
+      return text
+    before, _, after = shown[len(self._prompt_text) :].partition(_PLACEHOLDER)
+    text = text.removeprefix(before)
+    end = self._split_end()[1]
+    return text.removesuffix(after.rstrip().removesuffix(end) or "\0")
 
-  def _bridge(self, before: str, whole: str) -> str:
-    """Returns the text after an answer: the end of its turn, and the new messages.
+  def _after_answer(self, prompt: str, whole: str) -> str | None:
+    """Returns the text after the last answer: the end of its turn, and what is new.
 
     Args:
-      before: a rendering that ends with the answer.
-      whole: the same with the new messages, and the header of the next answer.
-    """
-    kept = before.rstrip()  # white space after the answer may change, too
-    ends = self._ends()
-    closing = next((end for end in ends if kept.endswith(end)), "")
-    if closing:
-      kept = kept[: -len(closing)]
-    bridge = whole[len(kept) :]
-    if self._ended:
-      # The end was drawn. Some templates write one only if a message follows.
-      bridge = next(
-        (bridge.removeprefix(e) for e in ends if bridge.startswith(e)), bridge
-      )
-    return bridge
+      prompt: text of the prompt that was answered.
+      whole: text with the answer, the new messages and the header of the next answer.
 
-  def _ends(self) -> list[str]:
-    """Returns the texts of the tokens that end an answer, longest first."""
-    ids = set(self._tokenizer.eos_ids())
-    special = self._tokenizer.special_tokens().items()
-    texts = {text for text, number in special if number in ids}
-    texts |= {self._tokenizer.eos_token or ""} - {""}
-    return sorted(texts, key=len, reverse=True)
+    Returns: the text; None if `whole` does not show prompt and answer as they were.
+    """
+    if not whole.startswith(prompt):
+      return None
+    text, end = self._split_end()
+    at = self._end_of_answer(text, prompt, whole)
+    if at is None:
+      return None
+    rest = whole[at:]
+    if not end:
+      return rest
+    # White space between the answer and the end of its turn was not drawn.
+    return rest.lstrip()[len(end) :] if rest.lstrip().startswith(end) else None
+
+  def _end_of_answer(self, text: str, prompt: str, whole: str) -> int | None:
+    """Returns the place in `whole` where the last answer ends; None if it is not there.
+
+    A template may print calls of tools in another form than they were drawn. Their end
+    is the same.
+    """
+    region = whole[len(prompt) :]
+    space = len(region) - len(region.lstrip())
+    if region.startswith(text, space):
+      return len(prompt) + space + len(text)
+    alone = self._rendered(self.messages, False)
+    if len(self.messages[-1]) == 2 or not alone.startswith(prompt):
+      return None
+    for first in range(len(text) - _SAME_END + 1):
+      at = alone.rfind(text[first:], len(prompt))
+      if at >= 0:
+        at += len(text) - first
+        return at if whole.startswith(alone[:at]) else None
+    return None
+
+  def _after_any_answer(self, new: list[Message]) -> str:
+    """Returns the text after an answer that no template changes."""
+    plain = {"role": "assistant", "content": _PLACEHOLDER}
+    whole = self._rendered([*self.messages[:-1], plain, *new], True)
+    rest = whole.rpartition(_PLACEHOLDER)[2]
+    return rest.lstrip().removeprefix(self._split_end()[1] or "\0")
+
+  def _split_end(self) -> tuple[str, str]:
+    """Returns the last answer without and with only the special token that ended it."""
+    special = self._tokenizer.special_tokens()
+    end = next((t for t in special if t and self._answer.endswith(t)), "")
+    return self._answer[: len(self._answer) - len(end)].strip(), end
 
   def _rendered(self, messages: list[Message], adds_prompt: bool) -> str:
     tools: dict[str, Any] = {"tools": self._tools} if self._tools else {}

@@ -79,7 +79,11 @@ class StepResult:
 
 
 class Env(Protocol):
-  """An environment of one episode; both methods may be `async`."""
+  """An environment of one episode; both methods may be `async`.
+
+  An environment of messages may have an attribute `tool_schemas`: JSON schemas of tools
+  that the chat template shows and whose calls `Action.message` holds.
+  """
 
   def initial_observation(self) -> Any:
     """Returns the first observation, or (observation, stop condition)."""

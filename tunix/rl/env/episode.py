@@ -62,7 +62,7 @@ class Row:
 
 @dataclasses.dataclass(kw_only=True)
 class Episode:
-  """What happened in one environment.
+  """The turns of one environment, and how they ended.
 
   Attributes:
     turns: the actions, in their order.
@@ -70,6 +70,7 @@ class Episode:
     finish_reason: "done" (the environment ended it), "turns", "tokens", "observation"
       (no room for it), "time" (the limit of the whole episode), or "failed".
     failure: why the environment failed; None if it did not.
+    environment: the environment, None if it was never made.
     group_reward: what `compute_group_rewards` gave.
     metrics: further numbers of the episode.
   """
@@ -78,6 +79,7 @@ class Episode:
   messages: list[Message] = dataclasses.field(default_factory=list)
   finish_reason: str = "done"
   failure: str | None = None
+  environment: Any = None
   group_reward: float = 0.0
   metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 

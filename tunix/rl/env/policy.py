@@ -1,4 +1,4 @@
-"""What an episode needs of the policy: actions for prompts, many at a time."""
+"""The policy as an episode sees it: actions for prompts, many at a time."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ class _Batch:
     for live, env in zip(group.lives, envs):
       live.env = env
       group.envs.append(env)
-      tools = getattr(env, "tools", None) or ()
+      tools = getattr(env, "tool_schemas", ())
       live.conversation = Conversation(
         self._runner._tokenizer, tools, self._config.history
       )
@@ -292,6 +292,7 @@ class _Batch:
   def _end(self, live: _Live, reason: str, failure: str | None = None) -> None:
     episode, group = live.episode, live.group
     episode.finish_reason, episode.failure = reason, failure
+    episode.environment = live.env
     if live.conversation is not None:
       episode.messages = live.conversation.messages
     live.env = None
