@@ -198,3 +198,23 @@ def test_refuses_what_cannot_run():
     learner(lambda prompt, answer: None).train(clusters.prompts(1))
   with pytest.raises(ValueError, match="order is 'fast'"):
     EpisodeConfig(order="fast")
+
+
+@pytest.mark.parametrize("order", ["turns", "arrival"])
+def test_players_of_a_game_take_turns(order):
+  ours = learner(toy_envs.Game, {"order": order, "timeout_s": 20})
+  rollouts = ours._rollouts(prompt_batch({"prompts": ["3", "4"]}))
+  for first, second in zip(rollouts.episodes[::2], rollouts.episodes[1::2]):
+    a, b = ([turn.action[0] for turn in e.turns] for e in (first, second))
+    # Each player's next prompt has what the other one said last.
+    assert first.turns[1].prompt[-1] == b[0]
+    assert second.turns[0].prompt[-1] == a[0] and second.turns[1].prompt[-1] == a[1]
+    assert (first.reward, second.reward) == (0.0, 2.0)
+
+
+def test_a_player_that_fails_frees_those_who_wait_for_it():
+  make = functools.partial(toy_envs.Game, fails=True)
+  rollouts = learner(make)._rollouts(prompt_batch({"prompts": ["3"]}))
+  assert [e.failure is None for e in rollouts.episodes] == [False, False, True, True]
+  assert "the player left" in rollouts.episodes[0].failure
+  assert "waits for another episode" in rollouts.episodes[1].failure

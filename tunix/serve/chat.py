@@ -6,6 +6,7 @@ import dataclasses
 import time
 from typing import Any
 
+from tunix.generate import tool_calls
 from tunix.generate.template_limits import ChatTemplateError
 from tunix.generate.tool_calls import Piece, Reader
 from tunix.serve import forms, logprobs

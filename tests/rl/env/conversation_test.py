@@ -12,7 +12,7 @@ from tunix.rl.env.env import EnvError
 from tunix.rl.env.episode import Episode, Turn
 
 NAMES = sorted(toys_calls.TEMPLATES)
-WORDS = "the sum of two numbers is seven , so we ask again ?".split()
+WORDS = "the sum of two numbers is seven , so we ask again ?".split()  # noqa: SIM905
 
 
 def sentence(rng):
@@ -171,5 +171,5 @@ def test_a_template_that_refuses_a_conversation_is_an_error_of_the_environment()
   tokenizer = TokenizerAdapter(toys_calls.raw_tokenizer(), chat_template=source)
   talk = Conversation(tokenizer)
   talk.observe("hello")
-  with pytest.raises(EnvError, match="refuses an observation.*no tools"):
+  with pytest.raises(EnvError, match=r"refuses an observation.*no tools"):
     talk.observe([{"role": "tool", "content": "7"}])

@@ -3,6 +3,7 @@
 import time
 
 from tunix.rl.env.env import StepResult
+from tunix.rl.env.table import Table
 
 
 class OneAnswer:
@@ -118,3 +119,50 @@ class Pairs:
 
   def cleanup(self):
     type(self).closed += 1
+
+
+class Seat:
+  """A player of a game in which players say words in turn, `rounds` times."""
+
+  def __init__(self, table, seat, said, rounds=2, fails=False):
+    self._table, self._seat, self._said = table, seat, said
+    self._left, self._fails = rounds, fails
+
+  async def initial_observation(self):
+    await self._table.turn(self._seat)
+    return " ".join(map(str, [self._seat + 2, *self._said]))
+
+  async def step(self, action):
+    if self._fails:
+      raise RuntimeError("the player left")
+    self._said.append(action[0])
+    self._left -= 1
+    is_last = self._left == 0 and self._seat == 1
+    if is_last:
+      self._table.end()
+    else:
+      self._table.next()
+    if self._left:
+      await self._table.turn(self._seat)
+    return StepResult(
+      reward=float(self._seat),
+      episode_done=self._left == 0,
+      next_observation=str(self._said[-1]),
+    )
+
+
+class Game:
+  """Two games of two players, which are the four episodes of a prompt."""
+
+  def __init__(self, prompt, fails=False):
+    del prompt
+    self._fails = fails
+
+  def make_envs(self):
+    envs = []
+    for game in range(2):
+      table, said = Table(2), []
+      for seat in range(2):
+        fails = self._fails and game == 0 and seat == 0
+        envs.append(Seat(table, seat, said, fails=fails))
+    return envs

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextvars
 import dataclasses
 import functools
 import inspect
+import math
 import queue
 import threading
 import time
@@ -27,10 +29,49 @@ Id = tuple[str, int]  # kind of the call, and number of its episode or group
 
 @dataclasses.dataclass(eq=False)
 class _Call:
+  """A call.
+
+  Attributes:
+    id: given by the caller.
+    function: the call.
+    deadline: monotonic time at which it fails.
+    future: of its coroutine, if it is one.
+    waits: it waits for another episode, see `waiting`.
+  """
+
   id: Id
   function: Callable[[], Any]
   deadline: float = 0.0
   future: Any = None
+  waits: bool = False
+
+
+class Waiter:
+  """A call that waits for another episode."""
+
+  def __init__(self, call: _Call | None, timeout_s: float):
+    self._call, self._timeout_s = call, timeout_s
+    if call is not None:
+      call.waits = True
+
+  def goes_on(self) -> None:
+    """Marks the call as working again, with all of its time."""
+    if self._call is not None:
+      self._call.deadline = time.monotonic() + self._timeout_s
+      self._call.waits = False
+
+
+_CURRENT: contextvars.ContextVar[tuple[_Call, float] | None] = contextvars.ContextVar(
+  "call", default=None
+)
+
+
+def waiting() -> Waiter:
+  """Marks the running call as one that waits for another episode of its batch.
+
+  It must be called in a coroutine of an environment; elsewhere the mark has no effect.
+  """
+  return Waiter(*(_CURRENT.get() or (None, 0.0)))
 
 
 class Calls:
@@ -43,7 +84,7 @@ class Calls:
 
   def __init__(self, workers: int, timeout_s: float):
     self._workers, self._timeout_s = workers, timeout_s
-    self._waiting: collections.deque[_Call] = collections.deque()
+    self._queued: collections.deque[_Call] = collections.deque()
     self._running: set[_Call] = set()
     self._done: queue.SimpleQueue[tuple[_Call, Any]] = queue.SimpleQueue()
     self._loop: asyncio.AbstractEventLoop | None = None
@@ -51,11 +92,30 @@ class Calls:
   @property
   def open(self) -> int:
     """Number of calls whose result `take` has not returned."""
-    return len(self._waiting) + len(self._running)
+    return len(self._queued) + len(self._running)
+
+  @property
+  def working(self) -> int:
+    """Number of these that do not wait for another episode."""
+    return self.open - sum(call.waits for call in self._running)
+
+  @property
+  def all_wait(self) -> bool:
+    """True if there are calls, and all of them wait for another episode."""
+    return self.open > 0 and self.working == 0
+
+  def fail_waiting(self, error: str) -> None:
+    """Fails all calls that wait for another episode."""
+    for call in [call for call in self._running if call.waits]:
+      self._running.remove(call)
+      if call.future is not None:
+        call.future.cancel()
+      self._running.add(failed := _Call(call.id, call.function, math.inf))
+      self._done.put((failed, EnvError(error)))
 
   def start(self, id: Id, function: Callable[..., Any], *args: Any) -> None:
     """Starts a call as soon as there is room; `take` returns its result under `id`."""
-    self._waiting.append(_Call(id, functools.partial(function, *args)))
+    self._queued.append(_Call(id, functools.partial(function, *args)))
     self._fill()
 
   def take(self, timeout: float) -> list[tuple[Id, Any]]:
@@ -70,7 +130,8 @@ class Calls:
     """
     out: list[tuple[Id, Any]] = []
     now = time.monotonic()
-    until = min([now + timeout, *(call.deadline for call in self._running)])
+    deadlines = [call.deadline for call in self._running if not call.waits]
+    until = min([now + timeout, *deadlines])
     while True:
       try:
         wait = 0.0 if out else max(0.0, until - time.monotonic())
@@ -92,7 +153,7 @@ class Calls:
 
   def _late(self) -> list[tuple[Id, Any]]:
     now = time.monotonic()
-    late = [call for call in self._running if call.deadline <= now]
+    late = [c for c in self._running if c.deadline <= now and not c.waits]
     for call in late:
       self._running.remove(call)
       if call.future is not None:
@@ -101,8 +162,8 @@ class Calls:
     return [(call.id, EnvError(error)) for call in late]
 
   def _fill(self) -> None:
-    while self._waiting and len(self._running) < self._workers:
-      call = self._waiting.popleft()
+    while self._queued and sum(not c.waits for c in self._running) < self._workers:
+      call = self._queued.popleft()
       call.deadline = time.monotonic() + self._timeout_s
       self._running.add(call)
       # A daemon, so that one that hangs does not keep the process from ending.
@@ -114,12 +175,17 @@ class Calls:
     try:
       result = call.function()
       if inspect.iscoroutine(result):
-        call.future = asyncio.run_coroutine_threadsafe(result, self._event_loop())
+        tracked = self._tracked(call, result)
+        call.future = asyncio.run_coroutine_threadsafe(tracked, self._event_loop())
         result = call.future.result()
     # The function is the user's, and may raise anything, also SystemExit.
     except BaseException as error:
       result = error if isinstance(error, EnvError) else EnvError(describe(error))
     self._done.put((call, result))
+
+  async def _tracked(self, call: _Call, coroutine: Any) -> Any:
+    _CURRENT.set((call, self._timeout_s))
+    return await coroutine
 
   def _event_loop(self) -> asyncio.AbstractEventLoop:
     with _LOCK:

@@ -31,8 +31,8 @@ History = Literal["split", "keep"]
 
 # A private-use character of Unicode, which no answer contains.
 _PLACEHOLDER = "\ue000"
-# Characters at the end of an answer that must be there if its calls of tools are printed
-# in another form.
+# Characters at the end of an answer that a template must print as they were drawn, even
+# if it prints the rest of a call in another form.
 _SAME_END = 4
 
 

@@ -152,7 +152,11 @@ class _Batch:
       self._draw()
       for drawn in self._policy.poll() if self._policy.open else ():
         self._act(self._lives[drawn.episode], drawn)
-      waits = not self._policy.open and not self._ready
+      waits = not self._policy.open  # `_draw` left the ready ones for calls at work
+      if waits and not self._ready and self._calls.all_wait:
+        self._calls.fail_waiting(
+          "it waits for another episode of its group, and none of them can go on"
+        )
       start = time.monotonic()
       answers = self._calls.take(_WAIT_S if waits else 0.0)
       if waits:
@@ -163,7 +167,9 @@ class _Batch:
 
   def _draw(self) -> None:
     """Submits the episodes that wait for an action; in "turns" all at once."""
-    is_early = self._config.order == "turns" and (self._calls.open or self._policy.open)
+    is_early = self._config.order == "turns" and (
+      self._calls.working or self._policy.open
+    )
     if not self._ready or is_early:
       return
     ready, self._ready = sorted(self._ready, key=lambda live: live.number), []

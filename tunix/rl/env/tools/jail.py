@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import math
 import os
 import pathlib
 import subprocess
@@ -22,7 +21,7 @@ from typing import Any, Literal
 
 import tunix
 from tunix.rl.env.tools.results import ToolResult
-from tunix.utils import processes
+from tunix.utils import checks, processes
 
 Finish = Literal["ok", "timeout", "memory", "killed", "output_limit", "error"]
 PROTECTIONS = ("calls", "files", "network", "processes", "user")
@@ -75,16 +74,17 @@ class JailSettings:
   workers: int = 0
 
   def __post_init__(self):
-    if not (self.wall_s > 0 and math.isfinite(self.wall_s)):
-      raise ValueError(
-        f"wall_s is {self.wall_s}; expected a positive number of seconds"
-      )
-    sizes = ("cpu_s", "memory_bytes", "processes", "file_bytes", "disk_bytes")
-    for name in (*sizes, "output_bytes"):
-      if getattr(self, name) < 1:
-        raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-    if self.workers < 0:
-      raise ValueError(f"workers is {self.workers}; expected at least 0")
+    checks.fields(
+      self,
+      wall_s=checks.POSITIVE,
+      cpu_s=checks.COUNT,
+      memory_bytes=checks.BYTES,
+      processes=checks.COUNT,
+      file_bytes=checks.BYTES,
+      disk_bytes=checks.BYTES,
+      output_bytes=checks.BYTES,
+      workers=checks.NOT_NEGATIVE,
+    )
     unknown = sorted({*self.require} - {*PROTECTIONS})
     if unknown:
       raise ValueError(f"require has {unknown}; expected names of {PROTECTIONS}")
