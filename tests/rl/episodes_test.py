@@ -1,4 +1,5 @@
 import functools
+import re
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ def learner(env, limits=None, *, algorithm=None, **options):
   options.setdefault("rollout", ROLLOUT)
   return Watched(
     clusters.cluster(**options),
-    clusters.GRPOConfig(num_generations=4, beta=0.0, **(algorithm or {})),
+    clusters.GRPOConfig(**{"num_generations": 4, "beta": 0.0, **(algorithm or {})}),
     env=env,
     episodes=episodes,
   )
@@ -218,3 +219,33 @@ def test_a_player_that_fails_frees_those_who_wait_for_it():
   assert [e.failure is None for e in rollouts.episodes] == [False, False, True, True]
   assert "the player left" in rollouts.episodes[0].failure
   assert "waits for another episode" in rollouts.episodes[1].failure
+
+
+VIOLENT = {
+  "dies": "ended without an answer",
+  "killed": "ended without an answer|reset",
+  "forks": "no answer within",
+  "eats memory": "MemoryError",
+  "hangs": "no answer within",
+  "raises": "the database is away",
+}
+
+
+def test_processes_of_environments_are_killed_and_their_episodes_fail():
+  limits = {"isolation": "process", "timeout_s": 15, "memory_bytes": 1 << 30}
+  algorithm = {"num_generations": 2}
+  ours = learner(toy_envs.Violent, limits, algorithm=algorithm)
+  how = [*VIOLENT, "none"]
+  batch = prompt_batch({"prompts": ["3"] * len(how), "how": how})
+  rollouts = ours._rollouts(batch)
+  for number, name in enumerate(how):
+    for episode in rollouts.episodes[2 * number : 2 * number + 2]:
+      if name == "none":
+        assert episode.failure is None and len(episode.turns) == 3
+      else:
+        assert re.search(VIOLENT[name], episode.failure), (name, episode.failure)
+  ours.close()
+  with pytest.raises(TypeError, match="cannot be sent to a process"):
+    learner(lambda prompt: None, {"isolation": "process"})
+  with pytest.raises(ValueError, match="only a process has a limit"):
+    EpisodeConfig(memory_bytes=100)

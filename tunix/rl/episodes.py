@@ -22,6 +22,7 @@ from tunix.rl.env.adapters.trl import TRLEnvironment
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.env.env import EnvError, EnvGroup
 from tunix.rl.env.episode import Episode, Row
+from tunix.rl.env.processes import EnvProcesses
 from tunix.rl.env.runner import Runner
 from tunix.rl.metrics import Mean
 from tunix.rl.pipeline import PROMPTS, PromptBatch
@@ -111,6 +112,10 @@ class Episodes:
       )
     self._cluster, self._make = cluster, make
     self.config = EpisodeConfig() if config is None else config
+    self._processes = None
+    if self.config.isolation == "process":
+      limits = {n: getattr(self.config, n) for n in ("timeout_s", "memory_bytes")}
+      self._processes = EnvProcesses(functools.partial(one, make), **limits)
     self._waited_s = 0.0
 
   def check_columns(self, columns: Iterable[str]) -> None:
@@ -137,7 +142,10 @@ class Episodes:
     for row in batch.rows():
       values = {"prompt": row.pop(PROMPTS), **row}
       arguments(self._make, values)  # a missing column is no fault of an environment
-      makers.append(functools.partial(group_of, self._make, values, group))
+      made = functools.partial(one, self._make, values)
+      if self._processes is not None:
+        made = functools.partial(self._processes.environment, values=values)
+      makers.append(functools.partial(group_of, made, group))
     runner = Runner(
       cluster.tokenizer,
       self.config,
@@ -154,6 +162,11 @@ class Episodes:
     return rollouts_of(
       episodes, batch, widths, group, self.config.max_rows, bucketed=bucketed
     )
+
+  def close(self) -> None:
+    """Ends the processes of environments."""
+    if self._processes is not None:
+      self._processes.close()
 
   def take_waited(self) -> float:
     """Returns the seconds since the last call in which only environments worked."""
@@ -177,34 +190,38 @@ class Copies(EnvGroup):
     return [self._first, *(self._make() for _ in range(self._count - 1))]
 
 
-def group_of(make: MakeEnv, values: dict[str, Any], count: int) -> Any:
+def group_of(make: Callable[[], Any], count: int) -> Any:
   """Returns the environments of a prompt: a group that `make` made, or one of copies.
 
   Args:
-    make: the user's function.
-    values: prompt and columns of a row of the data.
+    make: makes an environment or a group of them, see `one`.
     count: completions of the prompt.
+  """
+  first = make()
+  return first if hasattr(first, "make_envs") else Copies(make, first, count)
+
+
+def one(make: MakeEnv, values: dict[str, Any]) -> Any:
+  """Calls the user's function for a row of the data.
+
+  Args:
+    make: the function.
+    values: prompt and columns of the row.
 
   Raises:
     EnvError: it made no environment.
   """
-
-  def one() -> Any:
-    made = make(**arguments(make, values))
-    if hasattr(made, "make_envs"):
-      return made
-    if hasattr(made, "initial_observation") and hasattr(made, "step"):
-      return made
-    if hasattr(made, "reset") and not hasattr(made, "step"):
-      columns = {name: x for name, x in values.items() if name != "prompt"}
-      return TRLEnvironment(made, values["prompt"], columns)
-    raise EnvError(
-      f"env returned a {type(made).__name__}; expected an environment with "
-      "initial_observation and step, a group with make_envs, or one of TRL with reset"
-    )
-
-  first = one()
-  return first if hasattr(first, "make_envs") else Copies(one, first, count)
+  made = make(**arguments(make, values))
+  is_env = hasattr(made, "initial_observation") and hasattr(made, "step")
+  if is_env or hasattr(made, "make_envs"):
+    return made
+  if hasattr(made, "reset") and not hasattr(made, "step"):
+    columns = {name: x for name, x in values.items() if name != "prompt"}
+    return TRLEnvironment(made, values["prompt"], columns)
+  raise EnvError(
+    f"env returned a {type(made).__name__}; expected an environment with "
+    "initial_observation and step, a group with make_envs, or one of TRL with reset"
+  )
 
 
 def arguments(make: MakeEnv, values: dict[str, Any]) -> dict[str, Any]:

@@ -254,7 +254,9 @@ class Experience:
     }
 
   def close(self) -> None:
-    """Ends the reward workers."""
+    """Ends the reward workers, and the processes of environments."""
+    if self._episodes is not None:
+      self._episodes.close()
     if self._rewards is not None:
       self._rewards.close()
 

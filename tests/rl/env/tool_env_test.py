@@ -13,7 +13,7 @@ from tunix.rl.env.env import Action
 from tunix.rl.env.policy import Drawn
 from tunix.rl.env.runner import Runner
 from tunix.rl.env.tool_env import ToolEnv
-from tunix.rl.episodes import group_of
+from tunix.rl.episodes import group_of, one
 
 
 class Script:
@@ -53,7 +53,7 @@ def run(make, texts, count=1, **values):
     tokenizer, EpisodeConfig(), max_prompt_length=900, max_action_tokens=200
   )
   policy = Script(tokenizer, texts)
-  maker = lambda: group_of(make, values, count)
+  maker = lambda: group_of(lambda: one(make, values), count)
   return runner.run([maker], count, policy), policy
 
 
@@ -110,6 +110,9 @@ def test_functions_as_tools_and_a_reward_of_the_conversation():
 class Line:
   """A Gymnasium environment: walk from 0 to 3."""
 
+  def close(self):
+    self.closed = True
+
   def reset(self, *, seed=None):
     self.place = 0
     return self.place, {"seed": seed}
@@ -120,11 +123,12 @@ class Line:
 
 
 def test_gymnasium():
-  make = lambda: GymEnvironment(Line(), int, lambda o: f"at {o}", penalty=-1.0)
+  line = Line()
+  make = lambda: GymEnvironment(line, int, lambda o: f"at {o}", penalty=-1.0)
   (episode,), policy = run(make, ["2", "left", "1"], prompt="unused")
   assert [turn.reward for turn in episode.turns] == [0.0, -1.0, 1.0]
   assert "at 0" in policy.prompts[0] and "at 2" in policy.prompts[1]
-  assert "invalid literal" in policy.prompts[2]
+  assert "invalid literal" in policy.prompts[2] and line.closed
 
 
 class Client:

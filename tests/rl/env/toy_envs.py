@@ -1,5 +1,8 @@
 """Environments on words that are numbers, for the tests of episodes."""
 
+import os
+import signal
+import subprocess
 import time
 
 from tunix.rl.env.env import StepResult
@@ -166,3 +169,20 @@ class Game:
         fails = self._fails and game == 0 and seat == 0
         envs.append(Seat(table, seat, said, fails=fails))
     return envs
+
+
+class Violent(Hostile):
+  """Harms its process in its second answer."""
+
+  def step(self, action):
+    if self._count == 1:
+      if self._how == "dies":
+        os._exit(7)
+      if self._how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+      if self._how == "forks":
+        subprocess.Popen(["sleep", "3600"])
+        time.sleep(3600)
+      if self._how == "eats memory":
+        self._eaten = bytearray(8 << 30)
+    return super().step(action)

@@ -9,6 +9,12 @@ from tunix.rl.env.conversation import History
 from tunix.utils import checks
 from tunix.utils.setting import setting
 
+_CHOICES = {
+  "history": ("split", "keep"),
+  "order": ("turns", "arrival"),
+  "isolation": ("thread", "process"),
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpisodeConfig:
@@ -31,6 +37,12 @@ class EpisodeConfig:
       as soon as its environment answers. It is faster where environments are slow.
       Log-probabilities may then differ in their last bits from one run to the next, and
       with another rollout engine than our own the tokens, too.
+    isolation: "thread": environments run in this process, and a call that hangs keeps
+      its thread. "process": each runs in a process of its own, which is killed with its
+      children if it does not answer; `env` must then be defined in a module, and make
+      one environment at a time.
+    memory_bytes: address space in bytes that such a process may use in addition to what
+      it uses after loading `env`. null: no limit.
     timeout_s: most seconds of one call of an environment. The episode fails after it.
     workers: calls of environments that run at the same time.
   """
@@ -41,6 +53,8 @@ class EpisodeConfig:
   max_rows: int = 4
   history: History = "split"
   order: Literal["turns", "arrival"] = "turns"
+  isolation: Literal["thread", "process"] = setting("thread", may_change=True)
+  memory_bytes: int | None = setting(None, may_change=True)
   timeout_s: float = setting(60.0, may_change=True)
   workers: int = setting(64, may_change=True)
 
@@ -51,6 +65,7 @@ class EpisodeConfig:
       max_tokens=checks.COUNT,
       max_observation_tokens=checks.COUNT,
       max_rows=checks.COUNT,
+      memory_bytes=checks.BYTES,
       timeout_s=checks.POSITIVE,
       workers=checks.COUNT,
     )

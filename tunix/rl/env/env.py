@@ -82,7 +82,8 @@ class Env(Protocol):
   """An environment of one episode; both methods may be `async`.
 
   An environment of messages may have an attribute `tool_schemas`: JSON schemas of tools
-  that the chat template shows and whose calls `Action.message` holds.
+  that the chat template shows and whose calls `Action.message` holds. A method `close`
+  is called at the end of the episode, also after a failure.
   """
 
   def initial_observation(self) -> Any:

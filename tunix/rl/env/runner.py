@@ -141,6 +141,7 @@ class _Batch:
       "step": self._after_step,
       "group": self._after_group,
       "cleanup": self._after_cleanup,
+      "close": self._after_close,
     }
 
   def run(self) -> list[Episode]:
@@ -301,6 +302,9 @@ class _Batch:
     episode.environment = live.env
     if live.conversation is not None:
       episode.messages = live.conversation.messages
+    close = getattr(live.env, "close", None)
+    if close is not None:
+      self._calls.start(("close", live.number), close)
     live.env = None
     group.open -= 1
     if not group.open and group.builder is not None:
@@ -324,6 +328,10 @@ class _Batch:
         episode.finish_reason = "failed"
         episode.failure = f"compute_group_rewards: {error}"
     self._calls.start(("cleanup", number), _cleanup, group.builder)
+
+  def _after_close(self, number: int, result: Any) -> None:
+    if isinstance(result, EnvError):
+      self._lives[number].episode.metrics["close_failed"] = 1.0
 
   def _after_cleanup(self, number: int, result: Any) -> None:
     group = self._groups[number]

@@ -57,3 +57,7 @@ class GymEnvironment:
       next_observation=self._to_text(observation),
       metrics={"no_action": 0.0},
     )
+
+  def close(self) -> None:
+    """Closes the environment."""
+    self._environment.close()

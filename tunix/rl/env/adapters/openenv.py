@@ -44,6 +44,10 @@ class OpenEnvEnvironment:
       next_observation=self._to_text(result.observation),
     )
 
+  async def close(self) -> None:
+    """Closes the connection."""
+    await _awaited(self._client.close())
+
 
 async def _awaited(value: Any) -> Any:
   return await value if inspect.isawaitable(value) else value
