@@ -89,6 +89,8 @@ class Rollouts:
     completion_ids, completion_mask: int32 and bool [B, R], padded on the right.
     rollout_logps: float32 [B, R] log-probabilities that the engine reported, 0 on
       padding.
+    versions: int32 [B, R], optimizer updates of the weights that drew each token, 0 on
+      padding; None if the current weights drew all of them.
     group_size: G.
     rewards: rewards of the B rows by function; empty before they are computed.
     scores: float64 [P, G], the rewards that the algorithm learns from: totals, plus
@@ -103,6 +105,7 @@ class Rollouts:
   completion_ids: np.ndarray
   completion_mask: np.ndarray
   rollout_logps: np.ndarray
+  versions: np.ndarray | None = None
   group_size: int = 1
   rewards: RewardOutput = dataclasses.field(default_factory=RewardOutput)
   scores: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 1)))
@@ -152,7 +155,7 @@ class Rollouts:
     """Returns the given groups, in that order."""
     groups = np.asarray(groups, int)
     rows = (groups[:, None] * self.group_size + np.arange(self.group_size)).ravel()
-    arrays = {name: getattr(self, name)[rows] for name in _ROW_ARRAYS}
+    arrays = {name: x[rows] for name, x in self._row_arrays().items()}
     return dataclasses.replace(
       self,
       batch=self.batch.take(groups),
@@ -163,8 +166,12 @@ class Rollouts:
       **arrays,
     )
 
+  def _row_arrays(self) -> dict[str, np.ndarray]:
+    arrays = {name: getattr(self, name) for name in _ROW_ARRAYS}
+    return {name: x for name, x in arrays.items() if x is not None}
 
-_ROW_ARRAYS = (*TOKEN_ARRAYS, "rollout_logps")
+
+_ROW_ARRAYS = (*TOKEN_ARRAYS, "rollout_logps", "versions")
 
 
 # The containers that models score: both have TOKEN_ARRAYS and a group size.
@@ -174,7 +181,8 @@ Rows = Rollouts | TrainExample
 def joined(parts: Sequence[Rollouts]) -> Rollouts:
   """Concatenates batches of rollouts, padded to the longest of them."""
   arrays = {
-    name: _stacked([getattr(p, name) for p in parts], name) for name in _ROW_ARRAYS
+    name: _stacked([part._row_arrays()[name] for part in parts], name)
+    for name in parts[0]._row_arrays()
   }
   first, others = parts[0], parts[1:]
   return dataclasses.replace(
@@ -222,6 +230,9 @@ def rollouts_of(
   rows = len(out.tokens)
   prompt_ids, prompt_mask = batching.left_padded(out.prompt_tokens, rows, width, 0)
   lengths = np.array([len(row) for row in out.tokens])
+  stamps = out.versions
+  if stamps is not None:
+    stamps = batching.right_padded(stamps, space, np.int32)
   return Rollouts(
     batch=batch,
     text=out.text,
@@ -232,6 +243,7 @@ def rollouts_of(
     # The mask comes from the lengths, because the padding id 0 can also be a token.
     completion_mask=np.arange(space) < lengths[:, None],
     rollout_logps=batching.right_padded(out.logprobs, space, np.float32),
+    versions=stamps,
     group_size=group_size,
   )
 

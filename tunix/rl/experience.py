@@ -161,6 +161,10 @@ class Experience:
     mask = rollouts.completion_mask & rollouts.valid.reshape(-1, 1)
     if config.mask_truncated:
       mask &= ~rollouts.truncated[:, None]
+    if rollouts.versions is not None:
+      # The updates that follow begin with these weights.
+      step = self._cluster.actor_trainer.train_steps
+      self.measured.append(metrics.staleness(rollouts.versions, mask, step))
     with self.phases("scoring"):
       ref = self._ref_logps(rollouts) if config.beta and config.kl_in_loss else None
       if old is None and policy_moves:
