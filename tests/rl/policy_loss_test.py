@@ -321,27 +321,14 @@ def test_stale_rollouts_are_corrected_unless_a_user_says_otherwise():
 # A run.
 
 
-def stamped(learner, age):
-  """Marks the rollouts of a learner as drawn by weights `age` updates ago."""
-  engine = learner.rl_cluster.rollout
-  generate = engine.generate
-
-  def old(*args, **options):
-    out = generate(*args, **options).with_versions()
-    first = [np.maximum(row - age, 0) for row in out.versions]
-    return dataclasses.replace(out, versions=first)
-
-  engine.generate = old
-  return learner
-
-
 def test_a_run_shows_staleness_and_weights_however_it_is_cut():
   def run(**training):
     rule = RolloutCorrection(kind="dppo-tv", threshold=1e-6)
     learner = clusters.grpo(
       {"rollout_correction": rule, "num_iterations": 2}, **training
     )
-    stamped(learner, 1).train(clusters.prompts(2))
+    clusters.stamped(learner.rl_cluster, 1)
+    learner.train(clusters.prompts(2))
     learner.close()
     return {name: np.array(line.values) for name, line in learner.history.items()}
 

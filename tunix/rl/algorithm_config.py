@@ -44,9 +44,9 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutCorrection:
-  """The correction for tokens that the trainer's policy did not draw itself.
+  """The correction for tokens that were not drawn by the policy that is updated.
 
-  Older weights drew them, or an engine whose numbers differ from the trainer's.
+  They were drawn by older weights, or by an engine whose log-probabilities differ.
 
   Attributes:
     kind: a weight on the loss of `loss_algo`: "decoupled" (the ratio v of the policy
@@ -160,10 +160,9 @@ class AlgorithmConfig:
     advantage_estimator: a name in `ops.advantages.ADVANTAGES`, or a function of rewards
       [P, G] and `where` [P, G].
     entropy_coef: weight of the entropy bonus; None or 0 does not compute the entropy.
-    rollout_correction: correction for tokens that older weights drew, or an engine
-      whose log-probabilities differ from the trainer's. None is none for rollouts of
-      the current policy, and `safe_correction` for stale ones; the kind "off" is none
-      for both.
+    rollout_correction: correction for tokens that were drawn by older weights, or by an
+      engine whose log-probabilities differ from the trainer's. None corrects only
+      stale rollouts, with `safe_correction`; the kind "off" corrects nothing.
     mask_truncated: if True, completions that reached their token limit are left out of
       the loss.
     shared_prompt: if True, the prompt of a group is computed once for all its

@@ -67,15 +67,15 @@ METRICS = (
   Metric(
     "staleness/mean",
     "updates",
-    "optimizer updates between the weights that drew a token and those before the "
-    "update that trains on it, mean over the trained tokens",
+    "mean age of the trained tokens: optimizer updates between the weights that drew "
+    "a token and the weights that the update starts from",
     "train",
     _STAMPED,
   ),
   Metric(
     "staleness/max",
     "updates",
-    "the same of the oldest trained token",
+    "largest age of a trained token",
     "train",
     _STAMPED,
   ),

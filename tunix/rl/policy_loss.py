@@ -19,7 +19,7 @@ Aux = dict[str, WeightedSum]
 # Means over tokens that `derived` turns into the effective sample size.
 _WEIGHT, _SQUARE = "rollout_correction/weight", "rollout_correction/mean_square"
 _SIZE = "rollout_correction/effective_sample_size"
-_CORRECTED = "if `algorithm.rollout_correction` is set"
+_CORRECTED = "if `algorithm.rollout_correction` is set and not off"
 METRICS = (
   Metric(
     "pg_clipfrac", "share", "tokens whose ratio was clipped", "train", known_as=SAME
