@@ -190,6 +190,13 @@ def test_the_weights_of_whole_completions_are_exact_without_bounds(toy):
   close(got, -toy.gradient(toy.expected_reward), 1e-7)
 
 
+def test_a_single_update_with_truncated_weights_is_cispo():
+  truncated, cispo = config("truncate", high=1.5), config("cispo", high=1.5)
+  arrays = {"old": LOGPS, "advantages": -GOOD}
+  close(gradient(truncated, **arrays), gradient(cispo, **arrays))
+  assert np.abs(gradient(cispo, **arrays)).max() == 3.0  # the bound times A
+
+
 # Limits, padding, metrics.
 
 
