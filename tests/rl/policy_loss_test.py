@@ -333,7 +333,7 @@ def test_stale_rollouts_are_corrected_unless_a_user_says_otherwise():
 
 def test_a_run_shows_staleness_and_weights_however_it_is_cut():
   def run(**training):
-    rule = RolloutCorrection(kind="dppo-tv", threshold=1e-6)
+    rule = RolloutCorrection(kind="dppo-tv", threshold=1e-5)
     learner = clusters.grpo(
       {"rollout_correction": rule, "num_iterations": 2}, **training
     )

@@ -119,4 +119,5 @@ def effective_sample_size(mean: jax.Array, mean_of_squares: jax.Array) -> jax.Ar
   variance of a weighted mean (Kish 1965): 1 if all weights are equal, 1 / n if only one
   is not 0, and 0 if all are 0.
   """
-  return safe_divide(jnp.square(mean), mean_of_squares)
+  # The square of a mean is at most the mean of squares; rounding can exceed it.
+  return jnp.minimum(safe_divide(jnp.square(mean), mean_of_squares), 1.0)
