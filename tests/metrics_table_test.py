@@ -143,7 +143,9 @@ def ppo(**options: Any) -> None:
     cluster_config=config,
     perf_config=PerfMetricsConfig(custom_export_fn=export),
   )
-  learner = PPOLearner(cluster, PPOConfig(beta=0.1), clusters.even)
+  clusters.stamped(cluster, 1)
+  algorithm = PPOConfig(beta=0.1, rollout_correction=RolloutCorrection(kind="mask"))
+  learner = PPOLearner(cluster, algorithm, clusters.even)
   learner.train(clusters.prompts(1), clusters.prompts(1, seed=1))
   learner.close()
 
@@ -176,7 +178,9 @@ RL = [
   *(f"{STEP} actor/", "tunix.rl.policy_loss.METRICS actor/"),
 ]
 TOKENS = {"perplexity", "trained_tokens", "tokens_per_sec", "tflops_per_sec"}
-PARITY = {"actor/parity/abs_diff", "actor/parity/ratio"}
+PARITY = {f"actor/parity/{name}" for name in ("abs_diff", "ratio", "kl")}
+CORRECTION = "actor/rollout_correction/"
+WEIGHTS = {f"{CORRECTION}weight", f"{CORRECTION}effective_sample_size"}
 TRACE = {"perf/<phase>_sec", "perf/busy/<role>_sec"}
 ODDS = {"sft_loss", "or_loss", "odds_ratio"}
 JOBS = {
@@ -210,7 +214,7 @@ JOBS = {
     | PARITY
     | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
     | {"groups/all_equal", "dynamic_sampling/refills", "pass@<k>"}
-    | {"actor/kl", "actor/entropy", "actor/rollout_correction/weight"},
+    | {"actor/kl", "actor/entropy", f"{CORRECTION}truncated", *WEIGHTS},
   ),
   "episodes": job(
     episodes,
@@ -225,6 +229,7 @@ JOBS = {
     *(*RL, f"{STEP} critic/", "tunix.rl.policy_loss.CRITIC_METRICS critic/"),
     *("tunix.rl.experience.METRICS", "tunix.perf.export.STEP_METRICS"),
     conditional=PARITY
+    | {"staleness/mean", "staleness/max", f"{CORRECTION}masked", *WEIGHTS}
     | {"rewards/kl", "perf/global_step_time", "perf/weight_sync_time"}
     | {"perf/rollout_idle_time", "perf/sum/<phase>_time", "perf/mean/<phase>_time"},
   ),

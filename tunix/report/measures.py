@@ -45,6 +45,7 @@ _SECTIONS: dict[str, Sequence[str]] = {
     r"[^/]*clipfrac",
     r"parity/.*",
     r"rollout_correction/.*",
+    r"staleness/.*",
     r"vpred_mean",
     r"log_probs/.*",
   ),

@@ -99,6 +99,8 @@ class Rollouts:
     completion_ids, completion_mask: int32 and bool [B, R], padded on the right.
     rollout_logps: float32 [B, R] log-probabilities that the engine reported, 0 on
       padding.
+    versions: int32 [B, R], optimizer updates of the weights that drew each token, 0 on
+      padding; None if the current weights drew all of them.
     group_size: G.
     episodes: the P * G episodes; empty if completions were drawn without environments.
     episode_rows: K.
@@ -118,6 +120,7 @@ class Rollouts:
   completion_ids: np.ndarray
   completion_mask: np.ndarray
   rollout_logps: np.ndarray
+  versions: np.ndarray | None = None
   group_size: int = 1
   episodes: list[Episode] = dataclasses.field(default_factory=list)
   episode_rows: int = 1
@@ -222,7 +225,7 @@ def _members(groups: np.ndarray, size: int) -> np.ndarray:
   return (groups[:, None] * size + np.arange(size)).ravel()
 
 
-_ROW_ARRAYS = (*TOKEN_ARRAYS, "rollout_logps", "turn_rewards")
+_ROW_ARRAYS = (*TOKEN_ARRAYS, "rollout_logps", "turn_rewards", "versions")
 # Finish reasons of completions and episodes that a limit has cut.
 _CUT = ("length", "turns", "tokens", "observation")
 
@@ -307,6 +310,9 @@ def rollouts_of(
   rows = len(out.tokens)
   prompt_ids, prompt_mask = batching.left_padded(out.prompt_tokens, rows, width, 0)
   lengths = np.array([len(row) for row in out.tokens])
+  stamps = out.versions
+  if stamps is not None:
+    stamps = batching.right_padded(stamps, space, np.int32)
   return Rollouts(
     batch=batch,
     text=out.text,
@@ -317,6 +323,7 @@ def rollouts_of(
     # The mask comes from the lengths, because the padding id 0 can also be a token.
     completion_mask=np.arange(space) < lengths[:, None],
     rollout_logps=batching.right_padded(out.logprobs, space, np.float32),
+    versions=stamps,
     group_size=group_size,
   )
 

@@ -193,6 +193,10 @@ class Experience:
     mask = rollouts.completion_mask & self.counted(rollouts)[:, None]
     if advantages.ndim == 1:
       advantages = rollouts.by_row(advantages)
+    if rollouts.versions is not None:
+      # The updates that follow begin with these weights.
+      step = self._cluster.actor_trainer.train_steps
+      self.measured.append(metrics.staleness(rollouts.versions, mask, step))
     with self.phases("scoring"):
       ref = self._ref_logps(rollouts) if config.beta and config.kl_in_loss else None
       if old is None and policy_moves:

@@ -69,9 +69,11 @@ class EpisodeConfig:
       timeout_s=checks.POSITIVE,
       workers=checks.COUNT,
     )
-    for name, known in (
-      ("history", ("split", "keep")),
-      ("order", ("turns", "arrival")),
-    ):
+    for name, known in _CHOICES.items():
       if (value := getattr(self, name)) not in known:
         raise ValueError(f"{name} is {value!r}, expected one of {', '.join(known)}")
+    if self.memory_bytes is not None and self.isolation != "process":
+      raise ValueError(
+        f"memory_bytes is {self.memory_bytes} and isolation {self.isolation!r}; only a "
+        'process has a limit of its own. Set isolation="process", or leave it out'
+      )

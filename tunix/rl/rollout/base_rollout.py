@@ -104,6 +104,8 @@ class RolloutOutput:
     logprobs: B float32 arrays, in nats, under the distribution that was sampled from.
     finish_reasons: B of "eos", "stop", "length".
     version: version of the weights that sampled, from `update_params`.
+    versions: B int32 arrays, the optimizer updates of the weights that drew each token,
+      for an engine that changes its weights while it samples; or None.
   """
 
   text: list[str]
@@ -112,13 +114,22 @@ class RolloutOutput:
   logprobs: list[np.ndarray]
   finish_reasons: list[str]
   version: Any = None
+  versions: list[np.ndarray] | None = None
 
   def joined(self, others: Iterable[RolloutOutput]) -> RolloutOutput:
     """Returns these rows and then those of `others`, all of the same version."""
-    names = [f.name for f in dataclasses.fields(self) if f.name != "version"]
+    names = {f.name for f in dataclasses.fields(self)} - {"version"}
+    if self.versions is None:
+      names.remove("versions")
     every = [self, *others]
     rows = {name: [x for out in every for x in getattr(out, name)] for name in names}
     return RolloutOutput(**rows, version=self.version)
+
+  def with_versions(self) -> RolloutOutput:
+    """Returns the output with the step of `version` as the version of every token."""
+    step = self.version.step
+    stamps = [np.full(len(row), step, np.int32) for row in self.tokens]
+    return dataclasses.replace(self, versions=stamps)
 
   @property
   def left_padded_prompt_tokens(self) -> np.ndarray:
