@@ -232,7 +232,7 @@ VIOLENT = {
 
 
 def test_processes_of_environments_are_killed_and_their_episodes_fail():
-  limits = {"isolation": "process", "timeout_s": 6, "memory_bytes": 1 << 30}
+  limits = {"isolation": "process", "timeout_s": 3, "memory_bytes": 1 << 30}
   algorithm = {"num_generations": 2}
   ours = learner(toy_envs.Violent, limits, algorithm=algorithm)
   how = [*VIOLENT, "none"]

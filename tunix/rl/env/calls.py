@@ -34,6 +34,7 @@ class _Call:
   Attributes:
     id: given by the caller.
     function: the call.
+    extra_s: seconds that it may take in addition.
     deadline: monotonic time at which it fails.
     future: of its coroutine, if it is one.
     waits: it waits for another episode, see `waiting`.
@@ -41,6 +42,7 @@ class _Call:
 
   id: Id
   function: Callable[[], Any]
+  extra_s: float = 0.0
   deadline: float = 0.0
   future: Any = None
   waits: bool = False
@@ -110,12 +112,21 @@ class Calls:
       self._running.remove(call)
       if call.future is not None:
         call.future.cancel()
-      self._running.add(failed := _Call(call.id, call.function, math.inf))
+      self._running.add(failed := _Call(call.id, call.function, deadline=math.inf))
       self._done.put((failed, EnvError(error)))
 
-  def start(self, id: Id, function: Callable[..., Any], *args: Any) -> None:
-    """Starts a call as soon as there is room; `take` returns its result under `id`."""
-    self._queued.append(_Call(id, functools.partial(function, *args)))
+  def start(
+    self, id: Id, function: Callable[..., Any], *args: Any, extra_s: float = 0.0
+  ) -> None:
+    """Starts a call as soon as there is room; `take` returns its result under `id`.
+
+    Args:
+      id: kind of the call, and a number.
+      function: the function, plain or async.
+      *args: its arguments.
+      extra_s: seconds that it may take in addition to `timeout_s`.
+    """
+    self._queued.append(_Call(id, functools.partial(function, *args), extra_s))
     self._fill()
 
   def take(self, timeout: float) -> list[tuple[Id, Any]]:
@@ -164,7 +175,7 @@ class Calls:
   def _fill(self) -> None:
     while self._queued and sum(not c.waits for c in self._running) < self._workers:
       call = self._queued.popleft()
-      call.deadline = time.monotonic() + self._timeout_s
+      call.deadline = time.monotonic() + self._timeout_s + call.extra_s
       self._running.add(call)
       # A daemon, so that one that hangs does not keep the process from ending.
       threading.Thread(

@@ -19,14 +19,16 @@ import numpy as np
 
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.env import env as env_lib
-from tunix.rl.env.calls import Calls
+from tunix.rl.env.calls import Calls, Id
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.env.conversation import Conversation
 from tunix.rl.env.env import EnvError
 from tunix.rl.env.episode import Episode, Turn
 from tunix.rl.env.policy import Draw, Drawn, Policy
+from tunix.rl.reward_pool import START_TIMEOUT_S
 
 MakeGroup = Callable[[], Any]  # returns an EnvGroup
+_GRACE_S = 5.0  # in which a process that misses its deadline is killed
 _WAIT_S = 0.2  # of one look at the environments, while nothing is drawn
 
 
@@ -148,7 +150,10 @@ class _Batch:
     self._runner.waited_s = 0.0
     for group in self._groups:
       group.open = self._size
-      self._calls.start(("make", group.number), _made, group.make)
+      # Processes of environments start in this call.
+      starts = START_TIMEOUT_S if self._config.isolation == "process" else 0.0
+      id = ("make", group.number)
+      self._calls.start(id, _made, group.make, extra_s=starts)
     while self._calls.open or self._policy.open or self._ready:
       self._draw()
       for drawn in self._policy.poll() if self._policy.open else ():
@@ -199,7 +204,12 @@ class _Batch:
       versions=drawn.versions,
     )
     live.episode.turns.append(turn)
-    self._calls.start(("step", live.number), live.env.step, action)
+    self._call(("step", live.number), live.env.step, action)
+
+  def _call(self, id: Id, method: Callable[..., Any], *args: Any) -> None:
+    """Calls an environment. Its process, if it has one, has the same deadline."""
+    own = _GRACE_S if self._config.isolation == "process" else 0.0
+    self._calls.start(id, method, *args, extra_s=own)
 
   # What becomes of the answer of each kind of call.
 
@@ -229,7 +239,7 @@ class _Batch:
       live.conversation = Conversation(
         self._runner._tokenizer, tools, self._config.history
       )
-      self._calls.start(("first", live.number), env.initial_observation)
+      self._call(("first", live.number), env.initial_observation)
 
   def _misfit(self, envs: Any) -> str | None:
     """Describes what is wrong with the result of `make_envs`, or returns None."""
