@@ -541,6 +541,6 @@ def test_many_requests_leave_nothing_behind(make):
     check_empty(engine)
     gc.collect()
     counts.append(sum(isinstance(x, Sequence) for x in gc.get_objects()))
-    pool = engine._scheduler.pool
+    [pool] = engine._scheduler.pages.pools
     assert len(pool._digests) == len(pool._pages) == pool.kept <= pool.size
   assert max(counts) <= 1

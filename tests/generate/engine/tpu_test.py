@@ -52,7 +52,7 @@ def compile_for(name, axes, gather):
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
     none = [None] * SLOTS
     pages = dataclasses.replace(
-      keeper.store, table=shape(np.zeros((SLOTS, 256), np.int32))
+      keeper.store, tables=(shape(np.zeros((SLOTS, 256), np.int32)),)
     )
     carry = Round(
       jax.tree.map(shape, arrays.slots_of(none, Plan(), SIZES)),

@@ -126,8 +126,8 @@ class Device:
     """Tokens of a row; 0 if attention reads pages."""
     return 0 if self._keeper is None else self._keeper.width
 
-  def write(self, written: Iterable[tuple[int, int, int]]) -> None:
-    """Writes parts of rows to pages: (slot, page of the row, page number) each."""
+  def write(self, written: Iterable[tuple[int, ...]]) -> None:
+    """Writes parts of rows to pages, see `RowKeeper.write`."""
     assert self._keeper is not None
     self._keeper.write(written)
 
