@@ -216,7 +216,11 @@ def first_seen(position, window):
 
 
 class HostEngine(engine_lib.Engine):
-  """An engine whose launches cost nothing, and that checks itself after each."""
+  """An engine whose launches cost nothing, and that checks itself after each.
+
+  Attributes:
+    most_held: most pages that a decoding completion held, of each group of layers.
+  """
 
   def __init__(self, model, monkeypatch, **sizes):
     monkeypatch.setattr(engine_lib, "Device", HostDevice)
@@ -225,17 +229,33 @@ class HostEngine(engine_lib.Engine):
       "max_top_logprobs": 2,
     }  # fmt: skip
     super().__init__(model, Letters(), EngineConfig(**{**defaults, **sizes}))
+    self.most_held = [0] * len(self._device.windows)
+    self._decoded = set()
 
   def step(self):
     went = super().step()
     self.check()
     return went
 
+  def check_number(self, s):
+    """A completion that decodes holds a number of pages that its window decides."""
+    c, was_decoding = self.config, s in self._decoded
+    self._decoded.add(s)  # it may hold pages of the launch that prefilled it
+    for group, window in enumerate(self._device.windows):
+      held = len(list(filter(None, s.pages[group])))
+      if was_decoding:
+        self.most_held[group] = max(held, self.most_held[group])
+      if window is not None and was_decoding:
+        tokens = window + c.launch_tokens(c.rounds)
+        assert held <= (tokens - 2) // c.page_tokens + 2
+
   def check(self):
     """Every page is counted, and holds the tokens of the rows that hold it."""
     self.audit()
     device, size = self._device, self.config.page_tokens
     for s in self._scheduler.active():
+      if s.is_decoding:
+        self.check_number(s)
       most = s.computed // size * size  # the rest is in the row only
       for window, stored, numbers in zip(device.windows, device.pages, s.pages):
         held = [x for page in numbers for x in stored[page]]

@@ -159,7 +159,8 @@ class PageGroups:
     """Names the full pages of places of a completion by its digests."""
     for place in places:
       for pool, page in zip(self.pools, s.pages_at(place)):
-        pool.name(page, s.digests[place + 1])
+        if page != TRASH:  # a follower lacks those that its leader gave up
+          pool.name(page, s.digests[place + 1])
 
   def drop(self, s: Sequence) -> None:
     """Takes all pages of a completion."""
