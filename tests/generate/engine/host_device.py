@@ -48,7 +48,11 @@ def next_token(prefix, key, row, allowed=None):
 
 
 class HostDevice:
-  """Stands in for `device.Device`."""
+  """Stands in for `device.Device`.
+
+  Attributes:
+    most_held: most pages that a decoding completion held, of each group of layers.
+  """
 
   def __init__(self, model, config, gather_weights):
     del gather_weights
@@ -57,6 +61,7 @@ class HostDevice:
     self.rng = np.random.default_rng(0)
     self.fails = False
     self.seen_rounds, self.wanted = 0, 2**30
+    self.most_held = [0] * len(self.windows)
     self.release()
 
   def set_model(self, model):
@@ -84,9 +89,7 @@ class HostDevice:
     self.load(plan)
     for s in filter(None, running):
       assert running[s.slot] is s
-      for pages in s.pages:
-        held = list(filter(None, pages))
-        assert len(held) == len(set(held))
+      self.check_pages(s)
       self.check_row(s, s.computed)
     width = c.rounds * (1 + c.draft_tokens)
     out = self.out(width)
@@ -146,6 +149,18 @@ class HostDevice:
 
   def entry(self, tokens):
     return self.version, np.asarray(tokens, np.int32).tobytes()
+
+  def check_pages(self, s):
+    """No page is held twice, and no more of them than a window and a launch need."""
+    c = self.config
+    for group, (window, pages) in enumerate(zip(self.windows, s.pages)):
+      held = list(filter(None, pages))
+      assert len(held) == len(set(held))
+      if s.is_decoding:
+        self.most_held[group] = max(len(held), self.most_held[group])
+        if window is not None:
+          tokens = window + c.launch_tokens(c.rounds)
+          assert len(held) <= (tokens - 2) // c.page_tokens + 2
 
   def check_row(self, s, count, known=None):
     """The query after `count` tokens finds those that it sees, in rows and pages."""
@@ -216,11 +231,7 @@ def first_seen(position, window):
 
 
 class HostEngine(engine_lib.Engine):
-  """An engine whose launches cost nothing, and that checks itself after each.
-
-  Attributes:
-    most_held: most pages that a decoding completion held, of each group of layers.
-  """
+  """An engine whose launches cost nothing, and that checks itself after each."""
 
   def __init__(self, model, monkeypatch, **sizes):
     monkeypatch.setattr(engine_lib, "Device", HostDevice)
@@ -229,33 +240,17 @@ class HostEngine(engine_lib.Engine):
       "max_top_logprobs": 2,
     }  # fmt: skip
     super().__init__(model, Letters(), EngineConfig(**{**defaults, **sizes}))
-    self.most_held = [0] * len(self._device.windows)
-    self._decoded = set()
 
   def step(self):
     went = super().step()
     self.check()
     return went
 
-  def check_number(self, s):
-    """A completion that decodes holds a number of pages that its window decides."""
-    c, was_decoding = self.config, s in self._decoded
-    self._decoded.add(s)  # it may hold pages of the launch that prefilled it
-    for group, window in enumerate(self._device.windows):
-      held = len(list(filter(None, s.pages[group])))
-      if was_decoding:
-        self.most_held[group] = max(held, self.most_held[group])
-      if window is not None and was_decoding:
-        tokens = window + c.launch_tokens(c.rounds)
-        assert held <= (tokens - 2) // c.page_tokens + 2
-
   def check(self):
     """Every page is counted, and holds the tokens of the rows that hold it."""
     self.audit()
     device, size = self._device, self.config.page_tokens
     for s in self._scheduler.active():
-      if s.is_decoding:
-        self.check_number(s)
       most = s.computed // size * size  # the rest is in the row only
       for window, stored, numbers in zip(device.windows, device.pages, s.pages):
         held = [x for page in numbers for x in stored[page]]

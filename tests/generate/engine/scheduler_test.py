@@ -110,7 +110,9 @@ CASES = {
   "pages of 5": {"page_tokens": 5, "prefill_tokens": 10, "cache_tokens": 80},
   "wide": {"slots": 8, "rounds": 9, "prefill_tokens": 24, "cache_tokens": 160},
   "window": {"windows": (None, 3)},
-  "two windows, preempts": {"windows": (None, 9, 2), "cache_tokens": 112, "rounds": 1},
+  "two windows, preempts": {
+    "windows": (None, 5, 2), "cache_tokens": 100, "rounds": 1, "slots": 4
+  },
   "windows and drafts": {"windows": (None, 5, 1), "draft_tokens": 1, "rounds": 2},
   "window and pages of 1": {
     "windows": (None, 7), "page_tokens": 1, "prefill_tokens": 3, "cache_tokens": 70
