@@ -13,6 +13,7 @@ log-probs can differ in the last bits, as sums are rounded differently.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import threading
@@ -29,6 +30,7 @@ from tunix.generate.engine import (
   layer_groups,
   pages as pages_lib,
   results,
+  slot_state,
 )
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import Device
@@ -93,8 +95,9 @@ class Engine:
     self.version = 0
     self._model = model
     self._device = Device(model, self.config, gather_weights)
-    windows = layer_groups.windows_of(model.config, self.config)
-    self._scheduler = Scheduler(self.config, windows)
+    sizes = self._checked(self.config)
+    windows = layer_groups.windows_of(model.config, sizes)
+    self._scheduler = Scheduler(sizes, windows)
     is_alone = jax.process_count() == 1
     self._drafts = DraftPolicy(self.config.draft_tokens, measures=is_alone)
     self._orders = itertools.count()
@@ -107,6 +110,17 @@ class Engine:
     self._dead: BaseException | None = None
     # Called after each submission, for a driver that waits for one.
     self.on_submit: Callable[[], None] = lambda: None
+
+  def _checked(self, config: EngineConfig) -> EngineConfig:
+    """Returns the sizes for the scheduler, which shares no prefix of a state."""
+    if not any(slot_state.makers_of(self._model)):
+      return config
+    if config.draft_tokens:
+      raise ValueError(
+        f"draft_tokens is {config.draft_tokens}, expected 0: the model has recurrent "
+        "layers, whose state a wrong draft would change. Set draft_tokens to 0"
+      )
+    return dataclasses.replace(config, prefix_cache=False)
 
   # Requests.
 

@@ -101,6 +101,11 @@ class PageStore:
     layers = tuple(layer.pages for layer in cache.layers)
     return dataclasses.replace(self, layers=layers)
 
+  def forked(self, sources: Any) -> PageStore:
+    """Returns the store itself: the pages of a fork are copied before a launch."""
+    del sources
+    return self
+
   def _ragged(self, table: Any, places: Places) -> Ragged:
     """Returns the rows of a call, with the pages of one group of layers."""
     slots, own = table.shape[0], table.shape[0] * places.width
