@@ -40,6 +40,14 @@ def test_the_groups_of_a_model(model, windows, groups):
   assert layer_groups.groups_of(model, windows) == groups
 
 
+def test_a_window_of_all_tokens_is_none():
+  """Many pages for prefixes are not cut to those of the slots."""
+  model = sliding("s", "f", window=64)
+  config = dataclasses.replace(SIZES, cache_tokens=4096)
+  assert layer_groups.pages_of(config, 64) < config.pages
+  assert layer_groups.windows_of(model, config) == (None,)
+
+
 def test_layers_of_another_model_use_the_narrowest_group_that_is_wide_enough():
   windows = (None, 16, 8, 4)
   assert layer_groups.groups_of(sliding("s", "f", window=6), windows) == (2, 0)

@@ -1,4 +1,4 @@
-"""Pages of groups of layers: shared where all groups have them, and given up in time."""
+"""Pages of groups of layers: shared where all groups have them, given up in time."""
 
 import numpy as np
 import pytest
@@ -103,7 +103,6 @@ def test_a_hit_ends_where_a_window_was_lost(make):
 
 def test_groups_are_forked_and_preempted_together(make):
   sizes = {"slots": 4, "max_tokens": 96, "rounds": 2, "cache_tokens": 128}
-  engine = make((None, 7), **sizes)
   requests = [
     EngineRequest(prompt=np.arange(n, n + 30), max_tokens=60, num_samples=2, seed=n,
                   stop_ids=())

@@ -1,4 +1,4 @@
-"""Layers with a state for each slot: a toy mixer in the engine, and dense runs of it."""
+"""Layers with a state for each slot: a toy mixer in the engine, and its dense runs."""
 
 import functools
 
@@ -108,7 +108,7 @@ def test_tokens_are_those_of_dense_runs(attention):
 
 
 def test_samples_of_a_request_go_on_from_the_state_after_their_prompt():
-  """The leader draws more tokens in the launch that forks: other prompts take longer."""
+  """The leader draws more tokens in the launch that forks, as other prompts go on."""
   prompt, other = np.arange(5, 27), np.arange(1, 60)
   rules = {"temperature": 1.0, "num_samples": 3, "seed": 2}
   group = ask(prompt, 20, **rules)
