@@ -182,6 +182,12 @@ class RLRun(RunSettings):
         "with no reference. Set algorithm.beta, or leave rl.reference out"
       )
 
+    if self.env is not None and (self.data.template_args or self.data.chat is False):
+      raise ValueError(
+        "env is set and data.chat or data.template_args, which have no effect on the "
+        "messages of environments. Leave both out, or set tokenizer.template_args for "
+        "all conversations"
+      )
     if self.env is None and self.episode != EpisodeConfig():
       raise ValueError(
         "episode has limits and env is not set, so there are no episodes. Set env, or "
