@@ -385,8 +385,8 @@ def _example(config: RLRun) -> dict[str, Any]:
 
 
 def _shorter(config: RLRun) -> list[dict[str, Any]]:
-  lengths = batching.bucket_minima(config.rollout.max_prompt_length)
-  return [_prompts(config, length) for length in lengths[:-1]]
+  sizes = config.rollout.max_prompt_length, config.rollout.max_tokens_to_generate
+  return [_prompts(config, length) for length in batching.shorter_prompts(*sizes)]
 
 
 def _prompts(config: RLRun, length: int) -> dict[str, Any]:
