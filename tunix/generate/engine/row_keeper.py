@@ -128,19 +128,20 @@ class RowKeeper:
     """Returns zero keys and values of all layers, split over the mesh by heads."""
     m = self._model
     sizes = first, m.num_kv_heads, m.head_dim, tokens
-    return _zeros(m.num_layers, sizes, jnp.dtype(m.dtype), m.sharding.tp)
+    axes = tuple(axis for axis in (m.sharding.tp, *m.sharding.step) if axis)
+    return _zeros(m.num_layers, sizes, jnp.dtype(m.dtype), axes)
 
 
 # One function for all engines: a new one would be compiled again in every rollout.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _zeros(
-  layers: int, sizes: tuple[int, int, int, int], dtype: Any, axis: str | None
+  layers: int, sizes: tuple[int, int, int, int], dtype: Any, axes: tuple[str, ...]
 ) -> tuple[Any, Any]:
   first, heads, head_dim, tokens = sizes
 
   def zeros(*shape: int) -> tuple[jax.Array, ...]:
     zero = lambda: jnp.zeros((first, heads, *shape), dtype)
-    return tuple(mesh_lib.constrain(zero(), None, axis) for _ in range(layers))
+    return tuple(mesh_lib.constrain(zero(), None, axes) for _ in range(layers))
 
   return zeros(head_dim, tokens), zeros(tokens, head_dim)
 
