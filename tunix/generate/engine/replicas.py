@@ -33,8 +33,8 @@ from tunix.utils import mesh as mesh_lib
 
 T = TypeVar("T")
 
-# Pages of a prompt that are compared. Hashing a page takes about 2 us in the thread that
-# submits, and prompts that agree in so many pages belong to the same replica anyway.
+# Pages of a prompt that are compared. The thread that submits hashes them, and prompts
+# that agree in this number of pages belong to the same replica anyway.
 _MOST_PAGES = 1024
 _SPARE = 1.0  # seconds for threads to return after their own time limit
 
