@@ -35,23 +35,21 @@ serve(driver, settings, on_start=lambda a: print(a, flush=True))
 """
 
 
-def start_host():
-  process = subprocess.Popen(
-    [sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True, cwd=ROOT
-  )
-  return process, process.stdout.readline().strip()
-
-
 @contextlib.contextmanager
 def hosts(count):
   """Yields (process, address) of servers."""
   with contextlib.ExitStack() as stack:
-    started = [start_host() for _ in range(count)]
-    for process, _ in started:
-      stack.callback(process.stdout.close)
-      stack.callback(process.wait, SOON)
-      stack.callback(process.kill)
-    yield started
+    started = []
+    for _ in range(count):
+      started.append(
+        subprocess.Popen(
+          [sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+      )
+      stack.callback(started[-1].stdout.close)
+      stack.callback(started[-1].wait, SOON)
+      stack.callback(started[-1].kill)
+    yield [(process, process.stdout.readline().strip()) for process in started]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from tunix.serve import router
 from tunix.serve.settings import RouteSettings, ServeSettings
 from tunix.utils import optional
 
-# Requests that a server of default settings works on and queues; one router has several.
+# Requests that a server with default settings works on.
 _CONCURRENT = 64
 
 
