@@ -1,7 +1,7 @@
 """Makes the committed models beside this file, with transformers and PEFT.
 
-Run where the `parity` extra is installed: `python tests/golden/make_models.py`. Each
-folder holds a tiny random model in several safetensors files, a PEFT adapter, and
+Run where the `parity` extra is installed: `python tests/golden/make_models.py`, with
+the names of models to make only these. Each folder holds a tiny random model in several safetensors files, a PEFT adapter, and
 `expected.npz` with what transformers and PEFT compute in float32:
 
   tokens, mask [3, 20]       left-padded rows; mask is 1 on valid tokens
@@ -14,6 +14,7 @@ next-token loss over the valid tokens of these rows.
 
 import json
 import pathlib
+import sys
 
 import numpy as np
 import peft
@@ -172,6 +173,21 @@ def olmo2():
   return transformers.Olmo2ForCausalLM(config)
 
 
+def olmo3():
+  """Windows shorter than the rows in three of four layers, YaRN in the fourth."""
+  rope = {"rope_theta": 500.0}
+  yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+  config = transformers.Olmo3Config(
+    **COMMON | {"head_dim": 4, "num_hidden_layers": 4},
+    sliding_window=5,
+    rope_parameters={
+      "full_attention": rope | yarn,
+      "sliding_attention": rope | {"rope_type": "default"},
+    },
+  )
+  return transformers.Olmo3ForCausalLM(config)
+
+
 BUILDERS = (
   llama3p1,
   llama3p2_tied,
@@ -186,6 +202,7 @@ BUILDERS = (
   qwen3_moe_raw,
   mistral,
   olmo2,
+  olmo3,
 )
 
 
@@ -243,8 +260,11 @@ def save_gradients(model, tokens, mask, folder):
   model.save_pretrained(folder)
 
 
-def main():
+def main(names=()):
+  """Makes the models of these names; all if none is given."""
   for seed, build in enumerate(BUILDERS):
+    if names and build.__name__ not in names:
+      continue
     torch.manual_seed(seed)
     folder = HERE / build.__name__
     model = build().eval()
@@ -278,4 +298,4 @@ def main():
 
 
 if __name__ == "__main__":
-  main()
+  main(sys.argv[1:])

@@ -31,6 +31,8 @@ COUNTS = {
   "olmo2_7b": ("allenai/OLMo-2-1124-7B", 7_298_617_344),
   "olmo2_13b": ("allenai/OLMo-2-1124-13B", 13_716_198_400),
   "olmo2_32b": ("allenai/OLMo-2-0325-32B", 32_234_279_936),
+  "olmo3_7b": ("allenai/Olmo-3-1025-7B", 7_298_011_136),
+  "olmo3_32b": ("allenai/Olmo-3-1125-32B", 32_233_522_176),
   "qwen2p5_0p5b": ("Qwen/Qwen2.5-0.5B", 494_032_768),
   "qwen2p5_1p5b": ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
   "qwen2p5_3b": ("Qwen/Qwen2.5-3B", 3_085_938_688),

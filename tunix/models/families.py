@@ -17,6 +17,7 @@ from tunix.models.gemma3 import multimodal_params, params as gemma3
 from tunix.models.llama3 import params as llama3
 from tunix.models.mistral import params as mistral
 from tunix.models.olmo2 import params as olmo2
+from tunix.models.olmo3 import params as olmo3
 from tunix.models.qwen2 import params as qwen2
 from tunix.models.qwen3 import params as qwen3
 from tunix.models.transformer.config import TransformerConfig
@@ -30,6 +31,7 @@ FAMILIES: Mapping[str, Family] = {
     llama3.FAMILY,
     mistral.FAMILY,
     olmo2.FAMILY,
+    olmo3.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
   )

@@ -11,7 +11,7 @@ from flax import nnx
 from tests import toys
 from tests.models import checkpoints
 from tunix.models.automodel import AutoModel
-from tunix.models.transformer import hf_config, rope, sharding
+from tunix.models.transformer import hf_rope, rope, sharding
 from tunix.models.transformer.attention import attend
 from tunix.models.transformer.config import RopeConfig, ShardingRules
 from tunix.models.transformer.layers import RMSNorm
@@ -283,7 +283,7 @@ TRANSFORMERS_FREQUENCIES = {
 @pytest.mark.parametrize("name", TRANSFORMERS_FREQUENCIES)
 def test_scaled_frequencies_have_the_bits_of_transformers(name):
   fields, want = TRANSFORMERS_FREQUENCIES[name]
-  config = hf_config.rope_of(fields, fields["rope_theta"])
+  config = hf_rope.rope_of(fields, fields["rope_theta"])
   got = np.asarray(rope.frequencies(12, config))
   assert got.dtype == np.float32
   np.testing.assert_array_max_ulp(got, np.array(want, np.float32), 1)
