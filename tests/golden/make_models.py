@@ -8,6 +8,9 @@ the names of models to make only these. Each folder holds a tiny random model in
   logits, adapted [3, 20, V] with padding masked and positions counted from the first
                              valid token; padded places are zero
 
+  greedy [3, 12]             tokens that each row's prompt goes on with, each from a pass
+                             over the whole text; only of the families in GREEDY
+
 and `gradients`, a folder like the model's whose tensors are the gradients of the mean
 next-token loss over the valid tokens of these rows.
 """
@@ -188,6 +191,16 @@ def olmo3():
   return transformers.Olmo3ForCausalLM(config)
 
 
+def smollm3():
+  """The second of three layers has no rotary embedding."""
+  config = transformers.SmolLM3Config(
+    **COMMON | {"head_dim": 4, "num_hidden_layers": 3},
+    no_rope_layers=[1, 0, 1],
+    rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+  )
+  return transformers.SmolLM3ForCausalLM(config)
+
+
 BUILDERS = (
   llama3p1,
   llama3p2_tied,
@@ -203,7 +216,12 @@ BUILDERS = (
   mistral,
   olmo2,
   olmo3,
+  smollm3,
 )
+
+
+# The files of the other families are older than this field.
+GREEDY = (olmo3, smollm3)
 
 
 def inputs():
@@ -225,6 +243,19 @@ def logits(model, tokens, mask):
       position_ids=torch.tensor(positions, dtype=torch.long),
     ).logits
   return (out.float().numpy() * mask[..., None]).astype(np.float32)
+
+
+def greedy(model, tokens, mask, steps):
+  """The most likely tokens [B, steps] after each row, without a cache."""
+  out = []
+  for row, keep in zip(tokens, mask.astype(bool)):
+    text = row[keep].tolist()
+    for _ in range(steps):
+      with torch.no_grad():
+        scores = model(input_ids=torch.tensor([text])).logits[0, -1]
+      text.append(int(scores.argmax()))
+    out.append(text[-steps:])
+  return np.array(out, np.int32)
 
 
 def legacy_spelling(folder):
@@ -276,6 +307,9 @@ def main(names=()):
       legacy_spelling(folder)
     tokens, mask = inputs()
     plain = logits(model, tokens, mask)
+    more = {}
+    if build in GREEDY:
+      more["greedy"] = greedy(model, tokens, mask, 12)
     targets = ["q_proj", "v_proj"] + ["down_proj"] * (
       model.config.model_type != "qwen3_moe"
     )
@@ -290,6 +324,7 @@ def main(names=()):
       mask=mask,
       logits=plain,
       adapted=logits(adapted, tokens, mask),
+      **more,
     )
     base = adapted.unload()
     for value in base.parameters():

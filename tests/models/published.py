@@ -51,6 +51,7 @@ COUNTS = {
   "qwen3_14b": ("Qwen/Qwen3-14B", 14_768_307_200),
   "qwen3_32b": ("Qwen/Qwen3-32B", 32_762_123_264),
   "qwen3_30b_a3b": ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+  "smollm3_3b": ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624),
 }
 
 # Other names of the same sizes.

@@ -69,19 +69,19 @@ def _read_llama3(values: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
+def _optional(values: Mapping[str, Any], field: str) -> float | None:
+  return None if values.get(field) is None else number(values, field)
+
+
 def _read_yarn(values: Mapping[str, Any]) -> dict[str, Any]:
-  for field in ("mscale", "mscale_all_dim"):
-    if values.get(field) is not None:
-      raise ValueError(
-        f"rope {field} is {values[field]!r}: YaRN is supported with attention_factor "
-        "only"
-      )
-  has_factor = values.get("attention_factor") is not None
   return {
     "original_max_position": integer(values, "original_max_position_embeddings"),
     "beta_fast": number(values, "beta_fast", 32.0),
     "beta_slow": number(values, "beta_slow", 1.0),
-    "attention_factor": number(values, "attention_factor") if has_factor else None,
+    "attention_factor": _optional(values, "attention_factor"),
+    # transformers takes a 0 of these two for an absent number.
+    "mscale": _optional(values, "mscale") or None,
+    "mscale_all_dim": _optional(values, "mscale_all_dim") or None,
     "truncate": bool(values.get("truncate", True)),
   }
 
@@ -91,6 +91,12 @@ _ROPE_READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
   "llama3": _read_llama3,
   "yarn": _read_yarn,
 }
+
+
+_YARN = (
+  *("beta_fast", "beta_slow", "truncate"),
+  *("attention_factor", "mscale", "mscale_all_dim"),
+)
 
 
 def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
@@ -104,7 +110,7 @@ def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
     scaling["low_freq_factor"] = rope.low_freq_factor
     scaling["high_freq_factor"] = rope.high_freq_factor
   if rope.scaling == "yarn":
-    for field in ("beta_fast", "beta_slow", "truncate", "attention_factor"):
+    for field in _YARN:
       if getattr(rope, field) != getattr(RopeConfig, field):
         scaling[field] = getattr(rope, field)
   return scaling
