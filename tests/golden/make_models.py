@@ -1,14 +1,15 @@
 """Makes the committed models beside this file, with transformers and PEFT.
 
 Run where the `parity` extra is installed: `python tests/golden/make_models.py`, with
-the names of models to make only these. Each folder holds a tiny random model in several safetensors files, a PEFT adapter, and
-`expected.npz` with what transformers and PEFT compute in float32:
+the names of models to make only these. Each folder holds a tiny random model in several
+safetensors files, a PEFT adapter, and `expected.npz` with what transformers and PEFT
+compute in float32:
 
   tokens, mask [3, 20]       left-padded rows; mask is 1 on valid tokens
   logits, adapted [3, 20, V] with padding masked and positions counted from the first
                              valid token; padded places are zero
 
-  greedy [3, 12]             tokens that each row's prompt goes on with, each from a pass
+  greedy [3, 12]             the most likely next tokens of each row, each from a pass
                              over the whole text; only of the families in GREEDY
 
 and `gradients`, a folder like the model's whose tensors are the gradients of the mean
@@ -201,6 +202,15 @@ def smollm3():
   return transformers.SmolLM3ForCausalLM(config)
 
 
+def ministral3():
+  """Queries are scaled by their position from the ninth token on."""
+  rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}
+  rope |= {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
+  rope |= {"mscale": 2.0, "mscale_all_dim": 0.5}
+  config = transformers.Ministral3Config(**COMMON, rope_parameters=rope)
+  return transformers.Ministral3ForCausalLM(config)
+
+
 BUILDERS = (
   llama3p1,
   llama3p2_tied,
@@ -217,11 +227,12 @@ BUILDERS = (
   olmo2,
   olmo3,
   smollm3,
+  ministral3,
 )
 
 
 # The files of the other families are older than this field.
-GREEDY = (olmo3, smollm3)
+GREEDY = (olmo3, smollm3, ministral3)
 
 
 def inputs():

@@ -15,6 +15,7 @@ SIZES = {
 ONE_LAYER, THREE, FIVE = ({"num_hidden_layers": n} for n in (1, 3, 5))
 FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SCALED = YARN | {"rope_theta": 100.0, "llama_4_scaling_beta": 0.5}
 
 # Family -> (class of `transformers` without its ending, three sets of fields).
 FAMILIES = {
@@ -39,6 +40,27 @@ FAMILIES = {
         "attention_bias": True,
         "num_attention_heads": 2,
         "hidden_act": "gelu",
+      },
+    ),
+  ),
+  "ministral3": (
+    "Ministral3",
+    (
+      FIVE | {"head_dim": 6, "rope_parameters": SCALED | {"mscale": 1.0}},
+      THREE
+      | {
+        "head_dim": 4,
+        "sliding_window": 6,
+        "tie_word_embeddings": True,
+        "rope_parameters": SCALED
+        | {"original_max_position_embeddings": 3, "llama_4_scaling_beta": 2.0},
+      },
+      ONE_LAYER
+      | {
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "rope_parameters": SCALED
+        | {"mscale": 3.0, "mscale_all_dim": 1.5, "truncate": False},
       },
     ),
   ),

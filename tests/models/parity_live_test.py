@@ -75,7 +75,9 @@ def test_saved_back_folder(name, tmp_path):
 def test_fresh_model(family, tmp_path):
   config = families.FAMILIES[family].config_class(**SIZES, rope=LINEAR)
   model = widen(AutoModel.from_config(config))
-  save_pretrained(model, tmp_path / "out", hf_fields={"eos_token_id": 5})
+  save_pretrained(
+    model, tmp_path / "out", hf_fields={"eos_token_id": 5, "pad_token_id": 0}
+  )
   theirs = read_back(tmp_path / "out")
   assert theirs.config.eos_token_id == 5
   assert checkpoints.relative(torch_logits(theirs), model(TOKENS)[0]) < TOLERANCE

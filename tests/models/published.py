@@ -24,6 +24,11 @@ COUNTS = {
   "llama3p2_1b": ("meta-llama/Llama-3.2-1B", 1_235_814_400),
   "llama3p2_3b": ("meta-llama/Llama-3.2-3B", 3_212_749_824),
   "llama3p3_70b": ("meta-llama/Llama-3.3-70B-Instruct", 70_553_706_496),
+  # Text models; the pages count the tower of the images too, and name 3.4B, 8.4B and
+  # 13.5B for the text.
+  "ministral3_3b": ("mistralai/Ministral-3-3B-Base-2512", 3_429_006_336),
+  "ministral3_8b": ("mistralai/Ministral-3-8B-Base-2512", 8_489_553_920),
+  "ministral3_14b": ("mistralai/Ministral-3-14B-Base-2512", 13_506_073_600),
   "mistral_7b_v0p1": ("mistralai/Mistral-7B-v0.1", 7_241_732_096),
   "mistral_7b_v0p3": ("mistralai/Mistral-7B-v0.3", 7_248_023_552),
   "mistral_nemo_12b": ("mistralai/Mistral-Nemo-Base-2407", 12_247_782_400),

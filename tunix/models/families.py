@@ -15,6 +15,7 @@ from tunix.models.family import Family as Family, Preset
 from tunix.models.gemma import params as gemma
 from tunix.models.gemma3 import multimodal_params, params as gemma3
 from tunix.models.llama3 import params as llama3
+from tunix.models.ministral3 import params as ministral3
 from tunix.models.mistral import params as mistral
 from tunix.models.olmo2 import params as olmo2
 from tunix.models.olmo3 import params as olmo3
@@ -30,6 +31,7 @@ FAMILIES: Mapping[str, Family] = {
     gemma3.FAMILY,
     multimodal_params.FAMILY,
     llama3.FAMILY,
+    ministral3.FAMILY,
     mistral.FAMILY,
     olmo2.FAMILY,
     olmo3.FAMILY,

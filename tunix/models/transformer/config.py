@@ -41,6 +41,8 @@ REMAT_POLICIES = {
   "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
+_ROPE = RopeConfig()
+
 
 def scans(scan_layers: bool | None, num_layers: int) -> bool:
   """Returns True if a stack of layers runs in `lax.scan`.
@@ -185,8 +187,6 @@ class TransformerConfig:
     embedding_multiplier: factor of the embeddings (Granite); None for no factor.
     qk_norm: RMS norm of queries and keys: None, "head" for each head separately (Qwen
       3, Gemma 3) or "all" for all heads together (OLMo 2).
-    fused: if True, queries, keys and values are one matrix product, and so are gate and
-      up of the MLP, as in checkpoints of Phi-3 and 4.
     qkv_bias, o_bias: if True, the attention's projections have biases.
     moe: a mixture of experts in place of the MLP, or None.
     num_scores: None for a language model. Otherwise the number of scores per position
@@ -216,7 +216,7 @@ class TransformerConfig:
   norm_offset: float = 0.0
   norms: Literal["pre", "post", "both"] = "pre"
   activation: Activation = "silu"
-  rope: RopeConfig = RopeConfig()
+  rope: RopeConfig = _ROPE
   layer_types: tuple[LayerType, ...] | None = None
   sliding_window: int | None = None
   local_rope: RopeConfig | None = None
@@ -229,7 +229,6 @@ class TransformerConfig:
   scale_embeddings: bool = False
   embedding_multiplier: float | None = None
   qk_norm: Literal["head", "all"] | None = None
-  fused: bool = False
   qkv_bias: bool = False
   o_bias: bool = False
   moe: MoEConfig | None = None
@@ -304,11 +303,6 @@ class TransformerConfig:
         f"embedding_multiplier is {self.embedding_multiplier} and scale_embeddings is "
         "True; expected one of the two. Set scale_embeddings=False"
       )
-    if self.fused and (self.moe is not None or self.qk_norm == "all"):
-      raise ValueError(
-        "fused is True, which is supported with a dense MLP and without norms over all "
-        "heads. Set fused=False"
-      )
     ropes = [rope for rope in (self.rope, self.local_rope) if rope is not None]
     for rope in ropes:
       dims = rope.rotated(self.head_dim)
@@ -316,11 +310,6 @@ class TransformerConfig:
         raise ValueError(
           f"rope partial {rope.partial} of head_dim {self.head_dim} rotates {dims} "
           "dimensions; expected an even number, the same for all layers. Change partial"
-        )
-      if rope.scaling == "longrope" and len(rope.short_factors) * 2 != dims:
-        raise ValueError(
-          f"rope short_factors has {len(rope.short_factors)} numbers; expected "
-          f"{dims // 2}, one per rotated pair. Correct config.json"
         )
 
   @property

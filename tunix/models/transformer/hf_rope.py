@@ -48,21 +48,27 @@ def rope_of(values: Mapping[str, Any], theta: float) -> RopeConfig:
       f"partial_rotary_factor is {values['partial_rotary_factor']!r}, supported is "
       "only 1"
     )
+  common: dict[str, Any] = {"theta": theta}
+  if values.get("llama_4_scaling_beta"):  # 0 means no factor
+    common["query_beta"] = number(values, "llama_4_scaling_beta")
+    common["original_max_position"] = integer(
+      values, "original_max_position_embeddings"
+    )
   kind = values.get("rope_type", values.get("type")) or "default"
   if kind == "default":
-    return RopeConfig(theta=theta)
+    return RopeConfig(**common)
   if kind not in _ROPE_READERS:
     raise ValueError(
       f"rope_type {kind!r} is not supported: it must be 'default' or one of "
       f"{sorted(_ROPE_READERS)}"
     )
   fields = _ROPE_READERS[kind](values)
-  factor = number(values, "factor")
-  return RopeConfig(theta=theta, scaling=kind, factor=factor, **fields)
+  return RopeConfig(scaling=kind, **common | fields)
 
 
 def _read_llama3(values: Mapping[str, Any]) -> dict[str, Any]:
   return {
+    "factor": number(values, "factor"),
     "low_freq_factor": number(values, "low_freq_factor"),
     "high_freq_factor": number(values, "high_freq_factor"),
     "original_max_position": integer(values, "original_max_position_embeddings"),
@@ -76,6 +82,7 @@ def _optional(values: Mapping[str, Any], field: str) -> float | None:
 def _read_yarn(values: Mapping[str, Any]) -> dict[str, Any]:
   return {
     "original_max_position": integer(values, "original_max_position_embeddings"),
+    "factor": number(values, "factor"),
     "beta_fast": number(values, "beta_fast", 32.0),
     "beta_slow": number(values, "beta_slow", 1.0),
     "attention_factor": _optional(values, "attention_factor"),
@@ -87,7 +94,7 @@ def _read_yarn(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _ROPE_READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-  "linear": lambda values: {},
+  "linear": lambda values: {"factor": number(values, "factor")},
   "llama3": _read_llama3,
   "yarn": _read_yarn,
 }
@@ -102,6 +109,9 @@ _YARN = (
 def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
   """Returns the fields of rotary scaling, without the base of the frequencies."""
   scaling: dict[str, Any] = {"rope_type": rope.scaling or "default"}
+  if rope.query_beta is not None:
+    scaling["llama_4_scaling_beta"] = rope.query_beta
+    scaling["original_max_position_embeddings"] = rope.original_max_position
   if rope.scaling is not None:
     scaling["factor"] = rope.factor
   if rope.scaling in ("llama3", "yarn"):

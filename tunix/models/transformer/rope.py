@@ -22,8 +22,6 @@ def frequencies(head_dim: int, config: RopeConfig) -> Float[Array, " H/2"]:
     exceeds original_max_position / low_freq_factor are divided by `factor`. Those whose
     wavelength is below original_max_position / high_freq_factor are kept. Between them
     the two are blended linearly in original_max_position / wavelength.
-  - "longrope" divides each frequency by its number (Ding et al. 2024,
-    arXiv:2402.13753).
   - "yarn" blends the two linearly in the number of the dimension (Peng et al. 2023,
     arXiv:2309.00071, section 3.2).
 
@@ -42,9 +40,6 @@ def frequencies(head_dim: int, config: RopeConfig) -> Float[Array, " H/2"]:
   factor = np.float32(config.factor)
   if config.scaling == "linear":
     return jnp.asarray(1 / waves / factor)
-  if config.scaling == "longrope":
-    chosen = config.long_factors if config.uses_long_factors else config.short_factors
-    return jnp.asarray(1 / (np.asarray(chosen, np.float32) * waves))
   if config.scaling == "yarn":
     keep = _yarn_keep(head_dim, config)
     return jnp.asarray(1 / (factor * waves) * (1 - keep) + 1 / waves * keep)
@@ -89,17 +84,11 @@ def _yarn_keep(head_dim: int, config: RopeConfig) -> np.ndarray:
 
 
 def length_factor(config: RopeConfig) -> float:
-  """Returns the factor of queries and keys; 1 except for "yarn" and "longrope"."""
-  if config.scaling not in ("yarn", "longrope"):
+  """Returns the factor of queries and keys; 1 except for "yarn"."""
+  if config.scaling != "yarn":
     return 1.0
   if config.attention_factor is not None:
     return config.attention_factor
-  if config.scaling == "longrope":
-    if config.factor <= 1:
-      return 1.0
-    return math.sqrt(
-      1 + math.log(config.factor) / math.log(config.original_max_position)
-    )
   grown = lambda m: 0.1 * m * math.log(config.factor) + 1.0
   if config.mscale is None or config.mscale_all_dim is None:
     return grown(1.0)

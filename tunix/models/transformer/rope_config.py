@@ -17,29 +17,22 @@ class RopeConfig:
     scaling: None for no scaling; "linear" divides all frequencies by `factor`; "llama3"
       (Llama 3.1) divides low frequencies, keeps high ones and blends between them;
       "yarn" blends by the number of turns within the original context, and scales
-      queries and keys too (arXiv:2309.00071); "longrope" divides each frequency by a
-      number of its own, and scales queries and keys too (arXiv:2402.13753).
+      queries and keys too (arXiv:2309.00071).
     factor: ratio of the new context length to the original one.
     low_freq_factor: "llama3" divides frequencies whose wavelength exceeds
       original_max_position / low_freq_factor.
     high_freq_factor: "llama3" keeps frequencies whose wavelength is below
       original_max_position / high_freq_factor.
     original_max_position: context length before scaling in tokens, for "llama3",
-      "yarn" and "longrope".
+      "yarn" and `query_beta`.
     beta_fast: "yarn" keeps frequencies with more turns than this.
     beta_slow: "yarn" divides frequencies with fewer turns than this.
-    attention_factor: "yarn" and "longrope" multiply queries and keys by this. None
-      means 0.1 ln(factor) + 1 for "yarn", see also `mscale`, and
-      sqrt(1 + ln(factor) / ln(original_max_position)) for "longrope".
+    attention_factor: "yarn" multiplies queries and keys by this. None means
+      0.1 ln(factor) + 1, or see `mscale`.
     mscale, mscale_all_dim: two numbers m and n of "yarn", or None. If both are given,
       the default of `attention_factor` is
       (0.1 m ln(factor) + 1) / (0.1 n ln(factor) + 1).
     truncate: if True, "yarn" rounds the ends of its ramp to whole dimensions.
-    short_factors, long_factors: divisors of the frequencies for "longrope", one per
-      rotated pair. The long ones serve texts beyond the original context.
-    uses_long_factors: if True, "longrope" divides by the long factors in all texts, and
-      otherwise by the short ones. One model uses one of the two, so that a token's
-      numbers depend neither on later tokens nor on other rows.
     partial: share of the dimensions of a head that are rotated, the first ones.
     query_beta: a number b; queries are multiplied by
       1 + b ln(1 + floor(position / original_max_position)) (Llama 4, Ministral 3). None
@@ -47,7 +40,7 @@ class RopeConfig:
   """
 
   theta: float = 10_000.0
-  scaling: Literal["linear", "llama3", "yarn", "longrope"] | None = None
+  scaling: Literal["linear", "llama3", "yarn"] | None = None
   factor: float = 1.0
   low_freq_factor: float = 1.0
   high_freq_factor: float = 4.0
@@ -58,17 +51,14 @@ class RopeConfig:
   mscale: float | None = None
   mscale_all_dim: float | None = None
   truncate: bool = True
-  short_factors: tuple[float, ...] = ()
-  long_factors: tuple[float, ...] = ()
-  uses_long_factors: bool = False
   partial: float = 1.0
   query_beta: float | None = None
 
   def __post_init__(self):
-    if self.scaling not in (None, "linear", "llama3", "yarn", "longrope"):
+    if self.scaling not in (None, "linear", "llama3", "yarn"):
       raise ValueError(
-        f"rope scaling {self.scaling!r} is not supported: use None, 'linear', "
-        "'llama3', 'yarn' or 'longrope'"
+        f"rope scaling {self.scaling!r} is not supported: use None, 'linear', 'llama3' "
+        "or 'yarn'"
       )
     checks.fields(
       self,
@@ -83,22 +73,13 @@ class RopeConfig:
       mscale=checks.POSITIVE,
       mscale_all_dim=checks.POSITIVE,
       partial=checks.POSITIVE,
-      query_beta=checks.NOT_NEGATIVE,
+      query_beta=checks.POSITIVE,
     )
     if self.partial > 1:
       raise ValueError(
-        f"rope partial is {self.partial}; expected at most 1. Give the rotated share of "
-        "a head's dimensions"
+        f"rope partial is {self.partial}; expected at most 1. Give the rotated share "
+        "of a head's dimensions"
       )
-    counts = len(self.short_factors), len(self.long_factors)
-    if (self.scaling == "longrope") != bool(counts[0]) or counts[0] != counts[1]:
-      raise ValueError(
-        f"rope short_factors and long_factors have {counts} numbers and scaling is "
-        f"{self.scaling!r}; expected one number per rotated pair in both for "
-        "'longrope', and none otherwise"
-      )
-    if min(self.short_factors + self.long_factors, default=1.0) <= 0:
-      raise ValueError("rope short_factors and long_factors must all be above 0")
     if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
       raise ValueError(
         f"rope high_freq_factor {self.high_freq_factor} must exceed low_freq_factor "
