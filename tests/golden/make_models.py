@@ -211,6 +211,18 @@ def ministral3():
   return transformers.Ministral3ForCausalLM(config)
 
 
+def granite():
+  """All four multipliers."""
+  config = transformers.GraniteConfig(
+    **COMMON | {"head_dim": 4, "tie_word_embeddings": True},
+    embedding_multiplier=1.5,
+    attention_multiplier=0.3,
+    residual_multiplier=0.7,
+    logits_scaling=3.0,
+  )
+  return transformers.GraniteForCausalLM(config)
+
+
 BUILDERS = (
   llama3p1,
   llama3p2_tied,
@@ -228,11 +240,12 @@ BUILDERS = (
   olmo3,
   smollm3,
   ministral3,
+  granite,
 )
 
 
 # The files of the other families are older than this field.
-GREEDY = (olmo3, smollm3, ministral3)
+GREEDY = (olmo3, smollm3, ministral3, granite)
 
 
 def inputs():

@@ -43,6 +43,25 @@ FAMILIES = {
       },
     ),
   ),
+  "granite": (
+    "Granite",
+    (
+      FIVE | {"residual_multiplier": 0.3, "logits_scaling": 0.5},
+      THREE
+      | {
+        "attention_bias": True,
+        "attention_multiplier": 0.8,
+        "embedding_multiplier": 12.0,
+        "num_key_value_heads": 1,
+      },
+      ONE_LAYER
+      | {
+        "tie_word_embeddings": True,
+        "logits_scaling": 7.0,
+        "rope_parameters": YARN | {"rope_theta": 100.0},
+      },
+    ),
+  ),
   "ministral3": (
     "Ministral3",
     (

@@ -14,6 +14,7 @@ from typing import Any
 from tunix.models.family import Family as Family, Preset
 from tunix.models.gemma import params as gemma
 from tunix.models.gemma3 import multimodal_params, params as gemma3
+from tunix.models.granite import params as granite
 from tunix.models.llama3 import params as llama3
 from tunix.models.ministral3 import params as ministral3
 from tunix.models.mistral import params as mistral
@@ -30,6 +31,7 @@ FAMILIES: Mapping[str, Family] = {
     gemma.FAMILY,
     gemma3.FAMILY,
     multimodal_params.FAMILY,
+    granite.FAMILY,
     llama3.FAMILY,
     ministral3.FAMILY,
     mistral.FAMILY,
