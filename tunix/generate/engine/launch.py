@@ -89,6 +89,8 @@ def mixed(
     hidden, store = _run(model, bank, store, tokens, places)
     first = here.draws >= 0
     picked = jnp.where(first, batch + here.draws, jnp.arange(batch))
+    # A follower draws after its leader's token, and goes on from its leader's state.
+    store = store.forked(jnp.where(first, places.slots[picked], jnp.arange(batch)))
     logits = _logits(model, hidden[picked])
     chosen = choice.choose(logits, rules, slots.index, allowed, tops)
     was_active = slots.active

@@ -25,7 +25,8 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   full, local = hf_rope.read_by_kind(hf, theta, _THETA)
   plain = _DEFAULTS | {key: hf[key] for key in hf if not key.startswith("rope_")}
   fields = hf_config.decoder_fields(plain, sliding=lambda i: (i + 1) % 4 != 0)
-  return ModelConfig(**fields | {"rope": full, "local_rope": local})
+  fields["rope"], fields["local_rope"] = full, local
+  return ModelConfig(**fields)
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
