@@ -105,7 +105,7 @@ def test_adapter_and_merged_model(name, stacked, tmp_path):
   adapted = widen(lora.apply(model, config), nnx.LoRAParam)
   logits = adapted(TOKENS)[0]
 
-  save_pretrained(adapted, tmp_path / "merged")
+  save_pretrained(adapted, tmp_path / "merged", source=source)
   merged = read_back(tmp_path / "merged")
   assert checkpoints.relative(torch_logits(merged), logits) < TOLERANCE
 
