@@ -5,6 +5,9 @@ runs rounds that also prefill blocks of prompts; `decode` runs rounds that only 
 until every slot is done. Both append what they draw to `Out`, which the host reads once
 per launch. No shape depends on the load.
 
+While a constrained completion runs, a launch is one round in two programs: `forward`
+computes the logits, and `draw` draws with the masks that the host computes meanwhile.
+
 With drafts, a slot runs its last token and D proposed ones at once. Each position draws
 its token with the key of that position, as it would without drafts, and the drawn
 tokens count up to the first that differs from its draft. Tokens are therefore the same
@@ -44,7 +47,6 @@ def mixed(
   bank: Bank | None,
   blocks: Blocks,
   rounds: Leaf,
-  allowed: Leaf | None,
 ) -> tuple[Round, PromptOut]:
   """Runs `rounds` rounds, each with the blocks of its number.
 
@@ -55,59 +57,19 @@ def mixed(
     bank: the loaded adapters, and the number of each slot's; None: there are none.
     blocks: the blocks.
     rounds: int32 scalar, at most R.
-    allowed: see `choice.choose`.
   """
-  size = blocks.tokens.shape[1] * blocks.tokens.shape[2]
   tops = carry.out.top_ids.shape[2]
-  scores = PromptOut(
-    jnp.zeros((blocks.tokens.shape[0], size), jnp.float32),
-    jnp.zeros((blocks.tokens.shape[0], size, tops), jnp.int32),
-    jnp.zeros((blocks.tokens.shape[0], size, tops), jnp.float32),
-  )
+  shape = blocks.tokens.shape[0], blocks.tokens.shape[1] * blocks.tokens.shape[2]
+  scores = _no_scores(shape, tops)
 
   def body(loop):
     number, carry, scores = loop
     slots, store, out = carry
-    here = jax.tree.map(lambda x: x[number] if x.ndim else x, blocks)
-    batch, offsets = slots.last.shape[0], jnp.arange(here.tokens.shape[1])
-    tokens = jnp.concatenate([slots.last, here.tokens.reshape(-1)])
-    places = Places(
-      jnp.concatenate(
-        [
-          jnp.where(slots.active, jnp.arange(batch), batch),
-          jnp.where(offsets < here.counts[:, None], here.slots[:, None], batch).reshape(
-            -1
-          ),
-        ]
-      ),
-      jnp.concatenate([slots.position, (here.starts[:, None] + offsets).reshape(-1)]),
-      here.slots,
-      1,
-      here.tokens.shape[1],
-    )
+    here = _round_of(blocks, number)
     model = nnx.merge(graph, state)
-    hidden, store = _run(model, bank, store, tokens, places)
-    first = here.draws >= 0
-    picked = jnp.where(first, batch + here.draws, jnp.arange(batch))
-    logits = _logits(model, hidden[picked])
-    chosen = choice.choose(logits, rules, slots.index, allowed, tops)
-    was_active = slots.active
-    slots = dataclasses.replace(
-      slots,
-      active=was_active | first,
-      position=jnp.where(first, here.ends - 1, slots.position),
-    )
-    slots, out = _emit(slots, out, chosen)
-    slots = dataclasses.replace(slots, active=slots.active & ~slots.holds)
-    if "prompts" in rules.uses:
-      targets = here.targets.reshape(-1)
-      one = jax.lax.cond(
-        blocks.scores,
-        lambda: _prompt_scores(model, hidden[batch:], targets, tops),
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), scores),
-      )
-      scores = jax.tree.map(lambda x, y: x.at[number].set(y), scores, one)
-    out = dataclasses.replace(out, rounds=out.rounds + 1)
+    store, logits, one = _forward(model, bank, slots, store, here, rules, tops)
+    slots, out = _draw(slots, out, rules, logits, here, None)
+    scores = jax.tree.map(lambda x, y: x.at[number].set(y), scores, one)
     return number + 1, Round(slots, store, out), scores
 
   with jax.named_scope("mixed"):
@@ -117,7 +79,64 @@ def mixed(
   return _replicated(carry), jax.tree.map(mesh_lib.constrain, scores)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=3)
+def forward(
+  graph: Any,
+  state: Any,
+  slots: Slots,
+  store: Any,
+  rules: Rules,
+  bank: Bank | None,
+  blocks: Blocks,
+  tops: int,
+) -> tuple[Any, jax.Array, PromptOut]:
+  """Runs the first half of one round: everything that no constraint can change.
+
+  The host computes the masks of constraints while this program runs, and then calls
+  `draw`.
+
+  Args:
+    graph, state, rules, bank: see `mixed`.
+    slots: the slots.
+    store: the cache; donated.
+    blocks: the blocks; those of the first round are run. There may be none (N = 0).
+    tops: number of most likely tokens of scored prompts.
+
+  Returns:
+    The cache, the logits [B, V] of each slot, and the scores [1, N * Q] of prompts.
+  """
+  model = nnx.merge(graph, state)
+  with jax.named_scope("forward"):
+    here = _round_of(blocks, 0)
+    store, logits, one = _forward(model, bank, slots, store, here, rules, tops)
+  scores = jax.tree.map(lambda x: mesh_lib.constrain(x[None]), one)
+  return store, logits, scores
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def draw(
+  slots: Slots,
+  out: Out,
+  rules: Rules,
+  logits: jax.Array,
+  blocks: Blocks,
+  allowed: Leaf,
+) -> tuple[Slots, Out]:
+  """Runs the second half of one round: draws the tokens.
+
+  Args:
+    slots, blocks: those of `forward`.
+    out: the results; donated.
+    rules: choice of the tokens.
+    logits: float32 [B, V], from `forward`.
+    allowed: see `choice.choose`.
+  """
+  with jax.named_scope("draw"):
+    carry = _draw(slots, out, rules, logits, _round_of(blocks, 0), allowed)
+  return jax.tree.map(mesh_lib.constrain, carry)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
 def decode(
   graph: Any,
   state: Any,
@@ -125,13 +144,12 @@ def decode(
   rules: Rules,
   bank: Bank | None,
   until: Leaf,
-  allowed: Leaf | None,
   draft_tokens: int = 0,
 ) -> Round:
   """Runs rounds until every slot is done.
 
   Args:
-    graph, state, rules, bank, allowed: see `mixed`.
+    graph, state, rules, bank: see `mixed`.
     carry: slots, cache and results; donated.
     until: int32 [2]: number of rounds of the launch, and number of slots that are free
       or done at which the host wants to look.
@@ -160,8 +178,7 @@ def decode(
       _logits(model, hidden),
       choice.repeated(rules, width),
       index.reshape(-1),
-      allowed,
-      out.top_ids.shape[2],
+      tops=out.top_ids.shape[2],
     )
     counts = started = slots.active
     for i in range(width):
@@ -194,6 +211,77 @@ def decode(
 
   with jax.named_scope("decode"):
     return _replicated(jax.lax.while_loop(continues, body, carry))
+
+
+def _round_of(blocks: Blocks, number: Leaf) -> Blocks:
+  """Returns the blocks of one round, without the axis R."""
+  return jax.tree.map(lambda x: jnp.asarray(x)[number] if x.ndim else x, blocks)
+
+
+def _forward(
+  model: Any,
+  bank: Bank | None,
+  slots: Slots,
+  store: Any,
+  here: Blocks,
+  rules: Rules,
+  tops: int,
+) -> tuple[Any, jax.Array, PromptOut]:
+  """Returns the store, the logits [B, V] of each slot, and the scores of prompts."""
+  batch, offsets = slots.last.shape[0], jnp.arange(here.tokens.shape[1])
+  is_run = offsets < here.counts[:, None]
+  block_slots = jnp.where(is_run, here.slots[:, None], batch)
+  own_slots = jnp.where(slots.active, jnp.arange(batch), batch)
+  block_positions = here.starts[:, None] + offsets
+  places = Places(
+    jnp.concatenate([own_slots, block_slots.reshape(-1)]),
+    jnp.concatenate([slots.position, block_positions.reshape(-1)]),
+    here.slots,
+    1,
+    here.tokens.shape[1],
+  )
+  tokens = jnp.concatenate([slots.last, here.tokens.reshape(-1)])
+  hidden, store = _run(model, bank, store, tokens, places)
+  own = jnp.arange(batch)
+  logits = _logits(model, hidden[jnp.where(here.draws >= 0, batch + here.draws, own)])
+  targets = here.targets.reshape(-1)
+  scores = _no_scores(targets.shape, tops)
+  if "prompts" in rules.uses and targets.size:
+    scores = jax.lax.cond(
+      here.scores,
+      lambda: _prompt_scores(model, hidden[batch:], targets, tops),
+      lambda: scores,
+    )
+  return store, logits, scores
+
+
+def _draw(
+  slots: Slots,
+  out: Out,
+  rules: Rules,
+  logits: jax.Array,
+  here: Blocks,
+  allowed: Leaf | None,
+) -> tuple[Slots, Out]:
+  """Draws the token of each slot that decodes, or whose prompt the round has ended."""
+  chosen = choice.choose(logits, rules, slots.index, allowed, out.top_ids.shape[2])
+  first = here.draws >= 0
+  slots = dataclasses.replace(
+    slots,
+    active=slots.active | first,
+    position=jnp.where(first, here.ends - 1, slots.position),
+  )
+  slots, out = _emit(slots, out, chosen)
+  slots = dataclasses.replace(slots, active=slots.active & ~slots.holds)
+  return slots, dataclasses.replace(out, rounds=out.rounds + 1)
+
+
+def _no_scores(shape: tuple[int, ...], tops: int) -> PromptOut:
+  return PromptOut(
+    jnp.zeros(shape, jnp.float32),
+    jnp.zeros((*shape, tops), jnp.int32),
+    jnp.zeros((*shape, tops), jnp.float32),
+  )
 
 
 def _run(
