@@ -41,7 +41,7 @@ def take(s: Sequence, out: Out, version: int) -> tuple[int, str | None]:
     if stop is not None:  # what was drawn after it does not count
       count, reason = prompt + stop - s.length, "stop"
     if reason != "eos":
-      matching.accept(s, drawn[:count])
+      matching.accept(s, np.asarray(drawn[:count]))
   except RequestError as error:  # it concerns this completion only
     s.failure = error
   s.length += count
