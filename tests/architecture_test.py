@@ -67,6 +67,7 @@ HEAVY = {
   "torch": set(),
   "tokenizers": {"generate/tokenizer_loading.py", "examples/quickstart/task.py"},
   "jsonschema": {"rl/json_schema.py"},
+  "bm25s": set(),  # by utils.optional, see rl/env/tools/search_tool.py
   "llguidance": {"generate/engine/grammar.py"},
   "shtab": {"cli/commands/completion.py"},
   "filelock": {"cli/run/lock.py", "cli/build/data_sources.py"},

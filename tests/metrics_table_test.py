@@ -18,6 +18,7 @@ import pytest
 from tests import metrics_table, toys
 from tests.distillation import trainers as distillation
 from tests.rl import clusters
+from tests.rl.env import toy_envs
 from tests.sft import trainers
 from tests.sft.dpo import preferences
 from tunix.distillation.strategies import (
@@ -120,6 +121,16 @@ def dapo(**options: Any) -> None:
   learner.close()
 
 
+def episodes(**options: Any) -> None:
+  learner = clusters.GRPOLearner(
+    clusters.cluster(**options),
+    clusters.GRPOConfig(num_generations=4, beta=0.0, eval_num_generations=2),
+    env=toy_envs.Echo,
+  )
+  learner.train(clusters.prompts(1), clusters.prompts(1, seed=1))
+  learner.close()
+
+
 def ppo(**options: Any) -> None:
   actor: Any = clusters.model()
   config = clusters.config(critic_optimizer=optax.adam(1e-3), **options)
@@ -132,7 +143,9 @@ def ppo(**options: Any) -> None:
     cluster_config=config,
     perf_config=PerfMetricsConfig(custom_export_fn=export),
   )
-  learner = PPOLearner(cluster, PPOConfig(beta=0.1), clusters.even)
+  clusters.stamped(cluster, 1)
+  algorithm = PPOConfig(beta=0.1, rollout_correction=RolloutCorrection(kind="mask"))
+  learner = PPOLearner(cluster, algorithm, clusters.even)
   learner.train(clusters.prompts(1), clusters.prompts(1, seed=1))
   learner.close()
 
@@ -165,7 +178,9 @@ RL = [
   *(f"{STEP} actor/", "tunix.rl.policy_loss.METRICS actor/"),
 ]
 TOKENS = {"perplexity", "trained_tokens", "tokens_per_sec", "tflops_per_sec"}
-PARITY = {"actor/parity/abs_diff", "actor/parity/ratio"}
+PARITY = {f"actor/parity/{name}" for name in ("abs_diff", "ratio", "kl")}
+CORRECTION = "actor/rollout_correction/"
+WEIGHTS = {f"{CORRECTION}weight", f"{CORRECTION}effective_sample_size"}
 TRACE = {"perf/<phase>_sec", "perf/busy/<role>_sec"}
 ODDS = {"sft_loss", "or_loss", "odds_ratio"}
 JOBS = {
@@ -199,13 +214,22 @@ JOBS = {
     | PARITY
     | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
     | {"groups/all_equal", "dynamic_sampling/refills", "pass@<k>"}
-    | {"actor/kl", "actor/entropy", "actor/rollout_correction/weight"},
+    | {"actor/kl", "actor/entropy", f"{CORRECTION}truncated", *WEIGHTS},
+  ),
+  "episodes": job(
+    episodes,
+    *(*RL, "tunix.rl.episodes.METRICS"),
+    conditional=PARITY
+    | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
+    | {"groups/all_equal"}
+    | {metric.name for metric in metrics_table.declared("tunix.rl.episodes")},
   ),
   "ppo": job(
     ppo,
     *(*RL, f"{STEP} critic/", "tunix.rl.policy_loss.CRITIC_METRICS critic/"),
     *("tunix.rl.experience.METRICS", "tunix.perf.export.STEP_METRICS"),
     conditional=PARITY
+    | {"staleness/mean", "staleness/max", f"{CORRECTION}masked", *WEIGHTS}
     | {"rewards/kl", "perf/global_step_time", "perf/weight_sync_time"}
     | {"perf/rollout_idle_time", "perf/sum/<phase>_time", "perf/mean/<phase>_time"},
   ),

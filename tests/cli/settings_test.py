@@ -136,6 +136,8 @@ def test_every_key_of_every_job_reaches_its_dataclass():
     values = {"job": job} | NEEDS.get(dotted, {}) | {dotted: value}
     if chosen is not None:
       values["algorithm.name"] = chosen
+    if dotted.startswith("episode."):
+      values |= {"env": "pkg.mod:make", "episode.isolation": "process", dotted: value}
     if dotted.startswith("lora.") and dotted != "lora.rank":
       values["lora.rank"] = 2
     config = config_lib.from_layers([("here", layer(values))])

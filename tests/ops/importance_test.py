@@ -43,7 +43,25 @@ def test_levels_by_hand():
   close(none, [[0, 0, 0], [1, 1, 0]])
 
 
-@pytest.mark.parametrize("fn", [importance.truncated, importance.masked])
+def test_unbounded_by_hand():
+  close(importance.unbounded(LOGPS, ROLLOUT, MASK), [[0.5, 3, 0], [4, 0.25, 0]])
+  product = importance.unbounded(LOGPS, ROLLOUT, MASK, level="sequence-product")
+  close(product, [[1.5, 1.5, 0], [1, 1, 0]])
+
+
+def test_effective_sample_size_by_hand():
+  # (0.5 + 3 + 4 + 0.25)^2 / (4 (0.25 + 9 + 16 + 0.0625)) = 60.0625 / 101.25
+  weights = np.array([0.5, 3, 4, 0.25])
+  size = lambda w: importance.effective_sample_size(w.mean(), (w**2).mean())
+  close(size(weights), 60.0625 / 101.25)
+  close(size(np.full(4, 0.7)), 1)
+  close(size(np.array([0, 0, 0, 2.0])), 1 / 4)
+  close(size(np.zeros(4)), 0)
+
+
+@pytest.mark.parametrize(
+  "fn", [importance.unbounded, importance.truncated, importance.masked]
+)
 def test_weights_are_constants(fn):
   clean = jnp.where(MASK != 0, LOGPS, 0.0)
   gradient = jax.grad(lambda x: fn(x, ROLLOUT, MASK).sum())(clean)

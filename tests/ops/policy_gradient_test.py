@@ -9,6 +9,7 @@ from tunix.ops.policy_gradient import (
   LEVELS,
   cispo_loss,
   clipped_loss,
+  dppo_loss,
   log_ratio,
   reinforce_loss,
   value_loss,
@@ -256,6 +257,69 @@ def test_cispo_by_hand():
 def test_cispo_has_no_gradient_through_its_weight():
   fn = lambda x: cispo_loss(x, LOGPS, jnp.ones(3)).values.sum()
   np.testing.assert_array_equal(jax.grad(fn)(LOGPS - OLD), np.zeros((3, 3)))
+
+
+# Probabilities under the policies that sampled and that is trained: ratios 1.4, 1.2,
+# 0.6, 10, and a masked NaN. Total variations 0.2, 0.1, 0.2, 0.009.
+DRAWN = logs([0.5, 0.5, 0.5, 0.001, jnp.nan])
+TRAINED = logs([0.7, 0.6, 0.3, 0.01, 0.5])
+FOUR = jnp.array([[1, 1, 1, 1, 0]])
+
+
+def dppo(advantage, **options):
+  return dppo_loss(TRAINED, DRAWN, jnp.array([advantage]), FOUR, **options)
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+def test_dppo_by_hand(divergence):
+  # KL divergences: 0.5 log(0.5 / 0.7) + 0.5 log(0.5 / 0.3) = 0.0872, and so for 0.3;
+  # 0.5 log(0.5 / 0.6) + 0.5 log(0.5 / 0.4) = 0.0204; 0.001 log(0.1) +
+  # 0.999 log(0.999 / 0.99) = 0.0067. The limits 0.15 and 0.05 bound the same tokens.
+  options = {"divergence": divergence, "limit": {"tv": 0.15, "kl": 0.05}[divergence]}
+  better = dppo(2.0, **options)
+  # 1.4 moves away upwards and is dropped; 0.6 moves back, and 10 is no wide move.
+  close(better.values, [[0, -2.4, -1.2, -20, 0]], 1e-5)
+  assert better.clipped.tolist() == [[True, False, False, False, False]]
+  worse = dppo(-1.0, **options)
+  close(worse.values, [[1.4, 1.2, 0, 10, 0]], 1e-5)
+  assert worse.clipped.tolist() == [[False, False, True, False, False]]
+  assert not dppo(0.0, **options).clipped.any()
+  for limit, dropped in (
+    ((0.099, 2), (0.101, 1))
+    if divergence == "tv"
+    else (
+      (0.0203, 2),
+      (0.0205, 1),
+    )
+  ):
+    assert dppo(1.0, divergence=divergence, limit=limit).clipped.sum() == dropped
+
+
+def test_dppo_has_the_gradient_of_the_ratio_where_it_is_kept():
+  of = lambda x: dppo_loss(x, DRAWN, jnp.array([1.0]), FOUR).values.sum()
+  close(jax.grad(of)(TRAINED), [[0, -1.2, -0.6, -10, 0]], 1e-5)
+  close(jax.jit(jax.grad(of))(TRAINED), jax.grad(of)(TRAINED))
+
+
+def test_a_sure_token_has_a_finite_kl_divergence():
+  sure, unsure = jnp.zeros((1, 1)), logs([0.5])
+  for drawn, trained, dropped in ((sure, unsure, True), (unsure, sure, True)):
+    advantage = jnp.where(trained > drawn, 1.0, -1.0)[0]
+    out = dppo_loss(
+      *(trained, drawn, advantage, jnp.ones((1, 1))), divergence="kl", limit=0.05
+    )
+    assert np.isfinite(out.values).all() and out.clipped.item() is dropped
+  same = dppo_loss(sure, sure, jnp.ones(1), jnp.ones((1, 1)), divergence="kl")
+  assert same.values.item() == -1.0
+
+
+@pytest.mark.parametrize(
+  ("options", "match"),
+  [({"divergence": "js"}, "unknown divergence 'js'"), ({"limit": 0.0}, "limit=0.0")],
+)
+def test_dppo_is_checked(options, match):
+  with pytest.raises(ValueError, match=match):
+    dppo(1.0, **options)
 
 
 def test_value_loss_by_hand():

@@ -1,5 +1,6 @@
 """Small clusters, rewards and prompts for the tests of RL."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tests.generate.toy_ids import Ids
 from tunix.rl.config import ClusterConfig, RLTrainingConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rl_cluster import RLCluster
-from tunix.rl.rollout.base_rollout import RolloutConfig
+from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
 from tunix.rl.utils import create_critic_model
 
 EOS = 1
@@ -89,3 +90,17 @@ def grpo(
   }
   rewards = options.pop("reward_fns", even)
   return (learner or GRPOLearner)(cluster(**options), settings, rewards, **more)
+
+
+def stamped(cluster: RLCluster, age: int) -> None:
+  """Makes rollouts carry versions, as if weights `age` updates ago had drawn them."""
+  engine: Any = cluster.rollout
+  generate = engine.generate
+
+  def old(*args: Any, **options: Any) -> RolloutOutput:
+    out = generate(*args, **options).with_versions()
+    return dataclasses.replace(
+      out, versions=[np.maximum(row - age, 0) for row in out.versions]
+    )
+
+  engine.generate = old

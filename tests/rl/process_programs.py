@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from tests.rl import clusters
+from tunix.rl.algorithm_config import RolloutCorrection
 from tunix.rl.config import Role
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
@@ -46,7 +47,8 @@ def learner(job, folder, steps):
     actor_optimizer=optax.adam(1e-2),
     **options,
   )
-  config = GRPOConfig(num_generations=4, beta=0.04)
+  correction = RolloutCorrection()
+  config = GRPOConfig(num_generations=4, beta=0.04, rollout_correction=correction)
   return GRPOLearner(cluster, config, rewards)
 
 

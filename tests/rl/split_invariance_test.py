@@ -88,6 +88,8 @@ LOSSES = {
   "dual clip": {"epsilon_c": 3.0, "epsilon_high": 0.28},
   "entropy": {"entropy_coef": 0.1},
   "corrected kl": {"kl_corrected": True},
+  "stale cispo": {"rollout_correction": RolloutCorrection(kind="cispo")},
+  "dppo": {"rollout_correction": RolloutCorrection(kind="dppo-kl", threshold=0.001)},
   "corrected": {"rollout_correction": RolloutCorrection(kind="mask", level="sequence")},
 }
 QUICK = ("grpo",)

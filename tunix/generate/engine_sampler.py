@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -156,6 +157,22 @@ class EngineSampler(BaseSampler):
 
     return increments()
 
+  @contextlib.contextmanager
+  def session(self, slots: int, max_tokens: int) -> Iterator[Engine]:
+    """Lends the engine for requests that follow from each other, such as turns.
+
+    Prompts that begin as earlier ones of the session are prefilled from there on.
+
+    Args:
+      slots: rows that run at the same time; at most the limits of this sampler.
+      max_tokens: most tokens of a row.
+    """
+    config = self._config(slots, max_tokens)
+    try:
+      yield self._ready_for(config)
+    finally:
+      self._rest()
+
   def _is_for_padded(self, options: SamplingOptions) -> bool:
     many = len(options.forbidden_tokens or ()) > arrays.BIASES
     many |= len(self._eos_ids(options)) > arrays.STOP_IDS
@@ -179,16 +196,24 @@ class EngineSampler(BaseSampler):
     stated = options.max_prompt_length
     bounds.shape(len(prompts), options.num_samples, longest, steps, stated)
     rows = len(prompts) * options.num_samples
+    return self._ready_for(self._config(rows, longest + steps, rounds))
+
+  def _config(
+    self, rows: int, tokens: int, rounds: int = EngineConfig.rounds
+  ) -> EngineConfig:
+    """Returns the sizes of an engine for `rows` rows of at most `tokens` tokens."""
     most = MOST_SLOTS.get(mesh_lib.context_platform(), MOST_SLOTS_ELSEWHERE)
     slots = min(batching.bucket(rows), most) if self._slots is None else self._slots
-    positions = decoders.max_positions(model)
-    tokens = batching.bucket(longest + steps, 64)
-    config = EngineConfig(
+    positions = decoders.max_positions(self.transformer)
+    tokens = batching.bucket(tokens, 64)
+    return EngineConfig(
       slots=slots,
       max_tokens=tokens if positions is None else min(tokens, positions),
       rounds=rounds,
     )
-    have = self._engine
+
+  def _ready_for(self, config: EngineConfig) -> Engine:
+    model, have = self.transformer, self._engine
     if have is None or not have.is_alive or not _holds(have.config, config):
       self._engine = Engine(model, self.tokenizer, config, self.gather_weights)
       return self._engine

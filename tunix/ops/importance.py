@@ -7,8 +7,9 @@ is multiplied by a bounded weight computed from
   w = exp(logps - rollout_logps)
 
 where `logps` are the trainer's log-probabilities at the start of the update. A bound
-adds bias and reduces variance: `truncated` keeps all tokens, `masked` drops tokens
-where both engines disagree too much. Levels are those of `policy_gradient.log_ratio`.
+adds bias and reduces variance: `unbounded` has none, `truncated` keeps all tokens,
+`masked` drops tokens where both engines disagree too much. Levels are those of
+`policy_gradient.log_ratio`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,33 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from tunix.ops.policy_gradient import log_ratio
-from tunix.ops.reductions import keep, safe_exp
+from tunix.ops.reductions import keep, safe_divide, safe_exp
+
+
+def unbounded(
+  logps: Float[Array, "B T"],
+  rollout_logps: Float[Array, "B T"],
+  mask: Shaped[Array, "B T"],
+  *,
+  level: str = "token",
+) -> Float[Array, "B T"]:
+  """Returns w: the weight of decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298).
+
+  Decoupled PPO clips the ratio of the trained policy to a proximal policy, the trainer
+  at the start of the update, and weighs the clipped loss by the ratio of the proximal
+  policy to the policy that sampled. `safe_exp` bounds w by exp(20).
+
+  Args:
+    logps, rollout_logps, mask, level: as for `truncated`.
+
+  Returns:
+    Weights without gradient, 0 outside the mask.
+
+  Raises:
+    ValueError: the level is unknown.
+  """
+  logs = jax.lax.stop_gradient(log_ratio(logps, rollout_logps, mask, level))
+  return keep(safe_exp(logs), mask)
 
 
 def truncated(
@@ -49,7 +76,7 @@ def truncated(
   """
   if cap <= 0:
     raise ValueError(f"cap={cap} is the largest weight; expected a number above 0")
-  weights = _weights(logps, rollout_logps, mask, level)
+  weights = unbounded(logps, rollout_logps, mask, level=level)
   return jnp.minimum(weights, cap)
 
 
@@ -81,10 +108,16 @@ def masked(
     raise ValueError(
       f"low={low}, high={high}: expected 0 <= low < high, the bounds of kept weights"
     )
-  weights = _weights(logps, rollout_logps, mask, level)
+  weights = unbounded(logps, rollout_logps, mask, level=level)
   return jnp.where((weights >= low) & (weights <= high), weights, 0.0)
 
 
-def _weights(logps, rollout_logps, mask, level) -> jax.Array:
-  logs = jax.lax.stop_gradient(log_ratio(logps, rollout_logps, mask, level))
-  return keep(safe_exp(logs), mask)
+def effective_sample_size(mean: jax.Array, mean_of_squares: jax.Array) -> jax.Array:
+  """Returns (sum w)^2 / (n sum w^2), from the means of n weights w and their squares.
+
+  It is the share of the n tokens that equally weighted tokens would need for the same
+  variance of a weighted mean (Kish 1965): 1 if all weights are equal, 1 / n if only one
+  is not 0, and 0 if all are 0.
+  """
+  # The square of a mean is at most the mean of squares; rounding can exceed it.
+  return jnp.minimum(safe_divide(jnp.square(mean), mean_of_squares), 1.0)

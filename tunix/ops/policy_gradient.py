@@ -169,6 +169,80 @@ def cispo_loss(
   return PolicyLoss(values, weight != ratio)
 
 
+def dppo_loss(
+  logps: Float[Array, "B T"],
+  rollout_logps: Float[Array, "B T"],
+  advantages: Advantages,
+  mask: Shaped[Array, "B T"],
+  *,
+  divergence: str = "tv",
+  limit: float = 0.15,
+) -> PolicyLoss:
+  """Returns -M u A with u = pi / mu: DPPO (arXiv:2602.04879, equations 11 to 14).
+
+  mu is the policy that sampled, not the trainer's at the start of the update. M is 0,
+  so that the token has no gradient, if the update would move the token's probability
+  further away from mu (A > 0 and u > 1, or A < 0 and u < 1) and the divergence is above
+  the limit. Otherwise M is 1. The divergence is that of two outcomes, the sampled token
+  with probability p under mu and q under pi, and any other token:
+
+    tv    |p - q|
+    kl    p log(p / q) + (1 - p) log((1 - p) / (1 - q))
+
+  Both are at most the divergence over the whole vocabulary. The authors' scripts have
+  limits of 0.15 (tv) and 0.05 (kl).
+
+  Args:
+    logps: log-probabilities under the trained policy, differentiated.
+    rollout_logps: log-probabilities under the policy that sampled, in nats.
+    advantages: A, [B] or [B, T].
+    mask: 1 on completion tokens; the loss is 0 elsewhere.
+    divergence: a name from `DIVERGENCES`.
+    limit: largest divergence, > 0.
+
+  Returns:
+    The losses, and True for tokens whose M is 0.
+
+  Raises:
+    ValueError: the divergence is unknown, or limit <= 0.
+  """
+  if divergence not in DIVERGENCES:
+    raise ValueError(
+      f"unknown divergence {divergence!r}: use one of {list(DIVERGENCES)}"
+    )
+  if limit <= 0:
+    raise ValueError(f"limit={limit} is the largest divergence; expected above 0")
+  rollout_logps = jax.lax.stop_gradient(keep(rollout_logps, mask))
+  advantages = _per_token(advantages)
+  logs = log_ratio(logps, rollout_logps, mask)
+  trained = jax.lax.stop_gradient(keep(logps, mask))
+  moves_away = advantages * jax.lax.stop_gradient(logs) > 0
+  dropped = moves_away & (DIVERGENCES[divergence](rollout_logps, trained) > limit)
+  ratio = keep(safe_exp(logs), mask)
+  return PolicyLoss(-jnp.where(dropped, 0.0, ratio) * advantages, dropped)
+
+
+def _binary_tv(rollout_logps: jax.Array, logps: jax.Array) -> jax.Array:
+  return jnp.abs(jnp.exp(rollout_logps) - jnp.exp(logps))
+
+
+def _binary_kl(rollout_logps: jax.Array, logps: jax.Array) -> jax.Array:
+  # log(1 - p) of a p that rounds to 1 is -inf. The smallest positive 1 - p in float32
+  # stands for it, so that the divergence is large and finite.
+  other = lambda x: jnp.log(jnp.maximum(-jnp.expm1(x), 2.0**-24))
+  p = jnp.exp(rollout_logps)
+  same = p * (rollout_logps - logps)
+  return same + (1 - p) * (other(rollout_logps) - other(logps))
+
+
+# Name -> (log-probabilities under the sampling policy, and under the trained one) ->
+# divergence of each token, in nats for "kl".
+DIVERGENCES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+  "tv": _binary_tv,
+  "kl": _binary_kl,
+}
+
+
 def reinforce_loss(
   logps: Float[Array, "B T"], advantages: Advantages
 ) -> Float[Array, "B T"]:

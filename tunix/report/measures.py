@@ -45,10 +45,12 @@ _SECTIONS: dict[str, Sequence[str]] = {
     r"[^/]*clipfrac",
     r"parity/.*",
     r"rollout_correction/.*",
+    r"staleness/.*",
     r"vpred_mean",
     r"log_probs/.*",
   ),
   "Completions": (r"completions/.*", r"rewards/failed", r"groups/.*", r"dynamic_.*"),
+  "Episodes": (r"episodes/.*", r"env/.*"),
   "Optimisation": (r"learning_rate", r"grad_norm", r"trained_tokens"),
   "Speed and memory": (
     r"tokens_per_sec",

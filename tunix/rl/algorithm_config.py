@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Self
 
 from tunix.ops import advantages, kl
 from tunix.ops.policy_gradient import LEVELS
@@ -15,34 +16,122 @@ from tunix.utils import checks
 LOSS_ALGOS = ("grpo", "gspo", "cispo", "rloo", "reinforce")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RolloutCorrection:
-  """Importance weights between the log-probabilities of the trainer and of the engine.
+class _Kind(NamedTuple):
+  """The defaults of one kind of `RolloutCorrection`; None where it has no such bound.
 
   Attributes:
-    kind: "truncate" (weights min(ratio, high)) or "mask" (weight 0 outside [low,
-      high]).
-    level: "token"; "sequence-product", the ratio of the probabilities of whole
-      completions (called "sequence" in TRL and verl), which is unbiased without bounds;
-      or "sequence", the geometric mean of the tokens' ratios.
-    low, high: bounds of the ratio; `low` is used only by "mask".
+    low, high: bounds of the ratio.
+    threshold: largest divergence, in nats or as a probability.
+    is_loss: True for a loss of its own, False for a weight on the loss of `loss_algo`.
+  """
+
+  low: float | None = None
+  high: float | None = None
+  threshold: float | None = None
+  is_loss: bool = False
+
+
+KINDS = {
+  "off": _Kind(),
+  "decoupled": _Kind(),
+  "truncate": _Kind(high=2.0),
+  "mask": _Kind(low=0.5, high=2.0),
+  "cispo": _Kind(low=0.0, high=5.0, is_loss=True),
+  "dppo-tv": _Kind(threshold=0.15, is_loss=True),
+  "dppo-kl": _Kind(threshold=0.05, is_loss=True),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutCorrection:
+  """The correction for tokens that were not drawn by the policy that is updated.
+
+  They were drawn by older weights, or by an engine whose log-probabilities differ.
+
+  Attributes:
+    kind: a weight on the loss of `loss_algo`: "decoupled" (the ratio v of the policy
+      before the update to the policy that sampled; decoupled PPO), "truncate" (min(v,
+      high)) or "mask" (v in [low, high], else 0; IcePop with high 5). Or a loss in the
+      place of that of `loss_algo`, with the ratio u of the trained policy to the policy
+      that sampled: "cispo" (u clipped to [low, high], on the log-probability),
+      "dppo-tv" or "dppo-kl" (u, and 0 where the update would move the token's
+      probability further away and its total variation or KL divergence is above the
+      threshold). Or "off". See docs/algorithms.md for the formulas.
+    level: level of v. "token"; "sequence-product", the ratio of the probabilities of
+      whole completions (called "sequence" in TRL and verl), which is unbiased without
+      bounds; or "sequence", the geometric mean of the tokens' ratios.
+    low: lower bound of the ratio. None: 0.5 for "mask", 0 for "cispo".
+    high: upper bound of the ratio. None: 2 for "truncate" and "mask", 5 for "cispo".
+    threshold: largest divergence of a token. None: 0.15 for "dppo-tv", 0.05 nats for
+      "dppo-kl".
   """
 
   kind: str = "truncate"
   level: str = "token"
-  low: float = 0.5
-  high: float = 2.0
+  low: float | None = None
+  high: float | None = None
+  threshold: float | None = None
 
   def __post_init__(self):
-    checks.fields(self)
-    if self.kind not in ("truncate", "mask"):
-      raise ValueError(f'kind is {self.kind!r}: choose "truncate" or "mask"')
+    checks.fields(
+      self,
+      low=checks.NOT_NEGATIVE,
+      high=checks.POSITIVE,
+      threshold=checks.POSITIVE,
+    )
+    _choose("kind", self.kind, KINDS)
     _choose("level", self.level, LEVELS)
-    if not 0 <= self.low <= 1 <= self.high or self.low == self.high:
+    for name in ("low", "high", "threshold"):
+      value, default = getattr(self, name), getattr(KINDS[self.kind], name)
+      if value is not None and default is None:
+        raise ValueError(
+          f"{name} is {value} and kind is {self.kind!r}, which does not use it: leave "
+          f"{name} out"
+        )
+    if self.is_loss and self.level != "token":
       raise ValueError(
-        f"low is {self.low} and high is {self.high}: expected low <= 1 <= high; the "
-        "ratio is 1 where the engine and the trainer agree"
+        f"level is {self.level!r} and kind is {self.kind!r}, which has the ratio of "
+        'each token: leave level at "token"'
       )
+    low, high = self.bounds
+    if not low <= 1 <= high or low == high:
+      raise ValueError(
+        f"low is {low} and high is {high}: expected low <= 1 <= high; the ratio is 1 "
+        "where both policies agree"
+      )
+
+  @property
+  def is_loss(self) -> bool:
+    """True if the correction takes the place of the loss of `loss_algo`."""
+    return KINDS[self.kind].is_loss
+
+  @property
+  def bounds(self) -> tuple[float, float]:
+    """The bounds of the ratio, with the defaults of the kind; 0 and inf for none."""
+    kind = KINDS[self.kind]
+    low = kind.low if self.low is None else self.low
+    high = kind.high if self.high is None else self.high
+    return low or 0.0, math.inf if high is None else high
+
+  @property
+  def limit(self) -> float:
+    """The largest divergence of a token, with the default of the kind; inf for none."""
+    limit = KINDS[self.kind].threshold if self.threshold is None else self.threshold
+    return math.inf if limit is None else limit
+
+
+def safe_correction(staleness: int) -> RolloutCorrection | None:
+  """Returns the correction of rollouts that may be stale, if a user chooses none.
+
+  It is truncated importance sampling by token. Its weights are at most 2 however old
+  the weights of a token are, it drops no token, and it goes with every `loss_algo`.
+
+  Args:
+    staleness: the most updates, or batches, by which the weights that sample may be
+      older than those that are trained. 0: on-policy, which needs no correction.
+  """
+  checks.number("staleness", staleness, checks.NOT_NEGATIVE, whole=True)
+  return RolloutCorrection(kind="truncate") if staleness else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,8 +160,9 @@ class AlgorithmConfig:
     advantage_estimator: a name in `ops.advantages.ADVANTAGES`, or a function of rewards
       [P, G] and `where` [P, G].
     entropy_coef: weight of the entropy bonus; None or 0 does not compute the entropy.
-    rollout_correction: importance weights for log-probabilities of the engine that
-      differ from the trainer's; None is off.
+    rollout_correction: correction for tokens that were drawn by older weights, or by an
+      engine whose log-probabilities differ from the trainer's. None corrects only
+      stale rollouts, with `safe_correction`; the kind "off" corrects nothing.
     mask_truncated: if True, completions that reached their token limit are left out of
       the loss.
     shared_prompt: if True, the prompt of a group is computed once for all its
@@ -146,6 +236,7 @@ class AlgorithmConfig:
         f"epsilon_c is {self.epsilon_c} and loss_algo {self.loss_algo!r} has no dual "
         "clip: leave epsilon_c out"
       )
+    self._check_correction()
     if self.exact_tile_rows is not None and self.shared_prompt:
       raise ValueError(
         f"exact_tile_rows is {self.exact_tile_rows} and shared_prompt is True: the "
@@ -158,6 +249,37 @@ class AlgorithmConfig:
         f"kl_corrected is True and {why}, so the loss has no KL: leave kl_corrected out"
       )
     self._check_advantages()
+
+  def _check_correction(self) -> None:
+    if self.correction is None or not self.correction.is_loss:
+      return
+    kind = self.correction.kind
+    if self.loss_algo != "grpo":
+      raise ValueError(
+        f"rollout_correction.kind is {kind!r}, which takes the place of the loss, and "
+        f'loss_algo is {self.loss_algo!r}: set loss_algo to "grpo", or choose a weight '
+        "on the loss as the kind: decoupled, truncate or mask"
+      )
+    if self.epsilon_c is not None:
+      raise ValueError(
+        f"epsilon_c is {self.epsilon_c} and rollout_correction.kind is {kind!r}, which "
+        "has no dual clip: leave epsilon_c out"
+      )
+
+  @property
+  def correction(self) -> RolloutCorrection | None:
+    """The correction that the loss applies; None for none."""
+    rule = self.rollout_correction
+    return None if rule is None or rule.kind == "off" else rule
+
+  def for_staleness(self, staleness: int) -> Self:
+    """Returns the config for rollouts that may be stale; see `safe_correction`.
+
+    A correction that is set stays, and so does the kind "off".
+    """
+    if self.rollout_correction is not None:
+      return self
+    return dataclasses.replace(self, rollout_correction=safe_correction(staleness))
 
   def _check_advantages(self) -> None:
     """Checks the estimator; algorithms without group advantages override it."""

@@ -5,12 +5,19 @@ the rewards of their rows, and `Experience.example` turns these into a `TrainExa
 which has what a loss needs.
 
 Axes: P prompts, G completions of each prompt, B = P * G rows, T prompt tokens, R
-completion tokens. The rows of one prompt (a group) are adjacent.
+completion tokens. The rows of one prompt (a group) are adjacent. A completion may be an
+episode of several turns, and an episode may have K rows instead of one; B is then
+P * G * K.
+
+`completion_mask` is True on tokens that the policy drew. The mask is False on the
+tokens of observations between them, which the model reads and which are not trained,
+and on the padding after the last drawn token.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +25,7 @@ import jax
 import numpy as np
 
 from tunix.generate import batching
+from tunix.rl.env.episode import Episode
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rewards import RewardOutput
 from tunix.rl.rollout.base_rollout import RolloutConfig, RolloutOutput
@@ -44,6 +52,7 @@ class TrainExample:
       or None.
     returns, old_values: float32 [B, R], for a critic.
     group_size: number of adjacent rows with the same prompt that are computed together.
+    episode_rows: number of adjacent rows that belong to one episode.
   """
 
   prompt_ids: Any
@@ -57,6 +66,7 @@ class TrainExample:
   returns: Any = None
   old_values: Any = None
   group_size: int = dataclasses.field(default=1, metadata={"static": True})
+  episode_rows: int = dataclasses.field(default=1, metadata={"static": True})
 
   @property
   def rows(self) -> int:
@@ -83,14 +93,21 @@ class Rollouts:
 
   Attributes:
     batch: the P prompts and their columns.
-    text: B completions.
-    finish_reasons: B values, each "eos", "stop" or "length".
+    text: P * G completions.
+    finish_reasons: P * G values: "eos", "stop" or "length", or those of `Episode`.
     prompt_ids, prompt_mask: int32 and bool [B, T], padded on the left.
     completion_ids, completion_mask: int32 and bool [B, R], padded on the right.
     rollout_logps: float32 [B, R] log-probabilities that the engine reported, 0 on
       padding.
+    versions: int32 [B, R], optimizer updates of the weights that drew each token, 0 on
+      padding; None if the current weights drew all of them.
     group_size: G.
-    rewards: rewards of the B rows by function; empty before they are computed.
+    episodes: the P * G episodes; empty if completions were drawn without environments.
+    episode_rows: K.
+    turn_rewards: float32 [B, R], the reward of an action at its last token; None
+      without environments.
+    rewards: rewards of the P * G completions by function; empty before they are
+      computed.
     scores: float64 [P, G], the rewards that the algorithm learns from: totals, plus
       what the algorithm adds to them. NaN for a row without a reward.
   """
@@ -103,19 +120,38 @@ class Rollouts:
   completion_ids: np.ndarray
   completion_mask: np.ndarray
   rollout_logps: np.ndarray
+  versions: np.ndarray | None = None
   group_size: int = 1
+  episodes: list[Episode] = dataclasses.field(default_factory=list)
+  episode_rows: int = 1
+  turn_rewards: np.ndarray | None = None
   rewards: RewardOutput = dataclasses.field(default_factory=RewardOutput)
   scores: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 1)))
 
   @property
   def lengths(self) -> np.ndarray:
-    """Tokens of each completion, int64 [B]."""
-    return self.completion_mask.sum(1)
+    """Tokens that were drawn of each completion, int64 [P * G]."""
+    return self.completion_mask.reshape(len(self.text), -1).sum(1)
 
   @property
   def truncated(self) -> np.ndarray:
-    """Bool [B]: True for a completion that reached its token limit."""
-    return np.array([reason == "length" for reason in self.finish_reasons])
+    """Bool [P * G]: True for a completion that a limit has cut."""
+    return np.array([reason in _CUT for reason in self.finish_reasons])
+
+  def by_row(self, values: np.ndarray) -> np.ndarray:
+    """Returns values [P * G, ...] of completions for each of their rows, [B, ...]."""
+    return np.repeat(values, self.episode_rows, axis=0)
+
+  @functools.cached_property
+  def shares_prompts(self) -> bool:
+    """True if all rows of each group begin with the same prompt."""
+    if not self.episodes:
+      return True
+    if self.episode_rows > 1:
+      return False
+    ids = np.where(self.prompt_mask, self.prompt_ids, -1)
+    groups = ids.reshape(-1, self.group_size, ids.shape[1])
+    return bool((groups == groups[:, :1]).all())
 
   @property
   def valid(self) -> np.ndarray:
@@ -129,7 +165,7 @@ class Rollouts:
 
   @property
   def row_prompts(self) -> PromptBatch:
-    """The prompt and the columns of each of the B rows."""
+    """The prompt and the columns of each of the P * G completions."""
     return self.batch.take(
       np.repeat(np.arange(len(self.batch.prompts)), self.group_size)
     )
@@ -151,20 +187,47 @@ class Rollouts:
   def take(self, groups: Sequence[int] | np.ndarray) -> Rollouts:
     """Returns the given groups, in that order."""
     groups = np.asarray(groups, int)
-    rows = (groups[:, None] * self.group_size + np.arange(self.group_size)).ravel()
-    arrays = {name: getattr(self, name)[rows] for name in _ROW_ARRAYS}
+    taken = _members(groups, self.group_size)  # completions
+    rows = _members(taken, self.episode_rows)
     return dataclasses.replace(
       self,
       batch=self.batch.take(groups),
-      text=[self.text[row] for row in rows],
-      finish_reasons=[self.finish_reasons[row] for row in rows],
-      rewards=self.rewards.take(rows),
+      text=[self.text[i] for i in taken],
+      finish_reasons=[self.finish_reasons[i] for i in taken],
+      episodes=[self.episodes[i] for i in taken] if self.episodes else [],
+      rewards=self.rewards.take(taken),
       scores=self.scores[groups],
-      **arrays,
+      **{name: x[rows] for name, x in self._row_arrays().items()},
     )
 
+  def _row_arrays(self) -> dict[str, np.ndarray]:
+    arrays = {name: getattr(self, name) for name in _ROW_ARRAYS}
+    return {name: x for name, x in arrays.items() if x is not None}
 
-_ROW_ARRAYS = (*TOKEN_ARRAYS, "rollout_logps")
+  def with_episode_rows(self, count: int) -> Rollouts:
+    """Adds rows of weight 0, so that each episode has `count` rows."""
+    if count == self.episode_rows:
+      return self
+
+    def padded(name: str, x: np.ndarray) -> np.ndarray:
+      parts = x.reshape(len(self.text), self.episode_rows, -1)
+      added = np.repeat(parts[:, :1], count - self.episode_rows, axis=1)
+      # A row needs a prompt. Nothing of its completion counts.
+      added = added if name in _PROMPT_ARRAYS else np.zeros_like(added)
+      return np.concatenate([parts, added], axis=1).reshape(-1, x.shape[1])
+
+    arrays = {name: padded(name, x) for name, x in self._row_arrays().items()}
+    return dataclasses.replace(self, episode_rows=count, **arrays)
+
+
+def _members(groups: np.ndarray, size: int) -> np.ndarray:
+  """Returns the numbers of the members of groups of `size`."""
+  return (groups[:, None] * size + np.arange(size)).ravel()
+
+
+_ROW_ARRAYS = (*TOKEN_ARRAYS, "rollout_logps", "turn_rewards", "versions")
+# Finish reasons of completions and episodes that a limit has cut.
+_CUT = ("length", "turns", "tokens", "observation")
 
 
 # The containers that models score: both have TOKEN_ARRAYS and a group size.
@@ -173,8 +236,11 @@ Rows = Rollouts | TrainExample
 
 def joined(parts: Sequence[Rollouts]) -> Rollouts:
   """Concatenates batches of rollouts, padded to the longest of them."""
+  most = max(part.episode_rows for part in parts)
+  parts = [part.with_episode_rows(most) for part in parts]
   arrays = {
-    name: _stacked([getattr(p, name) for p in parts], name) for name in _ROW_ARRAYS
+    name: _stacked([part._row_arrays()[name] for part in parts], name)
+    for name in parts[0]._row_arrays()
   }
   first, others = parts[0], parts[1:]
   return dataclasses.replace(
@@ -182,6 +248,7 @@ def joined(parts: Sequence[Rollouts]) -> Rollouts:
     batch=first.batch.joined([part.batch for part in others]),
     text=[text for part in parts for text in part.text],
     finish_reasons=[reason for part in parts for reason in part.finish_reasons],
+    episodes=[episode for part in parts for episode in part.episodes],
     rewards=first.rewards.joined([part.rewards for part in others]),
     scores=np.concatenate([part.scores for part in parts]),
     **arrays,
@@ -194,6 +261,27 @@ def _stacked(arrays: Sequence[np.ndarray], name: str) -> np.ndarray:
   sides = (1, 0) if name in _PROMPT_ARRAYS else (0, 1)
   padding = [[side * (width - x.shape[1]) for side in sides] for x in arrays]
   return np.concatenate([np.pad(x, ((0, 0), p)) for x, p in zip(arrays, padding)])
+
+
+def token_rewards(rollouts: Rollouts) -> np.ndarray:
+  """Returns the reward of each token, float32 [B, R]; scores that are NaN count as 0.
+
+  The sum over the tokens of a completion is its score. If an episode has several rows,
+  the last token of a row also has the rewards of the rows after it: they are what
+  follows from it, and a row knows nothing of the others.
+  """
+  mask, scores = rollouts.completion_mask, np.nan_to_num(rollouts.scores.reshape(-1))
+  turns = rollouts.turn_rewards
+  out = np.zeros(mask.shape, np.float32) if turns is None else turns.copy()
+  last = mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+  each = rollouts.episode_rows
+  left = (scores - out.reshape(len(scores), -1).sum(1)).astype(np.float32)
+  sums = out.reshape(len(scores), each, -1).sum(2)
+  drawn = mask.any(1)
+  for row in np.flatnonzero(drawn):
+    episode, number = divmod(row, each)
+    out[row, last[row]] += left[episode] + sums[episode, number + 1 :].sum()
+  return out
 
 
 def rollouts_of(
@@ -222,6 +310,9 @@ def rollouts_of(
   rows = len(out.tokens)
   prompt_ids, prompt_mask = batching.left_padded(out.prompt_tokens, rows, width, 0)
   lengths = np.array([len(row) for row in out.tokens])
+  stamps = out.versions
+  if stamps is not None:
+    stamps = batching.right_padded(stamps, space, np.int32)
   return Rollouts(
     batch=batch,
     text=out.text,
@@ -232,6 +323,7 @@ def rollouts_of(
     # The mask comes from the lengths, because the padding id 0 can also be a token.
     completion_mask=np.arange(space) < lengths[:, None],
     rollout_logps=batching.right_padded(out.logprobs, space, np.float32),
+    versions=stamps,
     group_size=group_size,
   )
 

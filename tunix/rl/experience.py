@@ -15,13 +15,15 @@ import jax
 import numpy as np
 
 from tunix.ops import kl
-from tunix.rl import common, metrics, setup
+from tunix.rl import common, episodes as episodes_lib, metrics, setup
 from tunix.rl.algorithm_config import AlgorithmConfig, resolve
-from tunix.rl.common import Rollouts, Rows, TrainExample
+from tunix.rl.common import Rollouts, TrainExample
+from tunix.rl.episodes import Episodes
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rewards import RewardOutput
 from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import coordination
 from tunix.utils.metric import Metric
@@ -55,6 +57,7 @@ class Experience:
     config: settings of the algorithm.
     reward_fns: see RLLearner.
     metric_fns: see RLLearner.
+    episodes: draws completions in environments; None: they are answers to the prompts.
 
   Attributes:
     shared_prompts: True if a prompt is computed once for all its completions.
@@ -72,9 +75,12 @@ class Experience:
     config: AlgorithmConfig,
     reward_fns: Any,
     metric_fns: MetricFn | Sequence[MetricFn] | None,
+    episodes: Episodes | None = None,
   ):
-    self._cluster, self._config = cluster, config
-    self._rewards = setup.reward_manager(reward_fns, cluster)
+    self._cluster, self._config, self._episodes = cluster, config, episodes
+    self._rewards = setup.reward_manager(
+      reward_fns, cluster, has_others=episodes is not None
+    )
     self._metric_fns = [metric_fns] if callable(metric_fns) else list(metric_fns or ())
     self.shared_prompts = setup.shares_prompts(cluster, config)
     self.phases, self.measured = Phases(cluster.perf), list[dict[str, Mean]]()
@@ -101,27 +107,53 @@ class Experience:
       if is_training:
         # Prompts that were put back are sampled again under the same batch number.
         key = jax.random.fold_in(key, number)
-      out = cluster.generate(batch.inputs, mode=mode, num_generations=group, seed=key)
-    bucketed = cluster.cluster_config.training_config.bucketed_lengths
-    rollouts = common.rollouts_of(
-      out, batch, config, group_size=group, bucketed=bucketed
-    )
+      rollouts = self._sampled(batch, mode, group, key)
     with self.phases("rewards"):
       rewards = self._reward(rollouts)
     rollouts = dataclasses.replace(
       rollouts, rewards=rewards, scores=rewards.total.reshape(-1, group)
     )
-    scores = shape_rewards(rollouts, config.max_tokens_to_generate)
+    scores = shape_rewards(rollouts, self.max_tokens(config))
     rollouts = dataclasses.replace(rollouts, scores=scores)
     if is_training:
       self.measured.append(metrics.of_rollouts(rollouts) | self._user_metrics(rollouts))
+      self.measured.append(episodes_lib.metrics_of(rollouts.episodes))
     return rollouts
+
+  def max_tokens(self, config: RolloutConfig) -> int:
+    """Returns the most tokens of a completion."""
+    if self._episodes is not None:
+      return self._episodes.config.max_tokens
+    return config.max_tokens_to_generate
+
+  def _sampled(
+    self, batch: PromptBatch, mode: Mode, group: int, key: jax.Array
+  ) -> Rollouts:
+    """Returns the completions of a batch, without rewards."""
+    if (source := self._episodes) is not None:
+      rollouts = source.rollouts(batch, mode, group, key)
+      self.phases.add("env_wait", source.take_waited())
+      return rollouts
+    cluster = self._cluster
+    out = cluster.generate(batch.inputs, mode=mode, num_generations=group, seed=key)
+    return common.rollouts_of(
+      out,
+      batch,
+      cluster.cluster_config.rollout(mode),
+      group_size=group,
+      bucketed=cluster.cluster_config.training_config.bucketed_lengths,
+    )
 
   def _reward(self, rollouts: Rollouts) -> RewardOutput:
     """Calls the reward functions and the reward model; logs failures by name."""
     rewards, rows = RewardOutput(), rollouts.row_prompts
     if self._rewards is not None:
-      rewards = self._rewards.compute(rows.prompts, rollouts.text, rows.extra)
+      columns = rows.extra | episodes_lib.columns_of(rollouts.episodes)
+      rewards = self._rewards.compute(rows.prompts, rollouts.text, columns)
+    if rollouts.episodes:
+      rewards = rewards.plus_outcomes(
+        "environment", episodes_lib.outcomes_of(rollouts.episodes)
+      )
     if self._cluster.reward is not None:
       rewards = rewards.plus("reward_model", self._cluster.get_rewards(rollouts))
     for line in rewards.problems():
@@ -158,9 +190,13 @@ class Experience:
     """
     config = self._config
     # Rows without a reward stay in the batch with weight 0: its shape must not change.
-    mask = rollouts.completion_mask & rollouts.valid.reshape(-1, 1)
-    if config.mask_truncated:
-      mask &= ~rollouts.truncated[:, None]
+    mask = rollouts.completion_mask & self.counted(rollouts)[:, None]
+    if advantages.ndim == 1:
+      advantages = rollouts.by_row(advantages)
+    if rollouts.versions is not None:
+      # The updates that follow begin with these weights.
+      step = self._cluster.actor_trainer.train_steps
+      self.measured.append(metrics.staleness(rollouts.versions, mask, step))
     with self.phases("scoring"):
       ref = self._ref_logps(rollouts) if config.beta and config.kl_in_loss else None
       if old is None and policy_moves:
@@ -174,8 +210,17 @@ class Experience:
       ref_per_token_logps=ref,
       old_per_token_logps=old,
       rollout_per_token_logps=rollouts.rollout_logps,
+      group_size=rollouts.group_size if self._shares(rollouts) else 1,
+      episode_rows=rollouts.episode_rows,
       **fields,
     )
+
+  def counted(self, rollouts: Rollouts) -> np.ndarray:
+    """Returns bool [B]: True for rows that are trained on."""
+    counted = rollouts.valid.reshape(-1)
+    if self._config.mask_truncated:
+      counted = counted & ~rollouts.truncated
+    return rollouts.by_row(counted)
 
   def kl_penalty(
     self, rollouts: Rollouts
@@ -197,21 +242,25 @@ class Experience:
     self.measured.append({"rewards/kl": Mean(float(divergence.sum() / count), count)})
     return old, divergence
 
-  def _ref_logps(self, rows: Rows) -> np.ndarray:
-    return self._cluster.get_ref_per_token_logps(rows, **self._scoring)
+  def _ref_logps(self, rows: Rollouts) -> np.ndarray:
+    return self._cluster.get_ref_per_token_logps(rows, **self._scoring(rows))
 
-  def _old_logps(self, rows: Rows) -> np.ndarray:
-    return self._cluster.get_old_per_token_logps(rows, **self._scoring)
+  def _old_logps(self, rows: Rollouts) -> np.ndarray:
+    return self._cluster.get_old_per_token_logps(rows, **self._scoring(rows))
 
-  @property
-  def _scoring(self) -> dict[str, Any]:
+  def _shares(self, rollouts: Rollouts) -> bool:
+    return self.shared_prompts and rollouts.shares_prompts
+
+  def _scoring(self, rollouts: Rollouts) -> dict[str, Any]:
     return {
-      "shared_prompt": self.shared_prompts,
+      "shared_prompt": self._shares(rollouts),
       "tile_rows": self._config.exact_tile_rows,
     }
 
   def close(self) -> None:
-    """Ends the reward workers."""
+    """Ends the reward workers, and the processes of environments."""
+    if self._episodes is not None:
+      self._episodes.close()
     if self._rewards is not None:
       self._rewards.close()
 

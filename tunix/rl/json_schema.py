@@ -73,6 +73,17 @@ def matches(value: Any, schema: Schema) -> bool:
     return False
 
 
+def first_error(value: Any, schema: Schema) -> str | None:
+  """Returns how parsed JSON differs from a schema; None if it conforms."""
+  from jsonschema import exceptions
+
+  try:
+    error = exceptions.best_match(_validator(schema).iter_errors(value))
+  except RecursionError:
+    return "nested too deep"
+  return None if error is None else error.message
+
+
 def _no_constant(name: str) -> Any:
   raise ValueError(f"{name} is not JSON")
 

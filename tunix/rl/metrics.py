@@ -18,6 +18,7 @@ from tunix.rl.config import RLTrainingConfig
 from tunix.utils.metric import SAME, Metric
 
 _SEVERAL = "if a batch has several prompts, each with several completions"
+_STAMPED = "if the rollouts carry the version of each token"
 METRICS = (
   Metric(
     "rewards/score/mean",
@@ -63,6 +64,21 @@ METRICS = (
     "groups whose rewards are all equal, so that they give no gradient",
     condition="if a prompt has several completions",
   ),
+  Metric(
+    "staleness/mean",
+    "updates",
+    "mean age of the trained tokens: optimizer updates between the weights that drew "
+    "a token and the weights that the update starts from",
+    "train",
+    _STAMPED,
+  ),
+  Metric(
+    "staleness/max",
+    "updates",
+    "largest age of a trained token",
+    "train",
+    _STAMPED,
+  ),
   Metric("perf/rollout_sec", "s", "sampling of the completions"),
   Metric("perf/rewards_sec", "s", "reward functions and reward model"),
   Metric(
@@ -86,6 +102,7 @@ _EXTREMES: dict[str, Callable[..., float]] = {
   "rewards/score/min": min,
   "completions/max_length": max,
   "completions/min_length": min,
+  "staleness/max": max,
 }
 
 
@@ -110,6 +127,28 @@ def of_rollouts(rollouts: Rollouts) -> dict[str, Mean]:
     out["groups/all_equal"] = _mean(all_equal(rollouts.totals))
     out |= _quartiles(rollouts.totals)
   return out
+
+
+def staleness(versions: np.ndarray, mask: np.ndarray, step: int) -> dict[str, Mean]:
+  """Returns the mean and the largest age of the trained tokens; {} if there are none.
+
+  Args:
+    versions: int32 [B, R], optimizer updates of the weights that drew each token.
+    mask: bool [B, R], True on tokens that are trained.
+    step: optimizer updates of the weights that the next update starts from.
+
+  Raises:
+    ValueError: a token comes from weights that are newer than `step`.
+  """
+  ages = step - versions[mask]
+  if ages.size and ages.min() < 0:
+    raise ValueError(
+      f"versions has {step - ages.min()} and the policy has made {step} updates: "
+      f"expected at most {step}. A version is the number of optimizer updates of the "
+      "weights, see PolicyVersion.step"
+    )
+  spread = _spread("staleness/{}", ages)
+  return {name: spread[name] for name in ("staleness/mean", "staleness/max") if spread}
 
 
 def all_equal(scores: np.ndarray) -> np.ndarray:
@@ -194,8 +233,11 @@ class Phases:
       with self._tracer.span(name, role):
         yield
     finally:
-      seconds = time.perf_counter() - start
-      self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+      self.add(name, time.perf_counter() - start)
+
+  def add(self, name: str, seconds: float) -> None:
+    """Adds seconds that were measured elsewhere."""
+    self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
   def take(self) -> dict[str, float]:
     """Returns perf/<phase>_sec of every phase and resets all phases to 0.

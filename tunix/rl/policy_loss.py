@@ -9,13 +9,17 @@ from flax import nnx
 from tunix.generate import scoring
 from tunix.ops import importance, kl, policy_gradient
 from tunix.ops.policy_gradient import PolicyLoss
-from tunix.ops.reductions import WeightedSum, aggregate
+from tunix.ops.reductions import WeightedSum, aggregate, keep
 from tunix.rl.algorithm_config import AlgorithmConfig, RolloutCorrection, resolve
 from tunix.rl.common import TrainExample
 from tunix.utils.metric import SAME, Metric
 
 Aux = dict[str, WeightedSum]
 
+# Means over tokens that `derived` turns into the effective sample size.
+_WEIGHT, _SQUARE = "rollout_correction/weight", "rollout_correction/mean_square"
+_SIZE = "rollout_correction/effective_sample_size"
+_CORRECTED = "if `algorithm.rollout_correction` is set and not off"
 METRICS = (
   Metric(
     "pg_clipfrac", "share", "tokens whose ratio was clipped", "train", known_as=SAME
@@ -52,12 +56,41 @@ METRICS = (
     "`is_ratio/*`",
   ),
   Metric(
+    "parity/kl",
+    "nats",
+    "estimated divergence of the engine's policy from the trainer's before the update, "
+    "KL(engine, trainer) by k3: r - 1 - log r, where r is `parity/ratio`",
+    "train",
+    "if the rollout engine returns log-probabilities",
+  ),
+  Metric(
     "rollout_correction/weight",
     "1",
     "importance weight that corrects the difference",
     "train",
-    "if `algorithm.rollout_correction` is set",
+    _CORRECTED,
     "`sampler_is/*`",
+  ),
+  Metric(
+    "rollout_correction/effective_sample_size",
+    "share",
+    "(sum w)^2 / (n sum w^2) over the importance weights w of n tokens",
+    "train",
+    _CORRECTED,
+  ),
+  Metric(
+    "rollout_correction/truncated",
+    "share",
+    "tokens whose weight is at its upper bound",
+    "train",
+    "if `algorithm.rollout_correction.kind` is truncate or cispo",
+  ),
+  Metric(
+    "rollout_correction/masked",
+    "share",
+    "tokens that the bounds leave out of the loss; their weight is 0",
+    "train",
+    "if `algorithm.rollout_correction.kind` is mask, dppo-tv or dppo-kl",
   ),
 )
 CRITIC_METRICS = (
@@ -108,18 +141,11 @@ def policy_loss(
   # Without old log-probabilities, the policy has not changed since the rollouts. The
   # ratio is then exactly 1, and its gradient is that of the log-probability.
   old = jax.lax.stop_gradient(logps) if old is None else old
-  loss = surrogate(logps, old, example.advantages, mask, config)
-  values, watched = loss.values, {"pg_clipfrac": loss.clipped.astype(jnp.float32)}
-  if (reported := example.rollout_per_token_logps) is not None:
-    # The log-probabilities of the rollout engine differ from the trainer's, because it
-    # has other kernels and dtypes. On padding only one of the two is 0, so the gap is
-    # masked before exp.
-    gap = jnp.where(mask > 0, jax.lax.stop_gradient(old) - reported, 0.0)
-    watched["parity/abs_diff"] = jnp.abs(gap)
-    watched["parity/ratio"] = jnp.exp(gap)
-    if config.rollout_correction is not None:
-      weights = correction(old, reported, mask, config.rollout_correction)
-      values, watched["rollout_correction/weight"] = values * weights, weights
+  reported = example.rollout_per_token_logps
+  loss, watched = corrected_surrogate(
+    logps, old, reported, example.advantages, mask, config
+  )
+  values = loss.values
   if config.beta and example.ref_per_token_logps is not None:
     estimate = resolve("kl_method", config.kl_method, kl.ESTIMATORS)
     divergence = estimate(logps, example.ref_per_token_logps)
@@ -138,6 +164,66 @@ def policy_loss(
   limit = max_tokens if scaled else None
   total = aggregate(values, mask, config.loss_agg_mode, max_tokens=limit)
   return total, token_means(watched, mask)
+
+
+def corrected_surrogate(
+  logps: jax.Array,
+  old: jax.Array,
+  reported: jax.Array | None,
+  advantages: jax.Array,
+  mask: jax.Array,
+  config: AlgorithmConfig,
+) -> tuple[PolicyLoss, dict[str, jax.Array]]:
+  """Computes the loss of each token with the correction of `config`, and its metrics.
+
+  Args:
+    logps: log-probabilities of the trained policy, [B, R].
+    old: those of the policy before the update, the proximal policy.
+    reported: those of the policy that sampled, which the engine reported, or None.
+    advantages: [B] or [B, R].
+    mask: float [B, R].
+    config: ratio, clip and correction.
+
+  Raises:
+    ValueError: `config` has a correction and `reported` is None.
+  """
+  rule, shown = config.correction, {}
+  if rule is None:
+    loss = surrogate(logps, old, advantages, mask, config)
+  elif reported is None:
+    raise ValueError(
+      f"rollout_correction.kind is {rule.kind!r} and the example has no "
+      "log-probabilities of the engine: set TrainExample.rollout_per_token_logps, or "
+      "leave rollout_correction out"
+    )
+  elif rule.is_loss:
+    loss, weights = own_loss(logps, reported, advantages, mask, rule)
+    shown = weight_metrics(weights, rule)
+  else:
+    loss = surrogate(logps, old, advantages, mask, config)
+    weights = correction(old, reported, mask, rule)
+    loss = PolicyLoss(loss.values * weights, loss.clipped)
+    shown = weight_metrics(weights, rule)
+  if reported is not None:
+    shown |= parity_metrics(old, reported, mask)
+  return loss, shown | {"pg_clipfrac": loss.clipped.astype(jnp.float32)}
+
+
+def parity_metrics(
+  old: jax.Array, reported: jax.Array, mask: jax.Array
+) -> dict[str, jax.Array]:
+  """Compares the trainer before the update with the engine; [B, R] by name.
+
+  They differ because the engine has other kernels and dtypes, or older weights.
+  """
+  # On padding only one of the two is 0, so the gap is masked before exp.
+  gap = jnp.where(mask > 0, jax.lax.stop_gradient(old) - reported, 0.0)
+  return {
+    "parity/abs_diff": jnp.abs(gap),
+    "parity/ratio": jnp.exp(gap),
+    # Samples of the engine: its policy is the first argument of the divergence.
+    "parity/kl": kl.k3(-gap, jnp.zeros_like(gap)),
+  }
 
 
 def surrogate(
@@ -167,9 +253,66 @@ def correction(
   """Returns the importance weights of the sampled tokens, [B, R], without gradient."""
   logps = jax.lax.stop_gradient(logps)
   arrays, level = (logps, reported, mask), config.level
+  low, high = config.bounds
+  if config.kind == "decoupled":
+    return importance.unbounded(*arrays, level=level)
   if config.kind == "truncate":
-    return importance.truncated(*arrays, level=level, cap=config.high)
-  return importance.masked(*arrays, level=level, low=config.low, high=config.high)
+    return importance.truncated(*arrays, level=level, cap=high)
+  return importance.masked(*arrays, level=level, low=low, high=high)
+
+
+def own_loss(
+  logps: jax.Array,
+  reported: jax.Array,
+  advantages: jax.Array,
+  mask: jax.Array,
+  config: RolloutCorrection,
+) -> tuple[PolicyLoss, jax.Array]:
+  """Returns the loss of a kind that is a loss of its own, and the weights in it."""
+  ratio = policy_gradient.log_ratio(logps, reported, mask, "token")
+  weights = importance.unbounded(logps, reported, mask)
+  low, high = config.bounds
+  if config.kind == "cispo":
+    loss = policy_gradient.cispo_loss(
+      ratio, logps, advantages, clip_low=1 - low, clip_high=high - 1
+    )
+    return loss, keep(jnp.clip(weights, low, high), mask)
+  loss = policy_gradient.dppo_loss(
+    *(logps, reported, advantages, mask),
+    divergence=config.kind.removeprefix("dppo-"),
+    limit=config.limit,
+  )
+  return loss, jnp.where(loss.clipped, 0.0, weights)
+
+
+def weight_metrics(
+  weights: jax.Array, config: RolloutCorrection
+) -> dict[str, jax.Array]:
+  """Returns what is shown of the weights of tokens, [B, R] by name; see `METRICS`."""
+  out = {_WEIGHT: weights, _SQUARE: jnp.square(weights)}
+  if config.kind in ("truncate", "cispo"):
+    bounded = weights >= config.bounds[1]
+    out["rollout_correction/truncated"] = bounded.astype(jnp.float32)
+  if config.kind in ("mask", "dppo-tv", "dppo-kl"):
+    out["rollout_correction/masked"] = (weights == 0).astype(jnp.float32)
+  return out
+
+
+def derived(aux: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Replaces the mean square of the weights by their effective sample size.
+
+  The size needs the means over the whole global batch, because those of micro-batches
+  do not add up.
+  """
+  if _SQUARE not in (aux or {}):
+    return aux
+  kept = {name: value for name, value in aux.items() if name != _SQUARE}
+  return {**kept, _SIZE: _effective_sample_size(aux[_WEIGHT], aux[_SQUARE])}
+
+
+# Small operations between programs are jitted, so that they run on the global arrays of
+# several processes.
+_effective_sample_size = jax.jit(importance.effective_sample_size)
 
 
 def critic_loss(

@@ -97,7 +97,7 @@ class RewardPool:
     payload = _pickled_functions(functions)
     self._hello = pickle.dumps(
       {
-        "main": _main_of(payload),
+        "main": main_of(payload),
         "functions": payload,
         "timeout_s": timeout_s,
         "memory_bytes": memory_bytes,
@@ -368,7 +368,7 @@ def _pickled_functions(functions: Sequence[Callable[..., Any]]) -> bytes:
       payload = pickle.dumps(function)
     except Exception as error:  # user objects may raise any exception here
       raise TypeError(_unpicklable(function, describe(error))) from error
-    if _main_of(payload)[0] == "nothing":
+    if main_of(payload)[0] == "nothing":
       raise TypeError(_unpicklable(function, "it is defined in an interactive session"))
   return pickle.dumps(list(functions))
 
@@ -381,7 +381,7 @@ def _unpicklable(function: Callable[..., Any], why: str) -> str:
   )
 
 
-def _main_of(payload: bytes) -> tuple[str, str]:
+def main_of(payload: bytes) -> tuple[str, str]:
   """Returns how a worker finds the script in which pickled functions are defined.
 
   Returns:

@@ -38,22 +38,22 @@ def main(descriptor: int) -> None:
   os.environ["JAX_PLATFORMS"] = "cpu"
   os.set_inheritable(descriptor, False)
   connection = socket.socket(fileno=descriptor)
-  hello = pickle.loads(_receive(connection))
+  hello = pickle.loads(receive(connection))
   try:
-    functions = _load(hello)
+    functions = load(hello)
   # The user's modules may raise any exception; the trainer receives it as text.
   except (Exception, SystemExit) as error:
-    _send(connection, {"error": reward_outcomes.describe(error)})
+    send(connection, {"error": reward_outcomes.describe(error)})
     return
-  _limit_memory(hello["memory_bytes"])
-  _send(connection, {"ready": True})
+  limit_memory(hello["memory_bytes"])
+  send(connection, {"ready": True})
   while True:
-    index, count, arguments = pickle.loads(_receive(connection))
+    index, count, arguments = pickle.loads(receive(connection))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, hello["timeout_s"] + GRACE_S)
     outcomes = _call(functions[index], arguments, count)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    _send(connection, [to_json(x) for x in outcomes])
+    send(connection, [to_json(x) for x in outcomes])
 
 
 def to_json(outcome: Value | Failed) -> float | str:
@@ -77,7 +77,8 @@ def _call(
   return reward_outcomes.call(function, loaded, count)
 
 
-def _load(hello: dict[str, Any]) -> list[Callable[..., Any]]:
+def load(hello: dict[str, Any]) -> Any:
+  """Unpickles "functions" of a pool's first message, after the script they are in."""
   kind, where = hello["main"]
   if kind != "none":
     _load_main(kind, where)
@@ -95,7 +96,7 @@ def _load_main(kind: str, where: str) -> None:
   sys.modules["__main__"] = module
 
 
-def _limit_memory(limit: int | None) -> None:
+def limit_memory(limit: int | None) -> None:
   """Limits the address space to its present size plus `limit` bytes."""
   if limit is None:
     return
@@ -106,12 +107,14 @@ def _limit_memory(limit: int | None) -> None:
   resource.setrlimit(resource.RLIMIT_AS, (used + limit, used + limit))
 
 
-def _send(connection: socket.socket, message: Any) -> None:
+def send(connection: socket.socket, message: Any) -> None:
+  """Sends a message as JSON."""
   payload = json.dumps(message).encode()
   connection.sendall(HEADER.pack(len(payload)) + payload)
 
 
-def _receive(connection: socket.socket) -> bytes:
+def receive(connection: socket.socket) -> bytes:
+  """Returns the bytes of the next message; ends the process if there is none."""
   (length,) = HEADER.unpack(_exactly(connection, HEADER.size))
   return _exactly(connection, length)
 

@@ -87,6 +87,10 @@ class RewardOutput:
       Value(x) if math.isfinite(x) else Failed(f"the score is {x}")
       for x in np.asarray(values, np.float64).tolist()
     ]
+    return self.plus_outcomes(name, outcomes)
+
+  def plus_outcomes(self, name: str, outcomes: Sequence[Outcome]) -> RewardOutput:
+    """Adds outcomes of the B rows as one more function."""
     return dataclasses.replace(self, outcomes={**self.outcomes, name: outcomes})
 
   def problems(self) -> list[str]:

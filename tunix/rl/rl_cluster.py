@@ -6,8 +6,9 @@ the models.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +22,9 @@ from tunix.perf.metrics import PerfMetricsConfig
 from tunix.rl import inference_worker, metrics, placement, reshard, utils
 from tunix.rl.common import TOKEN_ARRAYS, Rows, TrainExample
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
+from tunix.rl.env.policy import Policy
 from tunix.rl.inference_worker import InferenceWorker
+from tunix.rl.rollout import turns
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutOutput
 from tunix.rl.trainer import Trainer
 from tunix.rl.weight_sync import PolicyVersion, WeightSync
@@ -204,6 +207,22 @@ class RLCluster:
       # An engine in another process reports the version that it sampled with.
       self._sync.check(part.version)
     return parts[0].joined(parts[1:])
+
+  @contextlib.contextmanager
+  def turns(
+    self, mode: Mode, key: jax.Array, *, episodes: int, limit: int
+  ) -> Iterator[Policy]:
+    """Gives an object that draws the actions of episodes; see `rollout.turns`.
+
+    Raises:
+      UnknownWeightsError: the weights of the engine were changed and not published.
+    """
+    if (model := self._sampling_model()) is not None:
+      self._sync.identify(model)
+    config = self.cluster_config.rollout(mode)
+    options = {"episodes": episodes, "limit": limit}
+    with turns.turns(self.rollout, config, key, **options) as policy:
+      yield policy
 
   def _rendered(self, prompt: Any, as_user: bool) -> Any:
     if isinstance(prompt, str) and as_user:

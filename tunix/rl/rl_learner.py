@@ -28,6 +28,8 @@ from tunix.ops.reductions import WeightedSum
 from tunix.rl import evaluation, learner_state, metrics, policy_loss, setup
 from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.common import Rollouts, TrainExample, mini_batches
+from tunix.rl.env.config import EpisodeConfig
+from tunix.rl.episodes import Episodes
 from tunix.rl.experience import Experience, MetricFn
 from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptBatch, PromptSource, prompt_batch
@@ -58,6 +60,10 @@ class RLLearner(BaseTrainer):
       [B], NaN where a reward failed.
     data_shuffle_seed: seed that shuffles the groups of rollouts before they are cut
       into mini-batches, in every iteration. None keeps the order of the prompts.
+    env: `env(prompt, **columns)` makes the environment of a completion, or an EnvGroup
+      with those of all completions of a prompt (see rl/env/env.py); it gets the
+      arguments that its signature names. None: a completion is one answer.
+    episodes: limits of episodes with environments.
 
   Raises:
     ValueError: the settings or the newest checkpoint do not match the cluster.
@@ -77,11 +83,18 @@ class RLLearner(BaseTrainer):
     reward_fns: Any = None,
     metric_fns: MetricFn | Sequence[MetricFn] | None = None,
     data_shuffle_seed: int | None = None,
+    env: Any = None,
+    episodes: EpisodeConfig | None = None,
   ):
     setup.check(rl_cluster, algo_config, uses_critic=self.uses_critic)
     self.rl_cluster, self.algo_config = rl_cluster, algo_config
     self._config = rl_cluster.cluster_config.training_config
-    self._experience = Experience(rl_cluster, algo_config, reward_fns, metric_fns)
+    if env is None and episodes is not None:
+      raise ValueError("episodes has limits and env is None: give env as well")
+    source = None if env is None else Episodes(rl_cluster, env, episodes)
+    self._experience = Experience(
+      rl_cluster, algo_config, reward_fns, metric_fns, source
+    )
     self._phases, self._measured = self._experience.phases, self._experience.measured
     self._samples: Samples | None = None
     self._progress = LearnerProgress()
@@ -126,7 +139,7 @@ class RLLearner(BaseTrainer):
       example,
       self.algo_config,
       temperature=sampling.temperature,
-      max_tokens=sampling.max_tokens_to_generate,
+      max_tokens=self._experience.max_tokens(sampling),
     )
 
   def _collect(self, source: PromptSource) -> TrainExample | None:
@@ -159,11 +172,12 @@ class RLLearner(BaseTrainer):
       step = self.train_steps
       shown = self._samples.add(rollouts, advantages, number=number, step=step)
       self.metrics_logger.log_samples(shown, step)
-    rows = len(rollouts.text)
+    rows = len(rollouts.completion_mask)
     # With several iterations or mini-batches, later updates start from another policy
     # than the one that sampled. Their ratio then needs the log-probabilities of the
     # policy before the first update.
-    moves = self.algo_config.num_iterations > 1 or self._mini_rows(rows) < rows
+    mini_rows = self._mini_rows(rows, rollouts.episode_rows)
+    moves = self.algo_config.num_iterations > 1 or mini_rows < rows
     return self._experience.example(
       rollouts, advantages, old, policy_moves=moves, **fields
     )
@@ -216,7 +230,7 @@ class RLLearner(BaseTrainer):
     """
     example = self._generate_and_compute_advantage(prompt_batch(batch))
     minis = self._mini_batches(example)
-    parts = self._micro_batches(minis[0].rows)
+    parts = self._micro_batches(minis[0])
     for role, trainer in learner_state.trainers(self.rl_cluster).items():
       for mini in minis:
         trainer.lower_update(mini, parts, f"{role} update")
@@ -272,7 +286,7 @@ class RLLearner(BaseTrainer):
   def _update(self, example: TrainExample, skip_jit: bool) -> None:
     """Makes all updates on one batch of rollouts, then sends weights to the engine."""
     cluster, minis = self.rl_cluster, self._mini_batches(example)
-    parts = self._micro_batches(minis[0].rows)
+    parts = self._micro_batches(minis[0])
     self._is_mid_update = True  # until `_learn` has counted this batch
     means = metrics.mean_of(self._measured)
     for trainer in learner_state.trainers(cluster).values():
@@ -299,12 +313,12 @@ class RLLearner(BaseTrainer):
   def _mini_batches(self, example: TrainExample) -> list[TrainExample]:
     """Cuts the mini-batches of all iterations; no more than `max_steps` allows."""
     group, limit = self.algo_config.num_generations, self._config.max_steps
-    shared, seed = self._experience.shared_prompts, self._shuffle_seed
+    seed, each = self._shuffle_seed, example.episode_rows
     minis = list(
       mini_batches(
-        dataclasses.replace(example, group_size=group if shared else 1),
-        group=group,
-        rows=self._mini_rows(example.rows),
+        example,
+        group=group * each,
+        rows=self._mini_rows(example.rows, each),
         iterations=self.algo_config.num_iterations,
         shuffle=None if seed is None else (seed, self._progress.rollouts),
       )
@@ -317,23 +331,27 @@ class RLLearner(BaseTrainer):
       )
     return minis if limit is None else minis[: limit - self.train_steps]
 
-  def _mini_rows(self, rows: int) -> int:
+  def _mini_rows(self, rows: int, each: int) -> int:
     """Returns the number of rows of a mini-batch.
 
-    If no size is set, it is the number of rows of the largest batch so far. A smaller
-    batch, such as the last one of the data, is padded to it, so that its update runs a
-    program that is already compiled.
+    If no size is set, it is that of the largest batch so far. A smaller batch, such as
+    the last one of the data, is padded to it, so that its update runs a program that is
+    already compiled.
+
+    Args:
+      rows: rows of a batch.
+      each: rows of one completion, see `Rollouts.episode_rows`.
     """
     group = self.algo_config.num_generations
-    self._progress.batch_rows = max(self._progress.batch_rows, rows)
+    self._progress.batch_rows = max(self._progress.batch_rows, rows // each)
     if (mini := self._config.mini_batch_size) is not None:
-      return mini * group
+      return mini * group * each
     micro = (self._config.train_micro_batch_size or 1) * group
-    return -(-self._progress.batch_rows // micro) * micro
+    return -(-self._progress.batch_rows // micro) * micro * each
 
-  def _micro_batches(self, mini_rows: int) -> int:
-    micro = self._config.train_micro_batch_size
-    return mini_rows // (micro * self.algo_config.num_generations) if micro else 1
+  def _micro_batches(self, mini: TrainExample) -> int:
+    micro, group = self._config.train_micro_batch_size, self.algo_config.num_generations
+    return mini.rows // (micro * group * mini.episode_rows) if micro else 1
 
   # Evaluation, checkpoints, metrics.
 

@@ -19,6 +19,8 @@ import numpy as np
 
 from tunix.report import samples as pages
 from tunix.rl.common import Rollouts
+from tunix.rl.env.env import Message
+from tunix.rl.env.episode import Episode, Turn
 from tunix.utils import checks, io
 
 PAGE = "index.html"
@@ -96,18 +98,20 @@ def groups_of(
     most: number of groups.
 
   Returns: groups with `group`, `prompt`, `columns`, `batch_reward` (the mean over the
-  whole batch), `completions`. A completion has `text`, `reward` (the total), `score`
-  (after shaping), `rewards` by function, `advantage`, `tokens`, `finish_reason`.
+  whole batch), `completions`. A completion has `text` (of an episode the conversation),
+  `reward` (the total), `score` (after shaping), `rewards` by function, `advantage`,
+  `tokens`, `finish_reason`.
   """
   size, batch = rollouts.group_size, rollouts.batch
-  mean = _by_row(np.asarray(advantages, np.float64), rollouts.completion_mask)
+  mean = _by_completion(np.asarray(advantages, np.float64), rollouts)
   total, scores = rollouts.rewards.total, rollouts.scores.reshape(-1)
   valid = total[np.isfinite(total)]
 
   def completion(row: int) -> dict[str, Any]:
     by_function = rollouts.rewards.by_function.items()
+    episode = rollouts.episodes[row] if rollouts.episodes else None
     return {
-      "text": rollouts.text[row],
+      "text": rollouts.text[row] if episode is None else transcript(episode),
       "reward": _number(total[row]),
       "score": _number(scores[row]),
       "rewards": {name: _number(values[row]) for name, values in by_function},
@@ -128,10 +132,39 @@ def groups_of(
   ]
 
 
-def _by_row(advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def transcript(episode: Episode) -> str:
+  """Returns an episode as a person reads it: who said what, and its reward."""
+  answers = iter(episode.turns)
+  parts = []
+  messages = episode.messages or [
+    message for turn in episode.turns for message in _as_messages(turn)
+  ]
+  for message in messages:
+    role = message["role"]
+    turn = next(answers, None) if role == "assistant" else None
+    head = f"[{role}]"
+    if turn is not None and turn.reward:
+      head = f"[{role}, reward {turn.reward:g}]"
+    text = str(message.get("content") or "") if turn is None else turn.action.text
+    parts.append(f"{head}\n{text}")
+  if episode.failure is not None:
+    parts.append(f"[failed]\n{episode.failure}")
+  return "\n\n".join(parts)
+
+
+def _as_messages(turn: Turn) -> list[Message]:
+  """Returns an observation of ids and its action as messages."""
+  ids = " ".join(map(str, turn.prompt.tolist()))
+  observed = {"role": "observation", "content": f"ids {ids}"}
+  return [observed, {"role": "assistant", "content": turn.action.text}]
+
+
+def _by_completion(advantages: np.ndarray, rollouts: Rollouts) -> np.ndarray:
   if advantages.ndim == 1:
     return advantages
-  return np.where(mask, advantages, 0.0).sum(1) / np.maximum(1, mask.sum(1))
+  mask, count = rollouts.completion_mask, len(rollouts.text)
+  sums = np.where(mask, advantages, 0.0).reshape(count, -1).sum(1)
+  return sums / np.maximum(1, rollouts.lengths)
 
 
 def _number(value: Any) -> float | None:

@@ -17,19 +17,26 @@ from tunix.sft.module_state import is_lora
 from tunix.utils import mesh as mesh_lib
 
 
-def reward_manager(reward_fns: Any, cluster: RLCluster) -> RewardManager | None:
-  """Returns the manager of the reward functions; None if there is only a reward model.
+def reward_manager(
+  reward_fns: Any, cluster: RLCluster, *, has_others: bool = False
+) -> RewardManager | None:
+  """Returns the manager of the reward functions; None if there are none.
+
+  Args:
+    reward_fns: see RLLearner.
+    cluster: its reward model may take the place of functions.
+    has_others: True if environments give rewards.
 
   Raises:
-    ValueError: there is neither a reward function nor a reward model.
+    ValueError: nothing gives a reward.
   """
   if isinstance(reward_fns, RewardManager):
     return reward_fns
   functions = [reward_fns] if callable(reward_fns) else list(reward_fns or ())
-  if not functions and cluster.reward is None:
+  if not functions and cluster.reward is None and not has_others:
     raise ValueError(
-      "there is neither a reward function nor a reward model: pass reward_fns, or "
-      "reward= to RLCluster"
+      "there is neither a reward function nor a reward model: pass reward_fns, "
+      "reward= to RLCluster, or env= to the learner"
     )
   return RewardManager(functions) if functions else None
 

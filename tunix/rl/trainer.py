@@ -11,6 +11,7 @@ from flax import nnx
 
 from tunix.ops.reductions import WeightedSum
 from tunix.perf.trace import NoopTracer
+from tunix.rl import policy_loss
 from tunix.rl.common import TrainExample
 from tunix.rl.config import RLTrainingConfig
 from tunix.sft import windows
@@ -73,6 +74,9 @@ class Trainer(PeftTrainer):
 
     self.with_gen_model_input_fn(lambda example: {"example": example})
     return self.with_loss_fn(pair, has_aux=True)
+
+  def _post_process_train_step(self, aux: dict[str, Any]) -> dict[str, Any]:
+    return policy_loss.derived(aux)
 
   def update(
     self, mini_batches: Iterable[TrainExample], micro_batches: int, skip_jit: bool

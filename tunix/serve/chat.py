@@ -6,8 +6,10 @@ import dataclasses
 import time
 from typing import Any
 
+from tunix.generate import tool_calls
 from tunix.generate.template_limits import ChatTemplateError
-from tunix.serve import forms, logprobs, parsing
+from tunix.generate.tool_calls import Piece, Reader
+from tunix.serve import forms, logprobs
 from tunix.serve.context import Context, new_id
 from tunix.serve.errors import bad
 from tunix.serve.fields import Fields
@@ -15,11 +17,10 @@ from tunix.serve.http import Call
 from tunix.serve.logprobs import Scored
 from tunix.serve.marked import MarkedText
 from tunix.serve.messages import read_messages, read_tools
-from tunix.serve.parsing import Piece, Reader
 from tunix.serve.running import Collected, Part, Run
 from tunix.serve.sampling import read_sampling, read_top
 
-_MARKS = (parsing.MISTRAL_CALLS, parsing.MISTRAL_ARGUMENTS)
+_MARKS = (tool_calls.MISTRAL_CALLS, tool_calls.MISTRAL_ARGUMENTS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,14 +137,14 @@ class ChatJob:
     context, settings = self._context, self._context.settings
     tool_format = settings.tool_format
     if tool_format == "auto":
-      tool_format = parsing.format_of(context.tokenizer.chat_template)
+      tool_format = tool_calls.format_of(context.tokenizer.chat_template)
     if not self._prompt.tools:
       tool_format = "none"
-    reader = parsing.tool_reader(tool_format, self._prompt.tools)
+    reader = tool_calls.tool_reader(tool_format, self._prompt.tools)
     # A constraint holds from the first token on, so its text has no reasoning.
     if settings.split_reasoning and self._is_free:
-      opened = parsing.opens_reasoning(self._prompt.text)
-      reader = parsing.ReasoningReader(reader, opened)
+      opened = tool_calls.opens_reasoning(self._prompt.text)
+      reader = tool_calls.ReasoningReader(reader, opened)
     marks = _MARKS if tool_format == "mistral" else ()
     return Choice(marked=MarkedText(context.tokenizer, marks), reader=reader)
 

@@ -1,7 +1,9 @@
 """A device without arrays: checks what it is told, and draws tokens by a hash.
 
 It keeps what the device would keep, with prefixes in place of keys and values, so that
-a wrong page, a page that is written too late or a prefix of other weights is seen.
+a wrong page, a page that is written too late or a prefix of other weights is seen. Each
+group of layers has its own pages and rows; a group with a window is only asked for what
+its queries see.
 """
 
 import hashlib
@@ -9,7 +11,7 @@ import hashlib
 import numpy as np
 
 from tests import toys
-from tunix.generate.engine import engine as engine_lib
+from tunix.generate.engine import engine as engine_lib, layer_groups
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.state import Out, PromptOut
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -46,14 +48,20 @@ def next_token(prefix, key, row, allowed=None):
 
 
 class HostDevice:
-  """Stands in for `device.Device`."""
+  """Stands in for `device.Device`.
+
+  Attributes:
+    most_held: most pages that a decoding completion held, of each group of layers.
+  """
 
   def __init__(self, model, config, gather_weights):
-    del model, gather_weights
+    del gather_weights
     self.config, self.version = config, 0
+    self.windows = layer_groups.windows_of(model.config, config)
     self.rng = np.random.default_rng(0)
     self.fails = False
     self.seen_rounds, self.wanted = 0, 2**30
+    self.most_held = [0] * len(self.windows)
     self.release()
 
   def set_model(self, model):
@@ -62,8 +70,10 @@ class HostDevice:
 
   def release(self):
     c = self.config
-    self.pages = [[None] * c.page_tokens for _ in range(c.pages + 1)]
-    self.rows = [[None] * (c.max_tokens + c.page_tokens) for _ in range(c.slots)]
+    sizes = [1 + layer_groups.pages_of(c, window) for window in self.windows]
+    self.pages = [[[None] * c.page_tokens for _ in range(size)] for size in sizes]
+    width = c.max_tokens + c.page_tokens
+    self.rows = [[[None] * width for _ in range(c.slots)] for _ in sizes]
 
   def look_at(self, idle):
     self.wanted = idle
@@ -79,7 +89,8 @@ class HostDevice:
     self.load(plan)
     allowed = None if masks is None else masks()
     for s in filter(None, running):
-      assert running[s.slot] is s and len(s.pages) == len(set(s.pages))
+      assert running[s.slot] is s
+      self.check_pages(s)
       self.check_row(s, s.computed)
     width = c.rounds * (1 + c.draft_tokens)
     out = self.out(width)
@@ -129,19 +140,43 @@ class HostDevice:
     )
 
   def load(self, plan):
-    for source, target in plan.copies:
-      self.pages[target] = list(self.pages[source])
+    for copies in plan.copies:
+      for pages, (source, target) in zip(self.pages, copies, strict=True):
+        pages[target] = list(pages[source])
     for s in plan.loads:
-      row = [x for page in s.pages for x in self.pages[page]][: s.computed]
-      self.rows[s.slot][: len(row)] = row
+      for pages, rows, held in zip(self.pages, self.rows, s.pages, strict=True):
+        row = [x for page in held for x in pages[page]][: s.computed]
+        rows[s.slot][: len(row)] = row
 
   def entry(self, tokens):
     return self.version, np.asarray(tokens, np.int32).tobytes()
 
-  def check_row(self, s, count):
-    for place in range(count):
-      found = self.rows[s.slot][place]
-      assert found == self.entry(s.known[: place + 1]), (s.ticket.id, s.slot, place)
+  def check_pages(self, s):
+    """No page is held twice, and no more of them than a window and a launch need."""
+    c = self.config
+    for group, (window, pages) in enumerate(zip(self.windows, s.pages)):
+      held = list(filter(None, pages))
+      assert len(held) == len(set(held))
+      if s.is_decoding:
+        self.most_held[group] = max(len(held), self.most_held[group])
+        if window is not None:
+          tokens = window + c.launch_tokens(c.rounds)
+          assert len(held) <= (tokens - 2) // c.page_tokens + 2
+
+  def check_row(self, s, count, known=None):
+    """The query after `count` tokens finds those that it sees, in rows and pages."""
+    size, known = self.config.page_tokens, s.known if known is None else known
+    for rows, window, held in zip(self.rows, self.windows, s.pages):
+      for place in range(first_seen(count, window), count):
+        found = rows[s.slot][place]
+        assert found == self.entry(known[: place + 1]), (s.ticket.id, s.slot, place)
+        assert held[place // size], (s.ticket.id, s.slot, place, window)
+
+  def put(self, s, place, known):
+    """Writes a token, which has a place in the pages, too."""
+    for rows, held in zip(self.rows, s.pages, strict=True):
+      assert held[place // self.config.page_tokens]
+      rows[s.slot][place] = self.entry(known[: place + 1])
 
   def prefill(self, block, plan, tokens):
     s = block.sequence
@@ -150,7 +185,7 @@ class HostDevice:
     assert 0 < block.count <= self.config.page_tokens
     self.check_row(s, block.start)
     for place in range(block.start, block.start + block.count):
-      self.rows[s.slot][place] = self.entry(s.known[: place + 1])
+      self.put(s, place, s.known)
     if not block.is_last:
       return []
     return [s, *(fork.follower for fork in plan.forks if fork.leader is s)]
@@ -158,7 +193,8 @@ class HostDevice:
   def draw(self, s, tokens, out, active, allowed):
     known, count = tokens[s], int(out.count[s.slot])
     if s.leader is None:
-      self.rows[s.slot][len(known) - 1] = self.entry(known)
+      self.check_row(s, len(known) - 1, known)
+      self.put(s, len(known) - 1, known)
     mask = None if allowed is None else allowed[s.slot]
     token = next_token(known, s.key, s.request.first_row + s.sample, mask)
     known.append(token)
@@ -184,9 +220,15 @@ class HostDevice:
 
   def write(self, written):
     size = self.config.page_tokens
-    for slot, place, page in written:
-      assert page != 0
-      self.pages[page] = self.rows[slot][place * size : (place + 1) * size]
+    for slot, place, *numbers in written:
+      for pages, rows, page in zip(self.pages, self.rows, numbers, strict=True):
+        assert page != 0
+        pages[page] = rows[slot][place * size : (place + 1) * size]
+
+
+def first_seen(position, window):
+  """The first token that a query at a position sees."""
+  return 0 if window is None else max(0, position - window + 1)
 
 
 class HostEngine(engine_lib.Engine):
@@ -211,9 +253,10 @@ class HostEngine(engine_lib.Engine):
     device, size = self._device, self.config.page_tokens
     for s in self._scheduler.active():
       most = s.computed // size * size  # the rest is in the row only
-      held = [x for page in s.pages for x in device.pages[page]]
-      for place in range(most):
-        assert held[place] == device.entry(s.known[: place + 1]), (s.ticket.id, place)
+      for window, stored, numbers in zip(device.windows, device.pages, s.pages):
+        held = [x for page in numbers for x in stored[page]]
+        for place in range(first_seen(s.computed, window), most):
+          assert held[place] == device.entry(s.known[: place + 1]), (s.ticket.id, place)
 
 
 def expected(request, sample):

@@ -6,6 +6,7 @@ import pytest
 from tests import toys
 from tests.generate.engine import host_device
 from tests.generate.engine.host_device import HostEngine
+from tunix.generate.engine import layer_groups
 from tunix.generate.engine.request import EngineDead, EngineRequest, RequestError
 
 
@@ -16,7 +17,14 @@ def model():
 
 @pytest.fixture
 def make(model, monkeypatch):
-  return lambda **sizes: HostEngine(model, monkeypatch, **sizes)
+  def make(windows=(None,), **sizes):
+    monkeypatch.setattr(layer_groups, "windows_of", lambda model, config: windows)
+    engine = HostEngine(model, monkeypatch, **sizes)
+    for window in filter(None, windows):  # a window that saves nothing has no group
+      assert layer_groups.pages_of(engine.config, window) < engine.config.pages
+    return engine
+
+  return make
 
 
 class Even:
@@ -101,7 +109,17 @@ CASES = {
   "pages of 1": {"page_tokens": 1, "prefill_tokens": 3, "cache_tokens": 70},
   "pages of 5": {"page_tokens": 5, "prefill_tokens": 10, "cache_tokens": 80},
   "wide": {"slots": 8, "rounds": 9, "prefill_tokens": 24, "cache_tokens": 160},
-}
+  "window": {"windows": (None, 3)},
+  "two windows, preempts": {
+    "windows": (None, 5, 2), "cache_tokens": 100, "rounds": 1, "slots": 4
+  },
+  "windows and drafts": {"windows": (None, 5, 1), "draft_tokens": 1, "rounds": 2},
+  "window and pages of 1": {
+    "windows": (None, 7), "page_tokens": 1, "prefill_tokens": 3, "cache_tokens": 70
+  },
+  "windows only": {"windows": (6, 3), "slots": 4},
+  "window without prefixes": {"windows": (None, 4), "prefix_cache": False},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -141,7 +159,8 @@ def test_random_arrivals_and_cancels(make, case):
   assert stats.rounds <= stats.launches * engine.config.rounds
 
 
-PREEMPTING = set(CASES) - {"roomy", "one slot"}
+ROOMY = {"roomy", "one slot", "window", "windows and drafts", "windows only"}
+PREEMPTING = set(CASES) - ROOMY - {"window without prefixes"}
 
 
 def test_nobody_overtakes_a_large_request_for_ever(make):
@@ -541,6 +560,6 @@ def test_many_requests_leave_nothing_behind(make):
     check_empty(engine)
     gc.collect()
     counts.append(sum(isinstance(x, Sequence) for x in gc.get_objects()))
-    pool = engine._scheduler.pool
+    [pool] = engine._scheduler.pages.pools
     assert len(pool._digests) == len(pool._pages) == pool.kept <= pool.size
   assert max(counts) <= 1

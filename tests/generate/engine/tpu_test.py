@@ -32,14 +32,21 @@ SIZES = EngineConfig(
 )
 
 
-def compile_for(name, axes, gather):
-  """Prints how two layers of Llama 3.1 8B decode, and prefill beside decoding."""
+def compile_for(name, axes, gather, **kinds):
+  """Prints how two layers of Llama 3.1 8B decode, and prefill beside decoding.
+
+  Args:
+    name, axes: the chips, and their mesh.
+    gather: see `layout.for_decoding`.
+    **kinds: fields of the configuration that set the kinds of the layers.
+  """
   mesh = topology.find(name).mesh(axes)
   config = dataclasses.replace(
     ModelConfig.llama3p1_8b(),
     num_layers=2,
     dtype=jnp.bfloat16,
     param_dtype=jnp.bfloat16,
+    **kinds,
   )
   with mesh_lib.use_mesh(mesh):
     model = automodel.of_shapes(config, mesh)
@@ -51,9 +58,9 @@ def compile_for(name, axes, gather):
     whole = NamedSharding(mesh, PartitionSpec())
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
     none = [None] * SLOTS
-    pages = dataclasses.replace(
-      keeper.store, table=shape(np.zeros((SLOTS, 256), np.int32))
-    )
+    table = shape(np.zeros((SLOTS, 256), np.int32))
+    tables = (table,) * len(keeper.store.tables)
+    pages = dataclasses.replace(keeper.store, tables=tables)
     carry = Round(
       jax.tree.map(shape, arrays.slots_of(none, Plan(), SIZES)),
       pages,
@@ -93,6 +100,8 @@ def test_launches_compile_for_tpu_chips():
 from tests.generate.engine.tpu_test import compile_for
 compile_for("v5e:2x4", {"tp": 8}, None)
 compile_for("v6e:2x4", {"fsdp": 8}, "split")
+kinds = {"layer_types": ("sliding", "full"), "sliding_window": 128}
+compile_for("v5e:2x4", {"tp": 8}, None, **kinds)
 """
   done = subprocess.run(
     [sys.executable, "-c", code],
@@ -101,4 +110,4 @@ compile_for("v6e:2x4", {"fsdp": 8}, "split")
     text=True,
   )
   assert done.returncode == 0, done.stderr[-3000:]
-  assert done.stdout.splitlines() == ["0 copies, 0 weights gathered, aliased True"] * 4
+  assert done.stdout.splitlines() == ["0 copies, 0 weights gathered, aliased True"] * 6

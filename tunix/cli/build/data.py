@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tunix
-from tunix.cli.build import data_sources, mesh as mesh_axes, rewards
+from tunix.cli.build import data_sources, environments, mesh as mesh_axes, rewards
 from tunix.cli.run import fingerprints
 from tunix.cli.settings.data import RowSettings
 from tunix.cli.settings.run import RunSettings, StreamRun
@@ -139,7 +139,7 @@ def scan_records(
     part.validate()
     if part.kind is PROMPT_ROWS:
       first = part.kind.read(part[0], part.where(0))
-      rewards.check(_reward(config), list(first.extra))
+      _check_rewards(config, list(first.extra))
   reports = {}
   for name, part in records.items():
     holds_rows = kept is not None and part.kind is PROMPT_ROWS
@@ -187,6 +187,8 @@ def build_data(
   prints |= fingerprints.of_config(config)
   if not isinstance(config, StreamRun):
     prints |= {"reward_functions": rewards.digest(_reward(config))}
+    if (env := _env(config)) is not None:
+      prints |= {"env": environments.digest(env)}
   return RunData(
     train=iterables["train"],
     eval=iterables.get("eval"),
@@ -202,6 +204,18 @@ def build_data(
 
 def _reward(config: Any) -> rewards.RewardSettings:
   return config.reward
+
+
+def _env(config: Any) -> str | None:
+  return getattr(config, "env", None)
+
+
+def _check_rewards(config: RunSettings, columns: list[str]) -> None:
+  """Refuses reward functions and environments that do not fit the data."""
+  env = _env(config)
+  rewards.check(_reward(config), columns, has_others=env is not None)
+  if env is not None:
+    environments.check(env, columns)
 
 
 def _scan_key(config: StreamRun, part: Records, prints: Mapping[str, str]) -> str:

@@ -95,18 +95,21 @@ def build_rewards(settings: RewardSettings) -> RewardManager | None:
   )
 
 
-def check(settings: RewardSettings, columns: Sequence[str]) -> None:
+def check(
+  settings: RewardSettings, columns: Sequence[str], *, has_others: bool = False
+) -> None:
   """Loads the reward functions once, to refuse wrong settings before the run.
 
   Args:
     settings: section `reward`.
     columns: columns of the data besides the prompts.
+    has_others: True if environments give rewards.
 
   Raises:
     FileNotFoundError, ImportError, ValueError: as for `build_rewards`; or a function
       needs a column that the data lacks.
   """
-  if not settings.entries and settings.model is None:
+  if not settings.entries and settings.model is None and not has_others:
     raise ValueError(
       "reward.functions is empty and reward.model is not set. Name a reward function, "
       f"such as --reward.functions=exact_match ({', '.join(READY)}, or pkg.mod:fn), or "
@@ -180,10 +183,11 @@ def _names(functions: list[Callable[..., Any]]) -> list[str]:
 
 def digest(settings: RewardSettings) -> str:
   """Returns the digest of the files that define the functions."""
-  return digest_of([_source_digest(text) for text in settings.entries])
+  return digest_of([source_digest(text) for text in settings.entries])
 
 
-def _source_digest(text: str) -> str:
+def source_digest(text: str) -> str:
+  """Returns the digest of the file, or of the code, that defines a function."""
   if objects.is_name(text):
     # A notebook edits the code of a function while its name stays.
     return digest_of(_content(objects.get(text), 0))

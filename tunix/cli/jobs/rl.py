@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import numpy as np
 
 from tunix.cli.build import optimizer, rewards, training
+from tunix.cli.build.environments import make_env
 from tunix.cli.build.rewards import RewardSettings
 from tunix.cli.jobs.job import Job, Loaded, length_of
 from tunix.cli.settings import keys
@@ -20,6 +21,7 @@ from tunix.generate import batching, capacity
 from tunix.models.transformer.model import Transformer
 from tunix.rl import algorithms, setup
 from tunix.rl.config import ClusterConfig, PromptSizes, RLTrainingConfig, Role
+from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig
 from tunix.rl.ppo.ppo_learner import PPOConfig
 from tunix.rl.rl_cluster import RLCluster
@@ -146,6 +148,11 @@ class RLRun(RunSettings):
     rollout: sampling of completions; in distill the student's completions.
     rl: sizes in prompts, and models besides the policy.
     reward: the rewards of completions.
+    env: function that makes the environment of a completion, which is then an episode
+      of several turns: pkg.mod:make, /path/file.py:make, or with arguments
+      pkg.mod:make(level=2). It also gets the prompt and the columns of the data that it
+      names. null: a completion is one answer to the prompt.
+    episode: limits of episodes; only with env.
     samples: samples of the rollouts that are written to samples/.
   """
 
@@ -163,6 +170,8 @@ class RLRun(RunSettings):
   algorithm: Any = None
   rl: RLSettings = RLSettings()
   reward: RewardSettings = dataclasses.field(default=RewardSettings())
+  env: str | None = setting(None, path="function", fingerprint="env", takes_object=True)
+  episode: EpisodeConfig = dataclasses.field(default=EpisodeConfig())
   samples: SamplesSettings = setting(SamplesSettings(), may_change=True)
 
   def __post_init__(self):
@@ -171,6 +180,12 @@ class RLRun(RunSettings):
       raise ValueError(
         f"rl.reference is {self.rl.reference!r} and algorithm.beta 0, which compares "
         "with no reference. Set algorithm.beta, or leave rl.reference out"
+      )
+
+    if self.env is None and self.episode != EpisodeConfig():
+      raise ValueError(
+        "episode has limits and env is not set, so there are no episodes. Set env, or "
+        "leave episode out"
       )
 
   def kind(self, *, training: bool) -> Kind:
@@ -246,7 +261,7 @@ def build_learner(run: Loaded) -> RLLearner:
         **shared_values(PromptSizes, roles),
         **more,
       ),
-      rollout_config=rollout_configs(config),
+      rollout_config=rollout_configs(config, plans=run.of_shapes),
     ),
     **models,
   )
@@ -255,11 +270,21 @@ def build_learner(run: Loaded) -> RLLearner:
     algorithm,
     _no_rewards if run.of_shapes else rewards.build_rewards(config.reward),
     data_shuffle_seed=roles.shuffle_seed,
+    **_episodes(run),
   )
   if run.output_dir is None:
     return learner
   samples = config.samples.samples(run.output_dir / "samples")
   return learner if samples is None else learner.with_samples(samples)
+
+
+def _episodes(run: Loaded) -> dict[str, Any]:
+  """Returns the options of a learner for episodes."""
+  config: RLRun = run.config
+  # A plan runs no environment: `rollout_configs` gives its rows the widths of episodes.
+  if config.env is None or run.of_shapes:
+    return {}
+  return {"env": make_env(config.env), "episodes": config.episode}
 
 
 def _no_rewards(prompts: list[Any], completions: list[str], **columns: Any):
@@ -268,10 +293,17 @@ def _no_rewards(prompts: list[Any], completions: list[str], **columns: Any):
   return [0.0] * len(completions)
 
 
-def rollout_configs(config: RLRun) -> dict[Mode, RolloutConfig]:
-  """Returns the sampling options of training, and of evaluation if they differ."""
+def rollout_configs(config: RLRun, *, plans: bool = False) -> dict[Mode, RolloutConfig]:
+  """Returns the sampling options of training, and of evaluation if they differ.
+
+  Args:
+    config: settings of the run.
+    plans: True for a plan, in which an episode is one long completion.
+  """
   section = config.rollout
   options = shared_values(RolloutConfig, section)
+  if plans and getattr(config, "env", None) is not None:
+    options["max_tokens_to_generate"] = config.episode.max_tokens
   options["seed"] = config.seed if section.seed is None else section.seed
   options["stop_strings"] = section.stop_strings or None
   train = RolloutConfig(**options)
@@ -304,14 +336,28 @@ def _batch(config: RLRun) -> str:
   assert isinstance(kind, Choice)
   name, prompts = kind.name_of(config.algorithm), config.training.global_batch_size
   names = config.reward.entries + (("reward model",) if config.reward.model else ())
+  size, tokens = config.algorithm.num_generations, config.rollout.max_tokens_to_generate
+  if config.env is not None:
+    names = (*names, config.env)
+    what = f"episodes of at most {config.episode.max_turns} turns and "
+    tokens = config.episode.max_tokens
+  else:
+    what = "completions of at most "
   return (
-    f"{name}: {prompts} prompts x {config.algorithm.num_generations} completions of "
-    f"at most {config.rollout.max_tokens_to_generate} tokens, rewarded by "
+    f"{name}: {prompts} prompts x {size} {what}{tokens} tokens, rewarded by "
     f"{', '.join(names)}"
   )
 
 
-_LENGTH = length_of("rollout", "max_prompt_length", "max_tokens_to_generate")
+_ANSWERS = length_of("rollout", "max_prompt_length", "max_tokens_to_generate")
+
+
+def _length(config: RLRun) -> tuple[str, int]:
+  """Returns the keys that limit a row, and the number of its tokens."""
+  if config.env is None:
+    return _ANSWERS(config)
+  keys_of = "rollout.max_prompt_length + episode.max_tokens"
+  return keys_of, config.rollout.max_prompt_length + config.episode.max_tokens
 
 
 def check(config: RLRun) -> None:
@@ -320,7 +366,7 @@ def check(config: RLRun) -> None:
   Raises:
     ValueError: gives the number of completions of a prompt that fit.
   """
-  _, length = _LENGTH(config)
+  _, length = _length(config)
   row = length * 12  # bytes of a row's ids, mask and log-probabilities, 4 each
   prompts, size = config.training.global_batch_size, config.algorithm.num_generations
   what = f"the tokens of {prompts} prompts' completions"
@@ -359,7 +405,7 @@ GRPO = Job(
   build=build_learner,
   results={"reward": REWARD},
   batch=_batch,
-  length=_LENGTH,
+  length=_length,
   rollout=lambda config: config.rollout,
   example=_example,
   shorter=_shorter,

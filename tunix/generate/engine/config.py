@@ -17,7 +17,8 @@ class EngineConfig:
     page_tokens: tokens of a page of the cache. Prompts share whole pages.
     cache_tokens: tokens that all pages hold together, at least `max_tokens`; None:
       slots * max_tokens, with which no completion ever waits for a page. Pages that no
-      running completion uses keep earlier prefixes.
+      running completion uses keep earlier prefixes. Layers with a window have fewer
+      pages where fewer suffice, see docs/guides/engine.md.
     rounds: largest number of tokens of a completion between two looks of the host. A
       stream gets its text in parts of this size, and a finished completion keeps its
       slot for at most this number of rounds.
@@ -81,6 +82,10 @@ class EngineConfig:
     """
     most = self.prefill_tokens // self.page_tokens
     return tuple(sorted({most, *(2 * 4**i for i in range(16) if 2 * 4**i < most)}))
+
+  def launch_tokens(self, rounds: int) -> int:
+    """Returns the most tokens of a completion that so many rounds draw, or draft."""
+    return rounds * (1 + self.draft_tokens)
 
   @property
   def pages(self) -> int:

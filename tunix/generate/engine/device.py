@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from tunix.generate import decode, layout
-from tunix.generate.engine import arrays, launch, state as state_lib
+from tunix.generate.engine import arrays, launch, slot_state, state as state_lib
 from tunix.generate.engine.adapters import AdapterBank
 from tunix.generate.engine.choice import Rules
 from tunix.generate.engine.config import EngineConfig
@@ -21,6 +21,7 @@ from tunix.generate.engine.paged_store import PageKeeper
 from tunix.generate.engine.plan import Block, Plan
 from tunix.generate.engine.row_keeper import RowKeeper
 from tunix.generate.engine.sequence import Sequence
+from tunix.generate.engine.slot_state import SlotKeeper
 from tunix.generate.engine.state import Out, PromptOut, Round
 from tunix.generate.layout import GatherWeights
 from tunix.models.transformer import paged
@@ -30,6 +31,7 @@ from tunix.utils import mesh as mesh_lib
 
 # Log-probs of prompts' tokens, for each group of rounds.
 Scored = list[tuple[list[list[Block]], PromptOut]]
+Keeper = RowKeeper | PageKeeper | SlotKeeper
 
 
 class Device:
@@ -47,7 +49,7 @@ class Device:
     self._config = config
     self._gather: GatherWeights = gather_weights
     self._opened: decode.Opened | None = None
-    self._keeper: RowKeeper | PageKeeper | None = None
+    self._keeper: Keeper | None = None
     self._bank: AdapterBank | None = None
     self._uses: frozenset[str] = frozenset()
     self.set_model(model)
@@ -173,8 +175,8 @@ class Device:
     """Tokens of a row; 0 if attention reads pages."""
     return 0 if self._keeper is None else self._keeper.width
 
-  def write(self, written: Iterable[tuple[int, int, int]]) -> None:
-    """Writes parts of rows to pages: (slot, page of the row, page number) each."""
+  def write(self, written: Iterable[tuple[int, ...]]) -> None:
+    """Writes parts of rows to pages, see `RowKeeper.write`."""
     assert self._keeper is not None
     self._keeper.write(written)
 
@@ -193,11 +195,12 @@ class Device:
       return None
     return state, np.array([s.adapter if s else 0 for s in running], np.int32)
 
-  def _kept(self, graph: Any, state: Any, mesh: Any) -> RowKeeper | PageKeeper:
+  def _kept(self, graph: Any, state: Any, mesh: Any) -> Keeper:
     """Returns the keeper of the cache, which `attention` decides on."""
     if self._keeper is None:
       # The shardings of the opened model: those in which it decodes.
-      model, name = nnx.merge(graph, state).config, self._config.attention
+      module, name = nnx.merge(graph, state), self._config.attention
+      model = module.config
       calls = [
         paged.Call(
           platform=mesh_lib.context_platform(),
@@ -213,9 +216,14 @@ class Device:
       # XLA gathers whole pages in every round; rows are gathered once.
       uses_rows = name == "rows" or (name == "auto" and "gather" in paths)
       if uses_rows:
-        self._keeper = RowKeeper(model, self._config)
+        keeper = RowKeeper(model, self._config)
       else:
-        self._keeper = PageKeeper(model, self._config, paths.pop(), mesh)
+        keeper = PageKeeper(model, self._config, paths.pop(), mesh)
+      makers = slot_state.makers_of(module)
+      has_states = any(makers)
+      self._keeper = (
+        SlotKeeper(keeper, makers, self._config.slots) if has_states else keeper
+      )
     return self._keeper
 
   def _weights(self) -> tuple[Any, Any, Any]:

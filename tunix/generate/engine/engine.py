@@ -13,6 +13,7 @@ log-probs can differ in the last bits, as sums are rounded differently.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import threading
@@ -26,9 +27,11 @@ import numpy as np
 from tunix.generate.engine import (
   adapter_sources,
   arrival,
+  layer_groups,
   matching,
   pages as pages_lib,
   results,
+  slot_state,
 )
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import Device
@@ -93,7 +96,9 @@ class Engine:
     self.version = 0
     self._model = model
     self._device = Device(model, self.config, gather_weights)
-    self._scheduler = Scheduler(self.config)
+    sizes = self._checked(self.config)
+    windows = layer_groups.windows_of(model.config, sizes)
+    self._scheduler = Scheduler(sizes, windows)
     is_alone = jax.process_count() == 1
     self._drafts = DraftPolicy(self.config.draft_tokens, measures=is_alone)
     self._orders = itertools.count()
@@ -106,6 +111,17 @@ class Engine:
     self._dead: BaseException | None = None
     # Called after each submission, for a driver that waits for one.
     self.on_submit: Callable[[], None] = lambda: None
+
+  def _checked(self, config: EngineConfig) -> EngineConfig:
+    """Returns the sizes for the scheduler, which shares no prefix of a state."""
+    if not any(slot_state.makers_of(self._model)):
+      return config
+    if config.draft_tokens:
+      raise ValueError(
+        f"draft_tokens is {config.draft_tokens}, expected 0: the model has recurrent "
+        "layers, whose state a wrong draft would change. Set draft_tokens to 0"
+      )
+    return dataclasses.replace(config, prefix_cache=False)
 
   # Requests.
 
@@ -291,7 +307,7 @@ class Engine:
       end = -(-computed // size) if s in leaders else computed // size
       if s not in followers:
         pages = range(before[slot] // size, end)
-        written += [(slot, page, s.pages[page]) for page in pages]
+        written += [(slot, page, *s.pages_at(page)) for page in pages]
       if out.bad[slot] and reason is None:  # else a stop string came before it
         s.failure = _not_finite(s)
       results.hand_out(s, out, slot, count, None if s.failure else reason)
@@ -447,7 +463,7 @@ class Engine:
         self._scheduler.preempt(s)
     for s in self._scheduler.waiting:
       s.digests = [root(s.adapter)]
-    self._scheduler.pool.forget_all()
+    self._scheduler.pages.forget_all()
 
   # State.
 
@@ -470,15 +486,15 @@ class Engine:
 
   def stats(self) -> EngineStats:
     """Returns counts and state."""
-    scheduler, pool = self._scheduler, self._scheduler.pool
+    scheduler, pools = self._scheduler, self._scheduler.pages.pools
     with self._lock:
       arrived = len(self._arrived)
     return EngineStats(
       waiting=len(scheduler.waiting) + arrived,
       running=sum(s is not None for s in scheduler.running),
-      pages_total=pool.size,
-      pages_free=pool.available,
-      pages_cached=pool.kept,
+      pages_total=sum(pool.size for pool in pools),
+      pages_free=sum(pool.available for pool in pools),
+      pages_cached=sum(pool.kept for pool in pools),
       preemptions=scheduler.preemptions,
       prefix_hit_tokens=scheduler.hit_tokens,
       **self._counts,
@@ -486,7 +502,7 @@ class Engine:
 
   def audit(self) -> None:
     """Checks that no page is lost; raises AssertionError."""
-    self._scheduler.pool.audit(s.pages for s in self._scheduler.active())
+    self._scheduler.pages.audit(self._scheduler.active())
 
   def _check_alive(self) -> None:
     if self._dead is not None:

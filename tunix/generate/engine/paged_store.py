@@ -13,7 +13,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from tunix.generate.engine import layer_groups
 from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.layer_groups import Windows
 from tunix.generate.engine.plan import Plan
 from tunix.generate.engine.rows import Places
 from tunix.generate.engine.sequence import Sequence
@@ -79,32 +81,43 @@ class PageStore:
 
   Attributes:
     layers: one for each layer.
-    table: int32 [B, N], pages of each slot, in order; 0 behind them.
+    tables: int32 [B, N] of each group of layers: pages of each slot, in order. 0 stands
+      for pages that no query sees.
+    groups: group of each layer, see layer_groups.py.
   """
 
   layers: tuple[PagedLayer, ...]
-  table: Any
+  tables: tuple[Any, ...]
+  groups: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
   def at(self, places: Places) -> PageCache:
     """Returns the cache of a call of the model."""
-    slots, own = self.table.shape[0], self.table.shape[0] * places.width
-    groups = []
-    if places.width:
-      group = functools.partial(self._group, width=places.width)
-      groups.append(
-        group(self.table, places.positions[:own], places.slots[:own] < slots)
-      )
-    if places.block_slots.shape[0]:
-      group = functools.partial(self._group, width=places.block_width)
-      table = jnp.take(self.table, places.block_slots, axis=0, mode="clip")
-      groups.append(group(table, places.positions[own:], places.slots[own:] < slots))
-    ragged = Ragged(tuple(groups))
-    return PageCache(tuple(PageLayer(pages, ragged) for pages in self.layers))
+    ragged = [self._ragged(table, places) for table in self.tables]
+    layers = zip(self.layers, self.groups)
+    return PageCache(tuple(PageLayer(pages, ragged[group]) for pages, group in layers))
 
   def after(self, cache: PageCache) -> PageStore:
     """Returns the store with the pages that a call of the model returned."""
     layers = tuple(layer.pages for layer in cache.layers)
     return dataclasses.replace(self, layers=layers)
+
+  def forked(self, sources: Any) -> PageStore:
+    """Returns the store itself: the pages of a fork are copied before a launch."""
+    del sources
+    return self
+
+  def _ragged(self, table: Any, places: Places) -> Ragged:
+    """Returns the rows of a call, with the pages of one group of layers."""
+    slots, own = table.shape[0], table.shape[0] * places.width
+    groups = []
+    if places.width:
+      group = functools.partial(self._group, width=places.width)
+      groups.append(group(table, places.positions[:own], places.slots[:own] < slots))
+    if places.block_slots.shape[0]:
+      group = functools.partial(self._group, width=places.block_width)
+      table = jnp.take(table, places.block_slots, axis=0, mode="clip")
+      groups.append(group(table, places.positions[own:], places.slots[own:] < slots))
+    return Ragged(tuple(groups))
 
   @staticmethod
   def _group(table: Any, positions: Any, is_valid: Any, *, width: int) -> Group:
@@ -118,27 +131,25 @@ class PageStore:
     )
 
 
-def copied(store: PageStore, copies: Int[Array, "n 2"], count: Any) -> PageStore:
+def copied(store: PageStore, copies: Int[Array, "n G 2"], count: Any) -> PageStore:
   """Copies pages.
 
   Args:
     store: donated.
-    copies: (from, to) page numbers; the first `count` are used.
+    copies: (from, to) page numbers of each group; the first `count` are used.
     count: int32 scalar.
   """
   axes = [0 if paged.PATHS[x.path].is_joint else 1 for x in store.layers]
 
   def copy(i, layers):
-    def one(layer, axis):
+    def one(layer, axis, group):
+      source, target = copies[i, group, 0], copies[i, group, 1]
       move = lambda x: jax.lax.dynamic_update_slice_in_dim(
-        x,
-        jax.lax.dynamic_slice_in_dim(x, copies[i, 0], 1, axis),
-        copies[i, 1],
-        axis,
+        x, jax.lax.dynamic_slice_in_dim(x, source, 1, axis), target, axis
       )
       return jax.tree.map(move, layer)
 
-    return tuple(map(one, layers, axes))
+    return tuple(map(one, layers, axes, store.groups))
 
   layers = jax.lax.fori_loop(0, count, copy, store.layers)
   return dataclasses.replace(store, layers=layers)
@@ -152,16 +163,27 @@ class PageKeeper:
     config: sizes of the engine.
     path: name in `paged.PATHS`.
     mesh: mesh of the weights, or None.
+    windows: the windows of the groups of layers, in the order of `Sequence.pages`;
+      None: those of this model.
   """
 
   def __init__(
-    self, model: TransformerConfig, config: EngineConfig, path: str, mesh: Mesh | None
+    self,
+    model: TransformerConfig,
+    config: EngineConfig,
+    path: str,
+    mesh: Mesh | None,
+    windows: Windows | None = None,
   ):
     self._config = config
+    if windows is None:
+      windows = layer_groups.windows_of(model, config)
+    groups = layer_groups.groups_of(model, windows)
+    sizes = [1 + layer_groups.pages_of(config, window) for window in windows]
     self._copy = jax.jit(copied, donate_argnums=0)
     rules = model.sharding
-    make = lambda: paged.empty(
-      pages=config.pages + 1,
+    make = lambda group: paged.empty(
+      pages=sizes[group],
       page_tokens=config.page_tokens,
       kv_heads=model.num_kv_heads,
       head_dim=model.head_dim,
@@ -170,28 +192,29 @@ class PageKeeper:
       head_axes=tuple(axis for axis in (rules.tp, *rules.step) if axis),
       mesh=mesh,
     )
-    layers = tuple(make() for _ in range(model.num_layers))
-    self.store: Any = PageStore(layers, np.zeros(0, np.int32))
+    tables = tuple(np.zeros(0, np.int32) for _ in windows)
+    self.store: Any = PageStore(tuple(map(make, groups)), tables, groups)
 
   width = 0  # there are no rows
 
   def prepare(self, plan: Plan, running: list[Sequence | None]) -> None:
     """Copies pages, and lists the pages of the slots."""
     c, size = self._config, max(64, self._config.slots)
-    table = np.zeros((c.slots, c.pages_of(c.max_tokens)), np.int32)
+    groups = len(self.store.tables)
+    tables = np.zeros((groups, c.slots, c.pages_of(c.max_tokens)), np.int32)
     for slot, s in enumerate(running):
-      if s is not None:
-        table[slot, : len(s.pages)] = s.pages
-    store = dataclasses.replace(self.store, table=table)
+      for table, pages in zip(tables, [] if s is None else s.pages):
+        table[slot, : len(pages)] = pages
+    store = dataclasses.replace(self.store, tables=tuple(tables))
     for at in range(0, len(plan.copies), size):
       part = plan.copies[at : at + size]
-      copies = np.zeros((size, 2), np.int32)
+      copies = np.zeros((size, groups, 2), np.int32)
       copies[: len(part)] = part
       store = programs.call(
         "engine copy", self._copy, store, copies, np.int32(len(part))
       )
     self.store = store
 
-  def write(self, written: Iterable[tuple[int, int, int]]) -> None:
+  def write(self, written: Iterable[tuple[int, ...]]) -> None:
     """Does nothing: launches write their pages themselves."""
     del written

@@ -122,6 +122,7 @@ class PagePool:
 
   def name(self, page: int, digest: Digest) -> None:
     """Gives a full page its digest; the first page with a digest keeps it."""
+    assert page != TRASH
     if digest not in self._pages and page not in self._digests:
       self._pages[digest], self._digests[page] = page, digest
 

@@ -29,13 +29,13 @@ class Fork:
 
   Attributes:
     leader, follower: the two completions.
-    copied: the leader's last page, if the prompt fills it in part; the follower's own
-      page becomes a copy of it.
+    copied: the leader's last page of each group of layers, if the prompt fills it in
+      part; the follower's own page becomes a copy of it. Else ().
   """
 
   leader: Sequence
   follower: Sequence
-  copied: int | None
+  copied: tuple[int, ...]
 
 
 @dataclasses.dataclass
@@ -44,21 +44,24 @@ class Plan:
 
   Attributes:
     loads: completions that are new in their slots, which are filled from their pages.
-    copies: (from, to) pages that are copied before.
+    copies: pages that are copied before: (from, to) for each group of layers.
     rounds: blocks of each round that prefills.
     decode_rounds: number of rounds after them, which only decode.
     forks: first tokens that are drawn for followers.
   """
 
   loads: list[Sequence] = dataclasses.field(default_factory=list)
-  copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+  copies: list[tuple[tuple[int, int], ...]] = dataclasses.field(default_factory=list)
   rounds: list[list[Block]] = dataclasses.field(default_factory=list)
   decode_rounds: int = 0
   forks: list[Fork] = dataclasses.field(default_factory=list)
 
 
 def rounds_of(
-  sequences: Iterable[Sequence], config: EngineConfig, most: int
+  sequences: Iterable[Sequence],
+  config: EngineConfig,
+  most: int,
+  most_blocks: int | None = None,
 ) -> list[list[Block]]:
   """Cuts the tokens to prefill into blocks of a page, and blocks into rounds.
 
@@ -66,6 +69,7 @@ def rounds_of(
     sequences: the running completions, earliest rank first.
     config: sizes of the engine.
     most: largest number of rounds; the blocks behind them wait for the next launch.
+    most_blocks: largest number of blocks; None for no limit.
   """
   size = config.page_tokens
   blocks = [
@@ -73,7 +77,7 @@ def rounds_of(
     for s in sequences
     if s.leader is None and not s.is_decoding
     for at in range(s.computed, s.length, size)
-  ]
+  ][:most_blocks]
   out = []
   while blocks and len(out) < most:
     # The largest round that is full. What is left rides on smaller rounds: they decode

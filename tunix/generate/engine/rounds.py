@@ -49,8 +49,11 @@ def run_model(
   )
   tokens = jnp.concatenate([slots.last, here.tokens.reshape(-1)])
   hidden, store = hidden_of(model, bank, store, tokens, places)
-  own = jnp.arange(batch)
-  logits = logits_of(model, hidden[jnp.where(here.draws >= 0, batch + here.draws, own)])
+  first, own = here.draws >= 0, jnp.arange(batch)
+  picked = jnp.where(first, batch + here.draws, own)
+  # A follower draws after its leader's token, and goes on from its leader's state.
+  store = store.forked(jnp.where(first, places.slots[picked], own))
+  logits = logits_of(model, hidden[picked])
   targets = here.targets.reshape(-1)
   scores = no_scores(targets.shape, tops)
   if "prompts" in rules.uses and targets.size:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix.generate import batching
-from tunix.generate.engine import rows
+from tunix.generate.engine import layer_groups, rows
 from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.layer_groups import Windows
 from tunix.generate.engine.plan import Plan
 from tunix.generate.engine.rows import Store
 from tunix.generate.engine.sequence import Sequence
@@ -34,13 +35,23 @@ class RowKeeper:
   Args:
     model: sizes of the model.
     config: sizes of the engine.
+    windows: the windows of the groups of layers, in the order of `Sequence.pages`;
+      None: those of this model.
 
   Attributes:
     store: rows and pages; None until the first launch.
   """
 
-  def __init__(self, model: TransformerConfig, config: EngineConfig):
+  def __init__(
+    self,
+    model: TransformerConfig,
+    config: EngineConfig,
+    windows: Windows | None = None,
+  ):
     self._model, self._config = model, config
+    if windows is None:
+      windows = layer_groups.windows_of(model, config)
+    self._windows, self._groups = windows, layer_groups.groups_of(model, windows)
     self._load = jax.jit(rows.load, donate_argnums=0)
     self._write = jax.jit(rows.write_back, donate_argnums=0)
     self.store: Any = None
@@ -50,9 +61,13 @@ class RowKeeper:
     """Tokens of a row."""
     return 0 if self.store is None else self.store.rows_v[0].shape[2]
 
-  def write(self, written: Iterable[tuple[int, int, int]]) -> None:
-    """Writes parts of rows to pages: (slot, page of the row, page number) each."""
-    for part in self._batches(list(written), 3):
+  def write(self, written: Iterable[tuple[int, ...]]) -> None:
+    """Writes parts of rows to pages.
+
+    Args:
+      written: (slot, page of the row, page number of each group) of each part.
+    """
+    for part in self._batches(list(written), 2 + len(self._windows)):
       self.store = programs.call("engine write", self._write, self.store, *part)
 
   def prepare(self, plan: Plan, running: list[Sequence | None]) -> None:
@@ -70,21 +85,25 @@ class RowKeeper:
     if width > have or width <= _SHRINK * have:
       self._write_parts(s for s in running if s and s not in plan.loads)
       empty = self._empty_rows(width)
-      self.store = Store(*empty, self.store.pages_k, self.store.pages_v)
+      pages = self.store.pages_k, self.store.pages_v
+      self.store = Store(*empty, *pages, groups=self._groups)
       loads = [s for s in running if s is not None and s.computed and s.pages]
     listed = [
-      (s.slot, place, s.pages[place])
+      (s.slot, place, *s.pages_at(place))
       for s in loads
       if s.slot is not None
       for place in range(c.pages_of(s.computed))
+      if any(s.pages_at(place))  # else no layer sees it
     ]
     if not (plan.copies or listed):
       return
-    parts = list(self._batches(listed, 3)) or [(self._list([], 3), np.int32(0))]
-    none = (self._list([], 2), np.int32(0))
-    copies = list(self._batches(plan.copies, 2)) or [none]
+    groups = len(self._windows)
+    nothing = (self._list([], 2 + groups), np.int32(0))
+    parts = list(self._batches(listed, 2 + groups)) or [nothing]
+    none = (self._list([], groups, 2), np.int32(0))
+    copies = list(self._batches(plan.copies, groups, 2)) or [none]
     for copied in copies[:-1]:
-      self.store = self._load(self.store, *copied, *(self._list([], 3), np.int32(0)))
+      self.store = self._load(self.store, *copied, *nothing)
     for i, part in enumerate(parts):
       first = copies[-1] if i == 0 else none
       self.store = programs.call("engine load", self._load, self.store, *first, *part)
@@ -93,54 +112,61 @@ class RowKeeper:
     """Writes the pages that are in rows only, because they are not full yet."""
     size = self._config.page_tokens
     self.write(
-      (s.slot, s.computed // size, s.pages[s.computed // size])
+      (s.slot, s.computed // size, *s.pages_at(s.computed // size))
       for s in sequences
       if s.slot is not None and s.computed % size
     )
 
   def _batches(
-    self, items: list[tuple[int, ...]], columns: int
+    self, items: list[tuple[Any, ...]], *columns: int
   ) -> Iterator[tuple[np.ndarray, np.int32]]:
     """Yields lists of one fixed length, and how many of their entries are used."""
     size = self._list_size
     for at in range(0, len(items), size):
       part = items[at : at + size]
-      yield self._list(part, columns), np.int32(len(part))
+      yield self._list(part, *columns), np.int32(len(part))
 
   @property
   def _list_size(self) -> int:
     return max(64, self._config.slots * 4)
 
-  def _list(self, items: Seq[tuple[int, ...]], columns: int) -> np.ndarray:
-    out = np.zeros((self._list_size, columns), np.int32)
+  def _list(self, items: Seq[tuple[Any, ...]], *columns: int) -> np.ndarray:
+    out = np.zeros((self._list_size, *columns), np.int32)
     if items:
       out[: len(items)] = items
     return out
 
   def _empty_store(self, width: int) -> Store:
-    c = self._config
-    return Store(*self._empty_rows(width), *self._zeros(c.pages + 1, c.page_tokens))
+    sizes = [1 + layer_groups.pages_of(self._config, w) for w in self._windows]
+    pages = [sizes[group] for group in self._groups]
+    pages = self._zeros(pages, self._config.page_tokens)
+    return Store(*self._empty_rows(width), *pages, groups=self._groups)
 
   def _empty_rows(self, width: int) -> tuple[Any, Any]:
-    return self._zeros(self._config.slots, width)
+    return self._zeros([self._config.slots] * self._model.num_layers, width)
 
-  def _zeros(self, first: int, tokens: int) -> tuple[Any, Any]:
-    """Returns zero keys and values of all layers, split over the mesh by heads."""
+  def _zeros(self, firsts: list[int], tokens: int) -> tuple[Any, Any]:
+    """Returns zero keys and values of all layers, split over the mesh by heads.
+
+    Args:
+      firsts: size of each layer's first axis.
+      tokens: number of tokens of a row, or of a page.
+    """
     m = self._model
-    sizes = first, m.num_kv_heads, m.head_dim, tokens
-    return _zeros(m.num_layers, sizes, jnp.dtype(m.dtype), m.sharding.tp)
+    sizes = m.num_kv_heads, m.head_dim, tokens
+    return _zeros(tuple(firsts), sizes, jnp.dtype(m.dtype), m.sharding.tp)
 
 
 # One function for all engines: a new one would be compiled again in every rollout.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _zeros(
-  layers: int, sizes: tuple[int, int, int, int], dtype: Any, axis: str | None
+  firsts: tuple[int, ...], sizes: tuple[int, int, int], dtype: Any, axis: str | None
 ) -> tuple[Any, Any]:
-  first, heads, head_dim, tokens = sizes
+  heads, head_dim, tokens = sizes
 
   def zeros(*shape: int) -> tuple[jax.Array, ...]:
-    zero = lambda: jnp.zeros((first, heads, *shape), dtype)
-    return tuple(mesh_lib.constrain(zero(), None, axis) for _ in range(layers))
+    zero = lambda first: jnp.zeros((first, heads, *shape), dtype)
+    return tuple(mesh_lib.constrain(zero(first), None, axis) for first in firsts)
 
   return zeros(head_dim, tokens), zeros(tokens, head_dim)
 

@@ -163,12 +163,14 @@ class Store:
     rows_k, rows_v: one array a layer, see `RowLayer`.
     pages_k: keys [P, K, H, page], one array a layer.
     pages_v: values [P, K, page, H], one array a layer.
+    groups: group of each layer, see layer_groups.py.
   """
 
   rows_k: tuple[jax.Array, ...]
   rows_v: tuple[jax.Array, ...]
   pages_k: tuple[jax.Array, ...]
   pages_v: tuple[jax.Array, ...]
+  groups: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
   def at(self, places: Places) -> RowCache:
     """Returns the cache of a call of the model."""
@@ -177,6 +179,11 @@ class Store:
   def after(self, cache: RowCache) -> Store:
     """Returns the store with the rows that a call of the model returned."""
     return dataclasses.replace(self, rows_k=cache.k, rows_v=cache.v)
+
+  def forked(self, sources: Any) -> Store:
+    """Returns the store itself: the pages of a fork are copied before a launch."""
+    del sources
+    return self
 
 
 @jax.tree_util.register_dataclass
@@ -206,75 +213,76 @@ class RowCache:
     return dataclasses.replace(self, k=k, v=v)
 
 
-def load(store: Store, copies: Int[Array, "n 2"], count, loads, load_count) -> Store:
+def load(store: Store, copies: Int[Array, "n G 2"], count, loads, load_count) -> Store:
   """Copies pages, and then fills parts of rows from pages.
 
   Args:
     store: donated.
-    copies: (from, to) page numbers; the first `count` are used.
+    copies: (from, to) page numbers of each group; the first `count` are used.
     count: int32 scalar.
-    loads: int32 [m, 3], (slot, page of the row, page number); the first `load_count`
-      are used.
+    loads: int32 [m, 2 + G], (slot, page of the row, page numbers of the groups); the
+      first `load_count` are used. Page 0 stands for a page that no query sees.
     load_count: int32 scalar.
   """
   size = store.pages_v[0].shape[2]
 
   def copy(i, arrays):
-    one = lambda pages: jax.lax.dynamic_update_index_in_dim(
-      pages, pages[copies[i, 0]], copies[i, 1], 0
+    one = lambda pages, group: jax.lax.dynamic_update_index_in_dim(
+      pages, pages[copies[i, group, 0]], copies[i, group, 1], 0
     )
-    return jax.tree.map(one, arrays)
+    return tuple(tuple(map(one, layers, store.groups)) for layers in arrays)
 
   pages = store.pages_k, store.pages_v
   pages = jax.lax.fori_loop(0, count, copy, pages)
 
   def fill(i, rows):
-    slot, place, page = loads[i, 0], loads[i, 1], loads[i, 2]
-    keys = lambda row, source: jax.lax.dynamic_update_slice(
-      row, source[page][None], (slot, 0, 0, place * size)
+    slot, place, numbers = loads[i, 0], loads[i, 1], loads[i, 2:]
+    keys = lambda row, source, group: jax.lax.dynamic_update_slice(
+      row, source[numbers[group]][None], (slot, 0, 0, place * size)
     )
-    values = lambda row, source: jax.lax.dynamic_update_slice(
-      row, source[page][None], (slot, 0, place * size, 0)
+    values = lambda row, source, group: jax.lax.dynamic_update_slice(
+      row, source[numbers[group]][None], (slot, 0, place * size, 0)
     )
-    return jax.tree.map(keys, rows[0], pages[0]), jax.tree.map(
-      values, rows[1], pages[1]
+    return (
+      tuple(map(keys, rows[0], pages[0], store.groups)),
+      tuple(map(values, rows[1], pages[1], store.groups)),
     )
 
   rows = store.rows_k, store.rows_v
   rows = jax.lax.fori_loop(0, load_count, fill, rows)
-  return Store(*rows, *pages)
+  return Store(*rows, *pages, groups=store.groups)
 
 
-def write_back(store: Store, writes: Int[Array, "m 3"], count) -> Store:
+def write_back(store: Store, writes: Int[Array, "m C"], count) -> Store:
   """Writes parts of rows to pages.
 
   Args:
     store: donated.
-    writes: int32 [m, 3], (slot, page of the row, page number); the first `count` are
-      used.
+    writes: int32 [m, 2 + G], (slot, page of the row, page numbers of the groups); the
+      first `count` are used.
     count: int32 scalar.
   """
   size = store.pages_v[0].shape[2]
 
   def write(i, pages):
-    slot, place, page = writes[i, 0], writes[i, 1], writes[i, 2]
+    slot, place, numbers = writes[i, 0], writes[i, 1], writes[i, 2:]
 
-    def keys(target, row):
+    def keys(target, row, group):
       part = jax.lax.dynamic_slice(
         row, (slot, 0, 0, place * size), (1, *row.shape[1:3], size)
       )
-      return jax.lax.dynamic_update_slice(target, part, (page, 0, 0, 0))
+      return jax.lax.dynamic_update_slice(target, part, (numbers[group], 0, 0, 0))
 
-    def values(target, row):
+    def values(target, row, group):
       shape = (1, row.shape[1], size, row.shape[3])
       part = jax.lax.dynamic_slice(row, (slot, 0, place * size, 0), shape)
-      return jax.lax.dynamic_update_slice(target, part, (page, 0, 0, 0))
+      return jax.lax.dynamic_update_slice(target, part, (numbers[group], 0, 0, 0))
 
     return (
-      jax.tree.map(keys, pages[0], store.rows_k),
-      jax.tree.map(values, pages[1], store.rows_v),
+      tuple(map(keys, pages[0], store.rows_k, store.groups)),
+      tuple(map(values, pages[1], store.rows_v, store.groups)),
     )
 
   pages = (store.pages_k, store.pages_v)
   pages = jax.lax.fori_loop(0, count, write, pages)
-  return Store(store.rows_k, store.rows_v, *pages)
+  return Store(store.rows_k, store.rows_v, *pages, groups=store.groups)

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from tunix.generate.engine import pages as pages_lib
 from tunix.generate.engine.config import EngineConfig
-from tunix.generate.engine.pages import PagePool
+from tunix.generate.engine.layer_groups import Windows
+from tunix.generate.engine.page_groups import PageGroups
 from tunix.generate.engine.plan import Fork, Plan, rounds_of
 from tunix.generate.engine.sequence import Sequence
 from tunix.generate.engine.waiting import Waiting
@@ -25,22 +26,26 @@ from tunix.generate.engine.waiting import Waiting
 class Scheduler:
   """Queue, slots and pages.
 
+  Args:
+    config: sizes of the engine.
+    windows: the windows of the groups of layers, see `layer_groups.windows_of`.
+
   Attributes:
     running: the completion in each slot, or None.
-    pool: the pages.
+    pages: the pages of all groups of layers.
     waiting: the queue.
     preemptions: how often a completion gave its pages up.
     hit_tokens: prompt tokens found in the cache, or prefilled for a leader.
   """
 
-  def __init__(self, config: EngineConfig):
+  def __init__(self, config: EngineConfig, windows: Windows = (None,)):
     self._config, self._size = config, config.page_tokens
-    self.pool = PagePool(config.pages)
+    self.pages = PageGroups(config, windows)
     self.running: list[Sequence | None] = [None] * config.slots
     self.waiting = Waiting()
     self.preemptions = 0
     self.hit_tokens = 0
-    self._new: list[tuple[Sequence, int | None]] = []  # with a page to copy
+    self._new: list[tuple[Sequence, tuple[int, ...]]] = []  # with pages to copy
 
   @property
   def is_busy(self) -> bool:
@@ -66,8 +71,7 @@ class Scheduler:
     sequence.computed = tokens
     if self._config.prefix_cache:
       pages_lib.extended(sequence.digests, sequence.known[:tokens], self._size)
-      for page in range(first, end):
-        self.pool.name(sequence.pages[page], sequence.digests[page + 1])
+      self.pages.name(sequence, range(first, end))
 
   def preempt(self, sequence: Sequence) -> None:
     """Takes slot and pages from a completion, which waits to be prefilled again."""
@@ -77,16 +81,21 @@ class Scheduler:
 
   def plan(self, rounds: int) -> Plan:
     """Returns the next launch, of at most `rounds` rounds."""
+    for sequence in self.active():
+      self.pages.release(sequence)
     self._admit()
-    plan = Plan(rounds=rounds_of(self.active(), self._config, rounds))
-    self._reserve(plan, rounds)
+    active, tokens = self.active(), self._config.launch_tokens(rounds)
+    most = self.pages.most_blocks(active, tokens)
+    plan = Plan(rounds=rounds_of(active, self._config, rounds, most))
+    self._reserve(plan, tokens)
     plan.decode_rounds = rounds - len(plan.rounds)
     self._fork(plan)
     for sequence, copied in self._new:
       if sequence.slot is not None and sequence.computed:
         plan.loads.append(sequence)
-        if copied is not None:
-          plan.copies.append((copied, sequence.pages[sequence.computed // self._size]))
+        if copied:
+          target = sequence.pages_at(sequence.computed // self._size)
+          plan.copies.append(tuple(zip(copied, target)))
     self._new = []
     return plan
 
@@ -105,7 +114,7 @@ class Scheduler:
       sequence.slot = self.running.index(None)
       self.running[sequence.slot] = sequence
       if leader is None:
-        self._new.append((sequence, None))
+        self._new.append((sequence, ()))
 
   def _leader_of(self, sequence: Sequence) -> Sequence | None:
     """Returns a running completion that prefills the same prompt for this one."""
@@ -116,35 +125,26 @@ class Scheduler:
 
   def _find_pages(self, sequence: Sequence) -> bool:
     """Gives a completion pages, shared ones first; False if there are too few."""
-    size, shared = self._size, []
-    if self._config.prefix_cache and not sequence.needs_scores:
-      pages_lib.extended(sequence.digests, sequence.known, size)
-      # The last token is computed in any case: the next one is drawn from it.
-      most = (sequence.length - 1) // size
-      shared = self.pool.find(sequence.digests[1 : most + 1])
-    fresh = self._config.pages_of(sequence.length) - len(shared)
-    if fresh > self.pool.available - sum(map(self.pool.is_idle, shared)):
+    shares = self._config.prefix_cache and not sequence.needs_scores
+    if shares:
+      pages_lib.extended(sequence.digests, sequence.known, self._size)
+    if not self.pages.admit(sequence, shares):
       return False
-    self.pool.hold(shared)
-    sequence.pages = [*shared, *self.pool.take(fresh)]
-    sequence.computed = len(shared) * size
     if not sequence.drawn:
       self.hit_tokens += sequence.hit(sequence.computed)
     return True
 
-  def _reserve(self, plan: Plan, rounds: int) -> None:
-    """Takes the pages that the rounds fill; preempts if there are too few."""
-    done = {b.sequence for blocks in plan.rounds for b in blocks if b.is_last}
-    tokens = rounds * (1 + self._config.draft_tokens)
+  def _reserve(self, plan: Plan, tokens: int) -> None:
+    """Takes the pages that the rounds fill, of which each draws up to `tokens` tokens.
+
+    Completions are preempted if there are too few.
+    """
+    ends = {b.sequence: b.start + b.count for blocks in plan.rounds for b in blocks}
     for sequence in self.active():
-      if not (sequence.is_decoding or sequence in done):
-        continue
-      while sequence.slot is not None:
-        most = min(sequence.length + tokens, sequence.limit)
-        lacking = self._config.pages_of(most) - len(sequence.pages)
-        if lacking <= self.pool.available:
-          sequence.pages += self.pool.take(max(lacking, 0))
-          break
+      end = ends.get(sequence, sequence.length if sequence.is_decoding else 0)
+      if end == sequence.length:  # it draws tokens
+        end = min(end + tokens, sequence.limit)
+      while sequence.slot is not None and not self.pages.grow(sequence, end):
         self.preempt(max((s for s in self.active() if s.pages), key=lambda s: s.rank))
     kept = lambda blocks: [b for b in blocks if b.sequence.slot is not None]
     plan.rounds = [left for blocks in plan.rounds if (left := kept(blocks))]
@@ -152,16 +152,12 @@ class Scheduler:
   def _fork(self, plan: Plan) -> None:
     """Gives the followers of a prefilled leader its full pages."""
     for leader in [b.sequence for r in plan.rounds for b in r if b.is_last]:
-      full, rest = divmod(leader.length, self._size)
       for follower in self._followers(leader):
-        if rest and not self.pool.available:
+        copied = self.pages.fork(leader, follower)
+        if copied is None:
           self._requeue(follower)
           continue
-        self.pool.hold(leader.pages[:full])
-        own = self.pool.take(1 if rest else 0)
-        follower.pages = [*leader.pages[:full], *own]
         self.hit_tokens += follower.hit(leader.length)
-        copied = leader.pages[full] if rest else None
         plan.forks.append(Fork(leader, follower, copied))
     if plan.forks:
       # A follower's slot is loaded after the leader's pages are written, which is the
@@ -178,6 +174,6 @@ class Scheduler:
   def _leave(self, sequence: Sequence) -> None:
     assert sequence.slot is not None
     self.running[sequence.slot] = None
-    self.pool.drop(sequence.pages)
-    sequence.slot, sequence.leader, sequence.pages = None, None, []
+    self.pages.drop(sequence)
+    sequence.slot, sequence.leader = None, None
     sequence.computed = 0

@@ -23,7 +23,7 @@ class Sequence:
     computed: number of tokens whose keys and values are in `pages`.
     limit: number of tokens at which it ends.
     slot: the slot it runs in; None while it waits.
-    pages: pages of its tokens, in order.
+    pages: pages of its tokens, in order, for each group of layers; see page_groups.py.
     digests: root digest and those of its full pages, see pages.py.
     leader: a completion of the same request that is prefilled for this one too.
     key: data of the random key of the request, uint32 [2].
@@ -55,7 +55,7 @@ class Sequence:
   matcher: Matcher | None = None
   computed: int = 0
   slot: int | None = None
-  pages: list[int] = dataclasses.field(default_factory=list)
+  pages: list[list[int]] = dataclasses.field(default_factory=list)
   digests: list[bytes] = dataclasses.field(default_factory=list)
   leader: Sequence | None = None
   versions: list[int] = dataclasses.field(default_factory=list)
@@ -92,6 +92,10 @@ class Sequence:
   def rank(self) -> tuple[int, int]:
     """Order of admission: priority, then age."""
     return self.request.priority, self.order
+
+  def pages_at(self, place: int) -> tuple[int, ...]:
+    """Returns the page of each group of layers at a place."""
+    return tuple(pages[place] for pages in self.pages)
 
   def hit(self, tokens: int) -> int:
     """Records and returns the prompt tokens that it need not prefill."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tunix.ops import advantages
-from tunix.rl import policy_loss
+from tunix.rl import common, policy_loss
 from tunix.rl.algorithm_config import AlgorithmConfig
 from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.pipeline import PromptBatch
@@ -100,9 +100,7 @@ class PPOLearner(RLLearner):
       lam=config.gae_lambda,
     )
     if config.whiten_advantages:
-      valid = mask & rollouts.valid.reshape(-1, 1)
-      if config.mask_truncated:
-        valid &= ~rollouts.truncated[:, None]
+      valid = mask & self._experience.counted(rollouts)[:, None]
       estimated = advantages.whiten(estimated, jnp.asarray(valid, jnp.float32))
     return self._example(
       rollouts,
@@ -118,10 +116,8 @@ class PPOLearner(RLLearner):
     """Returns the reward of each token, float32 [B, R].
 
     It is the score of the completion at its last token, and minus beta times the KL
-    estimate at every token.
+    estimate at every token. In an episode each action has its own reward at its last
+    token, and what is left of the score is at the last token of all.
     """
-    lengths = rollouts.lengths
-    out = np.zeros(rollouts.completion_mask.shape, np.float32)
-    rows = np.flatnonzero(lengths)
-    out[rows, lengths[rows] - 1] = np.nan_to_num(rollouts.scores.reshape(-1))[rows]
+    out = common.token_rewards(rollouts)
     return out if divergence is None else out - self.algo_config.beta * divergence

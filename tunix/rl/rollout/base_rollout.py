@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from tunix.generate import batching, layout
+from tunix.generate.engine.engine import Engine
 from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.utils import checks
@@ -102,6 +104,8 @@ class RolloutOutput:
     logprobs: B float32 arrays, in nats, under the distribution that was sampled from.
     finish_reasons: B of "eos", "stop", "length".
     version: version of the weights that sampled, from `update_params`.
+    versions: B int32 arrays, the optimizer updates of the weights that drew each token,
+      for an engine that changes its weights while it samples; or None.
   """
 
   text: list[str]
@@ -110,13 +114,22 @@ class RolloutOutput:
   logprobs: list[np.ndarray]
   finish_reasons: list[str]
   version: Any = None
+  versions: list[np.ndarray] | None = None
 
   def joined(self, others: Iterable[RolloutOutput]) -> RolloutOutput:
     """Returns these rows and then those of `others`, all of the same version."""
-    names = [f.name for f in dataclasses.fields(self) if f.name != "version"]
+    names = {f.name for f in dataclasses.fields(self)} - {"version"}
+    if self.versions is None:
+      names.remove("versions")
     every = [self, *others]
     rows = {name: [x for out in every for x in getattr(out, name)] for name in names}
     return RolloutOutput(**rows, version=self.version)
+
+  def with_versions(self) -> RolloutOutput:
+    """Returns the output with the step of `version` as the version of every token."""
+    step = self.version.step
+    stamps = [np.full(len(row), step, np.int32) for row in self.tokens]
+    return dataclasses.replace(self, versions=stamps)
 
   @property
   def left_padded_prompt_tokens(self) -> np.ndarray:
@@ -173,6 +186,20 @@ class BaseRollout(abc.ABC):
       first_prompt: number of the first prompt. A batch that is sampled in parts with
         one seed then draws the same tokens as in one call.
     """
+
+  def session(
+    self, rows: int, max_tokens: int
+  ) -> contextlib.AbstractContextManager[Engine | None]:
+    """Lends the engine of this process for requests that follow from each other.
+
+    Args:
+      rows: rows that may run at the same time.
+      max_tokens: most tokens of a row.
+
+    Returns: a context whose value is the engine, or None if there is none.
+    """
+    del rows, max_tokens
+    return contextlib.nullcontext(None)
 
   @abc.abstractmethod
   def update_params(self, model: Any, version: Any) -> None:

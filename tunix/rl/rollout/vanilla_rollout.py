@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
 from flax import nnx
 
 from tunix.generate import engine_sampler
+from tunix.generate.engine.engine import Engine
 from tunix.generate.engine_sampler import EngineSampler
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.rl.rollout.base_rollout import RolloutConfig
@@ -61,6 +63,13 @@ class VanillaRollout(SamplerRollout):
       )
       self.sampler = name
       self._sampler = self._made()
+
+  def session(
+    self, rows: int, max_tokens: int
+  ) -> contextlib.AbstractContextManager[Engine | None]:
+    if isinstance(self._sampler, EngineSampler):
+      return self._sampler.session(rows, max_tokens)
+    return super().session(rows, max_tokens)
 
   def update_params(self, model: Any, version: Any) -> None:
     """Stores the version; the weights are in the module already.

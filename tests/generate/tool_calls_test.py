@@ -5,8 +5,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from tunix.serve import parsing
-from tunix.serve.parsing import (
+from tunix.generate import tool_calls
+from tunix.generate.tool_calls import (
   HermesReader,
   Llama3Reader,
   MistralReader,
@@ -109,7 +109,7 @@ def test_a_stream_gives_what_the_whole_text_gives(tool_format, text, cuts, is_op
   parts = [text[a:b] for a, b in itertools.pairwise(places)]
 
   def reader():
-    return ReasoningReader(parsing.tool_reader(tool_format, ["add"]), is_open)
+    return ReasoningReader(tool_calls.tool_reader(tool_format, ["add"]), is_open)
 
   whole, stream = read(reader(), text), read(reader(), *parts)
   assert (stream.reasoning, stream.content) == (whole.reasoning, whole.content)
@@ -117,7 +117,7 @@ def test_a_stream_gives_what_the_whole_text_gives(tool_format, text, cuts, is_op
 
 
 def test_formats_are_read_off_templates():
-  assert parsing.format_of("{{ '<tool_call>' }}") == "hermes"
-  assert parsing.format_of({"default": "", "tool_use": "[TOOL_CALLS]"}) == "mistral"
-  assert parsing.format_of('{"name": x, "parameters": y}') == "llama3"
-  assert parsing.format_of(None) == "none"
+  assert tool_calls.format_of("{{ '<tool_call>' }}") == "hermes"
+  assert tool_calls.format_of({"default": "", "tool_use": "[TOOL_CALLS]"}) == "mistral"
+  assert tool_calls.format_of('{"name": x, "parameters": y}') == "llama3"
+  assert tool_calls.format_of(None) == "none"

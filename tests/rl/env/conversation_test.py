@@ -1,0 +1,175 @@
+"""Tokens of conversations, for templates with the structure of many models."""
+
+import random
+
+import numpy as np
+import pytest
+
+from tests import toys_calls
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.rl.env.conversation import Conversation, read_answer
+from tunix.rl.env.env import EnvError
+from tunix.rl.env.episode import Episode, Turn
+
+NAMES = sorted(toys_calls.TEMPLATES)
+WORDS = "the sum of two numbers is seven , so we ask again ?".split()  # noqa: SIM905
+
+
+def sentence(rng):
+  return " ".join(rng.choices(WORDS, k=rng.randint(1, 6)))
+
+
+def pieces(tokenizer, text):
+  """Ids of a text as no tokenizer cuts it: a policy may draw them."""
+  special, ids = tokenizer.special_tokens(), []
+  while text:
+    mark = next((t for t in special if text.startswith(t)), text[0])
+    ids += tokenizer.encode(mark)
+    text = text[len(mark) :]
+  return ids
+
+
+def answer(rng, tokenizer, messages, *, ends=True, thinks=False):
+  """An answer as the template prints it, up to the token that ends the turn."""
+  message = {"role": "assistant", "content": sentence(rng)}
+  if thinks:
+    message["reasoning_content"] = sentence(rng)
+  asked = {"role": "user", "content": "so ?"}
+  prompt = tokenizer.apply_chat_template(messages, True)
+  # A turn that others follow shows the end; only the last one shows its reasoning.
+  whole = tokenizer.apply_chat_template([*messages, message, asked], True)
+  before, shown, after = whole[len(prompt) :].partition(message["content"])
+  if thinks:
+    alone = tokenizer.apply_chat_template([*messages, message], False)
+    before = alone[len(prompt) :].partition(shown)[0]
+  if not ends:
+    return tokenizer.encode(before + shown)
+  stops = [after.find(t) + len(t) for t in tokenizer.special_tokens() if t in after]
+  return pieces(tokenizer, before + shown + after[: min(stops, default=0)])
+
+
+def episode_of(name, rng, history="split", turns=4, **options):
+  """A random conversation: (episode, conversation, tokenizer)."""
+  tokenizer = toys_calls.tokenizer_of(name)
+  talk, episode = Conversation(tokenizer, history=history), Episode()
+  observation = [{"role": "user", "content": sentence(rng)}]
+  if "system" in toys_calls.TEMPLATES[name][3]:
+    observation.insert(0, {"role": "system", "content": sentence(rng)})
+  for _ in range(turns):
+    prompt = talk.observe(observation)
+    drawn = answer(rng, tokenizer, talk.messages, **options)
+    action = talk.act(drawn, "eos" if options.get("ends", True) else "length")
+    turn = Turn(
+      prompt=np.array(prompt, np.int32),
+      action=action,
+      logps=np.zeros(len(drawn), np.float32),
+    )
+    episode.turns.append(turn)
+    observation = sentence(rng)
+  return episode, talk, tokenizer
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_is_the_prompt_before_the_answer_and_what_is_new(name):
+  for seed in range(5):
+    rng = random.Random(f"{name} {seed}")
+    episode, talk, tokenizer = episode_of(name, rng)
+    messages = talk.messages
+    seen = []
+    for number, turn in enumerate(episode.turns):
+      prompt = turn.prompt.tolist()
+      assert prompt[: len(seen)] == seen
+      seen = [*prompt, *turn.action]
+      # The text is what the template prints of the conversation.
+      count = len(messages) - 2 * (len(episode.turns) - number) + 1
+      wanted = tokenizer.apply_chat_template(messages[:count], True)
+      assert tokenizer.decode(prompt, skip_special_tokens=False) == wanted
+    (row,) = episode.rows()
+    drawn = [i for turn in episode.turns for i in turn.action]
+    assert row.ids[row.drawn].tolist() == drawn
+    assert [*row.prompt, *row.ids] == seen
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_answer_that_was_cut_is_closed_by_the_next_prompt(name):
+  rng = random.Random(name)
+  episode, talk, tokenizer = episode_of(name, rng, turns=2, ends=False)
+  second = episode.turns[1].prompt.tolist()
+  wanted = tokenizer.apply_chat_template(talk.messages[:-1], True)
+  assert tokenizer.decode(second, skip_special_tokens=False) == wanted
+  assert len(episode.rows()) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3", "smollm3"])
+@pytest.mark.parametrize("history", ["split", "keep"])
+def test_reasoning_that_a_template_drops(name, history):
+  rng = random.Random(name)
+  episode, talk, tokenizer = episode_of(name, rng, history, turns=3, thinks=True)
+  rows = episode.rows()
+  drawn = [i for turn in episode.turns for i in turn.action]
+  assert [i for row in rows for i in row.ids[row.drawn]] == drawn
+  last = tokenizer.decode(episode.turns[-1].prompt, skip_special_tokens=False)
+  whole = tokenizer.apply_chat_template(talk.messages[:-1], True)
+  if history == "split":
+    assert last == whole
+  else:
+    assert len(rows) == 1 and last.count("</think>") == 2
+
+
+TOOL = {
+  "type": "function",
+  "function": {
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {
+      "type": "object",
+      "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    },
+  },
+}
+
+
+@pytest.mark.parametrize("name", ["qwen25", "qwen3", "mistral"])
+def test_calls_of_tools_and_their_results(name):
+  tokenizer = toys_calls.tokenizer_of(name)
+  # Mistral's template adds ids to the calls of earlier answers.
+  history = "keep" if name == "mistral" else "split"
+  talk = Conversation(tokenizer, [TOOL], history)
+  first = talk.observe("what is 3 + 4 ?")
+  call = '{"name": "add", "arguments": {"a": 3, "b": 4}}'
+  texts = {"mistral": f"[TOOL_CALLS][{call}]"}
+  text = texts.get(name, f"<tool_call>\n{call}\n</tool_call>")
+  drawn = [*tokenizer.encode(text), tokenizer.eos_ids()[0]]
+  action = talk.act(drawn, "eos")
+  (made,) = action.message["tool_calls"]
+  assert made["function"] == {"name": "add", "arguments": {"a": 3, "b": 4}}
+  assert action.problem is None and made["id"] == "call00000"
+  result = {
+    "role": "tool",
+    "name": "add",
+    "tool_call_id": made["id"],
+    "content": "7",
+  }
+  second = talk.observe([result])
+  assert second[: len(first) + len(drawn)] == [*first, *drawn]
+  wanted = tokenizer.apply_chat_template(talk.messages, True, tools=[TOOL])
+  got = tokenizer.decode(second, skip_special_tokens=False)
+  assert got.count("7") == wanted.count("7") and got.endswith(wanted[-12:])
+
+
+def test_malformed_calls_are_named():
+  message, problem = read_answer("<tool_call>{add}</tool_call>", "hermes", ["add"])
+  assert "tool_calls" not in message and "could not be read" in problem
+  message, problem = read_answer("<think>hm</think>yes", "none", [])
+  assert message["reasoning_content"] == "hm" and message["content"] == "yes"
+  assert problem is None
+
+
+def test_a_template_that_refuses_a_conversation_is_an_error_of_the_environment():
+  source = "{% for m in messages %}{% if m.role == 'tool' %}"
+  source += "{{ raise_exception('no tools') }}{% endif %}{{ m.content }}{% endfor %}"
+  tokenizer = TokenizerAdapter(toys_calls.raw_tokenizer(), chat_template=source)
+  talk = Conversation(tokenizer)
+  talk.observe("hello")
+  with pytest.raises(EnvError, match=r"refuses an observation.*no tools"):
+    talk.observe([{"role": "tool", "content": "7"}])

@@ -1,0 +1,1 @@
+"""Environments: episodes of several turns between the policy and the user's code."""

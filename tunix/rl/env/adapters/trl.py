@@ -1,0 +1,48 @@
+"""Environments of TRL's `environment_factory`.
+
+Such an environment has `reset(**columns) -> str | None`, whose text is appended to the
+prompt. Its other public methods are tools. `get_reward()`, if there is one, gives the
+reward at the end; else reward functions do, which may take `environments`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from tunix.rl.env.env import Message
+from tunix.rl.env.tool_env import ToolEnv
+
+
+class TRLEnvironment(ToolEnv):
+  """An environment of TRL as an `Env`.
+
+  Args:
+    environment: an object that the user's factory returned.
+    prompt: the prompt of the data, text or messages.
+    columns: the row of the data, for `reset`.
+
+  Attributes:
+    environment: the object, which reward functions receive.
+  """
+
+  def __init__(self, environment: Any, prompt: Any, columns: Mapping[str, Any]):
+    super().__init__(prompt, [environment], self._reward_of)
+    self.environment, self._columns = environment, dict(columns)
+
+  async def initial_observation(self) -> list[Message]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Resets the environment; its text comes at the end of the last message."""
+    prompt = list(self.messages)
+    added = self.environment.reset(**{"prompt": prompt, **self._columns})
+    if inspect.isawaitable(added):
+      added = await added
+    if added:
+      last = self.messages[-1]
+      self.messages[-1] = {**last, "content": f"{last['content']}{added}"}
+    return list(self.messages)
+
+  def _reward_of(self, messages: list[Message]) -> Any:
+    del messages
+    get = getattr(self.environment, "get_reward", None)
+    return 0.0 if get is None else get()

@@ -1,0 +1,261 @@
+"""The tokens of one episode: what was drawn is never decoded and encoded again.
+
+The prompt of an action is the prompt of the one before, the ids that were drawn, and
+the ids of the new messages (`Bridge`). Chat templates show only whole conversations, so
+the text of the new messages is what a rendering has more than the rendering that ends
+with the answer before them.
+
+Some templates print an earlier answer differently once messages follow it, for example
+without its reasoning. The setting `history` decides what the next action then reads:
+
+- "split": the conversation as the template prints it. The ids before it are no prefix
+  of it, and a new row of training begins (see episode.py).
+- "keep": the ids so far, with the new messages after them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from tunix.generate import tool_calls
+from tunix.generate.template_limits import ChatTemplateError
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.rl.env import env as env_lib
+from tunix.rl.env.env import Action, EnvError, Message, Observation
+
+History = Literal["split", "keep"]
+
+# A private-use character of Unicode, which no answer contains.
+_PLACEHOLDER = "\ue000"
+# Characters at the end of an answer that a template must print as they were drawn, even
+# if it prints the rest of a call in another form.
+_SAME_END = 4
+
+
+class Conversation:
+  """Messages and ids of an episode.
+
+  Args:
+    tokenizer: tokenizer of the policy.
+    tools: JSON schemas of tools that the template shows.
+    history: see the module.
+
+  Attributes:
+    messages: the messages so far; empty if observations are ids.
+  """
+
+  def __init__(
+    self,
+    tokenizer: TokenizerAdapter,
+    tools: Sequence[Mapping[str, Any]] = (),
+    history: History = "split",
+  ):
+    self._tokenizer, self._tools = tokenizer, list(tools) or None
+    self._history = history
+    self.messages: list[Message] = []
+    self._ids: list[int] = []
+    self._calls = 0  # of tools so far
+    self._opened = False  # the prompt ends inside <think>
+    self._prompt_text = self._answer = ""  # of the last action, with special tokens
+
+  def observe(self, observation: Observation) -> list[int]:
+    """Takes an observation; returns the ids of the prompt of the next action.
+
+    Raises:
+      EnvError: the observation has another form, or the template refuses it.
+    """
+    ids = env_lib.ids_of(observation)
+    if ids is not None:
+      self._ids = ids
+      return list(ids)
+    new = env_lib.messages_of(observation)
+    try:
+      self._ids = self._with(new, observation)
+    except (ChatTemplateError, TypeError, ValueError) as error:
+      raise EnvError(f"the chat template refuses an observation: {error}") from error
+    self.messages += new
+    return list(self._ids)
+
+  def act(self, ids: Sequence[int] | np.ndarray, finish_reason: str) -> Action:
+    """Takes the ids that were drawn; returns them as the environment receives them."""
+    ids = [int(i) for i in ids]
+    self._ids = [*self._ids, *ids]
+    ended = bool(ids) and ids[-1] in self._tokenizer.special_ids()
+    kept = ids[:-1] if ended else ids
+    # The marks of tool calls are special tokens in some vocabularies.
+    self._answer = self._tokenizer.decode(ids, skip_special_tokens=False)
+    marked = self._tokenizer.decode(kept, skip_special_tokens=False)
+    marked = self._without_frame(marked)
+    action = Action(ids)
+    action.text = self._tokenizer.decode(kept)
+    action.finish_reason = finish_reason
+    action.message, action.problem = read_answer(
+      marked,
+      tool_calls.format_of(self._tokenizer.chat_template) if self._tools else "none",
+      [_name(tool) for tool in self._tools or ()],
+      opened=self._opened,
+      calls=self._calls,
+    )
+    self._calls += len(action.message.get("tool_calls", ()))
+    if self.messages:
+      self.messages.append(action.message)
+    return action
+
+  def _with(self, new: list[Message], observation: Observation) -> list[int]:
+    if not self._tokenizer.has_chat_template():
+      if not isinstance(observation, str):
+        raise EnvError(
+          "an observation has messages, and the tokenizer has no chat template: give "
+          "texts or token ids, or a tokenizer with a template"
+        )
+      text = observation
+      if self.messages:
+        return [*self._ids, *self._tokenizer.encode_continuation(text)]
+      return list(map(int, self._tokenizer.tokenize(text, add_eos=False)))
+    whole = self._rendered([*self.messages, *new], True)
+    self._opened = tool_calls.opens_reasoning(whole)
+    before, self._prompt_text = self._prompt_text, whole
+    if not self.messages:
+      return self._tokenizer.encode(whole)
+    rest = self._after_answer(before, whole)
+    if rest is None:
+      if self._history == "split":
+        return self._tokenizer.encode(whole)
+      rest = self._after_any_answer(new)
+    return [*self._ids, *self._tokenizer.encode_continuation(rest)]
+
+  def _without_frame(self, text: str) -> str:
+    """Removes what the template prints around every answer, such as a channel."""
+    if not self.messages or not self._tokenizer.has_chat_template():
+      return text
+    plain = {"role": "assistant", "content": _PLACEHOLDER}
+    shown = self._rendered([*self.messages, plain], False)
+    if not shown.startswith(self._prompt_text):
+      return text
+    before, _, after = shown[len(self._prompt_text) :].partition(_PLACEHOLDER)
+    text = text.removeprefix(before)
+    end = self._split_end()[1]
+    return text.removesuffix(after.rstrip().removesuffix(end) or "\0")
+
+  def _after_answer(self, prompt: str, whole: str) -> str | None:
+    """Returns the text after the last answer: the end of its turn, and what is new.
+
+    Args:
+      prompt: text of the prompt that was answered.
+      whole: text with the answer, the new messages and the header of the next answer.
+
+    Returns: the text; None if `whole` does not show prompt and answer as they were.
+    """
+    if not whole.startswith(prompt):
+      return None
+    text, end = self._split_end()
+    at = self._end_of_answer(text, prompt, whole)
+    if at is None:
+      return None
+    rest = whole[at:]
+    if not end:
+      return rest
+    # White space between the answer and the end of its turn was not drawn.
+    return rest.lstrip()[len(end) :] if rest.lstrip().startswith(end) else None
+
+  def _end_of_answer(self, text: str, prompt: str, whole: str) -> int | None:
+    """Returns the place in `whole` where the last answer ends; None if it is not there.
+
+    A template may print calls of tools in another form than they were drawn. Their end
+    is the same.
+    """
+    region = whole[len(prompt) :]
+    space = len(region) - len(region.lstrip())
+    if region.startswith(text, space):
+      return len(prompt) + space + len(text)
+    alone = self._rendered(self.messages, False)
+    if len(self.messages[-1]) == 2 or not alone.startswith(prompt):
+      return None
+    for first in range(len(text) - _SAME_END + 1):
+      at = alone.rfind(text[first:], len(prompt))
+      if at >= 0:
+        at += len(text) - first
+        return at if whole.startswith(alone[:at]) else None
+    return None
+
+  def _after_any_answer(self, new: list[Message]) -> str:
+    """Returns the text after an answer that no template changes."""
+    plain = {"role": "assistant", "content": _PLACEHOLDER}
+    whole = self._rendered([*self.messages[:-1], plain, *new], True)
+    rest = whole.rpartition(_PLACEHOLDER)[2]
+    return rest.lstrip().removeprefix(self._split_end()[1] or "\0")
+
+  def _split_end(self) -> tuple[str, str]:
+    """Returns the last answer without and with only the special token that ended it."""
+    special = self._tokenizer.special_tokens()
+    end = next((t for t in special if t and self._answer.endswith(t)), "")
+    return self._answer[: len(self._answer) - len(end)].strip(), end
+
+  def _rendered(self, messages: list[Message], adds_prompt: bool) -> str:
+    tools: dict[str, Any] = {"tools": self._tools} if self._tools else {}
+    return self._tokenizer.apply_chat_template(messages, adds_prompt, **tools)
+
+
+def read_answer(
+  text: str,
+  tool_format: str,
+  tools: Sequence[str],
+  *,
+  opened: bool = False,
+  calls: int = 0,
+) -> tuple[Message, str | None]:
+  """Reads reasoning and calls of tools from the text of an answer.
+
+  Args:
+    text: the answer, with the marks of tool calls.
+    tool_format: see `tool_calls.tool_reader`.
+    tools: names of the tools.
+    opened: True if the prompt ends inside <think>.
+    calls: number of calls before this answer.
+
+  Returns:
+    The message, and a description of a call that could not be read, or None.
+  """
+  reader = tool_calls.tool_reader(tool_format, tools)
+  reader = tool_calls.ReasoningReader(reader, opened)
+  piece = reader.push(text) + reader.end()
+  message: Message = {"role": "assistant", "content": piece.content}
+  if piece.reasoning:
+    message["reasoning_content"] = piece.reasoning
+  if piece.calls:
+    message["tool_calls"] = [
+      {
+        # Templates print ids, so they must not be random. Mistral's takes nine letters
+        # and digits.
+        "id": f"call{number:05}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": json.loads(call.arguments)},
+      }
+      for number, call in enumerate(piece.calls, calls)
+    ]
+  return message, _problem(piece.content, tool_format)
+
+
+def _problem(content: str, tool_format: str) -> str | None:
+  """Describes a call that stayed text, because it could not be read."""
+  marks = {
+    "hermes": tool_calls.OPEN_CALL,
+    "mistral": tool_calls.MISTRAL_CALLS,
+    "llama3": tool_calls.PYTHON_TAG,
+  }
+  mark = marks.get(tool_format)
+  if mark is None or mark not in content:
+    return None
+  return (
+    f"a call of a tool could not be read: after {mark} expected JSON with the name of "
+    "a tool and an object of its arguments"
+  )
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+  function = tool.get("function")
+  return str((function if isinstance(function, Mapping) else tool).get("name", ""))

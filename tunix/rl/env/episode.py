@@ -1,0 +1,138 @@
+"""Episodes: the turns of an environment, and the rows that are trained.
+
+A row is a prompt and the ids after it, of which those that were drawn are trained and
+those of observations are not. The turns of an episode are one row as long as each
+prompt begins with the prompt and the action before it. Where a prompt does not (a
+template dropped reasoning from it, or the environment rewrote it), a new row begins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tunix.rl.env.env import Action, Message
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+  """One action and the environment's answer.
+
+  Attributes:
+    prompt: int32 [T], the whole prompt of the action.
+    action: the ids that were drawn, and their text.
+    logps: float32 [n], their log-probabilities when they were drawn, in nats.
+    versions: int32 [n], version of the weights that drew each, or None.
+    reward: reward of the action.
+    metrics, logs: what the environment gave with it.
+  """
+
+  prompt: np.ndarray
+  action: Action
+  logps: np.ndarray
+  versions: np.ndarray | None = None
+  reward: float = 0.0
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  logs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+  """Ids of one or more turns.
+
+  Attributes:
+    prompt: int32 [T], ids before the first action.
+    ids: int32 [n], actions and observations after it; the last one was drawn.
+    drawn: bool [n], True for ids that were drawn.
+    logps: float32 [n], 0 on observations.
+    versions: int32 [n] or None.
+    rewards: float32 [n], the reward of an action at its last id, else 0.
+  """
+
+  prompt: np.ndarray
+  ids: np.ndarray
+  drawn: np.ndarray
+  logps: np.ndarray
+  versions: np.ndarray | None
+  rewards: np.ndarray
+
+
+@dataclasses.dataclass(kw_only=True)
+class Episode:
+  """The turns of one environment, and how they ended.
+
+  Attributes:
+    turns: the actions, in their order.
+    messages: the conversation; empty if observations are ids.
+    finish_reason: "done" (the environment ended it), "turns", "tokens", "observation"
+      (no room for it), "time" (the limit of the whole episode), or "failed".
+    failure: why the environment failed; None if it did not.
+    environment: the environment, None if it was never made.
+    group_reward: what `compute_group_rewards` gave.
+    metrics: further numbers of the episode.
+  """
+
+  turns: list[Turn] = dataclasses.field(default_factory=list)
+  messages: list[Message] = dataclasses.field(default_factory=list)
+  finish_reason: str = "done"
+  failure: str | None = None
+  environment: Any = None
+  group_reward: float = 0.0
+  metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+  @property
+  def reward(self) -> float:
+    """Sum of the rewards of all actions, and the reward in the group."""
+    return sum(turn.reward for turn in self.turns) + self.group_reward
+
+  @property
+  def text(self) -> str:
+    """Texts of the actions, one paragraph each."""
+    return "\n\n".join(turn.action.text for turn in self.turns)
+
+  @property
+  def transitions(self) -> list[Turn]:
+    """The turns, under the name that tinker-cookbook's trajectories give them."""
+    return self.turns
+
+  def rows(self) -> list[Row]:
+    """Returns the rows of the episode; none if nothing was drawn."""
+    groups: list[list[Turn]] = []
+    seen: list[int] = []
+    for turn in self.turns:
+      prompt = turn.prompt.tolist()
+      if groups and prompt[: len(seen)] == seen:
+        groups[-1].append(turn)
+      else:
+        groups.append([turn])
+      seen = [*prompt, *turn.action]
+    return [_row(group) for group in groups]
+
+
+def _row(turns: Sequence[Turn]) -> Row:
+  first = turns[0].prompt
+  at = len(first)
+  parts: dict[str, list[Any]] = {"ids": [], "drawn": [], "logps": [], "rewards": []}
+  versions: list[Any] = []
+  has_versions = all(turn.versions is not None for turn in turns)
+  for turn in turns:
+    observed = turn.prompt[at:]
+    n, k = len(observed), len(turn.action)
+    parts["ids"] += [observed, np.array(turn.action, np.int32)]
+    parts["drawn"] += [np.zeros(n, bool), np.ones(k, bool)]
+    parts["logps"] += [np.zeros(n, np.float32), turn.logps]
+    rewards = np.zeros(n + k, np.float32)
+    rewards[-1] = turn.reward
+    parts["rewards"].append(rewards)
+    if has_versions:
+      # An observation counts with the version that read it.
+      first_version = turn.versions[:1] if turn.versions is not None else []
+      versions += [np.repeat(first_version, n), turn.versions]
+    at = len(turn.prompt) + k
+  kinds = {"ids": np.int32, "drawn": bool, "logps": np.float32, "rewards": np.float32}
+  joined = {k: np.concatenate(v).astype(kinds[k]) for k, v in parts.items()}
+  stamps = np.concatenate(versions).astype(np.int32) if has_versions else None
+  return Row(prompt=first, versions=stamps, **joined)

@@ -1,0 +1,65 @@
+"""The policy as an episode sees it: actions for prompts, many at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Draw:
+  """An action that is to be drawn.
+
+  Attributes:
+    episode: number of the episode in the batch. With `turn` it decides the random keys.
+    turn: number of the action in its episode.
+    prompt: int32 [T].
+    max_tokens: most ids of the action.
+    stops: texts that end it.
+    stop_ids: ids that end it, in addition to the end-of-sequence ids.
+  """
+
+  episode: int
+  turn: int
+  prompt: np.ndarray
+  max_tokens: int
+  stops: tuple[str, ...] = ()
+  stop_ids: tuple[int, ...] = ()
+
+
+class Drawn(NamedTuple):
+  """A drawn action.
+
+  Attributes:
+    episode: number of the episode.
+    ids: int32 [n], with the id that ended it.
+    logps: float32 [n], of the distribution that was drawn from, in nats.
+    versions: int32 [n], version of the weights, or None.
+    finish_reason: "eos", "stop" or "length".
+  """
+
+  episode: int
+  ids: np.ndarray
+  logps: np.ndarray
+  versions: np.ndarray | None
+  finish_reason: str
+
+
+class Policy(Protocol):
+  """Draws actions; all methods are called in one thread."""
+
+  @property
+  def open(self) -> int:
+    """Number of actions that were submitted and not returned."""
+    ...
+
+  def submit(self, draws: Sequence[Draw]) -> None:
+    """Takes actions to draw."""
+    ...
+
+  def poll(self) -> list[Drawn]:
+    """Works for a bounded time; returns the actions that are ready, if any."""
+    ...

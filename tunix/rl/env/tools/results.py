@@ -1,0 +1,50 @@
+"""Answers of tools as text of bounded length."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+MAX_CHARS = 8192
+_MARK = "\n[{} characters left out]\n"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToolResult:
+  """The answer of a tool.
+
+  Attributes:
+    text: the text that the model reads.
+    finish: "ok"; "malformed" (the call has wrong arguments or names no tool); "error"
+      (the function raised); or the finish of a `JailResult`.
+  """
+
+  text: str
+  finish: str = "ok"
+
+
+def as_text(value: Any) -> str:
+  """Returns text as it is, and another value as JSON, or as Python shows it."""
+  if isinstance(value, str):
+    return value
+  if hasattr(value, "tolist"):  # arrays and scalars of numpy and JAX
+    value = value.tolist()
+  try:
+    return json.dumps(value, ensure_ascii=False)
+  except (TypeError, ValueError, RecursionError):
+    return str(value)
+
+
+def bounded(text: str, max_chars: int) -> str:
+  """Returns text of at most `max_chars` characters, without lone surrogates.
+
+  A longer text keeps its begin and its end, with `[N characters left out]` between
+  them.
+  """
+  text = text.encode("utf-8", "replace").decode()
+  if len(text) <= max_chars:
+    return text
+  kept = max_chars - len(_MARK.format(len(text)))
+  begin, end = kept - kept // 2, kept // 2
+  return text[:begin] + _MARK.format(len(text) - kept) + text[len(text) - end :]

@@ -1,0 +1,399 @@
+"""Rollouts by environments: a batch of prompts becomes episodes, and these the rows.
+
+An environment is made by the user's function, which gets the prompt and the columns of
+the data that its signature names. It returns one environment, and is then called once
+for each completion, or an `EnvGroup` with those of all completions of the prompt.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tunix.generate import batching
+from tunix.rl.common import Rollouts
+from tunix.rl.env.adapters.trl import TRLEnvironment
+from tunix.rl.env.config import EpisodeConfig
+from tunix.rl.env.env import EnvError, EnvGroup
+from tunix.rl.env.episode import Episode, Row
+from tunix.rl.env.processes import EnvProcesses
+from tunix.rl.env.runner import Runner
+from tunix.rl.metrics import Mean
+from tunix.rl.pipeline import PROMPTS, PromptBatch
+from tunix.rl.reward_outcomes import Failed, Outcome, Value
+from tunix.rl.rl_cluster import RLCluster
+from tunix.sft.metrics_logger import Mode
+from tunix.utils.metric import Metric
+
+MakeEnv = Callable[..., Any]
+
+_WITH_ENV = "if completions are episodes in environments"
+METRICS = (
+  Metric("episodes/turns", "actions", "mean number of actions", "train", _WITH_ENV),
+  Metric(
+    "episodes/observation_tokens",
+    "tokens",
+    "mean number of tokens that environments added",
+    "train",
+    _WITH_ENV,
+  ),
+  Metric(
+    "episodes/rows", "rows", "mean number of rows that are trained", "train", _WITH_ENV
+  ),
+  Metric(
+    "episodes/malformed_calls",
+    "share",
+    "actions with a call of a tool that could not be read",
+    "train",
+    _WITH_ENV,
+  ),
+  Metric(
+    "episodes/finish/<reason>",
+    "share",
+    "episodes that ended for this reason: done, turns, tokens, observation, failed",
+    "train",
+    _WITH_ENV,
+  ),
+  Metric(
+    "env/<name>",
+    "of the environment",
+    "mean of a number that environments gave with their answers",
+    "train",
+    _WITH_ENV,
+  ),
+  Metric(
+    "perf/env_wait_sec",
+    "s",
+    "time in which nothing was drawn, because all episodes waited for environments",
+    condition=_WITH_ENV,
+  ),
+)
+
+
+class Episodes:
+  """Draws the completions of batches in environments.
+
+  Args:
+    cluster: the models.
+    make: makes the environments, see the module.
+    config: limits; None: the defaults.
+
+  Attributes:
+    config: the limits.
+
+  Raises:
+    TypeError: `make` cannot be called.
+    ValueError: there are several processes, or a reward model.
+  """
+
+  def __init__(
+    self, cluster: RLCluster, make: MakeEnv, config: EpisodeConfig | None = None
+  ):
+    if not callable(make):
+      raise TypeError(
+        f"env is a {type(make).__name__}, expected a function env(prompt, **columns) "
+        "that makes an environment"
+      )
+    if jax.process_count() > 1:
+      raise ValueError(
+        f"env is set and there are {jax.process_count()} processes: environments run "
+        "in one process only. Start one process with all devices"
+      )
+    if cluster.reward is not None:
+      raise ValueError(
+        "env is set and there is a reward model, which reads one answer: give the "
+        "reward in the environment, or as a reward function"
+      )
+    self._cluster, self._make = cluster, make
+    self.config = EpisodeConfig() if config is None else config
+    self._processes = None
+    if self.config.isolation == "process":
+      limits = {n: getattr(self.config, n) for n in ("timeout_s", "memory_bytes")}
+      self._processes = EnvProcesses(functools.partial(one, make), **limits)
+    self._waited_s = 0.0
+
+  def check_columns(self, columns: Iterable[str]) -> None:
+    """Checks that the data has the columns that `env` needs.
+
+    Raises:
+      ValueError: a column is missing.
+    """
+    arguments(self._make, dict.fromkeys(["prompt", *columns]))
+
+  def rollouts(
+    self, batch: PromptBatch, mode: Mode, group: int, key: jax.Array
+  ) -> Rollouts:
+    """Runs the episodes of a batch; the rewards of functions are still missing.
+
+    Args:
+      batch: the prompts.
+      mode: the mode whose sampling settings are used.
+      group: completions of each prompt.
+      key: key of the batch.
+    """
+    cluster, config = self._cluster, self._cluster.cluster_config.rollout(mode)
+    makers = []
+    for row in batch.rows():
+      values = {"prompt": row.pop(PROMPTS), **row}
+      arguments(self._make, values)  # a missing column is no fault of an environment
+      made = functools.partial(one, self._make, values)
+      if self._processes is not None:
+        made = functools.partial(self._processes.environment, values=values)
+      makers.append(functools.partial(group_of, made, group))
+    runner = Runner(
+      cluster.tokenizer,
+      self.config,
+      max_prompt_length=config.max_prompt_length,
+      max_action_tokens=config.max_tokens_to_generate,
+    )
+    limit = config.max_prompt_length + self.config.max_tokens
+    count = len(makers) * group
+    with cluster.turns(mode, key, episodes=count, limit=limit) as policy:
+      episodes = runner.run(makers, group, policy)
+    self._waited_s += runner.waited_s
+    bucketed = cluster.cluster_config.training_config.bucketed_lengths
+    widths = config.max_prompt_length, self.config.max_tokens
+    return rollouts_of(
+      episodes, batch, widths, group, self.config.max_rows, bucketed=bucketed
+    )
+
+  def close(self) -> None:
+    """Ends the processes of environments."""
+    if self._processes is not None:
+      self._processes.close()
+
+  def take_waited(self) -> float:
+    """Returns the seconds since the last call in which only environments worked."""
+    waited, self._waited_s = self._waited_s, 0.0
+    return waited
+
+
+class Copies(EnvGroup):
+  """A group whose environments are made one by one, by the same function.
+
+  Args:
+    make: makes an environment.
+    first: the first one.
+    count: number of environments.
+  """
+
+  def __init__(self, make: Callable[[], Any], first: Any, count: int):
+    self._make, self._first, self._count = make, first, count
+
+  def make_envs(self) -> list[Any]:
+    return [self._first, *(self._make() for _ in range(self._count - 1))]
+
+
+def group_of(make: Callable[[], Any], count: int) -> Any:
+  """Returns the environments of a prompt: a group that `make` made, or one of copies.
+
+  Args:
+    make: makes an environment or a group of them, see `one`.
+    count: completions of the prompt.
+  """
+  first = make()
+  return first if hasattr(first, "make_envs") else Copies(make, first, count)
+
+
+def one(make: MakeEnv, values: dict[str, Any]) -> Any:
+  """Calls the user's function for a row of the data.
+
+  Args:
+    make: the function.
+    values: prompt and columns of the row.
+
+  Raises:
+    EnvError: it made no environment.
+  """
+  made = make(**arguments(make, values))
+  is_env = hasattr(made, "initial_observation") and hasattr(made, "step")
+  if is_env or hasattr(made, "make_envs"):
+    return made
+  if hasattr(made, "reset") and not hasattr(made, "step"):
+    columns = {name: x for name, x in values.items() if name != "prompt"}
+    return TRLEnvironment(made, values["prompt"], columns)
+  raise EnvError(
+    f"env returned a {type(made).__name__}; expected an environment with "
+    "initial_observation and step, a group with make_envs, or one of TRL with reset"
+  )
+
+
+def arguments(make: MakeEnv, values: dict[str, Any]) -> dict[str, Any]:
+  """Returns those of `values` that the signature of a function names.
+
+  Arguments that a `functools.partial` has bound already are left out.
+
+  Raises:
+    ValueError: an argument without a default is missing.
+  """
+  bound = getattr(make, "keywords", {})
+  values = {name: x for name, x in values.items() if name not in bound}
+  parameters = inspect.signature(make).parameters.values()
+  if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    return values
+  for p in parameters:
+    needed = p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+    if needed and p.name not in values:
+      raise ValueError(
+        f"env needs {p.name!r}, and the data has {', '.join(values)}: add the column, "
+        "or give the argument a default"
+      )
+  return {p.name: values[p.name] for p in parameters if p.name in values}
+
+
+def rollouts_of(
+  episodes: Sequence[Episode],
+  batch: PromptBatch,
+  widths: tuple[int, int],
+  group_size: int,
+  max_rows: int,
+  *,
+  bucketed: bool,
+) -> Rollouts:
+  """Pads the rows of episodes to arrays.
+
+  Args:
+    episodes: the episodes, group by group.
+    batch: their prompts.
+    widths: most tokens of a prompt, and of a row after it.
+    group_size: episodes of a prompt.
+    max_rows: most rows of an episode; one with more fails.
+    bucketed: see `PromptSizes.bucketed_lengths`.
+  """
+  rows = [_rows_of(episode, max_rows) for episode in episodes]
+  # A power of two, so that few programs are compiled.
+  most = max(map(len, rows), default=1)
+  each = min(max_rows, batching.bucket(max(1, most)))
+  placed = [_placed(row, widths[0]) for group in rows for row in _filled(group, each)]
+  width, space = widths
+  if bucketed:
+    longest = lambda parts: batching.bucket(max(map(len, parts)), batching.MIN_TOKENS)
+    width = min(width, longest([row.prompt for row in placed]))
+    space = min(space, longest([row.ids for row in placed]))
+  prompts = [row.prompt for row in placed]
+  prompt_ids, prompt_mask = batching.left_padded(prompts, len(placed), width, 0)
+  padded = lambda name, kind: batching.right_padded(
+    [getattr(row, name) for row in placed], space, kind
+  )
+  return Rollouts(
+    batch=batch,
+    text=[episode.text for episode in episodes],
+    finish_reasons=[episode.finish_reason for episode in episodes],
+    prompt_ids=prompt_ids,
+    prompt_mask=prompt_mask,
+    completion_ids=padded("ids", np.int32),
+    completion_mask=padded("drawn", bool),
+    rollout_logps=padded("logps", np.float32),
+    group_size=group_size,
+    episodes=list(episodes),
+    episode_rows=each,
+    turn_rewards=padded("rewards", np.float32),
+  )
+
+
+_NONE = np.zeros(0, np.int32)
+
+
+def _rows_of(episode: Episode, most: int) -> list[Row]:
+  rows = [] if episode.failure else episode.rows()
+  if len(rows) > most:
+    episode.finish_reason = "failed"
+    episode.failure = (
+      f"the episode has {len(rows)} rows, and max_rows is {most}: raise max_rows, or "
+      'set history="keep" if a chat template rewrites earlier answers'
+    )
+    return []
+  return rows
+
+
+def _filled(rows: list[Row], count: int) -> list[Row]:
+  """Adds rows without a drawn token."""
+  prompt = rows[0].prompt if rows else np.zeros(1, np.int32)
+  none = np.zeros(0, np.float32)
+  empty = Row(
+    prompt=prompt,
+    ids=_NONE,
+    drawn=np.zeros(0, bool),
+    logps=none,
+    versions=None,
+    rewards=none,
+  )
+  return [*rows, *[empty] * (count - len(rows))]
+
+
+def _placed(row: Row, width: int) -> Row:
+  """Moves the end of a prompt that is longer than `width` to the tokens after it.
+
+  The first prompt of an episode always fits; that of a later row holds the conversation
+  so far.
+  """
+  over = row.prompt[width:]
+  if not len(over):
+    return row
+  before = lambda x, kind: np.concatenate([np.zeros(len(over), kind), x])
+  return Row(
+    prompt=row.prompt[:width],
+    ids=np.concatenate([over, row.ids]),
+    drawn=before(row.drawn, bool),
+    logps=before(row.logps, np.float32),
+    versions=None,
+    rewards=before(row.rewards, np.float32),
+  )
+
+
+def outcomes_of(episodes: Sequence[Episode]) -> list[Outcome]:
+  """Returns the rewards of episodes; an episode that failed has none."""
+  return [
+    Value(episode.reward) if episode.failure is None else Failed(episode.failure)
+    for episode in episodes
+  ]
+
+
+def columns_of(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
+  """Returns what reward functions receive of episodes besides the texts of answers.
+
+  `environments` has the environments (those of TRL as the user made them), and
+  `conversations` the messages.
+  """
+  if not episodes:
+    return {}
+  envs = [episode.environment for episode in episodes]
+  return {
+    "environments": [getattr(env, "environment", env) for env in envs],
+    "conversations": [episode.messages for episode in episodes],
+  }
+
+
+def metrics_of(episodes: Sequence[Episode]) -> dict[str, Mean]:
+  """Returns the metrics of episodes; {} without."""
+  if not episodes:
+    return {}
+  mean = lambda values: Mean(float(np.mean(values)), len(values))
+  rows = [episode.rows() for episode in episodes]
+  drawn = [sum(len(turn.action) for turn in episode.turns) for episode in episodes]
+  observed = [
+    sum(len(row.ids) for row in each) - count for each, count in zip(rows, drawn)
+  ]
+  actions = [turn.action for episode in episodes for turn in episode.turns]
+  out = {
+    "episodes/turns": mean([len(episode.turns) for episode in episodes]),
+    "episodes/observation_tokens": mean(observed),
+    "episodes/rows": mean([len(each) for each in rows]),
+  }
+  if actions:
+    out["episodes/malformed_calls"] = mean([a.problem is not None for a in actions])
+  reasons = [episode.finish_reason for episode in episodes]
+  for reason in sorted(set(reasons)):
+    out[f"episodes/finish/{reason}"] = mean([r == reason for r in reasons])
+  named: dict[str, list[float]] = collections.defaultdict(list)
+  for episode in episodes:
+    for values in (episode.metrics, *(turn.metrics for turn in episode.turns)):
+      for name, value in values.items():
+        named[name].append(value)
+  return out | {f"env/{name}": mean(values) for name, values in sorted(named.items())}

@@ -1,0 +1,243 @@
+"""Actions of episodes, drawn by our engine or by any rollout engine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tunix.generate.engine.engine import Engine
+from tunix.generate.engine.request import Delta, EngineRequest, Ticket
+from tunix.rl.env.policy import Draw, Drawn, Policy
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig
+
+
+@contextlib.contextmanager
+def turns(
+  rollout: BaseRollout,
+  config: RolloutConfig,
+  key: jax.Array,
+  *,
+  episodes: int,
+  limit: int,
+) -> Iterator[Policy]:
+  """Gives an object that draws the actions of a batch of episodes.
+
+  Args:
+    rollout: its engine draws, or its calls if it has none in this process.
+    config: choice of the tokens.
+    key: key of the batch.
+    episodes: number of the episodes.
+    limit: most tokens of a prompt and its action together.
+  """
+  with rollout.session(episodes, limit) as engine:
+    if engine is None:
+      yield BatchTurns(rollout, config, key, limit)
+    else:
+      yield EngineTurns(engine, config, key, getattr(rollout.version, "step", None))
+
+
+def keyed(key: jax.Array, turn: int) -> jax.Array:
+  """Returns the key of a turn; that of the first turn is the key of a plain rollout."""
+  return key if turn == 0 else jax.random.fold_in(key, turn)
+
+
+def groups_of(draws: Sequence[Draw]) -> list[list[Draw]]:
+  """Joins draws of consecutive episodes with equal prompts and rules."""
+  groups: list[list[Draw]] = []
+  for draw in draws:
+    last = groups[-1][-1] if groups else None
+    if last is not None and _are_alike(last, draw):
+      groups[-1].append(draw)
+    else:
+      groups.append([draw])
+  return groups
+
+
+def _are_alike(a: Draw, b: Draw) -> bool:
+  rules = lambda x: (x.turn, x.max_tokens, x.stops, x.stop_ids)
+  return (
+    b.episode == a.episode + 1
+    and rules(a) == rules(b)
+    and np.array_equal(a.prompt, b.prompt)
+  )
+
+
+class EngineTurns:
+  """Draws in the slots of an engine; equal prompts are prefilled once.
+
+  Args:
+    engine: the engine, which this object alone steps.
+    config: choice of the tokens.
+    key: key of the batch. An action depends on it, on its episode and on its turn.
+    version: number of the weights; None: that of the engine.
+  """
+
+  def __init__(
+    self,
+    engine: Engine,
+    config: RolloutConfig,
+    key: jax.Array,
+    version: int | None = None,
+  ):
+    self._engine, self._config, self._key = engine, config, key
+    self._version = version
+    self._open: dict[Ticket, list[list[Delta]]] = {}
+    self._first: dict[Ticket, int] = {}
+
+  @property
+  def open(self) -> int:
+    return len(self._open)
+
+  def submit(self, draws: Sequence[Draw]) -> None:
+    c = self._config
+    ends = c.eos_tokens
+    ends = self._engine.tokenizer.eos_ids() if ends is None else ends
+    for group in groups_of(draws):
+      first = group[0]
+      request = EngineRequest(
+        prompt=first.prompt,
+        max_tokens=first.max_tokens,
+        num_samples=len(group),
+        temperature=c.temperature,
+        top_k=c.top_k,
+        top_p=c.top_p,
+        min_p=c.min_p,
+        seed=keyed(self._key, first.turn),
+        first_row=first.episode,
+        stop_ids=tuple(dict.fromkeys((*ends, *first.stop_ids))),
+        stop_strings=(*(c.stop_strings or ()), *first.stops),
+        logprobs=True,
+      )
+      ticket = self._engine.submit(request, streams=False)
+      self._open[ticket] = [[] for _ in group]
+      self._first[ticket] = first.episode
+
+  def poll(self) -> list[Drawn]:
+    """Runs one launch."""
+    self._engine.step()
+    return [drawn for ticket in list(self._open) for drawn in self._arrived(ticket)]
+
+  def _arrived(self, ticket: Ticket) -> list[Drawn]:
+    parts, ended = self._open[ticket], []
+    while True:
+      try:
+        delta = ticket.get(0)
+      except queue.Empty:
+        break
+      parts[delta.sample].append(delta)
+      if delta.finish_reason is not None:
+        ended.append(delta.sample)
+    done = [self._drawn(ticket, sample) for sample in ended]
+    if all(p and p[-1].finish_reason is not None for p in parts):
+      del self._open[ticket], self._first[ticket]
+    return done
+
+  def _drawn(self, ticket: Ticket, sample: int) -> Drawn:
+    deltas = self._open[ticket][sample]
+    versions = np.concatenate([delta.versions for delta in deltas])
+    if self._version is not None:
+      versions = np.full_like(versions, self._version)
+    return Drawn(
+      self._first[ticket] + sample,
+      np.concatenate([delta.tokens for delta in deltas]).astype(np.int32),
+      np.concatenate([_logps(delta) for delta in deltas]).astype(np.float32),
+      versions,
+      deltas[-1].finish_reason or "",
+    )
+
+
+def _logps(delta: Delta) -> np.ndarray:
+  assert delta.sampling_logprobs is not None
+  return delta.sampling_logprobs
+
+
+class BatchTurns:
+  """Draws all submitted actions in one call of a rollout engine.
+
+  Args:
+    rollout: the engine.
+    config: choice of the tokens.
+    key: see `EngineTurns`.
+    limit: most tokens of a prompt.
+  """
+
+  def __init__(
+    self, rollout: BaseRollout, config: RolloutConfig, key: jax.Array, limit: int
+  ):
+    self._rollout, self._config = rollout, config
+    self._key, self._limit = key, limit
+    self._waiting: list[Draw] = []
+
+  @property
+  def open(self) -> int:
+    return len(self._waiting)
+
+  def submit(self, draws: Sequence[Draw]) -> None:
+    self._waiting += draws
+
+  def poll(self) -> list[Drawn]:
+    draws, self._waiting = self._waiting, []
+    out: list[Drawn] = []
+    kinds: dict[Any, list[Draw]] = {}
+    for draw in draws:
+      kinds.setdefault((draw.turn, draw.stops, draw.stop_ids), []).append(draw)
+    for (turn, stops, stop_ids), alike in kinds.items():
+      out += self._call(alike, turn, stops, stop_ids)
+    return out
+
+  def _call(
+    self,
+    draws: list[Draw],
+    turn: int,
+    stops: tuple[str, ...],
+    stop_ids: tuple[int, ...],
+  ) -> list[Drawn]:
+    c, groups = self._config, groups_of(draws)
+    size = len(groups[0])
+    is_plain = turn == 0 and all(len(group) == size for group in groups)
+    is_plain = is_plain and draws[-1].episode - draws[0].episode == len(draws) - 1
+    is_plain = is_plain and draws[0].episode % size == 0
+    key = keyed(self._key, turn)
+    if is_plain:
+      prompts, first = [group[0].prompt for group in groups], draws[0].episode // size
+    else:
+      # The numbers of the rows of a call are consecutive, and those of the episodes
+      # that are left need not be. A key of the first one keeps calls apart.
+      prompts, size, first = [draw.prompt for draw in draws], 1, 0
+      key = jax.random.fold_in(key, draws[0].episode)
+    ends = c.eos_tokens
+    if stop_ids:
+      ends = [*(ends or [self._rollout.eos_id()]), *stop_ids]
+    out = self._rollout.generate(
+      prompts,
+      dataclasses.replace(
+        c,
+        max_prompt_length=self._limit,
+        max_tokens_to_generate=max(draw.max_tokens for draw in draws),
+        kv_cache_size=None,
+        eos_tokens=ends,
+        stop_strings=(*(c.stop_strings or ()), *stops),
+      ),
+      num_generations=size,
+      seed=key,
+      first_prompt=first,
+    )
+    return [
+      _cut(draw, np.asarray(ids), np.asarray(logps), reason)
+      for draw, ids, logps, reason in zip(
+        draws, out.tokens, out.logprobs, out.finish_reasons, strict=True
+      )
+    ]
+
+
+def _cut(draw: Draw, ids: np.ndarray, logps: np.ndarray, reason: str) -> Drawn:
+  """Returns an action with at most the tokens that there is room for."""
+  if len(ids) > draw.max_tokens:
+    ids, logps, reason = ids[: draw.max_tokens], logps[: draw.max_tokens], "length"
+  return Drawn(draw.episode, ids.astype(np.int32), logps, None, reason)
