@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from flax import nnx
 from tunix.generate import decode, layout
 from tunix.generate.engine import arrays, launch, slot_state, state as state_lib
 from tunix.generate.engine.adapters import AdapterBank
+from tunix.generate.engine.choice import Rules
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.paged_store import PageKeeper
 from tunix.generate.engine.plan import Block, Plan
@@ -28,6 +29,8 @@ from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
+# Log-probs of prompts' tokens, for each group of rounds.
+Scored = list[tuple[list[list[Block]], PromptOut]]
 Keeper = RowKeeper | PageKeeper | SlotKeeper
 
 
@@ -64,15 +67,16 @@ class Device:
     self,
     plan: Plan,
     running: list[Sequence | None],
-    allowed: np.ndarray | None,
+    masks: Callable[[], np.ndarray] | None,
     draft_tokens: int = 0,
-  ) -> tuple[Out, list[tuple[list[list[Block]], PromptOut]]]:
+  ) -> tuple[Out, Scored]:
     """Runs a plan.
 
     Args:
       plan: the plan.
       running: the completion in each slot.
-      allowed: bits of allowed tokens of each slot, see `choice.choose`; None: all.
+      masks: computes the bits of allowed tokens of each slot, see `choice.choose`. It
+        is called while the model runs, and the plan has one round. None: all tokens.
       draft_tokens: number of drafts of a slot in a round.
 
     Returns:
@@ -95,26 +99,68 @@ class Device:
       keeper.store = None  # donated
       bank = self._bank_of(running)
       rules = arrays.rules_of(running, c.slots, self._vocab_size, self._uses)
-      scored = []
-      for blocks_width, rounds in self._segments(plan.rounds):
-        blocks = arrays.blocks_of(rounds, plan.forks, blocks_width, c)
-        count = np.int32(len(rounds))
-        carry, scores = programs.call(
-          "engine mixed", launch.mixed,
-          graph, state, carry, rules, bank, blocks, count, allowed,
-        )  # fmt: skip
-        if blocks.scores:
-          scored.append((rounds, mesh_lib.to_host(scores)))
-      if plan.decode_rounds:
-        until = np.array(
-          [len(plan.rounds) + plan.decode_rounds, self._wanted], np.int32
-        )
-        carry = programs.call(
-          "engine decode", launch.decode,
-          graph, state, carry, rules, bank, until, allowed, draft_tokens,
-        )  # fmt: skip
+      model = graph, state
+      if masks is not None:
+        carry, scored = self._masked(model, carry, rules, bank, plan, masks)
+      else:
+        carry, scored = self._rounds(model, carry, rules, bank, plan, draft_tokens)
       keeper.store = carry.store
       return mesh_lib.to_host(carry.out), scored
+
+  def _rounds(
+    self,
+    model: tuple[Any, Any],
+    carry: Round,
+    rules: Rules,
+    bank: launch.Bank | None,
+    plan: Plan,
+    draft_tokens: int,
+  ) -> tuple[Round, Scored]:
+    """Runs the rounds of a plan."""
+    scored: Scored = []
+    for width, rounds in self._segments(plan.rounds):
+      blocks = arrays.blocks_of(rounds, plan.forks, width, self._config)
+      count = np.int32(len(rounds))
+      carry, scores = programs.call(
+        "engine mixed", launch.mixed, *model, carry, rules, bank, blocks, count
+      )
+      if blocks.scores:
+        scored.append((rounds, mesh_lib.to_host(scores)))
+    if plan.decode_rounds:
+      until = np.array([len(plan.rounds) + plan.decode_rounds, self._wanted], np.int32)
+      carry = programs.call(
+        "engine decode", launch.decode,
+        *model, carry, rules, bank, until, draft_tokens,
+      )  # fmt: skip
+    return carry, scored
+
+  def _masked(
+    self,
+    model: tuple[Any, Any],
+    carry: Round,
+    rules: Rules,
+    bank: launch.Bank | None,
+    plan: Plan,
+    masks: Callable[[], np.ndarray],
+  ) -> tuple[Round, Scored]:
+    """Runs the one round of a plan, and computes masks while its model runs."""
+    slots, store, out = carry
+    segments = self._segments(plan.rounds) or [(0, [])]
+    assert len(segments) == 1 and len(plan.rounds) + plan.decode_rounds == 1
+    [(width, rounds)] = segments
+    blocks = arrays.blocks_of(rounds, plan.forks, width, self._config)
+    tops = out.top_ids.shape[2]
+    # The call returns before the program has run, so the masks cost no time of the
+    # device unless they take longer than the model.
+    store, logits, scores = programs.call(
+      "engine forward", launch.forward,
+      *model, slots, store, rules, bank, blocks, tops,
+    )  # fmt: skip
+    slots, out = programs.call(
+      "engine draw", launch.draw, slots, out, rules, logits, blocks, masks()
+    )
+    scored: Scored = [(rounds, mesh_lib.to_host(scores))] if blocks.scores else []
+    return Round(slots, store, out), scored
 
   # Number of slots that are free or done at which decoding ends before its last round.
   _wanted = 2**30

@@ -28,6 +28,7 @@ from tunix.generate.engine import (
   adapter_sources,
   arrival,
   layer_groups,
+  matching,
   pages as pages_lib,
   recorded,
   results,
@@ -261,19 +262,21 @@ class Engine:
 
   def _step(self) -> bool:
     scheduler = self._scheduler
-    rounds, allowed = self.config.rounds, None
+    rounds = self.config.rounds
     if any(s.matcher for s in scheduler.active()) or self._next_is_constrained():
       rounds = 1  # the host computes which tokens may follow after each token
     plan = scheduler.plan(rounds)
     running = list(scheduler.running)
     if not any(running):
       return False
-    allowed = self._allowed(running)
+    masks = None
+    if any(s is not None and s.matcher for s in running):
+      masks = functools.partial(self._allowed, running)
     idle = self.config.slots - sum(s is not None for s in running)
     self._device.look_at(idle + 1 if scheduler.waiting.first else 2**30)
-    drafts = 0 if allowed is not None else self._drafts.choose()
+    drafts = 0 if masks is not None else self._drafts.choose()
     start = time.perf_counter()
-    out, scored = self._device.launch(plan, running, allowed, drafts)
+    out, scored = self._device.launch(plan, running, masks, drafts)
     self._watch(plan, drafts, out, time.perf_counter() - start)
     self._counts.update(
       launches=1,
@@ -534,18 +537,13 @@ class Engine:
   def _next_is_constrained(self) -> bool:
     return any(s.matcher is not None for s in self._scheduler.waiting)
 
-  def _allowed(self, running: list[Sequence | None]) -> np.ndarray | None:
-    """Returns the allowed tokens of each slot; None if no completion is constrained."""
-    if not any(s is not None and s.matcher for s in running):
-      return None
+  def _allowed(self, running: list[Sequence | None]) -> np.ndarray:
+    """Returns the allowed tokens of each slot, see `choice.choose`."""
     words = -(-self._model.config.vocab_size // 32)
     allowed = np.full((self.config.slots, words), 2**32 - 1, np.uint32)
     for slot, s in enumerate(running):
-      if s is not None and s.matcher is not None:
-        try:
-          allowed[slot] = s.matcher.mask()
-        except RequestError as error:  # it ends this completion after the launch
-          s.failure = error
+      if s is not None and (mask := matching.mask(s, words)) is not None:
+        allowed[slot] = mask
     return allowed
 
 
