@@ -4,8 +4,9 @@
 # the "Safetensors, model size" box of the repository's page, that is of the metadata of
 # its files, as known when the preset was added; no test asks the hub. The files of
 # Qwen3 0.6B and 1.7B hold the tied table twice; it is counted once here: 751,632,384 -
-# 151,936 * 1024 and 2,031,739,904 - 151,936 * 2048. The numbers of Granite 3, Ministral 3,
-# OLMo 3 and SmolLM3 were computed from the presets and not compared with the pages.
+# 151,936 * 1024 and 2,031,739,904 - 151,936 * 2048. The numbers of Granite 3,
+# Ministral 3, OLMo 3 and SmolLM3 were computed from the presets and not compared with
+# the pages.
 COUNTS = {
   "gemma_2b": ("google/gemma-2b", 2_506_172_416),
   "gemma_7b": ("google/gemma-7b", 8_537_680_896),
