@@ -21,7 +21,6 @@ from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.transformer.model import Transformer
-from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
 # Most completions that run at the same time by default. More rows of a step share the
@@ -35,10 +34,9 @@ def suits(model: Any) -> bool:
   """Returns True if the engine runs this model as well as the padded sampler does.
 
   A model whose batch is split over devices (fsdp) is not: the slots of an engine are
-  not split. A plan lowers the programs of the padded sampler, because the launches of
-  an engine follow what was drawn.
+  not split.
   """
-  if not isinstance(model, Transformer) or programs.is_recording():
+  if not isinstance(model, Transformer):
     return False
   return requests.limits_of(model, requests.mesh_of(nnx.state(model)), None).shards == 1
 
@@ -202,10 +200,12 @@ class EngineSampler(BaseSampler):
     self, rows: int, tokens: int, rounds: int = EngineConfig.rounds
   ) -> EngineConfig:
     """Returns the sizes of an engine for `rows` rows of at most `tokens` tokens."""
-    most = MOST_SLOTS.get(mesh_lib.context_platform(), MOST_SLOTS_ELSEWHERE)
+    mesh = requests.mesh_of(nnx.state(self.transformer))
+    with mesh_lib.use_mesh(mesh):  # a plan's devices are not those of this machine
+      most = MOST_SLOTS.get(mesh_lib.context_platform(), MOST_SLOTS_ELSEWHERE)
     slots = min(batching.bucket(rows), most) if self._slots is None else self._slots
     positions = decoders.max_positions(self.transformer)
-    tokens = batching.bucket(tokens, 64)
+    tokens = batching.bucket(tokens, batching.MIN_SLOT_TOKENS)
     return EngineConfig(
       slots=slots,
       max_tokens=tokens if positions is None else min(tokens, positions),

@@ -124,6 +124,20 @@ def _config(args: argparse.Namespace, adapters: int) -> EngineConfig:
   )
 
 
+def engine_config(args: argparse.Namespace, model: Any) -> EngineConfig:
+  """Returns the sizes of the engine that serves a model.
+
+  Args:
+    args: arguments of `parser`.
+    model: the model, or its shapes.
+
+  Raises:
+    ValueError: a number is out of range.
+  """
+  config = _config(args, len(args.adapter or ()))
+  return _within_positions(config, args, model)
+
+
 def _within_positions(
   config: EngineConfig, args: argparse.Namespace, model: Any
 ) -> EngineConfig:
