@@ -167,21 +167,23 @@ class RowKeeper:
     """
     m = self._model
     sizes, dtype = (m.num_kv_heads, m.head_dim, tokens), str(jnp.dtype(m.dtype))
-    return programs.call(
-      "engine zeros", _zeros, tuple(firsts), sizes, dtype, m.sharding.tp
-    )
+    axes = tuple(axis for axis in (m.sharding.tp, *m.sharding.step) if axis)
+    return programs.call("engine zeros", _zeros, tuple(firsts), sizes, dtype, axes)
 
 
 # One function for all engines: a new one would be compiled again in every rollout.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _zeros(
-  firsts: tuple[int, ...], sizes: tuple[int, int, int], dtype: str, axis: str | None
+  firsts: tuple[int, ...],
+  sizes: tuple[int, int, int],
+  dtype: str,
+  axes: tuple[str, ...],
 ) -> tuple[Any, Any]:
   heads, head_dim, tokens = sizes
 
   def zeros(*shape: int) -> tuple[jax.Array, ...]:
     zero = lambda first: jnp.zeros((first, heads, *shape), dtype)
-    return tuple(mesh_lib.constrain(zero(first), None, axis) for first in firsts)
+    return tuple(mesh_lib.constrain(zero(first), None, axes) for first in firsts)
 
   return zeros(head_dim, tokens), zeros(tokens, head_dim)
 
