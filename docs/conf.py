@@ -70,7 +70,9 @@ NAVIGATION = (
     "Guides",
     [
       *("guides/command", "guides/data", "guides/rewards", "guides/training"),
-      *("guides/preference", "guides/distillation", "guides/rl", "guides/runs", "logs"),
+      *("guides/preference", "guides/distillation", "guides/rl", "guides/agents"),
+      "guides/tools",
+      *("guides/runs", "logs"),
       *("guides/evaluation", "using_a_model", "guides/models"),
     ],
   ),

@@ -17,6 +17,7 @@ from tunix.models import tiny
 from tunix.models.automodel import AutoModel
 from tunix.models.gemma3.model import ModelConfig as Gemma3
 from tunix.models.qwen3.model import ModelConfig as Qwen3
+from tunix.perf import programs
 
 VOCAB = 600
 TOKENIZER = toys_text.chat_tokenizer()
@@ -295,11 +296,11 @@ def test_a_nan_names_the_request_and_spares_the_others():
 class Broken:
   """A constraint whose matcher fails at the third token."""
 
-  def __init__(self, where):
-    self.where, self.tokens, self.is_over = where, 0, False
+  def __init__(self, where, error):
+    self.where, self.error, self.tokens = where, error, 0
 
   def matcher(self):
-    return Broken(self.where)
+    return Broken(self.where, self.error)
 
   def mask(self):
     return self._checked("mask", np.full(-(-VOCAB // 32), 2**32 - 1, np.uint32))
@@ -310,20 +311,67 @@ class Broken:
 
   def _checked(self, where, answer):
     if where == self.where and self.tokens == 3:
-      raise RequestError("no token may follow")
+      raise self.error
     return answer
 
 
 @pytest.mark.parametrize("where", ["mask", "accept"])
-def test_a_constraint_that_fails_ends_its_request_only(engine, where):
-  bad = engine.submit(ask([1, 2, 3], 9, constraint=Broken(where)))
+@pytest.mark.parametrize("kind", [RequestError, ZeroDivisionError])
+def test_a_constraint_that_fails_ends_its_request_only(engine, where, kind):
+  broken = Broken(where, kind("no token may follow"))
+  bad = engine.submit(ask([1, 2, 3], 9, constraint=broken))
   good = engine.submit(ask([1, 2, 3], 9))
   while engine.step():
     pass
-  with pytest.raises(RequestError, match="no token may follow"):
+  named = "" if kind is RequestError else f"Broken.{where} of the constraint raised .*"
+  with pytest.raises(RequestError, match=f"{named}no token may follow"):
     engine.collect(bad, 0)
   assert len(engine.collect(good, 0)[0].tokens) == 9
   engine.audit()
+
+
+class Recording:
+  """A constraint that notes its calls and allows even tokens only."""
+
+  def __init__(self, events):
+    self.events = events
+
+  def matcher(self):
+    return self
+
+  def mask(self):
+    self.events.append("mask")
+    return np.full(-(-VOCAB // 32), 0x55555555, np.uint32)
+
+  def accept(self, token):
+    self.events.append("accept")
+
+
+def test_masks_are_computed_between_the_forward_pass_and_the_draw(engine):
+  events = []
+  drawn = {"temperature": 1.0, "seed": 4, "logprobs": True}
+  ticket = engine.submit(ask(np.arange(40), 3, constraint=Recording(events), **drawn))
+  events.clear()  # the mask that checks the constraint
+
+  def note(name, jitted, args):
+    events.append(name.removeprefix("engine "))
+    return jitted(*args)
+
+  with programs.intercepted(note):
+    while engine.step():
+      pass
+  kept = ("forward", "mask", "draw", "accept", "mixed", "decode")
+  seen = [event for event in events if event in kept]
+  # A prompt of 40 tokens takes two rounds, the first of which draws nothing.
+  assert seen == ["forward", "mask", "draw"] * 2 + ["accept"] + 2 * [
+    "forward", "mask", "draw", "accept"
+  ]  # fmt: skip
+  [row] = engine.collect(ticket, 0)
+  # The same tokens, by biases: launches of many rounds, in one program each.
+  odd = dict.fromkeys(range(1, VOCAB, 2), -np.inf)
+  [[same]] = engine.run([ask(np.arange(40), 3, logit_bias=odd, **drawn)])
+  np.testing.assert_array_equal(row.tokens, same.tokens)
+  np.testing.assert_allclose(row.sampling_logprobs, same.sampling_logprobs, atol=1e-5)
 
 
 def test_what_can_never_run_is_refused_at_once(engine, model):

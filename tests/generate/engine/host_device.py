@@ -80,13 +80,14 @@ class HostDevice:
 
   width = 0
 
-  def launch(self, plan, running, allowed, draft_tokens=0):
+  def launch(self, plan, running, masks, draft_tokens=0):
     if self.fails:
       raise RuntimeError("the device is gone")
     c = self.config
     rounds = len(plan.rounds) + plan.decode_rounds
     assert 0 < rounds <= c.rounds and not (plan.forks and plan.decode_rounds)
     self.load(plan)
+    allowed = None if masks is None else masks()
     for s in filter(None, running):
       assert running[s.slot] is s
       self.check_pages(s)

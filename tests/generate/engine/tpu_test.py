@@ -69,9 +69,9 @@ def compile_for(name, axes, gather, **kinds):
     uses = frozenset({"draws", "scores"})
     rules = arrays.rules_of(none, SLOTS, config.vocab_size, uses)
     until = np.array([16, 99], np.int32)
-    decoding = launch.decode.lower(*opened, carry, rules, None, until, None, 0)
+    decoding = launch.decode.lower(*opened, carry, rules, None, until, 0)
     blocks = arrays.blocks_of([], [], 8, SIZES)
-    mixing = launch.mixed.lower(*opened, carry, rules, None, blocks, np.int32(2), None)
+    mixing = launch.mixed.lower(*opened, carry, rules, None, blocks, np.int32(2))
     arrays_of = [x for layer in pages.layers for x in layer.pages]
     local = [x.sharding.shard_shape(x.shape) for x in arrays_of]
     own = sum(2 * int(np.prod(dims)) for dims in local)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,19 +15,22 @@ from flax import nnx
 from tunix.generate import decode, layout
 from tunix.generate.engine import arrays, launch, slot_state, state as state_lib
 from tunix.generate.engine.adapters import AdapterBank
+from tunix.generate.engine.choice import Rules
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.paged_store import PageKeeper
 from tunix.generate.engine.plan import Block, Plan
 from tunix.generate.engine.row_keeper import RowKeeper
 from tunix.generate.engine.sequence import Sequence
 from tunix.generate.engine.slot_state import SlotKeeper
-from tunix.generate.engine.state import Out, PromptOut, Round
+from tunix.generate.engine.state import Out, PromptOut, Round, Slots
 from tunix.generate.layout import GatherWeights
 from tunix.models.transformer import paged
 from tunix.models.transformer.model import Transformer
 from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
+# Log-probs of prompts' tokens, for each group of rounds.
+Scored = list[tuple[list[list[Block]], PromptOut]]
 Keeper = RowKeeper | PageKeeper | SlotKeeper
 
 
@@ -64,15 +67,16 @@ class Device:
     self,
     plan: Plan,
     running: list[Sequence | None],
-    allowed: np.ndarray | None,
+    masks: Callable[[], np.ndarray] | None,
     draft_tokens: int = 0,
-  ) -> tuple[Out, list[tuple[list[list[Block]], PromptOut]]]:
+  ) -> tuple[Out, Scored]:
     """Runs a plan.
 
     Args:
       plan: the plan.
       running: the completion in each slot.
-      allowed: bits of allowed tokens of each slot, see `choice.choose`; None: all.
+      masks: computes the bits of allowed tokens of each slot, see `choice.choose`. It
+        is called while the model runs, and the plan has one round. None: all tokens.
       draft_tokens: number of drafts of a slot in a round.
 
     Returns:
@@ -88,34 +92,75 @@ class Device:
       keeper = self._kept(graph, state, mesh)
       keeper.prepare(plan, running)
       width = c.rounds * (1 + c.draft_tokens)
-      carry = Round(
-        arrays.slots_of(running, plan, c),
-        keeper.store,
-        programs.call("engine empty", _empty, c.slots, width, tops),
+      slots, out = programs.call(
+        "engine start", _start, arrays.slots_of(running, plan, c), width, tops
       )
+      carry = Round(slots, keeper.store, out)
       keeper.store = None  # donated
       bank = self._bank_of(running)
       rules = arrays.rules_of(running, c.slots, self._vocab_size, self._uses)
-      scored = []
-      for blocks_width, rounds in self._segments(plan.rounds):
-        blocks = arrays.blocks_of(rounds, plan.forks, blocks_width, c)
-        count = np.int32(len(rounds))
-        carry, scores = programs.call(
-          "engine mixed", launch.mixed,
-          graph, state, carry, rules, bank, blocks, count, allowed,
-        )  # fmt: skip
-        if blocks.scores:
-          scored.append((rounds, mesh_lib.to_host(scores)))
-      if plan.decode_rounds:
-        until = np.array(
-          [len(plan.rounds) + plan.decode_rounds, self._wanted], np.int32
-        )
-        carry = programs.call(
-          "engine decode", launch.decode,
-          graph, state, carry, rules, bank, until, allowed, draft_tokens,
-        )  # fmt: skip
+      model = graph, state
+      if masks is not None:
+        carry, scored = self._masked(model, carry, rules, bank, plan, masks)
+      else:
+        carry, scored = self._rounds(model, carry, rules, bank, plan, draft_tokens)
       keeper.store = carry.store
       return mesh_lib.to_host(carry.out), scored
+
+  def _rounds(
+    self,
+    model: tuple[Any, Any],
+    carry: Round,
+    rules: Rules,
+    bank: launch.Bank | None,
+    plan: Plan,
+    draft_tokens: int,
+  ) -> tuple[Round, Scored]:
+    """Runs the rounds of a plan."""
+    scored: Scored = []
+    for width, rounds in self._segments(plan.rounds):
+      blocks = arrays.blocks_of(rounds, plan.forks, width, self._config)
+      count = np.int32(len(rounds))
+      carry, scores = programs.call(
+        "engine mixed", launch.mixed, *model, carry, rules, bank, blocks, count
+      )
+      if blocks.scores:
+        scored.append((rounds, mesh_lib.to_host(scores)))
+    if plan.decode_rounds:
+      until = np.array([len(plan.rounds) + plan.decode_rounds, self._wanted], np.int32)
+      carry = programs.call(
+        "engine decode", launch.decode,
+        *model, carry, rules, bank, until, draft_tokens,
+      )  # fmt: skip
+    return carry, scored
+
+  def _masked(
+    self,
+    model: tuple[Any, Any],
+    carry: Round,
+    rules: Rules,
+    bank: launch.Bank | None,
+    plan: Plan,
+    masks: Callable[[], np.ndarray],
+  ) -> tuple[Round, Scored]:
+    """Runs the one round of a plan, and computes masks while its model runs."""
+    slots, store, out = carry
+    segments = self._segments(plan.rounds) or [(0, [])]
+    assert len(segments) == 1 and len(plan.rounds) + plan.decode_rounds == 1
+    [(width, rounds)] = segments
+    blocks = arrays.blocks_of(rounds, plan.forks, width, self._config)
+    tops = out.top_ids.shape[2]
+    # The call returns before the program has run, so the masks cost no time of the
+    # device unless they take longer than the model.
+    store, logits, scores = programs.call(
+      "engine forward", launch.forward,
+      *model, slots, store, rules, bank, blocks, tops,
+    )  # fmt: skip
+    slots, out = programs.call(
+      "engine draw", launch.draw, slots, out, rules, logits, blocks, masks()
+    )
+    scored: Scored = [(rounds, mesh_lib.to_host(scores))] if blocks.scores else []
+    return Round(slots, store, out), scored
 
   # Number of slots that are free or done at which decoding ends before its last round.
   _wanted = 2**30
@@ -123,6 +168,12 @@ class Device:
   def look_at(self, idle: int) -> None:
     """Ends the next launch when `idle` slots are free or done."""
     self._wanted = idle
+
+  def move_nothing(self) -> None:
+    """Calls the programs that move pages, see `RowKeeper.move_nothing`."""
+    assert self._keeper is not None
+    with mesh_lib.use_mesh(self._weights()[2]):
+      self._keeper.move_nothing()
 
   @property
   def width(self) -> int:
@@ -201,6 +252,11 @@ class Device:
     ]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _empty(slots: int, columns: int, tops: int) -> Out:
-  return jax.tree.map(mesh_lib.constrain, state_lib.empty(slots, columns, tops))
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _start(slots: Slots, columns: int, tops: int) -> tuple[Slots, Out]:
+  """Returns the slots and empty results, placed as launches return them.
+
+  A program that follows another one in a launch would else be compiled a second time.
+  """
+  out = state_lib.empty(slots.last.shape[0], columns, tops)
+  return jax.tree.map(mesh_lib.constrain, (slots, out))

@@ -28,7 +28,9 @@ from tunix.generate.engine import (
   adapter_sources,
   arrival,
   layer_groups,
+  matching,
   pages as pages_lib,
+  recorded,
   results,
   slot_state,
 )
@@ -51,6 +53,7 @@ from tunix.generate.engine.stats import COUNTED, EngineStats
 from tunix.generate.layout import GatherWeights
 from tunix.generate.tokenizer_adapter import adapted
 from tunix.models.transformer.model import Transformer
+from tunix.perf import programs
 
 UpdateMode = Literal["keep", "recompute", "drain"]
 T = TypeVar("T")
@@ -143,7 +146,16 @@ class Engine:
     adapter = 0
     if request.adapter is not None:
       adapter = self._device.adapters.index(request.adapter)
-    sequences = arrival.sequences_of(
+    sequences = self._sequences(ticket, adapter, streams)
+    with self._lock:
+      self._check_alive()  # it may have failed since; nobody would answer
+      self._open[ticket] = sequences
+      self._arrived.extend(sequences)
+    self.on_submit()
+    return ticket
+
+  def _sequences(self, ticket: Ticket, adapter: int, streams: bool) -> list[Sequence]:
+    return arrival.sequences_of(
       ticket,
       self._model,
       self.tokenizer,
@@ -152,12 +164,6 @@ class Engine:
       adapter,
       streams,
     )
-    with self._lock:
-      self._check_alive()  # it may have failed since; nobody would answer
-      self._open[ticket] = sequences
-      self._arrived.extend(sequences)
-    self.on_submit()
-    return ticket
 
   def cancel(self, ticket: Ticket) -> None:
     """Ends a request at the next launch; its open completions end as "cancelled"."""
@@ -188,7 +194,15 @@ class Engine:
 
     Requests with the largest `max_tokens` start first. A long completion that starts
     last would run alone at the end, with the other slots empty.
+
+    Inside `programs.recording` nothing runs (see recorded.py), and the engine is closed
+    afterwards, so that each call of a plan has an engine of its own size.
     """
+    if programs.is_recording():
+      first = lambda r: next(iter(self._sequences(Ticket("a plan", r), 0, False)))
+      recorded.launch(self._device, self.config, list(map(first, requests)))
+      self.close()
+      return [recorded.completions(request) for request in requests]
     tickets: dict[int, Ticket] = {}
     try:
       for i in sorted(range(len(requests)), key=lambda i: -requests[i].max_tokens):
@@ -248,19 +262,21 @@ class Engine:
 
   def _step(self) -> bool:
     scheduler = self._scheduler
-    rounds, allowed = self.config.rounds, None
+    rounds = self.config.rounds
     if any(s.matcher for s in scheduler.active()) or self._next_is_constrained():
       rounds = 1  # the host computes which tokens may follow after each token
     plan = scheduler.plan(rounds)
     running = list(scheduler.running)
     if not any(running):
       return False
-    allowed = self._allowed(running)
+    masks = None
+    if any(s is not None and s.matcher for s in running):
+      masks = functools.partial(self._allowed, running)
     idle = self.config.slots - sum(s is not None for s in running)
     self._device.look_at(idle + 1 if scheduler.waiting.first else 2**30)
-    drafts = 0 if allowed is not None else self._drafts.choose()
+    drafts = 0 if masks is not None else self._drafts.choose()
     start = time.perf_counter()
-    out, scored = self._device.launch(plan, running, allowed, drafts)
+    out, scored = self._device.launch(plan, running, masks, drafts)
     self._watch(plan, drafts, out, time.perf_counter() - start)
     self._counts.update(
       launches=1,
@@ -521,18 +537,13 @@ class Engine:
   def _next_is_constrained(self) -> bool:
     return any(s.matcher is not None for s in self._scheduler.waiting)
 
-  def _allowed(self, running: list[Sequence | None]) -> np.ndarray | None:
-    """Returns the allowed tokens of each slot; None if no completion is constrained."""
-    if not any(s is not None and s.matcher for s in running):
-      return None
+  def _allowed(self, running: list[Sequence | None]) -> np.ndarray:
+    """Returns the allowed tokens of each slot, see `choice.choose`."""
     words = -(-self._model.config.vocab_size // 32)
     allowed = np.full((self.config.slots, words), 2**32 - 1, np.uint32)
     for slot, s in enumerate(running):
-      if s is not None and s.matcher is not None:
-        try:
-          allowed[slot] = s.matcher.mask()
-        except RequestError as error:  # it ends this completion after the launch
-          s.failure = error
+      if s is not None and (mask := matching.mask(s, words)) is not None:
+        allowed[slot] = mask
     return allowed
 
 

@@ -160,25 +160,25 @@ class Grammars:
         f"{kind} is {_shown(value)}; expected one that can be enforced and that allows "
         f"a text: {_cause(matcher)}. Correct the {kind}"
       )
-    return Grammar(matcher, _words(first, len(self._ends)), self._ends)
+    return Grammar(matcher, _words(first, len(self._ends)))
 
 
 class Grammar:
   """A compiled constraint; see `request.Constraint`. `Grammars` builds it."""
 
-  def __init__(self, matcher: Any, first: np.ndarray, ends: np.ndarray):
-    self._matcher, self._first, self._ends = matcher, first, ends
+  def __init__(self, matcher: Any, first: np.ndarray):
+    self._matcher, self._first = matcher, first
 
   def matcher(self) -> GrammarMatcher:
     """Returns the state of a new completion, which costs a copy and no compilation."""
-    return GrammarMatcher(self._matcher.deep_copy(), self._first, self._ends)
+    return GrammarMatcher(self._matcher.deep_copy(), self._first)
 
 
 class GrammarMatcher:
   """The state of a constraint while one completion grows; see `request.Matcher`."""
 
-  def __init__(self, matcher: Any, first: np.ndarray, ends: np.ndarray):
-    self._matcher, self._ends = matcher, ends
+  def __init__(self, matcher: Any, first: np.ndarray):
+    self._matcher, self._words = matcher, len(first)
     self._mask: np.ndarray | None = first
 
   def mask(self) -> np.ndarray:
@@ -192,7 +192,7 @@ class GrammarMatcher:
         the text, or the grammar has passed a limit of the library.
     """
     if self._mask is None:
-      self._mask = _words(self._matcher.compute_bitmask(), len(self._ends))
+      self._mask = _words(self._matcher.compute_bitmask(), self._words)
       self._check_error("has no next token")
     return self._mask
 
@@ -205,11 +205,6 @@ class GrammarMatcher:
     self._mask = None
     self._matcher.consume_token(int(token))
     self._check_error(f"does not allow token {token}")
-
-  @property
-  def is_over(self) -> bool:
-    """True if the completion is finished and only an end token may follow."""
-    return not np.any(self.mask() & ~self._ends)
 
   def _check_error(self, problem: str) -> None:
     # The library reports errors by a state, and its masks then allow the end tokens.

@@ -5,6 +5,9 @@ runs rounds that also prefill blocks of prompts; `decode` runs rounds that only 
 until every slot is done. Both append what they draw to `Out`, which the host reads once
 per launch. No shape depends on the load.
 
+While a constrained completion runs, a launch is one round in two programs: `forward`
+computes the logits, and `draw` draws with the masks that the host computes meanwhile.
+
 With drafts, a slot runs its last token and D proposed ones at once. Each position draws
 its token with the key of that position, as it would without drafts, and the drawn
 tokens count up to the first that differs from its draft. Tokens are therefore the same
@@ -22,17 +25,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tunix.generate import sampling
-from tunix.generate.engine import adapters, choice, drafts
+from tunix.generate.engine import choice, drafts, rounds as rounds_lib
 from tunix.generate.engine.choice import Chosen, Rules
+from tunix.generate.engine.rounds import Bank
 from tunix.generate.engine.rows import Places
 from tunix.generate.engine.state import Blocks, Out, PromptOut, Round, Slots
-from tunix.models import calling
 from tunix.utils import mesh as mesh_lib
 
 Leaf = Any
-# State of the adapters, and int32 [B], the number of each slot's adapter.
-Bank = tuple[adapters.BankState, Leaf]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -44,7 +44,6 @@ def mixed(
   bank: Bank | None,
   blocks: Blocks,
   rounds: Leaf,
-  allowed: Leaf | None,
 ) -> tuple[Round, PromptOut]:
   """Runs `rounds` rounds, each with the blocks of its number.
 
@@ -55,61 +54,21 @@ def mixed(
     bank: the loaded adapters, and the number of each slot's; None: there are none.
     blocks: the blocks.
     rounds: int32 scalar, at most R.
-    allowed: see `choice.choose`.
   """
-  size = blocks.tokens.shape[1] * blocks.tokens.shape[2]
   tops = carry.out.top_ids.shape[2]
-  scores = PromptOut(
-    jnp.zeros((blocks.tokens.shape[0], size), jnp.float32),
-    jnp.zeros((blocks.tokens.shape[0], size, tops), jnp.int32),
-    jnp.zeros((blocks.tokens.shape[0], size, tops), jnp.float32),
-  )
+  shape = blocks.tokens.shape[0], blocks.tokens.shape[1] * blocks.tokens.shape[2]
+  scores = rounds_lib.no_scores(shape, tops)
 
   def body(loop):
     number, carry, scores = loop
     slots, store, out = carry
-    here = jax.tree.map(lambda x: x[number] if x.ndim else x, blocks)
-    batch, offsets = slots.last.shape[0], jnp.arange(here.tokens.shape[1])
-    tokens = jnp.concatenate([slots.last, here.tokens.reshape(-1)])
-    places = Places(
-      jnp.concatenate(
-        [
-          jnp.where(slots.active, jnp.arange(batch), batch),
-          jnp.where(offsets < here.counts[:, None], here.slots[:, None], batch).reshape(
-            -1
-          ),
-        ]
-      ),
-      jnp.concatenate([slots.position, (here.starts[:, None] + offsets).reshape(-1)]),
-      here.slots,
-      1,
-      here.tokens.shape[1],
-    )
+    here = rounds_lib.round_of(blocks, number)
     model = nnx.merge(graph, state)
-    hidden, store = _run(model, bank, store, tokens, places)
-    first = here.draws >= 0
-    picked = jnp.where(first, batch + here.draws, jnp.arange(batch))
-    # A follower draws after its leader's token, and goes on from its leader's state.
-    store = store.forked(jnp.where(first, places.slots[picked], jnp.arange(batch)))
-    logits = _logits(model, hidden[picked])
-    chosen = choice.choose(logits, rules, slots.index, allowed, tops)
-    was_active = slots.active
-    slots = dataclasses.replace(
-      slots,
-      active=was_active | first,
-      position=jnp.where(first, here.ends - 1, slots.position),
+    store, logits, one = rounds_lib.run_model(
+      model, bank, slots, store, here, rules, tops
     )
-    slots, out = _emit(slots, out, chosen)
-    slots = dataclasses.replace(slots, active=slots.active & ~slots.holds)
-    if "prompts" in rules.uses:
-      targets = here.targets.reshape(-1)
-      one = jax.lax.cond(
-        blocks.scores,
-        lambda: _prompt_scores(model, hidden[batch:], targets, tops),
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), scores),
-      )
-      scores = jax.tree.map(lambda x, y: x.at[number].set(y), scores, one)
-    out = dataclasses.replace(out, rounds=out.rounds + 1)
+    slots, out = rounds_lib.draw(slots, out, rules, logits, here, None)
+    scores = jax.tree.map(lambda x, y: x.at[number].set(y), scores, one)
     return number + 1, Round(slots, store, out), scores
 
   with jax.named_scope("mixed"):
@@ -119,7 +78,68 @@ def mixed(
   return _replicated(carry), jax.tree.map(mesh_lib.constrain, scores)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 7), donate_argnums=3)
+def forward(
+  graph: Any,
+  state: Any,
+  slots: Slots,
+  store: Any,
+  rules: Rules,
+  bank: Bank | None,
+  blocks: Blocks,
+  tops: int,
+) -> tuple[Any, jax.Array, PromptOut]:
+  """Runs the first half of one round: everything that no constraint can change.
+
+  The host computes the masks of constraints while this program runs, and then calls
+  `draw`.
+
+  Args:
+    graph, state, rules, bank: see `mixed`.
+    slots: the slots.
+    store: the cache; donated.
+    blocks: the blocks; those of the first round are run. There may be none (N = 0).
+    tops: number of most likely tokens of scored prompts.
+
+  Returns:
+    The cache, the logits [B, V] of each slot, and the scores [1, N * Q] of prompts.
+  """
+  model = nnx.merge(graph, state)
+  with jax.named_scope("forward"):
+    here = rounds_lib.round_of(blocks, 0)
+    store, logits, one = rounds_lib.run_model(
+      model, bank, slots, store, here, rules, tops
+    )
+  scores = jax.tree.map(lambda x: mesh_lib.constrain(x[None]), one)
+  return store, logits, scores
+
+
+@functools.partial(jax.jit, donate_argnums=1)
+def draw(
+  slots: Slots,
+  out: Out,
+  rules: Rules,
+  logits: jax.Array,
+  blocks: Blocks,
+  allowed: Leaf,
+) -> tuple[Slots, Out]:
+  """Runs the second half of one round: draws the tokens.
+
+  Args:
+    slots, blocks: those of `forward`.
+    out: the results; donated.
+    rules: choice of the tokens.
+    logits: float32 [B, V], from `forward`.
+    allowed: see `choice.choose`.
+  """
+  with jax.named_scope("draw"):
+    carry = rounds_lib.draw(
+      slots, out, rules, logits, rounds_lib.round_of(blocks, 0), allowed
+    )
+  return jax.tree.map(mesh_lib.constrain, carry)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6), donate_argnums=2)
 def decode(
   graph: Any,
   state: Any,
@@ -127,13 +147,12 @@ def decode(
   rules: Rules,
   bank: Bank | None,
   until: Leaf,
-  allowed: Leaf | None,
   draft_tokens: int = 0,
 ) -> Round:
   """Runs rounds until every slot is done.
 
   Args:
-    graph, state, rules, bank, allowed: see `mixed`.
+    graph, state, rules, bank: see `mixed`.
     carry: slots, cache and results; donated.
     until: int32 [2]: number of rounds of the launch, and number of slots that are free
       or done at which the host wants to look.
@@ -155,15 +174,16 @@ def decode(
       numbers.reshape(-1), positions.reshape(-1), jnp.zeros(0, jnp.int32), width, 1
     )
     model = nnx.merge(graph, state)
-    hidden, store = _run(model, bank, store, jnp.maximum(tokens, 0).reshape(-1), places)
+    hidden, store = rounds_lib.hidden_of(
+      model, bank, store, jnp.maximum(tokens, 0).reshape(-1), places
+    )
     # Every position draws its token at once; which of them count is seen afterwards.
     index = slots.index[:, None] + jnp.arange(width)
     chosen = choice.choose(
-      _logits(model, hidden),
+      rounds_lib.logits_of(model, hidden),
       choice.repeated(rules, width),
       index.reshape(-1),
-      allowed,
-      out.top_ids.shape[2],
+      tops=out.top_ids.shape[2],
     )
     counts = started = slots.active
     for i in range(width):
@@ -175,11 +195,11 @@ def decode(
         out = dataclasses.replace(out, accepted=out.accepted + jnp.sum(counts))
       here = Chosen(*(x.reshape(batch, width, *x.shape[1:])[:, i] for x in chosen))
       drawing = dataclasses.replace(slots, active=counts)
-      drawing, out = _emit(drawing, out, here)
+      drawing, out = rounds_lib.emit(drawing, out, here)
       over = counts & ~drawing.active
       slots = dataclasses.replace(drawing, active=slots.active & ~over)
     if not draft_tokens and slots.history.shape[1]:
-      out = _watched(carry.slots, out, chosen.tokens)
+      out = rounds_lib.watched(carry.slots, out, chosen.tokens)
     out = dataclasses.replace(
       out,
       rounds=out.rounds + 1,
@@ -196,84 +216,6 @@ def decode(
 
   with jax.named_scope("decode"):
     return _replicated(jax.lax.while_loop(continues, body, carry))
-
-
-def _run(
-  model: Any, bank: Bank | None, store: Any, tokens: jax.Array, places: Places
-) -> tuple[jax.Array, Any]:
-  """Returns the hidden states [T, D] of a round, and the store with its keys."""
-  if bank is not None:
-    state, numbers = bank
-    # Tokens that no slot owns have the number behind the last slot.
-    model = adapters.with_bank(model, state, jnp.append(numbers, 0)[places.slots])
-  hidden, cache = model(
-    tokens[:, None], places.positions[:, None], store.at(places), return_hidden=True
-  )
-  return hidden[:, 0], store.after(cache)
-
-
-def _logits(model: Any, hidden: jax.Array) -> jax.Array:
-  """Returns float32 logits [B, V] of hidden states [B, D]."""
-  return calling.adapt(model).unembed(hidden[:, None])[:, 0].astype(jnp.float32)
-
-
-def _emit(slots: Slots, out: Out, chosen: Chosen) -> tuple[Slots, Out]:
-  """Appends the chosen tokens of the active slots, and ends the slots that are done."""
-  bad = slots.active & ~chosen.is_finite
-  draws = slots.active & chosen.is_finite
-  rows = jnp.arange(draws.shape[0])
-  place = jnp.where(draws, out.count, out.tokens.shape[1])
-  write = lambda buffer, new: buffer.at[rows, place].set(new, mode="drop")
-  position = slots.position + 1
-  stops = draws & jnp.any(chosen.tokens[:, None] == slots.stop_ids, axis=1)
-  out = dataclasses.replace(
-    out,
-    count=out.count + draws,
-    tokens=write(out.tokens, chosen.tokens),
-    logps=write(out.logps, chosen.logps),
-    sampling_logps=write(out.sampling_logps, chosen.sampling_logps),
-    top_ids=write(out.top_ids, chosen.top_ids),
-    top_logps=write(out.top_logps, chosen.top_logps),
-    stopped=out.stopped | stops,
-    bad=out.bad | bad,
-  )
-  history = slots.history
-  if history.shape[1]:
-    at = jnp.where(draws, position, history.shape[1])
-    history = history.at[rows, at].set(chosen.tokens, mode="drop")
-  pick = lambda new, old: jnp.where(draws, new, old)
-  slots = dataclasses.replace(
-    slots,
-    last=pick(chosen.tokens, slots.last),
-    position=pick(position, slots.position),
-    index=slots.index + draws,
-    active=draws & ~stops & (position + 1 < slots.limit),
-    history=history,
-  )
-  return slots, out
-
-
-def _watched(slots: Slots, out: Out, tokens: jax.Array) -> Out:
-  """Compares the drawn tokens with first drafts, in every eighth round."""
-
-  def watch():
-    guess = drafts.propose(slots.history, slots.position, 1)[:, 0]
-    return jnp.sum(slots.active), jnp.sum(slots.active & (guess == tokens))
-
-  none = jnp.zeros((), jnp.int32)
-  seen, right = jax.lax.cond(out.rounds % 8 == 0, watch, lambda: (none, none))
-  return dataclasses.replace(
-    out, watched=out.watched + seen, predicted=out.predicted + right
-  )
-
-
-def _prompt_scores(
-  model: Any, hidden: jax.Array, targets: jax.Array, tops: int
-) -> PromptOut:
-  logits = _logits(model, hidden)
-  return PromptOut(
-    sampling.token_logps(logits, targets), *choice.most_likely(logits, tops)
-  )
 
 
 def _replicated(carry: Round) -> Round:

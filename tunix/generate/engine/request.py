@@ -29,11 +29,6 @@ class Matcher(Protocol):
     """Takes the token that was drawn, which the last mask allowed."""
     ...
 
-  @property
-  def is_over(self) -> bool:
-    """True if the completion is finished and only an end token may follow."""
-    ...
-
 
 class Constraint(Protocol):
   """A set of allowed texts: a JSON schema, a regular expression or choices."""

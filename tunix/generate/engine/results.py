@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tunix.generate.engine import matching
 from tunix.generate.engine.plan import Block
 from tunix.generate.engine.request import (
   Completion,
@@ -39,9 +40,8 @@ def take(s: Sequence, out: Out, version: int) -> tuple[int, str | None]:
     stop = s.reader.find_stop(s.tokens[prompt : length - stopped])
     if stop is not None:  # what was drawn after it does not count
       count, reason = prompt + stop - s.length, "stop"
-    if s.matcher is not None and reason != "eos":
-      for token in drawn[:count]:
-        s.matcher.accept(int(token))
+    if reason != "eos":
+      matching.accept(s, np.asarray(drawn[:count]))
   except RequestError as error:  # it concerns this completion only
     s.failure = error
   s.length += count
