@@ -113,14 +113,11 @@ def test_texts_of_lm_eval_are_ours(lm_eval, server, folder, tmp_path):
 @pytest.mark.slow
 @pytest.mark.ci
 def test_inspect_ai_scores_conversations(server, tmp_path):
-  inspect_ai = pytest.importorskip(
-    "inspect_ai", reason="inspect-ai is not installed: pip install inspect-ai openai"
+  reason = "inspect-ai is not installed: pip install inspect-ai openai"
+  names = ("", ".dataset", ".model", ".scorer", ".solver")
+  inspect_ai, dataset, models, scorer, solver = (
+    pytest.importorskip(f"inspect_ai{name}", reason=reason) for name in names
   )
-  from inspect_ai.dataset import Sample
-  from inspect_ai.model import get_model
-  from inspect_ai.scorer import includes
-  from inspect_ai.solver import generate
-
   bodies = [
     {"messages": [{"role": "user", "content": question}], "max_tokens": 12}
     for question in QUESTIONS
@@ -130,13 +127,13 @@ def test_inspect_ai_scores_conversations(server, tmp_path):
     for body in bodies
   ]
   texts = [reply["choices"][0]["message"]["content"] for reply in replies]
-  model = get_model(
+  model = models.get_model(
     "openai-api/tunix/tiny", base_url=f"{server.url}/v1", api_key="secret"
   )
   made = inspect_ai.Task(
-    dataset=[Sample(input=q, target=text) for q, text in zip(QUESTIONS, texts)],
-    solver=generate(),
-    scorer=includes(),
+    dataset=[dataset.Sample(input=q, target=text) for q, text in zip(QUESTIONS, texts)],
+    solver=solver.generate(),
+    scorer=scorer.includes(),
   )
   [log] = inspect_ai.eval(
     made,

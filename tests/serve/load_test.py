@@ -47,7 +47,7 @@ class Load:
   async def client(self, client, number):
     rng = random.Random(number)
     while time.monotonic() < self.until:
-      (kind,) = rng.choices(list(KINDS), KINDS.values())
+      (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
       path, body = a_request(rng)
       if kind == "whole":
         answer = await client.post(path, json=body)
