@@ -3,6 +3,8 @@
 lm-eval and inspect-ai are not in the extra `test`: install them beside it to run this.
 """
 
+import importlib
+import importlib.util
 import json
 
 import jax.numpy as jnp
@@ -19,6 +21,12 @@ QUESTIONS = ["what is the sea?", "why is it five?", "who walks?", "is it so?"]
 CHOICES = [" the sea is five", " it walks", " no"]
 
 
+def needs(package, install):
+  """A mark; inside a test it would be too late, because the server has started."""
+  reason = f"{package} is not installed: pip install {install}"
+  return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=reason)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
   return serve_test.write_model(tmp_path_factory.mktemp("evaluators") / "tiny")
@@ -32,12 +40,9 @@ def server(folder):
 
 @pytest.fixture
 def lm_eval(monkeypatch):
-  package = pytest.importorskip(
-    "lm_eval", reason="lm-eval is not installed: pip install 'lm-eval[api]'"
-  )
   monkeypatch.setenv("HF_HUB_OFFLINE", "1")
   monkeypatch.setenv("OPENAI_API_KEY", "secret")
-  return package
+  return importlib.import_module("lm_eval")
 
 
 def task(tmp_path, name, **fields):
@@ -84,6 +89,7 @@ def likelihood(model, tokenizer, prompt, completion):
   return float(jnp.sum(scores.logps))
 
 
+@needs("lm_eval", "'lm-eval[api]'")
 @pytest.mark.slow
 @pytest.mark.ci
 def test_likelihoods_of_lm_eval_are_ours(lm_eval, server, folder, tmp_path):
@@ -97,6 +103,7 @@ def test_likelihoods_of_lm_eval_are_ours(lm_eval, server, folder, tmp_path):
     np.testing.assert_allclose(theirs, ours, atol=1e-4)
 
 
+@needs("lm_eval", "'lm-eval[api]'")
 @pytest.mark.slow
 @pytest.mark.ci
 def test_texts_of_lm_eval_are_ours(lm_eval, server, folder, tmp_path):
@@ -110,13 +117,13 @@ def test_texts_of_lm_eval_are_ours(lm_eval, server, folder, tmp_path):
   assert [found[question]["resps"][0][0] for question in QUESTIONS] == texts
 
 
+@needs("inspect_ai", "inspect-ai openai")
 @pytest.mark.slow
 @pytest.mark.ci
 def test_inspect_ai_scores_conversations(server, tmp_path):
-  reason = "inspect-ai is not installed: pip install inspect-ai openai"
   names = ("", ".dataset", ".model", ".scorer", ".solver")
   inspect_ai, dataset, models, scorer, solver = (
-    pytest.importorskip(f"inspect_ai{name}", reason=reason) for name in names
+    importlib.import_module(f"inspect_ai{name}") for name in names
   )
   bodies = [
     {"messages": [{"role": "user", "content": question}], "max_tokens": 12}
