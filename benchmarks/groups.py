@@ -71,9 +71,9 @@ def prefill_flops(sampler: Sampler, prompts: list[np.ndarray], options: dict) ->
   """Returns the FLOPs of the prefill, which gives the first token of every row."""
   request = requests.prepare(
     sampler.transformer,
-    sampler.tokenizer,
     prompts,
     SamplingOptions(**options),
+    eos_ids=(),
     cache_size=None,
   )
   return count_flops(
