@@ -1,4 +1,4 @@
-"""Sampling ahead of the updates: its bytes, its checkpoints, its ends and its faults."""
+"""Sampling ahead of the updates: its bytes, checkpoints, ends and faults."""
 
 import shutil
 import threading
@@ -19,6 +19,12 @@ from tunix.sft.metrics_logger import Mode
 from tunix.sft.peft_trainer import CheckpointOptions
 
 STEPS = 5
+CASES = [
+  (1, None),
+  (2, toy_envs.Echo),
+  pytest.param(1, toy_envs.Echo, marks=pytest.mark.slow),
+  pytest.param(2, None, marks=pytest.mark.slow),
+]
 
 
 class Watched(GRPOLearner):
@@ -41,9 +47,9 @@ def learner(lag, folder=None, *, env=None, kind=Watched, algorithm=None, **optio
     )
   options.setdefault("rollout", {"max_tokens_to_generate": 4, "max_prompt_length": 8})
   rewards = options.pop("reward_fns", clusters.even if env is None else None)
-  more = {}
+  more = {"metric_fns": options.pop("metric_fns", None)}
   if env is not None:
-    more = {"env": env, "episodes": EpisodeConfig(max_turns=3, max_tokens=24)}
+    more |= {"env": env, "episodes": EpisodeConfig(max_turns=3, max_tokens=24)}
   config = options.pop("config", GRPOConfig)(**settings)
   return kind(clusters.cluster(**options), config, rewards, **more)
 
@@ -58,6 +64,11 @@ def assert_same(a, b):
     np.testing.assert_array_equal(x, y)
 
 
+def trained(learner):
+  """The rollouts of the steps, without those of evaluations."""
+  return [x for x in learner.seen if len(x.text) == 4]
+
+
 def sampler_threads():
   return [t for t in threading.enumerate() if t.name == "tunix-rollouts"]
 
@@ -66,8 +77,7 @@ def data(steps=STEPS):
   return clusters.prompts(steps, 2)
 
 
-@pytest.mark.parametrize("lag", [1, 2])
-@pytest.mark.parametrize("env", [None, toy_envs.Echo])
+@pytest.mark.parametrize(("lag", "env"), CASES)
 def test_a_run_killed_after_any_step_ends_with_the_same_bytes(tmp_path, lag, env):
   whole = learner(lag, tmp_path / "whole", env=env)
   whole.train(data(), data(1))
@@ -82,9 +92,11 @@ def test_a_run_killed_after_any_step_ends_with_the_same_bytes(tmp_path, lag, env
     assert resumed.train_steps == step
     resumed.train(data(), data(1))
     assert_same(weights(resumed), expected)
-    # The batches in the checkpoint are those that were sampled before the kill.
-    for a, b in zip(resumed.seen, [x for x in whole.seen if x.versions is not None]):
-      del a, b
+    # The first of them come from the checkpoint, and hold what was sampled.
+    for a, b in zip(trained(resumed), trained(whole)[step:], strict=True):
+      assert a.text == b.text and a.batch == b.batch
+      assert_same([a.versions, a.rollout_logps], [b.versions, b.rollout_logps])
+      assert [e.messages for e in a.episodes] == [e.messages for e in b.episodes]
     resumed.close()
   assert not sampler_threads()
 
@@ -122,23 +134,18 @@ def test_ppo_samples_ahead():
   assert ours.train_steps == 3
 
 
-def test_a_failure_of_a_batch_is_raised_in_its_step_and_can_be_tried_again(tmp_path):
+def test_a_failure_of_a_batch_is_raised_in_its_step_and_can_be_tried_again():
   calls = []
 
-  def fails(prompts, completions, **columns):
+  def fails(prompts, completions, rewards, **columns):
     calls.append(threading.current_thread().name)
     if len(calls) == 3:
       raise SystemExit("the sandbox is gone")
-    return clusters.even(prompts, completions)
+    return {"one": 1.0}
 
   expected = learner(1)
   expected.train(data())
-  ours = learner(1, metric_fns=None, reward_fns=clusters.even)
-  ours._experience._metric_fns = [
-    lambda prompts, completions, rewards, **columns: (
-      fails(prompts, completions) and {"one": 1.0}
-    )
-  ]
+  ours = learner(1, metric_fns=fails)
   with pytest.raises(SystemExit, match="the sandbox is gone"):
     ours.train(data())
   assert ours.train_steps == 2  # batches 0 and 1 are trained, batch 2 has failed

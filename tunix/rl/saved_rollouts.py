@@ -85,7 +85,8 @@ def _episode_of(saved: dict[str, Any]) -> Episode:
   for turn in saved["turns"]:
     ids, named = turn["action"]
     turns.append(Turn(**turn | {"action": Action(ids, **named)}))
-  return Episode(**saved | {"turns": turns})
+  fields: dict[str, Any] = saved | {"turns": turns}
+  return Episode(**fields)
 
 
 def _encoded(value: Any) -> Any:

@@ -141,7 +141,7 @@ def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
     )
 
 
-def _devices(*models: nnx.Module | None) -> set[jax.Device]:
+def _devices(*models: nnx.Module | None) -> set[Any]:
   arrays = [x for m in models if m is not None for x in jax.tree.leaves(nnx.state(m))]
   return {d for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
 
