@@ -11,6 +11,7 @@ from flax import nnx
 
 from tests.rl import clusters
 from tests.rl.env import toy_envs
+from tests.sft import trainers
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
@@ -103,7 +104,9 @@ def test_a_run_killed_after_any_step_ends_with_the_same_bytes(tmp_path, lag, env
 
 def test_the_weights_of_a_batch_are_those_of_the_lag():
   ours = learner(2)
-  ours.train(data())
+  with trainers.compilations() as names:
+    ours.train(data())
+  assert names.count("jit(decode)") <= 1, names  # weights of updates, as the first ones
   versions = [int(x.versions[x.completion_mask].max()) for x in ours.seen]
   assert versions == [0, 0, 0, 1, 2]
   assert [x.batch.number for x in ours.seen] == [1, 2, 3, 4, 5]

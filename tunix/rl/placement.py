@@ -225,7 +225,11 @@ def sent(
   """
   held = _arrays(_by_path(target))
   arrays = _matched(_arrays(_by_path(source)), held)
-  return reshard(arrays, {path: held[path].sharding for path in arrays})
+  # An array that is in its place already is not moved: `device_put` would commit it to
+  # its device, and programs are compiled again for committed arrays.
+  far = {path: x for path, x in arrays.items() if x.sharding != held[path].sharding}
+  moved = reshard(far, {path: held[path].sharding for path in far}) if far else {}
+  return arrays | moved
 
 
 def put(model: Any, arrays: Mapping[str, jax.Array]) -> None:
