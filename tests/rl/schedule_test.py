@@ -19,7 +19,7 @@ from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 from tunix.sft.metrics_logger import Mode
 from tunix.sft.peft_trainer import CheckpointOptions
 
-STEPS = 5
+STEPS, KILLED = 5, 4
 CASES = [
   (1, None),
   (2, toy_envs.Echo),
@@ -81,17 +81,17 @@ def data(steps=STEPS):
 @pytest.mark.parametrize(("lag", "env"), CASES)
 def test_a_run_killed_after_any_step_ends_with_the_same_bytes(tmp_path, lag, env):
   whole = learner(lag, tmp_path / "whole", env=env)
-  whole.train(data(), data(1))
+  whole.train(data(KILLED), data(1))
   whole.close()
   expected = weights(whole)
-  for step in range(1, STEPS):
+  for step in range(1, KILLED):
     folder = tmp_path / f"from_{step}"
     shutil.copytree(tmp_path / "whole", folder)
-    for later in range(step + 1, STEPS + 1):
+    for later in range(step + 1, KILLED + 1):
       shutil.rmtree(folder / str(later))
     resumed = learner(lag, folder, env=env)
     assert resumed.train_steps == step
-    resumed.train(data(), data(1))
+    resumed.train(data(KILLED), data(1))
     assert_same(weights(resumed), expected)
     # The first of them come from the checkpoint, and hold what was sampled.
     for a, b in zip(trained(resumed), trained(whole)[step:], strict=True):
@@ -110,6 +110,8 @@ def test_the_weights_of_a_batch_are_those_of_the_lag():
   versions = [int(x.versions[x.completion_mask].max()) for x in ours.seen]
   assert versions == [0, 0, 0, 1, 2]
   assert [x.batch.number for x in ours.seen] == [1, 2, 3, 4, 5]
+  assert ours.rl_cluster.rollout.version == ours.rl_cluster.version
+  assert ours.rl_cluster.version.step == 5
   history = ours.metrics_logger
   assert history.get_metric_history("", "staleness/max", Mode.TRAIN)[-1] == 2
 

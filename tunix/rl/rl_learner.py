@@ -6,7 +6,8 @@
       cluster.sync_weights()
 
 sft/run.py decides when a run evaluates and saves, as for every trainer. A resumed run
-needs one RunState (learner_state.py), which is saved between two rollouts. Random
+needs one RunState (learner_state.py), which is saved between two rollouts. Rollouts may
+be sampled ahead of the updates (schedule.py), which changes none of this. Random
 numbers need no state: they are computed from the seed, the number of the rollout and
 the row.
 """
@@ -276,6 +277,7 @@ class RLLearner(BaseTrainer):
     self._schedule.begin()
 
   def _end(self) -> None:
+    self._schedule.end()
     self.rl_cluster.logger.flush()
     self.rl_cluster.perf.synchronize()
 

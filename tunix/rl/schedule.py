@@ -80,6 +80,9 @@ class Sync:
   def commit(self) -> None:
     """Marks the batch of the last `next` as trained."""
 
+  def end(self) -> None:
+    """Completes a call of `train`: the engine then has the current weights."""
+
   def to_json(self) -> list[Any] | None:
     """Returns the batches that are sampled and not yet trained on.
 
@@ -205,6 +208,11 @@ class Lagged(Sync):
 
   def commit(self) -> None:
     self._kept = list(self._jobs)
+
+  def end(self) -> None:
+    for job in self._kept:
+      self._wait(job)
+    self._cluster.load_weights(self._cluster.weights())
 
   def to_json(self) -> list[Any] | None:
     if self._is_stuck:
