@@ -70,8 +70,9 @@ NAVIGATION = (
     "Guides",
     [
       *("guides/command", "guides/data", "guides/rewards", "guides/training"),
-      *("guides/preference", "guides/distillation", "guides/rl", "guides/async"),
-      *("guides/runs", "logs", "guides/evaluation", "using_a_model", "guides/models"),
+      *("guides/preference", "guides/distillation", "guides/rl", "guides/tools"),
+      *("guides/async", "guides/runs", "logs"),
+      *("guides/evaluation", "using_a_model", "guides/models"),
     ],
   ),
   (

@@ -41,6 +41,7 @@ LAYERS = {
 
 # Sideways between packages of one layer: only what the design names.
 SIDEWAYS = {
+  ("cli", "tunix.serve.router"),
   ("cli", "tunix.serve.server"),
   ("cli", "tunix.serve.settings"),
   ("data", "tunix.generate.tokenizer_adapter"),
@@ -67,6 +68,7 @@ HEAVY = {
   "torch": set(),
   "tokenizers": {"generate/tokenizer_loading.py", "examples/quickstart/task.py"},
   "jsonschema": {"rl/json_schema.py"},
+  "bm25s": set(),  # by utils.optional, see rl/env/tools/search_tool.py
   "llguidance": {"generate/engine/grammar.py"},
   "shtab": {"cli/commands/completion.py"},
   "filelock": {"cli/run/lock.py", "cli/build/data_sources.py"},
@@ -76,7 +78,7 @@ HEAVY = {
   "starlette": {"serve/app.py"},
   "uvicorn": set(),  # by utils.optional, see serve/server.py
   "prometheus_client": set(),  # likewise, see serve/metrics.py
-  "httpx": set(),
+  "httpx": set(),  # likewise, see serve/hosts.py
   "openai": set(),
   "tqdm": {"sft/progress_bar.py"},
 }

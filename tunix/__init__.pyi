@@ -63,6 +63,16 @@ from tunix.rl.config import (
   RLTrainingConfig as RLTrainingConfig,
   Role as Role,
 )
+from tunix.rl.env.config import (
+  EpisodeConfig as EpisodeConfig,
+)
+from tunix.rl.env.env import (
+  EnvGroup as EnvGroup,
+  StepResult as StepResult,
+)
+from tunix.rl.env.tool_env import (
+  ToolEnv as ToolEnv,
+)
 from tunix.rl.grpo.dapo_learner import (
   DAPOConfig as DAPOConfig,
   DAPOLearner as DAPOLearner,

@@ -137,6 +137,22 @@ def test_the_command(made, monkeypatch, capsys):
   assert "does NOT fit" in capsys.readouterr().out
 
 
+def test_a_server_is_planned(tmp_path, capsys):
+  model = loading.ModelLoader(config_lib.load(TINY), None).model()
+  safetensors_saver.save_pretrained(model, tmp_path)
+  words = ["plan", "serve", str(tmp_path), "--slots=4", "--max_tokens=64"]
+  assert main.main([*words, "--topology", "cpu:2", "--adapter_ranks=8"]) == 0
+  said = capsys.readouterr().out
+  assert f"serve: {tmp_path}" in said and "2 devices, tp 2" in said
+  assert "engine: 4 slots of at most 64 tokens, attention over rows" in said
+  assert "a step of" not in said and "train step" not in said
+  flags = ("--topology", "cpu:1", "--cache_tokens=32", "--max_tokens=64")
+  assert main.main([*words, *flags]) == 2
+  assert "cache_tokens is 32" in capsys.readouterr().err
+  assert main.main(words) == 2
+  assert "--topology is missing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
   ("words", "told"),
   [

@@ -98,7 +98,22 @@ def test_fit_is_for_other_jobs(made):
     plan_main.advise(config, mesh, known)
 
 
-def test_a_mesh_on_which_the_engine_would_draw_is_planned_too():
-  made = plan_main.plan(config_lib.load(GRPO), "cpu:2", {"tp": 2})
-  assert {"prefill", "decode"} <= {program.name for program in made.programs}
-  assert made.rollouts.rows == 16
+@pytest.mark.parametrize(("job", "count"), [(GRPO, 2), (PPO, 1)])
+def test_rollouts_of_the_engine(job, count):
+  """Also on a mesh of one device, where the actor itself samples."""
+  made = plan_main.plan(config_lib.load(job), f"cpu:{count}", {"tp": count})
+  by_name = {p.name: p for p in made.programs}
+  assert not {"prefill", "decode", "engine start"} & by_name.keys()
+  # 8 prompts of one page are less than a round; the first token is drawn in it.
+  assert by_name["engine mixed"].runs == 1 and by_name["engine decode"].runs == 11
+  assert made.rollouts is None
+  engine = made.engine
+  assert (engine.path, engine.slots, engine.slot_tokens) == ("rows", 16, 64)
+  assert (engine.pages, engine.page_tokens) == (16 * 64 // 16, 16)
+  # 2 layers x keys and values x 2 heads of 8, in float32.
+  assert engine.token_bytes == 2 * 2 * 2 * 8 * 4
+  # Rows, pages, and one page more; half of the heads on each device.
+  assert engine.cache_bytes == engine.token_bytes * (2 * 16 * 64 + 16) // count
+  assert engine.context == 16 + 12 // 2 and engine.round_seconds is None
+  assert "engine: 16 slots of at most 64 tokens, attention over rows" in str(made)
+  assert "\n- cache: 64 pages of 16 tokens" in made.to_markdown()

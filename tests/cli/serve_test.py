@@ -184,6 +184,8 @@ def test_adapters_pauses_and_new_weights(folder, tmp_path):
     (["--adapter", "a=/nowhere"], 2, "there is no such folder"),
     (["--api_key_file", "/nowhere"], 2, "/nowhere"),
     (["--slots", "0"], 2, "slots is 0"),
+    (["--replicas", "5", "--tp", "2"], 2, "5 replicas of 2 devices need 10 devices"),
+    (["--tp", "0"], 2, "expected at least 1"),
   ],
 )
 def test_bad_arguments(folder, monkeypatch, capsys, words, code, message):
@@ -234,3 +236,17 @@ def test_the_name_is_that_of_the_folder(folder, monkeypatch):
   name = lambda model: serve._settings(serve.parser().parse_args([model])).model_name
   assert name(".") == name(str(folder)) == "tiny"
   assert name("ORG/NAME") == "NAME"
+
+
+@pytest.mark.slow
+def test_replicas_answer_and_take_new_weights(folder, tmp_path):
+  write_model(tmp_path / "new", seed=1)
+  words = ("--replicas", 2, "--tp", 2, "--checkpoint_root", tmp_path)
+  with serving(folder, *words) as server:
+    before = server.choices()
+    assert server.choices() == before
+    answer = server.post("/update_weights", path="new")
+    assert answer.status_code == 200 and answer.json()["version"] == 1
+    assert server.choices() != before
+    ready = httpx.get(f"{server.url}/ready").json()
+    assert ready == {"status": "ok"}

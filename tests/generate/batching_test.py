@@ -51,3 +51,9 @@ def test_keys_of_ints_and_of_keys():
 def test_bad_seeds(seed, error, words):
   with pytest.raises(error, match=words):
     batching.random_key(seed)
+
+
+def test_shorter_prompts_have_one_length_for_each_set_of_programs():
+  # Prompts of 16, 32 and 64; prompt and 40 tokens in slots of 64 or 128.
+  assert batching.shorter_prompts(40, 40) == [16, 24, 32]
+  assert batching.shorter_prompts(16, 40) == []

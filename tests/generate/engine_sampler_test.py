@@ -8,6 +8,8 @@ from tests import toys, toys_text
 from tunix.generate import engine_sampler
 from tunix.generate.engine_sampler import EngineSampler
 from tunix.generate.sampler import CacheConfig, Sampler
+from tunix.models.automodel import AutoModel
+from tunix.utils import mesh as mesh_lib
 
 VOCAB = 600
 TOKENIZER = toys_text.chat_tokenizer()
@@ -108,3 +110,34 @@ def test_models_that_do_not_suit_get_the_padded_sampler(model):
   assert isinstance(engine_sampler.sampler_of(other, TOKENIZER), Sampler)
   made = engine_sampler.sampler_of(model, TOKENIZER, frozen=True)
   assert isinstance(made, EngineSampler)
+
+
+WIDE = {"num_heads": 8, "num_kv_heads": 8, "embed_dim": 64, "num_layers": 1}
+
+
+def test_a_split_layout_draws_what_the_padded_sampler_draws(mesh_fsdp8):
+  model = AutoModel.from_config(toys.config(vocab_size=640, **WIDE), mesh=mesh_fsdp8)
+  ours = EngineSampler(model, TOKENIZER, gather_weights="split", frozen=True)
+  theirs = Sampler(model, TOKENIZER, gather_weights="split")
+  for options in ({}, {"temperature": 1.0, "seed": 3, "num_samples": 2}):
+    options = {"return_logprobs": True, **options}
+    got, want = ours(PROMPTS, 12, **options), theirs(PROMPTS, 12, **options)
+    for a, b in zip(got.tokens, want.tokens, strict=True):
+      np.testing.assert_array_equal(a, b)
+    for a, b in zip(got.logprobs, want.logprobs, strict=True):
+      np.testing.assert_allclose(a, b, atol=1e-5)
+  rows = ours._engine._device._keeper.store.rows_k[0]
+  assert rows.sharding.shard_shape(rows.shape)[1] == 1  # of 8 heads
+
+
+def test_meshes_that_do_not_split_the_cache_get_the_padded_sampler(mesh_fsdp8):
+  made = lambda axes, heads: AutoModel.from_config(
+    toys.config(**{**WIDE, "num_kv_heads": heads}), mesh=mesh_lib.create_mesh(axes)
+  )
+  suits = engine_sampler.suits
+  split = made({"fsdp": 4, "tp": 2}, 8)
+  assert suits(split, "split")
+  assert not any(suits(split, layout) for layout in (None, True, False))
+  assert not suits(made({"fsdp": 4, "tp": 2}, 4), "split")  # 4 heads on 8 devices
+  assert not suits(made({"dp": 2, "fsdp": 4}, 8), "split")  # dp splits no weight
+  assert suits(made({"fsdp": 1, "tp": 8}, 8))

@@ -1,12 +1,16 @@
 """Makes the committed models beside this file, with transformers and PEFT.
 
-Run where the `parity` extra is installed: `python tests/golden/make_models.py`. Each
-folder holds a tiny random model in several safetensors files, a PEFT adapter, and
-`expected.npz` with what transformers and PEFT compute in float32:
+Run where the `parity` extra is installed: `python tests/golden/make_models.py`, with
+the names of models to make only these. Each folder holds a tiny random model in several
+safetensors files, a PEFT adapter, and `expected.npz` with what transformers and PEFT
+compute in float32:
 
   tokens, mask [3, 20]       left-padded rows; mask is 1 on valid tokens
   logits, adapted [3, 20, V] with padding masked and positions counted from the first
                              valid token; padded places are zero
+
+  greedy [3, 12]             the most likely next tokens of each row, each from a pass
+                             over the whole text; only of the families in GREEDY
 
 and `gradients`, a folder like the model's whose tensors are the gradients of the mean
 next-token loss over the valid tokens of these rows.
@@ -14,6 +18,7 @@ next-token loss over the valid tokens of these rows.
 
 import json
 import pathlib
+import sys
 
 import numpy as np
 import peft
@@ -172,6 +177,52 @@ def olmo2():
   return transformers.Olmo2ForCausalLM(config)
 
 
+def olmo3():
+  """Windows shorter than the rows in three of four layers, YaRN in the fourth."""
+  rope = {"rope_theta": 500.0}
+  yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+  config = transformers.Olmo3Config(
+    **COMMON | {"head_dim": 4, "num_hidden_layers": 4},
+    sliding_window=5,
+    rope_parameters={
+      "full_attention": rope | yarn,
+      "sliding_attention": rope | {"rope_type": "default"},
+    },
+  )
+  return transformers.Olmo3ForCausalLM(config)
+
+
+def smollm3():
+  """The second of three layers has no rotary embedding."""
+  config = transformers.SmolLM3Config(
+    **COMMON | {"head_dim": 4, "num_hidden_layers": 3},
+    no_rope_layers=[1, 0, 1],
+    rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+  )
+  return transformers.SmolLM3ForCausalLM(config)
+
+
+def ministral3():
+  """Queries are scaled by their position from the ninth token on."""
+  rope = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}
+  rope |= {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}
+  rope |= {"mscale": 2.0, "mscale_all_dim": 0.5}
+  config = transformers.Ministral3Config(**COMMON, rope_parameters=rope)
+  return transformers.Ministral3ForCausalLM(config)
+
+
+def granite():
+  """All four multipliers."""
+  config = transformers.GraniteConfig(
+    **COMMON | {"head_dim": 4, "tie_word_embeddings": True},
+    embedding_multiplier=1.5,
+    attention_multiplier=0.3,
+    residual_multiplier=0.7,
+    logits_scaling=3.0,
+  )
+  return transformers.GraniteForCausalLM(config)
+
+
 BUILDERS = (
   llama3p1,
   llama3p2_tied,
@@ -186,7 +237,15 @@ BUILDERS = (
   qwen3_moe_raw,
   mistral,
   olmo2,
+  olmo3,
+  smollm3,
+  ministral3,
+  granite,
 )
+
+
+# The files of the other families are older than this field.
+GREEDY = (olmo3, smollm3, ministral3, granite)
 
 
 def inputs():
@@ -208,6 +267,19 @@ def logits(model, tokens, mask):
       position_ids=torch.tensor(positions, dtype=torch.long),
     ).logits
   return (out.float().numpy() * mask[..., None]).astype(np.float32)
+
+
+def greedy(model, tokens, mask, steps):
+  """The most likely tokens [B, steps] after each row, without a cache."""
+  out = []
+  for row, keep in zip(tokens, mask.astype(bool)):
+    text = row[keep].tolist()
+    for _ in range(steps):
+      with torch.no_grad():
+        scores = model(input_ids=torch.tensor([text])).logits[0, -1]
+      text.append(int(scores.argmax()))
+    out.append(text[-steps:])
+  return np.array(out, np.int32)
 
 
 def legacy_spelling(folder):
@@ -243,8 +315,11 @@ def save_gradients(model, tokens, mask, folder):
   model.save_pretrained(folder)
 
 
-def main():
+def main(names=()):
+  """Makes the models of these names; all if none is given."""
   for seed, build in enumerate(BUILDERS):
+    if names and build.__name__ not in names:
+      continue
     torch.manual_seed(seed)
     folder = HERE / build.__name__
     model = build().eval()
@@ -256,6 +331,9 @@ def main():
       legacy_spelling(folder)
     tokens, mask = inputs()
     plain = logits(model, tokens, mask)
+    more = {}
+    if build in GREEDY:
+      more["greedy"] = greedy(model, tokens, mask, 12)
     targets = ["q_proj", "v_proj"] + ["down_proj"] * (
       model.config.model_type != "qwen3_moe"
     )
@@ -270,6 +348,7 @@ def main():
       mask=mask,
       logits=plain,
       adapted=logits(adapted, tokens, mask),
+      **more,
     )
     base = adapted.unload()
     for value in base.parameters():
@@ -278,4 +357,4 @@ def main():
 
 
 if __name__ == "__main__":
-  main()
+  main(sys.argv[1:])

@@ -75,7 +75,9 @@ def test_saved_back_folder(name, tmp_path):
 def test_fresh_model(family, tmp_path):
   config = families.FAMILIES[family].config_class(**SIZES, rope=LINEAR)
   model = widen(AutoModel.from_config(config))
-  save_pretrained(model, tmp_path / "out", hf_fields={"eos_token_id": 5})
+  save_pretrained(
+    model, tmp_path / "out", hf_fields={"eos_token_id": 5, "pad_token_id": 0}
+  )
   theirs = read_back(tmp_path / "out")
   assert theirs.config.eos_token_id == 5
   assert checkpoints.relative(torch_logits(theirs), model(TOKENS)[0]) < TOLERANCE
@@ -103,7 +105,7 @@ def test_adapter_and_merged_model(name, stacked, tmp_path):
   adapted = widen(lora.apply(model, config), nnx.LoRAParam)
   logits = adapted(TOKENS)[0]
 
-  save_pretrained(adapted, tmp_path / "merged")
+  save_pretrained(adapted, tmp_path / "merged", source=source)
   merged = read_back(tmp_path / "merged")
   assert checkpoints.relative(torch_logits(merged), logits) < TOLERANCE
 

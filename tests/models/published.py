@@ -4,7 +4,9 @@
 # the "Safetensors, model size" box of the repository's page, that is of the metadata of
 # its files, as known when the preset was added; no test asks the hub. The files of
 # Qwen3 0.6B and 1.7B hold the tied table twice; it is counted once here: 751,632,384 -
-# 151,936 * 1024 and 2,031,739,904 - 151,936 * 2048.
+# 151,936 * 1024 and 2,031,739,904 - 151,936 * 2048. The numbers of Granite 3,
+# Ministral 3, OLMo 3 and SmolLM3 were computed from the presets and not compared with
+# the pages.
 COUNTS = {
   "gemma_2b": ("google/gemma-2b", 2_506_172_416),
   "gemma_7b": ("google/gemma-7b", 8_537_680_896),
@@ -16,6 +18,10 @@ COUNTS = {
   "gemma3_4b": ("google/gemma-3-4b-pt", 4_300_079_472),
   "gemma3_12b": ("google/gemma-3-12b-pt", 12_187_325_040),
   "gemma3_27b": ("google/gemma-3-27b-pt", 27_432_406_640),
+  "granite3p1_2b": ("ibm-granite/granite-3.1-2b-base", 2_533_531_648),
+  "granite3p1_8b": ("ibm-granite/granite-3.1-8b-base", 8_170_848_256),
+  "granite3p3_2b": ("ibm-granite/granite-3.3-2b-base", 2_533_539_840),
+  "granite3p3_8b": ("ibm-granite/granite-3.3-8b-base", 8_170_864_640),
   "llama3_8b": ("meta-llama/Meta-Llama-3-8B", 8_030_261_248),
   "llama3_70b": ("meta-llama/Meta-Llama-3-70B", 70_553_706_496),
   "llama3p1_8b": ("meta-llama/Llama-3.1-8B", 8_030_261_248),
@@ -24,6 +30,11 @@ COUNTS = {
   "llama3p2_1b": ("meta-llama/Llama-3.2-1B", 1_235_814_400),
   "llama3p2_3b": ("meta-llama/Llama-3.2-3B", 3_212_749_824),
   "llama3p3_70b": ("meta-llama/Llama-3.3-70B-Instruct", 70_553_706_496),
+  # Text models; the pages count the tower of the images too, and name 3.4B, 8.4B and
+  # 13.5B for the text.
+  "ministral3_3b": ("mistralai/Ministral-3-3B-Base-2512", 3_429_006_336),
+  "ministral3_8b": ("mistralai/Ministral-3-8B-Base-2512", 8_489_553_920),
+  "ministral3_14b": ("mistralai/Ministral-3-14B-Base-2512", 13_506_073_600),
   "mistral_7b_v0p1": ("mistralai/Mistral-7B-v0.1", 7_241_732_096),
   "mistral_7b_v0p3": ("mistralai/Mistral-7B-v0.3", 7_248_023_552),
   "mistral_nemo_12b": ("mistralai/Mistral-Nemo-Base-2407", 12_247_782_400),
@@ -31,6 +42,8 @@ COUNTS = {
   "olmo2_7b": ("allenai/OLMo-2-1124-7B", 7_298_617_344),
   "olmo2_13b": ("allenai/OLMo-2-1124-13B", 13_716_198_400),
   "olmo2_32b": ("allenai/OLMo-2-0325-32B", 32_234_279_936),
+  "olmo3_7b": ("allenai/Olmo-3-1025-7B", 7_298_011_136),
+  "olmo3_32b": ("allenai/Olmo-3-1125-32B", 32_233_522_176),
   "qwen2p5_0p5b": ("Qwen/Qwen2.5-0.5B", 494_032_768),
   "qwen2p5_1p5b": ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
   "qwen2p5_3b": ("Qwen/Qwen2.5-3B", 3_085_938_688),
@@ -49,6 +62,7 @@ COUNTS = {
   "qwen3_14b": ("Qwen/Qwen3-14B", 14_768_307_200),
   "qwen3_32b": ("Qwen/Qwen3-32B", 32_762_123_264),
   "qwen3_30b_a3b": ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+  "smollm3_3b": ("HuggingFaceTB/SmolLM3-3B", 3_075_098_624),
 }
 
 # Other names of the same sizes.

@@ -172,9 +172,11 @@ def test_limits_end_an_episode():
   turns = learner(make, {"max_turns": 2})._rollouts(prompt_batch({"prompts": ["3 4"]}))
   assert set(turns.finish_reasons) == {"turns"} and turns.truncated.all()
   tokens = learner(make, {"max_turns": 9, "max_tokens": 8})
-  rollouts = tokens._rollouts(prompt_batch({"prompts": ["3 4 5 6 7 8 9 3"]}))
-  assert set(rollouts.finish_reasons) == {"tokens"}
-  assert (rollouts.completion_mask.shape[1]) == 8
+  for prompt in ("3 4 5 6 7 8 9 3", "3"):
+    rollouts = tokens._rollouts(prompt_batch({"prompts": [prompt]}))
+    assert set(rollouts.finish_reasons) == {"tokens"}
+    assert rollouts.completion_mask.shape[1] == 8
+    assert rollouts.lengths.max() == 6  # 4, an observation of 2, and 2
   small = learner(make, {"max_observation_tokens": 1})
   rollouts = small._rollouts(prompt_batch({"prompts": ["3 4"]}))
   assert set(rollouts.finish_reasons) == {"observation"}

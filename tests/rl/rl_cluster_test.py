@@ -40,6 +40,13 @@ def on_one_device():
   return trained()[1]
 
 
+def test_on_the_actors_mesh_the_actor_samples():
+  """Also on one device: a second model would be copied after each update."""
+  for axes in ({"fsdp": 1}, {"fsdp": 2}):
+    cluster = clusters.grpo(role_to_mesh={Role.ACTOR: mesh(axes)}).rl_cluster
+    assert cluster.rollout.model() is cluster.actor
+
+
 APART = {Role.ACTOR: ({"fsdp": 4}, 0), Role.ROLLOUT: ({"fsdp": 2}, 4)}
 APART |= {Role.REFERENCE: ({"fsdp": 2}, 6)}
 

@@ -205,7 +205,7 @@ class FakeDriver:
 
   def __init__(self, engine: FakeEngine):
     self.engine, self.failure = engine, None
-    self.is_paused = False
+    self.is_paused, self.degraded = False, None
     self._stops, self._turn = threading.Event(), threading.Condition()
     self._thread = threading.Thread(target=self._run, daemon=True)
 

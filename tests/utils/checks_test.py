@@ -20,6 +20,7 @@ _REQUIRED = {
   "LoraConfig": {"rank": 2},
   "CacheConfig": {"cache_size": 8},
   "OneRow": {"max_length": 8},
+  "RouteSettings": {"urls": ("http://127.0.0.1:8000",)},
   "EngineRequest": {"prompt": [1], "max_tokens": 4},
   "SideBySide": {"max_prompt_length": 8, "max_completion_length": 8},
   "SamplingOptions": {"max_generation_steps": 4},

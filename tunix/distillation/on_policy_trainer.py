@@ -25,7 +25,7 @@ from tunix.generate.engine_sampler import sampler_of
 from tunix.perf.trace import NoopTracer
 from tunix.sft.losses import batch_fields
 from tunix.sft.metrics_logger import MetricsLogger
-from tunix.utils import checks
+from tunix.utils import checks, mesh as mesh_lib
 
 _EVALUATION = 2**32 - 1  # the step number that seeds the samples of evaluations
 
@@ -212,17 +212,18 @@ class OnPolicyDistillationTrainer(DistillationTrainer):
     config = self.on_policy
     self._module.hand_back()  # the sampler reads the weights of the caller's module
     pairs = zip(batch.prompt_ids, batch.prompt_mask)
-    out = self.sampler(
-      [ids[mask > 0] for ids, mask in pairs],
-      config.max_completion_length,
-      max_prompt_length=config.max_prompt_length,
-      temperature=config.sampling_temperature,
-      top_p=config.top_p,
-      top_k=config.top_k,
-      seed=jax.random.fold_in(jax.random.key(config.seed), step),
-      include_eos=True,
-      first_prompt=first,
-    )
+    with mesh_lib.off_planned():  # where no random key can be made
+      out = self.sampler(
+        [ids[mask > 0] for ids, mask in pairs],
+        config.max_completion_length,
+        max_prompt_length=config.max_prompt_length,
+        temperature=config.sampling_temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        seed=jax.random.fold_in(jax.random.key(config.seed), step),
+        include_eos=True,
+        first_prompt=first,
+      )
     tokens = list(out.tokens)
     trained = [np.ones_like(ids) for ids in tokens]
     length = config.max_completion_length

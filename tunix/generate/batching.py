@@ -18,6 +18,7 @@ import numpy as np
 NO_TOKEN = 2**31 - 1
 _MIN_IDS = 8  # shortest padded id list, so that 1 to 8 ids share a program
 MIN_TOKENS = 16  # smallest bucket for a prompt, and for new tokens
+MIN_SLOT_TOKENS = 64  # smallest bucket for a slot of the engine
 
 
 @dataclasses.dataclass(frozen=True, order=True, kw_only=True)
@@ -143,6 +144,23 @@ def bucket_minima(size: int) -> list[int]:
   while max(MIN_TOKENS, 2 * ends[-1]) < size:
     ends.append(max(MIN_TOKENS, 2 * ends[-1]))
   return [end + 1 for end in ends]
+
+
+def shorter_prompts(longest: int, steps: int) -> list[int]:
+  """Returns lengths of prompts that need other programs than the longest prompts.
+
+  There is one length for each of these sets of programs.
+
+  Args:
+    longest: tokens of the longest prompt.
+    steps: most new tokens of a row.
+  """
+
+  def buckets(length: int) -> tuple[int, int]:
+    return bucket(length, MIN_TOKENS), bucket(length + steps, MIN_SLOT_TOKENS)
+
+  lengths = {buckets(length): length for length in range(1, longest + 1)}
+  return sorted(lengths.values())[:-1]
 
 
 def bucket(size: int, least: int = 1) -> int:

@@ -7,10 +7,20 @@ import queue
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
-from tunix.generate import batching, decoders, exact, outputs, requests, sampler
+from tunix.generate import (
+  batching,
+  decoders,
+  exact,
+  layout,
+  outputs,
+  requests,
+  sampler,
+)
 from tunix.generate.base_sampler import BaseSampler, Prompt, SamplerOutput
 from tunix.generate.completions import Increment
 from tunix.generate.engine import arrays
@@ -21,7 +31,6 @@ from tunix.generate.layout import GatherWeights
 from tunix.generate.options import SamplingOptions
 from tunix.generate.sampler import CacheConfig, Sampler
 from tunix.models.transformer.model import Transformer
-from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
 # Most completions that run at the same time by default. More rows of a step share the
@@ -31,16 +40,42 @@ MOST_SLOTS = {"cpu": 64}
 MOST_SLOTS_ELSEWHERE = 512
 
 
-def suits(model: Any) -> bool:
+def suits(model: Any, gather_weights: GatherWeights = None) -> bool:
   """Returns True if the engine runs this model as well as the padded sampler does.
 
-  A model whose batch is split over devices (fsdp) is not: the slots of an engine are
-  not split. A plan lowers the programs of the padded sampler, because the launches of
-  an engine follow what was drawn.
+  The slots of an engine are not split over devices. On a mesh whose batch axes are
+  split, the engine therefore runs only in one process, over `fsdp` alone, and with
+  weights whose layout is split for decoding: the heads of its cache are then split as
+  well. In any other layout every device would hold the cache of all slots, where the
+  padded sampler gives each device its own rows.
+
+  Args:
+    model: the model.
+    gather_weights: layout of its weights in the token loop, see `Sampler`.
   """
-  if not isinstance(model, Transformer) or programs.is_recording():
+  if not isinstance(model, Transformer):
     return False
-  return requests.limits_of(model, requests.mesh_of(nnx.state(model)), None).shards == 1
+  mesh = requests.mesh_of(nnx.state(model))
+  shards = requests.limits_of(model, mesh, None).shards
+  if shards == 1 or mesh is None:
+    return True
+  return jax.process_count() == 1 and _splits_cache(model, mesh, gather_weights, shards)
+
+
+def _splits_cache(
+  model: Transformer, mesh: Mesh, gather_weights: GatherWeights, shards: int
+) -> bool:
+  """Returns True if all axes that split the batch split the heads of the cache."""
+  rules = model.config.sharding
+  with mesh_lib.use_mesh(mesh):
+    state = mesh_lib.on_auto(nnx.state(model))
+    chosen = layout.for_decoding(model, state, gather_weights)
+  fsdp = (rules.fsdp,) if isinstance(rules.fsdp, str) else rules.fsdp or ()
+  if chosen is None or not set(chosen.step) <= set(fsdp):
+    return False
+  is_all = mesh_lib.axes_size(mesh, chosen.step) == shards
+  axes = [axis for axis in (rules.tp, *chosen.step) if axis in mesh.shape]
+  return is_all and model.config.num_kv_heads % mesh_lib.axes_size(mesh, axes) == 0
 
 
 def sampler_of(model: nnx.Module, tokenizer: Any, **options: Any) -> BaseSampler:
@@ -52,7 +87,8 @@ def sampler_of(model: nnx.Module, tokenizer: Any, **options: Any) -> BaseSampler
     **options: `cache_config`, `gather_weights`, and those of `EngineSampler`, which the
       padded sampler does without.
   """
-  if isinstance(model, Transformer) and suits(model):
+  gather = options.get("gather_weights")
+  if isinstance(model, Transformer) and suits(model, gather):
     return EngineSampler(model, tokenizer, **options)
   common = {k: v for k, v in options.items() if k in ("cache_config", "gather_weights")}
   return Sampler(model, tokenizer, **common)
@@ -202,10 +238,12 @@ class EngineSampler(BaseSampler):
     self, rows: int, tokens: int, rounds: int = EngineConfig.rounds
   ) -> EngineConfig:
     """Returns the sizes of an engine for `rows` rows of at most `tokens` tokens."""
-    most = MOST_SLOTS.get(mesh_lib.context_platform(), MOST_SLOTS_ELSEWHERE)
+    mesh = requests.mesh_of(nnx.state(self.transformer))
+    with mesh_lib.use_mesh(mesh):  # a plan's devices are not those of this machine
+      most = MOST_SLOTS.get(mesh_lib.context_platform(), MOST_SLOTS_ELSEWHERE)
     slots = min(batching.bucket(rows), most) if self._slots is None else self._slots
     positions = decoders.max_positions(self.transformer)
-    tokens = batching.bucket(tokens, 64)
+    tokens = batching.bucket(tokens, batching.MIN_SLOT_TOKENS)
     return EngineConfig(
       slots=slots,
       max_tokens=tokens if positions is None else min(tokens, positions),

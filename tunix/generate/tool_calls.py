@@ -319,7 +319,7 @@ def short_call_id() -> str:
 
 
 def tool_reader(tool_format: str, tools: Collection[str]) -> Reader:
-  """Returns the reader of a format, see `ServeSettings.tool_format`."""
+  """Returns the reader of a format: hermes, llama3, mistral or none."""
   readers = {
     "hermes": HermesReader,
     "llama3": lambda: Llama3Reader(tools),

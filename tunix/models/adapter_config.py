@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.models.transformer import hf_config
+from tunix.models.transformer import hf_values
 from tunix.utils import checks
 
 _log = logging.getLogger(__name__)
@@ -109,8 +109,8 @@ def rank_alpha(peft: Mapping[str, Any], name: str) -> tuple[int, float]:
   Raises:
     ValueError: a value is missing or is no number in range.
   """
-  rank = _by_pattern(peft, "rank_pattern", "r", name, hf_config.integer)
-  alpha = _by_pattern(peft, "alpha_pattern", "lora_alpha", name, hf_config.number)
+  rank = _by_pattern(peft, "rank_pattern", "r", name, hf_values.integer)
+  alpha = _by_pattern(peft, "alpha_pattern", "lora_alpha", name, hf_values.number)
   checks.number(f"the rank of {name}", rank, checks.COUNT, whole=True)
   return rank, alpha
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from tunix.models import lora_modules
 from tunix.models.lora_modules import Adapter
-from tunix.models.transformer import hf_config
+from tunix.models.transformer import hf_values
 from tunix.models.transformer.layers import Linear
 from tunix.utils import mesh as mesh_lib
 
@@ -95,6 +95,6 @@ def stacked(
     b=b.reshape(*stack, rank, columns),
     magnitude=None if m is None else m.reshape(*stack, columns),
     scale=scale,
-    dropout=hf_config.number(peft, "lora_dropout", 0.0),
+    dropout=hf_values.number(peft, "lora_dropout", 0.0),
     rslora=bool(peft.get("use_rslora")),
   )

@@ -14,11 +14,15 @@ from typing import Any
 from tunix.models.family import Family as Family, Preset
 from tunix.models.gemma import params as gemma
 from tunix.models.gemma3 import multimodal_params, params as gemma3
+from tunix.models.granite import params as granite
 from tunix.models.llama3 import params as llama3
+from tunix.models.ministral3 import params as ministral3
 from tunix.models.mistral import params as mistral
 from tunix.models.olmo2 import params as olmo2
+from tunix.models.olmo3 import params as olmo3
 from tunix.models.qwen2 import params as qwen2
 from tunix.models.qwen3 import params as qwen3
+from tunix.models.smollm3 import params as smollm3
 from tunix.models.transformer.config import TransformerConfig
 
 FAMILIES: Mapping[str, Family] = {
@@ -27,11 +31,15 @@ FAMILIES: Mapping[str, Family] = {
     gemma.FAMILY,
     gemma3.FAMILY,
     multimodal_params.FAMILY,
+    granite.FAMILY,
     llama3.FAMILY,
+    ministral3.FAMILY,
     mistral.FAMILY,
     olmo2.FAMILY,
+    olmo3.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
+    smollm3.FAMILY,
   )
 }
 

@@ -138,11 +138,12 @@ def _canonical(config: Any) -> Any:
 
   Fields that do not change the function, such as dtypes and sharding, are reset.
   """
-  slides = config.layer_types is not None and "sliding" in config.layer_types
+  types = set(config.layer_types or ())
+  slides = "sliding" in types
   moe = config.moe and dataclasses.replace(config.moe, implementation="ragged")
   return dataclasses.replace(
     config,
-    layer_types=config.layer_types if slides else None,
+    layer_types=config.layer_types if types - {"full"} else None,
     sliding_window=config.sliding_window if slides else None,
     local_rope=(config.local_rope or config.rope) if slides else None,
     query_scale=config.query_scale or config.head_dim**-0.5,

@@ -67,6 +67,10 @@ _records: contextvars.ContextVar[dict[str, ProgramRecord] | None] = (
   contextvars.ContextVar("program_records", default=None)
 )
 
+_all_sizes: contextvars.ContextVar[bool] = contextvars.ContextVar(
+  "program_all_sizes", default=False
+)
+
 # (name, function, its arguments) -> result
 _Interceptor = Callable[[str, Any, tuple[Any, ...]], Any]
 _interceptor: contextvars.ContextVar[_Interceptor | None] = contextvars.ContextVar(
@@ -76,24 +80,35 @@ _interceptor: contextvars.ContextVar[_Interceptor | None] = contextvars.ContextV
 
 @contextlib.contextmanager
 def recording(
-  known: dict[str, ProgramRecord] | None = None,
+  known: dict[str, ProgramRecord] | None = None, *, all_sizes: bool = False
 ) -> Iterator[dict[str, ProgramRecord]]:
   """Records the programs that are called inside the `with` block, and runs none.
 
   Args:
     known: {name: record} of an earlier block, which is extended; None: a new dict.
+    all_sizes: see `records_all_sizes`.
   """
   out: dict[str, ProgramRecord] = {} if known is None else known
-  token = _records.set(out)
+  tokens = _records.set(out), _all_sizes.set(all_sizes)
   try:
     yield out
   finally:
-    _records.reset(token)
+    _records.reset(tokens[0])
+    _all_sizes.reset(tokens[1])
 
 
 def is_recording() -> bool:
   """Returns True inside `recording`."""
   return _records.get() is not None
+
+
+def records_all_sizes() -> bool:
+  """Returns True if the caller of `recording` wants programs of all sizes.
+
+  A caller whose data decide which of its programs run then calls each of them once, and
+  otherwise only the largest ones.
+  """
+  return _all_sizes.get()
 
 
 @contextlib.contextmanager

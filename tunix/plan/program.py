@@ -112,6 +112,7 @@ def estimate(
   chip: Chip | None,
   *,
   passes: int | None = None,
+  moved_bytes: float | None = None,
   beside_bytes: int = 0,
 ) -> ProgramEstimate:
   """Compiles a program and estimates its memory and time.
@@ -123,6 +124,7 @@ def estimate(
     chip: rates of a device; None: not known.
     passes: number of passes through the program's loop, if its length is not in the
       text. The figures are of one pass then. None: the program runs once.
+    moved_bytes: see ProgramEstimate; None: from the arguments and results.
     beside_bytes: see ProgramEstimate.
   """
   flops = hlo_flops.count_flops(record.lowered).flops
@@ -136,6 +138,7 @@ def estimate(
   received = math.fsum(one.received for one in sent)
   written = memory.output_size_in_bytes
   moved = float(memory.argument_size_in_bytes + (0 if passes else written))
+  moved = moved if moved_bytes is None else moved_bytes
   seconds: dict[str, float | None] = {}
   if chip is not None:
     seconds = {

@@ -8,10 +8,12 @@ from typing import Any
 
 from tunix.perf.chips import Chip
 from tunix.plan import collectives
+from tunix.plan.engine import EngineEstimate
 from tunix.plan.program import ProgramEstimate
+from tunix.plan.residents import gib
 from tunix.plan.rollout import Rollouts
 
-_GIB = 2.0**30
+SERVE = "serve"  # the name of a server among the jobs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,12 +29,13 @@ class RunEstimate:
     chip: rates of a device; None: not known.
     memory_bytes: memory of a device that programs may use; None: not known.
     programs: estimates of the job's programs, the step first.
-    tokens: tokens of a step, padding included.
+    tokens: tokens of a step, padding included; 0 for a server, which has no steps.
     model_flops: FLOPs of a step by formula, on all devices together. Work that is
       computed twice counts once.
     steps: number of steps of the run; None: not known. In RL a step is a batch of
       rollouts with all updates on it.
-    rollouts: estimate of sampling; None: the job does not sample.
+    rollouts: estimate of sampling by the padded sampler; None: it samples nothing.
+    engine: estimate of sampling by the engine; None: it samples nothing.
     advice: settings that fill the chips or make the run fit; None: not searched.
     shipped: message about the compiled programs that were written; None: none were.
   """
@@ -49,6 +52,7 @@ class RunEstimate:
   model_flops: float
   steps: int | None = None
   rollouts: Rollouts | None = None
+  engine: EngineEstimate | None = None
   advice: str | None = None
   shipped: str | None = None
 
@@ -65,6 +69,10 @@ class RunEstimate:
   @property
   def step_seconds(self) -> float | None:
     """Lower bound of a step's duration: the sum over its programs and their runs."""
+    if not self.tokens:
+      return None
+    if not self.tokens:
+      return None
     parts = [(p.seconds, p.runs) for p in self.programs if p.name != "evaluation"]
     known = [seconds * runs for seconds, runs in parts if seconds is not None]
     return sum(known) if len(known) == len(parts) else None
@@ -101,6 +109,7 @@ class RunEstimate:
       "chip": None if self.chip is None else dataclasses.asdict(self.chip),
       "programs": [program.to_json() for program in self.programs],
       "rollouts": None if self.rollouts is None else dataclasses.asdict(self.rollouts),
+      "engine": None if self.engine is None else dataclasses.asdict(self.engine),
       **{name: getattr(self, name) for name in derived},
     }
 
@@ -139,12 +148,12 @@ class RunEstimate:
         [
           p.name,
           f"{p.runs:,}",
-          _gib(p.argument_bytes),
-          _gib(p.temporary_bytes),
-          _gib(p.peak_bytes),
-          _gib(p.beside_bytes),
+          gib(p.argument_bytes),
+          gib(p.temporary_bytes),
+          gib(p.peak_bytes),
+          gib(p.beside_bytes),
           f"{p.flops / self.devices / 1e12:,.2f}",
-          _gib(received),
+          gib(received),
           "?" if p.seconds is None else f"{p.seconds * 1e3:,.1f} ms, {p.limited_by}",
         ]
       )
@@ -164,6 +173,8 @@ class RunEstimate:
   def _remedy(self) -> str:
     """Returns what to try first if the run does not fit."""
     largest = max(self.programs, key=lambda program: program.held_bytes).name
+    if self.job == SERVE:
+      return "lower --slots, --max_tokens or --cache_tokens, or take more chips"
     if self.job not in ("grpo", "ppo"):
       return "--fit looks for settings that do"
     sizes = {"update": "train", "scoring": "compute_logps", "stamp": "train"}
@@ -173,24 +184,26 @@ class RunEstimate:
   def _tail(self) -> list[str]:
     lines = []
     if self.fits is None:
-      lines.append(f"peak {_gib(self.peak_bytes)}; the memory of a device is not known")
+      lines.append(f"peak {gib(self.peak_bytes)}; the memory of a device is not known")
     else:
       assert self.memory_bytes is not None
       verdict = "fits" if self.fits else "does NOT fit"
       lines.append(
-        f"{verdict}: {_gib(self.peak_bytes)} of {_gib(int(self.memory_bytes))} a device"
+        f"{verdict}: {gib(self.peak_bytes)} of {gib(int(self.memory_bytes))} a device"
         + ("" if self.fits or self.advice is not None else f"; {self._remedy()}")
       )
     host = max(program.host_bytes for program in self.programs)
     if host:
-      lines.append(f"and {_gib(host)} of its host's memory for each device")
-    if self.step_seconds and self.mfu is not None:
+      lines.append(f"and {gib(host)} of its host's memory for each device")
+    if self.tokens and self.step_seconds and self.mfu is not None:
       lines.append(
         f"a step of {self.tokens:,} tokens takes at least {self.step_seconds:,.3f} s: "
         f"at most {self.tokens_per_second:,.0f} tokens/s a device, MFU {self.mfu:.1%}"
       )
     if self.rollouts is not None:
       lines.append(str(self.rollouts))
+    if self.engine is not None:
+      lines += self.engine.lines()
     if self.chip_hours is not None and self.step_seconds and self.steps:
       hours = self.steps * self.step_seconds / 3600
       lines.append(
@@ -207,7 +220,3 @@ def _joined(row: list[str], widths: list[int]) -> str:
     for i, (cell, width) in enumerate(zip(row, widths))
   )
   return "  ".join([name, *figures])
-
-
-def _gib(size: float) -> str:
-  return f"{size / _GIB:,.2f} GiB" if size >= 0.1 * _GIB else f"{size / 2**20:,.1f} MiB"

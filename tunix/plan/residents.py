@@ -24,9 +24,11 @@ def beside(
 
   Args:
     records: {name: program} of a job, all of them.
-    elsewhere: names of programs whose arguments lie in host memory between their runs.
+    elsewhere: names of programs whose arguments lie in host memory between their runs,
+      or are freed.
   """
-  made = {id(x) for one in records.values() for x in programs.shapes_in(one.result)}
+  forms = [form for one in records.values() for form in (one, *one.others)]
+  made = {id(x) for form in forms for x in programs.shapes_in(form.result)}
   taken = {
     name: {
       id(x): shard_bytes(x) for x in programs.shapes_in(one.args) if id(x) not in made
@@ -40,6 +42,13 @@ def beside(
     name: sum(size for leaf, size in held.items() if leaf not in leaves)
     for name, leaves in taken.items()
   }
+
+
+def gib(size: float) -> str:
+  """Returns bytes as text, in GiB or in MiB."""
+  return (
+    f"{size / 2**30:,.2f} GiB" if size >= 0.1 * 2**30 else f"{size / 2**20:,.1f} MiB"
+  )
 
 
 def shard_bytes(x: jax.ShapeDtypeStruct) -> int:

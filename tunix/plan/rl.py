@@ -20,8 +20,9 @@ def of_learner(
 ) -> dict[str, ProgramRecord]:
   """Returns {name: program} of a step, in the order of their first calls.
 
-  The programs are those of rollouts (unstack, prefill, decode), of scoring, of the
-  updates, and of the stamp that tells the engine which weights it holds.
+  The programs are those of rollouts (of the engine, or unstack, prefill and decode),
+  of scoring, of the updates, and of the stamp that tells the engine which weights it
+  holds.
 
   Args:
     learner: a learner whose models are shapes. Its reward functions are called with

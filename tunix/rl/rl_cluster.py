@@ -153,7 +153,9 @@ class RLCluster:
       engine = getattr(importlib.import_module(module), name)
     model: Any = self.actor
     rollout_mesh = self._mesh(Role.ROLLOUT)
-    actor_mesh = mesh_lib.mesh_of(nnx.state(self.actor))
+    # `mesh_of` finds no mesh of one device, so the actor's own mesh comes first.
+    actor_mesh = self._mesh(Role.ACTOR) or mesh_lib.mesh_of(nnx.state(self.actor))
+    actor_mesh = actor_mesh and mesh_lib.auto(actor_mesh)
     # On the actor's mesh, the engine samples with the actor's arrays and needs no copy.
     if rollout_mesh is not None and mesh_lib.auto(rollout_mesh) != actor_mesh:
       model = reshard.reshard_model_to_mesh(nnx.clone(self.actor), rollout_mesh)

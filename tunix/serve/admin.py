@@ -111,8 +111,10 @@ async def update_weights(call: Call, context: Context) -> Answer:
 
   def update() -> None:
     model = load(folder)  # while the engine goes on
+    # One number for all replicas, also for one that missed an earlier update.
+    number = context.engine.version + 1 if version is None else version
     context.driver.call(
-      lambda engine: engine.update_weights(model=model, version=version, mode=mode),
+      lambda engine: engine.update_weights(model=model, version=number, mode=mode),
       timeout,
     )
 

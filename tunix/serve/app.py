@@ -14,7 +14,7 @@ from tunix.serve.completions import CompletionJob
 from tunix.serve.context import Context, Grammars, LoadModel
 from tunix.serve.errors import ApiError, as_api_error
 from tunix.serve.guard import check
-from tunix.serve.http import LAST_EVENT, Answer, Call, Stream, event, read_json
+from tunix.serve.http import LAST_EVENT, Answer, Call, Relay, Stream, event, read_json
 from tunix.serve.settings import ServeSettings
 from tunix.utils import optional
 
@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 _LARGE_BODY = 2**20
 _CLIENT_GONE = 499  # nginx's status for it; it is only counted
 
-Route = Callable[[Call, Context], Awaitable[Answer | Stream]]
+Route = Callable[[Call, Context], Awaitable[Answer | Stream | Relay]]
 
 
 def make_app(
@@ -49,18 +49,34 @@ def make_app(
   Raises:
     ImportError: a package of the extra `serve` is missing.
   """
+  settings = ServeSettings() if settings is None else settings
+  return application(_ROUTES, Context(driver, settings, grammars, load_model))
+
+
+def application(
+  routes: Mapping[tuple[str, str], Any], context: Any, lifespan: Any = None
+) -> Any:
+  """Returns an application of some routes.
+
+  Args:
+    routes: a `Route` for each (method, path).
+    context: what the routes get; it has `settings`, `metrics` and `start_drain`.
+    lifespan: asynchronous context manager around the life of the server, or None.
+  """
   optional.require("starlette", "the server", "tunix[serve]")
   from starlette.applications import Starlette
   from starlette.exceptions import HTTPException
   from starlette.routing import Route as Path
 
-  settings = ServeSettings() if settings is None else settings
-  context = Context(driver, settings, grammars, load_model)
-  routes = [
+  paths = [
     Path(path, Endpoint(route, path, context), methods=[method])
-    for (method, path), route in _ROUTES.items()
+    for (method, path), route in routes.items()
   ]
-  app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+  app = Starlette(
+    routes=paths,
+    exception_handlers={HTTPException: _refused},
+    lifespan=None if lifespan is None else lambda _: lifespan(),
+  )
   app.router.redirect_slashes = False
   app.state.context = context
   return app
@@ -190,7 +206,7 @@ class Endpoint:
   async def _respond(self, call: Call, sender: _Sender) -> None:
     try:
       answer = await self._route(call, self._context)
-      if isinstance(answer, Stream):
+      if isinstance(answer, Stream | Relay):
         try:
           await sender.stream(answer)
         finally:
@@ -234,7 +250,14 @@ class _Sender:
     await self._start(answer.status, answer.media_type, answer.headers, len(data))
     await self.last(data)
 
-  async def stream(self, stream: Stream) -> None:
+  async def stream(self, stream: Stream | Relay) -> None:
+    if isinstance(stream, Relay):
+      kind = stream.headers["Content-Type"]
+      await self._start(stream.status, kind, stream.headers)
+      async for data in stream.chunks:
+        await self._part(data, True)
+      await self.last(b"")
+      return
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **stream.headers}
     await self._start(200, "text/event-stream; charset=utf-8", headers)
     async for content in stream.events:

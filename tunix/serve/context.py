@@ -100,6 +100,7 @@ class Context:
       "requests_running": self.gate.running,
       "requests_waiting": self.gate.waiting,
       "is_paused": int(self.driver.is_paused),
+      "is_degraded": int(self.driver.degraded is not None),
     }
 
   def clock(self) -> Clock:

@@ -74,7 +74,9 @@ def as_api_error(error: BaseException) -> ApiError | None:
   if isinstance(error, ApiError):
     return error
   if isinstance(error, EngineDead):
-    return ApiError(503, f"{error}. Restart the server", code="engine_dead")
+    return ApiError(
+      503, f"{error}. Send the request again, or restart the server", code="engine_dead"
+    )
   if isinstance(error, RequestError):
     return ApiError(500, str(error), code="request_failed")
   if isinstance(error, TimeoutError | queue.Empty):

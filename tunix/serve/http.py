@@ -60,6 +60,23 @@ class Stream:
   headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Relay:
+  """An answer whose bytes are passed on as they arrive.
+
+  Attributes:
+    status: HTTP status.
+    headers: headers, with the content type.
+    chunks: the bytes.
+    close: frees what the bytes need; it is called whatever happens.
+  """
+
+  status: int
+  headers: Mapping[str, str]
+  chunks: AsyncIterator[bytes]
+  close: Callable[[], Awaitable[None]]
+
+
 Handler = Callable[[Call], Awaitable[Answer | Stream]]
 
 LAST_EVENT = b"data: [DONE]\n\n"

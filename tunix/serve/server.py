@@ -31,7 +31,7 @@ def make_server(
   `drain_timeout`, and refuses the others.
 
   Args:
-    app: the application of `make_app`.
+    app: the application of `make_app` or `make_router`.
     settings: the settings of the application.
     on_start: called with the address, such as "http://127.0.0.1:8000", once clients
       can connect.
@@ -64,7 +64,7 @@ def make_server(
     app,
     http="h11",  # it bounds the size of headers
     ws="none",
-    lifespan="off",
+    lifespan="on",
     log_config=None,
     access_log=False,
     server_header=False,
@@ -102,10 +102,15 @@ def serve(
   if not driver.alive:
     driver.start()
   try:
-    with _quiet_signals():
-      server.run()
+    run_until_signal(server)
   finally:
     driver.stop(timeout=_STOP)
+
+
+def run_until_signal(server: Any) -> None:
+  """Runs a server of `make_server` until SIGTERM or SIGINT, and then returns."""
+  with _quiet_signals():
+    server.run()
 
 
 def check_address(settings: ServeSettings) -> None:

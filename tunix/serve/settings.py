@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import pathlib
+import urllib.parse
 from typing import Literal
 
 from tunix.utils import checks
@@ -111,3 +112,68 @@ class ServeSettings:
       return ipaddress.ip_address(self.host.strip("[]")).is_loopback
     except ValueError:  # a host name, which may stand for any address
       return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouteSettings:
+  """The servers behind a router.
+
+  Attributes:
+    urls: addresses of running servers, such as "http://10.0.0.2:8000".
+    host_key: API key that the router sends to them; None: none.
+    check_interval: seconds between two checks of a host.
+    check_timeout: seconds in which a host accepts a connection and answers a check.
+    max_failed_checks: failed checks in a row after which the requests that a host works
+      on are ended, or sent to another host if no byte of the answer has arrived.
+    max_lead: requests that the host with the prefix may work on beyond those of the
+      host with the fewest.
+
+  Raises:
+    TypeError: a value has another type.
+    ValueError: a number is out of range, an address is malformed or given twice, or
+      the key is empty.
+  """
+
+  urls: tuple[str, ...]
+  host_key: str | None = dataclasses.field(default=None, repr=False)
+  check_interval: float = 2.0
+  check_timeout: float = 2.0
+  max_failed_checks: int = 3
+  max_lead: int = 8
+
+  def __post_init__(self):
+    checks.fields(
+      self,
+      check_interval=checks.POSITIVE,
+      check_timeout=checks.POSITIVE,
+      max_failed_checks=checks.COUNT,
+      max_lead=checks.NOT_NEGATIVE,
+    )
+    if not self.urls:
+      raise ValueError("urls is empty, expected the address of at least one server")
+    for url in self.urls:
+      _check_url(url)
+    if len({url.rstrip("/") for url in self.urls}) < len(self.urls):
+      raise ValueError(f"urls is {self.urls}: give each address once")
+    key = self.host_key
+    if key is not None and (not key.strip() or not key.isascii()):
+      raise ValueError(
+        "host_key is empty or has characters beyond ASCII, which no header can carry: "
+        "give another key, or None for none"
+      )
+
+
+def _check_url(url: str) -> None:
+  try:
+    parts = urllib.parse.urlsplit(url)
+    is_host = parts.scheme in ("http", "https") and bool(parts.hostname)
+    is_host &= parts.port is None or parts.port > 0
+  except ValueError:  # a port that is no number, or half of an IPv6 address
+    is_host = False
+  else:
+    rest = parts.path.strip("/") + parts.query + parts.fragment
+    is_host &= not rest and parts.username is None
+  if not is_host:
+    raise ValueError(
+      f"urls has {url!r}, expected http://HOST:PORT or https://HOST:PORT with no path"
+    )

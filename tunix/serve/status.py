@@ -51,9 +51,8 @@ def _card(context: Context, name: str) -> dict[str, Any]:
 
 
 async def health(call: Call, context: Context) -> Answer:
-  """Returns 200 while the engine runs."""
-  problem = _problem(context)
-  return _state(problem)
+  """Returns 200 while the engine, or at least one of several, runs."""
+  return state(_problem(context), context.driver.degraded)
 
 
 async def ready(call: Call, context: Context) -> Answer:
@@ -63,7 +62,7 @@ async def ready(call: Call, context: Context) -> Answer:
     problem = "the server is shutting down"
   if problem is None and context.driver.is_paused:
     problem = "the engine is paused"
-  return _state(problem)
+  return state(problem, context.driver.degraded)
 
 
 def _problem(context: Context) -> str | None:
@@ -74,10 +73,18 @@ def _problem(context: Context) -> str | None:
   return None
 
 
-def _state(problem: str | None) -> Answer:
-  if problem is None:
-    return Answer(content={"status": "ok"})
-  return Answer(status=503, content={"status": "unavailable", "reason": problem})
+def state(problem: str | None, degraded: str | None) -> Answer:
+  """Returns the answer of a probe.
+
+  Args:
+    problem: why nothing is served; None: something is.
+    degraded: why a part does not serve; None: all parts do.
+  """
+  if problem is not None:
+    return Answer(status=503, content={"status": "unavailable", "reason": problem})
+  if degraded is not None:
+    return Answer(content={"status": "degraded", "reason": degraded})
+  return Answer(content={"status": "ok"})
 
 
 async def metrics(call: Call, context: Context) -> Answer:

@@ -185,12 +185,16 @@ def _legacy_mesh() -> Mesh | None:
 
 
 def mesh_of(tree: Any) -> Mesh | None:
-  """Returns the mesh of a pytree's arrays, with Auto axes; None: one device."""
+  """Returns the mesh of a pytree's arrays, with Auto axes; None: one device.
+
+  A mesh of one device is returned as well if it can only be compiled for.
+  """
   for leaf in jax.tree.leaves(tree):
-    sharding = getattr(leaf, "sharding", None)
-    if isinstance(sharding, NamedSharding) and sharding.mesh.size > 1:
-      mesh = sharding.mesh
-      return auto(mesh) if isinstance(mesh, Mesh) else None
+    mesh = getattr(getattr(leaf, "sharding", None), "mesh", None)
+    if isinstance(mesh, Mesh) and (mesh.size > 1 or is_planned(mesh)):
+      return auto(mesh)
+    if mesh is not None and mesh.size > 1:  # of a traced array
+      return None
   return None
 
 
@@ -201,6 +205,17 @@ def use_mesh(mesh: Mesh | None) -> Iterator[None]:
     yield
   else:
     with jax.set_mesh(mesh):
+      yield
+
+
+@contextlib.contextmanager
+def off_planned() -> Iterator[None]:
+  """Leaves the current mesh inside the block if its devices cannot hold arrays."""
+  mesh = current_mesh()
+  if mesh is None or not is_planned(mesh):
+    yield
+  else:
+    with jax.set_mesh(Mesh(np.empty((), object), ())):
       yield
 
 

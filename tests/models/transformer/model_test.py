@@ -11,7 +11,7 @@ from flax import nnx
 from tests import toys
 from tests.models import checkpoints
 from tunix.models.automodel import AutoModel
-from tunix.models.transformer import hf_config, rope, sharding
+from tunix.models.transformer import hf_rope, rope, sharding
 from tunix.models.transformer.attention import attend
 from tunix.models.transformer.config import RopeConfig, ShardingRules
 from tunix.models.transformer.layers import RMSNorm
@@ -283,13 +283,13 @@ TRANSFORMERS_FREQUENCIES = {
 @pytest.mark.parametrize("name", TRANSFORMERS_FREQUENCIES)
 def test_scaled_frequencies_have_the_bits_of_transformers(name):
   fields, want = TRANSFORMERS_FREQUENCIES[name]
-  config = hf_config.rope_of(fields, fields["rope_theta"])
+  config = hf_rope.rope_of(fields, fields["rope_theta"])
   got = np.asarray(rope.frequencies(12, config))
   assert got.dtype == np.float32
   np.testing.assert_array_max_ulp(got, np.array(want, np.float32), 1)
   # One rounding of the angle itself is what remains at the far end of a long text.
   positions = np.arange(2048)
-  sin, cos = rope.angles(jnp.asarray(positions)[None], 12, config)
+  sin, cos, _ = rope.angles(jnp.asarray(positions)[None], 12, config)
   exact = positions[:, None] * got.astype(np.float64)
   factor = rope.length_factor(config)
   far = 2048 * 2.0**-24 * factor
@@ -403,3 +403,23 @@ def test_weight_specs_and_axes_that_do_not_fit(mesh_fsdp4_tp2):
 def test_model_input_is_accepted(model):
   logits, cache = model(**model.get_model_input())
   assert logits.shape[-1] == toys.VOCAB and cache is None
+
+
+def test_partial_rope_turns_the_first_dimensions_and_keeps_the_rest():
+  # R = 2 of H = 4 dimensions: one pair (1, 2), turned by 2 radians at position 2.
+  config = RopeConfig(theta=100.0, partial=0.5)
+  angles = rope.angles(jnp.array([[2]]), 4, config)
+  x = jnp.array([1.0, 2.0, 3.0, 4.0]).reshape(1, 1, 1, 4)
+  sin, cos = np.sin(2.0), np.cos(2.0)
+  want = [cos - 2 * sin, 2 * cos + sin, 3.0, 4.0]
+  np.testing.assert_allclose(rope.rotate(x, angles)[0, 0, 0], want, rtol=1e-6)
+
+
+def test_kinds_without_rope_keep_queries_and_keys():
+  config = RopeConfig(theta=100.0, original_max_position=4, query_beta=0.5)
+  angles = rope.angles_by_kind(jnp.array([[5]]), 4, [config, None])
+  still = jax.tree.map(lambda by_kind: by_kind[1], angles)
+  x = jnp.arange(4.0).reshape(1, 1, 1, 4)
+  np.testing.assert_array_equal(rope.rotate(x, still.for_queries()), x)
+  # Position 5 lies in the second context of 4 tokens: 1 + 0.5 ln(1 + 1).
+  np.testing.assert_allclose(angles.query[:, 0, 0, 0, 0], [1 + 0.5 * np.log(2), 1])

@@ -143,7 +143,7 @@ def test_calls_of_tools_and_their_results(name):
   action = talk.act(drawn, "eos")
   (made,) = action.message["tool_calls"]
   assert made["function"] == {"name": "add", "arguments": {"a": 3, "b": 4}}
-  assert action.problem is None
+  assert action.problem is None and made["id"] == "call00000"
   result = {
     "role": "tool",
     "name": "add",

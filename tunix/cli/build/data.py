@@ -17,7 +17,13 @@ from tunix.cli.settings.run import RunSettings, StreamRun
 from tunix.data import pipeline
 from tunix.data.mixture import Mixture
 from tunix.data.prompts import PromptBatches
-from tunix.data.records import PROMPT_ROWS, SFT, Kind
+from tunix.data.records import (
+  PROMPT_COLUMN,
+  PROMPT_IDS_COLUMN,
+  PROMPT_ROWS,
+  SFT,
+  Kind,
+)
 from tunix.data.scan import Report, scan
 from tunix.data.source import Source, layout_type
 from tunix.data.stored import Records
@@ -202,6 +208,13 @@ def build_data(
   )
 
 
+def _unrendered(records: Records, index: int, row: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns a row with the prompt as the record has it."""
+  prompt = records.kind.read(records[index], records.where(index)).prompt
+  kept = {name: value for name, value in row.items() if name != PROMPT_IDS_COLUMN}
+  return kept | {PROMPT_COLUMN: prompt}
+
+
 def _reward(config: Any) -> rewards.RewardSettings:
   return config.reward
 
@@ -287,6 +300,9 @@ def _prompt_batches(
   config: RunSettings, records: Records, kept: Mapping[int, Any], *, training: bool
 ) -> PromptBatches:
   rows, sizes = list(kept.values()), config.training
+  if _env(config) is not None:
+    # An environment renders its own observations.
+    rows = [_unrendered(records, index, row) for index, row in kept.items()]
   if not training:
     return PromptBatches(rows, sizes.eval_rows, seed=None, epochs=1)
   options: dict[str, Any] = {}

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import pathlib
-import re
 import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from tunix.cli import config as config_lib
 from tunix.cli.build import loading, mesh as mesh_axes, optimizer
-from tunix.cli.commands import plan_fit
+from tunix.cli.commands import plan_fit, plan_serve
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.job import Loaded
 from tunix.cli.jobs.rl import RLRun
@@ -39,6 +35,7 @@ from tunix.plan import (
   topology as topology_lib,
   training,
 )
+from tunix.plan.engine import DECODE, HELPERS, MIXED, EngineRecords, Load
 from tunix.plan.program import ProgramEstimate
 from tunix.plan.report import RunEstimate
 from tunix.plan.rl import OTHERS
@@ -51,6 +48,7 @@ HELP = """\
 usage: tunix plan CONFIG --topology NAME [--mesh AXIS=SIZE,...] [--fit]
                   [--ship FOLDER [--ship-key FILE]] [--json | --markdown]
                   [--KEY.SUB=VALUE ...]
+       tunix plan serve MODEL --topology NAME [options of `tunix serve`]
 
 Compiles the programs of `tunix train CONFIG` for chips that need not be here, and
 prints the memory that each program takes on a chip and a lower bound of its time. No
@@ -73,14 +71,16 @@ config.json of a folder.
   --markdown       print the table and the summary as Markdown
 
 Every job can be planned. For grpo and ppo the plan shows rollouts, scoring and updates.
+`tunix plan serve MODEL` plans a server: see `tunix plan serve --help`.
 The exit code is 1 if a program does not fit."""
 
-_DOES_NOT_FIT = 1
 _SCHEDULED = 1000  # steps of a schedule, if nothing gives the length of the run
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs `tunix plan`; returns the exit code."""
+  if argv and argv[0] == "serve":
+    return plan_serve.main(argv[1:])
   if not argv or {"--help", "-h"} & set(argv):
     print(HELP)
     return 0
@@ -90,10 +90,7 @@ def main(argv: Sequence[str]) -> int:
   for name in ("--fit", "--json", "--markdown"):
     parser.add_argument(name, action="store_true")
   args, words = parser.parse_known_args(list(argv))
-  if args.json and args.markdown:
-    raise ValueError("--json and --markdown are two forms of one plan: give one")
-  if args.topology is None:
-    raise ValueError("--topology is missing: give one such as --topology v5e:4x4")
+  plan_serve.check(args)
   if args.ship_key is not None and args.ship is None:
     raise ValueError(
       f"--ship-key is {args.ship_key!r} and --ship is missing: give the folder to sign"
@@ -102,15 +99,11 @@ def main(argv: Sequence[str]) -> int:
   if args.mesh is not None and args.mesh.startswith("{"):  # as `tunix train` takes it
     words.append(f"--mesh={args.mesh}")
   elif args.mesh is not None:
-    mesh = _axes(args.mesh)
+    mesh = plan_serve.axes(args.mesh)
   config = config_lib.load(words)
   shipping = {"ship": args.ship, "ship_key": args.ship_key}
   estimate = plan(config, args.topology, mesh, fit=args.fit, **shipping)
-  if args.json:
-    print(json.dumps(estimate.to_json(), indent=2))
-  else:
-    print(estimate.to_markdown() if args.markdown else estimate)
-  return _DOES_NOT_FIT if estimate.fits is False else 0
+  return plan_serve.show(estimate, json=args.json, markdown=args.markdown)
 
 
 def plan(
@@ -179,9 +172,13 @@ def _estimate(
   updates = max(one.calls for name, one in records.items() if name in of_roles)
   loop = planned.get(LOOP)
   steps = config.training.max_steps
+  sampled = None
+  if DECODE in records:
+    context = _load(config, records).context
+    sampled = EngineRecords(records).estimate(planned, where.memory_bytes, context)
   return RunEstimate(
     job=config.job,
-    model=_model(config, of_roles[min(of_roles)].model),
+    model=plan_serve.describe(config, of_roles[min(of_roles)].model),
     topology=where.name,
     mesh=dict(config.mesh),
     devices=mesh.size,
@@ -195,6 +192,7 @@ def _estimate(
     steps=None if steps is None else -(-steps // updates),
     rollouts=loop
     and rollout.of_loop(records[LOOP], loop, where.memory_bytes, records.get(OPENING)),
+    engine=sampled,
   )
 
 
@@ -219,11 +217,12 @@ def _ship(
   fits: bool | None,
   key: bytes | None,
 ) -> str:
-  """Writes the compiled programs, and those of shorter prompts; returns a summary."""
+  """Writes the compiled programs, and those of other sizes; returns a summary."""
   if fits is False:
     return "nothing is shipped of a run that does not fit"
-  with programs.recording(records):
-    for batch in JOBS[config.job].shorter(config):
+  job = JOBS[config.job]
+  with programs.recording(records, all_sizes=True):
+    for batch in (job.example(config), *job.shorter(config)):
       _lower(trainer, batch, mesh)
   names = []
   for name, first in records.items():
@@ -262,20 +261,44 @@ def _planned(
   config: RunSettings, records: dict[str, ProgramRecord], mesh: Mesh, chip: Chip | None
 ) -> dict[str, ProgramEstimate]:
   """Returns {name: estimate} of the programs of a step."""
-  elsewhere = OTHERS if isinstance(config, RLRun) and config.rl.offload_to_cpu else ()
+  elsewhere = [MIXED, DECODE, *HELPERS]  # the engine frees its cache after each call
+  if isinstance(config, RLRun) and config.rl.offload_to_cpu:
+    elsewhere += OTHERS
   beside = residents.beside(records, elsewhere)
+  passes: dict[str, int] = {}
+  moved: dict[str, float] = {}
+  if LOOP in records:
+    passes[LOOP] = rollout.passes(records[LOOP])
+  if DECODE in records:
+    load, sampled = _load(config, records), EngineRecords(records)
+    passes |= sampled.rounds(load)
+    moved |= dict.fromkeys((MIXED, DECODE), sampled.read_bytes(load.context))
   return {
     name: program.estimate(
       name,
       one,
       mesh.size,
       chip,
-      passes=rollout.passes(one) if name == LOOP else None,
+      passes=passes.get(name),
+      moved_bytes=moved.get(name),
       beside_bytes=beside[name],
     )
     for name, one in records.items()
-    if one.gives_arrays
+    if one.gives_arrays and name not in HELPERS
   }
+
+
+def _load(config: RunSettings, records: dict[str, ProgramRecord]) -> Load:
+  """Returns the completions of one call of the engine, of which a step has several."""
+  job, prompts = JOBS[config.job], config.training.global_batch_size
+  section = job.rollout(config)
+  assert section is not None
+  return Load(
+    prompts=-(-prompts // records[DECODE].calls),
+    samples=job.sequences(config) // prompts,
+    prompt_tokens=section.max_prompt_length,
+    new_tokens=section.max_tokens_to_generate,
+  )
 
 
 def _trainer(config: RunSettings, mesh: Mesh) -> Any:
@@ -330,27 +353,3 @@ def settled(config: RunSettings, mesh: dict[str, int]) -> RunSettings:
   mesh_axes.check_length(mesh, *JOBS[config.job].length(config))
   config = dataclasses.replace(config, mesh=mesh)
   return settle_values(config, config.training.max_steps or _SCHEDULED)
-
-
-def _model(config: RunSettings, model: nnx.Module) -> str:
-  source = config.model.name or config.model.path
-  total = sum(x.size for x in jax.tree.leaves(training.parameters(model)))
-  adapters = "" if config.lora is None else f", LoRA of rank {config.lora.rank}"
-  stored = (
-    "" if config.model.quantise is None else f", stored as {config.model.quantise}"
-  )
-  return f"{source}, {total / 1e9:,.2f} billion parameters{adapters}{stored}"
-
-
-def _axes(text: str) -> dict[str, int]:
-  """Parses `fsdp=8,tp=2` as {axis: size}.
-
-  Raises:
-    ValueError: the text has another form.
-  """
-  out: dict[str, int] = {}
-  for part in text.split(","):
-    if (found := re.fullmatch(r"\s*(\w+)=(-?\d+)\s*", part)) is None:
-      raise ValueError(f"--mesh is {text!r}; expected sizes of axes, as in fsdp=8,tp=2")
-    out[found[1]] = int(found[2])
-  return out

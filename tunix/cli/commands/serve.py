@@ -13,14 +13,16 @@ from tunix.cli.build import loading
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.run import folder as run_folder
 from tunix.generate import decoders
+from tunix.generate.engine import replicas
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.engine import Engine
+from tunix.generate.engine.replicas import Replicas
 from tunix.serve import server
 from tunix.serve.settings import TOOL_FORMATS, ServeSettings
-from tunix.utils import env, optional
+from tunix.utils import env, mesh as mesh_lib, optional
 
-_KEY = "TUNIX_API_KEY"
+KEY = "TUNIX_API_KEY"
 _MAX_TOKENS = 2048
 
 
@@ -40,23 +42,35 @@ def main(argv: Sequence[str]) -> None:
   settings = _settings(args)
   adapters = _adapters(args, settings.model_name)
   config = _config(args, len(adapters))
+  # None: one engine on the default device, with its arrays on no mesh.
+  is_one = args.replicas == args.tp == 1
+  meshes = None if is_one else replicas.groups(args.replicas, args.tp)
   # All that can be wrong is found before the weights are read, which takes minutes.
   server.check_address(settings)
   folder, own = run_folder.export_of(args.model, None)
   tokenizer = loading.load_tokenizer(folder, own, args.tokenizer)
-  model = loading.load_model(folder, own, args.dtype)
+
+  def load(path: Any, adapter: Any = None) -> Any:
+    with mesh_lib.use_mesh(meshes[0] if meshes else None):
+      return loading.load_model(str(path), adapter, args.dtype)
+
+  model = load(folder, own)
   config = _within_positions(config, args, model)
-  engine = Engine(model, tokenizer, config)
+  if meshes:
+    driver = engine = Replicas.of_model(model, tokenizer, config, meshes)
+  else:
+    engine = Engine(model, tokenizer, config)
+    driver = Driver(engine)
   for name, place in adapters.items():
     engine.load_adapter(name, place)
   print(f"compiling for {config.slots} slots of {config.max_tokens} tokens", flush=True)
   engine.warm_up()
   ready = f"serving {settings.model_name} at"
   server.serve(
-    Driver(engine),
+    driver,
     settings,
-    grammars=_grammars(engine, tokenizer),
-    load_model=lambda path: loading.load_model(str(path), None, args.dtype),
+    grammars=_grammars(driver.engine, tokenizer),
+    load_model=load,
     # A program that starts the server reads this line from a pipe.
     on_start=lambda address: print(ready, address, flush=True),
   )
@@ -67,7 +81,7 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
   return ServeSettings(
     host=args.host,
     port=args.port,
-    api_key=_key(args),
+    api_key=read_key(args.api_key_file),
     model_name=args.name or _name_of(args.model),
     checkpoint_root=None if root is None else pathlib.Path(root).expanduser(),
     tool_format=args.tool_format,
@@ -77,14 +91,14 @@ def _settings(args: argparse.Namespace) -> ServeSettings:
   )
 
 
-def _key(args: argparse.Namespace) -> str | None:
-  """Returns the API key of the file or the environment.
+def read_key(file: str | None) -> str | None:
+  """Returns the API key of the file or, without one, of the environment.
 
   It is no argument of its own: every user of a machine can list arguments.
   """
-  if args.api_key_file is None:
-    return env.value(_KEY)
-  return pathlib.Path(args.api_key_file).expanduser().read_text("utf-8").strip()
+  if file is None:
+    return env.value(KEY)
+  return pathlib.Path(file).expanduser().read_text("utf-8").strip()
 
 
 def _name_of(model: str) -> str:
@@ -124,6 +138,20 @@ def _config(args: argparse.Namespace, adapters: int) -> EngineConfig:
   )
 
 
+def engine_config(args: argparse.Namespace, model: Any) -> EngineConfig:
+  """Returns the sizes of the engine that serves a model.
+
+  Args:
+    args: arguments of `parser`.
+    model: the model, or its shapes.
+
+  Raises:
+    ValueError: a number is out of range.
+  """
+  config = _config(args, len(args.adapter or ()))
+  return _within_positions(config, args, model)
+
+
 def _within_positions(
   config: EngineConfig, args: argparse.Namespace, model: Any
 ) -> EngineConfig:
@@ -143,7 +171,7 @@ def _within_positions(
   return dataclasses.replace(config, max_tokens=positions)
 
 
-def _grammars(engine: Engine, tokenizer: Any) -> Any:
+def _grammars(engine: Any, tokenizer: Any) -> Any:
   """Returns the builder of constraints; None without the extra `grammar`."""
   from tunix.generate.engine import grammar
 
@@ -172,8 +200,10 @@ def parser() -> Parser:
   add(
     "--api_key_file",
     metavar="FILE",
-    help=f"file with the API key; default: the variable {_KEY}, else no key",
+    help=f"file with the API key; default: the variable {KEY}, else no key",
   )
+  add("--replicas", type=int, default=1, help="engines, each on its own devices")
+  add("--tp", type=int, default=1, help="devices that split a replica's weights")
   add("--slots", type=int, default=8, help="completions that run at the same time")
   add(
     "--max_tokens",

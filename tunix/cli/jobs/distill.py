@@ -371,8 +371,8 @@ def _example(config: DistillRun) -> Any:
 def _shorter(config: DistillRun) -> list[Any]:
   if not config.is_on_policy:
     return []
-  lengths = batching.bucket_minima(config.rollout.max_prompt_length)
-  return [_prompts(config, length) for length in lengths[:-1]]
+  sizes = config.rollout.max_prompt_length, config.rollout.max_tokens_to_generate
+  return [_prompts(config, length) for length in batching.shorter_prompts(*sizes)]
 
 
 def _prompts(config: DistillRun, length: int) -> Prompts:

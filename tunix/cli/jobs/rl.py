@@ -189,6 +189,12 @@ class RLRun(RunSettings):
         "with no reference. Set algorithm.beta, or leave rl.reference out"
       )
 
+    if self.env is not None and (self.data.template_args or self.data.chat is False):
+      raise ValueError(
+        "env is set and data.chat or data.template_args, which have no effect on the "
+        "messages of environments. Leave both out, or set tokenizer.template_args for "
+        "all conversations"
+      )
     if self.env is None and self.episode != EpisodeConfig():
       raise ValueError(
         "episode has limits and env is not set, so there are no episodes. Set env, or "
@@ -388,8 +394,8 @@ def _example(config: RLRun) -> dict[str, Any]:
 
 
 def _shorter(config: RLRun) -> list[dict[str, Any]]:
-  lengths = batching.bucket_minima(config.rollout.max_prompt_length)
-  return [_prompts(config, length) for length in lengths[:-1]]
+  sizes = config.rollout.max_prompt_length, config.rollout.max_tokens_to_generate
+  return [_prompts(config, length) for length in batching.shorter_prompts(*sizes)]
 
 
 def _prompts(config: RLRun, length: int) -> dict[str, Any]:

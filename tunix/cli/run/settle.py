@@ -111,9 +111,10 @@ def _written(value: str) -> str:
   return str(pathlib.Path(value).expanduser().absolute())
 
 
-def _functions(value: Any) -> tuple[str, ...]:
-  entries = [value] if isinstance(value, str) else value
-  return tuple(call_strings.with_absolute_path(entry) for entry in entries)
+def _functions(value: Any) -> str | tuple[str, ...]:
+  if isinstance(value, str):
+    return call_strings.with_absolute_path(value)
+  return tuple(call_strings.with_absolute_path(entry) for entry in value)
 
 
 # `Facts.path` of a field -> how its value becomes absolute.

@@ -21,7 +21,7 @@ from tunix.generate.engine.plan import Block, Plan
 from tunix.generate.engine.row_keeper import RowKeeper
 from tunix.generate.engine.sequence import Sequence
 from tunix.generate.engine.slot_state import SlotKeeper
-from tunix.generate.engine.state import Out, PromptOut, Round
+from tunix.generate.engine.state import Out, PromptOut, Round, Slots
 from tunix.generate.layout import GatherWeights
 from tunix.models.transformer import paged
 from tunix.models.transformer.model import Transformer
@@ -88,11 +88,10 @@ class Device:
       keeper = self._kept(graph, state, mesh)
       keeper.prepare(plan, running)
       width = c.rounds * (1 + c.draft_tokens)
-      carry = Round(
-        arrays.slots_of(running, plan, c),
-        keeper.store,
-        programs.call("engine empty", _empty, c.slots, width, tops),
+      slots, out = programs.call(
+        "engine start", _start, arrays.slots_of(running, plan, c), width, tops
       )
+      carry = Round(slots, keeper.store, out)
       keeper.store = None  # donated
       bank = self._bank_of(running)
       rules = arrays.rules_of(running, c.slots, self._vocab_size, self._uses)
@@ -123,6 +122,12 @@ class Device:
   def look_at(self, idle: int) -> None:
     """Ends the next launch when `idle` slots are free or done."""
     self._wanted = idle
+
+  def move_nothing(self) -> None:
+    """Calls the programs that move pages, see `RowKeeper.move_nothing`."""
+    assert self._keeper is not None
+    with mesh_lib.use_mesh(self._weights()[2]):
+      self._keeper.move_nothing()
 
   @property
   def width(self) -> int:
@@ -201,6 +206,11 @@ class Device:
     ]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _empty(slots: int, columns: int, tops: int) -> Out:
-  return jax.tree.map(mesh_lib.constrain, state_lib.empty(slots, columns, tops))
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _start(slots: Slots, columns: int, tops: int) -> tuple[Slots, Out]:
+  """Returns the slots and empty results, placed as launches return them.
+
+  A program that follows another one in a launch would else be compiled a second time.
+  """
+  out = state_lib.empty(slots.last.shape[0], columns, tops)
+  return jax.tree.map(mesh_lib.constrain, (slots, out))

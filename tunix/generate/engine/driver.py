@@ -8,8 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
+from jax.sharding import Mesh
+
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import EngineDead
+from tunix.utils import mesh as mesh_lib
 
 PauseMode = Literal["abort", "wait", "keep"]
 T = TypeVar("T")
@@ -21,16 +24,21 @@ class Driver:
   Args:
     engine: the engine. From `start` to `stop` only `submit`, `cancel`, `stats` and
       attributes may be used in other threads; everything else goes through `call`.
+    mesh: mesh that is current in the thread; None: none.
 
   Attributes:
     engine: the engine.
+    mesh: as given.
+    degraded: None; see `Replicas.degraded`.
     failure: exception that ended the thread; every open request has received
       `EngineDead` before it is set. None while nothing failed.
     is_paused: True between `pause` and `resume`.
   """
 
-  def __init__(self, engine: Engine):
-    self.engine = engine
+  degraded: str | None = None
+
+  def __init__(self, engine: Engine, mesh: Mesh | None = None):
+    self.engine, self.mesh = engine, mesh
     self.failure: BaseException | None = None
     self._calls: list[tuple[Callable[[Engine], Any], concurrent.futures.Future]] = []
     self._changed = threading.Condition()
@@ -189,8 +197,9 @@ class Driver:
 
   def _run(self) -> None:
     try:
-      while self._once():
-        pass
+      with mesh_lib.use_mesh(self.mesh):
+        while self._once():
+          pass
       self.engine.close()
     except BaseException as error:
       self.engine.close()  # nobody may wait for an engine without a thread

@@ -29,6 +29,7 @@ from tunix.generate.engine import (
   arrival,
   layer_groups,
   pages as pages_lib,
+  recorded,
   results,
   slot_state,
 )
@@ -51,6 +52,7 @@ from tunix.generate.engine.stats import COUNTED, EngineStats
 from tunix.generate.layout import GatherWeights
 from tunix.generate.tokenizer_adapter import adapted
 from tunix.models.transformer.model import Transformer
+from tunix.perf import programs
 
 UpdateMode = Literal["keep", "recompute", "drain"]
 T = TypeVar("T")
@@ -143,7 +145,16 @@ class Engine:
     adapter = 0
     if request.adapter is not None:
       adapter = self._device.adapters.index(request.adapter)
-    sequences = arrival.sequences_of(
+    sequences = self._sequences(ticket, adapter, streams)
+    with self._lock:
+      self._check_alive()  # it may have failed since; nobody would answer
+      self._open[ticket] = sequences
+      self._arrived.extend(sequences)
+    self.on_submit()
+    return ticket
+
+  def _sequences(self, ticket: Ticket, adapter: int, streams: bool) -> list[Sequence]:
+    return arrival.sequences_of(
       ticket,
       self._model,
       self.tokenizer,
@@ -152,12 +163,6 @@ class Engine:
       adapter,
       streams,
     )
-    with self._lock:
-      self._check_alive()  # it may have failed since; nobody would answer
-      self._open[ticket] = sequences
-      self._arrived.extend(sequences)
-    self.on_submit()
-    return ticket
 
   def cancel(self, ticket: Ticket) -> None:
     """Ends a request at the next launch; its open completions end as "cancelled"."""
@@ -188,7 +193,15 @@ class Engine:
 
     Requests with the largest `max_tokens` start first. A long completion that starts
     last would run alone at the end, with the other slots empty.
+
+    Inside `programs.recording` nothing runs (see recorded.py), and the engine is closed
+    afterwards, so that each call of a plan has an engine of its own size.
     """
+    if programs.is_recording():
+      first = lambda r: next(iter(self._sequences(Ticket("a plan", r), 0, False)))
+      recorded.launch(self._device, self.config, list(map(first, requests)))
+      self.close()
+      return [recorded.completions(request) for request in requests]
     tickets: dict[int, Ticket] = {}
     try:
       for i in sorted(range(len(requests)), key=lambda i: -requests[i].max_tokens):

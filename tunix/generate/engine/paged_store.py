@@ -215,6 +215,15 @@ class PageKeeper:
       )
     self.store = store
 
+  def move_nothing(self) -> None:
+    """Calls the program that copies pages, with nothing to copy."""
+    copies = np.zeros(
+      (max(64, self._config.slots), len(self.store.tables), 2), np.int32
+    )
+    self.store = programs.call(
+      "engine copy", self._copy, self.store, copies, np.int32(0)
+    )
+
   def write(self, written: Iterable[tuple[int, ...]]) -> None:
     """Does nothing: launches write their pages themselves."""
     del written

@@ -103,10 +103,23 @@ class RowKeeper:
     none = (self._list([], groups, 2), np.int32(0))
     copies = list(self._batches(plan.copies, groups, 2)) or [none]
     for copied in copies[:-1]:
-      self.store = self._load(self.store, *copied, *nothing)
+      self.store = programs.call(
+        "engine load", self._load, self.store, *copied, *nothing
+      )
     for i, part in enumerate(parts):
       first = copies[-1] if i == 0 else none
       self.store = programs.call("engine load", self._load, self.store, *first, *part)
+
+  def move_nothing(self) -> None:
+    """Calls the programs that move pages, with nothing to move.
+
+    They are then compiled, or recorded, for the present width.
+    """
+    groups = len(self._windows)
+    none = self._list([], 2 + groups), np.int32(0)
+    copies = self._list([], groups, 2), np.int32(0)
+    self.store = programs.call("engine load", self._load, self.store, *copies, *none)
+    self.store = programs.call("engine write", self._write, self.store, *none)
 
   def _write_parts(self, sequences: Iterable[Sequence]) -> None:
     """Writes the pages that are in rows only, because they are not full yet."""
@@ -153,22 +166,31 @@ class RowKeeper:
       tokens: number of tokens of a row, or of a page.
     """
     m = self._model
-    sizes = m.num_kv_heads, m.head_dim, tokens
-    return _zeros(tuple(firsts), sizes, jnp.dtype(m.dtype), m.sharding.tp)
+    sizes, dtype = (m.num_kv_heads, m.head_dim, tokens), str(jnp.dtype(m.dtype))
+    axes = tuple(axis for axis in (m.sharding.tp, *m.sharding.step) if axis)
+    return programs.call("engine zeros", _zeros, tuple(firsts), sizes, dtype, axes)
 
 
 # One function for all engines: a new one would be compiled again in every rollout.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _zeros(
-  firsts: tuple[int, ...], sizes: tuple[int, int, int], dtype: Any, axis: str | None
+  firsts: tuple[int, ...],
+  sizes: tuple[int, int, int],
+  dtype: str,
+  axes: tuple[str, ...],
 ) -> tuple[Any, Any]:
   heads, head_dim, tokens = sizes
 
   def zeros(*shape: int) -> tuple[jax.Array, ...]:
     zero = lambda first: jnp.zeros((first, heads, *shape), dtype)
-    return tuple(mesh_lib.constrain(zero(first), None, axis) for first in firsts)
+    return tuple(mesh_lib.constrain(zero(first), None, axes) for first in firsts)
 
   return zeros(head_dim, tokens), zeros(tokens, head_dim)
+
+
+def widths(config: EngineConfig) -> list[int]:
+  """Returns all widths of rows, the narrowest first."""
+  return sorted({_width(tokens, config) for tokens in range(1, config.max_tokens + 1)})
 
 
 def _width(tokens: int, config: EngineConfig) -> int:

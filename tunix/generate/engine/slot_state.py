@@ -214,6 +214,10 @@ class SlotKeeper:
     """Prepares the pages. A state begins anew with the first token of a completion."""
     self._inner.prepare(plan, running)
 
+  def move_nothing(self) -> None:
+    """Calls the programs that move pages, see `RowKeeper.move_nothing`."""
+    self._inner.move_nothing()
+
   def write(self, written: Iterable[tuple[int, ...]]) -> None:
     """Writes parts of rows to pages, see `RowKeeper.write`."""
     self._inner.write(written)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tunix.models.family import Family, presets_of
 from tunix.models.gemma.model import Gemma, ModelConfig
-from tunix.models.transformer import hf_config
+from tunix.models.transformer import hf_config, hf_values
 from tunix.models.transformer.config import TransformerConfig
 
 
@@ -42,10 +42,10 @@ def gemma2_fields(
   activation = hf.get("hidden_activation") or "gelu_pytorch_tanh"
   named = dict(hf) | {"hidden_act": activation}
   fields = hf_config.decoder_fields(named, head_dim=256, tied=True, sliding=sliding)
-  scalar = hf_config.number(hf, "query_pre_attn_scalar", 256.0)
+  scalar = hf_values.number(hf, "query_pre_attn_scalar", 256.0)
   for field, hf_field in _CAPS.items():
     if hf.get(hf_field) is not None:
-      fields[field] = hf_config.number(hf, hf_field)
+      fields[field] = hf_values.number(hf, hf_field)
   return fields | {
     "norms": "both",
     "query_scale": scalar**-0.5,

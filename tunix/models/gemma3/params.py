@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tunix.models.family import Family, presets_of
 from tunix.models.gemma import params as gemma_params
 from tunix.models.gemma3.model import TEXT_SIZES, Gemma3, ModelConfig
-from tunix.models.transformer import hf_config
-from tunix.models.transformer.config import RopeConfig, TransformerConfig
+from tunix.models.transformer import hf_config, hf_rope, hf_values
+from tunix.models.transformer.config import TransformerConfig
 
 # Fields that gemma's reader must not see: rotary settings are given per kind of layer,
 # and transformers' Gemma 3 does not apply the cap.
@@ -33,8 +32,11 @@ def fields_from_hf(hf: hf_config.HfConfig) -> dict[str, Any]:
   Raises:
     ValueError: see `hf_config.decoder_fields`.
   """
-  pattern = hf_config.integer({"n": hf.get("sliding_window_pattern") or 6}, "n")
-  full, local = _read_ropes(hf)
+  local_theta = hf_values.number(hf, "rope_local_base_freq", _LOCAL_THETA)
+  pattern = hf_values.integer({"n": hf.get("sliding_window_pattern") or 6}, "n")
+  full, local = hf_rope.read_by_kind(
+    hf, hf_values.number(hf, "rope_theta", _GLOBAL_THETA), local_theta
+  )
   plain = {"num_key_value_heads": 4, "sliding_window": 4096} | {
     field: value for field, value in hf.items() if field not in _READ_HERE
   }
@@ -43,34 +45,15 @@ def fields_from_hf(hf: hf_config.HfConfig) -> dict[str, Any]:
   return fields
 
 
-def _read_ropes(hf: hf_config.HfConfig) -> tuple[RopeConfig, RopeConfig]:
-  """Returns the rotary settings of full and of sliding layers, in either spelling."""
-  both = hf.get("rope_parameters") or {}
-  if not isinstance(both, Mapping):
-    raise ValueError(f"rope_parameters is {both!r}, expected a table by kind of layer")
-  full = dict(both.get("full_attention") or {}) | dict(hf.get("rope_scaling") or {})
-  local = dict(both.get("sliding_attention") or {})
-  theta = hf_config.number(hf, "rope_theta", _GLOBAL_THETA)
-  local_theta = hf_config.number(hf, "rope_local_base_freq", _LOCAL_THETA)
-  return (
-    hf_config.rope_of(full, hf_config.number(full, "rope_theta", theta)),
-    hf_config.rope_of(local, hf_config.number(local, "rope_theta", local_theta)),
-  )
-
-
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   """Returns the `config.json` of a Gemma 3 text model."""
   hf = hf_config.write_decoder(config, "gemma3_text", "Gemma3ForCausalLM")
   local = config.local_rope or config.rope
-  scaling = hf_config.scaling_fields
-  by_kind = {
-    "full_attention": scaling(config.rope) | {"rope_theta": config.rope.theta},
-    "sliding_attention": scaling(local) | {"rope_theta": local.theta},
-  }
   return (
     hf
     | gemma_params.gemma2_to_hf(config)
-    | {"rope_parameters": by_kind, "rope_local_base_freq": local.theta}
+    | hf_rope.write_by_kind(config)
+    | {"rope_local_base_freq": local.theta}
   )
 
 

@@ -28,16 +28,25 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   """Returns the `config.json` of a Mistral model.
 
   Raises:
-    ValueError: the layers have different windows, which this format cannot express.
+    ValueError: see `one_window`.
   """
   hf = hf_config.write_decoder(config, "mistral", "MistralForCausalLM")
+  return hf | {"sliding_window": one_window(config)}
+
+
+def one_window(config: TransformerConfig) -> int | None:
+  """Returns the window that all layers have; None for no window.
+
+  Raises:
+    ValueError: the layers have different windows, which this format cannot express.
+  """
   windows = {kind.window for kind in config.kinds}
   if len(windows) > 1:
     raise ValueError(
-      "a mistral config.json gives one window to all layers, this model has "
+      "a config.json of this family gives one window to all layers, this model has "
       f"{config.layer_types}: save it as another family"
     )
-  return hf | {"sliding_window": windows.pop()}
+  return windows.pop()
 
 
 FAMILY = Family(

@@ -6,7 +6,7 @@ from typing import Any
 
 from tunix.models.family import Family, presets_of
 from tunix.models.qwen2.model import ModelConfig, Qwen2
-from tunix.models.transformer import hf_config
+from tunix.models.transformer import hf_config, hf_values
 from tunix.models.transformer.config import TransformerConfig
 
 
@@ -29,7 +29,7 @@ def qwen_sliding(hf: hf_config.HfConfig) -> hf_config.IsSliding | None:
   """
   if not hf.get("use_sliding_window"):
     return None
-  first = hf_config.integer({"max_window_layers": 28} | dict(hf), "max_window_layers")
+  first = hf_values.integer({"max_window_layers": 28} | dict(hf), "max_window_layers")
   return lambda i: i >= first
 
 

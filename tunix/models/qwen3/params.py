@@ -8,7 +8,7 @@ from typing import Any
 from tunix.models.family import Family, Preset, presets_of
 from tunix.models.qwen2 import params as qwen2_params
 from tunix.models.qwen3.model import ModelConfig, Qwen3
-from tunix.models.transformer import hf_config
+from tunix.models.transformer import hf_config, hf_values
 from tunix.models.transformer.config import MoEConfig, TransformerConfig
 
 
@@ -45,9 +45,9 @@ def _read_moe(hf: hf_config.HfConfig) -> MoEConfig:
   # transformers 5 writes num_local_experts; folders on the hub have num_experts.
   newer = hf.get("num_local_experts") is not None
   return MoEConfig(
-    num_experts=hf_config.integer(hf, "num_local_experts" if newer else "num_experts"),
-    experts_per_token=hf_config.integer(hf, "num_experts_per_tok"),
-    hidden_dim=hf_config.integer(hf, "moe_intermediate_size"),
+    num_experts=hf_values.integer(hf, "num_local_experts" if newer else "num_experts"),
+    experts_per_token=hf_values.integer(hf, "num_experts_per_tok"),
+    hidden_dim=hf_values.integer(hf, "moe_intermediate_size"),
     normalise=bool(hf.get("norm_topk_prob", False)),
   )
 

@@ -14,7 +14,7 @@ from tunix.models.transformer import ring, sharding
 from tunix.models.transformer.attention_paths import attend
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.layers import Linear, RMSNorm
-from tunix.models.transformer.rope import rotate
+from tunix.models.transformer.rope import Angles, rotate
 from tunix.models.transformer.visibility import Visibility
 
 # Keys and values, or the cache of one layer: buffers, or an object with `attend` (see
@@ -67,7 +67,7 @@ class Attention(nnx.Module):
   def __call__(
     self,
     x: Float[Array, "B T D"],
-    sin_cos: tuple[jax.Array, jax.Array],
+    angles: Angles,
     visible: Visibility,
     cached: KeysValues | None = None,
     kind: Kind = 0,
@@ -78,7 +78,7 @@ class Attention(nnx.Module):
 
     Args:
       x: normalised input of the layer.
-      sin_cos: rotary angles of the positions.
+      angles: rotary angles of the positions.
       visible: the keys that each query attends to, before the layer's window, which is
         counted in slots. Without a cache `query_index` must count from 0.
       cached: buffers [B, K, S, H] that the new keys and values are written into, at
@@ -88,7 +88,10 @@ class Attention(nnx.Module):
     """
     query, key, value = self._project(x)
     with jax.named_scope("rope"):
-      query, key = rotate(query, sin_cos), rotate(key, sin_cos)
+      query, key = (
+        rotate(query, angles.for_queries()),
+        rotate(key, angles._replace(query=None)),
+      )
     keys_values = key, value
     if cached is not None and not isinstance(cached, tuple):
       out, keys_values = cached.attend(

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tunix.models.transformer.rope_config import RopeConfig as RopeConfig
 from tunix.utils import checks, mesh as mesh_lib
 
 Axes = str | tuple[str, ...] | None
 Activation = Literal["silu", "gelu_tanh", "gelu"]
-LayerType = Literal["full", "sliding"]
+LayerType = Literal["full", "sliding", "nope"]
 
 # Values of `attention`: "auto" and the names in `attention_paths.PATHS`.
 ATTENTION = ("auto", "plain", "blockwise", "splash", "cudnn")
@@ -40,6 +41,8 @@ REMAT_POLICIES = {
   "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
+_ROPE = RopeConfig()
+
 
 def scans(scan_layers: bool | None, num_layers: int) -> bool:
   """Returns True if a stack of layers runs in `lax.scan`.
@@ -52,69 +55,6 @@ def scans(scan_layers: bool | None, num_layers: int) -> bool:
   if scan_layers is not None:
     return scan_layers
   return mesh_lib.context_platform() != "cpu" or num_layers >= UNROLL_BELOW_LAYERS
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-  """Rotary position embedding and the scaling of its frequencies.
-
-  Attributes:
-    theta: base of the frequencies.
-    scaling: None for no scaling; "linear" divides all frequencies by `factor`; "llama3"
-      (Llama 3.1) divides low frequencies, keeps high ones and blends between them;
-      "yarn" blends by the number of turns within the original context, and scales
-      queries and keys too (arXiv:2309.00071).
-    factor: ratio of the new context length to the original one.
-    low_freq_factor: "llama3" divides frequencies whose wavelength exceeds
-      original_max_position / low_freq_factor.
-    high_freq_factor: "llama3" keeps frequencies whose wavelength is below
-      original_max_position / high_freq_factor.
-    original_max_position: context length before scaling in tokens, for "llama3" and
-      "yarn".
-    beta_fast: "yarn" keeps frequencies with more turns than this.
-    beta_slow: "yarn" divides frequencies with fewer turns than this.
-    attention_factor: "yarn" multiplies queries and keys by this; None means
-      0.1 ln(factor) + 1.
-    truncate: if True, "yarn" rounds the ends of its ramp to whole dimensions.
-  """
-
-  theta: float = 10_000.0
-  scaling: Literal["linear", "llama3", "yarn"] | None = None
-  factor: float = 1.0
-  low_freq_factor: float = 1.0
-  high_freq_factor: float = 4.0
-  original_max_position: int = 8192
-  beta_fast: float = 32.0
-  beta_slow: float = 1.0
-  attention_factor: float | None = None
-  truncate: bool = True
-
-  def __post_init__(self):
-    if self.scaling not in (None, "linear", "llama3", "yarn"):
-      raise ValueError(
-        f"rope scaling {self.scaling!r} is not supported: use None, 'linear', 'llama3' "
-        "or 'yarn'"
-      )
-    checks.fields(
-      self,
-      theta=checks.POSITIVE,
-      factor=checks.Range(1),
-      original_max_position=checks.NOT_NEGATIVE,
-      low_freq_factor=checks.POSITIVE,
-      high_freq_factor=checks.POSITIVE,
-      beta_fast=checks.POSITIVE,
-      beta_slow=checks.POSITIVE,
-      attention_factor=checks.POSITIVE,
-    )
-    if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-      raise ValueError(
-        f"rope high_freq_factor {self.high_freq_factor} must exceed low_freq_factor "
-        f"{self.low_freq_factor}"
-      )
-    if self.scaling == "yarn" and self.beta_fast <= self.beta_slow:
-      raise ValueError(
-        f"rope beta_fast {self.beta_fast} must exceed beta_slow {self.beta_slow}"
-      )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,11 +144,11 @@ class LayerKind(NamedTuple):
   Attributes:
     window: number of keys that a query attends to, its own included; None for all keys
       before it.
-    rope: rotary embedding.
+    rope: rotary embedding; None for a layer without positions (NoPE).
   """
 
   window: int | None
-  rope: RopeConfig
+  rope: RopeConfig | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,8 +169,8 @@ class TransformerConfig:
       their outputs (OLMo 2), or "both" (Gemma 2 and 3).
     activation: activation function of the gated MLP.
     rope: rotary embedding.
-    layer_types: "full" or "sliding" attention per layer; None for full attention in
-      all.
+    layer_types: "full" or "sliding" attention per layer, or "nope": full attention
+      without rotary embedding (SmolLM3). None for full attention in all.
     sliding_window: number of keys that a query of a "sliding" layer attends to, its own
       included.
     local_rope: rotary embedding of the sliding layers; None for `rope`.
@@ -238,8 +178,13 @@ class TransformerConfig:
     attention_softcap: a number c; scores s become c tanh(s / c) (Gemma 2). None for no
       cap.
     final_softcap: the same for the logits.
+    logits_divisor: divisor of the hidden states before the unembedding, and so of the
+      logits (Granite).
+    residual_multiplier: factor of the outputs of attention and MLP where they are added
+      to the residual stream (Granite).
     tie_embeddings: if True, the unembedding is the embedding table.
     scale_embeddings: if True, embeddings are multiplied by sqrt(D) (Gemma).
+    embedding_multiplier: factor of the embeddings (Granite); None for no factor.
     qk_norm: RMS norm of queries and keys: None, "head" for each head separately (Qwen
       3, Gemma 3) or "all" for all heads together (OLMo 2).
     qkv_bias, o_bias: if True, the attention's projections have biases.
@@ -271,15 +216,18 @@ class TransformerConfig:
   norm_offset: float = 0.0
   norms: Literal["pre", "post", "both"] = "pre"
   activation: Activation = "silu"
-  rope: RopeConfig = RopeConfig()
+  rope: RopeConfig = _ROPE
   layer_types: tuple[LayerType, ...] | None = None
   sliding_window: int | None = None
   local_rope: RopeConfig | None = None
   query_scale: float | None = None
   attention_softcap: float | None = None
   final_softcap: float | None = None
+  logits_divisor: float = 1.0
+  residual_multiplier: float = 1.0
   tie_embeddings: bool = False
   scale_embeddings: bool = False
+  embedding_multiplier: float | None = None
   qk_norm: Literal["head", "all"] | None = None
   qkv_bias: bool = False
   o_bias: bool = False
@@ -295,7 +243,10 @@ class TransformerConfig:
 
   def __post_init__(self):
     sizes = "num_layers vocab_size embed_dim hidden_dim num_heads num_kv_heads head_dim"
-    caps = "attention_softcap final_softcap query_scale norm_eps"
+    caps = (
+      "attention_softcap final_softcap query_scale norm_eps logits_divisor "
+      "residual_multiplier embedding_multiplier"
+    )
     checks.fields(
       self,
       **dict.fromkeys(sizes.split(), checks.COUNT),
@@ -321,6 +272,7 @@ class TransformerConfig:
       if getattr(self, name) not in allowed:
         raise ValueError(f"{name} {getattr(self, name)!r} must be one of {allowed}")
     self._check_layer_types()
+    self._check_products()
 
   def layers_of(self, path: str) -> int:
     """Returns the number of layers in the stack that holds the parameter `path`."""
@@ -335,13 +287,30 @@ class TransformerConfig:
         f"layer_types names {len(self.layer_types)} layers, num_layers is "
         f"{self.num_layers}"
       )
-    if unknown := set(self.layer_types) - {"full", "sliding"}:
-      raise ValueError(f"layer_types has {sorted(unknown)}, known: 'full', 'sliding'")
+    if unknown := set(self.layer_types) - {"full", "sliding", "nope"}:
+      raise ValueError(
+        f"layer_types has {sorted(unknown)}, known: 'full', 'nope', 'sliding'"
+      )
     if "sliding" in self.layer_types and (self.sliding_window or 0) < 1:
       raise ValueError(
         f"sliding_window is {self.sliding_window} and layer_types has sliding layers; "
         "expected the number of keys that a query attends to, at least 1"
       )
+
+  def _check_products(self):
+    if self.scale_embeddings and self.embedding_multiplier is not None:
+      raise ValueError(
+        f"embedding_multiplier is {self.embedding_multiplier} and scale_embeddings is "
+        "True; expected one of the two. Set scale_embeddings=False"
+      )
+    ropes = [rope for rope in (self.rope, self.local_rope) if rope is not None]
+    for rope in ropes:
+      dims = rope.rotated(self.head_dim)
+      if dims % 2 or not dims or dims != ropes[0].rotated(self.head_dim):
+        raise ValueError(
+          f"rope partial {rope.partial} of head_dim {self.head_dim} rotates {dims} "
+          "dimensions; expected an even number, the same for all layers. Change partial"
+        )
 
   @property
   def kinds(self) -> tuple[LayerKind, ...]:
@@ -350,7 +319,11 @@ class TransformerConfig:
     if self.layer_types is None:
       return (full,)
     sliding = LayerKind(self.sliding_window, self.local_rope or self.rope)
-    known: dict[LayerType, LayerKind] = {"full": full, "sliding": sliding}
+    known: dict[LayerType, LayerKind] = {
+      "full": full,
+      "sliding": sliding,
+      "nope": LayerKind(None, None),
+    }
     return tuple(known[name] for name in dict.fromkeys(self.layer_types))
 
   @property

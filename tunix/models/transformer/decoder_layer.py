@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -14,6 +15,7 @@ from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import ACTIVATIONS, GatedMLP
 from tunix.models.transformer.moe import MoE
+from tunix.models.transformer.rope import Angles
 from tunix.models.transformer.visibility import Visibility
 
 
@@ -38,12 +40,13 @@ class DecoderLayer(nnx.Module):
         setattr(self, name, make.norm(c.embed_dim, c.norm_eps, c.norm_offset))
     self.attn = _attention(c, make)
     self.mlp = _mlp(c, make)
+    self.residual_multiplier = c.residual_multiplier
     self.rules = c.sharding
 
   def __call__(
     self,
     x: Float[Array, "B T D"],
-    sin_cos: tuple[jax.Array, jax.Array],
+    angles: Angles,
     visible: Visibility,
     cached: KeysValues | None = None,
     kind: Kind = 0,
@@ -52,21 +55,25 @@ class DecoderLayer(nnx.Module):
 
     Args:
       x: the residual stream.
-      sin_cos: rotary angles, with a leading axis over the kinds of layer.
+      angles: rotary angles, with a leading axis over the kinds of layer.
       visible: the keys that each query attends to.
       cached: see `Attention`.
       kind: number of the layer's kind, see `TransformerConfig.kinds`.
     """
     attn_in, attn_out, mlp_in, mlp_out = (self._norm(name) for name in self.norms)
     with jax.named_scope("attn"):
-      sin, cos = sin_cos
-      out, keys_values = self.attn(
-        attn_in(x), (sin[kind], cos[kind]), visible, cached, kind
-      )
-      x = sharding.pin_activations(x + attn_out(out), self.rules)
+      angles = jax.tree.map(lambda by_kind: by_kind[kind], angles)
+      out, keys_values = self.attn(attn_in(x), angles, visible, cached, kind)
+      x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
     with jax.named_scope("mlp"):
-      x = x + mlp_out(self.mlp(mlp_in(x)))
+      x = x + self._scaled(mlp_out(self.mlp(mlp_in(x))))
     return sharding.pin_activations(x, self.rules), keys_values
+
+  def _scaled(self, out: jax.Array) -> jax.Array:
+    """Multiplies in float32: the factor itself may have no exact 16-bit value."""
+    if self.residual_multiplier == 1:
+      return out
+    return (out.astype(jnp.float32) * self.residual_multiplier).astype(out.dtype)
 
   def _norm(self, name: str | None) -> Callable[[jax.Array], jax.Array]:
     return (lambda x: x) if name is None else getattr(self, name)

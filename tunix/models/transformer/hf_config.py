@@ -6,7 +6,6 @@ A field with a value that the decoder cannot compute is an error. All unknown fi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,11 +14,11 @@ import jax.numpy as jnp
 from tunix.models.transformer.config import (
   Activation,
   LayerType,
-  RopeConfig,
   TransformerConfig,
 )
+from tunix.models.transformer.hf_rope import read_rope, write_rope
+from tunix.models.transformer.hf_values import HfConfig as HfConfig, integer, number
 
-HfConfig = Mapping[str, Any]
 IsSliding = Callable[[int], bool]
 
 # Field -> the values that the decoder supports. An absent field is always accepted.
@@ -43,8 +42,6 @@ _LAYER_TYPES: Mapping[str, LayerType] = {
   "full_attention": "full",
   "sliding_attention": "sliding",
 }
-
-_DEFAULT_THETA = 10_000.0
 
 
 def check_supported(
@@ -203,115 +200,6 @@ def write_scores(config: TransformerConfig, architecture: str) -> dict[str, Any]
   }
 
 
-def read_rope(hf: HfConfig) -> RopeConfig:
-  """Returns the rotary settings, from either spelling.
-
-  `rope_parameters` (transformers 5) is one table of all settings. The older spelling is
-  `rope_scaling` with a separate `rope_theta`. If a file has both, `rope_scaling` wins,
-  as in transformers.
-
-  Raises:
-    ValueError: the kind of scaling is unknown, or one of its numbers is missing.
-  """
-  values = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-  if not isinstance(values, Mapping) or any(
-    isinstance(value, Mapping) for value in values.values()
-  ):
-    raise ValueError(
-      f"rope_parameters {values!r} are not one flat table: this family has no rotary "
-      "settings by kind of layer"
-    )
-  theta = number(values, "rope_theta", number(hf, "rope_theta", _DEFAULT_THETA))
-  return rope_of(values, theta)
-
-
-def rope_of(values: Mapping[str, Any], theta: float) -> RopeConfig:
-  """Returns the rotary settings of one flat table.
-
-  Args:
-    values: the table.
-    theta: base of the frequencies.
-
-  Raises:
-    ValueError: the kind of scaling is unknown, or one of its numbers is missing.
-  """
-  if values.get("partial_rotary_factor") not in (None, 1):
-    raise ValueError(
-      f"partial_rotary_factor is {values['partial_rotary_factor']!r}, supported is "
-      "only 1"
-    )
-  kind = values.get("rope_type", values.get("type")) or "default"
-  if kind == "default":
-    return RopeConfig(theta=theta)
-  if kind not in _ROPE_READERS:
-    raise ValueError(
-      f"rope_type {kind!r} is not supported: it must be 'default' or one of "
-      f"{sorted(_ROPE_READERS)}"
-    )
-  fields = _ROPE_READERS[kind](values)
-  factor = number(values, "factor")
-  return RopeConfig(theta=theta, scaling=kind, factor=factor, **fields)
-
-
-def _read_llama3(values: Mapping[str, Any]) -> dict[str, Any]:
-  return {
-    "low_freq_factor": number(values, "low_freq_factor"),
-    "high_freq_factor": number(values, "high_freq_factor"),
-    "original_max_position": integer(values, "original_max_position_embeddings"),
-  }
-
-
-def _read_yarn(values: Mapping[str, Any]) -> dict[str, Any]:
-  for field in ("mscale", "mscale_all_dim"):
-    if values.get(field) is not None:
-      raise ValueError(
-        f"rope {field} is {values[field]!r}: YaRN is supported with attention_factor "
-        "only"
-      )
-  has_factor = values.get("attention_factor") is not None
-  return {
-    "original_max_position": integer(values, "original_max_position_embeddings"),
-    "beta_fast": number(values, "beta_fast", 32.0),
-    "beta_slow": number(values, "beta_slow", 1.0),
-    "attention_factor": number(values, "attention_factor") if has_factor else None,
-    "truncate": bool(values.get("truncate", True)),
-  }
-
-
-_ROPE_READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
-  "linear": lambda values: {},
-  "llama3": _read_llama3,
-  "yarn": _read_yarn,
-}
-
-
-def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
-  """Returns the fields of rotary scaling, without the base of the frequencies."""
-  scaling: dict[str, Any] = {"rope_type": rope.scaling or "default"}
-  if rope.scaling is not None:
-    scaling["factor"] = rope.factor
-  if rope.scaling in ("llama3", "yarn"):
-    scaling["original_max_position_embeddings"] = rope.original_max_position
-  if rope.scaling == "llama3":
-    scaling["low_freq_factor"] = rope.low_freq_factor
-    scaling["high_freq_factor"] = rope.high_freq_factor
-  if rope.scaling == "yarn":
-    for field in ("beta_fast", "beta_slow", "truncate", "attention_factor"):
-      if getattr(rope, field) != getattr(RopeConfig, field):
-        scaling[field] = getattr(rope, field)
-  return scaling
-
-
-def write_rope(rope: RopeConfig) -> dict[str, Any]:
-  """Returns the rotary settings in both spellings, for old and new readers."""
-  scaling = scaling_fields(rope)
-  return {
-    "rope_parameters": scaling | {"rope_theta": rope.theta},
-    "rope_scaling": None if rope.scaling is None else scaling,
-    "rope_theta": rope.theta,
-  }
-
-
 def write_layers(config: TransformerConfig) -> dict[str, Any]:
   """Returns the fields `layer_types` and `sliding_window`."""
   names = {kind: name for name, kind in _LAYER_TYPES.items()}
@@ -354,36 +242,3 @@ def write_decoder(
   if config.max_position is not None:
     hf["max_position_embeddings"] = config.max_position
   return hf
-
-
-def integer(hf: Mapping[str, Any], field: str) -> int:
-  """Returns a field that must be a whole number.
-
-  Raises:
-    ValueError: the field is missing or has another kind of value.
-  """
-  value = _present(hf, field)
-  if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
-    raise ValueError(f"{field} is {value!r}, it must be a whole number")
-  return int(value)
-
-
-def number(hf: Mapping[str, Any], field: str, default: float | None = None) -> float:
-  """Returns a field that must be a number, or `default` if it is absent or null.
-
-  Raises:
-    ValueError: the field is missing and has no default, or has another kind of value.
-  """
-  if default is not None and hf.get(field) is None:
-    return default
-  value = _present(hf, field)
-  kind = isinstance(value, int | float) and not isinstance(value, bool)
-  if not kind or not math.isfinite(value):
-    raise ValueError(f"{field} is {value!r}, it must be a finite number")
-  return float(value)
-
-
-def _present(hf: Mapping[str, Any], field: str) -> Any:
-  if hf.get(field) is None:
-    raise ValueError(f"{field} is missing: the config must give it")
-  return hf[field]

@@ -54,7 +54,7 @@ class Transformer(nnx.Module):
   def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
     c = self.config = config
     make = LayerMaker(c.sharding, c.param_dtype, rngs)
-    scale = c.embed_dim**0.5 if c.scale_embeddings else None
+    scale = c.embed_dim**0.5 if c.scale_embeddings else c.embedding_multiplier
     self.embed_tokens = make.embedding(c.vocab_size, c.embed_dim, scale)
     self.layers = nnx.data(DecoderLayer(c, (c.num_layers,), rngs))
     self.norm = make.norm(c.embed_dim, c.norm_eps, c.norm_offset)
@@ -118,18 +118,21 @@ class Transformer(nnx.Module):
       positions = _positions(index, input_tokens, segment_ids, shared_prompt)
     x = self.embed(input_tokens) if input_embeddings is None else input_embeddings
     x = sharding.pin_activations(x.astype(c.dtype), c.sharding)
-    by_kind = [rope.angles(positions, c.head_dim, kind.rope) for kind in c.kinds]
-    sin_cos = jax.tree.map(lambda *kinds: jnp.stack(kinds), *by_kind)
+    ropes = [kind.rope for kind in c.kinds]
+    angles = rope.angles_by_kind(positions, c.head_dim, ropes)
     visible = Visibility(
       index, attention_mask, segment_ids, groups, shared=shared_prompt
     )
     if cache is not None:
-      x, cache = self._run_cached(x, sin_cos, visible, cache)
+      x, cache = self._run_cached(x, angles, visible, cache)
     else:
-      x = self._run(x, sin_cos, visible)
+      x = self._run(x, angles, visible)
       dropout.advance(self.layers, x.shape[0])
     with jax.named_scope("final_norm"):
       x = self.norm(x)
+      if c.logits_divisor != 1 and self.score is None:
+        # Here and not at the logits: every loss and sampler then has the same logits.
+        x = (x.astype(jnp.float32) / c.logits_divisor).astype(x.dtype)
     return (x if return_hidden else self.logits(x)), cache
 
   @explicit.auto_inside(explicit.hidden_spec)
@@ -140,12 +143,12 @@ class Transformer(nnx.Module):
       x = self.embed_tokens(sharding.pin_lookup(tokens, rules), self.config.dtype)
       return sharding.pin_lookup(x, rules)
 
-  def _run(self, x, sin_cos, visible):
+  def _run(self, x, angles, visible):
     """Runs all layers without a cache."""
     kinds = self.config.layer_kinds
     qwix_adds = qwix_seam.is_initialising(self)
     if qwix_adds and isinstance(self.layers, DecoderLayer):
-      one = lambda layer, x: layer(x, sin_cos, visible)[0]
+      one = lambda layer, x: layer(x, angles, visible)[0]
       return qwix_seam.run_apart(self.layers, self.config.num_layers, one, x)
 
     offloads = self.config.remat == "offload"
@@ -154,7 +157,7 @@ class Transformer(nnx.Module):
 
     def call(graph, kind, state, x):
       x = checkpoint_name(x, LAYER_INPUT) if offloads else x
-      return nnx.merge(graph, state)(x, sin_cos, visible, kind=kind)[0]
+      return nnx.merge(graph, state)(x, angles, visible, kind=kind)[0]
 
     if self.config.remat != "none":
       policy = REMAT_POLICIES[self.config.remat]
@@ -176,7 +179,7 @@ class Transformer(nnx.Module):
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
         if calls_module:  # qwix adds its parameters to this module, not to a copy
-          x = layer(x, sin_cos, visible, kind=kinds[i])[0]
+          x = layer(x, angles, visible, kind=kinds[i])[0]
         else:
           graph, state = nnx.split(layer)
           x = call(graph, kinds[i], state, x)
@@ -186,13 +189,13 @@ class Transformer(nnx.Module):
   def _is_scanned(self) -> bool:
     return isinstance(self.layers, DecoderLayer) and self.config.scanned
 
-  def _run_cached(self, x, sin_cos, visible, cache):
+  def _run_cached(self, x, angles, visible, cache):
     """Runs all layers unrolled; each one writes its buffers of the cache."""
     written, visible = [], dataclasses.replace(visible, slots=cache.size)
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
         kind = self.config.layer_kinds[i]
-        x, one = layer(x, sin_cos, visible, cache.layer(i), kind)
+        x, one = layer(x, angles, visible, cache.layer(i), kind)
         written.append(one)
     return x, cache.replaced(written, x.shape[1])
 

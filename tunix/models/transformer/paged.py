@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from tunix.models.transformer import paged_kernels
 from tunix.models.transformer.paged_rows import Ragged
+from tunix.perf import programs
 from tunix.utils import mesh as mesh_lib
 
 
@@ -192,7 +193,8 @@ def empty(
     path: name in `PATHS`, from `choose`.
     head_axes: see `PagedLayer`.
     mesh: mesh of the pages; None for one device. If the devices of the mesh can only
-      be compiled for, the pages are `ShapeDtypeStruct`s.
+      be compiled for, or inside `programs.recording`, the pages are
+      `ShapeDtypeStruct`s.
   """
   entry = None if mesh is None else _head_entry(kv_heads, head_axes, mesh)
   if PATHS[path].is_joint:
@@ -201,11 +203,13 @@ def empty(
     shape = (pages, page_tokens, 2 * kv_heads // arrays, head_dim)
   else:
     arrays, shape = 2, (kv_heads, pages, page_tokens, head_dim)
-  if mesh is None:
+  if mesh is None and programs.is_recording():
+    zeros = [jax.ShapeDtypeStruct(shape, dtype) for _ in range(arrays)]
+  elif mesh is None:
     zeros = [jnp.zeros(shape, dtype) for _ in range(arrays)]
   else:
     where = NamedSharding(mesh, _page_spec(path, entry))
-    if mesh_lib.is_planned(mesh):
+    if mesh_lib.is_planned(mesh) or programs.is_recording():
       make = lambda: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
     else:
       make = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=where)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,33 +84,94 @@ def _yarn_keep(head_dim: int, config: RopeConfig) -> np.ndarray:
 
 
 def length_factor(config: RopeConfig) -> float:
-  """Returns YaRN's factor of queries and keys; 1 for other kinds of scaling."""
+  """Returns the factor of queries and keys; 1 except for "yarn"."""
   if config.scaling != "yarn":
     return 1.0
   if config.attention_factor is not None:
     return config.attention_factor
-  return 0.1 * math.log(config.factor) + 1.0
+  grown = lambda m: 0.1 * m * math.log(config.factor) + 1.0
+  if config.mscale is None or config.mscale_all_dim is None:
+    return grown(1.0)
+  return grown(config.mscale) / grown(config.mscale_all_dim)
 
 
-def angles(
-  positions: Int[Array, "B T"], head_dim: int, config: RopeConfig
-) -> tuple[Float[Array, "B T 1 H/2"], Float[Array, "B T 1 H/2"]]:
-  """Returns the sines and cosines of every position, float32, times `length_factor`.
+class Angles(NamedTuple):
+  """Rotary angles of positions; the leading axes of all arrays are the same.
+
+  Attributes:
+    sin, cos: float32 [..., B, T, 1, R/2], times `length_factor`; R dimensions of a head
+      are rotated.
+    query: factor of the queries, float32 [..., B, T, 1, 1], or None.
+  """
+
+  sin: jax.Array
+  cos: jax.Array
+  query: jax.Array | None = None
+
+  def for_queries(self) -> Angles:
+    """Returns the angles whose rotation multiplies by `query` too."""
+    if self.query is None:
+      return self
+    return Angles(self.sin * self.query, self.cos * self.query, self.query)
+
+
+def angles(positions: Int[Array, "B T"], head_dim: int, config: RopeConfig) -> Angles:
+  """Returns the sines and cosines of every position, float32, times `length_factor`."""
+  waves = frequencies(config.rotated(head_dim), config)
+  angle = positions[..., None].astype(jnp.float32) * waves
+  factor = length_factor(config)
+  return Angles(
+    factor * jnp.sin(angle)[:, :, None], factor * jnp.cos(angle)[:, :, None]
+  )
+
+
+def angles_by_kind(
+  positions: Int[Array, "B T"], head_dim: int, ropes: Sequence[RopeConfig | None]
+) -> Angles:
+  """Returns the angles of all kinds of layer, with a leading axis over the kinds.
 
   They are computed once for all layers of a kind.
+
+  Args:
+    positions: rotary positions.
+    head_dim: size H of a head.
+    ropes: the rotary embedding of each kind. None stands for angles of 0, which leave
+      queries and keys as they are.
   """
-  angle = positions[..., None].astype(jnp.float32) * frequencies(head_dim, config)
-  factor = length_factor(config)
-  return factor * jnp.sin(angle)[:, :, None], factor * jnp.cos(angle)[:, :, None]
-
-
-def rotate(
-  x: Float[Array, "B T N H"], sin_cos: tuple[jax.Array, jax.Array]
-) -> Float[Array, "B T N H"]:
-  """Rotates the pairs (x[i], x[i + H/2]) in float32, and returns x's dtype."""
-  sin, cos = sin_cos
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  turned = jnp.concatenate(
-    [first * cos - second * sin, second * cos + first * sin], axis=-1
+  rotated = {rope.rotated(head_dim) for rope in ropes if rope is not None}
+  half = max(rotated, default=head_dim) // 2
+  still = (
+    jnp.zeros((*positions.shape, 1, half), jnp.float32),
+    jnp.ones((*positions.shape, 1, half), jnp.float32),
   )
-  return turned.astype(x.dtype)
+  pairs = [still if r is None else angles(positions, head_dim, r)[:2] for r in ropes]
+  sin, cos = (jnp.stack(parts) for parts in zip(*pairs))
+  if all(rope is None or rope.query_beta is None for rope in ropes):
+    return Angles(sin, cos)
+  factors = [_query_factor(positions, rope) for rope in ropes]
+  return Angles(sin, cos, jnp.stack(factors)[..., None, None])
+
+
+def _query_factor(
+  positions: Int[Array, "B T"], rope: RopeConfig | None
+) -> Float[Array, "B T"]:
+  """Returns the factors of the queries, see `RopeConfig.query_beta`."""
+  if rope is None or rope.query_beta is None:
+    return jnp.ones(positions.shape, jnp.float32)
+  contexts = (positions // rope.original_max_position).astype(jnp.float32)
+  return 1 + rope.query_beta * jnp.log(1 + contexts)
+
+
+def rotate(x: Float[Array, "B T N H"], angles: Angles) -> Float[Array, "B T N H"]:
+  """Rotates the pairs (x[i], x[i + R/2]) in float32, and returns x's dtype.
+
+  R is the number of rotated dimensions, the first ones of a head; the others stay.
+  """
+  sin, cos = angles.sin, angles.cos
+  half = sin.shape[-1]
+  wide = x.astype(jnp.float32)
+  first, second, rest = jnp.split(wide, (half, 2 * half), axis=-1)
+  turned = [first * cos - second * sin, second * cos + first * sin]
+  if rest.shape[-1]:
+    turned.append(rest if angles.query is None else rest * angles.query)
+  return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -58,6 +58,7 @@ class Conversation:
     self._history = history
     self.messages: list[Message] = []
     self._ids: list[int] = []
+    self._calls = 0  # of tools so far
     self._opened = False  # the prompt ends inside <think>
     self._prompt_text = self._answer = ""  # of the last action, with special tokens
 
@@ -97,7 +98,9 @@ class Conversation:
       tool_calls.format_of(self._tokenizer.chat_template) if self._tools else "none",
       [_name(tool) for tool in self._tools or ()],
       opened=self._opened,
+      calls=self._calls,
     )
+    self._calls += len(action.message.get("tool_calls", ()))
     if self.messages:
       self.messages.append(action.message)
     return action
@@ -198,7 +201,12 @@ class Conversation:
 
 
 def read_answer(
-  text: str, tool_format: str, tools: Sequence[str], *, opened: bool = False
+  text: str,
+  tool_format: str,
+  tools: Sequence[str],
+  *,
+  opened: bool = False,
+  calls: int = 0,
 ) -> tuple[Message, str | None]:
   """Reads reasoning and calls of tools from the text of an answer.
 
@@ -207,6 +215,7 @@ def read_answer(
     tool_format: see `tool_calls.tool_reader`.
     tools: names of the tools.
     opened: True if the prompt ends inside <think>.
+    calls: number of calls before this answer.
 
   Returns:
     The message, and a description of a call that could not be read, or None.
@@ -220,11 +229,13 @@ def read_answer(
   if piece.calls:
     message["tool_calls"] = [
       {
-        "id": call.id,
+        # Templates print ids, so they must not be random. Mistral's takes nine letters
+        # and digits.
+        "id": f"call{number:05}",
         "type": "function",
         "function": {"name": call.name, "arguments": json.loads(call.arguments)},
       }
-      for call in piece.calls
+      for number, call in enumerate(piece.calls, calls)
     ]
   return message, _problem(piece.content, tool_format)
 

@@ -57,7 +57,7 @@ class _Live:
   episode: Episode
   env: Any = None
   conversation: Conversation | None = None
-  first_prompt: int = 0
+  row_prompt: int = 0  # tokens of the first prompt of the row
   prompt: list[int] = dataclasses.field(default_factory=list)
   stops: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
   drawn: Drawn | None = None
@@ -110,8 +110,8 @@ class Runner:
 
   def room(self, live: _Live) -> int:
     """Returns the number of tokens that the next action may have."""
-    limit = self._max_prompt + self._config.max_tokens
-    return min(self._max_action, limit - len(live.prompt))
+    after = len(live.prompt) - min(live.row_prompt, self._max_prompt)
+    return min(self._max_action, self._config.max_tokens - after)
 
 
 class _Batch:
@@ -288,7 +288,7 @@ class _Batch:
   def _observe(self, live: _Live, observation: Any, stop: Any) -> None:
     """Makes the prompt of the next action."""
     assert live.conversation is not None
-    known = len(live.prompt) + (0 if live.drawn is None else len(live.drawn.ids))
+    known = [*live.prompt, *([] if live.drawn is None else live.drawn.ids.tolist())]
     try:
       live.prompt = live.conversation.observe(observation)
       live.stops = env_lib.stops_of(stop)
@@ -296,8 +296,10 @@ class _Batch:
       self._end(live, "failed", str(error))
       return
     is_first = not live.episode.turns
+    if is_first or live.prompt[: len(known)] != known:
+      live.row_prompt = len(live.prompt)
     most = self._config.max_observation_tokens
-    added = len(live.prompt) - known
+    added = len(live.prompt) - len(known)
     too_long = not is_first and most is not None and added > most
     if too_long or (is_first and len(live.prompt) > self._runner._max_prompt):
       self._end(live, "observation")

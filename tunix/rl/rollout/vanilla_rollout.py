@@ -37,7 +37,7 @@ class VanillaRollout(SamplerRollout):
   def __init__(self, model: nnx.Module, tokenizer: Any, rollout_config: RolloutConfig):
     check_options(rollout_config)
     self._arguments: tuple[Any, Any, RolloutConfig] = model, tokenizer, rollout_config
-    suiting = engine_sampler.suits(model)
+    suiting = engine_sampler.suits(model, rollout_config.gather_weights)
     self.sampler = "engine" if suiting and not self.is_always_padded else "padded"
     super().__init__(self._made())
 

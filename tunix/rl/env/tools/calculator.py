@@ -12,6 +12,7 @@ from typing import Any
 
 _MAX_CHARS = 1000
 _MAX_SHOWN = 100
+_MAX_LEVELS = 200  # fewer than Python's stack has, wherever the call is
 # About 1200 decimal digits: below the 4300 digits to which Python limits conversions.
 _MAX_BITS = 4096
 _MAX_EXPONENT = 1200
@@ -63,24 +64,28 @@ def calculate(expression: str) -> str:
     return _shown(_value(tree.body, text))
   except ZeroDivisionError as error:
     raise ValueError("the expression divides by zero") from error
-  except RecursionError as error:
-    raise ValueError("the expression has too many levels") from error
 
 
-def _value(node: ast.expr, text: str) -> Number:
+def _value(node: ast.expr, text: str, level: int = 0) -> Number:
+  if level > _MAX_LEVELS:
+    raise ValueError(f"the expression has more than {_MAX_LEVELS} levels")
+
+  def inner(part: ast.expr) -> Number:
+    return _value(part, text, level + 1)
+
   if isinstance(node, ast.Constant):
     return _literal(ast.get_source_segment(text, node) or "", node.value)
   if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-    return _UNARY[type(node.op)](_value(node.operand, text))
+    return _UNARY[type(node.op)](inner(node.operand))
   if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-    return _power(_value(node.left, text), _value(node.right, text))
+    return _power(inner(node.left), inner(node.right))
   if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-    combined = _BINARY[type(node.op)](_value(node.left, text), _value(node.right, text))
+    combined = _BINARY[type(node.op)](inner(node.left), inner(node.right))
     return _bounded(Number(combined))
   if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
     if node.keywords:
       raise ValueError(f"{node.func.id} takes no arguments with names")
-    return _function(node.func.id, [_value(x, text) for x in node.args])
+    return _function(node.func.id, [inner(x) for x in node.args])
   part = ast.get_source_segment(text, node) or text
   hint = "; write ** for powers" if "^" in part else ""
   raise ValueError(

@@ -29,6 +29,7 @@ PROTECTIONS = ("calls", "files", "network", "processes", "user")
 # The monitor needs up to 5 s to kill processes; the rest is for its start on a machine
 # that is busy.
 _GRACE_S = 30.0
+_SECONDS = checks.Range(0, 86400, beyond=True)
 _ROOT = str(pathlib.Path(tunix.__file__).parent.parent)
 _MONITOR = (
   f"import sys; sys.path.insert(0, {_ROOT!r}); "
@@ -76,14 +77,14 @@ class JailSettings:
   def __post_init__(self):
     checks.fields(
       self,
-      wall_s=checks.POSITIVE,
-      cpu_s=checks.COUNT,
+      wall_s=_SECONDS,
+      cpu_s=checks.Range(1, 86400),
       memory_bytes=checks.BYTES,
-      processes=checks.COUNT,
+      processes=checks.Range(1, 1 << 15),
       file_bytes=checks.BYTES,
       disk_bytes=checks.BYTES,
       output_bytes=checks.BYTES,
-      workers=checks.NOT_NEGATIVE,
+      workers=checks.Range(0, 1 << 10),
     )
     unknown = sorted({*self.require} - {*PROTECTIONS})
     if unknown:
@@ -256,6 +257,7 @@ def _python_folders() -> list[str]:
     if not os.path.islink(path):
       break
     path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
+  folders.append(os.path.dirname(os.path.dirname(os.path.realpath(sys.executable))))
   return [x for x in dict.fromkeys(folders) if x != "/"]
 
 

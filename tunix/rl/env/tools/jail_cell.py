@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 from tunix.rl.env.tools import jail_syscalls as syscalls
 
-WORK = "/tmp"  # the folder of the command, in a root of its own
+_TEMPORARY = "/tmp"  # the only folder for writing, in a root of its own
+WORK = "/tmp/work"  # the folder of the command
 # Users of these ids own nothing: systemd keeps the range for services.
 _FIRST_UID, _UIDS = 61184, 4336
 # Shown in the jail, read-only, as far as they exist.
@@ -76,13 +77,14 @@ class _Cell:
   def init(self) -> int:
     """Sets up root and user, starts the command, and waits for processes to end."""
     work = self._request["scratch"]
-    if self._has_namespaces and _holds(lambda: _new_root(self._request)):
+    if self._has_namespaces and _holds(lambda: _new_root(self._request, self._uid)):
       self.protections |= {"files"}
       work = WORK
     if "user" not in self.protections:
       self._become_stranger()
     if sys.platform == "linux":
       syscalls.prctl(syscalls.DIE_WITH_PARENT, 9)  # a change of the user clears it
+    os.makedirs(work, exist_ok=True)
     os.chdir(work)
     for name, text in self._request["files"].items():
       os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
@@ -258,22 +260,23 @@ def _write(path: str, text: str) -> None:
     file.write(text)
 
 
-def _new_root(request: dict[str, Any]) -> None:
-  """Changes to a root that shows only programs, read-only, and an empty `WORK`."""
+def _new_root(request: dict[str, Any], uid: int) -> None:
+  """Changes to a root that shows only programs, read-only, and an empty folder."""
   root, disk = request["scratch"], request["disk_bytes"]
   inside = syscalls.NO_SUID | syscalls.NO_DEVICES
   syscalls.unshare(syscalls.NEW_MOUNTS)
   syscalls.mount("", "/", "", syscalls.RECURSIVE | syscalls.PRIVATE)
   syscalls.mount("tmpfs", root, "tmpfs", inside, "size=1m,mode=755")
+  os.mkdir(root + _TEMPORARY)
+  data = f"size={disk},mode=1777"
+  syscalls.mount("tmpfs", root + _TEMPORARY, "tmpfs", inside, data)
   shown = [*_SYSTEM, *(f"/etc/{x}" for x in _ETC)]
   for path in [*shown, *request["python"], *request["readable"]]:
     _show(path, root)
   for name in _DEVICES:
     _bind_device(f"/dev/{name}", root)
-  os.symlink(WORK, f"{root}/dev/shm")
-  _write(f"{root}/etc/passwd", "user:x:1000:1000::/tmp:/bin/sh\n")
-  os.makedirs(root + WORK, exist_ok=True)
-  syscalls.mount("tmpfs", root + WORK, "tmpfs", inside, f"size={disk},mode=1777")
+  os.symlink(_TEMPORARY, f"{root}/dev/shm")
+  _write(f"{root}/etc/passwd", f"user:x:{uid}:{uid}::{WORK}:/bin/sh\n")
   os.makedirs(f"{root}/proc")
   # Containers that hide parts of /proc refuse a new one; most commands need none.
   no_exec = inside | syscalls.NO_EXEC

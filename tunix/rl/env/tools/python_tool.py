@@ -47,5 +47,5 @@ class PythonTool:
     Returns:
       The printed text and the error messages.
     """
-    argv = [sys.executable, "-s", "-P", _FILE]
+    argv = [sys.executable, "-s", _FILE]
     return self.jail.run(argv, files={**self._files, _FILE: code}).answer()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tunix.utils import optional
+from tunix.utils import checks, optional
 
 Document = str | Mapping[str, Any]
 
@@ -44,9 +44,8 @@ class SearchTool:
       ImportError: the package bm25s is missing.
       ValueError: the corpus is empty, a document has no text, or a number is wrong.
     """
-    for name, value in (("top_k", top_k), ("max_document_chars", max_document_chars)):
-      if value < 1:
-        raise ValueError(f"{name} is {value}; expected at least 1")
+    checks.number("top_k", top_k, checks.COUNT, whole=True)
+    checks.number("max_document_chars", max_document_chars, checks.COUNT, whole=True)
     if isinstance(corpus, (str, os.PathLike)):
       corpus = _read(pathlib.Path(corpus))
     if not corpus:

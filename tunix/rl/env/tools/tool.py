@@ -13,6 +13,7 @@ from typing import Any
 from tunix.rl import json_schema
 from tunix.rl.env.tools import schema as schemas
 from tunix.rl.env.tools.results import MAX_CHARS, ToolResult, as_text, bounded
+from tunix.utils import checks
 
 _MAX_SHOWN = 200  # characters of a wrong value that an answer repeats
 _NOT_TOOLS = ("reset", "get_reward")
@@ -47,8 +48,7 @@ class Tool:
       ValueError: the function has no schema, see `schema.function_schema`, or
         `max_chars` is too small.
     """
-    if max_chars < 100:
-      raise ValueError(f"max_chars is {max_chars}; expected at least 100")
+    checks.number("max_chars", max_chars, checks.Range(100), whole=True)
     self.function, self.max_chars = function, max_chars
     self.schema: dict[str, Any] = dict(schema or schemas.function_schema(function))
     fields = self.schema.get("function", self.schema)

@@ -1,0 +1,101 @@
+"""Three odd tiny configurations of `transformers` for each family of FAMILIES."""
+
+SIZES = {
+  "vocab_size": 48,
+  "hidden_size": 16,
+  "intermediate_size": 20,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "max_position_embeddings": 64,
+  "initializer_range": 0.3,
+  "pad_token_id": 0,
+  "bos_token_id": 1,
+  "eos_token_id": 2,
+}
+ONE_LAYER, THREE, FIVE = ({"num_hidden_layers": n} for n in (1, 3, 5))
+FULL, SLIDING = "full_attention", "sliding_attention"
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+SCALED = YARN | {"rope_theta": 100.0, "llama_4_scaling_beta": 0.5}
+
+# Family -> (class of `transformers` without its ending, three sets of fields).
+FAMILIES = {
+  "olmo3": (
+    "Olmo3",
+    (
+      FIVE | {"sliding_window": 3, "rms_norm_eps": 1e-3},
+      THREE
+      | {
+        "sliding_window": 1,
+        "layer_types": [FULL, SLIDING, FULL],
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+          FULL: YARN | {"rope_theta": 100.0, "beta_fast": 4.0},
+          SLIDING: {"rope_type": "linear", "rope_theta": 50.0, "factor": 3.0},
+        },
+      },
+      ONE_LAYER
+      | {
+        "layer_types": [FULL],
+        "attention_bias": True,
+        "num_attention_heads": 2,
+        "hidden_act": "gelu",
+      },
+    ),
+  ),
+  "granite": (
+    "Granite",
+    (
+      FIVE | {"residual_multiplier": 0.3, "logits_scaling": 0.5},
+      THREE
+      | {
+        "attention_bias": True,
+        "attention_multiplier": 0.8,
+        "embedding_multiplier": 12.0,
+        "num_key_value_heads": 1,
+      },
+      ONE_LAYER
+      | {
+        "tie_word_embeddings": True,
+        "logits_scaling": 7.0,
+        "rope_parameters": YARN | {"rope_theta": 100.0},
+      },
+    ),
+  ),
+  "ministral3": (
+    "Ministral3",
+    (
+      FIVE | {"head_dim": 6, "rope_parameters": SCALED | {"mscale": 1.0}},
+      THREE
+      | {
+        "head_dim": 4,
+        "sliding_window": 6,
+        "tie_word_embeddings": True,
+        "rope_parameters": SCALED
+        | {"original_max_position_embeddings": 3, "llama_4_scaling_beta": 2.0},
+      },
+      ONE_LAYER
+      | {
+        "head_dim": 8,
+        "num_key_value_heads": 4,
+        "rope_parameters": SCALED
+        | {"mscale": 3.0, "mscale_all_dim": 1.5, "truncate": False},
+      },
+    ),
+  ),
+  "smollm3": (
+    "SmolLM3",
+    (
+      FIVE,
+      THREE
+      | {
+        "no_rope_layers": [0, 1, 0],
+        "tie_word_embeddings": False,
+        "attention_bias": True,
+        "rope_parameters": YARN | {"rope_theta": 100.0},
+      },
+      ONE_LAYER | {"no_rope_layers": [0], "num_key_value_heads": 4},
+    ),
+  ),
+}
+CASES = [(name, i) for name, (_, cases) in FAMILIES.items() for i in range(len(cases))]

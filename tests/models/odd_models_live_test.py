@@ -1,0 +1,117 @@
+"""Logits, loss, every gradient and greedy text of odd configurations, against torch.
+
+Runs where the `parity` extra is installed; parity_test.py compares with goldens.
+"""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.generate import toy_ids
+from tests.models import checkpoints, odd_models
+from tunix.generate.engine.config import EngineConfig
+from tunix.generate.engine.engine import Engine
+from tunix.generate.engine.request import EngineRequest
+from tunix.models.automodel import AutoModel
+from tunix.ops.logprobs import weighted_nll
+from tunix.ops.masks import next_token_targets, positions_from_mask
+from tunix.utils import tree
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+
+TOLERANCE = 1e-5
+STEPS = 10
+
+
+def make_models():
+  path = checkpoints.GOLDEN / "make_models.py"
+  spec = importlib.util.spec_from_file_location("make_models", path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+make = make_models()
+
+
+@pytest.fixture(scope="module", params=odd_models.CASES, ids=str)
+def case(request, tmp_path_factory):
+  """A folder of `transformers`, and what it computes."""
+  name, number = request.param
+  kind, cases = odd_models.FAMILIES[name]
+  folder = tmp_path_factory.mktemp("odd")
+  config = getattr(transformers, f"{kind}Config")(**odd_models.SIZES | cases[number])
+  torch.manual_seed(number)
+  model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+  model.set_attn_implementation("eager")
+  make.randomise(model, "norm", lambda x: torch.nn.init.uniform_(x, 0.5, 1.5))
+  make.randomise(model, ".bias", lambda x: torch.nn.init.normal_(x, std=0.4))
+  model.save_pretrained(folder)
+  tokens, mask = make.inputs()
+  want = {
+    "tokens": tokens,
+    "mask": mask,
+    "logits": make.logits(model, tokens, mask),
+    "greedy": make.greedy(model, tokens, mask, STEPS),
+  }
+  make.save_gradients(model, tokens, mask, folder / "gradients")
+  return folder, want
+
+
+def test_logits_loss_and_every_gradient(case):
+  folder, want = case
+  model = AutoModel.from_pretrained(folder)
+  mask = want["mask"]
+  options = {
+    "positions": positions_from_mask(jnp.asarray(mask)),
+    "attention_mask": checkpoints.visible(mask),
+  }
+  logits = np.asarray(model(want["tokens"], **options)[0]) * mask[..., None]
+  assert checkpoints.relative(logits, want["logits"]) < TOLERANCE
+  scored = np.zeros(mask.shape, np.float32)
+  scored[:, :-1] = mask[:, 1:] * mask[:, :-1]
+  graph, state = nnx.split(model)
+
+  def loss(state):
+    model = nnx.merge(graph, state)
+    hidden, _ = model(want["tokens"], return_hidden=True, **options)
+    target = next_token_targets(jnp.asarray(want["tokens"]))
+    table, layout = model.unembedding()
+    return weighted_nll(hidden, table, target, scored, layout) / scored.sum()
+
+  value, ours = jax.jit(jax.value_and_grad(loss))(state)
+  logps = jax.nn.log_softmax(want["logits"])[:, :-1]
+  chosen = np.take_along_axis(logps, want["tokens"][:, 1:, None], -1)[..., 0]
+  theirs = -np.sum(chosen * scored[:, :-1]) / scored.sum()
+  np.testing.assert_allclose(value, theirs, rtol=TOLERANCE)
+  gradients = AutoModel.from_pretrained(folder / "gradients")
+  theirs = tree.flatten(nnx.state(gradients))
+  ours = tree.flatten(ours)
+  assert ours.keys() == theirs.keys()
+  total = np.sqrt(sum(np.sum(np.square(x)) for x in theirs.values()))
+  for path, gradient in ours.items():
+    error = np.linalg.norm(gradient - theirs[path])
+    assert error < TOLERANCE * total, (path, error / total)
+
+
+def test_greedy_text_of_the_engine_and_of_groups(case):
+  folder, want = case
+  engine = Engine(
+    AutoModel.from_pretrained(folder),
+    toy_ids.Ids(),
+    EngineConfig(slots=4, max_tokens=48, prefill_tokens=16),
+  )
+  prompts = [row[keep] for row, keep in zip(want["tokens"], want["mask"].astype(bool))]
+  requests = [
+    EngineRequest(prompt=prompt, max_tokens=STEPS, stop_ids=(), num_samples=2)
+    for prompt in prompts
+  ]
+  for rows, tokens in zip(engine.run(requests), want["greedy"]):
+    for row in rows:
+      np.testing.assert_array_equal(row.tokens, tokens)

@@ -1,0 +1,1 @@
+"""Ministral 3, and the text models of Mistral 3."""
