@@ -100,9 +100,17 @@ def test_a_run_trains_shows_and_exports(keys, files, model, capsys):
   assert "this run is finished: 4 steps" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("job", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
-def test_a_run_that_is_resumed_is_the_same(keys, job, tmp_path, capsys):
+@pytest.mark.parametrize(
+  ("job", "schedule"),
+  [
+    ("grpo", "sync"),
+    pytest.param("ppo", "sync", marks=pytest.mark.slow),
+    ("grpo", "lagged"),
+  ],
+)
+def test_a_run_that_is_resumed_is_the_same(keys, job, schedule, tmp_path, capsys):
   keys = keys | {"job": job, "rl__mini_batch_size": 2, "rl__shuffle_seed": 1}
+  keys = keys | {"rl__schedule": schedule}
   assert train(keys, output_dir=tmp_path / "whole") == 0
   assert train(keys, training__max_steps=2) == 0
   assert train(keys) == 0

@@ -8,6 +8,8 @@ import optax
 
 from tests import toys
 from tests.rl import clusters
+from tests.rl.env import toy_envs
+from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.grpo.dapo_learner import DAPOConfig, DAPOLearner
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
@@ -29,7 +31,7 @@ def sometimes(prompts, completions, number, **columns):
 
 
 def learner(job: str, folder: pathlib.Path) -> RLLearner:
-  """The learner of a job: "grpo", "grpo-lora", "dapo" or "ppo"."""
+  """The learner of a job: "grpo", "grpo-lora", "lagged", "lagged-env", ..."""
   options = {
     "max_steps": STEPS,
     "eval_every_n_steps": 6,
@@ -52,6 +54,17 @@ def learner(job: str, folder: pathlib.Path) -> RLLearner:
     cluster = clusters.cluster(actor(), **options)
     config = DAPOConfig(num_generations=4, num_iterations=2)
     return DAPOLearner(cluster, config, sometimes, data_shuffle_seed=1)
+  if job == "lagged-env":
+    options |= {"schedule": "lagged"}
+    options["rollout"] = {"max_tokens_to_generate": 4, "max_prompt_length": 8}
+    cluster = clusters.cluster(actor(), **options)
+    config = GRPOConfig(num_generations=4, num_iterations=2, beta=0.0)
+    limits = EpisodeConfig(max_turns=3, max_tokens=24)
+    return GRPOLearner(
+      cluster, config, env=toy_envs.Echo, episodes=limits, data_shuffle_seed=1
+    )
+  if job == "lagged":
+    options |= {"schedule": "lagged", "lag": 2}
   lora = job == "grpo-lora"
   models = {} if lora else {"reference": actor()}
   cluster = clusters.cluster(actor(4 if lora else 0), **models, **options)

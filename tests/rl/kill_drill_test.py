@@ -15,6 +15,8 @@ from tests import drills
     pytest.param("ppo", 8),
     pytest.param("grpo-lora", 1, marks=pytest.mark.ci),
     ("dapo", 2),
+    ("lagged", 2),
+    ("lagged-env", 2),
   ],
 )
 def test_killed_runs_resume_exactly(tmp_path, job, kills):

@@ -272,6 +272,11 @@ class AlgorithmConfig:
     rule = self.rollout_correction
     return None if rule is None or rule.kind == "off" else rule
 
+  @property
+  def collects_batches(self) -> bool:
+    """True if a step samples batches until it has enough of them."""
+    return False
+
   def for_staleness(self, staleness: int) -> Self:
     """Returns the config for rollouts that may be stale; see `safe_correction`.
 

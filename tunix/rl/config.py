@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import optax
 from jax.sharding import Mesh
@@ -15,6 +15,9 @@ from tunix.sft.config import TrainingConfig
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import checks
 from tunix.utils.setting import setting
+
+# Engines whose weights are in another process, or that choose their own order.
+_OTHER_PROCESS = ("vllm", "sglang_jax")
 
 
 class Role(enum.Enum):
@@ -66,7 +69,40 @@ class PromptSizes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RLTrainingConfig(PromptSizes, TrainingConfig):
+class ScheduleSettings:
+  """The order of sampling and training, see docs/guides/async.md.
+
+  Attributes:
+    schedule: "sync": a batch is sampled by the weights that its update starts from.
+      "lagged": a thread samples ahead of the updates, so that both overlap.
+    lag: S, only with "lagged": batch t is sampled by the weights after max(0, t - S)
+      batches. null: 1.
+    rollout_timeout_s: seconds that the sampling of one batch, its environments and its
+      rewards may take with "lagged". After that, the run ends with an error.
+  """
+
+  schedule: Literal["sync", "lagged"] = "sync"
+  lag: int | None = None
+  rollout_timeout_s: float = setting(3600.0, may_change=True)
+
+  def __post_init__(self):
+    checks.fields(self, lag=checks.COUNT, rollout_timeout_s=checks.POSITIVE)
+    if self.schedule not in ("sync", "lagged"):
+      raise ValueError(f"schedule is {self.schedule!r}: choose one of sync, lagged")
+    if self.lag is not None and self.schedule == "sync":
+      raise ValueError(
+        f"lag is {self.lag} and schedule is 'sync', which has no lag: set schedule to "
+        "lagged, or leave lag out"
+      )
+
+  @property
+  def staleness(self) -> int:
+    """The number of batches by which the weights that sample are older; 0: none."""
+    return 0 if self.schedule == "sync" else self.lag or 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RLTrainingConfig(ScheduleSettings, PromptSizes, TrainingConfig):
   """Settings of an RL run.
 
   `max_steps`, `eval_every_n_steps` and `save_every_n_steps` count updates of the actor.
@@ -83,6 +119,7 @@ class RLTrainingConfig(PromptSizes, TrainingConfig):
   def __post_init__(self):
     TrainingConfig.__post_init__(self)
     PromptSizes.__post_init__(self)
+    ScheduleSettings.__post_init__(self)
     if self.gradient_accumulation_steps is not None:
       raise ValueError(
         f"gradient_accumulation_steps is {self.gradient_accumulation_steps}: an RL run "
@@ -125,6 +162,12 @@ class ClusterConfig:
       raise ValueError(
         "engine_options differ between modes, which share one engine: set them in "
         "Mode.TRAIN only"
+      )
+    if self.training_config.staleness and self.rollout_engine in _OTHER_PROCESS:
+      raise ValueError(
+        f"rollout_engine is {self.rollout_engine!r} and schedule is 'lagged', which "
+        'samples with an engine of this process: set rollout_engine to "vanilla", or '
+        "schedule to sync"
       )
     unknown = [role for role in self.role_to_mesh or () if not isinstance(role, Role)]
     if unknown:

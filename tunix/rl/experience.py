@@ -86,7 +86,14 @@ class Experience:
     self.phases, self.measured = Phases(cluster.perf), list[dict[str, Mean]]()
 
   def rollouts(
-    self, batch: PromptBatch, mode: Mode, number: int, shape_rewards: ShapeRewards
+    self,
+    batch: PromptBatch,
+    mode: Mode,
+    number: int,
+    shape_rewards: ShapeRewards,
+    *,
+    measured: list[dict[str, Mean]] | None = None,
+    phases: Phases | None = None,
   ) -> Rollouts:
     """Samples the completions of every prompt and computes their rewards.
 
@@ -96,19 +103,23 @@ class Experience:
       number: batches of rollouts that were trained on before. In training, samples
         depend only on `number`, on `batch.number` and on the seed.
       shape_rewards: computes the scores from the rollouts.
+      measured, phases: receive the metrics and the seconds, in another thread than the
+        learner's; None: those of this object.
     """
+    measured = self.measured if measured is None else measured
+    phases = self.phases if phases is None else phases
     cluster, algo = self._cluster, self._config
     is_training = mode is Mode.TRAIN
     _check_same_prompts(batch, mode)
     group = algo.num_generations if is_training else algo.eval_num_generations
     config = cluster.cluster_config.rollout(mode)
-    with self.phases("rollout", "rollout"):
+    with phases("rollout", "rollout"):
       key = jax.random.fold_in(jax.random.key(config.seed), batch.number)
       if is_training:
         # Prompts that were put back are sampled again under the same batch number.
         key = jax.random.fold_in(key, number)
-      rollouts = self._sampled(batch, mode, group, key)
-    with self.phases("rewards"):
+      rollouts = self._sampled(batch, mode, group, key, phases)
+    with phases("rewards"):
       rewards = self._reward(rollouts)
     rollouts = dataclasses.replace(
       rollouts, rewards=rewards, scores=rewards.total.reshape(-1, group)
@@ -116,9 +127,15 @@ class Experience:
     scores = shape_rewards(rollouts, self.max_tokens(config))
     rollouts = dataclasses.replace(rollouts, scores=scores)
     if is_training:
-      self.measured.append(metrics.of_rollouts(rollouts) | self._user_metrics(rollouts))
-      self.measured.append(episodes_lib.metrics_of(rollouts.episodes))
+      measured.append(metrics.of_rollouts(rollouts) | self._user_metrics(rollouts))
+      measured.append(episodes_lib.metrics_of(rollouts.episodes))
     return rollouts
+
+  def add(self, measured: list[dict[str, Mean]], phases: Phases) -> None:
+    """Adds the metrics and the seconds of rollouts of another thread."""
+    self.measured += measured
+    for name, seconds in phases.seconds.items():
+      self.phases.add(name, seconds)
 
   def max_tokens(self, config: RolloutConfig) -> int:
     """Returns the most tokens of a completion."""
@@ -127,12 +144,17 @@ class Experience:
     return config.max_tokens_to_generate
 
   def _sampled(
-    self, batch: PromptBatch, mode: Mode, group: int, key: jax.Array
+    self,
+    batch: PromptBatch,
+    mode: Mode,
+    group: int,
+    key: jax.Array,
+    phases: Phases,
   ) -> Rollouts:
     """Returns the completions of a batch, without rewards."""
     if (source := self._episodes) is not None:
       rollouts = source.rollouts(batch, mode, group, key)
-      self.phases.add("env_wait", source.take_waited())
+      phases.add("env_wait", source.take_waited())
       return rollouts
     cluster = self._cluster
     out = cluster.generate(batch.inputs, mode=mode, num_generations=group, seed=key)
@@ -157,7 +179,7 @@ class Experience:
     if self._cluster.reward is not None:
       rewards = rewards.plus("reward_model", self._cluster.get_rewards(rollouts))
     for line in rewards.problems():
-      step = self._cluster.actor_trainer.train_steps
+      step = getattr(self._cluster.rollout.version, "step", 0)
       _log.warning("step %d: no reward from %s", step, line)
     return rewards
 

@@ -57,7 +57,10 @@ def trainers(cluster: RLCluster) -> dict[str, Trainer]:
 
 
 def of_run(
-  cluster: RLCluster, progress: LearnerProgress, identity: Mapping[str, Any]
+  cluster: RLCluster,
+  progress: LearnerProgress,
+  identity: Mapping[str, Any],
+  ahead: list[Any],
 ) -> RunState:
   """Returns the whole state of a run.
 
@@ -65,6 +68,7 @@ def of_run(
     cluster: the models and trainers.
     progress: the counters of the learner.
     identity: values that must be the same when the run is resumed.
+    ahead: batches that are sampled and not yet trained on, see `Schedule.to_json`.
   """
   states, counters = {}, {}
   for role, trainer in trainers(cluster).items():
@@ -79,6 +83,7 @@ def of_run(
       "identity": dict(identity),
       "version": cluster.version.to_json(),
       "sampler": cluster.rollout.sampler,
+      **({"ahead": ahead} if ahead else {}),
     },
     custom_metadata={},
   )
@@ -130,9 +135,10 @@ def load(
 
 
 def identity(cluster: RLCluster) -> dict[str, Any]:
-  """Returns the content stamps of the models that a run does not change."""
+  """Returns what a run does not change: stamps of models, and a lag."""
   fixed = {"reference": cluster.reference, "reward model": cluster.reward}
-  return {
+  lag = cluster.cluster_config.training_config.staleness
+  return ({"lag": lag} if lag else {}) | {
     name: weight_sync.policy_stamp(model)
     for name, model in fixed.items()
     if model is not None

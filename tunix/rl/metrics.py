@@ -80,6 +80,13 @@ METRICS = (
     _STAMPED,
   ),
   Metric("perf/rollout_sec", "s", "sampling of the completions"),
+  Metric(
+    "perf/data_wait_sec",
+    "s",
+    "time in which the learner waited for rollouts; perf/rollout_sec and "
+    "perf/rewards_sec are then times of the thread that samples",
+    condition="if `rl.schedule` is lagged",
+  ),
   Metric("perf/rewards_sec", "s", "reward functions and reward model"),
   Metric(
     "perf/scoring_sec", "s", "log-probabilities and values before the update", "train"
@@ -213,12 +220,15 @@ class Phases:
   Every run logs these few numbers. A tracer, which is optional, records more.
 
   Args:
-    tracer: records the phases as spans.
+    tracer: records the phases as spans; None: nothing does.
+
+  Attributes:
+    seconds: seconds by phase since the last `take`.
   """
 
-  def __init__(self, tracer: NoopTracer) -> None:
-    self._tracer = tracer
-    self._seconds: dict[str, float] = {}
+  def __init__(self, tracer: NoopTracer | None = None) -> None:
+    self._tracer = NoopTracer() if tracer is None else tracer
+    self.seconds: dict[str, float] = {}
 
   @contextlib.contextmanager
   def __call__(self, name: str, role: str | None = None) -> Iterator[None]:
@@ -237,15 +247,15 @@ class Phases:
 
   def add(self, name: str, seconds: float) -> None:
     """Adds seconds that were measured elsewhere."""
-    self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+    self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
   def take(self) -> dict[str, float]:
     """Returns perf/<phase>_sec of every phase and resets all phases to 0.
 
     A phase inside another one is counted in both.
     """
-    out = {f"perf/{name}_sec": value for name, value in self._seconds.items()}
-    self._seconds = {}
+    out = {f"perf/{name}_sec": value for name, value in self.seconds.items()}
+    self.seconds = {}
     return out
 
 

@@ -6,6 +6,7 @@ role uses which devices.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 from tunix.models import backbone, lora, lora_modules
 from tunix.models.transformer.model import Transformer
 from tunix.rl.reshard import reshard_pytree
+from tunix.rl.weight_sync import PolicyVersion
 from tunix.sft import stamp
 from tunix.utils import tree
 
@@ -26,6 +28,19 @@ Needs = Literal["adapters", "merged", "weights"]
 _HOST_KINDS = ("pinned_host", "unpinned_host")
 # Key of the metadata that keeps the sharding of a parameter while it is a NumPy array.
 _SHARDING = "offloaded_from"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights:
+  """The weights of a policy, for rollouts that are sampled later.
+
+  Attributes:
+    version: version of the policy.
+    arrays: parameters by path, in the layout of the model that samples.
+  """
+
+  version: PolicyVersion
+  arrays: Mapping[str, jax.Array]
 
 
 class WeightSyncError(RuntimeError):
@@ -192,6 +207,36 @@ def copy_weights(source: Any, target: Any, reshard: Reshard = reshard_pytree) ->
   for path, value in moved.items():
     variables[path].set_value(value)
   return tree.size_bytes(moved)
+
+
+def sent(
+  source: Any, target: Any, reshard: Reshard = reshard_pytree
+) -> dict[str, jax.Array]:
+  """Returns the parameters of `source` that `target` does not share, for `put`.
+
+  They are the trained parameters: with LoRA, the adapters. On the devices of `source`
+  they are its own arrays. A trainer copies its arrays before an update if its module
+  holds them, so these stay alive as long as the result (see sft/module_state.py).
+
+  Args:
+    source: the trained model.
+    target: a clone of it, on any mesh.
+    reshard: see `copy_weights`.
+  """
+  held = _arrays(_by_path(target))
+  arrays = _matched(_arrays(_by_path(source)), held)
+  # An array that is in its place already is not moved: `device_put` would commit it to
+  # its device, and programs are compiled again for committed arrays.
+  far = {path: x for path, x in arrays.items() if x.sharding != held[path].sharding}
+  moved = reshard(far, {path: held[path].sharding for path in far}) if far else {}
+  return arrays | moved
+
+
+def put(model: Any, arrays: Mapping[str, jax.Array]) -> None:
+  """Gives a model the parameters that `sent` returned, in place."""
+  variables = _by_path(model)
+  for path, value in arrays.items():
+    variables[path].set_value(value)
 
 
 def _merged(source: Any) -> Any:

@@ -24,6 +24,7 @@ from tunix.rl.common import TOKEN_ARRAYS, Rows, TrainExample
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
 from tunix.rl.env.policy import Policy
 from tunix.rl.inference_worker import InferenceWorker
+from tunix.rl.placement import Weights
 from tunix.rl.rollout import turns
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutOutput
 from tunix.rl.trainer import Trainer
@@ -91,7 +92,8 @@ class RLCluster:
     )
     self.critic_trainer = self._make_critic_trainer(train)
     self.rollout = self._make_rollout()
-    self._sync = WeightSync()
+    # Rollouts may come from weights that are `staleness` batches old.
+    self._sync = WeightSync(history=max(8, train.staleness + 2))
     self.inference_worker = InferenceWorker(
       self._others(), self._axes, config.offload_to_cpu
     )
@@ -157,6 +159,10 @@ class RLCluster:
     # On the actor's mesh, the engine samples with the actor's arrays and needs no copy.
     if rollout_mesh is not None and mesh_lib.auto(rollout_mesh) != actor_mesh:
       model = reshard.reshard_model_to_mesh(nnx.clone(self.actor), rollout_mesh)
+    elif self._training.staleness:
+      # The engine samples with older weights while the actor changes. Arrays that are
+      # not trained stay shared.
+      model = nnx.clone(self.actor)
     return engine(model, self.tokenizer, self.cluster_config.widest_rollout())
 
   # Sampling, updates and scores.
@@ -341,10 +347,15 @@ class RLCluster:
   def sync_weights(self) -> PolicyVersion:
     """Sends the actor's weights to the rollout engine, under a new version.
 
+    If the schedule is lagged, the engine keeps its weights until `load_weights`.
+
     Raises:
       WeightSyncError: the engine does not hold the weights that were sent.
     """
     actor, sampled = self.actor_trainer.model, self._sampling_model()
+    is_later = self._training.staleness and self._sync.current is not None
+    if is_later:
+      return self._sync.publish(actor, self.actor_trainer.train_steps)
     if sampled is None:
       sampled = actor
     elif sampled is not actor:
@@ -353,10 +364,25 @@ class RLCluster:
     self.rollout.update_params(sampled, version)
     return version
 
+  def weights(self) -> Weights:
+    """Returns the actor's weights of the last `sync_weights`, for `load_weights`."""
+    return Weights(
+      version=self.version,
+      arrays=placement.sent(self.actor_trainer.model, self.rollout.model()),
+    )
+
+  def load_weights(self, weights: Weights) -> None:
+    """Gives the engine weights of now or earlier; called by the thread that samples."""
+    model = self.rollout.model()
+    placement.put(model, weights.arrays)
+    self.rollout.update_params(model, weights.version)
+
   @property
   def version(self) -> PolicyVersion:
-    """The version of the weights that the engine holds."""
-    return self.rollout.version
+    """The version of the weights of the last `sync_weights`."""
+    version = self._sync.current
+    assert version is not None  # the constructor publishes one
+    return version
 
   def close(self) -> None:
     """Writes the weights to the caller's models and closes files."""

@@ -6,7 +6,8 @@
       cluster.sync_weights()
 
 sft/run.py decides when a run evaluates and saves, as for every trainer. A resumed run
-needs one RunState (learner_state.py), which is saved between two rollouts. Random
+needs one RunState (learner_state.py), which is saved between two rollouts. Rollouts may
+be sampled ahead of the updates (schedule.py), which changes none of this. Random
 numbers need no state: they are computed from the seed, the number of the rollout and
 the row.
 """
@@ -35,6 +36,7 @@ from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptBatch, PromptSource, prompt_batch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.samples import Samples
+from tunix.rl.schedule import Lagged, Sync
 from tunix.sft.base_trainer import BaseTrainer
 from tunix.sft.interrupts import DeferredSignals
 from tunix.sft.metrics_logger import MetricsLogger, Mode
@@ -87,8 +89,9 @@ class RLLearner(BaseTrainer):
     episodes: EpisodeConfig | None = None,
   ):
     setup.check(rl_cluster, algo_config, uses_critic=self.uses_critic)
-    self.rl_cluster, self.algo_config = rl_cluster, algo_config
     self._config = rl_cluster.cluster_config.training_config
+    self.rl_cluster = rl_cluster
+    self.algo_config = algo_config.for_staleness(self._config.staleness)
     if env is None and episodes is not None:
       raise ValueError("episodes has limits and env is None: give env as well")
     source = None if env is None else Episodes(rl_cluster, env, episodes)
@@ -96,6 +99,7 @@ class RLLearner(BaseTrainer):
       rl_cluster, algo_config, reward_fns, metric_fns, source
     )
     self._phases, self._measured = self._experience.phases, self._experience.measured
+    self._schedule = self._make_schedule()
     self._samples: Samples | None = None
     self._progress = LearnerProgress()
     self._shuffle_seed = data_shuffle_seed
@@ -104,6 +108,13 @@ class RLLearner(BaseTrainer):
     self._is_mid_update = False  # True during an update, and after one that failed
     self._run = Run(self, self._config, rl_cluster.perf)
     self.restore_checkpoint()
+
+  def _make_schedule(self) -> Sync:
+    experience, shape = self._experience, self._shape_rewards
+    if not (lag := self._config.staleness):
+      return Sync(experience, shape)
+    timeout_s = self._config.rollout_timeout_s
+    return Lagged(self.rl_cluster, experience, shape, lag=lag, timeout_s=timeout_s)
 
   def with_samples(self, samples: Samples) -> Self:
     """Writes some of the rollouts to files; returns the learner."""
@@ -144,7 +155,7 @@ class RLLearner(BaseTrainer):
 
   def _collect(self, source: PromptSource) -> TrainExample | None:
     """Returns the example of one step; None at the end of the prompts."""
-    batch = source.take()
+    batch = self._schedule.next(source, self._progress.rollouts)
     return None if batch is None else self._generate_and_compute_advantage(batch)
 
   def _shape_rewards(self, rollouts: Rollouts, max_tokens: int) -> np.ndarray:
@@ -155,9 +166,8 @@ class RLLearner(BaseTrainer):
   # Helpers of the extension points.
 
   def _rollouts(self, batch: PromptBatch, mode: Mode = Mode.TRAIN) -> Rollouts:
-    """Samples the completions of every prompt and computes their rewards."""
-    number = self._progress.rollouts
-    return self._experience.rollouts(batch, mode, number, self._shape_rewards)
+    """Returns the completions of every prompt with their rewards; see schedule.py."""
+    return self._schedule.rollouts(batch, mode, self._progress.rollouts)
 
   def _example(
     self,
@@ -228,7 +238,12 @@ class RLLearner(BaseTrainer):
     The models hold shapes instead of arrays. The caller collects the programs with
     `programs.recording`.
     """
-    example = self._generate_and_compute_advantage(prompt_batch(batch))
+    in_turn = Sync(self._experience, self._shape_rewards)
+    self._schedule, schedule = in_turn, self._schedule
+    try:
+      example = self._generate_and_compute_advantage(prompt_batch(batch))
+    finally:
+      self._schedule = schedule
     minis = self._mini_batches(example)
     parts = self._micro_batches(minis[0])
     for role, trainer in learner_state.trainers(self.rl_cluster).items():
@@ -259,13 +274,15 @@ class RLLearner(BaseTrainer):
     """Clears the metrics of a call that was interrupted."""
     self._measured.clear()
     self._phases.take()
+    self._schedule.begin()
 
   def _end(self) -> None:
+    self._schedule.end()
     self.rl_cluster.logger.flush()
     self.rl_cluster.perf.synchronize()
 
   def _draw(self, source: PromptSource) -> PromptSource | None:
-    return source if source.has_more() else None
+    return source if self._schedule.has_more(source) else None
 
   def _learn(self, source: PromptSource, skip_jit: bool) -> None:
     """Samples the next prompts and makes all updates on the rollouts."""
@@ -278,6 +295,7 @@ class RLLearner(BaseTrainer):
       self._update(example, skip_jit)
     # Only now the batch counts as trained: an interrupted step is sampled again.
     self._log_rollouts()
+    self._schedule.commit()
     self._progress.rollouts += 1
     self._progress.data_state = source.commit()
     self._progress.pending = source.pending
@@ -386,8 +404,12 @@ class RLLearner(BaseTrainer):
       return None
     if not self.train_steps:
       return None
+    if (ahead := self._schedule.to_json()) is None:
+      step = self.train_steps
+      _log.warning("step %d is not saved: a batch after it was not sampled", step)
+      return None
     progress = dataclasses.replace(self._progress, data_state=places[0])
-    return learner_state.of_run(self.rl_cluster, progress, self._identity)
+    return learner_state.of_run(self.rl_cluster, progress, self._identity, ahead)
 
   def _state_form(self) -> RunState:
     return learner_state.form(self.rl_cluster)
@@ -397,9 +419,10 @@ class RLLearner(BaseTrainer):
       self.rl_cluster.logger.restore(None)
       return
     self._progress = learner_state.load(self.rl_cluster, *saved, self._identity)
+    self._schedule.load((saved[1].progress or {}).get("ahead", []))
 
   def close(self) -> None:
-    """Saves unsaved updates, ends the reward workers, closes files.
+    """Saves unsaved updates, ends the sampling and the reward workers, closes files.
 
     Raises:
       OSError: the last checkpoint could not be written; everything else is closed.
@@ -407,4 +430,5 @@ class RLLearner(BaseTrainer):
     with contextlib.ExitStack() as stack:
       stack.callback(self.rl_cluster.close)
       stack.callback(self._experience.close)
+      stack.callback(self._schedule.close)
       self._run.close()

@@ -104,6 +104,48 @@ def _check_processes(cluster: RLCluster) -> None:
     )
 
 
+def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
+  """Checks that sampling and training can overlap, if the schedule is lagged.
+
+  Raises:
+    ValueError: an engine, an algorithm or a placement does not allow it.
+  """
+  if jax.process_count() > 1:
+    raise ValueError(
+      f"schedule is 'lagged' and there are {jax.process_count()} processes: expected "
+      "one. Start one process with all devices, or set schedule to sync"
+    )
+  if config.collects_batches:
+    raise ValueError(
+      "dynamic_sampling is True, which samples until a batch is full, and schedule is "
+      "'lagged', which samples before it is known what is missing: set "
+      "dynamic_sampling to False, or schedule to sync"
+    )
+  try:
+    engine = cluster.rollout.model()
+  except TypeError:
+    raise ValueError(
+      f"rollout_engine is {type(cluster.rollout).__name__}, whose weights are in "
+      "another process, and schedule is 'lagged': use the vanilla engine, or set "
+      "schedule to sync"
+    ) from None
+  trains = _devices(cluster.actor, cluster.critic, cluster.reference)
+  samples = _devices(engine, cluster.reward)
+  # Two threads that start programs over the same devices may start them in another
+  # order on each device. Programs that exchange data then wait for each other.
+  if trains & samples and len(trains | samples) > 1:
+    raise ValueError(
+      f"schedule is 'lagged' and {len(trains & samples)} of {len(trains | samples)} "
+      "devices both train and sample: expected one device in all, or devices of their "
+      "own for the rollout and the reward model (role_to_mesh)"
+    )
+
+
+def _devices(*models: nnx.Module | None) -> set[Any]:
+  arrays = [x for m in models if m is not None for x in jax.tree.leaves(nnx.state(m))]
+  return {d for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
+
+
 def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> None:
   """Checks the cluster of a learner.
 
@@ -113,6 +155,8 @@ def check(cluster: RLCluster, config: AlgorithmConfig, *, uses_critic: bool) -> 
   """
   if jax.process_count() > 1:
     _check_processes(cluster)
+  if cluster.cluster_config.training_config.staleness:
+    _check_schedule(cluster, config)
   check_exploring(cluster.cluster_config.rollout(Mode.TRAIN))
   if config.beta and cluster.reference is None and not is_lora(cluster.actor):
     raise ValueError(

@@ -6,7 +6,6 @@ weights raises an error.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
 from collections.abc import Iterable
@@ -75,12 +74,14 @@ class WeightSync:
 
   def __init__(self, history: int = 8, known: Iterable[PolicyVersion] = ()):
     checks.number("history", history, checks.COUNT, whole=True)
-    self._known = collections.deque(known, maxlen=history)
+    self._history = history
+    # Replaced and never changed, because rollouts may read it in another thread.
+    self._known = tuple(known)[-history:]
 
   @property
   def known(self) -> tuple[PolicyVersion, ...]:
     """The known versions, oldest first, which a run saves."""
-    return tuple(self._known)
+    return self._known
 
   @property
   def current(self) -> PolicyVersion | None:
@@ -106,7 +107,7 @@ class WeightSync:
     # `known` has a limited length. Publishing unchanged weights again must not remove
     # an older version from it.
     if version != self.current:
-      self._known.append(version)
+      self._known = (*self._known, version)[-self._history :]
     return version
 
   def check(self, version: PolicyVersion | None) -> int:

@@ -20,7 +20,13 @@ from tunix.data.records import PROMPT_ROWS, PROMPTS, Kind
 from tunix.generate import batching, capacity
 from tunix.models.transformer.model import Transformer
 from tunix.rl import algorithms, setup
-from tunix.rl.config import ClusterConfig, PromptSizes, RLTrainingConfig, Role
+from tunix.rl.config import (
+  ClusterConfig,
+  PromptSizes,
+  RLTrainingConfig,
+  Role,
+  ScheduleSettings,
+)
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig
 from tunix.rl.ppo.ppo_learner import PPOConfig
@@ -77,8 +83,8 @@ class RolloutSettings(RolloutConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RLSettings(PromptSizes):
-  """Sizes in prompts, and models besides the policy.
+class RLSettings(ScheduleSettings, PromptSizes):
+  """Sizes in prompts, the order of sampling and training, and further models.
 
   Attributes:
     reference: folder of the reference model, which the KL term compares with. null: the
@@ -94,7 +100,8 @@ class RLSettings(PromptSizes):
   offload_to_cpu: bool = setting(False, may_change=True)
 
   def __post_init__(self):
-    super().__post_init__()
+    ScheduleSettings.__post_init__(self)
+    PromptSizes.__post_init__(self)
     checks.fields(self, shuffle_seed=checks.SEED)
 
 
@@ -265,6 +272,8 @@ def build_learner(run: Loaded) -> RLLearner:
         **run.training_options()
         | {"metrics_logging_options": training.logging_options(config, run.output_dir)},
         **shared_values(PromptSizes, roles),
+        # A plan has shapes only, which no thread samples from.
+        **({} if run.of_shapes else shared_values(ScheduleSettings, roles)),
         **more,
       ),
       rollout_config=rollout_configs(config, plans=run.of_shapes),

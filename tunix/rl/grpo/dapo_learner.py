@@ -74,6 +74,10 @@ class DAPOConfig(GRPOConfig):
       )
     checks.fields(self, max_refills=checks.NOT_NEGATIVE)
 
+  @property
+  def collects_batches(self) -> bool:
+    return self.dynamic_sampling
+
 
 class DAPOLearner(GRPOLearner):
   """GRPO that samples until every group has rewards that differ."""

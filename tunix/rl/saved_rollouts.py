@@ -1,0 +1,113 @@
+"""Rollouts as JSON: the batches of a checkpoint that are sampled and not trained on.
+
+Arrays are compressed (zlib) and written as base64, bit by bit. Other values of the user
+(columns of the data, messages) must be JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import zlib
+from typing import Any
+
+import numpy as np
+
+from tunix.rl.common import Rollouts
+from tunix.rl.env.env import Action
+from tunix.rl.env.episode import Episode, Turn
+from tunix.rl.pipeline import PromptBatch
+from tunix.rl.reward_outcomes import Failed, TimedOut, Value
+from tunix.rl.rewards import RewardOutput
+
+_OUTCOMES = {kind.__name__: kind for kind in (Value, Failed, TimedOut)}
+_ARRAY = "__array__"
+
+
+def to_json(rollouts: Rollouts) -> dict[str, Any]:
+  """Returns rollouts as JSON; environments are left out.
+
+  Raises:
+    TypeError: a column of the data or a message of an environment is not JSON.
+  """
+  out = {f.name: getattr(rollouts, f.name) for f in dataclasses.fields(rollouts)}
+  rewards: RewardOutput = out["rewards"]
+  out["rewards"] = {
+    "weights": dict(rewards.weights),
+    "outcomes": {
+      name: [[type(x).__name__, *dataclasses.astuple(x)] for x in rows]
+      for name, rows in rewards.outcomes.items()
+    },
+  }
+  out["batch"] = dataclasses.asdict(rollouts.batch)
+  out["episodes"] = [_episode(episode) for episode in rollouts.episodes]
+  try:
+    encoded = _encoded(out)
+    json.dumps(encoded)
+  except TypeError as error:
+    raise TypeError(
+      f"rollouts cannot be saved as JSON ({error}): use strings, numbers, lists and "
+      "dicts in the columns of the data and in the messages of environments"
+    ) from error
+  return encoded
+
+
+def from_json(saved: dict[str, Any]) -> Rollouts:
+  """Returns the rollouts of `to_json`."""
+  fields = _decoded(saved)
+  rewards = fields["rewards"]
+  outcomes = {
+    name: [_OUTCOMES[kind](value) for kind, value in rows]
+    for name, rows in rewards["outcomes"].items()
+  }
+  fields["rewards"] = RewardOutput(outcomes=outcomes, weights=rewards["weights"])
+  fields["batch"] = PromptBatch(**fields["batch"])
+  fields["episodes"] = [_episode_of(episode) for episode in fields["episodes"]]
+  return Rollouts(**fields)
+
+
+def _episode(episode: Episode) -> dict[str, Any]:
+  out = {f.name: getattr(episode, f.name) for f in dataclasses.fields(episode)}
+  del out["environment"]
+  return out | {"turns": [_turn(turn) for turn in episode.turns]}
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+  out = {f.name: getattr(turn, f.name) for f in dataclasses.fields(turn)}
+  # `logs` may hold any object; samples show its text, too.
+  out["logs"] = json.loads(json.dumps(dict(turn.logs), default=str))
+  return out | {"action": [list(turn.action), dict(vars(turn.action))]}
+
+
+def _episode_of(saved: dict[str, Any]) -> Episode:
+  turns = []
+  for turn in saved["turns"]:
+    ids, named = turn["action"]
+    turns.append(Turn(**turn | {"action": Action(ids, **named)}))
+  fields: dict[str, Any] = saved | {"turns": turns}
+  return Episode(**fields)
+
+
+def _encoded(value: Any) -> Any:
+  if isinstance(value, np.ndarray):
+    data = zlib.compress(np.ascontiguousarray(value).tobytes(), 1)
+    text = base64.b64encode(data).decode()
+    return {_ARRAY: [value.dtype.str, list(value.shape), text]}
+  if isinstance(value, np.generic):
+    return value.item()
+  if isinstance(value, dict) or hasattr(value, "items"):
+    return {name: _encoded(x) for name, x in value.items()}
+  if isinstance(value, (list, tuple)):
+    return [_encoded(x) for x in value]
+  return value
+
+
+def _decoded(value: Any) -> Any:
+  if isinstance(value, dict):
+    if _ARRAY in value:
+      kind, shape, text = value[_ARRAY]
+      data = zlib.decompress(base64.b64decode(text))
+      return np.frombuffer(data, np.dtype(kind)).reshape(shape).copy()
+    return {name: _decoded(x) for name, x in value.items()}
+  return [_decoded(x) for x in value] if isinstance(value, list) else value
