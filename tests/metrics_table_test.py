@@ -123,7 +123,7 @@ def dapo(**options: Any) -> None:
 
 def episodes(**options: Any) -> None:
   learner = clusters.GRPOLearner(
-    clusters.cluster(**options),
+    clusters.cluster(schedule="lagged", **options),
     clusters.GRPOConfig(num_generations=4, beta=0.0, eval_num_generations=2),
     env=toy_envs.Echo,
   )
@@ -221,7 +221,8 @@ JOBS = {
     *(*RL, "tunix.rl.episodes.METRICS"),
     conditional=PARITY
     | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
-    | {"groups/all_equal"}
+    | {"groups/all_equal", "perf/data_wait_sec", "staleness/mean", "staleness/max"}
+    | {f"{CORRECTION}truncated", *WEIGHTS}
     | {metric.name for metric in metrics_table.declared("tunix.rl.episodes")},
   ),
   "ppo": job(

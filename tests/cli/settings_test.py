@@ -75,6 +75,7 @@ NEEDS = {
   "reward.weights": {"reward.functions": ["exact_match"]},
   "reward.timeout_s": {"reward.workers": 1},
   "rl.reference": {"algorithm.beta": 0.1},
+  "rl.lag": {"rl.schedule": "lagged"},
   "distill.teacher_dtype": {"distill.teacher": "t"},
   "algorithm.kl_corrected": {"algorithm.beta": 0.1},
 }
