@@ -8,6 +8,7 @@ from flax import nnx
 
 from tests.rl import clusters
 from tests.rl.env import toy_envs
+from tunix.rl import samples
 from tunix.rl.common import token_rewards
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.pipeline import prompt_batch
@@ -165,6 +166,21 @@ def test_rewards_of_a_group():
   firsts = np.array([e.turns[0].action[0] for e in rollouts.episodes]).reshape(4, 4)
   wanted = firsts % 2 + 10.0 * (firsts == firsts.max(1, keepdims=True))
   np.testing.assert_array_equal(rollouts.totals, wanted)
+
+
+def test_samples_show_turns_with_what_the_environment_gave(trained):
+  (rollouts,) = trained.seen
+  (group, *_) = samples.groups_of(rollouts, np.zeros(16), most=1)
+  shown, episode = group["completions"][0], rollouts.episodes[0]
+  assert shown["text"].count("[assistant") == 3 and "[user]" in shown["text"]
+  assert [turn["reward"] for turn in shown["turns"]] == [
+    turn.reward for turn in episode.turns
+  ]
+  assert [turn["metrics"] for turn in shown["turns"]] == [
+    {"left": n} for n in (2, 1, 0)
+  ]
+  assert shown["turns"][0]["logs"] == {"said": episode.turns[0].action[0]}
+  assert episode.transitions[0].ac.tokens == list(episode.turns[0].action)
 
 
 def test_limits_end_an_episode():

@@ -100,7 +100,7 @@ def groups_of(
   Returns: groups with `group`, `prompt`, `columns`, `batch_reward` (the mean over the
   whole batch), `completions`. A completion has `text` (of an episode the conversation),
   `reward` (the total), `score` (after shaping), `rewards` by function, `advantage`,
-  `tokens`, `finish_reason`.
+  `tokens`, `finish_reason`, and of an episode `turns` with `reward`, `metrics`, `logs`.
   """
   size, batch = rollouts.group_size, rollouts.batch
   mean = _by_completion(np.asarray(advantages, np.float64), rollouts)
@@ -118,6 +118,7 @@ def groups_of(
       "advantage": _number(mean[row]),
       "tokens": int(rollouts.lengths[row]),
       "finish_reason": rollouts.finish_reasons[row],
+      **({} if episode is None else {"turns": [_turn(t) for t in episode.turns]}),
     }
 
   return [
@@ -150,6 +151,11 @@ def transcript(episode: Episode) -> str:
   if episode.failure is not None:
     parts.append(f"[failed]\n{episode.failure}")
   return "\n\n".join(parts)
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+  values = {"metrics": dict(turn.metrics), "logs": dict(turn.logs)}
+  return {"reward": _number(turn.reward), **values}
 
 
 def _as_messages(turn: Turn) -> list[Message]:

@@ -42,6 +42,7 @@ class Echo:
       episode_done=self._left == 0,
       next_observation=f"{action[0]} {self._number}",
       metrics={"left": self._left},
+      logs={"said": action[0]},
     )
 
 

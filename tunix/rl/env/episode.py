@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,27 @@ class Turn:
   reward: float = 0.0
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   logs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+  # The names of tinker-cookbook's transitions, for its `compute_group_rewards`.
+
+  @property
+  def ob(self) -> np.ndarray:
+    """The prompt."""
+    return self.prompt
+
+  @property
+  def ac(self) -> CookbookAction:
+    """The ids and log-probabilities of the action."""
+    logps = self.logps.tolist()
+    return CookbookAction(list(self.action), logps, logps)
+
+
+class CookbookAction(NamedTuple):
+  """An action in tinker-cookbook's form."""
+
+  tokens: list[int]
+  maybe_logprobs: list[float]
+  logprobs: list[float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
