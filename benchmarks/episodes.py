@@ -1,4 +1,4 @@
-"""Cost of episodes of one turn against plain completions: python -m benchmarks.episodes.
+"""The cost of episodes of one turn, by python -m benchmarks.episodes.
 
 Both draw the same tokens of the same prompts, in interleaved passes of one process. The
 figures are CPU seconds of the rollouts alone.
