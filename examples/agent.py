@@ -36,8 +36,7 @@ from tunix import (
 from tunix.models.automodel import AutoModel
 from tunix.models.llama3.model import ModelConfig
 
-PROMPTS = 16  # hidden digits in a batch, each with GROUP episodes
-GROUP = 8
+PROMPTS, GROUP = 16, 8  # hidden digits in a batch, and episodes of each
 TURNS = 4
 
 

@@ -11,6 +11,7 @@ from tests.rl.env import toy_envs
 from tunix.rl import samples
 from tunix.rl.common import token_rewards
 from tunix.rl.env.config import EpisodeConfig
+from tunix.rl.grpo.rloo_learner import RLOOConfig, RLOOLearner
 from tunix.rl.pipeline import prompt_batch
 from tunix.rl.ppo.ppo_learner import PPOConfig, PPOLearner
 
@@ -128,6 +129,18 @@ def test_rewritten_history_gives_more_rows():
   np.testing.assert_allclose(rewards[:, 2], turns[:, 2])
 
 
+def test_the_penalty_of_rloo_is_that_of_all_rows():
+  actor, reference = clusters.model(), clusters.model(1)
+  ours = RLOOLearner(
+    clusters.cluster(actor, reference=reference, rollout=ROLLOUT),
+    RLOOConfig(num_generations=2, beta=0.1),
+    env=toy_envs.Forgetful,
+    episodes=EpisodeConfig(max_turns=3, max_tokens=8),
+  )
+  ours.train([{"prompts": ["3 4", "5"]}])
+  assert ours.train_steps == 1
+
+
 HOW = {
   "raises": "the database is away",
   "exits": "SystemExit",
@@ -155,6 +168,52 @@ def test_a_hostile_environment_costs_its_episode_only():
   example = ours._example(rollouts, np.zeros(16))
   assert not example.completion_mask[: len(HOW)].any()
   assert example.completion_mask[8:].any(1).all()
+
+
+def test_wrong_types_cost_their_episodes_only():
+  how = [*toy_envs.WRONG, "no tools", "friendly"]
+  ours = learner(toy_envs.Wrong, algorithm={"num_generations": 2})
+  batch = prompt_batch({"prompts": ["3 4"] * len(how), "how": how})
+  rollouts = ours._rollouts(batch)
+  for number, name in enumerate(how):
+    for episode in rollouts.episodes[2 * number : 2 * number + 2]:
+      if name in toy_envs.WRONG:
+        assert toy_envs.WRONG[name][1] in episode.failure, (name, episode.failure)
+      else:
+        assert episode.failure is None and episode.reward == 1.0
+        assert (
+          len(episode.turns[0].action) == rollouts.completion_mask[2 * number].sum()
+        )
+
+
+def test_a_group_that_fails():
+  class Nothing:
+    def __init__(self, envs, reward=(0.0, {})):
+      self._envs, self._reward = envs, reward
+
+    def make_envs(self):
+      return self._envs
+
+    def compute_group_rewards(self, trajectory_group, env_group):
+      return [self._reward] * len(trajectory_group)
+
+  def make(prompt, how):
+    fine = [toy_envs.OneAnswer(prompt) for _ in range(2)]
+    return {
+      "none": lambda: Nothing([None, None]),
+      "too few": lambda: Nothing(fine[:1]),
+      "nan": lambda: Nothing(fine, (float("nan"), {})),
+      "large": lambda: Nothing(fine, (10**400, {})),
+      "fine": lambda: Nothing(fine),
+    }[how]()
+
+  how = ["none", "too few", "nan", "large", "fine"]
+  ours = learner(make, algorithm={"num_generations": 2})
+  rollouts = ours._rollouts(prompt_batch({"prompts": ["3"] * 5, "how": how}))
+  said = [episode.failure or "" for episode in rollouts.episodes[::2]]
+  wanted = ["NoneType", "make_envs gave 1", "finite number", "finite number", ""]
+  assert all(part in text for part, text in zip(wanted, said)), said
+  assert np.isnan(rollouts.rewards.total).tolist() == [True] * 8 + [False] * 2
 
 
 def test_rewards_of_a_group():
@@ -215,6 +274,8 @@ def test_refuses_what_cannot_run():
     learner(3)
   with pytest.raises(ValueError, match="env needs 'answer'"):
     learner(lambda prompt, answer: None).train(clusters.prompts(1))
+  with pytest.raises(ValueError, match="the column 'environments'"):
+    learner(toy_envs.Echo).train([{"prompts": ["3"], "environments": [1]}])
   with pytest.raises(ValueError, match="order is 'fast'"):
     EpisodeConfig(order="fast")
 

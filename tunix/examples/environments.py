@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,7 +125,12 @@ def search(prompt: Any, answer: str, corpus: str) -> ToolEnv:
   def reward(messages: list[Message]) -> float:
     return float(answer.lower() in str(messages[-1]["content"]).lower())
 
-  return ToolEnv(prompt, [_index(corpus)], reward)
+  with _LOCK:  # environments are made in several threads
+    index = _index(corpus)
+  return ToolEnv(prompt, [index], reward)
+
+
+_LOCK = threading.Lock()
 
 
 @functools.lru_cache(maxsize=8)

@@ -33,6 +33,9 @@ from tunix.utils.metric import Metric
 
 MakeEnv = Callable[..., Any]
 
+# Columns that reward functions receive besides those of the data.
+ENVIRONMENTS, CONVERSATIONS = "environments", "conversations"
+
 _WITH_ENV = "if completions are episodes in environments"
 METRICS = (
   Metric("episodes/turns", "actions", "mean number of actions", "train", _WITH_ENV),
@@ -187,7 +190,16 @@ class Copies(EnvGroup):
     self._make, self._first, self._count = make, first, count
 
   def make_envs(self) -> list[Any]:
-    return [self._first, *(self._make() for _ in range(self._count - 1))]
+    envs = [self._first]
+    try:
+      while len(envs) < self._count:
+        envs.append(self._make())
+    except BaseException:  # of the user's function; nobody else knows of the others
+      for env in envs:
+        if hasattr(env, "close"):
+          env.close()
+      raise
+    return envs
 
 
 def group_of(make: Callable[[], Any], count: int) -> Any:
@@ -230,8 +242,15 @@ def arguments(make: MakeEnv, values: dict[str, Any]) -> dict[str, Any]:
   Arguments that a `functools.partial` has bound already are left out.
 
   Raises:
-    ValueError: an argument without a default is missing.
+    ValueError: an argument without a default is missing, or a column has a reserved
+      name.
   """
+  for name in (ENVIRONMENTS, CONVERSATIONS):
+    if name in values:
+      raise ValueError(
+        f"the data has the column {name!r}, which stands for what episodes give to "
+        "reward functions: rename it"
+      )
   bound = getattr(make, "keywords", {})
   values = {name: x for name, x in values.items() if name not in bound}
   parameters = inspect.signature(make).parameters.values()
@@ -365,8 +384,8 @@ def columns_of(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
     return {}
   envs = [episode.environment for episode in episodes]
   return {
-    "environments": [getattr(env, "environment", env) for env in envs],
-    "conversations": [episode.messages for episode in episodes],
+    ENVIRONMENTS: [getattr(env, "environment", env) for env in envs],
+    CONVERSATIONS: [episode.messages for episode in episodes],
   }
 
 

@@ -171,6 +171,8 @@ class Experience:
     rewards, rows = RewardOutput(), rollouts.row_prompts
     if self._rewards is not None:
       columns = rows.extra | episodes_lib.columns_of(rollouts.episodes)
+      if self._rewards.has_workers:  # environments stay in this process
+        columns.pop(episodes_lib.ENVIRONMENTS, None)
       rewards = self._rewards.compute(rows.prompts, rollouts.text, columns)
     if rollouts.episodes:
       rewards = rewards.plus_outcomes(

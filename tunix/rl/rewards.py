@@ -175,6 +175,11 @@ class RewardManager:
         memory_bytes=memory_bytes,
       )
 
+  @property
+  def has_workers(self) -> bool:
+    """True if the functions run in other processes."""
+    return self._pool is not None
+
   def check_columns(self, columns: Iterable[str]) -> None:
     """Checks that the data has the columns that the functions need; calls none of them.
 

@@ -163,6 +163,7 @@ class Lagged(Sync):
   # The learner's thread.
 
   def begin(self) -> None:
+    self._is_stuck = False
     with self._news:
       dropped = [job for job in self._queue if job not in self._kept]
       for job in dropped:

@@ -157,7 +157,20 @@ def test_calls_of_tools_and_their_results(name):
   assert got.count("7") == wanted.count("7") and got.endswith(wanted[-12:])
 
 
+def test_white_space_at_the_end_of_a_cut_answer_is_there_once():
+  tokenizer = toys_calls.tokenizer_of("qwen25")
+  talk = Conversation(tokenizer)
+  talk.observe("so ?")
+  talk.act(tokenizer.encode("move\n"), "stop")
+  text = tokenizer.decode(talk.observe("and ?"), skip_special_tokens=False)
+  assert "move\n<|im_end|>" in text or "move<|im_end|>" not in text
+  assert "\n\n<|im_end|>" not in text
+
+
 def test_malformed_calls_are_named():
+  _, problem = read_answer('{"name": "add", "parameters": {', "llama3", ["add"])
+  assert "could not be read" in problem
+
   message, problem = read_answer("<tool_call>{add}</tool_call>", "hermes", ["add"])
   assert "tool_calls" not in message and "could not be read" in problem
   message, problem = read_answer("<think>hm</think>yes", "none", [])

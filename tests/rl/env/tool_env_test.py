@@ -1,5 +1,6 @@
 import asyncio
 import json
+import time
 
 import numpy as np
 import pytest
@@ -13,11 +14,14 @@ from tunix.rl.env.env import Action
 from tunix.rl.env.policy import Drawn
 from tunix.rl.env.runner import Runner
 from tunix.rl.env.tool_env import ToolEnv
+from tunix.rl.env.tools.calculator import calculate
 from tunix.rl.episodes import group_of, one
 
 
 class Script:
   """A policy that says given texts, one for each turn."""
+
+  vocab_size = None
 
   def __init__(self, tokenizer, texts):
     self._tokenizer, self._texts = tokenizer, texts
@@ -47,11 +51,10 @@ def called(name, **arguments):
   return f"<tool_call>\n{call}\n</tool_call>"
 
 
-def run(make, texts, count=1, **values):
+def run(make, texts, count=1, max_turns=8, timeout_s=60, **values):
   tokenizer = toys_calls.tokenizer_of("qwen25")
-  runner = Runner(
-    tokenizer, EpisodeConfig(), max_prompt_length=900, max_action_tokens=200
-  )
+  limits = EpisodeConfig(max_turns=max_turns, timeout_s=timeout_s)
+  runner = Runner(tokenizer, limits, max_prompt_length=900, max_action_tokens=200)
   policy = Script(tokenizer, texts)
   maker = lambda: group_of(lambda: one(make, values), count)
   return runner.run([maker], count, policy), policy
@@ -66,6 +69,32 @@ def test_an_environment_of_trl_runs_unmodified():
   assert "value 2" in policy.prompts[1] and "value 3" in policy.prompts[2]
   assert isinstance(episode.environment.environment, trl_env.Counter)
   assert len(episode.rows()) == 1
+
+
+def test_a_limit_does_not_take_the_reward():
+  texts = [called("increment", step=3), called("increment", step=0)]
+  (episode,), _ = run(trl_env.Counter, texts, prompt="Count.", goal=3, max_turns=2)
+  assert episode.finish_reason == "turns" and episode.reward == 1.0
+
+
+def test_a_plain_reward_that_exits_or_hangs_costs_its_episode_only():
+  kinds = iter(["exits", "hangs", "fine", "fine"])
+
+  def make(prompt):
+    how = next(kinds)
+
+    def reward(messages):
+      if how == "exits":
+        raise SystemExit(3)
+      if how == "hangs":
+        time.sleep(3600)
+      return 1.0
+
+    return ToolEnv(prompt, [calculate], reward)
+
+  episodes, _ = run(make, ["done"], count=4, prompt="?", timeout_s=2)
+  failed = [episode.failure is not None for episode in episodes]
+  assert failed == [True, True, False, False], [e.failure for e in episodes]
 
 
 def test_mistakes_are_answers():

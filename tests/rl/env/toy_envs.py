@@ -5,6 +5,8 @@ import signal
 import subprocess
 import time
 
+import numpy as np
+
 from tunix.rl.env.env import StepResult
 from tunix.rl.env.table import Table
 
@@ -102,6 +104,58 @@ class Hostile:
           reward=0.0, episode_done=False, next_observation="3", next_stop_condition=[{}]
         )
     return StepResult(reward=1.0, episode_done=self._count > 2, next_observation="3")
+
+
+class BadRepr:
+  """An object whose every use fails."""
+
+  def __repr__(self):
+    raise RuntimeError("no repr")
+
+  def to_ints(self):
+    raise RuntimeError("no ids")
+
+
+def step(**fields):
+  """A result that goes on with "3", with other fields."""
+  given = {"reward": 0.0, "episode_done": False, "next_observation": "3", **fields}
+  return StepResult(**given)
+
+
+# Results of `step` that are wrong, and what the failure says.
+WRONG = {
+  "metrics are a number": (lambda: step(metrics=5), "TypeError"),
+  "metrics are a list": (lambda: step(metrics=[1, 2]), "TypeError"),
+  "logs are a text": (lambda: step(logs="abc"), "ValueError"),
+  "a reward too large": (lambda: step(reward=10**400), "finite number"),
+  "done is an array": (lambda: step(episode_done=np.ones(2)), "ValueError"),
+  "an id too large": (lambda: step(next_observation=[2**40]), "the id 1099511627776"),
+  "an id below 0": (lambda: step(next_observation=[-1]), "the id -1"),
+  "no ids": (lambda: step(next_observation=BadRepr()), "no ids"),
+  "no repr": (lambda: BadRepr(), "BadRepr"),
+  "many stops": (lambda: step(next_stop_condition=list(range(9))), "at most 8"),
+}
+
+
+class Wrong:
+  """Gives one of `WRONG` in its first answer."""
+
+  def __init__(self, prompt, how):
+    self._prompt, self._how = prompt, how
+    if how == "no tools":
+      self.tool_schemas = None
+
+  def initial_observation(self):
+    if self._how == "no reward":
+      return StepResult(reward=None, episode_done=False)
+    return self._prompt
+
+  def step(self, action):
+    action.clear()  # what an environment does with its copy is its own business
+    action.message["content"] = "changed"
+    if self._how in WRONG:
+      return WRONG[self._how][0]()
+    return StepResult(reward=1.0, episode_done=True)
 
 
 class Pairs:

@@ -25,6 +25,7 @@ from tunix.rl.env.env import EnvError
 from tunix.rl.reward_outcomes import describe
 
 Id = tuple[str, int]  # kind of the call, and number of its episode or group
+_AFTER = ("group", "close", "cleanup")  # kinds of calls after an episode
 
 
 @dataclasses.dataclass(eq=False)
@@ -89,7 +90,6 @@ class Calls:
     self._queued: collections.deque[_Call] = collections.deque()
     self._running: set[_Call] = set()
     self._done: queue.SimpleQueue[tuple[_Call, Any]] = queue.SimpleQueue()
-    self._loop: asyncio.AbstractEventLoop | None = None
 
   @property
   def open(self) -> int:
@@ -98,13 +98,17 @@ class Calls:
 
   @property
   def working(self) -> int:
-    """Number of these that do not wait for another episode."""
-    return self.open - sum(call.waits for call in self._running)
+    """Number of these on which an action may depend.
+
+    Not counted are calls that wait for another episode, and those after an episode.
+    """
+    calls = [*self._queued, *self._running]
+    return sum(not call.waits and call.id[0] not in _AFTER for call in calls)
 
   @property
   def all_wait(self) -> bool:
     """True if there are calls, and all of them wait for another episode."""
-    return self.open > 0 and self.working == 0
+    return self.open > 0 and not self._queued and all(c.waits for c in self._running)
 
   def fail_waiting(self, error: str) -> None:
     """Fails all calls that wait for another episode."""
@@ -156,12 +160,6 @@ class Calls:
     self._fill()
     return out
 
-  def close(self) -> None:
-    """Stops the event loop; running threads are left alone."""
-    if self._loop is not None:
-      self._loop.call_soon_threadsafe(self._loop.stop)
-      self._loop = None
-
   def _late(self) -> list[tuple[Id, Any]]:
     now = time.monotonic()
     late = [c for c in self._running if c.deadline <= now and not c.waits]
@@ -169,6 +167,8 @@ class Calls:
       self._running.remove(call)
       if call.future is not None:
         call.future.cancel()
+        # A plain function may block the loop; the next calls get another one.
+        _LOOP.abandon()
     error = f"no answer within {self._timeout_s:g} s"
     return [(call.id, EnvError(error)) for call in late]
 
@@ -187,7 +187,7 @@ class Calls:
       result = call.function()
       if inspect.iscoroutine(result):
         tracked = self._tracked(call, result)
-        call.future = asyncio.run_coroutine_threadsafe(tracked, self._event_loop())
+        call.future = asyncio.run_coroutine_threadsafe(tracked, _LOOP.get())
         result = call.future.result()
     # The function is the user's, and may raise anything, also SystemExit.
     except BaseException as error:
@@ -196,10 +196,27 @@ class Calls:
 
   async def _tracked(self, call: _Call, coroutine: Any) -> Any:
     _CURRENT.set((call, self._timeout_s))
-    return await coroutine
+    try:
+      return await coroutine
+    except asyncio.CancelledError:
+      raise
+    except BaseException as error:  # SystemExit would end the loop of all calls
+      return error if isinstance(error, EnvError) else EnvError(describe(error))
 
-  def _event_loop(self) -> asyncio.AbstractEventLoop:
-    with _LOCK:
+
+class _Loop:
+  """The event loop that coroutines of all environments share, in a thread of its own.
+
+  It lives as long as the process, so that a client or a semaphore that was made in one
+  batch works in the next.
+  """
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._loop: asyncio.AbstractEventLoop | None = None
+
+  def get(self) -> asyncio.AbstractEventLoop:
+    with self._lock:
       if self._loop is None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(
@@ -207,5 +224,39 @@ class Calls:
         ).start()
       return self._loop
 
+  def abandon(self) -> None:
+    """Gives later calls another loop; those that run go on in this one."""
+    with self._lock:
+      self._loop = None
 
-_LOCK = threading.Lock()
+
+_LOOP = _Loop()
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+  """Calls a plain function in a thread of its own, without blocking the loop.
+
+  An awaitable that it returns is awaited in the loop.
+  """
+  loop = asyncio.get_running_loop()
+  future: asyncio.Future[Any] = loop.create_future()
+
+  def settle(result: Any, error: BaseException | None) -> None:
+    if future.done():  # cancelled
+      return
+    if error is None:
+      future.set_result(result)
+    else:
+      future.set_exception(error)
+
+  def run() -> None:
+    result, failure = None, None
+    try:
+      result = function()
+    except BaseException as error:  # the function is the user's, as in `Calls`
+      failure = error if isinstance(error, EnvError) else EnvError(describe(error))
+    loop.call_soon_threadsafe(settle, result, failure)
+
+  threading.Thread(target=run, name="tunix environment", daemon=True).start()
+  result = await future
+  return await result if inspect.isawaitable(result) else result

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tunix.data.chat import TEMPLATE_DATE
 from tunix.generate import tool_calls
 from tunix.generate.template_limits import ChatTemplateError
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
@@ -133,7 +134,10 @@ class Conversation:
     if not self.messages or not self._tokenizer.has_chat_template():
       return text
     plain = {"role": "assistant", "content": _PLACEHOLDER}
-    shown = self._rendered([*self.messages, plain], False)
+    try:
+      shown = self._rendered([*self.messages, plain], False)
+    except (ChatTemplateError, TypeError, ValueError):  # it may refuse two answers
+      return text
     if not shown.startswith(self._prompt_text):
       return text
     before, _, after = shown[len(self._prompt_text) :].partition(_PLACEHOLDER)
@@ -158,7 +162,10 @@ class Conversation:
       return None
     rest = whole[at:]
     if not end:
-      return rest
+      # White space at the end of the answer was drawn; a template prints its own.
+      tail = self._answer[len(self._answer.rstrip()) :]
+      shared = [n for n in range(len(tail) + 1) if rest.startswith(tail[:n])]
+      return rest[shared[-1] :]
     # White space between the answer and the end of its turn was not drawn.
     return rest.lstrip()[len(end) :] if rest.lstrip().startswith(end) else None
 
@@ -197,7 +204,10 @@ class Conversation:
 
   def _rendered(self, messages: list[Message], adds_prompt: bool) -> str:
     tools: dict[str, Any] = {"tools": self._tools} if self._tools else {}
-    return self._tokenizer.apply_chat_template(messages, adds_prompt, **tools)
+    # A fixed date, as in the rows of fine-tuning: tokens do not depend on the day.
+    return self._tokenizer.apply_chat_template(
+      messages, adds_prompt, now=TEMPLATE_DATE, **tools
+    )
 
 
 def read_answer(
@@ -248,6 +258,8 @@ def _problem(content: str, tool_format: str) -> str | None:
     "llama3": tool_calls.PYTHON_TAG,
   }
   mark = marks.get(tool_format)
+  if tool_format == "llama3" and content.lstrip().startswith("{"):
+    mark = "{" if '"name"' in content else mark
   if mark is None or mark not in content:
     return None
   return (

@@ -23,7 +23,10 @@ The names are those of tinker-cookbook, whose environments run unmodified.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -31,6 +34,11 @@ Message = dict[str, Any]
 Observation = Any
 # Texts or ids that end the next action, in addition to the end-of-sequence tokens.
 StopCondition = Sequence[str] | Sequence[int] | None
+
+
+_LARGEST = sys.float_info.max
+_MOST_IDS = 2**31 - 1  # ids are int32
+_MOST_STOPS = 8  # ids or texts of a stop condition
 
 
 class Action(list[int]):
@@ -55,6 +63,10 @@ class Action(list[int]):
     self.message = {"role": "assistant", "content": ""}
     for name, value in fields.items():
       setattr(self, name, value)
+
+  def copied(self) -> Action:
+    """Returns a copy that shares nothing with this action."""
+    return Action(self, **copy.deepcopy(vars(self)))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -83,7 +95,8 @@ class Env(Protocol):
 
   An environment of messages may have an attribute `tool_schemas`: JSON schemas of tools
   that the chat template shows and whose calls `Action.message` holds. A method `close`
-  is called at the end of the episode, also after a failure.
+  is called at the end of the episode, also after a failure. A method `final_reward`
+  gives a reward that is added to the last action if a limit ends the episode.
   """
 
   def initial_observation(self) -> Any:
@@ -170,13 +183,8 @@ def step_result(result: Any) -> StepResult:
       f"step returned {_shown(result)}; expected a StepResult with reward and "
       "episode_done"
     ) from error
-  if hasattr(reward, "tolist"):
-    reward = reward.tolist()
-  is_number = isinstance(reward, int | float)
-  if not is_number or reward != reward or abs(reward) == float("inf"):
-    raise EnvError(f"step gave the reward {_shown(reward)}; expected a finite number")
   return StepResult(
-    reward=float(reward),
+    reward=finite(reward),
     episode_done=bool(done),
     next_observation=getattr(result, "next_observation", None),
     next_stop_condition=getattr(result, "next_stop_condition", None),
@@ -185,11 +193,40 @@ def step_result(result: Any) -> StepResult:
   )
 
 
+def finite(reward: Any) -> float:
+  """Returns a reward as a float.
+
+  Raises:
+    EnvError: it is no finite number.
+  """
+  if hasattr(reward, "tolist"):
+    reward = reward.tolist()
+  try:
+    value = float(reward) if isinstance(reward, int | float) else math.nan
+  except OverflowError:
+    value = math.inf
+  if not math.isfinite(value):
+    raise EnvError(f"the reward is {_shown(reward)}; expected a finite number")
+  return value
+
+
+def check_ids(ids: Sequence[int], vocab_size: int | None) -> None:
+  """Checks ids of an observation or a stop condition.
+
+  Raises:
+    EnvError: an id is no id of the model.
+  """
+  most = _MOST_IDS if vocab_size is None else vocab_size
+  wrong = next((i for i in ids if not 0 <= i < most), None)
+  if wrong is not None:
+    raise EnvError(f"an observation has the id {wrong}; expected ids below {most}")
+
+
 def numbers_of(metrics: Any) -> dict[str, float]:
   """Returns metrics as floats; values that are no numbers are left out."""
   kept = {}
   for name, value in dict(metrics or {}).items():
-    if isinstance(value, int | float) and abs(value) < float("inf"):
+    if isinstance(value, int | float) and abs(value) <= _LARGEST:
       kept[str(name)] = float(value)
   return kept
 
@@ -207,13 +244,17 @@ def stops_of(condition: StopCondition) -> tuple[tuple[str, ...], tuple[int, ...]
   if isinstance(condition, list | tuple):
     texts = tuple(s for s in condition if isinstance(s, str) and s)
     ids = tuple(i for i in condition if isinstance(i, int))
-    if len(texts) + len(ids) == len(condition):
+    if len(texts) + len(ids) == len(condition) <= _MOST_STOPS:
       return texts, ids
   raise EnvError(
-    f"a stop condition is {_shown(condition)}; expected a list of texts or of ids"
+    f"a stop condition is {_shown(condition)}; expected at most {_MOST_STOPS} texts or "
+    "ids in a list"
   )
 
 
 def _shown(value: Any) -> str:
-  text = repr(value)
+  try:
+    text = repr(value)
+  except Exception:  # of the user's object
+    text = " " * 99
   return text if len(text) <= 80 else f"a {type(value).__name__}"

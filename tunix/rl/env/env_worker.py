@@ -53,30 +53,37 @@ class _Host:
   """The environment, and the loop that its coroutines run in."""
 
   def __init__(self, make: Any):
-    self._make, self._env = make, None
+    self._make = make
+    self._env: Any = None
     self._loop = asyncio.new_event_loop()
 
   def make(self, arguments: dict[str, Any]) -> Any:
-    """Makes an environment; returns the schemas of its tools."""
+    """Makes an environment; returns its tools, and whether it has a last reward."""
     self._env = self._make(**arguments)
     if hasattr(self._env, "make_envs"):
       raise EnvError(
         "env made a group of environments, which cannot be in processes of their own: "
         'make one environment at a time, or set isolation="thread"'
       )
-    return [dict(tool) for tool in getattr(self._env, "tool_schemas", ())]
+    return {
+      "tool_schemas": [dict(x) for x in getattr(self._env, "tool_schemas", None) or ()],
+      "has_final_reward": hasattr(self._env, "final_reward"),
+    }
 
   def first(self, argument: None) -> Any:
     """Returns the first observation and its stop condition."""
     del argument
-    assert self._env is not None
     result = self._awaited(self._env.initial_observation())
     pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     return [_plain(pair[0]), pair[1]]
 
+  def final(self, argument: None) -> float:
+    """Returns the last reward."""
+    del argument
+    return env_lib.finite(self._awaited(self._env.final_reward()))
+
   def step(self, fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a `StepResult`."""
-    assert self._env is not None
     action = Action(fields.pop("ids"), **fields)
     result = env_lib.step_result(self._awaited(self._env.step(action)))
     observation = None if result.episode_done else _plain(result.next_observation)

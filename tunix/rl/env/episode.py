@@ -89,7 +89,7 @@ class Episode:
     turns: the actions, in their order.
     messages: the conversation; empty if observations are ids.
     finish_reason: "done" (the environment ended it), "turns", "tokens", "observation"
-      (no room for it), "time" (the limit of the whole episode), or "failed".
+      (no room for it), or "failed".
     failure: why the environment failed; None if it did not.
     environment: the environment, None if it was never made.
     group_reward: what `compute_group_rewards` gave.

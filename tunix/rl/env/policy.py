@@ -49,7 +49,13 @@ class Drawn(NamedTuple):
 
 
 class Policy(Protocol):
-  """Draws actions; all methods are called in one thread."""
+  """Draws actions; all methods are called in one thread.
+
+  Attributes:
+    vocab_size: number of ids of the model; None: unknown.
+  """
+
+  vocab_size: int | None
 
   @property
   def open(self) -> int:

@@ -78,9 +78,17 @@ class EnvProcesses:
       process = _Process(self._hello, self._timeout_s)
       with self._lock:
         self._all.append(process)
-      process.wait_until_ready()
-    schemas = process.call("make", arguments)
-    return ProcessEnv(process, schemas, self._give_back)
+    try:
+      if not process.is_ready:
+        process.wait_until_ready()
+      made = process.call("make", arguments)
+    except EnvError:
+      if not process.is_ready:  # it has no function to call
+        process.kill()
+      self._give_back(process)
+      raise
+    kind = FinalProcessEnv if made["has_final_reward"] else ProcessEnv
+    return kind(process, made["tool_schemas"], self._give_back)
 
   def close(self) -> None:
     """Ends the processes."""
@@ -131,11 +139,18 @@ class ProcessEnv:
     self._give_back(self._process)
 
 
+class FinalProcessEnv(ProcessEnv):
+  """A `ProcessEnv` whose environment has a last reward."""
+
+  def final_reward(self) -> float:
+    return self._process.call("final", None)
+
+
 class _Process:
   """A process and our end of its socket; calls block the calling thread."""
 
   def __init__(self, hello: bytes, timeout_s: float):
-    self._timeout_s, self.is_alive = timeout_s, True
+    self._timeout_s, self.is_alive, self.is_ready = timeout_s, True, False
     ours, theirs = socket.socketpair()
     with theirs:
       code = (
@@ -153,6 +168,7 @@ class _Process:
   def wait_until_ready(self) -> None:
     """Sends the function; waits until the process has loaded it."""
     self._exchange(self._hello, reward_pool.START_TIMEOUT_S)
+    self.is_ready = True
 
   def call(self, method: str, argument: Any) -> Any:
     """Calls a method in the process.

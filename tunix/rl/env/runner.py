@@ -25,6 +25,7 @@ from tunix.rl.env.conversation import Conversation
 from tunix.rl.env.env import EnvError
 from tunix.rl.env.episode import Episode, Turn
 from tunix.rl.env.policy import Draw, Drawn, Policy
+from tunix.rl.reward_outcomes import describe
 from tunix.rl.reward_pool import START_TIMEOUT_S
 
 MakeGroup = Callable[[], Any]  # returns an EnvGroup
@@ -61,6 +62,8 @@ class _Live:
   prompt: list[int] = dataclasses.field(default_factory=list)
   stops: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
   drawn: Drawn | None = None
+  stopped_by: str = ""  # the limit, while the environment gives a last reward
+  is_over: bool = False
 
 
 class Runner:
@@ -103,10 +106,7 @@ class Runner:
       `failure`.
     """
     calls = Calls(self._config.workers, self._config.timeout_s)
-    try:
-      return _Batch(self, makers, group_size, policy, calls).run()
-    finally:
-      calls.close()
+    return _Batch(self, makers, group_size, policy, calls).run()
 
   def room(self, live: _Live) -> int:
     """Returns the number of tokens that the next action may have."""
@@ -141,23 +141,24 @@ class _Batch:
       "envs": self._after_envs,
       "first": self._after_first,
       "step": self._after_step,
+      "final": self._after_final,
       "group": self._after_group,
-      "cleanup": self._after_cleanup,
-      "close": self._after_close,
+      "cleanup": self._done,
+      "close": self._done,
     }
 
   def run(self) -> list[Episode]:
     self._runner.waited_s = 0.0
     for group in self._groups:
       group.open = self._size
-      # Processes of environments start in this call.
-      starts = START_TIMEOUT_S if self._config.isolation == "process" else 0.0
-      id = ("make", group.number)
-      self._calls.start(id, _made, group.make, extra_s=starts)
+      # This call makes all environments of the group, and starts their processes.
+      each = START_TIMEOUT_S if self._config.isolation == "process" else 0.0
+      extra = (self._size - 1) * self._config.timeout_s + self._size * each
+      self._calls.start(("make", group.number), _made, group.make, extra_s=extra)
     while self._calls.open or self._policy.open or self._ready:
       self._draw()
       for drawn in self._policy.poll() if self._policy.open else ():
-        self._act(self._lives[drawn.episode], drawn)
+        self._guarded("act", drawn.episode, self._act, drawn)
       waits = not self._policy.open  # `_draw` left the ready ones for calls at work
       if waits and not self._ready and self._calls.all_wait:
         self._calls.fail_waiting(
@@ -168,8 +169,35 @@ class _Batch:
       if waits:
         self._runner.waited_s += time.monotonic() - start
       for (kind, number), result in answers:
-        self._after[kind](number, result)
+        self._guarded(kind, number, self._after[kind], result)
     return [live.episode for live in self._lives]
+
+  def _guarded(
+    self, kind: str, number: int, handle: Callable[[int, Any], None], result: Any
+  ) -> None:
+    """Handles an answer; a wrong one ends its episode, or those of its group."""
+    try:
+      if isinstance(result, EnvError):
+        raise result
+      handle(number, result)
+    # Answers hold objects of the user, and every use of them may raise.
+    except Exception as error:
+      failure = str(error) if isinstance(error, EnvError) else describe(error)
+      self._fail(kind, number, failure)
+
+  def _fail(self, kind: str, number: int, failure: str) -> None:
+    if kind in ("close", "cleanup"):
+      return  # the episodes are complete
+    is_one = kind in ("act", "first", "step", "final")
+    lives = [self._lives[number]] if is_one else self._groups[number].lives
+    for live in lives:
+      if kind == "group":
+        live.episode.finish_reason = "failed"
+        live.episode.failure = f"compute_group_rewards: {failure}"
+      elif not live.is_over:
+        self._end(live, "failed", failure)
+    if kind == "group":
+      self._finish(self._groups[number])
 
   def _draw(self) -> None:
     """Submits the episodes that wait for an action; in "turns" all at once."""
@@ -192,8 +220,9 @@ class _Batch:
       stop_ids=ids,
     )
 
-  def _act(self, live: _Live, drawn: Drawn) -> None:
+  def _act(self, number: int, drawn: Drawn) -> None:
     """Hands an action to the environment."""
+    live = self._lives[number]
     assert live.conversation is not None
     live.drawn = drawn
     action = live.conversation.act(drawn.ids, drawn.finish_reason)
@@ -204,7 +233,8 @@ class _Batch:
       versions=drawn.versions,
     )
     live.episode.turns.append(turn)
-    self._call(("step", live.number), live.env.step, action)
+    # A copy: an environment may change what it gets, and the turn is trained.
+    self._call(("step", live.number), live.env.step, action.copied())
 
   def _call(self, id: Id, method: Callable[..., Any], *args: Any) -> None:
     """Calls an environment. Its process, if it has one, has the same deadline."""
@@ -215,65 +245,51 @@ class _Batch:
 
   def _after_make(self, number: int, result: Any) -> None:
     group = self._groups[number]
-    if isinstance(result, EnvError):
-      for live in group.lives:
-        self._end(live, "failed", str(result))
-      return
     group.builder, envs = result
     if hasattr(envs, "__await__"):
       self._calls.start(("envs", number), _awaited, envs)
-      return
-    self._after_envs(number, envs)
+    else:
+      self._after_envs(number, envs)
 
   def _after_envs(self, number: int, envs: Any) -> None:
     group = self._groups[number]
-    failure = self._misfit(envs)
-    if failure is not None:
-      for live in group.lives:
-        self._end(live, "failed", failure)
-      return
+    self._check_count(envs)
     for live, env in zip(group.lives, envs):
       live.env = env
       group.envs.append(env)
-      tools = getattr(env, "tool_schemas", ())
-      live.conversation = Conversation(
-        self._runner._tokenizer, tools, self._config.history
-      )
-      self._call(("first", live.number), env.initial_observation)
+      self._guarded("first", live.number, self._begin, env)
 
-  def _misfit(self, envs: Any) -> str | None:
-    """Describes what is wrong with the result of `make_envs`, or returns None."""
-    if isinstance(envs, EnvError):
-      return str(envs)
+  def _begin(self, number: int, env: Any) -> None:
+    live = self._lives[number]
+    tools = getattr(env, "tool_schemas", None) or ()
+    live.conversation = Conversation(
+      self._runner._tokenizer, tools, self._config.history
+    )
+    self._call(("first", live.number), env.initial_observation)
+
+  def _check_count(self, envs: Any) -> None:
+    """Raises EnvError unless `make_envs` gave an environment for each completion."""
     if isinstance(envs, list | tuple) and len(envs) == self._size:
-      return None
+      return
     have = f"{len(envs)}" if isinstance(envs, list | tuple) else type(envs).__name__
-    return (
+    raise EnvError(
       f"make_envs gave {have}; expected a list of {self._size} environments, one for "
-      "each completion of a prompt (algorithm.num_generations)"
+      "each completion of a prompt (algorithm.num_generations, and in evaluations "
+      "algorithm.eval_num_generations)"
     )
 
   def _after_first(self, number: int, result: Any) -> None:
     live = self._lives[number]
-    if isinstance(result, EnvError):
-      self._end(live, "failed", str(result))
-    elif hasattr(result, "reward") and not hasattr(result, "next_observation"):
+    if hasattr(result, "reward") and not hasattr(result, "next_observation"):
       # tinker-cookbook's InitialObservationOverflow: no prompt, and a reward.
-      live.episode.group_reward = float(result.reward)
+      live.episode.group_reward = env_lib.finite(result.reward)
       self._end(live, "observation")
     else:
       pair = isinstance(result, tuple) and len(result) == 2
       self._observe(live, *(result if pair else (result, None)))
 
   def _after_step(self, number: int, result: Any) -> None:
-    live = self._lives[number]
-    try:
-      if isinstance(result, EnvError):
-        raise result
-      step = env_lib.step_result(result)
-    except EnvError as error:
-      self._end(live, "failed", str(error))
-      return
+    live, step = self._lives[number], env_lib.step_result(result)
     turns = live.episode.turns
     turns[-1] = dataclasses.replace(
       turns[-1], reward=step.reward, metrics=step.metrics, logs=step.logs
@@ -281,20 +297,32 @@ class _Batch:
     if step.episode_done:
       self._end(live, "done")
     elif len(turns) == self._config.max_turns:
-      self._end(live, "turns")
+      self._stop(live, "turns")
     else:
       self._observe(live, step.next_observation, step.next_stop_condition)
+
+  def _stop(self, live: _Live, reason: str) -> None:
+    """Ends an episode by a limit; the environment may still give a reward."""
+    final = getattr(live.env, "final_reward", None)
+    if final is None or not live.episode.turns:
+      self._end(live, reason)
+    else:
+      live.stopped_by = reason
+      self._call(("final", live.number), final)
+
+  def _after_final(self, number: int, result: Any) -> None:
+    live = self._lives[number]
+    turns, reward = live.episode.turns, env_lib.finite(result)
+    turns[-1] = dataclasses.replace(turns[-1], reward=turns[-1].reward + reward)
+    self._end(live, live.stopped_by)
 
   def _observe(self, live: _Live, observation: Any, stop: Any) -> None:
     """Makes the prompt of the next action."""
     assert live.conversation is not None
     known = [*live.prompt, *([] if live.drawn is None else live.drawn.ids.tolist())]
-    try:
-      live.prompt = live.conversation.observe(observation)
-      live.stops = env_lib.stops_of(stop)
-    except EnvError as error:
-      self._end(live, "failed", str(error))
-      return
+    live.prompt = live.conversation.observe(observation)
+    live.stops = env_lib.stops_of(stop)
+    env_lib.check_ids([*live.prompt, *live.stops[1]], self._policy.vocab_size)
     is_first = not live.episode.turns
     if is_first or live.prompt[: len(known)] != known:
       live.row_prompt = len(live.prompt)
@@ -302,55 +330,51 @@ class _Batch:
     added = len(live.prompt) - len(known)
     too_long = not is_first and most is not None and added > most
     if too_long or (is_first and len(live.prompt) > self._runner._max_prompt):
-      self._end(live, "observation")
+      self._stop(live, "observation")
     elif self._runner.room(live) < 1:
-      self._end(live, "tokens")
+      self._stop(live, "tokens")
     else:
       self._ready.append(live)
 
   def _end(self, live: _Live, reason: str, failure: str | None = None) -> None:
     episode, group = live.episode, live.group
+    live.is_over = True
     episode.finish_reason, episode.failure = reason, failure
     episode.environment = live.env
     if live.conversation is not None:
       episode.messages = live.conversation.messages
-    close = getattr(live.env, "close", None)
-    if close is not None:
-      self._calls.start(("close", live.number), close)
-    live.env = None
     group.open -= 1
-    if not group.open and group.builder is not None:
-      reward = getattr(group.builder, "compute_group_rewards", None)
-      if reward is None or len(group.envs) != self._size:
-        self._calls.start(("cleanup", group.number), _cleanup, group.builder)
-      else:
-        self._calls.start(("group", group.number), reward, group.episodes, group.envs)
+    if group.open:
+      return
+    reward = getattr(group.builder, "compute_group_rewards", None)
+    if reward is None or len(group.envs) != self._size:
+      self._finish(group)
+    else:
+      self._calls.start(("group", group.number), reward, group.episodes, group.envs)
 
   def _after_group(self, number: int, result: Any) -> None:
     group = self._groups[number]
-    episodes = group.episodes
-    try:
-      if isinstance(result, EnvError):
-        raise result
-      for episode, (reward, metrics) in zip(episodes, result, strict=True):
-        episode.group_reward += float(reward)
-        episode.metrics |= env_lib.numbers_of(metrics)
-    except (EnvError, TypeError, ValueError) as error:
-      for episode in episodes:
-        episode.finish_reason = "failed"
-        episode.failure = f"compute_group_rewards: {error}"
-    self._calls.start(("cleanup", number), _cleanup, group.builder)
+    pairs = list(zip(group.episodes, result, strict=True))
+    rewards = [env_lib.finite(reward) for _, (reward, _) in pairs]
+    for reward, (episode, (_, metrics)) in zip(rewards, pairs):
+      episode.group_reward += reward
+      episode.metrics |= env_lib.numbers_of(metrics)
+    self._finish(group)
 
-  def _after_close(self, number: int, result: Any) -> None:
-    if isinstance(result, EnvError):
-      self._lives[number].episode.metrics["close_failed"] = 1.0
-
-  def _after_cleanup(self, number: int, result: Any) -> None:
-    group = self._groups[number]
-    if isinstance(result, EnvError):
-      for episode in group.episodes:
-        episode.metrics["cleanup_failed"] = 1.0
+  def _finish(self, group: _Group) -> None:
+    """Closes the environments of a group, whose rewards are complete."""
+    for live in group.lives:
+      close = getattr(live.env, "close", None)
+      if close is not None:
+        self._calls.start(("close", live.number), close)
+      live.env = None
+    if group.builder is not None:
+      self._calls.start(("cleanup", group.number), _cleanup, group.builder)
     group.builder, group.envs = None, []
+
+  def _done(self, number: int, result: Any) -> None:
+    """Takes the end of a `close` or `cleanup`, which gives nothing."""
+    del number, result
 
 
 def _made(make: MakeGroup) -> tuple[Any, Any]:

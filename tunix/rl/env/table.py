@@ -47,7 +47,11 @@ class Table:
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     waiter = calls.waiting()
     self._waiting[seat] = future, waiter
-    await future
+    try:
+      await future
+    finally:  # also if the caller stops waiting
+      self._waiting.pop(seat, None)
+      waiter.goes_on()
 
   def next(self, seat: int | None = None) -> None:
     """Gives the turn to a player; None: to the next one."""
@@ -65,5 +69,10 @@ class Table:
       future, waiter = self._waiting.pop(seat)
       # At once, and not when the player runs: the batch must not seem to be idle.
       waiter.goes_on()
-      if not future.done():
-        future.set_result(None)
+      # The other player may be in another loop, see `calls`.
+      future.get_loop().call_soon_threadsafe(_settle, future)
+
+
+def _settle(future: asyncio.Future[None]) -> None:
+  if not future.done():
+    future.set_result(None)

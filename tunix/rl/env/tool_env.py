@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from tunix.rl.env import calls
 from tunix.rl.env.env import Action, Message, StepResult
 from tunix.rl.env.tools import tool as tools_lib
 
@@ -23,8 +23,8 @@ class ToolEnv:
   Args:
     prompt: text of the user, or messages.
     tools: functions, `Tool`s, or objects whose public methods are tools.
-    reward: gets the messages when the episode ends by an answer, and returns the
-      reward; None: 0, for rewards by reward functions.
+    reward: gets the messages when the episode ends, by an answer or by a limit, and
+      returns the reward; None: 0, for rewards by reward functions.
 
   Attributes:
     tool_schemas: JSON schemas of the tools, which the chat template shows.
@@ -52,10 +52,10 @@ class ToolEnv:
   async def step(self, action: Action) -> StepResult:
     """Runs the calls of an answer at the same time; without a call it is the last."""
     self.messages.append(action.message)
-    calls = action.message.get("tool_calls", ())
-    if not calls and action.problem is None:
-      return StepResult(reward=await self._final_reward(), episode_done=True)
-    answers = await asyncio.gather(*map(self._answer, calls))
+    wanted = action.message.get("tool_calls", ())
+    if not wanted and action.problem is None:
+      return StepResult(reward=await self.final_reward(), episode_done=True)
+    answers = await asyncio.gather(*map(self._answer, wanted))
     failed = sum(result.finish != "ok" for _, result in answers)
     new = [message for message, _ in answers]
     if action.problem is not None:
@@ -65,7 +65,7 @@ class ToolEnv:
       reward=0.0,
       episode_done=False,
       next_observation=new,
-      metrics={"tool_calls": len(calls), "tool_failures": failed},
+      metrics={"tool_calls": len(wanted), "tool_failures": failed},
     )
 
   async def _answer(self, call: dict[str, Any]) -> tuple[Message, Any]:
@@ -81,8 +81,9 @@ class ToolEnv:
     }
     return message, result
 
-  async def _final_reward(self) -> float:
-    if self._reward is None:
+  async def final_reward(self) -> float:
+    """Returns the reward of the conversation, also if a limit has ended it."""
+    reward = self._reward
+    if reward is None:
       return 0.0
-    reward = self._reward(self.messages)
-    return await reward if inspect.isawaitable(reward) else reward
+    return await calls.in_thread(lambda: reward(self.messages))

@@ -41,7 +41,8 @@ class RLOOLearner(GRPOLearner):
     rollouts, config = self._rollouts(batch), self.algo_config
     old, divergence = self._experience.kl_penalty(rollouts)
     if divergence is not None:
-      penalty = config.beta * divergence.sum(1, dtype=np.float64)
-      scores = rollouts.scores - penalty.reshape(rollouts.scores.shape)
+      sums = divergence.sum(1, dtype=np.float64).reshape(*rollouts.scores.shape, -1)
+      # An episode may have several rows.
+      scores = rollouts.scores - config.beta * sums.sum(2)
       rollouts = dataclasses.replace(rollouts, scores=scores)
     return self._with_advantages(rollouts, old)

@@ -39,7 +39,11 @@ def turns(
     if engine is None:
       yield BatchTurns(rollout, config, key, limit)
     else:
-      yield EngineTurns(engine, config, key, getattr(rollout.version, "step", None))
+      try:
+        yield EngineTurns(engine, config, key, getattr(rollout.version, "step", None))
+      finally:
+        if engine.is_alive:
+          engine.cancel_all()  # after an error: nobody waits for what is left
 
 
 def keyed(key: jax.Array, turn: int) -> jax.Array:
@@ -86,6 +90,7 @@ class EngineTurns:
     version: int | None = None,
   ):
     self._engine, self._config, self._key = engine, config, key
+    self.vocab_size: int | None = engine.vocab_size
     self._version = version
     self._open: dict[Ticket, list[list[Delta]]] = {}
     self._first: dict[Ticket, int] = {}
@@ -170,6 +175,7 @@ class BatchTurns:
   def __init__(
     self, rollout: BaseRollout, config: RolloutConfig, key: jax.Array, limit: int
   ):
+    self.vocab_size: int | None = None
     self._rollout, self._config = rollout, config
     self._key, self._limit = key, limit
     self._waiting: list[Draw] = []

@@ -7,10 +7,10 @@ reward at the end; else reward functions do, which may take `environments`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from tunix.rl.env import calls
 from tunix.rl.env.env import Message
 from tunix.rl.env.tool_env import ToolEnv
 
@@ -34,9 +34,8 @@ class TRLEnvironment(ToolEnv):
   async def initial_observation(self) -> list[Message]:  # pyright: ignore[reportIncompatibleMethodOverride]
     """Resets the environment; its text comes at the end of the last message."""
     prompt = list(self.messages)
-    added = self.environment.reset(**{"prompt": prompt, **self._columns})
-    if inspect.isawaitable(added):
-      added = await added
+    columns = {"prompt": prompt, **self._columns}
+    added = await calls.in_thread(lambda: self.environment.reset(**columns))
     if added:
       last = self.messages[-1]
       self.messages[-1] = {**last, "content": f"{last['content']}{added}"}
