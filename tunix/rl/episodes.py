@@ -1,16 +1,10 @@
-"""Rollouts by environments: a batch of prompts becomes episodes, and these the rows.
-
-An environment is made by the user's function, which gets the prompt and the columns of
-the data that its signature names. It returns one environment, and is then called once
-for each completion, or an `EnvGroup` with those of all completions of the prompt.
-"""
+"""Rollouts by environments: a batch of prompts becomes episodes, and these the rows."""
 
 from __future__ import annotations
 
 import collections
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +12,10 @@ import numpy as np
 
 from tunix.generate import batching
 from tunix.rl.common import Rollouts
-from tunix.rl.env.adapters.trl import TRLEnvironment
+from tunix.rl.env import making
 from tunix.rl.env.config import EpisodeConfig
-from tunix.rl.env.env import EnvError, EnvGroup
 from tunix.rl.env.episode import Episode, Row
+from tunix.rl.env.making import MakeEnv
 from tunix.rl.env.processes import EnvProcesses
 from tunix.rl.env.runner import Runner
 from tunix.rl.metrics import Mean
@@ -30,11 +24,6 @@ from tunix.rl.reward_outcomes import Failed, Outcome, Value
 from tunix.rl.rl_cluster import RLCluster
 from tunix.sft.metrics_logger import Mode
 from tunix.utils.metric import Metric
-
-MakeEnv = Callable[..., Any]
-
-# Columns that reward functions receive besides those of the data.
-ENVIRONMENTS, CONVERSATIONS = "environments", "conversations"
 
 _WITH_ENV = "if completions are episodes in environments"
 METRICS = (
@@ -118,7 +107,7 @@ class Episodes:
     self._processes = None
     if self.config.isolation == "process":
       limits = {n: getattr(self.config, n) for n in ("timeout_s", "memory_bytes")}
-      self._processes = EnvProcesses(functools.partial(one, make), **limits)
+      self._processes = EnvProcesses(functools.partial(making.one, make), **limits)
     self._waited_s = 0.0
 
   def check_columns(self, columns: Iterable[str]) -> None:
@@ -127,7 +116,7 @@ class Episodes:
     Raises:
       ValueError: a column is missing.
     """
-    arguments(self._make, dict.fromkeys(["prompt", *columns]))
+    making.arguments(self._make, dict.fromkeys(["prompt", *columns]))
 
   def rollouts(
     self, batch: PromptBatch, mode: Mode, group: int, key: jax.Array
@@ -144,11 +133,12 @@ class Episodes:
     makers = []
     for row in batch.rows():
       values = {"prompt": row.pop(PROMPTS), **row}
-      arguments(self._make, values)  # a missing column is no fault of an environment
-      made = functools.partial(one, self._make, values)
+      # A missing column is no fault of an environment, and ends the run.
+      making.arguments(self._make, values)
+      made = functools.partial(making.one, self._make, values)
       if self._processes is not None:
         made = functools.partial(self._processes.environment, values=values)
-      makers.append(functools.partial(group_of, made, group))
+      makers.append(functools.partial(making.group_of, made, group))
     runner = Runner(
       cluster.tokenizer,
       self.config,
@@ -175,95 +165,6 @@ class Episodes:
     """Returns the seconds since the last call in which only environments worked."""
     waited, self._waited_s = self._waited_s, 0.0
     return waited
-
-
-class Copies(EnvGroup):
-  """A group whose environments are made one by one, by the same function.
-
-  Args:
-    make: makes an environment.
-    first: the first one.
-    count: number of environments.
-  """
-
-  def __init__(self, make: Callable[[], Any], first: Any, count: int):
-    self._make, self._first, self._count = make, first, count
-
-  def make_envs(self) -> list[Any]:
-    envs = [self._first]
-    try:
-      while len(envs) < self._count:
-        envs.append(self._make())
-    except BaseException:  # of the user's function; nobody else knows of the others
-      for env in envs:
-        if hasattr(env, "close"):
-          env.close()
-      raise
-    return envs
-
-
-def group_of(make: Callable[[], Any], count: int) -> Any:
-  """Returns the environments of a prompt: a group that `make` made, or one of copies.
-
-  Args:
-    make: makes an environment or a group of them, see `one`.
-    count: completions of the prompt.
-  """
-  first = make()
-  return first if hasattr(first, "make_envs") else Copies(make, first, count)
-
-
-def one(make: MakeEnv, values: dict[str, Any]) -> Any:
-  """Calls the user's function for a row of the data.
-
-  Args:
-    make: the function.
-    values: prompt and columns of the row.
-
-  Raises:
-    EnvError: it made no environment.
-  """
-  made = make(**arguments(make, values))
-  is_env = hasattr(made, "initial_observation") and hasattr(made, "step")
-  if is_env or hasattr(made, "make_envs"):
-    return made
-  if hasattr(made, "reset") and not hasattr(made, "step"):
-    columns = {name: x for name, x in values.items() if name != "prompt"}
-    return TRLEnvironment(made, values["prompt"], columns)
-  raise EnvError(
-    f"env returned a {type(made).__name__}; expected an environment with "
-    "initial_observation and step, a group with make_envs, or one of TRL with reset"
-  )
-
-
-def arguments(make: MakeEnv, values: dict[str, Any]) -> dict[str, Any]:
-  """Returns those of `values` that the signature of a function names.
-
-  Arguments that a `functools.partial` has bound already are left out.
-
-  Raises:
-    ValueError: an argument without a default is missing, or a column has a reserved
-      name.
-  """
-  for name in (ENVIRONMENTS, CONVERSATIONS):
-    if name in values:
-      raise ValueError(
-        f"the data has the column {name!r}, which stands for what episodes give to "
-        "reward functions: rename it"
-      )
-  bound = getattr(make, "keywords", {})
-  values = {name: x for name, x in values.items() if name not in bound}
-  parameters = inspect.signature(make).parameters.values()
-  if any(p.kind is p.VAR_KEYWORD for p in parameters):
-    return values
-  for p in parameters:
-    needed = p.default is p.empty and p.kind is not p.VAR_POSITIONAL
-    if needed and p.name not in values:
-      raise ValueError(
-        f"env needs {p.name!r}, and the data has {', '.join(values)}: add the column, "
-        "or give the argument a default"
-      )
-  return {p.name: values[p.name] for p in parameters if p.name in values}
 
 
 def rollouts_of(
@@ -384,8 +285,8 @@ def columns_of(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
     return {}
   envs = [episode.environment for episode in episodes]
   return {
-    ENVIRONMENTS: [getattr(env, "environment", env) for env in envs],
-    CONVERSATIONS: [episode.messages for episode in episodes],
+    making.ENVIRONMENTS: [getattr(env, "environment", env) for env in envs],
+    making.CONVERSATIONS: [episode.messages for episode in episodes],
   }
 
 

@@ -18,6 +18,7 @@ from tunix.ops import kl
 from tunix.rl import common, episodes as episodes_lib, metrics, setup
 from tunix.rl.algorithm_config import AlgorithmConfig, resolve
 from tunix.rl.common import Rollouts, TrainExample
+from tunix.rl.env import making
 from tunix.rl.episodes import Episodes
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
@@ -172,7 +173,7 @@ class Experience:
     if self._rewards is not None:
       columns = rows.extra | episodes_lib.columns_of(rollouts.episodes)
       if self._rewards.has_workers:  # environments stay in this process
-        columns.pop(episodes_lib.ENVIRONMENTS, None)
+        columns.pop(making.ENVIRONMENTS, None)
       rewards = self._rewards.compute(rows.prompts, rollouts.text, columns)
     if rollouts.episodes:
       rewards = rewards.plus_outcomes(

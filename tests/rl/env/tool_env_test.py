@@ -11,11 +11,11 @@ from tunix.rl.env.adapters.gym import GymEnvironment
 from tunix.rl.env.adapters.openenv import OpenEnvEnvironment
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.env.env import Action
+from tunix.rl.env.making import group_of, one
 from tunix.rl.env.policy import Drawn
 from tunix.rl.env.runner import Runner
 from tunix.rl.env.tool_env import ToolEnv
 from tunix.rl.env.tools.calculator import calculate
-from tunix.rl.episodes import group_of, one
 
 
 class Script:

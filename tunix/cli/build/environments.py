@@ -8,7 +8,7 @@ from typing import Any
 
 from tunix.cli.build import objects, rewards
 from tunix.cli.utils import call_strings
-from tunix.rl import episodes
+from tunix.rl.env import making
 
 
 def make_env(text: str) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def check(text: str, columns: Sequence[str]) -> None:
     FileNotFoundError, ImportError, ValueError: as for `make_env`; or the function needs
       a column that the data lacks.
   """
-  episodes.arguments(make_env(text), dict.fromkeys(["prompt", *columns]))
+  making.arguments(make_env(text), dict.fromkeys(["prompt", *columns]))
 
 
 def digest(text: str | None) -> str:
