@@ -17,7 +17,7 @@ from tests.golden import resume_jobs
 
 TOLERANCE = 1e-6  # norm of the difference over the norm, array by array
 # Metrics that the version before did not log.
-NEW = {"rewards/score/prompt_p25", "rewards/score/prompt_p75"}
+NEW = {"rewards/score/prompt_p25", "rewards/score/prompt_p75", "actor/parity/kl"}
 CUT_AFTER = resume_jobs.SAVE_EVERY
 
 

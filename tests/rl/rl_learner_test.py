@@ -360,7 +360,7 @@ def test_rloo_s_kl_is_part_of_the_reward():
   assert kept.ref_per_token_logps is None  # not in the loss
   rows = dataclasses.replace(kept, group_size=4)
   gap = (
-    kept.old_per_token_logps - learner._experience._ref_logps(rows)
+    kept.old_per_token_logps - learner.rl_cluster.get_ref_per_token_logps(rows)
   ) * kept.completion_mask
   penalty = 0.5 * gap.sum(1).reshape(-1, 4)
   others = (penalty.sum(1, keepdims=True) - penalty) / 3

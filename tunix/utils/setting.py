@@ -21,8 +21,8 @@ class Facts:
   Attributes:
     path: "read" if the value is a file, a folder or a hub id that exists before the
       run; "written" if it is a folder that the run creates; "data" if it is a source of
-      records or a sequence of sources; "function" if it is a call string or a sequence
-      of call strings. None if the value is no path.
+      records or a sequence of sources; "function" if it is a call string; "functions"
+      if it is a call string or a sequence of them. None if the value is no path.
     names_model: the value is a model folder or a hub id.
     may_change: a resumed run may have another value. On a field that holds a section,
       it covers every key of the section.
@@ -34,7 +34,7 @@ class Facts:
       tokenizer, records or a function.
   """
 
-  path: Literal["read", "written", "data", "function"] | None = None
+  path: Literal["read", "written", "data", "function", "functions"] | None = None
   names_model: bool = False
   may_change: bool = False
   fingerprint: str | None = None

@@ -51,7 +51,7 @@ class RewardSettings:
   """
 
   functions: tuple[str, ...] | str = setting(
-    (), path="function", fingerprint="reward_functions", takes_object=True
+    (), path="functions", fingerprint="reward_functions", takes_object=True
   )
   weights: tuple[float, ...] | None = None
   model: str | None = model_setting("reward")

@@ -111,10 +111,9 @@ def _written(value: str) -> str:
   return str(pathlib.Path(value).expanduser().absolute())
 
 
-def _functions(value: Any) -> str | tuple[str, ...]:
-  if isinstance(value, str):
-    return call_strings.with_absolute_path(value)
-  return tuple(call_strings.with_absolute_path(entry) for entry in value)
+def _functions(value: Any) -> tuple[str, ...]:
+  entries = [value] if isinstance(value, str) else value
+  return tuple(call_strings.with_absolute_path(entry) for entry in entries)
 
 
 # `Facts.path` of a field -> how its value becomes absolute.
@@ -122,5 +121,6 @@ _ABSOLUTE = {
   "read": _read,
   "written": _written,
   "data": data_sources.with_absolute_paths,
-  "function": _functions,
+  "function": call_strings.with_absolute_path,
+  "functions": _functions,
 }
