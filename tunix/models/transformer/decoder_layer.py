@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -11,9 +12,14 @@ from jaxtyping import Array, Float
 
 from tunix.models.transformer import sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
-from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.config import MoEConfig, TransformerConfig
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import ACTIVATIONS, GatedMLP
+from tunix.models.transformer.layers import (
+  ACTIVATIONS,
+  FusedGatedMLP,
+  GatedMLP,
+  clamped_gate,
+)
 from tunix.models.transformer.moe import MoE
 from tunix.models.transformer.rope import Angles
 from tunix.models.transformer.visibility import Visibility
@@ -111,6 +117,7 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
     windows=tuple(kind.window for kind in c.kinds),
     implementation=c.attention,
     rules=c.sharding,
+    sinks=make.sinks(c.num_heads) if c.attention_sinks else None,
   )
 
 
@@ -118,21 +125,38 @@ def _mlp(c: TransformerConfig, make: LayerMaker) -> GatedMLP | MoE:
   if c.moe is None:
     return _gated_mlp(c, make, c.hidden_dim)
   return MoE(
-    make.linear(c.embed_dim, c.moe.num_experts, "router"),
-    _gated_mlp(c, make, c.moe.hidden_dim, c.moe.num_experts),
+    make.linear(c.embed_dim, c.moe.num_experts, "router", bias=c.moe.bias),
+    _experts(c, c.moe, make),
     experts_per_token=c.moe.experts_per_token,
     normalise=c.moe.normalise,
+    routing=c.moe.routing,
     implementation=c.moe.implementation,
     rules=c.sharding,
   )
 
 
-def _gated_mlp(
-  c: TransformerConfig, make: LayerMaker, hidden_dim: int, experts: int = 0
-) -> GatedMLP:
+def _gated_mlp(c: TransformerConfig, make: LayerMaker, hidden_dim: int) -> GatedMLP:
   return GatedMLP(
-    make.linear(c.embed_dim, hidden_dim, "in_out", experts=experts),
-    make.linear(c.embed_dim, hidden_dim, "in_out", experts=experts),
-    make.linear(hidden_dim, c.embed_dim, "out_in", experts=experts),
+    make.linear(c.embed_dim, hidden_dim, "in_out"),
+    make.linear(c.embed_dim, hidden_dim, "in_out"),
+    make.linear(hidden_dim, c.embed_dim, "out_in"),
     ACTIVATIONS[c.activation],
   )
+
+
+def _experts(c: TransformerConfig, moe: MoEConfig, make: LayerMaker) -> GatedMLP:
+  """Makes the experts of a mixture, see `MoEConfig`."""
+  options = {"experts": moe.num_experts, "bias": moe.bias}
+  into = lambda width: make.linear(c.embed_dim, width, "in_out", **options)
+  activation, gate = ACTIVATIONS[c.activation], moe.clamped_gate
+  if gate is None:
+    gating = None
+  else:
+    gating = functools.partial(clamped_gate, alpha=gate.alpha, limit=gate.limit)
+  if moe.fused_gate:
+    first = into(2 * moe.hidden_dim)
+    down = make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
+    return FusedGatedMLP(first, down, activation, gating)
+  gate_proj, up_proj = into(moe.hidden_dim), into(moe.hidden_dim)
+  down = make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
+  return GatedMLP(gate_proj, up_proj, down, activation, gating)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
 from tunix.models.transformer import sharding
 from tunix.models.transformer.config import ShardingRules
-from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
+from tunix.models.transformer.layers import Embedding, Linear, RMSNorm, param
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,13 @@ class LayerMaker:
       use_bias=bias,
       param_dtype=self.param_dtype,
       rngs=self.rngs,
+    )
+
+  def sinks(self, heads: int) -> nnx.Param:
+    """Makes the logits of attention sinks, one per head; 0 counts as one key of score
+    0."""
+    return param(
+      jnp.zeros((*self.stack, heads), self.param_dtype), self.spec("heads")
     )
 
   def norm(self, dim: int, eps: float, offset: float = 0.0) -> RMSNorm:

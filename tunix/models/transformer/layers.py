@@ -24,6 +24,7 @@ INIT_STDDEV = 0.02
 Stack = tuple[int, ...]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 Spread = Callable[[jax.Array], jax.Array]
+Gate = Callable[[jax.Array, jax.Array], jax.Array]
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
   "silu": jax.nn.silu,
@@ -234,8 +235,22 @@ class Embedding(nnx.Module):
     return x if self.scale is None else x * jnp.asarray(self.scale, dtype)
 
 
+def clamped_gate(
+  gate: jax.Array, up: jax.Array, *, alpha: float, limit: float
+) -> jax.Array:
+  """Returns the hidden units of gpt-oss, see `config.ClampedGate`."""
+  gate = jnp.minimum(gate, limit)
+  return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(up, -limit, limit) + 1)
+
+
 class GatedMLP(nnx.Module):
-  """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
+  """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202).
+
+  Attributes:
+    gate_proj, up_proj, down_proj: the linear maps.
+    activation: the activation function.
+    gating: a function of gate(x) and up(x) in place of activation(gate) * up, or None.
+  """
 
   def __init__(
     self,
@@ -243,11 +258,57 @@ class GatedMLP(nnx.Module):
     up_proj: Linear,
     down_proj: Linear,
     activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    gating: Gate | None = None,
   ):
     self.gate_proj = gate_proj
     self.up_proj = up_proj
     self.down_proj = down_proj
     self.activation = activation
+    self.gating = gating
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+    return self.down_proj(self.hidden(x, lambda linear, x: linear(x)))
+
+  def hidden(
+    self, x: jax.Array, product: Callable[[Linear, jax.Array], jax.Array]
+  ) -> jax.Array:
+    """Returns the hidden units.
+
+    Args:
+      x: the input.
+      product: applies a linear map; for experts see `Linear.grouped`.
+    """
+    return self._gated(product(self.gate_proj, x), product(self.up_proj, x))
+
+  def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    if self.gating is not None:
+      return self.gating(gate, up)
+    return self.activation(gate) * up
+
+
+class FusedGatedMLP(GatedMLP):
+  """A `GatedMLP` with one map for gate and up projection.
+
+  Attributes:
+    gate_up_proj: its outputs 2 i and 2 i + 1 are gate and up of hidden unit i. A
+      contiguous shard of the outputs therefore holds whole hidden units.
+  """
+
+  def __init__(
+    self,
+    gate_up_proj: Linear,
+    down_proj: Linear,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+    gating: Gate | None = None,
+  ):
+    self.gate_up_proj = gate_up_proj
+    self.down_proj = down_proj
+    self.activation = activation
+    self.gating = gating
+
+  def hidden(
+    self, x: jax.Array, product: Callable[[Linear, jax.Array], jax.Array]
+  ) -> jax.Array:
+    """Returns the hidden units, see `GatedMLP.hidden`."""
+    both = product(self.gate_up_proj, x)
+    return self._gated(both[..., ::2], both[..., 1::2])

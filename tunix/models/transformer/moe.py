@@ -1,7 +1,6 @@
 """Mixture of experts: a router, and E gated MLPs of which each token uses k.
 
-See Shazeer et al. 2017, arXiv:1701.06538. The softmax comes before the top-k, as in
-Qwen 3.
+See Shazeer et al. 2017, arXiv:1701.06538.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class MoE(nnx.Module):
   Attributes:
     router: linear map [D, E]; its softmax in float32 gives the weights.
     experts: a gated MLP whose kernels have an axis of experts, [E, in, out].
-    experts_per_token, normalise, implementation: see `MoEConfig`.
+    experts_per_token, normalise, routing, implementation: see `MoEConfig`.
     rules: mesh axes of rows, tokens and experts.
   """
 
@@ -97,6 +96,7 @@ class MoE(nnx.Module):
     *,
     experts_per_token: int,
     normalise: bool,
+    routing: Literal["softmax", "chosen"] = "softmax",
     implementation: Literal["ragged", "dense"],
     rules: ShardingRules,
   ):
@@ -104,6 +104,7 @@ class MoE(nnx.Module):
     self.experts = experts
     self.experts_per_token = experts_per_token
     self.normalise = normalise
+    self.routing = routing
     self.implementation = implementation
     self.rules = rules
 
@@ -147,7 +148,11 @@ class MoE(nnx.Module):
   ) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
     """Returns weights and numbers of each token's experts, the most likely first."""
     with jax.named_scope("router"):
-      probabilities = jax.nn.softmax(self.router(tokens).astype(jnp.float32), axis=-1)
+      logits = self.router(tokens).astype(jnp.float32)
+      if self.routing == "chosen":
+        logits, chosen = jax.lax.top_k(logits, self.experts_per_token)
+        return jax.nn.softmax(logits, axis=-1).astype(tokens.dtype), chosen
+      probabilities = jax.nn.softmax(logits, axis=-1)
       weights, chosen = jax.lax.top_k(probabilities, self.experts_per_token)
       if self.normalise:  # Qwen 3 renormalises the k weights to the sum 1
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -260,5 +265,4 @@ class MoE(nnx.Module):
     x: jax.Array,
     product: Callable[[Linear, jax.Array], jax.Array],
   ) -> jax.Array:
-    hidden = mlp.activation(product(mlp.gate_proj, x)) * product(mlp.up_proj, x)
-    return product(mlp.down_proj, hidden)
+    return product(mlp.down_proj, mlp.hidden(x, product))
