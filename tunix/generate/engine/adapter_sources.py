@@ -37,7 +37,8 @@ def read(
   Raises:
     FileNotFoundError: the folder or one of its two files does not exist.
     ValueError: the adapter is no plain LoRA adapter, adapts no module, has another
-      number of layers than the model, is not finite in `dtype`, or see `adapter_files.load_adapter`.
+      number of layers than the model, is not finite in `dtype`, or see
+      `adapter_files.load_adapter`.
   """
   adapters = _adapters(name, source, config)
   if not adapters:
