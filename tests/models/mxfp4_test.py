@@ -35,7 +35,8 @@ def as_stored(value):
   table = np.asarray(quantised.MXFP4)
   nearest = np.abs(blocks[..., None] / 2.0 ** power[..., None, None] - table)
   codes = nearest.argmin(-1).astype(np.uint8)
-  return codes[..., 0::2] | codes[..., 1::2] << 4, (power + 127).astype(np.uint8)
+  packed = codes[..., 0::2] | codes[..., 1::2] << 4
+  return packed.copy("C"), (power + 127).astype(np.uint8, "C")
 
 
 def decoded(blocks, scales):

@@ -36,7 +36,8 @@ def shrink(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
   if config.sliding_window is not None:
     fields["sliding_window"] = min(config.sliding_window, _WINDOW)
   if config.moe is not None:
-    fields["moe"] = dataclasses.replace(config.moe, **_EXPERTS)
+    dense = (0,) if config.moe.dense_layers else ()
+    fields["moe"] = dataclasses.replace(config.moe, **_EXPERTS, dense_layers=dense)
   tower = getattr(config, "vision", None)  # families that take images
   if tower is not None:
     fields["vision"] = dataclasses.replace(tower, **_TOWER)

@@ -189,18 +189,20 @@ class PageKeeper:
     sizes = [1 + layer_groups.pages_of(config, window) for window in windows]
     self._copy = jax.jit(copied, donate_argnums=0)
     rules = model.sharding
-    make = lambda group: paged.empty(
+    make = lambda group, kind: paged.empty(
       pages=sizes[group],
       page_tokens=config.page_tokens,
-      kv_heads=model.num_kv_heads,
-      head_dim=model.head_dim,
+      kv_heads=model.kinds[kind].num_kv_heads,
+      head_dim=model.kinds[kind].head_dim,
       dtype=model.dtype,
       path=path,
       head_axes=tuple(axis for axis in (rules.tp, *rules.step) if axis),
       mesh=mesh,
     )
     tables = tuple(np.zeros(0, np.int32) for _ in windows)
-    self.store: Any = PageStore(tuple(map(make, groups)), tables, groups)
+    self.store: Any = PageStore(
+      tuple(map(make, groups, model.layer_kinds)), tables, groups
+    )
 
   width = 0  # there are no rows
 

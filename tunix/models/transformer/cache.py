@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tunix.models.transformer.config import LayerKind
+
 
 class LayerCache(Protocol):
   """The cache of one layer that writes new tokens and attends itself.
@@ -72,28 +74,24 @@ class KVCache:
 
 
 def init_cache(
+  kinds: Sequence[LayerKind],
   *,
-  windows: Sequence[int | None],
   batch_size: int,
   cache_size: int,
-  num_kv_heads: int,
-  head_dim: int,
   dtype: DTypeLike,
 ) -> KVCache:
   """Returns an empty cache.
 
   Args:
-    windows: the window of each layer; None for a layer without one.
+    kinds: the kind of each layer.
     batch_size: number of rows B.
     cache_size: number of slots S.
-    num_kv_heads: number of key heads K.
-    head_dim: size H of a head.
     dtype: dtype of the buffers.
   """
-  sizes = [min(cache_size, window or cache_size) for window in windows]
+  slots = lambda kind: min(cache_size, kind.window or cache_size)
 
   def buffers() -> tuple[jax.Array, ...]:
-    shapes = [(batch_size, num_kv_heads, size, head_dim) for size in sizes]
+    shapes = [(batch_size, x.num_kv_heads, slots(x), x.head_dim) for x in kinds]
     return tuple(jnp.zeros(shape, dtype) for shape in shapes)
 
   return KVCache(buffers(), buffers(), jnp.zeros((), jnp.int32), cache_size)

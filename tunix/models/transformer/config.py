@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,11 +11,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tunix.models.transformer.rope_config import RopeConfig as RopeConfig
+from tunix.models.transformer.sharding_rules import ShardingRules as ShardingRules
 from tunix.utils import checks, mesh as mesh_lib
 
-Axes = str | tuple[str, ...] | None
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 LayerType = Literal["full", "sliding", "nope"]
+TypeFields = tuple[tuple[LayerType, tuple[tuple[str, Any], ...]], ...]
 
 # Values of `attention`: "auto" and the names in `attention_paths.PATHS`.
 ATTENTION = ("auto", "plain", "blockwise", "splash", "cudnn")
@@ -42,6 +44,7 @@ REMAT_POLICIES = {
 }
 
 _ROPE = RopeConfig()
+_SHARDING = ShardingRules()
 
 
 def scans(scan_layers: bool | None, num_layers: int) -> bool:
@@ -94,6 +97,7 @@ class MoEConfig:
     balance_weight: weight of the load-balancing loss in training, 0 for none; see
       `ops.router`.
     z_weight: weight of the router z-loss in training, 0 for none; see `ops.router`.
+    dense_layers: numbers of the layers that have the gated MLP in place of experts.
     implementation: "ragged" sorts tokens by expert and runs one grouped product, with
       work proportional to k. "dense" runs every expert on every token, with work
       proportional to E; it is the reference that "ragged" is tested against.
@@ -109,6 +113,7 @@ class MoEConfig:
   clamped_gate: ClampedGate | None = None
   balance_weight: float = 0.0
   z_weight: float = 0.0
+  dense_layers: tuple[int, ...] = ()
   implementation: Literal["ragged", "dense"] = "ragged"
 
   def __post_init__(self):
@@ -134,54 +139,6 @@ class MoEConfig:
       )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardingRules:
-  """The mesh axes that split weights and activations.
-
-  An axis that the mesh lacks, or that does not divide a dimension, is ignored there.
-
-  Attributes:
-    fsdp: axis or axes that split every weight along its model dimension.
-    tp: axis that splits heads, hidden units and the vocabulary.
-    ep: axis that splits the experts of a mixture. It also splits the batch and, with
-      fsdp, all other weights.
-    cp: axis that splits the tokens of every row and, with fsdp, the weights.
-    batch: axes that split the batch; None means ("dp", fsdp, ep).
-    step: axes that split the products of a decode step in place of its rows; set by
-      `generate.layout`.
-  """
-
-  fsdp: Axes = "fsdp"
-  tp: str | None = "tp"
-  ep: str | None = "ep"
-  cp: str | None = "cp"
-  batch: tuple[str, ...] | None = None
-  step: tuple[str, ...] = ()
-
-  @property
-  def batch_axes(self) -> tuple[str, ...]:
-    """Mesh axes of the batch dimension of activations."""
-    if self.batch is not None:
-      return self.batch
-    return tuple(dict.fromkeys(("dp", *self._fsdp, *_named(self.ep))))
-
-  @property
-  def weight_axes(self) -> tuple[str, ...]:
-    """Mesh axes of the model dimension of weights.
-
-    cp is among them: otherwise every device along cp would hold a copy of the weights.
-    """
-    return (*self._fsdp, *_named(self.ep), *_named(self.cp))
-
-  @property
-  def _fsdp(self) -> tuple[str, ...]:
-    return (self.fsdp,) if isinstance(self.fsdp, str) else (self.fsdp or ())
-
-
-def _named(axis: str | None) -> tuple[str, ...]:
-  return () if axis is None else (axis,)
-
-
 class LayerKind(NamedTuple):
   """The settings in which kinds of layer differ.
 
@@ -189,10 +146,14 @@ class LayerKind(NamedTuple):
     window: number of keys that a query attends to, its own included; None for all keys
       before it.
     rope: rotary embedding; None for a layer without positions (NoPE).
+    num_kv_heads: number of key heads K.
+    head_dim: size H of a head.
   """
 
   window: int | None
   rope: RopeConfig | None
+  num_kv_heads: int
+  head_dim: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,6 +176,8 @@ class TransformerConfig:
     rope: rotary embedding.
     layer_types: "full" or "sliding" attention per layer, or "nope": full attention
       without rotary embedding (SmolLM3). None for full attention in all.
+    type_fields: fields of this configuration that layers of a type have in place of the
+      model's, made by `fields_by_type(full={"head_dim": 512})`.
     sliding_window: number of keys that a query of a "sliding" layer attends to, its own
       included.
     local_rope: rotary embedding of the sliding layers; None for `rope`.
@@ -264,6 +227,7 @@ class TransformerConfig:
   activation: Activation = "silu"
   rope: RopeConfig = _ROPE
   layer_types: tuple[LayerType, ...] | None = None
+  type_fields: TypeFields = ()
   sliding_window: int | None = None
   local_rope: RopeConfig | None = None
   query_scale: float | None = None
@@ -286,7 +250,7 @@ class TransformerConfig:
   remat: Literal["none", "block", "dots", "offload"] = "none"
   attention: str = "auto"
   scan_layers: bool | None = None
-  sharding: ShardingRules = ShardingRules()
+  sharding: ShardingRules = _SHARDING
 
   def __post_init__(self):
     sizes = "num_layers vocab_size embed_dim hidden_dim num_heads num_kv_heads head_dim"
@@ -321,13 +285,29 @@ class TransformerConfig:
     self._check_layer_types()
     self._check_products()
 
-  def layers_of(self, path: str) -> int:
-    """Returns the number of layers in the stack that holds the parameter `path`."""
-    del path
-    return self.num_layers
+  def layers_of(self, path: str) -> Sequence[int]:
+    """Returns the numbers of the layers in the stack that holds the parameter `path`.
+
+    Args:
+      path: "layers.attn.q_proj.kernel", or "layers.dense.attn.q_proj.kernel" where the
+        layers have several structures.
+    """
+    name = path.split(".")[1] if path.startswith("layers.") else ""
+    return self.stacks.get(name, range(self.num_layers))
 
   def _check_layer_types(self):
+    if self.moe is not None and (late := max(self.moe.dense_layers, default=0)) >= (
+      self.num_layers
+    ):
+      raise ValueError(
+        f"dense_layers of moe names layer {late}, num_layers is {self.num_layers}"
+      )
     if self.layer_types is None:
+      if self.type_fields:
+        raise ValueError(
+          f"type_fields is {self.type_fields} and layer_types is None; expected the "
+          "type of each layer in layer_types"
+        )
       return
     if len(self.layer_types) != self.num_layers:
       raise ValueError(
@@ -337,6 +317,11 @@ class TransformerConfig:
     if unknown := set(self.layer_types) - {"full", "sliding", "nope"}:
       raise ValueError(
         f"layer_types has {sorted(unknown)}, known: 'full', 'nope', 'sliding'"
+      )
+    if unused := {name for name, _ in self.type_fields} - set(self.layer_types):
+      raise ValueError(
+        f"type_fields has {sorted(unused)}, and layer_types has no such layer; "
+        f"expected some of {sorted(set(self.layer_types))}"
       )
     if "sliding" in self.layer_types and (self.sliding_window or 0) < 1:
       raise ValueError(
@@ -362,16 +347,17 @@ class TransformerConfig:
   @property
   def kinds(self) -> tuple[LayerKind, ...]:
     """The kinds of layer of this configuration."""
-    full = LayerKind(None, self.rope)
-    if self.layer_types is None:
-      return (full,)
-    sliding = LayerKind(self.sliding_window, self.local_rope or self.rope)
-    known: dict[LayerType, LayerKind] = {
-      "full": full,
-      "sliding": sliding,
-      "nope": LayerKind(None, None),
+    known: dict[LayerType, tuple[int | None, RopeConfig | None]] = {
+      "full": (None, self.rope),
+      "sliding": (self.sliding_window, self.local_rope or self.rope),
+      "nope": (None, None),
     }
-    return tuple(known[name] for name in dict.fromkeys(self.layer_types))
+    heads = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+    own = dict(self.type_fields)
+    return tuple(
+      LayerKind(*known[name], *({**heads, **dict(own.get(name, ()))}[x] for x in heads))
+      for name in dict.fromkeys(self.layer_types or ("full",))
+    )
 
   @property
   def layer_kinds(self) -> tuple[int, ...]:
@@ -381,9 +367,46 @@ class TransformerConfig:
     return tuple(order.index(name) for name in names)
 
   @property
+  def structures(self) -> tuple[str, ...]:
+    """The structure of each layer: layers with the same name have the same modules.
+
+    If all layers have the same modules, all names are "".
+    """
+    types = self.layer_types or ("full",) * self.num_layers
+    own = {name for name, _ in self.type_fields}
+    # Types without fields of their own share a structure, named by the first of them.
+    shared = next((name for name in types if name not in own), "")
+    by_type = [name if name in own else shared for name in types]
+    dense = () if self.moe is None else self.moe.dense_layers
+    by_mlp = ["dense" if i in dense else "sparse" for i in range(self.num_layers)]
+    parts = [names for names in (by_type, by_mlp) if len({*names}) > 1]
+    return tuple("_".join(names) for names in zip(*parts)) or ("",) * self.num_layers
+
+  @property
+  def stacks(self) -> dict[str, list[int]]:
+    """The numbers of the layers of each structure, in the order of the model."""
+    stacks: dict[str, list[int]] = {}
+    for i, name in enumerate(self.structures):
+      stacks.setdefault(name, []).append(i)
+    return stacks
+
+  def of_layer(self, layer: int) -> TransformerConfig:
+    """Returns the configuration with the fields of one layer, see `type_fields`."""
+    name = "full" if self.layer_types is None else self.layer_types[layer]
+    fields = dict(dict(self.type_fields).get(name, ()))
+    if self.moe is not None and layer in self.moe.dense_layers:
+      fields["moe"] = None
+    return dataclasses.replace(self, type_fields=(), **fields) if fields else self
+
+  @property
   def scanned(self) -> bool:
     """True if the layers run in `lax.scan`, see `scans`."""
     return scans(self.scan_layers, self.num_layers)
+
+
+def fields_by_type(**fields: Mapping[str, Any]) -> TypeFields:
+  """Returns `TransformerConfig.type_fields`: by type of layer, names and values."""
+  return tuple((name, tuple(own.items())) for name, own in fields.items())  # pyright: ignore[reportReturnType]
 
 
 def sizes(

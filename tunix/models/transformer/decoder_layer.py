@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tunix.models.transformer import sharding
+from tunix.models.transformer import rope, sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
 from tunix.models.transformer.config import MoEConfig, TransformerConfig
 from tunix.models.transformer.layer_maker import LayerMaker
@@ -52,7 +52,7 @@ class DecoderLayer(nnx.Module):
   def __call__(
     self,
     x: Float[Array, "B T D"],
-    angles: Angles,
+    angles: Angles | tuple[Angles, ...],
     visible: Visibility,
     cached: KeysValues | None = None,
     kind: Kind = 0,
@@ -61,15 +61,15 @@ class DecoderLayer(nnx.Module):
 
     Args:
       x: the residual stream.
-      angles: rotary angles, with a leading axis over the kinds of layer.
+      angles: rotary angles of all kinds of layer, see `rope.angles_by_kind`.
       visible: the keys that each query attends to.
       cached: see `Attention`.
       kind: number of the layer's kind, see `TransformerConfig.kinds`.
     """
     attn_in, attn_out, mlp_in, mlp_out = (self._norm(name) for name in self.norms)
     with jax.named_scope("attn"):
-      angles = jax.tree.map(lambda by_kind: by_kind[kind], angles)
-      out, keys_values = self.attn(attn_in(x), angles, visible, cached, kind)
+      own = rope.of_kind(angles, kind)
+      out, keys_values = self.attn(attn_in(x), own, visible, cached, kind)
       x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
     with jax.named_scope("mlp"):
       x = x + self._scaled(mlp_out(self.mlp(mlp_in(x))))
