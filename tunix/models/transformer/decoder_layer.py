@@ -22,6 +22,7 @@ from tunix.models.transformer.layers import (
 )
 from tunix.models.transformer.moe import MoE
 from tunix.models.transformer.rope import Angles
+from tunix.models.transformer.routing import LayerRoutes
 from tunix.models.transformer.visibility import Visibility
 
 
@@ -56,6 +57,7 @@ class DecoderLayer(nnx.Module):
     visible: Visibility,
     cached: KeysValues | None = None,
     kind: Kind = 0,
+    routes: LayerRoutes | None = None,
   ) -> tuple[Float[Array, "B T D"], KeysValues]:
     """Returns the new residual stream, and the keys and values of its attention.
 
@@ -65,6 +67,7 @@ class DecoderLayer(nnx.Module):
       visible: the keys that each query attends to.
       cached: see `Attention`.
       kind: number of the layer's kind, see `TransformerConfig.kinds`.
+      routes: logs or replays the routes of experts; see `MoE`.
     """
     attn_in, attn_out, mlp_in, mlp_out = (self._norm(name) for name in self.norms)
     with jax.named_scope("attn"):
@@ -72,7 +75,8 @@ class DecoderLayer(nnx.Module):
       out, keys_values = self.attn(attn_in(x), own, visible, cached, kind)
       x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
     with jax.named_scope("mlp"):
-      x = x + self._scaled(mlp_out(self.mlp(mlp_in(x))))
+      extra = (routes,) if isinstance(self.mlp, MoE) else ()
+      x = x + self._scaled(mlp_out(self.mlp(mlp_in(x), *extra)))
     return sharding.pin_activations(x, self.rules), keys_values
 
   def _scaled(self, out: jax.Array) -> jax.Array:
