@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from tunix.models.transformer.config import MoEConfig
 from tunix.models.transformer.visibility import Visibility
 from tunix.ops import router
 from tunix.ops.router import RouterSums
@@ -45,10 +46,13 @@ class RouterLog(nnx.Module):
   Attributes:
     total: the sums of all calls.
     choice: the experts of the last call, if they are recorded; else None.
+    balance_weight, z_weight: see `MoEConfig`.
   """
 
-  def __init__(self, experts: int, *, records: bool = False):
-    self.total = RouterSum(router.empty(experts))
+  def __init__(self, config: MoEConfig, *, records: bool = False):
+    self.total = RouterSum(router.empty(config.num_experts))
+    self.balance_weight = config.balance_weight
+    self.z_weight = config.z_weight
     self.choice = nnx.data(
       RouterChoice(jnp.zeros((0, 0, 0, 0), jnp.int32)) if records else None
     )
@@ -73,13 +77,13 @@ def logged(model: nnx.Module, *, records: bool = False) -> Iterator[Logs]:
       differentiated: with `remat` each layer would keep the whole record.
   """
   decoders = [
-    (module, module.config.moe.num_experts)
+    (module, module.config.moe)
     for _, module in nnx.iter_modules(model)
     if hasattr(module, "router_log") and module.config.moe is not None
   ]
   logs = Logs()
-  for decoder, experts in decoders:
-    decoder.router_log = nnx.data(RouterLog(experts, records=records))
+  for decoder, config in decoders:
+    decoder.router_log = nnx.data(RouterLog(config, records=records))
     logs.append(decoder.router_log)
   try:
     yield logs
