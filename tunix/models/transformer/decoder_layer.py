@@ -13,14 +13,18 @@ from tunix.models.transformer import rope, sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import ACTIVATIONS, GatedMLP
+from tunix.models.transformer.layers import ACTIVATIONS, GatedMLP, PlainMLP
+from tunix.models.transformer.mamba2 import Mamba2
 from tunix.models.transformer.moe import MoE
 from tunix.models.transformer.rope import Angles
 from tunix.models.transformer.visibility import Visibility
 
 
 class DecoderLayer(nnx.Module):
-  """Attention and MLP (or experts), each added to the residual stream.
+  """A mixer and an MLP (or experts), each added to the residual stream.
+
+  The mixer, `attn`, is attention or a recurrence. `TransformerConfig.parts` may leave
+  out one of the two.
 
   The RMS norms have Hugging Face's names. With norms "pre" this name of the norm before
   the MLP is `post_attention_layernorm`.
@@ -34,12 +38,12 @@ class DecoderLayer(nnx.Module):
   def __init__(self, config: TransformerConfig, stack: tuple[int, ...], rngs: nnx.Rngs):
     c = config
     make = LayerMaker(c.sharding, c.param_dtype, rngs, stack)
-    self.norms = _NORMS[c.norms]
+    self.norms = _NORMS[c.norms] if c.parts == "both" else _ONE_NORM
     for name in self.norms:
       if name is not None:
         setattr(self, name, make.norm(c.embed_dim, c.norm_eps, c.norm_offset))
-    self.attn = _attention(c, make)
-    self.mlp = _mlp(c, make)
+    self.attn = nnx.data(None) if c.parts == "mlp" else _mixer(c, make)
+    self.mlp = nnx.data(None) if c.parts == "mixer" else _mlp(c, make)
     self.residual_multiplier = c.residual_multiplier
     self.rules = c.sharding
 
@@ -61,13 +65,17 @@ class DecoderLayer(nnx.Module):
       kind: number of the layer's kind, see `TransformerConfig.kinds`.
     """
     attn_in, attn_out, mlp_in, mlp_out = (self._norm(name) for name in self.norms)
-    with jax.named_scope("attn"):
-      own = rope.of_kind(angles, kind)
-      out, keys_values = self.attn(attn_in(x), own, visible, cached, kind)
-      x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
-    with jax.named_scope("mlp"):
-      x = x + self._scaled(mlp_out(self.mlp(mlp_in(x))))
-    return sharding.pin_activations(x, self.rules), keys_values
+    keys_values = cached
+    if self.attn is not None:
+      with jax.named_scope("attn"):
+        own = rope.of_kind(angles, kind)
+        out, keys_values = self.attn(attn_in(x), own, visible, cached, kind)
+        x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
+    if self.mlp is not None:
+      with jax.named_scope("mlp"):
+        x = x + self._scaled(mlp_out(self.mlp(mlp_in(x))))
+      x = sharding.pin_activations(x, self.rules)
+    return x, keys_values
 
   def _scaled(self, out: jax.Array) -> jax.Array:
     """Multiplies in float32: the factor itself may have no exact 16-bit value."""
@@ -90,6 +98,13 @@ _NORMS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = {
     "post_feedforward_layernorm",
   ),
 }
+
+# A layer of one part has one norm, before this part. Only this part is called.
+_ONE_NORM = ("input_layernorm", None, "input_layernorm", None)
+
+
+def _mixer(c: TransformerConfig, make: LayerMaker) -> Attention | Mamba2:
+  return _attention(c, make) if c.mixer is None else Mamba2(c, make)
 
 
 def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
@@ -114,12 +129,12 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   )
 
 
-def _mlp(c: TransformerConfig, make: LayerMaker) -> GatedMLP | MoE:
+def _mlp(c: TransformerConfig, make: LayerMaker) -> GatedMLP | PlainMLP | MoE:
   if c.moe is None:
-    return _gated_mlp(c, make, c.hidden_dim)
+    return _dense_mlp(c, make, c.hidden_dim)
   return MoE(
     make.linear(c.embed_dim, c.moe.num_experts, "router"),
-    _gated_mlp(c, make, c.moe.hidden_dim, c.moe.num_experts),
+    _dense_mlp(c, make, c.moe.hidden_dim, c.moe.num_experts),
     experts_per_token=c.moe.experts_per_token,
     normalise=c.moe.normalise,
     implementation=c.moe.implementation,
@@ -127,12 +142,11 @@ def _mlp(c: TransformerConfig, make: LayerMaker) -> GatedMLP | MoE:
   )
 
 
-def _gated_mlp(
+def _dense_mlp(
   c: TransformerConfig, make: LayerMaker, hidden_dim: int, experts: int = 0
-) -> GatedMLP:
-  return GatedMLP(
-    make.linear(c.embed_dim, hidden_dim, "in_out", experts=experts),
-    make.linear(c.embed_dim, hidden_dim, "in_out", experts=experts),
-    make.linear(hidden_dim, c.embed_dim, "out_in", experts=experts),
-    ACTIVATIONS[c.activation],
-  )
+) -> GatedMLP | PlainMLP:
+  into = lambda: make.linear(c.embed_dim, hidden_dim, "in_out", experts=experts)
+  down = lambda: make.linear(hidden_dim, c.embed_dim, "out_in", experts=experts)
+  if c.gated_mlp:
+    return GatedMLP(into(), into(), down(), ACTIVATIONS[c.activation])
+  return PlainMLP(into(), down(), ACTIVATIONS[c.activation])

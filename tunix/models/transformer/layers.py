@@ -29,6 +29,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
   "silu": jax.nn.silu,
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
   "gelu": functools.partial(jax.nn.gelu, approximate=False),
+  "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, arXiv:2109.08668
 }
 
 
@@ -251,3 +252,31 @@ class GatedMLP(nnx.Module):
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PlainMLP(nnx.Module):
+  """down(activation(up(x))): an MLP without a gate."""
+
+  def __init__(
+    self,
+    up_proj: Linear,
+    down_proj: Linear,
+    activation: Callable[[jax.Array], jax.Array],
+  ):
+    self.up_proj = up_proj
+    self.down_proj = down_proj
+    self.activation = activation
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.down_proj(self.hidden(x, lambda linear, x: linear(x)))
+
+  def hidden(
+    self, x: jax.Array, product: Callable[[Linear, jax.Array], jax.Array]
+  ) -> jax.Array:
+    """Returns the hidden units.
+
+    Args:
+      x: the input.
+      product: applies a linear map; for experts see `Linear.grouped`.
+    """
+    return self.activation(product(self.up_proj, x))

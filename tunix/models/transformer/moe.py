@@ -93,7 +93,7 @@ class MoE(nnx.Module):
   def __init__(
     self,
     router: Linear,
-    experts: GatedMLP,
+    experts: Any,
     *,
     experts_per_token: int,
     normalise: bool,
