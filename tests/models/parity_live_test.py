@@ -74,7 +74,7 @@ def test_saved_back_folder(name, tmp_path):
 
 @pytest.mark.parametrize("family", sorted({*families.FAMILIES} - {"gemma3_multimodal"}))
 def test_fresh_model(family, tmp_path):
-  more = {"moe": gpt_oss.experts(3, 12, 2)} if family == "gpt_oss" else {}
+  more = {"moe": gpt_oss.experts(3, 24, 2)} if family == "gpt_oss" else {}
   config = families.FAMILIES[family].config_class(**SIZES, rope=LINEAR, **more)
   model = widen(AutoModel.from_config(config))
   save_pretrained(

@@ -107,9 +107,7 @@ def targeted(names: Sequence[str], peft: Mapping[str, Any]) -> list[str]:
   """Returns the parameters that `target_parameters` selects, in their order."""
   targets = peft.get("target_parameters") or []
   return [
-    name
-    for name in names
-    if any(name == x or name.endswith(f".{x}") for x in targets)
+    name for name in names if any(name == x or name.endswith(f".{x}") for x in targets)
   ]
 
 

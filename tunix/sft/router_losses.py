@@ -63,9 +63,7 @@ def added(loss: WeightedSum, logs: Logs) -> tuple[WeightedSum, dict[str, Weighte
   for log in logs:
     sums = log.total.get_value()
     balance, z_loss = sums.balance_loss(), sums.z_loss()
-    total = total + loss.weight * (
-      log.balance_weight * balance + log.z_weight * z_loss
-    )
+    total = total + loss.weight * (log.balance_weight * balance + log.z_weight * z_loss)
     stop = jax.lax.stop_gradient
     metrics = {
       "router/balance_loss": _mean(stop(balance), loss.weight),

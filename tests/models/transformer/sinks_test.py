@@ -77,9 +77,7 @@ def test_a_blind_query_gives_zeros():
   case.visible.mask[:, 4:6] = False
   for path in ("plain", "blockwise"):
     run = functools.partial(attention_paths.attend, implementation=path)
-    out = run(
-      case.query, case.key, case.value, case.visible, sinks=with_sinks(case)
-    )
+    out = run(case.query, case.key, case.value, case.visible, sinks=with_sinks(case))
     assert not np.any(out[:, 4:6]) and np.any(out[:, 6:])
 
 
@@ -91,7 +89,9 @@ def test_tokens_and_heads_split_over_devices():
   sinks = with_sinks(case)
   run = functools.partial(attention_paths.attend, implementation="blockwise")
   want = value_and_grads(case, run, sinks)
-  with jax.set_mesh(jax.make_mesh((4, 2), ("cp", "tp"), (jax.sharding.AxisType.Auto,) * 2)):
+  with jax.set_mesh(
+    jax.make_mesh((4, 2), ("cp", "tp"), (jax.sharding.AxisType.Auto,) * 2)
+  ):
     assert_same(value_and_grads(case, run, sinks), want)
 
 

@@ -64,9 +64,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   spelled = hf.get("rope_scaling") or hf.get("rope_parameters")
   hf = _DEFAULTS | dict(hf) | ({} if spelled else {"rope_parameters": _ROPE})
   hf_config.check_supported(hf, {"hidden_act": ("silu", None)})
-  fields = hf_config.decoder_fields(
-    hf, head_dim=64, sliding=lambda i: (i + 1) % 2 == 1
-  )
+  fields = hf_config.decoder_fields(hf, head_dim=64, sliding=lambda i: (i + 1) % 2 == 1)
   gate = ClampedGate(
     alpha=hf_values.number(hf, "swiglu_alpha", ClampedGate.alpha),
     limit=hf_values.number(hf, "swiglu_limit", ClampedGate.limit),

@@ -273,9 +273,7 @@ def _values(weights: jax.Array, value: jax.Array) -> jax.Array:
   return jnp.einsum("bkgts,bskh->btkgh", weights, value)
 
 
-def _blockwise(
-  query, key, value, visible, scale, softcap, window, rules, sinks=None
-):
+def _blockwise(query, key, value, visible, scale, softcap, window, rules, sinks=None):
   del rules
   largest = 256 if mesh_lib.context_platform() == "cpu" else 512
   return blockwise.attend(

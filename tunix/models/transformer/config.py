@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -10,12 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tunix.models.transformer.mixer_config import Mamba2Config as Mamba2Config
 from tunix.models.transformer.rope_config import RopeConfig as RopeConfig
 from tunix.models.transformer.sharding_rules import ShardingRules as ShardingRules
 from tunix.utils import checks, mesh as mesh_lib
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
-LayerType = Literal["full", "sliding", "nope"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+LayerType = Literal["full", "sliding", "nope", "linear", "none"]
 TypeFields = tuple[tuple[LayerType, tuple[tuple[str, Any], ...]], ...]
 
 # Values of `attention`: "auto" and the names in `attention_paths.PATHS`.
@@ -76,6 +78,12 @@ class ClampedGate:
 
   def __post_init__(self):
     checks.fields(self, alpha=checks.POSITIVE, limit=checks.POSITIVE)
+
+  def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns the hidden units."""
+    gate = jnp.minimum(gate, self.limit)
+    up = jnp.clip(up, -self.limit, self.limit)
+    return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +154,7 @@ class LayerKind(NamedTuple):
     window: number of keys that a query attends to, its own included; None for all keys
       before it.
     rope: rotary embedding; None for a layer without positions (NoPE).
-    num_kv_heads: number of key heads K.
+    num_kv_heads: number of key heads K; 0 for a layer without attention.
     head_dim: size H of a head.
   """
 
@@ -174,8 +182,9 @@ class TransformerConfig:
       their outputs (OLMo 2), or "both" (Gemma 2 and 3).
     activation: activation function of the gated MLP.
     rope: rotary embedding.
-    layer_types: "full" or "sliding" attention per layer, or "nope": full attention
-      without rotary embedding (SmolLM3). None for full attention in all.
+    layer_types: "full" or "sliding" attention per layer; "nope": full attention without
+      rotary embedding (SmolLM3); "linear": a recurrent mixer; "none": no mixer
+      (Nemotron 3). None for full attention in all.
     type_fields: fields of this configuration that layers of a type have in place of the
       model's, made by `fields_by_type(full={"head_dim": 512})`.
     sliding_window: number of keys that a query of a "sliding" layer attends to, its own
@@ -197,6 +206,10 @@ class TransformerConfig:
     attention_sinks: if True, every head has a sink logit in the softmax of its scores
       (gpt-oss), see `ops.sinks`.
     qkv_bias, o_bias: if True, the attention's projections have biases.
+    gated_mlp: if False, the MLP and the experts are down(activation(up(x))).
+    parts: the parts of a layer: "both" mixer and MLP, or only the "mixer" or the "mlp",
+      each with one norm before it (Nemotron 3).
+    mixer: a recurrent mixer in place of attention, or None.
     moe: a mixture of experts in place of the MLP, or None.
     num_scores: None for a language model. Otherwise the number of scores per position
       of a head that replaces the unembedding: 1 for a critic or a reward model.
@@ -242,6 +255,9 @@ class TransformerConfig:
   attention_sinks: bool = False
   qkv_bias: bool = False
   o_bias: bool = False
+  gated_mlp: bool = True
+  parts: Literal["both", "mixer", "mlp"] = "both"
+  mixer: Mamba2Config | None = None
   moe: MoEConfig | None = None
   num_scores: int | None = None
   max_position: int | None = None
@@ -275,7 +291,8 @@ class TransformerConfig:
     choices = {
       "remat": ("none", *REMAT_POLICIES),
       "norms": ("pre", "post", "both"),
-      "activation": ("silu", "gelu_tanh", "gelu"),
+      "activation": typing.get_args(Activation),
+      "parts": ("both", "mixer", "mlp"),
       "qk_norm": (None, "head", "all"),
       "attention": ATTENTION,
     }
@@ -314,14 +331,19 @@ class TransformerConfig:
         f"layer_types names {len(self.layer_types)} layers, num_layers is "
         f"{self.num_layers}"
       )
-    if unknown := set(self.layer_types) - {"full", "sliding", "nope"}:
-      raise ValueError(
-        f"layer_types has {sorted(unknown)}, known: 'full', 'nope', 'sliding'"
-      )
+    if unknown := set(self.layer_types) - set(typing.get_args(LayerType)):
+      known = ", ".join(map(repr, sorted(typing.get_args(LayerType))))
+      raise ValueError(f"layer_types has {sorted(unknown)}, known: {known}")
     if unused := {name for name, _ in self.type_fields} - set(self.layer_types):
       raise ValueError(
         f"type_fields has {sorted(unused)}, and layer_types has no such layer; "
         f"expected some of {sorted(set(self.layer_types))}"
+      )
+    own = {name: dict(fields) for name, fields in self.type_fields}
+    if "linear" in self.layer_types and own.get("linear", {}).get("mixer") is None:
+      raise ValueError(
+        "layer_types has linear layers and type_fields no mixer for them; expected "
+        "fields_by_type(linear={'mixer': ...})"
       )
     if "sliding" in self.layer_types and (self.sliding_window or 0) < 1:
       raise ValueError(
@@ -351,13 +373,19 @@ class TransformerConfig:
       "full": (None, self.rope),
       "sliding": (self.sliding_window, self.local_rope or self.rope),
       "nope": (None, None),
+      "linear": (None, None),
+      "none": (None, None),
     }
     heads = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
-    own = dict(self.type_fields)
-    return tuple(
-      LayerKind(*known[name], *({**heads, **dict(own.get(name, ()))}[x] for x in heads))
-      for name in dict.fromkeys(self.layer_types or ("full",))
-    )
+    own: dict[str, dict[str, Any]] = {x: dict(y) for x, y in self.type_fields}
+
+    def kind(name: LayerType) -> LayerKind:
+      fields = heads | own.get(name, {})
+      has_keys = fields.get("mixer") is None and fields.get("parts") != "mlp"
+      kv_heads = fields["num_kv_heads"] if has_keys else 0
+      return LayerKind(*known[name], kv_heads, fields["head_dim"])
+
+    return tuple(map(kind, dict.fromkeys(self.layer_types or ("full",))))
 
   @property
   def layer_kinds(self) -> tuple[int, ...]:
@@ -396,7 +424,7 @@ class TransformerConfig:
     fields = dict(dict(self.type_fields).get(name, ()))
     if self.moe is not None and layer in self.moe.dense_layers:
       fields["moe"] = None
-    return dataclasses.replace(self, type_fields=(), **fields) if fields else self
+    return dataclasses.replace(self, **fields) if fields else self
 
   @property
   def scanned(self) -> bool:

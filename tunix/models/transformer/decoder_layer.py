@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from tunix.models.transformer.layers import (
   ACTIVATIONS,
   FusedGatedMLP,
   GatedMLP,
-  clamped_gate,
+  PlainMLP,
 )
+from tunix.models.transformer.mamba2 import Mamba2
 from tunix.models.transformer.moe import MoE
 from tunix.models.transformer.rope import Angles
 from tunix.models.transformer.routing import LayerRoutes
@@ -27,7 +28,10 @@ from tunix.models.transformer.visibility import Visibility
 
 
 class DecoderLayer(nnx.Module):
-  """Attention and MLP (or experts), each added to the residual stream.
+  """A mixer and an MLP (or experts), each added to the residual stream.
+
+  The mixer, `attn`, is attention or a recurrence. `TransformerConfig.parts` may leave
+  out one of the two.
 
   The RMS norms have Hugging Face's names. With norms "pre" this name of the norm before
   the MLP is `post_attention_layernorm`.
@@ -41,12 +45,12 @@ class DecoderLayer(nnx.Module):
   def __init__(self, config: TransformerConfig, stack: tuple[int, ...], rngs: nnx.Rngs):
     c = config
     make = LayerMaker(c.sharding, c.param_dtype, rngs, stack)
-    self.norms = _NORMS[c.norms]
+    self.norms = _NORMS[c.norms] if c.parts == "both" else _ONE_NORM
     for name in self.norms:
       if name is not None:
         setattr(self, name, make.norm(c.embed_dim, c.norm_eps, c.norm_offset))
-    self.attn = _attention(c, make)
-    self.mlp = _mlp(c, make)
+    self.attn = nnx.data(None) if c.parts == "mlp" else _mixer(c, make)
+    self.mlp = nnx.data(None) if c.parts == "mixer" else _mlp(c, make)
     self.residual_multiplier = c.residual_multiplier
     self.rules = c.sharding
 
@@ -70,14 +74,18 @@ class DecoderLayer(nnx.Module):
       routes: logs or replays the routes of experts; see `MoE`.
     """
     attn_in, attn_out, mlp_in, mlp_out = (self._norm(name) for name in self.norms)
-    with jax.named_scope("attn"):
-      own = rope.of_kind(angles, kind)
-      out, keys_values = self.attn(attn_in(x), own, visible, cached, kind)
-      x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
-    with jax.named_scope("mlp"):
-      extra = (routes,) if isinstance(self.mlp, MoE) else ()
-      x = x + self._scaled(mlp_out(self.mlp(mlp_in(x), *extra)))
-    return sharding.pin_activations(x, self.rules), keys_values
+    keys_values = cached
+    if self.attn is not None:
+      with jax.named_scope("attn"):
+        own = rope.of_kind(angles, kind)
+        out, keys_values = self.attn(attn_in(x), own, visible, cached, kind)
+        x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
+    if self.mlp is not None:
+      with jax.named_scope("mlp"):
+        extra = (routes,) if isinstance(self.mlp, MoE) else ()
+        x = x + self._scaled(mlp_out(self.mlp(mlp_in(x), *extra)))
+      x = sharding.pin_activations(x, self.rules)
+    return x, keys_values
 
   def _scaled(self, out: jax.Array) -> jax.Array:
     """Multiplies in float32: the factor itself may have no exact 16-bit value."""
@@ -100,6 +108,13 @@ _NORMS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = {
     "post_feedforward_layernorm",
   ),
 }
+
+# A layer of one part has one norm, before this part. Only this part is called.
+_ONE_NORM = ("input_layernorm", None, "input_layernorm", None)
+
+
+def _mixer(c: TransformerConfig, make: LayerMaker) -> Attention | Mamba2:
+  return _attention(c, make) if c.mixer is None else Mamba2(c, make)
 
 
 def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
@@ -125,9 +140,9 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   )
 
 
-def _mlp(c: TransformerConfig, make: LayerMaker) -> GatedMLP | MoE:
+def _mlp(c: TransformerConfig, make: LayerMaker) -> GatedMLP | PlainMLP | MoE:
   if c.moe is None:
-    return _gated_mlp(c, make, c.hidden_dim)
+    return _dense_mlp(c, make, c.hidden_dim)
   return MoE(
     make.linear(c.embed_dim, c.moe.num_experts, "router", bias=c.moe.bias),
     _experts(c, c.moe, make),
@@ -139,28 +154,27 @@ def _mlp(c: TransformerConfig, make: LayerMaker) -> GatedMLP | MoE:
   )
 
 
-def _gated_mlp(c: TransformerConfig, make: LayerMaker, hidden_dim: int) -> GatedMLP:
-  return GatedMLP(
-    make.linear(c.embed_dim, hidden_dim, "in_out"),
-    make.linear(c.embed_dim, hidden_dim, "in_out"),
-    make.linear(hidden_dim, c.embed_dim, "out_in"),
-    ACTIVATIONS[c.activation],
-  )
+def _dense_mlp(
+  c: TransformerConfig, make: LayerMaker, hidden_dim: int, **options: Any
+) -> GatedMLP | PlainMLP:
+  into = lambda: make.linear(c.embed_dim, hidden_dim, "in_out", **options)
+  down = lambda: make.linear(hidden_dim, c.embed_dim, "out_in", **options)
+  if c.gated_mlp:
+    return GatedMLP(into(), into(), down(), ACTIVATIONS[c.activation])
+  return PlainMLP(into(), down(), ACTIVATIONS[c.activation])
 
 
-def _experts(c: TransformerConfig, moe: MoEConfig, make: LayerMaker) -> GatedMLP:
+def _experts(
+  c: TransformerConfig, moe: MoEConfig, make: LayerMaker
+) -> GatedMLP | PlainMLP:
   """Makes the experts of a mixture, see `MoEConfig`."""
   options = {"experts": moe.num_experts, "bias": moe.bias}
-  into = lambda width: make.linear(c.embed_dim, width, "in_out", **options)
-  activation, gate = ACTIVATIONS[c.activation], moe.clamped_gate
-  if gate is None:
-    gating = None
-  else:
-    gating = functools.partial(clamped_gate, alpha=gate.alpha, limit=gate.limit)
+  gating = moe.clamped_gate
   if moe.fused_gate:
-    first = into(2 * moe.hidden_dim)
+    both = make.linear(c.embed_dim, 2 * moe.hidden_dim, "in_out", **options)
     down = make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
-    return FusedGatedMLP(first, down, activation, gating)
-  gate_proj, up_proj = into(moe.hidden_dim), into(moe.hidden_dim)
-  down = make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
-  return GatedMLP(gate_proj, up_proj, down, activation, gating)
+    return FusedGatedMLP(both, down, ACTIVATIONS[c.activation], gating)
+  experts = _dense_mlp(c, make, moe.hidden_dim, **options)
+  if isinstance(experts, GatedMLP):
+    experts.gating = gating
+  return experts

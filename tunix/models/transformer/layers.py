@@ -30,6 +30,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
   "silu": jax.nn.silu,
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
   "gelu": functools.partial(jax.nn.gelu, approximate=False),
+  "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, arXiv:2109.08668
 }
 
 
@@ -235,14 +236,6 @@ class Embedding(nnx.Module):
     return x if self.scale is None else x * jnp.asarray(self.scale, dtype)
 
 
-def clamped_gate(
-  gate: jax.Array, up: jax.Array, *, alpha: float, limit: float
-) -> jax.Array:
-  """Returns the hidden units of gpt-oss, see `config.ClampedGate`."""
-  gate = jnp.minimum(gate, limit)
-  return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(up, -limit, limit) + 1)
-
-
 class GatedMLP(nnx.Module):
   """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202).
 
@@ -312,3 +305,26 @@ class FusedGatedMLP(GatedMLP):
     """Returns the hidden units, see `GatedMLP.hidden`."""
     both = product(self.gate_up_proj, x)
     return self._gated(both[..., ::2], both[..., 1::2])
+
+
+class PlainMLP(nnx.Module):
+  """down(activation(up(x))): an MLP without a gate."""
+
+  def __init__(
+    self,
+    up_proj: Linear,
+    down_proj: Linear,
+    activation: Callable[[jax.Array], jax.Array],
+  ):
+    self.up_proj = up_proj
+    self.down_proj = down_proj
+    self.activation = activation
+
+  def __call__(self, x: jax.Array) -> jax.Array:
+    return self.down_proj(self.hidden(x, lambda linear, x: linear(x)))
+
+  def hidden(
+    self, x: jax.Array, product: Callable[[Linear, jax.Array], jax.Array]
+  ) -> jax.Array:
+    """Returns the hidden units, see `GatedMLP.hidden`."""
+    return self.activation(product(self.up_proj, x))

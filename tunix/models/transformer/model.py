@@ -363,11 +363,14 @@ class Transformer(nnx.Module):
       dtype: dtype of keys and values; None for the compute dtype.
     """
     c = self.config
+    makers = [getattr(x.attn, "empty_state", None) for x in self.layer_modules()]
+    states = [None if make is None else make(batch_size) for make in makers]
     return cache_lib.init_cache(
       [c.kinds[kind] for kind in c.layer_kinds],
       batch_size=batch_size,
       cache_size=cache_size,
       dtype=dtype or c.dtype,
+      states=states if any(makers) else (),
     )
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer import dropout, qwix_seam, sharding
 from tunix.models.transformer.config import ShardingRules
-from tunix.models.transformer.layers import GatedMLP, Linear
+from tunix.models.transformer.layers import GatedMLP, Linear, PlainMLP
 from tunix.models.transformer.routing import LayerRoutes
 from tunix.perf import hlo_flops
 from tunix.utils import mesh as mesh_lib
@@ -93,7 +93,7 @@ class MoE(nnx.Module):
   def __init__(
     self,
     router: Linear,
-    experts: GatedMLP,
+    experts: Any,
     *,
     experts_per_token: int,
     normalise: bool,
@@ -254,7 +254,9 @@ class MoE(nnx.Module):
       routes.add(*routed)
     return out
 
-  def _grouped(self, experts: GatedMLP, shard: ExpertShard, x, weights, chosen):
+  def _grouped(
+    self, experts: GatedMLP | PlainMLP, shard: ExpertShard, x, weights, chosen
+  ):
     """Returns the sum over the device's experts for each token.
 
     Each (token, expert) pair has one row. Rows are sorted by expert, so that the rows
@@ -299,7 +301,7 @@ class MoE(nnx.Module):
 
   def _experts(
     self,
-    mlp: GatedMLP,
+    mlp: GatedMLP | PlainMLP,
     x: jax.Array,
     product: Callable[[Linear, jax.Array], jax.Array],
   ) -> jax.Array:

@@ -185,7 +185,9 @@ def of_call(
   if log is None and replay is None:
     return None
   if moe is None:
-    raise ValueError("expert_choice is given; expected None for a model without experts")
+    raise ValueError(
+      "expert_choice is given; expected None for a model without experts"
+    )
   full = (layers, *shape, moe.experts_per_token)
   if replay is not None and replay.shape != full:
     raise ValueError(
