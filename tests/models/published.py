@@ -18,6 +18,10 @@ COUNTS = {
   "gemma3_4b": ("google/gemma-3-4b-pt", 4_300_079_472),
   "gemma3_12b": ("google/gemma-3-12b-pt", 12_187_325_040),
   "gemma3_27b": ("google/gemma-3-27b-pt", 27_432_406_640),
+  # The model card (arXiv:2508.10925) gives 20.91B and 116.83B parameters; the numbers
+  # are those of the presets. The files count four-bit weights otherwise.
+  "gpt_oss_20b": ("openai/gpt-oss-20b", 20_914_757_184),
+  "gpt_oss_120b": ("openai/gpt-oss-120b", 116_829_156_672),
   "granite3p1_2b": ("ibm-granite/granite-3.1-2b-base", 2_533_531_648),
   "granite3p1_8b": ("ibm-granite/granite-3.1-8b-base", 8_170_848_256),
   "granite3p3_2b": ("ibm-granite/granite-3.3-2b-base", 2_533_539_840),

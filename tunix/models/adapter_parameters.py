@@ -60,8 +60,8 @@ def _check(linear: Linear, name: str) -> None:
   if linear.lora_dropout or linear.lora_magnitude is not None:
     kind = "use_dora" if linear.lora_magnitude is not None else "dropout"
     raise ValueError(
-      f"the adapter of {name} has {kind}, which PEFT has not for parameters of experts. "
-      "Save the merged model, or train without it"
+      f"the adapter of {name} has {kind}; PEFT has no {kind} for parameters of "
+      "experts. Save the merged model, or train without it"
     )
 
 

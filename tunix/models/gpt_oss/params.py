@@ -88,8 +88,8 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   moe = config.moe
   if moe is None or moe.clamped_gate is None:
     raise ValueError(
-      f"moe is {moe!r}; expected experts with a clamped gate, as in all gpt-oss models. "
-      "Save the model as another family"
+      f"moe is {moe!r}; expected experts with a clamped gate, as in all gpt-oss "
+      "models. Save the model as another family"
     )
   hf = hf_config.write_decoder(config, "gpt_oss", "GptOssForCausalLM")
   return (

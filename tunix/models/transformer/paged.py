@@ -9,7 +9,6 @@ on the implementation of attention, which is therefore chosen when the cache is 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -191,8 +191,8 @@ def of_call(
   full = (layers, *shape, moe.experts_per_token)
   if replay is not None and replay.shape != full:
     raise ValueError(
-      f"expert_choice has shape {replay.shape}; expected [layers, rows, tokens, experts "
-      f"of a token], {full}"
+      f"expert_choice has shape {replay.shape}; expected [layers, rows, tokens, "
+      f"experts of a token], {full}"
     )
   records = log is not None and log.choice is not None
   start = Carried(
