@@ -1,4 +1,4 @@
-"""Each new family, tiny: whole and QLoRA fine-tuning, preferences and GRPO run and learn.
+"""New families, tiny: whole and QLoRA fine-tuning, preferences and GRPO run and learn.
 
 Packed rows, and rows that share a prompt, give what the same rows give alone.
 """
