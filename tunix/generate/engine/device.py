@@ -214,6 +214,7 @@ class Device:
           page_tokens=self._config.page_tokens,
           softcap=model.attention_softcap is not None,
           window=kind.window is not None,
+          sinks=model.attention_sinks,
         )
         for kind in model.kinds
       ]

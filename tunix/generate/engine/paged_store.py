@@ -43,13 +43,20 @@ class PageLayer:
     scale: float | None,
     softcap: float | None,
     window: int | None,
+    sinks: Float[Array, " N"] | None = None,
     **others: Any,
   ) -> tuple[Float[Array, "T 1 N H"], PageLayer]:
     """Writes the tokens' keys and values, and attends; see `cache.LayerCache`."""
     del others  # the path of attention belongs to the pages, as does their sharding
     pages = paged.write(self.pages, key, value, self.ragged)
     out = paged.attend(
-      query, pages, self.ragged, scale=scale, softcap=softcap, window=window
+      query,
+      pages,
+      self.ragged,
+      scale=scale,
+      softcap=softcap,
+      window=window,
+      sinks=sinks,
     )
     return out.astype(query.dtype), dataclasses.replace(self, pages=pages)
 

@@ -29,7 +29,7 @@ class LayerCache(Protocol):
     Args:
       query: [B, T, N, H], rotated.
       key, value: [B, T, K, H] of the same tokens.
-      **options: scale, softcap, window, implementation and rules, as in
+      **options: scale, softcap, window, implementation, rules and sinks, as in
         `attention_paths.attend`.
     """
     ...

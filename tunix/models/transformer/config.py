@@ -12,6 +12,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tunix.models.transformer.mixer_config import Mamba2Config as Mamba2Config
+from tunix.models.transformer.moe_config import (
+  ClampedGate as ClampedGate,
+  MoEConfig as MoEConfig,
+)
 from tunix.models.transformer.rope_config import RopeConfig as RopeConfig
 from tunix.models.transformer.sharding_rules import ShardingRules as ShardingRules
 from tunix.utils import checks, mesh as mesh_lib
@@ -60,41 +64,6 @@ def scans(scan_layers: bool | None, num_layers: int) -> bool:
   if scan_layers is not None:
     return scan_layers
   return mesh_lib.context_platform() != "cpu" or num_layers >= UNROLL_BELOW_LAYERS
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-  """A mixture of experts in place of the MLP (Shazeer et al. 2017).
-
-  Attributes:
-    num_experts: number of experts E.
-    experts_per_token: number of experts k that each token uses.
-    hidden_dim: hidden width F of one expert.
-    normalise: if True, the k weights are divided by their sum.
-    dense_layers: numbers of the layers that have the gated MLP in place of experts.
-    implementation: "ragged" sorts tokens by expert and runs one grouped product, with
-      work proportional to k. "dense" runs every expert on every token, with work
-      proportional to E; it is the reference that "ragged" is tested against.
-  """
-
-  num_experts: int
-  experts_per_token: int
-  hidden_dim: int
-  normalise: bool = True
-  dense_layers: tuple[int, ...] = ()
-  implementation: Literal["ragged", "dense"] = "ragged"
-
-  def __post_init__(self):
-    checks.fields(self, num_experts=checks.COUNT, hidden_dim=checks.COUNT)
-    if not 1 <= self.experts_per_token <= self.num_experts:
-      raise ValueError(
-        f"experts_per_token is {self.experts_per_token}; expected 1 to "
-        f"{self.num_experts}, the number of experts"
-      )
-    if self.implementation not in ("ragged", "dense"):
-      raise ValueError(
-        f"MoE implementation {self.implementation!r} must be 'ragged' or 'dense'"
-      )
 
 
 class LayerKind(NamedTuple):
@@ -153,6 +122,8 @@ class TransformerConfig:
     embedding_multiplier: factor of the embeddings (Granite); None for no factor.
     qk_norm: RMS norm of queries and keys: None, "head" for each head separately (Qwen
       3, Gemma 3) or "all" for all heads together (OLMo 2).
+    attention_sinks: if True, every head has a sink logit in the softmax of its scores
+      (gpt-oss), see `ops.sinks`.
     qkv_bias, o_bias: if True, the attention's projections have biases.
     gated_mlp: if False, the MLP and the experts are down(activation(up(x))).
     parts: the parts of a layer: "both" mixer and MLP, or only the "mixer" or the "mlp",
@@ -200,6 +171,7 @@ class TransformerConfig:
   scale_embeddings: bool = False
   embedding_multiplier: float | None = None
   qk_norm: Literal["head", "all"] | None = None
+  attention_sinks: bool = False
   qkv_bias: bool = False
   o_bias: bool = False
   gated_mlp: bool = True

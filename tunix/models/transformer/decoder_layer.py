@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -11,12 +12,14 @@ from jaxtyping import Array, Float
 
 from tunix.models.transformer import rope, sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
-from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.config import MoEConfig, TransformerConfig
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import ACTIVATIONS, GatedMLP, PlainMLP
+from tunix.models.transformer.layers import ACTIVATIONS
 from tunix.models.transformer.mamba2 import Mamba2
+from tunix.models.transformer.mlp import MLP, FusedGatedMLP, GatedMLP, clamped_gate
 from tunix.models.transformer.moe import MoE
 from tunix.models.transformer.rope import Angles
+from tunix.models.transformer.routing import LayerRoutes
 from tunix.models.transformer.visibility import Visibility
 
 
@@ -54,6 +57,7 @@ class DecoderLayer(nnx.Module):
     visible: Visibility,
     cached: KeysValues | None = None,
     kind: Kind = 0,
+    routes: LayerRoutes | None = None,
   ) -> tuple[Float[Array, "B T D"], KeysValues]:
     """Returns the new residual stream, and the keys and values of its attention.
 
@@ -63,6 +67,7 @@ class DecoderLayer(nnx.Module):
       visible: the keys that each query attends to.
       cached: see `Attention`.
       kind: number of the layer's kind, see `TransformerConfig.kinds`.
+      routes: logs or replays the routes of experts; see `MoE`.
     """
     attn_in, attn_out, mlp_in, mlp_out = (self._norm(name) for name in self.norms)
     keys_values = cached
@@ -73,7 +78,8 @@ class DecoderLayer(nnx.Module):
         x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
     if self.mlp is not None:
       with jax.named_scope("mlp"):
-        x = x + self._scaled(mlp_out(self.mlp(mlp_in(x))))
+        extra = (routes,) if isinstance(self.mlp, MoE) else ()
+        x = x + self._scaled(mlp_out(self.mlp(mlp_in(x), *extra)))
       x = sharding.pin_activations(x, self.rules)
     return x, keys_values
 
@@ -126,27 +132,46 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
     windows=tuple(kind.window for kind in c.kinds),
     implementation=c.attention,
     rules=c.sharding,
+    sinks=make.sinks(c.num_heads) if c.attention_sinks else None,
   )
 
 
-def _mlp(c: TransformerConfig, make: LayerMaker) -> GatedMLP | PlainMLP | MoE:
+def _mlp(c: TransformerConfig, make: LayerMaker) -> MLP | MoE:
   if c.moe is None:
     return _dense_mlp(c, make, c.hidden_dim)
   return MoE(
-    make.linear(c.embed_dim, c.moe.num_experts, "router"),
-    _dense_mlp(c, make, c.moe.hidden_dim, c.moe.num_experts),
+    make.linear(c.embed_dim, c.moe.num_experts, "router", bias=c.moe.bias),
+    _experts(c, c.moe, make),
     experts_per_token=c.moe.experts_per_token,
     normalise=c.moe.normalise,
+    routing=c.moe.routing,
     implementation=c.moe.implementation,
     rules=c.sharding,
   )
 
 
-def _dense_mlp(
-  c: TransformerConfig, make: LayerMaker, hidden_dim: int, experts: int = 0
-) -> GatedMLP | PlainMLP:
-  into = lambda: make.linear(c.embed_dim, hidden_dim, "in_out", experts=experts)
-  down = lambda: make.linear(hidden_dim, c.embed_dim, "out_in", experts=experts)
+def _dense_mlp(c: TransformerConfig, make: LayerMaker, hidden_dim: int) -> MLP:
+  into = lambda: make.linear(c.embed_dim, hidden_dim, "in_out")
+  down = lambda: make.linear(hidden_dim, c.embed_dim, "out_in")
   if c.gated_mlp:
     return GatedMLP(into(), into(), down(), ACTIVATIONS[c.activation])
-  return PlainMLP(into(), down(), ACTIVATIONS[c.activation])
+  return MLP(into(), down(), ACTIVATIONS[c.activation])
+
+
+def _experts(
+  c: TransformerConfig, moe: MoEConfig, make: LayerMaker
+) -> MLP | FusedGatedMLP:
+  """Makes the experts of a mixture, see `MoEConfig`."""
+  options = {"experts": moe.num_experts, "bias": moe.bias}
+  into = lambda width: make.linear(c.embed_dim, width, "in_out", **options)
+  down = lambda: make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
+  activation, gate = ACTIVATIONS[c.activation], moe.clamped_gate
+  gating = None
+  if gate is not None:
+    gating = functools.partial(clamped_gate, alpha=gate.alpha, limit=gate.limit)
+  if moe.fused_gate:
+    return FusedGatedMLP(into(2 * moe.hidden_dim), down(), activation, gating)
+  if not c.gated_mlp:
+    return MLP(into(moe.hidden_dim), down(), activation)
+  first = into(moe.hidden_dim), into(moe.hidden_dim)
+  return GatedMLP(*first, down(), activation, gating)

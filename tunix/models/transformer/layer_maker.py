@@ -56,6 +56,11 @@ class LayerMaker:
       rngs=self.rngs,
     )
 
+  def sinks(self, heads: int) -> nnx.Param:
+    """Makes the logits of attention sinks, one per head; 0 counts as one key of score
+    0."""
+    return param(jnp.zeros((*self.stack, heads), self.param_dtype), self.spec("heads"))
+
   def norm(self, dim: int, eps: float, offset: float = 0.0) -> RMSNorm:
     """Makes an RMS norm that multiplies by offset + scale."""
     return RMSNorm(

@@ -25,6 +25,7 @@ from tunix.models.transformer import (
   explicit,
   qwix_seam,
   rope,
+  routing,
   sharding,
   structures,
 )
@@ -54,6 +55,7 @@ class Transformer(nnx.Module):
       `TransformerConfig.structures`), or a list after `unstack`. `lm_head` is None if
       the embeddings are tied or if there is a `score` head, see
       `TransformerConfig.num_scores`.
+    router_log: the log of the routers that `routing.logged` opened, or None.
   """
 
   def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -74,6 +76,7 @@ class Transformer(nnx.Module):
     elif not c.tie_embeddings:
       lm_head = make.linear(c.embed_dim, c.vocab_size, "in_out")
     self.lm_head, self.score = nnx.data(lm_head), nnx.data(score)
+    self.router_log: routing.RouterLog | None = nnx.data(None)
 
   @explicit.auto_inside(explicit.call_specs)
   def __call__(
@@ -87,6 +90,7 @@ class Transformer(nnx.Module):
     input_embeddings: Float[Array, "B T D"] | None = None,
     groups: Int[Array, "B T"] | None = None,
     shared_prompt: SharedPrompt | None = None,
+    expert_choice: Int[Array, "L B T k"] | None = None,
     return_hidden: bool = False,
   ) -> tuple[Float[Array, "B T V"] | Float[Array, "B T D"], KVCache | None]:
     """Runs the decoder.
@@ -107,6 +111,8 @@ class Transformer(nnx.Module):
       shared_prompt: layout of rows that hold a prompt and several completions of it.
         A completion does not attend to another one. `segment_ids` are then 0 on padding
         and 1 on tokens. Not with a cache, a mask or groups.
+      expert_choice: numbers of the experts that each layer's tokens use, as an earlier
+        call recorded them (see `routing`); None lets the routers choose.
       return_hidden: if True, the unembedding is left out (see `unembedding`), so that a
         loss never holds [B, T, V].
 
@@ -132,10 +138,11 @@ class Transformer(nnx.Module):
     visible = Visibility(
       index, attention_mask, segment_ids, groups, shared=shared_prompt
     )
+    routes = routing.of_call(self, x.shape[:2], visible, expert_choice)
     if cache is not None:
-      x, cache = self._run_cached(x, angles, visible, cache)
+      x, cache = self._run_cached(x, angles, visible, cache, routes)
     else:
-      x = self._run(x, angles, visible)
+      x = self._run_routed(x, angles, visible, routes)
       dropout.advance(self.layers, x.shape[0])
     with jax.named_scope("final_norm"):
       x = self.norm(x)
@@ -152,24 +159,44 @@ class Transformer(nnx.Module):
       x = self.embed_tokens(sharding.pin_lookup(tokens, rules), self.config.dtype)
       return sharding.pin_lookup(x, rules)
 
-  def _run(self, x, angles, visible):
-    """Runs all layers without a cache."""
+  def _run_routed(self, x, angles, visible, routes):
+    """Runs all layers without a cache, and finishes the routes."""
+    if routes is None:
+      return self._run(x, angles, visible)
+    x, carried = self._run((x, routes.start), angles, visible, routes)
+    routes.finish(carried)
+    return x
+
+  def _run(self, x, angles, visible, routes=None):
+    """Runs all layers without a cache.
+
+    Args:
+      x: the residual stream; with `routes` a pair of it and `routing.Carried`.
+      angles, visible: see `DecoderLayer`.
+      routes: the routes of the call, or None.
+    """
     kinds = self.config.layer_kinds
     qwix_adds = qwix_seam.is_initialising(self)
     if qwix_adds and self.is_stacked:
-      one = lambda layer, x: layer(x, angles, visible)[0]
+      first = lambda layer, x: layer(x, angles, visible)[0]
       for name, stack in self._stacks().items():
         layers = len(self.config.stacks[name])
-        x = qwix_seam.run_apart(stack, layers, one, x)
+        x = qwix_seam.run_apart(stack, layers, first, x)
       return x
 
     offloads = self.config.remat == "offload"
     if offloads:
       _check_offload()
 
+    def one(layer, kind, x):
+      if routes is None:
+        return layer(x, angles, visible, kind=kind)[0]
+      x, own = x[0], routes.layer(x[1])
+      return layer(x, angles, visible, kind=kind, routes=own)[0], own.carried()
+
     def call(graph, kind, state, x):
       x = checkpoint_name(x, LAYER_INPUT) if offloads else x
-      return nnx.merge(graph, state)(x, angles, visible, kind=kind)[0]
+      return one(nnx.merge(graph, state), kind, x)
 
     # A scanned layer's kind is traced if one stack has several kinds; the graph, and
     # other layers' kinds, are static.
@@ -186,7 +213,7 @@ class Transformer(nnx.Module):
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
         if calls_module:  # qwix adds its parameters to this module, not to a copy
-          x = layer(x, angles, visible, kind=kinds[i])[0]
+          x = one(layer, kinds[i], x)
         else:
           graph, state = nnx.split(layer)
           x = call(graph, kinds[i], state, x)
@@ -228,14 +255,19 @@ class Transformer(nnx.Module):
     stacks = self._stacks()
     return [stacks[name] for name in self.config.structures]
 
-  def _run_cached(self, x, angles, visible, cache):
+  def _run_cached(self, x, angles, visible, cache, routes):
     """Runs all layers unrolled; each one writes its buffers of the cache."""
+    carried = None if routes is None else routes.start
     written, visible = [], dataclasses.replace(visible, slots=cache.size)
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
         kind = self.config.layer_kinds[i]
-        x, one = layer(x, angles, visible, cache.layer(i), kind)
+        own = None if routes is None else routes.layer(carried)
+        x, one = layer(x, angles, visible, cache.layer(i), kind, own)
+        carried = None if own is None else own.carried()
         written.append(one)
+    if routes is not None:
+      routes.finish(carried)
     return x, cache.replaced(written, x.shape[1])
 
   def _layer_list(self) -> list[DecoderLayer]:
