@@ -242,6 +242,20 @@ def gpt_oss():
   return transformers.GptOssForCausalLM(config)
 
 
+def nemotron_h():
+  """A layer of each part, and a second recurrent one."""
+  config = transformers.NemotronHConfig(
+    **{k: v for k, v in COMMON.items() if k != "num_hidden_layers"},
+    layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention"],
+    mamba_num_heads=4,
+    mamba_head_dim=6,
+    ssm_state_size=5,
+    n_groups=2,
+    time_step_min=0.5,
+  )
+  return transformers.NemotronHForCausalLM(config)
+
+
 BUILDERS = (
   llama3p1,
   llama3p2_tied,
@@ -261,11 +275,12 @@ BUILDERS = (
   ministral3,
   granite,
   gpt_oss,
+  nemotron_h,
 )
 
 
 # The files of the other families are older than this field.
-GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss)
+GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss, nemotron_h)
 
 
 def inputs():
@@ -361,6 +376,8 @@ def main(names=()):
       fields = {"target_parameters": names}
     elif model.config.model_type != "qwen3_moe":
       targets.append("down_proj")
+    if build is nemotron_h:
+      targets.append("in_proj")
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **fields)
     adapted = peft.get_peft_model(model, config).eval()
     randomise(adapted, "lora_", lambda x: torch.nn.init.normal_(x, std=0.2))

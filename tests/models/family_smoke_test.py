@@ -22,7 +22,11 @@ from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 
 # The rows of a quick run, and those that CI runs after it.
 SLOW = (pytest.mark.slow, pytest.mark.ci)
-PRESETS = ("gpt_oss_20b", pytest.param("qwen3_30b_a3b", marks=SLOW))
+PRESETS = (
+  "gpt_oss_20b",
+  "nemotron_nano_9b_v2",
+  pytest.param("qwen3_30b_a3b", marks=SLOW),
+)
 
 
 @pytest.fixture(params=PRESETS)

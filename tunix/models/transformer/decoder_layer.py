@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,9 @@ from tunix.models.transformer import rope, sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
 from tunix.models.transformer.config import MoEConfig, TransformerConfig
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import (
-  ACTIVATIONS,
-  FusedGatedMLP,
-  GatedMLP,
-  PlainMLP,
-)
+from tunix.models.transformer.layers import ACTIVATIONS
 from tunix.models.transformer.mamba2 import Mamba2
+from tunix.models.transformer.mlp import MLP, FusedGatedMLP, GatedMLP
 from tunix.models.transformer.moe import MoE
 from tunix.models.transformer.rope import Angles
 from tunix.models.transformer.routing import LayerRoutes
@@ -140,41 +135,40 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   )
 
 
-def _mlp(c: TransformerConfig, make: LayerMaker) -> GatedMLP | PlainMLP | MoE:
+def _mlp(c: TransformerConfig, make: LayerMaker) -> MLP | MoE:
   if c.moe is None:
     return _dense_mlp(c, make, c.hidden_dim)
+  shared = c.moe.shared_hidden_dim
   return MoE(
     make.linear(c.embed_dim, c.moe.num_experts, "router", bias=c.moe.bias),
     _experts(c, c.moe, make),
-    experts_per_token=c.moe.experts_per_token,
-    normalise=c.moe.normalise,
-    routing=c.moe.routing,
-    implementation=c.moe.implementation,
+    config=c.moe,
     rules=c.sharding,
+    correction=make.correction(c.moe) if c.moe.routing == "sigmoid" else None,
+    shared=None if shared is None else _dense_mlp(c, make, shared),
+    shared_gate=make.linear(c.embed_dim, 1, "router") if c.moe.shared_gate else None,
   )
 
 
-def _dense_mlp(
-  c: TransformerConfig, make: LayerMaker, hidden_dim: int, **options: Any
-) -> GatedMLP | PlainMLP:
-  into = lambda: make.linear(c.embed_dim, hidden_dim, "in_out", **options)
-  down = lambda: make.linear(hidden_dim, c.embed_dim, "out_in", **options)
+def _dense_mlp(c: TransformerConfig, make: LayerMaker, hidden_dim: int) -> MLP:
+  into = lambda: make.linear(c.embed_dim, hidden_dim, "in_out")
+  down = lambda: make.linear(hidden_dim, c.embed_dim, "out_in")
   if c.gated_mlp:
     return GatedMLP(into(), into(), down(), ACTIVATIONS[c.activation])
-  return PlainMLP(into(), down(), ACTIVATIONS[c.activation])
+  return MLP(into(), down(), ACTIVATIONS[c.activation])
 
 
 def _experts(
   c: TransformerConfig, moe: MoEConfig, make: LayerMaker
-) -> GatedMLP | PlainMLP:
+) -> MLP | FusedGatedMLP:
   """Makes the experts of a mixture, see `MoEConfig`."""
   options = {"experts": moe.num_experts, "bias": moe.bias}
-  gating = moe.clamped_gate
+  into = lambda width: make.linear(c.embed_dim, width, "in_out", **options)
+  down = lambda: make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
+  activation, gating = ACTIVATIONS[c.activation], moe.clamped_gate
   if moe.fused_gate:
-    both = make.linear(c.embed_dim, 2 * moe.hidden_dim, "in_out", **options)
-    down = make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
-    return FusedGatedMLP(both, down, ACTIVATIONS[c.activation], gating)
-  experts = _dense_mlp(c, make, moe.hidden_dim, **options)
-  if isinstance(experts, GatedMLP):
-    experts.gating = gating
-  return experts
+    return FusedGatedMLP(into(2 * moe.hidden_dim), down(), activation, gating)
+  if not c.gated_mlp:
+    return MLP(into(moe.hidden_dim), down(), activation)
+  first = into(moe.hidden_dim), into(moe.hidden_dim)
+  return GatedMLP(*first, down(), activation, gating)

@@ -1,4 +1,4 @@
-"""The layers Linear, RMSNorm, Embedding and gated MLP, which take sizes, not configs.
+"""The layers Linear, RMSNorm and Embedding, which take sizes, not configs.
 
 Weights may have a leading layer axis L (`stack`). A stacked module holds the weights of
 all layers, and only the slice of one layer can be called (see model.py).
@@ -24,7 +24,6 @@ INIT_STDDEV = 0.02
 Stack = tuple[int, ...]
 Product = Callable[[jax.Array, jax.Array], jax.Array]
 Spread = Callable[[jax.Array], jax.Array]
-Gate = Callable[[jax.Array, jax.Array], jax.Array]
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
   "silu": jax.nn.silu,
@@ -32,6 +31,10 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
   "gelu": functools.partial(jax.nn.gelu, approximate=False),
   "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, arXiv:2109.08668
 }
+
+
+class FrozenParam(nnx.Param):
+  """A parameter that a trainer neither trains nor saves."""
 
 
 def param(value: jax.Array, spec: tuple[Any, ...]) -> nnx.Param:
@@ -234,97 +237,3 @@ class Embedding(nnx.Module):
     x = self.embedding[...][tokens].astype(dtype)
     # The factor is rounded to the compute dtype, as in the training of the checkpoints.
     return x if self.scale is None else x * jnp.asarray(self.scale, dtype)
-
-
-class GatedMLP(nnx.Module):
-  """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202).
-
-  Attributes:
-    gate_proj, up_proj, down_proj: the linear maps.
-    activation: the activation function.
-    gating: a function of gate(x) and up(x) in place of activation(gate) * up, or None.
-  """
-
-  def __init__(
-    self,
-    gate_proj: Linear,
-    up_proj: Linear,
-    down_proj: Linear,
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
-    gating: Gate | None = None,
-  ):
-    self.gate_proj = gate_proj
-    self.up_proj = up_proj
-    self.down_proj = down_proj
-    self.activation = activation
-    self.gating = gating
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return self.down_proj(self.hidden(x, lambda linear, x: linear(x)))
-
-  def hidden(
-    self, x: jax.Array, product: Callable[[Linear, jax.Array], jax.Array]
-  ) -> jax.Array:
-    """Returns the hidden units.
-
-    Args:
-      x: the input.
-      product: applies a linear map; for experts see `Linear.grouped`.
-    """
-    return self._gated(product(self.gate_proj, x), product(self.up_proj, x))
-
-  def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-    if self.gating is not None:
-      return self.gating(gate, up)
-    return self.activation(gate) * up
-
-
-class FusedGatedMLP(GatedMLP):
-  """A `GatedMLP` with one map for gate and up projection.
-
-  Attributes:
-    gate_up_proj: its outputs 2 i and 2 i + 1 are gate and up of hidden unit i. A
-      contiguous shard of the outputs therefore holds whole hidden units.
-  """
-
-  def __init__(
-    self,
-    gate_up_proj: Linear,
-    down_proj: Linear,
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
-    gating: Gate | None = None,
-  ):
-    self.gate_up_proj = gate_up_proj
-    self.down_proj = down_proj
-    self.activation = activation
-    self.gating = gating
-
-  def hidden(
-    self, x: jax.Array, product: Callable[[Linear, jax.Array], jax.Array]
-  ) -> jax.Array:
-    """Returns the hidden units, see `GatedMLP.hidden`."""
-    both = product(self.gate_up_proj, x)
-    return self._gated(both[..., ::2], both[..., 1::2])
-
-
-class PlainMLP(nnx.Module):
-  """down(activation(up(x))): an MLP without a gate."""
-
-  def __init__(
-    self,
-    up_proj: Linear,
-    down_proj: Linear,
-    activation: Callable[[jax.Array], jax.Array],
-  ):
-    self.up_proj = up_proj
-    self.down_proj = down_proj
-    self.activation = activation
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return self.down_proj(self.hidden(x, lambda linear, x: linear(x)))
-
-  def hidden(
-    self, x: jax.Array, product: Callable[[Linear, jax.Array], jax.Array]
-  ) -> jax.Array:
-    """Returns the hidden units, see `GatedMLP.hidden`."""
-    return self.activation(product(self.up_proj, x))
