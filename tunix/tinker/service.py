@@ -540,7 +540,10 @@ class Service:
       )
     record = self.sampler(tenant, sampler)
     prompt = np.asarray(prompt, np.int32)
-    checked = sampling.check(args, prompt, self.max_context)
+    try:
+      checked = sampling.check(args, prompt, self.max_context)
+    except (TypeError, ValueError, AttributeError) as error:
+      raise TinkerError(f"a field has another type: {error}. Correct it") from error
     with self._changed:
       self._check_pending(tenant)
     op = Op(

@@ -207,7 +207,9 @@ def model_input(value: Any) -> np.ndarray:
   """
   chunks = value.get("chunks") if isinstance(value, dict) else None
   if not isinstance(chunks, list):
-    raise TinkerError("model_input has no list of chunks; expected one. Check the client")
+    raise TinkerError(
+      "model_input has no list of chunks; expected one. Check the client"
+    )
   parts = [np.zeros(0, np.int64)]
   for chunk in chunks:
     if not isinstance(chunk, dict) or "tokens" not in chunk:
