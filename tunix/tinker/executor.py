@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +61,9 @@ class Executor:
           f"the model {run.id} was unloaded; expected a loaded one. Create a model "
           "from one of its checkpoints"
         )
-      return _KINDS[op.kind](self, run, op), True
+      result = _KINDS[op.kind](self, run, op)
+      kind = {} if result.error is not None or result.arrays else {"type": op.kind}
+      return dataclasses.replace(result, values={**result.values, **kind}), True
     except TinkerError as error:
       return Result(error=error.message), True
     except Exception as error:  # of the device or the disk: it must reach the client
