@@ -22,7 +22,10 @@ KEY = "tml-key"
 
 
 def base():
-  return toys.model(vocab_size=VOCAB)
+  """A toy whose logits can differ enough for a policy to prefer tokens."""
+  model = toys.model(vocab_size=VOCAB)
+  model.lm_head.kernel.set_value(10 * model.lm_head.kernel[...])
+  return model
 
 
 def engine(model, ranks=16) -> Engine:

@@ -81,7 +81,9 @@ class _Bell:
   @property
   def event(self) -> asyncio.Event:
     """The event of the next ring. Take it before looking at the state."""
-    self._loop = asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
+    if loop is not self._loop:  # an event belongs to the loop of its first wait
+      self._loop, self._event = loop, asyncio.Event()
     return self._event
 
 
