@@ -54,7 +54,7 @@ def routes(
       full = f"/api/v1/{path}"
       made[method, full] = _TinkerEndpoint(_threaded(route), full, context, service)
     path = "/api/v1/retrieve_future"
-    wait = _waiting(bell)
+    wait = _waiting(bell, context)
     made["POST", path] = _TinkerEndpoint(wait, path, context, service)
     return made
 
@@ -203,7 +203,9 @@ def _api_error(error: TinkerError, settings: ServeSettings) -> ApiError:
   return ApiError(status, error.message, code=error.code, headers=again)
 
 
-def _waiting(bell: _Bell) -> Callable[[TinkerCall, Service], Awaitable[Answer]]:
+def _waiting(
+  bell: _Bell, context: Context
+) -> Callable[[TinkerCall, Service], Awaitable[Answer]]:
   """Returns the route that waits for a result, and else answers `try_again`."""
 
   async def retrieve(call: TinkerCall, service: Service) -> Answer:
@@ -215,7 +217,7 @@ def _waiting(bell: _Bell) -> Callable[[TinkerCall, Service], Awaitable[Answer]]:
       if result is not None:
         break
       left = until - time.monotonic()
-      if left <= 0:
+      if left <= 0 or context.gate.is_draining:
         state = "paused_capacity" if service.is_short(id) else "active"
         return Answer(
           content={"type": "try_again", "request_id": id, "queue_state": state}

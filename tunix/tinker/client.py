@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +27,7 @@ from tunix.generate.engine.driver import Driver
 from tunix.generate.engine.engine import Engine
 from tunix.models.transformer.model import Transformer
 from tunix.tinker import data as data_lib
-from tunix.tinker.errors import RequestFailedError
+from tunix.tinker.errors import BusyError, RequestFailedError
 from tunix.tinker.learner import AdamParams, AdapterSpec
 from tunix.tinker.runs import Result
 from tunix.tinker.service import Service
@@ -47,6 +48,7 @@ __all__ = [
 
 T = TypeVar("T")
 _TENANT = "local"
+_PAUSE = 0.01  # seconds until a request is sent again that found too many waiting
 _STOP = 30.0  # seconds that the engine's thread gets to finish its launch
 
 
@@ -393,7 +395,12 @@ class TrainingClient:
     self, send: Callable[[int], str], convert: Callable[[Result], T]
   ) -> Future[T]:
     with self._lock:
-      return Future(self._service, send(next(self._numbers)), convert)
+      number = next(self._numbers)
+      while True:
+        try:
+          return Future(self._service, send(number), convert)
+        except BusyError:  # a loop that does not wait for results; the SDK waits too
+          time.sleep(_PAUSE)
 
 
 class SamplingClient:

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> None:
   print(f"compiling for {config.slots} slots of {config.max_tokens} tokens", flush=True)
   engine.warm_up()
   ready = f"serving {settings.model_name} at"
-  more, close = None, lambda: None
+  service = None
   if tinker is not None:
     driver.start()
     service = Service(
@@ -80,20 +80,20 @@ def main(argv: Sequence[str]) -> None:
       driver=driver,
       tokenizer_name=args.tokenizer or args.model,
     )
-    more, close = tinker_app.routes(service), service.close
-  serve = lambda: server.serve(
-    driver,
-    settings,
-    grammars=_grammars(driver.engine, tokenizer),
-    load_model=load,
-    # A program that starts the server reads this line from a pipe.
-    on_start=lambda address: print(ready, address, flush=True),
-    more=more,
-  )
   try:
-    serve()
+    server.serve(
+      driver,
+      settings,
+      grammars=_grammars(driver.engine, tokenizer),
+      # Adapters in training belong to the base that the service was started with.
+      load_model=load if service is None else None,
+      # A program that starts the server reads this line from a pipe.
+      on_start=lambda address: print(ready, address, flush=True),
+      more=None if service is None else tinker_app.routes(service),
+    )
   finally:
-    close()
+    if service is not None:
+      service.close()
 
 
 def _tinker_settings(args: argparse.Namespace) -> TinkerSettings | None:
