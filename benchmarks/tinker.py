@@ -41,7 +41,7 @@ class _NoEngine:
 
   alive, degraded, failure = True, None, None
 
-  class engine:  # noqa: N801  it stands for an object
+  class engine:
     adapters, config = (), None
 
 

@@ -212,6 +212,12 @@ class Checkpoints:
           continue
     yield from sorted(found, key=lambda x: x[1]["time"])
 
+  def prune(self, run: str, keep: int) -> None:
+    """Removes the oldest checkpoints of single sampling clients of a run."""
+    found = [place for place, meta in self.of_run(run) if meta["is_ephemeral"]]
+    for place in found[: max(0, len(found) - keep)]:
+      self.delete(place)
+
   def archive(self, place: Place) -> bytes:
     """Returns the PEFT folder of a checkpoint as a gzipped tar file.
 

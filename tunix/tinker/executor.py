@@ -28,6 +28,7 @@ class Executor:
   Args:
     learner: the computations.
     store: the checkpoints.
+    keep_samplers: see `TinkerSettings`.
     on_sampler: called with the new path and the adapter of each checkpoint for
       sampling.
   """
@@ -36,10 +37,11 @@ class Executor:
     self,
     learner: Learner,
     store: Checkpoints,
+    keep_samplers: int,
     on_sampler: Callable[[Place, dict[str, Any]], None],
   ):
     self._learner, self._store = learner, store
-    self._on_sampler = on_sampler
+    self._keep_samplers, self._on_sampler = keep_samplers, on_sampler
 
   def execute(self, run: Run, op: Op, known: Result | None) -> tuple[Result, bool]:
     """Computes a request.
@@ -145,6 +147,8 @@ class Executor:
       meta,
       overwrite=op.args.get("overwrite", False),
     )
+    if is_ephemeral:
+      self._store.prune(run.id, self._keep_samplers)
     if kind != "weights":
       self._on_sampler(place, self._learner.adapters(run.spec, _params(arrays)))
     session = op.args.get("sampling_session_id")

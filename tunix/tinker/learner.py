@@ -119,7 +119,7 @@ class RowOutputs(NamedTuple):
 
 
 class _Program(NamedTuple):
-  """What identifies a compiled gradient."""
+  """The key of a compiled gradient."""
 
   spec: AdapterSpec
   loss: str

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import pathlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -166,10 +166,11 @@ class Sampler:
       f"there is no sampling request {id}; expected one that was sent. Send it again"
     )
 
-  def pending(self, prefix: str) -> int:
-    """Returns the number of open requests whose ids have a prefix."""
+  def pending(self, sessions: Collection[str]) -> int:
+    """Returns the number of open requests of some sessions."""
+    mine = set(sessions)
     with self._lock:
-      return sum(id.startswith(prefix) for id in self._open)
+      return sum(id.partition(":")[0] in mine for id in self._open)
 
   def is_short(self) -> bool:
     """Returns True if a request waits for room in the bank of adapters."""

@@ -8,8 +8,6 @@ future is the id of a request; `result` returns what was computed for it.
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import json
 import pathlib
 import secrets
 import tempfile
@@ -21,21 +19,20 @@ from typing import Any
 import numpy as np
 
 from tunix.models.transformer.model import Transformer
-from tunix.tinker import checkpoints, data, losses, sampling
+from tunix.tinker import checkpoints, data, operations, sampling
 from tunix.tinker.checkpoints import Checkpoints, Place
 from tunix.tinker.errors import (
   BusyError,
-  NotFoundError,
   NotServedError,
   QuotaError,
   TinkerError,
 )
 from tunix.tinker.executor import Executor, adapters_of
-from tunix.tinker.learner import AdamParams, AdapterSpec, Learner
+from tunix.tinker.learner import AdapterSpec, Learner
+from tunix.tinker.records import Records, missing, now
 from tunix.tinker.runs import Op, Result, Run
 from tunix.tinker.sampling import Sampler
 from tunix.tinker.settings import TinkerSettings
-from tunix.utils import io
 
 _SEEDS = 2**31  # seeds that the service draws
 _IDLE = 60.0  # seconds between two looks of an idle thread
@@ -71,11 +68,8 @@ class Service:
     self.settings = settings = TinkerSettings() if settings is None else settings
     self.name, self.model = name, model
     self._temporary = tempfile.TemporaryDirectory() if settings.root is None else None
-    root = settings.root
-    self._root = pathlib.Path(self._temporary.name if root is None else root)
-    for folder in ("sessions", "runs", "samplers"):
-      (self._root / folder).mkdir(parents=True, exist_ok=True)
-      io.sweep(self._root / folder)
+    self._root = settings.root or pathlib.Path(self._temporary_name())
+    self._records = Records(self._root)
     self._learner = Learner(
       model, alpha=settings.lora_alpha, batch_tokens=settings.batch_tokens
     )
@@ -83,8 +77,6 @@ class Service:
     self._changed = threading.Condition()
     self._listeners: list[Callable[[], None]] = []
     self._stops = False
-    self._sessions = self._records("sessions")
-    self._samplers = self._records("samplers")
     self._sampler: Sampler | None = None
     self.max_context: int | None = None
     if driver is not None:
@@ -93,14 +85,21 @@ class Service:
         driver, self._root / "samples", self._adapters_of, self._ring
       )
     hand_over = self._sampler.hand_over if self._sampler else lambda *_: None
-    self._executor = Executor(self._learner, self._store, hand_over)
+    self._executor = Executor(
+      self._learner, self._store, settings.keep_samplers, hand_over
+    )
     self._runs: dict[str, Run] = {}
+    (self._root / "runs").mkdir(exist_ok=True)
     for folder in sorted((self._root / "runs").iterdir()):
       if (folder / "info.json").exists():  # else a kill came before it was written
         run = Run(folder, settings.keep_results)
         self._runs[run.id] = run
     self._thread = threading.Thread(target=self._work, name="tunix tinker", daemon=True)
     self._thread.start()
+
+  def _temporary_name(self) -> str:
+    assert self._temporary is not None
+    return self._temporary.name
 
   def close(self) -> None:
     """Ends the threads. Requests that wait are computed after the next start."""
@@ -123,12 +122,7 @@ class Service:
 
   def create_session(self, tenant: str, metadata: Mapping[str, Any]) -> str:
     """Returns the id of a new session."""
-    id = f"s{secrets.token_hex(12)}"
-    record = {"id": id, "owner": tenant, "metadata": dict(metadata), "time": _now()}
-    io.write_json(self._root / "sessions" / f"{id}.json", record)
-    with self._changed:
-      self._sessions[id] = record
-    return id
+    return self._records.create_session(tenant, metadata)
 
   def session(self, tenant: str, id: str) -> dict[str, Any]:
     """Returns a session with the ids of its runs and samplers.
@@ -136,19 +130,14 @@ class Service:
     Raises:
       NotFoundError: the tenant has no such session.
     """
+    record = self._records.session(tenant, id)
     with self._changed:
-      record = self._session(tenant, id)
-      prefix = f"{id}:"
-      return {
-        **record,
-        "runs": [x for x in self._runs if x.startswith(prefix)],
-        "samplers": [x for x in self._samplers if x.startswith(prefix)],
-      }
+      runs = [x for x in self._runs if x.startswith(f"{id}:")]
+    return {**record, "runs": runs, "samplers": self._records.samplers_of(id)}
 
   def sessions(self, tenant: str) -> list[str]:
     """Returns the ids of a tenant's sessions."""
-    with self._changed:
-      return [id for id, x in self._sessions.items() if x["owner"] == tenant]
+    return self._records.sessions(tenant)
 
   # Runs.
 
@@ -196,7 +185,7 @@ class Service:
     """Creates a model from a checkpoint; see `create_model`."""
     place = self.place(tenant, path)
     spec = AdapterSpec(**self._store.meta(place)["spec"])
-    op = Op(kind="load_weights", args={"path": path, "optimizer": optimizer})
+    op = operations.load(path, optimizer=optimizer)
     return self._create(tenant, session, number, spec, base_model, 0, metadata, op)
 
   def _create(
@@ -216,8 +205,8 @@ class Service:
         f"rank is {spec.rank}; expected at most {self.settings.max_rank}, the limit of "
         "this service. Choose a smaller rank"
       )
+    self._records.session(tenant, session)
     with self._changed:
-      self._session(tenant, session)
       id = f"{session}:train:{int(number)}"
       if id not in self._runs:
         self._check_quota(tenant, spec)
@@ -227,7 +216,7 @@ class Service:
           "spec": dataclasses.asdict(spec),
           "seed": secrets.randbelow(_SEEDS) if seed is None else int(seed),
           "metadata": dict(metadata or {}),
-          "time": _now(),
+          "time": now(),
         }
         folder = self._root / "runs" / urllib.parse.quote(id, safe="")
         self._runs[id] = Run.create(folder, info, self.settings.keep_results)
@@ -313,16 +302,13 @@ class Service:
     """
 
     def make() -> Op:
-      checked = data.check_rows(
+      return operations.gradient(
         read_rows(),
         loss,
+        config,
+        backward=backward,
         vocab_size=self.model.config.vocab_size,
         max_tokens=self.settings.max_tokens,
-      )
-      return Op(
-        kind="forward_backward" if backward else "forward",
-        args={"loss_fn": loss, "config": losses.configured(loss, config)},
-        arrays=data.to_arrays(checked),
       )
 
     return self.submit(tenant, model, number, make)
@@ -332,14 +318,7 @@ class Service:
   ) -> str:
     """Queues an AdamW update with the gradients since the last one."""
 
-    def make() -> Op:
-      try:
-        checked = AdamParams(**params)
-      except (TypeError, ValueError) as error:
-        raise TinkerError(f"adam_params: {error}") from error
-      return Op(kind="optim_step", args=dataclasses.asdict(checked))
-
-    return self.submit(tenant, model, number, make)
+    return self.submit(tenant, model, number, lambda: operations.update(params))
 
   def save_weights(
     self,
@@ -356,13 +335,12 @@ class Service:
 
     def make() -> Op:
       self._check_checkpoints(tenant)
-      args = {
-        "name": checkpoints.check_name(f"{number:06d}" if name is None else name),
-        "overwrite": bool(overwrite),
-        "user_metadata": None if metadata is None else dict(metadata),
-        "expires_at": checkpoints.expiry(ttl_seconds),
-      }
-      return Op(kind="save_weights", args=args)
+      return operations.save(
+        f"{number:06d}" if name is None else name,
+        overwrite=overwrite,
+        ttl_seconds=ttl_seconds,
+        metadata=metadata,
+      )
 
     return self.submit(tenant, model, number, make)
 
@@ -389,19 +367,16 @@ class Service:
 
     def make() -> Op:
       self._check_checkpoints(tenant)
-      chosen = f"session-{number:06d}" if name is None else name
-      args: dict[str, Any] = {
-        "name": checkpoints.check_name(chosen),
-        "user_metadata": None if metadata is None else dict(metadata),
-        "expires_at": checkpoints.expiry(ttl_seconds),
-      }
-      if name is None:
-        session = model.partition(":")[0]
+      session, chosen = None, name
+      if chosen is None:
+        chosen = f"session-{number:06d}"
         count = number if sampler_number is None else sampler_number
         path = str(Place(model, "sampler_weights", chosen))
-        args["is_ephemeral"] = True
-        args["sampling_session_id"] = self._new_sampler(tenant, session, count, path)
-      return Op(kind="save_weights_for_sampler", args=args)
+        owner = model.partition(":")[0]
+        session = self._records.create_sampler(tenant, owner, count, path, self.name)
+      return operations.save_for_sampler(
+        chosen, session=session, ttl_seconds=ttl_seconds, metadata=metadata
+      )
 
     return self.submit(tenant, model, number, make)
 
@@ -412,7 +387,7 @@ class Service:
 
     def make() -> Op:
       self.place(tenant, path)
-      return Op(kind="load_weights", args={"path": path, "optimizer": bool(optimizer)})
+      return operations.load(path, optimizer=optimizer)
 
     return self.submit(tenant, model, number, make)
 
@@ -437,8 +412,8 @@ class Service:
       run = self._run(tenant, model)
     try:
       op = make()
-    except (TinkerError, NotFoundError) as error:
-      op = Op(kind="refused", args={"error": error.message})
+    except TinkerError as error:
+      op = operations.refused(error)
     with self._changed:
       if not run.is_known(number):
         self._check_pending(tenant)
@@ -449,8 +424,7 @@ class Service:
   def _check_pending(self, tenant: str) -> None:
     waiting = sum(x.pending for x in self._runs.values() if x.owner == tenant)
     if self._sampler is not None:
-      ids = [id for id, x in self._sessions.items() if x["owner"] == tenant]
-      waiting += sum(self._sampler.pending(f"{id}:") for id in ids)
+      waiting += self._sampler.pending(self._records.sessions(tenant))
     if waiting >= self.settings.max_pending:
       raise BusyError(
         f"{waiting} requests of the tenant wait; expected fewer than the limit of "
@@ -483,20 +457,7 @@ class Service:
     """
     if path is not None:
       self._store.meta(self.place(tenant, path))
-    return self._new_sampler(tenant, session, number, path)
-
-  def _new_sampler(
-    self, tenant: str, session: str, number: int, path: str | None
-  ) -> str:
-    with self._changed:
-      self._session(tenant, session)
-      id = f"{session}:sample:{int(number)}"
-      record = {"id": id, "owner": tenant, "path": path, "base_model": self.name}
-      if self._samplers.get(id) != record:
-        file = f"{urllib.parse.quote(id, safe='')}.json"
-        io.write_json(self._root / "samplers" / file, record)
-        self._samplers[id] = record
-    return id
+    return self._records.create_sampler(tenant, session, number, path, self.name)
 
   def sampler(self, tenant: str, id: str) -> dict[str, Any]:
     """Returns a sampling session.
@@ -504,11 +465,7 @@ class Service:
     Raises:
       NotFoundError: the tenant has no such session.
     """
-    with self._changed:
-      record = self._samplers.get(id)
-      if record is None or record["owner"] != tenant:
-        raise _missing("sampling session", id)
-      return record
+    return self._records.sampler(tenant, id)
 
   def sample(
     self,
@@ -570,13 +527,13 @@ class Service:
     """
     owner, _, number = id.rpartition(":")
     if not number.isdigit():
-      raise _missing("request", id)
+      raise missing("request", id)
     with self._changed:
       if owner in self._runs:
         return self._run(tenant, owner).result(int(number))
     self.sampler(tenant, owner)
     if self._sampler is None:
-      raise _missing("request", id)
+      raise missing("request", id)
     return self._sampler.result(id)
 
   def wait(self, tenant: str, id: str, seconds: float | None = None) -> Result | None:
@@ -661,35 +618,11 @@ class Service:
     for listener in self._listeners:
       listener()
 
-  # Records. These methods need the lock.
-
-  def _session(self, tenant: str, id: str) -> dict[str, Any]:
-    record = self._sessions.get(id)
-    if record is None or record["owner"] != tenant:
-      raise _missing("session", id)
-    return record
-
   def _run(self, tenant: str, id: str) -> Run:
     run = self._runs.get(id)
     if run is None or run.owner != tenant:
-      raise _missing("model", id)
+      raise missing("model", id)
     return run
-
-  def _records(self, kind: str) -> dict[str, dict[str, Any]]:
-    files = sorted((self._root / kind).glob("*.json"))
-    records = [json.loads(file.read_text("utf-8")) for file in files]
-    return {record["id"]: record for record in records}
 
   def _adapters_of(self, place: Place) -> dict[str, Any]:
     return adapters_of(self._learner, self._store, place)
-
-
-def _missing(what: str, id: str) -> NotFoundError:
-  return NotFoundError(
-    f"there is no {what} {id[:200]!r}; expected one of the tenant's own. Check the id "
-    "and the API key"
-  )
-
-
-def _now() -> str:
-  return datetime.datetime.now(datetime.UTC).isoformat()

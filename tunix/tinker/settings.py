@@ -31,6 +31,9 @@ class TinkerSettings:
       request with more is computed in several micro-batches, whose gradients are added.
     max_pending: most requests of one tenant that wait or run.
     max_checkpoints: most checkpoints of one tenant.
+    keep_samplers: number of checkpoints per model that stay after
+      `save_weights_and_get_sampling_client`; older clients of this kind can no longer
+      sample. Checkpoints with names are not counted.
     snapshot_steps: optimizer steps after which the state of a model is written whole. A
       restart repeats the requests since then.
     keep_results: number of results per model that stay after they were retrieved.
@@ -52,6 +55,7 @@ class TinkerSettings:
   batch_tokens: int = 16384
   max_pending: int = 256
   max_checkpoints: int = 1000
+  keep_samplers: int = 8
   snapshot_steps: int = 16
   keep_results: int = 64
   wait_seconds: float = 20.0
@@ -67,6 +71,7 @@ class TinkerSettings:
       batch_tokens=checks.COUNT,
       max_pending=checks.COUNT,
       max_checkpoints=checks.COUNT,
+      keep_samplers=checks.COUNT,
       snapshot_steps=checks.COUNT,
       keep_results=checks.NOT_NEGATIVE,
       wait_seconds=checks.NOT_NEGATIVE,

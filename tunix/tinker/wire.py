@@ -219,7 +219,8 @@ def model_input(value: Any) -> np.ndarray:
 
 
 def _tensor_from_json(name: str, value: Any) -> np.ndarray:
-  dtype = _JSON_DTYPES.get(value.get("dtype")) if isinstance(value, dict) else None
+  kind = value.get("dtype") if isinstance(value, dict) else None
+  dtype = _JSON_DTYPES.get(kind) if isinstance(kind, str) else None
   if dtype is None:
     raise TinkerError(
       f"loss_fn_inputs.{name} has no dtype float32 or int64; expected one. Check the "
