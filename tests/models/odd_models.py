@@ -17,6 +17,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 SCALED = YARN | {"rope_theta": 100.0, "llama_4_scaling_beta": 0.5}
 
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+
+LINEAR, MLP = "linear_attention", "mlp"
+MAMBA = {
+  "mamba_num_heads": 4,
+  "mamba_head_dim": 6,
+  "ssm_state_size": 5,
+  "n_groups": 2,
+  "head_dim": 6,
+}
+
 # Family -> (class of `transformers` without its ending, three sets of fields).
 FAMILIES = {
   "olmo3": (
@@ -83,6 +94,28 @@ FAMILIES = {
       },
     ),
   ),
+  "nemotron_h": (
+    "NemotronH",
+    (
+      MAMBA | {"layers_block_type": [LINEAR, MLP, FULL, LINEAR, MLP]},
+      MAMBA
+      | {
+        "layers_block_type": [FULL, LINEAR, LINEAR],
+        "n_groups": 1,
+        "conv_kernel": 3,
+        "use_conv_bias": False,
+        "num_key_value_heads": 1,
+        "layer_norm_epsilon": 1e-3,
+      },
+      MAMBA
+      | {
+        "layers_block_type": [MLP, LINEAR, FULL],
+        "n_groups": 4,
+        "time_step_min": 0.9,
+        "mlp_hidden_act": "silu",
+      },
+    ),
+  ),
   "smollm3": (
     "SmolLM3",
     (
@@ -98,4 +131,30 @@ FAMILIES = {
     ),
   ),
 }
+FAMILIES["gpt_oss"] = (
+  "GptOss",
+  (
+    FIVE | EXPERTS | {"sliding_window": 3, "head_dim": 6},
+    THREE
+    | EXPERTS
+    | {
+      "layer_types": [FULL, FULL, SLIDING],
+      "sliding_window": 1,
+      "num_key_value_heads": 1,
+      "num_experts_per_tok": 1,
+      "tie_word_embeddings": True,
+      "rope_parameters": YARN | {"rope_theta": 100.0, "truncate": False},
+    },
+    # The gate is clamped for many hidden units, and every token uses every expert.
+    ONE_LAYER
+    | EXPERTS
+    | {
+      "layer_types": [FULL],
+      "attention_bias": False,
+      "num_experts_per_tok": 5,
+      "swiglu_limit": 0.5,
+      "swiglu_alpha": 1.1,
+    },
+  ),
+)
 CASES = [(name, i) for name, (_, cases) in FAMILIES.items() for i in range(len(cases))]

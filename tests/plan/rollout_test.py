@@ -9,17 +9,16 @@ import numpy as np
 from tunix.generate.layout import Layout
 from tunix.generate.memory import Memory
 from tunix.models.transformer.cache import init_cache
+from tunix.models.transformer.config import LayerKind
 from tunix.perf.programs import ProgramRecord
 from tunix.plan import rollout
 
 
 def test_rows_that_fit_and_tokens_a_second():
   cache = lambda: init_cache(
-    windows=[None, None, 5],  # a sliding layer has half the slots
+    [LayerKind(window, None, 2, 8) for window in (None, None, 5)],  # half the slots
     batch_size=4,
     cache_size=10,
-    num_kv_heads=2,
-    head_dim=8,
     dtype=jnp.bfloat16,
   )
   memory = Memory(

@@ -123,8 +123,10 @@ def admit(model: Any, memory: Memory, newcomer: Memory, row: Int[Array, ""]) -> 
   if isinstance(memory.cache, KVCache):
     # `_axes` compares caches of S and S + 1 slots. The ring of a sliding layer has the
     # same length in both, so `_axes` does not find its slot axis. In our cache it is
-    # always axis 2.
-    slot_axes = [None if axis is None else 2 for axis in row_axes]
+    # always axis 2. States, the last leaves, have none.
+    buffers = len(row_axes) - len(jax.tree.leaves(memory.cache.states))
+    is_buffer = [n < buffers and axis is not None for n, axis in enumerate(row_axes)]
+    slot_axes = [2 if own else None for own in is_buffer]
 
   def place(old, new, row_axis, slot_axis):
     if row_axis is None:
@@ -153,9 +155,12 @@ def pinned(model: Any, cache: Any) -> Any:
   if not isinstance(cache, KVCache):
     return cache
   rules = model.config.sharding
-  spec = (sharding.batch_axes(rules), rules.tp, None, None)
+  rows = sharding.batch_axes(rules)
+  spec = (rows, rules.tp, None, None)
   pin = lambda buffers: tuple(mesh_lib.constrain(x, *spec) for x in buffers)
-  return dataclasses.replace(cache, k=pin(cache.k), v=pin(cache.v))
+  by_row = lambda x: mesh_lib.constrain(x, rows, *(None,) * (x.ndim - 1))
+  states = jax.tree.map(by_row, cache.states)
+  return dataclasses.replace(cache, k=pin(cache.k), v=pin(cache.v), states=states)
 
 
 def cache_bytes(model: Any, slots: int) -> int:

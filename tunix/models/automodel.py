@@ -15,10 +15,17 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from tunix.models import families, hub, naming, safetensors_loader, tensor_files
+from tunix.models import (
+  families,
+  hub,
+  mxfp4,
+  naming,
+  safetensors_loader,
+  tensor_files,
+)
 from tunix.models.families import Family
 from tunix.models.quantisation import QuantisationConfig
-from tunix.models.transformer import sharding as sharding_lib
+from tunix.models.transformer import hf_moe, sharding as sharding_lib
 from tunix.models.transformer.config import ShardingRules, TransformerConfig
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
@@ -60,8 +67,10 @@ class AutoModel:
       num_scores: if not None, the model is a critic or a reward model: a head with
         `num_scores` outputs replaces the unembedding. The head is initialised randomly
         unless the checkpoint has one. None keeps the checkpoint's kind.
-      quantise: "nf4", "int4", "int8" or a `QuantisationConfig`: the layers' kernels are
-        quantised when they are read, as a base for training adapters.
+      quantise: "nf4", "int4", "int8", "mxfp4" or a `QuantisationConfig`: the layers'
+        kernels are quantised when they are read, as a base for training adapters. With
+        "mxfp4" these are the experts of a mixture, and experts that the folder holds in
+        MXFP4 keep their numbers.
       family: the kind of model; None selects it by `model_type`.
 
     Raises:
@@ -77,6 +86,8 @@ class AutoModel:
       family = family or families.by_model_type(hf.get("model_type"))
       config = family.config_from_hf(hf)
       tensors = _canonical(tensor_files.open_folder(path), family)
+      if hf_moe.is_mxfp4(hf):
+        tensors = mxfp4.joined(tensors)
       stored = _stored_dtype(hf, family, tensors)
     except ValueError as error:
       raise ValueError(f"{config_file}: {error}") from error

@@ -14,10 +14,12 @@ from typing import Any
 from tunix.models.family import Family as Family, Preset
 from tunix.models.gemma import params as gemma
 from tunix.models.gemma3 import multimodal_params, params as gemma3
+from tunix.models.gpt_oss import params as gpt_oss
 from tunix.models.granite import params as granite
 from tunix.models.llama3 import params as llama3
 from tunix.models.ministral3 import params as ministral3
 from tunix.models.mistral import params as mistral
+from tunix.models.nemotron_h import params as nemotron_h
 from tunix.models.olmo2 import params as olmo2
 from tunix.models.olmo3 import params as olmo3
 from tunix.models.qwen2 import params as qwen2
@@ -31,10 +33,12 @@ FAMILIES: Mapping[str, Family] = {
     gemma.FAMILY,
     gemma3.FAMILY,
     multimodal_params.FAMILY,
+    gpt_oss.FAMILY,
     granite.FAMILY,
     llama3.FAMILY,
     ministral3.FAMILY,
     mistral.FAMILY,
+    nemotron_h.FAMILY,
     olmo2.FAMILY,
     olmo3.FAMILY,
     qwen2.FAMILY,

@@ -50,6 +50,8 @@ ALL_LINEAR = (
   "gate_proj",
   "up_proj",
   "down_proj",
+  "in_proj",
+  "out_proj",
 )
 
 _log = logging.getLogger(__name__)
@@ -287,6 +289,10 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
     ValueError: see `apply`.
   """
   lora_modules.require_bare(model)
+  if targets == ALL_LINEAR:  # a model has some of these names
+    paths = list(lora_modules.adaptable(model))
+    names = (*ALL_LINEAR, "gate_up_proj")
+    targets = tuple(n for n in names if any(lora_modules.hits(n, p) for p in paths))
   return lora_modules.select(model, targets)
 
 

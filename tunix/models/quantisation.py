@@ -9,6 +9,7 @@ keep their dtype. The storage of a kernel is in transformer/quantised.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ __all__ = ["QuantisationConfig", "dequantise", "is_quantised", "quantise"]
 
 
 def as_config(config: QuantisationConfig | str) -> QuantisationConfig:
-  """Returns the configuration of a method's name ("nf4", "int4", "int8").
+  """Returns the configuration of a method's name ("nf4", "int4", "int8",
+  "mxfp4").
 
   A configuration is returned unchanged.
 
@@ -51,7 +53,8 @@ def quantise(
     model: a model without adapters and without quantised kernels. It is unchanged.
     config: the name of a method, or the whole configuration.
     targets: names or patterns as in `LoraConfig.targets`. None selects every linear map
-      of the layers except the routers of experts, which are small and sensitive.
+      of the layers except the routers of experts, which are small and sensitive. With
+      "mxfp4" None selects the experts of a mixture alone, as in published checkpoints.
 
   Raises:
     ValueError: a target matches nothing, blocks do not divide a kernel, or the model
@@ -63,7 +66,7 @@ def quantise(
     raise ValueError("the model is quantised already: call quantisation.dequantise")
   out = nnx.clone(model)
   modules = lora_modules.adaptable(out)
-  chosen = [path for path in modules if not _is_router(path)]
+  chosen = _chosen(modules, config)
   for path in chosen if targets is None else lora_modules.select(model, targets):
     linear = modules[path]
     assert isinstance(linear.kernel, nnx.Param)
@@ -125,6 +128,13 @@ def is_quantised(model: Transformer) -> bool:
   return any(map(lora_modules.is_quantised, lora_modules.linears(model).values()))
 
 
+def _chosen(paths: Iterable[str], config: QuantisationConfig) -> list[str]:
+  """Returns the modules that are quantised if no targets are given."""
+  chosen = [path for path in paths if not _is_router(path)]
+  experts = [path for path in chosen if ".experts." in path]
+  return experts if experts and config.method == "mxfp4" else chosen
+
+
 def _is_router(path: str) -> bool:
   return path.rpartition(".")[2] in ("router", "gate")
 
@@ -142,10 +152,10 @@ class OnLoad:
 
   def __init__(self, config: QuantisationConfig | str, model: Transformer):
     self.config = as_config(config)
+    modules = lora_modules.adaptable(model)
     self.specs = {
-      f"{path}.kernel": linear.kernel.get_metadata()["out_sharding"]
-      for path, linear in lora_modules.adaptable(model).items()
-      if not _is_router(path)
+      f"{path}.kernel": modules[path].kernel.get_metadata()["out_sharding"]
+      for path in _chosen(modules, self.config)
     }
     self.kernels: dict[str, QuantisedKernel] = {}
 

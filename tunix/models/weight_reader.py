@@ -149,7 +149,8 @@ def _jobs(
     return
   first, *others = index
   per_row = out[0].size * tensor.dtype.itemsize
-  step = max(_ROWS, _BLOCK // per_row)
+  # A row of a tensor with three axes is the matrix of one expert.
+  step = max(_ROWS if out.ndim < 3 else 1, _BLOCK // per_row)
   for row in range(0, len(out), step):
     rows = slice(first.start + row, min(first.start + row + step, first.stop))
     yield _Job(tensor, out[row : row + step], (rows, *others))

@@ -67,7 +67,7 @@ def model_flops(trainer: PeftTrainer, sizes: Any, rows: int, length: int) -> flo
       [length] * rows,
       num_layers=1,
       num_heads=sizes.num_heads,
-      head_dim=sizes.head_dim,
+      head_dim=sizes.kinds[kind].head_dim,
       window=sizes.kinds[kind].window,
     )
     for kind in sizes.layer_kinds

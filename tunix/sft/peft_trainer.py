@@ -382,6 +382,7 @@ class PeftTrainer(BaseTrainer):
     if window.data_state is not None:  # it is None for a batch of the caller
       self._progress.data_state = window.data_state
     aux = named_metrics(self._post_process_train_step(metrics.aux))
+    aux |= metrics.router or {}
     self._reporter.put(self.train_steps, metrics, aux, window.tokens)
     self._call_hook("on_train_step_end", self.train_steps, metrics.loss)
     return metrics.loss

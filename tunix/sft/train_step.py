@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from tunix.models.transformer import routing
 from tunix.ops.reductions import WeightedSum, safe_divide
+from tunix.sft import router_losses
 from tunix.sft.module_state import Skeleton
 
 # (model, batch) -> scalar | WeightedSum | (either, dict of either)
@@ -37,11 +39,14 @@ class StepMetrics(NamedTuple):
   """The scalars of one step, on the device.
 
   Attributes:
-    loss: weighted mean of the loss over the global batch.
+    loss: weighted mean of the loss over the global batch, with the weighted losses of
+      routers.
     weight: sum of the weights (trained tokens, or examples).
     grad_norm: global L2 norm of the mean gradient.
     learning_rate: the rate in the state of `optax.inject_hyperparams`, else None.
     aux: extra outputs of the loss, each a mean with its own weights.
+    router: metrics of the routers of experts by name, see `router_losses`; empty for
+      other models.
   """
 
   loss: jax.Array
@@ -49,6 +54,7 @@ class StepMetrics(NamedTuple):
   grad_norm: jax.Array
   learning_rate: jax.Array | None
   aux: Any
+  router: Any = None
 
 
 class _Sums(NamedTuple):
@@ -57,6 +63,7 @@ class _Sums(NamedTuple):
   total: Any
   weight: Any
   aux: Any
+  router: Any
   gradient: Any
 
 
@@ -140,13 +147,14 @@ def make_train_step(
     def weighted(params):
       model = skeleton.merge(params, frozen, rest)
       model.train()
-      result, aux = weigh(loss(model, batch), batch)
-      return result.total, (result.weight, aux, skeleton.rest_of(model))
+      with routing.logged(model) as logs:
+        result, aux = weigh(loss(model, batch), batch)
+        result, router = router_losses.added(result, logs)
+      return result.total, (result.weight, aux, router, skeleton.rest_of(model))
 
-    (total, (weight, aux, rest)), gradient = jax.value_and_grad(weighted, has_aux=True)(
-      params
-    )
-    return rest, _Sums(total, weight, aux, gradient)
+    grad = jax.value_and_grad(weighted, has_aux=True)
+    (total, (weight, aux, router, rest)), gradient = grad(params)
+    return rest, _Sums(total, weight, aux, router, gradient)
 
   def step(params, opt_state, rest, frozen, groups):
     rest, sums = _accumulate(one, params, rest, frozen, groups)
@@ -162,6 +170,7 @@ def make_train_step(
       grad_norm=optax.tree.norm(gradient),
       learning_rate=injected_learning_rate(opt_state),
       aux=map_sums(WeightedSum.mean, sums.aux),
+      router=map_sums(WeightedSum.mean, sums.router),
     )
     return params, opt_state, rest, metrics
 

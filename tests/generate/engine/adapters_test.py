@@ -329,7 +329,7 @@ REFUSED = {
   ),
   "layers": (
     lambda base: {"layers.attn.q_proj": pair(2, 1.0, 1.0, layers=3)},
-    r"'x' adapts layers\.2\.attn\.q_proj; expected only",
+    r"'x' has 3 layers in layers\.attn\.q_proj; expected 2",
   ),
   "shape": (
     lambda base: {"layers.attn.q_proj": pair(2, 1.0, 1.0, rows=16)},

@@ -141,4 +141,4 @@ def test_a_new_turn_and_new_weights_compute_the_state_again():
 def test_drafts_are_refused():
   with pytest.raises(ValueError, match="draft_tokens is 2, expected 0"):
     make(draft_tokens=2)
-  assert slot_state.makers_of(toys.model()) == (None,)
+  assert slot_state.makers_of(toys.model()) == (None, None)

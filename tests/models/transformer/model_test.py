@@ -417,7 +417,7 @@ def test_partial_rope_turns_the_first_dimensions_and_keeps_the_rest():
 
 def test_kinds_without_rope_keep_queries_and_keys():
   config = RopeConfig(theta=100.0, original_max_position=4, query_beta=0.5)
-  angles = rope.angles_by_kind(jnp.array([[5]]), 4, [config, None])
+  angles = rope.angles_by_kind(jnp.array([[5]]), [(4, config), (4, None)])
   still = jax.tree.map(lambda by_kind: by_kind[1], angles)
   x = jnp.arange(4.0).reshape(1, 1, 1, 4)
   np.testing.assert_array_equal(rope.rotate(x, still.for_queries()), x)

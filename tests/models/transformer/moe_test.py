@@ -76,7 +76,7 @@ def test_nonsense_is_refused(changes, message):
     MoEConfig(**fields)
 
 
-def test_a_mixture_with_dense_layers_is_refused():
+def test_fields_of_a_mixture():
   hf = {"model_type": "qwen3_moe", "hidden_size": 32, "num_attention_heads": 4}
   hf |= {"num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 48}
   hf |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
@@ -84,5 +84,5 @@ def test_a_mixture_with_dense_layers_is_refused():
   assert read(hf).moe == MoEConfig(
     num_experts=4, experts_per_token=2, hidden_dim=8, normalise=False
   )
-  with pytest.raises(ValueError, match=r"mlp_only_layers is \[0\]"):
-    read(hf | {"mlp_only_layers": [0]})
+  assert read(hf | {"mlp_only_layers": [0]}).moe.dense_layers == (0,)
+  assert read(hf | {"decoder_sparse_step": 2}).moe.dense_layers == (0,)

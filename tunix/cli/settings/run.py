@@ -60,7 +60,7 @@ class ModelSettings:
   attention: Literal["auto", "plain", "blockwise", "splash", "cudnn"] | None = setting(
     None, may_change=True
   )
-  quantise: Literal["nf4", "int4", "int8"] | None = None
+  quantise: Literal["nf4", "int4", "int8", "mxfp4"] | None = None
 
   def __post_init__(self):
     if self.path is not None and self.name is not None:

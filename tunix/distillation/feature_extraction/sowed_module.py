@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tunix.models.transformer import dropout
-from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.model import Transformer
 
 _TAG = "intermediate_output"
@@ -142,8 +141,7 @@ def capture(
 def _unrolled(model: nnx.Module) -> Any:
   if not isinstance(model, Transformer):
     return model
-  stacked = isinstance(model.layers, DecoderLayer)
-  out = model.unstack() if stacked else nnx.clone(model)
+  out = model.unstack() if model.is_stacked else nnx.clone(model)
   out.config = dataclasses.replace(model.config, remat="none")
   return out
 
@@ -151,7 +149,7 @@ def _unrolled(model: nnx.Module) -> Any:
 def _check_runs_alone(model: Any) -> None:
   if not isinstance(model, Transformer):
     return
-  stacked = isinstance(model.layers, DecoderLayer)
+  stacked = model.is_stacked
   if stacked or model.config.remat != "none":
     why = "stacked, one module for all" if stacked else "rematerialised as copies"
     raise ValueError(

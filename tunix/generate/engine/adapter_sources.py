@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from tunix.models import adapter_files, lora_modules, whole_modules
 from tunix.models.lora_modules import Adapter
-from tunix.models.transformer import sharding
+from tunix.models.transformer import params, sharding
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.model import Transformer
 from tunix.utils import mesh as mesh_lib
@@ -36,8 +36,9 @@ def read(
 
   Raises:
     FileNotFoundError: the folder or one of its two files does not exist.
-    ValueError: the adapter is no plain LoRA adapter, adapts no module, is not finite in
-      `dtype`, or see `adapter_files.load_adapter`.
+    ValueError: the adapter is no plain LoRA adapter, adapts no module, has another
+      number of layers than the model, is not finite in `dtype`, or see
+      `adapter_files.load_adapter`.
   """
   adapters = _adapters(name, source, config)
   if not adapters:
@@ -63,13 +64,21 @@ def read(
     # A stack of experts has a second leading axis and keeps it. The bank refuses it.
     stacked = a.ndim > 2 and path.startswith("layers.") and not _is_layer(path)
     parts = zip(*pair) if stacked else (pair,)
-    out |= {layer_path(path, i, stacked): part for i, part in enumerate(parts)}
+    names = layer_paths(path, config) if stacked else [path]
+    if stacked and len(names) != a.shape[0]:
+      raise ValueError(
+        f"adapter {name!r} has {a.shape[0]} layers in {path}; expected {len(names)}, "
+        "the number of layers of the model's stack"
+      )
+    out |= dict(zip(names, parts))
   return out
 
 
-def layer_path(path: str, layer: int, stacked: bool) -> str:
-  """Returns the path that a module of a stack has in the unstacked model."""
-  return path.replace("layers.", f"layers.{layer}.", 1) if stacked else path
+def layer_paths(path: str, config: TransformerConfig) -> list[str]:
+  """Returns the paths that the modules of a stack have in the unstacked model."""
+  generic = params.without_structure(path, config)
+  layers = config.layers_of(path)
+  return [generic.replace("layers.", f"layers.{i}.", 1) for i in layers]
 
 
 def _is_layer(path: str) -> bool:

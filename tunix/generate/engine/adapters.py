@@ -327,8 +327,9 @@ def _places(model: Transformer, ranks: int) -> Iterator[tuple[str, _Place]]:
       continue
     *stack, rows, columns = linear.kernel.shape
     place = _Place(((rows, ranks), (ranks, columns)), _shardings(linear))
-    for i in range(stack[0] if stack else 1):
-      yield adapter_sources.layer_path(path, i, bool(stack)), place
+    layers = adapter_sources.layer_paths(path, model.config) if stack else [path]
+    for layer in layers:
+      yield layer, place
 
 
 def _shardings(linear: Linear) -> Pair:

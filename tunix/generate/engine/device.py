@@ -210,10 +210,11 @@ class Device:
         paged.Call(
           platform=mesh_lib.context_platform(),
           dtype=str(jnp.dtype(model.dtype)),
-          head_dim=model.head_dim,
+          head_dim=kind.head_dim,
           page_tokens=self._config.page_tokens,
           softcap=model.attention_softcap is not None,
           window=kind.window is not None,
+          sinks=model.attention_sinks,
         )
         for kind in model.kinds
       ]

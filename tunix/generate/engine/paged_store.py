@@ -43,13 +43,20 @@ class PageLayer:
     scale: float | None,
     softcap: float | None,
     window: int | None,
+    sinks: Float[Array, " N"] | None = None,
     **others: Any,
   ) -> tuple[Float[Array, "T 1 N H"], PageLayer]:
     """Writes the tokens' keys and values, and attends; see `cache.LayerCache`."""
     del others  # the path of attention belongs to the pages, as does their sharding
     pages = paged.write(self.pages, key, value, self.ragged)
     out = paged.attend(
-      query, pages, self.ragged, scale=scale, softcap=softcap, window=window
+      query,
+      pages,
+      self.ragged,
+      scale=scale,
+      softcap=softcap,
+      window=window,
+      sinks=sinks,
     )
     return out.astype(query.dtype), dataclasses.replace(self, pages=pages)
 
@@ -182,18 +189,20 @@ class PageKeeper:
     sizes = [1 + layer_groups.pages_of(config, window) for window in windows]
     self._copy = jax.jit(copied, donate_argnums=0)
     rules = model.sharding
-    make = lambda group: paged.empty(
+    make = lambda group, kind: paged.empty(
       pages=sizes[group],
       page_tokens=config.page_tokens,
-      kv_heads=model.num_kv_heads,
-      head_dim=model.head_dim,
+      kv_heads=model.kinds[kind].num_kv_heads,
+      head_dim=model.kinds[kind].head_dim,
       dtype=model.dtype,
       path=path,
       head_axes=tuple(axis for axis in (rules.tp, *rules.step) if axis),
       mesh=mesh,
     )
     tables = tuple(np.zeros(0, np.int32) for _ in windows)
-    self.store: Any = PageStore(tuple(map(make, groups)), tables, groups)
+    self.store: Any = PageStore(
+      tuple(map(make, groups, model.layer_kinds)), tables, groups
+    )
 
   width = 0  # there are no rows
 

@@ -166,26 +166,24 @@ class RowKeeper:
       tokens: number of tokens of a row, or of a page.
     """
     m = self._model
-    sizes, dtype = (m.num_kv_heads, m.head_dim, tokens), str(jnp.dtype(m.dtype))
+    kinds = [m.kinds[kind] for kind in m.layer_kinds]
+    shapes = tuple((n, x.num_kv_heads, x.head_dim) for n, x in zip(firsts, kinds))
+    dtype = str(jnp.dtype(m.dtype))
     axes = tuple(axis for axis in (m.sharding.tp, *m.sharding.step) if axis)
-    return programs.call("engine zeros", _zeros, tuple(firsts), sizes, dtype, axes)
+    return programs.call("engine zeros", _zeros, shapes, tokens, dtype, axes)
 
 
 # One function for all engines: a new one would be compiled again in every rollout.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _zeros(
-  firsts: tuple[int, ...],
-  sizes: tuple[int, int, int],
+  shapes: tuple[tuple[int, int, int], ...],
+  tokens: int,
   dtype: str,
   axes: tuple[str, ...],
 ) -> tuple[Any, Any]:
-  heads, head_dim, tokens = sizes
-
-  def zeros(*shape: int) -> tuple[jax.Array, ...]:
-    zero = lambda first: jnp.zeros((first, heads, *shape), dtype)
-    return tuple(mesh_lib.constrain(zero(first), None, axes) for first in firsts)
-
-  return zeros(head_dim, tokens), zeros(tokens, head_dim)
+  zero = lambda *shape: mesh_lib.constrain(jnp.zeros(shape, dtype), None, axes)
+  keys = tuple(zero(first, heads, size, tokens) for first, heads, size in shapes)
+  return keys, tuple(zero(first, heads, tokens, size) for first, heads, size in shapes)
 
 
 def widths(config: EngineConfig) -> list[int]:

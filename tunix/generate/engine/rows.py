@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from tunix.models.transformer import attention_paths
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.visibility import Visibility
+from tunix.ops import sinks as sink_ops
 from tunix.utils import mesh as mesh_lib
 
 Leaf = Any
@@ -107,6 +108,7 @@ def _attend(
   window: int | None,
   implementation: str,
   rules: ShardingRules,
+  sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "R Q N H"]:
   """Returns attention of each query to its row, up to its position."""
   (r, q, n, h), heads, width = query.shape, k.shape[1], k.shape[3]
@@ -125,6 +127,7 @@ def _attend(
       softcap=softcap,
       implementation=implementation,
       rules=rules,
+      sinks=sinks,
     )
   query = query.reshape(r, q, heads, n // heads, h)
   on_cpu = mesh_lib.context_platform() == "cpu"
@@ -143,7 +146,8 @@ def _attend(
     if softcap is not None:
       scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(seen[:, None, None], scores, attention_paths.NEVER)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    by_group = None if sinks is None else sinks.reshape(heads, -1, 1)
+    weights = sink_ops.softmax(scores, by_group).astype(v.dtype)
   with jax.named_scope("values"):
     if is_sum:
       by_token = weights[:, :, :, 0, :, None]

@@ -170,9 +170,9 @@ def makers_of(model: Any) -> tuple[Maker | None, ...]:
   """Returns `empty_state` of each layer's mixer; None for layers with attention.
 
   Args:
-    model: a `Transformer`. A stack of layers counts as one layer.
+    model: a `Transformer`.
   """
-  layers = model.layers if isinstance(model.layers, Iterable) else [model.layers]
+  layers = model.layer_modules()
   return tuple(getattr(layer.attn, "empty_state", None) for layer in layers)
 
 

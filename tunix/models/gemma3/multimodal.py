@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,10 +34,10 @@ class MultimodalConfig(ModelConfig):
   vision: VisionConfig = _VISION
   image_tokens: ImageTokens = _TOKENS
 
-  def layers_of(self, path: str) -> int:
-    """Returns the number of layers in the stack that holds the parameter `path`."""
+  def layers_of(self, path: str) -> Sequence[int]:
+    """Returns the numbers of the layers in the stack with the parameter `path`."""
     in_tower = path.startswith("vision_tower.")
-    return self.vision.num_layers if in_tower else self.num_layers
+    return self.vision.layers_of(path) if in_tower else super().layers_of(path)
 
 
 class MultimodalGemma3(Gemma3):

@@ -93,10 +93,10 @@ class VisionConfig:
 
   moe = None  # see `params.Stacks`
 
-  def layers_of(self, path: str) -> int:
-    """Returns the number of layers in the stack that holds the parameter `path`."""
+  def layers_of(self, path: str) -> range:
+    """Returns the numbers of the layers in the stack with the parameter `path`."""
     del path
-    return self.num_layers
+    return range(self.num_layers)
 
   @property
   def grid(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from tunix.models.family import Family, Preset, presets_of
 from tunix.models.qwen2 import params as qwen2_params
 from tunix.models.qwen3.model import ModelConfig, Qwen3
-from tunix.models.transformer import hf_config, hf_values
+from tunix.models.transformer import hf_config, hf_moe, hf_values
 from tunix.models.transformer.config import MoEConfig, TransformerConfig
 
 
@@ -16,8 +16,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   """Returns the `ModelConfig` of model_type "qwen3" or "qwen3_moe".
 
   Raises:
-    ValueError: see `hf_config.decoder_fields`; or some of the layers of a mixture are
-      dense.
+    ValueError: see `hf_config.decoder_fields`; or every layer of a mixture is dense.
   """
   moe = hf.get("model_type") == "qwen3_moe"
   if moe:
@@ -35,13 +34,14 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
 
 
 def _read_moe(hf: hf_config.HfConfig) -> MoEConfig:
-  mixed = {"decoder_sparse_step": (1, None), "mlp_only_layers": ([], None)}
-  for field, accepted in mixed.items():
-    if hf.get(field) not in accepted:
-      raise ValueError(
-        f"{field} is {hf[field]!r}: supported are mixtures in which every layer has "
-        "experts"
-      )
+  layers, only_mlp = range(hf["num_hidden_layers"]), hf.get("mlp_only_layers") or ()
+  step = hf.get("decoder_sparse_step") or 1
+  dense = tuple(i for i in layers if i in only_mlp or (i + 1) % step)
+  if len(dense) == len(layers):
+    raise ValueError(
+      f"mlp_only_layers {[*only_mlp]} and decoder_sparse_step {step} leave none of "
+      f"{len(layers)} layers with experts; expected one at least, or model_type qwen3"
+    )
   # transformers 5 writes num_local_experts; folders on the hub have num_experts.
   newer = hf.get("num_local_experts") is not None
   return MoEConfig(
@@ -49,6 +49,8 @@ def _read_moe(hf: hf_config.HfConfig) -> MoEConfig:
     experts_per_token=hf_values.integer(hf, "num_experts_per_tok"),
     hidden_dim=hf_values.integer(hf, "moe_intermediate_size"),
     normalise=bool(hf.get("norm_topk_prob", False)),
+    **hf_moe.read_losses(hf),
+    dense_layers=dense,
   )
 
 
@@ -61,13 +63,14 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   return (
     hf
     | layers
+    | hf_moe.write_losses(config.moe)
     | {
       "num_experts": config.moe.num_experts,
       "num_experts_per_tok": config.moe.experts_per_token,
       "moe_intermediate_size": config.moe.hidden_dim,
       "norm_topk_prob": config.moe.normalise,
       "decoder_sparse_step": 1,
-      "mlp_only_layers": [],
+      "mlp_only_layers": [*config.moe.dense_layers],
     }
   )
 

@@ -31,6 +31,7 @@ class Attention(nnx.Module):
     q_norm, k_norm: RMS norms of queries and keys, or None.
     head_dim: size H of a head.
     scale, softcap, implementation, rules: see `attention_paths.attend`.
+    sinks: logits of the heads' sinks [*stack, N], or None (see `ops.sinks`).
     windows: the window of each kind of layer, see `attention_paths.attend`.
     wide_norm: if True, the norms are over all heads together, N*H and K*H (OLMo 2).
       If False, they are over the H of each head (Qwen 3, Gemma 3).
@@ -52,10 +53,12 @@ class Attention(nnx.Module):
     wide_norm: bool = False,
     implementation: str = "auto",
     rules: ShardingRules | None = None,
+    sinks: nnx.Param | None = None,
   ):
     self.q_proj, self.k_proj = q_proj, k_proj
     self.v_proj, self.o_proj = v_proj, o_proj
     self.q_norm, self.k_norm = nnx.data(q_norm), nnx.data(k_norm)
+    self.sinks = nnx.data(sinks)
     self.head_dim = head_dim
     self.scale = scale
     self.softcap = softcap
@@ -103,6 +106,7 @@ class Attention(nnx.Module):
         window=self.windows[kind],  # with a cache the layers are not scanned
         implementation=self.implementation,
         rules=self.rules,
+        sinks=self._sink_logits(),
       )
       return self._output(out), keys_values
     if cached is not None:
@@ -121,6 +125,9 @@ class Attention(nnx.Module):
     visible = dataclasses.replace(visible, aligned=cached is None)
     out = self._attend(query, key.astype(x.dtype), value.astype(x.dtype), visible, kind)
     return self._output(out), keys_values
+
+  def _sink_logits(self) -> jax.Array | None:
+    return None if self.sinks is None else self.sinks[...]
 
   def _output(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
     """Maps the heads' outputs back to the residual stream."""
@@ -158,6 +165,7 @@ class Attention(nnx.Module):
         window=window,
         implementation=self.implementation,
         rules=self.rules,
+        sinks=self._sink_logits(),
       )
 
     if isinstance(kind, int) or len(self.windows) == 1:

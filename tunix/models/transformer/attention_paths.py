@@ -18,6 +18,7 @@ from tunix.models.transformer import blockwise, fused, split_tokens
 from tunix.models.transformer.config import ShardingRules
 from tunix.models.transformer.split_tokens import Split
 from tunix.models.transformer.visibility import Visibility
+from tunix.ops import sinks as sink_ops
 from tunix.utils import mesh as mesh_lib
 
 # Score of a hidden key. It is finite, so that a query without a visible key has finite
@@ -56,8 +57,9 @@ class Path:
 
   Attributes:
     run: called with (query, key, value, visible, scale, softcap, window, rules),
-      returns the output. If the tokens are split over devices, the arrays are those of
-      one device, and a `Split` replaces the rules.
+      and with `sinks=` if the call has them; returns the output. If the tokens are
+      split over devices, the arrays are those of one device, and a `Split` replaces the
+      rules.
     lacks: names in `FEATURES` that it does not support.
     platforms: platforms that it runs on; None for all.
     dtypes: supported dtypes of queries, keys and values; None for all.
@@ -96,6 +98,7 @@ FEATURES = {
   "cache": "a cache",
   "shared": "a shared prompt",
   "split": "tokens split over devices (the mesh axis cp)",
+  "sinks": "attention sinks",
 }
 
 
@@ -110,11 +113,12 @@ def attend(
   window: int | None = None,
   implementation: str = "auto",
   rules: ShardingRules | None = None,
+  sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
   """Returns softmax(scale * q k^T) v over the visible keys of each query.
 
   Scores and softmax are float32. The output of a query without a visible key is not
-  defined; it is finite, and so are its gradients.
+  defined; it is finite, and so are its gradients. With sinks it is 0.
 
   Args:
     query, key, value: N must be a multiple of K; query heads n * N/K to (n + 1) * N/K
@@ -128,6 +132,8 @@ def attend(
       before it. None for no limit.
     implementation: "auto", or a name in `PATHS`.
     rules: mesh axes of rows, heads and tokens.
+    sinks: a logit per query head that every softmax has beside the keys' scores (see
+      `ops.sinks`); a soft cap does not apply to it. None for no sinks.
 
   Raises:
     ValueError: the named path does not support the call, or the arguments contradict
@@ -138,7 +144,7 @@ def attend(
   _check(query, key, visible, softcap, window)
   rules = ShardingRules() if rules is None else rules
   split = split_tokens.split_of(query, visible, window, rules)
-  call = _describe(query, key, visible, softcap, window, split)
+  call = _describe(query, key, visible, softcap, window, split, sinks)
   name = choose(call, implementation)
   if visible.shared is not None:
     part = functools.partial(
@@ -148,14 +154,19 @@ def attend(
       window=window,
       implementation=implementation,
       rules=rules,
+      sinks=sinks,
     )
     return _by_parts(part, query, key, value, visible)
   path = PATHS[name]
   scale = query.shape[-1] ** -0.5 if scale is None else scale
   if split is None:
-    return path.run(query, key, value, visible, scale, softcap, window, rules)
-  run = lambda *local: path.run(*local, scale, softcap, window, split)
-  return split_tokens.attend(run, query, key, value, visible, split, rules)
+    options = scale, softcap, window, rules
+    return path.run(query, key, value, visible, *options, sinks=sinks)
+
+  def run(*local, sinks=None):
+    return path.run(*local, scale, softcap, window, split, sinks=sinks)
+
+  return split_tokens.attend(run, query, key, value, visible, split, rules, sinks)
 
 
 def _by_parts(part, query, key, value, visible: Visibility) -> jax.Array:
@@ -220,6 +231,7 @@ def plain(
   softcap: float | None,
   window: int | None,
   rules: ShardingRules | Split,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Computes all scores at once, [B, N, T, S]; see `Path.run` for the arguments."""
   del rules
@@ -231,7 +243,8 @@ def plain(
     if softcap is not None:
       scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(mask[:, None, None], scores, NEVER)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    by_group = None if sinks is None else sinks.reshape(key.shape[2], -1, 1)
+    weights = sink_ops.softmax(scores, by_group).astype(value.dtype)
   with jax.named_scope("values"):
     out = _values(weights, value)
   return out.reshape(b, t, n, h)
@@ -260,7 +273,7 @@ def _values(weights: jax.Array, value: jax.Array) -> jax.Array:
   return jnp.einsum("bkgts,bskh->btkgh", weights, value)
 
 
-def _blockwise(query, key, value, visible, scale, softcap, window, rules):
+def _blockwise(query, key, value, visible, scale, softcap, window, rules, sinks=None):
   del rules
   largest = 256 if mesh_lib.context_platform() == "cpu" else 512
   return blockwise.attend(
@@ -273,6 +286,7 @@ def _blockwise(query, key, value, visible, scale, softcap, window, rules):
     window=window,
     query_block=largest,
     key_block=largest,
+    sinks=sinks,
   )
 
 
@@ -285,7 +299,10 @@ PATHS = {
   "cudnn": Path(
     run=fused.cudnn,
     # Segments would need a bias of T * S numbers, which is not tested.
-    lacks=("softcap", "segments", "mask", "groups", "cache", "shared", "split"),
+    lacks=(
+      *("softcap", "segments", "mask", "groups", "cache", "shared", "split"),
+      "sinks",
+    ),
     platforms=("gpu",),
     dtypes=("bfloat16", "float16"),
     head_multiple=8,
@@ -322,7 +339,7 @@ def _check(query, key, visible, softcap, window):
     )
 
 
-def _describe(query, key, visible, softcap, window, split) -> Call:
+def _describe(query, key, visible, softcap, window, split, sinks) -> Call:
   has = {
     "softcap": softcap is not None,
     "window": window is not None,
@@ -332,6 +349,7 @@ def _describe(query, key, visible, softcap, window, split) -> Call:
     "cache": not visible.aligned,
     "shared": visible.shared is not None,
     "split": split is not None,
+    "sinks": sinks is not None,
   }
   return Call(
     platform=mesh_lib.context_platform(),

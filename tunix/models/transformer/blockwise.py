@@ -64,11 +64,13 @@ def attend(
   window: int | None = None,
   query_block: int = 256,
   key_block: int = 256,
+  sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
   """Returns softmax(scores) v, with O(B N (T H + query_block * key_block)) memory.
 
   Args:
-    query, key, value, visible, scale, softcap, window: see `attention_paths.attend`.
+    query, key, value, visible, scale, softcap, window, sinks: see
+      `attention_paths.attend`.
     query_block, key_block: largest numbers of queries and keys in a block of scores.
 
   Returns:
@@ -84,7 +86,8 @@ def attend(
   # [n, B, K, G, q, H].
   queries = blocks.reshape(*blocks.shape[:3], k, n // k, h).transpose(0, 1, 3, 4, 2, 5)
   keys, values = (_cut(x, sizes[1], 1).swapaxes(2, 3) for x in (key, value))
-  out: jax.Array = _attend(options, queries, keys, values, index)
+  by_group = None if sinks is None else sinks.astype(jnp.float32).reshape(k, n // k)
+  out: jax.Array = _attend(options, queries, keys, values, index, by_group)
   out = out.transpose(1, 0, 4, 2, 3, 5).reshape(b, -1, n, h)
   return out[:, :t]
 
@@ -193,16 +196,17 @@ def _scores(options, query, key, mask):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options, query, key, value, index):
-  return _forward(options, query, key, value, index)[0]
+def _attend(options, query, key, value, index, sinks):
+  return _forward(options, query, key, value, index, sinks)[0]
 
 
-def _forward(options, query, key, value, index):
+def _forward(options, query, key, value, index, sinks):
   """Returns outputs [n, B, K, G, q, H] and the log-sum-exp of every query's scores.
 
   With the running maximum m and sum s, a key block with scores x gives
   m' = max(m, x), s' = s exp(m - m') + sum exp(x - m'), and the output is rescaled by
-  exp(m - m') in the same way. The division by s follows after the last block.
+  exp(m - m') in the same way. The division by s follows after the last block. A sink
+  is a key without a value: the loop starts with its score as m, and s = 1.
   """
 
   def query_block(i):
@@ -221,6 +225,8 @@ def _forward(options, query, key, value, index):
 
     zeros = jnp.zeros(q.shape[:-1], jnp.float32)
     start = zeros + _FLOOR, zeros, jnp.zeros(q.shape, jnp.float32)
+    if sinks is not None:
+      start = zeros + sinks[..., None], zeros + 1, start[2]
     top, total, out = jax.lax.fori_loop(index.first[i], index.last[i], key_block, start)
     safe = jnp.where(total > 0, total, 1.0)
     # 0 for a query without a visible key: its weights in the backward pass are then
@@ -231,19 +237,21 @@ def _forward(options, query, key, value, index):
   return jax.lax.map(query_block, jnp.arange(query.shape[0]))
 
 
-def _save(options, query, key, value, index):
-  out, norm = _forward(options, query, key, value, index)
-  return out, (query, key, value, index, out, norm)
+def _save(options, query, key, value, index, sinks):
+  out, norm = _forward(options, query, key, value, index, sinks)
+  return out, (query, key, value, index, sinks, out, norm)
 
 
 def _backward(options, saved, d_out):
-  """Returns the gradients of queries, keys and values.
+  """Returns the gradients of queries, keys, values and sinks.
 
   With scores x and weights w = exp(x - logsumexp), the gradients are dv = w^T do and
   dx = w (do v^T - sum(do o)), where do is the cotangent of the output o. The gradients
-  of keys and values are accumulated in place, over the query blocks.
+  of keys and values are accumulated in place, over the query blocks. The log-sum-exp
+  includes the sink, so these formulas hold with and without it. A sink has the weight
+  w0 = exp(sink - logsumexp) and the value 0, so its gradient is -w0 sum(do o).
   """
-  query, key, value, index, out, norm = saved
+  query, key, value, index, sinks, out, norm = saved
 
   def query_block(accumulated, i):
     q, d_o = query[i], d_out[i]
@@ -271,7 +279,14 @@ def _backward(options, saved, d_out):
   empty = jnp.zeros(key.shape, jnp.float32), jnp.zeros(value.shape, jnp.float32)
   numbers = jnp.arange(query.shape[0])
   (d_key, d_value), d_query = jax.lax.scan(query_block, empty, numbers)
-  return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None
+  d_sinks = None if sinks is None else _sink_gradient(sinks, norm, out, d_out)
+  return d_query, d_key.astype(key.dtype), d_value.astype(value.dtype), None, d_sinks
+
+
+def _sink_gradient(sinks, norm, out, d_out):
+  """Returns the gradient of sinks [K, G], given [n, B, K, G, q] and [..., H]."""
+  row_sum = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+  return -jnp.sum(jnp.exp(sinks[..., None] - norm) * row_sum, axis=(0, 1, 4))
 
 
 _attend.defvjp(_save, _backward)

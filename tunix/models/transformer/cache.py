@@ -1,4 +1,4 @@
-"""The key-value cache of decoding: one buffer per layer, written at one index."""
+"""The cache of decoding: keys and values, or a state, of each layer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+
+from tunix.models.transformer.config import LayerKind
+from tunix.models.transformer.recurrence import RowState
 
 
 class LayerCache(Protocol):
@@ -26,7 +29,7 @@ class LayerCache(Protocol):
     Args:
       query: [B, T, N, H], rotated.
       key, value: [B, T, K, H] of the same tokens.
-      **options: scale, softcap, window, implementation and rules, as in
+      **options: scale, softcap, window, implementation, rules and sinks, as in
         `attention_paths.attend`.
     """
     ...
@@ -43,6 +46,8 @@ class KVCache:
     index: slot of the next token, int32 scalar. All rows share it: shorter prompts are
       padded on the left and masked.
     slots: number of slots S of a row; None for that of the first layer's buffer.
+    states: the state of each recurrent layer, a tree of arrays [B, ...]; None for the
+      other layers, or () if no layer is recurrent.
   """
 
   # Heads come before slots, the layout that the products of one token need. With slots
@@ -53,47 +58,57 @@ class KVCache:
   v: tuple[jax.Array, ...]
   index: jax.Array
   slots: int | None = dataclasses.field(default=None, metadata={"static": True})
+  states: tuple[Any, ...] = ()
 
   @property
   def size(self) -> int:
     """Number of slots S, the largest number of tokens of a row."""
     return self.k[0].shape[2] if self.slots is None else self.slots
 
-  def layer(self, number: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the buffers of one layer."""
+  def layer(self, number: int) -> tuple[jax.Array, jax.Array] | RowState:
+    """Returns the buffers, or the state, of one layer."""
+    if self.states and self.states[number] is not None:
+      return RowState(self.states[number])
     return self.k[number], self.v[number]
 
-  def replaced(
-    self, layers: Sequence[tuple[jax.Array, jax.Array]], tokens: int
-  ) -> KVCache:
+  def replaced(self, layers: Sequence[Any], tokens: int) -> KVCache:
     """Returns the cache after a call that wrote `tokens` tokens to each layer."""
-    keys, values = zip(*layers)
-    return dataclasses.replace(self, k=keys, v=values, index=self.index + tokens)
+    recurs = [isinstance(layer, RowState) for layer in layers]
+    old = zip(self.k, self.v)
+    pairs = [kept if own else new for own, kept, new in zip(recurs, old, layers)]
+    keys, values = zip(*pairs)
+    states = tuple(x.state if own else None for own, x in zip(recurs, layers))
+    return dataclasses.replace(
+      self,
+      k=keys,
+      v=values,
+      index=self.index + tokens,
+      states=states if any(recurs) else (),
+    )
 
 
 def init_cache(
+  kinds: Sequence[LayerKind],
   *,
-  windows: Sequence[int | None],
   batch_size: int,
   cache_size: int,
-  num_kv_heads: int,
-  head_dim: int,
   dtype: DTypeLike,
+  states: Sequence[Any] = (),
 ) -> KVCache:
   """Returns an empty cache.
 
   Args:
-    windows: the window of each layer; None for a layer without one.
+    kinds: the kind of each layer.
     batch_size: number of rows B.
     cache_size: number of slots S.
-    num_kv_heads: number of key heads K.
-    head_dim: size H of a head.
     dtype: dtype of the buffers.
+    states: see `KVCache.states`.
   """
-  sizes = [min(cache_size, window or cache_size) for window in windows]
+  slots = lambda kind: min(cache_size, kind.window or cache_size)
 
   def buffers() -> tuple[jax.Array, ...]:
-    shapes = [(batch_size, num_kv_heads, size, head_dim) for size in sizes]
+    shapes = [(batch_size, x.num_kv_heads, slots(x), x.head_dim) for x in kinds]
     return tuple(jnp.zeros(shape, dtype) for shape in shapes)
 
-  return KVCache(buffers(), buffers(), jnp.zeros((), jnp.int32), cache_size)
+  index = jnp.zeros((), jnp.int32)
+  return KVCache(buffers(), buffers(), index, cache_size, tuple(states))

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from tunix.models.transformer.mixer_config import Mamba2Config as Mamba2Config
+from tunix.models.transformer.moe_config import (
+  ClampedGate as ClampedGate,
+  MoEConfig as MoEConfig,
+)
 from tunix.models.transformer.rope_config import RopeConfig as RopeConfig
+from tunix.models.transformer.sharding_rules import ShardingRules as ShardingRules
 from tunix.utils import checks, mesh as mesh_lib
 
-Axes = str | tuple[str, ...] | None
-Activation = Literal["silu", "gelu_tanh", "gelu"]
-LayerType = Literal["full", "sliding", "nope"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+LayerType = Literal["full", "sliding", "nope", "linear", "none"]
+TypeFields = tuple[tuple[LayerType, tuple[tuple[str, Any], ...]], ...]
 
 # Values of `attention`: "auto" and the names in `attention_paths.PATHS`.
 ATTENTION = ("auto", "plain", "blockwise", "splash", "cudnn")
@@ -42,6 +50,7 @@ REMAT_POLICIES = {
 }
 
 _ROPE = RopeConfig()
+_SHARDING = ShardingRules()
 
 
 def scans(scan_layers: bool | None, num_layers: int) -> bool:
@@ -57,87 +66,6 @@ def scans(scan_layers: bool | None, num_layers: int) -> bool:
   return mesh_lib.context_platform() != "cpu" or num_layers >= UNROLL_BELOW_LAYERS
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-  """A mixture of experts in place of the MLP (Shazeer et al. 2017).
-
-  Attributes:
-    num_experts: number of experts E.
-    experts_per_token: number of experts k that each token uses.
-    hidden_dim: hidden width F of one expert.
-    normalise: if True, the k weights are divided by their sum.
-    implementation: "ragged" sorts tokens by expert and runs one grouped product, with
-      work proportional to k. "dense" runs every expert on every token, with work
-      proportional to E; it is the reference that "ragged" is tested against.
-  """
-
-  num_experts: int
-  experts_per_token: int
-  hidden_dim: int
-  normalise: bool = True
-  implementation: Literal["ragged", "dense"] = "ragged"
-
-  def __post_init__(self):
-    checks.fields(self, num_experts=checks.COUNT, hidden_dim=checks.COUNT)
-    if not 1 <= self.experts_per_token <= self.num_experts:
-      raise ValueError(
-        f"experts_per_token is {self.experts_per_token}; expected 1 to "
-        f"{self.num_experts}, the number of experts"
-      )
-    if self.implementation not in ("ragged", "dense"):
-      raise ValueError(
-        f"MoE implementation {self.implementation!r} must be 'ragged' or 'dense'"
-      )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ShardingRules:
-  """The mesh axes that split weights and activations.
-
-  An axis that the mesh lacks, or that does not divide a dimension, is ignored there.
-
-  Attributes:
-    fsdp: axis or axes that split every weight along its model dimension.
-    tp: axis that splits heads, hidden units and the vocabulary.
-    ep: axis that splits the experts of a mixture. It also splits the batch and, with
-      fsdp, all other weights.
-    cp: axis that splits the tokens of every row and, with fsdp, the weights.
-    batch: axes that split the batch; None means ("dp", fsdp, ep).
-    step: axes that split the products of a decode step in place of its rows; set by
-      `generate.layout`.
-  """
-
-  fsdp: Axes = "fsdp"
-  tp: str | None = "tp"
-  ep: str | None = "ep"
-  cp: str | None = "cp"
-  batch: tuple[str, ...] | None = None
-  step: tuple[str, ...] = ()
-
-  @property
-  def batch_axes(self) -> tuple[str, ...]:
-    """Mesh axes of the batch dimension of activations."""
-    if self.batch is not None:
-      return self.batch
-    return tuple(dict.fromkeys(("dp", *self._fsdp, *_named(self.ep))))
-
-  @property
-  def weight_axes(self) -> tuple[str, ...]:
-    """Mesh axes of the model dimension of weights.
-
-    cp is among them: otherwise every device along cp would hold a copy of the weights.
-    """
-    return (*self._fsdp, *_named(self.ep), *_named(self.cp))
-
-  @property
-  def _fsdp(self) -> tuple[str, ...]:
-    return (self.fsdp,) if isinstance(self.fsdp, str) else (self.fsdp or ())
-
-
-def _named(axis: str | None) -> tuple[str, ...]:
-  return () if axis is None else (axis,)
-
-
 class LayerKind(NamedTuple):
   """The settings in which kinds of layer differ.
 
@@ -145,10 +73,14 @@ class LayerKind(NamedTuple):
     window: number of keys that a query attends to, its own included; None for all keys
       before it.
     rope: rotary embedding; None for a layer without positions (NoPE).
+    num_kv_heads: number of key heads K; 0 for a layer without attention.
+    head_dim: size H of a head.
   """
 
   window: int | None
   rope: RopeConfig | None
+  num_kv_heads: int
+  head_dim: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,8 +101,11 @@ class TransformerConfig:
       their outputs (OLMo 2), or "both" (Gemma 2 and 3).
     activation: activation function of the gated MLP.
     rope: rotary embedding.
-    layer_types: "full" or "sliding" attention per layer, or "nope": full attention
-      without rotary embedding (SmolLM3). None for full attention in all.
+    layer_types: "full" or "sliding" attention per layer; "nope": full attention without
+      rotary embedding (SmolLM3); "linear": a recurrent mixer; "none": no mixer
+      (Nemotron 3). None for full attention in all.
+    type_fields: fields of this configuration that layers of a type have in place of the
+      model's, made by `fields_by_type(full={"head_dim": 512})`.
     sliding_window: number of keys that a query of a "sliding" layer attends to, its own
       included.
     local_rope: rotary embedding of the sliding layers; None for `rope`.
@@ -187,7 +122,13 @@ class TransformerConfig:
     embedding_multiplier: factor of the embeddings (Granite); None for no factor.
     qk_norm: RMS norm of queries and keys: None, "head" for each head separately (Qwen
       3, Gemma 3) or "all" for all heads together (OLMo 2).
+    attention_sinks: if True, every head has a sink logit in the softmax of its scores
+      (gpt-oss), see `ops.sinks`.
     qkv_bias, o_bias: if True, the attention's projections have biases.
+    gated_mlp: if False, the MLP and the experts are down(activation(up(x))).
+    parts: the parts of a layer: "both" mixer and MLP, or only the "mixer" or the "mlp",
+      each with one norm before it (Nemotron 3).
+    mixer: a recurrent mixer in place of attention, or None.
     moe: a mixture of experts in place of the MLP, or None.
     num_scores: None for a language model. Otherwise the number of scores per position
       of a head that replaces the unembedding: 1 for a critic or a reward model.
@@ -218,6 +159,7 @@ class TransformerConfig:
   activation: Activation = "silu"
   rope: RopeConfig = _ROPE
   layer_types: tuple[LayerType, ...] | None = None
+  type_fields: TypeFields = ()
   sliding_window: int | None = None
   local_rope: RopeConfig | None = None
   query_scale: float | None = None
@@ -229,8 +171,12 @@ class TransformerConfig:
   scale_embeddings: bool = False
   embedding_multiplier: float | None = None
   qk_norm: Literal["head", "all"] | None = None
+  attention_sinks: bool = False
   qkv_bias: bool = False
   o_bias: bool = False
+  gated_mlp: bool = True
+  parts: Literal["both", "mixer", "mlp"] = "both"
+  mixer: Mamba2Config | None = None
   moe: MoEConfig | None = None
   num_scores: int | None = None
   max_position: int | None = None
@@ -239,7 +185,7 @@ class TransformerConfig:
   remat: Literal["none", "block", "dots", "offload"] = "none"
   attention: str = "auto"
   scan_layers: bool | None = None
-  sharding: ShardingRules = ShardingRules()
+  sharding: ShardingRules = _SHARDING
 
   def __post_init__(self):
     sizes = "num_layers vocab_size embed_dim hidden_dim num_heads num_kv_heads head_dim"
@@ -264,7 +210,8 @@ class TransformerConfig:
     choices = {
       "remat": ("none", *REMAT_POLICIES),
       "norms": ("pre", "post", "both"),
-      "activation": ("silu", "gelu_tanh", "gelu"),
+      "activation": typing.get_args(Activation),
+      "parts": ("both", "mixer", "mlp"),
       "qk_norm": (None, "head", "all"),
       "attention": ATTENTION,
     }
@@ -274,22 +221,48 @@ class TransformerConfig:
     self._check_layer_types()
     self._check_products()
 
-  def layers_of(self, path: str) -> int:
-    """Returns the number of layers in the stack that holds the parameter `path`."""
-    del path
-    return self.num_layers
+  def layers_of(self, path: str) -> Sequence[int]:
+    """Returns the numbers of the layers in the stack that holds the parameter `path`.
+
+    Args:
+      path: "layers.attn.q_proj.kernel", or "layers.dense.attn.q_proj.kernel" where the
+        layers have several structures.
+    """
+    name = path.split(".")[1] if path.startswith("layers.") else ""
+    return self.stacks.get(name, range(self.num_layers))
 
   def _check_layer_types(self):
+    if self.moe is not None and (late := max(self.moe.dense_layers, default=0)) >= (
+      self.num_layers
+    ):
+      raise ValueError(
+        f"dense_layers of moe names layer {late}, num_layers is {self.num_layers}"
+      )
     if self.layer_types is None:
+      if self.type_fields:
+        raise ValueError(
+          f"type_fields is {self.type_fields} and layer_types is None; expected the "
+          "type of each layer in layer_types"
+        )
       return
     if len(self.layer_types) != self.num_layers:
       raise ValueError(
         f"layer_types names {len(self.layer_types)} layers, num_layers is "
         f"{self.num_layers}"
       )
-    if unknown := set(self.layer_types) - {"full", "sliding", "nope"}:
+    if unknown := set(self.layer_types) - set(typing.get_args(LayerType)):
+      known = ", ".join(map(repr, sorted(typing.get_args(LayerType))))
+      raise ValueError(f"layer_types has {sorted(unknown)}, known: {known}")
+    if unused := {name for name, _ in self.type_fields} - set(self.layer_types):
       raise ValueError(
-        f"layer_types has {sorted(unknown)}, known: 'full', 'nope', 'sliding'"
+        f"type_fields has {sorted(unused)}, and layer_types has no such layer; "
+        f"expected some of {sorted(set(self.layer_types))}"
+      )
+    own = {name: dict(fields) for name, fields in self.type_fields}
+    if "linear" in self.layer_types and own.get("linear", {}).get("mixer") is None:
+      raise ValueError(
+        "layer_types has linear layers and type_fields no mixer for them; expected "
+        "fields_by_type(linear={'mixer': ...})"
       )
     if "sliding" in self.layer_types and (self.sliding_window or 0) < 1:
       raise ValueError(
@@ -315,16 +288,23 @@ class TransformerConfig:
   @property
   def kinds(self) -> tuple[LayerKind, ...]:
     """The kinds of layer of this configuration."""
-    full = LayerKind(None, self.rope)
-    if self.layer_types is None:
-      return (full,)
-    sliding = LayerKind(self.sliding_window, self.local_rope or self.rope)
-    known: dict[LayerType, LayerKind] = {
-      "full": full,
-      "sliding": sliding,
-      "nope": LayerKind(None, None),
+    known: dict[LayerType, tuple[int | None, RopeConfig | None]] = {
+      "full": (None, self.rope),
+      "sliding": (self.sliding_window, self.local_rope or self.rope),
+      "nope": (None, None),
+      "linear": (None, None),
+      "none": (None, None),
     }
-    return tuple(known[name] for name in dict.fromkeys(self.layer_types))
+    heads = {"num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+    own: dict[str, dict[str, Any]] = {x: dict(y) for x, y in self.type_fields}
+
+    def kind(name: LayerType) -> LayerKind:
+      fields = heads | own.get(name, {})
+      has_keys = fields.get("mixer") is None and fields.get("parts") != "mlp"
+      kv_heads = fields["num_kv_heads"] if has_keys else 0
+      return LayerKind(*known[name], kv_heads, fields["head_dim"])
+
+    return tuple(map(kind, dict.fromkeys(self.layer_types or ("full",))))
 
   @property
   def layer_kinds(self) -> tuple[int, ...]:
@@ -334,9 +314,46 @@ class TransformerConfig:
     return tuple(order.index(name) for name in names)
 
   @property
+  def structures(self) -> tuple[str, ...]:
+    """The structure of each layer: layers with the same name have the same modules.
+
+    If all layers have the same modules, all names are "".
+    """
+    types = self.layer_types or ("full",) * self.num_layers
+    own = {name for name, _ in self.type_fields}
+    # Types without fields of their own share a structure, named by the first of them.
+    shared = next((name for name in types if name not in own), "")
+    by_type = [name if name in own else shared for name in types]
+    dense = () if self.moe is None else self.moe.dense_layers
+    by_mlp = ["dense" if i in dense else "sparse" for i in range(self.num_layers)]
+    parts = [names for names in (by_type, by_mlp) if len({*names}) > 1]
+    return tuple("_".join(names) for names in zip(*parts)) or ("",) * self.num_layers
+
+  @property
+  def stacks(self) -> dict[str, list[int]]:
+    """The numbers of the layers of each structure, in the order of the model."""
+    stacks: dict[str, list[int]] = {}
+    for i, name in enumerate(self.structures):
+      stacks.setdefault(name, []).append(i)
+    return stacks
+
+  def of_layer(self, layer: int) -> TransformerConfig:
+    """Returns the configuration with the fields of one layer, see `type_fields`."""
+    name = "full" if self.layer_types is None else self.layer_types[layer]
+    fields = dict(dict(self.type_fields).get(name, ()))
+    if self.moe is not None and layer in self.moe.dense_layers:
+      fields["moe"] = None
+    return dataclasses.replace(self, **fields) if fields else self
+
+  @property
   def scanned(self) -> bool:
     """True if the layers run in `lax.scan`, see `scans`."""
     return scans(self.scan_layers, self.num_layers)
+
+
+def fields_by_type(**fields: Mapping[str, Any]) -> TypeFields:
+  """Returns `TransformerConfig.type_fields`: by type of layer, names and values."""
+  return tuple((name, tuple(own.items())) for name, own in fields.items())  # pyright: ignore[reportReturnType]
 
 
 def sizes(

@@ -9,18 +9,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tunix.models.transformer import sharding
+from tunix.models.transformer import rope, sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
-from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.config import MoEConfig, TransformerConfig
 from tunix.models.transformer.layer_maker import LayerMaker
-from tunix.models.transformer.layers import ACTIVATIONS, GatedMLP
+from tunix.models.transformer.layers import ACTIVATIONS
+from tunix.models.transformer.mamba2 import Mamba2
+from tunix.models.transformer.mlp import MLP, FusedGatedMLP, GatedMLP
 from tunix.models.transformer.moe import MoE
 from tunix.models.transformer.rope import Angles
+from tunix.models.transformer.routing import LayerRoutes
 from tunix.models.transformer.visibility import Visibility
 
 
 class DecoderLayer(nnx.Module):
-  """Attention and MLP (or experts), each added to the residual stream.
+  """A mixer and an MLP (or experts), each added to the residual stream.
+
+  The mixer, `attn`, is attention or a recurrence. `TransformerConfig.parts` may leave
+  out one of the two.
 
   The RMS norms have Hugging Face's names. With norms "pre" this name of the norm before
   the MLP is `post_attention_layernorm`.
@@ -34,40 +40,47 @@ class DecoderLayer(nnx.Module):
   def __init__(self, config: TransformerConfig, stack: tuple[int, ...], rngs: nnx.Rngs):
     c = config
     make = LayerMaker(c.sharding, c.param_dtype, rngs, stack)
-    self.norms = _NORMS[c.norms]
+    self.norms = _NORMS[c.norms] if c.parts == "both" else _ONE_NORM
     for name in self.norms:
       if name is not None:
         setattr(self, name, make.norm(c.embed_dim, c.norm_eps, c.norm_offset))
-    self.attn = _attention(c, make)
-    self.mlp = _mlp(c, make)
+    self.attn = nnx.data(None) if c.parts == "mlp" else _mixer(c, make)
+    self.mlp = nnx.data(None) if c.parts == "mixer" else _mlp(c, make)
     self.residual_multiplier = c.residual_multiplier
     self.rules = c.sharding
 
   def __call__(
     self,
     x: Float[Array, "B T D"],
-    angles: Angles,
+    angles: Angles | tuple[Angles, ...],
     visible: Visibility,
     cached: KeysValues | None = None,
     kind: Kind = 0,
+    routes: LayerRoutes | None = None,
   ) -> tuple[Float[Array, "B T D"], KeysValues]:
     """Returns the new residual stream, and the keys and values of its attention.
 
     Args:
       x: the residual stream.
-      angles: rotary angles, with a leading axis over the kinds of layer.
+      angles: rotary angles of all kinds of layer, see `rope.angles_by_kind`.
       visible: the keys that each query attends to.
       cached: see `Attention`.
       kind: number of the layer's kind, see `TransformerConfig.kinds`.
+      routes: logs or replays the routes of experts; see `MoE`.
     """
     attn_in, attn_out, mlp_in, mlp_out = (self._norm(name) for name in self.norms)
-    with jax.named_scope("attn"):
-      angles = jax.tree.map(lambda by_kind: by_kind[kind], angles)
-      out, keys_values = self.attn(attn_in(x), angles, visible, cached, kind)
-      x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
-    with jax.named_scope("mlp"):
-      x = x + self._scaled(mlp_out(self.mlp(mlp_in(x))))
-    return sharding.pin_activations(x, self.rules), keys_values
+    keys_values = cached
+    if self.attn is not None:
+      with jax.named_scope("attn"):
+        own = rope.of_kind(angles, kind)
+        out, keys_values = self.attn(attn_in(x), own, visible, cached, kind)
+        x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
+    if self.mlp is not None:
+      with jax.named_scope("mlp"):
+        extra = (routes,) if isinstance(self.mlp, MoE) else ()
+        x = x + self._scaled(mlp_out(self.mlp(mlp_in(x), *extra)))
+      x = sharding.pin_activations(x, self.rules)
+    return x, keys_values
 
   def _scaled(self, out: jax.Array) -> jax.Array:
     """Multiplies in float32: the factor itself may have no exact 16-bit value."""
@@ -91,6 +104,13 @@ _NORMS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = {
   ),
 }
 
+# A layer of one part has one norm, before this part. Only this part is called.
+_ONE_NORM = ("input_layernorm", None, "input_layernorm", None)
+
+
+def _mixer(c: TransformerConfig, make: LayerMaker) -> Attention | Mamba2:
+  return _attention(c, make) if c.mixer is None else Mamba2(c, make)
+
 
 def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   d, q_dim, kv_dim = c.embed_dim, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
@@ -111,28 +131,43 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
     windows=tuple(kind.window for kind in c.kinds),
     implementation=c.attention,
     rules=c.sharding,
+    sinks=make.sinks(c.num_heads) if c.attention_sinks else None,
   )
 
 
-def _mlp(c: TransformerConfig, make: LayerMaker) -> GatedMLP | MoE:
+def _mlp(c: TransformerConfig, make: LayerMaker) -> MLP | MoE:
   if c.moe is None:
-    return _gated_mlp(c, make, c.hidden_dim)
+    return _dense_mlp(c, make, c.hidden_dim)
   return MoE(
-    make.linear(c.embed_dim, c.moe.num_experts, "router"),
-    _gated_mlp(c, make, c.moe.hidden_dim, c.moe.num_experts),
+    make.linear(c.embed_dim, c.moe.num_experts, "router", bias=c.moe.bias),
+    _experts(c, c.moe, make),
     experts_per_token=c.moe.experts_per_token,
     normalise=c.moe.normalise,
+    routing=c.moe.routing,
     implementation=c.moe.implementation,
     rules=c.sharding,
   )
 
 
-def _gated_mlp(
-  c: TransformerConfig, make: LayerMaker, hidden_dim: int, experts: int = 0
-) -> GatedMLP:
-  return GatedMLP(
-    make.linear(c.embed_dim, hidden_dim, "in_out", experts=experts),
-    make.linear(c.embed_dim, hidden_dim, "in_out", experts=experts),
-    make.linear(hidden_dim, c.embed_dim, "out_in", experts=experts),
-    ACTIVATIONS[c.activation],
-  )
+def _dense_mlp(c: TransformerConfig, make: LayerMaker, hidden_dim: int) -> MLP:
+  into = lambda: make.linear(c.embed_dim, hidden_dim, "in_out")
+  down = lambda: make.linear(hidden_dim, c.embed_dim, "out_in")
+  if c.gated_mlp:
+    return GatedMLP(into(), into(), down(), ACTIVATIONS[c.activation])
+  return MLP(into(), down(), ACTIVATIONS[c.activation])
+
+
+def _experts(
+  c: TransformerConfig, moe: MoEConfig, make: LayerMaker
+) -> MLP | FusedGatedMLP:
+  """Makes the experts of a mixture, see `MoEConfig`."""
+  options = {"experts": moe.num_experts, "bias": moe.bias}
+  into = lambda width: make.linear(c.embed_dim, width, "in_out", **options)
+  down = lambda: make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
+  activation, gating = ACTIVATIONS[c.activation], moe.clamped_gate
+  if moe.fused_gate:
+    return FusedGatedMLP(into(2 * moe.hidden_dim), down(), activation, gating)
+  if not c.gated_mlp:
+    return MLP(into(moe.hidden_dim), down(), activation)
+  first = into(moe.hidden_dim), into(moe.hidden_dim)
+  return GatedMLP(*first, down(), activation, gating)

@@ -38,16 +38,17 @@ def splash(
   window: int | None,
   rules: ShardingRules | Split,
   interpret: bool = False,
+  sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
-  """Runs JAX's splash attention for TPUs: causal, windows, soft cap, segments.
+  """Runs JAX's splash attention for TPUs: causal, windows, soft cap, segments, sinks.
 
   Args:
-    query, key, value, visible, scale, softcap, window, rules: see
+    query, key, value, visible, scale, softcap, window, rules, sinks: see
       `attention_paths.Path.run`.
     interpret: if True, the kernel runs in the Pallas interpreter, on any platform.
   """
 
-  def rows(query, key, value, *segments):
+  def rows(query, key, value, sinks, *segments):
     t, n = query.shape[1:3]
     # At least 128, the number of lanes of a TPU's vector registers.
     size = max(128, blockwise.block_size(t, _SPLASH_BLOCK))
@@ -62,16 +63,15 @@ def splash(
     # causal mask hides them.
     heads_first = lambda x: _fill(x, size).swapaxes(1, 2)
     arrays = heads_first(_scaled(query, scale)), heads_first(key), heads_first(value)
-    if segments:
-      kernel = _with_segments(kernel)
-    out = jax.vmap(kernel)(*arrays, *(_fill(ids, size) for ids in segments))
+    run = _keyword_free(kernel, sinks)
+    out = jax.vmap(run)(*arrays, *(_fill(ids, size) for ids in segments))
     return out.swapaxes(1, 2)[:, :t].astype(value.dtype)
 
   segments = () if visible.segment_ids is None else (visible.segment_ids,)
   if isinstance(rules, Split):
     keys = () if visible.key_segments is None else (visible.key_segments,)
-    return rows(query, key, value, *segments, *keys)
-  return _per_shard(rows, rules, query, key, value, *segments)
+    return rows(query, key, value, sinks, *segments, *keys)
+  return _per_shard(rows, rules, query, key, value, *segments, sinks=sinks)
 
 
 def cudnn(
@@ -84,6 +84,7 @@ def cudnn(
   window: int | None,
   rules: ShardingRules,
   backend: Literal["cudnn", "xla"] = "cudnn",
+  sinks: None = None,
 ) -> Float[Array, "B T N H"]:
   """Runs cuDNN's attention through `jax.nn.dot_product_attention`: causal, windows.
 
@@ -91,11 +92,12 @@ def cudnn(
     query, key, value, visible, scale, softcap, window, rules: see
       `attention_paths.Path.run`.
     backend: "xla" computes the same function without cuDNN.
+    sinks: None; the kernel has no sinks.
   """
   # `attention_paths` allows this kernel only for causal calls without mask, segments,
-  # groups or soft cap, so these two arguments hold no information here.
-  del visible, softcap
-  rows = functools.partial(
+  # groups, soft cap or sinks, so these arguments hold no information here.
+  del visible, softcap, sinks
+  kernel = functools.partial(
     jax.nn.dot_product_attention,
     scale=scale,
     is_causal=True,
@@ -103,11 +105,15 @@ def cudnn(
     local_window_size=None if window is None else (window - 1, 0),
     implementation=backend,
   )
+  rows = lambda query, key, value, _: kernel(query, key, value)
   return _per_shard(rows, rules, query, key, value)
 
 
 def _per_shard(
-  rows: Callable[..., jax.Array], rules: ShardingRules, *arrays: jax.Array
+  rows: Callable[..., jax.Array],
+  rules: ShardingRules,
+  *arrays: jax.Array,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Runs a kernel on shards of rows and heads.
 
@@ -115,19 +121,22 @@ def _per_shard(
   that do not divide the rows or the key heads are dropped.
 
   Args:
-    rows: the kernel, a function of (query, key, value) and optionally segment ids.
+    rows: the kernel, a function of (query, key, value, sinks) and optionally segment
+      ids.
     rules: mesh axes of rows and heads.
-    arrays: the kernel's arguments.
+    arrays: the kernel's arguments without the sinks.
+    sinks: logits of the sinks [N], or None.
   """
   mesh = mesh_lib.context_mesh()
   if mesh is None:
-    return rows(*arrays)
+    return rows(*arrays[:3], sinks, *arrays[3:])
   entries = (sharding.batch_axes(rules), None, rules.tp, None)
   spec = mesh_lib.fit_spec(entries, arrays[1].shape, mesh)
-  specs = (spec,) * 3 + (PartitionSpec(spec[0]),) * (len(arrays) - 3)
+  specs = (spec,) * 3 + (PartitionSpec(spec[2]),)
+  specs += (PartitionSpec(spec[0]),) * (len(arrays) - 3)
   return jax.shard_map(
     rows, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False
-  )(*arrays)
+  )(*arrays[:3], sinks, *arrays[3:])
 
 
 def _splash_kernel(
@@ -217,15 +226,20 @@ def _share_of_kernel(
   return type(kernel)(*map(shard_tables, tables), **kernel.kwargs)
 
 
-def _with_segments(kernel: Any) -> Callable[..., jax.Array]:
-  """Returns a kernel that takes segment ids after the queries, keys and values.
+def _keyword_free(kernel: Any, sinks: jax.Array | None) -> Callable[..., jax.Array]:
+  """Returns a function of one row's queries, keys, values and optionally segment ids.
 
   One array of ids serves queries and keys. If there are two arrays, the first has the
-  ids of the queries and the second those of the keys.
+  ids of the queries and the second those of the keys. The sinks are the same for all
+  rows.
   """
   from jax.experimental.pallas.ops.tpu import splash_attention as lib
 
-  return lambda q, k, v, *ids: kernel(q, k, v, lib.SegmentIds(ids[0], ids[-1]))
+  def run(q, k, v, *ids):
+    segments = lib.SegmentIds(ids[0], ids[-1]) if ids else None
+    return kernel(q, k, v, segments, sinks)
+
+  return run
 
 
 def _scaled(query: jax.Array, scale: float) -> jax.Array:

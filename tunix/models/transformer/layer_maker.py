@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
 from tunix.models.transformer import sharding
 from tunix.models.transformer.config import ShardingRules
-from tunix.models.transformer.layers import Embedding, Linear, RMSNorm
+from tunix.models.transformer.layers import Embedding, Linear, RMSNorm, fresh, param
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,11 @@ class LayerMaker:
       rngs=self.rngs,
     )
 
+  def sinks(self, heads: int) -> nnx.Param:
+    """Makes the logits of attention sinks, one per head; 0 counts as one key of score
+    0."""
+    return param(jnp.zeros((*self.stack, heads), self.param_dtype), self.spec("heads"))
+
   def norm(self, dim: int, eps: float, offset: float = 0.0) -> RMSNorm:
     """Makes an RMS norm that multiplies by offset + scale."""
     return RMSNorm(
@@ -75,3 +82,17 @@ class LayerMaker:
       param_dtype=self.param_dtype,
       rngs=self.rngs,
     )
+
+  def small(self, shape: tuple[int, ...], value: Any = None) -> nnx.Param:
+    """Makes a parameter that no mesh splits.
+
+    Args:
+      shape: shape without the stack.
+      value: initial value, broadcast to the shape; None draws it like a kernel.
+    """
+    whole = (*self.stack, *shape)
+    if value is None:
+      array = fresh(self.rngs.params(), whole)
+    else:
+      array = jnp.broadcast_to(jnp.asarray(value, jnp.float32), whole)
+    return param(array.astype(self.param_dtype), (None,) * len(whole))

@@ -1,4 +1,4 @@
-"""The layers Linear, RMSNorm, Embedding and gated MLP, which take sizes, not configs.
+"""The layers Linear, RMSNorm and Embedding, which take sizes, not configs.
 
 Weights may have a leading layer axis L (`stack`). A stacked module holds the weights of
 all layers, and only the slice of one layer can be called (see model.py).
@@ -29,6 +29,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
   "silu": jax.nn.silu,
   "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
   "gelu": functools.partial(jax.nn.gelu, approximate=False),
+  "relu2": lambda x: jnp.square(jax.nn.relu(x)),  # So et al. 2021, arXiv:2109.08668
 }
 
 
@@ -232,22 +233,3 @@ class Embedding(nnx.Module):
     x = self.embedding[...][tokens].astype(dtype)
     # The factor is rounded to the compute dtype, as in the training of the checkpoints.
     return x if self.scale is None else x * jnp.asarray(self.scale, dtype)
-
-
-class GatedMLP(nnx.Module):
-  """down(activation(gate(x)) * up(x)) (Shazeer 2020, arXiv:2002.05202)."""
-
-  def __init__(
-    self,
-    gate_proj: Linear,
-    up_proj: Linear,
-    down_proj: Linear,
-    activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
-  ):
-    self.gate_proj = gate_proj
-    self.up_proj = up_proj
-    self.down_proj = down_proj
-    self.activation = activation
-
-  def __call__(self, x: jax.Array) -> jax.Array:
-    return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))

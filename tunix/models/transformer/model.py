@@ -1,13 +1,16 @@
 """The decoder that all families share.
 
-The weights of all layers are stacked ([L, ...]). The layers run in `lax.scan` or
-unrolled, and always unrolled with a cache. `unstack` returns the same model with one
+The weights of all layers are stacked ([L, ...]), in one stack for each structure (see
+structures.py). The layers run in `lax.scan` or unrolled, and always unrolled with a
+cache. `unstack` returns the same model with one
 module per layer, so that a decode loop takes the slices once, outside the loop.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +25,9 @@ from tunix.models.transformer import (
   explicit,
   qwix_seam,
   rope,
+  routing,
   sharding,
+  structures,
 )
 from tunix.models.transformer.cache import KVCache
 from tunix.models.transformer.config import (
@@ -34,7 +39,6 @@ from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import Linear
 from tunix.models.transformer.shared_prompt import SharedPrompt
-from tunix.models.transformer.unstack import layer_states
 from tunix.models.transformer.visibility import Visibility
 from tunix.ops.masks import positions_from_segments
 from tunix.ops.vocab_softmax import Layout, soft_cap
@@ -47,8 +51,11 @@ class Transformer(nnx.Module):
   Attributes:
     config: shape and options.
     embed_tokens, layers, norm, lm_head, score: the modules. `layers` is one module of
-      stacked weights, or a list after `unstack`. `lm_head` is None if the embeddings
-      are tied or if there is a `score` head, see `TransformerConfig.num_scores`.
+      stacked weights, or a dictionary of them by structure (see
+      `TransformerConfig.structures`), or a list after `unstack`. `lm_head` is None if
+      the embeddings are tied or if there is a `score` head, see
+      `TransformerConfig.num_scores`.
+    router_log: the log of the routers that `routing.logged` opened, or None.
   """
 
   def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -56,7 +63,11 @@ class Transformer(nnx.Module):
     make = LayerMaker(c.sharding, c.param_dtype, rngs)
     scale = c.embed_dim**0.5 if c.scale_embeddings else c.embedding_multiplier
     self.embed_tokens = make.embedding(c.vocab_size, c.embed_dim, scale)
-    self.layers = nnx.data(DecoderLayer(c, (c.num_layers,), rngs))
+    stacks = {
+      name: DecoderLayer(c.of_layer(numbers[0]), (len(numbers),), rngs)
+      for name, numbers in c.stacks.items()
+    }
+    self.layers = nnx.data(stacks[""] if "" in stacks else nnx.Dict(stacks))
     self.norm = make.norm(c.embed_dim, c.norm_eps, c.norm_offset)
     lm_head: Linear | None = None
     score: Linear | None = None
@@ -65,6 +76,7 @@ class Transformer(nnx.Module):
     elif not c.tie_embeddings:
       lm_head = make.linear(c.embed_dim, c.vocab_size, "in_out")
     self.lm_head, self.score = nnx.data(lm_head), nnx.data(score)
+    self.router_log: routing.RouterLog | None = nnx.data(None)
 
   @explicit.auto_inside(explicit.call_specs)
   def __call__(
@@ -78,6 +90,7 @@ class Transformer(nnx.Module):
     input_embeddings: Float[Array, "B T D"] | None = None,
     groups: Int[Array, "B T"] | None = None,
     shared_prompt: SharedPrompt | None = None,
+    expert_choice: Int[Array, "L B T k"] | None = None,
     return_hidden: bool = False,
   ) -> tuple[Float[Array, "B T V"] | Float[Array, "B T D"], KVCache | None]:
     """Runs the decoder.
@@ -98,6 +111,8 @@ class Transformer(nnx.Module):
       shared_prompt: layout of rows that hold a prompt and several completions of it.
         A completion does not attend to another one. `segment_ids` are then 0 on padding
         and 1 on tokens. Not with a cache, a mask or groups.
+      expert_choice: numbers of the experts that each layer's tokens use, as an earlier
+        call recorded them (see `routing`); None lets the routers choose.
       return_hidden: if True, the unembedding is left out (see `unembedding`), so that a
         loss never holds [B, T, V].
 
@@ -118,15 +133,16 @@ class Transformer(nnx.Module):
       positions = _positions(index, input_tokens, segment_ids, shared_prompt)
     x = self.embed(input_tokens) if input_embeddings is None else input_embeddings
     x = sharding.pin_activations(x.astype(c.dtype), c.sharding)
-    ropes = [kind.rope for kind in c.kinds]
-    angles = rope.angles_by_kind(positions, c.head_dim, ropes)
+    ropes = [(kind.head_dim, kind.rope) for kind in c.kinds]
+    angles = rope.angles_by_kind(positions, ropes)
     visible = Visibility(
       index, attention_mask, segment_ids, groups, shared=shared_prompt
     )
+    routes = routing.of_call(self, x.shape[:2], visible, expert_choice)
     if cache is not None:
-      x, cache = self._run_cached(x, angles, visible, cache)
+      x, cache = self._run_cached(x, angles, visible, cache, routes)
     else:
-      x = self._run(x, angles, visible)
+      x = self._run_routed(x, angles, visible, routes)
       dropout.advance(self.layers, x.shape[0])
     with jax.named_scope("final_norm"):
       x = self.norm(x)
@@ -143,75 +159,133 @@ class Transformer(nnx.Module):
       x = self.embed_tokens(sharding.pin_lookup(tokens, rules), self.config.dtype)
       return sharding.pin_lookup(x, rules)
 
-  def _run(self, x, angles, visible):
-    """Runs all layers without a cache."""
+  def _run_routed(self, x, angles, visible, routes) -> jax.Array:
+    """Runs all layers without a cache, and finishes the routes."""
+    if routes is None:
+      return self._run(x, angles, visible)
+    x, carried = self._run((x, routes.start), angles, visible, routes)
+    routes.finish(carried)
+    return x
+
+  def _run(self, x, angles, visible, routes=None) -> Any:
+    """Runs all layers without a cache.
+
+    Args:
+      x: the residual stream; with `routes` a pair of it and `routing.Carried`.
+      angles, visible: see `DecoderLayer`.
+      routes: the routes of the call, or None.
+    """
     kinds = self.config.layer_kinds
     qwix_adds = qwix_seam.is_initialising(self)
-    if qwix_adds and isinstance(self.layers, DecoderLayer):
-      one = lambda layer, x: layer(x, angles, visible)[0]
-      return qwix_seam.run_apart(self.layers, self.config.num_layers, one, x)
+    if qwix_adds and self.is_stacked:
+      first = lambda layer, x: layer(x, angles, visible)[0]
+      for name, stack in self._stacks().items():
+        layers = len(self.config.stacks[name])
+        x = qwix_seam.run_apart(stack, layers, first, x)
+      return x
 
     offloads = self.config.remat == "offload"
     if offloads:
       _check_offload()
 
+    def one(layer, kind, x):
+      if routes is None:
+        return layer(x, angles, visible, kind=kind)[0]
+      x, own = x[0], routes.layer(x[1])
+      return layer(x, angles, visible, kind=kind, routes=own)[0], own.carried()
+
     def call(graph, kind, state, x):
       x = checkpoint_name(x, LAYER_INPUT) if offloads else x
-      return nnx.merge(graph, state)(x, angles, visible, kind=kind)[0]
+      return one(nnx.merge(graph, state), kind, x)
 
+    # A scanned layer's kind is traced if one stack has several kinds; the graph, and
+    # other layers' kinds, are static.
+    is_scanned = self.is_stacked and self.config.scanned
+    traced = is_scanned and isinstance(self.layers, DecoderLayer)
     if self.config.remat != "none":
       policy = REMAT_POLICIES[self.config.remat]
-      # A scanned layer's kind is traced; the graph, and other layers' kinds, are
-      # static.
-      static = (0,) if self._is_scanned else (0, 1)
+      static = (0,) if traced else (0, 1)
       call = jax.checkpoint(call, policy=policy, static_argnums=static)
-    if self._is_scanned:
-      graph, state = nnx.split(self.layers)
+    if is_scanned:
       with jax.named_scope("layers"):
-        steps = (jnp.asarray(kinds, jnp.int32), state) if any(kinds) else (None, state)
-        x, _ = jax.lax.scan(
-          lambda x, xs: (call(graph, 0 if xs[0] is None else xs[0], xs[1], x), None),
-          x,
-          steps,
-        )
-      return x
+        return self._scan(call, x)
     calls_module = qwix_adds or self.config.remat == "none"
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
         if calls_module:  # qwix adds its parameters to this module, not to a copy
-          x = layer(x, angles, visible, kind=kinds[i])[0]
+          x = one(layer, kinds[i], x)
         else:
           graph, state = nnx.split(layer)
           x = call(graph, kinds[i], state, x)
     return x
 
-  @property
-  def _is_scanned(self) -> bool:
-    return isinstance(self.layers, DecoderLayer) and self.config.scanned
+  def _scan(self, call, x):
+    """Runs stacked layers in `lax.scan`; `call` is (graph, kind, state, x) -> x."""
+    names, kinds = self.config.structures, self.config.layer_kinds
+    split = {name: nnx.split(stack) for name, stack in self._stacks().items()}
+    if isinstance(self.layers, DecoderLayer):
+      ((graph, state),) = split.values()
+      steps = (jnp.asarray(kinds, jnp.int32), state) if any(kinds) else (None, state)
+      x, _ = jax.lax.scan(
+        lambda x, xs: (call(graph, 0 if xs[0] is None else xs[0], xs[1], x), None),
+        x,
+        steps,
+      )
+      return x
+    one = lambda name, kind, state, x: call(split[name][0], kind, state, x)
+    states = {name: state for name, (_, state) in split.items()}
+    return structures.scan(one, x, states, names, kinds)
 
-  def _run_cached(self, x, angles, visible, cache):
+  @property
+  def is_stacked(self) -> bool:
+    """True if layers of one structure are one module; False after `unstack`."""
+    return isinstance(self.layers, DecoderLayer | nnx.Dict)
+
+  def _stacks(self) -> Mapping[str, DecoderLayer]:
+    """Returns the stacks by structure; the model must be stacked."""
+    layers: Any = self.layers
+    # Not `layers.items()`: qwix adds attributes of its own to the dictionary.
+    stacks = self.config.stacks
+    return {name: layers[name] if name else layers for name in stacks}
+
+  def layer_modules(self) -> list[DecoderLayer]:
+    """Returns the module that each layer belongs to: its own one, or its stack."""
+    if not self.is_stacked:
+      return list(cast(Any, self.layers))
+    stacks = self._stacks()
+    return [stacks[name] for name in self.config.structures]
+
+  def _run_cached(self, x, angles, visible, cache, routes):
     """Runs all layers unrolled; each one writes its buffers of the cache."""
+    carried = None if routes is None else routes.start
     written, visible = [], dataclasses.replace(visible, slots=cache.size)
     for i, layer in enumerate(self._layer_list()):
       with jax.named_scope(f"layer_{i}"):
         kind = self.config.layer_kinds[i]
-        x, one = layer(x, angles, visible, cache.layer(i), kind)
+        own = None if routes is None else routes.layer(carried)
+        x, one = layer(x, angles, visible, cache.layer(i), kind, own)
+        carried = None if own is None else own.carried()
         written.append(one)
+    if routes is not None:
+      routes.finish(carried)
     return x, cache.replaced(written, x.shape[1])
 
   def _layer_list(self) -> list[DecoderLayer]:
     """Returns one module per layer, with slices of the stack."""
-    if not isinstance(self.layers, DecoderLayer):
-      return list(self.layers)
-    graph, state = nnx.split(self.layers)
-    return [nnx.merge(graph, one) for one in layer_states(state)]
+    if not self.is_stacked:
+      return self.layer_modules()
+    names = self.config.structures
+    split = {name: nnx.split(stack) for name, stack in self._stacks().items()}
+    states = {name: state for name, (_, state) in split.items()}
+    each = zip(names, structures.in_order(states, names))
+    return [nnx.merge(split[name][0], state) for name, state in each]
 
   def unstack(self) -> Transformer:
     """Returns the same model with a list of layer modules, which runs unrolled.
 
     The slices are copies: call it inside `jax.jit`, outside of a decode loop.
     """
-    if not isinstance(self.layers, DecoderLayer):
+    if not self.is_stacked:
       return self
     model = nnx.clone(self)
     layers = self._layer_list()
@@ -289,13 +363,14 @@ class Transformer(nnx.Module):
       dtype: dtype of keys and values; None for the compute dtype.
     """
     c = self.config
+    makers = [getattr(x.attn, "empty_state", None) for x in self.layer_modules()]
+    states = [None if make is None else make(batch_size) for make in makers]
     return cache_lib.init_cache(
-      windows=[c.kinds[kind].window for kind in c.layer_kinds],
+      [c.kinds[kind] for kind in c.layer_kinds],
       batch_size=batch_size,
       cache_size=cache_size,
-      num_kv_heads=c.num_kv_heads,
-      head_dim=c.head_dim,
       dtype=dtype or c.dtype,
+      states=states if any(makers) else (),
     )
 
 

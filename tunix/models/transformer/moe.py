@@ -1,7 +1,6 @@
 """Mixture of experts: a router, and E gated MLPs of which each token uses k.
 
-See Shazeer et al. 2017, arXiv:1701.06538. The softmax comes before the top-k, as in
-Qwen 3.
+See Shazeer et al. 2017, arXiv:1701.06538.
 """
 
 from __future__ import annotations
@@ -20,9 +19,13 @@ from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer import dropout, qwix_seam, sharding
 from tunix.models.transformer.config import ShardingRules
-from tunix.models.transformer.layers import GatedMLP, Linear
+from tunix.models.transformer.layers import Linear
+from tunix.models.transformer.mlp import MLP, FusedGatedMLP
+from tunix.models.transformer.routing import LayerRoutes
 from tunix.perf import hlo_flops
 from tunix.utils import mesh as mesh_lib
+
+Experts = MLP | FusedGatedMLP
 
 
 def _names(spec: PartitionSpec) -> set[str]:
@@ -85,18 +88,19 @@ class MoE(nnx.Module):
 
   Attributes:
     router: linear map [D, E]; its softmax in float32 gives the weights.
-    experts: a gated MLP whose kernels have an axis of experts, [E, in, out].
-    experts_per_token, normalise, implementation: see `MoEConfig`.
+    experts: an MLP whose kernels have an axis of experts, [E, in, out].
+    experts_per_token, normalise, routing, implementation: see `MoEConfig`.
     rules: mesh axes of rows, tokens and experts.
   """
 
   def __init__(
     self,
     router: Linear,
-    experts: GatedMLP,
+    experts: Experts,
     *,
     experts_per_token: int,
     normalise: bool,
+    routing: Literal["softmax", "chosen"] = "softmax",
     implementation: Literal["ragged", "dense"],
     rules: ShardingRules,
   ):
@@ -104,15 +108,28 @@ class MoE(nnx.Module):
     self.experts = experts
     self.experts_per_token = experts_per_token
     self.normalise = normalise
+    self.routing = routing
     self.implementation = implementation
     self.rules = rules
 
-  def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+  def __call__(
+    self, x: Float[Array, "B T D"], routes: LayerRoutes | None = None
+  ) -> Float[Array, "B T D"]:
+    """Returns the sum over the experts of each token.
+
+    Args:
+      x: the tokens.
+      routes: logs the routes, or replays recorded ones; None for neither.
+    """
     mesh = mesh_lib.context_mesh()
     can_shard = self.implementation == "ragged" and not self._needs_whole_batch()
     if mesh is not None and can_shard and not self._is_left_to_xla(mesh, x):
-      return self._on_mesh(mesh, x)
-    weights, chosen = self.route(x)
+      return self._on_mesh(mesh, x, routes)
+    logits = self._logits(x)
+    weights, chosen = self._choose(logits, None if routes is None else routes.replay)
+    if routes is not None:
+      routes.add(logits, chosen)
+    weights = weights.astype(x.dtype)
     with jax.named_scope("experts"):
       if self.implementation == "dense":
         return self._dense(x, weights, chosen)
@@ -146,12 +163,33 @@ class MoE(nnx.Module):
     self, tokens: Float[Array, "... D"]
   ) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
     """Returns weights and numbers of each token's experts, the most likely first."""
+    weights, chosen = self._choose(self._logits(tokens))
+    return weights.astype(tokens.dtype), chosen
+
+  def _logits(self, tokens: Float[Array, "... D"]) -> Float[Array, "... E"]:
     with jax.named_scope("router"):
-      probabilities = jax.nn.softmax(self.router(tokens).astype(jnp.float32), axis=-1)
-      weights, chosen = jax.lax.top_k(probabilities, self.experts_per_token)
-      if self.normalise:  # Qwen 3 renormalises the k weights to the sum 1
+      return self.router(tokens).astype(jnp.float32)
+
+  def _choose(
+    self, logits: Float[Array, "... E"], replay: Int[Array, "... k"] | None = None
+  ) -> tuple[Float[Array, "... k"], Int[Array, "... k"]]:
+    """Returns weights and numbers of each token's experts, given the router's logits.
+
+    Args:
+      logits: the logits.
+      replay: numbers of the experts to use; None for those of the largest logits.
+    """
+    with jax.named_scope("router"):
+      scores = logits if self.routing == "chosen" else jax.nn.softmax(logits, axis=-1)
+      if replay is None:
+        weights, chosen = jax.lax.top_k(scores, self.experts_per_token)
+      else:
+        weights, chosen = jnp.take_along_axis(scores, replay, axis=-1), replay
+      if self.routing == "chosen":
+        weights = jax.nn.softmax(weights, axis=-1)
+      elif self.normalise:  # Qwen 3 renormalises the k weights to the sum 1
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-      return weights.astype(tokens.dtype), chosen
+      return weights, chosen
 
   def _dense(self, x, weights, chosen):
     """Runs every expert on every token; the unused ones get weight 0."""
@@ -164,7 +202,9 @@ class MoE(nnx.Module):
     out = self._experts(self.experts, every, Linear.per_expert)
     return jnp.einsum("emd,me->md", out, table).reshape(x.shape)
 
-  def _on_mesh(self, mesh: Mesh | AbstractMesh, x: jax.Array) -> jax.Array:
+  def _on_mesh(
+    self, mesh: Mesh | AbstractMesh, x: jax.Array, routes: LayerRoutes | None
+  ) -> jax.Array:
     """Runs each device on its own tokens and, along ep, on its own experts.
 
     XLA's partitioner would sort the tokens of all devices together, on every device.
@@ -183,11 +223,14 @@ class MoE(nnx.Module):
     gathers = shard.axis is not None and shard.axis in _names(tokens)
     graph, router, rest = nnx.split(self, _of_router, ...)
 
-    def local(router, rest, x):
+    def local(router, rest, x, replay):
       moe = nnx.merge(graph, router, rest)
       # Routing comes before the all-gather, so that every token is routed only once.
       # The gather then also moves k weights and k expert numbers per token.
-      weights, chosen = moe.route(x)
+      logits = moe._logits(x)
+      weights, chosen = moe._choose(logits, replay)
+      routed = () if routes is None else (logits, chosen)
+      weights = weights.astype(x.dtype)
       flat = [y.reshape(-1, y.shape[-1]) for y in (x, weights, chosen)]
       with jax.named_scope("experts"):
         if gathers:
@@ -197,21 +240,24 @@ class MoE(nnx.Module):
           out = jax.lax.psum_scatter(out, shard.axis, tiled=True)
         elif shard.axis is not None:
           out = jax.lax.psum(out, shard.axis)
-      return out.reshape(x.shape)
+      return out.reshape(x.shape), routed
 
     # Arrays with a leading axis of E are kernels and adapters of the experts.
     spec = lambda y: PartitionSpec(
       shard.axis if y.shape[:1] == (self._count,) else None
     )
-    return jax.shard_map(
+    out, routed = jax.shard_map(
       local,
       mesh=mesh,
-      in_specs=(PartitionSpec(), jax.tree.map(spec, rest), tokens),
+      in_specs=(PartitionSpec(), jax.tree.map(spec, rest), tokens, tokens),
       out_specs=tokens,
       check_vma=False,
-    )(router, rest, x)
+    )(router, rest, x, None if routes is None else routes.replay)
+    if routes is not None:
+      routes.add(*routed)
+    return out
 
-  def _grouped(self, experts: GatedMLP, shard: ExpertShard, x, weights, chosen):
+  def _grouped(self, experts: Experts, shard: ExpertShard, x, weights, chosen):
     """Returns the sum over the device's experts for each token.
 
     Each (token, expert) pair has one row. Rows are sorted by expert, so that the rows
@@ -256,9 +302,8 @@ class MoE(nnx.Module):
 
   def _experts(
     self,
-    mlp: GatedMLP,
+    mlp: Experts,
     x: jax.Array,
     product: Callable[[Linear, jax.Array], jax.Array],
   ) -> jax.Array:
-    hidden = mlp.activation(product(mlp.gate_proj, x)) * product(mlp.up_proj, x)
-    return product(mlp.down_proj, hidden)
+    return product(mlp.down_proj, mlp.hidden(x, product))

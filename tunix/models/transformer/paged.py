@@ -9,7 +9,6 @@ on the implementation of attention, which is therefore chosen when the cache is 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,7 +33,7 @@ class Call:
     dtype: dtype of queries, keys and values.
     head_dim: H.
     page_tokens: number of tokens of a page.
-    softcap, window: True if the layer has a soft cap, or a window.
+    softcap, window, sinks: True if the layer has a soft cap, a window, or sinks.
   """
 
   platform: str
@@ -43,6 +42,7 @@ class Call:
   page_tokens: int
   softcap: bool = False
   window: bool = False
+  sinks: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,9 @@ class Path:
   """An implementation of attention over pages.
 
   Attributes:
-    run: called with (query, pages, ragged, scale, softcap, window) on the heads of one
-      device, returns the output; see `paged_kernels.gather`.
+    run: called with (query, pages, ragged, scale, softcap, window), and with `sinks=`
+      if the layer has them, on the heads of one device, returns the output; see
+      `paged_kernels.gather`.
     is_joint: layout of the pages. False: keys and values are two arrays
       [K, P, page, H]. True: they are in the layout of `paged_kernels.tpu`.
     lacks: names of `Call`'s features that it does not support.
@@ -90,7 +91,11 @@ class Path:
     return out
 
 
-_FEATURES = {"softcap": "a soft cap", "window": "a window"}
+_FEATURES = {
+  "softcap": "a soft cap",
+  "window": "a window",
+  "sinks": "attention sinks",
+}
 
 
 PATHS = {
@@ -98,13 +103,15 @@ PATHS = {
   "ragged": Path(
     run=paged_kernels.tpu,
     is_joint=True,
+    # The kernel returns no log-sum-exp that a sink could be added to.
+    lacks=("sinks",),
     platforms=("tpu",),
     dtypes=("bfloat16", "float32"),
     head_most={"float32": 128},
   ),
   "gpu_paged": Path(
     run=paged_kernels.gpu,
-    lacks=("window",),
+    lacks=("window", "sinks"),
     platforms=("gpu",),
     dtypes=("bfloat16", "float16"),
     # The kernel's blocks must have sizes that are powers of two.
@@ -250,6 +257,7 @@ def attend(
   scale: float | None = None,
   softcap: float | None = None,
   window: int | None = None,
+  sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T 1 N H"]:
   """Returns attention of a round's tokens to their sequences.
 
@@ -260,7 +268,7 @@ def attend(
     query: queries in the order of `ragged`.
     layer: the pages.
     ragged: the rows.
-    scale, softcap, window: see `attention_paths.attend`.
+    scale, softcap, window, sinks: see `attention_paths.attend`.
 
   Raises:
     ValueError: the path of the layer does not support the call.
@@ -273,13 +281,19 @@ def attend(
     page_tokens=layer.page_tokens,
     softcap=softcap is not None,
     window=window is not None,
+    sinks=sinks is not None,
   )
   path = PATHS[choose(call, layer.path)]
   scale = query.shape[3] ** -0.5 if scale is None else scale
-  run = functools.partial(path.run, scale=scale, softcap=softcap, window=window)
+  options = {"scale": scale, "softcap": softcap, "window": window}
+
+  def run(query, pages, ragged, sinks):
+    extra = {} if sinks is None else {"sinks": sinks}
+    return path.run(query, pages, ragged, **options, **extra)
+
   heads, split, whole = _specs(layer)
-  specs = (heads, (split,) * len(layer.pages), whole)
-  out = _per_shard(run, specs, heads)(query[:, 0], layer.pages, ragged)
+  specs = (heads, (split,) * len(layer.pages), whole, PartitionSpec(heads[1]))
+  out = _per_shard(run, specs, heads)(query[:, 0], layer.pages, ragged, sinks)
   return jnp.where(ragged.is_valid[:, None, None], out, 0)[:, None]
 
 

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tunix.models.transformer.paged_rows import Group, Ragged
+from tunix.ops import sinks as sink_ops
 
 # Score of a hidden key. It is finite: an idle row sees no key.
 NEVER = -1e30
@@ -43,6 +44,7 @@ def gather(
   scale: float,
   softcap: float | None,
   window: int | None,
+  sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "T N H"]:
   """Copies the pages of every row and computes all scores at once.
 
@@ -50,17 +52,19 @@ def gather(
     query: queries in the order of `ragged`.
     pages: keys and values, [K, P, page, H] each.
     ragged: the rows.
-    scale, softcap, window: see `attention_paths.attend`.
+    scale, softcap, window, sinks: see `attention_paths.attend`.
   """
   keys, values = pages
   parts = [
-    _gather_group(part, keys, values, group, scale, softcap, window)
+    _gather_group(part, keys, values, group, scale, softcap, window, sinks)
     for part, group in zip(ragged.split(query), ragged.groups)
   ]
   return jnp.concatenate(parts).astype(query.dtype)
 
 
-def _gather_group(query, keys, values, group: Group, scale, softcap, window):
+def _gather_group(
+  query, keys, values, group: Group, scale, softcap, window, sinks=None
+):
   """Returns the outputs of one group, [R * Q, N, H]."""
   heads, size, head_dim = keys.shape[0], *keys.shape[2:]
   rows, n = group.start.shape[0], query.shape[1]
@@ -90,7 +94,8 @@ def _gather_group(query, keys, values, group: Group, scale, softcap, window):
     if softcap is not None:
       scores = softcap * jnp.tanh(scores / softcap)
     scores = jnp.where(visible[None, :, None], scores, NEVER)
-    weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
+    by_group = None if sinks is None else sinks.reshape(heads, 1, -1, 1)
+    weights = sink_ops.softmax(scores, by_group).astype(value.dtype)
   with jax.named_scope("values"):
     out = jnp.einsum("krgqs,krsh->rqkgh", weights, value)
   return out.reshape(-1, n, head_dim)

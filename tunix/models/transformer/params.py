@@ -124,13 +124,27 @@ def numbered(path: str) -> tuple[str, int | None]:
   return path, None
 
 
+def without_structure(path: str, config: Any) -> str:
+  """Turns "layers.dense.mlp.up_proj" into "layers.mlp.up_proj".
+
+  Args:
+    path: dotted path of a parameter or module of a stacked model.
+    config: the model's configuration. Only a decoder with several structures has paths
+      that name them, see `TransformerConfig.structures`.
+  """
+  first, _, rest = path.partition(".")
+  name, _, inner = rest.partition(".")
+  named = first == "layers" and name and name in getattr(config, "stacks", ())
+  return f"layers.{inner}" if named else path
+
+
 class Stacks(Protocol):
   """The fields of a configuration that describe stacked parameters."""
 
   @property
   def moe(self) -> MoEConfig | None: ...
 
-  def layers_of(self, path: str) -> int: ...
+  def layers_of(self, path: str) -> Sequence[int]: ...
 
 
 def place(names: NameTable, path: str, config: Any) -> Placement:
@@ -151,7 +165,9 @@ def place(names: NameTable, path: str, config: Any) -> Placement:
     return Placement(path, (key,), (), names[pattern].transpose)
   # The decoder's table has no number in its paths, for stacked and unstacked layers.
   in_layers = pattern.startswith("layers.{i}.")
-  generic = pattern.replace(".{i}", "") if in_layers else path
+  generic = (
+    pattern.replace(".{i}", "") if in_layers else without_structure(path, config)
+  )
   layer = number if in_layers else None
   entry = names.get(generic)
   if entry is None:
@@ -161,15 +177,15 @@ def place(names: NameTable, path: str, config: Any) -> Placement:
     )
   if "{" not in entry.key:
     return Placement(path, (entry.key,), (), entry.transpose)
-  num_layers = config.layers_of(path)
+  numbers = config.layers_of(path)
   num_experts = 0 if config.moe is None else config.moe.num_experts
   stacked, by_expert = layer is None and "{i}" in entry.key, "{e}" in entry.key
-  layers: Iterable[int | None] = range(num_layers) if stacked else (layer,)
+  layers: Iterable[int | None] = numbers if stacked else (layer,)
   experts: Iterable[int | None] = range(num_experts) if by_expert else (None,)
   keys = tuple(
     entry.key.replace("{i}", str(i)).replace("{e}", str(e))
     for i in layers
     for e in experts
   )
-  lead = ((num_layers,) if stacked else ()) + ((num_experts,) if by_expert else ())
+  lead = ((len(numbers),) if stacked else ()) + ((num_experts,) if by_expert else ())
   return Placement(path, keys, lead, entry.transpose)

@@ -3,6 +3,8 @@
 - nf4: the 16 quantiles of a normal distribution (QLoRA, Dettmers et al. 2023,
   arXiv:2305.14314, appendix E) times the largest absolute value of a block of inputs.
 - int4, int8: whole numbers in +-7 or +-127, times a scale per block or per output.
+- mxfp4: numbers of 4 bits, E2M1, times a power of two per block of 32 inputs (OCP
+  Microscaling Formats 1.0). Experts of gpt-oss are published in it.
 
 Two 4-bit codes share a byte. qwix's `QArray` is not used, because it stores 4-bit codes
 as uint4 and int4. orbax cannot save uint4, and the CPU backend gives each code a whole
@@ -23,7 +25,7 @@ from jax.typing import DTypeLike
 
 from tunix.utils import checks
 
-METHODS = ("nf4", "int4", "int8")
+METHODS = ("nf4", "int4", "int8", "mxfp4")
 
 _NF4 = (
   *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -32,11 +34,18 @@ _NF4 = (
   *(0.33791524171829224, 0.44070982933044434, 0.5626170039176941),
   *(0.7229568362236023, 1.0),
 )
+_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# The numbers of E2M1 by code; the high bit is the sign.
+MXFP4 = (*_HALF, *(-x for x in _HALF))
+_TABLES = {"nf4": _NF4, "mxfp4": MXFP4}
+# Scales of mxfp4 are stored as bytes: the power of two plus this number.
+_MXFP4_BIAS = 127
+
 # Largest absolute code of each method. The largest absolute number of a block is mapped
 # to it. The codes -8 and -128 are unused, so that the range is symmetric around 0.
 _LARGEST = {"nf4": 1.0, "int4": 7.0, "int8": 127.0}
 # Default number of inputs that share a scale; None for all inputs of a kernel.
-_BLOCKS = {"nf4": 64, "int4": 64, "int8": None}
+_BLOCKS = {"nf4": 64, "int4": 64, "int8": None, "mxfp4": 32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,11 +53,11 @@ class QuantisationConfig:
   """The storage of quantised kernels.
 
   Attributes:
-    method: "nf4", "int4" or "int8".
-    block: number of inputs that share a scale; None for 64 with 4 bits, and for all
-      inputs with int8. A kernel with fewer inputs is one block.
+    method: "nf4", "int4", "int8" or "mxfp4".
+    block: number of inputs that share a scale; None for 64 with nf4 and int4, 32 with
+      mxfp4, and all inputs with int8. A kernel with fewer inputs is one block.
     scale_dtype: dtype of the scales: float32, or bfloat16, which takes 0.25 bit less
-      per weight in blocks of 64.
+      per weight in blocks of 64. It has no effect on mxfp4, whose scales are bytes.
   """
 
   method: str = "nf4"
@@ -90,7 +99,7 @@ def encode(
 
   Args:
     kernel: the kernel [..., in, out].
-    method: "nf4", "int4" or "int8".
+    method: a name in METHODS.
     block: number of inputs that share a scale.
     scale_dtype: dtype of the scales.
 
@@ -100,6 +109,8 @@ def encode(
   """
   *lead, rows, columns = kernel.shape
   blocks = kernel.astype(jnp.float32).reshape(*lead, rows // block, block, columns)
+  if method == "mxfp4":
+    return _encode_mxfp4(blocks)
   scales = jnp.max(jnp.abs(blocks), axis=-2) / _LARGEST[method]
   scales = scales.astype(scale_dtype)
   # The divisor is the scale after rounding to `scale_dtype`, because decoding
@@ -123,6 +134,31 @@ def encode(
   return _pack((whole + 8).astype(jnp.uint8)), scales  # codes 1 to 15, 8 for zero
 
 
+def _encode_mxfp4(blocks: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Quantises blocks [..., n, block, out], as the Microscaling formats define it.
+
+  The scale is the largest power of two at most the largest absolute number, divided by
+  4, which is the largest power of two of E2M1. Numbers that were decoded from mxfp4 are
+  encoded without an error, also if their block was stored with a larger scale: half and
+  a quarter of such a block's numbers are numbers of E2M1 too.
+  """
+  most = jnp.max(jnp.abs(blocks), axis=-2)
+  _, exponent = jnp.frexp(most)  # most is in [2 ** (exponent - 1), 2 ** exponent)
+  power = jnp.clip(exponent - 3, -_MXFP4_BIAS, _MXFP4_BIAS)
+  power = jnp.where(most > 0, power, -_MXFP4_BIAS)
+  x = jnp.ldexp(blocks, -power[..., None, :])
+  half = np.asarray(_HALF, np.float32)
+  codes = jnp.zeros(x.shape, jnp.uint8)
+  # A number in the middle goes to the even code, whose last bit of the mantissa is 0.
+  for i, middle in enumerate((half[1:] + half[:-1]) / 2):
+    above = jnp.abs(x) >= middle if i % 2 else jnp.abs(x) > middle
+    codes = codes + above.astype(jnp.uint8)
+  codes = codes | ((x < 0).astype(jnp.uint8) << 3)
+  *lead, count, block, columns = x.shape
+  packed = _pack(codes.reshape(*lead, count * block, columns))
+  return packed, (power + _MXFP4_BIAS).astype(jnp.uint8)
+
+
 def decode(codes: jax.Array, scales: jax.Array, method: str, dtype: Any) -> jax.Array:
   """Returns the kernel [..., in, out] of codes and scales that `encode` returned."""
   if method == "int8":
@@ -130,7 +166,9 @@ def decode(codes: jax.Array, scales: jax.Array, method: str, dtype: Any) -> jax.
   elif method == "int4":
     values = _unpack(codes).astype(jnp.float32) - 8.0
   else:
-    values = jnp.asarray(_NF4, jnp.float32)[_unpack(codes)]
+    values = jnp.asarray(_TABLES[method], jnp.float32)[_unpack(codes)]
+  if method == "mxfp4":
+    scales = jnp.ldexp(jnp.float32(1), scales.astype(jnp.int32) - _MXFP4_BIAS)
   *lead, columns = (*values.shape[:-2], values.shape[-1])
   blocks = values.reshape(*lead, scales.shape[-2], -1, columns)
   blocks = blocks * scales.astype(jnp.float32)[..., None, :]
@@ -157,7 +195,7 @@ class QuantisedKernel(nnx.Module):
 
   Attributes:
     codes, scales: see `encode`.
-    method: "nf4", "int4" or "int8".
+    method: a name in METHODS.
     dtype: dtype of the original kernel, and of the dequantised one.
   """
 

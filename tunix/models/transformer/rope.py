@@ -126,30 +126,41 @@ def angles(positions: Int[Array, "B T"], head_dim: int, config: RopeConfig) -> A
 
 
 def angles_by_kind(
-  positions: Int[Array, "B T"], head_dim: int, ropes: Sequence[RopeConfig | None]
-) -> Angles:
-  """Returns the angles of all kinds of layer, with a leading axis over the kinds.
+  positions: Int[Array, "B T"], ropes: Sequence[tuple[int, RopeConfig | None]]
+) -> Angles | tuple[Angles, ...]:
+  """Returns the angles of all kinds of layer.
 
-  They are computed once for all layers of a kind.
+  They are computed once for all layers of a kind. If all kinds rotate the same number
+  of dimensions, the arrays have a leading axis over the kinds; else each kind has its
+  own arrays. See `of_kind`.
 
   Args:
     positions: rotary positions.
-    head_dim: size H of a head.
-    ropes: the rotary embedding of each kind. None stands for angles of 0, which leave
-      queries and keys as they are.
+    ropes: the size H of a head, and the rotary embedding of each kind. None stands for
+      angles of 0, which leave queries and keys as they are.
   """
-  rotated = {rope.rotated(head_dim) for rope in ropes if rope is not None}
-  half = max(rotated, default=head_dim) // 2
+  rotated = {rope.rotated(size) for size, rope in ropes if rope is not None}
+  if len(rotated) > 1:
+    each = [angles_by_kind(positions, [rope]) for rope in ropes]
+    return tuple(of_kind(one, 0) for one in each)
+  half = max(rotated, default=ropes[0][0]) // 2
   still = (
     jnp.zeros((*positions.shape, 1, half), jnp.float32),
     jnp.ones((*positions.shape, 1, half), jnp.float32),
   )
-  pairs = [still if r is None else angles(positions, head_dim, r)[:2] for r in ropes]
+  pairs = [still if r is None else angles(positions, n, r)[:2] for n, r in ropes]
   sin, cos = (jnp.stack(parts) for parts in zip(*pairs))
-  if all(rope is None or rope.query_beta is None for rope in ropes):
+  if all(rope is None or rope.query_beta is None for _, rope in ropes):
     return Angles(sin, cos)
-  factors = [_query_factor(positions, rope) for rope in ropes]
+  factors = [_query_factor(positions, rope) for _, rope in ropes]
   return Angles(sin, cos, jnp.stack(factors)[..., None, None])
+
+
+def of_kind(by_kind: Angles | tuple[Angles, ...], kind: int | jax.Array) -> Angles:
+  """Returns the angles of one kind; `kind` is an int if the kinds differ in shape."""
+  if isinstance(by_kind, Angles):
+    return jax.tree.map(lambda each: each[kind], by_kind)
+  return by_kind[kind]
 
 
 def _query_factor(

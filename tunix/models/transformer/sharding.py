@@ -19,6 +19,7 @@ _KINDS = {
   "in_out": lambda dim, tp: (dim, tp),  # q, k, v, gate, up, lm_head: [D, out]
   "out_in": lambda dim, tp: (tp, dim),  # o, down: [in, D]; embedding: [V, D]
   "router": lambda dim, tp: (dim, None),  # [D, E]: every device routes
+  "heads": lambda dim, tp: (tp,),  # one number per head: sinks
   "norm": lambda dim, tp: (None,),
 }
 
@@ -31,7 +32,7 @@ def weight_spec(
   The axis L of stacked layers is never split.
 
   Args:
-    kind: "in_out", "out_in", "router" or "norm", see `_KINDS`.
+    kind: "in_out", "out_in", "router", "heads" or "norm", see `_KINDS`.
     rules: mesh axes.
     stacked: True if the weight has a leading axis of layers.
     experts: True if the weight has an axis of experts, which ep splits.

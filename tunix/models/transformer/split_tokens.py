@@ -114,13 +114,14 @@ def split_of(
 
 
 def attend(
-  run: Callable[[jax.Array, jax.Array, jax.Array, Visibility], jax.Array],
+  run: Callable[..., jax.Array],
   query: jax.Array,
   key: jax.Array,
   value: jax.Array,
   visible: Visibility,
   split: Split,
   rules: ShardingRules,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Runs attention on each device, for the device's queries and all keys.
 
@@ -128,8 +129,8 @@ def attend(
 
   Args:
     run: computes attention from the device's queries, all keys, all values and their
-      visibility.
-    query, key, value, visible, rules: see `attention_paths.attend`.
+      visibility, and `sinks=` of the device's heads.
+    query, key, value, visible, rules, sinks: see `attention_paths.attend`.
     split: assigns the queries to devices.
 
   Returns:
@@ -159,7 +160,7 @@ def attend(
     key_groups=spec(visible.key_groups, rows),
   )
 
-  def local(query, key, value, visible):
+  def local(query, key, value, visible, sinks):
     if split.folded:
       query = _exchange(query, split)
     if keys[1] is not None:  # the keys are split too: cp divides their number
@@ -167,16 +168,16 @@ def attend(
         key = jax.lax.all_gather(key, axis, axis=1, tiled=True)
       with jax.named_scope("gather_values"):
         value = jax.lax.all_gather(value, axis, axis=1, tiled=True)
-    out = run(query, key, value, visible)
+    out = run(query, key, value, visible, sinks=sinks)
     return _exchange(out, split, back=True) if split.folded else out
 
   return jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(queries, keys, keys, specs),
+    in_specs=(queries, keys, keys, specs, PartitionSpec(keys[2])),
     out_specs=queries,
     check_vma=False,
-  )(query, key, value, visible)
+  )(query, key, value, visible, sinks)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,41 @@
+"""Reader and writer of settings that families of mixtures share in `config.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tunix.models.transformer.config import MoEConfig
+from tunix.models.transformer.hf_values import HfConfig, number
+
+_AUX_DEFAULT = 0.001  # transformers' value of an absent `router_aux_loss_coef`
+
+
+def read_losses(hf: HfConfig) -> dict[str, Any]:
+  """Returns the weight of the load-balancing loss, a field of `MoEConfig`.
+
+  As in transformers, the loss is used only if `output_router_logits` is true.
+  """
+  if not hf.get("output_router_logits"):
+    return {}
+  return {"balance_weight": number(hf, "router_aux_loss_coef", _AUX_DEFAULT)}
+
+
+def write_losses(moe: MoEConfig) -> dict[str, Any]:
+  """Returns the fields of the load-balancing loss."""
+  if not moe.balance_weight:
+    return {"output_router_logits": False}
+  return {"output_router_logits": True, "router_aux_loss_coef": moe.balance_weight}
+
+
+def is_mxfp4(hf: HfConfig) -> bool:
+  """Returns True if the folder holds experts in MXFP4."""
+  settings = hf.get("quantization_config")
+  return isinstance(settings, Mapping) and settings.get("quant_method") == "mxfp4"
+
+
+def without_mxfp4(hf: HfConfig) -> dict[str, Any]:
+  """Returns the settings without those of MXFP4: the loader decodes its tensors."""
+  if not is_mxfp4(hf):
+    return dict(hf)
+  return {name: value for name, value in hf.items() if name != "quantization_config"}

@@ -1,0 +1,96 @@
+"""The settings of a mixture of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from tunix.utils import checks
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClampedGate:
+  """The gate of gpt-oss: min(g, c) sigmoid(alpha min(g, c)) (clip(u, -c, c) + 1).
+
+  g and u are the outputs of the gate's and the up projection.
+
+  Attributes:
+    alpha: factor inside the sigmoid; 1.702 approximates GELU.
+    limit: the number c.
+  """
+
+  alpha: float = 1.702
+  limit: float = 7.0
+
+  def __post_init__(self):
+    checks.fields(self, alpha=checks.POSITIVE, limit=checks.POSITIVE)
+
+  def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns the hidden units."""
+    gate = jnp.minimum(gate, self.limit)
+    up = jnp.clip(up, -self.limit, self.limit)
+    return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+  """A mixture of experts in place of the MLP (Shazeer et al. 2017).
+
+  Attributes:
+    num_experts: number of experts E.
+    experts_per_token: number of experts k that each token uses.
+    hidden_dim: hidden width F of one expert.
+    normalise: if True, the k weights are divided by their sum.
+    routing: "softmax" takes the softmax over all experts and then the k largest;
+      "chosen" takes the k largest logits and then the softmax over them (gpt-oss),
+      which needs no `normalise`.
+    bias: if True, the router and the maps of the experts have biases.
+    fused_gate: if True, gate and up projection are one map `gate_up_proj` whose outputs
+      2 i and 2 i + 1 are gate and up of hidden unit i (gpt-oss).
+    clamped_gate: the gate in place of activation(gate) * up, or None.
+    balance_weight: weight of the load-balancing loss in training, 0 for none; see
+      `ops.router`.
+    z_weight: weight of the router z-loss in training, 0 for none; see `ops.router`.
+    dense_layers: numbers of the layers that have the gated MLP in place of experts.
+    implementation: "ragged" sorts tokens by expert and runs one grouped product, with
+      work proportional to k. "dense" runs every expert on every token, with work
+      proportional to E; it is the reference that "ragged" is tested against.
+  """
+
+  num_experts: int
+  experts_per_token: int
+  hidden_dim: int
+  normalise: bool = True
+  routing: Literal["softmax", "chosen"] = "softmax"
+  bias: bool = False
+  fused_gate: bool = False
+  clamped_gate: ClampedGate | None = None
+  balance_weight: float = 0.0
+  z_weight: float = 0.0
+  dense_layers: tuple[int, ...] = ()
+  implementation: Literal["ragged", "dense"] = "ragged"
+
+  def __post_init__(self):
+    checks.fields(
+      self,
+      num_experts=checks.COUNT,
+      hidden_dim=checks.COUNT,
+      balance_weight=checks.NOT_NEGATIVE,
+      z_weight=checks.NOT_NEGATIVE,
+    )
+    if not 1 <= self.experts_per_token <= self.num_experts:
+      raise ValueError(
+        f"experts_per_token is {self.experts_per_token}; expected 1 to "
+        f"{self.num_experts}, the number of experts"
+      )
+    if self.routing not in ("softmax", "chosen"):
+      raise ValueError(
+        f"MoE routing is {self.routing!r}; expected 'softmax' or 'chosen'"
+      )
+    if self.implementation not in ("ragged", "dense"):
+      raise ValueError(
+        f"MoE implementation {self.implementation!r} must be 'ragged' or 'dense'"
+      )
