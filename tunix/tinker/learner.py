@@ -139,6 +139,7 @@ class Learner:
   def __init__(self, model: Transformer, *, alpha: float, batch_tokens: int):
     lora_modules.require_bare(model)
     self.model = model
+    self._paths = tuple(lora_modules.adaptable(model))
     self._alpha, self._batch_tokens = alpha, batch_tokens
     self._skeletons: dict[AdapterSpec, tuple[Skeleton, Any, Any]] = {}
     self._programs: dict[_Program, Any] = {}
@@ -283,7 +284,16 @@ class Learner:
     return AdapterState(params=params, opt_state=opt_state)
 
   def _lora(self, spec: AdapterSpec) -> lora.LoraConfig:
-    targets = (*_ATTENTION * spec.train_attn, *_MLP * spec.train_mlp)
+    wanted = (*_ATTENTION * spec.train_attn, *_MLP * spec.train_mlp)
+    # Families differ in their layers: some feed-forward layers have no gate.
+    targets = tuple(
+      x for x in wanted if any(lora_modules.hits(x, p) for p in self._paths)
+    )
+    if not targets:
+      raise TinkerError(
+        f"the model has none of the layers {', '.join(wanted)}; expected some to adapt. "
+        "Set train_attn or train_mlp"
+      )
     return lora.LoraConfig(rank=spec.rank, alpha=self._alpha, targets=targets)
 
   def _parts(
