@@ -291,7 +291,7 @@ class Learner:
     )
     if not targets:
       raise TinkerError(
-        f"the model has none of the layers {', '.join(wanted)}; expected some to adapt. "
+        f"the model has none of the layers {', '.join(wanted)}; expected some. "
         "Set train_attn or train_mlp"
       )
     return lora.LoraConfig(rank=spec.rank, alpha=self._alpha, targets=targets)
