@@ -3,11 +3,13 @@
 import pathlib
 import shutil
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from tests.tinker.serving import base, rows
+from tests.tinker.serving import base, engine, rows
+from tunix.generate.engine.driver import Driver
 from tunix.tinker import data, journal, packed
 from tunix.tinker.client import AdamParams, Datum, ServiceClient
 from tunix.tinker.errors import (
@@ -17,6 +19,7 @@ from tunix.tinker.errors import (
   NotFoundError,
   QuotaError,
   RequestFailedError,
+  ServiceFailedError,
   TinkerError,
 )
 from tunix.tinker.learner import AdapterSpec
@@ -159,6 +162,45 @@ def test_requests_wait_for_their_turn_and_wrong_ones_take_theirs():
     for number, params in ((4, {"rate": 1}), (5, {"beta1": 1.5})):
       made.optim_step("local", model, number, params)
       assert "adam_params" in made.wait("local", f"{model}:{number}", 60).error
+
+
+def test_samples_that_a_kill_interrupts_are_computed_after_it(tmp_path):
+  model, settings = base(), TinkerSettings(root=tmp_path)
+  dead, found, id = engine(model), [], None
+  for number, running in enumerate((Driver(dead), Driver(engine(model)), None)):
+    if running is not None and number:
+      running.start()
+    made = Service(model, settings, driver=running or Driver(dead))
+    if id is None:
+      session = made.create_session("a", {})
+      sampler = made.create_sampling_session("a", session, 0, None)
+      args = {"num_samples": 2, "sampling_params": {"max_tokens": 4}}
+      id = made.sample("a", sampler, 0, np.array([3, 4, 5]), args)
+      assert made.sample("a", sampler, 0, np.array([3, 4, 5]), args) == id
+      dead.close()
+      assert made.wait("a", id, 0.2) is None
+    else:
+      found.append(made.wait("a", id, 60))
+    made.close()
+    if running is not None:
+      running.stop(60)
+  assert found[0].error is None and found[0].arrays["lengths"].tolist() == [4, 4]
+  assert np.array_equal(found[0].arrays["tokens"], found[1].arrays["tokens"])
+
+
+def test_a_service_that_fails_says_so(monkeypatch):
+  made = service()
+  session = made.create_session("a", {})
+  _, model = made.create_model("a", session, 0, SPEC)
+  assert made.wait("a", f"{model}:0", 60)
+  full = OSError(28, "No space left on device")
+  monkeypatch.setattr(made.run("a", model), "finish", mock.Mock(side_effect=full))
+  with pytest.raises(ServiceFailedError, match=r"No space left.*restart the server"):
+    made.optim_step("a", model, 1, {})
+    made.wait("a", f"{model}:1", 60)
+  with pytest.raises(ServiceFailedError):
+    made.optim_step("a", model, 2, {})
+  made.close()
 
 
 def test_a_tenant_sees_only_its_own():

@@ -18,9 +18,9 @@ from tunix.serve.settings import ServeSettings
 from tunix.tinker import rest, wire
 from tunix.tinker.errors import (
   BusyError,
-  ConflictError,
   GoneError,
   NotFoundError,
+  ServiceFailedError,
   TinkerError,
 )
 from tunix.tinker.learner import AdapterSpec
@@ -35,7 +35,7 @@ _STATUS: dict[type[TinkerError], int] = {
   NotFoundError: 404,
   GoneError: 410,
   BusyError: 429,
-  ConflictError: 400,
+  ServiceFailedError: 503,
 }
 
 Route = Callable[[TinkerCall, Service], Any]

@@ -54,6 +54,12 @@ class BusyError(TinkerError):
   code = "too_many_requests"
 
 
+class ServiceFailedError(TinkerError):
+  """The service's thread has ended; a restart continues its requests."""
+
+  code = "service_failed"
+
+
 class RequestFailedError(RuntimeError):
   """A request that was accepted, and failed.
 

@@ -50,6 +50,7 @@ def check_optimizer(config: Any) -> None:
 
 
 def _health(call: TinkerCall, service: Service) -> dict[str, Any]:
+  service.check_alive()
   return {"status": "ok"}
 
 

@@ -10,6 +10,7 @@ import collections
 import concurrent.futures
 import hashlib
 import logging
+import os
 import pathlib
 import threading
 from collections.abc import Callable, Collection, Mapping
@@ -18,7 +19,12 @@ from typing import Any
 import numpy as np
 
 from tunix.generate.engine.engine import Engine
-from tunix.generate.engine.request import EngineRequest, RequestError, Ticket
+from tunix.generate.engine.request import (
+  EngineDead,
+  EngineRequest,
+  RequestError,
+  Ticket,
+)
 from tunix.tinker import checkpoints, journal, packed
 from tunix.tinker.checkpoints import Place
 from tunix.tinker.errors import NotFoundError, NotServedError, TinkerError
@@ -28,6 +34,8 @@ _LOG = logging.getLogger(__name__)
 _WORKERS = 64  # requests that are in the engine's queue at the same time
 _LOAD_SECONDS = 600  # longest wait for the engine's thread
 _KEPT_ADAPTERS = 8  # adapters that stay in host memory after their hand-over
+_LARGE = 256 * 2**20  # bytes of the journal after which it is written anew
+_KEPT_AT_START = 4096  # results of the process before, whose retrieval is not known
 _KEPT_RESULTS = 1024  # retrieved results that can be retrieved again
 _UNSERVED = ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info")
 
@@ -116,7 +124,8 @@ class Sampler:
     self._loaded: collections.OrderedDict[str, int] = collections.OrderedDict()
     self._closes = False
     folder.mkdir(parents=True, exist_ok=True)
-    self._journal = self._reopened(folder / "requests")
+    self._file = folder / "requests"
+    self._journal = self._reopened()
     self._workers = concurrent.futures.ThreadPoolExecutor(_WORKERS, "tinker sampler")
     for id, op in self._open.items():
       self._workers.submit(self._run, id, op)
@@ -142,11 +151,10 @@ class Sampler:
       _request(id, op, None)
     except (TypeError, ValueError) as error:
       raise TinkerError(str(error)) from error
-    meta = {"type": "op", "id": id, "args": dict(op.args)}
     with self._lock:
       if id in self._open or id in self._results:
         return
-      self._journal.append(packed.pack(meta, op.arrays))
+      self._journal.append(_op_record(id, op))
       self._open[id] = op
     self._workers.submit(self._run, id, op)
 
@@ -198,26 +206,24 @@ class Sampler:
   def _run(self, id: str, op: Op) -> None:
     try:
       result = self._sample(id, op)
+    except EngineDead:  # the request is repeated after a restart
+      return
     except (RequestError, TinkerError, TypeError, ValueError) as error:
       result = Result(error=str(error))
     except Exception as error:  # of the engine: it must reach the client
       _LOG.exception("the sampling request %s failed", id)
       text = f"the service failed: {type(error).__name__}: {error}"
       result = Result(error=text, category="server")
-    meta = {
-      "type": "result",
-      "id": id,
-      "values": dict(result.values),
-      "error": result.error,
-      "category": result.category,
-    }
     with self._lock:
-      if self._closes:  # the request is repeated after a restart
+      if self._closes:  # likewise
         return
-      self._journal.append(packed.pack(meta, result.arrays), sync=False)
+      self._journal.append(_result_record(id, result), sync=False)
       self._results[id] = result
       self._open.pop(id, None)
       self._tickets.pop(id, None)
+      if self._journal.size > _LARGE:
+        self._journal.close()
+        self._journal = self._compacted()
       self._lock.notify_all()
     self._on_change()
 
@@ -282,9 +288,9 @@ class Sampler:
     while len(self._retrieved) > _KEPT_RESULTS:
       self._results.pop(self._retrieved.popleft(), None)
 
-  def _reopened(self, file: pathlib.Path) -> journal.Journal:
-    """Reads the journal; a new one holds the open requests and all results."""
-    log = journal.Journal(file)
+  def _reopened(self) -> journal.Journal:
+    """Reads the journal of the process before, and returns a new one."""
+    log = journal.Journal(self._file)
     for record in log.records:
       meta, arrays = packed.unpack(record)
       if meta["type"] == "op":
@@ -297,6 +303,20 @@ class Sampler:
         error=meta["error"],
         category=meta["category"],
       )
+    log.close()
+    for id in list(self._results)[: max(0, len(self._results) - _KEPT_AT_START)]:
+      del self._results[id]
+    return self._compacted()
+
+  def _compacted(self) -> journal.Journal:
+    """Returns a new journal with the open requests and the results that are kept."""
+    records = [_op_record(id, op) for id, op in self._open.items()]
+    records += [_result_record(id, x) for id, x in self._results.items()]
+    new = self._file.with_suffix(".new")
+    journal.write_new(new, records)
+    os.replace(new, self._file)
+    journal.sync_folder(self._file.parent)
+    log = journal.Journal(self._file)
     log.records.clear()
     return log
 
@@ -355,3 +375,18 @@ def _result(op: Op, ticket: Ticket, completions: list[Any]) -> Result:
   return Result(
     values={"stop_reasons": ends, "cached_tokens": ticket.cached_tokens}, arrays=arrays
   )
+
+
+def _op_record(id: str, op: Op) -> bytes:
+  return packed.pack({"type": "op", "id": id, "args": dict(op.args)}, op.arrays)
+
+
+def _result_record(id: str, result: Result) -> bytes:
+  meta = {
+    "type": "result",
+    "id": id,
+    "values": dict(result.values),
+    "error": result.error,
+    "category": result.category,
+  }
+  return packed.pack(meta, result.arrays)

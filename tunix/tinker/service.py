@@ -8,6 +8,7 @@ future is the id of a request; `result` returns what was computed for it.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import pathlib
 import secrets
 import tempfile
@@ -25,6 +26,7 @@ from tunix.tinker.errors import (
   BusyError,
   NotServedError,
   QuotaError,
+  ServiceFailedError,
   TinkerError,
 )
 from tunix.tinker.executor import Executor, adapters_of
@@ -34,6 +36,7 @@ from tunix.tinker.runs import Op, Result, Run
 from tunix.tinker.sampling import Sampler
 from tunix.tinker.settings import TinkerSettings
 
+_LOG = logging.getLogger(__name__)
 _SEEDS = 2**31  # seeds that the service draws
 _IDLE = 60.0  # seconds between two looks of an idle thread
 
@@ -76,7 +79,7 @@ class Service:
     self._store = Checkpoints(self._root / "checkpoints", name)
     self._changed = threading.Condition()
     self._listeners: list[Callable[[], None]] = []
-    self._stops = False
+    self._stops, self._failure = False, None
     self._sampler: Sampler | None = None
     self.max_context: int | None = None
     if driver is not None:
@@ -415,6 +418,7 @@ class Service:
     except TinkerError as error:
       op = operations.refused(error)
     with self._changed:
+      self.check_alive()
       if not run.is_known(number):
         self._check_pending(tenant)
       run.accept(number, op)
@@ -530,7 +534,10 @@ class Service:
       raise missing("request", id)
     with self._changed:
       if owner in self._runs:
-        return self._run(tenant, owner).result(int(number))
+        found = self._run(tenant, owner).result(int(number))
+        if found is None:
+          self.check_alive()
+        return found
     self.sampler(tenant, owner)
     if self._sampler is None:
       raise missing("request", id)
@@ -544,6 +551,18 @@ class Service:
         lambda: self._stops or self.result(tenant, id) is not None, seconds
       )
     return self.result(tenant, id)
+
+  def check_alive(self) -> None:
+    """Checks that requests are computed.
+
+    Raises:
+      ServiceFailedError: the thread has ended, for example because the disk is full.
+    """
+    if self._failure is not None:
+      raise ServiceFailedError(
+        f"the service failed: {self._failure}; expected a running thread. Correct the "
+        "cause and restart the server, which continues all requests"
+      ) from self._failure
 
   def is_short(self, id: str) -> bool:
     """Returns True if a sampling request waits for room in the engine."""
@@ -580,6 +599,15 @@ class Service:
   # The thread.
 
   def _work(self) -> None:
+    try:
+      self._compute()
+    except BaseException as error:  # of the disk: waiting clients must hear of it
+      _LOG.exception("the training service failed")
+      self._failure = error
+      self._ring()
+
+  def _compute(self) -> None:
+    """Computes requests until `close`; the runs take turns."""
     turn = 0
     while True:
       with self._changed:
