@@ -12,11 +12,9 @@ log-probs can differ in the last bits, as sums are rounded differently.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Sequence as Seq
 from typing import Any, Literal, TypeVar
 
@@ -37,6 +35,7 @@ from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.device import Device
 from tunix.generate.engine.draft_policy import DraftPolicy
 from tunix.generate.engine.launches import Launches
+from tunix.generate.engine.open_requests import OpenRequests
 from tunix.generate.engine.request import (
   Completion,
   Delta,
@@ -115,11 +114,7 @@ class Engine:
       self._end,
     )
     self._orders = itertools.count()
-    self._lock = threading.Lock()
-    self._arrived: collections.deque[Sequence] = collections.deque()
-    self._cancelled: list[Ticket] = []
-    self._open: dict[Ticket, list[Sequence]] = {}
-    self._dead: BaseException | None = None
+    self._requests = OpenRequests()
     # Called after each submission, for a driver that waits for one.
     self.on_submit: Callable[[], None] = lambda: None
 
@@ -148,7 +143,7 @@ class Engine:
         vocabulary, an unknown adapter.
       EngineDead: the engine failed.
     """
-    self._check_alive()
+    self._requests.check_alive()
     number = next(self._orders)
     name = f"request {number}" if request.id is None else request.id
     ticket = Ticket(name, request)
@@ -156,10 +151,7 @@ class Engine:
     if request.adapter is not None:
       adapter = self._device.adapters.index(request.adapter)
     sequences = self._sequences(ticket, adapter, streams)
-    with self._lock:
-      self._check_alive()  # it may have failed since; nobody would answer
-      self._open[ticket] = sequences
-      self._arrived.extend(sequences)
+    self._requests.add(ticket, sequences)
     self.on_submit()
     return ticket
 
@@ -176,13 +168,11 @@ class Engine:
 
   def cancel(self, ticket: Ticket) -> None:
     """Ends a request at the next launch; its open completions end as "cancelled"."""
-    with self._lock:
-      self._cancelled.append(ticket)
+    self._requests.cancel(ticket)
 
   def cancel_all(self) -> None:
     """Ends all open requests now."""
-    with self._lock:
-      self._cancelled = list(self._open)
+    self._requests.cancel()
     self._take_arrivals()
 
   def hold_back(self, is_held: bool) -> None:
@@ -221,7 +211,7 @@ class Engine:
       for ticket in tickets.values():
         self.cancel(ticket)
       raise
-    while any(ticket in self._open for ticket in tickets.values()):
+    while any(ticket in self._requests for ticket in tickets.values()):
       if not self.step():
         raise RuntimeError(
           "waiting completions are held back, expected that they may start: call "
@@ -253,7 +243,7 @@ class Engine:
     Raises:
       EngineDead: the launch failed; every open request has received the error.
     """
-    self._check_alive()
+    self._requests.check_alive()
     return self._or_die(self._take_and_step)
 
   def _take_and_step(self) -> bool:
@@ -278,22 +268,10 @@ class Engine:
     s.finish_reason = reason
     if s.failure is not None:
       s.ticket.put(s.failure)
-    self._close_ticket(s)
-
-  def _close_ticket(self, s: Sequence) -> None:
-    with self._lock:
-      left = self._open.get(s.ticket)
-      if left is not None and s in left:
-        left.remove(s)
-        if not left:
-          del self._open[s.ticket]
+    self._requests.end(s)
 
   def _take_arrivals(self) -> None:
-    with self._lock:
-      arrived, self._arrived = self._arrived, collections.deque()
-      cancelled, self._cancelled = dict.fromkeys(self._cancelled), []
-      # An arrived completion of a cancelled request must be in the queue to be removed.
-      ending = [s for ticket in cancelled for s in self._open.get(ticket, ())]
+    arrived, ending = self._requests.take()
     for s in arrived:
       s.digests = [pages_lib.root_digest(self.version, s.adapter)]
       self._launches.counts["prompt_tokens"] += len(s.request.prompt)
@@ -301,7 +279,7 @@ class Engine:
     for s in ending:
       self._scheduler.remove(s)
       results.cancelled(s)
-      self._close_ticket(s)
+      self._requests.end(s)
 
   @property
   def vocab_size(self) -> int:
@@ -381,10 +359,7 @@ class Engine:
       ValueError: no adapter of this name is loaded, or an open request uses it.
     """
     number = self._device.adapters.index(name)
-    with self._lock:
-      used = [
-        t.id for t, rows in self._open.items() for s in rows if s.adapter == number
-      ]
+    used = self._requests.users_of(number)
     if used:
       raise ValueError(
         f"adapter {name!r} is used by {used[0]}, expected no open request: wait for "
@@ -402,7 +377,7 @@ class Engine:
 
   def close(self) -> None:
     """Frees the device; open requests receive EngineDead."""
-    if self._dead is None:
+    if self.is_alive:
       self._die(EngineDead("the engine was closed"))
 
   def _drain(self) -> None:
@@ -429,27 +404,23 @@ class Engine:
   @property
   def is_alive(self) -> bool:
     """False after a failed launch, an interrupted one, or `close`."""
-    return self._dead is None
+    return self._requests.failure is None
 
   @property
   def has_arrivals(self) -> bool:
     """True if requests or cancellations arrived since the last launch."""
-    with self._lock:
-      return bool(self._arrived or self._cancelled)
+    return self._requests.has_news
 
   @property
   def is_busy(self) -> bool:
     """True while a request is open."""
-    with self._lock:
-      return bool(self._open)
+    return len(self._requests) > 0
 
   def stats(self) -> EngineStats:
     """Returns counts and state."""
     scheduler, pools = self._scheduler, self._scheduler.pages.pools
-    with self._lock:
-      arrived = len(self._arrived)
     return EngineStats(
-      waiting=len(scheduler.waiting) + arrived,
+      waiting=len(scheduler.waiting) + self._requests.arrivals,
       running=sum(s is not None for s in scheduler.running),
       pages_total=sum(pool.size for pool in pools),
       pages_free=sum(pool.available for pool in pools),
@@ -463,17 +434,6 @@ class Engine:
     """Checks that no page is lost; raises AssertionError."""
     self._scheduler.pages.audit(self._scheduler.active())
 
-  def _check_alive(self) -> None:
-    if self._dead is not None:
-      raise EngineDead(f"the engine does not run: {self._dead}") from self._dead
-
   def _die(self, error: BaseException) -> None:
-    with self._lock:
-      self._dead = error
-      tickets, self._open = list(self._open), {}
-      self._arrived.clear()
-    for ticket in tickets:
-      dead = EngineDead(f"{ticket.id}: the engine failed: {error}")
-      dead.__cause__ = error
-      ticket.put(dead)
+    self._requests.fail(error)
     self._device.release()
