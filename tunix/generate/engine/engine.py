@@ -12,18 +12,16 @@ log-probs can differ in the last bits, as sums are rounded differently.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Sequence as Seq
 from typing import Any, Literal, TypeVar
 
 import jax
-import numpy as np
 
 from tunix.generate.engine import (
   adapter_sources,
   arrival,
+  batch,
   draft_model as draft_lib,
   layer_groups,
   pages as pages_lib,
@@ -38,7 +36,6 @@ from tunix.generate.engine.launches import Launches
 from tunix.generate.engine.open_requests import OpenRequests
 from tunix.generate.engine.request import (
   Completion,
-  Delta,
   EngineDead,
   EngineRequest,
   Ticket,
@@ -98,7 +95,7 @@ class Engine:
     self.config = EngineConfig() if config is None else config
     self.version = 0
     self._model = model
-    sizes = self._checked(self.config)
+    sizes = slot_state.scheduled(self.config, model)
     self._device = Device(model, self.config, gather_weights, draft_model)
     windows = layer_groups.windows_of(model.config, sizes)
     self._scheduler = Scheduler(sizes, windows)
@@ -117,17 +114,6 @@ class Engine:
     self._requests = OpenRequests()
     # Called after each submission, for a driver that waits for one.
     self.on_submit: Callable[[], None] = lambda: None
-
-  def _checked(self, config: EngineConfig) -> EngineConfig:
-    """Returns the sizes for the scheduler, which shares no prefix of a state."""
-    if not any(slot_state.makers_of(self._model)):
-      return config
-    if config.draft_tokens:
-      raise ValueError(
-        f"draft_tokens is {config.draft_tokens}, expected 0: the model has recurrent "
-        "layers, whose state a wrong draft would change. Set draft_tokens to 0"
-      )
-    return dataclasses.replace(config, prefix_cache=False)
 
   # Requests.
 
@@ -203,21 +189,11 @@ class Engine:
       recorded.launch(self._device, self.config, sequences, self._drafts.sources)
       self.close()
       return [recorded.completions(request) for request in requests]
-    tickets: dict[int, Ticket] = {}
-    try:
-      for i in sorted(range(len(requests)), key=lambda i: -requests[i].max_tokens):
-        tickets[i] = self.submit(requests[i], streams=False)
-    except Exception:  # one cannot run, and the others would run for nobody
-      for ticket in tickets.values():
-        self.cancel(ticket)
-      raise
-    while any(ticket in self._requests for ticket in tickets.values()):
-      if not self.step():
-        raise RuntimeError(
-          "waiting completions are held back, expected that they may start: call "
-          "hold_back(False) first"
-        )
-    return [self.collect(tickets[i]) for i in range(len(requests))]
+    return batch.run(self, requests)
+
+  def is_open(self, ticket: Ticket) -> bool:
+    """Returns True until all completions of a request have ended."""
+    return ticket in self._requests
 
   @staticmethod
   def collect(ticket: Ticket, timeout: float | None = None) -> list[Completion]:
@@ -227,13 +203,7 @@ class Engine:
       ticket: the request.
       timeout: seconds between two deltas, see `Ticket.get`.
     """
-    parts: list[list[Delta]] = [[] for _ in range(ticket.request.num_samples)]
-    left = len(parts)
-    while left:
-      delta = ticket.get(timeout)
-      parts[delta.sample].append(delta)
-      left -= delta.finish_reason is not None
-    return [results.joined(deltas) for deltas in parts]
+    return results.collected(ticket, timeout)
 
   # Launches.
 
@@ -293,15 +263,12 @@ class Engine:
     Filters, biases, lists of likely tokens and scores of prompts compile when they are
     first asked for, and so do wider rows (see docs/guides/engine.md).
     """
-    c = self.config
-    length = max(1, min(c.max_tokens // 2, c.prefill_tokens))
-    for source in self._drafts.sources:
+    for number, source in enumerate(self._drafts.sources):
       self._drafts.use_only(source)
-      for size in {1, length}:
-        prompt = np.zeros(size, np.int32)
-        rules: dict[str, Any] = {"temperature": 1.0, "logprobs": True, "seed": 0}
-        most = min(c.rounds + 1, c.max_tokens - size)
-        self.run([EngineRequest(prompt=prompt, max_tokens=most, stop_ids=(), **rules)])
+      # Other prompts than before, whose prefixes are not in the cache.
+      self.run(batch.plain_requests(self.config, number % self.vocab_size))
+    if source == "model":
+      self._device.move_nothing()  # and computes no missing keys of the draft model
     self._drafts.use_only(None)
     self._drafts.reset()
     self._launches.reset_counts()
@@ -341,7 +308,7 @@ class Engine:
     self.version = self.version + 1 if version is None else version
     self._model = model
     self._device.set_model(model)
-    self._forget(recompute=mode == "recompute")
+    self._scheduler.forget(self.version, recompute=mode == "recompute")
 
   @property
   def adapters(self) -> tuple[str, ...]:
@@ -369,7 +336,7 @@ class Engine:
 
   def sleep(self) -> None:
     """Frees the cache; `step` makes a new one. Running completions are recomputed."""
-    self._forget(recompute=True)
+    self._scheduler.forget(self.version, recompute=True)
     self._device.release()
 
   def wake(self) -> None:
@@ -386,18 +353,6 @@ class Engine:
     while self.has_work:
       self._step()
     self.hold_back(was_held)
-
-  def _forget(self, recompute: bool) -> None:
-    root = functools.partial(pages_lib.root_digest, self.version)
-    for s in self._scheduler.active():
-      if not recompute:
-        # A mixture of versions, which no other completion may share.
-        s.digests = [pages_lib.root_digest(f"{self.version} in {s.order}", s.adapter)]
-      elif s.slot is not None:  # a follower has left with its leader
-        self._scheduler.preempt(s)
-    for s in self._scheduler.waiting:
-      s.digests = [root(s.adapter)]
-    self._scheduler.pages.forget_all()
 
   # State.
 
