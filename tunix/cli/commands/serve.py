@@ -20,6 +20,9 @@ from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.replicas import Replicas
 from tunix.serve import server
 from tunix.serve.settings import TOOL_FORMATS, ServeSettings
+from tunix.tinker import app as tinker_app
+from tunix.tinker.service import Service
+from tunix.tinker.settings import TinkerSettings, read_keys
 from tunix.utils import env, mesh as mesh_lib, optional
 
 KEY = "TUNIX_API_KEY"
@@ -48,6 +51,7 @@ def main(argv: Sequence[str]) -> None:
   meshes = None if is_one else replicas.groups(args.replicas, args.tp)
   # All that can be wrong is found before the weights are read, which takes minutes.
   server.check_address(settings)
+  tinker = _tinker_settings(args)
   folder, own = run_folder.export_of(args.model, None)
   tokenizer = loading.load_tokenizer(folder, own, args.tokenizer)
 
@@ -70,13 +74,51 @@ def main(argv: Sequence[str]) -> None:
   print(f"compiling for {config.slots} slots of {config.max_tokens} tokens", flush=True)
   engine.warm_up()
   ready = f"serving {settings.model_name} at"
-  server.serve(
-    driver,
-    settings,
-    grammars=_grammars(driver.engine, tokenizer),
-    load_model=load,
-    # A program that starts the server reads this line from a pipe.
-    on_start=lambda address: print(ready, address, flush=True),
+  service = None
+  if tinker is not None:
+    driver.start()
+    service = Service(
+      model,
+      tinker,
+      name=settings.model_name,
+      driver=driver,
+      tokenizer_name=args.tokenizer or args.model,
+    )
+  try:
+    server.serve(
+      driver,
+      settings,
+      grammars=_grammars(driver.engine, tokenizer),
+      # Adapters in training belong to the base that the service was started with.
+      load_model=load if service is None else None,
+      # A program that starts the server reads this line from a pipe.
+      on_start=lambda address: print(ready, address, flush=True),
+      more=None if service is None else tinker_app.routes(service),
+    )
+  finally:
+    if service is not None:
+      service.close()
+
+
+def _tinker_settings(args: argparse.Namespace) -> TinkerSettings | None:
+  """Returns the settings of the training service; None without `--tinker`.
+
+  Raises:
+    FileNotFoundError: there is no such file of keys.
+    ValueError: the file has another form, or the model is split or copied.
+  """
+  if not args.tinker:
+    return None
+  if args.replicas != 1 or args.tp != 1:
+    raise ValueError(
+      f"--tinker with --replicas {args.replicas} and --tp {args.tp}: the training "
+      "service takes one engine on one device. Leave both at 1"
+    )
+  file = args.tinker_keys
+  return TinkerSettings(
+    root=pathlib.Path(args.tinker_root).expanduser(),
+    keys={} if file is None else read_keys(pathlib.Path(file).expanduser()),
+    max_tokens=_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
   )
 
 
@@ -133,7 +175,7 @@ def _config(args: argparse.Namespace, adapters: int) -> EngineConfig:
   if drafts is None:
     drafts = 0 if args.draft_model is None else _MODEL_DRAFTS
   if ranks is None:
-    ranks = 64 if adapters else 0
+    ranks = 64 * (bool(adapters) + args.tinker)
   return EngineConfig(
     slots=args.slots,
     max_tokens=_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
@@ -233,6 +275,21 @@ def parser() -> Parser:
     help="small model with the same tokenizer, whose tokens the model checks",
   )
   add("--adapter_ranks", type=int, help="ranks of all adapters together; default 64")
+  add(
+    "--tinker", action="store_true", help="serve the Tinker training API under /api/v1"
+  )
+  add(
+    "--tinker_root",
+    metavar="FOLDER",
+    default="tinker",
+    help="files of the training API: runs, checkpoints, requests; default: tinker",
+  )
+  add(
+    "--tinker_keys",
+    metavar="FILE",
+    help="file with a line NAME KEY for each tenant of the training API; keys begin "
+    "with tml-",
+  )
   add("--tool_format", choices=TOOL_FORMATS, default="auto", help="form of tool calls")
   add("--checkpoint_root", metavar="FOLDER", help="where new weights may be read")
   add("--max_concurrent", type=int, default=64, help="requests that run")
