@@ -56,7 +56,7 @@ def load(**rules):
   """Groups, shared prefixes, long prompts and ends; more than there are slots.
 
   Args:
-    **rules: rules of the first request. It begins, so that no program is compiled twice.
+    **rules: rules of the first request, so that no program is compiled twice.
   """
   rng = np.random.default_rng(3)
   common = rng.integers(1, VOCAB, 21)
