@@ -10,7 +10,7 @@ import pytest
 
 from tests.tinker.serving import KEY, base, rows, server
 from tunix.models import lora
-from tunix.tinker.client import AdamParams, Datum, SamplingParams, ServiceClient
+from tunix.tinker import AdamParams, Datum, SamplingParams, ServiceClient
 
 tinker = pytest.importorskip("tinker")
 PROMPT = [3, 4, 5]
