@@ -27,6 +27,7 @@ from tunix.utils import env, mesh as mesh_lib, optional
 
 KEY = "TUNIX_API_KEY"
 _MAX_TOKENS = 2048
+_MODEL_DRAFTS = 4  # tokens that a draft model proposes in a round
 
 
 def main(argv: Sequence[str]) -> None:
@@ -60,10 +61,13 @@ def main(argv: Sequence[str]) -> None:
 
   model = load(folder, own)
   config = _within_positions(config, args, model)
+  draft = None
+  if args.draft_model is not None:
+    draft = load(*run_folder.export_of(args.draft_model, None))
   if meshes:
-    driver = engine = Replicas.of_model(model, tokenizer, config, meshes)
+    driver = engine = Replicas.of_model(model, tokenizer, config, meshes, draft)
   else:
-    engine = Engine(model, tokenizer, config)
+    engine = Engine(model, tokenizer, config, draft_model=draft)
     driver = Driver(engine)
   for name, place in adapters.items():
     engine.load_adapter(name, place)
@@ -167,7 +171,9 @@ def _adapters(args: argparse.Namespace, model_name: str) -> dict[str, pathlib.Pa
 
 
 def _config(args: argparse.Namespace, adapters: int) -> EngineConfig:
-  ranks = args.adapter_ranks
+  ranks, drafts = args.adapter_ranks, args.draft_tokens
+  if drafts is None:
+    drafts = 0 if args.draft_model is None else _MODEL_DRAFTS
   if ranks is None:
     ranks = 64 * (bool(adapters) + args.tinker)
   return EngineConfig(
@@ -175,7 +181,7 @@ def _config(args: argparse.Namespace, adapters: int) -> EngineConfig:
     max_tokens=_MAX_TOKENS if args.max_tokens is None else args.max_tokens,
     cache_tokens=args.cache_tokens,
     rounds=args.rounds,
-    draft_tokens=args.draft_tokens,
+    draft_tokens=drafts,
     adapter_ranks=ranks,
   )
 
@@ -257,7 +263,17 @@ def parser() -> Parser:
   add(
     "--rounds", type=int, default=16, help="most tokens between two parts of a stream"
   )
-  add("--draft_tokens", type=int, default=0, help="drafts of prompt lookup; 0: none")
+  add(
+    "--draft_tokens",
+    type=int,
+    help="drafts of a round, by prompt lookup or --draft_model; 0: none. Default: "
+    f"{_MODEL_DRAFTS} with --draft_model, else 0",
+  )
+  add(
+    "--draft_model",
+    metavar="FOLDER",
+    help="small model with the same tokenizer, whose tokens the model checks",
+  )
   add("--adapter_ranks", type=int, help="ranks of all adapters together; default 64")
   add(
     "--tinker", action="store_true", help="serve the Tinker training API under /api/v1"
