@@ -75,6 +75,13 @@ def test_equal_keys_do_not_overflow_the_chunk():
   assert relative(last, state) < 1e-5
 
 
+def test_fast_decays_lose_no_digits():
+  q, k, v, g, beta = inputs(64)
+  args = q, k, v, np.where(np.arange(64)[:, None] % 8, 0.1 * g, -30.0), beta
+  want, _ = delta_rule.recurrent(*args)
+  assert relative(delta_rule.chunked(*args)[0], want) < 1e-6
+
+
 @pytest.mark.parametrize("form", [delta_rule.recurrent, delta_rule.chunked])
 def test_segments_and_padding_are_rows_of_their_own(form):
   values = inputs(21, rows=1)

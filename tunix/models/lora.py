@@ -51,6 +51,9 @@ ALL_LINEAR = (
   "up_proj",
   "down_proj",
 )
+# The large maps of recurrent mixers. Their small ones (a rate and a decay per head) get
+# no adapter by default.
+RECURRENT = ("in_proj_qkv", "in_proj_z", "out_proj")
 
 _log = logging.getLogger(__name__)
 
@@ -289,7 +292,7 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
   lora_modules.require_bare(model)
   if targets == ALL_LINEAR:  # a model has some of these names
     paths = list(lora_modules.adaptable(model))
-    names = (*ALL_LINEAR, "gate_up_proj")
+    names = (*ALL_LINEAR, "gate_up_proj", *RECURRENT)
     targets = tuple(n for n in names if any(lora_modules.hits(n, p) for p in paths))
   return lora_modules.select(model, targets)
 

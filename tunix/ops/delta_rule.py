@@ -33,7 +33,7 @@ Values = Float[Array, "B T H V"]
 Rates = Float[Array, "B T H"]
 State = Float[Array, "B H K V"]
 
-# The products of a correction with itself amplify errors, so none is rounded to 16 bits.
+# The triangular system amplifies errors, so no factor is rounded to 16 bits.
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -132,12 +132,14 @@ def _chunk(state, inputs):
   # Token t sees token s <= t if no segment begins after s, up to t.
   sees = segment[:, :, None] == segment[:, None, :]
   sees &= jnp.tril(jnp.ones((tokens, tokens), bool))
-  # total[t]: logarithm of the decay from before the chunk to token t.
-  total = jnp.cumsum(g, axis=-1)
-  gap = total[..., :, None] - total[..., None, :]
+  # gap[t, s] = g_{s+1} + ... + g_t. Differences of sums that begin with the chunk would
+  # lose digits: a decay of exp(-10) per token is common.
+  later = jnp.tril(jnp.ones((tokens, tokens), bool), -1)
+  gap = jnp.cumsum(jnp.where(later, g[..., None], 0.0), axis=-2)
   decay = jnp.exp(jnp.where(sees[:, None, None], gap, -jnp.inf))  # [B, G, R, C, C]
   begun = (segment == 0)[:, None, None]
-  old = jnp.where(begun, jnp.exp(total), 0.0)  # decay of the state before the chunk
+  # Decay of the state before the chunk.
+  old = jnp.where(begun, jnp.exp(jnp.cumsum(g, axis=-1)), 0.0)
 
   keys = _einsum("bgtk,bgsk->bgts", k, k)[:, :, None]
   solve = _inverse(jnp.tril(beta[..., None] * decay * keys, -1))
