@@ -50,6 +50,8 @@ ALL_LINEAR = (
   "gate_proj",
   "up_proj",
   "down_proj",
+  "in_proj",
+  "out_proj",
 )
 # The large maps of recurrent mixers. Their small ones (a rate and a decay per head) get
 # no adapter by default.
