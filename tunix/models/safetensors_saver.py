@@ -141,6 +141,8 @@ def _canonical(config: Any) -> Any:
   types = set(config.layer_types or ())
   slides = "sliding" in types
   moe = config.moe and dataclasses.replace(config.moe, implementation="ragged")
+  layers = map(config.of_layer, range(config.num_layers))
+  has_mlp = moe is None or any(layer.moe is None for layer in layers)
   return dataclasses.replace(
     config,
     layer_types=config.layer_types if types - {"full"} else None,
@@ -148,6 +150,7 @@ def _canonical(config: Any) -> Any:
     local_rope=(config.local_rope or config.rope) if slides else None,
     query_scale=config.query_scale or config.head_dim**-0.5,
     moe=moe,
+    hidden_dim=config.hidden_dim if has_mlp else 1,  # no layer has such an MLP
     param_dtype=jnp.float32,
     dtype=jnp.float32,
     remat="none",
