@@ -141,7 +141,7 @@ def test_another_draft_model_changes_no_token():
   while engine.step():
     pass
   [row] = engine.collect(ticket, 0)
-  begun = np.count_nonzero(row.versions == 0)
+  begun = int(np.count_nonzero(row.versions == 0))
   assert 0 < begun < 30
   start = np.concatenate([np.arange(1, 20), row.tokens[:begun]])
   [[[rest]]] = [run(engine, [ask(start, 30 - begun)], ["none"])]
