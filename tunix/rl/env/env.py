@@ -170,6 +170,20 @@ def messages_of(observation: Observation) -> list[Message]:
   return [dict(message) for message in observation]
 
 
+def has_more_characters(observation: Observation, most: int) -> bool:
+  """Returns True if the texts of an observation together are longer than `most`."""
+  left = [observation]
+  while left and most >= 0:
+    value = left.pop()
+    if isinstance(value, str):
+      most -= len(value)
+    elif isinstance(value, Mapping):
+      left += value.values()
+    elif isinstance(value, list | tuple):
+      left += [x for x in value if isinstance(x, str | Mapping | list | tuple)]
+  return most < 0
+
+
 def step_result(result: Any) -> StepResult:
   """Checks what `Env.step` returned.
 

@@ -22,7 +22,8 @@ class Turn:
   """One action and the environment's answer.
 
   Attributes:
-    prompt: int32 [T], the whole prompt of the action.
+    prompt: int32 [T], the whole prompt of the action. The turns of a row share its
+      memory, see prompt_ids.py.
     action: the ids that were drawn, and their text.
     logps: float32 [n], their log-probabilities when they were drawn, in nats.
     versions: int32 [n], version of the weights that drew each, or None.
@@ -89,7 +90,7 @@ class Episode:
     turns: the actions, in their order.
     messages: the conversation; empty if observations are ids.
     finish_reason: "done" (the environment ended it), "turns", "tokens", "observation"
-      (no room for it), or "failed".
+      (no room for it), "seconds", or "failed".
     failure: why the environment failed; None if it did not.
     environment: the environment, None if it was never made.
     group_reward: what `compute_group_rewards` gave.
