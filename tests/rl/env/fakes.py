@@ -40,3 +40,9 @@ def run(make, *, count=1, policy=None, tokenizer=None, prompt=64, **limits):
   runner = Runner(tokenizer, config, max_prompt_length=prompt, max_action_tokens=8)
   maker = lambda: making.group_of(make, count)
   return runner.run([maker], count, policy or FixedPolicy())
+
+
+def drawn(episode, ids):
+  """An action with given ids."""
+  ids = np.array(ids, np.int32)
+  return Drawn(episode, ids, np.zeros(len(ids), np.float32), None, "stop")

@@ -239,7 +239,7 @@ class _Batch:
     )
     live.episode.turns.append(turn)
     # A copy: an environment may change what it gets, and the turn is trained.
-    self._call(("step", live.number), live.env.step, action.copied())
+    self._call(("step", live.number), env_lib.take, live.env, action.copied())
 
   def _is_out_of_time(self, live: _Live) -> bool:
     most = self._config.max_seconds
@@ -269,13 +269,8 @@ class _Batch:
       self._guarded("first", live.number, self._begin, env)
 
   def _begin(self, number: int, env: Any) -> None:
-    live = self._lives[number]
-    tools = getattr(env, "tool_schemas", None) or ()
-    live.conversation = Conversation(
-      self._runner._tokenizer, tools, self._config.history
-    )
-    live.started = time.monotonic()
-    self._call(("first", live.number), env.initial_observation)
+    self._lives[number].started = time.monotonic()
+    self._call(("first", number), env.initial_observation)
 
   def _check_count(self, envs: Any) -> None:
     """Raises EnvError unless `make_envs` gave an environment for each completion."""
@@ -290,6 +285,10 @@ class _Batch:
 
   def _after_first(self, number: int, result: Any) -> None:
     live = self._lives[number]
+    tools = getattr(live.env, "tool_schemas", None) or ()
+    live.conversation = Conversation(
+      self._runner._tokenizer, tools, self._config.history
+    )
     if hasattr(result, "reward") and not hasattr(result, "next_observation"):
       # tinker-cookbook's InitialObservationOverflow: no prompt, and a reward.
       live.episode.group_reward = env_lib.finite(result.reward)
@@ -302,7 +301,11 @@ class _Batch:
     live, step = self._lives[number], env_lib.step_result(result)
     turns = live.episode.turns
     turns[-1] = dataclasses.replace(
-      turns[-1], reward=step.reward, metrics=step.metrics, logs=step.logs
+      turns[-1],
+      reward=step.reward,
+      metrics=step.metrics,
+      logs=step.logs,
+      episode_done=step.episode_done,
     )
     if step.episode_done:
       self._end(live, "done")
