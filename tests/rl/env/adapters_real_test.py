@@ -265,6 +265,8 @@ def test_older_environments_of_verifiers(kind):
   if not hasattr(verifiers, "MultiTurnEnv"):
     pytest.skip("this version of verifiers has no MultiTurnEnv")
   datasets = pytest.importorskip("datasets")
+  import pyarrow
+
   from tunix.rl.env.adapters.verifiers import VerifiersEnvironment
 
   class Asks(verifiers.MultiTurnEnv):
@@ -276,9 +278,13 @@ def test_older_environments_of_verifiers(kind):
     content = last["content"] if isinstance(last, dict) else last.content
     return float(answer in content)
 
-  row = {"prompt": [{"role": "user", "content": "what is 3 + 4 ?"}], "answer": "seven"}
+  prompt = [{"role": "user", "content": "what is 3 + 4 ?"}]
+  row = {"prompt": prompt, "answer": "seven", "example_id": 0}
   options = {
-    "dataset": datasets.Dataset.from_list([row]),
+    # A fingerprint of ours: some versions of pyarrow and dill cannot make one.
+    "dataset": datasets.Dataset(
+      pyarrow.Table.from_pylist([{**row, "task": "sum"}]), fingerprint="test"
+    ),
     "rubric": verifiers.Rubric(funcs=[is_right]),
   }
   if kind == "tools":

@@ -31,7 +31,7 @@ class VerifiersEnvironment(ClientEnvironment):
   def __init__(self, environment: Any, row: Mapping[str, Any]):
     super().__init__(self._rollout)
     self._environment = environment
-    self._row = {"example_id": 0, "task": "default", **row}
+    self._row = {"example_id": 0, **row}
 
   async def _rollout(self, client: Any) -> tuple[float, dict[str, Any]]:
     rollout = self._environment.rollout
