@@ -280,11 +280,10 @@ def test_older_environments_of_verifiers(kind):
 
   prompt = [{"role": "user", "content": "what is 3 + 4 ?"}]
   row = {"prompt": prompt, "answer": "seven", "example_id": 0}
+  table = pyarrow.Table.from_pylist([{**row, "task": "sum"}])
   options = {
     # A fingerprint of ours: some versions of pyarrow and dill cannot make one.
-    "dataset": datasets.Dataset(
-      pyarrow.Table.from_pylist([{**row, "task": "sum"}]), fingerprint="test"
-    ),
+    "dataset": datasets.Dataset(table, fingerprint="test"),
     "rubric": verifiers.Rubric(funcs=[is_right]),
   }
   if kind == "tools":

@@ -270,16 +270,18 @@ def _problem(content: str, tool_format: str) -> str | None:
     "hermes": tool_calls.OPEN_CALL,
     "mistral": tool_calls.MISTRAL_CALLS,
     "llama3": tool_calls.PYTHON_TAG,
+    "granite": tool_calls.GRANITE_CALLS,
+    "olmo3": tool_calls.OLMO_CALLS,
   }
   mark = marks.get(tool_format)
   if tool_format == "llama3" and content.lstrip().startswith("{"):
     mark = "{" if '"name"' in content else mark
   if mark is None or mark not in content:
     return None
-  return (
-    f"a call of a tool could not be read: after {mark} expected JSON with the name of "
-    "a tool and an object of its arguments"
-  )
+  wanted = "JSON with the name of a tool and an object of its arguments"
+  if tool_format == "olmo3":
+    wanted = "lines name(argument=value, ...)"
+  return f"a call of a tool could not be read: after {mark} expected {wanted}"
 
 
 def _name(tool: Mapping[str, Any]) -> str:
