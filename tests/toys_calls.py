@@ -355,12 +355,13 @@ TEMPLATES = {
   "gpt_oss": (GPT_OSS, "", "<|return|>", "system beside text thinking"),
   "deepseek": (DEEPSEEK, "<s>", "</s>", "system parallel beside text"),
   "granite3": (GRANITE3, "", "<|end_of_text|>", "system parallel"),
-  "olmo3": (OLMO3, "", "<|endoftext|>", "system parallel beside text"),
   "ministral3": (MINISTRAL3, "<s>", "</s>", "system parallel beside text thinking"),
   "glm4": (GLM4, "", "<|endoftext|>", "system parallel beside text"),
   "command": (COMMAND, "<s>", "<|/turn|>", "system parallel beside text"),
   "gemma3": (GEMMA3, "<bos>", "<eos>", "system no_calls"),
 }
+# Its template takes only objects as arguments, and prints them as Python.
+OLMO = {"olmo3": (OLMO3, "", "<|endoftext|>", "system parallel beside text")}
 SPECIAL = [
   *("<|eom_id|>", "<|python_tag|>", "<|end|>", "<|user|>", "<|system|>", "<|tool|>"),
   *("<|assistant|>", "<|tool_call|>", "<|/tool_call|>", "<|observation|>", "<|call|>"),
@@ -391,7 +392,7 @@ def raw_tokenizer():
 
 
 def tokenizer_of(name):
-  source, bos, eos, _ = TEMPLATES[name]
+  source, bos, eos, _ = {**TEMPLATES, **OLMO}[name]
   return TokenizerAdapter(
     raw_tokenizer(), chat_template=source, bos_token=bos, eos_token=eos
   )

@@ -11,7 +11,8 @@ from tunix.rl.env.conversation import Conversation, read_answer
 from tunix.rl.env.env import EnvError
 from tunix.rl.env.episode import Episode, Turn
 
-NAMES = sorted(toys_calls.TEMPLATES)
+TEMPLATES = {**toys_calls.TEMPLATES, **toys_calls.OLMO}
+NAMES = sorted(TEMPLATES)
 WORDS = "the sum of two numbers is seven , so we ask again ?".split()  # noqa: SIM905
 
 
@@ -53,7 +54,7 @@ def episode_of(name, rng, history="split", turns=4, **options):
   tokenizer = toys_calls.tokenizer_of(name)
   talk, episode = Conversation(tokenizer, history=history), Episode()
   observation = [{"role": "user", "content": sentence(rng)}]
-  if "system" in toys_calls.TEMPLATES[name][3]:
+  if "system" in TEMPLATES[name][3]:
     observation.insert(0, {"role": "system", "content": sentence(rng)})
   for _ in range(turns):
     prompt = talk.observe(observation)
