@@ -79,7 +79,6 @@ HEAVY = {
   "tokenizers": {"generate/tokenizer_loading.py", "examples/quickstart/task.py"},
   "jsonschema": {"rl/json_schema.py"},
   "bm25s": set(),  # by utils.optional, see rl/env/tools/search_tool.py
-  "openai": set(),  # likewise, see rl/env/adapters/openai_client.py
   "verifiers": set(),  # likewise, see rl/env/adapters/verifiers.py
   "llguidance": {"generate/engine/grammar.py"},
   "shtab": {"cli/commands/completion.py"},

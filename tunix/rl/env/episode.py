@@ -137,7 +137,7 @@ class Episode:
 
   @property
   def stop_reason(self) -> str | None:
-    """Why the episode ended, as tinker-cookbook's trajectories say it.
+    """The reason of the end, as tinker-cookbook's trajectories name it.
 
     It is the name of a metric `stop/<reason>` that the environment gave, or None.
     """
