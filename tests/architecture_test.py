@@ -79,6 +79,7 @@ HEAVY = {
   "tokenizers": {"generate/tokenizer_loading.py", "examples/quickstart/task.py"},
   "jsonschema": {"rl/json_schema.py"},
   "bm25s": set(),  # by utils.optional, see rl/env/tools/search_tool.py
+  "verifiers": set(),  # likewise, see rl/env/adapters/verifiers.py
   "llguidance": {"generate/engine/grammar.py"},
   "shtab": {"cli/commands/completion.py"},
   "filelock": {"cli/run/lock.py", "cli/build/data_sources.py"},

@@ -260,6 +260,83 @@ COMMAND = r"""
 {%- if add_generation_prompt %}{{ '<|turn|><|bot|>' }}{% endif %}
 """
 
+# Roles between two tokens; the calls are a list after a token; tools have a turn.
+GRANITE3 = r"""
+{%- if tools %}
+{{- '<|start_of_role|>available_tools<|end_of_role|>' }}{{ tools | tojson }}
+{{- '<|end_of_text|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- set role = 'tool_response' if message.role == 'tool' else message.role %}
+{{- '<|start_of_role|>' + role + '<|end_of_role|>' }}
+{%- if role == 'assistant' %}{{ open }}{% endif %}
+{%- if message.tool_calls %}
+{{- '<|tool_call|>[' }}
+{%- for call in message.tool_calls %}
+{{- '{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{ '}' }}{{ ', ' if not loop.last }}
+{%- endfor %}{{ ']' }}
+{%- else %}{{ message.content }}
+{%- endif %}
+{{- '<|end_of_text|>' }}{% if role == 'assistant' %}{{ close }}{% endif %}{{ '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|start_of_role|>assistant<|end_of_role|>' }}
+{%- endif %}
+"""
+
+# Calls in Python's syntax after the content; the last answer ends with another token.
+OLMO3 = r"""
+{%- if tools %}{{ '<|im_start|>system\n<functions>' }}{{ tools | tojson }}
+{{- '</functions><|im_end|>\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<|im_start|>assistant\n' }}{{ open }}{{ message.content }}
+{%- if message.tool_calls %}{{ '<function_calls>' }}
+{%- for call in message.tool_calls %}
+{{- call.function.name + '(' }}
+{%- for key, value in call.function.arguments | items %}
+{{- key + '=' }}{{ value | tojson }}{{ ', ' if not loop.last }}
+{%- endfor %}{{ ')' }}{{ '\n' if not loop.last }}
+{%- endfor %}{{ '</function_calls>' }}
+{%- endif %}
+{{- eos_token if loop.last else '<|im_end|>' }}{{ close }}
+{{- '\n' if not loop.last }}
+{%- else %}
+{%- set role = 'environment' if message.role == 'tool' else message.role %}
+{{- '<|im_start|>' + role + '\n' + message.content + '<|im_end|>\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+
+# Each call has a mark and its name before its arguments; shows all reasoning.
+MINISTRAL3 = r"""
+{{- bos_token }}
+{%- if tools %}
+{{- '[AVAILABLE_TOOLS]' }}{{ tools | tojson }}{{ '[/AVAILABLE_TOOLS]' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'system' %}
+{{- '[SYSTEM_PROMPT]' + message.content + '[/SYSTEM_PROMPT]' }}
+{%- elif message.role == 'user' %}{{ '[INST]' + message.content + '[/INST]' }}
+{%- elif message.role == 'tool' %}
+{{- '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
+{%- else %}
+{{- open }}
+{%- if message.reasoning_content %}
+{{- '[THINK]' + message.reasoning_content + '[/THINK]' }}
+{%- endif %}
+{{- message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' }}
+{{- call.function.arguments | tojson }}
+{%- endfor %}
+{{- eos_token }}{{ close }}
+{%- endif %}
+{%- endfor %}
+"""
+
 GEMMA3 = toys_text.GEMMA.replace(
   "{{- message['content'] | trim }}{{ '<end_of_turn>\\n' }}",
   "{{- open if role == 'model' }}{{ message['content'] | trim }}{{ '<end_of_turn>' }}"
@@ -277,10 +354,14 @@ TEMPLATES = {
   "mistral": (MISTRAL, "<s>", "</s>", "parallel beside text"),
   "gpt_oss": (GPT_OSS, "", "<|return|>", "system beside text thinking"),
   "deepseek": (DEEPSEEK, "<s>", "</s>", "system parallel beside text"),
+  "granite3": (GRANITE3, "", "<|end_of_text|>", "system parallel"),
+  "ministral3": (MINISTRAL3, "<s>", "</s>", "system parallel beside text thinking"),
   "glm4": (GLM4, "", "<|endoftext|>", "system parallel beside text"),
   "command": (COMMAND, "<s>", "<|/turn|>", "system parallel beside text"),
   "gemma3": (GEMMA3, "<bos>", "<eos>", "system no_calls"),
 }
+# Its template takes only objects as arguments, and prints them as Python.
+OLMO = {"olmo3": (OLMO3, "", "<|endoftext|>", "system parallel beside text")}
 SPECIAL = [
   *("<|eom_id|>", "<|python_tag|>", "<|end|>", "<|user|>", "<|system|>", "<|tool|>"),
   *("<|assistant|>", "<|tool_call|>", "<|/tool_call|>", "<|observation|>", "<|call|>"),
@@ -297,6 +378,9 @@ SPECIAL = [
     "<|action|>",
     "<|/action|>",
   ),
+  *("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "[ARGS]"),
+  *("[THINK]", "[/THINK]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+  *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
   *("<|response|>", "<|/response|>", "<|result|>", "<|/result|>"),
 ]
 
@@ -308,7 +392,7 @@ def raw_tokenizer():
 
 
 def tokenizer_of(name):
-  source, bos, eos, _ = TEMPLATES[name]
+  source, bos, eos, _ = {**TEMPLATES, **OLMO}[name]
   return TokenizerAdapter(
     raw_tokenizer(), chat_template=source, bos_token=bos, eos_token=eos
   )

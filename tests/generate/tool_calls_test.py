@@ -95,6 +95,12 @@ TEXTS = st.lists(
       '{"name": "add", "arguments": {"a": 1}}',
       '[{"name": "add", "arguments": {}}]',
       "<|python_tag|>",
+      "<|tool_call|>",
+      "<function_calls>",
+      "add(a=1)",
+      "</function_calls>",
+      "[THINK]",
+      "[/THINK]",
     ]
   ),
   max_size=8,
@@ -103,7 +109,9 @@ TEXTS = st.lists(
 
 @hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
 @hypothesis.given(TEXTS, st.lists(st.integers(0, 80), max_size=8), st.booleans())
-@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "mistral", "none"])
+@pytest.mark.parametrize(
+  "tool_format", ["granite", "hermes", "llama3", "mistral", "none", "olmo3"]
+)
 def test_a_stream_gives_what_the_whole_text_gives(tool_format, text, cuts, is_open):
   places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
   parts = [text[a:b] for a, b in itertools.pairwise(places)]

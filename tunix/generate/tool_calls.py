@@ -22,8 +22,17 @@ from tunix.generate.answer_pieces import (
   new_call_id,
 )
 from tunix.generate.harmony import CHANNEL, HarmonyReader
+from tunix.generate.marked_calls import (
+  GRANITE_CALLS as GRANITE_CALLS,
+  OLMO_CALLS as OLMO_CALLS,
+  OLMO_END as OLMO_END,
+  granite_reader,
+  olmo3_reader,
+)
 
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
+# Marks around the reasoning; the second pair is that of Mistral's models.
+THINK_MARKS = {OPEN_THINK: CLOSE_THINK, "[THINK]": "[/THINK]"}
 OPEN_CALL, CLOSE_CALL = "<tool_call>", "</tool_call>"
 MISTRAL_CALLS, MISTRAL_ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 PYTHON_TAG = "<|python_tag|>"
@@ -49,12 +58,13 @@ class PlainReader:
 class ReasoningReader:
   """Splits reasoning off; another reader takes the rest.
 
-  The reasoning begins with <think> at the start of the answer, or at the end of the
-  prompt. Later tags are text. White space around the reasoning is dropped.
+  The reasoning begins with <think> or [THINK] at the start of the answer, or with
+  <think> at the end of the prompt. Later tags are text. White space around it is
+  dropped.
   """
 
   def __init__(self, rest: Reader, is_open: bool):
-    self._rest, self._text = rest, ""
+    self._rest, self._text, self._close = rest, "", CLOSE_THINK
     self._state = "inside" if is_open else "before"
     self._is_first = True
 
@@ -79,18 +89,21 @@ class ReasoningReader:
 
   def _look_for_open(self) -> None:
     start = self._text.lstrip()
-    if start.startswith(OPEN_THINK):
-      self._state, self._text = "inside", start[len(OPEN_THINK) :]
-    elif not OPEN_THINK.startswith(start):
+    for mark, close in THINK_MARKS.items():
+      if start.startswith(mark):
+        self._state, self._text = "inside", start[len(mark) :]
+        self._close = close
+        return
+    if not any(mark.startswith(start) for mark in THINK_MARKS):
       self._state = "after"
 
   def _inside(self) -> str:
     text = self._text.lstrip() if self._is_first else self._text
-    thought, tag, rest = text.partition(CLOSE_THINK)
+    thought, tag, rest = text.partition(self._close)
     if tag:
       self._state, self._text = "gap", rest
       return thought.rstrip()
-    held = held_back(text, CLOSE_THINK)
+    held = held_back(text, self._close)
     held += _trailing(text[: len(text) - held])
     settled, self._text = text[: len(text) - held], text[len(text) - held :]
     self._is_first = self._is_first and not settled
@@ -262,12 +275,14 @@ def short_call_id() -> str:
 
 
 def tool_reader(tool_format: str, tools: Collection[str]) -> Reader:
-  """Returns the reader of a format: harmony, hermes, llama3, mistral or none."""
+  """Returns the reader of a format: a key below, such as "hermes" or "none"."""
   readers = {
+    "granite": granite_reader,
     "harmony": HarmonyReader,
     "hermes": HermesReader,
     "llama3": lambda: Llama3Reader(tools),
     "mistral": MistralReader,
+    "olmo3": olmo3_reader,
     "none": PlainReader,
   }
   return readers[tool_format]()
@@ -283,6 +298,7 @@ def format_of(template: Any) -> str:
   marks = {MISTRAL_CALLS: "mistral", OPEN_CALL: "hermes", '"parameters":': "llama3"}
   marks[PYTHON_TAG] = "llama3"
   marks[CHANNEL + "final"] = "harmony"
+  marks |= {GRANITE_CALLS: "granite", OLMO_CALLS: "olmo3"}
   return next((name for mark, name in marks.items() if mark in source), "none")
 
 

@@ -227,7 +227,7 @@ def _members(groups: np.ndarray, size: int) -> np.ndarray:
 
 _ROW_ARRAYS = (*TOKEN_ARRAYS, "rollout_logps", "turn_rewards", "versions")
 # Finish reasons of completions and episodes that a limit has cut.
-_CUT = ("length", "turns", "tokens", "observation")
+_CUT = ("length", "turns", "tokens", "observation", "seconds")
 
 
 # The containers that models score: both have TOKEN_ARRAYS and a group size.

@@ -48,7 +48,8 @@ METRICS = (
   Metric(
     "episodes/finish/<reason>",
     "share",
-    "episodes that ended for this reason: done, turns, tokens, observation, failed",
+    "episodes that ended for this reason: done, turns, tokens, observation, seconds, "
+    "failed",
     "train",
     _WITH_ENV,
   ),

@@ -24,6 +24,8 @@ from tunix.serve.sampling import read_sampling, read_top
 _MARKS = {
   "mistral": (tool_calls.MISTRAL_CALLS, tool_calls.MISTRAL_ARGUMENTS),
   "harmony": harmony.MARKS,
+  "granite": (tool_calls.GRANITE_CALLS,),
+  "olmo3": (tool_calls.OLMO_CALLS, tool_calls.OLMO_END),
 }
 
 

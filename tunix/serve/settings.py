@@ -10,8 +10,12 @@ from typing import Literal
 
 from tunix.utils import checks
 
-ToolFormat = Literal["auto", "harmony", "hermes", "llama3", "mistral", "none"]
-TOOL_FORMATS = ("auto", "harmony", "hermes", "llama3", "mistral", "none")
+ToolFormat = Literal[
+  "auto", "granite", "harmony", "hermes", "llama3", "mistral", "olmo3", "none"
+]
+TOOL_FORMATS = (
+  *("auto", "granite", "harmony", "hermes", "llama3", "mistral", "olmo3", "none"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,8 @@ from tunix.rl.env.conversation import Conversation, read_answer
 from tunix.rl.env.env import EnvError
 from tunix.rl.env.episode import Episode, Turn
 
-NAMES = sorted(toys_calls.TEMPLATES)
+TEMPLATES = {**toys_calls.TEMPLATES, **toys_calls.OLMO}
+NAMES = sorted(TEMPLATES)
 WORDS = "the sum of two numbers is seven , so we ask again ?".split()  # noqa: SIM905
 
 
@@ -53,7 +54,7 @@ def episode_of(name, rng, history="split", turns=4, **options):
   tokenizer = toys_calls.tokenizer_of(name)
   talk, episode = Conversation(tokenizer, history=history), Episode()
   observation = [{"role": "user", "content": sentence(rng)}]
-  if "system" in toys_calls.TEMPLATES[name][3]:
+  if "system" in TEMPLATES[name][3]:
     observation.insert(0, {"role": "system", "content": sentence(rng)})
   for _ in range(turns):
     prompt = talk.observe(observation)
@@ -100,7 +101,7 @@ def test_an_answer_that_was_cut_is_closed_by_the_next_prompt(name):
   assert len(episode.rows()) == 1
 
 
-@pytest.mark.parametrize("name", ["qwen3", "smollm3"])
+@pytest.mark.parametrize("name", ["qwen3", "smollm3", "ministral3"])
 @pytest.mark.parametrize("history", ["split", "keep"])
 def test_reasoning_that_a_template_drops(name, history):
   rng = random.Random(name)
@@ -113,7 +114,8 @@ def test_reasoning_that_a_template_drops(name, history):
   if history == "split":
     assert last == whole
   else:
-    assert len(rows) == 1 and last.count("</think>") == 2
+    mark = "[/THINK]" if name == "ministral3" else "</think>"
+    assert len(rows) == 1 and last.count(mark) == 2
 
 
 TOOL = {
@@ -129,17 +131,29 @@ TOOL = {
 }
 
 
-@pytest.mark.parametrize("name", ["qwen25", "qwen3", "mistral"])
+HERMES = '<tool_call>\n{"name": "add", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+CALLS = {
+  "qwen25": HERMES,
+  "qwen3": HERMES,
+  "smollm3": HERMES,
+  "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3, "b": 4}}]',
+  "granite3": '<|tool_call|>[{"name": "add", "arguments": {"a": 3, "b": 4}}]',
+  "olmo3": "<function_calls>add(a=3, b=4)</function_calls>",
+  "ministral3": '[TOOL_CALLS]add[ARGS]{"a": 3, "b": 4}',
+}
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
 def test_calls_of_tools_and_their_results(name):
   tokenizer = toys_calls.tokenizer_of(name)
   # Mistral's template adds ids to the calls of earlier answers.
   history = "keep" if name == "mistral" else "split"
   talk = Conversation(tokenizer, [TOOL], history)
   first = talk.observe("what is 3 + 4 ?")
-  call = '{"name": "add", "arguments": {"a": 3, "b": 4}}'
-  texts = {"mistral": f"[TOOL_CALLS][{call}]"}
-  text = texts.get(name, f"<tool_call>\n{call}\n</tool_call>")
-  drawn = [*tokenizer.encode(text), tokenizer.eos_ids()[0]]
+  # OLMo 3's template ends only the last answer with EOS.
+  end = "<|im_end|>" if name == "olmo3" else ""
+  drawn = tokenizer.encode(CALLS[name] + end)
+  drawn += [] if end else [tokenizer.eos_ids()[0]]
   action = talk.act(drawn, "eos")
   (made,) = action.message["tool_calls"]
   assert made["function"] == {"name": "add", "arguments": {"a": 3, "b": 4}}

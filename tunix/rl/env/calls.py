@@ -2,8 +2,13 @@
 
 A call runs in a thread of its own, and a coroutine in one event loop that all of them
 share, so that a client that was made in one call still works in the next. A thread
-cannot be stopped. One that misses its deadline is left alone: its answer is not read,
-and it does not count among the calls that may run at the same time.
+cannot be stopped. One that misses its deadline is left alone: it does not count among
+the calls that may run at the same time, and its answer goes to `discard` if it still
+comes.
+
+A coroutine that blocks keeps all others of the loop from running. It fails after
+`MOST_BLOCK_S`, or at its deadline if that is earlier, and calls that start later get
+another loop.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from tunix.rl.reward_outcomes import describe
 
 Id = tuple[str, int]  # kind of the call, and number of its episode or group
 _AFTER = ("group", "close", "cleanup")  # kinds of calls after an episode
+MOST_BLOCK_S = 10.0  # in which a coroutine must give the loop to others
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,16 +43,23 @@ class _Call:
     function: the call.
     extra_s: seconds that it may take in addition.
     deadline: monotonic time at which it fails.
+    discard: takes a result that came after the deadline.
     future: of its coroutine, if it is one.
+    loop, task: the event loop of its coroutine, and the coroutine's task there.
     waits: it waits for another episode, see `waiting`.
+    state: "open", "done" (it has a result), or "late" (it missed its deadline).
   """
 
   id: Id
   function: Callable[[], Any]
   extra_s: float = 0.0
   deadline: float = 0.0
+  discard: Callable[[Any], None] | None = None
   future: Any = None
+  loop: _Loop | None = None
+  task: Any = None
   waits: bool = False
+  state: str = "open"
 
 
 class Waiter:
@@ -90,6 +103,7 @@ class Calls:
     self._queued: collections.deque[_Call] = collections.deque()
     self._running: set[_Call] = set()
     self._done: queue.SimpleQueue[tuple[_Call, Any]] = queue.SimpleQueue()
+    self._lock = threading.Lock()  # of the states of calls
 
   @property
   def open(self) -> int:
@@ -120,7 +134,12 @@ class Calls:
       self._done.put((failed, EnvError(error)))
 
   def start(
-    self, id: Id, function: Callable[..., Any], *args: Any, extra_s: float = 0.0
+    self,
+    id: Id,
+    function: Callable[..., Any],
+    *args: Any,
+    extra_s: float = 0.0,
+    discard: Callable[[Any], None] | None = None,
   ) -> None:
     """Starts a call as soon as there is room; `take` returns its result under `id`.
 
@@ -129,8 +148,10 @@ class Calls:
       function: the function, plain or async.
       *args: its arguments.
       extra_s: seconds that it may take in addition to `timeout_s`.
+      discard: gets a result that comes after the deadline, in the thread of the call.
     """
-    self._queued.append(_Call(id, functools.partial(function, *args), extra_s))
+    call = functools.partial(function, *args)
+    self._queued.append(_Call(id, call, extra_s, discard=discard))
     self._fill()
 
   def take(self, timeout: float) -> list[tuple[Id, Any]]:
@@ -162,15 +183,42 @@ class Calls:
 
   def _late(self) -> list[tuple[Id, Any]]:
     now = time.monotonic()
+    out: list[tuple[Id, Any]] = []
+    for loop in {call.loop for call in self._running if call.loop is not None}:
+      if (task := loop.blocked_by(MOST_BLOCK_S)) is not None:
+        blocking = [call for call in self._running if call.task is task]
+        _LOOPS.abandon(loop)
+        out += self._failed(blocking, lambda _: _BLOCKS.format(MOST_BLOCK_S))
     late = [c for c in self._running if c.deadline <= now and not c.waits]
-    for call in late:
+    return out + self._failed(late, self._why_late)
+
+  def _failed(
+    self, calls: list[_Call], why: Callable[[_Call], str]
+  ) -> list[tuple[Id, Any]]:
+    """Gives up calls; those that have a result by now keep it."""
+    out: list[tuple[Id, Any]] = []
+    for call in calls:
+      with self._lock:
+        if call.state == "done":
+          continue
+        call.state = "late"
       self._running.remove(call)
+      out.append((call.id, EnvError(why(call))))
       if call.future is not None:
         call.future.cancel()
-        # A plain function may block the loop; the next calls get another one.
-        _LOOP.abandon()
-    error = f"no answer within {self._timeout_s:g} s"
-    return [(call.id, EnvError(error)) for call in late]
+    return out
+
+  def _why_late(self, call: _Call) -> str:
+    task = None if call.loop is None else call.loop.current()
+    if task is None or call.loop is None:
+      return f"no answer within {self._timeout_s:g} s"
+    _LOOPS.abandon(call.loop)  # the next calls get another one
+    if task is call.task:
+      return _BLOCKS.format(self._timeout_s)
+    return (
+      f"no answer within {self._timeout_s:g} s; the async method of another "
+      "environment blocks the event loop"
+    )
 
   def _fill(self) -> None:
     while self._queued and sum(not c.waits for c in self._running) < self._workers:
@@ -186,15 +234,21 @@ class Calls:
     try:
       result = call.function()
       if inspect.iscoroutine(result):
-        tracked = self._tracked(call, result)
-        call.future = asyncio.run_coroutine_threadsafe(tracked, _LOOP.get())
+        call.loop = loop = _LOOPS.get()
+        call.future = loop.start(self._tracked(call, result))
         result = call.future.result()
     # The function is the user's, and may raise anything, also SystemExit.
     except BaseException as error:
       result = error if isinstance(error, EnvError) else EnvError(describe(error))
-    self._done.put((call, result))
+    with self._lock:
+      is_late, call.state = call.state == "late", "done"
+    if not is_late:
+      self._done.put((call, result))
+    elif call.discard is not None and not isinstance(result, EnvError):
+      call.discard(result)
 
   async def _tracked(self, call: _Call, coroutine: Any) -> Any:
+    call.task = asyncio.current_task()
     _CURRENT.set((call, self._timeout_s))
     try:
       return await coroutine
@@ -204,8 +258,52 @@ class Calls:
       return error if isinstance(error, EnvError) else EnvError(describe(error))
 
 
+_BLOCKS = (
+  "its async method blocks the event loop: no await within {:g} s. Call what blocks "
+  "with asyncio.to_thread, or make the method a plain one"
+)
+_LOOKS = 3  # at a loop that does not answer, before it counts as blocked
+
+
 class _Loop:
-  """The event loop that coroutines of all environments share, in a thread of its own.
+  """An event loop in a thread of its own."""
+
+  def __init__(self):
+    self._loop = asyncio.new_event_loop()
+    self._asked: float | None = None  # when it got a question that it must answer
+    self._looks = 0
+    threading.Thread(
+      target=self._loop.run_forever, name="tunix environments", daemon=True
+    ).start()
+
+  def start(self, coroutine: Any) -> Any:
+    """Starts a coroutine; returns its future."""
+    return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+  def current(self) -> asyncio.Task[Any] | None:
+    """Returns the task that runs now; None if all of them wait."""
+    return asyncio.current_task(self._loop)
+
+  def blocked_by(self, seconds: float) -> asyncio.Task[Any] | None:
+    """Returns the task that has kept the loop from answering; None if it answers.
+
+    Several looks must find the loop silent: a process that did nothing at all for a
+    while, such as one that compiled, had a loop that could not answer.
+    """
+    if self._asked is None:
+      self._asked, self._looks = time.monotonic(), 0
+      self._loop.call_soon_threadsafe(self._answer)
+      return None
+    self._looks += 1
+    is_silent = time.monotonic() - self._asked >= seconds and self._looks >= _LOOKS
+    return self.current() if is_silent else None
+
+  def _answer(self) -> None:
+    self._asked = None
+
+
+class _Loops:
+  """The event loop that coroutines of all environments share.
 
   It lives as long as the process, so that a client or a semaphore that was made in one
   batch works in the next.
@@ -213,24 +311,22 @@ class _Loop:
 
   def __init__(self):
     self._lock = threading.Lock()
-    self._loop: asyncio.AbstractEventLoop | None = None
+    self._loop: _Loop | None = None
 
-  def get(self) -> asyncio.AbstractEventLoop:
+  def get(self) -> _Loop:
     with self._lock:
       if self._loop is None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(
-          target=self._loop.run_forever, name="tunix environments", daemon=True
-        ).start()
+        self._loop = _Loop()
       return self._loop
 
-  def abandon(self) -> None:
+  def abandon(self, loop: _Loop) -> None:
     """Gives later calls another loop; those that run go on in this one."""
     with self._lock:
-      self._loop = None
+      if self._loop is loop:
+        self._loop = None
 
 
-_LOOP = _Loop()
+_LOOPS = _Loops()
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:

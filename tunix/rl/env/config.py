@@ -24,8 +24,11 @@ class EpisodeConfig:
     max_turns: most actions of an episode.
     max_tokens: most tokens of a row after its first prompt, actions and observations
       together: the width of the arrays that are trained.
-    max_observation_tokens: most tokens that an observation adds; a longer one ends the
+    max_observation_tokens: most tokens of an observation; a longer one ends the
       episode. null: no limit besides `max_tokens`.
+    max_seconds: most seconds of an episode. It is checked between the calls of an
+      environment, so that an episode may last `timeout_s` longer. The bytes of a run
+      then depend on the speed of the machine. null: no limit.
     max_rows: most rows of an episode (see tunix/rl/env/episode.py). Each batch has as
       many rows for every episode as the one with the most. An episode with more of them
       fails.
@@ -50,6 +53,7 @@ class EpisodeConfig:
   max_turns: int = 8
   max_tokens: int = 1024
   max_observation_tokens: int | None = None
+  max_seconds: float | None = None
   max_rows: int = 4
   history: History = "split"
   order: Literal["turns", "arrival"] = "turns"
@@ -64,6 +68,7 @@ class EpisodeConfig:
       max_turns=checks.COUNT,
       max_tokens=checks.COUNT,
       max_observation_tokens=checks.COUNT,
+      max_seconds=checks.POSITIVE,
       max_rows=checks.COUNT,
       memory_bytes=checks.BYTES,
       timeout_s=checks.POSITIVE,

@@ -47,6 +47,8 @@ class Conversation:
 
   Attributes:
     messages: the messages so far; empty if observations are ids.
+    observed: tokens of the last observation, with what the template prints around it.
+      For an observation of ids, the tokens that the prompt grew by.
   """
 
   def __init__(
@@ -58,6 +60,7 @@ class Conversation:
     self._tokenizer, self._tools = tokenizer, list(tools) or None
     self._history = history
     self.messages: list[Message] = []
+    self.observed = 0
     self._ids: list[int] = []
     self._calls = 0  # of tools so far
     self._opened = False  # the prompt ends inside <think>
@@ -69,13 +72,13 @@ class Conversation:
     Raises:
       EnvError: the observation has another form, or the template refuses it.
     """
-    ids = env_lib.ids_of(observation)
+    ids, before = env_lib.ids_of(observation), len(self._ids)
     if ids is not None:
-      self._ids = ids
+      self._ids, self.observed = ids, len(ids) - before
       return list(ids)
     new = env_lib.messages_of(observation)
     try:
-      self._ids = self._with(new, observation)
+      self._ids, self.observed = self._with(new, observation)
     except (ChatTemplateError, TypeError, ValueError) as error:
       raise EnvError(f"the chat template refuses an observation: {error}") from error
     self.messages += new
@@ -106,7 +109,10 @@ class Conversation:
       self.messages.append(action.message)
     return action
 
-  def _with(self, new: list[Message], observation: Observation) -> list[int]:
+  def _with(
+    self, new: list[Message], observation: Observation
+  ) -> tuple[list[int], int]:
+    """Returns the ids of the next prompt, and how many of them are new."""
     if not self._tokenizer.has_chat_template():
       if not isinstance(observation, str):
         raise EnvError(
@@ -115,19 +121,27 @@ class Conversation:
         )
       text = observation
       if self.messages:
-        return [*self._ids, *self._tokenizer.encode_continuation(text)]
-      return list(map(int, self._tokenizer.tokenize(text, add_eos=False)))
+        return self._followed_by(text)
+      ids = list(map(int, self._tokenizer.tokenize(text, add_eos=False)))
+      return ids, len(ids)
     whole = self._rendered([*self.messages, *new], True)
     self._opened = tool_calls.opens_reasoning(whole)
     before, self._prompt_text = self._prompt_text, whole
     if not self.messages:
-      return self._tokenizer.encode(whole)
+      ids = self._tokenizer.encode(whole)
+      return ids, len(ids)
     rest = self._after_answer(before, whole)
-    if rest is None:
-      if self._history == "split":
-        return self._tokenizer.encode(whole)
-      rest = self._after_any_answer(new)
-    return [*self._ids, *self._tokenizer.encode_continuation(rest)]
+    if rest is not None:
+      return self._followed_by(rest)
+    kept = self._followed_by(self._after_any_answer(new))
+    # The prompt may have become shorter; the count is that of the observation alone.
+    return (
+      (self._tokenizer.encode(whole), kept[1]) if self._history == "split" else kept
+    )
+
+  def _followed_by(self, text: str) -> tuple[list[int], int]:
+    added = self._tokenizer.encode_continuation(text)
+    return [*self._ids, *added], len(added)
 
   def _without_frame(self, text: str) -> str:
     """Removes what the template prints around every answer, such as a channel."""
@@ -256,16 +270,18 @@ def _problem(content: str, tool_format: str) -> str | None:
     "hermes": tool_calls.OPEN_CALL,
     "mistral": tool_calls.MISTRAL_CALLS,
     "llama3": tool_calls.PYTHON_TAG,
+    "granite": tool_calls.GRANITE_CALLS,
+    "olmo3": tool_calls.OLMO_CALLS,
   }
   mark = marks.get(tool_format)
   if tool_format == "llama3" and content.lstrip().startswith("{"):
     mark = "{" if '"name"' in content else mark
   if mark is None or mark not in content:
     return None
-  return (
-    f"a call of a tool could not be read: after {mark} expected JSON with the name of "
-    "a tool and an object of its arguments"
-  )
+  wanted = "JSON with the name of a tool and an object of its arguments"
+  if tool_format == "olmo3":
+    wanted = "lines name(argument=value, ...)"
+  return f"a call of a tool could not be read: after {mark} expected {wanted}"
 
 
 def _name(tool: Mapping[str, Any]) -> str:

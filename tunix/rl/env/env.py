@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -168,6 +169,28 @@ def messages_of(observation: Observation) -> list[Message]:
   if isinstance(observation, Mapping):
     observation = [observation]
   return [dict(message) for message in observation]
+
+
+def has_more_characters(observation: Observation, most: int) -> bool:
+  """Returns True if the texts of an observation together are longer than `most`."""
+  left = [observation]
+  while left and most >= 0:
+    value = left.pop()
+    if isinstance(value, str):
+      most -= len(value)
+    elif isinstance(value, Mapping):
+      left += value.values()
+    elif isinstance(value, list | tuple):
+      left += [x for x in value if isinstance(x, str | Mapping | list | tuple)]
+  return most < 0
+
+
+def take(env: Any, action: Action) -> Any:
+  """Calls `env.step`, with `extra` if it takes this argument of tinker-cookbook."""
+  if "extra" not in inspect.signature(env.step).parameters:
+    return env.step(action)
+  reason = "length" if action.finish_reason == "length" else "stop"
+  return env.step(action, extra={"stop_reason": reason})
 
 
 def step_result(result: Any) -> StepResult:

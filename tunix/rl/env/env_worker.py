@@ -66,16 +66,19 @@ class _Host:
         'make one environment at a time, or set isolation="thread"'
       )
     return {
-      "tool_schemas": [dict(x) for x in getattr(self._env, "tool_schemas", None) or ()],
+      "tool_schemas": self._tools(),
       "has_final_reward": hasattr(self._env, "final_reward"),
     }
 
   def first(self, argument: None) -> Any:
-    """Returns the first observation and its stop condition."""
+    """Returns the first observation, its stop condition, and the tools."""
     del argument
     result = self._awaited(self._env.initial_observation())
     pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    return [_plain(pair[0]), pair[1]]
+    return [_plain(pair[0]), pair[1], self._tools()]
+
+  def _tools(self) -> list[dict[str, Any]]:
+    return [dict(x) for x in getattr(self._env, "tool_schemas", None) or ()]
 
   def final(self, argument: None) -> float:
     """Returns the last reward."""
@@ -85,7 +88,7 @@ class _Host:
   def step(self, fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a `StepResult`."""
     action = Action(fields.pop("ids"), **fields)
-    result = env_lib.step_result(self._awaited(self._env.step(action)))
+    result = env_lib.step_result(self._awaited(env_lib.take(self._env, action)))
     observation = None if result.episode_done else _plain(result.next_observation)
     return {
       "reward": result.reward,

@@ -22,12 +22,14 @@ class Turn:
   """One action and the environment's answer.
 
   Attributes:
-    prompt: int32 [T], the whole prompt of the action.
+    prompt: int32 [T], the whole prompt of the action. The turns of a row share its
+      memory, see prompt_ids.py.
     action: the ids that were drawn, and their text.
     logps: float32 [n], their log-probabilities when they were drawn, in nats.
     versions: int32 [n], version of the weights that drew each, or None.
     reward: reward of the action.
     metrics, logs: what the environment gave with it.
+    episode_done: True if the environment ended the episode with it.
   """
 
   prompt: np.ndarray
@@ -37,19 +39,33 @@ class Turn:
   reward: float = 0.0
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
   logs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  episode_done: bool = False
 
   # The names of tinker-cookbook's transitions, for its `compute_group_rewards`.
 
   @property
-  def ob(self) -> np.ndarray:
+  def ob(self) -> CookbookInput:
     """The prompt."""
-    return self.prompt
+    return self.prompt.view(CookbookInput)
 
   @property
   def ac(self) -> CookbookAction:
     """The ids and log-probabilities of the action."""
     logps = self.logps.tolist()
     return CookbookAction(list(self.action), logps, logps)
+
+
+class CookbookInput(np.ndarray):
+  """Ids that can be read like a `tinker.ModelInput`."""
+
+  @property
+  def length(self) -> int:
+    """Number of the ids."""
+    return self.size
+
+  def to_ints(self) -> list[int]:
+    """Returns the ids."""
+    return self.tolist()
 
 
 class CookbookAction(NamedTuple):
@@ -89,7 +105,7 @@ class Episode:
     turns: the actions, in their order.
     messages: the conversation; empty if observations are ids.
     finish_reason: "done" (the environment ended it), "turns", "tokens", "observation"
-      (no room for it), or "failed".
+      (no room for it), "seconds", or "failed".
     failure: why the environment failed; None if it did not.
     environment: the environment, None if it was never made.
     group_reward: what `compute_group_rewards` gave.
@@ -118,6 +134,22 @@ class Episode:
   def transitions(self) -> list[Turn]:
     """The turns, under the name that tinker-cookbook's trajectories give them."""
     return self.turns
+
+  @property
+  def stop_reason(self) -> str | None:
+    """The reason of the end, as tinker-cookbook's trajectories name it.
+
+    It is the name of a metric `stop/<reason>` that the environment gave, or None.
+    """
+    last = self.turns[-1].metrics if self.turns else {}
+    names = (name for name, value in last.items() if name.startswith("stop/") and value)
+    return next((name.removeprefix("stop/") for name in names), None)
+
+  @property
+  def final_ob(self) -> CookbookInput:
+    """The ids of the last prompt and action."""
+    last = [[*t.prompt.tolist(), *t.action] for t in self.turns[-1:]] or [[]]
+    return np.array(last[0], np.int32).view(CookbookInput)
 
   def rows(self) -> list[Row]:
     """Returns the rows of the episode; none if nothing was drawn."""

@@ -121,7 +121,7 @@ class ProcessEnv:
     self.tool_schemas = tool_schemas
 
   def initial_observation(self) -> tuple[Any, Any]:
-    observation, stop = self._process.call("first", None)
+    observation, stop, self.tool_schemas = self._process.call("first", None)
     return observation, stop
 
   def step(self, action: Action) -> StepResult:

@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.rl.env import env as env_lib
 from tunix.rl.env.calls import Calls, Id
@@ -24,13 +22,18 @@ from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.env.conversation import Conversation
 from tunix.rl.env.env import EnvError
 from tunix.rl.env.episode import Episode, Turn
+from tunix.rl.env.group_calls import awaited, cleaned_up, close_made, made
 from tunix.rl.env.policy import Draw, Drawn, Policy
+from tunix.rl.env.prompt_ids import PromptIds
 from tunix.rl.reward_outcomes import describe
 from tunix.rl.reward_pool import START_TIMEOUT_S
 
 MakeGroup = Callable[[], Any]  # returns an EnvGroup
 _GRACE_S = 5.0  # in which a process that misses its deadline is killed
 _WAIT_S = 0.2  # of one look at the environments, while nothing is drawn
+# A text with more characters than this for each token that it may have is not tokenized
+# at all. The longest tokens of large vocabularies are 128 characters of white space.
+_TOKEN_CHARACTERS = 512
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,7 +62,8 @@ class _Live:
   env: Any = None
   conversation: Conversation | None = None
   row_prompt: int = 0  # tokens of the first prompt of the row
-  prompt: list[int] = dataclasses.field(default_factory=list)
+  prompt: PromptIds = dataclasses.field(default_factory=PromptIds)
+  started: float = 0.0  # monotonic time
   stops: tuple[tuple[str, ...], tuple[int, ...]] = ((), ())
   drawn: Drawn | None = None
   stopped_by: str = ""  # the limit, while the environment gives a last reward
@@ -110,7 +114,7 @@ class Runner:
 
   def room(self, live: _Live) -> int:
     """Returns the number of tokens that the next action may have."""
-    after = len(live.prompt) - min(live.row_prompt, self._max_prompt)
+    after = len(live.prompt.ids) - min(live.row_prompt, self._max_prompt)
     return min(self._max_action, self._config.max_tokens - after)
 
 
@@ -154,7 +158,8 @@ class _Batch:
       # This call makes all environments of the group, and starts their processes.
       each = START_TIMEOUT_S if self._config.isolation == "process" else 0.0
       extra = (self._size - 1) * self._config.timeout_s + self._size * each
-      self._calls.start(("make", group.number), _made, group.make, extra_s=extra)
+      id = ("make", group.number)
+      self._calls.start(id, made, group.make, extra_s=extra, discard=close_made)
     while self._calls.open or self._policy.open or self._ready:
       self._draw()
       for drawn in self._policy.poll() if self._policy.open else ():
@@ -214,7 +219,7 @@ class _Batch:
     return Draw(
       episode=live.number,
       turn=len(live.episode.turns),
-      prompt=np.array(live.prompt, np.int32),
+      prompt=live.prompt.ids,
       max_tokens=self._runner.room(live),
       stops=texts,
       stop_ids=ids,
@@ -227,14 +232,18 @@ class _Batch:
     live.drawn = drawn
     action = live.conversation.act(drawn.ids, drawn.finish_reason)
     turn = Turn(
-      prompt=np.array(live.prompt, np.int32),
+      prompt=live.prompt.ids,
       action=action,
       logps=drawn.logps,
       versions=drawn.versions,
     )
     live.episode.turns.append(turn)
     # A copy: an environment may change what it gets, and the turn is trained.
-    self._call(("step", live.number), live.env.step, action.copied())
+    self._call(("step", live.number), env_lib.take, live.env, action.copied())
+
+  def _is_out_of_time(self, live: _Live) -> bool:
+    most = self._config.max_seconds
+    return most is not None and time.monotonic() - live.started >= most
 
   def _call(self, id: Id, method: Callable[..., Any], *args: Any) -> None:
     """Calls an environment. Its process, if it has one, has the same deadline."""
@@ -247,7 +256,7 @@ class _Batch:
     group = self._groups[number]
     group.builder, envs = result
     if hasattr(envs, "__await__"):
-      self._calls.start(("envs", number), _awaited, envs)
+      self._calls.start(("envs", number), awaited, envs)
     else:
       self._after_envs(number, envs)
 
@@ -260,12 +269,8 @@ class _Batch:
       self._guarded("first", live.number, self._begin, env)
 
   def _begin(self, number: int, env: Any) -> None:
-    live = self._lives[number]
-    tools = getattr(env, "tool_schemas", None) or ()
-    live.conversation = Conversation(
-      self._runner._tokenizer, tools, self._config.history
-    )
-    self._call(("first", live.number), env.initial_observation)
+    self._lives[number].started = time.monotonic()
+    self._call(("first", number), env.initial_observation)
 
   def _check_count(self, envs: Any) -> None:
     """Raises EnvError unless `make_envs` gave an environment for each completion."""
@@ -280,6 +285,10 @@ class _Batch:
 
   def _after_first(self, number: int, result: Any) -> None:
     live = self._lives[number]
+    tools = getattr(live.env, "tool_schemas", None) or ()
+    live.conversation = Conversation(
+      self._runner._tokenizer, tools, self._config.history
+    )
     if hasattr(result, "reward") and not hasattr(result, "next_observation"):
       # tinker-cookbook's InitialObservationOverflow: no prompt, and a reward.
       live.episode.group_reward = env_lib.finite(result.reward)
@@ -292,12 +301,18 @@ class _Batch:
     live, step = self._lives[number], env_lib.step_result(result)
     turns = live.episode.turns
     turns[-1] = dataclasses.replace(
-      turns[-1], reward=step.reward, metrics=step.metrics, logs=step.logs
+      turns[-1],
+      reward=step.reward,
+      metrics=step.metrics,
+      logs=step.logs,
+      episode_done=step.episode_done,
     )
     if step.episode_done:
       self._end(live, "done")
     elif len(turns) == self._config.max_turns:
       self._stop(live, "turns")
+    elif self._is_out_of_time(live):
+      self._stop(live, "seconds")
     else:
       self._observe(live, step.next_observation, step.next_stop_condition)
 
@@ -319,17 +334,25 @@ class _Batch:
   def _observe(self, live: _Live, observation: Any, stop: Any) -> None:
     """Makes the prompt of the next action."""
     assert live.conversation is not None
-    known = [*live.prompt, *([] if live.drawn is None else live.drawn.ids.tolist())]
-    live.prompt = live.conversation.observe(observation)
+    is_first, most = not live.episode.turns, self._config.max_observation_tokens
+    limit = self._config.max_tokens if most is None else most
+    if is_first:
+      limit = self._runner._max_prompt
+    if env_lib.has_more_characters(observation, limit * _TOKEN_CHARACTERS):
+      self._stop(live, "observation")  # before it costs the time of a tokenizer
+      return
+    prompt = live.conversation.observe(observation)
     live.stops = env_lib.stops_of(stop)
-    env_lib.check_ids([*live.prompt, *live.stops[1]], self._policy.vocab_size)
-    is_first = not live.episode.turns
-    if is_first or live.prompt[: len(known)] != known:
-      live.row_prompt = len(live.prompt)
-    most = self._config.max_observation_tokens
-    added = len(live.prompt) - len(known)
-    too_long = not is_first and most is not None and added > most
-    if too_long or (is_first and len(live.prompt) > self._runner._max_prompt):
+    env_lib.check_ids([*prompt, *live.stops[1]], self._policy.vocab_size)
+    drawn = () if live.drawn is None else live.drawn.ids
+    if not live.prompt.follow(drawn, prompt):
+      live.row_prompt = len(prompt)
+    too_long = (
+      len(prompt) > limit
+      if is_first
+      else (most is not None and live.conversation.observed > most)
+    )
+    if too_long:
       self._stop(live, "observation")
     elif self._runner.room(live) < 1:
       self._stop(live, "tokens")
@@ -369,23 +392,9 @@ class _Batch:
         self._calls.start(("close", live.number), close)
       live.env = None
     if group.builder is not None:
-      self._calls.start(("cleanup", group.number), _cleanup, group.builder)
+      self._calls.start(("cleanup", group.number), cleaned_up, group.builder)
     group.builder, group.envs = None, []
 
   def _done(self, number: int, result: Any) -> None:
     """Takes the end of a `close` or `cleanup`, which gives nothing."""
     del number, result
-
-
-def _made(make: MakeGroup) -> tuple[Any, Any]:
-  builder = make()
-  return builder, builder.make_envs()
-
-
-def _cleanup(builder: Any) -> Any:
-  cleanup = getattr(builder, "cleanup", None)
-  return None if cleanup is None else cleanup()
-
-
-async def _awaited(value: Any) -> Any:
-  return await value

@@ -1,0 +1,66 @@
+import json
+
+import pytest
+
+from tunix.generate import tool_calls
+
+
+def read(tool_format, text):
+  reader = tool_calls.ReasoningReader(
+    tool_calls.tool_reader(tool_format, ["add"]), is_open=False
+  )
+  piece = reader.push(text) + reader.end()
+  made = [(call.name, json.loads(call.arguments)) for call in piece.calls]
+  return piece.reasoning, piece.content, made
+
+
+GRANITE = (
+  "I add.\n<|tool_call|>"
+  '[{"name": "add", "arguments": {"a": 1}}, {"name": "sub", "arguments": {}}]'
+)
+OLMO = "I add. <function_calls>\nadd(a=1, b=[2, {'c': null}])\nx.y(ok=true, n=-2.5)\n"
+
+
+@pytest.mark.parametrize("end", ["", "<|/tool_call|>"])
+def test_granite(end):
+  wanted = [("add", {"a": 1}), ("sub", {})]
+  assert read("granite", GRANITE + end) == ("", "I add.", wanted)
+  thinks = "<think>hm</think>" + GRANITE
+  assert read("granite", thinks + end) == ("hm", "I add.", wanted)
+
+
+@pytest.mark.parametrize("end", ["", "</function_calls>"])
+def test_olmo3(end):
+  wanted = [("add", {"a": 1, "b": [2, {"c": None}]}), ("x.y", {"ok": True, "n": -2.5})]
+  assert read("olmo3", OLMO + end) == ("", "I add.", wanted)
+
+
+def test_reasoning_of_ministral3():
+  text = '[THINK]so we ask[/THINK]yes[TOOL_CALLS]add[ARGS]{"a": 1}'
+  assert read("mistral", text) == ("so we ask", "yes", [("add", {"a": 1})])
+
+
+@pytest.mark.parametrize(
+  "tool_format, text",
+  [
+    ("granite", "<|tool_call|>[1]"),
+    ("granite", '<|tool_call|>{"name": "add"'),
+    ("granite", '<|tool_call|>[{"name": "add", "arguments": 3}]<|/tool_call|>'),
+    ("olmo3", "<function_calls>add(1)</function_calls>"),
+    ("olmo3", "<function_calls>add(a=b)</function_calls>"),
+    ("olmo3", "<function_calls>add(a={1})</function_calls>"),
+    ("olmo3", "<function_calls>add(**{'a': 1})</function_calls>"),
+    ("olmo3", "<function_calls>add(a=__import__('os'))</function_calls>"),
+    ("olmo3", "<function_calls>a = 3</function_calls>"),
+    ("olmo3", "<function_calls>add(a=" + "(" * 5000 + "</function_calls>"),
+    ("olmo3", "<function_calls>add(a=1e999)</function_calls>"),
+    ("olmo3", "<function_calls>add(a=\0)</function_calls>"),
+  ],
+)
+def test_what_is_no_call_stays_text(tool_format, text):
+  assert read(tool_format, text) == ("", text, [])
+
+
+def test_formats_of_the_families():
+  assert tool_calls.format_of("{{ '<|tool_call|>[' }}") == "granite"
+  assert tool_calls.format_of("{{ '<function_calls>' }}") == "olmo3"

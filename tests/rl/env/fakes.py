@@ -1,0 +1,48 @@
+"""A policy without a model, for tests of episodes that take milliseconds."""
+
+import numpy as np
+
+from tests.rl.clusters import Words
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.rl.env import making
+from tunix.rl.env.config import EpisodeConfig
+from tunix.rl.env.policy import Drawn
+from tunix.rl.env.runner import Runner
+
+
+class FixedPolicy:
+  """Draws the same ids at every turn."""
+
+  vocab_size = None
+
+  def __init__(self, ids=(3, 4)):
+    self._ids, self._waiting = np.array(ids, np.int32), []
+    self.draws = []
+
+  @property
+  def open(self):
+    return len(self._waiting)
+
+  def submit(self, draws):
+    self._waiting += draws
+    self.draws += draws
+
+  def poll(self):
+    ready, self._waiting = self._waiting, []
+    logps = np.zeros(len(self._ids), np.float32)
+    return [Drawn(draw.episode, self._ids, logps, None, "stop") for draw in ready]
+
+
+def run(make, *, count=1, policy=None, tokenizer=None, prompt=64, **limits):
+  """Runs a group of `count` episodes whose environments `make` makes."""
+  tokenizer = TokenizerAdapter(Words()) if tokenizer is None else tokenizer
+  config = EpisodeConfig(**limits)
+  runner = Runner(tokenizer, config, max_prompt_length=prompt, max_action_tokens=8)
+  maker = lambda: making.group_of(make, count)
+  return runner.run([maker], count, policy or FixedPolicy())
+
+
+def drawn(episode, ids):
+  """An action with given ids."""
+  ids = np.array(ids, np.int32)
+  return Drawn(episode, ids, np.zeros(len(ids), np.float32), None, "stop")

@@ -1,0 +1,132 @@
+"""Tool calls between two marks, in the formats of Granite 3 and OLMo 3.
+
+    <|tool_call|>[{"name": "add", "arguments": {"a": 3}}]         granite
+    <function_calls>add(a=3)\nadd(a=4)</function_calls>           olmo3
+
+The closing mark may be missing at the end of an answer.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from typing import Any
+
+from tunix.generate.answer_pieces import Piece, ToolCall, held_back, new_call_id
+
+GRANITE_CALLS, GRANITE_END = "<|tool_call|>", "<|/tool_call|>"
+OLMO_CALLS, OLMO_END = "<function_calls>", "</function_calls>"
+# Values of JSON, which templates print among arguments in Python's syntax.
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+# body -> (name, arguments) of its calls; None if it is unreadable
+_Read = Callable[[str], list[tuple[str, dict[str, Any]]] | None]
+
+
+class MarkedReader:
+  """Reads calls between marks. A block that cannot be read stays text.
+
+  Args:
+    opening: mark before the calls.
+    closing: mark after them.
+    read: reads the text between the marks.
+  """
+
+  def __init__(self, opening: str, closing: str, read: _Read):
+    self._opening, self._closing, self._read = opening, closing, read
+    self._text = ""
+
+  def push(self, text: str) -> Piece:
+    self._text += text
+    piece = Piece()
+    while True:
+      before, mark, rest = self._text.partition(self._opening)
+      if not mark:
+        return piece + self._settled()
+      body, close, rest = rest.partition(self._closing)
+      if not close:
+        return piece
+      piece += self._block(before, body, close)
+      self._text = rest
+
+  def end(self) -> Piece:
+    before, mark, body = self._text.partition(self._opening)
+    self._text = ""
+    if not mark:
+      return Piece(content=before if before.strip() else "")
+    return self._block(before, body, "")
+
+  def _settled(self) -> Piece:
+    held = held_back(self._text, self._opening)
+    shown = self._text[: len(self._text) - held].rstrip()
+    self._text = self._text[len(shown) :]
+    return Piece(content=shown)
+
+  def _block(self, before: str, body: str, close: str) -> Piece:
+    found = self._read(body)
+    if not found:
+      return Piece(content=f"{before}{self._opening}{body}{close}")
+    calls = [
+      ToolCall(id=new_call_id(), name=name, arguments=json.dumps(x, ensure_ascii=False))
+      for name, x in found
+    ]
+    return Piece(content=before.rstrip(), calls=tuple(calls))
+
+
+def granite_reader() -> MarkedReader:
+  """Returns the reader of Granite 3, whose calls are a list in JSON."""
+  return MarkedReader(GRANITE_CALLS, GRANITE_END, _listed)
+
+
+def olmo3_reader() -> MarkedReader:
+  """Returns the reader of OLMo 3, whose calls are lines in Python's syntax."""
+  return MarkedReader(OLMO_CALLS, OLMO_END, _python_calls)
+
+
+def _listed(body: str) -> list[tuple[str, dict[str, Any]]] | None:
+  try:
+    values = json.loads(body)
+  except (ValueError, RecursionError):
+    return None
+  out = []
+  for value in values if isinstance(values, list) else [values]:
+    name = value.get("name") if isinstance(value, dict) else None
+    arguments = value.get("arguments", {}) if isinstance(value, dict) else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+      return None
+    out.append((name, arguments))
+  return out
+
+
+def _python_calls(body: str) -> list[tuple[str, dict[str, Any]]] | None:
+  """Reads calls with named arguments that are literals; runs nothing."""
+  try:
+    lines = ast.parse(body.strip()).body
+    return [_python_call(line) for line in lines]
+  # The text is the model's, and may be nested too deeply for the parser.
+  except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+    return None
+
+
+def _python_call(line: ast.stmt) -> tuple[str, dict[str, Any]]:
+  call = line.value if isinstance(line, ast.Expr) else None
+  if not isinstance(call, ast.Call) or call.args:
+    raise ValueError("expected name(argument=value, ...)")
+  arguments = {}
+  for keyword in call.keywords:
+    if keyword.arg is None:
+      raise ValueError("expected named arguments")
+    value = ast.literal_eval(_Json().visit(keyword.value))
+    json.dumps(value, allow_nan=False)  # sets, bytes and numbers beyond JSON are none
+    arguments[keyword.arg] = value
+  return ast.unparse(call.func), arguments
+
+
+class _Json(ast.NodeTransformer):
+  """Replaces `true`, `false` and `null` by their values."""
+
+  def visit_Name(self, node: ast.Name) -> ast.AST:
+    if node.id not in _JSON_NAMES:
+      return node
+    return ast.copy_location(ast.Constant(_JSON_NAMES[node.id]), node)
