@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 
 from tunix.generate import tokenizer_adapter
+from tunix.generate.engine.engine import Engine
 from tunix.models import backbone
 from tunix.models.automodel import AutoModel
 from tunix.perf.metrics import PerfMetricsConfig
@@ -27,6 +28,7 @@ from tunix.rl.inference_worker import InferenceWorker
 from tunix.rl.placement import Weights
 from tunix.rl.rollout import turns
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutOutput
+from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.rl.trainer import Trainer
 from tunix.rl.weight_sync import PolicyVersion, WeightSync
 from tunix.sft import inference
@@ -232,6 +234,13 @@ class RLCluster:
     with turns.turns(self.rollout, config, key, **options) as policy:
       yield policy
 
+  def ids_of(self, prompt: Any) -> np.ndarray:
+    """Returns the ids of a prompt, int32 [T]: of a text, of ids, or of messages."""
+    prompt = self._rendered(prompt, False)
+    if isinstance(prompt, str):
+      prompt = self.tokenizer.tokenize(prompt, add_eos=False)
+    return np.asarray(prompt, np.int32)
+
   def _rendered(self, prompt: Any, as_user: bool) -> Any:
     if isinstance(prompt, str) and as_user:
       prompt = [{"role": "user", "content": prompt}]
@@ -376,6 +385,19 @@ class RLCluster:
     model = self.rollout.model()
     placement.put(model, weights.arrays)
     self.rollout.update_params(model, weights.version)
+
+  def separate_engine(self, rows: int, max_tokens: int) -> tuple[Engine, nnx.Module]:
+    """Returns an engine of its own and its model; see VanillaRollout.
+
+    Raises:
+      ValueError: the rollout engine has none.
+    """
+    if not isinstance(self.rollout, VanillaRollout):
+      raise ValueError(
+        f"rollout_engine is {type(self.rollout).__name__}, and schedule is 'greedy', "
+        'which needs our engine: set rollout_engine to "vanilla"'
+      )
+    return self.rollout.separate_engine(rows, max_tokens)
 
   @property
   def version(self) -> PolicyVersion:

@@ -32,6 +32,7 @@ from tunix.rl.common import Rollouts, TrainExample, mini_batches
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.episodes import Episodes
 from tunix.rl.experience import Experience, MetricFn
+from tunix.rl.greedy import Greedy
 from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptBatch, PromptSource, prompt_batch
 from tunix.rl.rl_cluster import RLCluster
@@ -113,8 +114,24 @@ class RLLearner(BaseTrainer):
     experience, shape = self._experience, self._shape_rewards
     if not (lag := self._config.staleness):
       return Sync(experience, shape)
-    timeout_s = self._config.rollout_timeout_s
-    return Lagged(self.rl_cluster, experience, shape, lag=lag, timeout_s=timeout_s)
+    cluster, config = self.rl_cluster, self._config
+    limits = {"lag": lag, "timeout_s": config.rollout_timeout_s}
+    if config.schedule == "lagged":
+      return Lagged(cluster, experience, shape, **limits)
+    sampling, folder = (
+      cluster.cluster_config.rollout(Mode.TRAIN),
+      config.checkpoint_root_directory,
+    )
+    return Greedy(
+      cluster,
+      experience,
+      shape,
+      **limits,
+      max_tokens=sampling.max_prompt_length + experience.max_tokens(sampling),
+      generations=self.algo_config.num_generations,
+      folder=None if folder is None else str(folder),
+      replay=config.replay,
+    )
 
   def with_samples(self, samples: Samples) -> Self:
     """Writes some of the rollouts to files; returns the learner."""
