@@ -5,13 +5,14 @@ import threading
 
 import pytest
 
-from tests.rl import clusters, schedule_test
+from tests.rl import schedule_test
 from tests.rl.env import toy_envs
 from tests.rl.schedule_test import Watched, assert_same, data, trained, weights
 from tunix.generate.engine.engine import Engine
 from tunix.rl import greedy, journal
 from tunix.rl.deciders import ReplayError
 from tunix.rl.env.env import StepResult
+from tunix.rl.experience import Experience
 from tunix.rl.journal import FOLDER, JournalError
 from tunix.sft.metrics_logger import Mode
 
@@ -40,8 +41,10 @@ def assert_ended_once(folder, steps):
 
 def replayed(folder, **options):
   made = learner(replay=str(folder / FOLDER), **options)
-  made.train(data(STEPS), data(1))
-  made.close()
+  try:
+    made.train(data(STEPS), data(1))
+  finally:
+    made.close()
   return made
 
 
@@ -107,7 +110,7 @@ def test_a_replay_names_the_environment_that_answers_otherwise(whole):
   for env in (Rewards, Answers):
     with pytest.raises(ReplayError, match=message):
       replayed(folder, env=env)
-    assert not [t for t in threads() if t.name == "tunix-greedy"]
+    assert not threads()
 
 
 def test_a_run_that_is_stopped_goes_on_from_its_journal_and_is_replayed(
@@ -153,16 +156,17 @@ def test_another_schedule_or_lag_does_not_resume(whole, tmp_path):
     schedule_test.learner(1, tmp_path / "run", env=toy_envs.Echo)
 
 
-def test_the_error_of_a_reward_function_is_raised_and_can_be_tried_again(tmp_path):
-  calls = []
+def test_an_error_in_a_group_is_raised_and_can_be_tried_again(tmp_path, monkeypatch):
+  sampled, calls = Experience.group, []
 
-  def fails(prompts, completions, **columns):
+  def fails(self, batch, policy):
     calls.append(1)
     if len(calls) == 4:
       raise SystemExit("the sandbox is gone")
-    return clusters.even(prompts, completions)
+    return sampled(self, batch, policy)
 
-  made = learner(tmp_path, reward_fns=fails)
+  monkeypatch.setattr(Experience, "group", fails)
+  made = learner(tmp_path)
   with pytest.raises(SystemExit, match="the sandbox is gone"):
     made.train(data(3))
   made.train(data(3))

@@ -24,7 +24,7 @@ def test_a_record_that_is_cut_off_anywhere_is_dropped_and_written_again(tmp_path
   data = written(tmp_path)
   ends = [at for at, _ in RecordFile(path_of(tmp_path)).records] + [len(data)]
   assert len(ends) == 4
-  for length in range(len(data)):
+  for length in (0, 5, *(end + d for end in ends[:-1] for d in (0, 5, 11, 12, 13))):
     path_of(tmp_path).write_bytes(data[:length])
     torn = Journal(tmp_path)
     kept = sum(end <= length for end in ends[1:])
