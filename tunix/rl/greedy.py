@@ -34,6 +34,7 @@ from tunix.rl.experience import Experience, ShapeRewards
 from tunix.rl.journal import FOLDER, Journal
 from tunix.rl.pipeline import PromptBatch, PromptSource
 from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 from tunix.rl.schedule import Sync, not_sampled
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import mesh as mesh_lib
@@ -104,6 +105,7 @@ class Greedy(Sync):
     replay: folder of a journal to repeat; None: decisions are taken here.
 
   Raises:
+    ValueError: the rollout engine cannot be used.
     JournalError: the journal is damaged.
     FileNotFoundError: there is no journal to repeat.
   """
@@ -122,6 +124,13 @@ class Greedy(Sync):
     replay: str | None,
   ):
     super().__init__(experience, shape_rewards)
+    if not isinstance(rollout := cluster.rollout, VanillaRollout):
+      raise ValueError(
+        f"rollout_engine is {type(rollout).__name__}, and schedule is 'greedy', which "
+        'needs our engine: set rollout_engine to "vanilla"'
+      )
+    rollout.check_separate_engine()
+    self._rollout: VanillaRollout = rollout
     self._cluster, self._lag, self._timeout_s = cluster, lag, timeout_s
     self._max_tokens, self._generations = max_tokens, generations
     self._journal: Journal | None = None
@@ -257,7 +266,7 @@ class Greedy(Sync):
     rows = prompts * self._generations * (self._lag + 1)
     vocab_size = self._cluster.rollout.model().config.vocab_size
     self._loop = EngineLoop(
-      lambda: self._cluster.separate_engine(rows, self._max_tokens),
+      lambda: self._rollout.separate_engine(rows, self._max_tokens),
       self._cluster.cluster_config.rollout(Mode.TRAIN),
       self._decider,
       self._take,

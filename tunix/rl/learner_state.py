@@ -138,7 +138,7 @@ def identity(cluster: RLCluster) -> dict[str, Any]:
   """Returns what a run does not change: stamps of models, a lag and a schedule."""
   fixed = {"reference": cluster.reference, "reward model": cluster.reward}
   config = cluster.cluster_config.training_config
-  ahead = {"lag": config.staleness} if config.staleness else {}
+  ahead: dict[str, Any] = {"lag": config.staleness} if config.staleness else {}
   if config.schedule == "greedy":
     ahead["schedule"] = "greedy"
   return ahead | {

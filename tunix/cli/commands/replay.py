@@ -10,7 +10,7 @@ from typing import Any
 
 from tunix.cli.commands import train
 from tunix.cli.commands.arguments import Parser
-from tunix.cli.jobs.rl import RLRun
+from tunix.cli.jobs.rl_settings import RLRun
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.settings import keys
 from tunix.rl.journal import FOLDER

@@ -81,13 +81,21 @@ class VanillaRollout(SamplerRollout):
     Raises:
       ValueError: the model is for the padded sampler.
     """
+    self.check_separate_engine()
+    return self._sampler.separate_engine(rows, max_tokens)
+
+  def check_separate_engine(self) -> None:
+    """Checks that there is an engine.
+
+    Raises:
+      ValueError: the model is for the padded sampler.
+    """
     if not isinstance(self._sampler, EngineSampler):
       raise ValueError(
         "the rollout engine is the padded sampler, and schedule is 'greedy', which "
         "needs our engine: use a model that suits it (engine_sampler.suits), or set "
         "schedule to lagged"
       )
-    return self._sampler.separate_engine(rows, max_tokens)
 
   def update_params(self, model: Any, version: Any) -> None:
     """Stores the version; the weights are in the module already.
