@@ -9,7 +9,7 @@ from tests.rl import schedule_test
 from tests.rl.env import toy_envs
 from tests.rl.schedule_test import Watched, assert_same, data, trained, weights
 from tunix.generate.engine.engine import Engine
-from tunix.rl import greedy, journal
+from tunix.rl import jobs, journal
 from tunix.rl.deciders import ReplayError
 from tunix.rl.env.env import StepResult
 from tunix.rl.experience import Experience
@@ -20,7 +20,7 @@ STEPS = 4
 
 
 def learner(folder=None, *, lag=1, **options):
-  options = {"schedule": "greedy", "rollout_timeout_s": 30.0} | options
+  options = {"schedule": "greedy", "rollout_timeout_s": 300.0} | options
   return schedule_test.learner(0, folder, own_lag=lag, **options)
 
 
@@ -51,8 +51,8 @@ def replayed(folder, **options):
 def test_prompts_that_may_start_by_the_rule_of_areal():
   # B = 4 prompts a step. Before step 1 those of S + 1 = 3 steps may start, before step
   # 2 those of 4: 2 + 2 more than the 4 that are trained then.
-  assert greedy.admissible(2, 1, 4) == 12
-  assert greedy.admissible(2, 2, 4) == 16
+  assert jobs.admissible(2, 1, 4) == 12
+  assert jobs.admissible(2, 2, 4) == 16
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +159,11 @@ def test_another_schedule_or_lag_does_not_resume(whole, tmp_path):
 def test_an_error_in_a_group_is_raised_and_can_be_tried_again(tmp_path, monkeypatch):
   sampled, calls = Experience.group, []
 
-  def fails(self, batch, policy):
+  def fails(self, *args):
     calls.append(1)
     if len(calls) == 4:
       raise SystemExit("the sandbox is gone")
-    return sampled(self, batch, policy)
+    return sampled(self, *args)
 
   monkeypatch.setattr(Experience, "group", fails)
   made = learner(tmp_path)
@@ -186,7 +186,8 @@ def test_a_party_that_stops_ends_the_run_with_its_name(party, monkeypatch):
       return super().step(action)
 
   made = learner(env=Hangs if party == "environment" else toy_envs.OneAnswer)
-  made._schedule._timeout_s = 1.0
+  if party == "environment":
+    made._schedule._timeout_s = 1.0
   if party == "engine":
     monkeypatch.setattr(Engine, "_step", lambda self: 1 / 0)
   if party == "learner":

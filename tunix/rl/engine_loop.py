@@ -23,6 +23,7 @@ from tunix.rl import placement
 from tunix.rl.common import Rollouts
 from tunix.rl.env.policy import Draw, Drawn
 from tunix.rl.journal import Group
+from tunix.rl.metrics import Phases
 from tunix.rl.placement import Weights
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.rl.rollout.turns import EngineTurns
@@ -122,6 +123,7 @@ class GroupPolicy:
   def __init__(self, loop: EngineLoop, group: Group, key: jax.Array, first: int):
     self._loop, self.group, self.key, self.first = loop, group, key, first
     self.vocab_size: int | None = loop.vocab_size
+    self.phases = Phases()  # only the group's thread uses it before `hand_in`
     self.turns: EngineTurns | None = None  # only the engine's thread uses it
     self.is_abandoned = False
     self._open = 0
@@ -182,6 +184,7 @@ class EngineLoop:
     make_engine: Callable[[], tuple[Engine, Any]],
     config: RolloutConfig,
     decider: Decider,
+    *,
     on_end: Callable[[Ended], None],
     on_start: Callable[[], None],
     vocab_size: int,

@@ -142,7 +142,7 @@ class Experience:
     # Prompts that were put back are sampled again under the same batch number.
     return key if number is None else jax.random.fold_in(key, number)
 
-  def group(self, batch: PromptBatch, policy: Policy) -> Rollouts:
+  def group(self, batch: PromptBatch, policy: Policy, phases: Phases) -> Rollouts:
     """Samples the completions of one prompt in training, and computes their rewards.
 
     The scores are those before `shaped`. Several threads may call it; reward functions
@@ -151,23 +151,28 @@ class Experience:
     Args:
       batch: the prompt.
       policy: draws the actions.
+      phases: receives the seconds.
     """
+    with phases("rollout"):
+      rollouts = self._drawn(batch, policy)
+    with self._one_at_a_time, phases("rewards"):
+      return self._rewarded(rollouts)
+
+  def _drawn(self, batch: PromptBatch, policy: Policy) -> Rollouts:
+    """Returns the completions of one prompt, without rewards."""
     cluster, size = self._cluster, self._config.num_generations
     config = cluster.cluster_config.rollout(Mode.TRAIN)
     if (source := self._episodes) is not None:
-      rollouts, _ = source.run(batch, Mode.TRAIN, size, policy, has_versions=True)
-    else:
-      ids = cluster.ids_of(batch.inputs[0])
-      out = one_turn.completions(cluster.tokenizer, ids, config, size, policy)
-      rollouts = common.rollouts_of(
-        out,
-        batch,
-        config,
-        group_size=size,
-        bucketed=cluster.cluster_config.training_config.bucketed_lengths,
-      )
-    with self._one_at_a_time:
-      return self._rewarded(rollouts)
+      return source.run(batch, Mode.TRAIN, size, policy, has_versions=True)[0]
+    ids = cluster.ids_of(batch.inputs[0])
+    out = one_turn.completions(cluster.tokenizer, ids, config, size, policy)
+    return common.rollouts_of(
+      out,
+      batch,
+      config,
+      group_size=size,
+      bucketed=cluster.cluster_config.training_config.bucketed_lengths,
+    )
 
   def shaped(
     self,

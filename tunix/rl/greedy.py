@@ -6,8 +6,7 @@
 Each prompt is a group: a thread of its own runs its environments and rewards, and asks
 the engine for actions (engine_loop.py). Batches start and are trained in the order of
 the data, so nothing is discarded and no length is favoured. The rule of admission
-bounds the age of every token: before step t (from 0) at most S + t + 1 batches have
-started, see `admissible`.
+bounds the age of every token, see `jobs.admissible`.
 
 What depends on timing is which requests and which weights the engine takes before which
 launch, and is in the journal (journal.py). After a kill, groups that had ended are read
@@ -31,7 +30,8 @@ from tunix.rl.common import Rollouts
 from tunix.rl.deciders import Live, Replayed
 from tunix.rl.engine_loop import Abandoned, Decider, Ended, EngineLoop, GroupPolicy
 from tunix.rl.experience import Experience, ShapeRewards
-from tunix.rl.journal import FOLDER, Journal
+from tunix.rl.jobs import Job, admissible
+from tunix.rl.journal import FOLDER, Journal, JournalError
 from tunix.rl.pipeline import PromptBatch, PromptSource
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.rollout.vanilla_rollout import VanillaRollout
@@ -43,51 +43,6 @@ _log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two looks of the learner at the engine's thread
 _CLOSE_S = 60.0  # in which threads may still end when the learner is closed
-
-
-def admissible(lag: int, step: int, size: int) -> int:
-  """Returns how many prompts may have started: (S + step) * B.
-
-  The rule of AReaL (Fu et al., "AReaL: A Large-Scale Asynchronous Reinforcement
-  Learning System for Language Reasoning", 2025), where prompts that are trained, wait
-  or run all count. As batches are trained in order, no token of the batch of a step is
-  older than S steps.
-
-  Args:
-    lag: S, the largest age of a token in steps.
-    step: number of the step whose batch is collected, from 1.
-    size: B, prompts of a step.
-  """
-  return (lag + step) * size
-
-
-@dataclasses.dataclass(eq=False)
-class _Job:
-  """A batch of prompts.
-
-  Attributes:
-    batch: the prompts.
-    number: batches that are trained on before it.
-    groups: rollouts of each prompt, None as long as they are not complete.
-    ended_at: times at which they were.
-    policies: those of the prompts that were started and not ended.
-  """
-
-  batch: PromptBatch
-  number: int
-  groups: list[Rollouts | None]
-  ended_at: list[float]
-  policies: dict[int, GroupPolicy] = dataclasses.field(default_factory=dict)
-
-  @classmethod
-  def of(cls, batch: PromptBatch, number: int) -> _Job:
-    count = len(batch.prompts)
-    return cls(batch, number, [None] * count, [0.0] * count)
-
-  @property
-  def missing(self) -> list[int]:
-    """Prompts whose rollouts are not complete."""
-    return [i for i, group in enumerate(self.groups) if group is None]
 
 
 class Greedy(Sync):
@@ -145,8 +100,8 @@ class Greedy(Sync):
     seed = cluster.cluster_config.rollout(Mode.TRAIN).seed
     if (journal := self._journal or self._replayed) is not None:
       journal.check({"lag": lag, "generations": generations, "seed": seed})
-    self._jobs: list[_Job] = []  # not yet trained on, in the order of training
-    self._kept: list[_Job] = []  # the same after the last `commit`
+    self._jobs: list[Job] = []  # not yet trained on, in the order of training
+    self._kept: list[Job] = []  # the same after the last `commit`
     self._loop: EngineLoop | None = None
     self._threads: list[threading.Thread] = []
 
@@ -155,6 +110,8 @@ class Greedy(Sync):
   def begin(self) -> None:
     self._stop()
     self._jobs = list(self._kept)
+    for job in self._jobs:  # an end may have been written while the threads ended
+      self._read_ended(job)
 
   def has_more(self, source: PromptSource) -> bool:
     return bool(self._jobs) or source.has_more()
@@ -163,7 +120,7 @@ class Greedy(Sync):
     # In batches, the rule allows lag + number + 1 of them, of which `number` are gone.
     most = admissible(self._lag, number + 1, 1) - number
     while len(self._jobs) < most and (batch := source.take()) is not None:
-      job = _Job.of(batch, number + len(self._jobs))
+      job = Job.of(batch, number + len(self._jobs))
       self._read_ended(job)
       with self._guard():
         self._jobs.append(job)
@@ -188,22 +145,29 @@ class Greedy(Sync):
       self._wait(job)
     with self._guard():
       self._jobs.pop(0)
-    now = time.monotonic()
-    ages = [now - at for at in job.ended_at if at]
-    experience.phases.add("queue_age", sum(ages) / max(1, len(ages)))
-    missing = sum(len(job.missing) for job in self._jobs)
-    experience.phases.note("episodes_in_flight", float(missing * self._generations))
-    if self._loop is not None:
-      experience.phases.add("engine_idle", self._loop.take_idle())
+    self._note_timings(job)
     whole = common.joined([group for group in job.groups if group is not None])
     return experience.shaped(whole, self._shape_rewards, experience.measured)
+
+  def _note_timings(self, job: Job) -> None:
+    phases, now = self._experience.phases, time.monotonic()
+    ages = [now - at for at in job.ended_at if at]
+    phases.add("queue_age", sum(ages) / max(1, len(ages)))
+    missing = sum(len(job.missing) for job in self._jobs)
+    phases.note("episodes_in_flight", float(missing * self._generations))
+    phases.add("engine_idle", 0.0 if self._loop is None else self._loop.take_idle())
+    # Prompts are sampled at the same time, and rewards are computed one by one.
+    each = lambda name: [seconds.get(name, 0.0) for seconds in job.seconds]
+    phases.add("rollout", max(each("rollout"), default=0.0))
+    phases.add("rewards", sum(each("rewards")))
 
   def _evaluated(self, batch: PromptBatch, number: int) -> Rollouts:
     """Samples with the rollout's own engine, while the greedy one makes a pause."""
     self._cluster.load_weights(self._cluster.weights())
     if self._loop is None:
       return super().rollouts(batch, Mode.EVAL, number)
-    self._loop.park(self._timeout_s)
+    with self._experience.phases("data_wait"):
+      self._loop.park(self._timeout_s)
     try:
       return super().rollouts(batch, Mode.EVAL, number)
     finally:
@@ -237,7 +201,7 @@ class Greedy(Sync):
 
   def load(self, saved: list[Any]) -> None:
     for one in saved:
-      job = _Job.of(PromptBatch(**one["batch"]), one["number"])
+      job = Job.of(PromptBatch(**one["batch"]), one["number"])
       self._read_ended(job)
       self._jobs.append(job)
     self.commit()
@@ -253,25 +217,31 @@ class Greedy(Sync):
     """Returns the lock of what the engine's thread reads, if there is that thread."""
     return contextlib.nullcontext() if self._loop is None else self._loop.changed
 
-  def _read_ended(self, job: _Job) -> None:
+  def _read_ended(self, job: Job) -> None:
     if self._journal is None:
       return
     for prompt in job.missing:
       if (job.number, prompt) in self._journal.ended:
         content = self._journal.content((job.number, prompt))
-        job.groups[prompt] = saved_rollouts.from_json(content)
+        rollouts = saved_rollouts.from_json(content)
+        if str(rollouts.batch.prompts) != str([job.batch.prompts[prompt]]):
+          raise JournalError(
+            f"{self._journal.folder} has other data for prompt {prompt} of batch "
+            f"{job.number}: use the data of that run, or another folder"
+          )
+        job.groups[prompt] = rollouts
 
   def _start(self, prompts: int) -> None:
     """Starts the engine's thread with the present weights."""
     rows = prompts * self._generations * (self._lag + 1)
-    vocab_size = self._cluster.rollout.model().config.vocab_size
+    model: Any = self._rollout.model()
     self._loop = EngineLoop(
       lambda: self._rollout.separate_engine(rows, self._max_tokens),
       self._cluster.cluster_config.rollout(Mode.TRAIN),
       self._decider,
-      self._take,
-      self._start_again,
-      vocab_size,
+      on_end=self._take,
+      on_start=self._start_again,
+      vocab_size=model.config.vocab_size,
     )
     self._loop.offer(self._cluster.weights())
     self._loop.start()
@@ -287,17 +257,16 @@ class Greedy(Sync):
     has_ended = self._loop.stop(left())
     for thread in self._threads:
       thread.join(left())
-    alive = [thread.name for thread in self._threads if thread.is_alive()]
+    alive = sum(thread.is_alive() for thread in self._threads)
     if alive or not has_ended:
       _log.warning(
-        "%d environments or reward functions and %d launches have not ended; their "
-        "threads end with the process",
-        len(alive),
-        int(not has_ended),
+        "%d threads of environments or reward functions and %d of the engine have not "
+        "ended; they end with the process",
+        *(alive, int(not has_ended)),
       )
     self._loop, self._threads = None, []
 
-  def _wait(self, job: _Job) -> None:
+  def _wait(self, job: Job) -> None:
     """Waits until a batch is complete.
 
     Raises:
@@ -331,7 +300,7 @@ class Greedy(Sync):
         if prompt not in job.policies:
           self._start_group(job, prompt, key)
 
-  def _start_group(self, job: _Job, prompt: int, key: Any) -> None:
+  def _start_group(self, job: Job, prompt: int, key: Any) -> None:
     assert self._loop is not None
     first = prompt * self._generations
     policy = GroupPolicy(self._loop, (job.number, prompt), key, first)
@@ -352,6 +321,7 @@ class Greedy(Sync):
       if job.number == number:
         job.groups[prompt] = ended.rollouts
         job.ended_at[prompt] = time.monotonic()
+        job.seconds.append(ended.policy.phases.seconds)
         job.policies.pop(prompt, None)
 
   def _abandon(self) -> None:
@@ -372,7 +342,7 @@ class Greedy(Sync):
   ) -> None:
     try:
       with mesh_lib.use_mesh(mesh):
-        rollouts = self._experience.group(batch, policy)
+        rollouts = self._experience.group(batch, policy, policy.phases)
       # Environments are not part of the journal, so none is kept in memory either.
       for episode in rollouts.episodes:
         episode.environment = None

@@ -85,7 +85,7 @@ METRICS = (
     "perf/data_wait_sec",
     "s",
     "time in which the learner waited for rollouts; perf/rollout_sec and "
-    "perf/rewards_sec are then times of the thread that samples",
+    "perf/rewards_sec are then times of the threads that sample",
     condition="if `rl.schedule` is lagged or greedy",
   ),
   Metric(
