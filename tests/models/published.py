@@ -18,6 +18,10 @@ COUNTS = {
   "gemma3_4b": ("google/gemma-3-4b-pt", 4_300_079_472),
   "gemma3_12b": ("google/gemma-3-12b-pt", 12_187_325_040),
   "gemma3_27b": ("google/gemma-3-27b-pt", 27_432_406_640),
+  # The model card (arXiv:2508.10925) gives 20.91B and 116.83B parameters; the numbers
+  # are those of the presets. The files count four-bit weights otherwise.
+  "gpt_oss_20b": ("openai/gpt-oss-20b", 20_914_757_184),
+  "gpt_oss_120b": ("openai/gpt-oss-120b", 116_829_156_672),
   "granite3p1_2b": ("ibm-granite/granite-3.1-2b-base", 2_533_531_648),
   "granite3p1_8b": ("ibm-granite/granite-3.1-8b-base", 8_170_848_256),
   "granite3p3_2b": ("ibm-granite/granite-3.3-2b-base", 2_533_539_840),
@@ -38,6 +42,11 @@ COUNTS = {
   "mistral_7b_v0p1": ("mistralai/Mistral-7B-v0.1", 7_241_732_096),
   "mistral_7b_v0p3": ("mistralai/Mistral-7B-v0.3", 7_248_023_552),
   "mistral_nemo_12b": ("mistralai/Mistral-Nemo-Base-2407", 12_247_782_400),
+  "nemotron3_nano_30b_a3b": (
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+    31_577_940_288,
+  ),
+  "nemotron_nano_9b_v2": ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", 8_888_227_328),
   "olmo2_1b": ("allenai/OLMo-2-0425-1B", 1_484_916_736),
   "olmo2_7b": ("allenai/OLMo-2-1124-7B", 7_298_617_344),
   "olmo2_13b": ("allenai/OLMo-2-1124-13B", 13_716_198_400),
