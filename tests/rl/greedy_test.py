@@ -131,7 +131,7 @@ def test_a_run_that_is_stopped_goes_on_from_its_journal_and_is_replayed(
   shutil.copytree(folder, tmp_path / "early")
   for step in (2, 3, 4):
     shutil.rmtree(tmp_path / "early" / str(step))
-  cut_after_ends(tmp_path / "early", 3)
+  cut_after_batch(tmp_path / "early", 0)
   early = learner(tmp_path / "early", env=toy_envs.Echo)
   early.train(data(STEPS), data(1))
   early.close()
@@ -140,11 +140,12 @@ def test_a_run_that_is_stopped_goes_on_from_its_journal_and_is_replayed(
   assert_same(weights(replayed(tmp_path / "early", env=toy_envs.Echo)), weights(early))
 
 
-def cut_after_ends(folder, count):
-  """Cuts the journal as a kill does, in the middle of the record after some ends."""
+def cut_after_batch(folder, number):
+  """Cuts the journal as a kill does, in the middle of the first end after a batch's."""
   file = folder / FOLDER / "decisions.bin"
-  ends = [at for at, record in journal.read(file)[0] if record[0] == "end"]
-  file.write_bytes(file.read_bytes()[: ends[count] + 5])
+  ends = [(at, r[2]) for at, r in journal.read(file)[0] if r[0] == "end"]
+  last = max(i for i, (_, batch) in enumerate(ends) if batch == number)
+  file.write_bytes(file.read_bytes()[: ends[last + 1][0] + 5])
 
 
 def test_another_schedule_or_lag_does_not_resume(whole, tmp_path):

@@ -1,5 +1,6 @@
-"""What takes effect before a launch of a greedy engine: all that has arrived, or what
-the journal of another run says.
+"""Deciders of a greedy engine: they choose what takes effect before a launch.
+
+`Live` takes all that has arrived. `Replayed` takes what the journal of a run says.
 """
 
 from __future__ import annotations

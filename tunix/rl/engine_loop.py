@@ -76,7 +76,7 @@ Decision = Start | Switch | Asked | Ended
 
 @dataclasses.dataclass
 class Inbox:
-  """What has arrived and is not decided.
+  """Requests, ended groups and weights that no decision has taken.
 
   Attributes:
     asked, ended: in the order of their arrival.
