@@ -196,7 +196,7 @@ def test_a_party_that_stops_ends_the_run_with_its_name(party, monkeypatch):
   kinds = {
     "environment": (TimeoutError, "prompt 0 of batch 0 of the rollouts"),
     "engine": (RuntimeError, "the engine failed"),
-    "learner": (ZeroDivisionError, ""),
+    "learner": (ZeroDivisionError, "division by zero"),
   }
   kind, message = kinds[party]
   with pytest.raises(kind, match=message):
