@@ -25,6 +25,7 @@ SLOW = (pytest.mark.slow, pytest.mark.ci)
 PRESETS = (
   "gpt_oss_20b",
   "nemotron_nano_9b_v2",
+  "qwen3p5_0p8b",
   pytest.param("qwen3_30b_a3b", marks=SLOW),
 )
 

@@ -28,6 +28,8 @@ class Attention(nnx.Module):
 
   Attributes:
     q_proj, k_proj, v_proj, o_proj: linear maps [D, N*H], [D, K*H], [D, K*H], [N*H, D].
+    gated: if True, q_proj is [D, N*2*H]: each head has a query and a gate, and its
+      output is multiplied by the sigmoid of the gate (Qwen3.5).
     q_norm, k_norm: RMS norms of queries and keys, or None.
     head_dim: size H of a head.
     scale, softcap, implementation, rules: see `attention_paths.attend`.
@@ -51,6 +53,7 @@ class Attention(nnx.Module):
     softcap: float | None = None,
     windows: tuple[int | None, ...] = (None,),
     wide_norm: bool = False,
+    gated: bool = False,
     implementation: str = "auto",
     rules: ShardingRules | None = None,
     sinks: nnx.Param | None = None,
@@ -64,6 +67,7 @@ class Attention(nnx.Module):
     self.softcap = softcap
     self.windows = windows
     self.wide_norm = wide_norm
+    self.gated = gated
     self.implementation = implementation
     self.rules = ShardingRules() if rules is None else rules
 
@@ -89,7 +93,7 @@ class Attention(nnx.Module):
         the cache of one layer that attends itself, `cache.LayerCache`.
       kind: number of the layer's window; traced if the layers are scanned.
     """
-    query, key, value = self._project(x)
+    query, gate, key, value = self._project(x)
     with jax.named_scope("rope"):
       query, key = (
         rotate(query, angles.for_queries()),
@@ -108,7 +112,7 @@ class Attention(nnx.Module):
         rules=self.rules,
         sinks=self._sink_logits(),
       )
-      return self._output(out), keys_values
+      return self._output(out, gate), keys_values
     if cached is not None:
       fresh = _swap(key), _swap(value)
       if ring.is_ring(cached[0], visible):
@@ -124,31 +128,43 @@ class Attention(nnx.Module):
       key, value = map(_swap, seen)
     visible = dataclasses.replace(visible, aligned=cached is None)
     out = self._attend(query, key.astype(x.dtype), value.astype(x.dtype), visible, kind)
-    return self._output(out), keys_values
+    return self._output(out, gate), keys_values
 
   def _sink_logits(self) -> jax.Array | None:
     return None if self.sinks is None else self.sinks[...]
 
-  def _output(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+  def _output(
+    self, out: Float[Array, "B T N H"], gate: jax.Array | None
+  ) -> Float[Array, "B T D"]:
     """Maps the heads' outputs back to the residual stream."""
+    if gate is not None:
+      out = out * jax.nn.sigmoid(gate)
     out = sharding.pin_rows(out.reshape(*out.shape[:2], -1), self.rules)
     out = sharding.pin_features(out, self.rules)
     with jax.named_scope("out_proj"):
       return self.o_proj(out)
 
   def _project(self, x):
-    """Returns queries, keys and values by heads; queries and keys are normalised."""
+    """Returns queries, gates, keys and values by heads.
+
+    Queries and keys are normalised. The gates are None if the heads have none.
+    """
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope("qkv_matmul"):
       query, key, value = (
         sharding.pin_rows(sharding.pin_features(proj(x), self.rules), self.rules)
         for proj in (self.q_proj, self.k_proj, self.v_proj)
       )
+    gate = None
+    if self.gated:
+      pairs = query.reshape(*x.shape[:2], -1, 2, self.head_dim)
+      query, gate = pairs[..., 0, :], pairs[..., 1, :]
+      query = query.reshape(*x.shape[:2], -1)
     if not self.wide_norm:
       query, key = query.reshape(heads), key.reshape(heads)
     if self.q_norm is not None and self.k_norm is not None:
       query, key = self.q_norm(query), self.k_norm(key)
-    return query.reshape(heads), key.reshape(heads), value.reshape(heads)
+    return query.reshape(heads), gate, key.reshape(heads), value.reshape(heads)
 
   def _attend(self, query, key, value, visible: Visibility, kind: Kind) -> jax.Array:
     """Computes attention within the window of the layer's kind.

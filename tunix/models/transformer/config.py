@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from tunix.models.transformer.mixer_config import Mamba2Config as Mamba2Config
+from tunix.models.transformer.mixer_config import (
+  DeltaNetConfig as DeltaNetConfig,
+  Mamba2Config as Mamba2Config,
+)
 from tunix.models.transformer.moe_config import (
   ClampedGate as ClampedGate,
   MoEConfig as MoEConfig,
@@ -124,6 +127,8 @@ class TransformerConfig:
       3, Gemma 3) or "all" for all heads together (OLMo 2).
     attention_sinks: if True, every head has a sink logit in the softmax of its scores
       (gpt-oss), see `ops.sinks`.
+    attention_gate: if True, the outputs of the heads are multiplied by the sigmoid of a
+      gate, which the queries' projection gives too (Qwen3.5).
     qkv_bias, o_bias: if True, the attention's projections have biases.
     gated_mlp: if False, the MLP and the experts are down(activation(up(x))).
     parts: the parts of a layer: "both" mixer and MLP, or only the "mixer" or the "mlp",
@@ -172,11 +177,12 @@ class TransformerConfig:
   embedding_multiplier: float | None = None
   qk_norm: Literal["head", "all"] | None = None
   attention_sinks: bool = False
+  attention_gate: bool = False
   qkv_bias: bool = False
   o_bias: bool = False
   gated_mlp: bool = True
   parts: Literal["both", "mixer", "mlp"] = "both"
-  mixer: Mamba2Config | None = None
+  mixer: Mamba2Config | DeltaNetConfig | None = None
   moe: MoEConfig | None = None
   num_scores: int | None = None
   max_position: int | None = None
