@@ -140,7 +140,7 @@ def episodes(**options: Any) -> None:
 
 
 def greedy(**options: Any) -> None:
-  learner = clusters.grpo(schedule="greedy", **options)
+  learner = clusters.grpo({"eval_num_generations": 2}, schedule="greedy", **options)
   learner.train(clusters.prompts(1), clusters.prompts(1, seed=1))
   learner.close()
 
