@@ -139,6 +139,12 @@ def episodes(**options: Any) -> None:
   learner.close()
 
 
+def greedy(**options: Any) -> None:
+  learner = clusters.grpo({"eval_num_generations": 2}, schedule="greedy", **options)
+  learner.train(clusters.prompts(1), clusters.prompts(1, seed=1))
+  learner.close()
+
+
 def ppo(**options: Any) -> None:
   actor: Any = clusters.model()
   config = clusters.config(critic_optimizer=optax.adam(1e-3), **options)
@@ -238,6 +244,15 @@ JOBS = {
     | {"groups/all_equal", "perf/data_wait_sec", "staleness/mean", "staleness/max"}
     | {f"{CORRECTION}truncated", *WEIGHTS}
     | {metric.name for metric in metrics_table.declared("tunix.rl.episodes")},
+  ),
+  "greedy": job(
+    greedy,
+    *RL,
+    conditional=PARITY
+    | {f"rewards/score/prompt_p{percent}" for percent in (25, 75)}
+    | {"groups/all_equal", "perf/data_wait_sec", "staleness/mean", "staleness/max"}
+    | {f"perf/{name}_sec" for name in ("engine_idle", "queue_age")}
+    | {f"{CORRECTION}truncated", *WEIGHTS, "perf/episodes_in_flight"},
   ),
   "ppo": job(
     ppo,

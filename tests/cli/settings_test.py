@@ -76,6 +76,7 @@ NEEDS = {
   "reward.timeout_s": {"reward.workers": 1},
   "rl.reference": {"algorithm.beta": 0.1},
   "rl.lag": {"rl.schedule": "lagged"},
+  "rl.replay": {"rl.schedule": "greedy"},
   "distill.teacher_dtype": {"distill.teacher": "t"},
   "algorithm.kl_corrected": {"algorithm.beta": 0.1},
 }

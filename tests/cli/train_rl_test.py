@@ -120,6 +120,22 @@ def test_a_run_that_is_resumed_is_the_same(keys, job, schedule, tmp_path, capsys
 
 @pytest.mark.slow
 @pytest.mark.ci
+def test_a_greedy_run_is_replayed(keys, tmp_path, capsys):
+  keys = keys | {"rl__schedule": "greedy", "rl__shuffle_seed": 1}
+  out = keys["output_dir"]
+  assert train(keys, training__max_steps=2) == 0
+  assert train(keys) == 0
+  assert runs.tunix("replay", str(out)) == 0
+  assert "is equal: step 4, weights" in capsys.readouterr().out
+  lines = (out / "logs" / "metrics.jsonl").read_text()
+  (out / "logs" / "metrics.jsonl").write_text(lines.replace("rewards/short", "x", 1))
+  assert runs.tunix("replay", str(out), "--to", str(tmp_path / "again")) == 1
+  assert "train metric x of step 1 is None" in capsys.readouterr().err
+  assert runs.tunix("replay", str(out), "--to", str(tmp_path / "again")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_is_traced_and_profiled(keys, tmp_path):
   profile = {"log_dir": tmp_path / "profile", "skip_first_n_steps": 1}
   more = {f"training__profiler_options__{k}": v for k, v in profile.items()}

@@ -1,4 +1,7 @@
-"""Runs one RL job of the kill drills: python -m tests.rl.drill_worker JOB FOLDER."""
+"""Runs one RL job of the kill drills: python -m tests.rl.drill_worker JOB FOLDER.
+
+A greedy job whose FOLDER begins with "replay_" repeats the one beside it.
+"""
 
 import pathlib
 import sys
@@ -31,7 +34,7 @@ def sometimes(prompts, completions, number, **columns):
 
 
 def learner(job: str, folder: pathlib.Path) -> RLLearner:
-  """The learner of a job: "grpo", "grpo-lora", "lagged", "lagged-env", ..."""
+  """The learner of a job: "grpo", "grpo-lora", "lagged", "greedy-env", ..."""
   options = {
     "max_steps": STEPS,
     "eval_every_n_steps": 6,
@@ -54,8 +57,14 @@ def learner(job: str, folder: pathlib.Path) -> RLLearner:
     cluster = clusters.cluster(actor(), **options)
     config = DAPOConfig(num_generations=4, num_iterations=2)
     return DAPOLearner(cluster, config, sometimes, data_shuffle_seed=1)
-  if job == "lagged-env":
-    options |= {"schedule": "lagged"}
+  if job.startswith("greedy"):
+    options |= {"schedule": "greedy"}
+    if folder.name.startswith("replay_"):
+      other = folder.with_name(folder.name.removeprefix("replay_"))
+      options["replay"] = str(other / "checkpoints" / "journal")
+  if job.endswith("-env"):
+    if job == "lagged-env":
+      options |= {"schedule": "lagged"}
     options["rollout"] = {"max_tokens_to_generate": 4, "max_prompt_length": 8}
     cluster = clusters.cluster(actor(), **options)
     config = GRPOConfig(num_generations=4, num_iterations=2, beta=0.0)

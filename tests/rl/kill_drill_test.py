@@ -1,10 +1,16 @@
 """RL runs that are killed at awkward moments end with the bytes of an untouched run."""
 
+import collections
+import random
+import signal
 import sys
+import time
 
 import pytest
 
 from tests import drills
+from tests.rl import drill_worker
+from tunix.rl import journal
 
 
 @pytest.mark.slow
@@ -27,3 +33,39 @@ def test_killed_runs_resume_exactly(tmp_path, job, kills):
     ]
   )
   drill.check(tmp_path, random_kills=kills)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ("job", "kills"), [pytest.param("greedy-env", 2, marks=pytest.mark.ci), ("greedy", 5)]
+)
+def test_killed_greedy_runs_lose_nothing_and_are_replayed(tmp_path, job, kills):
+  command = [sys.executable, "-m", "tests.rl.drill_worker", job]
+  drill = drills.KillDrill(command=lambda folder: [*command, str(folder)])
+  folder, dice = tmp_path / "run", random.Random(len(job))
+  file = folder / "checkpoints" / journal.FOLDER / journal.DECISIONS
+  for kill in range(kills):
+    if kill == 1:
+      assert drill.interrupt(folder, after_saves=1, in_save=True)
+    else:
+      kill_at(drill.start(folder), file, dice.randrange(20, 900))
+  drill.finish(folder)
+  records = [record for _, record in journal.read(file)[0]]
+  ends = collections.Counter(tuple(r[2:4]) for r in records if r[0] == "end")
+  batches = drill_worker.STEPS // 4  # two mini-batches, two iterations
+  trained = {(batch, prompt) for batch in range(batches) for prompt in range(4)}
+  assert trained <= ends.keys() and set(ends.values()) == {1}
+  drill.finish(tmp_path / "replay_run")
+  assert drill.digest(tmp_path / "replay_run") == drill.digest(folder)
+
+
+def kill_at(run, file, more):
+  """Kills a run when its journal has grown by some bytes, in the middle of a step."""
+  size = lambda: file.stat().st_size if file.exists() else 0
+  end, until = size() + more, time.monotonic() + drills.DEADLINE_SECONDS
+  while size() < end and run.poll() is None:
+    assert time.monotonic() < until, "the journal did not grow"
+    time.sleep(0.002)
+  run.kill()
+  output, _ = run.communicate(timeout=60)
+  assert run.returncode == -signal.SIGKILL, output

@@ -41,6 +41,8 @@ def learner(lag, folder=None, *, env=None, kind=Watched, algorithm=None, **optio
   settings = {"num_generations": 2, "beta": 0.0} | (algorithm or {})
   if lag:
     options |= {"schedule": "lagged", "lag": lag}
+  if (own := options.pop("own_lag", None)) is not None:  # of another schedule
+    options["lag"] = own
   if folder is not None:
     options["checkpoint_root_directory"] = str(folder)
     options["checkpointing_options"] = CheckpointOptions(

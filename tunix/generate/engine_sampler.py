@@ -209,6 +209,14 @@ class EngineSampler(BaseSampler):
     finally:
       self._rest()
 
+  def separate_engine(self, slots: int, max_tokens: int) -> tuple[Engine, nnx.Module]:
+    """Returns an engine of its own, and its model: a clone with the same arrays.
+
+    The arguments are those of `session`.
+    """
+    config, model = self._config(slots, max_tokens), nnx.clone(self.transformer)
+    return Engine(model, self.tokenizer, config, self.gather_weights), model
+
   def _is_for_padded(self, options: SamplingOptions) -> bool:
     many = len(options.forbidden_tokens or ()) > arrays.BIASES
     many |= len(self._eos_ids(options)) > arrays.STOP_IDS

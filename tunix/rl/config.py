@@ -75,24 +75,37 @@ class ScheduleSettings:
   Attributes:
     schedule: "sync": a batch is sampled by the weights that its update starts from.
       "lagged": a thread samples ahead of the updates, so that both overlap.
-    lag: S, only with "lagged": batch t is sampled by the weights after max(0, t - S)
-      batches. null: 1.
+      "greedy": the same, with an engine that always works on several batches and takes
+      new weights while it samples; a journal makes it repeatable.
+    lag: S. "lagged": batch t is sampled by the weights after max(0, t - S) batches.
+      "greedy": by these or newer ones. null: 1.
     rollout_timeout_s: seconds that the sampling of one batch, its environments and its
-      rewards may take with "lagged". After that, the run ends with an error.
+      rewards may take with "lagged"; with "greedy", seconds in which nothing is drawn
+      and no environment answers. After that, the run ends with an error.
+    replay: with "greedy", folder of a journal whose decisions are repeated; see
+      `tunix replay`. null: the run takes its own.
   """
 
-  schedule: Literal["sync", "lagged"] = "sync"
+  schedule: Literal["sync", "lagged", "greedy"] = "sync"
   lag: int | None = None
   rollout_timeout_s: float = setting(3600.0, may_change=True)
+  replay: str | None = None
 
   def __post_init__(self):
     checks.fields(self, lag=checks.COUNT, rollout_timeout_s=checks.POSITIVE)
-    if self.schedule not in ("sync", "lagged"):
-      raise ValueError(f"schedule is {self.schedule!r}: choose one of sync, lagged")
+    if self.schedule not in ("sync", "lagged", "greedy"):
+      raise ValueError(
+        f"schedule is {self.schedule!r}: choose one of sync, lagged, greedy"
+      )
     if self.lag is not None and self.schedule == "sync":
       raise ValueError(
         f"lag is {self.lag} and schedule is 'sync', which has no lag: set schedule to "
-        "lagged, or leave lag out"
+        "lagged or greedy, or leave lag out"
+      )
+    if self.replay is not None and self.schedule != "greedy":
+      raise ValueError(
+        f"replay is {self.replay!r} and schedule is {self.schedule!r}, which writes no "
+        "journal: set schedule to greedy, or leave replay out"
       )
 
   @property
@@ -165,7 +178,8 @@ class ClusterConfig:
       )
     if self.training_config.staleness and self.rollout_engine in _OTHER_PROCESS:
       raise ValueError(
-        f"rollout_engine is {self.rollout_engine!r} and schedule is 'lagged', which "
+        f"rollout_engine is {self.rollout_engine!r} and schedule is "
+        f"{self.training_config.schedule!r}, which "
         'samples with an engine of this process: set rollout_engine to "vanilla", or '
         "schedule to sync"
       )

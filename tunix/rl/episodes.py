@@ -16,6 +16,7 @@ from tunix.rl.env import making
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.env.episode import Episode, Row
 from tunix.rl.env.making import MakeEnv
+from tunix.rl.env.policy import Policy
 from tunix.rl.env.processes import EnvProcesses
 from tunix.rl.env.runner import Runner
 from tunix.rl.metrics import Mean
@@ -131,6 +132,32 @@ class Episodes:
       key: key of the batch.
     """
     cluster, config = self._cluster, self._cluster.cluster_config.rollout(mode)
+    limit = config.max_prompt_length + self.config.max_tokens
+    count = len(batch.prompts) * group
+    with cluster.turns(mode, key, episodes=count, limit=limit) as policy:
+      rollouts, waited_s = self.run(batch, mode, group, policy)
+    self._waited_s += waited_s
+    return rollouts
+
+  def run(
+    self,
+    batch: PromptBatch,
+    mode: Mode,
+    group: int,
+    policy: Policy,
+    *,
+    has_versions: bool = False,
+  ) -> tuple[Rollouts, float]:
+    """Runs the episodes of a batch; several threads may do so.
+
+    Args:
+      batch, mode, group: see `rollouts`.
+      policy: draws the actions; the numbers of episodes start at 0.
+      has_versions: if True, the rollouts have the versions that `policy` gave.
+
+    Returns: the rollouts, and the seconds in which only environments worked.
+    """
+    cluster, config = self._cluster, self._cluster.cluster_config.rollout(mode)
     makers = []
     for row in batch.rows():
       values = {"prompt": row.pop(PROMPTS), **row}
@@ -146,16 +173,12 @@ class Episodes:
       max_prompt_length=config.max_prompt_length,
       max_action_tokens=config.max_tokens_to_generate,
     )
-    limit = config.max_prompt_length + self.config.max_tokens
-    count = len(makers) * group
-    with cluster.turns(mode, key, episodes=count, limit=limit) as policy:
-      episodes = runner.run(makers, group, policy)
-    self._waited_s += runner.waited_s
+    episodes = runner.run(makers, group, policy)
     bucketed = cluster.cluster_config.training_config.bucketed_lengths
     widths = config.max_prompt_length, self.config.max_tokens
-    return rollouts_of(
-      episodes, batch, widths, group, self.config.max_rows, bucketed=bucketed
-    )
+    options = {"bucketed": bucketed, "has_versions": has_versions}
+    rows = rollouts_of(episodes, batch, widths, group, self.config.max_rows, **options)
+    return rows, runner.waited_s
 
   def close(self) -> None:
     """Ends the processes of environments."""
@@ -176,6 +199,7 @@ def rollouts_of(
   max_rows: int,
   *,
   bucketed: bool,
+  has_versions: bool = False,
 ) -> Rollouts:
   """Pads the rows of episodes to arrays.
 
@@ -186,6 +210,7 @@ def rollouts_of(
     group_size: episodes of a prompt.
     max_rows: most rows of an episode; one with more fails.
     bucketed: see `PromptSizes.bucketed_lengths`.
+    has_versions: if True, the rollouts have the versions of the drawn tokens.
   """
   rows = [_rows_of(episode, max_rows) for episode in episodes]
   # A power of two, so that few programs are compiled.
@@ -202,6 +227,10 @@ def rollouts_of(
   padded = lambda name, kind: batching.right_padded(
     [getattr(row, name) for row in placed], space, kind
   )
+  drawn = padded("drawn", bool)
+  versions = None
+  if has_versions:
+    versions = np.where(drawn, padded("versions", np.int32), 0).astype(np.int32)
   return Rollouts(
     batch=batch,
     text=[episode.text for episode in episodes],
@@ -209,8 +238,9 @@ def rollouts_of(
     prompt_ids=prompt_ids,
     prompt_mask=prompt_mask,
     completion_ids=padded("ids", np.int32),
-    completion_mask=padded("drawn", bool),
+    completion_mask=drawn,
     rollout_logps=padded("logps", np.float32),
+    versions=versions,
     group_size=group_size,
     episodes=list(episodes),
     episode_rows=each,
@@ -242,7 +272,7 @@ def _filled(rows: list[Row], count: int) -> list[Row]:
     ids=_NONE,
     drawn=np.zeros(0, bool),
     logps=none,
-    versions=None,
+    versions=_NONE,
     rewards=none,
   )
   return [*rows, *[empty] * (count - len(rows))]
@@ -263,7 +293,7 @@ def _placed(row: Row, width: int) -> Row:
     ids=np.concatenate([over, row.ids]),
     drawn=before(row.drawn, bool),
     logps=before(row.logps, np.float32),
-    versions=None,
+    versions=None if row.versions is None else before(row.versions, np.int32),
     rewards=before(row.rewards, np.float32),
   )
 

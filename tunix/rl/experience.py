@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +20,13 @@ from tunix.rl import common, episodes as episodes_lib, metrics, setup
 from tunix.rl.algorithm_config import AlgorithmConfig, resolve
 from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.env import making
+from tunix.rl.env.policy import Policy
 from tunix.rl.episodes import Episodes
 from tunix.rl.metrics import Mean, Phases
 from tunix.rl.pipeline import PromptBatch
 from tunix.rl.rewards import RewardOutput
 from tunix.rl.rl_cluster import RLCluster
+from tunix.rl.rollout import one_turn
 from tunix.rl.rollout.base_rollout import RolloutConfig
 from tunix.sft.metrics_logger import Mode
 from tunix.utils import coordination
@@ -85,6 +88,7 @@ class Experience:
     self._metric_fns = [metric_fns] if callable(metric_fns) else list(metric_fns or ())
     self.shared_prompts = setup.shares_prompts(cluster, config)
     self.phases, self.measured = Phases(cluster.perf), list[dict[str, Mean]]()
+    self._one_at_a_time = threading.Lock()
 
   def rollouts(
     self,
@@ -115,22 +119,85 @@ class Experience:
     group = algo.num_generations if is_training else algo.eval_num_generations
     config = cluster.cluster_config.rollout(mode)
     with phases("rollout", "rollout"):
-      key = jax.random.fold_in(jax.random.key(config.seed), batch.number)
-      if is_training:
-        # Prompts that were put back are sampled again under the same batch number.
-        key = jax.random.fold_in(key, number)
+      key = self.key(batch, number if is_training else None)
       rollouts = self._sampled(batch, mode, group, key, phases)
     with phases("rewards"):
-      rewards = self._reward(rollouts)
-    rollouts = dataclasses.replace(
-      rollouts, rewards=rewards, scores=rewards.total.reshape(-1, group)
+      rollouts = self._rewarded(rollouts)
+    if is_training:
+      return self.shaped(rollouts, shape_rewards, measured)
+    scores = shape_rewards(rollouts, self.max_tokens(config))
+    return dataclasses.replace(rollouts, scores=scores)
+
+  def key(self, batch: PromptBatch, number: int | None) -> jax.Array:
+    """Returns the random key of a batch.
+
+    Args:
+      batch: the prompts.
+      number: batches of rollouts that were trained on before; None in evaluations.
+    """
+    seed = self._cluster.cluster_config.rollout(Mode.TRAIN).seed
+    if number is None:
+      seed = self._cluster.cluster_config.rollout(Mode.EVAL).seed
+    key = jax.random.fold_in(jax.random.key(seed), batch.number)
+    # Prompts that were put back are sampled again under the same batch number.
+    return key if number is None else jax.random.fold_in(key, number)
+
+  def group(self, batch: PromptBatch, policy: Policy, phases: Phases) -> Rollouts:
+    """Samples the completions of one prompt in training, and computes their rewards.
+
+    The scores are those before `shaped`. Several threads may call it; reward functions
+    then run in one of them at a time.
+
+    Args:
+      batch: the prompt.
+      policy: draws the actions.
+      phases: receives the seconds.
+    """
+    with phases("rollout"):
+      rollouts = self._drawn(batch, policy)
+    with self._one_at_a_time, phases("rewards"):
+      return self._rewarded(rollouts)
+
+  def _drawn(self, batch: PromptBatch, policy: Policy) -> Rollouts:
+    """Returns the completions of one prompt, without rewards."""
+    cluster, size = self._cluster, self._config.num_generations
+    config = cluster.cluster_config.rollout(Mode.TRAIN)
+    if (source := self._episodes) is not None:
+      return source.run(batch, Mode.TRAIN, size, policy, has_versions=True)[0]
+    ids = cluster.ids_of(batch.inputs[0])
+    out = one_turn.completions(cluster.tokenizer, ids, config, size, policy)
+    return common.rollouts_of(
+      out,
+      batch,
+      config,
+      group_size=size,
+      bucketed=cluster.cluster_config.training_config.bucketed_lengths,
     )
+
+  def shaped(
+    self,
+    rollouts: Rollouts,
+    shape_rewards: ShapeRewards,
+    measured: list[dict[str, Mean]],
+  ) -> Rollouts:
+    """Computes the scores and the metrics of a batch in training.
+
+    Args:
+      rollouts: completions with rewards.
+      shape_rewards: see `rollouts`.
+      measured: receives the metrics.
+    """
+    config = self._cluster.cluster_config.rollout(Mode.TRAIN)
     scores = shape_rewards(rollouts, self.max_tokens(config))
     rollouts = dataclasses.replace(rollouts, scores=scores)
-    if is_training:
-      measured.append(metrics.of_rollouts(rollouts) | self._user_metrics(rollouts))
-      measured.append(episodes_lib.metrics_of(rollouts.episodes))
+    measured.append(metrics.of_rollouts(rollouts) | self._user_metrics(rollouts))
+    measured.append(episodes_lib.metrics_of(rollouts.episodes))
     return rollouts
+
+  def _rewarded(self, rollouts: Rollouts) -> Rollouts:
+    rewards = self._reward(rollouts)
+    scores = rewards.total.reshape(-1, rollouts.group_size)
+    return dataclasses.replace(rollouts, rewards=rewards, scores=scores)
 
   def add(self, measured: list[dict[str, Mean]], phases: Phases) -> None:
     """Adds the metrics and the seconds of rollouts of another thread."""

@@ -135,10 +135,13 @@ def load(
 
 
 def identity(cluster: RLCluster) -> dict[str, Any]:
-  """Returns what a run does not change: stamps of models, and a lag."""
+  """Returns what a run does not change: stamps of models, a lag and a schedule."""
   fixed = {"reference": cluster.reference, "reward model": cluster.reward}
-  lag = cluster.cluster_config.training_config.staleness
-  return ({"lag": lag} if lag else {}) | {
+  config = cluster.cluster_config.training_config
+  ahead: dict[str, Any] = {"lag": config.staleness} if config.staleness else {}
+  if config.schedule == "greedy":
+    ahead["schedule"] = "greedy"
+  return ahead | {
     name: weight_sync.policy_stamp(model)
     for name, model in fixed.items()
     if model is not None

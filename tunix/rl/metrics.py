@@ -18,6 +18,7 @@ from tunix.rl.config import RLTrainingConfig
 from tunix.utils.metric import SAME, Metric
 
 _SEVERAL = "if a batch has several prompts, each with several completions"
+_GREEDY = "if `rl.schedule` is greedy"
 _STAMPED = "if the rollouts carry the version of each token"
 METRICS = (
   Metric(
@@ -84,8 +85,30 @@ METRICS = (
     "perf/data_wait_sec",
     "s",
     "time in which the learner waited for rollouts; perf/rollout_sec and "
-    "perf/rewards_sec are then times of the thread that samples",
-    condition="if `rl.schedule` is lagged",
+    "perf/rewards_sec are then times of the threads that sample",
+    condition="if `rl.schedule` is lagged or greedy",
+  ),
+  Metric(
+    "perf/engine_idle_sec",
+    "s",
+    "time in which the engine had nothing to draw, because all prompts that may be "
+    "sampled are finished or wait for environments and rewards",
+    "train",
+    _GREEDY,
+  ),
+  Metric(
+    "perf/queue_age_sec",
+    "s",
+    "mean time between the end of a prompt's completions and the update that uses them",
+    "train",
+    _GREEDY,
+  ),
+  Metric(
+    "perf/episodes_in_flight",
+    "completions",
+    "completions that were started and not finished when an update took its batch",
+    "train",
+    _GREEDY,
   ),
   Metric("perf/rewards_sec", "s", "reward functions and reward model"),
   Metric(
@@ -229,6 +252,7 @@ class Phases:
   def __init__(self, tracer: NoopTracer | None = None) -> None:
     self._tracer = NoopTracer() if tracer is None else tracer
     self.seconds: dict[str, float] = {}
+    self._others: dict[str, float] = {}
 
   @contextlib.contextmanager
   def __call__(self, name: str, role: str | None = None) -> Iterator[None]:
@@ -249,13 +273,18 @@ class Phases:
     """Adds seconds that were measured elsewhere."""
     self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
+  def note(self, name: str, value: float) -> None:
+    """Sets another number that depends on timing, logged as perf/<name>."""
+    self._others[name] = value
+
   def take(self) -> dict[str, float]:
     """Returns perf/<phase>_sec of every phase and resets all phases to 0.
 
     A phase inside another one is counted in both.
     """
     out = {f"perf/{name}_sec": value for name, value in self.seconds.items()}
-    self.seconds = {}
+    out |= {f"perf/{name}": value for name, value in self._others.items()}
+    self.seconds, self._others = {}, {}
     return out
 
 

@@ -7,7 +7,6 @@ the models.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -17,31 +16,22 @@ from flax import nnx
 
 from tunix.generate import tokenizer_adapter
 from tunix.models import backbone
-from tunix.models.automodel import AutoModel
 from tunix.perf.metrics import PerfMetricsConfig
-from tunix.rl import inference_worker, metrics, placement, reshard, utils
+from tunix.rl import inference_worker, metrics, placement, roles, utils
 from tunix.rl.common import TOKEN_ARRAYS, Rows, TrainExample
 from tunix.rl.config import ClusterConfig, RLTrainingConfig, Role
 from tunix.rl.env.policy import Policy
 from tunix.rl.inference_worker import InferenceWorker
 from tunix.rl.placement import Weights
 from tunix.rl.rollout import turns
-from tunix.rl.rollout.base_rollout import BaseRollout, RolloutOutput
+from tunix.rl.rollout.base_rollout import RolloutOutput
 from tunix.rl.trainer import Trainer
 from tunix.rl.weight_sync import PolicyVersion, WeightSync
 from tunix.sft import inference
 from tunix.sft.inference import Score
 from tunix.sft.metrics_logger import MetricsLogger, Mode
-from tunix.utils import mesh as mesh_lib
 
 __all__ = ["ClusterConfig", "Mode", "RLCluster", "RLTrainingConfig", "Role"]
-
-ENGINES = {
-  "vanilla": "tunix.rl.rollout.vanilla_rollout:VanillaRollout",
-  "padded": "tunix.rl.rollout.vanilla_rollout:PaddedRollout",
-  "vllm": "tunix.rl.rollout.vllm_rollout:VllmRollout",
-  "sglang_jax": "tunix.rl.rollout.sglang_jax_rollout:SglangJaxRollout",
-}
 
 
 class RLCluster:
@@ -79,11 +69,11 @@ class RLCluster:
     config, train = cluster_config, cluster_config.training_config
     self.cluster_config = config
     self.tokenizer = tokenizer_adapter.adapted(tokenizer)
-    placement.check_devices(self._meshes(actor))
-    self.actor = self._placed(Role.ACTOR, actor)
-    self.critic = self._placed(Role.CRITIC, critic)
-    self.reference = self._placed(Role.REFERENCE, reference)
-    self.reward = self._placed(Role.REWARD, reward)
+    placement.check_devices(roles.meshes(config, actor))
+    self.actor = roles.placed(config, Role.ACTOR, actor)
+    self.critic = roles.placed(config, Role.CRITIC, critic)
+    self.reference = roles.placed(config, Role.REFERENCE, reference)
+    self.reward = roles.placed(config, Role.REWARD, reward)
     utils.check_roles(self.actor, self._others(), config.eos_tokens())
     self.logger = MetricsLogger(train.metrics_logging_options)
     self.perf = metrics.make_tracer(train, perf_config)
@@ -91,7 +81,7 @@ class RLCluster:
       self.actor, train.actor_optimizer, train, "actor", self.logger, self.perf
     )
     self.critic_trainer = self._make_critic_trainer(train)
-    self.rollout = self._make_rollout()
+    self.rollout = roles.make_rollout(config, self.actor, self.tokenizer)
     # Rollouts may come from weights that are `staleness` batches old.
     self._sync = WeightSync(history=max(8, train.staleness + 2))
     self.inference_worker = InferenceWorker(
@@ -100,34 +90,15 @@ class RLCluster:
     self.sync_weights()
 
   def __repr__(self) -> str:
-    roles = ", ".join(["actor", *(role.value for role in self._others())])
-    return f"RLCluster({roles}; step {self.actor_trainer.train_steps})"
+    names = ", ".join(["actor", *(role.value for role in self._others())])
+    return f"RLCluster({names}; step {self.actor_trainer.train_steps})"
 
   # Construction.
 
-  def _placed(self, role: Role, model: nnx.Module | str | None) -> Any:
-    mesh = self._mesh(role)
-    if model is None or isinstance(model, nnx.Module):
-      moved = model is not None and mesh is not None
-      return reshard.reshard_model_to_mesh(model, mesh) if moved else model
-    scores = 1 if role in (Role.CRITIC, Role.REWARD) else None
-    return AutoModel.from_pretrained(model, mesh=mesh, num_scores=scores)
-
-  def _meshes(self, actor: nnx.Module | str) -> dict[str, Any]:
-    """Maps each role to its mesh. Roles without a mesh are missing."""
-    out = {role.value: self._mesh(role) for role in Role}
-    if isinstance(actor, nnx.Module) and out[Role.ACTOR.value] is None:
-      out[Role.ACTOR.value] = mesh_lib.mesh_of(nnx.state(actor))
-    return {role: mesh for role, mesh in out.items() if mesh is not None}
-
-  def _mesh(self, role: Role) -> Any:
-    meshes = self.cluster_config.role_to_mesh or {}
-    return meshes.get(role, meshes.get(Role.ACTOR))
-
   def _others(self) -> dict[Role, nnx.Module]:
     """Returns the models of all roles except the actor."""
-    roles = (Role.CRITIC, Role.REFERENCE, Role.REWARD)
-    models = {role: getattr(self, role.value) for role in roles}
+    others = (Role.CRITIC, Role.REFERENCE, Role.REWARD)
+    models = {role: getattr(self, role.value) for role in others}
     return {role: model for role, model in models.items() if model is not None}
 
   def _make_critic_trainer(self, config: RLTrainingConfig) -> Trainer | None:
@@ -140,30 +111,6 @@ class RLCluster:
     if optimizer is None:
       return None
     return Trainer(critic, optimizer, config, "critic", self.logger, self.perf)
-
-  def _make_rollout(self) -> BaseRollout:
-    engine: Any = self.cluster_config.rollout_engine
-    if isinstance(engine, str):
-      if engine not in ENGINES:
-        raise ValueError(
-          f"rollout_engine is {engine!r}: choose one of {', '.join(ENGINES)}, or give "
-          "a subclass of BaseRollout"
-        )
-      module, name = ENGINES[engine].split(":")
-      engine = getattr(importlib.import_module(module), name)
-    model: Any = self.actor
-    rollout_mesh = self._mesh(Role.ROLLOUT)
-    # `mesh_of` finds no mesh of one device, so the actor's own mesh comes first.
-    actor_mesh = self._mesh(Role.ACTOR) or mesh_lib.mesh_of(nnx.state(self.actor))
-    actor_mesh = actor_mesh and mesh_lib.auto(actor_mesh)
-    # On the actor's mesh, the engine samples with the actor's arrays and needs no copy.
-    if rollout_mesh is not None and mesh_lib.auto(rollout_mesh) != actor_mesh:
-      model = reshard.reshard_model_to_mesh(nnx.clone(self.actor), rollout_mesh)
-    elif self._training.staleness:
-      # The engine samples with older weights while the actor changes. Arrays that are
-      # not trained stay shared.
-      model = nnx.clone(self.actor)
-    return engine(model, self.tokenizer, self.cluster_config.widest_rollout())
 
   # Sampling, updates and scores.
 
@@ -195,7 +142,9 @@ class RLCluster:
     if not len(prompts):
       raise ValueError("prompts is empty: give at least one")
     config, training = self.cluster_config.rollout(mode), self._training
-    texts = [self._rendered(prompt, apply_chat_template) for prompt in prompts]
+    texts = [
+      roles.rendered(self.tokenizer, prompt, apply_chat_template) for prompt in prompts
+    ]
     size = micro_batch_size or training.rollout_micro_batch_size or len(texts)
     if (model := self._sampling_model()) is not None:
       self._sync.identify(model)
@@ -232,14 +181,12 @@ class RLCluster:
     with turns.turns(self.rollout, config, key, **options) as policy:
       yield policy
 
-  def _rendered(self, prompt: Any, as_user: bool) -> Any:
-    if isinstance(prompt, str) and as_user:
-      prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
-      return self.tokenizer.apply_chat_template(
-        list(prompt), add_generation_prompt=True, tokenize=True
-      )
-    return prompt
+  def ids_of(self, prompt: Any) -> np.ndarray:
+    """Returns the ids of a prompt, int32 [T]: of a text, of ids, or of messages."""
+    prompt = roles.rendered(self.tokenizer, prompt, False)
+    if isinstance(prompt, str):
+      prompt = self.tokenizer.tokenize(prompt, add_eos=False)
+    return np.asarray(prompt, np.int32)
 
   def update_actor(
     self,

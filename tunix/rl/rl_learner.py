@@ -26,9 +26,17 @@ import numpy as np
 from flax import nnx
 
 from tunix.ops.reductions import WeightedSum
-from tunix.rl import evaluation, learner_state, metrics, policy_loss, setup
+from tunix.rl import (
+  evaluation,
+  learner_state,
+  metrics,
+  policy_loss,
+  schedules,
+  setup,
+  step_sizes,
+)
 from tunix.rl.algorithm_config import AlgorithmConfig
-from tunix.rl.common import Rollouts, TrainExample, mini_batches
+from tunix.rl.common import Rollouts, TrainExample
 from tunix.rl.env.config import EpisodeConfig
 from tunix.rl.episodes import Episodes
 from tunix.rl.experience import Experience, MetricFn
@@ -36,7 +44,6 @@ from tunix.rl.learner_state import LearnerProgress
 from tunix.rl.pipeline import PromptBatch, PromptSource, prompt_batch
 from tunix.rl.rl_cluster import RLCluster
 from tunix.rl.samples import Samples
-from tunix.rl.schedule import Lagged, Sync
 from tunix.sft.base_trainer import BaseTrainer
 from tunix.sft.interrupts import DeferredSignals
 from tunix.sft.metrics_logger import MetricsLogger, Mode
@@ -99,7 +106,9 @@ class RLLearner(BaseTrainer):
       rl_cluster, algo_config, reward_fns, metric_fns, source
     )
     self._phases, self._measured = self._experience.phases, self._experience.measured
-    self._schedule = self._make_schedule()
+    self._schedule = schedules.make(
+      rl_cluster, algo_config, self._experience, self._shape_rewards
+    )
     self._samples: Samples | None = None
     self._progress = LearnerProgress()
     self._shuffle_seed = data_shuffle_seed
@@ -108,13 +117,6 @@ class RLLearner(BaseTrainer):
     self._is_mid_update = False  # True during an update, and after one that failed
     self._run = Run(self, self._config, rl_cluster.perf)
     self.restore_checkpoint()
-
-  def _make_schedule(self) -> Sync:
-    experience, shape = self._experience, self._shape_rewards
-    if not (lag := self._config.staleness):
-      return Sync(experience, shape)
-    timeout_s = self._config.rollout_timeout_s
-    return Lagged(self.rl_cluster, experience, shape, lag=lag, timeout_s=timeout_s)
 
   def with_samples(self, samples: Samples) -> Self:
     """Writes some of the rollouts to files; returns the learner."""
@@ -235,17 +237,12 @@ class RLLearner(BaseTrainer):
   def lower_step(self, batch: Mapping[str, Any]) -> None:
     """Lowers the programs that `train` runs on a batch of prompts; runs none of them.
 
-    The models hold shapes instead of arrays. The caller collects the programs with
-    `programs.recording`.
+    The models hold shapes instead of arrays, and the schedule is sync. The caller
+    collects the programs with `programs.recording`.
     """
-    in_turn = Sync(self._experience, self._shape_rewards)
-    self._schedule, schedule = in_turn, self._schedule
-    try:
-      example = self._generate_and_compute_advantage(prompt_batch(batch))
-    finally:
-      self._schedule = schedule
+    example = self._generate_and_compute_advantage(prompt_batch(batch))
     minis = self._mini_batches(example)
-    parts = self._micro_batches(minis[0])
+    parts = step_sizes.parts(minis[0], self._config, self.algo_config)
     for role, trainer in learner_state.trainers(self.rl_cluster).items():
       for mini in minis:
         trainer.lower_update(mini, parts, f"{role} update")
@@ -304,7 +301,7 @@ class RLLearner(BaseTrainer):
   def _update(self, example: TrainExample, skip_jit: bool) -> None:
     """Makes all updates on one batch of rollouts, then sends weights to the engine."""
     cluster, minis = self.rl_cluster, self._mini_batches(example)
-    parts = self._micro_batches(minis[0])
+    parts = step_sizes.parts(minis[0], self._config, self.algo_config)
     self._is_mid_update = True  # until `_learn` has counted this batch
     means = metrics.mean_of(self._measured)
     for trainer in learner_state.trainers(cluster).values():
@@ -330,46 +327,20 @@ class RLLearner(BaseTrainer):
 
   def _mini_batches(self, example: TrainExample) -> list[TrainExample]:
     """Cuts the mini-batches of all iterations; no more than `max_steps` allows."""
-    group, limit = self.algo_config.num_generations, self._config.max_steps
-    seed, each = self._shuffle_seed, example.episode_rows
-    minis = list(
-      mini_batches(
-        example,
-        group=group * each,
-        rows=self._mini_rows(example.rows, each),
-        iterations=self.algo_config.num_iterations,
-        shuffle=None if seed is None else (seed, self._progress.rollouts),
-      )
+    seed, limit = self._shuffle_seed, self._config.max_steps
+    minis = step_sizes.minis(
+      example,
+      self.algo_config,
+      rows=self._mini_rows(example.rows, example.episode_rows),
+      shuffle=None if seed is None else (seed, self._progress.rollouts),
     )
-    if not minis:
-      raise ValueError(
-        "no completion of a whole batch has weight: every reward failed, or every "
-        "completion was truncated under mask_truncated; look at rewards/failed and "
-        "completions/truncated, and at the errors of the reward functions"
-      )
     return minis if limit is None else minis[: limit - self.train_steps]
 
   def _mini_rows(self, rows: int, each: int) -> int:
-    """Returns the number of rows of a mini-batch.
-
-    If no size is set, it is that of the largest batch so far. A smaller batch, such as
-    the last one of the data, is padded to it, so that its update runs a program that is
-    already compiled.
-
-    Args:
-      rows: rows of a batch.
-      each: rows of one completion, see `Rollouts.episode_rows`.
-    """
-    group = self.algo_config.num_generations
+    """Returns the number of rows of a mini-batch; see `step_sizes.mini_rows`."""
     self._progress.batch_rows = max(self._progress.batch_rows, rows // each)
-    if (mini := self._config.mini_batch_size) is not None:
-      return mini * group * each
-    micro = (self._config.train_micro_batch_size or 1) * group
-    return -(-self._progress.batch_rows // micro) * micro * each
-
-  def _micro_batches(self, mini: TrainExample) -> int:
-    micro, group = self._config.train_micro_batch_size, self.algo_config.num_generations
-    return mini.rows // (micro * group * mini.episode_rows) if micro else 1
+    group, largest = self.algo_config.num_generations, self._progress.batch_rows
+    return step_sizes.mini_rows(self._config, group, largest) * each
 
   # Evaluation, checkpoints, metrics.
 
@@ -398,15 +369,10 @@ class RLLearner(BaseTrainer):
       logger.log(prefix, name, value, mode, self.train_steps)
 
   def _run_state(self, places: Places) -> RunState | None:
-    if self._is_mid_update:
-      step = self.train_steps
-      _log.warning("step %d is incomplete and is not saved", step)
+    if not (step := self.train_steps):
       return None
-    if not self.train_steps:
-      return None
-    if (ahead := self._schedule.to_json()) is None:
-      step = self.train_steps
-      _log.warning("step %d is not saved: a batch after it was not sampled", step)
+    if self._is_mid_update or (ahead := self._schedule.to_json()) is None:
+      _log.warning("step %d is not saved: it or a batch after it is incomplete", step)
       return None
     progress = dataclasses.replace(self._progress, data_state=places[0])
     return learner_state.of_run(self.rl_cluster, progress, self._identity, ahead)

@@ -1,5 +1,7 @@
 """The order of sampling and training: `sync`, or `lagged` with a thread that samples.
 
+The third one is in greedy.py.
+
     sync       sample 0 | train 0 | sample 1 | train 1 | ...
     lagged 1   sample 0 | train 0, and sample 1 meanwhile | train 1, and sample 2 | ...
 
@@ -98,6 +100,15 @@ class Sync:
     """Ends the sampling."""
 
 
+def not_sampled(batch: PromptBatch, schedule: str) -> RuntimeError:
+  """Returns the error of an algorithm that asks for another batch than its own."""
+  return RuntimeError(
+    f"rollouts of batch {batch.number} were asked for, which is not the batch that was "
+    f'sampled for this step: with schedule "{schedule}" an algorithm asks once for the '
+    "rollouts of the batch that it was given. Set the schedule to sync"
+  )
+
+
 @dataclasses.dataclass(eq=False)
 class _Job:
   """A batch to sample.
@@ -192,11 +203,7 @@ class Lagged(Sync):
       job = _Job(batch, mode, batch.number, self._cluster.weights())
       self._submit(job)
     elif not self._jobs or self._jobs[0].batch is not batch:
-      raise RuntimeError(
-        f"rollouts of batch {batch.number} were asked for, which is not the batch that "
-        'was sampled for this step: with schedule "lagged" an algorithm asks once for '
-        "the rollouts of the batch that it was given. Set the schedule to sync"
-      )
+      raise not_sampled(batch, "lagged")
     else:
       job = self._jobs.pop(0)
     with self._experience.phases("data_wait"):

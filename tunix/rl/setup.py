@@ -105,20 +105,21 @@ def _check_processes(cluster: RLCluster) -> None:
 
 
 def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
-  """Checks that sampling and training can overlap, if the schedule is lagged.
+  """Checks that sampling and training can overlap, if the schedule is not sync.
 
   Raises:
     ValueError: an engine, an algorithm or a placement does not allow it.
   """
+  name = cluster.cluster_config.training_config.schedule
   if jax.process_count() > 1:
     raise ValueError(
-      f"schedule is 'lagged' and there are {jax.process_count()} processes: expected "
+      f"schedule is {name!r} and there are {jax.process_count()} processes: expected "
       "one. Start one process with all devices, or set schedule to sync"
     )
   if config.collects_batches:
     raise ValueError(
       "dynamic_sampling is True, which samples until a batch is full, and schedule is "
-      "'lagged', which samples before it is known what is missing: set "
+      f"{name!r}, which samples before it is known what is missing: set "
       "dynamic_sampling to False, or schedule to sync"
     )
   try:
@@ -126,7 +127,7 @@ def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
   except TypeError:
     raise ValueError(
       f"rollout_engine is {type(cluster.rollout).__name__}, whose weights are in "
-      "another process, and schedule is 'lagged': use the vanilla engine, or set "
+      f"another process, and schedule is {name!r}: use the vanilla engine, or set "
       "schedule to sync"
     ) from None
   trains = _devices(cluster.actor, cluster.critic, cluster.reference)
@@ -135,7 +136,7 @@ def _check_schedule(cluster: RLCluster, config: AlgorithmConfig) -> None:
   # order on each device. Programs that exchange data then wait for each other.
   if trains & samples and len(trains | samples) > 1:
     raise ValueError(
-      f"schedule is 'lagged' and {len(trains & samples)} of {len(trains | samples)} "
+      f"schedule is {name!r} and {len(trains & samples)} of {len(trains | samples)} "
       "devices both train and sample: expected one device in all, or devices of their "
       "own for the rollout and the reward model (role_to_mesh)"
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import tunix
 from tunix.cli.build import export as build_export, loading
 from tunix.cli.commands.arguments import Parser
-from tunix.cli.jobs.rl import RLRun
+from tunix.cli.jobs.rl_settings import RLRun
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.settings.run import ExportSettings
 from tunix.models import hub

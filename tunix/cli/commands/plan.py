@@ -17,7 +17,7 @@ from tunix.cli.build import loading, mesh as mesh_axes, optimizer
 from tunix.cli.commands import plan_fit, plan_serve
 from tunix.cli.commands.arguments import Parser
 from tunix.cli.jobs.job import Loaded
-from tunix.cli.jobs.rl import RLRun
+from tunix.cli.jobs.rl_settings import RLRun
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.run import folder as run_folder
 from tunix.cli.run.settle import settle_values

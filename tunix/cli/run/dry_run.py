@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from tunix.cli.build import rewards
-from tunix.cli.jobs.rl import RLRun
+from tunix.cli.jobs.rl_settings import RLRun
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.prepare import Prepared
 from tunix.cli.settings.run import RunSettings

@@ -20,7 +20,7 @@ import jax
 from tunix.cli import config as config_lib
 from tunix.cli.build import mesh as mesh_axes
 from tunix.cli.build.loading import ModelLoader
-from tunix.cli.jobs.rl import PromptSettings
+from tunix.cli.jobs.rl_settings import PromptSettings
 from tunix.cli.jobs.table import JOBS
 from tunix.cli.settings import keys
 from tunix.cli.settings.run import RunSettings

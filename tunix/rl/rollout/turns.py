@@ -126,6 +126,10 @@ class EngineTurns:
   def poll(self) -> list[Drawn]:
     """Runs one launch."""
     self._engine.step()
+    return self.arrived()
+
+  def arrived(self) -> list[Drawn]:
+    """Returns the actions that are ready, after a launch by the engine's owner."""
     return [drawn for ticket in list(self._open) for drawn in self._arrived(ticket)]
 
   def _arrived(self, ticket: Ticket) -> list[Drawn]:

@@ -71,6 +71,32 @@ class VanillaRollout(SamplerRollout):
       return self._sampler.session(rows, max_tokens)
     return super().session(rows, max_tokens)
 
+  def separate_engine(self, rows: int, max_tokens: int) -> tuple[Engine, nnx.Module]:
+    """Returns an engine of its own, and its model: a clone with the same arrays.
+
+    Args:
+      rows: rows that run at the same time; at most the limits of the sampler.
+      max_tokens: most tokens of a row.
+
+    Raises:
+      ValueError: the model is for the padded sampler.
+    """
+    self.check_separate_engine()
+    return self._sampler.separate_engine(rows, max_tokens)
+
+  def check_separate_engine(self) -> None:
+    """Checks that there is an engine.
+
+    Raises:
+      ValueError: the model is for the padded sampler.
+    """
+    if not isinstance(self._sampler, EngineSampler):
+      raise ValueError(
+        "the rollout engine is the padded sampler, and schedule is 'greedy', which "
+        "needs our engine: use a model that suits it (engine_sampler.suits), or set "
+        "schedule to lagged"
+      )
+
   def update_params(self, model: Any, version: Any) -> None:
     """Stores the version; the weights are in the module already.
 

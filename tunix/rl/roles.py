@@ -1,0 +1,96 @@
+"""The models of the roles of a cluster on their meshes, and the engine that samples."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from tunix.generate.tokenizer_adapter import TokenizerAdapter
+from tunix.models.automodel import AutoModel
+from tunix.rl import reshard
+from tunix.rl.config import ClusterConfig, Role
+from tunix.rl.rollout.base_rollout import BaseRollout
+from tunix.utils import mesh as mesh_lib
+
+ENGINES = {
+  "vanilla": "tunix.rl.rollout.vanilla_rollout:VanillaRollout",
+  "padded": "tunix.rl.rollout.vanilla_rollout:PaddedRollout",
+  "vllm": "tunix.rl.rollout.vllm_rollout:VllmRollout",
+  "sglang_jax": "tunix.rl.rollout.sglang_jax_rollout:SglangJaxRollout",
+}
+
+
+def mesh_of(config: ClusterConfig, role: Role) -> Mesh | None:
+  """Returns the mesh of a role; None if its arrays stay where they are."""
+  meshes = config.role_to_mesh or {}
+  return meshes.get(role, meshes.get(Role.ACTOR))
+
+
+def meshes(config: ClusterConfig, actor: nnx.Module | str) -> dict[str, Any]:
+  """Maps each role to its mesh. Roles without a mesh are missing."""
+  out: dict[str, Any] = {role.value: mesh_of(config, role) for role in Role}
+  if isinstance(actor, nnx.Module) and out[Role.ACTOR.value] is None:
+    out[Role.ACTOR.value] = mesh_lib.mesh_of(nnx.state(actor))
+  return {role: mesh for role, mesh in out.items() if mesh is not None}
+
+
+def placed(config: ClusterConfig, role: Role, model: nnx.Module | str | None) -> Any:
+  """Returns the model of a role on its mesh; loads it if `model` is a name."""
+  mesh = mesh_of(config, role)
+  if model is None or isinstance(model, nnx.Module):
+    moved = model is not None and mesh is not None
+    return reshard.reshard_model_to_mesh(model, mesh) if moved else model
+  scores = 1 if role in (Role.CRITIC, Role.REWARD) else None
+  return AutoModel.from_pretrained(model, mesh=mesh, num_scores=scores)
+
+
+def make_rollout(
+  config: ClusterConfig, actor: nnx.Module, tokenizer: TokenizerAdapter
+) -> BaseRollout:
+  """Makes the engine that samples.
+
+  Raises:
+    ValueError: the name of the engine is unknown.
+  """
+  engine: Any = config.rollout_engine
+  if isinstance(engine, str):
+    if engine not in ENGINES:
+      raise ValueError(
+        f"rollout_engine is {engine!r}: choose one of {', '.join(ENGINES)}, or give "
+        "a subclass of BaseRollout"
+      )
+    module, name = ENGINES[engine].split(":")
+    engine = getattr(importlib.import_module(module), name)
+  model: Any = actor
+  rollout_mesh = mesh_of(config, Role.ROLLOUT)
+  # `mesh_of` of the arrays finds no mesh of one device, so that of the role is first.
+  actor_mesh = mesh_of(config, Role.ACTOR) or mesh_lib.mesh_of(nnx.state(actor))
+  actor_mesh = actor_mesh and mesh_lib.auto(actor_mesh)
+  # On the actor's mesh, the engine samples with the actor's arrays and needs no copy.
+  if rollout_mesh is not None and mesh_lib.auto(rollout_mesh) != actor_mesh:
+    model = reshard.reshard_model_to_mesh(nnx.clone(actor), rollout_mesh)
+  elif config.training_config.staleness:
+    # The engine samples with older weights while the actor changes. Arrays that are not
+    # trained stay shared.
+    model = nnx.clone(actor)
+  return engine(model, tokenizer, config.widest_rollout())
+
+
+def rendered(tokenizer: TokenizerAdapter, prompt: Any, as_user: bool) -> Any:
+  """Returns a prompt as an engine takes it: messages as ids, other kinds unchanged.
+
+  Args:
+    tokenizer: its chat template renders messages.
+    prompt: a text, ids, or messages.
+    as_user: if True, a text is rendered as one user message.
+  """
+  if isinstance(prompt, str) and as_user:
+    prompt = [{"role": "user", "content": prompt}]
+  if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
+    return tokenizer.apply_chat_template(
+      list(prompt), add_generation_prompt=True, tokenize=True
+    )
+  return prompt
