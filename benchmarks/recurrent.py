@@ -42,12 +42,13 @@ def measure(form, arrays):
     start = time.perf_counter()
     jax.block_until_ready(program(*arrays))
     times.append(time.perf_counter() - start)
-  size = program.memory_analysis().temp_size_in_bytes
-  return 1e3 * min(times[1:]), size / 2**20
+  memory = program.memory_analysis()
+  assert memory is not None
+  return 1e3 * min(times[1:]), memory.temp_size_in_bytes / 2**20
 
 
 def main():
-  parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+  parser = argparse.ArgumentParser(description="Recurrences of mixers.")
   parser.add_argument("--lengths", nargs="+", type=int, default=[512, 2048])
   for length in parser.parse_args().lengths:
     arrays = draw(length)

@@ -37,7 +37,7 @@ _REQUIRED = {
 }
 _SIZES = dict.fromkeys(
   ["num_layers", "embed_dim", "hidden_dim", "num_heads", "num_kv_heads", "head_dim"], 2
-) | {"vocab_size": 8}
+) | {"vocab_size": 8, "head_dim": 8}  # Qwen3.5 rotates a quarter of a head
 # Values of ours, which no user writes, and what only jobs of a name are made of.
 _NOT_SETTINGS = {"PolicyVersion", "SharedPrompt", "Source"}
 _NOT_SETTINGS |= {"RunSettings", "StreamRun", "RLRun", "PreferenceRun"}
