@@ -126,4 +126,32 @@ FAMILIES["gpt_oss"] = (
     },
   ),
 )
+LONG = {"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+FAMILIES["phi3"] = (
+  "Phi3",
+  (
+    FIVE | {"sliding_window": 3, "num_attention_heads": 2, "num_key_value_heads": 1},
+    # Every sequence is longer than the original context of 4 tokens, ...
+    THREE
+    | {
+      "tie_word_embeddings": True,
+      "hidden_size": 32,
+      "num_key_value_heads": 1,
+      "original_max_position_embeddings": 4,
+      "rope_parameters": LONG
+      | {"short_factor": [1.0, 2.0], "long_factor": [1.5, 3.0]},
+    },
+    # ... or none is longer than 40 tokens.
+    ONE_LAYER
+    | {
+      "head_dim": 8,
+      "hidden_size": 32,
+      "num_key_value_heads": 4,
+      "original_max_position_embeddings": 40,
+      "rope_parameters": LONG
+      | {"short_factor": [1.0, 2.0], "long_factor": [9.0, 9.0]}
+      | {"attention_factor": 1.7},
+    },
+  ),
+)
 CASES = [(name, i) for name, (_, cases) in FAMILIES.items() for i in range(len(cases))]

@@ -21,6 +21,7 @@ from tunix.models.ministral3 import params as ministral3
 from tunix.models.mistral import params as mistral
 from tunix.models.olmo2 import params as olmo2
 from tunix.models.olmo3 import params as olmo3
+from tunix.models.phi3 import params as phi3
 from tunix.models.qwen2 import params as qwen2
 from tunix.models.qwen3 import params as qwen3
 from tunix.models.smollm3 import params as smollm3
@@ -39,6 +40,7 @@ FAMILIES: Mapping[str, Family] = {
     mistral.FAMILY,
     olmo2.FAMILY,
     olmo3.FAMILY,
+    phi3.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
     smollm3.FAMILY,

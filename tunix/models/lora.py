@@ -289,7 +289,7 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
   lora_modules.require_bare(model)
   if targets == ALL_LINEAR:  # a model has some of these names
     paths = list(lora_modules.adaptable(model))
-    names = (*ALL_LINEAR, "gate_up_proj")
+    names = (*ALL_LINEAR, "qkv_proj", "gate_up_proj")
     targets = tuple(n for n in names if any(lora_modules.hits(n, p) for p in paths))
   return lora_modules.select(model, targets)
 

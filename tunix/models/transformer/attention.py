@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -28,6 +29,8 @@ class Attention(nnx.Module):
 
   Attributes:
     q_proj, k_proj, v_proj, o_proj: linear maps [D, N*H], [D, K*H], [D, K*H], [N*H, D].
+    qkv_proj: the first three as one linear map [D, (N + 2 K)*H] in their place, or
+      None.
     q_norm, k_norm: RMS norms of queries and keys, or None.
     head_dim: size H of a head.
     scale, softcap, implementation, rules: see `attention_paths.attend`.
@@ -39,11 +42,12 @@ class Attention(nnx.Module):
 
   def __init__(
     self,
-    q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
+    q_proj: Linear | None,
+    k_proj: Linear | None,
+    v_proj: Linear | None,
     o_proj: Linear,
     *,
+    qkv_proj: Linear | None = None,
     head_dim: int,
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
@@ -55,8 +59,9 @@ class Attention(nnx.Module):
     rules: ShardingRules | None = None,
     sinks: nnx.Param | None = None,
   ):
-    self.q_proj, self.k_proj = q_proj, k_proj
-    self.v_proj, self.o_proj = v_proj, o_proj
+    self.q_proj, self.k_proj = nnx.data(q_proj), nnx.data(k_proj)
+    self.v_proj, self.o_proj = nnx.data(v_proj), o_proj
+    self.qkv_proj = nnx.data(qkv_proj)
     self.q_norm, self.k_norm = nnx.data(q_norm), nnx.data(k_norm)
     self.sinks = nnx.data(sinks)
     self.head_dim = head_dim
@@ -140,15 +145,24 @@ class Attention(nnx.Module):
     """Returns queries, keys and values by heads; queries and keys are normalised."""
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope("qkv_matmul"):
-      query, key, value = (
-        sharding.pin_rows(sharding.pin_features(proj(x), self.rules), self.rules)
-        for proj in (self.q_proj, self.k_proj, self.v_proj)
-      )
+      query, key, value = map(self._pinned, self._queries_keys_values(x))
     if not self.wide_norm:
       query, key = query.reshape(heads), key.reshape(heads)
     if self.q_norm is not None and self.k_norm is not None:
       query, key = self.q_norm(query), self.k_norm(key)
     return query.reshape(heads), key.reshape(heads), value.reshape(heads)
+
+  def _queries_keys_values(self, x: jax.Array) -> list[jax.Array]:
+    if self.qkv_proj is None:
+      return [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+    # The parts are pinned before and after the split: shards of the whole map do not
+    # end where a part ends.
+    whole = self._pinned(self.qkv_proj(x))
+    width = self.o_proj.kernel.shape[-2]  # N*H
+    return jnp.split(whole, (width, (width + whole.shape[-1]) // 2), axis=-1)
+
+  def _pinned(self, x: jax.Array) -> jax.Array:
+    return sharding.pin_rows(sharding.pin_features(x, self.rules), self.rules)
 
   def _attend(self, query, key, value, visible: Visibility, kind: Kind) -> jax.Array:
     """Computes attention within the window of the layer's kind.

@@ -125,6 +125,9 @@ class TransformerConfig:
     attention_sinks: if True, every head has a sink logit in the softmax of its scores
       (gpt-oss), see `ops.sinks`.
     qkv_bias, o_bias: if True, the attention's projections have biases.
+    fused_projections: if True, the projections of queries, keys and values are one map
+      `qkv_proj`, and gate and up projection of the MLP one map `gate_up_proj`, each
+      with its outputs one after the other (Phi 3 and 4).
     gated_mlp: if False, the MLP and the experts are down(activation(up(x))).
     parts: the parts of a layer: "both" mixer and MLP, or only the "mixer" or the "mlp",
       each with one norm before it (Nemotron 3).
@@ -174,6 +177,7 @@ class TransformerConfig:
   attention_sinks: bool = False
   qkv_bias: bool = False
   o_bias: bool = False
+  fused_projections: bool = False
   gated_mlp: bool = True
   parts: Literal["both", "mixer", "mlp"] = "both"
   mixer: Mamba2Config | None = None

@@ -118,11 +118,13 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   widths = {None: None, "head": (c.head_dim, c.head_dim), "all": (q_dim, kv_dim)}
   norms = widths[c.qk_norm]
   norm = lambda width: make.norm(width, c.norm_eps, c.norm_offset)
+  into = lambda width: make.linear(d, width, "in_out", bias=c.qkv_bias)
+  fused = c.fused_projections
+  separate = (None,) * 3 if fused else (into(q_dim), into(kv_dim), into(kv_dim))
   return Attention(
-    make.linear(d, q_dim, "in_out", bias=c.qkv_bias),
-    make.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
-    make.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
+    *separate,
     make.linear(q_dim, d, "out_in", bias=c.o_bias),
+    qkv_proj=into(q_dim + 2 * kv_dim) if fused else None,
     head_dim=c.head_dim,
     q_norm=norms and norm(norms[0]),
     k_norm=norms and norm(norms[1]),
@@ -136,7 +138,7 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   )
 
 
-def _mlp(c: TransformerConfig, make: LayerMaker) -> MLP | MoE:
+def _mlp(c: TransformerConfig, make: LayerMaker) -> MLP | FusedGatedMLP | MoE:
   if c.moe is None:
     return _dense_mlp(c, make, c.hidden_dim)
   return MoE(
@@ -150,9 +152,14 @@ def _mlp(c: TransformerConfig, make: LayerMaker) -> MLP | MoE:
   )
 
 
-def _dense_mlp(c: TransformerConfig, make: LayerMaker, hidden_dim: int) -> MLP:
+def _dense_mlp(
+  c: TransformerConfig, make: LayerMaker, hidden_dim: int
+) -> MLP | FusedGatedMLP:
   into = lambda: make.linear(c.embed_dim, hidden_dim, "in_out")
   down = lambda: make.linear(hidden_dim, c.embed_dim, "out_in")
+  if c.gated_mlp and c.fused_projections:
+    both = make.linear(c.embed_dim, 2 * hidden_dim, "in_out")
+    return FusedGatedMLP(both, down(), ACTIVATIONS[c.activation], halves=True)
   if c.gated_mlp:
     return GatedMLP(into(), into(), down(), ACTIVATIONS[c.activation])
   return MLP(into(), down(), ACTIVATIONS[c.activation])
