@@ -223,6 +223,18 @@ def granite():
   return transformers.GraniteForCausalLM(config)
 
 
+def phi3():
+  """Fused projections, a partial rotary embedding with LongRoPE's short divisors."""
+  rope = {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+  rope |= {"short_factor": [1.0, 2.0], "long_factor": [3.0, 5.0]}
+  config = transformers.Phi3Config(
+    **COMMON | {"hidden_size": 32, "intermediate_size": 20},
+    original_max_position_embeddings=64,
+    rope_parameters=rope,
+  )
+  return transformers.Phi3ForCausalLM(config)
+
+
 BUILDERS = (
   llama3p1,
   llama3p2_tied,
@@ -241,11 +253,12 @@ BUILDERS = (
   smollm3,
   ministral3,
   granite,
+  phi3,
 )
 
 
 # The files of the other families are older than this field.
-GREEDY = (olmo3, smollm3, ministral3, granite)
+GREEDY = (olmo3, smollm3, ministral3, granite, phi3)
 
 
 def inputs():
@@ -337,6 +350,8 @@ def main(names=()):
     targets = ["q_proj", "v_proj"] + ["down_proj"] * (
       model.config.model_type != "qwen3_moe"
     )
+    if build is phi3:
+      targets = ["qkv_proj", "o_proj", "gate_up_proj"]
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
     adapted = peft.get_peft_model(model, config).eval()
     randomise(adapted, "lora_", lambda x: torch.nn.init.normal_(x, std=0.2))

@@ -131,7 +131,8 @@ FAMILIES["phi3"] = (
   "Phi3",
   (
     FIVE | {"sliding_window": 3, "num_attention_heads": 2, "num_key_value_heads": 1},
-    # Every sequence is longer than the original context of 4 tokens, ...
+    # Every sequence is longer than the original context of 4 tokens, so the engine
+    # refuses it; ...
     THREE
     | {
       "tie_word_embeddings": True,

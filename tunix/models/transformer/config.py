@@ -290,6 +290,17 @@ class TransformerConfig:
         )
 
   @property
+  def max_cached(self) -> int | None:
+    """Largest number of tokens of a row with a cache; None for no limit.
+
+    With "longrope" the frequencies change after the original context, and those of the
+    keys in the cache cannot change.
+    """
+    if self.rope.scaling != "longrope":
+      return self.max_position
+    return min(self.rope.original_max_position, self.max_position or 2**31)
+
+  @property
   def kinds(self) -> tuple[LayerKind, ...]:
     """The kinds of layer of this configuration."""
     known: dict[LayerType, tuple[int | None, RopeConfig | None]] = {
