@@ -27,6 +27,7 @@ from tunix.distillation.strategies import (
   PolicyGradientStrategy,
 )
 from tunix.models import heads
+from tunix.models.transformer.config import MoEConfig
 from tunix.models.transformer.decoder_layer import DecoderLayer
 from tunix.perf.export import PerfMetricsExport
 from tunix.perf.metrics import PerfMetricsConfig, PerfMetricsOptions
@@ -59,6 +60,13 @@ def sft(**options: Any) -> None:
   tracing = PerfMetricsOptions(enable_trace_writer=False)
   t = trainers.trainer(learning_rate=0.01, perf_metrics_options=tracing, **options)
   t.train([trainers.small(0)], [trainers.small(1)])
+  t.close()
+
+
+def experts(**options: Any) -> None:
+  moe = MoEConfig(num_experts=4, experts_per_token=2, hidden_dim=8)
+  t = trainers.trainer(toys.model(num_layers=1, moe=moe), **options)
+  t.train([toys.batch(0)], [toys.batch(1)])
   t.close()
 
 
@@ -188,6 +196,12 @@ JOBS = {
     sft,
     *(STEP, "tunix.perf.export.METRICS"),
     conditional=TOKENS | TRACE | {"learning_rate"},
+  ),
+  "experts": job(
+    experts,
+    *(STEP, "tunix.sft.router_losses.METRICS"),
+    conditional=TOKENS
+    | {f"router/{x}" for x in ("balance_loss", "z_loss", "entropy", "max_share")},
   ),
   "dpo": job(functools.partial(dpo, "sigmoid"), STEP, PAIRS, conditional={"kl"}),
   "orpo": job(

@@ -223,6 +223,39 @@ def granite():
   return transformers.GraniteForCausalLM(config)
 
 
+def gpt_oss():
+  """Sinks, a window of 3 in the first layer, and a gate that is often clamped."""
+  config = transformers.GptOssConfig(
+    **COMMON,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=3,
+    swiglu_limit=1.5,
+    rope_parameters={
+      "rope_type": "yarn",
+      "rope_theta": 500.0,
+      "factor": 4.0,
+      "original_max_position_embeddings": 16,
+      "truncate": False,
+    },
+  )
+  return transformers.GptOssForCausalLM(config)
+
+
+def nemotron_h():
+  """A layer of each part, and a second recurrent one."""
+  config = transformers.NemotronHConfig(
+    **{k: v for k, v in COMMON.items() if k != "num_hidden_layers"},
+    layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention"],
+    mamba_num_heads=4,
+    mamba_head_dim=6,
+    ssm_state_size=5,
+    n_groups=2,
+    time_step_min=0.5,
+  )
+  return transformers.NemotronHForCausalLM(config)
+
+
 def phi3():
   """Fused projections, a partial rotary embedding with LongRoPE's short divisors."""
   rope = {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
@@ -253,12 +286,14 @@ BUILDERS = (
   smollm3,
   ministral3,
   granite,
+  gpt_oss,
+  nemotron_h,
   phi3,
 )
 
 
 # The files of the other families are older than this field.
-GREEDY = (olmo3, smollm3, ministral3, granite, phi3)
+GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss, nemotron_h, phi3)
 
 
 def inputs():
@@ -339,6 +374,7 @@ def main(names=()):
     model.set_attn_implementation("eager")
     randomise(model, "norm", lambda x: torch.nn.init.uniform_(x, 0.5, 1.5))
     randomise(model, ".bias", lambda x: torch.nn.init.normal_(x, std=0.4))
+    randomise(model, "_bias", lambda x: torch.nn.init.normal_(x, std=0.4))
     model.save_pretrained(folder, max_shard_size="12KB")
     if build is llama3p1:
       legacy_spelling(folder)
@@ -347,12 +383,17 @@ def main(names=()):
     more = {}
     if build in GREEDY:
       more["greedy"] = greedy(model, tokens, mask, 12)
-    targets = ["q_proj", "v_proj"] + ["down_proj"] * (
-      model.config.model_type != "qwen3_moe"
-    )
+    targets, fields = ["q_proj", "v_proj"], {}
+    if build is gpt_oss:
+      names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+      fields = {"target_parameters": names}
+    elif model.config.model_type != "qwen3_moe":
+      targets.append("down_proj")
     if build is phi3:
       targets = ["qkv_proj", "o_proj", "gate_up_proj"]
-    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
+    if build is nemotron_h:
+      targets.append("in_proj")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **fields)
     adapted = peft.get_peft_model(model, config).eval()
     randomise(adapted, "lora_", lambda x: torch.nn.init.normal_(x, std=0.2))
     adapted.save_pretrained(folder / "adapter")

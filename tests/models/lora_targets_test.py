@@ -33,8 +33,6 @@ def test_all_linear_layers_and_nothing_else_are_adapted(preset):
   router = {"layers.mlp.router"} if config.moe is not None else set()
   assert set(chosen) == found - router
   assert router <= found
-  names = [path.rpartition(".")[2] for path in chosen]
-  assert sorted(names) == sorted(lora.ALL_LINEAR)
 
 
 def test_the_words_that_ask_for_it():

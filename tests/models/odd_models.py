@@ -19,6 +19,15 @@ SCALED = YARN | {"rope_theta": 100.0, "llama_4_scaling_beta": 0.5}
 
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
 
+LINEAR, MLP = "linear_attention", "mlp"
+MAMBA = {
+  "mamba_num_heads": 4,
+  "mamba_head_dim": 6,
+  "ssm_state_size": 5,
+  "n_groups": 2,
+  "head_dim": 6,
+}
+
 # Family -> (class of `transformers` without its ending, three sets of fields).
 FAMILIES = {
   "olmo3": (
@@ -82,6 +91,28 @@ FAMILIES = {
         "num_key_value_heads": 4,
         "rope_parameters": SCALED
         | {"mscale": 3.0, "mscale_all_dim": 1.5, "truncate": False},
+      },
+    ),
+  ),
+  "nemotron_h": (
+    "NemotronH",
+    (
+      MAMBA | {"layers_block_type": [LINEAR, MLP, FULL, LINEAR, MLP]},
+      MAMBA
+      | {
+        "layers_block_type": [FULL, LINEAR, LINEAR],
+        "n_groups": 1,
+        "conv_kernel": 3,
+        "use_conv_bias": False,
+        "num_key_value_heads": 1,
+        "layer_norm_epsilon": 1e-3,
+      },
+      MAMBA
+      | {
+        "layers_block_type": [MLP, LINEAR, FULL],
+        "n_groups": 4,
+        "time_step_min": 0.9,
+        "mlp_hidden_act": "silu",
       },
     ),
   ),

@@ -52,7 +52,8 @@ def case(request, tmp_path_factory):
   model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
   model.set_attn_implementation("eager")
   make.randomise(model, "norm", lambda x: torch.nn.init.uniform_(x, 0.5, 1.5))
-  make.randomise(model, ".bias", lambda x: torch.nn.init.normal_(x, std=0.4))
+  for part in (".bias", "_bias"):
+    make.randomise(model, part, lambda x: torch.nn.init.normal_(x, std=0.4))
   model.save_pretrained(folder)
   tokens, mask = make.inputs()
   want = {

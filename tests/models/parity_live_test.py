@@ -12,6 +12,7 @@ from flax import nnx
 from tests.models import checkpoints
 from tunix.models import families, heads, lora
 from tunix.models.automodel import AutoModel
+from tunix.models.gpt_oss import model as gpt_oss
 from tunix.models.safetensors_saver import save_pretrained
 from tunix.models.transformer.config import RopeConfig
 
@@ -73,7 +74,8 @@ def test_saved_back_folder(name, tmp_path):
 
 @pytest.mark.parametrize("family", sorted({*families.FAMILIES} - {"gemma3_multimodal"}))
 def test_fresh_model(family, tmp_path):
-  config = families.FAMILIES[family].config_class(**SIZES, rope=LINEAR)
+  more = {"moe": gpt_oss.experts(3, 24, 2)} if family == "gpt_oss" else {}
+  config = families.FAMILIES[family].config_class(**SIZES, rope=LINEAR, **more)
   model = widen(AutoModel.from_config(config))
   save_pretrained(
     model, tmp_path / "out", hf_fields={"eos_token_id": 5, "pad_token_id": 0}
@@ -101,6 +103,7 @@ def test_adapter_and_merged_model(name, stacked, tmp_path):
     model = model.unstack()
   # Of experts PEFT reads all three or the downs alone; docs/limits.md.
   mlp = ("gate_proj", "up_proj", "down_proj") if "moe" in name else ("gate_proj",)
+  mlp = ("gate_up_proj",) if name == "gpt_oss" else mlp
   config = lora.LoraConfig(rank=3, alpha=12.0, targets=("q_proj", "o_proj", *mlp))
   adapted = widen(lora.apply(model, config), nnx.LoRAParam)
   logits = adapted(TOKENS)[0]

@@ -23,6 +23,7 @@ import numpy as np
 
 from tunix.models import (
   adapter_config,
+  adapter_parameters,
   families,
   lora_modules,
   tensor_files,
@@ -90,8 +91,14 @@ def save_adapter(
   dropout = _common(adapters, "dropout", lambda x: x.lora_dropout)
   use_dora = _common(adapters, "use_dora", lambda x: x.lora_magnitude is not None)
   rslora = all(x.lora_rslora for x in adapters.values())
+  wholes = adapter_parameters.names(model, family)
+  fused = [name for path in wholes if path in adapters for name in wholes[path]]
   parts = {
-    path: list(unstacked(linear, _names(model, family, path)))
+    path: list(
+      adapter_parameters.joined(linear, wholes[path], fused)
+      if path in wholes
+      else unstacked(linear, _names(model, family, path))
+    )
     for path, linear in adapters.items()
   }
   whole = whole_modules.of(model)
@@ -101,7 +108,10 @@ def save_adapter(
     "base_model_name_or_path": base,
     **({} if revision is None else {"revision": revision}),
     **_sizes([part for group in parts.values() for part in group], rslora),
-    "target_modules": _peft_targets(model, family, parts),
+    "target_modules": _peft_targets(
+      model, family, {path: parts[path] for path in parts if path not in wholes}
+    ),
+    **({"target_parameters": sorted(fused)} if fused else {}),
     "modules_to_save": whole_files.names(model, family, whole) or None,
     "lora_dropout": dropout,
     "use_rslora": rslora,
@@ -132,7 +142,7 @@ def _common(adapters: dict[str, Linear], what: str, of: Any) -> Any:
 
 
 def _tensors(part: TensorAdapter) -> list[NewTensor]:
-  name = PREFIX + part.name
+  name = PREFIX + (part.stored or part.name)
   out = [
     NewTensor(
       f"{name}.lora_{side}.weight",
@@ -154,7 +164,7 @@ def _sizes(parts: list[TensorAdapter], rslora: bool) -> dict[str, Any]:
   """
   if not parts:
     raise ValueError("every adapter is zero throughout: there is nothing to save")
-  ranks = {part.name: part.b.shape[0] for part in parts}
+  ranks = {part.name: part.rank for part in parts}
   alphas = {
     part.name: part.scale
     * (math.sqrt(ranks[part.name]) if rslora else ranks[part.name])
@@ -323,7 +333,15 @@ def _read(
   out: dict[str, Adapter] = {}
   used: set[str] = set()
   modules = lora_modules.adaptable(model)
+  wholes = adapter_parameters.names(model, family)
+  fused = [name for names in wholes.values() for name in names]
+  fused = adapter_parameters.targeted(fused, peft)
   for path, linear in modules.items():
+    if path in wholes:
+      shape = linear.kernel.shape
+      whole = adapter_parameters.read(wholes[path], fused, shape, tensors, peft, used)
+      out |= {} if whole is None else {path: whole}
+      continue
     stack = []
     for name in _names(model, family, path):
       keys = _keys(name, bool(peft.get("use_dora")))

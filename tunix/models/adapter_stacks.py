@@ -28,6 +28,8 @@ class TensorAdapter(NamedTuple):
     a, b: the factors [in, r] and [r, out].
     magnitude: DoRA's magnitude [out], or None.
     scale: factor of A B.
+    experts: number of experts E whose factors are joined, see adapter_parameters.py.
+    stored: name of the module in PEFT's file; None for `name`.
   """
 
   name: str
@@ -35,6 +37,13 @@ class TensorAdapter(NamedTuple):
   b: np.ndarray
   magnitude: np.ndarray | None
   scale: float
+  experts: int = 1
+  stored: str | None = None
+
+  @property
+  def rank(self) -> int:
+    """The rank r of the adapter of each expert."""
+    return self.b.shape[0] // self.experts
 
 
 def unstacked(linear: Linear, names: list[str]) -> Iterator[TensorAdapter]:

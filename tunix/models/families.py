@@ -19,6 +19,7 @@ from tunix.models.granite import params as granite
 from tunix.models.llama3 import params as llama3
 from tunix.models.ministral3 import params as ministral3
 from tunix.models.mistral import params as mistral
+from tunix.models.nemotron_h import params as nemotron_h
 from tunix.models.olmo2 import params as olmo2
 from tunix.models.olmo3 import params as olmo3
 from tunix.models.phi3 import params as phi3
@@ -38,6 +39,7 @@ FAMILIES: Mapping[str, Family] = {
     llama3.FAMILY,
     ministral3.FAMILY,
     mistral.FAMILY,
+    nemotron_h.FAMILY,
     olmo2.FAMILY,
     olmo3.FAMILY,
     phi3.FAMILY,

@@ -50,6 +50,8 @@ ALL_LINEAR = (
   "gate_proj",
   "up_proj",
   "down_proj",
+  "in_proj",
+  "out_proj",
 )
 
 _log = logging.getLogger(__name__)

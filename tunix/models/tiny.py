@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tunix.models.transformer.config import TransformerConfig
+from tunix.models.transformer.config import Mamba2Config, TransformerConfig
 
 # Divisible by eight devices, and by the blocks of quantised kernels (64 inputs).
 _SIZES = {"embed_dim": 64, "hidden_dim": 128, "num_heads": 8, "head_dim": 16}
@@ -13,13 +13,15 @@ _KV_HEADS = 4
 _EXPERTS = {"num_experts": 8, "experts_per_token": 2, "hidden_dim": 64}
 _TOWER = {"num_layers": 1, "embed_dim": 16, "hidden_dim": 32, "num_heads": 2}
 _WINDOW = 16
+_DIVISORS = ("short_factors", "long_factors")
+_MAMBA = {"num_heads": 8, "head_dim": 16, "state_dim": 16, "groups": 2}
 
 
 def shrink(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
-  """Returns a tiny configuration with two layers and all features of the given one.
+  """Returns a tiny configuration with all features of the given one.
 
-  It keeps norms, soft caps and biases, and both kinds of layer, experts or a vision
-  tower if the configuration has them.
+  It has two layers, or one of each type if there are more. It keeps norms, soft caps
+  and biases, and experts or a vision tower if the configuration has them.
 
   Args:
     config: a configuration of any family.
@@ -27,18 +29,32 @@ def shrink(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
   """
   kinds = tuple(dict.fromkeys(config.layer_types or ()))
   grouped = config.num_kv_heads < config.num_heads
+  layers = max(2, len(kinds))
   fields: dict[str, Any] = {
-    "num_layers": 2,
+    "num_layers": layers,
     "vocab_size": vocab_size,
     "num_kv_heads": _KV_HEADS if grouped else _SIZES["num_heads"],
-    "layer_types": (kinds * 2)[:2] or None,
+    "layer_types": (kinds * 2)[:layers] or None,
+    "type_fields": tuple((name, _shrunk(own)) for name, own in config.type_fields),
   }
   if config.sliding_window is not None:
     fields["sliding_window"] = min(config.sliding_window, _WINDOW)
   if config.moe is not None:
     dense = (0,) if config.moe.dense_layers else ()
     fields["moe"] = dataclasses.replace(config.moe, **_EXPERTS, dense_layers=dense)
+  if config.rope.scaling == "longrope":  # it has numbers for each pair of dimensions
+    pairs = config.rope.rotated(_SIZES["head_dim"]) // 2
+    numbers = {x: getattr(config.rope, x)[:pairs] for x in _DIVISORS}
+    fields["rope"] = dataclasses.replace(config.rope, **numbers)
   tower = getattr(config, "vision", None)  # families that take images
   if tower is not None:
     fields["vision"] = dataclasses.replace(tower, **_TOWER)
   return dataclasses.replace(config, **_SIZES, **fields)
+
+
+def _shrunk(own: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
+  """Returns the fields of layers of one type with tiny sizes."""
+  fields = dict(own)
+  if isinstance(fields.get("mixer"), Mamba2Config):
+    fields["mixer"] = dataclasses.replace(fields["mixer"], **_MAMBA)
+  return tuple(fields.items())

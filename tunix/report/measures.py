@@ -38,6 +38,7 @@ _SECTIONS: dict[str, Sequence[str]] = {
     r"length",
     r"rewards/score/.*",
   ),
+  "Experts": (r"router/.*",),
   "Loss": (r"loss", r"perplexity", r"[^/]*loss", r"distill/.*", r"odds_ratio"),
   "Policy": (
     r"kl",

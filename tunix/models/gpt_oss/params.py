@@ -41,7 +41,8 @@ _ROPE = {
 _EXPERTS = "model.layers.{i}.mlp.experts."
 
 NAMES: NameTable = {
-  **DECODER,
+  # Without the separate experts: their order here is that of PEFT's adapters.
+  **{path: name for path, name in DECODER.items() if ".experts." not in path},
   "layers.attn.sinks": HfName("model.layers.{i}.self_attn.sinks"),
   "layers.mlp.router.kernel": HfName("model.layers.{i}.mlp.router.weight", True),
   "layers.mlp.router.bias": HfName("model.layers.{i}.mlp.router.bias"),

@@ -8,7 +8,7 @@ from typing import Any
 from tunix.models.family import Family, Preset, presets_of
 from tunix.models.qwen2 import params as qwen2_params
 from tunix.models.qwen3.model import ModelConfig, Qwen3
-from tunix.models.transformer import hf_config, hf_values
+from tunix.models.transformer import hf_config, hf_moe, hf_values
 from tunix.models.transformer.config import MoEConfig, TransformerConfig
 
 
@@ -49,6 +49,7 @@ def _read_moe(hf: hf_config.HfConfig) -> MoEConfig:
     experts_per_token=hf_values.integer(hf, "num_experts_per_tok"),
     hidden_dim=hf_values.integer(hf, "moe_intermediate_size"),
     normalise=bool(hf.get("norm_topk_prob", False)),
+    **hf_moe.read_losses(hf),
     dense_layers=dense,
   )
 
@@ -62,6 +63,7 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   return (
     hf
     | layers
+    | hf_moe.write_losses(config.moe)
     | {
       "num_experts": config.moe.num_experts,
       "num_experts_per_tok": config.moe.experts_per_token,

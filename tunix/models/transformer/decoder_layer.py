@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 
 import jax
@@ -16,7 +15,7 @@ from tunix.models.transformer.config import MoEConfig, TransformerConfig
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import ACTIVATIONS
 from tunix.models.transformer.mamba2 import Mamba2
-from tunix.models.transformer.mlp import MLP, FusedGatedMLP, GatedMLP, clamped_gate
+from tunix.models.transformer.mlp import MLP, FusedGatedMLP, GatedMLP
 from tunix.models.transformer.moe import MoE
 from tunix.models.transformer.rope import Angles
 from tunix.models.transformer.routing import LayerRoutes
@@ -172,10 +171,7 @@ def _experts(
   options = {"experts": moe.num_experts, "bias": moe.bias}
   into = lambda width: make.linear(c.embed_dim, width, "in_out", **options)
   down = lambda: make.linear(moe.hidden_dim, c.embed_dim, "out_in", **options)
-  activation, gate = ACTIVATIONS[c.activation], moe.clamped_gate
-  gating = None
-  if gate is not None:
-    gating = functools.partial(clamped_gate, alpha=gate.alpha, limit=gate.limit)
+  activation, gating = ACTIVATIONS[c.activation], moe.clamped_gate
   if moe.fused_gate:
     return FusedGatedMLP(into(2 * moe.hidden_dim), down(), activation, gating)
   if not c.gated_mlp:

@@ -37,6 +37,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
   "swish": "silu",
   "gelu_pytorch_tanh": "gelu_tanh",
   "gelu": "gelu",
+  "relu2": "relu2",
 }
 _LAYER_TYPES: Mapping[str, LayerType] = {
   "full_attention": "full",

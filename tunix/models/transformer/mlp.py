@@ -111,11 +111,3 @@ def gated(
 ) -> jax.Array:
   """Returns gating(gate, up), or activation(gate) * up without a `gating`."""
   return activation(gate) * up if gating is None else gating(gate, up)
-
-
-def clamped_gate(
-  gate: jax.Array, up: jax.Array, *, alpha: float, limit: float
-) -> jax.Array:
-  """Returns the hidden units of gpt-oss, see `config.ClampedGate`."""
-  gate = jnp.minimum(gate, limit)
-  return gate * jax.nn.sigmoid(alpha * gate) * (jnp.clip(up, -limit, limit) + 1)

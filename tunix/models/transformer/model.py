@@ -159,7 +159,7 @@ class Transformer(nnx.Module):
       x = self.embed_tokens(sharding.pin_lookup(tokens, rules), self.config.dtype)
       return sharding.pin_lookup(x, rules)
 
-  def _run_routed(self, x, angles, visible, routes):
+  def _run_routed(self, x, angles, visible, routes) -> jax.Array:
     """Runs all layers without a cache, and finishes the routes."""
     if routes is None:
       return self._run(x, angles, visible)
@@ -167,7 +167,7 @@ class Transformer(nnx.Module):
     routes.finish(carried)
     return x
 
-  def _run(self, x, angles, visible, routes=None):
+  def _run(self, x, angles, visible, routes=None) -> Any:
     """Runs all layers without a cache.
 
     Args:

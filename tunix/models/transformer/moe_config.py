@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import jax
+import jax.numpy as jnp
+
 from tunix.utils import checks
 
 
@@ -24,6 +27,12 @@ class ClampedGate:
 
   def __post_init__(self):
     checks.fields(self, alpha=checks.POSITIVE, limit=checks.POSITIVE)
+
+  def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns the hidden units."""
+    gate = jnp.minimum(gate, self.limit)
+    up = jnp.clip(up, -self.limit, self.limit)
+    return gate * jax.nn.sigmoid(self.alpha * gate) * (up + 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -166,7 +166,7 @@ class LayerRoutes:
 
 def of_call(
   model: Any,
-  shape: tuple[int, int],
+  shape: tuple[int, ...],
   visible: Visibility,
   replay: Int[Array, "L B T k"] | None,
 ) -> Routes | None:
@@ -203,7 +203,7 @@ def of_call(
   return Routes(log, replay, _counted(shape, visible), start)
 
 
-def _counted(shape: tuple[int, int], visible: Visibility) -> Float[Array, "B T"]:
+def _counted(shape: tuple[int, ...], visible: Visibility) -> Float[Array, "B T"]:
   """Returns 1 for tokens and 0 for padding, as far as it is known.
 
   Padding has the segment 0, or does not attend to itself.

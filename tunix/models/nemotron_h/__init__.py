@@ -1,0 +1,1 @@
+"""Nemotron-H and Nemotron Nano: Mamba-2, attention and MLPs, one to a layer."""

@@ -1,0 +1,67 @@
+"""Nemotron-H: sizes of the published checkpoints, and the class."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from tunix.models.transformer.config import (
+  Activation,
+  LayerType,
+  Mamba2Config,
+  TransformerConfig,
+  TypeFields,
+  fields_by_type,
+  sizes,
+)
+from tunix.models.transformer.model import Transformer
+
+# Letters of `hybrid_override_pattern`: Mamba-2, MLP, attention without positions.
+PATTERN: dict[str, LayerType] = {"M": "linear", "-": "none", "*": "nope"}
+
+# Layers of one part each, see `TransformerConfig.parts`.
+PARTS = {"linear": "mixer", "none": "mlp", "nope": "mixer"}
+
+
+def layer_fields(types: tuple[LayerType, ...], mixer: Mamba2Config) -> TypeFields:
+  """Returns `TransformerConfig.type_fields` of layers of one part."""
+  own: dict[str, dict[str, Any]] = {
+    name: {"parts": PARTS[name]} for name in dict.fromkeys(types)
+  }
+  if "linear" in own:
+    own["linear"]["mixer"] = mixer
+  return fields_by_type(**own)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(TransformerConfig):
+  """`TransformerConfig` with Nemotron-H's defaults.
+
+  The class methods give the published sizes; keyword arguments override fields:
+  `ModelConfig.nemotron_nano_9b_v2(param_dtype=jnp.bfloat16)`.
+  """
+
+  vocab_size: int = 131_072
+  head_dim: int = 128
+  norm_eps: float = 1e-5
+  activation: Activation = "relu2"
+  gated_mlp: bool = False
+  max_position: int | None = 131_072
+
+  @classmethod
+  def nemotron_nano_9b_v2(cls, **overrides: Any) -> ModelConfig:
+    """Nemotron Nano 9B v2 (August 2025): 27 Mamba-2, 25 MLP and 4 attention layers."""
+    pattern = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+    types: tuple[LayerType, ...] = tuple(PATTERN[letter] for letter in pattern)
+    mixer = Mamba2Config(
+      num_heads=128, head_dim=80, state_dim=128, groups=8, least_step=0.001
+    )
+    fields = sizes(56, 4480, 15680, 40, 8, layer_types=types)
+    fields["type_fields"] = layer_fields(types, mixer)
+    return cls(**(fields | overrides))
+
+
+class NemotronH(Transformer):
+  """A Nemotron-H model; see `Transformer`."""
+
+  config: ModelConfig

@@ -1,0 +1,173 @@
+"""Nemotron-H checkpoints: `config.json`, tensor names and the family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tunix.models.family import Family, presets_of
+from tunix.models.nemotron_h.model import PATTERN, ModelConfig, NemotronH, layer_fields
+from tunix.models.transformer import hf_config, hf_values
+from tunix.models.transformer.config import LayerType, Mamba2Config, TransformerConfig
+from tunix.models.transformer.params import HfName, NameTable
+
+# Names of the layers in `layers_block_type`, those of transformers before 5.20 too.
+_TYPES: dict[str, LayerType] = {
+  "linear_attention": "linear",
+  "full_attention": "nope",
+  "mlp": "none",
+  "mamba": "linear",
+  "attention": "nope",
+}
+_SUPPORTED = {
+  "use_bias": (False, None),
+  "mamba_proj_bias": (False, None),
+  "mamba_hidden_act": ("silu", None),
+  "num_nextn_predict_layers": (0, None),
+  "sliding_window": (None,),
+}
+# transformers' values of absent fields.
+_DEFAULTS: dict[str, Any] = {
+  "num_key_value_heads": 8,
+  "head_dim": 128,
+  "mlp_hidden_act": "relu2",
+  "layer_norm_epsilon": 1e-5,
+  "max_position_embeddings": 4096,
+  "mamba_num_heads": 128,
+  "mamba_head_dim": 64,
+  "ssm_state_size": 128,
+  "n_groups": 8,
+  "conv_kernel": 4,
+  "use_conv_bias": True,
+  "time_step_min": 0.001,
+}
+
+
+def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
+  """Returns the `ModelConfig` of a `config.json` with model_type "nemotron_h".
+
+  Raises:
+    ValueError: see `hf_config.decoder_fields`; or a layer has experts.
+  """
+  hf = _DEFAULTS | dict(hf)
+  hf_config.check_supported(hf, _SUPPORTED)
+  types = _layer_types(hf)
+  mixer = Mamba2Config(
+    num_heads=hf_values.integer(hf, "mamba_num_heads"),
+    head_dim=hf_values.integer(hf, "mamba_head_dim"),
+    state_dim=hf_values.integer(hf, "ssm_state_size"),
+    groups=hf_values.integer(hf, "n_groups"),
+    conv_taps=hf_values.integer(hf, "conv_kernel"),
+    conv_bias=bool(hf["use_conv_bias"]),
+    least_step=hf_values.number(hf, "time_step_min", 0.0),
+  )
+  # The fields of other families that `decoder_fields` reads.
+  plain = hf | {
+    "num_hidden_layers": len(types),
+    "layer_types": None,
+    "rms_norm_eps": hf["layer_norm_epsilon"],
+    "hidden_act": hf["mlp_hidden_act"],
+    "attention_bias": False,
+  }
+  fields = hf_config.decoder_fields(plain)
+  return ModelConfig(
+    **fields,
+    layer_types=types,
+    type_fields=layer_fields(types, mixer),
+    gated_mlp=False,
+  )
+
+
+def _layer_types(hf: hf_config.HfConfig) -> tuple[LayerType, ...]:
+  named, pattern = hf.get("layers_block_type"), hf.get("hybrid_override_pattern")
+  if named is None and pattern is None:
+    raise ValueError(
+      "config.json has neither layers_block_type nor hybrid_override_pattern; expected "
+      "the type of each layer"
+    )
+  known = _TYPES if named is not None else PATTERN
+  listed = list(named or pattern or ())
+  if unknown := sorted({str(name) for name in listed} - set(known)):
+    raise ValueError(
+      f"the layers have types {unknown}; expected some of {sorted(known)}. Layers with "
+      "experts (Nemotron 3) are not supported yet"
+    )
+  return tuple(known[name] for name in listed)
+
+
+def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
+  """Returns the `config.json` of a Nemotron-H model.
+
+  Raises:
+    ValueError: the layers are not those of a Nemotron-H model.
+  """
+  types = config.layer_types or ()
+  names = {ours: theirs for theirs, ours in reversed(_TYPES.items())}
+  mixer = dict(dict(config.type_fields).get("linear", ())).get("mixer")
+  if not types or not set(types) <= set(names) or mixer is None:
+    raise ValueError(
+      f"layer_types is {config.layer_types} and the mixer {mixer}; expected layers of "
+      f"{sorted(names)} with a Mamba-2 mixer. Save the model as another family"
+    )
+  letters = {ours: letter for letter, ours in PATTERN.items()}
+  hf = hf_config.write_decoder(config, "nemotron_h", "NemotronHForCausalLM")
+  own = {
+    "mlp_hidden_act": hf.pop("hidden_act"),
+    "layer_norm_epsilon": hf.pop("rms_norm_eps"),
+    "layers_block_type": [names[kind] for kind in types],
+    "hybrid_override_pattern": "".join(letters[kind] for kind in types),
+    "mamba_num_heads": mixer.num_heads,
+    "mamba_head_dim": mixer.head_dim,
+    "ssm_state_size": mixer.state_dim,
+    "n_groups": mixer.groups,
+    "conv_kernel": mixer.conv_taps,
+    "use_conv_bias": mixer.conv_bias,
+    "time_step_min": mixer.least_step,
+    "mlp_bias": False,
+    "use_bias": False,
+  }
+  return hf | own
+
+
+def _names() -> NameTable:
+  layer = "model.layers.{i}."
+  linears = {f"attn.{x}_proj": f"{x}_proj" for x in ("q", "k", "v", "o", "in", "out")}
+  linears |= {"mlp.up_proj": "up_proj", "mlp.down_proj": "down_proj"}
+  small = {
+    "attn.conv_kernel": "conv1d.weight",
+    "attn.conv_bias": "conv1d.bias",
+    "attn.dt_bias": "dt_bias",
+    "attn.a_log": "A_log",
+    "attn.skip": "D",
+    "attn.norm.scale": "norm.weight",
+  }
+  return {
+    "embed_tokens.embedding": HfName("model.embeddings.weight"),
+    "layers.input_layernorm.scale": HfName(f"{layer}norm.weight"),
+    **{f"layers.{k}": HfName(f"{layer}mixer.{v}") for k, v in small.items()},
+    **{
+      f"layers.{k}.kernel": HfName(f"{layer}mixer.{v}.weight", transpose=True)
+      for k, v in linears.items()
+    },
+    "norm.scale": HfName("model.norm_f.weight"),
+    "lm_head.kernel": HfName("lm_head.weight", transpose=True),
+    "score.kernel": HfName("score.weight", transpose=True),
+  }
+
+
+def _canonical(key: str) -> str:
+  """Returns the name of a tensor whose file was written before transformers 5."""
+  return key.replace("backbone.", "model.", 1) if key.startswith("backbone.") else key
+
+
+FAMILY = Family(
+  name="nemotron_h",
+  model_types=("nemotron_h",),
+  config_class=ModelConfig,
+  model_class=NemotronH,
+  names=_names(),
+  config_from_hf=config_from_hf,
+  config_to_hf=config_to_hf,
+  presets=presets_of(ModelConfig),
+  canonical_key=_canonical,
+  hub_names={"nvidia-nemotron-nano-9b-v2": "nemotron_nano_9b_v2"},
+)
