@@ -33,6 +33,10 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
+class FrozenParam(nnx.Param):
+  """A parameter that a trainer neither trains nor saves."""
+
+
 def param(value: jax.Array, spec: tuple[Any, ...]) -> nnx.Param:
   """Makes a parameter that stores its PartitionSpec and is not moved to a mesh yet."""
   return nnx.Param(value, out_sharding=spec, eager_sharding=False)
