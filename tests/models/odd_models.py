@@ -186,4 +186,58 @@ FAMILIES["phi3"] = (
     },
   ),
 )
+LATENT = {
+  "num_key_value_heads": 4,
+  "kv_lora_rank": 6,
+  "q_lora_rank": 5,
+  "qk_nope_head_dim": 6,
+  "qk_rope_head_dim": 4,
+  "v_head_dim": 8,
+  "moe_intermediate_size": 12,
+  "n_routed_experts": 6,
+  "num_experts_per_tok": 2,
+}
+# Groups of experts; YaRN that scales the scores too.
+GROUPED = {
+  "n_group": 3,
+  "topk_group": 2,
+  "norm_topk_prob": False,
+  "n_shared_experts": 2,
+  "rope_parameters": YARN
+  | {"rope_theta": 100.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
+FAMILIES["glm4_moe_lite"] = (
+  "Glm4MoeLite",
+  (
+    FIVE | LATENT | {"v_head_dim": 12},  # values wider than keys
+    THREE
+    | LATENT
+    | GROUPED
+    | {"q_lora_rank": None, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ONE_LAYER
+    | LATENT
+    | {
+      "mlp_layer_types": ["sparse"],
+      "attention_bias": True,
+      "rope_interleave": False,
+      "tie_word_embeddings": True,
+    },
+  ),
+)
+FAMILIES["deepseek_v3"] = (
+  "DeepseekV3",
+  (
+    FIVE | LATENT | GROUPED | {"first_k_dense_replace": 2},
+    THREE
+    | LATENT
+    | {
+      "q_lora_rank": None,
+      "n_group": 1,
+      "topk_group": 1,
+      "first_k_dense_replace": 0,
+      "attention_bias": True,
+    },
+    ONE_LAYER | LATENT | GROUPED | {"first_k_dense_replace": 0, "topk_group": 1},
+  ),
+)
 CASES = [(name, i) for name, (_, cases) in FAMILIES.items() for i in range(len(cases))]

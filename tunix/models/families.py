@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from tunix.models.family import Family as Family, Preset
+from tunix.models.deepseek_v3 import params as deepseek_v3
 from tunix.models.gemma import params as gemma
 from tunix.models.gemma3 import multimodal_params, params as gemma3
+from tunix.models.glm4_moe_lite import params as glm4_moe_lite
 from tunix.models.gpt_oss import params as gpt_oss
 from tunix.models.granite import params as granite
 from tunix.models.llama3 import params as llama3
@@ -31,9 +33,11 @@ from tunix.models.transformer.config import TransformerConfig
 FAMILIES: Mapping[str, Family] = {
   family.name: family
   for family in (
+    deepseek_v3.FAMILY,
     gemma.FAMILY,
     gemma3.FAMILY,
     multimodal_params.FAMILY,
+    glm4_moe_lite.FAMILY,
     gpt_oss.FAMILY,
     granite.FAMILY,
     llama3.FAMILY,

@@ -54,6 +54,8 @@ ALL_LINEAR = (
   "out_proj",
 )
 
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # see mla.py
+
 _log = logging.getLogger(__name__)
 
 
@@ -291,7 +293,7 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
   lora_modules.require_bare(model)
   if targets == ALL_LINEAR:  # a model has some of these names
     paths = list(lora_modules.adaptable(model))
-    names = (*ALL_LINEAR, "qkv_proj", "gate_up_proj")
+    names = (*ALL_LINEAR, "qkv_proj", "gate_up_proj", *_LATENT)
     targets = tuple(n for n in names if any(lora_modules.hits(n, p) for p in paths))
   return lora_modules.select(model, targets)
 

@@ -94,12 +94,7 @@ class Attention(nnx.Module):
         the cache of one layer that attends itself, `cache.LayerCache`.
       kind: number of the layer's window; traced if the layers are scanned.
     """
-    query, key, value = self._project(x)
-    with jax.named_scope("rope"):
-      query, key = (
-        rotate(query, angles.for_queries()),
-        rotate(key, angles._replace(query=None)),
-      )
+    query, key, value = self._rotated(x, angles)
     keys_values = key, value
     if cached is not None and not isinstance(cached, tuple):
       out, keys_values = cached.attend(
@@ -140,6 +135,14 @@ class Attention(nnx.Module):
     out = sharding.pin_features(out, self.rules)
     with jax.named_scope("out_proj"):
       return self.o_proj(out)
+
+  def _rotated(self, x: jax.Array, angles: Angles):
+    """Returns queries, keys and values [B, T, heads, H]; `MLA` overrides it."""
+    query, key, value = self._project(x)
+    with jax.named_scope("rope"):
+      query = rotate(query, angles.for_queries())
+      key = rotate(key, angles._replace(query=None))
+    return query, key, value
 
   def _project(self, x):
     """Returns queries, keys and values by heads; queries and keys are normalised."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from tunix.models.transformer.mixer_config import Mamba2Config as Mamba2Config
+from tunix.models.transformer.mla_config import MLAConfig as MLAConfig
 from tunix.models.transformer.moe_config import (
   ClampedGate as ClampedGate,
   MoEConfig as MoEConfig,
@@ -128,6 +129,8 @@ class TransformerConfig:
     fused_projections: if True, the projections of queries, keys and values are one map
       `qkv_proj`, and gate and up projection of the MLP one map `gate_up_proj`, each
       with its outputs one after the other (Phi 3 and 4).
+    mla: latent attention in place of attention, or None. `head_dim` is then that of
+      the `MLAConfig`, and `num_kv_heads` is `num_heads`.
     gated_mlp: if False, the MLP and the experts are down(activation(up(x))).
     parts: the parts of a layer: "both" mixer and MLP, or only the "mixer" or the "mlp",
       each with one norm before it (Nemotron 3).
@@ -178,6 +181,7 @@ class TransformerConfig:
   qkv_bias: bool = False
   o_bias: bool = False
   fused_projections: bool = False
+  mla: MLAConfig | None = None
   gated_mlp: bool = True
   parts: Literal["both", "mixer", "mlp"] = "both"
   mixer: Mamba2Config | None = None
@@ -224,6 +228,7 @@ class TransformerConfig:
         raise ValueError(f"{name} {getattr(self, name)!r} must be one of {allowed}")
     self._check_layer_types()
     self._check_products()
+    self._check_mla()
 
   def layers_of(self, path: str) -> Sequence[int]:
     """Returns the numbers of the layers in the stack that holds the parameter `path`.
@@ -287,6 +292,17 @@ class TransformerConfig:
         raise ValueError(
           f"rope partial {rope.partial} of head_dim {self.head_dim} rotates {dims} "
           "dimensions; expected an even number, the same for all layers. Change partial"
+        )
+
+  def _check_mla(self):
+    if self.mla is None:
+      return
+    want = {"head_dim": self.mla.head_dim, "num_kv_heads": self.num_heads}
+    want |= {"qk_norm": None, "attention_sinks": False, "fused_projections": False}
+    for name, value in want.items():
+      if getattr(self, name) != value:
+        raise ValueError(
+          f"{name} is {getattr(self, name)!r} with mla; expected {value!r}"
         )
 
   @property

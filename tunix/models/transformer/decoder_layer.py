@@ -15,6 +15,7 @@ from tunix.models.transformer.config import MoEConfig, TransformerConfig
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import ACTIVATIONS
 from tunix.models.transformer.mamba2 import Mamba2
+from tunix.models.transformer.mla import MLA
 from tunix.models.transformer.mlp import MLP, FusedGatedMLP, GatedMLP
 from tunix.models.transformer.moe import MoE
 from tunix.models.transformer.rope import Angles
@@ -109,7 +110,9 @@ _ONE_NORM = ("input_layernorm", None, "input_layernorm", None)
 
 
 def _mixer(c: TransformerConfig, make: LayerMaker) -> Attention | Mamba2:
-  return _attention(c, make) if c.mixer is None else Mamba2(c, make)
+  if c.mixer is not None:
+    return Mamba2(c, make)
+  return _attention(c, make) if c.mla is None else MLA(c, c.mla, make)
 
 
 def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
