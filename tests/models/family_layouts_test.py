@@ -44,6 +44,8 @@ def learnt(preset, axes):
   ("preset", "axes"),
   [
     pytest.param("phi4_mini_3p8b", MESH, marks=SLOW),
+    pytest.param("glm4p7_flash", {"ep": 2, "cp": 2, "tp": 2}, marks=SLOW),
+    pytest.param("glm4p7_flash", {"fsdp": 2, "ep": 4}, marks=SLOW),
     *(pytest.param(preset, MESH, marks=SLOW) for preset in DENSE),
   ],
   ids=str,

@@ -5,7 +5,7 @@
 # its files, as known when the preset was added; no test asks the hub. The files of
 # Qwen3 0.6B and 1.7B hold the tied table twice; it is counted once here: 751,632,384 -
 # 151,936 * 1024 and 2,031,739,904 - 151,936 * 2048. The numbers of Granite 3,
-# Ministral 3, OLMo 3 and SmolLM3 were computed from the presets and not compared with
+# Ministral 3, OLMo 3, SmolLM3, Phi 4 and GLM-4.7 Flash were computed from the presets and not compared with
 # the pages.
 COUNTS = {
   "gemma_2b": ("google/gemma-2b", 2_506_172_416),
@@ -22,6 +22,8 @@ COUNTS = {
   # are those of the presets. The files count four-bit weights otherwise.
   "gpt_oss_20b": ("openai/gpt-oss-20b", 20_914_757_184),
   "gpt_oss_120b": ("openai/gpt-oss-120b", 116_829_156_672),
+  # Without the layer for further tokens (MTP), which the page counts.
+  "glm4p7_flash": ("zai-org/GLM-4.7-Flash", 29_943_393_920),
   "granite3p1_2b": ("ibm-granite/granite-3.1-2b-base", 2_533_531_648),
   "granite3p1_8b": ("ibm-granite/granite-3.1-8b-base", 8_170_848_256),
   "granite3p3_2b": ("ibm-granite/granite-3.3-2b-base", 2_533_539_840),
