@@ -170,8 +170,7 @@ FAMILIES["phi3"] = (
       "hidden_size": 32,
       "num_key_value_heads": 1,
       "original_max_position_embeddings": 4,
-      "rope_parameters": LONG
-      | {"short_factor": [1.0, 2.0], "long_factor": [1.5, 3.0]},
+      "rope_parameters": LONG | {"short_factor": [1.0, 2.0], "long_factor": [1.5, 3.0]},
     },
     # ... or none is longer than 40 tokens.
     ONE_LAYER
@@ -183,6 +182,36 @@ FAMILIES["phi3"] = (
       "rope_parameters": LONG
       | {"short_factor": [1.0, 2.0], "long_factor": [9.0, 9.0]}
       | {"attention_factor": 1.7},
+    },
+  ),
+)
+# Only attention, and no experts beside the MLP.
+DENSE4 = {
+  "num_local_experts": 0,
+  "shared_intermediate_size": 20,
+  "position_embedding_type": "rope",
+  "mamba_n_heads": 4,
+}
+FAMILIES["granite4"] = (
+  "GraniteMoeHybrid",
+  (
+    FIVE | DENSE4 | {"layer_types": [FULL] * 5, "residual_multiplier": 0.3},
+    THREE
+    | DENSE4
+    | {
+      "layer_types": [FULL] * 3,
+      "position_embedding_type": None,  # no rotary embedding
+      "attention_multiplier": 0.8,
+      "embedding_multiplier": 12.0,
+      "num_key_value_heads": 1,
+    },
+    ONE_LAYER
+    | DENSE4
+    | {
+      "layer_types": [FULL],
+      "attention_bias": True,
+      "tie_word_embeddings": True,
+      "logits_scaling": 7.0,
     },
   ),
 )
@@ -203,8 +232,7 @@ GROUPED = {
   "topk_group": 2,
   "norm_topk_prob": False,
   "n_shared_experts": 2,
-  "rope_parameters": YARN
-  | {"rope_theta": 100.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+  "rope_parameters": YARN | {"rope_theta": 100.0, "mscale": 1.0, "mscale_all_dim": 0.7},
 }
 FAMILIES["glm4_moe_lite"] = (
   "Glm4MoeLite",

@@ -18,6 +18,7 @@ from tunix.models.gemma3 import multimodal_params, params as gemma3
 from tunix.models.glm4_moe_lite import params as glm4_moe_lite
 from tunix.models.gpt_oss import params as gpt_oss
 from tunix.models.granite import params as granite
+from tunix.models.granite4 import params as granite4
 from tunix.models.llama3 import params as llama3
 from tunix.models.ministral3 import params as ministral3
 from tunix.models.mistral import params as mistral
@@ -40,6 +41,7 @@ FAMILIES: Mapping[str, Family] = {
     glm4_moe_lite.FAMILY,
     gpt_oss.FAMILY,
     granite.FAMILY,
+    granite4.FAMILY,
     llama3.FAMILY,
     ministral3.FAMILY,
     mistral.FAMILY,

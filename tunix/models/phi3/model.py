@@ -31,7 +31,8 @@ class ModelConfig(TransformerConfig):
   head_dim: int = 128
   norm_eps: float = 1e-5
   rope: RopeConfig = _ROPE
-  fused_projections: bool = True
+  fused_qkv: bool = True
+  fused_gate_up: bool = True
   max_position: int | None = 16_384
 
   @classmethod

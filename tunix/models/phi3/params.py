@@ -43,9 +43,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   return ModelConfig(**fields, rope=rope)
 
 
-def _without_partial(
-  hf: Mapping[str, Any], limit: int
-) -> tuple[dict[str, Any], float]:
+def _without_partial(hf: Mapping[str, Any], limit: int) -> tuple[dict[str, Any], float]:
   """Returns the settings without the share of rotated dimensions, and this share.
 
   The numbers that longrope takes from outside of its table are added to it.

@@ -126,9 +126,10 @@ class TransformerConfig:
     attention_sinks: if True, every head has a sink logit in the softmax of its scores
       (gpt-oss), see `ops.sinks`.
     qkv_bias, o_bias: if True, the attention's projections have biases.
-    fused_projections: if True, the projections of queries, keys and values are one map
-      `qkv_proj`, and gate and up projection of the MLP one map `gate_up_proj`, each
-      with its outputs one after the other (Phi 3 and 4).
+    fused_qkv: if True, the projections of queries, keys and values are one map
+      `qkv_proj` (Phi 3 and 4).
+    fused_gate_up: if True, gate and up projection of the MLP are one map `gate_up_proj`
+      whose first half of outputs is the gate (Phi 3 and 4, Granite 4).
     mla: latent attention in place of attention, or None. `head_dim` is then that of
       the `MLAConfig`, and `num_kv_heads` is `num_heads`.
     gated_mlp: if False, the MLP and the experts are down(activation(up(x))).
@@ -180,7 +181,8 @@ class TransformerConfig:
   attention_sinks: bool = False
   qkv_bias: bool = False
   o_bias: bool = False
-  fused_projections: bool = False
+  fused_qkv: bool = False
+  fused_gate_up: bool = False
   mla: MLAConfig | None = None
   gated_mlp: bool = True
   parts: Literal["both", "mixer", "mlp"] = "both"
@@ -298,7 +300,7 @@ class TransformerConfig:
     if self.mla is None:
       return
     want = {"head_dim": self.mla.head_dim, "num_kv_heads": self.num_heads}
-    want |= {"qk_norm": None, "attention_sinks": False, "fused_projections": False}
+    want |= {"qk_norm": None, "attention_sinks": False, "fused_qkv": False}
     for name, value in want.items():
       if getattr(self, name) != value:
         raise ValueError(

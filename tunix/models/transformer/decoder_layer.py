@@ -121,7 +121,7 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   norms = widths[c.qk_norm]
   norm = lambda width: make.norm(width, c.norm_eps, c.norm_offset)
   into = lambda width: make.linear(d, width, "in_out", bias=c.qkv_bias)
-  fused = c.fused_projections
+  fused = c.fused_qkv
   separate = (None,) * 3 if fused else (into(q_dim), into(kv_dim), into(kv_dim))
   return Attention(
     *separate,
@@ -160,7 +160,7 @@ def _dense_mlp(
 ) -> MLP | FusedGatedMLP:
   into = lambda: make.linear(c.embed_dim, hidden_dim, "in_out")
   down = lambda: make.linear(hidden_dim, c.embed_dim, "out_in")
-  if c.gated_mlp and c.fused_projections:
+  if c.gated_mlp and c.fused_gate_up:
     both = make.linear(c.embed_dim, 2 * hidden_dim, "in_out")
     return FusedGatedMLP(both, down(), ACTIVATIONS[c.activation], halves=True)
   if c.gated_mlp:

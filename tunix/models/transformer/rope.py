@@ -105,7 +105,9 @@ def length_factor(config: RopeConfig) -> float:
   if config.attention_factor is not None:
     return config.attention_factor
   if config.scaling == "longrope":
-    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_position))
+    return math.sqrt(
+      1 + math.log(config.factor) / math.log(config.original_max_position)
+    )
   grown = lambda m: 0.1 * m * math.log(config.factor) + 1.0
   if config.mscale is None or config.mscale_all_dim is None:
     return grown(1.0)
