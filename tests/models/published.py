@@ -5,8 +5,8 @@
 # its files, as known when the preset was added; no test asks the hub. The files of
 # Qwen3 0.6B and 1.7B hold the tied table twice; it is counted once here: 751,632,384 -
 # 151,936 * 1024 and 2,031,739,904 - 151,936 * 2048. The numbers of Granite 3,
-# Ministral 3, OLMo 3, SmolLM3, Phi 4 and GLM-4.7 Flash were computed from the presets and not compared with
-# the pages.
+# Ministral 3, OLMo 3, SmolLM3, Phi 4 and GLM-4.7 Flash were computed from the presets
+# and not compared with the pages.
 COUNTS = {
   "gemma_2b": ("google/gemma-2b", 2_506_172_416),
   "gemma_7b": ("google/gemma-7b", 8_537_680_896),

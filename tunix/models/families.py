@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tunix.models.family import Family as Family, Preset
 from tunix.models.deepseek_v3 import params as deepseek_v3
+from tunix.models.family import Family as Family, Preset
 from tunix.models.gemma import params as gemma
 from tunix.models.gemma3 import multimodal_params, params as gemma3
 from tunix.models.glm4_moe_lite import params as glm4_moe_lite

@@ -33,14 +33,17 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
     ValueError: see `hf_config.decoder_fields`; or the model has experts, or layers
       that are not attention.
   """
-  hf = {"num_local_experts": 8, "shared_intermediate_size": 1024} | dict(hf)
+  hf: dict[str, Any] = {
+    "num_local_experts": 8,
+    "shared_intermediate_size": 1024,
+  } | dict(hf)
   hf_config.check_supported(hf, _SUPPORTED)
   layers = hf_values.integer(hf, "num_hidden_layers")
   types = hf.pop("layer_types", None) or hf.pop("layers_block_type", None)
-  if types is None or len(types) != layers or not set(types) <= set(_ATTENTION):
+  if not isinstance(types, list) or [x in _ATTENTION for x in types] != [True] * layers:
     raise ValueError(
-      f"layer_types is {types!r}; expected 'attention' for each of the {layers} layers. "
-      "Granite 4 models with Mamba layers are not supported"
+      f"layer_types is {types!r}; expected 'attention' for each of the {layers} "
+      "layers. Granite 4 models with Mamba layers are not supported"
     )
   hf["intermediate_size"] = hf_values.integer(hf, "shared_intermediate_size")
   fields = hf_config.decoder_fields(hf) | granite.read_factors(hf)

@@ -87,7 +87,8 @@ def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   for name in _TABLES:
     if hf[name] is not None:
       hf[name] = hf[name] | partial
-  hf |= partial | {"sliding_window": window}
+  # transformers' default of the padding is no token of smaller vocabularies.
+  hf |= partial | {"sliding_window": window, "pad_token_id": None}
   if config.rope.scaling == "longrope":
     hf["original_max_position_embeddings"] = config.rope.original_max_position
   return hf

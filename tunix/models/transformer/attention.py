@@ -157,7 +157,8 @@ class Attention(nnx.Module):
 
   def _queries_keys_values(self, x: jax.Array) -> list[jax.Array]:
     if self.qkv_proj is None:
-      return [proj(x) for proj in (self.q_proj, self.k_proj, self.v_proj)]
+      three = (self.q_proj, self.k_proj, self.v_proj)
+      return [proj(x) for proj in three if proj is not None]
     # The parts are pinned before and after the split: shards of the whole map do not
     # end where a part ends.
     whole = self._pinned(self.qkv_proj(x))

@@ -122,9 +122,11 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   norm = lambda width: make.norm(width, c.norm_eps, c.norm_offset)
   into = lambda width: make.linear(d, width, "in_out", bias=c.qkv_bias)
   fused = c.fused_qkv
-  separate = (None,) * 3 if fused else (into(q_dim), into(kv_dim), into(kv_dim))
+  one = lambda width: None if fused else into(width)
   return Attention(
-    *separate,
+    one(q_dim),
+    one(kv_dim),
+    one(kv_dim),
     make.linear(q_dim, d, "out_in", bias=c.o_bias),
     qkv_proj=into(q_dim + 2 * kv_dim) if fused else None,
     head_dim=c.head_dim,

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from tunix.models.transformer.attention import Attention
 from tunix.models.transformer.config import TransformerConfig
 from tunix.models.transformer.layer_maker import LayerMaker
+from tunix.models.transformer.layers import Linear, RMSNorm
 from tunix.models.transformer.mla_config import MLAConfig
 from tunix.models.transformer.rope import Angles, rotate
 
@@ -61,8 +62,9 @@ class MLA(Attention):
       rules=c.sharding,
     )
     self.sizes = mla
-    self.q_a_proj = nnx.data(None)
-    self.q_a_layernorm, self.q_b_proj = nnx.data(None), nnx.data(None)
+    self.q_a_proj: Linear | None = nnx.data(None)
+    self.q_a_layernorm: RMSNorm | None = nnx.data(None)
+    self.q_b_proj: Linear | None = nnx.data(None)
     if mla.q_rank is not None:
       self.q_a_proj = nnx.data(latent(mla.q_rank))
       self.q_a_layernorm = nnx.data(make.norm(mla.q_rank, _NORM_EPS))
@@ -99,6 +101,7 @@ class MLA(Attention):
   def _queries(self, x: jax.Array) -> jax.Array:
     if self.q_proj is not None:
       return self.q_proj(x)
+    assert self.q_a_proj and self.q_a_layernorm and self.q_b_proj
     return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
   def _by_heads(self, x: jax.Array, size: int) -> jax.Array:
