@@ -19,7 +19,6 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
   "topk_method": ("noaux_tc", None),
   "moe_layer_freq": (1, None),
 }
-_MLP = "model.layers.{i}.mlp."
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 NAMES: NameTable = {
@@ -34,13 +33,6 @@ NAMES: NameTable = {
   **{
     f"layers.attn.{x}.scale": HfName(f"model.layers.{{i}}.self_attn.{x}.weight")
     for x in ("q_a_layernorm", "kv_a_layernorm")
-  },
-  "layers.mlp.correction": HfName(f"{_MLP}gate.e_score_correction_bias"),
-  **{
-    f"layers.mlp.shared.{x}_proj.kernel": HfName(
-      f"{_MLP}shared_experts.{x}_proj.weight", transpose=True
-    )
-    for x in ("gate", "up", "down")
   },
 }
 
