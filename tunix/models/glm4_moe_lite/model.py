@@ -30,7 +30,6 @@ class ModelConfig(TransformerConfig):
   head_dim: int = 256
   norm_eps: float = 1e-5
   rope: RopeConfig = _ROPE
-  mla: MLAConfig | None = _MLA
   max_position: int | None = 202_752
 
   @classmethod
@@ -45,7 +44,7 @@ class ModelConfig(TransformerConfig):
       shared_hidden_dim=1536,
       dense_layers=(0,),
     )
-    return cls(**(sizes(47, 2048, 10_240, 20, 20, moe=moe) | overrides))
+    return cls(**(sizes(47, 2048, 10_240, 20, 20, moe=moe, mla=_MLA) | overrides))
 
 
 class Glm4MoeLite(Transformer):
