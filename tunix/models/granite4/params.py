@@ -16,6 +16,8 @@ _SUPPORTED = {
   "num_local_experts": (0,),
   "position_embedding_type": ("rope", "nope", None),
 }
+# transformers' values of absent fields.
+_DEFAULTS = {"num_local_experts": 8, "shared_intermediate_size": 1024}
 _ATTENTION = ("attention", "full_attention")
 _MLP = "model.layers.{i}.shared_mlp."
 
@@ -33,10 +35,7 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
     ValueError: see `hf_config.decoder_fields`; or the model has experts, or layers
       that are not attention.
   """
-  hf: dict[str, Any] = {
-    "num_local_experts": 8,
-    "shared_intermediate_size": 1024,
-  } | dict(hf)
+  hf = {**_DEFAULTS, **hf}
   hf_config.check_supported(hf, _SUPPORTED)
   layers = hf_values.integer(hf, "num_hidden_layers")
   types = hf.pop("layer_types", None) or hf.pop("layers_block_type", None)
