@@ -256,6 +256,21 @@ def nemotron_h():
   return transformers.NemotronHForCausalLM(config)
 
 
+def qwen3_5():
+  """Gated delta nets below and above gated attention."""
+  rope = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+  config = transformers.Qwen3_5TextConfig(
+    **COMMON | {"num_hidden_layers": 3},
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    rope_parameters=rope,
+  )
+  return transformers.Qwen3_5ForCausalLM(config)
+
+
 def phi3():
   """Fused projections, a partial rotary embedding with LongRoPE's short divisors."""
   rope = {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
@@ -307,13 +322,15 @@ BUILDERS = (
   granite,
   gpt_oss,
   nemotron_h,
+  qwen3_5,
   phi3,
   glm4_moe_lite,
 )
 
 
 # The files of the other families are older than this field.
-GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss, nemotron_h, phi3, glm4_moe_lite)
+GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss, nemotron_h, qwen3_5, phi3)
+GREEDY += (glm4_moe_lite,)
 
 
 def inputs():
@@ -397,6 +414,8 @@ def main(names=()):
     randomise(model, "norm", lambda x: torch.nn.init.uniform_(x, 0.5, 1.5))
     randomise(model, ".bias", lambda x: torch.nn.init.normal_(x, std=0.4))
     randomise(model, "_bias", lambda x: torch.nn.init.normal_(x, std=0.4))
+    if build is qwen3_5:  # with faster decays torch's chunks lose digits
+      randomise(model, "A_log", lambda x: torch.nn.init.uniform_(x, -3, 0.5))
     model.save_pretrained(folder, max_shard_size="12KB")
     if build is llama3p1:
       legacy_spelling(folder)
@@ -417,6 +436,8 @@ def main(names=()):
       targets = ["qkv_proj", "o_proj", "gate_up_proj"]
     if build is nemotron_h:
       targets.append("in_proj")
+    if build is qwen3_5:
+      targets += ["in_proj_qkv", "in_proj_z", "out_proj"]
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **fields)
     adapted = peft.get_peft_model(model, config).eval()
     randomise(adapted, "lora_", lambda x: torch.nn.init.normal_(x, std=0.2))

@@ -25,6 +25,7 @@ SLOW = (pytest.mark.slow, pytest.mark.ci)
 PRESETS = (
   "gpt_oss_20b",
   "nemotron_nano_9b_v2",
+  "qwen3p5_0p8b",
   pytest.param("glm4p7_flash", marks=SLOW),
   pytest.param("phi4_mini_3p8b", marks=SLOW),
   pytest.param("granite3p3_2b", marks=SLOW),

@@ -28,6 +28,7 @@ from tunix.models.olmo3 import params as olmo3
 from tunix.models.phi3 import params as phi3
 from tunix.models.qwen2 import params as qwen2
 from tunix.models.qwen3 import params as qwen3
+from tunix.models.qwen3_5 import params as qwen3_5
 from tunix.models.smollm3 import params as smollm3
 from tunix.models.transformer.config import TransformerConfig
 
@@ -51,6 +52,7 @@ FAMILIES: Mapping[str, Family] = {
     phi3.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
+    qwen3_5.FAMILY,
     smollm3.FAMILY,
   )
 }

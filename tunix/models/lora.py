@@ -53,6 +53,9 @@ ALL_LINEAR = (
   "in_proj",
   "out_proj",
 )
+# The large maps of gated delta nets. Their small ones (a rate and a decay per head) get
+# no adapter by default.
+DELTA_NET = ("in_proj_qkv", "in_proj_z", "out_proj")
 
 _LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # see mla.py
 
@@ -293,8 +296,10 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
   lora_modules.require_bare(model)
   if targets == ALL_LINEAR:  # a model has some of these names
     paths = list(lora_modules.adaptable(model))
-    names = (*ALL_LINEAR, "qkv_proj", "gate_up_proj", *_LATENT)
-    targets = tuple(n for n in names if any(lora_modules.hits(n, p) for p in paths))
+    used = lambda name: any(lora_modules.hits(name, path) for path in paths)
+    delta = DELTA_NET if used(DELTA_NET[0]) else ()
+    names = (*ALL_LINEAR, "qkv_proj", "gate_up_proj", *_LATENT, *delta)
+    targets = tuple(filter(used, names))
   return lora_modules.select(model, targets)
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tunix.models.transformer.config import Mamba2Config, TransformerConfig
+from tunix.models.transformer.config import (
+  DeltaNetConfig,
+  Mamba2Config,
+  TransformerConfig,
+)
 
 # Divisible by eight devices, and by the blocks of quantised kernels (64 inputs).
 _SIZES = {"embed_dim": 64, "hidden_dim": 128, "num_heads": 8, "head_dim": 16}
@@ -14,6 +18,7 @@ _EXPERTS = {"num_experts": 8, "experts_per_token": 2, "hidden_dim": 64}
 _TOWER = {"num_layers": 1, "embed_dim": 16, "hidden_dim": 32, "num_heads": 2}
 _LATENT = {"kv_rank": 64, "nope_dim": 8, "rope_dim": 8, "value_dim": 16}
 _WINDOW = 16
+_DELTA = {"num_heads": 8, "num_key_heads": 4, "head_dim": 16, "key_dim": 16}
 _DIVISORS = ("short_factors", "long_factors")
 _MAMBA = {"num_heads": 8, "head_dim": 16, "state_dim": 16, "groups": 2}
 
@@ -63,4 +68,6 @@ def _shrunk(own: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
   fields = dict(own)
   if isinstance(fields.get("mixer"), Mamba2Config):
     fields["mixer"] = dataclasses.replace(fields["mixer"], **_MAMBA)
+  if isinstance(fields.get("mixer"), DeltaNetConfig):
+    fields["mixer"] = dataclasses.replace(fields["mixer"], **_DELTA)
   return tuple(fields.items())

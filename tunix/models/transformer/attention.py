@@ -29,6 +29,8 @@ class Attention(nnx.Module):
 
   Attributes:
     q_proj, k_proj, v_proj, o_proj: linear maps [D, N*H], [D, K*H], [D, K*H], [N*H, D].
+    gated: if True, q_proj is [D, N*2*H]: each head has a query and a gate, and its
+      output is multiplied by the sigmoid of the gate (Qwen3.5).
     qkv_proj: the first three as one linear map [D, (N + 2 K)*H] in their place, or
       None.
     q_norm, k_norm: RMS norms of queries and keys, or None.
@@ -55,6 +57,7 @@ class Attention(nnx.Module):
     softcap: float | None = None,
     windows: tuple[int | None, ...] = (None,),
     wide_norm: bool = False,
+    gated: bool = False,
     implementation: str = "auto",
     rules: ShardingRules | None = None,
     sinks: nnx.Param | None = None,
@@ -69,6 +72,7 @@ class Attention(nnx.Module):
     self.softcap = softcap
     self.windows = windows
     self.wide_norm = wide_norm
+    self.gated = gated
     self.implementation = implementation
     self.rules = ShardingRules() if rules is None else rules
 
@@ -94,7 +98,7 @@ class Attention(nnx.Module):
         the cache of one layer that attends itself, `cache.LayerCache`.
       kind: number of the layer's window; traced if the layers are scanned.
     """
-    query, key, value = self._rotated(x, angles)
+    query, gate, key, value = self._rotated(x, angles)
     keys_values = key, value
     if cached is not None and not isinstance(cached, tuple):
       out, keys_values = cached.attend(
@@ -108,7 +112,7 @@ class Attention(nnx.Module):
         rules=self.rules,
         sinks=self._sink_logits(),
       )
-      return self._output(out), keys_values
+      return self._output(out, gate), keys_values
     if cached is not None:
       fresh = _swap(key), _swap(value)
       if ring.is_ring(cached[0], visible):
@@ -124,36 +128,51 @@ class Attention(nnx.Module):
       key, value = map(_swap, seen)
     visible = dataclasses.replace(visible, aligned=cached is None)
     out = self._attend(query, key.astype(x.dtype), value.astype(x.dtype), visible, kind)
-    return self._output(out), keys_values
+    return self._output(out, gate), keys_values
 
   def _sink_logits(self) -> jax.Array | None:
     return None if self.sinks is None else self.sinks[...]
 
-  def _output(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
+  def _output(
+    self, out: Float[Array, "B T N H"], gate: jax.Array | None
+  ) -> Float[Array, "B T D"]:
     """Maps the heads' outputs back to the residual stream."""
+    if gate is not None:
+      out = out * jax.nn.sigmoid(gate)
     out = sharding.pin_rows(out.reshape(*out.shape[:2], -1), self.rules)
     out = sharding.pin_features(out, self.rules)
     with jax.named_scope("out_proj"):
       return self.o_proj(out)
 
   def _rotated(self, x: jax.Array, angles: Angles):
-    """Returns queries, keys and values [B, T, heads, H]; `MLA` overrides it."""
-    query, key, value = self._project(x)
+    """Returns queries, gates, keys and values by heads; `MLA` overrides it.
+
+    The gates are None if the heads have none.
+    """
+    query, gate, key, value = self._project(x)
     with jax.named_scope("rope"):
       query = rotate(query, angles.for_queries())
       key = rotate(key, angles._replace(query=None))
-    return query, key, value
+    return query, gate, key, value
 
   def _project(self, x):
-    """Returns queries, keys and values by heads; queries and keys are normalised."""
+    """Returns queries, gates, keys and values by heads.
+
+    Queries and keys are normalised. The gates are None if the heads have none.
+    """
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope("qkv_matmul"):
       query, key, value = map(self._pinned, self._queries_keys_values(x))
+    gate = None
+    if self.gated:
+      pairs = query.reshape(*x.shape[:2], -1, 2, self.head_dim)
+      query, gate = pairs[..., 0, :], pairs[..., 1, :]
+      query = query.reshape(*x.shape[:2], -1)
     if not self.wide_norm:
       query, key = query.reshape(heads), key.reshape(heads)
     if self.q_norm is not None and self.k_norm is not None:
       query, key = self.q_norm(query), self.k_norm(key)
-    return query.reshape(heads), key.reshape(heads), value.reshape(heads)
+    return query.reshape(heads), gate, key.reshape(heads), value.reshape(heads)
 
   def _queries_keys_values(self, x: jax.Array) -> list[jax.Array]:
     if self.qkv_proj is None:

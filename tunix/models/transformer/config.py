@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from tunix.models.transformer.mixer_config import Mamba2Config as Mamba2Config
+from tunix.models.transformer.mixer_config import (
+  DeltaNetConfig as DeltaNetConfig,
+  Mamba2Config as Mamba2Config,
+)
 from tunix.models.transformer.mla_config import MLAConfig as MLAConfig
 from tunix.models.transformer.moe_config import (
   ClampedGate as ClampedGate,
@@ -125,6 +128,8 @@ class TransformerConfig:
       3, Gemma 3) or "all" for all heads together (OLMo 2).
     attention_sinks: if True, every head has a sink logit in the softmax of its scores
       (gpt-oss), see `ops.sinks`.
+    attention_gate: if True, the outputs of the heads are multiplied by the sigmoid of a
+      gate, which the queries' projection gives too (Qwen3.5).
     qkv_bias, o_bias: if True, the attention's projections have biases.
     fused_qkv: if True, the projections of queries, keys and values are one map
       `qkv_proj` (Phi 3 and 4).
@@ -179,6 +184,7 @@ class TransformerConfig:
   embedding_multiplier: float | None = None
   qk_norm: Literal["head", "all"] | None = None
   attention_sinks: bool = False
+  attention_gate: bool = False
   qkv_bias: bool = False
   o_bias: bool = False
   fused_qkv: bool = False
@@ -186,7 +192,7 @@ class TransformerConfig:
   mla: MLAConfig | None = None
   gated_mlp: bool = True
   parts: Literal["both", "mixer", "mlp"] = "both"
-  mixer: Mamba2Config | None = None
+  mixer: Mamba2Config | DeltaNetConfig | None = None
   moe: MoEConfig | None = None
   num_scores: int | None = None
   max_position: int | None = None
@@ -301,6 +307,7 @@ class TransformerConfig:
       return
     want = {"head_dim": self.mla.head_dim, "num_kv_heads": self.num_heads}
     want |= {"qk_norm": None, "attention_sinks": False, "fused_qkv": False}
+    want["attention_gate"] = False
     for name, value in want.items():
       if getattr(self, name) != value:
         raise ValueError(

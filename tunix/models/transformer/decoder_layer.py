@@ -11,7 +11,12 @@ from jaxtyping import Array, Float
 
 from tunix.models.transformer import rope, sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
-from tunix.models.transformer.config import MoEConfig, TransformerConfig
+from tunix.models.transformer.config import (
+  DeltaNetConfig,
+  MoEConfig,
+  TransformerConfig,
+)
+from tunix.models.transformer.delta_net import GatedDeltaNet
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import ACTIVATIONS
 from tunix.models.transformer.mamba2 import Mamba2
@@ -109,10 +114,13 @@ _NORMS: Mapping[str, tuple[str | None, str | None, str | None, str | None]] = {
 _ONE_NORM = ("input_layernorm", None, "input_layernorm", None)
 
 
-def _mixer(c: TransformerConfig, make: LayerMaker) -> Attention | Mamba2:
-  if c.mixer is not None:
-    return Mamba2(c, make)
-  return _attention(c, make) if c.mla is None else MLA(c, c.mla, make)
+def _mixer(
+  c: TransformerConfig, make: LayerMaker
+) -> Attention | Mamba2 | GatedDeltaNet:
+  if c.mixer is None:
+    return _attention(c, make) if c.mla is None else MLA(c, c.mla, make)
+  kind = GatedDeltaNet if isinstance(c.mixer, DeltaNetConfig) else Mamba2
+  return kind(c, make)
 
 
 def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
@@ -124,7 +132,7 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   fused = c.fused_qkv
   one = lambda width: None if fused else into(width)
   return Attention(
-    one(q_dim),
+    one(q_dim * (2 if c.attention_gate else 1)),
     one(kv_dim),
     one(kv_dim),
     make.linear(q_dim, d, "out_in", bias=c.o_bias),
@@ -133,6 +141,7 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
     q_norm=norms and norm(norms[0]),
     k_norm=norms and norm(norms[1]),
     wide_norm=c.qk_norm == "all",
+    gated=c.attention_gate,
     scale=c.query_scale,
     softcap=c.attention_softcap,
     windows=tuple(kind.window for kind in c.kinds),

@@ -88,15 +88,12 @@ class MLA(Attention):
       turned = rotate(self._pairs(turned), angles)
       shared = rotate(self._pairs(shared[:, :, None]), angles)
     shared = jnp.broadcast_to(shared, (*key.shape[:-1], mla.rope_dim))
-    parts = (
-      jnp.concatenate([query, turned], axis=-1),
-      jnp.concatenate([key, shared], axis=-1),
-      value,
-    )
-    return tuple(self._padded(part) for part in parts)
+    query = jnp.concatenate([query, turned], axis=-1)
+    key = jnp.concatenate([key, shared], axis=-1)
+    return self._padded(query), None, self._padded(key), self._padded(value)
 
-  def _output(self, out: Float[Array, "B T N H"]) -> Float[Array, "B T D"]:
-    return super()._output(out[..., : self.sizes.value_dim])
+  def _output(self, out: Float[Array, "B T N H"], gate: None) -> Float[Array, "B T D"]:
+    return super()._output(out[..., : self.sizes.value_dim], gate)
 
   def _queries(self, x: jax.Array) -> jax.Array:
     if self.q_proj is not None:
