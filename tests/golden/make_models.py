@@ -271,6 +271,37 @@ def qwen3_5():
   return transformers.Qwen3_5ForCausalLM(config)
 
 
+def phi3():
+  """Fused projections, a partial rotary embedding with LongRoPE's short divisors."""
+  rope = {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+  rope |= {"short_factor": [1.0, 2.0], "long_factor": [3.0, 5.0]}
+  config = transformers.Phi3Config(
+    **COMMON | {"hidden_size": 32, "intermediate_size": 20},
+    original_max_position_embeddings=64,
+    rope_parameters=rope,
+  )
+  return transformers.Phi3ForCausalLM(config)
+
+
+def glm4_moe_lite():
+  """A dense layer and two with experts; latent attention, values wider than keys."""
+  config = transformers.Glm4MoeLiteConfig(
+    **{k: v for k, v in COMMON.items() if k != "head_dim"}
+    | {"num_key_value_heads": 4, "num_hidden_layers": 3},
+    kv_lora_rank=6,
+    q_lora_rank=5,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=12,
+    moe_intermediate_size=12,
+    n_routed_experts=6,
+    n_group=3,
+    topk_group=2,
+    num_experts_per_tok=2,
+  )
+  return transformers.Glm4MoeLiteForCausalLM(config)
+
+
 BUILDERS = (
   llama3p1,
   llama3p2_tied,
@@ -292,11 +323,14 @@ BUILDERS = (
   gpt_oss,
   nemotron_h,
   qwen3_5,
+  phi3,
+  glm4_moe_lite,
 )
 
 
 # The files of the other families are older than this field.
-GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss, nemotron_h, qwen3_5)
+GREEDY = (olmo3, smollm3, ministral3, granite, gpt_oss, nemotron_h, qwen3_5, phi3)
+GREEDY += (glm4_moe_lite,)
 
 
 def inputs():
@@ -345,7 +379,7 @@ def legacy_spelling(folder):
 
 def randomise(module, part, draw):
   """Fresh values for what would start as ones or zeros and hide mistakes."""
-  for name, value in module.named_parameters():
+  for name, value in [*module.named_parameters(), *module.named_buffers()]:
     if part in name:
       draw(value)
 
@@ -363,6 +397,8 @@ def save_gradients(model, tokens, mask, folder):
   (-(chosen * valid).sum() / valid.sum()).backward()
   for value in model.parameters():
     value.data = torch.zeros_like(value) if value.grad is None else value.grad
+  # No gradient flows to the corrections of routers, which are stored as buffers.
+  randomise(model, "correction", torch.nn.init.zeros_)
   model.save_pretrained(folder)
 
 
@@ -392,8 +428,12 @@ def main(names=()):
     if build is gpt_oss:
       names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
       fields = {"target_parameters": names}
+    elif build is glm4_moe_lite:
+      targets = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
     elif model.config.model_type != "qwen3_moe":
       targets.append("down_proj")
+    if build is phi3:
+      targets = ["qkv_proj", "o_proj", "gate_up_proj"]
     if build is nemotron_h:
       targets.append("in_proj")
     if build is qwen3_5:

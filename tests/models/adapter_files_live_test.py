@@ -138,3 +138,21 @@ def test_a_head_of_scores_and_other_whole_modules_go_both_ways(tmp_path):
   theirs.save_pretrained(tmp_path / "again")
   again = lora.load_adapter(base, tmp_path / "again")
   assert checkpoints.relative(again(TOKENS)[0][:, -1], scores) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["phi3", "glm4_moe_lite"])
+def test_peft_reads_adapters_of_other_projections(name, tmp_path):
+  base = AutoModel.from_pretrained(checkpoints.GOLDEN / name)
+  targets = ("qkv_proj", "gate_up_proj", "o_proj")
+  if name == "glm4_moe_lite":
+    targets = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+  adapted = widen(lora.apply(base, lora.LoraConfig(rank=3, targets=targets)))
+  logits = adapted(TOKENS)[0]
+  assert checkpoints.relative(base(TOKENS)[0], logits) > 0.05
+  lora.save_adapter(adapted, tmp_path / "adapter")
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(checkpoints.GOLDEN / name)
+  theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+  assert checkpoints.relative(torch_logits(theirs), logits) < TOLERANCE
+  save_pretrained(adapted, tmp_path / "merged")
+  merged = read_back(tmp_path / "merged")
+  assert checkpoints.relative(torch_logits(merged), logits) < TOLERANCE

@@ -26,6 +26,12 @@ PRESETS = (
   "gpt_oss_20b",
   "nemotron_nano_9b_v2",
   "qwen3p5_0p8b",
+  pytest.param("glm4p7_flash", marks=SLOW),
+  pytest.param("phi4_mini_3p8b", marks=SLOW),
+  pytest.param("granite3p3_2b", marks=SLOW),
+  pytest.param("ministral3_3b", marks=SLOW),
+  pytest.param("olmo3_7b", marks=SLOW),
+  pytest.param("smollm3_3b", marks=SLOW),
   pytest.param("qwen3_30b_a3b", marks=SLOW),
 )
 
@@ -51,7 +57,8 @@ def test_whole_and_quantised_fine_tuning(model):
   losses = trainers.history(trainer, "loss")
   assert losses[-1] < losses[0]
   after = trainers.leaves(trainer.model, nnx.Param)
-  assert set(changed(before, after)) == set(before)
+  learns = [name for name in before if not name.endswith("mlp.correction")]
+  assert changed(before, after) == learns
   small = lora.apply(quantisation.quantise(model, "nf4"), lora.LoraConfig(rank=2))
   trainer = trainers.trainer(small, optax.adam(1e-2))
   trainer.train([toys.batch(0, rows=2, length=8)] * 3)

@@ -197,4 +197,115 @@ FAMILIES["qwen3_5"] = (
     },
   ),
 )
+LONG = {"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+FAMILIES["phi3"] = (
+  "Phi3",
+  (
+    FIVE | {"sliding_window": 3, "num_attention_heads": 2, "num_key_value_heads": 1},
+    # Every sequence is longer than the original context of 4 tokens, so the engine
+    # refuses it; ...
+    THREE
+    | {
+      "tie_word_embeddings": True,
+      "hidden_size": 32,
+      "num_key_value_heads": 1,
+      "original_max_position_embeddings": 4,
+      "rope_parameters": LONG | {"short_factor": [1.0, 2.0], "long_factor": [1.5, 3.0]},
+    },
+    # ... or none is longer than 40 tokens.
+    ONE_LAYER
+    | {
+      "head_dim": 8,
+      "hidden_size": 32,
+      "num_key_value_heads": 4,
+      "original_max_position_embeddings": 40,
+      "rope_parameters": LONG
+      | {"short_factor": [1.0, 2.0], "long_factor": [9.0, 9.0]}
+      | {"attention_factor": 1.7},
+    },
+  ),
+)
+# Only attention, and no experts beside the MLP.
+DENSE4 = {
+  "num_local_experts": 0,
+  "shared_intermediate_size": 20,
+  "position_embedding_type": "rope",
+  "mamba_n_heads": 4,
+}
+FAMILIES["granite4"] = (
+  "GraniteMoeHybrid",
+  (
+    FIVE | DENSE4 | {"layer_types": [FULL] * 5, "residual_multiplier": 0.3},
+    THREE
+    | DENSE4
+    | {
+      "layer_types": [FULL] * 3,
+      "position_embedding_type": None,  # no rotary embedding
+      "attention_multiplier": 0.8,
+      "embedding_multiplier": 12.0,
+      "num_key_value_heads": 1,
+    },
+    ONE_LAYER
+    | DENSE4
+    | {
+      "layer_types": [FULL],
+      "attention_bias": True,
+      "tie_word_embeddings": True,
+      "logits_scaling": 7.0,
+    },
+  ),
+)
+LATENT = {
+  "num_key_value_heads": 4,
+  "kv_lora_rank": 6,
+  "q_lora_rank": 5,
+  "qk_nope_head_dim": 6,
+  "qk_rope_head_dim": 4,
+  "v_head_dim": 8,
+  "moe_intermediate_size": 12,
+  "n_routed_experts": 6,
+  "num_experts_per_tok": 2,
+}
+# Groups of experts; YaRN that scales the scores too.
+GROUPED = {
+  "n_group": 3,
+  "topk_group": 2,
+  "norm_topk_prob": False,
+  "n_shared_experts": 2,
+  "rope_parameters": YARN | {"rope_theta": 100.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
+FAMILIES["glm4_moe_lite"] = (
+  "Glm4MoeLite",
+  (
+    FIVE | LATENT | {"v_head_dim": 12},  # values wider than keys
+    THREE
+    | LATENT
+    | GROUPED
+    | {"q_lora_rank": None, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ONE_LAYER
+    | LATENT
+    | {
+      "mlp_layer_types": ["sparse"],
+      "attention_bias": True,
+      "rope_interleave": False,
+      "tie_word_embeddings": True,
+    },
+  ),
+)
+FAMILIES["deepseek_v3"] = (
+  "DeepseekV3",
+  (
+    FIVE | LATENT | GROUPED | {"first_k_dense_replace": 2},
+    THREE
+    | LATENT
+    | {
+      "q_lora_rank": None,
+      "n_group": 1,
+      "topk_group": 1,
+      "first_k_dense_replace": 0,
+      "attention_bias": True,
+    },
+    ONE_LAYER | LATENT | GROUPED | {"first_k_dense_replace": 0, "topk_group": 1},
+  ),
+)
 CASES = [(name, i) for name, (_, cases) in FAMILIES.items() for i in range(len(cases))]

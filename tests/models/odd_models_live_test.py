@@ -13,6 +13,7 @@ from flax import nnx
 
 from tests.generate import toy_ids
 from tests.models import checkpoints, odd_models
+from tunix.generate import decoders
 from tunix.generate.engine.config import EngineConfig
 from tunix.generate.engine.engine import Engine
 from tunix.generate.engine.request import EngineRequest
@@ -105,16 +106,18 @@ def test_logits_loss_and_every_gradient(case):
 
 def test_greedy_text_of_the_engine_and_of_groups(case):
   folder, want = case
-  engine = Engine(
-    AutoModel.from_pretrained(folder),
-    toy_ids.Ids(),
-    EngineConfig(slots=4, max_tokens=48, prefill_tokens=16),
-  )
+  model = AutoModel.from_pretrained(folder)
+  config = EngineConfig(slots=4, max_tokens=48, prefill_tokens=16)
+  engine = Engine(model, toy_ids.Ids(), config)
   prompts = [row[keep] for row, keep in zip(want["tokens"], want["mask"].astype(bool))]
   requests = [
     EngineRequest(prompt=prompt, max_tokens=STEPS, stop_ids=(), num_samples=2)
     for prompt in prompts
   ]
+  if (decoders.max_positions(model) or 64) < 20:
+    with pytest.raises(ValueError, match="positions of the model"):
+      engine.run(requests)
+    return
   for rows, tokens in zip(engine.run(requests), want["greedy"]):
     for row in rows:
       np.testing.assert_array_equal(row.tokens, tokens)

@@ -70,6 +70,9 @@ def test_gradients_of_the_loss(name):
   ours = tree.flatten(jax.jit(jax.grad(loss))(state))
   assert ours.keys() == theirs.keys()
   for path, gradient in ours.items():
+    if not np.any(theirs[path]):  # the corrections of a router
+      assert not np.any(gradient), path
+      continue
     assert checkpoints.relative(gradient, theirs[path]) < GRADIENT_TOLERANCE, path
 
 

@@ -5,8 +5,8 @@
 # its files, as known when the preset was added; no test asks the hub. The files of
 # Qwen3 0.6B and 1.7B hold the tied table twice; it is counted once here: 751,632,384 -
 # 151,936 * 1024 and 2,031,739,904 - 151,936 * 2048. The numbers of Granite 3,
-# Ministral 3, OLMo 3 and SmolLM3 were computed from the presets and not compared with
-# the pages.
+# Ministral 3, OLMo 3, SmolLM3, Phi 4 and GLM-4.7 Flash were computed from the presets
+# and not compared with the pages.
 COUNTS = {
   "gemma_2b": ("google/gemma-2b", 2_506_172_416),
   "gemma_7b": ("google/gemma-7b", 8_537_680_896),
@@ -22,6 +22,8 @@ COUNTS = {
   # are those of the presets. The files count four-bit weights otherwise.
   "gpt_oss_20b": ("openai/gpt-oss-20b", 20_914_757_184),
   "gpt_oss_120b": ("openai/gpt-oss-120b", 116_829_156_672),
+  # Without the layer for further tokens (MTP), which the page counts.
+  "glm4p7_flash": ("zai-org/GLM-4.7-Flash", 29_943_393_920),
   "granite3p1_2b": ("ibm-granite/granite-3.1-2b-base", 2_533_531_648),
   "granite3p1_8b": ("ibm-granite/granite-3.1-8b-base", 8_170_848_256),
   "granite3p3_2b": ("ibm-granite/granite-3.3-2b-base", 2_533_539_840),
@@ -53,6 +55,8 @@ COUNTS = {
   "olmo2_32b": ("allenai/OLMo-2-0325-32B", 32_234_279_936),
   "olmo3_7b": ("allenai/Olmo-3-1025-7B", 7_298_011_136),
   "olmo3_32b": ("allenai/Olmo-3-1125-32B", 32_233_522_176),
+  "phi4_14b": ("microsoft/phi-4", 14_659_507_200),
+  "phi4_mini_3p8b": ("microsoft/Phi-4-mini-instruct", 3_836_021_760),
   "qwen2p5_0p5b": ("Qwen/Qwen2.5-0.5B", 494_032_768),
   "qwen2p5_1p5b": ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
   "qwen2p5_3b": ("Qwen/Qwen2.5-3B", 3_085_938_688),

@@ -42,6 +42,8 @@ def notes(config) -> list[str]:
     out.append(f"window {config.sliding_window}")
   if config.rope.scaling is not None:
     out.append(f"rope {config.rope.scaling} {config.rope.factor:g}")
+  if config.mla is not None:
+    out.append("latent attention")
   if config.attention_sinks:
     out.append("attention sinks")
   if hasattr(config, "vision"):

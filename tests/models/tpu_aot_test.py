@@ -42,11 +42,17 @@ def test_it_lowers(preset):
     "gemma3_1b",
     "gemma3_4b",
     "llama3p2_1b",
+    "granite3p3_2b",
+    "ministral3_3b",
     "mistral_7b_v0p3",
     "olmo2_1b",
+    "olmo3_7b",
+    "phi4_mini_3p8b",
     "qwen2p5_0p5b",
     "qwen3_0p6b",
     "qwen3_30b_a3b",
+    "glm4p7_flash",
+    "smollm3_3b",
   ],
 )
 def test_it_compiles_and_fits(preset):

@@ -26,6 +26,13 @@ _REQUIRED = {
   "SideBySide": {"max_prompt_length": 8, "max_completion_length": 8},
   "SamplingOptions": {"max_generation_steps": 4},
   "MoEConfig": {"num_experts": 4, "experts_per_token": 2, "hidden_dim": 8},
+  "MLAConfig": {
+    "kv_rank": 4,
+    "q_rank": 4,
+    "nope_dim": 4,
+    "rope_dim": 2,
+    "value_dim": 4,
+  },
   "Mamba2Config": {"num_heads": 2, "head_dim": 4, "state_dim": 4},
   "DeltaNetConfig": {"num_heads": 2, "num_key_heads": 2},
   "MetricsLoggerOptions": {"log_dir": "logs"},

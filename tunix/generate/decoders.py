@@ -82,4 +82,5 @@ def max_positions(model: Any) -> int | None:
 
   The result is None if the config has no limit.
   """
-  return getattr(getattr(model, "config", None), "max_position", None)
+  config = getattr(model, "config", None)
+  return getattr(config, "max_cached", getattr(config, "max_position", None))

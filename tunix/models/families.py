@@ -11,17 +11,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tunix.models.deepseek_v3 import params as deepseek_v3
 from tunix.models.family import Family as Family, Preset
 from tunix.models.gemma import params as gemma
 from tunix.models.gemma3 import multimodal_params, params as gemma3
+from tunix.models.glm4_moe_lite import params as glm4_moe_lite
 from tunix.models.gpt_oss import params as gpt_oss
 from tunix.models.granite import params as granite
+from tunix.models.granite4 import params as granite4
 from tunix.models.llama3 import params as llama3
 from tunix.models.ministral3 import params as ministral3
 from tunix.models.mistral import params as mistral
 from tunix.models.nemotron_h import params as nemotron_h
 from tunix.models.olmo2 import params as olmo2
 from tunix.models.olmo3 import params as olmo3
+from tunix.models.phi3 import params as phi3
 from tunix.models.qwen2 import params as qwen2
 from tunix.models.qwen3 import params as qwen3
 from tunix.models.qwen3_5 import params as qwen3_5
@@ -31,17 +35,21 @@ from tunix.models.transformer.config import TransformerConfig
 FAMILIES: Mapping[str, Family] = {
   family.name: family
   for family in (
+    deepseek_v3.FAMILY,
     gemma.FAMILY,
     gemma3.FAMILY,
     multimodal_params.FAMILY,
+    glm4_moe_lite.FAMILY,
     gpt_oss.FAMILY,
     granite.FAMILY,
+    granite4.FAMILY,
     llama3.FAMILY,
     ministral3.FAMILY,
     mistral.FAMILY,
     nemotron_h.FAMILY,
     olmo2.FAMILY,
     olmo3.FAMILY,
+    phi3.FAMILY,
     qwen2.FAMILY,
     qwen3.FAMILY,
     qwen3_5.FAMILY,

@@ -57,6 +57,8 @@ ALL_LINEAR = (
 # no adapter by default.
 DELTA_NET = ("in_proj_qkv", "in_proj_z", "out_proj")
 
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # see mla.py
+
 _log = logging.getLogger(__name__)
 
 
@@ -295,7 +297,8 @@ def match(model: Transformer, targets: tuple[str, ...]) -> list[str]:
   if targets == ALL_LINEAR:  # a model has some of these names
     paths = list(lora_modules.adaptable(model))
     used = lambda name: any(lora_modules.hits(name, path) for path in paths)
-    names = (*ALL_LINEAR, "gate_up_proj", *(DELTA_NET if used(DELTA_NET[0]) else ()))
+    delta = DELTA_NET if used(DELTA_NET[0]) else ()
+    names = (*ALL_LINEAR, "qkv_proj", "gate_up_proj", *_LATENT, *delta)
     targets = tuple(filter(used, names))
   return lora_modules.select(model, targets)
 

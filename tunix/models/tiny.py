@@ -16,8 +16,10 @@ _SIZES = {"embed_dim": 64, "hidden_dim": 128, "num_heads": 8, "head_dim": 16}
 _KV_HEADS = 4
 _EXPERTS = {"num_experts": 8, "experts_per_token": 2, "hidden_dim": 64}
 _TOWER = {"num_layers": 1, "embed_dim": 16, "hidden_dim": 32, "num_heads": 2}
+_LATENT = {"kv_rank": 64, "nope_dim": 8, "rope_dim": 8, "value_dim": 16}
 _WINDOW = 16
 _DELTA = {"num_heads": 8, "num_key_heads": 4, "head_dim": 16, "key_dim": 16}
+_DIVISORS = ("short_factors", "long_factors")
 _MAMBA = {"num_heads": 8, "head_dim": 16, "state_dim": 16, "groups": 2}
 
 
@@ -45,7 +47,16 @@ def shrink(config: TransformerConfig, vocab_size: int) -> TransformerConfig:
     fields["sliding_window"] = min(config.sliding_window, _WINDOW)
   if config.moe is not None:
     dense = (0,) if config.moe.dense_layers else ()
-    fields["moe"] = dataclasses.replace(config.moe, **_EXPERTS, dense_layers=dense)
+    shared = config.moe.shared_hidden_dim and _EXPERTS["hidden_dim"]
+    own = {"dense_layers": dense, "shared_hidden_dim": shared}
+    fields["moe"] = dataclasses.replace(config.moe, **_EXPERTS, **own)
+  if config.mla is not None:
+    rank = None if config.mla.q_rank is None else 64
+    fields["mla"] = dataclasses.replace(config.mla, q_rank=rank, **_LATENT)
+  if config.rope.scaling == "longrope":  # it has numbers for each pair of dimensions
+    pairs = config.rope.rotated(_SIZES["head_dim"]) // 2
+    numbers = {x: getattr(config.rope, x)[:pairs] for x in _DIVISORS}
+    fields["rope"] = dataclasses.replace(config.rope, **numbers)
   tower = getattr(config, "vision", None)  # families that take images
   if tower is not None:
     fields["vision"] = dataclasses.replace(tower, **_TOWER)

@@ -415,6 +415,26 @@ def test_partial_rope_turns_the_first_dimensions_and_keeps_the_rest():
   np.testing.assert_allclose(rope.rotate(x, angles)[0, 0, 0], want, rtol=1e-6)
 
 
+def test_longrope_takes_the_length_of_each_sequence_of_a_packed_row():
+  # Sequences of 3 and 2 tokens, padding; the original context has 2 tokens. One pair,
+  # whose frequency 1 is divided by 4 in the longer sequence and by 2 in the other.
+  config = RopeConfig(
+    scaling="longrope",
+    factor=8.0,
+    original_max_position=2,
+    short_factors=(2.0,),
+    long_factors=(4.0,),
+  )
+  angles = rope.angles(jnp.array([[0, 1, 2, 0, 1, 0, 0]]), 2, config)
+  # Queries and keys are multiplied by sqrt(1 + ln 8 / ln 2) = 2.
+  want = 2 * np.sin([0, 0.25, 0.5, 0, 0.5, 0, 0])
+  np.testing.assert_allclose(angles.sin[0, :, 0, 0], want, rtol=1e-6)
+  with pytest.raises(ValueError, match="short_factors has 0 numbers"):
+    dataclasses.replace(config, short_factors=())
+  with pytest.raises(ValueError, match="rope has 1 short_factors and long_factors; "):
+    rope.angles(jnp.array([[0]]), 4, config)
+
+
 def test_kinds_without_rope_keep_queries_and_keys():
   config = RopeConfig(theta=100.0, original_max_position=4, query_beta=0.5)
   angles = rope.angles_by_kind(jnp.array([[5]]), [(4, config), (4, None)])

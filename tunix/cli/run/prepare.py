@@ -17,7 +17,7 @@ from tunix.cli.run import folder as run_folder, lock, processes
 from tunix.cli.run.folder import RunFolder
 from tunix.cli.run.settle import settle
 from tunix.cli.settings.run import RunSettings
-from tunix.generate import capacity
+from tunix.generate import capacity, decoders
 from tunix.generate.tokenizer_adapter import TokenizerAdapter
 from tunix.models.transformer.model import Transformer
 from tunix.plan import shipped
@@ -111,7 +111,7 @@ def check_model(run: Prepared, model: Transformer) -> None:
   capacity.require(
     key, length, lambda n: rows * n * token, f"the hidden states of {rows} rows"
   )
-  rollout, positions = job.rollout(config), sizes.max_position
+  rollout, positions = job.rollout(config), decoders.max_positions(model)
   if rollout is None or positions is None:
     return
   new = rollout.max_tokens_to_generate

@@ -16,23 +16,31 @@ def config_from_hf(hf: hf_config.HfConfig) -> ModelConfig:
   Raises:
     ValueError: see `hf_config.decoder_fields`.
   """
+  return ModelConfig(**hf_config.decoder_fields(hf), **read_factors(hf))
+
+
+def read_factors(hf: hf_config.HfConfig) -> dict[str, Any]:
+  """Returns the arguments of a `TransformerConfig` with Granite's factors."""
   multiplier = lambda name: hf_values.number(hf, name, 1.0)
   embedding = multiplier("embedding_multiplier")
-  return ModelConfig(
-    **hf_config.decoder_fields(hf),
-    query_scale=multiplier("attention_multiplier"),
-    embedding_multiplier=None if embedding == 1 else embedding,
-    residual_multiplier=multiplier("residual_multiplier"),
-    logits_divisor=multiplier("logits_scaling"),
-  )
+  return {
+    "query_scale": multiplier("attention_multiplier"),
+    "embedding_multiplier": None if embedding == 1 else embedding,
+    "residual_multiplier": multiplier("residual_multiplier"),
+    "logits_divisor": multiplier("logits_scaling"),
+  }
 
 
 def config_to_hf(config: TransformerConfig) -> dict[str, Any]:
   """Returns the `config.json` of a Granite model."""
   hf = hf_config.write_decoder(config, "granite", "GraniteForCausalLM")
+  return hf | {"mlp_bias": False} | write_factors(config)
+
+
+def write_factors(config: TransformerConfig) -> dict[str, Any]:
+  """Returns the fields of Granite's factors."""
   scale = config.head_dim**-0.5 if config.query_scale is None else config.query_scale
-  return hf | {
-    "mlp_bias": False,
+  return {
     "attention_multiplier": scale,
     "embedding_multiplier": config.embedding_multiplier or 1.0,
     "residual_multiplier": config.residual_multiplier,

@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -30,6 +31,8 @@ class Attention(nnx.Module):
     q_proj, k_proj, v_proj, o_proj: linear maps [D, N*H], [D, K*H], [D, K*H], [N*H, D].
     gated: if True, q_proj is [D, N*2*H]: each head has a query and a gate, and its
       output is multiplied by the sigmoid of the gate (Qwen3.5).
+    qkv_proj: the first three as one linear map [D, (N + 2 K)*H] in their place, or
+      None.
     q_norm, k_norm: RMS norms of queries and keys, or None.
     head_dim: size H of a head.
     scale, softcap, implementation, rules: see `attention_paths.attend`.
@@ -41,11 +44,12 @@ class Attention(nnx.Module):
 
   def __init__(
     self,
-    q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
+    q_proj: Linear | None,
+    k_proj: Linear | None,
+    v_proj: Linear | None,
     o_proj: Linear,
     *,
+    qkv_proj: Linear | None = None,
     head_dim: int,
     q_norm: RMSNorm | None = None,
     k_norm: RMSNorm | None = None,
@@ -58,8 +62,9 @@ class Attention(nnx.Module):
     rules: ShardingRules | None = None,
     sinks: nnx.Param | None = None,
   ):
-    self.q_proj, self.k_proj = q_proj, k_proj
-    self.v_proj, self.o_proj = v_proj, o_proj
+    self.q_proj, self.k_proj = nnx.data(q_proj), nnx.data(k_proj)
+    self.v_proj, self.o_proj = nnx.data(v_proj), o_proj
+    self.qkv_proj = nnx.data(qkv_proj)
     self.q_norm, self.k_norm = nnx.data(q_norm), nnx.data(k_norm)
     self.sinks = nnx.data(sinks)
     self.head_dim = head_dim
@@ -93,12 +98,7 @@ class Attention(nnx.Module):
         the cache of one layer that attends itself, `cache.LayerCache`.
       kind: number of the layer's window; traced if the layers are scanned.
     """
-    query, gate, key, value = self._project(x)
-    with jax.named_scope("rope"):
-      query, key = (
-        rotate(query, angles.for_queries()),
-        rotate(key, angles._replace(query=None)),
-      )
+    query, gate, key, value = self._rotated(x, angles)
     keys_values = key, value
     if cached is not None and not isinstance(cached, tuple):
       out, keys_values = cached.attend(
@@ -144,6 +144,17 @@ class Attention(nnx.Module):
     with jax.named_scope("out_proj"):
       return self.o_proj(out)
 
+  def _rotated(self, x: jax.Array, angles: Angles):
+    """Returns queries, gates, keys and values by heads; `MLA` overrides it.
+
+    The gates are None if the heads have none.
+    """
+    query, gate, key, value = self._project(x)
+    with jax.named_scope("rope"):
+      query = rotate(query, angles.for_queries())
+      key = rotate(key, angles._replace(query=None))
+    return query, gate, key, value
+
   def _project(self, x):
     """Returns queries, gates, keys and values by heads.
 
@@ -151,10 +162,7 @@ class Attention(nnx.Module):
     """
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope("qkv_matmul"):
-      query, key, value = (
-        sharding.pin_rows(sharding.pin_features(proj(x), self.rules), self.rules)
-        for proj in (self.q_proj, self.k_proj, self.v_proj)
-      )
+      query, key, value = map(self._pinned, self._queries_keys_values(x))
     gate = None
     if self.gated:
       pairs = query.reshape(*x.shape[:2], -1, 2, self.head_dim)
@@ -165,6 +173,19 @@ class Attention(nnx.Module):
     if self.q_norm is not None and self.k_norm is not None:
       query, key = self.q_norm(query), self.k_norm(key)
     return query.reshape(heads), gate, key.reshape(heads), value.reshape(heads)
+
+  def _queries_keys_values(self, x: jax.Array) -> list[jax.Array]:
+    if self.qkv_proj is None:
+      three = (self.q_proj, self.k_proj, self.v_proj)
+      return [proj(x) for proj in three if proj is not None]
+    # The parts are pinned before and after the split: shards of the whole map do not
+    # end where a part ends.
+    whole = self._pinned(self.qkv_proj(x))
+    width = self.o_proj.kernel.shape[-2]  # N*H
+    return jnp.split(whole, (width, (width + whole.shape[-1]) // 2), axis=-1)
+
+  def _pinned(self, x: jax.Array) -> jax.Array:
+    return sharding.pin_rows(sharding.pin_features(x, self.rules), self.rules)
 
   def _attend(self, query, key, value, visible: Visibility, kind: Kind) -> jax.Array:
     """Computes attention within the window of the layer's kind.

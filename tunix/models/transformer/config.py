@@ -15,6 +15,7 @@ from tunix.models.transformer.mixer_config import (
   DeltaNetConfig as DeltaNetConfig,
   Mamba2Config as Mamba2Config,
 )
+from tunix.models.transformer.mla_config import MLAConfig as MLAConfig
 from tunix.models.transformer.moe_config import (
   ClampedGate as ClampedGate,
   MoEConfig as MoEConfig,
@@ -130,6 +131,12 @@ class TransformerConfig:
     attention_gate: if True, the outputs of the heads are multiplied by the sigmoid of a
       gate, which the queries' projection gives too (Qwen3.5).
     qkv_bias, o_bias: if True, the attention's projections have biases.
+    fused_qkv: if True, the projections of queries, keys and values are one map
+      `qkv_proj` (Phi 3 and 4).
+    fused_gate_up: if True, gate and up projection of the MLP are one map `gate_up_proj`
+      whose first half of outputs is the gate (Phi 3 and 4, Granite 4).
+    mla: latent attention in place of attention, or None. `head_dim` is then that of
+      the `MLAConfig`, and `num_kv_heads` is `num_heads`.
     gated_mlp: if False, the MLP and the experts are down(activation(up(x))).
     parts: the parts of a layer: "both" mixer and MLP, or only the "mixer" or the "mlp",
       each with one norm before it (Nemotron 3).
@@ -180,6 +187,9 @@ class TransformerConfig:
   attention_gate: bool = False
   qkv_bias: bool = False
   o_bias: bool = False
+  fused_qkv: bool = False
+  fused_gate_up: bool = False
+  mla: MLAConfig | None = None
   gated_mlp: bool = True
   parts: Literal["both", "mixer", "mlp"] = "both"
   mixer: Mamba2Config | DeltaNetConfig | None = None
@@ -226,6 +236,7 @@ class TransformerConfig:
         raise ValueError(f"{name} {getattr(self, name)!r} must be one of {allowed}")
     self._check_layer_types()
     self._check_products()
+    self._check_mla()
 
   def layers_of(self, path: str) -> Sequence[int]:
     """Returns the numbers of the layers in the stack that holds the parameter `path`.
@@ -290,6 +301,29 @@ class TransformerConfig:
           f"rope partial {rope.partial} of head_dim {self.head_dim} rotates {dims} "
           "dimensions; expected an even number, the same for all layers. Change partial"
         )
+
+  def _check_mla(self):
+    if self.mla is None:
+      return
+    want = {"head_dim": self.mla.head_dim, "num_kv_heads": self.num_heads}
+    want |= {"qk_norm": None, "attention_sinks": False, "fused_qkv": False}
+    want["attention_gate"] = False
+    for name, value in want.items():
+      if getattr(self, name) != value:
+        raise ValueError(
+          f"{name} is {getattr(self, name)!r} with mla; expected {value!r}"
+        )
+
+  @property
+  def max_cached(self) -> int | None:
+    """Largest number of tokens of a row with a cache; None for no limit.
+
+    With "longrope" the frequencies change after the original context, and those of the
+    keys in the cache cannot change.
+    """
+    if self.rope.scaling != "longrope":
+      return self.max_position
+    return min(self.rope.original_max_position, self.max_position or 2**31)
 
   @property
   def kinds(self) -> tuple[LayerKind, ...]:

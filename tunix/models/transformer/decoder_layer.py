@@ -20,6 +20,7 @@ from tunix.models.transformer.delta_net import GatedDeltaNet
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import ACTIVATIONS
 from tunix.models.transformer.mamba2 import Mamba2
+from tunix.models.transformer.mla import MLA
 from tunix.models.transformer.mlp import MLP, FusedGatedMLP, GatedMLP
 from tunix.models.transformer.moe import MoE
 from tunix.models.transformer.rope import Angles
@@ -117,7 +118,7 @@ def _mixer(
   c: TransformerConfig, make: LayerMaker
 ) -> Attention | Mamba2 | GatedDeltaNet:
   if c.mixer is None:
-    return _attention(c, make)
+    return _attention(c, make) if c.mla is None else MLA(c, c.mla, make)
   kind = GatedDeltaNet if isinstance(c.mixer, DeltaNetConfig) else Mamba2
   return kind(c, make)
 
@@ -127,11 +128,15 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   widths = {None: None, "head": (c.head_dim, c.head_dim), "all": (q_dim, kv_dim)}
   norms = widths[c.qk_norm]
   norm = lambda width: make.norm(width, c.norm_eps, c.norm_offset)
+  into = lambda width: make.linear(d, width, "in_out", bias=c.qkv_bias)
+  fused = c.fused_qkv
+  one = lambda width: None if fused else into(width)
   return Attention(
-    make.linear(d, q_dim * (2 if c.attention_gate else 1), "in_out", bias=c.qkv_bias),
-    make.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
-    make.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
+    one(q_dim * (2 if c.attention_gate else 1)),
+    one(kv_dim),
+    one(kv_dim),
     make.linear(q_dim, d, "out_in", bias=c.o_bias),
+    qkv_proj=into(q_dim + 2 * kv_dim) if fused else None,
     head_dim=c.head_dim,
     q_norm=norms and norm(norms[0]),
     k_norm=norms and norm(norms[1]),
@@ -146,7 +151,7 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   )
 
 
-def _mlp(c: TransformerConfig, make: LayerMaker) -> MLP | MoE:
+def _mlp(c: TransformerConfig, make: LayerMaker) -> MLP | FusedGatedMLP | MoE:
   if c.moe is None:
     return _dense_mlp(c, make, c.hidden_dim)
   shared = c.moe.shared_hidden_dim
@@ -161,9 +166,14 @@ def _mlp(c: TransformerConfig, make: LayerMaker) -> MLP | MoE:
   )
 
 
-def _dense_mlp(c: TransformerConfig, make: LayerMaker, hidden_dim: int) -> MLP:
+def _dense_mlp(
+  c: TransformerConfig, make: LayerMaker, hidden_dim: int
+) -> MLP | FusedGatedMLP:
   into = lambda: make.linear(c.embed_dim, hidden_dim, "in_out")
   down = lambda: make.linear(hidden_dim, c.embed_dim, "out_in")
+  if c.gated_mlp and c.fused_gate_up:
+    both = make.linear(c.embed_dim, 2 * hidden_dim, "in_out")
+    return FusedGatedMLP(both, down(), ACTIVATIONS[c.activation], halves=True)
   if c.gated_mlp:
     return GatedMLP(into(), into(), down(), ACTIVATIONS[c.activation])
   return MLP(into(), down(), ACTIVATIONS[c.activation])

@@ -93,10 +93,27 @@ def _read_yarn(values: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
+def _read_longrope(values: Mapping[str, Any]) -> dict[str, Any]:
+  return {
+    "original_max_position": integer(values, "original_max_position_embeddings"),
+    "factor": number(values, "factor"),
+    "attention_factor": _optional(values, "attention_factor"),
+    **{f"{x}_factors": _numbers(values, f"{x}_factor") for x in ("short", "long")},
+  }
+
+
+def _numbers(values: Mapping[str, Any], field: str) -> tuple[float, ...]:
+  listed = values.get(field)
+  if not isinstance(listed, list):
+    raise ValueError(f"{field} is {listed!r}; expected a list of numbers")
+  return tuple(number({field: value}, field) for value in listed)
+
+
 _ROPE_READERS: Mapping[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
   "linear": lambda values: {"factor": number(values, "factor")},
   "llama3": _read_llama3,
   "yarn": _read_yarn,
+  "longrope": _read_longrope,
 }
 
 
@@ -114,7 +131,7 @@ def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
     scaling["original_max_position_embeddings"] = rope.original_max_position
   if rope.scaling is not None:
     scaling["factor"] = rope.factor
-  if rope.scaling in ("llama3", "yarn"):
+  if rope.scaling in ("llama3", "yarn", "longrope"):
     scaling["original_max_position_embeddings"] = rope.original_max_position
   if rope.scaling == "llama3":
     scaling["low_freq_factor"] = rope.low_freq_factor
@@ -123,6 +140,11 @@ def scaling_fields(rope: RopeConfig) -> dict[str, Any]:
     for field in _YARN:
       if getattr(rope, field) != getattr(RopeConfig, field):
         scaling[field] = getattr(rope, field)
+  if rope.scaling == "longrope":
+    scaling["short_factor"] = list(rope.short_factors)
+    scaling["long_factor"] = list(rope.long_factors)
+    if rope.attention_factor is not None:
+      scaling["attention_factor"] = rope.attention_factor
   return scaling
 
 

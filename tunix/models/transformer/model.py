@@ -133,7 +133,8 @@ class Transformer(nnx.Module):
       positions = _positions(index, input_tokens, segment_ids, shared_prompt)
     x = self.embed(input_tokens) if input_embeddings is None else input_embeddings
     x = sharding.pin_activations(x.astype(c.dtype), c.sharding)
-    ropes = [(kind.head_dim, kind.rope) for kind in c.kinds]
+    rotated = None if c.mla is None else c.mla.rope_dim
+    ropes = [(rotated or kind.head_dim, kind.rope) for kind in c.kinds]
     angles = rope.angles_by_kind(positions, ropes)
     visible = Visibility(
       index, attention_mask, segment_ids, groups, shared=shared_prompt

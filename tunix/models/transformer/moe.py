@@ -113,7 +113,7 @@ class MoE(nnx.Module):
     config: MoEConfig,
     rules: ShardingRules,
     correction: FrozenParam | None = None,
-    shared: MLP | None = None,
+    shared: Experts | None = None,
     shared_gate: Linear | None = None,
   ):
     self.router = router

@@ -54,9 +54,11 @@ _NORMS = {
   "attn.q_norm": "self_attn.q_norm",
   "attn.k_norm": "self_attn.k_norm",
 }
-_PROJECTIONS = {f"attn.{x}_proj": f"self_attn.{x}_proj" for x in "qkvo"}
+_PROJECTIONS = {
+  f"attn.{x}_proj": f"self_attn.{x}_proj" for x in ("q", "k", "v", "o", "qkv")
+}
 _GATED = ("gate", "up", "down")
-_MLP = {f"mlp.{x}_proj": f"mlp.{x}_proj" for x in _GATED}
+_MLP = {f"mlp.{x}_proj": f"mlp.{x}_proj" for x in (*_GATED, "gate_up")}
 _MOE = {"mlp.router": "mlp.gate"} | {
   f"mlp.experts.{x}_proj": f"mlp.experts.{{e}}.{x}_proj" for x in _GATED
 }

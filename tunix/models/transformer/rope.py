@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -24,6 +25,8 @@ def frequencies(head_dim: int, config: RopeConfig) -> Float[Array, " H/2"]:
     the two are blended linearly in original_max_position / wavelength.
   - "yarn" blends the two linearly in the number of the dimension (Peng et al. 2023,
     arXiv:2309.00071, section 3.2).
+  - "longrope" divides each frequency by its own number (Ding et al. 2024,
+    arXiv:2402.13753). The result is the one of short sequences, see `angles`.
 
   Scaled frequencies are computed on the host, with transformers' operations in float32:
   checkpoints were trained with these numbers, and the last bit of a frequency is 2e-4
@@ -40,10 +43,22 @@ def frequencies(head_dim: int, config: RopeConfig) -> Float[Array, " H/2"]:
   factor = np.float32(config.factor)
   if config.scaling == "linear":
     return jnp.asarray(1 / waves / factor)
+  if config.scaling == "longrope":
+    return _divided(waves, config.short_factors)
   if config.scaling == "yarn":
     keep = _yarn_keep(head_dim, config)
     return jnp.asarray(1 / (factor * waves) * (1 - keep) + 1 / waves * keep)
   return jnp.asarray(_llama3(1 / waves, config))
+
+
+def _divided(waves: np.ndarray, factors: tuple[float, ...]) -> jax.Array:
+  """Returns 1 / (factors * waves), float32 [H/2]."""
+  if len(factors) != len(waves):
+    raise ValueError(
+      f"rope has {len(factors)} short_factors and long_factors; expected "
+      f"{len(waves)}, one per pair of rotated dimensions"
+    )
+  return jnp.asarray(1 / (np.asarray(factors, np.float32) * waves))
 
 
 def _llama3(base: np.ndarray, config: RopeConfig) -> np.ndarray:
@@ -84,11 +99,15 @@ def _yarn_keep(head_dim: int, config: RopeConfig) -> np.ndarray:
 
 
 def length_factor(config: RopeConfig) -> float:
-  """Returns the factor of queries and keys; 1 except for "yarn"."""
-  if config.scaling != "yarn":
+  """Returns the factor of queries and keys; 1 except for "yarn" and "longrope"."""
+  if config.scaling not in ("yarn", "longrope"):
     return 1.0
   if config.attention_factor is not None:
     return config.attention_factor
+  if config.scaling == "longrope":
+    return math.sqrt(
+      1 + math.log(config.factor) / math.log(config.original_max_position)
+    )
   grown = lambda m: 0.1 * m * math.log(config.factor) + 1.0
   if config.mscale is None or config.mscale_all_dim is None:
     return grown(1.0)
@@ -116,13 +135,35 @@ class Angles(NamedTuple):
 
 
 def angles(positions: Int[Array, "B T"], head_dim: int, config: RopeConfig) -> Angles:
-  """Returns the sines and cosines of every position, float32, times `length_factor`."""
+  """Returns the sines and cosines of every position, float32, times `length_factor`.
+
+  With "longrope" each sequence of a row has the frequencies of its own length in this
+  call. transformers takes the length of the longest row, so a row alone agrees with it.
+  """
   waves = frequencies(config.rotated(head_dim), config)
+  if config.scaling == "longrope":
+    longer = dataclasses.replace(config, short_factors=config.long_factors)
+    exceeds = _lengths(positions) > config.original_max_position
+    long_waves = frequencies(config.rotated(head_dim), longer)
+    waves = jnp.where(exceeds[..., None], long_waves, waves)
   angle = positions[..., None].astype(jnp.float32) * waves
   factor = length_factor(config)
   return Angles(
     factor * jnp.sin(angle)[:, :, None], factor * jnp.cos(angle)[:, :, None]
   )
+
+
+def _lengths(positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
+  """Returns the length of each token's sequence, its last position in the row + 1.
+
+  A sequence ends where the next position does not follow.
+  """
+  count = positions.shape[1]
+  follows = positions[:, 1:] == positions[:, :-1] + 1
+  index = jnp.arange(count, dtype=jnp.int32)
+  ends = jnp.where(jnp.pad(follows, ((0, 0), (0, 1))), count - 1, index)
+  last = jax.lax.cummin(ends, axis=1, reverse=True)
+  return jnp.take_along_axis(positions, last, axis=1) + 1
 
 
 def angles_by_kind(

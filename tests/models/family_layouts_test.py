@@ -1,0 +1,58 @@
+"""New families, tiny: packed rows on a mesh of 8 devices learn as on one device."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests import toys
+from tunix.models import families, tiny
+from tunix.models.automodel import AutoModel
+from tunix.sft.losses import next_token_loss
+from tunix.utils import mesh as mesh_lib, tree
+
+SLOW = (pytest.mark.slow, pytest.mark.ci)
+DENSE = ("granite3p3_2b", "ministral3_3b", "olmo3_7b", "smollm3_3b")
+MESH = {"fsdp": 2, "cp": 2, "tp": 2}
+
+
+@functools.cache
+def learnt(preset, axes):
+  """{name: array}: the loss of packed rows, and its gradient."""
+  config = tiny.shrink(families.preset(preset)[1](scan_layers=False), toys.VOCAB)
+  count = math.prod(size for _, size in axes)
+  mesh = mesh_lib.create_mesh(dict(axes), jax.devices()[:count])
+  with jax.set_mesh(mesh):
+    model = AutoModel.from_config(config, mesh=mesh, dtype=jnp.float32)
+    graph, state = nnx.split(model)
+    batch = toys.packed(toys.batch(0))
+
+    def loss(state):
+      out = next_token_loss(nnx.merge(graph, state), **batch)
+      return out.total / out.weight
+
+    value, gradient = jax.jit(jax.value_and_grad(loss))(state)
+  return {"loss": float(value), **tree.flatten(mesh_lib.to_host(gradient))}
+
+
+@pytest.mark.parametrize(
+  ("preset", "axes"),
+  [
+    pytest.param("phi4_mini_3p8b", MESH, marks=SLOW),
+    pytest.param("glm4p7_flash", {"ep": 2, "cp": 2, "tp": 2}, marks=SLOW),
+    pytest.param("glm4p7_flash", {"fsdp": 2, "ep": 4}, marks=SLOW),
+    *(pytest.param(preset, MESH, marks=SLOW) for preset in DENSE),
+  ],
+  ids=str,
+)
+def test_gradients_are_those_of_one_device(preset, axes):
+  want, got = (learnt(preset, tuple(x.items())) for x in ({"fsdp": 1}, axes))
+  assert got.keys() == want.keys() and len(want) > 5
+  total = math.sqrt(sum(np.sum(np.square(x)) for x in want.values()))
+  for name, value in want.items():
+    gap = np.linalg.norm(got[name] - value)
+    assert gap < 1e-5 * total, (name, gap / total)

@@ -1,0 +1,1 @@
+"""DeepSeek-V3, a mixture of experts with latent attention."""
