@@ -157,4 +157,54 @@ FAMILIES["gpt_oss"] = (
     },
   ),
 )
+PROPORTIONAL = {"rope_type": "proportional", "rope_theta": 100.0}
+DEFAULT = {"rope_type": "default", "rope_theta": 50.0}
+FAMILIES["gemma4"] = (
+  "Gemma4Text",
+  (
+    # As 31B: one map for keys and values in full layers, with larger heads.
+    FIVE
+    | {
+      "sliding_window": 3,
+      "head_dim": 6,
+      "global_head_dim": 8,
+      "num_global_key_value_heads": 1,
+      "attention_k_eq_v": True,
+      "hidden_size_per_layer_input": 0,
+      "final_logit_softcapping": 2.0,
+      "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL],
+      "rope_parameters": {
+        FULL: PROPORTIONAL | {"partial_rotary_factor": 0.5},
+        SLIDING: DEFAULT,
+      },
+    },
+    # As E2B: vectors for every layer, and three layers that read the keys of others.
+    FIVE
+    | {
+      "num_hidden_layers": 7,
+      "sliding_window": 4,
+      "head_dim": 4,
+      "global_head_dim": 6,
+      "hidden_size_per_layer_input": 5,
+      "vocab_size_per_layer_input": 48,
+      "num_kv_shared_layers": 3,
+      "use_double_wide_mlp": True,
+      "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, SLIDING, FULL],
+      "rope_parameters": {
+        FULL: PROPORTIONAL | {"partial_rotary_factor": 0.7, "factor": 2.0},
+        SLIDING: DEFAULT,
+      },
+    },
+    ONE_LAYER
+    | {
+      "layer_types": [FULL],
+      "global_head_dim": 4,
+      "attention_bias": True,
+      "num_key_value_heads": 4,
+      "tie_word_embeddings": False,
+      "hidden_size_per_layer_input": 3,
+      "vocab_size_per_layer_input": 64,
+    },
+  ),
+)
 CASES = [(name, i) for name, (_, cases) in FAMILIES.items() for i in range(len(cases))]

@@ -14,6 +14,7 @@ from typing import Any
 from tunix.models.family import Family as Family, Preset
 from tunix.models.gemma import params as gemma
 from tunix.models.gemma3 import multimodal_params, params as gemma3
+from tunix.models.gemma4 import params as gemma4
 from tunix.models.gpt_oss import params as gpt_oss
 from tunix.models.granite import params as granite
 from tunix.models.llama3 import params as llama3
@@ -33,6 +34,7 @@ FAMILIES: Mapping[str, Family] = {
     gemma.FAMILY,
     gemma3.FAMILY,
     multimodal_params.FAMILY,
+    gemma4.FAMILY,
     gpt_oss.FAMILY,
     granite.FAMILY,
     llama3.FAMILY,

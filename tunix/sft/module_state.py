@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from tunix.models.transformer.layers import FrozenParam as FrozenParam
 from tunix.utils import mesh as mesh_lib, tree
 
 Arrays = dict[str, Any]
@@ -29,13 +30,6 @@ Arrays = dict[str, Any]
 def is_lora(model: nnx.Module) -> bool:
   """Returns True if the module has LoRA parameters."""
   return any(isinstance(node, nnx.LoRAParam) for _, node in nnx.iter_graph(model))
-
-
-class FrozenParam(nnx.Param):
-  """A parameter that a trainer neither trains nor saves.
-
-  It belongs to another model, such as a teacher's unembedding.
-  """
 
 
 def trained_kind(model: nnx.Module) -> type[nnx.Param]:

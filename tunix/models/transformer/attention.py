@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from tunix.models.transformer import ring, sharding
 from tunix.models.transformer.attention_paths import attend
 from tunix.models.transformer.config import ShardingRules
-from tunix.models.transformer.layers import Linear, RMSNorm
+from tunix.models.transformer.layers import Linear, RMSNorm, unit_rms
 from tunix.models.transformer.rope import Angles, rotate
 from tunix.models.transformer.visibility import Visibility
 
@@ -28,7 +28,10 @@ class Attention(nnx.Module):
 
   Attributes:
     q_proj, k_proj, v_proj, o_proj: linear maps [D, N*H], [D, K*H], [D, K*H], [N*H, D].
+      Without `v_proj` the values are the outputs of `k_proj`. Without both, the layer
+      reads the keys and values of another layer.
     q_norm, k_norm: RMS norms of queries and keys, or None.
+    value_eps: epsilon of an RMS norm of the values without scale; None for no norm.
     head_dim: size H of a head.
     scale, softcap, implementation, rules: see `attention_paths.attend`.
     sinks: logits of the heads' sinks [*stack, N], or None (see `ops.sinks`).
@@ -40,8 +43,8 @@ class Attention(nnx.Module):
   def __init__(
     self,
     q_proj: Linear,
-    k_proj: Linear,
-    v_proj: Linear,
+    k_proj: Linear | None,
+    v_proj: Linear | None,
     o_proj: Linear,
     *,
     head_dim: int,
@@ -54,9 +57,11 @@ class Attention(nnx.Module):
     implementation: str = "auto",
     rules: ShardingRules | None = None,
     sinks: nnx.Param | None = None,
+    value_eps: float | None = None,
   ):
-    self.q_proj, self.k_proj = q_proj, k_proj
-    self.v_proj, self.o_proj = v_proj, o_proj
+    self.q_proj, self.k_proj = q_proj, nnx.data(k_proj)
+    self.v_proj, self.o_proj = nnx.data(v_proj), o_proj
+    self.value_eps = value_eps
     self.q_norm, self.k_norm = nnx.data(q_norm), nnx.data(k_norm)
     self.sinks = nnx.data(sinks)
     self.head_dim = head_dim
@@ -74,6 +79,7 @@ class Attention(nnx.Module):
     visible: Visibility,
     cached: KeysValues | None = None,
     kind: Kind = 0,
+    source: KeysValues | None = None,
   ) -> tuple[Float[Array, "B T D"], KeysValues]:
     """Returns the output, and the keys and values.
 
@@ -88,13 +94,17 @@ class Attention(nnx.Module):
         slot `visible.query_index[0]`. The buffers of a sliding layer may be a ring. Or
         the cache of one layer that attends itself, `cache.LayerCache`.
       kind: number of the layer's window; traced if the layers are scanned.
+      source: for a layer without keys and values: what the layer that it reads returned
+        in this call.
     """
     query, key, value = self._project(x)
     with jax.named_scope("rope"):
-      query, key = (
-        rotate(query, angles.for_queries()),
-        rotate(key, angles._replace(query=None)),
-      )
+      query = rotate(query, angles.for_queries())
+      if key is not None:
+        key = rotate(key, angles._replace(query=None))
+    if key is None or value is None:
+      assert source is not None  # the decoder passes it
+      return self._read(query, source, visible, cached, kind), cached
     keys_values = key, value
     if cached is not None and not isinstance(cached, tuple):
       out, keys_values = cached.attend(
@@ -126,6 +136,26 @@ class Attention(nnx.Module):
     out = self._attend(query, key.astype(x.dtype), value.astype(x.dtype), visible, kind)
     return self._output(out), keys_values
 
+  def _read(self, query, source, visible: Visibility, cached, kind: Kind) -> jax.Array:
+    """Returns the output of queries on the keys and values of another layer."""
+    if cached is not None and not isinstance(cached, tuple):
+      out, _ = source.attend(
+        query,
+        None,
+        None,
+        scale=self.scale,
+        softcap=self.softcap,
+        window=self.windows[kind],
+        implementation=self.implementation,
+        rules=self.rules,
+        sinks=self._sink_logits(),
+      )
+      return self._output(out)
+    key, value = source if cached is None else map(_swap, source)
+    visible = dataclasses.replace(visible, aligned=cached is None)
+    key, value = key.astype(query.dtype), value.astype(query.dtype)
+    return self._output(self._attend(query, key, value, visible, kind))
+
   def _sink_logits(self) -> jax.Array | None:
     return None if self.sinks is None else self.sinks[...]
 
@@ -137,18 +167,28 @@ class Attention(nnx.Module):
       return self.o_proj(out)
 
   def _project(self, x):
-    """Returns queries, keys and values by heads; queries and keys are normalised."""
+    """Returns queries, keys and values by heads, normalised.
+
+    Keys and values are None in a layer that reads those of another one.
+    """
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope("qkv_matmul"):
       query, key, value = (
-        sharding.pin_rows(sharding.pin_features(proj(x), self.rules), self.rules)
+        proj
+        and sharding.pin_rows(sharding.pin_features(proj(x), self.rules), self.rules)
         for proj in (self.q_proj, self.k_proj, self.v_proj)
       )
-    if not self.wide_norm:
-      query, key = query.reshape(heads), key.reshape(heads)
-    if self.q_norm is not None and self.k_norm is not None:
-      query, key = self.q_norm(query), self.k_norm(key)
-    return query.reshape(heads), key.reshape(heads), value.reshape(heads)
+
+    def normed(y, norm):
+      y = y if self.wide_norm else y.reshape(heads)
+      return (y if norm is None else norm(y)).reshape(heads)
+
+    if key is None:
+      return normed(query, self.q_norm), None, None
+    value = (key if value is None else value).reshape(heads)
+    if self.value_eps is not None:
+      value = unit_rms(value, self.value_eps).astype(value.dtype)
+    return normed(query, self.q_norm), normed(key, self.k_norm), value
 
   def _attend(self, query, key, value, visible: Visibility, kind: Kind) -> jax.Array:
     """Computes attention within the window of the layer's kind.

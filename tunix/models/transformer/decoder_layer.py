@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from tunix.models.transformer import rope, sharding
 from tunix.models.transformer.attention import Attention, KeysValues, Kind
 from tunix.models.transformer.config import MoEConfig, TransformerConfig
+from tunix.models.transformer.layer_inputs import LayerInputGate
 from tunix.models.transformer.layer_maker import LayerMaker
 from tunix.models.transformer.layers import ACTIVATIONS
 from tunix.models.transformer.mamba2 import Mamba2
@@ -46,6 +47,9 @@ class DecoderLayer(nnx.Module):
         setattr(self, name, make.norm(c.embed_dim, c.norm_eps, c.norm_offset))
     self.attn = nnx.data(None) if c.parts == "mlp" else _mixer(c, make)
     self.mlp = nnx.data(None) if c.parts == "mixer" else _mlp(c, make)
+    takes_input = c.layer_input_dim is not None
+    self.input_gate = nnx.data(LayerInputGate(c, make) if takes_input else None)
+    self.scalar = nnx.data(make.scalar() if c.layer_scalars else None)
     self.residual_multiplier = c.residual_multiplier
     self.rules = c.sharding
 
@@ -57,6 +61,8 @@ class DecoderLayer(nnx.Module):
     cached: KeysValues | None = None,
     kind: Kind = 0,
     routes: LayerRoutes | None = None,
+    vector: Float[Array, "B T P"] | None = None,
+    source: KeysValues | None = None,
   ) -> tuple[Float[Array, "B T D"], KeysValues]:
     """Returns the new residual stream, and the keys and values of its attention.
 
@@ -67,19 +73,27 @@ class DecoderLayer(nnx.Module):
       cached: see `Attention`.
       kind: number of the layer's kind, see `TransformerConfig.kinds`.
       routes: logs or replays the routes of experts; see `MoE`.
+      vector: the layer's vectors, see layer_inputs.py.
+      source: see `Attention`.
     """
     attn_in, attn_out, mlp_in, mlp_out = (self._norm(name) for name in self.norms)
     keys_values = cached
     if self.attn is not None:
       with jax.named_scope("attn"):
         own = rope.of_kind(angles, kind)
-        out, keys_values = self.attn(attn_in(x), own, visible, cached, kind)
+        more = (source,) if isinstance(self.attn, Attention) else ()
+        out, keys_values = self.attn(attn_in(x), own, visible, cached, kind, *more)
         x = sharding.pin_activations(x + self._scaled(attn_out(out)), self.rules)
     if self.mlp is not None:
       with jax.named_scope("mlp"):
         extra = (routes,) if isinstance(self.mlp, MoE) else ()
         x = x + self._scaled(mlp_out(self.mlp(mlp_in(x), *extra)))
       x = sharding.pin_activations(x, self.rules)
+    if self.input_gate is not None:
+      with jax.named_scope("layer_input"):
+        x = sharding.pin_activations(x + self.input_gate(x, vector), self.rules)
+    if self.scalar is not None:
+      x = x * self.scalar[...].astype(x.dtype)
     return x, keys_values
 
   def _scaled(self, out: jax.Array) -> jax.Array:
@@ -117,14 +131,16 @@ def _attention(c: TransformerConfig, make: LayerMaker) -> Attention:
   widths = {None: None, "head": (c.head_dim, c.head_dim), "all": (q_dim, kv_dim)}
   norms = widths[c.qk_norm]
   norm = lambda width: make.norm(width, c.norm_eps, c.norm_offset)
+  into = lambda width: make.linear(d, width, "in_out", bias=c.qkv_bias)
   return Attention(
-    make.linear(d, q_dim, "in_out", bias=c.qkv_bias),
-    make.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
-    make.linear(d, kv_dim, "in_out", bias=c.qkv_bias),
+    into(q_dim),
+    None if c.reads_kv else into(kv_dim),
+    None if c.reads_kv or c.values_from_keys else into(kv_dim),
     make.linear(q_dim, d, "out_in", bias=c.o_bias),
     head_dim=c.head_dim,
     q_norm=norms and norm(norms[0]),
-    k_norm=norms and norm(norms[1]),
+    k_norm=None if c.reads_kv else norms and norm(norms[1]),
+    value_eps=c.norm_eps if c.value_norm else None,
     wide_norm=c.qk_norm == "all",
     scale=c.query_scale,
     softcap=c.attention_softcap,

@@ -11,7 +11,14 @@ from jax.typing import DTypeLike
 
 from tunix.models.transformer import sharding
 from tunix.models.transformer.config import ShardingRules
-from tunix.models.transformer.layers import Embedding, Linear, RMSNorm, fresh, param
+from tunix.models.transformer.layers import (
+  Embedding,
+  FrozenParam,
+  Linear,
+  RMSNorm,
+  fresh,
+  param,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +67,12 @@ class LayerMaker:
     """Makes the logits of attention sinks, one per head; 0 counts as one key of score
     0."""
     return param(jnp.zeros((*self.stack, heads), self.param_dtype), self.spec("heads"))
+
+  def scalar(self) -> FrozenParam:
+    """Makes a number that is not trained, [*stack, 1], with the value 1."""
+    value = jnp.ones((*self.stack, 1), self.param_dtype)
+    spec = (None,) * value.ndim
+    return FrozenParam(value, out_sharding=spec, eager_sharding=False)
 
   def norm(self, dim: int, eps: float, offset: float = 0.0) -> RMSNorm:
     """Makes an RMS norm that multiplies by offset + scale."""

@@ -24,6 +24,8 @@ def frequencies(head_dim: int, config: RopeConfig) -> Float[Array, " H/2"]:
     the two are blended linearly in original_max_position / wavelength.
   - "yarn" blends the two linearly in the number of the dimension (Peng et al. 2023,
     arXiv:2309.00071, section 3.2).
+  - "proportional" divides all frequencies by `factor` and sets those of the last pairs
+    to 0, so that only the first `partial` H/2 pairs turn (Gemma 4).
 
   Scaled frequencies are computed on the host, with transformers' operations in float32:
   checkpoints were trained with these numbers, and the last bit of a frequency is 2e-4
@@ -40,6 +42,9 @@ def frequencies(head_dim: int, config: RopeConfig) -> Float[Array, " H/2"]:
   factor = np.float32(config.factor)
   if config.scaling == "linear":
     return jnp.asarray(1 / waves / factor)
+  if config.scaling == "proportional":
+    turns = np.arange(head_dim // 2) < int(config.partial * head_dim // 2)
+    return jnp.asarray(np.where(turns, 1 / waves / factor, np.float32(0)))
   if config.scaling == "yarn":
     keep = _yarn_keep(head_dim, config)
     return jnp.asarray(1 / (factor * waves) * (1 - keep) + 1 / waves * keep)

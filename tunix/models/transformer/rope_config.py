@@ -17,7 +17,8 @@ class RopeConfig:
     scaling: None for no scaling; "linear" divides all frequencies by `factor`; "llama3"
       (Llama 3.1) divides low frequencies, keeps high ones and blends between them;
       "yarn" blends by the number of turns within the original context, and scales
-      queries and keys too (arXiv:2309.00071).
+      queries and keys too (arXiv:2309.00071); "proportional" divides all frequencies by
+      `factor` and leaves the slowest ones out, see `partial` (Gemma 4).
     factor: ratio of the new context length to the original one.
     low_freq_factor: "llama3" divides frequencies whose wavelength exceeds
       original_max_position / low_freq_factor.
@@ -33,14 +34,16 @@ class RopeConfig:
       the default of `attention_factor` is
       (0.1 m ln(factor) + 1) / (0.1 n ln(factor) + 1).
     truncate: if True, "yarn" rounds the ends of its ramp to whole dimensions.
-    partial: share of the dimensions of a head that are rotated, the first ones.
+    partial: share of the dimensions of a head that are rotated, the first ones. With
+      "proportional" it is the share of the pairs (x[i], x[i + H/2]) that are rotated,
+      and the frequencies are those of the whole head.
     query_beta: a number b; queries are multiplied by
       1 + b ln(1 + floor(position / original_max_position)) (Llama 4, Ministral 3). None
       for no factor.
   """
 
   theta: float = 10_000.0
-  scaling: Literal["linear", "llama3", "yarn"] | None = None
+  scaling: Literal["linear", "llama3", "yarn", "proportional"] | None = None
   factor: float = 1.0
   low_freq_factor: float = 1.0
   high_freq_factor: float = 4.0
@@ -55,10 +58,10 @@ class RopeConfig:
   query_beta: float | None = None
 
   def __post_init__(self):
-    if self.scaling not in (None, "linear", "llama3", "yarn"):
+    if self.scaling not in (None, "linear", "llama3", "yarn", "proportional"):
       raise ValueError(
-        f"rope scaling {self.scaling!r} is not supported: use None, 'linear', 'llama3' "
-        "or 'yarn'"
+        f"rope scaling {self.scaling!r} is not supported: use None, 'linear', "
+        "'llama3', 'yarn' or 'proportional'"
       )
     checks.fields(
       self,
@@ -91,5 +94,10 @@ class RopeConfig:
       )
 
   def rotated(self, head_dim: int) -> int:
-    """Returns the number of rotated dimensions of a head, as transformers rounds it."""
+    """Returns the number of rotated dimensions of a head, as transformers rounds it.
+
+    With "proportional" it is the whole head: its last pairs have the frequency 0.
+    """
+    if self.scaling == "proportional":
+      return head_dim
     return int(head_dim * self.partial)

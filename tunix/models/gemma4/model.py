@@ -1,0 +1,95 @@
+"""Gemma 4: sizes of the published checkpoints, and the class."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from tunix.models.transformer.config import (
+  Activation,
+  RopeConfig,
+  TransformerConfig,
+  fields_by_type,
+  sizes,
+)
+from tunix.models.transformer.model import Transformer
+
+_GLOBAL = RopeConfig(theta=1_000_000.0, scaling="proportional", partial=0.25)
+_LOCAL = RopeConfig(theta=10_000.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig(TransformerConfig):
+  """`TransformerConfig` with the defaults of Gemma 4.
+
+  The class methods give the published sizes; keyword arguments override fields:
+  `ModelConfig.gemma4_e2b(param_dtype=jnp.bfloat16)`.
+  """
+
+  vocab_size: int = 262_144
+  head_dim: int = 256
+  norms: Literal["pre", "post", "both"] = "both"
+  activation: Activation = "gelu_tanh"
+  rope: RopeConfig = _GLOBAL
+  local_rope: RopeConfig | None = _LOCAL
+  query_scale: float | None = 1.0
+  final_softcap: float | None = 30.0
+  tie_embeddings: bool = True
+  scale_embeddings: bool = True
+  qk_norm: Literal["head", "all"] | None = "head"
+  value_norm: bool = True
+  layer_scalars: bool = True
+  max_position: int | None = 131_072
+
+  @classmethod
+  def gemma4_e2b(cls, **overrides: Any) -> ModelConfig:
+    """Gemma 4 E2B: 20 of 35 layers read the keys of an earlier one."""
+    fields = sizes(35, 1536, 6144, 8, 1, shared_kv_layers=20)
+    fields |= {"layer_input_dim": 256, "shared_kv_hidden_dim": 2 * 6144}
+    return cls(**(fields | _pattern(35, 5, 512) | overrides))
+
+  @classmethod
+  def gemma4_e4b(cls, **overrides: Any) -> ModelConfig:
+    """Gemma 4 E4B: 18 of 42 layers read the keys of an earlier one."""
+    fields = sizes(42, 2560, 10_240, 8, 2, shared_kv_layers=18, layer_input_dim=256)
+    return cls(**(fields | _pattern(42, 6, 512) | overrides))
+
+  @classmethod
+  def gemma4_31b(cls, **overrides: Any) -> ModelConfig:
+    """Gemma 4 31B: one map for keys and values in full layers."""
+    fields = sizes(60, 5376, 21_504, 32, 16, max_position=262_144)
+    return cls(**(fields | _pattern(60, 6, 1024, _joint(4)) | overrides))
+
+  gemma4_e2b_it = gemma4_e2b
+  gemma4_e4b_it = gemma4_e4b
+  gemma4_31b_it = gemma4_31b
+
+
+def _joint(kv_heads: int) -> dict[str, Any]:
+  """Returns the fields of full layers whose values are their keys' projections."""
+  return {"num_kv_heads": kv_heads, "values_from_keys": True}
+
+
+def _pattern(
+  layers: int, period: int, window: int, full: dict[str, Any] | None = None
+) -> dict[str, Any]:
+  """Returns the kinds of the layers: one full layer ends each period of sliding ones.
+
+  Args:
+    layers: number of layers.
+    period: number of layers of a period.
+    window: number of keys that a query of a sliding layer attends to.
+    full: further fields of the full layers.
+  """
+  types = tuple("sliding" if (i + 1) % period else "full" for i in range(layers))
+  return {
+    "layer_types": types,
+    "sliding_window": window,
+    "type_fields": fields_by_type(full={"head_dim": 512, **(full or {})}),
+  }
+
+
+class Gemma4(Transformer):
+  """A Gemma 4 text model; see `Transformer`."""
+
+  config: ModelConfig
