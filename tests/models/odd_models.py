@@ -178,20 +178,20 @@ FAMILIES["gemma4"] = (
         SLIDING: DEFAULT,
       },
     },
-    # As E2B: vectors for every layer, and three layers that read the keys of others.
+    # As E2B: vectors for every layer, and two layers that read the keys of others.
     FIVE
     | {
-      "num_hidden_layers": 7,
       "sliding_window": 4,
+      "initializer_range": 0.2,
       "head_dim": 4,
       "global_head_dim": 6,
       "hidden_size_per_layer_input": 5,
       "vocab_size_per_layer_input": 48,
-      "num_kv_shared_layers": 3,
+      "num_kv_shared_layers": 2,
       "use_double_wide_mlp": True,
-      "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING, SLIDING, FULL],
+      "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
       "rope_parameters": {
-        FULL: PROPORTIONAL | {"partial_rotary_factor": 0.7, "factor": 2.0},
+        FULL: PROPORTIONAL | {"partial_rotary_factor": 0.7},
         SLIDING: DEFAULT,
       },
     },
